@@ -1,0 +1,2 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Rollouts as a service for NeMo Gym: INIT → READY → RUN → EVAL on independent pools, in rootless sandboxes."""

@@ -1,0 +1,191 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What can go wrong with a rollout, in one vocabulary.
+
+Three questions are kept apart, because mixing them is how infrastructure trouble ends up as reward 0:
+
+- *What happened?* A failure **kind**: one of the low-cardinality names of NeMo Gym 0.7's ``failure_kinds.py``, also
+  used on Gym 0.4, which does not define them yet. Safe as a metric label.
+- *Whose fault is it?* An **origin**: infrastructure, agent, task or caller. It decides whether a retry can help.
+- *What is the detail?* A **reason**, free text for people, never a label.
+
+Exceptions are classified exactly once, where a stage ends (:func:`classify`). Whatever has a :class:`Failure` has no
+reward: a failed rollout is masked, retried or dropped, never scored.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from dataclasses import dataclass
+from enum import StrEnum
+
+
+class FailureKind(StrEnum):
+    """The names of NeMo Gym 0.7's shared vocabulary that a rollout can end with."""
+
+    TRANSPORT_UNREACHABLE = "transport_unreachable"
+    TRANSPORT_PEER_DROP = "transport_peer_drop"
+    TRANSPORT_TIMEOUT = "transport_timeout"
+    AGENT_RUN_ERROR = "agent_run_error"
+    AGENT_REQUEST_FAILED = "agent_request_failed"
+    AGENT_TIMEOUT = "agent_timeout"
+    VERIFIER_ERROR = "verifier_error"
+    PROVIDER_UNAVAILABLE = "provider_unavailable"
+    PROVIDER_QUOTA_EXHAUSTED = "provider_quota_exhausted"
+    PROVIDER_OOM_KILLED = "provider_oom_killed"
+    SESSION_LOST = "session_lost"
+    SESSION_EXPIRED = "session_expired"
+    SESSION_RELEASE_FAILED = "session_release_failed"
+    CANCELLED = "cancelled"
+    KILL_SHAPED = "kill_shaped"
+    SHUTDOWN = "shutdown"
+
+
+class Origin(StrEnum):
+    """Whose doing a failure is."""
+
+    INFRASTRUCTURE = "infrastructure"
+    """A machine, network, sandbox or server of ours. The same rollout may well succeed elsewhere or later."""
+    AGENT = "agent"
+    """What the policy did: ran out of its time, say. Doing it again is a new sample, not a retry."""
+    TASK = "task"
+    """The task itself is broken: a row whose tests cannot run for anybody."""
+    CALLER = "caller"
+    """The request was wrong, or the caller took it back."""
+
+
+class Stage(StrEnum):
+    """The three stages of a rollout that do work; waiting between them is nobody's time."""
+
+    INIT = "init"
+    RUN = "run"
+    EVAL = "eval"
+
+
+class RolloutError(Exception):
+    """Base of every error that this package raises on purpose.
+
+    Args:
+        reason: what happened and how to mend it, for a person.
+        kind: the failure kind; each subclass has a default.
+    """
+
+    origin = Origin.INFRASTRUCTURE
+    default_kind = FailureKind.AGENT_RUN_ERROR
+
+    def __init__(self, reason: str, *, kind: FailureKind | None = None) -> None:
+        super().__init__(reason)
+        self.reason = reason
+        self.kind = kind or self.default_kind
+
+
+class InfrastructureError(RolloutError):
+    """A machine, network, sandbox or server failed; retried within the job's attempts."""
+
+    origin = Origin.INFRASTRUCTURE
+    default_kind = FailureKind.PROVIDER_UNAVAILABLE
+
+
+class AgentError(RolloutError):
+    """The agent's own doing ended the rollout."""
+
+    origin = Origin.AGENT
+    default_kind = FailureKind.AGENT_RUN_ERROR
+
+
+class TaskError(RolloutError):
+    """The task cannot be run or scored by anybody; a retry would only repeat it."""
+
+    origin = Origin.TASK
+    default_kind = FailureKind.VERIFIER_ERROR
+
+
+class CallerError(RolloutError):
+    """The request is wrong.
+
+    Args:
+        reason: what is wrong and how to mend it.
+        field: path of the offending field, e.g. ``"row.responses_create_params"``; ``None`` if it is not one field.
+    """
+
+    origin = Origin.CALLER
+    default_kind = FailureKind.AGENT_REQUEST_FAILED
+
+    def __init__(self, reason: str, *, field: str | None = None, kind: FailureKind | None = None) -> None:
+        super().__init__(f"{field}: {reason}" if field else reason, kind=kind)
+        self.field = field
+
+
+class BudgetExceeded(RolloutError):
+    """A stage used up its time budget. What that means depends on the stage: see :func:`classify`."""
+
+    def __init__(self, stage: Stage, budget_s: float) -> None:
+        super().__init__(f"{stage} used up its budget of {budget_s:g} s", kind=_BUDGET_KINDS[stage])
+        self.stage = stage
+        self.budget_s = budget_s
+        # A slow agent is the agent's doing; slow set-up and slow scoring are not.
+        self.origin = Origin.AGENT if stage is Stage.RUN else Origin.INFRASTRUCTURE
+
+
+class JobCancelled(RolloutError):
+    """The job was cancelled: by its caller, because the caller is gone, or by a drain."""
+
+    origin = Origin.CALLER
+    default_kind = FailureKind.CANCELLED
+
+
+_BUDGET_KINDS = {
+    Stage.INIT: FailureKind.PROVIDER_UNAVAILABLE,
+    Stage.RUN: FailureKind.AGENT_TIMEOUT,
+    Stage.EVAL: FailureKind.VERIFIER_ERROR,
+}
+
+_UNEXPECTED_KINDS = {
+    Stage.INIT: FailureKind.PROVIDER_UNAVAILABLE,
+    Stage.RUN: FailureKind.AGENT_RUN_ERROR,
+    Stage.EVAL: FailureKind.VERIFIER_ERROR,
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Failure:
+    """One classified failure of one attempt.
+
+    Attributes:
+        kind: what happened.
+        origin: whose doing it is.
+        stage: where it happened; ``None`` while the job waited in a queue.
+        reason: free text for a person.
+        timed_out: a stage budget ran out; the job ends as ``timed_out`` rather than ``failed``.
+    """
+
+    kind: FailureKind
+    origin: Origin
+    stage: Stage | None
+    reason: str
+    timed_out: bool = False
+
+    @property
+    def retryable(self) -> bool:
+        """Only infrastructure is worth a second try; the cap on tries is the job's own."""
+        return self.origin is Origin.INFRASTRUCTURE
+
+
+def classify(error: BaseException, stage: Stage | None) -> Failure:
+    """Turn whatever a stage raised into one :class:`Failure`.
+
+    Our own errors say what they are. Foreign ones are judged by type: a time-out or a broken connection is transport;
+    anything else is a defect of a handler or server, which is infrastructure, since it says nothing about the policy.
+    """
+    if isinstance(error, RolloutError):
+        return Failure(error.kind, error.origin, stage, error.reason, timed_out=isinstance(error, BudgetExceeded))
+    if isinstance(error, asyncio.CancelledError):
+        return Failure(FailureKind.CANCELLED, Origin.CALLER, stage, "cancelled")
+    reason = f"{type(error).__name__}: {error}"
+    if isinstance(error, TimeoutError):
+        return Failure(FailureKind.TRANSPORT_TIMEOUT, Origin.INFRASTRUCTURE, stage, reason)
+    if isinstance(error, ConnectionRefusedError):
+        return Failure(FailureKind.TRANSPORT_UNREACHABLE, Origin.INFRASTRUCTURE, stage, reason)
+    if isinstance(error, ConnectionError):
+        return Failure(FailureKind.TRANSPORT_PEER_DROP, Origin.INFRASTRUCTURE, stage, reason)
+    kind = _UNEXPECTED_KINDS[stage] if stage else FailureKind.AGENT_RUN_ERROR
+    return Failure(kind, Origin.INFRASTRUCTURE, stage, reason)
