@@ -1,0 +1,245 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Which job goes where, and when: three bounded pools, their queues and the READY buffer between INIT and RUN.
+
+Pure: it owns no task, clock or socket. Events go in (`submit`, `worked`, `retry`, `cancel`, …), decisions come out
+(`Start` this job in that stage). The pipeline carries decisions out and reports back. A hundred thousand schedules of
+it are checked in a second, which no test with real sandboxes could do.
+
+Invariants:
+
+- A stage never holds more jobs than its pool has slots.
+- INIT starts only if the sandbox it makes has somewhere to go: jobs that hold a session (in INIT, READY or RUN) never
+  exceed ``run + ready``. So READY is bounded by construction and nothing has to block when INIT is done.
+- A slot is taken by `Start` and given back by exactly one later event of that job.
+- Among waiting jobs the highest priority goes first; among equals the client that holds the fewest slots of the stage,
+  ties in turn; within a client first come, first served.
+"""
+
+from __future__ import annotations
+
+from collections import Counter, OrderedDict
+from dataclasses import dataclass
+from enum import Enum, auto
+
+from nemo_gym_prorl.failures import Stage
+
+
+@dataclass(frozen=True, slots=True)
+class PoolSizes:
+    """How many jobs each stage works on at once, and how many initialised jobs may wait in READY.
+
+    Raises:
+        ValueError: a pool has no slot, or READY is negative; names the field.
+    """
+
+    init: int = 8
+    ready: int = 8
+    run: int = 16
+    eval: int = 8
+
+    def __post_init__(self) -> None:
+        for name, least in (("init", 1), ("ready", 0), ("run", 1), ("eval", 1)):
+            if getattr(self, name) < least:
+                raise ValueError(f"stages.{name} must be at least {least}, got {getattr(self, name)}")
+
+    def of(self, stage: Stage) -> int:
+        """Slots of one stage."""
+        return int(getattr(self, stage.value))
+
+
+@dataclass(frozen=True, slots=True)
+class Start:
+    """Begin to work on a job in a stage; the job holds one of its slots from now on."""
+
+    job_id: str
+    stage: Stage
+
+
+class _Where(Enum):
+    WAITING = auto()
+    WORKING = auto()
+    PAUSED = auto()
+    """Off every queue but still counted where it was: a READY job whose session is being released."""
+    OUTSIDE = auto()
+    """Between two attempts: holds nothing."""
+
+
+@dataclass(slots=True)
+class _Place:
+    client: str
+    priority: int
+    stage: Stage
+    where: _Where
+
+
+class FairQueue:
+    """Waiting jobs of one stage: by priority, then fair share, then arrival. O(clients) to pop, O(1) to remove."""
+
+    def __init__(self) -> None:
+        # priority -> client -> job ids in order; clients in the order in which they were last served.
+        self._levels: dict[int, OrderedDict[str, OrderedDict[str, None]]] = {}
+        self._size = 0
+
+    def __len__(self) -> int:
+        return self._size
+
+    def push(self, job_id: str, client: str, priority: int) -> None:
+        """Append a job; it must not be in the queue yet."""
+        self._levels.setdefault(priority, OrderedDict()).setdefault(client, OrderedDict())[job_id] = None
+        self._size += 1
+
+    def remove(self, job_id: str, client: str, priority: int) -> None:
+        """Take a job out from wherever it stands."""
+        clients = self._levels[priority]
+        del clients[client][job_id]
+        self._forget_empty(priority, client)
+
+    def pop(self, held: Counter[str]) -> str:
+        """Take the next job, given how many slots each client holds now. The queue must not be empty."""
+        priority = max(self._levels)
+        clients = self._levels[priority]
+        client = min(clients, key=lambda name: held[name])  # min is stable: ties go to the least recently served
+        job_id, _ = clients[client].popitem(last=False)
+        clients.move_to_end(client)
+        self._forget_empty(priority, client)
+        return job_id
+
+    def _forget_empty(self, priority: int, client: str) -> None:
+        self._size -= 1
+        clients = self._levels[priority]
+        if not clients[client]:
+            del clients[client]
+        if not clients:
+            del self._levels[priority]
+
+
+class StageScheduler:
+    """The pools of one pipeline.
+
+    Args:
+        sizes: slots per stage and the READY bound; may be replaced at run time with :meth:`resize`.
+    """
+
+    def __init__(self, sizes: PoolSizes) -> None:
+        self.sizes = sizes
+        self._places: dict[str, _Place] = {}
+        self._queues = {stage: FairQueue() for stage in Stage}
+        self._held: dict[Stage, Counter[str]] = {stage: Counter() for stage in Stage}
+        self._working = dict.fromkeys(Stage, 0)
+        self._paused_ready = 0
+        self._admitting = True
+
+    # -- what is where -------------------------------------------------------------------------------------------
+
+    def waiting(self, stage: Stage) -> int:
+        """Jobs queued for a stage; for RUN that is the READY buffer."""
+        return len(self._queues[stage])
+
+    def working(self, stage: Stage) -> int:
+        """Slots of a stage in use."""
+        return self._working[stage]
+
+    @property
+    def sessions(self) -> int:
+        """Jobs that hold, or are about to hold, a session: in INIT, READY or RUN."""
+        return self._working[Stage.INIT] + self.waiting(Stage.RUN) + self._paused_ready + self._working[Stage.RUN]
+
+    def is_waiting(self, job_id: str) -> bool:
+        """The job stands in a queue, so nobody works on it."""
+        return self._places[job_id].where is _Where.WAITING
+
+    # -- events --------------------------------------------------------------------------------------------------
+
+    def submit(self, job_id: str, client: str, priority: int) -> list[Start]:
+        """A new job arrives in INIT's queue."""
+        self._places[job_id] = _Place(client, priority, Stage.INIT, _Where.OUTSIDE)
+        return self._enqueue(job_id, Stage.INIT)
+
+    def worked(self, job_id: str, then: Stage | None) -> list[Start]:
+        """A stage is done with a job: its slot comes back, and it goes on to ``then`` or leaves if that is ``None``."""
+        self._leave_slot(job_id)
+        if then is None:
+            del self._places[job_id]
+            return self._fill()
+        return self._enqueue(job_id, then)
+
+    def set_aside(self, job_id: str) -> list[Start]:
+        """A stage is done with a job that will be retried later: it holds nothing until :meth:`requeue`."""
+        self._leave_slot(job_id)
+        self._places[job_id].where = _Where.OUTSIDE
+        return self._fill()
+
+    def requeue(self, job_id: str, stage: Stage) -> list[Start]:
+        """A job that was set aside comes back to a stage's queue."""
+        return self._enqueue(job_id, stage)
+
+    def pause(self, job_id: str) -> None:
+        """Take a waiting job off its queue for good, but keep its place counted until :meth:`remove`.
+
+        For READY: its session still exists while it is being released, and the bound on sessions must know.
+        """
+        place = self._places[job_id]
+        self._queues[place.stage].remove(job_id, place.client, place.priority)
+        place.where = _Where.PAUSED
+        if place.stage is Stage.RUN:
+            self._paused_ready += 1
+
+    def remove(self, job_id: str) -> list[Start]:
+        """A job that no stage works on leaves, wherever it stands."""
+        place = self._places.pop(job_id)
+        if place.where is _Where.WAITING:
+            self._queues[place.stage].remove(job_id, place.client, place.priority)
+        elif place.where is _Where.PAUSED and place.stage is Stage.RUN:
+            self._paused_ready -= 1
+        return self._fill()
+
+    def resize(self, sizes: PoolSizes) -> list[Start]:
+        """Change the pools; jobs above a smaller bound finish, none is interrupted."""
+        self.sizes = sizes
+        return self._fill()
+
+    def hold_admission(self) -> None:
+        """Start no further INIT, e.g. for a drain; what has begun goes on."""
+        self._admitting = False
+
+    def resume_admission(self) -> list[Start]:
+        """Start INITs again."""
+        self._admitting = True
+        return self._fill()
+
+    # -- inside --------------------------------------------------------------------------------------------------
+
+    def _enqueue(self, job_id: str, stage: Stage) -> list[Start]:
+        place = self._places[job_id]
+        place.stage, place.where = stage, _Where.WAITING
+        self._queues[stage].push(job_id, place.client, place.priority)
+        return self._fill()
+
+    def _leave_slot(self, job_id: str) -> None:
+        place = self._places[job_id]
+        held = self._held[place.stage]
+        held[place.client] -= 1
+        if not held[place.client]:
+            del held[place.client]
+        self._working[place.stage] -= 1
+
+    def _room(self, stage: Stage) -> bool:
+        if self._working[stage] >= self.sizes.of(stage):
+            return False
+        if stage is Stage.INIT:
+            return self._admitting and self.sessions < self.sizes.run + self.sizes.ready
+        return True
+
+    def _fill(self) -> list[Start]:
+        """Start everything that may start. Downstream first, since that is what makes room upstream."""
+        starts: list[Start] = []
+        for stage in (Stage.EVAL, Stage.RUN, Stage.INIT):
+            queue = self._queues[stage]
+            while len(queue) and self._room(stage):
+                job_id = queue.pop(self._held[stage])
+                place = self._places[job_id]
+                place.where = _Where.WORKING
+                self._working[stage] += 1
+                self._held[stage][place.client] += 1
+                starts.append(Start(job_id, stage))
+        return starts
