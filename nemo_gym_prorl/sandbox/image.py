@@ -1,0 +1,182 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The default sandbox image: a small Linux with bash, Python and git, for tasks that bring no image of their own.
+
+It is an *unpacked root folder*, not an image file: a folder starts fastest, and needs no FUSE, which many machines
+keep from ordinary users. Where apt is at hand it is made of the machine's own distribution's packages, in seconds and
+with no container registry; elsewhere Apptainer builds it from a public image.
+
+Its folder's name holds a hash of everything that decides what is in it, so that a changed recipe makes a new image and
+never a half-changed old one. A folder with that name is complete: it was started and tried out before it got the name.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import shutil
+import subprocess
+from collections.abc import Callable
+from pathlib import Path
+
+from nemo_gym_prorl.failures import InfrastructureError
+from nemo_gym_prorl.sandbox import debian
+from nemo_gym_prorl.sandbox.cache import Progress, cache_dir, locked, machine, publish, staging
+from nemo_gym_prorl.sandbox.runtime import Runtime, require_runtime
+
+
+PACKAGES = (
+    *("base-files", "base-passwd", "ncurses-base"),
+    *("bash", "dash", "coreutils", "util-linux", "debianutils", "hostname", "login", "procps"),
+    *("findutils", "grep", "sed", "mawk", "diffutils", "patch", "less", "gzip", "tar"),
+    *("python3", "git", "ca-certificates"),
+)
+
+LINKS = {
+    "usr/bin/awk": "mawk",
+    "usr/bin/which": "which.debianutils",
+    "usr/bin/pager": "less",
+    "usr/bin/python": "python3",
+}
+"""What the packages' own set-up scripts would have linked, and ``python``, which models like to call."""
+
+DROPPED = ("boot", "usr/share/doc", "usr/share/info", "usr/share/locale", "usr/share/man")
+
+REGISTRY_RECIPE = """\
+Bootstrap: docker
+From: docker.io/library/python:3.12-slim
+
+%post
+    apt-get update
+    apt-get install -y --no-install-recommends git procps patch less gawk ca-certificates
+    rm -rf /var/lib/apt/lists/*
+"""
+
+TRIAL = """
+set -e
+for tool in awk cat diff find git grep less patch ps python sed tar which; do command -v $tool >/dev/null; done
+git --version
+python3 -c 'import json, ssl, sqlite3, subprocess, sys; assert sys.version_info >= (3, 9); print(sys.version)'
+"""
+"""Run by bash in the fresh image; any failure means that the image is not published."""
+
+TRIAL_TIMEOUT_S = 120.0
+BUILD_TIMEOUT_S = 1800.0
+"""For Apptainer's own build, which downloads some 200 MB from a public registry."""
+
+_RECIPE_VERSION = 1
+
+
+def default_image_path() -> Path:
+    """Where the default image lies, or would lie: the path to give as the image of a sandbox."""
+    recipe = json.dumps([_RECIPE_VERSION, PACKAGES, sorted(LINKS.items()), DROPPED, REGISTRY_RECIPE, TRIAL])
+    key = hashlib.sha256(recipe.encode()).hexdigest()[:12]
+    return cache_dir() / "images" / f"default-{machine()}-{key}"
+
+
+def ensure_default_image(progress: Progress) -> Path:
+    """Build the default image unless it is there. About 10 s with apt; at once afterwards.
+
+    Raises:
+        InfrastructureError: no runtime, or no way to build worked; the message says why for each way tried.
+    """
+    image = default_image_path()
+    if image.is_dir():
+        return image
+    runtime = require_runtime()
+    with locked("default-image"):
+        if not image.is_dir():
+            _build(image, runtime, progress)
+    return image
+
+
+def try_image(image: Path, runtime: Runtime) -> str:
+    """Start a container of the image, see that every tool answers, and return what was said.
+
+    Raises:
+        InfrastructureError: the container does not start, or something is missing in it.
+    """
+    command = [runtime.path, "exec", "--containall", image, "bash", "-c", TRIAL]
+    try:
+        done = subprocess.run(
+            command,
+            env=runtime.environ(),
+            stdin=subprocess.DEVNULL,
+            capture_output=True,
+            text=True,
+            timeout=TRIAL_TIMEOUT_S,
+            check=False,
+        )
+    except subprocess.TimeoutExpired as error:
+        raise InfrastructureError(f"a container of {image} did not finish in {TRIAL_TIMEOUT_S:g} s") from error
+    if done.returncode:
+        raise InfrastructureError(f"a container of {image} failed: {(done.stderr or done.stdout).strip()[-600:]}")
+    return done.stdout.strip()
+
+
+def _build(image: Path, runtime: Runtime, progress: Progress) -> None:
+    """Try the ways to build in order; the first that gives a working image wins."""
+    ways: list[tuple[str, Callable[[Path, Runtime, Progress], Path]]] = [("from a registry", _build_from_registry)]
+    if not debian.missing_tools():
+        ways.insert(0, ("from packages", _build_from_packages))
+    reasons = []
+    for name, build in ways:
+        with staging(image) as work:
+            try:
+                root = build(work, runtime, progress)
+                progress("trying it out")
+                try_image(root, runtime)
+            except InfrastructureError as error:
+                reasons.append(f"{name}: {error.reason}")
+                continue
+            publish(root, image)
+            return
+    raise InfrastructureError("the default sandbox image could not be built; " + "; ".join(reasons))
+
+
+def _build_from_packages(work: Path, _runtime: Runtime, progress: Progress) -> Path:
+    (work / "apt").mkdir()
+    archives = debian.fetch(PACKAGES, debian.host_sources(), work / "apt", progress)
+    progress(f"unpacking {len(archives)} packages")
+    root = work / "root"
+    debian.unpack(archives, root)
+    _finish(root)
+    return root
+
+
+def _finish(root: Path) -> None:
+    """Do by hand the little that matters of what the packages' set-up scripts would do."""
+    for name in ("passwd", "group"):
+        shutil.copyfile(root / "usr/share/base-passwd" / f"{name}.master", root / "etc" / name)
+    for link, target in LINKS.items():
+        path = root / link
+        if not path.is_symlink() and (path.parent / target).exists():
+            path.symlink_to(target)
+    certificates = sorted((root / "usr/share/ca-certificates").rglob("*.crt"))
+    bundle = root / "etc/ssl/certs/ca-certificates.crt"
+    bundle.parent.mkdir(parents=True, exist_ok=True)
+    bundle.write_text("".join(path.read_text() for path in certificates))
+    for name in DROPPED:
+        shutil.rmtree(root / name, ignore_errors=True)
+
+
+def _build_from_registry(work: Path, runtime: Runtime, progress: Progress) -> Path:
+    progress("building from a public image")
+    recipe = work / "image.def"
+    recipe.write_text(REGISTRY_RECIPE)
+    root = work / "root"
+    command = [runtime.path, "build", "--sandbox", "--fakeroot", root, recipe]
+    try:
+        done = subprocess.run(
+            command,
+            env=runtime.environ(),
+            stdin=subprocess.DEVNULL,
+            capture_output=True,
+            text=True,
+            timeout=BUILD_TIMEOUT_S,
+            check=False,
+        )
+    except subprocess.TimeoutExpired as error:
+        raise InfrastructureError(f"{runtime.flavor} build was not done after {BUILD_TIMEOUT_S:g} s") from error
+    if done.returncode:
+        raise InfrastructureError(f"{runtime.flavor} build failed: {done.stderr.strip()[-600:]}")
+    return root
