@@ -16,17 +16,26 @@ Server-side release is an extension that unmodified servers never see: a server 
 from __future__ import annotations
 
 import asyncio
+import json
+import re
 import time
 import uuid
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
-import orjson
-
-from nemo_gym_prorl.failures import CallerError, Failure, FailureKind, InfrastructureError, Stage, TaskError
+from nemo_gym_prorl.failures import CallerError, Failure, FailureKind, InfrastructureError, Origin, Stage, TaskError
 from nemo_gym_prorl.handlers.gym_http import Answer, CookieJar, GymServer
 from nemo_gym_prorl.rollout.job import Job, Outcome, Progress, Trajectory, Verdict, failure_state
+
+
+RESERVED_ROUTES = frozenset(
+    {"seed_session", "release_session", "close_session", "verify", "aggregate_metrics", "mcp", "openapi.json", "docs"}
+)
+"""Routes of a resources server that are no tools: a policy that calls them learns that there is no such tool."""
+
+_NEVER_HAPPENED = frozenset({FailureKind.CANCELLED, FailureKind.KILL_SHAPED, FailureKind.SHUTDOWN})
+_TOOL_NAME = re.compile(r"[\w.-]+")
 
 
 @dataclass(frozen=True, slots=True)
@@ -124,18 +133,11 @@ class GymEnvironmentHandler:
 
     def on_failure(self, job: Job, stage: Stage | None, failure: Failure) -> Outcome:
         """A masked row that carries whatever was sampled, and no reward that anybody could train on."""
-        params = job.row.get("responses_create_params", {})
-        response = job.trajectory.response if job.trajectory is not None else empty_response(params)
-        result = {
-            **job.row,
-            "response": response,
-            "reward": 0.0,  # Gym's row schema needs a number; mask_sample says that it is none
-            "mask_sample": True,
-            "failure_kind": failure.kind.value,
-            "failure_reason": failure.reason,
-            "_ng_failure_class": failure.kind.value,
-        }
-        return Outcome(failure_state(failure), result, failure=failure)
+        if job.trajectory is not None:
+            response = job.trajectory.response
+        else:
+            response = empty_response(job.row["responses_create_params"])
+        return Outcome(failure_state(failure), failure_row(job.row, response, failure), failure=failure)
 
 
 class ToolLoop:
@@ -183,6 +185,8 @@ class ToolLoop:
     def _ended(self, turn: dict[str, Any], calls: list[dict[str, Any]]) -> str | None:
         if turn.get("incomplete_details"):
             return "length"
+        if not turn["output"]:
+            return "stop"  # asking again would get the same nothing, for ever
         said = any(item.get("type") == "message" and item.get("role") == "assistant" for item in turn["output"])
         return "stop" if said and not calls else None
 
@@ -222,13 +226,38 @@ class ToolLoop:
     async def _call_tool(self, call: dict[str, Any]) -> dict[str, Any]:
         """One observation. A tool's error is an observation too: the policy gets the body of any answer."""
         try:
-            arguments = orjson.loads(call["arguments"])
-        except (orjson.JSONDecodeError, TypeError) as error:
-            return _observation(call, orjson.dumps({"error": f"Invalid tool call arguments: {error!r}"}).decode())
+            arguments = json.loads(call["arguments"])
+        except (json.JSONDecodeError, TypeError) as error:
+            return _observation(call, json.dumps({"error": f"Invalid tool call arguments: {error!r}"}))
+        if not _TOOL_NAME.fullmatch(call["name"]) or call["name"] in RESERVED_ROUTES:
+            return _observation(call, json.dumps({"detail": "Not Found"}))
         async with self._gate:
             answer = await self._context.resources.post(f"/{call['name']}", arguments, self._cookies)
         self._progress.tool_calls += 1
         return _observation(call, answer.text())
+
+
+def failure_row(row: dict[str, Any], response: dict[str, Any], failure: Failure) -> dict[str, Any]:
+    """A rollout without a reward, as Gym's collectors and trainers understand it.
+
+    Gym writes it to the failures file next to the results and tries it again, unless it says otherwise: a bad row
+    stays bad (``_ng_failure_terminal``), and a rollout that was taken back never happened (``_ng_no_persist``).
+    """
+    marks: dict[str, Any] = {}
+    if failure.kind in _NEVER_HAPPENED:
+        marks["_ng_no_persist"] = True
+    elif failure.origin in (Origin.CALLER, Origin.TASK):
+        marks["_ng_failure_terminal"] = True
+    return {
+        **row,
+        "response": response,
+        "reward": 0.0,  # the row's schema needs a number; mask_sample says that it is none
+        "mask_sample": True,
+        "failure_kind": failure.kind.value,
+        "failure_reason": failure.reason,
+        "_ng_failure_class": failure.kind.value,
+        **marks,
+    }
 
 
 def _observation(call: dict[str, Any], output: str) -> dict[str, Any]:

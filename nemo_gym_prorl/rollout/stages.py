@@ -156,7 +156,7 @@ class StageScheduler:
         return self._enqueue(job_id, Stage.INIT)
 
     def worked(self, job_id: str, then: Stage | None) -> list[Start]:
-        """A stage is done with a job: its slot comes back, and it goes on to ``then`` or leaves if that is ``None``."""
+        """A stage is done with a job: its slot comes back; it goes on to ``then``, or leaves (``None``)."""
         self._leave_slot(job_id)
         if then is None:
             del self._places[job_id]

@@ -1,0 +1,182 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The rollout service as a Gym agent: ``/run`` and ``/v1/responses`` as Gym defines them, over one pipeline.
+
+``/run`` never raises on a failed rollout: one HTTP error aborts a whole collection in Gym 0.4. And since Gym's client
+posts a call again when its connection drops, an identical row that arrives while the first still runs joins it
+(:class:`~nemo_gym_prorl.rollout.callers.CallerWatch`) instead of doing the work twice.
+"""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, Self, cast
+
+import orjson
+from fastapi import APIRouter, Request, Response
+from omegaconf import DictConfig, OmegaConf
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
+
+from nemo_gym_prorl.failures import CallerError, Failure, FailureKind, Origin
+from nemo_gym_prorl.handlers.gym_environment import GymContext, LoopLimits, ToolLoop, empty_response, failure_row
+from nemo_gym_prorl.handlers.gym_http import CookieJar, GymServer, HttpClient, server_urls
+from nemo_gym_prorl.rollout.api import rollout_router
+from nemo_gym_prorl.rollout.callers import CallerGone, CallerWatch
+from nemo_gym_prorl.rollout.handler import HandlerRegistry
+from nemo_gym_prorl.rollout.job import Budgets, Progress
+from nemo_gym_prorl.rollout.metrics import PipelineMetrics
+from nemo_gym_prorl.rollout.pipeline import Draining, Pipeline, PipelineSettings
+from nemo_gym_prorl.rollout.problems import invalid_body
+from nemo_gym_prorl.rollout.schemas import Row, Seconds
+from nemo_gym_prorl.rollout.stages import PoolSizes
+
+
+Positive = Annotated[int, Field(ge=1)]
+
+
+class StagesConfig(BaseModel):
+    """Slots per stage. ``ready`` bounds the buffer between INIT and RUN: each job in it holds a sandbox."""
+
+    model_config = ConfigDict(extra="forbid")
+
+    init: Positive = 8
+    ready: Annotated[int, Field(ge=0)] = 8
+    run: Positive = 32
+    eval: Positive = 8
+
+
+class BudgetsConfig(BaseModel):
+    """Seconds that each stage may work on a rollout, per attempt. Time in a queue is free."""
+
+    model_config = ConfigDict(extra="forbid")
+
+    init: Seconds = 600.0
+    run: Seconds = 3600.0
+    eval: Seconds = 900.0
+
+
+class ServiceConfig(BaseModel):
+    """Settings of the service in an agent's YAML; every one can be overridden on Gym's command line."""
+
+    handler: str = "gym_environment"
+    """Agent handler of rows whose ``data_source`` names none."""
+    stages: StagesConfig = StagesConfig()
+    budgets: BudgetsConfig = BudgetsConfig()
+    release_timeout_s: Seconds = 60.0
+    """How long a resources server may take to give a sandbox back."""
+    cancel_grace_s: Seconds = 5.0
+    """How long a cancelled stage may take to come back before it is abandoned."""
+    max_attempts: Positive = 3
+    """Tries of a rollout whose infrastructure failed."""
+    max_queued: Positive = 10_000
+    """Rollouts that may wait before the job API answers 429."""
+    retain: Positive = 2_000
+    """Finished rollouts that the job API remembers."""
+    max_turns: Positive | None = None
+    """Policy turns of one rollout."""
+    max_tokens: Positive | None = None
+    """Length of one rollout's sequence, in tokens."""
+    tool_concurrency: Positive = 1
+    """Tool calls of one turn in flight at once; 1 keeps their order."""
+    caller_grace_s: Seconds = 10.0
+    """How long a ``/run`` whose caller vanished goes on, in case the caller posts it again."""
+    control_token: str | None = None
+    """If set, the job API requires it as a bearer token."""
+
+    def pipeline_settings(self) -> PipelineSettings:
+        """As the pipeline takes them."""
+        return PipelineSettings(
+            stages=PoolSizes(**self.stages.model_dump()),
+            budgets=Budgets(**self.budgets.model_dump()),
+            release_s=self.release_timeout_s,
+            cancel_grace_s=self.cancel_grace_s,
+            max_attempts=self.max_attempts,
+            max_queued=self.max_queued,
+            retain=self.retain,
+        )
+
+
+class AgentService:
+    """One pipeline, its HTTP client and its routes.
+
+    Args:
+        config: settings.
+        context: the servers that rollouts use.
+        http: the client behind them; closed with the service.
+    """
+
+    def __init__(self, config: ServiceConfig, context: GymContext, http: HttpClient) -> None:
+        self._config = config
+        self._context = context
+        self._http = http
+        self.pipeline = Pipeline(HandlerRegistry(context, config.handler), config.pipeline_settings())
+        self.metrics = PipelineMetrics(self.pipeline)
+        self._callers = CallerWatch(self.pipeline, config.caller_grace_s)
+
+    @classmethod
+    def from_gym(cls, config: ServiceConfig, gym_config: DictConfig, *, resources: str, model: str) -> Self:
+        """Build from Gym's merged configuration.
+
+        Raises:
+            CallerError: it has no address for one of the servers, or asks for several workers.
+        """
+        if (getattr(config, "num_workers", None) or 1) > 1:
+            raise CallerError(
+                "must be 1: the pools bound what one process runs; start further agents instead", field="num_workers"
+            )
+        http = HttpClient()
+        urls = server_urls(cast("dict[str, Any]", OmegaConf.to_container(gym_config, resolve=True)))
+        servers = {}
+        for field_name, name in (("resources_server", resources), ("model_server", model)):
+            if name not in urls:
+                raise CallerError(f"no server {name!r} with host and port in the configuration", field=field_name)
+            servers[field_name] = GymServer(name, urls[name], http)
+        limits = LoopLimits(config.max_turns, config.max_tokens, config.tool_concurrency)
+        return cls(config, GymContext(servers["resources_server"], servers["model_server"], limits), http)
+
+    def router(self) -> APIRouter:
+        """The job API."""
+        return rollout_router(self.pipeline, self.metrics, self._config.control_token)
+
+    async def close(self) -> None:
+        """Cancel every rollout, wait until its sandboxes are released, and close the client."""
+        await self.pipeline.close()
+        await self._http.close()
+
+    async def run(self, request: Request) -> Response:
+        """Gym's ``/run``: 200 with a verified row or a masked failure row, whatever happened to the rollout.
+
+        Only a body that is no Gym row at all is refused, with 422 and the field that is wrong.
+        """
+        body = await request.body()
+        try:
+            row = orjson.loads(body)
+            Row.model_validate(row)
+        except (orjson.JSONDecodeError, ValidationError) as error:
+            return invalid_body(error).response()
+        try:
+            return _json(await self._callers.run(row, body, request))
+        except Draining as error:
+            failure = Failure(FailureKind.SHUTDOWN, Origin.CALLER, None, error.reason)
+            response = empty_response(row["responses_create_params"])
+            return _json(orjson.dumps(failure_row(row, response, failure)))
+        except CallerGone:
+            return Response(status_code=499)  # nobody reads it
+
+    async def responses(self, request: Request) -> Response:
+        """Gym's ``/v1/responses`` of an agent: the tool loop in a session that the caller has seeded."""
+        params = orjson.loads(await request.body())
+        jar = CookieJar(dict(request.cookies))
+        response = empty_response(params)
+        await ToolLoop(self._context, jar, Progress()).run(params, response)
+        answer = _json(orjson.dumps(response))
+        for name, value in jar.values.items():
+            answer.set_cookie(name, value)
+        return answer
+
+    async def aggregate_metrics(self, body: dict[str, Any]) -> Any:
+        """Gym's ``/aggregate_metrics``: the resources server knows what its rewards mean."""
+        answer = await self._context.resources.post("/aggregate_metrics", body, CookieJar())
+        return answer.json()
+
+
+def _json(body: bytes) -> Response:
+    return Response(body, media_type="application/json")

@@ -1,0 +1,82 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Prometheus metrics of one pipeline: pools and queues now, outcomes and stage times so far.
+
+Gauges are read from the scheduler when they are scraped, so they cannot drift from it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from prometheus_client import CollectorRegistry, Counter, Histogram, generate_latest
+from prometheus_client.core import GaugeMetricFamily, Metric
+from prometheus_client.registry import Collector
+
+from nemo_gym_prorl.failures import Stage
+from nemo_gym_prorl.rollout.job import Job
+from nemo_gym_prorl.rollout.pipeline import Pipeline
+
+
+_SECONDS = (0.01, 0.03, 0.1, 0.3, 1, 3, 10, 30, 100, 300, 1000, 3000)
+
+
+class _Pools(Collector):
+    def __init__(self, pipeline: Pipeline) -> None:
+        self._pipeline = pipeline
+
+    def collect(self) -> Iterable[Metric]:
+        scheduler = self._pipeline.scheduler
+        slots = GaugeMetricFamily("prorl_stage_slots", "Slots of a stage's pool.", labels=["stage"])
+        working = GaugeMetricFamily("prorl_stage_working", "Slots in use.", labels=["stage"])
+        waiting = GaugeMetricFamily("prorl_stage_waiting", "Jobs queued for a stage.", labels=["stage"])
+        for stage in Stage:
+            slots.add_metric([stage.value], scheduler.sizes.of(stage))
+            working.add_metric([stage.value], scheduler.working(stage))
+            waiting.add_metric([stage.value], scheduler.waiting(stage))
+        yield from (slots, working, waiting)
+        yield GaugeMetricFamily("prorl_sessions", "Sandboxes held by INIT, READY and RUN.", value=scheduler.sessions)
+        yield GaugeMetricFamily("prorl_abandoned", "Calls that ignored cancellation.", value=self._pipeline.abandoned)
+
+
+class PipelineMetrics:
+    """The metrics of a pipeline, in a registry of their own.
+
+    Args:
+        pipeline: whose; hooks itself to the pipeline's outcomes.
+    """
+
+    def __init__(self, pipeline: Pipeline) -> None:
+        self._registry = CollectorRegistry()
+        self._registry.register(_Pools(pipeline))
+        self._outcomes = Counter(
+            "prorl_rollouts", "Rollouts that ended.", ["state", "failure_kind"], registry=self._registry
+        )
+        self._failures = Counter(
+            "prorl_failed_attempts", "Attempts that failed.", ["stage", "failure_kind"], registry=self._registry
+        )
+        labels = ["stage"]
+        self._worked = Histogram(
+            "prorl_stage_worked_seconds", "Work per rollout.", labels, buckets=_SECONDS, registry=self._registry
+        )
+        self._waited = Histogram(
+            "prorl_stage_waited_seconds", "Queue time per rollout.", labels, buckets=_SECONDS, registry=self._registry
+        )
+        self._turns = Histogram(
+            "prorl_turns", "Policy turns per rollout.", buckets=(1, 2, 4, 8, 16, 32, 64, 128), registry=self._registry
+        )
+        pipeline.on_finish.append(self._finished)
+
+    def render(self) -> bytes:
+        """In Prometheus's text format."""
+        return generate_latest(self._registry)
+
+    def _finished(self, job: Job) -> None:
+        failure = job.outcome.failure if job.outcome else None
+        self._outcomes.labels(job.state.value, failure.kind.value if failure else "").inc()
+        for attempt in job.failures:
+            self._failures.labels(attempt.stage.value if attempt.stage else "", attempt.kind.value).inc()
+        for stage, spent in job.times.items():
+            if spent.attempts:
+                self._worked.labels(stage.value).observe(spent.worked_s)
+                self._waited.labels(stage.value).observe(spent.waited_s)
+        self._turns.observe(job.progress.turns)

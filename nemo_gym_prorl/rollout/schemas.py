@@ -1,0 +1,231 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The job API's models: what goes over the wire, versioned by the path prefix ``/v1``."""
+
+from __future__ import annotations
+
+from dataclasses import asdict
+from typing import Annotated, Any, Self
+
+from pydantic import BaseModel, ConfigDict, Field, model_validator
+
+from nemo_gym_prorl.failures import FailureKind, Origin, Stage
+from nemo_gym_prorl.rollout.job import Budgets, Job, JobState
+from nemo_gym_prorl.rollout.pipeline import JobRequest, Pipeline
+from nemo_gym_prorl.rollout.store import Transition
+
+
+Identifier = Annotated[str, Field(min_length=1, max_length=200, pattern=r"^[\w.:@+-]+$")]
+Seconds = Annotated[float, Field(gt=0, le=7 * 24 * 3600, allow_inf_nan=False)]
+
+
+class CreateParams(BaseModel):
+    """The part of a row that the service itself needs; the rest of it belongs to model and environment."""
+
+    model_config = ConfigDict(extra="allow")
+
+    input: str | list[dict[str, Any]] = Field(description="Responses API input: a prompt, or a list of items.")
+
+
+class Row(BaseModel):
+    """A Gym dataset row. Every field is passed on to the environment unchanged."""
+
+    model_config = ConfigDict(extra="allow")
+
+    responses_create_params: CreateParams
+
+
+class BudgetsModel(BaseModel):
+    """Seconds that each stage may work per attempt; what is left out takes the service's default."""
+
+    model_config = ConfigDict(extra="forbid")
+
+    init: Seconds | None = None
+    run: Seconds | None = None
+    eval: Seconds | None = None
+
+
+class SubmitRequest(BaseModel):
+    """A rollout to run."""
+
+    model_config = ConfigDict(extra="forbid")
+
+    row: Row
+    id: Identifier | None = Field(default=None, description="Chosen by the caller; the same id again is the same job.")
+    handler: str | None = Field(default=None, description="Agent handler; by default chosen by the row.")
+    group: Identifier | None = Field(default=None, description="The rollouts of one prompt share a group.")
+    client: Identifier = Field(default="default", description="Callers share the service fairly by this name.")
+    priority: int = Field(default=0, ge=-1000, le=1000, description="Higher goes first, in every queue.")
+    budgets: BudgetsModel | None = None
+    max_attempts: int | None = Field(default=None, ge=1, le=100)
+
+    def to_request(self, defaults: Budgets) -> JobRequest:
+        """As the pipeline takes it."""
+        given = self.budgets.model_dump(exclude_none=True) if self.budgets else {}
+        return JobRequest(
+            row=self.row.model_dump(),
+            id=self.id,
+            handler=self.handler,
+            group=self.group,
+            client=self.client,
+            priority=self.priority,
+            budgets=Budgets(**{**asdict(defaults), **given}),
+            max_attempts=self.max_attempts,
+        )
+
+
+class FailureView(BaseModel):
+    """Why a job, or one of its attempts, failed."""
+
+    kind: FailureKind
+    origin: Origin
+    stage: Stage | None
+    reason: str
+
+
+class StageTimeView(BaseModel):
+    """Seconds in one stage over all attempts."""
+
+    waited_s: float
+    worked_s: float
+    attempts: int
+
+
+class JobView(BaseModel):
+    """A job as callers see it."""
+
+    id: str
+    state: JobState
+    handler: str
+    group: str | None
+    client: str
+    priority: int
+    submitted_at: float = Field(description="Seconds since the epoch.")
+    finished_at: float | None
+    timings: dict[Stage, StageTimeView]
+    turns: int
+    tool_calls: int
+    finish_reason: str | None
+    reward: float | None = Field(description="Null unless the rollout was scored: a failure has no reward.")
+    failure: FailureView | None
+    failed_attempts: list[FailureView] = Field(description="What went wrong before, oldest first.")
+    result: dict[str, Any] | None = Field(default=None, description="What the environment's /verify answered.")
+
+    @classmethod
+    def of(cls, job: Job, *, with_result: bool) -> Self:
+        """The view of a job."""
+        outcome = job.outcome
+        return cls(
+            id=job.id,
+            state=job.state,
+            handler=job.handler,
+            group=job.group,
+            client=job.client,
+            priority=job.priority,
+            submitted_at=job.submitted_at,
+            finished_at=job.finished_at,
+            timings={
+                stage: StageTimeView(waited_s=time.waited_s, worked_s=time.worked_s, attempts=time.attempts)
+                for stage, time in job.times.items()
+            },
+            turns=job.progress.turns,
+            tool_calls=job.progress.tool_calls,
+            finish_reason=job.progress.finish_reason,
+            reward=outcome.reward if outcome else None,
+            failure=_failure_view(outcome.failure) if outcome and outcome.failure else None,
+            failed_attempts=[_failure_view(failure) for failure in job.failures],
+            result=outcome.result if outcome and with_result else None,
+        )
+
+
+class Listing(BaseModel):
+    """Jobs, and where to go on."""
+
+    rollouts: list[JobView]
+    cursor: int = Field(description="Pass as `after` to get the terminal outcomes that come behind these.")
+
+
+class CancelRequest(BaseModel):
+    """Which jobs to cancel: by id, or all of a group."""
+
+    model_config = ConfigDict(extra="forbid")
+
+    ids: list[Identifier] | None = None
+    group: Identifier | None = None
+
+    @model_validator(mode="after")
+    def _one_of_both(self) -> Self:
+        if (self.ids is None) == (self.group is None):
+            raise ValueError("give either `ids` or `group`")
+        return self
+
+
+class CancelAnswer(BaseModel):
+    """The jobs after the cancellation, each with its outcome; ids that the service does not know."""
+
+    rollouts: list[JobView]
+    unknown: list[str]
+
+
+class PoolView(BaseModel):
+    """One stage's pool. For `run`, `waiting` is the READY buffer."""
+
+    slots: int
+    working: int
+    waiting: int
+
+
+class StatusView(BaseModel):
+    """The service at a glance."""
+
+    draining: bool
+    stages: dict[Stage, PoolView]
+    ready_slots: int
+    sessions: int = Field(description="Sandboxes that INIT, READY and RUN hold, or are about to.")
+    states: dict[JobState, int] = Field(description="Remembered jobs by state.")
+    abandoned: int = Field(description="Handler calls that ignored their cancellation.")
+    handlers: list[str]
+
+    @classmethod
+    def of(cls, pipeline: Pipeline) -> Self:
+        """The state of a pipeline now."""
+        scheduler = pipeline.scheduler
+        states = dict.fromkeys(JobState, 0)
+        for job in pipeline.store.find(state=None, group=None):
+            states[job.state] += 1
+        return cls(
+            draining=pipeline.draining,
+            stages={
+                stage: PoolView(
+                    slots=scheduler.sizes.of(stage), working=scheduler.working(stage), waiting=scheduler.waiting(stage)
+                )
+                for stage in Stage
+            },
+            ready_slots=scheduler.sizes.ready,
+            sessions=scheduler.sessions,
+            states=states,
+            abandoned=pipeline.abandoned,
+            handlers=pipeline.handlers.names,
+        )
+
+
+class EventView(BaseModel):
+    """One transition, as `/v1/events` sends it."""
+
+    seq: int
+    at: float
+    id: str
+    group: str | None
+    client: str
+    state: JobState
+    reward: float | None
+    failure_kind: str | None
+
+    @classmethod
+    def of(cls, transition: Transition) -> Self:
+        """The view of a transition."""
+        fields = asdict(transition)
+        return cls(id=fields.pop("job_id"), **fields)
+
+
+def _failure_view(failure: Any) -> FailureView:
+    return FailureView(kind=failure.kind, origin=failure.origin, stage=failure.stage, reason=failure.reason)
