@@ -41,7 +41,7 @@ def cache_dir() -> Path:
 
 
 def machine() -> str:
-    """The processor architecture, e.g. ``x86_64``: part of every name, since home folders are shared by unlike nodes."""
+    """The processor architecture, e.g. ``x86_64``: part of every name, since unlike nodes may share a home folder."""
     return platform.machine()
 
 

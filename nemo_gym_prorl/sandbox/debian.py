@@ -104,8 +104,8 @@ def fetch(packages: Sequence[str], sources: Iterable[Source], work: Path, progre
     config = _private_apt(sources, work)
     progress("reading the package lists")
     _run(["apt-get", "-q", "-c", str(config), "update"])
-    progress(f"downloading {packages[0]} and what it needs" if len(packages) < 8 else "downloading packages")
-    _run(["apt-get", "-q", "-y", "-c", str(config), "--no-install-recommends", "--download-only", "install", *packages])
+    progress("downloading packages")
+    _run(["apt-get", "-q", "-c", str(config), "--no-install-recommends", "--download-only", "install", *packages])
     archives = sorted((work / "cache" / "archives").glob("*.deb"))
     if not archives:
         raise InfrastructureError("apt downloaded nothing and did not say why")
@@ -122,7 +122,7 @@ def unpack(archives: Iterable[Path], root: Path) -> None:
         with subprocess.Popen(
             ["dpkg-deb", "--fsys-tarfile", archive], stdin=subprocess.DEVNULL, stdout=subprocess.PIPE
         ) as reader:
-            tar = ["tar", "-x", "-f", "-", "-C", root, "--keep-directory-symlink", "--no-same-owner"]
+            tar = ["tar", "-x", "-f", "-", "-C", str(root), "--keep-directory-symlink", "--no-same-owner"]
             writer = subprocess.run(tar, stdin=reader.stdout, capture_output=True, text=True, check=False)
         if reader.returncode or writer.returncode:
             raise InfrastructureError(f"{archive.name} could not be unpacked: {_last_lines(writer.stderr)}")

@@ -3,7 +3,8 @@
 
 It is an *unpacked root folder*, not an image file: a folder starts fastest, and needs no FUSE, which many machines
 keep from ordinary users. Where apt is at hand it is made of the machine's own distribution's packages, in seconds and
-with no container registry; elsewhere Apptainer builds it from a public image.
+with no container registry; elsewhere Apptainer builds it from a public image. Either way Apptainer has the last hand:
+a bare root folder can be executed in, but only one that has Apptainer's own scripts can be started as an instance.
 
 Its folder's name holds a hash of everything that decides what is in it, so that a changed recipe makes a new image and
 never a half-changed old one. A folder with that name is complete: it was started and tried out before it got the name.
@@ -13,6 +14,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import os
 import shutil
 import subprocess
 from collections.abc import Callable
@@ -63,7 +65,7 @@ TRIAL_TIMEOUT_S = 120.0
 BUILD_TIMEOUT_S = 1800.0
 """For Apptainer's own build, which downloads some 200 MB from a public registry."""
 
-_RECIPE_VERSION = 1
+_RECIPE_VERSION = 2
 
 
 def default_image_path() -> Path:
@@ -95,22 +97,8 @@ def try_image(image: Path, runtime: Runtime) -> str:
     Raises:
         InfrastructureError: the container does not start, or something is missing in it.
     """
-    command = [runtime.path, "exec", "--containall", image, "bash", "-c", TRIAL]
-    try:
-        done = subprocess.run(
-            command,
-            env=runtime.environ(),
-            stdin=subprocess.DEVNULL,
-            capture_output=True,
-            text=True,
-            timeout=TRIAL_TIMEOUT_S,
-            check=False,
-        )
-    except subprocess.TimeoutExpired as error:
-        raise InfrastructureError(f"a container of {image} did not finish in {TRIAL_TIMEOUT_S:g} s") from error
-    if done.returncode:
-        raise InfrastructureError(f"a container of {image} failed: {(done.stderr or done.stdout).strip()[-600:]}")
-    return done.stdout.strip()
+    command = [str(runtime.path), "exec", "--containall", str(image), "bash", "-c", TRIAL]
+    return _run(command, runtime.environ(), TRIAL_TIMEOUT_S)
 
 
 def _build(image: Path, runtime: Runtime, progress: Progress) -> None:
@@ -133,14 +121,36 @@ def _build(image: Path, runtime: Runtime, progress: Progress) -> None:
     raise InfrastructureError("the default sandbox image could not be built; " + "; ".join(reasons))
 
 
-def _build_from_packages(work: Path, _runtime: Runtime, progress: Progress) -> Path:
+def _build_from_packages(work: Path, runtime: Runtime, progress: Progress) -> Path:
     (work / "apt").mkdir()
     archives = debian.fetch(PACKAGES, debian.host_sources(), work / "apt", progress)
     progress(f"unpacking {len(archives)} packages")
-    root = work / "root"
+    root = work / "packages"
     debian.unpack(archives, root)
     _finish(root)
-    return root
+    progress(f"making an {runtime.flavor} image of it")
+    return _runtime_build(work, runtime, [str(root)])
+
+
+def _build_from_registry(work: Path, runtime: Runtime, progress: Progress) -> Path:
+    progress("building from a public image")
+    recipe = work / "image.def"
+    recipe.write_text(REGISTRY_RECIPE)
+    # Root needs no fake root, and would be asked for an entry in /etc/subuid.
+    return _runtime_build(work, runtime, [str(recipe)] if os.geteuid() == 0 else ["--fakeroot", str(recipe)])
+
+
+def _runtime_build(work: Path, runtime: Runtime, source: list[str]) -> Path:
+    """Let the runtime build an unpacked image in ``work``, with all its temporary files there too."""
+    image = work / "image"
+    *options, origin = source
+    environ = runtime.environ()
+    for name in ("TMPDIR", "CACHEDIR"):
+        folder = work / name.lower()
+        folder.mkdir()
+        environ[f"{runtime.flavor.upper()}_{name}"] = str(folder)
+    _run([str(runtime.path), "build", "--sandbox", *options, str(image), origin], environ, BUILD_TIMEOUT_S)
+    return image
 
 
 def _finish(root: Path) -> None:
@@ -159,24 +169,21 @@ def _finish(root: Path) -> None:
         shutil.rmtree(root / name, ignore_errors=True)
 
 
-def _build_from_registry(work: Path, runtime: Runtime, progress: Progress) -> Path:
-    progress("building from a public image")
-    recipe = work / "image.def"
-    recipe.write_text(REGISTRY_RECIPE)
-    root = work / "root"
-    command = [runtime.path, "build", "--sandbox", "--fakeroot", root, recipe]
+def _run(command: list[str], environ: dict[str, str], timeout_s: float) -> str:
+    """Run the container runtime; returns its output, or raises with its last words."""
+    what = f"{Path(command[0]).name} {command[1]}"
     try:
         done = subprocess.run(
             command,
-            env=runtime.environ(),
+            env=environ,
             stdin=subprocess.DEVNULL,
             capture_output=True,
             text=True,
-            timeout=BUILD_TIMEOUT_S,
+            timeout=timeout_s,
             check=False,
         )
     except subprocess.TimeoutExpired as error:
-        raise InfrastructureError(f"{runtime.flavor} build was not done after {BUILD_TIMEOUT_S:g} s") from error
+        raise InfrastructureError(f"{what} was not done after {timeout_s:g} s") from error
     if done.returncode:
-        raise InfrastructureError(f"{runtime.flavor} build failed: {done.stderr.strip()[-600:]}")
-    return root
+        raise InfrastructureError(f"{what} failed: {(done.stderr or done.stdout).strip()[-600:]}")
+    return done.stdout.strip()

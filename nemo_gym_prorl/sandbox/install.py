@@ -112,13 +112,20 @@ def _arrange(built: Path) -> None:
 
 
 def _patch(built: Path, prefix: Path) -> None:
-    """Make the programs under ``built`` load the C library under ``prefix``, which is what ``built`` will be called."""
+    """Make the programs in ``built`` load the C library in ``prefix``, which is what ``built`` will be called."""
     starter = _one(built, "usr/lib/*/apptainer/bin/starter")
     libraries = starter.parent.parent.parent
     loader = _one(built, f"usr/lib/{libraries.name}/ld-linux-*.so.*")
     final = prefix / "usr" / "lib" / libraries.name
-    programs = [built / "usr" / "bin" / "apptainer", *(entry for entry in starter.parent.iterdir())]
-    command = [_patchelf(), "--set-interpreter", final / loader.name, "--force-rpath", "--set-rpath", final]
+    programs = [built / "usr" / "bin" / "apptainer", *starter.parent.iterdir()]
+    command = [
+        str(_patchelf()),
+        "--set-interpreter",
+        f"{final / loader.name}",
+        "--force-rpath",
+        "--set-rpath",
+        f"{final}",
+    ]
     done = subprocess.run([*command, *programs], stdin=subprocess.DEVNULL, capture_output=True, text=True, check=False)
     if done.returncode:
         raise InfrastructureError(f"patchelf failed: {done.stderr.strip() or done.returncode}")

@@ -34,9 +34,8 @@ MARKER = "prorl-runtime.json"
 """File in a private prefix that says it is complete, its version, and for which path it was built."""
 
 HOW_TO_GET_IT = (
-    "install it with the machine's package manager (package 'apptainer' or 'singularity-ce'), or without root with the "
-    "Apptainer project's tools/install-unprivileged.sh, or load your cluster's module (module load apptainer); "
-    "on Debian, 'prorl setup' puts a private copy into the cache folder"
+    "install it with the machine's package manager (package 'apptainer' or 'singularity-ce'), or without root with "
+    "the Apptainer project's tools/install-unprivileged.sh, or load your cluster's module (module load apptainer)"
 )
 
 _VERSION = re.compile(r"(apptainer|singularity)(?:-ce|-pro)? version (\d+(?:\.\d+)*)", re.IGNORECASE)
@@ -109,7 +108,8 @@ def require_runtime() -> Runtime:
     if runtime := find_runtime():
         return runtime
     raise InfrastructureError(
-        f"no Apptainer or SingularityCE on PATH or in {cache_dir()}: {HOW_TO_GET_IT}",
+        f"no Apptainer or SingularityCE on PATH or in {cache_dir()}: run 'prorl setup' on Debian; elsewhere, "
+        f"{HOW_TO_GET_IT}",
         kind=FailureKind.PROVIDER_UNAVAILABLE,
     )
 
