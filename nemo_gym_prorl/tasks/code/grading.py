@@ -1,0 +1,160 @@
+# SPDX-License-Identifier: Apache-2.0
+"""From a candidate's source to a verdict, in sandboxes that its author never touched.
+
+A verdict is a statement about the candidate: a slow, crashing or unparsable solution has one, with reward 0. What is
+no statement about the candidate is an :class:`InfrastructureError` and never a reward. The line between them matters
+when a grading run ends without a word, because a candidate can kill the process that tests it. Then the candidate is
+graded once more, and if that ends the same way, the problem's own reference is graded: if the reference passes,
+machines are fine and the candidate is to blame.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import math
+import secrets
+import tempfile
+from collections.abc import Callable
+from contextlib import AbstractAsyncContextManager
+from dataclasses import asdict, dataclass
+from enum import StrEnum
+from functools import cache
+from importlib.resources import files
+from pathlib import Path
+
+from nemo_gym_prorl.failures import FailureKind, InfrastructureError
+from nemo_gym_prorl.tasks.code.humaneval import Problem
+from nemo_gym_prorl.tasks.code.workspace import ANSWER_MARGIN_S, Sandbox
+
+
+class Reason(StrEnum):
+    """Why a candidate passed or did not."""
+
+    PASSED = "passed"
+    FAILED = "failed"
+    """A test failed, or the function raised."""
+    TIMED_OUT = "timed_out"
+    SYNTAX_ERROR = "syntax_error"
+    NO_SOLUTION = "no_solution"
+    """There is no solution.py that can be read, or it defines no such function."""
+    CRASHED = "crashed"
+    """Importing it failed, its process ended, or it took the tester down with it."""
+
+
+@dataclass(frozen=True, slots=True)
+class Verdict:
+    """What the tests say of one candidate.
+
+    Attributes:
+        reason: why.
+        detail: for a person: the failing line, the exception. May quote the tests, so it is not for the policy.
+    """
+
+    reason: Reason
+    detail: str = ""
+
+    @property
+    def passed(self) -> bool:
+        """All tests passed."""
+        return self.reason is Reason.PASSED
+
+    @property
+    def reward(self) -> float:
+        """1.0 if all tests passed, else 0.0."""
+        return 1.0 if self.passed else 0.0
+
+
+@dataclass(frozen=True, slots=True)
+class GradingLimits:
+    """Bounds of one candidate.
+
+    Attributes:
+        timeout_s: seconds for all tests of the problem, start of both processes included.
+        memory_mib: address space of a process of the candidate, in MiB.
+        processes: how many processes and threads the candidate may have.
+        file_mib: largest file that it may write, in MiB.
+    """
+
+    timeout_s: float = 20.0
+    memory_mib: int = 1024
+    processes: int = 64
+    file_mib: int = 64
+
+
+OpenSandbox = Callable[[], AbstractAsyncContextManager[Sandbox]]
+"""Starts a fresh sandbox and stops it in the end."""
+
+
+async def grade(open_sandbox: OpenSandbox, problem: Problem, source: str, limits: GradingLimits, root: str) -> Verdict:
+    """Grade a candidate, each try in a fresh sandbox.
+
+    Args:
+        open_sandbox: starts a fresh sandbox with ``sh`` and ``python3`` (3.8 or later).
+        problem: what to test against.
+        source: the submitted file.
+        limits: bounds of the candidate.
+        root: a folder of the sandbox that uploads reach.
+
+    Raises:
+        InfrastructureError: no sandbox could be had (as ``open_sandbox`` says), or none gave a verdict
+            (``verifier_error``).
+    """
+    outcome: Verdict | str = ""
+    for _ in range(2):
+        async with open_sandbox() as sandbox:
+            outcome = await grade_in(sandbox, problem, source, limits, root)
+        if isinstance(outcome, Verdict):
+            return outcome
+    async with open_sandbox() as sandbox:
+        control = await grade_in(sandbox, problem, problem.reference_source, limits, root)
+    if isinstance(control, Verdict) and control.passed:
+        return Verdict(Reason.CRASHED, f"the tester was taken down, twice: {outcome}")
+    raise InfrastructureError(f"grading gave no verdict: {outcome}", kind=FailureKind.VERIFIER_ERROR)
+
+
+async def grade_in(sandbox: Sandbox, problem: Problem, source: str, limits: GradingLimits, root: str) -> Verdict | str:
+    """Grade a candidate once in the given sandbox.
+
+    Returns:
+        The verdict, or, where the run ended without one, what is known of why.
+    """
+    nonce = secrets.token_hex(16)
+    folder = f"{root.rstrip('/')}/grade-{secrets.token_hex(8)}"
+    job = {
+        "nonce": nonce,
+        "prompt": problem.prompt,
+        "reference": problem.reference,
+        "test": problem.test,
+        "entry_point": problem.entry_point,
+        "source": source,
+        "timeout_s": limits.timeout_s,
+        "limits": asdict(limits) | {"cpu_s": math.ceil(limits.timeout_s) + 1},
+    }
+    try:
+        await _upload(sandbox, _grader_source(), f"{folder}/grader.py")
+        await _upload(sandbox, json.dumps(job), f"{folder}/job.json")
+        result = await sandbox.exec(
+            f"exec python3 -I {folder}/grader.py {folder}/job.json",
+            cwd="/",
+            timeout_s=limits.timeout_s + ANSWER_MARGIN_S,
+        )
+    except (RuntimeError, OSError) as error:
+        return f"{type(error).__name__}: {error}"
+    for line in (result.stdout or "").splitlines():
+        if line.startswith(nonce):
+            told = json.loads(line.removeprefix(nonce))
+            return Verdict(Reason(told["reason"]), told["detail"])
+    return f"exit code {result.return_code}: {(result.stderr or '').strip()[-500:]}"
+
+
+async def _upload(sandbox: Sandbox, text: str, path: str) -> None:
+    with tempfile.TemporaryDirectory(prefix="prorl-grade-") as folder:
+        local = Path(folder, "upload")
+        await asyncio.to_thread(local.write_text, text, encoding="utf-8")
+        await sandbox.upload(local, path)
+
+
+@cache
+def _grader_source() -> str:
+    return files("nemo_gym_prorl.tasks.code").joinpath("inside/grader.py").read_text(encoding="utf-8")

@@ -1,0 +1,344 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Runs a problem's tests against a candidate, in a sandbox that the agent never touched.
+
+Two processes. The *tester* executes only what the data set brings: prompt, reference and tests. The *candidate*
+process executes the submitted source. They exchange plain data over two pipes: the candidate's objects, with whatever
+``__eq__`` they define, never reach the tester, which rebuilds built-in values from JSON. Nothing is pickled or
+marshalled. The candidate gets copies of the arguments, so it cannot change what the tests hold.
+
+The tester does everything that could be turned against it before the candidate starts: it reads and deletes the job
+(the tests and the nonce are then only in its memory), makes itself undumpable, imports whatever the tests import, and
+shuts the import system, so that a changed standard library is never loaded. The candidate runs without capabilities,
+under resource limits, in a session of its own. The verdict is the line that starts with the nonce.
+
+Called as ``python3 -I grader.py JOB.json``; the candidate process as ``python3 -I grader.py --candidate IN OUT``.
+"""
+
+from __future__ import annotations
+
+import ast
+import contextlib
+import ctypes
+import importlib
+import json
+import os
+import resource
+import signal
+import struct
+import subprocess
+import sys
+import tempfile
+import traceback
+from pathlib import Path
+from typing import Any
+
+
+MAX_FRAME_BYTES = 16 << 20
+MAX_INT_DIGITS = 4000
+PR_SET_DUMPABLE = 4
+PR_CAPBSET_DROP = 24
+PR_SET_NO_NEW_PRIVS = 38
+PR_CAP_AMBIENT = 47
+PR_CAP_AMBIENT_CLEAR_ALL = 4
+CAPABILITY_VERSION_3 = 0x20080522
+DETAIL_CHARS = 500
+
+
+class TimeUp(BaseException):
+    """The budget is used up; a BaseException, so that no test swallows it."""
+
+
+class CandidateGone(BaseException):
+    """The candidate process ended or broke the protocol; a BaseException for the same reason."""
+
+
+class CandidateRaised(Exception):
+    """The candidate's function raised."""
+
+
+# --- plain data over a pipe ---
+
+
+def encode(value: Any) -> Any:
+    """Built-in values as JSON that tells lists from tuples and sets; other iterables become one-shot iterators."""
+    if value is None or isinstance(value, (bool, float, str)):
+        return value
+    if isinstance(value, int):
+        number = int(value)
+        return number if abs(number) < 1 << 62 else ["int", hex(number)]
+    if isinstance(value, complex):
+        return ["complex", value.real, value.imag]
+    if isinstance(value, (bytes, bytearray)):
+        return ["bytes", bytes(value).hex()]
+    if isinstance(value, range):
+        return ["range", value.start, value.stop, value.step]
+    for name, kinds in (("list", list), ("tuple", tuple), ("set", set), ("frozenset", frozenset)):
+        if isinstance(value, kinds):
+            return [name, [encode(item) for item in value]]
+    if isinstance(value, dict):
+        return ["dict", [[encode(key), encode(item)] for key, item in value.items()]]
+    if hasattr(value, "__iter__"):
+        return ["iterator", [encode(item) for item in value]]
+    raise TypeError(f"a value of type {type(value).__name__} cannot leave the candidate's process")
+
+
+def decode(value: Any) -> Any:
+    """The inverse of :func:`encode`: always built-in values.
+
+    Raises:
+        CandidateGone: the value is not one that :func:`encode` makes.
+    """
+    if not isinstance(value, list):
+        return value
+    try:
+        name, payload = value[0], value[1]
+        if name == "dict":
+            return {decode(key): decode(item) for key, item in payload}
+        if name == "int":
+            return int(payload, 16)
+        if name == "bytes":
+            return bytes.fromhex(payload)
+        if name == "complex":
+            return complex(payload, value[2])
+        if name == "range":
+            return range(payload, value[2], value[3])
+        maker: Any = {"list": list, "tuple": tuple, "set": set, "frozenset": frozenset, "iterator": iter}[name]
+        return maker([decode(item) for item in payload])
+    except (KeyError, IndexError, TypeError, ValueError) as error:
+        raise CandidateGone(f"the candidate broke the protocol: {error!r}") from None
+
+
+def send(stream: Any, message: Any) -> None:
+    """Write one frame."""
+    data = json.dumps(message).encode()
+    if len(data) > MAX_FRAME_BYTES:
+        raise ValueError(f"a value of {len(data)} bytes is too large")
+    stream.write(struct.pack(">I", len(data)) + data)
+    stream.flush()
+
+
+def receive(stream: Any) -> Any:
+    """Read one frame.
+
+    Raises:
+        CandidateGone: the other side closed the pipe or sent something else.
+    """
+    header = stream.read(4)
+    size = struct.unpack(">I", header)[0] if len(header) == 4 else 0
+    if not header:
+        raise CandidateGone("the candidate's process ended")
+    if not 0 < size <= MAX_FRAME_BYTES:
+        raise CandidateGone("the candidate broke the protocol")
+    data = stream.read(size)
+    if len(data) < size:
+        raise CandidateGone("the candidate's process ended")
+    try:
+        return json.loads(data.decode("ascii"), parse_int=bounded_int)
+    except (ValueError, RecursionError):
+        raise CandidateGone("the candidate broke the protocol") from None
+
+
+def bounded_int(digits: str) -> int:
+    """Read an integer, but not one whose reading alone would take the tester's time."""
+    if len(digits) > MAX_INT_DIGITS:
+        raise ValueError("too many digits")
+    return int(digits)
+
+
+# --- the candidate's process ---
+
+
+def drop_privileges() -> None:
+    """Give up all capabilities for good: a sandbox may run as root of its own user namespace."""
+    libc = ctypes.CDLL(None, use_errno=True)
+    libc.prctl(PR_SET_NO_NEW_PRIVS, 1, 0, 0, 0)
+    libc.prctl(PR_CAP_AMBIENT, PR_CAP_AMBIENT_CLEAR_ALL, 0, 0, 0)
+    for capability in range(64):
+        libc.prctl(PR_CAPBSET_DROP, capability, 0, 0, 0)
+    header = (ctypes.c_uint32 * 2)(CAPABILITY_VERSION_3, 0)
+    nothing = (ctypes.c_uint32 * 6)(*[0] * 6)
+    if libc.capset(header, nothing) != 0:
+        raise OSError(ctypes.get_errno(), "capset")
+
+
+def limit_resources(limits: dict[str, int]) -> None:
+    """Apply the job's limits to this process and its children."""
+    memory = limits["memory_mib"] << 20
+    for name, value in (
+        (resource.RLIMIT_AS, memory),
+        (resource.RLIMIT_CPU, limits["cpu_s"]),
+        (resource.RLIMIT_FSIZE, limits["file_mib"] << 20),
+        (resource.RLIMIT_NPROC, limits["processes"]),
+        (resource.RLIMIT_NOFILE, 256),
+        (resource.RLIMIT_CORE, 0),
+    ):
+        hard = resource.getrlimit(name)[1]
+        if hard != resource.RLIM_INFINITY:
+            value = min(value, hard)
+        resource.setrlimit(name, (value, value))
+
+
+def candidate_main(requests: Any, answers: Any) -> None:
+    """Load the source, then answer calls until the tester closes the pipe."""
+    job = receive(requests)
+    limit_resources(job["limits"])
+    drop_privileges()
+    os.chdir(tempfile.mkdtemp())
+    try:
+        code = compile(job["source"], "solution.py", "exec", dont_inherit=True)
+    except (SyntaxError, ValueError, RecursionError, MemoryError) as error:
+        send(answers, ["refused", "syntax_error", f"{type(error).__name__}: {error}"])
+        return
+    namespace: dict[str, Any] = {"__name__": "solution", "__file__": "solution.py"}
+    try:
+        exec(code, namespace)
+    except BaseException as error:  # SystemExit too
+        send(answers, ["refused", "crashed", f"on import: {type(error).__name__}: {error}"])
+        return
+    function = namespace.get(job["entry_point"])
+    if not callable(function):
+        send(answers, ["refused", "no_solution", f"solution.py defines no function {job['entry_point']}"])
+        return
+    send(answers, ["ready"])
+    while True:
+        try:
+            arguments, keywords = decode(receive(requests))
+        except CandidateGone:
+            return
+        try:
+            answer = ["returned", encode(function(*arguments, **keywords))]
+        except BaseException as error:
+            answer = ["raised", f"{type(error).__name__}: {str(error)[:DETAIL_CHARS]}"]
+        send(answers, answer)
+
+
+# --- the tester ---
+
+
+class Candidate:
+    """The submitted function, as the tests see it: a call goes to the other process and back."""
+
+    def __init__(self, job: dict[str, Any]) -> None:
+        from_tester, requests = os.pipe()
+        answers, to_tester = os.pipe()
+        self._requests = os.fdopen(requests, "wb")
+        self._answers = os.fdopen(answers, "rb")
+        self.process = subprocess.Popen(
+            [sys.executable, "-I", __file__, "--candidate", str(from_tester), str(to_tester)],
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.DEVNULL,
+            stderr=subprocess.DEVNULL,
+            pass_fds=(from_tester, to_tester),
+            start_new_session=True,
+        )
+        os.close(from_tester)
+        os.close(to_tester)
+        self.ask({key: job[key] for key in ("source", "entry_point", "limits")})
+
+    def ask(self, message: Any) -> None:
+        """Send a frame."""
+        try:
+            send(self._requests, message)
+        except BrokenPipeError:
+            raise CandidateGone("the candidate's process ended") from None
+
+    def answer(self) -> Any:
+        """Receive a frame."""
+        return receive(self._answers)
+
+    def __call__(self, *arguments: Any, **keywords: Any) -> Any:
+        self.ask(encode((arguments, keywords)))
+        answer = self.answer()
+        if not isinstance(answer, list) or len(answer) != 2 or answer[0] not in ("returned", "raised"):
+            raise CandidateGone("the candidate broke the protocol")
+        if answer[0] == "raised":
+            raise CandidateRaised(str(answer[1]))
+        return decode(answer[1])
+
+    def kill(self) -> None:
+        """End the process and whatever stayed in its session."""
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(self.process.pid, signal.SIGKILL)
+        self.process.wait()
+
+
+def import_ahead(*sources: str) -> None:
+    """Import every module that the sources mention, however deep, then shut the import system."""
+    for source in sources:
+        for node in ast.walk(ast.parse(source)):
+            names = []
+            if isinstance(node, ast.Import):
+                names = [alias.name for alias in node.names]
+            elif isinstance(node, ast.ImportFrom) and node.module:
+                names = [node.module]
+            for name in names:
+                importlib.import_module(name)
+
+
+def where(error: BaseException, test: str) -> str:
+    """The line of the tests at which it went wrong."""
+    numbers = [line for frame, line in traceback.walk_tb(error.__traceback__) if frame.f_code.co_filename == "<tests>"]
+    lines = test.splitlines()
+    if not numbers or not 0 < numbers[-1] <= len(lines):
+        return ""
+    return f" at line {numbers[-1]} of the tests: {lines[numbers[-1] - 1].strip()[:200]}"
+
+
+def examine(job: dict[str, Any]) -> tuple[str, str]:
+    """Run the tests; return reason and detail."""
+    namespace: dict[str, Any] = {"__name__": "tests"}
+    exec(compile(job["prompt"] + job["reference"], "<reference>", "exec"), namespace)
+    # A test that calls the function by its name gets the reference; only the argument of check() is the candidate.
+    exec(compile(job["test"], "<tests>", "exec"), namespace)
+    candidate = None
+    try:
+        candidate = Candidate(job)
+        first = candidate.answer()
+        if first != ["ready"]:
+            known = isinstance(first, list) and len(first) == 3 and first[0] == "refused"
+            if known and first[1] in ("syntax_error", "crashed", "no_solution"):
+                return str(first[1]), str(first[2])
+            raise CandidateGone("the candidate broke the protocol")
+        namespace["check"](candidate)
+    except CandidateGone as error:
+        return "crashed", str(error) + where(error, job["test"])
+    except TimeUp as error:
+        return "timed_out", f"after {job['timeout_s']:g} s{where(error, job['test'])}"
+    except Exception as error:
+        return "failed", f"{type(error).__name__}: {str(error)[:200]}{where(error, job['test'])}"
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        if candidate is not None:
+            candidate.kill()
+    return "passed", ""
+
+
+def time_up(signum: int, frame: Any) -> None:
+    """The alarm."""
+    raise TimeUp
+
+
+def tester_main(path: Path) -> None:
+    """Read the job, run it, print the verdict."""
+    job = json.loads(path.read_text(encoding="utf-8"))
+    path.unlink()
+    if ctypes.CDLL(None, use_errno=True).prctl(PR_SET_DUMPABLE, 0, 0, 0, 0) != 0:
+        raise OSError(ctypes.get_errno(), "prctl")
+    import_ahead(job["prompt"], job["reference"], job["test"])
+    sys.meta_path.clear()
+    sys.stdout = Path(os.devnull).open("w")  # noqa: SIM115 - for the rest of the process
+    signal.signal(signal.SIGALRM, time_up)
+    signal.setitimer(signal.ITIMER_REAL, job["timeout_s"])
+    try:
+        reason, detail = examine(job)
+    except TimeUp:
+        reason, detail = "timed_out", ""
+    verdict = json.dumps({"reason": reason, "detail": detail[:DETAIL_CHARS]})
+    os.write(1, f"\n{job['nonce']} {verdict}\n".encode())
+
+
+if __name__ == "__main__":
+    if sys.argv[1] == "--candidate":
+        candidate_main(os.fdopen(int(sys.argv[2]), "rb"), os.fdopen(int(sys.argv[3]), "wb"))
+    else:
+        tester_main(Path(sys.argv[1]))
