@@ -123,8 +123,7 @@ async def grade_in(sandbox: Sandbox, problem: Problem, source: str, limits: Grad
     folder = f"{root.rstrip('/')}/grade-{secrets.token_hex(8)}"
     job = {
         "nonce": nonce,
-        "prompt": problem.prompt,
-        "reference": problem.reference,
+        "reference": problem.reference_source,
         "test": problem.test,
         "entry_point": problem.entry_point,
         "source": source,

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Runs a problem's tests against a candidate, in a sandbox that the agent never touched.
 
-Two processes. The *tester* executes only what the data set brings: prompt, reference and tests. The *candidate*
+Two processes. The *tester* executes only what the data set brings: reference and tests. The *candidate*
 process executes the submitted source. They exchange plain data over two pipes: the candidate's objects, with whatever
 ``__eq__`` they define, never reach the tester, which rebuilds built-in values from JSON. Nothing is pickled or
 marshalled. The candidate gets copies of the arguments, so it cannot change what the tests hold.
@@ -287,7 +287,7 @@ def where(error: BaseException, test: str) -> str:
 def examine(job: dict[str, Any]) -> tuple[str, str]:
     """Run the tests; return reason and detail."""
     namespace: dict[str, Any] = {"__name__": "tests"}
-    exec(compile(job["prompt"] + job["reference"], "<reference>", "exec"), namespace)
+    exec(compile(job["reference"], "<reference>", "exec"), namespace)
     # A test that calls the function by its name gets the reference; only the argument of check() is the candidate.
     exec(compile(job["test"], "<tests>", "exec"), namespace)
     candidate = None
@@ -324,7 +324,7 @@ def tester_main(path: Path) -> None:
     path.unlink()
     if ctypes.CDLL(None, use_errno=True).prctl(PR_SET_DUMPABLE, 0, 0, 0, 0) != 0:
         raise OSError(ctypes.get_errno(), "prctl")
-    import_ahead(job["prompt"], job["reference"], job["test"])
+    import_ahead(job["reference"], job["test"])
     sys.meta_path.clear()
     sys.stdout = Path(os.devnull).open("w")  # noqa: SIM115 - for the rest of the process
     signal.signal(signal.SIGALRM, time_up)
