@@ -55,9 +55,9 @@ From: docker.io/library/python:3.12-slim
 
 TRIAL = """
 set -e
-for tool in awk cat diff find git grep less patch ps python sed tar which; do command -v $tool >/dev/null; done
+for tool in awk bash cat diff find git grep less patch ps python sed tar which; do command -v $tool >/dev/null; done
 git --version
-python3 -c 'import json, ssl, sqlite3, subprocess, sys; assert sys.version_info >= (3, 9); print(sys.version)'
+python3 -c 'import json, ssl, sqlite3, subprocess, sys; assert sys.version_info >= (3, 9); print("Python", sys.version.split()[0])'
 """
 """Run by bash in the fresh image; any failure means that the image is not published."""
 

@@ -1,0 +1,45 @@
+# SPDX-License-Identifier: Apache-2.0
+# Every target sets up what it needs by itself; nothing outside this folder and the user's cache folder is written.
+# PYTHON=/path/to/python chooses the interpreter, PRORL_CACHE=/path the cache folder.
+
+BIN := .venv/bin
+MAKEFLAGS += --no-print-directory
+
+.DEFAULT_GOAL := help
+.PHONY: help setup setup-dev demo test lint format clean
+
+help: ## show this text
+	@awk -F ':.*## ' '/^[a-z%-]+:.*## / { printf "  make %-10s %s\n", $$1, $$2 }' Makefile
+
+setup: ## environment, container runtime and sandbox image, whatever of them is missing
+	@scripts/bootstrap.sh
+	@$(BIN)/prorl setup
+
+setup-dev:
+	@scripts/bootstrap.sh dev
+	@$(BIN)/prorl setup
+
+demo: setup ## set up, then real rollouts of a real NeMo Gym deployment (ARGS= for prorl demo)
+	@$(BIN)/prorl demo $(ARGS)
+
+test: setup-dev lint ## set up, lint, check types and import directions, run the tests (ARGS= for pytest)
+	@$(BIN)/mypy
+	@$(BIN)/lint-imports
+	@$(BIN)/python -m pytest $(ARGS)
+
+lint: ## ruff, without changing anything
+	@scripts/bootstrap.sh dev
+	@$(BIN)/ruff check
+	@$(BIN)/ruff format --check
+
+format: ## ruff, with its fixes
+	@scripts/bootstrap.sh dev
+	@$(BIN)/ruff check --fix
+	@$(BIN)/ruff format
+
+bench-%: setup ## run benchmarks/%.py (ARGS=--quick for the short form)
+	@$(BIN)/python benchmarks/$*.py $(ARGS)
+
+clean: ## remove the environment and build files; the cache folder stays
+	rm -rf .venv build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .import_linter_cache .hypothesis
+	find . -name __pycache__ -type d -prune -exec rm -rf {} +

@@ -1,0 +1,116 @@
+#!/bin/sh
+# SPDX-License-Identifier: Apache-2.0
+# Make the environment in .venv at the root of the repository: find a Python, get uv, install this package into it.
+#
+#   scripts/bootstrap.sh          what running needs
+#   scripts/bootstrap.sh dev      also what the tests, the linter and the type checker need
+#
+# PYTHON=/path/to/python chooses the interpreter. Only .venv and the user's cache folder are written. A second run
+# finds its stamp and returns at once; a changed pyproject.toml or interpreter makes it work again.
+#
+# The package is installed editable. NeMo Gym looks for the folders of servers beside its own package, which an
+# editable install leaves out, so they are linked there: they are found from any working directory.
+set -eu
+cd "$(dirname "$0")/.."
+
+extra=${1:-}
+venv=.venv
+cache=${PRORL_CACHE:-${XDG_CACHE_HOME:-${HOME:-/tmp}/.cache}/nemo-gym-prorl}
+required='import sys; sys.exit(sys.version_info < (3, 12))'
+started=$(date +%s)
+
+say() { echo "==> $*"; }
+fail() { echo "bootstrap: $*" >&2; exit 1; }
+
+# The real interpreter behind a name, if it is new enough. Version managers' shims are seen through, since they work
+# in some folders only.
+interpreter() {
+    "$1" -c "$required" </dev/null >/dev/null 2>&1 &&
+        "$1" -c 'import os, sys; print(os.path.realpath(sys._base_executable or sys.executable))' </dev/null
+}
+
+find_python() {
+    if [ -n "${PYTHON:-}" ]; then
+        interpreter "$PYTHON" || fail "PYTHON=$PYTHON is not a Python 3.12 or newer"
+        return
+    fi
+    # 3.12 first: it is the version on which every supported NeMo Gym installs.
+    for version in 3.12 3.13 3.14; do
+        for candidate in "python$version" \
+            "${PYENV_ROOT:-${HOME:-/nonexistent}/.pyenv}"/versions/"$version".*/bin/python \
+            "${XDG_DATA_HOME:-${HOME:-/nonexistent}/.local/share}"/uv/python/cpython-"$version".*/bin/python; do
+            if interpreter "$candidate"; then return; fi
+        done
+    done
+    interpreter python3 || true
+}
+
+# uv on PATH, or a copy of its own in the cache.
+find_uv() {
+    if command -v uv; then return; fi
+    if [ -x "$cache/uv/bin/uv" ]; then echo "$cache/uv/bin/uv"; return; fi
+    with=${1:-$(command -v python3)} || fail "no Python at all: install python3"
+    fresh=$cache/uv.$$
+    mkdir -p "$cache"
+    say "Getting uv into $cache/uv" >&2
+    "$with" -m venv "$fresh" >&2 || { rm -rf "$fresh"; fail "'$with -m venv' failed: install uv, or python3-venv"; }
+    "$fresh/bin/python" -m pip install --quiet --disable-pip-version-check uv >&2 ||
+        { rm -rf "$fresh"; fail "pip could not install uv"; }
+    # Another bootstrap may have been quicker; uv itself is one program that runs from anywhere.
+    mv -T "$fresh" "$cache/uv" 2>/dev/null || rm -rf "$fresh"
+    echo "$cache/uv/bin/uv"
+}
+
+stamp_text() { "$venv/bin/python" -c 'import sys; print(sys.version, sys.base_prefix)' && cat pyproject.toml; }
+
+is_current() {
+    [ -f "$1" ] && stamp_text 2>/dev/null | cmp -s - "$1"
+}
+
+link_servers() {
+    site=$("$venv/bin/python" -c 'import sysconfig; print(sysconfig.get_path("purelib"))')
+    for kind in resources_servers responses_api_agents responses_api_models environments; do
+        for folder in "$kind"/prorl_*/; do
+            [ -d "$folder" ] || continue
+            mkdir -p "$site/$kind"
+            ln -sfn "$PWD/${folder%/}" "$site/${folder%/}"
+        done
+        # Those that are gone from the repository.
+        for link in "$site/$kind"/prorl_*; do
+            if [ -L "$link" ] && [ ! -e "$link" ]; then rm "$link"; fi
+        done
+    done
+}
+
+stamp=$venv/.prorl-stamp${extra:+-$extra}
+python=
+if [ -n "${PYTHON:-}" ]; then
+    python=$(find_python)
+    [ "$(interpreter "$venv/bin/python" || true)" = "$python" ] || rm -f "$venv"/.prorl-stamp*
+fi
+if is_current "$stamp" || is_current "$venv/.prorl-stamp-dev"; then
+    link_servers
+    exit 0
+fi
+
+[ -n "$python" ] || python=$(find_python)
+uv=$(find_uv "$python")
+if [ -n "$python" ]; then
+    export UV_PYTHON_DOWNLOADS=never
+else
+    say "No Python 3.12 or newer found: uv downloads one"
+    python=3.12
+fi
+if [ -e "$venv" ] && [ "$(interpreter "$venv/bin/python" || true)" != "$python" ]; then
+    rm -rf "$venv"
+fi
+if [ ! -e "$venv" ]; then
+    say "Making $venv with $python"
+    "$uv" venv --quiet --seed --python "$python" "$venv" ||
+        fail "no Python 3.12 or newer: install one, or name it with PYTHON=/path/to/python"
+fi
+say "Installing nemo-gym-prorl${extra:+ with the extra '$extra'} (1.4 GB the first time)"
+"$uv" pip install --python "$venv/bin/python" --editable ".${extra:+[$extra]}"
+link_servers
+stamp_text > "$stamp"
+say "$venv is ready after $(($(date +%s) - started)) s"
