@@ -118,13 +118,20 @@ class Pipeline:
     Args:
         handlers: the installed handlers.
         settings: bounds and defaults.
+        clock: monotonic seconds; what stages are charged by.
     """
 
-    def __init__(self, handlers: HandlerRegistry, settings: PipelineSettings | None = None) -> None:
+    def __init__(
+        self,
+        handlers: HandlerRegistry,
+        settings: PipelineSettings | None = None,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
         self.handlers = handlers
         self.settings = settings or PipelineSettings()
         self.store = JobStore(self.settings.retain)
         self.scheduler = StageScheduler(self.settings.stages)
+        self._clock = clock
         self.draining = False
         self.abandoned = 0
         """Stage works that ignored their cancellation."""
@@ -166,7 +173,7 @@ class Pipeline:
             max_attempts=request.max_attempts or self.settings.max_attempts,
         )
         self.store.add(job, job.submitted_at)
-        self._controls[job.id] = _Control(since=time.monotonic())
+        self._controls[job.id] = _Control(since=self._clock())
         self._carry_out(self.scheduler.submit(job.id, job.client, job.priority))
         return job
 
@@ -241,17 +248,17 @@ class Pipeline:
         control.tries[stage] += 1
         spent = job.times[stage]
         spent.attempts += 1
-        spent.waited_s += time.monotonic() - control.since
+        spent.waited_s += self._clock() - control.since
         if job.state is not _WORKING_STATE[stage]:
             self._move(job, _WORKING_STATE[stage])
-        started = time.monotonic()
+        started = self._clock()
         error: BaseException | None = None
         value: Any = None
         try:
             value = await self._bounded(job, stage, control)
         except Exception as caught:  # the border at which every failure of a handler is classified
             error = caught
-        spent.worked_s += time.monotonic() - started
+        spent.worked_s += self._clock() - started
         if error is None and stage is Stage.INIT:
             job.session = value
         elif error is None and stage is Stage.RUN:
@@ -261,7 +268,7 @@ class Pipeline:
             error = error or release_error
         if control.cancelled is not None:
             error = control.cancelled
-        control.since = time.monotonic()
+        control.since = self._clock()
         if error is None:
             self._go_on(job, stage, value)
         else:
@@ -291,16 +298,13 @@ class Pipeline:
         raise control.cancelled or BudgetExceeded(stage, budget)
 
     async def _call(self, job: Job, stage: Stage) -> Any:
-        try:
-            handler = self.handlers.get(job.handler)
-            if stage is Stage.INIT:
-                return await handler.init(job)
-            if stage is Stage.RUN:
-                return await handler.run(job, job.session)
-            assert job.trajectory is not None, "EVAL follows RUN"
-            return await handler.eval(job, job.trajectory)
-        except SystemExit as error:  # would end the event loop, and with it everybody's rollouts
-            raise RuntimeError(f"the handler called exit({error.code})") from error
+        handler = self.handlers.get(job.handler)
+        if stage is Stage.INIT:
+            return await _survive_exit(handler.init(job))
+        if stage is Stage.RUN:
+            return await _survive_exit(handler.run(job, job.session))
+        assert job.trajectory is not None, "EVAL follows RUN"
+        return await _survive_exit(handler.eval(job, job.trajectory))
 
     def _abandon(self, job: Job, stage: Stage, task: asyncio.Task[Any]) -> None:
         self.abandoned += 1
@@ -322,7 +326,7 @@ class Pipeline:
 
     async def _release_session(self, job: Job, session: Any) -> BaseException | None:
         """Release within its bound; the error if it did not work."""
-        task = asyncio.ensure_future(self.handlers.get(job.handler).release(job, session))
+        task = asyncio.ensure_future(_survive_exit(self.handlers.get(job.handler).release(job, session)))
         bound = self.settings.release_s
         await asyncio.wait({task}, timeout=bound)
         if not task.done():
@@ -374,7 +378,7 @@ class Pipeline:
     def _requeue(self, job: Job, stage: Stage) -> None:
         control = self._controls[job.id]
         control.retry = None
-        control.since = time.monotonic()
+        control.since = self._clock()
         self._carry_out(self.scheduler.requeue(job.id, stage))
 
     async def _leave_queue(self, job: Job, error: JobCancelled) -> None:
@@ -418,3 +422,11 @@ class Pipeline:
         self._tasks.discard(task)
         if not task.cancelled() and (error := task.exception()) is not None:
             LOGGER.error("defect in the pipeline", exc_info=error)
+
+
+async def _survive_exit(work: Awaitable[Any]) -> Any:
+    """A handler that calls ``exit()`` would end the event loop, and with it everybody's rollouts."""
+    try:
+        return await work
+    except SystemExit as error:
+        raise RuntimeError(f"the handler called exit({error.code})") from error

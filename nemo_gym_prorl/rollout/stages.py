@@ -117,7 +117,7 @@ class StageScheduler:
     """The pools of one pipeline.
 
     Args:
-        sizes: slots per stage and the READY bound; may be replaced at run time with :meth:`resize`.
+        sizes: slots per stage and the READY bound.
     """
 
     def __init__(self, sizes: PoolSizes) -> None:
@@ -127,7 +127,6 @@ class StageScheduler:
         self._held: dict[Stage, Counter[str]] = {stage: Counter() for stage in Stage}
         self._working = dict.fromkeys(Stage, 0)
         self._paused_ready = 0
-        self._admitting = True
 
     # -- what is where -------------------------------------------------------------------------------------------
 
@@ -193,20 +192,6 @@ class StageScheduler:
             self._paused_ready -= 1
         return self._fill()
 
-    def resize(self, sizes: PoolSizes) -> list[Start]:
-        """Change the pools; jobs above a smaller bound finish, none is interrupted."""
-        self.sizes = sizes
-        return self._fill()
-
-    def hold_admission(self) -> None:
-        """Start no further INIT, e.g. for a drain; what has begun goes on."""
-        self._admitting = False
-
-    def resume_admission(self) -> list[Start]:
-        """Start INITs again."""
-        self._admitting = True
-        return self._fill()
-
     # -- inside --------------------------------------------------------------------------------------------------
 
     def _enqueue(self, job_id: str, stage: Stage) -> list[Start]:
@@ -227,7 +212,7 @@ class StageScheduler:
         if self._working[stage] >= self.sizes.of(stage):
             return False
         if stage is Stage.INIT:
-            return self._admitting and self.sessions < self.sizes.run + self.sizes.ready
+            return self.sessions < self.sizes.run + self.sizes.ready
         return True
 
     def _fill(self) -> list[Start]:

@@ -1,0 +1,123 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A handler that does in each stage what a plan says, and keeps the books that the tests check."""
+
+import asyncio
+import itertools
+from collections import Counter
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from nemo_gym_prorl.failures import AgentError, Failure, InfrastructureError, Stage
+from nemo_gym_prorl.rollout.handler import HandlerRegistry
+from nemo_gym_prorl.rollout.job import Job, Outcome, Trajectory, Verdict, failure_state
+from nemo_gym_prorl.rollout.pipeline import Pipeline, PipelineSettings
+
+
+@dataclass(frozen=True)
+class Act:
+    """What one call of the handler does: work for ``seconds``, then end as ``how`` says."""
+
+    how: str = "ok"
+    seconds: float = 0.0
+
+
+class PlannedHandler:
+    """Acts by ``row["plan"]``: stage or "release" → list of acts, one per attempt; the last one repeats."""
+
+    name = "planned"
+
+    def __init__(self, _: Any = None) -> None:
+        self._numbers = itertools.count()
+        self.inside: Counter[Stage] = Counter()
+        self.most_inside: Counter[Stage] = Counter()
+        self.most_sessions = 0
+        self.sessions: set[int] = set()
+        self.calls: Counter[tuple[str, str]] = Counter()
+        self.releases: Counter[int] = Counter()
+        self.log: list[tuple[str, str]] = []
+
+    async def init(self, job: Job) -> int:
+        await self._act(job, Stage.INIT)
+        session = next(self._numbers)
+        self.sessions.add(session)
+        self.most_sessions = max(self.most_sessions, len(self.sessions))
+        return session
+
+    async def run(self, job: Job, session: int) -> Trajectory:
+        assert session in self.sessions, "RUN gets a live session"
+        job.trajectory = Trajectory({"output": ["so far"]})
+        await self._act(job, Stage.RUN)
+        return job.trajectory
+
+    async def release(self, job: Job, session: int) -> None:
+        self.releases[session] += 1
+        self.log.append((job.id, "release"))
+        try:
+            await self._perform(self._next(job, "release"))
+        finally:
+            self.sessions.discard(session)
+
+    async def eval(self, job: Job, trajectory: Trajectory) -> Verdict:
+        assert job.session is None, "EVAL starts when the session is gone"
+        await self._act(job, Stage.EVAL)
+        return Verdict(1.0, {"reward": 1.0})
+
+    def on_failure(self, job: Job, stage: Stage | None, failure: Failure) -> Outcome:
+        if job.row.get("on_failure") == "raise":
+            raise RuntimeError("no outcome from me")
+        partial = job.trajectory.response if job.trajectory else None
+        return Outcome(failure_state(failure), {"partial": partial}, failure=failure)
+
+    async def _act(self, job: Job, stage: Stage) -> None:
+        self.inside[stage] += 1
+        self.most_inside[stage] = max(self.most_inside[stage], self.inside[stage])
+        self.log.append((job.id, stage.value))
+        try:
+            await self._perform(self._next(job, stage.value))
+        finally:
+            self.inside[stage] -= 1
+
+    def _next(self, job: Job, what: str) -> Act:
+        acts = job.row.get("plan", {}).get(what) or [Act()]
+        call = self.calls[job.id, what]
+        self.calls[job.id, what] += 1
+        return acts[min(call, len(acts) - 1)]
+
+    async def _perform(self, act: Act) -> None:
+        if act.how == "deaf":  # goes on, whatever it is told
+            end = asyncio.get_running_loop().time() + act.seconds
+            while (left := end - asyncio.get_running_loop().time()) > 0:
+                try:
+                    await asyncio.sleep(left)
+                except asyncio.CancelledError:
+                    continue
+            return
+        await asyncio.sleep(act.seconds)
+        if act.how in ENDINGS:
+            raise ENDINGS[act.how]()
+
+
+def _self_cancelled() -> BaseException:
+    return asyncio.CancelledError()
+
+
+ENDINGS: Mapping[str, Callable[[], BaseException]] = {
+    "infrastructure": lambda: InfrastructureError("the sandbox is gone"),
+    "agent": lambda: AgentError("the agent gave up"),
+    "defect": lambda: KeyError("a bug"),
+    "exit": lambda: SystemExit(3),
+    "cancels itself": _self_cancelled,
+}
+
+
+@dataclass
+class Bench:
+    """A pipeline with a planned handler."""
+
+    settings: PipelineSettings
+    handler: PlannedHandler = field(default_factory=PlannedHandler)
+
+    def pipeline(self) -> Pipeline:
+        registry = HandlerRegistry(None, "planned", {"planned": lambda _: self.handler})
+        return Pipeline(registry, self.settings, clock=asyncio.get_running_loop().time)

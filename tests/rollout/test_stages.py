@@ -1,0 +1,153 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The scheduler against random schedules, and the rules of its queues one by one."""
+
+from collections import Counter
+
+import pytest
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
+
+from nemo_gym_prorl.failures import Stage
+from nemo_gym_prorl.rollout.stages import FairQueue, PoolSizes, StageScheduler, Start
+
+
+NEXT = {Stage.INIT: Stage.RUN, Stage.RUN: Stage.EVAL, Stage.EVAL: None}
+
+
+class Schedules(RuleBasedStateMachine):
+    """Every legal sequence of events keeps the bounds, and nothing that could start is left waiting."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.working: dict[str, Stage] = {}
+        self.waiting: dict[str, Stage] = {}
+        self.aside: dict[str, Stage] = {}
+        self.paused: dict[str, Stage] = {}
+        self.count = 0
+
+    @initialize(init=st.integers(1, 3), ready=st.integers(0, 2), run=st.integers(1, 3), eval_=st.integers(1, 2))
+    def start(self, init: int, ready: int, run: int, eval_: int) -> None:
+        self.sizes = PoolSizes(init, ready, run, eval_)
+        self.scheduler = StageScheduler(self.sizes)
+
+    def apply(self, starts: list[Start]) -> None:
+        for start in starts:
+            assert self.waiting.pop(start.job_id) is start.stage, "only what waits for a stage is started in it"
+            self.working[start.job_id] = start.stage
+
+    @rule(client=st.sampled_from("abc"), priority=st.integers(-1, 1))
+    def submit(self, client: str, priority: int) -> None:
+        job_id = f"job-{self.count}"
+        self.count += 1
+        self.waiting[job_id] = Stage.INIT
+        self.apply(self.scheduler.submit(job_id, client, priority))
+
+    @precondition(lambda self: self.working)
+    @rule(data=st.data())
+    def stage_works(self, data: st.DataObject) -> None:
+        job_id = data.draw(st.sampled_from(sorted(self.working)))
+        then = NEXT[self.working.pop(job_id)]
+        if then is not None:
+            self.waiting[job_id] = then
+        self.apply(self.scheduler.worked(job_id, then))
+
+    @precondition(lambda self: self.working)
+    @rule(data=st.data())
+    def stage_fails_and_is_retried_later(self, data: st.DataObject) -> None:
+        job_id = data.draw(st.sampled_from(sorted(self.working)))
+        stage = self.working.pop(job_id)
+        self.aside[job_id] = Stage.EVAL if stage is Stage.EVAL else Stage.INIT
+        self.apply(self.scheduler.set_aside(job_id))
+
+    @precondition(lambda self: self.aside)
+    @rule(data=st.data())
+    def retry(self, data: st.DataObject) -> None:
+        job_id = data.draw(st.sampled_from(sorted(self.aside)))
+        stage = self.aside.pop(job_id)
+        self.waiting[job_id] = stage
+        self.apply(self.scheduler.requeue(job_id, stage))
+
+    @precondition(lambda self: self.waiting)
+    @rule(data=st.data())
+    def cancel_a_waiting_job(self, data: st.DataObject) -> None:
+        job_id = data.draw(st.sampled_from(sorted(self.waiting)))
+        assert self.scheduler.is_waiting(job_id)
+        self.paused[job_id] = self.waiting.pop(job_id)
+        self.scheduler.pause(job_id)
+
+    @precondition(lambda self: self.paused or self.aside)
+    @rule(data=st.data())
+    def leave(self, data: st.DataObject) -> None:
+        job_id = data.draw(st.sampled_from(sorted(self.paused | self.aside)))
+        self.paused.pop(job_id, None)
+        self.aside.pop(job_id, None)
+        self.apply(self.scheduler.remove(job_id))
+
+    @invariant()
+    def counts_agree(self) -> None:
+        working = Counter(self.working.values())
+        waiting = Counter(self.waiting.values())
+        for stage in Stage:
+            assert self.scheduler.working(stage) == working[stage]
+            assert self.scheduler.waiting(stage) == waiting[stage]
+
+    @invariant()
+    def nothing_that_may_start_waits(self) -> None:
+        working = Counter(self.working.values())
+        waiting = Counter(self.waiting.values())
+        for stage in (Stage.RUN, Stage.EVAL):
+            assert not waiting[stage] or working[stage] >= self.sizes.of(stage)
+        sessions = working[Stage.INIT] + working[Stage.RUN] + waiting[Stage.RUN]
+        sessions += sum(stage is Stage.RUN for stage in self.paused.values())
+        assert sessions == self.scheduler.sessions
+        room = working[Stage.INIT] < self.sizes.init and sessions < self.sizes.run + self.sizes.ready
+        assert not (waiting[Stage.INIT] and room)
+
+    @invariant()
+    def bounds_hold(self) -> None:
+        for stage in Stage:
+            assert self.scheduler.working(stage) <= self.sizes.of(stage)
+        assert self.scheduler.waiting(Stage.RUN) <= self.sizes.ready
+        assert self.scheduler.sessions <= self.sizes.run + self.sizes.ready
+
+
+TestSchedules = Schedules.TestCase
+TestSchedules.settings = settings(max_examples=100, stateful_step_count=50, deadline=None)
+
+
+def test_priority_goes_before_arrival_and_clients_take_turns() -> None:
+    queue = FairQueue()
+    for job_id, client, priority in [("a1", "a", 0), ("a2", "a", 0), ("b1", "b", 0), ("a3", "a", 0), ("c1", "c", 5)]:
+        queue.push(job_id, client, priority)
+    order = [queue.pop(Counter()) for _ in range(5)]
+    assert order == ["c1", "a1", "b1", "a2", "a3"]
+
+
+def test_a_client_that_holds_fewer_slots_goes_first() -> None:
+    """A thousand long jobs of one client do not keep another one out."""
+    scheduler = StageScheduler(PoolSizes(init=4, ready=0, run=100, eval=1))
+    for number in range(10):
+        scheduler.submit(f"big-{number}", "big", 0)
+    scheduler.submit("small-0", "small", 0)
+    scheduler.submit("small-1", "small", 0)
+    first = scheduler.worked("big-0", Stage.RUN)
+    assert Start("small-0", Stage.INIT) in first
+    second = scheduler.worked("big-1", Stage.RUN)
+    assert Start("small-1", Stage.INIT) in second  # big still holds two slots, small one
+
+
+def test_ready_is_bounded_without_blocking_init() -> None:
+    scheduler = StageScheduler(PoolSizes(init=4, ready=1, run=1, eval=1))
+    for number in range(10):
+        scheduler.submit(str(number), "a", 0)
+    assert scheduler.working(Stage.INIT) == 2  # one will run, one will wait in READY
+    scheduler.worked("0", Stage.RUN)
+    scheduler.worked("1", Stage.RUN)
+    assert (scheduler.working(Stage.RUN), scheduler.waiting(Stage.RUN), scheduler.working(Stage.INIT)) == (1, 1, 0)
+
+
+@pytest.mark.parametrize(("field", "sizes"), [("init", (0, 0, 1, 1)), ("ready", (1, -1, 1, 1)), ("eval", (1, 0, 1, 0))])
+def test_impossible_sizes_name_the_field(field: str, sizes: tuple[int, int, int, int]) -> None:
+    with pytest.raises(ValueError, match=rf"stages\.{field} must be at least"):
+        PoolSizes(*sizes)
