@@ -6,6 +6,8 @@ Invariants:
 - A session owns at most one sandbox, and it is the agent's. Grading happens in sandboxes of its own, after the agent's
   is gone.
 - Release, verify and close may come in any order, more than once and at the same time; each does its work once.
+- Work on sandboxes runs to its end though its caller is cancelled, since a sandbox whose start was cut off half-way is
+  nobody's any more. A session whose seeding nobody waited for is closed at once.
 - Whoever vanishes is swept: a session that nobody touched for ``ttl_s`` is closed.
 - Starts of sandboxes, the costliest thing here, are bounded by one semaphore for agents and graders together.
 """
@@ -16,7 +18,7 @@ import asyncio
 import logging
 import time
 from collections import OrderedDict
-from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
+from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Mapping
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from typing import Any
@@ -33,7 +35,7 @@ logger = logging.getLogger(__name__)
 REMEMBERED_CLOSES = 100_000
 """How many closed caller-assigned sessions are remembered, so that a late seed can't bring one back."""
 
-SUBMITTED = f"Submitted. {SOLUTION_FILE} will be tested as it is now; the task is over."
+SUBMITTED = f"Submitted. {SOLUTION_FILE} is tested as it is now. The task is over: answer without calling a tool."
 ALREADY_SUBMITTED = "Error: the solution was submitted already, the workspace is closed."
 
 
@@ -68,6 +70,7 @@ class _Session:
     verdict: Verdict | None = None
     touched: float = field(default_factory=time.monotonic)
     calls: int = 0
+    claimed: bool = False
 
 
 class CodeSessions:
@@ -87,6 +90,8 @@ class CodeSessions:
         self._sessions: dict[str, _Session] = {}
         self._seeding: dict[str, asyncio.Lock] = {}
         self._closed: OrderedDict[str, None] = OrderedDict()
+        self._tasks: set[asyncio.Task[Any]] = set()
+        self._closing = False
 
     async def seed(self, key: str, row: Mapping[str, Any], *, once: bool = False) -> None:
         """Start a session: a sandbox with the problem's stub in it.
@@ -103,23 +108,13 @@ class CodeSessions:
             InfrastructureError: no sandbox could be had.
         """
         problem = problem_for(row)
-        lock = self._seeding.setdefault(key, asyncio.Lock())
+        task = self._spawn(self._seed(key, problem, once))
         try:
-            async with lock:
-                live = self._sessions.get(key)
-                if live is not None and live.problem is problem and live.sandbox is not None:
-                    return
-                if live is not None:
-                    await self.close(key)
-                self._refuse_closed(key, once)
-                session = await self._start(problem)
-                if once and key in self._closed:
-                    await self._stop(session)
-                self._refuse_closed(key, once)
-                self._sessions[key] = session
-        finally:
-            if not lock.locked():
-                self._seeding.pop(key, None)
+            session = await asyncio.shield(task)
+        except asyncio.CancelledError:
+            task.add_done_callback(lambda _: self._spawn(self.close_unclaimed(key)))
+            raise
+        session.claimed = True
 
     async def call(self, key: str, tool: str, arguments: object) -> str:
         """One tool call; returns the observation.
@@ -156,7 +151,7 @@ class CodeSessions:
         """
         session = self._sessions.get(key)
         if session is not None:
-            await self._release(session, keep=True)
+            await asyncio.shield(self._spawn(self._release(session, keep=True)))
 
     async def close(self, key: str, *, once: bool = False) -> None:
         """Drop everything of a session. Unknown keys are no error.
@@ -172,10 +167,13 @@ class CodeSessions:
             self._closed[key] = None
             while len(self._closed) > REMEMBERED_CLOSES:
                 self._closed.popitem(last=False)
+        await asyncio.shield(self._spawn(self._close(key)))
+
+    async def close_unclaimed(self, key: str) -> None:
+        """Close a session whose seeding brought nobody an answer."""
         session = self._sessions.get(key)
-        if session is not None:
-            await self._release(session, keep=False)
-            self._sessions.pop(key, None)
+        if session is not None and not session.claimed:
+            await self._close_quietly(key)
 
     async def verify(self, key: str) -> Verdict:
         """Grade the session's solution, once; asked again, the same verdict.
@@ -184,13 +182,7 @@ class CodeSessions:
             InfrastructureError: ``session_lost``: nothing is left to grade; ``provider_unavailable`` or
                 ``verifier_error``: it could not be graded.
         """
-        session = self._require(key)
-        await self._release(session, keep=True)
-        async with session.lock:
-            session.touched = time.monotonic()
-            if session.verdict is None:
-                session.verdict = await self._grade(session)
-            return session.verdict
+        return await asyncio.shield(self._spawn(self._verify(self._require(key))))
 
     async def sweep(self) -> int:
         """Close the sessions that nobody touched for the time to live; returns how many."""
@@ -202,8 +194,11 @@ class CodeSessions:
         return len(idle)
 
     async def aclose(self) -> None:
-        """Close all sessions."""
+        """Close all sessions; sandboxes that are just starting are awaited and stopped."""
+        self._closing = True
         await asyncio.gather(*(self._close_quietly(key) for key in list(self._sessions)))
+        while self._tasks:
+            await asyncio.wait(self._tasks)
 
     @property
     def live_sandboxes(self) -> int:
@@ -223,13 +218,58 @@ class CodeSessions:
         if once and key in self._closed:
             raise CallerError("this session was closed; choose another id", field="resources_session_id")
 
+    def _spawn[T](self, work: Coroutine[Any, Any, T]) -> asyncio.Task[T]:
+        task = asyncio.create_task(work)
+        self._tasks.add(task)
+        task.add_done_callback(self._ended)
+        return task
+
+    def _ended(self, task: asyncio.Task[Any]) -> None:
+        self._tasks.discard(task)
+        if not task.cancelled() and (error := task.exception()) is not None:
+            # Whoever waits gets the error too; this line is for work whose caller is gone.
+            logger.info("work on a session failed: %s", error)
+
+    async def _seed(self, key: str, problem: Problem, once: bool) -> _Session:
+        lock = self._seeding.setdefault(key, asyncio.Lock())
+        async with lock:
+            session = self._sessions.get(key)
+            if session is not None and session.problem is problem and session.sandbox is not None:
+                return session
+            if session is not None:
+                await self._close(key)
+            self._refuse_closed(key, once)
+            session = await self._start(problem)
+            if self._closing or (once and key in self._closed):
+                await self._stop(session)
+                self._refuse_closed(key, once)
+                raise InfrastructureError("the server is shutting down", kind=FailureKind.SHUTDOWN)
+            self._sessions[key] = session
+            self._seeding.pop(key, None)
+            return session
+
+    async def _close(self, key: str) -> None:
+        session = self._sessions.get(key)
+        if session is not None:
+            await self._release(session, keep=False)
+            self._sessions.pop(key, None)
+
+    async def _verify(self, session: _Session) -> Verdict:
+        await self._release(session, keep=True)
+        async with session.lock:
+            session.touched = time.monotonic()
+            if session.verdict is None:
+                session.verdict = await self._grade(session)
+                session.artefact = None
+            return session.verdict
+
     async def _start(self, problem: Problem) -> _Session:
         sandbox = await self._open()
         workspace = Workspace(sandbox, f"{self._root}/workspace", self._limits.tools)
         session = _Session(problem, sandbox, workspace)
         try:
             await workspace.prepare({SOLUTION_FILE: problem.stub})
-        except BaseException:
+        except InfrastructureError:
             await self._stop(session)
             raise
         return session
