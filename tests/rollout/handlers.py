@@ -82,7 +82,8 @@ class PlannedHandler:
         acts = job.row.get("plan", {}).get(what) or [Act()]
         call = self.calls[job.id, what]
         self.calls[job.id, what] += 1
-        return acts[min(call, len(acts) - 1)]
+        act = acts[min(call, len(acts) - 1)]
+        return act if isinstance(act, Act) else Act(**act)  # over HTTP an act comes as a JSON object
 
     async def _perform(self, act: Act) -> None:
         if act.how == "deaf":  # goes on, whatever it is told

@@ -1,0 +1,358 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The job API over real sockets: every route, every refusal, and each fault of DESIGN §5 as a caller sees it."""
+
+import asyncio
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from dataclasses import asdict
+from typing import Any
+
+import aiohttp
+import pytest
+from fastapi import FastAPI
+
+from nemo_gym_prorl.failures import Stage
+from nemo_gym_prorl.rollout.api import rollout_router
+from nemo_gym_prorl.rollout.client import ApiError, RolloutClient
+from nemo_gym_prorl.rollout.job import Budgets, JobState
+from nemo_gym_prorl.rollout.metrics import PipelineMetrics
+from nemo_gym_prorl.rollout.pipeline import Pipeline, PipelineSettings
+from nemo_gym_prorl.rollout.stages import PoolSizes
+from tests.rollout.handlers import Act, Bench
+from tests.rollout.serving import serve
+
+
+SETTINGS = PipelineSettings(
+    stages=PoolSizes(init=2, ready=1, run=2, eval=2),
+    budgets=Budgets(init=0.5, run=0.5, eval=0.5),
+    release_s=0.3,
+    cancel_grace_s=0.1,
+    retry_delay_s=0.01,
+    max_queued=3,
+    retain=50,
+)
+FOREVER = 3600.0
+
+
+def row(**plan: list[Act]) -> dict[str, Any]:
+    """A row whose handler acts as planned."""
+    acts = {what: [asdict(act) for act in acts] for what, acts in plan.items()}
+    return {"responses_create_params": {"input": "hi"}, "plan": acts}
+
+
+@asynccontextmanager
+async def service(
+    settings: PipelineSettings = SETTINGS, token: str | None = None
+) -> AsyncIterator[tuple[RolloutClient, Pipeline, Bench]]:
+    bench = Bench(settings)
+    pipeline = bench.pipeline()
+    app = FastAPI()
+    app.include_router(rollout_router(pipeline, PipelineMetrics(pipeline), token))
+    async with serve(app) as url, RolloutClient(url, token) as client:
+        yield client, pipeline, bench
+        await pipeline.close()
+        assert not any(pipeline.scheduler.working(stage) for stage in Stage), "every slot came back"
+
+
+async def reach(client: RolloutClient, rollout_id: str, state: str) -> None:
+    async with asyncio.timeout(5):
+        while (await client.get(rollout_id)).state != state:
+            await asyncio.sleep(0.005)
+
+
+async def test_a_rollout_from_submission_to_reward() -> None:
+    async with service() as (client, _, _):
+        submitted = await client.submit(row(), id="r-1", group="g", client="trainer", priority=3)
+        assert (submitted.id, submitted.group, submitted.client, submitted.priority) == ("r-1", "g", "trainer", 3)
+        done = await client.wait("r-1")
+        assert done.state is JobState.SUCCEEDED
+        assert done.reward == 1.0
+        assert done.result == {"reward": 1.0}
+        assert [done.timings[stage].attempts for stage in ("init", "run", "eval")] == [1, 1, 1]
+
+
+async def test_long_poll_answers_as_soon_as_the_rollout_ends() -> None:
+    async with service() as (client, _, _):
+        await client.submit(row(run=[Act("ok", 0.2)]), id="slow")
+        started = asyncio.get_running_loop().time()
+        assert (await client.get("slow", wait=30)).state is JobState.SUCCEEDED
+        assert 0.15 < asyncio.get_running_loop().time() - started < 10
+
+
+@pytest.mark.parametrize("how", ["infrastructure", "agent", "defect", "exit", "cancels itself", "hang", "deaf hang"])
+@pytest.mark.parametrize("stage", ["init", "run", "eval"])
+async def test_a_fault_in_a_stage_ends_in_one_typed_outcome(stage: str, how: str) -> None:
+    """And a neighbour that shares the pools does not notice."""
+    act = {"hang": Act("ok", FOREVER), "deaf hang": Act("deaf", 2.0)}.get(how, Act(how))
+    async with service() as (client, pipeline, _):
+        await client.submit(row(**{stage: [act]}), id="bad", max_attempts=2)
+        neighbours = [await client.submit(row(), client="other") for _ in range(3)]
+        bad = await client.wait("bad")
+        assert bad.reward is None
+        assert bad.failure is not None
+        assert bad.failure.stage == stage
+        timed_out = "hang" in how
+        assert bad.state is (JobState.TIMED_OUT if timed_out else JobState.FAILED)
+        expected = {"init": "provider_unavailable", "run": "agent_run_error", "eval": "verifier_error"}[stage]
+        if how == "infrastructure":
+            expected = "provider_unavailable"
+        elif how in ("agent", "cancels itself"):
+            expected = "agent_run_error"
+        elif timed_out and stage == "run":
+            expected = "agent_timeout"
+        assert bad.failure.kind == expected
+        # what the agent did is not tried again, what broke under it is
+        retried = not (how == "agent" or (timed_out and stage == "run"))
+        assert bad.timings[stage].attempts == (2 if retried else 1)
+        assert pipeline.abandoned == ((2 if retried else 1) if how == "deaf hang" else 0)
+        for neighbour in neighbours:
+            assert (await client.wait(neighbour.id)).state is JobState.SUCCEEDED
+        log = await client.ended(0)
+        assert sorted(job.id for job in log.rollouts) == sorted(["bad", *(job.id for job in neighbours)])
+
+
+async def test_infrastructure_trouble_is_retried_and_then_scored() -> None:
+    async with service() as (client, _, _):
+        await client.submit(row(run=[Act("infrastructure"), Act("ok")], eval=[Act("defect"), Act("ok")]), id="r")
+        done = await client.wait("r")
+        assert done.state is JobState.SUCCEEDED
+        assert done.reward == 1.0
+        assert [failure.stage for failure in done.failed_attempts] == ["run", "eval"]
+        assert done.timings["init"].attempts == 2
+        assert done.timings["run"].attempts == 2
+        assert done.timings["eval"].attempts == 2
+
+
+async def test_a_rollout_cut_short_keeps_what_was_sampled() -> None:
+    async with service() as (client, _, _):
+        await client.submit(row(run=[Act("ok", FOREVER)]), id="r")
+        done = await client.wait("r")
+        assert done.failure is not None
+        assert done.failure.kind == "agent_timeout"
+        assert done.result == {"partial": {"output": ["so far"]}}
+
+
+async def test_a_handler_that_never_releases() -> None:
+    """Scoring while the agent may still act would be wrong: the attempt is lost, the slot is not."""
+    async with service() as (client, pipeline, bench):
+        await client.submit(row(release=[Act("deaf", 3.0)]), id="bad", max_attempts=1)
+        bad = await client.wait("bad")
+        assert bad.state is JobState.FAILED
+        assert bad.failure is not None
+        assert bad.failure.kind == "session_release_failed"
+        assert ("bad", "eval") not in bench.handler.log
+        assert pipeline.scheduler.sessions == 0
+        good = await client.submit(row())
+        assert (await client.wait(good.id)).reward == 1.0
+
+
+@pytest.mark.parametrize("state", ["queued", "initializing", "ready", "running", "evaluating"])
+async def test_cancel_in_each_state(state: str) -> None:
+    settings = PipelineSettings(stages=PoolSizes(init=1, ready=1, run=1, eval=1), retry_delay_s=0.01)
+    block = {"queued": "init", "initializing": "init", "ready": "run", "running": "run", "evaluating": "eval"}[state]
+    blocked = row(**{block: [Act("ok", FOREVER)]})
+    async with service(settings) as (client, pipeline, bench):
+        if state in ("queued", "ready"):
+            await client.submit(blocked, id="in-front")
+            await reach(client, "in-front", "initializing" if state == "queued" else "running")
+        await client.submit(blocked if state != "ready" else row(), id="target")
+        await reach(client, "target", state)
+        answer = await client.cancel(["target", "nobody"])
+        assert answer.unknown == ["nobody"]
+        [cancelled] = answer.rollouts
+        assert cancelled.state is JobState.CANCELLED
+        assert cancelled.failure is not None
+        assert cancelled.failure.kind == "cancelled"
+        assert cancelled.reward is None
+        assert len(bench.handler.sessions) == (1 if state == "ready" else 0), "only the one in front is left"
+        assert all(count == 1 for count in bench.handler.releases.values())
+        again = await client.cancel(["target"])
+        assert again.rollouts[0].state is JobState.CANCELLED
+        await client.cancel(["in-front"])
+        assert not bench.handler.sessions, "no session outlives its cancellation"
+        after = await client.submit(row())
+        assert (await client.wait(after.id)).state is JobState.SUCCEEDED
+
+
+async def test_cancel_a_group_and_one_by_delete() -> None:
+    async with service(PipelineSettings()) as (client, _, _):
+        for number in range(4):
+            await client.submit(row(run=[Act("ok", FOREVER)]), id=f"r{number}", group="g" if number < 3 else "h")
+        answer = await client.cancel(group="g")
+        assert {job.state for job in answer.rollouts} == {JobState.CANCELLED}
+        assert {job.id for job in answer.rollouts} == {"r0", "r1", "r2"}
+        async with aiohttp.ClientSession() as http, http.delete(f"{client.url}/v1/rollouts/r3") as response:
+            assert response.status == 200
+            assert (await response.json())["state"] == "cancelled"
+        async with aiohttp.ClientSession() as http, http.delete(f"{client.url}/v1/rollouts/r9") as response:
+            assert response.status == 404
+
+
+async def test_the_same_id_is_the_same_rollout() -> None:
+    async with service() as (client, _, bench):
+        await client.submit(row(), id="r")
+        await client.submit(row(), id="r")
+        await client.wait("r")
+        await client.submit(row(), id="r")
+        assert bench.handler.calls["r", "run"] == 1
+        with pytest.raises(ApiError) as refused:
+            await client.submit(row(run=[Act("agent")]), id="r")
+        assert refused.value.problem.status == 409
+        assert refused.value.problem.type == "urn:nemo-gym-prorl:problem:id-conflict"
+
+
+async def test_a_full_queue_asks_to_come_back() -> None:
+    async with service() as (client, _, _), aiohttp.ClientSession() as http:
+        blocked = {"row": row(init=[Act("ok", FOREVER)]), "budgets": {"init": 3600}}
+        for _ in range(SETTINGS.stages.init + SETTINGS.max_queued):
+            async with http.post(f"{client.url}/v1/rollouts", json=blocked) as response:
+                assert response.status == 202
+        async with http.post(f"{client.url}/v1/rollouts", json=blocked) as response:
+            assert response.status == 429
+            assert int(response.headers["Retry-After"]) > 0
+            assert response.content_type == "application/problem+json"
+            assert (await response.json())["type"] == "urn:nemo-gym-prorl:problem:queue-full"
+
+
+async def test_unknown_rollout() -> None:
+    async with service() as (client, _, _):
+        with pytest.raises(ApiError) as refused:
+            await client.get("nobody")
+        assert refused.value.problem.status == 404
+        assert refused.value.problem.type == "urn:nemo-gym-prorl:problem:unknown-rollout"
+
+
+@pytest.mark.parametrize(
+    ("body", "field"),
+    [
+        ({"row": {}}, "row.responses_create_params"),
+        ({"row": {"responses_create_params": {}}}, "row.responses_create_params.input"),
+        ({"row": row(), "priority": "high"}, "priority"),
+        ({"row": row(), "budgets": {"run": 0}}, "budgets.run"),
+        ({"row": row(), "budgets": {"rum": 5}}, "budgets.rum"),
+        ({"row": row(), "id": "a b"}, "id"),
+        ({"row": row(), "handler": "nope"}, "handler"),
+        ({"row": row(), "max_attempts": 0}, "max_attempts"),
+        ({}, "row"),
+    ],
+)
+async def test_a_malformed_submission_names_the_field(body: dict[str, Any], field: str) -> None:
+    async with service() as (client, pipeline, _), aiohttp.ClientSession() as http:
+        async with http.post(f"{client.url}/v1/rollouts", json=body) as response:
+            assert response.status == 422
+            problem = await response.json()
+        assert field in [error["field"] for error in problem["errors"]] or any(
+            error["field"].startswith(field) for error in problem["errors"]
+        )
+        assert field.split(".")[-1] in problem["detail"]
+        assert len(pipeline.store) == 0
+
+
+async def test_the_log_of_outcomes_can_be_followed_and_says_when_it_is_cut() -> None:
+    settings = PipelineSettings(stages=PoolSizes(1, 0, 1, 1), retain=5)
+    async with service(settings) as (client, _, _):
+        for number in range(4):
+            await client.submit(row(), id=f"r{number}", group="even" if number % 2 == 0 else "odd")
+            await client.wait(f"r{number}")
+        first = await client.ended(0, limit=3)
+        assert [job.id for job in first.rollouts] == ["r0", "r1", "r2"]
+        rest = await client.ended(first.cursor)
+        assert [job.id for job in rest.rollouts] == ["r3"]
+        follower = asyncio.create_task(client.ended(rest.cursor, wait=20, results=True))
+        await asyncio.sleep(0.05)
+        await client.submit(row(), id="r4")
+        news = await follower
+        assert [job.id for job in news.rollouts] == ["r4"]
+        assert news.rollouts[0].result == {"reward": 1.0}
+        for number in range(5, 9):
+            await client.submit(row(), id=f"r{number}")
+            await client.wait(f"r{number}")
+        with pytest.raises(ApiError) as refused:
+            await client.ended(0)
+        assert refused.value.problem.status == 410
+        with pytest.raises(ApiError) as refused:
+            await client.ended(10_000)
+        assert refused.value.problem.status == 422
+        with pytest.raises(ApiError):
+            await client.get("r0")
+
+
+async def test_listing_by_state_and_group() -> None:
+    async with service(PipelineSettings()) as (client, _, _):
+        await client.submit(row(), id="a", group="g")
+        await client.wait("a")
+        await client.submit(row(run=[Act("ok", FOREVER)]), id="b", group="g")
+        await client.submit(row(), id="c")
+        await client.wait("c")
+        assert [job.id for job in (await client.list(group="g")).rollouts] == ["a", "b"]
+        assert [job.id for job in (await client.list(state="succeeded")).rollouts] == ["a", "c"]
+        assert [job.id for job in (await client.list(limit=1)).rollouts] == ["a"]
+
+
+async def test_events_tell_every_transition_in_order_and_can_be_resumed() -> None:
+    async with service() as (client, _, _):
+        await client.submit(row(), id="a")
+        await client.wait("a")
+        seen = []
+        async for event in client.events(after=0):
+            seen.append(event)
+            if event.state.terminal:
+                break
+        expected = ["queued", "initializing", "ready", "running", "evaluating", "succeeded"]
+        assert [event.state.value for event in seen] == expected
+        assert [event.seq for event in seen] == list(range(1, 7))
+        assert seen[-1].reward == 1.0
+        async for event in client.events(after=5):
+            assert event.seq == 6
+            break
+
+
+async def test_status_health_and_metrics() -> None:
+    async with service() as (client, pipeline, _), aiohttp.ClientSession() as http:
+        await client.submit(row(run=[Act("agent")]), id="a")
+        await client.wait("a")
+        await client.submit(row(run=[Act("ok", FOREVER)]), id="b", budgets={"run": 3600})
+        await reach(client, "b", "running")
+        status = await client.status()
+        assert status.stages["run"].working == 1
+        assert status.stages["run"].slots == 2
+        assert status.sessions == 1
+        assert status.states["failed"] == 1
+        assert status.handlers == ["planned"]
+        async with http.get(f"{client.url}/metrics") as response:
+            text = await response.text()
+        assert 'prorl_stage_working{stage="run"} 1.0' in text
+        assert 'prorl_rollouts_total{failure_kind="agent_run_error",state="failed"} 1.0' in text
+        assert 'prorl_failed_attempts_total{failure_kind="agent_run_error",stage="run"} 1.0' in text
+        async with http.get(f"{client.url}/healthz") as response:
+            assert await response.json() == {"status": "ok"}
+        drained = asyncio.create_task(pipeline.drain())
+        await asyncio.sleep(0)
+        with pytest.raises(ApiError) as refused:
+            await client.submit(row())
+        assert refused.value.problem.status == 503
+        async with http.get(f"{client.url}/healthz") as response:
+            assert await response.json() == {"status": "draining"}
+        await client.cancel(["b"])
+        assert await drained
+
+
+async def test_the_control_token_guards_jobs_and_nothing_else() -> None:
+    async with service(token="s3cret") as (client, _, _), aiohttp.ClientSession() as stranger:
+        assert (await client.wait((await client.submit(row())).id)).reward == 1.0
+        for method, path in [("POST", "/v1/rollouts"), ("GET", "/v1/rollouts"), ("GET", "/v1/events")]:
+            async with stranger.request(method, client.url + path, json={}) as response:
+                assert response.status == 401
+                assert response.headers["WWW-Authenticate"] == "Bearer"
+        for path in ("/status", "/healthz", "/metrics"):
+            async with stranger.get(client.url + path) as response:
+                assert response.status == 200
+
+
+async def test_the_schema_is_published() -> None:
+    async with service() as (client, _, _), aiohttp.ClientSession() as http:
+        async with http.get(f"{client.url}/openapi.json") as response:
+            schema = await response.json()
+        assert {"/v1/rollouts", "/v1/rollouts/{rollout_id}", "/v1/rollouts/cancel", "/v1/events"} <= set(schema["paths"])
+        assert "Problem" in schema["components"]["schemas"]
+        assert set(schema["paths"]["/v1/rollouts"]["post"]["responses"]) >= {"202", "409", "422", "429"}

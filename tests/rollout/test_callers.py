@@ -1,0 +1,121 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Callers that hold a connection: vanish, come back, post twice. Real sockets, since that is what drops."""
+
+import asyncio
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from dataclasses import asdict
+from typing import Any
+
+import aiohttp
+import orjson
+import pytest
+from fastapi import FastAPI, Request, Response
+
+from nemo_gym_prorl.rollout.callers import CallerGone, CallerWatch
+from nemo_gym_prorl.rollout.job import JobState
+from nemo_gym_prorl.rollout.pipeline import Pipeline, PipelineSettings
+from tests.rollout.handlers import Act, Bench
+from tests.rollout.serving import serve
+
+
+def row(seconds: float, **fields: Any) -> dict[str, Any]:
+    return {"plan": {"run": [asdict(Act("ok", seconds))]}, **fields}
+
+
+INDEXED = {"_ng_task_index": 0, "_ng_rollout_index": 0}
+
+
+@asynccontextmanager
+async def service(grace_s: float) -> AsyncIterator[tuple[str, Pipeline, Bench]]:
+    bench = Bench(PipelineSettings())
+    pipeline = bench.pipeline()
+    watch = CallerWatch(pipeline, grace_s)
+    app = FastAPI()
+
+    @app.post("/run")
+    async def run(request: Request) -> Response:
+        body = await request.body()
+        try:
+            return Response(await watch.run(orjson.loads(body), body, request))
+        except CallerGone:
+            return Response(status_code=499)
+
+    @app.middleware("http")  # Gym has one; it wraps the connection that the watch listens to
+    async def passing(request: Request, call_next: Any) -> Any:
+        return await call_next(request)
+
+    async with serve(app) as url:
+        yield f"{url}/run", pipeline, bench
+        await pipeline.close()
+
+
+async def vanish(url: str, body: dict[str, Any], after: float) -> None:
+    """Post and hang up without waiting for the answer."""
+    with pytest.raises(TimeoutError):
+        async with aiohttp.ClientSession() as http, asyncio.timeout(after):
+            await http.post(url, json=body)
+
+
+async def post(url: str, body: dict[str, Any]) -> dict[str, Any]:
+    async with aiohttp.ClientSession() as http, http.post(url, json=body) as response:
+        return orjson.loads(await response.read())
+
+
+def states(pipeline: Pipeline) -> list[JobState]:
+    return [job.state for job in pipeline.store.find(state=None, group=None)]
+
+
+async def test_an_abandoned_rollout_is_cancelled_after_the_grace_and_its_session_released() -> None:
+    async with service(grace_s=0.2) as (url, pipeline, bench):
+        await vanish(url, row(3600, **INDEXED), after=0.2)
+        assert states(pipeline) == [JobState.RUNNING], "within the grace it goes on"
+        await asyncio.sleep(0.6)
+        assert states(pipeline) == [JobState.CANCELLED]
+        assert not bench.handler.sessions
+
+
+async def test_a_caller_that_comes_back_joins_its_rollout() -> None:
+    async with service(grace_s=5) as (url, pipeline, bench):
+        await vanish(url, row(0.6, **INDEXED), after=0.2)
+        answer = await post(url, row(0.6, **INDEXED))
+        assert answer["reward"] == 1.0
+        assert answer["rollout"]["state"] == "succeeded"
+        assert states(pipeline) == [JobState.SUCCEEDED]
+        assert sum(bench.handler.calls.values()) == 4, "each stage and the release, once"
+
+
+async def test_a_result_waits_for_its_caller_within_the_grace() -> None:
+    async with service(grace_s=5) as (url, pipeline, _):
+        await vanish(url, row(0.3, **INDEXED), after=0.1)
+        await asyncio.sleep(0.5)
+        assert states(pipeline) == [JobState.SUCCEEDED]
+        assert (await post(url, row(0.3, **INDEXED)))["reward"] == 1.0
+        assert len(pipeline.store) == 1
+
+
+async def test_two_callers_of_one_row_at_once_share_a_rollout() -> None:
+    async with service(grace_s=5) as (url, pipeline, _):
+        first, second = await asyncio.gather(*(post(url, row(0.2, **INDEXED)) for _ in range(2)))
+        assert first == second
+        assert len(pipeline.store) == 1
+
+
+async def test_a_delivered_result_is_never_replayed() -> None:
+    """Under new weights the same row is a new rollout."""
+    async with service(grace_s=5) as (url, pipeline, _):
+        first = await post(url, row(0, **INDEXED))
+        second = await post(url, row(0, **INDEXED))
+        assert first["rollout"]["id"] != second["rollout"]["id"]
+        assert states(pipeline) == [JobState.SUCCEEDED] * 2
+        assert [job.row for job in pipeline.store.find(state=None, group=None)] == [{}, {}], "memory is given back"
+
+
+@pytest.mark.parametrize(
+    "other", [row(0.2), row(0.2, _ng_task_index=0, _ng_rollout_index=1), row(0.2, **INDEXED, weight=2)]
+)
+async def test_other_rows_are_other_rollouts(other: dict[str, Any]) -> None:
+    async with service(grace_s=5) as (url, pipeline, _):
+        first = row(0.2) if "_ng_task_index" not in other else row(0.2, **INDEXED)
+        await asyncio.gather(post(url, first), post(url, other))
+        assert len(pipeline.store) == 2
