@@ -162,6 +162,7 @@ def _private_apt(sources: Iterable[Source], work: Path) -> Path:
         "Dir::State::status": status,
         "Dir::Cache": work / "cache",
         "Dir::Log": work,
+        "APT::Update::Error-Mode": "any",  # by default an unreachable mirror is a mere warning
         "Acquire::Languages": "none",
         "Acquire::Retries": "3",
         "Acquire::http::Timeout": "30",
@@ -187,7 +188,8 @@ def _run(command: list[str]) -> str:
     except subprocess.TimeoutExpired as error:
         raise InfrastructureError(f"{command[0]} was not done after {APT_TIMEOUT_S:g} s: is the mirror up?") from error
     if done.returncode:
-        raise InfrastructureError(f"{' '.join(command[:2])} failed: {_last_lines(done.stderr or done.stdout)}")
+        verb = next(word for word in command if word in ("indextargets", "install", "update"))
+        raise InfrastructureError(f"{command[0]} {verb} failed: {_last_lines(done.stderr or done.stdout)}")
     return done.stdout
 
 

@@ -77,7 +77,8 @@ class Runtime:
         if shutil.which("apptainer") == str(self.path):
             return
         folder = self.path.parent if self.origin == "cache" else self._linked_folder()
-        os.environ["PATH"] = os.pathsep.join([str(folder), os.environ.get("PATH", os.defpath)])
+        if shutil.which("apptainer") != str(folder / "apptainer"):
+            os.environ["PATH"] = os.pathsep.join([str(folder), os.environ.get("PATH", os.defpath)])
 
     def _linked_folder(self) -> Path:
         """A folder with nothing in it but ``apptainer``, leading to this program."""
