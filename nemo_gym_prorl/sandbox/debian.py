@@ -13,6 +13,7 @@ packages. Invariants:
 
 from __future__ import annotations
 
+import os
 import platform
 import re
 import shutil
@@ -181,7 +182,13 @@ def _run(command: list[str]) -> str:
     """Run an apt command; returns its output, or raises with its last words."""
     try:
         done = subprocess.run(
-            command, stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=APT_TIMEOUT_S, check=False
+            command,
+            env={**os.environ, "LC_ALL": "C.UTF-8"},  # its messages end up in ours, which are English
+            stdin=subprocess.DEVNULL,
+            capture_output=True,
+            text=True,
+            timeout=APT_TIMEOUT_S,
+            check=False,
         )
     except FileNotFoundError as error:
         raise InfrastructureError(f"{command[0]} not found: this needs a Debian-like machine") from error

@@ -172,7 +172,7 @@ def _private_copy() -> Runtime | None:
     prefix = private_prefix()
     try:
         marker = json.loads((prefix / MARKER).read_text())
-    except FileNotFoundError:
+    except OSError:  # not there, or not ours to read
         return None
     if marker["prefix"] != str(prefix):
         return None

@@ -41,12 +41,18 @@ def test_on_a_bare_machine_it_says_what_to_do(empty_cache: Path) -> None:
     assert prorl("doctor").returncode == 1
 
 
-def test_a_cache_that_cannot_be_written_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_cache_that_cannot_be_written_is_named(
+    empty_cache: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     (tmp_path / "file").touch()
     monkeypatch.setenv("PRORL_CACHE", str(tmp_path / "file" / "cache"))
     check = next(check for check in examine() if check.name == "Cache folder")
     assert check.level is Level.MISSING
     assert "PRORL_CACHE" in check.fix
+    failed = prorl("setup")
+    assert failed.returncode == 1
+    assert "set PRORL_CACHE" in failed.stderr
+    assert "Traceback" not in failed.stderr
 
 
 def test_errors_of_ours_are_one_line(tmp_path: Path) -> None:
