@@ -1,0 +1,16 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Fixtures shared by the tests of tasks."""
+
+from collections.abc import AsyncIterator
+
+import pytest
+from nemo_gym.sandbox import AsyncSandbox
+
+from tests.tasks import containers
+
+
+@pytest.fixture
+async def sandbox() -> AsyncIterator[AsyncSandbox]:
+    """A running container."""
+    async with containers.running() as started:
+        yield started
