@@ -228,11 +228,14 @@ class GymCli:
     def _environment(self, installation: _Installation) -> dict[str, str]:
         env = dict(os.environ)
         env["PATH"] = f"{installation.bin}{os.pathsep}{env.get('PATH', os.defpath)}"
-        # Ray: no token file in the user's home, no usage report, the smallest object store it accepts.
+        # Ray: no token file in the user's home, no usage report, the smallest object store it accepts, and no workers
+        # ahead of the tasks (most deployments have none).
         env |= {
             "RAY_AUTH_MODE": "disabled",
             "RAY_USAGE_STATS_ENABLED": "0",
             "RAY_DEFAULT_OBJECT_STORE_MAX_MEMORY_BYTES": str(80 * 1024 * 1024),
+            "RAY_enable_worker_prestart": "0",
+            "RAY_prestart_worker_first_driver": "0",
             "PYTHONUNBUFFERED": "1",
         }
         if checkout := installation.checkout:
