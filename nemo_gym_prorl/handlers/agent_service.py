@@ -16,7 +16,14 @@ from omegaconf import DictConfig, OmegaConf
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from nemo_gym_prorl.failures import CallerError, Failure, FailureKind, Origin
-from nemo_gym_prorl.handlers.gym_environment import GymContext, LoopLimits, ToolLoop, empty_response, failure_row
+from nemo_gym_prorl.handlers.gym_environment import (
+    GymContext,
+    GymEnvironmentHandler,
+    LoopLimits,
+    ToolLoop,
+    empty_response,
+    failure_row,
+)
 from nemo_gym_prorl.handlers.gym_http import Answer, CookieJar, GymServer, HttpClient, server_urls
 from nemo_gym_prorl.rollout.api import rollout_router
 from nemo_gym_prorl.rollout.callers import CallerGone, CallerWatch, row_key
@@ -110,7 +117,8 @@ class AgentService:
         self._config = config
         self._context = context
         self._http = http
-        self.pipeline = Pipeline(HandlerRegistry(context, config.handler), config.pipeline_settings())
+        handlers = HandlerRegistry(context, config.handler, {GymEnvironmentHandler.name: GymEnvironmentHandler})
+        self.pipeline = Pipeline(handlers, config.pipeline_settings())
         self.metrics = PipelineMetrics(self.pipeline)
         self._callers = CallerWatch(self.pipeline, config.caller_grace_s)
 
