@@ -6,6 +6,7 @@ BIN := .venv/bin
 MAKEFLAGS += --no-print-directory
 
 .DEFAULT_GOAL := help
+.NOTPARALLEL:
 .PHONY: help setup setup-dev demo test lint format clean
 
 help: ## show this text
