@@ -8,11 +8,13 @@ exit code 1, without a traceback; anything else is a defect and shows one.
 
 from __future__ import annotations
 
+import asyncio
 import sys
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import TYPE_CHECKING
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
@@ -70,6 +72,32 @@ def doctor() -> None:
         table.add_row(f"[{colours[check.level]}]{check.level}[/]", check.name, escape(check.found), escape(check.fix))
     console.print(table)
     if any(check.level is Level.MISSING for check in checks):
+        raise typer.Exit(1)
+
+
+@app.command()
+def demo(
+    overrides: Annotated[
+        list[str] | None,
+        typer.Argument(
+            help="Hydra overrides for Gym, e.g. ++prorl_code_agent.responses_api_agents.prorl_agent.stages.run=4"
+        ),
+    ] = None,
+    rollouts: Annotated[int, typer.Option(min=1, help="How many rollouts.")] = 16,
+    output: Annotated[Path, typer.Option(help="JSONL file for the finished rollouts.")] = Path("out/demo.jsonl"),
+) -> None:
+    """Run HumanEval rollouts in a real Gym deployment with real sandboxes, and watch them.
+
+    The policy is scripted unless PRORL_MODEL_URL names an endpoint (PRORL_MODEL_NAME, PRORL_API_KEY). Exit code 1 if
+    a rollout was not scored, or earned another reward than its script deserves.
+    """
+    from nemo_gym_prorl.demo import Demo
+
+    try:
+        fine = Demo(rollouts, output, overrides or ()).run()
+    except (KeyboardInterrupt, asyncio.CancelledError):
+        raise typer.Exit(130) from None
+    if not fine:
         raise typer.Exit(1)
 
 

@@ -279,11 +279,17 @@ def _stage_line(status: StatusView) -> Text:
 
 
 def _table(entries: list[Entry]) -> Table:
-    table = Table(box=None, pad_edge=False)
+    table = Table(
+        box=None,
+        pad_edge=False,
+        padding=(0, 1, 0, 0),
+        caption="INIT, RUN, EVAL, Queue: seconds",
+        caption_justify="right",
+    )
     scripted_policy = any(entry.script for entry in entries)
     for title in ("Task", *(["Script"] if scripted_policy else []), "State"):
         table.add_column(title, no_wrap=True)
-    for title in ("Turns", "Tool calls", "Reward", *(f"{stage} s" for stage in Stage), "queued s"):
+    for title in ("Turns", "Tools", "Reward", *(stage.upper() for stage in Stage), "Queue"):
         table.add_column(title, justify="right", no_wrap=True)
     for entry in entries:
         job = entry.job
@@ -293,10 +299,10 @@ def _table(entries: list[Entry]) -> Table:
             continue
         reward = "" if job.reward is None else f"{job.reward:g}"
         times = [job.timings.get(stage) for stage in Stage]
-        worked = [f"{spent.worked_s:.2f}" if spent else "" for spent in times]
+        worked = [f"{spent.worked_s:.1f}" if spent else "" for spent in times]
         queued = sum(spent.waited_s for spent in times if spent)
         state = Text(job.state.value, style=_STATE_STYLES.get(job.state, ""))
-        table.add_row(*names, state, str(job.turns), str(job.tool_calls), reward, *worked, f"{queued:.2f}")
+        table.add_row(*names, state, str(job.turns), str(job.tool_calls), reward, *worked, f"{queued:.1f}")
     return table
 
 

@@ -158,6 +158,9 @@ class GymCli:
             "+skip_venv_if_present=true",
             "++head_server.host=127.0.0.1",
             f"++head_server.port={self.head_port}",
+            # Hydra would leave an "outputs" folder in the working directory.
+            f"hydra.run.dir={self.work_dir}/hydra",
+            "hydra.output_subdir=null",
         ]
 
     async def prepare(self) -> _Installation:
