@@ -16,7 +16,6 @@ import json
 import os
 import random
 import socket
-import subprocess
 import sys
 import time
 from collections.abc import AsyncIterator
@@ -157,7 +156,9 @@ AGENTS = [
 @contextlib.asynccontextmanager
 async def process(command: list[str], url: str, env: dict[str, str] | None = None) -> AsyncIterator[None]:
     """A server process that answers at ``url``."""
-    child = subprocess.Popen(command, env=env, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+    child = await asyncio.create_subprocess_exec(
+        *command, env=env, stdout=asyncio.subprocess.DEVNULL, stderr=asyncio.subprocess.DEVNULL
+    )
     try:
         async with asyncio.timeout(120), aiohttp.ClientSession() as http:
             while True:
@@ -165,13 +166,13 @@ async def process(command: list[str], url: str, env: dict[str, str] | None = Non
                     async with http.get(url):
                         break
                 except aiohttp.ClientError:
-                    if child.poll() is not None:
+                    if child.returncode is not None:
                         raise RuntimeError(f"{command[1]} ended with status {child.returncode}") from None
                     await asyncio.sleep(0.2)
         yield
     finally:
         child.terminate()
-        await asyncio.to_thread(child.wait)
+        await child.wait()
 
 
 @contextlib.asynccontextmanager
