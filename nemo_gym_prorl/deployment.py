@@ -150,9 +150,6 @@ class GymCli:
             "+skip_venv_if_present=true",
             "++head_server.host=127.0.0.1",
             f"++head_server.port={self.head_port}",
-            # Hydra would leave an "outputs" folder in the working directory.
-            f"hydra.run.dir={self.work_dir}/hydra",
-            "hydra.output_subdir=null",
         ]
 
     async def prepare(self) -> _Installation:
@@ -210,7 +207,12 @@ class GymCli:
         """Command line, environment and working directory of a Gym command."""
         installation = await self.prepare()
         about_servers = arguments[:1] in (("env",), ("eval",), ("dataset",))
-        words = [str(installation.bin / "gym"), *arguments, *(self.overrides if about_servers else ())]
+        words = [str(installation.bin / "gym"), *arguments]
+        if about_servers:
+            words += self.overrides
+        if about_servers or installation.gym_version < (0, 5):
+            # Hydra would leave an "outputs" folder in the working directory. Later listings do without Hydra.
+            words += [f"hydra.run.dir={self.work_dir}/hydra", "hydra.output_subdir=null"]
         return words, self._environment(installation), self._working_dir(installation)
 
     @property
