@@ -1,0 +1,29 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Fixtures of the policy tests. ``PRORL_TEST_ENGINES=URL,URL`` uses engines that run already."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from tests.policy.engines import tiny_model, vllm
+
+
+@pytest.fixture(scope="session")
+def model_folder() -> Path:
+    return tiny_model()
+
+
+@pytest.fixture(scope="session")
+def engine_url(model_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
+    """One real vLLM for the whole session."""
+    if running := os.environ.get("PRORL_TEST_ENGINES"):
+        yield running.split(",")[0]
+        return
+    with contextlib.ExitStack() as stack:
+        url, _ = stack.enter_context(vllm(model_folder, tmp_path_factory.mktemp("vllm") / "engine.log"))
+        yield url
