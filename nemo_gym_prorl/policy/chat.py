@@ -40,8 +40,6 @@ type Tools = Sequence[Mapping[str, Any]]
 """Tools in OpenAI's chat format."""
 
 _TOKENIZER_FILES = ["tokenizer.json", "tokenizer_config.json", "chat_template.jinja", "special_tokens_map.json"]
-_SENTINEL = "Sentinel7Zq"
-_THOUGHT = "Thought7Zq"
 
 
 class Tokenizer:
@@ -200,16 +198,17 @@ class Renderer:
             finish: why sampling ended.
             thoughts: the policy thought aloud in that turn.
         """
-        stub = _stand_in(history, thoughts)
+        sentinel, thought = _absent_from(new, "Sentinel"), _absent_from(new, "Thought")
+        stub = _stand_in(history, sentinel, thought if thoughts else None)
         prompt = self.template.render(stub[:-1], tools, prompt=True, **variables)
         alone = self.template.render(stub, tools, prompt=False, **variables)
         full = self.template.render([*stub, *new], tools, prompt=True, **variables)
-        cut = full.rfind(_SENTINEL)
-        if cut < 0 or _SENTINEL not in alone:
+        cut = full.rfind(sentinel)
+        if cut < 0 or sentinel not in alone:
             raise CallerError("the chat template drops the assistant message that was just sampled", field="messages")
-        ending, tail = alone[alone.rfind(_SENTINEL) + len(_SENTINEL) :], full[cut + len(_SENTINEL) :]
-        closing = self._closing(ending, stub, tools, variables)
-        rewrites = not full.startswith(prompt) or (thoughts and _THOUGHT not in full[len(prompt) : cut])
+        ending, tail = alone.rpartition(sentinel)[2], full[cut + len(sentinel) :]
+        closing = self._closing(ending, [*stub[:-1], {"role": "assistant", "content": sentinel}], tools, variables)
+        rewrites = not full.startswith(prompt) or (thoughts and thought not in full[len(prompt) : cut])
         if tail.startswith(closing):
             tail = tail[len(closing) :]
         else:
@@ -226,23 +225,24 @@ class Renderer:
         opening = self.template.render([{"role": "user", "content": "u"}], tools, prompt=True, **variables)
         return opening.rstrip().endswith(marker)
 
-    def _closing(
-        self,
-        ending: str,
-        stub: Sequence[Message],
-        tools: Tools,
-        variables: Mapping[str, object],
-    ) -> str:
+    def _closing(self, ending: str, plain: Sequence[Message], tools: Tools, variables: Mapping[str, object]) -> str:
         """The part of what follows the sentinel that the policy writes itself: quotes and brackets of a tool call."""
         end_of_turn = self.tokenizer.last_special(ending)
         if end_of_turn is not None:
             return ending[:end_of_turn]
-        plain = [*stub[:-1], {"role": "assistant", "content": _SENTINEL}]
         text = self.template.render(plain, tools, prompt=False, **variables)
-        return ending.removesuffix(text[text.rfind(_SENTINEL) + len(_SENTINEL) :])
+        return ending.removesuffix(text.rpartition(str(plain[-1]["content"]))[2])
 
 
-def _stand_in(history: Sequence[Message], thoughts: bool) -> list[Message]:
+def _absent_from(messages: Sequence[Message], word: str) -> str:
+    """A made-up word that the messages do not contain."""
+    text = json.dumps(messages, ensure_ascii=False, default=str)
+    while word in text:
+        word += "Z"
+    return word
+
+
+def _stand_in(history: Sequence[Message], sentinel: str, thought: str | None) -> list[Message]:
     """A conversation of the same shape but constant size, which ends with a sentinel in the assistant's place.
 
     It keeps the system message's presence, one user message and, where tools were used before, one earlier exchange
@@ -256,12 +256,12 @@ def _stand_in(history: Sequence[Message], thoughts: bool) -> list[Message]:
         call = {"id": "sentinel0", "type": "function", "function": {"name": "t", "arguments": {"a": "b"}}}
         stub.append({"role": "assistant", "content": "", "tool_calls": [call]})
         stub.append({"role": "tool", "tool_call_id": "sentinel0", "name": "t", "content": "o"})
-    last: dict[str, Any] = {"role": "assistant", "content": _SENTINEL}
-    if thoughts:
-        last["content"] = f"<think>\n{_THOUGHT}\n</think>\n\n{_SENTINEL}"
+    last: dict[str, Any] = {"role": "assistant", "content": sentinel}
+    if thought is not None:
+        last["content"] = f"<think>\n{thought}\n</think>\n\n{sentinel}"
     if calls := history[-1].get("tool_calls"):
         last["tool_calls"] = [
-            {**call, "function": {"name": call["function"]["name"], "arguments": {"a": _SENTINEL}}} for call in calls
+            {**call, "function": {"name": call["function"]["name"], "arguments": {"a": sentinel}}} for call in calls
         ]
     return [*stub, last]
 

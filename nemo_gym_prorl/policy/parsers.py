@@ -11,7 +11,7 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 
@@ -27,11 +27,13 @@ class ToolCall:
         name: the function; :data:`MALFORMED_NAME` if the text names none.
         arguments: a JSON object as text, or the text as written if it is none.
         malformed: why the call cannot be carried out; ``None`` for a good one.
+        id: the call's id, where the format has one.
     """
 
     name: str
     arguments: str
     malformed: str | None = None
+    id: str | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -116,7 +118,8 @@ def _json_call(raw: str) -> ToolCall:
         return ToolCall(name[1] if name else MALFORMED_NAME, raw, f"it is not JSON: {error}")
     if not isinstance(value, dict):
         return ToolCall(MALFORMED_NAME, raw, "it is not a JSON object")
-    return _call(value.get("name"), value.get("arguments", value.get("parameters", {})), raw)
+    call = _call(value.get("name"), value.get("arguments", value.get("parameters", {})), raw)
+    return replace(call, id=value["id"]) if isinstance(value.get("id"), str) and value["id"] else call
 
 
 def _blocks(text: str, opening: str, closing: str) -> tuple[str, list[str]]:

@@ -308,7 +308,11 @@ def _as_message(parsed: Parsed) -> dict[str, Any]:
     message: dict[str, Any] = {"role": "assistant", "content": content}
     if parsed.calls:
         message["tool_calls"] = [
-            {"id": _call_id(), "type": "function", "function": {"name": call.name, "arguments": call.arguments}}
+            {
+                "id": call.id or _call_id(),
+                "type": "function",
+                "function": {"name": call.name, "arguments": call.arguments},
+            }
             for call in parsed.calls
         ]
     return message
