@@ -203,19 +203,11 @@ class BackendPool:
 
     def remove(self, backend_id: str) -> list[Decision]:
         """A backend leaves at once. Its requests are aborted and its rollouts move."""
-        backend = self._get(backend_id)
-        decisions: list[Decision] = []
-        for ticket_id in sorted(backend.in_flight):
-            decisions.append(Abort(ticket_id, backend_id))
-            self._requeue(self._tickets[ticket_id])
-        self._evacuate(backend)
-        del self.backends[backend_id]
-        del self._held[backend_id]
-        return decisions + self._dispatch()
+        return self._remove(self._get(backend_id)) + self._dispatch()
 
     def clear(self) -> list[Decision]:
         """Every backend leaves; tickets wait for new ones."""
-        return [decision for backend_id in list(self.backends) for decision in self.remove(backend_id)]
+        return [decision for backend in list(self.backends.values()) for decision in self._remove(backend)]
 
     def pause(self, backend_id: str | None = None) -> list[Decision]:
         """Start nothing on the backend, or on any, until ``resume``; what runs may finish."""
@@ -228,15 +220,11 @@ class BackendPool:
 
     def resume(self, backend_id: str | None = None, weight_version: str | None = None) -> list[Decision]:
         """Go on, with new weights if a version is given."""
-        decisions: list[Decision] = []
         for backend in self._chosen(backend_id):
             backend.paused = False
-            backend.weight_version = weight_version if weight_version is not None else backend.weight_version
-            held, self._held[backend.id] = self._held[backend.id], deque()
-            for ticket in held:
-                ticket.queue = None
-                decisions += self._route(ticket)
-        return decisions + self._dispatch()
+            if weight_version is not None:
+                backend.weight_version = weight_version
+        return self._dispatch()
 
     def report(self, backend_id: str, *, waiting: int, kv_use: float) -> list[Decision]:
         """What the backend says of itself. Its limit falls while it is over capacity and recovers slowly after."""
@@ -346,41 +334,41 @@ class BackendPool:
     # Decisions
 
     def _route(self, ticket: _Ticket) -> list[Decision]:
-        """Send a ticket where its rollout lives; else queue it and hand out what can be."""
+        """Queue a ticket where it belongs, and hand out what can be."""
         rollout = ticket.rollout
         home = self.backends.get(rollout.backend or "")
         if home is not None and rollout.id in home.live:
-            if self._must_leave(home):
-                self._leave(rollout)
-                self.migrations += 1
-            elif home.paused:
-                ticket.queue = self._held[home.id]
-                ticket.queue.append(ticket)
-                return []
-            elif self._usable(home):
-                return [self._assign(ticket, home)]
-        ticket.queue = self._returning if rollout.backend is not None else self._fresh
-        ticket.queue.append(ticket)
+            if not self._must_leave(home):
+                self._enqueue(ticket, self._held[home.id])
+                return self._dispatch()
+            self._leave(rollout)
+            self.migrations += 1
+        self._enqueue(ticket, self._fresh if rollout.backend is None else self._returning)
         return self._dispatch()
 
     def _dispatch(self) -> list[Decision]:
-        """Give queued tickets the room there is, those that return first."""
+        """Give queued tickets the room there is: at home first, then those that return, then new ones."""
         decisions: list[Decision] = []
+        for backend in self.backends.values():
+            self._serve(backend, decisions)
         for queue in (self._returning, self._fresh):
-            while queue:
-                backend = self._place(queue[0].rollout)
-                if backend is None:
-                    break
-                ticket = queue.popleft()
-                ticket.queue = None
-                decisions.append(self._assign(ticket, backend))
+            while queue and (chosen := self._place(queue[0].rollout)) is not None:
+                self._settle(queue[0].rollout, chosen)
+                self._serve(chosen, decisions)
         return decisions
+
+    def _serve(self, backend: Backend, decisions: list[Decision]) -> None:
+        """Start what waits for this very backend."""
+        held = self._held[backend.id]
+        while held and not backend.paused and self._usable(backend):
+            ticket = held.popleft()
+            ticket.queue = None
+            ticket.backend = backend.id
+            backend.in_flight.add(ticket.id)
+            decisions.append(Assign(ticket.id, backend.id, backend.weight_version))
 
     def _place(self, rollout: _Rollout) -> Backend | None:
         """A backend with room for the rollout, if there is one."""
-        current = self.backends.get(rollout.backend or "")
-        if current is not None and rollout.id in current.live and self._usable(current) and not current.paused:
-            return current
         open_backends = [b for b in self.backends.values() if self._open(b) and not b.paused and len(b.live) < b.limit]
         if not open_backends:
             return None
@@ -397,16 +385,18 @@ class BackendPool:
                 return min(siblings, key=lambda backend: (backend.weight, backend.order))
         return least
 
-    def _assign(self, ticket: _Ticket, backend: Backend) -> Decision:
-        rollout = ticket.rollout
-        if rollout.id not in backend.live:
-            self._leave(rollout)
-            backend.live.add(rollout.id)
-            backend.groups[rollout.group] += 1
-            backend.last_placed = self._tick()
-        rollout.backend = ticket.backend = backend.id
-        backend.in_flight.add(ticket.id)
-        return Assign(ticket.id, backend.id, backend.weight_version)
+    def _settle(self, rollout: _Rollout, backend: Backend) -> None:
+        """Make the backend the rollout's home; all its waiting tickets come along."""
+        self._leave(rollout)
+        backend.live.add(rollout.id)
+        backend.groups[rollout.group] += 1
+        backend.last_placed = self._tick()
+        rollout.backend = backend.id
+        for ticket_id in sorted(rollout.tickets):
+            ticket = self._tickets[ticket_id]
+            if ticket.backend is None:
+                self._unqueue(ticket)
+                self._enqueue(ticket, self._held[backend.id])
 
     def _must_leave(self, home: Backend) -> bool:
         """Whether staying is worse than a cold prefix elsewhere."""
@@ -443,6 +433,16 @@ class BackendPool:
         ticket.queue = self._returning
         self._returning.appendleft(ticket)
 
+    def _remove(self, backend: Backend) -> list[Decision]:
+        decisions: list[Decision] = []
+        for ticket_id in sorted(backend.in_flight):
+            decisions.append(Abort(ticket_id, backend.id))
+            self._requeue(self._tickets[ticket_id])
+        self._evacuate(backend)
+        del self.backends[backend.id]
+        del self._held[backend.id]
+        return decisions
+
     def _evacuate(self, backend: Backend) -> None:
         """No rollout with nothing in flight lives on a backend that is gone."""
         flying = {self._tickets[ticket_id].rollout.id for ticket_id in backend.in_flight}
@@ -450,8 +450,7 @@ class BackendPool:
             self._leave(self._rollouts[rollout_id])
         for ticket in list(self._held[backend.id]):
             self._unqueue(ticket)
-            ticket.queue = self._returning
-            self._returning.append(ticket)
+            self._enqueue(ticket, self._returning)
 
     def _quiesced(self, backend: Backend | None) -> list[Decision]:
         if backend is not None and backend.paused and not backend.in_flight:
@@ -463,6 +462,11 @@ class BackendPool:
         ticket.rollout.tickets.discard(ticket.id)
         if not ticket.rollout.tickets:
             ticket.rollout.idle_since = now
+
+    @staticmethod
+    def _enqueue(ticket: _Ticket, queue: deque[_Ticket]) -> None:
+        ticket.queue = queue
+        queue.append(ticket)
 
     def _unqueue(self, ticket: _Ticket) -> None:
         if ticket.queue is not None:

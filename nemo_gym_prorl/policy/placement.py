@@ -20,7 +20,8 @@ from nemo_gym_prorl.policy.engines import BackendFailed, Engine
 
 @dataclass(slots=True)
 class _Lease:
-    assigned: asyncio.Future[Assign]
+    changed: asyncio.Event = field(default_factory=asyncio.Event)
+    assign: Assign | None = None
     task: asyncio.Task[object] | None = None
     aborted: bool = False
 
@@ -79,8 +80,7 @@ class Placement:
             BackendFailed: no backend did it within ``wait_s`` and ``failovers``.
         """
         ticket = next(self._tickets)
-        loop = asyncio.get_running_loop()
-        lease = self._leases[ticket] = _Lease(loop.create_future())
+        lease = self._leases[ticket] = _Lease()
         queued_s, failovers = 0.0, 0
         outcome = Outcome.ENDED
         try:
@@ -89,7 +89,6 @@ class Placement:
                 asked = time.monotonic()
                 assign = await self._assigned(lease)
                 queued_s += time.monotonic() - asked
-                lease.assigned, lease.aborted = loop.create_future(), False
                 lease.task = asyncio.ensure_future(call(self.pool.backends[assign.backend]))
                 try:
                     result = await lease.task
@@ -116,20 +115,26 @@ class Placement:
     async def _assigned(self, lease: _Lease) -> Assign:
         try:
             async with asyncio.timeout(self.wait_s):
-                return await lease.assigned
+                while lease.assign is None:
+                    lease.changed.clear()
+                    await lease.changed.wait()
         except TimeoutError:
             states = ", ".join(f"{b.id} {b.health}" for b in self.pool.backends.values()) or "there is none"
             raise BackendFailed(f"no backend was free for {self.wait_s:g} s ({states})") from None
+        assign, lease.assign, lease.aborted = lease.assign, None, False
+        return assign
 
     def apply(self, decisions: list[Decision]) -> None:
         """Carry out what the pool decided."""
         for decision in decisions:
             match decision:
                 case Assign(ticket=ticket):
-                    self._leases[ticket].assigned.set_result(decision)
+                    lease = self._leases[ticket]
+                    lease.assign = decision
+                    lease.changed.set()
                 case Abort(ticket=ticket):
                     lease = self._leases[ticket]
-                    lease.aborted = True
+                    lease.assign, lease.aborted = None, True
                     if lease.task is not None:
                         lease.task.cancel()
                 case Probe(backend=backend_id):
