@@ -1,14 +1,16 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Write a tiny random model that a real engine loads: the whole protocol, none of the sense.
+"""Write a tiny model that a real engine loads: the whole protocol, none of the sense.
 
-A Qwen3-shaped decoder of under a million parameters with random weights, and a byte-level BPE trained on Python's own
-standard library, so that token boundaries fall as unevenly as in any code model's vocabulary. The special tokens of
-several chat-template families are in it, so one engine serves the tests of all of them. Equal seeds give equal
-weights.
+A Qwen3-shaped decoder of under a million parameters, and a byte-level BPE trained on Python's own standard library, so
+that token boundaries fall as unevenly as in any code model's vocabulary. The special tokens of several chat-template
+families are in it, so one engine serves the tests of all of them. Weights are random; given lessons, they are trained
+for a minute, after which the model writes tool calls of the right shape, and wrong ones now and then.
 
 Runs in the environment that ``setup_vllm.sh`` builds (torch, transformers, tokenizers):
 
-    python make_tiny_model.py OUTPUT_FOLDER [--seed N]
+    python make_tiny_model.py OUTPUT_FOLDER [--seed N] [--lessons FILE --steps N]
+
+A lesson is one JSON line: ``[prompt, what the model is to write]``.
 """
 
 from __future__ import annotations
@@ -25,6 +27,9 @@ from transformers import Qwen3Config, Qwen3ForCausalLM
 
 VOCABULARY = 4096
 CONTEXT = 16_384
+BATCH = 16
+WINDOW = 160
+"""Prompt tokens of a lesson that are shown; the rest is cut off in front."""
 SPECIAL = [
     *("<|endoftext|>", "<|im_start|>", "<|im_end|>", "<|begin_of_text|>", "<|start_header_id|>", "<|end_header_id|>"),
     *("<|eot_id|>", "<|eom_id|>", "<|python_tag|>", "<s>", "</s>", "[INST]", "[/INST]", "[AVAILABLE_TOOLS]"),
@@ -52,10 +57,40 @@ def train_tokenizer() -> Tokenizer:
     return tokenizer
 
 
+def teach(model: Qwen3ForCausalLM, tokenizer: Tokenizer, lessons: Path, steps: int) -> float:
+    """Train on the second parts of the lessons; returns the last losses' mean."""
+    examples = []
+    for line in lessons.read_text().splitlines():
+        prompt, reply = (tokenizer.encode(part, add_special_tokens=False).ids for part in json.loads(line))
+        examples.append((prompt[-WINDOW:] + reply, min(len(prompt), WINDOW)))
+    examples.sort(key=lambda example: len(example[0]))
+    batches = [examples[start : start + BATCH] for start in range(0, len(examples), BATCH)]
+    optimiser = torch.optim.AdamW(model.parameters(), lr=3e-3, weight_decay=0.0)
+    schedule = torch.optim.lr_scheduler.OneCycleLR(optimiser, max_lr=4e-3, total_steps=steps)
+    losses: list[float] = []
+    for step in range(steps):
+        batch = batches[torch.randint(len(batches), ()).item()]
+        width = max(len(ids) for ids, _ in batch)
+        ids = torch.tensor([ids + [0] * (width - len(ids)) for ids, _ in batch])
+        labels = torch.tensor([[-100] * start + ids[start:] + [-100] * (width - len(ids)) for ids, start in batch])
+        loss = model(input_ids=ids, labels=labels).loss
+        loss.backward()
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        optimiser.step()
+        schedule.step()
+        optimiser.zero_grad()
+        losses.append(loss.item())
+        if step % 100 == 99:
+            print(f"step {step + 1}: loss {sum(losses[-100:]) / 100:.3f}", flush=True)
+    return sum(losses[-50:]) / 50
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("output", type=Path)
     parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--lessons", type=Path)
+    parser.add_argument("--steps", type=int, default=400)
     arguments = parser.parse_args()
     output: Path = arguments.output
     output.mkdir(parents=True, exist_ok=True)
@@ -93,6 +128,9 @@ def main() -> None:
         initializer_range=0.08,
     )
     model = Qwen3ForCausalLM(config).to(torch.float32)
+    if arguments.lessons:
+        torch.set_num_threads(2)
+        teach(model, tokenizer, arguments.lessons, arguments.steps)
     model.save_pretrained(output, safe_serialization=True)
     model.generation_config.eos_token_id = stops
     model.generation_config.save_pretrained(output)

@@ -5,6 +5,8 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import fcntl
+import json
 import os
 import socket
 import subprocess
@@ -16,6 +18,8 @@ from pathlib import Path
 import pytest
 import uvicorn
 from starlette.types import ASGIApp
+
+from tests.policy.families import lessons
 
 
 SCRIPTS = Path(__file__).parents[2] / "scripts"
@@ -32,11 +36,20 @@ def vllm_python() -> Path:
 
 
 def tiny_model() -> Path:
-    """The folder of the tiny model, made if need be."""
+    """The folder of the tiny model, made and taught if need be, which takes a minute or two the first time."""
     python = vllm_python()
     folder = python.parents[1] / "tiny-model"
-    if not (folder / "model.safetensors").is_file():
-        subprocess.run([python, SCRIPTS / "make_tiny_model.py", folder], check=True, capture_output=True)
+    folder.mkdir(exist_ok=True)
+    with (folder / "lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        taught = folder / "lessons.jsonl"
+        wanted = "\n".join(json.dumps(lesson) for lesson in lessons())
+        if not taught.is_file() or taught.read_text() != wanted:
+            draft = folder / "lessons.draft"
+            draft.write_text(wanted)
+            command = [python, SCRIPTS / "make_tiny_model.py", folder, "--lessons", draft]
+            subprocess.run(command, check=True, capture_output=True)
+            draft.rename(taught)
     return folder
 
 

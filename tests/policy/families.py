@@ -1,9 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Chat-template families with different quirks, over one tokenizer, and conversations to try them with."""
+"""Chat-template families with different quirks, over one tokenizer, and what models of each family would write."""
 
 from __future__ import annotations
 
 import json
+import random
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -45,9 +46,11 @@ class Family:
     thinks: bool = False
     call_stop: str | None = None
 
+    def template(self) -> ChatTemplate:
+        return ChatTemplate((TEMPLATES / f"{self.name}.jinja").read_text(), bos_token="<|begin_of_text|>")
+
     def renderer(self, tokenizer: Tokenizer) -> Renderer:
-        source = (TEMPLATES / f"{self.name}.jinja").read_text()
-        return Renderer(tokenizer, ChatTemplate(source, bos_token="<|begin_of_text|>"))
+        return Renderer(tokenizer, self.template())
 
 
 HERMES = '\n<tool_call>\n{"name": "look", "arguments": {"what": "%s"}}\n</tool_call>'
@@ -89,3 +92,59 @@ def call_message(what: str, content: str = "") -> dict[str, Any]:
         "content": content,
         "tool_calls": [{"id": "abcdefgh1", "type": "function", "function": function}],
     }
+
+
+WORDS = [
+    "box",
+    "door",
+    "façade",
+    "日本語",
+    "naïve",
+    "Ωmega",
+    "🙂",
+    "smörgås",
+    "lamp",
+    "key",
+    "café",
+    "wheel",
+    "coat",
+    "ünder",
+    "stone",
+    "glass",
+    "北",
+    "frog",
+    "🐸",
+    "train",
+]
+
+
+def some_words(rng: random.Random) -> str:
+    return " ".join(rng.choices(WORDS, k=rng.randint(1, 4)))
+
+
+def lessons(seed: int = 0, conversations: int = 150) -> list[tuple[str, str]]:
+    """Prompts and replies from which a tiny model learns every family's formats: calls, broken calls, answers."""
+    rng = random.Random(seed)
+    lines = []
+    for family in FAMILIES.values():
+        template = family.template()
+        for _ in range(conversations):
+            messages: list[dict[str, Any]] = [{"role": "user", "content": some_words(rng)}]
+            for _ in range(rng.randint(1, 5)):
+                prompt = template.render(messages, TOOLS, prompt=True)
+                thought = f"{some_words(rng)}\n</think>\n\n" if family.thinks else ""
+                if family.thinks and not prompt.endswith("<think>\n"):
+                    thought = f"<think>\n{thought}"
+                what = some_words(rng)
+                if rng.random() < 0.3:
+                    lines.append((prompt, f"{thought}{what}{family.stop}"))
+                    messages += [{"role": "assistant", "content": what}, {"role": "user", "content": some_words(rng)}]
+                    continue
+                call = family.call % what
+                if rng.random() < 0.15:
+                    call = call.replace('": "', '": ', 1).replace("<parameter=what>", "")
+                lines.append((prompt, f"{thought}{call}{family.call_stop or family.stop}"))
+                result = {"role": "tool", "tool_call_id": "abcdefgh1", "content": some_words(rng)}
+                messages += [call_message(what), result]
+    rng.shuffle(lines)
+    return lines
