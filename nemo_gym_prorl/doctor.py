@@ -239,7 +239,7 @@ def _disk() -> Check:
     present = next(path for path in (folder, *folder.parents) if path.exists())
     free_gb = shutil.disk_usage(present).free / 1e9
     found = f"{folder}, {free_gb:.0f} GB free"
-    if not os.access(present, os.W_OK):
+    if not present.is_dir() or not os.access(present, os.W_OK):
         return Check(name, Level.MISSING, f"{folder} can't be written", "set PRORL_CACHE to a folder of yours")
     if free_gb < COMFORTABLE_DISK_GB:
         return Check(name, Level.WARN, found, "set PRORL_CACHE to a folder on a bigger disk")

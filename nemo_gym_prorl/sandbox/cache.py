@@ -19,6 +19,8 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
+from nemo_gym_prorl.failures import InfrastructureError
+
 
 Progress = Callable[[str], None]
 """Told one short line, without a full stop, whenever a longer step begins."""
@@ -47,10 +49,19 @@ def machine() -> str:
 
 @contextmanager
 def locked(name: str) -> Iterator[None]:
-    """Hold the cache's lock ``name``; waits for another holder, and is let go even if this process is killed."""
-    folder = cache_dir() / "locks"
-    folder.mkdir(parents=True, exist_ok=True)
-    descriptor = os.open(folder / f"{name}.lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
+    """Hold the cache's lock ``name``; waits for another holder, and is let go even if this process is killed.
+
+    Raises:
+        InfrastructureError: the cache folder can't be written.
+    """
+    path = cache_dir() / "locks" / f"{name}.lock"
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
+    except OSError as error:
+        raise InfrastructureError(
+            f"the cache folder {cache_dir()} can't be written ({error.strerror}): set PRORL_CACHE to a folder of yours"
+        ) from error
     try:
         fcntl.flock(descriptor, fcntl.LOCK_EX)
         yield

@@ -13,6 +13,7 @@ packages. Invariants:
 
 from __future__ import annotations
 
+import os
 import platform
 import re
 import shutil
@@ -162,6 +163,7 @@ def _private_apt(sources: Iterable[Source], work: Path) -> Path:
         "Dir::State::status": status,
         "Dir::Cache": work / "cache",
         "Dir::Log": work,
+        "APT::Update::Error-Mode": "any",  # by default an unreachable mirror is a mere warning
         "Acquire::Languages": "none",
         "Acquire::Retries": "3",
         "Acquire::http::Timeout": "30",
@@ -180,14 +182,21 @@ def _run(command: list[str]) -> str:
     """Run an apt command; returns its output, or raises with its last words."""
     try:
         done = subprocess.run(
-            command, stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=APT_TIMEOUT_S, check=False
+            command,
+            env={**os.environ, "LC_ALL": "C.UTF-8"},  # its messages end up in ours, which are English
+            stdin=subprocess.DEVNULL,
+            capture_output=True,
+            text=True,
+            timeout=APT_TIMEOUT_S,
+            check=False,
         )
     except FileNotFoundError as error:
         raise InfrastructureError(f"{command[0]} not found: this needs a Debian-like machine") from error
     except subprocess.TimeoutExpired as error:
         raise InfrastructureError(f"{command[0]} was not done after {APT_TIMEOUT_S:g} s: is the mirror up?") from error
     if done.returncode:
-        raise InfrastructureError(f"{' '.join(command[:2])} failed: {_last_lines(done.stderr or done.stdout)}")
+        verb = next(word for word in command if word in ("indextargets", "install", "update"))
+        raise InfrastructureError(f"{command[0]} {verb} failed: {_last_lines(done.stderr or done.stdout)}")
     return done.stdout
 
 

@@ -77,7 +77,8 @@ class Runtime:
         if shutil.which("apptainer") == str(self.path):
             return
         folder = self.path.parent if self.origin == "cache" else self._linked_folder()
-        os.environ["PATH"] = os.pathsep.join([str(folder), os.environ.get("PATH", os.defpath)])
+        if shutil.which("apptainer") != str(folder / "apptainer"):
+            os.environ["PATH"] = os.pathsep.join([str(folder), os.environ.get("PATH", os.defpath)])
 
     def _linked_folder(self) -> Path:
         """A folder with nothing in it but ``apptainer``, leading to this program."""
@@ -171,7 +172,7 @@ def _private_copy() -> Runtime | None:
     prefix = private_prefix()
     try:
         marker = json.loads((prefix / MARKER).read_text())
-    except FileNotFoundError:
+    except OSError:  # not there, or not ours to read
         return None
     if marker["prefix"] != str(prefix):
         return None

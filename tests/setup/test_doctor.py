@@ -1,0 +1,85 @@
+# SPDX-License-Identifier: Apache-2.0
+"""``prorl doctor`` and ``prorl setup`` as a user sees them."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from nemo_gym_prorl.doctor import Level, cgroup_controllers, examine
+
+
+def prorl(*arguments: str, **environ: str) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-c", "from nemo_gym_prorl.cli import main; main()", *arguments]
+    environ = {**os.environ, "COLUMNS": "200", "NO_COLOR": "1", **environ}
+    return subprocess.run(command, env=environ, stdin=subprocess.DEVNULL, capture_output=True, text=True, check=False)
+
+
+@pytest.mark.sandbox
+def test_after_setup_nothing_is_missing(image: Path) -> None:
+    again = prorl("setup")
+    assert again.returncode == 0, again.stderr
+    assert "unpacking" not in again.stdout, "what is there is not built again"
+    assert "git version" in again.stdout
+    healthy = prorl("doctor")
+    assert healthy.returncode == 0, healthy.stdout
+    assert str(image) in healthy.stdout.replace("\n", "")
+
+
+def test_on_a_bare_machine_it_says_what_to_do(empty_cache: Path) -> None:
+    checks = {check.name: check for check in examine()}
+    for name in ("Container runtime", "Default image"):
+        assert checks[name].level is Level.MISSING
+        assert "prorl setup" in checks[name].fix
+    assert all(check.fix for check in checks.values() if check.level is not Level.OK)
+    assert "Container" not in checks, "what can't be tried is not reported"
+    assert not empty_cache.exists(), "looking changes nothing"
+    assert prorl("doctor").returncode == 1
+
+
+def test_a_cache_that_cannot_be_written_is_named(
+    empty_cache: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "file").touch()
+    monkeypatch.setenv("PRORL_CACHE", str(tmp_path / "file" / "cache"))
+    check = next(check for check in examine() if check.name == "Cache folder")
+    assert check.level is Level.MISSING
+    assert "PRORL_CACHE" in check.fix
+    failed = prorl("setup")
+    assert failed.returncode == 1
+    assert "set PRORL_CACHE" in failed.stderr
+    assert "Traceback" not in failed.stderr
+
+
+def test_errors_of_ours_are_one_line(tmp_path: Path) -> None:
+    failed = prorl("setup", PATH=str(tmp_path), PRORL_CACHE=str(tmp_path / "cache"))
+    assert failed.returncode == 1
+    assert failed.stderr.startswith("prorl: ")
+    assert "Traceback" not in failed.stderr
+
+
+def test_help_waits_for_no_framework() -> None:
+    code = (
+        "import sys\nfrom nemo_gym_prorl.cli import app\n"
+        "try: app(['--help'])\nexcept SystemExit: pass\n"
+        "print([name for name in ('nemo_gym', 'fastapi', 'aiohttp', 'ray', 'pydantic') if name in sys.modules])"
+    )
+    said = subprocess.check_output([sys.executable, "-c", code], text=True)
+    assert "setup" in said
+    assert "doctor" in said
+    assert said.splitlines()[-1] == "[]"
+
+
+def test_delegated_controllers_are_read_from_our_own_group(tmp_path: Path) -> None:
+    group = tmp_path / "user.slice" / "session"
+    group.mkdir(parents=True)
+    membership = "0::/user.slice/session\n"
+    assert cgroup_controllers(tmp_path, membership) is None, "not a cgroup"
+    (group / "cgroup.controllers").write_text("cpu memory pids\n")
+    (group / "cgroup.procs").touch()
+    assert cgroup_controllers(tmp_path, membership) == {"cpu", "memory", "pids"}
+    assert cgroup_controllers(tmp_path, "4:memory:/x\n1:cpu:/x\n") is None, "version 1"

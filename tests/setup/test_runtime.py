@@ -1,0 +1,144 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Which runtime is chosen, and what is set for it."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from nemo_gym_prorl.failures import FailureKind, InfrastructureError
+from nemo_gym_prorl.sandbox.cache import cache_dir
+from nemo_gym_prorl.sandbox.runtime import (
+    MARKER,
+    Runtime,
+    find_runtime,
+    lacks_capabilities,
+    parse_version,
+    private_prefix,
+    require_runtime,
+)
+
+
+@pytest.mark.parametrize(
+    ("answer", "expected"),
+    [
+        ("apptainer version 1.4.5\n", ("apptainer", (1, 4, 5))),
+        ("apptainer version 1.3.0-rc.2+12-gabc", ("apptainer", (1, 3, 0))),
+        ("singularity-ce version 4.1.0-jammy", ("singularity", (4, 1, 0))),
+        ("SingularityPRO version 3.9", None),
+        ("singularity version 3.8.7", ("singularity", (3, 8, 7))),
+        ("", None),
+        ("version 1.2.3", None),
+    ],
+)
+def test_version_and_flavor_are_read_from_the_answer(answer: str, expected: object) -> None:
+    assert parse_version(answer) == expected
+
+
+def _status(effective: int, bounding: int) -> str:
+    return f"Name:\tx\nCapInh:\t{0:016x}\nCapEff:\t{effective:016x}\nCapBnd:\t{bounding:016x}\nCapAmb:\t{0:016x}\n"
+
+
+@given(last=st.integers(1, 62), data=st.data())
+def test_one_missing_capability_of_either_set_is_noticed(last: int, data: st.DataObject) -> None:
+    everything = (1 << (last + 1)) - 1
+    lost = everything & ~(1 << data.draw(st.integers(0, last)))
+    assert not lacks_capabilities(_status(everything, everything), last)
+    assert lacks_capabilities(_status(lost, everything), last)
+    assert lacks_capabilities(_status(everything, lost), last)
+
+
+def test_a_runtime_on_path_comes_before_the_private_one(
+    runtime: Runtime, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    installed = tmp_path / "bin"
+    installed.mkdir()
+    (installed / "singularity").symlink_to(runtime.path)
+    monkeypatch.setenv("PATH", str(installed))
+    found = require_runtime()
+    assert found.path == installed / "singularity"
+    assert (found.origin, found.flavor) == ("path", "apptainer"), "a name is not a flavor"
+
+    (installed / "apptainer").symlink_to(runtime.path)
+    assert require_runtime().path == installed / "apptainer"
+
+    broken = tmp_path / "broken"
+    broken.mkdir()
+    (broken / "apptainer").write_text("#!/bin/sh\necho 'libc too old' >&2; exit 1\n")
+    (broken / "apptainer").chmod(0o755)
+    (broken / "singularity").symlink_to(runtime.path)
+    monkeypatch.setenv("PATH", str(broken))
+    assert require_runtime().path == broken / "singularity", "one that does not run is passed over"
+
+
+def test_activation_makes_apptainer_mean_this_runtime(
+    runtime: Runtime, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tools = tmp_path / "bin"
+    tools.mkdir()
+    (tools / "singularity").symlink_to(runtime.path)
+    monkeypatch.setenv("PRORL_CACHE", str(tmp_path / "cache"))
+    for name in ("APPTAINER_USERNS", "SINGULARITY_USERNS"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv("PATH", f"{tools}{os.pathsep}/usr/bin{os.pathsep}/bin")
+    chosen = require_runtime()
+    chosen.activate()
+    chosen.activate()
+    program = shutil.which("apptainer")
+    assert program is not None
+    assert Path(program).resolve() == runtime.path.resolve()
+    assert "apptainer" in subprocess.check_output([program, "--version"], text=True)
+    assert all(os.environ[name] == value for name, value in chosen.env.items())
+    assert os.environ["PATH"].count("links") == 1, "activating twice changes nothing more"
+
+
+def test_activation_leaves_path_alone_where_apptainer_is_on_it(
+    runtime: Runtime, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tools = tmp_path / "bin"
+    tools.mkdir()
+    (tools / "apptainer").symlink_to(runtime.path)
+    path = f"/usr/bin{os.pathsep}{tools}"
+    if shutil.which("apptainer", path="/usr/bin"):
+        pytest.skip("this machine has Apptainer in /usr/bin")
+    monkeypatch.setenv("PATH", path)
+    require_runtime().activate()
+    assert os.environ["PATH"] == path
+
+
+def test_none_is_an_error_that_names_the_ways_to_get_one(empty_cache: Path) -> None:
+    assert find_runtime() is None
+    with pytest.raises(InfrastructureError, match=r"prorl setup.*package manager.*module load") as raised:
+        require_runtime()
+    assert raised.value.kind is FailureKind.PROVIDER_UNAVAILABLE
+    assert not empty_cache.exists(), "looking writes nothing"
+
+
+def test_a_private_copy_counts_only_when_complete_and_in_its_place(empty_cache: Path) -> None:
+    prefix = private_prefix()
+    program = prefix / "usr/bin/apptainer"
+    program.parent.mkdir(parents=True)
+    program.touch(mode=0o755)
+    assert find_runtime() is None, "no marker: an interrupted installation"
+    (prefix / MARKER).write_text('{"prefix": "/elsewhere", "version": [1, 4, 5]}')
+    assert find_runtime() is None, "a cache that was moved"
+    (prefix / MARKER).write_text(f'{{"prefix": "{prefix}", "version": [1, 4, 5]}}')
+    found = require_runtime()
+    assert (found.path, found.version_text, found.origin) == (program, "1.4.5", "cache")
+
+
+def test_cache_folder_follows_the_environment(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.delenv("PRORL_CACHE", raising=False)
+    monkeypatch.setenv("HOME", str(tmp_path))
+    monkeypatch.setenv("XDG_CACHE_HOME", "relative")
+    assert cache_dir() == tmp_path / ".cache" / "nemo-gym-prorl"
+    monkeypatch.setenv("XDG_CACHE_HOME", "/xdg")
+    assert cache_dir() == Path("/xdg/nemo-gym-prorl")
+    monkeypatch.setenv("PRORL_CACHE", "~/own")
+    assert cache_dir() == tmp_path / "own"

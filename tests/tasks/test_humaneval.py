@@ -1,0 +1,135 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Rows, scripts and tools of coding tasks: everything that needs no sandbox."""
+
+import ast
+import json
+from pathlib import Path
+
+import pytest
+from nemo_gym.openai_utils import NeMoGymResponseCreateParamsNonStreaming
+
+from nemo_gym_prorl.failures import CallerError
+from nemo_gym_prorl.tasks.code.humaneval import problem_for, problems, row_for, write_rows
+from nemo_gym_prorl.tasks.code.scripts import VARIANTS, script_for, seeded_mistake
+from nemo_gym_prorl.tasks.code.tools import (
+    MAX_ARGUMENT_BYTES,
+    TOOLS,
+    BadArguments,
+    BashArguments,
+    EditorArguments,
+    parse_arguments,
+    render_run,
+    tool_schemas,
+)
+
+
+ANSWER = {"head": "", "tail": "", "omitted": 0, "exit_code": 0, "timed_out": False}
+
+
+def test_all_problems_are_there_and_well_formed() -> None:
+    assert len(problems()) == 164
+    for problem in problems().values():
+        ast.parse(problem.stub)
+        ast.parse(problem.reference_source)
+        functions = {node.name for node in ast.parse(problem.stub).body if isinstance(node, ast.FunctionDef)}
+        assert problem.entry_point in functions
+
+
+def test_rows_are_what_gym_accepts_and_hide_tests_and_reference() -> None:
+    for problem in problems().values():
+        row = row_for(problem)
+        NeMoGymResponseCreateParamsNonStreaming.model_validate(row["responses_create_params"])
+        text = json.dumps(row)
+        assert json.dumps(problem.test)[1:-1] not in text
+        assert json.dumps(problem.reference.strip())[1:-1] not in text
+        assert problem_for(row) is problem
+
+
+def test_rows_of_scripts_are_what_gym_accepts() -> None:
+    problem = problems()["HumanEval/0"]
+    for variant in VARIANTS:
+        params = row_for(problem, script_for(problem, variant))["responses_create_params"]
+        NeMoGymResponseCreateParamsNonStreaming.model_validate(params)
+        turns = json.loads(params["metadata"]["script"])["turns"]
+        assert turns[-1]["tool_calls"] == []
+        for call in (call for turn in turns for call in turn["tool_calls"]):
+            parse_arguments(call["name"], call["arguments"])
+
+
+def test_shipped_data_is_what_the_code_writes(tmp_path: Path) -> None:
+    data = Path("resources_servers/prorl_code/data")
+    chosen = list(problems().values())
+    variants = ["reference", "repair", "reference", "repair", "reference"]
+    scripts = [script_for(problem, variant) for problem, variant in zip(chosen, variants, strict=False)]
+    assert write_rows(tmp_path / "train.jsonl", map(row_for, chosen)) == 164
+    assert write_rows(tmp_path / "example.jsonl", map(row_for, chosen[:5], scripts)) == 5
+    for name in ("train.jsonl", "example.jsonl"):
+        assert (data / name).read_bytes() == (tmp_path / name).read_bytes()
+
+
+@pytest.mark.parametrize("row", [{}, {"task_id": "HumanEval/164"}, {"task_id": 3}, {"task_id": ["HumanEval/0"]}])
+def test_bad_task_id_is_named(row: dict[str, object]) -> None:
+    with pytest.raises(CallerError) as caught:
+        problem_for(row)
+    assert caught.value.field == "task_id"
+
+
+def test_unknown_script_is_named() -> None:
+    with pytest.raises(CallerError, match="variant: no script 'magic'"):
+        script_for(problems()["HumanEval/0"], "magic")
+
+
+def test_seeded_mistakes_break_every_problem_and_are_mended() -> None:
+    for problem in problems().values():
+        source, wrong, right = seeded_mistake(problem)
+        with pytest.raises(SyntaxError):
+            ast.parse(source)
+        assert source.count(f"{wrong}\n") == 1
+        assert source.replace(f"{wrong}\n", f"{right}\n") == problem.reference_source
+
+
+def test_tool_schemas_match_the_argument_models() -> None:
+    for schema in tool_schemas():
+        model = TOOLS[schema["name"]]
+        assert set(schema["parameters"]["properties"]) == set(model.model_fields)
+        assert set(schema["parameters"]["required"]) == {
+            name for name, field in model.model_fields.items() if field.is_required()
+        }
+        assert schema["description"]
+
+
+@pytest.mark.parametrize(
+    ("tool", "arguments", "said"),
+    [
+        ("bash", None, "the arguments of bash must be a JSON object"),
+        ("bash", [], "must be a JSON object"),
+        ("bash", {}, "command: Field required. bash takes: command (string, required), timeout_s (number)."),
+        ("bash", {"command": "ls", "timeout_s": -1}, "timeout_s: Input should be greater than 0"),
+        ("bash", {"command": "ls", "cwd": "/"}, "cwd: Extra inputs are not permitted"),
+        ("python", {"code": "x" * MAX_ARGUMENT_BYTES}, "the limit is 64000"),
+        ("str_replace_editor", {"command": "undo", "path": "a"}, "command: Input should be 'view', 'create'"),
+        ("str_replace_editor", {"command": "create", "path": "a"}, "create needs file_text"),
+        ("str_replace_editor", {"command": "insert", "path": "a"}, "insert needs insert_line and new_str"),
+        ("submit", {"answer": 42}, "submit takes no arguments."),
+    ],
+)
+def test_bad_arguments_tell_the_model_what_to_do(tool: str, arguments: object, said: str) -> None:
+    with pytest.raises(BadArguments) as caught:
+        parse_arguments(tool, arguments)
+    assert said in str(caught.value)
+
+
+def test_good_arguments_are_taken() -> None:
+    assert parse_arguments("bash", {"command": "ls", "timeout_s": 3}) == BashArguments(command="ls", timeout_s=3.0)
+    view = {"command": "view", "path": "a", "view_range": [1, -1]}
+    assert parse_arguments("str_replace_editor", view) == EditorArguments(command="view", path="a", view_range=(1, -1))
+
+
+def test_observation_shapes() -> None:
+    assert render_run(ANSWER, 5) == "[exit code: 0]"
+    assert render_run({**ANSWER, "head": "hi\n"}, 5) == "hi\n[exit code: 0]"
+    assert render_run({**ANSWER, "head": "hi", "exit_code": 3}, 5) == "hi\n[exit code: 3]"
+    timed_out = {**ANSWER, "head": "hi\n", "exit_code": -9, "timed_out": True}
+    assert render_run(timed_out, 5) == "hi\n[timed out after 5 s; the command was killed]"
+    cut = {**ANSWER, "head": "a", "tail": "z\n", "omitted": 7}
+    assert render_run(cut, 5) == "a\n[... 7 bytes left out ...]\nz\n[exit code: 0]"

@@ -1,0 +1,163 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The tools, in real containers."""
+
+import asyncio
+import time
+from pathlib import Path
+
+import pytest
+from nemo_gym.sandbox import AsyncSandbox
+
+from nemo_gym_prorl.failures import FailureKind, InfrastructureError
+from nemo_gym_prorl.tasks.code.tools import SOLUTION_FILE
+from nemo_gym_prorl.tasks.code.workspace import Artefact, ToolLimits, Workspace
+from tests.tasks import containers
+
+
+pytestmark = pytest.mark.sandbox
+LIMITS = ToolLimits(timeout_s=10, max_timeout_s=20, output_bytes=2000)
+
+
+@pytest.fixture
+async def workspace(sandbox: AsyncSandbox) -> Workspace:
+    made = Workspace(sandbox, "/sandbox/workspace", LIMITS)
+    await made.prepare({SOLUTION_FILE: "def f():\n    return 1\n"})
+    return made
+
+
+async def edit(workspace: Workspace, command: str, path: str, **arguments: object) -> str:
+    return await workspace.call("str_replace_editor", {"command": command, "path": path, **arguments})
+
+
+async def bash(workspace: Workspace, command: str, **arguments: object) -> str:
+    return await workspace.call("bash", {"command": command, **arguments})
+
+
+async def test_bash(workspace: Workspace) -> None:
+    assert await bash(workspace, "pwd; ls") == "/sandbox/workspace\nsolution.py\n[exit code: 0]"
+    assert await bash(workspace, "echo out; echo err >&2; exit 3") == "out\nerr\n[exit code: 3]"
+    assert await bash(workspace, "printf 'q\"uo'\"'\"'te $X'") == "q\"uo'te $X\n[exit code: 0]"
+    assert await bash(workspace, "kill -9 $$") == "[exit code: -9]"
+    assert await bash(workspace, "cat") == "[exit code: 0]"  # standard input is empty
+
+
+async def test_python(workspace: Workspace) -> None:
+    code = "import solution\nprint(solution.f() + 1)"
+    assert await workspace.call("python", {"code": code}) == "2\n[exit code: 0]"
+    assert await workspace.call("python", {"code": "1/0"}) == (
+        'Traceback (most recent call last):\n  File "<stdin>", line 1, in <module>\n'
+        "ZeroDivisionError: division by zero\n[exit code: 1]"
+    )
+
+
+async def test_a_slow_command_is_killed_and_its_output_kept(workspace: Workspace) -> None:
+    started = time.monotonic()
+    observation = await bash(workspace, "echo before; sleep 60 & wait", timeout_s=1)
+    assert observation == "before\n[timed out after 1 s; the command was killed]"
+    assert time.monotonic() - started < 30
+    assert "sleep 60" not in await bash(workspace, "ps -eo args")
+
+
+async def test_the_model_cannot_ask_for_more_than_the_limit(sandbox: AsyncSandbox) -> None:
+    workspace = Workspace(sandbox, "/sandbox/w", ToolLimits(timeout_s=1, max_timeout_s=1))
+    assert await bash(workspace, "sleep 30", timeout_s=1000) == "[timed out after 1 s; the command was killed]"
+
+
+async def test_a_background_process_does_not_hold_up_the_answer(workspace: Workspace) -> None:
+    started = time.monotonic()
+    assert await bash(workspace, "sleep 300 & echo started", timeout_s=20) == "started\n[exit code: 0]"
+    assert time.monotonic() - started < 15
+
+
+async def test_output_keeps_head_and_tail(workspace: Workspace) -> None:
+    observation = await bash(workspace, "seq 100000")
+    assert observation.startswith("1\n2\n3\n")
+    assert observation.endswith("99999\n100000\n[exit code: 0]")
+    assert "\n[... 586895 bytes left out ...]\n" in observation  # of 588895 that seq prints
+    assert len(observation) < 2100
+
+
+async def test_endless_output_ends_with_the_time(workspace: Workspace) -> None:
+    observation = await bash(workspace, "yes", timeout_s=1)
+    assert observation.startswith("y\ny\n")
+    assert observation.endswith("[timed out after 1 s; the command was killed]")
+    assert len(observation) < 2200
+
+
+async def test_editor(workspace: Workspace) -> None:
+    assert await edit(workspace, "create", "sub/a.txt", file_text="one\ntwo\n") == "Created sub/a.txt."
+    assert await edit(workspace, "create", "sub/a.txt", file_text="one\ntwo\ntwo\n") == "Overwrote sub/a.txt."
+    assert await edit(workspace, "view", "sub/a.txt") == "     1\tone\n     2\ttwo\n     3\ttwo"
+    assert await edit(workspace, "view", "/sandbox/workspace/sub/a.txt", view_range=[3, 9]) == "     3\ttwo"
+    assert await edit(workspace, "view", ".") == "solution.py\nsub/"
+    assert await edit(workspace, "insert", "sub/a.txt", insert_line=0, new_str="zero\n") == (
+        "Inserted 1 lines into sub/a.txt after line 0."
+    )
+    assert await edit(workspace, "str_replace", "sub/a.txt", old_str="one\ntwo", new_str="1\n2") == (
+        "Replaced one occurrence in sub/a.txt."
+    )
+    assert await bash(workspace, "cat sub/a.txt") == "zero\n1\n2\ntwo\n[exit code: 0]"
+
+
+async def test_editor_tells_what_is_wrong(workspace: Workspace) -> None:
+    assert await edit(workspace, "view", "no.txt") == "Error: no.txt: No such file or directory"
+    assert await edit(workspace, "view", SOLUTION_FILE, view_range=[5, 6]) == (
+        "Error: solution.py: view_range must lie within the file's 2 lines"
+    )
+    assert await edit(workspace, "str_replace", SOLUTION_FILE, old_str="none", new_str="") == (
+        "Error: solution.py: old_str occurs 0 times, it must occur exactly once"
+    )
+    assert await edit(workspace, "insert", SOLUTION_FILE, insert_line=9, new_str="x") == (
+        "Error: solution.py: insert_line is 9, but the file has 2 lines"
+    )
+    await bash(workspace, "head -c 100 /dev/urandom > binary; mkfifo pipe")
+    assert await edit(workspace, "view", "binary") == "Error: binary is not a text file."
+    assert await edit(workspace, "view", "pipe") == "Error: pipe: is not a regular file"
+    assert await edit(workspace, "create", "/proc/1/x", file_text="") == "Error: /proc/1/x: No such file or directory"
+
+
+async def test_bad_arguments_are_observations(workspace: Workspace) -> None:
+    assert (await workspace.call("bash", {"cmd": "ls"})).startswith(
+        "Error in the arguments of bash: command: Field req"
+    )
+
+
+async def test_the_host_is_out_of_reach(workspace: Workspace, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    secret = tmp_path / "secret"
+    secret.write_text("host secret")
+    monkeypatch.setenv("PRORL_TEST_SECRET", "host secret")
+    assert "host secret" not in await bash(workspace, f"env; cat {secret}")
+    assert await bash(workspace, "cat /proc/net/dev | tail -n +3 | cut -d: -f1 | tr -d ' '") == "lo\n[exit code: 0]"
+    # A link to a file of the host leads nowhere, neither for the editor nor for what is taken out at the end.
+    await bash(workspace, f"rm solution.py; ln -s {secret} solution.py; ln -s {secret} other")
+    assert await workspace.take_artefact() == Artefact(None, "solution.py is not there")
+    await edit(workspace, "create", "other", file_text="changed")
+    assert secret.read_text() == "host secret"
+
+
+async def test_artefact(workspace: Workspace) -> None:
+    assert await workspace.take_artefact() == Artefact("def f():\n    return 1\n")
+    await bash(workspace, "printf '\\xff' > solution.py")
+    assert await workspace.take_artefact() == Artefact(None, "solution.py is not UTF-8 text")
+    await bash(workspace, "head -c 300000 /dev/zero > solution.py")
+    assert await workspace.take_artefact() == Artefact(None, "solution.py is longer than 262144 bytes")
+    await bash(workspace, "rm -rf /sandbox/workspace; mkdir -p /sandbox/workspace/solution.py")
+    assert await workspace.take_artefact() == Artefact(None, "solution.py is not there")
+
+
+async def test_an_agent_that_kills_everything_in_reach_only_hurts_itself(workspace: Workspace) -> None:
+    observation = await bash(workspace, "kill -9 -1; kill -9 $PPID; sleep 5")
+    assert observation == "Error: the command killed the process that reports on it; its output is lost."
+    assert await bash(workspace, "echo still here") == "still here\n[exit code: 0]"
+
+
+async def test_a_lost_sandbox_is_infrastructure() -> None:
+    sandbox = await containers.start()
+    workspace = Workspace(sandbox, "/sandbox/workspace", LIMITS)
+    await workspace.prepare({})
+    containers.kill_instance(sandbox._require_handle().sandbox_id)
+    for work in (bash(workspace, "ls"), workspace.take_artefact()):
+        with pytest.raises(InfrastructureError) as caught:
+            await asyncio.wait_for(work, 120)
+        assert caught.value.kind is FailureKind.SESSION_LOST
+    await sandbox.stop()
