@@ -8,6 +8,7 @@ removed and given new weights while rollouts run.
 from __future__ import annotations
 
 import asyncio
+import logging
 import time
 from pathlib import Path
 from typing import Annotated, Any, Literal
@@ -25,6 +26,9 @@ from nemo_gym_prorl.policy.metrics import PolicyMetrics
 from nemo_gym_prorl.policy.parsers import FORMATS
 from nemo_gym_prorl.policy.placement import Placement
 from nemo_gym_prorl.policy.service import History, PolicyService
+
+
+_log = logging.getLogger(__name__)
 
 
 class PolicyConfig(BaseModel):
@@ -238,6 +242,7 @@ def trajectory(service: PolicyService, rollout: str) -> dict[str, Any]:
 async def problem(request: Request, error: Exception) -> JSONResponse:
     """An RFC 9457 problem document. Statuses are ones that Gym's client does not repeat for ever."""
     assert isinstance(error, RolloutError)
+    _log.warning("%s %s: %s: %s", request.method, request.url.path, type(error).__name__, error.reason)
     caller = isinstance(error, CallerError)
     field = error.field if isinstance(error, CallerError) else None
     status = 500

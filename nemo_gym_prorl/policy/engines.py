@@ -27,7 +27,9 @@ from nemo_gym_prorl.policy.chat import Message
 from nemo_gym_prorl.policy.tokens import Finish, Generation
 
 
-CONTEXT_OVERFLOW = re.compile(r"context length|max_model_len|maximum context|longer than the|max_seq_len", re.I)
+CONTEXT_OVERFLOW = re.compile(
+    r"context length|max_model_len|maximum context|longer than the|max_seq_len|must be at least 1, got 0", re.I
+)
 
 
 class BackendFailed(InfrastructureError):

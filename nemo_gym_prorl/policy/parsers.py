@@ -82,12 +82,10 @@ def strip_thought(text: str) -> str:
 
 def parsed_by_engine(message: Mapping[str, Any]) -> Parsed:
     """A turn that the engine has already taken apart, in OpenAI's chat format."""
-    calls = [
-        _call(
-            call["function"].get("name"), call["function"].get("arguments", ""), str(call["function"].get("arguments"))
-        )
-        for call in message.get("tool_calls") or ()
-    ]
+    calls = []
+    for call in message.get("tool_calls") or ():
+        name, arguments = call["function"].get("name"), call["function"].get("arguments", "")
+        calls.append(replace(_call(name, arguments, str(arguments)), id=call.get("id")))
     content = message.get("content") or ""
     thought = message.get("reasoning_content") or message.get("reasoning")
     if thought is None and content.lstrip().startswith("<think>"):
@@ -99,15 +97,17 @@ def _call(name: object, arguments: object, raw: str) -> ToolCall:
     """A call out of parsed JSON, or the reason why it is none."""
     if not isinstance(name, str) or not name:
         return ToolCall(MALFORMED_NAME, raw, "it names no function")
-    if isinstance(arguments, str):
-        raw = arguments
+    text = arguments if isinstance(arguments, str) else None
+    if text is not None:
+        raw = text
         try:
-            arguments = json.loads(raw)
+            arguments = json.loads(text)
         except json.JSONDecodeError:
-            return ToolCall(name, raw, "its arguments are not JSON")
+            return ToolCall(name, text, "its arguments are not JSON")
     if not isinstance(arguments, dict):
         return ToolCall(name, raw, "its arguments are not a JSON object")
-    return ToolCall(name, json.dumps(arguments, ensure_ascii=False))
+    # Arguments that came as text stay as they are: an engine that renders history must see what it wrote.
+    return ToolCall(name, text if text is not None else json.dumps(arguments, ensure_ascii=False))
 
 
 def _json_call(raw: str) -> ToolCall:
