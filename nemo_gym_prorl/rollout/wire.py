@@ -141,7 +141,7 @@ def wire_router(
         await backends.clear()
         return {"status": "cleared"}
 
-    @router.get("/status")
+    @router.get("/status", include_in_schema=False)  # the job API's, with more in it
     async def status() -> dict[str, Any]:
         """The job API's status, and the original's counters."""
         view = StatusView.of(pipeline).model_dump(mode="json")
