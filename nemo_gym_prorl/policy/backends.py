@@ -9,6 +9,7 @@ when they finish, so neither a long past nor a late start distorts it:
 - siblings of a group share a prompt, so a sibling joins its group's backend while that is within ``sibling_margin``;
 - a late joiner counts as if it carried the load that was there when it joined, until that load has finished: it gets
   its share of the new rollouts and no burst of cold prefixes;
+- a backend whose turns take far longer than the others' counts as more loaded by that factor;
 - at most ``limit`` rollouts are live per backend; the rest wait in *one* queue, first come first served, and a backend
   that has room takes from it. Private queues behind a full engine never form.
 
@@ -29,6 +30,17 @@ from dataclasses import dataclass, field
 from enum import StrEnum
 
 from nemo_gym_prorl.failures import CallerError
+
+
+_TURN_SMOOTHING = 0.08
+"""Weight of the latest turn in a backend's mean turn time: a dozen turns make an opinion."""
+
+_SLOW = 2.0
+"""How many times longer than the median backend's a backend's turns must take for it to count as slow."""
+
+
+_CROWDED = 2.0
+"""How many times the least loaded backend's load, plus the escape margin, a rollout bears before it leaves."""
 
 
 class Health(StrEnum):
@@ -103,14 +115,18 @@ class Backend:
     failures: int = 0
     probe_at: float | None = None
     hot: bool = False
+    turn_s: float | None = None
+    slowness: float = 1.0
     head_start: int = 0
     elders: int = 0
     elders_left: int = 0
 
     @property
     def weight(self) -> float:
-        """Live rollouts, plus what a late joiner is given for the load that it did not see."""
-        return len(self.live) + (self.head_start * self.elders_left / self.elders if self.elders else 0.0)
+        """Live rollouts, plus what a late joiner is given for the load that it did not see, as this backend feels
+        it."""
+        unseen = self.head_start * self.elders_left / self.elders if self.elders else 0.0
+        return (len(self.live) + unseen + 1) * self.slowness - 1
 
 
 @dataclass(slots=True)
@@ -128,6 +144,7 @@ class _Ticket:
     id: int
     rollout: _Rollout
     backend: str | None = None
+    since: float = 0.0
     queue: deque[_Ticket] | None = None
 
 
@@ -176,6 +193,7 @@ class BackendPool:
         self._fresh: deque[_Ticket] = deque()
         self._held: dict[str, deque[_Ticket]] = {}
         self._clock = 0
+        self._now = 0.0
 
     # Backends
 
@@ -251,6 +269,7 @@ class BackendPool:
 
     def tick(self, now: float) -> list[Decision]:
         """Time passes: due probes, and rest for the idle while others wait."""
+        self._now = max(self._now, now)
         decisions: list[Decision] = []
         for backend in self.backends.values():
             if backend.probe_at is not None and backend.probe_at <= now:
@@ -268,8 +287,9 @@ class BackendPool:
 
     # Rollouts
 
-    def request(self, ticket_id: int, rollout_id: str, group: str | None = None) -> list[Decision]:
+    def request(self, ticket_id: int, rollout_id: str, group: str | None = None, now: float = 0.0) -> list[Decision]:
         """A turn wants a backend."""
+        self._now = max(self._now, now)
         rollout = self._rollouts.get(rollout_id)
         if rollout is None:
             rollout = self._resting.pop(rollout_id, None) or _Rollout(rollout_id, group, self._tick())
@@ -281,6 +301,7 @@ class BackendPool:
 
     def done(self, ticket_id: int, outcome: Outcome, now: float) -> list[Decision]:
         """The ticket's request at its backend ended. A failed one is placed again, perhaps at once."""
+        self._now = max(self._now, now)
         ticket = self._tickets[ticket_id]
         backend = self.backends.get(ticket.backend or "")
         decisions: list[Decision] = []
@@ -293,6 +314,7 @@ class BackendPool:
             return self._quiesced(backend) + self._dispatch()
         if backend is not None:
             if outcome is Outcome.OK:
+                self._timed(backend, now - ticket.since)
                 backend.failures, backend.probe_at = 0, None
                 backend.health = Health.UP
             backend.in_flight.discard(ticket_id)
@@ -363,7 +385,7 @@ class BackendPool:
         while held and not backend.paused and self._usable(backend):
             ticket = held.popleft()
             ticket.queue = None
-            ticket.backend = backend.id
+            ticket.backend, ticket.since = backend.id, self._now
             backend.in_flight.add(ticket.id)
             decisions.append(Assign(ticket.id, backend.id, backend.weight_version))
 
@@ -375,9 +397,7 @@ class BackendPool:
         least = min(open_backends, key=lambda backend: (backend.weight, backend.last_placed, backend.order))
         if rollout.backend is not None:
             home = next((backend for backend in open_backends if backend.id == rollout.backend), None)
-            if home is not None and not (home.hot and home.weight - least.weight >= self._escape_margin):
-                return home
-            return least
+            return home if home is not None and not self._must_leave(home) else least
         if rollout.group is not None:
             siblings = [b for b in open_backends if b.weight <= least.weight + self._sibling_margin]
             siblings = [b for b in siblings if b.groups[rollout.group]]
@@ -400,12 +420,15 @@ class BackendPool:
 
     def _must_leave(self, home: Backend) -> bool:
         """Whether staying is worse than a cold prefix elsewhere."""
-        if not home.hot:
-            return False
-        cooler = [
-            b for b in self.backends.values() if self._open(b) and not (b.hot or b.paused) and len(b.live) < b.limit
-        ]
-        return any(home.weight - backend.weight >= self._escape_margin for backend in cooler)
+        if not self._usable(home):
+            return True
+        peers = (b for b in self.backends.values() if self._open(b) and not b.paused and len(b.live) < b.limit)
+        least = min((b.weight for b in peers if not b.hot), default=home.weight)
+        carried = (len(home.live) + 1) * home.slowness - 1
+        if home.slowness > 1.0:
+            return carried > least + 1
+        patience = 1.0 if home.hot else _CROWDED
+        return carried >= patience * least + self._escape_margin
 
     @staticmethod
     def _usable(backend: Backend) -> bool:
@@ -417,6 +440,15 @@ class BackendPool:
         return not backend.draining and self._usable(backend)
 
     # Bookkeeping
+
+    def _timed(self, backend: Backend, seconds: float) -> None:
+        """Learn how long turns take, and which backends take far longer than the others."""
+        known = backend.turn_s
+        backend.turn_s = seconds if known is None else known + _TURN_SMOOTHING * (seconds - known)
+        times = sorted(b.turn_s for b in self.backends.values() if b.turn_s is not None and b.health is Health.UP)
+        usual = times[(len(times) - 1) // 2] if times else 0.0
+        ratio = backend.turn_s / usual if usual > 0.0 else 1.0
+        backend.slowness = ratio if ratio > _SLOW else 1.0
 
     def _mark_failed(self, backend: Backend, now: float) -> None:
         backend.health = Health.DOWN

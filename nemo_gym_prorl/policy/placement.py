@@ -84,7 +84,7 @@ class Placement:
         queued_s, failovers = 0.0, 0
         outcome = Outcome.ENDED
         try:
-            self.apply(self.pool.request(ticket, rollout, group))
+            self.apply(self.pool.request(ticket, rollout, group, time.monotonic()))
             while True:
                 asked = time.monotonic()
                 assign = await self._assigned(lease)

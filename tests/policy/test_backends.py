@@ -81,12 +81,13 @@ class PoolMachine(RuleBasedStateMachine):
         name = f"r{rollout}"
         home = self.pool.backends.get(self.pool.backend_of(name) or "")
         at_home = home is not None and name in home.live and home.health is Health.UP
-        stays = at_home and home is not None and not home.paused and not home.hot
+        # Fewer live rollouts than the escape margin: only its own word or its slowness can make a backend hot.
+        stays = at_home and home is not None and not (home.paused or home.hot) and home.slowness == 1.0
         self.tickets[self.count] = name
         self.waiting.append(self.count)
         if self.pool.backend_of(name) is None:
             self.fresh.add(name)
-        self.carry_out(self.pool.request(self.count, name, f"g{rollout % 3}"))
+        self.carry_out(self.pool.request(self.count, name, f"g{rollout % 3}", self.now))
         if stays and home is not None:
             assert self.flying[self.count] == home.id, "a rollout left its backend without need"
 
@@ -312,24 +313,57 @@ def test_idle_rollouts_make_room_for_those_that_wait() -> None:
 
 
 def test_a_hot_backend_takes_less_and_lets_rollouts_go() -> None:
-    pool = BackendPool(limit=16, escape_margin=4)
+    pool = BackendPool(limit=16, escape_margin=2)
     pool.add("a", "http://localhost")
     for index in range(10):
         pool.request(index, f"r{index}")
         pool.done(index, Outcome.OK, 0.0)
     pool.add("b", "http://localhost")
-    for index in range(10):
-        pool.finish(f"r{index}") if index >= 8 else None
+    for index in range(5, 10):
+        pool.finish(f"r{index}")
     pool.backends["b"].elders_left = 0
+    for index in (10, 11):
+        assert pool.request(index, f"r{index}") == [Assign(index, "b", None)]
+        pool.done(index, Outcome.OK, 0.0)
     assert pool.request(20, "r0") == [Assign(20, "a", None)]
     pool.done(20, Outcome.OK, 0.0)
     pool.report("a", waiting=5, kv_use=0.97)
-    assert pool.backends["a"].limit < 8
+    assert pool.backends["a"].limit < 5
     assert pool.request(21, "r0") == [Assign(21, "b", None)]
     assert pool.migrations == 1
     for _ in range(40):
         pool.report("a", waiting=0, kv_use=0.1)
     assert pool.backends["a"].limit == 16
+
+
+def test_rollouts_leave_a_slow_backend_and_new_ones_avoid_it() -> None:
+    load = Load(4)
+    pool = load.pool
+    names = [load.start() for _ in range(16)]
+    ticket, now = 1000, 0.0
+    for _ in range(40):
+        for name in names:
+            ticket, now = ticket + 1, now + 100.0
+            (assign,) = pool.request(ticket, name, None, now)
+            assert isinstance(assign, Assign)
+            load.where[name] = assign.backend
+            pool.done(ticket, Outcome.OK, now + (5.0 if assign.backend == "b2" else 1.0))
+    assert pool.backends["b2"].slowness > 2.0
+    assert load.live()["b2"] <= 1
+    assert "b2" not in {load.where[load.start()] for _ in range(6)}
+
+
+def test_rollouts_leave_a_crowd_for_an_empty_backend() -> None:
+    load = Load(2)
+    names = [load.start() for _ in range(24)]
+    for name in names:
+        if load.where[name] == "b1":
+            load.pool.finish(name)
+    moved = [
+        n for n in names if load.where[n] == "b0" and load.pool.request(hash(n), n) != [Assign(hash(n), "b0", None)]
+    ]
+    assert 0 < len(moved) < 12
+    assert load.pool.migrations == len(moved)
 
 
 def test_pausing_drains_and_resuming_names_the_new_weights() -> None:
