@@ -14,21 +14,24 @@ from __future__ import annotations
 import argparse
 import asyncio
 import contextlib
+import hashlib
 import itertools
 import os
 import random
 import re
 import socket
+import statistics
 import subprocess
 import tempfile
 import time
 import urllib.request
 from collections.abc import Awaitable, Callable, Iterator
+from dataclasses import dataclass, field
 from pathlib import Path
 
 import aiohttp
 
-from benchmarks.fleet import Fleet, Incident, Rollout, Trace, agent_trace, best_hit_rate
+from benchmarks.fleet import Fleet, Incident, Outcome, Rollout, agent_trace, best_hit_rate
 from benchmarks.report import Figure, publish
 from benchmarks.routers import PEERS, Ours, StickyLeastLoaded
 from nemo_gym_prorl.policy.backends import Backend, BackendPool
@@ -37,6 +40,8 @@ from nemo_gym_prorl.policy.placement import Placement
 
 
 SCRIPTS = Path(__file__).parents[1] / "scripts"
+SEEDS = 3
+REPEATS = 3
 NOISE = 1.02
 """A makespan or latency within 2 % of the best counts as equal: the order of equal choices moves it as much."""
 WORDS = Path(os.__file__).read_text().split()
@@ -46,36 +51,35 @@ type Send = Callable[[str, str, str], Awaitable[None]]
 
 
 def simulated(quick: bool) -> list[Figure]:
-    """Every scenario at every size."""
+    """Every scenario at every size, as means over several traces."""
     figures = []
     for size in (16,) if quick else (16, 64):
-        burst = agent_trace("burst", groups=4 * size)
-        stream = agent_trace("stream", groups=8 * size, window_s=300.0, seed=1)
-        scenarios: list[tuple[str, Trace, dict[str, object]]] = [
-            ("burst", burst, {}),
-            ("stream", stream, {}),
-            ("small caches", burst, {"capacity": 150_000}),
-            ("one dies", burst, {"incidents": (Incident(60.0, "die", 3),)}),
-            ("one is slow", burst, {"incidents": (Incident(0.0, "slow", 3),)}),
-            ("one joins late", burst, {"incidents": (Incident(60.0, "join", 3),)}),
+        scenarios: list[tuple[str, float, dict[str, object]]] = [
+            ("burst", 0.0, {}),
+            ("stream", 300.0, {}),
+            ("small caches", 0.0, {"capacity": 150_000}),
+            ("one dies", 0.0, {"incidents": (Incident(60.0, "die", 3),)}),
+            ("one is slow", 0.0, {"incidents": (Incident(0.0, "slow", 3),)}),
+            ("one joins late", 0.0, {"incidents": (Incident(60.0, "join", 3),)}),
         ]
-        for label, trace, options in scenarios:
-            best = best_hit_rate(trace, size, StickyLeastLoaded())
-            ours, *others = (Fleet(trace, size, router(), **options).run() for router in (Ours, *PEERS))
-            peers = dict(zip((peer.name for peer in PEERS), others, strict=True))
-            where = f"{size} engines, {label}"
-            figures += [
-                Figure(
-                    f"{where}: hit rate",
-                    ours.hit_rate,
-                    f"of {best:.3f} possible",
-                    ">= 0.98",
-                    ours.hit_rate / best,
-                    {name: outcome.hit_rate for name, outcome in peers.items()},
-                ),
-                _against(f"{where}: makespan", ours.makespan_s, {n: o.makespan_s for n, o in peers.items()}),
-                _against(f"{where}: p99 turn", ours.p99_turn_s, {n: o.p99_turn_s for n, o in peers.items()}),
-            ]
+        for label, window_s, options in scenarios:
+            outcomes: dict[str, list[Outcome]] = {}
+            best = 0.0
+            for seed in range(1 if quick else SEEDS):
+                trace = agent_trace(label, groups=(8 if window_s else 4) * size, window_s=window_s, seed=seed)
+                best += best_hit_rate(trace, size, StickyLeastLoaded())
+                for router in (Ours, *PEERS):
+                    replayed = Fleet(trace, size, router(), **options).run()
+                    outcomes.setdefault(router.name, []).append(replayed)
+            hits, makespans, latencies = (
+                {name: statistics.mean(getattr(o, field) for o in runs) for name, runs in outcomes.items()}
+                for field in ("hit_rate", "makespan_s", "p99_turn_s")
+            )
+            where, ours = f"{size} engines, {label}", hits.pop(Ours.name)
+            best /= len(outcomes[Ours.name])
+            figures.append(Figure(f"{where}: hit rate", ours, f"of {best:.3f} possible", ">= 0.98", ours / best, hits))
+            figures.append(_against(f"{where}: makespan", makespans.pop(Ours.name), makespans))
+            figures.append(_against(f"{where}: p99 turn", latencies.pop(Ours.name), latencies))
     return figures
 
 
@@ -90,6 +94,7 @@ class Replay:
     """Replays one shape of trace, with fresh words for every router so that none finds another's prefixes."""
 
     def __init__(self, seed: int) -> None:
+        self._seed = seed
         self._rng = random.Random(seed)
         self.trace = agent_trace("real", groups=6, siblings=4, turns=5.0, seed=3)
         self._system = self._words(400)
@@ -99,23 +104,25 @@ class Replay:
     def _words(self, count: int) -> str:
         return " " + " ".join(self._rng.choices(WORDS, k=count))
 
-    async def run(self, send: Send) -> float:
+    async def run(self, send: Send, finish: Callable[[str], None]) -> float:
         """Seconds until the last rollout has ended."""
         started = time.monotonic()
         async with asyncio.TaskGroup() as group:
             for rollout in self.trace.rollouts:
-                group.create_task(self._play(rollout, send))
+                group.create_task(self._play(rollout, send, finish))
         return time.monotonic() - started
 
-    async def _play(self, rollout: Rollout, send: Send) -> None:
+    async def _play(self, rollout: Rollout, send: Send, finish: Callable[[str], None]) -> None:
+        name = f"{rollout.id}-{self._seed}"
         text = self._system + self._prompts[rollout.group]
         for turn in rollout.turns[:20]:
             text += self._words(turn.observed // 8)
             asked = time.monotonic()
-            await send(text, rollout.id, rollout.group)
+            await send(text, name, f"{rollout.group}-{self._seed}")
             self.latencies.append(time.monotonic() - asked)
             text += self._words(turn.written // 8)
             await asyncio.sleep(min(turn.tool_s / 10, 2.0))
+        finish(name)
 
 
 def body(prompt: str, rollout: str) -> dict[str, object]:
@@ -138,14 +145,28 @@ class Poster:
             await response.read()
 
 
-async def measured(urls: list[str], replay: Replay, send: Send) -> tuple[float, float, float]:
-    """Hit rate by the engines' own counters, makespan and p99 turn latency, in seconds."""
-    before = await asyncio.to_thread(_counters, urls)
-    makespan = await replay.run(send)
-    after = await asyncio.to_thread(_counters, urls)
-    replay.latencies.sort()
-    p99 = replay.latencies[int(len(replay.latencies) * 0.99)]
-    return (after[0] - before[0]) / (after[1] - before[1]), makespan, p99
+@dataclass
+class Measured:
+    """What the replays through one router came to, all repeats together."""
+
+    hits: float = 0.0
+    queries: float = 0.0
+    makespans: list[float] = field(default_factory=list)
+    latencies: list[float] = field(default_factory=list)
+
+    async def replay(self, urls: list[str], seed: int, send: Send, finish: Callable[[str], None]) -> None:
+        replay = Replay(seed)
+        before = await asyncio.to_thread(_counters, urls)
+        self.makespans.append(await replay.run(send, finish))
+        after = await asyncio.to_thread(_counters, urls)
+        self.hits += after[0] - before[0]
+        self.queries += after[1] - before[1]
+        self.latencies = sorted(self.latencies + replay.latencies)
+
+    def figures(self) -> tuple[float, float, float]:
+        """Hit rate by the engines' own counters, median makespan and p99 turn latency in seconds."""
+        p99 = self.latencies[int(len(self.latencies) * 0.99)]
+        return self.hits / self.queries, statistics.median(self.makespans), p99
 
 
 def _counters(urls: list[str]) -> tuple[float, float]:
@@ -160,64 +181,67 @@ def _counters(urls: list[str]) -> tuple[float, float]:
 
 
 async def real(router_python: Path | None, urls: list[str]) -> list[Figure]:
-    """One replay per router, all over the same two engines."""
-    results: dict[str, tuple[float, float, float]] = {}
-    async with aiohttp.ClientSession(connector=aiohttp.TCPConnector(limit=0)) as session:
-        post = Poster(session)
-        placement = Placement(BackendPool(), VllmCompletions(session, "tiny"))
-        placement.start()
-        for index, url in enumerate(urls):
-            placement.apply(placement.pool.add(f"e{index}", url))
+    """The routers in turn, several times over, all over the same two engines."""
+    with contextlib.ExitStack() as stack:
+        wheels = [("sglang", "cache_aware"), ("vllm", "consistent_hash"), ("vllm", "sticky_least_loaded")]
+        addresses = {
+            f"{wheel}-router {policy}": stack.enter_context(router(router_python, wheel, policy, urls))
+            for wheel, policy in wheels
+            if router_python is not None
+        }
+        async with aiohttp.ClientSession(connector=aiohttp.TCPConnector(limit=0)) as session:
+            post = Poster(session)
+            turns = itertools.count()
+            placement = Placement(BackendPool(), VllmCompletions(session, "tiny"))
+            placement.start()
+            for index, url in enumerate(urls):
+                placement.apply(placement.pool.add(f"e{index}", url))
 
-        async def ours(prompt: str, rollout: str, group: str) -> None:
-            async def call(backend: Backend) -> None:
-                await post(backend.url, prompt, rollout)
+            async def ours(prompt: str, rollout: str, group: str) -> None:
+                async def call(backend: Backend) -> None:
+                    await post(backend.url, prompt, rollout)
 
-            await placement.run(rollout, group, call)
+                await placement.run(rollout, group, call)
 
-        turns = itertools.count()
+            async def round_robin(prompt: str, rollout: str, group: str) -> None:
+                await post(urls[next(turns) % len(urls)], prompt, rollout)
 
-        async def round_robin(prompt: str, rollout: str, group: str) -> None:
-            await post(urls[next(turns) % len(urls)], prompt, rollout)
+            async def session_hash(prompt: str, rollout: str, group: str) -> None:
+                digest = hashlib.sha256(rollout.encode()).digest()
+                await post(urls[int.from_bytes(digest[:8]) % len(urls)], prompt, rollout)
 
-        async def session_hash(prompt: str, rollout: str, group: str) -> None:
-            await post(urls[random.Random(rollout).randrange(len(urls))], prompt, rollout)
+            def through(address: str) -> Send:
+                async def routed(prompt: str, rollout: str, group: str) -> None:
+                    await post(address, prompt, rollout)
 
-        seeds = itertools.count()
-        results["prorl"] = await measured(urls, Replay(next(seeds)), ours)
-        await placement.aclose()
-        results["round robin"] = await measured(urls, Replay(next(seeds)), round_robin)
-        results["session hash (Gym)"] = await measured(urls, Replay(next(seeds)), session_hash)
-        for wheel, policy in (
-            ("sglang", "cache_aware"),
-            ("vllm", "consistent_hash"),
-            ("vllm", "sticky_least_loaded"),
-        ):
-            if router_python is None:
-                continue
-            with router(router_python, wheel, policy, urls) as address:
+                return routed
 
-                async def routed(prompt: str, rollout: str, group: str, at: str = address) -> None:
-                    await post(at, prompt, rollout)
+            sends: dict[str, Send] = {"prorl": ours, "round robin": round_robin, "session hash (Gym)": session_hash}
+            sends |= {name: through(address) for name, address in addresses.items()}
+            results = {name: Measured() for name in sends}
 
-                results[f"{wheel}-router {policy}"] = await measured(urls, Replay(next(seeds)), routed)
-    figures = []
-    for index, (name, unit) in enumerate((("hit rate", ""), ("makespan", "s"), ("p99 turn", "s"))):
-        peers = {peer: values[index] for peer, values in results.items() if peer != "prorl"}
-        value = results["prorl"][index]
-        if index == 0:
-            figures.append(
-                Figure(f"2 real engines: {name}", value, unit, ">= 0.98", value / max(peers.values()), peers)
-            )
-        else:
-            figures.append(_against(f"2 real engines: {name}", value, peers))
-    return figures
+            def finish(rollout: str) -> None:
+                placement.apply(placement.pool.finish(rollout))
+
+            await Measured().replay(urls, -1, round_robin, finish)
+            for repeat in range(REPEATS):
+                for index, (name, send) in enumerate(sends.items()):
+                    await results[name].replay(urls, repeat * len(sends) + index, send, finish)
+            await placement.aclose()
+    values = {name: result.figures() for name, result in results.items()}
+    hits, makespans, latencies = ({name: value[index] for name, value in values.items()} for index in range(3))
+    value = hits.pop("prorl")
+    return [
+        Figure("2 real engines: hit rate", value, "", ">= 0.98", value / max(hits.values()), hits),
+        _against("2 real engines: makespan", makespans.pop("prorl"), makespans),
+        _against("2 real engines: p99 turn", latencies.pop("prorl"), latencies),
+    ]
 
 
 @contextlib.contextmanager
 def router(python: Path, wheel: str, policy: str, urls: list[str]) -> Iterator[str]:
     """One of the router wheels in front of the engines."""
-    port, metrics = _free_port(), _free_port()
+    port, metrics = free_port(), free_port()
     command = [
         *(str(python), "-m", f"{wheel}_router.launch_router", "--host", "127.0.0.1", "--port", str(port)),
         *("--policy", policy, "--prometheus-port", str(metrics), "--worker-urls", *urls),
@@ -226,7 +250,7 @@ def router(python: Path, wheel: str, policy: str, urls: list[str]) -> Iterator[s
     url = f"http://127.0.0.1:{port}"
     try:
         deadline = time.monotonic() + 60
-        while not _serves(f"{url}/v1/models") and time.monotonic() < deadline:
+        while not serves(f"{url}/v1/models") and time.monotonic() < deadline:
             time.sleep(0.3)
         yield url
     finally:
@@ -234,7 +258,7 @@ def router(python: Path, wheel: str, policy: str, urls: list[str]) -> Iterator[s
         process.wait()
 
 
-def _serves(url: str) -> bool:
+def serves(url: str) -> bool:
     try:
         with urllib.request.urlopen(url, timeout=2) as response:
             return bool(response.status == 200)
@@ -242,7 +266,7 @@ def _serves(url: str) -> bool:
         return False
 
 
-def _free_port() -> int:
+def free_port() -> int:
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         return int(probe.getsockname()[1])
@@ -260,7 +284,7 @@ def engines(python: Path, count: int, folder: Path) -> Iterator[list[str]]:
     processes, urls = [], []
     try:
         for _ in range(count):
-            port = _free_port()
+            port = free_port()
             command = [
                 *(str(python), "-m", "vllm.entrypoints.openai.api_server", "--model", str(model)),
                 *("--served-model-name", "tiny", "--host", "127.0.0.1", "--port", str(port)),
@@ -272,7 +296,7 @@ def engines(python: Path, count: int, folder: Path) -> Iterator[list[str]]:
             )
             urls.append(f"http://127.0.0.1:{port}")
         deadline = time.monotonic() + 300
-        while not all(_serves(f"{url}/health") for url in urls):
+        while not all(serves(f"{url}/health") for url in urls):
             if time.monotonic() > deadline:
                 raise SystemExit(f"the engines did not start; see {folder}")
             time.sleep(1)
