@@ -114,7 +114,7 @@ class ChatTemplate:
         """
         try:
             return self._template.render(
-                messages=[_with_parsed_arguments(message) for message in messages],
+                messages=[_for_template(message) for message in messages],
                 tools=list(tools) or None,
                 add_generation_prompt=prompt,
                 **self._variables,
@@ -266,10 +266,26 @@ def _stand_in(history: Sequence[Message], sentinel: str, thought: str | None) ->
     return [*stub, last]
 
 
-def _with_parsed_arguments(message: Message) -> Message:
-    """Templates want the arguments of a tool call as an object; the wire carries them as JSON text."""
+def text_of(content: object) -> str:
+    """The text of a message, which may come in parts.
+
+    Raises:
+        CallerError: a part is no text.
+    """
+    if isinstance(content, list):
+        for part in content:
+            if part.get("type") not in ("text", "input_text", "output_text"):
+                raise CallerError(f"only text is supported, not {part.get('type')!r}", field="messages.content")
+        return "".join(part["text"] for part in content)
+    return str(content or "")
+
+
+def _for_template(message: Message) -> Message:
+    """Templates want text where the wire may carry parts, and a tool call's arguments as an object, not as JSON."""
+    plain = {name: value for name, value in message.items() if name != "tool_calls"}
+    plain["content"] = text_of(message.get("content"))
     if not message.get("tool_calls"):
-        return {name: value for name, value in message.items() if name != "tool_calls"}
+        return plain
     calls = []
     for call in message["tool_calls"]:
         function = call["function"]
@@ -280,7 +296,7 @@ def _with_parsed_arguments(message: Message) -> Message:
             except json.JSONDecodeError:
                 arguments = {"malformed": arguments}
         calls.append({**call, "function": {**function, "arguments": arguments}})
-    return {**message, "tool_calls": calls}
+    return {**plain, "tool_calls": calls}
 
 
 def _default_template(templates: object) -> str:

@@ -14,7 +14,7 @@ from __future__ import annotations
 import time
 import uuid
 from collections import OrderedDict
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from hashlib import blake2b
 from typing import Any, Literal
@@ -23,7 +23,7 @@ import orjson
 
 from nemo_gym_prorl.failures import CallerError
 from nemo_gym_prorl.policy.backends import Backend
-from nemo_gym_prorl.policy.chat import Message, Renderer
+from nemo_gym_prorl.policy.chat import Message, Renderer, text_of
 from nemo_gym_prorl.policy.engines import Conversation, Engine, RequestRefused, Sampling
 from nemo_gym_prorl.policy.metrics import PolicyMetrics
 from nemo_gym_prorl.policy.parsers import Parsed, parse, parsed_by_engine, strip_thought
@@ -154,7 +154,7 @@ class PolicyService:
 
         started = time.monotonic()
         # Rollouts that start with the same messages are siblings, whether or not anybody says so.
-        group = request.group or _digest(messages[0], b"", messages[1:2]).hex()
+        group = request.group or _digest(b"", messages[:2]).hex()
         placed = await self.placement.run(request.rollout, group, generate)
         generation = placed.result
         self.metrics.turn(placed, time.monotonic() - started, len(prompt))
@@ -168,7 +168,7 @@ class PolicyService:
         turn = rollout.ledger.append(parent, observed, generation, placed.weight_version)
         parsed = self._parse(generation, request)
         answer = Answer(_new_id(), _as_message(parsed), parsed, turn, generation.finish, turn.start)
-        digest = _digest(answer.message, point.digest if point else b"", new)
+        *_, (_, digest) = _chain((*new, answer.message), point.digest if point else b"")
         thoughts = bool(parsed.thought) or (point is not None and point.thoughts)
         rollout.points[digest] = _Point(turn, (*messages, answer.message), digest, thoughts)
         rollout.answers[answer.id] = rollout.points[digest]
@@ -220,14 +220,8 @@ class PolicyService:
             if point is None:
                 raise CallerError(f"no answer {request.after!r} in this rollout", field="previous_response_id")
             return point, messages
-        digest, found, length = b"", None, 0
-        pending: list[Message] = []
-        for index, message in enumerate(messages):
-            if message["role"] != "assistant":
-                pending.append(message)
-                continue
-            digest = _digest(message, digest, pending)
-            pending = []
+        found, length = None, 0
+        for index, digest in _chain(messages):
             point = rollout.points.get(digest)
             if point is not None:
                 found, length = point, index + 1
@@ -238,13 +232,13 @@ class PolicyService:
 
     def _adopt(self, rollout: _Rollout, messages: tuple[Message, ...]) -> _Point | None:
         """Take over a history that this process did not sample, from the token ids that Gym's agents send along."""
-        for index in range(len(messages) - 1, -1, -1):
+        for index, digest in reversed(list(_chain(messages))):
             message = messages[index]
-            ids = message.get("generation_token_ids")
-            if message["role"] == "assistant" and ids:
+            if ids := message.get("generation_token_ids"):
                 generation = Generation(ids, message["generation_log_probs"], Finish.STOP)
                 turn = rollout.ledger.append(None, message["prompt_token_ids"], generation)
-                return _Point(turn, messages[: index + 1], b"adopted" + uuid.uuid4().bytes, False)
+                point = rollout.points[digest] = _Point(turn, messages[: index + 1], digest, False)
+                return point
         return None
 
     def _render(
@@ -318,14 +312,24 @@ def _as_message(parsed: Parsed) -> dict[str, Any]:
     return message
 
 
-def _digest(answer: Message, before: bytes, observed: Sequence[Message]) -> bytes:
-    """Identity of a conversation up to an assistant message, tolerant of what agents change on the way.
+def _chain(messages: Sequence[Message], digest: bytes = b"") -> Iterator[tuple[int, bytes]]:
+    """The identity of the conversation up to each assistant message, with its index."""
+    start = 0
+    for index, message in enumerate(messages):
+        if message["role"] == "assistant":
+            digest = _digest(digest, messages[start : index + 1])
+            start = index + 1
+            yield index, digest
+
+
+def _digest(before: bytes, messages: Sequence[Message]) -> bytes:
+    """Identity of messages after others, tolerant of what agents change on the way.
 
     Agents drop thoughts, trim white space and write JSON anew; none of that makes it another conversation.
     """
     state = blake2b(before, digest_size=16)
-    for message in (*observed, answer):
-        content = _text(message.get("content"))
+    for message in messages:
+        content = text_of(message.get("content"))
         if message["role"] == "assistant":
             content = strip_thought(content)
         calls = [
@@ -334,16 +338,6 @@ def _digest(answer: Message, before: bytes, observed: Sequence[Message]) -> byte
         ]
         state.update(orjson.dumps([message["role"], content.strip(), calls]))
     return state.digest()
-
-
-def _text(content: object) -> str:
-    """The text of a message, which may come in parts."""
-    if isinstance(content, list):
-        for part in content:
-            if part.get("type") not in ("text", "input_text", "output_text"):
-                raise CallerError(f"only text is supported, not {part.get('type')!r}", field="messages.content")
-        return "".join(part["text"] for part in content)
-    return str(content or "")
 
 
 def _canonical(arguments: object) -> object:
