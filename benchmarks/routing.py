@@ -34,7 +34,8 @@ import aiohttp
 from benchmarks.fleet import Fleet, Incident, Outcome, Rollout, agent_trace, best_hit_rate
 from benchmarks.report import Figure, publish
 from benchmarks.routers import PEERS, Ours, StickyLeastLoaded
-from nemo_gym_prorl.policy.backends import Backend, BackendPool
+from nemo_gym_prorl.policy.backend import Backend
+from nemo_gym_prorl.policy.backends import BackendPool
 from nemo_gym_prorl.policy.engines import VllmCompletions
 from nemo_gym_prorl.policy.placement import Placement
 

@@ -19,7 +19,8 @@ from fastapi.responses import JSONResponse
 from pydantic import BaseModel, ConfigDict, Field
 
 from nemo_gym_prorl.failures import CallerError, RolloutError
-from nemo_gym_prorl.policy.backends import Backend, BackendPool
+from nemo_gym_prorl.policy.backend import Backend
+from nemo_gym_prorl.policy.backends import BackendPool
 from nemo_gym_prorl.policy.chat import Renderer
 from nemo_gym_prorl.policy.engines import ENGINES, detect
 from nemo_gym_prorl.policy.metrics import PolicyMetrics

@@ -14,7 +14,8 @@ import time
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, field
 
-from nemo_gym_prorl.policy.backends import Abort, Assign, Backend, BackendPool, Decision, Outcome, Probe, Quiesced
+from nemo_gym_prorl.policy.backend import Abort, Assign, Backend, Decision, Outcome, Probe, Quiesced
+from nemo_gym_prorl.policy.backends import BackendPool
 from nemo_gym_prorl.policy.engines import BackendFailed, Engine
 
 

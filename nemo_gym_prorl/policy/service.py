@@ -22,7 +22,7 @@ from typing import Any, Literal
 import orjson
 
 from nemo_gym_prorl.failures import CallerError
-from nemo_gym_prorl.policy.backends import Backend
+from nemo_gym_prorl.policy.backend import Backend
 from nemo_gym_prorl.policy.chat import Message, Renderer, text_of
 from nemo_gym_prorl.policy.engines import Conversation, Engine, RequestRefused, Sampling
 from nemo_gym_prorl.policy.metrics import PolicyMetrics

@@ -9,17 +9,8 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
 from nemo_gym_prorl.failures import CallerError
-from nemo_gym_prorl.policy.backends import (
-    Abort,
-    Assign,
-    Backend,
-    BackendPool,
-    Decision,
-    Health,
-    Outcome,
-    Probe,
-    Quiesced,
-)
+from nemo_gym_prorl.policy.backend import Abort, Assign, Backend, Decision, Health, Outcome, Probe, Quiesced
+from nemo_gym_prorl.policy.backends import BackendPool
 
 
 LIMIT = 3
