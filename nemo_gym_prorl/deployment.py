@@ -17,7 +17,6 @@ import contextlib
 import os
 import random
 import shutil
-import signal
 import socket
 import sys
 import tempfile
@@ -34,7 +33,7 @@ import orjson
 from omegaconf import OmegaConf
 
 from nemo_gym_prorl.failures import InfrastructureError
-from nemo_gym_prorl.processes import ProcessMark
+from nemo_gym_prorl.processes import INTERRUPT_GRACE_S, KILL_S, SETTLE_S, ProcessMark, keeper_command
 
 
 SERVER_TYPES = ("resources_servers", "responses_api_agents", "responses_api_models", "environment_servers")
@@ -47,10 +46,10 @@ _HEAD_PORTS = range(20_001, 32_000)
 """Head server ports: outside Gym's own range for servers (10001-20000) and below the kernel's for outgoing
 connections, from which Ray would otherwise take our port between our choice and Gym's use of it."""
 
-_INTERRUPT_GRACE_S = 15.0
-_SETTLE_S = 5.0
-_KILL_S = 5.0
-_LOG_TAIL_LINES = 40
+_KEEPER_GRACE_S = INTERRUPT_GRACE_S + SETTLE_S + KILL_S + 5.0
+_LOG_TAIL_LINES = 80
+_RAY_LATE = "The current node timed out during startup"
+"""Ray gives its own processes a fixed 30 s. On a busy machine that fails now and then; a second try is worth it."""
 
 # Ask the interpreter that will run Gym, which need not be ours.
 _PROBE = """
@@ -60,13 +59,6 @@ def parent(name):
     return os.path.dirname(list(spec.submodule_search_locations)[0]) if spec else None
 print(json.dumps({"prefix": sys.prefix, "bin": os.path.dirname(sys.executable), "gym_root": parent("nemo_gym"),
     "gym_version": importlib.metadata.version("nemo-gym"), "our_root": parent("nemo_gym_prorl")}))
-"""
-
-# SIGINT when our own process dies, however it dies (1 is PR_SET_PDEATHSIG); then Gym shuts its servers down itself.
-_EXEC_BOUND_TO_PARENT = """
-import ctypes, os, signal, sys
-ctypes.CDLL(None).prctl(1, int(signal.SIGINT), 0, 0, 0)
-os.execv(sys.argv[1], sys.argv[1:])
 """
 
 
@@ -158,9 +150,6 @@ class GymCli:
             "+skip_venv_if_present=true",
             "++head_server.host=127.0.0.1",
             f"++head_server.port={self.head_port}",
-            # Hydra would leave an "outputs" folder in the working directory.
-            f"hydra.run.dir={self.work_dir}/hydra",
-            "hydra.output_subdir=null",
         ]
 
     async def prepare(self) -> _Installation:
@@ -205,7 +194,7 @@ class GymCli:
         finally:
             if process.returncode is None:
                 process.kill()
-            await asyncio.shield(mark.kill(settle_s=1.0, kill_s=_KILL_S))
+            await asyncio.shield(mark.kill(settle_s=1.0))
         result = GymResult(
             arguments, process.returncode or 0, output.decode(errors="replace"), time.monotonic() - start
         )
@@ -218,7 +207,12 @@ class GymCli:
         """Command line, environment and working directory of a Gym command."""
         installation = await self.prepare()
         about_servers = arguments[:1] in (("env",), ("eval",), ("dataset",))
-        words = [str(installation.bin / "gym"), *arguments, *(self.overrides if about_servers else ())]
+        words = [str(installation.bin / "gym"), *arguments]
+        if about_servers:
+            words += self.overrides
+        if about_servers or installation.gym_version < (0, 5):
+            # Hydra would leave an "outputs" folder in the working directory. Later listings do without Hydra.
+            words += [f"hydra.run.dir={self.work_dir}/hydra", "hydra.output_subdir=null"]
         return words, self._environment(installation), self._working_dir(installation)
 
     @property
@@ -349,8 +343,7 @@ class GymDeployment:
     async def __aenter__(self) -> Self:
         start = time.monotonic()
         try:
-            await self._launch()
-            await asyncio.wait_for(self._wait_ready(), self._start_timeout_s)
+            await asyncio.wait_for(self._start(), self._start_timeout_s)
         except TimeoutError as error:
             tail = self._log_tail()
             await self._end()
@@ -368,7 +361,20 @@ class GymDeployment:
         if error is None and not self._keeps_work_dir:
             await asyncio.to_thread(shutil.rmtree, self.work_dir, ignore_errors=True)
 
+    async def _start(self) -> None:
+        await self._launch()
+        try:
+            await self._wait_ready()
+        except DeploymentError:
+            if _RAY_LATE not in self.log_path.read_text(errors="replace"):
+                raise
+            await self._end()
+            await self._launch()
+            await self._wait_ready()
+
     async def _launch(self) -> None:
+        for folder in (self.work_dir, self._ray_dir):
+            folder.mkdir(parents=True, exist_ok=True)
         selection = [word for path in self._config_paths for word in ("--config", path)]
         if self._environment:
             selection += ["--environment", self._environment]
@@ -377,15 +383,10 @@ class GymDeployment:
         if self._policy:
             selection += ["--config", str(self._write_policy())]
         words, env, cwd = await self.cli.command("env", "start", *selection)
-        executable = str((await self.cli.prepare()).bin / "python")
         mark = self.cli.mark
         with self._open_log() as log:
             self._process = await asyncio.create_subprocess_exec(
-                executable,
-                "-c",
-                _EXEC_BOUND_TO_PARENT,
-                *words,
-                *self._overrides,
+                *keeper_command(mark, [*words, *self._overrides], sys.executable),
                 cwd=cwd,
                 env=env | {mark.name: mark.value},
                 stdin=asyncio.subprocess.DEVNULL,
@@ -444,15 +445,15 @@ class GymDeployment:
     async def _end_now(self) -> None:
         process = self._process
         if process is not None and process.returncode is None:
+            # The keeper interrupts Gym, waits, and ends whatever Gym forgot.
             with contextlib.suppress(ProcessLookupError):
-                process.send_signal(signal.SIGINT)
+                process.terminate()
             try:
-                await asyncio.wait_for(process.wait(), _INTERRUPT_GRACE_S)
+                await asyncio.wait_for(process.wait(), _KEEPER_GRACE_S)
             except TimeoutError:
                 process.kill()
                 await process.wait()
-        # Orphans first get time to notice: sandbox reapers do the last of their work now.
-        left = await self.cli.mark.kill(settle_s=_SETTLE_S, kill_s=_KILL_S)
+        left = await self.cli.mark.kill(settle_s=0)
         await asyncio.to_thread(shutil.rmtree, self._ray_dir, ignore_errors=True)
         if left:
             listed = "; ".join(f"{pid}: {command[:120]}" for pid, command in left.items())
