@@ -90,7 +90,9 @@ async def test_a_tokenizer_that_is_not_the_engines(engine_url: str, tmp_path: Pa
 @pytest.mark.engine
 async def test_a_prompt_that_fills_the_context_ends_typed(engine_url: str, session: aiohttp.ClientSession) -> None:
     engine = VllmCompletions(session, MODEL)
-    for length in (8192, 9000):
+    async with session.get(f"{engine_url}/v1/models") as response:
+        room = (await response.json())["data"][0]["max_model_len"]
+    for length in (room, room + 1000):
         generation = await engine.generate(engine_url, [5] * length, Conversation([]), Sampling(max_tokens=4))
         assert generation.finish is Finish.CONTEXT
 

@@ -6,8 +6,8 @@ from __future__ import annotations
 import asyncio
 import itertools
 import random
-from collections.abc import AsyncIterator
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 import aiohttp
@@ -61,7 +61,12 @@ class Run:
 
 
 @pytest.fixture(scope="module")
-async def runs(engine_url: str, model_folder: Any) -> AsyncIterator[list[Run]]:
+def runs(engine_url: str, model_folder: Path) -> list[Run]:
+    return asyncio.run(play_all(engine_url, model_folder))
+
+
+async def play_all(engine_url: str, model_folder: Path) -> list[Run]:
+    """All rollouts, a few dozen at a time, over all template families in turn."""
     tokenizer = Tokenizer(FastTokenizer.from_file(str(model_folder / "tokenizer.json")))
     gate = asyncio.Semaphore(32)
     async with aiohttp.ClientSession() as session:
@@ -85,7 +90,7 @@ async def runs(engine_url: str, model_folder: Any) -> AsyncIterator[list[Run]]:
                 await run.play(random.Random(seed))
 
         await asyncio.gather(*(play(run, seed) for seed, run in enumerate(played)))
-        yield played
+    return played
 
 
 def renderer_of(run: Run) -> Renderer:
@@ -101,7 +106,6 @@ async def teacher_forced(session: aiohttp.ClientSession, url: str, ids: list[int
     return [0.0] + [scored[at][str(ids[at])]["logprob"] for at in range(1, len(ids))]
 
 
-@pytest.mark.asyncio(loop_scope="module")
 async def test_every_rollout_is_one_exact_prefix_chain(runs: list[Run]) -> None:
     for run in runs:
         assert run.service.ledger(run.name).branches == 1
@@ -109,7 +113,6 @@ async def test_every_rollout_is_one_exact_prefix_chain(runs: list[Run]) -> None:
             assert later.turn.prompt()[: earlier.turn.end] == earlier.turn.prompt() + list(earlier.turn.sampled)
 
 
-@pytest.mark.asyncio(loop_scope="module")
 async def test_the_engine_scores_the_sequences_as_it_sampled_them(
     runs: list[Run], engine_url: str, record_property: Any
 ) -> None:
@@ -127,7 +130,6 @@ async def test_the_engine_scores_the_sequences_as_it_sampled_them(
     assert worst <= TOLERANCE
 
 
-@pytest.mark.asyncio(loop_scope="module")
 async def test_the_agent_saw_what_the_tokens_say(runs: list[Run]) -> None:
     for run in runs:
         tokenizer = renderer_of(run).tokenizer
@@ -145,7 +147,6 @@ async def test_the_agent_saw_what_the_tokens_say(runs: list[Run]) -> None:
                 assert again.content == text
 
 
-@pytest.mark.asyncio(loop_scope="module")
 async def test_the_rollouts_had_calls_broken_calls_thoughts_and_unicode(runs: list[Run], record_property: Any) -> None:
     """And the text round trip, which naive clients and Gym 0.4 make on every turn, would have changed many of them."""
     for family in FAMILIES.values():

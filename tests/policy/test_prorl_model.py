@@ -30,7 +30,7 @@ TOOLS = [
 ]
 
 
-TOKEN_FIELDS = {"prompt_token_ids", "generation_token_ids", "generation_log_probs"}
+TOKEN_FIELDS = {"prompt_token_ids", "generation_token_ids", "generation_log_probs", "routed_experts"}
 
 
 def server(base_url: str, model_folder: Path, **config: object) -> ProrlModel:
