@@ -80,6 +80,7 @@ class Backend:
     failures: int = 0
     probe_at: float | None = None
     hot: bool = False
+    turns: int = 0
     turn_s: float | None = None
     slowness: float = 1.0
     head_start: int = 0

@@ -33,7 +33,10 @@ from nemo_gym_prorl.policy.backend import Abort, Assign, Backend, Decision, Heal
 
 
 _TURN_SMOOTHING = 0.08
-"""Weight of the latest turn in a backend's mean turn time: a dozen turns make an opinion."""
+"""Weight of the latest turn in a backend's mean turn time."""
+
+_OPINION = 12
+"""How many turns a backend must have had before it can count as slow."""
 
 _SLOW = 2.0
 """How many times longer than the median backend's a backend's turns must take for it to count as slow."""
@@ -357,12 +360,13 @@ class BackendPool:
 
     def _timed(self, backend: Backend, seconds: float) -> None:
         """Learn how long turns take, and which backends take far longer than the others."""
-        known = backend.turn_s
-        backend.turn_s = seconds if known is None else known + _TURN_SMOOTHING * (seconds - known)
+        backend.turns += 1
+        known = backend.turn_s or 0.0
+        backend.turn_s = known + max(1 / backend.turns, _TURN_SMOOTHING) * (seconds - known)
         times = sorted(b.turn_s for b in self.backends.values() if b.turn_s is not None and b.health is Health.UP)
         usual = times[(len(times) - 1) // 2] if times else 0.0
         ratio = backend.turn_s / usual if usual > 0.0 else 1.0
-        backend.slowness = ratio if ratio > _SLOW else 1.0
+        backend.slowness = ratio if ratio > _SLOW and backend.turns >= _OPINION else 1.0
 
     def _mark_failed(self, backend: Backend, now: float) -> None:
         backend.health = Health.DOWN
