@@ -127,6 +127,10 @@ class PolicyHost:
         )
 
 
+class AlreadyThere(CallerError):
+    """What is to be added exists."""
+
+
 class NewBackend(BaseModel):
     """Body of ``POST /v1/backends``."""
 
@@ -160,6 +164,8 @@ def add_control_routes(app: FastAPI, host: PolicyHost) -> None:
     @router.post("/v1/backends", status_code=201)
     async def add(body: NewBackend) -> dict[str, Any]:
         service = await host.service()
+        if body.id in host.pool.backends:
+            raise AlreadyThere(f"there is a backend {body.id!r} already", field="id")
         backend_id = body.id or f"backend{time.monotonic_ns():x}"
         service.placement.apply(host.pool.add(backend_id, body.url, body.weight_version))
         return _describe(host.pool.backends[backend_id])
@@ -244,11 +250,12 @@ async def problem(request: Request, error: Exception) -> JSONResponse:
     """An RFC 9457 problem document. Statuses are ones that Gym's client does not repeat for ever."""
     assert isinstance(error, RolloutError)
     _log.warning("%s %s: %s: %s", request.method, request.url.path, type(error).__name__, error.reason)
-    caller = isinstance(error, CallerError)
     field = error.field if isinstance(error, CallerError) else None
     status = 500
-    if caller:
-        status = 401 if field == "authorization" else 404 if field in ("rollout", "id") else 400
+    if isinstance(error, AlreadyThere):
+        status = 409
+    elif isinstance(error, CallerError):
+        status = {"authorization": 401, "rollout": 404, "id": 404}.get(field or "", 400)
     body = {
         "type": f"urn:nemo-gym-prorl:{error.kind}",
         "title": type(error).__name__,

@@ -165,8 +165,9 @@ class Placement:
     async def _reporting(self) -> None:
         while True:
             await asyncio.sleep(self.report_s)
-            for backend in list(self.pool.backends.values()):
-                load = await self.engine.load(backend.url)
+            backends = list(self.pool.backends.values())
+            loads = await asyncio.gather(*(self.engine.load(backend.url) for backend in backends))
+            for backend, load in zip(backends, loads, strict=True):
                 if load is not None:
                     self.apply(self.pool.report(backend.id, waiting=load.waiting, kv_use=load.kv_use))
 
