@@ -105,7 +105,7 @@ async def serving(app: ASGIApp) -> AsyncIterator[str]:
     """An ASGI application on a free port; yields its URL."""
     server = uvicorn.Server(uvicorn.Config(app, host="127.0.0.1", port=free_port(), log_level="warning"))
     task = asyncio.create_task(server.serve())
-    while not server.started:  # noqa: ASYNC110 - uvicorn has no event for it
+    while not server.started:
         await asyncio.sleep(0.01)
     try:
         yield f"http://127.0.0.1:{server.config.port}"

@@ -31,7 +31,7 @@ pytestmark = pytest.mark.engine
 ROLLOUTS = 200
 TURNS = 4
 TOLERANCE = 1e-3
-"""Largest difference between a recorded log-prob and the teacher-forced one; the issue's bound."""
+"""Largest difference between a recorded log-prob and the teacher-forced one."""
 
 
 @dataclass

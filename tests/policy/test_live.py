@@ -70,7 +70,7 @@ async def policy(model_folder: Path) -> AsyncIterator[Policy]:
 
 async def until(condition: Callable[[], bool]) -> None:
     async with asyncio.timeout(60):
-        while not condition():  # noqa: ASYNC110 - the condition is about many rollouts
+        while not condition():
             await asyncio.sleep(0.01)
 
 
