@@ -53,12 +53,12 @@ _RAY_LATE = "The current node timed out during startup"
 
 # Ask the interpreter that will run Gym, which need not be ours.
 _PROBE = """
-import importlib.metadata, importlib.util, json, os, shutil, sys
+import importlib.util, json, os, shutil, sys
 def parent(name):
     spec = importlib.util.find_spec(name)
     return os.path.dirname(list(spec.submodule_search_locations)[0]) if spec else None
 print(json.dumps({"prefix": sys.prefix, "bin": os.path.dirname(sys.executable), "gym_root": parent("nemo_gym"),
-    "gym_version": importlib.metadata.version("nemo-gym"), "our_root": parent("nemo_gym_prorl")}))
+    "our_root": parent("nemo_gym_prorl")}))
 """
 
 
@@ -87,21 +87,19 @@ class GymResult:
 
 
 @dataclass(frozen=True, slots=True)
-class _Installation:
+class Installation:
     """Where things lie for one interpreter.
 
     Attributes:
         prefix: its environment.
         bin: folder of the interpreter and of Gym's console script.
         gym_root: the folder that holds ``nemo_gym`` and Gym's server folders.
-        gym_version: major and minor of nemo-gym.
         our_root: the folder that holds ``nemo_gym_prorl`` and our server folders.
     """
 
     prefix: Path
     bin: Path
     gym_root: Path
-    gym_version: tuple[int, int]
     our_root: Path | None
 
     @property
@@ -116,8 +114,8 @@ class GymCli:
     Args:
         work_dir: folder for what Gym needs on disk; kept by the caller.
         python: the interpreter whose nemo-gym is used; its environment serves all servers.
-        cwd: working directory of the commands. Default: the checkout if this package runs from one (nemo-gym 0.4 finds
-            it only there), else ``work_dir``.
+        cwd: working directory of commands about servers. Default: the checkout if this package runs from one
+            (nemo-gym 0.4 finds it only there), else ``work_dir``.
         env: environment variables on top of ours.
     """
 
@@ -135,7 +133,7 @@ class GymCli:
         self._python = python
         self._cwd = cwd
         self._given_env = dict(env or {})
-        self._installation: _Installation | None = None
+        self._installation: Installation | None = None
 
     @property
     def head_url(self) -> str:
@@ -152,7 +150,7 @@ class GymCli:
             f"++head_server.port={self.head_port}",
         ]
 
-    async def prepare(self) -> _Installation:
+    async def prepare(self) -> Installation:
         """Look at the interpreter and lay out the shared environment; done once.
 
         Raises:
@@ -206,23 +204,19 @@ class GymCli:
     async def command(self, *arguments: str) -> tuple[list[str], dict[str, str], Path]:
         """Command line, environment and working directory of a Gym command."""
         installation = await self.prepare()
-        about_servers = arguments[:1] in (("env",), ("eval",), ("dataset",))
         words = [str(installation.bin / "gym"), *arguments]
-        if about_servers:
-            words += self.overrides
-        if about_servers or installation.gym_version < (0, 5):
-            # Hydra would leave an "outputs" folder in the working directory. Later listings do without Hydra.
-            words += [f"hydra.run.dir={self.work_dir}/hydra", "hydra.output_subdir=null"]
-        return words, self._environment(installation), self._working_dir(installation)
+        # Hydra leaves an "outputs" folder in the working directory; listings can't all be told to put it elsewhere,
+        # and don't care where they run.
+        if arguments[:1] not in (("env",), ("eval",), ("dataset",)):
+            return words, self._environment(installation), self.work_dir
+        words += [*self.overrides, f"hydra.run.dir={self.work_dir}/hydra", "hydra.output_subdir=null"]
+        return words, self._environment(installation), self._cwd or installation.checkout or self.work_dir
 
     @property
     def _venvs(self) -> Path:
         return self.work_dir / "venvs"
 
-    def _working_dir(self, installation: _Installation) -> Path:
-        return self._cwd or installation.checkout or self.work_dir
-
-    def _environment(self, installation: _Installation) -> dict[str, str]:
+    def _environment(self, installation: Installation) -> dict[str, str]:
         env = dict(os.environ)
         env["PATH"] = f"{installation.bin}{os.pathsep}{env.get('PATH', os.defpath)}"
         # Ray: no token file in the user's home, no usage report, the smallest object store it accepts, and no workers
@@ -241,25 +235,30 @@ class GymCli:
             env["PYTHONPATH"] = _join_paths(checkout, env.get("PYTHONPATH"))
         return env | self._given_env
 
-    async def _probe(self) -> _Installation:
-        # A checkout that is on our path only because we were started in it has to be on the child's path as well.
+    async def _probe(self) -> Installation:
+        # A checkout that is on our path only because we were started in it has to be on the child's path as well. For
+        # another interpreter it does not count: "python -c" must not find it in the working directory.
         env = dict(os.environ) | self._given_env
         if self._python == sys.executable:
             env["PYTHONPATH"] = _join_paths(Path(__file__).parents[1], env.get("PYTHONPATH"))
         process = await asyncio.create_subprocess_exec(
-            self._python, "-c", _PROBE, env=env, stdout=asyncio.subprocess.PIPE, stderr=asyncio.subprocess.PIPE
+            self._python,
+            "-c",
+            _PROBE,
+            cwd="/",
+            env=env,
+            stdout=asyncio.subprocess.PIPE,
+            stderr=asyncio.subprocess.PIPE,
         )
         output, errors = await process.communicate()
         if process.returncode:
             reason = errors.decode(errors="replace").strip().splitlines()[-1:]
             raise DeploymentError(f"{self._python} can't run NeMo Gym: {' '.join(reason)}; install nemo-gym into it")
         found = orjson.loads(output)
-        major, minor = found["gym_version"].split(".")[:2]
-        return _Installation(
+        return Installation(
             prefix=Path(found["prefix"]),
             bin=Path(found["bin"]),
             gym_root=Path(found["gym_root"]),
-            gym_version=(int(major), int(minor)),
             our_root=Path(found["our_root"]) if found["our_root"] else None,
         )
 
@@ -472,7 +471,7 @@ def _join_paths(first: Path, rest: str | None) -> str:
     return f"{first}{os.pathsep}{rest}" if rest else str(first)
 
 
-def _link_environments(venvs: Path, installation: _Installation) -> None:
+def _link_environments(venvs: Path, installation: Installation) -> None:
     """Give every server that Gym could start the one environment we have, as Gym's layout wants it."""
     target = installation.prefix
     if not (target / "bin" / "activate").exists():
@@ -490,7 +489,7 @@ def _link_environments(venvs: Path, installation: _Installation) -> None:
                     link.symlink_to(target)
 
 
-def _activatable(folder: Path, installation: _Installation) -> Path:
+def _activatable(folder: Path, installation: Installation) -> Path:
     """A stand-in for a virtual environment where Python is installed without one, as in many containers."""
     bin_dir = folder / "bin"
     bin_dir.mkdir(parents=True, exist_ok=True)

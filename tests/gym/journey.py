@@ -58,6 +58,8 @@ async def take(python: str, folder: Path) -> dict[str, float]:
     cwd.mkdir()
     cli = GymCli(folder / "cli", python=python, cwd=cwd)
     seconds: dict[str, float] = {}
+    installation = await cli.prepare()
+    assert installation.checkout is None, f"not the wheel: {installation}"
 
     listed = await cli.run("list", "environments", "--json")
     assert "prorl_code" in _names(listed.output)
