@@ -27,3 +27,12 @@ def engine_url(model_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> 
     with contextlib.ExitStack() as stack:
         url, _ = stack.enter_context(vllm(model_folder, tmp_path_factory.mktemp("vllm") / "engine.log"))
         yield url
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Whichever test comes first may have to build the engine's environment and teach the model, once per machine."""
+    for item in items:
+        if {"engine_url", "model_folder"} & set(getattr(item, "fixturenames", ())):
+            item.add_marker(pytest.mark.engine)
+        if Path(item.path).parent == Path(__file__).parent:
+            item.add_marker(pytest.mark.timeout(900))
