@@ -6,6 +6,7 @@ BIN := .venv/bin
 MAKEFLAGS += --no-print-directory
 
 .DEFAULT_GOAL := help
+.NOTPARALLEL:
 .PHONY: help setup setup-dev demo test lint format clean
 
 help: ## show this text
@@ -38,7 +39,7 @@ format: ## ruff, with its fixes
 	@$(BIN)/ruff format
 
 bench-%: setup ## run benchmarks/%.py (ARGS=--quick for the short form)
-	@$(BIN)/python benchmarks/$*.py $(ARGS)
+	@$(BIN)/python -m benchmarks.$* $(ARGS)
 
 clean: ## remove the environment and build files; the cache folder stays
 	rm -rf .venv build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .import_linter_cache .hypothesis

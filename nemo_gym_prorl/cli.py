@@ -8,11 +8,13 @@ exit code 1, without a traceback; anything else is a defect and shows one.
 
 from __future__ import annotations
 
+import asyncio
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Coroutine, Iterator
 from contextlib import contextmanager
-from typing import TYPE_CHECKING
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
@@ -73,6 +75,90 @@ def doctor() -> None:
         raise typer.Exit(1)
 
 
+@app.command()
+def demo(
+    overrides: Annotated[
+        list[str] | None,
+        typer.Argument(
+            help="Hydra overrides for Gym, e.g. ++prorl_code_agent.responses_api_agents.prorl_agent.stages.run=4"
+        ),
+    ] = None,
+    rollouts: Annotated[int, typer.Option(min=1, help="How many rollouts.")] = 16,
+    output: Annotated[Path, typer.Option(help="JSONL file for the finished rollouts.")] = Path("out/demo.jsonl"),
+) -> None:
+    """Run HumanEval rollouts in a real Gym deployment with real sandboxes, and watch them.
+
+    The policy is scripted unless PRORL_MODEL_URL names an endpoint (PRORL_MODEL_NAME, PRORL_API_KEY). Exit code 1 if
+    a rollout was not scored, or earned another reward than its script deserves.
+    """
+    from nemo_gym_prorl.demo import Demo
+
+    try:
+        fine = Demo(rollouts, output, overrides or ()).run()
+    except (KeyboardInterrupt, asyncio.CancelledError):
+        raise typer.Exit(130) from None
+    if not fine:
+        raise typer.Exit(1)
+
+
+Url = Annotated[
+    str | None,
+    typer.Option(help="The service. Default: PRORL_URL, else the prorl_agent that Gym's head server knows."),
+]
+
+
+@app.command()
+def submit(
+    rows: Annotated[Path, typer.Argument(exists=True, dir_okay=False, help="JSONL file of Gym dataset rows.")],
+    url: Url = None,
+    repeats: Annotated[int, typer.Option(min=1, help="Rollouts per row.")] = 1,
+    client: Annotated[str, typer.Option(help="Name under which the service shares its slots fairly.")] = "cli",
+    priority: Annotated[int, typer.Option(help="Higher goes first.")] = 0,
+    output: Annotated[Path | None, typer.Option(help="JSONL file for the results, in the order they end.")] = None,
+    detach: Annotated[bool, typer.Option(help="Submit, print the ids, and leave.")] = False,
+) -> None:
+    """Submit rollouts and follow them to their end. Exit code 1 if one failed."""
+    from nemo_gym_prorl.commands import jobs
+
+    following = jobs.submit(
+        rows, url=url, repeats=repeats, client_name=client, priority=priority, output=output, detach=detach
+    )
+    if _run(following):
+        raise typer.Exit(1)
+
+
+@app.command()
+def status(rollout: Annotated[str | None, typer.Argument(help="One rollout's id.")] = None, url: Url = None) -> None:
+    """Show the pools of a running service, or one rollout."""
+    from nemo_gym_prorl.commands import jobs
+
+    _run(jobs.show_status(url, rollout))
+
+
+@app.command()
+def cancel(
+    ids: Annotated[list[str] | None, typer.Argument(help="Ids of rollouts.")] = None,
+    group: Annotated[str | None, typer.Option(help="All rollouts of this group.")] = None,
+    url: Url = None,
+) -> None:
+    """Cancel rollouts; returns when their sandboxes are gone. Exit code 1 if an id is unknown."""
+    from nemo_gym_prorl.commands import jobs
+
+    if _run(jobs.cancel(url, ids or [], group)):
+        raise typer.Exit(1)
+
+
+@app.command()
+def tail(
+    after: Annotated[int | None, typer.Option(help="Number of the last transition seen; 0 for all there are.")] = None,
+    url: Url = None,
+) -> None:
+    """Print every transition of every rollout as it happens."""
+    from nemo_gym_prorl.commands import jobs
+
+    _run(jobs.tail(url, after))
+
+
 def main() -> None:
     """Entry point of the ``prorl`` script."""
     from nemo_gym_prorl.failures import RolloutError
@@ -81,6 +167,18 @@ def main() -> None:
         app()
     except RolloutError as error:
         sys.exit(f"prorl: {error.reason}")
+
+
+def _run[T](work: Coroutine[Any, Any, T]) -> T:
+    """Run a command to its end; Ctrl-C ends it quietly, a refusal of the service is one line."""
+    from nemo_gym_prorl.rollout.client import ApiError
+
+    try:
+        return asyncio.run(work)
+    except KeyboardInterrupt:
+        raise typer.Exit(130) from None
+    except ApiError as error:
+        sys.exit(f"prorl: {error}")
 
 
 @contextmanager
@@ -92,11 +190,11 @@ def _step(console: Console, title: str) -> Iterator[Callable[[str], None]]:
     def say(message: str) -> None:
         nonlocal last
         last = message
-        status.update(f"{title}: {message}")
+        spinner.update(f"{title}: {message}")
         if not console.is_terminal:
             console.print(f"  {title}: {message}", markup=False, soft_wrap=True)
 
-    with console.status(title) as status:
+    with console.status(title) as spinner:
         yield say
     if console.is_terminal:
         console.print(f"{title}: {last} ({time.monotonic() - started:.1f} s)", markup=False, soft_wrap=True)

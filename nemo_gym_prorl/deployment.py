@@ -158,6 +158,9 @@ class GymCli:
             "+skip_venv_if_present=true",
             "++head_server.host=127.0.0.1",
             f"++head_server.port={self.head_port}",
+            # Hydra would leave an "outputs" folder in the working directory.
+            f"hydra.run.dir={self.work_dir}/hydra",
+            "hydra.output_subdir=null",
         ]
 
     async def prepare(self) -> _Installation:
@@ -228,11 +231,14 @@ class GymCli:
     def _environment(self, installation: _Installation) -> dict[str, str]:
         env = dict(os.environ)
         env["PATH"] = f"{installation.bin}{os.pathsep}{env.get('PATH', os.defpath)}"
-        # Ray: no token file in the user's home, no usage report, the smallest object store it accepts.
+        # Ray: no token file in the user's home, no usage report, the smallest object store it accepts, and no workers
+        # ahead of the tasks (most deployments have none).
         env |= {
             "RAY_AUTH_MODE": "disabled",
             "RAY_USAGE_STATS_ENABLED": "0",
             "RAY_DEFAULT_OBJECT_STORE_MAX_MEMORY_BYTES": str(80 * 1024 * 1024),
+            "RAY_enable_worker_prestart": "0",
+            "RAY_prestart_worker_first_driver": "0",
             "PYTHONUNBUFFERED": "1",
         }
         if checkout := installation.checkout:

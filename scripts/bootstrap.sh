@@ -93,7 +93,8 @@ if is_current "$stamp" || is_current "$venv/.prorl-stamp-dev"; then
     exit 0
 fi
 
-[ -n "$python" ] || python=$(find_python)
+# An environment that is there keeps its interpreter unless another was asked for.
+[ -n "$python" ] || python=$(interpreter "$venv/bin/python" || find_python)
 uv=$(find_uv "$python")
 if [ -n "$python" ]; then
     export UV_PYTHON_DOWNLOADS=never

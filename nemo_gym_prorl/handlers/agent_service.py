@@ -16,17 +16,25 @@ from omegaconf import DictConfig, OmegaConf
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from nemo_gym_prorl.failures import CallerError, Failure, FailureKind, Origin
-from nemo_gym_prorl.handlers.gym_environment import GymContext, LoopLimits, ToolLoop, empty_response, failure_row
-from nemo_gym_prorl.handlers.gym_http import CookieJar, GymServer, HttpClient, server_urls
+from nemo_gym_prorl.handlers.gym_environment import (
+    GymContext,
+    GymEnvironmentHandler,
+    LoopLimits,
+    ToolLoop,
+    empty_response,
+    failure_row,
+)
+from nemo_gym_prorl.handlers.gym_http import Answer, CookieJar, GymServer, HttpClient, server_urls
 from nemo_gym_prorl.rollout.api import rollout_router
-from nemo_gym_prorl.rollout.callers import CallerGone, CallerWatch
+from nemo_gym_prorl.rollout.callers import CallerGone, CallerWatch, row_key
 from nemo_gym_prorl.rollout.handler import HandlerRegistry
-from nemo_gym_prorl.rollout.job import Budgets, Progress
+from nemo_gym_prorl.rollout.job import Budgets, Job, Progress
 from nemo_gym_prorl.rollout.metrics import PipelineMetrics
-from nemo_gym_prorl.rollout.pipeline import Draining, Pipeline, PipelineSettings
-from nemo_gym_prorl.rollout.problems import invalid_body
+from nemo_gym_prorl.rollout.pipeline import Draining, JobRequest, Pipeline, PipelineSettings
+from nemo_gym_prorl.rollout.problems import ProblemError, invalid_body
 from nemo_gym_prorl.rollout.schemas import Row, Seconds
 from nemo_gym_prorl.rollout.stages import PoolSizes
+from nemo_gym_prorl.rollout.wire import wire_router
 
 
 Positive = Annotated[int, Field(ge=1)]
@@ -78,6 +86,8 @@ class ServiceConfig(BaseModel):
     """Tool calls of one turn in flight at once; 1 keeps their order."""
     caller_grace_s: Seconds = 10.0
     """How long a ``/run`` whose caller vanished goes on, in case the caller posts it again."""
+    prorl_wire: bool = False
+    """Also serve the original ProRL wire format: /process, /cancel, /start, /stop, /add_llm_server, …"""
     control_token: str | None = None
     """If set, the job API requires it as a bearer token."""
 
@@ -107,7 +117,8 @@ class AgentService:
         self._config = config
         self._context = context
         self._http = http
-        self.pipeline = Pipeline(HandlerRegistry(context, config.handler), config.pipeline_settings())
+        handlers = HandlerRegistry(context, config.handler, {GymEnvironmentHandler.name: GymEnvironmentHandler})
+        self.pipeline = Pipeline(handlers, config.pipeline_settings())
         self.metrics = PipelineMetrics(self.pipeline)
         self._callers = CallerWatch(self.pipeline, config.caller_grace_s)
 
@@ -133,8 +144,13 @@ class AgentService:
         return cls(config, GymContext(servers["resources_server"], servers["model_server"], limits), http)
 
     def router(self) -> APIRouter:
-        """The job API."""
-        return rollout_router(self.pipeline, self.metrics, self._config.control_token)
+        """The job API and, if configured, the original ProRL wire format."""
+        router = APIRouter()
+        token = self._config.control_token
+        if self._config.prorl_wire:
+            router.include_router(wire_router(self.pipeline, self._callers, ModelBackends(self._context.model), token))
+        router.include_router(rollout_router(self.pipeline, self.metrics, token))
+        return router
 
     async def close(self) -> None:
         """Cancel every rollout, wait until its sandboxes are released, and close the client."""
@@ -153,7 +169,7 @@ class AgentService:
         except (orjson.JSONDecodeError, ValidationError) as error:
             return invalid_body(error).response()
         try:
-            return _json(await self._callers.run(row, body, request))
+            return _json(await self._callers.run(JobRequest(row), row_key(row, body), request, gym_row))
         except Draining as error:
             failure = Failure(FailureKind.SHUTDOWN, Origin.CALLER, None, error.reason)
             response = empty_response(row["responses_create_params"])
@@ -176,6 +192,52 @@ class AgentService:
         """Gym's ``/aggregate_metrics``: the resources server knows what its rewards mean."""
         answer = await self._context.resources.post("/aggregate_metrics", body, CookieJar())
         return answer.json()
+
+
+class ModelBackends:
+    """Backends of the policy's model server, where that has a pool (``prorl_model`` has, Gym's own has not).
+
+    Args:
+        model: the model server.
+    """
+
+    def __init__(self, model: GymServer) -> None:
+        self._model = model
+
+    async def add(self, address: str) -> None:
+        """Add a backend by its base URL."""
+        self._check(await self._model.call("POST", "/v1/backends", {"url": address}, CookieJar()))
+
+    async def clear(self) -> None:
+        """Remove all of them."""
+        self._check(await self._model.call("DELETE", "/v1/backends", None, CookieJar()))
+
+    def _check(self, answer: Answer) -> None:
+        if answer.status in (404, 405):
+            raise ProblemError(
+                501,
+                "no-backend-pool",
+                f"model server {self._model.name!r} has a fixed list of backends; use prorl_model to change them",
+            )
+        if not answer.ok:
+            raise ProblemError(502, "model-server-refused", f"{self._model.name}: {answer.text(2000)}")
+
+
+def gym_row(job: Job) -> bytes:
+    """What ``/run`` answers: the verifier's row or the failure row, and how it came about."""
+    assert job.outcome is not None, "only a job with its outcome has an answer"
+    about = {
+        "id": job.id,
+        "state": job.state.value,
+        "turns": job.progress.turns,
+        "tool_calls": job.progress.tool_calls,
+        "finish_reason": job.progress.finish_reason,
+        "seconds": {
+            stage.value: {"waited": time.waited_s, "worked": time.worked_s} for stage, time in job.times.items()
+        },
+        "failed_attempts": [failure.kind.value for failure in job.failures],
+    }
+    return orjson.dumps({**job.outcome.result, "rollout": about})
 
 
 def _json(body: bytes) -> Response:

@@ -85,20 +85,26 @@ class GymServer:
         self._http = http
 
     async def post(self, path: str, body: Any, jar: CookieJar) -> Answer:
-        """POST JSON once and read the answer, whatever its status.
+        """:meth:`call` with POST."""
+        return await self.call("POST", path, body, jar)
+
+    async def call(self, method: str, path: str, body: Any, jar: CookieJar) -> Answer:
+        """Call once and read the answer, whatever its status.
 
         Args:
+            method: HTTP method.
             path: with its leading slash.
-            body: anything orjson can dump, or bytes that are JSON already.
+            body: anything orjson can dump; ``None`` for no body.
+            jar: sent with the call, and updated by the answer.
 
         Raises:
             InfrastructureError: the server cannot be reached, dropped the connection, or says itself that the answer
                 is a failure (header ``X-ProRL-Failure-Kind``).
         """
-        data = body if isinstance(body, bytes) else orjson.dumps(body)
+        data = None if body is None else orjson.dumps(body)
         headers = {"Content-Type": "application/json", **jar.header()}
         try:
-            async with self._http.session.post(self.url + path, data=data, headers=headers) as response:
+            async with self._http.session.request(method, self.url + path, data=data, headers=headers) as response:
                 content = await response.read()
         except aiohttp.ClientConnectorError as error:
             raise InfrastructureError(

@@ -16,10 +16,10 @@ from __future__ import annotations
 
 import asyncio
 import hashlib
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any
 
-import orjson
 from fastapi import Request
 
 from nemo_gym_prorl.failures import JobCancelled
@@ -40,8 +40,20 @@ class _Call:
     answer: bytes | None = None
 
 
+def row_key(row: dict[str, Any], body: bytes) -> bytes | None:
+    """What makes two posts of a Gym row the same rollout; ``None`` if nothing can tell.
+
+    Args:
+        row: the parsed body.
+        body: the bytes it was parsed from; a client that posts again sends the same ones.
+    """
+    if "_ng_task_index" in row and "_ng_rollout_index" in row:
+        return hashlib.sha256(body).digest()
+    return None
+
+
 class CallerWatch:
-    """Runs rows for connected callers.
+    """Runs jobs for connected callers.
 
     Args:
         pipeline: runs the jobs.
@@ -53,27 +65,37 @@ class CallerWatch:
         self._grace_s = grace_s
         self._by_key: dict[bytes, _Call] = {}
 
-    async def run(self, row: dict[str, Any], body: bytes, request: Request) -> bytes:
-        """Run a row, or join the job that runs it already, and return the answer as JSON.
+    async def run(
+        self,
+        wanted: JobRequest,
+        key: bytes | None,
+        connection: Request,
+        render: Callable[[Job], bytes],
+        started: Callable[[Job], None] = lambda job: None,
+    ) -> bytes:
+        """Run a job, or join the one of that key, and return its answer.
 
         Args:
-            row: the parsed body.
-            body: the bytes it was parsed from; equal bytes are an identical row.
-            request: the connection to watch.
+            wanted: the job.
+            key: equal keys are the same rollout, see :func:`row_key`.
+            connection: watched for the caller's leaving; its body must have been read.
+            render: makes the answer from the job with its outcome. Called once, also for several callers.
+            started: called with the job when it is submitted or joined.
 
         Raises:
             CallerGone: the connection closed first. The job goes on for the grace.
             Draining: the service takes no new jobs.
         """
-        call = self._join_or_submit(row, body)
+        call = self._join_or_submit(wanted, key)
+        started(call.job)
         call.callers += 1
-        gone = asyncio.ensure_future(_disconnected(request))
+        gone = asyncio.ensure_future(_disconnected(connection))
         done = asyncio.ensure_future(self._pipeline.wait(call.job))
         try:
             await asyncio.wait({gone, done}, return_when=asyncio.FIRST_COMPLETED)
             if not done.done():
                 raise CallerGone
-            return self._deliver(call)
+            return self._deliver(call, render)
         finally:
             gone.cancel()
             done.cancel()
@@ -81,24 +103,23 @@ class CallerWatch:
             if not call.callers and call.answer is None:
                 call.farewell = asyncio.get_running_loop().call_later(self._grace_s, self._give_up, call)
 
-    def _join_or_submit(self, row: dict[str, Any], body: bytes) -> _Call:
-        key = hashlib.sha256(body).digest() if "_ng_task_index" in row and "_ng_rollout_index" in row else None
+    def _join_or_submit(self, wanted: JobRequest, key: bytes | None) -> _Call:
         if key is not None and (call := self._by_key.get(key)) is not None:
             if call.farewell is not None:
                 call.farewell.cancel()
                 call.farewell = None
             return call
-        call = _Call(self._pipeline.submit(JobRequest(row), bounded=False), key)
+        call = _Call(self._pipeline.submit(wanted, bounded=False), key)
         if key is not None:
             self._by_key[key] = call
         return call
 
-    def _deliver(self, call: _Call) -> bytes:
+    def _deliver(self, call: _Call, render: Callable[[Job], bytes]) -> bytes:
         """The answer, once and for all callers that are connected now."""
         if call.answer is None:
             job = call.job
             assert job.outcome is not None, "a job that is done has its outcome"
-            call.answer = orjson.dumps(job.outcome.result | {"rollout": _summary(job)})
+            call.answer = render(job)
             # Nobody asks for these again, and token arrays are large.
             job.row, job.outcome = {}, replace(job.outcome, result={})
             self._forget(call)
@@ -113,22 +134,7 @@ class CallerWatch:
             self._by_key.pop(call.key, None)
 
 
-async def _disconnected(request: Request) -> None:
-    """Return when the peer closed the connection; the body must have been read."""
-    while (await request.receive())["type"] != "http.disconnect":
+async def _disconnected(connection: Request) -> None:
+    """Return when the peer closed the connection."""
+    while (await connection.receive())["type"] != "http.disconnect":
         pass
-
-
-def _summary(job: Job) -> dict[str, Any]:
-    """What a row says about how it came about."""
-    return {
-        "id": job.id,
-        "state": job.state.value,
-        "turns": job.progress.turns,
-        "tool_calls": job.progress.tool_calls,
-        "finish_reason": job.progress.finish_reason,
-        "seconds": {
-            stage.value: {"waited": time.waited_s, "worked": time.worked_s} for stage, time in job.times.items()
-        },
-        "failed_attempts": [failure.kind.value for failure in job.failures],
-    }

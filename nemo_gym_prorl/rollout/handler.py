@@ -68,18 +68,16 @@ class HandlerRegistry:
     Args:
         context: passed to each factory.
         default: the handler for rows whose ``data_source`` names none.
-        factories: name → factory; by default those of the entry-point group.
+        builtin: name → factory of handlers that need no entry point, since they come with the service.
 
     Raises:
         CallerError: the default is not installed, or two packages registered one name.
     """
 
-    def __init__(self, context: Any, default: str, factories: Mapping[str, HandlerFactory] | None = None) -> None:
+    def __init__(self, context: Any, default: str, builtin: Mapping[str, HandlerFactory]) -> None:
         self._context = context
         self._default = default
-        if factories is None:
-            factories = _installed(entry_points(group=ENTRY_POINT_GROUP))
-        self._factories = dict(factories)
+        self._factories = {**builtin, **_installed(entry_points(group=ENTRY_POINT_GROUP))}
         self._handlers: dict[str, AgentHandler] = {}
         self._require(default, field="handler")
 

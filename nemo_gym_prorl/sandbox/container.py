@@ -24,6 +24,7 @@ from pathlib import Path
 
 from nemo_gym_prorl.failures import CallerError, InfrastructureError
 from nemo_gym_prorl.sandbox.link import Link, Process, SandboxLost, SandboxRefused
+from nemo_gym_prorl.sandbox.linux import walled_in
 from nemo_gym_prorl.sandbox.output import HeadTail
 from nemo_gym_prorl.sandbox.runtime import Runtime, require_runtime
 from nemo_gym_prorl.sandbox.wire import Message
@@ -122,7 +123,7 @@ class Container:
         """
         if runtime is None:
             runtime = await asyncio.to_thread(require_runtime)
-        _check(spec)
+        _check(spec, runtime)
         link = await Link.get()
         container = cls(f"b-{secrets.token_hex(6)}", spec, link)
         try:
@@ -398,7 +399,7 @@ def _order(name: str, host_id: int, spec: ContainerSpec, runtime: Runtime, folde
         "sandbox": name,
         "argv": [*command, str(spec.image)],
         "env": {"PATH": os.environ.get("PATH", os.defpath), "HOME": "/", "PRORL_SANDBOX_OWNER": str(folder)},
-        "expose": [str(spec.image), str(runtime.path.parents[2])],
+        "expose": [str(spec.image)],
         "uid": 0 if spec.root else 1000,
         "host_id": host_id,
         "limits": limits,
@@ -415,7 +416,13 @@ def _environment(found: Mapping[str, str], spec: ContainerSpec) -> dict[str, str
     return {**own, "HOME": home, "LANG": "C.UTF-8", "TERM": "dumb", **spec.env}
 
 
-def _check(spec: ContainerSpec) -> None:
+def _check(spec: ContainerSpec, runtime: Runtime) -> None:
+    # A SIF may be read through a bound copy, but the runtime finds its parts by the path that it was started by.
+    if os.geteuid() == 0 and (wall := walled_in(runtime.path)):
+        raise InfrastructureError(
+            f"sandboxes of root run under unprivileged user ids, which can't enter {wall} to run {runtime.path}; set "
+            "PRORL_CACHE to a folder that all may enter and run 'prorl setup'"
+        )
     if not spec.image.exists():
         raise CallerError(f"there is no {spec.image}; 'prorl setup' builds the default image", field="image")
     if spec.workdir is not None:

@@ -7,7 +7,7 @@ document and the failure kind in a header, so that an agent server never takes i
 
 import asyncio
 import logging
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager, suppress
 from typing import Any
 
@@ -114,9 +114,10 @@ class ProRLCodeServer(SimpleResourcesServer):
         row = body.get("task_data") if named else body
         if named:
             request.session[SESSION_ID_KEY] = named
-        await self._sessions.seed(_key(request), row if isinstance(row, dict) else {}, once=bool(named))
-        if await request.is_disconnected():
-            await self._sessions.close(_key(request))
+        async with _hang_up(request) as hung_up:
+            await self._sessions.seed(_key(request), row if isinstance(row, dict) else {}, once=bool(named))
+            if hung_up():
+                await self._sessions.close(_key(request))
         return {"resources_session_id": named} if named else {"release_path": RELEASE_PATH}
 
     async def release_session(self, request: Request) -> dict[str, bool]:
@@ -186,6 +187,16 @@ class ProRLCodeServer(SimpleResourcesServer):
         while True:
             await asyncio.sleep(min(60.0, self.config.session_ttl_s / 4))
             await self._sessions.sweep()
+
+
+@asynccontextmanager
+async def _hang_up(request: Request) -> AsyncIterator[Callable[[], bool]]:
+    """Whether the caller has gone. Starlette's ``is_disconnected`` never knows it behind Gym's middleware."""
+    listener = asyncio.ensure_future(request.receive())
+    try:
+        yield lambda: listener.done() and listener.result()["type"] == "http.disconnect"
+    finally:
+        listener.cancel()
 
 
 def _key(request: Request) -> str:

@@ -151,7 +151,7 @@ async def test_cancel_in_each_state(state: str) -> None:
     settings = PipelineSettings(stages=PoolSizes(init=1, ready=1, run=1, eval=1), retry_delay_s=0.01)
     block = {"queued": "init", "initializing": "init", "ready": "run", "running": "run", "evaluating": "eval"}[state]
     blocked = row(**{block: [Act("ok", FOREVER)]})
-    async with service(settings) as (client, pipeline, bench):
+    async with service(settings) as (client, _, bench):
         if state in ("queued", "ready"):
             await client.submit(blocked, id="in-front")
             await reach(client, "in-front", "initializing" if state == "queued" else "running")
@@ -353,6 +353,8 @@ async def test_the_schema_is_published() -> None:
     async with service() as (client, _, _), aiohttp.ClientSession() as http:
         async with http.get(f"{client.url}/openapi.json") as response:
             schema = await response.json()
-        assert {"/v1/rollouts", "/v1/rollouts/{rollout_id}", "/v1/rollouts/cancel", "/v1/events"} <= set(schema["paths"])
+        assert {"/v1/rollouts", "/v1/rollouts/{rollout_id}", "/v1/rollouts/cancel", "/v1/events"} <= set(
+            schema["paths"]
+        )
         assert "Problem" in schema["components"]["schemas"]
         assert set(schema["paths"]["/v1/rollouts"]["post"]["responses"]) >= {"202", "409", "422", "429"}

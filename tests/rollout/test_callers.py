@@ -12,9 +12,9 @@ import orjson
 import pytest
 from fastapi import FastAPI, Request, Response
 
-from nemo_gym_prorl.rollout.callers import CallerGone, CallerWatch
-from nemo_gym_prorl.rollout.job import JobState
-from nemo_gym_prorl.rollout.pipeline import Pipeline, PipelineSettings
+from nemo_gym_prorl.rollout.callers import CallerGone, CallerWatch, row_key
+from nemo_gym_prorl.rollout.job import Job, JobState
+from nemo_gym_prorl.rollout.pipeline import JobRequest, Pipeline, PipelineSettings
 from tests.rollout.handlers import Act, Bench
 from tests.rollout.serving import serve
 
@@ -24,6 +24,11 @@ def row(seconds: float, **fields: Any) -> dict[str, Any]:
 
 
 INDEXED = {"_ng_task_index": 0, "_ng_rollout_index": 0}
+
+
+def answer(job: Job) -> bytes:
+    assert job.outcome is not None
+    return orjson.dumps({**job.outcome.result, "id": job.id, "state": job.state.value})
 
 
 @asynccontextmanager
@@ -37,7 +42,8 @@ async def service(grace_s: float) -> AsyncIterator[tuple[str, Pipeline, Bench]]:
     async def run(request: Request) -> Response:
         body = await request.body()
         try:
-            return Response(await watch.run(orjson.loads(body), body, request))
+            wanted = orjson.loads(body)
+            return Response(await watch.run(JobRequest(wanted), row_key(wanted, body), request, answer))
         except CallerGone:
             return Response(status_code=499)
 
@@ -78,9 +84,9 @@ async def test_an_abandoned_rollout_is_cancelled_after_the_grace_and_its_session
 async def test_a_caller_that_comes_back_joins_its_rollout() -> None:
     async with service(grace_s=5) as (url, pipeline, bench):
         await vanish(url, row(0.6, **INDEXED), after=0.2)
-        answer = await post(url, row(0.6, **INDEXED))
-        assert answer["reward"] == 1.0
-        assert answer["rollout"]["state"] == "succeeded"
+        got = await post(url, row(0.6, **INDEXED))
+        assert got["reward"] == 1.0
+        assert got["state"] == "succeeded"
         assert states(pipeline) == [JobState.SUCCEEDED]
         assert sum(bench.handler.calls.values()) == 4, "each stage and the release, once"
 
@@ -106,7 +112,7 @@ async def test_a_delivered_result_is_never_replayed() -> None:
     async with service(grace_s=5) as (url, pipeline, _):
         first = await post(url, row(0, **INDEXED))
         second = await post(url, row(0, **INDEXED))
-        assert first["rollout"]["id"] != second["rollout"]["id"]
+        assert first["id"] != second["id"]
         assert states(pipeline) == [JobState.SUCCEEDED] * 2
         assert [job.row for job in pipeline.store.find(state=None, group=None)] == [{}, {}], "memory is given back"
 

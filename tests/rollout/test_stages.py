@@ -147,7 +147,9 @@ def test_ready_is_bounded_without_blocking_init() -> None:
     assert (scheduler.working(Stage.RUN), scheduler.waiting(Stage.RUN), scheduler.working(Stage.INIT)) == (1, 1, 0)
 
 
-@pytest.mark.parametrize(("field", "sizes"), [("init", (0, 0, 1, 1)), ("ready", (1, -1, 1, 1)), ("eval", (1, 0, 1, 0))])
+@pytest.mark.parametrize(
+    ("field", "sizes"), [("init", (0, 0, 1, 1)), ("ready", (1, -1, 1, 1)), ("eval", (1, 0, 1, 0))]
+)
 def test_impossible_sizes_name_the_field(field: str, sizes: tuple[int, int, int, int]) -> None:
     with pytest.raises(ValueError, match=rf"stages\.{field} must be at least"):
         PoolSizes(*sizes)

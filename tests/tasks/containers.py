@@ -2,9 +2,11 @@
 """Real containers for tests, through Gym's own sandbox API."""
 
 import json
+import os
 import subprocess
-from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
+import tempfile
+from collections.abc import AsyncIterator, Iterator
+from contextlib import asynccontextmanager, contextmanager
 from functools import cache
 from typing import Any
 
@@ -34,20 +36,37 @@ def shipped_config() -> dict[str, Any]:
     return config
 
 
-async def start() -> AsyncSandbox:
+async def start(kind: type[AsyncSandbox] = AsyncSandbox) -> AsyncSandbox:
     """Start a container with the provider settings that ship with the server."""
-    require_runtime().activate()
-    return await AsyncSandbox(shipped_config()["sandbox"]).start(SandboxSpec(image=image()))
+    spec = SandboxSpec(image=image())
+    return await kind(shipped_config()["sandbox"]).start(spec)
 
 
 @asynccontextmanager
-async def running() -> AsyncIterator[AsyncSandbox]:
+async def running(kind: type[AsyncSandbox] = AsyncSandbox) -> AsyncIterator[AsyncSandbox]:
     """A container for the length of a block."""
-    sandbox = await start()
+    sandbox = await start(kind)
     try:
         yield sandbox
     finally:
         await sandbox.stop()
+
+
+@contextmanager
+def listed_apart() -> Iterator[None]:
+    """Keep the instances of these tests in a list of their own, whatever else runs on the machine.
+
+    The folder's path is short because sockets lie in it.
+    """
+    names = ("APPTAINER_CONFIGDIR", "SINGULARITY_CONFIGDIR")
+    before = {name: os.environ.get(name) for name in names}
+    with tempfile.TemporaryDirectory(prefix="prorl-", dir="/tmp") as folder:
+        os.environ.update(dict.fromkeys(names, folder))
+        try:
+            yield
+        finally:
+            for name, value in before.items():
+                os.environ.pop(name) if value is None else os.environ.update({name: value})
 
 
 def instances() -> set[str]:
@@ -63,5 +82,8 @@ def kill_instance(name: str) -> None:
     """Kill an instance as the machine's trouble would: at once and from outside."""
     runtime = require_runtime()
     subprocess.run(
-        [runtime.path, "instance", "stop", "--signal", "KILL", name], env=runtime.environ(), capture_output=True, check=True
+        [runtime.path, "instance", "stop", "--signal", "KILL", name],
+        env=runtime.environ(),
+        capture_output=True,
+        check=True,
     )

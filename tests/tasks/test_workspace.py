@@ -117,7 +117,9 @@ async def test_editor_tells_what_is_wrong(workspace: Workspace) -> None:
 
 
 async def test_bad_arguments_are_observations(workspace: Workspace) -> None:
-    assert (await workspace.call("bash", {"cmd": "ls"})).startswith("Error in the arguments of bash: command: Field req")
+    assert (await workspace.call("bash", {"cmd": "ls"})).startswith(
+        "Error in the arguments of bash: command: Field req"
+    )
 
 
 async def test_the_host_is_out_of_reach(workspace: Workspace, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -153,8 +155,7 @@ async def test_a_lost_sandbox_is_infrastructure() -> None:
     sandbox = await containers.start()
     workspace = Workspace(sandbox, "/sandbox/workspace", LIMITS)
     await workspace.prepare({})
-    (name,) = [name for name in containers.instances() if name == sandbox._handle.sandbox_id]  # noqa: SLF001
-    containers.kill_instance(name)
+    containers.kill_instance(sandbox._require_handle().sandbox_id)
     for work in (bash(workspace, "ls"), workspace.take_artefact()):
         with pytest.raises(InfrastructureError) as caught:
             await asyncio.wait_for(work, 120)

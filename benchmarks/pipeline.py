@@ -1,0 +1,290 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The stage engine: how close it comes to the bottleneck, and how many rollouts a second it carries.
+
+(a) Jobs with drawn stage times: the bound over the makespan, against one semaphore around the whole rollout, which is
+    how Gym's in-tree agents bound concurrency.
+(b) Rollouts a second: the pipeline with a handler that does nothing; and ``/run`` of ``prorl_agent`` against Gym's
+    ``simple_agent``, one worker each, on the same instant model and environment.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import contextlib
+import json
+import os
+import random
+import socket
+import sys
+import time
+from collections.abc import AsyncIterator
+from dataclasses import dataclass
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+import aiohttp
+import orjson
+
+from benchmarks.report import Figure, publish
+from nemo_gym_prorl.failures import Failure, Stage
+from nemo_gym_prorl.rollout.handler import HandlerRegistry
+from nemo_gym_prorl.rollout.job import Job, Outcome, Trajectory, Verdict, failure_state
+from nemo_gym_prorl.rollout.pipeline import JobRequest, Pipeline, PipelineSettings
+from nemo_gym_prorl.rollout.stages import PoolSizes
+
+
+REPO = Path(__file__).parents[1]
+POOLS = PoolSizes(init=2, ready=4, run=8, eval=3)
+MEANS = {Stage.INIT: 0.08, Stage.RUN: 0.4, Stage.EVAL: 0.12}
+"""Seconds; 1/100 of a small coding task's. RUN is the bottleneck, as it is where a policy thinks."""
+
+
+class SleepingHandler:
+    """Sleeps in each stage for as long as the row says."""
+
+    name = "sleeping"
+
+    def __init__(self, _: Any) -> None:
+        pass
+
+    async def init(self, job: Job) -> None:
+        await _spend(job.row, Stage.INIT)
+
+    async def run(self, job: Job, session: None) -> Trajectory:
+        await _spend(job.row, Stage.RUN)
+        return Trajectory({})
+
+    async def release(self, job: Job, session: None) -> None:
+        pass
+
+    async def eval(self, job: Job, trajectory: Trajectory) -> Verdict:
+        await _spend(job.row, Stage.EVAL)
+        return Verdict(1.0, {})
+
+    def on_failure(self, job: Job, stage: Stage | None, failure: Failure) -> Outcome:
+        return Outcome(failure_state(failure), {}, failure=failure)
+
+
+async def _spend(row: dict[str, Any], stage: Stage) -> None:
+    if row:
+        await asyncio.sleep(row[stage])
+
+
+def draw(jobs: int) -> list[dict[Stage, float]]:
+    """Log-normal stage times, the same ones in every run."""
+    generator = random.Random(7)
+    return [{stage: mean * generator.lognormvariate(-0.08, 0.4) for stage, mean in MEANS.items()} for _ in range(jobs)]
+
+
+def bound(times: list[dict[Stage, float]], pools: PoolSizes) -> float:
+    """No schedule ends earlier: per stage, all its work over its slots, behind the shortest way in and before the
+    shortest way out."""
+    stages = list(Stage)
+    bounds = []
+    for at, stage in enumerate(stages):
+        way_in = min(sum(row[before] for before in stages[:at]) for row in times)
+        way_out = min(sum(row[after] for after in stages[at + 1 :]) for row in times)
+        bounds.append(way_in + sum(row[stage] for row in times) / pools.of(stage) + way_out)
+    return max(bounds)
+
+
+async def staged(times: list[dict[Stage, float]]) -> float:
+    """Makespan of the pipeline, seconds."""
+    pipeline = Pipeline(HandlerRegistry(None, "sleeping", {"sleeping": SleepingHandler}), PipelineSettings(POOLS))
+    started = time.perf_counter()
+    jobs = [pipeline.submit(JobRequest(row)) for row in times]  # type: ignore[arg-type]
+    await pipeline.drain()
+    assert all(job.outcome and job.outcome.reward == 1.0 for job in jobs)
+    return time.perf_counter() - started
+
+
+async def one_semaphore(times: list[dict[Stage, float]], slots: int) -> float:
+    """Makespan with one semaphore around init, run and eval; the single stages are not bounded, in its favour."""
+    semaphore = asyncio.Semaphore(slots)
+
+    async def rollout(row: dict[Stage, float]) -> None:
+        async with semaphore:
+            for stage in Stage:
+                await asyncio.sleep(row[stage])
+
+    started = time.perf_counter()
+    await asyncio.gather(*(rollout(row) for row in times))
+    return time.perf_counter() - started
+
+
+async def instant_jobs(jobs: int) -> float:
+    """Rollouts a second through the pipeline alone."""
+    pipeline = Pipeline(HandlerRegistry(None, "sleeping", {"sleeping": SleepingHandler}), PipelineSettings(POOLS))
+    started = time.perf_counter()
+    for _ in range(jobs):
+        pipeline.submit(JobRequest({}))
+    await pipeline.drain()
+    return jobs / (time.perf_counter() - started)
+
+
+# -- /run against simple_agent -----------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Agent:
+    """An agent server: its name in the table, its folder, and its settings."""
+
+    name: str
+    app: Path
+    settings: dict[str, Any]
+
+
+def _gym_folder(part: str) -> Path:
+    spec = find_spec("nemo_gym")
+    assert spec is not None
+    assert spec.origin is not None
+    return Path(spec.origin).parents[1] / part
+
+
+AGENTS = [
+    Agent("simple_agent", _gym_folder("responses_api_agents/simple_agent"), {}),
+    Agent(
+        "prorl_agent",
+        REPO / "responses_api_agents" / "prorl_agent",
+        {"stages": {"init": 64, "ready": 64, "run": 64, "eval": 64}},
+    ),
+]
+
+
+@contextlib.asynccontextmanager
+async def process(command: list[str], url: str, env: dict[str, str] | None = None) -> AsyncIterator[None]:
+    """A server process that answers at ``url``."""
+    child = await asyncio.create_subprocess_exec(
+        *command, env=env, stdout=asyncio.subprocess.DEVNULL, stderr=asyncio.subprocess.DEVNULL
+    )
+    try:
+        async with asyncio.timeout(120), aiohttp.ClientSession() as http:
+            while True:
+                try:
+                    async with http.get(url):
+                        break
+                except aiohttp.ClientError:
+                    if child.returncode is not None:
+                        raise RuntimeError(f"{command[1]} ended with status {child.returncode}") from None
+                    await asyncio.sleep(0.2)
+        yield
+    finally:
+        child.terminate()
+        await child.wait()
+
+
+@contextlib.asynccontextmanager
+async def agent_server(agent: Agent, instant_port: int) -> AsyncIterator[str]:
+    """An agent's ``app.py``, started as Gym starts it: with the merged configuration in its environment."""
+    port = _free_port()
+    instant = {"entrypoint": "app.py", "host": "127.0.0.1", "port": instant_port}
+    config = {
+        "agent": {
+            "responses_api_agents": {
+                agent.app.name: {
+                    "entrypoint": "app.py",
+                    "host": "127.0.0.1",
+                    "port": port,
+                    "num_workers": 1,
+                    "resources_server": {"type": "resources_servers", "name": "instant_environment"},
+                    "model_server": {"type": "responses_api_models", "name": "instant_model"},
+                    **agent.settings,
+                }
+            }
+        },
+        "instant_environment": {"resources_servers": {"instant": {**instant, "domain": "other"}}},
+        "instant_model": {"responses_api_models": {"instant": instant}},
+        "head_server": {"host": "127.0.0.1", "port": _free_port()},
+        "dry_run": False,
+    }
+    env = os.environ | {
+        "NEMO_GYM_CONFIG_DICT": json.dumps(config),
+        "NEMO_GYM_CONFIG_PATH": "agent",
+        "PYTHONPATH": os.pathsep.join([str(REPO), os.environ.get("PYTHONPATH", "")]),
+        "RAY_AUTH_MODE": "disabled",
+    }
+    url = f"http://127.0.0.1:{port}"
+    async with process([sys.executable, str(agent.app / "app.py")], url, env):
+        yield url
+
+
+async def post_runs(url: str, rollouts: int, in_flight: int = 64) -> float:
+    """Rollouts a second through ``/run``."""
+    todo = iter(range(rollouts))
+    headers = {"Content-Type": "application/json"}
+    async with aiohttp.ClientSession(connector=aiohttp.TCPConnector(limit=0)) as http:
+
+        async def caller() -> None:
+            for index in todo:
+                row = {
+                    "responses_create_params": {"input": [{"role": "user", "content": "What is the answer?"}]},
+                    "_ng_task_index": index,
+                    "_ng_rollout_index": 0,
+                }
+                async with http.post(f"{url}/run", data=orjson.dumps(row), headers=headers) as response:
+                    result = orjson.loads(await response.read())
+                    assert response.ok, result
+                    assert result["reward"] == 1.0
+
+        started = time.perf_counter()
+        async with asyncio.TaskGroup() as group:
+            for _ in range(in_flight):
+                group.create_task(caller())
+        return rollouts / (time.perf_counter() - started)
+
+
+async def compare_agents(rollouts: int, rounds: int) -> dict[str, float]:
+    """Best rate of each agent over several rounds that alternate between them."""
+    rates: dict[str, float] = {}
+    async with contextlib.AsyncExitStack() as stack:
+        port = _free_port()
+        script = str(Path(__file__).with_name("instant_servers.py"))
+        await stack.enter_async_context(process([sys.executable, script, str(port)], f"http://127.0.0.1:{port}"))
+        urls = {agent.name: await stack.enter_async_context(agent_server(agent, port)) for agent in AGENTS}
+        for name, url in urls.items():
+            await post_runs(url, min(rollouts, 64))
+            rates[name] = 0.0
+        for _ in range(rounds):
+            for name, url in urls.items():
+                rates[name] = max(rates[name], await post_runs(url, rollouts))
+    return rates
+
+
+def _free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
+
+
+async def main() -> None:
+    """Measure and publish."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--quick", action="store_true", help="fewer jobs; under a minute; writes nothing")
+    quick = parser.parse_args().quick
+
+    times = draw(100 if quick else 500)
+    least = bound(times, POOLS)
+    ours = least / await staged(times)
+    # With more slots than POOLS.run it would have more rollouts in RUN than the bound allows.
+    peers = {f"one semaphore of {POOLS.run}": least / await one_semaphore(times, POOLS.run)}
+    rate = await instant_jobs(2_000 if quick else 20_000)
+    agents = await compare_agents(200 if quick else 1_500, 1 if quick else 3)
+    figures = [
+        Figure(f"bound over makespan, {len(times)} drawn jobs", ours, "", goal=">= 0.95", peers=peers),
+        Figure("pipeline with an instant handler", rate, "rollouts/s"),
+        Figure(
+            "/run on an instant model and environment, 2 turns and 1 tool call",
+            agents["prorl_agent"],
+            "rollouts/s",
+            goal=">= 1.5",
+            goal_value=agents["prorl_agent"] / agents["simple_agent"],
+            peers={"Gym's simple_agent": agents["simple_agent"]},
+        ),
+    ]
+    publish("pipeline", figures, packages=("nemo-gym", "aiohttp", "fastapi"), quick=quick)
+
+
+if __name__ == "__main__":
+    asyncio.run(main())

@@ -1,0 +1,255 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The wire format of the original ProRL Agent server, for trainers that speak it already.
+
+Routes and fields follow NVIDIA-NeMo/ProRL-Agent-Server (``scripts/start_server.py``, ``openhands/nvidia/utils.py``);
+jobs run in the same pipeline as everybody's. Where that server loses things this one does not: a cancelled job answers
+with its partial messages, an unknown job is 404 rather than ok, errors keep their status, a second ``/process`` with
+the same ``job_id`` joins the first, ``/stop`` touches its own jobs only, and ``/status`` has one schema.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Annotated, Any, Protocol
+
+import orjson
+from fastapi import APIRouter, Depends, Request, Response
+from pydantic import BaseModel, ConfigDict, Field
+
+from nemo_gym_prorl.failures import CallerError, FailureKind, Stage
+from nemo_gym_prorl.rollout.api import token_guard
+from nemo_gym_prorl.rollout.callers import CallerGone, CallerWatch
+from nemo_gym_prorl.rollout.job import Job, JobState
+from nemo_gym_prorl.rollout.pipeline import JobRequest, Pipeline
+from nemo_gym_prorl.rollout.problems import ProblemError, ProblemRoute
+from nemo_gym_prorl.rollout.schemas import Identifier, StatusView
+
+
+class BackendControl(Protocol):
+    """Adds and clears inference backends at the policy's model server."""
+
+    async def add(self, address: str) -> None:
+        """Add a backend; adding one twice is adding it once."""
+        ...
+
+    async def clear(self) -> None:
+        """Remove every backend; rollouts that run on one are not torn from it."""
+        ...
+
+
+class ProcessRequest(BaseModel):
+    """One rollout. ``instance`` is the dataset row; ``sampling_params`` go into its request to the policy."""
+
+    model_config = ConfigDict(extra="forbid")
+
+    instance: dict[str, Any]
+    sampling_params: dict[str, Any] = Field(default_factory=dict)
+    job_id: Identifier | None = None
+
+
+class CancelBody(BaseModel):
+    """Which job."""
+
+    job_id: Identifier
+
+
+class ServerBody(BaseModel):
+    """Which backend, e.g. ``http://10.0.0.7:8000/v1``."""
+
+    address: Annotated[str, Field(pattern=r"^https?://")]
+
+
+_SAMPLING = ("temperature", "top_p", "max_output_tokens")
+"""Sampling parameters that a Responses API request has a field for; the rest belongs to the model server's config."""
+
+
+def wire_router(
+    pipeline: Pipeline, callers: CallerWatch, backends: BackendControl, control_token: str | None = None
+) -> APIRouter:
+    """The original routes. Include it before the job API's router, since both have a ``/status``.
+
+    Args:
+        pipeline: runs the jobs.
+        callers: holds them while their connection lives.
+        backends: what ``/add_llm_server`` and ``/clear_llm_server`` change.
+        control_token: if set, every route requires it.
+    """
+    router = APIRouter(route_class=ProblemRoute, tags=["original ProRL wire format"])
+    guard = [Depends(token_guard(control_token))]
+    jobs: dict[str, Job] = {}
+    running = False
+
+    def require_running() -> None:
+        if not running:
+            raise ProblemError(503, "not-running", "the server is not running; POST /start first")
+
+    @router.post("/start", dependencies=guard)
+    async def start() -> dict[str, str]:
+        """Take jobs."""
+        nonlocal running
+        if running:
+            raise ProblemError(400, "already-running", "the server is running already")
+        running = True
+        return {"status": "started"}
+
+    @router.post("/stop", dependencies=guard)
+    async def stop() -> dict[str, str]:
+        """Take no more jobs, and cancel those of this wire format. Answers when their sandboxes are gone."""
+        nonlocal running
+        running = False
+        await asyncio.gather(*(pipeline.cancel(job, "the server was stopped") for job in list(jobs.values())))
+        return {"status": "stopped"}
+
+    @router.post("/process", dependencies=guard)
+    async def process(body: ProcessRequest, request: Request) -> Response:
+        """Run one rollout and answer with its messages, tokens and verdict."""
+        require_running()
+        wanted = JobRequest(to_row(body.instance, body.sampling_params), id=body.job_id)
+        key = body.job_id.encode() if body.job_id else None
+
+        def render(job: Job) -> bytes:
+            jobs.pop(job.id, None)
+            return orjson.dumps(to_result(job))
+
+        def started(job: Job) -> None:
+            jobs[job.id] = job
+
+        try:
+            answer = await callers.run(wanted, key, request, render, started)
+        except CallerGone:
+            return Response(status_code=499)
+        return Response(answer, media_type="application/json")
+
+    @router.post("/cancel", dependencies=guard)
+    async def cancel(body: CancelBody) -> dict[str, str]:
+        """Cancel a job; its `/process` answers with what there is."""
+        job = jobs.get(body.job_id)
+        if job is None:
+            raise ProblemError(404, "unknown-rollout", f"no job {body.job_id!r} is in flight")
+        await pipeline.cancel(job)
+        return {"status": f"job {body.job_id} is {job.state}"}
+
+    @router.post("/add_llm_server", dependencies=guard)
+    async def add_llm_server(body: ServerBody) -> dict[str, str]:
+        """Add an inference backend."""
+        await backends.add(body.address)
+        return {"status": f"added {body.address}"}
+
+    @router.post("/clear_llm_server", dependencies=guard)
+    async def clear_llm_server() -> dict[str, str]:
+        """Remove every inference backend."""
+        await backends.clear()
+        return {"status": "cleared"}
+
+    @router.get("/status", include_in_schema=False)  # the job API's, with more in it
+    async def status() -> dict[str, Any]:
+        """The job API's status, and the original's counters."""
+        view = StatusView.of(pipeline).model_dump(mode="json")
+        counters: dict[str, Any] = {"status": "running" if running else "stopped", "pending_jobs": len(jobs)}
+        for stage in Stage:
+            counters[f"{stage.value}_queue"] = pipeline.scheduler.waiting(stage)
+            counters[f"active_{stage.value}"] = pipeline.scheduler.working(stage)
+        return {**view, **counters, "total": len(jobs)}
+
+    return router
+
+
+def to_row(instance: dict[str, Any], sampling: dict[str, Any]) -> dict[str, Any]:
+    """A Gym row from an instance.
+
+    Raises:
+        CallerError: there is no prompt in it.
+    """
+    params = instance.get("responses_create_params")
+    if params is None:
+        prompt = instance.get("prompt") or instance.get("problem_statement")
+        if not prompt:
+            raise CallerError(
+                "needs `responses_create_params`, `prompt` (text or messages) or `problem_statement`", field="instance"
+            )
+        params = {"input": prompt}
+    elif not isinstance(params, dict) or "input" not in params:
+        raise CallerError("must be an object with `input`", field="instance.responses_create_params")
+    chosen = {name: sampling[name] for name in _SAMPLING if sampling.get(name) is not None}
+    return {**instance, "responses_create_params": {**params, **chosen}}
+
+
+def to_result(job: Job) -> dict[str, Any]:
+    """The original's result of a job with its outcome."""
+    outcome = job.outcome
+    assert outcome is not None, "only a job with its outcome has a result"
+    failure = outcome.failure
+    response = outcome.result.get("response") or {}
+    critical = None
+    if failure is not None:
+        if job.state is JobState.TIMED_OUT:
+            critical = "timeout"
+        elif failure.kind is FailureKind.CANCELLED or failure.stage is None:
+            critical = "cancelled"
+        else:
+            critical = failure.stage.value
+    worked = {stage: time.worked_s for stage, time in job.times.items()}
+    waited = sum(time.waited_s for time in job.times.values())
+    return {
+        "job_id": job.id,
+        "instance_id": job.row.get("instance_id"),
+        "trajectory_id": job.row.get("trajectory_id"),
+        "git_patch": outcome.result.get("git_patch"),
+        "success": failure is None,
+        "resolved": outcome.reward is not None and outcome.reward > 0,
+        "reward": outcome.reward,
+        "finish": job.progress.finish_reason == "stop",
+        "end_properly": job.progress.finish_reason == "stop",
+        "error": failure.reason if failure else None,
+        "critical_error": critical,
+        "filter": failure is not None,
+        "messages": to_messages(job.row["responses_create_params"]["input"], response.get("output") or []),
+        "tools": job.row["responses_create_params"].get("tools") or [],
+        "timing": {
+            "init_time": worked[Stage.INIT],
+            "run_time": worked[Stage.RUN],
+            "eval_time": worked[Stage.EVAL],
+            "others_time": waited,
+            "counted_elapsed": sum(worked.values()),
+            "timeout_triggered": job.state is JobState.TIMED_OUT,
+        },
+    }
+
+
+def to_messages(prompt: str | list[dict[str, Any]], output: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Chat messages from Responses API items; what the policy produced in one turn is one assistant message.
+
+    The token fields stand on a turn's last item: ``token_ids`` are the ids sampled, ``input_ids`` those of the whole
+    prompt, ``logprobs`` one per sampled id.
+    """
+    messages: list[dict[str, Any]] = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else []
+    turn: dict[str, Any] | None = None
+    for item in [*(prompt if isinstance(prompt, list) else []), *output]:
+        kind = item.get("type", "message")
+        if kind == "function_call_output":
+            messages.append({"role": "tool", "tool_call_id": item["call_id"], "content": item["output"]})
+            turn = None
+            continue
+        if kind == "message" and item.get("role") != "assistant":
+            messages.append({"role": item["role"], "content": _text(item.get("content"))})
+            turn = None
+            continue
+        if turn is None:
+            turn = {"role": "assistant", "content": "", "tool_calls": []}
+            messages.append(turn)
+        if kind == "function_call":
+            turn["tool_calls"].append({"id": item["call_id"], "name": item["name"], "arguments": item["arguments"]})
+        elif kind == "message":
+            turn["content"] += _text(item.get("content"))
+        if item.get("generation_token_ids") is not None:
+            turn["token_ids"] = item["generation_token_ids"]
+            turn["input_ids"] = item.get("prompt_token_ids")
+            turn["logprobs"] = item.get("generation_log_probs")
+            turn = None
+    return messages
+
+
+def _text(content: Any) -> str:
+    if isinstance(content, str) or content is None:
+        return content or ""
+    return "".join(part.get("text", "") for part in content)

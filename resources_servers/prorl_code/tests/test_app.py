@@ -1,0 +1,52 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What can be said of the server without a sandbox; the rest is tested in the repository's ``tests/prorl_code``."""
+
+from pathlib import Path
+
+import pytest
+from nemo_gym.config_types import BaseServerConfig
+from nemo_gym.server_utils import ServerClient
+from omegaconf import OmegaConf
+from starlette.testclient import TestClient
+
+from resources_servers.prorl_code.app import ProRLCodeConfig, ProRLCodeServer
+
+
+CONFIG = OmegaConf.load(Path(__file__).parents[1] / "configs/prorl_code.yaml")
+
+
+def make_client() -> TestClient:
+    config = ProRLCodeConfig(
+        host="127.0.0.1", port=1, name="prorl_code", **CONFIG.prorl_code.resources_servers.prorl_code
+    )
+    head = BaseServerConfig(host="127.0.0.1", port=1)
+    server = ProRLCodeServer(
+        config=config, server_client=ServerClient(head_server_config=head, global_config_dict=CONFIG)
+    )
+    # Not as a context manager: that would run the lifespan, which builds the sandbox image.
+    return TestClient(server.setup_webserver())
+
+
+def test_routes() -> None:
+    paths = set(make_client().get("/openapi.json").json()["paths"])
+    assert {"/seed_session", "/verify", "/aggregate_metrics", "/release_session", "/close_session"} <= paths
+    assert {"/bash", "/python", "/str_replace_editor", "/submit"} <= paths
+
+
+@pytest.mark.parametrize("row", [{}, {"task_id": "HumanEval/164"}])
+def test_a_bad_row_is_refused_and_the_field_named(row: dict[str, str]) -> None:
+    answer = make_client().post("/seed_session", json=row)
+    assert answer.status_code == 422
+    assert answer.json()["detail"][0]["loc"] == ["body", "task_id"]
+
+
+def test_a_tool_without_a_session_is_a_lost_session() -> None:
+    answer = make_client().post("/bash", json={"command": "ls"})
+    assert answer.status_code == 500
+    assert answer.headers["X-ProRL-Failure-Kind"] == "session_lost"
+
+
+def test_release_and_close_of_an_unknown_session_are_no_errors() -> None:
+    client = make_client()
+    assert client.post("/release_session").json() == {"released": True}
+    assert client.post("/close_session").json() == {}

@@ -1,0 +1,107 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Gym's own servers, unmodified, several in one process and without Gym's command line.
+
+    python -m tests.handlers.gym_host
+
+reads the merged configuration from the environment, where Gym's launcher puts it, and serves each instance on its
+address. Starting them through ``gym env start`` costs half a minute and a Ray cluster; the tests in ``tests/gym`` do
+that. Here the servers matter, not how they are started.
+"""
+
+import asyncio
+import contextlib
+import importlib
+import inspect
+import json
+import os
+import socket
+import sys
+from collections.abc import AsyncIterator
+from pathlib import Path
+from typing import Any
+
+import aiohttp
+import uvicorn
+
+
+def free_port() -> int:
+    """A port that was free a moment ago."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
+
+
+def instance(server_type: str, implementation: str, **settings: Any) -> dict[str, Any]:
+    """The configuration block of one server instance, with an address."""
+    block = {"entrypoint": "app.py", "host": "127.0.0.1", "port": free_port(), **settings}
+    return {server_type: {implementation: block}}
+
+
+def url_of(block: dict[str, Any]) -> str:
+    """Base URL of an instance's block."""
+    [implementations] = block.values()
+    [server] = implementations.values()
+    return f"http://{server['host']}:{server['port']}"
+
+
+@contextlib.asynccontextmanager
+async def hosting(config: dict[str, Any]) -> AsyncIterator[asyncio.subprocess.Process]:
+    """A process that serves every instance of ``config``; killed on leaving."""
+    merged = {**config, "head_server": {"host": "127.0.0.1", "port": 1}, "dry_run": False}
+    env = os.environ | {"NEMO_GYM_CONFIG_DICT": json.dumps(merged)}
+    process = await asyncio.create_subprocess_exec(
+        sys.executable, "-m", "tests.handlers.gym_host", env=env, cwd=Path(__file__).parents[2]
+    )
+    try:
+        async with asyncio.timeout(90), aiohttp.ClientSession() as http:
+            for block in config.values():
+                while not await _answers(http, url_of(block)):
+                    assert process.returncode is None, "the host ended"
+                    await asyncio.sleep(0.05)
+        yield process
+    finally:
+        if process.returncode is None:
+            process.kill()
+        await process.wait()
+
+
+async def _answers(http: aiohttp.ClientSession, url: str) -> bool:
+    try:
+        async with http.get(url):
+            return True
+    except aiohttp.ClientError:
+        return False
+
+
+async def serve() -> None:
+    """Serve what the environment describes."""
+    from nemo_gym.global_config import get_global_config_dict
+    from nemo_gym.server_utils import BaseServerConfig, ServerClient, SimpleServer
+    from omegaconf import DictConfig, OmegaConf
+
+    config = get_global_config_dict()
+    client = ServerClient(head_server_config=BaseServerConfig(host="127.0.0.1", port=1), global_config_dict=config)
+    running = []
+    for name, block in config.items():
+        if not isinstance(block, DictConfig) or "entrypoint" not in str(block):
+            continue
+        [(server_type, implementations)] = block.items()
+        [(implementation, settings)] = implementations.items()
+        module = importlib.import_module(f"{server_type}.{implementation}.app")
+        [server_class] = [
+            value
+            for value in vars(module).values()
+            if inspect.isclass(value) and issubclass(value, SimpleServer) and value.__module__ == module.__name__
+        ]
+        config_class = server_class.model_fields["config"].annotation
+        server_config = config_class.model_validate(OmegaConf.to_container(settings, resolve=True) | {"name": name})
+        server = server_class(config=server_config, server_client=client)
+        app = server.setup_webserver()
+        server.setup_exception_middleware(app)
+        options = uvicorn.Config(app, host=settings.host, port=settings.port, log_level="warning")
+        running.append(uvicorn.Server(options).serve())
+    await asyncio.gather(*running)
+
+
+if __name__ == "__main__":
+    asyncio.run(serve())

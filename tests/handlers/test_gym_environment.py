@@ -1,0 +1,276 @@
+# SPDX-License-Identifier: Apache-2.0
+"""prorl_agent over Gym's own servers: same rewards as Gym's own agent, and what it adds.
+
+Gym's resources servers, its ``simple_agent`` and its ``vllm_model`` run unmodified; the policy is scripted.
+"""
+
+import asyncio
+import json
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+import aiohttp
+import pytest
+from fastapi import FastAPI, Request, Response
+from omegaconf import OmegaConf
+
+from nemo_gym_prorl.handlers.agent_service import AgentService, ServiceConfig
+from nemo_gym_prorl.policy.scripted import ScriptedConfig
+from nemo_gym_prorl.policy.scripted import serve as serve_scripted
+from nemo_gym_prorl.policy.scripted_text import MODEL_NAME
+from tests.handlers.gym_host import hosting, instance, url_of
+from tests.rollout.serving import serve
+
+
+ENVIRONMENTS = ("example_session_state_mgmt", "example_multi_step", "mcqa")
+MAX_MODEL_LEN = 20_000
+
+
+def gym_rows(environment: str) -> list[dict[str, Any]]:
+    """The example rows that Gym ships with a resources server."""
+    spec = find_spec("nemo_gym")
+    assert spec is not None
+    assert spec.origin is not None
+    path = Path(spec.origin).parents[1] / "resources_servers" / environment / "data" / "example.jsonl"
+    return [json.loads(line) for line in path.read_text().splitlines()]
+
+
+def scripted(row: dict[str, Any], *turns: Any) -> dict[str, Any]:
+    """The row with a script: a turn is text, or a list of (tool, arguments) calls."""
+    script = []
+    for turn in turns:
+        if isinstance(turn, str):
+            script.append({"content": turn, "tool_calls": []})
+        else:
+            script.append({"content": None, "tool_calls": [{"name": name, "arguments": args} for name, args in turn]})
+    params = {**row["responses_create_params"], "metadata": {"script": json.dumps({"turns": script})}}
+    return {**row, "responses_create_params": params}
+
+
+class Stage:
+    """The running servers of a test."""
+
+    def __init__(self, config: dict[str, Any], http: aiohttp.ClientSession, host: asyncio.subprocess.Process) -> None:
+        self.config, self.http, self.host = config, http, host
+
+    async def simple_agent(self, environment: str, row: dict[str, Any]) -> dict[str, Any]:
+        """Gym's own agent on a row."""
+        return await self._run(url_of(self.config[f"{environment}_simple_agent"]), row)
+
+    @asynccontextmanager
+    async def prorl_agent(self, environment: str, **settings: Any) -> AsyncIterator[Any]:
+        """Our service on a real socket; yields a function that runs a row."""
+        service = AgentService.from_gym(
+            ServiceConfig(**settings), OmegaConf.create(self.config), resources=environment, model="policy_model"
+        )
+        app = FastAPI()
+        app.include_router(service.router())
+
+        @app.post("/run")
+        async def run(request: Request) -> Response:
+            return await service.run(request)
+
+        async with serve(app) as url:
+            yield lambda row: self._run(url, row)
+            await service.close()
+
+    async def _run(self, url: str, row: dict[str, Any]) -> dict[str, Any]:
+        async with self.http.post(f"{url}/run", json=row) as response:
+            body = await response.json()
+            assert response.status == 200, body
+            return dict(body)
+
+
+@pytest.fixture(scope="module")
+async def stage() -> AsyncIterator[Stage]:
+    async with serve_scripted(ScriptedConfig(max_model_len=MAX_MODEL_LEN)) as policy_url:
+        model = {
+            "base_url": policy_url,
+            "api_key": "none",
+            "model": MODEL_NAME,
+            "return_token_id_information": True,
+            "uses_reasoning_parser": False,
+        }
+        config = {"policy_model": instance("responses_api_models", "vllm_model", **model)}
+        for environment in ENVIRONMENTS:
+            config[environment] = instance("resources_servers", environment, domain="other")
+            config[f"{environment}_simple_agent"] = instance(
+                "responses_api_agents",
+                "simple_agent",
+                resources_server={"type": "resources_servers", "name": environment},
+                model_server={"type": "responses_api_models", "name": "policy_model"},
+            )
+        async with hosting(config) as host, aiohttp.ClientSession() as http:
+            yield Stage(config, http, host)
+
+
+pytestmark = pytest.mark.asyncio(loop_scope="module")
+
+
+def counting(add: int) -> list[Any]:
+    """A script for the counter: two calls in one turn, then a look, then the answer."""
+    increments = [("increment_counter", {"count": 1}), ("increment_counter", {"count": add})]
+    return [increments, [("get_counter_value", {})], "Done."]
+
+
+def scripts(environment: str, row: dict[str, Any]) -> list[list[Any]]:
+    """Right and wrong replies to a row, with tool errors, unknown tools and malformed arguments among them."""
+    if environment == "example_session_state_mgmt":
+        missing = row["expected_count"] - row["initial_count"] - 1
+        return [
+            counting(missing),
+            counting(missing + 1),
+            [[("increment_counter", {"count": "many"})], *counting(missing)],
+            [[("no_such_tool", {})], *counting(missing)],
+            [[("increment_counter", '{"count": ')], *counting(missing)],
+            ["I would rather not."],
+        ]
+    if environment == "example_multi_step":
+        values = row["expected_synonym_values"]
+        look_up = [[("get_synonym_value", {"synonym": name}) for name in row["expected_synonyms"]]]
+        return [
+            [*look_up, [("extract_synonym_values", {"synonym_values": values})], "Extracted."],
+            [*look_up, [("extract_synonym_values", {"synonym_values": values[::-1]})], "Extracted."],
+            ["Nothing to extract."],
+        ]
+    right = row["expected_answer"]
+    return [[f"\\boxed{{{right}}}"], ["\\boxed{Z}"], ["No idea."]]
+
+
+@pytest.mark.parametrize("environment", ENVIRONMENTS)
+async def test_same_rewards_as_simple_agent_on_the_same_replies(stage: Stage, environment: str) -> None:
+    async with stage.prorl_agent(environment) as run:
+        rewards = []
+        for row in gym_rows(environment)[:3]:
+            for turns in scripts(environment, row):
+                theirs = await stage.simple_agent(environment, scripted(row, *turns))
+                ours = await run(scripted(row, *turns))
+                assert ours["reward"] == theirs["reward"], turns
+                assert [kind_of(item) for item in ours["response"]["output"]] == [
+                    kind_of(item) for item in theirs["response"]["output"]
+                ]
+                for item in theirs["response"]["output"]:
+                    if item["type"] == "function_call_output":
+                        assert item["output"] in [other.get("output") for other in ours["response"]["output"]]
+                rewards.append(ours["reward"])
+        assert {0.0, 1.0} <= set(rewards), "the comparison saw right and wrong replies"
+
+
+def kind_of(item: dict[str, Any]) -> tuple[Any, ...]:
+    """What two agents must agree on in an output item; ids are random."""
+    return (item["type"], item.get("name"), item.get("arguments"), item.get("generation_token_ids"))
+
+
+async def test_each_turns_tokens_are_a_prefix_of_the_next_prompt(stage: Stage) -> None:
+    [row, *_] = gym_rows("example_session_state_mgmt")
+    async with stage.prorl_agent("example_session_state_mgmt") as run:
+        result = await run(scripted(row, *counting(1)))
+    sampled = [item for item in result["response"]["output"] if item.get("generation_token_ids")]
+    assert len(sampled) == 3
+    so_far: list[int] = []
+    for item in sampled:
+        assert item["prompt_token_ids"][: len(so_far)] == so_far
+        assert len(item["generation_log_probs"]) == len(item["generation_token_ids"])
+        so_far = [*item["prompt_token_ids"], *map(int, item["generation_token_ids"])]
+    assert result["rollout"]["turns"] == 3
+    assert result["rollout"]["tool_calls"] == 3
+
+
+async def test_rollouts_at_once_do_not_share_a_session(stage: Stage) -> None:
+    [row, *_] = gym_rows("example_session_state_mgmt")
+    async with stage.prorl_agent("example_session_state_mgmt") as run:
+        results = await asyncio.gather(*(run(scripted(row, *counting(add))) for add in [2, 5] * 8))
+    assert [result["reward"] for result in results] == [1.0, 0.0] * 8
+
+
+async def test_turn_limit(stage: Stage) -> None:
+    [row, *_] = gym_rows("example_session_state_mgmt")
+    async with stage.prorl_agent("example_session_state_mgmt", max_turns=2) as run:
+        result = await run(scripted(row, *counting(2), "Still here."))
+    assert (result["rollout"]["turns"], result["rollout"]["finish_reason"]) == (2, "max_turns")
+    assert result["reward"] == 1.0, "what was reached by then is scored"
+
+
+async def test_token_limit(stage: Stage) -> None:
+    [row, *_] = gym_rows("example_session_state_mgmt")
+    async with stage.prorl_agent("example_session_state_mgmt", max_tokens=10) as run:
+        result = await run(scripted(row, *counting(2)))
+    assert (result["rollout"]["turns"], result["rollout"]["finish_reason"]) == (1, "max_tokens")
+
+
+async def test_context_overflow_ends_cleanly_and_is_scored(stage: Stage) -> None:
+    [row, *_] = gym_rows("example_session_state_mgmt")
+    talk = [[("increment_counter", {"count": 0, "why": "x" * 4000})] for _ in range(10)]
+    async with stage.prorl_agent("example_session_state_mgmt") as run:
+        result = await run(scripted(row, *counting(2)[:1], *talk))
+    assert result["rollout"]["state"] == "succeeded"
+    assert result["rollout"]["finish_reason"] in ("length", "context_overflow")
+    assert 2 < result["rollout"]["turns"] < 11
+    assert result["reward"] == 1.0
+
+
+async def test_concurrent_tool_calls_come_back_in_order(stage: Stage) -> None:
+    [row, *_] = gym_rows("example_multi_step")
+    names = row["expected_synonyms"]
+    turns = [[("get_synonym_value", {"synonym": name}) for name in names], "Done."]
+    async with stage.prorl_agent("example_multi_step", tool_concurrency=8) as run:
+        result = await run(scripted(row, *turns))
+    observations = [item for item in result["response"]["output"] if item["type"] == "function_call_output"]
+    values = [json.loads(item["output"])["synonym_value"] for item in observations]
+    assert values == [sum(map(ord, name)) for name in names]
+
+
+@pytest.mark.parametrize("route", ["verify", "seed_session", "aggregate_metrics", "../verify"])
+async def test_a_policy_cannot_call_the_servers_own_routes(stage: Stage, route: str) -> None:
+    [row, *_] = gym_rows("example_session_state_mgmt")
+    async with stage.prorl_agent("example_session_state_mgmt") as run:
+        result = await run(scripted(row, [(route, {"initial_count": row["expected_count"]})], "Done."))
+    [observation] = [item for item in result["response"]["output"] if item["type"] == "function_call_output"]
+    assert "Not Found" in observation["output"]
+    assert result["rollout"]["tool_calls"] == 0
+
+
+async def test_a_row_that_the_environment_refuses_is_the_callers_error(stage: Stage) -> None:
+    row = {"responses_create_params": {"input": "hi"}}  # the counter needs initial_count
+    async with stage.prorl_agent("example_session_state_mgmt") as run:
+        result = await run(row)
+    assert result["mask_sample"] is True
+    assert result["failure_kind"] == "agent_request_failed"
+    assert "initial_count" in result["failure_reason"]
+    assert result["_ng_failure_terminal"] is True
+    assert result["rollout"]["failed_attempts"] == ["agent_request_failed"], "not tried again"
+
+
+async def test_a_body_that_is_no_row_is_422_and_names_the_field(stage: Stage) -> None:
+    async with stage.prorl_agent("mcqa") as run:
+        with pytest.raises(AssertionError, match=r"responses_create_params"):
+            await run({"responses_create_param": {}})
+
+
+async def test_a_resources_server_killed_in_mid_rollout(stage: Stage) -> None:
+    """Rollouts of its neighbour do not notice; its own end in one typed outcome, masked, and slots come back."""
+    doomed_config = {
+        **stage.config,
+        "doomed": instance("resources_servers", "example_session_state_mgmt", domain="other"),
+    }
+    [row, *_] = gym_rows("example_session_state_mgmt")
+    slow = [[("increment_counter", {"count": 1})] for _ in range(400)]
+    async with hosting({"doomed": doomed_config["doomed"]}) as host:
+        both = Stage(doomed_config, stage.http, host)
+        async with (
+            both.prorl_agent("doomed", max_attempts=2) as run_doomed,
+            both.prorl_agent("example_session_state_mgmt") as run_neighbour,
+        ):
+            doomed = [asyncio.create_task(run_doomed(scripted(row, *slow[: 40 + number]))) for number in range(4)]
+            neighbours = [asyncio.create_task(run_neighbour(scripted(row, *counting(2)))) for _ in range(4)]
+            await asyncio.sleep(0.3)
+            host.kill()
+            for result in await asyncio.gather(*doomed):
+                assert result["rollout"]["state"] == "failed"
+                assert result["mask_sample"] is True
+                assert result["failure_kind"] in ("transport_peer_drop", "transport_unreachable")
+                assert len(result["rollout"]["failed_attempts"]) == 2
+            assert [result["reward"] for result in await asyncio.gather(*neighbours)] == [1.0] * 4

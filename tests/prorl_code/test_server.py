@@ -1,0 +1,186 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The server over HTTP, with real containers: what an agent server sees, whatever happens."""
+
+import asyncio
+import time
+
+import aiohttp
+import pytest
+
+from nemo_gym_prorl.tasks.code.humaneval import problems
+from nemo_gym_prorl.tasks.code.scripts import script_for
+from tests.prorl_code.conftest import RESPONSE, Client, build, row, serving
+from tests.tasks import containers
+
+
+pytestmark = pytest.mark.sandbox
+SOLVED = "def truncate_number(number):\n    return number % 1\n"
+
+
+async def test_a_whole_session(client: Client) -> None:
+    before = containers.instances()
+    await client.seed()
+    assert len(containers.instances() - before) == 1
+    assert "raise NotImplementedError" in await client.tool("str_replace_editor", command="view", path="solution.py")
+    assert await client.tool("bash", command="pwd") == "/sandbox/workspace\n[exit code: 0]"
+    await client.tool("str_replace_editor", command="create", path="solution.py", file_text=SOLVED)
+    check = "import solution\nprint(solution.truncate_number(3.5))"
+    assert await client.tool("python", code=check) == "0.5\n[exit code: 0]"
+    assert (await client.tool("submit")).startswith("Submitted.")
+    assert (
+        await client.tool("bash", command="ls")
+        == "Error: the solution was submitted already, the workspace is closed."
+    )
+    for _ in range(2):
+        assert await client.post("/release_session") == (200, {"released": True}, None)
+        assert containers.instances() == before
+    status, verdict, _ = await client.verify()
+    assert (status, verdict["reward"], verdict["passed"], verdict["verdict"]) == (200, 1.0, True, "passed")
+    assert verdict["task_id"] == "HumanEval/2"
+    assert containers.instances() == before
+    assert (await client.verify())[1] == verdict
+    for _ in range(2):
+        assert await client.post("/close_session") == (200, {}, None)
+    assert (await client.verify())[2] == "session_lost"
+
+
+async def test_verify_without_release_releases_first(client: Client) -> None:
+    before = containers.instances()
+    await client.seed()
+    status, verdict, _ = await client.verify()
+    assert (status, verdict["reward"], verdict["verdict"]) == (200, 0.0, "failed")
+    assert containers.instances() == before
+
+
+@pytest.mark.parametrize("variant", ["reference", "repair", "forge_tests", "exit_hard_on_import", "equal_to_all"])
+async def test_scripts_earn_what_they_should(client: Client, variant: str) -> None:
+    task = "HumanEval/0"
+    await client.seed(task)
+    for turn in script_for(problems()[task], variant)["turns"]:
+        for call in turn["tool_calls"]:
+            observation = await client.tool(call["name"], **call["arguments"])
+            assert not observation.startswith("Error"), observation
+    status, verdict, _ = await client.verify(task)
+    assert status == 200
+    assert verdict["reward"] == (1.0 if variant in ("reference", "repair") else 0.0), verdict
+
+
+async def test_a_deleted_solution_is_a_result(client: Client) -> None:
+    await client.seed()
+    await client.tool("bash", command="rm -rf /sandbox/workspace")
+    status, verdict, _ = await client.verify()
+    assert (status, verdict["reward"], verdict["verdict"]) == (200, 0.0, "no_solution")
+
+
+@pytest.mark.parametrize("bad", [{}, {"task_id": "HumanEval/999"}, {"task_id": None}])
+async def test_a_bad_row_is_refused_and_the_field_named(client: Client, bad: dict[str, object]) -> None:
+    status, body, kind = await client.post("/seed_session", bad)
+    assert (status, kind) == (422, None)
+    assert body["detail"][0]["loc"] == ["body", "task_id"]
+    assert body["detail"][0]["msg"].startswith("task_id: ")
+
+
+async def test_bad_tool_calls_are_observations(client: Client, base_url: str) -> None:
+    await client.seed()
+    assert (await client.tool("bash", cmd="ls")).startswith("Error in the arguments of bash: command: Field required")
+    status, observation, _ = await client.post("/bash", ["ls"])
+    assert (status, observation.split(".")[0]) == (200, "Error: the arguments of bash must be a JSON object")
+    async with aiohttp.ClientSession() as http, http.post(f"{base_url}/bash", data=b"{") as response:
+        assert response.status == 500  # no session
+    status, _, kind = await client.post("/no_such_tool")
+    assert (status, kind) == (404, None)
+
+
+async def test_sessions_do_not_meet(base_url: str) -> None:
+    async with Client(base_url) as one, Client(base_url) as other:
+        await asyncio.gather(one.seed(), other.seed())
+        await one.tool("bash", command="echo mine > mine")
+        assert "mine" not in await other.tool("bash", command="ls -R / 2>/dev/null | grep -x mine; ls")
+        await one.post("/close_session")
+        assert await other.tool("bash", command="echo on") == "on\n[exit code: 0]"
+
+
+async def test_unknown_sessions_are_lost_ones(client: Client) -> None:
+    for path, body in (("/bash", {"command": "ls"}), ("/verify", row("HumanEval/2") | {"response": RESPONSE})):
+        status, problem, kind = await client.post(path, body)
+        assert (status, kind) == (500, "session_lost")
+        assert problem["type"] == "urn:prorl:failure:session_lost"
+    assert (await client.post("/release_session"))[0] == 200
+    assert (await client.post("/close_session"))[0] == 200
+
+
+async def test_a_killed_sandbox_is_a_lost_session_and_no_reward(client: Client) -> None:
+    before = containers.instances()
+    await client.seed()
+    (name,) = containers.instances() - before
+    containers.kill_instance(name)
+    status, problem, kind = await client.post("/bash", {"command": "ls"})
+    assert (status, kind) == (500, "session_lost"), problem
+    assert (await client.post("/release_session"))[0] == 200
+    status, problem, kind = await client.verify()
+    assert (status, kind) == (500, "session_lost"), problem
+    assert "reward" not in problem
+
+
+async def test_no_sandbox_to_be_had_is_infrastructure() -> None:
+    async with serving(image="/nowhere/no.sif") as url, Client(url) as client:
+        status, problem, kind = await client.post("/seed_session", row("HumanEval/2"))
+        assert (status, kind) == (500, "provider_unavailable")
+        assert "/nowhere/no.sif" in problem["detail"]
+
+
+async def test_a_caller_that_hangs_up_while_seeding_leaves_nothing(base_url: str) -> None:
+    before = containers.instances()
+    async with aiohttp.ClientSession() as http:
+        with pytest.raises(TimeoutError):
+            await http.post(f"{base_url}/seed_session", json=row("HumanEval/2"), timeout=aiohttp.ClientTimeout(0.1))
+    deadline = time.monotonic() + 30
+    await asyncio.sleep(1)
+    while containers.instances() != before and time.monotonic() < deadline:
+        await asyncio.sleep(0.2)
+    assert containers.instances() == before
+
+
+async def test_a_session_that_nobody_touches_is_swept() -> None:
+    async with serving(session_ttl_s=2) as url, Client(url) as client:
+        before = containers.instances()
+        await client.seed()
+        assert containers.instances() > before
+        deadline = time.monotonic() + 30
+        while containers.instances() != before and time.monotonic() < deadline:
+            await asyncio.sleep(0.2)
+        assert containers.instances() == before
+        assert (await client.post("/bash", {"command": "ls"}))[2] == "session_lost"
+
+
+async def test_a_closing_server_takes_its_sandboxes_along() -> None:
+    async with serving() as url, Client(url) as client:
+        await client.seed()
+        await client.tool("bash", command="sleep 1000 & echo")
+    # serving() itself asserts that no container is left
+
+
+async def test_an_environment_servers_envelope() -> None:
+    """What NeMo Gym 0.7's environment servers send: the caller names the session, and a closed one stays closed."""
+    envelope = {"resources_session_id": "s1", "episode_id": "e1", "task_id": "t1", "task_data": row("HumanEval/2")}
+    closing = {"resources_session_id": "s1", "episode_id": "e1"}
+    async with serving() as url, Client(url) as client:
+        before = containers.instances()
+        for _ in range(2):
+            assert await client.post("/seed_session", envelope) == (200, {"resources_session_id": "s1"}, None)
+            assert len(containers.instances() - before) == 1
+        assert await client.tool("bash", command="echo on") == "on\n[exit code: 0]"
+        for _ in range(2):
+            assert await client.post("/close_session", closing) == (200, {"resources_session_id": "s1"}, None)
+            assert containers.instances() == before
+        status, problem, _ = await client.post("/seed_session", envelope)
+        assert (status, problem["detail"][0]["loc"]) == (422, ["body", "resources_session_id"])
+
+
+def test_bad_configuration_says_what_to_do() -> None:
+    with pytest.raises(ValueError, match="num_workers must be 1"):
+        build(num_workers=2)
+    with pytest.raises(ValueError, match="image: name one, the sandbox provider 'opensandbox' has no default"):
+        build(sandbox_provider={"opensandbox": {}}, image=None)
+    with pytest.raises(ValueError, match="'nowhere' is not defined"):
+        build(sandbox_provider="nowhere")

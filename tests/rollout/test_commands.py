@@ -1,0 +1,192 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The ``prorl`` command against a real service, as a process of its own."""
+
+import asyncio
+import json
+import os
+import signal
+import sys
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+from fastapi import FastAPI
+
+from nemo_gym_prorl.commands.jobs import find_service
+from nemo_gym_prorl.failures import CallerError
+from nemo_gym_prorl.rollout.api import rollout_router
+from nemo_gym_prorl.rollout.client import RolloutClient
+from nemo_gym_prorl.rollout.metrics import PipelineMetrics
+from nemo_gym_prorl.rollout.pipeline import PipelineSettings
+from tests.rollout.handlers import Bench
+from tests.rollout.serving import serve
+
+
+TOKEN = "t0ken"
+
+
+@asynccontextmanager
+async def service(bench_settings: PipelineSettings | None = None) -> AsyncIterator[str]:
+    pipeline = Bench(bench_settings or PipelineSettings()).pipeline()
+    app = FastAPI()
+    app.include_router(rollout_router(pipeline, PipelineMetrics(pipeline), TOKEN))
+    async with serve(app) as url:
+        yield url
+        await pipeline.close()
+
+
+async def prorl(*arguments: str, url: str | None = None, **env: str) -> tuple[int, str]:
+    """Exit code and output of a command."""
+    process = await asyncio.create_subprocess_exec(
+        sys.executable,
+        "-c",
+        "from nemo_gym_prorl.cli import main; main()",
+        *arguments,
+        stdout=asyncio.subprocess.PIPE,
+        stderr=asyncio.subprocess.STDOUT,
+        env=os.environ | {"PRORL_TOKEN": TOKEN, "COLUMNS": "200"} | ({"PRORL_URL": url} if url else {}) | env,
+    )
+    output, _ = await asyncio.wait_for(process.communicate(), 60)
+    assert process.returncode is not None
+    return process.returncode, output.decode()
+
+
+def write(path: Path, *rows: Any) -> Path:
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return path
+
+
+GOOD = {"responses_create_params": {"input": "hi"}}
+BAD = {"responses_create_params": {"input": "hi"}, "plan": {"run": [{"how": "agent"}]}}
+LONG = {"responses_create_params": {"input": "hi"}, "plan": {"run": [{"seconds": 600}]}}
+
+
+async def test_submit_follows_to_the_end_and_writes_results(tmp_path: Path) -> None:
+    async with service() as url:
+        results = tmp_path / "results.jsonl"
+        code, output = await prorl(
+            "submit",
+            str(write(tmp_path / "rows.jsonl", GOOD, BAD)),
+            "--repeats",
+            "3",
+            "--output",
+            str(results),
+            url=url,
+        )
+        assert code == 1, output
+        assert "3 failed, 3 succeeded, mean reward 1.000 over 3, agent_run_error: 3" in output
+        lines = [json.loads(line) for line in results.read_text().splitlines()]
+        assert sorted(line["rollout"]["state"] for line in lines) == ["failed"] * 3 + ["succeeded"] * 3
+        assert [line["reward"] for line in lines if line["rollout"]["state"] == "succeeded"] == [1.0] * 3
+        code, output = await prorl("submit", str(write(tmp_path / "good.jsonl", GOOD)), url=url)
+        assert (code, "1 succeeded" in output) == (0, True)
+
+
+async def test_detached_rollouts_can_be_seen_and_cancelled(tmp_path: Path) -> None:
+    async with service() as url:
+        code, output = await prorl("submit", str(write(tmp_path / "rows.jsonl", LONG, LONG)), "--detach", url=url)
+        assert code == 0
+        first, second, group = output.split()[0], output.split()[1], output.split()[-1]
+        code, output = await prorl("status", url=url)
+        assert "2 running; 2 sandboxes held" in output
+        code, output = await prorl("status", first, url=url)
+        assert json.loads(output)["group"] == group
+        code, output = await prorl("cancel", first, "nobody", url=url)
+        assert code == 1
+        assert f"{first} cancelled" in output
+        assert "nobody unknown" in output
+        code, output = await prorl("cancel", "--group", group, url=url)
+        assert code == 0
+        assert f"{second} cancelled" in output
+
+
+async def test_tail_prints_transitions(tmp_path: Path) -> None:
+    async with service() as url:
+        await prorl("submit", str(write(tmp_path / "rows.jsonl", GOOD)), url=url)
+        process = await asyncio.create_subprocess_exec(
+            sys.executable,
+            "-c",
+            "from nemo_gym_prorl.cli import main; main()",
+            "tail",
+            "--after",
+            "0",
+            stdout=asyncio.subprocess.PIPE,
+            env=os.environ | {"PRORL_TOKEN": TOKEN, "PRORL_URL": url, "PYTHONUNBUFFERED": "1"},
+        )
+        assert process.stdout is not None
+        try:
+            lines = [(await asyncio.wait_for(process.stdout.readline(), 30)).decode() for _ in range(6)]
+        finally:
+            process.terminate()
+            await process.wait()
+        assert [line.split()[3] for line in lines] == [
+            "queued", "initializing", "ready", "running", "evaluating", "succeeded",
+        ]  # fmt: skip
+        assert "reward 1" in lines[-1]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "complaint"),
+    [
+        (("cancel",), "give either rollout ids or --group"),
+        (("status", "nobody"), "no rollout 'nobody'"),
+        (("submit", "{broken}"), "broken.jsonl:2: is not JSON"),
+        (("submit", "{empty}"), "row.responses_create_params: Field required"),
+    ],
+)
+async def test_mistakes_are_one_line_that_names_them(
+    tmp_path: Path, arguments: tuple[str, ...], complaint: str
+) -> None:
+    files = {"broken": tmp_path / "broken.jsonl", "empty": write(tmp_path / "empty.jsonl", {})}
+    files["broken"].write_text(json.dumps(GOOD) + "\n{oops\n")
+    async with service() as url:
+        code, output = await prorl(*(argument.format(**files) for argument in arguments), url=url)
+    assert code == 1
+    assert complaint in output
+    assert "Traceback" not in output
+
+
+async def test_no_service_says_where_it_looked(tmp_path: Path) -> None:
+    code, output = await prorl("status", PRORL_HEAD="http://127.0.0.1:9")
+    assert code == 1
+    assert "no NeMo Gym deployment answers at http://127.0.0.1:9" in output
+    code, output = await prorl("status", url="http://127.0.0.1:9")
+    assert (code, "no rollout service answers at http://127.0.0.1:9" in output) == (1, True)
+
+
+async def test_the_service_is_found_through_gyms_head_server() -> None:
+    app = FastAPI()
+    instances = [{"process_name": "a", "name": "prorl_agent", "url": "http://127.0.0.1:1"}]
+
+    @app.get("/server_instances")
+    async def server_instances() -> list[dict[str, str]]:
+        return instances
+
+    async with serve(app) as head:
+        assert await find_service(head) == "http://127.0.0.1:1"
+        instances.append({"process_name": "b", "name": "prorl_agent", "url": "http://127.0.0.1:2"})
+        with pytest.raises(CallerError, match=r"must have one prorl_agent, has a .*b "):
+            await find_service(head)
+
+
+async def test_an_interrupted_submit_cancels_what_it_submitted(tmp_path: Path) -> None:
+    async with service() as url, RolloutClient(url, TOKEN) as client:
+        rows = write(tmp_path / "rows.jsonl", LONG, LONG)
+        process = await asyncio.create_subprocess_exec(
+            sys.executable,
+            "-c",
+            "from nemo_gym_prorl.cli import main; main()",
+            "submit",
+            str(rows),
+            stdout=asyncio.subprocess.PIPE,
+            env=os.environ | {"PRORL_TOKEN": TOKEN, "PRORL_URL": url},
+        )
+        async with asyncio.timeout(30):
+            while (await client.status()).states["running"] < 2:
+                await asyncio.sleep(0.05)
+        process.send_signal(signal.SIGINT)
+        output, _ = await asyncio.wait_for(process.communicate(), 30)
+        assert process.returncode == 130, output
+        assert {job.state for job in (await client.list()).rollouts} == {"cancelled"}

@@ -1,0 +1,198 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Verdicts, in real containers: right ones for right and wrong solutions, and none that can be had by cheating."""
+
+import asyncio
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
+from pathlib import Path
+
+import pytest
+from nemo_gym.sandbox import AsyncSandbox
+
+from nemo_gym_prorl.failures import FailureKind, InfrastructureError
+from nemo_gym_prorl.tasks.code.grading import GradingLimits, Reason, Verdict, grade, grade_in
+from nemo_gym_prorl.tasks.code.humaneval import Problem, problems
+from nemo_gym_prorl.tasks.code.scripts import CHEATS
+from nemo_gym_prorl.tasks.code.workspace import Sandbox
+from tests.tasks import containers
+
+
+pytestmark = pytest.mark.sandbox
+LIMITS = GradingLimits(timeout_s=20)
+TRUNCATE = "HumanEval/2"  # truncate_number(number): float
+INTERSPERSE = "HumanEval/5"  # intersperse(numbers, delimiter): list
+
+
+async def judge(sandbox: Sandbox, task: str, source: str, limits: GradingLimits = LIMITS) -> Verdict:
+    outcome = await grade_in(sandbox, problems()[task], source, limits, containers.ROOT)
+    assert isinstance(outcome, Verdict), outcome
+    return outcome
+
+
+async def grade_all(sandbox: Sandbox, source: Callable[[Problem], str]) -> dict[str, Verdict]:
+    """All problems in one container, four at a time."""
+    gate = asyncio.Semaphore(4)
+
+    async def one(problem: Problem) -> Verdict:
+        async with gate:
+            return await judge(sandbox, problem.task_id, source(problem))
+
+    verdicts = await asyncio.gather(*map(one, problems().values()))
+    return dict(zip(problems(), verdicts, strict=True))
+
+
+async def test_all_references_pass(sandbox: AsyncSandbox) -> None:
+    verdicts = await grade_all(sandbox, lambda problem: problem.reference_source)
+    assert {task: verdict for task, verdict in verdicts.items() if not verdict.passed} == {}
+
+
+async def test_no_stub_passes(sandbox: AsyncSandbox) -> None:
+    verdicts = await grade_all(sandbox, lambda problem: problem.stub)
+    assert {task: verdict for task, verdict in verdicts.items() if verdict.reason is not Reason.FAILED} == {}
+
+
+async def test_no_function_that_returns_nothing_passes(sandbox: AsyncSandbox) -> None:
+    verdicts = await grade_all(sandbox, lambda problem: f"{problem.prompt.rstrip()}\n    return None\n")
+    assert {task: verdict for task, verdict in verdicts.items() if verdict.reason is not Reason.FAILED} == {}
+
+
+# One that compares floats, strings, lists, booleans, whose tests call helpers, or the function by its name, and
+# whose tests import modules when they run.
+@pytest.mark.parametrize("task", ["HumanEval/2", "HumanEval/15", "HumanEval/32", "HumanEval/33", "HumanEval/38"])
+async def test_no_cheat_passes(task: str) -> None:
+    gate = asyncio.Semaphore(4)
+
+    async def attempt(source: str) -> Verdict | str:
+        async with gate, containers.running() as sandbox:  # one each: a cheat may damage its sandbox
+            return await grade_in(sandbox, problems()[task], source, LIMITS, containers.ROOT)
+
+    outcomes = await asyncio.gather(*(attempt(source(problems()[task])) for source in CHEATS.values()))
+    for name, outcome in zip(CHEATS, outcomes, strict=True):
+        if name == "killed_tester":
+            assert isinstance(outcome, str), outcome
+        else:
+            assert isinstance(outcome, Verdict), (name, outcome)
+            assert not outcome.passed, name
+
+
+@pytest.mark.parametrize(
+    ("source", "reason", "detail"),
+    [
+        ("def truncate_number(x): return x % 1", Reason.PASSED, ""),
+        ("def truncate_number(x): return x", Reason.FAILED, "AssertionError:  at line"),
+        ("def truncate_number(x): raise KeyError('k')", Reason.FAILED, "CandidateRaised: KeyError: 'k'"),
+        ("def truncate_number(x):\n  import sys; sys.exit(0)", Reason.FAILED, "CandidateRaised: SystemExit: 0"),
+        ("def truncate_number(x): return object()", Reason.FAILED, "a value of type object cannot leave"),
+        ("def truncate_number(x): return truncate_number(x)", Reason.FAILED, "RecursionError"),
+        ("def truncate_number(x: return", Reason.SYNTAX_ERROR, "SyntaxError"),
+        ("x = '\0'", Reason.SYNTAX_ERROR, "null bytes"),
+        ("", Reason.NO_SOLUTION, "solution.py defines no function truncate_number"),
+        ("truncate_number = 3", Reason.NO_SOLUTION, "solution.py defines no function"),
+        ("import nothing_like_it", Reason.CRASHED, "on import: ModuleNotFoundError"),
+        ("import sys; sys.exit(0)", Reason.CRASHED, "on import: SystemExit: 0"),
+        ("import os; os._exit(0)", Reason.CRASHED, "the candidate's process ended"),
+        ("def truncate_number(x):\n  import os; os._exit(0)", Reason.CRASHED, "the candidate's process ended"),
+        ("while True: pass", Reason.TIMED_OUT, "after 2 s"),
+        ("def truncate_number(x):\n  while True: pass", Reason.TIMED_OUT, "after 2 s at line"),
+        ("def truncate_number(x): return 'a' * (1 << 32)", Reason.FAILED, "MemoryError"),
+        ("def truncate_number(x): return 'a' * (17 << 20)", Reason.FAILED, "too large"),
+        ("def truncate_number(x):\n  print('noise' * 10**6); return x % 1", Reason.PASSED, ""),
+    ],
+)
+async def test_reasons(sandbox: AsyncSandbox, source: str, reason: Reason, detail: str) -> None:
+    verdict = await judge(sandbox, TRUNCATE, source, GradingLimits(timeout_s=2))
+    assert verdict.reason is reason, verdict
+    assert detail in verdict.detail
+    assert verdict.reward == (1.0 if reason is Reason.PASSED else 0.0)
+
+
+async def test_values_keep_their_types(sandbox: AsyncSandbox) -> None:
+    """What a test compares is what the function returned: a tuple is no list, and an iterator no sequence."""
+    values = (
+        "None", "True", "1", "-1.5", "float('inf')", "2 ** 200", "-(2 ** 62)", "'a\\ud800\\n'", "b'\\xff'", "1j",
+        "[1, [2]]", "(1, (2,))", "{1, 2}", "frozenset({1})", "{(1, 2): [3], 'k': None}", "range(1, 9, 2)", "[True, 1]",
+    )  # fmt: skip
+    test = "def check(candidate):\n" + "".join(
+        f"    value = candidate({value})\n    assert value == {value} and type(value) is type({value})\n"
+        for value in values
+    )
+    test += (
+        "    assert list(candidate(3, lazy=True)) == [0, 1, 2]\n"
+        "    assert candidate(3, lazy=True) != [0, 1, 2]\n"
+        "    given = [3, 1]\n    assert candidate(given, sort=True) == [1, 3] and given == [3, 1]\n"
+    )
+    source = (
+        "def same(value, lazy=False, sort=False):\n"
+        "    if lazy: return (i for i in range(value))\n"
+        "    if sort: value.sort()\n"
+        "    return value\n"
+    )
+    problem = Problem("made/0", "same", source, "", test)
+    outcome = await grade_in(sandbox, problem, source, LIMITS, containers.ROOT)
+    assert outcome == Verdict(Reason.PASSED)
+
+
+async def test_the_candidate_has_no_capabilities_and_sees_no_tests(sandbox: AsyncSandbox) -> None:
+    source = (
+        "import glob, os\n"
+        "def look():\n"
+        "    caps = [line.split()[1] for line in open('/proc/self/status') if line.startswith(('CapEff', 'CapBnd'))]\n"
+        "    texts = []\n"
+        "    for path in glob.glob('/sandbox/**', recursive=True) + ['/proc/%d/mem' % os.getppid()]:\n"
+        "        try: texts.append(open(path).read())\n"
+        "        except (OSError, UnicodeDecodeError): pass\n"
+        "    root = os.geteuid() == 0\n"
+        "    found = any('NEEDLE-' + '7' in text for text in texts)\n"
+        "    return set(caps) == {'0' * 16} or not root, found, len(texts) > 0\n"
+    )
+    test = "def check(candidate):\n    assert candidate() == (True, False, True), 'NEEDLE-7'\n"
+    outcome = await grade_in(sandbox, Problem("made/1", "look", source, "", test), source, LIMITS, containers.ROOT)
+    assert outcome == Verdict(Reason.PASSED)
+
+
+async def test_what_the_candidate_started_is_gone_afterwards(sandbox: AsyncSandbox) -> None:
+    source = "import subprocess\nsubprocess.Popen(['sleep', '7654'])\ndef truncate_number(x): return x % 1\n"
+    assert (await judge(sandbox, TRUNCATE, source)).passed
+    listing = await sandbox.exec("ps -eo args")
+    assert "sleep 7654" not in (listing.stdout or "")
+
+
+async def test_a_candidate_that_kills_the_tester_is_to_blame() -> None:
+    before = containers.instances()
+    problem = problems()[TRUNCATE]
+    verdict = await grade(containers.running, problem, CHEATS["killed_tester"](problem), LIMITS, containers.ROOT)
+    assert verdict.reason is Reason.CRASHED
+    assert "taken down, twice" in verdict.detail
+    assert containers.instances() == before
+
+
+class Dying(AsyncSandbox):
+    """A real sandbox whose instance is killed once it has what it needs to grade."""
+
+    async def upload(self, local_path: Path | str, remote_path: str) -> None:
+        await super().upload(local_path, remote_path)
+        if remote_path.endswith("job.json"):
+            containers.kill_instance(self._require_handle().sandbox_id)
+
+
+async def test_a_lost_sandbox_costs_a_try_and_no_reward() -> None:
+    opened = 0
+
+    @asynccontextmanager
+    async def open_sandbox() -> AsyncIterator[Sandbox]:
+        nonlocal opened
+        opened += 1
+        async with containers.running(Dying if opened == 1 else AsyncSandbox) as sandbox:
+            yield sandbox
+
+    problem = problems()[INTERSPERSE]
+    verdict = await grade(open_sandbox, problem, problem.reference_source, LIMITS, containers.ROOT)
+    assert verdict.passed
+    assert opened == 2
+
+
+async def test_machines_that_never_answer_are_infrastructure_and_no_reward() -> None:
+    problem = problems()[INTERSPERSE]
+    with pytest.raises(InfrastructureError) as caught:
+        await grade(lambda: containers.running(Dying), problem, problem.stub, LIMITS, containers.ROOT)
+    assert caught.value.kind is FailureKind.VERIFIER_ERROR
