@@ -385,8 +385,9 @@ class _Stream:
 
 def _order(name: str, host_id: int, spec: ContainerSpec, runtime: Runtime, folder: Path) -> Message:
     """The supervisor's order to start a container."""
+    overlay = str(folder / name / "overlay")
     command = [str(runtime.path), "exec", "--userns", "--containall", "--cleanenv", "--no-init"]
-    command += ["--no-mount", "home,tmp", "--overlay", str(folder / name)]
+    command += ["--no-mount", "home,tmp", "--overlay", overlay]
     if not spec.network:
         command += ["--net", "--network", "none"]
     for bind in spec.binds:
@@ -397,11 +398,13 @@ def _order(name: str, host_id: int, spec: ContainerSpec, runtime: Runtime, folde
     return {
         "do": "create",
         "sandbox": name,
-        "argv": [*command, str(spec.image)],
+        "argv": command,
+        "image": str(spec.image),
+        "overlay": overlay,
         "env": {"PATH": os.environ.get("PATH", os.defpath), "HOME": "/", "PRORL_SANDBOX_OWNER": str(folder)},
-        "expose": [str(spec.image)],
         "uid": 0 if spec.root else 1000,
-        "host_id": host_id,
+        "host_uid": host_id,
+        "host_gid": os.getegid() if os.geteuid() else host_id,
         "limits": limits,
         "memory_mib": spec.memory_mib,
         "disk_mib": spec.disk_mib,
@@ -417,7 +420,7 @@ def _environment(found: Mapping[str, str], spec: ContainerSpec) -> dict[str, str
 
 
 def _check(spec: ContainerSpec, runtime: Runtime) -> None:
-    # A SIF may be read through a bound copy, but the runtime finds its parts by the path that it was started by.
+    # An image is shown to the sandbox's user elsewhere, but the runtime finds its parts by its own path.
     if os.geteuid() == 0 and (wall := walled_in(runtime.path)):
         raise InfrastructureError(
             f"sandboxes of root run under unprivileged user ids, which can't enter {wall} to run {runtime.path}; set "

@@ -8,14 +8,14 @@ process change its user namespace.
 from __future__ import annotations
 
 import ctypes
+import errno
 import os
 import stat
-from collections.abc import Sequence
+import struct
 from pathlib import Path
 
 
 MS_REMOUNT = 32
-MS_BIND = 4096
 MS_REC = 16384
 MS_PRIVATE = 1 << 18
 
@@ -30,6 +30,13 @@ KEPT_CAPABILITIES = frozenset({0, 1, 3, 4, 5, 6, 7, 8, 10, 13, 18, 27, 29, 31})
 setuid, setpcap, net_bind_service, net_raw, sys_chroot, mknod, audit_write and setfcap, as is customary for containers.
 Without sys_admin nothing can be mounted, without sys_ptrace nothing that has more rights can be looked into, and
 without sys_resource the limits below can't be lifted."""
+
+# The same numbers on every architecture.
+_OPEN_TREE, _MOVE_MOUNT, _MOUNT_SETATTR = 428, 429, 442
+_CLONE_TREE = 1
+_FROM_EMPTY_PATH = 4
+_EMPTY_PATH = 0x1000
+_ATTRIBUTE_IDMAP = 0x100000
 
 _libc = ctypes.CDLL(None, use_errno=True)
 
@@ -70,21 +77,57 @@ def walled_in(path: Path) -> Path | None:
     return None
 
 
-def expose(paths: Sequence[Path]) -> None:
-    """Let an unprivileged user id reach ``paths``, though they lie below folders that are closed to it.
+def user_namespace(inside: int, uid: int, gid: int) -> int:
+    """A new user namespace in which only one user and one group exist: ``inside`` there, ``uid`` and ``gid`` here.
 
-    In this process's own mount namespace each closed folder is covered by an empty one in which only ``paths`` appear.
-    The rest of the machine sees no change. Needs root.
+    Returns a descriptor of it. The caller may join it, as it is the owner.
     """
-    walls = {path: wall for path in paths if (wall := walled_in(path))}
-    if not walls:
-        return
+    ready, done = os.pipe(), os.pipe()
+    pid = os.fork()
+    if pid == 0:
+        try:
+            os.unshare(os.CLONE_NEWUSER)
+            os.write(ready[1], b"\n")
+            # Until it is mapped and opened.
+            os.close(done[1])
+            os.read(done[0], 1)
+        finally:
+            os._exit(0)
+    os.close(ready[1])
+    try:
+        if not os.read(ready[0], 1):
+            raise OSError(errno.EPERM, "this machine lets users make no user namespaces")
+        base = Path(f"/proc/{pid}")
+        if os.geteuid():
+            (base / "setgroups").write_text("deny")
+        (base / "uid_map").write_text(f"{inside} {uid} 1")
+        (base / "gid_map").write_text(f"{inside} {gid} 1")
+        return os.open(base / "ns" / "user", os.O_RDONLY | os.O_CLOEXEC)
+    finally:
+        for descriptor in (ready[0], *done):
+            os.close(descriptor)
+        os.waitpid(pid, 0)
+
+
+def mount_for(source: str, target: str, owner: int | None) -> None:
+    """Show the file or folder ``source`` at ``target``, wherever it lies, with what is root's shown as another's.
+
+    Args:
+        source: may lie below folders that are closed to others.
+        target: exists, and is a file or a folder as ``source`` is.
+        owner: a user namespace with one user, who gets to own what root owns; ``None`` to leave owners as they are.
+    """
+    tree = _libc.syscall(_OPEN_TREE, -100, os.fsencode(source), _CLONE_TREE | os.O_CLOEXEC)
+    _check(tree, source)
+    if owner is not None:
+        attributes = struct.pack("4Q", _ATTRIBUTE_IDMAP, 0, 0, owner)
+        done = _libc.syscall(_MOUNT_SETATTR, tree, b"", _EMPTY_PATH, attributes, len(attributes))
+        _check(done, f"{source} with other owners (needs Linux 5.19, and a file system that can)")
+    _check(_libc.syscall(_MOVE_MOUNT, tree, b"", -100, os.fsencode(target), _FROM_EMPTY_PATH), target)
+    os.close(tree)
+
+
+def private_mounts() -> None:
+    """Give this process a mount namespace of its own, from which nothing gets out."""
     os.unshare(os.CLONE_NEWNS)
     mount("none", "/", "", MS_REC | MS_PRIVATE)
-    held = {path: os.open(path, os.O_PATH | os.O_CLOEXEC) for path in walls}
-    for wall in set(walls.values()):
-        mount("tmpfs", str(wall), "tmpfs", 0, "mode=755,size=64k")
-    for path, descriptor in held.items():
-        path.mkdir(parents=True, exist_ok=True)
-        mount(f"/proc/self/fd/{descriptor}", str(path), "", MS_BIND | MS_REC)
-        os.close(descriptor)

@@ -120,8 +120,8 @@ def require_runtime() -> Runtime:
 def private_prefix() -> Path:
     """Where the private copy lives, or would live. The path is part of its programs, so it can't be moved.
 
-    Root's is in :data:`ROOT_CACHE` unless ``$PRORL_CACHE`` says otherwise: root's sandboxes run under user ids that are
-    nobody's, and those can't enter root's home folder.
+    Root's is in :data:`ROOT_CACHE` unless ``$PRORL_CACHE`` says otherwise: root's sandboxes run under user ids of
+    nobody, and those can't enter root's home folder.
     """
     folder = ROOT_CACHE if os.geteuid() == 0 and "PRORL_CACHE" not in os.environ else cache_dir()
     return folder / f"apptainer-{machine()}-{PREFIX_RECIPE}"

@@ -278,7 +278,8 @@ class Shell:
         code: int | None = None
         if self._result is not None:
             code, self.cwd = self._result
-        elif self._bash is not None and self._bash.ended.done() and not self._bash.ended.exception():
+        elif self._bash is not None and self._bash.ended.done():
+            # Raises if the whole sandbox was lost.
             status = self._bash.ended.result()
             code = status if status >= 0 else 128 - status
         kept = self._kept

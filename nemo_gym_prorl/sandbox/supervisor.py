@@ -240,34 +240,26 @@ class Supervisor:
         if self._ending:
             raise OSError("the supervisor is ending")
         folder = self.folder / order["sandbox"]
-        # Bound to the host's user and to the container's root user, in this order.
-        uid, gid = (os.geteuid(), os.getegid()) if os.geteuid() else (order["host_id"], order["host_id"])
-        for path in (folder, folder / "upper", folder / "work"):
+        overlay = Path(order["overlay"])
+        for path in (folder, overlay, overlay / "upper", overlay / "work"):
             path.mkdir(mode=0o700)
-            os.chown(path, uid, gid)
-        (folder / "upper").chmod(0o755)
+            os.chown(path, order["host_uid"], order["host_gid"])
+        (overlay / "upper").chmod(0o755)
         ours, theirs = socket.socketpair()
         ours.setblocking(False)
         # Makes the kernel say which process writes.
         ours.setsockopt(socket.SOL_SOCKET, socket.SO_PASSCRED, 1)
         log = os.open(folder / "log", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
-        ready, mapped = os.pipe(), os.pipe()
         starter = os.fork()
         if starter == 0:
-            _start_runtime(order, theirs, log, ready[1], mapped[0])
-        try:
-            theirs.close()
-            _close([log, ready[1], mapped[0]])
-            sandbox = Sandbox(order["sandbox"], folder, starter, ours, order, request.client, request)
-            sandbox.usage.memory_limit = order["memory_mib"] << 20
-            self._sandboxes[sandbox.name] = sandbox
-            self._children[starter] = partial(self._starter_ended, sandbox)
-            self._selector.register(ours, selectors.EVENT_READ, partial(self._keeper_spoke, sandbox))
-            if os.read(ready[0], 1):
-                _map_ids(starter, order["uid"], uid, gid)
-                os.write(mapped[1], b"\n")
-        finally:
-            _close([ready[0], mapped[1]])
+            _start_runtime(order, folder, theirs, log)
+        theirs.close()
+        os.close(log)
+        sandbox = Sandbox(order["sandbox"], folder, starter, ours, order, request.client, request)
+        sandbox.usage.memory_limit = order["memory_mib"] << 20
+        self._sandboxes[sandbox.name] = sandbox
+        self._children[starter] = partial(self._starter_ended, sandbox)
+        self._selector.register(ours, selectors.EVENT_READ, partial(self._keeper_spoke, sandbox))
 
     def _keeper_spoke(self, sandbox: Sandbox) -> None:
         self._selector.unregister(sandbox.channel)
@@ -281,7 +273,6 @@ class Supervisor:
             return
         order = sandbox.order
         sandbox.space = os.stat(f"/proc/{pid}/ns/pid").st_ino
-        sandbox.usage.overlay = sandbox.folder / "upper"
         (sandbox.folder / lease.SPACE_FILE).write_text(str(sandbox.space))
         sandbox.place = enter.Place(pid, order["uid"], {int(key): value for key, value in order["limits"].items()})
         variables = Path(f"/proc/{pid}/environ").read_bytes().decode("utf-8", "surrogateescape")
@@ -368,7 +359,7 @@ class Supervisor:
                 sandbox.client.send({"event": "limit", "sandbox": sandbox.name, "reason": reason}, [])
                 self._close(sandbox, None)
 
-        self._fork(partial(_disk_use, sandbox.folder / "upper"), measured)
+        self._fork(partial(_disk_use, Path(sandbox.order["overlay"], "upper")), measured)
 
     # Inside containers
 
@@ -449,40 +440,36 @@ class Supervisor:
                     del self._unclaimed[next(iter(self._unclaimed))]
 
 
-def _start_runtime(order: Message, channel: socket.socket, log: int, ready: int, mapped: int) -> None:
-    """In a forked child: become the runtime, as root of a new user namespace. Never returns."""
+def _start_runtime(order: Message, folder: Path, channel: socket.socket, log: int) -> None:
+    """In a forked child: become the runtime, as the only user of a new user namespace. Never returns."""
     try:
         linux.prctl(linux.PR_SET_PDEATHSIG, signal.SIGKILL)
         os.setsid()
+        image, inside = order["image"], order["uid"]
+        owner = linux.user_namespace(inside, order["host_uid"], order["host_gid"])
         if os.geteuid() == 0:
-            linux.expose([Path(path) for path in order["expose"]])
-        os.unshare(os.CLONE_NEWUSER)
-        os.write(ready, b"\n")
-        os.read(mapped, 1)
+            # Neither are root's folders open to the sandbox's user, nor could it change in its overlay what is root's.
+            unpacked = os.path.isdir(image)
+            image = str(folder / "image")
+            os.close(os.open(image, os.O_CREAT)) if not unpacked else os.mkdir(image)
+            linux.private_mounts()
+            linux.mount_for(order["image"], image, owner if unpacked else None)
+        os.setns(owner)
         with contextlib.suppress(PermissionError):
             os.setgroups([])
-        os.setresgid(order["uid"], order["uid"], order["uid"])
-        os.setresuid(order["uid"], order["uid"], order["uid"])
+        os.setresgid(inside, inside, inside)
+        os.setresuid(inside, inside, inside)
         # Changed ids made the kernel forget it.
         linux.prctl(linux.PR_SET_PDEATHSIG, signal.SIGKILL)
         for number, descriptor in enumerate((channel.fileno(), channel.fileno(), log)):
             os.dup2(descriptor, number)
         signal.signal(signal.SIGPIPE, signal.SIG_DFL)
         signal.signal(signal.SIGINT, signal.SIG_DFL)
-        os.execve(order["argv"][0], [*order["argv"], "/bin/sh", "-c", KEEPER], order["env"])
+        os.execve(order["argv"][0], [*order["argv"], image, "/bin/sh", "-c", KEEPER], order["env"])
     except OSError as error:
-        os.write(log, f"{type(error).__name__}: {error}".encode())
+        os.write(log, str(error).encode())
     finally:
         os._exit(127)
-
-
-def _map_ids(pid: int, inside: int, uid: int, gid: int) -> None:
-    """Give a process's new user namespace its only user and group."""
-    base = Path(f"/proc/{pid}")
-    if os.geteuid():
-        (base / "setgroups").write_text("deny")
-    (base / "uid_map").write_text(f"{inside} {uid} 1")
-    (base / "gid_map").write_text(f"{inside} {gid} 1")
 
 
 def _run_child(action: Action, channel: socket.socket) -> None:

@@ -13,7 +13,7 @@ import os
 import re
 from collections import defaultdict
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 
 from nemo_gym_prorl.sandbox.lease import process_ids
@@ -29,7 +29,6 @@ class Usage:
     """What one sandbox may use. 0 means no limit."""
 
     memory_limit: int = 0
-    overlay: Path = field(default_factory=Path)
     measuring: bool = False
 
 

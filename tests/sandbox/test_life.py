@@ -18,7 +18,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from nemo_gym_prorl.sandbox import lease
+from nemo_gym_prorl.sandbox import lease, link
 from nemo_gym_prorl.sandbox.container import Container, ContainerSpec
 from nemo_gym_prorl.sandbox.link import SandboxLost
 from nemo_gym_prorl.sandbox.runtime import Runtime
@@ -72,6 +72,11 @@ class Server:
         self.process.wait()
         assert self.process.stdout
         self.process.stdout.close()
+        deadline = time.monotonic() + GONE_WITHIN_S
+        while self.folder.exists() and time.monotonic() < deadline:
+            lease.sweep(self.folder.parent)
+            time.sleep(0.02)
+        assert not self.folder.exists()
 
 
 @pytest.fixture
@@ -135,7 +140,7 @@ def test_a_killed_first_process_ends_only_its_own_sandbox(server: Server) -> Non
     victims=st.lists(st.sampled_from(["server", "supervisor", "init", "anything"]), min_size=1, max_size=3),
     pause=st.floats(0, 0.05),
 )
-def test_whatever_is_killed_nothing_is_left(image: Path, state: Path, victims: list[str], pause: float) -> None:
+def test_whatever_is_killed_nothing_is_left(image: Path, victims: list[str], pause: float) -> None:
     server = Server(image, 2)
     try:
         for victim in [*victims, "server"]:
@@ -159,11 +164,6 @@ def test_whatever_is_killed_nothing_is_left(image: Path, state: Path, victims: l
         while (remains := server.remains())["inside"] or remains["helpers"]:
             assert time.monotonic() < deadline, remains
             time.sleep(0.02)
-        # The files are gone too, unless both who could have removed them were killed.
-        while server.folder.exists() and time.monotonic() < deadline:
-            lease.sweep(state)
-            time.sleep(0.02)
-        assert not server.folder.exists()
     finally:
         server.end()
 
@@ -188,8 +188,7 @@ async def test_teardown_ends_daemons_and_leaves_no_file(image: Path, runtime: Ru
     container = await Container.start(ContainerSpec(image=image), runtime)
     await container.run("(setsid sh -c 'trap \"\" TERM HUP; sleep 1000' >/dev/null 2>&1 &)")
     await container.run("mkdir -p /tmp/a/b && touch /tmp/a/b/c && chmod 000 /tmp/a/b /tmp/a")
-    (folder,) = state.glob(f"*/{container.name}")
-    space = int((folder / lease.SPACE_FILE).read_text())
+    folder, space = found(state, container)
     assert len(lease.members(space)) >= 2
     await container.close()
     assert lease.members(space) == []
@@ -206,7 +205,7 @@ async def test_cancelling_a_start_leaves_nothing(image: Path, runtime: Runtime, 
         task.cancel()
         with pytest.raises(asyncio.CancelledError):
             await task
-    assert list(state.glob("*/b-*")) == []
+    assert sandboxes(state) == []
 
 
 async def test_create_use_destroy_cycles_leave_no_descriptor_process_or_file(
@@ -219,8 +218,8 @@ async def test_create_use_destroy_cycles_leave_no_descriptor_process_or_file(
             assert (await container.run("cat /tmp/x")).stdout == "hello\n"
 
     def counts() -> tuple[int, int, int]:
-        children = sum(1 for pid in lease.process_ids() if _parent(pid) == _supervisor_of(state))
-        return len(os.listdir("/proc/self/fd")), children, len(list(state.rglob("*")))
+        children = sum(1 for pid in lease.process_ids() if _parent(pid) == _supervisor())
+        return sum(1 for _ in Path("/proc/self/fd").iterdir()), children, len(list(state.rglob("*")))
 
     await cycle()
     before = counts()
@@ -229,8 +228,18 @@ async def test_create_use_destroy_cycles_leave_no_descriptor_process_or_file(
     assert counts() == before
 
 
-def _supervisor_of(state: Path) -> int:
-    from nemo_gym_prorl.sandbox import link
+def found(state: Path, container: Container) -> tuple[Path, int]:
+    """A sandbox's folder and the number of its PID namespace."""
+    (folder,) = state.glob(f"*/{container.name}")
+    return folder, int((folder / lease.SPACE_FILE).read_text())
+
+
+def sandboxes(state: Path) -> list[Path]:
+    """The folders of all sandboxes."""
+    return list(state.glob("*/b-*"))
+
+
+def _supervisor() -> int:
 
     assert link._current
     return link._current.popen.pid
