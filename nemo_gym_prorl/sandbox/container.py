@@ -19,8 +19,9 @@ import signal
 import stat
 import tempfile
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
+from typing import Any
 
 from nemo_gym_prorl.failures import CallerError, InfrastructureError
 from nemo_gym_prorl.sandbox.link import Link, Process, SandboxLost, SandboxRefused
@@ -63,6 +64,7 @@ class ContainerSpec:
         processes: most processes and threads at a time.
         disk_mib: the sandbox is ended when it has written more; no single file can be larger. 0 for no limit.
         shared_memory_mib: size of ``/dev/shm``.
+        ttl_s: seconds after which the sandbox is ended, however busy it is.
         start_timeout_s: how long the runtime may take to start it.
     """
 
@@ -76,6 +78,7 @@ class ContainerSpec:
     processes: int = 512
     disk_mib: int = 10240
     shared_memory_mib: int = 64
+    ttl_s: float | None = None
     start_timeout_s: float = 60.0
 
 
@@ -101,9 +104,9 @@ class Completed:
 class Container:
     """A live sandbox. Made by :meth:`start`, ended by :meth:`close`, which must be called, or with ``async with``."""
 
-    def __init__(self, name: str, spec: ContainerSpec, link: Link) -> None:
+    def __init__(self, name: str, spec: ContainerSpec, link: Link, host_id: int) -> None:
         self.name = name
-        self._host_id = os.geteuid() or FIRST_HOST_ID + secrets.randbelow(HOST_IDS)
+        self._host_id = host_id
         self.spec = spec
         self.notes: list[str] = []
         """Limits that the sandbox ran into, as told by the supervisor."""
@@ -125,7 +128,8 @@ class Container:
             runtime = await asyncio.to_thread(require_runtime)
         _check(spec, runtime)
         link = await Link.get()
-        container = cls(f"b-{secrets.token_hex(6)}", spec, link)
+        host_id = os.geteuid() or FIRST_HOST_ID + secrets.randbelow(HOST_IDS)
+        container = cls(f"b-{secrets.token_hex(6)}", spec, link, host_id)
         try:
             async with asyncio.timeout(spec.start_timeout_s):
                 answer, _files = await link.ask(_order(container.name, container._host_id, spec, runtime, link.folder))
@@ -146,6 +150,34 @@ class Container:
         except BaseException:
             await container.close()
             raise
+        return container
+
+    def describe(self) -> dict[str, Any]:
+        """What :meth:`attach` needs, as JSON."""
+        spec = {**asdict(self.spec), "image": str(self.spec.image)}
+        return {
+            "sandbox_id": self.name,
+            "supervisor": str(self._link.folder),
+            "host_id": self._host_id,
+            "environment": self.environment,
+            "spec": spec,
+        }
+
+    @classmethod
+    async def attach(cls, description: Mapping[str, Any]) -> Container:
+        """A sandbox that another process of this user on this machine started, by what its :meth:`describe` gave.
+
+        Raises:
+            SandboxLost: it has ended.
+        """
+        folder = Path(description["supervisor"])
+        if not await asyncio.to_thread((folder / "socket").exists):
+            raise SandboxLost(f"sandbox {description['sandbox_id']} has ended, and its owner too")
+        link = await Link.to(folder)
+        spec = ContainerSpec(**{**description["spec"], "image": Path(description["spec"]["image"])})
+        container = cls(description["sandbox_id"], spec, link, description["host_id"])
+        container.environment = dict(description["environment"])
+        await link.ask({"do": "check", "sandbox": container.name})
         return container
 
     async def run(
@@ -241,6 +273,7 @@ class Container:
         cwd: str | None = None,
         env: Mapping[str, str] | None = None,
         terminal: tuple[int, int] | None = None,
+        echo: bool = False,
     ) -> Process:
         """Start a program in a session of its own.
 
@@ -250,6 +283,7 @@ class Container:
             cwd: where it starts; the sandbox's working folder if not given.
             env: more variables.
             terminal: rows and columns of a new terminal.
+            echo: have the terminal behave as for a person: echo what is typed, end lines with CR and LF.
 
         Raises:
             CallerError: there is no such program or folder.
@@ -262,6 +296,7 @@ class Container:
             "env": {**self.environment, **(env or {})},
             "cwd": cwd or self.workdir,
             "tty": terminal,
+            "echo": echo,
             "sandbox": self.name,
         }
         self._check_alive()
@@ -409,6 +444,7 @@ def _order(name: str, host_id: int, spec: ContainerSpec, runtime: Runtime, folde
         "memory_mib": spec.memory_mib,
         "disk_mib": spec.disk_mib,
         "shared_memory_mib": spec.shared_memory_mib,
+        "ttl_s": spec.ttl_s,
     }
 
 

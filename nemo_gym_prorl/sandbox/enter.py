@@ -115,7 +115,7 @@ def spawn(place: Place, order: dict[str, Any], files: Sequence[int]) -> tuple[di
     controlling = None
     sources = list(files)
     if order["tty"]:
-        controlling, terminal = _open_terminal(*order["tty"])
+        controlling, terminal = _open_terminal(*order["tty"], echo=order["echo"])
         sources[:0] = [terminal] * 3
     reader, writer = os.pipe()
     pid = os.fork()
@@ -130,15 +130,16 @@ def spawn(place: Place, order: dict[str, Any], files: Sequence[int]) -> tuple[di
     return {"pid": pid}, [] if controlling is None else [controlling]
 
 
-def _open_terminal(rows: int, columns: int) -> tuple[int, int]:
-    """A new terminal of the container's own: both ends. Quiet: no echo, and line ends as they are written."""
+def _open_terminal(rows: int, columns: int, *, echo: bool) -> tuple[int, int]:
+    """A new terminal of the container's own: both ends. Without ``echo`` line ends, too, are as they are written."""
     controlling = os.open("/dev/pts/ptmx", os.O_RDWR | os.O_NOCTTY | os.O_CLOEXEC)
     fcntl.ioctl(controlling, TIOCSPTLCK, struct.pack("i", 0))
     terminal = fcntl.ioctl(controlling, TIOCGPTPEER, os.O_RDWR | os.O_NOCTTY | os.O_CLOEXEC)
-    mode = termios.tcgetattr(terminal)
-    mode[1] &= ~termios.ONLCR
-    mode[3] &= ~(termios.ECHO | termios.ECHOE | termios.ECHOK | termios.ECHOCTL | termios.ECHOKE)
-    termios.tcsetattr(terminal, termios.TCSANOW, mode)
+    if not echo:
+        mode = termios.tcgetattr(terminal)
+        mode[1] &= ~termios.ONLCR
+        mode[3] &= ~(termios.ECHO | termios.ECHOE | termios.ECHOK | termios.ECHOCTL | termios.ECHOKE)
+        termios.tcsetattr(terminal, termios.TCSANOW, mode)
     termios.tcsetwinsize(terminal, (rows, columns))
     return controlling, terminal
 

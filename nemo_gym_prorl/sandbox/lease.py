@@ -68,6 +68,9 @@ def sweep(root: Path) -> list[Path]:
         try:
             clear(folder)
             swept.append(folder)
+        except TimeoutError:
+            # The next sweep tries again; the others need not wait for it.
+            continue
         finally:
             os.close(lock)
     return swept

@@ -8,12 +8,12 @@ own. The supervisor lives exactly as long as the process: it ends when the one s
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import os
 import socket
 import subprocess
 import sys
 import threading
+import time
 import weakref
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -77,7 +77,7 @@ class _Supervisor:
 
 _lock = threading.Lock()
 _current: _Supervisor | None = None
-_links: weakref.WeakKeyDictionary[asyncio.AbstractEventLoop, Link] = weakref.WeakKeyDictionary()
+_links: weakref.WeakKeyDictionary[asyncio.AbstractEventLoop, dict[Path, Link]] = weakref.WeakKeyDictionary()
 
 
 def _forget_after_fork() -> None:
@@ -129,9 +129,12 @@ def _running_supervisor() -> Path:
 
 
 def _bury(folder: Path) -> None:
-    """Remove what a dead supervisor left. Its containers die by themselves within a moment of it."""
-    with contextlib.suppress(TimeoutError, FileNotFoundError):
-        lease.clear(folder)
+    """Remove what a dead supervisor left. It may take a moment until the last child it forked lets go of the lock."""
+    for _ in range(50):
+        lease.sweep(folder.parent)
+        if not folder.exists():
+            return
+        time.sleep(0.1)
 
 
 class Link:
@@ -152,19 +155,24 @@ class Link:
 
     @classmethod
     async def get(cls) -> Link:
-        """The connection of the running loop.
+        """The running loop's connection to this process's own supervisor.
 
         Raises:
             InfrastructureError: no supervisor can be started here; the message says why.
         """
-        loop = asyncio.get_running_loop()
-        link = _links.get(loop)
-        if link is None or link.lost:
-            folder = await asyncio.to_thread(_running_supervisor)
-            link = _links.get(loop)
-            if link is None or link.lost:
-                link = _links[loop] = cls(await cls._connect(folder), folder)
-        return link
+        return await cls.to(await asyncio.to_thread(_running_supervisor))
+
+    @classmethod
+    async def to(cls, folder: Path) -> Link:
+        """The running loop's connection to the supervisor of ``folder``, which may be another process's."""
+        links = _links.setdefault(asyncio.get_running_loop(), {})
+        if folder not in links or links[folder].lost:
+            connection = await cls._connect(folder)
+            if folder in links and not links[folder].lost:
+                connection.close()
+            else:
+                links[folder] = cls(connection, folder)
+        return links[folder]
 
     @staticmethod
     async def _connect(folder: Path) -> socket.socket:
@@ -200,6 +208,8 @@ class Link:
             answer, received = await future
         finally:
             self._answers.pop(number, None)
+        if answer.get("lost"):
+            raise SandboxLost(answer["error"])
         if "error" in answer:
             raise SandboxRefused(answer["error"], answer.get("errno") or 0, answer.get("log", ""))
         return answer, received

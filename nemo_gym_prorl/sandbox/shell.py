@@ -49,8 +49,11 @@ ROWS, COLUMNS = 50, 200
 
 VARIABLES = {"PS1": "", "PS2": "", "PAGER": "cat", "GIT_PAGER": "cat"}
 
-_PREPARE = "exec 2>/dev/null; set +o history +H; unset HISTFILE\n"
-"""Bash's own errors are its prompts, which programs set as they like; those of commands go to the terminal."""
+_PREPARE = r"""exec 2>/dev/null; set +o history +H; unset HISTFILE
+_prorl_end() { local code=$?; builtin printf '\036%s %d %s\0' "$1" "$code" "$PWD" >/dev/tty; return "$code"; }
+"""
+"""Defines the end mark, which leaves ``$?`` to the next command as it found it. Bash's own errors go nowhere: they are
+its prompts, which programs set as they like. Those of commands go to the terminal."""
 
 _BEGIN = b"\x1e"
 _READ = 1 << 16
@@ -196,10 +199,7 @@ class Shell:
         self._kept = HeadTail(output_limit)
         self._tail = b""
         self._result = None
-        source = (
-            f"eval -- {shlex.quote(command)} </dev/tty 2>&1\n"
-            f'\\builtin printf \'\\036%s %d %s\\0\' {nonce} "$?" "$PWD" >/dev/tty\n'
-        )
+        source = f"eval -- {shlex.quote(command)} </dev/tty 2>&1\n_prorl_end {nonce}\n"
         await self._write(self._commands, source.encode("utf-8", "surrogateescape"))
         return await self.wait(timeout_s=timeout_s, silence_s=silence_s)
 

@@ -38,8 +38,9 @@ from nemo_gym_prorl.sandbox.watch import Usage, excess
 from nemo_gym_prorl.sandbox.wire import Inbox, Message, pack, send_files
 
 
-KEEPER = "trap '' CHLD; echo; while read -r _; do :; done"
-"""The container's PID 1. Ignoring SIGCHLD makes the kernel reap orphans; the end of its input ends it."""
+KEEPER = "exec 3<&0; echo; while :; do (read -r _) <&3 & wait $!; case $? in 1) exit;; esac; done"
+"""The container's PID 1, in plain ``sh``: reaps whatever loses its parent, and exits when its input ends. A child does
+the reading because ``wait`` reaps and ``read`` does not; that child may be killed from inside, and is replaced."""
 
 TICK_S = 0.5
 """How often memory and disk use are looked at, and unfinished ends are tried again."""
@@ -73,15 +74,22 @@ class Sandbox:
     starter: int
     channel: socket.socket
     order: Message
-    client: Client
+    clients: list[Client]
     creating: Request | None
     place: enter.Place | None = None
     space: int = 0
     reaped: bool = False
     closing_since: float | None = None
-    closing: list[Request] = field(default_factory=list)
+    closing: list[tuple[Request, Message]] = field(default_factory=list)
     deleting: bool = False
     usage: Usage = field(default_factory=Usage)
+    born: float = field(default_factory=time.monotonic)
+
+    def tell(self, event: str, reason: str = "") -> None:
+        """Have everybody who uses the sandbox know."""
+        for client in self.clients:
+            if not client.gone:
+                client.send({"event": event, "sandbox": self.name, "reason": reason}, [])
 
 
 class Client:
@@ -156,7 +164,9 @@ class Supervisor:
         next_tick = time.monotonic() + TICK_S
         while not (self._ending and not self._sandboxes):
             for key, _events in self._selector.select(max(0.0, next_tick - time.monotonic())):
-                key.data()
+                # One of those that were ready at the same time may have led to this one's end.
+                if key.fd in self._selector.get_map():
+                    key.data()
             if time.monotonic() >= next_tick:
                 next_tick = time.monotonic() + TICK_S
                 self._tick()
@@ -188,11 +198,20 @@ class Supervisor:
         for space, victim, reason in excess({space: box.usage for space, box in watched.items()}):
             with contextlib.suppress(ProcessLookupError):
                 os.kill(victim, signal.SIGKILL)
-            watched[space].client.send({"event": "limit", "sandbox": watched[space].name, "reason": reason}, [])
+            watched[space].tell("limit", reason)
+        for box in watched.values():
+            if box.order["ttl_s"] and time.monotonic() - box.born > box.order["ttl_s"]:
+                box.tell("limit", f"time to live: {box.order['ttl_s']:g} s")
+                self._end_early(box)
         if self._ticks % DISK_TICKS == 0:
             for box in watched.values():
                 if box.order["disk_mib"] and not box.usage.measuring:
                     self._measure_disk(box)
+
+    def _drop(self, connection: socket.socket) -> None:
+        if connection.fileno() in self._selector.get_map():
+            self._selector.unregister(connection)
+        connection.close()
 
     # Clients
 
@@ -219,8 +238,7 @@ class Supervisor:
         messages = client.inbox.receive()
         if messages is None or client.gone:
             client.gone = True
-            self._selector.unregister(client.connection)
-            client.connection.close()
+            self._drop(client.connection)
             if client is self._owner:
                 self.end()
             return
@@ -228,8 +246,10 @@ class Supervisor:
             request = Request(client, message["id"])
             try:
                 getattr(self, f"_do_{message['do']}")(request, message, files)
-            except (OSError, KeyError) as error:
-                request.answer({"error": str(error) if isinstance(error, OSError) else f"no sandbox {error}"})
+            except KeyError:
+                request.answer({"error": f"sandbox {message['sandbox']} has ended", "lost": True})
+            except OSError as error:
+                request.answer({"error": str(error)})
             finally:
                 _close(files)
 
@@ -255,7 +275,7 @@ class Supervisor:
             _start_runtime(order, folder, theirs, log)
         theirs.close()
         os.close(log)
-        sandbox = Sandbox(order["sandbox"], folder, starter, ours, order, request.client, request)
+        sandbox = Sandbox(order["sandbox"], folder, starter, ours, order, [request.client], request)
         sandbox.usage.memory_limit = order["memory_mib"] << 20
         self._sandboxes[sandbox.name] = sandbox
         self._children[starter] = partial(self._starter_ended, sandbox)
@@ -282,12 +302,17 @@ class Supervisor:
             if request := sandbox.creating:
                 sandbox.creating = None
                 if "error" in answer:
-                    self._close(sandbox, None)
-                    request.answer({"error": f"the container could not be closed in: {answer['error']}"})
+                    self._close(sandbox, request, {"error": f"its limits could not be set: {answer['error']}"})
                 else:
                     request.answer({"environment": environment})
 
         self._fork(partial(enter.prepare, sandbox.place, order["shared_memory_mib"]), prepared)
+
+    def _do_check(self, request: Request, order: Message, _files: list[int]) -> None:
+        """Answered if the container is up; whoever asks is told of its end."""
+        self._place(order)
+        self._sandboxes[order["sandbox"]].clients.append(request.client)
+        request.answer({})
 
     def _do_destroy(self, request: Request, order: Message, _files: list[int]) -> None:
         """Answered when no process and no file of the container is left. An unknown one is gone already."""
@@ -297,25 +322,30 @@ class Supervisor:
         else:
             self._close(sandbox, request)
 
-    def _close(self, sandbox: Sandbox, request: Request | None) -> None:
+    def _close(self, sandbox: Sandbox, request: Request | None, answer: Message | None = None) -> None:
+        """Begin to end a sandbox, if need be; ``request`` gets ``answer`` when nothing of it is left."""
         if request:
-            sandbox.closing.append(request)
+            sandbox.closing.append((request, answer or {}))
         if sandbox.closing_since is None:
             sandbox.closing_since = time.monotonic()
             sandbox.channel.shutdown(socket.SHUT_RDWR)
             self._try_to_finish(sandbox)
 
+    def _end_early(self, sandbox: Sandbox) -> None:
+        """The sandbox ends without having been asked to: who uses it is told."""
+        sandbox.tell("gone")
+        self._close(sandbox, None)
+
     def _starter_ended(self, sandbox: Sandbox, status: int) -> None:
         sandbox.reaped = True
-        if sandbox.closing_since is None:
-            sandbox.closing_since = time.monotonic()
-            if not sandbox.creating:
-                sandbox.client.send({"event": "gone", "sandbox": sandbox.name}, [])
+        if sandbox.closing_since is None and not sandbox.creating:
+            self._end_early(sandbox)
+        sandbox.closing_since = sandbox.closing_since or time.monotonic()
         if request := sandbox.creating:
             sandbox.creating = None
             log = (sandbox.folder / "log").read_bytes()[-4000:].decode("utf-8", "replace")
             code = os.waitstatus_to_exitcode(status)
-            request.answer({"error": f"the runtime ended with {code}", "log": log.strip()})
+            self._close(sandbox, request, {"error": f"the runtime ended with {code}", "log": log.strip()})
         self._try_to_finish(sandbox)
 
     def _try_to_finish(self, sandbox: Sandbox) -> None:
@@ -333,10 +363,10 @@ class Supervisor:
                 os.kill(pid, signal.SIGKILL)
         if sandbox.reaped and not alive:
             sandbox.deleting = True
-            sandbox.channel.close()
+            self._drop(sandbox.channel)
             self._fork(partial(_delete, sandbox.folder), partial(self._deleted, sandbox))
         elif late:
-            for request in sandbox.closing:
+            for request, _answer in sandbox.closing:
                 request.answer({"error": f"processes {alive} of {sandbox.name} do not die; tried again until they do"})
             sandbox.closing.clear()
 
@@ -345,8 +375,8 @@ class Supervisor:
             sandbox.deleting = False
         else:
             del self._sandboxes[sandbox.name]
-        for request in sandbox.closing:
-            request.answer(answer)
+        for request, wanted in sandbox.closing:
+            request.answer({**answer, **wanted})
         sandbox.closing.clear()
 
     def _measure_disk(self, sandbox: Sandbox) -> None:
@@ -356,8 +386,8 @@ class Supervisor:
             sandbox.usage.measuring = False
             if answer.get("bytes", 0) > sandbox.order["disk_mib"] << 20 and sandbox.closing_since is None:
                 reason = f"disk: wrote {answer['bytes'] >> 20} MiB of {sandbox.order['disk_mib']} MiB"
-                sandbox.client.send({"event": "limit", "sandbox": sandbox.name, "reason": reason}, [])
-                self._close(sandbox, None)
+                sandbox.tell("limit", reason)
+                self._end_early(sandbox)
 
         self._fork(partial(_disk_use, Path(sandbox.order["overlay"], "upper")), measured)
 
@@ -446,14 +476,15 @@ def _start_runtime(order: Message, folder: Path, channel: socket.socket, log: in
         linux.prctl(linux.PR_SET_PDEATHSIG, signal.SIGKILL)
         os.setsid()
         image, inside = order["image"], order["uid"]
-        owner = linux.user_namespace(inside, order["host_uid"], order["host_gid"])
+        host = order["host_uid"], order["host_gid"]
+        owner = linux.user_namespace(inside, *host)
         if os.geteuid() == 0:
             # Neither are root's folders open to the sandbox's user, nor could it change in its overlay what is root's.
             unpacked = os.path.isdir(image)
             image = str(folder / "image")
             os.close(os.open(image, os.O_CREAT)) if not unpacked else os.mkdir(image)
             linux.private_mounts()
-            linux.mount_for(order["image"], image, owner if unpacked else None)
+            linux.mount_for(order["image"], image, linux.user_namespace(0, *host) if unpacked else None)
         os.setns(owner)
         with contextlib.suppress(PermissionError):
             os.setgroups([])

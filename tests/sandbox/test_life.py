@@ -99,7 +99,7 @@ def test_a_killed_supervisor_leaves_nothing_and_its_sandboxes_end_as_lost(server
 
 
 def test_server_and_supervisor_killed_together_leave_no_process_and_the_next_sweep_takes_the_files(
-    server: Server, state: Path
+    server: Server,
 ) -> None:
     server.process.send_signal(signal.SIGSTOP)
     os.kill(server.facts["supervisor"], signal.SIGKILL)
@@ -109,8 +109,7 @@ def test_server_and_supervisor_killed_together_leave_no_process_and_the_next_swe
     while (remains := server.remains())["inside"] or remains["helpers"]:
         assert time.monotonic() < deadline, remains
         time.sleep(0.02)
-    lease.sweep(state)
-    assert not server.folder.exists()
+    server.end()
 
 
 def test_a_terminated_supervisor_cleans_up(server: Server) -> None:
