@@ -422,6 +422,7 @@ def _order(name: str, host_id: int, spec: ContainerSpec, runtime: Runtime, folde
     """The supervisor's order to start a container."""
     overlay = str(folder / name / "overlay")
     command = [str(runtime.path), "exec", "--userns", "--containall", "--cleanenv", "--no-init"]
+    command += ["--hostname", "sandbox"]
     command += ["--no-mount", "home,tmp", "--overlay", overlay]
     if not spec.network:
         command += ["--net", "--network", "none"]

@@ -99,6 +99,9 @@ def prepare(place: Place, shared_memory_mib: int) -> tuple[dict[str, Any], list[
         if kind == "tmpfs" and not target.startswith("/sys"):
             size = f"size={shared_memory_mib}m" if target == "/dev/shm" else SMALL_TMPFS
             linux.mount("tmpfs", target, "tmpfs", linux.MS_REMOUNT, size)
+    # The runtime's shows the network devices and control groups of the host. Some machines let nobody mount another.
+    with contextlib.suppress(PermissionError):
+        linux.mount("sysfs", "/sys", "sysfs", linux.MS_RDONLY)
     # In a user namespace of its own a process would have every capability again.
     with open("/proc/sys/user/max_user_namespaces", "w") as setting:
         setting.write("0")

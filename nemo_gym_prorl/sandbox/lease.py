@@ -6,7 +6,7 @@ long as the supervisor lives; the kernel lets go of it at its death, however it 
 is a dead one's, with no doubt about reused process numbers or reboots, and :func:`sweep` may take it.
 
 Processes are found by a variable in their environment (the runtime's own helpers, which no container sees) and by
-their PID namespace (everything inside). Both are looked up afresh each time; a number alone is never trusted.
+their PID namespace (everything inside). A number alone is never trusted, since the kernel gives them away again.
 """
 
 from __future__ import annotations
@@ -20,6 +20,7 @@ import stat
 import tempfile
 import time
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from pathlib import Path
 
 
@@ -27,7 +28,7 @@ OWNER_VARIABLE = "PRORL_SANDBOX_OWNER"
 """In the environment of every process of the runtime: the path of the folder of the supervisor that started it."""
 
 SPACE_FILE = "pid_namespace"
-"""In the folder of each sandbox: number of its PID namespace, while it may have processes."""
+"""In the folder of each sandbox: its :class:`Space`, as soon as it has processes."""
 
 _UNFINISHED_S = 60.0
 """A folder without a lock that is younger than this may be one whose owner is just starting."""
@@ -98,7 +99,7 @@ def clear(folder: Path, patience_s: float = 5.0) -> None:
         TimeoutError: processes are left that even SIGKILL does not end, waiting for a device, say; the folder stays.
     """
     deadline = time.monotonic() + patience_s
-    while remains := [*helpers_of(folder), *(pid for space in spaces_of(folder) for pid in members(space))]:
+    while remains := [*helpers_of(folder), *(pid for space in spaces_of(folder) for pid in space.members())]:
         for pid in remains:
             with contextlib.suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGKILL)
@@ -108,14 +109,49 @@ def clear(folder: Path, patience_s: float = 5.0) -> None:
     remove_tree(folder)
 
 
-def spaces_of(folder: Path) -> list[int]:
+@dataclass(frozen=True, slots=True)
+class Space:
+    """A container's PID namespace.
+
+    The kernel gives the numbers of namespaces and processes away again. But a process's number *and* start time are
+    unique, and while its first process is there, so is the namespace; when that one ends, the kernel has ended all
+    others before.
+    """
+
+    init: int
+    started: int
+    number: int
+
+    @classmethod
+    def of(cls, init: int) -> Space:
+        """The namespace whose first process is ``init``, as the host numbers it."""
+        return cls(init, start_time(init) or 0, os.stat(f"/proc/{init}/ns/pid").st_ino)
+
+    def note(self, folder: Path) -> None:
+        """Note it down in a sandbox's folder."""
+        fresh = folder / f".{SPACE_FILE}"
+        fresh.write_text(f"{self.init} {self.started} {self.number}")
+        fresh.rename(folder / SPACE_FILE)
+
+    def members(self) -> list[int]:
+        """The live processes in it, as the host numbers them."""
+        if start_time(self.init) != self.started:
+            return []
+        return _processes(lambda entry: os.stat(f"{entry}/ns/pid").st_ino == self.number)
+
+
+def spaces_of(folder: Path) -> list[Space]:
     """The PID namespaces that an owner noted down and has not seen empty."""
-    return [int(note.read_text()) for note in folder.glob(f"*/{SPACE_FILE}") if note.stat().st_size]
+    return [Space(*map(int, note.read_text().split())) for note in folder.glob(f"*/{SPACE_FILE}")]
 
 
-def members(space: int) -> list[int]:
-    """The live processes in a PID namespace, as the host numbers them. Zombies are not alive."""
-    return _processes(lambda entry: os.stat(f"{entry}/ns/pid").st_ino == space)
+def start_time(pid: int) -> int | None:
+    """When a process was started, in ticks since boot; ``None`` if it has ended."""
+    try:
+        fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+    except (FileNotFoundError, ProcessLookupError):
+        return None
+    return None if fields[0] in "ZX" else int(fields[19])
 
 
 def helpers_of(folder: Path) -> list[int]:

@@ -15,6 +15,7 @@ import struct
 from pathlib import Path
 
 
+MS_RDONLY = 1
 MS_REMOUNT = 32
 MS_REC = 16384
 MS_PRIVATE = 1 << 18

@@ -67,7 +67,7 @@ class Request:
 
 @dataclass(slots=True)
 class Sandbox:
-    """One container. ``keeper`` is its PID 1 and ``space`` the number of its PID namespace, once it is up."""
+    """One container. ``place`` and ``space`` are known once it is up."""
 
     name: str
     folder: Path
@@ -77,7 +77,7 @@ class Sandbox:
     clients: list[Client]
     creating: Request | None
     place: enter.Place | None = None
-    space: int = 0
+    space: lease.Space | None = None
     reaped: bool = False
     closing_since: float | None = None
     closing: list[tuple[Request, Message]] = field(default_factory=list)
@@ -194,7 +194,9 @@ class Supervisor:
         for sandbox in list(self._sandboxes.values()):
             if sandbox.closing_since is not None:
                 self._try_to_finish(sandbox)
-        watched = {box.space: box for box in self._sandboxes.values() if box.place and box.closing_since is None}
+        watched = {
+            box.space.number: box for box in self._sandboxes.values() if box.space and box.closing_since is None
+        }
         for space, victim, reason in excess({space: box.usage for space, box in watched.items()}):
             with contextlib.suppress(ProcessLookupError):
                 os.kill(victim, signal.SIGKILL)
@@ -292,8 +294,8 @@ class Supervisor:
             os.kill(pid, signal.SIGKILL)
             return
         order = sandbox.order
-        sandbox.space = os.stat(f"/proc/{pid}/ns/pid").st_ino
-        (sandbox.folder / lease.SPACE_FILE).write_text(str(sandbox.space))
+        sandbox.space = lease.Space.of(pid)
+        sandbox.space.note(sandbox.folder)
         sandbox.place = enter.Place(pid, order["uid"], {int(key): value for key, value in order["limits"].items()})
         variables = Path(f"/proc/{pid}/environ").read_bytes().decode("utf-8", "surrogateescape")
         environment = dict(pair.split("=", 1) for pair in variables.split("\0") if "=" in pair)
@@ -352,7 +354,7 @@ class Supervisor:
         """One step towards the end: kill what lives, and once nothing does, delete. Called again on every change."""
         if sandbox.deleting:
             return
-        alive = lease.members(sandbox.space) if sandbox.space else []
+        alive = sandbox.space.members() if sandbox.space else []
         if not sandbox.reaped and not sandbox.space:
             alive.append(sandbox.starter)
         late = time.monotonic() - (sandbox.closing_since or 0.0) > STUCK_S

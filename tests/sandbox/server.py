@@ -28,15 +28,14 @@ async def main() -> None:
     shells = [await busy_sandbox(Path(sys.argv[1])) for _ in range(int(sys.argv[2]))]
     supervisor = link._current
     assert supervisor
-    spaces = lease.spaces_of(supervisor.folder)
-    inits = [pid for space in spaces for pid in lease.members(space) if is_init(pid)]
+    inits = [space.init for space in lease.spaces_of(supervisor.folder)]
+    assert all(is_init(pid) for pid in inits)
     print(
         json.dumps(
             {
                 "server": os.getpid(),
                 "supervisor": supervisor.popen.pid,
                 "folder": str(supervisor.folder),
-                "spaces": spaces,
                 "inits": inits,
             }
         ),

@@ -153,6 +153,7 @@ async def test_the_time_to_live(image: Path, runtime: Runtime) -> None:
     await asyncio.sleep(0.2)
     with pytest.raises(SandboxLost, match="time to live"):
         await container.run("true")
+    await container.close()
 
 
 @pytest.mark.parametrize(

@@ -46,8 +46,9 @@ class Server:
         )
         self.facts: dict[str, Any] = json.loads(self.line())
         self.folder = Path(self.facts["folder"])
-        assert len(self.facts["spaces"]) == len(self.facts["inits"]) == sandboxes
-        assert all(len(lease.members(space)) > 3 for space in self.facts["spaces"])
+        self.inside = {pid: lease.start_time(pid) for space in lease.spaces_of(self.folder) for pid in space.members()}
+        assert len(self.facts["inits"]) == sandboxes
+        assert len(self.inside) > 3 * sandboxes
 
     def line(self) -> str:
         assert self.process.stdout
@@ -56,7 +57,7 @@ class Server:
     def remains(self) -> dict[str, object]:
         """What is still there; empty values mean that nothing is."""
         return {
-            "inside": [pid for space in self.facts["spaces"] for pid in lease.members(space)],
+            "inside": [pid for pid, started in self.inside.items() if lease.start_time(pid) == started],
             "helpers": lease.helpers_of(self.folder),
             "files": [str(path) for path in self.folder.glob("*")] if self.folder.exists() else [],
         }
@@ -127,11 +128,11 @@ def test_a_killed_first_process_ends_only_its_own_sandbox(server: Server) -> Non
     first, second = server.facts["inits"]
     os.kill(first, signal.SIGKILL)
     deadline = time.monotonic() + GONE_WITHIN_S
-    spaces = server.facts["spaces"]
-    while len([space for space in spaces if lease.members(space)]) > 1 or len(list(server.folder.glob("b-*"))) > 1:
+    while len(list(server.folder.glob("b-*"))) > 1:
         assert time.monotonic() < deadline, server.remains()
         time.sleep(0.02)
-    assert Path(f"/proc/{second}").exists()
+    assert lease.start_time(first) is None
+    assert lease.start_time(second)
 
 
 @settings(max_examples=4, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
@@ -188,9 +189,10 @@ async def test_teardown_ends_daemons_and_leaves_no_file(image: Path, runtime: Ru
     await container.run("(setsid sh -c 'trap \"\" TERM HUP; sleep 1000' >/dev/null 2>&1 &)")
     await container.run("mkdir -p /tmp/a/b && touch /tmp/a/b/c && chmod 000 /tmp/a/b /tmp/a")
     folder, space = found(state, container)
-    assert len(lease.members(space)) >= 2
+    inside = {pid: lease.start_time(pid) for pid in space.members()}
+    assert len(inside) >= 3
     await container.close()
-    assert lease.members(space) == []
+    assert [pid for pid, started in inside.items() if lease.start_time(pid) == started] == []
     assert not folder.exists()
     await container.close()
     with pytest.raises(SandboxLost):
@@ -227,10 +229,11 @@ async def test_create_use_destroy_cycles_leave_no_descriptor_process_or_file(
     assert counts() == before
 
 
-def found(state: Path, container: Container) -> tuple[Path, int]:
-    """A sandbox's folder and the number of its PID namespace."""
+def found(state: Path, container: Container) -> tuple[Path, lease.Space]:
+    """A sandbox's folder and its PID namespace."""
     (folder,) = state.glob(f"*/{container.name}")
-    return folder, int((folder / lease.SPACE_FILE).read_text())
+    (space,) = [space for space in lease.spaces_of(folder.parent) if (folder / lease.SPACE_FILE).exists()]
+    return folder, space
 
 
 def sandboxes(state: Path) -> list[Path]:
