@@ -17,7 +17,6 @@ import contextlib
 import os
 import random
 import shutil
-import signal
 import socket
 import sys
 import tempfile
@@ -34,7 +33,7 @@ import orjson
 from omegaconf import OmegaConf
 
 from nemo_gym_prorl.failures import InfrastructureError
-from nemo_gym_prorl.processes import ProcessMark
+from nemo_gym_prorl.processes import INTERRUPT_GRACE_S, KILL_S, SETTLE_S, ProcessMark, keeper_command
 
 
 SERVER_TYPES = ("resources_servers", "responses_api_agents", "responses_api_models", "environment_servers")
@@ -47,26 +46,19 @@ _HEAD_PORTS = range(20_001, 32_000)
 """Head server ports: outside Gym's own range for servers (10001-20000) and below the kernel's for outgoing
 connections, from which Ray would otherwise take our port between our choice and Gym's use of it."""
 
-_INTERRUPT_GRACE_S = 15.0
-_SETTLE_S = 5.0
-_KILL_S = 5.0
-_LOG_TAIL_LINES = 40
+_KEEPER_GRACE_S = INTERRUPT_GRACE_S + SETTLE_S + KILL_S + 5.0
+_LOG_TAIL_LINES = 80
+_RAY_LATE = "The current node timed out during startup"
+"""Ray gives its own processes a fixed 30 s. On a busy machine that fails now and then; a second try is worth it."""
 
 # Ask the interpreter that will run Gym, which need not be ours.
 _PROBE = """
-import importlib.metadata, importlib.util, json, os, shutil, sys
+import importlib.util, json, os, shutil, sys
 def parent(name):
     spec = importlib.util.find_spec(name)
     return os.path.dirname(list(spec.submodule_search_locations)[0]) if spec else None
 print(json.dumps({"prefix": sys.prefix, "bin": os.path.dirname(sys.executable), "gym_root": parent("nemo_gym"),
-    "gym_version": importlib.metadata.version("nemo-gym"), "our_root": parent("nemo_gym_prorl")}))
-"""
-
-# SIGINT when our own process dies, however it dies (1 is PR_SET_PDEATHSIG); then Gym shuts its servers down itself.
-_EXEC_BOUND_TO_PARENT = """
-import ctypes, os, signal, sys
-ctypes.CDLL(None).prctl(1, int(signal.SIGINT), 0, 0, 0)
-os.execv(sys.argv[1], sys.argv[1:])
+    "our_root": parent("nemo_gym_prorl")}))
 """
 
 
@@ -95,21 +87,19 @@ class GymResult:
 
 
 @dataclass(frozen=True, slots=True)
-class _Installation:
+class Installation:
     """Where things lie for one interpreter.
 
     Attributes:
         prefix: its environment.
         bin: folder of the interpreter and of Gym's console script.
         gym_root: the folder that holds ``nemo_gym`` and Gym's server folders.
-        gym_version: major and minor of nemo-gym.
         our_root: the folder that holds ``nemo_gym_prorl`` and our server folders.
     """
 
     prefix: Path
     bin: Path
     gym_root: Path
-    gym_version: tuple[int, int]
     our_root: Path | None
 
     @property
@@ -124,8 +114,8 @@ class GymCli:
     Args:
         work_dir: folder for what Gym needs on disk; kept by the caller.
         python: the interpreter whose nemo-gym is used; its environment serves all servers.
-        cwd: working directory of the commands. Default: the checkout if this package runs from one (nemo-gym 0.4 finds
-            it only there), else ``work_dir``.
+        cwd: working directory of commands about servers. Default: the checkout if this package runs from one
+            (nemo-gym 0.4 finds it only there), else ``work_dir``.
         env: environment variables on top of ours.
     """
 
@@ -143,7 +133,7 @@ class GymCli:
         self._python = python
         self._cwd = cwd
         self._given_env = dict(env or {})
-        self._installation: _Installation | None = None
+        self._installation: Installation | None = None
 
     @property
     def head_url(self) -> str:
@@ -158,12 +148,9 @@ class GymCli:
             "+skip_venv_if_present=true",
             "++head_server.host=127.0.0.1",
             f"++head_server.port={self.head_port}",
-            # Hydra would leave an "outputs" folder in the working directory.
-            f"hydra.run.dir={self.work_dir}/hydra",
-            "hydra.output_subdir=null",
         ]
 
-    async def prepare(self) -> _Installation:
+    async def prepare(self) -> Installation:
         """Look at the interpreter and lay out the shared environment; done once.
 
         Raises:
@@ -205,7 +192,7 @@ class GymCli:
         finally:
             if process.returncode is None:
                 process.kill()
-            await asyncio.shield(mark.kill(settle_s=1.0, kill_s=_KILL_S))
+            await asyncio.shield(mark.kill(settle_s=1.0))
         result = GymResult(
             arguments, process.returncode or 0, output.decode(errors="replace"), time.monotonic() - start
         )
@@ -217,18 +204,19 @@ class GymCli:
     async def command(self, *arguments: str) -> tuple[list[str], dict[str, str], Path]:
         """Command line, environment and working directory of a Gym command."""
         installation = await self.prepare()
-        about_servers = arguments[:1] in (("env",), ("eval",), ("dataset",))
-        words = [str(installation.bin / "gym"), *arguments, *(self.overrides if about_servers else ())]
-        return words, self._environment(installation), self._working_dir(installation)
+        words = [str(installation.bin / "gym"), *arguments]
+        # Hydra leaves an "outputs" folder in the working directory; listings can't all be told to put it elsewhere,
+        # and don't care where they run.
+        if arguments[:1] not in (("env",), ("eval",), ("dataset",)):
+            return words, self._environment(installation), self.work_dir
+        words += [*self.overrides, f"hydra.run.dir={self.work_dir}/hydra", "hydra.output_subdir=null"]
+        return words, self._environment(installation), self._cwd or installation.checkout or self.work_dir
 
     @property
     def _venvs(self) -> Path:
         return self.work_dir / "venvs"
 
-    def _working_dir(self, installation: _Installation) -> Path:
-        return self._cwd or installation.checkout or self.work_dir
-
-    def _environment(self, installation: _Installation) -> dict[str, str]:
+    def _environment(self, installation: Installation) -> dict[str, str]:
         env = dict(os.environ)
         env["PATH"] = f"{installation.bin}{os.pathsep}{env.get('PATH', os.defpath)}"
         # Ray: no token file in the user's home, no usage report, the smallest object store it accepts, and no workers
@@ -247,25 +235,30 @@ class GymCli:
             env["PYTHONPATH"] = _join_paths(checkout, env.get("PYTHONPATH"))
         return env | self._given_env
 
-    async def _probe(self) -> _Installation:
-        # A checkout that is on our path only because we were started in it has to be on the child's path as well.
+    async def _probe(self) -> Installation:
+        # A checkout that is on our path only because we were started in it has to be on the child's path as well. For
+        # another interpreter it does not count: "python -c" must not find it in the working directory.
         env = dict(os.environ) | self._given_env
         if self._python == sys.executable:
             env["PYTHONPATH"] = _join_paths(Path(__file__).parents[1], env.get("PYTHONPATH"))
         process = await asyncio.create_subprocess_exec(
-            self._python, "-c", _PROBE, env=env, stdout=asyncio.subprocess.PIPE, stderr=asyncio.subprocess.PIPE
+            self._python,
+            "-c",
+            _PROBE,
+            cwd="/",
+            env=env,
+            stdout=asyncio.subprocess.PIPE,
+            stderr=asyncio.subprocess.PIPE,
         )
         output, errors = await process.communicate()
         if process.returncode:
             reason = errors.decode(errors="replace").strip().splitlines()[-1:]
             raise DeploymentError(f"{self._python} can't run NeMo Gym: {' '.join(reason)}; install nemo-gym into it")
         found = orjson.loads(output)
-        major, minor = found["gym_version"].split(".")[:2]
-        return _Installation(
+        return Installation(
             prefix=Path(found["prefix"]),
             bin=Path(found["bin"]),
             gym_root=Path(found["gym_root"]),
-            gym_version=(int(major), int(minor)),
             our_root=Path(found["our_root"]) if found["our_root"] else None,
         )
 
@@ -349,8 +342,7 @@ class GymDeployment:
     async def __aenter__(self) -> Self:
         start = time.monotonic()
         try:
-            await self._launch()
-            await asyncio.wait_for(self._wait_ready(), self._start_timeout_s)
+            await asyncio.wait_for(self._start(), self._start_timeout_s)
         except TimeoutError as error:
             tail = self._log_tail()
             await self._end()
@@ -368,7 +360,20 @@ class GymDeployment:
         if error is None and not self._keeps_work_dir:
             await asyncio.to_thread(shutil.rmtree, self.work_dir, ignore_errors=True)
 
+    async def _start(self) -> None:
+        await self._launch()
+        try:
+            await self._wait_ready()
+        except DeploymentError:
+            if _RAY_LATE not in self.log_path.read_text(errors="replace"):
+                raise
+            await self._end()
+            await self._launch()
+            await self._wait_ready()
+
     async def _launch(self) -> None:
+        for folder in (self.work_dir, self._ray_dir):
+            folder.mkdir(parents=True, exist_ok=True)
         selection = [word for path in self._config_paths for word in ("--config", path)]
         if self._environment:
             selection += ["--environment", self._environment]
@@ -377,15 +382,10 @@ class GymDeployment:
         if self._policy:
             selection += ["--config", str(self._write_policy())]
         words, env, cwd = await self.cli.command("env", "start", *selection)
-        executable = str((await self.cli.prepare()).bin / "python")
         mark = self.cli.mark
         with self._open_log() as log:
             self._process = await asyncio.create_subprocess_exec(
-                executable,
-                "-c",
-                _EXEC_BOUND_TO_PARENT,
-                *words,
-                *self._overrides,
+                *keeper_command(mark, [*words, *self._overrides], sys.executable),
                 cwd=cwd,
                 env=env | {mark.name: mark.value},
                 stdin=asyncio.subprocess.DEVNULL,
@@ -444,15 +444,15 @@ class GymDeployment:
     async def _end_now(self) -> None:
         process = self._process
         if process is not None and process.returncode is None:
+            # The keeper interrupts Gym, waits, and ends whatever Gym forgot.
             with contextlib.suppress(ProcessLookupError):
-                process.send_signal(signal.SIGINT)
+                process.terminate()
             try:
-                await asyncio.wait_for(process.wait(), _INTERRUPT_GRACE_S)
+                await asyncio.wait_for(process.wait(), _KEEPER_GRACE_S)
             except TimeoutError:
                 process.kill()
                 await process.wait()
-        # Orphans first get time to notice: sandbox reapers do the last of their work now.
-        left = await self.cli.mark.kill(settle_s=_SETTLE_S, kill_s=_KILL_S)
+        left = await self.cli.mark.kill(settle_s=0)
         await asyncio.to_thread(shutil.rmtree, self._ray_dir, ignore_errors=True)
         if left:
             listed = "; ".join(f"{pid}: {command[:120]}" for pid, command in left.items())
@@ -471,7 +471,7 @@ def _join_paths(first: Path, rest: str | None) -> str:
     return f"{first}{os.pathsep}{rest}" if rest else str(first)
 
 
-def _link_environments(venvs: Path, installation: _Installation) -> None:
+def _link_environments(venvs: Path, installation: Installation) -> None:
     """Give every server that Gym could start the one environment we have, as Gym's layout wants it."""
     target = installation.prefix
     if not (target / "bin" / "activate").exists():
@@ -489,7 +489,7 @@ def _link_environments(venvs: Path, installation: _Installation) -> None:
                     link.symlink_to(target)
 
 
-def _activatable(folder: Path, installation: _Installation) -> Path:
+def _activatable(folder: Path, installation: Installation) -> Path:
     """A stand-in for a virtual environment where Python is installed without one, as in many containers."""
     bin_dir = folder / "bin"
     bin_dir.mkdir(parents=True, exist_ok=True)

@@ -19,6 +19,10 @@ from dataclasses import dataclass
 from enum import StrEnum
 
 
+FAILURE_KIND_HEADER = "X-ProRL-Failure-Kind"
+"""Response header of a server whose answer is its own trouble rather than an observation or a reward."""
+
+
 class FailureKind(StrEnum):
     """The names of NeMo Gym 0.7's shared vocabulary that a rollout can end with."""
 

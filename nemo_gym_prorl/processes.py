@@ -4,20 +4,39 @@
 Servers daemonise, orphans are adopted by init, Ray starts sessions of its own: neither parents, process groups nor
 names find them all again. What every descendant does inherit is the environment, so a tree is marked with one unique
 variable at its root and found by reading ``/proc``. Linux only, like the sandboxes.
+
+:class:`ProcessMark` finds and ends such a tree from outside. Run as a program, this module is its *keeper*: it starts
+a command and ends everything that carries the mark when the command ends, when it is told to (SIGTERM, SIGINT), and
+when its own parent dies, however it dies.
 """
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
+import ctypes
 import os
 import signal
+import subprocess
+import sys
 import time
 from dataclasses import dataclass
 from pathlib import Path
+from types import FrameType
+from typing import NoReturn
 
+
+INTERRUPT_GRACE_S = 15.0
+"""How long a kept command may take to end after SIGINT before it is killed."""
+
+SETTLE_S = 5.0
+"""How long the rest of a tree may take to notice that its root is gone: sandbox reapers finish their work then."""
+
+KILL_S = 5.0
+"""How long a killed process may take to vanish before that counts as a failure."""
 
 _POLL_S = 0.1
+_PR_SET_PDEATHSIG = 1
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,7 +76,7 @@ class ProcessMark:
                 return left
             await asyncio.sleep(_POLL_S)
 
-    async def kill(self, *, settle_s: float, kill_s: float) -> dict[int, str]:
+    async def kill(self, *, settle_s: float = SETTLE_S, kill_s: float = KILL_S) -> dict[int, str]:
         """Let marked processes end by themselves for ``settle_s``, then kill them for up to ``kill_s``.
 
         Returns:
@@ -71,3 +90,50 @@ class ProcessMark:
                     os.kill(pid, signal.SIGKILL)
             left = await self.wait_gone(_POLL_S)
         return left
+
+
+def keeper_command(mark: ProcessMark, command: list[str], python: str) -> list[str]:
+    """The command line that runs ``command`` under a keeper; the environment has to carry the mark.
+
+    Args:
+        mark: what the whole tree carries.
+        command: the command to keep.
+        python: an interpreter; it needs no package.
+    """
+    return [python, __file__, mark.name, mark.value, *command]
+
+
+class _Stop(Exception):
+    pass
+
+
+def _stop(signum: int, frame: FrameType | None) -> NoReturn:
+    raise _Stop
+
+
+def _keep(mark: ProcessMark, command: list[str]) -> int:
+    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, int(signal.SIGTERM), 0, 0, 0)
+    for number in (signal.SIGTERM, signal.SIGINT):
+        signal.signal(number, _stop)
+    status = 128 + signal.SIGTERM
+    try:
+        child = subprocess.Popen(command)
+        try:
+            status = child.wait()
+        except _Stop:
+            child.send_signal(signal.SIGINT)
+            try:
+                child.wait(INTERRUPT_GRACE_S)
+            except subprocess.TimeoutExpired:
+                child.kill()
+                child.wait()
+    finally:
+        # From here on nothing stops the end; the owner may still kill us, and then looks for itself.
+        for number in (signal.SIGTERM, signal.SIGINT):
+            signal.signal(number, signal.SIG_IGN)
+        asyncio.run(mark.kill())
+    return status if status >= 0 else 128 - status
+
+
+if __name__ == "__main__":
+    sys.exit(_keep(ProcessMark(sys.argv[1], sys.argv[2]), sys.argv[3:]))

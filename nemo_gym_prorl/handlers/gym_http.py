@@ -19,11 +19,7 @@ from typing import Any
 import aiohttp
 import orjson
 
-from nemo_gym_prorl.failures import FailureKind, InfrastructureError
-
-
-FAILURE_KIND_HEADER = "X-ProRL-Failure-Kind"
-"""A server sets it to a failure kind when an answer is its own trouble rather than an observation or a reward."""
+from nemo_gym_prorl.failures import FAILURE_KIND_HEADER, FailureKind, InfrastructureError
 
 
 @dataclass(slots=True)

@@ -54,6 +54,14 @@ class ScriptedConfig:
     seed: int = 0
 
 
+@dataclass(frozen=True, slots=True)
+class _Answer:
+    """What to answer, and how long the policy pretends to think about it."""
+
+    body: dict[str, Any]
+    delay_s: float = 0.0
+
+
 class _BadRequest(Exception):
     def __init__(self, message: str, *, status: int = 400, kind: str = "BadRequestError") -> None:
         super().__init__(message)
@@ -70,14 +78,14 @@ class ScriptedPolicy:
         # A token's log-probability depends on the seed, the token and its position, and on nothing else.
         self._log_probs = [round(math.log(1.0 - drawn.random() ** 3), 6) for _ in range(4096)]
 
-    async def chat_completions(self, body: dict[str, Any]) -> dict[str, Any]:
+    def chat_completions(self, body: dict[str, Any]) -> _Answer:
         """``POST /v1/chat/completions``."""
         messages = _messages(body)
         prompt = text.render_prompt(messages, body.get("tools"))
         script = _script(body)
         index = text.next_turn(messages)
         max_tokens = _first(body, "max_completion_tokens", "max_tokens")
-        generated, whole, turn = await self._generate(body, prompt, script, index, max_tokens)
+        generated, whole, turn = self._generate(body, prompt, script, index, max_tokens)
         calls = turn.tool_calls if whole else ()
         content = turn.content if whole else generated.decode()
         choice: dict[str, Any] = {
@@ -99,13 +107,13 @@ class ScriptedPolicy:
         }
         if body.get("logprobs"):
             choice["logprobs"] = {"content": self._chat_log_probs(body, generated)}
-        answer = self._answer("chatcmpl", "chat.completion", choice, prompt, generated)
+        answer = self._completed("chatcmpl", "chat.completion", choice, prompt, generated)
         if body.get("return_token_ids"):
             answer["prompt_token_ids"] = text.encode_ids(prompt)
             choice["token_ids"] = text.encode_ids(generated)
-        return answer
+        return _Answer(answer, self._delay_s(turn))
 
-    async def completions(self, body: dict[str, Any]) -> dict[str, Any]:
+    def completions(self, body: dict[str, Any]) -> _Answer:
         """``POST /v1/completions``: a prompt rendered by the caller, as text or token ids."""
         given = body.get("prompt")
         if isinstance(given, str):
@@ -117,7 +125,7 @@ class ScriptedPolicy:
         index = text.generated_turns(prompt)
         # vLLM's completions default to 16 tokens.
         max_tokens = body.get("max_tokens", 16)
-        generated, whole, _ = await self._generate(body, prompt, _script(body), index, max_tokens)
+        generated, whole, turn = self._generate(body, prompt, _script(body), index, max_tokens)
         choice: dict[str, Any] = {
             "index": 0,
             "text": (generated[:-1] if whole else generated).decode(),
@@ -135,9 +143,10 @@ class ScriptedPolicy:
         if body.get("return_token_ids"):
             choice["prompt_token_ids"] = text.encode_ids(prompt)
             choice["token_ids"] = text.encode_ids(generated)
-        return self._answer("cmpl", "text_completion", choice, prompt, generated)
+        answer = self._completed("cmpl", "text_completion", choice, prompt, generated)
+        return _Answer(answer, self._delay_s(turn))
 
-    async def tokenize(self, body: dict[str, Any]) -> dict[str, Any]:
+    def tokenize(self, body: dict[str, Any]) -> _Answer:
         """``POST /tokenize``: of messages or of a text."""
         self._check_model(body)
         if "messages" in body:
@@ -146,18 +155,15 @@ class ScriptedPolicy:
             rendered = body["prompt"].encode()
         else:
             raise _BadRequest("messages: give either messages (a list) or prompt (a string)")
-        return {
-            "count": len(rendered),
-            "max_model_len": self.config.max_model_len,
-            "tokens": text.encode_ids(rendered),
-        }
+        tokens = text.encode_ids(rendered)
+        return _Answer({"count": len(tokens), "max_model_len": self.config.max_model_len, "tokens": tokens})
 
-    async def detokenize(self, body: dict[str, Any]) -> dict[str, Any]:
+    def detokenize(self, body: dict[str, Any]) -> _Answer:
         """``POST /detokenize``: text of token ids, special tokens left out."""
         tokens = body.get("tokens")
         if not isinstance(tokens, list):
             raise _BadRequest("tokens: must be a list of token ids")
-        return {"prompt": text.decode_ids(tokens).decode(errors="ignore")}
+        return _Answer({"prompt": text.decode_ids(tokens).decode(errors="ignore")})
 
     def models(self) -> dict[str, Any]:
         """``GET /v1/models``."""
@@ -169,7 +175,7 @@ class ScriptedPolicy:
         }
         return {"object": "list", "data": [card]}
 
-    async def _generate(
+    def _generate(
         self, body: dict[str, Any], prompt: bytes, script: Script | None, index: int, max_tokens: Any
     ) -> tuple[bytes, bool, Turn]:
         self._check_model(body)
@@ -179,9 +185,6 @@ class ScriptedPolicy:
             raise _BadRequest("n: the scripted policy answers with one choice; send n=1")
         turn = script.turn(index) if script else NO_SCRIPT_TURN
         generated, whole = text.finish(turn.body, self._room(len(prompt), max_tokens))
-        delay = self.config.latency_s + turn.latency_s
-        if delay:
-            await asyncio.sleep(delay)
         return generated, whole, turn
 
     def _check_model(self, body: dict[str, Any]) -> None:
@@ -233,7 +236,10 @@ class ScriptedPolicy:
             entries.append(entry)
         return entries
 
-    def _answer(self, prefix: str, kind: str, choice: dict[str, Any], prompt: bytes, done: bytes) -> dict[str, Any]:
+    def _delay_s(self, turn: Turn) -> float:
+        return self.config.latency_s + turn.latency_s
+
+    def _completed(self, prefix: str, kind: str, choice: dict[str, Any], prompt: bytes, done: bytes) -> dict[str, Any]:
         return {
             "id": f"{prefix}-{uuid.uuid4().hex}",
             "object": kind,
@@ -299,15 +305,16 @@ def create_app(config: ScriptedConfig | None = None) -> FastAPI:
     return app
 
 
-def _endpoint(
-    handle: Callable[[dict[str, Any]], Awaitable[dict[str, Any]]],
-) -> Callable[[Request], Awaitable[Response]]:
+def _endpoint(handle: Callable[[dict[str, Any]], _Answer]) -> Callable[[Request], Awaitable[Response]]:
     async def endpoint(request: Request) -> Response:
         try:
             body = orjson.loads(await request.body())
             if not isinstance(body, dict):
                 raise _BadRequest("the body must be a JSON object")
-            return _json(await handle(body))
+            answer = handle(body)
+            if answer.delay_s and await _hangs_up(request, answer.delay_s):
+                return Response(status_code=499)  # as vLLM does: a request whose caller is gone is dropped
+            return _json(answer.body)
         except orjson.JSONDecodeError as error:
             return _error(_BadRequest(f"the body is not JSON: {error}"))
         except ScriptError as error:
@@ -316,6 +323,17 @@ def _endpoint(
             return _error(error)
 
     return endpoint
+
+
+async def _hangs_up(request: Request, within_s: float) -> bool:
+    """Wait ``within_s``, or less if the caller goes away; whether it did. The body must have been read."""
+    try:
+        async with asyncio.timeout(within_s):
+            while (await request.receive())["type"] != "http.disconnect":
+                pass
+    except TimeoutError:
+        return False
+    return True
 
 
 def _json(data: dict[str, Any], status: int = 200) -> Response:

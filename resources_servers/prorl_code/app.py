@@ -24,7 +24,7 @@ from nemo_gym.sandbox.config import resolve_provider_config
 from nemo_gym.server_utils import SESSION_ID_KEY
 from pydantic import ConfigDict, Field, PrivateAttr, model_validator
 
-from nemo_gym_prorl.failures import CallerError, InfrastructureError
+from nemo_gym_prorl.failures import FAILURE_KIND_HEADER, CallerError, InfrastructureError
 from nemo_gym_prorl.sandbox.image import ensure_default_image
 from nemo_gym_prorl.sandbox.runtime import require_runtime
 from nemo_gym_prorl.tasks.code.grading import GradingLimits
@@ -35,7 +35,6 @@ from nemo_gym_prorl.tasks.code.workspace import ToolLimits
 
 logger = logging.getLogger(__name__)
 
-FAILURE_KIND_HEADER = "X-ProRL-Failure-Kind"
 RELEASE_PATH = "/release_session"
 LOCAL_PROVIDERS = frozenset({"apptainer"})
 """Providers that run Apptainer on this machine, and so can use the image that set-up builds."""

@@ -14,6 +14,7 @@ from typing import Any
 
 import aiohttp
 import pytest
+import pytest_asyncio
 from fastapi import FastAPI, Request, Response
 from omegaconf import OmegaConf
 
@@ -84,7 +85,7 @@ class Stage:
             return dict(body)
 
 
-@pytest.fixture(scope="module")
+@pytest_asyncio.fixture(scope="module", loop_scope="module")
 async def stage() -> AsyncIterator[Stage]:
     async with serve_scripted(ScriptedConfig(max_model_len=MAX_MODEL_LEN)) as policy_url:
         model = {

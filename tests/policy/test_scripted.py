@@ -202,6 +202,15 @@ async def test_latency_of_server_and_turn_add_up():
         assert time.monotonic() - start >= 0.2
 
 
+async def test_a_caller_that_hangs_up_is_not_waited_for():
+    async with serve(ScriptedConfig(latency_s=600)) as url:
+        async with aiohttp.ClientSession() as session:
+            with pytest.raises(TimeoutError):
+                await asyncio.wait_for(Client(session, url).chat([QUESTION]), 0.3)
+        start = time.monotonic()
+    assert time.monotonic() - start < 60
+
+
 async def test_as_a_process_it_names_its_address_and_stops_on_interrupt():
     process = await asyncio.create_subprocess_exec(
         sys.executable, "-m", "nemo_gym_prorl.policy.scripted", "--port", "0", stdout=asyncio.subprocess.PIPE

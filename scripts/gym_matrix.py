@@ -1,0 +1,64 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Take the wheel through Gym's command line on several versions of Gym and Python, and print how long each step took.
+
+python scripts/gym_matrix.py                                  # 0.4.0 on Python 3.12, 0.7.0 on Python 3.13
+python scripts/gym_matrix.py 0.7.0=/path/to/python3.14 …      # others
+"""
+
+import argparse
+import asyncio
+import shutil
+import sys
+import tempfile
+import time
+from pathlib import Path
+
+from rich.console import Console
+from rich.table import Table
+
+
+sys.path.insert(0, str(Path(__file__).parents[1]))
+
+from nemo_gym_prorl.sandbox.image import ensure_default_image
+from nemo_gym_prorl.sandbox.install import ensure_runtime
+from tests.gym import journey
+
+
+DEFAULT = ("0.4.0=python3.12", "0.7.0=python3.13")
+
+
+def main() -> None:
+    """Run all pairs; exit with 1 if one fails."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("pairs", nargs="*", default=DEFAULT, metavar="GYM=PYTHON")
+    pairs = [pair.split("=", 1) for pair in parser.parse_args().pairs]
+    console = Console(highlight=False)
+    ensure_runtime(console.print).activate()
+    ensure_default_image(console.print)
+    results, failures = {}, {}
+    for gym_version, python in pairs:
+        title = f"nemo-gym {gym_version}, {python}"
+        console.print(title, markup=False)
+        folder = Path(tempfile.mkdtemp(prefix="prorl-matrix-"))
+        try:
+            results[title] = asyncio.run(_one(gym_version, python, folder))
+        except Exception as error:
+            failures[title] = error
+            console.print(f"  failed, files in {folder}: {error}", markup=False, style="red")
+        else:
+            shutil.rmtree(folder, ignore_errors=True)
+    table = Table("Step, seconds", *results)
+    for step in dict.fromkeys(step for seconds in results.values() for step in seconds):
+        table.add_row(step, *(f"{seconds[step]:.1f}" for seconds in results.values()))
+    console.print(table)
+    sys.exit(bool(failures))
+
+
+async def _one(gym_version: str, python: str, folder: Path) -> dict[str, float]:
+    start = time.monotonic()
+    installed = await journey.install(python, gym_version, folder)
+    return {"install": time.monotonic() - start, **await journey.take(installed, folder)}
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,189 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Deployments of Gym's own servers: they start, answer, fail clearly, and leave no process behind."""
+
+import asyncio
+import os
+import signal
+import sys
+from pathlib import Path
+
+import aiohttp
+import orjson
+import pytest
+
+from nemo_gym_prorl.deployment import MARK_NAME, DeploymentError, GymCli, GymDeployment
+from nemo_gym_prorl.policy.scripted_text import MODEL_NAME
+from nemo_gym_prorl.processes import ProcessMark
+
+
+pytestmark = pytest.mark.gym
+
+SINGLE_TOOL = "resources_servers/example_single_tool_call/configs/example_single_tool_call.yaml"
+SIMPLE_AGENT = "example_single_tool_call_simple_agent"
+
+
+def deployment(policy: str, *overrides: str, **settings: object) -> GymDeployment:
+    """Gym's smallest example over the scripted policy."""
+    return GymDeployment(
+        config_paths=[SINGLE_TOOL],
+        model_type="vllm_model/vllm_model_for_training",
+        policy_base_url=policy,
+        policy_model_name=MODEL_NAME,
+        overrides=overrides,
+        **settings,
+    )
+
+
+async def test_gyms_own_agent_rolls_out_over_the_scripted_policy(scripted_policy, tmp_path):
+    script = {"turns": [{"content": None, "tool_calls": [{"name": "get_weather", "arguments": {"city": "Rome"}}]}]}
+    row = {
+        "responses_create_params": {
+            "input": [{"role": "user", "content": "How is the weather in Rome?"}],
+            "metadata": {"script": orjson.dumps(script).decode()},
+        }
+    }
+    async with deployment(scripted_policy, work_dir=tmp_path / "gym") as gym:
+        assert {"example_single_tool_call", SIMPLE_AGENT, "policy_model"} <= gym.instances.keys()
+        assert gym.cli.mark.processes()
+        with pytest.raises(DeploymentError, match=r"no instance 'nobody'.*policy_model"):
+            gym.url("nobody")
+        async with (
+            aiohttp.ClientSession() as session,
+            session.post(gym.url(SIMPLE_AGENT) + "/run", json=row) as answer,
+        ):
+            result = await answer.json()
+
+        rows = tmp_path / "rows.jsonl"
+        rows.write_bytes(orjson.dumps(row) + b"\n")
+        results = tmp_path / "results.jsonl"
+        await gym.run_gym(
+            "eval",
+            "run",
+            "--no-serve",
+            "--agent",
+            SIMPLE_AGENT,
+            "-i",
+            str(rows),
+            "-o",
+            str(results),
+            "--num-repeats",
+            "3",
+        )
+    assert gym.cli.mark.processes() == {}
+    assert "All" in gym.log_path.read_text()
+
+    kinds = [item["type"] for item in result["response"]["output"]]
+    assert kinds == ["function_call", "function_call_output", "message"]
+    called, _, closing = result["response"]["output"]
+    # Gym's own converter kept the prefix chain.
+    chain = called["prompt_token_ids"] + called["generation_token_ids"]
+    assert closing["prompt_token_ids"][: len(chain)] == chain
+    assert len(closing["generation_log_probs"]) == len(closing["generation_token_ids"])
+    assert len(results.read_text().splitlines()) == 3
+
+
+async def test_a_server_that_dies_at_start_is_an_error_with_its_log_and_leaves_nothing(scripted_policy, tmp_path):
+    gym = deployment(
+        scripted_policy,
+        "++policy_model.responses_api_models.vllm_model.return_token_id_information=perhaps",
+        work_dir=tmp_path,
+    )
+    with pytest.raises(DeploymentError, match=r"(?s)before its servers were up.*return_token_id_information"):
+        await gym.__aenter__()
+    assert gym.cli.mark.processes() == {}
+
+
+async def test_a_configuration_that_gym_refuses_is_an_error_with_its_words(tmp_path):
+    gym = GymDeployment(config_paths=["no/such/file.yaml"], work_dir=tmp_path)
+    with pytest.raises(DeploymentError, match=r"(?s)ended with status.*no/such/file\.yaml"):
+        await gym.__aenter__()
+
+
+async def test_cancelled_while_servers_start_nothing_stays(scripted_policy, tmp_path):
+    gym = deployment(scripted_policy, work_dir=tmp_path)
+    starting = asyncio.create_task(gym.__aenter__())
+    # Servers run as "python app.py"; this is the moment in which an interrupted Gym forgets them.
+    while not any(command.endswith("app.py") for command in gym.cli.mark.processes().values()):
+        assert not starting.done()
+        await asyncio.sleep(0.1)
+    starting.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await starting
+    assert gym.cli.mark.processes() == {}
+
+
+async def test_servers_that_take_too_long_are_given_up(scripted_policy, tmp_path):
+    gym = deployment(scripted_policy, work_dir=tmp_path, start_timeout_s=2)
+    with pytest.raises(DeploymentError, match="not up after 2 s"):
+        await gym.__aenter__()
+    assert gym.cli.mark.processes() == {}
+
+
+async def test_killing_the_owner_ends_the_deployment(scripted_policy, tmp_path):
+    program = f"""
+import asyncio
+from nemo_gym_prorl.deployment import GymDeployment
+async def main():
+    gym = GymDeployment(config_paths=[{SINGLE_TOOL!r}], policy_base_url={scripted_policy!r}, work_dir={tmp_path!r})
+    async with gym:
+        print(gym.cli.mark.value, flush=True)
+        await asyncio.sleep(600)
+asyncio.run(main())
+""".replace("PosixPath", "__import__('pathlib').Path")
+    owner = await asyncio.create_subprocess_exec(sys.executable, "-c", program, stdout=asyncio.subprocess.PIPE)
+    mark = None
+    try:
+        mark = ProcessMark(MARK_NAME, (await asyncio.wait_for(owner.stdout.readline(), 200)).decode().strip())
+        assert mark.processes()
+        owner.kill()
+        await owner.wait()
+        assert await mark.wait_gone(30) == {}
+    finally:
+        if owner.returncode is None:
+            owner.kill()
+        if mark:
+            await mark.kill(settle_s=0, kill_s=10)
+
+
+async def test_gym_commands_fail_with_their_output_and_end_in_time(cli: GymCli):
+    with pytest.raises(DeploymentError, match=r"(?s)gym list nonsense ended with status 2.*invalid choice"):
+        await cli.run("list", "nonsense")
+    assert (await cli.run("list", "nonsense", check=False)).returncode == 2
+    with pytest.raises(DeploymentError, match=r"took longer than 0\.1 s"):
+        await cli.run("list", "environments", timeout_s=0.1)
+
+
+async def test_an_interpreter_without_gym_is_refused(tmp_path):
+    bare = tmp_path / "python"
+    # A shell that only says what Python would say.
+    bare.write_text("#!/bin/sh\necho \"No module named 'nemo_gym'\" >&2; exit 1\n")
+    bare.chmod(0o755)
+    with pytest.raises(DeploymentError, match="No module named 'nemo_gym'; install nemo-gym into it"):
+        await GymCli(tmp_path, python=str(bare)).run("list", "agents")
+
+
+async def test_marked_processes_are_found_in_their_own_sessions_and_killed():
+    mark = ProcessMark("PRORL_TEST_MARK", os.urandom(8).hex())
+    # The child ignores polite requests, lives in a session of its own, and its parent is gone.
+    script = "trap '' TERM INT HUP; sleep 600 & wait"
+    parent = await asyncio.create_subprocess_exec(
+        "sh", "-c", f'setsid sh -c "{script}" & exit', env={**os.environ, mark.name: mark.value}
+    )
+    await parent.wait()
+    while len(found := mark.processes()) < 2:
+        await asyncio.sleep(0.02)
+    assert any("sleep 600" in command for command in found.values())
+    assert await mark.kill(settle_s=0.2, kill_s=10) == {}
+    assert mark.processes() == {}
+
+
+def test_signals_of_this_module_are_left_alone():
+    """Deployments and policies in this process must not take over Ctrl-C."""
+    assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
+
+
+def test_the_policys_key_is_readable_by_the_user_only(tmp_path: Path):
+    gym = GymDeployment(policy_base_url="http://127.0.0.1:1/v1", policy_api_key="secret", work_dir=tmp_path)
+    path = gym._write_policy()
+    assert path.stat().st_mode & 0o077 == 0
+    assert "secret" in path.read_text()
