@@ -5,8 +5,8 @@ Each supervisor has one folder with everything its sandboxes leave on disk. The 
 long as the supervisor lives; the kernel lets go of it at its death, however it dies. So a folder whose lock can be had
 is a dead one's, with no doubt about reused process numbers or reboots, and :func:`sweep` may take it.
 
-Processes are found by a variable in their environment (the runtime's own helpers, which no container sees) and by
-their PID namespace (everything inside). A number alone is never trusted, since the kernel gives them away again.
+Processes are found by what was noted down (the runtime's parent), by a variable in their environment (its helpers, for
+file systems) and by their PID namespace (everything inside). A number alone is never trusted, since the kernel gives them away again.
 """
 
 from __future__ import annotations
@@ -26,6 +26,9 @@ from pathlib import Path
 
 OWNER_VARIABLE = "PRORL_SANDBOX_OWNER"
 """In the environment of every process of the runtime: the path of the folder of the supervisor that started it."""
+
+STARTER_FILE = "starter"
+"""In the folder of each sandbox: number and start time of the process that became the runtime."""
 
 SPACE_FILE = "pid_namespace"
 """In the folder of each sandbox: its :class:`Space`, as soon as it has processes."""
@@ -154,10 +157,18 @@ def start_time(pid: int) -> int | None:
     return None if fields[0] in "ZX" else int(fields[19])
 
 
+def note_starter(folder: Path, pid: int) -> None:
+    """Note down, in a sandbox's folder, the process that was forked to become the runtime."""
+    (folder / STARTER_FILE).write_text(f"{pid} {start_time(pid) or 0}")
+
+
 def helpers_of(folder: Path) -> list[int]:
     """The live processes of the runtime, outside of containers, that were started for an owner's ``folder``."""
+    starters = [tuple(map(int, note.read_text().split())) for note in folder.glob(f"*/{STARTER_FILE}")]
+    # The runtime's parent overwrites its environment; its file system helpers do not.
     mark = f"{OWNER_VARIABLE}={folder}".encode()
-    return _processes(lambda entry: mark in Path(f"{entry}/environ").read_bytes().split(b"\0"))
+    marked = _processes(lambda entry: mark in Path(f"{entry}/environ").read_bytes().split(b"\0"))
+    return sorted({pid for pid, started in starters if start_time(pid) == started} | set(marked))
 
 
 def _processes(test: Callable[[str], bool]) -> list[int]:

@@ -277,6 +277,7 @@ class Supervisor:
             _start_runtime(order, folder, theirs, log)
         theirs.close()
         os.close(log)
+        lease.note_starter(folder, starter)
         sandbox = Sandbox(order["sandbox"], folder, starter, ours, order, [request.client], request)
         sandbox.usage.memory_limit = order["memory_mib"] << 20
         self._sandboxes[sandbox.name] = sandbox

@@ -47,8 +47,9 @@ class Server:
         self.facts: dict[str, Any] = json.loads(self.line())
         self.folder = Path(self.facts["folder"])
         self.inside = {pid: lease.start_time(pid) for space in lease.spaces_of(self.folder) for pid in space.members()}
-        assert len(self.facts["inits"]) == sandboxes
-        assert len(self.inside) > 3 * sandboxes
+        assert len(self.facts["inits"]) == len(lease.helpers_of(self.folder)) == sandboxes
+        self.inside |= {pid: lease.start_time(pid) for pid in lease.helpers_of(self.folder)}
+        assert len(self.inside) > 4 * sandboxes
 
     def line(self) -> str:
         assert self.process.stdout
