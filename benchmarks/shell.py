@@ -25,7 +25,10 @@ from benchmarks.report import Figure, publish
 from nemo_gym_prorl.sandbox import lease
 from nemo_gym_prorl.sandbox.container import Container, ContainerSpec
 from nemo_gym_prorl.sandbox.image import ensure_default_image
+from nemo_gym_prorl.sandbox.images import ensure_kernel_image
 from nemo_gym_prorl.sandbox.install import ensure_runtime
+from nemo_gym_prorl.sandbox.kernel import Kernel
+from nemo_gym_prorl.sandbox.pool import WarmPool
 from nemo_gym_prorl.sandbox.runtime import Runtime
 from nemo_gym_prorl.sandbox.shell import Shell
 
@@ -175,6 +178,42 @@ async def starts(image: Path, runtime: Runtime, quick: bool) -> list[Figure]:
     ]
 
 
+async def warm_starts(image: Path, runtime: Runtime, quick: bool) -> list[Figure]:
+    """From the pool to the first answer, with time to refill between."""
+    taken = []
+    pool = WarmPool(ContainerSpec(image=image), 2, lambda spec: Container.start(spec, runtime))
+    try:
+        for _ in range(10 if quick else 40):
+            await pool.filled()
+            begin = time.perf_counter()
+            container = await pool.take({}, None)
+            await container.run(ECHO)
+            taken.append((time.perf_counter() - begin) * 1e3)
+            await container.close()
+    finally:
+        await pool.close()
+    return [Figure("warm start to first answer, p50", quantile(sorted(taken), 0.5), "ms", goal="<= 20")]
+
+
+async def cells(_image: Path, runtime: Runtime, quick: bool) -> list[Figure]:
+    """A kernel's start, and one cell in it."""
+    image = await asyncio.to_thread(ensure_kernel_image, print)
+    async with await Container.start(ContainerSpec(image=image), runtime) as container:
+        begin = time.perf_counter()
+        async with await Kernel.start(container) as kernel:
+            started = time.perf_counter() - begin
+
+            async def action() -> str:
+                return (await kernel.run("print('hello')")).output
+
+            ordered = await latencies(action, 50 if quick else 500)
+    return [
+        Figure("kernel cell, p50", quantile(ordered, 0.5), "ms", goal="<= 4"),
+        Figure("kernel cell, p99", quantile(ordered, 0.99), "ms"),
+        Figure("kernel start", started, "s"),
+    ]
+
+
 async def together(image: Path, runtime: Runtime, quick: bool) -> list[Figure]:
     """Shells that wait at once, and sandboxes that live at once."""
     alive = 20 if quick else 200
@@ -263,7 +302,7 @@ async def main() -> None:
     runtime.activate()
     image = ensure_default_image(print)
     figures = []
-    for part in (actions, starts, together, cycles):
+    for part in (actions, cells, starts, warm_starts, together, cycles):
         figures += await part(image, runtime, quick)
         print(f"{part.__name__}: done", flush=True)
     publish("shell", figures, packages=("nemo-gym", "swe-rex"), quick=quick)

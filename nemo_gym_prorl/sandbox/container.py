@@ -41,6 +41,9 @@ OUTPUT_LIMIT = 1 << 20
 FILE_LIMIT = 1 << 30
 """Largest file that is uploaded or downloaded."""
 
+SHARED_FOLDER = "/.prorl"
+"""Where a sandbox sees the folder that it shares with its server, for sockets."""
+
 LARGEST_ARGUMENT = 100_000
 """A longer command travels as a file; the kernel takes no argument beyond 128 KiB."""
 
@@ -112,7 +115,7 @@ class Container:
         """Limits that the sandbox ran into, as told by the supervisor."""
         self.alive = True
         self.environment: dict[str, str] = {}
-        self.workdir = spec.workdir or ("/root" if spec.root else "/tmp")
+        self.workdir = "/root" if spec.root else "/tmp"
         self._link = link
         link.watch(name, self._on_event)
 
@@ -143,14 +146,32 @@ class Container:
             raise
         try:
             container.environment = _environment(answer["environment"], spec)
-            if spec.workdir:
-                made = await container.execute(["mkdir", "-p", "--", spec.workdir], cwd="/", timeout_s=30.0)
-                if made.exit_code:
-                    raise CallerError(f"can't be made in the sandbox: {made.stderr.strip()}", field="workdir")
+            await container.configure(spec.env, spec.workdir)
         except BaseException:
             await container.close()
             raise
         return container
+
+    async def configure(self, env: Mapping[str, str], workdir: str | None) -> None:
+        """Set variables for all commands, and where they start; the folder is made.
+
+        Raises:
+            CallerError: the folder can't be made.
+        """
+        for name, value in env.items():
+            _check_variable(name, value)
+        self.environment = {**self.environment, **env}
+        if workdir:
+            _check_path(workdir, "workdir")
+            made = await self.execute(["mkdir", "-p", "--", workdir], cwd="/", timeout_s=30.0)
+            if made.exit_code:
+                raise CallerError(f"can't be made in the sandbox: {made.stderr.strip()}", field="workdir")
+            self.workdir = workdir
+
+    @property
+    def shared_folder(self) -> Path:
+        """The host's side of :data:`SHARED_FOLDER`. What is in it is the sandbox's word."""
+        return self._link.folder / self.name / "shared"
 
     def describe(self) -> dict[str, Any]:
         """What :meth:`attach` needs, as JSON."""
@@ -160,6 +181,7 @@ class Container:
             "supervisor": str(self._link.folder),
             "host_id": self._host_id,
             "environment": self.environment,
+            "workdir": self.workdir,
             "spec": spec,
         }
 
@@ -177,6 +199,7 @@ class Container:
         spec = ContainerSpec(**{**description["spec"], "image": Path(description["spec"]["image"])})
         container = cls(description["sandbox_id"], spec, link, description["host_id"])
         container.environment = dict(description["environment"])
+        container.workdir = description["workdir"]
         await link.ask({"do": "check", "sandbox": container.name})
         return container
 
@@ -421,8 +444,9 @@ class _Stream:
 def _order(name: str, host_id: int, spec: ContainerSpec, runtime: Runtime, folder: Path) -> Message:
     """The supervisor's order to start a container."""
     overlay = str(folder / name / "overlay")
+    shared = str(folder / name / "shared")
     command = [str(runtime.path), "exec", "--userns", "--containall", "--cleanenv", "--no-init"]
-    command += ["--hostname", "sandbox"]
+    command += ["--hostname", "sandbox", "--bind", f"{shared}:{SHARED_FOLDER}"]
     command += ["--no-mount", "home,tmp", "--overlay", overlay]
     if not spec.network:
         command += ["--net", "--network", "none"]
@@ -437,6 +461,7 @@ def _order(name: str, host_id: int, spec: ContainerSpec, runtime: Runtime, folde
         "argv": command,
         "image": str(spec.image),
         "overlay": overlay,
+        "shared": shared,
         "env": {"PATH": os.environ.get("PATH", os.defpath), "HOME": "/", "PRORL_SANDBOX_OWNER": str(folder)},
         "uid": 0 if spec.root else 1000,
         "host_uid": host_id,
@@ -450,10 +475,10 @@ def _order(name: str, host_id: int, spec: ContainerSpec, runtime: Runtime, folde
 
 
 def _environment(found: Mapping[str, str], spec: ContainerSpec) -> dict[str, str]:
-    """The variables of commands: what the image sets, less what the runtime says about itself, then the caller's."""
+    """The variables of commands: what the image sets, less what the runtime says about itself."""
     own = {name: value for name, value in found.items() if not name.startswith(_RUNTIME_VARIABLES)}
     home = "/root" if spec.root else "/tmp"
-    return {**own, "HOME": home, "LANG": "C.UTF-8", "TERM": "dumb", **spec.env}
+    return {**own, "HOME": home, "LANG": "C.UTF-8", "TERM": "dumb"}
 
 
 def _check(spec: ContainerSpec, runtime: Runtime) -> None:

@@ -6,7 +6,8 @@ long as the supervisor lives; the kernel lets go of it at its death, however it 
 is a dead one's, with no doubt about reused process numbers or reboots, and :func:`sweep` may take it.
 
 Processes are found by what was noted down (the runtime's parent), by a variable in their environment (its helpers, for
-file systems) and by their PID namespace (everything inside). A number alone is never trusted, since the kernel gives them away again.
+file systems) and by their PID namespace (everything inside). A number alone is never trusted, since the kernel gives
+them away again.
 """
 
 from __future__ import annotations

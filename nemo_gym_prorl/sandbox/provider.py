@@ -32,6 +32,7 @@ from nemo_gym_prorl.failures import CallerError, InfrastructureError, RolloutErr
 from nemo_gym_prorl.sandbox.container import DEFAULT_EXEC_TIMEOUT_S, OUTPUT_LIMIT, Container, ContainerSpec
 from nemo_gym_prorl.sandbox.image import default_image_path
 from nemo_gym_prorl.sandbox.link import SandboxLost, SandboxRefused
+from nemo_gym_prorl.sandbox.pool import WarmPool
 from nemo_gym_prorl.sandbox.runtime import Runtime, require_runtime
 from nemo_gym_prorl.sandbox.terminal import Terminal
 
@@ -56,17 +57,28 @@ class _Settings:
         image: for sandboxes that name none; the default image if not given.
         exec_timeout_s: for commands without a time limit of their own.
         output_limit: bytes kept of each output stream of a command.
+        warm: sandboxes to keep started ahead, of each specification that is asked for.
         concurrent_starts: most sandboxes of this process that start at a time; more only slow each other down.
     """
 
     image: str | None = None
     exec_timeout_s: float = DEFAULT_EXEC_TIMEOUT_S
     output_limit: int = OUTPUT_LIMIT
+    warm: int = 0
     concurrent_starts: int = 2 * (os.cpu_count() or 1)
 
 
 _gates: weakref.WeakKeyDictionary[asyncio.AbstractEventLoop, asyncio.Semaphore] = weakref.WeakKeyDictionary()
 """One per loop and not per provider: Gym makes a provider for each sandbox."""
+
+
+_pools: weakref.WeakKeyDictionary[asyncio.AbstractEventLoop, dict[str, WarmPool]] = weakref.WeakKeyDictionary()
+
+
+async def close_pools() -> None:
+    """End the sandboxes that the running loop keeps started ahead; they end with the process in any case."""
+    for pool in _pools.pop(asyncio.get_running_loop(), {}).values():
+        await pool.close()
 
 
 class SingularityProvider:
@@ -98,9 +110,7 @@ class SingularityProvider:
             wanted = self._container_spec(spec)
             if self._runtime is None:
                 self._runtime = await asyncio.to_thread(require_runtime)
-            loop = asyncio.get_running_loop()
-            async with _gates.setdefault(loop, asyncio.Semaphore(self._settings.concurrent_starts)):
-                container = await Container.start(wanted, self._runtime)
+            container = await self._take(wanted) if self._settings.warm else await self._start(wanted)
         except RolloutError as error:
             raise SandboxStartError(error.reason, kind=error.kind) from error
         if spec.entrypoint:
@@ -206,6 +216,18 @@ class SingularityProvider:
             yield _container(handle)
         finally:
             await self.close(handle)
+
+    async def _start(self, spec: ContainerSpec) -> Container:
+        loop = asyncio.get_running_loop()
+        async with _gates.setdefault(loop, asyncio.Semaphore(self._settings.concurrent_starts)):
+            return await Container.start(spec, self._runtime)
+
+    async def _take(self, spec: ContainerSpec) -> Container:
+        pools = _pools.setdefault(asyncio.get_running_loop(), {})
+        key = repr(replace(spec, env={}, workdir=None))
+        if key not in pools:
+            pools[key] = WarmPool(spec, self._settings.warm, self._start)
+        return await pools[key].take(spec.env, spec.workdir)
 
     def _container_spec(self, spec: SandboxSpec) -> ContainerSpec:
         options = dict(spec.provider_options)

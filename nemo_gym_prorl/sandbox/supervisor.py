@@ -263,7 +263,7 @@ class Supervisor:
             raise OSError("the supervisor is ending")
         folder = self.folder / order["sandbox"]
         overlay = Path(order["overlay"])
-        for path in (folder, overlay, overlay / "upper", overlay / "work"):
+        for path in (folder, overlay, overlay / "upper", overlay / "work", Path(order["shared"])):
             path.mkdir(mode=0o700)
             os.chown(path, order["host_uid"], order["host_gid"])
         (overlay / "upper").chmod(0o755)
@@ -392,7 +392,7 @@ class Supervisor:
                 sandbox.tell("limit", reason)
                 self._end_early(sandbox)
 
-        self._fork(partial(_disk_use, Path(sandbox.order["overlay"], "upper")), measured)
+        self._fork(partial(_disk_use, sandbox.folder), measured)
 
     # Inside containers
 
