@@ -34,6 +34,10 @@ from nemo_gym_prorl.sandbox.shell import Shell
 
 
 ECHO = "echo hello"
+
+PEER_ATTEMPTS = 3
+"""A peer that fails as often is left out."""
+
 Action = Callable[[], Awaitable[str]]
 
 
@@ -141,10 +145,19 @@ async def actions(image: Path, runtime: Runtime, quick: bool) -> list[Figure]:
         subjects["tmux"] = (tmux, 100)
     middle, late = {}, {}
     for name, (subject, repeats) in subjects.items():
-        async with contextlib.asynccontextmanager(subject)(image, runtime) as action:
-            await latencies(action, 3)
-            ordered = await latencies(action, repeats)
-        middle[name], late[name] = quantile(ordered, 0.5), quantile(ordered, 0.99)
+        for _attempt in range(PEER_ATTEMPTS):
+            try:
+                async with contextlib.asynccontextmanager(subject)(image, runtime) as action:
+                    await latencies(action, 3)
+                    ordered = await latencies(action, repeats)
+            except Exception as error:
+                # SWE-ReX gives up on a busy machine, for one.
+                if name.startswith("our"):
+                    raise
+                print(f"{name} failed: {error}")
+                continue
+            middle[name], late[name] = quantile(ordered, 0.5), quantile(ordered, 0.99)
+            break
     p50, p99 = middle.pop("ours"), late.pop("ours")
     return [
         Figure("shell action, p50", p50, "ms", goal="<= 1", peers=middle),
