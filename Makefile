@@ -7,7 +7,7 @@ MAKEFLAGS += --no-print-directory
 
 .DEFAULT_GOAL := help
 .NOTPARALLEL:
-.PHONY: help setup setup-dev demo test lint format clean
+.PHONY: help setup setup-dev demo test lint format gym-matrix clean
 
 help: ## show this text
 	@awk -F ':.*## ' '/^[a-z%-]+:.*## / { printf "  make %-10s %s\n", $$1, $$2 }' Makefile
@@ -40,6 +40,9 @@ format: ## ruff, with its fixes
 
 bench-%: setup ## run benchmarks/%.py (ARGS=--quick for the short form)
 	@$(BIN)/python -m benchmarks.$* $(ARGS)
+
+gym-matrix: setup-dev ## the wheel under Gym's command line on Gym 0.4.0 and 0.7.0 (ARGS= for other GYM=PYTHON pairs)
+	@$(BIN)/python scripts/gym_matrix.py $(ARGS)
 
 clean: ## remove the environment and build files; the cache folder stays
 	rm -rf .venv build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .import_linter_cache .hypothesis

@@ -269,7 +269,7 @@ async def main() -> None:
     ours = least / await staged(times)
     # With more slots than POOLS.run it would have more rollouts in RUN than the bound allows.
     peers = {f"one semaphore of {POOLS.run}": least / await one_semaphore(times, POOLS.run)}
-    rate = await instant_jobs(2_000 if quick else 20_000)
+    rate = await instant_jobs(2_000 if quick else 10_000)
     agents = await compare_agents(200 if quick else 1_500, 1 if quick else 3)
     figures = [
         Figure(f"bound over makespan, {len(times)} drawn jobs", ours, "", goal=">= 0.95", peers=peers),

@@ -131,8 +131,7 @@ class Demo:
             self._introduce(endpoint)
             deployment = GymDeployment(
                 environment=ENVIRONMENT,
-                # Token ids need an endpoint that gives them out; any other will do for a look.
-                model_type="vllm_model/vllm_model_for_training" if endpoint.scripted else "vllm_model",
+                model_type="prorl_model",
                 policy_base_url=endpoint.url,
                 policy_model_name=endpoint.model,
                 policy_api_key=endpoint.api_key,

@@ -100,7 +100,8 @@ def keeper_command(mark: ProcessMark, command: list[str], python: str) -> list[s
         command: the command to keep.
         python: an interpreter; it needs no package.
     """
-    return [python, __file__, mark.name, mark.value, *command]
+    # -P: this folder's modules must not stand in for the standard library's.
+    return [python, "-P", __file__, mark.name, mark.value, *command]
 
 
 class _Stop(Exception):

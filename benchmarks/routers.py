@@ -1,0 +1,204 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Routing policies for the simulated fleet: ours, which is the real pool, and the algorithms of others as
+published."""
+
+from __future__ import annotations
+
+import hashlib
+from collections import Counter, defaultdict
+
+from benchmarks.fleet import Fleet, Request, Rollout
+from nemo_gym_prorl.policy.backend import Assign, Decision, Outcome
+from nemo_gym_prorl.policy.backends import BackendPool
+
+
+class Base:
+    """Bookkeeping that most policies share: engines in service and requests in flight at each."""
+
+    name = "base"
+
+    def __init__(self) -> None:
+        self.engines: list[int] = []
+        self.in_flight: Counter[int] = Counter()
+
+    def joined(self, engine: int) -> None:
+        self.engines.append(engine)
+        self.engines.sort()
+
+    def died(self, engine: int) -> None:
+        self.engines.remove(engine)
+
+    def route(self, request: Request, fleet: Fleet) -> int | None:
+        chosen = self.choose(request)
+        self.in_flight[chosen] += 1
+        return chosen
+
+    def choose(self, request: Request) -> int:
+        raise NotImplementedError
+
+    def answered(self, request: Request) -> None:
+        self.in_flight[request.engine] -= 1
+
+    def finished(self, rollout: Rollout) -> None:
+        pass
+
+
+class RoundRobin(Base):
+    """Each request to the next engine."""
+
+    name = "round robin"
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._turn = 0
+
+    def choose(self, request: Request) -> int:
+        self._turn += 1
+        return self.engines[self._turn % len(self.engines)]
+
+
+class SessionHash(Base):
+    """Gym's ``vllm_model`` since 0.6: SHA-256 of the session, modulo the number of engines."""
+
+    name = "session hash (Gym)"
+
+    def choose(self, request: Request) -> int:
+        digest = hashlib.sha256(request.rollout.id.encode()).digest()
+        return self.engines[int.from_bytes(digest[:8]) % len(self.engines)]
+
+
+class CumulativeHeap(Base):
+    """ProRL: a job takes the server that has had the fewest jobs ever, and keeps it."""
+
+    name = "cumulative heap (ProRL)"
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._had: Counter[int] = Counter()
+        self._home: dict[str, int] = {}
+
+    def choose(self, request: Request) -> int:
+        home = self._home.get(request.rollout.id)
+        if home is None or home not in self.engines:
+            home = min(self.engines, key=lambda engine: (self._had[engine], engine))
+            self._had[home] += 1
+            self._home[request.rollout.id] = home
+        return home
+
+
+class LeastRequests(Base):
+    """Each request to the engine with the fewest in flight."""
+
+    name = "least requests"
+
+    def choose(self, request: Request) -> int:
+        return min(self.engines, key=lambda engine: (self.in_flight[engine], engine))
+
+
+class StickyLeastLoaded(Base):
+    """``sticky_least_loaded``: the first request goes to the engine with the fewest in flight, later ones follow."""
+
+    name = "sticky least loaded"
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._home: dict[str, int] = {}
+
+    def choose(self, request: Request) -> int:
+        home = self._home.get(request.rollout.id)
+        if home is None or home not in self.engines:
+            home = min(self.engines, key=lambda engine: (self.in_flight[engine], engine))
+            self._home[request.rollout.id] = home
+        return home
+
+
+class CacheAware(Base):
+    """SGLang's ``cache_aware``: where the longest prefix was sent, unless loads differ by 64 and by half."""
+
+    name = "cache aware"
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._sent: dict[int, dict[str, int]] = defaultdict(dict)
+
+    def died(self, engine: int) -> None:
+        super().died(engine)
+        self._sent.pop(engine, None)
+
+    def choose(self, request: Request) -> int:
+        loads = [self.in_flight[engine] for engine in self.engines]
+        if max(loads) - min(loads) > 64 and max(loads) > 1.5 * min(loads):
+            chosen = min(self.engines, key=lambda engine: (self.in_flight[engine], engine))
+        else:
+            matched = {engine: self._matched(engine, request) for engine in self.engines}
+            best = max(self.engines, key=lambda engine: matched[engine])
+            smallest = min(self.engines, key=lambda engine: sum(self._sent[engine].values()))
+            chosen = best if matched[best] / request.prompt > 0.3 else smallest
+        sent = self._sent[chosen]
+        sent["system"], sent[request.rollout.group] = 2000, 1500
+        sent[request.rollout.id] = request.footprint - 3500
+        return chosen
+
+    def _matched(self, engine: int, request: Request) -> int:
+        sent = self._sent[engine]
+        if "system" not in sent:
+            return 0
+        if request.rollout.group not in sent:
+            return 2000
+        return 3500 + sent.get(request.rollout.id, 0)
+
+
+class Ours:
+    """The real :class:`BackendPool`, told the simulated engines' load every two seconds."""
+
+    name = "prorl"
+
+    def __init__(self, **options: float) -> None:
+        self.pool = BackendPool(**options)
+        self._tickets: dict[int, Request] = {}
+        self._ticket_of: dict[int, int] = {}
+        self._assigned: dict[int, int] = {}
+        self._count = 0
+        self._reported_s = 0.0
+        self._fleet: Fleet | None = None
+
+    def joined(self, engine: int) -> None:
+        self._take(self.pool.add(str(engine), ""))
+
+    def died(self, engine: int) -> None:
+        self._dead = str(engine)
+
+    def route(self, request: Request, fleet: Fleet) -> int | None:
+        self._fleet = fleet
+        if fleet.now - self._reported_s >= 2.0:
+            self._reported_s = fleet.now
+            for engine in fleet.alive():
+                decisions = self.pool.report(str(engine.index), waiting=len(engine.waiting), kv_use=engine.kv_use)
+                self._take(decisions)
+            self._take(self.pool.tick(fleet.now))
+        ticket = self._ticket_of.get(id(request))
+        if ticket is None:
+            self._count += 1
+            ticket = self._ticket_of[id(request)] = self._count
+            self._tickets[ticket] = request
+            self._take(self.pool.request(ticket, request.rollout.id, request.rollout.group, fleet.now))
+        return self._assigned.pop(ticket, None)
+
+    def answered(self, request: Request) -> None:
+        ticket = self._ticket_of[id(request)]
+        if str(request.engine) == getattr(self, "_dead", None):
+            self._take(self.pool.done(ticket, Outcome.FAILED, self._fleet.now))
+            return
+        del self._ticket_of[id(request)], self._tickets[ticket]
+        self._take(self.pool.done(ticket, Outcome.OK, self._fleet.now))
+
+    def finished(self, rollout: Rollout) -> None:
+        self._take(self.pool.finish(rollout.id))
+
+    def _take(self, decisions: list[Decision]) -> None:
+        for decision in decisions:
+            if isinstance(decision, Assign):
+                self._assigned[decision.ticket] = int(decision.backend)
+
+
+PEERS = (RoundRobin, SessionHash, CumulativeHeap, LeastRequests, StickyLeastLoaded, CacheAware)

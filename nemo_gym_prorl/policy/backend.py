@@ -1,0 +1,95 @@
+# SPDX-License-Identifier: Apache-2.0
+"""One inference endpoint as the pool sees it, and what the pool may decide about it."""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import dataclass, field
+from enum import StrEnum
+
+
+class Health(StrEnum):
+    """What is known about a backend."""
+
+    UP = "up"
+    TRIAL = "trial"
+    """Answers its probe again after a failure; gets one request at a time until one succeeds."""
+    DOWN = "down"
+
+
+class Outcome(StrEnum):
+    """How a request at a backend ended."""
+
+    OK = "ok"
+    FAILED = "failed"
+    """The backend's doing. The ticket stays open and is placed again."""
+    ENDED = "ended"
+    """Not the backend's doing: cancelled, or refused as such."""
+
+
+@dataclass(frozen=True, slots=True)
+class Assign:
+    """Send the ticket's request to the backend now."""
+
+    ticket: int
+    backend: str
+    weight_version: str | None
+
+
+@dataclass(frozen=True, slots=True)
+class Abort:
+    """The backend is being removed: cancel the ticket's request there; it is placed again."""
+
+    ticket: int
+    backend: str
+
+
+@dataclass(frozen=True, slots=True)
+class Probe:
+    """Ask the backend whether it is alive and report it with ``probed``."""
+
+    backend: str
+
+
+@dataclass(frozen=True, slots=True)
+class Quiesced:
+    """A paused backend has no request in flight any more."""
+
+    backend: str
+
+
+type Decision = Assign | Abort | Probe | Quiesced
+
+
+@dataclass(slots=True)
+class Backend:
+    """One inference endpoint and what the pool knows of it."""
+
+    id: str
+    url: str
+    weight_version: str | None
+    limit: int
+    order: int
+    health: Health = Health.UP
+    draining: bool = False
+    paused: bool = False
+    live: set[str] = field(default_factory=set)
+    groups: Counter[str | None] = field(default_factory=Counter)
+    in_flight: set[int] = field(default_factory=set)
+    last_placed: int = 0
+    failures: int = 0
+    probe_at: float | None = None
+    hot: bool = False
+    turns: int = 0
+    turn_s: float | None = None
+    slowness: float = 1.0
+    head_start: int = 0
+    elders: int = 0
+    elders_left: int = 0
+
+    @property
+    def weight(self) -> float:
+        """Live rollouts, plus what a late joiner is given for the load that it did not see, as this backend feels
+        it."""
+        unseen = self.head_start * self.elders_left / self.elders if self.elders else 0.0
+        return (len(self.live) + unseen + 1) * self.slowness - 1

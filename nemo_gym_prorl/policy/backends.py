@@ -1,0 +1,458 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Which backend samples the next turn: events in, decisions out.
+
+Rollouts are placed, not requests. A rollout's prefix is cached where its last turn ran, so it stays there until it may
+not: its backend is dead, gone, or hot past a margin. What is balanced is the number of *live* rollouts, which falls
+when they finish, so neither a long past nor a late start distorts it:
+
+- a new rollout goes to the backend with the fewest live ones; equal ones take turns;
+- siblings of a group share a prompt, so a sibling joins its group's backend while that is within ``sibling_margin``;
+- a late joiner counts as if it carried the load that was there when it joined, until that load has finished: it gets
+  its share of the new rollouts and no burst of cold prefixes;
+- a backend whose turns take far longer than the others' counts as more loaded by that factor;
+- at most ``limit`` rollouts are live per backend; the rest wait in *one* queue, first come first served, and a backend
+  that has room takes from it. Private queues behind a full engine never form.
+
+A live rollout whose agent is busy with a tool holds its slot, for its cache's sake. When others wait, the rollouts
+that have been idle longest *rest*: they lose the slot, remember their backend, and queue ahead of new rollouts when
+they return.
+
+Pure: no task, socket, clock or thread. Whoever drives it passes the time and carries out the :class:`Decision` s,
+which every event returns. Every ticket ends in exactly one of ``done`` and ``withdraw``, and gets at most one
+:class:`Assign` at a time.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict, deque
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+
+from nemo_gym_prorl.failures import CallerError
+from nemo_gym_prorl.policy.backend import Abort, Assign, Backend, Decision, Health, Outcome, Probe, Quiesced
+
+
+_TURN_SMOOTHING = 0.08
+"""Weight of the latest turn in a backend's mean turn time."""
+
+_OPINION = 12
+"""How many turns a backend must have had before it can count as slow."""
+
+_SLOW = 2.0
+"""How many times longer than the median backend's a backend's turns must take for it to count as slow."""
+
+
+_CROWDED = 2.0
+"""How many times the least loaded backend's load, plus the escape margin, a rollout bears before it leaves."""
+
+
+@dataclass(slots=True)
+class _Rollout:
+    id: str
+    group: str | None
+    born: int
+    backend: str | None = None
+    tickets: set[int] = field(default_factory=set)
+    idle_since: float | None = None
+
+
+@dataclass(slots=True)
+class _Ticket:
+    id: int
+    rollout: _Rollout
+    backend: str | None = None
+    since: float = 0.0
+    queue: deque[_Ticket] | None = None
+
+
+class BackendPool:
+    """The pool's whole state.
+
+    Args:
+        limit: live rollouts per backend at most.
+        sibling_margin: how many live rollouts more than the least loaded backend a group's backend may have for a
+            sibling to join it.
+        escape_margin: how many live rollouts more than the least loaded backend a *hot* one must have for a rollout
+            to leave it.
+        patience_s: how long a live rollout may be idle before it rests while others wait.
+        probe_after_s: first wait before a failed backend is probed; doubles with each failure.
+        probe_at_most_s: bound of that wait.
+        remembered: how many resting rollouts keep the memory of their backend.
+    """
+
+    def __init__(
+        self,
+        *,
+        limit: int = 256,
+        sibling_margin: int = 2,
+        escape_margin: int = 4,
+        patience_s: float = 30.0,
+        probe_after_s: float = 1.0,
+        probe_at_most_s: float = 30.0,
+        remembered: int = 100_000,
+    ) -> None:
+        if limit < 1:
+            raise CallerError("must be at least 1", field="limit")
+        self.limit = limit
+        self._sibling_margin = sibling_margin
+        self._escape_margin = escape_margin
+        self._patience = patience_s
+        self._probe_after = probe_after_s
+        self._probe_at_most = probe_at_most_s
+        self._remembered = remembered
+        self.backends: dict[str, Backend] = {}
+        self.failovers = 0
+        self.migrations = 0
+        self._rollouts: dict[str, _Rollout] = {}
+        self._resting: OrderedDict[str, _Rollout] = OrderedDict()
+        self._tickets: dict[int, _Ticket] = {}
+        self._returning: deque[_Ticket] = deque()
+        self._fresh: deque[_Ticket] = deque()
+        self._held: dict[str, deque[_Ticket]] = {}
+        self._clock = 0
+        self._now = 0.0
+
+    # Backends
+
+    def add(self, backend_id: str, url: str, weight_version: str | None = None) -> list[Decision]:
+        """A backend joins.
+
+        Raises:
+            CallerError: there is one of that id.
+        """
+        if backend_id in self.backends:
+            raise CallerError(f"there is a backend {backend_id!r} already", field="id")
+        peers = [backend for backend in self.backends.values() if self._open(backend)]
+        backend = Backend(backend_id, url, weight_version, self.limit, order=self._tick())
+        if peers:
+            backend.head_start = min(len(peer.live) for peer in peers)
+            backend.elders = backend.elders_left = sum(len(peer.live) for peer in self.backends.values())
+        self.backends[backend_id] = backend
+        self._held[backend_id] = deque()
+        return self._dispatch()
+
+    def drain(self, backend_id: str) -> list[Decision]:
+        """Give the backend no new rollouts; those it has stay."""
+        self._get(backend_id).draining = True
+        return []
+
+    def remove(self, backend_id: str) -> list[Decision]:
+        """A backend leaves at once. Its requests are aborted and its rollouts move."""
+        return self._remove(self._get(backend_id)) + self._dispatch()
+
+    def clear(self) -> list[Decision]:
+        """Every backend leaves; tickets wait for new ones."""
+        return [decision for backend in list(self.backends.values()) for decision in self._remove(backend)]
+
+    def pause(self, backend_id: str | None = None) -> list[Decision]:
+        """Start nothing on the backend, or on any, until ``resume``; what runs may finish."""
+        decisions: list[Decision] = []
+        for backend in self._chosen(backend_id):
+            backend.paused = True
+            if not backend.in_flight:
+                decisions.append(Quiesced(backend.id))
+        return decisions
+
+    def resume(self, backend_id: str | None = None, weight_version: str | None = None) -> list[Decision]:
+        """Go on, with new weights if a version is given."""
+        for backend in self._chosen(backend_id):
+            backend.paused = False
+            if weight_version is not None:
+                backend.weight_version = weight_version
+        return self._dispatch()
+
+    def report(self, backend_id: str, *, waiting: int, kv_use: float) -> list[Decision]:
+        """What the backend says of itself. Its limit falls while it is over capacity and recovers slowly after."""
+        backend = self.backends.get(backend_id)
+        if backend is None:
+            return []
+        backend.hot = waiting > 0 and kv_use > 0.9
+        if backend.hot:
+            backend.limit = max(1, min(backend.limit, len(backend.live)) * 7 // 8)
+        elif backend.limit < self.limit:
+            backend.limit += 1
+        return self._dispatch()
+
+    def probed(self, backend_id: str, alive: bool, now: float) -> list[Decision]:
+        """The answer to a :class:`Probe`."""
+        backend = self.backends.get(backend_id)
+        if backend is None or backend.health is not Health.DOWN:
+            return []
+        if alive:
+            backend.health, backend.probe_at = Health.TRIAL, None
+            return self._dispatch()
+        self._mark_failed(backend, now)
+        return []
+
+    def tick(self, now: float) -> list[Decision]:
+        """Time passes: due probes, and rest for the idle while others wait."""
+        self._now = max(self._now, now)
+        decisions: list[Decision] = []
+        for backend in self.backends.values():
+            if backend.probe_at is not None and backend.probe_at <= now:
+                backend.probe_at = None
+                decisions.append(Probe(backend.id))
+        if self._fresh or self._returning:
+            waiting = len(self._fresh) + len(self._returning)
+            idle = [r for r in self._rollouts.values() if r.idle_since is not None and r.backend is not None]
+            idle.sort(key=lambda rollout: rollout.idle_since or 0.0)
+            for rollout in idle[:waiting]:
+                if now - (rollout.idle_since or 0.0) >= self._patience:
+                    self._rest(rollout)
+            decisions += self._dispatch()
+        return decisions
+
+    # Rollouts
+
+    def request(self, ticket_id: int, rollout_id: str, group: str | None = None, now: float = 0.0) -> list[Decision]:
+        """A turn wants a backend."""
+        self._now = max(self._now, now)
+        rollout = self._rollouts.get(rollout_id)
+        if rollout is None:
+            rollout = self._resting.pop(rollout_id, None) or _Rollout(rollout_id, group, self._tick())
+            self._rollouts[rollout_id] = rollout
+        ticket = self._tickets[ticket_id] = _Ticket(ticket_id, rollout)
+        rollout.tickets.add(ticket_id)
+        rollout.idle_since = None
+        return self._route(ticket)
+
+    def done(self, ticket_id: int, outcome: Outcome, now: float) -> list[Decision]:
+        """The ticket's request at its backend ended. A failed one is placed again, perhaps at once."""
+        self._now = max(self._now, now)
+        ticket = self._tickets[ticket_id]
+        backend = self.backends.get(ticket.backend or "")
+        decisions: list[Decision] = []
+        if outcome is Outcome.FAILED:
+            self.failovers += 1
+            if backend is not None:
+                self._mark_failed(backend, now)
+                self._requeue(ticket)
+                self._evacuate(backend)
+            return self._quiesced(backend) + self._dispatch()
+        if backend is not None:
+            if outcome is Outcome.OK:
+                self._timed(backend, now - ticket.since)
+                backend.failures, backend.probe_at = 0, None
+                backend.health = Health.UP
+            backend.in_flight.discard(ticket_id)
+            decisions += self._quiesced(backend)
+        self._forget(ticket, now)
+        return decisions + self._dispatch()
+
+    def withdraw(self, ticket_id: int, now: float) -> list[Decision]:
+        """Whoever wanted the turn is gone, whether it waits or runs."""
+        ticket = self._tickets.get(ticket_id)
+        if ticket is None:
+            return []
+        if ticket.backend is not None:
+            return self.done(ticket_id, Outcome.ENDED, now)
+        self._unqueue(ticket)
+        self._forget(ticket, now)
+        return self._dispatch()
+
+    def finish(self, rollout_id: str) -> list[Decision]:
+        """The rollout is over, or looks so; should it return, it finds its backend again."""
+        rollout = self._rollouts.get(rollout_id)
+        if rollout is None or rollout.tickets:
+            return []
+        self._rest(rollout)
+        return self._dispatch()
+
+    # Numbers
+
+    @property
+    def waiting(self) -> int:
+        """Tickets that no backend has."""
+        return len(self._fresh) + len(self._returning) + sum(map(len, self._held.values()))
+
+    def backend_of(self, rollout_id: str) -> str | None:
+        """Where a live or resting rollout's prefix is."""
+        rollout = self._rollouts.get(rollout_id) or self._resting.get(rollout_id)
+        return rollout.backend if rollout else None
+
+    # Decisions
+
+    def _route(self, ticket: _Ticket) -> list[Decision]:
+        """Queue a ticket where it belongs, and hand out what can be."""
+        rollout = ticket.rollout
+        home = self.backends.get(rollout.backend or "")
+        if home is not None and rollout.id in home.live:
+            if not self._must_leave(home):
+                self._enqueue(ticket, self._held[home.id])
+                return self._dispatch()
+            self._leave(rollout)
+            self.migrations += 1
+        self._enqueue(ticket, self._fresh if rollout.backend is None else self._returning)
+        return self._dispatch()
+
+    def _dispatch(self) -> list[Decision]:
+        """Give queued tickets the room there is: at home first, then those that return, then new ones."""
+        decisions: list[Decision] = []
+        for backend in self.backends.values():
+            self._serve(backend, decisions)
+        for queue in (self._returning, self._fresh):
+            while queue and (chosen := self._place(queue[0].rollout)) is not None:
+                self._settle(queue[0].rollout, chosen)
+                self._serve(chosen, decisions)
+        return decisions
+
+    def _serve(self, backend: Backend, decisions: list[Decision]) -> None:
+        """Start what waits for this very backend."""
+        held = self._held[backend.id]
+        while held and not backend.paused and self._usable(backend):
+            ticket = held.popleft()
+            ticket.queue = None
+            ticket.backend, ticket.since = backend.id, self._now
+            backend.in_flight.add(ticket.id)
+            decisions.append(Assign(ticket.id, backend.id, backend.weight_version))
+
+    def _place(self, rollout: _Rollout) -> Backend | None:
+        """A backend with room for the rollout, if there is one."""
+        open_backends = [b for b in self.backends.values() if self._open(b) and not b.paused and len(b.live) < b.limit]
+        if not open_backends:
+            return None
+        least = min(open_backends, key=lambda backend: (backend.weight, backend.last_placed, backend.order))
+        if rollout.backend is not None:
+            home = next((backend for backend in open_backends if backend.id == rollout.backend), None)
+            return home if home is not None and not self._must_leave(home) else least
+        if rollout.group is not None:
+            siblings = [b for b in open_backends if b.weight <= least.weight + self._sibling_margin]
+            siblings = [b for b in siblings if b.groups[rollout.group]]
+            if siblings:
+                return min(siblings, key=lambda backend: (backend.weight, backend.order))
+        return least
+
+    def _settle(self, rollout: _Rollout, backend: Backend) -> None:
+        """Make the backend the rollout's home; all its waiting tickets come along."""
+        self._leave(rollout)
+        backend.live.add(rollout.id)
+        backend.groups[rollout.group] += 1
+        backend.last_placed = self._tick()
+        rollout.backend = backend.id
+        for ticket_id in sorted(rollout.tickets):
+            ticket = self._tickets[ticket_id]
+            if ticket.backend is None:
+                self._unqueue(ticket)
+                self._enqueue(ticket, self._held[backend.id])
+
+    def _must_leave(self, home: Backend) -> bool:
+        """Whether staying is worse than a cold prefix elsewhere."""
+        if not self._usable(home):
+            return True
+        peers = (b for b in self.backends.values() if self._open(b) and not b.paused and len(b.live) < b.limit)
+        least = min((b.weight for b in peers if not b.hot), default=home.weight)
+        carried = (len(home.live) + 1) * home.slowness - 1
+        if home.slowness > 1.0:
+            return carried > least + 1
+        patience = 1.0 if home.hot else _CROWDED
+        return carried >= patience * least + self._escape_margin
+
+    @staticmethod
+    def _usable(backend: Backend) -> bool:
+        """Whether the backend may be sent a request for a rollout that it has."""
+        return backend.health is Health.UP or (backend.health is Health.TRIAL and not backend.in_flight)
+
+    def _open(self, backend: Backend) -> bool:
+        """Whether the backend may be given a rollout that it does not have."""
+        return not backend.draining and self._usable(backend)
+
+    # Bookkeeping
+
+    def _timed(self, backend: Backend, seconds: float) -> None:
+        """Learn how long turns take, and which backends take far longer than the others."""
+        backend.turns += 1
+        known = backend.turn_s or 0.0
+        backend.turn_s = known + max(1 / backend.turns, _TURN_SMOOTHING) * (seconds - known)
+        times = sorted(b.turn_s for b in self.backends.values() if b.turn_s is not None and b.health is Health.UP)
+        usual = times[(len(times) - 1) // 2] if times else 0.0
+        ratio = backend.turn_s / usual if usual > 0.0 else 1.0
+        backend.slowness = ratio if ratio > _SLOW and backend.turns >= _OPINION else 1.0
+
+    def _mark_failed(self, backend: Backend, now: float) -> None:
+        backend.health = Health.DOWN
+        wait = min(self._probe_after * 2**backend.failures, self._probe_at_most)
+        backend.failures = min(backend.failures + 1, 16)
+        backend.probe_at = now + wait
+
+    def _requeue(self, ticket: _Ticket) -> None:
+        """Back to the front of the queue: this turn has waited once already."""
+        backend = self.backends.get(ticket.backend or "")
+        if backend is not None:
+            backend.in_flight.discard(ticket.id)
+        ticket.backend = None
+        ticket.queue = self._returning
+        self._returning.appendleft(ticket)
+
+    def _remove(self, backend: Backend) -> list[Decision]:
+        decisions: list[Decision] = []
+        for ticket_id in sorted(backend.in_flight):
+            decisions.append(Abort(ticket_id, backend.id))
+            self._requeue(self._tickets[ticket_id])
+        self._evacuate(backend)
+        del self.backends[backend.id]
+        del self._held[backend.id]
+        return decisions
+
+    def _evacuate(self, backend: Backend) -> None:
+        """No rollout with nothing in flight lives on a backend that is gone."""
+        flying = {self._tickets[ticket_id].rollout.id for ticket_id in backend.in_flight}
+        for rollout_id in sorted(backend.live - flying):
+            self._leave(self._rollouts[rollout_id])
+        for ticket in list(self._held[backend.id]):
+            self._unqueue(ticket)
+            self._enqueue(ticket, self._returning)
+
+    def _quiesced(self, backend: Backend | None) -> list[Decision]:
+        if backend is not None and backend.paused and not backend.in_flight:
+            return [Quiesced(backend.id)]
+        return []
+
+    def _forget(self, ticket: _Ticket, now: float) -> None:
+        del self._tickets[ticket.id]
+        ticket.rollout.tickets.discard(ticket.id)
+        if not ticket.rollout.tickets:
+            ticket.rollout.idle_since = now
+
+    @staticmethod
+    def _enqueue(ticket: _Ticket, queue: deque[_Ticket]) -> None:
+        ticket.queue = queue
+        queue.append(ticket)
+
+    def _unqueue(self, ticket: _Ticket) -> None:
+        if ticket.queue is not None:
+            ticket.queue.remove(ticket)
+            ticket.queue = None
+
+    def _leave(self, rollout: _Rollout) -> None:
+        """Take the rollout's slot; it keeps the memory of where it was."""
+        backend = self.backends.get(rollout.backend or "")
+        if backend is not None and rollout.id in backend.live:
+            backend.live.discard(rollout.id)
+            backend.groups[rollout.group] -= 1
+            if not backend.groups[rollout.group]:
+                del backend.groups[rollout.group]
+
+    def _rest(self, rollout: _Rollout) -> None:
+        del self._rollouts[rollout.id]
+        rollout.idle_since = None
+        self._leave(rollout)
+        for peer in self.backends.values():
+            if peer.elders_left and rollout.born < peer.order:
+                peer.elders_left -= 1
+        self._resting[rollout.id] = rollout
+        while len(self._resting) > self._remembered:
+            self._resting.popitem(last=False)
+
+    def _chosen(self, backend_id: str | None) -> Iterator[Backend]:
+        return iter([self._get(backend_id)] if backend_id is not None else list(self.backends.values()))
+
+    def _get(self, backend_id: str) -> Backend:
+        try:
+            return self.backends[backend_id]
+        except KeyError:
+            known = ", ".join(self.backends) or "none"
+            raise CallerError(f"no backend {backend_id!r}; there are: {known}", field="id") from None
+
+    def _tick(self) -> int:
+        self._clock += 1
+        return self._clock

@@ -1,0 +1,76 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Prometheus metrics of the policy side, one registry per server so that several can live in one process."""
+
+from __future__ import annotations
+
+from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
+from prometheus_client.exposition import generate_latest
+
+from nemo_gym_prorl.policy.backends import BackendPool
+from nemo_gym_prorl.policy.placement import Placed
+from nemo_gym_prorl.policy.tokens import Generation
+
+
+_SECONDS = (0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120, 300, 600)
+
+
+class PolicyMetrics:
+    """Counters of a policy service and gauges read from its pool."""
+
+    def __init__(self, pool: BackendPool) -> None:
+        self._pool = pool
+        registry = self._registry = CollectorRegistry()
+        at = ("backend",)
+        self._live = Gauge("prorl_policy_live_rollouts", "Rollouts that live there", at, registry=registry)
+        self._in_flight = Gauge("prorl_policy_in_flight", "Requests in flight", at, registry=registry)
+        self._up = Gauge("prorl_policy_up", "1 while the backend serves", at, registry=registry)
+        self._limit = Gauge("prorl_policy_limit", "Live rollouts allowed there now", at, registry=registry)
+        self._prompt = Counter("prorl_policy_prompt_tokens", "Prompt tokens sent", at, registry=registry)
+        self._sampled = Counter("prorl_policy_sampled_tokens", "Tokens sampled", at, registry=registry)
+        self._cached = Counter("prorl_policy_cached_prompt_tokens", "Prefix-cache hits", at, registry=registry)
+        self._latency = Histogram(
+            "prorl_policy_turn_seconds", "Seconds per turn", at, registry=registry, buckets=_SECONDS
+        )
+        self._waiting = Gauge("prorl_policy_waiting", "Turns that wait for a backend", registry=registry)
+        self._failovers = Gauge("prorl_policy_failovers", "Requests sent anew after a failure", registry=registry)
+        self._migrations = Gauge("prorl_policy_migrations", "Rollouts that left a hot backend", registry=registry)
+        self._queued = Histogram(
+            "prorl_policy_queue_seconds", "Seconds until a backend was free", registry=registry, buckets=_SECONDS
+        )
+        self._branches = Histogram(
+            "prorl_policy_branches", "Branches per rollout", registry=registry, buckets=(1, 2, 3, 5, 10)
+        )
+        self.rewrites = Counter(
+            "prorl_policy_history_rewrites", "Turns whose template would rewrite history", registry=registry
+        )
+        self.retokenised = Counter(
+            "prorl_policy_retokenised_tokens", "Sampled tokens that were tokenised again", registry=registry
+        )
+
+    def turn(self, placed: Placed[Generation], seconds: float, prompt_tokens: int) -> None:
+        """Count one turn."""
+        generation = placed.result
+        prompt = len(generation.prompt_ids) if generation.prompt_ids is not None else prompt_tokens
+        self._prompt.labels(placed.backend).inc(prompt)
+        self._sampled.labels(placed.backend).inc(len(generation.ids))
+        self._cached.labels(placed.backend).inc(generation.cached_tokens or 0)
+        self._latency.labels(placed.backend).observe(seconds)
+        self._queued.observe(placed.queued_s)
+
+    def finished(self, branches: int) -> None:
+        """Count one forgotten rollout."""
+        self._branches.observe(branches)
+
+    def exposition(self) -> bytes:
+        """The metrics in Prometheus text format."""
+        for gauge in (self._live, self._in_flight, self._up, self._limit):
+            gauge.clear()
+        for backend in self._pool.backends.values():
+            self._live.labels(backend.id).set(len(backend.live))
+            self._in_flight.labels(backend.id).set(len(backend.in_flight))
+            self._up.labels(backend.id).set(backend.health == "up")
+            self._limit.labels(backend.id).set(backend.limit)
+        self._waiting.set(self._pool.waiting)
+        self._failovers.set(self._pool.failovers)
+        self._migrations.set(self._pool.migrations)
+        return generate_latest(self._registry)

@@ -1,0 +1,216 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Text of the policy to thought, content and tool calls, for the formats that models write.
+
+A parser is a pure function of the text and never raises: policies in training write anything. A call that cannot be
+understood is still a call, with the reason attached, so that the agent answers it with an observation and the policy
+learns of its mistake. Text that is no call stays content, character for character.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+from typing import Any
+
+
+MALFORMED_NAME = "malformed_tool_call"
+"""Function name of a call that does not say which function it means."""
+
+
+@dataclass(frozen=True, slots=True)
+class ToolCall:
+    """One tool call.
+
+    Attributes:
+        name: the function; :data:`MALFORMED_NAME` if the text names none.
+        arguments: a JSON object as text, or the text as written if it is none.
+        malformed: why the call cannot be carried out; ``None`` for a good one.
+        id: the call's id, where the format has one.
+    """
+
+    name: str
+    arguments: str
+    malformed: str | None = None
+    id: str | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Parsed:
+    """One assistant turn, taken apart."""
+
+    thought: str | None
+    content: str
+    calls: tuple[ToolCall, ...]
+
+    @property
+    def malformed(self) -> bool:
+        return any(call.malformed for call in self.calls)
+
+
+type Format = Callable[[str], tuple[str, list[ToolCall]]]
+"""Splits text into content and calls."""
+
+
+def parse(text: str, tool_format: str, *, thoughts: bool = True, in_thought: bool = False) -> Parsed:
+    """Take a turn apart.
+
+    Args:
+        text: what the policy wrote, without the end-of-turn token.
+        tool_format: a name in :data:`FORMATS`.
+        thoughts: look for a ``<think>`` block.
+        in_thought: the prompt had already opened the block.
+    """
+    thought = None
+    if thoughts:
+        body = text if in_thought else text.lstrip()
+        if in_thought or body.startswith("<think>"):
+            body = body.removeprefix("<think>")
+            # An unfinished thought is all thought: sampling ended inside it.
+            thought, _, text = body.partition("</think>")
+    content, calls = FORMATS[tool_format](text)
+    return Parsed(thought, content, tuple(calls))
+
+
+def strip_thought(text: str) -> str:
+    """The text without a leading ``<think>`` block."""
+    if text.lstrip().startswith("<think>"):
+        return text.partition("</think>")[2]
+    return text
+
+
+def parsed_by_engine(message: Mapping[str, Any]) -> Parsed:
+    """A turn that the engine has already taken apart, in OpenAI's chat format."""
+    calls = []
+    for call in message.get("tool_calls") or ():
+        name, arguments = call["function"].get("name"), call["function"].get("arguments", "")
+        calls.append(replace(_call(name, arguments, str(arguments)), id=call.get("id")))
+    content = message.get("content") or ""
+    thought = message.get("reasoning_content") or message.get("reasoning")
+    if thought is None and content.lstrip().startswith("<think>"):
+        thought, _, content = content.lstrip().removeprefix("<think>").partition("</think>")
+    return Parsed(thought, content, tuple(calls))
+
+
+def _call(name: object, arguments: object, raw: str) -> ToolCall:
+    """A call out of parsed JSON, or the reason why it is none."""
+    if not isinstance(name, str) or not name:
+        return ToolCall(MALFORMED_NAME, raw, "it names no function")
+    text = arguments if isinstance(arguments, str) else None
+    if text is not None:
+        raw = text
+        try:
+            arguments = json.loads(text)
+        except json.JSONDecodeError:
+            return ToolCall(name, text, "its arguments are not JSON")
+    if not isinstance(arguments, dict):
+        return ToolCall(name, raw, "its arguments are not a JSON object")
+    # Arguments that came as text stay as they are: an engine that renders history must see what it wrote.
+    return ToolCall(name, text if text is not None else json.dumps(arguments, ensure_ascii=False))
+
+
+def _json_call(raw: str) -> ToolCall:
+    try:
+        value = json.loads(raw)
+    except json.JSONDecodeError as error:
+        name = re.search(r'"name"\s*:\s*"([^"]+)"', raw)
+        return ToolCall(name[1] if name else MALFORMED_NAME, raw, f"it is not JSON: {error}")
+    if not isinstance(value, dict):
+        return ToolCall(MALFORMED_NAME, raw, "it is not a JSON object")
+    call = _call(value.get("name"), value.get("arguments", value.get("parameters", {})), raw)
+    return replace(call, id=value["id"]) if isinstance(value.get("id"), str) and value["id"] else call
+
+
+def _blocks(text: str, opening: str, closing: str) -> tuple[str, list[str]]:
+    """Split off the blocks between two markers; the last one may lack its closing one."""
+    head, *blocks = text.split(opening)
+    if not blocks:
+        return text, []
+    bodies, rest = [], []
+    for block in blocks:
+        body, _, after = block.partition(closing)
+        bodies.append(body.strip())
+        rest.append(after)
+    content = head + "".join(rest)
+    return content if content.strip() else "", bodies
+
+
+def hermes(text: str) -> tuple[str, list[ToolCall]]:
+    """``<tool_call>{"name": …, "arguments": {…}}</tool_call>``: Hermes, Qwen 2.5, Qwen 3."""
+    content, bodies = _blocks(text, "<tool_call>", "</tool_call>")
+    return content, [_json_call(body) for body in bodies]
+
+
+_XML_FUNCTION = re.compile(r"<function=([^>]+)>(.*?)(?:</function>|$)", re.DOTALL)
+_XML_PARAMETER = re.compile(r"<parameter=([^>]+)>(.*?)(?:</parameter>|(?=<parameter=)|$)", re.DOTALL)
+
+
+def qwen3_coder(text: str) -> tuple[str, list[ToolCall]]:
+    """``<tool_call><function=f><parameter=x>…</parameter></function></tool_call>``: Qwen3-Coder.
+
+    A parameter that reads as JSON is taken as JSON, anything else as text.
+    """
+    content, bodies = _blocks(text, "<tool_call>", "</tool_call>")
+    return content, [_xml_call(body) for body in bodies]
+
+
+def _xml_call(raw: str) -> ToolCall:
+    function = _XML_FUNCTION.search(raw)
+    if function is None:
+        return ToolCall(MALFORMED_NAME, raw, "it has no <function=name> block")
+    arguments: dict[str, object] = {}
+    for name, value in _XML_PARAMETER.findall(function[2]):
+        value = value.removeprefix("\n").removesuffix("\n")
+        try:
+            arguments[name.strip()] = json.loads(value)
+        except json.JSONDecodeError:
+            arguments[name.strip()] = value
+    if not arguments and function[2].strip():
+        return ToolCall(function[1].strip(), raw, "it has no <parameter=name> block")
+    return _call(function[1].strip(), arguments, raw)
+
+
+def llama_json(text: str) -> tuple[str, list[ToolCall]]:
+    """``{"name": …, "parameters": {…}}`` as the whole turn, perhaps after ``<|python_tag|>``: Llama 3.1 and later."""
+    body = text.strip()
+    tagged = body.startswith("<|python_tag|>")
+    body = body.removeprefix("<|python_tag|>").strip()
+    if not tagged and not re.match(r'\{\s*"(?:name|type)"', body):
+        return text, []
+    return "", [_json_call(part.strip()) for part in re.split(r";\s*(?=\{)", body) if part.strip()]
+
+
+def mistral(text: str) -> tuple[str, list[ToolCall]]:
+    """``[TOOL_CALLS][{"name": …, "arguments": {…}}, …]``, or ``[TOOL_CALLS]name[ARGS]{…}`` of later versions."""
+    content, marker, body = text.partition("[TOOL_CALLS]")
+    if not marker:
+        return text, []
+    body = body.strip()
+    if "[ARGS]" in body:
+        calls = []
+        for part in body.split("[TOOL_CALLS]"):
+            name, _, arguments = part.partition("[ARGS]")
+            calls.append(_call(name.strip(), arguments.strip(), part))
+        return content, calls
+    try:
+        values = json.loads(body)
+    except json.JSONDecodeError:
+        return content, [_json_call(body)]
+    values = values if isinstance(values, list) else [values]
+    return content, [_json_call(json.dumps(value, ensure_ascii=False)) for value in values]
+
+
+def plain(text: str) -> tuple[str, list[ToolCall]]:
+    """No tool calls: everything is content."""
+    return text, []
+
+
+FORMATS: dict[str, Format] = {
+    "hermes": hermes,
+    "qwen3_coder": qwen3_coder,
+    "llama_json": llama_json,
+    "mistral": mistral,
+    "plain": plain,
+}
+"""Tool-call formats by the name that a configuration gives them."""

@@ -1,0 +1,189 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The rim of :mod:`backends`: clock, tasks and probes around the pure pool.
+
+A request runs under a *ticket*. The pool says where; a backend that fails gives the ticket back, and the same request
+is sent elsewhere. Whoever awaits :meth:`Placement.run` may be cancelled at any time: the request's connection is
+closed, which aborts it at the engine, and the slot is free again.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import time
+from collections.abc import Awaitable, Callable
+from dataclasses import dataclass, field
+
+from nemo_gym_prorl.policy.backend import Abort, Assign, Backend, Decision, Outcome, Probe, Quiesced
+from nemo_gym_prorl.policy.backends import BackendPool
+from nemo_gym_prorl.policy.engines import BackendFailed, Engine
+
+
+@dataclass(slots=True)
+class _Lease:
+    changed: asyncio.Event = field(default_factory=asyncio.Event)
+    assign: Assign | None = None
+    task: asyncio.Task[object] | None = None
+    aborted: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Placed[T]:
+    """A request's result and where it ran."""
+
+    result: T
+    backend: str
+    weight_version: str | None
+    queued_s: float
+    failovers: int
+
+
+@dataclass(slots=True)
+class Placement:
+    """Runs requests on the backends of a pool.
+
+    Args:
+        pool: the decisions; only this object may send it events.
+        engine: answers probes and load reports.
+        wait_s: how long a turn may wait for a backend before it fails.
+        failovers: how often one turn is sent to another backend before it fails.
+        tick_s: interval of probes and idle checks.
+        report_s: interval of load reports; 0 for none.
+    """
+
+    pool: BackendPool
+    engine: Engine
+    wait_s: float = 600.0
+    failovers: int = 8
+    tick_s: float = 0.5
+    report_s: float = 2.0
+    _leases: dict[int, _Lease] = field(default_factory=dict)
+    _quiet: dict[str, asyncio.Event] = field(default_factory=dict)
+    _tickets: itertools.count[int] = field(default_factory=itertools.count)
+    _background: set[asyncio.Task[None]] = field(default_factory=set)
+
+    def start(self) -> None:
+        """Start the background work; needs a running event loop."""
+        self._spawn(self._ticking())
+        if self.report_s:
+            self._spawn(self._reporting())
+
+    async def aclose(self) -> None:
+        """Stop the background work. Requests belong to their callers."""
+        for task in list(self._background):
+            task.cancel()
+        await asyncio.gather(*self._background, return_exceptions=True)
+
+    async def run[T](self, rollout: str, group: str | None, call: Callable[[Backend], Awaitable[T]]) -> Placed[T]:
+        """Run one request where the pool says.
+
+        Raises:
+            BackendFailed: no backend did it within ``wait_s`` and ``failovers``.
+        """
+        ticket = next(self._tickets)
+        lease = self._leases[ticket] = _Lease()
+        queued_s, failovers = 0.0, 0
+        outcome = Outcome.ENDED
+        try:
+            self.apply(self.pool.request(ticket, rollout, group, time.monotonic()))
+            while True:
+                asked = time.monotonic()
+                assign = await self._assigned(lease)
+                queued_s += time.monotonic() - asked
+                lease.task = asyncio.ensure_future(call(self.pool.backends[assign.backend]))
+                try:
+                    result = await lease.task
+                except BackendFailed:
+                    if failovers >= self.failovers:
+                        raise
+                    failovers += 1
+                    self.apply(self.pool.done(ticket, Outcome.FAILED, time.monotonic()))
+                except asyncio.CancelledError:
+                    if not lease.aborted or _cancelling():
+                        raise
+                else:
+                    outcome = Outcome.OK
+                    return Placed(result, assign.backend, assign.weight_version, queued_s, failovers)
+        finally:
+            if lease.task is not None and not lease.task.done():
+                lease.task.cancel()
+            del self._leases[ticket]
+            if outcome is Outcome.OK and not lease.aborted:
+                self.apply(self.pool.done(ticket, outcome, time.monotonic()))
+            else:
+                self.apply(self.pool.withdraw(ticket, time.monotonic()))
+
+    async def _assigned(self, lease: _Lease) -> Assign:
+        try:
+            async with asyncio.timeout(self.wait_s):
+                while lease.assign is None:
+                    lease.changed.clear()
+                    await lease.changed.wait()
+        except TimeoutError:
+            states = ", ".join(f"{b.id} {b.health}" for b in self.pool.backends.values()) or "there is none"
+            raise BackendFailed(f"no backend was free for {self.wait_s:g} s ({states})") from None
+        assign, lease.assign, lease.aborted = lease.assign, None, False
+        return assign
+
+    def apply(self, decisions: list[Decision]) -> None:
+        """Carry out what the pool decided."""
+        for decision in decisions:
+            match decision:
+                case Assign(ticket=ticket):
+                    lease = self._leases[ticket]
+                    lease.assign = decision
+                    lease.changed.set()
+                case Abort(ticket=ticket):
+                    lease = self._leases[ticket]
+                    lease.assign, lease.aborted = None, True
+                    if lease.task is not None:
+                        lease.task.cancel()
+                case Probe(backend=backend_id):
+                    self._spawn(self._probe(backend_id))
+                case Quiesced(backend=backend_id):
+                    self._quiet.setdefault(backend_id, asyncio.Event()).set()
+
+    async def pause(self, backend_id: str | None = None, timeout_s: float = 600.0) -> bool:
+        """Pause one backend or all, and wait until nothing runs there; ``False`` if something still does."""
+        chosen = [backend_id] if backend_id is not None else list(self.pool.backends)
+        for one in chosen:
+            self._quiet[one] = asyncio.Event()
+        self.apply(self.pool.pause(backend_id))
+        try:
+            async with asyncio.timeout(timeout_s):
+                for one in chosen:
+                    await self._quiet[one].wait()
+        except TimeoutError:
+            return False
+        return True
+
+    async def _ticking(self) -> None:
+        while True:
+            await asyncio.sleep(self.tick_s)
+            self.apply(self.pool.tick(time.monotonic()))
+
+    async def _reporting(self) -> None:
+        while True:
+            await asyncio.sleep(self.report_s)
+            backends = list(self.pool.backends.values())
+            loads = await asyncio.gather(*(self.engine.load(backend.url) for backend in backends))
+            for backend, load in zip(backends, loads, strict=True):
+                if load is not None:
+                    self.apply(self.pool.report(backend.id, waiting=load.waiting, kv_use=load.kv_use))
+
+    async def _probe(self, backend_id: str) -> None:
+        backend = self.pool.backends.get(backend_id)
+        if backend is not None:
+            alive = await self.engine.healthy(backend.url)
+            self.apply(self.pool.probed(backend_id, alive, time.monotonic()))
+
+    def _spawn(self, work: Awaitable[None]) -> None:
+        task = asyncio.ensure_future(work)
+        self._background.add(task)
+        task.add_done_callback(self._background.discard)
+
+
+def _cancelling() -> bool:
+    """Whether somebody wants the current task itself gone, not just the request it made."""
+    task = asyncio.current_task()
+    return task is not None and task.cancelling() > 0

@@ -1,0 +1,196 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Gym's model routes over the policy side of ``nemo_gym_prorl``: a drop-in for ``vllm_model``.
+
+HTTP and Gym's message formats in, one turn of the policy service out. A rollout is told by Gym's session cookie, or by
+the header ``X-Rollout-Id``. With ``X-Rollout-Tokens: deferred`` the answers carry no token ids; the agent reads them
+once, at the end, from ``GET /v1/rollouts/{id}/tokens``.
+"""
+
+from __future__ import annotations
+
+import json
+from copy import deepcopy
+from time import time
+from typing import Any
+
+from fastapi import Body, FastAPI, Request
+from nemo_gym.base_responses_api_model import BaseResponsesAPIModelConfig, SimpleResponsesAPIModel
+from nemo_gym.openai_utils import (
+    NeMoGymChatCompletion,
+    NeMoGymChatCompletionCreateParamsNonStreaming,
+    NeMoGymResponse,
+    NeMoGymResponseCreateParamsNonStreaming,
+)
+from nemo_gym.responses_converter import VLLMConverter
+from nemo_gym.server_utils import SESSION_ID_KEY, is_nemo_gym_fastapi_entrypoint
+from pydantic import Field
+
+from nemo_gym_prorl.failures import CallerError
+from nemo_gym_prorl.policy.api import PolicyConfig, PolicyHost, add_control_routes
+from nemo_gym_prorl.policy.asgi import CancelOnDisconnect
+from nemo_gym_prorl.policy.engines import Sampling
+from nemo_gym_prorl.policy.service import Answer, TurnRequest
+from nemo_gym_prorl.policy.tokens import Finish
+
+
+class ProrlModelConfig(BaseResponsesAPIModelConfig):
+    """The keys of ``vllm_model`` under their names there, and under ``policy`` what is ours (see ``PolicyConfig``)."""
+
+    base_url: str | list[str]
+    api_key: str = ""
+    model: str
+    return_token_id_information: bool = True
+    uses_reasoning_parser: bool = True
+    replace_developer_role_with_system: bool = False
+    chat_template_kwargs: dict[str, Any] | None = None
+    extra_body: dict[str, Any] | None = None
+    default_headers: dict[str, str] = Field(default_factory=dict)
+    policy: dict[str, Any] = Field(default_factory=dict)
+
+
+class ProrlModel(SimpleResponsesAPIModel):
+    """The server; everything it does is in ``nemo_gym_prorl.policy``."""
+
+    config: ProrlModelConfig
+
+    def setup_webserver(self) -> FastAPI:
+        app = super().setup_webserver()
+        config = self.config
+        self._host = PolicyHost(
+            PolicyConfig(
+                base_url=[config.base_url] if isinstance(config.base_url, str) else config.base_url,
+                api_key=config.api_key,
+                model=config.model,
+                thoughts=config.uses_reasoning_parser,
+                headers=config.default_headers,
+                **config.policy,
+            )
+        )
+        self._converter = VLLMConverter(
+            return_token_id_information=config.return_token_id_information,
+            uses_reasoning_parser=config.uses_reasoning_parser,
+        )
+        add_control_routes(app, self._host)
+        app.add_middleware(CancelOnDisconnect)
+        return app
+
+    async def responses(
+        self, request: Request, body: NeMoGymResponseCreateParamsNonStreaming = Body()
+    ) -> NeMoGymResponse:
+        after = body.previous_response_id
+        params = self._converter.responses_to_chat_completion_create_params(
+            body.model_copy(update={"previous_response_id": None, "instructions": None})
+        )
+        chat = params.model_dump(exclude_unset=True)
+        if body.instructions:
+            chat["messages"] = [{"role": "system", "content": body.instructions}, *chat["messages"]]
+        answer = await self._turn(request, chat, after)
+        choice = NeMoGymChatCompletion.model_validate(self._completion(request, answer)).choices[0]
+        output = [item.model_dump() for item in self._converter.postprocess_chat_response(choice)]
+        malformed = {call["id"] for call, parsed in _calls(answer) if parsed.malformed}
+        for item in output:
+            if item.get("call_id") in malformed:
+                item["status"] = "incomplete"
+        echoed = {
+            name: getattr(body, name)
+            for name in ("tools", "temperature", "top_p", "max_output_tokens", "metadata", "instructions", "user")
+        }
+        return NeMoGymResponse.model_validate(
+            {
+                "id": answer.id,
+                "created_at": int(time()),
+                "model": self.config.model,
+                "object": "response",
+                "output": output,
+                "tool_choice": body.tool_choice,
+                "parallel_tool_calls": body.parallel_tool_calls,
+                "previous_response_id": after,
+                "incomplete_details": None if answer.finish is Finish.STOP else {"reason": "max_output_tokens"},
+                "usage": {
+                    "input_tokens": answer.prompt_tokens,
+                    "input_tokens_details": {"cached_tokens": 0},
+                    "output_tokens": _sampled(answer),
+                    "output_tokens_details": {"reasoning_tokens": 0},
+                    "total_tokens": answer.prompt_tokens + _sampled(answer),
+                },
+                **echoed,
+            }
+        )
+
+    async def chat_completions(
+        self, request: Request, body: NeMoGymChatCompletionCreateParamsNonStreaming = Body()
+    ) -> NeMoGymChatCompletion:
+        answer = await self._turn(request, body.model_dump(exclude_unset=True), None)
+        return NeMoGymChatCompletion.model_validate(self._completion(request, answer))
+
+    async def _turn(self, request: Request, chat: dict[str, Any], after: str | None) -> Answer:
+        if (chat.get("n") or 1) > 1:
+            raise CallerError("a rollout has one continuation; ask for n rollouts, not for n choices", field="n")
+        if chat.get("tool_choice") not in (None, "auto", "none"):
+            raise CallerError("only 'auto' and 'none' are supported", field="tool_choice")
+        service = await self._host.service()
+        metadata = chat.get("metadata") or {}
+        variables = deepcopy(self.config.chat_template_kwargs or {})
+        variables |= json.loads(metadata.get("chat_template_kwargs", "{}"))
+        extra = deepcopy(self.config.extra_body or {}) | json.loads(metadata.get("extra_body", "{}"))
+        if metadata:
+            extra["metadata"] = metadata
+        messages = chat["messages"]
+        if self.config.replace_developer_role_with_system:
+            messages = [m | {"role": "system"} if m["role"] == "developer" else m for m in messages]
+        stop = chat.get("stop") or ()
+        return await service.turn(
+            TurnRequest(
+                rollout=request.headers.get("x-rollout-id") or request.session[SESSION_ID_KEY],
+                group=request.headers.get("x-rollout-group"),
+                messages=messages,
+                tools=[] if chat.get("tool_choice") == "none" else chat.get("tools") or [],
+                sampling=Sampling(
+                    max_tokens=chat.get("max_completion_tokens") or chat.get("max_tokens"),
+                    temperature=chat.get("temperature"),
+                    top_p=chat.get("top_p"),
+                    stop=(stop,) if isinstance(stop, str) else tuple(stop),
+                    seed=chat.get("seed"),
+                    extra=extra,
+                ),
+                after=after,
+                template_variables=variables,
+            )
+        )
+
+    def _completion(self, request: Request, answer: Answer) -> dict[str, Any]:
+        message = dict(answer.message)
+        deferred = request.headers.get("x-rollout-tokens") == "deferred"
+        if self.config.return_token_id_information and not deferred and answer.turn is not None:
+            message |= {
+                "prompt_token_ids": answer.turn.prompt(),
+                "generation_token_ids": list(answer.turn.sampled),
+                "generation_log_probs": list(answer.turn.log_probs),
+            }
+        finish = "tool_calls" if answer.parsed.calls else "stop" if answer.finish is Finish.STOP else "length"
+        return {
+            "id": answer.id,
+            "object": "chat.completion",
+            "created": int(time()),
+            "model": self.config.model,
+            "choices": [{"index": 0, "finish_reason": finish, "message": message}],
+            "usage": {
+                "prompt_tokens": answer.prompt_tokens,
+                "completion_tokens": _sampled(answer),
+                "total_tokens": answer.prompt_tokens + _sampled(answer),
+            },
+        }
+
+
+def _calls(answer: Answer) -> list[tuple[dict[str, Any], Any]]:
+    return list(zip(answer.message.get("tool_calls", ()), answer.parsed.calls, strict=True))
+
+
+def _sampled(answer: Answer) -> int:
+    return len(answer.turn.sampled) if answer.turn else 0
+
+
+if __name__ == "__main__":
+    ProrlModel.run_webserver()
+elif is_nemo_gym_fastapi_entrypoint(__file__):
+    app = ProrlModel.run_webserver()

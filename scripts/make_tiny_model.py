@@ -1,0 +1,143 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Write a tiny model that a real engine loads: the whole protocol, none of the sense.
+
+A Qwen3-shaped decoder of under a million parameters, and a byte-level BPE trained on Python's own standard library, so
+that token boundaries fall as unevenly as in any code model's vocabulary. The special tokens of several chat-template
+families are in it, so one engine serves the tests of all of them. Weights are random; given lessons, they are trained
+for a minute, after which the model writes tool calls of the right shape, and wrong ones now and then.
+
+Runs in the environment that ``setup_vllm.sh`` builds (torch, transformers, tokenizers):
+
+    python make_tiny_model.py OUTPUT_FOLDER [--seed N] [--lessons FILE --steps N]
+
+A lesson is one JSON line: ``[prompt, what the model is to write]``.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sysconfig
+from pathlib import Path
+
+import torch
+from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, trainers
+from transformers import Qwen3Config, Qwen3ForCausalLM
+
+
+VOCABULARY = 4096
+CONTEXT = 16_384
+BATCH = 16
+WINDOW = 160
+"""Prompt tokens of a lesson that are shown; the rest is cut off in front."""
+SPECIAL = [
+    *("<|endoftext|>", "<|im_start|>", "<|im_end|>", "<|begin_of_text|>", "<|start_header_id|>", "<|end_header_id|>"),
+    *("<|eot_id|>", "<|eom_id|>", "<|python_tag|>", "<s>", "</s>", "[INST]", "[/INST]", "[AVAILABLE_TOOLS]"),
+    *("[/AVAILABLE_TOOLS]", "[TOOL_CALLS]", "[TOOL_RESULTS]", "[/TOOL_RESULTS]", "<|begin|>", "<|end|>", "<|user|>"),
+    *("<|assistant|>", "<|tool|>", "<start_of_turn>", "<end_of_turn>"),
+]
+MARKERS = ["<think>", "</think>", "<tool_call>", "</tool_call>", "<tool_response>", "</tool_response>"]
+"""In the vocabulary as one token each, but ordinary text to a decoder that skips special tokens."""
+
+
+def train_tokenizer() -> Tokenizer:
+    """A byte-level BPE over the standard library's sources."""
+    tokenizer = Tokenizer(models.BPE())
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    trainer = trainers.BpeTrainer(
+        vocab_size=VOCABULARY - len(SPECIAL) - len(MARKERS),
+        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
+        show_progress=False,
+    )
+    sources = sorted(Path(sysconfig.get_path("stdlib")).glob("*.py"))[:80]
+    tokenizer.train([str(source) for source in sources], trainer)
+    tokenizer.add_special_tokens([AddedToken(token, special=True, normalized=False) for token in SPECIAL])
+    tokenizer.add_tokens([AddedToken(token, special=False, normalized=False) for token in MARKERS])
+    return tokenizer
+
+
+def teach(model: Qwen3ForCausalLM, tokenizer: Tokenizer, lessons: Path, steps: int) -> float:
+    """Train on the second parts of the lessons; returns the last losses' mean."""
+    examples = []
+    for line in lessons.read_text().splitlines():
+        prompt, reply = (tokenizer.encode(part, add_special_tokens=False).ids for part in json.loads(line))
+        examples.append((prompt[-WINDOW:] + reply, min(len(prompt), WINDOW)))
+    examples.sort(key=lambda example: len(example[0]))
+    batches = [examples[start : start + BATCH] for start in range(0, len(examples), BATCH)]
+    optimiser = torch.optim.AdamW(model.parameters(), lr=3e-3, weight_decay=0.0)
+    schedule = torch.optim.lr_scheduler.OneCycleLR(optimiser, max_lr=4e-3, total_steps=steps)
+    losses: list[float] = []
+    for step in range(steps):
+        batch = batches[torch.randint(len(batches), ()).item()]
+        width = max(len(ids) for ids, _ in batch)
+        ids = torch.tensor([ids + [0] * (width - len(ids)) for ids, _ in batch])
+        labels = torch.tensor([[-100] * start + ids[start:] + [-100] * (width - len(ids)) for ids, start in batch])
+        loss = model(input_ids=ids, labels=labels).loss
+        loss.backward()
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        optimiser.step()
+        schedule.step()
+        optimiser.zero_grad()
+        losses.append(loss.item())
+        if step % 100 == 99:
+            print(f"step {step + 1}: loss {sum(losses[-100:]) / 100:.3f}", flush=True)
+    return sum(losses[-50:]) / 50
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("output", type=Path)
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--lessons", type=Path)
+    parser.add_argument("--steps", type=int, default=400)
+    arguments = parser.parse_args()
+    output: Path = arguments.output
+    output.mkdir(parents=True, exist_ok=True)
+
+    tokenizer = train_tokenizer()
+    tokenizer.save(str(output / "tokenizer.json"))
+    settings = {
+        "tokenizer_class": "PreTrainedTokenizerFast",
+        "bos_token": "<|begin_of_text|>",
+        "eos_token": "<|im_end|>",
+        "pad_token": "<|endoftext|>",
+        "model_max_length": CONTEXT,
+        "clean_up_tokenization_spaces": False,
+        "chat_template": "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}"
+        "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}",
+    }
+    (output / "tokenizer_config.json").write_text(json.dumps(settings, indent=1))
+
+    torch.manual_seed(arguments.seed)
+    stops = [
+        tokenizer.token_to_id(token)
+        for token in ("<|im_end|>", "<|eot_id|>", "<|eom_id|>", "</s>", "<|end|>", "<end_of_turn>")
+    ]
+    config = Qwen3Config(
+        vocab_size=tokenizer.get_vocab_size(),
+        hidden_size=128,
+        intermediate_size=256,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        head_dim=32,
+        max_position_embeddings=CONTEXT,
+        tie_word_embeddings=True,
+        eos_token_id=stops,
+        initializer_range=0.08,
+    )
+    model = Qwen3ForCausalLM(config).to(torch.float32)
+    if arguments.lessons:
+        torch.set_num_threads(2)
+        teach(model, tokenizer, arguments.lessons, arguments.steps)
+    model.save_pretrained(output, safe_serialization=True)
+    model.generation_config.eos_token_id = stops
+    model.generation_config.save_pretrained(output)
+    print(
+        f"{sum(p.numel() for p in model.parameters()):,} parameters, {tokenizer.get_vocab_size()} tokens in {output}"
+    )
+
+
+if __name__ == "__main__":
+    main()

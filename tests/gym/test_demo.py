@@ -1,0 +1,92 @@
+# SPDX-License-Identifier: Apache-2.0
+"""``prorl demo`` as a user runs it: to its end, and interrupted in the middle."""
+
+import asyncio
+import contextlib
+import os
+import signal
+import sys
+from pathlib import Path
+
+import orjson
+import pytest
+
+from nemo_gym_prorl.demo import DESERVED, SCRIPTS
+from nemo_gym_prorl.policy.scripted_text import MODEL_NAME
+from nemo_gym_prorl.processes import ProcessMark
+
+
+pytestmark = [pytest.mark.gym, pytest.mark.sandbox]
+
+RUN_SLOTS = "++prorl_code_agent.responses_api_agents.prorl_agent.stages.run=4"
+
+
+class Demo:
+    """A running ``prorl demo`` whose whole process tree is marked."""
+
+    def __init__(self, folder: Path) -> None:
+        self.output = folder / "demo.jsonl"
+        self.log = folder / "demo.log"
+        self.mark = ProcessMark("PRORL_TEST_DEMO", os.urandom(8).hex())
+        self.temporary = folder / "tmp"
+        self.temporary.mkdir()
+
+    async def start(self, *arguments: str) -> asyncio.subprocess.Process:
+        main = "from nemo_gym_prorl.cli import main; main()"
+        with self.log.open("wb") as log:
+            return await asyncio.create_subprocess_exec(
+                *(sys.executable, "-c", main, "demo", "--output", str(self.output), *arguments),
+                env={**os.environ, self.mark.name: self.mark.value, "COLUMNS": "100", "TMPDIR": str(self.temporary)},
+                stdout=log,
+                stderr=log,
+                start_new_session=True,
+            )
+
+    def sandboxes(self) -> list[int]:
+        """Processes in containers of this demonstration: they shed the mark, but a folder of ours is mounted there."""
+        found = []
+        for entry in Path("/proc").glob("[0-9]*"):
+            with contextlib.suppress(OSError):
+                if f"{self.temporary}/" in (entry / "mountinfo").read_text():
+                    found.append(int(entry.name))
+        return found
+
+
+async def test_it_ends_in_a_table_and_a_file_and_says_that_it_was_scripted(tmp_path):
+    demo = Demo(tmp_path)
+    process = await demo.start("--rollouts", "8", RUN_SLOTS)
+    status = await asyncio.wait_for(process.wait(), 280)
+    printed = demo.log.read_text()
+    assert status == 0, printed
+    assert await demo.mark.wait_gone(5) == {}
+    assert "no language model" in printed
+    assert "8 of 8 rollouts scored" in printed
+    records = [orjson.loads(line) for line in demo.output.read_bytes().splitlines()]
+    assert [record["script"] for record in records] == list(SCRIPTS)
+    for record in records:
+        rollout = record["rollout"]
+        assert record["scripted"] is True
+        assert record["policy"] == MODEL_NAME
+        assert rollout["reward"] == DESERVED[record["script"]], printed
+        assert rollout["turns"] >= 1
+        assert all(rollout["timings"][stage]["attempts"] == 1 for stage in ("init", "run", "eval"))
+        assert rollout["result"]["response"]["output"]
+        assert record["task_id"] in printed
+
+
+async def test_an_interrupt_leaves_nothing_behind(tmp_path):
+    demo = Demo(tmp_path)
+    process = await demo.start("--rollouts", "60")
+
+    while not demo.sandboxes():
+        assert process.returncode is None, demo.log.read_text()
+        await asyncio.sleep(0.1)
+    process.send_signal(signal.SIGINT)
+    assert await asyncio.wait_for(process.wait(), 90) == 130, demo.log.read_text()
+    assert await demo.mark.wait_gone(5) == {}
+    for _ in range(50):
+        if not demo.sandboxes():
+            break
+        await asyncio.sleep(0.1)
+    assert demo.sandboxes() == []
+    assert "Traceback" not in demo.log.read_text()

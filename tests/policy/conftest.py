@@ -1,0 +1,38 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Fixtures of the policy tests. ``PRORL_TEST_ENGINES=URL,URL`` uses engines that run already."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from tests.policy.engines import tiny_model, vllm
+
+
+@pytest.fixture(scope="session")
+def model_folder() -> Path:
+    return tiny_model()
+
+
+@pytest.fixture(scope="session")
+def engine_url(model_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
+    """One real vLLM for the whole session."""
+    if running := os.environ.get("PRORL_TEST_ENGINES"):
+        yield running.split(",")[0]
+        return
+    with contextlib.ExitStack() as stack:
+        url, _ = stack.enter_context(vllm(model_folder, tmp_path_factory.mktemp("vllm") / "engine.log"))
+        yield url
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Whichever test comes first may have to build the engine's environment and teach the model, once per machine."""
+    for item in items:
+        if {"engine_url", "model_folder"} & set(getattr(item, "fixturenames", ())):
+            item.add_marker(pytest.mark.engine)
+        if Path(item.path).parent == Path(__file__).parent:
+            item.add_marker(pytest.mark.timeout(900))

@@ -1,0 +1,114 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Real engines and servers for the tests: vLLM on the CPU with a tiny random model, and ASGI apps on loopback."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import fcntl
+import json
+import os
+import socket
+import subprocess
+import time
+import urllib.request
+from collections.abc import AsyncIterator, Iterator
+from pathlib import Path
+
+import pytest
+import uvicorn
+from starlette.types import ASGIApp
+
+from tests.policy.families import lessons
+
+
+SCRIPTS = Path(__file__).parents[2] / "scripts"
+MODEL = "tiny"
+START_S = 240
+
+
+def vllm_python() -> Path:
+    """The Python of the cached vLLM environment, built if need be; skips the test where that is not possible."""
+    done = subprocess.run([SCRIPTS / "setup_vllm.sh"], capture_output=True, text=True, check=False)
+    if done.returncode:
+        pytest.skip(f"no vLLM here: {done.stderr.strip().splitlines()[-1]}")
+    return Path(done.stdout.strip().splitlines()[-1])
+
+
+def tiny_model() -> Path:
+    """The folder of the tiny model, made and taught if need be, which takes a minute or two the first time."""
+    python = vllm_python()
+    folder = python.parents[1] / "tiny-model"
+    folder.mkdir(exist_ok=True)
+    with (folder / "lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        taught = folder / "lessons.jsonl"
+        wanted = "\n".join(json.dumps(lesson) for lesson in lessons())
+        if not taught.is_file() or taught.read_text() != wanted:
+            draft = folder / "lessons.draft"
+            draft.write_text(wanted)
+            command = [python, SCRIPTS / "make_tiny_model.py", folder, "--lessons", draft]
+            subprocess.run(command, check=True, capture_output=True)
+            draft.rename(taught)
+    return folder
+
+
+def free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
+
+
+@contextlib.contextmanager
+def vllm(folder: Path, log: Path, *flags: str) -> Iterator[tuple[str, subprocess.Popen[bytes]]]:
+    """A vLLM server; yields its URL and its process once it answers."""
+    port = free_port()
+    command = [
+        *(str(vllm_python()), "-m", "vllm.entrypoints.openai.api_server", "--model", str(folder)),
+        *("--served-model-name", MODEL, "--host", "127.0.0.1", "--port", str(port), "--dtype", "float32"),
+        *("--enforce-eager", "--max-model-len", "8192", "--enable-prompt-tokens-details", *flags),
+    ]
+    environment = os.environ | {"VLLM_CPU_KVCACHE_SPACE": "1", "OMP_NUM_THREADS": "1", "VLLM_NO_USAGE_STATS": "1"}
+    with log.open("wb") as out:
+        process = subprocess.Popen(
+            command, env=environment, stdout=out, stderr=out, start_new_session=True, cwd=log.parent
+        )
+    url = f"http://127.0.0.1:{port}"
+    try:
+        deadline = time.monotonic() + START_S
+        while not answers(f"{url}/health"):
+            if process.poll() is not None or time.monotonic() > deadline:
+                pytest.fail(f"vLLM did not start: {log.read_text(errors='replace')[-3000:]}")
+            time.sleep(0.5)
+        yield url, process
+    finally:
+        kill(process)
+
+
+def kill(process: subprocess.Popen[bytes]) -> None:
+    """End a server with all its workers."""
+    with contextlib.suppress(ProcessLookupError):
+        os.killpg(process.pid, 9)
+    process.wait()
+
+
+def answers(url: str) -> bool:
+    try:
+        with urllib.request.urlopen(url, timeout=2) as response:
+            return bool(response.status == 200)
+    except OSError:
+        return False
+
+
+@contextlib.asynccontextmanager
+async def serving(app: ASGIApp) -> AsyncIterator[str]:
+    """An ASGI application on a free port; yields its URL."""
+    server = uvicorn.Server(uvicorn.Config(app, host="127.0.0.1", port=free_port(), log_level="warning"))
+    task = asyncio.create_task(server.serve())
+    while not server.started:
+        await asyncio.sleep(0.01)
+    try:
+        yield f"http://127.0.0.1:{server.config.port}"
+    finally:
+        server.should_exit = True
+        await task

@@ -1,0 +1,379 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The backend pool under arbitrary schedules."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
+
+from nemo_gym_prorl.failures import CallerError
+from nemo_gym_prorl.policy.backend import Abort, Assign, Backend, Decision, Health, Outcome, Probe, Quiesced
+from nemo_gym_prorl.policy.backends import BackendPool
+
+
+LIMIT = 3
+PATIENCE_S = 5.0
+
+
+class PoolMachine(RuleBasedStateMachine):
+    """Drives a pool with events in any order and holds every decision against what it may decide."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.pool = BackendPool(limit=LIMIT, patience_s=PATIENCE_S, probe_after_s=1.0)
+        self.now = 0.0
+        self.tickets: dict[int, str] = {}
+        self.waiting: list[int] = []
+        self.flying: dict[int, str] = {}
+        self.fresh: set[str] = set()
+        self.ended: set[int] = set()
+        self.probing: set[str] = set()
+        self.count = 0
+
+    def carry_out(self, decisions: list[Decision]) -> None:
+        for decision in decisions:
+            match decision:
+                case Assign(ticket=ticket, backend=backend_id, weight_version=version):
+                    backend = self.pool.backends[backend_id]
+                    assert ticket in self.waiting, "assigned twice, or after its end"
+                    assert backend.health is not Health.DOWN
+                    assert not backend.paused
+                    assert version == backend.weight_version
+                    assert len(backend.live) <= LIMIT
+                    if (name := self.tickets[ticket]) in self.fresh:
+                        first = min(self.waiting, key=lambda t: (self.tickets[t] not in self.fresh, t))
+                        assert name == self.tickets[first], "a later rollout overtook an earlier one"
+                        assert not backend.draining
+                        self.fresh.remove(name)
+                    self.waiting.remove(ticket)
+                    self.flying[ticket] = backend_id
+                case Abort(ticket=ticket, backend=backend_id):
+                    assert self.flying.pop(ticket) == backend_id
+                    self.waiting.append(ticket)
+                case Probe(backend=backend_id):
+                    assert self.pool.backends[backend_id].health is Health.DOWN
+                    self.probing.add(backend_id)
+                case Quiesced(backend=backend_id):
+                    assert not self.pool.backends[backend_id].in_flight
+
+    def some_backend(self, data: st.DataObject) -> str:
+        return data.draw(st.sampled_from(sorted(self.pool.backends)))
+
+    @rule()
+    def add(self) -> None:
+        self.count += 1
+        self.carry_out(self.pool.add(f"b{self.count}", "http://localhost", "v0"))
+
+    @rule(rollout=st.integers(0, 11))
+    def request(self, rollout: int) -> None:
+        self.count += 1
+        name = f"r{rollout}"
+        home = self.pool.backends.get(self.pool.backend_of(name) or "")
+        at_home = home is not None and name in home.live and home.health is Health.UP
+        # Fewer live rollouts than the escape margin: only its own word or its slowness can make a backend hot.
+        stays = at_home and home is not None and not (home.paused or home.hot) and home.slowness == 1.0
+        self.tickets[self.count] = name
+        self.waiting.append(self.count)
+        if self.pool.backend_of(name) is None:
+            self.fresh.add(name)
+        self.carry_out(self.pool.request(self.count, name, f"g{rollout % 3}", self.now))
+        if stays and home is not None:
+            assert self.flying[self.count] == home.id, "a rollout left its backend without need"
+
+    @precondition(lambda self: self.flying)
+    @rule(data=st.data(), outcome=st.sampled_from(Outcome))
+    def done(self, data: st.DataObject, outcome: Outcome) -> None:
+        ticket = data.draw(st.sampled_from(sorted(self.flying)))
+        self.flying.pop(ticket)
+        if outcome is Outcome.FAILED:
+            self.waiting.append(ticket)
+        else:
+            self.ended.add(ticket)
+        self.carry_out(self.pool.done(ticket, outcome, self.now))
+
+    @precondition(lambda self: self.flying or self.waiting)
+    @rule(data=st.data())
+    def withdraw(self, data: st.DataObject) -> None:
+        ticket = data.draw(st.sampled_from(sorted([*self.flying, *self.waiting])))
+        self.flying.pop(ticket, None)
+        if ticket in self.waiting:
+            self.waiting.remove(ticket)
+        self.ended.add(ticket)
+        self.carry_out(self.pool.withdraw(ticket, self.now))
+
+    @rule(rollout=st.integers(0, 11))
+    def finish(self, rollout: int) -> None:
+        self.carry_out(self.pool.finish(f"r{rollout}"))
+
+    @precondition(lambda self: self.pool.backends)
+    @rule(data=st.data())
+    def drain(self, data: st.DataObject) -> None:
+        self.carry_out(self.pool.drain(self.some_backend(data)))
+
+    @precondition(lambda self: self.pool.backends)
+    @rule(data=st.data())
+    def remove(self, data: st.DataObject) -> None:
+        backend_id = self.some_backend(data)
+        self.probing.discard(backend_id)
+        self.carry_out(self.pool.remove(backend_id))
+
+    @rule()
+    def clear(self) -> None:
+        self.probing.clear()
+        self.carry_out(self.pool.clear())
+
+    @precondition(lambda self: self.pool.backends)
+    @rule(data=st.data(), every=st.booleans())
+    def pause(self, data: st.DataObject, every: bool) -> None:
+        self.carry_out(self.pool.pause(None if every else self.some_backend(data)))
+
+    @precondition(lambda self: self.pool.backends)
+    @rule(data=st.data(), every=st.booleans())
+    def resume(self, data: st.DataObject, every: bool) -> None:
+        self.count += 1
+        self.carry_out(self.pool.resume(None if every else self.some_backend(data), f"v{self.count}"))
+
+    @precondition(lambda self: self.pool.backends)
+    @rule(data=st.data(), waiting=st.integers(0, 2), kv_use=st.floats(0, 1))
+    def report(self, data: st.DataObject, waiting: int, kv_use: float) -> None:
+        self.carry_out(self.pool.report(self.some_backend(data), waiting=waiting, kv_use=kv_use))
+
+    @rule(seconds=st.sampled_from([0.5, 2.0, 10.0]))
+    def tick(self, seconds: float) -> None:
+        self.now += seconds
+        self.carry_out(self.pool.tick(self.now))
+
+    @precondition(lambda self: self.probing)
+    @rule(data=st.data(), alive=st.booleans())
+    def probed(self, data: st.DataObject, alive: bool) -> None:
+        backend_id = data.draw(st.sampled_from(sorted(self.probing)))
+        self.probing.discard(backend_id)
+        self.carry_out(self.pool.probed(backend_id, alive, self.now))
+
+    @invariant()
+    def books_agree(self) -> None:
+        assert self.pool.waiting == len(self.waiting)
+        for backend in self.pool.backends.values():
+            assert backend.in_flight == {t for t, at in self.flying.items() if at == backend.id}
+            assert len(backend.live) <= LIMIT
+            assert sum(backend.groups.values()) == len(backend.live)
+        homes = [rollout for backend in self.pool.backends.values() for rollout in backend.live]
+        assert len(homes) == len(set(homes)), "a rollout lives on two backends"
+
+    @invariant()
+    def nobody_waits_while_there_is_room(self) -> None:
+        def room(backend: Backend) -> bool:
+            serving = backend.health is Health.UP and not (backend.draining or backend.paused)
+            return serving and len(backend.live) < backend.limit
+
+        if any(room(backend) for backend in self.pool.backends.values()):
+            paused = {r for backend in self.pool.backends.values() if backend.paused for r in backend.live}
+            assert all(self.tickets[ticket] in paused for ticket in self.waiting)
+
+    def teardown(self) -> None:
+        """With a good backend and all others gone, everything ends."""
+        self.carry_out(self.pool.clear())
+        self.carry_out(self.pool.add("last", "http://localhost"))
+        for _ in range(10 * len(self.tickets) + 10):
+            for ticket in list(self.flying):
+                self.flying.pop(ticket)
+                self.ended.add(ticket)
+                self.carry_out(self.pool.done(ticket, Outcome.OK, self.now))
+            self.now += PATIENCE_S
+            self.carry_out(self.pool.tick(self.now))
+        assert not self.waiting
+        assert self.ended == set(self.tickets)
+
+
+TestPool = PoolMachine.TestCase
+TestPool.settings = settings(max_examples=150, stateful_step_count=60, deadline=None)
+
+
+class Load:
+    """A pool whose requests are answered at once, so that rollouts are live and idle."""
+
+    def __init__(self, backends: int, **options: int) -> None:
+        self.pool = BackendPool(limit=1000, **options)
+        self.where: dict[str, str] = {}
+        self.count = 0
+        for index in range(backends):
+            self.pool.add(f"b{index}", "http://localhost")
+
+    def start(self, group: str | None = None) -> str:
+        self.count += 1
+        name = f"r{self.count}"
+        (assign,) = self.pool.request(self.count, name, group)
+        assert isinstance(assign, Assign)
+        self.where[name] = assign.backend
+        self.pool.done(self.count, Outcome.OK, 0.0)
+        return name
+
+    def live(self) -> dict[str, int]:
+        return {backend.id: len(backend.live) for backend in self.pool.backends.values()}
+
+
+@given(backends=st.integers(1, 8), before=st.integers(0, 60), after=st.integers(1, 60))
+@settings(deadline=None)
+def test_a_late_joiner_gets_its_share_of_the_new_and_no_burst(backends: int, before: int, after: int) -> None:
+    load = Load(backends)
+    for _ in range(before):
+        load.start()
+    behind = before - min(load.live().values()) * backends
+    load.pool.add("late", "http://localhost")
+    for _ in range(after):
+        load.start()
+    share = (after + behind) / (backends + 1)
+    assert abs(load.live()["late"] - share) <= 1
+
+
+@given(backends=st.integers(1, 8), rollouts=st.integers(10, 80), seed=st.randoms(use_true_random=False))
+@settings(deadline=None)
+def test_a_late_joiner_carries_its_fair_share_once_the_old_load_is_gone(
+    backends: int, rollouts: int, seed: object
+) -> None:
+    load = Load(backends)
+    elders = [load.start() for _ in range(rollouts)]
+    load.pool.add("late", "http://localhost")
+    seed.shuffle(elders)
+    for elder in elders:
+        load.pool.finish(elder)
+        load.start()
+    counts = load.live().values()
+    assert abs(load.live()["late"] - rollouts / (backends + 1)) <= 1 + (max(counts) - min(counts)) / 2
+    assert max(counts) - min(counts) <= max(3, rollouts // backends)
+
+
+@given(backends=st.integers(2, 8), groups=st.integers(1, 12), size=st.integers(1, 16), margin=st.integers(0, 4))
+@settings(deadline=None)
+def test_siblings_stay_together_within_the_margin(backends: int, groups: int, size: int, margin: int) -> None:
+    load = Load(backends, sibling_margin=margin)
+    for group in range(groups):
+        for _ in range(size):
+            load.start(f"g{group}")
+    counts = load.live().values()
+    assert max(counts) - min(counts) <= margin + 1
+
+
+def test_equal_backends_take_turns_though_rollouts_come_one_at_a_time() -> None:
+    load = Load(4)
+    used = []
+    for _ in range(8):
+        name = load.start()
+        used.append(load.where[name])
+        load.pool.finish(name)
+    assert [used.count(f"b{i}") for i in range(4)] == [2, 2, 2, 2]
+
+
+def test_a_rollout_that_returns_finds_its_backend() -> None:
+    load = Load(3)
+    names = [load.start() for _ in range(6)]
+    load.pool.finish(names[4])
+    assert load.pool.request(100, names[4]) == [Assign(100, load.where[names[4]], None)]
+
+
+def test_a_failed_backend_is_probed_tried_with_one_request_and_trusted_again() -> None:
+    pool = BackendPool(probe_after_s=1.0)
+    pool.add("a", "http://localhost")
+    pool.request(1, "r1")
+    assert pool.done(1, Outcome.FAILED, 10.0) == []
+    assert pool.tick(10.5) == []
+    assert pool.tick(11.0) == [Probe("a")]
+    assert pool.probed("a", False, 11.0) == []
+    assert pool.tick(12.0) == []
+    assert pool.tick(13.0) == [Probe("a")]
+    pool.request(2, "r2")
+    assert pool.probed("a", True, 13.0) == [Assign(1, "a", None)]
+    assert pool.done(1, Outcome.OK, 14.0) == [Assign(2, "a", None)]
+    assert pool.backends["a"].health is Health.UP
+
+
+def test_idle_rollouts_make_room_for_those_that_wait() -> None:
+    pool = BackendPool(limit=1, patience_s=5.0)
+    pool.add("a", "http://localhost")
+    pool.request(1, "slow tool")
+    pool.done(1, Outcome.OK, 0.0)
+    assert pool.request(2, "next") == []
+    assert pool.tick(4.0) == []
+    assert pool.tick(5.0) == [Assign(2, "a", None)]
+    assert pool.request(3, "newer") == []
+    assert pool.request(4, "slow tool") == []
+    pool.done(2, Outcome.OK, 6.0)
+    assert pool.finish("next") == [Assign(4, "a", None)]
+
+
+def test_a_hot_backend_takes_less_and_lets_rollouts_go() -> None:
+    pool = BackendPool(limit=16, escape_margin=2)
+    pool.add("a", "http://localhost")
+    for index in range(10):
+        pool.request(index, f"r{index}")
+        pool.done(index, Outcome.OK, 0.0)
+    pool.add("b", "http://localhost")
+    for index in range(5, 10):
+        pool.finish(f"r{index}")
+    pool.backends["b"].elders_left = 0
+    for index in (10, 11):
+        assert pool.request(index, f"r{index}") == [Assign(index, "b", None)]
+        pool.done(index, Outcome.OK, 0.0)
+    assert pool.request(20, "r0") == [Assign(20, "a", None)]
+    pool.done(20, Outcome.OK, 0.0)
+    pool.report("a", waiting=5, kv_use=0.97)
+    assert pool.backends["a"].limit < 5
+    assert pool.request(21, "r0") == [Assign(21, "b", None)]
+    assert pool.migrations == 1
+    for _ in range(40):
+        pool.report("a", waiting=0, kv_use=0.1)
+    assert pool.backends["a"].limit == 16
+
+
+def test_rollouts_leave_a_slow_backend_and_new_ones_avoid_it() -> None:
+    load = Load(4)
+    pool = load.pool
+    names = [load.start() for _ in range(16)]
+    ticket, now = 1000, 0.0
+    for _ in range(40):
+        for name in names:
+            ticket, now = ticket + 1, now + 100.0
+            (assign,) = pool.request(ticket, name, None, now)
+            assert isinstance(assign, Assign)
+            load.where[name] = assign.backend
+            pool.done(ticket, Outcome.OK, now + (5.0 if assign.backend == "b2" else 1.0))
+    assert pool.backends["b2"].slowness > 2.0
+    assert load.live()["b2"] <= 1
+    assert "b2" not in {load.where[load.start()] for _ in range(6)}
+
+
+def test_rollouts_leave_a_crowd_for_an_empty_backend() -> None:
+    load = Load(2)
+    names = [load.start() for _ in range(24)]
+    for name in names:
+        if load.where[name] == "b1":
+            load.pool.finish(name)
+    moved = [
+        n for n in names if load.where[n] == "b0" and load.pool.request(hash(n), n) != [Assign(hash(n), "b0", None)]
+    ]
+    assert 0 < len(moved) < 12
+    assert load.pool.migrations == len(moved)
+
+
+def test_pausing_drains_and_resuming_names_the_new_weights() -> None:
+    pool = BackendPool()
+    pool.add("a", "http://localhost", "1")
+    pool.request(1, "r1")
+    assert pool.pause() == []
+    assert pool.request(2, "r1") == []
+    assert pool.request(3, "r2") == []
+    assert pool.done(1, Outcome.OK, 0.0) == [Quiesced("a")]
+    assert pool.resume(weight_version="2") == [Assign(2, "a", "2"), Assign(3, "a", "2")]
+
+
+def test_bad_input_is_named() -> None:
+    pool = BackendPool()
+    pool.add("a", "http://localhost")
+    with pytest.raises(CallerError, match="id: there is a backend 'a' already"):
+        pool.add("a", "http://localhost")
+    with pytest.raises(CallerError, match="id: no backend 'b'; there are: a"):
+        pool.drain("b")
+    with pytest.raises(CallerError, match="limit: must be at least 1"):
+        BackendPool(limit=0)

@@ -1,0 +1,249 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What the engines answer when something is wrong, and the wire formats of those that cannot run here."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import AsyncIterator, Callable
+from pathlib import Path
+from typing import Any
+
+import aiohttp
+import pytest
+from fastapi import FastAPI, Request, Response
+from tokenizers import Tokenizer as FastTokenizer
+from tokenizers.models import WordLevel
+
+from nemo_gym_prorl.failures import CallerError
+from nemo_gym_prorl.policy.api import PolicyConfig, PolicyHost, add_control_routes
+from nemo_gym_prorl.policy.chat import ChatTemplate, Renderer, Tokenizer
+from nemo_gym_prorl.policy.engines import (
+    BackendFailed,
+    Conversation,
+    NemoRl,
+    RequestRefused,
+    Sampling,
+    SglangGenerate,
+    VllmCompletions,
+    detect,
+)
+from nemo_gym_prorl.policy.service import TurnRequest
+from nemo_gym_prorl.policy.tokens import Finish, Generation, TokenMismatch
+from tests.policy.engines import MODEL, free_port, serving
+
+
+@pytest.fixture
+async def session() -> AsyncIterator[aiohttp.ClientSession]:
+    async with aiohttp.ClientSession() as session:
+        yield session
+
+
+def says(path: str, answer: Callable[[dict[str, Any]], Any], seen: list[dict[str, Any]] | None = None) -> FastAPI:
+    """An endpoint whose answers we choose: what a misconfigured or foreign server might send."""
+    app = FastAPI()
+
+    @app.post(path)
+    async def respond(request: Request) -> Response:
+        body = await request.json()
+        if seen is not None:
+            seen.append(body)
+        said = answer(body)
+        return said if isinstance(said, Response) else Response(json.dumps(said), media_type="application/json")
+
+    return app
+
+
+async def first_call(engine_url: str, **config: Any) -> Generation:
+    """The first turn of a freshly configured policy."""
+    host = PolicyHost(PolicyConfig(base_url=[engine_url], **({"model": MODEL} | config)))
+    try:
+        service = await host.service()
+        request = TurnRequest("r", [{"role": "user", "content": "hi"}], sampling=Sampling(max_tokens=8))
+        return (await service.turn(request)).turn
+    finally:
+        await host.aclose()
+
+
+@pytest.mark.engine
+async def test_a_wrong_model_name_is_said_at_the_first_call(engine_url: str, model_folder: Path) -> None:
+    with pytest.raises(RequestRefused, match=r"policy_model_name: .* does not serve 'nope'"):
+        await first_call(engine_url, model="nope", tokenizer=str(model_folder))
+
+
+@pytest.mark.engine
+async def test_a_prompt_with_ids_that_the_engine_does_not_know(
+    engine_url: str, session: aiohttp.ClientSession
+) -> None:
+    engine = VllmCompletions(session, MODEL)
+    with pytest.raises(RequestRefused, match="out of vocabulary"):
+        await engine.generate(engine_url, [4_000_000], Conversation([]), Sampling(max_tokens=1))
+
+
+@pytest.mark.engine
+async def test_a_tokenizer_that_is_not_the_engines(engine_url: str, tmp_path: Path) -> None:
+    FastTokenizer(WordLevel({"hi": 0, "?": 1}, unk_token="?")).save(str(tmp_path / "tokenizer.json"))
+    (tmp_path / "chat_template.jinja").write_text("{{ messages[0].content }}")
+    with pytest.raises(RequestRefused, match=r"tokenizer: the engine sampled id .* the tokenizer knows 2"):
+        await first_call(engine_url, tokenizer=str(tmp_path))
+
+
+@pytest.mark.engine
+async def test_a_prompt_that_fills_the_context_ends_typed(engine_url: str, session: aiohttp.ClientSession) -> None:
+    engine = VllmCompletions(session, MODEL)
+    async with session.get(f"{engine_url}/v1/models") as response:
+        room = (await response.json())["data"][0]["max_model_len"]
+    for length in (room, room + 1000):
+        generation = await engine.generate(engine_url, [5] * length, Conversation([]), Sampling(max_tokens=4))
+        assert generation.finish is Finish.CONTEXT
+
+
+def completion(**changes: Any) -> dict[str, Any]:
+    choice = {"token_ids": [1, 2], "logprobs": {"token_logprobs": [-0.5, -0.25]}, "finish_reason": "stop"}
+    return {"choices": [choice | changes]}
+
+
+WRONG = [
+    (lambda _: Response("<html>", media_type="text/html"), RequestRefused, "not JSON"),
+    (lambda _: [1], RequestRefused, "not an object"),
+    (lambda _: completion(logprobs=None), RequestRefused, "'token_logprobs'"),
+    (lambda _: completion(token_ids=None), RequestRefused, "'token_ids'"),
+    (lambda _: completion(prompt_token_ids=[9]), RequestRefused, "other tokens than it was given"),
+    (lambda _: {"choices": completion()["choices"] * 2}, RequestRefused, "n: .* 2 choices"),
+    (lambda _: {"hello": "world"}, RequestRefused, "'choices'"),
+    (lambda _: Response("who are you?", status_code=401), RequestRefused, "policy_api_key: .* refused the key"),
+    (lambda _: Response("no", status_code=422), RequestRefused, r"refused the request \(422\)"),
+    (lambda _: Response("busy", status_code=503), BackendFailed, "answered 503"),
+    (lambda _: completion(finish_reason="abort"), BackendFailed, "dropped the request"),
+]
+
+
+@pytest.mark.parametrize(("answer", "error", "said"), WRONG)
+async def test_an_answer_that_is_no_trajectory_is_an_error(
+    session: aiohttp.ClientSession, answer: Callable[[Any], Any], error: type[Exception], said: str
+) -> None:
+    async with serving(says("/v1/completions", answer)) as url:
+        with pytest.raises(error, match=said):
+            await VllmCompletions(session, MODEL).generate(url, [7], Conversation([]), Sampling())
+
+
+async def test_missing_and_broken_log_probs_never_reach_the_ledger(model_folder: Path) -> None:
+    for log_probs in ([-0.5], [-0.5, None]):
+        answer = completion(logprobs={"token_logprobs": log_probs})
+        async with serving(says("/v1/completions", lambda _, a=answer: a)) as url:
+            with pytest.raises(TokenMismatch, match="log-prob"):
+                await first_call(url, engine="vllm", tokenizer=str(model_folder))
+
+
+async def test_nobody_there(session: aiohttp.ClientSession) -> None:
+    url = f"http://127.0.0.1:{free_port()}"
+    with pytest.raises(BackendFailed, match="Cannot connect"):
+        await VllmCompletions(session, MODEL).generate(url, [7], Conversation([]), Sampling())
+    assert not await VllmCompletions(session, MODEL).healthy(url)
+    assert await VllmCompletions(session, MODEL).load(url) is None
+
+
+async def test_sglang_speaks_tokens(session: aiohttp.ClientSession) -> None:
+    seen: list[dict[str, Any]] = []
+    about = {"output_token_logprobs": [[-0.5, 3, None], [-1.5, 4, None]], "finish_reason": {"type": "length"}}
+    app = says("/generate", lambda _: {"text": "x", "meta_info": about | {"cached_tokens": 5}}, seen)
+    async with serving(app) as url:
+        sampling = Sampling(max_tokens=2, temperature=0.5, stop=("!",))
+        generation = await SglangGenerate(session, MODEL).generate(f"{url}/v1", [7, 8], Conversation([]), sampling)
+        assert await detect(session, url, tokenizer=True) == "sglang"
+    assert (generation.ids, generation.log_probs) == ([3, 4], [-0.5, -1.5])
+    assert (generation.finish, generation.cached_tokens) == (Finish.LENGTH, 5)
+    assert seen[0]["input_ids"] == [7, 8]
+    assert seen[0]["sampling_params"]["max_new_tokens"] == 2
+
+
+def nemo_rl_server(seen: list[dict[str, Any]]) -> FastAPI:
+    """NeMo RL's rules: the prompt continues the required prefix; sampling is asserted; ids come as ``token_id:``."""
+
+    def answer(body: dict[str, Any]) -> Any:
+        if body.get("top_p") != 1.0 or body.get("temperature") != 1.0:
+            return Response("sampling parameters differ from the training profile", status_code=500)
+        prompt = [*body.get("required_prefix_token_ids", []), 100 + len(body["messages"])]
+        logged = {"content": [{"token": "token_id:3", "logprob": -0.5}, {"token": "token_id:4", "logprob": -0.25}]}
+        message = {"role": "assistant", "content": "so", "prompt_token_ids": prompt}
+        return {"choices": [{"message": message, "logprobs": logged, "finish_reason": "stop"}]}
+
+    return says("/v1/chat/completions", answer, seen)
+
+
+async def test_nemo_rl_is_told_the_prefix_and_keeps_it() -> None:
+    seen: list[dict[str, Any]] = []
+    async with serving(nemo_rl_server(seen)) as url:
+        host = PolicyHost(PolicyConfig(base_url=[f"{url}/v1"], model=MODEL))
+        service = await host.service()
+        assert isinstance(service.engine, NemoRl)
+        messages: list[dict[str, Any]] = [{"role": "user", "content": "hi"}]
+        for _ in range(3):
+            request = TurnRequest("r", tuple(messages), sampling=Sampling(temperature=1.0))
+            answer = await service.turn(request)
+            messages += [dict(answer.message), {"role": "user", "content": "on"}]
+        assert service.ledger("r").branches == 1
+        assert seen[2]["required_prefix_token_ids"] == [101, 3, 4, 103, 3, 4]
+        assert list(answer.turn.sampled) == [3, 4]
+        await host.aclose()
+
+
+async def test_an_engine_that_rewrites_history_gives_a_branch_and_no_wrong_chain() -> None:
+    def answer(body: dict[str, Any]) -> Any:
+        logged = {"content": [{"token": "x", "logprob": -0.5}]}
+        choice = {"message": {"role": "assistant", "content": "so"}, "logprobs": logged, "token_ids": [3]}
+        return {"choices": [choice | {"finish_reason": "stop"}], "prompt_token_ids": [len(body["messages"])]}
+
+    async with serving(says("/v1/chat/completions", answer)) as url:
+        host = PolicyHost(PolicyConfig(base_url=[url], model=MODEL, engine="vllm_chat"))
+        service = await host.service()
+        messages: list[dict[str, Any]] = [{"role": "user", "content": "hi"}]
+        first = await service.turn(TurnRequest("r", tuple(messages)))
+        messages += [dict(first.message), {"role": "user", "content": "on"}]
+        await service.turn(TurnRequest("r", tuple(messages)))
+        assert [sequence.ids for sequence in service.ledger("r").sequences()] == [(1, 3), (3, 3)]
+        await host.aclose()
+    assert b"prorl_policy_history_rewrites_total 1.0" in host.metrics.exposition()
+
+
+async def test_the_control_routes(session: aiohttp.ClientSession) -> None:
+    host = PolicyHost(PolicyConfig(base_url=[], model=MODEL, engine="vllm_chat", control_token="secret"))
+    app = FastAPI()
+    add_control_routes(app, host)
+    async with serving(app) as url:
+
+        async def call(method: str, path: str, body: Any = None, token: str = "secret") -> tuple[int, Any]:
+            headers = {"Authorization": f"Bearer {token}"}
+            async with session.request(method, f"{url}{path}", json=body, headers=headers) as response:
+                return response.status, await response.json()
+
+        status, said = await call("GET", "/v1/backends", token="guess")
+        assert (status, said["field"]) == (401, "authorization")
+        status, said = await call(
+            "POST", "/v1/backends", {"url": "http://127.0.0.1:1", "id": "a", "weight_version": "1"}
+        )
+        assert (status, said["weight_version"]) == (201, "1")
+        status, said = await call("POST", "/v1/backends", {"url": "http://127.0.0.1:1", "id": "a"})
+        assert (status, said["detail"]) == (409, "id: there is a backend 'a' already")
+        assert await call("POST", "/v1/backends/pause", {}) == (200, {"drained": True})
+        _, said = await call("POST", "/v1/backends/resume", {"weight_version": "2"})
+        assert said["backends"][0]["weight_version"] == "2"
+        assert (await call("DELETE", "/v1/backends/a?drain=true"))[1] == {"id": "a", "draining": True}
+        assert (await call("GET", "/v1/backends"))[1]["backends"][0]["draining"]
+        assert (await call("DELETE", "/v1/backends/b"))[0] == 404
+        assert (await call("GET", "/v1/rollouts/r/tokens"))[1]["field"] == "rollout"
+        assert await call("DELETE", "/v1/backends") == (200, {"backends": []})
+        async with session.get(f"{url}/metrics") as response:
+            assert "prorl_policy_waiting 0.0" in await response.text()
+    await host.aclose()
+
+
+def test_a_configuration_that_cannot_work_is_named(model_folder: Path) -> None:
+    with pytest.raises(CallerError, match=r"tool_format: 'xml' is none of hermes, .*"):
+        PolicyHost(PolicyConfig(base_url=[], model=MODEL, tool_format="xml"))
+    fast = FastTokenizer.from_file(str(model_folder / "tokenizer.json"))
+    assert Renderer(Tokenizer(fast), ChatTemplate("x")).tokenizer.size == 4096
+
+
+async def test_tokens_in_needs_a_tokenizer() -> None:
+    with pytest.raises(CallerError, match="tokenizer: engine 'vllm' takes tokens"):
+        await first_call("http://127.0.0.1:1", engine="vllm")

@@ -1,0 +1,175 @@
+# SPDX-License-Identifier: Apache-2.0
+"""200 rollouts against a real vLLM: what the trainer gets is what was sampled, to the token and to the log-prob."""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import random
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import aiohttp
+import pytest
+from tokenizers import Tokenizer as FastTokenizer
+
+from nemo_gym_prorl.policy.backends import BackendPool
+from nemo_gym_prorl.policy.chat import Renderer, Tokenizer
+from nemo_gym_prorl.policy.engines import Sampling, VllmCompletions
+from nemo_gym_prorl.policy.metrics import PolicyMetrics
+from nemo_gym_prorl.policy.parsers import parse
+from nemo_gym_prorl.policy.placement import Placement
+from nemo_gym_prorl.policy.service import Answer, PolicyService, TurnRequest
+from nemo_gym_prorl.policy.tokens import Finish
+from tests.policy.engines import MODEL
+from tests.policy.families import FAMILIES, TOOLS, Family, some_words
+
+
+pytestmark = pytest.mark.engine
+
+ROLLOUTS = 200
+TURNS = 4
+TOLERANCE = 1e-3
+"""Largest difference between a recorded log-prob and the teacher-forced one."""
+
+
+@dataclass
+class Run:
+    """One rollout, as its agent saw it and as the ledger kept it."""
+
+    family: Family
+    service: PolicyService
+    name: str
+    messages: list[dict[str, Any]] = field(default_factory=list)
+    answers: list[Answer] = field(default_factory=list)
+
+    async def play(self, rng: random.Random) -> None:
+        """An ordinary agent: looks where the policy says, complains of broken calls, asks on after an answer."""
+        self.messages.append({"role": "user", "content": some_words(rng)})
+        for _ in range(TURNS):
+            sampling = Sampling(max_tokens=64, temperature=1.0)
+            request = TurnRequest(self.name, tuple(self.messages), tools=TOOLS, sampling=sampling)
+            answer = await self.service.turn(request)
+            self.answers.append(answer)
+            self.messages.append(dict(answer.message))
+            for call, parsed in zip(answer.message.get("tool_calls", ()), answer.parsed.calls, strict=True):
+                seen = f"not understood: {parsed.malformed}" if parsed.malformed else some_words(rng)
+                self.messages.append({"role": "tool", "tool_call_id": call["id"], "content": seen})
+            if not answer.parsed.calls:
+                self.messages.append({"role": "user", "content": some_words(rng)})
+
+
+@pytest.fixture(scope="module")
+def runs(engine_url: str, model_folder: Path) -> list[Run]:
+    return asyncio.run(play_all(engine_url, model_folder))
+
+
+async def play_all(engine_url: str, model_folder: Path) -> list[Run]:
+    """All rollouts, a few dozen at a time, over all template families in turn."""
+    tokenizer = Tokenizer(FastTokenizer.from_file(str(model_folder / "tokenizer.json")))
+    gate = asyncio.Semaphore(32)
+    async with aiohttp.ClientSession() as session:
+        services = {}
+        for family in FAMILIES.values():
+            pool = BackendPool()
+            engine = VllmCompletions(session, MODEL)
+            placement = Placement(pool, engine)
+            placement.apply(pool.add("a", engine_url))
+            renderer = family.renderer(tokenizer)
+            services[family.name] = PolicyService(
+                engine, placement, PolicyMetrics(pool), renderer=renderer, tool_format=family.tool_format
+            )
+        played = [
+            Run(family, services[family.name], f"r{index}")
+            for index, family in zip(range(ROLLOUTS), itertools.cycle(FAMILIES.values()))
+        ]
+
+        async def play(run: Run, seed: int) -> None:
+            async with gate:
+                await run.play(random.Random(seed))
+
+        await asyncio.gather(*(play(run, seed) for seed, run in enumerate(played)))
+    return played
+
+
+def renderer_of(run: Run) -> Renderer:
+    assert run.service.renderer is not None
+    return run.service.renderer
+
+
+async def teacher_forced(session: aiohttp.ClientSession, url: str, ids: list[int]) -> list[float]:
+    """The log-prob of each token given those before it, from the engine; 0 for the first."""
+    body = {"model": MODEL, "prompt": ids, "max_tokens": 1, "prompt_logprobs": 0}
+    async with session.post(f"{url}/v1/completions", json=body) as response:
+        scored = (await response.json())["choices"][0]["prompt_logprobs"]
+    return [0.0] + [scored[at][str(ids[at])]["logprob"] for at in range(1, len(ids))]
+
+
+async def test_every_rollout_is_one_exact_prefix_chain(runs: list[Run]) -> None:
+    for run in runs:
+        assert run.service.ledger(run.name).branches == 1
+        for earlier, later in itertools.pairwise(run.answers):
+            assert later.turn.prompt()[: earlier.turn.end] == earlier.turn.prompt() + list(earlier.turn.sampled)
+
+
+async def test_the_engine_scores_the_sequences_as_it_sampled_them(
+    runs: list[Run], engine_url: str, record_property: Any
+) -> None:
+    worst, tokens = 0.0, 0
+    async with aiohttp.ClientSession() as session:
+        for run in runs:
+            (sequence,) = run.service.ledger(run.name).sequences()
+            forced = await teacher_forced(session, engine_url, list(sequence.ids))
+            pairs = zip(forced, sequence.log_probs, sequence.mask, strict=True)
+            differences = [abs(a - b) for a, b, trained in pairs if trained]
+            tokens += len(differences)
+            worst = max(worst, *differences)
+    print(f"\n{tokens} sampled tokens of {len(runs)} rollouts, log-probs differ by at most {worst:.1e}")
+    record_property("max_abs_log_prob_difference", worst)
+    assert worst <= TOLERANCE
+
+
+async def test_the_agent_saw_what_the_tokens_say(runs: list[Run]) -> None:
+    for run in runs:
+        tokenizer = renderer_of(run).tokenizer
+        opened = run.family.name == "opened"
+        for answer in run.answers:
+            ids = list(answer.turn.sampled)
+            if answer.finish is Finish.STOP:
+                assert tokenizer.decode(ids[-1:]) in tokenizer.special.values()
+                ids.pop()
+            text = tokenizer.decode(ids)
+            again = parse(text, run.family.tool_format, in_thought=opened)
+            assert (again.thought, again.calls) == (answer.parsed.thought, answer.parsed.calls)
+            assert tokenizer.without_special(again.content) == answer.parsed.content
+            if not again.calls and again.thought is None:
+                assert again.content == text
+
+
+async def test_the_rollouts_had_calls_broken_calls_thoughts_and_unicode(runs: list[Run], record_property: Any) -> None:
+    """And the text round trip, which naive clients and Gym 0.4 make on every turn, would have changed many of them."""
+    for family in FAMILIES.values():
+        parsed = [answer.parsed for run in runs if run.family is family for answer in run.answers]
+        assert any(p.calls and not p.malformed for p in parsed), family.name
+        assert any(p.malformed for p in parsed), family.name
+        assert any(ord(letter) > 0xFF for p in parsed for call in p.calls for letter in call.arguments), family.name
+        if family.thinks:
+            assert any(p.thought for p in parsed), family.name
+    corrupted: dict[str, int] = dict.fromkeys(FAMILIES, 0)
+    same_text = 0
+    for run in runs:
+        renderer = renderer_of(run)
+        index = max(i for i, message in enumerate(run.messages) if message["role"] == "assistant")
+        naive = renderer.first(run.messages[:index], TOOLS)
+        exact = run.answers[-1].turn.prompt()
+        if naive != exact:
+            corrupted[run.family.name] += 1
+            same_text += renderer.tokenizer.decode(naive) == renderer.tokenizer.decode(exact)
+    share = sum(corrupted.values()) / len(runs)
+    print(
+        f"\nthe text round trip would have changed {share:.0%} of the rollouts, {same_text} of them with equal text:"
+    )
+    print(corrupted)
+    record_property("text_round_trip_corruption", share)
+    assert share > 0

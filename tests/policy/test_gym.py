@@ -1,0 +1,132 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A real Gym deployment with ``prorl_model`` where ``vllm_model`` would be, in front of a real engine and a scripted
+one."""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import json
+import random
+from pathlib import Path
+from typing import Any
+
+import aiohttp
+import pytest
+from tokenizers import Tokenizer as FastTokenizer
+
+from nemo_gym_prorl.deployment import GymDeployment
+from nemo_gym_prorl.policy.chat import Tokenizer
+from nemo_gym_prorl.policy.parsers import parse
+from nemo_gym_prorl.policy.scripted import ScriptedConfig, serve
+from tests.policy.families import FAMILIES, TEMPLATES, TOOLS, some_words
+
+
+pytestmark = [pytest.mark.gym, pytest.mark.engine, pytest.mark.timeout(600)]
+
+CONFIGS = [
+    "responses_api_models/prorl_model/configs/prorl_model.yaml",
+    "resources_servers/example_single_tool_call/configs/example_single_tool_call.yaml",
+]
+AGENT = "example_single_tool_call_simple_agent"
+
+
+def write_rows(path: Path, rows: list[dict[str, Any]]) -> None:
+    path.write_text("\n".join(json.dumps({"responses_create_params": row}) for row in rows))
+
+
+async def collect(deployment: GymDeployment, rows: Path, out: Path) -> list[dict[str, Any]]:
+    await deployment.run_gym("eval", "run", "--no-serve", "--agent", AGENT, "-i", str(rows), "-o", str(out))
+    return [json.loads(line) for line in (await asyncio.to_thread(out.read_text)).splitlines()]
+
+
+def trained(result: dict[str, Any]) -> list[dict[str, Any]]:
+    return [item for item in result["response"]["output"] if item.get("generation_token_ids")]
+
+
+def assert_chain(items: list[dict[str, Any]]) -> None:
+    for item in items:
+        assert len(item["generation_token_ids"]) == len(item["generation_log_probs"])
+    for earlier, later in itertools.pairwise(items):
+        chain = earlier["prompt_token_ids"] + earlier["generation_token_ids"]
+        assert later["prompt_token_ids"][: len(chain)] == chain
+
+
+async def test_gyms_own_agent_over_a_real_engine(engine_url: str, model_folder: Path, tmp_path: Path) -> None:
+    rng = random.Random(0)
+    tools = [{"type": "function", "strict": False, **TOOLS[0]["function"]}]
+    rows = [
+        {
+            "input": [{"role": "user", "content": some_words(rng)}],
+            "tools": tools,
+            "max_output_tokens": 64,
+            "temperature": 1,
+        }
+        for _ in range(20)
+    ]
+    write_rows(tmp_path / "rows.jsonl", rows)
+    agent = f"++{AGENT}.responses_api_agents.simple_agent.max_steps=4"
+    model = "++policy_model.responses_api_models.prorl_model"
+    overrides = [
+        agent,
+        f"{model}.policy.tokenizer={model_folder}",
+        f"{model}.policy.chat_template={TEMPLATES / 'thinking.jinja'}",
+    ]
+    async with GymDeployment(
+        config_paths=CONFIGS,
+        model_type=None,
+        policy_base_url=f"{engine_url}/v1",
+        policy_model_name="tiny",
+        overrides=overrides,
+    ) as deployment:
+        results = await collect(deployment, tmp_path / "rows.jsonl", tmp_path / "results.jsonl")
+        url = deployment.url("policy_model")
+        async with aiohttp.ClientSession() as session:
+            async with session.get(f"{url}/metrics") as response:
+                metrics = await response.text()
+            async with session.get(f"{url}/v1/backends") as response:
+                backends = (await response.json())["backends"]
+    assert len(results) == 20
+    for result in results:
+        assert_chain(trained(result))
+    assert any(len(trained(result)) > 1 for result in results), "no rollout had two turns"
+    tokenizer = Tokenizer(FastTokenizer.from_file(str(model_folder / "tokenizer.json")))
+    for result in results:
+        for item in trained(result):
+            if item["type"] == "function_call" and item["status"] == "completed":
+                text = tokenizer.decode(item["generation_token_ids"][:-1])
+                calls = parse(text, FAMILIES["thinking"].tool_format).calls
+                assert item["arguments"] in [call.arguments for call in calls]
+    assert 'prorl_policy_sampled_tokens_total{backend="backend0"}' in metrics
+    assert "prorl_policy_retokenised_tokens_total 0.0" in metrics
+    assert [(b["id"], b["health"]) for b in backends] == [("backend0", "up")]
+
+
+async def test_a_scripted_policy_needs_no_tokenizer(tmp_path: Path) -> None:
+    script = {"turns": [{"tool_calls": [{"name": "get_weather", "arguments": {"city": "x"}}]}, {"content": "done"}]}
+    row = {
+        "input": [{"role": "user", "content": "how is it?"}],
+        "tools": [
+            {
+                "type": "function",
+                "name": "get_weather",
+                "description": "",
+                "strict": False,
+                "parameters": {"type": "object", "properties": {"city": {"type": "string"}}},
+            }
+        ],
+        "metadata": {"script": json.dumps(script)},
+    }
+    write_rows(tmp_path / "rows.jsonl", [row] * 4)
+    config = ScriptedConfig()
+    async with (
+        serve(config) as url,
+        GymDeployment(
+            config_paths=CONFIGS, model_type=None, policy_base_url=url, policy_model_name=config.model
+        ) as deployment,
+    ):
+        results = await collect(deployment, tmp_path / "rows.jsonl", tmp_path / "results.jsonl")
+    assert [result["reward"] for result in results] == [1.0] * 4
+    for result in results:
+        assert len(trained(result)) == 2
+        assert_chain(trained(result))

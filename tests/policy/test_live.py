@@ -1,0 +1,153 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Rollouts on two real engines with different weights, while engines die and weights change under them."""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import random
+import subprocess
+from collections.abc import AsyncIterator, Callable, Iterator
+from pathlib import Path
+
+import aiohttp
+import pytest
+from tokenizers import Tokenizer as FastTokenizer
+
+from nemo_gym_prorl.policy.backends import BackendPool
+from nemo_gym_prorl.policy.chat import Tokenizer
+from nemo_gym_prorl.policy.engines import Sampling, VllmCompletions
+from nemo_gym_prorl.policy.metrics import PolicyMetrics
+from nemo_gym_prorl.policy.placement import Placement
+from nemo_gym_prorl.policy.service import PolicyService, TurnRequest
+from tests.policy.engines import MODEL, SCRIPTS, kill, vllm, vllm_python
+from tests.policy.families import FAMILIES, TOOLS
+from tests.policy.test_exactness import TOLERANCE, Run, teacher_forced
+
+
+pytestmark = [pytest.mark.engine, pytest.mark.timeout(600)]
+
+
+@pytest.fixture(scope="module")
+def other_engine(
+    model_folder: Path, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[tuple[str, subprocess.Popen]]:
+    """A second vLLM with the same tokenizer and other weights."""
+    folder = tmp_path_factory.mktemp("other")
+    subprocess.run([vllm_python(), SCRIPTS / "make_tiny_model.py", folder / "model", "--seed", "1"], check=True)
+    with vllm(folder / "model", folder / "engine.log") as (url, process):
+        yield url, process
+
+
+class Policy:
+    """A policy service and its parts."""
+
+    def __init__(self, session: aiohttp.ClientSession, folder: Path) -> None:
+        self.pool = BackendPool(probe_after_s=0.2)
+        self.placement = Placement(self.pool, VllmCompletions(session, MODEL), tick_s=0.1, report_s=0.5)
+        tokenizer = Tokenizer(FastTokenizer.from_file(str(folder / "tokenizer.json")))
+        self.family = FAMILIES["thinking"]
+        self.metrics = PolicyMetrics(self.pool)
+        self.service = PolicyService(
+            self.placement.engine, self.placement, self.metrics, renderer=self.family.renderer(tokenizer)
+        )
+
+    def add(self, name: str, url: str, version: str) -> None:
+        self.placement.apply(self.pool.add(name, url, version))
+
+    def runs(self, count: int) -> list[Run]:
+        return [Run(self.family, self.service, f"r{index}") for index in range(count)]
+
+
+@pytest.fixture
+async def policy(model_folder: Path) -> AsyncIterator[Policy]:
+    async with aiohttp.ClientSession() as session:
+        policy = Policy(session, model_folder)
+        policy.placement.start()
+        yield policy
+        await policy.placement.aclose()
+
+
+async def until(condition: Callable[[], bool]) -> None:
+    async with asyncio.timeout(60):
+        while not condition():
+            await asyncio.sleep(0.01)
+
+
+async def check(run: Run, urls: dict[str, str]) -> set[str]:
+    """An exact chain, each of whose spans has the log-probs of the weights that it names; returns their versions."""
+    for earlier, later in itertools.pairwise(run.answers):
+        assert later.turn.prompt()[: earlier.turn.end] == earlier.turn.prompt() + list(earlier.turn.sampled)
+    (sequence,) = run.service.ledger(run.name).sequences()
+    versions = {span.weight_version for span in sequence.spans if span.sampled}
+    async with aiohttp.ClientSession() as session:
+        for version in versions & urls.keys():
+            forced = await teacher_forced(session, urls[version], list(sequence.ids))
+            for span in sequence.spans:
+                if span.weight_version == version:
+                    recorded = sequence.log_probs[span.start : span.end]
+                    pairs = zip(forced[span.start : span.end], recorded, strict=True)
+                    assert max(abs(a - b) for a, b in pairs) <= TOLERANCE
+    return versions
+
+
+async def test_weights_change_while_fifty_rollouts_run(
+    policy: Policy, engine_url: str, other_engine: tuple[str, subprocess.Popen]
+) -> None:
+    policy.add("old", engine_url, "1")
+    runs = policy.runs(50)
+    playing = asyncio.gather(*(run.play(random.Random(seed)) for seed, run in enumerate(runs)))
+    await until(lambda: sum(len(run.answers) for run in runs) >= 60)
+    assert await policy.placement.pause()
+    assert not any(backend.in_flight for backend in policy.pool.backends.values())
+    policy.add("new", other_engine[0], "2")
+    policy.placement.apply(policy.pool.remove("old"))
+    policy.placement.apply(policy.pool.resume())
+    await playing
+    versions = [await check(run, {"1": engine_url, "2": other_engine[0]}) for run in runs]
+    assert all(len(run.answers) == 4 for run in runs)
+    assert {"1", "2"} in versions
+    print(f"\n{sum(v == {'1', '2'} for v in versions)} of 50 rollouts span both weight versions, all spans verified")
+
+
+async def test_a_cancelled_turn_is_aborted_at_the_engine(policy: Policy, engine_url: str) -> None:
+    policy.add("a", engine_url, "1")
+    endless = Sampling(max_tokens=4000, temperature=1.0, extra={"ignore_eos": True})
+    request = TurnRequest("r", [{"role": "user", "content": "go on"}], tools=TOOLS, sampling=endless)
+    turn = asyncio.create_task(policy.service.turn(request))
+    await until_running(policy, engine_url, 1)
+    turn.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await turn
+    assert not policy.pool.backends["a"].in_flight
+    await until_running(policy, engine_url, 0)
+
+
+async def until_running(policy: Policy, url: str, count: int) -> None:
+    async with asyncio.timeout(20):
+        while True:
+            load = await policy.placement.engine.load(url)
+            assert load is not None
+            if load.running == count:
+                return
+            await asyncio.sleep(0.1)
+
+
+async def test_one_of_two_engines_is_killed_in_mid_run(
+    policy: Policy, engine_url: str, other_engine: tuple[str, subprocess.Popen]
+) -> None:
+    url, process = other_engine
+    policy.add("a", engine_url, "1")
+    policy.add("b", url, "2")
+    runs = policy.runs(40)
+    playing = asyncio.gather(*(run.play(random.Random(seed)) for seed, run in enumerate(runs)))
+    await until(lambda: sum(a.turn.weight_version == "2" for run in runs for a in run.answers) > 10)
+    kill(process)
+    await playing
+    versions = [await check(run, {"1": engine_url}) for run in runs]
+    assert all(len(run.answers) == 4 for run in runs)
+    moved = sum(v == {"1", "2"} for v in versions)
+    assert moved
+    assert policy.pool.failovers
+    assert policy.pool.backends["b"].health == "down"
+    print(f"\n{policy.pool.failovers} requests failed over, {moved} of 40 rollouts continued on the other engine")

@@ -1,0 +1,121 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Tool calls and thoughts in every format, good and bad."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from nemo_gym_prorl.policy.parsers import FORMATS, MALFORMED_NAME, parse, parsed_by_engine
+
+
+GOOD = {
+    "hermes": '<tool_call>\n{"name": "look", "arguments": {"what": "é"}}\n</tool_call>',
+    "qwen3_coder": "<tool_call>\n<function=look>\n<parameter=what>\né\n</parameter>\n</function>\n</tool_call>",
+    "llama_json": '{"name": "look", "parameters": {"what": "é"}}',
+    "mistral": '[TOOL_CALLS] [{"name": "look", "arguments": {"what": "é"}}]',
+}
+BAD = {
+    "hermes": [
+        ('<tool_call>{"name": "look", "arguments": {"what": </tool_call>', "look"),
+        ("<tool_call>look at it</tool_call>", MALFORMED_NAME),
+        ('<tool_call>{"arguments": {}}</tool_call>', MALFORMED_NAME),
+        ('<tool_call>{"name": "look", "arguments": "x"}</tool_call>', "look"),
+        ('<tool_call>{"name": "look", "arguments": [1]}', "look"),
+        ("<tool_call>[1]</tool_call>", MALFORMED_NAME),
+    ],
+    "qwen3_coder": [
+        ("<tool_call>look</tool_call>", MALFORMED_NAME),
+        ("<tool_call><function=look>what</function></tool_call>", "look"),
+    ],
+    "llama_json": [('{"name": "look", "parameters": ', "look"), ("<|python_tag|>look()", MALFORMED_NAME)],
+    "mistral": [("[TOOL_CALLS] [{", MALFORMED_NAME), ("[TOOL_CALLS]look[ARGS]{", "look")],
+}
+
+
+@pytest.mark.parametrize("name", GOOD)
+def test_a_good_call(name: str) -> None:
+    parsed = parse(GOOD[name], name)
+    (call,) = parsed.calls
+    assert (call.name, json.loads(call.arguments), call.malformed) == ("look", {"what": "é"}, None)
+    assert parsed.content == ""
+
+
+@pytest.mark.parametrize(("name", "text", "function"), [(n, *case) for n, cases in BAD.items() for case in cases])
+def test_a_malformed_call_is_a_call_with_a_reason(name: str, text: str, function: str) -> None:
+    parsed = parse(text, name)
+    (call,) = parsed.calls
+    assert call.name == function
+    assert call.malformed
+    assert parsed.malformed
+
+
+def test_several_calls_and_content_around_them() -> None:
+    parsed = parse(f"So:{GOOD['hermes']}{GOOD['hermes']} done", "hermes")
+    assert [call.name for call in parsed.calls] == ["look", "look"]
+    assert parsed.content == "So: done"
+    both = '[{"name": "a", "arguments": {}, "id": "123456789"}, {"name": "b", "arguments": {}}]'
+    calls = parse(f"[TOOL_CALLS]{both}", "mistral").calls
+    assert [(call.name, call.id) for call in calls] == [("a", "123456789"), ("b", None)]
+    assert [
+        c.name for c in parse('{"name": "a", "parameters": {}}; {"name": "b", "parameters": {}}', "llama_json").calls
+    ]
+    later = parse('[TOOL_CALLS]look[ARGS]{"what": "x"}', "mistral").calls
+    assert (later[0].name, later[0].arguments) == ("look", '{"what": "x"}')
+
+
+def test_xml_parameters_are_json_where_they_can_be() -> None:
+    text = "<tool_call><function=f><parameter=n>3</parameter><parameter=s>a b</parameter></function></tool_call>"
+    (call,) = parse(text, "qwen3_coder").calls
+    assert json.loads(call.arguments) == {"n": 3, "s": "a b"}
+
+
+@given(thought=st.text(), content=st.text())
+def test_thoughts_are_kept_character_for_character(thought: str, content: str) -> None:
+    if "</think>" in thought:
+        return
+    text = f"<think>{thought}</think>{content}"
+    parsed = parse(text, "plain")
+    assert (parsed.thought, parsed.content) == (thought, content)
+    opened = parse(f"{thought}</think>{content}", "plain", in_thought=True)
+    if not thought.startswith("<think>"):
+        assert (opened.thought, opened.content) == (thought, content)
+    unfinished = parse(f"<think>{thought}", "plain")
+    assert (unfinished.thought, unfinished.content) == (thought, "")
+
+
+@given(text=st.text(), name=st.sampled_from(sorted(FORMATS)))
+def test_no_text_breaks_a_parser_and_text_without_markers_is_content(text: str, name: str) -> None:
+    parsed = parse(text, name, thoughts=False)
+    if not parsed.calls:
+        assert parsed.content == text
+
+
+PIECES = [
+    "<tool_call>",
+    "</tool_call>",
+    "[TOOL_CALLS]",
+    "[ARGS]",
+    '{"name": "f"',
+    "<function=f>",
+    "}",
+    "]",
+    "<think>",
+    "x",
+]
+
+
+@given(pieces=st.lists(st.sampled_from(PIECES)), name=st.sampled_from(sorted(FORMATS)))
+def test_no_heap_of_markers_breaks_a_parser(pieces: list[str], name: str) -> None:
+    for call in parse("".join(pieces), name).calls:
+        assert call.malformed or isinstance(json.loads(call.arguments), dict)
+
+
+def test_what_an_engine_parsed() -> None:
+    function = {"name": "look", "arguments": "{"}
+    message = {"content": "<think>hm</think>so", "tool_calls": [{"id": "1", "type": "function", "function": function}]}
+    parsed = parsed_by_engine(message)
+    assert (parsed.thought, parsed.content, parsed.malformed) == ("hm", "so", True)

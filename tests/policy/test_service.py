@@ -1,0 +1,167 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Agents of all manners against one policy service and a real engine: what they send, and what the ledger makes of
+it."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from nemo_gym_prorl.failures import CallerError
+from nemo_gym_prorl.policy.api import PolicyConfig, PolicyHost, trajectory
+from nemo_gym_prorl.policy.engines import Sampling
+from nemo_gym_prorl.policy.service import Answer, PolicyService, TurnRequest
+from nemo_gym_prorl.policy.tokens import Finish
+from tests.policy.engines import MODEL
+from tests.policy.families import TEMPLATES, TOOLS
+
+
+pytestmark = pytest.mark.engine
+
+TWENTY = Sampling(max_tokens=20, temperature=1.0, extra={"ignore_eos": True})
+"""Twenty tokens, whatever they are."""
+
+
+class Agent:
+    """Sends its conversation, whole."""
+
+    def __init__(self, service: PolicyService, name: str = "r") -> None:
+        self.service = service
+        self.name = name
+        self.messages: list[dict[str, Any]] = [{"role": "user", "content": "box"}]
+
+    async def ask(self, **changes: Any) -> Answer:
+        request = {"messages": tuple(self.messages), "tools": TOOLS, "sampling": TWENTY} | changes
+        return await self.service.turn(TurnRequest(self.name, **request))
+
+    def goes_on(self, answer: Answer, **changes: Any) -> None:
+        asked = {"role": "user", "content": [{"type": "text", "text": "and?"}]}
+        self.messages += [{**answer.message, **changes}, asked]
+
+
+async def started(engine_url: str, model_folder: Path, **config: Any) -> PolicyHost:
+    settings = {"tokenizer": str(model_folder), "chat_template": str(TEMPLATES / "thinking.jinja")} | config
+    return PolicyHost(PolicyConfig(base_url=[engine_url], model=MODEL, **settings))
+
+
+@pytest.fixture
+async def agent(engine_url: str, model_folder: Path) -> AsyncIterator[Agent]:
+    host = await started(engine_url, model_folder)
+    yield Agent(await host.service())
+    await host.aclose()
+
+
+async def test_a_turn_that_is_sampled_twice_gives_two_branches_of_one_prompt(agent: Agent) -> None:
+    first = await agent.ask()
+    agent.goes_on(first)
+    second, again = await agent.ask(), await agent.ask()
+    ledger = agent.service.ledger("r")
+    assert second.turn.parent is again.turn.parent is first.turn
+    assert second.turn.prompt() == again.turn.prompt()
+    assert [sum(sequence.mask) for sequence in ledger.sequences()] == [40, 20]
+
+
+async def test_an_agent_may_tidy_up_what_it_was_told(agent: Agent) -> None:
+    first = await agent.ask()
+    agent.goes_on(first, content=f"  {first.parsed.content} \n")
+    second = await agent.ask()
+    assert second.turn.parent is first.turn
+    agent.goes_on(second)
+    agent.messages[1] = {"role": "assistant", "content": "something else entirely"}
+    third = await agent.ask()
+    assert third.turn.parent is None
+
+
+async def test_an_example_conversation_in_front_does_not_break_the_chain(agent: Agent) -> None:
+    agent.messages = [
+        {"role": "user", "content": "lamp"},
+        {"role": "assistant", "content": "key"},
+        {"role": "user", "content": "box"},
+    ]
+    first = await agent.ask()
+    agent.goes_on(first)
+    assert (await agent.ask()).turn.parent is first.turn
+
+
+async def test_only_what_is_new_may_be_sent(agent: Agent) -> None:
+    first = await agent.ask()
+    second = await agent.ask(messages=[{"role": "user", "content": "and?"}], after=first.id)
+    assert second.turn.parent is first.turn
+    told = trajectory(agent.service, "r")
+    (sequence,) = told["sequences"]
+    place = told["answers"][second.id]
+    assert sequence["ids"][place["start"] : place["end"]] == second.turn.sampled
+    assert list(sequence["ids"][: place["start"]]) == second.turn.prompt()
+    with pytest.raises(CallerError, match="previous_response_id: no answer 'resp_x'"):
+        await agent.ask(after="resp_x")
+
+
+async def test_a_history_from_elsewhere_is_taken_over_by_its_token_ids(
+    agent: Agent, engine_url: str, model_folder: Path
+) -> None:
+    first = await agent.ask()
+    fields = {
+        "prompt_token_ids": first.turn.prompt(),
+        "generation_token_ids": list(first.turn.sampled),
+        "generation_log_probs": list(first.turn.log_probs),
+    }
+    agent.goes_on(first, **fields)
+    host = await started(engine_url, model_folder)
+    agent.service = await host.service()
+    second = await agent.ask()
+    assert second.turn.prompt()[: first.turn.end] == first.turn.sequence()
+    agent.goes_on(second)
+    assert (await agent.ask()).turn.parent is second.turn
+    await host.aclose()
+
+
+@pytest.mark.parametrize(("history", "branches"), [("keep", 1), ("branch", 2)])
+async def test_a_template_that_drops_thoughts(
+    engine_url: str, model_folder: Path, history: str, branches: int
+) -> None:
+    host = await started(
+        engine_url, model_folder, history=history, chat_template=str(TEMPLATES / "opened.jinja"), tool_format="plain"
+    )
+    agent = Agent(await host.service())
+    first = await agent.ask()
+    assert first.parsed.thought is not None
+    agent.goes_on(first)
+    await agent.ask()
+    assert agent.service.ledger("r").branches == branches
+    metrics = host.metrics.exposition()
+    assert b"prorl_policy_history_rewrites_total 1.0" in metrics
+    retokenised = 0.0 if history == "keep" else 20.0
+    assert f"prorl_policy_retokenised_tokens_total {retokenised}".encode() in metrics
+    await host.aclose()
+
+
+async def test_a_full_context_ends_the_rollout_typed_and_without_tokens(agent: Agent) -> None:
+    agent.messages[0]["content"] = "box " * 30_000
+    answer = await agent.ask()
+    assert (answer.finish, answer.turn, answer.message["content"]) == (Finish.CONTEXT, None, "")
+
+
+async def test_pictures_are_refused_by_name(agent: Agent) -> None:
+    agent.messages[0]["content"] = [{"type": "image_url", "image_url": {"url": "x"}}]
+    with pytest.raises(CallerError, match=r"messages\.content: only text is supported, not 'image_url'"):
+        await agent.ask()
+
+
+async def test_finished_and_forgotten_rollouts_cost_nothing(agent: Agent, engine_url: str, model_folder: Path) -> None:
+    await agent.ask()
+    pool = agent.service.placement.pool
+    agent.service.finish("r")
+    assert not pool.backends["backend0"].live
+    with pytest.raises(CallerError, match="no rollout 'r' here"):
+        agent.service.ledger("r")
+    host = await started(engine_url, model_folder, keep_s=0.001)
+    forgetful = Agent(await host.service(), "old")
+    await forgetful.ask()
+    forgetful.name = "new"
+    await forgetful.ask()
+    with pytest.raises(CallerError):
+        forgetful.service.ledger("old")
+    await host.aclose()
