@@ -159,6 +159,45 @@ def tail(
     _run(jobs.tail(url, after))
 
 
+@app.command()
+def selfcheck(
+    subject: Annotated[str, typer.Argument(help="What to check: sandbox.")],
+    provider: Annotated[str, typer.Option(help="A sandbox provider that NeMo Gym knows by name.")] = "singularity",
+    image: Annotated[str | None, typer.Option(help="Image, in the provider's terms; the default image.")] = None,
+    options: Annotated[str, typer.Option(help="The provider's own options, as JSON.")] = "{}",
+) -> None:
+    """Put a sandbox provider of NeMo Gym through the conformance suite. Exit code 1 if a check fails."""
+    import json
+
+    from nemo_gym.sandbox.providers import create_provider
+    from rich.console import Console
+    from rich.markup import escape
+    from rich.table import Table
+
+    from nemo_gym_prorl.sandbox import conformance
+    from nemo_gym_prorl.sandbox.image import default_image_path
+    from nemo_gym_prorl.sandbox.runtime import find_runtime
+
+    if subject != "sandbox":
+        raise typer.BadParameter("only 'sandbox' can be checked")
+    try:
+        settings = json.loads(options)
+    except ValueError as error:
+        raise typer.BadParameter(f"--options is not JSON: {error}") from None
+    if runtime := find_runtime():
+        runtime.activate()
+    made = create_provider({provider: settings})
+    outcomes = asyncio.run(conformance.run(made, image or str(default_image_path())))
+    table = Table("check", "", "seconds", "what came instead", title=f"sandbox provider {provider}")
+    for outcome in outcomes:
+        verdict = "[green]passed" if outcome.passed else "[red]failed"
+        table.add_row(outcome.name, verdict, f"{outcome.seconds:.1f}", escape(outcome.reason))
+    Console(highlight=False).print(table)
+    failed = sum(not outcome.passed for outcome in outcomes)
+    typer.echo(f"{len(outcomes) - failed} of {len(outcomes)} passed")
+    raise typer.Exit(1 if failed else 0)
+
+
 def main() -> None:
     """Entry point of the ``prorl`` script."""
     from nemo_gym_prorl.failures import RolloutError

@@ -30,6 +30,8 @@ Flavor = Literal["apptainer", "singularity"]
 PREFIX_RECIPE = 1
 """Number of the recipe by which :mod:`.install` builds the private copy; a new number means a new folder."""
 
+ROOT_CACHE = Path("/var/cache/nemo-gym-prorl")
+
 MARKER = "prorl-runtime.json"
 """File in a private prefix that says it is complete, its version, and for which path it was built."""
 
@@ -116,8 +118,13 @@ def require_runtime() -> Runtime:
 
 
 def private_prefix() -> Path:
-    """Where the private copy lives, or would live. The path is part of its programs, so it can't be moved."""
-    return cache_dir() / f"apptainer-{machine()}-{PREFIX_RECIPE}"
+    """Where the private copy lives, or would live. The path is part of its programs, so it can't be moved.
+
+    Root's is in :data:`ROOT_CACHE` unless ``$PRORL_CACHE`` says otherwise: root's sandboxes run under user ids of
+    nobody, and those can't enter root's home folder.
+    """
+    folder = ROOT_CACHE if os.geteuid() == 0 and "PRORL_CACHE" not in os.environ else cache_dir()
+    return folder / f"apptainer-{machine()}-{PREFIX_RECIPE}"
 
 
 def parse_version(text: str) -> tuple[Flavor, tuple[int, ...]] | None:

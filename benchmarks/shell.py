@@ -1,0 +1,325 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Sandboxes: one shell action, starting and ending a sandbox, many at once, and what is left afterwards.
+
+Every peer runs the same ``echo`` the way its users run it: NeMo Gym's ``apptainer`` provider in a container of the
+same image, SWE-ReX's local bash session and a tmux pane on the bare machine, which flatters those two.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import contextlib
+import os
+import shutil
+import subprocess
+import time
+from collections.abc import AsyncIterator, Awaitable, Callable
+from importlib.util import find_spec
+from pathlib import Path
+
+from nemo_gym.sandbox.providers.apptainer import ApptainerProvider
+from nemo_gym.sandbox.providers.base import SandboxSpec
+
+from benchmarks.report import Figure, publish
+from nemo_gym_prorl.sandbox import lease
+from nemo_gym_prorl.sandbox.container import Container, ContainerSpec
+from nemo_gym_prorl.sandbox.image import ensure_default_image
+from nemo_gym_prorl.sandbox.images import ensure_kernel_image
+from nemo_gym_prorl.sandbox.install import ensure_runtime
+from nemo_gym_prorl.sandbox.kernel import Kernel
+from nemo_gym_prorl.sandbox.pool import WarmPool
+from nemo_gym_prorl.sandbox.runtime import Runtime
+from nemo_gym_prorl.sandbox.shell import Shell
+
+
+ECHO = "echo hello"
+
+PEER_ATTEMPTS = 3
+"""A peer that fails as often is left out."""
+
+Action = Callable[[], Awaitable[str]]
+
+
+async def our_shell(image: Path, runtime: Runtime) -> AsyncIterator[Action]:
+    """A shell session of ours."""
+    container = await Container.start(ContainerSpec(image=image), runtime)
+    async with container, await Shell.start(container) as shell:
+
+        async def action() -> str:
+            return (await shell.run(ECHO)).output
+
+        yield action
+
+
+async def our_exec(image: Path, runtime: Runtime) -> AsyncIterator[Action]:
+    """A command of ours without a shell session."""
+    async with await Container.start(ContainerSpec(image=image), runtime) as container:
+
+        async def action() -> str:
+            return (await container.run(ECHO)).stdout
+
+        yield action
+
+
+async def gym_apptainer(image: Path, _runtime: Runtime) -> AsyncIterator[Action]:
+    """NeMo Gym's own provider."""
+    provider = ApptainerProvider(create={"extra_start_args": ["--writable-tmpfs"]})
+    handle = await provider.create(SandboxSpec(image=str(image)))
+
+    async def action() -> str:
+        return (await provider.exec(handle, ECHO)).stdout or ""
+
+    try:
+        yield action
+    finally:
+        await provider.close(handle)
+
+
+async def swe_rex(_image: Path, _runtime: Runtime) -> AsyncIterator[Action]:
+    """SWE-ReX's session, without a container."""
+    from swerex.runtime.abstract import BashAction, CreateBashSessionRequest
+    from swerex.runtime.local import LocalRuntime
+
+    runtime = LocalRuntime()
+    await runtime.create_session(CreateBashSessionRequest())
+
+    async def action() -> str:
+        return (await runtime.run_in_session(BashAction(command=ECHO))).output
+
+    try:
+        yield action
+    finally:
+        await runtime.close()
+
+
+async def tmux(_image: Path, _runtime: Runtime) -> AsyncIterator[Action]:
+    """A tmux pane that is typed into and captured until its mark is to be seen, without a container."""
+    base = ["tmux", "-L", f"prorl-bench-{os.getpid()}"]
+    await _run([*base, "new-session", "-d", "-x", "200", "-y", "50", "bash", "--norc", "--noprofile"])
+    count = 0
+
+    async def action() -> str:
+        nonlocal count
+        count += 1
+        await _run([*base, "send-keys", f"{ECHO}; echo end-$(({count}))-", "Enter"])
+        while f"\nend-{count}-" not in (seen := await _run([*base, "capture-pane", "-p", "-S", "-20"])):
+            pass
+        return seen
+
+    try:
+        yield action
+    finally:
+        await _run([*base, "kill-server"])
+
+
+async def _run(argv: list[str]) -> str:
+    process = await asyncio.create_subprocess_exec(*argv, stdout=subprocess.PIPE)
+    output, _ = await process.communicate()
+    return output.decode()
+
+
+async def latencies(action: Action, count: int) -> list[float]:
+    """Milliseconds of each call, sorted; what comes back is checked."""
+    taken = []
+    for _ in range(count):
+        begin = time.perf_counter()
+        answer = await action()
+        taken.append((time.perf_counter() - begin) * 1e3)
+        assert "hello" in answer
+    return sorted(taken)
+
+
+def quantile(ordered: list[float], share: float) -> float:
+    """The value below which ``share`` of them lie."""
+    return ordered[min(len(ordered) - 1, int(len(ordered) * share))]
+
+
+async def actions(image: Path, runtime: Runtime, quick: bool) -> list[Figure]:
+    """One action, ours and theirs."""
+    count = 300 if quick else 2000
+    subjects = {"ours": (our_shell, count), "our exec": (our_exec, count // 10), "Gym apptainer": (gym_apptainer, 30)}
+    if find_spec("swerex"):
+        subjects["SWE-ReX"] = (swe_rex, 30)
+    if shutil.which("tmux"):
+        subjects["tmux"] = (tmux, 100)
+    middle, late = {}, {}
+    for name, (subject, repeats) in subjects.items():
+        for _attempt in range(PEER_ATTEMPTS):
+            try:
+                async with contextlib.asynccontextmanager(subject)(image, runtime) as action:
+                    await latencies(action, 3)
+                    ordered = await latencies(action, repeats)
+            except Exception as error:
+                # SWE-ReX gives up on a busy machine, for one.
+                if name.startswith("our"):
+                    raise
+                print(f"{name} failed: {error}")
+                continue
+            middle[name], late[name] = quantile(ordered, 0.5), quantile(ordered, 0.99)
+            break
+    p50, p99 = middle.pop("ours"), late.pop("ours")
+    return [
+        Figure("shell action, p50", p50, "ms", goal="<= 1", peers=middle),
+        Figure("shell action, p99", p99, "ms", goal="<= 5", peers=late),
+        Figure("shell action, times faster than Gym's provider", middle["Gym apptainer"] / p50, "x", goal=">= 80"),
+    ]
+
+
+async def starts(image: Path, runtime: Runtime, quick: bool) -> list[Figure]:
+    """From nothing to the first answer, and the end."""
+    first, last, theirs = [], [], []
+    for _ in range(10 if quick else 40):
+        begin = time.perf_counter()
+        container = await Container.start(ContainerSpec(image=image), runtime)
+        await container.run(ECHO)
+        first.append((time.perf_counter() - begin) * 1e3)
+        begin = time.perf_counter()
+        await container.close()
+        last.append((time.perf_counter() - begin) * 1e3)
+    provider = ApptainerProvider(create={"extra_start_args": ["--writable-tmpfs"]})
+    for _ in range(3 if quick else 10):
+        begin = time.perf_counter()
+        handle = await provider.create(SandboxSpec(image=str(image)))
+        await provider.exec(handle, ECHO)
+        theirs.append((time.perf_counter() - begin) * 1e3)
+        await provider.close(handle)
+    peers = {"Gym apptainer": quantile(sorted(theirs), 0.5)}
+    return [
+        Figure("cold start to first answer, p50", quantile(sorted(first), 0.5), "ms", goal="<= 100", peers=peers),
+        Figure("end, proven, p50", quantile(sorted(last), 0.5), "ms"),
+    ]
+
+
+async def warm_starts(image: Path, runtime: Runtime, quick: bool) -> list[Figure]:
+    """From the pool to the first answer, with time to refill between."""
+    taken = []
+    pool = WarmPool(ContainerSpec(image=image), 2, lambda spec: Container.start(spec, runtime))
+    try:
+        for _ in range(10 if quick else 40):
+            await pool.filled()
+            begin = time.perf_counter()
+            container = await pool.take({}, None)
+            await container.run(ECHO)
+            taken.append((time.perf_counter() - begin) * 1e3)
+            await container.close()
+    finally:
+        await pool.close()
+    return [Figure("warm start to first answer, p50", quantile(sorted(taken), 0.5), "ms", goal="<= 20")]
+
+
+async def cells(_image: Path, runtime: Runtime, quick: bool) -> list[Figure]:
+    """A kernel's start, and one cell in it."""
+    image = await asyncio.to_thread(ensure_kernel_image, print)
+    async with await Container.start(ContainerSpec(image=image), runtime) as container:
+        begin = time.perf_counter()
+        async with await Kernel.start(container) as kernel:
+            started = time.perf_counter() - begin
+
+            async def action() -> str:
+                return (await kernel.run("print('hello')")).output
+
+            ordered = await latencies(action, 50 if quick else 500)
+    return [
+        Figure("kernel cell, p50", quantile(ordered, 0.5), "ms", goal="<= 4"),
+        Figure("kernel cell, p99", quantile(ordered, 0.99), "ms"),
+        Figure("kernel start", started, "s"),
+    ]
+
+
+async def together(image: Path, runtime: Runtime, quick: bool) -> list[Figure]:
+    """Shells that wait at once, and sandboxes that live at once."""
+    alive = 20 if quick else 200
+    gate = asyncio.Semaphore(4)
+
+    async def start() -> Container:
+        async with gate:
+            return await Container.start(ContainerSpec(image=image), runtime)
+
+    containers = await asyncio.gather(*(start() for _ in range(alive)))
+    owner = Path(containers[0].describe()["supervisor"])
+    processes = {pid for space in lease.spaces_of(owner) for pid in space.members()} | set(lease.helpers_of(owner))
+    memory = sum(_proportional(pid) for pid in processes) / alive
+    shells = await asyncio.gather(*(Shell.start(containers[number % alive]) for number in range(64)))
+    begin = time.perf_counter()
+    await asyncio.gather(*(shell.run("sleep 0.5") for shell in shells))
+    seconds = time.perf_counter() - begin
+    await asyncio.gather(*(shell.close() for shell in shells))
+    answers = await asyncio.gather(*(container.run(ECHO) for container in containers))
+    assert all(answer.stdout == "hello\n" for answer in answers)
+    await asyncio.gather(*(container.close() for container in containers))
+    return [
+        Figure("64 shells, each sleep 0.5", seconds, "s", goal="<= 1"),
+        Figure("sandboxes alive at once", alive, "", goal=None if quick else ">= 200"),
+        Figure("memory of each", memory, "MiB"),
+    ]
+
+
+async def cycles(image: Path, runtime: Runtime, quick: bool) -> list[Figure]:
+    """Create, use, destroy, over and over: what there is more of afterwards."""
+    count = 20 if quick else 1000
+    gate = asyncio.Semaphore(4)
+
+    async def cycle() -> None:
+        async with gate:
+            container = await Container.start(ContainerSpec(image=image), runtime)
+            async with container, await Shell.start(container) as shell:
+                assert (await shell.run(f"{ECHO} > /tmp/file; cat /tmp/file")).output == "hello\n"
+
+    await cycle()
+    before = _counts()
+    begin = time.perf_counter()
+    await asyncio.gather(*(cycle() for _ in range(count)))
+    seconds = time.perf_counter() - begin
+    more = {name: after - before[name] for name, after in _counts().items()}
+    left = [Figure(f"{name} more after {count} cycles", value, "", goal="<= 0") for name, value in more.items()]
+    return [Figure("create, use, destroy, 4 at a time", count / seconds, "1/s"), *left]
+
+
+def _counts() -> dict[str, int]:
+    """Processes and mounts of ours, open files of this process and the supervisor, and files in the state folder."""
+    root = lease.state_root()
+    owners = [owner for owner in root.glob("s-*") if (owner / "socket").exists()]
+    supervisors = [pid for pid in lease.process_ids() if _is_supervisor(pid)]
+    return {
+        "processes": sum(len(lease.helpers_of(owner)) for owner in owners) + len(supervisors),
+        "mounts": len(Path("/proc/self/mounts").read_text().splitlines()),
+        "open files": sum(len(list(Path(f"/proc/{pid}/fd").iterdir())) for pid in (os.getpid(), *supervisors)),
+        "files": len(list(root.rglob("*"))),
+    }
+
+
+def _is_supervisor(pid: int) -> bool:
+    try:
+        parent = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[1]
+        return parent == str(os.getpid()) and b"supervisor" in Path(f"/proc/{pid}/cmdline").read_bytes()
+    except OSError:
+        return False
+
+
+def _proportional(pid: int) -> float:
+    """MiB of a process, shared pages divided among those who share them."""
+    try:
+        lines = Path(f"/proc/{pid}/smaps_rollup").read_text().splitlines()
+    except OSError:
+        return 0.0
+    return next((int(line.split()[1]) for line in lines if line.startswith("Pss:")), 0) / 1024
+
+
+async def main() -> None:
+    """Measure and publish."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--quick", action="store_true", help="few repeats; under a minute; writes nothing")
+    quick = parser.parse_args().quick
+    runtime = ensure_runtime(print)
+    runtime.activate()
+    image = ensure_default_image(print)
+    figures = []
+    for part in (actions, cells, starts, warm_starts, together, cycles):
+        figures += await part(image, runtime, quick)
+        print(f"{part.__name__}: done", flush=True)
+    publish("shell", figures, packages=("nemo-gym", "swe-rex"), quick=quick)
+
+
+if __name__ == "__main__":
+    asyncio.run(main())

@@ -1,0 +1,208 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Who owns which sandboxes, on disk: so that what a dead owner left can be told from what a live one uses.
+
+Each supervisor has one folder with everything its sandboxes leave on disk. The folder's ``lock`` file is locked for as
+long as the supervisor lives; the kernel lets go of it at its death, however it dies. So a folder whose lock can be had
+is a dead one's, with no doubt about reused process numbers or reboots, and :func:`sweep` may take it.
+
+Processes are found by what was noted down (the runtime's parent), by a variable in their environment (its helpers, for
+file systems) and by their PID namespace (everything inside). A number alone is never trusted, since the kernel gives
+them away again.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import os
+import shutil
+import signal
+import stat
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+
+OWNER_VARIABLE = "PRORL_SANDBOX_OWNER"
+"""In the environment of every process of the runtime: the path of the folder of the supervisor that started it."""
+
+STARTER_FILE = "starter"
+"""In the folder of each sandbox: number and start time of the process that became the runtime."""
+
+SPACE_FILE = "pid_namespace"
+"""In the folder of each sandbox: its :class:`Space`, as soon as it has processes."""
+
+_UNFINISHED_S = 60.0
+"""A folder without a lock that is younger than this may be one whose owner is just starting."""
+
+
+def state_root() -> Path:
+    """Where the folders of supervisors lie: ``$PRORL_STATE``, else ``/tmp/prorl-UID``. Must be node-local.
+
+    Raises:
+        PermissionError: the folder belongs to somebody else.
+    """
+    root = Path(os.environ.get("PRORL_STATE") or f"{tempfile.gettempdir()}/prorl-{os.geteuid()}").absolute()
+    root.mkdir(parents=True, exist_ok=True)
+    found = root.lstat()
+    if not stat.S_ISDIR(found.st_mode) or found.st_uid != os.geteuid():
+        raise PermissionError(f"{root} belongs to somebody else; set PRORL_STATE to a folder of your own")
+    # Root's sandboxes run under unprivileged ids that must be able to pass, though not to look around.
+    root.chmod(0o700 if os.geteuid() else 0o711)
+    return root
+
+
+def take(root: Path) -> tuple[Path, int]:
+    """A new owner's folder, and the descriptor of its lock, which is held until all copies of it are closed."""
+    folder = Path(tempfile.mkdtemp(prefix="s-", dir=root))
+    folder.chmod(0o700 if os.geteuid() else 0o711)
+    lock = os.open(folder / "lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+    fcntl.flock(lock, fcntl.LOCK_EX)
+    return folder, lock
+
+
+def sweep(root: Path) -> list[Path]:
+    """Remove what dead owners left: processes, then files. Returns their folders; live ones are not touched."""
+    swept = []
+    for folder in sorted(root.glob("s-*")):
+        lock = _lock_of_the_dead(folder)
+        if lock is None:
+            continue
+        try:
+            clear(folder)
+            swept.append(folder)
+        except TimeoutError:
+            # The next sweep tries again; the others need not wait for it.
+            continue
+        finally:
+            os.close(lock)
+    return swept
+
+
+def _lock_of_the_dead(folder: Path) -> int | None:
+    try:
+        lock = os.open(folder / "lock", os.O_RDWR | os.O_CLOEXEC)
+    except FileNotFoundError:
+        if time.time() - folder.stat().st_mtime < _UNFINISHED_S:
+            return None
+        lock = os.open(folder / "lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+    try:
+        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        os.close(lock)
+        return None
+    return lock
+
+
+def clear(folder: Path, patience_s: float = 5.0) -> None:
+    """Kill every process that belongs to the owner's ``folder``, then remove it.
+
+    Raises:
+        TimeoutError: processes are left that even SIGKILL does not end, waiting for a device, say; the folder stays.
+    """
+    deadline = time.monotonic() + patience_s
+    while remains := [*helpers_of(folder), *(pid for space in spaces_of(folder) for pid in space.members())]:
+        for pid in remains:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
+        if time.monotonic() > deadline:
+            raise TimeoutError(f"processes {remains} of {folder} do not die")
+        time.sleep(0.005)
+    remove_tree(folder)
+
+
+@dataclass(frozen=True, slots=True)
+class Space:
+    """A container's PID namespace.
+
+    The kernel gives the numbers of namespaces and processes away again. But a process's number *and* start time are
+    unique, and while its first process is there, so is the namespace; when that one ends, the kernel has ended all
+    others before.
+    """
+
+    init: int
+    started: int
+    number: int
+
+    @classmethod
+    def of(cls, init: int) -> Space:
+        """The namespace whose first process is ``init``, as the host numbers it."""
+        return cls(init, start_time(init) or 0, os.stat(f"/proc/{init}/ns/pid").st_ino)
+
+    def note(self, folder: Path) -> None:
+        """Note it down in a sandbox's folder."""
+        fresh = folder / f".{SPACE_FILE}"
+        fresh.write_text(f"{self.init} {self.started} {self.number}")
+        fresh.rename(folder / SPACE_FILE)
+
+    def members(self) -> list[int]:
+        """The live processes in it, as the host numbers them."""
+        if start_time(self.init) != self.started:
+            return []
+        return _processes(lambda entry: os.stat(f"{entry}/ns/pid").st_ino == self.number)
+
+
+def spaces_of(folder: Path) -> list[Space]:
+    """The PID namespaces that an owner noted down and has not seen empty."""
+    return [Space(*map(int, note.read_text().split())) for note in folder.glob(f"*/{SPACE_FILE}")]
+
+
+def start_time(pid: int) -> int | None:
+    """When a process was started, in ticks since boot; ``None`` if it has ended."""
+    try:
+        fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+    except (FileNotFoundError, ProcessLookupError):
+        return None
+    return None if fields[0] in "ZX" else int(fields[19])
+
+
+def note_starter(folder: Path, pid: int) -> None:
+    """Note down, in a sandbox's folder, the process that was forked to become the runtime."""
+    (folder / STARTER_FILE).write_text(f"{pid} {start_time(pid) or 0}")
+
+
+def helpers_of(folder: Path) -> list[int]:
+    """The live processes of the runtime, outside of containers, that were started for an owner's ``folder``."""
+    starters = [tuple(map(int, note.read_text().split())) for note in folder.glob(f"*/{STARTER_FILE}")]
+    # The runtime's parent overwrites its environment; its file system helpers do not.
+    mark = f"{OWNER_VARIABLE}={folder}".encode()
+    marked = _processes(lambda entry: mark in Path(f"{entry}/environ").read_bytes().split(b"\0"))
+    return sorted({pid for pid, started in starters if start_time(pid) == started} | set(marked))
+
+
+def _processes(test: Callable[[str], bool]) -> list[int]:
+    return [pid for pid in process_ids() if _holds(test, f"/proc/{pid}")]
+
+
+def _holds(test: Callable[[str], bool], entry: str) -> bool:
+    # A process that ended just now, or somebody else's, is none of ours.
+    try:
+        return test(entry)
+    except OSError:
+        return False
+
+
+def process_ids() -> Iterator[int]:
+    """The numbers of all processes that can be seen."""
+    return (int(name) for name in os.listdir("/proc") if name.isdigit())
+
+
+def remove_tree(folder: Path) -> None:
+    """As ``rm -rf``, also where a sandbox took away its own folders' permissions."""
+
+    def unlock(function: Callable[..., object], path: str, error: BaseException) -> None:
+        if isinstance(error, FileNotFoundError):
+            return
+        if not isinstance(error, PermissionError):
+            raise error
+        for blocked in (os.path.dirname(path), path):
+            if not os.path.islink(blocked):
+                os.chmod(blocked, 0o700)
+        if function in (os.open, os.scandir, os.lstat, os.rmdir):
+            shutil.rmtree(path, onexc=unlock)
+        else:
+            function(path)
+
+    shutil.rmtree(folder, onexc=unlock)

@@ -1,0 +1,42 @@
+# SPDX-License-Identifier: Apache-2.0
+"""``as_user.py UID COMMAND...``: become an ordinary user who can read the tools and owns the cache, then run it.
+
+Root's own folders are closed to everybody else, and the interpreter, the runtime and the image may lie there. So the
+command runs in a mount namespace where an empty folder covers each closed one, and just these are to be seen in it.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+import tempfile
+from pathlib import Path
+
+from nemo_gym_prorl.sandbox.cache import cache_dir
+from nemo_gym_prorl.sandbox.linux import mount, mount_for, private_mounts, user_namespace, walled_in
+
+
+def main() -> None:
+    uid, command = int(sys.argv[1]), sys.argv[2:]
+    cache = cache_dir()
+    needed = [Path(sys.prefix), Path(sys.base_prefix), Path(__file__).parents[2], cache]
+    owner = user_namespace(0, uid, uid)
+    walls = {path: wall for path in needed if (wall := walled_in(path)) or path == cache}
+    private_mounts()
+    with tempfile.TemporaryDirectory() as temporary:
+        held = {path: Path(temporary, str(number)) for number, path in enumerate(walls)}
+        for path, place in held.items():
+            place.mkdir()
+            mount_for(str(path), str(place), owner if path == cache else None)
+        for wall in {wall for wall in walls.values() if wall}:
+            mount("tmpfs", str(wall), "tmpfs", 0, "mode=755,size=64k")
+        for path, place in held.items():
+            path.mkdir(parents=True, exist_ok=True)
+            mount_for(str(place), str(path), None)
+        os.setgroups([])
+        os.setresgid(uid, uid, uid)
+        os.setresuid(uid, uid, uid)
+        os.execvp(command[0], command)
+
+
+main()

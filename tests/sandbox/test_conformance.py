@@ -1,0 +1,43 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Our provider passes its own suite, and the suite can tell a provider that falls short."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import Any
+
+import pytest
+from nemo_gym.sandbox.providers.apptainer import ApptainerProvider
+
+from nemo_gym_prorl.sandbox import conformance
+from nemo_gym_prorl.sandbox.provider import SingularityProvider
+from nemo_gym_prorl.sandbox.runtime import Runtime
+
+
+pytestmark = pytest.mark.sandbox
+
+
+async def test_ours_passes_all(image: Path, runtime: Runtime) -> None:
+    runtime.activate()
+    outcomes = await conformance.run(SingularityProvider(), str(image))
+    assert [outcome for outcome in outcomes if not outcome.passed] == []
+    assert len(outcomes) == len(conformance.CHECKS) + 1
+
+
+async def test_with_the_hosts_network_it_does_not(image: Path, runtime: Runtime) -> None:
+    if len(Path("/proc/net/route").read_text().splitlines()) < 2:  # noqa: ASYNC240
+        pytest.skip("this machine has no network itself")
+    runtime.activate()
+    outcome = await conformance._run_one(conformance.no_network, SingularityProvider(network=True), str(image))
+    assert not outcome.passed
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="one peer is enough")
+async def test_gyms_own_provider_falls_short_where_known(image: Path, runtime: Runtime) -> None:
+    runtime.activate()
+    options: dict[str, Any] = {"extra_start_args": ["--writable-tmpfs"]}
+    provider = ApptainerProvider(create=options)
+    checks = (conformance.no_network, conformance.a_command_of_a_mebibyte, conformance.output_errors_and_exit_code)
+    outcomes = [await conformance._run_one(check, provider, str(image)) for check in checks]
+    assert [outcome.passed for outcome in outcomes] == [False, False, True]

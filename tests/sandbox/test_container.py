@@ -1,0 +1,197 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Commands and files in a real container: what comes back, and what is refused."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+from pathlib import Path
+
+import pytest
+
+from nemo_gym_prorl.failures import CallerError, InfrastructureError
+from nemo_gym_prorl.sandbox import lease
+from nemo_gym_prorl.sandbox.container import Container, ContainerSpec
+from nemo_gym_prorl.sandbox.link import SandboxLost
+from nemo_gym_prorl.sandbox.runtime import Runtime
+
+
+pytestmark = pytest.mark.sandbox
+
+
+async def test_output_errors_and_exit_code(container: Container) -> None:
+    done = await container.run("echo out; echo err >&2; exit 3")
+    assert (done.stdout, done.stderr, done.exit_code, done.timed_out) == ("out\n", "err\n", 3, False)
+    assert (await container.run("kill -9 $$")).exit_code == 137
+    assert (await container.run("no-such-program")).exit_code == 127
+    assert (await container.run("cat")).stdout == "", "input is empty"
+
+
+async def test_variables_and_folders(image: Path, runtime: Runtime, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HOST_SECRET", "hidden")
+    spec = ContainerSpec(image=image, env={"A": "a b\n'\"$X"}, workdir="/work/dir")
+    async with await Container.start(spec, runtime) as container:
+        shown = (await container.run('printf %s "$A"; pwd', env={"B": "b"})).stdout
+        assert shown == "a b\n'\"$X/work/dir\n"
+        environment = (await container.run("env", env={"B": "b"}, cwd="/")).stdout
+        assert "HOST_SECRET" not in environment
+        assert "APPTAINER" not in environment
+        assert {"B=b", "HOME=/root", "PWD=/"} <= set(environment.split("\n"))
+        command_lines = [Path(f"/proc/{pid}/cmdline") for pid in lease.process_ids()]
+        assert not any(b"a b\n" in line.read_bytes() for line in command_lines if line.exists()), "secrets on argv"
+        with pytest.raises(CallerError, match="working folder /nowhere"):
+            await container.run("true", cwd="/nowhere")
+        with pytest.raises(CallerError, match="env"):
+            await container.run("true", env={"A=B": "c"})
+
+
+async def test_a_command_of_a_mebibyte(container: Container) -> None:
+    assert (await container.run(f": {'x' * (1 << 20)}; echo done")).stdout == "done\n"
+
+
+async def test_the_time_limit_ends_the_command_and_keeps_its_output(container: Container) -> None:
+    done = await container.run("echo begun; sleep 1000 & sleep 1000", timeout_s=0.5)
+    assert done.timed_out
+    assert done.stdout == "begun\n"
+    assert (await container.run("ps -A -o args= | grep -c '[s]leep 1000'")).stdout == "0\n"
+
+
+async def test_a_background_process_does_not_hold_up_its_command(container: Container) -> None:
+    done = await asyncio.wait_for(container.run("sleep 1000 & echo $!"), 10)
+    assert (await container.run(f"kill -0 {done.stdout.strip()} && echo lives")).stdout == "lives\n"
+
+
+async def test_output_is_bounded(container: Container) -> None:
+    done = await container.run("yes | head -c 30000000; echo end", output_limit=2000)
+    assert done.omitted == 30_000_000 + 4 - 2000
+    assert done.stdout.endswith("end\n")
+    assert len(done.stdout) < 2100
+
+
+async def test_many_commands_at_once(container: Container) -> None:
+    done = await asyncio.gather(*(container.run(f"sleep 0.2; echo {number}") for number in range(32)))
+    assert [result.stdout for result in done] == [f"{number}\n" for number in range(32)]
+
+
+async def test_a_cancelled_command_is_ended(container: Container) -> None:
+    task = asyncio.create_task(container.run("sleep 1234"))
+    await asyncio.sleep(0.3)
+    task.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await task
+    await asyncio.sleep(0.1)
+    assert (await container.run("ps -A -o args= | grep -c '[s]leep 1234'")).stdout == "0\n"
+
+
+async def test_files_go_in_and_come_out_unchanged(container: Container, tmp_path: Path) -> None:
+    data = random.Random(0).randbytes(3_000_000)
+    source, back = tmp_path / "source", tmp_path / "new" / "back"
+    source.write_bytes(data)
+    source.chmod(0o750)
+    await container.upload(source, "/data/deep/ä file")
+    assert (await container.run("stat -c '%s %a %U' '/data/deep/ä file'")).stdout == "3000000 750 root\n"
+    await container.download("/data/deep/ä file", back)
+    assert back.read_bytes() == data
+    await container.upload(tmp_path / "source", "/etc/hostname-of-mine")
+    source.write_bytes(b"")
+    await container.upload(source, "/data/deep/ä file")
+    await container.download("/data/deep/ä file", back)
+    assert back.read_bytes() == b""
+
+
+@pytest.mark.parametrize("path", ["relative", "/data", "/with\0nul", "/missing/dir/../.."])
+async def test_targets_that_are_no_files_are_refused(container: Container, tmp_path: Path, path: str) -> None:
+    await container.run("mkdir /data")
+    (tmp_path / "file").write_text("x")
+    with pytest.raises(CallerError, match="target_path"):
+        await container.upload(tmp_path / "file", path)
+    assert (await container.run("ls -A /data")).stdout == ""
+
+
+async def test_sources_that_are_no_files_are_refused(container: Container, tmp_path: Path) -> None:
+    await container.run("mkdir /d; mkfifo /fifo; truncate -s 5M /large; ln -s /large /link; mknod /n c 1 5")
+    for path in ("/d", "/fifo", "/missing", "/dev/zero", "/proc/self/exe", "relative"):
+        with pytest.raises(CallerError, match="source_path"):
+            await asyncio.wait_for(container.download(path, tmp_path / "x"), 10)
+    for path in ("/large", "/link"):
+        with pytest.raises(CallerError, match="limit"):
+            await container.download(path, tmp_path / "x", limit=1 << 20)
+    assert not any(tmp_path.iterdir())  # noqa: ASYNC240
+    with pytest.raises(CallerError, match="source_path"):
+        await container.upload(tmp_path / "none", "/x")
+    with pytest.raises(CallerError, match="source_path"):
+        await container.upload(Path("/dev/zero"), "/x")
+
+
+async def test_links_lead_nowhere_outside(container: Container, tmp_path: Path) -> None:
+    """A link to a path of the host means the sandbox's own path of that name."""
+    secret = tmp_path / "secret"
+    secret.write_text("host")
+    await container.run(f"ln -s {secret} /link; ln -s /proc/1/root{secret} /proclink; ln -s {tmp_path} /dirlink")
+    for path in ("/link", "/proclink", "/dirlink/secret", f"/../../../..{secret}"):
+        with pytest.raises(CallerError):
+            await container.download(path, tmp_path / "stolen")
+    (tmp_path / "new").write_text("sandbox")
+    with pytest.raises(CallerError):
+        await container.upload(tmp_path / "new", "/dirlink/secret")
+    await container.run(f"mkdir -p {tmp_path}")
+    await container.upload(tmp_path / "new", "/dirlink/secret")
+    assert secret.read_text() == "host"
+    assert (await container.run(f"cat {secret}")).stdout == "sandbox"
+
+
+async def test_without_root(image: Path, runtime: Runtime) -> None:
+    async with await Container.start(ContainerSpec(image=image, root=False), runtime) as container:
+        assert (await container.run("id -u; pwd; touch /tmp/x && echo ok")).stdout == "1000\n/tmp\nok\n"
+        assert (await container.run("grep CapEff /proc/self/status")).stdout.split()[1] == "0" * 16
+
+
+async def test_the_time_to_live(image: Path, runtime: Runtime) -> None:
+    container = await Container.start(ContainerSpec(image=image, ttl_s=0.5), runtime)
+    done = await container.run("sleep 1000")
+    assert done.exit_code == 137
+    await asyncio.sleep(0.2)
+    with pytest.raises(SandboxLost, match="time to live"):
+        await container.run("true")
+    await container.close()
+
+
+@pytest.mark.parametrize(
+    ("change", "field"),
+    [
+        ({"image": Path("/no/such/image")}, "image"),
+        ({"workdir": "relative"}, "workdir"),
+        ({"env": {"": "x"}}, "env"),
+        ({"processes": 0}, "processes"),
+        ({"memory_mib": -1}, "memory_mib"),
+        ({"workdir": "/etc/passwd"}, "workdir"),
+    ],
+)
+async def test_bad_requests_name_the_field_and_leave_nothing(
+    image: Path, runtime: Runtime, state: Path, change: dict[str, object], field: str
+) -> None:
+    with pytest.raises(CallerError, match=field):
+        await Container.start(ContainerSpec(**{"image": image, **change}), runtime)  # type: ignore[arg-type]
+    assert not any(state.glob("*/b-*"))  # noqa: ASYNC240
+
+
+async def test_bad_images_are_refused_with_the_runtimes_words(runtime: Runtime, state: Path, tmp_path: Path) -> None:
+    torn = tmp_path / "torn.sif"
+    torn.write_bytes(b"#!/usr/bin/env run-singularity\nnot an image")
+    empty = tmp_path / "empty"
+    empty.mkdir()
+    for image in (torn, empty):
+        with pytest.raises(InfrastructureError, match=image.name):
+            await Container.start(ContainerSpec(image=image), runtime)
+    assert not any(state.glob("*/b-*"))  # noqa: ASYNC240
+
+
+async def test_a_state_folder_whose_path_is_too_long(
+    image: Path, runtime: Runtime, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    from nemo_gym_prorl.sandbox import link
+
+    monkeypatch.setenv("PRORL_STATE", str(tmp_path / ("x" * 100)))
+    monkeypatch.setattr(link, "_current", None)
+    with pytest.raises(InfrastructureError, match="PRORL_STATE"):
+        await Container.start(ContainerSpec(image=image), runtime)

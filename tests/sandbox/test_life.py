@@ -1,0 +1,255 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Nothing outlives its owner, whoever is killed; nothing of a live owner is touched. Real processes, SIGKILL."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from nemo_gym_prorl.sandbox import lease, link
+from nemo_gym_prorl.sandbox.container import Container, ContainerSpec
+from nemo_gym_prorl.sandbox.link import SandboxLost
+from nemo_gym_prorl.sandbox.runtime import Runtime
+from nemo_gym_prorl.sandbox.shell import Shell
+
+
+SERVER = Path(__file__).with_name("server.py")
+REPOSITORY = Path(__file__).parents[2]
+
+GONE_WITHIN_S = 5.0
+"""Invariant 4 of the architecture."""
+
+pytestmark = pytest.mark.sandbox
+
+
+class Server:
+    """A server process with sandboxes, and what is known about them."""
+
+    def __init__(self, image: Path, sandboxes: int) -> None:
+        self.process = subprocess.Popen(
+            [sys.executable, str(SERVER), str(image), str(sandboxes)],
+            stdout=subprocess.PIPE,
+            text=True,
+            env={**os.environ, "PYTHONPATH": str(REPOSITORY)},
+        )
+        self.facts: dict[str, Any] = json.loads(self.line())
+        self.folder = Path(self.facts["folder"])
+        self.inside = {pid: lease.start_time(pid) for space in lease.spaces_of(self.folder) for pid in space.members()}
+        assert len(self.facts["inits"]) == len(lease.helpers_of(self.folder)) == sandboxes
+        self.inside |= {pid: lease.start_time(pid) for pid in lease.helpers_of(self.folder)}
+        assert len(self.inside) > 4 * sandboxes
+
+    def line(self) -> str:
+        assert self.process.stdout
+        return self.process.stdout.readline()
+
+    def remains(self) -> dict[str, object]:
+        """What is still there; empty values mean that nothing is."""
+        return {
+            "inside": [pid for pid, started in self.inside.items() if lease.start_time(pid) == started],
+            "helpers": lease.helpers_of(self.folder),
+            "files": [str(path) for path in self.folder.glob("*")] if self.folder.exists() else [],
+        }
+
+    def wait_until_gone(self) -> None:
+        deadline = time.monotonic() + GONE_WITHIN_S
+        while any((remains := self.remains()).values()):
+            assert time.monotonic() < deadline, remains
+            time.sleep(0.02)
+
+    def end(self) -> None:
+        self.process.kill()
+        self.process.wait()
+        assert self.process.stdout
+        self.process.stdout.close()
+        deadline = time.monotonic() + GONE_WITHIN_S
+        while self.folder.exists() and time.monotonic() < deadline:
+            lease.sweep(self.folder.parent)
+            time.sleep(0.02)
+        assert not self.folder.exists()
+
+
+@pytest.fixture
+def server(image: Path) -> Iterator[Server]:
+    live = Server(image, 2)
+    yield live
+    live.end()
+
+
+def test_a_killed_server_leaves_nothing(server: Server) -> None:
+    server.process.kill()
+    server.wait_until_gone()
+    assert not server.folder.exists()
+
+
+def test_a_killed_supervisor_leaves_nothing_and_its_sandboxes_end_as_lost(server: Server) -> None:
+    os.kill(server.facts["supervisor"], signal.SIGKILL)
+    assert json.loads(server.line()) == ["SandboxLost"] * 2
+    server.wait_until_gone()
+
+
+def test_server_and_supervisor_killed_together_leave_no_process_and_the_next_sweep_takes_the_files(
+    server: Server,
+) -> None:
+    server.process.send_signal(signal.SIGSTOP)
+    os.kill(server.facts["supervisor"], signal.SIGKILL)
+    server.process.kill()
+    server.process.wait()
+    deadline = time.monotonic() + GONE_WITHIN_S
+    while (remains := server.remains())["inside"] or remains["helpers"]:
+        assert time.monotonic() < deadline, remains
+        time.sleep(0.02)
+    server.end()
+
+
+def test_a_terminated_supervisor_cleans_up(server: Server) -> None:
+    os.kill(server.facts["supervisor"], signal.SIGTERM)
+    server.wait_until_gone()
+
+
+def test_a_sweep_touches_nothing_of_a_live_owner(server: Server, state: Path) -> None:
+    before = server.remains()
+    assert lease.sweep(state) == []
+    assert server.remains()["inside"] == before["inside"]
+
+
+def test_a_killed_first_process_ends_only_its_own_sandbox(server: Server) -> None:
+    first, second = server.facts["inits"]
+    os.kill(first, signal.SIGKILL)
+    deadline = time.monotonic() + GONE_WITHIN_S
+    while len(list(server.folder.glob("b-*"))) > 1:
+        assert time.monotonic() < deadline, server.remains()
+        time.sleep(0.02)
+    assert lease.start_time(first) is None
+    assert lease.start_time(second)
+
+
+@settings(max_examples=4, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(
+    victims=st.lists(st.sampled_from(["server", "supervisor", "init", "anything"]), min_size=1, max_size=3),
+    pause=st.floats(0, 0.05),
+)
+def test_whatever_is_killed_nothing_is_left(image: Path, victims: list[str], pause: float) -> None:
+    server = Server(image, 2)
+    try:
+        for victim in [*victims, "server"]:
+            inside = server.remains()["inside"]
+            assert isinstance(inside, list)
+            numbers = {
+                "server": [server.process.pid],
+                "supervisor": [server.facts["supervisor"]],
+                "init": server.facts["inits"][:1],
+                "anything": inside[-1:],
+            }[victim]
+            for number in numbers:
+                if victim in ("server", "supervisor") or number in inside:
+                    try:
+                        os.kill(number, signal.SIGKILL)
+                    except ProcessLookupError:
+                        continue
+            time.sleep(pause)
+        server.process.wait()
+        deadline = time.monotonic() + GONE_WITHIN_S
+        while (remains := server.remains())["inside"] or remains["helpers"]:
+            assert time.monotonic() < deadline, remains
+            time.sleep(0.02)
+    finally:
+        server.end()
+
+
+async def test_a_killed_shell_is_reported_and_can_be_restarted(shell: Shell, container: Container) -> None:
+    action = await shell.run("kill -9 $$")
+    assert action.exited
+    assert action.exit_code == 137
+    with pytest.raises(SandboxLost):
+        await shell.run("true")
+    await shell.restart()
+    assert (await shell.run("echo again")).output == "again\n"
+
+
+async def test_killing_everything_inside_leaves_the_sandbox_usable(container: Container) -> None:
+    assert (await container.run("kill -9 -1; echo alive")).stdout == "alive\n"
+    assert (await container.run("kill -9 1; kill -15 1; echo alive")).stdout == "alive\n"
+    assert (await container.run("echo still")).stdout == "still\n"
+
+
+async def test_teardown_ends_daemons_and_leaves_no_file(image: Path, runtime: Runtime, state: Path) -> None:
+    container = await Container.start(ContainerSpec(image=image), runtime)
+    await container.run("(setsid sh -c 'trap \"\" TERM HUP; sleep 1000' >/dev/null 2>&1 &)")
+    await container.run("mkdir -p /tmp/a/b && touch /tmp/a/b/c && chmod 000 /tmp/a/b /tmp/a")
+    folder, space = found(state, container)
+    inside = {pid: lease.start_time(pid) for pid in space.members()}
+    assert len(inside) >= 3
+    await container.close()
+    assert [pid for pid, started in inside.items() if lease.start_time(pid) == started] == []
+    assert not folder.exists()
+    await container.close()
+    with pytest.raises(SandboxLost):
+        await container.run("true")
+
+
+async def test_cancelling_a_start_leaves_nothing(image: Path, runtime: Runtime, state: Path) -> None:
+    for delay in (0.0, 0.01, 0.04):
+        task = asyncio.create_task(Container.start(ContainerSpec(image=image), runtime))
+        await asyncio.sleep(delay)
+        task.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await task
+    assert sandboxes(state) == []
+
+
+async def test_create_use_destroy_cycles_leave_no_descriptor_process_or_file(
+    image: Path, runtime: Runtime, state: Path
+) -> None:
+    async def cycle() -> None:
+        async with await Container.start(ContainerSpec(image=image), runtime) as container:
+            async with await Shell.start(container) as shell:
+                assert (await shell.run("echo hello > /tmp/x; cat /tmp/x")).output == "hello\n"
+            assert (await container.run("cat /tmp/x")).stdout == "hello\n"
+
+    def counts() -> tuple[int, int, int]:
+        children = sum(1 for pid in lease.process_ids() if _parent(pid) == _supervisor())
+        return sum(1 for _ in Path("/proc/self/fd").iterdir()), children, len(list(state.rglob("*")))
+
+    await cycle()
+    before = counts()
+    for _ in range(10):
+        await cycle()
+    assert counts() == before
+
+
+def found(state: Path, container: Container) -> tuple[Path, lease.Space]:
+    """A sandbox's folder and its PID namespace."""
+    (folder,) = state.glob(f"*/{container.name}")
+    (space,) = [space for space in lease.spaces_of(folder.parent) if (folder / lease.SPACE_FILE).exists()]
+    return folder, space
+
+
+def sandboxes(state: Path) -> list[Path]:
+    """The folders of all sandboxes."""
+    return list(state.glob("*/b-*"))
+
+
+def _supervisor() -> int:
+
+    assert link._current
+    return link._current.popen.pid
+
+
+def _parent(pid: int) -> int:
+    try:
+        return int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[1])
+    except OSError:
+        return 0
