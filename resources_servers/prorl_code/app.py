@@ -36,7 +36,7 @@ from nemo_gym_prorl.tasks.code.workspace import ToolLimits
 logger = logging.getLogger(__name__)
 
 RELEASE_PATH = "/release_session"
-LOCAL_PROVIDERS = frozenset({"apptainer"})
+LOCAL_PROVIDERS = frozenset({"apptainer", "singularity"})
 """Providers that run Apptainer on this machine, and so can use the image that set-up builds."""
 SHUTDOWN_TIMEOUT_S = 30.0
 

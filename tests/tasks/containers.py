@@ -1,19 +1,20 @@
 # SPDX-License-Identifier: Apache-2.0
 """Real containers for tests, through Gym's own sandbox API."""
 
-import json
 import os
-import subprocess
+import signal
 import tempfile
 from collections.abc import AsyncIterator, Iterator
 from contextlib import asynccontextmanager, contextmanager
 from functools import cache
+from pathlib import Path
 from typing import Any
 
 from nemo_gym.sandbox import AsyncSandbox, SandboxSpec
 from omegaconf import OmegaConf
 
 from nemo_gym_prorl.sandbox.image import ensure_default_image
+from nemo_gym_prorl.sandbox.lease import SPACE_FILE, state_root
 from nemo_gym_prorl.sandbox.runtime import require_runtime
 
 
@@ -54,36 +55,29 @@ async def running(kind: type[AsyncSandbox] = AsyncSandbox) -> AsyncIterator[Asyn
 
 @contextmanager
 def listed_apart() -> Iterator[None]:
-    """Keep the instances of these tests in a list of their own, whatever else runs on the machine.
+    """Keep the sandboxes of these tests in a folder of their own, whatever else runs on the machine.
 
     The folder's path is short because sockets lie in it.
     """
-    names = ("APPTAINER_CONFIGDIR", "SINGULARITY_CONFIGDIR")
-    before = {name: os.environ.get(name) for name in names}
+    before = os.environ.get("PRORL_STATE")
     with tempfile.TemporaryDirectory(prefix="prorl-", dir="/tmp") as folder:
-        os.environ.update(dict.fromkeys(names, folder))
+        os.environ["PRORL_STATE"] = folder
         try:
             yield
         finally:
-            for name, value in before.items():
-                os.environ.pop(name) if value is None else os.environ.update({name: value})
+            os.environ.pop("PRORL_STATE") if before is None else os.environ.update(PRORL_STATE=before)
 
 
 def instances() -> set[str]:
-    """Names of the container instances that run on this machine."""
-    runtime = require_runtime()
-    listing = subprocess.run(
-        [runtime.path, "instance", "list", "--json"], env=runtime.environ(), capture_output=True, check=True
-    )
-    return {entry["instance"] for entry in json.loads(listing.stdout)["instances"]}
+    """Names of the sandboxes that live in the tests' folder."""
+    return {note.parent.name for note in _spaces()}
 
 
 def kill_instance(name: str) -> None:
-    """Kill an instance as the machine's trouble would: at once and from outside."""
-    runtime = require_runtime()
-    subprocess.run(
-        [runtime.path, "instance", "stop", "--signal", "KILL", name],
-        env=runtime.environ(),
-        capture_output=True,
-        check=True,
-    )
+    """Kill a sandbox as the machine's trouble would: at once and from outside."""
+    [note] = [note for note in _spaces() if note.parent.name == name]
+    os.kill(int(note.read_text().split()[0]), signal.SIGKILL)
+
+
+def _spaces() -> list[Path]:
+    return list(state_root().glob(f"*/*/{SPACE_FILE}"))
