@@ -299,9 +299,10 @@ class GymDeployment:
         start_timeout_s: float = 240.0,
     ) -> None:
         self._keeps_work_dir = work_dir is not None
-        self.work_dir = work_dir or Path(tempfile.mkdtemp(prefix="prorl-gym-"))
+        unique = uuid.uuid4().hex[:12]
+        self.work_dir = work_dir or Path(tempfile.gettempdir()) / f"prorl-gym-{unique}"
         # Ray's sockets lie below its folder, and a socket's path may have 107 bytes only: keep it short.
-        self._ray_dir = Path(tempfile.mkdtemp(prefix="prorl-ray-", dir="/tmp"))
+        self._ray_dir = Path("/tmp") / f"prorl-ray-{unique}"
         self.cli = GymCli(self.work_dir, python=python, cwd=cwd, env={"RAY_TMPDIR": str(self._ray_dir), **(env or {})})
         self.instances: dict[str, Instance] = {}
         self.start_s = 0.0
@@ -373,7 +374,7 @@ class GymDeployment:
 
     async def _launch(self) -> None:
         for folder in (self.work_dir, self._ray_dir):
-            folder.mkdir(parents=True, exist_ok=True)
+            folder.mkdir(mode=0o700, parents=True, exist_ok=True)
         selection = [word for path in self._config_paths for word in ("--config", path)]
         if self._environment:
             selection += ["--environment", self._environment]

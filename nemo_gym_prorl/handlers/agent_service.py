@@ -8,6 +8,7 @@ posts a call again when its connection drops, an identical row that arrives whil
 
 from __future__ import annotations
 
+import uuid
 from typing import Annotated, Any, Self, cast
 
 import orjson
@@ -16,6 +17,7 @@ from omegaconf import DictConfig, OmegaConf
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from nemo_gym_prorl.failures import CallerError, Failure, FailureKind, Origin
+from nemo_gym_prorl.handlers.conversation import Conversation
 from nemo_gym_prorl.handlers.gym_environment import (
     GymContext,
     GymEnvironmentHandler,
@@ -182,7 +184,8 @@ class AgentService:
         params = orjson.loads(await request.body())
         jar = CookieJar(dict(request.cookies))
         response = empty_response(params)
-        await ToolLoop(self._context, jar, Progress()).run(params, response)
+        conversation = Conversation(self._context.model, uuid.uuid4().hex)
+        await ToolLoop(self._context, conversation, jar, Progress()).run(params, response)
         answer = _json(orjson.dumps(response))
         for name, value in jar.values.items():
             answer.set_cookie(name, value)

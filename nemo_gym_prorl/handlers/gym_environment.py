@@ -24,8 +24,9 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
-from nemo_gym_prorl.failures import CallerError, Failure, FailureKind, InfrastructureError, Origin, Stage, TaskError
-from nemo_gym_prorl.handlers.gym_http import Answer, CookieJar, GymServer
+from nemo_gym_prorl.failures import Failure, FailureKind, Origin, Stage, TaskError
+from nemo_gym_prorl.handlers.conversation import Conversation
+from nemo_gym_prorl.handlers.gym_http import CookieJar, GymServer, require_ok
 from nemo_gym_prorl.rollout.job import Job, Outcome, Progress, Trajectory, Verdict, failure_state
 
 
@@ -92,7 +93,7 @@ class GymEnvironmentHandler:
         """
         session = GymSession(CookieJar())
         answer = await self._context.resources.post("/seed_session", job.row, session.cookies)
-        _require_ok(answer, f"{self._context.resources.name} /seed_session", FailureKind.PROVIDER_UNAVAILABLE)
+        require_ok(answer, f"{self._context.resources.name} /seed_session", FailureKind.PROVIDER_UNAVAILABLE)
         body = answer.json()
         if isinstance(body, dict) and isinstance(body.get("release_path"), str):
             session.release_path = body["release_path"]
@@ -102,7 +103,9 @@ class GymEnvironmentHandler:
         """Run the tool loop; ``job.trajectory`` grows with each turn."""
         params = job.row["responses_create_params"]
         job.trajectory = Trajectory(empty_response(params), evidence=session.cookies)
-        loop = ToolLoop(self._context, session.cookies, job.progress)
+        attempt = f"{job.id}.{job.times[Stage.RUN].attempts}"
+        conversation = Conversation(self._context.model, attempt, job.group)
+        loop = ToolLoop(self._context, conversation, session.cookies, job.progress)
         await loop.run(params, job.trajectory.response)
         return job.trajectory
 
@@ -111,7 +114,7 @@ class GymEnvironmentHandler:
         if session.release_path is None:
             return
         answer = await self._context.resources.post(session.release_path, {}, session.cookies)
-        _require_ok(answer, f"release at {self._context.resources.name}", FailureKind.SESSION_RELEASE_FAILED)
+        require_ok(answer, f"release at {self._context.resources.name}", FailureKind.SESSION_RELEASE_FAILED)
 
     async def eval(self, job: Job, trajectory: Trajectory) -> Verdict:
         """Verify.
@@ -124,7 +127,7 @@ class GymEnvironmentHandler:
         answer = await server.post("/verify", {**job.row, "response": trajectory.response}, trajectory.evidence)
         if 400 <= answer.status < 500:
             raise TaskError(f"{server.name} /verify refused the rollout: HTTP {answer.status}: {answer.text(2000)}")
-        _require_ok(answer, f"{server.name} /verify", FailureKind.VERIFIER_ERROR)
+        require_ok(answer, f"{server.name} /verify", FailureKind.VERIFIER_ERROR)
         result = answer.json()
         reward = result.get("reward") if isinstance(result, dict) else None
         if isinstance(reward, bool) or not isinstance(reward, int | float):
@@ -145,42 +148,45 @@ class ToolLoop:
 
     Args:
         context: servers and limits.
-        cookies: the resources session; the model server gets a jar of its own.
+        conversation: with the policy.
+        cookies: the resources session.
         progress: counted up as the loop goes.
     """
 
-    def __init__(self, context: GymContext, cookies: CookieJar, progress: Progress) -> None:
+    def __init__(
+        self, context: GymContext, conversation: Conversation, cookies: CookieJar, progress: Progress
+    ) -> None:
         self._context = context
+        self._conversation = conversation
         self._cookies = cookies
-        self._model_cookies = CookieJar()
         self._progress = progress
         self._gate = asyncio.Semaphore(context.limits.tool_concurrency)
 
     async def run(self, params: dict[str, Any], response: dict[str, Any]) -> None:
         """Fill ``response`` in place; its ``output`` ends up with every item of every turn, token fields unchanged."""
-        history = params["input"]
-        if isinstance(history, str):
-            history = [{"role": "user", "content": history}]
+        new = params["input"]
+        if isinstance(new, str):
+            new = [{"role": "user", "content": new}]
+        without_input = {key: value for key, value in params.items() if key != "input"}
         output: list[dict[str, Any]] = response["output"]
-        usage: dict[str, Any] | None = None
-        while True:
-            turn = await self._policy_turn({**params, "input": [*history, *output]})
+        reason = None
+        while reason is None:
+            turn = await self._conversation.turn(without_input, new)
             if turn is None:
-                self._progress.finish_reason = "context_overflow"
-                return
+                reason = "context_overflow"
+                break
             self._progress.turns += 1
             output.extend(turn["output"])
-            usage = _add_usage(usage, turn.get("usage"))
-            response.update({key: value for key, value in turn.items() if key not in ("output", "usage")})
-            response["usage"] = usage
+            usage = _add_usage(response.get("usage"), turn.get("usage"))
+            response.update({**turn, "output": output, "usage": usage, "previous_response_id": None})
             calls = [item for item in turn["output"] if item.get("type") == "function_call"]
             reason = self._ended(turn, calls)
             if reason is None:
-                output.extend(await self._call_tools(calls))
+                new = await self._call_tools(calls)
+                output.extend(new)
                 reason = self._limit_reached(turn)
-            if reason is not None:
-                self._progress.finish_reason = reason
-                return
+        await self._conversation.settle()
+        self._progress.finish_reason = reason
 
     def _ended(self, turn: dict[str, Any], calls: list[dict[str, Any]]) -> str | None:
         if turn.get("incomplete_details"):
@@ -197,23 +203,6 @@ class ToolLoop:
         if limits.max_tokens is not None and _sequence_length(turn) >= limits.max_tokens:
             return "max_tokens"
         return None
-
-    async def _policy_turn(self, request: dict[str, Any]) -> dict[str, Any] | None:
-        """One response of the policy; ``None`` if the prompt no longer fits its context."""
-        model = self._context.model
-        answer = await model.post("/v1/responses", request, self._model_cookies)
-        if answer.status == 400 and b"context length" in answer.body:
-            return None
-        if 400 <= answer.status < 500:
-            raise CallerError(f"{model.name} refused the request: HTTP {answer.status}: {answer.text(2000)}")
-        _require_ok(answer, f"{model.name} /v1/responses", FailureKind.AGENT_REQUEST_FAILED)
-        turn = answer.json()
-        if not isinstance(turn, dict) or not isinstance(turn.get("output"), list):
-            raise InfrastructureError(
-                f"{model.name} answered no Responses API object: {answer.text(500)}",
-                kind=FailureKind.AGENT_REQUEST_FAILED,
-            )
-        return turn
 
     async def _call_tools(self, calls: list[dict[str, Any]]) -> list[dict[str, Any]]:
         """The observations, in the order of the calls."""
@@ -262,13 +251,6 @@ def failure_row(row: dict[str, Any], response: dict[str, Any], failure: Failure)
 
 def _observation(call: dict[str, Any], output: str) -> dict[str, Any]:
     return {"type": "function_call_output", "call_id": call["call_id"], "output": output}
-
-
-def _require_ok(answer: Answer, what: str, kind: FailureKind) -> None:
-    if answer.status >= 500:
-        raise InfrastructureError(f"{what}: HTTP {answer.status}: {answer.text(2000)}", kind=kind)
-    if answer.status >= 400:
-        raise CallerError(f"{what} refused the row: HTTP {answer.status}: {answer.text(2000)}", field="row")
 
 
 def _sequence_length(turn: dict[str, Any]) -> int:

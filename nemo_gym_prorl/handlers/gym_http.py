@@ -14,12 +14,16 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from types import MappingProxyType
 from typing import Any
 
 import aiohttp
 import orjson
 
-from nemo_gym_prorl.failures import FAILURE_KIND_HEADER, FailureKind, InfrastructureError
+from nemo_gym_prorl.failures import FAILURE_KIND_HEADER, CallerError, FailureKind, InfrastructureError
+
+
+_NO_HEADERS: Mapping[str, str] = MappingProxyType({})
 
 
 @dataclass(slots=True)
@@ -46,6 +50,7 @@ class Answer:
 
     status: int
     body: bytes
+    headers: Mapping[str, str]
 
     @property
     def ok(self) -> bool:
@@ -84,7 +89,9 @@ class GymServer:
         """:meth:`call` with POST."""
         return await self.call("POST", path, body, jar)
 
-    async def call(self, method: str, path: str, body: Any, jar: CookieJar) -> Answer:
+    async def call(
+        self, method: str, path: str, body: Any, jar: CookieJar, extra_headers: Mapping[str, str] = _NO_HEADERS
+    ) -> Answer:
         """Call once and read the answer, whatever its status.
 
         Args:
@@ -92,13 +99,14 @@ class GymServer:
             path: with its leading slash.
             body: anything orjson can dump; ``None`` for no body.
             jar: sent with the call, and updated by the answer.
+            extra_headers: besides those of the body and the jar.
 
         Raises:
             InfrastructureError: the server cannot be reached, dropped the connection, or says itself that the answer
                 is a failure (header ``X-ProRL-Failure-Kind``).
         """
         data = None if body is None else orjson.dumps(body)
-        headers = {"Content-Type": "application/json", **jar.header()}
+        headers = {"Content-Type": "application/json", **jar.header(), **extra_headers}
         try:
             async with self._http.session.request(method, self.url + path, data=data, headers=headers) as response:
                 content = await response.read()
@@ -112,7 +120,7 @@ class GymServer:
                 kind=FailureKind.TRANSPORT_PEER_DROP,
             ) from error
         jar.update(response)
-        answer = Answer(response.status, content)
+        answer = Answer(response.status, content, response.headers)
         if (kind := response.headers.get(FAILURE_KIND_HEADER)) is not None:
             raise InfrastructureError(f"{self.name} {path}: {answer.text(2000)}", kind=_known_kind(kind))
         return answer
@@ -155,6 +163,19 @@ def server_urls(config: Mapping[str, Any]) -> dict[str, str]:
                 if isinstance(server, Mapping) and server.get("host") and server.get("port"):
                     urls[str(name)] = f"http://{server['host']}:{server['port']}"
     return urls
+
+
+def require_ok(answer: Answer, what: str, kind: FailureKind) -> None:
+    """Turn an error status into an error.
+
+    Raises:
+        InfrastructureError: the status is 500 or above.
+        CallerError: it is 400 or above; what the server says is passed on.
+    """
+    if answer.status >= 500:
+        raise InfrastructureError(f"{what}: HTTP {answer.status}: {answer.text(2000)}", kind=kind)
+    if answer.status >= 400:
+        raise CallerError(f"{what} refused the row: HTTP {answer.status}: {answer.text(2000)}", field="row")
 
 
 def _known_kind(kind: str) -> FailureKind:

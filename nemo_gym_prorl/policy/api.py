@@ -198,11 +198,12 @@ def add_control_routes(app: FastAPI, host: PolicyHost) -> None:
         service.placement.apply(host.pool.resume(body.id, body.weight_version))
         return {"backends": [_describe(b) for b in host.pool.backends.values()]}
 
-    @router.get("/v1/rollouts/{rollout}/tokens")
+    # Like a turn of its rollout, these two are for whoever knows the rollout's id.
+    @app.get("/v1/rollouts/{rollout}/tokens")
     async def tokens(rollout: str) -> dict[str, Any]:
         return trajectory(await host.service(), rollout)
 
-    @router.delete("/v1/rollouts/{rollout}")
+    @app.delete("/v1/rollouts/{rollout}")
     async def finish(rollout: str) -> dict[str, Any]:
         service = await host.service()
         service.ledger(rollout)

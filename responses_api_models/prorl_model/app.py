@@ -13,7 +13,7 @@ from copy import deepcopy
 from time import time
 from typing import Any
 
-from fastapi import Body, FastAPI, Request
+from fastapi import Body, FastAPI, Request, Response
 from nemo_gym.base_responses_api_model import BaseResponsesAPIModelConfig, SimpleResponsesAPIModel
 from nemo_gym.openai_utils import (
     NeMoGymChatCompletion,
@@ -31,6 +31,9 @@ from nemo_gym_prorl.policy.asgi import CancelOnDisconnect
 from nemo_gym_prorl.policy.engines import Sampling
 from nemo_gym_prorl.policy.service import Answer, TurnRequest
 from nemo_gym_prorl.policy.tokens import Finish
+
+
+TOKENS_HEADER = "X-Rollout-Tokens"
 
 
 class ProrlModelConfig(BaseResponsesAPIModelConfig):
@@ -75,8 +78,10 @@ class ProrlModel(SimpleResponsesAPIModel):
         return app
 
     async def responses(
-        self, request: Request, body: NeMoGymResponseCreateParamsNonStreaming = Body()
+        self, request: Request, response: Response, body: NeMoGymResponseCreateParamsNonStreaming = Body()
     ) -> NeMoGymResponse:
+        if _deferred(request):
+            response.headers[TOKENS_HEADER] = "deferred"  # tells the agent that the tokens are kept here
         after = body.previous_response_id
         params = self._converter.responses_to_chat_completion_create_params(
             body.model_copy(update={"previous_response_id": None, "instructions": None})
@@ -160,8 +165,7 @@ class ProrlModel(SimpleResponsesAPIModel):
 
     def _completion(self, request: Request, answer: Answer) -> dict[str, Any]:
         message = dict(answer.message)
-        deferred = request.headers.get("x-rollout-tokens") == "deferred"
-        if self.config.return_token_id_information and not deferred and answer.turn is not None:
+        if self.config.return_token_id_information and not _deferred(request) and answer.turn is not None:
             message |= {
                 "prompt_token_ids": answer.turn.prompt(),
                 "generation_token_ids": list(answer.turn.sampled),
@@ -180,6 +184,10 @@ class ProrlModel(SimpleResponsesAPIModel):
                 "total_tokens": answer.prompt_tokens + _sampled(answer),
             },
         }
+
+
+def _deferred(request: Request) -> bool:
+    return request.headers.get(TOKENS_HEADER) == "deferred"
 
 
 def _calls(answer: Answer) -> list[tuple[dict[str, Any], Any]]:

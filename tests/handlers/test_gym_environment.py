@@ -62,10 +62,10 @@ class Stage:
         return await self._run(url_of(self.config[f"{environment}_simple_agent"]), row)
 
     @asynccontextmanager
-    async def prorl_agent(self, environment: str, **settings: Any) -> AsyncIterator[Any]:
+    async def prorl_agent(self, environment: str, model: str = "policy_model", **settings: Any) -> AsyncIterator[Any]:
         """Our service on a real socket; yields a function that runs a row."""
         service = AgentService.from_gym(
-            ServiceConfig(**settings), OmegaConf.create(self.config), resources=environment, model="policy_model"
+            ServiceConfig(**settings), OmegaConf.create(self.config), resources=environment, model=model
         )
         app = FastAPI()
         app.include_router(service.router())
@@ -95,7 +95,10 @@ async def stage() -> AsyncIterator[Stage]:
             "return_token_id_information": True,
             "uses_reasoning_parser": False,
         }
-        config = {"policy_model": instance("responses_api_models", "vllm_model", **model)}
+        config = {
+            "policy_model": instance("responses_api_models", "vllm_model", **model),
+            "token_keeper": instance("responses_api_models", "prorl_model", **model, policy={"engine": "vllm_chat"}),
+        }
         for environment in ENVIRONMENTS:
             config[environment] = instance("resources_servers", environment, domain="other")
             config[f"{environment}_simple_agent"] = instance(
@@ -178,6 +181,53 @@ async def test_each_turns_tokens_are_a_prefix_of_the_next_prompt(stage: Stage) -
         so_far = [*item["prompt_token_ids"], *map(int, item["generation_token_ids"])]
     assert result["rollout"]["turns"] == 3
     assert result["rollout"]["tool_calls"] == 3
+
+
+@asynccontextmanager
+async def recording(target: str, http: aiohttp.ClientSession) -> AsyncIterator[tuple[str, list[tuple[str, str, Any]]]]:
+    """A proxy in front of a server that keeps method, path and body of each request."""
+    app = FastAPI()
+    seen: list[tuple[str, str, Any]] = []
+
+    @app.api_route("/{path:path}", methods=["GET", "POST", "DELETE"])
+    async def forward(path: str, request: Request) -> Response:
+        body = await request.body()
+        seen.append((request.method, path, json.loads(body) if body else None))
+        headers = {key: value for key, value in request.headers.items() if key not in ("host", "content-length")}
+        async with http.request(request.method, f"{target}/{path}", data=body, headers=headers) as answer:
+            kept = {key: answer.headers[key] for key in ("X-Rollout-Tokens", "Set-Cookie") if key in answer.headers}
+            return Response(await answer.read(), answer.status, kept, "application/json")
+
+    async with serve(app) as url:
+        yield url, seen
+
+
+async def test_a_server_that_keeps_the_tokens_is_sent_only_what_is_new(stage: Stage) -> None:
+    """And the trainer gets the same trajectory, token for token."""
+    [row, *_] = gym_rows("example_session_state_mgmt")
+    async with stage.prorl_agent("example_session_state_mgmt") as run:
+        in_full = await run(scripted(row, *counting(2)))
+    async with recording(url_of(stage.config["token_keeper"]), stage.http) as (url, seen):
+        block = instance("responses_api_models", "prorl_model", port=int(url.rpartition(":")[2]))
+        proxied = Stage({**stage.config, "recorded": block}, stage.http, stage.host)
+        async with proxied.prorl_agent("example_session_state_mgmt", "recorded") as run:
+            by_news = await run(scripted(row, *counting(2)))
+    assert by_news["reward"] == in_full["reward"] == 1.0
+    for ours, theirs in zip(by_news["response"]["output"], in_full["response"]["output"], strict=True):
+        for field in ("type", "name", "arguments", "output", "prompt_token_ids", "generation_log_probs"):
+            assert ours.get(field) == theirs.get(field)
+        sampled = theirs.get("generation_token_ids")
+        assert ours.get("generation_token_ids") == (sampled and [int(token) for token in sampled])
+    turns = [body for _, path, body in seen if path == "v1/responses"]
+    assert [[item.get("type") for item in body["input"]] for body in turns[1:]] == [
+        ["function_call_output", "function_call_output"],
+        ["function_call_output"],
+    ]
+    assert all("prompt_token_ids" not in json.dumps(body) for body in turns)
+    assert [(method, path.split("/")[-1]) for method, path, _ in seen[-2:]] == [
+        ("GET", "tokens"),
+        ("DELETE", f"{by_news['rollout']['id']}.1"),
+    ]
 
 
 async def test_rollouts_at_once_do_not_share_a_session(stage: Stage) -> None:
