@@ -144,14 +144,10 @@ class Shell:
                 env=self._env,
                 terminal=(ROWS, COLUMNS),
             )
-        except CallerError as error:
+        except BaseException:
             os.close(self._commands)
             self._commands = -1
-            if error.field:
-                raise
-            raise InfrastructureError(
-                f"a shell session needs bash in the image: {error.reason}", kind=FailureKind.PROVIDER_UNAVAILABLE
-            ) from error
+            raise
         finally:
             os.close(reader)
         self._terminal = self._bash.terminal or -1
@@ -159,11 +155,20 @@ class Shell:
         os.set_blocking(self._commands, False)
         self._bash.ended.add_done_callback(lambda _future: self._notify())
         self._loop.add_reader(self._terminal, self._read)
-        await self._write(self._commands, _PREPARE.encode())
-        first = await self.run("command -v bash", timeout_s=START_TIMEOUT_S, silence_s=None)
-        if first.exit_code != 0:
+        try:
+            await self._write(self._commands, _PREPARE.encode())
+            first = await self.run("command -v bash", timeout_s=START_TIMEOUT_S, silence_s=None)
+            trouble = first.output or "no answer" if first.exit_code else ""
+        except SandboxLost:
+            if not self._container.alive:
+                raise
+            trouble = "it ended at once"
+        if trouble:
             await self.close()
-            raise InfrastructureError(f"bash does not answer in the sandbox: {first.output[-400:]}")
+            raise InfrastructureError(
+                f"a shell session needs bash in the image: {trouble.strip()[-400:]}",
+                kind=FailureKind.PROVIDER_UNAVAILABLE,
+            )
 
     async def run(
         self,
