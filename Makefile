@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-# Every target sets up what it needs by itself; nothing outside this folder and the user's cache folder is written.
+# Every target sets up what it needs by itself; nothing outside this folder and the user's cache folder is written
+# (root's container runtime goes to /var/cache, since sandboxes run as nobody and can't enter root's home).
 # PYTHON=/path/to/python chooses the interpreter, PRORL_CACHE=/path the cache folder.
 
 BIN := .venv/bin
