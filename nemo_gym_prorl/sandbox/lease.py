@@ -39,12 +39,19 @@ _UNFINISHED_S = 60.0
 
 
 def state_root() -> Path:
-    """Where the folders of supervisors lie: ``$PRORL_STATE``, else ``/tmp/prorl-UID``. Must be node-local.
+    """Where the folders of supervisors lie: ``$PRORL_STATE``, else ``$TMPDIR/prorl-UID``. Must be node-local.
+
+    Root's sandboxes run under ids that must be able to get there: from a private TMPDIR root falls back to ``/tmp``.
 
     Raises:
         PermissionError: the folder belongs to somebody else.
     """
-    root = Path(os.environ.get("PRORL_STATE") or f"{tempfile.gettempdir()}/prorl-{os.geteuid()}").absolute()
+    temporary = Path(tempfile.gettempdir()).absolute()
+    if os.geteuid() == 0 and not all(
+        folder.stat().st_mode & stat.S_IXOTH for folder in (temporary, *temporary.parents)
+    ):
+        temporary = Path("/tmp")
+    root = Path(os.environ.get("PRORL_STATE") or temporary / f"prorl-{os.geteuid()}").absolute()
     root.mkdir(parents=True, exist_ok=True)
     found = root.lstat()
     if not stat.S_ISDIR(found.st_mode) or found.st_uid != os.geteuid():

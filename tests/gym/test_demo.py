@@ -6,6 +6,7 @@ import contextlib
 import os
 import signal
 import sys
+import tempfile
 from pathlib import Path
 
 import orjson
@@ -30,13 +31,21 @@ class Demo:
         self.mark = ProcessMark("PRORL_TEST_DEMO", os.urandom(8).hex())
         self.temporary = folder / "tmp"
         self.temporary.mkdir()
+        # Not below pytest's folder: that is private, and where root runs the demo, its sandboxes are somebody else's.
+        self.state = Path(tempfile.mkdtemp(prefix="prorl-demo-", dir="/tmp"))
 
     async def start(self, *arguments: str) -> asyncio.subprocess.Process:
         main = "from nemo_gym_prorl.cli import main; main()"
         with self.log.open("wb") as log:
             return await asyncio.create_subprocess_exec(
                 *(sys.executable, "-c", main, "demo", "--output", str(self.output), *arguments),
-                env={**os.environ, self.mark.name: self.mark.value, "COLUMNS": "100", "TMPDIR": str(self.temporary)},
+                env={
+                    **os.environ,
+                    self.mark.name: self.mark.value,
+                    "COLUMNS": "100",
+                    "TMPDIR": str(self.temporary),
+                    "PRORL_STATE": str(self.state),
+                },
                 stdout=log,
                 stderr=log,
                 start_new_session=True,
@@ -47,7 +56,7 @@ class Demo:
         found = []
         for entry in Path("/proc").glob("[0-9]*"):
             with contextlib.suppress(OSError):
-                if f"{self.temporary}/" in (entry / "mountinfo").read_text():
+                if f"{self.state}/" in (entry / "mountinfo").read_text():
                     found.append(int(entry.name))
         return found
 
@@ -89,4 +98,6 @@ async def test_an_interrupt_leaves_nothing_behind(tmp_path):
             break
         await asyncio.sleep(0.1)
     assert demo.sandboxes() == []
+    assert list(demo.state.iterdir()) == [], "no folder of a sandbox is left"
+    demo.state.rmdir()
     assert "Traceback" not in demo.log.read_text()
