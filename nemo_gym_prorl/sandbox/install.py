@@ -36,9 +36,6 @@ from nemo_gym_prorl.sandbox.runtime import (
 SUITE = "sid"
 """The only suite of Debian that carries Apptainer."""
 
-DEFAULT_MIRROR = "http://deb.debian.org/debian"
-"""Used where none of the machine's own sources is Debian's main archive."""
-
 PACKAGES = ("apptainer", "squashfs-tools", "squashfuse", "fuse-overlayfs", "fuse2fs")
 HELPERS = ("fuse2fs", "unsquashfs", "mksquashfs", "fuse-overlayfs", "squashfuse", "squashfuse_ll")
 """Programs that Apptainer starts: for images in one file, and for overlays."""
@@ -81,8 +78,10 @@ def _install(progress: Progress) -> None:
 
 def _mirror() -> str:
     """The mirror that the machine itself uses for Debian's main archive."""
-    sites = [source.uri for source in debian.host_sources()]
-    return next((site for site in sites if site.rstrip("/").endswith("/debian")), DEFAULT_MIRROR)
+    for source in debian.host_sources():
+        if source.uri.rstrip("/").endswith("/debian"):
+            return source.uri
+    raise InfrastructureError(f"none of apt's sources is Debian's main archive; add one, or else {HOW_TO_GET_IT}")
 
 
 def _arrange(built: Path) -> None:
