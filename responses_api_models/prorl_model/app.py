@@ -78,9 +78,12 @@ class ProrlModel(SimpleResponsesAPIModel):
         return app
 
     async def responses(
-        self, request: Request, response: Response, body: NeMoGymResponseCreateParamsNonStreaming = Body()
+        self,
+        request: Request,
+        body: NeMoGymResponseCreateParamsNonStreaming = Body(),
+        response: Response = None,  # type: ignore[assignment]  # FastAPI gives one; Gym's /v1/messages has none
     ) -> NeMoGymResponse:
-        if _deferred(request):
+        if response is not None and _deferred(request):
             response.headers[TOKENS_HEADER] = "deferred"  # tells the agent that the tokens are kept here
         after = body.previous_response_id
         params = self._converter.responses_to_chat_completion_create_params(

@@ -2,7 +2,7 @@
 """The server on a real socket, with the configuration that ships with it."""
 
 import json
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from typing import Any
 
@@ -88,12 +88,6 @@ async def serving(**changes: Any) -> AsyncIterator[str]:
     async with serve(build(**changes).setup_webserver()) as base_url:
         yield base_url
     assert containers.instances() <= before
-
-
-@pytest.fixture(autouse=True, scope="session")
-def _own_list_of_instances() -> Iterator[None]:
-    with containers.listed_apart():
-        yield
 
 
 @pytest.fixture

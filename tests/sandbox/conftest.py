@@ -1,12 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What sandbox tests share: the machine's runtime and image, a state folder of their own, a sandbox."""
+"""What sandbox tests share: the machine's runtime and image, a sandbox, a shell in it."""
 
 from __future__ import annotations
 
-import os
-import shutil
-import tempfile
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator
 from pathlib import Path
 
 import pytest
@@ -18,22 +15,6 @@ from nemo_gym_prorl.sandbox.image import ensure_default_image
 from nemo_gym_prorl.sandbox.install import ensure_runtime
 from nemo_gym_prorl.sandbox.runtime import Runtime
 from nemo_gym_prorl.sandbox.shell import Shell
-
-
-@pytest.fixture(scope="session", autouse=True)
-def state() -> Iterator[Path]:
-    """Where this run's sandboxes live. Not pytest's own folder: a Unix socket's path must be short."""
-    before = os.environ.get("PRORL_STATE")
-    folder = Path(tempfile.mkdtemp(prefix="prorl-t-"))
-    os.environ["PRORL_STATE"] = str(folder)
-    yield folder
-    if before is None:
-        del os.environ["PRORL_STATE"]
-    else:
-        os.environ["PRORL_STATE"] = before
-    for owner in folder.iterdir():
-        assert [entry.name for entry in owner.iterdir() if entry.is_dir()] == [], "a test left a sandbox"
-    shutil.rmtree(folder, ignore_errors=True)
 
 
 @pytest.fixture(scope="session")

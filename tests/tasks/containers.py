@@ -3,9 +3,8 @@
 
 import os
 import signal
-import tempfile
-from collections.abc import AsyncIterator, Iterator
-from contextlib import asynccontextmanager, contextmanager
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -53,23 +52,8 @@ async def running(kind: type[AsyncSandbox] = AsyncSandbox) -> AsyncIterator[Asyn
         await sandbox.stop()
 
 
-@contextmanager
-def listed_apart() -> Iterator[None]:
-    """Keep the sandboxes of these tests in a folder of their own, whatever else runs on the machine.
-
-    The folder's path is short because sockets lie in it.
-    """
-    before = os.environ.get("PRORL_STATE")
-    with tempfile.TemporaryDirectory(prefix="prorl-", dir="/tmp") as folder:
-        os.environ["PRORL_STATE"] = folder
-        try:
-            yield
-        finally:
-            os.environ.pop("PRORL_STATE") if before is None else os.environ.update(PRORL_STATE=before)
-
-
 def instances() -> set[str]:
-    """Names of the sandboxes that live in the tests' folder."""
+    """Names of the sandboxes that live in the test run's folder."""
     return {note.parent.name for note in _spaces()}
 
 
