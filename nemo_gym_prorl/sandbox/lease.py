@@ -153,7 +153,7 @@ class Space:
 
 def spaces_of(folder: Path) -> list[Space]:
     """The PID namespaces that an owner noted down and has not seen empty."""
-    return [Space(*map(int, note.read_text().split())) for note in folder.glob(f"*/{SPACE_FILE}")]
+    return [Space(*numbers) for numbers in _notes(folder, SPACE_FILE)]
 
 
 def start_time(pid: int) -> int | None:
@@ -172,11 +172,20 @@ def note_starter(folder: Path, pid: int) -> None:
 
 def helpers_of(folder: Path) -> list[int]:
     """The live processes of the runtime, outside of containers, that were started for an owner's ``folder``."""
-    starters = [tuple(map(int, note.read_text().split())) for note in folder.glob(f"*/{STARTER_FILE}")]
+    starters = [(pid, started) for pid, started in _notes(folder, STARTER_FILE)]
     # The runtime's parent overwrites its environment; its file system helpers do not.
     mark = f"{OWNER_VARIABLE}={folder}".encode()
     marked = _processes(lambda entry: mark in Path(f"{entry}/environ").read_bytes().split(b"\0"))
     return sorted({pid for pid, started in starters if start_time(pid) == started} | set(marked))
+
+
+def _notes(folder: Path, name: str) -> list[list[int]]:
+    """The numbers in the files of that name of all sandboxes; one that goes away while we look is none any more."""
+    found = []
+    for note in folder.glob(f"*/{name}"):
+        with contextlib.suppress(FileNotFoundError):
+            found.append([int(number) for number in note.read_text().split()])
+    return found
 
 
 def _processes(test: Callable[[str], bool]) -> list[int]:
