@@ -117,7 +117,9 @@ async def test_processes_see_no_file_of_their_parents(container: Container) -> N
 @pytest.mark.parametrize("processes", [40, 512])
 async def test_processes_are_bounded(image: Path, runtime: Runtime, processes: int) -> None:
     async with await Container.start(ContainerSpec(image=image, processes=processes), runtime) as container:
-        done = await container.run("for i in $(seq 100); do sleep 100 & done; ps -A | grep -c sleep", timeout_s=30)
+        done = await container.run(
+            "for i in $(seq 100); do sleep 100 & done; sleep 2; ps -A | grep -c sleep", timeout_s=30
+        )
         assert (done.exit_code == 0 and done.stdout == "100\n") is (processes > 100)
         (space,) = [space for space in await asyncio.to_thread(spaces) if len(space.members()) > 20]
         assert len(space.members()) <= processes + 5

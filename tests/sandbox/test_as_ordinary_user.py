@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import os
+import pwd
 import shutil
 import subprocess
 import sys
@@ -16,8 +17,8 @@ from nemo_gym_prorl.sandbox.cache import cache_dir
 from nemo_gym_prorl.sandbox.runtime import Runtime
 
 
-USER = 12345
-"""Somebody who has no entry in /etc/passwd either."""
+USER = pwd.getpwnam("games").pw_uid
+"""Somebody every system knows, since Apptainer wants to know its user, and nobody who runs anything."""
 
 HERE = Path(__file__).parent
 
