@@ -61,8 +61,9 @@ async def test_gyms_own_agent_over_a_real_engine(engine_url: str, model_folder: 
             "tools": tools,
             "max_output_tokens": 64,
             "temperature": 1,
+            "metadata": {"extra_body": json.dumps({"seed": seed})},  # so that a failure can be repeated
         }
-        for _ in range(20)
+        for seed in range(20)
     ]
     write_rows(tmp_path / "rows.jsonl", rows)
     agent = f"++{AGENT}.responses_api_agents.simple_agent.max_steps=4"
