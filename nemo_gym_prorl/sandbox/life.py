@@ -27,7 +27,7 @@ from pathlib import Path
 
 from nemo_gym_prorl.sandbox import enter, lease
 from nemo_gym_prorl.sandbox.children import Children
-from nemo_gym_prorl.sandbox.clients import Client, Request
+from nemo_gym_prorl.sandbox.clients import Client, Request, close_all
 from nemo_gym_prorl.sandbox.loop import Loop
 from nemo_gym_prorl.sandbox.starter import become_runtime
 from nemo_gym_prorl.sandbox.watch import Usage, disk_use, excess
@@ -107,6 +107,7 @@ class Sandbox:
     closing_since: float = 0.0
     closing: list[tuple[Request, Message]] = field(default_factory=list)
     deleting: bool = False
+    held: list[int] = field(default_factory=list)
     usage: Usage = field(default_factory=Usage)
     born: float = field(default_factory=time.monotonic)
 
@@ -147,8 +148,9 @@ class Sandboxes:
         assert place
         return place
 
-    def create(self, request: Request, order: Message) -> None:
-        """Start one; answered with its first process's environment when it is up."""
+    def create(self, request: Request, order: Message, files: list[int]) -> None:
+        """Start one; answered with its first process's environment when it is up. ``files`` stay open until it is
+        gone: the lock on its image."""
         folder = self._folder / order["sandbox"]
         overlay = Path(order["overlay"])
         for path in (folder, overlay, overlay / "upper", overlay / "work", Path(order["shared"])):
@@ -168,6 +170,7 @@ class Sandboxes:
         lease.note_starter(folder, starter)
         sandbox = Sandbox(order["sandbox"], folder, starter, ours, order, [request.client], request)
         sandbox.usage.memory_limit = order["memory_mib"] << 20
+        sandbox.held.extend(os.dup(file) for file in files)
         self._all[sandbox.name] = sandbox
         self._children.on_end(starter, partial(self._starter_ended, sandbox))
         self._loop.watch(ours, partial(self._keeper_spoke, sandbox))
@@ -289,6 +292,7 @@ class Sandboxes:
             sandbox.deleting = False
         else:
             sandbox.stage = Stage.GONE
+            close_all(sandbox.held)
             del self._all[sandbox.name]
         for request, wanted in sandbox.closing:
             request.answer({**answer, **wanted})

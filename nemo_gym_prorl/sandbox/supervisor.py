@@ -103,10 +103,10 @@ class Supervisor:
 
     # Their questions
 
-    def _do_create(self, request: Request, order: Message, _files: list[int]) -> None:
+    def _do_create(self, request: Request, order: Message, files: list[int]) -> None:
         if self._ending:
             raise OSError("the supervisor is ending")
-        self._sandboxes.create(request, order)
+        self._sandboxes.create(request, order, files)
 
     def _do_check(self, request: Request, order: Message, _files: list[int]) -> None:
         """Answered if the container is up; whoever asks is told of its end."""

@@ -124,7 +124,8 @@ def build(order: Order, store: ImageStore, runtime: Runtime, progress: Progress)
                 progress(f"building {order.name}")
                 made = _run_build(recipe, recipe.template, source, runtime, work, recipe.format == "folder")
             finally:
-                _let_go(start)
+                if start:
+                    start.let_go()
             about = f"{order.template} on {order.base}"
             info = Info("image", about, recipe.format, 0, time.time(), recipe.lock_key)
             store.publish(work, made, entry, info)
@@ -167,7 +168,8 @@ def _make_layer(
         progress(f"installing {', '.join([*sorted(recipe.apt), *sorted(recipe.pip)])}")
         made = _run_build(rest, template_text(LAYER_TEMPLATE), source, runtime, work, True)
     finally:
-        _let_go(start)
+        if start:
+            start.let_go()
     about = " ".join([order.base, "+", *sorted(recipe.apt), *sorted(recipe.pip)])
     store.publish(work, made, entry, Info("layer", about, "folder", 0, time.time(), recipe.version_key))
 
@@ -190,7 +192,7 @@ def _base_source(
 def _open(path: Path, store: ImageStore, runtime: Runtime, progress: Progress) -> tuple[str, Start]:
     start = store.open(path, runtime, progress=progress)
     if not start.path.is_dir():
-        _let_go(start)
+        start.let_go()
         raise InfrastructureError(f"{path} can't be unpacked here, and only a root folder can be built on")
     return f"Bootstrap: localimage\nFrom: {start.path}", start
 
@@ -257,8 +259,3 @@ def _check_space(work: Path) -> None:
             f"only {free >> 20} MiB are free on the disk of {work.parent}: 'prorl image gc' makes room, and "
             "PRORL_CACHE names another folder"
         )
-
-
-def _let_go(start: Start | None) -> None:
-    if start and start.hold:
-        start.hold.release()

@@ -92,6 +92,11 @@ class Start:
     path: Path
     hold: Hold | None
 
+    def let_go(self) -> None:
+        """Let go of the lock; whoever was given a copy of it goes on holding it."""
+        if self.hold:
+            self.hold.release()
+
 
 class ImageStore:
     """See the module. All methods block; locks make it safe to use in any number of threads and processes.
@@ -189,7 +194,7 @@ class ImageStore:
 
     def is_ready(self, image: Path) -> bool:
         """Whether :meth:`open` has nothing to unpack."""
-        return image.is_dir() or self.copies.path(copy_name(image)).is_dir()
+        return not image.is_file() or self.copies.path(copy_name(image)).is_dir()
 
     def publish(self, work: Path, made: Path, entry: str, info: Info) -> Path:
         """Put what was made in ``work`` onto the shelf of images, settled; gives where it lies."""

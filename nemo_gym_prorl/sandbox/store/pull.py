@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import json
 import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Generator, Iterable
 from concurrent.futures import ThreadPoolExecutor, as_completed
 from dataclasses import dataclass
 from pathlib import Path
@@ -120,7 +120,7 @@ class Outcome:
     new: bool = False
 
 
-def pull_all(puller: Puller, wanted: Iterable[Registry], jobs: int) -> Iterator[Outcome]:
+def pull_all(puller: Puller, wanted: Iterable[Registry], jobs: int) -> Generator[Outcome]:
     """Pull many images, ``jobs`` at a time; one outcome for each, as they come. Ends them all when it is closed."""
 
     def one(reference: Registry) -> Outcome:

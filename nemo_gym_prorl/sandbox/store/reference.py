@@ -11,6 +11,7 @@
 from __future__ import annotations
 
 import hashlib
+import os
 import re
 from dataclasses import dataclass
 from pathlib import Path
@@ -69,7 +70,10 @@ def parse(text: str, field: str = "image") -> Reference:
     if "://" in text:
         return registry(text, field)
     if "/" in text or text.endswith(".sif") or text.startswith(("~", ".")):
-        return Local(Path(text).expanduser().absolute())
+        if "\0" in text:
+            raise CallerError("must not hold a NUL character", field=field)
+        # A user that nobody knows stays a part of the name.
+        return Local(Path(os.path.expanduser(text)).absolute())  # noqa: PTH111
     return Named(check_name(text, field))
 
 
