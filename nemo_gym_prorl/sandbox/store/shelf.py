@@ -7,8 +7,9 @@ rules. Invariants:
 - What has a name is complete, since names are given by renaming a folder that was made beside its place, and a folder
   can't be renamed over another that has something in it: the first one made stays, whoever else made it too. This
   holds on any file system, whatever becomes of the locks and of the makers.
-- Each name has a lock file. A maker holds it alone, so nobody makes a thing twice; users share it; who removes a thing
-  needs it alone. The kernel lets go of it at its holder's death. Its time stamp says when the thing was last used.
+- Each name has two lock files, of which the kernel lets go at their holder's death. Its maker holds the one, so nobody
+  makes a thing twice. Users share the other, and who removes a thing needs that alone; its time stamp says when the
+  thing was last used. One for both would have the next maker wait for users of what is there by then.
 - What a killed maker or remover left has no name, and is swept when its lock can be had.
 
 Where a file system has no locks (Lustre mounted without ``flock``, say), or is shared and may not show them to other
@@ -120,10 +121,11 @@ class Shelf:
             raise InfrastructureError(
                 f"{self.folder} can't be written ({error.strerror}): set PRORL_CACHE to a folder of yours"
             ) from error
-        hold = self._lock(name, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        lock = self._make_lock(name)
+        hold = self._lock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         if hold is None:
             progress(f"waiting for somebody else who makes {name}")
-            hold = self._lock(name, fcntl.LOCK_EX)
+            hold = self._lock(lock, fcntl.LOCK_EX)
         assert hold is not None
         try:
             if self.path(name).is_dir():
@@ -148,7 +150,7 @@ class Shelf:
         it is being made or removed."""
         if not self.path(name).is_dir():
             return None
-        hold = self._lock(name, fcntl.LOCK_SH)
+        hold = self._lock(self._use_lock(name), fcntl.LOCK_SH)
         assert hold is not None
         if not self.path(name).is_dir():
             hold.release()
@@ -167,14 +169,14 @@ class Shelf:
         for path in sorted(self.folder.iterdir()):
             if path.name.startswith(".") or not path.is_dir():
                 continue
-            lock = self._lock_file(path.name)
+            lock = self._use_lock(path.name)
             last_use = (lock if lock.exists() else path).stat().st_mtime
             found.append(Entry(path.name, path, last_use, self._in_use(path.name, last_use, now, unseen)))
         return found
 
     def remove(self, name: str) -> bool:
         """Remove a thing unless it is used; whether it is gone."""
-        hold = self._lock(name, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        hold = self._lock(self._use_lock(name), fcntl.LOCK_EX | fcntl.LOCK_NB)
         if hold is None:
             return False
         try:
@@ -192,7 +194,7 @@ class Shelf:
         unseen = on_shared_disk(self.folder)
         left = []
         for path in sorted(self.folder.glob(".*-*")):
-            hold = self._lock(path.name[1:].rpartition("-")[0], fcntl.LOCK_EX | fcntl.LOCK_NB)
+            hold = self._lock(self._make_lock(path.name[1:].rpartition("-")[0]), fcntl.LOCK_EX | fcntl.LOCK_NB)
             if hold is None:
                 continue
             try:
@@ -208,18 +210,23 @@ class Shelf:
         return left
 
     def _in_use(self, name: str, last_use: float, now: float, unseen: bool) -> bool:
-        hold = self._lock(name, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        if not self._use_lock(name).exists():
+            # Not made here: its time stamp would be taken for that of a use.
+            return unseen and now - last_use < UNSEEN_S
+        hold = self._lock(self._use_lock(name), fcntl.LOCK_EX | fcntl.LOCK_NB)
         if hold is None:
             return True
         hold.release()
         return (unseen or not hold.certain) and now - last_use < UNSEEN_S
 
-    def _lock_file(self, name: str) -> Path:
-        return self.folder / _LOCKS / f"{name}.lock"
+    def _use_lock(self, name: str) -> Path:
+        return self.folder / _LOCKS / f"{name}.use"
 
-    def _lock(self, name: str, how: int) -> Hold | None:
-        """Lock a name; ``None`` if that is not to be waited for and somebody else holds it."""
-        path = self._lock_file(name)
+    def _make_lock(self, name: str) -> Path:
+        return self.folder / _LOCKS / f"{name}.make"
+
+    def _lock(self, path: Path, how: int) -> Hold | None:
+        """Lock a file; ``None`` if that is not to be waited for and somebody else holds it."""
         try:
             path.parent.mkdir(parents=True, exist_ok=True)
             descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
