@@ -19,7 +19,7 @@ from tests.sandbox.tiny import make_tiny_root
 
 @pytest.fixture(scope="session")
 def tiny_root(image: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A root folder of a few megabytes, with a shell, ``id``, ``ls``, ``mkdir`` and ``cat``."""
+    """A root folder of a few megabytes, with a shell, ``id``, ``ls``, ``mkdir``, ``cat`` and ``sleep``."""
     root = tmp_path_factory.mktemp("tiny") / "root"
     make_tiny_root(image, root)
     return root

@@ -13,7 +13,7 @@ import json
 import tarfile
 import threading
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
@@ -44,7 +44,8 @@ def layer(root: Path, change: Callable[[tarfile.TarInfo], tarfile.TarInfo | None
 @dataclass
 class Registry:
     """See the module. ``requests`` are the paths asked for, ``credentials`` every authorization header but our own
-    anonymous token's; ``failures`` answers are 503 before it works."""
+    anonymous token's; ``failures`` answers are 503 before it works. While ``hold`` is clear,
+    blobs are held back, which sets ``reached``."""
 
     port: int = 0
     failures: int = 0
@@ -52,6 +53,11 @@ class Registry:
     credentials: list[str] = field(default_factory=list)
     blobs: dict[str, bytes] = field(default_factory=dict)
     manifests: dict[str, str] = field(default_factory=dict)
+    hold: threading.Event = field(default_factory=threading.Event)
+    reached: threading.Event = field(default_factory=threading.Event)
+
+    def __post_init__(self) -> None:
+        self.hold.set()
 
     @property
     def host(self) -> str:
@@ -128,6 +134,9 @@ def serve() -> Iterator[Registry]:
                 return
             digest = registry.manifests.get(f"{repository}:{reference}", reference)
             data = registry.blobs.get(digest)
+            if what == "blobs" and not registry.hold.is_set():
+                registry.reached.set()
+                registry.hold.wait()
             if data is None:
                 missing = json.dumps({"errors": [{"code": "MANIFEST_UNKNOWN", "message": "manifest unknown"}]})
                 self._answer(404, missing.encode(), "application/json", body)
@@ -145,7 +154,9 @@ def serve() -> Iterator[Registry]:
                 self.send_header("WWW-Authenticate", realm)
             self.end_headers()
             if body:
-                self.wfile.write(data)
+                # Whoever asked may have been killed meanwhile.
+                with suppress(ConnectionError):
+                    self.wfile.write(data)
 
     with ThreadingHTTPServer(("127.0.0.1", 0), Handler) as server:
         registry.port = server.server_address[1]

@@ -82,7 +82,7 @@ class Puller:
 
         retrying = tenacity.Retrying(
             stop=tenacity.stop_after_attempt(self.tries),
-            wait=tenacity.wait_exponential_jitter(self.pause_s, LONGEST_PAUSE_S, jitter=self.pause_s),
+            wait=tenacity.wait_exponential(self.pause_s, LONGEST_PAUSE_S) + tenacity.wait_random(0, self.pause_s),
             retry=tenacity.retry_if_exception(_may_pass),
             before_sleep=again,
             reraise=True,

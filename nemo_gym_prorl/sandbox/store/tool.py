@@ -55,11 +55,13 @@ def run(
     # Who has become another user may not reach the interpreter any more, and has to do without a keeper.
     kept = os.access(sys.executable, os.X_OK)
     scratch = Path(tempfile.mkdtemp(prefix="tool-", dir=cwd))
+    # The two with prefixes are passed on to what runs in containers.
+    marked = {f"{prefix}{mark.name}": mark.value for prefix in ("", "APPTAINERENV_", "SINGULARITYENV_")}
     temporary = {f"{prefix}TMPDIR": str(scratch) for prefix in ("", "APPTAINER_", "SINGULARITY_")}
     try:
         with subprocess.Popen(
             keeper_command(mark, list(command), sys.executable, scratch) if kept else command,
-            env={**environ, **temporary, mark.name: mark.value},
+            env={**environ, **temporary, **marked},
             cwd=cwd,
             stdin=subprocess.DEVNULL,
             stdout=subprocess.PIPE,
