@@ -213,7 +213,7 @@ Layout = Annotated[
 
 @images.command("build")
 def build_image(
-    template: Annotated[str, typer.Argument(help="python, agent, or a Jinja2 template of a definition file.")],
+    template: Annotated[str, typer.Argument(help="plain, python, agent, or a Jinja2 template of a definition file.")],
     name: Annotated[str, typer.Option(help="What to call the image.")],
     base: Annotated[
         str,

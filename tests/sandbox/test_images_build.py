@@ -3,6 +3,8 @@
 
 from __future__ import annotations
 
+import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -108,6 +110,20 @@ def test_a_sif_of_a_sif(order: Order, store: ImageStore, tiny_sif: Path, runtime
     assert (built_on_it / "usr/bin/sh").exists()
 
 
+@pytest.mark.skipif(os.geteuid() != 0, reason="an ordinary user can't give files away")
+def test_a_copy_of_somebody_elses_root_folder(
+    order: Order, store: ImageStore, tiny_root: Path, runtime: Runtime, tmp_path: Path
+) -> None:
+    theirs = tmp_path / "theirs"
+    shutil.copytree(tiny_root, theirs, symlinks=True)
+    for path in (theirs, *theirs.rglob("*")):
+        os.lchown(path, 1234, 1234)
+    os.mkfifo(theirs / "pipe")
+    built = build(replace(order, template="plain", base=str(theirs)), store, runtime, silent)
+    store.open(built, runtime).let_go()
+    assert {path.lstat().st_uid for path in built.rglob("*")} == {0}
+
+
 def test_an_image_on_one_of_a_registry(order: Order, store: ImageStore, tiny_root: Path, runtime: Runtime) -> None:
     with serve() as registry:
         base = registry.add("us/tiny:1", [layer(tiny_root)], machine())
@@ -115,7 +131,7 @@ def test_an_image_on_one_of_a_registry(order: Order, store: ImageStore, tiny_roo
     assert (built / "made" / "word").read_text() == "hello\n"
 
 
-@pytest.mark.skipif(bool(debian.missing_tools()), reason="packages need apt")
+@pytest.mark.skipif(os.geteuid() != 0 or bool(debian.missing_tools()), reason="slow; once, and where there is apt")
 def test_packages_make_a_layer_that_another_recipe_uses(order: Order, store: ImageStore, runtime: Runtime) -> None:
     said: list[str] = []
     from_packages = replace(order, base="apt:", apt=["make"])

@@ -155,7 +155,7 @@ def test_nothing_is_reused_that_does_not_fit_and_what_fits_is(shelf: tuple[Recip
         assert plan == Plan()
 
 
-@pytest.mark.parametrize("name", ["python", "agent", "packages"])
+@pytest.mark.parametrize("name", ["python", "agent", "packages", "plain"])
 def test_templates_that_come_with_the_package_make_definition_files(name: str) -> None:
     one = Recipe(
         template_text(name), "b", "x86_64", "sif", frozenset({"gcc", "make=4.3"}), frozenset({"a[b]>=1,<2"}),
@@ -163,7 +163,7 @@ def test_templates_that_come_with_the_package_make_definition_files(name: str) -
     )  # fmt: skip
     recipes.check(one)
     text = render(one.template, "Bootstrap: docker\nFrom: debian", one)
-    assert text.lstrip().startswith("Bootstrap: docker\nFrom: debian\n\n%")
+    assert text.lstrip().startswith("Bootstrap: docker\nFrom: debian\n")
     if name == "python":
         assert "    locks/uv.lock /opt/prorl/locks/uv.lock\n" in text
         assert "-r /opt/prorl/locks/requirements.txt\n" in text
@@ -184,7 +184,7 @@ def test_templates_that_come_with_the_package_make_definition_files(name: str) -
 def test_template_errors_name_what_is_wrong(template: str, reason: str) -> None:
     with pytest.raises(CallerError, match=reason):
         render(template, "Bootstrap: x", Recipe(template, "b", "x86_64", "sif"))
-    with pytest.raises(CallerError, match=r"no 'nosuch', only agent, packages, python"):
+    with pytest.raises(CallerError, match=r"no 'nosuch', only agent, packages, plain, python"):
         template_text("nosuch")
 
 

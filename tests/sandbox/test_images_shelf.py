@@ -183,6 +183,9 @@ def test_without_locks_whatever_was_first_stays_and_recent_things_count_as_used(
 def test_somebody_elses_shelf_can_be_used_but_not_cleared(tmp_path: Path) -> None:
     shelf = Shelf(tmp_path)
     put(shelf, "thing")
+    before = shelf.use("thing")
+    assert before
+    before.release()
     for path in (tmp_path / ".locks" / "thing.use", tmp_path / ".locks", tmp_path):
         path.chmod(0o555 if path.is_dir() else 0o444)
     try:

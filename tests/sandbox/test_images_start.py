@@ -185,7 +185,7 @@ def test_somebody_elses_root_folder_is_refused_with_the_way_out(
     root = tmp_path / "root"
     shutil.copytree(tiny_root, root, symlinks=True)
     os.chown(root, 1234, 1234)
-    with pytest.raises(CallerError, match=r"belongs to user 1234.*prorl image build agent --base"):
+    with pytest.raises(CallerError, match=r"belongs to user 1234.*prorl image build plain --base"):
         store.open(root, runtime)
 
 

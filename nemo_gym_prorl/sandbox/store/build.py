@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import os
 import shutil
 import time
 from collections.abc import Mapping, Sequence
@@ -181,6 +182,9 @@ def _base_source(
     path = base.path
     if base.registry and order.reuse is not Reuse.SCRATCH:
         path = store.locate(base.registry)
+    if path and path.is_dir() and path.stat().st_uid != os.geteuid():
+        progress(f"copying {path}, which is another user's")
+        return f"Bootstrap: localimage\nFrom: {tree.copy(path, work / 'base')}", None
     if path:
         return _open(path, store, runtime, progress)
     if base.registry:

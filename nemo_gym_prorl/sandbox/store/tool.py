@@ -112,18 +112,26 @@ def runtime_build(
     Raises:
         InfrastructureError: it failed, with its own words.
     """
-    if target.exists():
-        # What a former try left.
-        remove_tree(target) if target.is_dir() else target.unlink()
+    _clear(target)
     environ = build_environ(runtime, work, credentials)
     options = ["--sandbox"] if unpacked else []
     if not credentials:
         # Its own stored logins, Docker's and Podman's are all looked for below the home folder.
         (work / "no-logins.json").write_text('{"auths": {}}')
         options += ["--authfile", str(work / "no-logins.json")]
-    if source.endswith(".def") and os.geteuid():
-        options.append("--fakeroot")
-    run([str(runtime.path), "build", *options, str(target), source], environ, timeout_s, work)
+    command = [str(runtime.path), "build", *options]
+    if os.geteuid() == 0 or not source.endswith(".def"):
+        run([*command, str(target), source], environ, timeout_s, work)
+        return
+    try:
+        run([*command, "--fakeroot", str(target), source], environ, timeout_s, work)
+    except InfrastructureError as error:
+        # Where no user ids are delegated, Apptainer runs the host's fakeroot command in the image, to have packages
+        # believe in other owners. Not every image can run it, nor needs it.
+        if "libs/fakeroot" not in error.reason:
+            raise
+        _clear(target)
+        run([*command, "--fakeroot", "--ignore-fakeroot-command", str(target), source], environ, timeout_s, work)
 
 
 def build_environ(runtime: Runtime, work: Path, credentials: bool) -> dict[str, str]:
@@ -145,6 +153,14 @@ def find_unsquashfs(runtime: Runtime) -> str | None:
     prefix = runtime.path.resolve().parents[1]
     folders = [*prefix.glob("lib/*/apptainer/bin"), prefix / "libexec/apptainer/bin", prefix / "utils/bin"]
     return shutil.which("unsquashfs", path=os.pathsep.join(map(str, folders)))
+
+
+def _clear(target: Path) -> None:
+    """Remove what a former try left."""
+    if target.is_dir():
+        remove_tree(target)
+    else:
+        target.unlink(missing_ok=True)
 
 
 def _is_news(line: str) -> bool:

@@ -13,6 +13,7 @@ What is unpacked from a foreign image lies on the host as files of its user. Inv
 from __future__ import annotations
 
 import os
+import shutil
 import stat
 from pathlib import Path
 
@@ -51,6 +52,30 @@ def _settle_one(path: Path, uid: int, gid: int) -> int:
     return found.st_blocks * 512
 
 
+def copy(root: Path, target: Path) -> Path:
+    """Copy somebody else's root folder, so that it is ours; devices and pipes stay behind.
+
+    Raises:
+        CallerError: something in it can't be read; for the field ``base``.
+    """
+
+    def special(folder: str, names: list[str]) -> list[str]:
+        kinds = {name: Path(folder, name).lstat().st_mode for name in names}
+        return [
+            name
+            for name, mode in kinds.items()
+            if not (stat.S_ISREG(mode) or stat.S_ISDIR(mode) or stat.S_ISLNK(mode))
+        ]
+
+    try:
+        shutil.copytree(root, target, symlinks=True, ignore=special)
+    except shutil.Error as error:
+        where, _copy, reason = error.args[0][0]
+        raise CallerError(f"{where} can't be copied: {reason}", field="base") from error
+    settle(target)
+    return target
+
+
 def check_root(root: Path, machine: str) -> None:
     """See whether a root folder can be started as a sandbox on this ``machine``; takes some 50 µs.
 
@@ -61,7 +86,7 @@ def check_root(root: Path, machine: str) -> None:
     if owner != os.geteuid():
         raise CallerError(
             f"{root} belongs to user {owner}, not to you ({os.geteuid()}), and a sandbox could not change its files: "
-            f"make an image of your own with 'prorl image build agent --base {root}', or use a SIF",
+            f"'prorl image build plain --base {root}' makes an image of your own, or use a SIF",
             field="image",
         )
     shell = inside(root, "/bin/sh")
