@@ -125,7 +125,7 @@ def test_room_is_made_by_removing_what_was_used_least_and_never_what_is_used(
     assert {Path(image.info.source).name for image in one.all_copies()} == {"a.sif", "c.sif"}
     none_fits = ImageStore(tmp_path / "images", tmp_path / "unpacked", room=size)
     if trouble := images_module.fuse_trouble():
-        with pytest.raises(InfrastructureError, match=r"no room for .* MiB.*can't be mounted: .*/dev/fuse") as caught:
+        with pytest.raises(InfrastructureError, match=r"no room for .* MiB.*can't be mounted: ") as caught:
             none_fits.open(files[1], runtime)
         assert trouble in caught.value.reason
     else:
@@ -136,7 +136,7 @@ def test_room_is_made_by_removing_what_was_used_least_and_never_what_is_used(
     assert {entry.name for entry in (tmp_path / "unpacked").glob(".*")} == {".locks"}
 
 
-@pytest.mark.skipif(images_module.fuse_trouble() is not None, reason="SIFs can't be mounted here: /dev/fuse is closed")
+@pytest.mark.skipif(bool(images_module.fuse_trouble()), reason=str(images_module.fuse_trouble()))
 async def test_a_sif_can_be_mounted_too(runtime: Runtime, tiny_sif: Path, tmp_path: Path) -> None:
     runtime.activate()
     provider = SingularityProvider(unpack=False)

@@ -391,7 +391,7 @@ def copy_name(image: Path) -> str:
 
 
 def fuse_trouble() -> str | None:
-    """Why SIFs can't be mounted by the users that sandboxes run under, with the fix; ``None`` if they can."""
+    """Why sandboxes can't start from a mounted SIF here, with the fix; ``None`` if they can."""
     device = Path("/dev/fuse")
     if not device.exists():
         return "there is no /dev/fuse (modprobe fuse, by the machine's administrator)"
