@@ -22,6 +22,7 @@ from pathlib import Path
 from typing import Any
 
 from nemo_gym_prorl.failures import CallerError, InfrastructureError
+from nemo_gym_prorl.sandbox import limits
 from nemo_gym_prorl.sandbox.command import DEFAULT_EXEC_TIMEOUT_S, OUTPUT_LIMIT, Completed, complete, shell_command
 from nemo_gym_prorl.sandbox.link import Link, Process, SandboxLost, SandboxRefused
 from nemo_gym_prorl.sandbox.runtime import Runtime, require_runtime
@@ -86,6 +87,7 @@ class Container:
                 raise InfrastructureError(f"the sandbox was not up within {spec.start_timeout_s:g} s") from error
             raise
         try:
+            limits.say_once(frozenset(answer["controllers"]))
             container.environment = command_environment(answer["environment"], spec)
             await container.configure(spec.env, spec.workdir)
         except BaseException:

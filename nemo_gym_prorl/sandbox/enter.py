@@ -43,6 +43,8 @@ COPY_CHUNK = 1 << 20
 SMALL_TMPFS = "size=16m,nr_inodes=16k"
 """Bound of each memory file system that the runtime mounts, which would otherwise hold half the machine's memory."""
 
+FULL = "the sandbox has as many processes as it may have"
+
 MOUNTS_FIELD_TARGET = 1
 MOUNTS_FIELD_KIND = 2
 
@@ -121,7 +123,10 @@ def spawn(place: Place, order: dict[str, Any], files: Sequence[int]) -> tuple[di
         controlling, terminal = _open_terminal(*order["tty"], echo=order["echo"])
         sources[:0] = [terminal] * 3
     reader, writer = os.pipe()
-    pid = os.fork()
+    try:
+        pid = os.fork()
+    except BlockingIOError as error:
+        raise BlockingIOError(error.errno, FULL) from error
     if pid == 0:
         _execute(place, order, sources, writer)
     os.close(writer)

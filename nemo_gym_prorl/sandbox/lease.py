@@ -6,8 +6,8 @@ long as the supervisor lives; the kernel lets go of it at its death, however it 
 is a dead one's, with no doubt about reused process numbers or reboots, and :func:`sweep` may take it.
 
 Processes are found by what was noted down (the runtime's parent), by a variable in their environment (its helpers, for
-file systems) and by their PID namespace (everything inside). A number alone is never trusted, since the kernel gives
-them away again.
+file systems), by their PID namespace (everything inside) and by their control group, where there are any. A number
+alone is never trusted, since the kernel gives them away again.
 """
 
 from __future__ import annotations
@@ -20,9 +20,11 @@ import signal
 import stat
 import tempfile
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+
+from nemo_gym_prorl.sandbox import cgroup
 
 
 OWNER_VARIABLE = "PRORL_SANDBOX_OWNER"
@@ -33,6 +35,9 @@ STARTER_FILE = "starter"
 
 SPACE_FILE = "pid_namespace"
 """In the folder of each sandbox: its :class:`Space`, as soon as it has processes."""
+
+GROUP_FILE = "cgroup"
+"""In the folder of each sandbox that has a control group: the path of that, from before it is made."""
 
 _UNFINISHED_S = 60.0
 """A folder without a lock that is younger than this may be one whose owner is just starting."""
@@ -110,14 +115,26 @@ def clear(folder: Path, patience_s: float = 5.0) -> None:
         TimeoutError: processes are left that even SIGKILL does not end, waiting for a device, say; the folder stays.
     """
     deadline = time.monotonic() + patience_s
-    while remains := [*helpers_of(folder), *(pid for space in spaces_of(folder) for pid in space.members())]:
+    groups = groups_of(folder)
+    while remains := processes_of(folder, groups):
+        for group in groups:
+            group.kill()
         for pid in remains:
             with contextlib.suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGKILL)
         if time.monotonic() > deadline:
             raise TimeoutError(f"processes {remains} of {folder} do not die")
         time.sleep(0.005)
+    for group in groups:
+        group.remove()
     remove_tree(folder)
+
+
+def processes_of(folder: Path, groups: Sequence[cgroup.Group]) -> list[int]:
+    """The live processes that belong to the owner's ``folder``, in whatever way they are known."""
+    inside = {pid for space in spaces_of(folder) for pid in space.members()}
+    grouped = {pid for group in groups if group.populated() for pid in group.processes()}
+    return sorted({*helpers_of(folder), *inside, *grouped})
 
 
 @dataclass(frozen=True, slots=True)
@@ -154,6 +171,23 @@ class Space:
 def spaces_of(folder: Path) -> list[Space]:
     """The PID namespaces that an owner noted down and has not seen empty."""
     return [Space(*numbers) for numbers in _notes(folder, SPACE_FILE)]
+
+
+def note_group(folder: Path, path: Path) -> None:
+    """Note down, in a sandbox's folder, the control group that is about to be made for it."""
+    (folder / GROUP_FILE).write_text(str(path))
+
+
+def groups_of(folder: Path) -> list[cgroup.Group]:
+    """The control groups that an owner noted down; those that are gone count as empty."""
+    found = []
+    for note in folder.glob(f"*/{GROUP_FILE}"):
+        with contextlib.suppress(FileNotFoundError):
+            path = Path(note.read_text())
+            # Half a note is of a group that was not made.
+            if path.name == cgroup.name_of(note.parent):
+                found.append(cgroup.Group(path, frozenset()))
+    return found
 
 
 def start_time(pid: int) -> int | None:

@@ -10,6 +10,7 @@ from __future__ import annotations
 import ctypes
 import errno
 import os
+import signal
 import stat
 import struct
 from pathlib import Path
@@ -39,7 +40,13 @@ _FROM_EMPTY_PATH = 4
 _EMPTY_PATH = 0x1000
 _ATTRIBUTE_IDMAP = 0x100000
 
+_CLONE3 = 435
+_CLONE_INTO_CGROUP = 0x200000000
+_CLONE_ARGUMENTS = struct.Struct("11Q")
+
 _libc = ctypes.CDLL(None, use_errno=True)
+# Holds on to the interpreter's lock, as a fork must.
+_libc_locked = ctypes.PyDLL(None, use_errno=True)
 
 
 def _check(result: int, what: str) -> None:
@@ -68,6 +75,17 @@ def drop_capabilities() -> None:
         if number not in KEPT_CAPABILITIES:
             prctl(PR_CAPBSET_DROP, number)
     prctl(PR_SET_NO_NEW_PRIVS, 1)
+
+
+def fork_into(group: int) -> int:
+    """``fork(2)`` whose child is born in a control group, by the descriptor of its folder; needs Linux 5.7.
+
+    Moving a process into a group afterwards takes the kernel some 10 ms.
+    """
+    arguments = _CLONE_ARGUMENTS.pack(_CLONE_INTO_CGROUP, 0, 0, 0, signal.SIGCHLD, 0, 0, 0, 0, 0, group)
+    pid = int(_libc_locked.syscall(_CLONE3, arguments, ctypes.c_size_t(len(arguments))))
+    _check(pid, "clone3")
+    return pid
 
 
 def walled_in(path: Path) -> Path | None:

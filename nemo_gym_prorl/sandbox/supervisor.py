@@ -23,7 +23,7 @@ import time
 from functools import partial
 from pathlib import Path
 
-from nemo_gym_prorl.sandbox import enter, lease, linux
+from nemo_gym_prorl.sandbox import cgroup, enter, lease, linux
 from nemo_gym_prorl.sandbox.children import Children
 from nemo_gym_prorl.sandbox.clients import Client, Request, close_all
 from nemo_gym_prorl.sandbox.life import NoSandbox, Sandboxes
@@ -41,8 +41,8 @@ class Supervisor:
     def __init__(self, folder: Path, owner: socket.socket) -> None:
         self.folder = folder
         self._children = Children()
-        self._loop = Loop(self._children.reap, self.end)
-        self._sandboxes = Sandboxes(folder, self._loop, self._children)
+        self._loop = Loop(self._reap, self.end)
+        self._sandboxes = Sandboxes(folder, self._loop, self._children, _groups())
         self._ending = False
         self._listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
         self._listener.bind(str(folder / "socket"))
@@ -62,6 +62,11 @@ class Supervisor:
                 next_tick = time.monotonic() + TICK_S
                 self._sandboxes.tick()
         lease.clear(self.folder)
+
+    def _reap(self) -> None:
+        if self._children.reap():
+            # Where a control group was killed at once, its last process may be an orphan that came to us.
+            self._sandboxes.step_down_all()
 
     def end(self) -> None:
         """Take everything down; :meth:`run` returns when it is."""
@@ -122,11 +127,17 @@ class Supervisor:
         def spawned(answer: Message, returned: list[int]) -> None:
             request.answer(answer, returned)
             if "pid" in answer:
-                self._children.on_end(answer["pid"], partial(self._tell_exit, request.client, answer["pid"]))
+                told = partial(self._tell_exit, request.client, order["sandbox"], answer["pid"])
+                self._children.on_end(answer["pid"], told)
 
-        self._children.fork(partial(enter.spawn, self._sandboxes.place(order["sandbox"]), order, files), spawned)
+        sandbox = self._sandboxes.up(order["sandbox"])
+        try:
+            self._children.fork(partial(enter.spawn, sandbox.place_to_join(), order, files), spawned, sandbox.group)
+        except BlockingIOError as error:
+            request.answer({"error": enter.FULL, "errno": error.errno})
 
-    def _tell_exit(self, client: Client, pid: int, status: int) -> None:
+    def _tell_exit(self, client: Client, sandbox: str, pid: int, status: int) -> None:
+        self._sandboxes.process_ended(sandbox)
         client.send({"event": "exit", "pid": pid, "status": os.waitstatus_to_exitcode(status)}, [])
 
     def _do_signal(self, request: Request, order: Message, _files: list[int]) -> None:
@@ -137,12 +148,21 @@ class Supervisor:
         request.answer({})
 
     def _do_put(self, request: Request, order: Message, files: list[int]) -> None:
-        place = self._sandboxes.place(order["sandbox"])
+        place = self._sandboxes.up(order["sandbox"]).place_to_join()
         self._children.fork(partial(enter.put, place, order["path"], order["mode"], files[0]), request.answer)
 
     def _do_get(self, request: Request, order: Message, files: list[int]) -> None:
-        place = self._sandboxes.place(order["sandbox"])
+        place = self._sandboxes.up(order["sandbox"]).place_to_join()
         self._children.fork(partial(enter.get, place, order["path"], order["limit"], files[0]), request.answer)
+
+
+def _groups() -> Path | None:
+    """Where sandboxes get their control groups; ``None`` if they can't have any."""
+    granted = cgroup.delegation()
+    if granted is None:
+        return None
+    cgroup.hand_out(granted)
+    return granted.base
 
 
 def _sweep(root: Path) -> tuple[Message, list[int]]:
