@@ -21,6 +21,7 @@ import fcntl
 import os
 import re
 import secrets
+import time
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -41,6 +42,9 @@ PROCESS_SLACK = 32
 CPU_PERIOD_US = 100_000
 LEAST_CPU_US = 1000
 """The kernel takes no less."""
+
+REMOVE_S = 1.0
+"""How long processes that are ending may keep a group from being removed."""
 
 _MOVES = 100
 """Rounds of moving processes that fork meanwhile."""
@@ -121,18 +125,21 @@ def _can_start_in(group: Group) -> bool:
 
 
 def hand_out(granted: Delegation) -> frozenset[str]:
-    """Have groups below ``granted.base`` get its controllers; returns those that they get now."""
-    handed = _handed_out(granted.base)
-    missing = granted.controllers - handed
+    """Have groups below ``granted.base`` get its controllers, as far as it can be had; returns those that they get."""
+    missing = granted.controllers - _handed_out(granted.base)
     if not missing:
         return granted.controllers
     # Several supervisors may be at it.
     lock = os.open(granted.base, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
     try:
         fcntl.flock(lock, fcntl.LOCK_EX)
+        # Some controllers can be handed out by a group with processes, but then it is one of threads, and so are those
+        # below. Only the root of all is free of that; it alone has no type.
+        if (granted.base / "cgroup.type").exists():
+            _evacuate(granted.base)
         for name in sorted(missing):
             with contextlib.suppress(OSError):
-                _hand_out(granted.base, name)
+                _write(granted.base, "subtree_control", f"+{name}")
     finally:
         os.close(lock)
     return granted.controllers & _handed_out(granted.base)
@@ -140,16 +147,6 @@ def hand_out(granted: Delegation) -> frozenset[str]:
 
 def _handed_out(base: Path) -> set[str]:
     return set((base / "cgroup.subtree_control").read_text().split())
-
-
-def _hand_out(base: Path, controller: str) -> None:
-    try:
-        _write(base, "subtree_control", f"+{controller}")
-    except OSError as error:
-        if error.errno != errno.EBUSY:
-            raise
-        _evacuate(base)
-        _write(base, "subtree_control", f"+{controller}")
 
 
 def _evacuate(base: Path) -> None:
@@ -161,7 +158,8 @@ def _evacuate(base: Path) -> None:
         if not processes:
             return
         for pid in processes:
-            with contextlib.suppress(ProcessLookupError):
+            # Ended meanwhile, or not ours to move: then the kernel refuses to hand out, and that is that.
+            with contextlib.suppress(OSError):
                 _write(leaf, "procs", pid)
 
 
@@ -216,15 +214,8 @@ class Group:
         with contextlib.suppress(FileNotFoundError):
             _write(self.path, "kill", "1")
 
-    def populated(self) -> bool:
-        """Whether any process lives in it."""
-        try:
-            return "populated 1" in _read(self.path, "events")
-        except FileNotFoundError:
-            return False
-
     def processes(self) -> list[int]:
-        """Those in it, for people to look at."""
+        """Those in it. One that is just ending is not listed, but still keeps the group from being removed."""
         try:
             return [int(pid) for pid in _read(self.path, "procs").split()]
         except FileNotFoundError:
@@ -236,13 +227,21 @@ class Group:
         return int(found[1]) if found else 0
 
     def remove(self) -> None:
-        """Remove it; harmless when it is gone.
+        """Remove it, which is the proof that nothing lives in it; harmless when it is gone. Blocks for a moment.
 
         Raises:
             OSError: there are processes in it.
         """
-        with contextlib.suppress(FileNotFoundError):
-            self.path.rmdir()
+        deadline = time.monotonic() + REMOVE_S
+        while True:
+            try:
+                return self.path.rmdir()
+            except FileNotFoundError:
+                return None
+            except OSError as error:
+                if error.errno != errno.EBUSY or time.monotonic() > deadline:
+                    raise
+            time.sleep(0.001)
 
 
 def _read(group: Path, name: str) -> str:

@@ -93,6 +93,11 @@ class Children:
                     del self._unclaimed[next(iter(self._unclaimed))]
 
 
+def in_words(error: OSError) -> str:
+    """What an error says, and of which file."""
+    return f"{error.filename}: {error.strerror}" if error.filename else error.strerror or str(error)
+
+
 def _run(action: Action, channel: socket.socket) -> None:
     """In a forked child: run ``action``, send what it returns, and end."""
     try:
@@ -101,9 +106,7 @@ def _run(action: Action, channel: socket.socket) -> None:
         try:
             answer, files = action()
         except OSError as error:
-            answer, files = {"error": error.strerror or str(error), "errno": error.errno}, []
-            if error.filename:
-                answer["error"] = f"{error.filename}: {error.strerror}"
+            answer, files = {"error": in_words(error), "errno": error.errno}, []
         send_files(channel, pack({**answer, "files": len(files)}), files)
     except BaseException:
         traceback.print_exc()

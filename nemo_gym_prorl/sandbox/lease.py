@@ -39,6 +39,9 @@ SPACE_FILE = "pid_namespace"
 GROUP_FILE = "cgroup"
 """In the folder of each sandbox that has a control group: the path of that, from before it is made."""
 
+LONGEST_SOCKET = "s-12345678/socket"
+"""As long as the path of a supervisor's socket below :func:`state_root`."""
+
 _UNFINISHED_S = 60.0
 """A folder without a lock that is younger than this may be one whose owner is just starting."""
 
@@ -70,27 +73,36 @@ def take(root: Path) -> tuple[Path, int]:
     """A new owner's folder, and the descriptor of its lock, which is held until all copies of it are closed."""
     folder = Path(tempfile.mkdtemp(prefix="s-", dir=root))
     folder.chmod(0o700 if os.geteuid() else 0o711)
-    lock = os.open(folder / "lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+    try:
+        lock = os.open(folder / "lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+    except OSError:
+        folder.rmdir()
+        raise
     fcntl.flock(lock, fcntl.LOCK_EX)
     return folder, lock
 
 
 def sweep(root: Path) -> list[Path]:
     """Remove what dead owners left: processes, then files. Returns their folders; live ones are not touched."""
-    swept = []
-    for folder in sorted(root.glob("s-*")):
+    # What does not die is the next sweep's; the others need not wait for it.
+    return [folder for folder in sorted(root.glob("s-*")) if folder.exists() and bury(folder)]
+
+
+def bury(folder: Path, patience_s: float = 5.0) -> bool:
+    """Remove what the owner of ``folder`` left, if it is dead; returns whether nothing of it is left."""
+    try:
         lock = _lock_of_the_dead(folder)
-        if lock is None:
-            continue
-        try:
-            clear(folder)
-            swept.append(folder)
-        except TimeoutError:
-            # The next sweep tries again; the others need not wait for it.
-            continue
-        finally:
-            os.close(lock)
-    return swept
+    except FileNotFoundError:
+        return True
+    if lock is None:
+        return False
+    try:
+        clear(folder, patience_s)
+    except TimeoutError:
+        return False
+    finally:
+        os.close(lock)
+    return True
 
 
 def _lock_of_the_dead(folder: Path) -> int | None:
@@ -133,7 +145,7 @@ def clear(folder: Path, patience_s: float = 5.0) -> None:
 def processes_of(folder: Path, groups: Sequence[cgroup.Group]) -> list[int]:
     """The live processes that belong to the owner's ``folder``, in whatever way they are known."""
     inside = {pid for space in spaces_of(folder) for pid in space.members()}
-    grouped = {pid for group in groups if group.populated() for pid in group.processes()}
+    grouped = {pid for group in groups for pid in group.processes()}
     return sorted({*helpers_of(folder), *inside, *grouped})
 
 

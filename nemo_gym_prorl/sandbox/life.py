@@ -26,7 +26,7 @@ from functools import partial
 from pathlib import Path
 
 from nemo_gym_prorl.sandbox import cgroup, enter, lease
-from nemo_gym_prorl.sandbox.children import Children
+from nemo_gym_prorl.sandbox.children import Children, in_words
 from nemo_gym_prorl.sandbox.clients import Client, Request
 from nemo_gym_prorl.sandbox.loop import Loop
 from nemo_gym_prorl.sandbox.starter import become_runtime
@@ -168,7 +168,7 @@ class Sandboxes:
             self._lay_out(sandbox)
             self._start(sandbox, theirs)
         except OSError as error:
-            self._give_up(sandbox, {"error": f"its folder {folder} can't be made: {error.strerror}"})
+            self._give_up(sandbox, {"error": f"it can't be prepared: {in_words(error)}"})
         finally:
             theirs.close()
 
@@ -271,7 +271,7 @@ class Sandboxes:
             sandbox.space.note(sandbox.folder)
             variables = Path(f"/proc/{pid}/environ").read_bytes().decode("utf-8", "surrogateescape")
         except OSError as error:
-            self._give_up(sandbox, {"error": f"its first process can't be noted down: {error.strerror}"})
+            self._give_up(sandbox, {"error": f"it can't be noted down: {in_words(error)}"})
             return
         environment = dict(pair.split("=", 1) for pair in variables.split("\0") if "=" in pair)
         self._children.fork(
@@ -327,7 +327,7 @@ class Sandboxes:
         step = step_down(
             starter=sandbox.starter,
             inside=sandbox.space.members() if sandbox.space else None,
-            grouped=group.processes() if group and group.populated() else (),
+            grouped=group.processes() if group else (),
             closing_s=time.monotonic() - sandbox.closing_since,
         )
         for pid in step.kill:

@@ -24,7 +24,7 @@ from functools import partial
 from pathlib import Path
 
 from nemo_gym_prorl.sandbox import cgroup, enter, lease, linux
-from nemo_gym_prorl.sandbox.children import Children
+from nemo_gym_prorl.sandbox.children import Children, in_words
 from nemo_gym_prorl.sandbox.clients import Client, Request, close_all
 from nemo_gym_prorl.sandbox.life import NoSandbox, Sandboxes
 from nemo_gym_prorl.sandbox.loop import Loop
@@ -38,16 +38,13 @@ TICK_S = 0.5
 class Supervisor:
     """See the module. ``folder`` is the owner's folder, which exists, and whose lock this process holds."""
 
-    def __init__(self, folder: Path, owner: socket.socket) -> None:
+    def __init__(self, folder: Path, owner: socket.socket, listener: socket.socket) -> None:
         self.folder = folder
         self._children = Children()
         self._loop = Loop(self._reap, self.end)
         self._sandboxes = Sandboxes(folder, self._loop, self._children, _groups())
         self._ending = False
-        self._listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
-        self._listener.bind(str(folder / "socket"))
-        (folder / "socket").chmod(0o600)
-        self._listener.listen(16)
+        self._listener = listener
         self._listener.setblocking(False)
         self._loop.watch(self._listener, self._accept)
         self._owner = self._add_client(owner)
@@ -102,7 +99,7 @@ class Supervisor:
             except NoSandbox as error:
                 request.answer({"error": str(error), "lost": True})
             except OSError as error:
-                request.answer({"error": str(error)})
+                request.answer({"error": in_words(error), "errno": error.errno})
             finally:
                 close_all(files)
 
@@ -171,12 +168,12 @@ def _sweep(root: Path) -> tuple[Message, list[int]]:
 
 
 def main() -> None:
-    """``supervisor FOLDER SOCKET``: the number of the open socket to the owner."""
-    folder, number = Path(sys.argv[1]), int(sys.argv[2])
+    """``supervisor FOLDER OWNER LISTENER``: the numbers of the open socket to the owner, and of the one for others."""
     linux.prctl(linux.PR_SET_CHILD_SUBREAPER, 1)
-    owner = socket.socket(fileno=number)
-    owner.set_inheritable(False)
-    Supervisor(folder, owner).run()
+    owner, listener = (socket.socket(fileno=int(number)) for number in sys.argv[2:])
+    for inherited in (owner, listener):
+        inherited.set_inheritable(False)
+    Supervisor(Path(sys.argv[1]), owner, listener).run()
 
 
 if __name__ == "__main__":
