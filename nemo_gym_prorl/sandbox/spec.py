@@ -13,6 +13,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from nemo_gym_prorl.failures import CallerError, InfrastructureError
+from nemo_gym_prorl.sandbox.imagecheck import check_image
 from nemo_gym_prorl.sandbox.linux import walled_in
 from nemo_gym_prorl.sandbox.runtime import Runtime
 from nemo_gym_prorl.sandbox.wire import Message
@@ -64,7 +65,7 @@ def check(spec: ContainerSpec, runtime: Runtime) -> None:
 
     Raises:
         CallerError: the specification is wrong; names the field.
-        InfrastructureError: sandboxes of this user can't be started with this runtime.
+        InfrastructureError: sandboxes of this user can't be started with this runtime, or of such images.
     """
     # An image is shown to the sandbox's user elsewhere, but the runtime finds its parts by its own path.
     if os.geteuid() == 0 and (wall := walled_in(runtime.path)):
@@ -72,8 +73,7 @@ def check(spec: ContainerSpec, runtime: Runtime) -> None:
             f"sandboxes of root run under unprivileged user ids, which can't enter {wall} to run {runtime.path}; set "
             "PRORL_CACHE to a folder that all may enter and run 'prorl setup'"
         )
-    if not spec.image.exists():
-        raise CallerError(f"there is no {spec.image}; 'prorl setup' builds the default image", field="image")
+    check_image(spec.image)
     if spec.workdir is not None:
         check_path(spec.workdir, "workdir")
     for name, value in spec.env.items():
