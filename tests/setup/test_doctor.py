@@ -85,9 +85,8 @@ def test_every_limit_is_named_with_how_it_is_kept(controllers: frozenset[str], k
     found = limits(Facts(controllers, kernel))
     check = limits_check(found)
     assert all(limit.name in check.found and limit.how in check.found for limit in found)
-    assert (check.level is Level.OK) is (
-        controllers >= {"cpu", "memory"} and ("pids" in controllers or kernel > (5, 0))
-    )
+    bounded = "pids" in controllers or kernel >= (5, 14)
+    assert (check.level is Level.OK) is (bounded and {"cpu", "memory"} <= controllers)
     assert bool(check.fix) is (check.level is not Level.OK)
     assert ("not enforced: cpu" in check.found) is ("cpu" not in controllers)
 
