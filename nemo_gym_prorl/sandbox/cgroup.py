@@ -36,8 +36,8 @@ LEAF = "prorl-server"
 PREFIX = "prorl-s-"
 """What the names of our groups begin with: those of sandboxes go on with their owner's and their own name."""
 
-PROCESS_SLACK = 32
-"""Processes that a group may hold beyond the sandbox's own: its first, the runtime's, and what starts a command."""
+PROCESS_SLACK = 16
+"""Processes that a group may hold beyond the sandbox's own and the runtime's: those that start a command."""
 
 CPU_PERIOD_US = 100_000
 LEAST_CPU_US = 1000
@@ -167,7 +167,7 @@ def settings(controllers: frozenset[str], *, memory: int, processes: int, cpus: 
     """What to write into which file of a group for limits in bytes, number and processors; 0 is no limit."""
     wanted = {
         "memory": ("memory.max", str(memory) if memory else ""),
-        "pids": ("pids.max", str(processes + PROCESS_SLACK) if processes else ""),
+        "pids": ("pids.max", str(processes) if processes else ""),
         "cpu": ("cpu.max", f"{max(LEAST_CPU_US, round(cpus * CPU_PERIOD_US))} {CPU_PERIOD_US}" if cpus else ""),
     }
     return dict(entry for name, entry in wanted.items() if name in controllers and entry[1])
@@ -186,20 +186,23 @@ class Group:
     controllers: frozenset[str]
 
     @classmethod
-    def make(cls, path: Path, *, memory: int, processes: int, cpus: float) -> Group:
-        """Make a group with these limits (bytes, number, processors; 0 for none) as far as there are controllers."""
+    def make(cls, path: Path) -> Group:
+        """Make a group without limits."""
         path.mkdir()
-        try:
-            controllers = CONTROLLERS & set(_read(path, "controllers").split())
-            for name, value in settings(controllers, memory=memory, processes=processes, cpus=cpus).items():
-                (path / name).write_text(value)
-            if "memory" in controllers and memory and (swap := path / "memory.swap.max").exists():
-                # What is swapped out does not count as memory. Some kernels have no swap to bound.
-                swap.write_text("0")
-        except OSError:
-            path.rmdir()
-            raise
-        return cls(path, controllers)
+        return cls(path, CONTROLLERS & set(_read(path, "controllers").split()))
+
+    def bound(self, *, memory: int, processes: int, cpus: float) -> None:
+        """Set limits in bytes, number and processors, as far as there are controllers; 0 for none.
+
+        For when the runtime has done its work, whose own threads and processors' time are many for a moment.
+        """
+        present = int((self.path / "pids.current").read_text()) if "pids" in self.controllers else 0
+        allowed = processes and processes + present + PROCESS_SLACK
+        for name, value in settings(self.controllers, memory=memory, processes=allowed, cpus=cpus).items():
+            (self.path / name).write_text(value)
+        if "memory" in self.controllers and memory and (swap := self.path / "memory.swap.max").exists():
+            # What is swapped out does not count as memory. Some kernels have no swap to bound.
+            swap.write_text("0")
 
     def fork(self) -> int:
         """``os.fork`` whose child is in the group from its birth."""

@@ -184,9 +184,7 @@ class Sandboxes:
         if self._groups:
             path = self._groups / cgroup.name_of(sandbox.folder)
             lease.note_group(sandbox.folder, path)
-            sandbox.group = cgroup.Group.make(
-                path, memory=order["memory_mib"] << 20, processes=order["processes"], cpus=order["cpus"]
-            )
+            sandbox.group = cgroup.Group.make(path)
             if "memory" in sandbox.group.controllers:
                 sandbox.usage.memory_limit = 0
 
@@ -282,8 +280,8 @@ class Sandboxes:
     def _prepared(self, sandbox: Sandbox, environment: dict[str, str], answer: Message, _files: list[int]) -> None:
         if sandbox.stage is not Stage.CREATING or sandbox.creating is None:
             return
-        if "error" in answer:
-            self._give_up(sandbox, {"error": f"its limits could not be set: {answer['error']}"})
+        if trouble := answer.get("error") or _bound(sandbox):
+            self._give_up(sandbox, {"error": f"its limits could not be set: {trouble}"})
             return
         sandbox.stage = Stage.UP
         request, sandbox.creating = sandbox.creating, None
@@ -365,6 +363,17 @@ class Sandboxes:
                 self._end_early(sandbox, f"disk: wrote {written} MiB of {sandbox.order['disk_mib']} MiB")
 
         self._children.fork(lambda: ({"bytes": disk_use(sandbox.folder)}, []), measured)
+
+
+def _bound(sandbox: Sandbox) -> str:
+    """Set the limits of its control group, if it has one; returns what went wrong."""
+    order = sandbox.order
+    try:
+        if sandbox.group:
+            sandbox.group.bound(memory=order["memory_mib"] << 20, processes=order["processes"], cpus=order["cpus"])
+    except OSError as error:
+        return in_words(error)
+    return ""
 
 
 def _delete(folder: Path, group: cgroup.Group | None) -> tuple[Message, list[int]]:

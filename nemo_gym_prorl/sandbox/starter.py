@@ -74,14 +74,14 @@ def _show_image(image: str, folder: Path, uid: int, gid: int) -> str:
     else:
         shown.touch()
         linux.mount_for(image, str(shown), None)
-        _show_fuse(folder / "fuse", uid, gid)
+        show_fuse(folder / "fuse", uid, gid)
     return str(shown)
 
 
-def _show_fuse(place: Path, uid: int, gid: int) -> None:
-    """As root: give the sandbox's runtime a FUSE device to mount an image file with, whoever the machine's is for.
+def show_fuse(place: Path, uid: int, gid: int) -> None:
+    """As root, in mounts of one's own: make ``/dev/fuse`` a user's, for the runtime to mount an image file with.
 
-    Only the runtime sees it: a sandbox has a ``/dev`` of its own.
+    Only the runtime sees it: a sandbox has a ``/dev`` of its own. ``place`` is where the device is made.
     """
     place.mkdir()
     linux.mount("tmpfs", str(place), "tmpfs", linux.MS_NOSUID | linux.MS_NOEXEC, "size=64k,mode=755")

@@ -4,8 +4,11 @@
 from __future__ import annotations
 
 import os
+import pwd
 import shutil
 import subprocess
+import sys
+import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -13,6 +16,7 @@ import pytest
 
 from nemo_gym_prorl.failures import CallerError, InfrastructureError
 from nemo_gym_prorl.sandbox import lease, link
+from nemo_gym_prorl.sandbox.cache import cache_dir
 from nemo_gym_prorl.sandbox.container import Container, ContainerSpec
 from nemo_gym_prorl.sandbox.imagecheck import FUSE
 from nemo_gym_prorl.sandbox.kernel import Kernel
@@ -129,6 +133,37 @@ async def test_a_sif_is_as_good_as_a_folder(runtime: Runtime, sif: Path) -> None
 async def test_a_sif_without_fuse(runtime: Runtime, sif: Path) -> None:
     with pytest.raises(InfrastructureError, match=r"tiny\.sif.*/dev/fuse.*build --sandbox"):
         await Container.start(ContainerSpec(image=sif), runtime)
+
+
+@as_root
+@with_fuse
+def test_sif_files_of_an_ordinary_user_with_fuse(runtime: Runtime) -> None:
+    """The tests above once more, as :mod:`test_as_ordinary_user` does, with a device that the user can use."""
+    user, here = pwd.getpwnam("games").pw_uid, Path(__file__)
+    with tempfile.TemporaryDirectory(prefix="prorl-u-", dir="/tmp") as home:
+        os.chown(home, user, user)
+        done = subprocess.run(
+            [
+                *(sys.executable, str(here.with_name("with_fuse.py")), str(user), f"{home}/fuse"),
+                *(sys.executable, str(here.with_name("as_user.py")), str(user)),
+                *(sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "--basetemp", f"{home}/t"),
+                *(str(here), "-k", "sif"),
+            ],
+            cwd=here.parents[2],
+            env={
+                "PATH": os.pathsep.join([str(runtime.path.parent), os.environ["PATH"]]),
+                "HOME": home,
+                "TMPDIR": home,
+                "PRORL_CACHE": str(cache_dir()),
+                "PYTHONPATH": str(here.parents[2]),
+                "PYTHONDONTWRITEBYTECODE": "1",
+            },
+            capture_output=True,
+            text=True,
+            check=False,
+        )
+    assert done.returncode == 0, done.stdout[-6000:] + done.stderr[-2000:]
+    assert "3 passed" in done.stdout, done.stdout
 
 
 @as_user
