@@ -45,6 +45,7 @@ __all__ = ["DEFAULT_EXEC_TIMEOUT_S", "OUTPUT_LIMIT", "SHARED_FOLDER", "Completed
 
 KNOWN_CAUSES = {
     "no space left|disk quota": "make room where PRORL_STATE is, or set it to a folder on another local disk",
+    "it can't be prepared": "set PRORL_STATE to a folder of yours on a local disk",
     "squashfuse|squashfs|/dev/fuse": "the image is damaged, or FUSE is not to be had here: build it "
     f"again, or unpack it with '{UNPACK} IMAGE' and name FOLDER",
     "other owners|value too large": "the file system of the image can't show other owners: copy it to a local disk",

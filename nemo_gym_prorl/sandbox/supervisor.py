@@ -108,7 +108,10 @@ class Supervisor:
     def _do_create(self, request: Request, order: Message, _files: list[int]) -> None:
         if self._ending:
             raise OSError("the supervisor is ending")
-        self._sandboxes.create(request, order)
+        try:
+            self._sandboxes.create(request, order)
+        except OSError as error:
+            request.answer({"error": f"it can't be prepared: {in_words(error)}"})
 
     def _do_check(self, request: Request, order: Message, _files: list[int]) -> None:
         """Answered if the container is up; whoever asks is told of its end."""

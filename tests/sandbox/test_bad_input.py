@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import pwd
 import shutil
@@ -80,6 +81,17 @@ def nothing_is_left(state: Path) -> Iterator[None]:
 def contents(path: Path) -> bytearray:
     """All of a file, to change."""
     return bytearray(path.read_bytes())
+
+
+@contextlib.contextmanager
+def closed(folder: Path) -> Iterator[None]:
+    """Let nothing be made in a folder."""
+    mode = folder.stat().st_mode
+    folder.chmod(0o500)
+    try:
+        yield
+    finally:
+        folder.chmod(mode)
 
 
 async def refused(image: Path, runtime: Runtime) -> str:
@@ -236,6 +248,15 @@ async def test_a_state_folder_that_is_a_file(
 async def test_a_state_folder_of_somebody_else(image: Path, runtime: Runtime, monkeypatch: pytest.MonkeyPatch) -> None:
     for path in (Path("/proc"), Path("/root/prorl"), Path("/usr")):
         await start_in(path, image, runtime, monkeypatch)
+
+
+@as_user
+async def test_a_state_folder_that_was_closed_meanwhile(image: Path, runtime: Runtime) -> None:
+    async with await Container.start(ContainerSpec(image=image), runtime) as container:
+        with closed(Path(container.describe()["supervisor"])):
+            with pytest.raises(InfrastructureError, match=r"Permission denied; set PRORL_STATE"):
+                await Container.start(ContainerSpec(image=image), runtime)
+        assert (await container.run("echo alive")).stdout == "alive\n"
 
 
 @as_root
