@@ -253,9 +253,9 @@ async def test_a_state_folder_of_somebody_else(image: Path, runtime: Runtime, mo
 @as_user
 async def test_a_state_folder_that_was_closed_meanwhile(image: Path, runtime: Runtime) -> None:
     async with await Container.start(ContainerSpec(image=image), runtime) as container:
-        with closed(Path(container.describe()["supervisor"])):
-            with pytest.raises(InfrastructureError, match=r"Permission denied; set PRORL_STATE"):
-                await Container.start(ContainerSpec(image=image), runtime)
+        refusal = pytest.raises(InfrastructureError, match=r"Permission denied; set PRORL_STATE")
+        with closed(Path(container.describe()["supervisor"])), refusal:
+            await Container.start(ContainerSpec(image=image), runtime)
         assert (await container.run("echo alive")).stdout == "alive\n"
 
 
