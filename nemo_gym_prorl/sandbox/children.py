@@ -39,17 +39,19 @@ class Children:
         return pid in self._waiting
 
     def fork(self, action: Action, done: Done, group: Group | None = None) -> None:
-        """Run ``action`` in a forked child; ``done`` gets what it returns, or ``{"error": ...}``.
+        """Run ``action`` in a forked child; ``done`` gets what it returns, or ``{"error": ...}``, also if none can be
+        forked.
 
         What the child starts is in the control group ``group``, as it is itself.
         """
         ours, theirs = socket.socketpair()
         try:
             pid = group.fork() if group else os.fork()
-        except OSError:
+        except OSError as error:
             ours.close()
             theirs.close()
-            raise
+            done({"error": f"no process can be started: {in_words(error)}", "errno": error.errno}, [])
+            return
         if pid == 0:
             _run(action, theirs)
         theirs.close()

@@ -43,8 +43,6 @@ COPY_CHUNK = 1 << 20
 SMALL_TMPFS = "size=16m,nr_inodes=16k"
 """Bound of each memory file system that the runtime mounts, which would otherwise hold half the machine's memory."""
 
-FULL = "the sandbox has as many processes as it may have"
-
 MOUNTS_FIELD_TARGET = 1
 MOUNTS_FIELD_KIND = 2
 
@@ -130,7 +128,7 @@ def spawn(place: Place, order: dict[str, Any], files: Sequence[int]) -> tuple[di
     try:
         pid = os.fork()
     except BlockingIOError as error:
-        raise BlockingIOError(error.errno, FULL) from error
+        raise BlockingIOError(error.errno, "the sandbox has as many processes as it may have") from error
     if pid == 0:
         _execute(place, order, sources, writer)
     os.close(writer)

@@ -249,7 +249,9 @@ class Sandboxes:
             kills = sandbox.group.oom_kills()
             if kills > sandbox.oom_kills:
                 sandbox.oom_kills = kills
-                sandbox.tell("limit", f"memory: all of {sandbox.order['memory_mib']} MiB in use, the kernel killed")
+                sandbox.tell(
+                    "limit", f"memory: all of {sandbox.order['memory_mib']} MiB used, the kernel ended a process"
+                )
 
     def _keeper_spoke(self, sandbox: Sandbox) -> None:
         self._loop.ignore(sandbox.channel)
@@ -262,10 +264,10 @@ class Sandboxes:
             os.kill(pid, signal.SIGKILL)
             return
         order = sandbox.order
-        sandbox.space = lease.Space.of(pid)
         limits = {int(key): value for key, value in order["limits"].items()}
         sandbox.place = enter.Place(pid, order["uid"], limits)
         try:
+            sandbox.space = lease.Space.of(pid)
             sandbox.space.note(sandbox.folder)
             variables = Path(f"/proc/{pid}/environ").read_bytes().decode("utf-8", "surrogateescape")
         except OSError as error:

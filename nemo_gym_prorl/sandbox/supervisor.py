@@ -131,10 +131,7 @@ class Supervisor:
                 self._children.on_end(answer["pid"], told)
 
         sandbox = self._sandboxes.up(order["sandbox"])
-        try:
-            self._children.fork(partial(enter.spawn, sandbox.place_to_join(), order, files), spawned, sandbox.group)
-        except BlockingIOError as error:
-            request.answer({"error": enter.FULL, "errno": error.errno})
+        self._children.fork(partial(enter.spawn, sandbox.place_to_join(), order, files), spawned, sandbox.group)
 
     def _tell_exit(self, client: Client, sandbox: str, pid: int, status: int) -> None:
         self._sandboxes.process_ended(sandbox)

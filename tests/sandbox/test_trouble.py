@@ -3,7 +3,9 @@
 
 from __future__ import annotations
 
+import asyncio
 import os
+import resource
 import subprocess
 import sys
 import tempfile
@@ -11,6 +13,8 @@ from pathlib import Path
 
 import pytest
 
+from nemo_gym_prorl.failures import CallerError, InfrastructureError
+from nemo_gym_prorl.sandbox import link
 from nemo_gym_prorl.sandbox.container import Container, ContainerSpec
 from nemo_gym_prorl.sandbox.runtime import Runtime
 
@@ -55,3 +59,31 @@ async def test_a_process_in_uninterruptible_sleep_ends_with_its_sandbox(image: P
         assert found.startswith("D")
         owner = Path(container.describe()["supervisor"])
     assert not (owner / container.name).exists()
+
+
+@pytest.mark.skipif(os.geteuid() == 0, reason="root may always start processes")
+async def test_a_supervisor_that_can_start_no_process_lives_on(image: Path, runtime: Runtime) -> None:
+    container = await Container.start(ContainerSpec(image=image), runtime)
+    assert link._current
+    supervisor = link._current.popen.pid
+    before = resource.prlimit(supervisor, resource.RLIMIT_NPROC)
+    resource.prlimit(supervisor, resource.RLIMIT_NPROC, (1, before[1]))
+    try:
+        with pytest.raises(CallerError, match="no process can be started"):
+            await container.run("true")
+        with pytest.raises(InfrastructureError, match="can't be prepared"):
+            await Container.start(ContainerSpec(image=image), runtime)
+        with pytest.raises(InfrastructureError, match="no process can be started"):
+            await container.close()
+    finally:
+        resource.prlimit(supervisor, resource.RLIMIT_NPROC, before)
+    await container.close()
+    async with await Container.start(ContainerSpec(image=image), runtime) as another:
+        assert (await another.run("echo alive")).stdout == "alive\n"
+    while sandboxes(Path(another.describe()["supervisor"])):
+        await asyncio.sleep(0.01)
+
+
+def sandboxes(owner: Path) -> list[Path]:
+    """The folders of all that there are."""
+    return list(owner.glob("b-*"))
