@@ -3,8 +3,8 @@
 
 Each check is data: what was looked at, what was found, how good that is, and the way to mend it. Where it can, a check
 does the thing itself instead of reading settings that should allow it: whether a rootless container can be started
-depends on half a dozen kernel, distribution and container settings, and starting one asks them all. Nothing here
-changes the machine.
+depends on half a dozen kernel, distribution and container settings, and starting one asks them all. Nothing that is
+tried here stays.
 """
 
 from __future__ import annotations
@@ -14,15 +14,16 @@ import os
 import shutil
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 from pathlib import Path
 
 from nemo_gym_prorl.failures import InfrastructureError
-from nemo_gym_prorl.sandbox import debian
+from nemo_gym_prorl.sandbox import cgroup, debian
 from nemo_gym_prorl.sandbox.cache import cache_dir
 from nemo_gym_prorl.sandbox.image import default_image_path, try_image
+from nemo_gym_prorl.sandbox.limits import DELEGATE, By, Facts, Limit, limits, shortcomings
 from nemo_gym_prorl.sandbox.runtime import HOW_TO_GET_IT, Runtime, find_runtime
 
 
@@ -76,7 +77,7 @@ def examine() -> Iterator[Check]:
         yield _writable_layer(runtime, image)
         yield _no_network(runtime, image)
     yield _fuse()
-    yield _cgroups()
+    yield _limits()
     yield _image_source()
     yield _uv()
     yield _disk()
@@ -182,35 +183,22 @@ def _fuse() -> Check:
     )
 
 
-def _cgroups() -> Check:
-    name = "Resource limits"
-    fix = "a systemd user session with Delegate=yes, or a cgroups v2 subtree owned by the user"
-    controllers = cgroup_controllers(Path("/sys/fs/cgroup"), Path("/proc/self/cgroup").read_text())
-    if controllers is None:
-        return Check(name, Level.WARN, "no cgroups v2 delegation: CPU and memory limits are not enforced", fix)
-    if missing := {"cpu", "memory", "pids"} - controllers:
-        return Check(name, Level.WARN, f"cgroups v2 without {', '.join(sorted(missing))}", fix)
-    return Check(name, Level.OK, "cgroups v2, delegated")
+def _limits() -> Check:
+    granted = cgroup.delegation()
+    controllers = granted.controllers if granted else frozenset()
+    return limits_check(limits(Facts.here(controllers)))
 
 
-def cgroup_controllers(mount: Path, membership: str) -> set[str] | None:
-    """The controllers that this process may hand out to its children under cgroups v2.
-
-    Args:
-        mount: where the cgroup file system is mounted.
-        membership: the text of ``/proc/self/cgroup``.
-
-    Returns:
-        Their names; ``None`` if there is no cgroups v2 here or our group in it is not writable.
-    """
-    own = next((line[3:] for line in membership.splitlines() if line.startswith("0::")), None)
-    if own is None:
-        return None
-    group = mount / own.lstrip("/")
-    listing = group / "cgroup.controllers"
-    if not listing.is_file() or not os.access(group, os.W_OK) or not os.access(group / "cgroup.procs", os.W_OK):
-        return None
-    return set(listing.read_text().split())
+def limits_check(found: Sequence[Limit]) -> Check:
+    """The finding about the limits of sandboxes."""
+    name = "Sandbox limits"
+    kept = "enforced: " + ", ".join(f"{limit.name} ({limit.how})" for limit in found if limit.by is By.KERNEL)
+    weak = shortcomings(found)
+    if not weak:
+        return Check(name, Level.OK, kept)
+    # The size of an overlay is watched everywhere; nothing is to be done about that.
+    level = Level.OK if all(limit.name == "disk" for limit in found if limit.by is not By.KERNEL) else Level.WARN
+    return Check(name, level, f"{kept}; {weak}", DELEGATE if level is Level.WARN else "")
 
 
 def _image_source() -> Check:

@@ -14,6 +14,7 @@ import traceback
 from collections.abc import Callable
 
 from nemo_gym_prorl.sandbox import linux
+from nemo_gym_prorl.sandbox.cgroup import Group
 from nemo_gym_prorl.sandbox.wire import Inbox, Message, pack, send_files
 
 
@@ -37,10 +38,20 @@ class Children:
         """Whether somebody waits for that child, which therefore has not been reaped."""
         return pid in self._waiting
 
-    def fork(self, action: Action, done: Done) -> None:
-        """Run ``action`` in a forked child; ``done`` gets what it returns, or ``{"error": ...}``."""
+    def fork(self, action: Action, done: Done, group: Group | None = None) -> None:
+        """Run ``action`` in a forked child; ``done`` gets what it returns, or ``{"error": ...}``, also if none can be
+        forked.
+
+        What the child starts is in the control group ``group``, as it is itself.
+        """
         ours, theirs = socket.socketpair()
-        pid = os.fork()
+        try:
+            pid = group.fork() if group else os.fork()
+        except OSError as error:
+            ours.close()
+            theirs.close()
+            done({"error": f"no process can be started: {in_words(error)}", "errno": error.errno}, [])
+            return
         if pid == 0:
             _run(action, theirs)
         theirs.close()
@@ -61,22 +72,32 @@ class Children:
         else:
             self._waiting[pid] = ended
 
-    def reap(self) -> None:
-        """Collect every dead child. A process spawned by a forked child becomes ours when that child ends, and may
-        be reaped before we have heard of it: its status waits for :meth:`on_end`."""
+    def reap(self) -> bool:
+        """Collect every dead child; returns whether there were any that nobody waits for, or not yet.
+
+        A process spawned by a forked child becomes ours when that child ends, and may be reaped before we have heard
+        of it: its status waits for :meth:`on_end`.
+        """
+        strangers = False
         while True:
             try:
                 pid, status = os.waitpid(-1, os.WNOHANG)
             except ChildProcessError:
-                return
+                return strangers
             if pid == 0:
-                return
+                return strangers
             if ended := self._waiting.pop(pid, None):
                 ended(status)
             else:
+                strangers = True
                 self._unclaimed[pid] = status
                 if len(self._unclaimed) > MOST_UNCLAIMED:
                     del self._unclaimed[next(iter(self._unclaimed))]
+
+
+def in_words(error: OSError) -> str:
+    """What an error says, and of which file."""
+    return f"{error.filename}: {error.strerror}" if error.filename else error.strerror or str(error)
 
 
 def _run(action: Action, channel: socket.socket) -> None:
@@ -87,9 +108,7 @@ def _run(action: Action, channel: socket.socket) -> None:
         try:
             answer, files = action()
         except OSError as error:
-            answer, files = {"error": error.strerror or str(error), "errno": error.errno}, []
-            if error.filename:
-                answer["error"] = f"{error.filename}: {error.strerror}"
+            answer, files = {"error": in_words(error), "errno": error.errno}, []
         send_files(channel, pack({**answer, "files": len(files)}), files)
     except BaseException:
         traceback.print_exc()

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import asyncio
 import os
+import re
 import secrets
 import signal
 import stat
@@ -22,7 +23,9 @@ from pathlib import Path
 from typing import Any
 
 from nemo_gym_prorl.failures import CallerError, InfrastructureError
+from nemo_gym_prorl.sandbox import limits
 from nemo_gym_prorl.sandbox.command import DEFAULT_EXEC_TIMEOUT_S, OUTPUT_LIMIT, Completed, complete, shell_command
+from nemo_gym_prorl.sandbox.imagecheck import UNPACK
 from nemo_gym_prorl.sandbox.link import Link, Process, SandboxLost, SandboxRefused
 from nemo_gym_prorl.sandbox.runtime import Runtime, require_runtime
 from nemo_gym_prorl.sandbox.spec import (
@@ -39,6 +42,16 @@ from nemo_gym_prorl.sandbox.wire import Message
 
 
 __all__ = ["DEFAULT_EXEC_TIMEOUT_S", "OUTPUT_LIMIT", "SHARED_FOLDER", "Completed", "Container", "ContainerSpec"]
+
+KNOWN_CAUSES = {
+    "no space left|disk quota": "make room where PRORL_STATE is, or set it to a folder on another local disk",
+    "it can't be prepared": "set PRORL_STATE to a folder of yours on a local disk",
+    "squashfuse|squashfs|/dev/fuse": "the image is damaged, or FUSE is not to be had here: build it "
+    f"again, or unpack it with '{UNPACK} IMAGE' and name FOLDER",
+    "other owners|value too large": "the file system of the image can't show other owners: copy it to a local disk",
+    "overlay": "PRORL_STATE must be a folder on a local disk that can carry an overlay (ext4, xfs, tmpfs; not NFS)",
+}
+"""What the runtime's words, by regular expression, ask to be done; the first that fits counts."""
 
 FIRST_HOST_ID = 1_879_048_192
 HOST_IDS = 65_536
@@ -70,7 +83,7 @@ class Container:
         """
         if runtime is None:
             runtime = await asyncio.to_thread(require_runtime)
-        check(spec, runtime)
+        await asyncio.to_thread(check, spec, runtime)
         link = await Link.get()
         host_id = os.geteuid() or FIRST_HOST_ID + secrets.randbelow(HOST_IDS)
         container = cls(f"b-{secrets.token_hex(6)}", spec, link, host_id)
@@ -87,6 +100,7 @@ class Container:
                 raise InfrastructureError(f"the sandbox was not up within {spec.start_timeout_s:g} s") from error
             raise
         try:
+            limits.say_once(frozenset(answer["controllers"]))
             container.environment = command_environment(answer["environment"], spec)
             await container.configure(spec.env, spec.workdir)
         except BaseException:
@@ -320,4 +334,5 @@ class Container:
 def _start_error(error: SandboxRefused, spec: ContainerSpec, runtime: Runtime) -> InfrastructureError:
     """What the runtime said when it did not start, with what to do about the causes that are known."""
     said = "; ".join(line for line in error.log.splitlines() if line.strip())[-800:] or error.reason
-    return InfrastructureError(f"{runtime.flavor} could not start a sandbox of {spec.image}: {said}")
+    fix = next((f"; {fix}" for sign, fix in KNOWN_CAUSES.items() if re.search(sign, said, re.IGNORECASE)), "")
+    return InfrastructureError(f"{runtime.flavor} could not start a sandbox of {spec.image}: {said}{fix}")

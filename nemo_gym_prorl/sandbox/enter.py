@@ -64,21 +64,17 @@ class Place:
 
 def join(place: Place) -> None:
     """Become a process in the container's namespaces; children forked later are in its PID namespace too."""
-    base = f"/proc/{place.pid}"
+    base = os.open(f"/proc/{place.pid}", os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
     spaces = []
     for name in NAMESPACES:
-        descriptor = os.open(f"{base}/ns/{name}", os.O_RDONLY | os.O_CLOEXEC)
+        descriptor = os.open(f"ns/{name}", os.O_RDONLY | os.O_CLOEXEC, dir_fd=base)
         # One that we share with the container already can't be joined, and needs no joining.
         if os.fstat(descriptor).st_ino != os.stat(f"/proc/self/ns/{name}").st_ino:
             spaces.append(descriptor)
-    root = os.open(f"{base}/root", os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
     linux.prctl(linux.PR_SET_DUMPABLE, 0)
     for descriptor in spaces:
         os.setns(descriptor)
         os.close(descriptor)
-    os.fchdir(root)
-    os.chroot(".")
-    os.close(root)
     with contextlib.suppress(PermissionError):
         # Refused in namespaces of ordinary users, whose groups mean nothing inside.
         os.setgroups([])
@@ -86,6 +82,12 @@ def join(place: Place) -> None:
     os.setresuid(place.uid, place.uid, place.uid)
     # Changed ids make a process dumpable or not by a system setting; ours is not up to it.
     linux.prctl(linux.PR_SET_DUMPABLE, 0)
+    # Only now: a root that the runtime mounted with FUSE is open to nobody but the container's user.
+    root = os.open("root", os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC, dir_fd=base)
+    os.fchdir(root)
+    os.chroot(".")
+    os.close(root)
+    os.close(base)
 
 
 def prepare(place: Place, shared_memory_mib: int) -> tuple[dict[str, Any], list[int]]:
@@ -98,7 +100,9 @@ def prepare(place: Place, shared_memory_mib: int) -> tuple[dict[str, Any], list[
         target, kind = fields[MOUNTS_FIELD_TARGET], fields[MOUNTS_FIELD_KIND]
         if kind == "tmpfs" and not target.startswith("/sys"):
             size = f"size={shared_memory_mib}m" if target == "/dev/shm" else SMALL_TMPFS
-            linux.mount("tmpfs", target, "tmpfs", linux.MS_REMOUNT, size)
+            # One of the host that is bound in, as is ours where the sandboxes' folder is on one, has its own bound.
+            with contextlib.suppress(PermissionError):
+                linux.mount("tmpfs", target, "tmpfs", linux.MS_REMOUNT, size)
     # The runtime's shows the network devices and control groups of the host. Some machines let nobody mount another.
     with contextlib.suppress(PermissionError):
         linux.mount("sysfs", "/sys", "sysfs", linux.MS_RDONLY)
@@ -121,7 +125,10 @@ def spawn(place: Place, order: dict[str, Any], files: Sequence[int]) -> tuple[di
         controlling, terminal = _open_terminal(*order["tty"], echo=order["echo"])
         sources[:0] = [terminal] * 3
     reader, writer = os.pipe()
-    pid = os.fork()
+    try:
+        pid = os.fork()
+    except BlockingIOError as error:
+        raise BlockingIOError(error.errno, "the sandbox has as many processes as it may have") from error
     if pid == 0:
         _execute(place, order, sources, writer)
     os.close(writer)

@@ -24,7 +24,7 @@ from typing import Any, cast
 from jupyter_client.asynchronous.client import AsyncKernelClient
 from jupyter_client.connect import KernelConnectionInfo
 
-from nemo_gym_prorl.failures import FailureKind, InfrastructureError
+from nemo_gym_prorl.failures import CallerError, FailureKind, InfrastructureError
 from nemo_gym_prorl.sandbox.container import SHARED_FOLDER, Container
 from nemo_gym_prorl.sandbox.link import MAX_SOCKET_PATH, Process, SandboxLost
 from nemo_gym_prorl.sandbox.output import HeadTail
@@ -101,6 +101,9 @@ class Kernel:
             self._process = await self._container.spawn(
                 ["python3", "-m", "ipykernel_launcher", "-f", f"{inside}.json"], [null, self._log, self._log]
             )
+        except CallerError as error:
+            await self.close()
+            raise _no_kernel(error.reason) from error
         finally:
             os.close(null)
         self._client = AsyncKernelClient()
@@ -112,10 +115,7 @@ class Kernel:
             begin = max(0, os.fstat(self._log).st_size - _LOG_KEPT)
             said = os.pread(self._log, _LOG_KEPT, begin).decode("utf-8", "replace")
             await self.close()
-            raise InfrastructureError(
-                f"no kernel answers in the sandbox; it needs python3 with ipykernel in the image: {said.strip()}",
-                kind=FailureKind.PROVIDER_UNAVAILABLE,
-            ) from error
+            raise _no_kernel(said.strip()) from error
 
     async def run(self, code: str, *, timeout_s: float = CELL_TIMEOUT_S, output_limit: int = OUTPUT_LIMIT) -> Cell:
         """Run one cell.
@@ -222,6 +222,13 @@ class Kernel:
             raise SandboxLost("the kernel has ended")
         finally:
             task.cancel()
+
+
+def _no_kernel(said: str) -> InfrastructureError:
+    return InfrastructureError(
+        f"no kernel answers in the sandbox; it needs python3 with ipykernel in the image: {said}",
+        kind=FailureKind.PROVIDER_UNAVAILABLE,
+    )
 
 
 def _is_socket(path: Path) -> bool:

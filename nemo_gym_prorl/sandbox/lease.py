@@ -6,8 +6,8 @@ long as the supervisor lives; the kernel lets go of it at its death, however it 
 is a dead one's, with no doubt about reused process numbers or reboots, and :func:`sweep` may take it.
 
 Processes are found by what was noted down (the runtime's parent), by a variable in their environment (its helpers, for
-file systems) and by their PID namespace (everything inside). A number alone is never trusted, since the kernel gives
-them away again.
+file systems), by their PID namespace (everything inside) and by their control group, where there are any. A number
+alone is never trusted, since the kernel gives them away again.
 """
 
 from __future__ import annotations
@@ -20,9 +20,11 @@ import signal
 import stat
 import tempfile
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+
+from nemo_gym_prorl.sandbox import cgroup
 
 
 OWNER_VARIABLE = "PRORL_SANDBOX_OWNER"
@@ -33,6 +35,12 @@ STARTER_FILE = "starter"
 
 SPACE_FILE = "pid_namespace"
 """In the folder of each sandbox: its :class:`Space`, as soon as it has processes."""
+
+GROUP_FILE = "cgroup"
+"""In the folder of each sandbox that has a control group: the path of that, from before it is made."""
+
+LONGEST_SOCKET = "s-12345678/socket"
+"""As long as the path of a supervisor's socket below :func:`state_root`."""
 
 _UNFINISHED_S = 60.0
 """A folder without a lock that is younger than this may be one whose owner is just starting."""
@@ -65,27 +73,36 @@ def take(root: Path) -> tuple[Path, int]:
     """A new owner's folder, and the descriptor of its lock, which is held until all copies of it are closed."""
     folder = Path(tempfile.mkdtemp(prefix="s-", dir=root))
     folder.chmod(0o700 if os.geteuid() else 0o711)
-    lock = os.open(folder / "lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+    try:
+        lock = os.open(folder / "lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+    except OSError:
+        folder.rmdir()
+        raise
     fcntl.flock(lock, fcntl.LOCK_EX)
     return folder, lock
 
 
 def sweep(root: Path) -> list[Path]:
     """Remove what dead owners left: processes, then files. Returns their folders; live ones are not touched."""
-    swept = []
-    for folder in sorted(root.glob("s-*")):
+    # What does not die is the next sweep's; the others need not wait for it.
+    return [folder for folder in sorted(root.glob("s-*")) if folder.exists() and bury(folder)]
+
+
+def bury(folder: Path, patience_s: float = 5.0) -> bool:
+    """Remove what the owner of ``folder`` left, if it is dead; returns whether nothing of it is left."""
+    try:
         lock = _lock_of_the_dead(folder)
-        if lock is None:
-            continue
-        try:
-            clear(folder)
-            swept.append(folder)
-        except TimeoutError:
-            # The next sweep tries again; the others need not wait for it.
-            continue
-        finally:
-            os.close(lock)
-    return swept
+    except FileNotFoundError:
+        return True
+    if lock is None:
+        return False
+    try:
+        clear(folder, patience_s)
+    except TimeoutError:
+        return False
+    finally:
+        os.close(lock)
+    return True
 
 
 def _lock_of_the_dead(folder: Path) -> int | None:
@@ -110,14 +127,26 @@ def clear(folder: Path, patience_s: float = 5.0) -> None:
         TimeoutError: processes are left that even SIGKILL does not end, waiting for a device, say; the folder stays.
     """
     deadline = time.monotonic() + patience_s
-    while remains := [*helpers_of(folder), *(pid for space in spaces_of(folder) for pid in space.members())]:
+    groups = groups_of(folder)
+    while remains := processes_of(folder, groups):
+        for group in groups:
+            group.kill()
         for pid in remains:
             with contextlib.suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGKILL)
         if time.monotonic() > deadline:
             raise TimeoutError(f"processes {remains} of {folder} do not die")
         time.sleep(0.005)
+    for group in groups:
+        group.remove()
     remove_tree(folder)
+
+
+def processes_of(folder: Path, groups: Sequence[cgroup.Group]) -> list[int]:
+    """The live processes that belong to the owner's ``folder``, in whatever way they are known."""
+    inside = {pid for space in spaces_of(folder) for pid in space.members()}
+    grouped = {pid for group in groups for pid in group.processes()}
+    return sorted({*helpers_of(folder), *inside, *grouped})
 
 
 @dataclass(frozen=True, slots=True)
@@ -154,6 +183,23 @@ class Space:
 def spaces_of(folder: Path) -> list[Space]:
     """The PID namespaces that an owner noted down and has not seen empty."""
     return [Space(*numbers) for numbers in _notes(folder, SPACE_FILE)]
+
+
+def note_group(folder: Path, path: Path) -> None:
+    """Note down, in a sandbox's folder, the control group that is about to be made for it."""
+    (folder / GROUP_FILE).write_text(str(path))
+
+
+def groups_of(folder: Path) -> list[cgroup.Group]:
+    """The control groups that an owner noted down; those that are gone count as empty."""
+    found = []
+    for note in folder.glob(f"*/{GROUP_FILE}"):
+        with contextlib.suppress(FileNotFoundError):
+            path = Path(note.read_text())
+            # Half a note is of a group that was not made.
+            if path.name == cgroup.name_of(note.parent):
+                found.append(cgroup.Group(path, frozenset()))
+    return found
 
 
 def start_time(pid: int) -> int | None:

@@ -22,11 +22,15 @@ from typing import Any
 
 from nemo_gym_prorl.failures import FailureKind, InfrastructureError
 from nemo_gym_prorl.sandbox import lease
+from nemo_gym_prorl.sandbox.linux import walled_in
 from nemo_gym_prorl.sandbox.wire import Inbox, Message, pack, send_files
 
 
 MAX_SOCKET_PATH = 107
 """Bytes in the path of a Unix socket, by the kernel."""
+
+BURY_S = 5.0
+"""For so long a dead supervisor's remains are tried to remove; what is left then is the next supervisor's to sweep."""
 
 
 class SandboxRefused(InfrastructureError):
@@ -102,19 +106,16 @@ def _running_supervisor() -> Path:
         if _current:
             _current.owner.close()
             _bury(_current.folder)
-        folder, lock = lease.take(lease.state_root())
-        path = folder / "socket"
-        if len(os.fsencode(path)) > MAX_SOCKET_PATH:
-            raise InfrastructureError(
-                f"{path} is too long for a Unix socket ({MAX_SOCKET_PATH} bytes at most); set PRORL_STATE to a "
-                "shorter path on a local disk"
-            )
+        folder, lock, listener = _take_folder()
         owner, theirs = socket.socketpair()
         package = str(Path(__file__).parents[2])
         program = "import sys; sys.path.insert(0, sys.argv.pop(1)); from nemo_gym_prorl.sandbox import supervisor; "
         popen = subprocess.Popen(
-            [sys.executable, "-ISc", program + "supervisor.main()", package, str(folder), str(theirs.fileno())],
-            pass_fds=[theirs.fileno(), lock],
+            [
+                *(sys.executable, "-ISc", program + "supervisor.main()", package),
+                *(str(folder), str(theirs.fileno()), str(listener.fileno())),
+            ],
+            pass_fds=[theirs.fileno(), listener.fileno(), lock],
             stdin=subprocess.DEVNULL,
             stdout=subprocess.DEVNULL,
             # In a session of its own, so that Ctrl-C at a terminal does not reach it before the server has ended.
@@ -123,17 +124,49 @@ def _running_supervisor() -> Path:
             env={"PATH": os.environ.get("PATH", os.defpath)},
         )
         theirs.close()
+        listener.close()
         os.close(lock)
         _current = _Supervisor(popen, folder, owner)
         return folder
 
 
+def _take_folder() -> tuple[Path, int, socket.socket]:
+    """A folder for a new supervisor, its lock, and the socket in it that listens.
+
+    Made here and not by the supervisor, so that what is wrong with it is this process's error.
+
+    Raises:
+        InfrastructureError: it can't be made; names the setting.
+    """
+    folder: Path | None = None
+    listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+    try:
+        root = lease.state_root()
+        if (excess := len(os.fsencode(root / lease.LONGEST_SOCKET)) - MAX_SOCKET_PATH) > 0:
+            raise OSError(f"its path is {excess} bytes too long for a Unix socket in it ({MAX_SOCKET_PATH} at most)")
+        if os.geteuid() == 0 and (wall := walled_in(root)):
+            raise OSError(f"sandboxes of root run under unprivileged user ids, which can't enter {wall}")
+        folder, lock = lease.take(root)
+        listener.bind(str(folder / "socket"))
+        (folder / "socket").chmod(0o600)
+        listener.listen(128)
+        return folder, lock, listener
+    except OSError as error:
+        listener.close()
+        if folder:
+            os.close(lock)
+            lease.remove_tree(folder)
+        raise InfrastructureError(
+            f"sandboxes can't be kept in {os.environ.get('PRORL_STATE') or 'the folder for temporary files'}: "
+            f"{error.strerror or error}; set PRORL_STATE to a folder of yours with a short path, on a local disk "
+            "that has room"
+        ) from error
+
+
 def _bury(folder: Path) -> None:
     """Remove what a dead supervisor left. It may take a moment until the last child it forked lets go of the lock."""
-    for _ in range(50):
-        lease.sweep(folder.parent)
-        if not folder.exists():
-            return
+    deadline = time.monotonic() + BURY_S
+    while not lease.bury(folder, patience_s=1.0) and time.monotonic() < deadline:
         time.sleep(0.1)
 
 
@@ -176,20 +209,14 @@ class Link:
 
     @staticmethod
     async def _connect(folder: Path) -> socket.socket:
-        """Connect to a supervisor that may be about to bind its socket."""
-        loop = asyncio.get_running_loop()
-        deadline = loop.time() + 10.0
-        while True:
-            connection = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
-            connection.setblocking(False)
-            try:
-                await loop.sock_connect(connection, str(folder / "socket"))
-                return connection
-            except (FileNotFoundError, ConnectionRefusedError) as error:
-                connection.close()
-                if loop.time() > deadline:
-                    raise InfrastructureError(f"the sandbox supervisor of {folder} does not answer") from error
-                await asyncio.sleep(0.005)
+        connection = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+        connection.setblocking(False)
+        try:
+            await asyncio.get_running_loop().sock_connect(connection, str(folder / "socket"))
+        except OSError as error:
+            connection.close()
+            raise SandboxLost(f"the sandbox supervisor of {folder} is gone") from error
+        return connection
 
     async def ask(self, message: Message, files: Sequence[int] = ()) -> tuple[Message, list[int]]:
         """Send a request and wait for its answer, with the files that came with it, which are the caller's to close.

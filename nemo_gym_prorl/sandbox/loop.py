@@ -49,7 +49,7 @@ class Loop:
 
     def ignore(self, connection: socket.socket) -> None:
         """Watch no longer; harmless if it was not watched."""
-        if connection.fileno() in self._selector.get_map():
+        if connection.fileno() >= 0 and connection.fileno() in self._selector.get_map():
             self._selector.unregister(connection)
 
     def drop(self, connection: socket.socket) -> None:

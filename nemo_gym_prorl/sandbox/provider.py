@@ -44,7 +44,7 @@ from nemo_gym_prorl.sandbox.terminal import Terminal
 TIMED_OUT = 124
 NOT_RUN = 125
 
-SPEC_OPTIONS = ("network", "root", "binds", "memory_mib", "processes", "disk_mib", "shared_memory_mib")
+SPEC_OPTIONS = ("network", "root", "binds", "memory_mib", "cpus", "processes", "disk_mib", "shared_memory_mib")
 """Options of :class:`.container.ContainerSpec` that can be set for the provider, and per sandbox in
 ``provider_options``."""
 
@@ -255,6 +255,8 @@ class SingularityProvider:
             ttl_s=spec.ttl_s,
             **{**self._defaults, **options},
         )
+        if resources.cpu:
+            wanted = replace(wanted, cpus=float(resources.cpu))
         if resources.memory_mib:
             wanted = replace(wanted, memory_mib=resources.memory_mib)
         if resources.disk_gib:

@@ -13,6 +13,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from nemo_gym_prorl.failures import CallerError, InfrastructureError
+from nemo_gym_prorl.sandbox.imagecheck import check_image
 from nemo_gym_prorl.sandbox.linux import walled_in
 from nemo_gym_prorl.sandbox.runtime import Runtime
 from nemo_gym_prorl.sandbox.wire import Message
@@ -36,6 +37,7 @@ class ContainerSpec:
         root: be root inside. Without it commands run under user id 1000.
         binds: more of the host's files, as ``HOST:INSIDE`` or ``HOST:INSIDE:ro``.
         memory_mib: the largest process is killed when all together use more; 0 for no limit.
+        cpus: most processors' worth of time; needs control groups. 0 for no limit.
         processes: most processes and threads at a time.
         disk_mib: the sandbox is ended when it has written more; no single file can be larger. 0 for no limit.
         shared_memory_mib: size of ``/dev/shm``.
@@ -50,6 +52,7 @@ class ContainerSpec:
     root: bool = True
     binds: Sequence[str] = ()
     memory_mib: int = 8192
+    cpus: float = 0.0
     processes: int = 512
     disk_mib: int = 10240
     shared_memory_mib: int = 64
@@ -62,7 +65,7 @@ def check(spec: ContainerSpec, runtime: Runtime) -> None:
 
     Raises:
         CallerError: the specification is wrong; names the field.
-        InfrastructureError: sandboxes of this user can't be started with this runtime.
+        InfrastructureError: sandboxes of this user can't be started with this runtime, or of such images.
     """
     # An image is shown to the sandbox's user elsewhere, but the runtime finds its parts by its own path.
     if os.geteuid() == 0 and (wall := walled_in(runtime.path)):
@@ -70,13 +73,12 @@ def check(spec: ContainerSpec, runtime: Runtime) -> None:
             f"sandboxes of root run under unprivileged user ids, which can't enter {wall} to run {runtime.path}; set "
             "PRORL_CACHE to a folder that all may enter and run 'prorl setup'"
         )
-    if not spec.image.exists():
-        raise CallerError(f"there is no {spec.image}; 'prorl setup' builds the default image", field="image")
+    check_image(spec.image)
     if spec.workdir is not None:
         check_path(spec.workdir, "workdir")
     for name, value in spec.env.items():
         check_variable(name, value)
-    for name in ("memory_mib", "disk_mib"):
+    for name in ("memory_mib", "disk_mib", "cpus"):
         if getattr(spec, name) < 0:
             raise CallerError("must be 0 (no limit) or more", field=name)
     for name in ("processes", "shared_memory_mib", "start_timeout_s"):
@@ -111,6 +113,8 @@ def order(name: str, host_id: int, spec: ContainerSpec, runtime: Runtime, folder
         "host_gid": os.getegid() if os.geteuid() else host_id,
         "limits": limits,
         "memory_mib": spec.memory_mib,
+        "cpus": spec.cpus,
+        "processes": spec.processes,
         "disk_mib": spec.disk_mib,
         "shared_memory_mib": spec.shared_memory_mib,
         "ttl_s": spec.ttl_s,

@@ -23,8 +23,8 @@ import time
 from functools import partial
 from pathlib import Path
 
-from nemo_gym_prorl.sandbox import enter, lease, linux
-from nemo_gym_prorl.sandbox.children import Children
+from nemo_gym_prorl.sandbox import cgroup, enter, lease, linux
+from nemo_gym_prorl.sandbox.children import Children, in_words
 from nemo_gym_prorl.sandbox.clients import Client, Request, close_all
 from nemo_gym_prorl.sandbox.life import NoSandbox, Sandboxes
 from nemo_gym_prorl.sandbox.loop import Loop
@@ -38,16 +38,13 @@ TICK_S = 0.5
 class Supervisor:
     """See the module. ``folder`` is the owner's folder, which exists, and whose lock this process holds."""
 
-    def __init__(self, folder: Path, owner: socket.socket) -> None:
+    def __init__(self, folder: Path, owner: socket.socket, listener: socket.socket) -> None:
         self.folder = folder
         self._children = Children()
-        self._loop = Loop(self._children.reap, self.end)
-        self._sandboxes = Sandboxes(folder, self._loop, self._children)
+        self._loop = Loop(self._reap, self.end)
+        self._sandboxes = Sandboxes(folder, self._loop, self._children, _groups())
         self._ending = False
-        self._listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
-        self._listener.bind(str(folder / "socket"))
-        (folder / "socket").chmod(0o600)
-        self._listener.listen(16)
+        self._listener = listener
         self._listener.setblocking(False)
         self._loop.watch(self._listener, self._accept)
         self._owner = self._add_client(owner)
@@ -62,6 +59,11 @@ class Supervisor:
                 next_tick = time.monotonic() + TICK_S
                 self._sandboxes.tick()
         lease.clear(self.folder)
+
+    def _reap(self) -> None:
+        if self._children.reap():
+            # Where a control group was killed at once, its last process may be an orphan that came to us.
+            self._sandboxes.step_down_all()
 
     def end(self) -> None:
         """Take everything down; :meth:`run` returns when it is."""
@@ -97,7 +99,7 @@ class Supervisor:
             except NoSandbox as error:
                 request.answer({"error": str(error), "lost": True})
             except OSError as error:
-                request.answer({"error": str(error)})
+                request.answer({"error": in_words(error), "errno": error.errno})
             finally:
                 close_all(files)
 
@@ -106,7 +108,10 @@ class Supervisor:
     def _do_create(self, request: Request, order: Message, files: list[int]) -> None:
         if self._ending:
             raise OSError("the supervisor is ending")
-        self._sandboxes.create(request, order, files)
+        try:
+            self._sandboxes.create(request, order, files)
+        except OSError as error:
+            request.answer({"error": f"it can't be prepared: {in_words(error)}"})
 
     def _do_check(self, request: Request, order: Message, _files: list[int]) -> None:
         """Answered if the container is up; whoever asks is told of its end."""
@@ -122,11 +127,14 @@ class Supervisor:
         def spawned(answer: Message, returned: list[int]) -> None:
             request.answer(answer, returned)
             if "pid" in answer:
-                self._children.on_end(answer["pid"], partial(self._tell_exit, request.client, answer["pid"]))
+                told = partial(self._tell_exit, request.client, order["sandbox"], answer["pid"])
+                self._children.on_end(answer["pid"], told)
 
-        self._children.fork(partial(enter.spawn, self._sandboxes.place(order["sandbox"]), order, files), spawned)
+        sandbox = self._sandboxes.up(order["sandbox"])
+        self._children.fork(partial(enter.spawn, sandbox.place_to_join(), order, files), spawned, sandbox.group)
 
-    def _tell_exit(self, client: Client, pid: int, status: int) -> None:
+    def _tell_exit(self, client: Client, sandbox: str, pid: int, status: int) -> None:
+        self._sandboxes.process_ended(sandbox)
         client.send({"event": "exit", "pid": pid, "status": os.waitstatus_to_exitcode(status)}, [])
 
     def _do_signal(self, request: Request, order: Message, _files: list[int]) -> None:
@@ -137,12 +145,21 @@ class Supervisor:
         request.answer({})
 
     def _do_put(self, request: Request, order: Message, files: list[int]) -> None:
-        place = self._sandboxes.place(order["sandbox"])
+        place = self._sandboxes.up(order["sandbox"]).place_to_join()
         self._children.fork(partial(enter.put, place, order["path"], order["mode"], files[0]), request.answer)
 
     def _do_get(self, request: Request, order: Message, files: list[int]) -> None:
-        place = self._sandboxes.place(order["sandbox"])
+        place = self._sandboxes.up(order["sandbox"]).place_to_join()
         self._children.fork(partial(enter.get, place, order["path"], order["limit"], files[0]), request.answer)
+
+
+def _groups() -> Path | None:
+    """Where sandboxes get their control groups; ``None`` if they can't have any."""
+    granted = cgroup.delegation()
+    if granted is None:
+        return None
+    cgroup.hand_out(granted)
+    return granted.base
 
 
 def _sweep(root: Path) -> tuple[Message, list[int]]:
@@ -151,12 +168,12 @@ def _sweep(root: Path) -> tuple[Message, list[int]]:
 
 
 def main() -> None:
-    """``supervisor FOLDER SOCKET``: the number of the open socket to the owner."""
-    folder, number = Path(sys.argv[1]), int(sys.argv[2])
+    """``supervisor FOLDER OWNER LISTENER``: the numbers of the open socket to the owner, and of the one for others."""
     linux.prctl(linux.PR_SET_CHILD_SUBREAPER, 1)
-    owner = socket.socket(fileno=number)
-    owner.set_inheritable(False)
-    Supervisor(folder, owner).run()
+    owner, listener = (socket.socket(fileno=int(number)) for number in sys.argv[2:])
+    for inherited in (owner, listener):
+        inherited.set_inheritable(False)
+    Supervisor(Path(sys.argv[1]), owner, listener).run()
 
 
 if __name__ == "__main__":

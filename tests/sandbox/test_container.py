@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from nemo_gym_prorl.failures import CallerError, InfrastructureError
+from nemo_gym_prorl.failures import CallerError
 from nemo_gym_prorl.sandbox import lease
 from nemo_gym_prorl.sandbox.container import Container, ContainerSpec
 from nemo_gym_prorl.sandbox.link import SandboxLost
@@ -173,25 +173,3 @@ async def test_bad_requests_name_the_field_and_leave_nothing(
     with pytest.raises(CallerError, match=field):
         await Container.start(ContainerSpec(**{"image": image, **change}), runtime)  # type: ignore[arg-type]
     assert not any(state.glob("*/b-*"))  # noqa: ASYNC240
-
-
-async def test_bad_images_are_refused_with_the_runtimes_words(runtime: Runtime, state: Path, tmp_path: Path) -> None:
-    torn = tmp_path / "torn.sif"
-    torn.write_bytes(b"#!/usr/bin/env run-singularity\nnot an image")
-    empty = tmp_path / "empty"
-    empty.mkdir()
-    for image in (torn, empty):
-        with pytest.raises(InfrastructureError, match=image.name):
-            await Container.start(ContainerSpec(image=image), runtime)
-    assert not any(state.glob("*/b-*"))  # noqa: ASYNC240
-
-
-async def test_a_state_folder_whose_path_is_too_long(
-    image: Path, runtime: Runtime, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
-    from nemo_gym_prorl.sandbox import link
-
-    monkeypatch.setenv("PRORL_STATE", str(tmp_path / ("x" * 100)))
-    monkeypatch.setattr(link, "_current", None)
-    with pytest.raises(InfrastructureError, match="PRORL_STATE"):
-        await Container.start(ContainerSpec(image=image), runtime)

@@ -18,7 +18,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from nemo_gym_prorl.sandbox import lease, link
+from nemo_gym_prorl.sandbox import cgroup, lease, link
 from nemo_gym_prorl.sandbox.container import Container, ContainerSpec
 from nemo_gym_prorl.sandbox.link import SandboxLost
 from nemo_gym_prorl.sandbox.runtime import Runtime
@@ -30,6 +30,9 @@ REPOSITORY = Path(__file__).parents[2]
 
 GONE_WITHIN_S = 5.0
 """Invariant 4 of the architecture."""
+
+GROUPS = granted.base if (granted := cgroup.delegation()) else None
+"""Where sandboxes get control groups, if they can have any."""
 
 pytestmark = pytest.mark.sandbox
 
@@ -50,6 +53,7 @@ class Server:
         assert len(self.facts["inits"]) == len(lease.helpers_of(self.folder)) == sandboxes
         self.inside |= {pid: lease.start_time(pid) for pid in lease.helpers_of(self.folder)}
         assert len(self.inside) > 4 * sandboxes
+        assert not GROUPS or self.remains()["groups"]
 
     def line(self) -> str:
         assert self.process.stdout
@@ -60,6 +64,7 @@ class Server:
         return {
             "inside": [pid for pid, started in self.inside.items() if lease.start_time(pid) == started],
             "helpers": lease.helpers_of(self.folder),
+            "groups": [str(path) for path in GROUPS.glob(f"prorl-{self.folder.name}-*")] if GROUPS else [],
             "files": [str(path) for path in self.folder.glob("*")] if self.folder.exists() else [],
         }
 
@@ -78,7 +83,7 @@ class Server:
         while self.folder.exists() and time.monotonic() < deadline:
             lease.sweep(self.folder.parent)
             time.sleep(0.02)
-        assert not self.folder.exists()
+        assert not any(self.remains().values())
 
 
 @pytest.fixture

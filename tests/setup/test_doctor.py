@@ -9,8 +9,11 @@ import sys
 from pathlib import Path
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
-from nemo_gym_prorl.doctor import Level, cgroup_controllers, examine
+from nemo_gym_prorl.doctor import Level, examine, limits_check
+from nemo_gym_prorl.sandbox.limits import Facts, limits
 
 
 def prorl(*arguments: str, **environ: str) -> subprocess.CompletedProcess[str]:
@@ -74,12 +77,21 @@ def test_help_waits_for_no_framework() -> None:
     assert said.splitlines()[-1] == "[]"
 
 
-def test_delegated_controllers_are_read_from_our_own_group(tmp_path: Path) -> None:
-    group = tmp_path / "user.slice" / "session"
-    group.mkdir(parents=True)
-    membership = "0::/user.slice/session\n"
-    assert cgroup_controllers(tmp_path, membership) is None, "not a cgroup"
-    (group / "cgroup.controllers").write_text("cpu memory pids\n")
-    (group / "cgroup.procs").touch()
-    assert cgroup_controllers(tmp_path, membership) == {"cpu", "memory", "pids"}
-    assert cgroup_controllers(tmp_path, "4:memory:/x\n1:cpu:/x\n") is None, "version 1"
+@given(
+    st.frozensets(st.sampled_from(["cpu", "memory", "pids"])),
+    st.sampled_from([(4, 18), (5, 14), (6, 1)]),
+)
+def test_every_limit_is_named_with_how_it_is_kept(controllers: frozenset[str], kernel: tuple[int, int]) -> None:
+    found = limits(Facts(controllers, kernel))
+    check = limits_check(found)
+    assert all(limit.name in check.found and limit.how in check.found for limit in found)
+    bounded = "pids" in controllers or kernel >= (5, 14)
+    assert (check.level is Level.OK) is (bounded and {"cpu", "memory"} <= controllers)
+    assert bool(check.fix) is (check.level is not Level.OK)
+    assert ("not enforced: cpu" in check.found) is ("cpu" not in controllers)
+
+
+def test_the_limits_of_this_machine_are_reported() -> None:
+    said = next(check for check in examine() if check.name == "Sandbox limits")
+    assert "watched: " in said.found
+    assert "disk" in said.found

@@ -1,0 +1,173 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Programs for :mod:`test_trouble`: each runs in mounts of its own, so that what is broken is broken for it alone.
+
+``alone.py PROGRAM FOLDER IMAGE``: ``FOLDER`` is empty, and covered by a small disk or by one that does not answer.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import stat
+import struct
+import sys
+import threading
+from pathlib import Path
+
+import pytest
+
+from nemo_gym_prorl.failures import InfrastructureError
+from nemo_gym_prorl.sandbox import lease
+from nemo_gym_prorl.sandbox.cache import silent
+from nemo_gym_prorl.sandbox.container import Container, ContainerSpec
+from nemo_gym_prorl.sandbox.install import ensure_runtime
+from nemo_gym_prorl.sandbox.linux import MS_NOSUID, mount, private_mounts
+
+
+DISK_MIB = 24
+
+LOOKUP, GETATTR, INIT = 1, 3, 26
+NOT_KNOWN = -38
+
+
+def own_mounts() -> None:
+    """Mounts of our own, also for a user without any right: as that same user, in a namespace where he has some."""
+    uid, gid = os.geteuid(), os.getegid()
+    if uid:
+        os.unshare(os.CLONE_NEWUSER)
+        Path("/proc/self/setgroups").write_text("deny")
+        Path("/proc/self/uid_map").write_text(f"{uid} {uid} 1")
+        Path("/proc/self/gid_map").write_text(f"{gid} {gid} 1")
+    private_mounts()
+
+
+def fill(path: Path) -> None:
+    """Leave no byte free on the disk of ``path``."""
+    with path.open("wb", buffering=0) as file:
+        for size in (1 << 20, 1 << 12, 1):
+            try:
+                while True:
+                    file.write(bytes(size))
+            except OSError:
+                continue
+
+
+async def full_disk(folder: Path, image: Path) -> None:
+    """Sandboxes on a disk that gets full, is full, and has room again."""
+    mount("tmpfs", str(folder), "tmpfs", 0, f"size={DISK_MIB}m,mode=755")
+    os.environ["PRORL_STATE"] = str(folder)
+    spec = ContainerSpec(image=image, disk_mib=0)
+    filler = folder / "filler"
+    fill(filler)
+    await refused(spec)
+    assert not sandboxes(folder), "nothing is left of what could not begin"
+    filler.unlink()
+    greedy = await Container.start(spec)
+    other = await Container.start(spec)
+    done = await greedy.run("cat /dev/zero > /tmp/fill")
+    assert done.exit_code != 0
+    assert "No space left" in done.stderr, done
+    assert (await other.run("echo alive")).stdout == "alive\n"
+    fill(filler)
+    before = sandboxes(folder)
+    for _ in range(3):
+        await refused(spec)
+    assert sandboxes(folder) == before, "a start that failed leaves nothing"
+    assert (await greedy.run("echo alive")).stdout == "alive\n"
+    await greedy.close()
+    await other.close()
+    assert not sandboxes(folder)
+    async with await Container.start(spec) as again:
+        assert (await again.run("echo again")).stdout == "again\n"
+    print("passed")
+
+
+async def refused(spec: ContainerSpec) -> None:
+    with pytest.raises(InfrastructureError, match=r"No space left.*PRORL_STATE"):
+        await Container.start(spec)
+
+
+class DeafDisk:
+    """A FUSE file system with an empty folder whose files are asked for in vain: who asks waits, unkillably."""
+
+    def __init__(self, folder: Path) -> None:
+        self._device = os.open("/dev/fuse", os.O_RDWR | os.O_CLOEXEC)
+        options = f"fd={self._device},rootmode={stat.S_IFDIR:o},user_id=0,group_id=0,allow_other"
+        mount("deaf", str(folder), "fuse", MS_NOSUID, options)
+        self.unanswered: list[int] = []
+        threading.Thread(target=self._serve, daemon=True).start()
+
+    def answer(self) -> None:
+        """Answer those who wait: there is no such file."""
+        for unique in self.unanswered:
+            os.write(self._device, struct.pack("IiQ", 16, -2, unique))
+
+    def _serve(self) -> None:
+        while True:
+            request = os.read(self._device, 1 << 20)
+            _length, operation, unique = struct.unpack_from("IIQ", request)
+            if operation == LOOKUP:
+                self.unanswered.append(unique)
+                continue
+            error, body = NOT_KNOWN, b""
+            if operation == INIT:
+                error, body = 0, struct.pack("IIIIHHIIHHI7I", 7, 31, 0, 0, 16, 12, 4096, 1, 1, 0, 0, *([0] * 7))
+            elif operation == GETATTR:
+                attributes = struct.pack("6Q10I", 1, *([0] * 5), 0, 0, 0, stat.S_IFDIR | 0o755, 2, 0, 0, 0, 4096, 0)
+                error, body = 0, struct.pack("QII", 0, 0, 0) + attributes
+            os.write(self._device, struct.pack("IiQ", 16 + len(body), error, unique) + body)
+
+
+async def deaf_disk(folder: Path, image: Path) -> None:
+    """A process that does not even die by SIGKILL, in one sandbox of two."""
+    disk = DeafDisk(folder)
+    stuck = await Container.start(ContainerSpec(image=image, binds=[f"{folder}:/deaf"]))
+    other = await Container.start(ContainerSpec(image=image))
+    owner = Path(stuck.describe()["supervisor"])
+    await stuck.run("(cat /deaf/file &) ; sleep 100 &")
+    async with asyncio.timeout(10):
+        while not disk.unanswered:
+            await asyncio.sleep(0.01)
+    (waiting,) = [pid for space in lease.spaces_of(owner) for pid in space.members() if command(pid) == "cat"]
+    closing = asyncio.create_task(stuck.close())
+    while not closing.done():
+        assert (await other.run("echo alive")).stdout == "alive\n"
+        await asyncio.sleep(0.1)
+    with pytest.raises(InfrastructureError, match=rf"{waiting}.*tried again"):
+        await closing
+    assert state(waiting) == "D"
+    assert (owner / stuck.name).exists()
+    assert not lease.bury(owner), "its owner lives"
+    disk.answer()
+    async with asyncio.timeout(10):
+        while (owner / stuck.name).exists():
+            await asyncio.sleep(0.01)
+    await stuck.close()
+    assert (await other.run("echo alive")).stdout == "alive\n"
+    await other.close()
+    print("passed")
+
+
+def sandboxes(folder: Path) -> set[str]:
+    """The folders of all that there are."""
+    return {path.name for path in folder.glob("*/b-*")}
+
+
+def command(pid: int) -> str:
+    """The name of the program that a process runs."""
+    return Path(f"/proc/{pid}/comm").read_text().strip()
+
+
+def state(pid: int) -> str:
+    """One letter, as ``ps`` shows it."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
+    except (FileNotFoundError, ProcessLookupError):
+        return ""
+
+
+if __name__ == "__main__":
+    own_mounts()
+    ensure_runtime(silent).activate()
+    program = {"full_disk": full_disk, "deaf_disk": deaf_disk}[sys.argv[1]]
+    asyncio.run(program(Path(sys.argv[2]), Path(sys.argv[3])))

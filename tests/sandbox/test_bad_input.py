@@ -1,0 +1,283 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What no sandbox can be made of: refused when it is asked for, with what is wrong and the fix; nothing is left."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import pwd
+import shutil
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from nemo_gym_prorl.failures import CallerError, InfrastructureError
+from nemo_gym_prorl.sandbox import lease, link
+from nemo_gym_prorl.sandbox.cache import cache_dir
+from nemo_gym_prorl.sandbox.container import Container, ContainerSpec
+from nemo_gym_prorl.sandbox.imagecheck import FUSE
+from nemo_gym_prorl.sandbox.kernel import Kernel
+from nemo_gym_prorl.sandbox.runtime import Runtime
+from nemo_gym_prorl.sandbox.shell import Shell
+
+
+pytestmark = pytest.mark.sandbox
+
+as_root = pytest.mark.skipif(os.geteuid() != 0, reason="of root's sandboxes")
+as_user = pytest.mark.skipif(os.geteuid() == 0, reason="of an ordinary user's sandboxes")
+with_fuse = pytest.mark.skipif(
+    os.geteuid() != 0 and not os.access(FUSE, os.R_OK | os.W_OK), reason="/dev/fuse is not ours to use"
+)
+without_fuse = pytest.mark.skipif(
+    os.geteuid() == 0 or os.access(FUSE, os.R_OK | os.W_OK), reason="/dev/fuse can be used here"
+)
+
+PARTS = ("usr/bin/sh", "usr/bin/dash", "usr/bin/mkdir", "usr/bin/touch")
+LIBRARIES = ("ld-linux*", "libc.so.*", "libselinux.so.*", "libpcre2-8.so.*")
+
+
+@pytest.fixture(scope="session")
+def tiny(image: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """An image of a few MB: a shell, and neither bash nor Python."""
+    root = tmp_path_factory.mktemp("tiny") / "tiny"
+    for folder in ("etc", "tmp", "root", "proc", "sys", "dev", "usr/bin"):
+        (root / folder).mkdir(parents=True)
+    libraries = [path for pattern in LIBRARIES for path in image.glob(f"usr/lib*/{pattern}")]
+    libraries += [path for pattern in LIBRARIES for path in image.glob(f"usr/lib/*-linux-gnu*/{pattern}")]
+    for path in (*(image / part for part in PARTS), *libraries):
+        target = root / path.relative_to(image)
+        target.parent.mkdir(parents=True, exist_ok=True)
+        shutil.copy2(path, target, follow_symlinks=False)
+    for name in ("bin", "lib", "lib64"):
+        if (root / "usr" / name).is_dir():
+            (root / name).symlink_to(f"usr/{name}")
+    for name in ("passwd", "group", "hosts", "resolv.conf", "localtime"):
+        (root / "etc" / name).touch()
+    for folder in root.parents[:2]:
+        folder.chmod(0o755)
+    return root
+
+
+@pytest.fixture(scope="session")
+def sif(tiny: Path, runtime: Runtime) -> Path:
+    """The same as a file."""
+    built = tiny.with_name("tiny.sif")
+    subprocess.run([str(runtime.path), "build", str(built), str(tiny)], check=True, capture_output=True)
+    return built
+
+
+@pytest.fixture(autouse=True)
+def nothing_is_left(state: Path) -> Iterator[None]:
+    """After each test."""
+    yield
+    assert not any(state.glob("*/b-*"))
+    assert not any(lease.processes_of(owner, lease.groups_of(owner)) for owner in state.glob("s-*"))
+
+
+def contents(path: Path) -> bytearray:
+    """All of a file, to change."""
+    return bytearray(path.read_bytes())
+
+
+@contextlib.contextmanager
+def closed(folder: Path) -> Iterator[None]:
+    """Let nothing be made in a folder."""
+    mode = folder.stat().st_mode
+    folder.chmod(0o500)
+    try:
+        yield
+    finally:
+        folder.chmod(mode)
+
+
+async def refused(image: Path, runtime: Runtime) -> str:
+    """The reason why no sandbox is made of an image."""
+    with pytest.raises(CallerError) as caught:
+        await Container.start(ContainerSpec(image=image), runtime)
+    assert caught.value.field == "image"
+    assert str(image) in caught.value.reason
+    return caught.value.reason
+
+
+async def test_an_image_that_is_not_there(runtime: Runtime, tmp_path: Path) -> None:
+    assert "prorl setup" in await refused(tmp_path / "none", runtime)
+
+
+async def test_what_is_no_image(runtime: Runtime, tmp_path: Path) -> None:
+    (tmp_path / "folder").mkdir()
+    assert "/bin/sh" in await refused(tmp_path / "folder", runtime)
+    for name, content in (("text", b"hello"), ("torn", b"#!/usr/bin/env run-singularity\nnot an image" * 10)):
+        (tmp_path / name).write_bytes(content)
+        assert "build --sandbox" in await refused(tmp_path / name, runtime)
+
+
+async def test_half_a_sif(runtime: Runtime, sif: Path, tmp_path: Path) -> None:
+    whole = contents(sif)
+    half = tmp_path / "half.sif"
+    half.write_bytes(whole[: len(whole) // 2])
+    assert f"{len(whole) // 2} of {len(whole)} bytes" in await refused(half, runtime)
+
+
+@with_fuse
+async def test_a_damaged_sif(runtime: Runtime, sif: Path, tmp_path: Path) -> None:
+    damaged = tmp_path / "damaged.sif"
+    content = contents(sif)
+    begin = content.index(b"hsqs")
+    content[begin : begin + 96] = bytes(96)
+    damaged.write_bytes(content)
+    with pytest.raises(InfrastructureError, match=r"damaged\.sif.*build it again"):
+        await Container.start(ContainerSpec(image=damaged), runtime)
+
+
+@with_fuse
+async def test_a_sif_is_as_good_as_a_folder(runtime: Runtime, sif: Path) -> None:
+    async with await Container.start(ContainerSpec(image=sif, workdir="/work/deep"), runtime) as container:
+        done = await container.run("pwd; touch /tmp/x /root/x /usr/bin/x && echo written; read line < /dev/fuse")
+        assert done.stdout == "/work/deep\nwritten\n"
+        assert "/dev/fuse" in done.stderr, "no device of ours is in it"
+
+
+@without_fuse
+async def test_a_sif_without_fuse(runtime: Runtime, sif: Path) -> None:
+    with pytest.raises(InfrastructureError, match=r"tiny\.sif.*/dev/fuse.*build --sandbox"):
+        await Container.start(ContainerSpec(image=sif), runtime)
+
+
+@as_root
+@with_fuse
+def test_sif_files_of_an_ordinary_user_with_fuse(runtime: Runtime) -> None:
+    """The tests above once more, as :mod:`test_as_ordinary_user` does, with a device that the user can use."""
+    user, here = pwd.getpwnam("games").pw_uid, Path(__file__)
+    with tempfile.TemporaryDirectory(prefix="prorl-u-", dir="/tmp") as home:
+        os.chown(home, user, user)
+        done = subprocess.run(
+            [
+                *(sys.executable, str(here.with_name("with_fuse.py")), str(user), f"{home}/fuse"),
+                *(sys.executable, str(here.with_name("as_user.py")), str(user)),
+                *(sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "--basetemp", f"{home}/t"),
+                *(str(here), "-k", "sif"),
+            ],
+            cwd=here.parents[2],
+            env={
+                "PATH": os.pathsep.join([str(runtime.path.parent), os.environ["PATH"]]),
+                "HOME": home,
+                "TMPDIR": home,
+                "PRORL_CACHE": str(cache_dir()),
+                "PYTHONPATH": str(here.parents[2]),
+                "PYTHONDONTWRITEBYTECODE": "1",
+            },
+            capture_output=True,
+            text=True,
+            check=False,
+        )
+    assert done.returncode == 0, done.stdout[-6000:] + done.stderr[-2000:]
+    assert "3 passed" in done.stdout, done.stdout
+
+
+@as_user
+async def test_an_image_that_cannot_be_read(runtime: Runtime, tiny: Path, tmp_path: Path) -> None:
+    closed = tmp_path / "closed"
+    closed.mkdir()
+    (closed / "image").symlink_to(tiny)
+    (closed / "file.sif").touch()
+    (closed / "file.sif").chmod(0)
+    assert "chmod" in await refused(closed / "file.sif", runtime)
+    closed.chmod(0)
+    try:
+        assert "chmod" in await refused(closed / "image", runtime)
+    finally:
+        closed.chmod(0o755)
+
+
+@as_user
+async def test_an_image_of_somebody_else(runtime: Runtime) -> None:
+    assert "belongs to user 0; make a copy" in await refused(Path("/"), runtime)
+
+
+@as_root
+async def test_root_starts_an_image_of_somebody_else(runtime: Runtime, tiny: Path, tmp_path: Path) -> None:
+    theirs = tmp_path / "theirs"
+    shutil.copytree(tiny, theirs, symlinks=True)
+    for path in (theirs, *theirs.rglob("*")):
+        os.chown(path, 1001, 1002, follow_symlinks=False)
+    async with await Container.start(ContainerSpec(image=theirs), runtime) as container:
+        done = await container.run("touch /tmp/x /root/x /usr/bin/x && mkdir /etc/x && echo written")
+        assert done.stdout == "written\n", done
+    assert not (theirs / "usr/bin/x").exists()
+
+
+@pytest.fixture
+def without_supervisor(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As if this process had not started one yet."""
+    monkeypatch.setattr(link, "_current", None)
+
+
+async def start_in(state: Path, image: Path, runtime: Runtime, monkeypatch: pytest.MonkeyPatch) -> str:
+    """The reason why no sandbox can be kept in a folder."""
+    monkeypatch.setenv("PRORL_STATE", str(state))
+    with pytest.raises(InfrastructureError, match="set PRORL_STATE") as caught:
+        await Container.start(ContainerSpec(image=image), runtime)
+    assert str(state) in caught.value.reason
+    return caught.value.reason
+
+
+@pytest.mark.usefixtures("without_supervisor")
+async def test_a_state_folder_whose_path_is_too_long(
+    image: Path, runtime: Runtime, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    state = tmp_path / ("x" * 100)
+    assert "107 at most" in await start_in(state, image, runtime, monkeypatch)
+    assert list(state.iterdir()) == []
+
+
+@pytest.mark.usefixtures("without_supervisor")
+async def test_a_state_folder_that_is_a_file(
+    image: Path, runtime: Runtime, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    (tmp_path / "file").touch()
+    for path in (tmp_path / "file", tmp_path / "file" / "below"):
+        await start_in(path, image, runtime, monkeypatch)
+
+
+@as_user
+@pytest.mark.usefixtures("without_supervisor")
+async def test_a_state_folder_of_somebody_else(image: Path, runtime: Runtime, monkeypatch: pytest.MonkeyPatch) -> None:
+    for path in (Path("/proc"), Path("/root/prorl"), Path("/usr")):
+        await start_in(path, image, runtime, monkeypatch)
+
+
+@as_user
+async def test_a_state_folder_that_was_closed_meanwhile(image: Path, runtime: Runtime) -> None:
+    async with await Container.start(ContainerSpec(image=image), runtime) as container:
+        refusal = pytest.raises(InfrastructureError, match=r"Permission denied; set PRORL_STATE")
+        with closed(Path(container.describe()["supervisor"])), refusal:
+            await Container.start(ContainerSpec(image=image), runtime)
+        assert (await container.run("echo alive")).stdout == "alive\n"
+
+
+@as_root
+@pytest.mark.usefixtures("without_supervisor")
+async def test_a_state_folder_that_roots_sandboxes_cannot_enter(
+    image: Path, runtime: Runtime, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    wall = tmp_path / "wall"
+    wall.mkdir(mode=0o700)
+    assert "can't enter" in await start_in(wall / "s", image, runtime, monkeypatch)
+
+
+async def test_no_bash_and_no_python(runtime: Runtime, tiny: Path) -> None:
+    async with await Container.start(ContainerSpec(image=tiny), runtime) as container:
+        with pytest.raises(InfrastructureError, match="needs bash in the image"):
+            await Shell.start(container)
+        with pytest.raises(InfrastructureError, match="needs python3 with ipykernel in the image"):
+            await Kernel.start(container)
+        assert (await container.run("echo alive")).stdout == "alive\n"
+
+
+async def test_no_ipykernel(container: Container) -> None:
+    with pytest.raises(InfrastructureError, match=r"needs python3 with ipykernel in the image: .*No module"):
+        await Kernel.start(container)

@@ -1,0 +1,239 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Control groups: found, used, ended and removed. What needs a controller is tried where there is one."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import pwd
+import secrets
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from nemo_gym_prorl.failures import CallerError
+from nemo_gym_prorl.sandbox import cgroup, lease, limits
+from nemo_gym_prorl.sandbox.cache import cache_dir
+from nemo_gym_prorl.sandbox.container import Container, ContainerSpec
+from nemo_gym_prorl.sandbox.life import STUCK_S, step_down
+from nemo_gym_prorl.sandbox.limits import By, Facts
+from nemo_gym_prorl.sandbox.runtime import Runtime
+
+
+HERE = Path(__file__)
+
+GRANTED = cgroup.delegation()
+
+with_group = pytest.mark.skipif(GRANTED is None, reason="no control group is delegated to this process")
+
+
+def with_controller(name: str) -> pytest.MarkDecorator:
+    there = GRANTED is not None and name in GRANTED.controllers
+    return pytest.mark.skipif(not there, reason=f"no {name} controller is delegated to this process")
+
+
+def test_our_own_group_is_found_where_version_2_is_mounted() -> None:
+    mounts = (
+        "30 23 0:26 / /sys/fs/cgroup/memory rw shared:9 - cgroup cgroup rw,memory\n"
+        "41 31 0:38 /inner /elsewhere rw - cgroup2 cgroup2 rw\n"
+        "42 31 0:38 / /sys/fs/with\\040space rw,relatime - cgroup2 cgroup2 rw\n"
+    )
+    assert cgroup.own_group(mounts, "4:memory:/x\n0::/user.slice/a b\n") == Path("/sys/fs/with space/user.slice/a b")
+    assert cgroup.own_group(mounts, "0::/\n") == Path("/sys/fs/with space")
+    assert cgroup.own_group(mounts, "4:memory:/x\n1:cpu:/x\n") is None, "version 1"
+    assert cgroup.own_group(mounts, "0::/../sibling\n") is None, "out of sight"
+    assert cgroup.own_group(mounts.splitlines()[0], "0::/\n") is None, "not mounted"
+
+
+def test_who_was_moved_into_the_leaf_goes_on_in_the_group_above() -> None:
+    assert cgroup.base_of(Path("/g/app.scope")) == Path("/g/app.scope")
+    assert cgroup.base_of(Path("/g/app.scope", cgroup.LEAF)) == Path("/g/app.scope")
+
+
+@given(
+    controllers=st.frozensets(st.sampled_from(sorted(cgroup.CONTROLLERS))),
+    memory=st.integers(0, 1 << 40),
+    processes=st.integers(0, 5000),
+    cpus=st.floats(0, 512),
+)
+def test_only_limits_that_were_asked_for_and_can_be_kept_are_written(
+    controllers: frozenset[str], memory: int, processes: int, cpus: float
+) -> None:
+    wanted = cgroup.settings(controllers, memory=memory, processes=processes, cpus=cpus)
+    asked = {"memory": memory, "pids": processes, "cpu": cpus}
+    assert {name.partition(".")[0] for name in wanted} == {name for name in controllers if asked[name]}
+    if "cpu.max" in wanted:
+        quota, period = map(int, wanted["cpu.max"].split())
+        assert quota >= 1000, "the kernel takes no less"
+        assert abs(quota / period - cpus) <= 0.01
+
+
+@given(st.frozensets(st.sampled_from(sorted(cgroup.CONTROLLERS))), st.sampled_from([(4, 18), (5, 14), (6, 1)]))
+def test_what_the_kernel_does_not_keep_is_said(controllers: frozenset[str], kernel: tuple[int, int]) -> None:
+    found = {limit.name: limit for limit in limits.limits(Facts(controllers, kernel))}
+    assert (found["memory"].by is By.KERNEL) is ("memory" in controllers)
+    assert (found["cpu"].by is By.NOTHING) is ("cpu" not in controllers)
+    assert (found["processes"].by is By.KERNEL) is ("pids" in controllers or kernel >= (5, 14))
+    said = limits.shortcomings(list(found.values()))
+    assert all((limit.name + " (" in said) is (limit.by is not By.KERNEL) for limit in found.values())
+    assert "\n" not in said
+
+
+@given(
+    starter=st.none() | st.just(10),
+    inside=st.none() | st.lists(st.sampled_from([11, 12, 13]), unique=True),
+    grouped=st.lists(st.sampled_from([10, 11, 12, 14]), unique=True),
+    closing_s=st.floats(0, 100),
+)
+def test_a_sandbox_is_deleted_only_when_nothing_of_it_lives(
+    starter: int | None, inside: list[int] | None, grouped: list[int], closing_s: float
+) -> None:
+    step = step_down(starter=starter, inside=inside, grouped=grouped, closing_s=closing_s)
+    living = {*(inside or ()), *grouped} | ({starter} if starter else set())
+    assert step.delete is (not living)
+    assert {*(inside or ()), *grouped} <= set(step.kill) <= living
+    assert len(step.kill) == len(set(step.kill))
+    assert step.report is (bool(living) and closing_s > STUCK_S)
+    if closing_s > STUCK_S or inside is None:
+        assert set(step.kill) == living, "nothing is spared for ever"
+
+
+def groups_of(container: Container) -> list[Path]:
+    """The groups of a sandbox that exist."""
+    assert GRANTED
+    return list(GRANTED.base.glob(f"prorl-s-*-{container.name}"))
+
+
+@pytest.mark.sandbox
+@with_group
+async def test_every_process_of_a_sandbox_is_in_its_group_and_the_group_goes_with_it(
+    image: Path, runtime: Runtime
+) -> None:
+    async with await Container.start(ContainerSpec(image=image), runtime) as container:
+        (group,) = groups_of(container)
+        seen = (await container.run("(setsid sleep 100 &) ; cat /proc/1/cgroup /proc/self/cgroup")).stdout
+        assert seen.count(f"/{group.name}\n") == 2
+        held = {int(pid) for pid in (group / "cgroup.procs").read_text().split()}
+        owner = Path(container.describe()["supervisor"])
+        spaces = [space for space in lease.spaces_of(owner) if space.init in held]
+        assert len(spaces) == 1
+        assert set(spaces[0].members()) <= held
+        assert set(lease.helpers_of(owner)) & held, "the runtime outside of the container, too"
+        assert os.getpid() not in held
+    assert groups_of(container) == []
+
+
+@pytest.mark.sandbox
+@with_group
+async def test_a_sandbox_whose_processes_fork_without_end_is_ended_by_its_group(image: Path, runtime: Runtime) -> None:
+    async with await Container.start(ContainerSpec(image=image, processes=200), runtime) as container:
+        await container.run("while :; do (sleep 0.01 & sleep 0.01 &) ; done", timeout_s=0.5)
+        (group,) = groups_of(container)
+        assert "populated 1" in (group / "cgroup.events").read_text()
+    assert groups_of(container) == []
+
+
+@pytest.mark.sandbox
+@with_controller("pids")
+async def test_processes_are_bounded_by_the_group(image: Path, runtime: Runtime) -> None:
+    async with await Container.start(ContainerSpec(image=image, processes=40), runtime) as container:
+        (group,) = groups_of(container)
+        assert int((group / "pids.max").read_text()) >= 40 + cgroup.PROCESS_SLACK
+        for _ in range(3):
+            with contextlib.suppress(CallerError):
+                await container.run("for i in $(seq 200); do (sleep 100 &); done 2>/dev/null", timeout_s=10)
+        assert int((group / "pids.current").read_text()) <= int((group / "pids.max").read_text()) < 200
+
+
+@pytest.mark.sandbox
+@with_controller("memory")
+async def test_memory_is_bounded_by_the_kernel(image: Path, runtime: Runtime) -> None:
+    async with await Container.start(ContainerSpec(image=image, memory_mib=100), runtime) as container:
+        done = await container.run("python3 -c 'x = bytearray(1 << 30)'", timeout_s=30)
+        assert done.exit_code == 137
+        assert any("the kernel" in note for note in container.notes), container.notes
+        assert (await container.run("echo alive")).stdout == "alive\n"
+
+
+@pytest.mark.sandbox
+@with_controller("cpu")
+async def test_processor_time_is_bounded(image: Path, runtime: Runtime) -> None:
+    async with await Container.start(ContainerSpec(image=image, cpus=0.2), runtime) as container:
+        (group,) = groups_of(container)
+        before, begin = processor_time(group), time.monotonic()
+        await container.run("while :; do :; done", timeout_s=1.0)
+        after, end = processor_time(group), time.monotonic()
+        assert after["nr_throttled"] > before["nr_throttled"]
+        assert (after["usage_usec"] - before["usage_usec"]) / 1e6 < 0.4 * (end - begin)
+
+
+def processor_time(group: Path) -> dict[str, int]:
+    """What the kernel counted of it."""
+    return {
+        name: int(value) for name, value in (line.split() for line in (group / "cpu.stat").read_text().splitlines())
+    }
+
+
+@pytest.fixture
+def delegated_to_user() -> Iterator[tuple[Path, int]]:
+    """A group that belongs to an ordinary user, as systemd would delegate one."""
+    assert GRANTED
+    user = pwd.getpwnam("games").pw_uid
+    group = GRANTED.base / f"prorl-test-{secrets.token_hex(4)}"
+    group.mkdir()
+    for path in (group, group / "cgroup.procs", group / "cgroup.subtree_control", group / "cgroup.threads"):
+        os.chown(path, user, user)
+    yield group, user
+    deadline = time.monotonic() + 10
+    while True:
+        for inner in group.iterdir():
+            if inner.is_dir():
+                inner.rmdir()
+        try:
+            group.rmdir()
+            return
+        except OSError:
+            assert time.monotonic() < deadline, (group / "cgroup.procs").read_text()
+            time.sleep(0.05)
+
+
+@pytest.mark.sandbox
+@pytest.mark.skipif(os.geteuid() != 0 or GRANTED is None, reason="only root with a group can delegate one")
+def test_a_group_that_was_delegated_to_an_ordinary_user_is_used(
+    image: Path, runtime: Runtime, delegated_to_user: tuple[Path, int]
+) -> None:
+    group, user = delegated_to_user
+    repository = HERE.parents[2]
+    with tempfile.TemporaryDirectory(prefix="prorl-u-", dir="/tmp") as home:
+        os.chown(home, user, user)
+        done = subprocess.run(
+            [
+                *("/bin/sh", "-c", f'echo 0 > {group}/cgroup.procs && exec "$@"', "sh"),
+                *(sys.executable, str(HERE.with_name("as_user.py")), str(user)),
+                *(sys.executable, "-m", "pytest", "-q", "-x", "-p", "no:cacheprovider", "--basetemp", f"{home}/t"),
+                *(str(HERE), str(HERE.with_name("test_life.py")), "-k", "group or killed_together or killed_server"),
+            ],
+            cwd=repository,
+            env={
+                "PATH": os.pathsep.join([str(runtime.path.parent), os.environ["PATH"]]),
+                "HOME": home,
+                "TMPDIR": home,
+                "PRORL_CACHE": str(cache_dir()),
+                "PYTHONPATH": str(repository),
+                "PYTHONDONTWRITEBYTECODE": "1",
+                "HYPOTHESIS_STORAGE_DIRECTORY": f"{home}/hypothesis",
+            },
+            capture_output=True,
+            text=True,
+            check=False,
+        )
+    assert done.returncode == 0, done.stdout[-6000:] + done.stderr[-2000:]
+    assert "no control group is delegated" not in done.stdout
+    assert {inner.name for inner in group.iterdir() if inner.is_dir()} <= {cgroup.LEAF}, "a group is left"

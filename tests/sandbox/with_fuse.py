@@ -1,0 +1,17 @@
+# SPDX-License-Identifier: Apache-2.0
+"""``with_fuse.py UID FOLDER COMMAND...``: run a command where ``/dev/fuse`` is that user's, as on most machines."""
+
+from __future__ import annotations
+
+import os
+import sys
+from pathlib import Path
+
+from nemo_gym_prorl.sandbox.linux import private_mounts
+from nemo_gym_prorl.sandbox.starter import show_fuse
+
+
+if __name__ == "__main__":
+    private_mounts()
+    show_fuse(Path(sys.argv[2]), int(sys.argv[1]), int(sys.argv[1]))
+    os.execv(sys.argv[3], sys.argv[3:])
