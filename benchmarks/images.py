@@ -1,16 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Images: a sandbox from a mounted SIF and from its unpacked copy, many starts at once, and what the start gates cost.
-
-Where ``/dev/fuse`` is closed to ordinary users, and root's sandboxes run as such, root sees an open one in a mount
-namespace of its own: nothing could be mounted otherwise.
-"""
+"""Images: a sandbox from a mounted SIF and from its unpacked copy, many starts at once, what the start gates cost."""
 
 from __future__ import annotations
 
 import argparse
 import asyncio
 import os
-import stat
 import statistics
 import tempfile
 import time
@@ -22,10 +17,9 @@ from nemo_gym_prorl.sandbox.gates import StartGates
 from nemo_gym_prorl.sandbox.image import ensure_default_image
 from nemo_gym_prorl.sandbox.install import ensure_runtime
 from nemo_gym_prorl.sandbox.lease import state_root
-from nemo_gym_prorl.sandbox.linux import mount_for, private_mounts
 from nemo_gym_prorl.sandbox.runtime import Runtime
 from nemo_gym_prorl.sandbox.store import tool
-from nemo_gym_prorl.sandbox.store.images import ImageStore, fuse_trouble
+from nemo_gym_prorl.sandbox.store.images import ImageStore
 
 
 async def cold_start(image: Path, runtime: Runtime, repeats: int) -> float:
@@ -100,15 +94,6 @@ async def measure(runtime: Runtime, folder: Path, quick: bool) -> list[Figure]:
     ]
 
 
-def open_fuse(folder: Path) -> None:
-    """Give this process, and those it starts, a ``/dev/fuse`` that everybody may use."""
-    node = folder / "fuse"
-    os.mknod(node, stat.S_IFCHR, Path("/dev/fuse").stat().st_rdev)
-    node.chmod(0o666)
-    private_mounts()
-    mount_for(str(node), "/dev/fuse", None)
-
-
 def main() -> None:
     """Measure and publish."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
@@ -117,8 +102,6 @@ def main() -> None:
     runtime = ensure_runtime(print)
     runtime.activate()
     with tempfile.TemporaryDirectory() as temporary:
-        if os.geteuid() == 0 and fuse_trouble():
-            open_fuse(Path(temporary))
         figures = asyncio.run(measure(runtime, Path(temporary), quick))
     publish("images", figures, quick=quick)
 

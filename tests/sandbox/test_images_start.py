@@ -178,15 +178,10 @@ async def test_damaged_images_are_refused_at_create_and_leave_nothing(
     assert ImageStore(copies=tmp_path / "unpacked").copies.sweep() == []
 
 
-@pytest.mark.skipif(os.geteuid() != 0, reason="an ordinary user can't give files away")
-def test_somebody_elses_root_folder_is_refused_with_the_way_out(
-    store: ImageStore, tiny_root: Path, runtime: Runtime, tmp_path: Path
-) -> None:
-    root = tmp_path / "root"
-    shutil.copytree(tiny_root, root, symlinks=True)
-    os.chown(root, 1234, 1234)
-    with pytest.raises(CallerError, match=r"belongs to user 1234.*prorl image build plain --base"):
-        store.open(root, runtime)
+@pytest.mark.skipif(os.geteuid() == 0, reason="root may start what is others'")
+def test_somebody_elses_root_folder_is_refused_with_the_way_out(store: ImageStore, runtime: Runtime) -> None:
+    with pytest.raises(CallerError, match=r"belongs to user 0.*prorl image build plain --base /"):
+        store.open(Path("/"), runtime)
 
 
 def test_without_unsquashfs_the_reason_is_said(
