@@ -43,7 +43,7 @@ async def test_a_sif_is_unpacked_once_for_all_and_its_sandboxes_can_change_every
     try:
         done = await provider.exec(handles[0], "id -u; echo more >> /etc/passwd && ls /.singularity.d > /dev/null")
         assert (done.return_code, done.stdout) == (0, "0\n")
-        copies = ImageStore(copies=tmp_path / "unpacked")
+        copies = ImageStore(tmp_path / "images", tmp_path / "unpacked")
         assert len(copies.all_copies()) == 1
         removed, _ = copies.collect(max_bytes=0)
         assert [image for image in removed if image.info.kind == "copy"] == [], "four sandboxes use it"
@@ -65,7 +65,7 @@ async def test_what_a_sandbox_uses_outlives_the_object_that_asked_for_it(
     handle = await provider.create(SandboxSpec(image=str(tiny_sif)))
     opened = {os.readlink(entry) for entry in Path("/proc/self/fd").iterdir() if entry.is_symlink()}  # noqa: PTH115, ASYNC240
     assert not any(".locks" in name and "unpacked" in name for name in opened)
-    shelf = ImageStore(copies=tmp_path / "unpacked").copies
+    shelf = ImageStore(tmp_path / "images", tmp_path / "unpacked").copies
     (entry,) = shelf.entries()
     assert not shelf.remove(entry.name)
     await provider.close(handle)
@@ -174,8 +174,8 @@ async def test_damaged_images_are_refused_at_create_and_leave_nothing(
         with pytest.raises(SandboxCreateError, match=reason):
             await provider.create(SandboxSpec(image=str(image)))
     assert no_sandbox_in(state)
-    assert ImageStore(copies=tmp_path / "unpacked").all_copies() == []
-    assert ImageStore(copies=tmp_path / "unpacked").copies.sweep() == []
+    assert ImageStore(tmp_path / "images", tmp_path / "unpacked").all_copies() == []
+    assert ImageStore(tmp_path / "images", tmp_path / "unpacked").copies.sweep() == []
 
 
 @pytest.mark.skipif(os.geteuid() == 0, reason="root may start what is others'")
