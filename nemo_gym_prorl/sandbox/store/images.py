@@ -135,7 +135,13 @@ class ImageStore:
             case Registry():
                 return self.payload(reference.entry(machine()))
             case Local(path):
-                if not path.exists():
+                try:
+                    there = path.exists()
+                except PermissionError as error:
+                    raise CallerError(
+                        f"{path} is closed to you: chmod a+rX the folders above", field="image"
+                    ) from error
+                if not there:
                     raise CallerError(f"there is no {path}", field="image")
                 return path
             case Named(name):

@@ -103,6 +103,8 @@ def read(path: Path, machine: str) -> Sif:
         with path.open("rb") as file:
             head = file.read(_READ)
             length = file.seek(0, 2)
+    except PermissionError as error:
+        raise CallerError(f"{path} can't be read by you: chmod a+r it", field="image") from error
     except OSError as error:
         raise CallerError(f"{path}: {error.strerror}", field="image") from error
     try:

@@ -90,10 +90,11 @@ def check_root(root: Path, machine: str) -> None:
             f"'prorl image build plain --base {root}' makes an image of your own, or use a SIF",
             field="image",
         )
-    shell = inside(root, "/bin/sh")
     try:
-        with shell.open("rb") as file:
+        with inside(root, "/bin/sh").open("rb") as file:
             head = file.read(20)
+    except PermissionError as error:
+        raise CallerError(f"{root} can't be read by you: chmod -R a+rX it", field="image") from error
     except OSError as error:
         raise CallerError(f"{root} is no root folder of an image: /bin/sh: {error.strerror}", field="image") from error
     if head[:4] != b"\x7fELF":
