@@ -125,7 +125,7 @@ async def deaf_disk(folder: Path, image: Path) -> None:
     other = await Container.start(ContainerSpec(image=image))
     owner = Path(stuck.describe()["supervisor"])
     await stuck.run("(cat /deaf/file &) ; sleep 100 &")
-    async with asyncio.timeout(10):
+    async with asyncio.timeout(60):
         while not disk.unanswered:
             await asyncio.sleep(0.01)
     (waiting,) = [pid for space in lease.spaces_of(owner) for pid in space.members() if command(pid) == "cat"]
@@ -139,7 +139,7 @@ async def deaf_disk(folder: Path, image: Path) -> None:
     assert (owner / stuck.name).exists()
     assert not lease.bury(owner), "its owner lives"
     disk.answer()
-    async with asyncio.timeout(10):
+    async with asyncio.timeout(60):
         while (owner / stuck.name).exists():
             await asyncio.sleep(0.01)
     await stuck.close()

@@ -23,20 +23,21 @@ def main() -> None:
     owner = user_namespace(0, uid, uid)
     walls = {path: wall for path in needed if (wall := walled_in(path)) or path == cache}
     private_mounts()
-    with tempfile.TemporaryDirectory() as temporary:
-        held = {path: Path(temporary, str(number)) for number, path in enumerate(walls)}
-        for path, place in held.items():
-            place.mkdir()
-            mount_for(str(path), str(place), owner if path == cache else None)
-        for wall in {wall for wall in walls.values() if wall}:
-            mount("tmpfs", str(wall), "tmpfs", 0, "mode=755,size=64k")
-        for path, place in held.items():
-            path.mkdir(parents=True, exist_ok=True)
-            mount_for(str(place), str(path), None)
-        os.setgroups([])
-        os.setresgid(uid, uid, uid)
-        os.setresuid(uid, uid, uid)
-        os.execvp(command[0], command)
+    # Never removed from here: the real folders are to be seen below it.
+    temporary = tempfile.mkdtemp()
+    held = {path: Path(temporary, str(number)) for number, path in enumerate(walls)}
+    for path, place in held.items():
+        place.mkdir()
+        mount_for(str(path), str(place), owner if path == cache else None)
+    for wall in {wall for wall in walls.values() if wall}:
+        mount("tmpfs", str(wall), "tmpfs", 0, "mode=755,size=64k")
+    for path, place in held.items():
+        path.mkdir(parents=True, exist_ok=True)
+        mount_for(str(place), str(path), None)
+    os.setgroups([])
+    os.setresgid(uid, uid, uid)
+    os.setresuid(uid, uid, uid)
+    os.execvp(command[0], command)
 
 
 main()
