@@ -75,8 +75,8 @@ class Container:
 
     @classmethod
     async def start(cls, spec: ContainerSpec, runtime: Runtime | None = None, held: Sequence[int] = ()) -> Container:
-        """Start a sandbox; some 80 ms from a root folder, some 200 ms from a SIF. The files ``held`` stay open until it
-        is gone.
+        """Start a sandbox; some 80 ms from a root folder, some 200 ms from a SIF. Files that are ``held`` stay open
+        until it is gone.
 
         Raises:
             CallerError: the specification is wrong; names the field.
