@@ -17,6 +17,7 @@ from nemo_gym.sandbox.providers.base import SandboxSpec
 
 from nemo_gym_prorl.failures import CallerError, InfrastructureError
 from nemo_gym_prorl.sandbox import debian
+from nemo_gym_prorl.sandbox import image as image_module
 from nemo_gym_prorl.sandbox.cache import machine, silent
 from nemo_gym_prorl.sandbox.provider import SingularityProvider
 from nemo_gym_prorl.sandbox.runtime import Runtime
@@ -132,7 +133,10 @@ def test_an_image_on_one_of_a_registry(order: Order, store: ImageStore, tiny_roo
 
 
 @pytest.mark.skipif(os.geteuid() != 0 or bool(debian.missing_tools()), reason="slow; once, and where there is apt")
-def test_packages_make_a_layer_that_another_recipe_uses(order: Order, store: ImageStore, runtime: Runtime) -> None:
+def test_packages_make_a_layer_that_another_recipe_uses(
+    order: Order, store: ImageStore, runtime: Runtime, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(image_module, "PACKAGES", ("base-files", "base-passwd", "dash", "coreutils"))
     said: list[str] = []
     from_packages = replace(order, base="apt:", apt=["make"])
     built = build(from_packages, store, runtime, said.append)
