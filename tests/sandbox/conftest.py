@@ -6,11 +6,19 @@ from __future__ import annotations
 from collections.abc import AsyncIterator
 from pathlib import Path
 
+import pytest
 import pytest_asyncio
 
+from nemo_gym_prorl.sandbox.cache import silent
 from nemo_gym_prorl.sandbox.container import Container, ContainerSpec
+from nemo_gym_prorl.sandbox.images import ensure_kernel_image
 from nemo_gym_prorl.sandbox.runtime import Runtime
 from nemo_gym_prorl.sandbox.shell import Shell
+
+
+@pytest.fixture(scope="session")
+def kernel_image(image: Path) -> Path:
+    return ensure_kernel_image(silent)
 
 
 @pytest_asyncio.fixture

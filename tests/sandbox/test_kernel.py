@@ -16,10 +16,8 @@ from hypothesis import strategies as st
 from jupyter_client.session import DELIM
 
 from nemo_gym_prorl.failures import InfrastructureError
-from nemo_gym_prorl.sandbox.cache import silent
 from nemo_gym_prorl.sandbox.channel import open_socket, parse
 from nemo_gym_prorl.sandbox.container import Container, ContainerSpec
-from nemo_gym_prorl.sandbox.images import ensure_kernel_image
 from nemo_gym_prorl.sandbox.kernel import DATA_LIMIT, Kernel
 from nemo_gym_prorl.sandbox.link import SandboxLost
 from nemo_gym_prorl.sandbox.runtime import Runtime
@@ -28,11 +26,6 @@ from nemo_gym_prorl.sandbox.runtime import Runtime
 pytestmark = pytest.mark.sandbox
 
 PIXEL = "iVBORw0KGgoAAAANSUhEUgAAAAEAAAABCAYAAAAfFcSJAAAADUlEQVR42mNkYPhfDwAChwGA60e6kgAAAABJRU5ErkJggg=="
-
-
-@pytest.fixture(scope="module")
-def kernel_image(image: Path) -> Path:
-    return ensure_kernel_image(silent)
 
 
 @pytest_asyncio.fixture
