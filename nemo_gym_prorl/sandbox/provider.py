@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """NeMo Gym's ``SandboxProvider`` named ``singularity``: Gym's words on one side, :mod:`.container` on the other.
 
-What the installed Gym defines beyond the common core (terminals, reconnecting) is there as methods of the same names;
-Gym finds capabilities by looking for them.
+What the installed Gym defines beyond the common core (terminals, endpoints, reconnecting) is there as methods of the
+same names; Gym finds capabilities by looking for them.
 
 A command that ran has ``error_type`` ``None`` and its own exit code. One that was stopped when its time was up has
 ``timeout``, 124 and the output so far; one that could not run has ``sandbox``, 125 and the reason as its stderr.
@@ -20,6 +20,7 @@ from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import Any
 
+from nemo_gym.sandbox.providers import base
 from nemo_gym.sandbox.providers.base import (
     SandboxCreateError,
     SandboxExecResult,
@@ -29,6 +30,7 @@ from nemo_gym.sandbox.providers.base import (
 )
 
 from nemo_gym_prorl.failures import CallerError, InfrastructureError, RolloutError
+from nemo_gym_prorl.sandbox import relay
 from nemo_gym_prorl.sandbox.container import DEFAULT_EXEC_TIMEOUT_S, OUTPUT_LIMIT, Container, ContainerSpec
 from nemo_gym_prorl.sandbox.image import default_image_path
 from nemo_gym_prorl.sandbox.link import SandboxLost, SandboxRefused
@@ -208,6 +210,27 @@ class SingularityProvider:
             size=(spec.rows, spec.cols) if spec.pty else None,
         )
 
+    async def attach_pty(
+        self, handle: SandboxHandle, session_id: str, *, takeover: bool = True, since: int | None = None
+    ) -> Terminal:
+        """Hold a session that was opened before, here or by another process; see :meth:`.terminal.Terminal.attach`."""
+        return await Terminal.attach(_container(handle), session_id, takeover=takeover, since=since)
+
+    async def endpoint(self, handle: SandboxHandle, port: int) -> Any:
+        """Where a port of the sandbox's own loopback device can be reached, as Gym's ``SandboxEndpoint``.
+
+        A port of this machine's loopback device that is open for as long as the sandbox lives; see :mod:`.relay`.
+        """
+        if not 1 <= port <= 65535:
+            raise CallerError(f"must be between 1 and 65535, not {port}", field="port")
+        return base.SandboxEndpoint(f"http://{relay.HOST}:{relay.expose(_container(handle), port)}")
+
+    async def exec_with_background_services(
+        self, handle: SandboxHandle, command: str, *, cwd: str | None = None, timeout_s: int | float | None = None
+    ) -> SandboxExecResult:
+        """As :meth:`exec`: what a command leaves running in the background goes on running in any case."""
+        return await self.exec(handle, command, cwd=cwd, timeout_s=timeout_s)
+
     @contextlib.asynccontextmanager
     async def sandbox(self, spec: SandboxSpec) -> AsyncIterator[Container]:
         """A sandbox for the length of a block, as our own richer object."""
@@ -235,8 +258,6 @@ class SingularityProvider:
         resources = spec.resources
         if resources.gpu:
             raise CallerError("this provider gives sandboxes no GPU", field="resources.gpu")
-        if getattr(spec, "ports", ()):
-            raise CallerError("this provider opens no ports; sandboxes have no network", field="ports")
         wanted = ContainerSpec(
             image=_image_path(spec.image or self._settings.image),
             env=dict(spec.env),

@@ -28,6 +28,7 @@ from nemo_gym_prorl.sandbox.children import Children, in_words
 from nemo_gym_prorl.sandbox.clients import Client, Request, close_all
 from nemo_gym_prorl.sandbox.life import NoSandbox, Sandboxes
 from nemo_gym_prorl.sandbox.loop import Loop
+from nemo_gym_prorl.sandbox.sessions import Sessions
 from nemo_gym_prorl.sandbox.wire import Message
 
 
@@ -43,6 +44,7 @@ class Supervisor:
         self._children = Children()
         self._loop = Loop(self._reap, self.end)
         self._sandboxes = Sandboxes(folder, self._loop, self._children, _groups())
+        self._sessions = Sessions(self._loop, self._children, self._sandboxes)
         self._ending = False
         self._listener = listener
         self._listener.setblocking(False)
@@ -143,6 +145,19 @@ class Supervisor:
             with contextlib.suppress(ProcessLookupError):
                 os.killpg(order["pid"], order["signal"])
         request.answer({})
+
+    def _do_open(self, request: Request, order: Message, _files: list[int]) -> None:
+        self._sessions.open(request, order)
+
+    def _do_attach(self, request: Request, order: Message, _files: list[int]) -> None:
+        self._sessions.attach(request, order)
+
+    def _do_hang_up(self, request: Request, order: Message, _files: list[int]) -> None:
+        self._sessions.close(request, order)
+
+    def _do_connect(self, request: Request, order: Message, _files: list[int]) -> None:
+        place = self._sandboxes.up(order["sandbox"]).place_to_join()
+        self._children.fork(partial(enter.connect, place, order["port"]), request.answer)
 
     def _do_put(self, request: Request, order: Message, files: list[int]) -> None:
         place = self._sandboxes.up(order["sandbox"]).place_to_join()
