@@ -26,7 +26,7 @@ from io import FileIO
 
 from nemo_gym_prorl.sandbox import enter
 from nemo_gym_prorl.sandbox.children import Children
-from nemo_gym_prorl.sandbox.clients import Request
+from nemo_gym_prorl.sandbox.clients import Request, close_all
 from nemo_gym_prorl.sandbox.life import NoSandbox, Sandboxes
 from nemo_gym_prorl.sandbox.loop import Loop
 from nemo_gym_prorl.sandbox.window import Window
@@ -235,9 +235,13 @@ class Sessions:
             self._children.on_end(session.group, partial(self._exited, session))
             request.answer({"group": session.group})
 
-        self._children.fork(partial(enter.spawn, sandbox.place_to_join(), order, theirs), spawned)
-        for descriptor in theirs:
-            os.close(descriptor)
+        action = partial(enter.spawn, sandbox.place_to_join(), order, theirs)
+        try:
+            self._children.fork(action, spawned, sandbox.group)
+        except BlockingIOError as error:
+            spawned({"error": enter.FULL, "errno": error.errno}, [])
+        finally:
+            close_all(theirs)
 
     def attach(self, request: Request, order: Message) -> None:
         """Answered with the holder's socket, and whether the session has a terminal."""
@@ -263,6 +267,7 @@ class Sessions:
         return session
 
     def _exited(self, session: Session, status: int) -> None:
+        self._sandboxes.process_ended(session.sandbox)
         session.exited(os.waitstatus_to_exitcode(status))
         for name, other in list(self._all.items()):
             try:
