@@ -69,6 +69,7 @@ class Container:
         self.notes: list[str] = []
         """Limits that the sandbox ran into, as told by the supervisor."""
         self.alive = True
+        self.paused = False
         self.environment: dict[str, str] = {}
         self.workdir = "/root" if spec.root else "/tmp"
         self._on_end: list[Callable[[], None]] = []
@@ -312,6 +313,20 @@ class Container:
         """
         self._check_alive()
         return await self._link.ask({"do": do, "sandbox": self.name, **details})
+
+    async def pause(self) -> None:
+        """Stop everything that runs inside; commands are refused until :meth:`resume`.
+
+        Raises:
+            SandboxRefused: something does not stop.
+        """
+        await self.ask("pause")
+        self.paused = True
+
+    async def resume(self) -> None:
+        """Let everything go on."""
+        await self.ask("resume")
+        self.paused = False
 
     def on_end(self, callback: Callable[[], None]) -> None:
         """Have ``callback`` called once when the sandbox ends, or is about to be closed."""

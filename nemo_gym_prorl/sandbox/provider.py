@@ -164,8 +164,20 @@ class SingularityProvider:
         await _container(handle).download(source_path, Path(target_path))
 
     async def status(self, handle: SandboxHandle) -> SandboxStatus:
-        """``running`` while its processes can be joined, else ``stopped``."""
-        return SandboxStatus.RUNNING if _container(handle).alive else SandboxStatus.STOPPED
+        """``running`` while its processes can be joined, ``paused`` after :meth:`pause`, else ``stopped``."""
+        container = _container(handle)
+        if not container.alive:
+            return SandboxStatus.STOPPED
+        # Gym 0.4 has no such state.
+        return getattr(SandboxStatus, "PAUSED", SandboxStatus.UNKNOWN) if container.paused else SandboxStatus.RUNNING
+
+    async def pause(self, handle: SandboxHandle) -> None:
+        """Stop everything that runs in the sandbox; its memory stays in use."""
+        await _container(handle).pause()
+
+    async def resume(self, handle: SandboxHandle) -> None:
+        """Let everything in the sandbox go on."""
+        await _container(handle).resume()
 
     async def close(self, handle: SandboxHandle) -> None:
         """End the sandbox; returns when nothing of it is left. May be called again."""

@@ -23,7 +23,7 @@ import time
 from functools import partial
 from pathlib import Path
 
-from nemo_gym_prorl.sandbox import cgroup, enter, lease, linux
+from nemo_gym_prorl.sandbox import cgroup, enter, lease, linux, pause
 from nemo_gym_prorl.sandbox.children import Children, in_words
 from nemo_gym_prorl.sandbox.clients import Client, Request, close_all
 from nemo_gym_prorl.sandbox.life import NoSandbox, Sandboxes
@@ -154,6 +154,24 @@ class Supervisor:
 
     def _do_hang_up(self, request: Request, order: Message, _files: list[int]) -> None:
         self._sessions.close(request, order)
+
+    def _do_pause(self, request: Request, order: Message, _files: list[int]) -> None:
+        sandbox = self._sandboxes.up(order["sandbox"])
+        assert sandbox.space
+        # From now on, or what is started meanwhile would run on.
+        sandbox.paused = True
+
+        def done(answer: Message, _files: list[int]) -> None:
+            sandbox.paused = "error" not in answer
+            request.answer(answer)
+
+        self._children.fork(partial(pause.pause, sandbox.space), done)
+
+    def _do_resume(self, request: Request, order: Message, _files: list[int]) -> None:
+        sandbox = self._sandboxes.up(order["sandbox"])
+        assert sandbox.space
+        sandbox.paused = False
+        self._children.fork(partial(pause.resume, sandbox.space), request.answer)
 
     def _do_connect(self, request: Request, order: Message, _files: list[int]) -> None:
         place = self._sandboxes.up(order["sandbox"]).place_to_join()

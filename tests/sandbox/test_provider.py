@@ -23,6 +23,7 @@ from nemo_gym_prorl.failures import CallerError
 from nemo_gym_prorl.sandbox import relay
 from nemo_gym_prorl.sandbox.provider import SingularityProvider, close_pools
 from nemo_gym_prorl.sandbox.runtime import Runtime
+from nemo_gym_prorl.sandbox.shell import Shell
 
 
 pytestmark = pytest.mark.sandbox
@@ -159,6 +160,35 @@ async def test_another_process_can_use_a_sandbox(provider: SingularityProvider, 
         await provider.connect(descriptor)
 
 
+async def test_a_paused_sandbox_does_nothing_until_it_is_resumed(
+    provider: SingularityProvider, handle: SandboxHandle
+) -> None:
+    async with await Shell.start(handle.raw) as shell:
+        running = asyncio.create_task(
+            shell.run(
+                "i=0; while [ ! -e /tmp/end ]; do i=$((i + 1)); echo $i > /tmp/i; sleep 0.01; done; echo through"
+            )
+        )
+        await asyncio.sleep(0.2)
+        await provider.pause(handle)
+        assert await provider.status(handle) != SandboxStatus.RUNNING
+        refused = await provider.exec(handle, "true")
+        assert (refused.return_code, refused.error_type) == (125, "sandbox")
+        assert "paused" in (refused.stderr or "")
+        (counter,) = handle.raw.shared_folder.parent.glob("overlay/upper/tmp/i")
+        before = counter.read_text()
+        await asyncio.sleep(0.3)
+        assert counter.read_text() == before
+        await provider.resume(handle)
+        assert await provider.status(handle) == SandboxStatus.RUNNING
+        assert (await provider.exec(handle, "sleep 0.1; cat /tmp/i; touch /tmp/end")).stdout != before
+        action = await running
+        assert (action.output, action.exit_code) == ("through\n", 0)
+    await provider.pause(handle)
+    await provider.close(handle)
+    assert await provider.status(handle) == SandboxStatus.STOPPED
+
+
 SERVE = "mkdir -p /srv && cd /srv && echo inside > file && exec python3 -m http.server {port}"
 
 
@@ -228,6 +258,7 @@ async def test_the_capabilities_gym_knows(provider: SingularityProvider) -> None
         base.SupportsSandboxPty,
         base.SupportsSandboxPtyAttach,
         base.SupportsSandboxEndpoint,
+        base.SupportsSandboxPauseResume,
         base.SupportsSandboxBackgroundServices,
         base.ConnectableProvider,
     ):
