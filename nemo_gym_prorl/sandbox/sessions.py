@@ -236,12 +236,8 @@ class Sessions:
             request.answer({"group": session.group})
 
         action = partial(enter.spawn, sandbox.place_to_join(), order, theirs)
-        try:
-            self._children.fork(action, spawned, sandbox.group)
-        except BlockingIOError as error:
-            spawned({"error": enter.FULL, "errno": error.errno}, [])
-        finally:
-            close_all(theirs)
+        self._children.fork(action, spawned, sandbox.group)
+        close_all(theirs)
 
     def attach(self, request: Request, order: Message) -> None:
         """Answered with the holder's socket, and whether the session has a terminal."""

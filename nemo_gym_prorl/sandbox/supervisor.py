@@ -203,9 +203,11 @@ def _sweep(root: Path) -> tuple[Message, list[int]]:
 def main() -> None:
     """``supervisor FOLDER OWNER LISTENER``: the numbers of the open socket to the owner, and of the one for others."""
     linux.prctl(linux.PR_SET_CHILD_SUBREAPER, 1)
+    # Nothing of ours is for the runtime: with the lock, what it leaves behind would seem to have a live owner.
+    for inherited in os.listdir("/proc/self/fd"):
+        with contextlib.suppress(OSError):
+            os.set_inheritable(int(inherited), int(inherited) <= 2)
     owner, listener = (socket.socket(fileno=int(number)) for number in sys.argv[2:])
-    for inherited in (owner, listener):
-        inherited.set_inheritable(False)
     Supervisor(Path(sys.argv[1]), owner, listener).run()
 
 

@@ -20,6 +20,7 @@ anyway leaves one out, or the supervisor is started with one step of it replaced
 | sizes of memory file systems | put 200 MB in ``/dev/shm`` or ``/dev`` | no remount |
 | clean environment | find a variable of the server's | the runtime's, and not only what is wanted |
 | closed files | find more open files than the standard ones | not closing them |
+| | hold the supervisor's lock | the runtime gets what the supervisor has |
 | memory, processes, disk, file size, output | use more | no limit, or a higher one |
 
 ``kill -9 -1`` and the like are tried with protections only, since without they would succeed.
@@ -104,7 +105,7 @@ NO_REMOUNT = "mount = linux.mount\nlinux.mount = lambda *a: None if a[3] == linu
 NO_SYS = "mount = linux.mount\nlinux.mount = lambda *a: None if a[2] == 'sysfs' else mount(*a)"
 NO_FLAG = "set = linux.prctl\nlinux.prctl = lambda n, v: None if n == linux.PR_SET_NO_NEW_PRIVS else set(n, v)"
 NO_LIMIT = "enter.open = lambda path, *a: open('/dev/null' if path.endswith('max_user_namespaces') else path, *a)"
-NO_CLOSE = "import os; os.closerange = lambda *a: None; os.set_inheritable(os.open('/etc/passwd', 0), True)"
+NO_CLOSE = "import os; os.closerange = lambda *a: os.set_inheritable(os.open('/', 0), True)"
 
 
 def call(function: str, *arguments: object) -> str:
@@ -277,6 +278,20 @@ async def test_no_shared_memory_of_another_sandbox(
             await victim.run(f"ipcrm -m {made}")
 
 
+@WITH_AND_WITHOUT
+async def test_no_process_holds_a_file_of_the_host(
+    image: Path, runtime: Runtime, state: Path, without: Callable[[str], None], protected: bool
+) -> None:
+    if not protected:
+        without("import os; os.set_inheritable = lambda *a: None")
+    async with sandbox(image, runtime) as container:
+        await container.run("(setsid sleep 1000 >/dev/null 2>&1 &)")
+        (space,) = await asyncio.to_thread(spaces)
+        held = [str(file) for pid in space.members() for file in open_files(pid)]
+    assert len(held) > 5
+    assert (not any(name.startswith(str(state)) and container.name not in name for name in held)) is protected
+
+
 async def test_no_process_of_another_sandbox(image: Path, runtime: Runtime) -> None:
     async with sandbox(image, runtime) as victim, sandbox(image, runtime) as other:
         await victim.run("(setsid sleep 4321 >/dev/null 2>&1 &)")
@@ -376,6 +391,11 @@ async def test_output_is_bounded(container: Container, limit: int) -> None:
     for command in ("yes | head -c 3000000", "yes | head -c 3000000 >&2"):
         done = await container.run(command, output_limit=limit)
         assert len(done.stdout + done.stderr) == min(3_000_000, limit + len("\n[... 2999000 bytes omitted ...]\n"))
+
+
+def open_files(pid: int) -> list[Path]:
+    """What a process has open."""
+    return [entry.readlink() for entry in Path(f"/proc/{pid}/fd").iterdir()]
 
 
 def spaces() -> list[lease.Space]:
