@@ -20,6 +20,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from nemo_gym_prorl.failures import InfrastructureError
+from nemo_gym_prorl.sandbox.lease import remove_tree
 
 
 Progress = Callable[[str], None]
@@ -81,7 +82,7 @@ def staging(target: Path) -> Iterator[Path]:
         folder.chmod(0o755)
         yield folder
     finally:
-        shutil.rmtree(folder)
+        remove_tree(folder)
 
 
 def publish(built: Path, target: Path) -> None:

@@ -14,16 +14,16 @@ from __future__ import annotations
 
 import hashlib
 import json
-import os
 import shutil
-import subprocess
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from nemo_gym_prorl.failures import InfrastructureError
 from nemo_gym_prorl.sandbox import debian
-from nemo_gym_prorl.sandbox.cache import Progress, cache_dir, locked, machine, publish, staging
+from nemo_gym_prorl.sandbox.cache import Progress, cache_dir, machine
 from nemo_gym_prorl.sandbox.runtime import Runtime, require_runtime
+from nemo_gym_prorl.sandbox.store import tool
+from nemo_gym_prorl.sandbox.store.shelf import Shelf
 
 
 PACKAGES = (
@@ -86,9 +86,10 @@ def ensure_default_image(progress: Progress) -> Path:
     if image.is_dir():
         return image
     runtime = require_runtime()
-    with locked("default-image"):
-        if not image.is_dir():
-            _build(image, runtime, progress)
+    shelf = Shelf(image.parent)
+    with shelf.making(image.name, progress) as work:
+        if work is not None:
+            shelf.publish(_build(work, runtime, progress), image.name)
     return image
 
 
@@ -99,58 +100,60 @@ def try_image(image: Path, runtime: Runtime) -> str:
         InfrastructureError: the container does not start, or something is missing in it.
     """
     command = [str(runtime.path), "exec", "--containall", str(image), "bash", "-c", TRIAL]
-    return _run(command, runtime.environ(), TRIAL_TIMEOUT_S)
+    return tool.run(command, runtime.environ(), TRIAL_TIMEOUT_S)
 
 
-def _build(image: Path, runtime: Runtime, progress: Progress) -> None:
-    """Try the ways to build in order; the first that gives a working image wins."""
-    ways: list[tuple[str, Callable[[Path, Runtime, Progress], Path]]] = [("from a registry", _build_from_registry)]
-    if not debian.missing_tools():
-        ways.insert(0, ("from packages", _build_from_packages))
-    reasons = []
-    for name, build in ways:
-        with staging(image) as work:
-            try:
-                root = build(work, runtime, progress)
-                progress("trying it out")
-                try_image(root, runtime)
-            except InfrastructureError as error:
-                reasons.append(f"{name}: {error.reason}")
-                continue
-            publish(root, image)
-            return
-    raise InfrastructureError("the default sandbox image could not be built; " + "; ".join(reasons))
+def packages_root(packages: Sequence[str], work: Path, progress: Progress) -> Path:
+    """A root folder in ``work`` made of packages of the machine's distribution; no program of theirs has run.
 
-
-def _build_from_packages(work: Path, runtime: Runtime, progress: Progress) -> Path:
+    Raises:
+        InfrastructureError: they can't be had; with apt's own words.
+    """
     (work / "apt").mkdir()
-    archives = debian.fetch(PACKAGES, debian.host_sources(), work / "apt", progress)
+    archives = debian.fetch(packages, debian.host_sources(), work / "apt", progress)
     progress(f"unpacking {len(archives)} packages")
     root = work / "packages"
     debian.unpack(archives, root)
     _finish(root)
+    return root
+
+
+def _build(work: Path, runtime: Runtime, progress: Progress) -> Path:
+    """Try the ways to build in order; the first that gives a working image wins."""
+    ways: list[tuple[str, Callable[[Path, Runtime, Progress], Path]]] = [("registry", _build_from_registry)]
+    if not debian.missing_tools():
+        ways.insert(0, ("packages", _build_from_packages))
+    reasons = []
+    for name, build in ways:
+        place = work / name
+        place.mkdir()
+        try:
+            root = build(place, runtime, progress)
+            progress("trying it out")
+            try_image(root, runtime)
+        except InfrastructureError as error:
+            reasons.append(f"{name}: {error.reason}")
+            continue
+        return root
+    raise InfrastructureError("the default sandbox image could not be built; " + "; ".join(reasons))
+
+
+def _build_from_packages(work: Path, runtime: Runtime, progress: Progress) -> Path:
+    root = packages_root(PACKAGES, work, progress)
     progress(f"making an {runtime.flavor} image of it")
-    return _runtime_build(work, runtime, [str(root)])
+    return _runtime_build(work, runtime, str(root))
 
 
 def _build_from_registry(work: Path, runtime: Runtime, progress: Progress) -> Path:
     progress("building from a public image")
     recipe = work / "image.def"
     recipe.write_text(REGISTRY_RECIPE)
-    # Root needs no fake root, and would be asked for an entry in /etc/subuid.
-    return _runtime_build(work, runtime, [str(recipe)] if os.geteuid() == 0 else ["--fakeroot", str(recipe)])
+    return _runtime_build(work, runtime, str(recipe))
 
 
-def _runtime_build(work: Path, runtime: Runtime, source: list[str]) -> Path:
-    """Let the runtime build an unpacked image in ``work``, with all its temporary files there too."""
+def _runtime_build(work: Path, runtime: Runtime, source: str) -> Path:
     image = work / "image"
-    *options, origin = source
-    environ = runtime.environ()
-    for name in ("TMPDIR", "CACHEDIR"):
-        folder = work / name.lower()
-        folder.mkdir()
-        environ[f"{runtime.flavor.upper()}_{name}"] = str(folder)
-    _run([str(runtime.path), "build", "--sandbox", *options, str(image), origin], environ, BUILD_TIMEOUT_S)
+    tool.runtime_build(runtime, work, source, image, timeout_s=BUILD_TIMEOUT_S, unpacked=True)
     return image
 
 
@@ -168,23 +171,3 @@ def _finish(root: Path) -> None:
     bundle.write_text("".join(path.read_text() for path in certificates))
     for name in DROPPED:
         shutil.rmtree(root / name, ignore_errors=True)
-
-
-def _run(command: list[str], environ: dict[str, str], timeout_s: float) -> str:
-    """Run the container runtime; returns its output, or raises with its last words."""
-    what = f"{Path(command[0]).name} {command[1]}"
-    try:
-        done = subprocess.run(
-            command,
-            env=environ,
-            stdin=subprocess.DEVNULL,
-            capture_output=True,
-            text=True,
-            timeout=timeout_s,
-            check=False,
-        )
-    except subprocess.TimeoutExpired as error:
-        raise InfrastructureError(f"{what} was not done after {timeout_s:g} s") from error
-    if done.returncode:
-        raise InfrastructureError(f"{what} failed: {(done.stderr or done.stdout).strip()[-600:]}")
-    return done.stdout.strip()

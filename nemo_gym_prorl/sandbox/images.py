@@ -16,9 +16,10 @@ from pathlib import Path
 
 from nemo_gym_prorl.failures import InfrastructureError
 from nemo_gym_prorl.sandbox import debian
-from nemo_gym_prorl.sandbox.cache import Progress, locked, publish, staging
+from nemo_gym_prorl.sandbox.cache import Progress
 from nemo_gym_prorl.sandbox.image import ensure_default_image
 from nemo_gym_prorl.sandbox.runtime import require_runtime
+from nemo_gym_prorl.sandbox.store.shelf import Shelf
 
 
 REQUIREMENTS = ("ipykernel>=6.29,<8",)
@@ -57,19 +58,19 @@ def ensure_kernel_image(progress: Progress) -> Path:
     image = kernel_image_path(base)
     if image.is_dir():
         return image
-    with locked(image.name):
-        if not image.is_dir():
-            with staging(image) as work:
-                progress("copying the default image")
-                root = work / "root"
-                shutil.copytree(base, root, symlinks=True)
-                progress("adding IPython's kernel")
-                _add_wheels(root)
-                if not any((root / "usr" / "lib").rglob("libstdc++.so.6")):
-                    _add_cpp_library(root, work, progress)
-                progress("compiling Python's libraries")
-                _compile(root)
-                publish(root, image)
+    shelf = Shelf(image.parent)
+    with shelf.making(image.name, progress) as work:
+        if work is not None:
+            progress("copying the default image")
+            root = work / "root"
+            shutil.copytree(base, root, symlinks=True)
+            progress("adding IPython's kernel")
+            _add_wheels(root)
+            if not any((root / "usr" / "lib").rglob("libstdc++.so.6")):
+                _add_cpp_library(root, work, progress)
+            progress("compiling Python's libraries")
+            _compile(root)
+            shelf.publish(root, image.name)
     return image
 
 

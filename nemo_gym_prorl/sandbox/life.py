@@ -27,7 +27,7 @@ from pathlib import Path
 
 from nemo_gym_prorl.sandbox import cgroup, enter, lease
 from nemo_gym_prorl.sandbox.children import Children, in_words
-from nemo_gym_prorl.sandbox.clients import Client, Request
+from nemo_gym_prorl.sandbox.clients import Client, Request, close_all
 from nemo_gym_prorl.sandbox.loop import Loop
 from nemo_gym_prorl.sandbox.starter import become_runtime
 from nemo_gym_prorl.sandbox.watch import Usage, disk_use, excess
@@ -113,6 +113,7 @@ class Sandbox:
     closing: list[tuple[Request, Message]] = field(default_factory=list)
     deleting: bool = False
     paused: bool = False
+    held: list[int] = field(default_factory=list)
     usage: Usage = field(default_factory=Usage)
     born: float = field(default_factory=time.monotonic)
 
@@ -160,8 +161,9 @@ class Sandboxes:
             raise NoSandbox(f"sandbox {name} has ended")
         return sandbox
 
-    def create(self, request: Request, order: Message) -> None:
-        """Start one; answered with its first process's environment when it is up."""
+    def create(self, request: Request, order: Message, files: list[int]) -> None:
+        """Start one; answered with its first process's environment when it is up. ``files`` stay open until it is
+        gone: the lock on its image."""
         ours, theirs = socket.socketpair()
         ours.setblocking(False)
         # Makes the kernel say which process writes.
@@ -169,6 +171,7 @@ class Sandboxes:
         folder = self._folder / order["sandbox"]
         folder.mkdir(mode=0o700)
         sandbox = Sandbox(order["sandbox"], folder, ours, order, [request.client], request)
+        sandbox.held.extend(os.dup(file) for file in files)
         self._all[sandbox.name] = sandbox
         self._loop.watch(ours, partial(self._keeper_spoke, sandbox))
         try:
@@ -357,6 +360,7 @@ class Sandboxes:
             sandbox.deleting = False
         else:
             sandbox.stage = Stage.GONE
+            close_all(sandbox.held)
             del self._all[sandbox.name]
         for request, wanted in sandbox.closing:
             request.answer({**answer, **wanted})

@@ -32,10 +32,14 @@ from nemo_gym.sandbox.providers.base import (
 from nemo_gym_prorl.failures import CallerError, InfrastructureError, RolloutError
 from nemo_gym_prorl.sandbox import relay
 from nemo_gym_prorl.sandbox.container import DEFAULT_EXEC_TIMEOUT_S, OUTPUT_LIMIT, Container, ContainerSpec
-from nemo_gym_prorl.sandbox.image import default_image_path
+from nemo_gym_prorl.sandbox.gates import StartGates
+from nemo_gym_prorl.sandbox.lease import state_root
 from nemo_gym_prorl.sandbox.link import SandboxLost, SandboxRefused
 from nemo_gym_prorl.sandbox.pool import WarmPool
 from nemo_gym_prorl.sandbox.runtime import Runtime, require_runtime
+from nemo_gym_prorl.sandbox.store.images import ImageStore
+from nemo_gym_prorl.sandbox.store.node import NodeImages
+from nemo_gym_prorl.sandbox.store.reference import parse
 from nemo_gym_prorl.sandbox.terminal import Terminal
 
 
@@ -60,7 +64,9 @@ class _Settings:
         exec_timeout_s: for commands without a time limit of their own.
         output_limit: bytes kept of each output stream of a command.
         warm: sandboxes to keep started ahead, of each specification that is asked for.
-        concurrent_starts: most sandboxes of this process that start at a time; more only slow each other down.
+        concurrent_starts: most sandboxes of a user that start at a time on this machine; more only slow each other.
+        pull: get images of registries that are not there yet.
+        unpack: start SIFs from an unpacked copy on this machine's disk, where there is room for one.
     """
 
     image: str | None = None
@@ -68,10 +74,8 @@ class _Settings:
     output_limit: int = OUTPUT_LIMIT
     warm: int = 0
     concurrent_starts: int = 2 * (os.cpu_count() or 1)
-
-
-_gates: weakref.WeakKeyDictionary[asyncio.AbstractEventLoop, asyncio.Semaphore] = weakref.WeakKeyDictionary()
-"""One per loop and not per provider: Gym makes a provider for each sandbox."""
+    pull: bool = True
+    unpack: bool = True
 
 
 _pools: weakref.WeakKeyDictionary[asyncio.AbstractEventLoop, dict[str, WarmPool]] = weakref.WeakKeyDictionary()
@@ -101,6 +105,7 @@ class SingularityProvider:
         self._settings = _Settings(**{name: value for name, value in options.items() if name in own})
         self._defaults = {name: value for name, value in options.items() if name in SPEC_OPTIONS}
         self._runtime: Runtime | None = None
+        self._images = NodeImages(ImageStore(), pull=self._settings.pull, unpack=self._settings.unpack)
 
     async def create(self, spec: SandboxSpec) -> SandboxHandle:
         """Start a sandbox.
@@ -110,8 +115,11 @@ class SingularityProvider:
         """
         try:
             wanted = self._container_spec(spec)
+            named = spec.image or self._settings.image
+            image = parse(named) if named else None
             if self._runtime is None:
                 self._runtime = await asyncio.to_thread(require_runtime)
+            wanted = replace(wanted, image=await self._images.locate(image, self._runtime))
             container = await self._take(wanted) if self._settings.warm else await self._start(wanted)
         except RolloutError as error:
             raise SandboxStartError(error.reason, kind=error.kind) from error
@@ -253,9 +261,11 @@ class SingularityProvider:
             await self.close(handle)
 
     async def _start(self, spec: ContainerSpec) -> Container:
-        loop = asyncio.get_running_loop()
-        async with _gates.setdefault(loop, asyncio.Semaphore(self._settings.concurrent_starts)):
-            return await Container.start(spec, self._runtime)
+        assert self._runtime
+        async with self._images.start(spec.image, self._runtime) as start:
+            held = [start.hold.descriptor] if start.hold else []
+            async with StartGates.of(state_root()).start(start.path, self._settings.concurrent_starts):
+                return await Container.start(replace(spec, image=start.path), self._runtime, held)
 
     async def _take(self, spec: ContainerSpec) -> Container:
         pools = _pools.setdefault(asyncio.get_running_loop(), {})
@@ -271,7 +281,8 @@ class SingularityProvider:
         if resources.gpu:
             raise CallerError("this provider gives sandboxes no GPU", field="resources.gpu")
         wanted = ContainerSpec(
-            image=_image_path(spec.image or self._settings.image),
+            # Known last, since it may have to be pulled.
+            image=Path(),
             env=dict(spec.env),
             workdir=spec.workdir,
             ttl_s=spec.ttl_s,
@@ -286,17 +297,6 @@ class SingularityProvider:
         if spec.ready_timeout_s:
             wanted = replace(wanted, start_timeout_s=float(spec.ready_timeout_s))
         return wanted
-
-
-def _image_path(image: str | None) -> Path:
-    if image is None:
-        return default_image_path()
-    if "://" in image:
-        raise CallerError(
-            f"{image} must be made a local image first: apptainer build --sandbox FOLDER {image}, then name FOLDER",
-            field="image",
-        )
-    return Path(image).expanduser().absolute()
 
 
 def _container(handle: SandboxHandle) -> Container:

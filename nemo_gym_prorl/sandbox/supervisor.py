@@ -107,11 +107,11 @@ class Supervisor:
 
     # Their questions
 
-    def _do_create(self, request: Request, order: Message, _files: list[int]) -> None:
+    def _do_create(self, request: Request, order: Message, files: list[int]) -> None:
         if self._ending:
             raise OSError("the supervisor is ending")
         try:
-            self._sandboxes.create(request, order)
+            self._sandboxes.create(request, order, files)
         except OSError as error:
             request.answer({"error": f"it can't be prepared: {in_words(error)}"})
 

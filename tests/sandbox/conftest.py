@@ -14,6 +14,33 @@ from nemo_gym_prorl.sandbox.container import Container, ContainerSpec
 from nemo_gym_prorl.sandbox.images import ensure_kernel_image
 from nemo_gym_prorl.sandbox.runtime import Runtime
 from nemo_gym_prorl.sandbox.shell import Shell
+from nemo_gym_prorl.sandbox.store import tool
+from nemo_gym_prorl.sandbox.store.images import ImageStore
+from tests.sandbox.tiny import make_tiny_root
+
+
+@pytest.fixture(scope="session")
+def tiny_root(image: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A root folder of a few megabytes, with a shell, ``id``, ``ls``, ``mkdir``, ``cat`` and ``sleep``."""
+    root = tmp_path_factory.mktemp("tiny") / "root"
+    make_tiny_root(image, root)
+    return root
+
+
+@pytest.fixture(scope="session")
+def tiny_sif(tiny_root: Path, runtime: Runtime) -> Path:
+    """A SIF of it."""
+    sif = tiny_root.parent / "tiny.sif"
+    work = tiny_root.parent / "work"
+    work.mkdir()
+    tool.runtime_build(runtime, work, str(tiny_root), sif, timeout_s=60, unpacked=False)
+    return sif
+
+
+@pytest.fixture
+def store(tmp_path: Path) -> ImageStore:
+    """An image store of this test's own."""
+    return ImageStore(tmp_path / "images", tmp_path / "unpacked")
 
 
 @pytest.fixture(scope="session")

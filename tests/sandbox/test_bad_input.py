@@ -112,7 +112,7 @@ async def test_what_is_no_image(runtime: Runtime, tmp_path: Path) -> None:
     assert "/bin/sh" in await refused(tmp_path / "folder", runtime)
     for name, content in (("text", b"hello"), ("torn", b"#!/usr/bin/env run-singularity\nnot an image" * 10)):
         (tmp_path / name).write_bytes(content)
-        assert "build --sandbox" in await refused(tmp_path / name, runtime)
+        assert "no usable image" in await refused(tmp_path / name, runtime)
 
 
 async def test_half_a_sif(runtime: Runtime, sif: Path, tmp_path: Path) -> None:
@@ -195,7 +195,7 @@ async def test_an_image_that_cannot_be_read(runtime: Runtime, tiny: Path, tmp_pa
 
 @as_user
 async def test_an_image_of_somebody_else(runtime: Runtime) -> None:
-    assert "belongs to user 0; make a copy" in await refused(Path("/"), runtime)
+    assert "belongs to user 0, not to you" in await refused(Path("/"), runtime)
 
 
 @as_root

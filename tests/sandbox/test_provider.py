@@ -117,7 +117,8 @@ async def test_sandboxes_started_ahead(image: Path, runtime: Runtime, state: Pat
     ("spec", "reason"),
     [
         ({"image": "/no/such/image"}, "image"),
-        ({"image": "docker://debian"}, "local image"),
+        ({"image": "no-such-image"}, "no image named 'no-such-image'"),
+        ({"image": "library://debian"}, "docker:// addresses, paths and names can"),
         ({"resources": {"gpu": 1}}, "resources.gpu"),
         ({"provider_options": {"netwrok": True}}, "netwrok"),
         ({"entrypoint": ["/no/such/program"]}, "entrypoint"),

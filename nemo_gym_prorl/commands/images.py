@@ -1,0 +1,118 @@
+# SPDX-License-Identifier: Apache-2.0
+"""``prorl image``: build, pull, list and remove the images that sandboxes start from."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterable, Sequence
+from contextlib import closing
+from pathlib import Path
+
+from rich.console import Console
+from rich.markup import escape
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+from rich.table import Table
+
+from nemo_gym_prorl.failures import CallerError
+from nemo_gym_prorl.sandbox.image import default_image_path
+from nemo_gym_prorl.sandbox.images import kernel_image_path
+from nemo_gym_prorl.sandbox.store.images import Image, ImageStore
+from nemo_gym_prorl.sandbox.store.pull import Outcome, Puller, images_of, pull_all
+from nemo_gym_prorl.sandbox.store.reference import Registry, registry
+
+
+GIB = 1 << 30
+DAY_S = 86400.0
+
+
+def wanted_images(names: Sequence[str], rows: Path | None, field: str) -> list[Registry]:
+    """The images that a command line names, directly or by a dataset.
+
+    Raises:
+        CallerError: none is named, or something is no image.
+    """
+    wanted = [registry(name) for name in names]
+    if rows:
+        wanted += images_of(rows, field)
+    if not wanted:
+        raise CallerError("name images, or a dataset with --from")
+    return list(dict.fromkeys(wanted))
+
+
+def pull(puller: Puller, wanted: Sequence[Registry], jobs: int, console: Console) -> list[Outcome]:
+    """Pull images and show how far that is; gives those that failed."""
+    failed: list[Outcome] = []
+    pulled = 0
+    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
+    with Progress(*columns, console=console) as bar, closing(pull_all(puller, wanted, jobs)) as outcomes:
+        task = bar.add_task("pulling", total=len(wanted))
+        for outcome in outcomes:
+            bar.advance(task)
+            pulled += outcome.new
+            if outcome.reason:
+                failed.append(outcome)
+                bar.update(task, description=f"pulling, {len(failed)} failed")
+    there = len(wanted) - pulled - len(failed)
+    console.print(f"{pulled} pulled, {there} there already, {len(failed)} failed")
+    for outcome in failed:
+        console.print(f"[red]{escape(outcome.uri)}[/]: {escape(outcome.reason)}", soft_wrap=True)
+    return failed
+
+
+def show(store: ImageStore, console: Console) -> None:
+    """Print all images, and this machine's unpacked copies."""
+    now = time.time()
+    table = Table("name", "kind", "format", box=None, pad_edge=False)
+    for column in ("MiB", "last use"):
+        table.add_column(column, justify="right")
+    table.add_column("unpacked")
+    table.add_column("made from", overflow="fold")
+    for image in sorted(store.all(), key=_title):
+        table.add_row(
+            escape(_title(image)),
+            image.info.kind,
+            image.info.format,
+            f"{image.info.bytes / (1 << 20):.0f}",
+            "now" if image.entry.used else _ago(now - image.entry.last_use),
+            "yes" if image.unpacked else "no",
+            escape(image.info.source),
+        )
+    console.print(table)
+    copies = store.all_copies()
+    console.print(
+        f"{store.images.folder}; {len(copies)} unpacked copies, {_gib(copies)}, in {store.copies.folder}",
+        soft_wrap=True,
+    )
+
+
+def collect(
+    store: ImageStore, max_gb: float | None, older_than: float | None, dry_run: bool, console: Console
+) -> None:
+    """Remove what is neither used nor one of today's default images."""
+    default = default_image_path()
+    removed, swept = store.collect(
+        [default.name, kernel_image_path(default).name],
+        max_bytes=None if max_gb is None else int(max_gb * GIB),
+        older_than_s=None if older_than is None else older_than * DAY_S,
+        dry_run=dry_run,
+    )
+    for image in removed:
+        console.print(f"{_title(image)}, {image.info.kind}, {_gib([image])}", markup=False, soft_wrap=True)
+    for folder in swept:
+        console.print(f"{folder}, left by a process that was killed", markup=False, soft_wrap=True)
+    console.print(f"{_gib(removed)} {'would be' if dry_run else 'are'} free")
+
+
+def _title(image: Image) -> str:
+    return ", ".join(image.names) or image.entry.name
+
+
+def _gib(images: Iterable[Image]) -> str:
+    return f"{sum(image.info.bytes for image in images) / GIB:.2f} GiB"
+
+
+def _ago(seconds: float) -> str:
+    for size, unit in ((DAY_S, "days"), (3600.0, "hours"), (60.0, "minutes")):
+        if seconds >= 2 * size:
+            return f"{seconds / size:.0f} {unit} ago"
+    return "just now"

@@ -1,0 +1,232 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Pulling from a registry that speaks the real protocol on loopback: anonymously, again after trouble, in bulk."""
+
+from __future__ import annotations
+
+import base64
+import json
+import os
+import signal
+import stat
+import subprocess
+import sys
+import tarfile
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from nemo_gym.sandbox.providers.base import SandboxCreateError, SandboxSpec
+
+from nemo_gym_prorl.failures import CallerError, InfrastructureError
+from nemo_gym_prorl.sandbox.cache import machine
+from nemo_gym_prorl.sandbox.provider import SingularityProvider
+from nemo_gym_prorl.sandbox.runtime import Runtime
+from nemo_gym_prorl.sandbox.store.images import ImageStore
+from nemo_gym_prorl.sandbox.store.pull import Outcome, Puller, images_of, pull_all
+from nemo_gym_prorl.sandbox.store.reference import registry
+from tests.sandbox.registry import Registry, layer, serve
+from tests.sandbox.tiny import wait_until_nothing_runs_for
+
+
+pytestmark = pytest.mark.sandbox
+
+REPOSITORY = Path(__file__).parents[2]
+
+
+@pytest.fixture
+def served() -> Iterator[Registry]:
+    with serve() as live:
+        yield live
+
+
+@pytest.fixture(scope="module")
+def tiny_layer(tiny_root: Path) -> bytes:
+    """The tiny root as a registry's images have it: with other owners, and a setuid program."""
+
+    def change(entry: tarfile.TarInfo) -> tarfile.TarInfo:
+        if entry.name == "./etc/group":
+            entry.uid = entry.gid = 33
+        if entry.name == "./usr/bin/id":
+            entry.mode = 0o4755
+        return entry
+
+    return layer(tiny_root, change)
+
+
+@pytest.fixture
+def puller(store: ImageStore, runtime: Runtime) -> Puller:
+    return Puller(store, runtime, tries=2, pause_s=0.01)
+
+
+@pytest.fixture
+def logins(served: Registry, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A user with a login for the registry, in every place where one is looked for."""
+    stored = json.dumps({"auths": {served.host: {"auth": base64.b64encode(b"me:secret").decode()}}})
+    for name in (".docker/config.json", ".apptainer/docker-config.json", "containers/auth.json"):
+        (tmp_path / "home" / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / "home" / name).write_text(stored)
+    monkeypatch.setenv("HOME", str(tmp_path / "home"))
+    monkeypatch.setenv("XDG_RUNTIME_DIR", str(tmp_path / "home"))
+    monkeypatch.setenv("APPTAINER_DOCKER_USERNAME", "me")
+    monkeypatch.setenv("APPTAINER_DOCKER_PASSWORD", "secret")
+
+
+def test_an_image_is_pulled_once_and_no_login_is_sent(
+    served: Registry, tiny_layer: bytes, puller: Puller, logins: None
+) -> None:
+    wanted = registry(served.add("us/tiny:1", [tiny_layer], machine(), Env=["A=from the image"]))
+    path = puller.pull(wanted)
+    assert served.credentials == []
+    assert stat.S_IMODE((path / "usr/bin/id").stat().st_mode) == 0o755
+    assert (path / "etc/group").stat().st_uid == os.geteuid()
+    asked = len(served.requests)
+    assert puller.pull(wanted) == path
+    assert len(served.requests) == asked
+    (image,) = puller.store.all()
+    assert (image.info.kind, image.info.source, image.unpacked) == ("pulled", wanted.uri, True)
+
+
+def test_logins_are_sent_when_they_are_wanted(
+    served: Registry, tiny_layer: bytes, store: ImageStore, runtime: Runtime, logins: None
+) -> None:
+    wanted = registry(served.add("us/tiny", [tiny_layer], machine()))
+    Puller(store, runtime, credentials=True, format="sif").pull(wanted)
+    assert set(served.credentials) == {"Basic " + base64.b64encode(b"me:secret").decode()}
+    (image,) = store.all()
+    assert (image.info.format, image.unpacked) == ("sif", False)
+
+
+def test_trouble_is_tried_again_and_what_can_not_be_is_not(
+    served: Registry, tiny_layer: bytes, puller: Puller
+) -> None:
+    wanted = registry(served.add("us/tiny", [tiny_layer], machine()))
+    said: list[str] = []
+    # The runtime itself tries a few times.
+    served.failures = 4
+    puller.pull(wanted, said.append)
+    assert [line.split()[0] for line in said] == ["pulling", "pulling"]
+    assert "again" in said[1]
+    served.requests.clear()
+    with pytest.raises(CallerError, match=r"image: there is no docker://127.*/us/none:latest"):
+        puller.pull(registry(f"{served.host}/us/none"), said.append)
+    assert len(said) == 3, "it was asked for once"
+    with pytest.raises(InfrastructureError, match=r"127.0.0.1:9/a/b:latest could not be pulled: .*refused"):
+        puller.pull(registry("127.0.0.1:9/a/b"))
+    assert len(puller.store.all()) == 1
+    assert puller.store.images.sweep() == []
+
+
+def test_an_image_for_another_processor_is_refused(served: Registry, tmp_path: Path, puller: Puller) -> None:
+    (tmp_path / "root" / "bin").mkdir(parents=True)
+    (tmp_path / "root" / "bin" / "sh").write_bytes(b"\x7fELF\x02\x01" + bytes(12) + (183).to_bytes(2, "little"))
+    with pytest.raises(CallerError, match="for aarch64, but this machine is"):
+        puller.pull(registry(served.add("us/foreign", [layer(tmp_path / "root")], machine())))
+    assert puller.store.all() == []
+
+
+def test_many_are_pulled_and_a_second_run_goes_on(served: Registry, tiny_layer: bytes, puller: Puller) -> None:
+    wanted = [registry(served.add(f"us/tiny:{number}", [tiny_layer], machine())) for number in range(3)]
+    missing = registry(f"{served.host}/us/later:1")
+    outcomes = {outcome.uri: outcome for outcome in pull_all(puller, [*wanted, missing, *wanted], 2)}
+    assert len(outcomes) == 4
+    assert all(outcomes[one.uri] == Outcome(one.uri, new=True) for one in wanted)
+    assert "there is no" in outcomes[missing.uri].reason
+    served.add("us/later:1", [tiny_layer], machine())
+    again = {outcome.uri: outcome for outcome in pull_all(puller, [*wanted, missing], 2)}
+    assert [outcome.uri for outcome in again.values() if outcome.new] == [missing.uri]
+    assert not any(outcome.reason for outcome in again.values())
+
+
+def test_a_dataset_names_images(tmp_path: Path) -> None:
+    rows = tmp_path / "rows.jsonl"
+    rows.write_text('{"m": {"image": "us/a:1"}}\n\n{"m": {"image": "docker://us/b"}}\n{"m": {"image": "us/a:1"}}\n')
+    found = [one.uri for one in images_of(rows, "m.image")]
+    assert found == ["docker://docker.io/us/a:1", "docker://docker.io/us/b:latest"]
+    for line, reason in (("{", "line 1 is not JSON"), ('{"m": 1}', "line 1 has no text in 'm.image'")):
+        rows.write_text(line)
+        with pytest.raises(CallerError, match=reason):
+            images_of(rows, "m.image")
+    rows.write_text('{"m": {"image": "Not An Image"}}')
+    with pytest.raises(CallerError, match=r"rows\.jsonl line 1: .*is not the address"):
+        images_of(rows, "m.image")
+
+
+async def test_a_sandbox_of_an_address(
+    served: Registry, tiny_layer: bytes, runtime: Runtime, tmp_path: Path, state: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    runtime.activate()
+    monkeypatch.setenv("PRORL_CACHE", str(tmp_path / "cache"))
+    address = served.add("us/tiny:1", [tiny_layer], machine(), Env=["A=from the image"])
+    with pytest.raises(SandboxCreateError, match=f"image: {address} is not there: prorl image pull"):
+        await SingularityProvider(pull=False).create(SandboxSpec(image=address))
+    assert served.requests == []
+    provider = SingularityProvider()
+    handle = await provider.create(SandboxSpec(image=address))
+    assert (await provider.exec(handle, "echo $A; echo x >> /etc/group; id -u")).stdout == "from the image\n0\n"
+    await provider.close(handle)
+    served.manifests.clear()
+    await provider.close(await provider.create(SandboxSpec(image=address)))
+    with pytest.raises(SandboxCreateError, match=r"image: there is no .*/us/none:1"):
+        await provider.create(SandboxSpec(image=f"docker://{served.host}/us/none:1"))
+    assert not any(state.glob("*/b-*"))  # noqa: ASYNC240
+
+
+def prorl(tmp_path: Path, runtime: Runtime, *arguments: str) -> subprocess.Popen[str]:
+    environ = {
+        **os.environ,
+        "PRORL_CACHE": str(tmp_path / "cache"),
+        "PATH": os.pathsep.join([str(runtime.path.parent), os.environ["PATH"]]),
+    }
+    program = "from nemo_gym_prorl.cli import main; main()"
+    return subprocess.Popen(
+        [sys.executable, "-c", program, "image", *arguments],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        env=environ,
+        cwd=REPOSITORY,
+    )
+
+
+def test_the_command_line_pulls_lists_and_removes(
+    served: Registry, tiny_layer: bytes, runtime: Runtime, tmp_path: Path
+) -> None:
+    rows = tmp_path / "rows.jsonl"
+    names = [served.add(f"us/tiny:{number}", [tiny_layer], machine()) for number in range(2)]
+    missing = f"docker://{served.host}/us/none:1"
+    rows.write_text("".join(json.dumps({"image": name}) + "\n" for name in [*names, missing]))
+    pulling = prorl(tmp_path, runtime, "pull", "--from", str(rows), "--jobs", "2", "--tries", "1")
+    output = pulling.communicate(timeout=60)[0]
+    assert pulling.returncode == 1
+    assert "2 pulled, 0 there already, 1 failed" in output
+    assert missing in output
+    again = prorl(tmp_path, runtime, "pull", *names)
+    assert "0 pulled, 2 there already, 0 failed" in again.communicate(timeout=60)[0]
+    assert again.returncode == 0
+    listing = prorl(tmp_path, runtime, "list").communicate(timeout=60)[0]
+    assert listing.count("pulled") == 2
+    shown = prorl(tmp_path, runtime, "gc", "--max-gb", "0", "--dry-run").communicate(timeout=60)[0]
+    assert shown.count("pulled") == 2
+    prorl(tmp_path, runtime, "gc", "--max-gb", "0").communicate(timeout=60)
+    assert "pulled" not in prorl(tmp_path, runtime, "list").communicate(timeout=60)[0]
+    assert [path.name for path in (tmp_path / "cache" / "images").iterdir()] == [".locks"]
+
+
+def test_a_killed_pull_leaves_no_image_no_process_and_is_collected(
+    served: Registry, tiny_layer: bytes, runtime: Runtime, tmp_path: Path
+) -> None:
+    address = served.add("us/tiny", [tiny_layer], machine())
+    served.hold.clear()
+    pulling = prorl(tmp_path, runtime, "pull", address)
+    try:
+        assert served.reached.wait(60)
+    finally:
+        pulling.send_signal(signal.SIGKILL)
+        pulling.communicate()
+    store = ImageStore(tmp_path / "cache" / "images", tmp_path / "cache" / "unpacked")
+    assert store.all() == []
+    wait_until_nothing_runs_for(tmp_path)
+    served.hold.set()
+    assert "left by a process that was killed" in prorl(tmp_path, runtime, "gc").communicate(timeout=60)[0]
+    assert [path.name for path in store.images.folder.iterdir()] == [".locks"]
+    assert "1 pulled" in prorl(tmp_path, runtime, "pull", address).communicate(timeout=60)[0]

@@ -1,0 +1,288 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The rules about images, without any: references, recipes and what they reuse, SIF headers, what is removed."""
+
+from __future__ import annotations
+
+import struct
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from nemo_gym_prorl.failures import CallerError
+from nemo_gym_prorl.sandbox.store import recipe as recipes
+from nemo_gym_prorl.sandbox.store import sif
+from nemo_gym_prorl.sandbox.store.collect import Candidate, least_used
+from nemo_gym_prorl.sandbox.store.recipe import Built, Plan, Recipe, Reuse, decide, render, template_text
+from nemo_gym_prorl.sandbox.store.reference import Local, Named, Registry, parse, registry
+from nemo_gym_prorl.sandbox.store.shelf import kind_of_disk
+
+
+# References
+
+
+@pytest.mark.parametrize(
+    ("text", "uri"),
+    [
+        ("docker://python", "docker://docker.io/library/python:latest"),
+        ("docker://python:3.12-slim", "docker://docker.io/library/python:3.12-slim"),
+        ("docker://index.docker.io/us/it", "docker://docker.io/us/it:latest"),
+        ("docker://localhost/it", "docker://localhost/it:latest"),
+        ("docker://127.0.0.1:5000/a/b/c:1", "docker://127.0.0.1:5000/a/b/c:1"),
+        ("docker://us/it@sha256:" + "a" * 64, "docker://docker.io/us/it@sha256:" + "a" * 64),
+        ("docker://us/it:3@sha256:" + "a" * 64, "docker://docker.io/us/it@sha256:" + "a" * 64),
+        ("docker://swe/x.y_1776_z-12:latest", "docker://docker.io/swe/x.y_1776_z-12:latest"),
+    ],
+)
+def test_addresses_of_registries_are_completed(text: str, uri: str) -> None:
+    assert parse(text) == Registry(uri)
+    assert parse(uri) == Registry(uri), "and a complete one stays"
+    assert registry(text.removeprefix("docker://")) == Registry(uri)
+
+
+def test_paths_and_names() -> None:
+    assert parse("/a/b") == Local(Path("/a/b"))
+    assert parse("./b") == Local(Path("b").absolute())
+    assert parse("x.sif") == Local(Path("x.sif").absolute())
+    assert parse("~/x") == Local(Path("~/x").expanduser())
+    assert parse("swe-base_1.2") == Named("swe-base_1.2")
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        *("", " ", "a b", "-a", "library://x", "docker://", "docker://A/b", "docker://a/b:", "docker://a//b"),
+        *("docker://a/b@sha256:1", "docker://a/b@", "docker://a/../b", "docker://u:p@host/x", "docker://a/b:1/c"),
+    ],
+)
+def test_what_is_no_image_is_refused_for_its_field(text: str) -> None:
+    with pytest.raises(CallerError, match=r"^somewhere: "):
+        parse(text, "somewhere")
+
+
+@given(st.text(max_size=40))
+def test_any_text_is_understood_or_refused(text: str) -> None:
+    for candidate in (text, f"docker://{text}"):
+        try:
+            found = parse(candidate)
+        except CallerError:
+            continue
+        if isinstance(found, Registry):
+            assert parse(found.uri) == found
+            assert "/" not in found.entry("x86_64")
+            assert not found.entry("x86_64").startswith((".", "-"))
+
+
+def test_entries_of_different_images_and_machines_differ() -> None:
+    one, other = Registry("docker://docker.io/a/b-c:1"), Registry("docker://docker.io/a-b/c:1")
+    assert len({one.entry("x86_64"), other.entry("x86_64"), one.entry("aarch64")}) == 3
+
+
+# Recipes
+
+names = st.text("abc", min_size=1, max_size=3)
+recipe_strategy = st.builds(
+    Recipe,
+    template=names,
+    base=names,
+    machine=st.sampled_from(["x86_64", "aarch64"]),
+    format=st.sampled_from(["folder", "sif"]),
+    apt=st.frozensets(names, max_size=3),
+    pip=st.frozensets(names, max_size=3),
+    locks=st.dictionaries(names, st.binary(max_size=3), max_size=2),
+    variables=st.dictionaries(names, names, max_size=2),
+)
+
+
+def facts(one: Recipe) -> tuple[object, ...]:
+    return (*version_facts(one), one.template, one.format, dict(one.locks), dict(one.variables))
+
+
+def version_facts(one: Recipe) -> tuple[object, ...]:
+    return one.base, one.machine, one.apt, one.pip
+
+
+@given(recipe_strategy, recipe_strategy)
+def test_keys_are_equal_exactly_when_what_they_stand_for_is(one: Recipe, other: Recipe) -> None:
+    assert (one.lock_key == other.lock_key) == (facts(one) == facts(other))
+    assert (one.version_key == other.version_key) == (version_facts(one) == version_facts(other))
+
+
+@given(recipe_strategy, st.permutations(["c", "a", "b"]))
+def test_the_order_in_which_things_were_named_is_nothing(one: Recipe, order: list[str]) -> None:
+    def ordered(words: list[str]) -> Recipe:
+        return replace(one, apt=frozenset(words), locks={word: b"" for word in words}, variables=dict.fromkeys(words))  # type: ignore[arg-type]
+
+    assert ordered(order).lock_key == ordered(["a", "b", "c"]).lock_key
+
+
+def test_a_changed_lock_file_or_layer_template_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
+    one = Recipe("t", "b", "x86_64", "sif", locks={"uv.lock": b"1"})
+    assert one.lock_key != replace(one, locks={"uv.lock": b"2"}).lock_key
+    assert one.version_key == replace(one, locks={"uv.lock": b"2"}).version_key
+    before = one.version_key
+    monkeypatch.setattr(recipes, "template_text", lambda name: "changed")
+    assert one.version_key != before
+
+
+@st.composite
+def shelves(draw: st.DrawFn) -> tuple[Recipe, list[Built]]:
+    """A recipe, and things that were built of it and of others."""
+    known = draw(st.lists(recipe_strategy, min_size=1, max_size=4))
+    kinds = draw(st.lists(st.tuples(st.sampled_from(known), st.sampled_from(["image", "layer"])), max_size=6))
+    built = [
+        Built(f"e{number}", kind, one.lock_key if kind == "image" else one.version_key, draw(st.floats(0, 9)))
+        for number, (one, kind) in enumerate(kinds)
+    ]
+    return known[0], built
+
+
+@given(shelves(), st.sampled_from(Reuse))
+def test_nothing_is_reused_that_does_not_fit_and_what_fits_is(shelf: tuple[Recipe, list[Built]], reuse: Reuse) -> None:
+    wanted, built = shelf
+    plan = decide(reuse, wanted, built)
+    same = [one for one in built if (one.kind, one.key) == ("image", wanted.lock_key)]
+    layers = [one for one in built if (one.kind, one.key) == ("layer", wanted.version_key)]
+    if reuse is Reuse.SCRATCH:
+        assert plan == Plan()
+    elif same:
+        assert plan == Plan(image=max(same, key=lambda one: (one.made, one.entry)).entry)
+    elif reuse is Reuse.VERSIONED and layers and wanted.layered:
+        assert plan == Plan(layer=max(layers, key=lambda one: (one.made, one.entry)).entry)
+    else:
+        assert plan == Plan()
+
+
+@pytest.mark.parametrize("name", ["python", "agent", "packages", "plain"])
+def test_templates_that_come_with_the_package_make_definition_files(name: str) -> None:
+    one = Recipe(
+        template_text(name), "b", "x86_64", "sif", frozenset({"gcc", "make=4.3"}), frozenset({"a[b]>=1,<2"}),
+        {"requirements.txt": b"x", "uv.lock": b"y"}, {"run": "first\nsecond"},
+    )  # fmt: skip
+    recipes.check(one)
+    text = render(one.template, "Bootstrap: docker\nFrom: debian", one)
+    assert text.lstrip().startswith("Bootstrap: docker\nFrom: debian\n")
+    if name == "python":
+        assert "    locks/uv.lock /opt/prorl/locks/uv.lock\n" in text
+        assert "-r /opt/prorl/locks/requirements.txt\n" in text
+        assert "\n    first\n    second\n" in text
+    if name == "packages":
+        assert "gcc make=4.3\n" in text
+        assert "'a[b]>=1,<2'" in text
+
+
+@pytest.mark.parametrize(
+    ("template", "reason"),
+    [
+        ("{{ base }}\n{% if %}", "template: line 2"),
+        ("{{ base }}\n{{ nothing }}", "template: 'nothing' is undefined.*--set"),
+        ("%post\n    true", "template: .*Bootstrap"),
+    ],
+)
+def test_template_errors_name_what_is_wrong(template: str, reason: str) -> None:
+    with pytest.raises(CallerError, match=reason):
+        render(template, "Bootstrap: x", Recipe(template, "b", "x86_64", "sif"))
+    with pytest.raises(CallerError, match=r"no 'nosuch', only agent, packages, plain, python"):
+        template_text("nosuch")
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"apt": frozenset({"a; rm"})},
+        {"pip": frozenset({"a'b"})},
+        {"pip": frozenset({"-r x"})},
+        {"locks": {"../x": b""}},
+    ],
+)
+def test_what_would_break_out_of_a_definition_file_is_refused(change: dict[str, object]) -> None:
+    with pytest.raises(CallerError):
+        recipes.check(replace(Recipe("t", "b", "x86_64", "sif"), **change))  # type: ignore[arg-type]
+
+
+# SIF
+
+
+def sif_file(arch: bytes = b"02\0", fs: int = 1, role: int = 2, offset: int = 5000, length: int = 100) -> bytes:
+    """The beginning of an image file with one partition, and as many bytes as it says."""
+    header = struct.pack(
+        "<32s10s3s3s16s8q", b"#!/usr/bin/env run-singularity\n", b"SIF_MAGIC\0", b"01\0", arch, b"i" * 16,
+        *(0, 0, 1, 2, 128, 2 * 585, 2048, 0),
+    )  # fmt: skip
+    extra = struct.pack("<ii3s", fs, role, arch)
+    table = struct.pack("<i?iiiqqqqqqq128s384s", 0x4004, True, 1, 1, 0, offset, length, 0, 0, 0, 0, 0, b"", extra)
+    return (header + table + bytes(585)).ljust(offset + length, b"x")
+
+
+def test_an_image_file_is_read() -> None:
+    assert sif.parse(sif_file()) == sif.Sif("x86_64", (b"i" * 16).hex(), 5000, 5100)
+    assert sif.parse(sif_file(arch=b"04\0")).machine == "aarch64"
+    assert sif.parse(sif_file(fs=5)).offset is None, "encrypted"
+    with pytest.raises(ValueError, match="no root file system"):
+        sif.parse(sif_file(role=3))
+
+
+@given(st.integers(0, 5200), st.integers(0, 255))
+def test_no_damage_goes_further_than_a_clear_refusal(at: int, value: int) -> None:
+    whole = sif_file()
+    for data in (whole[:at], whole[:at] + bytes([value]) + whole[at + 1 :]):
+        try:
+            sif.parse(data)
+        except ValueError:
+            continue
+
+
+@pytest.mark.parametrize(
+    ("data", "reason"),
+    [
+        (b"not an image", "image: .*no usable image"),
+        (sif_file()[:3000], "cut short .3000 of 5100 bytes"),
+        (sif_file()[:400], "no usable image: its table"),
+        (sif_file(arch=b"04\0"), "for aarch64, but this machine is x86_64"),
+    ],
+)
+def test_unusable_image_files_are_refused(tmp_path: Path, data: bytes, reason: str) -> None:
+    (tmp_path / "x.sif").write_bytes(data)
+    with pytest.raises(CallerError, match=reason):
+        sif.read(tmp_path / "x.sif", "x86_64")
+    (tmp_path / "x.sif").write_bytes(sif_file())
+    assert sif.read(tmp_path / "x.sif", "x86_64").offset == 5000
+
+
+# What is removed
+
+candidates = st.lists(
+    st.builds(Candidate, st.uuids().map(str), st.integers(0, 100), st.floats(0, 100), st.booleans()), max_size=12
+)
+
+
+@given(candidates, st.none() | st.integers(0, 500), st.none() | st.floats(0, 100))
+def test_only_what_must_go_goes(given_: list[Candidate], most: int | None, before: float | None) -> None:
+    gone = set(least_used(given_, max_bytes=most, before=before))
+    left = [one for one in given_ if one.name not in gone]
+    assert not any(one.kept for one in given_ if one.name in gone)
+    free = [one for one in left if not one.kept]
+    if most is not None:
+        assert sum(one.bytes for one in left) <= most or not free
+    if before is not None:
+        assert all(one.last_use >= before for one in free)
+    for one in given_:
+        old = before is not None and one.last_use < before
+        if one.name in gone and not old:
+            assert most is not None
+            assert all(other.last_use >= one.last_use for other in free), "the least recently used first"
+            newer = [other for other in given_ if other.name not in gone or other.last_use >= one.last_use]
+            assert sum(other.bytes for other in newer) > most, "and no more than needed"
+
+
+def test_kinds_of_disks() -> None:
+    mounts = (
+        "22 1 254:0 / / rw,relatime shared:1 - ext4 /dev/vda rw\n"
+        "30 22 0:40 / /home rw - nfs4 server:/home rw\n"
+        "31 30 0:41 / /home/a\\040b rw - tmpfs tmpfs rw\n"
+        "32 22 0:42 / /scratch rw - lustre mds:/x rw\n"
+    )
+    kinds = ["/", "/home", "/home/me/x", "/homes", "/home/a b/c", "/scratch/x"]
+    assert [kind_of_disk(mounts, path) for path in kinds] == ["ext4", "nfs4", "nfs4", "ext4", "tmpfs", "lustre"]

@@ -1,0 +1,198 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A shelf that several processes fill, use and clear at once, some of which are killed."""
+
+from __future__ import annotations
+
+import errno
+import fcntl
+import os
+import subprocess
+import sys
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+
+from nemo_gym_prorl.sandbox.store import shelf as shelf_module
+from nemo_gym_prorl.sandbox.store.shelf import Shelf
+
+
+REPOSITORY = Path(__file__).parents[2]
+
+MAKE = """
+import sys, time
+from pathlib import Path
+from nemo_gym_prorl.sandbox.store.shelf import Shelf
+shelf = Shelf(Path(sys.argv[1]))
+with shelf.making("thing") as work:
+    if work is None:
+        print("there")
+    else:
+        made = work / "made"
+        made.mkdir()
+        for number in range(200):
+            (made / str(number)).write_text("x" * 1000)
+            if number == 100 and sys.argv[2:] == ["hang"]:
+                print("half", flush=True)
+                time.sleep(1000)
+        shelf.publish(made, "thing")
+        print("made")
+"""
+
+
+@contextmanager
+def maker(folder: Path, *arguments: str) -> Iterator[subprocess.Popen[str]]:
+    command = [sys.executable, "-c", MAKE, str(folder), *arguments]
+    process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True, cwd=REPOSITORY)
+    try:
+        yield process
+    finally:
+        process.kill()
+        process.communicate()
+
+
+def made_by(process: subprocess.Popen[str]) -> str:
+    return process.communicate(timeout=60)[0].strip()
+
+
+def put(shelf: Shelf, name: str) -> None:
+    with shelf.making(name) as work:
+        assert work is not None
+        (work / "made").mkdir()
+        (work / "made" / "file").write_text(name)
+        shelf.publish(work / "made", name)
+
+
+def names(folder: Path) -> list[str]:
+    return sorted(entry.name for entry in folder.iterdir())
+
+
+def test_of_many_processes_one_makes_a_thing(tmp_path: Path) -> None:
+    with maker(tmp_path) as a, maker(tmp_path) as b, maker(tmp_path) as c:
+        assert sorted(map(made_by, (a, b, c))) == ["made", "there", "there"]
+    assert len(names(tmp_path / "thing")) == 200
+    assert names(tmp_path) == [".locks", "thing"]
+
+
+def test_a_killed_maker_leaves_nothing_that_is_used_and_the_next_one_makes_it(tmp_path: Path) -> None:
+    shelf = Shelf(tmp_path)
+    with maker(tmp_path, "hang") as hung:
+        assert hung.stdout
+        assert hung.stdout.readline() == "half\n"
+        assert shelf.sweep() == [], "it lives"
+        assert shelf.use("thing") is None
+        assert shelf.entries() == []
+    assert len(names(tmp_path)) == 2, "its remains are there"
+    with maker(tmp_path) as other:
+        assert made_by(other) == "made"
+    assert len(shelf.sweep(dry_run=True)) == 1
+    assert len(shelf.sweep()) == 1
+    assert names(tmp_path) == [".locks", "thing"]
+    assert len(names(tmp_path / "thing")) == 200
+
+
+def test_what_is_used_stays(tmp_path: Path) -> None:
+    shelf = Shelf(tmp_path)
+    put(shelf, "thing")
+    first, second = shelf.use("thing"), shelf.use("thing")
+    assert first
+    assert second
+    assert [(entry.name, entry.used) for entry in shelf.entries()] == [("thing", True)]
+    first.release()
+    assert not shelf.remove("thing")
+    # As the supervisor of a sandbox has it.
+    copy = os.dup(second.descriptor)
+    second.release()
+    assert not shelf.remove("thing")
+    assert (shelf.path("thing") / "file").read_text() == "thing"
+    os.close(copy)
+    assert [entry.used for entry in shelf.entries()] == [False]
+    assert shelf.remove("thing")
+    assert shelf.use("thing") is None
+    assert names(tmp_path) == [".locks"]
+
+
+def test_using_a_thing_is_remembered(tmp_path: Path) -> None:
+    shelf = Shelf(tmp_path)
+    put(shelf, "thing")
+    os.utime(tmp_path / "thing", (1, 1))
+    for _ in range(2):
+        assert shelf.entries()[0].last_use == 1, "looking is no use"
+    hold = shelf.use("thing")
+    assert hold
+    hold.release()
+    assert shelf.entries()[0].last_use > 1e9
+
+
+def test_users_and_removers_at_once_meet_a_whole_thing_or_none(tmp_path: Path) -> None:
+    shelf = Shelf(tmp_path)
+
+    def use(_number: int) -> str:
+        hold = shelf.use("thing")
+        if hold is None:
+            return "none"
+        try:
+            return (shelf.path("thing") / "file").read_text()
+        finally:
+            hold.release()
+
+    def make_and_remove(_number: int) -> None:
+        with shelf.making("thing") as work:
+            if work is not None:
+                (work / "made").mkdir()
+                (work / "made" / "file").write_text("whole")
+                shelf.publish(work / "made", "thing")
+        shelf.remove("thing")
+
+    with ThreadPoolExecutor(6) as pool:
+        changes = pool.map(make_and_remove, range(100))
+        seen = set(pool.map(use, range(300)))
+        list(changes)
+    assert seen <= {"none", "whole"}
+
+
+def test_without_locks_whatever_was_first_stays_and_recent_things_count_as_used(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def no_locks(descriptor: int, how: int) -> None:
+        raise OSError(errno.ENOSYS, "Function not implemented")
+
+    monkeypatch.setattr(fcntl, "flock", no_locks)
+    shelf = Shelf(tmp_path)
+    with shelf.making("thing") as one, shelf.making("thing") as other:
+        assert one
+        assert other
+        for work, text in ((one, "first"), (other, "second")):
+            (work / "made").mkdir()
+            (work / "made" / "file").write_text(text)
+            shelf.publish(work / "made", "thing")
+        assert shelf.sweep() == [], "somebody may be at it"
+    assert (tmp_path / "thing" / "file").read_text() == "first"
+    assert names(tmp_path) == [".locks", "thing"]
+    hold = shelf.use("thing")
+    assert hold
+    hold.release()
+    assert [entry.used for entry in shelf.entries()] == [True]
+    monkeypatch.setattr(shelf_module, "UNSEEN_S", -1.0)
+    assert [entry.used for entry in shelf.entries()] == [False]
+
+
+@pytest.mark.skipif(os.geteuid() == 0, reason="root may write everywhere")
+def test_somebody_elses_shelf_can_be_used_but_not_cleared(tmp_path: Path) -> None:
+    shelf = Shelf(tmp_path)
+    put(shelf, "thing")
+    before = shelf.use("thing")
+    assert before
+    before.release()
+    for path in (tmp_path / ".locks" / "thing.use", tmp_path / ".locks", tmp_path):
+        path.chmod(0o555 if path.is_dir() else 0o444)
+    try:
+        hold = shelf.use("thing")
+        assert hold
+        hold.release()
+        assert not shelf.remove("thing")
+    finally:
+        tmp_path.chmod(0o755)
+        (tmp_path / ".locks").chmod(0o755)

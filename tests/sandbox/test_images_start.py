@@ -1,0 +1,206 @@
+# SPDX-License-Identifier: Apache-2.0
+"""From an image to a running sandbox: unpacked once, kept while used, refused with a reason when it is no good."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import shutil
+import stat
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import pytest
+from nemo_gym.sandbox.providers.base import SandboxCreateError, SandboxSpec
+
+from nemo_gym_prorl.failures import CallerError, InfrastructureError
+from nemo_gym_prorl.sandbox.cache import machine
+from nemo_gym_prorl.sandbox.provider import SingularityProvider
+from nemo_gym_prorl.sandbox.runtime import Runtime
+from nemo_gym_prorl.sandbox.store import images as images_module
+from nemo_gym_prorl.sandbox.store import tool, tree
+from nemo_gym_prorl.sandbox.store.images import ImageStore
+
+
+pytestmark = pytest.mark.sandbox
+
+
+@pytest.fixture
+def provider(runtime: Runtime, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> SingularityProvider:
+    runtime.activate()
+    monkeypatch.setenv("PRORL_UNPACKED", str(tmp_path / "unpacked"))
+    return SingularityProvider()
+
+
+def no_sandbox_in(state: Path) -> bool:
+    return not any(state.glob("*/b-*"))
+
+
+async def test_a_sif_is_unpacked_once_for_all_and_its_sandboxes_can_change_everything(
+    provider: SingularityProvider, tiny_sif: Path, tmp_path: Path
+) -> None:
+    handles = await asyncio.gather(*(provider.create(SandboxSpec(image=str(tiny_sif))) for _ in range(4)))
+    try:
+        done = await provider.exec(handles[0], "id -u; echo more >> /etc/passwd && ls /.singularity.d > /dev/null")
+        assert (done.return_code, done.stdout) == (0, "0\n")
+        copies = ImageStore(tmp_path / "images", tmp_path / "unpacked")
+        assert len(copies.all_copies()) == 1
+        removed, _ = copies.collect(max_bytes=0)
+        assert [image for image in removed if image.info.kind == "copy"] == [], "four sandboxes use it"
+        for handle in handles[1:]:
+            await provider.close(handle)
+        assert copies.all_copies()[0].entry.used
+        assert (await provider.exec(handles[0], "cat /etc/group")).return_code == 0
+    finally:
+        for handle in handles:
+            await provider.close(handle)
+    assert not copies.all_copies()[0].entry.used
+    assert not (tmp_path / "unpacked" / copies.all_copies()[0].entry.name / "root/etc/more").exists()
+
+
+async def test_what_a_sandbox_uses_outlives_the_object_that_asked_for_it(
+    provider: SingularityProvider, tiny_sif: Path, tmp_path: Path
+) -> None:
+    """The supervisor holds the lock, not the provider."""
+    handle = await provider.create(SandboxSpec(image=str(tiny_sif)))
+    opened = {os.readlink(entry) for entry in Path("/proc/self/fd").iterdir() if entry.is_symlink()}  # noqa: PTH115, ASYNC240
+    assert not any(".locks" in name and "unpacked" in name for name in opened)
+    shelf = ImageStore(tmp_path / "images", tmp_path / "unpacked").copies
+    (entry,) = shelf.entries()
+    assert not shelf.remove(entry.name)
+    await provider.close(handle)
+    assert shelf.remove(entry.name)
+
+
+def test_an_unpacked_copy_is_the_callers_own_and_harmless(
+    store: ImageStore, tiny_root: Path, runtime: Runtime, tmp_path: Path
+) -> None:
+    root = tmp_path / "root"
+    shutil.copytree(tiny_root, root, symlinks=True)
+    (root / "usr/bin/id").chmod(0o6755)
+    (root / "closed").mkdir()
+    (root / "closed" / "file").touch(mode=0o000)
+    (root / "closed").chmod(0o000)
+    if os.geteuid() == 0:
+        os.chown(root / "etc/group", 33, 33)
+        os.mknod(root / "device", 0o666 | stat.S_IFCHR, os.makedev(1, 3))
+    size = tree.settle(root)
+    assert size > 1 << 20
+    assert stat.S_IMODE((root / "usr/bin/id").stat().st_mode) == 0o755
+    assert (root / "closed" / "file").read_bytes() == b""
+    assert (root / "etc/group").stat().st_uid == os.geteuid()
+    assert not (root / "device").exists()
+
+
+def test_another_file_of_the_same_path_has_another_copy(
+    store: ImageStore, tiny_sif: Path, runtime: Runtime, tmp_path: Path
+) -> None:
+    image = tmp_path / "x.sif"
+    shutil.copy(tiny_sif, image)
+    with ThreadPoolExecutor(3) as pool:
+        starts = list(pool.map(lambda _: store.open(image, runtime), range(3)))
+    assert len({start.path for start in starts}) == 1
+    for start in starts:
+        start.let_go()
+    image.touch()
+    again = store.open(image, runtime)
+    again.let_go()
+    assert again.path != starts[0].path
+    assert len(store.all_copies()) == 2
+
+
+def test_room_is_made_by_removing_what_was_used_least_and_never_what_is_used(
+    tiny_sif: Path, runtime: Runtime, tmp_path: Path
+) -> None:
+    files = [tmp_path / f"{name}.sif" for name in "abc"]
+    for file in files:
+        shutil.copy(tiny_sif, file)
+    wanted = images_module.EXPANSION * tiny_sif.stat().st_size
+    one = ImageStore(tmp_path / "images", tmp_path / "unpacked")
+    first = one.open(files[0], runtime)
+    size = one.all_copies()[0].info.bytes
+    two_fit = ImageStore(tmp_path / "images", tmp_path / "unpacked", room=size + max(size, wanted))
+    two_fit.open(files[1], runtime).let_go()
+    two_fit.open(files[2], runtime).let_go()
+    assert {Path(image.info.source).name for image in one.all_copies()} == {"a.sif", "c.sif"}
+    none_fits = ImageStore(tmp_path / "images", tmp_path / "unpacked", room=size)
+    if trouble := images_module.fuse_trouble():
+        with pytest.raises(InfrastructureError, match=r"no room for .* MiB.*can't be mounted: ") as caught:
+            none_fits.open(files[1], runtime)
+        assert trouble in caught.value.reason
+    else:
+        mounted = none_fits.open(files[1], runtime)
+        assert mounted.path == files[1]
+    assert first.path.is_dir()
+    first.let_go()
+    assert {entry.name for entry in (tmp_path / "unpacked").glob(".*")} == {".locks"}
+
+
+@pytest.mark.skipif(bool(images_module.fuse_trouble()), reason=str(images_module.fuse_trouble()))
+async def test_a_sif_can_be_mounted_too(runtime: Runtime, tiny_sif: Path, tmp_path: Path) -> None:
+    runtime.activate()
+    provider = SingularityProvider(unpack=False)
+    handle = await provider.create(SandboxSpec(image=str(tiny_sif)))
+    assert (await provider.exec(handle, "echo x > /file; id -u")).stdout == "0\n"
+    await provider.close(handle)
+
+
+@pytest.fixture
+def bad_images(tiny_sif: Path, tmp_path: Path) -> dict[Path, str]:
+    """Images that can't be started, and what is to be said about them."""
+    whole = tiny_sif.read_bytes()
+    cut, torn, wrong = tmp_path / "cut.sif", tmp_path / "torn.sif", tmp_path / "wrong.sif"
+    cut.write_bytes(whole[:-1000])
+    torn.write_bytes(whole[:50_000] + bytes(len(whole) - 50_000))
+    wrong.write_bytes(whole.replace(b"\x0002\0", b"\x0004\0", 1).replace(b"02\0", b"04\0"))
+    foreign, empty = tmp_path / "foreign", tmp_path / "empty"
+    empty.mkdir()
+    (foreign / "bin").mkdir(parents=True)
+    (foreign / "bin" / "sh").write_bytes(b"\x7fELF\x02\x01" + bytes(12) + (183).to_bytes(2, "little"))
+    return {
+        cut: "cut short",
+        torn: "can't be unpacked",
+        wrong: f"for aarch64, but this machine is {machine()}",
+        foreign: f"for aarch64, but this machine is {machine()}",
+        empty: "no root folder of an image: /bin/sh",
+        Path("/dev/null"): "no usable image",
+    }
+
+
+async def test_damaged_images_are_refused_at_create_and_leave_nothing(
+    provider: SingularityProvider, bad_images: dict[Path, str], tmp_path: Path, state: Path
+) -> None:
+    for image, reason in bad_images.items():
+        with pytest.raises(SandboxCreateError, match=reason):
+            await provider.create(SandboxSpec(image=str(image)))
+    assert no_sandbox_in(state)
+    assert ImageStore(tmp_path / "images", tmp_path / "unpacked").all_copies() == []
+    assert ImageStore(tmp_path / "images", tmp_path / "unpacked").copies.sweep() == []
+
+
+@pytest.mark.skipif(os.geteuid() == 0, reason="root may start what is others'")
+def test_somebody_elses_root_folder_is_refused_with_the_way_out(store: ImageStore, runtime: Runtime) -> None:
+    with pytest.raises(CallerError, match=r"belongs to user 0.*prorl image build plain --base /"):
+        store.open(Path("/"), runtime)
+
+
+def test_without_unsquashfs_the_reason_is_said(
+    store: ImageStore, tiny_sif: Path, runtime: Runtime, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(tool, "find_unsquashfs", lambda runtime: None)
+    monkeypatch.setattr(images_module, "fuse_trouble", lambda: "no FUSE")
+    with pytest.raises(InfrastructureError, match=r"no unsquashfs \(package squashfs-tools\).*no FUSE"):
+        store.open(tiny_sif, runtime)
+    with pytest.raises(InfrastructureError, match=r"switched off.*no FUSE"):
+        store.open(tiny_sif, runtime, unpack=False)
+
+
+def test_links_of_an_image_lead_nowhere_else(tmp_path: Path) -> None:
+    root = tmp_path / "root"
+    (root / "usr/bin").mkdir(parents=True)
+    (root / "bin").symlink_to("/usr/bin")
+    (root / "usr/bin/sh").symlink_to("../../../../../../usr/bin/other")
+    (root / "loop").symlink_to("loop")
+    assert tree.inside(root, "/bin/sh") == root / "usr/bin/other"
+    assert tree.inside(root, "/bin/../bin/./sh") == root / "usr/bin/other"
+    assert tree.inside(root, "/loop/x").is_relative_to(root)

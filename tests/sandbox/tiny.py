@@ -1,0 +1,57 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A root folder that is small enough to be packed, pulled and unpacked many times."""
+
+from __future__ import annotations
+
+import shutil
+import subprocess
+import time
+from contextlib import suppress
+from pathlib import Path
+
+
+PROGRAMS = ("dash", "id", "ls", "mkdir", "cat", "sleep")
+
+
+def make_tiny_root(image: Path, root: Path) -> None:
+    """Fill ``root`` with a few programs of a root folder that has more, and the libraries that they load."""
+    for name in ("usr/bin", "usr/lib", "usr/lib64", "etc", "tmp", "root"):
+        (root / name).mkdir(parents=True)
+    for name in ("bin", "lib", "lib64"):
+        (root / name).symlink_to(f"usr/{name}")
+    for program in PROGRAMS:
+        shutil.copy(image / "usr/bin" / program, root / "usr/bin" / program)
+        for name in _libraries(image / "usr/bin" / program):
+            found = next((image / "usr").rglob(name))
+            target = root / found.relative_to(image)
+            target.parent.mkdir(parents=True, exist_ok=True)
+            shutil.copy(found, target)
+    (root / "usr/bin/sh").symlink_to("dash")
+    (root / "etc/passwd").write_text("root:x:0:0:root:/root:/bin/sh\n")
+    (root / "etc/group").write_text("root:x:0:\n")
+
+
+def _libraries(program: Path) -> list[str]:
+    """Names of the libraries that a program loads, with its loader."""
+    listing = subprocess.check_output(["ldd", str(program)], text=True)
+    return [Path(line.split()[0]).name for line in listing.splitlines() if "=>" in line or "/ld-" in line]
+
+
+def wait_until_nothing_runs_for(folder: Path, patience_s: float = 60.0) -> None:
+    """Wait until no process, inside a container or outside, has the folder among its arguments or variables."""
+    deadline = time.monotonic() + patience_s
+    while running := _running_for(folder):
+        assert time.monotonic() < deadline, f"for nobody there still runs {running}"
+        time.sleep(0.1)
+
+
+def _running_for(folder: Path) -> dict[int, bytes]:
+    found = {}
+    for entry in Path("/proc").iterdir():
+        if entry.name.isdigit():
+            # It may have ended just now, or be somebody else's.
+            with suppress(OSError):
+                text = (entry / "cmdline").read_bytes()
+                if str(folder).encode() in text + (entry / "environ").read_bytes():
+                    found[int(entry.name)] = text
+    return found
