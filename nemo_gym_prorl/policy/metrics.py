@@ -43,6 +43,17 @@ class PolicyMetrics:
         self.rewrites = Counter(
             "prorl_policy_history_rewrites", "Turns whose template would rewrite history", registry=registry
         )
+        self.forks = Counter(
+            "prorl_policy_forks",
+            "Turns that started a branch: sampled again, history edited by the agent, or rewritten by the template",
+            ("why",),
+            registry=registry,
+        )
+        self.ambiguous = Counter(
+            "prorl_policy_ambiguous_turns",
+            "Turns that continue one of several that look the same to the agent",
+            registry=registry,
+        )
         self.retokenised = Counter(
             "prorl_policy_retokenised_tokens", "Sampled tokens that were tokenised again", registry=registry
         )

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import json
 from copy import deepcopy
+from itertools import pairwise
 from time import time
 from typing import Any
 
@@ -18,6 +19,7 @@ from nemo_gym.base_responses_api_model import BaseResponsesAPIModelConfig, Simpl
 from nemo_gym.openai_utils import (
     NeMoGymChatCompletion,
     NeMoGymChatCompletionCreateParamsNonStreaming,
+    NeMoGymEasyInputMessage,
     NeMoGymResponse,
     NeMoGymResponseCreateParamsNonStreaming,
 )
@@ -34,6 +36,7 @@ from nemo_gym_prorl.policy.tokens import Finish
 
 
 TOKENS_HEADER = "X-Rollout-Tokens"
+TOKEN_FIELDS = ("prompt_token_ids", "generation_token_ids", "generation_log_probs")
 
 
 class ProrlModelConfig(BaseResponsesAPIModelConfig):
@@ -86,13 +89,12 @@ class ProrlModel(SimpleResponsesAPIModel):
         if response is not None and _deferred(request):
             response.headers[TOKENS_HEADER] = "deferred"  # tells the agent that the tokens are kept here
         after = body.previous_response_id
-        params = self._converter.responses_to_chat_completion_create_params(
-            body.model_copy(update={"previous_response_id": None, "instructions": None})
+        chat = self._chat(body.model_copy(update={"previous_response_id": None, "instructions": None, "input": []}))
+        given = (
+            body.input if isinstance(body.input, list) else [NeMoGymEasyInputMessage(role="user", content=body.input)]
         )
-        chat = params.model_dump(exclude_unset=True)
-        if body.instructions:
-            chat["messages"] = [{"role": "system", "content": body.instructions}, *chat["messages"]]
-        answer = await self._turn(request, chat, after)
+        chat["messages"] = self._messages(given)
+        answer = await self._turn(request, chat, after, body.instructions)
         choice = NeMoGymChatCompletion.model_validate(self._completion(request, answer)).choices[0]
         output = [item.model_dump() for item in self._converter.postprocess_chat_response(choice)]
         malformed = {call["id"] for call, parsed in _calls(answer) if parsed.malformed}
@@ -128,10 +130,45 @@ class ProrlModel(SimpleResponsesAPIModel):
     async def chat_completions(
         self, request: Request, body: NeMoGymChatCompletionCreateParamsNonStreaming = Body()
     ) -> NeMoGymChatCompletion:
-        answer = await self._turn(request, body.model_dump(exclude_unset=True), None)
+        answer = await self._turn(request, body.model_dump(exclude_unset=True))
         return NeMoGymChatCompletion.model_validate(self._completion(request, answer))
 
-    async def _turn(self, request: Request, chat: dict[str, Any], after: str | None) -> Answer:
+    def _messages(self, items: list[Any]) -> list[dict[str, Any]]:
+        """Input items as chat messages, each sampled turn as one of its own.
+
+        Gym's converter joins neighbouring assistant items and drops those in which there is nothing to see. Where that
+        happened to sampled turns, they are converted one by one: a turn ends with the item that has its tokens.
+        """
+        messages = self._converted(items)
+        ends = [index for index, item in enumerate(items, 1) if getattr(item, "generation_token_ids", None)]
+        kept = [message["prompt_token_ids"] for message in messages if message.get("generation_token_ids")]
+        if all(items[end - 1].prompt_token_ids in kept for end in ends):
+            return messages
+        messages = []
+        for start, end in pairwise([0, *ends]):
+            turn = self._converted(items[start:end])
+            messages += turn
+            if not turn or turn[-1]["role"] != "assistant":
+                fields = {name: getattr(items[end - 1], name) for name in TOKEN_FIELDS}
+                messages.append({"role": "assistant", "content": "", **fields})
+        return messages + self._converted(items[ends[-1] :])
+
+    def _converted(self, items: list[Any]) -> list[dict[str, Any]]:
+        if not items:
+            return []
+        messages: list[dict[str, Any]] = self._chat(
+            NeMoGymResponseCreateParamsNonStreaming.model_construct(input=items)
+        )["messages"]
+        return messages
+
+    def _chat(self, params: NeMoGymResponseCreateParamsNonStreaming) -> dict[str, Any]:
+        converted = self._converter.responses_to_chat_completion_create_params(params)
+        chat: dict[str, Any] = converted.model_dump(exclude_unset=True)
+        return chat
+
+    async def _turn(
+        self, request: Request, chat: dict[str, Any], after: str | None = None, instructions: str | None = None
+    ) -> Answer:
         if (chat.get("n") or 1) > 1:
             raise CallerError("a rollout has one continuation; ask for n rollouts, not for n choices", field="n")
         if chat.get("tool_choice") not in (None, "auto", "none"):
@@ -152,7 +189,9 @@ class ProrlModel(SimpleResponsesAPIModel):
                 rollout=request.headers.get("x-rollout-id") or request.session[SESSION_ID_KEY],
                 group=request.headers.get("x-rollout-group"),
                 messages=messages,
-                tools=[] if chat.get("tool_choice") == "none" else chat.get("tools") or [],
+                instructions=instructions,
+                tools=chat.get("tools") or [],
+                may_call=chat.get("tool_choice") != "none",
                 sampling=Sampling(
                     max_tokens=chat.get("max_completion_tokens") or chat.get("max_tokens"),
                     temperature=chat.get("temperature"),
