@@ -23,7 +23,7 @@ from typing import Any, Literal
 from nemo_gym_prorl.failures import CallerError
 from nemo_gym_prorl.policy.backend import Backend
 from nemo_gym_prorl.policy.chat import Message, Renderer, text_of
-from nemo_gym_prorl.policy.engines import Conversation, Engine, RequestRefused, Sampling
+from nemo_gym_prorl.policy.engine import Conversation, Engine, RequestRefused, Sampling
 from nemo_gym_prorl.policy.history import History, Match, Point, digest
 from nemo_gym_prorl.policy.metrics import PolicyMetrics
 from nemo_gym_prorl.policy.parsers import Parsed, parse, parsed_by_engine

@@ -30,7 +30,7 @@ from pydantic import Field
 from nemo_gym_prorl.failures import CallerError
 from nemo_gym_prorl.policy.api import PolicyConfig, PolicyHost, add_control_routes
 from nemo_gym_prorl.policy.asgi import CancelOnDisconnect
-from nemo_gym_prorl.policy.engines import Sampling
+from nemo_gym_prorl.policy.engine import Sampling
 from nemo_gym_prorl.policy.service import Answer, TurnRequest
 from nemo_gym_prorl.policy.tokens import Finish
 

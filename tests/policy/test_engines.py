@@ -17,16 +17,8 @@ from tokenizers.models import WordLevel
 from nemo_gym_prorl.failures import CallerError
 from nemo_gym_prorl.policy.api import PolicyConfig, PolicyHost, add_control_routes
 from nemo_gym_prorl.policy.chat import ChatTemplate, Renderer, Tokenizer
-from nemo_gym_prorl.policy.engines import (
-    BackendFailed,
-    Conversation,
-    NemoRl,
-    RequestRefused,
-    Sampling,
-    SglangGenerate,
-    VllmCompletions,
-    detect,
-)
+from nemo_gym_prorl.policy.engine import BackendFailed, Conversation, RequestRefused, Sampling
+from nemo_gym_prorl.policy.engines import NemoRl, SglangGenerate, VllmCompletions, detect
 from nemo_gym_prorl.policy.service import TurnRequest
 from nemo_gym_prorl.policy.tokens import Finish, Generation, TokenMismatch
 from tests.policy.engines import MODEL, free_port, serving

@@ -12,10 +12,10 @@ import pytest
 
 from nemo_gym_prorl.failures import CallerError
 from nemo_gym_prorl.policy.api import PolicyConfig, PolicyHost, trajectory
-from nemo_gym_prorl.policy.engines import Sampling
+from nemo_gym_prorl.policy.engine import Sampling
 from nemo_gym_prorl.policy.service import Answer, PolicyService, TurnRequest
 from nemo_gym_prorl.policy.tokens import Finish
-from tests.policy.engines import MODEL
+from tests.policy.engine import MODEL
 from tests.policy.families import TEMPLATES, TOOLS
 
 
