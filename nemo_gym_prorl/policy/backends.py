@@ -56,7 +56,7 @@ class BackendPool:
         self,
         *,
         limit: int = 256,
-        sibling_margin: int = 2,
+        sibling_margin: int = 1,
         escape_margin: int = 4,
         patience_s: float = 30.0,
         probe_after_s: float = 1.0,
