@@ -189,6 +189,7 @@ class BackendPool:
         if outcome is Outcome.FAILED:
             self.failovers += 1
             if backend is not None:
+                backend.failovers += 1
                 health.failed(backend, now, self._probe_after, self._probe_at_most)
                 self._requeue(ticket)
                 self._evacuate(backend)
@@ -226,6 +227,10 @@ class BackendPool:
     def waiting(self) -> int:
         """Tickets that no backend has."""
         return len(self._fresh) + len(self._returning) + sum(map(len, self._held.values()))
+
+    def held(self, backend_id: str) -> int:
+        """Tickets that wait for this very backend, where their prefix is."""
+        return len(self._held[backend_id])
 
     def backend_of(self, rollout_id: str) -> str | None:
         """Where a live or resting rollout's prefix is."""

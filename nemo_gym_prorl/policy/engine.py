@@ -97,6 +97,8 @@ class Engine(Protocol):
         self, url: str, prompt: Sequence[int], conversation: Conversation, sampling: Sampling
     ) -> Generation: ...
 
+    async def tokenize(self, url: str, text: str) -> list[int] | None: ...
+
     async def healthy(self, url: str) -> bool: ...
 
     async def load(self, url: str) -> Load | None: ...
@@ -179,6 +181,18 @@ class HttpEngine:
 
     def _get(self, url: str) -> AbstractAsyncContextManager[aiohttp.ClientResponse]:
         return self._session.get(url, headers=self._headers, timeout=self._brief)
+
+    async def tokenize(self, url: str, text: str) -> list[int] | None:
+        """The text in the engine's own ids; ``None`` from an engine that does not tell."""
+        body = {"model": self.model, "prompt": text, "add_special_tokens": False}
+        try:
+            async with self._session.post(
+                f"{root_of(url)}/tokenize", json=body, headers=self._headers, timeout=self._brief
+            ) as response:
+                tokens = (await response.json()).get("tokens") if response.status == 200 else None
+        except (aiohttp.ClientError, TimeoutError, OSError, ValueError, AttributeError):
+            return None
+        return tokens if isinstance(tokens, list) else None
 
     async def healthy(self, url: str) -> bool:
         """Whether the backend answers on ``/health``."""

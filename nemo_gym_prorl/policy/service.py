@@ -76,6 +76,7 @@ class Answer:
         turn: its tokens; ``None`` if nothing could be sampled for lack of context.
         finish: why sampling ended.
         prompt_tokens: length of the prompt.
+        cached_tokens: how many of them the engine had in its prefix cache, as far as it says.
     """
 
     id: str
@@ -84,6 +85,7 @@ class Answer:
     turn: Turn | None
     finish: Finish
     prompt_tokens: int
+    cached_tokens: int = 0
 
 
 @dataclass(slots=True)
@@ -141,6 +143,7 @@ class PolicyService:
         self.history: Rewriting = history
         self._keep_s = keep_s
         self._rollouts: OrderedDict[str, _Rollout] = OrderedDict()
+        self._checked: set[str] = set()
         self._forgotten: OrderedDict[str, None] = OrderedDict()
 
     async def turn(self, request: TurnRequest) -> Answer:
@@ -166,6 +169,7 @@ class PolicyService:
         conversation = Conversation(messages, request.tools, request.template_variables, tuple(prompt))
 
         async def generate(backend: Backend) -> Generation:
+            await self._check_tokenizer(backend.url)
             return await self.engine.generate(backend.url, prompt, conversation, request.sampling)
 
         started = time.monotonic()
@@ -188,7 +192,8 @@ class PolicyService:
         if ledger.forks(parent):
             self.metrics.forks.labels(why).inc()
         turn = ledger.append(parent, observed, generation, placed.weight_version)
-        answer = Answer(_new_id(), _as_message(parsed), parsed, turn, generation.finish, turn.start)
+        message, cached = _as_message(parsed), generation.cached_tokens or 0
+        answer = Answer(_new_id(), message, parsed, turn, generation.finish, turn.start, cached)
         rollout.answers[answer.id] = rollout.history.record(point, new, answer.message, turn, request.tools)
         if not parsed.calls:
             # Most rollouts end like this. One that does not finds its backend again.
@@ -307,6 +312,16 @@ class PolicyService:
     def _rewritten(self, rollout: _Rollout) -> None:
         rollout.counts.rewrites += 1
         self.metrics.rewrites.inc()
+
+    async def _check_tokenizer(self, url: str) -> None:
+        """Once per backend: whether it reads a prompt with special tokens and many scripts as we do."""
+        if self.renderer is None or not self.engine.takes_tokens or url in self._checked:
+            return
+        text = self.renderer.tokenizer.sample_text()
+        theirs = await self.engine.tokenize(url, text)
+        if theirs is not None and theirs != self.renderer.tokenizer.encode(text):
+            raise RequestRefused(f"{url} reads text as other ids than this tokenizer: no match", field="tokenizer")
+        self._checked.add(url)
 
     def _parse(self, generation: Generation, request: TurnRequest) -> Parsed:
         if generation.message is not None:

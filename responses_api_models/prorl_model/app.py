@@ -62,6 +62,8 @@ class ProrlModel(SimpleResponsesAPIModel):
     def setup_webserver(self) -> FastAPI:
         app = super().setup_webserver()
         config = self.config
+        if (getattr(config, "num_workers", None) or 1) > 1:
+            raise CallerError("must be 1: a rollout's tokens are kept in one process", field="num_workers")
         self._host = PolicyHost(
             PolicyConfig(
                 base_url=[config.base_url] if isinstance(config.base_url, str) else config.base_url,
@@ -118,7 +120,7 @@ class ProrlModel(SimpleResponsesAPIModel):
                 "incomplete_details": None if answer.finish is Finish.STOP else {"reason": "max_output_tokens"},
                 "usage": {
                     "input_tokens": answer.prompt_tokens,
-                    "input_tokens_details": {"cached_tokens": 0},
+                    "input_tokens_details": {"cached_tokens": answer.cached_tokens},
                     "output_tokens": _sampled(answer),
                     "output_tokens_details": {"reasoning_tokens": 0},
                     "total_tokens": answer.prompt_tokens + _sampled(answer),

@@ -26,8 +26,7 @@ THINKS = "<think>\nhm\n</think>\n\n"
 BLANK = "<think></think>"
 NOTHING = ""
 CALLS = '<think>\nso\n</think>\n\n\n<tool_call>\n{"name": "look", "arguments": {"what": "box"}}\n</tool_call>'
-BROKEN = '\n<tool_call>\n{"name": "look", "arguments": {"what": \n</tool_call>'
-ODD = [THINKS, BLANK, NOTHING, BROKEN, CALLS]
+ODD = [THINKS, BLANK, NOTHING, CALLS]
 
 
 def engine(tokenizer: Tokenizer, turns: Iterator[str]) -> FastAPI:

@@ -15,7 +15,7 @@ from nemo_gym_prorl.policy.api import PolicyConfig, PolicyHost, trajectory
 from nemo_gym_prorl.policy.engine import Sampling
 from nemo_gym_prorl.policy.service import Answer, PolicyService, TurnRequest
 from nemo_gym_prorl.policy.tokens import Finish
-from tests.policy.engine import MODEL
+from tests.policy.engines import MODEL
 from tests.policy.families import TEMPLATES, TOOLS
 
 
