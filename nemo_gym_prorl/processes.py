@@ -7,7 +7,7 @@ variable at its root and found by reading ``/proc``. Linux only, like the sandbo
 
 :class:`ProcessMark` finds and ends such a tree from outside. Run as a program, this module is its *keeper*: it starts
 a command and ends everything that carries the mark when the command ends, when it is told to (SIGTERM, SIGINT), and
-when its own parent dies, however it dies.
+when its own parent dies, however it dies. The tree's scratch folder goes with it.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ import asyncio
 import contextlib
 import ctypes
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -92,16 +93,17 @@ class ProcessMark:
         return left
 
 
-def keeper_command(mark: ProcessMark, command: list[str], python: str) -> list[str]:
+def keeper_command(mark: ProcessMark, command: list[str], python: str, scratch: Path) -> list[str]:
     """The command line that runs ``command`` under a keeper; the environment has to carry the mark.
 
     Args:
         mark: what the whole tree carries.
         command: the command to keep.
         python: an interpreter; it needs no package.
+        scratch: a folder that is removed when the tree has ended.
     """
     # -P: this folder's modules must not stand in for the standard library's.
-    return [python, "-P", __file__, mark.name, mark.value, *command]
+    return [python, "-P", __file__, mark.name, mark.value, str(scratch), *command]
 
 
 class _Stop(Exception):
@@ -112,7 +114,7 @@ def _stop(signum: int, frame: FrameType | None) -> NoReturn:
     raise _Stop
 
 
-def _keep(mark: ProcessMark, command: list[str]) -> int:
+def _keep(mark: ProcessMark, scratch: Path, command: list[str]) -> int:
     ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, int(signal.SIGTERM), 0, 0, 0)
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, _stop)
@@ -133,8 +135,9 @@ def _keep(mark: ProcessMark, command: list[str]) -> int:
         for number in (signal.SIGTERM, signal.SIGINT):
             signal.signal(number, signal.SIG_IGN)
         asyncio.run(mark.kill())
+        shutil.rmtree(scratch, ignore_errors=True)
     return status if status >= 0 else 128 - status
 
 
 if __name__ == "__main__":
-    sys.exit(_keep(ProcessMark(sys.argv[1], sys.argv[2]), sys.argv[3:]))
+    sys.exit(_keep(ProcessMark(sys.argv[1], sys.argv[2]), Path(sys.argv[3]), sys.argv[4:]))

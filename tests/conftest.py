@@ -3,6 +3,7 @@
 
 import os
 import shutil
+import signal
 import tempfile
 from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
@@ -11,6 +12,10 @@ import pytest
 
 from nemo_gym_prorl.policy.scripted import ScriptedConfig
 from nemo_gym_prorl.policy.scripted import serve as serve_scripted
+from nemo_gym_prorl.sandbox.cache import silent
+from nemo_gym_prorl.sandbox.image import ensure_default_image
+from nemo_gym_prorl.sandbox.install import ensure_runtime
+from nemo_gym_prorl.sandbox.runtime import Runtime
 
 
 @pytest.fixture(scope="session", autouse=True)
@@ -30,6 +35,22 @@ def state() -> Iterator[Path]:
     for owner in folder.iterdir():
         assert [entry.name for entry in owner.iterdir() if entry.is_dir()] == [], "a test left a sandbox"
     shutil.rmtree(folder, ignore_errors=True)
+
+
+@pytest.fixture(scope="session", autouse=True)
+def interruptible() -> None:
+    """Some tests send Ctrl-C to what they start, which ignores it if a shell started this run in the background."""
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+
+
+@pytest.fixture(scope="session")
+def runtime() -> Runtime:
+    return ensure_runtime(silent)
+
+
+@pytest.fixture(scope="session")
+def image(runtime: Runtime) -> Path:
+    return ensure_default_image(silent)
 
 
 @pytest.fixture

@@ -32,8 +32,9 @@ from nemo_gym_prorl.rollout.callers import CallerGone, CallerWatch, row_key
 from nemo_gym_prorl.rollout.handler import HandlerRegistry
 from nemo_gym_prorl.rollout.job import Budgets, Job, Progress
 from nemo_gym_prorl.rollout.metrics import PipelineMetrics
-from nemo_gym_prorl.rollout.pipeline import Draining, JobRequest, Pipeline, PipelineSettings
+from nemo_gym_prorl.rollout.pipeline import Pipeline
 from nemo_gym_prorl.rollout.problems import ProblemError, invalid_body
+from nemo_gym_prorl.rollout.request import Draining, JobRequest, PipelineSettings
 from nemo_gym_prorl.rollout.schemas import Row, Seconds
 from nemo_gym_prorl.rollout.stages import PoolSizes
 from nemo_gym_prorl.rollout.wire import wire_router

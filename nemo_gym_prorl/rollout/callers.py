@@ -24,7 +24,8 @@ from fastapi import Request
 
 from nemo_gym_prorl.failures import JobCancelled
 from nemo_gym_prorl.rollout.job import Job
-from nemo_gym_prorl.rollout.pipeline import JobRequest, Pipeline
+from nemo_gym_prorl.rollout.pipeline import Pipeline
+from nemo_gym_prorl.rollout.request import JobRequest
 
 
 class CallerGone(Exception):

@@ -25,7 +25,6 @@ from typing import Any
 
 from nemo_gym_prorl.failures import (
     BudgetExceeded,
-    CallerError,
     FailureKind,
     InfrastructureError,
     JobCancelled,
@@ -33,8 +32,9 @@ from nemo_gym_prorl.failures import (
     classify,
 )
 from nemo_gym_prorl.rollout.handler import HandlerRegistry
-from nemo_gym_prorl.rollout.job import Budgets, Job, JobState, Outcome, Progress, failure_state
-from nemo_gym_prorl.rollout.stages import PoolSizes, StageScheduler, Start
+from nemo_gym_prorl.rollout.job import Job, JobState, Outcome, Progress, failure_state
+from nemo_gym_prorl.rollout.request import Draining, JobConflict, JobRequest, PipelineSettings, QueueFull
+from nemo_gym_prorl.rollout.stages import StageScheduler, Start
 from nemo_gym_prorl.rollout.store import JobStore
 
 
@@ -45,57 +45,6 @@ _WORKING_STATE = {
     Stage.RUN: JobState.RUNNING,
     Stage.EVAL: JobState.EVALUATING,
 }
-
-
-class QueueFull(CallerError):
-    """The queue for INIT is at its bound; try again later."""
-
-
-class JobConflict(CallerError):
-    """The id belongs to a job with another row."""
-
-
-class Draining(CallerError):
-    """The service takes no new jobs."""
-
-
-@dataclass(frozen=True, slots=True)
-class PipelineSettings:
-    """Bounds of one pipeline; times in seconds.
-
-    Attributes:
-        stages: pool sizes.
-        budgets: defaults for jobs that bring none.
-        release_s: how long a session may take to be released.
-        cancel_grace_s: how long a cancelled stage may take to come back before it is abandoned.
-        max_attempts: default cap on tries of INIT+RUN, and of EVAL.
-        retry_delay_s: wait before the second try; doubles with each further one, up to 30 s.
-        max_queued: jobs that may wait for INIT before :class:`QueueFull`.
-        retain: terminal jobs to remember.
-    """
-
-    stages: PoolSizes = field(default_factory=PoolSizes)
-    budgets: Budgets = field(default_factory=Budgets)
-    release_s: float = 60.0
-    cancel_grace_s: float = 5.0
-    max_attempts: int = 3
-    retry_delay_s: float = 0.5
-    max_queued: int = 10_000
-    retain: int = 2_000
-
-
-@dataclass(frozen=True, slots=True)
-class JobRequest:
-    """What a caller may say about a job; everything but the row has a default."""
-
-    row: dict[str, Any]
-    id: str | None = None
-    handler: str | None = None
-    group: str | None = None
-    client: str = "default"
-    priority: int = 0
-    budgets: Budgets | None = None
-    max_attempts: int | None = None
 
 
 @dataclass(slots=True)

@@ -16,7 +16,7 @@ from fastapi.routing import APIRoute
 from pydantic import BaseModel, Field, ValidationError
 
 from nemo_gym_prorl.failures import CallerError
-from nemo_gym_prorl.rollout.pipeline import Draining, JobConflict, QueueFull
+from nemo_gym_prorl.rollout.request import Draining, JobConflict, QueueFull
 from nemo_gym_prorl.rollout.store import CursorExpired
 
 

@@ -10,7 +10,8 @@ from pydantic import BaseModel, ConfigDict, Field, model_validator
 
 from nemo_gym_prorl.failures import FailureKind, Origin, Stage
 from nemo_gym_prorl.rollout.job import Budgets, Job, JobState
-from nemo_gym_prorl.rollout.pipeline import JobRequest, Pipeline
+from nemo_gym_prorl.rollout.pipeline import Pipeline
+from nemo_gym_prorl.rollout.request import JobRequest
 from nemo_gym_prorl.rollout.store import Transition
 
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Memory limits where the kernel gives us none: look, and kill the largest process, as the kernel's own killer would.
+"""Limits where the kernel keeps none for us: look, and act. Too much memory costs the largest process its life.
 
 Control groups can be used only where an administrator delegated them, which few clusters do. So use is measured: the
 sum of resident sizes, which is cheap but counts shared pages many times, and only where that is too much the sum of
@@ -9,6 +9,7 @@ time; the limit is a fence against runaway programs, not an accounting.
 
 from __future__ import annotations
 
+import contextlib
 import os
 import re
 from collections import defaultdict
@@ -62,3 +63,13 @@ def _proportional(pid: int) -> int:
     except OSError:
         return 0
     return int(found[1]) << 10 if found else 0
+
+
+def disk_use(folder: Path) -> int:
+    """Bytes on disk below ``folder``; what vanishes meanwhile does not count."""
+    total = 0
+    for path, _folders, names in os.walk(folder):
+        for name in names:
+            with contextlib.suppress(OSError):
+                total += os.lstat(f"{path}/{name}").st_blocks * 512
+    return total

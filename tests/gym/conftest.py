@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from nemo_gym_prorl.deployment import GymCli
+from nemo_gym_prorl.gym_cli import GymCli
 
 
 @pytest.fixture

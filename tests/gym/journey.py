@@ -13,7 +13,8 @@ from typing import Any
 
 import orjson
 
-from nemo_gym_prorl.deployment import GymCli, GymDeployment
+from nemo_gym_prorl.deployment import GymDeployment
+from nemo_gym_prorl.gym_cli import GymCli
 from nemo_gym_prorl.policy.scripted import serve
 from nemo_gym_prorl.policy.scripted_text import MODEL_NAME
 from nemo_gym_prorl.rollout.client import RolloutClient

@@ -11,7 +11,8 @@ import aiohttp
 import orjson
 import pytest
 
-from nemo_gym_prorl.deployment import MARK_NAME, DeploymentError, GymCli, GymDeployment
+from nemo_gym_prorl.deployment import GymDeployment
+from nemo_gym_prorl.gym_cli import MARK_NAME, DeploymentError, GymCli
 from nemo_gym_prorl.policy.scripted_text import MODEL_NAME
 from nemo_gym_prorl.processes import ProcessMark
 
@@ -42,7 +43,9 @@ async def test_gyms_own_agent_rolls_out_over_the_scripted_policy(scripted_policy
             "metadata": {"script": orjson.dumps(script).decode()},
         }
     }
+    on_interrupt = signal.getsignal(signal.SIGINT)
     async with deployment(scripted_policy, work_dir=tmp_path / "gym") as gym:
+        assert signal.getsignal(signal.SIGINT) is on_interrupt
         assert {"example_single_tool_call", SIMPLE_AGENT, "policy_model"} <= gym.instances.keys()
         assert gym.cli.mark.processes()
         with pytest.raises(DeploymentError, match=r"no instance 'nobody'.*policy_model"):
@@ -126,18 +129,21 @@ from nemo_gym_prorl.deployment import GymDeployment
 async def main():
     gym = GymDeployment(config_paths=[{SINGLE_TOOL!r}], policy_base_url={scripted_policy!r}, work_dir={tmp_path!r})
     async with gym:
-        print(gym.cli.mark.value, flush=True)
+        print(gym.cli.mark.value, gym._ray_dir, flush=True)
         await asyncio.sleep(600)
 asyncio.run(main())
 """.replace("PosixPath", "__import__('pathlib').Path")
     owner = await asyncio.create_subprocess_exec(sys.executable, "-c", program, stdout=asyncio.subprocess.PIPE)
     mark = None
     try:
-        mark = ProcessMark(MARK_NAME, (await asyncio.wait_for(owner.stdout.readline(), 200)).decode().strip())
+        value, scratch = (await asyncio.wait_for(owner.stdout.readline(), 200)).decode().split()
+        mark = ProcessMark(MARK_NAME, value)
         assert mark.processes()
+        assert await asyncio.to_thread(Path(scratch).is_dir)
         owner.kill()
         await owner.wait()
         assert await mark.wait_gone(30) == {}
+        assert not await asyncio.to_thread(Path(scratch).exists)
     finally:
         if owner.returncode is None:
             owner.kill()
@@ -175,11 +181,6 @@ async def test_marked_processes_are_found_in_their_own_sessions_and_killed():
     assert any("sleep 600" in command for command in found.values())
     assert await mark.kill(settle_s=0.2, kill_s=10) == {}
     assert mark.processes() == {}
-
-
-def test_signals_of_this_module_are_left_alone():
-    """Deployments and policies in this process must not take over Ctrl-C."""
-    assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
 
 
 def test_the_policys_key_is_readable_by_the_user_only(tmp_path: Path):

@@ -11,7 +11,8 @@ from typing import Any
 from nemo_gym_prorl.failures import AgentError, Failure, InfrastructureError, Stage
 from nemo_gym_prorl.rollout.handler import HandlerRegistry
 from nemo_gym_prorl.rollout.job import Job, Outcome, Trajectory, Verdict, failure_state
-from nemo_gym_prorl.rollout.pipeline import Pipeline, PipelineSettings
+from nemo_gym_prorl.rollout.pipeline import Pipeline
+from nemo_gym_prorl.rollout.request import PipelineSettings
 
 
 @dataclass(frozen=True)

@@ -16,7 +16,8 @@ from nemo_gym_prorl.rollout.api import rollout_router
 from nemo_gym_prorl.rollout.client import ApiError, RolloutClient
 from nemo_gym_prorl.rollout.job import Budgets, JobState
 from nemo_gym_prorl.rollout.metrics import PipelineMetrics
-from nemo_gym_prorl.rollout.pipeline import Pipeline, PipelineSettings
+from nemo_gym_prorl.rollout.pipeline import Pipeline
+from nemo_gym_prorl.rollout.request import PipelineSettings
 from nemo_gym_prorl.rollout.stages import PoolSizes
 from tests.rollout.handlers import Act, Bench
 from tests.rollout.serving import serve

@@ -2,7 +2,7 @@
 """Callers that hold a connection: vanish, come back, post twice. Real sockets, since that is what drops."""
 
 import asyncio
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from dataclasses import asdict
 from typing import Any
@@ -14,7 +14,8 @@ from fastapi import FastAPI, Request, Response
 
 from nemo_gym_prorl.rollout.callers import CallerGone, CallerWatch, row_key
 from nemo_gym_prorl.rollout.job import Job, JobState
-from nemo_gym_prorl.rollout.pipeline import JobRequest, Pipeline, PipelineSettings
+from nemo_gym_prorl.rollout.pipeline import Pipeline
+from nemo_gym_prorl.rollout.request import JobRequest, PipelineSettings
 from tests.rollout.handlers import Act, Bench
 from tests.rollout.serving import serve
 
@@ -56,11 +57,20 @@ async def service(grace_s: float) -> AsyncIterator[tuple[str, Pipeline, Bench]]:
         await pipeline.close()
 
 
-async def vanish(url: str, body: dict[str, Any], after: float) -> None:
-    """Post and hang up without waiting for the answer."""
-    with pytest.raises(TimeoutError):
-        async with aiohttp.ClientSession() as http, asyncio.timeout(after):
-            await http.post(url, json=body)
+async def vanish(url: str, body: dict[str, Any], pipeline: Pipeline) -> None:
+    """Post, and hang up as soon as the rollout runs."""
+    posting = asyncio.create_task(post(url, body))
+    await until(lambda: JobState.RUNNING in states(pipeline))
+    posting.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await posting
+
+
+async def until(test: Callable[[], bool]) -> None:
+    """Wait for it; a minute is for ever."""
+    async with asyncio.timeout(60):
+        while not test():
+            await asyncio.sleep(0.01)
 
 
 async def post(url: str, body: dict[str, Any]) -> dict[str, Any]:
@@ -73,17 +83,16 @@ def states(pipeline: Pipeline) -> list[JobState]:
 
 
 async def test_an_abandoned_rollout_is_cancelled_after_the_grace_and_its_session_released() -> None:
-    async with service(grace_s=0.2) as (url, pipeline, bench):
-        await vanish(url, row(3600, **INDEXED), after=0.2)
+    async with service(grace_s=0.5) as (url, pipeline, bench):
+        await vanish(url, row(3600, **INDEXED), pipeline)
         assert states(pipeline) == [JobState.RUNNING], "within the grace it goes on"
-        await asyncio.sleep(0.6)
-        assert states(pipeline) == [JobState.CANCELLED]
+        await until(lambda: states(pipeline) == [JobState.CANCELLED])
         assert not bench.handler.sessions
 
 
 async def test_a_caller_that_comes_back_joins_its_rollout() -> None:
-    async with service(grace_s=5) as (url, pipeline, bench):
-        await vanish(url, row(0.6, **INDEXED), after=0.2)
+    async with service(grace_s=60) as (url, pipeline, bench):
+        await vanish(url, row(0.6, **INDEXED), pipeline)
         got = await post(url, row(0.6, **INDEXED))
         assert got["reward"] == 1.0
         assert got["state"] == "succeeded"
@@ -92,10 +101,9 @@ async def test_a_caller_that_comes_back_joins_its_rollout() -> None:
 
 
 async def test_a_result_waits_for_its_caller_within_the_grace() -> None:
-    async with service(grace_s=5) as (url, pipeline, _):
-        await vanish(url, row(0.3, **INDEXED), after=0.1)
-        await asyncio.sleep(0.5)
-        assert states(pipeline) == [JobState.SUCCEEDED]
+    async with service(grace_s=60) as (url, pipeline, _):
+        await vanish(url, row(0.3, **INDEXED), pipeline)
+        await until(lambda: states(pipeline) == [JobState.SUCCEEDED])
         assert (await post(url, row(0.3, **INDEXED)))["reward"] == 1.0
         assert len(pipeline.store) == 1
 

@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from nemo_gym_prorl.failures import Stage
 from nemo_gym_prorl.rollout.job import Budgets, Job, JobState
-from nemo_gym_prorl.rollout.pipeline import JobRequest, PipelineSettings
+from nemo_gym_prorl.rollout.request import JobRequest, PipelineSettings
 from nemo_gym_prorl.rollout.stages import PoolSizes
 from tests.rollout.handlers import ENDINGS, Act, Bench
 from tests.rollout.virtual_time import run_in_virtual_time

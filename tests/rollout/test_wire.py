@@ -15,7 +15,7 @@ from nemo_gym_prorl.rollout.api import rollout_router
 from nemo_gym_prorl.rollout.callers import CallerWatch
 from nemo_gym_prorl.rollout.job import Budgets
 from nemo_gym_prorl.rollout.metrics import PipelineMetrics
-from nemo_gym_prorl.rollout.pipeline import PipelineSettings
+from nemo_gym_prorl.rollout.request import PipelineSettings
 from nemo_gym_prorl.rollout.wire import to_messages, wire_router
 from tests.rollout.handlers import Act, Bench
 from tests.rollout.serving import serve

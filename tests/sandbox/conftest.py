@@ -1,30 +1,16 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What sandbox tests share: the machine's runtime and image, a sandbox, a shell in it."""
+"""What sandbox tests share: a sandbox, and a shell in it."""
 
 from __future__ import annotations
 
 from collections.abc import AsyncIterator
 from pathlib import Path
 
-import pytest
 import pytest_asyncio
 
-from nemo_gym_prorl.sandbox.cache import silent
 from nemo_gym_prorl.sandbox.container import Container, ContainerSpec
-from nemo_gym_prorl.sandbox.image import ensure_default_image
-from nemo_gym_prorl.sandbox.install import ensure_runtime
 from nemo_gym_prorl.sandbox.runtime import Runtime
 from nemo_gym_prorl.sandbox.shell import Shell
-
-
-@pytest.fixture(scope="session")
-def runtime() -> Runtime:
-    return ensure_runtime(silent)
-
-
-@pytest.fixture(scope="session")
-def image(runtime: Runtime) -> Path:
-    return ensure_default_image(silent)
 
 
 @pytest_asyncio.fixture

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What set-up tests share: the machine's own runtime and image, a cache of their own, and an ordinary user."""
+"""What set-up tests share: a cache of their own, and an ordinary user."""
 
 from __future__ import annotations
 
@@ -14,24 +14,11 @@ from typing import Any
 
 import pytest
 
-from nemo_gym_prorl.sandbox.cache import silent
-from nemo_gym_prorl.sandbox.image import ensure_default_image
-from nemo_gym_prorl.sandbox.install import _patchelf, ensure_runtime
-from nemo_gym_prorl.sandbox.runtime import Runtime
+from nemo_gym_prorl.sandbox.install import _patchelf
 
 
 NOBODY = 65534
 """An ordinary user with an entry in /etc/passwd (Apptainer asks for one) on every Linux."""
-
-
-@pytest.fixture(scope="session")
-def runtime() -> Runtime:
-    return ensure_runtime(silent)
-
-
-@pytest.fixture(scope="session")
-def image(runtime: Runtime) -> Path:
-    return ensure_default_image(silent)
 
 
 @pytest.fixture

@@ -1,0 +1,282 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Gym's own command line, called from wherever this package lives: wheel or checkout, nemo-gym 0.4 or later.
+
+``gym`` is made for a terminal in Gym's checkout: it wants a virtual environment per server, finds servers by the
+working directory, and has one fixed port. :class:`GymCli` gives each use its own port and folder, one environment for
+all servers, and an end to every process that a command leaves behind.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+import random
+import socket
+import sys
+import time
+import uuid
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+import orjson
+
+from nemo_gym_prorl.failures import InfrastructureError
+from nemo_gym_prorl.processes import ProcessMark
+
+
+SERVER_TYPES = ("resources_servers", "responses_api_agents", "responses_api_models", "environment_servers")
+"""The folders in which Gym looks for servers."""
+
+MARK_NAME = "PRORL_GYM_DEPLOYMENT"
+"""Environment variable that marks the processes of a deployment."""
+
+LOG_TAIL_LINES = 80
+"""Of what Gym printed, this much goes into an error."""
+
+_HEAD_PORTS = range(20_001, 32_000)
+"""Head server ports: outside Gym's own range for servers (10001-20000) and below the kernel's for outgoing
+connections, from which Ray would otherwise take our port between our choice and Gym's use of it."""
+
+# Ask the interpreter that will run Gym, which need not be ours.
+_PROBE = """
+import importlib.util, json, os, shutil, sys
+def parent(name):
+    spec = importlib.util.find_spec(name)
+    return os.path.dirname(list(spec.submodule_search_locations)[0]) if spec else None
+print(json.dumps({"prefix": sys.prefix, "bin": os.path.dirname(sys.executable), "gym_root": parent("nemo_gym"),
+    "our_root": parent("nemo_gym_prorl")}))
+"""
+
+
+class DeploymentError(InfrastructureError):
+    """Gym could not be started, died, or left something behind."""
+
+
+@dataclass(frozen=True, slots=True)
+class GymResult:
+    """What a finished Gym command said."""
+
+    arguments: tuple[str, ...]
+    returncode: int
+    output: str
+    seconds: float
+
+
+@dataclass(frozen=True, slots=True)
+class Installation:
+    """Where things lie for one interpreter.
+
+    Attributes:
+        prefix: its environment.
+        bin: folder of the interpreter and of Gym's console script.
+        gym_root: the folder that holds ``nemo_gym`` and Gym's server folders.
+        our_root: the folder that holds ``nemo_gym_prorl`` and our server folders.
+    """
+
+    prefix: Path
+    bin: Path
+    gym_root: Path
+    our_root: Path | None
+
+    @property
+    def checkout(self) -> Path | None:
+        """Our folder where it is not next to Gym's, so that Gym has to be told about it."""
+        return self.our_root if self.our_root != self.gym_root else None
+
+
+class GymCli:
+    """Calls Gym's command line such that our servers are found and no server builds an environment of its own.
+
+    Args:
+        work_dir: folder for what Gym needs on disk; kept by the caller.
+        python: the interpreter whose nemo-gym is used; its environment serves all servers.
+        cwd: working directory of commands about servers. Default: the checkout if this package runs from one
+            (nemo-gym 0.4 finds it only there), else ``work_dir``.
+        env: environment variables on top of ours.
+    """
+
+    def __init__(
+        self,
+        work_dir: Path,
+        *,
+        python: str = sys.executable,
+        cwd: Path | None = None,
+        env: Mapping[str, str] | None = None,
+    ) -> None:
+        self.work_dir = work_dir.absolute()
+        self.head_port = _free_port()
+        self.mark = ProcessMark(MARK_NAME, uuid.uuid4().hex)
+        self._python = python
+        self._cwd = cwd
+        self._given_env = dict(env or {})
+        self._installation: Installation | None = None
+
+    @property
+    def head_url(self) -> str:
+        """URL of the head server of deployments started with this object's settings."""
+        return f"http://127.0.0.1:{self.head_port}"
+
+    @property
+    def overrides(self) -> list[str]:
+        """The Hydra overrides that every command about servers needs."""
+        return [
+            f"+uv_venv_dir={self._venvs}",
+            "+skip_venv_if_present=true",
+            "++head_server.host=127.0.0.1",
+            f"++head_server.port={self.head_port}",
+        ]
+
+    async def prepare(self) -> Installation:
+        """Look at the interpreter and lay out the shared environment; done once.
+
+        Raises:
+            DeploymentError: the interpreter has no nemo-gym.
+        """
+        if self._installation is None:
+            self._installation = await self._probe()
+            self.work_dir.mkdir(parents=True, exist_ok=True)
+            await asyncio.to_thread(_link_environments, self._venvs, self._installation)
+        return self._installation
+
+    async def run(self, *arguments: str, timeout_s: float = 600.0, check: bool = True) -> GymResult:
+        """Run one Gym command to its end, e.g. ``run("eval", "run", "--no-serve", …)``.
+
+        Args:
+            arguments: words of the command line after ``gym``; :attr:`overrides` are added where they apply.
+            timeout_s: after that long the command and whatever it started is killed.
+            check: raise if it fails.
+
+        Raises:
+            DeploymentError: it took too long, or failed and ``check`` is set.
+        """
+        command, env, cwd = await self.command(*arguments)
+        start = time.monotonic()
+        mark = ProcessMark(MARK_NAME, uuid.uuid4().hex)
+        process = await asyncio.create_subprocess_exec(
+            *command,
+            cwd=cwd,
+            env=env | {mark.name: mark.value},
+            stdin=asyncio.subprocess.DEVNULL,
+            stdout=asyncio.subprocess.PIPE,
+            stderr=asyncio.subprocess.STDOUT,
+            start_new_session=True,
+        )
+        try:
+            output, _ = await asyncio.wait_for(process.communicate(), timeout_s)
+        except TimeoutError as error:
+            raise DeploymentError(f"gym {' '.join(arguments)} took longer than {timeout_s:g} s") from error
+        finally:
+            if process.returncode is None:
+                process.kill()
+            await asyncio.shield(mark.kill(settle_s=1.0))
+        result = GymResult(
+            arguments, process.returncode or 0, output.decode(errors="replace"), time.monotonic() - start
+        )
+        if check and result.returncode:
+            tail = "\n".join(result.output.splitlines()[-LOG_TAIL_LINES:])
+            raise DeploymentError(f"gym {' '.join(arguments)} ended with status {result.returncode}:\n{tail}")
+        return result
+
+    async def command(self, *arguments: str) -> tuple[list[str], dict[str, str], Path]:
+        """Command line, environment and working directory of a Gym command."""
+        installation = await self.prepare()
+        words = [str(installation.bin / "gym"), *arguments]
+        # Hydra leaves an "outputs" folder in the working directory; listings can't all be told to put it elsewhere,
+        # and don't care where they run.
+        if arguments[:1] not in (("env",), ("eval",), ("dataset",)):
+            return words, self._environment(installation), self.work_dir
+        words += [*self.overrides, f"hydra.run.dir={self.work_dir}/hydra", "hydra.output_subdir=null"]
+        return words, self._environment(installation), self._cwd or installation.checkout or self.work_dir
+
+    @property
+    def _venvs(self) -> Path:
+        return self.work_dir / "venvs"
+
+    def _environment(self, installation: Installation) -> dict[str, str]:
+        env = dict(os.environ)
+        env["PATH"] = f"{installation.bin}{os.pathsep}{env.get('PATH', os.defpath)}"
+        # Ray: no token file in the user's home, no usage report, the smallest object store it accepts, and no workers
+        # ahead of the tasks (most deployments have none).
+        env |= {
+            "RAY_AUTH_MODE": "disabled",
+            "RAY_USAGE_STATS_ENABLED": "0",
+            "RAY_DEFAULT_OBJECT_STORE_MAX_MEMORY_BYTES": str(80 * 1024 * 1024),
+            "RAY_enable_worker_prestart": "0",
+            "RAY_prestart_worker_first_driver": "0",
+            "PYTHONUNBUFFERED": "1",
+        }
+        if checkout := installation.checkout:
+            # From 0.5 on Gym looks for servers here too; before, the working directory has to be the checkout.
+            env["NEMO_GYM_EXTRA_ROOTS"] = _join_paths(checkout, env.get("NEMO_GYM_EXTRA_ROOTS"))
+            env["PYTHONPATH"] = _join_paths(checkout, env.get("PYTHONPATH"))
+        return env | self._given_env
+
+    async def _probe(self) -> Installation:
+        # A checkout that is on our path only because we were started in it has to be on the child's path as well. For
+        # another interpreter it does not count: "python -c" must not find it in the working directory.
+        env = dict(os.environ) | self._given_env
+        if self._python == sys.executable:
+            env["PYTHONPATH"] = _join_paths(Path(__file__).parents[1], env.get("PYTHONPATH"))
+        process = await asyncio.create_subprocess_exec(
+            self._python,
+            "-c",
+            _PROBE,
+            cwd="/",
+            env=env,
+            stdout=asyncio.subprocess.PIPE,
+            stderr=asyncio.subprocess.PIPE,
+        )
+        output, errors = await process.communicate()
+        if process.returncode:
+            reason = errors.decode(errors="replace").strip().splitlines()[-1:]
+            raise DeploymentError(f"{self._python} can't run NeMo Gym: {' '.join(reason)}; install nemo-gym into it")
+        found = orjson.loads(output)
+        return Installation(
+            prefix=Path(found["prefix"]),
+            bin=Path(found["bin"]),
+            gym_root=Path(found["gym_root"]),
+            our_root=Path(found["our_root"]) if found["our_root"] else None,
+        )
+
+
+def _free_port() -> int:
+    for port in random.sample(_HEAD_PORTS, 100):
+        with socket.socket() as probe, contextlib.suppress(OSError):
+            probe.bind(("127.0.0.1", port))
+            return port
+    raise DeploymentError(f"no free port in {_HEAD_PORTS.start}-{_HEAD_PORTS.stop - 1} for Gym's head server")
+
+
+def _join_paths(first: Path, rest: str | None) -> str:
+    return f"{first}{os.pathsep}{rest}" if rest else str(first)
+
+
+def _link_environments(venvs: Path, installation: Installation) -> None:
+    """Give every server that Gym could start the one environment we have, as Gym's layout wants it."""
+    target = installation.prefix
+    if not (target / "bin" / "activate").exists():
+        target = _activatable(venvs.parent / "environment", installation)
+    for root in {installation.gym_root, installation.our_root}:
+        for server_type in SERVER_TYPES:
+            folder = root / server_type if root else None
+            if folder is None or not folder.is_dir():
+                continue
+            for server in folder.iterdir():
+                link = venvs / server_type / server.name / ".venv"
+                if server.is_dir() and not (link.is_symlink() and link.readlink() == target):
+                    link.parent.mkdir(parents=True, exist_ok=True)
+                    link.unlink(missing_ok=True)
+                    link.symlink_to(target)
+
+
+def _activatable(folder: Path, installation: Installation) -> Path:
+    """A stand-in for a virtual environment where Python is installed without one, as in many containers."""
+    bin_dir = folder / "bin"
+    bin_dir.mkdir(parents=True, exist_ok=True)
+    python = bin_dir / "python"
+    python.unlink(missing_ok=True)
+    python.symlink_to(installation.bin / "python3")
+    (bin_dir / "activate").write_text(f'export PATH="{bin_dir}:{installation.bin}:$PATH"\n')
+    return folder

@@ -1,0 +1,97 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The supervisor's children: every process that ends with it, and who is told of its end.
+
+What may take long, or must join a container, runs in a child that was forked for it. It sends one message and ends;
+its end is what counts, so no message is ever waited for.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import socket
+import traceback
+from collections.abc import Callable
+
+from nemo_gym_prorl.sandbox import linux
+from nemo_gym_prorl.sandbox.wire import Inbox, Message, pack, send_files
+
+
+Action = Callable[[], tuple[Message, list[int]]]
+"""What a forked child does; the message and open files are its answer."""
+
+Done = Callable[[Message, list[int]], None]
+
+MOST_UNCLAIMED = 1024
+"""Ends of strangers that are remembered: orphans of containers are adopted here too, and nobody asks for those."""
+
+
+class Children:
+    """All children of a single-threaded process, which are reaped here and nowhere else."""
+
+    def __init__(self) -> None:
+        self._waiting: dict[int, Callable[[int], None]] = {}
+        self._unclaimed: dict[int, int] = {}
+
+    def __contains__(self, pid: int) -> bool:
+        """Whether somebody waits for that child, which therefore has not been reaped."""
+        return pid in self._waiting
+
+    def fork(self, action: Action, done: Done) -> None:
+        """Run ``action`` in a forked child; ``done`` gets what it returns, or ``{"error": ...}``."""
+        ours, theirs = socket.socketpair()
+        pid = os.fork()
+        if pid == 0:
+            _run(action, theirs)
+        theirs.close()
+
+        def ended(_status: int) -> None:
+            ours.setblocking(False)
+            received = Inbox(ours).receive()
+            ours.close()
+            answer, files = received[0] if received else ({"error": "the child of the supervisor died"}, [])
+            done(answer, files)
+
+        self._waiting[pid] = ended
+
+    def on_end(self, pid: int, ended: Callable[[int], None]) -> None:
+        """Have ``ended`` called with the status of a child, or of what a forked child started."""
+        if pid in self._unclaimed:
+            ended(self._unclaimed.pop(pid))
+        else:
+            self._waiting[pid] = ended
+
+    def reap(self) -> None:
+        """Collect every dead child. A process spawned by a forked child becomes ours when that child ends, and may
+        be reaped before we have heard of it: its status waits for :meth:`on_end`."""
+        while True:
+            try:
+                pid, status = os.waitpid(-1, os.WNOHANG)
+            except ChildProcessError:
+                return
+            if pid == 0:
+                return
+            if ended := self._waiting.pop(pid, None):
+                ended(status)
+            else:
+                self._unclaimed[pid] = status
+                if len(self._unclaimed) > MOST_UNCLAIMED:
+                    del self._unclaimed[next(iter(self._unclaimed))]
+
+
+def _run(action: Action, channel: socket.socket) -> None:
+    """In a forked child: run ``action``, send what it returns, and end."""
+    try:
+        signal.set_wakeup_fd(-1)
+        linux.prctl(linux.PR_SET_PDEATHSIG, signal.SIGKILL)
+        try:
+            answer, files = action()
+        except OSError as error:
+            answer, files = {"error": error.strerror or str(error), "errno": error.errno}, []
+            if error.filename:
+                answer["error"] = f"{error.filename}: {error.strerror}"
+        send_files(channel, pack({**answer, "files": len(files)}), files)
+    except BaseException:
+        traceback.print_exc()
+    finally:
+        os._exit(0)
