@@ -170,7 +170,9 @@ class PolicyService:
 
         async def generate(backend: Backend) -> Generation:
             await self._check_tokenizer(backend.url)
-            return await self.engine.generate(backend.url, prompt, conversation, request.sampling)
+            generation = await self.engine.generate(backend.url, prompt, conversation, request.sampling)
+            self._checked.add(backend.url)
+            return generation
 
         started = time.monotonic()
         # Rollouts that start with the same messages are siblings, whether or not anybody says so.
@@ -314,14 +316,13 @@ class PolicyService:
         self.metrics.rewrites.inc()
 
     async def _check_tokenizer(self, url: str) -> None:
-        """Once per backend: whether it reads a prompt with special tokens and many scripts as we do."""
+        """Until a backend has answered once: whether it reads special tokens and many scripts as we do."""
         if self.renderer is None or not self.engine.takes_tokens or url in self._checked:
             return
         text = self.renderer.tokenizer.sample_text()
         theirs = await self.engine.tokenize(url, text)
         if theirs is not None and theirs != self.renderer.tokenizer.encode(text):
             raise RequestRefused(f"{url} reads text as other ids than this tokenizer: no match", field="tokenizer")
-        self._checked.add(url)
 
     def _parse(self, generation: Generation, request: TurnRequest) -> Parsed:
         if generation.message is not None:
