@@ -31,9 +31,11 @@ from nemo_gym.sandbox.providers.base import (
 from nemo_gym_prorl.failures import CallerError, InfrastructureError, RolloutError
 from nemo_gym_prorl.sandbox.container import DEFAULT_EXEC_TIMEOUT_S, OUTPUT_LIMIT, Container, ContainerSpec
 from nemo_gym_prorl.sandbox.image import default_image_path
+from nemo_gym_prorl.sandbox.kernel import Kernel
 from nemo_gym_prorl.sandbox.link import SandboxLost, SandboxRefused
 from nemo_gym_prorl.sandbox.pool import WarmPool
 from nemo_gym_prorl.sandbox.runtime import Runtime, require_runtime
+from nemo_gym_prorl.sandbox.shell import Shell
 from nemo_gym_prorl.sandbox.terminal import Terminal
 
 
@@ -207,6 +209,22 @@ class SingularityProvider:
             env=spec.env,
             size=(spec.rows, spec.cols) if spec.pty else None,
         )
+
+    async def shell(self, handle: SandboxHandle, *, env: Mapping[str, str] | None = None) -> Shell:
+        """A persistent shell in the sandbox's working folder, the caller's to close; see :class:`.shell.Shell`.
+
+        Raises:
+            InfrastructureError: the image has no bash, or it does not answer.
+        """
+        return await Shell.start(_container(handle), env=env)
+
+    async def kernel(self, handle: SandboxHandle) -> Kernel:
+        """An IPython kernel in the sandbox's working folder, the caller's to close; see :class:`.kernel.Kernel`.
+
+        Raises:
+            InfrastructureError: the image has no ipykernel, or it does not answer.
+        """
+        return await Kernel.start(_container(handle))
 
     @contextlib.asynccontextmanager
     async def sandbox(self, spec: SandboxSpec) -> AsyncIterator[Container]:
