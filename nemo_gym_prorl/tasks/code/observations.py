@@ -17,8 +17,8 @@ from dataclasses import dataclass
 from typing import Any, Self
 
 
-NO_SHELL = "this sandbox keeps no shell: folder, variables and jobs are gone"
-NO_KERNEL = "this sandbox keeps no kernel: variables are gone"
+ONLY_FILES = "only files are kept for the next call"
+"""Note where the sandbox has no lasting shell or kernel."""
 
 OK = "ok"
 FAILED = "error"

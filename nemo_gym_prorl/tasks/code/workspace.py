@@ -50,7 +50,7 @@ PROBE_TIMEOUT_S = 30.0
 """How long a sandbox may take to show a sign of life, in seconds."""
 
 PROBES = 4
-PROBE_PAUSE_S = 0.5
+PROBE_PAUSE_S = 0.3
 """A sandbox that does not answer but is said to run is asked so often: it may be just about to be found dead."""
 
 _PROBE_MARK = "prorl-alive"
@@ -203,7 +203,7 @@ class Workspace:
         """Without a lasting shell."""
         limit = self._limits.output_bytes
         if arguments.restart:
-            return observation(Output(), observations.restarted("shell"), [observations.NO_SHELL], limit=limit)
+            return observation(Output(), observations.restarted("shell"), [observations.ONLY_FILES], limit=limit)
         if arguments.command is None:
             return observations.error("no command is running that could take input.", limit=limit)
         answer = await self._run(["bash", "-c", arguments.command], "", timeout_s)
@@ -211,13 +211,13 @@ class Workspace:
             return answer
         output, code = answer
         status = observations.timed_out(timeout_s) if code is None else observations.exit_code(code)
-        return observation(output, status, [observations.NO_SHELL], limit=limit)
+        return observation(output, status, [observations.ONLY_FILES], limit=limit)
 
     async def _run_python(self, arguments: PythonArguments, timeout_s: float) -> str:
         """Without a kernel."""
         limit = self._limits.output_bytes
         if arguments.code is None:
-            return observation(Output(), observations.restarted("kernel"), [observations.NO_KERNEL], limit=limit)
+            return observation(Output(), observations.restarted("kernel"), [observations.ONLY_FILES], limit=limit)
         answer = await self._run(["python3", "-"], arguments.code, timeout_s)
         if isinstance(answer, str):
             return answer
@@ -225,7 +225,7 @@ class Workspace:
         status = observations.FAILED if code else observations.OK
         if code is None:
             status = observations.timed_out(timeout_s)
-        return observation(output, status, [observations.NO_KERNEL], limit=limit)
+        return observation(output, status, [observations.ONLY_FILES], limit=limit)
 
     async def _run(self, argv: list[str], stdin: str, timeout_s: float) -> tuple[Output, int | None] | str:
         """Run a program: its output and exit code, ``None`` if its time was up; or the observation of what failed."""
