@@ -174,6 +174,22 @@ class SingularityProvider:
     async def aclose(self) -> None:
         """Nothing: the supervisor is the process's, not this object's, and goes with the process."""
 
+    async def shell(self, handle: SandboxHandle, *, env: Mapping[str, str] | None = None) -> Shell:
+        """A persistent shell in the sandbox's working folder, the caller's to close; see :class:`.shell.Shell`.
+
+        Raises:
+            InfrastructureError: the image has no bash, or it does not answer.
+        """
+        return await Shell.start(_container(handle), env=env)
+
+    async def kernel(self, handle: SandboxHandle) -> Kernel:
+        """An IPython kernel in the sandbox's working folder, the caller's to close; see :class:`.kernel.Kernel`.
+
+        Raises:
+            InfrastructureError: the image has no ipykernel, or it does not answer.
+        """
+        return await Kernel.start(_container(handle))
+
     async def serialize_handle(self, handle: SandboxHandle, *, scope: str | None = None) -> dict[str, Any]:
         """What another process of the same user on this machine needs to :meth:`connect`. Holds no secret but the
         sandbox's own variables."""
@@ -209,22 +225,6 @@ class SingularityProvider:
             env=spec.env,
             size=(spec.rows, spec.cols) if spec.pty else None,
         )
-
-    async def shell(self, handle: SandboxHandle, *, env: Mapping[str, str] | None = None) -> Shell:
-        """A persistent shell in the sandbox's working folder, the caller's to close; see :class:`.shell.Shell`.
-
-        Raises:
-            InfrastructureError: the image has no bash, or it does not answer.
-        """
-        return await Shell.start(_container(handle), env=env)
-
-    async def kernel(self, handle: SandboxHandle) -> Kernel:
-        """An IPython kernel in the sandbox's working folder, the caller's to close; see :class:`.kernel.Kernel`.
-
-        Raises:
-            InfrastructureError: the image has no ipykernel, or it does not answer.
-        """
-        return await Kernel.start(_container(handle))
 
     @contextlib.asynccontextmanager
     async def sandbox(self, spec: SandboxSpec) -> AsyncIterator[Container]:
