@@ -213,8 +213,6 @@ socket.send_multipart([b"x" * (65 << 20)])
         FORGERIES,
         "import os, glob\nfor path in glob.glob('/.prorl/*'): os.remove(path)",
         "import os, glob\nfor path in glob.glob('/.prorl/*'):\n    os.remove(path); os.symlink('/etc/passwd', path)",
-        "import os, glob\nfor path in glob.glob('/.prorl/*'):\n    os.remove(path); os.mkfifo(path)",
-        "import os, glob\nfor path in glob.glob('/.prorl/k*'):\n    os.remove(path); os.mkdir(path)",
         "import os\nos.rename('/.prorl', '/tmp/elsewhere')",
         "import sys; sys.stdout.flush = None; get_ipython().kernel.iopub_socket.close()",
         "get_ipython().kernel.session.send = lambda *a, **k: None",

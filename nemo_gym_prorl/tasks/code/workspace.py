@@ -135,7 +135,7 @@ class Workspace:
         try:
             parsed = parse_arguments(tool, arguments)
         except BadArguments as error:
-            return str(error)
+            return str(Output(str(error)).within(limit))
         if isinstance(parsed, EditorArguments):
             answer = await self._ask({"op": "edit", "limit": limit} | parsed.model_dump(), 0.0)
             if answer is None:
