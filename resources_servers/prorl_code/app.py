@@ -25,7 +25,7 @@ from nemo_gym.server_utils import SESSION_ID_KEY
 from pydantic import ConfigDict, Field, PrivateAttr, model_validator
 
 from nemo_gym_prorl.failures import FAILURE_KIND_HEADER, CallerError, InfrastructureError
-from nemo_gym_prorl.sandbox import session
+from nemo_gym_prorl.sandbox import started
 from nemo_gym_prorl.sandbox.image import ensure_default_image
 from nemo_gym_prorl.sandbox.images import ensure_kernel_image
 from nemo_gym_prorl.sandbox.runtime import require_runtime
@@ -159,10 +159,10 @@ class ProRLCodeServer(SimpleResourcesServer):
         call.__doc__ = TOOLS[tool].__doc__
         return call
 
-    async def _start_sandbox(self) -> session.StartedSandbox:
+    async def _start_sandbox(self) -> started.StartedSandbox:
         image = await self._ensure_image()
         # Shell and kernel start in the working folder: one that no agent can remove.
-        return await session.start(self._provider, SandboxSpec(image=image, workdir="/"))
+        return await started.start(self._provider, SandboxSpec(image=image, workdir="/"))
 
     async def _ensure_image(self) -> str:
         if self._image is None:

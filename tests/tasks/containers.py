@@ -12,7 +12,7 @@ from typing import Any
 from nemo_gym.sandbox import AsyncSandbox, SandboxSpec
 from omegaconf import OmegaConf
 
-from nemo_gym_prorl.sandbox import session
+from nemo_gym_prorl.sandbox import started
 from nemo_gym_prorl.sandbox.images import ensure_kernel_image
 from nemo_gym_prorl.sandbox.lease import SPACE_FILE, state_root
 from nemo_gym_prorl.sandbox.runtime import require_runtime
@@ -37,9 +37,9 @@ def shipped_config() -> dict[str, Any]:
     return config
 
 
-async def start_with_sessions(image_path: str | None = None) -> session.StartedSandbox:
+async def start_with_sessions(image_path: str | None = None) -> started.StartedSandbox:
     """Start a container as the server does."""
-    return await session.start(shipped_config()["sandbox"], SandboxSpec(image=image_path or image(), workdir="/"))
+    return await started.start(shipped_config()["sandbox"], SandboxSpec(image=image_path or image(), workdir="/"))
 
 
 async def start(kind: type[AsyncSandbox] = AsyncSandbox) -> AsyncSandbox:

@@ -11,7 +11,7 @@ import pytest
 from nemo_gym_prorl.failures import FailureKind, InfrastructureError
 from nemo_gym_prorl.sandbox import link
 from nemo_gym_prorl.sandbox.image import default_image_path
-from nemo_gym_prorl.sandbox.session import StartedSandbox
+from nemo_gym_prorl.sandbox.started import StartedSandbox
 from nemo_gym_prorl.tasks.code.tools import SOLUTION_FILE
 from nemo_gym_prorl.tasks.code.workspace import Artefact, ToolLimits, Workspace
 from tests.tasks import containers
@@ -157,6 +157,7 @@ async def test_a_kernel_keeps_its_state_until_it_ends(agent: Agent) -> None:
     assert await python("print('a'); x + 1") == "a\n2\n[ok]"
     assert await python("pass") == "[ok]"
     failed = await python("print('before')\n1 / 0")
+    assert "Cell In[4], line 2\n" in failed
     assert failed.startswith("before\n-----")
     assert failed.endswith("\nZeroDivisionError: division by zero\n[error]")
     assert "StdinNotImplementedError" in await python("input()")
@@ -244,7 +245,9 @@ async def test_an_agent_that_breaks_its_sandbox_hurts_only_itself(agent: Agent) 
     assert (await agent.workspace.take_artefact()).source is None
 
 
-@pytest.mark.parametrize("answer", ['{"content": 5}', '{"content": "%%"}', "{}", "[]", "[" * 50_000, "{", "7"])
+@pytest.mark.parametrize(
+    "answer", ['{"content": 5}', '{"content": "é"}', '{"content": "%%"}', "{}", "[]", "[" * 50_000, "{", "7"]
+)
 async def test_a_forged_answer_is_no_failure(without_kernel: Agent, answer: str) -> None:
     """An agent that answers in place of the program that reads the artefact gets a verdict, not another try."""
     forger = (

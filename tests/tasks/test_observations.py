@@ -129,6 +129,7 @@ def test_a_sessions_mark_is_understood(head: str, omitted: int, tail: str) -> No
     assert output.omitted == omitted
     assert str(output) == marked
     assert Output.of(marked) == Output(marked)
+    assert Output.of(marked, omitted + 1) == Output(head, omitted + 1, tail)
 
 
 @given(reason=st.text(max_size=5000))

@@ -42,8 +42,9 @@ try: _os.chdir({folder!r})
 except OSError: pass
 _sys.path.insert(0, "")
 del _os, _sys
+get_ipython().execution_count = 1
 """
-"""Run in a fresh kernel: it is to work, and to look for modules, where the shell does."""
+"""Run in a fresh kernel: it is to work, and to look for modules, where the shell does, and to count from 1."""
 
 RequireSandbox = Callable[[object], Awaitable[None]]
 """Raises ``session_lost``, with the given trouble as its reason, unless the sandbox lives."""

@@ -12,6 +12,7 @@ output like any other. The whole observation is never longer than its limit.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Self
@@ -24,6 +25,8 @@ OK = "ok"
 FAILED = "error"
 
 _LOST = {"shell": "folder, variables and jobs", "kernel": "variables"}
+
+_MARK = re.compile(r"\n\[\.\.\. [0-9]+ bytes omitted \.\.\.\]\n")
 
 _LONGEST_COUNT = 10**18
 """Room is kept for a count of so many bytes."""
@@ -82,10 +85,15 @@ class Output:
     def of(cls, text: str, omitted: int = 0) -> Self:
         """Output in which a session has marked what it left out.
 
-        Where output holds the very same mark, either may be taken for the place: the count is right in any case.
+        ``omitted`` may be more than the mark says, if the session left out something that is no text. Where output
+        holds a mark of its own, either may be taken for the place; what the last line says is right in any case.
         """
+        if not omitted:
+            return cls(text)
         head, found, tail = text.partition(_mark(omitted))
-        return cls(head, omitted, tail) if omitted and found else cls(text, omitted)
+        if not found and (other := _MARK.search(text)):
+            head, tail = text[: other.start()], text[other.end() :]
+        return cls(head, omitted, tail)
 
     def then(self, more: Output) -> Output:
         """This, and on a line of its own what came later."""

@@ -18,7 +18,6 @@ from __future__ import annotations
 
 import asyncio
 import base64
-import binascii
 import json
 import logging
 import secrets
@@ -52,6 +51,13 @@ PROBE_TIMEOUT_S = 30.0
 PROBES = 4
 PROBE_PAUSE_S = 0.3
 """A sandbox that does not answer but is said to run is asked so often: it may be just about to be found dead."""
+
+MOST_BYTES = 10**15
+MOST_SIGNALS = 128
+"""Numbers beyond these are no counts and no exit codes."""
+
+MAX_PROBLEM = 500
+"""Most characters of what is said of an artefact."""
 
 _PROBE_MARK = "prorl-alive"
 
@@ -140,7 +146,9 @@ class Workspace:
             answer = await self._ask({"op": "edit", "limit": limit} | parsed.model_dump(), 0.0)
             if answer is None:
                 return observations.error("the editor was killed before it answered.", limit=limit)
-            return str(Output(str(answer.get("text", f"Error: {answer.get('problem')}"))).within(limit))
+            if isinstance(text := answer.get("text"), str):
+                return str(Output(text).within(limit))
+            return observations.error(answer.get("problem") or "something else answered for the editor.", limit=limit)
         if isinstance(parsed, BashArguments):
             timeout_s = self._timeout(parsed.timeout_s)
             if self._bash is not None:
@@ -164,13 +172,13 @@ class Workspace:
         if answer is None:
             return Artefact(None, f"{SOLUTION_FILE} could not be read: the reader was killed inside the sandbox")
         if "problem" in answer:
-            return Artefact(None, f"{SOLUTION_FILE} {answer['problem']}")
+            return Artefact(None, f"{SOLUTION_FILE} {answer['problem']}"[:MAX_PROBLEM])
         try:
             content = base64.b64decode(answer["content"], validate=True)
             return Artefact(content[: self.MAX_ARTEFACT_BYTES].decode("utf-8"))
         except UnicodeDecodeError:
             return Artefact(None, f"{SOLUTION_FILE} is not UTF-8 text")
-        except (KeyError, TypeError, binascii.Error):
+        except (KeyError, TypeError, ValueError):
             return Artefact(None, f"{SOLUTION_FILE} could not be read: something else answered for the reader")
 
     async def _start_sessions(self, sandbox: HasSessions, *, with_kernel: bool) -> None:
@@ -236,13 +244,13 @@ class Workspace:
             return observations.error(
                 "the command killed the process that reports on it; its output is lost.", limit=limit
             )
-        try:
-            code = None if answer["timed_out"] else int(answer["exit_code"])
-            # As a shell would say it: 128 + N after signal N.
-            code = 128 - code if code is not None and code < 0 else code
-            return Output(str(answer["head"]), int(answer["omitted"]), str(answer["tail"])), code
-        except (KeyError, TypeError, ValueError):
-            return observations.error(str(answer.get("problem", "something else answered for it")), limit=limit)
+        match answer:
+            case {"timed_out": True, "head": str(head), "omitted": int(omitted), "tail": str(tail)}:
+                return Output(head, omitted, tail), None
+            case {"exit_code": int(code), "head": str(head), "omitted": int(omitted), "tail": str(tail)}:
+                # As a shell would say it: 128 + N after signal N.
+                return Output(head, omitted, tail), code if code >= 0 else 128 - code
+        return observations.error(answer.get("problem") or "something else answered for the command.", limit=limit)
 
     async def _ask(self, request: Mapping[str, Any], timeout_s: float) -> dict[str, Any] | None:
         """One request to the toolbox; ``None`` if the sandbox lives but the toolbox was killed inside it."""
@@ -289,11 +297,18 @@ async def is_alive(sandbox: Sandbox) -> bool:
 
 
 def _parsed(text: str) -> dict[str, Any] | None:
+    """An answer, of which only texts and reasonable numbers are taken."""
     try:
         answer = json.loads(text)
     except (ValueError, RecursionError):
         return None
-    return answer if isinstance(answer, dict) else None
+    if not isinstance(answer, dict):
+        return None
+    return {
+        name: value
+        for name, value in answer.items()
+        if isinstance(value, str) or (isinstance(value, int) and -MOST_SIGNALS < value < MOST_BYTES)
+    }
 
 
 @cache
