@@ -6,8 +6,8 @@ answers is :class:`InfrastructureError` with ``session_lost``. They look alike f
 the process that reports to us; so when a call brings no answer, the sandbox is asked for a sign of life before anybody
 is blamed.
 
-``bash`` and ``python`` are sessions where the sandbox has them (see :mod:`.consoles`), else each call is a process of
-its own and the model is told that nothing is kept.
+``bash`` and ``python`` are sessions where the sandbox has them (:mod:`.consoles`), else each call is a process of its
+own (:mod:`.one_off`).
 
 Files are only touched by a program inside the sandbox, never through the provider's upload and download: with a
 provider that shares a folder with the host those would follow a symlink of the agent's on the *host*. What that
@@ -31,7 +31,8 @@ from typing import Any
 from nemo_gym_prorl.failures import CallerError, FailureKind, InfrastructureError
 from nemo_gym_prorl.tasks.code import observations
 from nemo_gym_prorl.tasks.code.consoles import ANSWER_MARGIN_S, Bash, Python
-from nemo_gym_prorl.tasks.code.observations import Output, observation
+from nemo_gym_prorl.tasks.code.observations import Output
+from nemo_gym_prorl.tasks.code.one_off import Processes
 from nemo_gym_prorl.tasks.code.tools import (
     SOLUTION_FILE,
     BadArguments,
@@ -108,6 +109,7 @@ class Workspace:
         self._sandbox = sandbox
         self._folder = folder
         self._limits = limits
+        self._processes = Processes(self._ask, limits.output_bytes)
         self._bash: Bash | None = None
         self._python: Python | None = None
 
@@ -151,14 +153,14 @@ class Workspace:
             return observations.error(answer.get("problem") or "something else answered for the editor.", limit=limit)
         if isinstance(parsed, BashArguments):
             timeout_s = self._timeout(parsed.timeout_s)
-            if self._bash is not None:
-                return await self._bash.call(parsed, timeout_s)
-            return await self._run_bash(parsed, timeout_s)
+            if self._bash is None:
+                return await self._processes.bash(parsed, timeout_s)
+            return await self._bash.call(parsed, timeout_s)
         if isinstance(parsed, PythonArguments):
             timeout_s = self._timeout(parsed.timeout_s)
-            if self._python is not None:
-                return await self._python.call(parsed, timeout_s)
-            return await self._run_python(parsed, timeout_s)
+            if self._python is None:
+                return await self._processes.python(parsed, timeout_s)
+            return await self._python.call(parsed, timeout_s)
         raise ValueError(f"{tool} does not work in a workspace")
 
     async def take_artefact(self) -> Artefact:
@@ -206,51 +208,6 @@ class Workspace:
 
     def _timeout(self, asked: float | None) -> float:
         return min(asked or self._limits.timeout_s, self._limits.max_timeout_s)
-
-    async def _run_bash(self, arguments: BashArguments, timeout_s: float) -> str:
-        """Without a lasting shell."""
-        limit = self._limits.output_bytes
-        if arguments.restart:
-            return observation(Output(), observations.restarted("shell"), [observations.ONLY_FILES], limit=limit)
-        if arguments.command is None:
-            return observations.error("no command is running that could take input.", limit=limit)
-        answer = await self._run(["bash", "-c", arguments.command], "", timeout_s)
-        if isinstance(answer, str):
-            return answer
-        output, code = answer
-        status = observations.timed_out(timeout_s) if code is None else observations.exit_code(code)
-        return observation(output, status, [observations.ONLY_FILES], limit=limit)
-
-    async def _run_python(self, arguments: PythonArguments, timeout_s: float) -> str:
-        """Without a kernel."""
-        limit = self._limits.output_bytes
-        if arguments.code is None:
-            return observation(Output(), observations.restarted("kernel"), [observations.ONLY_FILES], limit=limit)
-        answer = await self._run(["python3", "-"], arguments.code, timeout_s)
-        if isinstance(answer, str):
-            return answer
-        output, code = answer
-        status = observations.FAILED if code else observations.OK
-        if code is None:
-            status = observations.timed_out(timeout_s)
-        return observation(output, status, [observations.ONLY_FILES], limit=limit)
-
-    async def _run(self, argv: list[str], stdin: str, timeout_s: float) -> tuple[Output, int | None] | str:
-        """Run a program: its output and exit code, ``None`` if its time was up; or the observation of what failed."""
-        limit = self._limits.output_bytes
-        request = {"op": "run", "argv": argv, "stdin": stdin, "timeout_s": timeout_s, "limit": limit}
-        answer = await self._ask(request, timeout_s)
-        if answer is None:
-            return observations.error(
-                "the command killed the process that reports on it; its output is lost.", limit=limit
-            )
-        match answer:
-            case {"timed_out": True, "head": str(head), "omitted": int(omitted), "tail": str(tail)}:
-                return Output(head, omitted, tail), None
-            case {"exit_code": int(code), "head": str(head), "omitted": int(omitted), "tail": str(tail)}:
-                # As a shell would say it: 128 + N after signal N.
-                return Output(head, omitted, tail), code if code >= 0 else 128 - code
-        return observations.error(answer.get("problem") or "something else answered for the command.", limit=limit)
 
     async def _ask(self, request: Mapping[str, Any], timeout_s: float) -> dict[str, Any] | None:
         """One request to the toolbox; ``None`` if the sandbox lives but the toolbox was killed inside it."""
