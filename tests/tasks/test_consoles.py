@@ -5,6 +5,7 @@ import asyncio
 import os
 import signal
 from collections.abc import AsyncIterator
+from dataclasses import replace
 
 import pytest
 
@@ -18,7 +19,7 @@ from tests.tasks import containers
 
 
 pytestmark = pytest.mark.sandbox
-LIMITS = ToolLimits(timeout_s=20, max_timeout_s=30, silence_s=1, output_bytes=2000)
+LIMITS = ToolLimits(timeout_s=20, max_timeout_s=30, silence_s=15, output_bytes=2000)
 SHELL_GONE = "the shell ended and a new one was started: folder, variables and jobs are gone"
 KERNEL_GONE = "the kernel ended and a new one was started: variables are gone"
 RUNNING = "[still running, no output for 1 s: it may wait for input]"
@@ -29,9 +30,9 @@ IDLE = "Error: no command is running that could take input."
 class Agent:
     """What a model can do in a workspace."""
 
-    def __init__(self, sandbox: StartedSandbox) -> None:
+    def __init__(self, sandbox: StartedSandbox, limits: ToolLimits) -> None:
         self.sandbox = sandbox
-        self.workspace = Workspace(sandbox, "/sandbox/workspace", LIMITS)
+        self.workspace = Workspace(sandbox, "/sandbox/workspace", limits)
 
     async def bash(self, command: str | None = None, **arguments: object) -> str:
         return await self.workspace.call("bash", {"command": command, **arguments} if command else arguments)
@@ -40,8 +41,8 @@ class Agent:
         return await self.workspace.call("python", {"code": code, **arguments} if code else arguments)
 
 
-async def start(image: str | None) -> Agent:
-    agent = Agent(await containers.start_with_sessions(image))
+async def start(image: str | None, limits: ToolLimits = LIMITS) -> Agent:
+    agent = Agent(await containers.start_with_sessions(image), limits)
     await agent.workspace.prepare({SOLUTION_FILE: "def f():\n    return 1\n"})
     return agent
 
@@ -96,8 +97,16 @@ async def test_a_shell_that_something_ended_between_calls_is_replaced(without_ke
     )
 
 
-async def test_programs_are_answered_interrupted_and_waited_for(without_kernel: Agent) -> None:
-    bash = without_kernel.bash
+@pytest.fixture
+async def impatient() -> AsyncIterator[Agent]:
+    """Where a second of silence is a long one."""
+    live = await start(str(default_image_path()), replace(LIMITS, silence_s=1))
+    yield live
+    await stop(live)
+
+
+async def test_programs_are_answered_interrupted_and_waited_for(impatient: Agent) -> None:
+    bash = impatient.bash
     assert await bash(input="too early") == IDLE
     assert await bash("read -p 'name? ' name; echo hello $name; cat") == f"name? \n{RUNNING}"
     assert await bash("echo no") == BUSY
@@ -111,7 +120,7 @@ async def test_programs_are_answered_interrupted_and_waited_for(without_kernel: 
     assert await bash("cat > /tmp/typed") == RUNNING
     assert await bash(restart=True) == "[a new shell was started]"
     assert await bash("sleep 1.2; echo done; (exit 3)") == RUNNING
-    console = without_kernel.workspace._bash
+    console = impatient.workspace._bash
     assert console
     while console._shell._result is None:
         await asyncio.sleep(0.05)
