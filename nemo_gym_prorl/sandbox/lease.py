@@ -183,7 +183,9 @@ class Space:
         """The live processes in it, as the host numbers them."""
         if start_time(self.init) != self.started:
             return []
-        return _processes(lambda entry: os.stat(f"{entry}/ns/pid").st_ino == self.number)
+        found = _processes(lambda entry: os.stat(f"{entry}/ns/pid").st_ino == self.number)
+        # Had it ended meanwhile, the number may be another's by now, and so may be those that bear it.
+        return found if start_time(self.init) == self.started else []
 
 
 def spaces_of(folder: Path) -> list[Space]:

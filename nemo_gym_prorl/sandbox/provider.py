@@ -33,10 +33,12 @@ from nemo_gym_prorl.failures import CallerError, InfrastructureError, RolloutErr
 from nemo_gym_prorl.sandbox import relay
 from nemo_gym_prorl.sandbox.container import DEFAULT_EXEC_TIMEOUT_S, OUTPUT_LIMIT, Container, ContainerSpec
 from nemo_gym_prorl.sandbox.gates import StartGates
+from nemo_gym_prorl.sandbox.kernel import Kernel
 from nemo_gym_prorl.sandbox.lease import state_root
 from nemo_gym_prorl.sandbox.link import SandboxLost, SandboxRefused
 from nemo_gym_prorl.sandbox.pool import WarmPool
 from nemo_gym_prorl.sandbox.runtime import Runtime, require_runtime
+from nemo_gym_prorl.sandbox.shell import Shell
 from nemo_gym_prorl.sandbox.store.images import ImageStore
 from nemo_gym_prorl.sandbox.store.node import NodeImages
 from nemo_gym_prorl.sandbox.store.reference import parse
@@ -193,6 +195,22 @@ class SingularityProvider:
 
     async def aclose(self) -> None:
         """Nothing: the supervisor is the process's, not this object's, and goes with the process."""
+
+    async def shell(self, handle: SandboxHandle, *, env: Mapping[str, str] | None = None) -> Shell:
+        """A persistent shell in the sandbox's working folder, the caller's to close; see :class:`.shell.Shell`.
+
+        Raises:
+            InfrastructureError: the image has no bash, or it does not answer.
+        """
+        return await Shell.start(_container(handle), env=env)
+
+    async def kernel(self, handle: SandboxHandle) -> Kernel:
+        """An IPython kernel in the sandbox's working folder, the caller's to close; see :class:`.kernel.Kernel`.
+
+        Raises:
+            InfrastructureError: the image has no ipykernel, or it does not answer.
+        """
+        return await Kernel.start(_container(handle))
 
     async def serialize_handle(self, handle: SandboxHandle, *, scope: str | None = None) -> dict[str, Any]:
         """What another process of the same user on this machine needs to :meth:`connect`. Holds no secret but the

@@ -71,6 +71,9 @@ async def test_background_jobs_run_on_and_speak_later(shell: Shell) -> None:
     assert time.monotonic() - begin < 0.3
     assert first.exit_code == 0
     assert "late\n" in (await shell.run("wait; jobs")).output
+    await shell.run("(sleep 0.1; echo between) &")
+    await asyncio.sleep(0.5)
+    assert (await shell.run("echo now", output_limit=1000)).output == "between\nnow\n"
 
 
 async def test_programs_can_ask_for_input(shell: Shell) -> None:
