@@ -64,7 +64,7 @@ class Cell:
         error: the traceback as plain text, or ``None``.
         timed_out: it was interrupted because its time was up.
         died: the kernel has ended; :meth:`Kernel.restart` starts another.
-        omitted: bytes of text and of rich results that were left out.
+        omitted: bytes of text, rich results and tracebacks that were left out.
     """
 
     output: str
@@ -85,7 +85,7 @@ class _Running:
         self._kept = HeadTail(limit)
         self._data: list[dict[str, Any]] = []
         self._data_left = DATA_LIMIT
-        self._data_omitted = 0
+        self._omitted = 0
         self._error: str | None = None
 
     def take(self, message: Message) -> None:
@@ -103,6 +103,7 @@ class _Running:
                 kept = HeadTail(self._limit)
                 kept.add(_bytes(_COLOURS.sub("", "\n".join(map(str, lines)))))
                 self._error = kept.text()
+                self._omitted += kept.omitted
             case "status" if content.get("execution_state") == "idle":
                 self.end()
 
@@ -113,13 +114,13 @@ class _Running:
 
     def cell(self, *, timed_out: bool, died: bool) -> Cell:
         """The result."""
-        omitted = self._kept.omitted + self._data_omitted
+        omitted = self._kept.omitted + self._omitted
         return Cell(self._kept.text(), self._data, self._error, timed_out, died, omitted)
 
     def _take_data(self, data: dict[str, Any]) -> None:
         size = sum(len(_bytes(value)) for value in data.values())
         if size > self._data_left:
-            self._data_omitted += size
+            self._omitted += size
             return
         self._data_left -= size
         self._data.append(data)

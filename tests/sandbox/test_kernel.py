@@ -95,6 +95,7 @@ async def test_rich_results_and_tracebacks_are_bounded(kernel: Kernel) -> None:
     assert large.omitted > DATA_LIMIT
     failed = await kernel.run("raise ValueError('x' * 1_000_000)", output_limit=1000)
     assert len(failed.error or "") < 1100
+    assert failed.omitted > 900_000
 
 
 async def test_cells_take_turns_and_one_that_nobody_waits_for_is_interrupted(kernel: Kernel) -> None:
