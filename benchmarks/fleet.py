@@ -4,7 +4,8 @@
 Time is virtual. An engine works on all its requests at once: prefill at a fixed rate shared by the requests in it,
 decoding at a rate that falls with the batch and is halved while it prefills. Its KV cache holds what requests in
 flight need (a request that does not fit waits at the engine) and, in what is left, prefixes in the order of their last
-use: the system prompt, one prefix per group, one per rollout. A prefix that was evicted is prefilled again.
+use: the system prompt, one prefix per group, one per rollout, each there once however many requests use it, as in
+paged engines. A prefix that was evicted is prefilled again.
 
 A router answers two questions: which engine takes a turn now (or none yet), and nothing else.
 """
@@ -91,6 +92,7 @@ class Request:
     engine: int = -1
     prefill: float = 0.0
     decode: float = 0.0
+    held: int = 0
 
     @property
     def prompt(self) -> int:
@@ -175,25 +177,31 @@ class Engine:
         """Start waiting requests that fit; yields each with its cached prompt tokens."""
         while self.waiting and (not self.running or self.pinned + self.waiting[0].footprint <= self.capacity):
             request = self.waiting.popleft()
-            hit = self.lookup(request, trace)
+            hit, shared = self.lookup(request, trace)
             request.prefill = float(request.prompt - hit)
             request.decode = float(request.rollout.turns[request.index].written)
-            self.pinned += request.footprint
+            # Blocks of a prefix that others share are there once.
+            request.held = request.footprint - shared
+            self.pinned += request.held
             self.evict()
             self.running.append(request)
             yield request, hit
 
-    def lookup(self, request: Request, trace: Trace) -> int:
-        """Cached tokens of a request's prompt. The first of these prefixes that is missing ends the match."""
-        hit = 0
+    def lookup(self, request: Request, trace: Trace) -> tuple[int, int]:
+        """Cached tokens of a request's prompt, and how many of them others use as well.
+
+        The first prefix that is missing ends the match.
+        """
+        shared = 0
         for key, size in (("system", trace.system), (request.rollout.group, trace.prompt)):
             if self.cache.get(key, 0) < size:
-                return min(hit + self.cache.get(key, 0), request.prompt - 1)
+                shared += self.cache.get(key, 0)
+                return min(shared, request.prompt - 1), shared
             self.cache.move_to_end(key)
-            hit += size
+            shared += size
         own = self.cache.pop(request.rollout.id, 0)
         self.cached -= own
-        return min(hit + own, request.prompt - 1)
+        return min(shared + own, request.prompt - 1), shared
 
     def keep(self, request: Request, trace: Trace) -> None:
         """A finished request's tokens stay as long as there is room."""
@@ -325,7 +333,7 @@ class Fleet:
         if done:
             engine.running = [r for r in engine.running if not (r.prefill == 0 and r.decode <= 1e-6)]
         for request in done:
-            engine.pinned -= request.footprint
+            engine.pinned -= request.held
             engine.keep(request, self.trace)
         for request, hit in engine.admit(self.trace):
             self._hits += hit

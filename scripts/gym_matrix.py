@@ -19,7 +19,7 @@ from rich.table import Table
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
-from nemo_gym_prorl.sandbox.image import ensure_default_image
+from nemo_gym_prorl.sandbox.images import ensure_kernel_image
 from nemo_gym_prorl.sandbox.install import ensure_runtime
 from tests.gym import journey
 
@@ -34,7 +34,7 @@ def main() -> None:
     pairs = [pair.split("=", 1) for pair in parser.parse_args().pairs]
     console = Console(highlight=False)
     ensure_runtime(console.print).activate()
-    ensure_default_image(console.print)
+    ensure_kernel_image(console.print)
     results, failures = {}, {}
     for gym_version, python in pairs:
         title = f"nemo-gym {gym_version}, {python}"

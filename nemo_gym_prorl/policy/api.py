@@ -10,6 +10,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
+from dataclasses import asdict
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -26,7 +27,7 @@ from nemo_gym_prorl.policy.engines import ENGINES, detect
 from nemo_gym_prorl.policy.metrics import PolicyMetrics
 from nemo_gym_prorl.policy.parsers import FORMATS
 from nemo_gym_prorl.policy.placement import Placement
-from nemo_gym_prorl.policy.service import History, PolicyService
+from nemo_gym_prorl.policy.service import PolicyService, Rewriting
 
 
 _log = logging.getLogger(__name__)
@@ -62,7 +63,7 @@ class PolicyConfig(BaseModel):
     chat_template: str | None = None
     tool_format: str = "hermes"
     thoughts: bool = True
-    history: History = "keep"
+    history: Rewriting = "keep"
     limit: Annotated[int, Field(ge=1)] = 256
     wait_s: Annotated[float, Field(gt=0)] = 600.0
     keep_s: Annotated[float, Field(gt=0)] = 3600.0
@@ -219,7 +220,7 @@ def add_control_routes(app: FastAPI, host: PolicyHost) -> None:
 
 
 def trajectory(service: PolicyService, rollout: str) -> dict[str, Any]:
-    """All tokens of a rollout: its sequences, and where in them each answer lies.
+    """All tokens of a rollout: its sequences, where in them each answer lies, and what did not go straight.
 
     An answer's prompt is ``ids[:start]`` of its sequence, its generation ``ids[start:end]``.
     """
@@ -227,6 +228,7 @@ def trajectory(service: PolicyService, rollout: str) -> dict[str, Any]:
     paths = [set(leaf.path()) for leaf in service.ledger(rollout).leaves()]
     return {
         "rollout": rollout,
+        "counts": asdict(service.counts(rollout)),
         "sequences": [
             {
                 "ids": sequence.ids,

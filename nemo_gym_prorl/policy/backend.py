@@ -78,6 +78,8 @@ class Backend:
     in_flight: set[int] = field(default_factory=set)
     last_placed: int = 0
     failures: int = 0
+    failovers: int = 0
+    """Requests that failed here and were sent elsewhere."""
     probe_at: float | None = None
     hot: bool = False
     turns: int = 0

@@ -26,43 +26,15 @@ from __future__ import annotations
 
 from collections import OrderedDict, deque
 from collections.abc import Iterator
-from dataclasses import dataclass, field
 
 from nemo_gym_prorl.failures import CallerError
+from nemo_gym_prorl.policy import health
 from nemo_gym_prorl.policy.backend import Abort, Assign, Backend, Decision, Health, Outcome, Probe, Quiesced
-
-
-_TURN_SMOOTHING = 0.08
-"""Weight of the latest turn in a backend's mean turn time."""
-
-_OPINION = 12
-"""How many turns a backend must have had before it can count as slow."""
-
-_SLOW = 2.0
-"""How many times longer than the median backend's a backend's turns must take for it to count as slow."""
+from nemo_gym_prorl.policy.tickets import Rollout, Ticket
 
 
 _CROWDED = 2.0
 """How many times the least loaded backend's load, plus the escape margin, a rollout bears before it leaves."""
-
-
-@dataclass(slots=True)
-class _Rollout:
-    id: str
-    group: str | None
-    born: int
-    backend: str | None = None
-    tickets: set[int] = field(default_factory=set)
-    idle_since: float | None = None
-
-
-@dataclass(slots=True)
-class _Ticket:
-    id: int
-    rollout: _Rollout
-    backend: str | None = None
-    since: float = 0.0
-    queue: deque[_Ticket] | None = None
 
 
 class BackendPool:
@@ -84,7 +56,7 @@ class BackendPool:
         self,
         *,
         limit: int = 256,
-        sibling_margin: int = 2,
+        sibling_margin: int = 1,
         escape_margin: int = 4,
         patience_s: float = 30.0,
         probe_after_s: float = 1.0,
@@ -103,12 +75,12 @@ class BackendPool:
         self.backends: dict[str, Backend] = {}
         self.failovers = 0
         self.migrations = 0
-        self._rollouts: dict[str, _Rollout] = {}
-        self._resting: OrderedDict[str, _Rollout] = OrderedDict()
-        self._tickets: dict[int, _Ticket] = {}
-        self._returning: deque[_Ticket] = deque()
-        self._fresh: deque[_Ticket] = deque()
-        self._held: dict[str, deque[_Ticket]] = {}
+        self._rollouts: dict[str, Rollout] = {}
+        self._resting: OrderedDict[str, Rollout] = OrderedDict()
+        self._tickets: dict[int, Ticket] = {}
+        self._returning: deque[Ticket] = deque()
+        self._fresh: deque[Ticket] = deque()
+        self._held: dict[str, deque[Ticket]] = {}
         self._clock = 0
         self._now = 0.0
 
@@ -122,7 +94,7 @@ class BackendPool:
         """
         if backend_id in self.backends:
             raise CallerError(f"there is a backend {backend_id!r} already", field="id")
-        peers = [backend for backend in self.backends.values() if self._open(backend)]
+        peers = [backend for backend in self.backends.values() if health.takes_new(backend)]
         backend = Backend(backend_id, url, weight_version, self.limit, order=self._tick())
         if peers:
             backend.head_start = min(len(peer.live) for peer in peers)
@@ -166,11 +138,7 @@ class BackendPool:
         backend = self.backends.get(backend_id)
         if backend is None:
             return []
-        backend.hot = waiting > 0 and kv_use > 0.9
-        if backend.hot:
-            backend.limit = max(1, min(backend.limit, len(backend.live)) * 7 // 8)
-        elif backend.limit < self.limit:
-            backend.limit += 1
+        health.reported(backend, self.limit, waiting, kv_use)
         return self._dispatch()
 
     def probed(self, backend_id: str, alive: bool, now: float) -> list[Decision]:
@@ -179,19 +147,15 @@ class BackendPool:
         if backend is None or backend.health is not Health.DOWN:
             return []
         if alive:
-            backend.health, backend.probe_at = Health.TRIAL, None
+            health.recovers(backend)
             return self._dispatch()
-        self._mark_failed(backend, now)
+        health.failed(backend, now, self._probe_after, self._probe_at_most)
         return []
 
     def tick(self, now: float) -> list[Decision]:
         """Time passes: due probes, and rest for the idle while others wait."""
         self._now = max(self._now, now)
-        decisions: list[Decision] = []
-        for backend in self.backends.values():
-            if backend.probe_at is not None and backend.probe_at <= now:
-                backend.probe_at = None
-                decisions.append(Probe(backend.id))
+        decisions: list[Decision] = [Probe(b.id) for b in self.backends.values() if health.probe_due(b, now)]
         if self._fresh or self._returning:
             waiting = len(self._fresh) + len(self._returning)
             idle = [r for r in self._rollouts.values() if r.idle_since is not None and r.backend is not None]
@@ -209,9 +173,9 @@ class BackendPool:
         self._now = max(self._now, now)
         rollout = self._rollouts.get(rollout_id)
         if rollout is None:
-            rollout = self._resting.pop(rollout_id, None) or _Rollout(rollout_id, group, self._tick())
+            rollout = self._resting.pop(rollout_id, None) or Rollout(rollout_id, group, self._tick())
             self._rollouts[rollout_id] = rollout
-        ticket = self._tickets[ticket_id] = _Ticket(ticket_id, rollout)
+        ticket = self._tickets[ticket_id] = Ticket(ticket_id, rollout)
         rollout.tickets.add(ticket_id)
         rollout.idle_since = None
         return self._route(ticket)
@@ -225,15 +189,14 @@ class BackendPool:
         if outcome is Outcome.FAILED:
             self.failovers += 1
             if backend is not None:
-                self._mark_failed(backend, now)
+                backend.failovers += 1
+                health.failed(backend, now, self._probe_after, self._probe_at_most)
                 self._requeue(ticket)
                 self._evacuate(backend)
             return self._quiesced(backend) + self._dispatch()
         if backend is not None:
             if outcome is Outcome.OK:
-                self._timed(backend, now - ticket.since)
-                backend.failures, backend.probe_at = 0, None
-                backend.health = Health.UP
+                health.answered(backend, now - ticket.since, self.backends.values())
             backend.in_flight.discard(ticket_id)
             decisions += self._quiesced(backend)
         self._forget(ticket, now)
@@ -246,7 +209,7 @@ class BackendPool:
             return []
         if ticket.backend is not None:
             return self.done(ticket_id, Outcome.ENDED, now)
-        self._unqueue(ticket)
+        ticket.unqueue()
         self._forget(ticket, now)
         return self._dispatch()
 
@@ -265,6 +228,10 @@ class BackendPool:
         """Tickets that no backend has."""
         return len(self._fresh) + len(self._returning) + sum(map(len, self._held.values()))
 
+    def held(self, backend_id: str) -> int:
+        """Tickets that wait for this very backend, where their prefix is."""
+        return len(self._held[backend_id])
+
     def backend_of(self, rollout_id: str) -> str | None:
         """Where a live or resting rollout's prefix is."""
         rollout = self._rollouts.get(rollout_id) or self._resting.get(rollout_id)
@@ -272,17 +239,17 @@ class BackendPool:
 
     # Decisions
 
-    def _route(self, ticket: _Ticket) -> list[Decision]:
+    def _route(self, ticket: Ticket) -> list[Decision]:
         """Queue a ticket where it belongs, and hand out what can be."""
         rollout = ticket.rollout
         home = self.backends.get(rollout.backend or "")
         if home is not None and rollout.id in home.live:
             if not self._must_leave(home):
-                self._enqueue(ticket, self._held[home.id])
+                ticket.enqueue(self._held[home.id])
                 return self._dispatch()
             self._leave(rollout)
             self.migrations += 1
-        self._enqueue(ticket, self._fresh if rollout.backend is None else self._returning)
+        ticket.enqueue(self._fresh if rollout.backend is None else self._returning)
         return self._dispatch()
 
     def _dispatch(self) -> list[Decision]:
@@ -299,16 +266,16 @@ class BackendPool:
     def _serve(self, backend: Backend, decisions: list[Decision]) -> None:
         """Start what waits for this very backend."""
         held = self._held[backend.id]
-        while held and not backend.paused and self._usable(backend):
-            ticket = held.popleft()
-            ticket.queue = None
+        while held and not backend.paused and health.usable(backend):
+            ticket = held[0]
+            ticket.unqueue()
             ticket.backend, ticket.since = backend.id, self._now
             backend.in_flight.add(ticket.id)
             decisions.append(Assign(ticket.id, backend.id, backend.weight_version))
 
-    def _place(self, rollout: _Rollout) -> Backend | None:
+    def _place(self, rollout: Rollout) -> Backend | None:
         """A backend with room for the rollout, if there is one."""
-        open_backends = [b for b in self.backends.values() if self._open(b) and not b.paused and len(b.live) < b.limit]
+        open_backends = [backend for backend in self.backends.values() if health.has_room(backend)]
         if not open_backends:
             return None
         least = min(open_backends, key=lambda backend: (backend.weight, backend.last_placed, backend.order))
@@ -322,7 +289,7 @@ class BackendPool:
                 return min(siblings, key=lambda backend: (backend.weight, backend.order))
         return least
 
-    def _settle(self, rollout: _Rollout, backend: Backend) -> None:
+    def _settle(self, rollout: Rollout, backend: Backend) -> None:
         """Make the backend the rollout's home; all its waiting tickets come along."""
         self._leave(rollout)
         backend.live.add(rollout.id)
@@ -332,56 +299,30 @@ class BackendPool:
         for ticket_id in sorted(rollout.tickets):
             ticket = self._tickets[ticket_id]
             if ticket.backend is None:
-                self._unqueue(ticket)
-                self._enqueue(ticket, self._held[backend.id])
+                ticket.unqueue()
+                ticket.enqueue(self._held[backend.id])
 
     def _must_leave(self, home: Backend) -> bool:
         """Whether staying is worse than a cold prefix elsewhere."""
-        if not self._usable(home):
+        if not health.usable(home):
             return True
-        peers = (b for b in self.backends.values() if self._open(b) and not b.paused and len(b.live) < b.limit)
-        least = min((b.weight for b in peers if not b.hot), default=home.weight)
+        peers = (backend for backend in self.backends.values() if health.has_room(backend) and not backend.hot)
+        least = min((backend.weight for backend in peers), default=home.weight)
         carried = (len(home.live) + 1) * home.slowness - 1
         if home.slowness > 1.0:
             return carried > least + 1
         patience = 1.0 if home.hot else _CROWDED
         return carried >= patience * least + self._escape_margin
 
-    @staticmethod
-    def _usable(backend: Backend) -> bool:
-        """Whether the backend may be sent a request for a rollout that it has."""
-        return backend.health is Health.UP or (backend.health is Health.TRIAL and not backend.in_flight)
-
-    def _open(self, backend: Backend) -> bool:
-        """Whether the backend may be given a rollout that it does not have."""
-        return not backend.draining and self._usable(backend)
-
     # Bookkeeping
 
-    def _timed(self, backend: Backend, seconds: float) -> None:
-        """Learn how long turns take, and which backends take far longer than the others."""
-        backend.turns += 1
-        known = backend.turn_s or 0.0
-        backend.turn_s = known + max(1 / backend.turns, _TURN_SMOOTHING) * (seconds - known)
-        times = sorted(b.turn_s for b in self.backends.values() if b.turn_s is not None and b.health is Health.UP)
-        usual = times[(len(times) - 1) // 2] if times else 0.0
-        ratio = backend.turn_s / usual if usual > 0.0 else 1.0
-        backend.slowness = ratio if ratio > _SLOW and backend.turns >= _OPINION else 1.0
-
-    def _mark_failed(self, backend: Backend, now: float) -> None:
-        backend.health = Health.DOWN
-        wait = min(self._probe_after * 2**backend.failures, self._probe_at_most)
-        backend.failures = min(backend.failures + 1, 16)
-        backend.probe_at = now + wait
-
-    def _requeue(self, ticket: _Ticket) -> None:
+    def _requeue(self, ticket: Ticket) -> None:
         """Back to the front of the queue: this turn has waited once already."""
         backend = self.backends.get(ticket.backend or "")
         if backend is not None:
             backend.in_flight.discard(ticket.id)
         ticket.backend = None
-        ticket.queue = self._returning
-        self._returning.appendleft(ticket)
+        ticket.enqueue(self._returning, first=True)
 
     def _remove(self, backend: Backend) -> list[Decision]:
         decisions: list[Decision] = []
@@ -399,31 +340,21 @@ class BackendPool:
         for rollout_id in sorted(backend.live - flying):
             self._leave(self._rollouts[rollout_id])
         for ticket in list(self._held[backend.id]):
-            self._unqueue(ticket)
-            self._enqueue(ticket, self._returning)
+            ticket.unqueue()
+            ticket.enqueue(self._returning)
 
     def _quiesced(self, backend: Backend | None) -> list[Decision]:
         if backend is not None and backend.paused and not backend.in_flight:
             return [Quiesced(backend.id)]
         return []
 
-    def _forget(self, ticket: _Ticket, now: float) -> None:
+    def _forget(self, ticket: Ticket, now: float) -> None:
         del self._tickets[ticket.id]
         ticket.rollout.tickets.discard(ticket.id)
         if not ticket.rollout.tickets:
             ticket.rollout.idle_since = now
 
-    @staticmethod
-    def _enqueue(ticket: _Ticket, queue: deque[_Ticket]) -> None:
-        ticket.queue = queue
-        queue.append(ticket)
-
-    def _unqueue(self, ticket: _Ticket) -> None:
-        if ticket.queue is not None:
-            ticket.queue.remove(ticket)
-            ticket.queue = None
-
-    def _leave(self, rollout: _Rollout) -> None:
+    def _leave(self, rollout: Rollout) -> None:
         """Take the rollout's slot; it keeps the memory of where it was."""
         backend = self.backends.get(rollout.backend or "")
         if backend is not None and rollout.id in backend.live:
@@ -432,7 +363,7 @@ class BackendPool:
             if not backend.groups[rollout.group]:
                 del backend.groups[rollout.group]
 
-    def _rest(self, rollout: _Rollout) -> None:
+    def _rest(self, rollout: Rollout) -> None:
         del self._rollouts[rollout.id]
         rollout.idle_since = None
         self._leave(rollout)

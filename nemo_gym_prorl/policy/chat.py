@@ -64,6 +64,10 @@ class Tokenizer:
         """The text of the ids, special tokens included."""
         return self._fast.decode(list(ids), skip_special_tokens=False)
 
+    def sample_text(self) -> str:
+        """A text that hardly any other tokenizer reads as the same ids: special tokens, many scripts, code."""
+        return "".join(self.special.values()) + "The façade's 日本語, Ωmega\n\n\tdef f(x): return 1234567890 # 🙂"
+
     def without_special(self, text: str) -> str:
         """The text without what looks like a special token."""
         return self._special_pattern.sub("", text)

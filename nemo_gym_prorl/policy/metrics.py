@@ -32,7 +32,8 @@ class PolicyMetrics:
             "prorl_policy_turn_seconds", "Seconds per turn", at, registry=registry, buckets=_SECONDS
         )
         self._waiting = Gauge("prorl_policy_waiting", "Turns that wait for a backend", registry=registry)
-        self._failovers = Gauge("prorl_policy_failovers", "Requests sent anew after a failure", registry=registry)
+        self._failovers = Gauge("prorl_policy_failovers", "Requests that failed there", at, registry=registry)
+        self._held = Gauge("prorl_policy_held", "Turns that wait for this very backend", at, registry=registry)
         self._migrations = Gauge("prorl_policy_migrations", "Rollouts that left a hot backend", registry=registry)
         self._queued = Histogram(
             "prorl_policy_queue_seconds", "Seconds until a backend was free", registry=registry, buckets=_SECONDS
@@ -42,6 +43,17 @@ class PolicyMetrics:
         )
         self.rewrites = Counter(
             "prorl_policy_history_rewrites", "Turns whose template would rewrite history", registry=registry
+        )
+        self.forks = Counter(
+            "prorl_policy_forks",
+            "Turns that started a branch: sampled again, history edited by the agent, or rewritten by the template",
+            ("why",),
+            registry=registry,
+        )
+        self.ambiguous = Counter(
+            "prorl_policy_ambiguous_turns",
+            "Turns that continue one of several that look the same to the agent",
+            registry=registry,
         )
         self.retokenised = Counter(
             "prorl_policy_retokenised_tokens", "Sampled tokens that were tokenised again", registry=registry
@@ -63,14 +75,15 @@ class PolicyMetrics:
 
     def exposition(self) -> bytes:
         """The metrics in Prometheus text format."""
-        for gauge in (self._live, self._in_flight, self._up, self._limit):
+        for gauge in (self._live, self._in_flight, self._up, self._limit, self._failovers, self._held):
             gauge.clear()
         for backend in self._pool.backends.values():
             self._live.labels(backend.id).set(len(backend.live))
             self._in_flight.labels(backend.id).set(len(backend.in_flight))
             self._up.labels(backend.id).set(backend.health == "up")
             self._limit.labels(backend.id).set(backend.limit)
+            self._failovers.labels(backend.id).set(backend.failovers)
+            self._held.labels(backend.id).set(self._pool.held(backend.id))
         self._waiting.set(self._pool.waiting)
-        self._failovers.set(self._pool.failovers)
         self._migrations.set(self._pool.migrations)
         return generate_latest(self._registry)

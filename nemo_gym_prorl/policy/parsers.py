@@ -73,13 +73,6 @@ def parse(text: str, tool_format: str, *, thoughts: bool = True, in_thought: boo
     return Parsed(thought, content, tuple(calls))
 
 
-def strip_thought(text: str) -> str:
-    """The text without a leading ``<think>`` block."""
-    if text.lstrip().startswith("<think>"):
-        return text.partition("</think>")[2]
-    return text
-
-
 def parsed_by_engine(message: Mapping[str, Any]) -> Parsed:
     """A turn that the engine has already taken apart, in OpenAI's chat format."""
     calls = []

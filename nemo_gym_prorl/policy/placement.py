@@ -16,7 +16,7 @@ from dataclasses import dataclass, field
 
 from nemo_gym_prorl.policy.backend import Abort, Assign, Backend, Decision, Outcome, Probe, Quiesced
 from nemo_gym_prorl.policy.backends import BackendPool
-from nemo_gym_prorl.policy.engines import BackendFailed, Engine
+from nemo_gym_prorl.policy.engine import BackendFailed, Engine
 
 
 @dataclass(slots=True)

@@ -2,11 +2,13 @@
 """One call per turn: messages in, the policy's next message out, tokens kept.
 
 An agent sends its conversation as every OpenAI-style agent does, whole or (cheaper) as what is new since an earlier
-answer. Here it is matched to the turns of its rollout: the longest known history is kept as it was sampled, only what
-follows is rendered. An agent may sample a turn twice, or edit its past: each gives a branch, none corrupts another.
+answer. It is matched to the turns of its rollout (:mod:`history`): the longest known history is kept as it was
+sampled, only what follows is rendered. An agent may sample a turn twice, or edit its past: each gives a branch, which
+is counted, and none corrupts another.
 
 Invariants: one engine request per turn and attempt, always with the ids of the ledger; a turn enters the ledger once
-its tokens are complete, or not at all; rollouts are forgotten ``keep_s`` after their last use.
+its tokens are complete, or not at all; rollouts are forgotten ``keep_s`` after their last use, and one that comes back
+after that is refused rather than read from its text.
 """
 
 from __future__ import annotations
@@ -14,24 +16,25 @@ from __future__ import annotations
 import time
 import uuid
 from collections import OrderedDict
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from hashlib import blake2b
 from typing import Any, Literal
-
-import orjson
 
 from nemo_gym_prorl.failures import CallerError
 from nemo_gym_prorl.policy.backend import Backend
 from nemo_gym_prorl.policy.chat import Message, Renderer, text_of
-from nemo_gym_prorl.policy.engines import Conversation, Engine, RequestRefused, Sampling
+from nemo_gym_prorl.policy.engine import Conversation, Engine, RequestRefused, Sampling
+from nemo_gym_prorl.policy.history import History, Match, Point, digest
 from nemo_gym_prorl.policy.metrics import PolicyMetrics
-from nemo_gym_prorl.policy.parsers import Parsed, parse, parsed_by_engine, strip_thought
+from nemo_gym_prorl.policy.parsers import Parsed, parse, parsed_by_engine
 from nemo_gym_prorl.policy.placement import Placement
 from nemo_gym_prorl.policy.tokens import Finish, Generation, TokenLedger, Turn
 
 
-type History = Literal["keep", "branch"]
+_FORGOTTEN = 100_000
+"""How many forgotten rollouts are known by name."""
+
+type Rewriting = Literal["keep", "branch"]
 """What to do when the chat template would render the past differently from how it was sampled."""
 
 
@@ -43,7 +46,9 @@ class TurnRequest:
         rollout: id of the rollout; one agent session.
         group: id that the rollouts of one prompt share; by default the first two messages say it.
         messages: the conversation, or with ``after`` only what is new.
+        instructions: a system message in front of the conversation.
         tools: tools in OpenAI's chat format.
+        may_call: whether what looks like a tool call is one.
         sampling: how to sample.
         after: id of the answer that the messages continue.
         template_variables: further variables for the chat template.
@@ -52,7 +57,9 @@ class TurnRequest:
     rollout: str
     messages: Sequence[Message]
     group: str | None = None
+    instructions: str | None = None
     tools: Sequence[Mapping[str, Any]] = ()
+    may_call: bool = True
     sampling: Sampling = field(default_factory=Sampling)
     after: str | None = None
     template_variables: Mapping[str, Any] = field(default_factory=dict)
@@ -69,6 +76,7 @@ class Answer:
         turn: its tokens; ``None`` if nothing could be sampled for lack of context.
         finish: why sampling ended.
         prompt_tokens: length of the prompt.
+        cached_tokens: how many of them the engine had in its prefix cache, as far as it says.
     """
 
     id: str
@@ -77,24 +85,24 @@ class Answer:
     turn: Turn | None
     finish: Finish
     prompt_tokens: int
+    cached_tokens: int = 0
 
 
 @dataclass(slots=True)
-class _Point:
-    """A place in a rollout from which it can go on: an answer and the conversation up to it."""
+class Counts:
+    """What did not go straight in a rollout."""
 
-    turn: Turn
-    messages: tuple[Message, ...]
-    digest: bytes
-    thoughts: bool
+    rewrites: int = 0
+    ambiguous: int = 0
+    retokenised: int = 0
 
 
 @dataclass(slots=True)
 class _Rollout:
-    ledger: TokenLedger = field(default_factory=TokenLedger)
-    points: dict[bytes, _Point] = field(default_factory=dict)
-    answers: dict[str, _Point] = field(default_factory=dict)
-    rewrites: int = 0
+    history: History = field(default_factory=History)
+    answers: dict[str, Point] = field(default_factory=dict)
+    counts: Counts = field(default_factory=Counts)
+    busy: int = 0
     used_at: float = 0.0
 
 
@@ -108,7 +116,7 @@ class PolicyService:
         renderer: tokenizer and chat template; needed by engines that take tokens.
         tool_format: name in :data:`~nemo_gym_prorl.policy.parsers.FORMATS`.
         thoughts: look for ``<think>`` blocks.
-        history: see :data:`History`.
+        history: see :data:`Rewriting`.
         keep_s: how long an unused rollout is remembered.
     """
 
@@ -121,7 +129,7 @@ class PolicyService:
         renderer: Renderer | None = None,
         tool_format: str = "hermes",
         thoughts: bool = True,
-        history: History = "keep",
+        history: Rewriting = "keep",
         keep_s: float = 3600.0,
     ) -> None:
         if engine.takes_tokens and renderer is None:
@@ -132,9 +140,11 @@ class PolicyService:
         self.renderer = renderer
         self.tool_format = tool_format
         self.thoughts = thoughts
-        self.history: History = history
+        self.history: Rewriting = history
         self._keep_s = keep_s
         self._rollouts: OrderedDict[str, _Rollout] = OrderedDict()
+        self._checked: set[str] = set()
+        self._forgotten: OrderedDict[str, None] = OrderedDict()
 
     async def turn(self, request: TurnRequest) -> Answer:
         """Sample the next turn.
@@ -143,35 +153,50 @@ class PolicyService:
             CallerError: the request cannot be carried out by anybody.
             BackendFailed: no backend could carry it out.
         """
-        rollout = self._rollout(request.rollout)
-        point, new = self._continue(rollout, request)
+        rollout = self._rollout(request)
+        rollout.busy += 1
+        try:
+            return await self._turn(rollout, request)
+        finally:
+            rollout.busy -= 1
+
+    async def _turn(self, rollout: _Rollout, request: TurnRequest) -> Answer:
+        match = self._continued(rollout, request)
+        point, new, ledger = match.point, match.new, rollout.history.ledger
         messages = (*(point.messages if point else ()), *new)
-        prompt, observed, parent = self._render(rollout, point, messages, new, request)
+        why = "edited" if match.foreign else "again"
+        prompt, observed, parent = self._render(rollout, match, messages, request)
         conversation = Conversation(messages, request.tools, request.template_variables, tuple(prompt))
 
         async def generate(backend: Backend) -> Generation:
-            return await self.engine.generate(backend.url, prompt, conversation, request.sampling)
+            await self._check_tokenizer(backend.url)
+            generation = await self.engine.generate(backend.url, prompt, conversation, request.sampling)
+            self._checked.add(backend.url)
+            return generation
 
         started = time.monotonic()
         # Rollouts that start with the same messages are siblings, whether or not anybody says so.
-        group = request.group or _digest(b"", messages[:2]).hex()
+        group = request.group or digest(b"", [_plain(message) for message in messages[:2]]).hex()
         placed = await self.placement.run(request.rollout, group, generate)
         generation = placed.result
         self.metrics.turn(placed, time.monotonic() - started, len(prompt))
         if generation.finish is Finish.CONTEXT:
             empty: Message = {"role": "assistant", "content": ""}
             return Answer(_new_id(), empty, Parsed(None, "", ()), None, Finish.CONTEXT, len(prompt))
-        if generation.prompt_ids is not None:
-            parent, observed = rollout.ledger.place(generation.prompt_ids, point.turn if point else None)
-            if point is not None and parent is None:
-                self._rewritten(rollout)
-        turn = rollout.ledger.append(parent, observed, generation, placed.weight_version)
         parsed = self._parse(generation, request)
-        answer = Answer(_new_id(), _as_message(parsed), parsed, turn, generation.finish, turn.start)
-        *_, (_, digest) = _chain((*new, answer.message), point.digest if point else b"")
-        thoughts = bool(parsed.thought) or (point is not None and point.thoughts)
-        rollout.points[digest] = _Point(turn, (*messages, answer.message), digest, thoughts)
-        rollout.answers[answer.id] = rollout.points[digest]
+        if generation.prompt_ids is not None:
+            parent, observed = ledger.place(generation.prompt_ids, point.turn if point else None)
+        if point is not None and parent is None:
+            why = "rewritten"
+            self._retokenised(rollout, sum(len(turn.sampled) for turn in point.turn.path()))
+            if generation.prompt_ids is not None:
+                self._rewritten(rollout)
+        if ledger.forks(parent):
+            self.metrics.forks.labels(why).inc()
+        turn = ledger.append(parent, observed, generation, placed.weight_version)
+        message, cached = _as_message(parsed), generation.cached_tokens or 0
+        answer = Answer(_new_id(), message, parsed, turn, generation.finish, turn.start, cached)
+        rollout.answers[answer.id] = rollout.history.record(point, new, answer.message, turn, request.tools)
         if not parsed.calls:
             # Most rollouts end like this. One that does not finds its backend again.
             self.placement.apply(self.placement.pool.finish(request.rollout))
@@ -184,7 +209,7 @@ class PolicyService:
             CallerError: it is unknown, or has been forgotten.
         """
         try:
-            return self._rollouts[rollout].ledger
+            return self._rollouts[rollout].history.ledger
         except KeyError:
             raise CallerError(f"no rollout {rollout!r} here", field="rollout") from None
 
@@ -193,87 +218,111 @@ class PolicyService:
         self.ledger(rollout)
         return {answer_id: point.turn for answer_id, point in self._rollouts[rollout].answers.items()}
 
+    def counts(self, rollout: str) -> Counts:
+        """What did not go straight in a rollout."""
+        self.ledger(rollout)
+        return self._rollouts[rollout].counts
+
     def finish(self, rollout: str) -> None:
         """Forget a rollout; its slot is free."""
         self.placement.apply(self.placement.pool.finish(rollout))
         gone = self._rollouts.pop(rollout, None)
         if gone is not None:
-            self.metrics.finished(gone.ledger.branches)
+            self.metrics.finished(gone.history.ledger.branches)
 
-    def _rollout(self, name: str) -> _Rollout:
-        now = time.monotonic()
-        while self._rollouts:
-            oldest, known = next(iter(self._rollouts.items()))
-            if now - known.used_at < self._keep_s:
-                break
-            self.finish(oldest)
+    def _rollout(self, request: TurnRequest) -> _Rollout:
+        self._forget()
+        name = request.rollout
+        if name in self._forgotten and name not in self._rollouts:
+            said = [message for message in request.messages if message["role"] == "assistant"]
+            if request.after is not None or any(not message.get("generation_token_ids") for message in said):
+                raise CallerError(
+                    f"the tokens of {name!r} were forgotten after {self._keep_s:g} s without a turn: raise keep_s",
+                    field="rollout",
+                )
+            del self._forgotten[name]
         rollout = self._rollouts.setdefault(name, _Rollout())
-        rollout.used_at = now
+        rollout.used_at = time.monotonic()
         self._rollouts.move_to_end(name)
         return rollout
 
-    def _continue(self, rollout: _Rollout, request: TurnRequest) -> tuple[_Point | None, tuple[Message, ...]]:
-        """The latest known place in the conversation, and the messages after it."""
-        messages = tuple(request.messages)
-        if request.after is not None:
-            point = rollout.answers.get(request.after)
-            if point is None:
-                raise CallerError(f"no answer {request.after!r} in this rollout", field="previous_response_id")
-            return point, messages
-        found, length = None, 0
-        for index, digest in _chain(messages):
-            point = rollout.points.get(digest)
-            if point is not None:
-                found, length = point, index + 1
-        if found is None:
-            found = self._adopt(rollout, messages)
-            length = len(found.messages) if found else 0
-        return found, messages[length:]
+    def _forget(self) -> None:
+        """Drop what nobody has used for long."""
+        now = time.monotonic()
+        old: list[str] = []
+        for name, rollout in self._rollouts.items():
+            if now - rollout.used_at < self._keep_s:
+                break
+            if not rollout.busy:
+                old.append(name)
+        for name in old:
+            self.finish(name)
+            self._forgotten[name] = None
+        while len(self._forgotten) > _FORGOTTEN:
+            self._forgotten.popitem(last=False)
 
-    def _adopt(self, rollout: _Rollout, messages: tuple[Message, ...]) -> _Point | None:
-        """Take over a history that this process did not sample, from the token ids that Gym's agents send along."""
-        for index, digest in reversed(list(_chain(messages))):
-            message = messages[index]
-            if ids := message.get("generation_token_ids"):
-                generation = Generation(ids, message["generation_log_probs"], Finish.STOP)
-                turn = rollout.ledger.append(None, message["prompt_token_ids"], generation)
-                point = rollout.points[digest] = _Point(turn, messages[: index + 1], digest, False)
-                return point
-        return None
+    @staticmethod
+    def _continued(rollout: _Rollout, request: TurnRequest) -> Match:
+        """The turn that the request continues, and the messages after it."""
+        lead: tuple[Message, ...] = ()
+        if request.instructions:
+            lead = ({"role": "system", "content": request.instructions},)
+        if request.after is None:
+            return rollout.history.find((*lead, *request.messages), request.tools)
+        point = rollout.answers.get(request.after)
+        if point is None:
+            raise CallerError(f"no answer {request.after!r} in this rollout", field="previous_response_id")
+        if lead and _plain(point.messages[0]) != _plain(lead[0]):
+            raise CallerError("not those that the rollout began with", field="instructions")
+        return Match(point, tuple(request.messages))
 
     def _render(
-        self,
-        rollout: _Rollout,
-        point: _Point | None,
-        messages: Sequence[Message],
-        new: Sequence[Message],
-        request: TurnRequest,
+        self, rollout: _Rollout, match: Match, messages: Sequence[Message], request: TurnRequest
     ) -> tuple[list[int], list[int], Turn | None]:
         """The prompt, the part of it that is new, and the turn before that."""
+        if match.ambiguous:
+            rollout.counts.ambiguous += 1
+            self.metrics.ambiguous.inc()
+        if rollout.history.ledger.turns:
+            self._retokenised(rollout, rollout.history.retokenised(match.new))
+        point = match.point
         if self.renderer is None or not self.engine.takes_tokens:
             return (point.turn.sequence() if point else []), [], point.turn if point else None
         if point is not None:
             turn = point.turn
             continuation = self.renderer.next(
                 point.messages,
-                new,
+                match.new,
                 request.tools,
                 last_sampled=turn.sampled[-1] if turn.sampled else None,
                 finish=turn.finish,
                 thoughts=point.thoughts,
                 **request.template_variables,
             )
-            if continuation.rewrites_history:
+            rewrites = continuation.rewrites_history or list(point.tools) != list(request.tools)
+            if rewrites:
                 self._rewritten(rollout)
-            if not continuation.rewrites_history or self.history == "keep":
+            if not rewrites or self.history == "keep":
                 return turn.sequence() + continuation.ids, continuation.ids, turn
-            self.metrics.retokenised.inc(sum(len(t.sampled) for t in turn.path()))
         prompt = self.renderer.first(messages, request.tools, **request.template_variables)
         return prompt, prompt, None
 
+    def _retokenised(self, rollout: _Rollout, tokens: int) -> None:
+        rollout.counts.retokenised += tokens
+        self.metrics.retokenised.inc(tokens)
+
     def _rewritten(self, rollout: _Rollout) -> None:
-        rollout.rewrites += 1
+        rollout.counts.rewrites += 1
         self.metrics.rewrites.inc()
+
+    async def _check_tokenizer(self, url: str) -> None:
+        """Until a backend has answered once: whether it reads special tokens and many scripts as we do."""
+        if self.renderer is None or not self.engine.takes_tokens or url in self._checked:
+            return
+        text = self.renderer.tokenizer.sample_text()
+        theirs = await self.engine.tokenize(url, text)
+        if theirs is not None and theirs != self.renderer.tokenizer.encode(text):
+            raise RequestRefused(f"{url} reads text as other ids than this tokenizer: no match", field="tokenizer")
 
     def _parse(self, generation: Generation, request: TurnRequest) -> Parsed:
         if generation.message is not None:
@@ -289,7 +338,7 @@ class PolicyService:
         if generation.finish is Finish.STOP and ids and ids[-1] in tokenizer.special:
             ids.pop()
         opened = self.thoughts and self.renderer.opens_thought(request.tools, "<think>", **request.template_variables)
-        tool_format = self.tool_format if request.tools else "plain"
+        tool_format = self.tool_format if request.tools and request.may_call else "plain"
         parsed = parse(tokenizer.decode(ids), tool_format, thoughts=self.thoughts, in_thought=opened)
         return Parsed(parsed.thought, tokenizer.without_special(parsed.content), parsed.calls)
 
@@ -312,41 +361,8 @@ def _as_message(parsed: Parsed) -> dict[str, Any]:
     return message
 
 
-def _chain(messages: Sequence[Message], digest: bytes = b"") -> Iterator[tuple[int, bytes]]:
-    """The identity of the conversation up to each assistant message, with its index."""
-    start = 0
-    for index, message in enumerate(messages):
-        if message["role"] == "assistant":
-            digest = _digest(digest, messages[start : index + 1])
-            start = index + 1
-            yield index, digest
-
-
-def _digest(before: bytes, messages: Sequence[Message]) -> bytes:
-    """Identity of messages after others, tolerant of what agents change on the way.
-
-    Agents drop thoughts, trim white space and write JSON anew; none of that makes it another conversation.
-    """
-    state = blake2b(before, digest_size=16)
-    for message in messages:
-        content = text_of(message.get("content"))
-        if message["role"] == "assistant":
-            content = strip_thought(content)
-        calls = [
-            [call["function"]["name"], _canonical(call["function"]["arguments"])]
-            for call in message.get("tool_calls") or ()
-        ]
-        state.update(orjson.dumps([message["role"], content.strip(), calls]))
-    return state.digest()
-
-
-def _canonical(arguments: object) -> object:
-    if isinstance(arguments, str):
-        try:
-            return orjson.dumps(orjson.loads(arguments), option=orjson.OPT_SORT_KEYS).decode()
-        except orjson.JSONDecodeError:
-            return arguments
-    return orjson.dumps(arguments, option=orjson.OPT_SORT_KEYS).decode()
+def _plain(message: Message) -> list[str]:
+    return [message["role"], text_of(message.get("content")).strip()]
 
 
 def _new_id() -> str:

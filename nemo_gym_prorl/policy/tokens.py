@@ -137,6 +137,7 @@ class TokenLedger:
     def __init__(self) -> None:
         self.turns: list[Turn] = []
         self._with_children: set[Turn] = set()
+        self._by_tokens: dict[tuple[int, tuple[int, ...]], list[Turn]] = {}
 
     def append(
         self, parent: Turn | None, observed: Sequence[int], generation: Generation, weight_version: str | None = None
@@ -165,6 +166,7 @@ class TokenLedger:
             start=(parent.end if parent else 0) + len(observed),
         )
         self.turns.append(turn)
+        self._by_tokens.setdefault((turn.start, turn.sampled), []).append(turn)
         if parent is not None:
             self._with_children.add(parent)
         return turn
@@ -179,6 +181,16 @@ class TokenLedger:
         if candidate is not None and ids[: candidate.end] == candidate.sequence():
             return candidate, ids[candidate.end :]
         return None, ids
+
+    def forks(self, parent: Turn | None) -> bool:
+        """Whether a turn after this one, or a first turn, would start a branch beside one that is there."""
+        return parent in self._with_children if parent is not None else bool(self.turns)
+
+    def find(self, prompt_ids: Sequence[int], sampled: Sequence[int]) -> Turn | None:
+        """The latest turn with exactly these tokens."""
+        alike = self._by_tokens.get((len(prompt_ids), tuple(sampled)), ())
+        prompt = list(prompt_ids)
+        return next((turn for turn in reversed(alike) if turn.prompt() == prompt), None)
 
     def leaves(self) -> Iterator[Turn]:
         """The last turn of every branch."""

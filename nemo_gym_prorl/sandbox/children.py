@@ -21,6 +21,11 @@ from nemo_gym_prorl.sandbox.wire import Inbox, Message, pack, send_files
 Action = Callable[[], tuple[Message, list[int]]]
 """What a forked child does; the message and open files are its answer."""
 
+
+class Unreachable(Exception):
+    """What an action was to act on has ended, or is about to; nobody's request was wrong."""
+
+
 Done = Callable[[Message, list[int]], None]
 
 MOST_UNCLAIMED = 1024
@@ -107,6 +112,8 @@ def _run(action: Action, channel: socket.socket) -> None:
         linux.prctl(linux.PR_SET_PDEATHSIG, signal.SIGKILL)
         try:
             answer, files = action()
+        except Unreachable as error:
+            answer, files = {"error": str(error), "lost": True}, []
         except OSError as error:
             answer, files = {"error": in_words(error), "errno": error.errno}, []
         send_files(channel, pack({**answer, "files": len(files)}), files)

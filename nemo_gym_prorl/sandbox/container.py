@@ -16,8 +16,9 @@ import os
 import re
 import secrets
 import signal
+import socket
 import stat
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -68,8 +69,10 @@ class Container:
         self.notes: list[str] = []
         """Limits that the sandbox ran into, as told by the supervisor."""
         self.alive = True
+        self.paused = False
         self.environment: dict[str, str] = {}
         self.workdir = "/root" if spec.root else "/tmp"
+        self._on_end: list[Callable[[], None]] = []
         self._link = link
         link.watch(name, self._on_event)
 
@@ -228,17 +231,8 @@ class Container:
         Raises:
             CallerError: there is no such program or folder.
         """
-        for name, value in (env or {}).items():
-            check_variable(name, value)
-        message = {
-            "do": "spawn",
-            "argv": list(argv),
-            "env": {**self.environment, **(env or {})},
-            "cwd": cwd or self.workdir,
-            "tty": terminal,
-            "echo": echo,
-            "sandbox": self.name,
-        }
+        message = {"do": "spawn", "sandbox": self.name, "tty": terminal, "echo": echo}
+        message |= self.program(argv, cwd=cwd, env=env)
         self._check_alive()
         try:
             return await self._link.spawn(message, files)
@@ -246,6 +240,14 @@ class Container:
             if error.number:
                 raise CallerError(error.reason, field="cwd" if "working folder" in error.reason else None) from error
             raise
+
+    def program(
+        self, argv: Sequence[str], *, cwd: str | None = None, env: Mapping[str, str] | None = None
+    ) -> dict[str, Any]:
+        """What :func:`.enter.spawn` is told of a program: with the sandbox's own variables and folder."""
+        for name, value in (env or {}).items():
+            check_variable(name, value)
+        return {"argv": list(argv), "env": {**self.environment, **(env or {})}, "cwd": cwd or self.workdir}
 
     def give(self, descriptor: int) -> int:
         """Let the sandbox's user open a pipe or memory file of ours by its name under ``/dev/fd``, as shells do."""
@@ -292,13 +294,53 @@ class Container:
         finally:
             os.close(descriptor)
 
+    async def connect(self, port: int) -> socket.socket:
+        """A connection to what listens on ``port`` of the sandbox's own loopback device, made from inside.
+
+        Raises:
+            SandboxRefused: nothing listens.
+            SandboxLost: the sandbox has ended.
+        """
+        _answer, files = await self.ask("connect", port=port)
+        connection = socket.socket(fileno=files[0])
+        connection.setblocking(False)
+        return connection
+
+    async def ask(self, do: str, **details: Any) -> tuple[Message, list[int]]:
+        """Ask the supervisor something about this sandbox; the files of its answer are the caller's to close.
+
+        Raises:
+            SandboxRefused: it could not be done.
+            SandboxLost: the sandbox has ended.
+        """
+        self._check_alive()
+        return await self._link.ask({"do": do, "sandbox": self.name, **details})
+
+    async def pause(self) -> None:
+        """Stop everything that runs inside; commands are refused until :meth:`resume`.
+
+        Raises:
+            SandboxRefused: something does not stop.
+        """
+        await self.ask("pause")
+        self.paused = True
+
+    async def resume(self) -> None:
+        """Let everything go on."""
+        await self.ask("resume")
+        self.paused = False
+
+    def on_end(self, callback: Callable[[], None]) -> None:
+        """Have ``callback`` called once when the sandbox ends, or is about to be closed."""
+        self._on_end.append(callback)
+
     async def close(self) -> None:
         """End the sandbox. Returns when no process and no file of it is left; harmless when it has ended already.
 
         Raises:
             InfrastructureError: it does not die; the supervisor goes on trying.
         """
-        self.alive = False
+        self._ended()
         self._link.watch(self.name, None)
         try:
             await asyncio.shield(self._link.ask({"do": "destroy", "sandbox": self.name}))
@@ -316,7 +358,12 @@ class Container:
         if event["event"] == "limit":
             self.notes.append(event["reason"])
         else:
-            self.alive = False
+            self._ended()
+
+    def _ended(self) -> None:
+        self.alive = False
+        while self._on_end:
+            self._on_end.pop()()
 
     def _check_alive(self) -> None:
         if not self.alive:

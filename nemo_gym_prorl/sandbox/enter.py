@@ -22,15 +22,17 @@ import fcntl
 import os
 import resource
 import signal
+import socket
 import stat
 import struct
 import termios
 import uuid
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, NoReturn
 
 from nemo_gym_prorl.sandbox import linux
+from nemo_gym_prorl.sandbox.children import Unreachable
 
 
 NAMESPACES = ("user", "mnt", "pid", "ipc", "net", "uts")
@@ -39,6 +41,7 @@ NAMESPACES = ("user", "mnt", "pid", "ipc", "net", "uts")
 TIOCGPTPEER = 0x5441
 TIOCSPTLCK = 0x40045431
 
+CONNECT_TIMEOUT_S = 5.0
 COPY_CHUNK = 1 << 20
 SMALL_TMPFS = "size=16m,nr_inodes=16k"
 """Bound of each memory file system that the runtime mounts, which would otherwise hold half the machine's memory."""
@@ -62,8 +65,22 @@ class Place:
     limits: dict[int, int]
 
 
+@contextlib.contextmanager
+def reaching() -> Iterator[None]:
+    """Errors in the block are the container's, which may have ended meanwhile: nothing in it depends on a request."""
+    try:
+        yield
+    except OSError as error:
+        raise Unreachable(f"the sandbox can't be joined: {error}") from error
+
+
+@reaching()
 def join(place: Place) -> None:
-    """Become a process in the container's namespaces; children forked later are in its PID namespace too."""
+    """Become a process in the container's namespaces; children forked later are in its PID namespace too.
+
+    Raises:
+        Unreachable: it has ended.
+    """
     base = os.open(f"/proc/{place.pid}", os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
     spaces = []
     for name in NAMESPACES:
@@ -121,14 +138,18 @@ def spawn(place: Place, order: dict[str, Any], files: Sequence[int]) -> tuple[di
     join(place)
     controlling = None
     sources = list(files)
-    if order["tty"]:
-        controlling, terminal = _open_terminal(*order["tty"], echo=order["echo"])
-        sources[:0] = [terminal] * 3
-    reader, writer = os.pipe()
+    with reaching():
+        if order["tty"]:
+            controlling, terminal = _open_terminal(*order["tty"], echo=order["echo"])
+            sources[:0] = [terminal] * 3
+        reader, writer = os.pipe()
     try:
         pid = os.fork()
     except BlockingIOError as error:
         raise BlockingIOError(error.errno, "the sandbox has as many processes as it may have") from error
+    except OSError as error:
+        # A PID namespace whose first process has ended takes no more.
+        raise Unreachable(f"the sandbox can't be joined: {error}") from error
     if pid == 0:
         _execute(place, order, sources, writer)
     os.close(writer)
@@ -218,6 +239,25 @@ def get(place: Place, path: str, limit: int, target: int) -> tuple[dict[str, Any
     if not stat.S_ISREG(found.st_mode):
         raise OSError(errno.EINVAL, f"{path} is not an ordinary file")
     return {"bytes": _copy(source, target, limit), "mode": stat.S_IMODE(found.st_mode)}, []
+
+
+def connect(place: Place, port: int) -> tuple[dict[str, Any], list[int]]:
+    """Connect to what listens on the container's loopback device; the connection stays there, whoever holds it."""
+    join(place)
+    trouble: OSError | None = None
+    for family, address in ((socket.AF_INET, "127.0.0.1"), (socket.AF_INET6, "::1")):
+        connection = socket.socket(family, socket.SOCK_STREAM)
+        # One that does not accept must not hold us for ever.
+        connection.settimeout(CONNECT_TIMEOUT_S)
+        try:
+            connection.connect((address, port))
+        except OSError as error:
+            trouble = trouble or error
+            connection.close()
+        else:
+            return {}, [connection.detach()]
+    assert trouble
+    raise trouble
 
 
 def _copy(source: int, target: int, limit: int | None) -> int:

@@ -2,43 +2,54 @@
 """An IPython kernel in a sandbox, spoken to directly: ZeroMQ over Unix sockets in a folder of that sandbox alone.
 
 No port is open and no gateway stands between, so a sandbox without network can have one. The sockets lie outside of
-the sandbox's own ``/tmp``, which agents like to empty. Messages are signed with a key that travels in a file that only
+the sandbox's own ``/tmp``, which agents like to empty. Requests are signed with a key that travels in a file that only
 the sandbox's user can read; nothing is on a command line.
 
-Every wait ends with the kernel: a dead one is reported, not waited for.
+Every wait ends with the kernel: a dead one is reported, not waited for. IPython's own history, a database on disk that
+is written for each cell, is off: it takes longer than the cell.
 """
 
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import json
 import os
 import re
 import secrets
 import signal
-import stat
+from collections.abc import Coroutine, Mapping
 from dataclasses import dataclass, field
-from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
-from jupyter_client.asynchronous.client import AsyncKernelClient
-from jupyter_client.connect import KernelConnectionInfo
+import zmq
+from jupyter_client.session import Session
 
 from nemo_gym_prorl.failures import CallerError, FailureKind, InfrastructureError
+from nemo_gym_prorl.sandbox.channel import Channel, Message, open_socket
 from nemo_gym_prorl.sandbox.container import SHARED_FOLDER, Container
-from nemo_gym_prorl.sandbox.link import MAX_SOCKET_PATH, Process, SandboxLost
+from nemo_gym_prorl.sandbox.link import Process, SandboxLost
 from nemo_gym_prorl.sandbox.output import HeadTail
 
 
 OUTPUT_LIMIT = 64 << 10
-"""Bytes of a cell's text that are kept."""
+"""Bytes of a cell's text, and of its traceback, that are kept."""
+
+DATA_LIMIT = 16 << 20
+"""Bytes of a cell's rich results that are kept: some large images."""
 
 START_TIMEOUT_S = 60.0
 CELL_TIMEOUT_S = 180.0
 INTERRUPT_GRACE_S = 2.0
 """How long a cell may take to end after it was interrupted; then the kernel is killed."""
 
+IDLE_GRACE_S = 1.0
+"""How long the last output may take to come after the kernel's answer. In a flood the kernel drops what we do not take
+in time, and the word that it is idle may be among that."""
+
+COMMAND = ("python3", "-m", "ipykernel_launcher", "--HistoryManager.enabled=False", "-f")
 CHANNELS = ("shell", "iopub", "stdin", "control", "hb")
+_POLL_S = 0.01
 _LOG_KEPT = 2000
 _COLOURS = re.compile(r"\x1b\[[0-9;]*m")
 
@@ -53,7 +64,7 @@ class Cell:
         error: the traceback as plain text, or ``None``.
         timed_out: it was interrupted because its time was up.
         died: the kernel has ended; :meth:`Kernel.restart` starts another.
-        omitted: bytes of text that were left out.
+        omitted: bytes of text, rich results and tracebacks that were left out.
     """
 
     output: str
@@ -64,14 +75,71 @@ class Cell:
     omitted: int = 0
 
 
+class _Running:
+    """What a cell has said so far; ``over`` is done when it is through."""
+
+    def __init__(self, request: str, limit: int) -> None:
+        self.request = request
+        self.over: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        self._limit = limit
+        self._kept = HeadTail(limit)
+        self._data: list[dict[str, Any]] = []
+        self._data_left = DATA_LIMIT
+        self._omitted = 0
+        self._error: str | None = None
+
+    def take(self, message: Message) -> None:
+        """One message of the output channel."""
+        content = message.content
+        match message.kind:
+            case "stream":
+                self._kept.add(_bytes(content.get("text")))
+            case "execute_result" | "display_data" if isinstance(content.get("data"), Mapping):
+                self._take_data(dict(content["data"]))
+            case "error":
+                lines = content.get("traceback")
+                if not lines or not isinstance(lines, list):
+                    lines = [f"{content.get('ename')}: {content.get('evalue')}"]
+                kept = HeadTail(self._limit)
+                kept.add(_bytes(_COLOURS.sub("", "\n".join(map(str, lines)))))
+                self._error = kept.text()
+                self._omitted += kept.omitted
+            case "status" if content.get("execution_state") == "idle":
+                self.end()
+
+    def end(self) -> None:
+        """Nothing more is to come."""
+        if not self.over.done():
+            self.over.set_result(None)
+
+    def cell(self, *, timed_out: bool, died: bool) -> Cell:
+        """The result."""
+        omitted = self._kept.omitted + self._omitted
+        return Cell(self._kept.text(), self._data, self._error, timed_out, died, omitted)
+
+    def _take_data(self, data: dict[str, Any]) -> None:
+        size = sum(len(_bytes(value)) for value in data.values())
+        if size > self._data_left:
+            self._omitted += size
+            return
+        self._data_left -= size
+        self._data.append(data)
+
+
 class Kernel:
-    """One kernel. Belongs to one event loop; one cell at a time."""
+    """One kernel. Belongs to one event loop. Cells run one after the other, as they were asked for."""
 
     def __init__(self, container: Container) -> None:
         self._container = container
-        self._client: AsyncKernelClient | None = None
+        self._loop = asyncio.get_running_loop()
+        self._turn = asyncio.Lock()
+        self._session = Session()
         self._process: Process | None = None
-        self._log = -1
+        self._channels: list[Channel] = []
+        self._descriptors: list[int] = []
+        self._answered = asyncio.Event()
+        self._heard = asyncio.Event()
+        self._running: _Running | None = None
 
     @classmethod
     async def start(cls, container: Container, *, timeout_s: float = START_TIMEOUT_S) -> Kernel:
@@ -88,77 +156,60 @@ class Kernel:
         """End the kernel, if it lives, and start a fresh one."""
         await self.close()
         name = f"k{secrets.token_hex(4)}"
-        folder = self._container.shared_folder
-        inside = f"{SHARED_FOLDER}/{name}"
-        if len(os.fsencode(folder / f"{name}-1")) > MAX_SOCKET_PATH:
-            raise InfrastructureError(f"{folder} is too long for a Unix socket; set PRORL_STATE to a shorter path")
+        key = secrets.token_hex(32)
+        self._session = Session(key=key.encode())
         facts: dict[str, Any] = {f"{channel}_port": number for number, channel in enumerate(CHANNELS, 1)}
-        facts |= {"transport": "ipc", "key": secrets.token_hex(32), "signature_scheme": "hmac-sha256"}
-        await asyncio.to_thread(self._write_facts, folder / f"{name}.json", json.dumps({**facts, "ip": inside}))
-        self._log = os.memfd_create("kernel", os.MFD_CLOEXEC)
+        facts |= {"transport": "ipc", "key": key, "signature_scheme": "hmac-sha256", "ip": f"{SHARED_FOLDER}/{name}"}
+        await asyncio.to_thread(self._write_facts, name, json.dumps(facts))
+        log = os.memfd_create("kernel", os.MFD_CLOEXEC)
         null = os.open("/dev/null", os.O_RDONLY | os.O_CLOEXEC)
         try:
-            self._process = await self._container.spawn(
-                ["python3", "-m", "ipykernel_launcher", "-f", f"{inside}.json"], [null, self._log, self._log]
-            )
-        except CallerError as error:
+            self._process = await self._container.spawn([*COMMAND, f"{SHARED_FOLDER}/{name}.json"], [null, log, log])
+            async with asyncio.timeout(timeout_s):
+                await self._connect(name)
+                await self._until_it_answers()
+        except (TimeoutError, SandboxLost, CallerError) as error:
+            begin = max(0, os.fstat(log).st_size - _LOG_KEPT)
+            said = os.pread(log, _LOG_KEPT, begin).decode("utf-8", "replace").strip() or str(error)
             await self.close()
-            raise _no_kernel(error.reason) from error
+            if not self._container.alive:
+                raise SandboxLost(f"the sandbox ended while its kernel started: {said}") from error
+            raise InfrastructureError(
+                f"no kernel answers in the sandbox; it needs python3 with ipykernel in the image: {said}",
+                kind=FailureKind.PROVIDER_UNAVAILABLE,
+            ) from error
+        except BaseException:
+            await self.close()
+            raise
         finally:
             os.close(null)
-        self._client = AsyncKernelClient()
-        self._client.load_connection_info(cast(KernelConnectionInfo, {**facts, "ip": str(folder / name)}))
-        try:
-            async with asyncio.timeout(timeout_s):
-                await self._until_it_answers(folder / f"{name}-1")
-        except (TimeoutError, SandboxLost) as error:
-            begin = max(0, os.fstat(self._log).st_size - _LOG_KEPT)
-            said = os.pread(self._log, _LOG_KEPT, begin).decode("utf-8", "replace")
-            await self.close()
-            raise _no_kernel(said.strip()) from error
+            os.close(log)
 
     async def run(self, code: str, *, timeout_s: float = CELL_TIMEOUT_S, output_limit: int = OUTPUT_LIMIT) -> Cell:
-        """Run one cell.
+        """Run one cell. If the caller goes away meanwhile, the cell is interrupted.
+
+        Args:
+            code: the source.
+            timeout_s: then it is interrupted, and if it goes on all the same, the kernel is killed.
+            output_limit: bytes of text to keep.
 
         Raises:
             SandboxLost: the kernel had ended before.
         """
-        client, process = self._client, self._process
-        if client is None or process is None or process.ended.done():
-            raise SandboxLost("the kernel has ended; restart it")
-        kept = HeadTail(output_limit)
-        cell = Cell("", [])
-        error: str | None = None
-        timed_out = died = False
-        request = client.execute(code, allow_stdin=False)
-        deadline = asyncio.get_running_loop().time() + timeout_s
-        while True:
+        async with self._turn:
+            process = self._process
+            if process is None or process.ended.done():
+                raise SandboxLost("the kernel has ended; restart it")
+            request = self._ask("execute_request", code=code, allow_stdin=False, stop_on_error=False)
+            running = self._running = _Running(request, output_limit)
             try:
-                async with asyncio.timeout_at(deadline):
-                    message = await self._or_death(client.get_iopub_msg())
-            except TimeoutError:
-                # First it is asked to stop, then it is made to.
-                await self._container.signal(process, signal.SIGKILL if timed_out else signal.SIGINT)
-                deadline = asyncio.get_running_loop().time() + INTERRUPT_GRACE_S
-                timed_out = True
-                continue
-            except SandboxLost:
-                died = True
-                break
-            if message["parent_header"].get("msg_id") != request:
-                continue
-            content = message["content"]
-            match message["msg_type"]:
-                case "stream":
-                    kept.add(content["text"].encode("utf-8", "surrogateescape"))
-                case "execute_result" | "display_data":
-                    cell.data.append(content["data"])
-                case "error":
-                    traceback = "\n".join(content["traceback"]) or f"{content['ename']}: {content['evalue']}"
-                    error = _COLOURS.sub("", traceback)
-                case "status" if content["execution_state"] == "idle":
-                    break
-        return Cell(kept.text(), cell.data, error, timed_out, died, kept.omitted)
+                timed_out = await self._ends_within(running, process, timeout_s)
+            except asyncio.CancelledError:
+                await asyncio.shield(self.interrupt())
+                raise
+            finally:
+                self._running = None
+            return running.cell(timed_out=timed_out, died=not running.over.done())
 
     async def interrupt(self) -> None:
         """Interrupt the cell that runs, as Ctrl-C does."""
@@ -167,16 +218,15 @@ class Kernel:
 
     async def close(self) -> None:
         """End the kernel. Harmless when it has ended."""
-        if self._client is not None:
-            self._client.stop_channels()
-            self._client = None
+        for channel in self._channels:
+            channel.close()
+        for descriptor in self._descriptors:
+            os.close(descriptor)
+        self._channels, self._descriptors = [], []
         if self._process is not None and not self._process.ended.done() and self._container.alive:
             await self._container.signal(self._process, signal.SIGKILL)
             await asyncio.wait([self._process.ended])
         self._process = None
-        if self._log >= 0:
-            os.close(self._log)
-            self._log = -1
 
     async def __aenter__(self) -> Kernel:
         return self
@@ -184,56 +234,74 @@ class Kernel:
     async def __aexit__(self, *_exception: object) -> None:
         await self.close()
 
-    def _write_facts(self, path: Path, text: str) -> None:
+    async def _ends_within(self, running: _Running, process: Process, timeout_s: float) -> bool:
+        """Wait for a cell's end, or for the kernel's; whether the cell had to be stopped."""
+        ends: list[asyncio.Future[Any]] = [running.over, process.ended]
+        # First it is asked to stop, then it is made to.
+        for number, limit in ((signal.SIGINT, timeout_s), (signal.SIGKILL, INTERRUPT_GRACE_S)):
+            await asyncio.wait(ends, timeout=limit, return_when=asyncio.FIRST_COMPLETED)
+            if running.over.done() or process.ended.done():
+                return number == signal.SIGKILL
+            await self._container.signal(process, number)
+        await asyncio.wait(ends, return_when=asyncio.FIRST_COMPLETED)
+        return True
+
+    def _ask(self, kind: str, **content: Any) -> str:
+        return self._channels[0].send(self._session, kind, content)
+
+    def _on_answer(self, message: Message) -> None:
+        self._answered.set()
+        if self._running and message.request == self._running.request:
+            self._loop.call_later(IDLE_GRACE_S, self._running.end)
+
+    def _on_output(self, message: Message) -> None:
+        self._heard.set()
+        if self._running and message.request == self._running.request:
+            self._running.take(message)
+
+    def _write_facts(self, name: str, text: str) -> None:
+        path = self._container.shared_folder / f"{name}.json"
         descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
         with os.fdopen(descriptor, "w") as file:
             file.write(text)
             self._container.give(descriptor)
 
-    async def _until_it_answers(self, shell_socket: Path) -> None:
-        """Wait for its sockets, then ask who it is until it answers on both channels that cells use.
+    async def _connect(self, name: str) -> None:
+        """Connect to its sockets as they come up. No heartbeat: the end of its process says all."""
+        for number, kind, listener in ((1, zmq.DEALER, self._on_answer), (2, zmq.SUB, self._on_output)):
+            path = self._container.shared_folder / f"{name}-{number}"
+            while (descriptor := open_socket(path)) is None:
+                await self._or_death(asyncio.sleep(_POLL_S))
+            self._descriptors.append(descriptor)
+            self._channels.append(Channel(kind, descriptor, listener))
+
+    async def _until_it_answers(self) -> None:
+        """Ask who it is until it is heard on both channels.
 
         A subscription takes effect some time after it was asked for, and what is published before is lost.
         """
-        assert self._client is not None
-        while not await asyncio.to_thread(_is_socket, shell_socket):
-            await self._or_death(asyncio.sleep(0.02))
-        # No heartbeat: its socket pair takes a Unix socket's silence for the kernel's death.
-        self._client.start_channels(hb=False, stdin=False)
-        while True:
-            request = self._client.kernel_info()
-            while True:
-                try:
-                    async with asyncio.timeout(0.3):
-                        message = await self._or_death(self._client.get_iopub_msg())
-                except TimeoutError:
-                    break
-                if message["parent_header"].get("msg_id") == request:
-                    return
+        self._heard.clear()
+        while not self._heard.is_set():
+            self._answered.clear()
+            self._ask("kernel_info_request")
+            await self._or_death(self._answered.wait())
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(_POLL_S):
+                    await self._heard.wait()
 
-    async def _or_death(self, waiting: Any) -> Any:
+    async def _or_death(self, waiting: Coroutine[Any, Any, object]) -> None:
         """Wait for ``waiting``, or raise if the kernel ends before."""
         assert self._process is not None
-        task = asyncio.ensure_future(waiting)
+        task: asyncio.Future[Any] = asyncio.ensure_future(waiting)
+        ends: list[asyncio.Future[Any]] = [task, self._process.ended]
         try:
-            await asyncio.wait([task, self._process.ended], return_when=asyncio.FIRST_COMPLETED)
-            if task.done():
-                return task.result()
-            raise SandboxLost("the kernel has ended")
+            await asyncio.wait(ends, return_when=asyncio.FIRST_COMPLETED)
+            if not task.done():
+                raise SandboxLost("the kernel has ended")
         finally:
             task.cancel()
 
 
-def _no_kernel(said: str) -> InfrastructureError:
-    return InfrastructureError(
-        f"no kernel answers in the sandbox; it needs python3 with ipykernel in the image: {said}",
-        kind=FailureKind.PROVIDER_UNAVAILABLE,
-    )
-
-
-def _is_socket(path: Path) -> bool:
-    # The folder is the sandbox's to write in: a link there may lead to somebody else's socket.
-    try:
-        return stat.S_ISSOCK(os.lstat(path).st_mode)
-    except FileNotFoundError:
-        return False
+def _bytes(value: object) -> bytes:
+    """Text as bytes; what a kernel should send as text and does not, as JSON."""
+    return (value if isinstance(value, str) else json.dumps(value)).encode("utf-8", "surrogateescape")

@@ -39,6 +39,9 @@ SPACE_FILE = "pid_namespace"
 GROUP_FILE = "cgroup"
 """In the folder of each sandbox that has a control group: the path of that, from before it is made."""
 
+LOCK_FILE = "lock"
+"""In the folder of an owner: locked for as long as it lives."""
+
 LONGEST_SOCKET = "s-12345678/socket"
 """As long as the path of a supervisor's socket below :func:`state_root`."""
 
@@ -74,7 +77,7 @@ def take(root: Path) -> tuple[Path, int]:
     folder = Path(tempfile.mkdtemp(prefix="s-", dir=root))
     folder.chmod(0o700 if os.geteuid() else 0o711)
     try:
-        lock = os.open(folder / "lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+        lock = os.open(folder / LOCK_FILE, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
     except OSError:
         folder.rmdir()
         raise
@@ -84,7 +87,7 @@ def take(root: Path) -> tuple[Path, int]:
 
 def sweep(root: Path) -> list[Path]:
     """Remove what dead owners left: processes, then files. Returns their folders; live ones are not touched."""
-    # What does not die is the next sweep's; the others need not wait for it.
+    # What can't be removed is the next sweep's; the others need not wait for it.
     return [folder for folder in sorted(root.glob("s-*")) if folder.exists() and bury(folder)]
 
 
@@ -98,7 +101,8 @@ def bury(folder: Path, patience_s: float = 5.0) -> bool:
         return False
     try:
         clear(folder, patience_s)
-    except TimeoutError:
+    except OSError:
+        # Processes that do not die, or a file that came while its folder was emptied.
         return False
     finally:
         os.close(lock)
@@ -107,11 +111,11 @@ def bury(folder: Path, patience_s: float = 5.0) -> bool:
 
 def _lock_of_the_dead(folder: Path) -> int | None:
     try:
-        lock = os.open(folder / "lock", os.O_RDWR | os.O_CLOEXEC)
+        lock = os.open(folder / LOCK_FILE, os.O_RDWR | os.O_CLOEXEC)
     except FileNotFoundError:
         if time.time() - folder.stat().st_mtime < _UNFINISHED_S:
             return None
-        lock = os.open(folder / "lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+        lock = os.open(folder / LOCK_FILE, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
     try:
         fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
@@ -139,6 +143,10 @@ def clear(folder: Path, patience_s: float = 5.0) -> None:
         time.sleep(0.005)
     for group in groups:
         group.remove()
+    # The lock goes last: whoever is killed on the way leaves a folder that can be told to be a dead one's.
+    for entry in folder.iterdir():
+        if entry.name != LOCK_FILE:
+            remove_tree(entry) if entry.is_dir() and not entry.is_symlink() else entry.unlink()
     remove_tree(folder)
 
 
@@ -169,15 +177,15 @@ class Space:
 
     def note(self, folder: Path) -> None:
         """Note it down in a sandbox's folder."""
-        fresh = folder / f".{SPACE_FILE}"
-        fresh.write_text(f"{self.init} {self.started} {self.number}")
-        fresh.rename(folder / SPACE_FILE)
+        _note(folder / SPACE_FILE, self.init, self.started, self.number)
 
     def members(self) -> list[int]:
         """The live processes in it, as the host numbers them."""
         if start_time(self.init) != self.started:
             return []
-        return _processes(lambda entry: os.stat(f"{entry}/ns/pid").st_ino == self.number)
+        found = _processes(lambda entry: os.stat(f"{entry}/ns/pid").st_ino == self.number)
+        # Had it ended meanwhile, the number may be another's by now, and so may be those that bear it.
+        return found if start_time(self.init) == self.started else []
 
 
 def spaces_of(folder: Path) -> list[Space]:
@@ -213,7 +221,7 @@ def start_time(pid: int) -> int | None:
 
 def note_starter(folder: Path, pid: int) -> None:
     """Note down, in a sandbox's folder, the process that was forked to become the runtime."""
-    (folder / STARTER_FILE).write_text(f"{pid} {start_time(pid) or 0}")
+    _note(folder / STARTER_FILE, pid, start_time(pid) or 0)
 
 
 def helpers_of(folder: Path) -> list[int]:
@@ -223,6 +231,13 @@ def helpers_of(folder: Path) -> list[int]:
     mark = f"{OWNER_VARIABLE}={folder}".encode()
     marked = _processes(lambda entry: mark in Path(f"{entry}/environ").read_bytes().split(b"\0"))
     return sorted({pid for pid, started in starters if start_time(pid) == started} | set(marked))
+
+
+def _note(path: Path, *numbers: int) -> None:
+    """Write a note at once: its writer may be killed at any time, and half a note would stop every sweep."""
+    fresh = path.with_name(f".{path.name}")
+    fresh.write_text(" ".join(map(str, numbers)))
+    fresh.rename(path)
 
 
 def _notes(folder: Path, name: str) -> list[list[int]]:

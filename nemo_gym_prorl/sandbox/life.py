@@ -112,12 +112,19 @@ class Sandbox:
     closing_since: float = 0.0
     closing: list[tuple[Request, Message]] = field(default_factory=list)
     deleting: bool = False
+    paused: bool = False
     held: list[int] = field(default_factory=list)
     usage: Usage = field(default_factory=Usage)
     born: float = field(default_factory=time.monotonic)
 
     def place_to_join(self) -> enter.Place:
-        """Where to join it, when it is up."""
+        """Where to join it, when it is up.
+
+        Raises:
+            OSError: it is paused.
+        """
+        if self.paused:
+            raise OSError("the sandbox is paused; resume it first")
         assert self.place
         return self.place
 

@@ -13,9 +13,12 @@ import signal
 import socket
 import time
 from collections.abc import Callable
+from io import FileIO
 
 
 Callback = Callable[[], None]
+
+File = socket.socket | FileIO
 
 
 class Loop:
@@ -47,12 +50,22 @@ class Loop:
         if key.events != events:
             self._selector.modify(connection, events, key.data)
 
-    def ignore(self, connection: socket.socket) -> None:
+    def attend(self, file: File, callback: Callback, *, read: bool, write: bool) -> None:
+        """Call ``callback`` when ``file`` can be read, or written, as wanted, whatever was wanted before."""
+        events = (selectors.EVENT_READ if read else 0) | (selectors.EVENT_WRITE if write else 0)
+        if not events:
+            self.ignore(file)
+        elif file.fileno() not in self._selector.get_map():
+            self._selector.register(file, events, callback)
+        elif self._selector.get_key(file).events != events:
+            self._selector.modify(file, events, callback)
+
+    def ignore(self, connection: File) -> None:
         """Watch no longer; harmless if it was not watched."""
         if connection.fileno() >= 0 and connection.fileno() in self._selector.get_map():
             self._selector.unregister(connection)
 
-    def drop(self, connection: socket.socket) -> None:
+    def drop(self, connection: File) -> None:
         """Watch no longer, and close."""
         self.ignore(connection)
         connection.close()

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import codecs
 from collections import deque
 
 
@@ -31,14 +32,26 @@ class HeadTail:
 
     @property
     def omitted(self) -> int:
-        """Bytes that were not kept."""
-        return max(0, self.total - len(self._head) - min(self._tail_size, self._half))
+        """Bytes that were not kept, or of which a part was not kept."""
+        head, tail = self._ends()
+        return self.total - len(head) - len(tail)
 
     def text(self) -> str:
         """What was kept, invalid UTF-8 replaced, with one line that says how many bytes are left out."""
-        tail = b"".join(self._tail)[-self._half :]
-        if not self.omitted:
-            return (bytes(self._head) + tail).decode("utf-8", "replace")
-        # A character may have been cut in two on either side.
-        head = self._head.decode("utf-8", "ignore")
-        return f"{head}\n[... {self.omitted} bytes omitted ...]\n{tail.decode('utf-8', 'ignore')}"
+        head, tail = self._ends()
+        omitted = self.total - len(head) - len(tail)
+        if not omitted:
+            return (head + tail).decode("utf-8", "replace")
+        between = f"\n[... {omitted} bytes omitted ...]\n"
+        return head.decode("utf-8", "replace") + between + tail.decode("utf-8", "replace")
+
+    def _ends(self) -> tuple[bytes, bytes]:
+        """Beginning and end; if something is missing between them, without the halves of a character that was cut."""
+        head, tail = bytes(self._head), b"".join(self._tail)[-self._half :]
+        if len(head) + len(tail) == self.total:
+            return head, tail
+        decoder = codecs.getincrementaldecoder("utf-8")("replace")
+        decoder.decode(head)
+        cut = len(decoder.getstate()[0])
+        begin = next((i for i, byte in enumerate(tail[:3]) if byte & 0xC0 != 0x80), min(3, len(tail)))
+        return head[: len(head) - cut], tail[begin:]

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """NeMo Gym's ``SandboxProvider`` named ``singularity``: Gym's words on one side, :mod:`.container` on the other.
 
-What the installed Gym defines beyond the common core (terminals, reconnecting) is there as methods of the same names;
-Gym finds capabilities by looking for them.
+What the installed Gym defines beyond the common core (terminals, endpoints, reconnecting) is there as methods of the
+same names; Gym finds capabilities by looking for them.
 
 A command that ran has ``error_type`` ``None`` and its own exit code. One that was stopped when its time was up has
 ``timeout``, 124 and the output so far; one that could not run has ``sandbox``, 125 and the reason as its stderr.
@@ -20,6 +20,7 @@ from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import Any
 
+from nemo_gym.sandbox.providers import base
 from nemo_gym.sandbox.providers.base import (
     SandboxCreateError,
     SandboxExecResult,
@@ -29,12 +30,15 @@ from nemo_gym.sandbox.providers.base import (
 )
 
 from nemo_gym_prorl.failures import CallerError, InfrastructureError, RolloutError
+from nemo_gym_prorl.sandbox import relay
 from nemo_gym_prorl.sandbox.container import DEFAULT_EXEC_TIMEOUT_S, OUTPUT_LIMIT, Container, ContainerSpec
 from nemo_gym_prorl.sandbox.gates import StartGates
+from nemo_gym_prorl.sandbox.kernel import Kernel
 from nemo_gym_prorl.sandbox.lease import state_root
 from nemo_gym_prorl.sandbox.link import SandboxLost, SandboxRefused
 from nemo_gym_prorl.sandbox.pool import WarmPool
 from nemo_gym_prorl.sandbox.runtime import Runtime, require_runtime
+from nemo_gym_prorl.sandbox.shell import Shell
 from nemo_gym_prorl.sandbox.store.images import ImageStore
 from nemo_gym_prorl.sandbox.store.node import NodeImages
 from nemo_gym_prorl.sandbox.store.reference import parse
@@ -170,8 +174,20 @@ class SingularityProvider:
         await _container(handle).download(source_path, Path(target_path))
 
     async def status(self, handle: SandboxHandle) -> SandboxStatus:
-        """``running`` while its processes can be joined, else ``stopped``."""
-        return SandboxStatus.RUNNING if _container(handle).alive else SandboxStatus.STOPPED
+        """``running`` while its processes can be joined, ``paused`` after :meth:`pause`, else ``stopped``."""
+        container = _container(handle)
+        if not container.alive:
+            return SandboxStatus.STOPPED
+        # Gym 0.4 has no such state.
+        return getattr(SandboxStatus, "PAUSED", SandboxStatus.UNKNOWN) if container.paused else SandboxStatus.RUNNING
+
+    async def pause(self, handle: SandboxHandle) -> None:
+        """Stop everything that runs in the sandbox; its memory stays in use."""
+        await _container(handle).pause()
+
+    async def resume(self, handle: SandboxHandle) -> None:
+        """Let everything in the sandbox go on."""
+        await _container(handle).resume()
 
     async def close(self, handle: SandboxHandle) -> None:
         """End the sandbox; returns when nothing of it is left. May be called again."""
@@ -179,6 +195,22 @@ class SingularityProvider:
 
     async def aclose(self) -> None:
         """Nothing: the supervisor is the process's, not this object's, and goes with the process."""
+
+    async def shell(self, handle: SandboxHandle, *, env: Mapping[str, str] | None = None) -> Shell:
+        """A persistent shell in the sandbox's working folder, the caller's to close; see :class:`.shell.Shell`.
+
+        Raises:
+            InfrastructureError: the image has no bash, or it does not answer.
+        """
+        return await Shell.start(_container(handle), env=env)
+
+    async def kernel(self, handle: SandboxHandle) -> Kernel:
+        """An IPython kernel in the sandbox's working folder, the caller's to close; see :class:`.kernel.Kernel`.
+
+        Raises:
+            InfrastructureError: the image has no ipykernel, or it does not answer.
+        """
+        return await Kernel.start(_container(handle))
 
     async def serialize_handle(self, handle: SandboxHandle, *, scope: str | None = None) -> dict[str, Any]:
         """What another process of the same user on this machine needs to :meth:`connect`. Holds no secret but the
@@ -216,6 +248,27 @@ class SingularityProvider:
             size=(spec.rows, spec.cols) if spec.pty else None,
         )
 
+    async def attach_pty(
+        self, handle: SandboxHandle, session_id: str, *, takeover: bool = True, since: int | None = None
+    ) -> Terminal:
+        """Hold a session that was opened before, here or by another process; see :meth:`.terminal.Terminal.attach`."""
+        return await Terminal.attach(_container(handle), session_id, takeover=takeover, since=since)
+
+    async def endpoint(self, handle: SandboxHandle, port: int) -> Any:
+        """Where a port of the sandbox's own loopback device can be reached, as Gym's ``SandboxEndpoint``.
+
+        A port of this machine's loopback device that is open for as long as the sandbox lives; see :mod:`.relay`.
+        """
+        if not 1 <= port <= 65535:
+            raise CallerError(f"must be between 1 and 65535, not {port}", field="port")
+        return base.SandboxEndpoint(f"http://{relay.HOST}:{relay.expose(_container(handle), port)}")
+
+    async def exec_with_background_services(
+        self, handle: SandboxHandle, command: str, *, cwd: str | None = None, timeout_s: int | float | None = None
+    ) -> SandboxExecResult:
+        """As :meth:`exec`: what a command leaves running in the background goes on running in any case."""
+        return await self.exec(handle, command, cwd=cwd, timeout_s=timeout_s)
+
     @contextlib.asynccontextmanager
     async def sandbox(self, spec: SandboxSpec) -> AsyncIterator[Container]:
         """A sandbox for the length of a block, as our own richer object."""
@@ -245,8 +298,6 @@ class SingularityProvider:
         resources = spec.resources
         if resources.gpu:
             raise CallerError("this provider gives sandboxes no GPU", field="resources.gpu")
-        if getattr(spec, "ports", ()):
-            raise CallerError("this provider opens no ports; sandboxes have no network", field="ports")
         wanted = ContainerSpec(
             # Known last, since it may have to be pulled.
             image=Path(),

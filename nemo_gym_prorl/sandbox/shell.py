@@ -103,7 +103,8 @@ class Shell:
         self._bash: Process | None = None
         self._mark = b""
         self._tail = b""
-        self._kept = HeadTail(0)
+        self._limit = OUTPUT_LIMIT
+        self._kept = HeadTail(OUTPUT_LIMIT)
         self._result: tuple[int, str] | None = None
         self._changed: asyncio.Future[None] | None = None
         self._heard = 0.0
@@ -135,6 +136,7 @@ class Shell:
     async def restart(self) -> None:
         """End bash, if it lives, with everything that runs in its session, and start a fresh one."""
         await self.close()
+        self._kept = HeadTail(self._limit)
         reader, self._commands = os.pipe()
         try:
             self._bash = await self._container.spawn(
@@ -201,7 +203,10 @@ class Shell:
             raise SandboxLost("the shell has ended; restart it")
         nonce = secrets.token_hex(16)
         self._mark = _BEGIN + nonce.encode()
-        self._kept = HeadTail(output_limit)
+        if output_limit != self._limit:
+            earlier, self._limit = self._kept.text(), output_limit
+            self._kept = HeadTail(output_limit)
+            self._kept.add(earlier.encode())
         self._tail = b""
         self._result = None
         source = f"eval -- {shlex.quote(command)} </dev/tty 2>&1\n_prorl_end {nonce}\n"
@@ -292,6 +297,7 @@ class Shell:
             self._mark = b""
             kept.add(self._tail)
             self._tail = b""
+            self._kept = HeadTail(self._limit)
         return Action(
             output=kept.text(),
             exit_code=code,

@@ -23,11 +23,12 @@ import time
 from functools import partial
 from pathlib import Path
 
-from nemo_gym_prorl.sandbox import cgroup, enter, lease, linux
+from nemo_gym_prorl.sandbox import cgroup, enter, lease, linux, pause
 from nemo_gym_prorl.sandbox.children import Children, in_words
 from nemo_gym_prorl.sandbox.clients import Client, Request, close_all
 from nemo_gym_prorl.sandbox.life import NoSandbox, Sandboxes
 from nemo_gym_prorl.sandbox.loop import Loop
+from nemo_gym_prorl.sandbox.sessions import Sessions
 from nemo_gym_prorl.sandbox.wire import Message
 
 
@@ -43,6 +44,7 @@ class Supervisor:
         self._children = Children()
         self._loop = Loop(self._reap, self.end)
         self._sandboxes = Sandboxes(folder, self._loop, self._children, _groups())
+        self._sessions = Sessions(self._loop, self._children, self._sandboxes)
         self._ending = False
         self._listener = listener
         self._listener.setblocking(False)
@@ -144,6 +146,37 @@ class Supervisor:
                 os.killpg(order["pid"], order["signal"])
         request.answer({})
 
+    def _do_open(self, request: Request, order: Message, _files: list[int]) -> None:
+        self._sessions.open(request, order)
+
+    def _do_attach(self, request: Request, order: Message, _files: list[int]) -> None:
+        self._sessions.attach(request, order)
+
+    def _do_hang_up(self, request: Request, order: Message, _files: list[int]) -> None:
+        self._sessions.close(request, order)
+
+    def _do_pause(self, request: Request, order: Message, _files: list[int]) -> None:
+        sandbox = self._sandboxes.up(order["sandbox"])
+        assert sandbox.space
+        # From now on, or what is started meanwhile would run on.
+        sandbox.paused = True
+
+        def done(answer: Message, _files: list[int]) -> None:
+            sandbox.paused = "error" not in answer
+            request.answer(answer)
+
+        self._children.fork(partial(pause.pause, sandbox.space), done)
+
+    def _do_resume(self, request: Request, order: Message, _files: list[int]) -> None:
+        sandbox = self._sandboxes.up(order["sandbox"])
+        assert sandbox.space
+        sandbox.paused = False
+        self._children.fork(partial(pause.resume, sandbox.space), request.answer)
+
+    def _do_connect(self, request: Request, order: Message, _files: list[int]) -> None:
+        place = self._sandboxes.up(order["sandbox"]).place_to_join()
+        self._children.fork(partial(enter.connect, place, order["port"]), request.answer)
+
     def _do_put(self, request: Request, order: Message, files: list[int]) -> None:
         place = self._sandboxes.up(order["sandbox"]).place_to_join()
         self._children.fork(partial(enter.put, place, order["path"], order["mode"], files[0]), request.answer)
@@ -170,9 +203,11 @@ def _sweep(root: Path) -> tuple[Message, list[int]]:
 def main() -> None:
     """``supervisor FOLDER OWNER LISTENER``: the numbers of the open socket to the owner, and of the one for others."""
     linux.prctl(linux.PR_SET_CHILD_SUBREAPER, 1)
+    # Nothing of ours is for the runtime: with the lock, what it leaves behind would seem to have a live owner.
+    for inherited in os.listdir("/proc/self/fd"):
+        with contextlib.suppress(OSError):
+            os.set_inheritable(int(inherited), int(inherited) <= 2)
     owner, listener = (socket.socket(fileno=int(number)) for number in sys.argv[2:])
-    for inherited in (owner, listener):
-        inherited.set_inheritable(False)
     Supervisor(Path(sys.argv[1]), owner, listener).run()
 
 

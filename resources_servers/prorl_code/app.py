@@ -19,13 +19,15 @@ from nemo_gym.base_resources_server import (
     BaseVerifyResponse,
     SimpleResourcesServer,
 )
-from nemo_gym.sandbox import AsyncSandbox, SandboxSpec
+from nemo_gym.sandbox import SandboxSpec
 from nemo_gym.sandbox.config import resolve_provider_config
 from nemo_gym.server_utils import SESSION_ID_KEY
 from pydantic import ConfigDict, Field, PrivateAttr, model_validator
 
 from nemo_gym_prorl.failures import FAILURE_KIND_HEADER, CallerError, InfrastructureError
+from nemo_gym_prorl.sandbox import started
 from nemo_gym_prorl.sandbox.image import ensure_default_image
+from nemo_gym_prorl.sandbox.images import ensure_kernel_image
 from nemo_gym_prorl.sandbox.runtime import require_runtime
 from nemo_gym_prorl.tasks.code.grading import GradingLimits
 from nemo_gym_prorl.tasks.code.session import CodeLimits, CodeSessions
@@ -50,6 +52,7 @@ class ProRLCodeConfig(BaseResourcesServerConfig):
     max_sandbox_starts: int = Field(default=4, ge=1)
     tool_timeout_s: float = Field(default=30.0, gt=0)
     max_tool_timeout_s: float = Field(default=120.0, gt=0)
+    tool_silence_s: float = Field(default=10.0, gt=0)
     max_output_bytes: int = Field(default=16_000, ge=1000, le=1_000_000)
     grading_timeout_s: float = Field(default=20.0, gt=0)
     grading_memory_mib: int = Field(default=1024, ge=64)
@@ -88,7 +91,9 @@ class ProRLCodeServer(SimpleResourcesServer):
         if config.image is None and not LOCAL_PROVIDERS & self._provider.keys():
             raise ValueError(f"image: name one, the sandbox provider {next(iter(self._provider))!r} has no default")
         limits = CodeLimits(
-            tools=ToolLimits(config.tool_timeout_s, config.max_tool_timeout_s, config.max_output_bytes),
+            tools=ToolLimits(
+                config.tool_timeout_s, config.max_tool_timeout_s, config.tool_silence_s, config.max_output_bytes
+            ),
             grading=GradingLimits(config.grading_timeout_s, config.grading_memory_mib),
             max_sandbox_starts=config.max_sandbox_starts,
             session_ttl_s=config.session_ttl_s,
@@ -154,18 +159,21 @@ class ProRLCodeServer(SimpleResourcesServer):
         call.__doc__ = TOOLS[tool].__doc__
         return call
 
-    async def _start_sandbox(self) -> AsyncSandbox:
+    async def _start_sandbox(self) -> started.StartedSandbox:
         image = await self._ensure_image()
-        return await AsyncSandbox(self._provider).start(SandboxSpec(image=image))
+        # Shell and kernel start in the working folder: one that no agent can remove.
+        return await started.start(self._provider, SandboxSpec(image=image, workdir="/"))
 
     async def _ensure_image(self) -> str:
         if self._image is None:
             if LOCAL_PROVIDERS & self._provider.keys():
                 require_runtime().activate()
-            default = self.config.image is None
-            self._image = (
-                str(await asyncio.to_thread(ensure_default_image, logger.info)) if default else self.config.image
-            )
+            if self.config.image is None:
+                # Kernels are for the provider that has them.
+                ensure = ensure_kernel_image if "singularity" in self._provider else ensure_default_image
+                self._image = str(await asyncio.to_thread(ensure, logger.info))
+            else:
+                self._image = self.config.image
         return self._image
 
     def _lifespan(self, inner: Any) -> Any:

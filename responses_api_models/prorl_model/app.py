@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import json
 from copy import deepcopy
+from itertools import pairwise
 from time import time
 from typing import Any
 
@@ -18,6 +19,7 @@ from nemo_gym.base_responses_api_model import BaseResponsesAPIModelConfig, Simpl
 from nemo_gym.openai_utils import (
     NeMoGymChatCompletion,
     NeMoGymChatCompletionCreateParamsNonStreaming,
+    NeMoGymEasyInputMessage,
     NeMoGymResponse,
     NeMoGymResponseCreateParamsNonStreaming,
 )
@@ -28,12 +30,13 @@ from pydantic import Field
 from nemo_gym_prorl.failures import CallerError
 from nemo_gym_prorl.policy.api import PolicyConfig, PolicyHost, add_control_routes
 from nemo_gym_prorl.policy.asgi import CancelOnDisconnect
-from nemo_gym_prorl.policy.engines import Sampling
+from nemo_gym_prorl.policy.engine import Sampling
 from nemo_gym_prorl.policy.service import Answer, TurnRequest
 from nemo_gym_prorl.policy.tokens import Finish
 
 
 TOKENS_HEADER = "X-Rollout-Tokens"
+TOKEN_FIELDS = ("prompt_token_ids", "generation_token_ids", "generation_log_probs")
 
 
 class ProrlModelConfig(BaseResponsesAPIModelConfig):
@@ -59,6 +62,8 @@ class ProrlModel(SimpleResponsesAPIModel):
     def setup_webserver(self) -> FastAPI:
         app = super().setup_webserver()
         config = self.config
+        if (getattr(config, "num_workers", None) or 1) > 1:
+            raise CallerError("must be 1: a rollout's tokens are kept in one process", field="num_workers")
         self._host = PolicyHost(
             PolicyConfig(
                 base_url=[config.base_url] if isinstance(config.base_url, str) else config.base_url,
@@ -86,13 +91,12 @@ class ProrlModel(SimpleResponsesAPIModel):
         if response is not None and _deferred(request):
             response.headers[TOKENS_HEADER] = "deferred"  # tells the agent that the tokens are kept here
         after = body.previous_response_id
-        params = self._converter.responses_to_chat_completion_create_params(
-            body.model_copy(update={"previous_response_id": None, "instructions": None})
+        chat = self._chat(body.model_copy(update={"previous_response_id": None, "instructions": None, "input": []}))
+        given = (
+            body.input if isinstance(body.input, list) else [NeMoGymEasyInputMessage(role="user", content=body.input)]
         )
-        chat = params.model_dump(exclude_unset=True)
-        if body.instructions:
-            chat["messages"] = [{"role": "system", "content": body.instructions}, *chat["messages"]]
-        answer = await self._turn(request, chat, after)
+        chat["messages"] = self._messages(given)
+        answer = await self._turn(request, chat, after, body.instructions)
         choice = NeMoGymChatCompletion.model_validate(self._completion(request, answer)).choices[0]
         output = [item.model_dump() for item in self._converter.postprocess_chat_response(choice)]
         malformed = {call["id"] for call, parsed in _calls(answer) if parsed.malformed}
@@ -116,7 +120,7 @@ class ProrlModel(SimpleResponsesAPIModel):
                 "incomplete_details": None if answer.finish is Finish.STOP else {"reason": "max_output_tokens"},
                 "usage": {
                     "input_tokens": answer.prompt_tokens,
-                    "input_tokens_details": {"cached_tokens": 0},
+                    "input_tokens_details": {"cached_tokens": answer.cached_tokens},
                     "output_tokens": _sampled(answer),
                     "output_tokens_details": {"reasoning_tokens": 0},
                     "total_tokens": answer.prompt_tokens + _sampled(answer),
@@ -128,10 +132,45 @@ class ProrlModel(SimpleResponsesAPIModel):
     async def chat_completions(
         self, request: Request, body: NeMoGymChatCompletionCreateParamsNonStreaming = Body()
     ) -> NeMoGymChatCompletion:
-        answer = await self._turn(request, body.model_dump(exclude_unset=True), None)
+        answer = await self._turn(request, body.model_dump(exclude_unset=True))
         return NeMoGymChatCompletion.model_validate(self._completion(request, answer))
 
-    async def _turn(self, request: Request, chat: dict[str, Any], after: str | None) -> Answer:
+    def _messages(self, items: list[Any]) -> list[dict[str, Any]]:
+        """Input items as chat messages, each sampled turn as one of its own.
+
+        Gym's converter joins neighbouring assistant items and drops those in which there is nothing to see. Where that
+        happened to sampled turns, they are converted one by one: a turn ends with the item that has its tokens.
+        """
+        messages = self._converted(items)
+        ends = [index for index, item in enumerate(items, 1) if getattr(item, "generation_token_ids", None)]
+        kept = [message["prompt_token_ids"] for message in messages if message.get("generation_token_ids")]
+        if all(items[end - 1].prompt_token_ids in kept for end in ends):
+            return messages
+        messages = []
+        for start, end in pairwise([0, *ends]):
+            turn = self._converted(items[start:end])
+            messages += turn
+            if not turn or turn[-1]["role"] != "assistant":
+                fields = {name: getattr(items[end - 1], name) for name in TOKEN_FIELDS}
+                messages.append({"role": "assistant", "content": "", **fields})
+        return messages + self._converted(items[ends[-1] :])
+
+    def _converted(self, items: list[Any]) -> list[dict[str, Any]]:
+        if not items:
+            return []
+        messages: list[dict[str, Any]] = self._chat(
+            NeMoGymResponseCreateParamsNonStreaming.model_construct(input=items)
+        )["messages"]
+        return messages
+
+    def _chat(self, params: NeMoGymResponseCreateParamsNonStreaming) -> dict[str, Any]:
+        converted = self._converter.responses_to_chat_completion_create_params(params)
+        chat: dict[str, Any] = converted.model_dump(exclude_unset=True)
+        return chat
+
+    async def _turn(
+        self, request: Request, chat: dict[str, Any], after: str | None = None, instructions: str | None = None
+    ) -> Answer:
         if (chat.get("n") or 1) > 1:
             raise CallerError("a rollout has one continuation; ask for n rollouts, not for n choices", field="n")
         if chat.get("tool_choice") not in (None, "auto", "none"):
@@ -152,7 +191,9 @@ class ProrlModel(SimpleResponsesAPIModel):
                 rollout=request.headers.get("x-rollout-id") or request.session[SESSION_ID_KEY],
                 group=request.headers.get("x-rollout-group"),
                 messages=messages,
-                tools=[] if chat.get("tool_choice") == "none" else chat.get("tools") or [],
+                instructions=instructions,
+                tools=chat.get("tools") or [],
+                may_call=chat.get("tool_choice") != "none",
                 sampling=Sampling(
                     max_tokens=chat.get("max_completion_tokens") or chat.get("max_tokens"),
                     temperature=chat.get("temperature"),

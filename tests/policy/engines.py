@@ -66,7 +66,9 @@ def vllm(folder: Path, log: Path, *flags: str) -> Iterator[tuple[str, subprocess
     command = [
         *(str(vllm_python()), "-m", "vllm.entrypoints.openai.api_server", "--model", str(folder)),
         *("--served-model-name", MODEL, "--host", "127.0.0.1", "--port", str(port), "--dtype", "float32"),
-        *("--enforce-eager", "--max-model-len", "8192", "--enable-prompt-tokens-details", *flags),
+        *("--enforce-eager", "--max-model-len", "8192", "--enable-prompt-tokens-details"),
+        # A prompt that is read in parts and has a seed ends this build of vLLM: CPU generators cannot step back.
+        *("--max-num-batched-tokens", "32768", *flags),
     ]
     environment = os.environ | {"VLLM_CPU_KVCACHE_SPACE": "1", "OMP_NUM_THREADS": "1", "VLLM_NO_USAGE_STATS": "1"}
     with log.open("wb") as out:

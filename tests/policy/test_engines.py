@@ -17,16 +17,8 @@ from tokenizers.models import WordLevel
 from nemo_gym_prorl.failures import CallerError
 from nemo_gym_prorl.policy.api import PolicyConfig, PolicyHost, add_control_routes
 from nemo_gym_prorl.policy.chat import ChatTemplate, Renderer, Tokenizer
-from nemo_gym_prorl.policy.engines import (
-    BackendFailed,
-    Conversation,
-    NemoRl,
-    RequestRefused,
-    Sampling,
-    SglangGenerate,
-    VllmCompletions,
-    detect,
-)
+from nemo_gym_prorl.policy.engine import BackendFailed, Conversation, RequestRefused, Sampling
+from nemo_gym_prorl.policy.engines import NemoRl, SglangGenerate, VllmCompletions, detect
 from nemo_gym_prorl.policy.service import TurnRequest
 from nemo_gym_prorl.policy.tokens import Finish, Generation, TokenMismatch
 from tests.policy.engines import MODEL, free_port, serving
@@ -83,8 +75,30 @@ async def test_a_prompt_with_ids_that_the_engine_does_not_know(
 async def test_a_tokenizer_that_is_not_the_engines(engine_url: str, tmp_path: Path) -> None:
     FastTokenizer(WordLevel({"hi": 0, "?": 1}, unk_token="?")).save(str(tmp_path / "tokenizer.json"))
     (tmp_path / "chat_template.jinja").write_text("{{ messages[0].content }}")
-    with pytest.raises(RequestRefused, match=r"tokenizer: the engine sampled id .* the tokenizer knows 2"):
+    with pytest.raises(RequestRefused, match=r"tokenizer: .* reads text as other ids"):
         await first_call(engine_url, tokenizer=str(tmp_path))
+
+
+@pytest.mark.engine
+async def test_a_tokenizer_of_the_engines_size_with_two_ids_swapped(
+    engine_url: str, model_folder: Path, tmp_path: Path
+) -> None:
+    tokenizer = json.loads((model_folder / "tokenizer.json").read_text())
+    one, other = (token for token in tokenizer["added_tokens"] if token["content"] in ("<|im_start|>", "<|im_end|>"))
+    one["content"], other["content"] = other["content"], one["content"]
+    (tmp_path / "tokenizer.json").write_text(json.dumps(tokenizer))
+    (tmp_path / "chat_template.jinja").write_text("{{ messages[0].content }}")
+    with pytest.raises(RequestRefused, match=r"tokenizer: .* reads text as other ids"):
+        await first_call(engine_url, tokenizer=str(tmp_path))
+
+
+async def test_a_tokenizer_that_does_not_know_what_was_sampled(tmp_path: Path) -> None:
+    """An engine that does not tokenise for others is found out by what it samples."""
+    FastTokenizer(WordLevel({"hi": 0, "?": 1}, unk_token="?")).save(str(tmp_path / "tokenizer.json"))
+    (tmp_path / "chat_template.jinja").write_text("{{ messages[0].content }}")
+    async with serving(says("/v1/completions", lambda _: completion())) as url:
+        with pytest.raises(RequestRefused, match=r"tokenizer: the engine sampled id 2, the tokenizer knows 2"):
+            await first_call(url, engine="vllm", tokenizer=str(tmp_path))
 
 
 @pytest.mark.engine

@@ -16,7 +16,8 @@ from tokenizers import Tokenizer as FastTokenizer
 
 from nemo_gym_prorl.policy.backends import BackendPool
 from nemo_gym_prorl.policy.chat import Renderer, Tokenizer
-from nemo_gym_prorl.policy.engines import Sampling, VllmCompletions
+from nemo_gym_prorl.policy.engine import Sampling
+from nemo_gym_prorl.policy.engines import VllmCompletions
 from nemo_gym_prorl.policy.metrics import PolicyMetrics
 from nemo_gym_prorl.policy.parsers import parse
 from nemo_gym_prorl.policy.placement import Placement

@@ -15,6 +15,7 @@ from nemo_gym.config_types import BaseServerConfig
 from nemo_gym.server_utils import ServerClient
 from omegaconf import DictConfig
 
+from nemo_gym_prorl.failures import CallerError
 from responses_api_models.prorl_model.app import ProrlModel, ProrlModelConfig
 from tests.policy.engines import serving
 
@@ -133,6 +134,13 @@ async def test_several_choices_and_forced_tools_are_refused_by_name(http: aiohtt
     status, problem = await post(http, f"{url}/v1/chat/completions", body | {"tool_choice": "required"})
     assert (status, problem["field"]) == (400, "tool_choice")
     assert problem["type"] == "urn:nemo-gym-prorl:agent_request_failed"
+
+
+def test_a_drop_in_takes_the_keys_of_gyms_own_and_refuses_what_would_split_a_rollout(model_folder: Path) -> None:
+    keys = {"uses_interleaved_reasoning": True, "sequential_reasoning_allowed": True, "is_responses_native": False}
+    assert server("http://127.0.0.1:1", model_folder, **keys).setup_webserver()
+    with pytest.raises(CallerError, match="num_workers: must be 1"):
+        server("http://127.0.0.1:1", model_folder, num_workers=2).setup_webserver()
 
 
 async def test_a_malformed_call_is_flagged_and_answered_like_any_other(http: aiohttp.ClientSession) -> None:

@@ -12,7 +12,7 @@ import pytest
 
 from nemo_gym_prorl.failures import CallerError
 from nemo_gym_prorl.policy.api import PolicyConfig, PolicyHost, trajectory
-from nemo_gym_prorl.policy.engines import Sampling
+from nemo_gym_prorl.policy.engine import Sampling
 from nemo_gym_prorl.policy.service import Answer, PolicyService, TurnRequest
 from nemo_gym_prorl.policy.tokens import Finish
 from tests.policy.engines import MODEL
@@ -164,4 +164,64 @@ async def test_finished_and_forgotten_rollouts_cost_nothing(agent: Agent, engine
     await forgetful.ask()
     with pytest.raises(CallerError):
         forgetful.service.ledger("old")
+    await host.aclose()
+
+
+async def test_a_forgotten_rollout_is_refused_rather_than_read_from_its_text(
+    engine_url: str, model_folder: Path
+) -> None:
+    host = await started(engine_url, model_folder, keep_s=0.001)
+    agent, other = Agent(await host.service()), Agent(await host.service(), "other")
+    first = await agent.ask()
+    await other.ask()
+    with pytest.raises(CallerError, match=r"rollout: the tokens of 'r' were forgotten after 0\.001 s"):
+        await agent.ask(messages=[{"role": "user", "content": "and?"}], after=first.id)
+    agent.goes_on(first)
+    with pytest.raises(CallerError, match="were forgotten"):
+        await agent.ask()
+    agent.messages = agent.messages[:1]
+    assert (await agent.ask()).turn is not None
+    await host.aclose()
+
+
+async def test_instructions_are_there_once_however_the_conversation_is_sent(agent: Agent) -> None:
+    first = await agent.ask(instructions="be brief")
+    more = [{"role": "user", "content": "and?"}]
+    second = await agent.ask(messages=more, after=first.id, instructions="be brief")
+    assert agent.service.renderer is not None
+    text = agent.service.renderer.tokenizer.decode(second.turn.prompt())
+    assert text.count("be brief") == 1
+    agent.goes_on(first)
+    assert (await agent.ask(instructions="be brief")).turn.parent is first.turn
+    with pytest.raises(CallerError, match="instructions: not those that the rollout began with"):
+        await agent.ask(messages=more, after=first.id, instructions="be long")
+
+
+@pytest.mark.parametrize(("history", "branches"), [("keep", 1), ("branch", 2)])
+async def test_other_tools_than_before_are_another_history(
+    engine_url: str, model_folder: Path, history: str, branches: int
+) -> None:
+    host = await started(engine_url, model_folder, history=history)
+    agent = Agent(await host.service())
+    agent.goes_on(await agent.ask())
+    await agent.ask(tools=[])
+    assert agent.service.ledger("r").branches == branches
+    assert agent.service.counts("r").rewrites == 1
+    assert agent.service.counts("r").retokenised == (0 if history == "keep" else 20)
+    await host.aclose()
+
+
+async def test_branches_are_counted_by_their_reason(engine_url: str, model_folder: Path) -> None:
+    host = await started(engine_url, model_folder)
+    agent = Agent(await host.service())
+    agent.goes_on(await agent.ask())
+    agent.goes_on(await agent.ask())
+    await agent.ask()
+    agent.messages[0] = {"role": "user", "content": "another question"}
+    await agent.ask()
+    await agent.ask(messages=({"role": "user", "content": "box"},))
+    metrics = host.metrics.exposition().decode()
+    assert 'prorl_policy_forks_total{why="edited"} 1.0' in metrics
+    assert 'prorl_policy_forks_total{why="again"} 1.0' in metrics
+    assert agent.service.counts("r").retokenised == 40, "both turns of the edited history"
     await host.aclose()

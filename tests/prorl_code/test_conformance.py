@@ -1,6 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
 """Gym's own conformance check of a resources server's sessions, on the Gym versions that have one (0.7)."""
 
+import asyncio
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
 import pytest
 
 from tests.prorl_code.conftest import build, row
@@ -8,6 +14,30 @@ from tests.tasks import containers
 
 
 conformance = pytest.importorskip("nemo_gym.testing.session_conformance")
+
+
+@contextmanager
+def on_one_loop(app: Any) -> Iterator[Any]:
+    """The app on one event loop, as a server runs it; Gym's check makes a loop for each request."""
+    loop = asyncio.new_event_loop()
+    thread = threading.Thread(target=loop.run_forever)
+    thread.start()
+
+    async def bridged(scope: Any, receive: Any, send: Any) -> None:
+        theirs = asyncio.get_running_loop()
+
+        async def over(work: Any) -> Any:
+            return await asyncio.wrap_future(asyncio.run_coroutine_threadsafe(work, theirs))
+
+        served = app(scope, lambda: over(receive()), lambda message: over(send(message)))
+        await asyncio.wrap_future(asyncio.run_coroutine_threadsafe(served, loop))
+
+    try:
+        yield bridged
+    finally:
+        loop.call_soon_threadsafe(loop.stop)
+        thread.join()
+        loop.close()
 
 
 @pytest.mark.sandbox
@@ -20,5 +50,6 @@ def test_sessions_keep_gyms_contract() -> None:
         task_id={"taskset": "humaneval", "task_id": "HumanEval/2"},
         task_data=row("HumanEval/2"),
     )
-    conformance.check_resources_session_contract(build().setup_webserver(), seed, keeps_state=True)
+    with on_one_loop(build().setup_webserver()) as app:
+        conformance.check_resources_session_contract(app, seed, keeps_state=True)
     assert containers.instances() == set()

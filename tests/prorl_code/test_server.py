@@ -3,6 +3,7 @@
 
 import asyncio
 import time
+from pathlib import Path
 
 import aiohttp
 import pytest
@@ -25,7 +26,10 @@ async def test_a_whole_session(client: Client) -> None:
     assert await client.tool("bash", command="pwd") == "/sandbox/workspace\n[exit code: 0]"
     await client.tool("str_replace_editor", command="create", path="solution.py", file_text=SOLVED)
     check = "import solution\nprint(solution.truncate_number(3.5))"
-    assert await client.tool("python", code=check) == "0.5\n[exit code: 0]"
+    assert await client.tool("python", code=check) == "0.5\n[ok]"
+    assert await client.tool("bash", command="cd /tmp; X=1") == "[exit code: 0]"
+    assert await client.tool("bash", command="pwd; echo $X") == "/tmp\n1\n[exit code: 0]"
+    assert await client.tool("python", code="solution.truncate_number(1.25)") == "0.25\n[ok]"
     assert (await client.tool("submit")).startswith("Submitted.")
     assert (
         await client.tool("bash", command="ls")
@@ -82,7 +86,7 @@ async def test_a_bad_row_is_refused_and_the_field_named(client: Client, bad: dic
 
 async def test_bad_tool_calls_are_observations(client: Client, base_url: str) -> None:
     await client.seed()
-    assert (await client.tool("bash", cmd="ls")).startswith("Error in the arguments of bash: command: Field required")
+    assert (await client.tool("bash", cmd="ls")).startswith("Error in the arguments of bash: cmd: Extra inputs")
     status, observation, _ = await client.post("/bash", ["ls"])
     assert (status, observation.split(".")[0]) == (200, "Error: the arguments of bash must be a JSON object")
     async with aiohttp.ClientSession() as http, http.post(f"{base_url}/bash", data=b"{") as response:
@@ -109,17 +113,83 @@ async def test_unknown_sessions_are_lost_ones(client: Client) -> None:
     assert (await client.post("/close_session"))[0] == 200
 
 
-async def test_a_killed_sandbox_is_a_lost_session_and_no_reward(client: Client) -> None:
+@pytest.mark.parametrize(
+    ("tool", "arguments"), [("bash", {"command": "sleep 60"}), ("python", {"code": "import time; time.sleep(60)"})]
+)
+async def test_a_killed_sandbox_is_a_lost_session_and_no_reward(
+    client: Client, tool: str, arguments: dict[str, str]
+) -> None:
     before = containers.instances()
     await client.seed()
     (name,) = containers.instances() - before
+    running = asyncio.create_task(client.post(f"/{tool}", arguments))
+    await asyncio.sleep(0.3)
     containers.kill_instance(name)
-    status, problem, kind = await client.post("/bash", {"command": "ls"})
-    assert (status, kind) == (500, "session_lost"), problem
+    for call in (running, client.post("/bash", {"command": "ls"}), client.post("/python", {"code": "1"})):
+        status, problem, kind = await call
+        assert (status, kind) == (500, "session_lost"), problem
     assert (await client.post("/release_session"))[0] == 200
     status, problem, kind = await client.verify()
     assert (status, kind) == (500, "session_lost"), problem
     assert "reward" not in problem
+
+
+async def test_a_release_in_the_middle_of_a_call_ends_it(client: Client) -> None:
+    before = containers.instances()
+    await client.seed()
+    calls = [
+        asyncio.create_task(client.post("/bash", {"command": "sleep 60"})),
+        asyncio.create_task(client.post("/python", {"code": "import time; time.sleep(60)"})),
+    ]
+    await asyncio.sleep(0.3)
+    assert await client.post("/release_session") == (200, {"released": True}, None)
+    assert containers.instances() == before
+    for call in calls:
+        assert (await asyncio.wait_for(call, 20))[2] == "session_lost"
+    assert (await client.verify())[1]["verdict"] == "failed"
+
+
+async def test_what_an_agent_does_to_its_sandbox_is_scored(client: Client) -> None:
+    """No way to trade a reward of 0 for a failure, which would be masked or tried again."""
+    await client.seed()
+    await client.tool("bash", command="rm -rf /usr/bin/* /usr/lib/python3* /sandbox")
+    await client.tool("python", code="import os; os._exit(0)")
+    await client.tool("bash", command="exit")
+    status, verdict, _ = await client.verify()
+    assert (status, verdict["reward"], verdict["verdict"]) == (200, 0.0, "no_solution")
+
+
+def open_files() -> int:
+    return len(list(Path("/proc/self/fd").iterdir()))
+
+
+async def test_sessions_leave_nothing_open(base_url: str) -> None:
+    async def life() -> None:
+        async with Client(base_url) as client:
+            await client.seed()
+            await client.tool("bash", command="sleep 100 & echo")
+            await client.tool("python", code="1")
+            await client.post("/close_session")
+
+    await life()
+    before = open_files()
+    for _ in range(3):
+        await life()
+    assert open_files() <= before
+
+
+async def test_gyms_own_provider_gives_the_same_results_without_state() -> None:
+    provider = {"apptainer": {"create": {"extra_start_args": ["--containall", "--cleanenv", "--writable-tmpfs"]}}}
+    async with serving(sandbox_provider=provider) as url, Client(url) as client:
+        await client.seed()
+        kept = "only files are kept for the next call"
+        assert await client.tool("bash", command="X=1; pwd") == f"/sandbox/workspace\n[exit code: 0; {kept}]"
+        assert await client.tool("bash", command="echo $X") == f"\n[exit code: 0; {kept}]"
+        assert await client.tool("python", code="print(1)") == f"1\n[ok; {kept}]"
+        assert await client.tool("bash", command="sleep 9", timeout_s=0.5) == f"[timed out after 0.5 s; {kept}]"
+        await client.tool("str_replace_editor", command="create", path="solution.py", file_text=SOLVED)
+        status, verdict, _ = await client.verify()
+        assert (status, verdict["reward"]) == (200, 1.0)
 
 
 async def test_no_sandbox_to_be_had_is_infrastructure() -> None:

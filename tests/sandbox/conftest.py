@@ -9,7 +9,9 @@ from pathlib import Path
 import pytest
 import pytest_asyncio
 
+from nemo_gym_prorl.sandbox.cache import silent
 from nemo_gym_prorl.sandbox.container import Container, ContainerSpec
+from nemo_gym_prorl.sandbox.images import ensure_kernel_image
 from nemo_gym_prorl.sandbox.runtime import Runtime
 from nemo_gym_prorl.sandbox.shell import Shell
 from nemo_gym_prorl.sandbox.store import tool
@@ -39,6 +41,11 @@ def tiny_sif(tiny_root: Path, runtime: Runtime) -> Path:
 def store(tmp_path: Path) -> ImageStore:
     """An image store of this test's own."""
     return ImageStore(tmp_path / "images", tmp_path / "unpacked")
+
+
+@pytest.fixture(scope="session")
+def kernel_image(image: Path) -> Path:
+    return ensure_kernel_image(silent)
 
 
 @pytest_asyncio.fixture

@@ -5,17 +5,20 @@ from __future__ import annotations
 
 import asyncio
 import os
+import socket
 from collections.abc import AsyncIterator
 from pathlib import Path
 
 import pytest
 import pytest_asyncio
+from hypothesis import given
+from hypothesis import strategies as st
+from jupyter_client.session import DELIM
 
 from nemo_gym_prorl.failures import InfrastructureError
-from nemo_gym_prorl.sandbox.cache import silent
+from nemo_gym_prorl.sandbox.channel import open_socket, parse
 from nemo_gym_prorl.sandbox.container import Container, ContainerSpec
-from nemo_gym_prorl.sandbox.images import ensure_kernel_image
-from nemo_gym_prorl.sandbox.kernel import Kernel
+from nemo_gym_prorl.sandbox.kernel import DATA_LIMIT, Kernel
 from nemo_gym_prorl.sandbox.link import SandboxLost
 from nemo_gym_prorl.sandbox.runtime import Runtime
 
@@ -23,11 +26,6 @@ from nemo_gym_prorl.sandbox.runtime import Runtime
 pytestmark = pytest.mark.sandbox
 
 PIXEL = "iVBORw0KGgoAAAANSUhEUgAAAAEAAAABCAYAAAAfFcSJAAAADUlEQVR42mNkYPhfDwAChwGA60e6kgAAAABJRU5ErkJggg=="
-
-
-@pytest.fixture(scope="module")
-def kernel_image(image: Path) -> Path:
-    return ensure_kernel_image(silent)
 
 
 @pytest_asyncio.fixture
@@ -80,6 +78,74 @@ async def test_time_limit_interrupt_and_death(kernel: Kernel) -> None:
     assert (await kernel.run("import os; os._exit(3)")).died
     await kernel.restart()
     assert (await kernel.run("1")).data == [{"text/plain": "1"}]
+
+
+async def test_a_flood_of_messages_does_not_hide_the_end(kernel: Kernel) -> None:
+    flood = "for i in range(5000): print(i, flush=True)\nfrom IPython.display import display\n"
+    flood += "for i in range(2000): display({'text/plain': 'x' * 10_000}, raw=True)"
+    cell = await kernel.run(flood, timeout_s=60)
+    assert not cell.timed_out
+    assert sum(len(data["text/plain"]) for data in cell.data) <= DATA_LIMIT
+    assert (await kernel.run("1")).data == [{"text/plain": "1"}]
+
+
+async def test_rich_results_and_tracebacks_are_bounded(kernel: Kernel) -> None:
+    large = await kernel.run(f"from IPython.display import HTML, display; display(HTML('x' * {DATA_LIMIT})); 1")
+    assert large.data == [{"text/plain": "1"}]
+    assert large.omitted > DATA_LIMIT
+    failed = await kernel.run("raise ValueError('x' * 1_000_000)", output_limit=1000)
+    assert len(failed.error or "") < 1100
+    assert failed.omitted > 900_000
+
+
+async def test_cells_take_turns_and_one_that_nobody_waits_for_is_interrupted(kernel: Kernel) -> None:
+    cells = await asyncio.gather(*(kernel.run(f"import time; time.sleep(0.05); print({n})") for n in range(4)))
+    assert [cell.output for cell in cells] == ["0\n", "1\n", "2\n", "3\n"]
+    left = asyncio.create_task(kernel.run("while True: pass"))
+    await asyncio.sleep(0.2)
+    left.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await left
+    assert (await kernel.run("print('free')", timeout_s=20)).output == "free\n"
+
+
+async def test_what_is_no_message_harms_nobody(kernel: Kernel) -> None:
+    """The sandbox speaks for its kernel, and can say anything."""
+    hostile = """
+import zmq, ipykernel.iostream as io, IPython
+thread = IPython.get_ipython().kernel.iopub_thread
+for frames in ([b"x"], [b"<IDS|MSG>"], [b"<IDS|MSG>", b"", b"{}", b"{}", b"{}", b"{}"],
+               [b"<IDS|MSG>", b"", b"[", b"\\xff", b"1", b"null"],
+               [b"<IDS|MSG>", b"", b'{"msg_type": 1}', b'{"msg_id": []}', b"{}", b"[]"]):
+    thread.send_multipart(frames)
+from IPython.display import publish_display_data
+shell = IPython.get_ipython()
+for content in ({}, {"text": 1}, {"data": 3}, {"data": {"a": [1]}}, {"traceback": 1}, {"execution_state": 4}):
+    for kind in ("stream", "display_data", "error", "status"):
+        shell.kernel.session.send(shell.kernel.iopub_socket, kind, content, parent=shell.parent_header)
+print("through")
+"""
+    cell = await kernel.run(hostile, timeout_s=20)
+    assert cell.output.endswith("through\n")
+    assert not cell.timed_out
+    assert (await kernel.run("1")).data == [{"text/plain": "1"}]
+
+
+@given(st.lists(st.binary() | st.sampled_from([DELIM, b"{}", b"[]", b"1", b'{"msg_type": "x", "msg_id": "y"}'])))
+def test_frames_are_a_message_or_none(frames: list[bytes]) -> None:
+    message = parse(frames)
+    assert message is None or (message.kind, message.request) == ("x", "y")
+
+
+def test_a_link_is_no_socket(tmp_path: Path) -> None:
+    with socket.socket(socket.AF_UNIX) as listener:
+        listener.bind(str(tmp_path / "socket"))
+        (tmp_path / "link").symlink_to(tmp_path / "socket")
+        (tmp_path / "file").touch()
+        assert [open_socket(tmp_path / name) for name in ("link", "file", "missing")] == [None] * 3
+        found = open_socket(tmp_path / "socket")
+        assert found is not None
+        os.close(found)
 
 
 async def test_a_cleaned_tmp_does_not_cut_it_off(kernel: Kernel) -> None:

@@ -5,12 +5,14 @@ from __future__ import annotations
 
 import asyncio
 import json
+import socket
 import subprocess
 import sys
 from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
 
+import aiohttp
 import pytest
 import pytest_asyncio
 from nemo_gym.sandbox import AsyncSandbox, Sandbox
@@ -18,8 +20,10 @@ from nemo_gym.sandbox.providers import base
 from nemo_gym.sandbox.providers.base import SandboxCreateError, SandboxHandle, SandboxSpec, SandboxStatus
 
 from nemo_gym_prorl.failures import CallerError
+from nemo_gym_prorl.sandbox import relay
 from nemo_gym_prorl.sandbox.provider import SingularityProvider, close_pools
 from nemo_gym_prorl.sandbox.runtime import Runtime
+from nemo_gym_prorl.sandbox.shell import Shell
 
 
 pytestmark = pytest.mark.sandbox
@@ -157,41 +161,134 @@ async def test_another_process_can_use_a_sandbox(provider: SingularityProvider, 
         await provider.connect(descriptor)
 
 
-needs_pty = pytest.mark.skipif(not hasattr(base, "SandboxPtySpec"), reason="this Gym defines no terminals")
+async def test_a_paused_sandbox_does_nothing_until_it_is_resumed(
+    provider: SingularityProvider, handle: SandboxHandle
+) -> None:
+    async with await Shell.start(handle.raw) as shell:
+        running = asyncio.create_task(
+            shell.run(
+                "i=0; while [ ! -e /tmp/end ]; do i=$((i + 1)); echo $i > /tmp/i; sleep 0.01; done; echo through"
+            )
+        )
+        await asyncio.sleep(0.2)
+        await provider.pause(handle)
+        assert await provider.status(handle) != SandboxStatus.RUNNING
+        refused = await provider.exec(handle, "true")
+        assert (refused.return_code, refused.error_type) == (125, "sandbox")
+        assert "paused" in (refused.stderr or "")
+        (counter,) = handle.raw.shared_folder.parent.glob("overlay/upper/tmp/i")
+        before = counter.read_text()
+        await asyncio.sleep(0.3)
+        assert counter.read_text() == before
+        await provider.resume(handle)
+        assert await provider.status(handle) == SandboxStatus.RUNNING
+        assert (await provider.exec(handle, "sleep 0.1; cat /tmp/i; touch /tmp/end")).stdout != before
+        action = await running
+        assert (action.output, action.exit_code) == ("through\n", 0)
+    await provider.pause(handle)
+    await provider.close(handle)
+    assert await provider.status(handle) == SandboxStatus.STOPPED
 
 
-@needs_pty
+SERVE = "mkdir -p /srv && cd /srv && echo inside > file && exec python3 -m http.server {port}"
+
+
+def open_files() -> int:
+    """How many this process has."""
+    return sum(1 for _ in Path("/proc/self/fd").iterdir())
+
+
+async def fetch(url: str) -> str:
+    """What an HTTP server says."""
+    async with aiohttp.ClientSession() as session, session.get(url) as response:
+        return await response.text()
+
+
+async def eventually(url: str) -> str:
+    """As :func:`fetch`, once there is somebody to answer."""
+    async with asyncio.timeout(20):
+        while True:
+            try:
+                return await fetch(url)
+            except aiohttp.ClientError:
+                await asyncio.sleep(0.05)
+
+
+async def test_a_service_of_a_sandbox_without_network_can_be_reached_and_reaches_nothing(
+    provider: SingularityProvider,
+) -> None:
+    handle = await provider.create(SandboxSpec(entrypoint=["sh", "-c", SERVE.format(port=8000)]))
+    with socket.create_server(("127.0.0.1", 0)) as bystander:
+        port = relay.expose(handle.raw, 8000)
+        assert relay.expose(handle.raw, 8000) == port
+        assert await eventually(f"http://127.0.0.1:{port}/file") == "inside\n"
+        answers = await asyncio.gather(*(fetch(f"http://127.0.0.1:{port}/file") for _ in range(32)))
+        assert answers == ["inside\n"] * 32
+        # Neither the listener that leads inside, nor any other port of this machine, is to be seen from there.
+        for number in (port, bystander.getsockname()[1]):
+            tried = await provider.exec(handle, f"bash -c '(exec 3<>/dev/tcp/127.0.0.1/{number})'")
+            assert tried.return_code != 0
+        assert (await provider.exec(handle, "ls /sys/class/net")).stdout == "lo\n"
+        with pytest.raises(aiohttp.ClientError):
+            await fetch(f"http://127.0.0.1:{relay.expose(handle.raw, 9)}/")
+    before = open_files()
+    await provider.close(handle)
+    with pytest.raises(aiohttp.ClientConnectorError):
+        await fetch(f"http://127.0.0.1:{port}/file")
+    await asyncio.sleep(0.1)
+    assert open_files() < before
+
+
+async def test_with_the_hosts_network_a_service_is_where_it_says(provider: SingularityProvider) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+    handle = await provider.create(
+        SandboxSpec(entrypoint=["sh", "-c", SERVE.format(port=port)], provider_options={"network": True})
+    )
+    assert relay.expose(handle.raw, port) == port
+    assert await eventually(f"http://127.0.0.1:{port}/file") == "inside\n"
+    await provider.close(handle)
+
+
+needs_gym_07 = pytest.mark.skipif(not hasattr(base, "SandboxPtySpec"), reason="this Gym defines only the core")
+
+
+@needs_gym_07
 async def test_the_capabilities_gym_knows(provider: SingularityProvider) -> None:
-    assert isinstance(provider, base.SupportsSandboxPty)
-    assert isinstance(provider, base.ConnectableProvider)
+    for capability in (
+        base.SupportsSandboxPty,
+        base.SupportsSandboxPtyAttach,
+        base.SupportsSandboxEndpoint,
+        base.SupportsSandboxPauseResume,
+        base.SupportsSandboxBackgroundServices,
+        base.ConnectableProvider,
+    ):
+        assert isinstance(provider, capability), capability
 
 
-@needs_pty
-async def test_a_terminal(provider: SingularityProvider, handle: SandboxHandle) -> None:
-    async with await provider.create_pty(handle, base.SandboxPtySpec(rows=30, cols=100, env={"PS1": "> "})) as session:
+@needs_gym_07
+async def test_gyms_facade_over_terminals(provider: SingularityProvider) -> None:
+    async with await AsyncSandbox(provider, SandboxSpec(workdir="/work")).start() as sandbox:
+        session = await sandbox.pty.create(env={"PS1": "> "})
         assert isinstance(session, base.SandboxPtySession)
-        assert session.mode == "pty"
-        await session.write(b"stty size; tty\n")
-        seen = b""
-        while b"30 100\r\n/dev/pts/0\r\n" not in seen:
-            seen += await session.read(timeout_s=5)
-        await session.resize(31, 101)
-        await session.write(b"stty size; exit 5\n")
-        assert b"31 101\r\n" in b"".join([chunk async for chunk in session])
-        assert await session.wait_exit(timeout_s=5) == 5
-        assert await session.run_detached("echo beside; exit 2") == (b"beside\n", 2)
+        assert "/work" in (await sandbox.pty.exec("cd /usr; pwd; cd -")).stdout
+        done = await sandbox.pty.exec("cd /etc; X=1; (exit 4)", session=session, detach=True)
+        assert (done.stdout, done.return_code) == ("", 4)
+        assert (await sandbox.pty.exec("echo $X; pwd", session=session, detach=True)).stdout == "1\n/etc\n"
+        other = await sandbox.pty.attach(session.session_id)
+        assert (await other.run_detached("pwd")) == (b"/etc\n", 0)
+        with pytest.raises(base.SandboxPtyError):
+            await session.write(b"pwd\n")
+        split = await sandbox.pty.exec("echo out; echo err >&2; exit 3", pty=False)
+        assert (split.stdout, split.stderr, split.return_code) == ("out\n", "err\n", 3)
+        slow = await sandbox.pty.exec("sleep 100", session=other, timeout_s=0.3)
+        assert slow.error_type == "timeout"
 
 
-@needs_pty
-async def test_a_session_on_pipes(provider: SingularityProvider, handle: SandboxHandle) -> None:
-    spec = base.SandboxPtySpec(command="echo err >&2; cat", pty=False)
-    async with await provider.create_pty(handle, spec) as session:
-        assert session.mode == "pipe"
-        assert await session.read_stderr(timeout_s=5) == b"err\n"
-        await session.write(b"back\n")
-        assert await session.read(timeout_s=5) == b"back\n"
-        with pytest.raises(TimeoutError):
-            await session.read(timeout_s=0.05)
-        await session.send_signal("SIGTERM")
-        assert await session.wait_exit(timeout_s=5) == 143
-        assert await session.read(timeout_s=5) == b""
+@needs_gym_07
+async def test_gyms_facade_over_endpoints(provider: SingularityProvider) -> None:
+    spec = SandboxSpec(ports=[8000], entrypoint=["sh", "-c", SERVE.format(port=8000)])
+    async with await AsyncSandbox(provider, spec).start() as sandbox:
+        endpoint = await sandbox.endpoint(8000)
+        assert isinstance(endpoint, base.SandboxEndpoint)
+        assert await eventually(f"{endpoint.endpoint}/file") == "inside\n"

@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 
 from nemo_gym_prorl.failures import CallerError, InfrastructureError
 from nemo_gym_prorl.sandbox.container import Container, ContainerSpec
+from nemo_gym_prorl.sandbox.link import SandboxLost
 from nemo_gym_prorl.sandbox.runtime import Runtime
 from nemo_gym_prorl.sandbox.shell import Shell, ShellBusy
 
@@ -70,6 +71,9 @@ async def test_background_jobs_run_on_and_speak_later(shell: Shell) -> None:
     assert time.monotonic() - begin < 0.3
     assert first.exit_code == 0
     assert "late\n" in (await shell.run("wait; jobs")).output
+    await shell.run("(sleep 0.1; echo between) &")
+    await asyncio.sleep(0.5)
+    assert (await shell.run("echo now", output_limit=1000)).output == "between\nnow\n"
 
 
 async def test_programs_can_ask_for_input(shell: Shell) -> None:
@@ -126,6 +130,10 @@ async def test_an_end_of_the_shell_is_reported(shell: Shell, command: str, code:
     ended = await shell.run(command)
     assert ended.exited
     assert ended.exit_code == code
+    with pytest.raises(SandboxLost, match="restart"):
+        await shell.run("true")
+    await shell.restart()
+    assert (await shell.run("echo again")).output == "again\n"
 
 
 async def test_output_keeps_head_and_tail(shell: Shell) -> None:
@@ -173,9 +181,46 @@ async def test_no_bash_is_said_at_once(container: Container) -> None:
 
 
 async def test_many_shells_wait_at_once(container: Container) -> None:
-    shells = await asyncio.gather(*(Shell.start(container) for _ in range(16)))
-    begin = time.monotonic()
-    actions = await asyncio.gather(*(shell.run("sleep 0.5; echo $$") for shell in shells))
-    assert time.monotonic() - begin < 16 * 0.5 / 2
-    assert len({action.output for action in actions}) == 16
+    """Each waits for all others, so they end only if none holds up another."""
+    many = 100
+    shells = await asyncio.gather(*(Shell.start(container) for _ in range(many)))
+    meet = f"mkdir -p /tmp/here; cd /tmp/here; : > $$; until set -- *; [ $# -ge {many} ]; do sleep 0.1; done; echo $$"
+    actions = await asyncio.gather(*(shell.run(meet) for shell in shells))
+    assert len({action.output for action in actions}) == many
     await asyncio.gather(*(shell.close() for shell in shells))
+
+
+HOSTILE = [
+    "_prorl_end() { :; }; builtin() { :; }; printf() { :; }",
+    "readonly -f _prorl_end; PWD='/x 0'; OLDPWD=",
+    "exec </dev/null",
+    "exec 0<&- 2>&-",
+    "trap 'echo trapped' DEBUG ERR RETURN EXIT; set -xv",
+    "PROMPT_COMMAND='echo prompt'; PS0=ps0; PS4=; IFS=0123456789abcdef",
+    "stty raw -echo; stty intr undef",
+    "kill -STOP $$",
+    "suspend -f",
+    "ulimit -f 0 -n 3",
+    "alias eval=: printf=: builtin=:; enable -n printf eval builtin",
+    "set -o posix; set -u; set -o vi; shopt -s extdebug",
+    "while read -r -t 0.2 line; do echo $line; done </proc/$$/fd/0",
+    "printf '\\036'; cat /dev/urandom | head -c 100000; tput reset; printf '\\033[6n\\0'",
+]
+
+
+async def test_whatever_a_command_does_to_its_shell_the_next_one_is_told_the_truth(container: Container) -> None:
+    """It goes on, or it is said to have ended and can be started again; nothing is out of step."""
+
+    async def attack(command: str) -> None:
+        async with await Shell.start(container) as shell:
+            done = await shell.run(command, timeout_s=1, silence_s=None)
+            for _ in range(2):
+                if done.exited:
+                    await shell.restart()
+                done = await shell.run('echo "a$((40 + 2))b"; (exit 3)', timeout_s=3, silence_s=None)
+                assert done.exited or ("a42b" in done.output and done.exit_code == 3), (command, done)
+            await shell.restart()
+            fresh = await shell.run("echo fresh; cat", timeout_s=1, silence_s=None)
+            assert fresh.output.startswith("fresh\n"), (command, fresh)
+
+    await asyncio.gather(*(attack(command) for command in HOSTILE))

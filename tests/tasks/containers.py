@@ -12,7 +12,8 @@ from typing import Any
 from nemo_gym.sandbox import AsyncSandbox, SandboxSpec
 from omegaconf import OmegaConf
 
-from nemo_gym_prorl.sandbox.image import ensure_default_image
+from nemo_gym_prorl.sandbox import started
+from nemo_gym_prorl.sandbox.images import ensure_kernel_image
 from nemo_gym_prorl.sandbox.lease import SPACE_FILE, state_root
 from nemo_gym_prorl.sandbox.runtime import require_runtime
 
@@ -23,9 +24,9 @@ ROOT = "/sandbox"
 
 @cache
 def image() -> str:
-    """The default image, built if it is not there."""
+    """The image with a kernel, built if it is not there."""
     require_runtime().activate()
-    return str(ensure_default_image(print))
+    return str(ensure_kernel_image(print))
 
 
 @cache
@@ -36,8 +37,13 @@ def shipped_config() -> dict[str, Any]:
     return config
 
 
+async def start_with_sessions(image_path: str | None = None) -> started.StartedSandbox:
+    """Start a container as the server does."""
+    return await started.start(shipped_config()["sandbox"], SandboxSpec(image=image_path or image(), workdir="/"))
+
+
 async def start(kind: type[AsyncSandbox] = AsyncSandbox) -> AsyncSandbox:
-    """Start a container with the provider settings that ship with the server."""
+    """Start a container with the provider settings that ship with the server, but without sessions."""
     spec = SandboxSpec(image=image())
     return await kind(shipped_config()["sandbox"]).start(spec)
 

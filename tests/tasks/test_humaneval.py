@@ -13,17 +13,15 @@ from nemo_gym_prorl.tasks.code.humaneval import problem_for, problems, row_for, 
 from nemo_gym_prorl.tasks.code.scripts import VARIANTS, script_for, seeded_mistake
 from nemo_gym_prorl.tasks.code.tools import (
     MAX_ARGUMENT_BYTES,
+    MAX_INPUT,
     TOOLS,
     BadArguments,
     BashArguments,
     EditorArguments,
+    PythonArguments,
     parse_arguments,
-    render_run,
     tool_schemas,
 )
-
-
-ANSWER = {"head": "", "tail": "", "omitted": 0, "exit_code": 0, "timed_out": False}
 
 
 def test_all_problems_are_there_and_well_formed() -> None:
@@ -103,7 +101,16 @@ def test_tool_schemas_match_the_argument_models() -> None:
     [
         ("bash", None, "the arguments of bash must be a JSON object"),
         ("bash", [], "must be a JSON object"),
-        ("bash", {}, "command: Field required. bash takes: command (string, required), timeout_s (number)."),
+        (
+            "bash",
+            {},
+            "bash needs one of command, input, restart. "
+            "bash takes: command (string), input (string), restart (boolean), timeout_s (number).",
+        ),
+        ("bash", {"command": "ls", "input": "y"}, "bash needs one of command, input, restart."),
+        ("bash", {"restart": False}, "bash needs one of command, input, restart."),
+        ("bash", {"input": "x" * (MAX_INPUT + 1)}, "input: String should have at most 1000 characters"),
+        ("python", {}, "python needs one of code, restart. python takes: code (string), restart (boolean)"),
         ("bash", {"command": "ls", "timeout_s": -1}, "timeout_s: Input should be greater than 0"),
         ("bash", {"command": "ls", "cwd": "/"}, "cwd: Extra inputs are not permitted"),
         ("python", {"code": "x" * MAX_ARGUMENT_BYTES}, "the limit is 64000"),
@@ -121,15 +128,7 @@ def test_bad_arguments_tell_the_model_what_to_do(tool: str, arguments: object, s
 
 def test_good_arguments_are_taken() -> None:
     assert parse_arguments("bash", {"command": "ls", "timeout_s": 3}) == BashArguments(command="ls", timeout_s=3.0)
+    assert parse_arguments("bash", {"input": ""}) == BashArguments(input="")
+    assert parse_arguments("python", {"restart": True}) == PythonArguments(restart=True)
     view = {"command": "view", "path": "a", "view_range": [1, -1]}
     assert parse_arguments("str_replace_editor", view) == EditorArguments(command="view", path="a", view_range=(1, -1))
-
-
-def test_observation_shapes() -> None:
-    assert render_run(ANSWER, 5) == "[exit code: 0]"
-    assert render_run({**ANSWER, "head": "hi\n"}, 5) == "hi\n[exit code: 0]"
-    assert render_run({**ANSWER, "head": "hi", "exit_code": 3}, 5) == "hi\n[exit code: 3]"
-    timed_out = {**ANSWER, "head": "hi\n", "exit_code": -9, "timed_out": True}
-    assert render_run(timed_out, 5) == "hi\n[timed out after 5 s; the command was killed]"
-    cut = {**ANSWER, "head": "a", "tail": "z\n", "omitted": 7}
-    assert render_run(cut, 5) == "a\n[... 7 bytes left out ...]\nz\n[exit code: 0]"

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The tools, in real containers."""
+"""The editor and the artefact, and the other tools where a sandbox has no sessions, in real containers."""
 
 import asyncio
 import time
@@ -16,6 +16,8 @@ from tests.tasks import containers
 
 pytestmark = pytest.mark.sandbox
 LIMITS = ToolLimits(timeout_s=10, max_timeout_s=20, output_bytes=2000)
+KEPT = "only files are kept for the next call"
+ENDED = f"[exit code: 0; {KEPT}]"
 
 
 @pytest.fixture
@@ -34,54 +36,59 @@ async def bash(workspace: Workspace, command: str, **arguments: object) -> str:
 
 
 async def test_bash(workspace: Workspace) -> None:
-    assert await bash(workspace, "pwd; ls") == "/sandbox/workspace\nsolution.py\n[exit code: 0]"
-    assert await bash(workspace, "echo out; echo err >&2; exit 3") == "out\nerr\n[exit code: 3]"
-    assert await bash(workspace, "printf 'q\"uo'\"'\"'te $X'") == "q\"uo'te $X\n[exit code: 0]"
-    assert await bash(workspace, "kill -9 $$") == "[exit code: -9]"
-    assert await bash(workspace, "cat") == "[exit code: 0]"  # standard input is empty
+    assert await bash(workspace, "pwd; ls") == f"/sandbox/workspace\nsolution.py\n{ENDED}"
+    assert await bash(workspace, "echo out; echo err >&2; exit 3") == f"out\nerr\n[exit code: 3; {KEPT}]"
+    assert await bash(workspace, "printf 'q\"uo'\"'\"'te $X'") == f"q\"uo'te $X\n{ENDED}"
+    assert await bash(workspace, "kill -9 $$") == f"[exit code: 137; {KEPT}]"
+    assert await bash(workspace, "cat") == ENDED  # standard input is empty
+    assert await workspace.call("bash", {"restart": True}) == f"[a new shell was started; {KEPT}]"
+    assert await workspace.call("bash", {"input": "y"}) == "Error: no command is running that could take input."
 
 
 async def test_python(workspace: Workspace) -> None:
     code = "import solution\nprint(solution.f() + 1)"
-    assert await workspace.call("python", {"code": code}) == "2\n[exit code: 0]"
+    assert await workspace.call("python", {"code": code}) == f"2\n[ok; {KEPT}]"
     assert await workspace.call("python", {"code": "1/0"}) == (
         'Traceback (most recent call last):\n  File "<stdin>", line 1, in <module>\n'
-        "ZeroDivisionError: division by zero\n[exit code: 1]"
+        f"ZeroDivisionError: division by zero\n[error; {KEPT}]"
     )
+    assert await workspace.call("python", {"restart": True}) == f"[a new kernel was started; {KEPT}]"
 
 
 async def test_a_slow_command_is_killed_and_its_output_kept(workspace: Workspace) -> None:
     started = time.monotonic()
     observation = await bash(workspace, "echo before; sleep 60 & wait", timeout_s=1)
-    assert observation == "before\n[timed out after 1 s; the command was killed]"
+    assert observation == f"before\n[timed out after 1 s; {KEPT}]"
     assert time.monotonic() - started < 30
     assert "sleep 60" not in await bash(workspace, "ps -eo args")
 
 
 async def test_the_model_cannot_ask_for_more_than_the_limit(sandbox: AsyncSandbox) -> None:
     workspace = Workspace(sandbox, "/sandbox/w", ToolLimits(timeout_s=1, max_timeout_s=1))
-    assert await bash(workspace, "sleep 30", timeout_s=1000) == "[timed out after 1 s; the command was killed]"
+    assert await bash(workspace, "sleep 30", timeout_s=1000) == f"[timed out after 1 s; {KEPT}]"
 
 
 async def test_a_background_process_does_not_hold_up_the_answer(workspace: Workspace) -> None:
     started = time.monotonic()
-    assert await bash(workspace, "sleep 300 & echo started", timeout_s=20) == "started\n[exit code: 0]"
+    assert await bash(workspace, "sleep 300 & echo started", timeout_s=20) == f"started\n{ENDED}"
     assert time.monotonic() - started < 15
 
 
 async def test_output_keeps_head_and_tail(workspace: Workspace) -> None:
     observation = await bash(workspace, "seq 100000")
     assert observation.startswith("1\n2\n3\n")
-    assert observation.endswith("99999\n100000\n[exit code: 0]")
-    assert "\n[... 586895 bytes left out ...]\n" in observation  # of 588895 that seq prints
-    assert len(observation) < 2100
+    omitted = 588_895 - len(observation.partition("\n[... ")[0]) - len(observation.partition(" ...]\n")[2])
+    omitted += len(f"[exit code: 0; {omitted} bytes omitted; {KEPT}]")
+    assert observation.endswith(f"99999\n100000\n[exit code: 0; {omitted} bytes omitted; {KEPT}]")
+    assert f"\n[... {omitted} bytes omitted ...]\n" in observation
+    assert len(observation) <= 2000
 
 
 async def test_endless_output_ends_with_the_time(workspace: Workspace) -> None:
     observation = await bash(workspace, "yes", timeout_s=1)
     assert observation.startswith("y\ny\n")
-    assert observation.endswith("[timed out after 1 s; the command was killed]")
-    assert len(observation) < 2200
+    assert observation.endswith(f"bytes omitted; {KEPT}]")
+    assert len(observation) <= 2000
 
 
 async def test_editor(workspace: Workspace) -> None:
@@ -96,7 +103,7 @@ async def test_editor(workspace: Workspace) -> None:
     assert await edit(workspace, "str_replace", "sub/a.txt", old_str="one\ntwo", new_str="1\n2") == (
         "Replaced one occurrence in sub/a.txt."
     )
-    assert await bash(workspace, "cat sub/a.txt") == "zero\n1\n2\ntwo\n[exit code: 0]"
+    assert await bash(workspace, "cat sub/a.txt") == f"zero\n1\n2\ntwo\n{ENDED}"
 
 
 async def test_editor_tells_what_is_wrong(workspace: Workspace) -> None:
@@ -118,7 +125,7 @@ async def test_editor_tells_what_is_wrong(workspace: Workspace) -> None:
 
 async def test_bad_arguments_are_observations(workspace: Workspace) -> None:
     assert (await workspace.call("bash", {"cmd": "ls"})).startswith(
-        "Error in the arguments of bash: command: Field req"
+        "Error in the arguments of bash: cmd: Extra inputs"
     )
 
 
@@ -127,7 +134,7 @@ async def test_the_host_is_out_of_reach(workspace: Workspace, tmp_path: Path, mo
     secret.write_text("host secret")
     monkeypatch.setenv("PRORL_TEST_SECRET", "host secret")
     assert "host secret" not in await bash(workspace, f"env; cat {secret}")
-    assert await bash(workspace, "cat /proc/net/dev | tail -n +3 | cut -d: -f1 | tr -d ' '") == "lo\n[exit code: 0]"
+    assert await bash(workspace, "cat /proc/net/dev | tail -n +3 | cut -d: -f1 | tr -d ' '") == f"lo\n{ENDED}"
     # A link to a file of the host leads nowhere, neither for the editor nor for what is taken out at the end.
     await bash(workspace, f"rm solution.py; ln -s {secret} solution.py; ln -s {secret} other")
     assert await workspace.take_artefact() == Artefact(None, "solution.py is not there")
@@ -148,7 +155,7 @@ async def test_artefact(workspace: Workspace) -> None:
 async def test_an_agent_that_kills_everything_in_reach_only_hurts_itself(workspace: Workspace) -> None:
     observation = await bash(workspace, "kill -9 -1; kill -9 $PPID; sleep 5")
     assert observation == "Error: the command killed the process that reports on it; its output is lost."
-    assert await bash(workspace, "echo still here") == "still here\n[exit code: 0]"
+    assert await bash(workspace, "echo still here") == f"still here\n{ENDED}"
 
 
 async def test_a_lost_sandbox_is_infrastructure() -> None:

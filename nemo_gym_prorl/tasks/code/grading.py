@@ -24,8 +24,9 @@ from importlib.resources import files
 from pathlib import Path
 
 from nemo_gym_prorl.failures import FailureKind, InfrastructureError
+from nemo_gym_prorl.tasks.code.consoles import ANSWER_MARGIN_S
 from nemo_gym_prorl.tasks.code.humaneval import Problem
-from nemo_gym_prorl.tasks.code.workspace import ANSWER_MARGIN_S, Sandbox
+from nemo_gym_prorl.tasks.sandbox import Sandbox
 
 
 class Reason(StrEnum):

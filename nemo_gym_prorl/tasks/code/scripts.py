@@ -57,20 +57,26 @@ def _reference(problem: Problem) -> list[Turn]:
 
 
 def _repair(problem: Problem) -> list[Turn]:
+    """Mends a mistake, with a shell that keeps a function and a Python that keeps a variable from turn to turn."""
     source, wrong, right = seeded_mistake(problem)
-    check = _call("bash", command=f"python3 -c 'import solution; print(solution.{problem.entry_point})'")
+    check = f"check() {{ python3 -c 'import solution; print(solution.{problem.entry_point})'; }}"
     repair = _call(
         "str_replace_editor", command="str_replace", path=SOLUTION_FILE, old_str=f"{wrong}\n", new_str=f"{right}\n"
     )
     return [
-        _turn("I write the function.", _create(source)),
-        _turn("Does it load?", check),
+        _turn("I write the function, and a check for later.", _create(source), _call("bash", command=check)),
+        _turn("Does it load?", _call("bash", command="check")),
         _turn(
-            "A syntax error. I look at the file.",
+            "A syntax error. I look at the file, and remember the line.",
             _call("str_replace_editor", command="view", path=SOLUTION_FILE),
+            _call("python", code=f"line = {wrong!r}\nline"),
         ),
         _turn("The colon is missing after the signature.", repair),
-        _turn("Once more.", check),
+        _turn(
+            "Once more.",
+            _call("bash", command="check"),
+            _call("python", code=f"line + ':' in open({SOLUTION_FILE!r}).read()"),
+        ),
         _turn("Now it loads.", _call("submit")),
         _turn("The solution is submitted after one repair."),
     ]

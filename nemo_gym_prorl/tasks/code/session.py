@@ -27,7 +27,8 @@ from nemo_gym_prorl.failures import CallerError, FailureKind, InfrastructureErro
 from nemo_gym_prorl.tasks.code.grading import GradingLimits, Reason, Verdict, grade
 from nemo_gym_prorl.tasks.code.humaneval import Problem, problem_for
 from nemo_gym_prorl.tasks.code.tools import SOLUTION_FILE, BadArguments, parse_arguments
-from nemo_gym_prorl.tasks.code.workspace import Artefact, Sandbox, ToolLimits, Workspace
+from nemo_gym_prorl.tasks.code.workspace import Artefact, ToolLimits, Workspace
+from nemo_gym_prorl.tasks.sandbox import Sandbox
 
 
 logger = logging.getLogger(__name__)
@@ -269,7 +270,7 @@ class CodeSessions:
         session = _Session(problem, sandbox, workspace)
         try:
             await workspace.prepare({SOLUTION_FILE: problem.stub})
-        except InfrastructureError:
+        except BaseException:
             await self._stop(session)
             raise
         return session
@@ -300,7 +301,10 @@ class CodeSessions:
     async def _stop(self, session: _Session) -> None:
         sandbox, session.sandbox = session.sandbox, None
         if sandbox is not None:
-            await self._stop_sandbox(sandbox)
+            try:
+                await self._stop_sandbox(sandbox)
+            finally:
+                await session.workspace.close()
 
     async def _stop_sandbox(self, sandbox: Sandbox) -> None:
         try:

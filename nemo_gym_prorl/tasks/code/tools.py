@@ -1,12 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The tools of a coding task: what the model is told of them, what it may say, and what it reads back.
+"""The tools of a coding task: what the model is told of them and what it may say. Pure.
 
-Everything here is pure. A mistake in the arguments is an observation for the model, never an error of the rollout:
-:class:`BadArguments` carries text that says what was wrong and what the tool takes.
-
-Observations have one shape, so that a policy can learn it. ``bash`` and ``python`` answer with the output (stdout and
-stderr in order) and a last line ``[exit code: N]`` or ``[timed out after S s; the command was killed]``. Output beyond
-the limit keeps its head and its tail around ``[... N bytes left out ...]``.
+A mistake in the arguments is an observation for the model, never an error of the rollout: :class:`BadArguments`
+carries text that says what was wrong and what the tool takes. What the model reads back is in :mod:`.observations`.
 """
 
 from __future__ import annotations
@@ -21,7 +17,10 @@ SOLUTION_FILE = "solution.py"
 """The artefact of a coding task: the one file that leaves the sandbox."""
 
 MAX_ARGUMENT_BYTES = 64_000
-"""Longest JSON of one call's arguments. A command travels as one argv string, which Linux caps at 128 KiB."""
+"""Longest JSON of one call's arguments. A command may travel as one argv string, which Linux caps at 128 KiB."""
+
+MAX_INPUT = 1000
+"""Longest line to type, in characters: a terminal takes no more than 4,096 bytes at once."""
 
 
 class BadArguments(Exception):
@@ -33,19 +32,37 @@ class _Arguments(BaseModel):
 
 
 class BashArguments(_Arguments):
-    """Run a bash command in the working folder. Each call is a new shell: folders changed and variables set are \
-forgotten, files stay."""
+    """A persistent bash: folder, variables and background jobs stay from call to call. Give `command`, or `input` \
+for the program that runs, or `restart`. The answer is the output (standard output and error in order) and a last \
+line `[exit code: N]`. A command without output for a while is left running and reported as `[still running, ...]`: \
+answer it with `input`, for example `C-c`. `[timed out after S s]`: it was ended. Of long output the middle is left \
+out."""
 
-    command: str = Field(min_length=1, description="The command line to run.")
+    command: str | None = Field(default=None, min_length=1, description="The command to run.")
+    input: str | None = Field(
+        default=None,
+        max_length=MAX_INPUT,
+        description="Instead of a command: a line to type at the program that runs, followed by Enter. `C-c` presses "
+        "Ctrl-C, `C-d` Ctrl-D (end of input). Empty: only wait for more output.",
+    )
+    restart: bool | None = Field(
+        default=None, description="Instead of a command: end the shell with everything in it and start a new one."
+    )
     timeout_s: float | None = Field(
-        default=None, gt=0, description="Seconds until the command is killed; bounded by the environment."
+        default=None, gt=0, description="Seconds until the command is ended; bounded by the environment."
     )
 
 
 class PythonArguments(_Arguments):
-    """Run a Python program in the working folder, as a new process, and read what it prints."""
+    """A persistent Python (IPython kernel): variables and imports stay from call to call. The answer is what was \
+printed, the value of the last expression, the traceback if there is one, and a last line: `[ok]`, `[error]` or \
+`[timed out after S s]`. Input cannot be read. Of long output the middle is left out."""
 
-    code: str = Field(min_length=1, description="The program.")
+    code: str | None = Field(default=None, min_length=1, description="The code to run.")
+    restart: bool | None = Field(default=None, description="Instead of code: end the kernel and start a new one.")
+    timeout_s: float | None = Field(
+        default=None, gt=0, description="Seconds until the code is interrupted; bounded by the environment."
+    )
 
 
 class EditorArguments(_Arguments):
@@ -76,6 +93,9 @@ TOOLS: Mapping[str, type[_Arguments]] = {
     "submit": SubmitArguments,
 }
 """The tools by name, each with the model of its arguments."""
+
+_ONE_OF = {"bash": ("command", "input", "restart"), "python": ("code", "restart")}
+"""Arguments of which a call has exactly one."""
 
 _EDITOR_NEEDS = {
     "view": (),
@@ -119,22 +139,15 @@ def parse_arguments(tool: str, arguments: object) -> _Arguments:
             f"Error: the arguments of {tool} are {size} bytes long, the limit is {MAX_ARGUMENT_BYTES}. "
             "Split the work into several calls."
         )
+    if tool in _ONE_OF:
+        given = [name for name in _ONE_OF[tool] if getattr(parsed, name) not in (None, False)]
+        if len(given) != 1:
+            raise BadArguments(f"Error: {tool} needs one of {', '.join(_ONE_OF[tool])}. {_usage(tool)}")
     if isinstance(parsed, EditorArguments):
         missing = [name for name in _EDITOR_NEEDS[parsed.command] if getattr(parsed, name) is None]
         if missing:
             raise BadArguments(f"Error: {parsed.command} needs {' and '.join(missing)}. {_usage(tool)}")
     return parsed
-
-
-def render_run(answer: Mapping[str, Any], timeout_s: float) -> str:
-    """The observation for a command that ran: see the module's docstring for its shape."""
-    head, tail, omitted = str(answer["head"]), str(answer["tail"]), int(answer["omitted"])
-    output = f"{head}\n[... {omitted} bytes left out ...]\n{tail}" if omitted else head + tail
-    if output and not output.endswith("\n"):
-        output += "\n"
-    if answer["timed_out"]:
-        return f"{output}[timed out after {timeout_s:g} s; the command was killed]"
-    return f"{output}[exit code: {answer['exit_code']}]"
 
 
 def _parameters(model: type[_Arguments]) -> dict[str, Any]:

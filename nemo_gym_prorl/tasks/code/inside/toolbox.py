@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import base64
 import contextlib
+import importlib.util
 import json
 import os
 import select
@@ -78,12 +79,12 @@ def run(request: dict[str, Any]) -> dict[str, Any]:
 
 
 def write(request: dict[str, Any]) -> dict[str, Any]:
-    """Write ``files`` (path to text) below ``cwd``, which is made."""
+    """Write ``files`` (path to text) below ``cwd``, which is made; says whether there is an IPython kernel."""
     folder = Path(request["cwd"])
     folder.mkdir(parents=True, exist_ok=True)
     for path, text in request["files"].items():
         save(folder / path, text)
-    return {}
+    return {"kernel": importlib.util.find_spec("ipykernel") is not None}
 
 
 def read(request: dict[str, Any]) -> dict[str, Any]:

@@ -1,0 +1,247 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Which sampled turn does a conversation continue, when all that is there of it is what an agent sends back?
+
+What an agent sends is a weak echo of what was sampled. It drops thoughts, trims white space, writes JSON anew, and
+the converters on the way merge neighbouring assistant messages into one or drop those in which there is nothing to
+see. None of that makes it another conversation. So a conversation is told by what is *visible* of it: other people's
+messages, and between two of them all that the policy said and all that it called, however many turns that took.
+
+Visible text alone is not enough, since two different turns may look the same. What tells them apart, strongest first:
+
+1. token ids that the agent carries along (as Gym's agents do): only the turn with exactly these ids is continued;
+2. ids of tool calls, and thoughts, where the agent kept them;
+3. the latest of those that remain; :attr:`Match.ambiguous` says that it was a choice.
+
+Invariant: what is taken for known is the visible history of a turn in the ledger, from the first message on. As soon
+as an agent edits its past, all that follows the edit is new, so the turns after it start a branch of their own.
+
+Pure: no task, socket, clock or thread.
+"""
+
+from __future__ import annotations
+
+import re
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from hashlib import blake2b
+from typing import Any
+
+import orjson
+
+from nemo_gym_prorl.failures import CallerError
+from nemo_gym_prorl.policy.chat import Message, Tools, text_of
+from nemo_gym_prorl.policy.tokens import Finish, Generation, TokenLedger, Turn
+
+
+_THOUGHT = re.compile(r"<think>(.*?)</think>", re.DOTALL)
+_TOKEN_FIELDS = ("prompt_token_ids", "generation_token_ids", "generation_log_probs")
+
+
+@dataclass(frozen=True, slots=True)
+class Visible:
+    """What can be seen of a conversation: all up to the last message of others, and what the policy said since."""
+
+    before: bytes = b""
+    said: str = ""
+    calls: tuple[str, ...] = ()
+
+    def then(self, message: Message) -> Visible:
+        """With one message more."""
+        text = text_of(message.get("content"))
+        if message["role"] == "assistant":
+            return Visible(self.before, self.said + _squeezed(_THOUGHT.sub("", text)), self.calls + _calls(message))
+        return Visible(digest(self.key, [message["role"], text.strip()]))
+
+    @property
+    def key(self) -> bytes:
+        """Equal for conversations that look the same."""
+        return digest(self.before, [self.said, self.calls])
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Point:
+    """A place from which a rollout can go on: a sampled turn and the conversation up to it.
+
+    Attributes:
+        turn: its tokens.
+        messages: the conversation, as its turns were sampled, with the turn's own message.
+        visible: the same as an agent sees it.
+        tools: what the turn was offered.
+        marks: what tells the turn from others that look alike: ids of its calls, its thoughts.
+        thoughts: the policy thought aloud somewhere on the way.
+    """
+
+    turn: Turn
+    messages: tuple[Message, ...]
+    visible: Visible
+    tools: Tools
+    marks: tuple[str, ...]
+    thoughts: bool
+
+
+@dataclass(frozen=True, slots=True)
+class Match:
+    """Where a conversation goes on.
+
+    Attributes:
+        point: the turn that it continues; ``None`` if it continues none.
+        new: the messages after that.
+        ambiguous: other turns with other tokens would have fitted as well.
+    """
+
+    point: Point | None
+    new: tuple[Message, ...]
+    ambiguous: bool = False
+
+    @property
+    def foreign(self) -> tuple[Message, ...]:
+        """Assistant messages among the new ones: an agent's own words, or turns whose past it edited."""
+        return tuple(message for message in self.new if message["role"] == "assistant")
+
+
+@dataclass(slots=True)
+class History:
+    """The turns of one rollout and what their conversations look like."""
+
+    ledger: TokenLedger = field(default_factory=TokenLedger)
+    _points: dict[bytes, list[Point]] = field(default_factory=dict)
+    _of_turn: dict[Turn, Point] = field(default_factory=dict)
+    _said: dict[bytes, int] = field(default_factory=dict)
+
+    def record(
+        self, before: Point | None, new: Sequence[Message], message: Message, turn: Turn, tools: Tools = ()
+    ) -> Point:
+        """A turn was sampled after ``before`` and the new messages."""
+        visible = before.visible if before else Visible()
+        for one in (*new, message):
+            visible = visible.then(one)
+        if before is None:
+            return self._add(turn, (*new, message), visible, tools)
+        tools = before.tools if before.tools == tools else tools
+        return self._add(turn, (*before.messages, *new, message), visible, tools, before.thoughts)
+
+    def find(self, messages: Sequence[Message], tools: Tools = ()) -> Match:
+        """The latest turn that the conversation continues, and what is new after it.
+
+        Raises:
+            CallerError: a message has some of the token fields but not all, or they contradict each other.
+        """
+        for index, key, carried, own in reversed(list(self._places(messages, tools))):
+            alike = self._points.get(key, [])
+            if carried is not None:
+                alike = [point for point in alike if _continues(point.turn, carried, by_none=own)]
+            if alike:
+                chosen, ambiguous = self._choose(alike, messages)
+                return Match(chosen, tuple(messages[index + 1 :]), ambiguous)
+        return Match(None, tuple(messages))
+
+    def retokenised(self, messages: Sequence[Message]) -> int:
+        """How many sampled tokens there are in turns that look like the assistant messages among these."""
+        own = (message for message in messages if message["role"] == "assistant")
+        return sum(self._said.get(Visible().then(message).key, 0) for message in own)
+
+    def _places(self, messages: Sequence[Message], tools: Tools) -> Iterator[tuple[int, bytes, Turn | None, bool]]:
+        """Each assistant message's index, the key up to it, the last turn up to it that came with its tokens, and
+        whether they came with this very message.
+
+        A turn that is not in the ledger was sampled elsewhere, and is taken over as its tokens say.
+        """
+        visible, carried, latest = Visible(), None, None
+        for index, message in enumerate(messages):
+            visible = visible.then(message)
+            if message["role"] != "assistant":
+                continue
+            fields = _carried(message)
+            # Gym's converters repeat the last ids they saw on messages that have none of their own.
+            own = fields is not None and fields != latest
+            if fields is not None and own:
+                latest, (prompt, sampled, log_probs) = fields, fields
+                turn = self.ledger.find(prompt, sampled)
+                if turn is None:
+                    parent, observed = self.ledger.place(prompt, carried)
+                    turn = self.ledger.append(parent, observed, Generation(sampled, log_probs, Finish.STOP))
+                    self._add(turn, tuple(messages[: index + 1]), visible, tools)
+                carried = turn
+            yield index, visible.key, carried, own
+
+    def _add(
+        self, turn: Turn, messages: tuple[Message, ...], visible: Visible, tools: Tools, thoughts: bool | None = None
+    ) -> Point:
+        marks = tuple(_marks(messages[-1]))
+        if thoughts is None:
+            thoughts = any(_THOUGHT.search(text_of(m.get("content"))) for m in messages if m["role"] == "assistant")
+        else:
+            thoughts = thoughts or any(mark.startswith("thought") for mark in marks)
+        point = Point(turn, messages, visible, tools, marks, thoughts)
+        self._points.setdefault(visible.key, []).append(point)
+        self._of_turn[turn] = point
+        self._said[Visible().then(messages[-1]).key] = len(turn.sampled)
+        return point
+
+    def _choose(self, alike: Sequence[Point], messages: Sequence[Message]) -> tuple[Point, bool]:
+        """The one of several points that the messages tell most of, and whether another one may be meant as well."""
+        if len(alike) == 1:
+            return alike[0], False
+        sent = Counter(mark for message in messages if message["role"] == "assistant" for mark in _marks(message))
+        marks = [Counter(m for turn in point.turn.path() for m in self._of_turn[turn].marks) for point in alike]
+        told = [(own & sent).total() for own in marks]
+        best = [(own == sent, index) for index, own in enumerate(marks) if told[index] == max(told)]
+        chosen = alike[max(best)[1]]
+        tokens = chosen.turn.sequence()
+        return chosen, any(alike[index].turn.sequence() != tokens for _, index in best)
+
+
+def digest(before: bytes, what: object) -> bytes:
+    """Identity of something after something else."""
+    return blake2b(orjson.dumps(what), key=before, digest_size=16).digest()
+
+
+def _continues(turn: Turn | None, earlier: Turn, *, by_none: bool) -> bool:
+    """Whether a turn's sequence goes on from the earlier one's, turn by turn; ``by_none``: whether it is the same."""
+    while turn is not None and turn.end > earlier.end and not by_none:
+        turn = turn.parent
+    return turn is not None and (turn is earlier or turn.sequence() == earlier.sequence())
+
+
+def _squeezed(text: str) -> str:
+    return "".join(text.split())
+
+
+def _calls(message: Message) -> tuple[str, ...]:
+    return tuple(
+        f"{call['function']['name']} {_canonical(call['function']['arguments'])}"
+        for call in message.get("tool_calls") or ()
+    )
+
+
+def _marks(message: Message) -> Iterator[str]:
+    """What an assistant message says of the turn that it echoes, beyond what is visible."""
+    for call in message.get("tool_calls") or ():
+        yield f"call {call.get('id')}"
+    for thought in _THOUGHT.findall(text_of(message.get("content"))):
+        yield f"thought {digest(b'', _squeezed(thought)).hex()}"
+
+
+def _carried(message: Message) -> tuple[Sequence[int], Sequence[int], Sequence[float]] | None:
+    """Gym's token fields of a message."""
+    given = [name for name in _TOKEN_FIELDS if message.get(name)]
+    if not given:
+        return None
+    if len(given) < len(_TOKEN_FIELDS):
+        missing = next(name for name in _TOKEN_FIELDS if name not in given)
+        raise CallerError(f"missing, though {given[0]} is there", field=f"messages.{missing}")
+    prompt, sampled, log_probs = (message[name] for name in _TOKEN_FIELDS)
+    if len(sampled) != len(log_probs):
+        raise CallerError(f"{len(log_probs)} of them for {len(sampled)} tokens", field="messages.generation_log_probs")
+    return prompt, sampled, log_probs
+
+
+def _canonical(arguments: Any) -> str:
+    """JSON arguments, however they were written."""
+    if isinstance(arguments, str):
+        try:
+            arguments = orjson.loads(arguments)
+        except orjson.JSONDecodeError:
+            return str(arguments)
+    return orjson.dumps(arguments, option=orjson.OPT_SORT_KEYS).decode()

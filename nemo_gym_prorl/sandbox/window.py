@@ -1,0 +1,71 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Output that waits for a reader, and a bounded piece of what was read before, so that another reader can go back."""
+
+from __future__ import annotations
+
+from collections import deque
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, slots=True)
+class Piece:
+    """Some output of one stream.
+
+    Attributes:
+        begin: how many bytes of all streams came before it.
+        stream: which stream.
+        data: what it says.
+    """
+
+    begin: int
+    stream: str
+    data: bytes
+
+    @property
+    def end(self) -> int:
+        return self.begin + len(self.data)
+
+
+class Window:
+    """Pieces in order. Nothing that was not read is ever dropped: who adds must stop while it is :attr:`full`."""
+
+    def __init__(self, limit: int) -> None:
+        self._limit = limit
+        self._pieces: deque[Piece] = deque()
+        self._end = 0
+        self.position = 0
+        """Bytes read so far."""
+
+    @property
+    def full(self) -> bool:
+        """As much waits as may."""
+        return self._end - self.position >= self._limit
+
+    @property
+    def begin(self) -> int:
+        """The first byte that is still there."""
+        return self._pieces[0].begin if self._pieces else self._end
+
+    def add(self, stream: str, data: bytes) -> None:
+        """Take output, and forget the oldest of what was read."""
+        if data:
+            self._pieces.append(Piece(self._end, stream, data))
+            self._end += len(data)
+        while self._pieces and self._pieces[0].end <= min(self.position, self._end - self._limit):
+            self._pieces.popleft()
+
+    def next(self) -> Piece | None:
+        """The next piece to read; it stays the next until :meth:`read`."""
+        for piece in self._pieces:
+            if piece.end > self.position:
+                skipped = max(0, self.position - piece.begin)
+                return Piece(piece.begin + skipped, piece.stream, piece.data[skipped:])
+        return None
+
+    def read(self, piece: Piece) -> None:
+        """It was read."""
+        self.position = piece.end
+
+    def go_back(self, position: int) -> None:
+        """Read again from that byte on, or from the first that is still there."""
+        self.position = max(self.begin, min(position, self._end))

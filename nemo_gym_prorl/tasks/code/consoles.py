@@ -1,0 +1,296 @@
+# SPDX-License-Identifier: Apache-2.0
+"""``bash`` and ``python`` of one workspace, as sessions that live as long as its sandbox.
+
+Invariants:
+
+- What the agent did, however bad, is an observation: a shell or kernel that ended is replaced, and the model is told.
+- A sandbox that is gone is ``session_lost``. The two look alike from here, so a session that ends is followed by a
+  look at the sandbox before anybody is blamed.
+- Every call ends: a session that does not answer long after its own time limit is replaced as well.
+- Calls at the same time wait for each other, since there is one shell and one kernel.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import shlex
+from abc import ABC, abstractmethod
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+
+from nemo_gym_prorl.failures import CallerError, RolloutError
+from nemo_gym_prorl.tasks.code import observations
+from nemo_gym_prorl.tasks.code.observations import Output, observation
+from nemo_gym_prorl.tasks.code.tools import BashArguments, PythonArguments
+from nemo_gym_prorl.tasks.sandbox import Action, Cell, HasSessions, KernelSession, ShellSession
+
+
+ANSWER_MARGIN_S = 20.0
+"""How much longer than its own time limit a session may take to answer, in seconds."""
+
+RENEW_TIMEOUT_S = 60.0
+"""How long a session may take to be replaced, in seconds."""
+
+SHELL_VARIABLES: Mapping[str, str] = {"TERM": "dumb", "NO_COLOR": "1"}
+"""Programs see a terminal, and would colour what only a model reads."""
+
+KEYS: Mapping[str, str] = {"C-c": "\x03", "C-d": "\x04"}
+"""Names of what can be typed besides lines."""
+
+_ENTER_KERNEL = """\
+import os as _os, sys as _sys
+try: _os.chdir({folder!r})
+except OSError: pass
+_sys.path.insert(0, "")
+del _os, _sys
+get_ipython().execution_count = 1
+"""
+"""Run in a fresh kernel: it is to work, and to look for modules, where the shell does, and to count from 1."""
+
+RequireSandbox = Callable[[object], Awaitable[None]]
+"""Raises ``session_lost``, with the given trouble as its reason, unless the sandbox lives."""
+
+
+class _Unusable(Exception):
+    """The session can't be replaced though its sandbox lives; says why."""
+
+
+class _Console(ABC):
+    """What both have in common: one call at a time, and replacement.
+
+    Args:
+        what: ``shell`` or ``kernel``.
+        folder: where it starts.
+        limit: bytes of an observation.
+        require_sandbox: tells an agent's doing from a lost sandbox.
+    """
+
+    def __init__(self, what: str, folder: str, limit: int, require_sandbox: RequireSandbox) -> None:
+        self._what = what
+        self._folder = folder
+        self._limit = limit
+        self._require_sandbox = require_sandbox
+        self._lock = asyncio.Lock()
+
+    @abstractmethod
+    async def _restart(self) -> None:
+        """End the session and start a new one."""
+
+    async def _guarded(self, work: Callable[[], Awaitable[str]], timeout_s: float) -> str:
+        """One call's observation, whatever becomes of the session."""
+        async with self._lock:
+            try:
+                try:
+                    async with asyncio.timeout(timeout_s + ANSWER_MARGIN_S):
+                        return await work()
+                except CallerError as error:
+                    return self._error(error.reason)
+                except TimeoutError:
+                    await self._require_sandbox(None)
+                    return await self._replace(
+                        Output(), observations.timed_out(timeout_s), [observations.ended(self._what)]
+                    )
+                except RolloutError as error:
+                    await self._require_sandbox(error)
+                    return await self._replace(Output(), observations.ended(self._what))
+            except _Unusable as error:
+                return self._error(str(error))
+
+    async def _replace(self, output: Output, status: str, notes: Sequence[str] = ()) -> str:
+        await self._renew()
+        return observation(output, status, notes, limit=self._limit)
+
+    async def _renew(self) -> None:
+        try:
+            async with asyncio.timeout(RENEW_TIMEOUT_S):
+                await self._restart()
+        except (RolloutError, TimeoutError) as error:
+            await self._require_sandbox(error)
+            reason = error.reason if isinstance(error, RolloutError) else "it did not answer"
+            raise _Unusable(f"the {self._what} ended and no new one could be started: {reason}") from error
+
+    def _error(self, reason: str) -> str:
+        return observations.error(reason, limit=self._limit)
+
+
+class Bash(_Console):
+    """The ``bash`` tool. Made by :meth:`start`.
+
+    Args:
+        shell: a fresh shell.
+        folder: where it starts.
+        silence_s: a command without output for so long is reported as waiting.
+        limit: bytes of an observation.
+        require_sandbox: tells an agent's doing from a lost sandbox.
+    """
+
+    def __init__(
+        self, shell: ShellSession, folder: str, silence_s: float, limit: int, require_sandbox: RequireSandbox
+    ) -> None:
+        super().__init__("shell", folder, limit, require_sandbox)
+        self._shell = shell
+        self._silence_s = silence_s
+        self._seen = ""
+
+    @classmethod
+    async def start(
+        cls, sandbox: HasSessions, folder: str, silence_s: float, limit: int, require_sandbox: RequireSandbox
+    ) -> Bash:
+        """Start the shell.
+
+        Raises:
+            InfrastructureError: there is no bash, or it does not answer.
+        """
+        bash = cls(await sandbox.shell(env=SHELL_VARIABLES), folder, silence_s, limit, require_sandbox)
+        await bash._enter()
+        return bash
+
+    async def call(self, arguments: BashArguments, timeout_s: float) -> str:
+        """One call; returns the observation.
+
+        Raises:
+            InfrastructureError: ``session_lost``.
+        """
+        return await self._guarded(lambda: self._call(arguments, timeout_s), timeout_s)
+
+    async def close(self) -> None:
+        """End the shell."""
+        await self._shell.close()
+
+    async def _call(self, arguments: BashArguments, timeout_s: float) -> str:
+        shell = self._shell
+        if arguments.restart:
+            return await self._replace(Output(), observations.restarted("shell"))
+        if arguments.input is not None:
+            return await self._type(arguments.input, timeout_s)
+        assert arguments.command is not None
+        left, notes = Output(), []
+        if shell.running and not shell.exited:
+            action = await shell.wait(timeout_s=timeout_s, silence_s=0.0)
+            if action.waiting:
+                return self._error(
+                    'the command before still runs: answer it with input, end it with input "C-c", or restart.'
+                )
+            left = self._fresh(action)
+            notes.append(observations.ended_before(action.exit_code))
+        if shell.exited:
+            await self._require_sandbox(None)
+            await self._renew()
+            notes.append(observations.had_ended("shell"))
+        self._seen = ""
+        action = await shell.run(
+            arguments.command, timeout_s=timeout_s, silence_s=self._silence_s, output_limit=self._limit
+        )
+        return await self._report(action, timeout_s, left, notes)
+
+    async def _type(self, line: str, timeout_s: float) -> str:
+        if not self._shell.running or self._shell.exited:
+            return self._error("no command is running that could take input.")
+        if line:
+            await self._shell.send(KEYS.get(line, line if line.endswith("\n") else line + "\n"))
+        action = await self._shell.wait(timeout_s=timeout_s, silence_s=self._silence_s)
+        return await self._report(action, timeout_s, Output(), [])
+
+    async def _report(self, action: Action, timeout_s: float, left: Output, notes: list[str]) -> str:
+        output = left.then(self._fresh(action))
+        if action.waiting:
+            status = observations.waiting(self._silence_s)
+        elif action.timed_out or action.exit_code is None:
+            status = observations.timed_out(timeout_s)
+        else:
+            status = observations.exit_code(action.exit_code)
+        if not action.exited:
+            return observation(output, status, notes, limit=self._limit)
+        await self._require_sandbox(None)
+        return await self._replace(output, status, [*notes, observations.ended("shell")])
+
+    def _fresh(self, action: Action) -> Output:
+        """What the command has printed since the model last read it; all of it again once it is too long for that."""
+        text, seen = action.output, self._seen
+        self._seen = text if action.waiting and not action.omitted else ""
+        if action.omitted or not text.startswith(seen):
+            return Output.of(text, action.omitted)
+        return Output(text[len(seen) :])
+
+    async def _restart(self) -> None:
+        self._seen = ""
+        await self._shell.restart()
+        await self._enter()
+
+    async def _enter(self) -> None:
+        # Here and not where the shell starts, since the agent may have removed the folder.
+        await self._shell.run(f"cd -- {shlex.quote(self._folder)}", timeout_s=ANSWER_MARGIN_S, silence_s=None)
+
+
+class Python(_Console):
+    """The ``python`` tool. Made by :meth:`start`.
+
+    Args:
+        kernel: a fresh kernel.
+        folder: where it works.
+        limit: bytes of an observation.
+        require_sandbox: tells an agent's doing from a lost sandbox.
+    """
+
+    def __init__(self, kernel: KernelSession, folder: str, limit: int, require_sandbox: RequireSandbox) -> None:
+        super().__init__("kernel", folder, limit, require_sandbox)
+        self._kernel = kernel
+
+    @classmethod
+    async def start(cls, sandbox: HasSessions, folder: str, limit: int, require_sandbox: RequireSandbox) -> Python:
+        """Start the kernel.
+
+        Raises:
+            InfrastructureError: there is no ipykernel, or it does not answer.
+        """
+        python = cls(await sandbox.kernel(), folder, limit, require_sandbox)
+        await python._enter()
+        return python
+
+    async def call(self, arguments: PythonArguments, timeout_s: float) -> str:
+        """One call; returns the observation.
+
+        Raises:
+            InfrastructureError: ``session_lost``.
+        """
+        return await self._guarded(lambda: self._call(arguments, timeout_s), timeout_s)
+
+    async def close(self) -> None:
+        """End the kernel."""
+        await self._kernel.close()
+
+    async def _call(self, arguments: PythonArguments, timeout_s: float) -> str:
+        if arguments.restart:
+            return await self._replace(Output(), observations.restarted("kernel"))
+        assert arguments.code is not None
+        notes = []
+        try:
+            cell = await self._kernel.run(arguments.code, timeout_s=timeout_s, output_limit=self._limit)
+        except RolloutError as error:
+            # It ended between two calls, by what runs in the background.
+            await self._require_sandbox(error)
+            await self._renew()
+            notes.append(observations.had_ended("kernel"))
+            cell = await self._kernel.run(arguments.code, timeout_s=timeout_s, output_limit=self._limit)
+        return await self._report(cell, timeout_s, notes)
+
+    async def _report(self, cell: Cell, timeout_s: float, notes: list[str]) -> str:
+        output = Output.of(cell.output, cell.omitted)
+        for data in cell.data:
+            output = output.then(Output(observations.result_text(data)))
+        if cell.error is not None:
+            output = output.then(Output(cell.error))
+        if cell.timed_out:
+            status = observations.timed_out(timeout_s)
+        else:
+            status = observations.FAILED if cell.error is not None or cell.died else observations.OK
+        if not cell.died:
+            return observation(output, status, notes, limit=self._limit)
+        await self._require_sandbox(None)
+        return await self._replace(output, status, [*notes, observations.ended("kernel")])
+
+    async def _restart(self) -> None:
+        await self._kernel.restart()
+        await self._enter()
+
+    async def _enter(self) -> None:
+        await self._kernel.run(_ENTER_KERNEL.format(folder=self._folder), timeout_s=ANSWER_MARGIN_S)

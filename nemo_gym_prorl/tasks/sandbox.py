@@ -1,0 +1,133 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What a task asks of the sandbox that it is handed. Protocols only: tasks do not know who provides sandboxes.
+
+Every sandbox runs commands and takes files. One that :class:`HasSessions` also has a shell and a Python kernel that
+live from one call to the next; a task must do without where a provider has none.
+
+Trouble with machines is an :class:`InfrastructureError` of whatever a session is asked. A session that ended while its
+sandbox lives was ended from inside.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from enum import Enum
+from pathlib import Path
+from typing import Any, Protocol, runtime_checkable
+
+
+class ExecResult(Protocol):
+    """What a sandbox says of a command."""
+
+    @property
+    def stdout(self) -> str | None: ...
+
+    @property
+    def stderr(self) -> str | None: ...
+
+    @property
+    def return_code(self) -> int: ...
+
+    @property
+    def error_type(self) -> str | None: ...
+
+
+class Sandbox(Protocol):
+    """The part of Gym's ``AsyncSandbox`` that tasks use."""
+
+    async def exec(
+        self, command: str, *, cwd: str | None = None, timeout_s: int | float | None = None
+    ) -> ExecResult: ...
+
+    async def upload(self, local_path: Path | str, remote_path: str) -> None: ...
+
+    async def status(self) -> Enum: ...
+
+    async def stop(self) -> None: ...
+
+
+class Action(Protocol):
+    """What became of a shell's command. ``output`` has a line ``[... N bytes omitted ...]`` for what was left out."""
+
+    @property
+    def output(self) -> str: ...
+
+    @property
+    def exit_code(self) -> int | None: ...
+
+    @property
+    def waiting(self) -> bool: ...
+
+    @property
+    def timed_out(self) -> bool: ...
+
+    @property
+    def exited(self) -> bool: ...
+
+    @property
+    def omitted(self) -> int: ...
+
+
+class ShellSession(Protocol):
+    """A shell on a terminal; one command at a time."""
+
+    @property
+    def running(self) -> bool: ...
+
+    @property
+    def exited(self) -> bool: ...
+
+    async def run(
+        self, command: str, *, timeout_s: float, silence_s: float | None, output_limit: int = ...
+    ) -> Action: ...
+
+    async def wait(self, *, timeout_s: float, silence_s: float | None) -> Action: ...
+
+    async def send(self, text: str) -> None: ...
+
+    async def interrupt(self) -> None: ...
+
+    async def restart(self) -> None: ...
+
+    async def close(self) -> None: ...
+
+
+class Cell(Protocol):
+    """What became of a kernel's cell: printed text as of :class:`Action`, results by MIME type, traceback."""
+
+    @property
+    def output(self) -> str: ...
+
+    @property
+    def data(self) -> Sequence[Mapping[str, Any]]: ...
+
+    @property
+    def error(self) -> str | None: ...
+
+    @property
+    def timed_out(self) -> bool: ...
+
+    @property
+    def died(self) -> bool: ...
+
+    @property
+    def omitted(self) -> int: ...
+
+
+class KernelSession(Protocol):
+    """An IPython kernel; one cell at a time."""
+
+    async def run(self, code: str, *, timeout_s: float, output_limit: int = ...) -> Cell: ...
+
+    async def restart(self) -> None: ...
+
+    async def close(self) -> None: ...
+
+
+@runtime_checkable
+class HasSessions(Protocol):
+    """A sandbox whose provider has sessions. Both start in the sandbox's working folder."""
+
+    async def shell(self, *, env: Mapping[str, str] | None = None) -> ShellSession: ...
+
+    async def kernel(self) -> KernelSession: ...

@@ -1,0 +1,240 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Which turn a conversation continues, however its agent echoes it."""
+
+from __future__ import annotations
+
+import itertools
+import json
+from dataclasses import dataclass
+from typing import Any
+from zlib import crc32
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from nemo_gym_prorl.failures import CallerError
+from nemo_gym_prorl.policy.history import History, Match, Point, Visible
+from nemo_gym_prorl.policy.tokens import Finish, Generation
+
+
+type Messages = list[dict[str, Any]]
+
+USER = {"role": "user", "content": "q"}
+IDS = ("prompt_token_ids", "generation_token_ids", "generation_log_probs")
+
+
+def said(thought: str | None, content: str, *calls: str) -> dict[str, Any]:
+    """An assistant message as the service gives it out; calls by their ids."""
+    message: dict[str, Any] = {"role": "assistant", "content": content}
+    if thought is not None:
+        message["content"] = f"<think>{thought}</think>{content}"
+    if calls:
+        function = {"name": "f", "arguments": '{"x": 1}'}
+        message["tool_calls"] = [{"id": call, "type": "function", "function": function} for call in calls]
+    return message
+
+
+def sample(history: History, match: Match, message: dict[str, Any], ids: list[int]) -> Point:
+    """What the service does after it has found the place: ask an engine, and keep what it sampled."""
+    parent = match.point.turn if match.point else None
+    observed = [crc32(json.dumps(match.new).encode())]
+    turn = history.ledger.append(parent, observed, Generation(ids, [-1.0] * len(ids), Finish.STOP))
+    return history.record(match.point, match.new, message, turn)
+
+
+def carried(point: Point) -> dict[str, Any]:
+    turn = point.turn
+    return dict(zip(IDS, (turn.prompt(), list(turn.sampled), list(turn.log_probs)), strict=True))
+
+
+def merged(messages: Messages) -> Messages:
+    """What Gym's converter makes of neighbouring assistant messages, and of those with nothing to see."""
+    result: Messages = []
+    for is_assistant, run in itertools.groupby(messages, lambda message: message["role"] == "assistant"):
+        if not is_assistant:
+            result += run
+            continue
+        parts = list(run)
+        whole = {k: v for part in parts for k, v in part.items()}
+        whole["content"] = "".join(part["content"] for part in parts).replace("<think></think>", "")
+        whole["tool_calls"] = [call for part in parts for call in part.get("tool_calls", [])]
+        if whole["content"] or whole["tool_calls"]:
+            result.append(whole)
+    return result
+
+
+def test_a_turn_that_only_thinks_is_not_lost_when_its_message_is_joined_with_the_next() -> None:
+    """Gym's ``simple_agent`` asks on after such a turn, and Gym's converter makes one message of the two."""
+    history = History()
+    first = sample(history, history.find([USER]), said(None, "", "c1"), [1])
+    result = {"role": "tool", "content": "r", "tool_call_id": "c1"}
+    echo: Messages = [USER, first.messages[-1], result]
+    thinks = sample(history, history.find(echo), said("A", ""), [2])
+    echo.append(dict(thinks.messages[-1]))
+    calls = sample(history, history.find(echo), said("B", "", "c2"), [3])
+    echo.append(dict(calls.messages[-1]))
+    assert merged(echo)[-1]["content"] == "<think>A</think><think>B</think>"
+    match = history.find([*merged(echo), result])
+    assert (match.point, match.new) == (calls, (result,))
+    assert calls.turn.parent is thinks.turn
+
+
+@dataclass
+class Node:
+    """A sampled turn, and the conversation up to it in its agent's memory, with the tokens of each turn."""
+
+    point: Point
+    conversation: Messages
+
+
+CONTENT = st.sampled_from(["", "a", " a", "b", "a b"])
+THOUGHT = st.sampled_from([None, "", "t", "u"])
+CALLS = st.sampled_from([(), ("new",), ("same",), ("new", "new")])
+OTHERS = st.lists(
+    st.sampled_from([USER, {"role": "user", "content": "on"}, {"role": "tool", "content": "r"}]), max_size=2
+)
+
+
+@st.composite
+def manners(draw: st.DrawFn) -> dict[str, bool]:
+    return {name: draw(st.booleans()) for name in ("carries", "thoughts", "tidies", "renames", "merges")}
+
+
+def echo(conversation: Messages, manner: dict[str, bool]) -> Messages:
+    """A conversation as an agent of the given manners sends it."""
+    result: Messages = []
+    for index, message in enumerate(conversation):
+        kept = {k: v for k, v in message.items() if manner["carries"] or k not in IDS}
+        if kept["role"] == "assistant":
+            if not manner["thoughts"]:
+                kept["content"] = kept["content"].rpartition("</think>")[2]
+            if manner["tidies"]:
+                kept["content"] = f"{kept['content'].strip()}\n"
+            if manner["renames"] and kept.get("tool_calls"):
+                kept["tool_calls"] = [{**call, "id": f"mine{index}"} for call in kept["tool_calls"]]
+        result.append(kept)
+    return merged(result) if manner["merges"] else result
+
+
+def looks(messages: Messages) -> Visible:
+    visible = Visible()
+    for message in messages:
+        visible = visible.then(message)
+    return visible
+
+
+@given(data=st.data())
+@settings(max_examples=400, deadline=None)
+def test_the_turn_that_is_meant_is_found_or_the_doubt_is_said(data: st.DataObject) -> None:
+    """Parallel branches, turns sampled again, and turns that look alike, echoed in every manner."""
+    history = History()
+    nodes: list[Node] = []
+    numbers = itertools.count()
+    for _ in range(data.draw(st.integers(1, 10))):
+        base = data.draw(st.sampled_from([None, *nodes]))
+        known = base.conversation if base else [{"role": "system", "content": "s"}]
+        new = data.draw(OTHERS)
+        manner = data.draw(manners())
+        sent = [*echo(known, manner), *new]
+        match = history.find(sent)
+        assert looks(sent[: len(sent) - len(match.new)]) == (match.point.visible if match.point else Visible())
+        dropped = (
+            manner["merges"] and known[-1]["role"] == "assistant" and echo(known, manner)[-1]["role"] != "assistant"
+        )
+        if base is None:
+            assert match.point is None
+        elif not dropped:
+            assert match.point is not None
+            assert match.new == tuple(new)
+            if match.point.turn.sequence() != base.point.turn.sequence():
+                assert match.ambiguous, "another turn than the one that was meant, and nobody was told"
+                assert not manner["carries"]
+        thought, content, calls = data.draw(THOUGHT), data.draw(CONTENT), data.draw(CALLS)
+        message = said(thought, content, *(f"{call}{next(numbers)}" if call == "new" else call for call in calls))
+        # One text may be many token sequences, but never the other way round.
+        text = crc32(f"{thought}|{content}|{len(calls)}".encode())
+        point = sample(history, match, message, [text, data.draw(st.integers(0, 1))])
+        # The agent remembers what it was told, under the history that it sent.
+        nodes.append(
+            Node(point, [*known, *new, message | carried(point)])
+            if match.point is (base and base.point)
+            else Node(point, [*sent, message | carried(point)])
+        )
+    assert sum(sum(s.mask) for s in history.ledger.sequences()) == sum(len(n.point.turn.sampled) for n in nodes)
+
+
+@given(data=st.data(), length=st.integers(1, 5))
+@settings(max_examples=200, deadline=None)
+def test_nothing_after_an_edit_is_taken_for_known(data: st.DataObject, length: int) -> None:
+    history = History()
+    conversation: Messages = []
+    points: list[Point] = []
+    for index in range(length):
+        conversation += [{"role": "user", "content": f"q{index}"}]
+        message = said(data.draw(THOUGHT), data.draw(CONTENT))
+        points.append(sample(history, history.find(conversation), message, [index]))
+        conversation.append(message | carried(points[-1]))
+    sent = echo(conversation, data.draw(manners()) | {"merges": False})
+    edited = data.draw(st.integers(0, len(sent) - 1))
+    if data.draw(st.booleans()):
+        del sent[edited]
+    else:
+        sent[edited] = {**sent[edited], "content": "something else"}
+    found = history.find([*sent, USER]).point
+    last_question = edited // 2
+    invisible = not looks([{"role": "assistant", "content": ""}, conversation[edited]]).said if edited % 2 else False
+    if not (invisible and len(sent) < len(conversation)):
+        assert found is (points[last_question - 1] if last_question else None)
+
+
+def test_tokens_from_elsewhere_are_taken_over_as_one_chain() -> None:
+    here, there = History(), History()
+    conversation: Messages = []
+    for index in range(3):
+        conversation.append(USER)
+        point = sample(there, there.find(conversation), said("t", "a"), [index, 7])
+        conversation.append(point.messages[-1] | carried(point))
+    match = here.find([*conversation, USER])
+    assert match.point is not None
+    assert match.point.turn.sequence() == point.turn.sequence()
+    assert here.ledger.branches == 1
+    assert sum(here.ledger.sequences()[0].mask) == 6
+    assert here.find([*conversation, USER]).point is match.point
+
+
+def test_tokens_that_a_converter_repeats_are_not_those_of_the_agents_own_words() -> None:
+    history = History()
+    point = sample(history, history.find([USER]), said(None, "a"), [1])
+    own = said(None, "my summary") | carried(point)
+    match = history.find([USER, point.messages[-1] | carried(point), USER, own, USER])
+    assert match.point is point
+    assert match.foreign == (own,)
+
+
+def test_a_turn_that_is_kept_while_its_past_is_cut_away_starts_anew() -> None:
+    """An agent that compacts its history keeps the last turn, tokens and all; its prompt is another one now."""
+    history = History()
+    first = sample(history, history.find([USER]), said(None, "long"), [1])
+    long = [USER, first.messages[-1] | carried(first), USER]
+    second = sample(history, history.find(long), said(None, "b"), [2])
+    short = [{"role": "user", "content": "in short"}, second.messages[-1] | carried(second), USER]
+    match = history.find(short)
+    assert match.point is None
+    assert history.retokenised(match.new) == 1
+    third = sample(history, match, said(None, "c"), [3])
+    assert history.find([*short, third.messages[-1] | carried(third), USER]).point is third
+    assert history.ledger.branches == 2
+
+
+@pytest.mark.parametrize(
+    ("fields", "wrong"),
+    [
+        ({"generation_token_ids": [1], "prompt_token_ids": [1]}, "generation_log_probs: missing"),
+        ({"generation_token_ids": [1], "generation_log_probs": [-1.0]}, "prompt_token_ids: missing"),
+        (dict(zip(IDS, ([1], [2, 3], [-1.0]), strict=True)), "generation_log_probs: 1 of them for 2 tokens"),
+    ],
+)
+def test_half_of_the_token_fields_is_refused(fields: dict[str, Any], wrong: str) -> None:
+    with pytest.raises(CallerError, match=f"messages.{wrong}"):
+        History().find([USER, said(None, "a") | fields])

@@ -1,0 +1,317 @@
+# SPDX-License-Identifier: Apache-2.0
+"""``bash`` and ``python`` as sessions, in real containers: what the model reads, to the byte, and who is to blame."""
+
+import asyncio
+import os
+import signal
+from collections.abc import AsyncIterator
+from dataclasses import replace
+
+import pytest
+
+from nemo_gym_prorl.failures import FailureKind, InfrastructureError
+from nemo_gym_prorl.sandbox import link
+from nemo_gym_prorl.sandbox.image import default_image_path
+from nemo_gym_prorl.sandbox.started import StartedSandbox
+from nemo_gym_prorl.tasks.code.tools import SOLUTION_FILE
+from nemo_gym_prorl.tasks.code.workspace import Artefact, ToolLimits, Workspace
+from tests.tasks import containers
+
+
+pytestmark = pytest.mark.sandbox
+LIMITS = ToolLimits(timeout_s=20, max_timeout_s=30, silence_s=15, output_bytes=2000)
+SHELL_GONE = "the shell ended and a new one was started: folder, variables and jobs are gone"
+KERNEL_GONE = "the kernel ended and a new one was started: variables are gone"
+RUNNING = "[still running, no output for 1 s: it may wait for input]"
+BUSY = 'Error: the command before still runs: answer it with input, end it with input "C-c", or restart.'
+IDLE = "Error: no command is running that could take input."
+
+
+class Agent:
+    """What a model can do in a workspace."""
+
+    def __init__(self, sandbox: StartedSandbox, limits: ToolLimits) -> None:
+        self.sandbox = sandbox
+        self.workspace = Workspace(sandbox, "/sandbox/workspace", limits)
+
+    async def bash(self, command: str | None = None, **arguments: object) -> str:
+        return await self.workspace.call("bash", {"command": command, **arguments} if command else arguments)
+
+    async def python(self, code: str | None = None, **arguments: object) -> str:
+        return await self.workspace.call("python", {"code": code, **arguments} if code else arguments)
+
+
+async def start(image: str | None, limits: ToolLimits = LIMITS) -> Agent:
+    agent = Agent(await containers.start_with_sessions(image), limits)
+    await agent.workspace.prepare({SOLUTION_FILE: "def f():\n    return 1\n"})
+    return agent
+
+
+async def stop(agent: Agent) -> None:
+    await agent.sandbox.stop()
+    await agent.workspace.close()
+
+
+@pytest.fixture
+async def agent() -> AsyncIterator[Agent]:
+    """In the image with a kernel."""
+    live = await start(None)
+    yield live
+    await stop(live)
+
+
+@pytest.fixture
+async def without_kernel() -> AsyncIterator[Agent]:
+    """In an image without ipykernel."""
+    live = await start(str(default_image_path()))
+    yield live
+    await stop(live)
+
+
+async def test_a_shell_keeps_its_state_until_it_ends(without_kernel: Agent) -> None:
+    bash = without_kernel.bash
+    assert await bash("pwd; ls") == "/sandbox/workspace\nsolution.py\n[exit code: 0]"
+    assert await bash("cd /tmp; X=1; f() { echo f$X; }; false") == "[exit code: 1]"
+    assert await bash("pwd; f; echo err >&2; printf no-newline") == "/tmp\nf1\nerr\nno-newline\n[exit code: 0]"
+    assert await bash("echo; echo") == "\n\n[exit code: 0]"
+    assert await bash("tty -s && echo $TERM") == "dumb\n[exit code: 0]"
+    assert await bash("echo '") == "bash: unexpected EOF while looking for matching `''\n[exit code: 2]"
+    assert await bash("exit 7") == f"exit\n[exit code: 7; {SHELL_GONE}]"
+    assert await bash("pwd; type f 2>/dev/null || echo gone$X") == "/sandbox/workspace\ngone\n[exit code: 0]"
+    assert await bash("kill -9 $$") == f"[exit code: 137; {SHELL_GONE}]"
+    assert await bash("cd /tmp; rm -r /sandbox/workspace") == "[exit code: 0]"
+    assert await bash(restart=True) == "[a new shell was started]"
+    assert await bash("pwd") == "/\n[exit code: 0]"
+
+
+async def test_a_shell_that_something_ended_between_calls_is_replaced(without_kernel: Agent) -> None:
+    pid = (await without_kernel.bash("echo $$")).split("\n")[0]
+    await without_kernel.sandbox.exec(f"kill -9 {pid}")
+    console = without_kernel.workspace._bash
+    assert console
+    while not console._shell.exited:
+        await asyncio.sleep(0.01)
+    assert await without_kernel.bash("echo on") == (
+        "on\n[exit code: 0; the shell had ended and a new one was started before this call: "
+        "folder, variables and jobs are gone]"
+    )
+
+
+@pytest.fixture
+async def impatient() -> AsyncIterator[Agent]:
+    """Where a second of silence is a long one."""
+    live = await start(str(default_image_path()), replace(LIMITS, silence_s=1))
+    yield live
+    await stop(live)
+
+
+async def test_programs_are_answered_interrupted_and_waited_for(impatient: Agent) -> None:
+    bash = impatient.bash
+    assert await bash(input="too early") == IDLE
+    assert await bash("read -p 'name? ' name; echo hello $name; cat") == f"name? \n{RUNNING}"
+    assert await bash("echo no") == BUSY
+    assert await bash(input="you") == f"hello you\n{RUNNING}"
+    assert await bash(input="a line\n") == f"a line\n{RUNNING}"
+    assert await bash(input="") == RUNNING
+    assert await bash(input="C-d") == "[exit code: 0]"
+    assert await bash("sleep 100; echo not reached") == RUNNING
+    assert await bash(input="C-c") == "[exit code: 130]"
+    assert await bash(input="too late") == IDLE
+    assert await bash("cat > /tmp/typed") == RUNNING
+    assert await bash(restart=True) == "[a new shell was started]"
+    assert await bash("sleep 1.2; echo done; (exit 3)") == RUNNING
+    console = impatient.workspace._bash
+    assert console
+    while console._shell._result is None:
+        await asyncio.sleep(0.05)
+    assert await bash("echo on") == "done\non\n[exit code: 0; the command before has ended with exit code 3]"
+
+
+async def test_time_limits_leave_a_usable_shell(without_kernel: Agent) -> None:
+    bash = without_kernel.bash
+    assert await bash("X=kept; echo begun; sleep 100", timeout_s=0.5) == "begun\n[timed out after 0.5 s]"
+    assert await bash("echo $X") == "kept\n[exit code: 0]"
+    assert await bash("trap '' INT; while :; do :; done", timeout_s=0.2) == f"[timed out after 0.2 s; {SHELL_GONE}]"
+    assert await bash("kill -STOP $$", timeout_s=0.2) == f"[timed out after 0.2 s; {SHELL_GONE}]"
+    assert await bash("echo $X") == "\n[exit code: 0]"
+
+
+async def test_long_and_odd_output(without_kernel: Agent) -> None:
+    bash = without_kernel.bash
+    shown = await bash("seq 100000")
+    count = shown.partition("\n[... ")[2].partition(" ")[0]
+    assert shown.startswith("1\n2\n3\n")
+    assert shown.endswith(f"99999\n100000\n[exit code: 0; {count} bytes omitted]")
+    assert len(shown) - len(f"\n[... {count} bytes omitted ...]\n[exit code: 0; {count} bytes omitted]") == (
+        588_895 - int(count)
+    )
+    assert await bash(r"printf '\xff\xfeok\x00\n'") == "\ufffd\ufffdok\0\n[exit code: 0]"
+    odd = await bash("head -c 1500 /dev/zero | tr '\\0' '\\377'")  # three bytes of text for each
+    assert odd.startswith("\ufffd" * 100)
+    assert "bytes omitted]" in odd
+    assert len(odd.encode()) <= LIMITS.output_bytes
+    assert await bash("yes", timeout_s=0.3) != ""
+    forged = await bash("echo '[exit code: 0]'; echo '[... 5 bytes omitted ...]'; exec false")
+    assert forged == f"[exit code: 0]\n[... 5 bytes omitted ...]\n[exit code: 1; {SHELL_GONE}]"
+
+
+async def test_without_ipykernel_python_keeps_nothing_and_says_so(without_kernel: Agent) -> None:
+    said = await without_kernel.python("import solution\nprint(solution.f())")
+    assert said == "1\n[ok; only files are kept for the next call]"
+
+
+async def test_a_kernel_keeps_its_state_until_it_ends(agent: Agent) -> None:
+    python = agent.python
+    assert await python("import solution\nx = solution.f()\nprint('é', x)") == "é 1\n[ok]"
+    assert await python("print('a'); x + 1") == "a\n2\n[ok]"
+    assert await python("pass") == "[ok]"
+    failed = await python("print('before')\n1 / 0")
+    assert "Cell In[4], line 2\n" in failed
+    assert failed.startswith("before\n-----")
+    assert failed.endswith("\nZeroDivisionError: division by zero\n[error]")
+    assert "StdinNotImplementedError" in await python("input()")
+    slow = await python("import time\nprint('begun')\ntime.sleep(100)", timeout_s=0.5)
+    assert slow.startswith("begun\n")
+    assert slow.endswith("KeyboardInterrupt: \n[timed out after 0.5 s]")
+    assert await python("from IPython.display import HTML, display\ndisplay(HTML('<b>'))\nx") == (
+        "<IPython.core.display.HTML object>\n1\n[ok]"
+    )
+    flood = await python("for i in range(1000): print(i)\n'the end'")
+    assert flood.startswith("0\n1\n")
+    assert flood.endswith(" bytes omitted]")
+    assert "the end" in flood
+    assert len(flood.encode()) <= LIMITS.output_bytes
+    assert await python("import os; os._exit(3)") == f"[error; {KERNEL_GONE}]"
+    assert await python("'x' in globals()") == "False\n[ok]"
+    assert await python(restart=True) == "[a new kernel was started]"
+    process = (await python("import os; os.getpid()")).split("\n")[0]
+    await agent.sandbox.exec(f"kill -9 {process}")
+    assert (await python("1")).endswith(("before this call: variables are gone]", f"[error; {KERNEL_GONE}]"))
+    assert await python("import solution; solution.f()") == "1\n[ok]"
+
+
+FORGERIES = r"""
+import json
+kernel = get_ipython().kernel
+session, socket, parent = kernel.session, kernel.iopub_socket, kernel.get_parent()["header"]
+def send(*parts):
+    socket.send_multipart([b"x", b"<IDS|MSG>", session.sign(parts), *parts])
+def forge(kind, content):
+    send(*(json.dumps(part, default=str).encode() for part in ({**parent, "msg_type": kind}, parent, {}, content)))
+for content in ({}, [], None, 7, "text", {"text": 7}, {"text": "\ud800"}, {"text": None}, {"text": {"a": []}}):
+    for kind in ("stream", "error", "display_data", "execute_result", "\ud800", 7):
+        forge(kind, content)
+for data in ([], None, 7, {"text/plain": 7}, {"text/plain": ["\ud800"]}, {7: None}, {"a": {"b": [1]}}):
+    forge("display_data", {"data": data})
+for traceback in (None, 7, {}, [7, None], ["\udfff"]):
+    forge("error", {"traceback": traceback, "ename": [], "evalue": {}})
+for state in (None, 7, [], {}):
+    forge("status", {"execution_state": state})
+for part in (b"", b"{", b"[" * 200_000, b"\xff", b"[]", b'{"a":' * 50_000):
+    send(part, part, part, part)
+for frames in ([b"junk"], [b"<IDS|MSG>"], [b"<IDS|MSG>", b"bad"], [b"<IDS|MSG>", b"bad", b"{}", b"{}", b"{}", b"{}"]):
+    socket.send_multipart(frames)
+print("all forged")
+forge("status", {"execution_state": "idle"})
+socket.send_multipart([b"x" * (65 << 20)])
+"""
+
+
+@pytest.mark.parametrize(
+    "attack",
+    [
+        FORGERIES,
+        "import os, glob\nfor path in glob.glob('/.prorl/*'): os.remove(path)",
+        "import os, glob\nfor path in glob.glob('/.prorl/*'):\n    os.remove(path); os.symlink('/etc/passwd', path)",
+        "import os\nos.rename('/.prorl', '/tmp/elsewhere')",
+        "import sys; sys.stdout.flush = None; get_ipython().kernel.iopub_socket.close()",
+        "get_ipython().kernel.session.send = lambda *a, **k: None",
+        "get_ipython().kernel.session.key = b'another'",
+        "import os\nfor fd in range(3, 100):\n    try: os.close(fd)\n    except OSError: pass",
+        "import threading\nthreading.Thread(target=lambda: [print('x' * 100000) for _ in iter(int, 1)]).start()",
+    ],
+)
+async def test_a_hostile_kernel_costs_nobody_else_anything(agent: Agent, attack: str) -> None:
+    """Whatever it sends or breaks, each call ends with a bounded observation, and a new kernel can be had."""
+    for code in (attack, "1"):
+        said = await asyncio.wait_for(agent.python(code, timeout_s=1), 60)
+        assert len(said.encode()) <= LIMITS.output_bytes
+        assert said.rpartition("\n")[2].startswith(("[ok", "[error", "[timed out", "Error: the kernel ended"))
+    assert await agent.python(restart=True) == "[a new kernel was started]"
+    assert await agent.python("print('fine')") == "fine\n[ok]"
+    assert await agent.bash("cat solution.py") == "def f():\n    return 1\n[exit code: 0]"
+
+
+async def test_an_agent_that_breaks_its_sandbox_hurts_only_itself(agent: Agent) -> None:
+    assert (await agent.bash("kill -9 -1; true")).endswith("[exit code: 0]")
+    assert (await agent.python("1")).endswith(("before this call: variables are gone]", f"[error; {KERNEL_GONE}]"))
+    await agent.bash("rm -rf /usr/lib/python3*/encodings /usr/bin/bash")
+    assert (await agent.python(restart=True)).startswith("Error: the kernel ended and no new one could be started: ")
+    assert (await agent.python("1")).startswith("Error: the kernel ended and no new one could be started: ")
+    assert (await agent.bash("exit")).startswith("Error: the shell ended and no new one could be started: ")
+    await agent.workspace._sandbox.exec("rm -f /bin/* /usr/bin/*")
+    assert (await agent.bash("ls")).startswith("Error: the shell ended and no new one could be started: ")
+    assert (await agent.workspace.take_artefact()).source is None
+
+
+@pytest.mark.parametrize(
+    "answer", ['{"content": 5}', '{"content": "é"}', '{"content": "%%"}', "{}", "[]", "[" * 50_000, "{", "7"]
+)
+async def test_a_forged_answer_is_no_failure(without_kernel: Agent, answer: str) -> None:
+    """An agent that answers in place of the program that reads the artefact gets a verdict, not another try."""
+    forger = (
+        "#!/bin/sh\nfor last; do :; done\n"
+        'mark=$(echo $last | base64 -d | sed \'s/.*"mark": "\\([0-9a-f]*\\)".*/\\1/\')\n'
+        f"printf '\\n%s' $mark; cat <<'X'\n{answer}\nX\n"
+    )
+    await without_kernel.bash(f"cp /usr/bin/python3 /tmp; cat > /tmp/forger <<'Y'\n{forger}\nY")
+    assert await without_kernel.bash("chmod +x /tmp/forger; mv /tmp/forger /usr/bin/python3") == "[exit code: 0]"
+    artefact = await without_kernel.workspace.take_artefact()
+    assert artefact.source is None
+    assert "could not be read" in (artefact.problem or "")
+    assert (await without_kernel.workspace.call("str_replace_editor", {"command": "view", "path": "x"})).startswith(
+        "Error: "
+    )
+
+
+async def test_a_lost_sandbox_is_infrastructure(agent: Agent) -> None:
+    waiting = asyncio.create_task(agent.bash("sleep 100; echo", timeout_s=30))
+    cell = asyncio.create_task(agent.python("import time; time.sleep(100)", timeout_s=30))
+    await asyncio.sleep(0.3)
+    containers.kill_instance(agent.sandbox.sandbox_id)
+    for call in (waiting, cell, agent.bash("ls"), agent.python("1"), agent.workspace.take_artefact()):
+        with pytest.raises(InfrastructureError) as caught:
+            await asyncio.wait_for(call, 60)
+        assert caught.value.kind is FailureKind.SESSION_LOST
+
+
+async def test_a_dead_supervisor_is_infrastructure(agent: Agent) -> None:
+    waiting = asyncio.create_task(agent.bash("sleep 100; echo", timeout_s=30))
+    cell = asyncio.create_task(agent.python("import time; time.sleep(100)", timeout_s=30))
+    await asyncio.sleep(0.3)
+    assert link._current
+    os.kill(link._current.popen.pid, signal.SIGKILL)
+    for call in (waiting, cell, agent.bash("ls"), agent.python("1"), agent.workspace.take_artefact()):
+        with pytest.raises(InfrastructureError) as caught:
+            await asyncio.wait_for(call, 60)
+        assert caught.value.kind is FailureKind.SESSION_LOST
+
+
+async def test_an_image_without_bash_is_said_to_be_one() -> None:
+    sandbox = await containers.start_with_sessions(str(default_image_path()))
+    workspace = Workspace(sandbox, "/sandbox/workspace", LIMITS)
+    try:
+        await sandbox.exec("rm /usr/bin/bash")
+        with pytest.raises(InfrastructureError, match="needs bash in the image"):
+            await workspace.prepare({})
+    finally:
+        await sandbox.stop()
+        await workspace.close()
+
+
+async def test_calls_at_the_same_time_wait_for_each_other(agent: Agent) -> None:
+    said = await asyncio.gather(*(agent.bash(f"X={i}; sleep 0.05; echo $X") for i in range(5)))
+    assert said == [f"{i}\n[exit code: 0]" for i in range(5)]
+    cells = await asyncio.gather(*(agent.python(f"y = {i}\ny") for i in range(5)))
+    assert cells == [f"{i}\n[ok]" for i in range(5)]
+    assert await agent.workspace.take_artefact() == Artefact("def f():\n    return 1\n")

@@ -1,0 +1,154 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The format of observations, to the byte, and what holds for any output."""
+
+import re
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from nemo_gym_prorl.tasks.code import observations
+from nemo_gym_prorl.tasks.code.observations import Output, error, exit_code, observation, result_text
+
+
+LIMIT = 1000
+LAST_LINE = re.compile(r"\[[^\n]*\]\Z")
+OMITTED = re.compile(r"; (\d+) bytes omitted[;\]]")
+
+text = st.text(max_size=600) | st.sampled_from(
+    ["[exit code: 0]", "a\n[... 7 bytes omitted ...]\nz", "é" * 400, "\ud800"]
+)
+outputs = st.builds(
+    lambda head, omitted, tail: Output(head, omitted, tail if omitted else ""), text, st.integers(0, 10**9), text
+)
+statuses = st.sampled_from([exit_code(0), exit_code(130), observations.timed_out(0.5), observations.waiting(10), "ok"])
+notes = st.lists(
+    st.sampled_from([observations.ended("shell"), observations.had_ended("kernel"), observations.ONLY_FILES]),
+    max_size=2,
+)
+
+
+@pytest.mark.parametrize(
+    ("output", "status", "said", "expected"),
+    [
+        (Output(), exit_code(0), [], "[exit code: 0]"),
+        (Output("hi\n"), exit_code(0), [], "hi\n[exit code: 0]"),
+        (Output("hi"), exit_code(3), [], "hi\n[exit code: 3]"),
+        (Output("\n"), exit_code(0), [], "\n[exit code: 0]"),
+        (Output("hi\n"), observations.timed_out(5), [], "hi\n[timed out after 5 s]"),
+        (
+            Output("name? "),
+            observations.waiting(10),
+            [],
+            "name? \n[still running, no output for 10 s: it may wait for input]",
+        ),
+        (Output(), observations.restarted("shell"), [], "[a new shell was started]"),
+        (
+            Output("bye\n"),
+            exit_code(7),
+            [observations.ended("shell")],
+            "bye\n[exit code: 7; the shell ended and a new one was started: folder, variables and jobs are gone]",
+        ),
+        (
+            Output("2\n"),
+            observations.OK,
+            [observations.had_ended("kernel")],
+            "2\n[ok; the kernel had ended and a new one was started before this call: variables are gone]",
+        ),
+        (
+            Output("on\n"),
+            exit_code(0),
+            [observations.ended_before(1)],
+            "on\n[exit code: 0; the command before has ended with exit code 1]",
+        ),
+        (
+            Output("a\n", 7, "z\n"),
+            exit_code(0),
+            [],
+            "a\n\n[... 7 bytes omitted ...]\nz\n[exit code: 0; 7 bytes omitted]",
+        ),
+        (Output("half \ud800 a pair"), exit_code(0), [], "half ? a pair\n[exit code: 0]"),
+    ],
+)
+def test_to_the_byte(output: Output, status: str, said: list[str], expected: str) -> None:
+    assert observation(output, status, said, limit=LIMIT) == expected
+
+
+def test_long_output_keeps_head_and_tail() -> None:
+    text = "".join(f"{number}\n" for number in range(10_000))
+    shown = observation(Output(text), exit_code(0), limit=LIMIT)
+    head, _, rest = shown.partition("\n[... ")
+    count, _, tail = rest.partition(" bytes omitted ...]\n")
+    body, _, last = tail.rpartition("\n")
+    assert last == f"[exit code: 0; {count} bytes omitted]"
+    assert text.startswith(head)
+    assert text.endswith(body + "\n")
+    assert len(head) + int(count) + len(body) + 1 == len(text)
+    assert abs(len(head) - len(body)) <= 2
+
+
+@given(output=outputs, status=statuses, said=notes)
+def test_whatever_was_printed(output: Output, status: str, said: list[str]) -> None:
+    shown = observation(output, status, said, limit=LIMIT)
+    assert len(shown.encode()) <= LIMIT
+    last = LAST_LINE.search(shown)
+    assert last
+    # The last line is ours alone: nothing of the output is in it.
+    omitted = OMITTED.search(last[0])
+    count = [f"{omitted[1]} bytes omitted"] if omitted else []
+    assert last[0] == f"[{'; '.join([status, *count, *said])}]"
+    body = shown[: last.start()]
+    if not omitted:
+        whole = output.head.encode("utf-8", "replace").decode()
+        assert body in (whole, whole + "\n")
+        return
+    # What is shown and what is counted make the whole.
+    mark = f"\n[... {omitted[1]} bytes omitted ...]\n"
+    printed = (
+        len(output.head.encode("utf-8", "replace")) + output.omitted + len(output.tail.encode("utf-8", "replace"))
+    )
+    shown_bytes = len(body.encode()) - len(mark)
+    assert mark in body
+    assert shown_bytes + int(omitted[1]) in (printed, printed + 1)  # one for a newline before the last line
+
+
+@given(first=outputs, second=outputs)
+def test_outputs_in_a_row_lose_no_count(first: Output, second: Output) -> None:
+    both = first.then(second)
+
+    def total(output: Output) -> int:
+        return len((output.head + output.tail).encode("utf-8", "replace")) + output.omitted
+
+    assert total(both) - total(first) - total(second) in (0, 1)  # one for a newline between them
+
+
+@given(head=st.text(max_size=50), omitted=st.integers(1, 10**6), tail=st.text(max_size=50))
+def test_a_sessions_mark_is_understood(head: str, omitted: int, tail: str) -> None:
+    marked = f"{head}\n[... {omitted} bytes omitted ...]\n{tail}"
+    output = Output.of(marked, omitted)
+    assert output.omitted == omitted
+    assert str(output) == marked
+    assert Output.of(marked) == Output(marked)
+    assert Output.of(marked, omitted + 1) == Output(head, omitted + 1, tail)
+
+
+@given(reason=st.text(max_size=5000))
+def test_errors_are_bounded(reason: str) -> None:
+    said = error(reason, limit=LIMIT)
+    assert said.startswith("Error: ")
+    assert len(said.encode()) <= LIMIT
+
+
+@pytest.mark.parametrize(
+    ("data", "expected"),
+    [
+        ({"text/plain": "42", "text/html": "<b>42</b>"}, "42"),
+        ({"text/plain": ["4", "2"]}, "42"),
+        ({"text/html": "<b>42</b>"}, "<b>42</b>"),
+        ({"image/png": "iVBO"}, "<image/png>"),
+        ({"text/plain": 42, "image/png": None}, "<image/png, text/plain>"),
+        ({}, "<nothing>"),
+    ],
+)
+def test_rich_results_are_text(data: dict[str, object], expected: str) -> None:
+    assert result_text(data) == expected
