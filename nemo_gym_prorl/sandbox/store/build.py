@@ -22,7 +22,8 @@ from nemo_gym_prorl.sandbox import debian, image
 from nemo_gym_prorl.sandbox.cache import Progress, machine
 from nemo_gym_prorl.sandbox.runtime import Runtime
 from nemo_gym_prorl.sandbox.store import tool, tree
-from nemo_gym_prorl.sandbox.store.images import ImageStore, Info, Start
+from nemo_gym_prorl.sandbox.store.entry import Info
+from nemo_gym_prorl.sandbox.store.images import ImageStore, Start
 from nemo_gym_prorl.sandbox.store.recipe import (
     LAYER_TEMPLATE,
     Format,

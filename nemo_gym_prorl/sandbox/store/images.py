@@ -6,19 +6,17 @@ this machine's own disk. A root folder starts in half of the time that mounting 
 and needs no FUSE; but many small files are the worst that a shared file system can be given. So images travel and are
 stored as one file where the cache is shared, and are unpacked once per machine, as far as there is room.
 
-An entry of either shelf is a folder with ``image.json`` and the image itself: ``root`` or ``image.sif``. Two older
-kinds, the default and the kernel image, are root folders as they are.
+What an entry of either shelf is, is written down in it (:mod:`.entry`).
 """
 
 from __future__ import annotations
 
 import hashlib
-import json
 import os
 import tempfile
 import time
 from collections.abc import Iterable, Iterator
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from nemo_gym_prorl.failures import CallerError, InfrastructureError
@@ -26,14 +24,11 @@ from nemo_gym_prorl.sandbox.cache import Progress, cache_dir, machine, silent
 from nemo_gym_prorl.sandbox.runtime import Runtime
 from nemo_gym_prorl.sandbox.store import sif, tool, tree
 from nemo_gym_prorl.sandbox.store.collect import Candidate, least_used
+from nemo_gym_prorl.sandbox.store.entry import INFO_FILE, ROOT, SIF, Image, Info, read_info, write_info
 from nemo_gym_prorl.sandbox.store.recipe import Built, Format
 from nemo_gym_prorl.sandbox.store.reference import Local, Named, Reference, Registry, parse
-from nemo_gym_prorl.sandbox.store.shelf import Entry, Hold, Shelf, free_bytes, on_shared_disk
+from nemo_gym_prorl.sandbox.store.shelf import Hold, Shelf, free_bytes, on_shared_disk
 
-
-INFO_FILE = "image.json"
-ROOT = "root"
-SIF = "image.sif"
 
 EXPANSION = 4
 """Room that is taken for a SIF's unpacked copy, in sizes of the SIF; three is usual."""
@@ -45,44 +40,6 @@ UNPACK_TIMEOUT_S = 1800.0
 
 _RESERVED = "reserved"
 _NAMES = ".names"
-
-
-@dataclass(frozen=True, slots=True)
-class Info:
-    """What is noted down about an image when it is made.
-
-    Attributes:
-        kind: ``image`` (built), ``layer`` (of built ones), ``pulled`` or ``copy`` (unpacked).
-        source: what it was made from, for people.
-        format: what it is.
-        bytes: its size on disk.
-        made: when; seconds since 1970.
-        key: see :class:`.recipe.Built`.
-    """
-
-    kind: str
-    source: str
-    format: Format
-    bytes: int
-    made: float
-    key: str = ""
-
-
-@dataclass(frozen=True, slots=True)
-class Image:
-    """One image that is there.
-
-    Attributes:
-        entry: its entry on its shelf.
-        info: what was noted down about it.
-        names: what users call it.
-        unpacked: this machine has an unpacked copy of it, or it is a folder.
-    """
-
-    entry: Entry
-    info: Info
-    names: tuple[str, ...] = ()
-    unpacked: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -209,7 +166,7 @@ class ImageStore:
         target = folder / (ROOT if info.format == "folder" else SIF)
         made.rename(target)
         size = tree.settle(target) if info.format == "folder" else target.stat().st_size
-        write_info(folder, Info(**{**asdict(info), "bytes": size}))
+        write_info(folder, replace(info, bytes=size))
         # What the disk has not got yet would be empty after a power cut, under a name that means complete.
         os.sync()
         place = self.images.publish(folder, entry)
@@ -405,19 +362,3 @@ def fuse_trouble() -> str | None:
     if os.geteuid() and not os.access(device, os.R_OK | os.W_OK):
         return "/dev/fuse is closed to ordinary users (chmod 666 /dev/fuse, by the machine's administrator)"
     return None
-
-
-def write_info(folder: Path, info: Info) -> None:
-    """Note down what an entry is, before it gets its name."""
-    (folder / INFO_FILE).write_text(json.dumps(asdict(info)))
-
-
-def read_info(folder: Path) -> Info | None:
-    """What an entry is; ``None`` if it went away. One of the older kinds is measured."""
-    try:
-        return Info(**json.loads((folder / INFO_FILE).read_text()))
-    except FileNotFoundError:
-        if not (folder / "usr").is_dir():
-            return None
-        size = sum(path.lstat().st_blocks * 512 for path in folder.rglob("*"))
-        return Info("image", "prorl setup", "folder", size, folder.stat().st_mtime)

@@ -22,7 +22,8 @@ from nemo_gym_prorl.failures import CallerError, InfrastructureError, RolloutErr
 from nemo_gym_prorl.sandbox.cache import Progress, machine, silent
 from nemo_gym_prorl.sandbox.runtime import Runtime
 from nemo_gym_prorl.sandbox.store import sif, tool, tree
-from nemo_gym_prorl.sandbox.store.images import ImageStore, Info
+from nemo_gym_prorl.sandbox.store.entry import Info
+from nemo_gym_prorl.sandbox.store.images import ImageStore
 from nemo_gym_prorl.sandbox.store.recipe import Format
 from nemo_gym_prorl.sandbox.store.reference import Registry, registry
 
