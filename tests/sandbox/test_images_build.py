@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import os
+import platform
 import shutil
 import signal
 import subprocess
@@ -133,6 +134,16 @@ def test_an_image_on_one_of_a_registry(order: Order, store: ImageStore, tiny_roo
 
 
 @pytest.mark.skipif(os.geteuid() != 0 or bool(debian.missing_tools()), reason="slow; once, and where there is apt")
+@pytest.mark.skipif(os.geteuid() != 0 or not shutil.which("debootstrap"), reason="needs root and debootstrap")
+def test_an_image_on_what_debootstrap_makes(order: Order, store: ImageStore, runtime: Runtime) -> None:
+    system = platform.freedesktop_os_release()
+    if system["ID"] != "debian":
+        pytest.skip("the default mirror is Debian's")
+    path = build(replace(order, base=f"debootstrap:{system['VERSION_CODENAME']}"), store, runtime, silent)
+    assert (path / "usr/bin/apt-get").exists()
+    assert (path / "made/word").read_text() == "hello\n"
+
+
 def test_packages_make_a_layer_that_another_recipe_uses(
     order: Order, store: ImageStore, runtime: Runtime, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -159,6 +170,9 @@ def test_packages_make_a_layer_that_another_recipe_uses(
         ({"base": "/no/such"}, "image: there is no /no/such"),
         ({"base": "nosuch"}, "no image named 'nosuch'"),
         ({"base": "library://x/y"}, "base: .*can't be had"),
+        ({"base": "debootstrap:"}, "base: '' is not SUITE or SUITE=URL"),
+        ({"base": "debootstrap:bookworm=mirror"}, "base: .*is not SUITE or SUITE=URL"),
+        ({"base": "debootstrap:a\nb"}, "base: .*is not SUITE or SUITE=URL"),
         ({"name": "a/b"}, "name: "),
         ({"apt": ["a b"]}, "apt: 'a b'"),
         ({"locks": [Path("/no/such/lock")]}, "lock: /no/such/lock"),

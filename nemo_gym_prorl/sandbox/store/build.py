@@ -11,6 +11,7 @@ from __future__ import annotations
 import hashlib
 import json
 import os
+import re
 import shutil
 import time
 from collections.abc import Mapping, Sequence
@@ -41,12 +42,19 @@ from nemo_gym_prorl.sandbox.store.shelf import free_bytes
 APT_BASE = "apt:"
 """The base that is made of packages of this machine's own distribution, without a registry."""
 
+DEBOOTSTRAP_BASE = "debootstrap:"
+"""Before ``SUITE`` or ``SUITE=MIRROR``: a base made by the program ``debootstrap``, of any Debian or Ubuntu."""
+
+DEBIAN_MIRROR = "http://deb.debian.org/debian"
+
 BUILD_TIMEOUT_S = 3600.0
 
 LEAST_FREE = 1 << 30
 """Bytes that must be free before a build begins; less is never enough."""
 
 _LARGEST_LOCK = 16 << 20
+_SUITE = re.compile(r"[a-z][a-z0-9.-]*")
+_MIRROR = re.compile(r"(https?|file)://[\x21-\x7e]+")
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,7 +63,7 @@ class Order:
 
     Attributes:
         template: name of one that comes with the package, or path of a file.
-        base: ``docker://`` address, path, name of an image, or :data:`APT_BASE`.
+        base: ``docker://`` address, path, name of an image, :data:`APT_BASE`, :data:`DEBOOTSTRAP_BASE` with a suite.
         name: what the image is to be called.
         apt: packages of the distribution.
         pip: Python packages.
@@ -78,11 +86,12 @@ class Order:
 
 @dataclass(frozen=True, slots=True)
 class _Base:
-    """What to build on: an address of a registry, a path, or packages where there is neither."""
+    """What to build on: an address of a registry, a path, what debootstrap makes, or packages where there is none."""
 
     identity: str
     registry: Registry | None = None
     path: Path | None = None
+    bootstrap: str | None = None
 
 
 def recipe_of(order: Order, store: ImageStore) -> Recipe:
@@ -190,6 +199,8 @@ def _base_source(
         return _open(path, store, runtime, progress)
     if base.registry:
         return f"Bootstrap: docker\nFrom: {base.registry.uri.removeprefix('docker://')}", None
+    if base.bootstrap:
+        return base.bootstrap, None
     root = image.packages_root([*image.PACKAGES, *apt], work, progress)
     return f"Bootstrap: localimage\nFrom: {root}", None
 
@@ -224,6 +235,8 @@ def _resolve(base: str, store: ImageStore) -> _Base:
     if base == APT_BASE:
         made_of = [debian.distribution(), image.PACKAGES, sorted(image.LINKS.items()), image.DROPPED]
         return _Base(f"apt:{hashlib.sha256(json.dumps(made_of).encode()).hexdigest()}")
+    if base.startswith(DEBOOTSTRAP_BASE):
+        return _debootstrap(base.removeprefix(DEBOOTSTRAP_BASE))
     reference = parse(base, "base")
     match reference:
         case Registry():
@@ -232,6 +245,17 @@ def _resolve(base: str, store: ImageStore) -> _Base:
             path = store.locate(reference)
             assert path is not None
             return _Base(store.identity(path), path=path)
+
+
+def _debootstrap(wanted: str) -> _Base:
+    suite, _, mirror = wanted.partition("=")
+    mirror = mirror or DEBIAN_MIRROR
+    if not _SUITE.fullmatch(suite) or not _MIRROR.fullmatch(mirror):
+        raise CallerError(f"{wanted!r} is not SUITE or SUITE=URL, such as bookworm", field="base")
+    if shutil.which("debootstrap") is None:
+        raise CallerError("the program debootstrap is not installed (package 'debootstrap')", field="base")
+    bootstrap = f"Bootstrap: debootstrap\nOSVersion: {suite}\nMirrorURL: {mirror}"
+    return _Base(bootstrap, bootstrap=bootstrap)
 
 
 def _entry_key(key: str, reuse: Reuse) -> str:
