@@ -220,7 +220,7 @@ def build_image(
     name: Annotated[str, typer.Option(help="What to call the image.")],
     base: Annotated[
         str,
-        typer.Option(help="docker:// address, folder, SIF, an image's name, apt: (this machine's packages), or debootstrap:SUITE."),
+        typer.Option(help="docker:// address, folder, SIF, an image's name, apt: or debootstrap:SUITE."),
     ],
     apt: Annotated[list[str] | None, typer.Option(help="A package of the distribution; NAME or NAME=VERSION.")] = None,
     pip: Annotated[list[str] | None, typer.Option(help="A Python package, as pip is told.")] = None,
