@@ -18,9 +18,9 @@ def model_folder() -> Path:
     return tiny_model()
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="package")
 def engine_url(model_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
-    """One real vLLM for the whole session."""
+    """One real vLLM for all tests here; it ends with them, since it costs others a fifth of a processor."""
     if running := os.environ.get("PRORL_TEST_ENGINES"):
         yield running.split(",")[0]
         return
