@@ -3,6 +3,9 @@
 
 What may take long, or must join a container, runs in a child that was forked for it. It sends one message and ends;
 its end is what counts, so no message is ever waited for.
+
+The kernel gives a process's number away again as soon as it is reaped, on some machines after 32,768 others. So an end
+is never taken for that of another process which bore the number before: see :meth:`Children.adopt`.
 """
 
 from __future__ import annotations
@@ -29,7 +32,7 @@ class Unreachable(Exception):
 Done = Callable[[Message, list[int]], None]
 
 MOST_UNCLAIMED = 1024
-"""Ends of strangers that are remembered: orphans of containers are adopted here too, and nobody asks for those."""
+"""Ends of strangers that are remembered: orphans of containers come here too, and nobody asks for those."""
 
 
 class Children:
@@ -37,7 +40,12 @@ class Children:
 
     def __init__(self) -> None:
         self._waiting: dict[int, Callable[[int], None]] = {}
-        self._unclaimed: dict[int, int] = {}
+        self._forked = 0
+        """How many were forked here so far."""
+        self._answering = 0
+        """Which of them, counted from 1, is the one whose answer is being told."""
+        self._unclaimed: dict[int, tuple[int, int]] = {}
+        """Number to status of those that were reaped unknown, and how many had been forked by then."""
 
     def __contains__(self, pid: int) -> bool:
         """Whether somebody waits for that child, which therefore has not been reaped."""
@@ -60,29 +68,38 @@ class Children:
         if pid == 0:
             _run(action, theirs)
         theirs.close()
+        self._forked += 1
+        which = self._forked
 
         def ended(_status: int) -> None:
             ours.setblocking(False)
             received = Inbox(ours).receive()
             ours.close()
             answer, files = received[0] if received else ({"error": "the child of the supervisor died"}, [])
+            self._answering = which
             done(answer, files)
 
         self._waiting[pid] = ended
 
     def on_end(self, pid: int, ended: Callable[[int], None]) -> None:
-        """Have ``ended`` called with the status of a child, or of what a forked child started."""
-        if pid in self._unclaimed:
-            ended(self._unclaimed.pop(pid))
+        """Have ``ended`` called with the status of a child that was forked just now."""
+        self._waiting[pid] = ended
+
+    def adopt(self, pid: int, ended: Callable[[int], None]) -> None:
+        """Have ``ended`` called with the status of a process that a forked child started, when told of it: to be
+        called by that child's ``done``.
+
+        Such a process becomes ours when the child ends, and may be reaped before we have heard of it. What was reaped
+        before the child was even forked is another one that had its number.
+        """
+        status, forked = self._unclaimed.pop(pid, (0, 0))
+        if forked >= self._answering:
+            ended(status)
         else:
             self._waiting[pid] = ended
 
     def reap(self) -> bool:
-        """Collect every dead child; returns whether there were any that nobody waits for, or not yet.
-
-        A process spawned by a forked child becomes ours when that child ends, and may be reaped before we have heard
-        of it: its status waits for :meth:`on_end`.
-        """
+        """Collect every dead child; returns whether there were any that nobody waits for, or not yet."""
         strangers = False
         while True:
             try:
@@ -95,7 +112,7 @@ class Children:
                 ended(status)
             else:
                 strangers = True
-                self._unclaimed[pid] = status
+                self._unclaimed[pid] = status, self._forked
                 if len(self._unclaimed) > MOST_UNCLAIMED:
                     del self._unclaimed[next(iter(self._unclaimed))]
 

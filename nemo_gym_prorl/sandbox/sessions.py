@@ -232,7 +232,7 @@ class Sessions:
                 ours.update(i=terminal, o=terminal)
             session = Session(answer["pid"], sandbox.name, ours, self._loop)
             self._all[order["session"]] = session
-            self._children.on_end(session.group, partial(self._exited, session))
+            self._children.adopt(session.group, partial(self._exited, session))
             request.answer({"group": session.group})
 
         action = partial(enter.spawn, sandbox.place_to_join(), order, theirs)

@@ -130,7 +130,7 @@ class Supervisor:
             request.answer(answer, returned)
             if "pid" in answer:
                 told = partial(self._tell_exit, request.client, order["sandbox"], answer["pid"])
-                self._children.on_end(answer["pid"], told)
+                self._children.adopt(answer["pid"], told)
 
         sandbox = self._sandboxes.up(order["sandbox"])
         self._children.fork(partial(enter.spawn, sandbox.place_to_join(), order, files), spawned, sandbox.group)
