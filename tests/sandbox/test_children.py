@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Whose end was that? Real processes whose numbers are given away again, as on a machine that has started thousands."""
+"""Whose end was that? Real processes whose numbers are given away again, as on a machine that has run thousands."""
 
 from __future__ import annotations
 
