@@ -8,7 +8,7 @@ MAKEFLAGS += --no-print-directory
 
 .DEFAULT_GOAL := help
 .NOTPARALLEL:
-.PHONY: help setup setup-dev demo test lint format gym-matrix clean
+.PHONY: help setup setup-dev setup-bench demo test lint format gym-matrix clean
 
 help: ## show this text
 	@awk -F ':.*## ' '/^[a-z%-]+:.*## / { printf "  make %-10s %s\n", $$1, $$2 }' Makefile
@@ -19,6 +19,10 @@ setup: ## environment, container runtime and sandbox image, whatever of them is 
 
 setup-dev:
 	@scripts/bootstrap.sh dev
+	@$(BIN)/prorl setup
+
+setup-bench:
+	@scripts/bootstrap.sh bench
 	@$(BIN)/prorl setup
 
 demo: setup ## set up, then real rollouts of a real NeMo Gym deployment (ARGS= for prorl demo)
@@ -39,7 +43,7 @@ format: ## ruff, with its fixes
 	@$(BIN)/ruff check --fix
 	@$(BIN)/ruff format
 
-bench-%: setup ## run benchmarks/%.py (ARGS=--quick for the short form)
+bench-%: setup-bench ## run benchmarks/%.py (ARGS=--quick for the short form)
 	@$(BIN)/python -m benchmarks.$* $(ARGS)
 
 gym-matrix: setup-dev ## the wheel under Gym's command line on Gym 0.4.0 and 0.7.0 (ARGS= for other GYM=PYTHON pairs)

@@ -4,6 +4,7 @@
 #
 #   scripts/bootstrap.sh          what running needs
 #   scripts/bootstrap.sh dev      also what the tests, the linter and the type checker need
+#   scripts/bootstrap.sh bench    also what the benchmarks measure beside us
 #
 # PYTHON=/path/to/python chooses the interpreter. Only .venv and the user's cache folder are written. A second run
 # finds its stamp and returns at once; a changed pyproject.toml or interpreter makes it work again.
@@ -88,10 +89,15 @@ if [ -n "${PYTHON:-}" ]; then
     python=$(find_python)
     [ "$(interpreter "$venv/bin/python" || true)" = "$python" ] || rm -f "$venv"/.prorl-stamp*
 fi
-if is_current "$stamp" || is_current "$venv/.prorl-stamp-dev"; then
-    link_servers
-    exit 0
-fi
+stamps=$stamp
+# Any of them holds what running needs.
+[ -n "$extra" ] || stamps="$stamp $stamp-dev $stamp-bench"
+for present in $stamps; do
+    if is_current "$present"; then
+        link_servers
+        exit 0
+    fi
+done
 
 # An environment that is there keeps its interpreter unless another was asked for.
 [ -n "$python" ] || python=$(interpreter "$venv/bin/python" || find_python)
