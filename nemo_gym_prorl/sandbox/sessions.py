@@ -100,7 +100,8 @@ class Session:
         self._hand_on(quiet)
         self._take_input()
         if self._holder:
-            waits = self._window.next() is not None
+            # Output, or the exit status that its socket had no room for.
+            waits = self._window.next() is not None or (quiet and self.status is not None)
             self._loop.attend(self._holder, self.turn, read=not self._input, write=waits)
         typed = self._ends.get("i")
         outputs = [self._ends.get("o"), self._ends.get("e")]
