@@ -20,8 +20,8 @@ from nemo_gym_prorl.policy import scripted
 from nemo_gym_prorl.policy.scripted_text import MODEL_NAME
 from nemo_gym_prorl.rollout.client import RolloutClient
 from nemo_gym_prorl.rollout.schemas import JobView
-from nemo_gym_prorl.sandbox.images import ensure_kernel_image
 from nemo_gym_prorl.sandbox.install import ensure_runtime
+from nemo_gym_prorl.sandbox.kernel_image import ensure_kernel_image
 from nemo_gym_prorl.tasks.code.humaneval import problems, row_for
 from nemo_gym_prorl.tasks.code.scripts import script_for
 

@@ -27,9 +27,9 @@ from nemo_gym_prorl.failures import InfrastructureError
 from nemo_gym_prorl.sandbox import lease
 from nemo_gym_prorl.sandbox.container import Container, ContainerSpec
 from nemo_gym_prorl.sandbox.image import ensure_default_image
-from nemo_gym_prorl.sandbox.images import ensure_kernel_image
 from nemo_gym_prorl.sandbox.install import ensure_runtime
 from nemo_gym_prorl.sandbox.kernel import Kernel
+from nemo_gym_prorl.sandbox.kernel_image import ensure_kernel_image
 from nemo_gym_prorl.sandbox.pool import WarmPool
 from nemo_gym_prorl.sandbox.runtime import Runtime
 from nemo_gym_prorl.sandbox.shell import Shell

@@ -42,8 +42,8 @@ def setup() -> None:
     from rich.console import Console
 
     from nemo_gym_prorl.sandbox.image import default_image_path, ensure_default_image, try_image
-    from nemo_gym_prorl.sandbox.images import ensure_kernel_image
     from nemo_gym_prorl.sandbox.install import ensure_runtime
+    from nemo_gym_prorl.sandbox.kernel_image import ensure_kernel_image
 
     console = Console(highlight=False)
     with _step(console, "Container runtime") as say:

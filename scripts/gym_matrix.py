@@ -19,8 +19,8 @@ from rich.table import Table
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
-from nemo_gym_prorl.sandbox.images import ensure_kernel_image
 from nemo_gym_prorl.sandbox.install import ensure_runtime
+from nemo_gym_prorl.sandbox.kernel_image import ensure_kernel_image
 from tests.gym import journey
 
 

@@ -15,7 +15,7 @@ from rich.table import Table
 
 from nemo_gym_prorl.failures import CallerError
 from nemo_gym_prorl.sandbox.image import default_image_path
-from nemo_gym_prorl.sandbox.images import kernel_image_path
+from nemo_gym_prorl.sandbox.kernel_image import kernel_image_path
 from nemo_gym_prorl.sandbox.store.entry import Image
 from nemo_gym_prorl.sandbox.store.images import ImageStore
 from nemo_gym_prorl.sandbox.store.pull import Outcome, Puller, images_of, pull_all

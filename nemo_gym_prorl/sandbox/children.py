@@ -75,7 +75,9 @@ class Children:
             ours.setblocking(False)
             received = Inbox(ours).receive()
             ours.close()
-            answer, files = received[0] if received else ({"error": "the child of the supervisor died"}, [])
+            answer, files = (
+                received[0] if received else ({"error": "the supervisor's helper was killed", "killed": True}, [])
+            )
             self._answering = which
             done(answer, files)
 

@@ -12,6 +12,7 @@ inside is an ordinary user outside: the caller, or where the caller is root, a u
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import os
 import re
 import secrets
@@ -258,7 +259,9 @@ class Container:
     async def signal(self, process: Process, number: int) -> None:
         """Send a signal to the process group of a spawned process; nothing happens if it has ended."""
         if not process.ended.done():
-            await self._link.ask({"do": "signal", "pid": process.pid, "signal": int(number)})
+            # A process that went with its supervisor has ended; whoever waits for its end is told so.
+            with contextlib.suppress(SandboxLost):
+                await self._link.ask({"do": "signal", "pid": process.pid, "signal": int(number)})
 
     async def _kill(self, process: Process) -> None:
         await self.signal(process, signal.SIGKILL)

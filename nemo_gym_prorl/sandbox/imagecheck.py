@@ -17,8 +17,6 @@ from nemo_gym_prorl.sandbox.store import sif, tree
 UNPACK = "apptainer build --sandbox FOLDER"
 """How to unpack an image; its source follows."""
 
-FUSE = Path("/dev/fuse")
-
 
 def check_image(image: Path) -> None:
     """Refuse what no sandbox can be made of.
@@ -38,11 +36,21 @@ def check_image(image: Path) -> None:
         raise CallerError(f"{image} is closed to you: chmod a+rX it and the folders above", field="image") from error
 
 
+def fuse_trouble() -> str | None:
+    """Why sandboxes can't start from a mounted SIF here, with the fix; ``None`` if they can."""
+    device = Path("/dev/fuse")
+    if not device.exists():
+        return "there is no /dev/fuse (modprobe fuse, by the machine's administrator)"
+    # Root's sandboxes get a device of their own.
+    if os.geteuid() and not os.access(device, os.R_OK | os.W_OK):
+        return "/dev/fuse is closed to ordinary users (chmod 666 /dev/fuse, by the machine's administrator)"
+    return None
+
+
 def _check_file(image: Path) -> None:
     sif.read(image, machine())
-    # Root's sandboxes get a device of their own.
-    if os.geteuid() and not os.access(FUSE, os.R_OK | os.W_OK):
+    if trouble := fuse_trouble():
         raise InfrastructureError(
-            f"image: {image} is a SIF, which is mounted with FUSE, and {FUSE} is not ours to use here: unpack it with "
-            f"'{UNPACK} {image}' and name FOLDER, or have the administrator chmod 0666 {FUSE}"
+            f"image: {image} is a SIF, which can't be mounted: {trouble}; or unpack it with '{UNPACK} {image}' and "
+            "name FOLDER"
         )

@@ -43,8 +43,8 @@ class SandboxRefused(InfrastructureError):
 
     default_kind = FailureKind.AGENT_RUN_ERROR
 
-    def __init__(self, reason: str, number: int = 0, log: str = "") -> None:
-        super().__init__(reason)
+    def __init__(self, reason: str, number: int = 0, log: str = "", *, kind: FailureKind | None = None) -> None:
+        super().__init__(reason, kind=kind)
         self.number = number
         self.log = log
 
@@ -238,7 +238,9 @@ class Link:
         if answer.get("lost"):
             raise SandboxLost(answer["error"])
         if "error" in answer:
-            raise SandboxRefused(answer["error"], answer.get("errno") or 0, answer.get("log", ""))
+            # Nothing of the agent's kills the helper, which is the machine's.
+            kind = FailureKind.PROVIDER_UNAVAILABLE if answer.get("killed") else None
+            raise SandboxRefused(answer["error"], answer.get("errno") or 0, answer.get("log", ""), kind=kind)
         return answer, received
 
     async def spawn(self, message: Message, files: Sequence[int]) -> Process:

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Stop everything that runs in a sandbox, and let it go on: for rollouts that wait for something else meanwhile.
 
-A shell must not see that a program of its was stopped, or it takes it for a background job: parents are stopped before
-their children, and continued after them. The container's first process and the child by which it notices its
-supervisor's end are left alone.
+A shell must not see that a program of its was stopped, or it takes it for a background job: parents have stopped
+before their children are told to, and continue after them. The container's first process and the child by which it
+notices its supervisor's end are left alone.
 """
 
 from __future__ import annotations
@@ -28,10 +28,12 @@ def pause(space: lease.Space) -> tuple[Message, list[int]]:
     while running := [pid for pid, state in _programs(space) if state not in _STOPPED]:
         for pid in running:
             _send(pid, signal.SIGSTOP)
+            # On a busy machine it takes some time to stop, in which it could still look after its children.
+            while _runs(pid) and time.monotonic() < deadline:
+                time.sleep(0.0002)
         if time.monotonic() > deadline:
             resume(space)
             raise OSError(f"processes {running} do not stop")
-        time.sleep(0.002)
     return {}, []
 
 
@@ -48,11 +50,23 @@ def _programs(space: lease.Space) -> list[tuple[int, str]]:
     found = []
     for pid in space.members():
         with contextlib.suppress(OSError):
-            with open(f"/proc/{pid}/stat") as file:
-                state, parent, *rest = file.read().rpartition(")")[2].split()
+            state, parent, *rest = _stat(pid)
             if pid != space.init and (int(parent) != space.init or _words(pid) != first):
                 found.append((int(rest[17]), pid, state))
     return [(pid, state) for _started, pid, state in sorted(found)]
+
+
+def _runs(pid: int) -> bool:
+    try:
+        return _stat(pid)[0] not in _STOPPED
+    except OSError:
+        return False
+
+
+def _stat(pid: int) -> list[str]:
+    """What the kernel says of it, from its state on."""
+    with open(f"/proc/{pid}/stat") as file:
+        return file.read().rpartition(")")[2].split()
 
 
 def _words(pid: int) -> bytes:

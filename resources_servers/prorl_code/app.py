@@ -27,7 +27,7 @@ from pydantic import ConfigDict, Field, PrivateAttr, model_validator
 from nemo_gym_prorl.failures import FAILURE_KIND_HEADER, CallerError, InfrastructureError
 from nemo_gym_prorl.sandbox import started
 from nemo_gym_prorl.sandbox.image import ensure_default_image
-from nemo_gym_prorl.sandbox.images import ensure_kernel_image
+from nemo_gym_prorl.sandbox.kernel_image import ensure_kernel_image
 from nemo_gym_prorl.sandbox.runtime import require_runtime
 from nemo_gym_prorl.tasks.code.grading import GradingLimits
 from nemo_gym_prorl.tasks.code.session import CodeLimits, CodeSessions

@@ -11,7 +11,7 @@ import pytest_asyncio
 
 from nemo_gym_prorl.sandbox.cache import silent
 from nemo_gym_prorl.sandbox.container import Container, ContainerSpec
-from nemo_gym_prorl.sandbox.images import ensure_kernel_image
+from nemo_gym_prorl.sandbox.kernel_image import ensure_kernel_image
 from nemo_gym_prorl.sandbox.runtime import Runtime
 from nemo_gym_prorl.sandbox.shell import Shell
 from nemo_gym_prorl.sandbox.store import tool

@@ -19,7 +19,7 @@ from nemo_gym_prorl.failures import CallerError, InfrastructureError
 from nemo_gym_prorl.sandbox import lease, link
 from nemo_gym_prorl.sandbox.cache import cache_dir
 from nemo_gym_prorl.sandbox.container import Container, ContainerSpec
-from nemo_gym_prorl.sandbox.imagecheck import FUSE
+from nemo_gym_prorl.sandbox.imagecheck import fuse_trouble
 from nemo_gym_prorl.sandbox.kernel import Kernel
 from nemo_gym_prorl.sandbox.runtime import Runtime
 from nemo_gym_prorl.sandbox.shell import Shell
@@ -29,12 +29,8 @@ pytestmark = pytest.mark.sandbox
 
 as_root = pytest.mark.skipif(os.geteuid() != 0, reason="of root's sandboxes")
 as_user = pytest.mark.skipif(os.geteuid() == 0, reason="of an ordinary user's sandboxes")
-with_fuse = pytest.mark.skipif(
-    os.geteuid() != 0 and not os.access(FUSE, os.R_OK | os.W_OK), reason="/dev/fuse is not ours to use"
-)
-without_fuse = pytest.mark.skipif(
-    os.geteuid() == 0 or os.access(FUSE, os.R_OK | os.W_OK), reason="/dev/fuse can be used here"
-)
+with_fuse = pytest.mark.skipif(bool(fuse_trouble()), reason=str(fuse_trouble()))
+without_fuse = pytest.mark.skipif(not fuse_trouble(), reason="/dev/fuse can be used here")
 
 PARTS = ("usr/bin/sh", "usr/bin/dash", "usr/bin/mkdir", "usr/bin/touch")
 LIBRARIES = ("ld-linux*", "libc.so.*", "libselinux.so.*", "libpcre2-8.so.*")
@@ -135,9 +131,9 @@ async def test_a_damaged_sif(runtime: Runtime, sif: Path, tmp_path: Path) -> Non
 
 @with_fuse
 async def test_a_sif_is_as_good_as_a_folder(runtime: Runtime, sif: Path) -> None:
-    async with await Container.start(ContainerSpec(image=sif, workdir="/work/deep"), runtime) as container:
+    async with await Container.start(ContainerSpec(image=sif, workdir="/srv/deep"), runtime) as container:
         done = await container.run("pwd; touch /tmp/x /root/x /usr/bin/x && echo written; read line < /dev/fuse")
-        assert done.stdout == "/work/deep\nwritten\n"
+        assert done.stdout == "/srv/deep\nwritten\n"
         assert "/dev/fuse" in done.stderr, "no device of ours is in it"
 
 
@@ -246,7 +242,7 @@ async def test_a_state_folder_that_is_a_file(
 @as_user
 @pytest.mark.usefixtures("without_supervisor")
 async def test_a_state_folder_of_somebody_else(image: Path, runtime: Runtime, monkeypatch: pytest.MonkeyPatch) -> None:
-    for path in (Path("/proc"), Path("/root/prorl"), Path("/usr")):
+    for path in (Path("/proc"), Path(pwd.getpwuid(0).pw_dir, "prorl"), Path("/usr")):
         await start_in(path, image, runtime, monkeypatch)
 
 

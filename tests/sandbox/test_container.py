@@ -29,10 +29,10 @@ async def test_output_errors_and_exit_code(container: Container) -> None:
 
 async def test_variables_and_folders(image: Path, runtime: Runtime, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("HOST_SECRET", "hidden")
-    spec = ContainerSpec(image=image, env={"A": "a b\n'\"$X"}, workdir="/work/dir")
+    spec = ContainerSpec(image=image, env={"A": "a b\n'\"$X"}, workdir="/srv/dir")
     async with await Container.start(spec, runtime) as container:
         shown = (await container.run('printf %s "$A"; pwd', env={"B": "b"})).stdout
-        assert shown == "a b\n'\"$X/work/dir\n"
+        assert shown == "a b\n'\"$X/srv/dir\n"
         environment = (await container.run("env", env={"B": "b"}, cwd="/")).stdout
         assert "HOST_SECRET" not in environment
         assert "APPTAINER" not in environment

@@ -20,6 +20,7 @@ from hypothesis import strategies as st
 
 from nemo_gym_prorl.sandbox import cgroup, lease, link
 from nemo_gym_prorl.sandbox.container import Container, ContainerSpec
+from nemo_gym_prorl.sandbox.kernel import Kernel
 from nemo_gym_prorl.sandbox.link import SandboxLost
 from nemo_gym_prorl.sandbox.runtime import Runtime
 from nemo_gym_prorl.sandbox.shell import Shell
@@ -205,6 +206,16 @@ async def test_teardown_ends_daemons_and_leaves_no_file(image: Path, runtime: Ru
         await container.run("true")
 
 
+async def test_what_went_with_its_supervisor_is_closed_without_complaint(kernel_image: Path, runtime: Runtime) -> None:
+    container = await Container.start(ContainerSpec(image=kernel_image), runtime)
+    shell, kernel = await Shell.start(container), await Kernel.start(container)
+    os.kill(_supervisor(), signal.SIGKILL)
+    assert container.alive, "nobody has told yet"
+    await kernel.close()
+    await shell.close()
+    await container.close()
+
+
 async def test_cancelling_a_start_leaves_nothing(image: Path, runtime: Runtime, state: Path) -> None:
     for delay in (0.0, 0.01, 0.04):
         task = asyncio.create_task(Container.start(ContainerSpec(image=image), runtime))
@@ -248,7 +259,6 @@ def sandboxes(state: Path) -> list[Path]:
 
 
 def _supervisor() -> int:
-
     assert link._current
     return link._current.popen.pid
 

@@ -13,7 +13,7 @@ from nemo_gym.sandbox import AsyncSandbox, SandboxSpec
 from omegaconf import OmegaConf
 
 from nemo_gym_prorl.sandbox import started
-from nemo_gym_prorl.sandbox.images import ensure_kernel_image
+from nemo_gym_prorl.sandbox.kernel_image import ensure_kernel_image
 from nemo_gym_prorl.sandbox.lease import SPACE_FILE, state_root
 from nemo_gym_prorl.sandbox.runtime import require_runtime
 

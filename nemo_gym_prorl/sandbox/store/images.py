@@ -21,6 +21,7 @@ from pathlib import Path
 
 from nemo_gym_prorl.failures import CallerError, InfrastructureError
 from nemo_gym_prorl.sandbox.cache import Progress, cache_dir, machine, silent
+from nemo_gym_prorl.sandbox.imagecheck import fuse_trouble
 from nemo_gym_prorl.sandbox.runtime import Runtime
 from nemo_gym_prorl.sandbox.store import sif, tool, tree
 from nemo_gym_prorl.sandbox.store.collect import Candidate, least_used
@@ -351,14 +352,3 @@ def copy_name(image: Path) -> str:
     what = f"{image.resolve()} {found.st_size} {found.st_mtime_ns} {boot}"
     stem = image.parent.name if image.name == SIF else image.stem
     return f"{stem[:60].lstrip('.')}-{hashlib.sha256(what.encode()).hexdigest()[:12]}"
-
-
-def fuse_trouble() -> str | None:
-    """Why sandboxes can't start from a mounted SIF here, with the fix; ``None`` if they can."""
-    device = Path("/dev/fuse")
-    if not device.exists():
-        return "there is no /dev/fuse (modprobe fuse, by the machine's administrator)"
-    # Root's sandboxes get a device of their own.
-    if os.geteuid() and not os.access(device, os.R_OK | os.W_OK):
-        return "/dev/fuse is closed to ordinary users (chmod 666 /dev/fuse, by the machine's administrator)"
-    return None
