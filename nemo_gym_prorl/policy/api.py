@@ -280,4 +280,6 @@ def _describe(backend: Backend) -> dict[str, Any]:
         "live_rollouts": len(backend.live),
         "in_flight": len(backend.in_flight),
         "limit": backend.limit,
+        "live_tokens": backend.demand,
+        "capacity": backend.capacity,
     }

@@ -7,6 +7,8 @@ from collections import Counter
 from dataclasses import dataclass, field
 from enum import StrEnum
 
+from nemo_gym_prorl.policy.tickets import Rollout
+
 
 class Health(StrEnum):
     """What is known about a backend."""
@@ -74,7 +76,14 @@ class Backend:
     draining: bool = False
     paused: bool = False
     live: set[str] = field(default_factory=set)
-    groups: Counter[str | None] = field(default_factory=Counter)
+    groups: Counter[str] = field(default_factory=Counter)
+    """How many live rollouts there are of each group."""
+    shared: dict[str, int] = field(default_factory=dict)
+    """Tokens of each such group's prompt."""
+    capacity: int | None = None
+    """Tokens that fit into its KV cache, if it says so."""
+    demand: int = 0
+    """Tokens of all its live rollouts, what siblings share counted once."""
     in_flight: set[int] = field(default_factory=set)
     last_placed: int = 0
     failures: int = 0
@@ -83,11 +92,35 @@ class Backend:
     probe_at: float | None = None
     hot: bool = False
     turns: int = 0
-    turn_s: float | None = None
+    turn_s: float = 1.0
+    """How long a turn takes, in the mean."""
+    pace_s: float = 1.0
+    """How long from the end of one turn to that of the next, in the mean, while it has any."""
     slowness: float = 1.0
     head_start: int = 0
     elders: int = 0
     elders_left: int = 0
+
+    def needs(self, rollout: Rollout) -> int:
+        """How many tokens the rollout would add to the demand."""
+        return rollout.tokens - self.shared.get(rollout.group or "", 0)
+
+    def take(self, rollout: Rollout) -> None:
+        """The rollout lives here from now on."""
+        self.demand += self.needs(rollout)
+        self.live.add(rollout.id)
+        if rollout.group:
+            self.groups[rollout.group] += 1
+            self.shared.setdefault(rollout.group, rollout.prompt)
+
+    def let_go(self, rollout: Rollout) -> None:
+        """The rollout lives here no longer."""
+        self.live.discard(rollout.id)
+        if rollout.group:
+            self.groups[rollout.group] -= 1
+            if not self.groups[rollout.group]:
+                del self.groups[rollout.group], self.shared[rollout.group]
+        self.demand -= self.needs(rollout)
 
     @property
     def weight(self) -> float:

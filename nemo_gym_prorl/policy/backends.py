@@ -5,8 +5,7 @@ Rollouts are placed, not requests. A rollout's prefix is cached where its last t
 not: its backend is dead, gone, or hot past a margin. What is balanced is the number of *live* rollouts, which falls
 when they finish, so neither a long past nor a late start distorts it:
 
-- a new rollout goes to the backend with the fewest live ones; equal ones take turns;
-- siblings of a group share a prompt, so a sibling joins its group's backend while that is within ``sibling_margin``;
+- where a rollout lives, and when it leaves, is decided in :mod:`.homes`;
 - a late joiner counts as if it carried the load that was there when it joined, until that load has finished: it gets
   its share of the new rollouts and no burst of cold prefixes;
 - a backend whose turns take far longer than the others' counts as more loaded by that factor;
@@ -28,13 +27,10 @@ from collections import OrderedDict, deque
 from collections.abc import Iterator
 
 from nemo_gym_prorl.failures import CallerError
-from nemo_gym_prorl.policy import health
+from nemo_gym_prorl.policy import health, homes
 from nemo_gym_prorl.policy.backend import Abort, Assign, Backend, Decision, Health, Outcome, Probe, Quiesced
+from nemo_gym_prorl.policy.homes import Margins
 from nemo_gym_prorl.policy.tickets import Rollout, Ticket
-
-
-_CROWDED = 2.0
-"""How many times the least loaded backend's load, plus the escape margin, a rollout bears before it leaves."""
 
 
 class BackendPool:
@@ -42,10 +38,8 @@ class BackendPool:
 
     Args:
         limit: live rollouts per backend at most.
-        sibling_margin: how many live rollouts more than the least loaded backend a group's backend may have for a
-            sibling to join it.
-        escape_margin: how many live rollouts more than the least loaded backend a *hot* one must have for a rollout
-            to leave it.
+        sibling_margin: see :class:`.homes.Margins`.
+        escape_margin: likewise.
         patience_s: how long a live rollout may be idle before it rests while others wait.
         probe_after_s: first wait before a failed backend is probed; doubles with each failure.
         probe_at_most_s: bound of that wait.
@@ -66,8 +60,7 @@ class BackendPool:
         if limit < 1:
             raise CallerError("must be at least 1", field="limit")
         self.limit = limit
-        self._sibling_margin = sibling_margin
-        self._escape_margin = escape_margin
+        self._margins = Margins(sibling_margin, escape_margin)
         self._patience = patience_s
         self._probe_after = probe_after_s
         self._probe_at_most = probe_at_most_s
@@ -133,11 +126,12 @@ class BackendPool:
                 backend.weight_version = weight_version
         return self._dispatch()
 
-    def report(self, backend_id: str, *, waiting: int, kv_use: float) -> list[Decision]:
+    def report(self, backend_id: str, *, waiting: int, kv_use: float, capacity: int | None = None) -> list[Decision]:
         """What the backend says of itself. Its limit falls while it is over capacity and recovers slowly after."""
         backend = self.backends.get(backend_id)
         if backend is None:
             return []
+        backend.capacity = capacity
         health.reported(backend, self.limit, waiting, kv_use)
         return self._dispatch()
 
@@ -168,16 +162,22 @@ class BackendPool:
 
     # Rollouts
 
-    def request(self, ticket_id: int, rollout_id: str, group: str | None = None, now: float = 0.0) -> list[Decision]:
-        """A turn wants a backend."""
+    def request(
+        self, ticket_id: int, rollout_id: str, group: str | None = None, now: float = 0.0, tokens: int = 0
+    ) -> list[Decision]:
+        """A turn wants a backend for a prompt of so many tokens, if they are known."""
         self._now = max(self._now, now)
         rollout = self._rollouts.get(rollout_id)
         if rollout is None:
-            rollout = self._resting.pop(rollout_id, None) or Rollout(rollout_id, group, self._tick())
+            rollout = self._resting.pop(rollout_id, None) or Rollout(rollout_id, group, self._tick(), prompt=tokens)
             self._rollouts[rollout_id] = rollout
         ticket = self._tickets[ticket_id] = Ticket(ticket_id, rollout)
         rollout.tickets.add(ticket_id)
         rollout.idle_since = None
+        home = self.backends.get(rollout.backend or "")
+        if home is not None and rollout.id in home.live:
+            home.demand += tokens - rollout.tokens
+        rollout.tokens = tokens
         return self._route(ticket)
 
     def done(self, ticket_id: int, outcome: Outcome, now: float) -> list[Decision]:
@@ -244,11 +244,10 @@ class BackendPool:
         rollout = ticket.rollout
         home = self.backends.get(rollout.backend or "")
         if home is not None and rollout.id in home.live:
-            if not self._must_leave(home):
+            if not homes.must_leave(home, self.backends.values(), self._margins):
                 ticket.enqueue(self._held[home.id])
                 return self._dispatch()
             self._leave(rollout)
-            self.migrations += 1
         ticket.enqueue(self._fresh if rollout.backend is None else self._returning)
         return self._dispatch()
 
@@ -258,7 +257,10 @@ class BackendPool:
         for backend in self.backends.values():
             self._serve(backend, decisions)
         for queue in (self._returning, self._fresh):
-            while queue and (chosen := self._place(queue[0].rollout)) is not None:
+            while queue:
+                chosen = homes.choose(queue[0].rollout, self.backends.values(), self._margins)
+                if chosen is None:
+                    break
                 self._settle(queue[0].rollout, chosen)
                 self._serve(chosen, decisions)
         return decisions
@@ -273,46 +275,18 @@ class BackendPool:
             backend.in_flight.add(ticket.id)
             decisions.append(Assign(ticket.id, backend.id, backend.weight_version))
 
-    def _place(self, rollout: Rollout) -> Backend | None:
-        """A backend with room for the rollout, if there is one."""
-        open_backends = [backend for backend in self.backends.values() if health.has_room(backend)]
-        if not open_backends:
-            return None
-        least = min(open_backends, key=lambda backend: (backend.weight, backend.last_placed, backend.order))
-        if rollout.backend is not None:
-            home = next((backend for backend in open_backends if backend.id == rollout.backend), None)
-            return home if home is not None and not self._must_leave(home) else least
-        if rollout.group is not None:
-            siblings = [b for b in open_backends if b.weight <= least.weight + self._sibling_margin]
-            siblings = [b for b in siblings if b.groups[rollout.group]]
-            if siblings:
-                return min(siblings, key=lambda backend: (backend.weight, backend.order))
-        return least
-
     def _settle(self, rollout: Rollout, backend: Backend) -> None:
         """Make the backend the rollout's home; all its waiting tickets come along."""
         self._leave(rollout)
-        backend.live.add(rollout.id)
-        backend.groups[rollout.group] += 1
+        backend.take(rollout)
         backend.last_placed = self._tick()
+        self.migrations += rollout.backend not in (None, backend.id)
         rollout.backend = backend.id
         for ticket_id in sorted(rollout.tickets):
             ticket = self._tickets[ticket_id]
             if ticket.backend is None:
                 ticket.unqueue()
                 ticket.enqueue(self._held[backend.id])
-
-    def _must_leave(self, home: Backend) -> bool:
-        """Whether staying is worse than a cold prefix elsewhere."""
-        if not health.usable(home):
-            return True
-        peers = (backend for backend in self.backends.values() if health.has_room(backend) and not backend.hot)
-        least = min((backend.weight for backend in peers), default=home.weight)
-        carried = (len(home.live) + 1) * home.slowness - 1
-        if home.slowness > 1.0:
-            return carried > least + 1
-        patience = 1.0 if home.hot else _CROWDED
-        return carried >= patience * least + self._escape_margin
 
     # Bookkeeping
 
@@ -358,10 +332,7 @@ class BackendPool:
         """Take the rollout's slot; it keeps the memory of where it was."""
         backend = self.backends.get(rollout.backend or "")
         if backend is not None and rollout.id in backend.live:
-            backend.live.discard(rollout.id)
-            backend.groups[rollout.group] -= 1
-            if not backend.groups[rollout.group]:
-                del backend.groups[rollout.group]
+            backend.let_go(rollout)
 
     def _rest(self, rollout: Rollout) -> None:
         del self._rollouts[rollout.id]

@@ -28,6 +28,10 @@ CONTEXT_OVERFLOW = re.compile(
     r"context length|max_model_len|maximum context|longer than the|max_seq_len|must be at least 1, got 0", re.I
 )
 
+_CACHE_CONFIG = re.compile(
+    r'^vllm:cache_config_info\{.*?\bblock_size="(\d+)".*?\bnum_gpu_blocks="(\d+)"', re.MULTILINE
+)
+
 
 class BackendFailed(InfrastructureError):
     """The backend is gone, broken or overloaded; the same request may succeed on another one."""
@@ -70,11 +74,13 @@ class Load:
         running: requests that it works on.
         waiting: requests that it has queued.
         kv_use: share of its KV cache in use, 0 to 1.
+        capacity: tokens that fit into its KV cache, if it says so.
     """
 
     running: int
     waiting: int
     kv_use: float
+    capacity: int | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -144,13 +150,7 @@ class HttpEngine:
             RequestRefused: the engine refuses the request.
         """
         try:
-            async with self._session.post(
-                url,
-                data=orjson.dumps(body),
-                headers=self._headers | {"Content-Type": "application/json"},
-                timeout=self._timeout,
-            ) as response:
-                status, raw = response.status, await response.read()
+            status, raw = await self._exchange(url, orjson.dumps(body))
         except aiohttp.ClientConnectorError as error:
             raise BackendFailed(f"{url}: {error}", kind=FailureKind.TRANSPORT_UNREACHABLE) from error
         except (TimeoutError, aiohttp.ServerTimeoutError) as error:
@@ -178,6 +178,25 @@ class HttpEngine:
         if status < 500 and status not in (408, 409, 429):
             raise RequestRefused(f"{url} refused the request ({status}): {said}", field="request")
         raise BackendFailed(f"{url} answered {status}: {said}")
+
+    async def _exchange(self, url: str, body: bytes) -> tuple[int, bytes]:
+        """Status and content of the answer.
+
+        Engines close a connection that was idle for some seconds (vLLM: 5), perhaps just as it is used again. That
+        says nothing about their health, and sampling may be asked for twice: so an answer that never began is asked
+        for once more. An engine that died refuses the new connection.
+        """
+        try:
+            return await self._send(url, body)
+        except aiohttp.ClientConnectorError:
+            raise
+        except (aiohttp.ServerDisconnectedError, aiohttp.ClientOSError):
+            return await self._send(url, body)
+
+    async def _send(self, url: str, body: bytes) -> tuple[int, bytes]:
+        headers = self._headers | {"Content-Type": "application/json"}
+        async with self._session.post(url, data=body, headers=headers, timeout=self._timeout) as response:
+            return response.status, await response.read()
 
     def _get(self, url: str) -> AbstractAsyncContextManager[aiohttp.ClientResponse]:
         return self._session.get(url, headers=self._headers, timeout=self._brief)
@@ -209,11 +228,15 @@ class HttpEngine:
                 text = await response.text()
         except (aiohttp.ClientError, TimeoutError, OSError):
             return None
-        values = [_metric(text, name) for name in self._load_names]
+        values = [metric(text, name) for name in self._load_names]
         running, waiting, kv_use = values
         if running is None or waiting is None or kv_use is None:
             return None
-        return Load(int(running), int(waiting), kv_use)
+        return Load(int(running), int(waiting), kv_use, self._capacity(text))
+
+    def _capacity(self, metrics: str) -> int | None:
+        """Tokens that fit into the KV cache: vLLM publishes blocks and their size as labels."""
+        return sum(int(size) * int(count) for size, count in _CACHE_CONFIG.findall(metrics)) or None
 
 
 def root_of(url: str) -> str:
@@ -221,7 +244,7 @@ def root_of(url: str) -> str:
     return url.rstrip("/").removesuffix("/v1")
 
 
-def _metric(text: str, name: str) -> float | None:
+def metric(text: str, name: str) -> float | None:
     """Sum of a metric over its labels in Prometheus text."""
     values = re.findall(rf"^{re.escape(name)}(?:\{{[^}}]*\}})? ([0-9.eE+-]+)$", text, re.MULTILINE)
     return sum(map(float, values)) if values else None

@@ -13,7 +13,15 @@ from typing import Any
 
 import aiohttp
 
-from nemo_gym_prorl.policy.engine import BackendFailed, Conversation, HttpEngine, RequestRefused, Sampling, root_of
+from nemo_gym_prorl.policy.engine import (
+    BackendFailed,
+    Conversation,
+    HttpEngine,
+    RequestRefused,
+    Sampling,
+    metric,
+    root_of,
+)
 from nemo_gym_prorl.policy.tokens import Finish, Generation
 
 
@@ -141,6 +149,10 @@ class SglangGenerate(HttpEngine):
         pairs = _required(about, "output_token_logprobs", url)
         finish = _finish(about["finish_reason"]["type"], url)
         return Generation([pair[1] for pair in pairs], [pair[0] for pair in pairs], finish, about.get("cached_tokens"))
+
+    def _capacity(self, metrics: str) -> int | None:
+        tokens = metric(metrics, "sglang:max_total_num_tokens")
+        return int(tokens) if tokens else None
 
 
 ENGINES: dict[str, type[VllmCompletions] | type[VllmChat] | type[NemoRl] | type[SglangGenerate]] = {

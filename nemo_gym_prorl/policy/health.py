@@ -7,7 +7,7 @@ The wait before a probe doubles with each failure in a row.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Collection
 
 from nemo_gym_prorl.policy.backend import Backend, Health
 
@@ -15,11 +15,17 @@ from nemo_gym_prorl.policy.backend import Backend, Health
 _TURN_SMOOTHING = 0.08
 """Weight of the latest turn in a backend's mean turn time."""
 
+_SHORTEST_S = 0.001
+"""Turns count as at least this long; below it only noise differs."""
+
 _OPINION = 12
 """How many turns a backend must have had before it can count as slow."""
 
 _SLOW = 2.0
 """How many times longer than the median backend's a backend's turns must take for it to count as slow."""
+
+_FEWER = 1.5
+"""How many times fewer turns than the median backend it must end."""
 
 
 def usable(backend: Backend) -> bool:
@@ -57,17 +63,31 @@ def recovers(backend: Backend) -> None:
     backend.health, backend.probe_at = Health.TRIAL, None
 
 
-def answered(backend: Backend, seconds: float, all_backends: Iterable[Backend]) -> None:
-    """A request succeeded: the backend is up. Learn how long its turns take, and whether far longer than others'."""
+def answered(backend: Backend, seconds: float, all_backends: Collection[Backend]) -> None:
+    """A request succeeded: the backend is up. Learn how long its turns take, and whether it is slow.
+
+    A backend with more to do takes longer for each turn, and is none the worse for it: by Little's law it ends as many
+    turns as others if its turns take as much longer as there are more of them in flight. So it counts as slow if it
+    takes far longer than others *and* ends fewer turns.
+    """
     backend.failures, backend.probe_at = 0, None
-    backend.turns += 1
-    known = backend.turn_s or 0.0
-    backend.turn_s = known + max(1 / backend.turns, _TURN_SMOOTHING) * (seconds - known)
-    times = sorted(b.turn_s for b in all_backends if b.turn_s is not None and b.health is Health.UP)
     backend.health = Health.UP
-    usual = times[(len(times) - 1) // 2] if times else 0.0
-    ratio = backend.turn_s / usual if usual > 0.0 else 1.0
-    backend.slowness = ratio if ratio > _SLOW and backend.turns >= _OPINION else 1.0
+    backend.turns += 1
+    weight = max(1 / backend.turns, _TURN_SMOOTHING)
+    # Turn times are heavy-tailed: in a geometric mean, one long answer says little.
+    spent = max(seconds, _SHORTEST_S)
+    backend.turn_s *= (spent / backend.turn_s) ** weight
+    backend.pace_s *= (spent / len(backend.in_flight) / backend.pace_s) ** weight
+    known = [peer for peer in all_backends if peer.turns and peer.health is Health.UP]
+    longer = backend.turn_s / _usual([peer.turn_s for peer in known])
+    fewer = backend.pace_s / _usual([peer.pace_s for peer in known])
+    slow = backend.turns >= _OPINION and longer > _SLOW and fewer > _FEWER
+    backend.slowness = longer if slow else 1.0
+
+
+def _usual(values: list[float]) -> float:
+    """The lower median."""
+    return sorted(values)[(len(values) - 1) // 2]
 
 
 def reported(backend: Backend, ceiling: int, waiting: int, kv_use: float) -> None:

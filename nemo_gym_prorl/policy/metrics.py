@@ -22,6 +22,9 @@ class PolicyMetrics:
         registry = self._registry = CollectorRegistry()
         at = ("backend",)
         self._live = Gauge("prorl_policy_live_rollouts", "Rollouts that live there", at, registry=registry)
+        self._tokens = Gauge(
+            "prorl_policy_live_tokens", "Tokens of their prompts, shared ones once", at, registry=registry
+        )
         self._in_flight = Gauge("prorl_policy_in_flight", "Requests in flight", at, registry=registry)
         self._up = Gauge("prorl_policy_up", "1 while the backend serves", at, registry=registry)
         self._limit = Gauge("prorl_policy_limit", "Live rollouts allowed there now", at, registry=registry)
@@ -34,7 +37,9 @@ class PolicyMetrics:
         self._waiting = Gauge("prorl_policy_waiting", "Turns that wait for a backend", registry=registry)
         self._failovers = Gauge("prorl_policy_failovers", "Requests that failed there", at, registry=registry)
         self._held = Gauge("prorl_policy_held", "Turns that wait for this very backend", at, registry=registry)
-        self._migrations = Gauge("prorl_policy_migrations", "Rollouts that left a hot backend", registry=registry)
+        self._migrations = Gauge(
+            "prorl_policy_migrations", "Rollouts that moved to another backend", registry=registry
+        )
         self._queued = Histogram(
             "prorl_policy_queue_seconds", "Seconds until a backend was free", registry=registry, buckets=_SECONDS
         )
@@ -75,10 +80,11 @@ class PolicyMetrics:
 
     def exposition(self) -> bytes:
         """The metrics in Prometheus text format."""
-        for gauge in (self._live, self._in_flight, self._up, self._limit, self._failovers, self._held):
+        for gauge in (self._live, self._tokens, self._in_flight, self._up, self._limit, self._failovers, self._held):
             gauge.clear()
         for backend in self._pool.backends.values():
             self._live.labels(backend.id).set(len(backend.live))
+            self._tokens.labels(backend.id).set(backend.demand)
             self._in_flight.labels(backend.id).set(len(backend.in_flight))
             self._up.labels(backend.id).set(backend.health == "up")
             self._limit.labels(backend.id).set(backend.limit)

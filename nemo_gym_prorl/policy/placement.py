@@ -74,8 +74,16 @@ class Placement:
             task.cancel()
         await asyncio.gather(*self._background, return_exceptions=True)
 
-    async def run[T](self, rollout: str, group: str | None, call: Callable[[Backend], Awaitable[T]]) -> Placed[T]:
+    async def run[T](
+        self, rollout: str, group: str | None, call: Callable[[Backend], Awaitable[T]], tokens: int = 0
+    ) -> Placed[T]:
         """Run one request where the pool says.
+
+        Args:
+            rollout: whose turn it is.
+            group: the same for all rollouts of one prompt, if that is known.
+            call: sends the request to a backend.
+            tokens: length of its prompt, if that is known.
 
         Raises:
             BackendFailed: no backend did it within ``wait_s`` and ``failovers``.
@@ -85,7 +93,7 @@ class Placement:
         queued_s, failovers = 0.0, 0
         outcome = Outcome.ENDED
         try:
-            self.apply(self.pool.request(ticket, rollout, group, time.monotonic()))
+            self.apply(self.pool.request(ticket, rollout, group, time.monotonic(), tokens))
             while True:
                 asked = time.monotonic()
                 assign = await self._assigned(lease)
@@ -164,12 +172,15 @@ class Placement:
 
     async def _reporting(self) -> None:
         while True:
-            await asyncio.sleep(self.report_s)
             backends = list(self.pool.backends.values())
             loads = await asyncio.gather(*(self.engine.load(backend.url) for backend in backends))
             for backend, load in zip(backends, loads, strict=True):
                 if load is not None:
-                    self.apply(self.pool.report(backend.id, waiting=load.waiting, kv_use=load.kv_use))
+                    report = self.pool.report(
+                        backend.id, waiting=load.waiting, kv_use=load.kv_use, capacity=load.capacity
+                    )
+                    self.apply(report)
+            await asyncio.sleep(self.report_s)
 
     async def _probe(self, backend_id: str) -> None:
         backend = self.pool.backends.get(backend_id)

@@ -177,7 +177,7 @@ class PolicyService:
         started = time.monotonic()
         # Rollouts that start with the same messages are siblings, whether or not anybody says so.
         group = request.group or digest(b"", [_plain(message) for message in messages[:2]]).hex()
-        placed = await self.placement.run(request.rollout, group, generate)
+        placed = await self.placement.run(request.rollout, group, generate, len(prompt))
         generation = placed.result
         self.metrics.turn(placed, time.monotonic() - started, len(prompt))
         if generation.finish is Finish.CONTEXT:

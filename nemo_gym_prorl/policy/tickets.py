@@ -18,6 +18,8 @@ class Rollout:
         backend: where its prefix is, once it had one.
         tickets: its turns that wait or run.
         idle_since: since when it has had none.
+        prompt: tokens of its first turn's prompt, which its siblings share.
+        tokens: of its latest turn's prompt.
     """
 
     id: str
@@ -26,6 +28,8 @@ class Rollout:
     backend: str | None = None
     tickets: set[int] = field(default_factory=set)
     idle_since: float | None = None
+    prompt: int = 0
+    tokens: int = 0
 
 
 @dataclass(slots=True)

@@ -20,7 +20,7 @@ def model_folder() -> Path:
 
 @pytest.fixture(scope="package")
 def engine_url(model_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
-    """One real vLLM for all tests here; it ends with them, since it costs others a fifth of a processor."""
+    """One real vLLM for all tests here; it ends with them."""
     if running := os.environ.get("PRORL_TEST_ENGINES"):
         yield running.split(",")[0]
         return

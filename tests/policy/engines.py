@@ -68,9 +68,17 @@ def vllm(folder: Path, log: Path, *flags: str) -> Iterator[tuple[str, subprocess
         *("--served-model-name", MODEL, "--host", "127.0.0.1", "--port", str(port), "--dtype", "float32"),
         *("--enforce-eager", "--max-model-len", "8192", "--enable-prompt-tokens-details"),
         # A prompt that is read in parts and has a seed ends this build of vLLM: CPU generators cannot step back.
-        *("--max-num-batched-tokens", "32768", *flags),
+        *("--max-num-batched-tokens", "32768"),
+        *("--distributed-executor-backend", "uni", *flags),
     ]
-    environment = os.environ | {"VLLM_CPU_KVCACHE_SPACE": "1", "OMP_NUM_THREADS": "1", "VLLM_NO_USAGE_STATS": "1"}
+    environment = os.environ | {
+        "VLLM_CPU_KVCACHE_SPACE": "1",
+        "OMP_NUM_THREADS": "1",
+        # Else every engine takes the same core, and its processes spin there for each other.
+        "VLLM_CPU_OMP_THREADS_BIND": "nobind",
+        "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
+        "VLLM_NO_USAGE_STATS": "1",
+    }
     with log.open("wb") as out:
         process = subprocess.Popen(
             command, env=environment, stdout=out, stderr=out, start_new_session=True, cwd=log.parent

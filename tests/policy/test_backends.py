@@ -30,6 +30,7 @@ class PoolMachine(RuleBasedStateMachine):
         self.fresh: set[str] = set()
         self.ended: set[int] = set()
         self.probing: set[str] = set()
+        self.prompts: dict[str, int] = {}
         self.count = 0
 
     def carry_out(self, decisions: list[Decision]) -> None:
@@ -66,8 +67,8 @@ class PoolMachine(RuleBasedStateMachine):
         self.count += 1
         self.carry_out(self.pool.add(f"b{self.count}", "http://localhost", "v0"))
 
-    @rule(rollout=st.integers(0, 11))
-    def request(self, rollout: int) -> None:
+    @rule(rollout=st.integers(0, 11), tokens=st.integers(0, 100))
+    def request(self, rollout: int, tokens: int) -> None:
         self.count += 1
         name = f"r{rollout}"
         home = self.pool.backends.get(self.pool.backend_of(name) or "")
@@ -78,7 +79,8 @@ class PoolMachine(RuleBasedStateMachine):
         self.waiting.append(self.count)
         if self.pool.backend_of(name) is None:
             self.fresh.add(name)
-        self.carry_out(self.pool.request(self.count, name, f"g{rollout % 3}", self.now))
+        self.prompts[name] = tokens
+        self.carry_out(self.pool.request(self.count, name, f"g{rollout % 3}", self.now, tokens))
         if stays and home is not None:
             assert self.flying[self.count] == home.id, "a rollout left its backend without need"
 
@@ -136,9 +138,10 @@ class PoolMachine(RuleBasedStateMachine):
         self.carry_out(self.pool.resume(None if every else self.some_backend(data), f"v{self.count}"))
 
     @precondition(lambda self: self.pool.backends)
-    @rule(data=st.data(), waiting=st.integers(0, 2), kv_use=st.floats(0, 1))
-    def report(self, data: st.DataObject, waiting: int, kv_use: float) -> None:
-        self.carry_out(self.pool.report(self.some_backend(data), waiting=waiting, kv_use=kv_use))
+    @rule(data=st.data(), waiting=st.integers(0, 2), kv_use=st.floats(0, 1), capacity=st.none() | st.integers(1, 1000))
+    def report(self, data: st.DataObject, waiting: int, kv_use: float, capacity: int | None) -> None:
+        backend_id = self.some_backend(data)
+        self.carry_out(self.pool.report(backend_id, waiting=waiting, kv_use=kv_use, capacity=capacity))
 
     @rule(seconds=st.sampled_from([0.5, 2.0, 10.0]))
     def tick(self, seconds: float) -> None:
@@ -159,6 +162,8 @@ class PoolMachine(RuleBasedStateMachine):
             assert backend.in_flight == {t for t, at in self.flying.items() if at == backend.id}
             assert len(backend.live) <= LIMIT
             assert sum(backend.groups.values()) == len(backend.live)
+            copies = sum((count - 1) * backend.shared[group] for group, count in backend.groups.items())
+            assert backend.demand == sum(self.prompts[name] for name in backend.live) - copies
         homes = [rollout for backend in self.pool.backends.values() for rollout in backend.live]
         assert len(homes) == len(set(homes)), "a rollout lives on two backends"
 
@@ -201,10 +206,10 @@ class Load:
         for index in range(backends):
             self.pool.add(f"b{index}", "http://localhost")
 
-    def start(self, group: str | None = None) -> str:
+    def start(self, group: str | None = None, tokens: int = 0) -> str:
         self.count += 1
         name = f"r{self.count}"
-        (assign,) = self.pool.request(self.count, name, group)
+        (assign,) = self.pool.request(self.count, name, group, 0.0, tokens)
         assert isinstance(assign, Assign)
         self.where[name] = assign.backend
         self.pool.done(self.count, Outcome.OK, 0.0)
@@ -254,6 +259,27 @@ def test_siblings_stay_together_within_the_margin(backends: int, groups: int, si
             load.start(f"g{group}")
     counts = load.live().values()
     assert max(counts) - min(counts) <= margin + 1
+
+
+@pytest.mark.parametrize(("capacity", "backends"), [(None, 4), (400_000, 4), (100_000, 1)])
+def test_groups_stay_whole_where_their_prompt_is_a_large_part_of_a_cache(capacity: int | None, backends: int) -> None:
+    load = Load(4)
+    for backend_id in load.pool.backends:
+        load.pool.report(backend_id, waiting=0, kv_use=0.0, capacity=capacity)
+    assert len({load.where[load.start("g", tokens=3_500)] for _ in range(8)}) == backends
+
+
+def test_a_rollout_that_must_move_goes_where_it_takes_the_least_room() -> None:
+    load = Load(3)
+    pool = load.pool
+    names = [load.start("g" if index == 2 else None, tokens=(100, 50, 60)[index]) for index in range(3)]
+    assert [load.where[name] for name in names] == ["b0", "b1", "b2"]
+    mover = load.start("g", tokens=50)
+    assert load.where[mover] == "b2", "its sibling is there"
+    pool.remove("b2")
+    pool.request(100, mover, "g", 0.0, 70)
+    assert pool.backend_of(mover) == "b1"
+    assert (pool.backends["b0"].demand, pool.backends["b1"].demand) == (100, 120)
 
 
 def test_equal_backends_take_turns_though_rollouts_come_one_at_a_time() -> None:

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 from collections.abc import AsyncIterator, Callable
 from pathlib import Path
@@ -17,7 +18,7 @@ from tokenizers.models import WordLevel
 from nemo_gym_prorl.failures import CallerError
 from nemo_gym_prorl.policy.api import PolicyConfig, PolicyHost, add_control_routes
 from nemo_gym_prorl.policy.chat import ChatTemplate, Renderer, Tokenizer
-from nemo_gym_prorl.policy.engine import BackendFailed, Conversation, RequestRefused, Sampling
+from nemo_gym_prorl.policy.engine import BackendFailed, Conversation, Load, RequestRefused, Sampling
 from nemo_gym_prorl.policy.engines import NemoRl, SglangGenerate, VllmCompletions, detect
 from nemo_gym_prorl.policy.service import TurnRequest
 from nemo_gym_prorl.policy.tokens import Finish, Generation, TokenMismatch
@@ -154,6 +155,47 @@ async def test_nobody_there(session: aiohttp.ClientSession) -> None:
         await VllmCompletions(session, MODEL).generate(url, [7], Conversation([]), Sampling())
     assert not await VllmCompletions(session, MODEL).healthy(url)
     assert await VllmCompletions(session, MODEL).load(url) is None
+
+
+async def test_a_connection_closed_while_idle_is_not_a_dead_engine() -> None:
+    """Each connection answers once and is closed when it is used again, as an engine's idle limit may have it."""
+    content = json.dumps(completion()).encode()
+    asked = 0
+
+    async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        nonlocal asked
+        for _ in range(2):
+            head = await reader.readuntil(b"\r\n\r\n")
+            length = next(line for line in head.lower().split(b"\r\n") if line.startswith(b"content-length"))
+            await reader.readexactly(int(length.partition(b":")[2]))
+            asked += 1
+            if asked % 2:
+                writer.write(b"HTTP/1.1 200 OK\r\nContent-Length: %d\r\n\r\n%s" % (len(content), content))
+                await writer.drain()
+            else:
+                break
+        writer.close()
+
+    async with await asyncio.start_server(serve, "127.0.0.1", 0) as server, aiohttp.ClientSession() as session:
+        url = f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}/v1"
+        engine = VllmCompletions(session, MODEL)
+        turns = [await engine.generate(url, [7], Conversation([]), Sampling()) for _ in range(3)]
+    assert turns[0] == turns[1] == turns[2]
+    assert asked == 5
+
+
+@pytest.mark.engine
+async def test_an_engine_says_how_much_its_cache_holds(engine_url: str, session: aiohttp.ClientSession) -> None:
+    load = await VllmCompletions(session, MODEL).load(engine_url)
+    assert load is not None
+    assert load.capacity is not None
+    assert load.capacity > 16_384, "two contexts at least"
+    app = FastAPI()
+    gauges = {"num_running_reqs": 1, "num_queue_reqs": 2, "token_usage": 0.5, "max_total_num_tokens": 161721}
+    text = "".join(f'sglang:{name}{{model_name="m"}} {float(value)}\n' for name, value in gauges.items())
+    app.add_api_route("/metrics", lambda: Response(text))
+    async with serving(app) as url:
+        assert await SglangGenerate(session, MODEL).load(url) == Load(1, 2, 0.5, 161721)
 
 
 async def test_sglang_speaks_tokens(session: aiohttp.ClientSession) -> None:

@@ -16,27 +16,32 @@ from tokenizers import Tokenizer as FastTokenizer
 
 from nemo_gym_prorl.policy.backends import BackendPool
 from nemo_gym_prorl.policy.chat import Tokenizer
-from nemo_gym_prorl.policy.engine import Sampling
+from nemo_gym_prorl.policy.engine import RequestRefused, Sampling
 from nemo_gym_prorl.policy.engines import VllmCompletions
 from nemo_gym_prorl.policy.metrics import PolicyMetrics
 from nemo_gym_prorl.policy.placement import Placement
 from nemo_gym_prorl.policy.service import PolicyService, TurnRequest
 from tests.policy.engines import MODEL, SCRIPTS, kill, vllm, vllm_python
 from tests.policy.families import FAMILIES, TOOLS
+from tests.policy.test_engines import first_call
 from tests.policy.test_exactness import TOLERANCE, Run, teacher_forced
 
 
 pytestmark = [pytest.mark.engine, pytest.mark.timeout(600)]
 
 
+KEY = "of-the-other-engine"
+OPEN = {"Authorization": f"Bearer {KEY}"}
+
+
 @pytest.fixture(scope="module")
 def other_engine(
     model_folder: Path, tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[tuple[str, subprocess.Popen]]:
-    """A second vLLM with the same tokenizer and other weights."""
+    """A second vLLM with the same tokenizer, other weights, and a key."""
     folder = tmp_path_factory.mktemp("other")
     subprocess.run([vllm_python(), SCRIPTS / "make_tiny_model.py", folder / "model", "--seed", "1"], check=True)
-    with vllm(folder / "model", folder / "engine.log") as (url, process):
+    with vllm(folder / "model", folder / "engine.log", "--api-key", KEY) as (url, process):
         yield url, process
 
 
@@ -45,7 +50,7 @@ class Policy:
 
     def __init__(self, session: aiohttp.ClientSession, folder: Path) -> None:
         self.pool = BackendPool(probe_after_s=0.2)
-        self.placement = Placement(self.pool, VllmCompletions(session, MODEL), tick_s=0.1, report_s=0.5)
+        self.placement = Placement(self.pool, VllmCompletions(session, MODEL, KEY), tick_s=0.1, report_s=0.5)
         tokenizer = Tokenizer(FastTokenizer.from_file(str(folder / "tokenizer.json")))
         self.family = FAMILIES["thinking"]
         self.metrics = PolicyMetrics(self.pool)
@@ -81,7 +86,7 @@ async def check(run: Run, urls: dict[str, str]) -> set[str]:
         assert later.turn.prompt()[: earlier.turn.end] == earlier.turn.prompt() + list(earlier.turn.sampled)
     (sequence,) = run.service.ledger(run.name).sequences()
     versions = {span.weight_version for span in sequence.spans if span.sampled}
-    async with aiohttp.ClientSession() as session:
+    async with aiohttp.ClientSession(headers=OPEN) as session:
         for version in versions & urls.keys():
             forced = await teacher_forced(session, urls[version], list(sequence.ids))
             for span in sequence.spans:
@@ -109,6 +114,15 @@ async def test_weights_change_while_fifty_rollouts_run(
     assert all(len(run.answers) == 4 for run in runs)
     assert {"1", "2"} in versions
     print(f"\n{sum(v == {'1', '2'} for v in versions)} of 50 rollouts span both weight versions, all spans verified")
+
+
+@pytest.mark.parametrize("key", ["", "another"])
+async def test_a_wrong_key_is_said_at_the_first_call(
+    key: str, other_engine: tuple[str, subprocess.Popen], model_folder: Path
+) -> None:
+    with pytest.raises(RequestRefused, match=r"policy_api_key: .* refused the key"):
+        await first_call(other_engine[0], api_key=key, tokenizer=str(model_folder))
+    await first_call(other_engine[0], api_key=KEY, tokenizer=str(model_folder))
 
 
 async def test_a_cancelled_turn_is_aborted_at_the_engine(policy: Policy, engine_url: str) -> None:

@@ -1,0 +1,84 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Which backend a rollout lives on, and when it is worth a cold prefix to leave it.
+
+What is balanced is the number of live rollouts, as engines slow down with each. Memory comes second, where it makes a
+difference:
+
+- A new rollout goes to the backend with the fewest live ones; equal ones take turns.
+- A sibling joins its group's backend, where their prompt is cached, while that is within a margin. The margin grows
+  with the share of a cache that a second copy of the prompt would take: where caches are ample, siblings spread and
+  decode faster; where they are small, groups stay whole and more rollouts fit.
+- A rollout leaves a backend that is gone, far slower than the others, or crowded. Its prefix is lost either way, so
+  it settles where the most of a cache stays free for others, among those that are not crowded themselves.
+
+Pure functions over what the pool knows.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterable
+from dataclasses import dataclass
+
+from nemo_gym_prorl.policy import health
+from nemo_gym_prorl.policy.backend import Backend
+from nemo_gym_prorl.policy.tickets import Rollout
+
+
+_CROWDED = 2.0
+"""How many times the least loaded backend's load, plus the escape margin, a rollout bears before it leaves."""
+
+_PER_CACHE = 200
+"""The sibling margin if a copy of the prompt filled a whole cache; so one rollout for each half percent."""
+
+
+@dataclass(frozen=True, slots=True)
+class Margins:
+    """How uneven backends may be.
+
+    Attributes:
+        sibling: how many live rollouts more than the least loaded backend a group's backend may have for a sibling to
+            join it, at least.
+        escape: how many live rollouts more than the least loaded backend a *hot* one must have for a rollout to leave
+            it.
+    """
+
+    sibling: int
+    escape: int
+
+
+def choose(rollout: Rollout, backends: Collection[Backend], margins: Margins) -> Backend | None:
+    """A home with room for the rollout, if there is one."""
+    roomy = [backend for backend in backends if health.has_room(backend)]
+    if not roomy:
+        return None
+    least = min(roomy, key=lambda backend: (backend.weight, backend.last_placed, backend.order))
+    if rollout.backend is not None:
+        home = next((backend for backend in roomy if backend.id == rollout.backend), None)
+        if home is not None and not must_leave(home, backends, margins):
+            return home
+        bearable = [backend for backend in roomy if backend.weight < _bearable(backend, least.weight, margins)]
+        return min(bearable or roomy, key=lambda b: (b.demand + b.needs(rollout), b.weight, b.last_placed, b.order))
+    if rollout.group is not None:
+        copy = rollout.prompt / least.capacity if least.capacity else 0.0
+        bound = least.weight + max(margins.sibling, _PER_CACHE * copy)
+        siblings = [backend for backend in roomy if backend.groups[rollout.group] and backend.weight <= bound]
+        if siblings:
+            return min(siblings, key=lambda backend: (backend.weight, backend.order))
+    return least
+
+
+def must_leave(home: Backend, backends: Iterable[Backend], margins: Margins) -> bool:
+    """Whether staying is worse than a cold prefix elsewhere."""
+    if not health.usable(home):
+        return True
+    peers = (backend for backend in backends if health.has_room(backend) and not backend.hot)
+    least = min((backend.weight for backend in peers), default=home.weight)
+    carried = (len(home.live) + 1) * home.slowness - 1
+    if home.slowness > 1.0:
+        return carried > least + 1
+    return carried >= _bearable(home, least, margins)
+
+
+def _bearable(backend: Backend, least: float, margins: Margins) -> float:
+    """How loaded a backend may be before its rollouts leave it for the least loaded one."""
+    return (1.0 if backend.hot else _CROWDED) * least + margins.escape
