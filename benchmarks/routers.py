@@ -159,7 +159,7 @@ class Ours:
         self._ticket_of: dict[int, int] = {}
         self._assigned: dict[int, int] = {}
         self._count = 0
-        self._reported_s = 0.0
+        self._reported_s = -2.0
         self._fleet: Fleet | None = None
 
     def joined(self, engine: int) -> None:
@@ -173,15 +173,17 @@ class Ours:
         if fleet.now - self._reported_s >= 2.0:
             self._reported_s = fleet.now
             for engine in fleet.alive():
-                decisions = self.pool.report(str(engine.index), waiting=len(engine.waiting), kv_use=engine.kv_use)
-                self._take(decisions)
+                waiting, kv_use = len(engine.waiting), engine.kv_use
+                self._take(
+                    self.pool.report(str(engine.index), waiting=waiting, kv_use=kv_use, capacity=engine.capacity)
+                )
             self._take(self.pool.tick(fleet.now))
         ticket = self._ticket_of.get(id(request))
         if ticket is None:
             self._count += 1
             ticket = self._ticket_of[id(request)] = self._count
             self._tickets[ticket] = request
-            self._take(self.pool.request(ticket, request.rollout.id, request.rollout.group, fleet.now))
+            self._take(self.pool.request(ticket, request.rollout.id, request.rollout.group, fleet.now, request.prompt))
         return self._assigned.pop(ticket, None)
 
     def answered(self, request: Request) -> None:

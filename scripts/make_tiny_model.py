@@ -8,7 +8,7 @@ for a minute, after which the model writes tool calls of the right shape, and wr
 
 Runs in the environment that ``setup_vllm.sh`` builds (torch, transformers, tokenizers):
 
-    python make_tiny_model.py OUTPUT_FOLDER [--seed N] [--lessons FILE --steps N]
+    python make_tiny_model.py OUTPUT_FOLDER [--seed N] [--width N --layers N] [--lessons FILE --steps N]
 
 A lesson is one JSON line: ``[prompt, what the model is to write]``.
 """
@@ -91,6 +91,8 @@ def main() -> None:
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--lessons", type=Path)
     parser.add_argument("--steps", type=int, default=400)
+    parser.add_argument("--width", type=int, default=128, help="hidden size; a multiple of 64")
+    parser.add_argument("--layers", type=int, default=2)
     arguments = parser.parse_args()
     output: Path = arguments.output
     output.mkdir(parents=True, exist_ok=True)
@@ -116,11 +118,11 @@ def main() -> None:
     ]
     config = Qwen3Config(
         vocab_size=tokenizer.get_vocab_size(),
-        hidden_size=128,
-        intermediate_size=256,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        num_key_value_heads=2,
+        hidden_size=arguments.width,
+        intermediate_size=2 * arguments.width,
+        num_hidden_layers=arguments.layers,
+        num_attention_heads=arguments.width // 32,
+        num_key_value_heads=arguments.width // 64,
         head_dim=32,
         max_position_embeddings=CONTEXT,
         tie_word_embeddings=True,
