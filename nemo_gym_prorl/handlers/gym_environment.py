@@ -215,8 +215,9 @@ class ToolLoop:
     async def _call_tool(self, call: dict[str, Any]) -> dict[str, Any]:
         """One observation. A tool's error is an observation too: the policy gets the body of any answer."""
         try:
-            arguments = json.loads(call["arguments"])
-        except (json.JSONDecodeError, TypeError) as error:
+            json.loads(call["arguments"])
+            arguments = call["arguments"].encode()
+        except (ValueError, TypeError, RecursionError) as error:
             return _observation(call, json.dumps({"error": f"Invalid tool call arguments: {error!r}"}))
         if not _TOOL_NAME.fullmatch(call["name"]) or call["name"] in RESERVED_ROUTES:
             return _observation(call, json.dumps({"detail": "Not Found"}))

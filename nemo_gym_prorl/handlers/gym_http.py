@@ -97,7 +97,7 @@ class GymServer:
         Args:
             method: HTTP method.
             path: with its leading slash.
-            body: anything orjson can dump; ``None`` for no body.
+            body: JSON as bytes, or anything orjson can dump; ``None`` for no body.
             jar: sent with the call, and updated by the answer.
             extra_headers: besides those of the body and the jar.
 
@@ -105,7 +105,7 @@ class GymServer:
             InfrastructureError: the server cannot be reached, dropped the connection, or says itself that the answer
                 is a failure (header ``X-ProRL-Failure-Kind``).
         """
-        data = None if body is None else orjson.dumps(body)
+        data = body if body is None or isinstance(body, bytes) else orjson.dumps(body)
         headers = {"Content-Type": "application/json", **jar.header(), **extra_headers}
         try:
             async with self._http.session.request(method, self.url + path, data=data, headers=headers) as response:

@@ -30,6 +30,7 @@ import jinja2.sandbox
 from tokenizers import Tokenizer as FastTokenizer
 
 from nemo_gym_prorl.failures import CallerError
+from nemo_gym_prorl.policy.parsers import read_json
 from nemo_gym_prorl.policy.tokens import Finish
 
 
@@ -295,12 +296,18 @@ def _for_template(message: Message) -> Message:
         function = call["function"]
         arguments = function["arguments"]
         if isinstance(arguments, str):
-            try:
-                arguments = json.loads(arguments)
-            except json.JSONDecodeError:
-                arguments = {"malformed": arguments}
+            arguments = _object(arguments)
         calls.append({**call, "function": {**function, "arguments": arguments}})
     return {**plain, "tool_calls": calls}
+
+
+def _object(arguments: str) -> Mapping[str, Any]:
+    """A call's arguments; templates go through the names of an object, which a malformed call may lack."""
+    try:
+        value = read_json(arguments)
+    except ValueError:
+        value = None
+    return value if isinstance(value, dict) else {"malformed": arguments}
 
 
 def _default_template(templates: object) -> str:

@@ -20,6 +20,7 @@ Pure: no task, socket, clock or thread.
 
 from __future__ import annotations
 
+import json
 import re
 from collections import Counter
 from collections.abc import Iterator, Sequence
@@ -31,6 +32,7 @@ import orjson
 
 from nemo_gym_prorl.failures import CallerError
 from nemo_gym_prorl.policy.chat import Message, Tools, text_of
+from nemo_gym_prorl.policy.parsers import read_json
 from nemo_gym_prorl.policy.tokens import Finish, Generation, TokenLedger, Turn
 
 
@@ -241,7 +243,7 @@ def _canonical(arguments: Any) -> str:
     """JSON arguments, however they were written."""
     if isinstance(arguments, str):
         try:
-            arguments = orjson.loads(arguments)
-        except orjson.JSONDecodeError:
+            arguments = read_json(arguments)
+        except ValueError:
             return str(arguments)
-    return orjson.dumps(arguments, option=orjson.OPT_SORT_KEYS).decode()
+    return json.dumps(arguments, sort_keys=True)

@@ -14,6 +14,8 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
+from pydantic_core import from_json
+
 
 MALFORMED_NAME = "malformed_tool_call"
 """Function name of a call that does not say which function it means."""
@@ -86,6 +88,16 @@ def parsed_by_engine(message: Mapping[str, Any]) -> Parsed:
     return Parsed(thought, content, tuple(calls))
 
 
+def read_json(text: str) -> Any:
+    """JSON that a policy wrote.
+
+    Raises:
+        ValueError: it is none, or none that everybody can read: nested over 200 deep, numbers of thousands of digits,
+            half a surrogate pair, ``NaN``.
+    """
+    return from_json(text, allow_inf_nan=False)
+
+
 def _call(name: object, arguments: object, raw: str) -> ToolCall:
     """A call out of parsed JSON, or the reason why it is none."""
     if not isinstance(name, str) or not name:
@@ -94,25 +106,32 @@ def _call(name: object, arguments: object, raw: str) -> ToolCall:
     if text is not None:
         raw = text
         try:
-            arguments = json.loads(text)
-        except json.JSONDecodeError:
-            return ToolCall(name, text, "its arguments are not JSON")
+            arguments = read_json(text)
+        except ValueError as error:
+            return ToolCall(name, text, f"its arguments are not JSON: {error}")
     if not isinstance(arguments, dict):
         return ToolCall(name, raw, "its arguments are not a JSON object")
+    try:
+        written = json.dumps(arguments, ensure_ascii=False, allow_nan=False)
+    except ValueError:
+        return ToolCall(name, raw, "its arguments hold a number that is too large")
     # Arguments that came as text stay as they are: an engine that renders history must see what it wrote.
-    return ToolCall(name, text if text is not None else json.dumps(arguments, ensure_ascii=False))
+    return ToolCall(name, text if text is not None else written)
 
 
 def _json_call(raw: str) -> ToolCall:
     try:
-        value = json.loads(raw)
-    except json.JSONDecodeError as error:
+        value = read_json(raw)
+    except ValueError as error:
         name = re.search(r'"name"\s*:\s*"([^"]+)"', raw)
         return ToolCall(name[1] if name else MALFORMED_NAME, raw, f"it is not JSON: {error}")
+    return _object_call(value, raw)
+
+
+def _object_call(value: object, raw: str) -> ToolCall:
     if not isinstance(value, dict):
         return ToolCall(MALFORMED_NAME, raw, "it is not a JSON object")
-    call = _call(value.get("name"), value.get("arguments", value.get("parameters", {})), raw)
-    return replace(call, id=value["id"]) if isinstance(value.get("id"), str) and value["id"] else call
+    return _call(value.get("name"), value.get("arguments", value.get("parameters", {})), raw)
 
 
 def _blocks(text: str, opening: str, closing: str) -> tuple[str, list[str]]:
@@ -156,8 +175,8 @@ def _xml_call(raw: str) -> ToolCall:
     for name, value in _XML_PARAMETER.findall(function[2]):
         value = value.removeprefix("\n").removesuffix("\n")
         try:
-            arguments[name.strip()] = json.loads(value)
-        except json.JSONDecodeError:
+            arguments[name.strip()] = read_json(value)
+        except ValueError:
             arguments[name.strip()] = value
     if not arguments and function[2].strip():
         return ToolCall(function[1].strip(), raw, "it has no <parameter=name> block")
@@ -174,8 +193,15 @@ def llama_json(text: str) -> tuple[str, list[ToolCall]]:
     return "", [_json_call(part.strip()) for part in re.split(r";\s*(?=\{)", body) if part.strip()]
 
 
+_MISTRAL_ID = re.compile(r"[A-Za-z0-9]{9}")
+
+
 def mistral(text: str) -> tuple[str, list[ToolCall]]:
-    """``[TOOL_CALLS][{"name": …, "arguments": {…}}, …]``, or ``[TOOL_CALLS]name[ARGS]{…}`` of later versions."""
+    """``[TOOL_CALLS][{"name": …, "arguments": {…}}, …]``, or ``[TOOL_CALLS]name[ARGS]{…}`` of later versions.
+
+    A call keeps the id that the policy gave it if it is of Mistral's kind, which its templates insist on, and no other
+    call of the turn has it.
+    """
     content, marker, body = text.partition("[TOOL_CALLS]")
     if not marker:
         return text, []
@@ -187,11 +213,18 @@ def mistral(text: str) -> tuple[str, list[ToolCall]]:
             calls.append(_call(name.strip(), arguments.strip(), part))
         return content, calls
     try:
-        values = json.loads(body)
-    except json.JSONDecodeError:
+        values = read_json(body)
+    except ValueError:
         return content, [_json_call(body)]
-    values = values if isinstance(values, list) else [values]
-    return content, [_json_call(json.dumps(value, ensure_ascii=False)) for value in values]
+    calls, taken = [], set()
+    for value in values if isinstance(values, list) else [values]:
+        call = _object_call(value, json.dumps(value, ensure_ascii=False))
+        own = value.get("id") if isinstance(value, dict) else None
+        if isinstance(own, str) and _MISTRAL_ID.fullmatch(own) and own not in taken:
+            taken.add(own)
+            call = replace(call, id=own)
+        calls.append(call)
+    return content, calls
 
 
 def plain(text: str) -> tuple[str, list[ToolCall]]:

@@ -194,7 +194,7 @@ class PolicyService:
         if ledger.forks(parent):
             self.metrics.forks.labels(why).inc()
         turn = ledger.append(parent, observed, generation, placed.weight_version)
-        message, cached = _as_message(parsed), generation.cached_tokens or 0
+        message, cached = as_message(parsed), generation.cached_tokens or 0
         answer = Answer(_new_id(), message, parsed, turn, generation.finish, turn.start, cached)
         rollout.answers[answer.id] = rollout.history.record(point, new, answer.message, turn, request.tools)
         if not parsed.calls:
@@ -343,7 +343,7 @@ class PolicyService:
         return Parsed(parsed.thought, tokenizer.without_special(parsed.content), parsed.calls)
 
 
-def _as_message(parsed: Parsed) -> dict[str, Any]:
+def as_message(parsed: Parsed) -> dict[str, Any]:
     """OpenAI's form of a turn, its thought in ``<think>`` tags as Gym's converters expect it."""
     content = parsed.content
     if parsed.thought is not None:

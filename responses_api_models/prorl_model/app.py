@@ -9,6 +9,7 @@ once, at the end, from ``GET /v1/rollouts/{id}/tokens``.
 from __future__ import annotations
 
 import json
+from collections.abc import Mapping
 from copy import deepcopy
 from itertools import pairwise
 from time import time
@@ -178,8 +179,8 @@ class ProrlModel(SimpleResponsesAPIModel):
         service = await self._host.service()
         metadata = chat.get("metadata") or {}
         variables = deepcopy(self.config.chat_template_kwargs or {})
-        variables |= json.loads(metadata.get("chat_template_kwargs", "{}"))
-        extra = deepcopy(self.config.extra_body or {}) | json.loads(metadata.get("extra_body", "{}"))
+        variables |= _settings(metadata, "chat_template_kwargs")
+        extra = deepcopy(self.config.extra_body or {}) | _settings(metadata, "extra_body")
         if metadata:
             extra["metadata"] = metadata
         messages = chat["messages"]
@@ -228,6 +229,17 @@ class ProrlModel(SimpleResponsesAPIModel):
                 "total_tokens": answer.prompt_tokens + _sampled(answer),
             },
         }
+
+
+def _settings(metadata: Mapping[str, str], name: str) -> dict[str, Any]:
+    """The JSON object that Gym's agents pass on in a request's metadata."""
+    try:
+        settings = json.loads(metadata.get(name, "{}"))
+    except ValueError as error:
+        raise CallerError(f"not JSON: {error}", field=f"metadata.{name}") from error
+    if not isinstance(settings, dict):
+        raise CallerError("must be a JSON object", field=f"metadata.{name}")
+    return settings
 
 
 def _deferred(request: Request) -> bool:

@@ -14,6 +14,8 @@ from tokenizers import Tokenizer as FastTokenizer
 
 from nemo_gym_prorl.failures import CallerError
 from nemo_gym_prorl.policy.chat import ChatTemplate, Message, Renderer, Tokenizer
+from nemo_gym_prorl.policy.parsers import parse
+from nemo_gym_prorl.policy.service import as_message
 from nemo_gym_prorl.policy.tokens import Finish
 from tests.policy.engines import tiny_model
 from tests.policy.families import FAMILIES, TOOLS, Family, call_message
@@ -95,6 +97,28 @@ def test_a_template_that_moves_its_tools_is_exact_within_one_question(conversati
     if conversation[-1]["role"] == "tool":
         expected = renderer.template.render(conversation, TOOLS, prompt=True)
         assert chained(renderer, family, conversation) == expected
+
+
+PIECES = [
+    *("<tool_call>", "</tool_call>", "<function=look>", "<parameter=what>", "</parameter>", "</function>"),
+    *("[TOOL_CALLS]", "[ARGS]", '"[1]"', "[", "]", "{", "}", ",", '"', "<think>", "</think>", "</s>", "<|im_end|>"),
+]
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+@given(where=st.integers(0, 100), to=st.integers(0, 100), what=st.sampled_from(PIECES) | st.text(max_size=3))
+@settings(max_examples=100, deadline=None)
+def test_the_conversation_goes_on_whatever_the_policy_wrote(name: str, where: int, to: int, what: str) -> None:
+    family = FAMILIES[name]
+    renderer = family.renderer(tokenizer())
+    call = family.call % "日本"
+    parsed = parse(call[:where] + what + call[max(where, to) :], family.tool_format)
+    message = as_message(parsed)
+    calls = message.get("tool_calls", [])
+    new: list[Message] = [{"role": "tool", "tool_call_id": call["id"], "content": "r"} for call in calls] or [USER]
+    history = [USER, message]
+    renderer.next(history, new, TOOLS, last_sampled=1, finish=Finish.STOP, thoughts=parsed.thought is not None)
+    renderer.first([*history, *new], TOOLS)
 
 
 def rewrites(name: str, history: list[Message], new: list[Message], *, thoughts: bool = False) -> bool:

@@ -49,7 +49,7 @@ class Run:
         """An ordinary agent: looks where the policy says, complains of broken calls, asks on after an answer."""
         self.messages.append({"role": "user", "content": some_words(rng)})
         for _ in range(TURNS):
-            sampling = Sampling(max_tokens=64, temperature=1.0)
+            sampling = Sampling(max_tokens=64, temperature=1.0, seed=rng.getrandbits(31))
             request = TurnRequest(self.name, tuple(self.messages), tools=TOOLS, sampling=sampling)
             answer = await self.service.turn(request)
             self.answers.append(answer)

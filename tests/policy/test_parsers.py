@@ -60,6 +60,11 @@ def test_several_calls_and_content_around_them() -> None:
     both = '[{"name": "a", "arguments": {}, "id": "123456789"}, {"name": "b", "arguments": {}}]'
     calls = parse(f"[TOOL_CALLS]{both}", "mistral").calls
     assert [(call.name, call.id) for call in calls] == [("a", "123456789"), ("b", None)]
+    odd = [
+        {"name": "a", "id": call_id} for call_id in ("abcdefgh1", "abcdefgh1", "abcdefghgh1", "日本語日本語日本語", 9)
+    ]
+    ids = [call.id for call in parse(f"[TOOL_CALLS]{json.dumps(odd)}", "mistral").calls]
+    assert ids == ["abcdefgh1", None, None, None, None], "Mistral's templates take nothing else"
     assert [
         c.name for c in parse('{"name": "a", "parameters": {}}; {"name": "b", "parameters": {}}', "llama_json").calls
     ]
@@ -71,6 +76,17 @@ def test_xml_parameters_are_json_where_they_can_be() -> None:
     text = "<tool_call><function=f><parameter=n>3</parameter><parameter=s>a b</parameter></function></tool_call>"
     (call,) = parse(text, "qwen3_coder").calls
     assert json.loads(call.arguments) == {"n": 3, "s": "a b"}
+
+
+@pytest.mark.parametrize("name", GOOD)
+@pytest.mark.parametrize(
+    "value", ["1" * 5000, "[" * 100_000, '{"a":' * 500 + "1" + "}" * 500, "NaN", "1e999", r'"\ud800"'], ids=range(6)
+)
+def test_numbers_nests_and_characters_that_not_everybody_can_read(name: str, value: str) -> None:
+    text = GOOD[name].replace('"é"', value).replace("\né\n", value)
+    (call,) = parse(text, name).calls
+    call.arguments.encode()
+    assert call.malformed or (name == "qwen3_coder" and json.loads(call.arguments) == {"what": value})
 
 
 @given(thought=st.text(), content=st.text())

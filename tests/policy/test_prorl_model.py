@@ -127,13 +127,16 @@ async def test_chat_completions_and_messages_reach_the_same_policy(http: aiohttp
     assert (status, anthropic["role"]) == (200, "assistant")
 
 
-async def test_several_choices_and_forced_tools_are_refused_by_name(http: aiohttp.ClientSession, url: str) -> None:
+async def test_what_cannot_be_done_is_refused_by_name(http: aiohttp.ClientSession, url: str) -> None:
     body = {"messages": [{"role": "user", "content": "Hello"}]}
     status, problem = await post(http, f"{url}/v1/chat/completions", body | {"n": 2})
     assert (status, problem["field"]) == (400, "n")
     status, problem = await post(http, f"{url}/v1/chat/completions", body | {"tool_choice": "required"})
     assert (status, problem["field"]) == (400, "tool_choice")
     assert problem["type"] == "urn:nemo-gym-prorl:agent_request_failed"
+    for name, text in [("extra_body", "{"), ("chat_template_kwargs", "[]")]:
+        status, problem = await post(http, f"{url}/v1/chat/completions", body | {"metadata": {name: text}})
+        assert (status, problem["field"]) == (400, f"metadata.{name}")
 
 
 def test_a_drop_in_takes_the_keys_of_gyms_own_and_refuses_what_would_split_a_rollout(model_folder: Path) -> None:
