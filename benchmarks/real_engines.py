@@ -4,10 +4,10 @@
 Engines are not bound to a core, so that two of them use both of a small machine. The model is small, yet so large that
 prefill takes time: one engine alone can't keep up. Every router gets the same conversations, told apart by their first
 word, so that none finds another's prefixes. The routers take turns, in another order each time, since one machine
-holds it all; hit rate (by the engines' own counters) and makespan are medians over the repeats, the p99 is that of all
-their turns.
+holds it all, and ours starts afresh each time. Hit rates are by the engines' own counters.
 
-An engine is made slow by stopping its processes for two thirds of the time.
+An engine is made slow by stopping its processes for two thirds of the time: one engine in one repeat, the other in the
+next, since a router that fills one engine first would else win or lose by which one that is.
 """
 
 from __future__ import annotations
@@ -21,13 +21,12 @@ import random
 import re
 import signal
 import socket
-import statistics
 import subprocess
 import tempfile
 import threading
 import time
 import urllib.request
-from collections.abc import Awaitable, Callable, Iterator
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -41,7 +40,7 @@ from nemo_gym_prorl.policy.placement import Placement
 
 
 SCRIPTS = Path(__file__).parents[1] / "scripts"
-REPEATS = {"2 real engines": 3, "2 real engines, one is slow": 1}
+REPEATS = {"2 real engines": 5, "2 real engines, one is slow": 4}
 ENGINE_VARIABLES = {
     "VLLM_CPU_KVCACHE_SPACE": "2",
     "OMP_NUM_THREADS": "1",
@@ -55,10 +54,15 @@ ENGINE_VARIABLES = {
 WHEELS = [("sglang", "cache_aware"), ("vllm", "consistent_hash"), ("vllm", "sticky_least_loaded")]
 RUNS_S = 0.05
 """How long a slow engine runs before it is stopped for twice as long."""
+CHARACTERS = 4
+"""Of a token, about."""
 WORDS = Path(os.__file__).read_text().split()
 
 type Send = Callable[[str, str, str], Awaitable[None]]
 """Sends a prompt for a rollout of a group."""
+
+type Finish = Callable[[str], None]
+"""Says that a rollout has ended."""
 
 
 class Replay:
@@ -74,7 +78,7 @@ class Replay:
         draw = random.Random(f"{self._seed} {of}")
         return lambda count: " " + " ".join(draw.choices(WORDS, k=count))
 
-    async def run(self, send: Send, finish: Callable[[str], None]) -> float:
+    async def run(self, send: Send, finish: Finish) -> float:
         """Seconds until the last rollout has ended."""
         started = time.monotonic()
         async with asyncio.TaskGroup() as group:
@@ -82,7 +86,7 @@ class Replay:
                 group.create_task(self._play(rollout, send, finish))
         return time.monotonic() - started
 
-    async def _play(self, rollout: Rollout, send: Send, finish: Callable[[str], None]) -> None:
+    async def _play(self, rollout: Rollout, send: Send, finish: Finish) -> None:
         name, group, words = f"{rollout.id} {self._salt}", f"{rollout.group} {self._salt}", self._words(rollout.id)
         text = self._salt + self._words("system")(400) + self._words(rollout.group)(150)
         for turn in rollout.turns[:20]:
@@ -117,23 +121,24 @@ class Poster:
 
 @dataclass
 class Measured:
-    """What the replays through one router came to, by repeat."""
+    """What the replays through one router came to, by repeat.
+
+    Attributes:
+        hit_rates: by the engines' own counters.
+        makespans_s: seconds.
+        p99_turns_s: latency that one turn in a hundred exceeds, in seconds.
+    """
 
     hit_rates: list[float] = field(default_factory=list)
-    makespans: list[float] = field(default_factory=list)
-    turns: list[float] = field(default_factory=list)
+    makespans_s: list[float] = field(default_factory=list)
+    p99_turns_s: list[float] = field(default_factory=list)
 
-    async def add(self, replay: Replay, urls: list[str], send: Send, finish: Callable[[str], None]) -> None:
+    async def add(self, replay: Replay, urls: list[str], send: Send, finish: Finish) -> None:
         before = await asyncio.to_thread(_counters, urls)
-        self.makespans.append(await replay.run(send, finish))
+        self.makespans_s.append(await replay.run(send, finish))
         after = await asyncio.to_thread(_counters, urls)
         self.hit_rates.append((after[0] - before[0]) / (after[1] - before[1]))
-        self.turns += replay.latencies
-
-    def figures(self) -> tuple[float, float, float]:
-        """Hit rate by the engines' own counters, makespan and p99 turn latency in seconds."""
-        p99 = sorted(self.turns)[int(len(self.turns) * 0.99)]
-        return statistics.median(self.hit_rates), statistics.median(self.makespans), p99
+        self.p99_turns_s.append(sorted(replay.latencies)[int(len(replay.latencies) * 0.99)])
 
 
 def _counters(urls: list[str]) -> tuple[float, float]:
@@ -147,8 +152,8 @@ def _counters(urls: list[str]) -> tuple[float, float]:
     return hits, queries
 
 
-type Figures = dict[str, dict[str, tuple[float, float, float]]]
-"""Label to router to hit rate, makespan and p99."""
+type Figures = dict[str, dict[str, Measured]]
+"""By label and router."""
 
 
 def measure() -> Figures:
@@ -170,16 +175,6 @@ async def _measure(servers: dict[str, subprocess.Popen[bytes]], routers: dict[st
     async with aiohttp.ClientSession(connector=aiohttp.TCPConnector(limit=0)) as session:
         post = Poster(session)
         turns = itertools.count()
-        placement = Placement(BackendPool(), VllmCompletions(session, "tiny"))
-        placement.start()
-        for index, url in enumerate(urls):
-            placement.apply(placement.pool.add(f"e{index}", url))
-
-        async def ours(prompt: str, rollout: str, group: str) -> None:
-            async def call(backend: Backend) -> None:
-                await post(backend.url, prompt, rollout)
-
-            await placement.run(rollout, group, call)
 
         async def round_robin(prompt: str, rollout: str, group: str) -> None:
             await post(urls[next(turns) % len(urls)], prompt, rollout)
@@ -194,26 +189,53 @@ async def _measure(servers: dict[str, subprocess.Popen[bytes]], routers: dict[st
 
             return routed
 
-        def finish(rollout: str) -> None:
-            placement.apply(placement.pool.finish(rollout))
-
-        sends: dict[str, Send] = {"prorl": ours, "round robin": round_robin, "session hash (Gym)": session_hash}
-        sends |= {name: through(address) for name, address in routers.items()}
+        peers: dict[str, Send] = {"round robin": round_robin, "session hash (Gym)": session_hash}
+        peers |= {name: through(address) for name, address in routers.items()}
         # The first requests warm an engine up.
-        await Replay(-1, "warm").run(round_robin, finish)
+        await Replay(-1, "warm").run(round_robin, _unheard)
         figures: Figures = {}
         for label, repeats in REPEATS.items():
-            results = {name: Measured() for name in sends}
-            order = list(sends)
-            with slowed(servers[urls[-1]]) if "slow" in label else contextlib.nullcontext():
-                for repeat in range(repeats):
-                    random.Random(repeat).shuffle(order)
+            results = figures[label] = {name: Measured() for name in ("prorl", *peers)}
+            order = list(results)
+            for repeat in range(repeats):
+                random.Random(repeat).shuffle(order)
+                one = servers[urls[repeat % len(urls)]]
+                with slowed(one) if "slow" in label else contextlib.nullcontext():
                     for name in order:
                         replay = Replay(repeat, f"{label} {repeat} {name}")
-                        await results[name].add(replay, urls, sends[name], finish)
-            figures[label] = {name: result.figures() for name, result in results.items()}
-        await placement.aclose()
+                        if name in peers:
+                            await results[name].add(replay, urls, peers[name], _unheard)
+                            continue
+                        async with pooled(session, urls, post) as (send, finish):
+                            await results[name].add(replay, urls, send, finish)
     return figures
+
+
+def _unheard(rollout: str) -> None:
+    """Only our router wants to know that a rollout has ended."""
+
+
+@contextlib.asynccontextmanager
+async def pooled(session: aiohttp.ClientSession, urls: list[str], post: Poster) -> AsyncIterator[tuple[Send, Finish]]:
+    """Our router, new."""
+    placement = Placement(BackendPool(), VllmCompletions(session, "tiny"))
+    placement.start()
+    for index, url in enumerate(urls):
+        placement.apply(placement.pool.add(f"e{index}", url))
+
+    async def send(prompt: str, rollout: str, group: str) -> None:
+        async def call(backend: Backend) -> None:
+            await post(backend.url, prompt, rollout)
+
+        await placement.run(rollout, group, call, len(prompt) // CHARACTERS)
+
+    def finish(rollout: str) -> None:
+        placement.apply(placement.pool.finish(rollout))
+
+    try:
+        yield send, finish
+    finally:
+        await placement.aclose()
 
 
 @contextlib.contextmanager

@@ -244,7 +244,7 @@ class BackendPool:
         rollout = ticket.rollout
         home = self.backends.get(rollout.backend or "")
         if home is not None and rollout.id in home.live:
-            if not homes.must_leave(home, self.backends.values(), self._margins):
+            if not homes.must_leave(rollout, home, self.backends.values(), self._margins):
                 ticket.enqueue(self._held[home.id])
                 return self._dispatch()
             self._leave(rollout)

@@ -27,6 +27,12 @@ _SLOW = 2.0
 _FEWER = 1.5
 """How many times fewer turns than the median backend it must end."""
 
+_FULL = 0.9
+"""The share of its cache from which a backend's long turns may come of prefixes that were evicted."""
+
+_FORGIVEN = 0.97
+"""What is left of its slowness after a turn of a backend whose turns take no longer than the median backend's."""
+
 
 def usable(backend: Backend) -> bool:
     """Whether the backend may be sent a request for a rollout that it has."""
@@ -68,7 +74,12 @@ def answered(backend: Backend, seconds: float, all_backends: Collection[Backend]
 
     A backend with more to do takes longer for each turn, and is none the worse for it: by Little's law it ends as many
     turns as others if its turns take as much longer as there are more of them in flight. So it counts as slow if it
-    takes far longer than others *and* ends fewer turns.
+    takes far longer than others *and* ends fewer turns; unless its rollouts fill its cache, which explains both and is
+    no fault of the backend.
+
+    Rollouts leave a slow backend, so its turns become as short as others', and it must not count as fast for that: it
+    would be filled again at once. Its slowness is forgiven little by little, while its turns take no longer than
+    others': it gets the load that makes them equally long.
     """
     backend.failures, backend.probe_at = 0, None
     backend.health = Health.UP
@@ -81,8 +92,11 @@ def answered(backend: Backend, seconds: float, all_backends: Collection[Backend]
     known = [peer for peer in all_backends if peer.turns and peer.health is Health.UP]
     longer = backend.turn_s / _usual([peer.turn_s for peer in known])
     fewer = backend.pace_s / _usual([peer.pace_s for peer in known])
-    slow = backend.turns >= _OPINION and longer > _SLOW and fewer > _FEWER
-    backend.slowness = longer if slow else 1.0
+    full = backend.capacity is not None and backend.demand > _FULL * backend.capacity
+    if not full and backend.turns >= _OPINION and longer > _SLOW and fewer > _FEWER:
+        backend.slowness = max(backend.slowness, longer)
+    elif longer <= 1.0:
+        backend.slowness = max(1.0, backend.slowness * _FORGIVEN)
 
 
 def _usual(values: list[float]) -> float:

@@ -8,8 +8,10 @@ difference:
 - A sibling joins its group's backend, where their prompt is cached, while that is within a margin. The margin grows
   with the share of a cache that a second copy of the prompt would take: where caches are ample, siblings spread and
   decode faster; where they are small, groups stay whole and more rollouts fit.
-- A rollout leaves a backend that is gone, far slower than the others, or crowded. Its prefix is lost either way, so
-  it settles where the most of a cache stays free for others, among those that are not crowded themselves.
+- A rollout leaves a backend that is gone, far slower than the others, or crowded; and, if it is no longer than most
+  there, one whose rollouts do not fit into its cache, for one where they do: there it is evicted once more, here again
+  and again. Its prefix is lost either way, so it settles where the most of a cache stays free for others, among those
+  that are not crowded themselves.
 
 Pure functions over what the pool knows.
 """
@@ -29,6 +31,12 @@ _CROWDED = 2.0
 
 _PER_CACHE = 200
 """The sibling margin if a copy of the prompt filled a whole cache; so one rollout for each half percent."""
+
+_OVERFULL = 1.1
+"""How many times its cache a backend's rollouts may need before some leave. Above 1: some wait for tools for long."""
+
+_ROOM = 0.95
+"""The share of its cache that a backend's rollouts may need once another one has come for room."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,7 +62,7 @@ def choose(rollout: Rollout, backends: Collection[Backend], margins: Margins) ->
     least = min(roomy, key=lambda backend: (backend.weight, backend.last_placed, backend.order))
     if rollout.backend is not None:
         home = next((backend for backend in roomy if backend.id == rollout.backend), None)
-        if home is not None and not must_leave(home, backends, margins):
+        if home is not None and not must_leave(rollout, home, backends, margins):
             return home
         bearable = [backend for backend in roomy if backend.weight < _bearable(backend, least.weight, margins)]
         return min(bearable or roomy, key=lambda b: (b.demand + b.needs(rollout), b.weight, b.last_placed, b.order))
@@ -67,16 +75,25 @@ def choose(rollout: Rollout, backends: Collection[Backend], margins: Margins) ->
     return least
 
 
-def must_leave(home: Backend, backends: Iterable[Backend], margins: Margins) -> bool:
+def must_leave(rollout: Rollout, home: Backend, backends: Iterable[Backend], margins: Margins) -> bool:
     """Whether staying is worse than a cold prefix elsewhere."""
     if not health.usable(home):
         return True
-    peers = (backend for backend in backends if health.has_room(backend) and not backend.hot)
+    peers = [backend for backend in backends if health.has_room(backend) and not backend.hot]
+    roomy = (peer for peer in peers if peer.capacity and _fills(peer, rollout) <= _ROOM)
+    if _fills(home, rollout) > _OVERFULL and home.needs(rollout) * len(home.live) <= home.demand and any(roomy):
+        return True
     least = min((backend.weight for backend in peers), default=home.weight)
     carried = (len(home.live) + 1) * home.slowness - 1
     if home.slowness > 1.0:
         return carried > least + 1
     return carried >= _bearable(home, least, margins)
+
+
+def _fills(backend: Backend, rollout: Rollout) -> float:
+    """How many times the backend's cache its rollouts need, with this one; 0 if it does not say what it holds."""
+    more = 0 if rollout.id in backend.live else backend.needs(rollout)
+    return (backend.demand + more) / backend.capacity if backend.capacity else 0.0
 
 
 def _bearable(backend: Backend, least: float, margins: Margins) -> float:

@@ -3,6 +3,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -75,6 +77,8 @@ class PoolMachine(RuleBasedStateMachine):
         at_home = home is not None and name in home.live and home.health is Health.UP
         # Fewer live rollouts than the escape margin: only its own word or its slowness can make a backend hot.
         stays = at_home and home is not None and not (home.paused or home.hot) and home.slowness == 1.0
+        if stays and home is not None and home.capacity:
+            stays = home.demand + tokens - self.prompts[name] <= home.capacity
         self.tickets[self.count] = name
         self.waiting.append(self.count)
         if self.pool.backend_of(name) is None:
@@ -203,6 +207,7 @@ class Load:
         self.pool = BackendPool(limit=1000, **options)
         self.where: dict[str, str] = {}
         self.count = 0
+        self.now = 0.0
         for index in range(backends):
             self.pool.add(f"b{index}", "http://localhost")
 
@@ -214,6 +219,16 @@ class Load:
         self.where[name] = assign.backend
         self.pool.done(self.count, Outcome.OK, 0.0)
         return name
+
+    def turn(self, name: str, tokens: int = 0, seconds: Callable[[str], float] = lambda _: 0.0) -> bool:
+        """One more turn, as long as its backend says; whether the rollout moved for it."""
+        self.count += 1
+        self.now += 100.0
+        (assign,) = self.pool.request(self.count, name, None, self.now, tokens)
+        assert isinstance(assign, Assign)
+        self.pool.done(self.count, Outcome.OK, self.now + seconds(assign.backend))
+        before, self.where[name] = self.where[name], assign.backend
+        return before != assign.backend
 
     def live(self) -> dict[str, int]:
         return {backend.id: len(backend.live) for backend in self.pool.backends.values()}
@@ -355,19 +370,55 @@ def test_a_hot_backend_takes_less_and_lets_rollouts_go() -> None:
 
 def test_rollouts_leave_a_slow_backend_and_new_ones_avoid_it() -> None:
     load = Load(4)
-    pool = load.pool
     names = [load.start() for _ in range(16)]
-    ticket, now = 1000, 0.0
     for _ in range(40):
         for name in names:
-            ticket, now = ticket + 1, now + 100.0
-            (assign,) = pool.request(ticket, name, None, now)
-            assert isinstance(assign, Assign)
-            load.where[name] = assign.backend
-            pool.done(ticket, Outcome.OK, now + (5.0 if assign.backend == "b2" else 1.0))
-    assert pool.backends["b2"].slowness > 2.0
+            load.turn(name, seconds=lambda backend: 5.0 if backend == "b2" else 1.0)
+    assert load.pool.backends["b2"].slowness > 2.0
     assert load.live()["b2"] <= 1
     assert "b2" not in {load.where[load.start()] for _ in range(6)}
+
+
+def test_a_slow_backend_that_was_relieved_is_not_filled_again_at_once() -> None:
+    """Its turns become as short as others' once there are few of them; it is no faster for that."""
+    load = Load(2)
+    names = [load.start() for _ in range(16)]
+
+    def seconds(backend: str) -> float:
+        return load.live()[backend] * (3.0 if backend == "b1" else 1.0)
+
+    for _ in range(10):
+        for name in names:
+            load.turn(name, seconds=seconds)
+    assert 1 <= load.live()["b1"] <= 5
+    assert sum(load.turn(name, seconds=seconds) for _ in range(10) for name in names) <= 5
+    for _ in range(20):
+        for name in names:
+            load.turn(name, seconds=lambda backend: load.live()[backend])
+    assert load.pool.backends["b1"].slowness < 1.5, "it is as fast as the other now"
+
+
+def test_a_backend_whose_cache_is_full_is_not_slow() -> None:
+    load = Load(2)
+    names = [load.start(tokens=50) for _ in range(8)]
+    for backend_id in load.pool.backends:
+        load.pool.report(backend_id, waiting=0, kv_use=0.5, capacity=210)
+    for _ in range(10):
+        for name in names:
+            assert not load.turn(name, 50, lambda backend: 9.0 if backend == "b1" else 1.0)
+    assert {backend.slowness for backend in load.pool.backends.values()} == {1.0}
+
+
+def test_short_rollouts_leave_a_cache_that_overflows_for_one_with_room() -> None:
+    load = Load(2)
+    names = [load.start(tokens=50) for _ in range(8)]
+    for backend_id in load.pool.backends:
+        load.pool.report(backend_id, waiting=0, kv_use=0.5, capacity=400)
+    long, short, *_ = (name for name in names if load.where[name] == "b0")
+    assert not load.turn(long, 320), "it would cost most to read again"
+    assert load.turn(short, 60)
+    assert not load.turn(short, 60)
+    assert (load.pool.backends["b0"].demand, load.pool.backends["b1"].demand) == (420, 260)
 
 
 def test_rollouts_leave_a_crowd_for_an_empty_backend() -> None:
