@@ -40,7 +40,7 @@ from nemo_gym_prorl.policy.placement import Placement
 
 
 SCRIPTS = Path(__file__).parents[1] / "scripts"
-REPEATS = {"2 real engines": 5, "2 real engines, one is slow": 4}
+REPEATS = {"2 real engines": 4, "2 real engines, one is slow": 4}
 ENGINE_VARIABLES = {
     "VLLM_CPU_KVCACHE_SPACE": "2",
     "OMP_NUM_THREADS": "1",
