@@ -4,12 +4,12 @@
 Two parts. Real: two vLLM engines, and the ``sglang-router`` and ``vllm-router`` wheels as their authors ship them,
 where they install (:mod:`benchmarks.real_engines`). Simulated: 16 and 64 engines with a KV capacity
 (:mod:`benchmarks.fleet`), where an engine dies, is slow, or joins late; and with caches that are small (all prefixes
-just fit, evenly spread) or scarce (they fit the fleet as a whole, but not where placing by number of rollouts puts
-them).
+just fit, evenly spread) or scarce (at the peak, live rollouts need 1.0 to 1.2 times what the whole fleet holds).
 
 The best possible hit rate is that of a fleet whose engines share one boundless cache, which bounds every router from
 above whatever its caches hold. One cache of the fleet's pooled capacity comes within 0.02 of it even where caches are
-scarce, so what is missing there is lost by spreading tokens unevenly, and is a router's to win.
+scarce, as it evicts those alone that wait longest for a tool; what is missing there beyond that is lost by spreading
+tokens unevenly, and is a router's to win.
 
 Run with ``python -m benchmarks.routing [--quick]``; quick is the simulation of 16 engines alone.
 """
