@@ -32,7 +32,7 @@ from omegaconf import DictConfig
 from tokenizers import Tokenizer
 
 from benchmarks.report import Figure, publish
-from benchmarks.routing import SCRIPTS, WORDS, free_port, serves
+from benchmarks.real_engines import SCRIPTS, WORDS, free_port, serves
 
 
 WRITTEN = 320
