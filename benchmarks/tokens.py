@@ -31,8 +31,8 @@ from nemo_gym.server_utils import ServerClient
 from omegaconf import DictConfig
 from tokenizers import Tokenizer
 
-from benchmarks.report import Figure, publish
 from benchmarks.real_engines import SCRIPTS, WORDS, free_port, serves
+from benchmarks.report import Figure, publish
 
 
 WRITTEN = 320
