@@ -40,7 +40,9 @@ from nemo_gym_prorl.policy.placement import Placement
 
 
 SCRIPTS = Path(__file__).parents[1] / "scripts"
-REPEATS = {"2 real engines": 4, "2 real engines, one is slow": 4}
+REPEATS = 4
+SCENARIOS = {"2 real engines": False, "2 real engines, one is slow": True}
+"""Whether one of them is slow."""
 ENGINE_VARIABLES = {
     "VLLM_CPU_KVCACHE_SPACE": "2",
     "OMP_NUM_THREADS": "1",
@@ -194,13 +196,13 @@ async def _measure(servers: dict[str, subprocess.Popen[bytes]], routers: dict[st
         # The first requests warm an engine up.
         await Replay(-1, "warm").run(round_robin, _unheard)
         figures: Figures = {}
-        for label, repeats in REPEATS.items():
+        for label, slow in SCENARIOS.items():
             results = figures[label] = {name: Measured() for name in ("prorl", *peers)}
             order = list(results)
-            for repeat in range(repeats):
+            for repeat in range(REPEATS):
                 random.Random(repeat).shuffle(order)
                 one = servers[urls[repeat % len(urls)]]
-                with slowed(one) if "slow" in label else contextlib.nullcontext():
+                with slowed(one) if slow else contextlib.nullcontext():
                     for name in order:
                         replay = Replay(repeat, f"{label} {repeat} {name}")
                         if name in peers:
@@ -270,7 +272,9 @@ def router(python: Path, wheel: str, policy: str, urls: list[str]) -> Iterator[s
     url = f"http://127.0.0.1:{port}"
     try:
         deadline = time.monotonic() + 60
-        while not serves(f"{url}/v1/models") and time.monotonic() < deadline:
+        while not serves(f"{url}/v1/models"):
+            if process.poll() is not None or time.monotonic() > deadline:
+                raise SystemExit(f"{wheel}-router with {policy} did not start")
             time.sleep(0.3)
         yield url
     finally:

@@ -216,6 +216,7 @@ class ToolLoop:
         """One observation. A tool's error is an observation too: the policy gets the body of any answer."""
         try:
             json.loads(call["arguments"])
+            # Sent as written: not every writer of JSON takes what the reader made of it.
             arguments = call["arguments"].encode()
         except (ValueError, TypeError, RecursionError) as error:
             return _observation(call, json.dumps({"error": f"Invalid tool call arguments: {error!r}"}))

@@ -163,6 +163,17 @@ async def test_same_rewards_as_simple_agent_on_the_same_replies(stage: Stage, en
         assert {0.0, 1.0} <= set(rewards), "the comparison saw right and wrong replies"
 
 
+async def test_arguments_that_break_readers_are_answered_like_any_other(stage: Stage) -> None:
+    [row, *_] = gym_rows("example_session_state_mgmt")
+    missing = row["expected_count"] - row["initial_count"] - 1
+    odd = [("no_such_tool", text) for text in ("[" * 5000, "1" * 5000, '{"n": 100000000000000000000}')]
+    async with stage.prorl_agent("example_session_state_mgmt") as run:
+        done = await run(scripted(row, odd, *counting(missing)))
+    told = [item["output"] for item in done["response"]["output"] if item["type"] == "function_call_output"]
+    assert ["Invalid tool call arguments" in text for text in told[:3]] == [True, True, False]
+    assert done["reward"] == 1.0
+
+
 def kind_of(item: dict[str, Any]) -> tuple[Any, ...]:
     """What two agents must agree on in an output item; ids are random."""
     return (item["type"], item.get("name"), item.get("arguments"), item.get("generation_token_ids"))

@@ -30,10 +30,10 @@ async def test_what_is_handed_out_is_fresh_and_as_ordered(pool: WarmPool) -> Non
     await asyncio.wait_for(pool.filled(), 30)
     seen = set()
     for number in range(4):
-        async with await pool.take({"N": str(number)}, "/srv/work") as container:
+        async with await pool.take({"N": str(number)}, "/srv/task") as container:
             seen.add(container.name)
-            done = await container.run("echo $N; pwd; ls -A /srv/work; touch /srv/work/used")
-            assert done.stdout == f"{number}\n/srv/work\n"
+            done = await container.run("echo $N; pwd; ls -A /srv/task; touch /srv/task/used")
+            assert done.stdout == f"{number}\n/srv/task\n"
     assert len(seen) == 4
     await asyncio.wait_for(pool.filled(), 30)
 

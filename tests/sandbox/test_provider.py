@@ -54,12 +54,12 @@ def test_the_entry_point_leads_here() -> None:
 
 
 async def test_gyms_facade_from_start_to_stop(provider: SingularityProvider, tmp_path: Path) -> None:
-    spec = SandboxSpec(env={"A": "1"}, workdir="/srv/work", files={"/srv/work/hello.py": "print('hé')\n"})
+    spec = SandboxSpec(env={"A": "1"}, workdir="/srv/task", files={"/srv/task/hello.py": "print('hé')\n"})
     async with await AsyncSandbox(provider, spec).start() as sandbox:
         assert await sandbox.status() == SandboxStatus.RUNNING
         done = await sandbox.exec("pwd; echo $A$B; python3 hello.py; exit 3", env={"B": "2"})
-        assert (done.stdout, done.stderr, done.return_code, done.error_type) == ("/srv/work\n12\nhé\n", "", 3, None)
-        await sandbox.download("/srv/work/hello.py", tmp_path / "back.py")
+        assert (done.stdout, done.stderr, done.return_code, done.error_type) == ("/srv/task\n12\nhé\n", "", 3, None)
+        await sandbox.download("/srv/task/hello.py", tmp_path / "back.py")
         assert (tmp_path / "back.py").read_text() == "print('hé')\n"
         slow = await sandbox.exec("echo begun; sleep 100", timeout_s=0.3)
         assert (slow.stdout, slow.return_code, slow.error_type) == ("begun\n", 124, "timeout")
@@ -268,10 +268,10 @@ async def test_the_capabilities_gym_knows(provider: SingularityProvider) -> None
 
 @needs_gym_07
 async def test_gyms_facade_over_terminals(provider: SingularityProvider) -> None:
-    async with await AsyncSandbox(provider, SandboxSpec(workdir="/srv/work")).start() as sandbox:
+    async with await AsyncSandbox(provider, SandboxSpec(workdir="/srv/task")).start() as sandbox:
         session = await sandbox.pty.create(env={"PS1": "> "})
         assert isinstance(session, base.SandboxPtySession)
-        assert "/srv/work" in (await sandbox.pty.exec("cd /usr; pwd; cd -")).stdout
+        assert "/srv/task" in (await sandbox.pty.exec("cd /usr; pwd; cd -")).stdout
         done = await sandbox.pty.exec("cd /etc; X=1; (exit 4)", session=session, detach=True)
         assert (done.stdout, done.return_code) == ("", 4)
         assert (await sandbox.pty.exec("echo $X; pwd", session=session, detach=True)).stdout == "1\n/etc\n"
