@@ -17,6 +17,7 @@ from __future__ import annotations
 import asyncio
 from dataclasses import dataclass
 from enum import StrEnum
+from typing import ClassVar
 
 
 FAILURE_KIND_HEADER = "X-ProRL-Failure-Kind"
@@ -106,6 +107,11 @@ class TaskError(RolloutError):
 class CallerError(RolloutError):
     """The request is wrong.
 
+    Attributes:
+        http_status: with which a server of ours answers.
+        problem: stable name of the problem document (``nemo_gym_prorl.problems``).
+        retry_after_s: when asking again can help; ``None`` if it cannot.
+
     Args:
         reason: what is wrong and how to mend it.
         field: path of the offending field, e.g. ``"row.responses_create_params"``; ``None`` if it is not one field.
@@ -113,6 +119,9 @@ class CallerError(RolloutError):
 
     origin = Origin.CALLER
     default_kind = FailureKind.AGENT_REQUEST_FAILED
+    http_status: ClassVar[int] = 422
+    problem: ClassVar[str] = "invalid-request"
+    retry_after_s: ClassVar[int | None] = None
 
     def __init__(self, reason: str, *, field: str | None = None, kind: FailureKind | None = None) -> None:
         super().__init__(f"{field}: {reason}" if field else reason, kind=kind)

@@ -27,13 +27,13 @@ from nemo_gym_prorl.handlers.gym_environment import (
     failure_row,
 )
 from nemo_gym_prorl.handlers.gym_http import Answer, CookieJar, GymServer, HttpClient, server_urls
+from nemo_gym_prorl.problems import ProblemError, invalid_body
 from nemo_gym_prorl.rollout.api import rollout_router
 from nemo_gym_prorl.rollout.callers import CallerGone, CallerWatch, row_key
 from nemo_gym_prorl.rollout.handler import HandlerRegistry
 from nemo_gym_prorl.rollout.job import Budgets, Job, Progress
 from nemo_gym_prorl.rollout.metrics import PipelineMetrics
 from nemo_gym_prorl.rollout.pipeline import Pipeline
-from nemo_gym_prorl.rollout.problems import ProblemError, invalid_body
 from nemo_gym_prorl.rollout.request import Draining, JobRequest, PipelineSettings
 from nemo_gym_prorl.rollout.schemas import Row, Seconds
 from nemo_gym_prorl.rollout.stages import PoolSizes

@@ -16,10 +16,10 @@ from fastapi import APIRouter, Depends, Query, Request, Response
 from sse_starlette import EventSourceResponse, ServerSentEvent
 
 from nemo_gym_prorl.failures import CallerError
+from nemo_gym_prorl.problems import Problem, ProblemError, ProblemRoute
 from nemo_gym_prorl.rollout.job import Job, JobState
 from nemo_gym_prorl.rollout.metrics import PipelineMetrics
 from nemo_gym_prorl.rollout.pipeline import Pipeline
-from nemo_gym_prorl.rollout.problems import Problem, ProblemError, ProblemRoute
 from nemo_gym_prorl.rollout.schemas import (
     CancelAnswer,
     CancelRequest,

@@ -21,8 +21,8 @@ import aiohttp
 import orjson
 
 from nemo_gym_prorl.failures import FailureKind, InfrastructureError
+from nemo_gym_prorl.problems import Problem
 from nemo_gym_prorl.rollout.api import MAX_WAIT_S
-from nemo_gym_prorl.rollout.problems import Problem
 from nemo_gym_prorl.rollout.schemas import CancelAnswer, EventView, JobView, Listing, StatusView
 
 

@@ -17,13 +17,24 @@ from nemo_gym_prorl.rollout.stages import PoolSizes
 class QueueFull(CallerError):
     """The queue for INIT is at its bound; try again later."""
 
+    http_status = 429
+    problem = "queue-full"
+    retry_after_s = 5
+
 
 class JobConflict(CallerError):
     """The id belongs to a job with another row."""
 
+    http_status = 409
+    problem = "id-conflict"
+
 
 class Draining(CallerError):
     """The service takes no new jobs."""
+
+    http_status = 503
+    problem = "draining"
+    retry_after_s = 30
 
 
 @dataclass(frozen=True, slots=True)

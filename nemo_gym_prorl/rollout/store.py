@@ -24,6 +24,9 @@ EVENT_HISTORY = 10_000
 class CursorExpired(CallerError):
     """The cursor is older than what is kept; the follower has missed outcomes and must list afresh."""
 
+    http_status = 410
+    problem = "cursor-expired"
+
 
 @dataclass(frozen=True, slots=True)
 class Transition:

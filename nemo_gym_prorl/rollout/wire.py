@@ -17,11 +17,11 @@ from fastapi import APIRouter, Depends, Request, Response
 from pydantic import BaseModel, ConfigDict, Field
 
 from nemo_gym_prorl.failures import CallerError, FailureKind, Stage
+from nemo_gym_prorl.problems import ProblemError, ProblemRoute
 from nemo_gym_prorl.rollout.api import token_guard
 from nemo_gym_prorl.rollout.callers import CallerGone, CallerWatch
 from nemo_gym_prorl.rollout.job import Job, JobState
 from nemo_gym_prorl.rollout.pipeline import Pipeline
-from nemo_gym_prorl.rollout.problems import ProblemError, ProblemRoute
 from nemo_gym_prorl.rollout.request import JobRequest
 from nemo_gym_prorl.rollout.schemas import Identifier, StatusView
 

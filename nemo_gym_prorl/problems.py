@@ -1,8 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Errors of the job API as RFC 9457 problem documents with a stable ``type``.
+"""Errors of our HTTP servers as RFC 9457 problem documents with a stable ``type``.
 
 A client branches on ``type``; ``detail`` is for people and may change. Validation errors name the field and what is
-wrong with it, for each field at once.
+wrong with it, for each field at once. An error class says itself which status and type it has (``http_status``,
+``problem`` and ``retry_after_s`` of :class:`~nemo_gym_prorl.failures.CallerError`), so that this module knows no wing.
+
+:class:`ProblemRoute` covers one route, on whatever application it is mounted; :func:`add_problem_handlers` covers all
+routes of an application, Gym's among them.
 """
 
 from __future__ import annotations
@@ -10,14 +14,13 @@ from __future__ import annotations
 from collections.abc import Callable, Coroutine
 from typing import Any
 
-from fastapi import Request, Response
+from fastapi import FastAPI, Request, Response
 from fastapi.exceptions import RequestValidationError
 from fastapi.routing import APIRoute
 from pydantic import BaseModel, Field, ValidationError
+from starlette.exceptions import HTTPException
 
-from nemo_gym_prorl.failures import CallerError
-from nemo_gym_prorl.rollout.request import Draining, JobConflict, QueueFull
-from nemo_gym_prorl.rollout.store import CursorExpired
+from nemo_gym_prorl.failures import FAILURE_KIND_HEADER, CallerError, RolloutError
 
 
 TYPE_PREFIX = "urn:nemo-gym-prorl:problem:"
@@ -73,18 +76,14 @@ class ProblemError(Exception):
         )
 
 
-def problem_of(error: CallerError) -> ProblemError:
-    """The problem document of a caller's error."""
-    if isinstance(error, QueueFull):
-        return ProblemError(429, "queue-full", error.reason, headers={"Retry-After": "5"})
-    if isinstance(error, Draining):
-        return ProblemError(503, "draining", error.reason, headers={"Retry-After": "30"})
+def problem_of(error: RolloutError) -> ProblemError:
+    """The problem document of an error of ours. One that is not the caller's is 500 and says so in a header, so that
+    nobody takes it for an observation or a reward (500 is what Gym's client repeats a few times only)."""
+    if not isinstance(error, CallerError):
+        return ProblemError(500, error.kind.value, error.reason, headers={FAILURE_KIND_HEADER: error.kind.value})
     errors = [{"field": error.field, "message": error.reason}] if error.field else None
-    if isinstance(error, JobConflict):
-        return ProblemError(409, "id-conflict", error.reason, errors=errors)
-    if isinstance(error, CursorExpired):
-        return ProblemError(410, "cursor-expired", error.reason, errors=errors)
-    return ProblemError(422, "invalid-request", error.reason, errors=errors)
+    headers = {"Retry-After": str(error.retry_after_s)} if error.retry_after_s is not None else None
+    return ProblemError(error.http_status, error.problem, error.reason, errors=errors, headers=headers)
 
 
 def invalid_body(error: ValidationError | RequestValidationError | ValueError) -> ProblemError:
@@ -119,3 +118,31 @@ class ProblemRoute(APIRoute):
                 return invalid_body(error).response()
 
         return handle
+
+
+def add_problem_handlers(app: FastAPI) -> None:
+    """Have every error of an application be a problem document, also where Gym owns the route."""
+
+    async def ours(request: Request, error: Exception) -> Response:
+        assert isinstance(error, RolloutError)
+        return problem_of(error).response()
+
+    async def raised(request: Request, error: Exception) -> Response:
+        assert isinstance(error, ProblemError)
+        return error.response()
+
+    async def invalid(request: Request, error: Exception) -> Response:
+        assert isinstance(error, RequestValidationError)
+        return invalid_body(error).response()
+
+    async def plain(request: Request, error: Exception) -> Response:
+        assert isinstance(error, HTTPException)
+        headers = dict(error.headers) if error.headers else None
+        return ProblemError(
+            error.status_code, f"http-{error.status_code}", str(error.detail), headers=headers
+        ).response()
+
+    app.add_exception_handler(RolloutError, ours)
+    app.add_exception_handler(ProblemError, raised)
+    app.add_exception_handler(RequestValidationError, invalid)
+    app.add_exception_handler(HTTPException, plain)
