@@ -18,6 +18,8 @@ from tokenizers import Tokenizer as FastTokenizer
 from tokenizers.models import WordLevel
 
 from nemo_gym_prorl.failures import CallerError
+from nemo_gym_prorl.handlers.conversation import Conversation
+from nemo_gym_prorl.handlers.gym_http import GymServer, HttpClient
 from nemo_gym_prorl.policy.scripted import ScriptedConfig
 from nemo_gym_prorl.policy.scripted import serve as scripted
 from responses_api_models.prorl_model.app import ProrlModel, ProrlModelConfig
@@ -206,6 +208,25 @@ async def test_deferral_is_echoed_exactly_when_the_ids_are_left_out(
                         assert ("generation_token_ids" in await response.text()) == (asked is None)
                 async with http.get(f"{url}/v1/rollouts/r-{asked}/tokens") as response:
                     assert sum((await response.json())["sequences"][0]["mask"]) > 0
+
+
+async def test_what_our_agent_defers_is_in_its_finished_row(http: aiohttp.ClientSession) -> None:
+    client, config = HttpClient(), ScriptedConfig()
+    async with scripted(config) as engine:
+        model = server(engine, Path(), model=config.model, policy={})
+        async with serving(model.setup_webserver()) as url:
+            conversation = Conversation(GymServer("policy_model", url, client), "r", "g")
+            turns = [await conversation.turn({}, [{"role": "user", "content": text}]) for text in ("hi", "and?")]
+            await conversation.settle()
+            items = [item for turn in turns for item in turn["output"]]
+            async with http.get(f"{url}/v1/rollouts/r/tokens") as response:
+                assert response.status == 410, "it is over, so it is forgotten"
+    await client.close()
+    first, second = items
+    chain = first["prompt_token_ids"] + first["generation_token_ids"]
+    assert second["prompt_token_ids"][: len(chain)] == chain
+    for item in items:
+        assert len(item["generation_token_ids"]) == len(item["generation_log_probs"]) > 0
 
 
 def test_a_drop_in_takes_the_keys_of_gyms_own_and_refuses_what_would_split_a_rollout(model_folder: Path) -> None:
