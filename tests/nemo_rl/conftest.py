@@ -7,7 +7,6 @@ has what ``docs/nemo_rl.md`` lists.
 
 import importlib.util
 import os
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING

@@ -92,7 +92,7 @@ def code_row(group: str, latency_s: float) -> dict[str, Any]:
     script = {"turns": [{"tool_calls": [call]}, {"content": "I give up.", "latency_s": latency_s}]}
     params = {**row["responses_create_params"], "metadata": {"script": json.dumps(script)}}
     agent = {"type": "responses_api_agents", "name": "prorl_code_agent"}
-    return {**row, "responses_create_params": params, "agent_ref": agent, "group": group}
+    return {**row, "responses_create_params": params, "agent_ref": agent, "rollout": {"group": group}}
 
 
 def label(trainer: "Trainer", version: str) -> None:

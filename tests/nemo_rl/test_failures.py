@@ -2,7 +2,7 @@
 """What NeMo RL makes of a row that failed: that which the failure's class deserves.
 
 INFRA is dispatched again, DATA is given up after a second try, and what arrives is trained on unless it is masked. So
-infrastructure has to be INFRA, a wrong row DATA, and what the policy did wrong a masked row as long as it did anything.
+infrastructure has to be INFRA, a wrong row DATA, and what the policy did a masked row as long as it did anything.
 """
 
 from typing import TYPE_CHECKING, Any
