@@ -7,6 +7,7 @@ has what ``docs/nemo_rl.md`` lists.
 
 import importlib.util
 import os
+import re
 from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -22,6 +23,8 @@ if TYPE_CHECKING:
 REPOSITORY = Path(__file__).parents[2]
 ROOT = os.environ.get("NRL_ROOT")
 NODE_ADDRESS = "127.0.0.2"
+KEY = "k3y-of-prorl-code-agent"
+DOCUMENTED = re.compile(r"^```yaml\n(env:.*?)^```", re.MULTILINE | re.DOTALL)
 
 
 def _reason_to_skip() -> str | None:
@@ -49,6 +52,7 @@ def nemo_rl(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
         patch.setenv("RAY_USAGE_STATS_ENABLED", "0")
         patch.setenv("RAY_enable_worker_prestart", "0")
         patch.setenv("HF_HUB_OFFLINE", "1")
+        patch.setenv("PRORL_TEST_KEY", KEY)
         patch.chdir(folder)
         import ray
 
@@ -76,22 +80,18 @@ def engine(nemo_rl: Path) -> "Engine":
 
 @pytest.fixture(scope="session")
 def trainer(nemo_rl: Path, engine: "Engine", state: Path) -> Iterator["Trainer"]:
-    """An actor with a counting environment and HumanEval in sandboxes."""
+    """An actor with what ``docs/nemo_rl.md`` configures, a counting environment besides, and a key for one agent."""
+    from omegaconf import OmegaConf
+
     from tests.nemo_rl.engine import serving
     from tests.nemo_rl.trainer import Trainer
 
+    documented = DOCUMENTED.search((REPOSITORY / "docs/nemo_rl.md").read_text())
+    assert documented is not None
+    config = OmegaConf.to_container(OmegaConf.create(documented[1]))["env"]["nemo_gym"]
+    config["config_paths"].append(str(nemo_rl / "resources_servers/counting/counting.yaml"))
     with serving(engine) as base_url:
-        trainer = Trainer(
-            [base_url],
-            nemo_rl,
-            {
-                "config_paths": [
-                    "responses_api_models/prorl_model/configs/prorl_model.yaml",
-                    "resources_servers/prorl_code/configs/prorl_code.yaml",
-                    str(nemo_rl / "resources_servers/counting/counting.yaml"),
-                ]
-            },
-        )
+        trainer = Trainer([base_url], nemo_rl, config)
         try:
             yield trainer
         finally:

@@ -4,7 +4,9 @@
 import asyncio
 import json
 import time
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
+from urllib.error import HTTPError
 from urllib.parse import urlsplit
 from urllib.request import Request, urlopen
 
@@ -12,7 +14,7 @@ import pytest
 
 from nemo_gym_prorl.rollout.client import RolloutClient
 from nemo_gym_prorl.tasks.code.humaneval import problems, row_for
-from tests.nemo_rl.conftest import NODE_ADDRESS
+from tests.nemo_rl.conftest import KEY, NODE_ADDRESS
 from tests.tasks import containers
 
 
@@ -33,6 +35,16 @@ def test_the_head_server_tells_where_the_servers_are(trainer: "Trainer") -> None
         assert json.load(response) == {"status": "ok"}
 
 
+def test_a_key_of_the_environment_is_asked_for_and_told_to_nobody(trainer: "Trainer") -> None:
+    """NeMo RL's head server hands the configuration out, and Gym puts it on the command lines of its servers."""
+    with pytest.raises(HTTPError) as refused:
+        urlopen(f"{trainer.server_urls()['prorl_code_agent']}/status")
+    assert refused.value.code == 401
+    with urlopen(f"{trainer.head_url}/global_config_dict_yaml") as response:
+        assert KEY not in response.read().decode()
+    assert not [process for process in Path("/proc").glob("[0-9]*/cmdline") if KEY.encode() in _read(process)]
+
+
 @pytest.mark.sandbox
 def test_sandboxes_of_a_cancelled_group_are_gone_at_once(trainer: "Trainer", engine: "Engine") -> None:
     """Four rollouts of one group are cancelled in mid-turn; four of another go on to their reward."""
@@ -47,7 +59,7 @@ def test_sandboxes_of_a_cancelled_group_are_gone_at_once(trainer: "Trainer", eng
     assert len(containers.instances() - before) == 8
 
     async def cancel() -> int:
-        async with RolloutClient(trainer.server_urls()["prorl_code_agent"]) as client:
+        async with RolloutClient(trainer.server_urls()["prorl_code_agent"], KEY) as client:
             return len((await client.cancel(group="prompt-1")).rollouts)
 
     started = time.monotonic()
@@ -104,3 +116,10 @@ def label(trainer: "Trainer", version: str) -> None:
     )
     with urlopen(request) as response:
         assert response.status == 200
+
+
+def _read(file: Path) -> bytes:
+    try:
+        return file.read_bytes()
+    except OSError:  # the process has ended
+        return b""

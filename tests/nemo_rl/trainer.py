@@ -19,6 +19,7 @@ from nemo_rl.experience.failures import FailureClass, classify_rollout_failure
 from nemo_rl.experience.rollouts import NemoGymRolloutResult, _prepare_nemo_gym_rows, run_nemo_gym_rollout_sync
 from nemo_rl.models.generation.interfaces import GenerationSamplingParams
 
+from nemo_gym_prorl.gym_client import send_keys
 from tests.nemo_rl.engine import MAX_MODEL_LEN, MODEL
 from tests.nemo_rl.tokenizer import ByteTokenizer
 
@@ -77,7 +78,7 @@ class Trainer:
     Args:
         base_urls: the engines.
         folder: an empty working directory, which is also the driver's.
-        config: the block ``env.nemo_gym``, without what says where environments are.
+        config: the block ``env.nemo_gym``.
     """
 
     def __init__(self, base_urls: Sequence[str], folder: Path, config: Mapping[str, Any]) -> None:
@@ -103,6 +104,7 @@ class Trainer:
             routed_experts_dtype="int16",
             use_fastokens=False,
         )
+        ray.get(self.actor.__ray_call__.remote(send_keys))
         head = ray.get(self.actor.__ray_call__.remote(lambda actor: (actor.node_ip, actor.head_server_port)))
         self.head_url = "http://{}:{}".format(*head)
 
