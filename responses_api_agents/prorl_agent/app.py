@@ -10,7 +10,9 @@ from nemo_gym.base_responses_api_agent import BaseResponsesAPIAgentConfig, Simpl
 from nemo_gym.config_types import ModelServerRef, ResourcesServerRef
 from pydantic import PrivateAttr
 
+from nemo_gym_prorl.access import KeyGuard, check_exposure
 from nemo_gym_prorl.handlers.agent_service import AgentService, ServiceConfig
+from nemo_gym_prorl.problems import add_problem_handlers
 
 
 class ProRLAgentConfig(BaseResponsesAPIAgentConfig, ServiceConfig):
@@ -28,7 +30,12 @@ class ProRLAgent(SimpleResponsesAPIAgent):
     _service: AgentService = PrivateAttr()
 
     def setup_webserver(self) -> FastAPI:
-        """Gym's routes, and the service's."""
+        """Gym's routes, and the service's.
+
+        Raises:
+            CallerError: the server would listen beyond loopback without a key, or a setting cannot work.
+        """
+        check_exposure(self.config.host, self.config.control_token)
         self._service = AgentService.from_gym(
             self.config,
             self.server_client.global_config_dict,
@@ -38,6 +45,8 @@ class ProRLAgent(SimpleResponsesAPIAgent):
         app = super().setup_webserver()
         app.include_router(self._service.router())
         app.router.lifespan_context = self._lifespan
+        add_problem_handlers(app)
+        app.add_middleware(KeyGuard, key=self.config.control_token)
         return app
 
     @asynccontextmanager
@@ -46,7 +55,7 @@ class ProRLAgent(SimpleResponsesAPIAgent):
         await self._service.close()
 
     async def run(self, request: Request) -> Response:
-        """One rollout, start to reward. Never fails: a rollout that does answers with a masked row that says why."""
+        """One rollout, start to reward. One that fails is a masked row that says why, or for a trainer an error."""
         return await self._service.run(request)
 
     async def responses(self, request: Request) -> Response:
