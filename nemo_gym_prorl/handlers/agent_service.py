@@ -35,7 +35,8 @@ from nemo_gym_prorl.rollout.job import Budgets, Job, Progress
 from nemo_gym_prorl.rollout.metrics import PipelineMetrics
 from nemo_gym_prorl.rollout.pipeline import Pipeline
 from nemo_gym_prorl.rollout.request import Draining, JobRequest, PipelineSettings
-from nemo_gym_prorl.rollout.schemas import Row, Seconds
+from nemo_gym_prorl.rollout.rows import Row
+from nemo_gym_prorl.rollout.schemas import Seconds
 from nemo_gym_prorl.rollout.stages import PoolSizes
 from nemo_gym_prorl.rollout.wire import wire_router
 
@@ -149,10 +150,9 @@ class AgentService:
     def router(self) -> APIRouter:
         """The job API and, if configured, the original ProRL wire format."""
         router = APIRouter()
-        token = self._config.control_token
         if self._config.prorl_wire:
-            router.include_router(wire_router(self.pipeline, self._callers, ModelBackends(self._context.model), token))
-        router.include_router(rollout_router(self.pipeline, self.metrics, token))
+            router.include_router(wire_router(self.pipeline, self._callers, ModelBackends(self._context.model)))
+        router.include_router(rollout_router(self.pipeline, self.metrics))
         return router
 
     async def close(self) -> None:
