@@ -13,7 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Coroutine, Mapping
 from http.client import responses
-from typing import Any
+from typing import Any, NamedTuple
 
 from fastapi import FastAPI, Request, Response
 from fastapi.exceptions import RequestValidationError
@@ -154,13 +154,25 @@ class ProblemRoute(APIRoute):
         return handle
 
 
-def add_problem_handlers(app: FastAPI, declared: Mapping[str, tuple[int, ...]] | None = None) -> None:
+class Declared(NamedTuple):
+    """What a route does not declare itself, as Gym's routes that take the bare request.
+
+    Attributes:
+        statuses: of its problems, besides 401 and 422.
+        body: what it takes.
+    """
+
+    statuses: tuple[int, ...]
+    body: type[BaseModel]
+
+
+def add_problem_handlers(app: FastAPI, declared: Mapping[str, Declared] | None = None) -> None:
     """Have every error of an application be a problem document, also where Gym owns the route, and its OpenAPI
     document say so.
 
     Args:
         app: the application.
-        declared: path of a route that declares nothing itself, as Gym's, → statuses of its problems besides 401, 422.
+        declared: by path, what the document is to say of routes that say nothing themselves.
     """
 
     async def answer(request: Request, error: Exception) -> Response:
@@ -205,21 +217,31 @@ def _answer(error: Exception) -> Response:
     raise error
 
 
-def _with_problems(document: dict[str, Any], declared: Mapping[str, tuple[int, ...]]) -> dict[str, Any]:
+def _with_problems(document: dict[str, Any], declared: Mapping[str, Declared]) -> dict[str, Any]:
     """FastAPI's OpenAPI document with our media type and schema where it has its own."""
     schemas = document.setdefault("components", {}).setdefault("schemas", {})
-    schemas["Problem"] = Problem.model_json_schema()
     for name in ("HTTPValidationError", "ValidationError"):
         schemas.pop(name, None)
-    content = {MEDIA_TYPE: {"schema": {"$ref": "#/components/schemas/Problem"}}}
+    content = {MEDIA_TYPE: {"schema": _referenced(Problem, schemas)}}
     for path, operations in document["paths"].items():
         for operation in operations.values():
             answers = operation["responses"]
-            for status in (401, 422, *declared[path]) if path in declared else ():
-                answers.setdefault(str(status), {"description": DESCRIPTIONS[status]})
+            if (about := declared.get(path)) is not None:
+                body = {"application/json": {"schema": _referenced(about.body, schemas)}}
+                operation.setdefault("requestBody", {"required": True, "content": body})
+                for status in (401, 422, *about.statuses):
+                    answers.setdefault(str(status), {"description": ""})
             for status in [status for status in answers if status[0] in "45"]:
                 answers[status] = {"description": _described(status, answers[status]), "content": content}
     return document
+
+
+def _referenced(model: type[BaseModel], schemas: dict[str, Any]) -> dict[str, Any]:
+    """A reference to a model's schema, which is put among the document's."""
+    schema = model.model_json_schema(ref_template="#/components/schemas/{model}")
+    for name, part in {**schema.pop("$defs", {}), model.__name__: schema}.items():
+        schemas.setdefault(name, part)
+    return {"$ref": f"#/components/schemas/{model.__name__}"}
 
 
 def _described(status: str, answer: dict[str, Any]) -> str:

@@ -10,7 +10,17 @@ from nemo_gym.base_responses_api_agent import BaseResponsesAPIAgentConfig, Simpl
 from nemo_gym.config_types import ModelServerRef, ResourcesServerRef
 from pydantic import PrivateAttr
 
+from nemo_gym_prorl.access import KeyGuard, check_exposure
 from nemo_gym_prorl.handlers.agent_service import AgentService, ServiceConfig
+from nemo_gym_prorl.problems import Declared, add_problem_handlers
+from nemo_gym_prorl.rollout.rows import CreateParams, Row
+
+
+_GYM_ROUTES = {
+    "/run": Declared((500, 503), Row),
+    "/v1/responses": Declared((500, 503), CreateParams),
+    "/aggregate_metrics": Declared((500, 503), AggregateMetricsRequest),
+}
 
 
 class ProRLAgentConfig(BaseResponsesAPIAgentConfig, ServiceConfig):
@@ -28,7 +38,12 @@ class ProRLAgent(SimpleResponsesAPIAgent):
     _service: AgentService = PrivateAttr()
 
     def setup_webserver(self) -> FastAPI:
-        """Gym's routes, and the service's."""
+        """Gym's routes, and the service's.
+
+        Raises:
+            CallerError: others could reach the server, and it has no key.
+        """
+        check_exposure(self.config.host, self.config.control_token)
         self._service = AgentService.from_gym(
             self.config,
             self.server_client.global_config_dict,
@@ -37,6 +52,8 @@ class ProRLAgent(SimpleResponsesAPIAgent):
         )
         app = super().setup_webserver()
         app.include_router(self._service.router())
+        add_problem_handlers(app, _GYM_ROUTES)
+        app.add_middleware(KeyGuard, key=self.config.control_token)
         app.router.lifespan_context = self._lifespan
         return app
 
