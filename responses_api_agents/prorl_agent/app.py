@@ -65,7 +65,7 @@ class ProRLAgent(SimpleResponsesAPIAgent):
         """Gym's routes, and the service's.
 
         Raises:
-            CallerError: others could reach the server, and it has no key.
+            CallerError: the server would listen beyond loopback without a key, or a setting cannot work.
         """
         check_exposure(self.config.host, self.config.control_token)
         self._service = AgentService.from_gym(
@@ -87,7 +87,7 @@ class ProRLAgent(SimpleResponsesAPIAgent):
         await self._service.close()
 
     async def run(self, request: Request) -> Response:
-        """One rollout, start to reward. Never fails: a rollout that does answers with a masked row that says why."""
+        """One rollout, start to reward. One that fails is a masked row that says why, or for a trainer an error."""
         return await self._service.run(request)
 
     async def responses(self, request: Request) -> Response:
