@@ -161,10 +161,9 @@ class AgentService:
     def router(self) -> APIRouter:
         """The job API and, if configured, the original ProRL wire format."""
         router = APIRouter()
-        token = self._config.control_token
         if self._config.prorl_wire:
-            router.include_router(wire_router(self.pipeline, self._callers, ModelBackends(self._context.model), token))
-        router.include_router(rollout_router(self.pipeline, self.metrics, token))
+            router.include_router(wire_router(self.pipeline, self._callers, ModelBackends(self._context.model)))
+        router.include_router(rollout_router(self.pipeline, self.metrics))
         return router
 
     async def close(self) -> None:

@@ -60,7 +60,16 @@ def test_the_mask_stands_where_gym_and_where_nemo_rl_reads_it(failure: Failure, 
         ({"environment": {"/verify": status(500)}}, {}, 503, "verifier_error"),
         ({"environment": {"/verify": status(422)}}, {}, 422, "verifier_error"),
     ],
-    ids=["seed-500", "seed-422", "model-500", "model-422", "no-token-in-time", "slow-agent", "verify-500", "verify-422"],
+    ids=[
+        "seed-500",
+        "seed-422",
+        "model-500",
+        "model-422",
+        "no-token-in-time",
+        "slow-agent",
+        "verify-500",
+        "verify-422",
+    ],
 )
 async def test_each_kind_of_failed_row(
     trouble: dict[str, Any], settings: dict[str, Any], expected: int, kind: str
