@@ -86,11 +86,14 @@ class Progress:
         tool_calls: tool calls executed.
         finish_reason: why the loop ended: ``stop``, ``max_turns``, ``max_tokens``, ``length`` or
             ``context_overflow``; ``None`` while it goes on, or if it was cut short.
+        weight_versions: per turn, the labels of the weights that sampled it, where the model server tells:
+            ``{"turn": 0, "first": …, "last": …}``.
     """
 
     turns: int = 0
     tool_calls: int = 0
     finish_reason: str | None = None
+    weight_versions: list[dict[str, Any]] = field(default_factory=list)
 
 
 @dataclass(slots=True)
@@ -108,9 +111,9 @@ class Trajectory:
 
 @dataclass(frozen=True, slots=True)
 class Verdict:
-    """What EVAL found: the reward, and the full answer of the verifier."""
+    """What EVAL found: the reward (``None`` if there was nothing to score), and the full answer of the verifier."""
 
-    reward: float
+    reward: float | None
     result: dict[str, Any]
 
 

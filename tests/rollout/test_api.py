@@ -11,7 +11,9 @@ import aiohttp
 import pytest
 from fastapi import FastAPI
 
+from nemo_gym_prorl.access import KeyGuard, authorization
 from nemo_gym_prorl.failures import Stage
+from nemo_gym_prorl.problems import add_problem_handlers
 from nemo_gym_prorl.rollout.api import rollout_router
 from nemo_gym_prorl.rollout.client import ApiError, RolloutClient
 from nemo_gym_prorl.rollout.job import Budgets, JobState
@@ -48,8 +50,10 @@ async def service(
     bench = Bench(settings)
     pipeline = bench.pipeline()
     app = FastAPI()
-    app.include_router(rollout_router(pipeline, PipelineMetrics(pipeline), token))
-    async with serve(app) as url, RolloutClient(url, token) as client:
+    add_problem_handlers(app)
+    app.add_middleware(KeyGuard, key=token)
+    app.include_router(rollout_router(pipeline, PipelineMetrics(pipeline)))
+    async with serve(app) as url, RolloutClient(url, token, patience_s=0) as client:
         yield client, pipeline, bench
         await pipeline.close()
         assert not any(pipeline.scheduler.working(stage) for stage in Stage), "every slot came back"
@@ -231,7 +235,11 @@ async def test_unknown_rollout() -> None:
         ({"row": row(), "priority": "high"}, "priority"),
         ({"row": row(), "budgets": {"run": 0}}, "budgets.run"),
         ({"row": row(), "budgets": {"rum": 5}}, "budgets.rum"),
-        ({"row": row(), "id": "a b"}, "id"),
+        ({"row": row(), "id": "a/b"}, "id"),
+        ({"row": row(), "id": ".."}, "id"),
+        ({"row": row(), "group": "a\nb"}, "group"),
+        ({"row": row(), "client": "\u200b"}, "client"),
+        ({"row": row(), "id": "x" * 201}, "id"),
         ({"row": row(), "handler": "nope"}, "handler"),
         ({"row": row(), "max_attempts": 0}, "max_attempts"),
         ({}, "row"),
@@ -338,16 +346,18 @@ async def test_status_health_and_metrics() -> None:
         assert await drained
 
 
-async def test_the_control_token_guards_jobs_and_nothing_else() -> None:
+async def test_every_route_needs_the_key() -> None:
     async with service(token="s3cret") as (client, _, _), aiohttp.ClientSession() as stranger:
         assert (await client.wait((await client.submit(row())).id)).reward == 1.0
-        for method, path in [("POST", "/v1/rollouts"), ("GET", "/v1/rollouts"), ("GET", "/v1/events")]:
+        async with stranger.get(f"{client.url}/openapi.json", headers=authorization("s3cret")) as response:
+            paths = (await response.json())["paths"]
+        routes = [(method, path) for path, methods in paths.items() for method in methods if path != "/healthz"]
+        for method, path in [("get", "/openapi.json"), *routes]:
             async with stranger.request(method, client.url + path, json={}) as response:
-                assert response.status == 401
-                assert response.headers["WWW-Authenticate"] == "Bearer"
-        for path in ("/status", "/healthz", "/metrics"):
-            async with stranger.get(client.url + path) as response:
-                assert response.status == 200
+                assert response.status == 401, path
+        assert all("401" in paths[path][method]["responses"] for method, path in routes)
+        async with stranger.get(f"{client.url}/healthz") as response:
+            assert response.status == 200
 
 
 async def test_the_schema_is_published() -> None:

@@ -141,6 +141,7 @@ async def test_the_same_job_id_twice_is_one_job() -> None:
         )
         assert both[0] == both[1]
         assert wire.bench.handler.calls["j", "run"] == 1
+        assert both[0][1]["job_id"] == "j"
 
 
 async def test_an_instance_without_a_prompt_is_refused_by_name() -> None:
