@@ -87,6 +87,25 @@ def test_what_arrived_before_a_failure_is_kept(trainer: "Trainer") -> None:
     assert sorted(got.results) == [0, 1]
 
 
+async def test_single_controller_completes_a_group_that_infrastructure_broke(trainer: "Trainer") -> None:
+    """NeMo RL's own code for a prompt's group: what is missing is dispatched again, and every row arrives once."""
+    from tests.nemo_rl.trainer import counting_row, turn
+
+    trouble = {"verify": 500, "times": 2, "name": "two of four"}
+    group, redispatched = await trainer.group(counting_row(turn("Ten.", 10), turn("Done."), trouble=trouble), 4)
+    assert [completion.reward for completion in group.completions] == [1.0] * 4
+    assert 1 <= redispatched <= 8
+
+
+async def test_single_controller_does_not_repeat_a_wrong_row(trainer: "Trainer") -> None:
+    from tests.nemo_rl.trainer import counting_row, turn
+
+    with pytest.raises(Exception, match="HTTP 422") as failed:
+        await trainer.group(counting_row(turn("Done."), trouble={"verify": 422}), 4)
+    assert type(failed.value).__name__ == "RayTaskError(RolloutDataFailure)"
+    assert trainer.redispatched == 0
+
+
 def assert_error(trainer: "Trainer", row: dict[str, Any], failure: str, about: str) -> None:
     """The row ends its stream with a failure of NeMo RL's taxonomy, classified as it should be."""
     got = trainer.run(row)

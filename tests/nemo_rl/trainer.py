@@ -16,6 +16,8 @@ from nemo_rl.distributed.batched_data_dict import BatchedDataDict
 from nemo_rl.distributed.ray_actor_environment_registry import ACTOR_ENVIRONMENT_REGISTRY
 from nemo_rl.environments.nemo_gym import spinup_nemo_gym_actor
 from nemo_rl.experience.failures import FailureClass, classify_rollout_failure
+from nemo_rl.experience.interfaces import PromptGroupRecord
+from nemo_rl.experience.rollout_manager import AsyncNemoGymRolloutImpl, RolloutRetryPolicy, RolloutStats
 from nemo_rl.experience.rollouts import NemoGymRolloutResult, _prepare_nemo_gym_rows, run_nemo_gym_rollout_sync
 from nemo_rl.models.generation.interfaces import GenerationSamplingParams
 
@@ -75,6 +77,9 @@ class _Generation:
 class Trainer:
     """One actor with its servers.
 
+    Attributes:
+        redispatched: rows that the last :meth:`group` sent again.
+
     Args:
         base_urls: the engines.
         folder: an empty working directory, which is also the driver's.
@@ -104,6 +109,7 @@ class Trainer:
             routed_experts_dtype="int16",
             use_fastokens=False,
         )
+        self.redispatched = 0
         ray.get(self.actor.__ray_call__.remote(send_keys))
         head = ray.get(self.actor.__ray_call__.remote(lambda actor: (actor.node_ip, actor.head_server_port)))
         self.head_url = "http://{}:{}".format(*head)
@@ -146,6 +152,25 @@ class Trainer:
             generation_config=GENERATION,  # type: ignore[arg-type]
             log_full_result_tables=False,
         )
+
+    async def group(self, row: dict[str, Any], generations: int) -> tuple[PromptGroupRecord, int]:
+        """A prompt's group by the code of NeMo RL's SingleController, and how many rows it dispatched again."""
+        stats = RolloutStats()
+        rollouts = AsyncNemoGymRolloutImpl(
+            tokenizer=ByteTokenizer(),  # type: ignore[arg-type]
+            task_to_env={"nemo_gym": self.actor},
+            num_generations_per_prompt=generations,
+            max_seq_len=MAX_MODEL_LEN,
+            max_rollout_turns=1,
+            generation_config=GENERATION,  # type: ignore[arg-type]
+            retry_policy=RolloutRetryPolicy.single_attempt(max_gym_row_attempts=3),
+            stats=stats,
+        )
+        try:
+            record = await rollouts.run_rollout({"idx": 0, "message_log": [], "extra_env_info": row})  # type: ignore[typeddict-item]
+        finally:
+            self.redispatched = stats.gym_row_redispatches
+        return record, self.redispatched
 
 
 def turn(content: str | None = None, *numbers: int, latency_s: float = 0.0) -> dict[str, Any]:

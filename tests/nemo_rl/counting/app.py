@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """A Gym resources server without sandboxes, of Gym's own base class; a row may ask it to fail."""
 
+from collections import Counter
 from typing import Any
 
 from fastapi import FastAPI, HTTPException, Request
@@ -17,10 +18,12 @@ from pydantic import BaseModel, ConfigDict
 
 
 class Trouble(BaseModel):
-    """HTTP statuses with which to fail."""
+    """HTTP statuses with which to fail: always, or ``times`` times for all rows that have the ``name``."""
 
     seed: int | None = None
     verify: int | None = None
+    times: int | None = None
+    name: str = ""
 
 
 class SeedRequest(BaseSeedSessionRequest):
@@ -47,11 +50,12 @@ class Counting(SimpleResourcesServer):
     def setup_webserver(self) -> FastAPI:
         app = super().setup_webserver()
         self._sums: dict[str, int] = {}
+        self._failed = Counter[str]()
         app.post("/add")(self.add)
         return app
 
     async def seed_session(self, request: Request, body: SeedRequest) -> BaseSeedSessionResponse:
-        _fail(body.trouble.seed)
+        self._fail(body.trouble, body.trouble.seed)
         self._sums[request.session[SESSION_ID_KEY]] = 0
         return BaseSeedSessionResponse()
 
@@ -61,13 +65,14 @@ class Counting(SimpleResourcesServer):
         return {"sum": self._sums[session]}
 
     async def verify(self, request: Request, body: VerifyRequest) -> BaseVerifyResponse:
-        _fail(body.trouble.verify)
+        self._fail(body.trouble, body.trouble.verify)
         total = self._sums.pop(request.session[SESSION_ID_KEY])
         return BaseVerifyResponse(**body.model_dump(), reward=total / 10)
 
-
-def _fail(status: int | None) -> None:
-    if status is not None:
+    def _fail(self, trouble: Trouble, status: int | None) -> None:
+        if status is None or (trouble.times is not None and self._failed[trouble.name] >= trouble.times):
+            return
+        self._failed[trouble.name] += 1
         raise HTTPException(status, "as the row asks")
 
 
