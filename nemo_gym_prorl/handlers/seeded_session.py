@@ -61,7 +61,7 @@ def responses_request(params: Any, cookies: dict[str, str]) -> JobRequest:
         check_row({_PARAMS: params})
     except CallerError as error:
         field = (error.field or "").removeprefix(_PARAMS).removeprefix(".")
-        raise CallerError(error.reason.removeprefix(f"{error.field}: "), field=field or "body") from None
+        raise CallerError(error.complaint, field=field or "body") from None
     row = {_PARAMS: params, _COOKIES: cookies}
     return JobRequest(row, id=f"responses-{uuid.uuid4().hex}", handler=SeededSessionHandler.name, max_attempts=1)
 

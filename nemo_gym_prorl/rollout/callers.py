@@ -87,7 +87,7 @@ class CallerWatch:
 
         Raises:
             CallerGone: the connection closed first. The job, or its result, waits for the grace.
-            JobConflict: the job of that key runs, with another row.
+            JobConflict: the job of that key runs, with another row, or the id belongs to somebody else's job.
             Draining: the service takes no new jobs.
         """
         call = self._join_or_submit(wanted, key)
@@ -110,14 +110,15 @@ class CallerWatch:
     def _join_or_submit(self, wanted: JobRequest, key: bytes | None) -> _Call:
         if key is not None and (call := self._by_key.get(key)) is not None:
             if call.row != wanted.row:
-                raise JobConflict(f"job {wanted.id!r} runs with another row; choose another id", field="job_id")
+                raise JobConflict(f"job {wanted.id!r} runs with another row; choose another id", field="id")
             if call.farewell is not None:
                 call.farewell.cancel()
                 call.farewell = None
             return call
-        if wanted.id is not None and self._pipeline.store.get(wanted.id) is not None:
-            # It is somebody else's, or about to be cancelled because its callers are gone. To join it would take a
-            # result from whom it belongs to, or answer with an old one; so this job gets an id of its own.
+        wanted = replace(wanted, held=True)
+        if wanted.id is not None and (known := self._pipeline.store.get(wanted.id)) is not None and known.held:
+            # It was delivered, or its callers are gone and it is about to end. The same row again is a new rollout,
+            # under new weights; while the id is not free, under an id of its own.
             wanted = replace(wanted, id=None)
         call = _Call(self._pipeline.submit(wanted, bounded=False), wanted.row, key)
         if key is not None:

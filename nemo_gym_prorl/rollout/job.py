@@ -156,6 +156,7 @@ class Job:
         session: what INIT acquired, until it is released.
         trajectory: what RUN produced; a handler sets it early and fills it as it goes, so that a rollout that is cut
             short keeps what was sampled.
+        held: its caller holds a connection for it and takes its result away; nobody else joins it.
     """
 
     id: str
@@ -167,6 +168,7 @@ class Job:
     priority: int = 0
     budgets: Budgets = field(default_factory=Budgets)
     max_attempts: int = 3
+    held: bool = False
     state: JobState = JobState.QUEUED
     times: dict[Stage, StageTime] = field(default_factory=lambda: {stage: StageTime() for stage in Stage})
     failures: list[Failure] = field(default_factory=list)

@@ -4,7 +4,8 @@
 Routes and fields follow NVIDIA-NeMo/ProRL-Agent-Server (``scripts/start_server.py``, ``openhands/nvidia/utils.py``);
 jobs run in the same pipeline as everybody's. Where that server loses things this one does not: a cancelled job answers
 with its partial messages, an unknown job is 404 rather than ok, errors keep their status, a second ``/process`` with
-the same ``job_id`` joins the first, ``/stop`` touches its own jobs only, and ``/status`` has one schema.
+the same ``job_id`` joins the first while that runs and is a new job afterwards, ``/stop`` touches its own jobs only,
+and ``/status`` has one schema.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ from nemo_gym_prorl.problems import ProblemError, problem_responses
 from nemo_gym_prorl.rollout.callers import CallerGone, CallerWatch
 from nemo_gym_prorl.rollout.job import Job, JobState
 from nemo_gym_prorl.rollout.pipeline import Pipeline
-from nemo_gym_prorl.rollout.request import JobRequest
+from nemo_gym_prorl.rollout.request import JobConflict, JobRequest
 from nemo_gym_prorl.rollout.rows import JsonRoute, check_row
 from nemo_gym_prorl.rollout.schemas import Identifier, StatusView
 
@@ -123,6 +124,8 @@ def wire_router(pipeline: Pipeline, callers: CallerWatch, backends: BackendContr
 
         try:
             answer = await callers.run(wanted, key, request, render, lambda job: started(body.job_id or job.id, job))
+        except JobConflict as error:
+            raise JobConflict(error.complaint, field="job_id") from None
         except CallerGone:
             return Response(status_code=499)
         return Response(answer, media_type="application/json")

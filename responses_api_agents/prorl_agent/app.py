@@ -8,12 +8,12 @@ from fastapi import FastAPI, Request, Response
 from nemo_gym.base_resources_server import AggregateMetrics
 from nemo_gym.base_responses_api_agent import BaseResponsesAPIAgentConfig, SimpleResponsesAPIAgent
 from nemo_gym.config_types import ModelServerRef, ResourcesServerRef
-from pydantic import BaseModel, ConfigDict, Field, PrivateAttr, field_validator
+from pydantic import BaseModel, ConfigDict, Field, PrivateAttr, ValidationError, field_validator
 
 from nemo_gym_prorl.access import KeyGuard, check_exposure
 from nemo_gym_prorl.handlers.agent_service import AgentService, ServiceConfig
-from nemo_gym_prorl.problems import Declared, add_problem_handlers
-from nemo_gym_prorl.rollout.rows import CreateParams, Row
+from nemo_gym_prorl.problems import Declared, add_problem_handlers, invalid_body
+from nemo_gym_prorl.rollout.rows import CreateParams, Row, read_json
 
 
 class VerifiedRollout(BaseModel):
@@ -24,7 +24,7 @@ class VerifiedRollout(BaseModel):
     task_index: int = Field(alias="_ng_task_index")
     rollout_index: int = Field(alias="_ng_rollout_index")
     reward: float = Field(allow_inf_nan=False)
-    response: dict[str, Any] | None = None
+    response: dict[str, Any] = Field(default_factory=dict)
 
 
 class VerifiedRollouts(BaseModel):
@@ -41,8 +41,8 @@ class VerifiedRollouts(BaseModel):
 
 
 _GYM_ROUTES = {
-    "/run": Declared((500, 503), Row),
-    "/v1/responses": Declared((500, 503), CreateParams),
+    "/run": Declared((409, 500, 503), Row),
+    "/v1/responses": Declared((500, 503, 504), CreateParams),
     "/aggregate_metrics": Declared((500, 503), VerifiedRollouts),
 }
 
@@ -94,9 +94,13 @@ class ProRLAgent(SimpleResponsesAPIAgent):
         """The tool loop alone, in a session that the caller seeded."""
         return await self._service.responses(request)
 
-    async def aggregate_metrics(self, body: VerifiedRollouts) -> AggregateMetrics:
+    async def aggregate_metrics(self, request: Request) -> AggregateMetrics:
         """What the resources server makes of the finished rollouts."""
-        sent = body.model_dump(by_alias=True, exclude_unset=True)
+        try:
+            asked = VerifiedRollouts.model_validate(read_json(await request.body()))
+        except ValidationError as error:
+            raise invalid_body(error) from None
+        sent = asked.model_dump(by_alias=True, exclude_unset=True)
         return AggregateMetrics.model_validate(await self._service.aggregate_metrics(sent))
 
 

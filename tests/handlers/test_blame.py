@@ -89,7 +89,17 @@ async def test_an_environments_own_kinds_are_believed(kind: str) -> None:
 
 @pytest.mark.parametrize(
     "path",
-    ["@127.0.0.1:9/x", "//127.0.0.1:9/x", "http://127.0.0.1:9/x", "give_back", "/give back", "/a//b", "/x?y", "/%2e", 7],
+    [
+        "@127.0.0.1:9/x",
+        "//127.0.0.1:9/x",
+        "http://127.0.0.1:9/x",
+        "give_back",
+        "/give back",
+        "/a//b",
+        "/x?y",
+        "/%2e",
+        7,
+    ],
 )
 async def test_a_release_path_is_a_path_of_that_server(path: object) -> None:
     environment = Environment(seeded={"release_path": path})

@@ -8,7 +8,7 @@ import pytest
 
 from nemo_gym_prorl.handlers.conversation import waited
 from nemo_gym_prorl.handlers.gym_http import Address, GymServer, HttpClient
-from tests.handlers.peers import COLLECTED, ROW, Deployment, Environment, Policy, deployment, hang, once, status, until
+from tests.handlers.peers import COLLECTED, ROW, Environment, Policy, deployment, hang, once, status, until
 
 
 def sampled(row: dict[str, Any]) -> list[list[int]]:
@@ -66,10 +66,8 @@ async def test_a_model_server_that_keeps_nothing_is_told_nothing() -> None:
 
 @pytest.mark.parametrize("trouble", [status(500), status(404), hang(60)], ids=["500", "404", "hangs"])
 async def test_a_clean_up_that_fails_does_not_fail_what_is_finished(trouble: Any) -> None:
-    policy = Policy()
+    policy = Policy(instead={"DELETE /v1/rollouts/mine.1": trouble})
     async with deployment(policy=policy, max_attempts=3) as at:
-        for method_and_path in ("DELETE /v1/rollouts/mine.1",):
-            policy.instead[method_and_path] = trouble
         done = await asyncio.wait_for(at.run({**ROW, "rollout": {"id": "mine"}}), 30)
         assert (done["reward"], done["rollout"]["failed_attempts"]) == (1.0, [])
         assert len(sampled(done)) == 3
@@ -121,15 +119,10 @@ async def test_what_a_rollout_has_waited(said: Any, seconds: float) -> None:
     policy = Policy(instead={"/v1/rollouts/caf%C3%A9%201.1/waited": lambda: said})
     async with deployment(policy=policy) as at, asyncio.timeout(30):
         http = HttpClient()
-        model = GymServer("policy", Address(_url_of(at)), http)
+        model = GymServer("policy", Address(at.policy_url), http)
         assert await waited(model, "café 1.1") == seconds
         assert await waited(model, "unknown") == 0.0
         await http.close()
-
-
-def _url_of(at: Deployment) -> str:
-    host = next(headers["host"] for headers in at.policy.headers) if at.policy.headers else None
-    return f"http://{host}" if host else at.policy_url
 
 
 async def test_an_id_that_is_not_ascii_keeps_its_tokens() -> None:

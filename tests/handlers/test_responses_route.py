@@ -17,7 +17,9 @@ async def test_the_loop_runs_in_the_callers_session() -> None:
     async with deployment() as at:
         async with at.http.post(f"{at.url}/v1/responses", json=PARAMS, cookies={"session": "theirs"}) as answer:
             response, cookies = await answer.json(), answer.cookies
-        assert [item["type"] for item in response["output"]] == ["function_call", "function_call_output"] * 2 + ["message"]
+        assert [item["type"] for item in response["output"]] == ["function_call", "function_call_output"] * 2 + [
+            "message"
+        ]
         assert response["output"][0]["generation_token_ids"] == [2]
         assert cookies["session"].value == "theirs"
         assert at.environment.paths() == ["/count", "/count"], "neither seeded, released, scored nor closed"

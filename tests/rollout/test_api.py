@@ -5,11 +5,13 @@ import asyncio
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from dataclasses import asdict
+from datetime import UTC, datetime
+from email.utils import format_datetime
 from typing import Any
 
 import aiohttp
 import pytest
-from fastapi import FastAPI
+from fastapi import FastAPI, Response
 
 from nemo_gym_prorl.access import KeyGuard, authorization
 from nemo_gym_prorl.failures import Stage
@@ -369,3 +371,95 @@ async def test_the_schema_is_published() -> None:
         )
         assert "Problem" in schema["components"]["schemas"]
         assert set(schema["paths"]["/v1/rollouts"]["post"]["responses"]) >= {"202", "409", "422", "429"}
+
+
+async def test_an_id_in_anybodys_words_works_throughout() -> None:
+    name = "schritt 7.prompt-3 — größer, 質問 %2F 🙂"
+    async with service(PipelineSettings()) as (client, _, _):
+        await client.submit(row(), id=name, group=name, client=name)
+        assert (await client.wait(name)).id == name
+        assert [job.id for job in (await client.list(group=name)).rollouts] == [name]
+        assert [job.id for job in (await client.cancel([name])).rollouts] == [name]
+        assert [job.id for job in (await client.cancel(group=name)).rollouts] == [name]
+
+
+BAD_JSON = [
+    (b'{"row": {"responses_create_params": {"input": "\\ud800"}}}', "row.responses_create_params.input"),
+    (b'{"row": {"responses_create_params": {"input": "x"}, "a": [{"\\udfff": 1}]}}', "row.a.0.\\udfff"),
+    (b'{"row": {"responses_create_params": {"input": "x"}, "n": 1e400}}', "row.n"),
+    (b'{"row": {"responses_create_params": {"input": "x"}, "n": [0, 36893488147419103232]}}', "row.n.1"),
+    (b'{"row": {"responses_create_params": {"input": "x"}, "n": NaN}}', "body"),
+    (b'{"row": {"responses_create_params": {"input": "\xff"}}}', "body"),
+    (b'{"row": ' + b"[" * 3000 + b"]" * 3000 + b"}", "body"),
+    (b'{"row": ' + b"[" * 250 + b"]" * 250 + b"}", ("row" + ".0" * 199)[:300] + "…"),
+    (b"", "body"),
+    (b"{", "body"),
+    (b'"text"', "body"),
+]
+
+
+@pytest.mark.parametrize(("body", "field"), BAD_JSON, ids=range(len(BAD_JSON)))
+async def test_what_cannot_be_written_again_is_refused_with_its_field(body: bytes, field: str) -> None:
+    async with service() as (client, pipeline, _), aiohttp.ClientSession() as http:
+        headers = {"Content-Type": "application/json"}
+        async with http.post(f"{client.url}/v1/rollouts", data=body, headers=headers) as response:
+            assert response.status == 422
+            assert response.content_type == "application/problem+json"
+            problem = await response.json()
+        assert [error["field"] for error in problem["errors"]] == [field]
+        assert problem["title"] == "Invalid request"
+        assert len(pipeline.store) == 0
+
+
+async def test_a_drain_over_http() -> None:
+    async with service() as (client, pipeline, _), aiohttp.ClientSession() as http:
+        await client.submit(row(run=[Act("ok", FOREVER)]), id="r", budgets={"run": 3600})
+        answer = await client.drain()
+        assert (answer.draining, answer.live) == (True, 1)
+        assert (await client.status()).draining
+        with pytest.raises(ApiError) as refused:
+            await client.submit(row())
+        assert refused.value.problem.type.endswith(":draining")
+        assert refused.value.retry_after_s == 30
+        waiting = asyncio.create_task(client.drain(60))
+        await client.cancel(["r"])
+        assert (await waiting).live == 0
+        async with http.post(f"{client.url}/v1/resume") as response:
+            assert await response.json() == {"draining": False, "live": 0}
+        assert (await client.wait((await client.submit(row())).id)).reward == 1.0
+        assert not pipeline.draining
+
+
+@pytest.mark.parametrize("status", [429, 503])
+@pytest.mark.parametrize("asked", ["0.3", "date"])
+async def test_the_client_comes_back_when_it_is_asked_to(status: int, asked: str) -> None:
+    calls: list[float] = []
+    app = FastAPI()
+
+    @app.get("/v1/rollouts/r")
+    async def get() -> Response:
+        calls.append(asyncio.get_running_loop().time())
+        if len(calls) < 3:
+            when = asked if asked != "date" else format_datetime(datetime.now(UTC), usegmt=True)
+            return Response(status_code=status, headers={"Retry-After": when})
+        return Response(status_code=404)
+
+    async with serve(app) as url, RolloutClient(url) as client:
+        with pytest.raises(ApiError) as refused:
+            await client.get("r")
+    assert refused.value.problem.status == 404
+    assert len(calls) == 3
+    assert calls[1] - calls[0] > (0.25 if asked != "date" else 0.05), "it waited as it was asked to"
+
+
+async def test_the_client_is_not_patient_for_ever_with_a_service_that_takes_nothing_on() -> None:
+    app = FastAPI()
+
+    @app.get("/v1/rollouts/r")
+    async def get() -> Response:
+        return Response(status_code=503, headers={"Retry-After": "0.2"})
+
+    async with serve(app) as url, RolloutClient(url, patience_s=0.5) as client:
+        with pytest.raises(ApiError) as refused:
+            await client.get("r")
+    assert refused.value.problem.status == 503
