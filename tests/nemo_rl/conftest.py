@@ -8,6 +8,8 @@ has what ``docs/nemo_rl.md`` lists.
 import importlib.util
 import os
 import re
+import shutil
+import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -56,18 +58,21 @@ def nemo_rl(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
         patch.chdir(folder)
         import ray
 
+        # Not pytest's own folder: a Unix socket's path must be short.
+        sockets = Path(tempfile.mkdtemp(prefix="prorl-r-", dir="/tmp"))
         ray.init(
             num_cpus=4,
             include_dashboard=False,
             object_store_memory=80 * 1024 * 1024,
             # Stands in for the address of a node: another one than that on which servers listen by themselves.
             _node_ip_address=NODE_ADDRESS,
-            _temp_dir=f"/tmp/prorl-ray-{os.getpid()}",
+            _temp_dir=str(sockets),
         )
         try:
             yield folder
         finally:
             ray.shutdown()
+            shutil.rmtree(sockets, ignore_errors=True)
 
 
 @pytest.fixture(scope="session")
