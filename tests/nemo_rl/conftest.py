@@ -26,7 +26,13 @@ REPOSITORY = Path(__file__).parents[2]
 ROOT = os.environ.get("NRL_ROOT")
 NODE_ADDRESS = "127.0.0.2"
 KEY = "k3y-of-prorl-code-agent"
-DOCUMENTED = re.compile(r"^```yaml\n(env:.*?)^```", re.MULTILINE | re.DOTALL)
+VENVS = "/opt/prorl/venvs"
+
+
+def documented(language: str) -> list[str]:
+    """The snippets of ``docs/nemo_rl.md``."""
+    text = (REPOSITORY / "docs/nemo_rl.md").read_text()
+    return re.findall(rf"^```{language}\n(.*?)^```", text, re.MULTILINE | re.DOTALL)
 
 
 def _reason_to_skip() -> str | None:
@@ -91,9 +97,10 @@ def trainer(nemo_rl: Path, engine: "Engine", state: Path) -> Iterator["Trainer"]
     from tests.nemo_rl.engine import serving
     from tests.nemo_rl.trainer import Trainer
 
-    documented = DOCUMENTED.search((REPOSITORY / "docs/nemo_rl.md").read_text())
-    assert documented is not None
-    config = OmegaConf.to_container(OmegaConf.create(documented[1]))["env"]["nemo_gym"]
+    venvs = str(nemo_rl / "venvs")
+    exec(documented("python")[0].replace(VENVS, venvs), {})
+    [block] = documented("yaml")
+    config = OmegaConf.to_container(OmegaConf.create(block.replace(VENVS, venvs)))["env"]["nemo_gym"]
     config["config_paths"].append(str(nemo_rl / "resources_servers/counting/counting.yaml"))
     with serving(engine) as base_url:
         trainer = Trainer([base_url], nemo_rl, config)

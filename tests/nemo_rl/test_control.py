@@ -14,7 +14,7 @@ import pytest
 
 from nemo_gym_prorl.rollout.client import RolloutClient
 from nemo_gym_prorl.tasks.code.humaneval import problems, row_for
-from tests.nemo_rl.conftest import KEY, NODE_ADDRESS
+from tests.nemo_rl.conftest import KEY, NODE_ADDRESS, documented
 from tests.tasks import containers
 
 
@@ -95,6 +95,13 @@ def test_a_row_tells_which_weights_sampled_its_turns(trainer: "Trainer") -> None
         {"turn": 1, "first": "step-7", "last": "step-8"},
         {"turn": 2, "first": "step-8", "last": "step-8"},
     ]
+
+
+def test_what_the_documentation_does_beside_a_run(trainer: "Trainer") -> None:
+    names = {"actor": trainer.actor}
+    # This agent has no key.
+    exec("\n".join(documented("python")[1:]).replace("prorl_code_agent", "counting_agent"), names)
+    assert names["servers"] == trainer.server_urls()
 
 
 def code_row(group: str, latency_s: float) -> dict[str, Any]:

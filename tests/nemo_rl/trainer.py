@@ -4,7 +4,7 @@
 import json
 import shutil
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -86,22 +86,16 @@ class Trainer:
         config: the block ``env.nemo_gym``.
     """
 
-    def __init__(self, base_urls: Sequence[str], folder: Path, config: Mapping[str, Any]) -> None:
+    def __init__(self, base_urls: Sequence[str], folder: Path, config: dict[str, Any]) -> None:
         shutil.copytree(HERE / "counting", folder / "resources_servers" / "counting")
         (folder / "resources_servers" / "counting" / "requirements.txt").touch()
-        for server in (
-            "resources_servers/counting",
-            "resources_servers/prorl_code",
-            "responses_api_agents/prorl_agent",
-            "responses_api_models/prorl_model",
-        ):
-            environment = folder / "venvs" / server / ".venv"
-            environment.parent.mkdir(parents=True)
-            environment.symlink_to(sys.prefix)
+        environment = Path(config["uv_venv_dir"], "resources_servers", "counting", ".venv")
+        environment.parent.mkdir(parents=True)
+        environment.symlink_to(sys.prefix)
         # By default NeMo RL has its actor's environment built by uv.
         ACTOR_ENVIRONMENT_REGISTRY["nemo_rl.environments.nemo_gym.NemoGym"] = sys.executable
         self.actor = spinup_nemo_gym_actor(
-            {"nemo_gym": {**config, "uv_venv_dir": str(folder / "venvs"), "skip_venv_if_present": True}},
+            {"nemo_gym": config},
             list(base_urls),
             MODEL,
             tokenizer=ByteTokenizer(),  # type: ignore[arg-type]
