@@ -13,6 +13,7 @@ from dataclasses import asdict
 from typing import Annotated, Any
 
 from fastapi import APIRouter, FastAPI, Response
+from fastapi.responses import PlainTextResponse
 from fastapi.routing import APIRoute
 from pydantic import BaseModel, ConfigDict, Field
 
@@ -186,10 +187,10 @@ def add_control_routes(app: FastAPI, host: PolicyHost) -> None:
         host.waits.forget(rollout)
         return {"rollout": rollout}
 
-    @router.get("/metrics", responses=problems())
+    @router.get("/metrics", response_class=PlainTextResponse, responses=problems())
     async def metrics() -> Response:
         """Prometheus metrics."""
-        return Response(host.metrics.exposition(), media_type="text/plain; version=0.0.4")
+        return PlainTextResponse(host.metrics.exposition(), media_type="text/plain; version=0.0.4")
 
     app.include_router(router)
     add_problem_handlers(app)

@@ -9,15 +9,17 @@ once, at the end, from ``GET /v1/rollouts/{id}/tokens``.
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
-from contextlib import suppress
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager, suppress
 from copy import deepcopy
 from itertools import pairwise
 from time import time
 from typing import Any
 from urllib.parse import unquote
 
+import orjson
 from fastapi import Body, FastAPI, Request
+from nemo_gym.anthropic_converter import AnthropicConverter
 from nemo_gym.base_responses_api_model import BaseResponsesAPIModelConfig, SimpleResponsesAPIModel
 from nemo_gym.openai_utils import (
     NeMoGymChatCompletion,
@@ -95,11 +97,14 @@ class ProrlModel(SimpleResponsesAPIModel):
         body: NeMoGymResponseCreateParamsNonStreaming = Body(),
     ) -> NeMoGymResponse:
         after = body.previous_response_id
-        chat = self._chat(body.model_copy(update={"previous_response_id": None, "instructions": None, "input": []}))
         given = (
             body.input if isinstance(body.input, list) else [NeMoGymEasyInputMessage(role="user", content=body.input)]
         )
-        chat["messages"] = self._messages(given)
+        with _readable():
+            chat = self._chat(
+                body.model_copy(update={"previous_response_id": None, "instructions": None, "input": []})
+            )
+            chat["messages"] = self._messages(given)
         answer = await self._turn(request, chat, after, body.instructions)
         choice = NeMoGymChatCompletion.model_validate(self._completion(request, answer)).choices[0]
         output = [item.model_dump() for item in self._converter.postprocess_chat_response(choice)]
@@ -132,6 +137,12 @@ class ProrlModel(SimpleResponsesAPIModel):
                 **echoed,
             }
         )
+
+    async def messages(self, request: Request, body: dict[str, Any] = Body()) -> Any:
+        with _readable():
+            # Gym's handler converts it once more: what cannot be converted is to be known from what fails later.
+            AnthropicConverter().anthropic_request_to_responses(deepcopy(body))
+        return await super().messages(request, body)
 
     async def chat_completions(
         self, request: Request, body: NeMoGymChatCompletionCreateParamsNonStreaming = Body()
@@ -180,6 +191,13 @@ class ProrlModel(SimpleResponsesAPIModel):
         if chat.get("tool_choice") not in (None, "auto", "none"):
             raise CallerError("only 'auto' and 'none' are supported", field="tool_choice")
         rollout = _rollout_id(request)
+        tools = chat.get("tools") or []
+        for index, tool in enumerate(tools):
+            if not (tool.get("function") or {}).get("name"):
+                raise CallerError("a tool needs a name", field=f"tools.{index}.name")
+        with _readable():
+            # Halves of characters, and what is nested without end, would fail wherever they are met first.
+            orjson.dumps((chat["messages"], tools, instructions))
         service = await self._host.service(rollout)
         metadata = chat.get("metadata") or {}
         variables = deepcopy(self.config.chat_template_kwargs or {})
@@ -197,7 +215,7 @@ class ProrlModel(SimpleResponsesAPIModel):
                 group=_text(request, "x-rollout-group"),
                 messages=messages,
                 instructions=instructions,
-                tools=chat.get("tools") or [],
+                tools=tools,
                 may_call=chat.get("tool_choice") != "none",
                 sampling=Sampling(
                     max_tokens=chat.get("max_completion_tokens") or chat.get("max_tokens"),
@@ -235,6 +253,23 @@ class ProrlModel(SimpleResponsesAPIModel):
                 "total_tokens": answer.prompt_tokens + _sampled(answer),
             },
         }
+
+
+@contextmanager
+def _readable() -> Iterator[None]:
+    """Gym's converters take a request apart without looking first; what they stumble over is wrong in the request."""
+    try:
+        yield
+    except (
+        ArithmeticError,
+        AssertionError,
+        AttributeError,
+        LookupError,
+        RuntimeError,
+        TypeError,
+        ValueError,
+    ) as error:
+        raise CallerError(f"no conversation: {type(error).__name__}: {str(error)[:500]}", field="body") from error
 
 
 def _settings(metadata: Mapping[str, str], name: str) -> dict[str, Any]:

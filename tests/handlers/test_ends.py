@@ -188,3 +188,11 @@ async def test_a_session_that_comes_up_too_late_is_given_back(how: str) -> None:
         await until(lambda: "/close_session" in environment.paths())
     assert environment.paths() == ["/seed_session", "/give_back", "/close_session"]
     assert "session=1" in environment.headers[-1]["cookie"], "with the session's own cookie"
+
+
+async def test_a_session_whose_seeding_was_answered_with_nonsense_is_closed() -> None:
+    environment = Environment(instead={"/seed_session": status(200)})
+    async with deployment(environment) as at:
+        done = await at.run(COLLECTED)
+        assert (done["failure_kind"], done["rollout"]["state"]) == ("provider_unavailable", "failed")
+        await until(lambda: environment.paths() == ["/seed_session", "/close_session"])

@@ -108,7 +108,7 @@ async def test_unknown_sessions_are_lost_ones(client: Client) -> None:
     for path, body in (("/bash", {"command": "ls"}), ("/verify", row("HumanEval/2") | {"response": RESPONSE})):
         status, problem, kind = await client.post(path, body)
         assert (status, kind) == (500, "session_lost")
-        assert problem["type"] == "urn:prorl:failure:session_lost"
+        assert problem["type"] == "urn:nemo-gym-prorl:problem:session_lost"
     assert (await client.post("/release_session"))[0] == 200
     assert (await client.post("/close_session"))[0] == 200
 
