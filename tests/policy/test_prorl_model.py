@@ -317,3 +317,42 @@ async def test_nonsense_is_answered_with_a_problem_document(
             assert problem["type"].startswith("urn:nemo-gym-prorl:problem:")
             assert problem["title"]
             assert problem["status"] == said.status
+
+
+async def test_with_a_key_every_route_needs_it(http: aiohttp.ClientSession) -> None:
+    async with scripted() as engine:
+        policy = {"control_token": "s3cret"}
+        model = server(engine, Path(), model=ScriptedConfig().model, host="0.0.0.0", policy=policy)
+        async with serving(model.setup_webserver()) as url:
+            asked = {"json": {"input": "hi"}, "headers": {"X-Rollout-Id": "r", "Authorization": "Bearer s3cret"}}
+            async with http.post(f"{url}/v1/responses", **asked) as response:
+                assert response.status == 200
+            routes = [("POST", RESPONSES), ("POST", CHAT), ("POST", MESSAGES), ("GET", "/metrics")]
+            routes += [
+                ("GET", "/v1/rollouts/r/tokens"),
+                ("DELETE", "/v1/rollouts/r"),
+                ("GET", "/v1/rollouts/r/waited"),
+            ]
+            routes += [("POST", "/v1/backends"), ("GET", "/v1/backends"), ("DELETE", "/v1/backends/backend0")]
+            for key in ({}, {"Authorization": "Bearer guess"}):
+                for method, path in routes:
+                    async with http.request(method, url + path, json={}, headers=key) as response:
+                        assert (response.status, response.content_type) == (401, "application/problem+json")
+
+
+def test_without_a_key_nobody_else_can_reach_it(model_folder: Path) -> None:
+    with pytest.raises(CallerError, match=r"policy\.control_token: the server would listen on 0\.0\.0\.0"):
+        server("http://127.0.0.1:1", model_folder, host="0.0.0.0").setup_webserver()
+
+
+async def test_backends_are_added_as_the_configuration_allows(http: aiohttp.ClientSession) -> None:
+    async with scripted() as engine:
+        model = server(engine, Path(), model=ScriptedConfig().model, policy={"backend_hosts": ["gpu*"]})
+        async with serving(model.setup_webserver()) as url:
+            bodies = [({"url": "http://gpu7:8000/v1", "api_key": "k"}, 201), ({"url": "http://evil:8000/v1"}, 403)]
+            for body, status in bodies:
+                said, problem = await post(http, f"{url}/v1/backends", body)
+                assert said == status
+                assert "api_key" not in problem
+            assert problem["type"] == "urn:nemo-gym-prorl:problem:backend-host-refused"
+            assert "policy.backend_hosts" in problem["detail"]
