@@ -59,6 +59,7 @@ def nemo_rl(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
         patch.setenv("RAY_AUTH_MODE", "disabled")
         patch.setenv("RAY_USAGE_STATS_ENABLED", "0")
         patch.setenv("RAY_enable_worker_prestart", "0")
+        patch.setenv("RAY_raylet_start_wait_time_s", "120")
         patch.setenv("HF_HUB_OFFLINE", "1")
         patch.setenv("PRORL_TEST_KEY", KEY)
         patch.chdir(folder)
