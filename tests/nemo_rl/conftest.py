@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 import pytest
+from tenacity import retry, stop_after_attempt
 
 
 if TYPE_CHECKING:
@@ -59,7 +60,6 @@ def nemo_rl(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
         patch.setenv("RAY_AUTH_MODE", "disabled")
         patch.setenv("RAY_USAGE_STATS_ENABLED", "0")
         patch.setenv("RAY_enable_worker_prestart", "0")
-        patch.setenv("RAY_raylet_start_wait_time_s", "120")
         patch.setenv("HF_HUB_OFFLINE", "1")
         patch.setenv("PRORL_TEST_KEY", KEY)
         patch.chdir(folder)
@@ -67,14 +67,21 @@ def nemo_rl(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
 
         # Not pytest's own folder: a Unix socket's path must be short.
         sockets = Path(tempfile.mkdtemp(prefix="prorl-r-", dir="/tmp"))
-        ray.init(
-            num_cpus=4,
-            include_dashboard=False,
-            object_store_memory=80 * 1024 * 1024,
-            # Stands in for the address of a node: another one than that on which servers listen by themselves.
-            _node_ip_address=NODE_ADDRESS,
-            _temp_dir=str(sockets),
-        )
+
+        @retry(stop=stop_after_attempt(3), reraise=True)
+        def start() -> None:
+            # Ray gives its own processes 30 s to start, which a busy machine may not keep.
+            ray.shutdown()
+            ray.init(
+                num_cpus=4,
+                include_dashboard=False,
+                object_store_memory=80 * 1024 * 1024,
+                # Stands in for the address of a node: another one than that on which servers listen by themselves.
+                _node_ip_address=NODE_ADDRESS,
+                _temp_dir=str(sockets),
+            )
+
+        start()
         try:
             yield folder
         finally:
