@@ -125,6 +125,7 @@ class CallerError(RolloutError):
 
     def __init__(self, reason: str, *, field: str | None = None, kind: FailureKind | None = None) -> None:
         super().__init__(f"{field}: {reason}" if field else reason, kind=kind)
+        self.complaint = reason
         self.field = field
 
 

@@ -8,21 +8,24 @@ mounts on any FastAPI application; on ``prorl_agent`` it stands beside Gym's own
 from __future__ import annotations
 
 import asyncio
-import hmac
 from collections.abc import AsyncIterator
-from typing import Annotated, Any
+from typing import Annotated
 
-from fastapi import APIRouter, Depends, Query, Request, Response
+from fastapi import APIRouter, Query, Request, Response
+from fastapi.responses import PlainTextResponse
 from sse_starlette import EventSourceResponse, ServerSentEvent
 
 from nemo_gym_prorl.failures import CallerError
-from nemo_gym_prorl.problems import Problem, ProblemError, ProblemRoute
+from nemo_gym_prorl.problems import ProblemError, problem_responses
 from nemo_gym_prorl.rollout.job import Job, JobState
 from nemo_gym_prorl.rollout.metrics import PipelineMetrics
 from nemo_gym_prorl.rollout.pipeline import Pipeline
+from nemo_gym_prorl.rollout.rows import JsonRoute
 from nemo_gym_prorl.rollout.schemas import (
     CancelAnswer,
     CancelRequest,
+    DrainAnswer,
+    DrainRequest,
     EventView,
     JobView,
     Listing,
@@ -36,34 +39,15 @@ MAX_WAIT_S = 60.0
 
 Wait = Annotated[float, Query(ge=0, le=MAX_WAIT_S, description="Seconds to wait for news (long-poll).")]
 
-_PROBLEMS: dict[int | str, dict[str, Any]] = {
-    status: {"model": Problem, "description": description}
-    for status, description in {
-        401: "The control token is missing or wrong.",
-        404: "No such rollout, or it is forgotten.",
-        409: "The id belongs to a rollout with another row.",
-        410: "The cursor is older than what is kept.",
-        422: "A field is wrong; `errors` names it.",
-        429: "The queue is full.",
-        503: "The service is draining.",
-    }.items()
-}
 
-
-def _problems(*statuses: int) -> dict[int | str, dict[str, Any]]:
-    return {status: _PROBLEMS[status] for status in (401, *statuses)}
-
-
-def rollout_router(pipeline: Pipeline, metrics: PipelineMetrics, control_token: str | None = None) -> APIRouter:
-    """The routes of one pipeline.
+def rollout_router(pipeline: Pipeline, metrics: PipelineMetrics) -> APIRouter:
+    """The routes of one pipeline. Who may call them is the application's to say (``nemo_gym_prorl.access``).
 
     Args:
         pipeline: whose jobs.
         metrics: served at ``/metrics``.
-        control_token: if set, routes that submit, show or cancel jobs require it as a bearer token.
     """
-    router = APIRouter(route_class=ProblemRoute)
-    guard = [Depends(token_guard(control_token))]
+    router = APIRouter(route_class=JsonRoute)
 
     def find(rollout_id: str) -> Job:
         job = pipeline.store.get(rollout_id)
@@ -71,15 +55,13 @@ def rollout_router(pipeline: Pipeline, metrics: PipelineMetrics, control_token: 
             raise ProblemError(404, "unknown-rollout", f"no rollout {rollout_id!r}; it never was, or it is forgotten")
         return job
 
-    @router.post(
-        "/v1/rollouts", status_code=202, tags=["rollouts"], dependencies=guard, responses=_problems(409, 422, 429, 503)
-    )
+    @router.post("/v1/rollouts", status_code=202, tags=["rollouts"], responses=problem_responses(409, 422, 429, 503))
     async def submit(body: SubmitRequest) -> JobView:
         """Submit a rollout. The same `id` and row again answer with the job that exists."""
         job = pipeline.submit(body.to_request(pipeline.settings.budgets))
         return JobView.of(job, with_result=False)
 
-    @router.get("/v1/rollouts/{rollout_id}", tags=["rollouts"], dependencies=guard, responses=_problems(404, 422))
+    @router.get("/v1/rollouts/{rollout_id}", tags=["rollouts"], responses=problem_responses(404, 422))
     async def get(rollout_id: str, wait: Wait = 0.0) -> JobView:
         """The rollout; with `wait`, as soon as it has its outcome or the time is over."""
         job = find(rollout_id)
@@ -87,7 +69,7 @@ def rollout_router(pipeline: Pipeline, metrics: PipelineMetrics, control_token: 
             await pipeline.wait(job, wait)
         return JobView.of(job, with_result=True)
 
-    @router.get("/v1/rollouts", tags=["rollouts"], dependencies=guard, responses=_problems(410, 422))
+    @router.get("/v1/rollouts", tags=["rollouts"], responses=problem_responses(410, 422))
     async def list_rollouts(
         state: JobState | None = None,
         group: str | None = None,
@@ -112,14 +94,14 @@ def rollout_router(pipeline: Pipeline, metrics: PipelineMetrics, control_token: 
         fitting = [job for job in ended if (state is None or job.state is state) and group in (None, job.group)]
         return Listing(rollouts=[JobView.of(job, with_result=results) for job in fitting], cursor=cursor)
 
-    @router.delete("/v1/rollouts/{rollout_id}", tags=["rollouts"], dependencies=guard, responses=_problems(404))
+    @router.delete("/v1/rollouts/{rollout_id}", tags=["rollouts"], responses=problem_responses(404, 422))
     async def cancel(rollout_id: str) -> JobView:
         """Cancel; answers when the rollout has its outcome and its sandbox is gone. A terminal one stays as it is."""
         job = find(rollout_id)
         await pipeline.cancel(job)
         return JobView.of(job, with_result=True)
 
-    @router.post("/v1/rollouts/cancel", tags=["rollouts"], dependencies=guard, responses=_problems(422))
+    @router.post("/v1/rollouts/cancel", tags=["rollouts"], responses=problem_responses(422))
     async def cancel_many(body: CancelRequest) -> CancelAnswer:
         """Cancel several at once; answers when all of them have their outcome."""
         if body.group is not None:
@@ -131,7 +113,9 @@ def rollout_router(pipeline: Pipeline, metrics: PipelineMetrics, control_token: 
         await asyncio.gather(*(pipeline.cancel(job) for job in jobs))
         return CancelAnswer(rollouts=[JobView.of(job, with_result=False) for job in jobs], unknown=unknown)
 
-    @router.get("/v1/events", tags=["service"], dependencies=guard, response_class=EventSourceResponse)
+    @router.get(
+        "/v1/events", tags=["service"], response_class=EventSourceResponse, responses=problem_responses(410, 422)
+    )
     async def events(
         request: Request, after: Annotated[int | None, Query(ge=0, description="`seq` of the last one seen.")] = None
     ) -> EventSourceResponse:
@@ -149,7 +133,19 @@ def rollout_router(pipeline: Pipeline, metrics: PipelineMetrics, control_token: 
 
         return EventSourceResponse(stream())
 
-    @router.get("/status", tags=["service"])
+    @router.post("/v1/drain", tags=["service"], responses=problem_responses(422))
+    async def drain(body: DrainRequest | None = None) -> DrainAnswer:
+        """Take no new rollouts. Answers when every rollout has its outcome, or after `timeout_s` seconds."""
+        await pipeline.drain(body.timeout_s if body else 0.0)
+        return DrainAnswer.of(pipeline)
+
+    @router.post("/v1/resume", tags=["service"], responses=problem_responses())
+    async def resume() -> DrainAnswer:
+        """Take rollouts again."""
+        pipeline.resume()
+        return DrainAnswer.of(pipeline)
+
+    @router.get("/status", tags=["service"], responses=problem_responses())
     async def status() -> StatusView:
         """Counts per stage, pool and state."""
         return StatusView.of(pipeline)
@@ -159,27 +155,9 @@ def rollout_router(pipeline: Pipeline, metrics: PipelineMetrics, control_token: 
         """Answers while the event loop turns; says `draining` when no new work is taken."""
         return {"status": "draining" if pipeline.draining else "ok"}
 
-    @router.get("/metrics", tags=["service"], response_class=Response)
+    @router.get("/metrics", tags=["service"], response_class=PlainTextResponse, responses=problem_responses())
     async def prometheus() -> Response:
         """Prometheus metrics."""
         return Response(metrics.render(), media_type="text/plain; version=0.0.4; charset=utf-8")
 
     return router
-
-
-def token_guard(control_token: str | None) -> Any:
-    """A dependency that lets a request pass if it carries the token, or if none is set."""
-
-    async def guard(request: Request) -> None:
-        if control_token is None:
-            return
-        given = request.headers.get("authorization", "")
-        if not hmac.compare_digest(given.encode(), f"Bearer {control_token}".encode()):
-            raise ProblemError(
-                401,
-                "unauthorized",
-                "send `Authorization: Bearer <control token>`",
-                headers={"WWW-Authenticate": "Bearer"},
-            )
-
-    return guard

@@ -25,7 +25,7 @@ from fastapi import Request
 from nemo_gym_prorl.failures import JobCancelled
 from nemo_gym_prorl.rollout.job import Job
 from nemo_gym_prorl.rollout.pipeline import Pipeline
-from nemo_gym_prorl.rollout.request import JobRequest
+from nemo_gym_prorl.rollout.request import JobConflict, JobRequest
 
 
 class CallerGone(Exception):
@@ -35,10 +35,12 @@ class CallerGone(Exception):
 @dataclass(slots=True)
 class _Call:
     job: Job
+    row: dict[str, Any]
     key: bytes | None
     callers: int = 0
     farewell: asyncio.TimerHandle | None = None
-    answer: bytes | None = None
+    answer: bytes | Exception | None = None
+    """What all callers that are connected get: the answer, or what went wrong in making it."""
 
 
 def row_key(row: dict[str, Any], body: bytes) -> bytes | None:
@@ -84,17 +86,18 @@ class CallerWatch:
             started: called with the job when it is submitted or joined.
 
         Raises:
-            CallerGone: the connection closed first. The job goes on for the grace.
+            CallerGone: the connection closed first. The job, or its result, waits for the grace.
+            JobConflict: the job of that key runs, with another row, or the id belongs to somebody else's job.
             Draining: the service takes no new jobs.
         """
         call = self._join_or_submit(wanted, key)
-        started(call.job)
         call.callers += 1
         gone = asyncio.ensure_future(_disconnected(connection))
         done = asyncio.ensure_future(self._pipeline.wait(call.job))
         try:
+            started(call.job)
             await asyncio.wait({gone, done}, return_when=asyncio.FIRST_COMPLETED)
-            if not done.done():
+            if gone.done():  # also if the result is there: into a closed connection it would be lost
                 raise CallerGone
             return self._deliver(call, render)
         finally:
@@ -106,11 +109,18 @@ class CallerWatch:
 
     def _join_or_submit(self, wanted: JobRequest, key: bytes | None) -> _Call:
         if key is not None and (call := self._by_key.get(key)) is not None:
+            if call.row != wanted.row:
+                raise JobConflict(f"job {wanted.id!r} runs with another row; choose another id", field="id")
             if call.farewell is not None:
                 call.farewell.cancel()
                 call.farewell = None
             return call
-        call = _Call(self._pipeline.submit(wanted, bounded=False), key)
+        wanted = replace(wanted, held=True)
+        if wanted.id is not None and (known := self._pipeline.store.get(wanted.id)) is not None and known.held:
+            # It was delivered, or its callers are gone and it is about to end. The same row again is a new rollout,
+            # under new weights; while the id is not free, under an id of its own.
+            wanted = replace(wanted, id=None)
+        call = _Call(self._pipeline.submit(wanted, bounded=False), wanted.row, key)
         if key is not None:
             self._by_key[key] = call
         return call
@@ -120,10 +130,16 @@ class CallerWatch:
         if call.answer is None:
             job = call.job
             assert job.outcome is not None, "a job that is done has its outcome"
-            call.answer = render(job)
-            # Nobody asks for these again, and token arrays are large.
-            job.row, job.outcome = {}, replace(job.outcome, result={})
             self._forget(call)
+            try:
+                call.answer = render(job)
+            except Exception as error:  # raised below, for each caller; whoever asks again gets a new rollout
+                call.answer = error
+            else:
+                # Nobody asks for these again, and token arrays are large.
+                job.row, job.outcome = {}, replace(job.outcome, result={})
+        if isinstance(call.answer, Exception):
+            raise call.answer
         return call.answer
 
     def _give_up(self, call: _Call) -> None:
@@ -131,8 +147,8 @@ class CallerWatch:
         self._pipeline.request_cancel(call.job, JobCancelled("the caller is gone"))
 
     def _forget(self, call: _Call) -> None:
-        if call.key is not None:
-            self._by_key.pop(call.key, None)
+        if call.key is not None and self._by_key.get(call.key) is call:
+            del self._by_key[call.key]
 
 
 async def _disconnected(connection: Request) -> None:

@@ -86,11 +86,14 @@ class Progress:
         tool_calls: tool calls executed.
         finish_reason: why the loop ended: ``stop``, ``max_turns``, ``max_tokens``, ``length`` or
             ``context_overflow``; ``None`` while it goes on, or if it was cut short.
+        weight_versions: per turn, the labels of the weights that sampled it, where the model server tells:
+            ``{"turn": 0, "first": …, "last": …}``.
     """
 
     turns: int = 0
     tool_calls: int = 0
     finish_reason: str | None = None
+    weight_versions: list[dict[str, Any]] = field(default_factory=list)
 
 
 @dataclass(slots=True)
@@ -108,9 +111,9 @@ class Trajectory:
 
 @dataclass(frozen=True, slots=True)
 class Verdict:
-    """What EVAL found: the reward, and the full answer of the verifier."""
+    """What EVAL found: the reward (``None`` if there was nothing to score), and the full answer of the verifier."""
 
-    reward: float
+    reward: float | None
     result: dict[str, Any]
 
 
@@ -153,6 +156,7 @@ class Job:
         session: what INIT acquired, until it is released.
         trajectory: what RUN produced; a handler sets it early and fills it as it goes, so that a rollout that is cut
             short keeps what was sampled.
+        held: its caller holds a connection for it and takes its result away; nobody else joins it.
     """
 
     id: str
@@ -164,6 +168,7 @@ class Job:
     priority: int = 0
     budgets: Budgets = field(default_factory=Budgets)
     max_attempts: int = 3
+    held: bool = False
     state: JobState = JobState.QUEUED
     times: dict[Stage, StageTime] = field(default_factory=lambda: {stage: StageTime() for stage in Stage})
     failures: list[Failure] = field(default_factory=list)

@@ -103,6 +103,8 @@ class Pipeline:
             QueueFull, JobConflict, Draining, CallerError: the request names a handler that is not installed.
         """
         if request.id is not None and (known := self.store.get(request.id)) is not None:
+            if known.held or request.held:
+                raise JobConflict(f"job {request.id!r} belongs to another caller; choose another id", field="id")
             if known.row != request.row:
                 raise JobConflict(f"job {request.id!r} exists with another row; choose another id", field="id")
             return known
@@ -120,6 +122,7 @@ class Pipeline:
             priority=request.priority,
             budgets=request.budgets or self.settings.budgets,
             max_attempts=request.max_attempts or self.settings.max_attempts,
+            held=request.held,
         )
         self.store.add(job, job.submitted_at)
         self._controls[job.id] = _Control(since=self._clock())

@@ -64,7 +64,10 @@ class PipelineSettings:
 
 @dataclass(frozen=True, slots=True)
 class JobRequest:
-    """What a caller may say about a job; everything but the row has a default."""
+    """What a caller may say about a job; everything but the row has a default.
+
+    ``held``: the caller holds a connection for the job and takes its result away, so nobody else joins it.
+    """
 
     row: dict[str, Any]
     id: str | None = None
@@ -74,3 +77,4 @@ class JobRequest:
     priority: int = 0
     budgets: Budgets | None = None
     max_attempts: int | None = None
+    held: bool = False

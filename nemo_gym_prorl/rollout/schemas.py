@@ -6,33 +6,29 @@ from __future__ import annotations
 from dataclasses import asdict
 from typing import Annotated, Any, Self
 
-from pydantic import BaseModel, ConfigDict, Field, model_validator
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field, model_validator
 
 from nemo_gym_prorl.failures import FailureKind, Origin, Stage
 from nemo_gym_prorl.rollout.job import Budgets, Job, JobState
 from nemo_gym_prorl.rollout.pipeline import Pipeline
 from nemo_gym_prorl.rollout.request import JobRequest
+from nemo_gym_prorl.rollout.rows import Row
 from nemo_gym_prorl.rollout.store import Transition
 
 
-Identifier = Annotated[str, Field(min_length=1, max_length=200, pattern=r"^[\w.:@+-]+$")]
+def _identifier(value: str) -> str:
+    if not value.isprintable():
+        raise ValueError("must be printable text")
+    if value in (".", ".."):
+        raise ValueError("must not be a step in a path")
+    return value
+
+
+Identifier = Annotated[
+    str, Field(min_length=1, max_length=200, pattern=r"^[^/?#\x00-\x1f\x7f]+$"), AfterValidator(_identifier)
+]
+"""Printable text that can stand in a path, percent-encoded: people name rollouts in their own words."""
 Seconds = Annotated[float, Field(gt=0, le=7 * 24 * 3600, allow_inf_nan=False)]
-
-
-class CreateParams(BaseModel):
-    """The part of a row that the service itself needs; the rest of it belongs to model and environment."""
-
-    model_config = ConfigDict(extra="allow")
-
-    input: str | list[dict[str, Any]] = Field(description="Responses API input: a prompt, or a list of items.")
-
-
-class Row(BaseModel):
-    """A Gym dataset row. Every field is passed on to the environment unchanged."""
-
-    model_config = ConfigDict(extra="allow")
-
-    responses_create_params: CreateParams
 
 
 class BudgetsModel(BaseModel):
@@ -165,6 +161,28 @@ class CancelAnswer(BaseModel):
 
     rollouts: list[JobView]
     unknown: list[str]
+
+
+class DrainRequest(BaseModel):
+    """How long to wait for what still runs."""
+
+    model_config = ConfigDict(extra="forbid")
+
+    timeout_s: float = Field(
+        default=0.0, ge=0, le=60, description="Seconds until the answer, at most; ask again to wait on."
+    )
+
+
+class DrainAnswer(BaseModel):
+    """Whether new rollouts are taken, and how many have no outcome yet."""
+
+    draining: bool
+    live: int
+
+    @classmethod
+    def of(cls, pipeline: Pipeline) -> Self:
+        """The state of a pipeline now."""
+        return cls(draining=pipeline.draining, live=len(pipeline.store.live()))
 
 
 class PoolView(BaseModel):
