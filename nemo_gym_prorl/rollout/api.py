@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator
+from itertools import islice
 from typing import Annotated
 
 from fastapi import APIRouter, Query, Request, Response
@@ -74,6 +75,7 @@ def rollout_router(pipeline: Pipeline, metrics: PipelineMetrics) -> APIRouter:
         state: JobState | None = None,
         group: str | None = None,
         after: Annotated[int | None, Query(ge=0, description="Follow the log of terminal outcomes.")] = None,
+        page: Annotated[int, Query(alias="from", ge=0, description="`next` of the page before.")] = 0,
         limit: Annotated[int, Query(ge=1, le=1000)] = 100,
         wait: Wait = 0.0,
         results: Annotated[bool, Query(description="Include each rollout's result.")] = False,
@@ -82,12 +84,10 @@ def rollout_router(pipeline: Pipeline, metrics: PipelineMetrics) -> APIRouter:
         store = pipeline.store
         if after is None:
             cursor = store.cursor
-            found: list[Job] = []
-            for job in store.find(state=state, group=group):
-                if len(found) == limit:
-                    break
-                found.append(job)
-            return Listing(rollouts=[JobView.of(job, with_result=results) for job in found], cursor=cursor)
+            found = [*islice(store.find(state=state, group=group, after=page), limit + 1)]
+            more = found[limit - 1].number if len(found) > limit else None
+            views = [JobView.of(job, with_result=results) for job in found[:limit]]
+            return Listing(rollouts=views, cursor=cursor, next=more)
         if wait:
             await store.wait_for_end(after, wait)
         ended, cursor = store.ended_after(after, limit)

@@ -99,9 +99,12 @@ class RolloutClient:
             pass
         return job
 
-    async def list(self, *, state: str | None = None, group: str | None = None, limit: int = 100) -> Listing:
-        """Rollouts, oldest first."""
-        query = {"state": state, "group": group, "limit": limit}
+    async def list(
+        self, *, state: str | None = None, group: str | None = None, limit: int = 100, page: int | None = None
+    ) -> Listing:
+        """Rollouts, oldest first: the first ``limit`` (at most 1,000), or those from ``page``, ``next`` of the page
+        before."""
+        query = {"state": state, "group": group, "limit": limit, "from": page}
         return Listing.model_validate(await self._call("GET", "/v1/rollouts", query=query))
 
     async def ended(

@@ -156,6 +156,7 @@ class Job:
         session: what INIT acquired, until it is released.
         trajectory: what RUN produced; a handler sets it early and fills it as it goes, so that a rollout that is cut
             short keeps what was sampled.
+        number: its place in the order of submission; given by the store.
         held: its caller holds a connection for it and takes its result away; nobody else joins it.
     """
 
@@ -169,6 +170,7 @@ class Job:
     budgets: Budgets = field(default_factory=Budgets)
     max_attempts: int = 3
     held: bool = False
+    number: int = 0
     state: JobState = JobState.QUEUED
     times: dict[Stage, StageTime] = field(default_factory=lambda: {stage: StageTime() for stage in Stage})
     failures: list[Failure] = field(default_factory=list)

@@ -139,6 +139,7 @@ class Listing(BaseModel):
 
     rollouts: list[JobView]
     cursor: int = Field(description="Pass as `after` to get the terminal outcomes that come behind these.")
+    next: int | None = Field(default=None, description="Pass as `from` for the next page; null on the last one.")
 
 
 class CancelRequest(BaseModel):

@@ -58,6 +58,7 @@ class JobStore:
         self._expired_before = 0
         self._events: deque[Transition] = deque(maxlen=EVENT_HISTORY)
         self._seq = 0
+        self._submitted = 0
         self._wake: asyncio.Event = asyncio.Event()
 
     def __len__(self) -> int:
@@ -65,6 +66,8 @@ class JobStore:
 
     def add(self, job: Job, at: float) -> None:
         """Remember a new job."""
+        self._submitted += 1
+        job.number = self._submitted
         self._jobs[job.id] = job
         if job.group is not None:
             self._groups.setdefault(job.group, set()).add(job.id)
@@ -82,10 +85,10 @@ class JobStore:
         """Jobs without an outcome."""
         return [job for job in self._jobs.values() if not job.state.terminal]
 
-    def find(self, *, state: JobState | None, group: str | None) -> Iterator[Job]:
-        """Remembered jobs that fit, oldest first."""
+    def find(self, *, state: JobState | None, group: str | None, after: int = 0) -> Iterator[Job]:
+        """Remembered jobs that fit and whose ``number`` lies behind ``after``, oldest first."""
         for job in self._jobs.values():
-            if (state is None or job.state is state) and (group is None or job.group == group):
+            if job.number > after and (state is None or job.state is state) and (group is None or job.group == group):
                 yield job
 
     def record(self, job: Job, at: float) -> None:

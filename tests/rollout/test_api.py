@@ -7,6 +7,7 @@ from contextlib import asynccontextmanager
 from dataclasses import asdict
 from datetime import UTC, datetime
 from email.utils import format_datetime
+from pathlib import Path
 from typing import Any
 
 import aiohttp
@@ -14,14 +15,14 @@ import pytest
 from fastapi import FastAPI, Response
 
 from nemo_gym_prorl.access import KeyGuard, authorization
-from nemo_gym_prorl.failures import Stage
+from nemo_gym_prorl.failures import CallerError, Stage
 from nemo_gym_prorl.problems import add_problem_handlers
 from nemo_gym_prorl.rollout.api import rollout_router
 from nemo_gym_prorl.rollout.client import ApiError, RolloutClient
 from nemo_gym_prorl.rollout.job import Budgets, JobState
 from nemo_gym_prorl.rollout.metrics import PipelineMetrics
 from nemo_gym_prorl.rollout.pipeline import Pipeline
-from nemo_gym_prorl.rollout.request import PipelineSettings
+from nemo_gym_prorl.rollout.request import JobRequest, PipelineSettings
 from nemo_gym_prorl.rollout.stages import PoolSizes
 from tests.rollout.handlers import Act, Bench
 from tests.rollout.serving import serve
@@ -298,6 +299,45 @@ async def test_listing_by_state_and_group() -> None:
         assert [job.id for job in (await client.list(group="g")).rollouts] == ["a", "b"]
         assert [job.id for job in (await client.list(state="succeeded")).rollouts] == ["a", "c"]
         assert [job.id for job in (await client.list(limit=1)).rollouts] == ["a"]
+
+
+async def test_a_listing_of_thousands_can_be_read_page_by_page() -> None:
+    settings = PipelineSettings(stages=PoolSizes(init=1, ready=0, run=1, eval=1), retry_delay_s=0.01)
+    async with service(settings) as (client, pipeline, _):
+        total = 2_300
+        for number in range(total):
+            pipeline.submit(JobRequest(row(init=[Act("ok", FOREVER)]), id=f"r{number}", group=f"g{number % 2}"))
+        pages = [await client.list(limit=1000)]
+        await client.cancel([f"r{number}" for number in range(0, 1000, 7)])
+        pipeline.submit(JobRequest(row(), id="late", group="g0"))
+        while pages[-1].next is not None:
+            pages.append(await client.list(limit=1000, page=pages[-1].next))
+        assert [len(page.rollouts) for page in pages] == [1000, 1000, total + 1 - 2000]
+        assert [job.id for page in pages for job in page.rollouts] == [f"r{number}" for number in range(total)] + [
+            "late"
+        ]
+        odd = [await client.list(group="g1", limit=1000)]
+        odd.append(await client.list(group="g1", limit=1000, page=odd[0].next))
+        assert [len(page.rollouts) for page in odd] == [1000, total // 2 - 1000]
+        assert odd[1].next is None
+        assert (await client.list(group="g1", limit=total // 2 - 1000, page=odd[0].next)).next is None
+
+
+async def test_the_document_names_every_route_and_every_problem() -> None:
+    text = (Path(__file__).parents[2] / "docs" / "api.md").read_text()
+    async with (
+        service() as (client, _, _),
+        aiohttp.ClientSession() as http,
+        http.get(f"{client.url}/openapi.json") as response,
+    ):
+        paths = (await response.json())["paths"]
+    for path in paths:
+        assert path.replace("rollout_id", "id") in text, path
+    refusals: list[type[CallerError]] = [CallerError]
+    for kind in refusals:
+        refusals += kind.__subclasses__()
+        if kind.__module__.startswith("nemo_gym_prorl.rollout"):
+            assert f"| {kind.http_status} | `{kind.problem}` |" in text, kind
 
 
 async def test_events_tell_every_transition_in_order_and_can_be_resumed() -> None:
