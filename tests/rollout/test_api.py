@@ -35,7 +35,7 @@ SETTINGS = PipelineSettings(
     cancel_grace_s=0.1,
     retry_delay_s=0.01,
     max_queued=3,
-    retain=50,
+    retain_bytes=2**20,
 )
 FOREVER = 3600.0
 
@@ -115,7 +115,7 @@ async def test_a_fault_in_a_stage_ends_in_one_typed_outcome(stage: str, how: str
         assert pipeline.abandoned == ((2 if retried else 1) if how == "deaf hang" else 0)
         for neighbour in neighbours:
             assert (await client.wait(neighbour.id)).state is JobState.SUCCEEDED
-        log = await client.ended(0)
+        log = await client.ended("0")
         assert sorted(job.id for job in log.rollouts) == sorted(["bad", *(job.id for job in neighbours)])
 
 
@@ -266,7 +266,7 @@ async def test_the_log_of_outcomes_can_be_followed_and_says_when_it_is_cut() -> 
         for number in range(4):
             await client.submit(row(), id=f"r{number}", group="even" if number % 2 == 0 else "odd")
             await client.wait(f"r{number}")
-        first = await client.ended(0, limit=3)
+        first = await client.ended("0", limit=3)
         assert [job.id for job in first.rollouts] == ["r0", "r1", "r2"]
         rest = await client.ended(first.cursor)
         assert [job.id for job in rest.rollouts] == ["r3"]
@@ -280,7 +280,7 @@ async def test_the_log_of_outcomes_can_be_followed_and_says_when_it_is_cut() -> 
             await client.submit(row(), id=f"r{number}")
             await client.wait(f"r{number}")
         with pytest.raises(ApiError) as refused:
-            await client.ended(0)
+            await client.ended("0")
         assert refused.value.problem.status == 410
         with pytest.raises(ApiError) as refused:
             await client.ended(10_000)
@@ -345,7 +345,7 @@ async def test_events_tell_every_transition_in_order_and_can_be_resumed() -> Non
         await client.submit(row(), id="a")
         await client.wait("a")
         seen = []
-        async for event in client.events(after=0):
+        async for event in client.events(after="0"):
             seen.append(event)
             if event.state.terminal:
                 break
