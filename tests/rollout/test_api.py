@@ -14,6 +14,7 @@ from fastapi import FastAPI
 from nemo_gym_prorl.failures import Stage
 from nemo_gym_prorl.rollout.api import rollout_router
 from nemo_gym_prorl.rollout.client import ApiError, RolloutClient
+from nemo_gym_prorl.rollout.cursors import CursorExpired
 from nemo_gym_prorl.rollout.job import Budgets, JobState
 from nemo_gym_prorl.rollout.metrics import PipelineMetrics
 from nemo_gym_prorl.rollout.pipeline import Pipeline
@@ -250,7 +251,7 @@ async def test_a_malformed_submission_names_the_field(body: dict[str, Any], fiel
 
 
 async def test_the_log_of_outcomes_can_be_followed_and_says_when_it_is_cut() -> None:
-    settings = PipelineSettings(stages=PoolSizes(1, 0, 1, 1), retain=5)
+    settings = PipelineSettings(stages=PoolSizes(1, 0, 1, 1), retain_bytes=22_000)
     async with service(settings) as (client, _, _):
         for number in range(4):
             await client.submit(row(), id=f"r{number}", group="even" if number % 2 == 0 else "odd")
@@ -272,10 +273,16 @@ async def test_the_log_of_outcomes_can_be_followed_and_says_when_it_is_cut() -> 
             await client.ended("0")
         assert refused.value.problem.status == 410
         with pytest.raises(ApiError) as refused:
-            await client.ended(10_000)
+            await client.ended(news.cursor.split("-")[0] + "-10000")
         assert refused.value.problem.status == 422
-        with pytest.raises(ApiError):
-            await client.get("r0")
+        with pytest.raises(ApiError) as refused:
+            await client.ended("0123456789ab-1", wait=20)
+        assert refused.value.problem.status == 410
+        for forgotten in (client.get("r0"), client.submit(row(), id="r0")):
+            with pytest.raises(ApiError) as refused:
+                await forgotten
+            assert refused.value.problem.status == 410
+            assert refused.value.problem.type.endswith("rollout-forgotten")
 
 
 async def test_listing_by_state_and_group() -> None:
@@ -303,9 +310,31 @@ async def test_events_tell_every_transition_in_order_and_can_be_resumed() -> Non
         assert [event.state.value for event in seen] == expected
         assert [event.seq for event in seen] == list(range(1, 7))
         assert seen[-1].reward == 1.0
-        async for event in client.events(after=5):
+        async for event in client.events(after=seen[-2].cursor):
             assert event.seq == 6
             break
+        for wrong, status in [(seen[-1].cursor.replace("-6", "-7"), 422), ("0123456789ab-1", 410), ("x", 422)]:
+            with pytest.raises(ApiError) as refused:
+                await anext(client.events(after=wrong))
+            assert refused.value.problem.status == status
+
+
+async def test_a_listener_that_fell_behind_is_told_and_not_left_with_a_gap(monkeypatch: pytest.MonkeyPatch) -> None:
+    async with service() as (client, pipeline, _):
+        await client.submit(row(), id="a")
+        await client.wait("a")
+        events = client.events(after="0")
+        assert (await anext(events)).seq == 1
+
+        def too_slow(self: object) -> list[object]:
+            raise CursorExpired("too slow")
+
+        monkeypatch.setattr(type(pipeline.store), "_newer_than", too_slow)
+        await client.submit(row(), id="b")
+        with pytest.raises(ApiError) as told:
+            while True:
+                await anext(events)
+        assert told.value.problem.type.endswith("cursor-expired")
 
 
 async def test_status_health_and_metrics() -> None:
