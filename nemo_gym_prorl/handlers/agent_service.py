@@ -311,7 +311,7 @@ def _refused_row(row: dict[str, Any], failure: Failure) -> bytes:
 def _in_row(error: CallerError) -> CallerError:
     """An id that is taken was named in the row."""
     if isinstance(error, JobConflict):
-        return JobConflict(error.reason.partition(": ")[2] or error.reason, field=f"{WISHES}.id")
+        return JobConflict(error.complaint, field=f"{WISHES}.id")
     return error
 
 
