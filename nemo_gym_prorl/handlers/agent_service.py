@@ -259,6 +259,8 @@ class ModelBackends:
                 "no-backend-pool",
                 f"model server {self._model.name!r} has a fixed list of backends; use prorl_model to change them",
             )
+        if answer.status in (403, 422):  # its own key would be 401
+            raise CallerError(f"{self._model.name} refuses it: {answer.text(2000)}", field="address")
         if not answer.ok:
             raise ProblemError(502, "model-server-refused", f"{self._model.name}: {answer.text(2000)}")
 
