@@ -2,11 +2,11 @@
 """Memory under a long run: 20,000 rollouts of 20 turns through one service and one ``prorl_model``.
 
 The rollout service and the model server run in a process of their own each, as in a deployment; the engine behind them
-speaks vLLM's ``/v1/completions`` and answers at once, as does the environment, so that what is left is ours. A follower
-reads every result, as a trainer does. Memory must stand still once everything that is bounded is full: after the
-first tenth of the rollouts.
+speaks vLLM's ``/v1/completions`` and answers at once, as does the environment, so that what is left is ours. A
+follower reads every result, as a trainer does. Memory must stand still once everything that is bounded is full: after
+the first tenth of the rollouts.
 
-Run with ``python -m benchmarks.soak [--quick]``; quick takes 600 rollouts of 3 turns, and a bound a tenth as large.
+Run with ``python -m benchmarks.soak [--quick]``; quick takes 300 rollouts of 3 turns, and a bound a tenth as large.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ from nemo_gym_prorl.rollout.client import RolloutClient
 
 
 ROLLOUTS, TURNS = 20_000, 20
-QUICK_ROLLOUTS, QUICK_TURNS = 600, 3
+QUICK_ROLLOUTS, QUICK_TURNS = 300, 3
 IN_FLIGHT = 64
 RETAIN_BYTES, QUICK_RETAIN_BYTES = 64 * 2**20, 2**20
 """What the service may keep of finished rollouts: small, so that it is full long before the first measurement."""
