@@ -84,8 +84,13 @@ class ServiceConfig(BaseModel):
     """Tries of a rollout whose infrastructure failed."""
     max_queued: Positive = 10_000
     """Rollouts that may wait before the job API answers 429."""
-    retain: Positive = 2_000
-    """Finished rollouts that the job API remembers."""
+    retain_bytes: Positive = 2**30
+    """What finished rollouts may keep. Those that were read are forgotten first; when others fill it, the job API
+    answers 429."""
+    keep_unread_s: Seconds = 3600.0
+    """How long a result that nobody has read is kept, whatever the bound."""
+    unreachable_s: Seconds = 900.0
+    """How long a server that cannot be reached may hold a rollout up before it fails."""
     max_turns: Positive | None = None
     """Policy turns of one rollout."""
     max_tokens: Positive | None = None
@@ -108,7 +113,9 @@ class ServiceConfig(BaseModel):
             cancel_grace_s=self.cancel_grace_s,
             max_attempts=self.max_attempts,
             max_queued=self.max_queued,
-            retain=self.retain,
+            retain_bytes=self.retain_bytes,
+            keep_unread_s=self.keep_unread_s,
+            unreachable_s=self.unreachable_s,
         )
 
 
@@ -252,6 +259,8 @@ class ModelBackends:
                 "no-backend-pool",
                 f"model server {self._model.name!r} has a fixed list of backends; use prorl_model to change them",
             )
+        if answer.status in (403, 422):  # its own key would be 401
+            raise CallerError(f"{self._model.name} refuses it: {answer.text(2000)}", field="address")
         if not answer.ok:
             raise ProblemError(502, "model-server-refused", f"{self._model.name}: {answer.text(2000)}")
 
@@ -272,10 +281,12 @@ def gym_row(job: Job) -> bytes:
         },
         "failed_attempts": [failure.kind.value for failure in job.failures],
     }
-    result = job.outcome.result
-    if job.outcome.failure is not None and "response" not in result:  # its handler has no idea of Gym's rows
-        result = failure_row(job.row, empty_response(job.row["responses_create_params"]), job.outcome.failure)
-    return orjson.dumps({**result, WISHES: about})
+    failure = job.outcome.failure
+    if failure is not None and "response" not in job.outcome.result:  # its handler has no idea of Gym's rows
+        row = job.row
+        result = failure_row(row, empty_response(row["responses_create_params"]), failure)
+        return orjson.dumps({**result, WISHES: about})
+    return job.outcome.body_with(WISHES, about)
 
 
 def _answer(job: Job, *, collector: bool) -> bytes:

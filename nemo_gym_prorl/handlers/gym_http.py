@@ -41,6 +41,7 @@ back leaves no trace in Gym's files, so an environment that could say so could m
 ROWS_FAULT = frozenset({400, 413, 415, 422})
 """Statuses that blame what was asked. Every other 4xx (a wrong key, route or model name, a restarted server) is for
 whoever runs the deployment to mend, and the row is as good as before."""
+_PROBE_TIMEOUT = aiohttp.ClientTimeout(total=3.0)
 
 _NO_HEADERS: Mapping[str, str] = MappingProxyType({})
 _VISIBLE = "".join(chr(code) for code in range(0x21, 0x7F) if chr(code) != "%")
@@ -127,6 +128,14 @@ class GymServer:
         """:meth:`call` with POST."""
         return await self.call("POST", path, body, jar)
 
+    async def answers(self) -> bool:
+        """It answers a call now, with whatever status, within a few seconds."""
+        try:
+            async with self._http.session.get(self.url + "/", timeout=_PROBE_TIMEOUT):
+                return True
+        except (aiohttp.ClientError, TimeoutError):
+            return False
+
     async def call(
         self, method: str, path: str, body: Any, jar: CookieJar, extra_headers: Mapping[str, str] = _NO_HEADERS
     ) -> Answer:
@@ -152,12 +161,15 @@ class GymServer:
                 content = await response.read()
         except (aiohttp.ClientConnectorError, aiohttp.ConnectionTimeoutError) as error:
             raise InfrastructureError(
-                f"{self.name} at {self.url} cannot be reached: {error}", kind=FailureKind.TRANSPORT_UNREACHABLE
+                f"{self.name} at {self.url} cannot be reached: {error}",
+                kind=FailureKind.TRANSPORT_UNREACHABLE,
+                server=self.name,
             ) from error
         except aiohttp.ClientError as error:
             raise InfrastructureError(
                 f"{self.name} dropped the connection during {path}: {type(error).__name__}: {error}",
                 kind=FailureKind.TRANSPORT_PEER_DROP,
+                server=self.name,
             ) from error
         jar.update(response)
         answer = Answer(response.status, content, response.headers)

@@ -67,6 +67,7 @@ class CallerWatch:
         self._pipeline = pipeline
         self._grace_s = grace_s
         self._by_key: dict[bytes, _Call] = {}
+        self._settling: set[asyncio.Task[None]] = set()
 
     async def run(
         self,
@@ -116,9 +117,9 @@ class CallerWatch:
                 call.farewell = None
             return call
         wanted = replace(wanted, held=True)
-        if wanted.id is not None and (known := self._pipeline.store.get(wanted.id)) is not None and known.held:
-            # It was delivered, or its callers are gone and it is about to end. The same row again is a new rollout,
-            # under new weights; while the id is not free, under an id of its own.
+        known = None if wanted.id is None else self._pipeline.store.get(wanted.id)
+        if known is not None and known.held and not known.delivered:
+            # Its callers are gone and it is about to end. This is a new rollout, for now under an id of its own.
             wanted = replace(wanted, id=None)
         call = _Call(self._pipeline.submit(wanted, bounded=False), wanted.row, key)
         if key is not None:
@@ -135,9 +136,7 @@ class CallerWatch:
                 call.answer = render(job)
             except Exception as error:  # raised below, for each caller; whoever asks again gets a new rollout
                 call.answer = error
-            else:
-                # Nobody asks for these again, and token arrays are large.
-                job.row, job.outcome = {}, replace(job.outcome, result={})
+            self._pipeline.store.deliver(job)  # nobody asks for it again, and token arrays are large
         if isinstance(call.answer, Exception):
             raise call.answer
         return call.answer
@@ -145,6 +144,14 @@ class CallerWatch:
     def _give_up(self, call: _Call) -> None:
         self._forget(call)
         self._pipeline.request_cancel(call.job, JobCancelled("the caller is gone"))
+        settling = asyncio.ensure_future(self._settle(call.job))
+        self._settling.add(settling)
+        settling.add_done_callback(self._settling.discard)
+
+    async def _settle(self, job: Job) -> None:
+        """When a job that nobody waits for has ended, its memory and its id are free."""
+        await self._pipeline.wait(job)
+        self._pipeline.store.deliver(job)
 
     def _forget(self, call: _Call) -> None:
         if call.key is not None and self._by_key.get(call.key) is call:

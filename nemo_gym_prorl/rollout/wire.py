@@ -109,7 +109,7 @@ def wire_router(pipeline: Pipeline, callers: CallerWatch, backends: BackendContr
         await asyncio.gather(*(pipeline.cancel(job, "the server was stopped") for job in list(jobs.values())))
         return {"status": "stopped"}
 
-    @router.post("/process", responses=problem_responses(409, 422, 503))
+    @router.post("/process", responses=problem_responses(409, 410, 422, 503))
     async def process(body: ProcessRequest, request: Request) -> Response:
         """Run one rollout and answer with its messages, tokens and verdict.
 
@@ -192,7 +192,8 @@ def to_result(job: Job, job_id: str) -> dict[str, Any]:
     outcome = job.outcome
     assert outcome is not None, "only a job with its outcome has a result"
     failure = outcome.failure
-    response = outcome.result.get("response") or {}
+    result = outcome.result
+    response = result.get("response") or {}
     critical = None
     if failure is not None:
         if job.state is JobState.TIMED_OUT:
@@ -201,13 +202,15 @@ def to_result(job: Job, job_id: str) -> dict[str, Any]:
             critical = "cancelled"
         else:
             critical = failure.stage.value
+    row = job.row
+    params = row["responses_create_params"]
     worked = {stage: time.worked_s for stage, time in job.times.items()}
     waited = sum(time.waited_s for time in job.times.values())
     return {
         "job_id": job_id,
-        "instance_id": job.row.get("instance_id"),
-        "trajectory_id": job.row.get("trajectory_id"),
-        "git_patch": outcome.result.get("git_patch"),
+        "instance_id": row.get("instance_id"),
+        "trajectory_id": row.get("trajectory_id"),
+        "git_patch": result.get("git_patch"),
         "success": failure is None,
         "resolved": outcome.reward is not None and outcome.reward > 0,
         "reward": outcome.reward,
@@ -216,8 +219,8 @@ def to_result(job: Job, job_id: str) -> dict[str, Any]:
         "error": failure.reason if failure else None,
         "critical_error": critical,
         "filter": failure is not None,
-        "messages": to_messages(job.row["responses_create_params"]["input"], response.get("output") or []),
-        "tools": job.row["responses_create_params"].get("tools") or [],
+        "messages": to_messages(params["input"], response.get("output") or []),
+        "tools": params.get("tools") or [],
         "timing": {
             "init_time": worked[Stage.INIT],
             "run_time": worked[Stage.RUN],
