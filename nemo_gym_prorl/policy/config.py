@@ -74,25 +74,6 @@ class HostRefused(CallerError):
     problem = "backend-host-refused"
 
 
-def checked_url(url: str, field: str = "url") -> str:
-    """A backend's URL, put together from its parts, so that nobody reads another host in it.
-
-    Raises:
-        CallerError: it is none.
-    """
-    try:
-        parts = urlsplit(url)
-        port = parts.port
-    except ValueError as error:
-        raise CallerError(f"{url!r} is no URL: {error}", field=field) from error
-    host = parts.hostname or ""
-    plain = url.isascii() and url.isprintable() and not set(url) & set(" \\@?#")
-    if parts.scheme not in ("http", "https") or not host or not plain:
-        raise CallerError(f"{url!r} must be http(s)://host[:port][/path], and no more", field=field)
-    shown = f"[{host}]" if ":" in host else host
-    return f"{parts.scheme}://{shown}{f':{port}' if port else ''}{parts.path}"
-
-
 def check_host(url: str, config: PolicyConfig) -> None:
     """Refuse a backend on a host that is neither loopback, nor in ``base_url``, nor allowed.
 

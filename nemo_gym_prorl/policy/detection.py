@@ -13,6 +13,7 @@ from collections.abc import Callable
 
 import aiohttp
 
+from nemo_gym_prorl.policy.addresses import root_of
 from nemo_gym_prorl.policy.engine import (
     BackendErred,
     Conversation,
@@ -20,7 +21,6 @@ from nemo_gym_prorl.policy.engine import (
     Misconfigured,
     RequestRefused,
     Sampling,
-    root_of,
 )
 from nemo_gym_prorl.policy.engines import ENGINES
 

@@ -18,12 +18,12 @@ from collections.abc import Mapping, Sequence
 from contextlib import AbstractAsyncContextManager
 from dataclasses import dataclass, field
 from typing import Any, Protocol
-from urllib.parse import urlsplit
 
 import aiohttp
 import orjson
 
 from nemo_gym_prorl.failures import CallerError, FailureKind, InfrastructureError
+from nemo_gym_prorl.policy.addresses import bearer, origin_of, root_of
 from nemo_gym_prorl.policy.chat import Message
 from nemo_gym_prorl.policy.tokens import Generation
 
@@ -185,7 +185,12 @@ class HttpEngine:
             BackendFailed: the backend cannot, in one of the ways told apart above.
             RequestRefused: no backend would.
         """
-        generation = await self._generate(url, prompt, conversation, sampling)
+        try:
+            generation = await self._generate(url, prompt, conversation, sampling)
+        except (AttributeError, LookupError, TypeError, ValueError) as error:
+            raise Misconfigured(
+                f"{url} answered in no form of this protocol: {error!r}", field="policy_base_url"
+            ) from error
         self._accepted[url] = Sampling(max_tokens=1, temperature=sampling.temperature, top_p=sampling.top_p)
         return generation
 
@@ -199,7 +204,7 @@ class HttpEngine:
         sampling = self._accepted.get(url, Sampling(max_tokens=1, temperature=1.0, top_p=1.0))
         try:
             async with asyncio.timeout(_CONTROL_S):
-                await self._generate(url, (0,), Conversation([{"role": "user", "content": "hi"}]), sampling)
+                await self.generate(url, (0,), Conversation([{"role": "user", "content": "hi"}]), sampling)
         except (BackendFailed, RequestRefused, TimeoutError):
             return False
         return True
@@ -367,11 +372,6 @@ class HttpEngine:
         return sum(int(size) * int(count) for size, count in _CACHE_CONFIG.findall(metrics)) or None
 
 
-def bearer(key: str) -> dict[str, str]:
-    """The header that shows a backend its key; none for an empty one."""
-    return {"Authorization": f"Bearer {key}"} if key else {}
-
-
 def _no_answer(url: str, error: Exception) -> BackendFailed:
     if isinstance(error, TimeoutError):
         return BackendFailed(f"{url}: no connection in time", kind=FailureKind.TRANSPORT_TIMEOUT)
@@ -382,18 +382,6 @@ def _no_answer(url: str, error: Exception) -> BackendFailed:
 
 def _said(raw: bytes) -> str:
     return raw[:500].decode(errors="replace")
-
-
-def origin_of(url: str) -> str:
-    """Scheme, host and port of a URL: what a key belongs to."""
-    parts = urlsplit(url)
-    port = parts.port or (443 if parts.scheme == "https" else 80)
-    return f"{parts.scheme}://{parts.hostname}:{port}"
-
-
-def root_of(url: str) -> str:
-    """The URL of a server, whose routes begin with ``/v1`` or not."""
-    return url.rstrip("/").removesuffix("/v1")
 
 
 def metric(text: str, name: str) -> float | None:

@@ -14,6 +14,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
+from nemo_gym_prorl.policy.addresses import root_of
 from nemo_gym_prorl.policy.engine import (
     BackendFailed,
     Conversation,
@@ -22,7 +23,6 @@ from nemo_gym_prorl.policy.engine import (
     RequestRefused,
     Sampling,
     metric,
-    root_of,
 )
 from nemo_gym_prorl.policy.tokens import Finish, Generation
 

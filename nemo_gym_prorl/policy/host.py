@@ -19,12 +19,13 @@ from typing import Any
 import aiohttp
 
 from nemo_gym_prorl.failures import CallerError
+from nemo_gym_prorl.policy.addresses import bearer, checked_url, origin_of
 from nemo_gym_prorl.policy.backend import Backend, Decision
 from nemo_gym_prorl.policy.backends import BackendPool
 from nemo_gym_prorl.policy.chat import Renderer
-from nemo_gym_prorl.policy.config import PolicyConfig, check_host, checked_url
+from nemo_gym_prorl.policy.config import PolicyConfig, check_host
 from nemo_gym_prorl.policy.detection import detect, published, speaks
-from nemo_gym_prorl.policy.engine import BackendFailed, HttpEngine, Misconfigured, bearer, origin_of
+from nemo_gym_prorl.policy.engine import BackendFailed, HttpEngine, Misconfigured
 from nemo_gym_prorl.policy.engines import ENGINES
 from nemo_gym_prorl.policy.metrics import PolicyMetrics
 from nemo_gym_prorl.policy.parsers import FORMATS
@@ -189,7 +190,8 @@ class PolicyHost:
     async def _search(self) -> None:
         """Ask the backends what they are until that is known."""
         while self._service is None:
-            found = {b.url: await self._found(b.url) for b in list(self.pool.backends.values())}
+            urls = [backend.url for backend in self.pool.backends.values()]
+            found = dict(zip(urls, await asyncio.gather(*map(self._found, urls)), strict=True))
             protocols = {protocol for protocol in found.values() if protocol is not None}
             if len(protocols) > 1:
                 self._says(f"the backends are of different kinds: {found}")
@@ -257,6 +259,11 @@ class PolicyHost:
         )
 
     def _spawn(self, work: Coroutine[Any, Any, None]) -> None:
+        def over(task: asyncio.Task[None]) -> None:
+            self._work.discard(task)
+            if not task.cancelled() and (error := task.exception()) is not None:
+                _log.error("work in the background ended", exc_info=error)
+
         task = asyncio.ensure_future(work)
         self._work.add(task)
-        task.add_done_callback(self._work.discard)
+        task.add_done_callback(over)

@@ -14,6 +14,7 @@ after that is refused rather than read from its text.
 from __future__ import annotations
 
 import asyncio
+import logging
 import time
 import uuid
 from collections import OrderedDict
@@ -21,7 +22,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
-from nemo_gym_prorl.failures import CallerError, FailureKind
+from nemo_gym_prorl.failures import CallerError, FailureKind, RolloutError
 from nemo_gym_prorl.policy.backend import Backend
 from nemo_gym_prorl.policy.chat import Message, Renderer, text_of
 from nemo_gym_prorl.policy.engine import Conversation, Engine, Misconfigured, Sampling
@@ -31,6 +32,8 @@ from nemo_gym_prorl.policy.parsers import Parsed, parse, parsed_by_engine
 from nemo_gym_prorl.policy.placement import Placement, cancelling
 from nemo_gym_prorl.policy.tokens import Finish, Generation, TokenLedger, Turn
 
+
+_log = logging.getLogger(__name__)
 
 _FORGOTTEN = 100_000
 """How many forgotten rollouts are known by name."""
@@ -173,6 +176,9 @@ class PolicyService:
             if cancelling():
                 raise
             raise RolloutGone(f"{request.rollout!r} was deleted while this turn ran", field="rollout") from None
+        except RolloutError as error:
+            _log.warning("a turn of %s failed: %s: %s", request.rollout, type(error).__name__, error)
+            raise
         finally:
             rollout.turns.discard(turn)
 

@@ -133,6 +133,7 @@ WRONG = [
     (lambda _: completion(prompt_token_ids=[9]), Misconfigured, "other tokens than it was given"),
     (lambda _: {"choices": completion()["choices"] * 2}, RequestRefused, "n: .* 2 choices"),
     (lambda _: {"hello": "world"}, Misconfigured, "'choices'"),
+    (lambda _: {"choices": ["?"]}, Misconfigured, "in no form of this protocol"),
     (lambda _: Response("who are you?", status_code=401), Misconfigured, "policy_api_key: .* refused the key"),
     (lambda _: Response("where?", status_code=404), Misconfigured, "policy_model_name: .* does not serve"),
     (lambda _: Response(status_code=307, headers={"location": "/x"}), Misconfigured, "answered 307"),

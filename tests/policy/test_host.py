@@ -19,9 +19,10 @@ from tokenizers import Tokenizer as FastTokenizer
 from tokenizers.models import WordLevel
 
 from nemo_gym_prorl.failures import CallerError
+from nemo_gym_prorl.policy.addresses import checked_url
 from nemo_gym_prorl.policy.api import PolicyConfig, PolicyHost
 from nemo_gym_prorl.policy.backend import Health
-from nemo_gym_prorl.policy.config import HostRefused, checked_url
+from nemo_gym_prorl.policy.config import HostRefused
 from nemo_gym_prorl.policy.engine import BackendFailed, Misconfigured, RequestRefused, Sampling
 from nemo_gym_prorl.policy.engines import NemoRl, SglangGenerate, VllmChat, VllmCompletions
 from nemo_gym_prorl.policy.scripted import ScriptedConfig, serve

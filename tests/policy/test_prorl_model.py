@@ -18,6 +18,8 @@ from tokenizers import Tokenizer as FastTokenizer
 from tokenizers.models import WordLevel
 
 from nemo_gym_prorl.failures import CallerError
+from nemo_gym_prorl.handlers.conversation import Conversation
+from nemo_gym_prorl.handlers.gym_http import GymServer, HttpClient
 from nemo_gym_prorl.policy.scripted import ScriptedConfig
 from nemo_gym_prorl.policy.scripted import serve as scripted
 from responses_api_models.prorl_model.app import ProrlModel, ProrlModelConfig
@@ -208,6 +210,25 @@ async def test_deferral_is_echoed_exactly_when_the_ids_are_left_out(
                     assert sum((await response.json())["sequences"][0]["mask"]) > 0
 
 
+async def test_what_our_agent_defers_is_in_its_finished_row(http: aiohttp.ClientSession) -> None:
+    client, config = HttpClient(), ScriptedConfig()
+    async with scripted(config) as engine:
+        model = server(engine, Path(), model=config.model, policy={})
+        async with serving(model.setup_webserver()) as url:
+            conversation = Conversation(GymServer("policy_model", url, client), "r", "g")
+            turns = [await conversation.turn({}, [{"role": "user", "content": text}]) for text in ("hi", "and?")]
+            await conversation.settle()
+            items = [item for turn in turns for item in turn["output"]]
+            async with http.get(f"{url}/v1/rollouts/r/tokens") as response:
+                assert response.status == 410, "it is over, so it is forgotten"
+    await client.close()
+    first, second = items
+    chain = first["prompt_token_ids"] + first["generation_token_ids"]
+    assert second["prompt_token_ids"][: len(chain)] == chain
+    for item in items:
+        assert len(item["generation_token_ids"]) == len(item["generation_log_probs"]) > 0
+
+
 def test_a_drop_in_takes_the_keys_of_gyms_own_and_refuses_what_would_split_a_rollout(model_folder: Path) -> None:
     keys = {"uses_interleaved_reasoning": True, "sequential_reasoning_allowed": True, "is_responses_native": False}
     assert server("http://127.0.0.1:1", model_folder, **keys).setup_webserver()
@@ -317,3 +338,42 @@ async def test_nonsense_is_answered_with_a_problem_document(
             assert problem["type"].startswith("urn:nemo-gym-prorl:problem:")
             assert problem["title"]
             assert problem["status"] == said.status
+
+
+async def test_with_a_key_every_route_needs_it(http: aiohttp.ClientSession) -> None:
+    async with scripted() as engine:
+        policy = {"control_token": "s3cret"}
+        model = server(engine, Path(), model=ScriptedConfig().model, host="0.0.0.0", policy=policy)
+        async with serving(model.setup_webserver()) as url:
+            asked = {"json": {"input": "hi"}, "headers": {"X-Rollout-Id": "r", "Authorization": "Bearer s3cret"}}
+            async with http.post(f"{url}/v1/responses", **asked) as response:
+                assert response.status == 200
+            routes = [("POST", RESPONSES), ("POST", CHAT), ("POST", MESSAGES), ("GET", "/metrics")]
+            routes += [
+                ("GET", "/v1/rollouts/r/tokens"),
+                ("DELETE", "/v1/rollouts/r"),
+                ("GET", "/v1/rollouts/r/waited"),
+            ]
+            routes += [("POST", "/v1/backends"), ("GET", "/v1/backends"), ("DELETE", "/v1/backends/backend0")]
+            for key in ({}, {"Authorization": "Bearer guess"}):
+                for method, path in routes:
+                    async with http.request(method, url + path, json={}, headers=key) as response:
+                        assert (response.status, response.content_type) == (401, "application/problem+json")
+
+
+def test_without_a_key_nobody_else_can_reach_it(model_folder: Path) -> None:
+    with pytest.raises(CallerError, match=r"policy\.control_token: the server would listen on 0\.0\.0\.0"):
+        server("http://127.0.0.1:1", model_folder, host="0.0.0.0").setup_webserver()
+
+
+async def test_backends_are_added_as_the_configuration_allows(http: aiohttp.ClientSession) -> None:
+    async with scripted() as engine:
+        model = server(engine, Path(), model=ScriptedConfig().model, policy={"backend_hosts": ["gpu*"]})
+        async with serving(model.setup_webserver()) as url:
+            bodies = [({"url": "http://gpu7:8000/v1", "api_key": "k"}, 201), ({"url": "http://evil:8000/v1"}, 403)]
+            for body, status in bodies:
+                said, problem = await post(http, f"{url}/v1/backends", body)
+                assert said == status
+                assert "api_key" not in problem
+            assert problem["type"] == "urn:nemo-gym-prorl:problem:backend-host-refused"
+            assert "policy.backend_hosts" in problem["detail"]
