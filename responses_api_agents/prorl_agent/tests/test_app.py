@@ -49,7 +49,7 @@ def test_the_original_wire_format_is_optional() -> None:
 
 
 def test_a_rollout_whose_environment_is_down_is_a_masked_row() -> None:
-    quick = {"max_attempts": 1}
+    quick = {"max_attempts": 1, "unreachable_s": 0.5}
     with TestClient(agent(**quick).setup_webserver()) as client:
         row = {"responses_create_params": {"input": "hi"}, "_ng_task_index": 0, "_ng_rollout_index": 0}
         answer = client.post("/run", json=row)
