@@ -20,7 +20,7 @@ import aiohttp
 import orjson
 
 from nemo_gym_prorl.failures import CallerError, FailureKind, InfrastructureError
-from nemo_gym_prorl.policy.chat import Message
+from nemo_gym_prorl.policy.messages import Message
 from nemo_gym_prorl.policy.tokens import Generation
 
 

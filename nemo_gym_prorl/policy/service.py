@@ -18,13 +18,15 @@ import uuid
 from collections import OrderedDict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from datetime import datetime
 from typing import Any, Literal
 
 from nemo_gym_prorl.failures import CallerError
 from nemo_gym_prorl.policy.backend import Backend
-from nemo_gym_prorl.policy.chat import Message, Renderer, text_of
+from nemo_gym_prorl.policy.chat import Renderer
 from nemo_gym_prorl.policy.engine import Conversation, Engine, RequestRefused, Sampling
 from nemo_gym_prorl.policy.history import History, Match, Point, digest
+from nemo_gym_prorl.policy.messages import Message, text_of
 from nemo_gym_prorl.policy.metrics import PolicyMetrics
 from nemo_gym_prorl.policy.parsers import Parsed, parse, parsed_by_engine
 from nemo_gym_prorl.policy.placement import Placement
@@ -93,8 +95,10 @@ class Counts:
     """What did not go straight in a rollout."""
 
     rewrites: int = 0
+    differences: int = 0
     ambiguous: int = 0
     retokenised: int = 0
+    neutralised: int = 0
 
 
 @dataclass(slots=True)
@@ -102,6 +106,7 @@ class _Rollout:
     history: History = field(default_factory=History)
     answers: dict[str, Point] = field(default_factory=dict)
     counts: Counts = field(default_factory=Counts)
+    began: datetime = field(default_factory=datetime.now)
     busy: int = 0
     used_at: float = 0.0
 
@@ -294,18 +299,27 @@ class PolicyService:
                 point.messages,
                 match.new,
                 request.tools,
-                last_sampled=turn.sampled[-1] if turn.sampled else None,
+                sampled=turn.sampled,
                 finish=turn.finish,
-                thoughts=point.thoughts,
+                now=rollout.began,
                 **request.template_variables,
             )
             rewrites = continuation.rewrites_history or list(point.tools) != list(request.tools)
             if rewrites:
                 self._rewritten(rollout)
+            if continuation.differs:
+                rollout.counts.differences += 1
+                self.metrics.differences.inc()
             if not rewrites or self.history == "keep":
+                self._neutralised(rollout, continuation.neutralised)
                 return turn.sequence() + continuation.ids, continuation.ids, turn
-        prompt = self.renderer.first(messages, request.tools, **request.template_variables)
-        return prompt, prompt, None
+        first = self.renderer.first(messages, request.tools, now=rollout.began, **request.template_variables)
+        self._neutralised(rollout, first.neutralised)
+        return first.ids, first.ids, None
+
+    def _neutralised(self, rollout: _Rollout, tokens: int) -> None:
+        rollout.counts.neutralised += tokens
+        self.metrics.neutralised.inc(tokens)
 
     def _retokenised(self, rollout: _Rollout, tokens: int) -> None:
         rollout.counts.retokenised += tokens
@@ -334,13 +348,14 @@ class PolicyService:
                 f"the engine sampled id {max(generation.ids)}, the tokenizer knows {tokenizer.size}: no match",
                 field="tokenizer",
             )
-        ids = list(generation.ids)
-        if generation.finish is Finish.STOP and ids and ids[-1] in tokenizer.special:
-            ids.pop()
+        text = self.renderer.said(
+            generation.ids, generation.finish, request.sampling.stop, **request.template_variables
+        )
         opened = self.thoughts and self.renderer.opens_thought(request.tools, "<think>", **request.template_variables)
         tool_format = self.tool_format if request.tools and request.may_call else "plain"
-        parsed = parse(tokenizer.decode(ids), tool_format, thoughts=self.thoughts, in_thought=opened)
-        return Parsed(parsed.thought, tokenizer.without_special(parsed.content), parsed.calls)
+        parsed = parse(text, tool_format, thoughts=self.thoughts, in_thought=opened)
+        thought = parsed.thought and tokenizer.without_special(parsed.thought)
+        return Parsed(thought, tokenizer.without_special(parsed.content), parsed.calls)
 
 
 def as_message(parsed: Parsed) -> dict[str, Any]:

@@ -162,7 +162,7 @@ async def test_the_rollouts_had_calls_broken_calls_thoughts_and_unicode(runs: li
     for run in runs:
         renderer = renderer_of(run)
         index = max(i for i, message in enumerate(run.messages) if message["role"] == "assistant")
-        naive = renderer.first(run.messages[:index], TOOLS)
+        naive = renderer.first(run.messages[:index], TOOLS).ids
         exact = run.answers[-1].turn.prompt()
         if naive != exact:
             corrupted[run.family.name] += 1
