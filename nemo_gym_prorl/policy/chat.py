@@ -19,7 +19,6 @@ import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import datetime
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -31,13 +30,14 @@ from tokenizers import Tokenizer as FastTokenizer
 from nemo_gym_prorl.failures import CallerError
 from nemo_gym_prorl.policy.literal import Spelled
 from nemo_gym_prorl.policy.messages import Message, Tools, for_template, is_malformed, tool_for_template
-from nemo_gym_prorl.policy.seam import Said, end_of_turn, find_seam, overlap
+from nemo_gym_prorl.policy.seam import Render, Said, end_of_turn, find_seam, overlap
 from nemo_gym_prorl.policy.tokens import Finish
 
 
 _TOKENIZER_FILES = ["tokenizer.json", "tokenizer_config.json", "chat_template.jinja", "special_tokens_map.json"]
 
 
+_REFUSALS = (jinja2.TemplateError, TypeError, ValueError, LookupError, AttributeError, ArithmeticError)
 _ANCHORS = ("\n", "a", " ")
 
 
@@ -161,7 +161,7 @@ class ChatTemplate:
         *,
         prompt: bool,
         now: datetime | None = None,
-        **variables: Any,
+        variables: Mapping[str, Any] | None = None,
     ) -> str:
         """The text of the messages; with ``prompt``, followed by the opening of an assistant turn.
 
@@ -176,17 +176,26 @@ class ChatTemplate:
         Raises:
             CallerError: the template refuses the messages.
         """
-        try:
-            return self._template.render(
-                messages=[for_template(message) for message in messages],
-                tools=[tool_for_template(tool) for tool in tools] or None,
-                add_generation_prompt=prompt,
-                strftime_now=(now or datetime.now()).strftime,
-                **self._variables,
-                **variables,
-            )
-        except (jinja2.TemplateError, TypeError, ValueError, LookupError, AttributeError, ArithmeticError) as error:
-            raise CallerError(f"the chat template refuses these messages: {error}", field="messages") from error
+        return self.writer(tools, now, variables)([for_template(message) for message in messages], prompt)
+
+    def writer(
+        self, tools: Tools = (), now: datetime | None = None, variables: Mapping[str, Any] | None = None
+    ) -> Render:
+        """The same for several renderings of messages that are in the template's form already."""
+        given = {
+            **self._variables,
+            **(variables or {}),
+            "tools": [tool_for_template(tool) for tool in tools] or None,
+            "strftime_now": (now or datetime.now()).strftime,
+        }
+
+        def write(messages: Sequence[Message], prompt: bool) -> str:
+            try:
+                return self._template.render({**given, "messages": messages, "add_generation_prompt": prompt})
+            except _REFUSALS as error:
+                raise CallerError(f"the chat template refuses these messages: {error}", field="messages") from error
+
+        return write
 
 
 @dataclass(frozen=True, slots=True)
@@ -244,11 +253,16 @@ class Renderer:
         return cls(Tokenizer(fast), ChatTemplate(template, **tokens))
 
     def first(
-        self, messages: Sequence[Message], tools: Tools = (), *, now: datetime | None = None, **variables: Any
+        self,
+        messages: Sequence[Message],
+        tools: Tools = (),
+        *,
+        now: datetime | None = None,
+        variables: Mapping[str, Any] | None = None,
     ) -> Continuation:
         """The prompt for a conversation that has no sampled turn yet, rendered in full."""
         spelled = self._spelled(messages, answered=False)
-        text = self.template.render(spelled.messages, tools, prompt=True, now=now, **variables)
+        text = self.template.writer(tools, now, variables)(spelled.messages, True)
         ids, neutralised = self.tokenizer.encode_observed(*spelled.reveal(text))
         return Continuation(ids, neutralised=neutralised)
 
@@ -261,7 +275,7 @@ class Renderer:
         sampled: Sequence[int],
         finish: Finish,
         now: datetime | None = None,
-        **variables: Any,
+        variables: Mapping[str, Any] | None = None,
     ) -> Continuation:
         """What follows a sampled turn.
 
@@ -282,12 +296,18 @@ class Renderer:
         end = self.tokenizer.special.get(sampled[-1], "") if sampled else ""
         said = Said(self.tokenizer.decode(sampled), end, finish is Finish.STOP, plain)
         past = [for_template(message) for message in history]
-        render = partial(self._rendered, tools, now, variables)
-        seam = find_seam(render, past, spelled.messages, said, self.tokenizer.special_pattern)
+        write = self.template.writer(tools, now, variables)
+        seam = find_seam(write, past, spelled.messages, said, self.tokenizer.special_pattern)
         ids, neutralised = self.tokenizer.encode_observed(*spelled.reveal(seam.text))
         return Continuation(ids, seam.rewrites, seam.differs, neutralised)
 
-    def said(self, sampled: Sequence[int], finish: Finish, stop: Sequence[str] = (), **variables: Any) -> str:
+    def said(
+        self,
+        sampled: Sequence[int],
+        finish: Finish,
+        stop: Sequence[str] = (),
+        variables: Mapping[str, Any] | None = None,
+    ) -> str:
         """The text of a sampled turn without what ended it: a token, a stop string, the template's own end."""
         ids = list(sampled)
         if finish is not Finish.STOP:
@@ -296,28 +316,17 @@ class Renderer:
             return self.tokenizer.decode(ids[:-1])
         text = self.tokenizer.decode(ids)
         cut = min((at for one in stop if one and (at := text.find(one)) >= 0), default=len(text))
-        render = partial(self._rendered, (), None, variables)
-        end = end_of_turn(render, self.tokenizer.special_pattern)
+        end = end_of_turn(self.template.writer(variables=variables), self.tokenizer.special_pattern)
         shared = overlap(text, end)
         return text[: min(cut, len(text) - shared if end[:shared].strip() else cut)]
-
-    def _rendered(
-        self,
-        tools: Tools,
-        now: datetime | None,
-        variables: Mapping[str, Any],
-        messages: Sequence[Message],
-        prompt: bool,
-    ) -> str:
-        return self.template.render(messages, tools, prompt=prompt, now=now, **variables)
 
     def _spelled(self, messages: Sequence[Message], *, answered: bool) -> Spelled:
         plain = [for_template(message) for message in messages]
         return Spelled(plain, self.tokenizer.special_pattern, self._controls, answered=answered)
 
-    def opens_thought(self, tools: Tools, marker: str, **variables: Any) -> bool:
+    def opens_thought(self, tools: Tools, marker: str, variables: Mapping[str, Any] | None = None) -> bool:
         """Whether the opening of an assistant turn already holds the marker that starts a thought."""
-        opening = self.template.render([{"role": "user", "content": "u"}], tools, prompt=True, **variables)
+        opening = self.template.render([{"role": "user", "content": "u"}], tools, prompt=True, variables=variables)
         return opening.rstrip().endswith(marker)
 
 

@@ -302,7 +302,7 @@ class PolicyService:
                 sampled=turn.sampled,
                 finish=turn.finish,
                 now=rollout.began,
-                **request.template_variables,
+                variables=request.template_variables,
             )
             rewrites = continuation.rewrites_history or list(point.tools) != list(request.tools)
             if rewrites:
@@ -313,7 +313,7 @@ class PolicyService:
             if not rewrites or self.history == "keep":
                 self._neutralised(rollout, continuation.neutralised)
                 return turn.sequence() + continuation.ids, continuation.ids, turn
-        first = self.renderer.first(messages, request.tools, now=rollout.began, **request.template_variables)
+        first = self.renderer.first(messages, request.tools, now=rollout.began, variables=request.template_variables)
         self._neutralised(rollout, first.neutralised)
         return first.ids, first.ids, None
 
@@ -349,9 +349,11 @@ class PolicyService:
                 field="tokenizer",
             )
         text = self.renderer.said(
-            generation.ids, generation.finish, request.sampling.stop, **request.template_variables
+            generation.ids, generation.finish, request.sampling.stop, variables=request.template_variables
         )
-        opened = self.thoughts and self.renderer.opens_thought(request.tools, "<think>", **request.template_variables)
+        opened = self.thoughts and self.renderer.opens_thought(
+            request.tools, "<think>", variables=request.template_variables
+        )
         tool_format = self.tool_format if request.tools and request.may_call else "plain"
         parsed = parse(text, tool_format, thoughts=self.thoughts, in_thought=opened)
         thought = parsed.thought and tokenizer.without_special(parsed.thought)
