@@ -101,11 +101,14 @@ def find_seam(render: Render, history: Conversation, new: Conversation, said: Sa
         if said.body.strip() and full.startswith(said.body, start):
             tail = full[start + len(said.body) :]
             ending = _shared(_after(render(history, False), full[: start + len(said.body)]), tail, special)
+            ending = ending or _end_before_others(render, history, new, full, tail, said, special)
             return Seam(_unsaid(tail, ending, said, special))
     tail, ending, rewrites = _by_stand_ins(render, history, new, before, full, said, special)
     rewrites = rewrites or not kept
     right = tail if rewrites else _corrected(tail, full, start, history[-1], said, special)
     ending = right.removesuffix(tail) + ending if right.endswith(tail) else ""
+    if not rewrites:
+        ending = ending or _end_before_others(render, history, new, full, right, said, special)
     return Seam(_unsaid(right, ending, said, special), rewrites, right != tail)
 
 
@@ -209,6 +212,32 @@ def _unsaid(tail: str, ending: str, said: Said, special: re.Pattern[str]) -> str
         ends = list(special.finditer(ending)) if said.stopped else []
         return tail[ends[-1].end() :] if ends else tail
     return tail[overlap(said.text, tail) :] if said.stopped else tail
+
+
+def _end_before_others(
+    render: Render,
+    history: Conversation,
+    new: Conversation,
+    full: str,
+    tail: str,
+    said: Said,
+    special: re.Pattern[str],
+) -> str:
+    """The end of turn of a template that writes none at the end of a conversation, if it is one special token: what
+    stands before a message of either role. Only asked for where the policy ended its turn by another token."""
+    if not said.stopped or not said.end or tail.startswith(said.end) or not special.match(tail.lstrip()):
+        return ""
+    other = {
+        "role": "tool" if new and new[0]["role"] == "user" else "user",
+        "tool_call_id": "sentinel0",
+        "content": "o",
+    }
+    try:
+        followed = _after(render([*history, other], True), full[: len(full) - len(tail)])
+    except CallerError:
+        return ""
+    first = special.search(_shared(followed, tail, special))
+    return tail[: first.end()] if first and not tail[: first.start()].strip() else ""
 
 
 def _shared(one: str, other: str, special: re.Pattern[str]) -> str:

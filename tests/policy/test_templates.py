@@ -135,6 +135,36 @@ def test_an_end_in_plain_text_is_neither_part_of_the_answer_nor_written_twice(en
     assert text == "a\n### End\n\n### user\nand?\n\n### Answer\n"
 
 
+@pytest.mark.parametrize(
+    ("name", "stop", "right"),
+    [
+        ("chatml", "</s>", "\n<|im_start|>user"),
+        ("numbered", "<|im_end|>", "\n[Round 2]"),
+        ("double", "</s>", "<|user|>"),
+        ("double", "<|end|>", "<|eot_id|><|user|>"),
+        ("double", "<|eot_id|>", "<|user|>"),
+        ("appended", "<|im_end|>", "\n<|user|>"),
+    ],
+)
+def test_a_turn_that_ended_otherwise_than_the_template_would_end_it_ends_once(
+    name: str, stop: str, right: str
+) -> None:
+    chat = renderer(source(name), stop)
+    for text in ("a", " a"):
+        sampled = chat.tokenizer.encode(text + stop)
+        more = chat.next([USER, SAID], [AND], sampled=sampled, finish=Finish.STOP).ids
+        assert chat.tokenizer.decode(more).startswith(right)
+
+
+def test_a_header_is_no_end_of_turn() -> None:
+    """Some templates end no turn at all; their models stop at the token that opens the next message."""
+    chat = renderer("{% for m in messages %}{{ '<|' + m.role + '|>' + m.content }}{% endfor %}", "<|user|><|tool|>")
+    sampled = chat.tokenizer.encode("a<|user|>")
+    result = {"role": "tool", "tool_call_id": "1", "content": "r"}
+    for new, right in ((AND, "and?"), (result, "<|tool|>r")):
+        assert chat.tokenizer.decode(chat.next([USER, SAID], [new], sampled=sampled, finish=Finish.STOP).ids) == right
+
+
 def test_a_stop_string_is_no_part_of_the_answer() -> None:
     chat = renderer(source("chatml"))
     ids = chat.tokenizer.encode("a\nUSER: b")
@@ -146,7 +176,7 @@ def test_a_stop_string_is_no_part_of_the_answer() -> None:
 def test_a_template_that_tells_the_time_tells_one_time_per_rollout() -> None:
     chat = renderer(source("dated"))
     sampled = chat.tokenizer.encode("a<|im_end|>")
-    assert chat.next([USER, SAID], [AND], sampled=sampled, finish=Finish.STOP).rewrites_history
+    assert not chat.next([USER, SAID], [AND], sampled=sampled, finish=Finish.STOP).rewrites_history
     now = datetime(2024, 2, 29, 23, 59, 59, 999999)
     assert "It is 2024-02-29 23:59:59.999999" in chat.tokenizer.decode(chat.first([USER], now=now).ids)
     assert not chat.next([USER, SAID], [AND], sampled=sampled, finish=Finish.STOP, now=now).rewrites_history

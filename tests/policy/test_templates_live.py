@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
 from typing import Any
@@ -45,7 +46,6 @@ REAL = {
         HERMES.replace("call>{", "call>\n{").replace("}<", "}\n<"),
         "",
     ),
-    "deepseek-ai-DeepSeek-R1-Distill-Qwen-32B": ("<｜end▁of▁sentence｜>", "plain", "", ""),
 }
 
 
@@ -108,6 +108,14 @@ class Agent:
         return self.call % (*number, what) + ("</tool_call>" if number else "")
 
 
+def ended(sampled: str, end: str) -> str:
+    """A sampled text with the template's end: this model ends its turns by any token that it knows to be one."""
+    found = re.search(r"(<[^<>]+>)$", sampled)
+    if found is None or found[0] in end or found[0] == "</tool_call>":
+        return sampled
+    return sampled.removesuffix(found[0]) + end.strip()
+
+
 @pytest.mark.parametrize("name", [*CASES, *REAL])
 async def test_every_prompt_is_what_vllm_would_make_of_the_conversation(
     name: str, engine: str, session: aiohttp.ClientSession, model_folder: Path
@@ -149,10 +157,7 @@ async def test_every_prompt_is_what_vllm_would_make_of_the_conversation(
         for past in answer.turn.path():
             ours += tokenizer.decode(list(past.observed), skip_special_tokens=False)
             if past is not answer.turn:
-                ours += tokenizer.decode(list(past.sampled), skip_special_tokens=False)
-        # This engine's only end of sequence is one that most templates do not write: it stands for theirs.
-        if not agent.stop:
-            ours = ours.replace("<|im_end|>", agent.end.strip())
+                ours += ended(tokenizer.decode(list(past.sampled), skip_special_tokens=False), agent.end)
         assert ours == theirs
     service = await host.service()
     assert service.ledger("r").branches == 1
@@ -185,4 +190,27 @@ async def test_a_tool_result_that_spells_the_end_of_a_turn_stays_text(
     theirs = await rendered_by_vllm(session, engine, file.read_text(), agent.messages[:-1])
     assert theirs.count(im_end) - answer.turn.prompt().count(im_end) == 2, "vLLM's own rendering ends turns there"
     assert b"prorl_policy_neutralised_tokens_total 3.0" in host.metrics.exposition()
+    await host.aclose()
+
+
+async def test_a_template_that_tells_the_time_tells_that_of_the_rollouts_beginning(
+    engine: str, model_folder: Path
+) -> None:
+    file = TEMPLATES / "dated.jinja"
+    host = PolicyHost(
+        PolicyConfig(base_url=[engine], model=MODEL, tokenizer=str(model_folder), chat_template=str(file))
+    )
+    agent = Agent(host, CASES["chatml"])
+    service = await host.service()
+    times = set()
+    for _ in range(3):
+        answer = await agent.ask("lamp")
+        agent.messages.append({"role": "user", "content": "and?"})
+        assert service.renderer is not None
+        times.add(service.renderer.tokenizer.decode(answer.turn.prompt()).partition("<|im_end|>")[0])
+    assert (len(times), service.counts("r").rewrites, service.ledger("r").branches) == (1, 0, 1)
+    # Another beginning, and another branch of the same rollout: still the same time.
+    answer = await service.turn(TurnRequest("r", agent.messages[2:3], sampling=Sampling(max_tokens=2)))
+    assert answer.turn.parent is None
+    assert service.renderer.tokenizer.decode(answer.turn.prompt()).partition("<|im_end|>")[0] in times
     await host.aclose()
