@@ -30,7 +30,7 @@ from tokenizers import Tokenizer as FastTokenizer
 from nemo_gym_prorl.failures import CallerError
 from nemo_gym_prorl.policy.literal import Spelled
 from nemo_gym_prorl.policy.messages import Message, Tools, for_template, is_malformed, tool_for_template
-from nemo_gym_prorl.policy.seam import Render, Said, end_of_turn, find_seam, overlap
+from nemo_gym_prorl.policy.seam import Render, Said, Written, end_of_turn, find_seam, overlap
 from nemo_gym_prorl.policy.tokens import Finish
 
 
@@ -207,9 +207,11 @@ class Continuation:
         rewrites_history: the template would now render an earlier message differently from what was sampled or seen.
         differs: the template's rendering of the whole conversation had to correct what its stand-ins showed.
         neutralised: control tokens that observations spelled, encoded as ordinary characters.
+        written: the conversation up to there as the template wrote it, for the next turn.
     """
 
     ids: list[int]
+    written: Written
     rewrites_history: bool = False
     differs: bool = False
     neutralised: int = 0
@@ -262,9 +264,9 @@ class Renderer:
     ) -> Continuation:
         """The prompt for a conversation that has no sampled turn yet, rendered in full."""
         spelled = self._spelled(messages, answered=False)
-        text = self.template.writer(tools, now, variables)(spelled.messages, True)
-        ids, neutralised = self.tokenizer.encode_observed(*spelled.reveal(text))
-        return Continuation(ids, neutralised=neutralised)
+        text, places = spelled.reveal(self.template.writer(tools, now, variables)(spelled.messages, True))
+        ids, neutralised = self.tokenizer.encode_observed(text, places)
+        return Continuation(ids, Written.of(text), neutralised=neutralised)
 
     def next(
         self,
@@ -274,6 +276,7 @@ class Renderer:
         *,
         sampled: Sequence[int],
         finish: Finish,
+        before: Written | None = None,
         now: datetime | None = None,
         variables: Mapping[str, Any] | None = None,
     ) -> Continuation:
@@ -285,6 +288,7 @@ class Renderer:
             tools: the tools as given to :meth:`first`.
             sampled: the ids of that turn.
             finish: why sampling ended.
+            before: what was written up to that turn; without it the prompt is rendered again.
             now: the time as given to :meth:`first`.
             variables: the variables as given to :meth:`first`.
 
@@ -297,9 +301,10 @@ class Renderer:
         said = Said(self.tokenizer.decode(sampled), end, finish is Finish.STOP, plain)
         past = [for_template(message) for message in history]
         write = self.template.writer(tools, now, variables)
-        seam = find_seam(write, past, spelled.messages, said, self.tokenizer.special_pattern)
+        seam = find_seam(write, past, spelled.messages, said, self.tokenizer.special_pattern, before)
         ids, neutralised = self.tokenizer.encode_observed(*spelled.reveal(seam.text))
-        return Continuation(ids, seam.rewrites, seam.differs, neutralised)
+        written = Written.of(spelled.reveal(seam.full)[0])
+        return Continuation(ids, written, seam.rewrites, seam.differs, neutralised)
 
     def said(
         self,

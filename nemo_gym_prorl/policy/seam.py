@@ -15,9 +15,10 @@ tools, append a token of its own at the end. So the seam is looked for in its re
    whole conversation is none. What comes out is held against the rendering of the real conversation; if that says
    otherwise, it is right, and the difference is counted.
 
-Cost: two renderings of the conversation as text in the first case and up to six in the second. Their length grows
-with the conversation, and must: nothing less than all of it says what a template makes of it. But text is cheap. Only
-what is new is tokenised, which for the same text takes many times as long (figures in ``docs/policy.md``).
+Cost: one rendering of the conversation as text in the first case, since length and hash of the prompt before the turn
+are remembered, and up to six in the second. Their length grows with the conversation, and must: nothing less than all
+of it says what a template makes of it. But text is cheap. Only what is new is tokenised, which for the same text takes
+many times as long (figures in ``docs/policy.md``).
 
 Pure: no task, socket, clock or thread.
 """
@@ -64,21 +65,46 @@ class Said:
 
 
 @dataclass(frozen=True, slots=True)
+class Written:
+    """What the template wrote once, as far as it takes to know it again: its length and its hash."""
+
+    length: int
+    digest: int
+
+    @classmethod
+    def of(cls, text: str) -> Written:
+        return cls(len(text), hash(text))
+
+    def begins(self, text: str) -> bool:
+        """Whether a text begins with what was written then."""
+        return len(text) >= self.length and hash(text[: self.length]) == self.digest
+
+
+@dataclass(frozen=True, slots=True)
 class Seam:
     """What stands between a sampled turn and the next one.
 
     Attributes:
         text: what to append after the sampled text.
+        full: the whole conversation as the template writes it, up to the next turn.
         rewrites: the template would now write something before the seam otherwise than it did.
         differs: the stand-ins showed another text than the real conversation, which was taken then.
     """
 
     text: str
+    full: str
     rewrites: bool = False
     differs: bool = False
 
 
-def find_seam(render: Render, history: Conversation, new: Conversation, said: Said, special: re.Pattern[str]) -> Seam:
+def find_seam(
+    render: Render,
+    history: Conversation,
+    new: Conversation,
+    said: Said,
+    special: re.Pattern[str],
+    before: Written | None = None,
+) -> Seam:
     """What follows a sampled turn.
 
     Args:
@@ -87,29 +113,29 @@ def find_seam(render: Render, history: Conversation, new: Conversation, said: Sa
         new: the messages after it.
         said: what was sampled.
         special: matches any special token.
+        before: the prompt of the turn as the template wrote it; rendered again where it is not known.
 
     Raises:
         CallerError: the template refuses the messages, or drops the one that was sampled.
     """
-    before = render(history[:-1], True)
     full = render([*history, *new], True)
-    kept = full.startswith(before)
-    start = len(before)
+    before = before or Written.of(render(history[:-1], True))
+    kept, start = before.begins(full), before.length
     if kept and said.plain:
         if said.text.strip() and full.startswith(said.text, start):
-            return Seam(full[start + len(said.text) :])
+            return Seam(full[start + len(said.text) :], full)
         if said.body.strip() and full.startswith(said.body, start):
             tail = full[start + len(said.body) :]
             ending = _shared(_after(render(history, False), full[: start + len(said.body)]), tail, special)
             ending = ending or _end_before_others(render, history, new, full, tail, said, special)
-            return Seam(_unsaid(tail, ending, said, special))
-    tail, ending, rewrites = _by_stand_ins(render, history, new, before, full, said, special)
+            return Seam(_unsaid(tail, ending, said, special), full)
+    tail, ending, rewrites = _by_stand_ins(render, history, new, full[:start], full, said, special)
     rewrites = rewrites or not kept
     right = tail if rewrites else _corrected(tail, full, start, history[-1], said, special)
     ending = right.removesuffix(tail) + ending if right.endswith(tail) else ""
     if not rewrites:
         ending = ending or _end_before_others(render, history, new, full, right, said, special)
-    return Seam(_unsaid(right, ending, said, special), rewrites, right != tail)
+    return Seam(_unsaid(right, ending, said, special), full, rewrites, right != tail)
 
 
 def end_of_turn(render: Render, special: re.Pattern[str]) -> str:

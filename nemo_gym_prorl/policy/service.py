@@ -23,13 +23,14 @@ from typing import Any, Literal
 
 from nemo_gym_prorl.failures import CallerError
 from nemo_gym_prorl.policy.backend import Backend
-from nemo_gym_prorl.policy.chat import Renderer
+from nemo_gym_prorl.policy.chat import Continuation, Renderer
 from nemo_gym_prorl.policy.engine import Conversation, Engine, RequestRefused, Sampling
 from nemo_gym_prorl.policy.history import History, Match, Point, digest
 from nemo_gym_prorl.policy.messages import Message, text_of
 from nemo_gym_prorl.policy.metrics import PolicyMetrics
 from nemo_gym_prorl.policy.parsers import Parsed, parse, parsed_by_engine
 from nemo_gym_prorl.policy.placement import Placement
+from nemo_gym_prorl.policy.seam import Written
 from nemo_gym_prorl.policy.tokens import Finish, Generation, TokenLedger, Turn
 
 
@@ -107,6 +108,7 @@ class _Rollout:
     answers: dict[str, Point] = field(default_factory=dict)
     counts: Counts = field(default_factory=Counts)
     began: datetime = field(default_factory=datetime.now)
+    written: dict[tuple[Turn | None, int], Written] = field(default_factory=dict)
     busy: int = 0
     used_at: float = 0.0
 
@@ -301,6 +303,7 @@ class PolicyService:
                 request.tools,
                 sampled=turn.sampled,
                 finish=turn.finish,
+                before=rollout.written.get((turn.parent, hash(turn.observed))),
                 now=rollout.began,
                 variables=request.template_variables,
             )
@@ -311,15 +314,17 @@ class PolicyService:
                 rollout.counts.differences += 1
                 self.metrics.differences.inc()
             if not rewrites or self.history == "keep":
-                self._neutralised(rollout, continuation.neutralised)
+                self._wrote(rollout, continuation, turn)
                 return turn.sequence() + continuation.ids, continuation.ids, turn
         first = self.renderer.first(messages, request.tools, now=rollout.began, variables=request.template_variables)
-        self._neutralised(rollout, first.neutralised)
+        self._wrote(rollout, first, None)
         return first.ids, first.ids, None
 
-    def _neutralised(self, rollout: _Rollout, tokens: int) -> None:
-        rollout.counts.neutralised += tokens
-        self.metrics.neutralised.inc(tokens)
+    def _wrote(self, rollout: _Rollout, rendered: Continuation, after: Turn | None) -> None:
+        """A prompt is taken as it was rendered after a turn; the turn that it is for is known by both."""
+        rollout.written[after, hash(tuple(rendered.ids))] = rendered.written
+        rollout.counts.neutralised += rendered.neutralised
+        self.metrics.neutralised.inc(rendered.neutralised)
 
     def _retokenised(self, rollout: _Rollout, tokens: int) -> None:
         rollout.counts.retokenised += tokens
