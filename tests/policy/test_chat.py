@@ -4,9 +4,10 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import cache
 from pathlib import Path
+from typing import Any
 
 import pytest
 from hypothesis import given, settings
@@ -186,10 +187,26 @@ def test_only_what_is_new_is_tokenised_late_in_a_conversation(turns: int) -> Non
         encoded.append(text)
         return original(text, places)
 
-    renderer.tokenizer.encode_observed = counting
-    sampled = renderer.tokenizer.encode(FAMILIES["thinking"].call % "z" + "<|im_end|>")
-    renderer.next(history, [RESULT], TOOLS, sampled=sampled, finish=Finish.STOP)
-    assert sum(map(len, encoded)) < 100
+    rendered: list[str] = []
+    write = renderer.template.writer
+
+    def writer(*arguments: Any) -> Callable[..., str]:
+        def counted(messages: Sequence[Message], prompt: bool) -> str:
+            rendered.append(write(*arguments)(messages, prompt))
+            return rendered[-1]
+
+        return counted
+
+    renderer.tokenizer.encode_observed, renderer.template.writer = counting, writer
+    before = renderer.first(history[:-1], TOOLS).written
+    encoded.clear()
+    rendered.clear()
+    sampled = renderer.tokenizer.encode((FAMILIES["thinking"].call % "z").lstrip() + "<|im_end|>")
+    for sent in (sampled, renderer.tokenizer.encode("\n") + sampled):
+        more = renderer.next(history, [RESULT], TOOLS, sampled=sent, finish=Finish.STOP, before=before)
+        assert not more.rewrites_history
+    assert sum(map(len, encoded)) < 200
+    assert len(rendered) <= 8
 
 
 def test_what_is_wrong_with_a_template_is_said(tmp_path: Path) -> None:

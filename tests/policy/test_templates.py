@@ -15,11 +15,19 @@ from typing import Any
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from nemo_gym.openai_utils import NeMoGymResponseCreateParamsNonStreaming
+from nemo_gym.responses_converter import VLLMConverter
+from openai.types.responses import FunctionToolParam
 
 from nemo_gym_prorl.failures import CallerError
+from nemo_gym_prorl.policy.api import PolicyConfig, PolicyHost
 from nemo_gym_prorl.policy.chat import ChatTemplate, Renderer
+from nemo_gym_prorl.policy.seam import Written
+from nemo_gym_prorl.policy.service import TurnRequest
 from nemo_gym_prorl.policy.tokens import Finish
+from tests.policy.engines import serving
 from tests.policy.families import TEMPLATES
+from tests.policy.test_engines import completion, says
 from tests.policy.transitions import tally, tokenizer_for
 
 
@@ -109,14 +117,16 @@ def test_every_transition_of_a_real_template(name: str, record_property: Any) ->
     assert counted.noticed == counted.rewritten
 
 
+SHOUTING = (
+    "{% for m in messages %}{{ '<|' + m.role + '|>' + m.content | trim + '<|end|>' }}"
+    "{{ '!' if m.content.strip() == 'a' else '' }}{% endfor %}"
+    "{{ '<|assistant|>' if add_generation_prompt else '' }}"
+)
+
+
 def test_what_the_real_rendering_says_corrects_the_stand_ins_and_is_counted() -> None:
     """This template's end of turn depends on what was said, which no stand-in can show."""
-    shouting = (
-        "{% for m in messages %}{{ '<|' + m.role + '|>' + m.content + '<|end|>' }}"
-        "{{ '!' if m.content.startswith('a') else '' }}{% endfor %}"
-        "{{ '<|assistant|>' if add_generation_prompt else '' }}"
-    )
-    chat = renderer(shouting, "<|user|>", "<|assistant|>", "<|end|>")
+    chat = renderer(SHOUTING, "<|user|>", "<|assistant|>", "<|end|>")
     for text, differs in (("a", False), (" a", True)):
         sampled = chat.tokenizer.encode(f"{text}<|end|>")
         got = chat.next([USER, SAID], [{**USER, "content": "b"}], sampled=sampled, finish=Finish.STOP)
@@ -173,6 +183,41 @@ def test_a_stop_string_is_no_part_of_the_answer() -> None:
     assert chat.said(chat.tokenizer.encode("a\nUSER:<|im_end|>"), Finish.STOP, ("\nUSER:",)) == "a\nUSER:"
 
 
+async def test_a_rollout_says_what_was_corrected_and_neutralised(tmp_path: Path) -> None:
+    """And thoughts lose special tokens as contents do."""
+    tokenizer = tokenizer_for(SHOUTING, "<|user|>", "<|assistant|>", "<|end|>")
+    tokenizer._fast.save(str(tmp_path / "tokenizer.json"))
+    (tmp_path / "chat_template.jinja").write_text(SHOUTING)
+    texts = iter(["<think>hm<|user|>m</think> a<|end|>", " a<|end|>", "b<|end|>"])
+
+    def says_next(_: dict[str, Any]) -> dict[str, Any]:
+        ids = tokenizer.encode(next(texts))
+        return completion(token_ids=ids, logprobs={"token_logprobs": [-0.5] * len(ids)})
+
+    async with serving(says("/v1/completions", says_next)) as url:
+        config = PolicyConfig(base_url=[url], model="m", engine="vllm", tokenizer=str(tmp_path))
+        host = PolicyHost(config)
+        service = await host.service()
+        messages: list[dict[str, Any]] = [USER]
+        thoughts = []
+        for _ in range(3):
+            answer = await service.turn(TurnRequest("r", tuple(messages)))
+            thoughts.append(answer.parsed.thought)
+            # Agents tidy up what they were told; the rollout's own record does not.
+            messages += [dict(answer.message), {"role": "user", "content": "on<|end|>"}]
+        assert thoughts == ["hmm", None, None]
+        counts = service.counts("r")
+        assert (counts.differences, counts.neutralised, counts.rewrites) == (1, 2, 0)
+        assert service.ledger("r").branches == 1
+        text = tokenizer.decode(answer.turn.sequence())
+        await host.aclose()
+    said = "<|user|>q<|assistant|><think>hm<|user|>m</think> a<|end|><|user|>on<|end|><|end|>"
+    assert text == f"{said}<|assistant|> a<|end|>!<|user|>on<|end|><|end|><|assistant|>b<|end|>"
+    metrics = host.metrics.exposition()
+    assert b"prorl_policy_template_differences_total 1.0" in metrics
+    assert b"prorl_policy_neutralised_tokens_total 2.0" in metrics
+
+
 def test_a_template_that_tells_the_time_tells_one_time_per_rollout() -> None:
     chat = renderer(source("dated"))
     sampled = chat.tokenizer.encode("a<|im_end|>")
@@ -198,6 +243,15 @@ def test_a_template_gets_tools_as_vllm_dumps_them(tool: dict[str, Any]) -> None:
     assert chat.tokenizer.decode(chat.first([USER], [tool]).ids) == f"[{DUMPED}]"
     strict = tool | {"function": tool["function"] | {"strict": True}}
     assert chat.tokenizer.decode(chat.first([USER], [strict]).ids).endswith(', "strict": true}}]')
+
+
+def test_tools_of_gyms_rows_are_dumped_likewise() -> None:
+    tool = FunctionToolParam(type="function", name="f", parameters={"b": 1, "a": 2}, strict=True)
+    params = NeMoGymResponseCreateParamsNonStreaming(input="q", tools=[tool])
+    converter = VLLMConverter(return_token_id_information=True)
+    chat = converter.responses_to_chat_completion_create_params(params).model_dump(exclude_unset=True)
+    text = renderer("{{ tools | tojson }}").first([USER], chat["tools"]).written
+    assert text == Written.of(f"[{DUMPED}]")
 
 
 @pytest.mark.parametrize("tool", [{}, {"type": "function"}, {"function": {}}, {"function": "f"}])
