@@ -21,7 +21,7 @@ _MALFORMED = "malformed"
 
 
 def text_of(content: object) -> str:
-    """The text of a message, which may come in parts.
+    """The text of a message, which may come in parts; vLLM puts each on a line of its own.
 
     Raises:
         CallerError: a part is no text.
@@ -30,7 +30,7 @@ def text_of(content: object) -> str:
         for part in content:
             if part.get("type") not in ("text", "input_text", "output_text"):
                 raise CallerError(f"only text is supported, not {part.get('type')!r}", field="messages.content")
-        return "".join(part["text"] for part in content)
+        return "\n".join(part["text"] for part in content)
     return str(content or "")
 
 
@@ -45,7 +45,7 @@ def for_template(message: Message) -> Message:
         function = call["function"]
         arguments = function["arguments"]
         if isinstance(arguments, str):
-            arguments = _object(arguments)
+            arguments = _object(arguments) if arguments else {}
         calls.append({**call, "function": {**function, "arguments": arguments}})
     return {**plain, "tool_calls": calls}
 

@@ -211,7 +211,7 @@ async def test_a_rollout_says_what_was_corrected_and_neutralised(tmp_path: Path)
         assert service.ledger("r").branches == 1
         text = tokenizer.decode(answer.turn.sequence())
         await host.aclose()
-    said = "<|user|>q<|assistant|><think>hm<|user|>m</think> a<|end|><|user|>on<|end|><|end|>"
+    said = "<|user|>q<|end|><|assistant|><think>hm<|user|>m</think> a<|end|><|user|>on<|end|><|end|>"
     assert text == f"{said}<|assistant|> a<|end|>!<|user|>on<|end|><|end|><|assistant|>b<|end|>"
     metrics = host.metrics.exposition()
     assert b"prorl_policy_template_differences_total 1.0" in metrics
@@ -258,6 +258,12 @@ def test_tools_of_gyms_rows_are_dumped_likewise() -> None:
 def test_a_tool_without_a_name_is_the_callers_fault(tool: dict[str, Any]) -> None:
     with pytest.raises(CallerError, match="tools: every tool must be a function with a name"):
         renderer("{{ tools | tojson }}").first([USER], [tool])
+
+
+def test_parts_of_a_message_are_lines_as_vllm_makes_them() -> None:
+    parts = [{"type": "text", "text": "a"}, {"type": "input_text", "text": "b"}]
+    chat = renderer("{{ messages[0].content }}")
+    assert chat.first([{"role": "user", "content": parts}]).written == Written.of("a\nb")
 
 
 def test_json_is_written_as_the_template_asks() -> None:

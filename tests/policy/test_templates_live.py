@@ -91,7 +91,8 @@ class Agent:
         self.host = host
         self.end, _, self.call, self.stop = case
         self.calls = 0
-        self.messages: list[dict[str, Any]] = [{"role": "user", "content": "box"}]
+        parts = [{"type": "text", "text": "box"}, {"type": "text", "text": "key"}]
+        self.messages: list[dict[str, Any]] = [{"role": "user", "content": parts}]
 
     async def ask(self, text: str) -> Answer:
         service = await self.host.service()
