@@ -1,13 +1,15 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Messages and tools on their way from the wire into a chat template, in the form in which vLLM hands them over."""
+"""Messages and tools on their way from the wire into a chat template, in the form in which vLLM hands them over, and
+sampled turns on their way back."""
 
 from __future__ import annotations
 
+import uuid
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 from nemo_gym_prorl.failures import CallerError
-from nemo_gym_prorl.policy.parsers import MALFORMED_NAME, read_json
+from nemo_gym_prorl.policy.parsers import MALFORMED_NAME, Parsed, read_json
 
 
 type Message = Mapping[str, Any]
@@ -57,6 +59,34 @@ def _object(arguments: str) -> Mapping[str, Any]:
     except ValueError:
         value = None
     return value if isinstance(value, dict) else {_MALFORMED: arguments}
+
+
+def as_message(parsed: Parsed) -> dict[str, Any]:
+    """OpenAI's form of a turn, its thought in ``<think>`` tags as Gym's converters expect it."""
+    content = parsed.content
+    if parsed.thought is not None:
+        content = f"<think>{parsed.thought}</think>{content}"
+    message: dict[str, Any] = {"role": "assistant", "content": content}
+    if parsed.calls:
+        message["tool_calls"] = [
+            {
+                "id": call.id or _call_id(),
+                "type": "function",
+                "function": {"name": call.name, "arguments": call.arguments},
+            }
+            for call in parsed.calls
+        ]
+    return message
+
+
+def _call_id() -> str:
+    # Nine letters and digits: Mistral's templates refuse anything else.
+    return uuid.uuid4().hex[:9]
+
+
+def head_of(message: Message) -> list[str]:
+    """A message by its role and text, as two that begin a conversation are told from others."""
+    return [message["role"], text_of(message.get("content")).strip()]
 
 
 def is_malformed(function: Mapping[str, Any]) -> bool:
