@@ -155,7 +155,7 @@ def cancel(
 
 @app.command()
 def tail(
-    after: Annotated[int | None, typer.Option(help="Number of the last transition seen; 0 for all there are.")] = None,
+    after: Annotated[str | None, typer.Option(help="Cursor of the last transition seen; 0 for all.")] = None,
     url: Url = None,
 ) -> None:
     """Print every transition of every rollout as it happens."""

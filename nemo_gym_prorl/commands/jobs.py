@@ -158,7 +158,7 @@ async def _submit_all(
 async def _follow(
     client: RolloutClient,
     group: str,
-    cursor: int,
+    cursor: str,
     tally: Tally,
     submitting: asyncio.Task[None],
     output: Path | None,
@@ -174,7 +174,8 @@ async def _follow(
             while tally.ended < tally.total:
                 if submitting.done():
                     submitting.result()  # a refused row ends the command
-                page = await client.ended(cursor, group=group, wait=_POLL_S, results=sink is not None)
+                # With results also where nobody wants them: what was never read stays in the service's memory.
+                page = await client.ended(cursor, group=group, wait=_POLL_S, results=True)
                 cursor = page.cursor
                 for job in page.rollouts:
                     tally.add(job)
@@ -232,7 +233,7 @@ async def cancel(url: str | None, ids: list[str], group: str | None) -> int:
     return len(answer.unknown)
 
 
-async def tail(url: str | None, after: int | None) -> None:
+async def tail(url: str | None, after: str | None) -> None:
     """Print transitions as they happen, until interrupted."""
     console = Console()
     async with connect(url) as client:
@@ -240,4 +241,4 @@ async def tail(url: str | None, after: int | None) -> None:
             moment = time.strftime("%H:%M:%S", time.localtime(event.at))
             end = "" if event.reward is None else f" reward {event.reward:g}"
             end += "" if event.failure_kind is None else f" {event.failure_kind}"
-            console.print(f"{event.seq} {moment} {event.id} {event.state}{end}", highlight=False, soft_wrap=True)
+            console.print(f"{event.cursor} {moment} {event.id} {event.state}{end}", highlight=False, soft_wrap=True)

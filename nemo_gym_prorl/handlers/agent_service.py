@@ -79,8 +79,13 @@ class ServiceConfig(BaseModel):
     """Tries of a rollout whose infrastructure failed."""
     max_queued: Positive = 10_000
     """Rollouts that may wait before the job API answers 429."""
-    retain: Positive = 2_000
-    """Finished rollouts that the job API remembers."""
+    retain_bytes: Positive = 2**30
+    """What finished rollouts may keep. Those that were read are forgotten first; when others fill it, the job API
+    answers 429."""
+    keep_unread_s: Seconds = 3600.0
+    """How long a result that nobody has read is kept, whatever the bound."""
+    unreachable_s: Seconds = 900.0
+    """How long a server that cannot be reached may hold a rollout up before it fails."""
     max_turns: Positive | None = None
     """Policy turns of one rollout."""
     max_tokens: Positive | None = None
@@ -103,7 +108,9 @@ class ServiceConfig(BaseModel):
             cancel_grace_s=self.cancel_grace_s,
             max_attempts=self.max_attempts,
             max_queued=self.max_queued,
-            retain=self.retain,
+            retain_bytes=self.retain_bytes,
+            keep_unread_s=self.keep_unread_s,
+            unreachable_s=self.unreachable_s,
         )
 
 
@@ -241,7 +248,7 @@ def gym_row(job: Job) -> bytes:
         },
         "failed_attempts": [failure.kind.value for failure in job.failures],
     }
-    return orjson.dumps({**job.outcome.result, "rollout": about})
+    return job.outcome.body_with("rollout", about)
 
 
 def _json(body: bytes) -> Response:

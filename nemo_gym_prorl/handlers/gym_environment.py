@@ -134,6 +134,12 @@ class GymEnvironmentHandler:
             raise TaskError(f"{server.name} /verify answered without a number in `reward`: {answer.text(500)}")
         return Verdict(float(reward), result)
 
+    async def unreachable(self) -> list[str]:
+        """Which of the servers do not answer now."""
+        servers = (self._context.resources, self._context.model)
+        answering = await asyncio.gather(*(server.answers() for server in servers))
+        return [server.name for server, answers in zip(servers, answering, strict=True) if not answers]
+
     def on_failure(self, job: Job, stage: Stage | None, failure: Failure) -> Outcome:
         """A masked row that carries whatever was sampled, and no reward that anybody could train on."""
         if job.trajectory is not None:

@@ -23,6 +23,8 @@ import orjson
 from nemo_gym_prorl.failures import FAILURE_KIND_HEADER, CallerError, FailureKind, InfrastructureError
 
 
+_PROBE_TIMEOUT = aiohttp.ClientTimeout(total=3.0)
+
 _NO_HEADERS: Mapping[str, str] = MappingProxyType({})
 
 
@@ -89,6 +91,14 @@ class GymServer:
         """:meth:`call` with POST."""
         return await self.call("POST", path, body, jar)
 
+    async def answers(self) -> bool:
+        """It answers a call now, with whatever status, within a few seconds."""
+        try:
+            async with self._http.session.get(self.url + "/", timeout=_PROBE_TIMEOUT):
+                return True
+        except (aiohttp.ClientError, TimeoutError):
+            return False
+
     async def call(
         self, method: str, path: str, body: Any, jar: CookieJar, extra_headers: Mapping[str, str] = _NO_HEADERS
     ) -> Answer:
@@ -112,12 +122,15 @@ class GymServer:
                 content = await response.read()
         except aiohttp.ClientConnectorError as error:
             raise InfrastructureError(
-                f"{self.name} at {self.url} cannot be reached: {error}", kind=FailureKind.TRANSPORT_UNREACHABLE
+                f"{self.name} at {self.url} cannot be reached: {error}",
+                kind=FailureKind.TRANSPORT_UNREACHABLE,
+                server=self.name,
             ) from error
         except aiohttp.ClientError as error:
             raise InfrastructureError(
                 f"{self.name} dropped the connection during {path}: {type(error).__name__}: {error}",
                 kind=FailureKind.TRANSPORT_PEER_DROP,
+                server=self.name,
             ) from error
         jar.update(response)
         answer = Answer(response.status, content, response.headers)

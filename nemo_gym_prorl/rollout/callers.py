@@ -17,7 +17,7 @@ from __future__ import annotations
 import asyncio
 import hashlib
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 from fastapi import Request
@@ -121,14 +121,14 @@ class CallerWatch:
             job = call.job
             assert job.outcome is not None, "a job that is done has its outcome"
             call.answer = render(job)
-            # Nobody asks for these again, and token arrays are large.
-            job.row, job.outcome = {}, replace(job.outcome, result={})
+            self._pipeline.store.deliver(job)  # nobody asks for it again, and token arrays are large
             self._forget(call)
         return call.answer
 
     def _give_up(self, call: _Call) -> None:
         self._forget(call)
         self._pipeline.request_cancel(call.job, JobCancelled("the caller is gone"))
+        self._pipeline.store.mark_read(call.job)  # of one that has ended meanwhile: nobody will
 
     def _forget(self, call: _Call) -> None:
         if call.key is not None:

@@ -98,7 +98,7 @@ class RolloutClient:
         return Listing.model_validate(await self._call("GET", "/v1/rollouts", query=query))
 
     async def ended(
-        self, after: int, *, group: str | None = None, wait: float = 0.0, results: bool = False, limit: int = 100
+        self, after: str, *, group: str | None = None, wait: float = 0.0, results: bool = False, limit: int = 100
     ) -> Listing:
         """Terminal outcomes from cursor ``after`` on, in the order in which they ended."""
         query = {"after": after, "group": group, "wait": wait, "results": str(results).lower(), "limit": limit}
@@ -113,14 +113,26 @@ class RolloutClient:
         """Counts per stage, pool and state."""
         return StatusView.model_validate(await self._call("GET", "/status"))
 
-    async def events(self, after: int | None = None) -> AsyncIterator[EventView]:
-        """Transitions as they happen, until the caller stops or the service goes away."""
+    async def events(self, after: str | None = None) -> AsyncIterator[EventView]:
+        """Transitions as they happen, until the caller stops or the service goes away.
+
+        Args:
+            after: ``cursor`` of the last one seen, or ``"0"`` for all that have been.
+
+        Raises:
+            ApiError: some behind ``after`` are forgotten, or this reader was too slow.
+        """
         path = "/v1/events" if after is None else f"/v1/events?after={after}"
         async with self._open.get(self.url + path) as response:
             if response.status >= 400:
                 raise ApiError(_problem(response.status, await response.read()))
+            kind = b""
             async for line in response.content:
-                if line.startswith(b"data: "):
+                if line.startswith(b"event: "):
+                    kind = line[7:].strip()
+                elif line.startswith(b"data: ") and kind == b"problem":
+                    raise ApiError(_problem(response.status, line[6:]))
+                elif line.startswith(b"data: "):
                     yield EventView.model_validate_json(line[6:])
 
     @property

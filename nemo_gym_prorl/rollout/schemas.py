@@ -6,9 +6,11 @@ from __future__ import annotations
 from dataclasses import asdict
 from typing import Annotated, Any, Self
 
+import orjson
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
-from nemo_gym_prorl.failures import FailureKind, Origin, Stage
+from nemo_gym_prorl.failures import Failure, FailureKind, Origin, Stage
+from nemo_gym_prorl.rollout.cursors import Cursor
 from nemo_gym_prorl.rollout.job import Budgets, Job, JobState
 from nemo_gym_prorl.rollout.pipeline import Pipeline
 from nemo_gym_prorl.rollout.request import JobRequest
@@ -81,6 +83,7 @@ class FailureView(BaseModel):
     origin: Origin
     stage: Stage | None
     reason: str
+    traceback: str | None = Field(default=None, description="Its end, where a handler raised what nobody foresaw.")
 
 
 class StageTimeView(BaseModel):
@@ -112,8 +115,8 @@ class JobView(BaseModel):
     result: dict[str, Any] | None = Field(default=None, description="What the environment's /verify answered.")
 
     @classmethod
-    def of(cls, job: Job, *, with_result: bool) -> Self:
-        """The view of a job."""
+    def of(cls, job: Job) -> Self:
+        """The view of a job, without its result: see :func:`job_json`."""
         outcome = job.outcome
         return cls(
             id=job.id,
@@ -134,15 +137,22 @@ class JobView(BaseModel):
             reward=outcome.reward if outcome else None,
             failure=_failure_view(outcome.failure) if outcome and outcome.failure else None,
             failed_attempts=[_failure_view(failure) for failure in job.failures],
-            result=outcome.result if outcome and with_result else None,
         )
+
+
+def job_json(job: Job, *, with_result: bool) -> dict[str, Any]:
+    """A :class:`JobView` for orjson, which copies the result's bytes as they are kept."""
+    view = JobView.of(job).model_dump(mode="json")
+    if with_result and job.outcome is not None:
+        view["result"] = orjson.Fragment(job.outcome.body)
+    return view
 
 
 class Listing(BaseModel):
     """Jobs, and where to go on."""
 
     rollouts: list[JobView]
-    cursor: int = Field(description="Pass as `after` to get the terminal outcomes that come behind these.")
+    cursor: str = Field(description="Pass as `after` to get the terminal outcomes that come behind these.")
 
 
 class CancelRequest(BaseModel):
@@ -175,6 +185,13 @@ class PoolView(BaseModel):
     waiting: int
 
 
+class HeldView(BaseModel):
+    """A server that cannot be reached."""
+
+    reason: str
+    since: float = Field(description="Seconds since the epoch.")
+
+
 class StatusView(BaseModel):
     """The service at a glance."""
 
@@ -183,6 +200,11 @@ class StatusView(BaseModel):
     ready_slots: int
     sessions: int = Field(description="Sandboxes that INIT, READY and RUN hold, or are about to.")
     states: dict[JobState, int] = Field(description="Remembered jobs by state.")
+    held: dict[str, HeldView] = Field(
+        default_factory=dict, description="Servers that cannot be reached, by name; no rollout begins meanwhile."
+    )
+    retained_bytes: int = Field(default=0, description="What finished rollouts keep.")
+    unread_bytes: int = Field(default=0, description="Of that, results that nobody has read.")
     abandoned: int = Field(description="Handler calls that ignored their cancellation.")
     handlers: list[str]
 
@@ -190,9 +212,7 @@ class StatusView(BaseModel):
     def of(cls, pipeline: Pipeline) -> Self:
         """The state of a pipeline now."""
         scheduler = pipeline.scheduler
-        states = dict.fromkeys(JobState, 0)
-        for job in pipeline.store.find(state=None, group=None):
-            states[job.state] += 1
+        store = pipeline.store
         return cls(
             draining=pipeline.draining,
             stages={
@@ -203,7 +223,10 @@ class StatusView(BaseModel):
             },
             ready_slots=scheduler.sizes.ready,
             sessions=scheduler.sessions,
-            states=states,
+            states={state: store.states[state] for state in JobState},
+            held={name: HeldView(reason=held.reason, since=held.since) for name, held in pipeline.held.items()},
+            retained_bytes=store.retained_bytes,
+            unread_bytes=store.unread_bytes,
             abandoned=pipeline.abandoned,
             handlers=pipeline.handlers.names,
         )
@@ -213,6 +236,7 @@ class EventView(BaseModel):
     """One transition, as `/v1/events` sends it."""
 
     seq: int
+    cursor: str = Field(description="Pass as `after`, or as `Last-Event-ID`, to go on behind this one.")
     at: float
     id: str
     group: str | None
@@ -222,11 +246,17 @@ class EventView(BaseModel):
     failure_kind: str | None
 
     @classmethod
-    def of(cls, transition: Transition) -> Self:
+    def of(cls, transition: Transition, cursor: Cursor) -> Self:
         """The view of a transition."""
         fields = asdict(transition)
-        return cls(id=fields.pop("job_id"), **fields)
+        return cls(id=fields.pop("job_id"), cursor=str(cursor), **fields)
 
 
-def _failure_view(failure: Any) -> FailureView:
-    return FailureView(kind=failure.kind, origin=failure.origin, stage=failure.stage, reason=failure.reason)
+def _failure_view(failure: Failure) -> FailureView:
+    return FailureView(
+        kind=failure.kind,
+        origin=failure.origin,
+        stage=failure.stage,
+        reason=failure.reason,
+        traceback=failure.traceback,
+    )

@@ -17,7 +17,7 @@ from nemo_gym_prorl.rollout.client import ApiError, RolloutClient
 from nemo_gym_prorl.rollout.job import Budgets, JobState
 from nemo_gym_prorl.rollout.metrics import PipelineMetrics
 from nemo_gym_prorl.rollout.pipeline import Pipeline
-from nemo_gym_prorl.rollout.request import PipelineSettings
+from nemo_gym_prorl.rollout.request import JobRequest, PipelineSettings
 from nemo_gym_prorl.rollout.stages import PoolSizes
 from tests.rollout.handlers import Act, Bench
 from tests.rollout.serving import serve
@@ -30,7 +30,7 @@ SETTINGS = PipelineSettings(
     cancel_grace_s=0.1,
     retry_delay_s=0.01,
     max_queued=3,
-    retain=50,
+    retain_bytes=2**20,
 )
 FOREVER = 3600.0
 
@@ -108,7 +108,7 @@ async def test_a_fault_in_a_stage_ends_in_one_typed_outcome(stage: str, how: str
         assert pipeline.abandoned == ((2 if retried else 1) if how == "deaf hang" else 0)
         for neighbour in neighbours:
             assert (await client.wait(neighbour.id)).state is JobState.SUCCEEDED
-        log = await client.ended(0)
+        log = await client.ended("0")
         assert sorted(job.id for job in log.rollouts) == sorted(["bad", *(job.id for job in neighbours)])
 
 
@@ -250,12 +250,12 @@ async def test_a_malformed_submission_names_the_field(body: dict[str, Any], fiel
 
 
 async def test_the_log_of_outcomes_can_be_followed_and_says_when_it_is_cut() -> None:
-    settings = PipelineSettings(stages=PoolSizes(1, 0, 1, 1), retain=5)
+    settings = PipelineSettings(stages=PoolSizes(1, 0, 1, 1), retain_bytes=22_000)
     async with service(settings) as (client, _, _):
         for number in range(4):
             await client.submit(row(), id=f"r{number}", group="even" if number % 2 == 0 else "odd")
             await client.wait(f"r{number}")
-        first = await client.ended(0, limit=3)
+        first = await client.ended("0", limit=3)
         assert [job.id for job in first.rollouts] == ["r0", "r1", "r2"]
         rest = await client.ended(first.cursor)
         assert [job.id for job in rest.rollouts] == ["r3"]
@@ -269,13 +269,19 @@ async def test_the_log_of_outcomes_can_be_followed_and_says_when_it_is_cut() -> 
             await client.submit(row(), id=f"r{number}")
             await client.wait(f"r{number}")
         with pytest.raises(ApiError) as refused:
-            await client.ended(0)
+            await client.ended("0")
         assert refused.value.problem.status == 410
         with pytest.raises(ApiError) as refused:
-            await client.ended(10_000)
+            await client.ended(news.cursor.split("-")[0] + "-10000")
         assert refused.value.problem.status == 422
-        with pytest.raises(ApiError):
-            await client.get("r0")
+        with pytest.raises(ApiError) as refused:
+            await client.ended("0123456789ab-1", wait=20)
+        assert refused.value.problem.status == 410
+        for forgotten in (client.get("r0"), client.submit(row(), id="r0")):
+            with pytest.raises(ApiError) as refused:
+                await forgotten
+            assert refused.value.problem.status == 410
+            assert refused.value.problem.type.endswith("rollout-forgotten")
 
 
 async def test_listing_by_state_and_group() -> None:
@@ -295,7 +301,7 @@ async def test_events_tell_every_transition_in_order_and_can_be_resumed() -> Non
         await client.submit(row(), id="a")
         await client.wait("a")
         seen = []
-        async for event in client.events(after=0):
+        async for event in client.events(after="0"):
             seen.append(event)
             if event.state.terminal:
                 break
@@ -303,9 +309,28 @@ async def test_events_tell_every_transition_in_order_and_can_be_resumed() -> Non
         assert [event.state.value for event in seen] == expected
         assert [event.seq for event in seen] == list(range(1, 7))
         assert seen[-1].reward == 1.0
-        async for event in client.events(after=5):
+        async for event in client.events(after=seen[-2].cursor):
             assert event.seq == 6
             break
+        for wrong, status in [(seen[-1].cursor.replace("-6", "-7"), 422), ("0123456789ab-1", 410), ("x", 422)]:
+            with pytest.raises(ApiError) as refused:
+                await anext(client.events(after=wrong))
+            assert refused.value.problem.status == status
+
+
+async def test_a_listener_that_fell_behind_is_told_and_not_left_with_a_gap() -> None:
+    async with service() as (client, pipeline, _):
+        events = client.events(after="0")
+        pipeline.submit(JobRequest(row(), id="a"))
+        assert (await anext(events)).seq == 1
+        while (await anext(events)).state is not JobState.SUCCEEDED:
+            pass
+        pipeline.submit(JobRequest(row(), id="b"))
+        pipeline.store._events.clear()  # as a burst of ten thousand others would
+        with pytest.raises(ApiError) as told:
+            await anext(events)
+        assert told.value.problem.status == 410
+        assert told.value.problem.type.endswith("cursor-expired")
 
 
 async def test_status_health_and_metrics() -> None:
