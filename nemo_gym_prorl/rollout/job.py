@@ -113,16 +113,6 @@ class Progress:
             versions if isinstance(versions := getattr(told, "weight_versions", None), list) else [],
         )
 
-    @classmethod
-    def of(cls, told: Any) -> Self:
-        """What a handler made of it, as what it must be: others list and follow every job."""
-        turns, tool_calls, reason = (getattr(told, name, None) for name in ("turns", "tool_calls", "finish_reason"))
-        return cls(
-            turns if isinstance(turns, int) else 0,
-            tool_calls if isinstance(tool_calls, int) else 0,
-            None if reason is None else clean_text(reason, 200),
-        )
-
 
 @dataclass(slots=True)
 class Trajectory:
