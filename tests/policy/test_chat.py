@@ -16,6 +16,7 @@ from tokenizers import Tokenizer as FastTokenizer
 
 from nemo_gym_prorl.failures import CallerError
 from nemo_gym_prorl.policy.chat import ChatTemplate, Renderer, Tokenizer
+from nemo_gym_prorl.policy.messages import Message, as_message
 from nemo_gym_prorl.policy.parsers import parse
 from nemo_gym_prorl.policy.tokens import Finish
 from tests.policy.engines import tiny_model

@@ -112,7 +112,7 @@ class Agent:
 def ended(sampled: str, end: str) -> str:
     """A sampled text with the template's end: this model ends its turns by any token that it knows to be one."""
     found = re.search(r"(<[^<>]+>)$", sampled)
-    if found is None or found[0] in end or found[0] == "</tool_call>":
+    if found is None or end.startswith(found[0]) or found[0] == "</tool_call>":
         return sampled
     return sampled.removesuffix(found[0]) + end.strip()
 
