@@ -88,11 +88,13 @@ async def test_detached_rollouts_can_be_seen_and_cancelled(tmp_path: Path) -> No
     async with service() as url:
         code, output = await prorl("submit", str(write(tmp_path / "rows.jsonl", LONG, LONG)), "--detach", url=url)
         assert code == 0
-        first, second, group = output.split()[0], output.split()[1], output.split()[-1]
+        first, second = output.splitlines()[:2]
+        assert [first.split("-")[-2:], second.split("-")[-2:]] == [["1", "0"], ["2", "0"]]
+        group = second.rpartition("-")[0]
         code, output = await prorl("status", url=url)
         assert "2 running; 2 sandboxes held" in output
         code, output = await prorl("status", first, url=url)
-        assert json.loads(output)["group"] == group
+        assert json.loads(output)["group"] == first.rpartition("-")[0]
         code, output = await prorl("cancel", first, "nobody", url=url)
         assert code == 1
         assert f"{first} cancelled" in output
