@@ -32,7 +32,7 @@ class Refusal:
     reason: str
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, order=True)
 class Place:
     """Which rollout of a file: the row's line, counted from 1, and the repeat, counted from 0."""
 

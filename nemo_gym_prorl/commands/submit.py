@@ -60,6 +60,7 @@ class Order:
         priority: higher goes first.
         output: JSONL file for the results.
         detach: leave when all is submitted.
+        patience_s: how long the service may be away in mid-run.
     """
 
     rows: Path
@@ -69,6 +70,7 @@ class Order:
     priority: int = 0
     output: Path | None = None
     detach: bool = False
+    patience_s: float = PATIENCE_S
 
 
 async def submit(order: Order, url: str | None, token: str | None) -> bool:
@@ -78,10 +80,14 @@ async def submit(order: Order, url: str | None, token: str | None) -> bool:
 
     Raises:
         CallerError: the file has no rows, or an option is wrong. Nothing was submitted.
-        InfrastructureError: the service cannot be reached, or was away for :data:`PATIENCE_S`.
+        InfrastructureError: the service cannot be reached, or was away for too long.
         ApiError: it refuses everything, not only a row.
     """
     console = Console()
+
+    def say(what: str) -> None:
+        console.print(what, style="yellow", markup=False, soft_wrap=True)
+
     rows, refused = read_rows(order.rows)
     with contextlib.ExitStack() as stack:
         results = stack.enter_context(Results(order.output, rows, order.run)) if order.output else None
@@ -94,10 +100,10 @@ async def submit(order: Order, url: str | None, token: str | None) -> bool:
             if wanted.pop(place, None) is not None:
                 tally.add(place, job)
         if tally.ended:
-            console.print(f"{tally.ended} results are in {order.output} already", style="dim")
+            say(f"{tally.ended} results are in {order.output} already")
         if wanted:
             async with connect(url, token) as client:
-                run = Run(client, name, order, tally, results, lambda what: console.print(what, style="yellow"))
+                run = Run(client, name, order, tally, results, say)
                 await (_detach(run, wanted, console) if order.detach else _follow(run, wanted, console))
         print_refused(console, str(order.rows), tally.refused[len(refused) :])
         if not order.detach:
@@ -108,7 +114,7 @@ async def submit(order: Order, url: str | None, token: str | None) -> bool:
 async def _detach(run: Run, wanted: dict[Place, dict[str, Any]], console: Console) -> None:
     async with _cancelled_with(run, console):
         await run.submit(wanted)
-    for rollout_id in run.open:
+    for rollout_id in sorted(run.open, key=lambda rollout_id: run.open[rollout_id].place):
         console.print(rollout_id, highlight=False, soft_wrap=True)
     console.print(f"run {run.name}; the same command with --run {run.name} follows it", style="dim", soft_wrap=True)
 
@@ -171,7 +177,6 @@ class Run:
         tally: counts the outcomes.
         results: takes them.
         say: is told when the service is away, and when it is back.
-        patience_s: how long it may be away.
     """
 
     def __init__(
@@ -182,13 +187,12 @@ class Run:
         tally: Tally,
         results: Results | None,
         say: Callable[[str], None],
-        patience_s: float = PATIENCE_S,
     ) -> None:
         self.name, self.tally = name, tally
         self.open: dict[str, _Rollout] = {}
         """Rollouts that may be at the service and have no outcome yet, by id."""
         self._client, self._order, self._results = client, order, results
-        self._say, self._patience_s = say, patience_s
+        self._say = say
         self._away_since: float | None = None
         self._queue: asyncio.Queue[_Rollout] = asyncio.Queue()
         self._left = 0
@@ -346,9 +350,9 @@ class Run:
             if self._away_since is None:
                 self._away_since = now
                 self._say(f"waiting for the service: {why}")
-            if now - self._away_since > self._patience_s:
+            if now - self._away_since > self._order.patience_s:
                 raise InfrastructureError(
-                    f"the service has been away for {self._patience_s:g} s: {why}; the same command with "
+                    f"the service has been away for {self._order.patience_s:g} s: {why}; the same command with "
                     f"--run {self.name} goes on",
                     kind=FailureKind.TRANSPORT_UNREACHABLE,
                 )
