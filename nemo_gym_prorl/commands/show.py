@@ -166,17 +166,19 @@ class Page:
         self._console.print(Rule(f"{title}{where}", align="left", characters="─", style="red"))
         self._say(f"{failure.kind} ({failure.origin})", "red")
         self._body(failure.reason, "")
+        if failure.traceback:
+            self._body(failure.traceback, "dim")
 
     def _block(self, title: str, text: str, style: str) -> None:
         self._say(title, "cyan")
         self._body(text, style)
 
     def _say(self, text: str, style: str) -> None:
-        self._console.print(Text(_visible(text), style=style))
+        self._console.print(Text(visible(text), style=style))
 
     def _body(self, text: str, style: str, indent: int = 2) -> None:
         shown = text if self._full else shorten(text)
-        self._console.print(Padding(Text(_visible(shown.rstrip("\n")), style=style), (0, 0, 0, indent)))
+        self._console.print(Padding(Text(visible(shown.rstrip("\n")), style=style), (0, 0, 0, indent)))
 
 
 def turns(output: Sequence[Mapping[str, Any]]) -> Iterator[list[Mapping[str, Any]]]:
@@ -212,7 +214,7 @@ def shorten(text: str, lines: int = SHORT_LINES, characters: int = SHORT_CHARACT
     return text
 
 
-def _visible(text: str) -> str:
+def visible(text: str) -> str:
     """Text that a terminal shows and does not obey."""
     return _CONTROL.sub(lambda found: f"\\x{ord(found[0]):02x}", text.replace("\r\n", "\n"))
 
@@ -294,5 +296,5 @@ def _contents(found: Mapping[int, dict[str, Any]]) -> Table:
         reward = row.get("reward") if job is None else job.reward
         state = "" if job is None else job.state.value
         cells = (str(number), about, state, "" if reward is None else f"{reward:g}", str(count))
-        table.add_row(*(Text(_visible(cell)) for cell in cells))
+        table.add_row(*(Text(visible(cell)) for cell in cells))
     return table

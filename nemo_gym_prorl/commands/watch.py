@@ -12,8 +12,10 @@ from rich.console import Console
 from rich.markup import escape
 from rich.padding import Padding
 from rich.table import Table
+from rich.text import Text
 
 from nemo_gym_prorl.commands.jobs import connect
+from nemo_gym_prorl.commands.show import visible
 from nemo_gym_prorl.failures import InfrastructureError, Stage
 from nemo_gym_prorl.rollout.client import ApiError, RolloutClient
 from nemo_gym_prorl.rollout.job import JobState
@@ -91,7 +93,11 @@ def _print_failed(console: Console, job: JobView) -> None:
     console.print(f"[bold]{escape(job.id)}[/] [red]{job.state}[/]", soft_wrap=True)
     for failure in [*job.failed_attempts, *([job.failure] if job.failure else [])]:
         where = f" in {failure.stage}" if failure.stage else ""
-        console.print(Padding(f"{failure.kind}{where} ({failure.origin}): {escape(failure.reason)}", (0, 0, 0, 2)))
+        console.print(
+            Padding(Text(visible(f"{failure.kind}{where} ({failure.origin}): {failure.reason}")), (0, 0, 0, 2))
+        )
+        if failure.traceback:
+            console.print(Padding(Text(visible(failure.traceback), style="dim"), (0, 0, 0, 4)))
 
 
 async def tail(url: str | None, token: str | None, after: int | None, group: str | None) -> None:

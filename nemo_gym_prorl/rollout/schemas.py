@@ -81,6 +81,7 @@ class FailureView(BaseModel):
     origin: Origin
     stage: Stage | None
     reason: str
+    traceback: str | None = Field(default=None, description="Its end, where a handler raised what nobody foresaw.")
 
 
 class StageTimeView(BaseModel):
