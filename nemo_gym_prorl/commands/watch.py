@@ -16,7 +16,7 @@ from rich.text import Text
 
 from nemo_gym_prorl.commands.jobs import connect
 from nemo_gym_prorl.commands.show import visible
-from nemo_gym_prorl.failures import InfrastructureError, Stage
+from nemo_gym_prorl.failures import CallerError, InfrastructureError, Stage
 from nemo_gym_prorl.rollout.client import ApiError, RolloutClient
 from nemo_gym_prorl.rollout.job import JobState
 from nemo_gym_prorl.rollout.schemas import EventView, JobView, StatusView
@@ -56,7 +56,13 @@ async def show_rollout(url: str | None, token: str | None, rollout_id: str) -> N
 async def show_rollouts(
     url: str | None, token: str | None, group: str | None, state: str | None, failed: bool
 ) -> None:
-    """Print the rollouts that fit, oldest first; failed ones with what happened."""
+    """Print the rollouts that fit, oldest first; failed ones with what happened.
+
+    Raises:
+        CallerError: both a state and failed ones are asked for.
+    """
+    if failed and state is not None:
+        raise CallerError("give either --state or --failed")
     console = Console(highlight=False)
     table = Table("id", "state", box=None, pad_edge=False)
     for column in ("reward", "turns", "seconds"):
