@@ -418,7 +418,7 @@ def _run[T](work: Coroutine[Any, Any, T]) -> T:
     except asyncio.CancelledError:
         raise typer.Exit(128 + (caught or signal.SIGTERM)) from None
     except ApiError as error:
-        sys.exit(f"prorl: {error}")
+        sys.exit(f"prorl: {error}" + ("; set PRORL_TOKEN" if error.problem.status == 401 else ""))
 
 
 @contextmanager

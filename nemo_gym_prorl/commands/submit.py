@@ -162,7 +162,7 @@ class _Rollout:
     place: Place
     row: dict[str, Any]
     take: int = 1
-    """Counts how often the service has remembered the id as taken back, by an earlier interruption or its own end."""
+    """Which id it has: the service may remember those before as cancelled, or as forgotten."""
     known: bool = False
     """Whether this process has submitted it."""
 
@@ -275,21 +275,27 @@ class Run:
             except ApiError as error:
                 if error.problem.status in _FATAL:
                     raise
+                if error.problem.status == 410:
+                    self._anew(rollout)  # it has ended, and its result is forgotten
+                    continue
                 if self.open.pop(rollout_id, None) is not None:
                     self._refuse(rollout, error)
                 return
             if rollout_id not in self.open:
                 return  # it has ended meanwhile
             if _shut_down(job) or (job.state is JobState.CANCELLED and not rollout.known):
-                # Remembered from an earlier interruption: that id is over, the rollout is not.
-                del self.open[rollout_id]
-                rollout.take += 1
-                rollout.known = False
+                self._anew(rollout)  # remembered from an earlier interruption, ours or the service's
                 continue
             rollout.known = True
             if job.state.terminal and not self._order.detach:
                 await self._take(rollout, job)
             return
+
+    def _anew(self, rollout: _Rollout) -> None:
+        """That id is over, the rollout is not: it takes the next one."""
+        self.open.pop(self._id(rollout), None)
+        rollout.take += 1
+        rollout.known = False
 
     def _refuse(self, rollout: _Rollout, error: ApiError) -> None:
         self._left -= 1
@@ -308,19 +314,18 @@ class Run:
         return base if rollout.take == 1 else f"{base}.{rollout.take}"
 
     async def _take(self, rollout: _Rollout, job: JobView) -> None:
-        """An outcome; with the result, if somebody wants it."""
+        """An outcome. It is read whether it is written or not: a service keeps what its submitter has not read."""
         if _shut_down(job):
             self._queue.put_nowait(rollout)  # the service ended, not the rollout
             return
-        if self._results is not None:
-            try:
-                async with self._gate:
-                    job = await self._patiently(lambda: self._client.get(job.id))
-            except ApiError as error:
-                if error.problem.status not in (404, 410):
-                    raise
-                self._queue.put_nowait(rollout)  # gone before it was fetched: there is no other way to have it
-                return
+        try:
+            async with self._gate:
+                job = await self._patiently(lambda: self._client.get(job.id))
+        except ApiError as error:
+            if error.problem.status not in (404, 410):
+                raise
+            self._queue.put_nowait(rollout)  # gone before it was read: there is no other way to have it
+            return
         if not job.state.terminal or self.open.pop(job.id, None) is None:
             return  # it runs again, or somebody else has taken it
         if self._results is not None:

@@ -111,6 +111,7 @@ async def tail(url: str | None, token: str | None, after: int | None, group: str
     console = Console(highlight=False, soft_wrap=True)
     seen = after
     async with connect(url, token) as client:
+        await client.status()  # a service that is not there is told at once
         while True:
             try:
                 async for event in client.events(seen):
@@ -119,13 +120,11 @@ async def tail(url: str | None, token: str | None, after: int | None, group: str
                         console.print(_transition(event), markup=False)
                 why = "the service closed the connection"
             except ApiError as error:
-                if error.problem.status != 410 or seen == after:
+                if error.problem.status != 410:
                     raise
-                why, seen = "the service has forgotten what comes next", None
+                why, seen = f"{error.problem.detail}; going on with what comes now", None
             except (InfrastructureError, aiohttp.ClientError) as error:
-                if seen == after:
-                    raise
-                why = str(error)
+                why = str(error) or type(error).__name__
             console.print(f"{why}; trying again", style="yellow", markup=False)
             await asyncio.sleep(_RECONNECT_S)
 

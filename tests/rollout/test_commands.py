@@ -135,7 +135,11 @@ async def test_tail_prints_transitions(tmp_path: Path) -> None:
         (("cancel",), "give either rollout ids or --group"),
         (("status", "nobody"), "no rollout 'nobody'"),
         (("submit", "{broken}"), "broken.jsonl:2: is not JSON"),
-        (("submit", "{empty}"), "row.responses_create_params: Field required"),
+        (("submit", "{empty}"), "empty.jsonl:1: row.responses_create_params: Field required"),
+        (("status", "--failed", "--token", "other"), "; set PRORL_TOKEN"),
+        (("status", "nobody", "--url", "nonsense"), "'nonsense' is no address"),
+        (("status", "--failed", "--state", "failed"), "give either --state or --failed"),
+        (("tail", "--url", "http://127.0.0.1:9"), "127.0.0.1:9"),
     ],
 )
 async def test_mistakes_are_one_line_that_names_them(

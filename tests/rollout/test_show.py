@@ -3,6 +3,9 @@
 
 import asyncio
 import json
+import os
+import signal
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +15,7 @@ from hypothesis import strategies as st
 
 from nemo_gym_prorl.commands.show import SHORT_CHARACTERS, SHORT_LINES, shorten, turns
 from nemo_gym_prorl.rollout.client import RolloutClient
+from tests.rollout.standalone import standalone
 from tests.rollout.test_commands import TOKEN, prorl, service
 
 
@@ -153,3 +157,39 @@ def test_turns_are_all_items_in_order(output: list[dict[str, Any]]) -> None:
     split = list(turns(output))
     assert [item for turn in split for item in turn] == output
     assert all(turn for turn in split)
+
+
+async def test_tail_of_a_group_goes_on_when_the_service_was_restarted() -> None:
+    async with standalone(TOKEN) as there:
+        process = await asyncio.create_subprocess_exec(
+            sys.executable,
+            "-c",
+            "from nemo_gym_prorl.cli import main; main()",
+            "tail",
+            "--group",
+            "mine",
+            stdout=asyncio.subprocess.PIPE,
+            env=os.environ | {"PRORL_TOKEN": TOKEN, "PRORL_URL": there.url, "PYTHONUNBUFFERED": "1"},
+        )
+        assert process.stdout is not None
+        try:
+            for _ in range(2):
+                seen: set[str] = set()
+                async with asyncio.timeout(60), RolloutClient(there.url, TOKEN) as client:
+                    reading = asyncio.create_task(process.stdout.readline())
+                    while "succeeded" not in seen:
+                        for group in ("mine", "theirs"):
+                            job = await client.submit({"responses_create_params": {"input": "hi"}}, group=group)
+                            await client.wait(job.id)
+                        while (await asyncio.wait([reading], timeout=0.2))[0]:
+                            words = reading.result().decode().split()
+                            assert "theirs" not in words
+                            seen.update(words)
+                            reading = asyncio.create_task(process.stdout.readline())
+                    reading.cancel()
+                await there.end()
+                await there.start()
+        finally:
+            process.send_signal(signal.SIGINT)
+            await process.communicate()
+        assert process.returncode == 130
