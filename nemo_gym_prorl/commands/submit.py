@@ -194,6 +194,8 @@ class Run:
         self._client, self._order, self._results = client, order, results
         self._say = say
         self._away_since: float | None = None
+        self._outages = 0
+        """After each, the service may be another one, which knows nothing of this run."""
         self._queue: asyncio.Queue[_Rollout] = asyncio.Queue()
         self._left = 0
         self._gate = asyncio.Semaphore(_AT_ONCE)
@@ -209,20 +211,24 @@ class Run:
         cursor = (await self._client.list(limit=1)).cursor
 
         async def follow() -> None:
-            place = cursor
+            place, outages = cursor, 0
             while self._left:
-                try:
-                    async with asyncio.timeout(_ANSWER_S):
-                        page = await self._client.ended(place, wait=_POLL_S, limit=_PAGE)
-                        show(await self._client.status())
-                except (ApiError, InfrastructureError, aiohttp.ClientError, TimeoutError) as error:
-                    if isinstance(error, ApiError) and error.problem.status != 410 and error.problem.status < 500:
-                        raise
+                if outages != self._outages:
+                    outages = self._outages
                     # Behind the new cursor nothing is missed; what ended before it is in the submissions' answers.
                     place = (await self._patiently(lambda: self._client.list(limit=1))).cursor
                     for rollout in self.open.values():
                         if rollout.known:  # the others are being submitted
                             self._queue.put_nowait(rollout)
+                try:
+                    async with asyncio.timeout(_ANSWER_S):
+                        page = await self._client.ended(place, wait=_POLL_S, limit=_PAGE)
+                        show(await self._client.status())
+                except (ApiError, InfrastructureError, aiohttp.ClientError, TimeoutError) as error:
+                    if isinstance(error, ApiError) and error.problem.status not in _AWAY | {410}:
+                        raise
+                    self._outages += 1
+                    await asyncio.sleep(_POLL_S)
                     continue
                 place = page.cursor
                 ours = [(self.open[job.id], job) for job in page.rollouts if job.id in self.open]
@@ -349,6 +355,7 @@ class Run:
             else:
                 if self._away_since is not None:
                     self._away_since = None
+                    self._outages += 1
                     self._say("the service is back")
                 return answer
             now = time.monotonic()
