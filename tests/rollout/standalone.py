@@ -14,6 +14,7 @@ import aiohttp
 import uvicorn
 from fastapi import FastAPI
 
+from nemo_gym_prorl.access import KeyGuard
 from nemo_gym_prorl.rollout.api import rollout_router
 from nemo_gym_prorl.rollout.metrics import PipelineMetrics
 from nemo_gym_prorl.rollout.request import PipelineSettings
@@ -76,7 +77,8 @@ async def _main(port: int, token: str) -> None:
         await pipeline.close()
 
     app = FastAPI(lifespan=lifespan)
-    app.include_router(rollout_router(pipeline, PipelineMetrics(pipeline), token))
+    app.add_middleware(KeyGuard, key=token)
+    app.include_router(rollout_router(pipeline, PipelineMetrics(pipeline)))
     await uvicorn.Server(
         uvicorn.Config(app, host="127.0.0.1", port=port, log_level="warning", timeout_graceful_shutdown=1)
     ).serve()

@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 from fastapi import FastAPI
 
+from nemo_gym_prorl.access import KeyGuard
 from nemo_gym_prorl.commands.jobs import find_service
 from nemo_gym_prorl.failures import CallerError
 from nemo_gym_prorl.rollout.api import rollout_router
@@ -31,7 +32,8 @@ TOKEN = "t0ken"
 async def service(bench_settings: PipelineSettings | None = None) -> AsyncIterator[str]:
     pipeline = Bench(bench_settings or PipelineSettings()).pipeline()
     app = FastAPI()
-    app.include_router(rollout_router(pipeline, PipelineMetrics(pipeline), TOKEN))
+    app.include_router(rollout_router(pipeline, PipelineMetrics(pipeline)))
+    app.add_middleware(KeyGuard, key=TOKEN)
     async with serve(app) as url:
         yield url
         await pipeline.close()

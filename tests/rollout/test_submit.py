@@ -17,6 +17,7 @@ from fastapi import FastAPI
 from hypothesis import given
 from hypothesis import strategies as st
 
+from nemo_gym_prorl.access import KeyGuard
 from nemo_gym_prorl.commands.report import best_of, doubling
 from nemo_gym_prorl.commands.submit import Order, submit
 from nemo_gym_prorl.failures import CallerError, InfrastructureError
@@ -41,7 +42,8 @@ async def service() -> AsyncIterator[tuple[str, Bench]]:
     bench = Bench(PipelineSettings())
     pipeline = bench.pipeline()
     app = FastAPI()
-    app.include_router(rollout_router(pipeline, PipelineMetrics(pipeline), TOKEN))
+    app.add_middleware(KeyGuard, key=TOKEN)
+    app.include_router(rollout_router(pipeline, PipelineMetrics(pipeline)))
     async with serve(app) as url:
         yield url, bench
         await pipeline.close()
