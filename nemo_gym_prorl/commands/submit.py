@@ -340,6 +340,13 @@ class Run:
         self._left -= 1
         self.tally.add(rollout.place, job)
 
+    def _back(self) -> None:
+        """The service has answered."""
+        if self._away_since is not None:
+            self._away_since = None
+            self._outages += 1
+            self._say("the service is back")
+
     async def _patiently[T](self, call: Callable[[], Awaitable[T]]) -> T:
         """What a call answers; a service that is away or going away is waited for."""
         pause = _POLL_S
@@ -348,15 +355,13 @@ class Run:
                 answer = await call()
             except ApiError as error:
                 if error.problem.status not in _AWAY:
+                    self._back()
                     raise
                 why = str(error)
             except (InfrastructureError, aiohttp.ClientError, TimeoutError) as error:
                 why = str(error) or type(error).__name__
             else:
-                if self._away_since is not None:
-                    self._away_since = None
-                    self._outages += 1
-                    self._say("the service is back")
+                self._back()
                 return answer
             now = time.monotonic()
             if self._away_since is None:
