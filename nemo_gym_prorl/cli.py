@@ -204,7 +204,7 @@ def cancel(
 
 @app.command()
 def tail(
-    after: Annotated[int | None, typer.Option(help="Number of the last transition seen; 0 for all there are.")] = None,
+    after: Annotated[str | None, typer.Option(help="Cursor of the last transition seen; 0 for all.")] = None,
     group: Annotated[str | None, typer.Option(help="Only the rollouts of this group.")] = None,
     url: Url = None,
     token: Token = None,

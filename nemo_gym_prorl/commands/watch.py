@@ -42,6 +42,8 @@ async def show_status(url: str | None, token: str | None) -> None:
     async with connect(url, token) as client:
         status = await client.status()
     console.print(pools(status))
+    for name, held in status.held.items():
+        console.print(f"{name} cannot be reached, so no rollout begins: {held.reason}", style="red", markup=False)
     states = ", ".join(f"{count} {state}" for state, count in status.states.items() if count) or "no rollouts"
     console.print(f"{states}; {status.sessions} sandboxes held{'; draining' if status.draining else ''}")
 
@@ -84,8 +86,13 @@ async def show_rollouts(
 
 async def rollouts(client: RolloutClient, state: str | None, group: str | None) -> AsyncIterator[JobView]:
     """The rollouts that a service remembers and that fit, oldest first, without their results."""
-    for job in (await client.list(state=state, group=group, limit=_PAGE)).rollouts:
-        yield job
+    page: str | None = None
+    while True:
+        listing = await client.list(state=state, group=group, limit=_PAGE, page=page)
+        for job in listing.rollouts:
+            yield job
+        if (page := listing.next) is None:
+            return
 
 
 def _cells(job: JobView) -> tuple[str, ...]:
@@ -106,7 +113,7 @@ def _print_failed(console: Console, job: JobView) -> None:
             console.print(Padding(Text(visible(failure.traceback), style="dim"), (0, 0, 0, 4)))
 
 
-async def tail(url: str | None, token: str | None, after: int | None, group: str | None) -> None:
+async def tail(url: str | None, token: str | None, after: str | None, group: str | None) -> None:
     """Print transitions as they happen, until interrupted. A service that goes away is waited for."""
     console = Console(highlight=False, soft_wrap=True)
     seen = after
@@ -115,7 +122,7 @@ async def tail(url: str | None, token: str | None, after: int | None, group: str
         while True:
             try:
                 async for event in client.events(seen):
-                    seen = event.seq
+                    seen = event.cursor
                     if group in (None, event.group):
                         console.print(_transition(event), markup=False)
                 why = "the service closed the connection"
@@ -133,4 +140,4 @@ def _transition(event: EventView) -> str:
     moment = time.strftime("%H:%M:%S", time.localtime(event.at))
     end = "" if event.reward is None else f" reward {event.reward:g}"
     end += "" if event.failure_kind is None else f" {event.failure_kind}"
-    return f"{event.seq} {moment} {event.id} {event.state}{end}"
+    return f"{event.cursor} {moment} {event.id} {event.state}{end}"

@@ -51,6 +51,11 @@ def scripted(row: dict[str, Any], *turns: Any) -> dict[str, Any]:
     return {**row, "responses_create_params": params}
 
 
+def collected(row: dict[str, Any], rollout: int = 0) -> dict[str, Any]:
+    """The row as Gym's own collector sends it."""
+    return {**row, "_ng_task_index": 0, "_ng_rollout_index": rollout}
+
+
 class Stage:
     """The running servers of a test."""
 
@@ -298,7 +303,7 @@ async def test_a_policy_cannot_call_the_servers_own_routes(stage: Stage, route: 
 async def test_a_row_that_the_environment_refuses_is_the_callers_error(stage: Stage) -> None:
     row = {"responses_create_params": {"input": "hi"}}  # the counter needs initial_count
     async with stage.prorl_agent("example_session_state_mgmt") as run:
-        result = await run(row)
+        result = await run(collected(row))
     assert result["mask_sample"] is True
     assert result["failure_kind"] == "agent_request_failed"
     assert "initial_count" in result["failure_reason"]
@@ -326,7 +331,8 @@ async def test_a_resources_server_killed_in_mid_rollout(stage: Stage) -> None:
             both.prorl_agent("doomed", max_attempts=2) as run_doomed,
             both.prorl_agent("example_session_state_mgmt") as run_neighbour,
         ):
-            doomed = [asyncio.create_task(run_doomed(scripted(row, *slow[: 40 + number]))) for number in range(4)]
+            rows = [collected(scripted(row, *slow[: 40 + number]), number) for number in range(4)]
+            doomed = [asyncio.create_task(run_doomed(each)) for each in rows]
             neighbours = [asyncio.create_task(run_neighbour(scripted(row, *counting(2)))) for _ in range(4)]
             await asyncio.sleep(0.3)
             host.kill()

@@ -33,7 +33,9 @@ def answer(job: Job) -> bytes:
 
 
 @asynccontextmanager
-async def service(grace_s: float) -> AsyncIterator[tuple[str, Pipeline, Bench]]:
+async def service(
+    grace_s: float, render: Callable[[Job], bytes] = answer
+) -> AsyncIterator[tuple[str, Pipeline, Bench]]:
     bench = Bench(PipelineSettings())
     pipeline = bench.pipeline()
     watch = CallerWatch(pipeline, grace_s)
@@ -44,7 +46,7 @@ async def service(grace_s: float) -> AsyncIterator[tuple[str, Pipeline, Bench]]:
         body = await request.body()
         try:
             wanted = orjson.loads(body)
-            return Response(await watch.run(JobRequest(wanted), row_key(wanted, body), request, answer))
+            return Response(await watch.run(JobRequest(wanted), row_key(wanted, body), request, render))
         except CallerGone:
             return Response(status_code=499)
 
@@ -132,4 +134,39 @@ async def test_other_rows_are_other_rollouts(other: dict[str, Any]) -> None:
     async with service(grace_s=5) as (url, pipeline, _):
         first = row(0.2) if "_ng_task_index" not in other else row(0.2, **INDEXED)
         await asyncio.gather(post(url, first), post(url, other))
+        assert len(pipeline.store) == 2
+
+
+async def test_two_callers_of_which_one_vanishes() -> None:
+    async with service(grace_s=0.1) as (url, pipeline, bench):
+        staying = asyncio.create_task(post(url, row(1.0, **INDEXED)))
+        await until(lambda: JobState.RUNNING in states(pipeline))
+        await vanish(url, row(1.0, **INDEXED), pipeline)
+        await asyncio.sleep(0.3)
+        assert states(pipeline) == [JobState.RUNNING], "somebody still waits"
+        assert (await staying)["state"] == "succeeded"
+        assert sum(bench.handler.calls.values()) == 4
+
+
+async def test_an_answer_that_cannot_be_made_is_an_error_for_every_caller_and_no_answer_for_the_next() -> None:
+    rendered: list[str] = []
+
+    def broken(job: Job) -> bytes:
+        rendered.append(job.id)
+        if len(rendered) == 1:
+            raise ValueError("no answer from me")
+        return answer(job)
+
+    async with service(grace_s=60, render=broken) as (url, pipeline, _):
+        body = row(0.3, **INDEXED)
+
+        async def status() -> int:
+            async with aiohttp.ClientSession() as http, http.post(url, json=body) as response:
+                return response.status
+
+        async with asyncio.timeout(60):
+            assert await asyncio.gather(status(), status()) == [500, 500]
+            assert await status() == 200
+        assert len(rendered) == 2, "once for the two, once for the next"
+        assert rendered[0] != rendered[1]
         assert len(pipeline.store) == 2
