@@ -13,6 +13,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from nemo_gym_prorl.commands import watch
 from nemo_gym_prorl.commands.show import SHORT_CHARACTERS, SHORT_LINES, shorten, turns
 from nemo_gym_prorl.rollout.client import RolloutClient
 from tests.rollout.standalone import standalone
@@ -108,17 +109,24 @@ async def test_rollouts_of_a_service_by_id_group_state_and_failure() -> None:
         retried = {"init": [{"how": "infrastructure"}, {"how": "ok"}]}
         await client.submit({**params, "plan": retried}, id="late", group="h")
         await client.submit({**params, "plan": {"run": [{"seconds": 600}]}}, id="live")
+        await client.submit({**params, "plan": {"run": [{"how": "defect"}]}}, id="bug", max_attempts=1)
         async with asyncio.timeout(30):
-            for ends in ("good", "bad", "late"):
+            for ends in ("good", "bad", "late", "bug"):
                 await client.wait(ends)
         shown = {
             "show good": ["good: succeeded, reward 1", "stage", "run"],
             "show bad": ["bad: failed", "agent_run_error (agent)", "the agent gave up"],
             "show late": ["late: succeeded", "an attempt failed in init", "the sandbox is gone"],
+            "show bug": ["bug: failed", "KeyError: 'a bug'", "Traceback (most recent call last)"],
             "show live": ["live: ", "it has not ended"],
             "status --group g": ["good", "bad", "2 rollouts"],
             "status --state succeeded": ["good", "late", "2 rollouts"],
-            "status --failed": ["bad failed", "agent_run_error in run (agent): the agent gave up", "1 rollouts"],
+            "status --failed": [
+                "bad failed",
+                "agent_run_error in run (agent): the agent gave up",
+                "Traceback",
+                "2 rollouts",
+            ],
         }
         for command, parts in shown.items():
             code, output = await prorl(*command.split(), url=url)
@@ -129,18 +137,11 @@ async def test_rollouts_of_a_service_by_id_group_state_and_failure() -> None:
         assert (code, "state" in output, "Traceback" in output) == (1, True, False)
 
 
-async def test_a_plug_ins_traceback_is_shown(tmp_path: Path) -> None:
-    trace = 'Traceback (most recent call last):\n  File "plug_in.py", line 3, in run\nKeyError: 7\n'
-    failure = {"kind": "agent_run_error", "origin": "infrastructure", "stage": "run", "reason": "KeyError: 7"}
-    rollout = {
-        "id": "r-1-0", "state": "failed", "handler": "mine", "group": None, "client": "cli", "priority": 0, "turns": 0,
-        "submitted_at": 1.0, "finished_at": 2.0, "timings": {}, "tool_calls": 0, "finish_reason": None, "reward": None,
-        "failure": failure | {"traceback": trace}, "failed_attempts": [],
-    }  # fmt: skip
-    (tmp_path / "rollouts.jsonl").write_text(json.dumps(ROW | {"rollout": rollout}) + "\n")
-    code, output = await prorl("show", str(tmp_path / "rollouts.jsonl"), COLUMNS="80")
-    assert code == 0
-    assert 'File "plug_in.py", line 3, in run' in output
+async def test_a_listing_goes_on_behind_its_first_page(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(watch, "_PAGE", 2)
+    async with service() as url, RolloutClient(url, TOKEN) as client:
+        ids = [(await client.submit({"responses_create_params": {"input": "hi"}}, id=f"r{n}")).id for n in range(5)]
+        assert [job.id async for job in watch.rollouts(client, None, None)] == ids
 
 
 @given(st.text(max_size=5000), st.integers(0, 40))

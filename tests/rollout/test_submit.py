@@ -38,8 +38,8 @@ DEFECT = {"responses_create_params": {"input": "hi"}, "plan": {"run": [{"how": "
 
 
 @asynccontextmanager
-async def service() -> AsyncIterator[tuple[str, Bench]]:
-    bench = Bench(PipelineSettings())
+async def service(**settings: Any) -> AsyncIterator[tuple[str, Bench]]:
+    bench = Bench(PipelineSettings(**settings))
     pipeline = bench.pipeline()
     app = FastAPI()
     app.add_middleware(KeyGuard, key=TOKEN)
@@ -246,6 +246,15 @@ async def test_a_killed_submit_is_joined_by_the_next_one(tmp_path: Path) -> None
         await process.wait()
         assert await submit(Order(rows, run="r"), url, TOKEN)
         assert started(bench) == {"r-1-0": 1, "r-2-0": 1, "r-3-0": 1}
+
+
+async def test_what_the_service_has_forgotten_runs_under_a_new_id(tmp_path: Path) -> None:
+    rows = write(tmp_path / "rows.jsonl", GOOD, GOOD | {"task_id": 2})
+    async with service(retain_bytes=1) as (url, bench):
+        for run in ("r", "s", "r"):  # what ends last makes what was read before be forgotten
+            assert await submit(Order(rows, run=run), url, TOKEN)
+        assert started(bench).items() >= {"r-1-0": 1, "r-2-0": 1, "r-1-0.2": 1}.items()
+        assert all(count == 1 for count in started(bench).values())
 
 
 @pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGTERM])
