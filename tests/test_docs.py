@@ -259,6 +259,8 @@ def as_written(value: Any) -> str:
     """A default as a table has it."""
     if value is None:
         return "none"
+    if isinstance(value, int) and value >= 2**30:
+        return f"{value // 2**30} GiB"
     return f"{value:g}" if isinstance(value, float) else str(value).lower()
 
 
