@@ -42,6 +42,7 @@ DESCRIPTIONS: dict[int, str] = {
     501: "This deployment cannot do that.",
     502: "A server behind this one refused.",
     503: "Nothing is taken on now; come back after `Retry-After` seconds.",
+    504: "It was not done within its budget.",
 }
 
 

@@ -259,6 +259,8 @@ class ModelBackends:
                 "no-backend-pool",
                 f"model server {self._model.name!r} has a fixed list of backends; use prorl_model to change them",
             )
+        if answer.status in (403, 422):  # its own key would be 401
+            raise CallerError(f"{self._model.name} refuses it: {answer.text(2000)}", field="address")
         if not answer.ok:
             raise ProblemError(502, "model-server-refused", f"{self._model.name}: {answer.text(2000)}")
 
@@ -311,7 +313,7 @@ def _refused_row(row: dict[str, Any], failure: Failure) -> bytes:
 def _in_row(error: CallerError) -> CallerError:
     """An id that is taken was named in the row."""
     if isinstance(error, JobConflict):
-        return JobConflict(error.reason.partition(": ")[2] or error.reason, field=f"{WISHES}.id")
+        return JobConflict(error.complaint, field=f"{WISHES}.id")
     return error
 
 

@@ -89,7 +89,7 @@ def failure_problem(status: int, failure: Failure, job_id: str | None = None) ->
     about = f"rollout {job_id}: " if job_id else ""
     stage = f" in {failure.stage}" if failure.stage else ""
     detail = f"{about}{failure.kind}{stage}: {failure.reason}"
-    return ProblemError(status, failure.kind.value.replace("_", "-"), detail, headers=headers)
+    return ProblemError(status, failure.kind.value, detail, headers=headers)
 
 
 def from_collector(row: Mapping[str, Any]) -> bool:

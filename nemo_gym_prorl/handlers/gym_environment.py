@@ -208,11 +208,14 @@ class GymEnvironmentHandler:
         what = f"{server.name} /seed_session"
         answer = await server.post("/seed_session", row, session.cookies)
         require_ok(answer, what, FailureKind.PROVIDER_UNAVAILABLE)
-        body = json_of(answer, what, FailureKind.PROVIDER_UNAVAILABLE)
-        path = body.get("release_path") if isinstance(body, dict) else None
-        if path is not None and not (isinstance(path, str) and _RELEASE_PATH.fullmatch(path)):
-            self._context.farewells.start(f"session at {server.name}", self._close(session))
-            raise InfrastructureError(f"{what} named a release_path that is no path of that server: {path!r:.200}")
+        try:
+            body = json_of(answer, what, FailureKind.PROVIDER_UNAVAILABLE)
+            path = body.get("release_path") if isinstance(body, dict) else None
+            if path is not None and not (isinstance(path, str) and _RELEASE_PATH.fullmatch(path)):
+                raise InfrastructureError(f"{what} named a release_path that is no path of that server: {path!r:.200}")
+        except InfrastructureError:
+            self._context.farewells.start(f"a session at {server.name}", self._close(session))
+            raise
         session.release_path = path
         return session
 

@@ -13,7 +13,7 @@ from typing import Any
 
 import orjson
 
-from nemo_gym_prorl.failures import CallerError, Failure, Origin, Stage
+from nemo_gym_prorl.failures import CallerError, Failure, InfrastructureError, Origin, Stage
 from nemo_gym_prorl.handlers.failure_rows import empty_response, failure_problem, failure_status
 from nemo_gym_prorl.handlers.gym_environment import GymEnvironmentHandler, GymSession
 from nemo_gym_prorl.handlers.gym_http import CookieJar
@@ -38,6 +38,14 @@ class SeededSessionHandler(GymEnvironmentHandler):
             raise CallerError("is for POST /v1/responses, which brings a session along", field="handler")
         return GymSession(CookieJar(dict(cookies)), closed=True)
 
+    async def run(self, job: Job, session: GymSession) -> Trajectory:
+        """The tool loop. A connection that is lost ends it, whichever server it was to: the job must not be held until
+        that server is back and then begun again, in a session in which things have happened."""
+        try:
+            return await super().run(job, session)
+        except InfrastructureError as error:
+            raise InfrastructureError(error.reason, kind=error.kind) from error
+
     async def release(self, job: Job, session: GymSession) -> None:
         """Nothing: the caller goes on with its session."""
 
@@ -61,7 +69,7 @@ def responses_request(params: Any, cookies: dict[str, str]) -> JobRequest:
         check_row({_PARAMS: params})
     except CallerError as error:
         field = (error.field or "").removeprefix(_PARAMS).removeprefix(".")
-        raise CallerError(error.reason.removeprefix(f"{error.field}: "), field=field or "body") from None
+        raise CallerError(error.complaint, field=field or "body") from None
     row = {_PARAMS: params, _COOKIES: cookies}
     return JobRequest(row, id=f"responses-{uuid.uuid4().hex}", handler=SeededSessionHandler.name, max_attempts=1)
 

@@ -75,7 +75,7 @@ class _Control:
     tries: Counter[Stage] = field(default_factory=Counter)
     retry: asyncio.TimerHandle | None = None
     held_up: dict[Stage, float] = field(default_factory=dict)
-    """When a server that is out first stopped the job in a stage, until it gets through that."""
+    """When a server that is out first stopped the job in a stage, until it gets through that with all of them in."""
 
 
 class Pipeline:
@@ -253,6 +253,8 @@ class Pipeline:
         spent = job.times[stage]
         spent.attempts += 1
         spent.waited_s += self._clock() - control.since
+        if stage in self.scheduler.held and (since := self._outages.since) is not None:  # let through as a trial
+            control.held_up.setdefault(stage, max(since, control.since))
         if job.state is not _WORKING_STATE[stage]:
             self._move(job, _WORKING_STATE[stage])
         started = self._clock()
@@ -286,7 +288,9 @@ class Pipeline:
             failure = classify(control.cancelled, stage)
         control.since = self._clock()
         if failure is None:
-            control.held_up.pop(stage, None)
+            if self._outages.since is None:
+                for passed in [*Stage][: [*Stage].index(stage) + 1]:
+                    control.held_up.pop(passed, None)
             self._go_on(job, stage, value)
         elif counts or control.cancelled is not None:
             self._give_up_or_retry(job, stage, failure, error)

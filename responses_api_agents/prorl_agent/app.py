@@ -41,8 +41,8 @@ class VerifiedRollouts(BaseModel):
 
 
 _GYM_ROUTES = {
-    "/run": Declared((500, 503), Row),
-    "/v1/responses": Declared((500, 503), CreateParams),
+    "/run": Declared((409, 500, 503), Row),
+    "/v1/responses": Declared((500, 503, 504), CreateParams),
     "/aggregate_metrics": Declared((500, 503), VerifiedRollouts),
 }
 

@@ -54,6 +54,7 @@ class Peer:
                 answer = await answer
             if answer is None:
                 answer = self.answer(request.method, path, request)
+                answer = await answer if asyncio.iscoroutine(answer) else answer
             return answer if isinstance(answer, Response) else JSONResponse(answer)
 
         return app
@@ -164,9 +165,10 @@ def once(trouble: Callable[[], Any]) -> Callable[[], Any]:
 
 @dataclass
 class Deployment:
-    """The agent's URL, its peers, and a client."""
+    """URLs of the agent and of its policy, its peers, and a client."""
 
     url: str
+    policy_url: str
     environment: Environment
     policy: Policy
     http: aiohttp.ClientSession
@@ -199,7 +201,8 @@ async def deployment(
     async with AsyncExitStack() as stack:
         blocks = {}
         for name, peer in (("environment", environment), ("policy_model", policy)):
-            at = urlsplit(await stack.enter_async_context(serve(peer.app())))
+            peer_url = await stack.enter_async_context(serve(peer.app()))  # the policy's is the last
+            at = urlsplit(peer_url)
             blocks[name] = {"entrypoint": "app.py", "host": at.hostname, "port": at.port}
         if "environment" in keys:
             blocks["environment"]["control_token"] = keys["environment"]
@@ -223,7 +226,7 @@ async def deployment(
         )
         url = await stack.enter_async_context(serve(ProRLAgent(config=config, server_client=client).setup_webserver()))
         http = await stack.enter_async_context(aiohttp.ClientSession())
-        yield Deployment(url, environment, policy, http)
+        yield Deployment(url, peer_url, environment, policy, http)
 
 
 async def until(condition: Callable[[], bool], seconds: float = 30.0) -> None:

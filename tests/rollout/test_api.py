@@ -261,7 +261,7 @@ async def test_a_malformed_submission_names_the_field(body: dict[str, Any], fiel
 
 
 async def test_the_log_of_outcomes_can_be_followed_and_says_when_it_is_cut() -> None:
-    settings = PipelineSettings(stages=PoolSizes(1, 0, 1, 1), retain=5)
+    settings = PipelineSettings(stages=PoolSizes(1, 0, 1, 1), retain_bytes=22_000)
     async with service(settings) as (client, _, _):
         for number in range(4):
             await client.submit(row(), id=f"r{number}", group="even" if number % 2 == 0 else "odd")
@@ -283,10 +283,16 @@ async def test_the_log_of_outcomes_can_be_followed_and_says_when_it_is_cut() -> 
             await client.ended("0")
         assert refused.value.problem.status == 410
         with pytest.raises(ApiError) as refused:
-            await client.ended(10_000)
+            await client.ended(news.cursor.split("-")[0] + "-10000")
         assert refused.value.problem.status == 422
-        with pytest.raises(ApiError):
-            await client.get("r0")
+        with pytest.raises(ApiError) as refused:
+            await client.ended("0123456789ab-1", wait=20)
+        assert refused.value.problem.status == 410
+        for forgotten in (client.get("r0"), client.submit(row(), id="r0")):
+            with pytest.raises(ApiError) as refused:
+                await forgotten
+            assert refused.value.problem.status == 410
+            assert refused.value.problem.type.endswith("rollout-forgotten")
 
 
 async def test_listing_by_state_and_group() -> None:
@@ -353,9 +359,28 @@ async def test_events_tell_every_transition_in_order_and_can_be_resumed() -> Non
         assert [event.state.value for event in seen] == expected
         assert [event.seq for event in seen] == list(range(1, 7))
         assert seen[-1].reward == 1.0
-        async for event in client.events(after=5):
+        async for event in client.events(after=seen[-2].cursor):
             assert event.seq == 6
             break
+        for wrong, status in [(seen[-1].cursor.replace("-6", "-7"), 422), ("0123456789ab-1", 410), ("x", 422)]:
+            with pytest.raises(ApiError) as refused:
+                await anext(client.events(after=wrong))
+            assert refused.value.problem.status == status
+
+
+async def test_a_listener_that_fell_behind_is_told_and_not_left_with_a_gap() -> None:
+    async with service() as (client, pipeline, _):
+        events = client.events(after="0")
+        pipeline.submit(JobRequest(row(), id="a"))
+        assert (await anext(events)).seq == 1
+        while (await anext(events)).state is not JobState.SUCCEEDED:
+            pass
+        pipeline.submit(JobRequest(row(), id="b"))
+        pipeline.store._events.clear()  # as a burst of ten thousand others would
+        with pytest.raises(ApiError) as told:
+            await anext(events)
+        assert told.value.problem.status == 410
+        assert told.value.problem.type.endswith("cursor-expired")
 
 
 async def test_status_health_and_metrics() -> None:

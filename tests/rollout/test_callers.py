@@ -170,3 +170,57 @@ async def test_an_answer_that_cannot_be_made_is_an_error_for_every_caller_and_no
         assert len(rendered) == 2, "once for the two, once for the next"
         assert rendered[0] != rendered[1]
         assert len(pipeline.store) == 2
+
+
+async def test_an_answer_that_lands_in_a_closed_connection_waits_for_its_caller() -> None:
+    """The caller vanishes in the moment in which the job ends: the result is not thrown away with the connection."""
+    pipeline = Bench(PipelineSettings()).pipeline()
+    watch = CallerWatch(pipeline, grace_s=60)
+    wanted = row(0, **INDEXED)
+
+    class Closed:
+        async def receive(self) -> dict[str, str]:
+            while not pipeline.store.states[JobState.SUCCEEDED]:
+                await asyncio.sleep(0)
+            return {"type": "http.disconnect"}
+
+    class Open:
+        async def receive(self) -> dict[str, str]:
+            await asyncio.sleep(60)
+            return {"type": "http.disconnect"}
+
+    with pytest.raises(CallerGone):
+        await watch.run(JobRequest(wanted), b"key", Closed(), answer)  # type: ignore[arg-type]
+    again = await watch.run(JobRequest(wanted), b"key", Open(), answer)  # type: ignore[arg-type]
+    assert orjson.loads(again)["reward"] == 1.0
+    assert len(pipeline.store) == 1
+    await pipeline.close()
+
+
+async def test_an_id_is_free_again_when_its_vanished_callers_job_has_ended() -> None:
+    pipeline = Bench(PipelineSettings(cancel_grace_s=0.1)).pipeline()
+    watch = CallerWatch(pipeline, grace_s=0.05)
+    gone = asyncio.Event()
+
+    class Leaving:
+        async def receive(self) -> dict[str, str]:
+            await gone.wait()
+            return {"type": "http.disconnect"}
+
+    class Staying:
+        async def receive(self) -> dict[str, str]:
+            await asyncio.sleep(60)
+            return {"type": "http.disconnect"}
+
+    first = asyncio.create_task(
+        watch.run(JobRequest(row(3600), id="x"), b"x", Leaving(), answer)  # type: ignore[arg-type]
+    )
+    await until(lambda: JobState.RUNNING in states(pipeline))
+    gone.set()
+    with pytest.raises(CallerGone):
+        await first
+    await until(lambda: states(pipeline) == [JobState.CANCELLED])
+    await until(lambda: next(pipeline.store.find(state=None, group=None)).delivered)
+    again = await watch.run(JobRequest(row(0), id="x"), b"x", Staying(), answer)  # type: ignore[arg-type]
+    assert orjson.loads(again)["id"] == "x"
+    await pipeline.close()
