@@ -359,7 +359,7 @@ async def test_a_resources_server_killed_in_mid_rollout(stage: Stage) -> None:
     async with hosting({"doomed": doomed_config["doomed"]}) as host:
         both = Stage(doomed_config, stage.http, host)
         async with (
-            both.prorl_agent("doomed", max_attempts=2) as run_doomed,
+            both.prorl_agent("doomed", unreachable_s=2.0) as run_doomed,
             both.prorl_agent("example_session_state_mgmt") as run_neighbour,
         ):
             rows = [collected(scripted(row, *slow[: 40 + number]), number) for number in range(4)]
@@ -371,5 +371,5 @@ async def test_a_resources_server_killed_in_mid_rollout(stage: Stage) -> None:
                 assert result["rollout"]["state"] == "failed"
                 assert result["mask_sample"] is True
                 assert result["failure_kind"] in ("transport_peer_drop", "transport_unreachable")
-                assert len(result["rollout"]["failed_attempts"]) == 2
+                assert result["rollout"]["failed_attempts"]
             assert [result["reward"] for result in await asyncio.gather(*neighbours)] == [1.0] * 4
