@@ -106,6 +106,57 @@ def demo(
         raise typer.Exit(1)
 
 
+@app.command()
+def serve(
+    words: Annotated[
+        list[str],
+        typer.Argument(
+            metavar="ENVIRONMENT... [OVERRIDE...]",
+            help="Names that `gym list environments` shows, and Hydra overrides for Gym (++key=value).",
+        ),
+    ],
+    policy_url: Annotated[
+        str, typer.Option(envvar="PRORL_MODEL_URL", help="The inference endpoint, ending in /v1; see prorl scripted.")
+    ],
+    policy_model: Annotated[str, typer.Option(envvar="PRORL_MODEL_NAME", help="The model's name there.")],
+    policy_key: Annotated[str, typer.Option(envvar="PRORL_API_KEY", help="The endpoint's key.")] = "none",
+    model_type: Annotated[str, typer.Option(help="Gym's model server.")] = "prorl_model",
+    head_port: Annotated[int, typer.Option(help="Port of Gym's head server; where clients look first.")] = 11000,
+    log_dir: Annotated[Path | None, typer.Option(help="Folder for the log. Default: a temporary one.")] = None,
+) -> None:
+    """Serve environments: agent, job API, model server; a server that dies is started again. Ctrl-C ends it."""
+    from rich.console import Console
+
+    from nemo_gym_prorl.commands import serve as command
+
+    command.serve(
+        words,
+        policy_url=policy_url,
+        policy_model=policy_model,
+        policy_key=policy_key,
+        model_type=model_type,
+        head_port=head_port,
+        log_dir=log_dir,
+        console=Console(highlight=False),
+    )
+
+
+@app.command()
+def scripted(
+    port: Annotated[int, typer.Option(help="TCP port; 0 takes a free one.")] = 0,
+    host: Annotated[str, typer.Option(help="Address to listen on.")] = "127.0.0.1",
+    model: Annotated[str, typer.Option(help="Name to serve.")] = "prorl-scripted-policy",
+    max_model_len: Annotated[int, typer.Option(min=1, help="Context window in tokens.")] = 262_144,
+    latency_s: Annotated[float, typer.Option(min=0, help="Seconds per generation.")] = 0.0,
+    seed: Annotated[int, typer.Option(help="Seed of the log-probabilities.")] = 0,
+) -> None:
+    """Run a model server that plays back the answers that a row brings with it. No language model."""
+    from nemo_gym_prorl.commands import scripted as command
+    from nemo_gym_prorl.policy.scripted_policy import ScriptedConfig
+
+    command.run(ScriptedConfig(model, max_model_len, latency_s, seed), host, port)
+
+
 Url = Annotated[
     str | None,
     typer.Option(help="The service. Default: PRORL_URL, else the prorl_agent that Gym's head server knows."),
