@@ -15,6 +15,7 @@ reward: a failed rollout is masked, retried or dropped, never scored.
 from __future__ import annotations
 
 import asyncio
+import errno
 from dataclasses import dataclass
 from enum import StrEnum
 from typing import ClassVar
@@ -194,6 +195,9 @@ def classify(error: BaseException, stage: Stage | None) -> Failure:
     if isinstance(error, asyncio.CancelledError):
         return Failure(FailureKind.CANCELLED, Origin.CALLER, stage, "cancelled")
     reason = f"{type(error).__name__}: {error}"
+    if isinstance(error, OSError) and error.errno in (errno.EMFILE, errno.ENFILE):
+        reason = f"this process has no file descriptor left; raise the limit of open files (ulimit -n): {reason}"
+        return Failure(FailureKind.PROVIDER_QUOTA_EXHAUSTED, Origin.INFRASTRUCTURE, stage, reason)
     if isinstance(error, TimeoutError):
         return Failure(FailureKind.TRANSPORT_TIMEOUT, Origin.INFRASTRUCTURE, stage, reason)
     if isinstance(error, ConnectionRefusedError):

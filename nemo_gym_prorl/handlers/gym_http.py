@@ -20,6 +20,7 @@ from typing import Any
 import aiohttp
 import orjson
 
+from nemo_gym_prorl import open_files
 from nemo_gym_prorl.failures import FAILURE_KIND_HEADER, CallerError, FailureKind, InfrastructureError
 
 
@@ -111,6 +112,8 @@ class GymServer:
             async with self._http.session.request(method, self.url + path, data=data, headers=headers) as response:
                 content = await response.read()
         except aiohttp.ClientConnectorError as error:
+            if open_files.is_exhaustion(error):
+                raise open_files.exhausted() from error
             raise InfrastructureError(
                 f"{self.name} at {self.url} cannot be reached: {error}", kind=FailureKind.TRANSPORT_UNREACHABLE
             ) from error

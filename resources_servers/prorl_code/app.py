@@ -24,6 +24,7 @@ from nemo_gym.sandbox.config import resolve_provider_config
 from nemo_gym.server_utils import SESSION_ID_KEY
 from pydantic import ConfigDict, Field, PrivateAttr, model_validator
 
+from nemo_gym_prorl import open_files
 from nemo_gym_prorl.failures import FAILURE_KIND_HEADER, CallerError, InfrastructureError
 from nemo_gym_prorl.sandbox import started
 from nemo_gym_prorl.sandbox.image import ensure_default_image
@@ -101,7 +102,9 @@ class ProRLCodeServer(SimpleResourcesServer):
         self._sessions = CodeSessions(self._start_sandbox, config.sandbox_root, limits)
 
     def setup_webserver(self) -> FastAPI:
+        open_files.raise_limit()
         app = super().setup_webserver()
+        app.add_middleware(open_files.FileGuard)
         for tool in TOOLS:
             app.post(f"/{tool}", response_class=PlainTextResponse)(self._tool_route(tool))
         app.post(RELEASE_PATH)(self.release_session)

@@ -10,6 +10,7 @@ from nemo_gym.base_responses_api_agent import BaseResponsesAPIAgentConfig, Simpl
 from nemo_gym.config_types import ModelServerRef, ResourcesServerRef
 from pydantic import PrivateAttr
 
+from nemo_gym_prorl import open_files
 from nemo_gym_prorl.handlers.agent_service import AgentService, ServiceConfig
 
 
@@ -29,6 +30,7 @@ class ProRLAgent(SimpleResponsesAPIAgent):
 
     def setup_webserver(self) -> FastAPI:
         """Gym's routes, and the service's."""
+        open_files.raise_limit()
         self._service = AgentService.from_gym(
             self.config,
             self.server_client.global_config_dict,
@@ -37,6 +39,7 @@ class ProRLAgent(SimpleResponsesAPIAgent):
         )
         app = super().setup_webserver()
         app.include_router(self._service.router())
+        app.add_middleware(open_files.FileGuard)
         app.router.lifespan_context = self._lifespan
         return app
 

@@ -28,6 +28,7 @@ from nemo_gym.responses_converter import VLLMConverter
 from nemo_gym.server_utils import SESSION_ID_KEY, is_nemo_gym_fastapi_entrypoint
 from pydantic import Field
 
+from nemo_gym_prorl import open_files
 from nemo_gym_prorl.failures import CallerError
 from nemo_gym_prorl.policy.api import PolicyConfig, PolicyHost, add_control_routes
 from nemo_gym_prorl.policy.asgi import CancelOnDisconnect
@@ -61,6 +62,7 @@ class ProrlModel(SimpleResponsesAPIModel):
     config: ProrlModelConfig
 
     def setup_webserver(self) -> FastAPI:
+        open_files.raise_limit()
         app = super().setup_webserver()
         config = self.config
         if (getattr(config, "num_workers", None) or 1) > 1:
