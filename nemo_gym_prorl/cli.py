@@ -69,12 +69,17 @@ def doctor() -> None:
     console = Console(highlight=False)
     with console.status("looking"):
         checks = list(examine())
-    table = Table("", "What", box=None, pad_edge=False)
-    table.add_column("Found", overflow="fold")
-    table.add_column("How to get it", overflow="fold")
+    # What to do stands below what was found, so that both are wide enough on a terminal of 80 columns.
+    table = Table(box=None, pad_edge=False, show_header=False)
+    table.add_column(no_wrap=True)
+    table.add_column(no_wrap=True)
+    table.add_column(overflow="fold")
     colours = {Level.OK: "green", Level.WARN: "yellow", Level.MISSING: "red"}
     for check in checks:
-        table.add_row(f"[{colours[check.level]}]{check.level}[/]", check.name, escape(check.found), escape(check.fix))
+        colour = colours[check.level]
+        table.add_row(f"[{colour}]{check.level}[/]", check.name, escape(check.found))
+        if check.fix:
+            table.add_row("", "", f"[{colour}]→ {escape(check.fix)}[/]")
     console.print(table)
     if any(check.level is Level.MISSING for check in checks):
         raise typer.Exit(1)
