@@ -2,9 +2,9 @@
 """Open files: a rollout in flight is a few connections, and a process may have only so many.
 
 The soft limit is often 1,024 where the hard one is far higher, so a server of ours raises it when it starts
-(:func:`raise_limit`). What is left is still a bound. :class:`FileGuard` refuses new requests while few descriptors are
-left, so that those in progress can still reach their sandbox and their model: refused work can come again, and a
-rollout that fails for want of a socket would look as if its environment were broken.
+(:func:`raise_limit`). What is left is still a bound. :class:`FileGuard` refuses what is beyond it, so that rollouts in
+progress can still reach their sandbox and their model: refused work can come again, and a rollout that fails for want
+of a socket would look as if its environment were broken.
 """
 
 from __future__ import annotations
@@ -66,38 +66,47 @@ def exhausted() -> InfrastructureError:
 
 
 class FileGuard:
-    """ASGI middleware: answers 503 and closes the connection while few descriptors are left.
+    """ASGI middleware: refuses rollouts beyond what the limit of open files allows, with 503 and a closed connection.
+
+    It counts the requests inside rather than the descriptors that are left: when many callers come at once, those
+    that are about to be refused hold descriptors too, and everybody would be refused, again and again.
 
     Args:
         app: what is guarded.
-        reserve: descriptors kept for requests in progress. Default: a quarter of the limit, at most 1,024.
+        at_once: how many may be inside. Default: three quarters of the descriptors that are left now; the rest is for
+            connections to other servers, and for callers that are being refused.
     """
 
-    def __init__(self, app: ASGIApp, reserve: int | None = None) -> None:
+    def __init__(self, app: ASGIApp, at_once: int | None = None) -> None:
         self._app = app
-        soft, _hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-        self._reserve = min(1024, _finite(soft) // 4) if reserve is None else reserve
+        self._at_once = left() * 3 // 4 if at_once is None else at_once
+        self._inside = 0
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """One request."""
-        # Only what starts work and holds a connection meanwhile: to read and to cancel must stay possible.
-        if scope["type"] == "http" and scope["method"] == "POST" and scope["path"] in _STARTS and self._short():
-            await _refusal().response()(scope, receive, send)
+        # Only what holds a connection while a rollout runs: to read and to cancel must stay possible.
+        if scope["type"] != "http" or scope["method"] != "POST" or scope["path"] not in _HELD:
+            await self._app(scope, receive, send)
             return
-        await self._app(scope, receive, send)
+        if self._inside >= self._at_once:
+            await _refusal(self._at_once).response()(scope, receive, send)
+            return
+        self._inside += 1
+        try:
+            await self._app(scope, receive, send)
+        finally:
+            self._inside -= 1
 
-    def _short(self) -> bool:
-        return left() < self._reserve
+
+_HELD = frozenset({"/run", "/v1/responses"})
 
 
-_STARTS = frozenset({"/run", "/v1/responses", "/seed_session"})
-
-
-def _refusal() -> ProblemError:
+def _refusal(at_once: int) -> ProblemError:
+    soft, _hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     return ProblemError(
         503,
         "too-many-open-files",
-        exhausted().reason.replace("has no file descriptor left", "has hardly a file descriptor left"),
+        f"{at_once} rollouts are here, the limit of open files ({soft}) allows no more; raise it (ulimit -n)",
         headers={"Retry-After": str(RETRY_AFTER_S), "Connection": "close"},
     )
 

@@ -24,6 +24,9 @@ from nemo_gym_prorl import open_files
 from nemo_gym_prorl.failures import FAILURE_KIND_HEADER, CallerError, FailureKind, InfrastructureError
 
 
+_DESCRIPTOR_WAIT_S = 30.0
+"""How long a call waits for a file descriptor: those of refused callers are free again soon."""
+
 _NO_HEADERS: Mapping[str, str] = MappingProxyType({})
 
 
@@ -109,7 +112,8 @@ class GymServer:
         data = body if body is None or isinstance(body, bytes) else orjson.dumps(body)
         headers = {"Content-Type": "application/json", **jar.header(), **extra_headers}
         try:
-            async with self._http.session.request(method, self.url + path, data=data, headers=headers) as response:
+            response = await self._request(method, self.url + path, data, headers)
+            async with response:
                 content = await response.read()
         except aiohttp.ClientConnectorError as error:
             if open_files.is_exhaustion(error):
@@ -127,6 +131,19 @@ class GymServer:
         if (kind := response.headers.get(FAILURE_KIND_HEADER)) is not None:
             raise InfrastructureError(f"{self.name} {path}: {answer.text(2000)}", kind=_known_kind(kind))
         return answer
+
+    async def _request(
+        self, method: str, url: str, data: bytes | None, headers: Mapping[str, str]
+    ) -> aiohttp.ClientResponse:
+        """The call itself. Without a descriptor for a connection nothing was sent, so it is made again a while."""
+        give_up = asyncio.get_running_loop().time() + _DESCRIPTOR_WAIT_S
+        while True:
+            try:
+                return await self._http.session.request(method, url, data=data, headers=headers)
+            except aiohttp.ClientConnectorError as error:
+                if not open_files.is_exhaustion(error) or asyncio.get_running_loop().time() > give_up:
+                    raise
+            await asyncio.sleep(0.2)
 
 
 class HttpClient:

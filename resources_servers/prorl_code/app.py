@@ -104,7 +104,6 @@ class ProRLCodeServer(SimpleResourcesServer):
     def setup_webserver(self) -> FastAPI:
         open_files.raise_limit()
         app = super().setup_webserver()
-        app.add_middleware(open_files.FileGuard)
         for tool in TOOLS:
             app.post(f"/{tool}", response_class=PlainTextResponse)(self._tool_route(tool))
         app.post(RELEASE_PATH)(self.release_session)
