@@ -2,6 +2,7 @@
 """The limit of open files: raised where that is allowed, refused at where not, and never taken for another's fault."""
 
 import asyncio
+import contextlib
 import errno
 import os
 import resource
@@ -74,8 +75,10 @@ async def _ask(port: int, method: str, path: str) -> int:
 
 async def test_more_callers_than_descriptors_are_refused_and_those_inside_go_on() -> None:
     async def answer(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        await reader.readuntil(b"\r\n\r\n")
-        writer.write(b"HTTP/1.1 200 OK\r\nContent-Length: 2\r\n\r\n{}")
+        with contextlib.suppress(asyncio.IncompleteReadError):
+            while await reader.readuntil(b"\r\n\r\n"):
+                writer.write(b"HTTP/1.1 200 OK\r\nContent-Length: 2\r\n\r\n{}")
+        writer.close()
 
     async with await asyncio.start_server(answer, "127.0.0.1", 0) as model:
         url = f"http://127.0.0.1:{model.sockets[0].getsockname()[1]}"
