@@ -106,7 +106,7 @@ async def test_what_a_stranger_types_works(runtime: Runtime, image: Path) -> Non
 async def take(base_python: str, gym_version: str, runtime: Runtime) -> None:
     """The stranger's way with one Gym. Not below pytest's folder, which only its owner may enter."""
     home = Path(tempfile.mkdtemp(prefix="prorl-readme-"))
-    home.chmod(0o755)
+    await asyncio.to_thread(home.chmod, 0o755)
     python = await journey.install(base_python, gym_version, home)
     stranger = Stranger(python, home, runtime)
     try:
