@@ -4,11 +4,12 @@
 # PYTHON=/path/to/python chooses the interpreter, PRORL_CACHE=/path the cache folder.
 
 BIN := .venv/bin
+PARALLEL := --numprocesses=auto --maxprocesses=4 --dist=loadgroup
 MAKEFLAGS += --no-print-directory
 
 .DEFAULT_GOAL := help
 .NOTPARALLEL:
-.PHONY: help setup setup-dev setup-bench demo test lint format gym-matrix clean
+.PHONY: help setup setup-dev setup-bench demo test test-long lint format gym-matrix clean
 
 help: ## show this text
 	@awk -F ':.*## ' '/^[a-z%-]+:.*## / { printf "  make %-10s %s\n", $$1, $$2 }' Makefile
@@ -31,7 +32,10 @@ demo: setup ## set up, then real rollouts of a real NeMo Gym deployment (ARGS= f
 test: setup-dev lint ## set up, lint, check types and import directions, run the tests (ARGS= for pytest)
 	@$(BIN)/mypy
 	@$(BIN)/lint-imports
-	@$(BIN)/python -m pytest $(ARGS)
+	@$(BIN)/python -m pytest $(PARALLEL) $(ARGS)
+
+test-long: setup-dev ## the forms that take an hour: more random deaths, long soaks (ARGS= for pytest)
+	@PRORL_TEST_LONG=1 PRORL_DEATHS=200 $(BIN)/python -m pytest --timeout=7200 $(ARGS)
 
 lint: ## ruff, without changing anything
 	@scripts/bootstrap.sh dev

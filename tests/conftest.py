@@ -58,3 +58,22 @@ async def scripted_policy() -> AsyncIterator[str]:
     """Base URL of a scripted policy that lives as long as the test."""
     async with serve_scripted(ScriptedConfig()) as base_url:
         yield base_url
+
+
+# Longest first, so that no core waits for another at the end. Tests of one file stay together: they share fixtures.
+LONGEST_FIRST = ("tests/policy", "tests/sandbox/test_as_ordinary_user.py", "tests/gym")
+
+
+@pytest.hookimpl(trylast=True)
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """How tests are spread over processes, where there are several (see the Makefile)."""
+
+    def turn(item: pytest.Item) -> int:
+        starts = [item.nodeid.startswith(prefix) for prefix in LONGEST_FIRST]
+        return starts.index(True) if any(starts) else len(starts)
+
+    items.sort(key=turn)
+    for item in items:
+        # One real engine at a time, and one for all tests that can share it.
+        engine = item.get_closest_marker("engine") is not None
+        item.add_marker(pytest.mark.xdist_group("engine" if engine else item.nodeid.partition("::")[0]))

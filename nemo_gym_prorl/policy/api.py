@@ -1,145 +1,55 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The policy side over HTTP: its configuration, its control routes, its errors.
+"""The policy side over HTTP: its control routes, and what they answer.
 
 Everything here is independent of NeMo Gym; ``prorl_model`` adds Gym's own routes. Backends may be added, drained,
-removed and given new weights while rollouts run.
+removed, labelled and given new weights while rollouts run.
 """
 
 from __future__ import annotations
 
-import asyncio
-import logging
-import time
+import contextlib
+from collections.abc import AsyncIterator
 from dataclasses import asdict
-from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any
 
-import aiohttp
-from fastapi import APIRouter, Depends, FastAPI, Request, Response
-from fastapi.responses import JSONResponse
+from fastapi import APIRouter, FastAPI, Response
+from fastapi.responses import PlainTextResponse
+from fastapi.routing import APIRoute
 from pydantic import BaseModel, ConfigDict, Field
 
-from nemo_gym_prorl.failures import CallerError, RolloutError
+from nemo_gym_prorl.failures import CallerError
 from nemo_gym_prorl.policy.backend import Backend
-from nemo_gym_prorl.policy.backends import BackendPool
-from nemo_gym_prorl.policy.chat import Renderer
-from nemo_gym_prorl.policy.engines import ENGINES, detect
-from nemo_gym_prorl.policy.metrics import PolicyMetrics
-from nemo_gym_prorl.policy.parsers import FORMATS
-from nemo_gym_prorl.policy.placement import Placement
-from nemo_gym_prorl.policy.service import PolicyService, Rewriting
+from nemo_gym_prorl.policy.config import PolicyConfig
+from nemo_gym_prorl.policy.host import PolicyHost
+from nemo_gym_prorl.policy.service import PolicyService, RolloutGone
+from nemo_gym_prorl.problems import Problem, ProblemRoute, add_problem_handlers
 
 
-_log = logging.getLogger(__name__)
+__all__ = ["PolicyConfig", "PolicyHost", "add_control_routes", "trajectory"]
 
+_PROBLEMS = {
+    400: "The body is no JSON that can be read.",
+    401: "The control token is missing or wrong.",
+    403: "The host is not among those in `policy.backend_hosts`.",
+    404: "There is no such backend.",
+    409: "There is a backend of that id.",
+    410: "The rollout, or the answer that it continues, is not known here.",
+    422: "A field is wrong, or the engine refused the request; `errors` names it.",
+    500: "A backend failed, or the deployment does not fit together; `X-ProRL-Failure-Kind` says how.",
+}
 
-class PolicyConfig(BaseModel):
-    """How to reach the policy and how to read it.
-
-    Attributes:
-        base_url: one backend or several, with or without ``/v1``.
-        api_key: bearer token for the backends; empty for none.
-        model: model name as the backends serve it.
-        engine: wire protocol; ``auto`` asks the first backend.
-        tokenizer: folder or Hugging Face name; ``null`` takes ``model`` if that is a folder with a tokenizer.
-        chat_template: file of a Jinja template that replaces the tokenizer's own.
-        tool_format: how the model writes tool calls.
-        thoughts: whether a leading ``<think>`` block is taken as reasoning.
-        history: keep tokens as sampled when the template would rewrite them, or start a branch.
-        limit: live rollouts per backend at most.
-        wait_s: how long a turn may wait for a backend, in seconds.
-        keep_s: how long an unused rollout's tokens are remembered, in seconds.
-        headers: sent to the backends with every request.
-        control_token: bearer token that the control routes ask for; ``null`` for none.
-    """
-
-    model_config = ConfigDict(extra="forbid")
-
-    base_url: list[str]
-    api_key: str = ""
-    model: str
-    engine: Literal["auto", "vllm", "vllm_chat", "nemo_rl", "sglang"] = "auto"
-    tokenizer: str | None = None
-    chat_template: str | None = None
-    tool_format: str = "hermes"
-    thoughts: bool = True
-    history: Rewriting = "keep"
-    limit: Annotated[int, Field(ge=1)] = 256
-    wait_s: Annotated[float, Field(gt=0)] = 600.0
-    keep_s: Annotated[float, Field(gt=0)] = 3600.0
-    headers: dict[str, str] = Field(default_factory=dict)
-    control_token: str | None = None
-
-
-class PolicyHost:
-    """Owns a policy service: built at the first use, since that is when an event loop runs."""
-
-    def __init__(self, config: PolicyConfig) -> None:
-        if config.tool_format not in FORMATS:
-            raise CallerError(f"{config.tool_format!r} is none of {', '.join(FORMATS)}", field="tool_format")
-        self.config = config
-        named = Path(config.model, "tokenizer.json").is_file()
-        self._tokenizer = config.tokenizer or (config.model if named else None)
-        self.pool = BackendPool(limit=config.limit)
-        self.metrics = PolicyMetrics(self.pool)
-        self._lock = asyncio.Lock()
-        self._service: PolicyService | None = None
-        self._session: aiohttp.ClientSession | None = None
-        for index, url in enumerate(config.base_url):
-            self.pool.add(f"backend{index}", url)
-
-    async def service(self) -> PolicyService:
-        """The running service."""
-        async with self._lock:
-            if self._service is None:
-                self._service = await self._build()
-            return self._service
-
-    async def aclose(self) -> None:
-        """Stop background work and close connections."""
-        if self._service is not None:
-            await self._service.placement.aclose()
-        if self._session is not None:
-            await self._session.close()
-
-    async def _build(self) -> PolicyService:
-        config = self.config
-        session = self._session = aiohttp.ClientSession(connector=aiohttp.TCPConnector(limit=0))
-        source = self._tokenizer
-        protocol: str = config.engine
-        if protocol == "auto":
-            urls = [backend.url for backend in self.pool.backends.values()]
-            protocol = await detect(session, urls[0], tokenizer=source is not None) if urls else "vllm"
-        engine = ENGINES[protocol](session, config.model, config.api_key, config.headers)
-        if engine.takes_tokens and source is None:
-            raise CallerError(f"engine {protocol!r} takes tokens, so it needs a tokenizer", field="tokenizer")
-        renderer = Renderer.load(source, config.chat_template) if source and engine.takes_tokens else None
-        placement = Placement(self.pool, engine, wait_s=config.wait_s)
-        placement.start()
-        return PolicyService(
-            engine,
-            placement,
-            self.metrics,
-            renderer=renderer,
-            tool_format=config.tool_format,
-            thoughts=config.thoughts,
-            history=config.history,
-            keep_s=config.keep_s,
-        )
-
-
-class AlreadyThere(CallerError):
-    """What is to be added exists."""
+type _Label = Annotated[str, Field(min_length=1, max_length=200, pattern=r"^[^\x00-\x1f\x7f/?#]+$")]
 
 
 class NewBackend(BaseModel):
-    """Body of ``POST /v1/backends``."""
+    """Body of ``POST /v1/backends``. Without a key it is sent none, unless its origin was configured with one."""
 
     model_config = ConfigDict(extra="forbid")
 
-    url: str
-    id: str | None = None
-    weight_version: str | None = None
+    url: Annotated[str, Field(max_length=2000)]
+    id: _Label | None = None
+    weight_version: _Label | None = None
+    api_key: str | None = None
 
 
 class Swap(BaseModel):
@@ -147,82 +57,158 @@ class Swap(BaseModel):
 
     model_config = ConfigDict(extra="forbid")
 
-    id: str | None = None
-    weight_version: str | None = None
-    timeout_s: Annotated[float, Field(gt=0)] = 600.0
+    id: _Label | None = None
+    weight_version: _Label | None = None
+    timeout_s: Annotated[float, Field(gt=0, le=86_400)] = 600.0
+
+
+class Weights(BaseModel):
+    """Body of ``weight_version``; without an id every backend is meant."""
+
+    model_config = ConfigDict(extra="forbid")
+
+    weight_version: _Label
+    id: _Label | None = None
+
+
+class NoSuchBackend(CallerError):
+    """A backend is asked for that is not there."""
+
+    http_status = 404
+    problem = "no-such-backend"
+
+
+def problems(*statuses: int) -> dict[int | str, dict[str, Any]]:
+    """What a route may answer besides success, for its OpenAPI document."""
+    schema = Problem.model_json_schema()
+    content = {"application/problem+json": {"schema": schema}}
+    return {status: {"description": _PROBLEMS[status], "content": content} for status in (401, *statuses)}
+
+
+def with_problems(app: FastAPI, *statuses: int) -> None:
+    """Have the routes that an application has already answer with problem documents, and say so.
+
+    Gym sets its own handler for a wrong body after a server has set up its application; a route's own comes first.
+    """
+    for route in [route for route in app.router.routes if type(route) is APIRoute]:
+        app.router.routes.remove(route)
+        app.router.add_api_route(
+            route.path,
+            route.endpoint,
+            methods=sorted(route.methods or ()),
+            response_model=route.response_model,
+            responses=problems(*statuses),
+            route_class_override=ProblemRoute,
+        )
 
 
 def add_control_routes(app: FastAPI, host: PolicyHost) -> None:
-    """Add ``/v1/backends``, ``/v1/rollouts``, ``/metrics`` and the error handler to an application."""
+    """Add ``/v1/backends``, ``/v1/rollouts`` and ``/metrics`` to an application, the error handlers, and the start and
+    end of the service."""
+    router = APIRouter(route_class=ProblemRoute)
 
-    def authorised(request: Request) -> None:
-        token = host.config.control_token
-        if token is not None and request.headers.get("authorization") != f"Bearer {token}":
-            raise CallerError("the control token is missing or wrong", field="authorization")
+    def existing(backend_id: str | None) -> str | None:
+        if backend_id is not None and backend_id not in host.pool.backends:
+            known = ", ".join(host.pool.backends) or "none"
+            raise NoSuchBackend(f"no backend {backend_id!r}; there are: {known}", field="id")
+        return backend_id
 
-    router = APIRouter(dependencies=[Depends(authorised)])
-
-    @router.post("/v1/backends", status_code=201)
-    async def add(body: NewBackend) -> dict[str, Any]:
-        service = await host.service()
-        if body.id in host.pool.backends:
-            raise AlreadyThere(f"there is a backend {body.id!r} already", field="id")
-        backend_id = body.id or f"backend{time.monotonic_ns():x}"
-        service.placement.apply(host.pool.add(backend_id, body.url, body.weight_version))
-        return _describe(host.pool.backends[backend_id])
-
-    @router.get("/v1/backends")
-    async def listing() -> dict[str, Any]:
+    def listed() -> dict[str, Any]:
         return {"backends": [_describe(b) for b in host.pool.backends.values()], "waiting": host.pool.waiting}
 
-    @router.delete("/v1/backends/{backend_id}")
+    def known(rollout: str) -> PolicyService:
+        if host.ready is None:
+            raise RolloutGone(f"no rollout {rollout!r} here", field="rollout")
+        return host.ready
+
+    @router.post("/v1/backends", status_code=201, responses=problems(400, 403, 409, 422))
+    async def add(body: NewBackend) -> dict[str, Any]:
+        """Add a backend. Turns that wait may be placed there at once."""
+        return _describe(await host.add(body.url, body.id, body.weight_version, body.api_key))
+
+    @router.get("/v1/backends", responses=problems())
+    async def listing() -> dict[str, Any]:
+        """The backends, how they fare, and how many turns wait."""
+        return listed()
+
+    @router.delete("/v1/backends/{backend_id}", responses=problems(404, 422))
     async def remove(backend_id: str, drain: bool = False) -> dict[str, Any]:
-        service = await host.service()
-        decisions = host.pool.drain(backend_id) if drain else host.pool.remove(backend_id)
-        service.placement.apply(decisions)
+        """Remove a backend: at once, or with `drain` give it no new rollouts."""
+        existing(backend_id)
+        host.apply(host.pool.drain(backend_id) if drain else host.pool.remove(backend_id))
         return {"id": backend_id, "draining": drain}
 
-    @router.delete("/v1/backends")
+    @router.delete("/v1/backends", responses=problems())
     async def clear() -> dict[str, Any]:
-        service = await host.service()
-        service.placement.apply(host.pool.clear())
+        """Remove all backends; turns wait for new ones."""
+        host.apply(host.pool.clear())
         return {"backends": []}
 
-    @router.post("/v1/backends/pause")
+    @router.post("/v1/backends/pause", responses=problems(400, 404, 422))
     async def pause(body: Swap) -> dict[str, Any]:
-        service = await host.service()
-        return {"drained": await service.placement.pause(body.id, body.timeout_s)}
+        """Start nothing there until `resume`; answers when nothing runs there, or the time is over."""
+        existing(body.id)
+        if host.ready is None:
+            host.pool.pause(body.id)
+            return {"drained": True}
+        return {"drained": await host.ready.placement.pause(body.id, body.timeout_s)}
 
-    @router.post("/v1/backends/resume")
+    @router.post("/v1/backends/resume", responses=problems(400, 404, 422))
     async def resume(body: Swap) -> dict[str, Any]:
-        service = await host.service()
-        service.placement.apply(host.pool.resume(body.id, body.weight_version))
-        return {"backends": [_describe(b) for b in host.pool.backends.values()]}
+        """Go on, with a new label if the weights are new."""
+        host.apply(host.pool.resume(existing(body.id), body.weight_version))
+        return listed()
 
-    # Like a turn of its rollout, these two are for whoever knows the rollout's id.
-    @app.get("/v1/rollouts/{rollout}/tokens")
+    @router.post("/v1/backends/weight_version", responses=problems(400, 404, 422))
+    async def label(body: Weights) -> dict[str, Any]:
+        """Label the weights, without a pause: a turn that is being sampled begins with the old ones and ends with
+        these."""
+        host.pool.label(body.weight_version, existing(body.id))
+        return listed()
+
+    @router.get("/v1/rollouts/{rollout}/tokens", responses=problems(410))
     async def tokens(rollout: str) -> dict[str, Any]:
-        return trajectory(await host.service(), rollout)
+        """All tokens of a rollout's complete turns."""
+        return trajectory(known(rollout), rollout)
 
-    @app.delete("/v1/rollouts/{rollout}")
+    @router.get("/v1/rollouts/{rollout}/waited", responses=problems(410))
+    async def waited(rollout: str) -> dict[str, float]:
+        """Seconds for which turns of a rollout have waited for a backend, the one that waits now included."""
+        seconds = host.waits.of(rollout)
+        if seconds is None:
+            raise RolloutGone(f"no rollout {rollout!r} here", field="rollout")
+        return {"waited_s": seconds}
+
+    @router.delete("/v1/rollouts/{rollout}", responses=problems())
     async def finish(rollout: str) -> dict[str, Any]:
-        service = await host.service()
-        service.ledger(rollout)
-        service.finish(rollout)
+        """Forget a rollout and free its slot at once, whether or not it is known; its turns are ended."""
+        if host.ready is not None:
+            host.ready.finish(rollout)
+        host.waits.forget(rollout)
         return {"rollout": rollout}
 
-    @app.get("/metrics")
+    @router.get("/metrics", response_class=PlainTextResponse, responses=problems())
     async def metrics() -> Response:
-        return Response(host.metrics.exposition(), media_type="text/plain; version=0.0.4")
+        """Prometheus metrics."""
+        return PlainTextResponse(host.metrics.exposition(), media_type="text/plain; version=0.0.4")
 
     app.include_router(router)
-    app.add_exception_handler(RolloutError, problem)
+    add_problem_handlers(app)
+    inner = app.router.lifespan_context
+
+    @contextlib.asynccontextmanager
+    async def lifespan(served: FastAPI) -> AsyncIterator[Any]:
+        async with host.lifespan(), inner(served) as state:
+            yield state
+
+    app.router.lifespan_context = lifespan
 
 
 def trajectory(service: PolicyService, rollout: str) -> dict[str, Any]:
     """All tokens of a rollout: its sequences, where in them each answer lies, and what did not go straight.
 
-    An answer's prompt is ``ids[:start]`` of its sequence, its generation ``ids[start:end]``.
+    An answer's prompt is ``ids[:start]`` of its sequence, its generation ``ids[start:end]``. Its ``weight_versions``
+    are the labels of the weights when sampling it began and ended.
     """
     sequences = service.ledger(rollout).sequences()
     paths = [set(leaf.path()) for leaf in service.ledger(rollout).leaves()]
@@ -243,30 +229,11 @@ def trajectory(service: PolicyService, rollout: str) -> dict[str, Any]:
                 "sequence": next(index for index, path in enumerate(paths) if turn in path),
                 "start": turn.start,
                 "end": turn.end,
+                "weight_versions": [turn.weight_version, turn.last_version],
             }
             for answer_id, turn in service.answers(rollout).items()
         },
     }
-
-
-async def problem(request: Request, error: Exception) -> JSONResponse:
-    """An RFC 9457 problem document. Statuses are ones that Gym's client does not repeat for ever."""
-    assert isinstance(error, RolloutError)
-    _log.warning("%s %s: %s: %s", request.method, request.url.path, type(error).__name__, error.reason)
-    field = error.field if isinstance(error, CallerError) else None
-    status = 500
-    if isinstance(error, AlreadyThere):
-        status = 409
-    elif isinstance(error, CallerError):
-        status = {"authorization": 401, "rollout": 404, "id": 404}.get(field or "", 400)
-    body = {
-        "type": f"urn:nemo-gym-prorl:{error.kind}",
-        "title": type(error).__name__,
-        "status": status,
-        "detail": error.reason,
-        "field": field,
-    }
-    return JSONResponse(body, status_code=status, media_type="application/problem+json")
 
 
 def _describe(backend: Backend) -> dict[str, Any]:

@@ -126,6 +126,11 @@ class BackendPool:
                 backend.weight_version = weight_version
         return self._dispatch()
 
+    def label(self, weight_version: str, backend_id: str | None = None) -> None:
+        """The backend, or every one, samples with other weights from now on, without a pause."""
+        for backend in self._chosen(backend_id):
+            backend.weight_version = weight_version
+
     def report(self, backend_id: str, *, waiting: int, kv_use: float, capacity: int | None = None) -> list[Decision]:
         """What the backend says of itself. Its limit falls while it is over capacity and recovers slowly after."""
         backend = self.backends.get(backend_id)
@@ -220,6 +225,23 @@ class BackendPool:
             return []
         self._rest(rollout)
         return self._dispatch()
+
+    def drop(self, rollout_id: str, now: float) -> list[Decision]:
+        """The rollout is over for good: its turns are withdrawn, wherever they are, and its slot is free."""
+        self._now = max(self._now, now)
+        rollout = self._rollouts.get(rollout_id)
+        if rollout is None:
+            return []
+        decisions: list[Decision] = []
+        for ticket in [self._tickets[ticket_id] for ticket_id in sorted(rollout.tickets)]:
+            backend = self.backends.get(ticket.backend or "")
+            if backend is not None:
+                backend.in_flight.discard(ticket.id)
+                decisions += self._quiesced(backend)
+            ticket.unqueue()
+            self._forget(ticket, now)
+        self._rest(rollout)
+        return decisions + self._dispatch()
 
     # Numbers
 

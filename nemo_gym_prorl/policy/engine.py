@@ -1,8 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """What every inference engine is to us: one question, what do you sample after these tokens?
 
-Errors tell apart what another backend could do better (:class:`BackendFailed`) from what every backend would refuse
-(:class:`RequestRefused`).
+Errors tell apart whose fault it is. :class:`BackendFailed`: this backend's, another one may do better; of that kind
+are :class:`BackendErred`, an error that a running engine answers, which may turn out to be the request's fault, and
+:class:`Misconfigured`, a key, name, tokenizer or protocol that is not the engine's. :class:`RequestRefused`: the
+request's, and every backend would refuse it.
 
 An engine holds no state of a rollout. Cancelling the task that awaits :meth:`Engine.generate` closes the connection,
 by which the engines here abort the request.
@@ -10,6 +12,7 @@ by which the engines here abort the request.
 
 from __future__ import annotations
 
+import asyncio
 import re
 from collections.abc import Mapping, Sequence
 from contextlib import AbstractAsyncContextManager
@@ -20,6 +23,7 @@ import aiohttp
 import orjson
 
 from nemo_gym_prorl.failures import CallerError, FailureKind, InfrastructureError
+from nemo_gym_prorl.policy.addresses import bearer, origin_of, root_of
 from nemo_gym_prorl.policy.chat import Message
 from nemo_gym_prorl.policy.tokens import Generation
 
@@ -28,6 +32,9 @@ CONTEXT_OVERFLOW = re.compile(
     r"context length|max_model_len|maximum context|longer than the|max_seq_len|must be at least 1, got 0", re.I
 )
 
+_CONTROL_S = 60.0
+"""How long a backend may take for one token before it counts as one that does not sample."""
+
 _CACHE_CONFIG = re.compile(
     r'^vllm:cache_config_info\{.*?\bblock_size="(\d+)".*?\bnum_gpu_blocks="(\d+)"', re.MULTILINE
 )
@@ -35,6 +42,22 @@ _CACHE_CONFIG = re.compile(
 
 class BackendFailed(InfrastructureError):
     """The backend is gone, broken or overloaded; the same request may succeed on another one."""
+
+
+class BackendErred(BackendFailed):
+    """The engine is there and answered 500: its own defect, or a request that it chokes on."""
+
+
+class Misconfigured(BackendFailed):
+    """Key, model name, tokenizer or protocol is not the engine's. No row is to blame, and it stays until it is mended.
+
+    Args:
+        reason: what does not fit.
+        field: the setting to look at.
+    """
+
+    def __init__(self, reason: str, *, field: str) -> None:
+        super().__init__(f"{field}: {reason}")
 
 
 class RequestRefused(CallerError):
@@ -105,6 +128,8 @@ class Engine(Protocol):
 
     async def tokenize(self, url: str, text: str) -> list[int] | None: ...
 
+    async def samples(self, url: str) -> bool: ...
+
     async def healthy(self, url: str) -> bool: ...
 
     async def load(self, url: str) -> Load | None: ...
@@ -116,8 +141,9 @@ class HttpEngine:
     Args:
         session: the connection pool; its owner closes it.
         model: model name as the backend serves it.
-        api_key: sent as a bearer token; empty for none.
-        headers: further headers.
+        api_key: sent to every backend as a bearer token; empty for none.
+        headers: further headers for every backend.
+        by_origin: headers for the backends of one origin (see :func:`origin_of`) only.
         connect_timeout_s: how long a connection may take; sampling itself is not limited here.
     """
 
@@ -127,6 +153,8 @@ class HttpEngine:
         "vllm:num_requests_waiting",
         "vllm:kv_cache_usage_perc",
     )
+    _kept_free = 0
+    """Tokens of the context that prompt and answer may not use."""
 
     def __init__(
         self,
@@ -134,49 +162,144 @@ class HttpEngine:
         model: str,
         api_key: str = "",
         headers: Mapping[str, str] | None = None,
+        *,
+        by_origin: Mapping[str, Mapping[str, str]] | None = None,
         connect_timeout_s: float = 5.0,
     ) -> None:
         self._session = session
         self.model = model
-        self._headers = dict(headers or {}) | ({"Authorization": f"Bearer {api_key}"} if api_key else {})
+        self._headers = dict(headers or {}) | bearer(api_key)
+        self._by_origin = by_origin if by_origin is not None else {}
         self._timeout = aiohttp.ClientTimeout(total=None, sock_connect=connect_timeout_s)
         self._brief = aiohttp.ClientTimeout(total=connect_timeout_s)
+        self._contexts: dict[str, int | None] = {}
+        self._asking: dict[str, asyncio.Lock] = {}
+        self._accepted: dict[str, Sampling] = {}
+
+    async def generate(
+        self, url: str, prompt: Sequence[int], conversation: Conversation, sampling: Sampling
+    ) -> Generation:
+        """What the backend samples after the prompt, or after the conversation.
+
+        Raises:
+            BackendFailed: the backend cannot, in one of the ways told apart above.
+            RequestRefused: no backend would.
+        """
+        try:
+            generation = await self._generate(url, prompt, conversation, sampling)
+        except (AttributeError, LookupError, TypeError, ValueError) as error:
+            raise Misconfigured(
+                f"{url} answered in no form of this protocol: {error!r}", field="policy_base_url"
+            ) from error
+        self._accepted[url] = Sampling(max_tokens=1, temperature=sampling.temperature, top_p=sampling.top_p)
+        return generation
+
+    async def _generate(
+        self, url: str, prompt: Sequence[int], conversation: Conversation, sampling: Sampling
+    ) -> Generation:
+        raise NotImplementedError
+
+    async def samples(self, url: str) -> bool:
+        """Whether the backend answers a request that nothing is wrong with: one token, sampled as it did before."""
+        sampling = self._accepted.get(url, Sampling(max_tokens=1, temperature=1.0, top_p=1.0))
+        try:
+            async with asyncio.timeout(_CONTROL_S):
+                await self.generate(url, (0,), Conversation([{"role": "user", "content": "hi"}]), sampling)
+        except (BackendFailed, RequestRefused, TimeoutError):
+            return False
+        return True
+
+    async def room(self, url: str, prompt: int, asked: int | None) -> int:
+        """How many tokens may be sampled after so many: what was asked for, and at most what is left of the context.
+
+        An engine that is not told stops after a number of its own (vLLM: 16), and one that is told too many refuses.
+
+        Raises:
+            Misconfigured: nobody says.
+        """
+        context = await self._context(url)
+        if context is None:
+            if asked is None:
+                raise Misconfigured(
+                    f"{url} does not say how long its context is (max_model_len in /v1/models): rows need it",
+                    field="max_output_tokens",
+                )
+            return asked
+        left = context - prompt - self._kept_free
+        return left if asked is None else min(asked, left)
+
+    async def _context(self, url: str) -> int | None:
+        if url not in self._contexts:
+            async with self._asking.setdefault(url, asyncio.Lock()):
+                if url not in self._contexts:
+                    cards = await self.models(url)
+                    mine = [card for card in cards if card.get("id") == self.model] + cards
+                    lengths = [card.get("max_model_len") for card in mine]
+                    self._contexts[url] = next((length for length in lengths if isinstance(length, int)), None)
+        return self._contexts[url]
+
+    async def models(self, url: str) -> list[dict[str, Any]]:
+        """What the backend says of its models; nothing if it has no ``/v1/models``.
+
+        Raises:
+            BackendFailed: no answer.
+            Misconfigured: the key is not the backend's.
+        """
+        try:
+            async with self._get(f"{root_of(url)}/v1/models") as response:
+                status, raw = response.status, await response.read()
+        except (aiohttp.ClientError, TimeoutError, OSError) as error:
+            raise _no_answer(url, error) from error
+        if status in (401, 403):
+            raise Misconfigured(f"{url} refused the key", field="policy_api_key")
+        if status >= 500:
+            raise BackendFailed(f"{url} answered {status}: {_said(raw)}")
+        try:
+            cards = orjson.loads(raw)["data"] if status == 200 else []
+        except (ValueError, KeyError, TypeError):
+            return []
+        return [card for card in cards if isinstance(card, dict)] if isinstance(cards, list) else []
 
     async def _post(self, url: str, body: Mapping[str, Any]) -> dict[str, Any] | None:
         """The JSON answer; ``None`` if the prompt does not fit into the engine's context.
 
         Raises:
-            BackendFailed: no answer, an answer that is not JSON, or a server error.
-            RequestRefused: the engine refuses the request.
+            BackendFailed: no answer, or a server error.
+            Misconfigured: not what this protocol, model name and key expect.
+            RequestRefused: the engine refuses the request, or no JSON can carry it.
         """
         try:
-            status, raw = await self._exchange(url, orjson.dumps(body))
-        except aiohttp.ClientConnectorError as error:
-            raise BackendFailed(f"{url}: {error}", kind=FailureKind.TRANSPORT_UNREACHABLE) from error
-        except (TimeoutError, aiohttp.ServerTimeoutError) as error:
-            raise BackendFailed(f"{url}: no connection in time", kind=FailureKind.TRANSPORT_TIMEOUT) from error
-        except (aiohttp.ClientError, ConnectionError) as error:
-            raise BackendFailed(f"{url}: {error!r}", kind=FailureKind.TRANSPORT_PEER_DROP) from error
+            content = orjson.dumps(body)
+        except orjson.JSONEncodeError as error:
+            raise RequestRefused(f"cannot be sent as JSON: {error}", field="request") from error
+        try:
+            status, raw = await self._exchange(url, content)
+        except (aiohttp.ClientError, TimeoutError, ConnectionError) as error:
+            raise _no_answer(url, error) from error
         if status == 200:
             try:
                 answer = orjson.loads(raw)
             except orjson.JSONDecodeError as error:
-                raise RequestRefused(
+                raise Misconfigured(
                     f"{url} answered with {raw[:80]!r}, which is not JSON: is this an inference engine?",
                     field="policy_base_url",
                 ) from error
             if not isinstance(answer, dict):
-                raise RequestRefused(f"{url} answered with JSON that is not an object", field="policy_base_url")
+                raise Misconfigured(f"{url} answered with JSON that is not an object", field="policy_base_url")
             return answer
-        said = raw[:500].decode(errors="replace")
+        said = _said(raw)
         if status == 400 and CONTEXT_OVERFLOW.search(said):
             return None
-        if status in (401, 403):
-            raise RequestRefused(f"{url} refused the key: {said}", field="policy_api_key")
-        if status == 404:
-            raise RequestRefused(f"{url} does not serve {self.model!r}: {said}", field="policy_model_name")
-        if status < 500 and status not in (408, 409, 429):
+        if status in (400, 413, 415, 422):
             raise RequestRefused(f"{url} refused the request ({status}): {said}", field="request")
+        if status in (401, 403):
+            raise Misconfigured(f"{url} refused the key: {said}", field="policy_api_key")
+        if status == 404:
+            raise Misconfigured(f"{url} does not serve {self.model!r}: {said}", field="policy_model_name")
+        if status == 500:
+            raise BackendErred(f"{url} answered 500: {said}")
+        if status < 500 and status not in (408, 409, 425, 429):
+            raise Misconfigured(f"{url} answered {status}: {said}", field="policy_base_url")
         raise BackendFailed(f"{url} answered {status}: {said}")
 
     async def _exchange(self, url: str, body: bytes) -> tuple[int, bytes]:
@@ -194,19 +317,29 @@ class HttpEngine:
             return await self._send(url, body)
 
     async def _send(self, url: str, body: bytes) -> tuple[int, bytes]:
-        headers = self._headers | {"Content-Type": "application/json"}
-        async with self._session.post(url, data=body, headers=headers, timeout=self._timeout) as response:
+        headers = self._headers_for(url) | {"Content-Type": "application/json"}
+        # Where a backend points to was not allowed by anybody.
+        async with self._session.post(
+            url, data=body, headers=headers, timeout=self._timeout, allow_redirects=False
+        ) as response:
             return response.status, await response.read()
 
     def _get(self, url: str) -> AbstractAsyncContextManager[aiohttp.ClientResponse]:
-        return self._session.get(url, headers=self._headers, timeout=self._brief)
+        return self._session.get(url, headers=self._headers_for(url), timeout=self._brief, allow_redirects=False)
+
+    def _headers_for(self, url: str) -> dict[str, str]:
+        return self._headers | dict(self._by_origin.get(origin_of(url), {}))
 
     async def tokenize(self, url: str, text: str) -> list[int] | None:
         """The text in the engine's own ids; ``None`` from an engine that does not tell."""
         body = {"model": self.model, "prompt": text, "add_special_tokens": False}
         try:
             async with self._session.post(
-                f"{root_of(url)}/tokenize", json=body, headers=self._headers, timeout=self._brief
+                f"{root_of(url)}/tokenize",
+                json=body,
+                headers=self._headers_for(url),
+                timeout=self._brief,
+                allow_redirects=False,
             ) as response:
                 tokens = (await response.json()).get("tokens") if response.status == 200 else None
         except (aiohttp.ClientError, TimeoutError, OSError, ValueError, AttributeError):
@@ -214,10 +347,10 @@ class HttpEngine:
         return tokens if isinstance(tokens, list) else None
 
     async def healthy(self, url: str) -> bool:
-        """Whether the backend answers on ``/health``."""
+        """Whether the backend lives: it answers ``/health``, be it that it has no such route (NeMo RL has none)."""
         try:
             async with self._get(f"{root_of(url)}/health") as response:
-                return response.status == 200
+                return response.status < 500
         except (aiohttp.ClientError, TimeoutError, OSError):
             return False
 
@@ -239,9 +372,16 @@ class HttpEngine:
         return sum(int(size) * int(count) for size, count in _CACHE_CONFIG.findall(metrics)) or None
 
 
-def root_of(url: str) -> str:
-    """The URL of a server, whose routes begin with ``/v1`` or not."""
-    return url.rstrip("/").removesuffix("/v1")
+def _no_answer(url: str, error: Exception) -> BackendFailed:
+    if isinstance(error, TimeoutError):
+        return BackendFailed(f"{url}: no connection in time", kind=FailureKind.TRANSPORT_TIMEOUT)
+    if isinstance(error, aiohttp.ClientConnectorError):
+        return BackendFailed(f"{url}: {error}", kind=FailureKind.TRANSPORT_UNREACHABLE)
+    return BackendFailed(f"{url}: {error!r}", kind=FailureKind.TRANSPORT_PEER_DROP)
+
+
+def _said(raw: bytes) -> str:
+    return raw[:500].decode(errors="replace")
 
 
 def metric(text: str, name: str) -> float | None:

@@ -3,24 +3,26 @@
 
 Each protocol checks what it gets back, once, where it enters: a wrong model name, a wrong key, an answer that is not
 JSON, more than one choice, missing ids or log-probs each end in an error that says so, never in a wrong trajectory.
+
+One that takes tokens is always told how many to sample: left alone, vLLM's completions stop after 16, SGLang's after
+128.
 """
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
-import aiohttp
-
+from nemo_gym_prorl.policy.addresses import root_of
 from nemo_gym_prorl.policy.engine import (
     BackendFailed,
     Conversation,
     HttpEngine,
+    Misconfigured,
     RequestRefused,
     Sampling,
     metric,
-    root_of,
 )
 from nemo_gym_prorl.policy.tokens import Finish, Generation
 
@@ -28,16 +30,19 @@ from nemo_gym_prorl.policy.tokens import Finish, Generation
 class VllmCompletions(HttpEngine):
     """Stock vLLM, tokens in and tokens out, over ``POST /v1/completions``."""
 
-    async def generate(
+    async def _generate(
         self, url: str, prompt: Sequence[int], conversation: Conversation, sampling: Sampling
     ) -> Generation:
+        room = await self.room(url, len(prompt), sampling.max_tokens)
+        if room < 1:
+            return Generation((), (), Finish.CONTEXT)
         body = {
             "model": self.model,
             "prompt": list(prompt),
             "logprobs": 0,
             "return_token_ids": True,
             "skip_special_tokens": False,
-            **sampling.as_openai(),
+            **replace(sampling, max_tokens=room).as_openai(),
         }
         answer = await self._post(f"{root_of(url)}/v1/completions", body)
         if answer is None:
@@ -45,7 +50,7 @@ class VllmCompletions(HttpEngine):
         choice = _only_choice(answer, url)
         ids = _required(choice, "token_ids", url)
         if list(choice.get("prompt_token_ids") or prompt) != list(prompt):
-            raise RequestRefused(f"{url} sampled after other tokens than it was given", field="tokenizer")
+            raise Misconfigured(f"{url} sampled after other tokens than it was given", field="tokenizer")
         log_probs = _required(choice.get("logprobs") or {}, "token_logprobs", url)
         return Generation(ids, log_probs, _finish(choice.get("finish_reason"), url), _cached_tokens(answer))
 
@@ -53,7 +58,8 @@ class VllmCompletions(HttpEngine):
 class VllmChat(HttpEngine):
     """vLLM, messages in and tokens out, over ``POST /v1/chat/completions`` with ``return_token_ids``.
 
-    The engine renders the prompt. It comes back as ids, so a rewritten history is noticed, though not prevented.
+    The engine renders the prompt. It comes back as ids, so a rewritten history is noticed, though not prevented. Where
+    the request has no ``max_tokens``, chat completions sample into what is left of the context.
     """
 
     takes_tokens = False
@@ -73,7 +79,7 @@ class VllmChat(HttpEngine):
             body["chat_template_kwargs"] = dict(conversation.template_variables)
         return body
 
-    async def generate(
+    async def _generate(
         self, url: str, prompt: Sequence[int], conversation: Conversation, sampling: Sampling
     ) -> Generation:
         answer = await self._post(f"{root_of(url)}/v1/chat/completions", self._body(conversation, sampling))
@@ -90,7 +96,7 @@ class VllmChat(HttpEngine):
             if ids is None and all(token["token"].startswith("token_id:") for token in content):
                 ids = [int(token["token"].removeprefix("token_id:")) for token in content]
         if prompt_ids is None or ids is None:
-            raise RequestRefused(
+            raise Misconfigured(
                 f"{url} returned no token ids: it must understand return_token_ids (vLLM 0.10.2 or later)",
                 field="policy_base_url",
             )
@@ -124,12 +130,16 @@ class SglangGenerate(HttpEngine):
     """SGLang, tokens in and tokens out, over ``POST /generate``."""
 
     _load_names = ("sglang:num_running_reqs", "sglang:num_queue_reqs", "sglang:token_usage")
+    _kept_free = 1
 
-    async def generate(
+    async def _generate(
         self, url: str, prompt: Sequence[int], conversation: Conversation, sampling: Sampling
     ) -> Generation:
+        room = await self.room(url, len(prompt), sampling.max_tokens)
+        if room < 1:
+            return Generation((), (), Finish.CONTEXT)
         parameters = {
-            "max_new_tokens": sampling.max_tokens,
+            "max_new_tokens": room,
             "temperature": sampling.temperature,
             "top_p": sampling.top_p,
             "stop": list(sampling.stop) or None,
@@ -164,26 +174,6 @@ ENGINES: dict[str, type[VllmCompletions] | type[VllmChat] | type[NemoRl] | type[
 """Protocols by the name that a configuration gives them."""
 
 
-async def detect(session: aiohttp.ClientSession, url: str, *, tokenizer: bool) -> str:
-    """The name of the protocol to use with a backend, judged by the routes that it publishes.
-
-    Args:
-        session: the connection pool.
-        url: the backend.
-        tokenizer: whether we could render prompts ourselves.
-    """
-    try:
-        async with asyncio.timeout(5), session.get(f"{root_of(url)}/openapi.json") as response:
-            routes = set((await response.json())["paths"])
-    except (aiohttp.ClientError, TimeoutError, OSError, KeyError, ValueError):
-        routes = {"/v1/completions"}
-    if "/v1/chat/completions" in routes and "/v1/completions" not in routes:
-        return "nemo_rl"
-    if not tokenizer:
-        return "vllm_chat"
-    return "sglang" if "/generate" in routes else "vllm"
-
-
 def _only_choice(answer: Mapping[str, Any], url: str) -> dict[str, Any]:
     choices = _required(answer, "choices", url)
     if len(choices) != 1:
@@ -197,7 +187,7 @@ def _only_choice(answer: Mapping[str, Any], url: str) -> dict[str, Any]:
 def _required(answer: Mapping[str, Any], name: str, url: str) -> Any:
     value = answer.get(name)
     if value is None:
-        raise RequestRefused(
+        raise Misconfigured(
             f"{url} answered without {name!r}, which an exact trajectory needs: is it the engine that was configured?",
             field="policy_base_url",
         )

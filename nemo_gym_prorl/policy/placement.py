@@ -9,14 +9,16 @@ closed, which aborts it at the engine, and the slot is free again.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import itertools
 import time
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, field
 
-from nemo_gym_prorl.policy.backend import Abort, Assign, Backend, Decision, Outcome, Probe, Quiesced
+from nemo_gym_prorl.policy.backend import Abort, Assign, Backend, Decision, Health, Outcome, Probe, Quiesced
 from nemo_gym_prorl.policy.backends import BackendPool
-from nemo_gym_prorl.policy.engine import BackendFailed, Engine
+from nemo_gym_prorl.policy.engine import BackendErred, BackendFailed, Engine, Misconfigured, RequestRefused
+from nemo_gym_prorl.policy.waits import Waits
 
 
 @dataclass(slots=True)
@@ -29,11 +31,12 @@ class _Lease:
 
 @dataclass(frozen=True, slots=True)
 class Placed[T]:
-    """A request's result and where it ran."""
+    """A request's result, where it ran, and with which weights it began and ended."""
 
     result: T
     backend: str
     weight_version: str | None
+    last_version: str | None
     queued_s: float
     failovers: int
 
@@ -49,6 +52,7 @@ class Placement:
         failovers: how often one turn is sent to another backend before it fails.
         tick_s: interval of probes and idle checks.
         report_s: interval of load reports; 0 for none.
+        waits: where the time that turns wait is booked.
     """
 
     pool: BackendPool
@@ -57,6 +61,7 @@ class Placement:
     failovers: int = 8
     tick_s: float = 0.5
     report_s: float = 2.0
+    waits: Waits = field(default_factory=Waits)
     _leases: dict[int, _Lease] = field(default_factory=dict)
     _quiet: dict[str, asyncio.Event] = field(default_factory=dict)
     _tickets: itertools.count[int] = field(default_factory=itertools.count)
@@ -87,6 +92,7 @@ class Placement:
 
         Raises:
             BackendFailed: no backend did it within ``wait_s`` and ``failovers``.
+            RequestRefused: every backend would choke on it.
         """
         ticket = next(self._tickets)
         lease = self._leases[ticket] = _Lease()
@@ -96,22 +102,28 @@ class Placement:
             self.apply(self.pool.request(ticket, rollout, group, time.monotonic(), tokens))
             while True:
                 asked = time.monotonic()
-                assign = await self._assigned(lease)
+                with self.waits.waiting(rollout):
+                    assign = await self._assigned(lease)
                 queued_s += time.monotonic() - asked
-                lease.task = asyncio.ensure_future(call(self.pool.backends[assign.backend]))
+                backend = self.pool.backends[assign.backend]
+                lease.task = asyncio.ensure_future(self._ask(call, backend))
                 try:
                     result = await lease.task
-                except BackendFailed:
+                except BackendFailed as error:
                     if failovers >= self.failovers:
+                        raise
+                    # It lives and would fail again: if no other can do it, whoever waits had better know at once.
+                    if isinstance(error, BackendErred | Misconfigured) and not self._others(backend):
                         raise
                     failovers += 1
                     self.apply(self.pool.done(ticket, Outcome.FAILED, time.monotonic()))
                 except asyncio.CancelledError:
-                    if not lease.aborted or _cancelling():
+                    if not lease.aborted or cancelling():
                         raise
                 else:
                     outcome = Outcome.OK
-                    return Placed(result, assign.backend, assign.weight_version, queued_s, failovers)
+                    last = backend.weight_version
+                    return Placed(result, assign.backend, assign.weight_version, last, queued_s, failovers)
         finally:
             if lease.task is not None and not lease.task.done():
                 lease.task.cancel()
@@ -120,6 +132,22 @@ class Placement:
                 self.apply(self.pool.done(ticket, outcome, time.monotonic()))
             else:
                 self.apply(self.pool.withdraw(ticket, time.monotonic()))
+
+    async def _ask[T](self, call: Callable[[Backend], Awaitable[T]], backend: Backend) -> T:
+        """One request. If the engine answers with an error twice, though not to a request that nothing is wrong with,
+        the request is to blame: no backend is the worse for it, and none is tried in vain."""
+        with contextlib.suppress(BackendErred):
+            return await call(backend)
+        try:
+            return await call(backend)
+        except BackendErred as error:
+            if await self.engine.samples(backend.url):
+                raise RequestRefused(error.reason, field="request") from error
+            raise
+
+    def _others(self, backend: Backend) -> bool:
+        """Whether another backend is up."""
+        return any(peer is not backend and peer.health is Health.UP for peer in self.pool.backends.values())
 
     async def _assigned(self, lease: _Lease) -> Assign:
         try:
@@ -194,7 +222,7 @@ class Placement:
         task.add_done_callback(self._background.discard)
 
 
-def _cancelling() -> bool:
+def cancelling() -> bool:
     """Whether somebody wants the current task itself gone, not just the request it made."""
     task = asyncio.current_task()
     return task is not None and task.cancelling() > 0

@@ -13,6 +13,8 @@ after that is refused rather than read from its text.
 
 from __future__ import annotations
 
+import asyncio
+import logging
 import time
 import uuid
 from collections import OrderedDict
@@ -20,22 +22,33 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
-from nemo_gym_prorl.failures import CallerError
+from nemo_gym_prorl.failures import CallerError, FailureKind, RolloutError
 from nemo_gym_prorl.policy.backend import Backend
 from nemo_gym_prorl.policy.chat import Message, Renderer, text_of
-from nemo_gym_prorl.policy.engine import Conversation, Engine, RequestRefused, Sampling
+from nemo_gym_prorl.policy.engine import Conversation, Engine, Misconfigured, Sampling
 from nemo_gym_prorl.policy.history import History, Match, Point, digest
 from nemo_gym_prorl.policy.metrics import PolicyMetrics
 from nemo_gym_prorl.policy.parsers import Parsed, parse, parsed_by_engine
-from nemo_gym_prorl.policy.placement import Placement
+from nemo_gym_prorl.policy.placement import Placement, cancelling
 from nemo_gym_prorl.policy.tokens import Finish, Generation, TokenLedger, Turn
 
+
+_log = logging.getLogger(__name__)
 
 _FORGOTTEN = 100_000
 """How many forgotten rollouts are known by name."""
 
 type Rewriting = Literal["keep", "branch"]
 """What to do when the chat template would render the past differently from how it was sampled."""
+
+
+class RolloutGone(CallerError):
+    """This process knows no such rollout, or not this answer of it: it was restarted, or has forgotten. The session is
+    lost, and a rollout can only begin anew."""
+
+    default_kind = FailureKind.SESSION_LOST
+    http_status = 410
+    problem = "rollout-gone"
 
 
 @dataclass(frozen=True, slots=True)
@@ -102,7 +115,7 @@ class _Rollout:
     history: History = field(default_factory=History)
     answers: dict[str, Point] = field(default_factory=dict)
     counts: Counts = field(default_factory=Counts)
-    busy: int = 0
+    turns: set[asyncio.Task[Answer]] = field(default_factory=set)
     used_at: float = 0.0
 
 
@@ -151,14 +164,23 @@ class PolicyService:
 
         Raises:
             CallerError: the request cannot be carried out by anybody.
+            RolloutGone: it continues what is not known here.
             BackendFailed: no backend could carry it out.
         """
         rollout = self._rollout(request)
-        rollout.busy += 1
+        turn = asyncio.ensure_future(self._turn(rollout, request))
+        rollout.turns.add(turn)
         try:
-            return await self._turn(rollout, request)
+            return await turn
+        except asyncio.CancelledError:
+            if cancelling():
+                raise
+            raise RolloutGone(f"{request.rollout!r} was deleted while this turn ran", field="rollout") from None
+        except RolloutError as error:
+            _log.warning("a turn of %s failed: %s: %s", request.rollout, type(error).__name__, error)
+            raise
         finally:
-            rollout.busy -= 1
+            rollout.turns.discard(turn)
 
     async def _turn(self, rollout: _Rollout, request: TurnRequest) -> Answer:
         match = self._continued(rollout, request)
@@ -193,7 +215,7 @@ class PolicyService:
                 self._rewritten(rollout)
         if ledger.forks(parent):
             self.metrics.forks.labels(why).inc()
-        turn = ledger.append(parent, observed, generation, placed.weight_version)
+        turn = ledger.append(parent, observed, generation, placed.weight_version, placed.last_version)
         message, cached = as_message(parsed), generation.cached_tokens or 0
         answer = Answer(_new_id(), message, parsed, turn, generation.finish, turn.start, cached)
         rollout.answers[answer.id] = rollout.history.record(point, new, answer.message, turn, request.tools)
@@ -206,12 +228,12 @@ class PolicyService:
         """The tokens of a rollout.
 
         Raises:
-            CallerError: it is unknown, or has been forgotten.
+            RolloutGone: it is unknown, or has been forgotten.
         """
         try:
             return self._rollouts[rollout].history.ledger
         except KeyError:
-            raise CallerError(f"no rollout {rollout!r} here", field="rollout") from None
+            raise RolloutGone(f"no rollout {rollout!r} here", field="rollout") from None
 
     def answers(self, rollout: str) -> dict[str, Turn]:
         """The turns of a rollout by the ids of its answers."""
@@ -224,9 +246,12 @@ class PolicyService:
         return self._rollouts[rollout].counts
 
     def finish(self, rollout: str) -> None:
-        """Forget a rollout; its slot is free."""
-        self.placement.apply(self.placement.pool.finish(rollout))
+        """Forget a rollout, if it is known; turns of it that wait or run are ended, and its slot is free."""
         gone = self._rollouts.pop(rollout, None)
+        for turn in gone.turns if gone is not None else ():
+            turn.cancel()
+        self.placement.apply(self.placement.pool.drop(rollout, time.monotonic()))
+        self.placement.waits.forget(rollout)
         if gone is not None:
             self.metrics.finished(gone.history.ledger.branches)
 
@@ -236,7 +261,7 @@ class PolicyService:
         if name in self._forgotten and name not in self._rollouts:
             said = [message for message in request.messages if message["role"] == "assistant"]
             if request.after is not None or any(not message.get("generation_token_ids") for message in said):
-                raise CallerError(
+                raise RolloutGone(
                     f"the tokens of {name!r} were forgotten after {self._keep_s:g} s without a turn: raise keep_s",
                     field="rollout",
                 )
@@ -253,7 +278,7 @@ class PolicyService:
         for name, rollout in self._rollouts.items():
             if now - rollout.used_at < self._keep_s:
                 break
-            if not rollout.busy:
+            if not rollout.turns:
                 old.append(name)
         for name in old:
             self.finish(name)
@@ -271,7 +296,7 @@ class PolicyService:
             return rollout.history.find((*lead, *request.messages), request.tools)
         point = rollout.answers.get(request.after)
         if point is None:
-            raise CallerError(f"no answer {request.after!r} in this rollout", field="previous_response_id")
+            raise RolloutGone(f"no answer {request.after!r} in this rollout", field="previous_response_id")
         if lead and _plain(point.messages[0]) != _plain(lead[0]):
             raise CallerError("not those that the rollout began with", field="instructions")
         return Match(point, tuple(request.messages))
@@ -322,7 +347,7 @@ class PolicyService:
         text = self.renderer.tokenizer.sample_text()
         theirs = await self.engine.tokenize(url, text)
         if theirs is not None and theirs != self.renderer.tokenizer.encode(text):
-            raise RequestRefused(f"{url} reads text as other ids than this tokenizer: no match", field="tokenizer")
+            raise Misconfigured(f"{url} reads text as other ids than this tokenizer: no match", field="tokenizer")
 
     def _parse(self, generation: Generation, request: TurnRequest) -> Parsed:
         if generation.message is not None:
@@ -330,7 +355,7 @@ class PolicyService:
         assert self.renderer is not None
         tokenizer = self.renderer.tokenizer
         if any(token_id >= tokenizer.size for token_id in generation.ids):
-            raise RequestRefused(
+            raise Misconfigured(
                 f"the engine sampled id {max(generation.ids)}, the tokenizer knows {tokenizer.size}: no match",
                 field="tokenizer",
             )

@@ -70,7 +70,8 @@ class Turn:
         observed: ids rendered since the parent's end; the whole prompt for a first turn.
         sampled: ids that the policy sampled.
         log_probs: one per sampled id.
-        weight_version: the weights that sampled them, if the backend has one.
+        weight_version: the weights with which sampling began, if the backend has a label for them.
+        last_version: those with which it ended; others than at first where weights changed meanwhile.
         finish: why sampling ended.
         start: number of tokens before ``sampled``, that is the length of the prompt.
     """
@@ -80,6 +81,7 @@ class Turn:
     sampled: tuple[int, ...]
     log_probs: tuple[float, ...]
     weight_version: str | None
+    last_version: str | None
     finish: Finish
     start: int
 
@@ -140,9 +142,14 @@ class TokenLedger:
         self._by_tokens: dict[tuple[int, tuple[int, ...]], list[Turn]] = {}
 
     def append(
-        self, parent: Turn | None, observed: Sequence[int], generation: Generation, weight_version: str | None = None
+        self,
+        parent: Turn | None,
+        observed: Sequence[int],
+        generation: Generation,
+        weight_version: str | None = None,
+        last_version: str | None = None,
     ) -> Turn:
-        """Record a turn.
+        """Record a turn, with the labels of the weights when its sampling began and ended.
 
         Raises:
             TokenMismatch: log-probs are missing or not numbers, or the prompt is empty.
@@ -162,6 +169,7 @@ class TokenLedger:
             sampled=tuple(generation.ids),
             log_probs=tuple(generation.log_probs),
             weight_version=weight_version,
+            last_version=last_version,
             finish=generation.finish,
             start=(parent.end if parent else 0) + len(observed),
         )

@@ -9,13 +9,17 @@ once, at the end, from ``GET /v1/rollouts/{id}/tokens``.
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager, suppress
 from copy import deepcopy
 from itertools import pairwise
 from time import time
 from typing import Any
+from urllib.parse import unquote
 
-from fastapi import Body, FastAPI, Request, Response
+import orjson
+from fastapi import Body, FastAPI, Request
+from nemo_gym.anthropic_converter import AnthropicConverter
 from nemo_gym.base_responses_api_model import BaseResponsesAPIModelConfig, SimpleResponsesAPIModel
 from nemo_gym.openai_utils import (
     NeMoGymChatCompletion,
@@ -29,9 +33,10 @@ from nemo_gym.server_utils import SESSION_ID_KEY, is_nemo_gym_fastapi_entrypoint
 from pydantic import Field
 
 from nemo_gym_prorl import open_files
+from nemo_gym_prorl.access import KeyGuard, check_exposure
 from nemo_gym_prorl.failures import CallerError
-from nemo_gym_prorl.policy.api import PolicyConfig, PolicyHost, add_control_routes
-from nemo_gym_prorl.policy.asgi import CancelOnDisconnect
+from nemo_gym_prorl.policy.api import PolicyConfig, PolicyHost, add_control_routes, with_problems
+from nemo_gym_prorl.policy.asgi import AnswerHeaders, CancelOnDisconnect, put_header
 from nemo_gym_prorl.policy.engine import Sampling
 from nemo_gym_prorl.policy.service import Answer, TurnRequest
 from nemo_gym_prorl.policy.tokens import Finish
@@ -45,7 +50,7 @@ class ProrlModelConfig(BaseResponsesAPIModelConfig):
     """The keys of ``vllm_model`` under their names there, and under ``policy`` what is ours (see ``PolicyConfig``)."""
 
     base_url: str | list[str]
-    api_key: str = ""
+    api_key: str | list[str] = ""
     model: str
     return_token_id_information: bool = True
     uses_reasoning_parser: bool = True
@@ -64,41 +69,44 @@ class ProrlModel(SimpleResponsesAPIModel):
     def setup_webserver(self) -> FastAPI:
         open_files.raise_limit()
         app = super().setup_webserver()
+        with_problems(app, 400, 410, 422, 500)
         config = self.config
         if (getattr(config, "num_workers", None) or 1) > 1:
             raise CallerError("must be 1: a rollout's tokens are kept in one process", field="num_workers")
-        self._host = PolicyHost(
-            PolicyConfig(
-                base_url=[config.base_url] if isinstance(config.base_url, str) else config.base_url,
-                api_key=config.api_key,
-                model=config.model,
-                thoughts=config.uses_reasoning_parser,
-                headers=config.default_headers,
-                **config.policy,
-            )
+        policy = PolicyConfig(
+            base_url=[config.base_url] if isinstance(config.base_url, str) else config.base_url,
+            api_key=config.api_key,
+            model=config.model,
+            thoughts=config.uses_reasoning_parser,
+            headers=config.default_headers,
+            **config.policy,
         )
+        check_exposure(config.host, policy.control_token, field="policy.control_token")
+        self._host = PolicyHost(policy)
         self._converter = VLLMConverter(
             return_token_id_information=config.return_token_id_information,
             uses_reasoning_parser=config.uses_reasoning_parser,
         )
         add_control_routes(app, self._host)
         app.add_middleware(CancelOnDisconnect)
+        app.add_middleware(AnswerHeaders)
+        app.add_middleware(KeyGuard, key=policy.control_token)
         return app
 
     async def responses(
         self,
         request: Request,
         body: NeMoGymResponseCreateParamsNonStreaming = Body(),
-        response: Response = None,  # type: ignore[assignment]  # FastAPI gives one; Gym's /v1/messages has none
     ) -> NeMoGymResponse:
-        if response is not None and _deferred(request):
-            response.headers[TOKENS_HEADER] = "deferred"  # tells the agent that the tokens are kept here
         after = body.previous_response_id
-        chat = self._chat(body.model_copy(update={"previous_response_id": None, "instructions": None, "input": []}))
         given = (
             body.input if isinstance(body.input, list) else [NeMoGymEasyInputMessage(role="user", content=body.input)]
         )
-        chat["messages"] = self._messages(given)
+        with _readable():
+            chat = self._chat(
+                body.model_copy(update={"previous_response_id": None, "instructions": None, "input": []})
+            )
+            chat["messages"] = self._messages(given)
         answer = await self._turn(request, chat, after, body.instructions)
         choice = NeMoGymChatCompletion.model_validate(self._completion(request, answer)).choices[0]
         output = [item.model_dump() for item in self._converter.postprocess_chat_response(choice)]
@@ -131,6 +139,12 @@ class ProrlModel(SimpleResponsesAPIModel):
                 **echoed,
             }
         )
+
+    async def messages(self, request: Request, body: dict[str, Any] = Body()) -> Any:
+        with _readable():
+            # Gym's handler converts it once more: what cannot be converted is to be known from what fails later.
+            AnthropicConverter().anthropic_request_to_responses(deepcopy(body))
+        return await super().messages(request, body)
 
     async def chat_completions(
         self, request: Request, body: NeMoGymChatCompletionCreateParamsNonStreaming = Body()
@@ -178,7 +192,15 @@ class ProrlModel(SimpleResponsesAPIModel):
             raise CallerError("a rollout has one continuation; ask for n rollouts, not for n choices", field="n")
         if chat.get("tool_choice") not in (None, "auto", "none"):
             raise CallerError("only 'auto' and 'none' are supported", field="tool_choice")
-        service = await self._host.service()
+        rollout = _rollout_id(request)
+        tools = chat.get("tools") or []
+        for index, tool in enumerate(tools):
+            if not (tool.get("function") or {}).get("name"):
+                raise CallerError("a tool needs a name", field=f"tools.{index}.name")
+        with _readable():
+            # Halves of characters, and what is nested without end, would fail wherever they are met first.
+            orjson.dumps((chat["messages"], tools, instructions))
+        service = await self._host.service(rollout)
         metadata = chat.get("metadata") or {}
         variables = deepcopy(self.config.chat_template_kwargs or {})
         variables |= _settings(metadata, "chat_template_kwargs")
@@ -191,11 +213,11 @@ class ProrlModel(SimpleResponsesAPIModel):
         stop = chat.get("stop") or ()
         return await service.turn(
             TurnRequest(
-                rollout=request.headers.get("x-rollout-id") or request.session[SESSION_ID_KEY],
-                group=request.headers.get("x-rollout-group"),
+                rollout=rollout,
+                group=_text(request, "x-rollout-group"),
                 messages=messages,
                 instructions=instructions,
-                tools=chat.get("tools") or [],
+                tools=tools,
                 may_call=chat.get("tool_choice") != "none",
                 sampling=Sampling(
                     max_tokens=chat.get("max_completion_tokens") or chat.get("max_tokens"),
@@ -212,7 +234,9 @@ class ProrlModel(SimpleResponsesAPIModel):
 
     def _completion(self, request: Request, answer: Answer) -> dict[str, Any]:
         message = dict(answer.message)
-        if self.config.return_token_id_information and not _deferred(request) and answer.turn is not None:
+        if _deferred(request):
+            put_header(request, TOKENS_HEADER, "deferred")  # tells the agent that the tokens are kept here
+        elif self.config.return_token_id_information and answer.turn is not None:
             message |= {
                 "prompt_token_ids": answer.turn.prompt(),
                 "generation_token_ids": list(answer.turn.sampled),
@@ -233,6 +257,23 @@ class ProrlModel(SimpleResponsesAPIModel):
         }
 
 
+@contextmanager
+def _readable() -> Iterator[None]:
+    """Gym's converters take a request apart without looking first; what they stumble over is wrong in the request."""
+    try:
+        yield
+    except (
+        ArithmeticError,
+        AssertionError,
+        AttributeError,
+        LookupError,
+        RuntimeError,
+        TypeError,
+        ValueError,
+    ) as error:
+        raise CallerError(f"no conversation: {type(error).__name__}: {str(error)[:500]}", field="body") from error
+
+
 def _settings(metadata: Mapping[str, str], name: str) -> dict[str, Any]:
     """The JSON object that Gym's agents pass on in a request's metadata."""
     try:
@@ -242,6 +283,20 @@ def _settings(metadata: Mapping[str, str], name: str) -> dict[str, Any]:
     if not isinstance(settings, dict):
         raise CallerError("must be a JSON object", field=f"metadata.{name}")
     return settings
+
+
+def _text(request: Request, header: str) -> str | None:
+    """A header whose value may be any text: percent-encoded, or as the bytes of UTF-8 or Latin-1."""
+    value = request.headers.get(header)  # its bytes, read as Latin-1
+    if value is None:
+        return None
+    with suppress(UnicodeDecodeError):
+        value = value.encode("latin-1").decode()
+    return unquote(value)
+
+
+def _rollout_id(request: Request) -> str:
+    return _text(request, "x-rollout-id") or str(request.session[SESSION_ID_KEY])
 
 
 def _deferred(request: Request) -> bool:

@@ -113,6 +113,22 @@ class PoolMachine(RuleBasedStateMachine):
     def finish(self, rollout: int) -> None:
         self.carry_out(self.pool.finish(f"r{rollout}"))
 
+    @rule(rollout=st.integers(0, 11))
+    def drop(self, rollout: int) -> None:
+        name = f"r{rollout}"
+        gone = {ticket for ticket in (*self.flying, *self.waiting) if self.tickets[ticket] == name}
+        self.flying = {ticket: at for ticket, at in self.flying.items() if ticket not in gone}
+        self.waiting = [ticket for ticket in self.waiting if ticket not in gone]
+        self.ended |= gone
+        self.carry_out(self.pool.drop(name, self.now))
+        assert not any(name in backend.live for backend in self.pool.backends.values())
+
+    @precondition(lambda self: self.pool.backends)
+    @rule(data=st.data(), every=st.booleans())
+    def label(self, data: st.DataObject, every: bool) -> None:
+        self.count += 1
+        self.pool.label(f"v{self.count}", None if every else self.some_backend(data))
+
     @precondition(lambda self: self.pool.backends)
     @rule(data=st.data())
     def drain(self, data: st.DataObject) -> None:

@@ -54,7 +54,7 @@ class Simple:
         self.turns: list[dict[str, Any]] = []
 
     async def step(self) -> None:
-        body = {"input": self._said, "tools": TOOLS}
+        body = {"input": self._said, "tools": TOOLS, "max_output_tokens": 64}
         async with self._http.post(self._url, json=body, headers=self._headers) as response:
             assert response.status == 200, await response.text()
             output = (await response.json())["output"]

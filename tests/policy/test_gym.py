@@ -16,6 +16,7 @@ import pytest
 from tokenizers import Tokenizer as FastTokenizer
 
 from nemo_gym_prorl.deployment import GymDeployment
+from nemo_gym_prorl.gym_cli import DeploymentError
 from nemo_gym_prorl.policy.chat import Tokenizer
 from nemo_gym_prorl.policy.parsers import parse
 from nemo_gym_prorl.policy.scripted import ScriptedConfig, serve
@@ -101,6 +102,16 @@ async def test_gyms_own_agent_over_a_real_engine(engine_url: str, model_folder: 
     assert 'prorl_policy_sampled_tokens_total{backend="backend0"}' in metrics
     assert "prorl_policy_retokenised_tokens_total 0.0" in metrics
     assert [(b["id"], b["health"]) for b in backends] == [("backend0", "up")]
+
+
+async def test_gym_does_not_start_a_model_server_without_its_tokenizer(tmp_path: Path) -> None:
+    override = f"++policy_model.responses_api_models.prorl_model.policy.tokenizer={tmp_path}"
+    deployment = GymDeployment(
+        config_paths=CONFIGS, model_type=None, policy_base_url="http://127.0.0.1:1/v1", overrides=[override]
+    )
+    with pytest.raises(DeploymentError, match=r"tokenizer: no tokenizer\.json in"):
+        async with deployment:
+            pass
 
 
 async def test_a_scripted_policy_needs_no_tokenizer(tmp_path: Path) -> None:

@@ -16,7 +16,7 @@ from tokenizers import Tokenizer as FastTokenizer
 
 from nemo_gym_prorl.policy.backends import BackendPool
 from nemo_gym_prorl.policy.chat import Tokenizer
-from nemo_gym_prorl.policy.engine import RequestRefused, Sampling
+from nemo_gym_prorl.policy.engine import Misconfigured, Sampling
 from nemo_gym_prorl.policy.engines import VllmCompletions
 from nemo_gym_prorl.policy.metrics import PolicyMetrics
 from nemo_gym_prorl.policy.placement import Placement
@@ -120,7 +120,7 @@ async def test_weights_change_while_fifty_rollouts_run(
 async def test_a_wrong_key_is_said_at_the_first_call(
     key: str, other_engine: tuple[str, subprocess.Popen], model_folder: Path
 ) -> None:
-    with pytest.raises(RequestRefused, match=r"policy_api_key: .* refused the key"):
+    with pytest.raises(Misconfigured, match=r"policy_api_key: .* refused the key"):
         await first_call(other_engine[0], api_key=key, tokenizer=str(model_folder))
     await first_call(other_engine[0], api_key=KEY, tokenizer=str(model_folder))
 

@@ -14,8 +14,14 @@ from fastapi import FastAPI
 from nemo_gym.config_types import BaseServerConfig
 from nemo_gym.server_utils import ServerClient
 from omegaconf import DictConfig
+from tokenizers import Tokenizer as FastTokenizer
+from tokenizers.models import WordLevel
 
 from nemo_gym_prorl.failures import CallerError
+from nemo_gym_prorl.handlers.conversation import Conversation
+from nemo_gym_prorl.handlers.gym_http import GymServer, HttpClient
+from nemo_gym_prorl.policy.scripted import ScriptedConfig
+from nemo_gym_prorl.policy.scripted import serve as scripted
 from responses_api_models.prorl_model.app import ProrlModel, ProrlModelConfig
 from tests.policy.engines import serving
 
@@ -55,7 +61,6 @@ async def url(engine_url: str, model_folder: Path) -> AsyncIterator[str]:
     model = server(f"{engine_url}/v1", model_folder)
     async with serving(model.setup_webserver()) as address:
         yield address
-        await model._host.aclose()
 
 
 @pytest.fixture
@@ -129,14 +134,99 @@ async def test_chat_completions_and_messages_reach_the_same_policy(http: aiohttp
 
 async def test_what_cannot_be_done_is_refused_by_name(http: aiohttp.ClientSession, url: str) -> None:
     body = {"messages": [{"role": "user", "content": "Hello"}]}
-    status, problem = await post(http, f"{url}/v1/chat/completions", body | {"n": 2})
-    assert (status, problem["field"]) == (400, "n")
-    status, problem = await post(http, f"{url}/v1/chat/completions", body | {"tool_choice": "required"})
-    assert (status, problem["field"]) == (400, "tool_choice")
-    assert problem["type"] == "urn:nemo-gym-prorl:agent_request_failed"
-    for name, text in [("extra_body", "{"), ("chat_template_kwargs", "[]")]:
-        status, problem = await post(http, f"{url}/v1/chat/completions", body | {"metadata": {name: text}})
-        assert (status, problem["field"]) == (400, f"metadata.{name}")
+    wrong: list[tuple[str, dict]] = [
+        ("n", {"n": 2}),
+        ("tool_choice", {"tool_choice": "required"}),
+        ("metadata.extra_body", {"metadata": {"extra_body": "{"}}),
+        ("metadata.chat_template_kwargs", {"metadata": {"chat_template_kwargs": "[]"}}),
+        # What only the engine knows, in its own words.
+        ("request", {"top_p": 7.0}),
+        ("request", {"metadata": {"extra_body": '{"min_tokens": -3}'}}),
+    ]
+    for field, change in wrong:
+        status, problem = await post(http, f"{url}/v1/chat/completions", body | change)
+        assert (status, problem["type"]) == (422, "urn:nemo-gym-prorl:problem:invalid-request")
+        assert problem["errors"][0]["field"] == field
+    async with http.get(f"{url}/v1/backends") as response:
+        assert [backend["health"] for backend in (await response.json())["backends"]] == ["up"]
+
+
+async def test_what_the_deployment_must_mend_is_no_fault_of_the_row(
+    http: aiohttp.ClientSession, engine_url: str, model_folder: Path
+) -> None:
+    body = {"messages": [{"role": "user", "content": "Hello"}]}
+    model = server(engine_url, model_folder, model="nope")
+    async with serving(model.setup_webserver()) as url, http.post(f"{url}/v1/chat/completions", json=body) as response:
+        assert response.status == 500
+        assert response.headers["X-ProRL-Failure-Kind"] == "provider_unavailable"
+        assert response.content_type == "application/problem+json"
+        assert "policy_model_name: " in (await response.json())["detail"]
+
+
+async def test_a_row_without_a_limit_samples_into_what_is_left_of_the_context(
+    http: aiohttp.ClientSession, url: str
+) -> None:
+    """Not 16 tokens, at which vLLM's completions stop if nobody says a number; nor an error if it is too large."""
+    unending = {"metadata": {"extra_body": '{"ignore_eos": true}'}, "temperature": 1.0, "tools": TOOLS}
+    asked = [{"role": "user", "content": "box " * 4000}]
+    body = {"input": asked, **unending, "max_output_tokens": 1}
+    async with http.post(f"{url}/v1/responses", json=body) as response:
+        answer = await response.json()
+        assert response.status == 200, answer
+        prompt = answer["usage"]["input_tokens"]
+    assert prompt < 8192 - 32
+    for limit in ({}, {"max_output_tokens": 5000}):
+        async with http.post(f"{url}/v1/responses", json={"input": asked, **unending, **limit}) as response:
+            answer = await response.json()
+            assert response.status == 200, answer
+        assert answer["usage"]["total_tokens"] == 8192
+        assert answer["usage"]["output_tokens"] == 8192 - prompt > 16
+
+
+@pytest.mark.parametrize(
+    ("path", "body"),
+    [
+        ("/v1/responses", {"input": "hi"}),
+        ("/v1/chat/completions", {"messages": [{"role": "user", "content": "hi"}]}),
+        # Gym calls responses() here without a response on which to set a header, as all its dispatchers since 0.5 do.
+        ("/v1/messages", {"model": "m", "max_tokens": 8, "messages": [{"role": "user", "content": "hi"}]}),
+    ],
+)
+async def test_deferral_is_echoed_exactly_when_the_ids_are_left_out(
+    http: aiohttp.ClientSession, path: str, body: dict
+) -> None:
+    config = ScriptedConfig()
+    async with scripted(config) as engine:
+        model = server(engine, Path(), model=config.model, policy={})
+        async with serving(model.setup_webserver()) as url:
+            for asked in ("deferred", None):
+                headers = {"X-Rollout-Id": f"r-{asked}"} | ({"X-Rollout-Tokens": asked} if asked else {})
+                async with http.post(f"{url}{path}", json=body, headers=headers) as response:
+                    assert response.status == 200, await response.text()
+                    assert response.headers.get("X-Rollout-Tokens") == asked
+                    if path != "/v1/messages":
+                        assert ("generation_token_ids" in await response.text()) == (asked is None)
+                async with http.get(f"{url}/v1/rollouts/r-{asked}/tokens") as response:
+                    assert sum((await response.json())["sequences"][0]["mask"]) > 0
+
+
+async def test_what_our_agent_defers_is_in_its_finished_row(http: aiohttp.ClientSession) -> None:
+    client, config = HttpClient(), ScriptedConfig()
+    async with scripted(config) as engine:
+        model = server(engine, Path(), model=config.model, policy={})
+        async with serving(model.setup_webserver()) as url:
+            conversation = Conversation(GymServer("policy_model", url, client), "r", "g")
+            turns = [await conversation.turn({}, [{"role": "user", "content": text}]) for text in ("hi", "and?")]
+            await conversation.settle()
+            items = [item for turn in turns for item in turn["output"]]
+            async with http.get(f"{url}/v1/rollouts/r/tokens") as response:
+                assert response.status == 410, "it is over, so it is forgotten"
+    await client.close()
+    first, second = items
+    chain = first["prompt_token_ids"] + first["generation_token_ids"]
+    assert second["prompt_token_ids"][: len(chain)] == chain
+    for item in items:
+        assert len(item["generation_token_ids"]) == len(item["generation_log_probs"]) > 0
 
 
 def test_a_drop_in_takes_the_keys_of_gyms_own_and_refuses_what_would_split_a_rollout(model_folder: Path) -> None:
@@ -161,7 +251,6 @@ async def test_a_malformed_call_is_flagged_and_answered_like_any_other(http: aio
         model = server(engine, Path(), policy={})
         async with serving(model.setup_webserver()) as address:
             answered = await respond(http, address, [{"role": "user", "content": "?"}])
-            await model._host.aclose()
     (item,) = answered["output"]
     assert (item["type"], item["name"], item["status"]) == ("function_call", "look", "incomplete")
     assert item["arguments"] == '{"what": '
@@ -190,3 +279,101 @@ async def metrics(http: aiohttp.ClientSession, url: str) -> str:
 
 def running(text: str) -> float:
     return sum(map(float, re.findall(r"^vllm:num_requests_running\S* (\S+)$", text, re.MULTILINE)))
+
+
+DEEP = b"[" * 3000 + b"]" * 3000
+CHAT, RESPONSES, MESSAGES = "/v1/chat/completions", "/v1/responses", "/v1/messages"
+ASKED = b'"messages": [{"role": "user", "content": "hi"}]'
+NONSENSE = {
+    "text": (RESPONSES, b"hello"),
+    "nothing": (RESPONSES, b""),
+    "no object": (RESPONSES, b"[]"),
+    "nothing in it": (RESPONSES, b"{}"),
+    "no UTF-8": (RESPONSES, b'{"input": "\xff\xfe"}'),
+    "deep": (RESPONSES, DEEP),
+    "deep input": (RESPONSES, b'{"input": %s}' % DEEP),
+    "deep schema of a tool": (
+        CHAT,
+        b'{%s, "tools": [{"type": "function", "function": {"name": "f", "parameters": {"x": %s}}}]}' % (ASKED, DEEP),
+    ),
+    "300 deep schema of a tool": (
+        CHAT,
+        b'{%s, "tools": [{"type": "function", "function": {"name": "f", "parameters": {"x": %s}}}]}'
+        % (ASKED, b"[" * 300 + b"]" * 300),
+    ),
+    "a tool without a name": (CHAT, b'{%s, "tools": [{"type": "function", "function": {}}]}' % ASKED),
+    "a tool without anything": (CHAT, b'{%s, "tools": [{}]}' % ASKED),
+    "a tool of Responses without a name": (RESPONSES, b'{"input": "hi", "tools": [{"type": "function"}]}'),
+    "half a character": (RESPONSES, b'{"input": "\\ud800"}'),
+    "half a character in chat": (CHAT, b'{"messages": [{"role": "user", "content": "\\ud800"}]}'),
+    "half a character in a tool": (
+        CHAT,
+        b'{%s, "tools": [{"type": "function", "function": {"name": "f", "description": "\\ud800"}}]}' % ASKED,
+    ),
+    "no messages": (MESSAGES, b"{}"),
+    "messages as text": (MESSAGES, b'{"messages": "hi"}'),
+    "deep messages": (MESSAGES, b'{"messages": %s}' % DEEP),
+    "a backend as text": ("/v1/backends", b"http://127.0.0.1:1"),
+    "a backend that is no URL": ("/v1/backends", b'{"url": "not a url"}'),
+    "a backend with a deep name": ("/v1/backends", b'{"url": %s}' % DEEP),
+}
+
+
+@pytest.mark.parametrize("engine", ["vllm_chat", "vllm"])
+@pytest.mark.parametrize("name", NONSENSE)
+async def test_nonsense_is_answered_with_a_problem_document(
+    http: aiohttp.ClientSession, name: str, engine: str, tmp_path: Path
+) -> None:
+    FastTokenizer(WordLevel({"hi": 0, "?": 1}, unk_token="?")).save(str(tmp_path / "tokenizer.json"))
+    (tmp_path / "chat_template.jinja").write_text("{{ messages[0].content }}{{ tools | tojson if tools }}")
+    path, body = NONSENSE[name]
+    async with scripted() as upstream:
+        policy = {"engine": engine, "tokenizer": str(tmp_path)}
+        model = server(upstream, tmp_path, model=ScriptedConfig().model, policy=policy)
+        headers = {"Content-Type": "application/json"}
+        async with serving(model.setup_webserver()) as url, http.post(url + path, data=body, headers=headers) as said:
+            problem = await said.json(content_type=None)
+            assert said.status in (400, 422), problem
+            assert said.content_type == "application/problem+json"
+            assert problem["type"].startswith("urn:nemo-gym-prorl:problem:")
+            assert problem["title"]
+            assert problem["status"] == said.status
+
+
+async def test_with_a_key_every_route_needs_it(http: aiohttp.ClientSession) -> None:
+    async with scripted() as engine:
+        policy = {"control_token": "s3cret"}
+        model = server(engine, Path(), model=ScriptedConfig().model, host="0.0.0.0", policy=policy)
+        async with serving(model.setup_webserver()) as url:
+            asked = {"json": {"input": "hi"}, "headers": {"X-Rollout-Id": "r", "Authorization": "Bearer s3cret"}}
+            async with http.post(f"{url}/v1/responses", **asked) as response:
+                assert response.status == 200
+            routes = [("POST", RESPONSES), ("POST", CHAT), ("POST", MESSAGES), ("GET", "/metrics")]
+            routes += [
+                ("GET", "/v1/rollouts/r/tokens"),
+                ("DELETE", "/v1/rollouts/r"),
+                ("GET", "/v1/rollouts/r/waited"),
+            ]
+            routes += [("POST", "/v1/backends"), ("GET", "/v1/backends"), ("DELETE", "/v1/backends/backend0")]
+            for key in ({}, {"Authorization": "Bearer guess"}):
+                for method, path in routes:
+                    async with http.request(method, url + path, json={}, headers=key) as response:
+                        assert (response.status, response.content_type) == (401, "application/problem+json")
+
+
+def test_without_a_key_nobody_else_can_reach_it(model_folder: Path) -> None:
+    with pytest.raises(CallerError, match=r"policy\.control_token: the server would listen on 0\.0\.0\.0"):
+        server("http://127.0.0.1:1", model_folder, host="0.0.0.0").setup_webserver()
+
+
+async def test_backends_are_added_as_the_configuration_allows(http: aiohttp.ClientSession) -> None:
+    async with scripted() as engine:
+        model = server(engine, Path(), model=ScriptedConfig().model, policy={"backend_hosts": ["gpu*"]})
+        async with serving(model.setup_webserver()) as url:
+            bodies = [({"url": "http://gpu7:8000/v1", "api_key": "k"}, 201), ({"url": "http://evil:8000/v1"}, 403)]
+            for body, status in bodies:
+                said, problem = await post(http, f"{url}/v1/backends", body)
+                assert said == status
+                assert "api_key" not in problem
+            assert problem["type"] == "urn:nemo-gym-prorl:problem:backend-host-refused"
+            assert "policy.backend_hosts" in problem["detail"]

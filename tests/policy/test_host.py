@@ -1,0 +1,373 @@
+# SPDX-License-Identifier: Apache-2.0
+"""From the start of the policy side to its first turn: what ends the start, what is waited for, what backends are, and
+who gets which key."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from collections.abc import AsyncIterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import uvicorn
+from fastapi import FastAPI, Request, Response
+from hypothesis import given
+from hypothesis import strategies as st
+from tokenizers import Tokenizer as FastTokenizer
+from tokenizers.models import WordLevel
+
+from nemo_gym_prorl.failures import CallerError
+from nemo_gym_prorl.policy.addresses import checked_url
+from nemo_gym_prorl.policy.api import PolicyConfig, PolicyHost
+from nemo_gym_prorl.policy.backend import Health
+from nemo_gym_prorl.policy.config import HostRefused
+from nemo_gym_prorl.policy.engine import BackendFailed, Misconfigured, RequestRefused, Sampling
+from nemo_gym_prorl.policy.engines import NemoRl, SglangGenerate, VllmChat, VllmCompletions
+from nemo_gym_prorl.policy.scripted import ScriptedConfig, serve
+from nemo_gym_prorl.policy.service import TurnRequest
+from tests.policy.engines import MODEL, free_port, serving
+from tests.policy.test_engines import completion, nemo_rl_server, says
+from tests.policy.test_prorl_model import server
+
+
+HI = [{"role": "user", "content": "hi"}]
+
+
+@contextlib.asynccontextmanager
+async def hosted(*urls: str, **config: Any) -> AsyncIterator[PolicyHost]:
+    host = PolicyHost(PolicyConfig(base_url=list(urls), **({"model": MODEL} | config)))
+    async with host.lifespan():
+        yield host
+
+
+@pytest.fixture
+def words(tmp_path: Path) -> str:
+    """A tokenizer of three words."""
+    folder = tmp_path / "words"
+    folder.mkdir()
+    FastTokenizer(WordLevel({"hi": 0, "ho": 1, "?": 2}, unk_token="?")).save(str(folder / "tokenizer.json"))
+    (folder / "chat_template.jinja").write_text("{{ messages[0].content }}")
+    return str(folder)
+
+
+# What must be there
+
+
+@pytest.mark.parametrize(
+    ("policy", "said"),
+    [
+        ({"tokenizer": "{tmp}/nowhere"}, "tokenizer"),
+        ({"engine": "vllm"}, "tokenizer: engine 'vllm' takes tokens"),
+        ({"tokenizer": "{words}", "chat_template": "{tmp}/none.jinja"}, "chat_template: no file"),
+        ({"tool_format": "xml"}, "tool_format: 'xml' is none of"),
+        ({"api_key": ["one", "two"]}, "api_key: 2 keys for 1 backends"),
+    ],
+)
+async def test_what_cannot_work_ends_the_start(policy: dict[str, Any], said: str, words: str, tmp_path: Path) -> None:
+    policy = {k: v.format(tmp=tmp_path, words=words) if isinstance(v, str) else v for k, v in policy.items()}
+    with pytest.raises(CallerError, match=said):
+        async with hosted("http://127.0.0.1:1", **policy):
+            pass
+
+
+async def test_a_server_without_its_tokenizer_does_not_start(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "empty").mkdir()
+    model = server("http://127.0.0.1:1", tmp_path / "empty")
+    served = uvicorn.Server(uvicorn.Config(model.setup_webserver(), host="127.0.0.1", port=free_port()))
+    with contextlib.suppress(SystemExit):  # or a plain return, as older releases of uvicorn do
+        await served.serve()
+    assert not served.started
+    assert "tokenizer: no tokenizer.json in" in capfd.readouterr().err
+
+
+# What the engines are
+
+
+async def answer_later(host: PolicyHost) -> asyncio.Task[Any]:
+    turn = TurnRequest("r", HI, sampling=Sampling(max_tokens=4, temperature=1.0))
+
+    async def ask() -> Any:
+        return await (await host.service("r")).turn(turn)
+
+    asked = asyncio.create_task(ask())
+    await asyncio.sleep(0.5)
+    return asked
+
+
+async def test_an_engine_that_is_not_up_yet_is_waited_for_and_then_told_right() -> None:
+    """Old code took whatever did not answer for vLLM, for good."""
+    port = free_port()
+    async with hosted(f"http://127.0.0.1:{port}/v1") as host:
+        asked = await answer_later(host)
+        assert not asked.done()
+        assert host.ready is None
+        config = uvicorn.Config(nemo_rl_server([]), host="127.0.0.1", port=port, log_level="warning")
+        served = uvicorn.Server(config)
+        running = asyncio.create_task(served.serve())
+        try:
+            answer = await asyncio.wait_for(asked, 20)
+        finally:
+            served.should_exit = True
+            await running
+        assert isinstance(host.ready.engine, NemoRl)
+        assert answer.turn.sampled == (3, 4)
+
+
+async def test_an_engine_that_never_comes_fails_a_turn_in_time() -> None:
+    async with hosted(f"http://127.0.0.1:{free_port()}", wait_s=0.3) as host:
+        with pytest.raises(BackendFailed, match=r"no backend answered for 0\.3 s"):
+            await host.service("r")
+
+
+def router(inner: FastAPI) -> FastAPI:
+    """Passes on what it knows, and publishes no routes; what it does not know is 404, as at NeMo RL's."""
+    app = FastAPI(openapi_url=None)
+    for route in inner.router.routes:
+        if getattr(route, "methods", None) == {"POST"}:
+            app.router.routes.append(route)
+    return app
+
+
+async def test_behind_a_router_nothing_is_guessed() -> None:
+    async with serving(router(nemo_rl_server([]))) as url:
+        async with hosted(url) as host:
+            with pytest.raises(Misconfigured, match=r"policy\.engine: .* publishes no list of its routes"):
+                await asyncio.wait_for(host.service("r"), 20)
+        async with hosted(url, engine="nemo_rl") as host:
+            assert (await (await answer_later(host))).turn.sampled == (3, 4)
+
+
+async def test_what_publishes_no_routes_is_asked_for_a_token(words: str) -> None:
+    asked: list[dict[str, Any]] = []
+
+    async with serving(router(says("/v1/completions", lambda _: completion(), asked))) as url:
+        async with hosted(url, tokenizer=words) as host:
+            assert isinstance((await asyncio.wait_for(host.service(), 20)).engine, VllmCompletions)
+        assert asked[0]["max_tokens"] == 1
+    about = {"output_token_logprobs": [[-0.5, 1, None]], "finish_reason": {"type": "length"}}
+    async with (
+        serving(router(says("/generate", lambda _: {"meta_info": about}))) as url,
+        hosted(url, tokenizer=words) as host,
+    ):
+        assert isinstance((await asyncio.wait_for(host.service(), 20)).engine, SglangGenerate)
+    config = ScriptedConfig()
+    async with serve(config) as url, hosted(url, model=config.model) as host:
+        assert isinstance((await asyncio.wait_for(host.service(), 20)).engine, VllmChat)
+
+
+async def test_a_backend_of_another_kind_is_refused(words: str) -> None:
+    async with (
+        serving(nemo_rl_server([])) as nemo_rl,
+        serving(says("/v1/completions", lambda _: completion())) as vllm,
+    ):
+        async with hosted(nemo_rl) as host:
+            await asyncio.wait_for(host.service(), 20)
+            with pytest.raises(CallerError, match="does not speak 'nemo_rl', as the other backends do"):
+                await host.add(vllm)
+            assert list(host.pool.backends) == ["backend0"]
+        async with hosted(nemo_rl, vllm, tokenizer=words) as host:
+            with pytest.raises(Misconfigured, match=r"policy\.engine: the backends are of different kinds"):
+                await asyncio.wait_for(host.service(), 20)
+
+
+async def test_a_wrong_name_and_a_wrong_key_are_said_at_the_start(caplog: pytest.LogCaptureFixture) -> None:
+    locked = FastAPI()
+    locked.add_api_route("/v1/models", lambda: Response("who are you?", status_code=401))
+    async with serve() as scripted, serving(locked) as url, hosted(scripted, url, engine="vllm_chat"):
+        async with asyncio.timeout(20):
+            while len(caplog.messages) < 2:
+                await asyncio.sleep(0.05)
+    assert "policy_model_name" in caplog.text
+    assert "not 'tiny'" in caplog.text
+    assert f"policy_api_key: {url} refused the key" in caplog.text
+
+
+async def test_engines_that_take_tokens_are_told_what_is_left_of_the_context(words: str) -> None:
+    about = {"output_token_logprobs": [[-0.5, 1, None]], "finish_reason": {"type": "length"}}
+    kinds = [
+        ("/v1/completions", completion(token_ids=[1, 1]), "vllm", lambda body: body["max_tokens"], 99),
+        ("/generate", {"meta_info": about}, "sglang", lambda body: body["sampling_params"]["max_new_tokens"], 98),
+    ]
+    for path, answer, kind, limit, left in kinds:
+        seen: list[dict[str, Any]] = []
+        app = says(path, lambda _, said=answer: said, seen)
+        cards = {"data": [{"id": "adapter", "max_model_len": 7}, {"id": MODEL, "max_model_len": 100}]}
+        app.add_api_route("/v1/models", lambda cards=cards: cards)
+        async with serving(app) as url, hosted(url, engine=kind, tokenizer=words) as host:
+            service = await host.service()
+            for asked in (None, 5, 500):
+                await service.turn(TurnRequest(f"r{asked}", HI, sampling=Sampling(max_tokens=asked)))
+        assert [limit(body) for body in seen] == [left, 5, left]
+    async with (
+        serving(says("/v1/completions", lambda _: completion())) as url,
+        hosted(url, engine="vllm", tokenizer=words) as host,
+    ):
+        with pytest.raises(Misconfigured, match=r"max_output_tokens: .* does not say how long its context is"):
+            await (await host.service()).turn(TurnRequest("r", HI))
+
+
+# Whose fault a 500 is
+
+
+async def test_a_refused_sampling_parameter_is_the_requests_fault_and_takes_nothing_down() -> None:
+    """NeMo RL's engine asserts its profile (HTTP 500), and has no /health."""
+    asked: list[dict[str, Any]] = []
+    async with serving(nemo_rl_server(asked)) as url, hosted(url) as host:
+        service = await asyncio.wait_for(host.service(), 20)
+        wrong = TurnRequest("wrong", HI, sampling=Sampling(temperature=0.1))
+        with pytest.raises(RequestRefused, match="sampling parameters differ from the training profile"):
+            await asyncio.wait_for(service.turn(wrong), 20)
+        assert len(asked) == 3, "twice, and once as it should be"
+        assert host.pool.backends["backend0"].health is Health.UP
+        right = TurnRequest("right", HI, sampling=Sampling(temperature=1.0))
+        assert (await service.turn(right)).turn.sampled == (3, 4)
+
+
+async def test_one_500_is_passed_over() -> None:
+    app, broken = nemo_rl_server([]), iter([True, False])
+    inner = app.router.routes[-1].endpoint
+
+    async def now_and_then(request: Request) -> Response:
+        return Response("oh", status_code=500) if next(broken, False) else await inner(request)
+
+    app.router.routes.pop()
+    app.add_api_route("/v1/chat/completions", now_and_then, methods=["POST"])
+    async with serving(app) as url, hosted(url) as host:
+        assert (await asyncio.wait_for(await answer_later(host), 20)).turn.sampled == (3, 4)
+        assert host.pool.backends["backend0"].health is Health.UP
+
+
+async def test_an_engine_without_health_comes_back_after_it_was_gone() -> None:
+    port = free_port()
+    async with hosted(f"http://127.0.0.1:{port}", engine="nemo_rl") as host:
+        asked = await answer_later(host)
+        assert host.pool.backends["backend0"].health is Health.DOWN
+        served = uvicorn.Server(uvicorn.Config(nemo_rl_server([]), host="127.0.0.1", port=port, log_level="warning"))
+        running = asyncio.create_task(served.serve())
+        try:
+            assert (await asyncio.wait_for(asked, 30)).turn.sampled == (3, 4)
+        finally:
+            served.should_exit = True
+            await running
+        assert host.pool.backends["backend0"].health is Health.UP
+
+
+async def test_an_engine_that_answers_every_request_with_an_error_is_no_fault_of_any() -> None:
+    broken = says("/v1/chat/completions", lambda _: Response("broken", status_code=500))
+    async with serving(broken) as url, hosted(url, engine="nemo_rl") as host:
+        turn = (await host.service()).turn(TurnRequest("r", HI))
+        with pytest.raises(BackendFailed, match="answered 500: broken"):
+            await asyncio.wait_for(turn, 20)
+        async with serving(nemo_rl_server([])) as good:
+            await host.add(good, "good")
+            turns = [TurnRequest(f"r{i}", HI, sampling=Sampling(temperature=1.0)) for i in range(4)]
+            service = await host.service()
+            answers = await asyncio.gather(*(service.turn(turn) for turn in turns))
+        assert all(answer.turn.sampled == (3, 4) for answer in answers)
+
+
+async def test_a_backend_with_a_wrong_key_sends_its_rollouts_to_one_with_a_right_one() -> None:
+    locked = says("/v1/chat/completions", lambda _: Response("who are you?", status_code=401))
+    async with (
+        serving(locked) as bad,
+        serving(nemo_rl_server([])) as good,
+        hosted(bad, good, engine="nemo_rl") as host,
+    ):
+        service = await host.service()
+        for index in range(4):
+            request = TurnRequest(f"r{index}", HI, sampling=Sampling(temperature=1.0))
+            assert (await service.turn(request)).turn.sampled == (3, 4)
+
+
+# Who gets which key
+
+
+async def test_keys_go_where_they_belong() -> None:
+    seen: dict[str, str | None] = {}
+
+    def engine(name: str) -> FastAPI:
+        app = says("/v1/chat/completions", lambda _: Response("busy", status_code=503))
+
+        @app.middleware("http")
+        async def look(request: Request, call_next: Any) -> Any:
+            seen[name] = request.headers.get("authorization")
+            seen[f"{name} header"] = request.headers.get("x-secret")
+            return await call_next(request)
+
+        return app
+
+    async with (
+        serving(engine("one")) as one,
+        serving(engine("two")) as two,
+        serving(engine("added")) as added,
+        serving(engine("keyed")) as keyed,
+        hosted(one, two, engine="vllm_chat", api_key=["k1", "k2"], headers={"X-Secret": "s"}) as host,
+    ):
+        service = await host.service()
+        await host.add(added)
+        await host.add(keyed, api_key="k3")
+        for backend in host.pool.backends.values():
+            assert not await service.engine.samples(backend.url)
+    assert seen == {
+        "one": "Bearer k1",
+        "one header": "s",
+        "two": "Bearer k2",
+        "two header": "s",
+        "added": None,
+        "added header": None,
+        "keyed": "Bearer k3",
+        "keyed header": None,
+    }
+
+
+async def test_backends_may_be_added_on_known_and_allowed_hosts_only() -> None:
+    config = {"engine": "vllm_chat", "backend_hosts": ["10.1.*", "gpu7"]}
+    async with hosted("http://trusted:8000/v1", **config) as host:
+        for allowed in (
+            "http://127.0.0.1:1",
+            "http://[::1]:1",
+            "http://trusted:9/v1",
+            "http://10.1.2.3",
+            "http://GPU7:1",
+        ):
+            await host.add(allowed)
+        for refused in ("http://10.2.0.1:1", "http://evil", "http://trusted.evil", "http://169.254.169.254"):
+            with pytest.raises(HostRefused, match=r"not among the hosts in policy\.backend_hosts"):
+                await host.add(refused)
+
+
+@pytest.mark.parametrize(
+    "url",
+    [
+        "not a url",
+        "",
+        "http://",
+        "ftp://h",
+        "//h",
+        "http://h:99999",
+        "http://user:pass@h",
+        "http://trusted@evil/",
+        "http://evil\\@trusted/",
+        "http://h/?x",
+        "http://h/#x",
+        "http://h\n.evil/",
+        "http://[::1",
+        "http://ünicode/",
+    ],
+)
+def test_what_is_no_url_of_a_backend_is_refused(url: str) -> None:
+    with pytest.raises(CallerError, match="url: "):
+        checked_url(url)
+
+
+@given(text=st.text(max_size=40) | st.from_regex(r"https?://[a-z0-9.@:/\\\[\]?#%-]{0,30}", fullmatch=True))
+def test_a_url_is_refused_or_put_together_from_its_parts(text: str) -> None:
+    try:
+        url = checked_url(text)
+    except CallerError:
+        return
+    assert checked_url(url) == url

@@ -1,0 +1,221 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What an agent may ask about its rollout while turns wait, run, are cut short or are forgotten."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from collections.abc import AsyncIterator, Callable
+from pathlib import Path
+from typing import Any
+from urllib.parse import quote
+
+import aiohttp
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from nemo_gym_prorl.policy.scripted import ScriptedConfig, serve
+from nemo_gym_prorl.policy.waits import Waits
+from responses_api_models.prorl_model.app import ProrlModel
+from tests.policy.engines import free_port, serving
+from tests.policy.test_prorl_model import server
+
+
+class Client:
+    """An agent's side of one model server."""
+
+    def __init__(self, http: aiohttp.ClientSession, url: str, model: ProrlModel) -> None:
+        self._http = http
+        self._url = url
+        self.model = model
+
+    async def call(
+        self, method: str, path: str, body: Any = None, headers: dict[str, str] | None = None
+    ) -> tuple[int, Any]:
+        async with self._http.request(method, f"{self._url}{path}", json=body, headers=headers) as response:
+            return response.status, await response.json()
+
+    async def turn(self, rollout: str, **more: Any) -> tuple[int, Any]:
+        headers = {"X-Rollout-Id": rollout, "X-Rollout-Tokens": "deferred"}
+        return await self.call("POST", "/v1/responses", {"input": "hi", **more}, headers)
+
+    async def waited(self, rollout: str) -> float:
+        status, said = await self.call("GET", f"/v1/rollouts/{rollout}/waited")
+        assert status == 200, said
+        return float(said["waited_s"])
+
+    async def until(self, condition: Callable[[], bool]) -> None:
+        async with asyncio.timeout(20):
+            while not condition():
+                await asyncio.sleep(0.01)
+
+    @property
+    def live(self) -> int:
+        return sum(len(backend.live) for backend in self.model._host.pool.backends.values())
+
+    @property
+    def in_flight(self) -> int:
+        return sum(len(backend.in_flight) for backend in self.model._host.pool.backends.values())
+
+
+@contextlib.asynccontextmanager
+async def client(base_url: str, **policy: Any) -> AsyncIterator[Client]:
+    model = server(base_url, Path(), model=ScriptedConfig().model, policy=policy)
+    async with serving(model.setup_webserver()) as url, aiohttp.ClientSession() as http:
+        yield Client(http, url, model)
+
+
+async def test_waiting_for_a_backend_and_through_a_pause_is_told_while_it_lasts() -> None:
+    async with serve() as engine, client(engine) as agent:
+        assert (await agent.turn("r"))[0] == 200
+        before = await agent.waited("r")
+        assert before < 0.5
+        assert (await agent.call("POST", "/v1/backends/pause", {}))[0] == 200
+        turn = asyncio.create_task(agent.turn("r"))
+        await asyncio.sleep(1.0)
+        assert 0.5 < await agent.waited("r") - before < 10
+        await agent.call("POST", "/v1/backends/resume", {})
+        assert (await turn)[0] == 200
+        over = await agent.waited("r")
+        await asyncio.sleep(0.1)
+        assert await agent.waited("r") == over > before + 0.5
+        assert (await agent.call("GET", "/v1/rollouts/other/waited"))[0] == 410
+        await agent.call("DELETE", "/v1/rollouts/r")
+        assert (await agent.call("GET", "/v1/rollouts/r/waited"))[0] == 410
+
+
+async def test_waiting_for_the_first_engine_counts_too() -> None:
+    async with client(f"http://127.0.0.1:{free_port()}") as agent:
+        turn = asyncio.create_task(agent.turn("r"))
+        await asyncio.sleep(1.0)
+        assert 0.5 < await agent.waited("r") < 10
+        # What such a rollout has is known without an engine, and it can be given up.
+        assert (await agent.call("GET", "/v1/rollouts/r/tokens"))[0] == 410
+        assert (await agent.call("DELETE", "/v1/rollouts/r"))[0] == 200
+        async with serve() as engine:
+            assert (await agent.call("POST", "/v1/backends", {"url": engine}))[0] == 201
+            assert (await turn)[0] == 200
+
+
+@given(moves=st.lists(st.tuples(st.integers(0, 3), st.sampled_from([1.0, 2.0, 4.0])), max_size=30))
+def test_time_in_which_several_turns_wait_counts_once(moves: list[tuple[int, float]]) -> None:
+    """Four turns begin and end to wait in any order; the clock is the test's."""
+    waits, turns, expected = Waits(), dict[int, contextlib.ExitStack](), 0.0
+    now = 0.0
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("nemo_gym_prorl.policy.waits.time.monotonic", lambda: now)
+        for turn, seconds in moves:
+            if turn in turns:
+                turns.pop(turn).close()
+            else:
+                turns[turn] = contextlib.ExitStack()
+                turns[turn].enter_context(waits.waiting("r"))
+            now += seconds
+            expected += seconds if turns else 0.0
+            assert waits.of("r") == expected
+        assert (waits.of("r") is None) == (not moves)
+        waits.forget("r")
+        for turn in turns.values():
+            turn.close()
+        assert waits.of("r") is None
+
+
+async def test_the_tokens_of_complete_turns_outlive_one_that_is_cut_short() -> None:
+    async with serve() as engine, client(engine) as agent:
+        status, first = await agent.turn("r")
+        assert status == 200
+        slow = {"metadata": {"script": '{"turns": [{"content": "a"}, {"content": "x", "latency_s": 30}]}'}}
+        with pytest.raises(TimeoutError):
+            async with asyncio.timeout(0.5):
+                await agent.turn("r", previous_response_id=first["id"], **slow)
+        status, told = await agent.call("GET", "/v1/rollouts/r/tokens")
+        assert (status, list(told["answers"])) == (200, [first["id"]])
+        assert sum(told["sequences"][0]["mask"]) > 0
+        await agent.until(lambda: not agent.in_flight)
+
+
+SLOW = {"metadata": {"script": '{"turns": [{"content": "x", "latency_s": 30}, {"content": "y"}]}'}}
+
+
+async def test_deleting_a_rollout_ends_its_turns_and_frees_its_slot_at_once() -> None:
+    async with serve() as engine, client(engine, limit=1) as agent:
+        running = asyncio.create_task(agent.turn("r", **SLOW))
+        await agent.until(lambda: agent.in_flight == 1)
+        waiting = asyncio.create_task(agent.turn("other"))
+        await agent.until(lambda: agent.model._host.pool.waiting == 1)
+        assert await agent.call("DELETE", "/v1/rollouts/r") == (200, {"rollout": "r"})
+        assert (await waiting)[0] == 200
+        status, said = await running
+        assert (status, said["type"]) == (410, "urn:nemo-gym-prorl:problem:rollout-gone")
+        assert await agent.call("DELETE", "/v1/rollouts/r") == (200, {"rollout": "r"})
+        assert await agent.call("DELETE", "/v1/rollouts/never-was") == (200, {"rollout": "never-was"})
+
+
+async def test_a_turn_that_is_given_up_while_it_waits_leaves_nothing_behind() -> None:
+    async with serve() as engine, client(engine, limit=1) as agent:
+        running = asyncio.create_task(agent.turn("r", **SLOW))
+        await agent.until(lambda: agent.in_flight == 1)
+        with pytest.raises(TimeoutError):
+            async with asyncio.timeout(0.3):
+                await agent.turn("waits")
+        await agent.until(lambda: agent.model._host.pool.waiting == 0)
+        assert (await agent.call("GET", "/v1/rollouts/waits/tokens"))[1]["answers"] == {}
+        assert (await agent.call("DELETE", "/v1/rollouts/waits"))[0] == 200
+        await agent.call("DELETE", "/v1/rollouts/r")
+        assert (await running)[0] == 410
+        assert agent.live == 0
+
+
+async def test_what_this_process_does_not_know_is_gone() -> None:
+    async with serve() as engine, client(engine) as agent:
+        for path in ("tokens", "waited"):
+            status, said = await agent.call("GET", f"/v1/rollouts/r/{path}")
+            assert (status, said["type"]) == (410, "urn:nemo-gym-prorl:problem:rollout-gone")
+        status, said = await agent.turn("r", previous_response_id="resp_of_another_process")
+        assert (status, said["errors"][0]["field"]) == (410, "previous_response_id")
+
+
+async def test_weights_are_labelled_without_a_pause() -> None:
+    async with serve() as engine, client(engine) as agent:
+        _, unlabelled = await agent.turn("r")
+        assert (await agent.call("POST", "/v1/backends/weight_version", {"weight_version": "1"}))[0] == 200
+        status, said = await agent.call("POST", "/v1/backends/weight_version", {"weight_version": "1", "id": "nope"})
+        assert (status, said["errors"][0]["field"]) == (404, "id")
+        script = {"metadata": {"script": '{"turns": [{"content": "a"}, {"content": "x", "latency_s": 1}]}'}}
+        turn = asyncio.create_task(agent.turn("r", previous_response_id=unlabelled["id"], **script))
+        await agent.until(lambda: agent.in_flight == 1)
+        status, said = await agent.call("POST", "/v1/backends/weight_version", {"weight_version": "2"})
+        assert (status, said["backends"][0]["weight_version"]) == (200, "2")
+        assert agent.in_flight == 1, "nothing was drained"
+        _, across = await turn
+        _, told = await agent.call("GET", "/v1/rollouts/r/tokens")
+        assert told["answers"][unlabelled["id"]]["weight_versions"] == [None, None]
+        assert told["answers"][across["id"]]["weight_versions"] == ["1", "2"]
+
+
+NAMES = ["ü-ß", "日本", "a b", "100%", "%41", "x" * 200]
+
+
+@pytest.mark.parametrize("name", NAMES)
+async def test_ids_of_any_script_keep_their_tokens(name: str) -> None:
+    async with serve() as engine, client(engine) as agent:
+        coded = quote(name, safe="")
+        status, answer = await agent.turn(coded)
+        assert status == 200
+        status, told = await agent.call("GET", f"/v1/rollouts/{coded}/tokens")
+        assert (status, told["rollout"], list(told["answers"])) == (200, name, [answer["id"]])
+
+
+@pytest.mark.parametrize("raw", ["ü-ß".encode(), "ü-ß".encode("latin-1")], ids=["utf-8", "latin-1"])
+async def test_ids_as_raw_bytes_keep_their_tokens(raw: bytes) -> None:
+    async with serve() as engine, client(engine) as agent:
+        host, _, port = agent._url.removeprefix("http://").partition(":")
+        reader, writer = await asyncio.open_connection(host, int(port))
+        body = b'{"input": "hi"}'
+        head = b"POST /v1/responses HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\nConnection: close\r\n"
+        writer.write(head + b"X-Rollout-Id: %s\r\nContent-Length: %d\r\n\r\n%s" % (raw, len(body), body))
+        assert b" 200 " in (await reader.read()).split(b"\r\n", 1)[0]
+        writer.close()
+        status, told = await agent.call("GET", "/v1/rollouts/%C3%BC-%C3%9F/tokens")
+        assert (status, len(told["answers"])) == (200, 1)
