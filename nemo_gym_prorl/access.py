@@ -6,7 +6,8 @@ and a server takes one of them or does not start: it listens on loopback, or it 
 needs it, except the one by which a balancer asks whether the server lives.
 
 The key is the bearer token of ``control_token`` in a server's configuration. Our servers read each other's keys from
-the merged configuration of their deployment; Gym's own client sends none, so it can only use servers without a key.
+the merged configuration of their deployment; Gym's own client sends none, unless :func:`~.gym_client.send_keys` was
+called in its process.
 """
 
 from __future__ import annotations

@@ -9,6 +9,7 @@ exit code 1, without a traceback; anything else is a defect and shows one.
 from __future__ import annotations
 
 import asyncio
+import signal
 import sys
 import time
 from collections.abc import Callable, Coroutine, Iterator
@@ -28,7 +29,6 @@ app = typer.Typer(
     name="prorl",
     help="Rollouts as a service for NeMo Gym: staged, sandboxed, token-exact.",
     no_args_is_help=True,
-    add_completion=False,
     pretty_exceptions_enable=False,
 )
 
@@ -164,7 +164,19 @@ def scripted(
 
 Url = Annotated[
     str | None,
-    typer.Option(help="The service. Default: PRORL_URL, else the prorl_agent that Gym's head server knows."),
+    typer.Option(
+        envvar="PRORL_URL",
+        show_envvar=False,
+        help="The service. Default: PRORL_URL, else the prorl_agent that Gym's head server knows.",
+    ),
+]
+Token = Annotated[
+    str | None,
+    typer.Option(
+        envvar="PRORL_TOKEN",
+        show_envvar=False,
+        help="The service's key. Better in PRORL_TOKEN: others can read command lines.",
+    ),
 ]
 
 
@@ -172,28 +184,64 @@ Url = Annotated[
 def submit(
     rows: Annotated[Path, typer.Argument(exists=True, dir_okay=False, help="JSONL file of Gym dataset rows.")],
     url: Url = None,
-    repeats: Annotated[int, typer.Option(min=1, help="Rollouts per row.")] = 1,
+    token: Token = None,
+    repeats: Annotated[int, typer.Option(min=1, help="Rollouts per row; they are one group.")] = 1,
+    run: Annotated[
+        str | None, typer.Option(help="Name of the run: ids are RUN-LINE-REPEAT. The same name again goes on with it.")
+    ] = None,
     client: Annotated[str, typer.Option(help="Name under which the service shares its slots fairly.")] = "cli",
     priority: Annotated[int, typer.Option(help="Higher goes first.")] = 0,
-    output: Annotated[Path | None, typer.Option(help="JSONL file for the results, in the order they end.")] = None,
-    detach: Annotated[bool, typer.Option(help="Submit, print the ids, and leave.")] = False,
+    output: Annotated[
+        Path | None, typer.Option(help="JSONL file for results, as they come. What is in it is not run again.")
+    ] = None,
+    detach: Annotated[bool, typer.Option("--detach", help="Submit, print the ids, and leave.")] = False,
 ) -> None:
-    """Submit rollouts and follow them to their end. Exit code 1 if one failed."""
-    from nemo_gym_prorl.commands import jobs
+    """Submit rollouts and follow them to their end; interrupted, cancel them.
 
-    following = jobs.submit(
-        rows, url=url, repeats=repeats, client_name=client, priority=priority, output=output, detach=detach
-    )
-    if _run(following):
+    Exit code 0: every rollout was scored; 1: one was not, or a row was refused; 130, 143: interrupted.
+    """
+    from nemo_gym_prorl.commands.submit import Order
+    from nemo_gym_prorl.commands.submit import submit as submit_rows
+
+    order = Order(rows, repeats, run, client, priority, output, detach)
+    if not _run(submit_rows(order, url, token)):
         raise typer.Exit(1)
 
 
 @app.command()
-def status(rollout: Annotated[str | None, typer.Argument(help="One rollout's id.")] = None, url: Url = None) -> None:
-    """Show the pools of a running service, or one rollout."""
-    from nemo_gym_prorl.commands import jobs
+def show(
+    rollout: Annotated[
+        str, typer.Argument(help="A rollout's id, or FILE or FILE:LINE of results.", metavar="ID|FILE")
+    ],
+    full: Annotated[bool, typer.Option("--full", help="Leave nothing out.")] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="As JSON.")] = False,
+    url: Url = None,
+    token: Token = None,
+) -> None:
+    """Show a rollout: turns, thoughts, tool calls, observations, reward, failures."""
+    from nemo_gym_prorl.commands import show as commands
 
-    _run(jobs.show_status(url, rollout))
+    _run(commands.show(url, token, rollout, full=full, as_json=as_json))
+
+
+@app.command()
+def status(
+    rollout: Annotated[str | None, typer.Argument(help="One rollout's id.")] = None,
+    group: Annotated[str | None, typer.Option(help="The rollouts of this group.")] = None,
+    state: Annotated[str | None, typer.Option(help="The rollouts in this state, e.g. running.")] = None,
+    failed: Annotated[bool, typer.Option("--failed", help="The rollouts that failed, and why.")] = False,
+    url: Url = None,
+    token: Token = None,
+) -> None:
+    """Show the pools of a running service, one rollout, or those that fit."""
+    from nemo_gym_prorl.commands import watch
+
+    if rollout is not None:
+        _run(watch.show_rollout(url, token, rollout))
+    elif group is not None or state is not None or failed:
+        _run(watch.show_rollouts(url, token, group=group, state=state, failed=failed))
+    else:
+        _run(watch.show_status(url, token))
 
 
 @app.command()
@@ -201,23 +249,26 @@ def cancel(
     ids: Annotated[list[str] | None, typer.Argument(help="Ids of rollouts.")] = None,
     group: Annotated[str | None, typer.Option(help="All rollouts of this group.")] = None,
     url: Url = None,
+    token: Token = None,
 ) -> None:
     """Cancel rollouts; returns when their sandboxes are gone. Exit code 1 if an id is unknown."""
     from nemo_gym_prorl.commands import jobs
 
-    if _run(jobs.cancel(url, ids or [], group)):
+    if _run(jobs.cancel(url, token, ids or [], group)):
         raise typer.Exit(1)
 
 
 @app.command()
 def tail(
-    after: Annotated[int | None, typer.Option(help="Number of the last transition seen; 0 for all there are.")] = None,
+    after: Annotated[str | None, typer.Option(help="Cursor of the last transition seen; 0 for all.")] = None,
+    group: Annotated[str | None, typer.Option(help="Only the rollouts of this group.")] = None,
     url: Url = None,
+    token: Token = None,
 ) -> None:
     """Print every transition of every rollout as it happens."""
-    from nemo_gym_prorl.commands import jobs
+    from nemo_gym_prorl.commands import watch
 
-    _run(jobs.tail(url, after))
+    _run(watch.tail(url, token, after, group))
 
 
 @app.command()
@@ -399,15 +450,31 @@ def main() -> None:
 
 
 def _run[T](work: Coroutine[Any, Any, T]) -> T:
-    """Run a command to its end; Ctrl-C ends it quietly, a refusal of the service is one line."""
+    """Run a command to its end. SIGINT and SIGTERM cancel it, so that it can clean up; a second one ends that too. A
+    refusal of the service is one line."""
     from nemo_gym_prorl.rollout.client import ApiError
 
+    caught: signal.Signals | None = None
+
+    async def interruptible() -> T:
+        task, loop = asyncio.current_task(), asyncio.get_running_loop()
+        assert task is not None
+
+        def interrupt(number: signal.Signals) -> None:
+            nonlocal caught
+            caught = number
+            task.cancel()
+
+        for number in (signal.SIGINT, signal.SIGTERM):
+            loop.add_signal_handler(number, interrupt, number)
+        return await work
+
     try:
-        return asyncio.run(work)
-    except KeyboardInterrupt:
-        raise typer.Exit(130) from None
+        return asyncio.run(interruptible())
+    except asyncio.CancelledError:
+        raise typer.Exit(128 + (caught or signal.SIGTERM)) from None
     except ApiError as error:
-        sys.exit(f"prorl: {error}")
+        sys.exit(f"prorl: {error}" + ("; set PRORL_TOKEN" if error.problem.status == 401 else ""))
 
 
 @contextmanager

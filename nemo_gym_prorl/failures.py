@@ -16,9 +16,10 @@ from __future__ import annotations
 
 import asyncio
 import errno
+import traceback
 from dataclasses import dataclass
 from enum import StrEnum
-from typing import ClassVar
+from typing import Any, ClassVar
 
 
 FAILURE_KIND_HEADER = "X-ProRL-Failure-Kind"
@@ -85,10 +86,21 @@ class RolloutError(Exception):
 
 
 class InfrastructureError(RolloutError):
-    """A machine, network, sandbox or server failed; retried within the job's attempts."""
+    """A machine, network, sandbox or server failed; retried within the job's attempts.
+
+    Args:
+        reason: what happened and how to mend it, for a person.
+        kind: the failure kind.
+        server: name of the server whose connection failed, as the handler's ``unreachable`` names it; no new rollout
+            begins while it cannot be reached. ``None`` if it was not a connection that failed.
+    """
 
     origin = Origin.INFRASTRUCTURE
     default_kind = FailureKind.PROVIDER_UNAVAILABLE
+
+    def __init__(self, reason: str, *, kind: FailureKind | None = None, server: str | None = None) -> None:
+        super().__init__(reason, kind=kind)
+        self.server = server
 
 
 class AgentError(RolloutError):
@@ -126,6 +138,7 @@ class CallerError(RolloutError):
 
     def __init__(self, reason: str, *, field: str | None = None, kind: FailureKind | None = None) -> None:
         super().__init__(f"{field}: {reason}" if field else reason, kind=kind)
+        self.complaint = reason
         self.field = field
 
 
@@ -160,6 +173,11 @@ _UNEXPECTED_KINDS = {
 }
 
 
+_TEXT_LIMIT = 8_000
+_TRACEBACK_LIMIT = 4_000
+_UNREACHABLE = frozenset({errno.ECONNREFUSED, errno.EHOSTUNREACH, errno.ENETUNREACH, errno.EHOSTDOWN})
+
+
 @dataclass(frozen=True, slots=True)
 class Failure:
     """One classified failure of one attempt.
@@ -168,8 +186,10 @@ class Failure:
         kind: what happened.
         origin: whose doing it is.
         stage: where it happened; ``None`` while the job waited in a queue.
-        reason: free text for a person.
+        reason: free text for a person; always text that UTF-8 can carry, of bounded length.
         timed_out: a stage budget ran out; the job ends as ``timed_out`` rather than ``failed``.
+        server: the server whose connection failed, if its handler named one.
+        traceback: the end of the traceback of an exception that nobody raised on purpose.
     """
 
     kind: FailureKind
@@ -177,32 +197,91 @@ class Failure:
     stage: Stage | None
     reason: str
     timed_out: bool = False
+    server: str | None = None
+    traceback: str | None = None
 
     @property
     def retryable(self) -> bool:
         """Only infrastructure is worth a second try; the cap on tries is the job's own."""
         return self.origin is Origin.INFRASTRUCTURE
 
+    @property
+    def connection_lost(self) -> bool:
+        """The connection to a server that has a name failed: it may be gone for everybody."""
+        return self.server is not None
+
 
 def classify(error: BaseException, stage: Stage | None) -> Failure:
-    """Turn whatever a stage raised into one :class:`Failure`.
+    """Turn whatever a stage raised into one :class:`Failure`; never raises, whatever the exception is like.
 
     Our own errors say what they are. Foreign ones are judged by type: a time-out or a broken connection is transport;
     anything else is a defect of a handler or server, which is infrastructure, since it says nothing about the policy.
+    Of several that were raised together (an exception group) one of ours counts first.
     """
+    if isinstance(error, BaseExceptionGroup):
+        leaves = _leaves(error)
+        return classify(next((leaf for leaf in leaves if isinstance(leaf, RolloutError)), leaves[0]), stage)
+    unexpected = unexpected_kind(stage)
     if isinstance(error, RolloutError):
-        return Failure(error.kind, error.origin, stage, error.reason, timed_out=isinstance(error, BudgetExceeded))
+        return Failure(
+            _member(FailureKind, getattr(error, "kind", None), unexpected),
+            _member(Origin, error.origin, Origin.INFRASTRUCTURE),
+            stage,
+            clean_text(getattr(error, "reason", None) or _text(error)),
+            timed_out=isinstance(error, BudgetExceeded),
+            server=clean_text(server) if (server := getattr(error, "server", None)) is not None else None,
+        )
     if isinstance(error, asyncio.CancelledError):
         return Failure(FailureKind.CANCELLED, Origin.CALLER, stage, "cancelled")
-    reason = f"{type(error).__name__}: {error}"
+    reason = clean_text(f"{type(error).__name__}: {_text(error)}")
     if isinstance(error, OSError) and error.errno in (errno.EMFILE, errno.ENFILE):
         reason = f"this process has no file descriptor left; raise the limit of open files (ulimit -n): {reason}"
         return Failure(FailureKind.PROVIDER_QUOTA_EXHAUSTED, Origin.INFRASTRUCTURE, stage, reason)
     if isinstance(error, TimeoutError):
         return Failure(FailureKind.TRANSPORT_TIMEOUT, Origin.INFRASTRUCTURE, stage, reason)
-    if isinstance(error, ConnectionRefusedError):
+    if isinstance(error, OSError) and _refused(error):
         return Failure(FailureKind.TRANSPORT_UNREACHABLE, Origin.INFRASTRUCTURE, stage, reason)
     if isinstance(error, ConnectionError):
         return Failure(FailureKind.TRANSPORT_PEER_DROP, Origin.INFRASTRUCTURE, stage, reason)
-    kind = _UNEXPECTED_KINDS[stage] if stage else FailureKind.AGENT_RUN_ERROR
-    return Failure(kind, Origin.INFRASTRUCTURE, stage, reason)
+    trace = clean_text("".join(traceback.format_exception(error)), _TRACEBACK_LIMIT, end=True)
+    return Failure(unexpected, Origin.INFRASTRUCTURE, stage, reason, traceback=trace)
+
+
+def unexpected_kind(stage: Stage | None) -> FailureKind:
+    """The kind of a failure in a stage that nobody foresaw."""
+    return _UNEXPECTED_KINDS[stage] if stage else FailureKind.AGENT_RUN_ERROR
+
+
+def _refused(error: OSError) -> bool:
+    # A client library's own OSError has the number, but is none of Python's subclasses.
+    return isinstance(error, ConnectionRefusedError) or error.errno in _UNREACHABLE
+
+
+def _leaves(group: BaseExceptionGroup[BaseException]) -> list[BaseException]:
+    found: list[BaseException] = []
+    for error in group.exceptions:
+        found += _leaves(error) if isinstance(error, BaseExceptionGroup) else [error]
+    return found
+
+
+def _member[E: StrEnum](enum: type[E], value: Any, default: E) -> E:
+    """``value`` as a member; a plug-in may have written anything."""
+    try:
+        return enum(value)
+    except ValueError:
+        return default
+
+
+def _text(error: BaseException) -> str:
+    try:
+        return str(error)
+    except Exception:
+        return "(its text cannot be had)"
+
+
+def clean_text(text: Any, limit: int = _TEXT_LIMIT, *, end: bool = False) -> str:
+    """Text of bounded length that UTF-8 can carry: file names and terminals bring lone surrogates."""
+    text = str(text).encode("utf-8", "backslashreplace").decode()
+    if len(text) <= limit:
+        return str(text)
+    return f"…{text[-limit:]}" if end else f"{text[:limit]}…"

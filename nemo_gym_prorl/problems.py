@@ -6,13 +6,14 @@ wrong with it, for each field at once. An error class says itself which status a
 ``problem`` and ``retry_after_s`` of :class:`~nemo_gym_prorl.failures.CallerError`), so that this module knows no wing.
 
 :class:`ProblemRoute` covers one route, on whatever application it is mounted; :func:`add_problem_handlers` covers all
-routes of an application, Gym's among them.
+routes of an application, Gym's among them, and its OpenAPI document.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Coroutine
-from typing import Any
+from collections.abc import Callable, Coroutine, Mapping
+from http.client import responses
+from typing import Any, NamedTuple
 
 from fastapi import FastAPI, Request, Response
 from fastapi.exceptions import RequestValidationError
@@ -24,6 +25,25 @@ from nemo_gym_prorl.failures import FAILURE_KIND_HEADER, CallerError, RolloutErr
 
 
 TYPE_PREFIX = "urn:nemo-gym-prorl:problem:"
+MEDIA_TYPE = "application/problem+json"
+
+_MOST_ERRORS = 20
+"""Fields that one document names; whoever sends ten thousand wrong ones learns enough from the first."""
+
+DESCRIPTIONS: dict[int, str] = {
+    400: "It cannot be done in this state.",
+    401: "The key is missing or wrong.",
+    404: "There is no such thing, or it is forgotten.",
+    409: "It conflicts with what is there.",
+    410: "It was there and is forgotten.",
+    422: "A field is wrong; `errors` names it.",
+    429: "There is no room; come back after `Retry-After` seconds.",
+    500: f"Trouble of ours; the header `{FAILURE_KIND_HEADER}` names the kind.",
+    501: "This deployment cannot do that.",
+    502: "A server behind this one refused.",
+    503: "Nothing is taken on now; come back after `Retry-After` seconds.",
+    504: "It was not done within its budget.",
+}
 
 
 class Problem(BaseModel):
@@ -36,8 +56,10 @@ class Problem(BaseModel):
     errors: list[dict[str, Any]] | None = Field(default=None, description="One entry per offending field.")
 
 
-class ProblemError(Exception):
+class ProblemError(HTTPException):
     """Raised in a route to answer with a problem document.
+
+    An :class:`~starlette.exceptions.HTTPException`, so that its status holds on every application.
 
     Args:
         status: HTTP status.
@@ -56,23 +78,29 @@ class ProblemError(Exception):
         errors: list[dict[str, Any]] | None = None,
         headers: dict[str, str] | None = None,
     ) -> None:
-        super().__init__(detail)
-        self.headers = headers
+        # What a caller sent may be quoted here, and half a surrogate pair is no text.
+        detail = _readable(detail)
+        super().__init__(status, detail, headers)
         self.problem = Problem(
             type=TYPE_PREFIX + name,
-            title=name.replace("-", " ").capitalize(),
+            title=_title(name),
             status=status,
             detail=detail,
-            errors=errors,
+            errors=[{key: _readable(str(value)) for key, value in entry.items()} for entry in errors]
+            if errors
+            else None,
         )
+
+    def __str__(self) -> str:
+        return self.problem.detail
 
     def response(self) -> Response:
         """As an HTTP response."""
         return Response(
             self.problem.model_dump_json(exclude_none=True),
             status_code=self.problem.status,
-            media_type="application/problem+json",
-            headers=self.headers,
+            media_type=MEDIA_TYPE,
+            headers=dict(self.headers) if self.headers else None,
         )
 
 
@@ -81,23 +109,34 @@ def problem_of(error: RolloutError) -> ProblemError:
     nobody takes it for an observation or a reward (500 is what Gym's client repeats a few times only)."""
     if not isinstance(error, CallerError):
         return ProblemError(500, error.kind.value, error.reason, headers={FAILURE_KIND_HEADER: error.kind.value})
-    errors = [{"field": error.field, "message": error.reason}] if error.field else None
+    errors = [{"field": error.field, "message": error.complaint}] if error.field else None
     headers = {"Retry-After": str(error.retry_after_s)} if error.retry_after_s is not None else None
     return ProblemError(error.http_status, error.problem, error.reason, errors=errors, headers=headers)
+
+
+def problem_responses(*statuses: int) -> dict[int | str, dict[str, Any]]:
+    """What a route declares (``responses=``) for the problems that it answers with, and for a missing key."""
+    return {status: {"model": Problem, "description": DESCRIPTIONS[status]} for status in (401, *statuses)}
 
 
 def invalid_body(error: ValidationError | RequestValidationError | ValueError) -> ProblemError:
     """What is wrong with a request, field by field."""
     if not isinstance(error, ValidationError | RequestValidationError):
         return ProblemError(422, "invalid-request", f"the body is not JSON: {error}")
+    errors = field_errors(error)
+    detail = "; ".join(f"{entry['field']}: {entry['message']}" for entry in errors)
+    return ProblemError(422, "invalid-request", detail, errors=errors)
+
+
+def field_errors(error: ValidationError | RequestValidationError) -> list[dict[str, Any]]:
+    """The first fields that are wrong, and why."""
     errors = []
-    for entry in error.errors():
+    for entry in error.errors()[:_MOST_ERRORS]:
         # FastAPI's locations begin with body, query or path; the caller knows a field by the rest.
         location = entry["loc"][1:] if isinstance(error, RequestValidationError) else entry["loc"]
         field = ".".join(str(part) for part in location) or "body"
         errors.append({"field": field, "message": entry["msg"]})
-    detail = "; ".join(f"{entry['field']}: {entry['message']}" for entry in errors)
-    return ProblemError(422, "invalid-request", detail, errors=errors)
+    return errors
 
 
 class ProblemRoute(APIRoute):
@@ -110,39 +149,111 @@ class ProblemRoute(APIRoute):
         async def handle(request: Request) -> Response:
             try:
                 return await inner(request)
-            except ProblemError as error:
-                return error.response()
-            except CallerError as error:
-                return problem_of(error).response()
-            except RequestValidationError as error:
-                return invalid_body(error).response()
+            except _KNOWN as error:
+                return _answer(error)
 
         return handle
 
 
-def add_problem_handlers(app: FastAPI) -> None:
-    """Have every error of an application be a problem document, also where Gym owns the route."""
+class Declared(NamedTuple):
+    """What a route does not declare itself, as Gym's routes that take the bare request.
 
-    async def ours(request: Request, error: Exception) -> Response:
-        assert isinstance(error, RolloutError)
-        return problem_of(error).response()
+    Attributes:
+        statuses: of its problems, besides 401 and 422.
+        body: what it takes.
+    """
 
-    async def raised(request: Request, error: Exception) -> Response:
-        assert isinstance(error, ProblemError)
-        return error.response()
+    statuses: tuple[int, ...]
+    body: type[BaseModel]
 
-    async def invalid(request: Request, error: Exception) -> Response:
-        assert isinstance(error, RequestValidationError)
-        return invalid_body(error).response()
 
-    async def plain(request: Request, error: Exception) -> Response:
-        assert isinstance(error, HTTPException)
-        headers = dict(error.headers) if error.headers else None
-        return ProblemError(
-            error.status_code, f"http-{error.status_code}", str(error.detail), headers=headers
-        ).response()
+def add_problem_handlers(app: FastAPI, declared: Mapping[str, Declared] | None = None) -> None:
+    """Have every error of an application be a problem document, also where Gym owns the route, and its OpenAPI
+    document say so.
 
-    app.add_exception_handler(RolloutError, ours)
-    app.add_exception_handler(ProblemError, raised)
-    app.add_exception_handler(RequestValidationError, invalid)
-    app.add_exception_handler(HTTPException, plain)
+    Args:
+        app: the application.
+        declared: by path, what the document is to say of routes that say nothing themselves.
+    """
+
+    async def answer(request: Request, error: Exception) -> Response:
+        return _answer(error)
+
+    build_stack, describe = app.build_middleware_stack, app.openapi
+
+    def build_with_ours() -> Any:
+        # Gym puts in handlers of its own after it has got the application. The stack is built with the first call.
+        for kind in _KNOWN:
+            app.add_exception_handler(kind, answer)
+        return build_stack()
+
+    def described() -> dict[str, Any]:
+        if app.openapi_schema is None:
+            app.openapi_schema = _with_problems(describe(), declared or {})
+        return app.openapi_schema
+
+    app.build_middleware_stack = build_with_ours  # type: ignore[method-assign]
+    app.openapi = described  # type: ignore[method-assign]
+
+
+_KNOWN = (RolloutError, RequestValidationError, HTTPException)
+
+
+def _answer(error: Exception) -> Response:
+    match error:
+        case ProblemError():
+            return error.response()
+        case RolloutError():
+            return problem_of(error).response()
+        case RequestValidationError():
+            return invalid_body(error).response()
+        case HTTPException(status_code=400, detail="There was an error parsing the body"):
+            # FastAPI's word for a body that is no UTF-8 or nested without end; it is as invalid as any other.
+            return invalid_body(ValueError("it is no UTF-8, or nested too deep")).response()
+        case HTTPException():
+            headers = dict(error.headers) if error.headers else None
+            return ProblemError(
+                error.status_code, f"http-{error.status_code}", str(error.detail), headers=headers
+            ).response()
+    raise error
+
+
+def _with_problems(document: dict[str, Any], declared: Mapping[str, Declared]) -> dict[str, Any]:
+    """FastAPI's OpenAPI document with our media type and schema where it has its own."""
+    schemas = document.setdefault("components", {}).setdefault("schemas", {})
+    for name in ("HTTPValidationError", "ValidationError"):
+        schemas.pop(name, None)
+    content = {MEDIA_TYPE: {"schema": _referenced(Problem, schemas)}}
+    for path, operations in document["paths"].items():
+        for operation in operations.values():
+            answers = operation["responses"]
+            if (about := declared.get(path)) is not None:
+                body = {"application/json": {"schema": _referenced(about.body, schemas)}}
+                operation.setdefault("requestBody", {"required": True, "content": body})
+                for status in (401, 422, *about.statuses):
+                    answers.setdefault(str(status), {"description": ""})
+            for status in [status for status in answers if status[0] in "45"]:
+                answers[status] = {"description": _described(status, answers[status]), "content": content}
+    return document
+
+
+def _referenced(model: type[BaseModel], schemas: dict[str, Any]) -> dict[str, Any]:
+    """A reference to a model's schema, which is put among the document's."""
+    schema = model.model_json_schema(ref_template="#/components/schemas/{model}")
+    for name, part in {**schema.pop("$defs", {}), model.__name__: schema}.items():
+        schemas.setdefault(name, part)
+    return {"$ref": f"#/components/schemas/{model.__name__}"}
+
+
+def _described(status: str, answer: dict[str, Any]) -> str:
+    return DESCRIPTIONS.get(int(status)) or str(answer["description"])
+
+
+def _title(name: str) -> str:
+    if name.startswith("http-"):
+        return responses.get(int(name.removeprefix("http-")), "HTTP error")
+    return name.replace("-", " ").replace("_", " ").capitalize()
+
+
+def _readable(text: str) -> str:
+    return text.encode(errors="backslashreplace").decode()

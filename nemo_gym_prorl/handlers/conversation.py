@@ -5,18 +5,34 @@ To any Gym model server each turn is the whole history again, token ids and all:
 server that keeps a rollout's tokens itself (``prorl_model``) says so in its first answer, by echoing the header
 ``X-Rollout-Tokens: deferred``. From then on a turn carries the new observations and the id of the answer before them;
 the token fields that a trainer needs are fetched once, at the end, and put where Gym has them: on the last output item
-of each turn.
+of each turn. The end may also be a cut: the tokens of the turns that were complete are there all the same.
 """
 
 from __future__ import annotations
 
+import asyncio
+import math
+from dataclasses import dataclass
 from typing import Any
 
-from nemo_gym_prorl.failures import CallerError, FailureKind, InfrastructureError
-from nemo_gym_prorl.handlers.gym_http import CookieJar, GymServer, require_ok
+from nemo_gym_prorl.failures import FailureKind, InfrastructureError
+from nemo_gym_prorl.handlers.gym_http import CookieJar, GymServer, in_header, in_path, json_of, require_ok
 
 
 DEFERRAL = "X-Rollout-Tokens"
+KEEPS_TOKENS = "keeps tokens"
+"""Trait of a model server that once echoed the deferral."""
+
+_FETCHES = 3
+_FETCH_AGAIN_S = 0.5
+
+
+@dataclass(slots=True)
+class _Turn:
+    """A turn whose tokens are at the server."""
+
+    number: int
+    last_item: dict[str, Any]
 
 
 class Conversation:
@@ -26,18 +42,24 @@ class Conversation:
         model: the server.
         rollout_id: unique per attempt, since each attempt samples anew.
         group: siblings of a group are placed together where that costs nothing.
+
+    Attributes:
+        weight_versions: after :meth:`settle`, per turn the labels of the weights that sampled its first and its last
+            token: ``{"turn": 0, "first": "step-7", "last": "step-8"}``; ``None`` where the server has no label.
     """
 
     def __init__(self, model: GymServer, rollout_id: str, group: str | None = None) -> None:
         self._model = model
-        self._rollout_id = rollout_id
+        self._path = rollout_path(rollout_id)
         self._jar = CookieJar()
-        self._headers = {"X-Rollout-Id": rollout_id, DEFERRAL: "deferred"}
+        self._headers = {"X-Rollout-Id": in_header(rollout_id), DEFERRAL: "deferred"}
         if group is not None:
-            self._headers["X-Rollout-Group"] = group
+            self._headers["X-Rollout-Group"] = in_header(group)
         self._items: list[dict[str, Any]] = []
         self._previous: str | None = None
-        self._last_items: dict[str, dict[str, Any]] = {}
+        self._asked = 0
+        self._turns: dict[str, _Turn] = {}
+        self.weight_versions: list[dict[str, Any]] = []
 
     async def turn(self, params: dict[str, Any], new: list[dict[str, Any]]) -> dict[str, Any] | None:
         """The policy's next turn.
@@ -50,47 +72,94 @@ class Conversation:
             a Responses API response, or ``None`` if the prompt no longer fits the policy's context.
 
         Raises:
-            CallerError: the server refuses the request.
-            InfrastructureError: it fails, or answers with something else.
+            CallerError: the server refuses what the row asks for.
+            InfrastructureError: it fails, does not know the rollout any more, or answers with something else.
         """
         self._items += new
         if self._previous is None:
             request = {**params, "input": self._items}
         else:
             request = {**params, "input": new, "previous_response_id": self._previous}
-        name = self._model.name
+        what = f"{self._model.name} /v1/responses"
+        number, self._asked = self._asked, self._asked + 1
         answer = await self._model.call("POST", "/v1/responses", request, self._jar, self._headers)
         if answer.status == 400 and b"context length" in answer.body:
             return None
-        if 400 <= answer.status < 500:
-            raise CallerError(f"{name} refused the request: HTTP {answer.status}: {answer.text(2000)}")
-        require_ok(answer, f"{name} /v1/responses", FailureKind.AGENT_REQUEST_FAILED)
-        turn = answer.json()
+        require_ok(answer, what, FailureKind.AGENT_REQUEST_FAILED)
+        turn = json_of(answer, what, FailureKind.AGENT_REQUEST_FAILED)
         if not isinstance(turn, dict) or not isinstance(turn.get("output"), list):
             raise InfrastructureError(
-                f"{name} answered no Responses API object: {answer.text(500)}", kind=FailureKind.AGENT_REQUEST_FAILED
+                f"{what} is no Responses API object: {answer.text(500)}", kind=FailureKind.AGENT_REQUEST_FAILED
             )
         self._items += turn["output"]
         if answer.headers.get(DEFERRAL) == "deferred":
+            self._model.traits.add(KEEPS_TOKENS)
             self._previous = turn["id"]
             if turn["output"]:
-                self._last_items[turn["id"]] = turn["output"][-1]
+                self._turns[turn["id"]] = _Turn(number, turn["output"][-1])
         return turn
 
     async def settle(self) -> None:
-        """Where tokens were deferred: fetch them into the turns' items, and let the server forget the rollout."""
+        """Where tokens were deferred: fetch them into the turns' items. A fetch is tried again, for it repeats nothing
+        and what hangs on it is the whole rollout.
+
+        Raises:
+            InfrastructureError: the server fails, or does not know the rollout any more.
+        """
         if self._previous is None:
             return
-        path = f"/v1/rollouts/{self._rollout_id}"
-        answer = await self._model.call("GET", f"{path}/tokens", None, self._jar)
-        require_ok(answer, f"tokens of the rollout at {self._model.name}", FailureKind.AGENT_REQUEST_FAILED)
-        kept = answer.json()
-        for answer_id, item in self._last_items.items():
+        kept = await self._fetch()
+        self.weight_versions = []
+        for answer_id, turn in self._turns.items():
             if (place := kept["answers"].get(answer_id)) is None:
                 continue  # nothing was sampled for this turn
             sequence = kept["sequences"][place["sequence"]]
             start, end = place["start"], place["end"]
-            item["prompt_token_ids"] = sequence["ids"][:start]
-            item["generation_token_ids"] = sequence["ids"][start:end]
-            item["generation_log_probs"] = sequence["log_probs"][start:end]
-        await self._model.call("DELETE", path, None, self._jar)
+            turn.last_item["prompt_token_ids"] = sequence["ids"][:start]
+            turn.last_item["generation_token_ids"] = sequence["ids"][start:end]
+            turn.last_item["generation_log_probs"] = sequence["log_probs"][start:end]
+            first, last = place.get("weight_versions") or (None, None)
+            self.weight_versions.append({"turn": turn.number, "first": first, "last": last})
+
+    async def forget(self) -> None:
+        """Have the server drop what it keeps of the rollout: the ledger, and the place at its backend. Also after a
+        cut in the first turn, when only other rollouts can tell that it keeps anything.
+
+        Raises:
+            InfrastructureError: it cannot be reached.
+        """
+        if self._asked and (self._previous is not None or KEEPS_TOKENS in self._model.traits):
+            await self._model.call("DELETE", self._path, None, self._jar)
+
+    async def _fetch(self) -> Any:
+        what = f"tokens of the rollout at {self._model.name}"
+        for left in reversed(range(_FETCHES)):
+            try:
+                answer = await self._model.call("GET", f"{self._path}/tokens", None, self._jar)
+                require_ok(answer, what, FailureKind.AGENT_REQUEST_FAILED, InfrastructureError)
+                return json_of(answer, what, FailureKind.AGENT_REQUEST_FAILED)
+            except InfrastructureError as error:
+                if not left or error.kind is FailureKind.SESSION_LOST:
+                    raise
+            await asyncio.sleep(_FETCH_AGAIN_S)
+        raise AssertionError("the last try returns or raises")
+
+
+async def waited(model: GymServer, rollout_id: str) -> float:
+    """Seconds that turns of a rollout have waited so far because the policy could not act: for a backend, or through
+    a pause. 0.0 where the server does not say.
+
+    Raises:
+        RolloutError: it cannot be reached.
+    """
+    answer = await model.call("GET", f"{rollout_path(rollout_id)}/waited", None, CookieJar())
+    said = answer.json() if answer.ok else None
+    seconds = said.get("waited_s") if isinstance(said, dict) else None
+    if not isinstance(seconds, int | float) or not math.isfinite(seconds):
+        return 0.0
+    return max(0.0, float(seconds))
+
+
+def rollout_path(rollout_id: str) -> str:
+    """Where a model server that keeps tokens has a rollout."""
+    return f"/v1/rollouts/{in_path(rollout_id)}"

@@ -5,12 +5,15 @@
     RUN    POST /v1/responses on the model server, then POST /<tool> on the resources server, until done
            POST <release path>                     where the server named one when it was seeded
     EVAL   POST /verify
+    end    POST /close_session                     where the server has it (Gym ≥ 0.7, and our own)
 
 It does what Gym's ``simple_agent`` does with the same replies, so rewards are the same, and adds what a service needs:
 limits on turns and tokens, a clean end at context overflow, partial trajectories, and failures that are failures.
 
 Server-side release is an extension that unmodified servers never see: a server whose ``/seed_session`` answers with a
 ``release_path`` is told, before EVAL, that the agent is done, and answers when the agent's sandbox is gone.
+
+A session that the server made is always given back, also one whose seeding was given up before its answer came.
 """
 
 from __future__ import annotations
@@ -18,15 +21,14 @@ from __future__ import annotations
 import asyncio
 import json
 import re
-import time
-import uuid
-from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
-from nemo_gym_prorl.failures import Failure, FailureKind, Origin, Stage, TaskError
-from nemo_gym_prorl.handlers.conversation import Conversation
-from nemo_gym_prorl.handlers.gym_http import CookieJar, GymServer, require_ok
+from nemo_gym_prorl.failures import Failure, FailureKind, InfrastructureError, RolloutError, Stage, TaskError
+from nemo_gym_prorl.handlers.conversation import Conversation, waited
+from nemo_gym_prorl.handlers.failure_rows import empty_response, failure_row
+from nemo_gym_prorl.handlers.farewells import Farewells
+from nemo_gym_prorl.handlers.gym_http import CookieJar, GymServer, json_of, require_ok
 from nemo_gym_prorl.rollout.job import Job, Outcome, Progress, Trajectory, Verdict, failure_state
 
 
@@ -35,8 +37,14 @@ RESERVED_ROUTES = frozenset(
 )
 """Routes of a resources server that are no tools: a policy that calls them learns that there is no such tool."""
 
-_NEVER_HAPPENED = frozenset({FailureKind.CANCELLED, FailureKind.KILL_SHAPED, FailureKind.SHUTDOWN})
-_TOOL_NAME = re.compile(r"[\w.-]+")
+LATE_SEED_S = 600.0
+"""How long a server may still answer a ``/seed_session`` that nobody waits for, before its session is left to it."""
+
+_CLOSE = "/close_session"
+_NO_CLOSE = "has no /close_session"
+_WAITED_S = 2.0
+_TOOL_NAME = re.compile(r"(?!\.+$)[\w.-]+")
+_RELEASE_PATH = re.compile(r"(?:/[A-Za-z0-9._~-]+)+/?")
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,19 +65,39 @@ class LoopLimits:
 
 @dataclass(frozen=True, slots=True)
 class GymContext:
-    """What the service tells a handler about its deployment."""
+    """What the service tells a handler about its deployment.
+
+    Attributes:
+        resources: the environment.
+        model: the policy.
+        limits: of the tool loop.
+        settle_s: how long a rollout that was cut short may take to fetch the tokens of its turns; must be less than
+            the pipeline's grace for cancelled stages.
+        farewells: what is said to servers behind a rollout's back.
+    """
 
     resources: GymServer
     model: GymServer
     limits: LoopLimits = field(default_factory=LoopLimits)
+    settle_s: float = 3.0
+    farewells: Farewells = field(default_factory=Farewells)
 
 
 @dataclass(slots=True)
 class GymSession:
-    """One rollout's session at its resources server."""
+    """One rollout's session at its resources server.
+
+    Attributes:
+        cookies: what the server knows it by.
+        release_path: where the server wants to be told that the agent is done.
+        awaits_verdict: RUN came to its end, so EVAL still needs the session.
+        closed: the server was told that it is over.
+    """
 
     cookies: CookieJar
     release_path: str | None = None
+    awaits_verdict: bool = False
+    closed: bool = False
 
 
 class GymEnvironmentHandler:
@@ -88,59 +116,133 @@ class GymEnvironmentHandler:
         """Seed a session.
 
         Raises:
-            CallerError: the server refuses the row (4xx); its message is passed on.
-            InfrastructureError: the server fails (5xx) or cannot be reached.
+            CallerError: the server refuses the row; its message is passed on.
+            InfrastructureError: the server fails or cannot be reached, or names a release path that is none.
         """
-        session = GymSession(CookieJar())
-        answer = await self._context.resources.post("/seed_session", job.row, session.cookies)
-        require_ok(answer, f"{self._context.resources.name} /seed_session", FailureKind.PROVIDER_UNAVAILABLE)
-        body = answer.json()
-        if isinstance(body, dict) and isinstance(body.get("release_path"), str):
-            session.release_path = body["release_path"]
-        return session
+        seeding = asyncio.ensure_future(self._seed(job.row))
+        try:
+            return await asyncio.shield(seeding)
+        except asyncio.CancelledError:
+            if not seeding.cancelled():
+                late = self._take_back(job, seeding)
+                self._context.farewells.start(f"job {job.id}: giving its late session back", late, LATE_SEED_S)
+            raise
 
     async def run(self, job: Job, session: GymSession) -> Trajectory:
-        """Run the tool loop; ``job.trajectory`` grows with each turn."""
+        """Run the tool loop; ``job.trajectory`` grows with each turn. Cut short, it has the tokens of its turns too,
+        if the model server gives them in time."""
         params = job.row["responses_create_params"]
-        job.trajectory = Trajectory(empty_response(params), evidence=session.cookies)
-        attempt = f"{job.id}.{job.times[Stage.RUN].attempts}"
-        conversation = Conversation(self._context.model, attempt, job.group)
-        loop = ToolLoop(self._context, conversation, session.cookies, job.progress)
-        await loop.run(params, job.trajectory.response)
-        return job.trajectory
+        job.trajectory = trajectory = Trajectory(empty_response(params), evidence=session)
+        conversation = Conversation(self._context.model, _attempt_id(job), job.group)
+        loop = ToolLoop(self._context, conversation, session, job.progress)
+        try:
+            await loop.run(params, trajectory.response)
+            await conversation.settle()
+        except BaseException:
+            await self._settle_in_time(job, conversation)
+            raise
+        finally:
+            job.progress.weight_versions = conversation.weight_versions
+            # Never in the rollout's own time: it is finished whether or not the server forgets it.
+            self._context.farewells.start(f"job {job.id}: forgetting it", conversation.forget())
+        session.awaits_verdict = True
+        return trajectory
+
+    async def waited(self, job: Job) -> float:
+        """Seconds of this RUN attempt in which the policy could not act; 0.0 if the model server does not tell."""
+        try:
+            async with asyncio.timeout(_WAITED_S):
+                return await waited(self._context.model, _attempt_id(job))
+        except (RolloutError, TimeoutError, ValueError):
+            return 0.0
 
     async def release(self, job: Job, session: GymSession) -> None:
-        """Tell a server that asked for it that the agent is done."""
-        if session.release_path is None:
-            return
-        answer = await self._context.resources.post(session.release_path, {}, session.cookies)
-        require_ok(answer, f"release at {self._context.resources.name}", FailureKind.SESSION_RELEASE_FAILED)
+        """Tell a server that asked for it that the agent is done; where nothing will be scored, that all is over."""
+        try:
+            if session.release_path is not None:
+                answer = await self._context.resources.post(session.release_path, {}, session.cookies)
+                what = f"release at {self._context.resources.name}"
+                require_ok(answer, what, FailureKind.SESSION_RELEASE_FAILED, InfrastructureError)
+        except BaseException:
+            self._close_behind(job, session)
+            raise
+        if not session.awaits_verdict:
+            await self._close(session)
 
     async def eval(self, job: Job, trajectory: Trajectory) -> Verdict:
         """Verify.
 
         Raises:
-            TaskError: the verifier refuses the rollout (4xx) or answers without a reward.
-            InfrastructureError: it fails (5xx) or cannot be reached.
+            TaskError: the verifier refuses the rollout, or answers without a reward.
+            InfrastructureError: it fails, cannot be reached, or does not know the session any more.
         """
-        server = self._context.resources
-        answer = await server.post("/verify", {**job.row, "response": trajectory.response}, trajectory.evidence)
-        if 400 <= answer.status < 500:
-            raise TaskError(f"{server.name} /verify refused the rollout: HTTP {answer.status}: {answer.text(2000)}")
-        require_ok(answer, f"{server.name} /verify", FailureKind.VERIFIER_ERROR)
-        result = answer.json()
+        server, session = self._context.resources, trajectory.evidence
+        what = f"{server.name} /verify"
+        answer = await server.post("/verify", {**job.row, "response": trajectory.response}, session.cookies)
+        require_ok(answer, what, FailureKind.VERIFIER_ERROR, TaskError)
+        result = json_of(answer, what, FailureKind.VERIFIER_ERROR)
         reward = result.get("reward") if isinstance(result, dict) else None
         if isinstance(reward, bool) or not isinstance(reward, int | float):
-            raise TaskError(f"{server.name} /verify answered without a number in `reward`: {answer.text(500)}")
+            raise TaskError(f"{what} answered without a number in `reward`: {answer.text(500)}")
+        self._close_behind(job, session)
         return Verdict(float(reward), result)
+
+    async def unreachable(self) -> list[str]:
+        """Which of the servers do not answer now."""
+        servers = (self._context.resources, self._context.model)
+        answering = await asyncio.gather(*(server.answers() for server in servers))
+        return [server.name for server, answers in zip(servers, answering, strict=True) if not answers]
 
     def on_failure(self, job: Job, stage: Stage | None, failure: Failure) -> Outcome:
         """A masked row that carries whatever was sampled, and no reward that anybody could train on."""
         if job.trajectory is not None:
             response = job.trajectory.response
+            self._close_behind(job, job.trajectory.evidence)
         else:
             response = empty_response(job.row["responses_create_params"])
         return Outcome(failure_state(failure), failure_row(job.row, response, failure), failure=failure)
+
+    async def _seed(self, row: dict[str, Any]) -> GymSession:
+        server = self._context.resources
+        session = GymSession(CookieJar())
+        what = f"{server.name} /seed_session"
+        answer = await server.post("/seed_session", row, session.cookies)
+        require_ok(answer, what, FailureKind.PROVIDER_UNAVAILABLE)
+        try:
+            body = json_of(answer, what, FailureKind.PROVIDER_UNAVAILABLE)
+            path = body.get("release_path") if isinstance(body, dict) else None
+            if path is not None and not (isinstance(path, str) and _RELEASE_PATH.fullmatch(path)):
+                raise InfrastructureError(f"{what} named a release_path that is no path of that server: {path!r:.200}")
+        except InfrastructureError:
+            self._context.farewells.start(f"a session at {server.name}", self._close(session))
+            raise
+        session.release_path = path
+        return session
+
+    async def _take_back(self, job: Job, seeding: asyncio.Future[GymSession]) -> None:
+        await self.release(job, await seeding)
+
+    async def _settle_in_time(self, job: Job, conversation: Conversation) -> None:
+        settling = self._context.farewells.start(f"job {job.id}: its tokens", conversation.settle())
+        await asyncio.wait({settling}, timeout=self._context.settle_s)
+        settling.cancel()  # a row that is out must not change any more
+
+    async def _close(self, session: GymSession) -> None:
+        """Tell a server that has the route that the session is over, once. A server that takes no empty body for it
+        keeps nothing by cookie."""
+        server = self._context.resources
+        if session.closed or _NO_CLOSE in server.traits:
+            return
+        session.closed = True
+        answer = await server.post(_CLOSE, {}, session.cookies)
+        if answer.status in (404, 405, 422):
+            server.traits.add(_NO_CLOSE)
+            return
+        require_ok(answer, f"{server.name} {_CLOSE}", FailureKind.SESSION_RELEASE_FAILED, InfrastructureError)
+
+    def _close_behind(self, job: Job, session: GymSession) -> None:
+        if not session.closed:
+            self._context.farewells.start(f"job {job.id}: closing its session", self._close(session))
 
 
 class ToolLoop:
@@ -149,16 +251,17 @@ class ToolLoop:
     Args:
         context: servers and limits.
         conversation: with the policy.
-        cookies: the resources session.
+        session: at the resources server.
         progress: counted up as the loop goes.
     """
 
     def __init__(
-        self, context: GymContext, conversation: Conversation, cookies: CookieJar, progress: Progress
+        self, context: GymContext, conversation: Conversation, session: GymSession, progress: Progress
     ) -> None:
         self._context = context
         self._conversation = conversation
-        self._cookies = cookies
+        self._cookies = session.cookies
+        self._no_tools = {*(f"/{name}" for name in RESERVED_ROUTES), session.release_path}
         self._progress = progress
         self._gate = asyncio.Semaphore(context.limits.tool_concurrency)
 
@@ -185,7 +288,6 @@ class ToolLoop:
                 new = await self._call_tools(calls)
                 output.extend(new)
                 reason = self._limit_reached(turn)
-        await self._conversation.settle()
         self._progress.finish_reason = reason
 
     def _ended(self, turn: dict[str, Any], calls: list[dict[str, Any]]) -> str | None:
@@ -220,35 +322,13 @@ class ToolLoop:
             arguments = call["arguments"].encode()
         except (ValueError, TypeError, RecursionError) as error:
             return _observation(call, json.dumps({"error": f"Invalid tool call arguments: {error!r}"}))
-        if not _TOOL_NAME.fullmatch(call["name"]) or call["name"] in RESERVED_ROUTES:
+        route = f"/{call['name']}"
+        if not _TOOL_NAME.fullmatch(call["name"]) or route in self._no_tools:
             return _observation(call, json.dumps({"detail": "Not Found"}))
         async with self._gate:
-            answer = await self._context.resources.post(f"/{call['name']}", arguments, self._cookies)
+            answer = await self._context.resources.post(route, arguments, self._cookies)
         self._progress.tool_calls += 1
         return _observation(call, answer.text())
-
-
-def failure_row(row: dict[str, Any], response: dict[str, Any], failure: Failure) -> dict[str, Any]:
-    """A rollout without a reward, as Gym's collectors and trainers understand it.
-
-    Gym writes it to the failures file next to the results and tries it again, unless it says otherwise: a bad row
-    stays bad (``_ng_failure_terminal``), and a rollout that was taken back never happened (``_ng_no_persist``).
-    """
-    marks: dict[str, Any] = {}
-    if failure.kind in _NEVER_HAPPENED:
-        marks["_ng_no_persist"] = True
-    elif failure.origin in (Origin.CALLER, Origin.TASK):
-        marks["_ng_failure_terminal"] = True
-    return {
-        **row,
-        "response": response,
-        "reward": 0.0,  # the row's schema needs a number; mask_sample says that it is none
-        "mask_sample": True,
-        "failure_kind": failure.kind.value,
-        "failure_reason": failure.reason,
-        "_ng_failure_class": failure.kind.value,
-        **marks,
-    }
 
 
 def _observation(call: dict[str, Any], output: str) -> dict[str, Any]:
@@ -277,15 +357,6 @@ def _add_usage(total: dict[str, Any] | None, turn: dict[str, Any] | None) -> dic
     return {**total, **sums}
 
 
-def empty_response(params: dict[str, Any], *, clock: Callable[[], float] = time.time) -> dict[str, Any]:
-    """A Responses API response without output: what a rollout has before its first turn."""
-    return {
-        "id": f"resp_{uuid.uuid4().hex}",
-        "created_at": int(clock()),
-        "model": params.get("model") or "none",
-        "object": "response",
-        "output": [],
-        "tool_choice": params.get("tool_choice") or "auto",
-        "parallel_tool_calls": params.get("parallel_tool_calls", True),
-        "tools": params.get("tools") or [],
-    }
+def _attempt_id(job: Job) -> str:
+    """What a model server knows this attempt by; the next one samples anew."""
+    return f"{job.id}.{job.times[Stage.RUN].attempts}"

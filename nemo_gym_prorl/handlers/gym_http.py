@@ -7,6 +7,10 @@ call is made once; what fails becomes an error of :mod:`nemo_gym_prorl.failures`
 with a cap. Bodies stay bytes until somebody needs them, since token arrays are the bulk of the traffic.
 
 Gym's servers know a session by a signed cookie, so each rollout keeps one jar per server and sends it with every call.
+
+A server is an address of the deployment, nothing that a rollout brings along: redirects are not followed, proxies of
+the environment are not used, and what a server says about its own failures is believed only as far as
+:data:`SERVERS_KINDS` goes.
 """
 
 from __future__ import annotations
@@ -16,18 +20,34 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from types import MappingProxyType
 from typing import Any
+from urllib.parse import quote
 
 import aiohttp
 import orjson
 
 from nemo_gym_prorl import open_files
-from nemo_gym_prorl.failures import FAILURE_KIND_HEADER, CallerError, FailureKind, InfrastructureError
+from nemo_gym_prorl.access import authorization
+from nemo_gym_prorl.failures import FAILURE_KIND_HEADER, CallerError, FailureKind, InfrastructureError, RolloutError
 
 
+SERVERS_KINDS = frozenset(FailureKind) - {
+    FailureKind.CANCELLED,
+    FailureKind.KILL_SHAPED,
+    FailureKind.SHUTDOWN,
+    FailureKind.AGENT_TIMEOUT,
+}
+"""Failure kinds that a server may give for its own answer. The others are the service's own: a rollout that was taken
+back leaves no trace in Gym's files, so an environment that could say so could make rollouts vanish."""
+
+ROWS_FAULT = frozenset({400, 413, 415, 422})
+"""Statuses that blame what was asked. Every other 4xx (a wrong key, route or model name, a restarted server) is for
+whoever runs the deployment to mend, and the row is as good as before."""
+_PROBE_TIMEOUT = aiohttp.ClientTimeout(total=3.0)
 _DESCRIPTOR_WAIT_S = 30.0
 """How long a call waits for a file descriptor: those of refused callers are free again soon."""
 
 _NO_HEADERS: Mapping[str, str] = MappingProxyType({})
+_VISIBLE = "".join(chr(code) for code in range(0x21, 0x7F) if chr(code) != "%")
 
 
 @dataclass(slots=True)
@@ -58,8 +78,8 @@ class Answer:
 
     @property
     def ok(self) -> bool:
-        """Status below 400."""
-        return self.status < 400
+        """Status 2xx: nothing else is an answer, since redirects are not followed."""
+        return 200 <= self.status < 300
 
     def text(self, limit: int | None = None) -> str:
         """The body as text; at most ``limit`` characters."""
@@ -75,23 +95,49 @@ class Answer:
         return orjson.loads(self.body)
 
 
+@dataclass(frozen=True, slots=True)
+class Address:
+    """Where a server of the deployment is.
+
+    Attributes:
+        url: base URL without a trailing slash.
+        key: what it wants to be shown as a bearer token; ``None`` if nothing.
+    """
+
+    url: str
+    key: str | None = None
+
+
 class GymServer:
     """One Gym server, as a rollout sees it.
 
     Args:
         name: the instance name, for error messages.
-        url: base URL without a trailing slash.
+        address: where it is, and its key.
         http: shared session; without limits of its own, since the pipeline's pools bound what is in flight.
+
+    Attributes:
+        traits: what was learnt about the server from its answers, so that nobody has to ask again.
     """
 
-    def __init__(self, name: str, url: str, http: HttpClient) -> None:
+    def __init__(self, name: str, address: Address, http: HttpClient) -> None:
         self.name = name
-        self.url = url
+        self.url = address.url
+        self.traits: set[str] = set()
+        self._authorization = authorization(address.key)
         self._http = http
 
     async def post(self, path: str, body: Any, jar: CookieJar) -> Answer:
         """:meth:`call` with POST."""
         return await self.call("POST", path, body, jar)
+
+    async def answers(self) -> bool:
+        """It answers a call now, with whatever status, within a few seconds."""
+        try:
+            async with self._http.session.get(self.url + "/", timeout=_PROBE_TIMEOUT):
+                return True
+        except (aiohttp.ClientError, TimeoutError):
+            return False
 
     async def call(
         self, method: str, path: str, body: Any, jar: CookieJar, extra_headers: Mapping[str, str] = _NO_HEADERS
@@ -110,21 +156,24 @@ class GymServer:
                 is a failure (header ``X-ProRL-Failure-Kind``).
         """
         data = body if body is None or isinstance(body, bytes) else orjson.dumps(body)
-        headers = {"Content-Type": "application/json", **jar.header(), **extra_headers}
+        headers = {"Content-Type": "application/json", **self._authorization, **jar.header(), **extra_headers}
         try:
             response = await self._request(method, self.url + path, data, headers)
             async with response:
                 content = await response.read()
-        except aiohttp.ClientConnectorError as error:
+        except (aiohttp.ClientConnectorError, aiohttp.ConnectionTimeoutError) as error:
             if open_files.is_exhaustion(error):
                 raise open_files.exhausted() from error
             raise InfrastructureError(
-                f"{self.name} at {self.url} cannot be reached: {error}", kind=FailureKind.TRANSPORT_UNREACHABLE
+                f"{self.name} at {self.url} cannot be reached: {error}",
+                kind=FailureKind.TRANSPORT_UNREACHABLE,
+                server=self.name,
             ) from error
         except aiohttp.ClientError as error:
             raise InfrastructureError(
                 f"{self.name} dropped the connection during {path}: {type(error).__name__}: {error}",
                 kind=FailureKind.TRANSPORT_PEER_DROP,
+                server=self.name,
             ) from error
         jar.update(response)
         answer = Answer(response.status, content, response.headers)
@@ -139,7 +188,7 @@ class GymServer:
         give_up = asyncio.get_running_loop().time() + _DESCRIPTOR_WAIT_S
         while True:
             try:
-                return await self._http.session.request(method, url, data=data, headers=headers)
+                return await self._http.session.request(method, url, data=data, headers=headers, allow_redirects=False)
             except aiohttp.ClientConnectorError as error:
                 if not open_files.is_exhaustion(error) or asyncio.get_running_loop().time() > give_up:
                     raise
@@ -170,9 +219,12 @@ class HttpClient:
             await asyncio.sleep(0)  # lets the transports finish closing
 
 
-def server_urls(config: Mapping[str, Any]) -> dict[str, str]:
-    """Instance name → base URL of every server in a merged Gym configuration."""
-    urls: dict[str, str] = {}
+def addresses(config: Mapping[str, Any]) -> dict[str, Address]:
+    """Instance name → address of every server in a merged Gym configuration.
+
+    The key is the server's ``control_token``; ``prorl_model`` has it under ``policy``.
+    """
+    found: dict[str, Address] = {}
     for name, block in config.items():
         if not isinstance(block, Mapping):
             continue
@@ -181,25 +233,58 @@ def server_urls(config: Mapping[str, Any]) -> dict[str, str]:
                 continue
             for server in implementations.values():
                 if isinstance(server, Mapping) and server.get("host") and server.get("port"):
-                    urls[str(name)] = f"http://{server['host']}:{server['port']}"
-    return urls
+                    policy = server.get("policy")
+                    inner = policy.get("control_token") if isinstance(policy, Mapping) else None
+                    host = str(server["host"])
+                    authority = f"[{host}]" if ":" in host else host
+                    key = server.get("control_token") or inner
+                    found[str(name)] = Address(f"http://{authority}:{server['port']}", key)
+    return found
 
 
-def require_ok(answer: Answer, what: str, kind: FailureKind) -> None:
-    """Turn an error status into an error.
+def in_header(identifier: str) -> str:
+    """An id as a header can carry it: ASCII as it stands, all else percent-encoded."""
+    return quote(identifier, safe=_VISIBLE)
+
+
+def in_path(identifier: str) -> str:
+    """An id as one segment of a path."""
+    return quote(identifier, safe="")
+
+
+def require_ok(answer: Answer, what: str, kind: FailureKind, refusal: type[RolloutError] = CallerError) -> None:
+    """Turn every status but 2xx into an error, by whose fault it is.
+
+    Args:
+        answer: the answer.
+        what: who answered what, for the message.
+        kind: of a failure that is the server's own.
+        refusal: the error where the server blames what it was asked, :data:`ROWS_FAULT`.
 
     Raises:
-        InfrastructureError: the status is 500 or above.
-        CallerError: it is 400 or above; what the server says is passed on.
+        RolloutError: the refusal; what the server says is passed on.
+        InfrastructureError: everything else. 410 is ``session_lost``: the server does not know the session or rollout
+            any more, because it was restarted, say; from the beginning it may well succeed.
     """
-    if answer.status >= 500:
-        raise InfrastructureError(f"{what}: HTTP {answer.status}: {answer.text(2000)}", kind=kind)
-    if answer.status >= 400:
-        raise CallerError(f"{what} refused the row: HTTP {answer.status}: {answer.text(2000)}", field="row")
+    if answer.ok:
+        return
+    reason = f"{what}: HTTP {answer.status}: {answer.text(2000)}"
+    if answer.status in ROWS_FAULT:
+        raise refusal(reason)
+    raise InfrastructureError(reason, kind=FailureKind.SESSION_LOST if answer.status == 410 else kind)
+
+
+def json_of(answer: Answer, what: str, kind: FailureKind) -> Any:
+    """The JSON of a good answer.
+
+    Raises:
+        InfrastructureError: it is none: something else answers at that address.
+    """
+    try:
+        return answer.json()
+    except orjson.JSONDecodeError as error:
+        raise InfrastructureError(f"{what} answered no JSON: {answer.text(500)}", kind=kind) from error
 
 
 def _known_kind(kind: str) -> FailureKind:
-    try:
-        return FailureKind(kind)
-    except ValueError:
-        return FailureKind.AGENT_RUN_ERROR
+    return FailureKind(kind) if kind in SERVERS_KINDS else FailureKind.PROVIDER_UNAVAILABLE

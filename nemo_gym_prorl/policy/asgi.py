@@ -17,6 +17,7 @@ import contextlib
 
 from starlette.datastructures import MutableHeaders
 from starlette.requests import HTTPConnection
+from starlette.responses import Response
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 
@@ -24,7 +25,10 @@ _STATE = "nemo_gym_prorl.answer_headers"
 
 
 class CancelOnDisconnect:
-    """ASGI middleware that cancels the application when the client disconnects."""
+    """ASGI middleware that cancels the application when the client disconnects.
+
+    Nobody reads an answer then, but middleware further out takes it for a defect if there is none.
+    """
 
     def __init__(self, app: ASGIApp) -> None:
         self._app = app
@@ -34,7 +38,14 @@ class CancelOnDisconnect:
             await self._app(scope, receive, send)
             return
         inbox: asyncio.Queue[Message] = asyncio.Queue()
-        handler = asyncio.ensure_future(self._app(scope, inbox.get, send))
+        answered = False
+
+        async def answer(message: Message) -> None:
+            nonlocal answered
+            answered = True
+            await send(message)
+
+        handler = asyncio.ensure_future(self._app(scope, inbox.get, answer))
 
         async def listen() -> None:
             while True:
@@ -53,6 +64,8 @@ class CancelOnDisconnect:
                 handler.cancel()
         with contextlib.suppress(asyncio.CancelledError):
             await handler
+        if not answered:
+            await Response(status_code=499)(scope, receive, send)
 
 
 class AnswerHeaders:

@@ -1,24 +1,22 @@
 # SPDX-License-Identifier: Apache-2.0
 """Messages to tokens, one turn at a time, for any chat template.
 
-The policy's own tokens are kept as sampled, so after the first prompt only *new* messages need rendering. A template
-is an arbitrary program over the whole conversation, though. Instead of knowing models by name we ask the template:
-render a small stand-in conversation whose assistant turn holds a sentinel, once alone and once with the new messages
-after it. What follows the sentinel in the second rendering is exactly what the template puts after an assistant turn.
+The policy's own tokens are kept as sampled, so after the first prompt only *new* messages are tokenised. What stands
+between a sampled turn and them is asked of the template itself (:mod:`seam`), whatever the model; what they spell of
+the model's control tokens stays text (:mod:`literal`). Templates get messages, tools and the time of day as vLLM gives
+them, so that a first prompt is to the token what vLLM would make of the same conversation.
 
-Two more questions are answered the same way. *Which end-of-turn token would the template write?* The last special
-token after the sentinel; the policy has usually sampled it (or another one) already, and it must not be there twice.
-*Does the template rewrite history?* If what it renders before the sentinel changes once the new messages are there
+*Does the template rewrite history?* If what it renders before the seam changes once the new messages are there
 (thoughts dropped, tool lists moved), the caller is told, and either keeps the history as sampled or starts a branch.
 
-Invariant: the work per turn depends on the new messages, not on the length of the conversation.
+Invariant: the tokens made per turn depend on the new messages, not on the length of the conversation.
 """
 
 from __future__ import annotations
 
 import json
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import datetime
 from pathlib import Path
@@ -30,17 +28,17 @@ import jinja2.sandbox
 from tokenizers import Tokenizer as FastTokenizer
 
 from nemo_gym_prorl.failures import CallerError
-from nemo_gym_prorl.policy.parsers import read_json
+from nemo_gym_prorl.policy.literal import Spelled
+from nemo_gym_prorl.policy.messages import Message, Tools, for_template, is_malformed, tool_for_template
+from nemo_gym_prorl.policy.seam import Render, Said, Written, end_of_turn, find_seam, overlap
 from nemo_gym_prorl.policy.tokens import Finish
 
 
-type Message = Mapping[str, Any]
-"""A chat message as templates know it: ``role``, ``content``, and for an assistant perhaps ``tool_calls``."""
-
-type Tools = Sequence[Mapping[str, Any]]
-"""Tools in OpenAI's chat format."""
-
 _TOKENIZER_FILES = ["tokenizer.json", "tokenizer_config.json", "chat_template.jinja", "special_tokens_map.json"]
+
+
+_REFUSALS = (jinja2.TemplateError, TypeError, ValueError, LookupError, AttributeError, ArithmeticError)
+_ANCHORS = ("\n", "a", " ")
 
 
 class Tokenizer:
@@ -50,8 +48,9 @@ class Tokenizer:
         self._fast = fast
         added = fast.get_added_tokens_decoder()
         self.special = {token_id: token.content for token_id, token in added.items() if token.special}
-        names = sorted(self.special.values(), key=len, reverse=True)
-        self._special_pattern = re.compile("|".join(map(re.escape, names)) or r"(?!)")
+        self.special_pattern = _any_of(self.special.values())
+        self._added = {token_id: token.content for token_id, token in added.items()}
+        self._literal: dict[tuple[int, str], list[int] | None] = {}
 
     @property
     def size(self) -> int:
@@ -60,6 +59,26 @@ class Tokenizer:
 
     def encode(self, text: str) -> list[int]:
         return self._fast.encode(text, add_special_tokens=False).ids
+
+    def encode_observed(self, text: str, places: Sequence[tuple[int, int]]) -> tuple[list[int], int]:
+        """The ids of a text in which the control tokens at some places are ordinary characters, and how many were.
+
+        All but those tokens gets the ids that it has in :meth:`encode`.
+        """
+        encoding = self._fast.encode(text, add_special_tokens=False)
+        if not places:
+            return encoding.ids, 0
+        ids: list[int] = []
+        neutralised, left = 0, list(reversed(places))
+        for token_id, (start, end) in zip(encoding.ids, encoding.offsets, strict=True):
+            while left and left[-1][1] <= start:
+                left.pop()
+            literal = None
+            if left and start <= left[-1][0] < end and token_id in self._added:
+                literal = self._as_text(token_id, text[start:end])
+            neutralised += literal is not None
+            ids += [token_id] if literal is None else literal
+        return ids, neutralised
 
     def decode(self, ids: Sequence[int]) -> str:
         """The text of the ids, special tokens included."""
@@ -71,12 +90,42 @@ class Tokenizer:
 
     def without_special(self, text: str) -> str:
         """The text without what looks like a special token."""
-        return self._special_pattern.sub("", text)
+        return self.special_pattern.sub("", text)
 
-    def last_special(self, text: str) -> int | None:
-        """Where the last special token of the text starts."""
-        matches = list(self._special_pattern.finditer(text))
-        return matches[-1].start() if matches else None
+    def controls(self, template: str) -> re.Pattern[str]:
+        """Matches special tokens and added ones that the template itself writes."""
+        return _any_of({*self.special.values(), *(token for token in self._added.values() if token in template)})
+
+    def _as_text(self, token_id: int, text: str) -> list[int] | None:
+        """The ids of an added token's text as ordinary characters; ``None`` where the tokenizer cannot do that."""
+        key = (token_id, text)
+        if key not in self._literal:
+            self._literal[key] = self._spelt_out(text)
+        return self._literal[key]
+
+    def _spelt_out(self, text: str) -> list[int] | None:
+        self._fast.encode_special_tokens = True
+        try:
+            # An added token that is not special is recognised all the same, but not in two parts.
+            for parts in ([text], [text[:1], text[1:]]):
+                # Behind something else: at the beginning of a text some tokenizers put a space in front.
+                for anchor in _ANCHORS:
+                    head, ids = self.encode(anchor), []
+                    for part in parts:
+                        after = self.encode(anchor + part)
+                        ids += after[len(head) :] if after[: len(head)] == head else [-1]
+                    if -1 in ids or any(one in self._added for one in ids):
+                        continue
+                    if self.decode([*head, *ids]) == self.decode(head) + text:
+                        return ids
+        finally:
+            self._fast.encode_special_tokens = False
+        return None
+
+
+def _any_of(names: Iterable[str]) -> re.Pattern[str]:
+    longest_first = sorted(filter(None, names), key=len, reverse=True)
+    return re.compile("|".join(map(re.escape, longest_first)) or r"(?!)")
 
 
 class _Generation(jinja2.ext.Extension):
@@ -92,12 +141,13 @@ class _Generation(jinja2.ext.Extension):
 class ChatTemplate:
     """A compiled Jinja chat template, run in a sandbox with the helpers that published templates expect."""
 
-    def __init__(self, source: str, *, bos_token: str = "", eos_token: str = "", **variables: object) -> None:
+    def __init__(self, source: str, *, bos_token: str = "", eos_token: str = "", **variables: Any) -> None:
         environment = jinja2.sandbox.ImmutableSandboxedEnvironment(
             trim_blocks=True, lstrip_blocks=True, extensions=[jinja2.ext.loopcontrols, _Generation]
         )
         environment.filters["tojson"] = _to_json
-        environment.globals.update(raise_exception=_raise_exception, strftime_now=lambda f: datetime.now().strftime(f))
+        environment.globals.update(raise_exception=_raise_exception)
+        self.source = source
         try:
             self._template = environment.from_string(source)
         except jinja2.TemplateSyntaxError as error:
@@ -110,36 +160,61 @@ class ChatTemplate:
         tools: Tools = (),
         *,
         prompt: bool,
-        **variables: object,
+        now: datetime | None = None,
+        variables: Mapping[str, Any] | None = None,
     ) -> str:
         """The text of the messages; with ``prompt``, followed by the opening of an assistant turn.
+
+        Args:
+            messages: the conversation.
+            tools: tools in OpenAI's chat format.
+            prompt: whether an assistant turn is opened.
+            now: the time of day that the template may ask for; by default the real one. A conversation needs one for
+                all its turns, or it would be rewritten at midnight.
+            variables: further variables of the template.
 
         Raises:
             CallerError: the template refuses the messages.
         """
-        try:
-            return self._template.render(
-                messages=[_for_template(message) for message in messages],
-                tools=list(tools) or None,
-                add_generation_prompt=prompt,
-                **self._variables,
-                **variables,
-            )
-        except (jinja2.TemplateError, TypeError) as error:
-            raise CallerError(f"the chat template refuses these messages: {error}", field="messages") from error
+        return self.writer(tools, now, variables)([for_template(message) for message in messages], prompt)
+
+    def writer(
+        self, tools: Tools = (), now: datetime | None = None, variables: Mapping[str, Any] | None = None
+    ) -> Render:
+        """The same for several renderings of messages that are in the template's form already."""
+        given = {
+            **self._variables,
+            **(variables or {}),
+            "tools": [tool_for_template(tool) for tool in tools] or None,
+            "strftime_now": (now or datetime.now()).strftime,
+        }
+
+        def write(messages: Sequence[Message], prompt: bool) -> str:
+            try:
+                return self._template.render({**given, "messages": messages, "add_generation_prompt": prompt})
+            except _REFUSALS as error:
+                raise CallerError(f"the chat template refuses these messages: {error}", field="messages") from error
+
+        return write
 
 
 @dataclass(frozen=True, slots=True)
 class Continuation:
-    """What to append after a sampled turn.
+    """What to append after a sampled turn, or a whole first prompt.
 
     Attributes:
         ids: the rendered new messages with everything around them, up to the opening of the next assistant turn.
         rewrites_history: the template would now render an earlier message differently from what was sampled or seen.
+        differs: the template's rendering of the whole conversation had to correct what its stand-ins showed.
+        neutralised: control tokens that observations spelled, encoded as ordinary characters.
+        written: the conversation up to there as the template wrote it, for the next turn.
     """
 
     ids: list[int]
-    rewrites_history: bool
+    written: Written
+    rewrites_history: bool = False
+    differs: bool = False
+    neutralised: int = 0
 
 
 class Renderer:
@@ -148,6 +223,7 @@ class Renderer:
     def __init__(self, tokenizer: Tokenizer, template: ChatTemplate) -> None:
         self.tokenizer = tokenizer
         self.template = template
+        self._controls = tokenizer.controls(template.source)
 
     @classmethod
     def load(cls, source: str, chat_template: str | None = None) -> Renderer:
@@ -178,9 +254,19 @@ class Renderer:
         fast = FastTokenizer.from_file(str(folder / "tokenizer.json"))
         return cls(Tokenizer(fast), ChatTemplate(template, **tokens))
 
-    def first(self, messages: Sequence[Message], tools: Tools = (), **variables: object) -> list[int]:
+    def first(
+        self,
+        messages: Sequence[Message],
+        tools: Tools = (),
+        *,
+        now: datetime | None = None,
+        variables: Mapping[str, Any] | None = None,
+    ) -> Continuation:
         """The prompt for a conversation that has no sampled turn yet, rendered in full."""
-        return self.tokenizer.encode(self.template.render(messages, tools, prompt=True, **variables))
+        spelled = self._spelled(messages, answered=False)
+        text, places = spelled.reveal(self.template.writer(tools, now, variables)(spelled.messages, True))
+        ids, neutralised = self.tokenizer.encode_observed(text, places)
+        return Continuation(ids, Written.of(text), neutralised=neutralised)
 
     def next(
         self,
@@ -188,126 +274,65 @@ class Renderer:
         new: Sequence[Message],
         tools: Tools = (),
         *,
-        last_sampled: int | None,
+        sampled: Sequence[int],
         finish: Finish,
-        thoughts: bool = False,
-        **variables: object,
+        before: Written | None = None,
+        now: datetime | None = None,
+        variables: Mapping[str, Any] | None = None,
     ) -> Continuation:
         """What follows a sampled turn.
 
         Args:
-            history: the conversation up to and including the sampled assistant message; only its shape is used.
+            history: the conversation up to and including the sampled assistant message.
             new: the messages after it.
             tools: the tools as given to :meth:`first`.
-            last_sampled: the last sampled id, if any was sampled.
+            sampled: the ids of that turn.
             finish: why sampling ended.
-            thoughts: the policy thought aloud in that turn.
+            before: what was written up to that turn; without it the prompt is rendered again.
+            now: the time as given to :meth:`first`.
+            variables: the variables as given to :meth:`first`.
+
+        Raises:
+            CallerError: the template refuses the messages.
         """
-        sentinel, thought = _absent_from(new, "Sentinel"), _absent_from(new, "Thought")
-        stub = _stand_in(history, sentinel, thought if thoughts else None)
-        prompt = self.template.render(stub[:-1], tools, prompt=True, **variables)
-        alone = self.template.render(stub, tools, prompt=False, **variables)
-        full = self.template.render([*stub, *new], tools, prompt=True, **variables)
-        cut = full.rfind(sentinel)
-        if cut < 0 or sentinel not in alone:
-            raise CallerError("the chat template drops the assistant message that was just sampled", field="messages")
-        ending, tail = alone.rpartition(sentinel)[2], full[cut + len(sentinel) :]
-        closing = self._closing(ending, [*stub[:-1], {"role": "assistant", "content": sentinel}], tools, variables)
-        rewrites = not full.startswith(prompt) or (thoughts and thought not in full[len(prompt) : cut])
-        if tail.startswith(closing):
-            tail = tail[len(closing) :]
-        else:
-            rewrites = True
-        ids = self.tokenizer.encode(tail)
-        ended = finish is Finish.STOP and last_sampled in self.tokenizer.special
-        if ended and ids and ids[0] in self.tokenizer.special:
-            # The turn has its end already, perhaps another one than the template would write.
-            ids = ids[1:]
-        return Continuation(ids, rewrites)
+        spelled = self._spelled(new, answered=True)
+        plain = not any(is_malformed(call["function"]) for call in history[-1].get("tool_calls") or ())
+        end = self.tokenizer.special.get(sampled[-1], "") if sampled else ""
+        said = Said(self.tokenizer.decode(sampled), end, finish is Finish.STOP, plain)
+        past = [for_template(message) for message in history]
+        write = self.template.writer(tools, now, variables)
+        seam = find_seam(write, past, spelled.messages, said, self.tokenizer.special_pattern, before)
+        ids, neutralised = self.tokenizer.encode_observed(*spelled.reveal(seam.text))
+        written = Written.of(spelled.reveal(seam.full)[0])
+        return Continuation(ids, written, seam.rewrites, seam.differs, neutralised)
 
-    def opens_thought(self, tools: Tools, marker: str, **variables: object) -> bool:
+    def said(
+        self,
+        sampled: Sequence[int],
+        finish: Finish,
+        stop: Sequence[str] = (),
+        variables: Mapping[str, Any] | None = None,
+    ) -> str:
+        """The text of a sampled turn without what ended it: a token, a stop string, the template's own end."""
+        ids = list(sampled)
+        if finish is not Finish.STOP:
+            return self.tokenizer.decode(ids)
+        if ids and ids[-1] in self.tokenizer.special:
+            return self.tokenizer.decode(ids[:-1])
+        text = self.tokenizer.decode(ids)
+        cut = min((at for one in stop if one and (at := text.find(one)) >= 0), default=len(text))
+        end = end_of_turn(self.template.writer(variables=variables), self.tokenizer.special_pattern)
+        shared = overlap(text, end)
+        return text[: min(cut, len(text) - shared if end[:shared].strip() else cut)]
+
+    def _spelled(self, messages: Sequence[Message], *, answered: bool) -> Spelled:
+        plain = [for_template(message) for message in messages]
+        return Spelled(plain, self.tokenizer.special_pattern, self._controls, answered=answered)
+
+    def opens_thought(self, tools: Tools, marker: str, variables: Mapping[str, Any] | None = None) -> bool:
         """Whether the opening of an assistant turn already holds the marker that starts a thought."""
-        opening = self.template.render([{"role": "user", "content": "u"}], tools, prompt=True, **variables)
+        opening = self.template.render([{"role": "user", "content": "u"}], tools, prompt=True, variables=variables)
         return opening.rstrip().endswith(marker)
-
-    def _closing(self, ending: str, plain: Sequence[Message], tools: Tools, variables: Mapping[str, object]) -> str:
-        """The part of what follows the sentinel that the policy writes itself: quotes and brackets of a tool call."""
-        end_of_turn = self.tokenizer.last_special(ending)
-        if end_of_turn is not None:
-            return ending[:end_of_turn]
-        text = self.template.render(plain, tools, prompt=False, **variables)
-        return ending.removesuffix(text.rpartition(str(plain[-1]["content"]))[2])
-
-
-def _absent_from(messages: Sequence[Message], word: str) -> str:
-    """A made-up word that the messages do not contain."""
-    text = json.dumps(messages, ensure_ascii=False, default=str)
-    while word in text:
-        word += "Z"
-    return word
-
-
-def _stand_in(history: Sequence[Message], sentinel: str, thought: str | None) -> list[Message]:
-    """A conversation of the same shape but constant size, which ends with a sentinel in the assistant's place.
-
-    It keeps the system message's presence, one user message and, where tools were used before, one earlier exchange
-    with a tool, because templates look at exactly these; and the real ids and names of the last tool calls.
-    """
-    stub: list[Message] = []
-    if history[0]["role"] in ("system", "developer"):
-        stub.append({"role": history[0]["role"], "content": "s"})
-    stub.append({"role": "user", "content": "u"})
-    if any(message["role"] == "tool" for message in history):
-        call = {"id": "sentinel0", "type": "function", "function": {"name": "t", "arguments": {"a": "b"}}}
-        stub.append({"role": "assistant", "content": "", "tool_calls": [call]})
-        stub.append({"role": "tool", "tool_call_id": "sentinel0", "name": "t", "content": "o"})
-    last: dict[str, Any] = {"role": "assistant", "content": sentinel}
-    if thought is not None:
-        last["content"] = f"<think>\n{thought}\n</think>\n\n{sentinel}"
-    if calls := history[-1].get("tool_calls"):
-        last["tool_calls"] = [
-            {**call, "function": {"name": call["function"]["name"], "arguments": {"a": sentinel}}} for call in calls
-        ]
-    return [*stub, last]
-
-
-def text_of(content: object) -> str:
-    """The text of a message, which may come in parts.
-
-    Raises:
-        CallerError: a part is no text.
-    """
-    if isinstance(content, list):
-        for part in content:
-            if part.get("type") not in ("text", "input_text", "output_text"):
-                raise CallerError(f"only text is supported, not {part.get('type')!r}", field="messages.content")
-        return "".join(part["text"] for part in content)
-    return str(content or "")
-
-
-def _for_template(message: Message) -> Message:
-    """Templates want text where the wire may carry parts, and a tool call's arguments as an object, not as JSON."""
-    plain = {name: value for name, value in message.items() if name != "tool_calls"}
-    plain["content"] = text_of(message.get("content"))
-    if not message.get("tool_calls"):
-        return plain
-    calls = []
-    for call in message["tool_calls"]:
-        function = call["function"]
-        arguments = function["arguments"]
-        if isinstance(arguments, str):
-            arguments = _object(arguments)
-        calls.append({**call, "function": {**function, "arguments": arguments}})
-    return {**plain, "tool_calls": calls}
-
-
-def _object(arguments: str) -> Mapping[str, Any]:
-    """A call's arguments; templates go through the names of an object, which a malformed call may lack."""
-    try:
-        value = read_json(arguments)
-    except ValueError:
-        value = None
-    return value if isinstance(value, dict) else {"malformed": arguments}
 
 
 def _default_template(templates: object) -> str:
@@ -338,9 +363,15 @@ def _download(name: str) -> Path:
         ) from error
 
 
-def _to_json(value: object, indent: int | None = None, **_: object) -> str:
+def _to_json(
+    value: object,
+    ensure_ascii: bool = False,
+    indent: int | None = None,
+    separators: tuple[str, str] | None = None,
+    sort_keys: bool = False,
+) -> str:
     # Jinja's own filter escapes for HTML; models were trained on plain JSON.
-    return json.dumps(value, ensure_ascii=False, indent=indent)
+    return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)
 
 
 def _raise_exception(message: str) -> None:

@@ -24,7 +24,7 @@ import orjson
 
 from nemo_gym_prorl.failures import CallerError, FailureKind, InfrastructureError
 from nemo_gym_prorl.policy.addresses import bearer, origin_of, root_of
-from nemo_gym_prorl.policy.chat import Message
+from nemo_gym_prorl.policy.messages import Message
 from nemo_gym_prorl.policy.tokens import Generation
 
 

@@ -31,7 +31,7 @@ from typing import Any
 import orjson
 
 from nemo_gym_prorl.failures import CallerError
-from nemo_gym_prorl.policy.chat import Message, Tools, text_of
+from nemo_gym_prorl.policy.messages import Message, Tools, text_of
 from nemo_gym_prorl.policy.parsers import read_json
 from nemo_gym_prorl.policy.tokens import Finish, Generation, TokenLedger, Turn
 
@@ -71,7 +71,6 @@ class Point:
         visible: the same as an agent sees it.
         tools: what the turn was offered.
         marks: what tells the turn from others that look alike: ids of its calls, its thoughts.
-        thoughts: the policy thought aloud somewhere on the way.
     """
 
     turn: Turn
@@ -79,7 +78,6 @@ class Point:
     visible: Visible
     tools: Tools
     marks: tuple[str, ...]
-    thoughts: bool
 
 
 @dataclass(frozen=True, slots=True)
@@ -121,7 +119,7 @@ class History:
         if before is None:
             return self._add(turn, (*new, message), visible, tools)
         tools = before.tools if before.tools == tools else tools
-        return self._add(turn, (*before.messages, *new, message), visible, tools, before.thoughts)
+        return self._add(turn, (*before.messages, *new, message), visible, tools)
 
     def find(self, messages: Sequence[Message], tools: Tools = ()) -> Match:
         """The latest turn that the conversation continues, and what is new after it.
@@ -167,15 +165,8 @@ class History:
                 carried = turn
             yield index, visible.key, carried, own
 
-    def _add(
-        self, turn: Turn, messages: tuple[Message, ...], visible: Visible, tools: Tools, thoughts: bool | None = None
-    ) -> Point:
-        marks = tuple(_marks(messages[-1]))
-        if thoughts is None:
-            thoughts = any(_THOUGHT.search(text_of(m.get("content"))) for m in messages if m["role"] == "assistant")
-        else:
-            thoughts = thoughts or any(mark.startswith("thought") for mark in marks)
-        point = Point(turn, messages, visible, tools, marks, thoughts)
+    def _add(self, turn: Turn, messages: tuple[Message, ...], visible: Visible, tools: Tools) -> Point:
+        point = Point(turn, messages, visible, tools, tuple(_marks(messages[-1])))
         self._points.setdefault(visible.key, []).append(point)
         self._of_turn[turn] = point
         self._said[Visible().then(messages[-1]).key] = len(turn.sampled)

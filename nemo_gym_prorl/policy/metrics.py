@@ -49,6 +49,16 @@ class PolicyMetrics:
         self.rewrites = Counter(
             "prorl_policy_history_rewrites", "Turns whose template would rewrite history", registry=registry
         )
+        self.differences = Counter(
+            "prorl_policy_template_differences",
+            "Turns after which the template writes otherwise than stand-ins for them showed; corrected",
+            registry=registry,
+        )
+        self.neutralised = Counter(
+            "prorl_policy_neutralised_tokens",
+            "Control tokens that observations spelled, encoded as ordinary text",
+            registry=registry,
+        )
         self.forks = Counter(
             "prorl_policy_forks",
             "Turns that started a branch: sampled again, history edited by the agent, or rewritten by the template",

@@ -8,8 +8,10 @@ learns of its mistake. Text that is no call stays content, character for charact
 
 from __future__ import annotations
 
+import ast
 import json
 import re
+import warnings
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
@@ -227,6 +229,94 @@ def mistral(text: str) -> tuple[str, list[ToolCall]]:
     return content, calls
 
 
+_PYTHON_LIST = re.compile(r"\[\s*([^\W\d][\w.-]*)\s*\(")
+_PYTHON_LONGEST = 100_000
+"""Characters of a list of calls that are read at most: Python's own reader takes its time with more."""
+_PYTHON_DEEPEST = 100
+_JSON_NAMES = {"true": True, "false": False, "null": None}
+
+
+def pythonic(text: str) -> tuple[str, list[ToolCall]]:
+    """``[f(a=1), g(b="x")]`` as the whole turn: Llama 3.2 and 4.
+
+    Nothing is run: values are literals, of Python or of JSON, and arguments have names.
+    """
+    body = text.strip()
+    for opening, closing in (("<|python_tag|>", ""), ("<|python_start|>", "<|python_end|>")):
+        body = body.removeprefix(opening).removesuffix(closing).strip()
+    start = _PYTHON_LIST.match(body)
+    if start is None:
+        return text, []
+    if len(body) > _PYTHON_LONGEST:
+        return "", [ToolCall(start[1], body, f"it is longer than {_PYTHON_LONGEST} characters")]
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # "\\d" in a string, say: our log is not the policy's
+            listed = ast.parse(body, mode="eval").body
+    except (SyntaxError, ValueError, MemoryError, RecursionError) as error:
+        return "", [ToolCall(start[1], body, f"it is not a list of calls in Python: {error}")]
+    if not isinstance(listed, ast.List):
+        return "", [ToolCall(start[1], body, "there is something after the list of calls")]
+    return "", [_python_call(node, body) for node in listed.elts]
+
+
+def _python_call(node: ast.expr, raw: str) -> ToolCall:
+    name = _dotted(node.func) if isinstance(node, ast.Call) else None
+    if not isinstance(node, ast.Call) or name is None:
+        return ToolCall(MALFORMED_NAME, raw, "it is not a call of a named function")
+    arguments: dict[str, object] = {}
+    try:
+        if node.args:
+            raise ValueError("an argument has no name")
+        for keyword in node.keywords:
+            if keyword.arg is None:
+                raise ValueError("** is not allowed")
+            if keyword.arg in arguments:
+                raise ValueError(f"{keyword.arg} is there twice")
+            arguments[keyword.arg] = _python_value(keyword.value, _PYTHON_DEEPEST)
+    except ValueError as error:
+        return ToolCall(name, raw, f"its arguments are not named literals: {error}")
+    return _call(name, arguments, raw)
+
+
+def _dotted(node: ast.expr) -> str | None:
+    """The name of a function, perhaps in a module."""
+    names: list[str] = []
+    while isinstance(node, ast.Attribute):
+        names.append(node.attr)
+        node = node.value
+    return ".".join([node.id, *reversed(names)]) if isinstance(node, ast.Name) else None
+
+
+def _python_value(node: ast.expr, depth: int) -> object:
+    """The value of a literal that JSON can say.
+
+    Raises:
+        ValueError: it is none.
+    """
+    if depth == 0:
+        raise ValueError(f"nested over {_PYTHON_DEEPEST} deep")
+    match node:
+        case ast.Constant(value=str() as text):
+            text.encode()  # half a surrogate pair is nothing that others can read
+            return text
+        case ast.Constant(value=bool() | int() | float() | None as value):
+            return value
+        case ast.UnaryOp(op=ast.USub(), operand=ast.Constant(value=(int() | float()) as number)):
+            return -number
+        case ast.Name(id=name) if name in _JSON_NAMES:
+            return _JSON_NAMES[name]
+        case ast.List(elts=parts) | ast.Tuple(elts=parts):
+            return [_python_value(part, depth - 1) for part in parts]
+        case ast.Dict(keys=keys, values=values):
+            names = [_python_value(key, depth - 1) if key else None for key in keys]
+            if not all(isinstance(name, str) for name in names):
+                raise ValueError("the keys of an object must be texts")
+            return {str(name): _python_value(value, depth - 1) for name, value in zip(names, values, strict=True)}
+        case _:
+            raise ValueError(type(node).__name__)
+
+
 def plain(text: str) -> tuple[str, list[ToolCall]]:
     """No tool calls: everything is content."""
     return text, []
@@ -237,6 +327,7 @@ FORMATS: dict[str, Format] = {
     "qwen3_coder": qwen3_coder,
     "llama_json": llama_json,
     "mistral": mistral,
+    "pythonic": pythonic,
     "plain": plain,
 }
 """Tool-call formats by the name that a configuration gives them."""

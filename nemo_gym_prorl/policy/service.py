@@ -20,16 +20,19 @@ import uuid
 from collections import OrderedDict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from datetime import datetime
 from typing import Any, Literal
 
 from nemo_gym_prorl.failures import CallerError, FailureKind, RolloutError
 from nemo_gym_prorl.policy.backend import Backend
-from nemo_gym_prorl.policy.chat import Message, Renderer, text_of
+from nemo_gym_prorl.policy.chat import Continuation, Renderer
 from nemo_gym_prorl.policy.engine import Conversation, Engine, Misconfigured, Sampling
 from nemo_gym_prorl.policy.history import History, Match, Point, digest
+from nemo_gym_prorl.policy.messages import Message, as_message, head_of
 from nemo_gym_prorl.policy.metrics import PolicyMetrics
 from nemo_gym_prorl.policy.parsers import Parsed, parse, parsed_by_engine
 from nemo_gym_prorl.policy.placement import Placement, cancelling
+from nemo_gym_prorl.policy.seam import Written
 from nemo_gym_prorl.policy.tokens import Finish, Generation, TokenLedger, Turn
 
 
@@ -106,8 +109,10 @@ class Counts:
     """What did not go straight in a rollout."""
 
     rewrites: int = 0
+    differences: int = 0
     ambiguous: int = 0
     retokenised: int = 0
+    neutralised: int = 0
 
 
 @dataclass(slots=True)
@@ -115,6 +120,8 @@ class _Rollout:
     history: History = field(default_factory=History)
     answers: dict[str, Point] = field(default_factory=dict)
     counts: Counts = field(default_factory=Counts)
+    began: datetime = field(default_factory=datetime.now)
+    written: dict[tuple[Turn | None, int], Written] = field(default_factory=dict)
     turns: set[asyncio.Task[Answer]] = field(default_factory=set)
     used_at: float = 0.0
 
@@ -198,7 +205,7 @@ class PolicyService:
 
         started = time.monotonic()
         # Rollouts that start with the same messages are siblings, whether or not anybody says so.
-        group = request.group or digest(b"", [_plain(message) for message in messages[:2]]).hex()
+        group = request.group or digest(b"", [head_of(message) for message in messages[:2]]).hex()
         placed = await self.placement.run(request.rollout, group, generate, len(prompt))
         generation = placed.result
         self.metrics.turn(placed, time.monotonic() - started, len(prompt))
@@ -297,7 +304,7 @@ class PolicyService:
         point = rollout.answers.get(request.after)
         if point is None:
             raise RolloutGone(f"no answer {request.after!r} in this rollout", field="previous_response_id")
-        if lead and _plain(point.messages[0]) != _plain(lead[0]):
+        if lead and head_of(point.messages[0]) != head_of(lead[0]):
             raise CallerError("not those that the rollout began with", field="instructions")
         return Match(point, tuple(request.messages))
 
@@ -319,18 +326,30 @@ class PolicyService:
                 point.messages,
                 match.new,
                 request.tools,
-                last_sampled=turn.sampled[-1] if turn.sampled else None,
+                sampled=turn.sampled,
                 finish=turn.finish,
-                thoughts=point.thoughts,
-                **request.template_variables,
+                before=rollout.written.get((turn.parent, hash(turn.observed))),
+                now=rollout.began,
+                variables=request.template_variables,
             )
             rewrites = continuation.rewrites_history or list(point.tools) != list(request.tools)
             if rewrites:
                 self._rewritten(rollout)
+            if continuation.differs:
+                rollout.counts.differences += 1
+                self.metrics.differences.inc()
             if not rewrites or self.history == "keep":
+                self._wrote(rollout, continuation, turn)
                 return turn.sequence() + continuation.ids, continuation.ids, turn
-        prompt = self.renderer.first(messages, request.tools, **request.template_variables)
-        return prompt, prompt, None
+        first = self.renderer.first(messages, request.tools, now=rollout.began, variables=request.template_variables)
+        self._wrote(rollout, first, None)
+        return first.ids, first.ids, None
+
+    def _wrote(self, rollout: _Rollout, rendered: Continuation, after: Turn | None) -> None:
+        """A prompt is taken as it was rendered after a turn; the turn that it is for is known by both."""
+        rollout.written[after, hash(tuple(rendered.ids))] = rendered.written
+        rollout.counts.neutralised += rendered.neutralised
+        self.metrics.neutralised.inc(rendered.neutralised)
 
     def _retokenised(self, rollout: _Rollout, tokens: int) -> None:
         rollout.counts.retokenised += tokens
@@ -359,41 +378,17 @@ class PolicyService:
                 f"the engine sampled id {max(generation.ids)}, the tokenizer knows {tokenizer.size}: no match",
                 field="tokenizer",
             )
-        ids = list(generation.ids)
-        if generation.finish is Finish.STOP and ids and ids[-1] in tokenizer.special:
-            ids.pop()
-        opened = self.thoughts and self.renderer.opens_thought(request.tools, "<think>", **request.template_variables)
+        text = self.renderer.said(
+            generation.ids, generation.finish, request.sampling.stop, variables=request.template_variables
+        )
+        opened = self.thoughts and self.renderer.opens_thought(
+            request.tools, "<think>", variables=request.template_variables
+        )
         tool_format = self.tool_format if request.tools and request.may_call else "plain"
-        parsed = parse(tokenizer.decode(ids), tool_format, thoughts=self.thoughts, in_thought=opened)
-        return Parsed(parsed.thought, tokenizer.without_special(parsed.content), parsed.calls)
-
-
-def as_message(parsed: Parsed) -> dict[str, Any]:
-    """OpenAI's form of a turn, its thought in ``<think>`` tags as Gym's converters expect it."""
-    content = parsed.content
-    if parsed.thought is not None:
-        content = f"<think>{parsed.thought}</think>{content}"
-    message: dict[str, Any] = {"role": "assistant", "content": content}
-    if parsed.calls:
-        message["tool_calls"] = [
-            {
-                "id": call.id or _call_id(),
-                "type": "function",
-                "function": {"name": call.name, "arguments": call.arguments},
-            }
-            for call in parsed.calls
-        ]
-    return message
-
-
-def _plain(message: Message) -> list[str]:
-    return [message["role"], text_of(message.get("content")).strip()]
+        parsed = parse(text, tool_format, thoughts=self.thoughts, in_thought=opened)
+        thought = parsed.thought and tokenizer.without_special(parsed.thought)
+        return Parsed(thought, tokenizer.without_special(parsed.content), parsed.calls)
 
 
 def _new_id() -> str:
     return f"resp_{uuid.uuid4().hex}"
-
-
-def _call_id() -> str:
-    # Nine letters and digits: Mistral's templates refuse anything else.
-    return uuid.uuid4().hex[:9]

@@ -25,7 +25,7 @@ from fastapi import Request
 from nemo_gym_prorl.failures import JobCancelled
 from nemo_gym_prorl.rollout.job import Job
 from nemo_gym_prorl.rollout.pipeline import Pipeline
-from nemo_gym_prorl.rollout.request import JobRequest
+from nemo_gym_prorl.rollout.request import JobConflict, JobRequest
 
 
 class CallerGone(Exception):
@@ -35,10 +35,12 @@ class CallerGone(Exception):
 @dataclass(slots=True)
 class _Call:
     job: Job
+    row: dict[str, Any]
     key: bytes | None
     callers: int = 0
     farewell: asyncio.TimerHandle | None = None
-    answer: bytes | None = None
+    answer: bytes | Exception | None = None
+    """What all callers that are connected get: the answer, or what went wrong in making it."""
 
 
 def row_key(row: dict[str, Any], body: bytes) -> bytes | None:
@@ -65,6 +67,7 @@ class CallerWatch:
         self._pipeline = pipeline
         self._grace_s = grace_s
         self._by_key: dict[bytes, _Call] = {}
+        self._settling: set[asyncio.Task[None]] = set()
 
     async def run(
         self,
@@ -84,17 +87,18 @@ class CallerWatch:
             started: called with the job when it is submitted or joined.
 
         Raises:
-            CallerGone: the connection closed first. The job goes on for the grace.
+            CallerGone: the connection closed first. The job, or its result, waits for the grace.
+            JobConflict: the job of that key runs, with another row, or the id belongs to somebody else's job.
             Draining: the service takes no new jobs.
         """
         call = self._join_or_submit(wanted, key)
-        started(call.job)
         call.callers += 1
         gone = asyncio.ensure_future(_disconnected(connection))
         done = asyncio.ensure_future(self._pipeline.wait(call.job))
         try:
+            started(call.job)
             await asyncio.wait({gone, done}, return_when=asyncio.FIRST_COMPLETED)
-            if not done.done():
+            if gone.done():  # also if the result is there: into a closed connection it would be lost
                 raise CallerGone
             return self._deliver(call, render)
         finally:
@@ -106,11 +110,18 @@ class CallerWatch:
 
     def _join_or_submit(self, wanted: JobRequest, key: bytes | None) -> _Call:
         if key is not None and (call := self._by_key.get(key)) is not None:
+            if call.row != wanted.row:
+                raise JobConflict(f"job {wanted.id!r} runs with another row; choose another id", field="id")
             if call.farewell is not None:
                 call.farewell.cancel()
                 call.farewell = None
             return call
-        call = _Call(self._pipeline.submit(wanted, bounded=False), key)
+        wanted = replace(wanted, held=True)
+        known = None if wanted.id is None else self._pipeline.store.get(wanted.id)
+        if known is not None and known.held and not known.delivered:
+            # Its callers are gone and it is about to end. This is a new rollout, for now under an id of its own.
+            wanted = replace(wanted, id=None)
+        call = _Call(self._pipeline.submit(wanted, bounded=False), wanted.row, key)
         if key is not None:
             self._by_key[key] = call
         return call
@@ -120,19 +131,31 @@ class CallerWatch:
         if call.answer is None:
             job = call.job
             assert job.outcome is not None, "a job that is done has its outcome"
-            call.answer = render(job)
-            # Nobody asks for these again, and token arrays are large.
-            job.row, job.outcome = {}, replace(job.outcome, result={})
             self._forget(call)
+            try:
+                call.answer = render(job)
+            except Exception as error:  # raised below, for each caller; whoever asks again gets a new rollout
+                call.answer = error
+            self._pipeline.store.deliver(job)  # nobody asks for it again, and token arrays are large
+        if isinstance(call.answer, Exception):
+            raise call.answer
         return call.answer
 
     def _give_up(self, call: _Call) -> None:
         self._forget(call)
         self._pipeline.request_cancel(call.job, JobCancelled("the caller is gone"))
+        settling = asyncio.ensure_future(self._settle(call.job))
+        self._settling.add(settling)
+        settling.add_done_callback(self._settling.discard)
+
+    async def _settle(self, job: Job) -> None:
+        """When a job that nobody waits for has ended, its memory and its id are free."""
+        await self._pipeline.wait(job)
+        self._pipeline.store.deliver(job)
 
     def _forget(self, call: _Call) -> None:
-        if call.key is not None:
-            self._by_key.pop(call.key, None)
+        if call.key is not None and self._by_key.get(call.key) is call:
+            del self._by_key[call.key]
 
 
 async def _disconnected(connection: Request) -> None:

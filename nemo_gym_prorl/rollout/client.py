@@ -7,23 +7,32 @@
         print(done.reward, done.failure)
 
 It returns the same models that the service sends, and raises :class:`ApiError` with the service's problem document. A
-full queue is waited out as the service asks (``Retry-After``); a submission with an id is safe to repeat.
+service that asks to come back (``Retry-After``) is asked again then; a submission with an id is safe to repeat.
 """
 
 from __future__ import annotations
 
 import asyncio
+import time
 from collections.abc import AsyncIterator, Iterable
+from email.utils import parsedate_to_datetime
 from types import TracebackType
 from typing import Any, Self
+from urllib.parse import quote, urlencode
 
 import aiohttp
 import orjson
+from yarl import URL
 
+from nemo_gym_prorl.access import authorization
 from nemo_gym_prorl.failures import FailureKind, InfrastructureError
 from nemo_gym_prorl.problems import Problem
 from nemo_gym_prorl.rollout.api import MAX_WAIT_S
-from nemo_gym_prorl.rollout.schemas import CancelAnswer, EventView, JobView, Listing, StatusView
+from nemo_gym_prorl.rollout.schemas import CancelAnswer, DrainAnswer, EventView, JobView, Listing, StatusView
+
+
+_SOONEST_S, _LATEST_S = 0.1, 60.0
+"""Bounds of what a service may ask for with ``Retry-After``."""
 
 
 class ApiError(Exception):
@@ -31,11 +40,13 @@ class ApiError(Exception):
 
     Attributes:
         problem: the RFC 9457 document that it answered with.
+        retry_after_s: when it asked to come back; ``None`` if it did not.
     """
 
-    def __init__(self, problem: Problem) -> None:
+    def __init__(self, problem: Problem, retry_after_s: float | None = None) -> None:
         super().__init__(f"HTTP {problem.status}: {problem.detail}")
         self.problem = problem
+        self.retry_after_s = retry_after_s
 
 
 class RolloutClient:
@@ -44,11 +55,14 @@ class RolloutClient:
     Args:
         url: base URL of ``prorl_agent``.
         token: the control token, if the service has one.
+        patience_s: how long to go on asking a service that takes nothing on (503, e.g. it drains) and asks to come
+            back. A full queue (429) is waited out however long it takes: that is how it slows its callers down.
     """
 
-    def __init__(self, url: str, token: str | None = None) -> None:
+    def __init__(self, url: str, token: str | None = None, *, patience_s: float = 120.0) -> None:
         self.url = url.rstrip("/")
-        self._headers = {"Authorization": f"Bearer {token}"} if token else {}
+        self._headers = authorization(token or None)
+        self._patience_s = patience_s
         self._session: aiohttp.ClientSession | None = None
 
     async def __aenter__(self) -> Self:
@@ -73,18 +87,11 @@ class RolloutClient:
         Raises:
             ApiError: the service refuses it for any other reason.
         """
-        body = {"row": row, **options}
-        while True:
-            try:
-                return JobView.model_validate(await self._call("POST", "/v1/rollouts", body))
-            except ApiError as error:
-                if error.problem.status != 429:
-                    raise
-            await asyncio.sleep(1.0)
+        return JobView.model_validate(await self._call("POST", "/v1/rollouts", {"row": row, **options}))
 
     async def get(self, rollout_id: str, wait: float = 0.0) -> JobView:
         """The rollout as it is now, or within ``wait`` seconds (at most 60) when it ends."""
-        return JobView.model_validate(await self._call("GET", f"/v1/rollouts/{rollout_id}?wait={wait}"))
+        return JobView.model_validate(await self._call("GET", _path(rollout_id), query={"wait": wait}))
 
     async def wait(self, rollout_id: str) -> JobView:
         """The rollout when it has its outcome, however long that takes."""
@@ -92,13 +99,16 @@ class RolloutClient:
             pass
         return job
 
-    async def list(self, *, state: str | None = None, group: str | None = None, limit: int = 100) -> Listing:
-        """Rollouts, oldest first."""
-        query = {"state": state, "group": group, "limit": limit}
+    async def list(
+        self, *, state: str | None = None, group: str | None = None, limit: int = 100, page: str | None = None
+    ) -> Listing:
+        """Rollouts, oldest first: the first ``limit`` (at most 1,000), or those from ``page``, ``next`` of the page
+        before."""
+        query = {"state": state, "group": group, "limit": limit, "from": page}
         return Listing.model_validate(await self._call("GET", "/v1/rollouts", query=query))
 
     async def ended(
-        self, after: int, *, group: str | None = None, wait: float = 0.0, results: bool = False, limit: int = 100
+        self, after: str, *, group: str | None = None, wait: float = 0.0, results: bool = False, limit: int = 100
     ) -> Listing:
         """Terminal outcomes from cursor ``after`` on, in the order in which they ended."""
         query = {"after": after, "group": group, "wait": wait, "results": str(results).lower(), "limit": limit}
@@ -109,18 +119,38 @@ class RolloutClient:
         body = {"group": group} if ids is None else {"ids": [*ids]}
         return CancelAnswer.model_validate(await self._call("POST", "/v1/rollouts/cancel", body))
 
+    async def drain(self, timeout_s: float = 0.0) -> DrainAnswer:
+        """Have the service take no new rollouts; returns when none is left, or after ``timeout_s`` (at most 60)."""
+        return DrainAnswer.model_validate(await self._call("POST", "/v1/drain", {"timeout_s": timeout_s}))
+
+    async def resume(self) -> DrainAnswer:
+        """Have it take rollouts again."""
+        return DrainAnswer.model_validate(await self._call("POST", "/v1/resume"))
+
     async def status(self) -> StatusView:
         """Counts per stage, pool and state."""
         return StatusView.model_validate(await self._call("GET", "/status"))
 
-    async def events(self, after: int | None = None) -> AsyncIterator[EventView]:
-        """Transitions as they happen, until the caller stops or the service goes away."""
-        path = "/v1/events" if after is None else f"/v1/events?after={after}"
-        async with self._open.get(self.url + path) as response:
+    async def events(self, after: str | None = None) -> AsyncIterator[EventView]:
+        """Transitions as they happen, until the caller stops or the service goes away.
+
+        Args:
+            after: ``cursor`` of the last one seen, or ``"0"`` for all that have been.
+
+        Raises:
+            ApiError: some behind ``after`` are forgotten, or this reader was too slow.
+        """
+        query = {} if after is None else {"after": after}
+        async with self._open.get(f"{self.url}/v1/events", params=query) as response:
             if response.status >= 400:
                 raise ApiError(_problem(response.status, await response.read()))
+            kind = b""
             async for line in response.content:
-                if line.startswith(b"data: "):
+                if line.startswith(b"event: "):
+                    kind = line[7:].strip()
+                elif line.startswith(b"data: ") and kind == b"problem":
+                    raise ApiError(_problem(response.status, line[6:]))
+                elif line.startswith(b"data: "):
                     yield EventView.model_validate_json(line[6:])
 
     @property
@@ -130,21 +160,53 @@ class RolloutClient:
         return self._session
 
     async def _call(self, method: str, path: str, body: Any = None, query: dict[str, Any] | None = None) -> Any:
-        params = {key: value for key, value in (query or {}).items() if value is not None}
+        """The answer to a call. A service that asks to come back later (429 or 503 with ``Retry-After``) is obeyed."""
+        started = time.monotonic()
+        while True:
+            try:
+                return await self._once(method, path, body, query or {})
+            except ApiError as error:
+                delay = error.retry_after_s
+                if delay is None or error.problem.status not in (429, 503):
+                    raise
+                if error.problem.status == 503 and time.monotonic() - started + delay > self._patience_s:
+                    raise
+            await asyncio.sleep(delay)
+
+    async def _once(self, method: str, path: str, body: Any, query: dict[str, Any]) -> Any:
+        params = {key: value for key, value in query.items() if value is not None}
         data = None if body is None else orjson.dumps(body)
         headers = {"Content-Type": "application/json"} if data else {}
+        url = URL(self.url + path + (f"?{urlencode(params)}" if params else ""), encoded=True)
         try:
-            async with self._open.request(
-                method, self.url + path, data=data, params=params, headers=headers
-            ) as response:
+            async with self._open.request(method, url, data=data, headers=headers) as response:
                 content = await response.read()
         except aiohttp.ClientConnectorError as error:
             raise InfrastructureError(
                 f"no rollout service answers at {self.url}: {error}", kind=FailureKind.TRANSPORT_UNREACHABLE
             ) from error
         if response.status >= 400:
-            raise ApiError(_problem(response.status, content))
+            raise ApiError(_problem(response.status, content), _retry_after(response.headers.get("Retry-After")))
         return orjson.loads(content)
+
+
+def _path(rollout_id: str) -> str:
+    """An id is any printable text, so it travels percent-encoded."""
+    return f"/v1/rollouts/{quote(rollout_id, safe='')}"
+
+
+def _retry_after(header: str | None) -> float | None:
+    """Seconds to wait: the header has a number of seconds or a date. Bounded, since nobody means an hour."""
+    if header is None:
+        return None
+    try:
+        delay = float(header)
+    except ValueError:
+        try:
+            delay = parsedate_to_datetime(header).timestamp() - time.time()
+        except ValueError:
+            return None
+    return min(max(delay, _SOONEST_S), _LATEST_S)
 
 
 def _problem(status: int, content: bytes) -> Problem:

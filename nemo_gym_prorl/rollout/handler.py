@@ -9,7 +9,7 @@ installed, else by the service's configuration.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from importlib.metadata import EntryPoint, entry_points
 from typing import Any, Protocol, runtime_checkable
 
@@ -55,6 +55,26 @@ class AgentHandler(Protocol):
 
     def on_failure(self, job: Job, stage: Stage | None, failure: Failure) -> Outcome:
         """The outcome of a job that ends without a reward; ``stage`` is ``None`` if it was waiting."""
+        ...
+
+
+@runtime_checkable
+class TellsWaiting(Protocol):
+    """Optional: a handler that knows for how long its agent could not act."""
+
+    async def waited(self, job: Job) -> float:
+        """Seconds of this RUN attempt in which the agent waited for a policy backend, including a wait that still goes
+        on. Asked when the RUN budget is used up, which is then extended by it: waiting is nobody's time."""
+        ...
+
+
+@runtime_checkable
+class TellsUnreachable(Protocol):
+    """Optional: a handler that can ask whether its servers answer."""
+
+    async def unreachable(self) -> Sequence[str]:
+        """Names (as in ``InfrastructureError.server``) of its servers that do not answer now. Asked every few seconds
+        while one of them is out, and once when a job lost its connection to one."""
         ...
 
 

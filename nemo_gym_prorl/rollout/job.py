@@ -10,11 +10,15 @@ a queue costs a job nothing (DESIGN §5, invariant 3).
 
 from __future__ import annotations
 
+import hashlib
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from enum import StrEnum
-from typing import Any
+from typing import Any, Self
 
-from nemo_gym_prorl.failures import Failure, FailureKind, Stage
+import orjson
+
+from nemo_gym_prorl.failures import Failure, FailureKind, Stage, clean_text
 
 
 class JobState(StrEnum):
@@ -36,17 +40,20 @@ class JobState(StrEnum):
         return self in _TERMINAL
 
 
+_BOOKKEEPING = 4_096
+"""What a job takes besides its row, result and failures."""
+
 _TERMINAL = frozenset({JobState.SUCCEEDED, JobState.FAILED, JobState.CANCELLED, JobState.TIMED_OUT})
-_FAILURES = frozenset({JobState.FAILED, JobState.CANCELLED, JobState.TIMED_OUT})
+FAILED_STATES = frozenset({JobState.FAILED, JobState.CANCELLED, JobState.TIMED_OUT})
 
 TRANSITIONS: dict[JobState, frozenset[JobState]] = {
-    JobState.QUEUED: frozenset({JobState.INITIALIZING}) | _FAILURES,
+    JobState.QUEUED: frozenset({JobState.INITIALIZING}) | FAILED_STATES,
     # Back to QUEUED is a retry: the attempt's session is gone and the next one starts afresh.
-    JobState.INITIALIZING: frozenset({JobState.READY, JobState.QUEUED}) | _FAILURES,
-    JobState.READY: frozenset({JobState.RUNNING}) | _FAILURES,
-    JobState.RUNNING: frozenset({JobState.EVALUATING, JobState.QUEUED}) | _FAILURES,
-    # A retry of EVAL keeps the trajectory and stays here.
-    JobState.EVALUATING: frozenset({JobState.SUCCEEDED}) | _FAILURES,
+    JobState.INITIALIZING: frozenset({JobState.READY, JobState.QUEUED}) | FAILED_STATES,
+    JobState.READY: frozenset({JobState.RUNNING}) | FAILED_STATES,
+    JobState.RUNNING: frozenset({JobState.EVALUATING, JobState.QUEUED}) | FAILED_STATES,
+    # A retry of EVAL keeps the trajectory and stays here; where its session is lost only a new attempt can help.
+    JobState.EVALUATING: frozenset({JobState.SUCCEEDED, JobState.QUEUED}) | FAILED_STATES,
     **{state: frozenset() for state in _TERMINAL},
 }
 
@@ -86,11 +93,25 @@ class Progress:
         tool_calls: tool calls executed.
         finish_reason: why the loop ended: ``stop``, ``max_turns``, ``max_tokens``, ``length`` or
             ``context_overflow``; ``None`` while it goes on, or if it was cut short.
+        weight_versions: per turn, the labels of the weights that sampled it, where the model server tells:
+            ``{"turn": 0, "first": …, "last": …}``.
     """
 
     turns: int = 0
     tool_calls: int = 0
     finish_reason: str | None = None
+    weight_versions: list[dict[str, Any]] = field(default_factory=list)
+
+    @classmethod
+    def of(cls, told: Any) -> Self:
+        """What a handler made of it, as what it must be: others list and follow every job."""
+        turns, tool_calls, reason = (getattr(told, name, None) for name in ("turns", "tool_calls", "finish_reason"))
+        return cls(
+            turns if isinstance(turns, int) else 0,
+            tool_calls if isinstance(tool_calls, int) else 0,
+            None if reason is None else clean_text(reason, 200),
+            versions if isinstance(versions := getattr(told, "weight_versions", None), list) else [],
+        )
 
 
 @dataclass(slots=True)
@@ -108,24 +129,68 @@ class Trajectory:
 
 @dataclass(frozen=True, slots=True)
 class Verdict:
-    """What EVAL found: the reward, and the full answer of the verifier."""
+    """What EVAL found: the reward (``None`` if there was nothing to score), and the full answer of the verifier."""
 
-    reward: float
+    reward: float | None
     result: dict[str, Any]
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, init=False)
 class Outcome:
     """How a job ended. ``reward`` is ``None`` unless the job was scored: a failure has no reward.
 
+    The result is written as JSON once, here, and kept and served as those bytes: as objects it would take several
+    times the memory (28 MB for 50 turns of a 30,000-token rollout).
+
     Attributes:
-        result: what ``/run`` answers: the verifier's JSON, or a masked failure row with whatever was gathered.
+        body: what ``/run`` answers, as JSON: the verifier's answer, or a masked failure row with what was gathered.
+
+    Args:
+        state: the job's last state.
+        result: the same as an object, or as JSON bytes of one.
+        reward: of a scored job.
+        failure: of one that was not.
+
+    Raises:
+        TypeError: the result cannot be written as JSON, e.g. since it holds a lone surrogate.
     """
 
     state: JobState
-    result: dict[str, Any]
-    reward: float | None = None
-    failure: Failure | None = None
+    body: bytes
+    reward: float | None
+    failure: Failure | None
+
+    def __init__(
+        self,
+        state: JobState,
+        result: Mapping[str, Any] | bytes,
+        reward: float | None = None,
+        failure: Failure | None = None,
+    ) -> None:
+        body = result if isinstance(result, bytes) else orjson.dumps(result)
+        for name, value in (("state", state), ("body", body), ("reward", reward), ("failure", failure)):
+            object.__setattr__(self, name, value)
+
+    @property
+    def result(self) -> dict[str, Any]:
+        """The result as an object, parsed anew with each call."""
+        return dict(orjson.loads(self.body))
+
+    def body_with(self, name: str, value: Any) -> bytes:
+        """The body with one more field, without parsing it where that can be avoided."""
+        key = orjson.dumps(name) + b":"
+        if self.body == b"{}" or key in self.body:
+            return orjson.dumps({**self.result, name: value})
+        return b"".join((self.body[:-1], b",", key, orjson.dumps(value), b"}"))
+
+
+def row_digest(row: Mapping[str, Any]) -> bytes:
+    """What tells two rows apart; equal for rows that are equal as JSON.
+
+    Raises:
+        TypeError: the row cannot be written as JSON.
+    """
+    return hashlib.sha256(orjson.dumps(row, option=orjson.OPT_SORT_KEYS)).digest()
 
 
 def failure_state(failure: Failure) -> JobState:
@@ -143,7 +208,8 @@ class Job:
 
     Attributes:
         id: unique; chosen by the caller or by the service.
-        row: the dataset row, as sent.
+        stored_row: the dataset row, as sent; as JSON once the job has its outcome. Read it as :attr:`row`.
+        digest: of the row (:func:`row_digest`): the same id with another row is another job.
         handler: name of the handler that knows how to run it.
         group: the rollouts of one prompt share a group; ``None`` if the caller has none.
         client: whose job it is, for fair share between callers.
@@ -153,10 +219,14 @@ class Job:
         session: what INIT acquired, until it is released.
         trajectory: what RUN produced; a handler sets it early and fills it as it goes, so that a rollout that is cut
             short keeps what was sampled.
+        number: its place in the order of submission; given by the store.
+        held: its caller holds a connection for it and takes its result away; nobody else joins it.
+        delivered: its caller took the answer over a connection that it held; the id is free again.
     """
 
     id: str
-    row: dict[str, Any]
+    stored_row: dict[str, Any] | bytes
+    digest: bytes
     handler: str
     submitted_at: float
     group: str | None = None
@@ -164,6 +234,8 @@ class Job:
     priority: int = 0
     budgets: Budgets = field(default_factory=Budgets)
     max_attempts: int = 3
+    held: bool = False
+    number: int = 0
     state: JobState = JobState.QUEUED
     times: dict[Stage, StageTime] = field(default_factory=lambda: {stage: StageTime() for stage in Stage})
     failures: list[Failure] = field(default_factory=list)
@@ -172,6 +244,36 @@ class Job:
     session: Any = None
     trajectory: Trajectory | None = None
     progress: Progress = field(default_factory=Progress)
+    delivered: bool = False
+
+    @property
+    def row(self) -> dict[str, Any]:
+        """The dataset row; of a job with its outcome parsed anew with each call."""
+        return self.stored_row if isinstance(self.stored_row, dict) else dict(orjson.loads(self.stored_row))
+
+    def pack(self) -> None:
+        """Give back the memory of what nobody works with any more; for a job with its outcome."""
+        self.session = self.trajectory = None
+        self.progress = Progress.of(self.progress)
+        if isinstance(self.stored_row, dict):
+            try:
+                self.stored_row = orjson.dumps(self.stored_row)
+            except TypeError:  # whoever works on a job may have put something into its row
+                self.stored_row = b"{}"
+
+    def deliver(self) -> None:
+        """Its caller has the answer and asks no more: keep neither row nor result, and let the id be used again."""
+        assert self.outcome is not None, "only an outcome can be delivered"
+        self.delivered = True
+        self.stored_row = b"{}"
+        self.outcome = Outcome(self.outcome.state, b"{}", self.outcome.reward, self.outcome.failure)
+
+    @property
+    def size(self) -> int:
+        """Bytes that a job with its outcome keeps, its own bookkeeping about."""
+        body = len(self.outcome.body) if self.outcome else 0
+        failures = sum(len(failure.reason) + len(failure.traceback or "") for failure in self.failures)
+        return _BOOKKEEPING + body + len(self.stored_row) + failures
 
     def move(self, state: JobState) -> None:
         """Make one transition.

@@ -35,6 +35,18 @@ class _Pools(Collector):
             waiting.add_metric([stage.value], scheduler.waiting(stage))
         yield from (slots, working, waiting)
         yield GaugeMetricFamily("prorl_sessions", "Sandboxes held by INIT, READY and RUN.", value=scheduler.sessions)
+        yield GaugeMetricFamily(
+            "prorl_retained_bytes", "What finished rollouts keep.", value=self._pipeline.store.retained_bytes
+        )
+        yield GaugeMetricFamily(
+            "prorl_unread_bytes", "Of that, results that nobody has read.", value=self._pipeline.store.unread_bytes
+        )
+        out = GaugeMetricFamily(
+            "prorl_server_unreachable", "1 while no rollout begins since this server is out.", labels=["server"]
+        )
+        for server in self._pipeline.held:
+            out.add_metric([server], 1)
+        yield out
         yield GaugeMetricFamily("prorl_abandoned", "Calls that ignored cancellation.", value=self._pipeline.abandoned)
 
 

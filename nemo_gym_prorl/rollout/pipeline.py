@@ -4,8 +4,9 @@
 There are no worker loops that an exception could end: a slot is a number in :class:`~.stages.StageScheduler`, and each
 `Start` becomes one task that always gives its slot back. What a handler may do wrong is bounded here, once:
 
-- it raises → the error is classified, the attempt ends, infrastructure trouble is retried;
-- it takes too long → it is cancelled when the stage's budget is used up;
+- it raises, or returns what it should not → that is classified, the attempt ends, infrastructure trouble is retried;
+- it loses a server that everybody needs → no rollout begins until that answers, and the attempt is not counted;
+- it takes too long → it is cancelled when the stage's budget is used up; what RUN waited for a backend is not charged;
 - it ignores cancellation → after a grace it is abandoned: its slot comes back, it is counted, and a session that it
   returns later is still released;
 - its release hangs → release is bounded too, and the attempt ends as ``session_release_failed``, because scoring while
@@ -24,16 +25,27 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from nemo_gym_prorl.failures import (
-    BudgetExceeded,
+    CallerError,
+    Failure,
     FailureKind,
     InfrastructureError,
     JobCancelled,
     Stage,
     classify,
 )
+from nemo_gym_prorl.rollout.attempts import Attempt
+from nemo_gym_prorl.rollout.calls import HandlerCalls
 from nemo_gym_prorl.rollout.handler import HandlerRegistry
-from nemo_gym_prorl.rollout.job import Job, JobState, Outcome, Progress, failure_state
-from nemo_gym_prorl.rollout.request import Draining, JobConflict, JobRequest, PipelineSettings, QueueFull
+from nemo_gym_prorl.rollout.job import Job, JobState, Outcome, Progress, row_digest
+from nemo_gym_prorl.rollout.outages import HeldUp, OutageWatch
+from nemo_gym_prorl.rollout.request import (
+    Draining,
+    JobConflict,
+    JobRequest,
+    PipelineSettings,
+    QueueFull,
+    RolloutForgotten,
+)
 from nemo_gym_prorl.rollout.stages import StageScheduler, Start
 from nemo_gym_prorl.rollout.store import JobStore
 
@@ -47,6 +59,9 @@ _WORKING_STATE = {
 }
 
 
+_SESSION_GONE = frozenset({FailureKind.SESSION_LOST, FailureKind.SESSION_EXPIRED})
+
+
 @dataclass(slots=True)
 class _Control:
     """The pipeline's own notes on a live job."""
@@ -54,11 +69,13 @@ class _Control:
     done: asyncio.Event = field(default_factory=asyncio.Event)
     since: float = 0.0
     """When the job entered the queue that it waits in, on the monotonic clock."""
-    interrupt: asyncio.Future[None] | None = None
-    """While a stage works: set it to make the stage stop."""
+    attempt: Attempt | None = None
+    """While a stage works."""
     cancelled: JobCancelled | None = None
     tries: Counter[Stage] = field(default_factory=Counter)
     retry: asyncio.TimerHandle | None = None
+    held_up: dict[Stage, float] = field(default_factory=dict)
+    """When a server that is out first stopped the job in a stage, until it gets through that with all of them in."""
 
 
 class Pipeline:
@@ -78,16 +95,28 @@ class Pipeline:
     ) -> None:
         self.handlers = handlers
         self.settings = settings or PipelineSettings()
-        self.store = JobStore(self.settings.retain)
+        self.store = JobStore(self.settings.retain_bytes, self.settings.keep_unread_s, clock)
         self.scheduler = StageScheduler(self.settings.stages)
+        self._calls = HandlerCalls(handlers, self.settings.release_s, self.settings.cancel_grace_s)
+        self._outages = OutageWatch(
+            self._calls, self.scheduler, self._carry_out, self._give_up_waiting, clock, self.settings.probe_s
+        )
         self._clock = clock
         self.draining = False
-        self.abandoned = 0
-        """Stage works that ignored their cancellation."""
         self.on_finish: list[Callable[[Job], None]] = []
-        """Called with each job that reached its outcome, e.g. by metrics."""
+        """Called with each job that reached its outcome, e.g. by metrics; what one raises is logged."""
         self._controls: dict[str, _Control] = {}
         self._tasks: set[asyncio.Task[Any]] = set()
+
+    @property
+    def abandoned(self) -> int:
+        """Calls into handlers that ignored their cancellation."""
+        return self._calls.abandoned
+
+    @property
+    def held(self) -> dict[str, HeldUp]:
+        """The servers that cannot be reached, because of which no rollout begins."""
+        return self._outages.held
 
     # -- callers -------------------------------------------------------------------------------------------------
 
@@ -100,19 +129,33 @@ class Pipeline:
                 refusal, and its open connections are bound enough.
 
         Raises:
-            QueueFull, JobConflict, Draining, CallerError: the request names a handler that is not installed.
+            QueueFull, JobConflict, RolloutForgotten, Draining.
+            CallerError: the row cannot be written as JSON, or the request names a handler that is not installed.
         """
-        if request.id is not None and (known := self.store.get(request.id)) is not None:
-            if known.row != request.row:
-                raise JobConflict(f"job {request.id!r} exists with another row; choose another id", field="id")
-            return known
+        try:
+            digest = row_digest(request.row)
+        except TypeError as error:
+            raise CallerError(f"cannot be written as JSON: {error}", field="row") from error
+        if request.id is not None:
+            known = self.store.get(request.id)
+            if known is not None and not known.delivered:
+                if known.held or request.held:
+                    raise JobConflict(f"job {request.id!r} belongs to another caller; choose another id", field="id")
+                if known.digest != digest:
+                    raise JobConflict(f"job {request.id!r} exists with another row; choose another id", field="id")
+                return known
+            if self.store.is_forgotten(request.id):
+                raise RolloutForgotten(
+                    f"rollout {request.id!r} has ended and is forgotten; a new one needs another id"
+                )
         if self.draining:
             raise Draining("the service is draining and takes no new rollouts")
-        if bounded and self.scheduler.waiting(Stage.INIT) >= self.settings.max_queued:
-            raise QueueFull(f"{self.settings.max_queued} rollouts are waiting already; try again later")
+        if bounded:
+            self._refuse_if_full()
         job = Job(
             id=request.id or uuid.uuid4().hex,
-            row=request.row,
+            stored_row=request.row,
+            digest=digest,
             handler=self.handlers.choose(request.row, request.handler),
             submitted_at=time.time(),
             group=request.group,
@@ -120,11 +163,22 @@ class Pipeline:
             priority=request.priority,
             budgets=request.budgets or self.settings.budgets,
             max_attempts=request.max_attempts or self.settings.max_attempts,
+            held=request.held,
         )
         self.store.add(job, job.submitted_at)
         self._controls[job.id] = _Control(since=self._clock())
         self._carry_out(self.scheduler.submit(job.id, job.client, job.priority))
         return job
+
+    def _refuse_if_full(self) -> None:
+        if self.scheduler.waiting(Stage.INIT) >= self.settings.max_queued:
+            raise QueueFull(f"{self.settings.max_queued} rollouts are waiting already; try again later")
+        if self.store.full:
+            raise QueueFull(
+                f"results that nobody has read fill {self.store.unread_bytes / 2**20:.0f} of "
+                f"{self.settings.retain_bytes / 2**20:.0f} MiB; read them (GET /v1/rollouts/ID, or follow with "
+                "results=true), then submit again"
+            )
 
     async def wait(self, job: Job, timeout: float | None = None) -> bool:
         """Wait for a job's outcome; ``False`` if it has none after ``timeout`` seconds."""
@@ -151,13 +205,13 @@ class Pipeline:
         control.cancelled = error
         if control.retry is not None:
             control.retry.cancel()
-            self._finish_failed(job, error, None)
+            self._finish_failed(job, classify(error, None), None)
             self._carry_out(self.scheduler.remove(job.id))
         elif self.scheduler.is_waiting(job.id):
             self.scheduler.pause(job.id)
-            self._spawn(self._leave_queue(job, error))
-        elif control.interrupt is not None and not control.interrupt.done():
-            control.interrupt.set_result(None)
+            self._spawn(self._leave_queue(job, classify(error, None)))
+        elif control.attempt is not None:
+            control.attempt.interrupt(error)
         # Else the stage is between two awaits of its own, e.g. releasing, and looks at `cancelled` next.
 
     async def drain(self, timeout: float | None = None) -> bool:
@@ -180,6 +234,7 @@ class Pipeline:
         self.draining = True
         for job in self.store.live():
             self.request_cancel(job, JobCancelled("the service is shutting down", kind=FailureKind.SHUTDOWN))
+        await self._outages.close()
         while self._tasks:
             await asyncio.wait(set(self._tasks))
 
@@ -198,16 +253,24 @@ class Pipeline:
         spent = job.times[stage]
         spent.attempts += 1
         spent.waited_s += self._clock() - control.since
+        if stage in self.scheduler.held and (since := self._outages.since) is not None:  # let through as a trial
+            control.held_up.setdefault(stage, max(since, control.since))
         if job.state is not _WORKING_STATE[stage]:
             self._move(job, _WORKING_STATE[stage])
         started = self._clock()
+        grace = self.settings.cancel_grace_s
+        control.attempt = attempt = Attempt(job, stage, self._calls, self._clock, grace, self._spawn)
+        if control.cancelled is not None:
+            attempt.interrupt(control.cancelled)
         error: BaseException | None = None
         value: Any = None
         try:
-            value = await self._bounded(job, stage, control)
+            value = await attempt.run()
         except Exception as caught:  # the border at which every failure of a handler is classified
             error = caught
-        spent.worked_s += self._clock() - started
+        control.attempt = None
+        spent.worked_s += self._clock() - started - attempt.idle_s
+        spent.waited_s += attempt.idle_s
         if error is None and stage is Stage.INIT:
             job.session = value
         elif error is None and stage is Stage.RUN:
@@ -215,83 +278,28 @@ class Pipeline:
         if job.session is not None and (stage is Stage.RUN or error is not None or control.cancelled is not None):
             release_error = await self._release(job)
             error = error or release_error
+        failure = classify(error, stage) if error is not None else None
+        counts = True
+        if failure is not None and failure.connection_lost and control.cancelled is None:
+            counts = not await self._outages.met(job, stage, failure)
+        if counts:
+            self._outages.ended(job, stage, well=failure is None and control.cancelled is None)
         if control.cancelled is not None:
-            error = control.cancelled
+            failure = classify(control.cancelled, stage)
         control.since = self._clock()
-        if error is None:
+        if failure is None:
+            if self._outages.since is None:
+                for passed in [*Stage][: [*Stage].index(stage) + 1]:
+                    control.held_up.pop(passed, None)
             self._go_on(job, stage, value)
+        elif counts or control.cancelled is not None:
+            self._give_up_or_retry(job, stage, failure, error)
         else:
-            self._give_up_or_retry(job, stage, error)
-
-    async def _bounded(self, job: Job, stage: Stage, control: _Control) -> Any:
-        """Run the handler's coroutine: at most its budget, or until the job is cancelled, plus the grace."""
-        if control.cancelled is not None:
-            raise control.cancelled
-        budget = job.budgets.of(stage)
-        task = asyncio.ensure_future(self._call(job, stage))
-        control.interrupt = asyncio.get_running_loop().create_future()
-        try:
-            await asyncio.wait({task, control.interrupt}, timeout=budget, return_when=asyncio.FIRST_COMPLETED)
-        finally:
-            control.interrupt = None
-        if task.done():
-            if task.cancelled():
-                raise InfrastructureError(f"the handler cancelled itself in {stage}", kind=FailureKind.AGENT_RUN_ERROR)
-            return task.result()
-        task.cancel()
-        await asyncio.wait({task}, timeout=self.settings.cancel_grace_s)
-        if not task.done():
-            self._abandon(job, stage, task)
-        elif not task.cancelled() and task.exception() is None and stage is Stage.INIT:
-            job.session = task.result()  # it came up after all, so it has to be released
-        raise control.cancelled or BudgetExceeded(stage, budget)
-
-    async def _call(self, job: Job, stage: Stage) -> Any:
-        handler = self.handlers.get(job.handler)
-        if stage is Stage.INIT:
-            return await _survive_exit(handler.init(job))
-        if stage is Stage.RUN:
-            return await _survive_exit(handler.run(job, job.session))
-        assert job.trajectory is not None, "EVAL follows RUN"
-        return await _survive_exit(handler.eval(job, job.trajectory))
-
-    def _abandon(self, job: Job, stage: Stage, task: asyncio.Task[Any]) -> None:
-        self.abandoned += 1
-        LOGGER.error("%s of job %s ignores its cancellation and was abandoned", stage, job.id)
-        task.add_done_callback(lambda late: self._late(job, stage, late))
-
-    def _late(self, job: Job, stage: Stage, task: asyncio.Task[Any]) -> None:
-        """An abandoned work came back. A session from it belongs to nobody: release it."""
-        if task.cancelled():
-            return
-        if task.exception() is not None:
-            LOGGER.warning("abandoned %s of job %s ended with %r", stage, job.id, task.exception())
-        elif stage is Stage.INIT:
-            self._spawn(self._release_session(job, task.result()))
+            self._hold_up(job, stage, failure, started)
 
     async def _release(self, job: Job) -> BaseException | None:
         session, job.session = job.session, None
-        return await self._release_session(job, session)
-
-    async def _release_session(self, job: Job, session: Any) -> BaseException | None:
-        """Release within its bound; the error if it did not work."""
-        task = asyncio.ensure_future(_survive_exit(self.handlers.get(job.handler).release(job, session)))
-        bound = self.settings.release_s
-        await asyncio.wait({task}, timeout=bound)
-        if not task.done():
-            task.cancel()
-            await asyncio.wait({task}, timeout=self.settings.cancel_grace_s)
-            if not task.done():
-                self.abandoned += 1
-            reason = f"the session was not released within {bound:g} s"
-        elif task.cancelled():
-            reason = "the release was cancelled"
-        elif (error := task.exception()) is not None:
-            reason = f"the session could not be released: {type(error).__name__}: {error}"
-        else:
-            return None
-        LOGGER.warning("job %s: %s", job.id, reason)
-        return InfrastructureError(reason, kind=FailureKind.SESSION_RELEASE_FAILED)
+        return await self._calls.release(job, session)
 
     def _go_on(self, job: Job, stage: Stage, value: Any) -> None:
         if stage is Stage.INIT:
@@ -301,28 +309,66 @@ class Pipeline:
             self._move(job, JobState.EVALUATING)
             self._carry_out(self.scheduler.worked(job.id, Stage.EVAL))
         else:
-            self._finish(job, Outcome(JobState.SUCCEEDED, value.result, reward=value.reward))
+            self._finish(job, value)
             self._carry_out(self.scheduler.worked(job.id, None))
 
-    def _give_up_or_retry(self, job: Job, stage: Stage, error: BaseException) -> None:
+    def _give_up_or_retry(self, job: Job, stage: Stage, failure: Failure, error: BaseException | None) -> None:
         control = self._controls[job.id]
-        failure = classify(error, stage)
         job.failures.append(failure)
-        tries = control.tries[Stage.EVAL] if stage is Stage.EVAL else control.tries[Stage.INIT]
+        if failure.traceback is not None:
+            LOGGER.warning("job %s: %s of handler %s failed", job.id, stage, job.handler, exc_info=error)
+        # Scoring again cannot find a session that is gone; only a whole new attempt can.
+        again = Stage.EVAL if stage is Stage.EVAL and failure.kind not in _SESSION_GONE else Stage.INIT
+        tries = control.tries[again]
         if not failure.retryable or tries >= job.max_attempts:
-            self._finish_failed(job, error, stage)
+            self._finish_failed(job, failure, stage)
             self._carry_out(self.scheduler.worked(job.id, None))
             return
-        back_to = Stage.EVAL if stage is Stage.EVAL else Stage.INIT
-        if back_to is Stage.INIT:
-            job.trajectory, job.progress = None, Progress()
-            self._move(job, JobState.QUEUED)
+        self._start_over(job, control, again)
         delay = min(self.settings.retry_delay_s * 2 ** (tries - 1), 30.0)
         LOGGER.info(
             "job %s: %s in %s (%s), try %d in %.1f s", job.id, failure.kind, stage, failure.reason, tries + 1, delay
         )
-        control.retry = asyncio.get_running_loop().call_later(delay, self._requeue, job, back_to)
+        control.retry = asyncio.get_running_loop().call_later(delay, self._requeue, job, again)
         self._carry_out(self.scheduler.set_aside(job.id))
+
+    def _hold_up(self, job: Job, stage: Stage, failure: Failure, started: float) -> None:
+        """A server is out, which is no attempt of the job: it waits in the queue of a stage that is on hold."""
+        control = self._controls[job.id]
+        job.failures.append(failure)
+        again = Stage.EVAL if stage is Stage.EVAL else Stage.INIT
+        control.tries[again] -= 1
+        now = self._clock()
+        if now - started > self.settings.unreachable_s:
+            control.held_up.clear()  # it got on for long, so that is another matter
+        control.held_up.setdefault(stage, now)
+        self._start_over(job, control, again)
+        self._carry_out(self.scheduler.worked(job.id, again))
+
+    def _start_over(self, job: Job, control: _Control, again: Stage) -> None:
+        if again is Stage.INIT:
+            job.trajectory, job.progress = None, Progress()
+            control.tries[Stage.EVAL] = 0
+            self._move(job, JobState.QUEUED)
+
+    def _give_up_waiting(self) -> None:
+        """Fail the jobs that a server has held up for too long."""
+        since, now, bound = self._outages.since, self._clock(), self.settings.unreachable_s
+        if since is None:
+            return
+        server, held = next(iter(self.held.items()))
+        reason = f"{server} could not be reached for {bound:g} s: {held.reason}"
+        for job_id, control in [*self._controls.items()]:
+            begun = min(control.held_up.values(), default=max(since, control.since))
+            if now - begun < bound or not self.scheduler.is_held(job_id):
+                continue
+            job = self.store.get(job_id)
+            assert job is not None, "a live job is never forgotten"
+            self.scheduler.pause(job_id)
+            failure = classify(
+                InfrastructureError(reason, kind=FailureKind.TRANSPORT_UNREACHABLE, server=server), None
+            )
+            self._spawn(self._leave_queue(job, failure))
 
     def _requeue(self, job: Job, stage: Stage) -> None:
         control = self._controls[job.id]
@@ -330,37 +376,34 @@ class Pipeline:
         control.since = self._clock()
         self._carry_out(self.scheduler.requeue(job.id, stage))
 
-    async def _leave_queue(self, job: Job, error: JobCancelled) -> None:
-        """A waiting job is cancelled: release its session if it holds one, then it is over."""
+    async def _leave_queue(self, job: Job, failure: Failure) -> None:
+        """A waiting job will not be worked on: release its session if it holds one, then it is over."""
         if job.session is not None:
             await self._release(job)
-        self._finish_failed(job, error, None)
+        self._finish_failed(job, failure, None)
         self._carry_out(self.scheduler.remove(job.id))
 
     # -- outcomes ------------------------------------------------------------------------------------------------
 
-    def _finish_failed(self, job: Job, error: BaseException, stage: Stage | None) -> None:
-        failure = classify(error, stage)
-        try:
-            outcome = self.handlers.get(job.handler).on_failure(job, stage, failure)
-        except Exception as caught:  # a defect of the handler must not take the outcome away
-            LOGGER.exception("on_failure of handler %s failed", job.handler)
-            failure = classify(caught, stage)
-            outcome = Outcome(failure_state(failure), {}, failure=failure)
-        self._finish(job, outcome)
+    def _finish_failed(self, job: Job, failure: Failure, stage: Stage | None) -> None:
+        self._finish(job, self._calls.failed(job, stage, failure))
 
     def _finish(self, job: Job, outcome: Outcome) -> None:
         job.outcome = outcome
         job.finished_at = time.time()
-        job.trajectory = None
+        job.pack()
         self._move(job, outcome.state)
         self._controls.pop(job.id).done.set()
         for callback in self.on_finish:
-            callback(job)
+            try:
+                callback(job)
+            except Exception:  # whoever looks on must not hold up the job, nor those who look on besides
+                LOGGER.exception("job %s: on_finish hook %r failed", job.id, callback)
 
     def _move(self, job: Job, state: JobState) -> None:
+        was = job.state
         job.move(state)
-        self.store.record(job, time.time())
+        self.store.record(job, time.time(), was)
 
     def _spawn(self, work: Coroutine[Any, Any, Any] | Awaitable[Any]) -> None:
         task = asyncio.ensure_future(work)
@@ -371,11 +414,3 @@ class Pipeline:
         self._tasks.discard(task)
         if not task.cancelled() and (error := task.exception()) is not None:
             LOGGER.error("defect in the pipeline", exc_info=error)
-
-
-async def _survive_exit(work: Awaitable[Any]) -> Any:
-    """A handler that calls ``exit()`` would end the event loop, and with it everybody's rollouts."""
-    try:
-        return await work
-    except SystemExit as error:
-        raise RuntimeError(f"the handler called exit({error.code})") from error

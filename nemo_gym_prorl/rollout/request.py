@@ -15,11 +15,19 @@ from nemo_gym_prorl.rollout.stages import PoolSizes
 
 
 class QueueFull(CallerError):
-    """The queue for INIT is at its bound; try again later."""
+    """The queue for INIT, or what may be kept of results that nobody has read, is at its bound; try again later."""
 
     http_status = 429
     problem = "queue-full"
     retry_after_s = 5
+
+
+class RolloutForgotten(CallerError):
+    """A job of that id has ended and was forgotten. It is not run again under the same id: who asks holds it for the
+    same rollout, and would train on another."""
+
+    http_status = 410
+    problem = "rollout-forgotten"
 
 
 class JobConflict(CallerError):
@@ -49,7 +57,11 @@ class PipelineSettings:
         max_attempts: default cap on tries of INIT+RUN, and of EVAL.
         retry_delay_s: wait before the second try; doubles with each further one, up to 30 s.
         max_queued: jobs that may wait for INIT before :class:`QueueFull`.
-        retain: terminal jobs to remember.
+        retain_bytes: what the rows and results of terminal jobs may take. Those that were read are forgotten first;
+            when unread ones fill it, new jobs are refused with :class:`QueueFull`.
+        keep_unread_s: how long a result that nobody has read is kept, whatever the bound.
+        unreachable_s: how long a job may be held up by a server that cannot be reached before it fails.
+        probe_s: pause between two questions whether such a server answers again.
     """
 
     stages: PoolSizes = field(default_factory=PoolSizes)
@@ -59,12 +71,18 @@ class PipelineSettings:
     max_attempts: int = 3
     retry_delay_s: float = 0.5
     max_queued: int = 10_000
-    retain: int = 2_000
+    retain_bytes: int = 2**30
+    keep_unread_s: float = 3600.0
+    unreachable_s: float = 900.0
+    probe_s: float = 3.0
 
 
 @dataclass(frozen=True, slots=True)
 class JobRequest:
-    """What a caller may say about a job; everything but the row has a default."""
+    """What a caller may say about a job; everything but the row has a default.
+
+    ``held``: the caller holds a connection for the job and takes its result away, so nobody else joins it.
+    """
 
     row: dict[str, Any]
     id: str | None = None
@@ -74,3 +92,4 @@ class JobRequest:
     priority: int = 0
     budgets: Budgets | None = None
     max_attempts: int | None = None
+    held: bool = False

@@ -6,33 +6,31 @@ from __future__ import annotations
 from dataclasses import asdict
 from typing import Annotated, Any, Self
 
-from pydantic import BaseModel, ConfigDict, Field, model_validator
+import orjson
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field, model_validator
 
-from nemo_gym_prorl.failures import FailureKind, Origin, Stage
+from nemo_gym_prorl.failures import Failure, FailureKind, Origin, Stage
+from nemo_gym_prorl.rollout.cursors import Cursor
 from nemo_gym_prorl.rollout.job import Budgets, Job, JobState
 from nemo_gym_prorl.rollout.pipeline import Pipeline
 from nemo_gym_prorl.rollout.request import JobRequest
+from nemo_gym_prorl.rollout.rows import Row
 from nemo_gym_prorl.rollout.store import Transition
 
 
-Identifier = Annotated[str, Field(min_length=1, max_length=200, pattern=r"^[\w.:@+-]+$")]
+def _identifier(value: str) -> str:
+    if not value.isprintable():
+        raise ValueError("must be printable text")
+    if value in (".", ".."):
+        raise ValueError("must not be a step in a path")
+    return value
+
+
+Identifier = Annotated[
+    str, Field(min_length=1, max_length=200, pattern=r"^[^/?#\x00-\x1f\x7f]+$"), AfterValidator(_identifier)
+]
+"""Printable text that can stand in a path, percent-encoded: people name rollouts in their own words."""
 Seconds = Annotated[float, Field(gt=0, le=7 * 24 * 3600, allow_inf_nan=False)]
-
-
-class CreateParams(BaseModel):
-    """The part of a row that the service itself needs; the rest of it belongs to model and environment."""
-
-    model_config = ConfigDict(extra="allow")
-
-    input: str | list[dict[str, Any]] = Field(description="Responses API input: a prompt, or a list of items.")
-
-
-class Row(BaseModel):
-    """A Gym dataset row. Every field is passed on to the environment unchanged."""
-
-    model_config = ConfigDict(extra="allow")
-
-    responses_create_params: CreateParams
 
 
 class BudgetsModel(BaseModel):
@@ -81,6 +79,7 @@ class FailureView(BaseModel):
     origin: Origin
     stage: Stage | None
     reason: str
+    traceback: str | None = Field(default=None, description="Its end, where a handler raised what nobody foresaw.")
 
 
 class StageTimeView(BaseModel):
@@ -112,8 +111,8 @@ class JobView(BaseModel):
     result: dict[str, Any] | None = Field(default=None, description="What the environment's /verify answered.")
 
     @classmethod
-    def of(cls, job: Job, *, with_result: bool) -> Self:
-        """The view of a job."""
+    def of(cls, job: Job) -> Self:
+        """The view of a job, without its result: see :func:`job_json`."""
         outcome = job.outcome
         return cls(
             id=job.id,
@@ -134,15 +133,23 @@ class JobView(BaseModel):
             reward=outcome.reward if outcome else None,
             failure=_failure_view(outcome.failure) if outcome and outcome.failure else None,
             failed_attempts=[_failure_view(failure) for failure in job.failures],
-            result=outcome.result if outcome and with_result else None,
         )
+
+
+def job_json(job: Job, *, with_result: bool) -> dict[str, Any]:
+    """A :class:`JobView` for orjson, which copies the result's bytes as they are kept."""
+    view = JobView.of(job).model_dump(mode="json")
+    if with_result and job.outcome is not None:
+        view["result"] = orjson.Fragment(job.outcome.body)
+    return view
 
 
 class Listing(BaseModel):
     """Jobs, and where to go on."""
 
     rollouts: list[JobView]
-    cursor: int = Field(description="Pass as `after` to get the terminal outcomes that come behind these.")
+    cursor: str = Field(description="Pass as `after` to get the terminal outcomes that come behind these.")
+    next: str | None = Field(default=None, description="Pass as `from` for the next page; null on the last one.")
 
 
 class CancelRequest(BaseModel):
@@ -167,12 +174,41 @@ class CancelAnswer(BaseModel):
     unknown: list[str]
 
 
+class DrainRequest(BaseModel):
+    """How long to wait for what still runs."""
+
+    model_config = ConfigDict(extra="forbid")
+
+    timeout_s: float = Field(
+        default=0.0, ge=0, le=60, description="Seconds until the answer, at most; ask again to wait on."
+    )
+
+
+class DrainAnswer(BaseModel):
+    """Whether new rollouts are taken, and how many have no outcome yet."""
+
+    draining: bool
+    live: int
+
+    @classmethod
+    def of(cls, pipeline: Pipeline) -> Self:
+        """The state of a pipeline now."""
+        return cls(draining=pipeline.draining, live=len(pipeline.store.live()))
+
+
 class PoolView(BaseModel):
     """One stage's pool. For `run`, `waiting` is the READY buffer."""
 
     slots: int
     working: int
     waiting: int
+
+
+class HeldView(BaseModel):
+    """A server that cannot be reached."""
+
+    reason: str
+    since: float = Field(description="Seconds since the epoch.")
 
 
 class StatusView(BaseModel):
@@ -183,6 +219,11 @@ class StatusView(BaseModel):
     ready_slots: int
     sessions: int = Field(description="Sandboxes that INIT, READY and RUN hold, or are about to.")
     states: dict[JobState, int] = Field(description="Remembered jobs by state.")
+    held: dict[str, HeldView] = Field(
+        default_factory=dict, description="Servers that cannot be reached, by name; no rollout begins meanwhile."
+    )
+    retained_bytes: int = Field(default=0, description="What finished rollouts keep.")
+    unread_bytes: int = Field(default=0, description="Of that, results that nobody has read.")
     abandoned: int = Field(description="Handler calls that ignored their cancellation.")
     handlers: list[str]
 
@@ -190,9 +231,7 @@ class StatusView(BaseModel):
     def of(cls, pipeline: Pipeline) -> Self:
         """The state of a pipeline now."""
         scheduler = pipeline.scheduler
-        states = dict.fromkeys(JobState, 0)
-        for job in pipeline.store.find(state=None, group=None):
-            states[job.state] += 1
+        store = pipeline.store
         return cls(
             draining=pipeline.draining,
             stages={
@@ -203,7 +242,10 @@ class StatusView(BaseModel):
             },
             ready_slots=scheduler.sizes.ready,
             sessions=scheduler.sessions,
-            states=states,
+            states={state: store.states[state] for state in JobState},
+            held={name: HeldView(reason=held.reason, since=held.since) for name, held in pipeline.held.items()},
+            retained_bytes=store.retained_bytes,
+            unread_bytes=store.unread_bytes,
             abandoned=pipeline.abandoned,
             handlers=pipeline.handlers.names,
         )
@@ -213,6 +255,7 @@ class EventView(BaseModel):
     """One transition, as `/v1/events` sends it."""
 
     seq: int
+    cursor: str = Field(description="Pass as `after`, or as `Last-Event-ID`, to go on behind this one.")
     at: float
     id: str
     group: str | None
@@ -222,11 +265,17 @@ class EventView(BaseModel):
     failure_kind: str | None
 
     @classmethod
-    def of(cls, transition: Transition) -> Self:
+    def of(cls, transition: Transition, cursor: Cursor) -> Self:
         """The view of a transition."""
         fields = asdict(transition)
-        return cls(id=fields.pop("job_id"), **fields)
+        return cls(id=fields.pop("job_id"), cursor=str(cursor), **fields)
 
 
-def _failure_view(failure: Any) -> FailureView:
-    return FailureView(kind=failure.kind, origin=failure.origin, stage=failure.stage, reason=failure.reason)
+def _failure_view(failure: Failure) -> FailureView:
+    return FailureView(
+        kind=failure.kind,
+        origin=failure.origin,
+        stage=failure.stage,
+        reason=failure.reason,
+        traceback=failure.traceback,
+    )

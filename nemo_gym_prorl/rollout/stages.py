@@ -11,6 +11,7 @@ Invariants:
 - INIT starts only if the sandbox it makes has somewhere to go: jobs that hold a session (in INIT, READY or RUN) never
   exceed ``run + ready``. So READY is bounded by construction and nothing has to block when INIT is done.
 - A slot is taken by `Start` and given back by exactly one later event of that job.
+- A stage that is on hold (:meth:`StageScheduler.hold`) starts nothing but what :meth:`StageScheduler.admit` lets past.
 - Among waiting jobs the highest priority goes first; among equals the client that holds the fewest slots of the stage,
   ties in turn; within a client first come, first served.
 """
@@ -124,9 +125,11 @@ class StageScheduler:
         self.sizes = sizes
         self._places: dict[str, _Place] = {}
         self._queues = {stage: FairQueue() for stage in Stage}
-        self._held: dict[Stage, Counter[str]] = {stage: Counter() for stage in Stage}
+        self._slots: dict[Stage, Counter[str]] = {stage: Counter() for stage in Stage}
         self._working = dict.fromkeys(Stage, 0)
         self._paused_ready = 0
+        self.held: frozenset[Stage] = frozenset()
+        """Stages on hold."""
 
     # -- what is where -------------------------------------------------------------------------------------------
 
@@ -146,6 +149,10 @@ class StageScheduler:
     def is_waiting(self, job_id: str) -> bool:
         """The job stands in a queue, so nobody works on it."""
         return self._places[job_id].where is _Where.WAITING
+
+    def is_held(self, job_id: str) -> bool:
+        """The job waits for a stage that is on hold."""
+        return self.is_waiting(job_id) and self._places[job_id].stage in self.held
 
     # -- events --------------------------------------------------------------------------------------------------
 
@@ -192,6 +199,18 @@ class StageScheduler:
             self._paused_ready -= 1
         return self._fill()
 
+    def hold(self, stages: frozenset[Stage]) -> list[Start]:
+        """Put exactly these stages on hold; what waits for any other may start."""
+        self.held = stages
+        return self._fill()
+
+    def admit(self) -> list[Start]:
+        """Start one job that waits for a stage on hold, the most downstream one, if there is a slot for it."""
+        for stage in (Stage.EVAL, Stage.RUN, Stage.INIT):
+            if stage in self.held and len(self._queues[stage]) and self._room(stage):
+                return [self._start_next(stage)]
+        return []
+
     # -- inside --------------------------------------------------------------------------------------------------
 
     def _enqueue(self, job_id: str, stage: Stage) -> list[Start]:
@@ -202,7 +221,7 @@ class StageScheduler:
 
     def _leave_slot(self, job_id: str) -> None:
         place = self._places[job_id]
-        held = self._held[place.stage]
+        held = self._slots[place.stage]
         held[place.client] -= 1
         if not held[place.client]:
             del held[place.client]
@@ -219,12 +238,14 @@ class StageScheduler:
         """Start everything that may start. Downstream first, since that is what makes room upstream."""
         starts: list[Start] = []
         for stage in (Stage.EVAL, Stage.RUN, Stage.INIT):
-            queue = self._queues[stage]
-            while len(queue) and self._room(stage):
-                job_id = queue.pop(self._held[stage])
-                place = self._places[job_id]
-                place.where = _Where.WORKING
-                self._working[stage] += 1
-                self._held[stage][place.client] += 1
-                starts.append(Start(job_id, stage))
+            while stage not in self.held and len(self._queues[stage]) and self._room(stage):
+                starts.append(self._start_next(stage))
         return starts
+
+    def _start_next(self, stage: Stage) -> Start:
+        job_id = self._queues[stage].pop(self._slots[stage])
+        place = self._places[job_id]
+        place.where = _Where.WORKING
+        self._working[stage] += 1
+        self._slots[stage][place.client] += 1
+        return Start(job_id, stage)

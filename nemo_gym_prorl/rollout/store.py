@@ -1,31 +1,32 @@
 # SPDX-License-Identifier: Apache-2.0
 """What the service remembers: live jobs, the ordered log of terminal outcomes, and the stream of transitions.
 
-All three are bounded. A trainer submits millions of rollouts through one service; what has ended is kept for
-``retain`` jobs so that a follower that was away can catch up, and then forgotten. A cursor that points at something
-forgotten is an error that says so (:class:`CursorExpired`), never a silent gap.
+All of it is bounded, in bytes. A trainer submits millions of rollouts through one service; what has ended is kept so
+that its submitter can read it, and a follower that was away can catch up. Over the bound, what was read is forgotten
+first. What was not read is kept for a stated time; if that alone fills the bound the service takes no new jobs,
+rather than lose what it was asked for. Nothing is forgotten in silence: a cursor behind which something is missing,
+and the id of a forgotten job, are errors that say so.
 """
 
 from __future__ import annotations
 
 import asyncio
-from collections import OrderedDict, deque
-from collections.abc import AsyncIterator, Iterator
+import hashlib
+import time
+import uuid
+from collections import Counter, OrderedDict, deque
+from collections.abc import AsyncIterator, Callable, Iterator
 from dataclasses import dataclass
 
-from nemo_gym_prorl.failures import CallerError
+from nemo_gym_prorl.rollout.cursors import Cursor, CursorExpired
 from nemo_gym_prorl.rollout.job import Job, JobState
 
 
 EVENT_HISTORY = 10_000
 """Transitions kept for subscribers that reconnect with the id of the last one they saw."""
 
-
-class CursorExpired(CallerError):
-    """The cursor is older than what is kept; the follower has missed outcomes and must list afresh."""
-
-    http_status = 410
-    problem = "cursor-expired"
+REMEMBERED_IDS = 100_000
+"""Ids of forgotten jobs that are still known to have been, some 15 MB at most."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,29 +43,68 @@ class Transition:
     failure_kind: str | None
 
 
+@dataclass(slots=True)
+class _Entry:
+    """A job in the log of terminal outcomes."""
+
+    position: int
+    size: int
+    ended: float
+
+
 class JobStore:
     """In-memory store of one pipeline.
 
     Args:
-        retain: terminal jobs to keep.
+        retain_bytes: how much the terminal jobs may keep.
+        keep_unread_s: seconds for which a result that nobody has read is not forgotten, whatever the bound.
+        clock: monotonic seconds.
     """
 
-    def __init__(self, retain: int = 2_000) -> None:
-        self._retain = retain
+    def __init__(
+        self, retain_bytes: int = 2**30, keep_unread_s: float = 3600.0, clock: Callable[[], float] = time.monotonic
+    ) -> None:
+        self.epoch = uuid.uuid4().hex[:12]
+        self._retain_bytes = retain_bytes
+        self._keep_unread_s = keep_unread_s
+        self._clock = clock
         self._jobs: dict[str, Job] = {}
         self._groups: dict[str, set[str]] = {}
-        self._ended: OrderedDict[str, int] = OrderedDict()  # job id -> position in the log of terminal outcomes
+        self.states: Counter[JobState] = Counter()
+        """Remembered jobs by state."""
+        self._log: dict[int, Job] = {}
         self._log_length = 0
         self._expired_before = 0
+        self._unread: OrderedDict[Job, _Entry] = OrderedDict()  # in the order in which they ended
+        self._read: OrderedDict[Job, _Entry] = OrderedDict()  # in the order in which they were read
+        self.unread_bytes = 0
+        self._read_bytes = 0
+        self._gone: OrderedDict[bytes, None] = OrderedDict()
         self._events: deque[Transition] = deque(maxlen=EVENT_HISTORY)
         self._seq = 0
+        self._submitted = 0
         self._wake: asyncio.Event = asyncio.Event()
 
     def __len__(self) -> int:
         return len(self._jobs)
 
+    @property
+    def retained_bytes(self) -> int:
+        """What the terminal jobs keep."""
+        return self.unread_bytes + self._read_bytes
+
+    @property
+    def full(self) -> bool:
+        """Results that nobody has read fill the bound, and none of them may be forgotten yet."""
+        self._forget_over_bound()
+        return self.unread_bytes >= self._retain_bytes
+
     def add(self, job: Job, at: float) -> None:
-        """Remember a new job."""
+        """Remember a new job. One of the same id that was delivered stays in the log and nowhere else."""
+        self._submitted += 1
+        job.number = self._submitted
+        if (delivered := self._jobs.pop(job.id, None)) is not None:
+            self._leave_group(delivered)
         self._jobs[job.id] = job
         if job.group is not None:
             self._groups.setdefault(job.group, set()).add(job.id)
@@ -74,6 +114,10 @@ class JobStore:
         """The job, unless it never was or is forgotten."""
         return self._jobs.get(job_id)
 
+    def is_forgotten(self, job_id: str) -> bool:
+        """A job of that id has been, and was forgotten; its result is gone, and the id is not used again."""
+        return _mark(job_id) in self._gone
+
     def in_group(self, group: str) -> list[Job]:
         """Remembered jobs of a group, in no particular order."""
         return [self._jobs[job_id] for job_id in self._groups.get(group, ())]
@@ -82,14 +126,28 @@ class JobStore:
         """Jobs without an outcome."""
         return [job for job in self._jobs.values() if not job.state.terminal]
 
-    def find(self, *, state: JobState | None, group: str | None) -> Iterator[Job]:
-        """Remembered jobs that fit, oldest first."""
+    @property
+    def submitted(self) -> int:
+        """Jobs that have been, forgotten ones among them."""
+        return self._submitted
+
+    def find(self, *, state: JobState | None, group: str | None, after: int = 0) -> Iterator[Job]:
+        """Remembered jobs that fit and whose ``number`` lies behind ``after``, oldest first."""
         for job in self._jobs.values():
-            if (state is None or job.state is state) and (group is None or job.group == group):
+            if job.number > after and (state is None or job.state is state) and (group is None or job.group == group):
                 yield job
 
-    def record(self, job: Job, at: float) -> None:
-        """Publish the job's current state; a terminal one also enters the log of outcomes."""
+    def record(self, job: Job, at: float, was: JobState | None = None) -> None:
+        """Publish the job's current state; a terminal one also enters the log of outcomes.
+
+        Args:
+            job: it.
+            at: seconds since the epoch.
+            was: its state before; ``None`` for a new one.
+        """
+        if was is not None:
+            self.states[was] -= 1
+        self.states[job.state] += 1
         self._seq += 1
         outcome = job.outcome
         failure = outcome.failure if outcome else None
@@ -106,66 +164,100 @@ class JobStore:
             )
         )
         if job.state.terminal:
-            self._ended[job.id] = self._log_length
+            self._unread[job] = _Entry(self._log_length, job.size, self._clock())
+            self.unread_bytes += job.size
+            self._log[self._log_length] = job
             self._log_length += 1
-            while len(self._ended) > self._retain:
-                oldest, position = next(iter(self._ended.items()))
-                self._expired_before = position + 1
-                self._forget(oldest)
+            if job.state is JobState.CANCELLED:
+                self.mark_read(job)  # whoever took it back does not wait for it
+            self._forget_over_bound()
         self._wake.set()
         self._wake = asyncio.Event()
+
+    # -- reading -------------------------------------------------------------------------------------------------
+
+    def mark_read(self, job: Job) -> None:
+        """Somebody has the job's result; no-op for one without an outcome."""
+        if (entry := self._unread.pop(job, None)) is not None:
+            self.unread_bytes -= entry.size
+            self._read[job] = entry
+            self._read_bytes += entry.size
+
+    def deliver(self, job: Job) -> None:
+        """The caller that held its connection for this job has the answer: drop row and result, free the id."""
+        self.mark_read(job)
+        job.deliver()
+        if (entry := self._read.get(job)) is not None:
+            self._read_bytes += job.size - entry.size
+            entry.size = job.size
 
     # -- the ordered log of terminal outcomes --------------------------------------------------------------------
 
     @property
-    def cursor(self) -> int:
-        """Position behind the last terminal outcome."""
-        return self._log_length
+    def cursor(self) -> Cursor:
+        """The place behind the last terminal outcome."""
+        return Cursor(self.epoch, self._log_length)
 
-    def ended_after(self, cursor: int, limit: int) -> tuple[list[Job], int]:
-        """Terminal jobs from position ``cursor`` on, in the order in which they ended, and the cursor to go on with.
+    def ended_after(self, cursor: Cursor, limit: int) -> tuple[list[Job], Cursor]:
+        """Terminal jobs behind ``cursor``, in the order in which they ended, and the cursor to go on with.
 
         Raises:
-            CursorExpired: outcomes at that position were forgotten.
-            CallerError: the cursor lies in the future, e.g. because the service was restarted.
+            CursorExpired: an outcome behind it was forgotten, or the cursor is of another run of the service.
+            CallerError: the cursor lies beyond the log's end.
         """
-        if cursor > self._log_length:
-            raise CallerError(f"{cursor} lies behind the end of the log ({self._log_length})", field="after")
-        if cursor < self._expired_before:
-            raise CursorExpired(
-                f"outcomes before {self._expired_before} are forgotten; list again and follow from there",
-                field="after",
-            )
-        newer: list[Job] = []
-        for job_id in reversed(self._ended):
-            if self._ended[job_id] < cursor:
-                break
-            newer.append(self._jobs[job_id])
-        newer.reverse()
-        page = newer[:limit]
-        return page, (self._ended[page[-1].id] + 1 if page else self._log_length)
+        start = cursor.within(self.epoch, self._expired_before, self._log_length)
+        end = min(start + limit, self._log_length)
+        return [self._log[position] for position in range(start, end)], Cursor(self.epoch, end)
 
-    async def wait_for_end(self, cursor: int, timeout: float) -> None:
-        """Return when there is a terminal outcome at or behind ``cursor``, or after ``timeout`` seconds."""
+    async def wait_for_end(self, cursor: Cursor, timeout: float) -> None:
+        """Return when there is a terminal outcome behind ``cursor``, or after ``timeout`` seconds.
+
+        Raises:
+            CursorExpired, CallerError: as :meth:`ended_after`.
+        """
+        start = cursor.within(self.epoch, self._expired_before, self._log_length)
         deadline = asyncio.get_running_loop().time() + timeout
-        while self._log_length <= cursor:
+        while self._log_length <= start:
             left = deadline - asyncio.get_running_loop().time()
             if left <= 0 or not await self._news_within(left):
                 return
 
     # -- the stream of transitions -------------------------------------------------------------------------------
 
-    async def events(self, after: int | None = None) -> AsyncIterator[Transition]:
-        """Transitions from now on, or from behind ``after`` as far as history reaches. A reader too slow for the
-        history sees a gap in ``seq`` and can list afresh; it never holds up the service."""
-        seen = self._seq if after is None else after
+    def events(self, after: Cursor | None = None) -> AsyncIterator[Transition]:
+        """Transitions from now on, or from behind ``after``; its ``seq`` is a position of this log.
+
+        A reader never holds up the service. One that is slower than the history is long gets :class:`CursorExpired`
+        from the iterator, so that it knows that it missed something.
+
+        Raises:
+            CursorExpired: history does not reach back that far, or the cursor is of another run of the service.
+            CallerError: the cursor lies beyond the end, where it would wait for nothing.
+        """
+        return self._follow(self._seq if after is None else after.within(self.epoch, self._first_event, self._seq))
+
+    def event_cursor(self, transition: Transition) -> Cursor:
+        """The place behind a transition."""
+        return Cursor(self.epoch, transition.seq)
+
+    async def _follow(self, seen: int) -> AsyncIterator[Transition]:
         while True:
             wake = self._wake
+            if seen < self._first_event:
+                raise CursorExpired(
+                    f"this reader was too slow: transitions {seen + 1} to {self._first_event} are forgotten; list "
+                    "again and follow from there"
+                )
             for event in self._newer_than(seen):
                 seen = event.seq
                 yield event
             if self._wake is wake:
                 await wake.wait()
+
+    @property
+    def _first_event(self) -> int:
+        """Transitions that are forgotten."""
+        return self._seq - len(self._events)
 
     def _newer_than(self, seen: int) -> list[Transition]:
         newer: list[Transition] = []
@@ -185,11 +277,41 @@ class JobStore:
             return False
         return True
 
-    def _forget(self, job_id: str) -> None:
-        del self._ended[job_id]
-        job = self._jobs.pop(job_id)
+    # -- forgetting ----------------------------------------------------------------------------------------------
+
+    def _forget_over_bound(self) -> None:
+        while self.retained_bytes > self._retain_bytes:
+            if self._read:
+                job, entry = self._read.popitem(last=False)
+                self._read_bytes -= entry.size
+            else:
+                job, entry = next(iter(self._unread.items()))
+                if self._clock() - entry.ended < self._keep_unread_s:
+                    return
+                del self._unread[job]
+                self.unread_bytes -= entry.size
+            self._forget(job, entry)
+
+    def _forget(self, job: Job, entry: _Entry) -> None:
+        del self._log[entry.position]
+        self._expired_before = max(self._expired_before, entry.position + 1)
+        self.states[job.state] -= 1
+        if not job.delivered:
+            self._gone[_mark(job.id)] = None
+            if len(self._gone) > REMEMBERED_IDS:
+                self._gone.popitem(last=False)
+        if self._jobs.get(job.id) is not job:
+            return  # delivered, and its id is another job's by now
+        del self._jobs[job.id]
+        self._leave_group(job)
+
+    def _leave_group(self, job: Job) -> None:
         if job.group is not None:
             members = self._groups[job.group]
-            members.discard(job_id)
+            members.discard(job.id)
             if not members:
                 del self._groups[job.group]
+
+
+def _mark(job_id: str) -> bytes:
+    return hashlib.blake2b(job_id.encode("utf-8", "surrogatepass"), digest_size=16).digest()

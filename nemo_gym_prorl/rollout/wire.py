@@ -4,25 +4,26 @@
 Routes and fields follow NVIDIA-NeMo/ProRL-Agent-Server (``scripts/start_server.py``, ``openhands/nvidia/utils.py``);
 jobs run in the same pipeline as everybody's. Where that server loses things this one does not: a cancelled job answers
 with its partial messages, an unknown job is 404 rather than ok, errors keep their status, a second ``/process`` with
-the same ``job_id`` joins the first, ``/stop`` touches its own jobs only, and ``/status`` has one schema.
+the same ``job_id`` joins the first while that runs and is a new job afterwards, ``/stop`` touches its own jobs only,
+and ``/status`` has one schema.
 """
 
 from __future__ import annotations
 
 import asyncio
-from typing import Annotated, Any, Protocol
+from typing import Any, Protocol
 
 import orjson
-from fastapi import APIRouter, Depends, Request, Response
-from pydantic import BaseModel, ConfigDict, Field
+from fastapi import APIRouter, Request, Response
+from pydantic import BaseModel, ConfigDict, Field, HttpUrl
 
 from nemo_gym_prorl.failures import CallerError, FailureKind, Stage
-from nemo_gym_prorl.problems import ProblemError, ProblemRoute
-from nemo_gym_prorl.rollout.api import token_guard
+from nemo_gym_prorl.problems import ProblemError, problem_responses
 from nemo_gym_prorl.rollout.callers import CallerGone, CallerWatch
 from nemo_gym_prorl.rollout.job import Job, JobState
 from nemo_gym_prorl.rollout.pipeline import Pipeline
-from nemo_gym_prorl.rollout.request import JobRequest
+from nemo_gym_prorl.rollout.request import JobConflict, JobRequest
+from nemo_gym_prorl.rollout.rows import JsonRoute, check_row
 from nemo_gym_prorl.rollout.schemas import Identifier, StatusView
 
 
@@ -57,34 +58,41 @@ class CancelBody(BaseModel):
 class ServerBody(BaseModel):
     """Which backend, e.g. ``http://10.0.0.7:8000/v1``."""
 
-    address: Annotated[str, Field(pattern=r"^https?://")]
+    address: HttpUrl
 
 
 _SAMPLING = ("temperature", "top_p", "max_output_tokens")
 """Sampling parameters that a Responses API request has a field for; the rest belongs to the model server's config."""
 
 
-def wire_router(
-    pipeline: Pipeline, callers: CallerWatch, backends: BackendControl, control_token: str | None = None
-) -> APIRouter:
+def wire_router(pipeline: Pipeline, callers: CallerWatch, backends: BackendControl) -> APIRouter:
     """The original routes. Include it before the job API's router, since both have a ``/status``.
 
     Args:
         pipeline: runs the jobs.
         callers: holds them while their connection lives.
         backends: what ``/add_llm_server`` and ``/clear_llm_server`` change.
-        control_token: if set, every route requires it.
     """
-    router = APIRouter(route_class=ProblemRoute, tags=["original ProRL wire format"])
-    guard = [Depends(token_guard(control_token))]
-    jobs: dict[str, Job] = {}
+    router = APIRouter(route_class=JsonRoute, tags=["original ProRL wire format"])
+    jobs: dict[str, Job] = {}  # in flight, by the id that this wire format's caller knows
+    names: dict[str, str] = {}  # the same ids, by the job's own
     running = False
+
+    def started(name: str, job: Job) -> None:
+        jobs[name], names[job.id] = job, name
+
+    def finished(job: Job) -> None:
+        name = names.pop(job.id, None)
+        if name is not None and jobs.get(name) is job:
+            del jobs[name]
+
+    pipeline.on_finish.append(finished)  # also where nobody is left who waits for the answer
 
     def require_running() -> None:
         if not running:
             raise ProblemError(503, "not-running", "the server is not running; POST /start first")
 
-    @router.post("/start", dependencies=guard)
+    @router.post("/start", responses=problem_responses(400))
     async def start() -> dict[str, str]:
         """Take jobs."""
         nonlocal running
@@ -93,7 +101,7 @@ def wire_router(
         running = True
         return {"status": "started"}
 
-    @router.post("/stop", dependencies=guard)
+    @router.post("/stop", responses=problem_responses())
     async def stop() -> dict[str, str]:
         """Take no more jobs, and cancel those of this wire format. Answers when their sandboxes are gone."""
         nonlocal running
@@ -101,27 +109,28 @@ def wire_router(
         await asyncio.gather(*(pipeline.cancel(job, "the server was stopped") for job in list(jobs.values())))
         return {"status": "stopped"}
 
-    @router.post("/process", dependencies=guard)
+    @router.post("/process", responses=problem_responses(409, 410, 422, 503))
     async def process(body: ProcessRequest, request: Request) -> Response:
-        """Run one rollout and answer with its messages, tokens and verdict."""
+        """Run one rollout and answer with its messages, tokens and verdict.
+
+        A `job_id` again while that rollout runs joins it; after its answer was delivered it is a new rollout.
+        """
         require_running()
         wanted = JobRequest(to_row(body.instance, body.sampling_params), id=body.job_id)
-        key = body.job_id.encode() if body.job_id else None
+        key = b"process:" + body.job_id.encode() if body.job_id else None
 
         def render(job: Job) -> bytes:
-            jobs.pop(job.id, None)
-            return orjson.dumps(to_result(job))
-
-        def started(job: Job) -> None:
-            jobs[job.id] = job
+            return orjson.dumps(to_result(job, body.job_id or job.id))
 
         try:
-            answer = await callers.run(wanted, key, request, render, started)
+            answer = await callers.run(wanted, key, request, render, lambda job: started(body.job_id or job.id, job))
+        except JobConflict as error:
+            raise JobConflict(error.complaint, field="job_id") from None
         except CallerGone:
             return Response(status_code=499)
         return Response(answer, media_type="application/json")
 
-    @router.post("/cancel", dependencies=guard)
+    @router.post("/cancel", responses=problem_responses(404, 422))
     async def cancel(body: CancelBody) -> dict[str, str]:
         """Cancel a job; its `/process` answers with what there is."""
         job = jobs.get(body.job_id)
@@ -130,13 +139,14 @@ def wire_router(
         await pipeline.cancel(job)
         return {"status": f"job {body.job_id} is {job.state}"}
 
-    @router.post("/add_llm_server", dependencies=guard)
+    @router.post("/add_llm_server", responses=problem_responses(422, 501, 502))
     async def add_llm_server(body: ServerBody) -> dict[str, str]:
         """Add an inference backend."""
-        await backends.add(body.address)
-        return {"status": f"added {body.address}"}
+        address = str(body.address).rstrip("/")
+        await backends.add(address)
+        return {"status": f"added {address}"}
 
-    @router.post("/clear_llm_server", dependencies=guard)
+    @router.post("/clear_llm_server", responses=problem_responses(501, 502))
     async def clear_llm_server() -> dict[str, str]:
         """Remove every inference backend."""
         await backends.clear()
@@ -169,18 +179,21 @@ def to_row(instance: dict[str, Any], sampling: dict[str, Any]) -> dict[str, Any]
                 "needs `responses_create_params`, `prompt` (text or messages) or `problem_statement`", field="instance"
             )
         params = {"input": prompt}
-    elif not isinstance(params, dict) or "input" not in params:
-        raise CallerError("must be an object with `input`", field="instance.responses_create_params")
+    try:
+        check_row({**instance, "responses_create_params": params})
+    except CallerError as error:
+        raise CallerError(error.complaint, field=f"instance.{error.field}") from None
     chosen = {name: sampling[name] for name in _SAMPLING if sampling.get(name) is not None}
     return {**instance, "responses_create_params": {**params, **chosen}}
 
 
-def to_result(job: Job) -> dict[str, Any]:
-    """The original's result of a job with its outcome."""
+def to_result(job: Job, job_id: str) -> dict[str, Any]:
+    """The original's result of a job with its outcome, under the id that its caller knows."""
     outcome = job.outcome
     assert outcome is not None, "only a job with its outcome has a result"
     failure = outcome.failure
-    response = outcome.result.get("response") or {}
+    result = outcome.result
+    response = result.get("response") or {}
     critical = None
     if failure is not None:
         if job.state is JobState.TIMED_OUT:
@@ -189,13 +202,15 @@ def to_result(job: Job) -> dict[str, Any]:
             critical = "cancelled"
         else:
             critical = failure.stage.value
+    row = job.row
+    params = row["responses_create_params"]
     worked = {stage: time.worked_s for stage, time in job.times.items()}
     waited = sum(time.waited_s for time in job.times.values())
     return {
-        "job_id": job.id,
-        "instance_id": job.row.get("instance_id"),
-        "trajectory_id": job.row.get("trajectory_id"),
-        "git_patch": outcome.result.get("git_patch"),
+        "job_id": job_id,
+        "instance_id": row.get("instance_id"),
+        "trajectory_id": row.get("trajectory_id"),
+        "git_patch": result.get("git_patch"),
         "success": failure is None,
         "resolved": outcome.reward is not None and outcome.reward > 0,
         "reward": outcome.reward,
@@ -204,8 +219,8 @@ def to_result(job: Job) -> dict[str, Any]:
         "error": failure.reason if failure else None,
         "critical_error": critical,
         "filter": failure is not None,
-        "messages": to_messages(job.row["responses_create_params"]["input"], response.get("output") or []),
-        "tools": job.row["responses_create_params"].get("tools") or [],
+        "messages": to_messages(params["input"], response.get("output") or []),
+        "tools": params.get("tools") or [],
         "timing": {
             "init_time": worked[Stage.INIT],
             "run_time": worked[Stage.RUN],
@@ -228,18 +243,19 @@ def to_messages(prompt: str | list[dict[str, Any]], output: list[dict[str, Any]]
     for item in [*(prompt if isinstance(prompt, list) else []), *output]:
         kind = item.get("type", "message")
         if kind == "function_call_output":
-            messages.append({"role": "tool", "tool_call_id": item["call_id"], "content": item["output"]})
+            messages.append({"role": "tool", "tool_call_id": item.get("call_id"), "content": item.get("output")})
             turn = None
             continue
         if kind == "message" and item.get("role") != "assistant":
-            messages.append({"role": item["role"], "content": _text(item.get("content"))})
+            messages.append({"role": item.get("role"), "content": _text(item.get("content"))})
             turn = None
             continue
         if turn is None:
             turn = {"role": "assistant", "content": "", "tool_calls": []}
             messages.append(turn)
         if kind == "function_call":
-            turn["tool_calls"].append({"id": item["call_id"], "name": item["name"], "arguments": item["arguments"]})
+            call = {"id": item.get("call_id"), "name": item.get("name"), "arguments": item.get("arguments")}
+            turn["tool_calls"].append(call)
         elif kind == "message":
             turn["content"] += _text(item.get("content"))
         if item.get("generation_token_ids") is not None:
@@ -251,6 +267,7 @@ def to_messages(prompt: str | list[dict[str, Any]], output: list[dict[str, Any]]
 
 
 def _text(content: Any) -> str:
-    if isinstance(content, str) or content is None:
-        return content or ""
-    return "".join(part.get("text", "") for part in content)
+    """Of a message; a prompt's items are the caller's own and may be anything."""
+    if isinstance(content, list):
+        return "".join(str(part.get("text", "")) if isinstance(part, dict) else str(part) for part in content)
+    return "" if content is None else str(content)

@@ -11,8 +11,8 @@ from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager, suppress
 from typing import Any
 
-from fastapi import Body, FastAPI, Request, Response
-from fastapi.responses import JSONResponse, PlainTextResponse
+from fastapi import Body, FastAPI, Request
+from fastapi.responses import PlainTextResponse
 from nemo_gym.base_resources_server import (
     BaseResourcesServerConfig,
     BaseVerifyRequest,
@@ -25,7 +25,8 @@ from nemo_gym.server_utils import SESSION_ID_KEY
 from pydantic import ConfigDict, Field, PrivateAttr, model_validator
 
 from nemo_gym_prorl import open_files
-from nemo_gym_prorl.failures import FAILURE_KIND_HEADER, CallerError, InfrastructureError
+from nemo_gym_prorl.access import KeyGuard, check_exposure
+from nemo_gym_prorl.problems import add_problem_handlers
 from nemo_gym_prorl.sandbox import started
 from nemo_gym_prorl.sandbox.image import ensure_default_image
 from nemo_gym_prorl.sandbox.kernel_image import ensure_kernel_image
@@ -58,6 +59,7 @@ class ProRLCodeConfig(BaseResourcesServerConfig):
     grading_timeout_s: float = Field(default=20.0, gt=0)
     grading_memory_mib: int = Field(default=1024, ge=64)
     session_ttl_s: float = Field(default=3600.0, gt=0)
+    control_token: str | None = None
 
     @model_validator(mode="after")
     def _one_worker(self) -> "ProRLCodeConfig":
@@ -103,15 +105,16 @@ class ProRLCodeServer(SimpleResourcesServer):
 
     def setup_webserver(self) -> FastAPI:
         open_files.raise_limit()
+        check_exposure(self.config.host, self.config.control_token)
         app = super().setup_webserver()
         for tool in TOOLS:
             app.post(f"/{tool}", response_class=PlainTextResponse)(self._tool_route(tool))
         app.post(RELEASE_PATH)(self.release_session)
         if not any(getattr(route, "path", None) == "/close_session" for route in app.routes):
             app.post("/close_session")(self.close_resources_session)  # Gym has the route since 0.7
-        app.add_exception_handler(InfrastructureError, _infrastructure_problem)
-        app.add_exception_handler(CallerError, _caller_problem)
         app.router.lifespan_context = self._lifespan(app.router.lifespan_context)
+        add_problem_handlers(app)
+        app.add_middleware(KeyGuard, key=self.config.control_token)
         return app
 
     async def seed_session(self, request: Request, body: dict[str, Any] = Body()) -> dict[str, str]:
@@ -154,7 +157,7 @@ class ProRLCodeServer(SimpleResourcesServer):
         async def call(request: Request) -> PlainTextResponse:
             try:
                 arguments = await request.json()
-            except ValueError:
+            except (ValueError, RecursionError):
                 arguments = None
             return PlainTextResponse(await self._sessions.call(_key(request), tool, arguments))
 
@@ -210,19 +213,6 @@ async def _hang_up(request: Request) -> AsyncIterator[Callable[[], bool]]:
 
 def _key(request: Request) -> str:
     return str(request.session[SESSION_ID_KEY])
-
-
-async def _infrastructure_problem(request: Request, error: Exception) -> Response:
-    assert isinstance(error, InfrastructureError)
-    problem = {"type": f"urn:prorl:failure:{error.kind}", "title": error.kind, "status": 500, "detail": error.reason}
-    headers = {FAILURE_KIND_HEADER: error.kind.value}
-    return JSONResponse(problem, 500, headers=headers, media_type="application/problem+json")
-
-
-async def _caller_problem(request: Request, error: Exception) -> Response:
-    assert isinstance(error, CallerError)
-    fault = {"type": "value_error", "loc": ["body", *(error.field or "").split(".")], "msg": str(error)}
-    return JSONResponse({"detail": [fault]}, 422)
 
 
 if __name__ == "__main__":

@@ -5,13 +5,47 @@ from contextlib import asynccontextmanager
 from typing import Any, ClassVar
 
 from fastapi import FastAPI, Request, Response
-from nemo_gym.base_resources_server import AggregateMetrics, AggregateMetricsRequest
+from nemo_gym.base_resources_server import AggregateMetrics
 from nemo_gym.base_responses_api_agent import BaseResponsesAPIAgentConfig, SimpleResponsesAPIAgent
 from nemo_gym.config_types import ModelServerRef, ResourcesServerRef
-from pydantic import PrivateAttr
+from pydantic import BaseModel, ConfigDict, Field, PrivateAttr, ValidationError, field_validator
 
 from nemo_gym_prorl import open_files
+from nemo_gym_prorl.access import KeyGuard, check_exposure
 from nemo_gym_prorl.handlers.agent_service import AgentService, ServiceConfig
+from nemo_gym_prorl.problems import Declared, add_problem_handlers, invalid_body
+from nemo_gym_prorl.rollout.rows import CreateParams, Row, read_json
+
+
+class VerifiedRollout(BaseModel):
+    """A row that ``/run`` answered with, as Gym sends it back: what its profiler cannot do without."""
+
+    model_config = ConfigDict(extra="allow")
+
+    task_index: int = Field(alias="_ng_task_index")
+    rollout_index: int = Field(alias="_ng_rollout_index")
+    reward: float = Field(allow_inf_nan=False)
+    response: dict[str, Any] = Field(default_factory=dict)
+
+
+class VerifiedRollouts(BaseModel):
+    """Gym's request for metrics. Gym's own model takes any objects, and its profiler fails on most of them."""
+
+    verify_responses: list[VerifiedRollout]
+
+    @field_validator("verify_responses")
+    @classmethod
+    def _different(cls, rollouts: list[VerifiedRollout]) -> list[VerifiedRollout]:
+        if len({(rollout.task_index, rollout.rollout_index) for rollout in rollouts}) < len(rollouts):
+            raise ValueError("two rollouts have the same indices")
+        return rollouts
+
+
+_GYM_ROUTES = {
+    "/run": Declared((409, 500, 503), Row),
+    "/v1/responses": Declared((500, 503, 504), CreateParams),
+    "/aggregate_metrics": Declared((500, 503), VerifiedRollouts),
+}
 
 
 class ProRLAgentConfig(BaseResponsesAPIAgentConfig, ServiceConfig):
@@ -29,7 +63,12 @@ class ProRLAgent(SimpleResponsesAPIAgent):
     _service: AgentService = PrivateAttr()
 
     def setup_webserver(self) -> FastAPI:
-        """Gym's routes, and the service's."""
+        """Gym's routes, and the service's.
+
+        Raises:
+            CallerError: the server would listen beyond loopback without a key, or a setting cannot work.
+        """
+        check_exposure(self.config.host, self.config.control_token)
         open_files.raise_limit()
         self._service = AgentService.from_gym(
             self.config,
@@ -40,6 +79,8 @@ class ProRLAgent(SimpleResponsesAPIAgent):
         app = super().setup_webserver()
         app.include_router(self._service.router())
         app.add_middleware(open_files.FileGuard)
+        add_problem_handlers(app, _GYM_ROUTES)
+        app.add_middleware(KeyGuard, key=self.config.control_token)
         app.router.lifespan_context = self._lifespan
         return app
 
@@ -49,16 +90,21 @@ class ProRLAgent(SimpleResponsesAPIAgent):
         await self._service.close()
 
     async def run(self, request: Request) -> Response:
-        """One rollout, start to reward. Never fails: a rollout that does answers with a masked row that says why."""
+        """One rollout, start to reward. One that fails is a masked row that says why, or for a trainer an error."""
         return await self._service.run(request)
 
     async def responses(self, request: Request) -> Response:
         """The tool loop alone, in a session that the caller seeded."""
         return await self._service.responses(request)
 
-    async def aggregate_metrics(self, body: AggregateMetricsRequest) -> AggregateMetrics:
+    async def aggregate_metrics(self, request: Request) -> AggregateMetrics:
         """What the resources server makes of the finished rollouts."""
-        return AggregateMetrics.model_validate(await self._service.aggregate_metrics(body.model_dump()))
+        try:
+            asked = VerifiedRollouts.model_validate(read_json(await request.body()))
+        except ValidationError as error:
+            raise invalid_body(error) from None
+        sent = asked.model_dump(by_alias=True, exclude_unset=True)
+        return AggregateMetrics.model_validate(await self._service.aggregate_metrics(sent))
 
 
 if __name__ == "__main__":

@@ -51,6 +51,11 @@ def scripted(row: dict[str, Any], *turns: Any) -> dict[str, Any]:
     return {**row, "responses_create_params": params}
 
 
+def collected(row: dict[str, Any], rollout: int = 0) -> dict[str, Any]:
+    """The row as Gym's own collector sends it."""
+    return {**row, "_ng_task_index": 0, "_ng_rollout_index": rollout}
+
+
 class Stage:
     """The running servers of a test."""
 
@@ -241,6 +246,37 @@ async def test_a_server_that_keeps_the_tokens_is_sent_only_what_is_new(stage: St
     ]
 
 
+async def test_a_rollout_that_runs_out_of_time_keeps_its_tokens_and_leaves_nothing(stage: Stage) -> None:
+    """At a real server that keeps tokens: every turn that was complete, in one chain."""
+    [row, *_] = gym_rows("example_session_state_mgmt")
+    endless = [[("increment_counter", {"count": 1})] for _ in range(400)]
+    async with stage.prorl_agent("example_session_state_mgmt", "token_keeper", budgets={"run": 1.5}) as run:
+        result = await run(collected(scripted(row, *endless)))
+    assert result["failure_kind"] == "agent_timeout"
+    assert result["instance_config"]["mask_sample"] is True
+    sampled = [item for item in result["response"]["output"] if item.get("generation_token_ids")]
+    assert 0 < len(sampled) == result["rollout"]["turns"] < 400
+    so_far: list[int] = []
+    for item in sampled:
+        assert item["prompt_token_ids"][: len(so_far)] == so_far
+        so_far = [*item["prompt_token_ids"], *item["generation_token_ids"]]
+    ledger = f"{url_of(stage.config['token_keeper'])}/v1/rollouts/{result['rollout']['id']}.1/tokens"
+    async with stage.http.get(ledger) as answer:
+        assert answer.status == 410
+
+
+async def test_the_row_names_the_weights_that_sampled_each_turn(stage: Stage) -> None:
+    [row, *_] = gym_rows("example_session_state_mgmt")
+    label = f"{url_of(stage.config['token_keeper'])}/v1/backends/weight_version"
+    async with stage.http.post(label, json={"weight_version": "step-7"}) as answer:
+        assert answer.status == 200
+    async with stage.prorl_agent("example_session_state_mgmt", "token_keeper") as run:
+        result = await run(scripted(row, *counting(2)))
+    assert result["rollout"]["weight_versions"] == [
+        {"turn": turn, "first": "step-7", "last": "step-7"} for turn in range(3)
+    ]
+
+
 async def test_rollouts_at_once_do_not_share_a_session(stage: Stage) -> None:
     [row, *_] = gym_rows("example_session_state_mgmt")
     async with stage.prorl_agent("example_session_state_mgmt") as run:
@@ -298,7 +334,7 @@ async def test_a_policy_cannot_call_the_servers_own_routes(stage: Stage, route: 
 async def test_a_row_that_the_environment_refuses_is_the_callers_error(stage: Stage) -> None:
     row = {"responses_create_params": {"input": "hi"}}  # the counter needs initial_count
     async with stage.prorl_agent("example_session_state_mgmt") as run:
-        result = await run(row)
+        result = await run(collected(row))
     assert result["mask_sample"] is True
     assert result["failure_kind"] == "agent_request_failed"
     assert "initial_count" in result["failure_reason"]
@@ -326,7 +362,8 @@ async def test_a_resources_server_killed_in_mid_rollout(stage: Stage) -> None:
             both.prorl_agent("doomed", max_attempts=2) as run_doomed,
             both.prorl_agent("example_session_state_mgmt") as run_neighbour,
         ):
-            doomed = [asyncio.create_task(run_doomed(scripted(row, *slow[: 40 + number]))) for number in range(4)]
+            rows = [collected(scripted(row, *slow[: 40 + number]), number) for number in range(4)]
+            doomed = [asyncio.create_task(run_doomed(each)) for each in rows]
             neighbours = [asyncio.create_task(run_neighbour(scripted(row, *counting(2)))) for _ in range(4)]
             await asyncio.sleep(0.3)
             host.kill()

@@ -4,8 +4,10 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Callable, Sequence
 from functools import cache
 from pathlib import Path
+from typing import Any
 
 import pytest
 from hypothesis import given, settings
@@ -13,9 +15,9 @@ from hypothesis import strategies as st
 from tokenizers import Tokenizer as FastTokenizer
 
 from nemo_gym_prorl.failures import CallerError
-from nemo_gym_prorl.policy.chat import ChatTemplate, Message, Renderer, Tokenizer
+from nemo_gym_prorl.policy.chat import ChatTemplate, Renderer, Tokenizer
+from nemo_gym_prorl.policy.messages import Message, as_message
 from nemo_gym_prorl.policy.parsers import parse
-from nemo_gym_prorl.policy.service import as_message
 from nemo_gym_prorl.policy.tokens import Finish
 from tests.policy.engines import tiny_model
 from tests.policy.families import FAMILIES, TOOLS, Family, call_message
@@ -49,13 +51,14 @@ def chained(renderer: Renderer, family: Family, conversation: list[Message]) -> 
             continue
         history = conversation[:index]
         if not ids:
-            ids = renderer.first(history, TOOLS)
+            ids = renderer.first(history, TOOLS).ids
         stop = family.call_stop or family.stop if message.get("tool_calls") else family.stop
-        ids += renderer.tokenizer.encode(written(family, message) + stop)
+        sampled = renderer.tokenizer.encode(written(family, message) + stop)
+        ids += sampled
         after = conversation[index + 1 :]
         new = after[: next((i for i, m in enumerate(after) if m["role"] == "assistant"), len(after))]
         if new:
-            more = renderer.next([*history, message], new, TOOLS, last_sampled=ids[-1], finish=Finish.STOP)
+            more = renderer.next([*history, message], new, TOOLS, sampled=sampled, finish=Finish.STOP)
             ids += more.ids
             rewritten |= more.rewrites_history
     assert not rewritten
@@ -112,21 +115,27 @@ def test_the_conversation_goes_on_whatever_the_policy_wrote(name: str, where: in
     family = FAMILIES[name]
     renderer = family.renderer(tokenizer())
     call = family.call % "日本"
-    parsed = parse(call[:where] + what + call[max(where, to) :], family.tool_format)
+    text = call[:where] + what + call[max(where, to) :]
+    parsed = parse(text, family.tool_format)
     message = as_message(parsed)
     calls = message.get("tool_calls", [])
     new: list[Message] = [{"role": "tool", "tool_call_id": call["id"], "content": "r"} for call in calls] or [USER]
     history = [USER, message]
-    renderer.next(history, new, TOOLS, last_sampled=1, finish=Finish.STOP, thoughts=parsed.thought is not None)
+    sampled = renderer.tokenizer.encode(text + family.stop)
+    renderer.next(history, new, TOOLS, sampled=sampled, finish=Finish.STOP)
     renderer.first([*history, *new], TOOLS)
 
 
 def rewrites(name: str, history: list[Message], new: list[Message], *, thoughts: bool = False) -> bool:
     renderer = FAMILIES[name].renderer(tokenizer())
-    return renderer.next(history, new, TOOLS, last_sampled=1, finish=Finish.STOP, thoughts=thoughts).rewrites_history
+    if thoughts:
+        thought = f"<think>\nhm\n</think>\n\n{history[-1]['content']}"
+        history = [*history[:-1], history[-1] | {"content": thought}]
+    return renderer.next(history, new, TOOLS, sampled=[1], finish=Finish.STOP).rewrites_history
 
 
 USER: Message = {"role": "user", "content": "q"}
+AND: Message = {"role": "user", "content": "and?"}
 SAID: Message = {"role": "assistant", "content": "a"}
 RESULT: Message = {"role": "tool", "tool_call_id": "abcdefgh1", "content": "r"}
 
@@ -134,16 +143,16 @@ RESULT: Message = {"role": "tool", "tool_call_id": "abcdefgh1", "content": "r"}
 @pytest.mark.parametrize(
     ("name", "history", "new", "thoughts", "expected"),
     [
-        ("chatml", [USER, SAID], [USER], False, False),
-        ("chatml", [USER, SAID], [USER], True, False),
-        ("thinking", [USER, SAID], [USER], False, False),
-        ("thinking", [USER, SAID], [USER], True, True),
+        ("chatml", [USER, SAID], [AND], False, False),
+        ("chatml", [USER, SAID], [AND], True, False),
+        ("thinking", [USER, SAID], [AND], False, False),
+        ("thinking", [USER, SAID], [AND], True, True),
         ("thinking", [USER, call_message("x")], [RESULT], True, False),
         ("headers", [USER, call_message("x")], [RESULT], False, False),
         ("brackets", [USER, call_message("x")], [RESULT], False, False),
-        ("brackets", [USER, SAID], [USER], False, True),
-        ("opened", [USER, SAID], [USER], True, True),
-        ("turns", [USER, SAID], [USER], False, False),
+        ("brackets", [USER, SAID], [AND], False, True),
+        ("opened", [USER, SAID], [AND], True, True),
+        ("turns", [USER, SAID], [AND], False, False),
         ("xml", [USER, call_message("x")], [RESULT], False, False),
     ],
 )
@@ -159,27 +168,44 @@ def test_the_end_of_turn_is_there_once_however_sampling_ended(name: str) -> None
     renderer = family.renderer(tokenizer())
     history = [USER, call_message("x")]
     stop = tokenizer().encode(family.stop)[0]
-    ended = renderer.next(history, [RESULT], TOOLS, last_sampled=stop, finish=Finish.STOP).ids
-    cut = renderer.next(history, [RESULT], TOOLS, last_sampled=stop - 1, finish=Finish.LENGTH).ids
+    ended = renderer.next(history, [RESULT], TOOLS, sampled=[5, stop], finish=Finish.STOP).ids
+    cut = renderer.next(history, [RESULT], TOOLS, sampled=[5], finish=Finish.LENGTH).ids
     assert cut[1:] == ended
     assert cut[0] in tokenizer().special
 
 
 @pytest.mark.parametrize("turns", [1, 40])
-def test_a_turn_costs_the_same_late_in_a_conversation(turns: int) -> None:
+def test_only_what_is_new_is_tokenised_late_in_a_conversation(turns: int) -> None:
+    """Rendering all of it as text is what tells the seam, and is cheap; tokens are not."""
     renderer = FAMILIES["thinking"].renderer(tokenizer())
     history = [USER, *[call_message("x" * 1000), {**RESULT, "content": "y" * 1000}] * turns, call_message("z")]
-    rendered: list[int] = []
-    original = renderer.template.render
+    encoded: list[str] = []
+    original = renderer.tokenizer.encode_observed
 
-    def counting(*arguments: object, **named: object) -> str:
-        text = original(*arguments, **named)
-        rendered.append(len(text))
-        return text
+    def counting(text: str, places: Sequence[tuple[int, int]]) -> tuple[list[int], int]:
+        encoded.append(text)
+        return original(text, places)
 
-    renderer.template.render = counting
-    renderer.next(history, [RESULT], TOOLS, last_sampled=1, finish=Finish.STOP)
-    assert sum(rendered) < 4000
+    rendered: list[str] = []
+    write = renderer.template.writer
+
+    def writer(*arguments: Any) -> Callable[..., str]:
+        def counted(messages: Sequence[Message], prompt: bool) -> str:
+            rendered.append(write(*arguments)(messages, prompt))
+            return rendered[-1]
+
+        return counted
+
+    renderer.tokenizer.encode_observed, renderer.template.writer = counting, writer
+    before = renderer.first(history[:-1], TOOLS).written
+    encoded.clear()
+    rendered.clear()
+    sampled = renderer.tokenizer.encode((FAMILIES["thinking"].call % "z").lstrip() + "<|im_end|>")
+    for sent in (sampled, renderer.tokenizer.encode("\n") + sampled):
+        more = renderer.next(history, [RESULT], TOOLS, sampled=sent, finish=Finish.STOP, before=before)
+        assert not more.rewrites_history
+    assert sum(map(len, encoded)) < 200
+    assert len(rendered) <= 8
 
 
 def test_what_is_wrong_with_a_template_is_said(tmp_path: Path) -> None:
@@ -192,4 +218,4 @@ def test_what_is_wrong_with_a_template_is_said(tmp_path: Path) -> None:
         Renderer.load(str(tmp_path))
     forgetful = Renderer(tokenizer(), ChatTemplate("{{ messages[-1].content }}"))
     with pytest.raises(CallerError, match="drops the assistant message"):
-        forgetful.next([USER, SAID], [USER], last_sampled=1, finish=Finish.STOP)
+        forgetful.next([USER, SAID], [USER], sampled=[1], finish=Finish.STOP)

@@ -12,11 +12,13 @@ from hypothesis import strategies as st
 from nemo_gym_prorl.policy.parsers import FORMATS, MALFORMED_NAME, parse, parsed_by_engine
 
 
+TEXT = st.text(st.characters(codec="utf-8"))
 GOOD = {
     "hermes": '<tool_call>\n{"name": "look", "arguments": {"what": "é"}}\n</tool_call>',
     "qwen3_coder": "<tool_call>\n<function=look>\n<parameter=what>\né\n</parameter>\n</function>\n</tool_call>",
     "llama_json": '{"name": "look", "parameters": {"what": "é"}}',
     "mistral": '[TOOL_CALLS] [{"name": "look", "arguments": {"what": "é"}}]',
+    "pythonic": '[look(what="é")]',
 }
 BAD = {
     "hermes": [
@@ -33,6 +35,25 @@ BAD = {
     ],
     "llama_json": [('{"name": "look", "parameters": ', "look"), ("<|python_tag|>look()", MALFORMED_NAME)],
     "mistral": [("[TOOL_CALLS] [{", MALFORMED_NAME), ("[TOOL_CALLS]look[ARGS]{", "look")],
+    "pythonic": [
+        ("[look(what=", "look"),
+        ('[look("é")]', "look"),
+        ("[look(**{'what': 1})]", "look"),
+        ("[look(what=open('/etc/passwd'))]", "look"),
+        ("[look(what=f'{1}')]", "look"),
+        ("[look(what=x)]", "look"),
+        ("[look(what=1, what=2)]", "look"),
+        ("[look(what={1: 2})]", "look"),
+        ("[look(what={**x})]", "look"),
+        ("[look(what=b'x')]", "look"),
+        ("[look(what=-'x')]", "look"),
+        ("[look(what=1)] and more", "look"),
+        ("[look(what=1)][0]", "look"),
+        ("[look-at(what=1)]", MALFORMED_NAME),
+        ("[look(what=1)()]", MALFORMED_NAME),
+        ("[look(what=0x" + "f" * 50_000 + ")]", "look"),
+        ("[look(what='" + "x" * 200_000 + "')]", "look"),
+    ],
 }
 
 
@@ -70,6 +91,34 @@ def test_several_calls_and_content_around_them() -> None:
     ]
     later = parse('[TOOL_CALLS]look[ARGS]{"what": "x"}', "mistral").calls
     assert (later[0].name, later[0].arguments) == ("look", '{"what": "x"}')
+
+
+def test_calls_in_python_have_literals_of_python_and_of_json() -> None:
+    text = """<|python_start|>[a.b(n=-1.5, t=true, o={"k": [None, null, (1, 'x')]}, s='it''s'), g()]<|python_end|>"""
+    calls = parse(text, "pythonic").calls
+    assert [(call.name, call.malformed) for call in calls] == [("a.b", None), ("g", None)]
+    assert json.loads(calls[0].arguments) == {"n": -1.5, "t": True, "o": {"k": [None, None, [1, "x"]]}, "s": "its"}
+    for content in ("[1, 2]", "look(what=1)", "Sure: [look(what=1)]", "[look]", "see [1] (there)"):
+        assert parse(content, "pythonic") == parse(content, "plain")
+    mixed = parse("[f(a=1), 3]", "pythonic").calls
+    assert [call.name for call in mixed] == ["f", MALFORMED_NAME]
+
+
+_LITERALS = st.recursive(
+    st.none()
+    | st.booleans()
+    | st.integers(-(10**20), 10**20)
+    | st.floats(allow_nan=False, allow_infinity=False)
+    | TEXT,
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(TEXT, inner, max_size=3),
+)
+
+
+@given(arguments=st.dictionaries(st.from_regex("[a-z]{3,8}x", fullmatch=True), _LITERALS))
+def test_what_python_writes_is_read_as_it_was_meant(arguments: dict[str, object]) -> None:
+    written = ", ".join(f"{name}={value!r}" for name, value in arguments.items())
+    (call,) = parse(f"[f({written})]", "pythonic").calls
+    assert (call.malformed, json.loads(call.arguments)) == (None, arguments)
 
 
 def test_xml_parameters_are_json_where_they_can_be() -> None:
@@ -115,6 +164,12 @@ PIECES = [
     "</tool_call>",
     "[TOOL_CALLS]",
     "[ARGS]",
+    "[f(",
+    "a=",
+    "'",
+    ")",
+    ",",
+    "-",
     '{"name": "f"',
     "<function=f>",
     "}",

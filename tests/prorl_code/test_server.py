@@ -80,8 +80,8 @@ async def test_a_deleted_solution_is_a_result(client: Client) -> None:
 async def test_a_bad_row_is_refused_and_the_field_named(client: Client, bad: dict[str, object]) -> None:
     status, body, kind = await client.post("/seed_session", bad)
     assert (status, kind) == (422, None)
-    assert body["detail"][0]["loc"] == ["body", "task_id"]
-    assert body["detail"][0]["msg"].startswith("task_id: ")
+    assert body["type"] == "urn:nemo-gym-prorl:problem:invalid-request"
+    assert [error["field"] for error in body["errors"]] == ["task_id"]
 
 
 async def test_bad_tool_calls_are_observations(client: Client, base_url: str) -> None:
@@ -108,7 +108,7 @@ async def test_unknown_sessions_are_lost_ones(client: Client) -> None:
     for path, body in (("/bash", {"command": "ls"}), ("/verify", row("HumanEval/2") | {"response": RESPONSE})):
         status, problem, kind = await client.post(path, body)
         assert (status, kind) == (500, "session_lost")
-        assert problem["type"] == "urn:prorl:failure:session_lost"
+        assert problem["type"] == "urn:nemo-gym-prorl:problem:session_lost"
     assert (await client.post("/release_session"))[0] == 200
     assert (await client.post("/close_session"))[0] == 200
 
@@ -244,7 +244,7 @@ async def test_an_environment_servers_envelope() -> None:
             assert await client.post("/close_session", closing) == (200, {"resources_session_id": "s1"}, None)
             assert containers.instances() == before
         status, problem, _ = await client.post("/seed_session", envelope)
-        assert (status, problem["detail"][0]["loc"]) == (422, ["body", "resources_session_id"])
+        assert (status, problem["errors"][0]["field"]) == (422, "resources_session_id")
 
 
 def test_bad_configuration_says_what_to_do() -> None:

@@ -8,9 +8,9 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from nemo_gym_prorl.failures import AgentError, Failure, InfrastructureError, Stage
+from nemo_gym_prorl.failures import AgentError, Failure, FailureKind, InfrastructureError, Stage
 from nemo_gym_prorl.rollout.handler import HandlerRegistry
-from nemo_gym_prorl.rollout.job import Job, Outcome, Trajectory, Verdict, failure_state
+from nemo_gym_prorl.rollout.job import Job, JobState, Outcome, Trajectory, Verdict, failure_state
 from nemo_gym_prorl.rollout.pipeline import Pipeline
 from nemo_gym_prorl.rollout.request import PipelineSettings
 
@@ -48,8 +48,8 @@ class PlannedHandler:
     async def run(self, job: Job, session: int) -> Trajectory:
         assert session in self.sessions, "RUN gets a live session"
         job.trajectory = Trajectory({"output": ["so far"]})
-        await self._act(job, Stage.RUN)
-        return job.trajectory
+        how = await self._act(job, Stage.RUN)
+        return RETURNS_OF_RUN[how]() if how in RETURNS_OF_RUN else job.trajectory
 
     async def release(self, job: Job, session: int) -> None:
         self.releases[session] += 1
@@ -61,21 +61,28 @@ class PlannedHandler:
 
     async def eval(self, job: Job, trajectory: Trajectory) -> Verdict:
         assert job.session is None, "EVAL starts when the session is gone"
-        await self._act(job, Stage.EVAL)
-        return Verdict(1.0, {"reward": 1.0})
+        how = await self._act(job, Stage.EVAL)
+        return RETURNS_OF_EVAL[how]() if how in RETURNS_OF_EVAL else Verdict(1.0, {"reward": 1.0})
 
     def on_failure(self, job: Job, stage: Stage | None, failure: Failure) -> Outcome:
-        if job.row.get("on_failure") == "raise":
-            raise RuntimeError("no outcome from me")
+        match job.row.get("on_failure"):
+            case "raise":
+                raise RuntimeError("no outcome from me")
+            case "exit":
+                raise SystemExit(4)
+            case str(how) if how in RETURNS_OF_ON_FAILURE:
+                return RETURNS_OF_ON_FAILURE[how](failure)
         partial = job.trajectory.response if job.trajectory else None
         return Outcome(failure_state(failure), {"partial": partial}, failure=failure)
 
-    async def _act(self, job: Job, stage: Stage) -> None:
+    async def _act(self, job: Job, stage: Stage) -> str:
         self.inside[stage] += 1
         self.most_inside[stage] = max(self.most_inside[stage], self.inside[stage])
         self.log.append((job.id, stage.value))
         try:
-            await self._perform(self._next(job, stage.value))
+            act = self._next(job, stage.value)
+            await self._perform(act)
+            return act.how
         finally:
             self.inside[stage] -= 1
 
@@ -100,6 +107,11 @@ class PlannedHandler:
             raise ENDINGS[act.how]()
 
 
+class Unprintable(Exception):
+    def __str__(self) -> str:
+        raise ValueError("no text from me")
+
+
 def _self_cancelled() -> BaseException:
     return asyncio.CancelledError()
 
@@ -110,6 +122,32 @@ ENDINGS: Mapping[str, Callable[[], BaseException]] = {
     "defect": lambda: KeyError("a bug"),
     "exit": lambda: SystemExit(3),
     "cancels itself": _self_cancelled,
+    "interrupts": KeyboardInterrupt,
+    "generator's exit": GeneratorExit,
+    "group": lambda: ExceptionGroup("tools", [ValueError("one"), InfrastructureError("the sandbox is gone")]),
+    "no text": lambda: Unprintable(),
+    "odd kind": lambda: InfrastructureError("\ud800", kind="made up"),  # type: ignore[arg-type]
+    "session lost": lambda: InfrastructureError("no such session", kind=FailureKind.SESSION_LOST),
+}
+
+RETURNS_OF_RUN: Mapping[str, Callable[[], Any]] = {
+    "no trajectory": lambda: None,
+    "odd trajectory": lambda: Trajectory(["no", "response"]),  # type: ignore[arg-type]
+}
+RETURNS_OF_EVAL: Mapping[str, Callable[[], Any]] = {
+    "no verdict": lambda: None,
+    "reward nan": lambda: Verdict(float("nan"), {}),
+    "reward inf": lambda: Verdict(float("inf"), {}),
+    "reward text": lambda: Verdict("1", {}),  # type: ignore[arg-type]
+    "result text": lambda: Verdict(1.0, "{}"),  # type: ignore[arg-type]
+    "result surrogate": lambda: Verdict(1.0, {"text": "\ud800"}),
+}
+RETURNS_OF_ON_FAILURE: Mapping[str, Callable[[Failure], Any]] = {
+    "nothing": lambda failure: None,
+    "not terminal": lambda failure: Outcome(JobState.RUNNING, {}, failure=failure),
+    "succeeded": lambda failure: Outcome(JobState.SUCCEEDED, {}, reward=1.0),
+    "no failure": lambda failure: Outcome(JobState.FAILED, {}),
+    "surrogate": lambda failure: Outcome(JobState.FAILED, {"text": "\ud800"}, failure=failure),
 }
 
 

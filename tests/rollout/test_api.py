@@ -5,19 +5,24 @@ import asyncio
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from dataclasses import asdict
+from datetime import UTC, datetime
+from email.utils import format_datetime
+from pathlib import Path
 from typing import Any
 
 import aiohttp
 import pytest
-from fastapi import FastAPI
+from fastapi import FastAPI, Response
 
-from nemo_gym_prorl.failures import Stage
+from nemo_gym_prorl.access import KeyGuard, authorization
+from nemo_gym_prorl.failures import CallerError, Stage
+from nemo_gym_prorl.problems import add_problem_handlers
 from nemo_gym_prorl.rollout.api import rollout_router
 from nemo_gym_prorl.rollout.client import ApiError, RolloutClient
 from nemo_gym_prorl.rollout.job import Budgets, JobState
 from nemo_gym_prorl.rollout.metrics import PipelineMetrics
 from nemo_gym_prorl.rollout.pipeline import Pipeline
-from nemo_gym_prorl.rollout.request import PipelineSettings
+from nemo_gym_prorl.rollout.request import JobRequest, PipelineSettings
 from nemo_gym_prorl.rollout.stages import PoolSizes
 from tests.rollout.handlers import Act, Bench
 from tests.rollout.serving import serve
@@ -30,7 +35,7 @@ SETTINGS = PipelineSettings(
     cancel_grace_s=0.1,
     retry_delay_s=0.01,
     max_queued=3,
-    retain=50,
+    retain_bytes=2**20,
 )
 FOREVER = 3600.0
 
@@ -48,8 +53,10 @@ async def service(
     bench = Bench(settings)
     pipeline = bench.pipeline()
     app = FastAPI()
-    app.include_router(rollout_router(pipeline, PipelineMetrics(pipeline), token))
-    async with serve(app) as url, RolloutClient(url, token) as client:
+    add_problem_handlers(app)
+    app.add_middleware(KeyGuard, key=token)
+    app.include_router(rollout_router(pipeline, PipelineMetrics(pipeline)))
+    async with serve(app) as url, RolloutClient(url, token, patience_s=0) as client:
         yield client, pipeline, bench
         await pipeline.close()
         assert not any(pipeline.scheduler.working(stage) for stage in Stage), "every slot came back"
@@ -108,7 +115,7 @@ async def test_a_fault_in_a_stage_ends_in_one_typed_outcome(stage: str, how: str
         assert pipeline.abandoned == ((2 if retried else 1) if how == "deaf hang" else 0)
         for neighbour in neighbours:
             assert (await client.wait(neighbour.id)).state is JobState.SUCCEEDED
-        log = await client.ended(0)
+        log = await client.ended("0")
         assert sorted(job.id for job in log.rollouts) == sorted(["bad", *(job.id for job in neighbours)])
 
 
@@ -231,7 +238,11 @@ async def test_unknown_rollout() -> None:
         ({"row": row(), "priority": "high"}, "priority"),
         ({"row": row(), "budgets": {"run": 0}}, "budgets.run"),
         ({"row": row(), "budgets": {"rum": 5}}, "budgets.rum"),
-        ({"row": row(), "id": "a b"}, "id"),
+        ({"row": row(), "id": "a/b"}, "id"),
+        ({"row": row(), "id": ".."}, "id"),
+        ({"row": row(), "group": "a\nb"}, "group"),
+        ({"row": row(), "client": "\u200b"}, "client"),
+        ({"row": row(), "id": "x" * 201}, "id"),
         ({"row": row(), "handler": "nope"}, "handler"),
         ({"row": row(), "max_attempts": 0}, "max_attempts"),
         ({}, "row"),
@@ -250,12 +261,12 @@ async def test_a_malformed_submission_names_the_field(body: dict[str, Any], fiel
 
 
 async def test_the_log_of_outcomes_can_be_followed_and_says_when_it_is_cut() -> None:
-    settings = PipelineSettings(stages=PoolSizes(1, 0, 1, 1), retain=5)
+    settings = PipelineSettings(stages=PoolSizes(1, 0, 1, 1), retain_bytes=22_000)
     async with service(settings) as (client, _, _):
         for number in range(4):
             await client.submit(row(), id=f"r{number}", group="even" if number % 2 == 0 else "odd")
             await client.wait(f"r{number}")
-        first = await client.ended(0, limit=3)
+        first = await client.ended("0", limit=3)
         assert [job.id for job in first.rollouts] == ["r0", "r1", "r2"]
         rest = await client.ended(first.cursor)
         assert [job.id for job in rest.rollouts] == ["r3"]
@@ -269,13 +280,19 @@ async def test_the_log_of_outcomes_can_be_followed_and_says_when_it_is_cut() -> 
             await client.submit(row(), id=f"r{number}")
             await client.wait(f"r{number}")
         with pytest.raises(ApiError) as refused:
-            await client.ended(0)
+            await client.ended("0")
         assert refused.value.problem.status == 410
         with pytest.raises(ApiError) as refused:
-            await client.ended(10_000)
+            await client.ended(news.cursor.split("-")[0] + "-10000")
         assert refused.value.problem.status == 422
-        with pytest.raises(ApiError):
-            await client.get("r0")
+        with pytest.raises(ApiError) as refused:
+            await client.ended("0123456789ab-1", wait=20)
+        assert refused.value.problem.status == 410
+        for forgotten in (client.get("r0"), client.submit(row(), id="r0")):
+            with pytest.raises(ApiError) as refused:
+                await forgotten
+            assert refused.value.problem.status == 410
+            assert refused.value.problem.type.endswith("rollout-forgotten")
 
 
 async def test_listing_by_state_and_group() -> None:
@@ -290,12 +307,51 @@ async def test_listing_by_state_and_group() -> None:
         assert [job.id for job in (await client.list(limit=1)).rollouts] == ["a"]
 
 
+async def test_a_listing_of_thousands_can_be_read_page_by_page() -> None:
+    settings = PipelineSettings(stages=PoolSizes(init=1, ready=0, run=1, eval=1), retry_delay_s=0.01)
+    async with service(settings) as (client, pipeline, _):
+        total = 2_300
+        for number in range(total):
+            pipeline.submit(JobRequest(row(init=[Act("ok", FOREVER)]), id=f"r{number}", group=f"g{number % 2}"))
+        pages = [await client.list(limit=1000)]
+        await client.cancel([f"r{number}" for number in range(0, 1000, 7)])
+        pipeline.submit(JobRequest(row(), id="late", group="g0"))
+        while pages[-1].next is not None:
+            pages.append(await client.list(limit=1000, page=pages[-1].next))
+        assert [len(page.rollouts) for page in pages] == [1000, 1000, total + 1 - 2000]
+        assert [job.id for page in pages for job in page.rollouts] == [f"r{number}" for number in range(total)] + [
+            "late"
+        ]
+        odd = [await client.list(group="g1", limit=1000)]
+        odd.append(await client.list(group="g1", limit=1000, page=odd[0].next))
+        assert [len(page.rollouts) for page in odd] == [1000, total // 2 - 1000]
+        assert odd[1].next is None
+        assert (await client.list(group="g1", limit=total // 2 - 1000, page=odd[0].next)).next is None
+
+
+async def test_the_document_names_every_route_and_every_problem() -> None:
+    text = (Path(__file__).parents[2] / "docs" / "api.md").read_text()
+    async with (
+        service() as (client, _, _),
+        aiohttp.ClientSession() as http,
+        http.get(f"{client.url}/openapi.json") as response,
+    ):
+        paths = (await response.json())["paths"]
+    for path in paths:
+        assert path.replace("rollout_id", "id") in text, path
+    refusals: list[type[CallerError]] = [CallerError]
+    for kind in refusals:
+        refusals += kind.__subclasses__()
+        if kind.__module__.startswith("nemo_gym_prorl.rollout"):
+            assert f"| {kind.http_status} | `{kind.problem}` |" in text, kind
+
+
 async def test_events_tell_every_transition_in_order_and_can_be_resumed() -> None:
     async with service() as (client, _, _):
         await client.submit(row(), id="a")
         await client.wait("a")
         seen = []
-        async for event in client.events(after=0):
+        async for event in client.events(after="0"):
             seen.append(event)
             if event.state.terminal:
                 break
@@ -303,9 +359,28 @@ async def test_events_tell_every_transition_in_order_and_can_be_resumed() -> Non
         assert [event.state.value for event in seen] == expected
         assert [event.seq for event in seen] == list(range(1, 7))
         assert seen[-1].reward == 1.0
-        async for event in client.events(after=5):
+        async for event in client.events(after=seen[-2].cursor):
             assert event.seq == 6
             break
+        for wrong, status in [(seen[-1].cursor.replace("-6", "-7"), 422), ("0123456789ab-1", 410), ("x", 422)]:
+            with pytest.raises(ApiError) as refused:
+                await anext(client.events(after=wrong))
+            assert refused.value.problem.status == status
+
+
+async def test_a_listener_that_fell_behind_is_told_and_not_left_with_a_gap() -> None:
+    async with service() as (client, pipeline, _):
+        events = client.events(after="0")
+        pipeline.submit(JobRequest(row(), id="a"))
+        assert (await anext(events)).seq == 1
+        while (await anext(events)).state is not JobState.SUCCEEDED:
+            pass
+        pipeline.submit(JobRequest(row(), id="b"))
+        pipeline.store._events.clear()  # as a burst of ten thousand others would
+        with pytest.raises(ApiError) as told:
+            await anext(events)
+        assert told.value.problem.status == 410
+        assert told.value.problem.type.endswith("cursor-expired")
 
 
 async def test_status_health_and_metrics() -> None:
@@ -338,16 +413,18 @@ async def test_status_health_and_metrics() -> None:
         assert await drained
 
 
-async def test_the_control_token_guards_jobs_and_nothing_else() -> None:
+async def test_every_route_needs_the_key() -> None:
     async with service(token="s3cret") as (client, _, _), aiohttp.ClientSession() as stranger:
         assert (await client.wait((await client.submit(row())).id)).reward == 1.0
-        for method, path in [("POST", "/v1/rollouts"), ("GET", "/v1/rollouts"), ("GET", "/v1/events")]:
+        async with stranger.get(f"{client.url}/openapi.json", headers=authorization("s3cret")) as response:
+            paths = (await response.json())["paths"]
+        routes = [(method, path) for path, methods in paths.items() for method in methods if path != "/healthz"]
+        for method, path in [("get", "/openapi.json"), *routes]:
             async with stranger.request(method, client.url + path, json={}) as response:
-                assert response.status == 401
-                assert response.headers["WWW-Authenticate"] == "Bearer"
-        for path in ("/status", "/healthz", "/metrics"):
-            async with stranger.get(client.url + path) as response:
-                assert response.status == 200
+                assert response.status == 401, path
+        assert all("401" in paths[path][method]["responses"] for method, path in routes)
+        async with stranger.get(f"{client.url}/healthz") as response:
+            assert response.status == 200
 
 
 async def test_the_schema_is_published() -> None:
@@ -359,3 +436,95 @@ async def test_the_schema_is_published() -> None:
         )
         assert "Problem" in schema["components"]["schemas"]
         assert set(schema["paths"]["/v1/rollouts"]["post"]["responses"]) >= {"202", "409", "422", "429"}
+
+
+async def test_an_id_in_anybodys_words_works_throughout() -> None:
+    name = "schritt 7.prompt-3 — größer, 質問 %2F 🙂"
+    async with service(PipelineSettings()) as (client, _, _):
+        await client.submit(row(), id=name, group=name, client=name)
+        assert (await client.wait(name)).id == name
+        assert [job.id for job in (await client.list(group=name)).rollouts] == [name]
+        assert [job.id for job in (await client.cancel([name])).rollouts] == [name]
+        assert [job.id for job in (await client.cancel(group=name)).rollouts] == [name]
+
+
+BAD_JSON = [
+    (b'{"row": {"responses_create_params": {"input": "\\ud800"}}}', "row.responses_create_params.input"),
+    (b'{"row": {"responses_create_params": {"input": "x"}, "a": [{"\\udfff": 1}]}}', "row.a.0.\\udfff"),
+    (b'{"row": {"responses_create_params": {"input": "x"}, "n": 1e400}}', "row.n"),
+    (b'{"row": {"responses_create_params": {"input": "x"}, "n": [0, 36893488147419103232]}}', "row.n.1"),
+    (b'{"row": {"responses_create_params": {"input": "x"}, "n": NaN}}', "body"),
+    (b'{"row": {"responses_create_params": {"input": "\xff"}}}', "body"),
+    (b'{"row": ' + b"[" * 3000 + b"]" * 3000 + b"}", "body"),
+    (b'{"row": ' + b"[" * 250 + b"]" * 250 + b"}", ("row" + ".0" * 199)[:300] + "…"),
+    (b"", "body"),
+    (b"{", "body"),
+    (b'"text"', "body"),
+]
+
+
+@pytest.mark.parametrize(("body", "field"), BAD_JSON, ids=range(len(BAD_JSON)))
+async def test_what_cannot_be_written_again_is_refused_with_its_field(body: bytes, field: str) -> None:
+    async with service() as (client, pipeline, _), aiohttp.ClientSession() as http:
+        headers = {"Content-Type": "application/json"}
+        async with http.post(f"{client.url}/v1/rollouts", data=body, headers=headers) as response:
+            assert response.status == 422
+            assert response.content_type == "application/problem+json"
+            problem = await response.json()
+        assert [error["field"] for error in problem["errors"]] == [field]
+        assert problem["title"] == "Invalid request"
+        assert len(pipeline.store) == 0
+
+
+async def test_a_drain_over_http() -> None:
+    async with service() as (client, pipeline, _), aiohttp.ClientSession() as http:
+        await client.submit(row(run=[Act("ok", FOREVER)]), id="r", budgets={"run": 3600})
+        answer = await client.drain()
+        assert (answer.draining, answer.live) == (True, 1)
+        assert (await client.status()).draining
+        with pytest.raises(ApiError) as refused:
+            await client.submit(row())
+        assert refused.value.problem.type.endswith(":draining")
+        assert refused.value.retry_after_s == 30
+        waiting = asyncio.create_task(client.drain(60))
+        await client.cancel(["r"])
+        assert (await waiting).live == 0
+        async with http.post(f"{client.url}/v1/resume") as response:
+            assert await response.json() == {"draining": False, "live": 0}
+        assert (await client.wait((await client.submit(row())).id)).reward == 1.0
+        assert not pipeline.draining
+
+
+@pytest.mark.parametrize("status", [429, 503])
+@pytest.mark.parametrize("asked", ["0.3", "date"])
+async def test_the_client_comes_back_when_it_is_asked_to(status: int, asked: str) -> None:
+    calls: list[float] = []
+    app = FastAPI()
+
+    @app.get("/v1/rollouts/r")
+    async def get() -> Response:
+        calls.append(asyncio.get_running_loop().time())
+        if len(calls) < 3:
+            when = asked if asked != "date" else format_datetime(datetime.now(UTC), usegmt=True)
+            return Response(status_code=status, headers={"Retry-After": when})
+        return Response(status_code=404)
+
+    async with serve(app) as url, RolloutClient(url) as client:
+        with pytest.raises(ApiError) as refused:
+            await client.get("r")
+    assert refused.value.problem.status == 404
+    assert len(calls) == 3
+    assert calls[1] - calls[0] > (0.25 if asked != "date" else 0.05), "it waited as it was asked to"
+
+
+async def test_the_client_is_not_patient_for_ever_with_a_service_that_takes_nothing_on() -> None:
+    app = FastAPI()
+
+    @app.get("/v1/rollouts/r")
+    async def get() -> Response:
+        return Response(status_code=503, headers={"Retry-After": "0.2"})
+
+    async with serve(app) as url, RolloutClient(url, patience_s=0.5) as client:
+        with pytest.raises(ApiError) as refused:
+            await client.get("r")
+    assert refused.value.problem.status == 503

@@ -33,7 +33,9 @@ def answer(job: Job) -> bytes:
 
 
 @asynccontextmanager
-async def service(grace_s: float) -> AsyncIterator[tuple[str, Pipeline, Bench]]:
+async def service(
+    grace_s: float, render: Callable[[Job], bytes] = answer
+) -> AsyncIterator[tuple[str, Pipeline, Bench]]:
     bench = Bench(PipelineSettings())
     pipeline = bench.pipeline()
     watch = CallerWatch(pipeline, grace_s)
@@ -44,7 +46,7 @@ async def service(grace_s: float) -> AsyncIterator[tuple[str, Pipeline, Bench]]:
         body = await request.body()
         try:
             wanted = orjson.loads(body)
-            return Response(await watch.run(JobRequest(wanted), row_key(wanted, body), request, answer))
+            return Response(await watch.run(JobRequest(wanted), row_key(wanted, body), request, render))
         except CallerGone:
             return Response(status_code=499)
 
@@ -133,3 +135,92 @@ async def test_other_rows_are_other_rollouts(other: dict[str, Any]) -> None:
         first = row(0.2) if "_ng_task_index" not in other else row(0.2, **INDEXED)
         await asyncio.gather(post(url, first), post(url, other))
         assert len(pipeline.store) == 2
+
+
+async def test_two_callers_of_which_one_vanishes() -> None:
+    async with service(grace_s=0.1) as (url, pipeline, bench):
+        staying = asyncio.create_task(post(url, row(1.0, **INDEXED)))
+        await until(lambda: JobState.RUNNING in states(pipeline))
+        await vanish(url, row(1.0, **INDEXED), pipeline)
+        await asyncio.sleep(0.3)
+        assert states(pipeline) == [JobState.RUNNING], "somebody still waits"
+        assert (await staying)["state"] == "succeeded"
+        assert sum(bench.handler.calls.values()) == 4
+
+
+async def test_an_answer_that_cannot_be_made_is_an_error_for_every_caller_and_no_answer_for_the_next() -> None:
+    rendered: list[str] = []
+
+    def broken(job: Job) -> bytes:
+        rendered.append(job.id)
+        if len(rendered) == 1:
+            raise ValueError("no answer from me")
+        return answer(job)
+
+    async with service(grace_s=60, render=broken) as (url, pipeline, _):
+        body = row(0.3, **INDEXED)
+
+        async def status() -> int:
+            async with aiohttp.ClientSession() as http, http.post(url, json=body) as response:
+                return response.status
+
+        async with asyncio.timeout(60):
+            assert await asyncio.gather(status(), status()) == [500, 500]
+            assert await status() == 200
+        assert len(rendered) == 2, "once for the two, once for the next"
+        assert rendered[0] != rendered[1]
+        assert len(pipeline.store) == 2
+
+
+async def test_an_answer_that_lands_in_a_closed_connection_waits_for_its_caller() -> None:
+    """The caller vanishes in the moment in which the job ends: the result is not thrown away with the connection."""
+    pipeline = Bench(PipelineSettings()).pipeline()
+    watch = CallerWatch(pipeline, grace_s=60)
+    wanted = row(0, **INDEXED)
+
+    class Closed:
+        async def receive(self) -> dict[str, str]:
+            while not pipeline.store.states[JobState.SUCCEEDED]:
+                await asyncio.sleep(0)
+            return {"type": "http.disconnect"}
+
+    class Open:
+        async def receive(self) -> dict[str, str]:
+            await asyncio.sleep(60)
+            return {"type": "http.disconnect"}
+
+    with pytest.raises(CallerGone):
+        await watch.run(JobRequest(wanted), b"key", Closed(), answer)  # type: ignore[arg-type]
+    again = await watch.run(JobRequest(wanted), b"key", Open(), answer)  # type: ignore[arg-type]
+    assert orjson.loads(again)["reward"] == 1.0
+    assert len(pipeline.store) == 1
+    await pipeline.close()
+
+
+async def test_an_id_is_free_again_when_its_vanished_callers_job_has_ended() -> None:
+    pipeline = Bench(PipelineSettings(cancel_grace_s=0.1)).pipeline()
+    watch = CallerWatch(pipeline, grace_s=0.05)
+    gone = asyncio.Event()
+
+    class Leaving:
+        async def receive(self) -> dict[str, str]:
+            await gone.wait()
+            return {"type": "http.disconnect"}
+
+    class Staying:
+        async def receive(self) -> dict[str, str]:
+            await asyncio.sleep(60)
+            return {"type": "http.disconnect"}
+
+    first = asyncio.create_task(
+        watch.run(JobRequest(row(3600), id="x"), b"x", Leaving(), answer)  # type: ignore[arg-type]
+    )
+    await until(lambda: JobState.RUNNING in states(pipeline))
+    gone.set()
+    with pytest.raises(CallerGone):
+        await first
+    await until(lambda: states(pipeline) == [JobState.CANCELLED])
+    await until(lambda: next(pipeline.store.find(state=None, group=None)).delivered)
+    again = await watch.run(JobRequest(row(0), id="x"), b"x", Staying(), answer)  # type: ignore[arg-type]
+    assert orjson.loads(again)["id"] == "x"
+    await pipeline.close()

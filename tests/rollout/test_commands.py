@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 from fastapi import FastAPI
 
+from nemo_gym_prorl.access import KeyGuard
 from nemo_gym_prorl.commands.jobs import find_service
 from nemo_gym_prorl.failures import CallerError
 from nemo_gym_prorl.rollout.api import rollout_router
@@ -31,7 +32,8 @@ TOKEN = "t0ken"
 async def service(bench_settings: PipelineSettings | None = None) -> AsyncIterator[str]:
     pipeline = Bench(bench_settings or PipelineSettings()).pipeline()
     app = FastAPI()
-    app.include_router(rollout_router(pipeline, PipelineMetrics(pipeline), TOKEN))
+    app.include_router(rollout_router(pipeline, PipelineMetrics(pipeline)))
+    app.add_middleware(KeyGuard, key=TOKEN)
     async with serve(app) as url:
         yield url
         await pipeline.close()
@@ -88,11 +90,13 @@ async def test_detached_rollouts_can_be_seen_and_cancelled(tmp_path: Path) -> No
     async with service() as url:
         code, output = await prorl("submit", str(write(tmp_path / "rows.jsonl", LONG, LONG)), "--detach", url=url)
         assert code == 0
-        first, second, group = output.split()[0], output.split()[1], output.split()[-1]
+        first, second = output.splitlines()[:2]
+        assert [first.split("-")[-2:], second.split("-")[-2:]] == [["1", "0"], ["2", "0"]]
+        group = second.rpartition("-")[0]
         code, output = await prorl("status", url=url)
         assert "2 running; 2 sandboxes held" in output
         code, output = await prorl("status", first, url=url)
-        assert json.loads(output)["group"] == group
+        assert json.loads(output)["group"] == first.rpartition("-")[0]
         code, output = await prorl("cancel", first, "nobody", url=url)
         assert code == 1
         assert f"{first} cancelled" in output
@@ -133,7 +137,11 @@ async def test_tail_prints_transitions(tmp_path: Path) -> None:
         (("cancel",), "give either rollout ids or --group"),
         (("status", "nobody"), "no rollout 'nobody'"),
         (("submit", "{broken}"), "broken.jsonl:2: is not JSON"),
-        (("submit", "{empty}"), "row.responses_create_params: Field required"),
+        (("submit", "{empty}"), "empty.jsonl:1: row.responses_create_params: Field required"),
+        (("status", "--failed", "--token", "other"), "; set PRORL_TOKEN"),
+        (("status", "nobody", "--url", "nonsense"), "'nonsense' is no address"),
+        (("status", "--failed", "--state", "failed"), "give either --state or --failed"),
+        (("tail", "--url", "http://127.0.0.1:9"), "127.0.0.1:9"),
     ],
 )
 async def test_mistakes_are_one_line_that_names_them(

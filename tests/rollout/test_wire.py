@@ -13,10 +13,11 @@ from fastapi import FastAPI
 
 from nemo_gym_prorl.rollout.api import rollout_router
 from nemo_gym_prorl.rollout.callers import CallerWatch
+from nemo_gym_prorl.rollout.client import ApiError, RolloutClient
 from nemo_gym_prorl.rollout.job import Budgets
 from nemo_gym_prorl.rollout.metrics import PipelineMetrics
 from nemo_gym_prorl.rollout.request import PipelineSettings
-from nemo_gym_prorl.rollout.wire import to_messages, wire_router
+from nemo_gym_prorl.rollout.wire import to_messages, to_row, wire_router
 from tests.rollout.handlers import Act, Bench
 from tests.rollout.serving import serve
 
@@ -43,6 +44,12 @@ class Wire:
     async def post(self, path: str, **body: Any) -> tuple[int, dict[str, Any]]:
         async with self.http.post(self.url + path, json=body) as response:
             return response.status, await response.json()
+
+    async def active(self, jobs: int) -> None:
+        """Wait until that many are in RUN; a minute is for ever."""
+        async with asyncio.timeout(60):
+            while (await self.status())["active_run"] != jobs:
+                await asyncio.sleep(0.01)
 
     async def status(self) -> dict[str, Any]:
         async with self.http.get(f"{self.url}/status") as response:
@@ -141,6 +148,88 @@ async def test_the_same_job_id_twice_is_one_job() -> None:
         )
         assert both[0] == both[1]
         assert wire.bench.handler.calls["j", "run"] == 1
+        assert both[0][1]["job_id"] == "j"
+
+
+async def test_a_job_id_again_is_a_new_job_once_its_answer_was_delivered() -> None:
+    """A trainer uses its ids again under new weights, also with another row."""
+    async with service() as wire:
+        await wire.post("/start")
+        for round_ in range(3):
+            wanted = {**instance(), "round": round_}
+            status, result = await wire.post("/process", instance=wanted, job_id="j")
+            assert (status, result["job_id"], result["success"]) == (200, "j", True), result
+        assert sum(calls for (_, what), calls in wire.bench.handler.calls.items() if what == "run") == 3
+
+
+async def test_a_job_id_that_runs_with_another_row_is_a_conflict() -> None:
+    async with service() as wire:
+        await wire.post("/start")
+        running = asyncio.create_task(wire.post("/process", instance=instance(run=Act("ok", 60)), job_id="j"))
+        await wire.active(1)
+        status, problem = await wire.post("/process", instance=instance(), job_id="j")
+        assert (status, problem["errors"][0]["field"]) == (409, "job_id")
+        await wire.post("/cancel", job_id="j")
+        assert (await running)[1]["critical_error"] == "cancelled"
+
+
+async def test_the_wire_format_and_the_job_api_do_not_take_each_others_rollouts() -> None:
+    async with service() as wire, RolloutClient(wire.url) as client:
+        await wire.post("/start")
+        row = to_row(instance(run=Act("ok", 0.3)), {})
+        await client.submit(row, id="api")
+        assert (await wire.post("/process", instance=row, job_id="api"))[0] == 409
+        assert (await client.wait("api")).result == {"reward": 1.0}, "nobody took it away"
+        assert (await wire.post("/process", instance=row, job_id="api"))[0] == 409
+        assert (await client.get("api")).result == {"reward": 1.0}
+
+        running = asyncio.create_task(wire.post("/process", instance=row, job_id="wire"))
+        await wire.active(1)
+        with pytest.raises(ApiError) as refused:
+            await client.submit(row, id="wire")
+        assert refused.value.problem.status == 409
+        assert (await running)[1]["reward"] == 1.0
+
+
+async def test_callers_that_vanished_are_forgotten() -> None:
+    async with service() as wire:
+        await wire.post("/start")
+        body = {"instance": instance(run=Act("ok", 60)), "job_id": "j"}
+        posting = asyncio.create_task(wire.post("/process", **body))
+        await wire.active(1)
+        posting.cancel()
+        await wire.active(0)
+        assert (await wire.status())["pending_jobs"] == 0
+        assert (await wire.post("/cancel", job_id="j"))[0] == 404
+        status, result = await wire.post("/process", instance=instance(), job_id="j")
+        assert (status, result["job_id"], result["success"]) == (200, "j", True)
+
+
+@pytest.mark.parametrize(
+    ("instance", "field"),
+    [
+        ({"prompt": 5}, "instance.responses_create_params.input"),
+        ({"prompt": ["x"]}, "instance.responses_create_params.input"),
+        ({"responses_create_params": {"input": {"no": "list"}}}, "instance.responses_create_params.input"),
+        ({"responses_create_params": 5}, "instance.responses_create_params"),
+        ({"prompt": "\ud800"}, "instance.prompt"),
+    ],
+)
+async def test_an_instance_that_is_no_row_says_which_field(instance: dict[str, Any], field: str) -> None:
+    async with service() as wire:
+        await wire.post("/start")
+        status, problem = await wire.post("/process", instance=instance)
+        assert status == 422
+        assert problem["errors"][0]["field"].startswith(field)
+
+
+async def test_a_prompt_of_odd_items_is_answered_all_the_same() -> None:
+    async with service() as wire:
+        await wire.post("/start")
+        odd = [{}, {"type": "function_call_output"}, {"role": "user", "content": [5, {"text": 6}]}, {"type": "new"}]
+        status, result = await wire.post("/process", instance={"prompt": odd})
+        assert status == 200, result
+        assert result["success"]
 
 
 async def test_an_instance_without_a_prompt_is_refused_by_name() -> None:

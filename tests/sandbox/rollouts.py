@@ -113,7 +113,7 @@ async def main() -> None:
     )
     pipeline = Pipeline(HandlerRegistry(None, "busy", {"busy": lambda _: handler}), settings)
     app = FastAPI()
-    app.include_router(rollout_router(pipeline, PipelineMetrics(pipeline), None))
+    app.include_router(rollout_router(pipeline, PipelineMetrics(pipeline)))
 
     @app.get("/victims")
     def victims() -> dict[str, Any]:

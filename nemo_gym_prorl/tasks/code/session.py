@@ -74,6 +74,14 @@ class _Session:
     claimed: bool = False
 
 
+@dataclass(slots=True)
+class _Seeding:
+    """Whoever seeds one key, one after the other."""
+
+    lock: asyncio.Lock = field(default_factory=asyncio.Lock)
+    seeds: int = 0
+
+
 class CodeSessions:
     """All sessions of one environment.
 
@@ -89,7 +97,7 @@ class CodeSessions:
         self._limits = limits
         self._starts = asyncio.Semaphore(limits.max_sandbox_starts)
         self._sessions: dict[str, _Session] = {}
-        self._seeding: dict[str, asyncio.Lock] = {}
+        self._seeding: dict[str, _Seeding] = {}
         self._closed: OrderedDict[str, None] = OrderedDict()
         self._tasks: set[asyncio.Task[Any]] = set()
         self._closing = False
@@ -232,8 +240,7 @@ class CodeSessions:
             logger.info("work on a session failed: %s", error)
 
     async def _seed(self, key: str, problem: Problem, once: bool) -> _Session:
-        lock = self._seeding.setdefault(key, asyncio.Lock())
-        async with lock:
+        async with self._one_at_a_time(key):
             session = self._sessions.get(key)
             if session is not None and session.problem is problem and session.sandbox is not None:
                 return session
@@ -246,8 +253,19 @@ class CodeSessions:
                 self._refuse_closed(key, once)
                 raise InfrastructureError("the server is shutting down", kind=FailureKind.SHUTDOWN)
             self._sessions[key] = session
-            self._seeding.pop(key, None)
             return session
+
+    @asynccontextmanager
+    async def _one_at_a_time(self, key: str) -> AsyncIterator[None]:
+        seeding = self._seeding.setdefault(key, _Seeding())
+        seeding.seeds += 1
+        try:
+            async with seeding.lock:
+                yield
+        finally:
+            seeding.seeds -= 1
+            if not seeding.seeds:
+                del self._seeding[key]
 
     async def _close(self, key: str) -> None:
         session = self._sessions.get(key)

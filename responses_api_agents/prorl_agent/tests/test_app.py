@@ -26,8 +26,7 @@ def agent(deployment: dict[str, Any] = DEPLOYMENT, **settings: Any) -> ProRLAgen
         name="agent",
         resources_server={"type": "resources_servers", "name": "environment"},
         model_server={"type": "responses_api_models", "name": "policy_model"},
-        **ADDRESS,
-        **settings,
+        **{**ADDRESS, **settings},
     )
     head = BaseServerConfig(host="127.0.0.1", port=1)
     client = ServerClient(head_server_config=head, global_config_dict=OmegaConf.create(deployment))
@@ -50,7 +49,7 @@ def test_the_original_wire_format_is_optional() -> None:
 
 
 def test_a_rollout_whose_environment_is_down_is_a_masked_row() -> None:
-    quick = {"max_attempts": 1}
+    quick = {"max_attempts": 1, "unreachable_s": 0.5}
     with TestClient(agent(**quick).setup_webserver()) as client:
         row = {"responses_create_params": {"input": "hi"}, "_ng_task_index": 0, "_ng_rollout_index": 0}
         answer = client.post("/run", json=row)
@@ -88,3 +87,10 @@ def test_a_deployment_that_cannot_work_is_refused_at_start(
     with pytest.raises(CallerError) as refused:
         agent(deployment, **settings).setup_webserver()
     assert refused.value.field == field
+
+
+def test_it_does_not_listen_beyond_loopback_without_a_key() -> None:
+    with pytest.raises(CallerError) as refused:
+        agent(host="0.0.0.0").setup_webserver()
+    assert refused.value.field == "control_token"
+    agent(host="0.0.0.0", control_token="open-sesame").setup_webserver()

@@ -1,0 +1,243 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Memory under a long run: 20,000 rollouts of 20 turns through one service and one ``prorl_model``.
+
+The rollout service and the model server run in a process of their own each, as in a deployment; the engine behind them
+speaks vLLM's ``/v1/completions`` and answers at once, as does the environment, so that what is left is ours. A
+follower reads every result, as a trainer does. Memory must stand still once everything that is bounded is full: after
+the first tenth of the rollouts.
+
+Run with ``python -m benchmarks.soak [--quick]``; quick takes 300 rollouts of 3 turns, and a bound a tenth as large.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import json
+import os
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import AsyncIterator
+from contextlib import AsyncExitStack, asynccontextmanager
+from pathlib import Path
+from typing import Any
+
+import orjson
+import uvicorn
+from fastapi import FastAPI, Request, Response
+from nemo_gym.config_types import BaseServerConfig
+from nemo_gym.server_utils import ServerClient
+from omegaconf import DictConfig, OmegaConf
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+
+from benchmarks.real_engines import free_port, serves
+from benchmarks.report import Figure, publish
+from nemo_gym_prorl.handlers.agent_service import AgentService, ServiceConfig
+from nemo_gym_prorl.rollout.client import RolloutClient
+
+
+ROLLOUTS, TURNS = 20_000, 20
+QUICK_ROLLOUTS, QUICK_TURNS = 300, 3
+IN_FLIGHT = 64
+RETAIN_BYTES, QUICK_RETAIN_BYTES = 64 * 2**20, 2**20
+"""What the service may keep of finished rollouts: small, so that it is full long before the first measurement."""
+CALL = '<tool_call>\n{"name": "look", "arguments": {}}\n</tool_call><|end|>'
+WORDS = [f"w{number}" for number in range(200)]
+TEMPLATE = (
+    "{%- if tools %}<|start|>system\n{{ tools | tojson }}<|end|>\n{% endif %}"
+    "{%- for message in messages %}<|start|>{{ message.role }}\n{{ message.content or '' }}"
+    "{%- for call in message.tool_calls or [] %}<tool_call>\n{{ call.function | tojson }}\n</tool_call>{% endfor %}"
+    "<|end|>\n{% endfor %}{% if add_generation_prompt %}<|start|>assistant\n{% endif %}"
+)
+
+
+def make_tokenizer(folder: Path) -> None:
+    """One token a byte, and a chat template with tools."""
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    tokenizer = Tokenizer(models.BPE({letter: number for number, letter in enumerate(alphabet)}, []))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    tokenizer.add_special_tokens(["<|start|>", "<|end|>"])
+    tokenizer.save(str(folder / "tokenizer.json"))
+    config = {"chat_template": TEMPLATE, "eos_token": "<|end|>"}
+    (folder / "tokenizer_config.json").write_text(json.dumps(config))
+
+
+def world_app(tokenizer: Tokenizer) -> FastAPI:
+    """The engine and the environment: a policy that calls a tool in each turn, and a tool that answers."""
+    app = FastAPI()
+    ids = tokenizer.encode(CALL, add_special_tokens=False).ids
+    choice = {
+        "text": CALL,
+        "token_ids": ids,
+        "logprobs": {"token_logprobs": [-0.25] * len(ids)},
+        "finish_reason": "stop",
+    }
+    completion = orjson.dumps({"choices": [choice]})
+
+    @app.post("/{path:path}")
+    async def answer(path: str, request: Request) -> Response:
+        body = await request.body()
+        content = {
+            "v1/completions": completion,
+            "look": orjson.dumps({"seen": " ".join(WORDS[:20])}),
+        }.get(path, b"{}")
+        if path == "verify":
+            content = orjson.dumps({**orjson.loads(body), "reward": 1.0})
+        return Response(content, media_type="application/json")
+
+    @app.get("/v1/models")
+    async def known() -> dict[str, Any]:
+        return {"object": "list", "data": [{"id": "tiny", "object": "model", "max_model_len": 100_000}]}
+
+    @app.get("/version")
+    async def version() -> dict[str, str]:
+        return {"version": "0.11.0"}
+
+    return app
+
+
+def model_app(port: int, world: str, folder: str) -> FastAPI:
+    """``prorl_model`` over the engine."""
+    os.environ["NEMO_GYM_CONFIG_DICT"] = "{}"  # Gym's HTTP client asks for the deployment's; there is none here
+    from responses_api_models.prorl_model.app import ProrlModel, ProrlModelConfig
+
+    config = ProrlModelConfig(
+        host="127.0.0.1",
+        port=port,
+        name="policy_model",
+        entrypoint="app.py",
+        base_url=f"{world}/v1",
+        api_key="none",
+        model="tiny",
+        return_token_id_information=True,
+        uses_reasoning_parser=False,
+        policy={"tokenizer": folder, "engine": "vllm"},
+    )
+    head = BaseServerConfig(host="127.0.0.1", port=1)
+    client = ServerClient(head_server_config=head, global_config_dict=DictConfig({}))
+    return ProrlModel(config=config, server_client=client).setup_webserver()
+
+
+def service_app(world: str, model: str, turns: int, retain_bytes: int) -> FastAPI:
+    """The rollout service over both."""
+
+    def block(kind: str, url: str) -> dict[str, Any]:
+        host, port = url.removeprefix("http://").split(":")
+        return {kind: {"any": {"host": host, "port": int(port)}}}
+
+    config = ServiceConfig(max_turns=turns, retain_bytes=retain_bytes)
+    known = {"world": block("resources_servers", world), "policy_model": block("responses_api_models", model)}
+    service = AgentService.from_gym(config, OmegaConf.create(known), resources="world", model="policy_model")
+    app = FastAPI()
+    app.include_router(service.router())
+    return app
+
+
+def serve(kind: str, port: int, arguments: list[str]) -> None:
+    """Run one of the processes."""
+    if kind == "world":
+        app = world_app(Tokenizer.from_file(f"{arguments[0]}/tokenizer.json"))
+    elif kind == "model":
+        app = model_app(port, *arguments)
+    else:
+        app = service_app(arguments[0], arguments[1], int(arguments[2]), int(arguments[3]))
+
+    @app.get("/up")
+    async def up() -> str:
+        return "up"
+
+    uvicorn.run(app, host="127.0.0.1", port=port, log_level="warning")
+
+
+@asynccontextmanager
+async def process(kind: str, *arguments: str) -> AsyncIterator[tuple[str, int]]:
+    """One of them; yields its URL and process id."""
+    port = free_port()
+    command = [sys.executable, "-m", "benchmarks.soak", "--serve", kind, str(port), *arguments]
+    server = await asyncio.create_subprocess_exec(*command, stdout=subprocess.DEVNULL)
+    try:
+        async with asyncio.timeout(180):
+            while not await asyncio.to_thread(serves, f"http://127.0.0.1:{port}/up"):  # noqa: ASYNC110
+                await asyncio.sleep(0.2)
+        yield f"http://127.0.0.1:{port}", server.pid
+    finally:
+        server.terminate()
+        await server.wait()
+
+
+def resident_mb(pid: int) -> float:
+    """Memory that a process holds, MB."""
+    pages = int(Path(f"/proc/{pid}/statm").read_text().split()[1])
+    return pages * os.sysconf("SC_PAGE_SIZE") / 1e6
+
+
+async def soak(rollouts: int, turns: int, retain_bytes: int) -> list[Figure]:
+    """Run them all, and watch both processes."""
+    row = {
+        "responses_create_params": {
+            "input": "look around",
+            "max_output_tokens": 200,
+            "tools": [{"type": "function", "name": "look", "parameters": {"type": "object"}, "strict": False}],
+        }
+    }
+    async with AsyncExitStack() as stack:
+        folder = stack.enter_context(tempfile.TemporaryDirectory())
+        make_tokenizer(Path(folder))
+        world, _ = await stack.enter_async_context(process("world", folder))
+        model, model_pid = await stack.enter_async_context(process("model", world, folder))
+        url, service_pid = await stack.enter_async_context(
+            process("service", world, model, str(turns), str(retain_bytes))
+        )
+        client = await stack.enter_async_context(RolloutClient(url))
+        pids = {"service": service_pid, "prorl_model": model_pid}
+        gate = asyncio.Semaphore(IN_FLIGHT)
+
+        async def submit() -> None:
+            for number in range(rollouts):
+                await gate.acquire()
+                await client.submit(row, id=f"soak-{number}", group=f"group-{number // 8}")
+
+        submitting = asyncio.create_task(submit())
+        started, cursor, ended = time.monotonic(), "0", 0
+        levels: list[dict[str, float]] = []
+        while ended < rollouts:
+            page = await client.ended(cursor, wait=30, results=True)
+            if submitting.done():
+                submitting.result()
+            cursor = page.cursor
+            for job in page.rollouts:
+                if job.reward != 1.0 or job.turns != turns:
+                    raise RuntimeError(f"{job.id} ended as {job.state} after {job.turns} turns: {job.failure}")
+                ended += 1
+                gate.release()
+                if ended % (rollouts // 10) == 0:
+                    levels.append({name: resident_mb(pid) for name, pid in pids.items()})
+                    print(f"{ended} rollouts, {time.monotonic() - started:.0f} s: {levels[-1]}", flush=True)
+        seconds = time.monotonic() - started
+    figures = [Figure(f"{rollouts} rollouts of {turns} turns", rollouts / seconds, "rollouts/s")]
+    for name in pids:
+        first, most = levels[0][name], max(level[name] for level in levels[1:])
+        figures.append(Figure(f"{name}: resident after the first {rollouts // 10}", first, "MB"))
+        figures.append(Figure(f"{name}: most of it later", most, "MB", goal="<= 1.1", goal_value=most / first))
+    return figures
+
+
+def main() -> None:
+    """The command line."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--quick", action="store_true", help="few rollouts of few turns")
+    parser.add_argument("--serve", nargs="+", help=argparse.SUPPRESS)
+    arguments = parser.parse_args()
+    if arguments.serve:
+        kind, port, *rest = arguments.serve
+        serve(kind, int(port), rest)
+        return
+    size = (QUICK_ROLLOUTS, QUICK_TURNS, QUICK_RETAIN_BYTES) if arguments.quick else (ROLLOUTS, TURNS, RETAIN_BYTES)
+    publish("soak", asyncio.run(soak(*size)), quick=arguments.quick)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,143 @@
+# SPDX-License-Identifier: Apache-2.0
+"""``prorl status | tail``: what a service does, at a glance, by rollout and as it happens."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import AsyncIterator
+
+import aiohttp
+from rich.console import Console
+from rich.markup import escape
+from rich.padding import Padding
+from rich.table import Table
+from rich.text import Text
+
+from nemo_gym_prorl.commands.jobs import connect
+from nemo_gym_prorl.commands.show import visible
+from nemo_gym_prorl.failures import CallerError, InfrastructureError, Stage
+from nemo_gym_prorl.rollout.client import ApiError, RolloutClient
+from nemo_gym_prorl.rollout.job import JobState
+from nemo_gym_prorl.rollout.schemas import EventView, JobView, StatusView
+
+
+_PAGE = 1000
+_RECONNECT_S = 2.0
+_FAILED = (JobState.FAILED, JobState.TIMED_OUT)
+
+
+def pools(status: StatusView) -> Table:
+    """The stages of a service as a table."""
+    table = Table("stage", "waiting", "working", "slots", box=None, pad_edge=False)
+    for stage in Stage:
+        pool = status.stages[stage]
+        table.add_row(stage.value, str(pool.waiting), str(pool.working), str(pool.slots))
+    return table
+
+
+async def show_status(url: str | None, token: str | None) -> None:
+    """Print the service's state."""
+    console = Console(highlight=False)
+    async with connect(url, token) as client:
+        status = await client.status()
+    console.print(pools(status))
+    for name, held in status.held.items():
+        console.print(f"{name} cannot be reached, so no rollout begins: {held.reason}", style="red", markup=False)
+    states = ", ".join(f"{count} {state}" for state, count in status.states.items() if count) or "no rollouts"
+    console.print(f"{states}; {status.sessions} sandboxes held{'; draining' if status.draining else ''}")
+
+
+async def show_rollout(url: str | None, token: str | None, rollout_id: str) -> None:
+    """Print one rollout's state, as JSON."""
+    async with connect(url, token) as client:
+        job = await client.get(rollout_id)
+    Console().print_json(job.model_dump_json(exclude={"result"}))
+
+
+async def show_rollouts(
+    url: str | None, token: str | None, group: str | None, state: str | None, failed: bool
+) -> None:
+    """Print the rollouts that fit, oldest first; failed ones with what happened.
+
+    Raises:
+        CallerError: both a state and failed ones are asked for.
+    """
+    if failed and state is not None:
+        raise CallerError("give either --state or --failed")
+    console = Console(highlight=False)
+    table = Table("id", "state", box=None, pad_edge=False)
+    for column in ("reward", "turns", "seconds"):
+        table.add_column(column, justify="right")
+    table.add_column("failure", overflow="fold")
+    count = 0
+    async with connect(url, token) as client:
+        for wanted in _FAILED if failed else (state,):
+            async for job in rollouts(client, wanted, group):
+                count += 1
+                if failed:
+                    _print_failed(console, job)
+                else:
+                    table.add_row(*_cells(job))
+    if table.row_count:
+        console.print(table)
+    console.print(f"{count} rollouts", style="dim")
+
+
+async def rollouts(client: RolloutClient, state: str | None, group: str | None) -> AsyncIterator[JobView]:
+    """The rollouts that a service remembers and that fit, oldest first, without their results."""
+    page: str | None = None
+    while True:
+        listing = await client.list(state=state, group=group, limit=_PAGE, page=page)
+        for job in listing.rollouts:
+            yield job
+        if (page := listing.next) is None:
+            return
+
+
+def _cells(job: JobView) -> tuple[str, ...]:
+    seconds = (job.finished_at or time.time()) - job.submitted_at
+    reward = "" if job.reward is None else f"{job.reward:g}"
+    return escape(job.id), job.state, reward, str(job.turns), f"{seconds:.1f}", job.failure.kind if job.failure else ""
+
+
+def _print_failed(console: Console, job: JobView) -> None:
+    """An entry for each attempt that failed: the last one is why the rollout has."""
+    console.print(f"[bold]{escape(job.id)}[/] [red]{job.state}[/]", soft_wrap=True)
+    for failure in [*job.failed_attempts, *([job.failure] if job.failure else [])]:
+        where = f" in {failure.stage}" if failure.stage else ""
+        console.print(
+            Padding(Text(visible(f"{failure.kind}{where} ({failure.origin}): {failure.reason}")), (0, 0, 0, 2))
+        )
+        if failure.traceback:
+            console.print(Padding(Text(visible(failure.traceback), style="dim"), (0, 0, 0, 4)))
+
+
+async def tail(url: str | None, token: str | None, after: str | None, group: str | None) -> None:
+    """Print transitions as they happen, until interrupted. A service that goes away is waited for."""
+    console = Console(highlight=False, soft_wrap=True)
+    seen = after
+    async with connect(url, token) as client:
+        await client.status()  # a service that is not there is told at once
+        while True:
+            try:
+                async for event in client.events(seen):
+                    seen = event.cursor
+                    if group in (None, event.group):
+                        console.print(_transition(event), markup=False)
+                why = "the service closed the connection"
+            except ApiError as error:
+                if error.problem.status != 410:
+                    raise
+                why, seen = f"{error.problem.detail}; going on with what comes now", None
+            except (InfrastructureError, aiohttp.ClientError) as error:
+                why = str(error) or type(error).__name__
+            console.print(f"{why}; trying again", style="yellow", markup=False)
+            await asyncio.sleep(_RECONNECT_S)
+
+
+def _transition(event: EventView) -> str:
+    moment = time.strftime("%H:%M:%S", time.localtime(event.at))
+    end = "" if event.reward is None else f" reward {event.reward:g}"
+    end += "" if event.failure_kind is None else f" {event.failure_kind}"
+    return f"{event.cursor} {moment} {event.id} {event.state}{end}"

@@ -1,0 +1,52 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What is still to be said to a server when nobody waits for the answer any more.
+
+A session is closed, a model server forgets a rollout, a sandbox that came up too late is given back: none of that may
+hold up or fail a rollout that is over, and none of it may be lost because its rollout is over.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Coroutine
+from typing import Any
+
+
+LOGGER = logging.getLogger(__name__)
+
+
+class Farewells:
+    """Bounded background work of one service.
+
+    Args:
+        bound_s: seconds after which such work is given up, unless it is started with another bound.
+    """
+
+    def __init__(self, bound_s: float = 60.0) -> None:
+        self._bound_s = bound_s
+        self._tasks: set[asyncio.Task[None]] = set()
+
+    def start(self, what: str, work: Coroutine[Any, Any, Any], bound_s: float | None = None) -> asyncio.Task[None]:
+        """Have ``work`` done. The task never raises: what goes wrong is logged under the name ``what``."""
+        task = asyncio.ensure_future(self._bounded(what, work, bound_s or self._bound_s))
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+        return task
+
+    async def close(self, timeout: float) -> None:
+        """Wait until all is said, at most ``timeout`` seconds; what is left then is cancelled."""
+        if self._tasks:
+            await asyncio.wait(set(self._tasks), timeout=timeout)
+        left = set(self._tasks)
+        for task in left:
+            task.cancel()
+        if left:
+            await asyncio.wait(left, timeout=1.0)
+
+    async def _bounded(self, what: str, work: Coroutine[Any, Any, Any], bound_s: float) -> None:
+        try:
+            async with asyncio.timeout(bound_s):
+                await work
+        except Exception as error:  # the rollout is over; a failure of its clean-up changes nothing about it
+            LOGGER.warning("%s: %s: %s", what, type(error).__name__, error)

@@ -1,0 +1,281 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Where a sampled turn ends in what the chat template writes, and what the template puts after it.
+
+A template is an arbitrary program over the whole conversation: it may count messages, number tool results, repeat the
+tools, append a token of its own at the end. So the seam is looked for in its rendering of the *real* conversation:
+
+1. As it stands. Where the conversation is rendered as the prompt before the turn, then exactly the text that was
+   sampled, all that follows is what comes after the turn. That is the template's own word, and there is nothing to
+   guess or to check. Most turns are like this.
+2. By stand-ins, where the template writes the turn otherwise than the policy did (a call's JSON in another notation, a
+   malformed call, no thoughts) or rewrites what was before it. The turn's content and arguments are replaced by a
+   made-up word, and what follows the last such word is what follows the turn: after quotes and brackets that close a
+   call, which the policy wrote itself and which are told by a second stand-in without calls. The *end* of the turn is
+   what is written after the turn both with and without messages behind it, so a token that a template appends to a
+   whole conversation is none. What comes out is held against the rendering of the real conversation; if that says
+   otherwise, it is right, and the difference is counted.
+
+Cost: one rendering of the conversation as text in the first case, since length and hash of the prompt before the turn
+are remembered, and up to six in the second. Their length grows with the conversation, and must: nothing less than all
+of it says what a template makes of it. But text is cheap. Only what is new is tokenised, which for the same text takes
+many times as long (figures in ``docs/policy.md``).
+
+Pure: no task, socket, clock or thread.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from nemo_gym_prorl.failures import CallerError
+
+
+type Conversation = Sequence[Mapping[str, Any]]
+
+type Render = Callable[[Conversation, bool], str]
+"""The text of messages, with or without the opening of an assistant turn after them."""
+
+_THOUGHT = re.compile(r"<think>(.*?)</think>", re.DOTALL)
+_LONGEST_END = 200
+"""Characters that a sampled text and what follows it may share at most."""
+
+
+@dataclass(frozen=True, slots=True)
+class Said:
+    """What the policy sampled in the turn before the seam.
+
+    Attributes:
+        text: all of it.
+        end: the special token that it ends with; empty for none.
+        stopped: sampling ended because the turn did.
+        plain: the template need not write the turn otherwise: no call in it is malformed.
+    """
+
+    text: str
+    end: str
+    stopped: bool
+    plain: bool
+
+    @property
+    def body(self) -> str:
+        return self.text.removesuffix(self.end)
+
+
+@dataclass(frozen=True, slots=True)
+class Written:
+    """What the template wrote once, as far as it takes to know it again: its length and its hash."""
+
+    length: int
+    digest: int
+
+    @classmethod
+    def of(cls, text: str) -> Written:
+        return cls(len(text), hash(text))
+
+    def begins(self, text: str) -> bool:
+        """Whether a text begins with what was written then."""
+        return len(text) >= self.length and hash(text[: self.length]) == self.digest
+
+
+@dataclass(frozen=True, slots=True)
+class Seam:
+    """What stands between a sampled turn and the next one.
+
+    Attributes:
+        text: what to append after the sampled text.
+        full: the whole conversation as the template writes it, up to the next turn.
+        rewrites: the template would now write something before the seam otherwise than it did.
+        differs: the stand-ins showed another text than the real conversation, which was taken then.
+    """
+
+    text: str
+    full: str
+    rewrites: bool = False
+    differs: bool = False
+
+
+def find_seam(
+    render: Render,
+    history: Conversation,
+    new: Conversation,
+    said: Said,
+    special: re.Pattern[str],
+    before: Written | None = None,
+) -> Seam:
+    """What follows a sampled turn.
+
+    Args:
+        render: the template.
+        history: the conversation up to and including the sampled message.
+        new: the messages after it.
+        said: what was sampled.
+        special: matches any special token.
+        before: the prompt of the turn as the template wrote it; rendered again where it is not known.
+
+    Raises:
+        CallerError: the template refuses the messages, or drops the one that was sampled.
+    """
+    full = render([*history, *new], True)
+    before = before or Written.of(render(history[:-1], True))
+    kept, start = before.begins(full), before.length
+    if kept and said.plain:
+        if said.text.strip() and full.startswith(said.text, start):
+            return Seam(full[start + len(said.text) :], full)
+        if said.body.strip() and full.startswith(said.body, start):
+            tail = full[start + len(said.body) :]
+            ending = _shared(_after(render(history, False), full[: start + len(said.body)]), tail, special)
+            ending = ending or _end_before_others(render, history, new, full, tail, said, special)
+            return Seam(_unsaid(tail, ending, said, special), full)
+    tail, ending, rewrites = _by_stand_ins(render, history, new, full[:start], full, said, special)
+    rewrites = rewrites or not kept
+    right = tail if rewrites else _corrected(tail, full, start, history[-1], said, special)
+    ending = right.removesuffix(tail) + ending if right.endswith(tail) else ""
+    if not rewrites:
+        ending = ending or _end_before_others(render, history, new, full, right, said, special)
+    return Seam(_unsaid(right, ending, said, special), full, rewrites, right != tail)
+
+
+def end_of_turn(render: Render, special: re.Pattern[str]) -> str:
+    """What the template writes at the end of an assistant turn, whatever follows it."""
+    asked, said = {"role": "user", "content": "u"}, {"role": "assistant", "content": "Sentinel"}
+    try:
+        alone, followed = render([asked, said], False), render([asked, said, asked], True)
+    except CallerError:
+        return ""
+    return _shared(alone.rpartition("Sentinel")[2], followed.rpartition("Sentinel")[2], special)
+
+
+def overlap(text: str, following: str) -> int:
+    """How many characters at the end of a text are the beginning of what follows it."""
+    longest = min(len(text), len(following), _LONGEST_END)
+    return next((length for length in range(longest, 0, -1) if text.endswith(following[:length])), 0)
+
+
+def _by_stand_ins(
+    render: Render,
+    history: Conversation,
+    new: Conversation,
+    before: str,
+    full: str,
+    said: Said,
+    special: re.Pattern[str],
+) -> tuple[str, str, bool]:
+    """What follows the turn, the end of turn in that, and whether a thought of the turn is dropped."""
+    word = "Sentinel"
+    while word in full:
+        word += "Z"
+    content, calls = str(history[-1].get("content") or ""), history[-1].get("tool_calls") or []
+    thoughts, _, _ = content.rpartition("</think>")
+    plain = {"role": "assistant", "content": f"{thoughts}</think>\n\n{word}" if thoughts else word}
+    stub: dict[str, Any] = dict(plain)
+    if calls:
+        stub["tool_calls"] = [call | {"function": call["function"] | {"arguments": {"a": word}}} for call in calls]
+    joined = render([*history[:-1], stub, *new], True)
+    head, found, tail = joined.rpartition(word)
+    if not found:
+        raise CallerError("the chat template drops the assistant message that was just sampled", field="messages")
+    written = _after(head, before) or head
+    dropped = any(thought.strip() not in written for thought in _THOUGHT.findall(content))
+    ending = _shared(render([*history[:-1], stub], False).rpartition(word)[2], tail, special)
+    if calls:
+        if said.stopped and said.end and said.end in ending:
+            closing = ending.rpartition(said.end)[0]
+        else:
+            closing = _closing(render, [*history[:-1], plain], new, word, tail, ending, special)
+        tail, ending = tail[len(closing) :], ending.removeprefix(closing)
+    return tail, ending, dropped
+
+
+def _closing(
+    render: Render,
+    history: Conversation,
+    new: Conversation,
+    word: str,
+    tail: str,
+    ending: str,
+    special: re.Pattern[str],
+) -> str:
+    """What closes a call: all that is written before what follows a turn without calls, or before its end."""
+    try:
+        uncalled = render([*history, *new], True).rpartition(word)[2]
+    except CallerError:
+        uncalled = ""  # No result without a call, says this template.
+    if uncalled and tail.endswith(uncalled):
+        return tail.removesuffix(uncalled)
+    end = end_of_turn(render, special)
+    if end and end in ending:
+        return ending.rpartition(end)[0]
+    ends = list(special.finditer(ending))
+    return ending[: ends[-1].start()] if ends else ending
+
+
+def _corrected(
+    tail: str, full: str, start: int, said: Mapping[str, Any], sampled: Said, special: re.Pattern[str]
+) -> str:
+    """What follows the turn in the rendering of the real conversation, where it begins at ``start``."""
+    if not full.endswith(tail):
+        content = _THOUGHT.sub("", str(said.get("content") or "")).strip()
+        at = full.find(content, start) if content and not said.get("tool_calls") else -1
+        return tail if at < 0 else full[at + len(content) :]
+    turn = full[start : len(full) - len(tail)]
+    while (ends := list(special.finditer(turn))) and not turn[ends[-1].end() :].strip():
+        if ends[-1][0] in sampled.text:
+            break
+        turn = turn[: ends[-1].start()]
+    return full[start + len(turn) :]
+
+
+def _unsaid(tail: str, ending: str, said: Said, special: re.Pattern[str]) -> str:
+    """What follows the turn, without the part of it that the policy sampled already."""
+    if said.end:
+        at = 0 if tail.startswith(said.end) else ending.find(said.end)
+        if at >= 0:
+            return tail[at + len(said.end) :]
+        # The turn has its end, only another one than the template would write.
+        ends = list(special.finditer(ending)) if said.stopped else []
+        return tail[ends[-1].end() :] if ends else tail
+    return tail[overlap(said.text, tail) :] if said.stopped else tail
+
+
+def _end_before_others(
+    render: Render,
+    history: Conversation,
+    new: Conversation,
+    full: str,
+    tail: str,
+    said: Said,
+    special: re.Pattern[str],
+) -> str:
+    """The end of turn of a template that writes none at the end of a conversation, if it is one special token: what
+    stands before a message of either role. Only asked for where the policy ended its turn by another token."""
+    if not said.stopped or not said.end or tail.startswith(said.end) or not special.match(tail.lstrip()):
+        return ""
+    other = {
+        "role": "tool" if new and new[0]["role"] == "user" else "user",
+        "tool_call_id": "sentinel0",
+        "content": "o",
+    }
+    try:
+        followed = _after(render([*history, other], True), full[: len(full) - len(tail)])
+    except CallerError:
+        return ""
+    first = special.search(_shared(followed, tail, special))
+    return tail[: first.end()] if first and not tail[: first.start()].strip() else ""
+
+
+def _shared(one: str, other: str, special: re.Pattern[str]) -> str:
+    """The beginning that two texts have in common, in which no special token is cut."""
+    length = next((at for at, pair in enumerate(zip(one, other, strict=False)) if pair[0] != pair[1]), None)
+    common = min(one, other, key=len) if length is None else one[:length]
+    for text in (one, other):
+        for token in special.finditer(text):
+            if token.start() < len(common) < token.end():
+                common = text[: token.start()]
+    return common
+
+
+def _after(text: str, beginning: str) -> str:
+    return text[len(beginning) :] if text.startswith(beginning) else ""

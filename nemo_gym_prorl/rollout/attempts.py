@@ -1,0 +1,111 @@
+# SPDX-License-Identifier: Apache-2.0
+"""One stage's work on one job, bounded: by its budget, by an interruption, and by a grace if it heeds neither."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Callable, Coroutine
+from typing import Any
+
+from nemo_gym_prorl.failures import BudgetExceeded, JobCancelled, Stage
+from nemo_gym_prorl.rollout.calls import HandlerCalls
+from nemo_gym_prorl.rollout.job import Job
+
+
+LOGGER = logging.getLogger(__name__)
+
+_RECHECK_S = 1.0
+"""Least extension of a budget, so that a rollout that waits at its very end is not asked about all the time."""
+
+
+class Attempt:
+    """The handler's coroutine of one stage.
+
+    Args:
+        job: worked on.
+        stage: which.
+        calls: the handlers.
+        clock: monotonic seconds.
+        cancel_grace_s: how long it may take to come back when it is cancelled, before it is abandoned.
+        spawn: runs what an abandoned work leaves to do.
+    """
+
+    def __init__(
+        self,
+        job: Job,
+        stage: Stage,
+        calls: HandlerCalls,
+        clock: Callable[[], float],
+        cancel_grace_s: float,
+        spawn: Callable[[Coroutine[Any, Any, Any]], None],
+    ) -> None:
+        self._job = job
+        self._stage = stage
+        self._calls = calls
+        self._clock = clock
+        self._cancel_grace_s = cancel_grace_s
+        self._spawn = spawn
+        self._interrupt: asyncio.Future[JobCancelled] = asyncio.get_running_loop().create_future()
+        self.idle_s = 0.0
+        """Seconds in which the agent could not act, for lack of a backend; known where the budget ran out."""
+
+    def interrupt(self, error: JobCancelled) -> None:
+        """Make the work stop; :meth:`run` raises ``error``."""
+        if not self._interrupt.done():
+            self._interrupt.set_result(error)
+
+    async def run(self) -> Any:
+        """What the work gives. A session that comes up after all, when it was told to stop, is in ``job.session``.
+
+        Raises:
+            JobCancelled: it was interrupted.
+            BudgetExceeded: it used up its budget.
+            Exception: whatever the handler raised.
+        """
+        if self._interrupt.done():
+            raise self._interrupt.result()
+        job, stage = self._job, self._stage
+        task = asyncio.ensure_future(self._calls.work(job, stage))
+        await self._until_due(task)
+        if task.done():
+            return self._calls.result_of(task, job, stage)
+        task.cancel()
+        await asyncio.wait({task}, timeout=self._cancel_grace_s)
+        if not task.done():
+            self._calls.abandoned += 1
+            LOGGER.error("%s of job %s ignores its cancellation and was abandoned", stage, job.id)
+            task.add_done_callback(self._came_late)
+        elif not task.cancelled() and task.exception() is None and stage is Stage.INIT:
+            job.session = task.result()  # it has to be released
+        raise self._interrupt.result() if self._interrupt.done() else BudgetExceeded(stage, job.budgets.of(stage))
+
+    async def _until_due(self, task: asyncio.Task[Any]) -> None:
+        """Return when the work is done or interrupted, or has used up its budget. Nothing of that is used up while the
+        agent cannot act."""
+        ends: set[asyncio.Future[Any]] = {task, self._interrupt}
+        budget = self._job.budgets.of(self._stage)
+        started, left = self._clock(), budget
+        while left > 0:
+            done, _ = await asyncio.wait(ends, timeout=left, return_when=asyncio.FIRST_COMPLETED)
+            if done or self._stage is not Stage.RUN:
+                return
+            asked = asyncio.ensure_future(self._calls.waited(self._job))
+            done, _ = await asyncio.wait({*ends, asked}, return_when=asyncio.FIRST_COMPLETED)
+            if asked not in done:
+                asked.cancel()
+                return
+            elapsed = self._clock() - started
+            self.idle_s = min(max(asked.result(), self.idle_s), elapsed)
+            left = budget + self.idle_s - elapsed
+            if 0 < left < _RECHECK_S:
+                left = _RECHECK_S
+
+    def _came_late(self, task: asyncio.Task[Any]) -> None:
+        """An abandoned work came back. A session from it belongs to nobody: release it."""
+        if task.cancelled():
+            return
+        if task.exception() is not None:
+            LOGGER.warning("abandoned %s of job %s ended with %r", self._stage, self._job.id, task.exception())
+        elif self._stage is Stage.INIT:
+            self._spawn(self._calls.release(self._job, task.result()))

@@ -1,0 +1,219 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Calls into handlers, which are plug-ins and may do anything: what comes back is checked here, once.
+
+A stage's work gives what its protocol says or an error that :func:`~nemo_gym_prorl.failures.classify` understands. A
+release or a question gives its answer or none, within a bound. A job that failed has an outcome that says so, whatever
+``on_failure`` made of it. So the pipeline above can hold that each job ends exactly once and gives its slot back.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import math
+from collections.abc import Coroutine
+from dataclasses import replace
+from typing import Any
+
+from nemo_gym_prorl.failures import (
+    Failure,
+    FailureKind,
+    InfrastructureError,
+    RolloutError,
+    Stage,
+    classify,
+    unexpected_kind,
+)
+from nemo_gym_prorl.rollout.handler import HandlerRegistry, TellsUnreachable, TellsWaiting
+from nemo_gym_prorl.rollout.job import FAILED_STATES, Job, JobState, Outcome, Trajectory, Verdict, failure_state
+
+
+LOGGER = logging.getLogger(__name__)
+
+ASK_S = 5.0
+"""How long a handler may think about a question."""
+
+
+class HandlerCalls:
+    """The handlers of one pipeline, as it calls them.
+
+    Args:
+        handlers: them.
+        release_s: how long a session may take to be released.
+        cancel_grace_s: how long a release that was cancelled may take to come back.
+    """
+
+    def __init__(self, handlers: HandlerRegistry, release_s: float, cancel_grace_s: float) -> None:
+        self._handlers = handlers
+        self._release_s = release_s
+        self._cancel_grace_s = cancel_grace_s
+        self.abandoned = 0
+        """Calls that ignored their cancellation."""
+
+    async def work(self, job: Job, stage: Stage) -> Any:
+        """A stage's work: the session, the trajectory, or the outcome of a job that was scored.
+
+        Raises:
+            Exception: whatever the handler raised; what is no :class:`Exception` as one.
+        """
+        try:
+            handler = self._handlers.get(job.handler)
+            if stage is Stage.INIT:
+                return await handler.init(job)
+            if stage is Stage.RUN:
+                return self._trajectory(job, await handler.run(job, job.session))
+            assert job.trajectory is not None, "EVAL follows RUN"
+            return self._scored(job, await handler.eval(job, job.trajectory))
+        except (SystemExit, KeyboardInterrupt) as error:  # would end the event loop, and with it everybody's rollouts
+            raise _no_exception(error, job, stage) from error
+
+    def result_of(self, task: asyncio.Task[Any], job: Job, stage: Stage) -> Any:
+        """What the task of a finished :meth:`work` gave.
+
+        Raises:
+            Exception: what it raised.
+        """
+        if task.cancelled():
+            raise InfrastructureError(
+                f"handler {job.handler!r} cancelled itself in {stage}", kind=FailureKind.AGENT_RUN_ERROR
+            )
+        error = task.exception()
+        if error is not None and not isinstance(error, Exception):
+            raise _no_exception(error, job, stage) from error
+        return task.result()
+
+    async def release(self, job: Job, session: Any) -> RolloutError | None:
+        """Release a session within its bound; the error if that did not work."""
+        task = asyncio.ensure_future(self._release(job, session))
+        bound, server = self._release_s, None
+        await asyncio.wait({task}, timeout=bound)
+        if not task.done():
+            task.cancel()
+            await asyncio.wait({task}, timeout=self._cancel_grace_s)
+            if not task.done():
+                self.abandoned += 1
+            reason = f"the session was not released within {bound:g} s"
+        elif task.cancelled():
+            reason = "the release was cancelled"
+        elif (error := task.exception()) is not None:
+            told = classify(error, None)
+            reason, server = f"the session could not be released: {told.reason}", told.server
+        else:
+            return None
+        LOGGER.warning("job %s: %s", job.id, reason)
+        return InfrastructureError(reason, kind=FailureKind.SESSION_RELEASE_FAILED, server=server)
+
+    def failed(self, job: Job, stage: Stage | None, failure: Failure) -> Outcome:
+        """The outcome of a job that failed: the handler's, or where that is none, one without a result. What happened
+        to the rollout stays what it was; what the handler did besides is told with it."""
+        trace = None
+        try:
+            outcome = self._handlers.get(job.handler).on_failure(job, stage, failure)
+            fault = _fault(outcome)
+        except BaseException as error:  # also exit(): the call runs in the event loop itself
+            LOGGER.exception("on_failure of handler %s failed", job.handler)
+            told = classify(error, stage)
+            fault, trace = f"raised {told.reason}", told.traceback
+        if fault is None:
+            return outcome
+        reason = f"{failure.reason}; besides, on_failure of handler {job.handler!r} {fault}"
+        blamed = replace(failure, reason=reason, traceback=failure.traceback or trace)
+        return Outcome(failure_state(failure), {}, failure=blamed)
+
+    async def waited(self, job: Job) -> float:
+        """Seconds of this RUN attempt in which the agent could not act; 0 if the handler cannot tell."""
+        try:
+            handler = self._handlers.get(job.handler)
+            if not isinstance(handler, TellsWaiting):
+                return 0.0
+            seconds = await _within(ASK_S, handler.waited(job))
+        except Exception as error:
+            LOGGER.warning(
+                "job %s: waited of handler %s failed: %s", job.id, job.handler, classify(error, None).reason
+            )
+            return 0.0
+        return seconds if _is_number(seconds) and seconds > 0 else 0.0
+
+    async def unreachable(self, name: str) -> frozenset[str] | None:
+        """The servers of a handler that do not answer now; ``None`` if it cannot tell."""
+        try:
+            handler = self._handlers.get(name)
+            if not isinstance(handler, TellsUnreachable):
+                return None
+            return frozenset(await _within(ASK_S, handler.unreachable()))
+        except Exception as error:
+            LOGGER.warning("unreachable of handler %s failed: %s", name, classify(error, None).reason)
+            return None
+
+    async def _release(self, job: Job, session: Any) -> None:
+        try:
+            await self._handlers.get(job.handler).release(job, session)
+        except (SystemExit, KeyboardInterrupt) as error:
+            raise RuntimeError(f"release raised {type(error).__name__}") from error
+
+    def _trajectory(self, job: Job, value: Any) -> Trajectory:
+        if not isinstance(value, Trajectory) or not isinstance(value.response, dict):
+            raise _defect(job, Stage.RUN, f"returned {_short(value)}, not a Trajectory with a response")
+        return value
+
+    def _scored(self, job: Job, value: Any) -> Outcome:
+        if not isinstance(value, Verdict):
+            raise _defect(job, Stage.EVAL, f"returned {_short(value)}, not a Verdict")
+        reward = value.reward
+        if reward is not None and not _is_number(reward):
+            raise _defect(job, Stage.EVAL, f"returned a Verdict with reward {_short(reward)}, no finite number")
+        if not isinstance(value.result, dict):
+            raise _defect(job, Stage.EVAL, f"returned a Verdict with result {_short(value.result)}, not a dict")
+        try:
+            return Outcome(JobState.SUCCEEDED, value.result, reward=None if reward is None else float(reward))
+        except (TypeError, ValueError, RecursionError) as error:
+            raise _defect(job, Stage.EVAL, f"returned a result that cannot be written as JSON: {error}") from error
+
+
+def _fault(outcome: Any) -> str | None:
+    """What is wrong with what ``on_failure`` returned."""
+    if not isinstance(outcome, Outcome):
+        return f"returned {_short(outcome)}, not an Outcome"
+    if not isinstance(outcome.state, JobState) or outcome.state not in FAILED_STATES:
+        return f"returned an Outcome with state {_short(outcome.state)}, which is none of a failed job"
+    if outcome.reward is not None:
+        return "returned an Outcome with a reward, which a failed job has not"
+    if not isinstance(outcome.failure, Failure) or not isinstance(outcome.failure.kind, FailureKind):
+        return f"returned an Outcome with failure {_short(outcome.failure)}, not a Failure"
+    return None
+
+
+def _defect(job: Job, stage: Stage, what: str) -> InfrastructureError:
+    return InfrastructureError(f"{stage} of handler {job.handler!r} {what}", kind=unexpected_kind(stage))
+
+
+def _no_exception(error: BaseException, job: Job, stage: Stage) -> RuntimeError:
+    return RuntimeError(f"{stage} of handler {job.handler!r} raised {type(error).__name__}({error})")
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
+
+
+def _short(value: Any) -> str:
+    try:
+        return repr(value)[:200]
+    except Exception:
+        return f"a {type(value).__name__}"
+
+
+async def _within(seconds: float, work: Coroutine[Any, Any, Any]) -> Any:
+    """The result of ``work``; not waited for if it ignores that its time is over.
+
+    Raises:
+        TimeoutError: it takes too long.
+    """
+    task = asyncio.ensure_future(work)
+    try:
+        await asyncio.wait({task}, timeout=seconds)
+    finally:
+        if not task.done():
+            task.cancel()
+    if not task.done():
+        raise TimeoutError(f"no answer within {seconds:g} s")
+    return task.result()

@@ -1,0 +1,152 @@
+# SPDX-License-Identifier: Apache-2.0
+"""JSON as it comes in: either it can be written out again, everywhere, exactly as it came, or it is refused here.
+
+A row goes from server to server and into a log that others follow. What one of them cannot write fails there, for
+everybody who reads it, long after its sender was told that all is well. So what JSON parsers let pass and writers do
+not is refused at the border, with the path of the field: lone surrogates (``"\\ud800"`` is no text), ``NaN``, numbers
+that no double or 64-bit integer holds, nesting beyond what writers follow.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Callable, Coroutine, Iterator
+from typing import Any, NoReturn
+
+from fastapi import Request, Response
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
+
+from nemo_gym_prorl.failures import CallerError
+from nemo_gym_prorl.problems import ProblemRoute, field_errors, problem_of
+
+
+MAX_DEPTH = 200
+"""Nesting that is taken; orjson writes 254 levels, and a row is wrapped a few times on its way."""
+
+_LEAST_INT, _MOST_INT = -(2**63), 2**64 - 1
+_FIELD_CHARS = 300
+"""A field's path in a message; keys come from the caller and have any length."""
+
+
+class CreateParams(BaseModel):
+    """The part of a row that the service itself needs; the rest of it belongs to model and environment."""
+
+    model_config = ConfigDict(extra="allow")
+
+    input: str | list[dict[str, Any]] = Field(description="Responses API input: a prompt, or a list of items.")
+
+
+class Row(BaseModel):
+    """A Gym dataset row. Every field is passed on to the environment unchanged."""
+
+    model_config = ConfigDict(extra="allow")
+
+    responses_create_params: CreateParams
+
+
+def read_json(body: bytes) -> Any:
+    """The value of a JSON body.
+
+    Raises:
+        CallerError: it is no JSON in UTF-8, or nothing that can be written again; names the field.
+    """
+    try:
+        value = json.loads(body.decode(), parse_constant=_no_constant)
+    except UnicodeDecodeError as error:
+        raise CallerError(f"is not UTF-8: {error.reason} at byte {error.start}", field="body") from None
+    except RecursionError:
+        raise CallerError(f"is nested deeper than {MAX_DEPTH} levels", field="body") from None
+    except ValueError as error:  # also an integer with more digits than Python converts
+        raise CallerError(f"is not JSON: {error}", field="body") from None
+    for path, reason in _unwritable(value):
+        raise CallerError(reason, field=path)
+    return value
+
+
+def check_row(row: Any) -> None:
+    """Refuse what is no Gym row.
+
+    Raises:
+        CallerError: names the first field that is wrong, and describes all of them.
+    """
+    try:
+        Row.model_validate(row)
+    except ValidationError as error:
+        first, *others = field_errors(error)
+        more = "".join(f"; {entry['field']}: {entry['message']}" for entry in others)
+        raise CallerError(first["message"] + more, field=first["field"]) from None
+
+
+class JsonRoute(ProblemRoute):
+    """A route that reads its body by :func:`read_json`."""
+
+    def get_route_handler(self) -> Callable[[Request], Coroutine[Any, Any, Response]]:
+        """The route's handler, for a request that reads its JSON strictly."""
+        inner = super().get_route_handler()
+
+        async def handle(request: Request) -> Response:
+            return await inner(_JsonRequest(request.scope, request.receive))
+
+        return handle
+
+
+class _JsonRequest(Request):
+    async def json(self) -> Any:
+        try:
+            return read_json(await self.body())
+        except CallerError as error:
+            raise problem_of(error) from None  # FastAPI lets pass what is an HTTPException, all else is 400 to it
+
+
+def _no_constant(name: str) -> NoReturn:
+    raise ValueError(f"{name} is no JSON number")
+
+
+def _unwritable(value: Any) -> Iterator[tuple[str, str]]:
+    """Path and complaint for each thing in ``value`` that cannot be written. Without recursion, since depth is one."""
+    stack: list[tuple[Any, tuple[Any, ...], int]] = [(value, (), 1)]
+    while stack:
+        item, where, depth = stack.pop()
+        match item:
+            case str():
+                if not _is_text(item):
+                    yield _path(where), "holds half a surrogate pair, which is no character"
+            case float():
+                if not math.isfinite(item):
+                    yield _path(where), "is a number beyond what a double holds"
+            case bool() | None:
+                pass
+            case int():
+                if not _LEAST_INT <= item <= _MOST_INT:
+                    yield _path(where), "is an integer beyond 64 bits"
+            case dict() | list() if depth > MAX_DEPTH:
+                yield _path(where), f"is nested deeper than {MAX_DEPTH} levels"
+            case dict():
+                for key, member in item.items():
+                    if not _is_text(key):
+                        yield _path((where, key)), "the name holds half a surrogate pair, which is no character"
+                    stack.append((member, (where, key), depth + 1))
+            case list():
+                stack.extend((member, (where, index), depth + 1) for index, member in enumerate(item))
+
+
+def _is_text(value: str) -> bool:
+    if value.isascii():
+        return True
+    try:
+        value.encode()
+    except UnicodeEncodeError:
+        return False
+    return True
+
+
+def _path(where: tuple[Any, ...]) -> str:
+    """``row.tools.0.name`` of the linked parts that lead to a value."""
+    parts: list[str] = []
+    while where:
+        where, part = where
+        parts.append(str(part))
+    path = ".".join(reversed(parts)) or "body"
+    readable = path.encode(errors="backslashreplace").decode()
+    return readable if len(readable) <= _FIELD_CHARS else readable[:_FIELD_CHARS] + "…"

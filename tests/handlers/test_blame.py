@@ -1,0 +1,192 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Whose fault an answer of a server is, and what a server may not make the agent do."""
+
+import pytest
+from aiohttp import web
+from hypothesis import given
+from hypothesis import strategies as st
+
+from nemo_gym_prorl.failures import CallerError, FailureKind, InfrastructureError, TaskError
+from nemo_gym_prorl.handlers.gym_http import Address, Answer, addresses, in_header, in_path, require_ok
+from tests.handlers.peers import COLLECTED, ROW, Environment, Policy, deployment, once, status, until
+
+
+@given(st.integers(100, 599))
+def test_a_status_is_an_answer_or_somebodys_fault(code: int) -> None:
+    answer = Answer(code, b"text", {})
+    if 200 <= code < 300:
+        require_ok(answer, "it", FailureKind.VERIFIER_ERROR)
+        return
+    for refusal in (CallerError, TaskError):
+        with pytest.raises((refusal, InfrastructureError)) as raised:
+            require_ok(answer, "it", FailureKind.VERIFIER_ERROR, refusal)
+        assert isinstance(raised.value, InfrastructureError) == (code not in (400, 413, 415, 422))
+    if code == 410:
+        assert raised.value.kind is FailureKind.SESSION_LOST
+
+
+@pytest.mark.parametrize("code", [301, 307, 401, 403, 404, 405, 408, 409, 410, 429, 500, 503])
+@pytest.mark.parametrize("path", ["/seed_session", "/v1/responses", "/verify"])
+async def test_what_a_deployment_got_wrong_does_not_discard_the_row(path: str, code: int) -> None:
+    """Once wrong, then right: the row is tried again and scored."""
+    environment, policy = Environment(), Policy()
+    peer = policy if path == "/v1/responses" else environment
+    peer.instead[path] = once(status(code, Location="/elsewhere"))
+    async with deployment(environment, policy, max_attempts=2) as at:
+        done = await at.run(ROW)
+    assert done["reward"] == 1.0
+    assert len(done["rollout"]["failed_attempts"]) == 1
+    if code == 410:
+        assert done["rollout"]["failed_attempts"] == ["session_lost"]
+    assert "/elsewhere" not in peer.paths(), "redirects are not followed"
+
+
+@pytest.mark.parametrize("code", [400, 413, 415, 422])
+@pytest.mark.parametrize("path", ["/seed_session", "/v1/responses", "/verify"])
+async def test_what_is_wrong_in_the_row_is_not_tried_again(path: str, code: int) -> None:
+    environment, policy = Environment(), Policy()
+    peer = policy if path == "/v1/responses" else environment
+    peer.instead[path] = status(code)
+    async with deployment(environment, policy, max_attempts=3) as at:
+        done = await at.run(COLLECTED)
+    assert done["_ng_failure_terminal"] is True
+    assert peer.counts[path] == 1
+
+
+async def test_a_model_server_that_forgot_the_rollout_is_asked_from_the_start() -> None:
+    """Restarted in mid-rollout: a new session and new tokens, not a discarded row."""
+    policy = Policy()
+    seen: list[int] = []
+
+    def second_turn() -> web.Response | None:
+        seen.append(1)
+        return status(410)() if len(seen) == 2 else None
+
+    policy.instead["/v1/responses"] = second_turn
+    async with deployment(policy=policy, max_attempts=2) as at:
+        done = await at.run(ROW)
+    assert (done["reward"], done["rollout"]["failed_attempts"]) == (1.0, ["session_lost"])
+    assert at.environment.seeds == 2
+    assert done["rollout"]["turns"] == 3
+
+
+@pytest.mark.parametrize("kind", ["cancelled", "shutdown", "kill_shaped", "agent_timeout", "nonsense"])
+async def test_no_environment_makes_a_rollout_vanish(kind: str) -> None:
+    environment = Environment(instead={"/verify": status(500, **{"X_ProRL_Failure_Kind": kind})})
+    async with deployment(environment) as at:
+        done = await at.run(COLLECTED)
+    assert "_ng_no_persist" not in done
+    assert done["failure_kind"] == "provider_unavailable"
+    assert done["rollout"]["state"] == "failed"
+
+
+@pytest.mark.parametrize("kind", ["session_lost", "provider_oom_killed", "verifier_error"])
+async def test_an_environments_own_kinds_are_believed(kind: str) -> None:
+    environment = Environment(instead={"/verify": status(500, **{"X_ProRL_Failure_Kind": kind})})
+    async with deployment(environment) as at:
+        assert (await at.run(COLLECTED))["failure_kind"] == kind
+
+
+@pytest.mark.parametrize(
+    "path",
+    [
+        "@127.0.0.1:9/x",
+        "//127.0.0.1:9/x",
+        "http://127.0.0.1:9/x",
+        "give_back",
+        "/give back",
+        "/a//b",
+        "/x?y",
+        "/%2e",
+        7,
+    ],
+)
+async def test_a_release_path_is_a_path_of_that_server(path: object) -> None:
+    environment = Environment(seeded={"release_path": path})
+    async with deployment(environment) as at:
+        done = await at.run(COLLECTED)
+        assert "release_path" in done["failure_reason"]
+        await until(lambda: "/close_session" in environment.paths())
+    assert environment.paths() == ["/seed_session", "/close_session"], "nobody acted, and the session is over"
+
+
+async def test_a_release_path_is_no_tool() -> None:
+    """A policy that could call it would end its own sandbox, and so trade a reward for a failure."""
+    async with deployment(policy=Policy(tool="give_back")) as at:
+        done = await at.run(ROW)
+        observed = [item["output"] for item in done["response"]["output"] if item["type"] == "function_call_output"]
+    assert all("Not Found" in text for text in observed)
+    assert at.environment.counts["/give_back"] == 1, "called by the agent alone"
+
+
+@pytest.mark.parametrize("tool", [".", "..", "...", "a/b", ""])
+async def test_a_tools_name_is_no_path(tool: str) -> None:
+    async with deployment(policy=Policy(tool=tool)) as at:
+        done = await at.run(ROW)
+    assert done["rollout"]["tool_calls"] == 0
+
+
+async def test_no_proxy_of_the_environment_stands_between(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("HTTP_PROXY", "http_proxy", "ALL_PROXY"):
+        monkeypatch.setenv(name, "http://127.0.0.1:9")
+    async with deployment() as at:
+        assert (await at.run(ROW))["reward"] == 1.0
+
+
+async def test_each_server_is_shown_its_own_key_and_no_other() -> None:
+    keys = {"environment": "for-the-environment", "policy_model": "for-the-policy"}
+    async with deployment(keys=keys) as at:
+        await at.run(ROW)
+        await until(lambda: "DELETE" in {method for method, _ in at.policy.calls})
+    for peer, key in ((at.environment, "for-the-environment"), (at.policy, "for-the-policy")):
+        assert {headers.get("authorization") for headers in peer.headers} == {f"Bearer {key}"}
+
+
+async def test_a_server_without_a_key_is_shown_none() -> None:
+    async with deployment(keys={"policy_model": "for-the-policy"}) as at:
+        await at.run(ROW)
+    assert {headers.get("authorization") for headers in at.environment.headers} == {None}
+
+
+async def test_with_a_key_every_route_of_the_agent_needs_it() -> None:
+    async with deployment(control_token="open-sesame") as at:
+        for path in ("/run", "/v1/responses", "/aggregate_metrics", "/v1/rollouts"):
+            assert (await at.post(path, ROW))[0] == 401
+        async with at.http.get(f"{at.url}/openapi.json") as answer:
+            assert answer.status == 401
+        async with at.http.get(f"{at.url}/healthz") as answer:
+            assert answer.status == 200
+        code, body, _ = await at.post("/run", ROW, headers={"Authorization": "Bearer open-sesame"})
+        assert (code, body["reward"]) == (200, 1.0)
+
+
+def test_addresses_and_keys_of_a_merged_configuration() -> None:
+    def block(**settings: object) -> dict[str, object]:
+        return {"host": "127.0.0.1", "port": 7, **settings}
+
+    merged = {
+        "ours": {"resources_servers": {"prorl_code": block(control_token="a")}},
+        "model": {"responses_api_models": {"prorl_model": block(host="::1", policy={"control_token": "b"})}},
+        "theirs": {"responses_api_models": {"vllm_model": block(policy=None)}},
+        "no_server": {"host": "x"},
+        "text": "x",
+    }
+    assert addresses(merged) == {
+        "ours": Address("http://127.0.0.1:7", "a"),
+        "model": Address("http://[::1]:7", "b"),
+        "theirs": Address("http://127.0.0.1:7"),
+    }
+
+
+@given(st.text(st.characters(exclude_categories=["C"], exclude_characters="/?#"), min_size=1))
+def test_an_id_in_a_header_is_visible_ascii_and_in_a_path_one_segment(identifier: str) -> None:
+    from urllib.parse import unquote
+
+    for written in (in_header(identifier), in_path(identifier)):
+        assert written.isascii()
+        assert written.isprintable()
+        assert " " not in written
+        assert unquote(written) == identifier
+    assert "/" not in in_path(identifier)
+    if identifier.isascii() and not set(identifier) & set(" %"):
+        assert in_header(identifier) == identifier

@@ -1,0 +1,198 @@
+# SPDX-License-Identifier: Apache-2.0
+"""How rollouts end at their servers: tokens of what was complete, sessions given back, nothing kept for nobody."""
+
+import asyncio
+from typing import Any
+
+import pytest
+
+from nemo_gym_prorl.handlers.conversation import waited
+from nemo_gym_prorl.handlers.gym_http import Address, GymServer, HttpClient
+from tests.handlers.peers import COLLECTED, ROW, Environment, Policy, deployment, hang, once, status, until
+
+
+def sampled(row: dict[str, Any]) -> list[list[int]]:
+    return [item["generation_token_ids"] for item in row["response"]["output"] if item.get("generation_token_ids")]
+
+
+def deleted(policy: Policy) -> list[str]:
+    return policy.paths("DELETE")
+
+
+async def test_the_tokens_of_a_rollout_that_ran_out_of_time() -> None:
+    """Two turns are complete, the third hangs at the model server."""
+    policy = Policy(turns=9)
+    calls: list[int] = []
+
+    def third_hangs() -> Any:
+        calls.append(1)
+        return hang(60)() if len(calls) == 3 else None
+
+    policy.instead["/v1/responses"] = third_hangs
+    async with deployment(policy=policy, budgets={"run": 1.0}) as at:
+        done = await at.run(COLLECTED)
+        assert (done["failure_kind"], done["rollout"]["turns"]) == ("agent_timeout", 2)
+        assert sampled(done) == [[2], [5]]
+        await until(lambda: len(deleted(policy)) == 1)
+
+
+async def test_the_tokens_of_a_rollout_that_was_cancelled() -> None:
+    environment = Environment(instead={"/count": hang(60)})
+    async with deployment(environment) as at:
+        running = asyncio.ensure_future(at.run({**COLLECTED, "rollout": {"id": "mine"}}))
+        await until(lambda: "/count" in environment.paths())
+        await at.post("/v1/rollouts/cancel", {"ids": ["mine"]})
+        done = await running
+        assert (done["failure_kind"], sampled(done)) == ("cancelled", [[2]])
+        await until(lambda: deleted(at.policy) == ["/v1/rollouts/mine.1"])
+
+
+async def test_a_cut_in_the_first_turn_frees_its_place_too() -> None:
+    policy = Policy(turns=1)
+    async with deployment(policy=policy, budgets={"run": 1.0}) as at:
+        await at.run(COLLECTED)
+        await until(lambda: len(deleted(policy)) == 1)
+        policy.instead["/v1/responses"] = hang(60)
+        done = await at.run({**COLLECTED, "_ng_rollout_index": 1})
+        assert sampled(done) == []
+        await until(lambda: len(deleted(policy)) == 2)
+
+
+async def test_a_model_server_that_keeps_nothing_is_told_nothing() -> None:
+    async with deployment(policy=Policy(defers=False)) as at:
+        await at.run(ROW)
+    assert {method for method, _ in at.policy.calls} == {"POST"}
+
+
+@pytest.mark.parametrize("trouble", [status(500), status(404), hang(60)], ids=["500", "404", "hangs"])
+async def test_a_clean_up_that_fails_does_not_fail_what_is_finished(trouble: Any) -> None:
+    policy = Policy(instead={"DELETE /v1/rollouts/mine.1": trouble})
+    async with deployment(policy=policy, max_attempts=3) as at:
+        done = await asyncio.wait_for(at.run({**ROW, "rollout": {"id": "mine"}}), 30)
+        assert (done["reward"], done["rollout"]["failed_attempts"]) == (1.0, [])
+        assert len(sampled(done)) == 3
+
+
+async def test_tokens_that_cannot_be_fetched_at_once_are_asked_for_again() -> None:
+    policy = Policy(instead={"GET /v1/rollouts/mine.1/tokens": once(status(500))})
+    async with deployment(policy=policy) as at:
+        done = await at.run({**ROW, "rollout": {"id": "mine"}})
+    assert (done["reward"], len(sampled(done))) == (1.0, 3)
+
+
+async def test_a_cut_waits_for_tokens_within_its_grace_only() -> None:
+    environment = Environment(instead={"/count": hang(60)})
+    policy = Policy(instead={"GET /v1/rollouts/mine.1/tokens": hang(60)})
+    async with deployment(environment, policy, cancel_grace_s=1.0) as at:
+        running = asyncio.ensure_future(at.run({**COLLECTED, "rollout": {"id": "mine"}}))
+        await until(lambda: "/count" in environment.paths())
+        await asyncio.wait_for(at.post("/v1/rollouts/cancel", {"ids": ["mine"]}), 20)
+        assert sampled(await running) == []
+        assert (await at.get("/status"))["abandoned"] == 0
+        await until(lambda: len(deleted(policy)) == 1)
+
+
+async def test_versions_of_the_weights_that_sampled_each_turn() -> None:
+    async with deployment(policy=Policy(versions=True)) as at:
+        labelled = await at.run(ROW)
+    async with deployment() as at:
+        unlabelled = await at.run(ROW)
+    assert labelled["rollout"]["weight_versions"] == [
+        {"turn": number, "first": f"w{number}", "last": f"w{number + 1}"} for number in range(3)
+    ]
+    assert unlabelled["rollout"]["weight_versions"] == [
+        {"turn": number, "first": None, "last": None} for number in range(3)
+    ]
+
+
+@pytest.mark.parametrize(
+    ("said", "seconds"),
+    [
+        ({"waited_s": 2.5}, 2.5),
+        ({"waited_s": -1}, 0.0),
+        ({"waited_s": "long"}, 0.0),
+        ({}, 0.0),
+        ([], 0.0),
+    ],
+)
+async def test_what_a_rollout_has_waited(said: Any, seconds: float) -> None:
+    policy = Policy(instead={"/v1/rollouts/caf%C3%A9%201.1/waited": lambda: said})
+    async with deployment(policy=policy) as at, asyncio.timeout(30):
+        http = HttpClient()
+        model = GymServer("policy", Address(at.policy_url), http)
+        assert await waited(model, "café 1.1") == seconds
+        assert await waited(model, "unknown") == 0.0
+        await http.close()
+
+
+async def test_an_id_that_is_not_ascii_keeps_its_tokens() -> None:
+    async with deployment() as at:
+        done = await at.run({**ROW, "rollout": {"id": "café 1", "group": "größe"}})
+        assert len(sampled(done)) == 3
+        await until(lambda: len(deleted(at.policy)) == 1)
+    assert deleted(at.policy) == ["/v1/rollouts/caf%C3%A9%201.1"]
+    sent = at.policy.headers[0]
+    assert (sent["x-rollout-id"], sent["x-rollout-group"]) == ("caf%C3%A9%201.1", "gr%C3%B6%C3%9Fe")
+
+
+# -- sessions ------------------------------------------------------------------------------------------------------
+
+
+async def test_a_session_is_closed_after_its_verdict() -> None:
+    async with deployment() as at:
+        await at.run(ROW)
+        await until(lambda: "/close_session" in at.environment.paths())
+    assert at.environment.paths()[-3:] == ["/give_back", "/verify", "/close_session"]
+    closing = at.environment.headers[-1]
+    assert "session=1" in closing["cookie"]
+
+
+@pytest.mark.parametrize("path", ["/verify", "/give_back"])
+async def test_a_session_whose_rollout_failed_is_closed_once(path: str) -> None:
+    environment = Environment(instead={path: status(500)})
+    async with deployment(environment) as at:
+        await at.run(COLLECTED)
+        await until(lambda: "/close_session" in environment.paths())
+    assert environment.counts["/close_session"] == 1
+
+
+async def test_each_attempts_session_is_closed() -> None:
+    policy = Policy(instead={"/v1/responses": once(status(500))})
+    async with deployment(policy=policy, max_attempts=2) as at:
+        assert (await at.run(ROW))["reward"] == 1.0
+        await until(lambda: at.environment.counts["/close_session"] == 2)
+    assert at.environment.paths()[:3] == ["/seed_session", "/give_back", "/close_session"], "before the next attempt"
+
+
+@pytest.mark.parametrize("code", [404, 405, 422])
+async def test_a_server_that_closes_nothing_is_asked_once(code: int) -> None:
+    environment = Environment(instead={"/close_session": status(code)})
+    async with deployment(environment) as at:
+        await at.run(ROW)
+        await until(lambda: "/close_session" in environment.paths())
+        assert [(await at.run(ROW))["reward"] for _ in range(3)] == [1.0] * 3
+    assert environment.counts["/close_session"] == 1
+
+
+@pytest.mark.parametrize("how", ["out of time", "cancelled"])
+async def test_a_session_that_comes_up_too_late_is_given_back(how: str) -> None:
+    environment = Environment(instead={"/seed_session": hang(1.5)})
+    budgets = {"init": 0.3} if how == "out of time" else {}
+    async with deployment(environment, budgets=budgets) as at:
+        running = asyncio.ensure_future(at.run({**COLLECTED, "rollout": {"id": "mine"}}))
+        await until(lambda: "/seed_session" in environment.paths())
+        if how == "cancelled":
+            await at.post("/v1/rollouts/cancel", {"ids": ["mine"]})
+        assert (await running)["mask_sample"] is True
+        assert environment.seeds == 0, "the row was answered while the server was still busy"
+        await until(lambda: "/close_session" in environment.paths())
+    assert environment.paths() == ["/seed_session", "/give_back", "/close_session"]
+    assert "session=1" in environment.headers[-1]["cookie"], "with the session's own cookie"
+
+
+async def test_a_session_whose_seeding_was_answered_with_nonsense_is_closed() -> None:
+    environment = Environment(instead={"/seed_session": status(200)})
+    async with deployment(environment) as at:
+        done = await at.run(COLLECTED)
+        assert (done["failure_kind"], done["rollout"]["state"]) == ("provider_unavailable", "failed")
+        await until(lambda: environment.paths() == ["/seed_session", "/close_session"])

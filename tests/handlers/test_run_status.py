@@ -1,0 +1,169 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What /run answers where a rollout failed: to Gym's collector always a row, to a trainer what it understands."""
+
+import asyncio
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from nemo_gym_prorl.failures import Failure, FailureKind, Origin, Stage
+from nemo_gym_prorl.handlers.failure_rows import failure_row, run_status
+from tests.handlers.peers import COLLECTED, ROW, Environment, Policy, deployment, hang, status, until
+
+
+TOKENS = {"output": [{"type": "message", "generation_token_ids": [1]}]}
+FAILURES = st.builds(
+    Failure,
+    st.sampled_from(FailureKind),
+    st.sampled_from(Origin),
+    st.none() | st.sampled_from(Stage),
+    st.text(),
+    st.booleans(),
+)
+RESPONSES = st.sampled_from([None, {}, {"output": None}, {"output": []}, {"output": [{"type": "message"}]}, TOKENS])
+
+
+@given(FAILURES | st.none(), RESPONSES)
+def test_the_collector_always_gets_a_row(failure: Failure | None, response: Any) -> None:
+    assert run_status(COLLECTED, failure, response) == 200
+
+
+@given(FAILURES, RESPONSES)
+def test_a_trainer_gets_200_for_what_it_can_mask_and_train_around_only(failure: Failure, response: Any) -> None:
+    answered = run_status({**ROW, "_ng_task_index": 3, "_rowidx": 1}, failure, response)
+    if answered == 200:
+        assert failure.origin is Origin.AGENT
+        assert response is TOKENS
+    assert answered in (200, 422, 503)
+
+
+@given(FAILURES, st.dictionaries(st.text(), st.booleans()) | st.integers() | st.none())
+def test_the_mask_stands_where_gym_and_where_nemo_rl_reads_it(failure: Failure, given_config: Any) -> None:
+    row = failure_row({**ROW, "instance_config": given_config}, {}, failure)
+    assert row["mask_sample"] is True
+    assert row["instance_config"]["mask_sample"] is True
+    if isinstance(given_config, dict):
+        assert given_config.items() - {("mask_sample", False)} <= row["instance_config"].items()
+
+
+@pytest.mark.parametrize(
+    ("trouble", "settings", "expected", "kind"),
+    [
+        ({"environment": {"/seed_session": status(500)}}, {}, 503, "provider_unavailable"),
+        ({"environment": {"/seed_session": status(422)}}, {}, 422, "agent_request_failed"),
+        ({"policy": {"/v1/responses": status(500)}}, {}, 503, "agent_request_failed"),
+        ({"policy": {"/v1/responses": status(422)}}, {}, 422, "agent_request_failed"),
+        ({"policy": {"/v1/responses": hang(60)}}, {"budgets": {"run": 0.3}}, 503, "agent_timeout"),
+        ({"environment": {"/count": hang(60)}}, {"budgets": {"run": 1.0}}, 200, "agent_timeout"),
+        ({"environment": {"/verify": status(500)}}, {}, 503, "verifier_error"),
+        ({"environment": {"/verify": status(422)}}, {}, 422, "verifier_error"),
+    ],
+    ids=[
+        "seed-500",
+        "seed-422",
+        "model-500",
+        "model-422",
+        "no-token-in-time",
+        "slow-agent",
+        "verify-500",
+        "verify-422",
+    ],
+)
+async def test_each_kind_of_failed_row(
+    trouble: dict[str, Any], settings: dict[str, Any], expected: int, kind: str
+) -> None:
+    environment = Environment(instead=trouble.get("environment", {}))
+    policy = Policy(instead=trouble.get("policy", {}))
+    async with deployment(environment, policy, **settings) as at:
+        code, body, headers = await at.post("/run", {**ROW, "_rowidx": 4})
+        assert code == expected, body
+        if expected == 200:
+            assert body["instance_config"]["mask_sample"] is True
+            assert body["failure_kind"] == kind
+            assert body["response"]["output"][0]["generation_token_ids"], "the turns' tokens came along"
+        else:
+            assert headers["content-type"] == "application/problem+json"
+            assert headers["x-prorl-failure-kind"] == kind
+            assert ("retry-after" in headers) == (expected == 503)
+        masked = await at.run({**COLLECTED, "instance_config": {"image": "x"}})
+        assert masked["mask_sample"] is True
+        assert masked["instance_config"] == {"image": "x", "mask_sample": True}
+        assert masked["failure_kind"] == kind
+        assert masked.get("_ng_failure_terminal", False) == (expected == 422)
+
+
+async def test_a_row_that_is_none_is_a_masked_row_for_the_collector() -> None:
+    bad = {"responses_create_params": {"input": 7}}
+    async with deployment() as at:
+        code, problem, _ = await at.post("/run", bad)
+        assert (code, problem["errors"][0]["field"].split(".")[:2]) == (422, ["responses_create_params", "input"])
+        masked = await at.run({**COLLECTED, **bad})
+        assert masked["_ng_failure_terminal"] is True
+        assert "input" in masked["failure_reason"]
+
+
+async def test_a_row_is_named_grouped_and_cancelled_by_its_group() -> None:
+    """/run answers at once, the tool call ends, and the trainer's client may send the row again."""
+    environment = Environment(instead={"/count": hang(60)})
+    async with deployment(environment) as at:
+        wishes = {"id": "step 7 · prompt 3", "group": "prompt-3", "client": "trainer", "priority": 2}
+        running = asyncio.ensure_future(at.post("/run", {**ROW, "rollout": wishes}))
+        await until(lambda: "/count" in environment.paths())
+        [job] = (await at.get("/v1/rollouts?group=prompt-3"))["rollouts"]
+        assert {name: job[name] for name in wishes} == wishes
+        code, answer, _ = await at.post("/v1/rollouts/cancel", {"group": "prompt-3"})
+        assert (code, [each["state"] for each in answer["rollouts"]]) == (200, ["cancelled"])
+        code, problem, headers = await running
+        assert (code, headers["x-prorl-failure-kind"]) == (503, "cancelled")
+        assert wishes["id"] in problem["detail"]
+        environment.instead.clear()
+        again = await at.run({**ROW, "rollout": wishes})
+        assert again["rollout"]["group"] == "prompt-3"
+        assert "rollout" not in environment.bodies[environment.paths().index("/seed_session")], "not the environment's"
+
+
+async def test_rows_of_one_prompt_are_siblings_and_others_are_not() -> None:
+    other = {"responses_create_params": {"input": "count to four"}}
+    async with deployment() as at:
+        groups = [(await at.run(row))["rollout"]["group"] for row in (ROW, {**ROW, "_rowidx": 1}, other)]
+    assert groups[0] == groups[1] != groups[2]
+    sent = {headers.get("x-rollout-group") for headers in at.policy.headers}
+    assert set(groups) <= sent
+
+
+@pytest.mark.parametrize(
+    ("wishes", "field"),
+    [
+        ("me", "rollout"),
+        ({"priority": "high"}, "rollout.priority"),
+        ({"budgets": {"run": -1}}, "rollout.budgets.run"),
+        ({"group": ""}, "rollout.group"),
+        ({"step": 3}, "rollout.step"),
+        ({"row": {}}, "rollout.row"),
+        ({"handler": "nope"}, "handler"),
+        ({"handler": "seeded_session"}, "handler"),
+    ],
+)
+async def test_a_wrong_wish_names_its_field(wishes: Any, field: str) -> None:
+    async with deployment() as at:
+        code, problem, _ = await at.post("/run", {**ROW, "rollout": wishes})
+        assert code == 422
+        assert field in problem["detail"]
+        assert at.environment.calls == []
+
+
+async def test_an_id_that_runs_with_another_row_is_a_conflict() -> None:
+    environment = Environment(instead={"/count": hang(60)})
+    async with deployment(environment) as at:
+        named = {**ROW, "rollout": {"id": "mine"}}
+        first = asyncio.ensure_future(at.post("/run", named))
+        await until(lambda: "/count" in environment.paths())
+        same = asyncio.ensure_future(at.post("/run", named))
+        code, problem, _ = await at.post("/run", {**named, "other": 1})
+        assert code == 409
+        assert problem["errors"] == [{"field": "rollout.id", "message": problem["errors"][0]["message"]}]
+        await at.post("/v1/rollouts/cancel", {"ids": ["mine"]})
+        assert [(await each)[0] for each in (first, same)] == [503, 503]
+        assert environment.seeds == 1, "the same row again joined the first"

@@ -1,0 +1,120 @@
+# SPDX-License-Identifier: Apache-2.0
+"""NeMo RL's real actor, if there is a checkout of NeMo RL and an environment that can import it.
+
+NeMo RL is no package that could be installed: ``NRL_ROOT`` names a checkout, and the interpreter that runs the tests
+has what ``docs/nemo_rl.md`` lists.
+"""
+
+import importlib.util
+import os
+import re
+import shutil
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import pytest
+from tenacity import retry, stop_after_attempt
+
+
+if TYPE_CHECKING:
+    from tests.nemo_rl.engine import Engine
+    from tests.nemo_rl.trainer import Trainer
+
+
+REPOSITORY = Path(__file__).parents[2]
+ROOT = os.environ.get("NRL_ROOT")
+NODE_ADDRESS = "127.0.0.2"
+KEY = "k3y-of-prorl-code-agent"
+VENVS = "/opt/prorl/venvs"
+
+
+def documented(language: str) -> list[str]:
+    """The snippets of ``docs/nemo_rl.md``."""
+    text = (REPOSITORY / "docs/nemo_rl.md").read_text()
+    return re.findall(rf"^```{language}\n(.*?)^```", text, re.MULTILINE | re.DOTALL)
+
+
+def _reason_to_skip() -> str | None:
+    if not ROOT:
+        return "NRL_ROOT names no checkout of NeMo RL"
+    if not Path(ROOT, "nemo_rl").is_dir():
+        return f"NRL_ROOT={ROOT} is no checkout of NeMo RL"
+    missing = [name for name in ("torch", "ray", "transformers") if importlib.util.find_spec(name) is None]
+    return f"this environment cannot import NeMo RL: no {', '.join(missing)}" if missing else None
+
+
+@pytest.fixture(scope="session")
+def nemo_rl(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
+    """NeMo RL can be imported and Ray runs on loopback; gives the driver's working directory."""
+    reason = _reason_to_skip()
+    if reason:
+        pytest.skip(reason)
+    folder = tmp_path_factory.mktemp("nemo-rl")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.syspath_prepend(str(ROOT))
+        # The actor and its servers get the driver's environment.
+        patch.setenv("PYTHONPATH", os.pathsep.join([str(REPOSITORY), str(ROOT)]))
+        patch.setenv("NO_VCS_VERSION", "1")
+        patch.setenv("RAY_AUTH_MODE", "disabled")
+        patch.setenv("RAY_USAGE_STATS_ENABLED", "0")
+        patch.setenv("RAY_enable_worker_prestart", "0")
+        patch.setenv("HF_HUB_OFFLINE", "1")
+        patch.setenv("PRORL_TEST_KEY", KEY)
+        patch.chdir(folder)
+        import ray
+
+        # Not pytest's own folder: a Unix socket's path must be short.
+        sockets = Path(tempfile.mkdtemp(prefix="prorl-r-", dir="/tmp"))
+
+        @retry(stop=stop_after_attempt(3), reraise=True)
+        def start() -> None:
+            # Ray gives its own processes 30 s to start, which a busy machine may not keep.
+            ray.shutdown()
+            ray.init(
+                num_cpus=4,
+                include_dashboard=False,
+                object_store_memory=80 * 1024 * 1024,
+                # Stands in for the address of a node: another one than that on which servers listen by themselves.
+                _node_ip_address=NODE_ADDRESS,
+                _temp_dir=str(sockets),
+            )
+
+        start()
+        try:
+            yield folder
+        finally:
+            ray.shutdown()
+            shutil.rmtree(sockets, ignore_errors=True)
+
+
+@pytest.fixture(scope="session")
+def engine(nemo_rl: Path) -> "Engine":
+    """The engine behind the session's servers."""
+    from tests.nemo_rl.engine import Engine
+
+    return Engine()
+
+
+@pytest.fixture(scope="session")
+def trainer(nemo_rl: Path, engine: "Engine", state: Path) -> Iterator["Trainer"]:
+    """An actor with what ``docs/nemo_rl.md`` configures, a counting environment besides, and a key for one agent."""
+    from omegaconf import OmegaConf
+
+    from tests.nemo_rl.engine import serving
+    from tests.nemo_rl.trainer import Trainer
+
+    venvs = str(nemo_rl / "venvs")
+    exec(documented("python")[0].replace(VENVS, venvs), {})
+    [block] = documented("yaml")
+    config = OmegaConf.to_container(OmegaConf.create(block.replace(VENVS, venvs)))["env"]["nemo_gym"]
+    config["config_paths"].append(str(nemo_rl / "resources_servers/counting/counting.yaml"))
+    with serving(engine) as base_url:
+        trainer = Trainer([base_url], nemo_rl, config)
+        try:
+            yield trainer
+        finally:
+            import ray
+
+            ray.get(trainer.actor.shutdown.remote())

@@ -1,0 +1,162 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Stands in for the HTTP server of NeMo RL's generation workers; samples what a row's script says.
+
+It has that server's routes and no others (neither ``/health`` nor ``/v1/completions``), its check of the sampling
+parameters, whose failure is a plain 500, and its repair of prompts, which is NeMo RL's own function. The tokens are
+bytes. Each turn is sampled with a space at its end that is not in the text, so that a prompt which was rendered from
+text continues other tokens than those that were sampled.
+"""
+
+import asyncio
+import contextlib
+import socket
+import threading
+from collections.abc import Iterator
+from typing import Any
+
+import uvicorn
+from fastapi import FastAPI, Request
+from fastapi.responses import JSONResponse, Response
+from nemo_rl.models.generation.openai_server_utils import replace_prefix_tokens
+
+from nemo_gym_prorl.policy import scripted_text as text
+from tests.nemo_rl.tokenizer import ByteTokenizer
+
+
+MODEL = "bytes"
+PROFILES = {(1.0, 1.0), (0.6, 0.95)}
+"""Temperature and ``top_p`` of training and of validation."""
+MAX_MODEL_LEN = 65_536
+_OPENING = bytes([text.START_OF_TURN]) + b"assistant\n"
+
+
+class Engine:
+    """One data-parallel rank.
+
+    Attributes:
+        requests: bodies of all chat requests.
+        in_flight: requests that are being worked on.
+        aborted: requests whose caller hung up.
+    """
+
+    def __init__(self) -> None:
+        self.requests: list[dict[str, Any]] = []
+        self.in_flight = 0
+        self.aborted = 0
+        self.app = FastAPI()
+        self.app.add_api_route("/v1/chat/completions", self._chat, methods=["POST"])
+        self.app.add_api_route("/tokenize", self._tokenize, methods=["POST"])
+
+    async def _chat(self, request: Request) -> Response:
+        body = await request.json()
+        self.requests.append(body)
+        assert body.get("top_k") in (None, -1), "top k must be unset"
+        assert body.get("top_p") is not None, "top_p must be set explicitly on NeMo-RL requests"
+        assert (body.get("temperature"), body["top_p"]) in PROFILES, "matches neither the train nor the val profile"
+        if body["model"] != MODEL:
+            return _error(404, f"The model `{body['model']}` does not exist.")
+        prompt = _prompt(body)
+        room = MAX_MODEL_LEN - len(prompt)
+        if room <= 0:
+            return _error(400, f"This model's maximum context length is {MAX_MODEL_LEN} tokens.")
+        script = text.parse_script((body.get("metadata") or {})["script"])
+        index = text.next_turn(body["messages"])
+        turn = script.turn(index)
+        if turn.latency_s and await self._hangs_up(request, turn.latency_s):
+            return Response(status_code=499)
+        limit = min(body.get("max_completion_tokens") or body.get("max_tokens") or room, room)
+        generated, whole = text.finish(turn.body + b" ", limit)
+        return JSONResponse(_answer(prompt, generated, whole, turn, index))
+
+    async def _hangs_up(self, request: Request, within_s: float) -> bool:
+        self.in_flight += 1
+        try:
+            async with asyncio.timeout(within_s):
+                while (await request.receive())["type"] != "http.disconnect":
+                    pass
+        except TimeoutError:
+            return False
+        else:
+            self.aborted += 1
+            return True
+        finally:
+            self.in_flight -= 1
+
+    async def _tokenize(self, request: Request) -> Response:
+        body = await request.json()
+        tokens = _prompt(body) if "messages" in body else list(body["prompt"].encode())
+        return JSONResponse({"count": len(tokens), "max_model_len": MAX_MODEL_LEN, "tokens": tokens})
+
+
+def _prompt(body: dict[str, Any]) -> list[int]:
+    """As in NeMo RL: the template's rendering, its beginning replaced by the ids that it has to continue."""
+    messages, tools = body["messages"], body.get("tools")
+    rendered = list(text.render_prompt(messages, tools))
+    prefix = body.get("required_prefix_token_ids")
+    if prefix is None:
+        carriers = [message for message in messages if "prompt_token_ids" in message]
+        prefix = carriers[-1]["prompt_token_ids"] + carriers[-1]["generation_token_ids"] if carriers else None
+    if prefix is None:
+        return rendered
+    said = [index for index, message in enumerate(messages) if message["role"] == "assistant"]
+    known = messages[: said[-1] + 1] if said else messages
+    before = list(text.render_prompt(known, tools).removesuffix(_OPENING))
+    return list(replace_prefix_tokens(ByteTokenizer(), prefix, before, rendered))
+
+
+def _answer(prompt: list[int], generated: bytes, whole: bool, turn: text.Turn, index: int) -> dict[str, Any]:
+    ids = list(generated)
+    log_probs = [-(token % 7) / 8 - 0.125 for token in ids]
+    calls = turn.tool_calls if whole else ()
+    message = {
+        "role": "assistant",
+        "content": turn.content if whole else generated.decode(),
+        "tool_calls": [
+            {
+                "id": text.call_id(index, position),
+                "type": "function",
+                "function": {"name": call.name, "arguments": call.arguments},
+            }
+            for position, call in enumerate(calls)
+        ],
+        "prompt_token_ids": prompt,
+        "generation_token_ids": ids,
+        "generation_log_probs": log_probs,
+    }
+    tokens = [
+        {"token": f"token_id:{token}", "logprob": log_prob, "bytes": None, "top_logprobs": []}
+        for token, log_prob in zip(ids, log_probs, strict=True)
+    ]
+    finish = "tool_calls" if calls else "stop" if whole else "length"
+    return {
+        "id": "chatcmpl-0",
+        "object": "chat.completion",
+        "created": 0,
+        "model": MODEL,
+        "choices": [{"index": 0, "message": message, "logprobs": {"content": tokens}, "finish_reason": finish}],
+        "usage": {
+            "prompt_tokens": len(prompt),
+            "completion_tokens": len(ids),
+            "total_tokens": len(prompt) + len(ids),
+        },
+    }
+
+
+def _error(status: int, message: str) -> Response:
+    return JSONResponse(
+        {"error": {"message": message, "type": "invalid_request_error", "code": status}}, status_code=status
+    )
+
+
+@contextlib.contextmanager
+def serving(engine: Engine) -> Iterator[str]:
+    """Serve from a thread, as NeMo RL does; gives the base URL."""
+    listener = socket.create_server(("127.0.0.1", 0), backlog=2048)
+    server = uvicorn.Server(uvicorn.Config(engine.app, log_level="critical", timeout_keep_alive=120))
+    thread = threading.Thread(target=lambda: asyncio.run(server.serve(sockets=[listener])), daemon=True)
+    thread.start()
+    try:
+        yield f"http://127.0.0.1:{listener.getsockname()[1]}/v1"
+    finally:
+        server.should_exit = server.force_exit = True
+        thread.join(10)

@@ -1,0 +1,187 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What stands between two turns, for any template: every transition of many conversations, and what is right there.
+
+What is right is said by the template alone: its rendering of the whole conversation, cut behind what the policy would
+have sampled. Where that rendering does not begin with the prompt of the turn, the template rewrites history, and there
+is no right answer.
+"""
+
+from __future__ import annotations
+
+import itertools
+import json
+import re
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from tokenizers import AddedToken, decoders, models, pre_tokenizers
+from tokenizers import Tokenizer as FastTokenizer
+
+from nemo_gym_prorl.failures import CallerError
+from nemo_gym_prorl.policy.chat import ChatTemplate, Renderer, Tokenizer
+from nemo_gym_prorl.policy.tokens import Finish
+from tests.policy.families import TOOLS
+
+
+_SPECIAL = re.compile(r"<\|[^|<>\s]+\|>|<｜[^｜<>]+｜>|\[/?[A-Z_]{3,}\]|<(?:start|end)_of_turn>|</?s>")
+
+SHAPES = ["aa", "ac", "ca", "cc", "ta", "tc"]
+"""Turns of a conversation before its last answer: an answer, a call, or two calls at once."""
+SETTINGS = list(itertools.product((False, True), (1, 3), (False, True)))
+"""System message or none, questions asked before, short texts or long ones: eight conversations of each shape."""
+
+
+@dataclass(frozen=True)
+class Transition:
+    """A turn, what came after it, and what is right between them.
+
+    Attributes:
+        history: the conversation up to and including the turn.
+        new: what others said after it.
+        tools: what the turn was offered.
+        sampled: what the policy sampled.
+        finish: why it ended.
+        right: what the template writes after that; ``None`` where it rewrites history.
+    """
+
+    history: Sequence[dict[str, Any]]
+    new: Sequence[dict[str, Any]]
+    tools: Sequence[dict[str, Any]]
+    sampled: str
+    finish: Finish
+    right: str | None
+
+
+def tokenizer_for(*texts: str) -> Tokenizer:
+    """Bytes and all the special tokens that the texts seem to use."""
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    fast = FastTokenizer(models.BPE(vocab={letter: index for index, letter in enumerate(alphabet)}, merges=[]))
+    fast.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    fast.decoder = decoders.ByteLevel()
+    names = sorted({name for text in texts for name in _SPECIAL.findall(text)})
+    fast.add_special_tokens([AddedToken(name, special=True, normalized=False) for name in names])
+    return Tokenizer(fast)
+
+
+def conversations(shape: str, system: bool, questions: int, long: bool) -> Iterator[list[dict[str, Any]]]:
+    """One conversation of the shape; its turns are numbered, so that no two of them say the same."""
+    messages: list[dict[str, Any]] = [{"role": "system", "content": "Be kind."}] if system else []
+    number = itertools.count()
+
+    def words(what: str) -> str:
+        return f"{what} {next(number)} zürich" + " and so on, line by line\n" * 20 * long + "!"
+
+    def ask() -> None:
+        messages.append({"role": "user", "content": words("question")})
+
+    def answer() -> None:
+        messages.append({"role": "assistant", "content": words("answer")})
+
+    def call(count: int) -> None:
+        ids = [f"callid{next(number):03}" for _ in range(count)]
+        calls = [
+            {"id": one, "type": "function", "function": {"name": "look", "arguments": json.dumps({"what": f"w{one}"})}}
+            for one in ids
+        ]
+        messages.append({"role": "assistant", "content": "", "tool_calls": calls})
+        messages.extend(
+            {"role": "tool", "tool_call_id": one, "name": "look", "content": words("result")} for one in ids
+        )
+
+    for _ in range(questions - 1):
+        ask()
+        answer()
+    ask()
+    for turn in shape:
+        if turn == "a":
+            answer()
+            ask()
+        else:
+            call(1 if turn == "c" else 2)
+    answer()
+    ask()
+    yield messages
+
+
+def transitions(template: ChatTemplate, stops: Sequence[str]) -> Iterator[Transition]:
+    """The last two turns of every conversation, where the template takes it: stopped by themselves and cut short,
+    as the template writes them and a little otherwise (a space more)."""
+    for shape, setting, tools in itertools.product(SHAPES, SETTINGS, ((), TOOLS)):
+        for messages in conversations(shape, *setting):
+            turns = [index for index, message in enumerate(messages) if message["role"] == "assistant"]
+            for index in turns[-2:]:
+                end = next((at for at in turns if at > index), len(messages))
+                history, new = messages[: index + 1], messages[index + 1 : end]
+                for finish, verbatim in itertools.product((Finish.STOP, Finish.LENGTH), (True, False)):
+                    found = _transition(template, stops, history, new, tools, finish, verbatim)
+                    if found is not None:
+                        yield found
+
+
+def _transition(
+    template: ChatTemplate,
+    stops: Sequence[str],
+    history: list[dict[str, Any]],
+    new: list[dict[str, Any]],
+    tools: Sequence[dict[str, Any]],
+    finish: Finish,
+    verbatim: bool,
+) -> Transition | None:
+    try:
+        before = template.render(history[:-1], tools, prompt=True)
+        full = template.render([*history, *new], tools, prompt=True)
+    except CallerError:
+        return None
+    turn = history[-1]
+    marks = [json.loads(call["function"]["arguments"])["what"] for call in turn.get("tool_calls", ())]
+    written = turn["content"] if not marks else marks[-1]
+    at = full.find(written)
+    if at < 0:
+        # A template that knows no calls: the turn is empty in it, and there is nowhere to look.
+        return None
+    ends = sorted((full.find(one, at + len(written)), one) for one in stops if one in full[at + len(written) :])
+    if not ends and (marks or stops):
+        return None
+    end, stop = ends[0] if ends else (at + len(written), "")
+    sampled = full[len(before) : end] + (stop if finish is Finish.STOP else "")
+    right = full[len(before) + len(sampled) :] if full.startswith(before) else None
+    if right is None:
+        sampled = written + (stop if finish is Finish.STOP else "")
+    if not verbatim:
+        sampled = sampled.replace(written, f" {written}")
+    return Transition(history, new, tools, sampled, finish, right)
+
+
+@dataclass
+class Tally:
+    """Transitions of one template."""
+
+    right: int = 0
+    wrong: int = 0
+    rewritten: int = 0
+    noticed: int = 0
+    differences: int = 0
+
+    @property
+    def checked(self) -> int:
+        return self.right + self.wrong
+
+
+def tally(source: str, *stops: str, **tokens: str) -> Tally:
+    """How many transitions of a template are right, to the token; ``stops`` are what models of its kind stop at."""
+    tokenizer = tokenizer_for(source, *stops, *tokens.values())
+    renderer = Renderer(tokenizer, ChatTemplate(source, **tokens))
+    counted = Tally()
+    for one in transitions(renderer.template, stops):
+        ids = tokenizer.encode(one.sampled)
+        got = renderer.next(one.history, one.new, one.tools, sampled=ids, finish=one.finish)
+        counted.differences += got.differs
+        if one.right is None:
+            counted.rewritten += 1
+            counted.noticed += got.rewrites_history
+        elif got.ids == tokenizer.encode(one.right) and not got.rewrites_history:
+            counted.right += 1
+        else:
+            counted.wrong += 1
+    return counted

@@ -1,0 +1,88 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A rollout service with a planned handler as a process of its own, which a test can kill."""
+
+import asyncio
+import contextlib
+import os
+import signal
+import socket
+import sys
+from collections.abc import AsyncIterator
+from pathlib import Path
+
+import aiohttp
+import uvicorn
+from fastapi import FastAPI
+
+from nemo_gym_prorl.access import KeyGuard
+from nemo_gym_prorl.rollout.api import rollout_router
+from nemo_gym_prorl.rollout.metrics import PipelineMetrics
+from nemo_gym_prorl.rollout.request import PipelineSettings
+from tests.rollout.handlers import Bench
+
+
+class Standalone:
+    """The process, started and ended as often as wanted on one port."""
+
+    def __init__(self, token: str) -> None:
+        with socket.socket() as probe:
+            probe.bind(("127.0.0.1", 0))
+            self._port = int(probe.getsockname()[1])
+        self.url = f"http://127.0.0.1:{self._port}"
+        self._token = token
+        self._process: asyncio.subprocess.Process | None = None
+
+    async def start(self) -> None:
+        """Return when it answers."""
+        self._process = await asyncio.create_subprocess_exec(
+            sys.executable,
+            "-m",
+            "tests.rollout.standalone",
+            str(self._port),
+            self._token,
+            cwd=Path(__file__).parents[2],
+            env=os.environ,
+        )
+        async with asyncio.timeout(60), aiohttp.ClientSession() as http:
+            while True:
+                with contextlib.suppress(aiohttp.ClientError):
+                    async with http.get(f"{self.url}/healthz"):
+                        return
+                await asyncio.sleep(0.1)
+
+    async def end(self, how: signal.Signals = signal.SIGKILL) -> None:
+        """Return when it is gone."""
+        if self._process is not None and self._process.returncode is None:
+            self._process.send_signal(how)
+            await self._process.wait()
+
+
+@contextlib.asynccontextmanager
+async def standalone(token: str) -> AsyncIterator[Standalone]:
+    """A service that lives as long as the test."""
+    service = Standalone(token)
+    await service.start()
+    try:
+        yield service
+    finally:
+        await service.end()
+
+
+async def _main(port: int, token: str) -> None:
+    pipeline = Bench(PipelineSettings()).pipeline()
+
+    @contextlib.asynccontextmanager
+    async def lifespan(app: FastAPI) -> AsyncIterator[None]:
+        yield
+        await pipeline.close()
+
+    app = FastAPI(lifespan=lifespan)
+    app.add_middleware(KeyGuard, key=token)
+    app.include_router(rollout_router(pipeline, PipelineMetrics(pipeline)))
+    await uvicorn.Server(
+        uvicorn.Config(app, host="127.0.0.1", port=port, log_level="warning", timeout_graceful_shutdown=1)
+    ).serve()
+
+
+if __name__ == "__main__":
+    asyncio.run(_main(int(sys.argv[1]), sys.argv[2]))

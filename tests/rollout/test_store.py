@@ -1,0 +1,213 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What is kept of finished rollouts, for how long, and that nothing of it is forgotten in silence."""
+
+import asyncio
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from nemo_gym_prorl.failures import CallerError
+from nemo_gym_prorl.rollout.cursors import Cursor, CursorExpired
+from nemo_gym_prorl.rollout.job import Job, JobState, Outcome, row_digest
+from nemo_gym_prorl.rollout.pipeline import Pipeline
+from nemo_gym_prorl.rollout.request import JobConflict, JobRequest, PipelineSettings, QueueFull, RolloutForgotten
+from nemo_gym_prorl.rollout.store import EVENT_HISTORY, JobStore
+from tests.rollout.handlers import Bench
+from tests.rollout.virtual_time import run_in_virtual_time
+
+
+START = Cursor.parse("0")
+
+
+def end(store: JobStore, job_id: str, size: int = 100_000, group: str | None = None) -> Job:
+    """Put a job that has ended into a store."""
+    job = Job(job_id, {}, row_digest({}), "planned", 0.0, group=group)
+    store.add(job, 0.0)
+    for state in (JobState.INITIALIZING, JobState.READY, JobState.RUNNING, JobState.EVALUATING):
+        was = job.state
+        job.move(state)
+        store.record(job, 0.0, was)
+    job.outcome = Outcome(JobState.SUCCEEDED, {"text": "x" * size}, reward=1.0)
+    job.pack()
+    job.move(JobState.SUCCEEDED)
+    store.record(job, 0.0, JobState.EVALUATING)
+    return job
+
+
+@given(
+    st.lists(
+        st.tuples(st.sampled_from(["end", "read", "deliver", "sleep"]), st.integers(0, 30), st.integers(0, 40_000)),
+        max_size=60,
+    )
+)
+@settings(deadline=None)
+def test_no_result_is_forgotten_unread_before_its_time_and_the_books_are_right(
+    steps: list[tuple[str, int, int]],
+) -> None:
+    now = 0.0
+    store = JobStore(retain_bytes=100_000, keep_unread_s=10.0, clock=lambda: now)
+    ended: dict[str, float] = {}
+    read: set[str] = set()
+    for what, number, size in steps:
+        job_id = f"r{number}"
+        job = store.get(job_id)
+        if what == "sleep":
+            now += number / 10
+        elif what == "end" and job_id not in ended:
+            ended[job_id] = now
+            end(store, job_id, size)
+        elif what == "read" and job is not None:
+            store.mark_read(job)
+            read.add(job_id)
+        elif what == "deliver" and job is not None:
+            store.deliver(job)
+            read.add(job_id)
+        for known, at in ended.items():
+            if known not in read and now - at < 10.0:
+                assert store.get(known) is not None, "an unread one is kept"
+        left = [job for known in ended if (job := store.get(known)) is not None]
+        assert store.retained_bytes == sum(job.size for job in left)
+        assert store.states[JobState.SUCCEEDED] == len(left) == len(store)
+        assert store.retained_bytes <= 100_000 or all(job.id not in read for job in left)
+        page, _ = ([], None) if len(left) < len(ended) else store.ended_after(START, 100)
+        assert len(left) < len(ended) or [job.id for job in page] == [*ended], "a log without gaps, or an error"
+
+
+def test_what_was_read_goes_first_and_its_id_is_remembered() -> None:
+    store = JobStore(retain_bytes=450_000)
+    first, second, third = (end(store, name) for name in "abc")
+    store.mark_read(second)
+    store.mark_read(first)
+    cursor = store.ended_after(START, 1)[1]
+    for name in "de":
+        end(store, name)
+    assert store.get("b") is None, "it was read first"
+    assert store.is_forgotten("b")
+    assert not store.is_forgotten("z")
+    assert store.get("a") is first
+    assert store.get("c") is third
+    with pytest.raises(CursorExpired):
+        store.ended_after(cursor, 10)
+
+
+def test_accepted_jobs_keep_their_results_and_new_ones_are_refused_instead() -> None:
+    """Of 5,000 accepted rollouts 3,000 results vanished unread, when only their number was bounded."""
+
+    async def play() -> None:
+        bench = Bench(PipelineSettings(retain_bytes=200_000, keep_unread_s=600.0))
+        pipeline = bench.pipeline()
+        jobs = [pipeline.submit(JobRequest({}, id=f"r{number}")) for number in range(100)]
+        assert await pipeline.drain()
+        pipeline.resume()
+        assert all(pipeline.store.get(job.id) is job for job in jobs)
+        with pytest.raises(QueueFull, match="read"):
+            pipeline.submit(JobRequest({}))
+        assert pipeline.submit(JobRequest({}, id="r3")) is jobs[3], "the same id is the same job, full or not"
+        for job in jobs[:70]:
+            pipeline.store.mark_read(job)
+        assert await finish(pipeline, JobRequest({}, id="next")) is not None
+        assert pipeline.store.get("r0") is None
+        with pytest.raises(RolloutForgotten):
+            pipeline.submit(JobRequest({}, id="r0"))
+        for number in range(60):
+            await finish(pipeline, JobRequest({}, id=f"s{number}"), bounded=False)
+        with pytest.raises(QueueFull):
+            pipeline.submit(JobRequest({}))
+        await asyncio.sleep(601)
+        assert await finish(pipeline, JobRequest({})) is not None, "unread for so long, they may go"
+
+    run_in_virtual_time(play())
+
+
+async def finish(pipeline: Pipeline, request: JobRequest, *, bounded: bool = True) -> Job:
+    job = pipeline.submit(request, bounded=bounded)
+    assert await pipeline.wait(job, 1000)
+    return job
+
+
+def test_a_finished_job_is_bytes_and_still_knows_its_row() -> None:
+    async def play() -> None:
+        pipeline = Bench(PipelineSettings()).pipeline()
+        job = await finish(pipeline, JobRequest({"b": 1, "a": "x"}, id="a"))
+        assert isinstance(job.stored_row, bytes)
+        assert job.row == {"b": 1, "a": "x"}
+        assert job.outcome is not None
+        assert job.outcome.body == b'{"reward":1.0}'
+        assert job.outcome.result == {"reward": 1.0}
+        assert job.outcome.body_with("rollout", {"id": "a"}) == b'{"reward":1.0,"rollout":{"id":"a"}}'
+        assert pipeline.submit(JobRequest({"a": "x", "b": 1}, id="a")) is job
+        with pytest.raises(JobConflict):
+            pipeline.submit(JobRequest({"a": "y"}, id="a"))
+        pipeline.store.deliver(job)
+        again = await finish(pipeline, JobRequest({"a": "y"}, id="a"))
+        assert again is not job, "a delivered id is free"
+        assert pipeline.store.get("a") is again
+
+    run_in_virtual_time(play())
+
+
+@pytest.mark.parametrize("row", [{"text": "\ud800"}, {"a": object()}, {1: 2}])
+def test_a_row_that_is_no_json_is_refused(row: dict[Any, Any]) -> None:
+    async def play() -> None:
+        pipeline = Bench(PipelineSettings()).pipeline()
+        with pytest.raises(CallerError, match="row"):
+            pipeline.submit(JobRequest(row))
+        assert len(pipeline.store) == 0
+
+    run_in_virtual_time(play())
+
+
+def test_the_body_with_a_field_that_it_has_already_has_it_once() -> None:
+    outcome = Outcome(JobState.SUCCEEDED, {"rollout": 1, "reward": 1.0}, reward=1.0)
+    assert outcome.body_with("rollout", 2).count(b"rollout") == 1
+    assert Outcome(JobState.SUCCEEDED, {}, reward=1.0).body_with("rollout", 2) == b'{"rollout":2}'
+
+
+# -- cursors ----------------------------------------------------------------------------------------------------------
+
+
+def test_a_cursor_of_another_epoch_and_one_of_the_future_are_errors() -> None:
+    async def play() -> None:
+        before, after = JobStore(), JobStore()
+        for name in "abc":
+            end(before, name)
+            end(after, name)
+        cursor = Cursor.parse(str(before.cursor))
+        assert cursor == before.cursor
+        for store, wrong in ((after, cursor), (before, Cursor.parse("3"))):
+            with pytest.raises(CursorExpired):
+                store.ended_after(wrong, 10)
+            with pytest.raises(CursorExpired):
+                await store.wait_for_end(wrong, 1000)
+            with pytest.raises(CursorExpired):
+                store.events(wrong)
+        future = Cursor(before.epoch, 10_000)
+        for call in (lambda: before.ended_after(future, 10), lambda: before.events(future)):
+            with pytest.raises(CallerError, match="beyond the end"):
+                call()
+        assert [job.id for job in before.ended_after(START, 10)[0]] == ["a", "b", "c"]
+        for text in ("", "x", "-1", "1.5", f"{before.epoch}-", f"{before.epoch}-x", "9" * 50, "A-1"):
+            with pytest.raises(CallerError):
+                Cursor.parse(text)
+
+    run_in_virtual_time(play())
+
+
+def test_a_reader_slower_than_the_history_is_told() -> None:
+    async def play() -> None:
+        store = JobStore()
+        reader = store.events(START)
+        end(store, "a", 10)
+        assert (await anext(reader)).seq == 1
+        for number in range(EVENT_HISTORY // 6 + 10):
+            end(store, f"r{number}", 10)
+        for seq in range(2, 7):  # what it had at hand
+            assert (await anext(reader)).seq == seq
+        with pytest.raises(CursorExpired, match="too slow"):
+            await anext(reader)
+        with pytest.raises(CursorExpired):
+            store.events(START)
+
+    run_in_virtual_time(play())

@@ -1,0 +1,302 @@
+# SPDX-License-Identifier: Apache-2.0
+"""``prorl submit``: every row has its outcome, whatever happens between. Services, processes and signals are real."""
+
+import asyncio
+import json
+import os
+import signal
+import sys
+from collections.abc import AsyncIterator, Sequence
+from contextlib import asynccontextmanager
+from itertools import combinations
+from pathlib import Path
+from typing import Any
+
+import pytest
+from fastapi import FastAPI
+from hypothesis import given
+from hypothesis import strategies as st
+
+from nemo_gym_prorl.access import KeyGuard
+from nemo_gym_prorl.commands.report import best_of, doubling
+from nemo_gym_prorl.commands.submit import Order, submit
+from nemo_gym_prorl.failures import CallerError, InfrastructureError
+from nemo_gym_prorl.rollout.api import rollout_router
+from nemo_gym_prorl.rollout.client import RolloutClient
+from nemo_gym_prorl.rollout.metrics import PipelineMetrics
+from nemo_gym_prorl.rollout.request import PipelineSettings
+from tests.rollout.handlers import Bench
+from tests.rollout.serving import serve
+from tests.rollout.standalone import standalone
+
+
+TOKEN = "t0ken"
+GOOD = {"responses_create_params": {"input": "hi"}}
+LONG = {"responses_create_params": {"input": "hi"}, "plan": {"run": [{"seconds": 600}]}}
+SLOW = {"responses_create_params": {"input": "hi"}, "plan": {"run": [{"seconds": 0.5}]}}
+DEFECT = {"responses_create_params": {"input": "hi"}, "plan": {"run": [{"how": "agent"}]}}
+
+
+@asynccontextmanager
+async def service(**settings: Any) -> AsyncIterator[tuple[str, Bench]]:
+    bench = Bench(PipelineSettings(**settings))
+    pipeline = bench.pipeline()
+    app = FastAPI()
+    app.add_middleware(KeyGuard, key=TOKEN)
+    app.include_router(rollout_router(pipeline, PipelineMetrics(pipeline)))
+    async with serve(app) as url:
+        yield url, bench
+        await pipeline.close()
+
+
+def write(path: Path, *rows: Any) -> Path:
+    path.write_text("".join((row if isinstance(row, str) else json.dumps(row)) + "\n" for row in rows))
+    return path
+
+
+def lines_of(path: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in path.read_text().splitlines()]
+
+
+def started(bench: Bench) -> dict[str, int]:
+    """How often each rollout has begun, by id."""
+    return {rollout: count for (rollout, what), count in bench.handler.calls.items() if what == "init"}
+
+
+async def begin(url: str, *arguments: str) -> asyncio.subprocess.Process:
+    return await asyncio.create_subprocess_exec(
+        sys.executable,
+        "-c",
+        "from nemo_gym_prorl.cli import main; main()",
+        "submit",
+        *arguments,
+        stdout=asyncio.subprocess.PIPE,
+        stderr=asyncio.subprocess.STDOUT,
+        env=os.environ | {"PRORL_TOKEN": TOKEN, "PRORL_URL": url, "COLUMNS": "200"},
+    )
+
+
+async def until_running(url: str, count: int) -> None:
+    async with asyncio.timeout(60), RolloutClient(url, TOKEN) as client:
+        while (await client.status()).states["running"] < count:
+            await asyncio.sleep(0.05)
+
+
+# -- rows and results ------------------------------------------------------------------------------------------------
+
+
+async def test_each_refused_row_is_named_by_its_line_and_the_others_run(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    rows = write(tmp_path / "rows.jsonl", GOOD, "{oops", {"task_id": 7}, "", "[1]", '{"a": "\\ud800"}', GOOD)
+    output = tmp_path / "not" / "there" / "results.jsonl"
+    async with service() as (url, bench):
+        assert not await submit(Order(rows, run="r", output=output), url, TOKEN)
+        assert started(bench) == {"r-1-0": 1, "r-7-0": 1}
+        said = capsys.readouterr().out
+        assert "rows.jsonl:2: is not JSON" in said
+        assert "rows.jsonl:3: row.responses_create_params: Field required" in said
+        assert "rows.jsonl:5: row: " in said
+        assert "rows.jsonl:6: " in said
+        assert "2 succeeded, 4 rows refused" in said
+        assert [line["rollout"]["source"]["line"] for line in lines_of(output)] in ([1, 7], [7, 1])
+
+        # What only the service can refuse: the id belongs to another row.
+        write(rows, GOOD | {"task_id": 9}, GOOD)
+        assert not await submit(Order(rows, repeats=2, run="r"), url, TOKEN)
+        said = capsys.readouterr().out
+        assert "rows.jsonl:1: " in said
+        assert "3 succeeded, 1 rows refused" in said
+
+
+@pytest.mark.parametrize("content", ["", "\n\n"])
+async def test_a_file_without_rows_is_an_error(tmp_path: Path, content: str) -> None:
+    path = tmp_path / "rows.jsonl"
+    path.write_text(content)
+    with pytest.raises(CallerError, match=r"rows\.jsonl: has no rows"):
+        await submit(Order(path), "http://127.0.0.1:9", TOKEN)
+
+
+@pytest.mark.parametrize(
+    ("change", "complaint"),
+    [
+        ({"run": "x" * 300}, "--run, --client or --priority"),
+        ({"client": ""}, "client"),
+        ({"priority": 5000}, "priority"),
+        ({"output": Path("/dev/null/results.jsonl")}, "cannot be written"),
+    ],
+)
+async def test_wrong_options_are_told_before_anything_is_submitted(
+    tmp_path: Path, change: dict[str, Any], complaint: str
+) -> None:
+    rows = write(tmp_path / "rows.jsonl", GOOD)
+    with pytest.raises(CallerError, match=complaint):
+        await submit(Order(rows, **change), "http://127.0.0.1:9", TOKEN)
+
+
+async def test_the_repeats_of_a_row_are_a_group_and_different_rows_are_not(tmp_path: Path) -> None:
+    rows = write(tmp_path / "rows.jsonl", GOOD, GOOD | {"task_id": 2})
+    async with service() as (url, _), RolloutClient(url, TOKEN) as client:
+        assert await submit(Order(rows, repeats=3, run="r"), url, TOKEN)
+        for line in (1, 2):
+            ids = {job.id for job in (await client.list(group=f"r-{line}")).rollouts}
+            assert ids == {f"r-{line}-{repeat}" for repeat in range(3)}
+
+
+async def test_what_is_in_the_output_is_not_run_again(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    rows = write(tmp_path / "rows.jsonl", GOOD, DEFECT, GOOD)
+    output = tmp_path / "results.jsonl"
+    async with service() as (url, bench):
+        assert not await submit(Order(rows, repeats=2, output=output), url, TOKEN)
+        assert len(started(bench)) == 6
+        whole = output.read_bytes()
+        # As a full disk would leave it: two results missing, and one cut off.
+        output.write_bytes(b"\n".join(whole.split(b"\n")[:3]) + b'\n{"reward": 1.0, "resp')
+        capsys.readouterr()
+        assert not await submit(Order(rows, repeats=2, output=output), url, TOKEN)
+        said = capsys.readouterr().out
+        assert "3 results are in" in said
+        assert "2 failed, 4 succeeded" in said
+        assert len(started(bench)) == 6, "the file knows its run, so that what was finished is fetched"
+        assert len({(line["rollout"]["id"]) for line in lines_of(output)}) == len(lines_of(output)) == 6
+        before = output.read_bytes()
+        assert not await submit(Order(rows, repeats=2, output=output), "http://127.0.0.1:9", TOKEN)
+        assert output.read_bytes() == before
+
+
+async def test_results_of_other_rows_are_not_taken_for_these(tmp_path: Path) -> None:
+    rows = write(tmp_path / "rows.jsonl", GOOD)
+    output = tmp_path / "results.jsonl"
+    async with service() as (url, _):
+        assert await submit(Order(rows, output=output), url, TOKEN)
+        write(rows, GOOD | {"task_id": 3})
+        with pytest.raises(CallerError, match="another row"):
+            await submit(Order(rows, output=output), url, TOKEN)
+        alone = tmp_path / "alone.jsonl"
+        alone.write_text(json.dumps(GOOD))  # without a newline at its end
+        with pytest.raises(CallerError, match="is no result"):
+            await submit(Order(alone, output=alone), url, TOKEN)
+        assert alone.read_text() == json.dumps(GOOD)
+
+
+async def test_the_report_tells_failures_with_reasons_and_pass_at_k(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    rows = write(tmp_path / "rows.jsonl", GOOD, DEFECT)
+    async with service() as (url, _):
+        assert not await submit(Order(rows, repeats=4, run="r"), url, TOKEN)
+    said = capsys.readouterr().out
+    table = [line.split() for line in said.splitlines()]
+    assert ["1", "4", "1.000", "1.000", "1.000"] in table
+    assert [line for line in table if len(line) == 3 and line[1] == "1.000"] == [
+        ["1", "1.000", "1"], ["2", "1.000", "1"], ["4", "1.000", "1"],
+    ]  # fmt: skip
+    assert "agent_run_error" in said
+    assert "the agent gave up" in " ".join(said.split())
+
+
+# -- signals ---------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
+async def test_a_signal_cancels_what_was_submitted_and_the_run_can_go_on(
+    tmp_path: Path, number: signal.Signals, code: int
+) -> None:
+    rows = write(tmp_path / "rows.jsonl", GOOD | {"plan": {"run": [{"seconds": 600}]}})
+    async with service() as (url, bench), RolloutClient(url, TOKEN) as client:
+        theirs = await client.submit(LONG)
+        process = await begin(url, str(rows), "--repeats", "2", "--run", "r")
+        await until_running(url, 3)
+        process.send_signal(number)
+        output, _ = await asyncio.wait_for(process.communicate(), 60)
+        assert process.returncode == code, output
+        states = {job.id: job.state for job in (await client.list()).rollouts}
+        assert states == {"r-1-0": "cancelled", "r-1-1": "cancelled", theirs.id: "running"}
+        assert len(bench.handler.sessions) == 1
+
+        # The service remembers those ids as cancelled; the same run again is a new try of each.
+        process = await begin(url, str(rows), "--repeats", "2", "--run", "r", "--detach")
+        output, _ = await asyncio.wait_for(process.communicate(), 60)
+        assert output.decode().split()[:2] == ["r-1-0.2", "r-1-1.2"]
+
+
+async def test_a_signal_ends_it_also_where_the_service_is_gone(tmp_path: Path) -> None:
+    rows = write(tmp_path / "rows.jsonl", LONG)
+    async with standalone(TOKEN) as there:
+        process = await begin(there.url, str(rows))
+        await until_running(there.url, 1)
+        await there.end()
+        assert process.stdout is not None
+        async with asyncio.timeout(60):
+            while b"waiting for the service" not in await process.stdout.readline():
+                pass
+        process.send_signal(signal.SIGTERM)
+        assert await asyncio.wait_for(process.wait(), 60) == 143
+
+
+# -- a service that goes away ----------------------------------------------------------------------------------------
+
+
+async def test_a_killed_submit_is_joined_by_the_next_one(tmp_path: Path) -> None:
+    rows = write(tmp_path / "rows.jsonl", *[SLOW | {"plan": {"run": [{"seconds": 8}]}}] * 3)
+    async with service() as (url, bench):
+        process = await begin(url, str(rows), "--run", "r")
+        await until_running(url, 3)
+        process.kill()
+        await process.wait()
+        assert await submit(Order(rows, run="r"), url, TOKEN)
+        assert started(bench) == {"r-1-0": 1, "r-2-0": 1, "r-3-0": 1}
+
+
+async def test_what_the_service_has_forgotten_runs_under_a_new_id(tmp_path: Path) -> None:
+    rows = write(tmp_path / "rows.jsonl", GOOD, GOOD | {"task_id": 2})
+    async with service(retain_bytes=1) as (url, bench):
+        for run in ("r", "s", "r"):  # what ends last makes what was read before be forgotten
+            assert await submit(Order(rows, run=run), url, TOKEN)
+        assert started(bench).items() >= {"r-1-0": 1, "r-2-0": 1, "r-1-0.2": 1}.items()
+        assert all(count == 1 for count in started(bench).values())
+
+
+@pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGTERM])
+async def test_a_service_that_is_restarted_gets_what_it_lost_again(tmp_path: Path, how: signal.Signals) -> None:
+    rows = write(tmp_path / "rows.jsonl", *(SLOW | {"task_id": number} for number in range(50)))
+    output = tmp_path / "results.jsonl"
+    async with standalone(TOKEN) as there:
+        running = asyncio.create_task(submit(Order(rows, repeats=4, run="r", output=output), there.url, TOKEN))
+        for _ in range(2):
+            await until_running(there.url, 16)
+            await asyncio.sleep(1)
+            assert not running.done()
+            await there.end(how)
+            await there.start()
+        async with asyncio.timeout(120):
+            assert await running
+    sources = [(line["rollout"]["source"]["line"], line["rollout"]["source"]["repeat"]) for line in lines_of(output)]
+    assert sorted(sources) == [(line, repeat) for line in range(1, 51) for repeat in range(4)]
+    assert {line["rollout"]["state"] for line in lines_of(output)} == {"succeeded"}
+
+
+async def test_a_service_that_stays_away_ends_the_run_and_says_how_to_go_on(
+    tmp_path: Path,
+) -> None:
+    rows = write(tmp_path / "rows.jsonl", LONG)
+    async with standalone(TOKEN) as there:
+        running = asyncio.create_task(submit(Order(rows, run="r", patience_s=2), there.url, TOKEN))
+        await until_running(there.url, 1)
+        await there.end()
+        with pytest.raises(InfrastructureError, match=r"away for 2 s.*--run r goes on"):
+            await asyncio.wait_for(running, 60)
+
+
+# -- pass@k ----------------------------------------------------------------------------------------------------------
+
+
+@given(st.lists(st.floats(0, 1), min_size=1, max_size=7), st.data())
+def test_best_of_k_is_the_mean_over_all_draws(rewards: Sequence[float], data: st.DataObject) -> None:
+    k = data.draw(st.integers(1, len(rewards)))
+    draws = [max(draw) for draw in combinations(rewards, k)]
+    assert best_of(rewards, k) == pytest.approx(sum(draws) / len(draws))
+
+
+def test_the_ks_are_powers_of_two_up_to_the_repeats() -> None:
+    assert [doubling(most) for most in (1, 2, 3, 8, 9)] == [[1], [1, 2], [1, 2], [1, 2, 4, 8], [1, 2, 4, 8]]

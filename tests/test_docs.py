@@ -1,0 +1,406 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Every snippet of the documentation runs, against a real small service; what cannot run here is in one table.
+
+The service is a real ``prorl_agent`` with a real ``prorl_model`` and one of Gym's own resources servers that needs no
+sandbox, each as Gym makes them; only the policy is scripted.
+"""
+
+import ast
+import asyncio
+import inspect
+import json
+import os
+import re
+import shlex
+import signal
+import sys
+import textwrap
+from collections.abc import AsyncIterator, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import aiohttp
+import click
+import pytest
+import pytest_asyncio
+import typer
+import yaml
+
+from nemo_gym_prorl.cli import app
+from nemo_gym_prorl.handlers.agent_service import ServiceConfig
+from nemo_gym_prorl.policy.scripted import ScriptedConfig
+from nemo_gym_prorl.policy.scripted import serve as serve_scripted
+from nemo_gym_prorl.policy.scripted_text import MODEL_NAME
+from nemo_gym_prorl.rollout.client import RolloutClient
+from tests.handlers.gym_host import hosting, instance, url_of
+from tests.handlers.test_gym_environment import counting, gym_rows, scripted
+
+
+ROOT = Path(__file__).parents[1]
+ENVIRONMENT = "example_session_state_mgmt"
+
+DOCUMENTS = sorted(
+    path
+    for pattern in ("README.md", "docs/*.md", "benchmarks/README.md", "*/*/README.md")
+    for path in ROOT.glob(pattern)
+    if not any(part.startswith(".") for part in path.relative_to(ROOT).parts)
+)
+
+NOT_RUN = {
+    "make": "sets up a whole machine, or takes an hour",
+    "gym": "starts Ray and every server in a process of its own; tests/gym/test_journey.py runs these lines",
+    "pip": "installs this package; tests/gym/test_journey.py does it",
+    "systemd-run": "needs a user's systemd",
+    "apptainer": "needs an image",
+    "prorl setup": "downloads a container runtime; tests/setup runs it",
+    "prorl doctor": "its exit code depends on the machine; tests/setup runs it",
+    "prorl demo": "starts Ray and containers; tests/gym/test_demo.py runs it",
+    "prorl image": "needs a registry; tests/sandbox/test_images_*.py run these commands",
+    "prorl selfcheck": "starts containers; tests/sandbox/test_conformance.py runs the suite",
+    "prorl serve": "starts Ray and containers; its own tests run it",
+    "prorl scripted": "listens on a port that may be taken; its own tests run it",
+}
+"""Commands that are not run here, and why. They are parsed: each option must exist."""
+
+ENDLESS = {"prorl tail"}
+"""Commands that go on until they are interrupted."""
+
+NO_CODE = {
+    ("docs/api.md", "queued →"),
+    ("docs/architecture.md", "NeMo RL,"),
+    ("docs/tools.md", "OUTPUT"),
+}
+"""Indented blocks that are diagrams or formats."""
+
+
+@dataclass(frozen=True)
+class Snippet:
+    """A block of a document."""
+
+    file: str
+    line: int
+    language: str
+    text: str
+
+    def __str__(self) -> str:
+        return f"{self.file}:{self.line}"
+
+
+def snippets(path: Path) -> Iterator[Snippet]:
+    """Fenced blocks, and indented ones that are not part of a list."""
+    file = str(path.relative_to(ROOT))
+    lines = path.read_text().splitlines()
+    number = 0
+    while number < len(lines):
+        begin = number
+        if lines[number].startswith("```"):
+            number += 1
+            while not lines[number].startswith("```"):
+                number += 1
+            yield Snippet(file, begin + 1, lines[begin][3:], "\n".join(lines[begin + 1 : number]))
+        elif lines[number].startswith("    ") and (number == 0 or not lines[number - 1].strip()):
+            while number + 1 < len(lines) and (lines[number + 1].startswith("    ") or not lines[number + 1].strip()):
+                number += 1
+            yield Snippet(file, begin + 1, "", textwrap.dedent("\n".join(lines[begin : number + 1])).strip())
+        number += 1
+
+
+ALL = [snippet for path in DOCUMENTS for snippet in snippets(path)]
+
+
+def commands(text: str) -> list[list[str]]:
+    """The commands of a shell snippet as words, without comments and variables set in front of them."""
+    found = []
+    for line in text.replace("\\\n", " ").splitlines():
+        words = shlex.split(line, comments=True)
+        while words and re.fullmatch(r"[A-Z_]+=.*", words[0]):
+            words = words[1:]
+        if words:
+            found.append([words[0].removeprefix(".venv/bin/"), *words[1:]])
+    return found
+
+
+def inline(path: Path) -> list[str]:
+    """Code in the sentences of a document, without what stands before its command."""
+    prose = re.sub(r"^```.*?^```", "", path.read_text(), flags=re.MULTILINE | re.DOTALL)
+    return [" ".join(code.split()).removeprefix(".venv/bin/") for code in re.findall(r"`([^`]+)`", prose)]
+
+
+def reason_not_to_run(words: list[str]) -> str | None:
+    """From the table: by program, or by program and subcommand."""
+    return NOT_RUN.get(words[0]) or NOT_RUN.get(" ".join(words[:2]))
+
+
+def is_shell(snippet: Snippet) -> bool:
+    """Blocks without a language are commands, unless the table says that they are none."""
+    if any(snippet.file == file and snippet.text.startswith(begin) for file, begin in NO_CODE):
+        return False
+    return snippet.language in ("", "bash", "sh", "shell")
+
+
+SHELL = [snippet for snippet in ALL if is_shell(snippet)]
+PYTHON = [snippet for snippet in ALL if snippet.language == "python"]
+
+
+# -- what cannot run is at least right ------------------------------------------------------------------------------
+
+
+def parse(words: list[str]) -> None:
+    """Have click parse a ``prorl`` command line, as it stands, without running it."""
+    command: Any = typer.main.get_command(app)
+    context = click.Context(command, info_name="prorl")
+    rest = words[1:]
+    while isinstance(command, click.Group) or hasattr(command, "commands"):
+        name, rest = rest[0], rest[1:]
+        command = command.get_command(context, name)
+        assert command is not None, f"there is no command {name}"
+    command.make_context(words[1], list(rest), parent=context)
+
+
+def test_every_prorl_command_in_a_block_parses(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    for name in ("rows.jsonl", "requirements.txt"):
+        (tmp_path / name).touch()
+    found = [(snippet, words) for snippet in SHELL for words in commands(snippet.text) if words[0] == "prorl"]
+    assert len(found) > 15
+    for snippet, words in found:
+        try:
+            parse(words)
+        except Exception as error:
+            pytest.fail(f"{snippet}: {shlex.join(words)}: {error}")
+
+
+def test_every_prorl_command_in_a_sentence_has_commands_and_options_that_exist() -> None:
+    found = [(path, code) for path in DOCUMENTS for code in inline(path) if code.startswith("prorl ")]
+    assert len(found) > 8
+    for path, code in found:
+        words = code.replace("[", "").replace("]", "").split()[1:]
+        command: Any = typer.main.get_command(app)
+        for word in words:
+            if not hasattr(command, "commands") or word == "|":
+                break
+            for each in word.split("|"):
+                assert each in command.commands, f"{path.name}: {code}: there is no command {each}"
+            command = command.commands[word.split("|")[0]]
+        options = {name for parameter in command.params for name in [*parameter.opts, *parameter.secondary_opts]}
+        unknown = {word for word in words if word.startswith("--")} - options
+        assert not unknown, f"{path.name}: {code}: no option {unknown}"
+
+
+async def test_every_make_target_exists() -> None:
+    code = [*(words for path in DOCUMENTS for words in inline(path)), *(snippet.text for snippet in SHELL)]
+    targets = {target for text in code for target in re.findall(r"(?:^|\s)make ([a-z][\w-]*)(?!\w)", text)}
+    assert {"demo", "test", "bench-images"} <= targets
+    for target in targets:
+        process = await asyncio.create_subprocess_exec(
+            "make", "-n", target, cwd=ROOT, stdout=asyncio.subprocess.DEVNULL, stderr=asyncio.subprocess.PIPE
+        )
+        _, errors = await process.communicate()
+        assert process.returncode == 0, (target, errors)
+
+
+def gym_commands() -> list[list[str]]:
+    """Gym's command lines of all documents."""
+    return [words for snippet in SHELL for words in commands(snippet.text) if words[0] == "gym"]
+
+
+async def test_every_option_of_gyms_command_line_exists() -> None:
+    help_texts: dict[tuple[str, ...], str] = {}
+    found = gym_commands()
+    assert len(found) >= 5
+    for words in found:
+        subcommand = tuple(words[1:3])
+        if subcommand not in help_texts:
+            process = await asyncio.create_subprocess_exec(
+                "gym", *subcommand, "--help", stdout=asyncio.subprocess.PIPE, env=ENVIRON, cwd=ROOT
+            )
+            output, _ = await process.communicate()
+            help_texts[subcommand] = output.decode()
+            assert process.returncode == 0, output
+        options = {word for word in words[3:] if word.startswith("-")}
+        options_known = set(re.findall(r"(?<![\w-])--?[a-z][\w-]*", help_texts[subcommand]))
+        assert options <= options_known, words
+
+
+def test_every_override_of_an_agents_settings_exists() -> None:
+    text = "\n".join(path.read_text() for path in DOCUMENTS)
+    overrides = re.findall(r"\+\+\w+\.responses_api_agents\.prorl_agent\.([\w.]+)=([\w.]+)", text)
+    assert len(overrides) >= 2
+    for path, value in overrides:
+        nested: Any = yaml.safe_load(value)
+        for name in reversed(path.split(".")):
+            nested = {name: nested}
+        ServiceConfig.model_validate(nested)
+        assert set(nested) <= set(ServiceConfig.model_fields)
+
+
+def test_the_agents_configuration_and_its_table_of_defaults_are_true() -> None:
+    readme = ROOT / "responses_api_agents" / "prorl_agent" / "README.md"
+    [block] = [snippet for snippet in ALL if snippet.language == "yaml" and "prorl_agent" in snippet.file]
+    [agent] = yaml.safe_load(block.text).values()
+    settings = agent["responses_api_agents"]["prorl_agent"]
+    assert (readme.parent / settings["entrypoint"]).is_file()
+    ServiceConfig.model_validate({"stages": settings["stages"]})
+    described: set[str] = set()
+    for names, default in re.findall(r"^\| (`[^|]+`) \| ([^|]+) \|", readme.read_text(), re.MULTILINE):
+        paths = [name.strip(" `") for name in names.split(",")]
+        values = [value.strip(" `") for value in default.split(",")]
+        for path, written in zip(paths, values * (len(paths) if len(values) == 1 else 1), strict=True):
+            path = paths[0].split(".")[0] + path if path.startswith(".") else path
+            value: Any = ServiceConfig()
+            for name in path.split("."):
+                value = getattr(value, name)
+            assert written == as_written(value), path
+            described.add(path.split(".")[0])
+    assert described == set(ServiceConfig.model_fields)
+
+
+def as_written(value: Any) -> str:
+    """A default as a table has it."""
+    if value is None:
+        return "none"
+    if isinstance(value, int) and value >= 2**30:
+        return f"{value // 2**30} GiB"
+    return f"{value:g}" if isinstance(value, float) else str(value).lower()
+
+
+def test_every_path_that_is_named_exists() -> None:
+    missing = []
+    for path in DOCUMENTS:
+        text = path.read_text()
+        for link in re.findall(r"\]\((?!https?:)([^)#]+)", text):
+            if not (path.parent / link).exists():
+                missing.append(f"{path.relative_to(ROOT)}: {link}")
+        for code in re.findall(r"`((?:nemo_gym_prorl|tests|scripts|docs|resources_servers)/[\w/.-]+)`", text):
+            if not (ROOT / code).exists():
+                missing.append(f"{path.relative_to(ROOT)}: {code}")
+    for row in re.findall(r"^\| (`[^|]+`) \|", (ROOT / "docs" / "architecture.md").read_text(), re.MULTILINE):
+        first, *others = re.findall(r"`([\w/.]+)`", row)
+        for name in [first, *(name if "/" in name else str(Path(first).parent / name) for name in others)]:
+            if not (ROOT / "nemo_gym_prorl" / name).exists():
+                missing.append(f"docs/architecture.md: {name}")
+    assert missing == []
+
+
+# -- what can run does ----------------------------------------------------------------------------------------------
+
+ENVIRON = os.environ | {
+    "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}",
+    "COLUMNS": "80",
+    "PYTHONUNBUFFERED": "1",
+}
+
+
+@pytest_asyncio.fixture(scope="module", loop_scope="module")
+async def url() -> AsyncIterator[str]:
+    async with serve_scripted(ScriptedConfig()) as policy_url:
+        model = {
+            "base_url": policy_url,
+            "api_key": "none",
+            "model": MODEL_NAME,
+            "return_token_id_information": True,
+            "uses_reasoning_parser": False,
+            "policy": {"engine": "vllm_chat"},
+        }
+        agent = {
+            "resources_server": {"type": "resources_servers", "name": "counter"},
+            "model_server": {"type": "responses_api_models", "name": "policy_model"},
+        }
+        config = {
+            "policy_model": instance("responses_api_models", "prorl_model", **model),
+            "counter": instance("resources_servers", ENVIRONMENT, domain="other"),
+            "agent": instance("responses_api_agents", "prorl_agent", **agent),
+        }
+        async with hosting(config):
+            yield url_of(config["agent"])
+
+
+@pytest.fixture
+def rows(tmp_path: Path) -> list[dict[str, Any]]:
+    """Rows whose policy plays back a script, one that is right and one that is not, in a file of an empty folder."""
+    [first, second, *_] = gym_rows(ENVIRONMENT)
+    made = [
+        scripted(first, *counting(first["expected_count"] - first["initial_count"] - 1)),
+        scripted(second, *counting(0)),
+    ]
+    (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in made))
+    return made
+
+
+async def until_interrupted(words: list[str], env: dict[str, str], folder: Path, rows: list[dict[str, Any]]) -> None:
+    """Run an endless command until it has said something."""
+    process = await asyncio.create_subprocess_exec(*words, cwd=folder, env=env, stdout=asyncio.subprocess.PIPE)
+    assert process.stdout is not None
+    try:
+        first = asyncio.create_task(process.stdout.readline())
+        async with asyncio.timeout(60), RolloutClient(env["PRORL_URL"]) as client:
+            while not first.done():
+                await client.wait((await client.submit(rows[0])).id)
+                await asyncio.sleep(0.2)
+        assert first.result().strip()
+    finally:
+        process.send_signal(signal.SIGINT)
+        await process.communicate()
+    assert process.returncode == 130
+
+
+@pytest.mark.parametrize("snippet", SHELL, ids=str)
+@pytest.mark.asyncio(loop_scope="module")
+async def test_shell(snippet: Snippet, url: str, rows: list[dict[str, Any]], tmp_path: Path) -> None:
+    env = ENVIRON | {"PRORL_URL": url}
+    ran = 0
+    for words in commands(snippet.text):
+        if reason_not_to_run(words):
+            continue
+        ran += 1
+        if " ".join(words[:2]) in ENDLESS:
+            await until_interrupted(words, env, tmp_path, rows)
+            continue
+        process = await asyncio.create_subprocess_exec(
+            *words, cwd=tmp_path, env=env, stdout=asyncio.subprocess.PIPE, stderr=asyncio.subprocess.STDOUT
+        )
+        output, _ = await asyncio.wait_for(process.communicate(), 120)
+        assert process.returncode == 0, (shlex.join(words), output.decode())
+    if not ran:
+        pytest.skip("; ".join(sorted({f"{words[0]}: {reason_not_to_run(words)}" for words in commands(snippet.text)})))
+
+
+@pytest.mark.parametrize("snippet", [snippet for snippet in ALL if snippet.language == "json"], ids=str)
+@pytest.mark.asyncio(loop_scope="module")
+async def test_json_is_a_submission_that_is_taken(snippet: Snippet, url: str) -> None:
+    body = json.loads(snippet.text)
+    async with aiohttp.ClientSession() as http, http.post(f"{url}/v1/rollouts", json=body) as response:
+        assert response.status == 202, await response.text()
+
+
+@pytest.mark.parametrize("snippet", [s for s in PYTHON if "RolloutClient" in s.text], ids=str)
+@pytest.mark.asyncio(loop_scope="module")
+async def test_python_of_the_client(
+    snippet: Snippet, url: str, rows: list[dict[str, Any]], capsys: pytest.CaptureFixture[str]
+) -> None:
+    await execute(re.sub(r"http://127\.0\.0\.1:\d+", url, snippet.text), row=rows[0])
+    assert capsys.readouterr().out.split() == ["succeeded", "1.0", "None"]
+
+
+@pytest.mark.sandbox
+@pytest.mark.parametrize("snippet", [s for s in PYTHON if "sandbox" in s.text], ids=str)
+async def test_python_of_sandboxes(snippet: Snippet, image: Path) -> None:
+    await execute(snippet.text)
+
+
+async def execute(text: str, **names: Any) -> None:
+    """Run Python that awaits at its top level."""
+    code = compile(text, "snippet", "exec", flags=ast.PyCF_ALLOW_TOP_LEVEL_AWAIT)
+    done = eval(code, names)
+    if inspect.isawaitable(done):
+        await done
+
+
+def test_every_block_is_either_run_or_known_to_be_none() -> None:
+    run = {*SHELL, *PYTHON} | {snippet for snippet in ALL if snippet.language in ("json", "yaml")}
+    left = [snippet for snippet in ALL if snippet not in run]
+    assert {
+        (snippet.file, begin) for snippet in left for file, begin in NO_CODE if snippet.text.startswith(begin)
+    } == NO_CODE
+    assert len(left) == len(NO_CODE)
