@@ -22,7 +22,7 @@ resource.setrlimit(resource.RLIMIT_NOFILE, (100, 256))
 from fastapi import FastAPI, Response
 from nemo_gym_prorl import open_files
 from nemo_gym_prorl.failures import InfrastructureError
-from nemo_gym_prorl.handlers.gym_http import CookieJar, GymServer, HttpClient
+from nemo_gym_prorl.handlers.gym_http import Address, CookieJar, GymServer, HttpClient
 import uvicorn
 print(open_files.raise_limit(), flush=True)
 app = FastAPI()
@@ -31,7 +31,7 @@ http = HttpClient()
 @app.post("/run")
 async def run():
     await asyncio.sleep(0.1)
-    await GymServer("model", sys.argv[1], http).call("GET", "/", None, CookieJar())
+    await GymServer("model", Address(sys.argv[1]), http).call("GET", "/", None, CookieJar())
     return {}
 @app.get("/left")
 async def left():
