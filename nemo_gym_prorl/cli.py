@@ -69,12 +69,17 @@ def doctor() -> None:
     console = Console(highlight=False)
     with console.status("looking"):
         checks = list(examine())
-    table = Table("", "What", box=None, pad_edge=False)
-    table.add_column("Found", overflow="fold")
-    table.add_column("How to get it", overflow="fold")
+    # What to do stands below what was found, so that both are wide enough on a terminal of 80 columns.
+    table = Table(box=None, pad_edge=False, show_header=False)
+    table.add_column(no_wrap=True)
+    table.add_column(no_wrap=True)
+    table.add_column(overflow="fold")
     colours = {Level.OK: "green", Level.WARN: "yellow", Level.MISSING: "red"}
     for check in checks:
-        table.add_row(f"[{colours[check.level]}]{check.level}[/]", check.name, escape(check.found), escape(check.fix))
+        colour = colours[check.level]
+        table.add_row(f"[{colour}]{check.level}[/]", check.name, escape(check.found))
+        if check.fix:
+            table.add_row("", "", f"[{colour}]→ {escape(check.fix)}[/]")
     console.print(table)
     if any(check.level is Level.MISSING for check in checks):
         raise typer.Exit(1)
@@ -104,6 +109,57 @@ def demo(
         raise typer.Exit(130) from None
     if not fine:
         raise typer.Exit(1)
+
+
+@app.command()
+def serve(
+    words: Annotated[
+        list[str],
+        typer.Argument(
+            metavar="ENVIRONMENT... [OVERRIDE...]",
+            help="Names that `gym list environments` shows, and Hydra overrides for Gym (++key=value).",
+        ),
+    ],
+    policy_url: Annotated[
+        str, typer.Option(envvar="PRORL_MODEL_URL", help="The inference endpoint, ending in /v1; see prorl scripted.")
+    ],
+    policy_model: Annotated[str, typer.Option(envvar="PRORL_MODEL_NAME", help="The model's name there.")],
+    policy_key: Annotated[str, typer.Option(envvar="PRORL_API_KEY", help="The endpoint's key.")] = "none",
+    model_type: Annotated[str, typer.Option(help="Gym's model server.")] = "prorl_model",
+    head_port: Annotated[int, typer.Option(help="Port of Gym's head server; where clients look first.")] = 11000,
+    log_dir: Annotated[Path | None, typer.Option(help="Folder for the log. Default: a temporary one.")] = None,
+) -> None:
+    """Serve environments: agent, job API, model server; a server that dies is started again. Ctrl-C ends it."""
+    from rich.console import Console
+
+    from nemo_gym_prorl.commands import serve as command
+
+    command.serve(
+        words,
+        policy_url=policy_url,
+        policy_model=policy_model,
+        policy_key=policy_key,
+        model_type=model_type,
+        head_port=head_port,
+        log_dir=log_dir,
+        console=Console(highlight=False),
+    )
+
+
+@app.command()
+def scripted(
+    port: Annotated[int, typer.Option(help="TCP port; 0 takes a free one.")] = 0,
+    host: Annotated[str, typer.Option(help="Address to listen on.")] = "127.0.0.1",
+    model: Annotated[str, typer.Option(help="Name to serve.")] = "prorl-scripted-policy",
+    max_model_len: Annotated[int, typer.Option(min=1, help="Context window in tokens.")] = 262_144,
+    latency_s: Annotated[float, typer.Option(min=0, help="Seconds per generation.")] = 0.0,
+    seed: Annotated[int, typer.Option(help="Seed of the log-probabilities.")] = 0,
+) -> None:
+    """Run a model server that plays back the answers that a row brings with it. No language model."""
+    from nemo_gym_prorl.commands import scripted as command
+    from nemo_gym_prorl.policy.scripted_policy import ScriptedConfig
+
+    command.run(ScriptedConfig(model, max_model_len, latency_s, seed), host, port)
 
 
 Url = Annotated[

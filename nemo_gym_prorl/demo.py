@@ -143,7 +143,9 @@ class Demo:
             try:
                 self.console.print(f"{len(deployment.instances)} Gym servers up in {deployment.start_s:.1f} s")
                 async with RolloutClient(deployment.url(AGENT)) as client:
-                    entries = await self._roll_out(client, _entries(self.rollouts, endpoint.scripted))
+                    entries = await deployment.guard(
+                        self._roll_out(client, _entries(self.rollouts, endpoint.scripted))
+                    )
             except BaseException as raised:
                 error = raised
                 raise

@@ -5,7 +5,7 @@
 tests and the benchmarks need the same servers as a value with a beginning and an end.
 
 Invariants: a deployment is entered only when every server answers; after leaving it no process of it lives, or leaving
-raises; a server that dies while starting is an error that carries the log's tail.
+raises; a server that dies is an error that carries the log's tail, or, in a supervised deployment, is started again.
 """
 
 from __future__ import annotations
@@ -17,11 +17,11 @@ import sys
 import tempfile
 import time
 import uuid
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Coroutine, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
-from typing import IO, Any, Self
+from typing import IO, Any, NoReturn, Self
 
 import aiohttp
 import orjson
@@ -29,9 +29,11 @@ from omegaconf import OmegaConf
 
 from nemo_gym_prorl.gym_cli import LOG_TAIL_LINES, DeploymentError, GymCli, GymResult
 from nemo_gym_prorl.processes import INTERRUPT_GRACE_S, KILL_S, SETTLE_S, keeper_command
+from nemo_gym_prorl.server_keeper import keeper_program
 
 
 _KEEPER_GRACE_S = INTERRUPT_GRACE_S + SETTLE_S + KILL_S + 5.0
+_WATCH_S = 0.5
 _RAY_LATE = "The current node timed out during startup"
 """Ray gives its own processes a fixed 30 s. On a busy machine that fails now and then; a second try is worth it."""
 
@@ -46,6 +48,23 @@ class Instance:
     pid: int
 
 
+@dataclass(frozen=True, slots=True)
+class Death:
+    """A server of a supervised deployment ended and is being started again.
+
+    Attributes:
+        name: its instance name.
+        how: its status or the signal that killed it.
+        lived_s: how long it had run, in seconds.
+        pause_s: when it is started again, in seconds.
+    """
+
+    name: str
+    how: str
+    lived_s: float
+    pause_s: float
+
+
 class GymDeployment:
     """One running Gym deployment; an async context manager.
 
@@ -58,7 +77,8 @@ class GymDeployment:
         policy_api_key: its key. It is written to a file that only the user can read.
         overrides: further Hydra overrides; they win.
         work_dir: folder for logs and Gym's files. Default: a temporary one, removed when all went well.
-        python, cwd, env: as for :class:`GymCli`.
+        python, cwd, env, head_port: as for :class:`GymCli`.
+        supervised: start servers that die again, as they were, instead of ending; see :meth:`watch`.
         start_timeout_s: bound on the time until every server answers.
 
     Raises:
@@ -79,6 +99,8 @@ class GymDeployment:
         python: str = sys.executable,
         cwd: Path | None = None,
         env: Mapping[str, str] | None = None,
+        head_port: int | None = None,
+        supervised: bool = False,
         start_timeout_s: float = 240.0,
     ) -> None:
         self._keeps_work_dir = work_dir is not None
@@ -86,7 +108,15 @@ class GymDeployment:
         self.work_dir = work_dir or Path(tempfile.gettempdir()) / f"prorl-gym-{unique}"
         # Ray's sockets lie below its folder, and a socket's path may have 107 bytes only: keep it short.
         self._ray_dir = Path("/tmp") / f"prorl-ray-{unique}"
-        self.cli = GymCli(self.work_dir, python=python, cwd=cwd, env={"RAY_TMPDIR": str(self._ray_dir), **(env or {})})
+        self._supervised = supervised
+        self.cli = GymCli(
+            self.work_dir,
+            python=python,
+            cwd=cwd,
+            env={"RAY_TMPDIR": str(self._ray_dir), **(env or {})},
+            head_port=head_port,
+            server_python=self._keeper if supervised else None,
+        )
         self.instances: dict[str, Instance] = {}
         self.start_s = 0.0
         """How long the start took, in seconds."""
@@ -123,6 +153,48 @@ class GymDeployment:
         """Run another Gym command against this deployment; see :meth:`GymCli.run`."""
         return await self.cli.run(*arguments, timeout_s=timeout_s, check=check)
 
+    async def watch(self, on_death: Callable[[Death], None] = lambda death: None) -> NoReturn:
+        """Look after the deployment, until it dies or the caller is cancelled.
+
+        Args:
+            on_death: told of every server that ended and is started again; only in a supervised deployment.
+
+        Raises:
+            DeploymentError: Gym ended, or, without supervision, a server did; with the log's tail.
+        """
+        seen = 0
+        while True:
+            if self._supervised:
+                deaths = await asyncio.to_thread(self._deaths)
+                for death in deaths[seen:]:
+                    on_death(death)
+                seen = len(deaths)
+            else:
+                gone = [item.name for item in self.instances.values() if not _lives(item.pid)]
+                if gone:
+                    raise DeploymentError(f"{', '.join(gone)} of the deployment died; {self._log_tail()}")
+            self._raise_if_ended("while it was in use")
+            await asyncio.sleep(_WATCH_S)
+
+    async def guard[T](self, work: Coroutine[Any, Any, T]) -> T:
+        """Do some work with the deployment; if that dies, the work is cancelled and the death is the error.
+
+        Raises:
+            DeploymentError: as :meth:`watch`.
+        """
+        working, watching = asyncio.ensure_future(work), asyncio.ensure_future(self.watch())
+        try:
+            await asyncio.wait((working, watching), return_when=asyncio.FIRST_COMPLETED)
+            if not working.done():
+                working.cancel()
+                await asyncio.wait((working,))
+                watching.result()
+            return working.result()
+        finally:
+            for task in (working, watching):
+                task.cancel()
+            await asyncio.gather(working, watching, return_exceptions=True)
+
     async def __aenter__(self) -> Self:
         start = time.monotonic()
         try:
@@ -135,6 +207,7 @@ class GymDeployment:
             await self._end()
             raise
         self.start_s = time.monotonic() - start
+        self._up.touch()
         return self
 
     async def __aexit__(
@@ -158,6 +231,8 @@ class GymDeployment:
     async def _launch(self) -> None:
         for folder in (self.work_dir, self._ray_dir):
             folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+        for left in (self._up, self._events):
+            left.unlink(missing_ok=True)
         selection = [word for path in self._config_paths for word in ("--config", path)]
         if self._environment:
             selection += ["--environment", self._environment]
@@ -178,6 +253,21 @@ class GymDeployment:
                 start_new_session=True,
             )
 
+    @property
+    def _up(self) -> Path:
+        return self.work_dir.absolute() / "up"
+
+    @property
+    def _events(self) -> Path:
+        return self.work_dir.absolute() / "deaths.jsonl"
+
+    def _keeper(self, python: Path) -> str:
+        return keeper_program(python, self._up, self._events)
+
+    def _deaths(self) -> list[Death]:
+        lines = self._events.read_bytes().splitlines(keepends=True) if self._events.exists() else []
+        return [Death(**orjson.loads(line)) for line in lines if line.endswith(b"\n")]
+
     def _open_log(self) -> IO[bytes]:
         return self.log_path.open("wb")
 
@@ -192,7 +282,7 @@ class GymDeployment:
         async with aiohttp.ClientSession(timeout=timeout) as session:
             waiting: dict[str, Instance] | None = None
             while waiting is None or waiting:
-                self._raise_if_ended()
+                self._raise_if_ended("before its servers were up")
                 if waiting is None:
                     # Gym publishes the list once, when all servers are launched.
                     listed = await _get_json(session, f"{self.cli.head_url}/server_instances")
@@ -205,12 +295,10 @@ class GymDeployment:
                     waiting = {name: item for (name, item), answered in pairs if not answered}
                 await asyncio.sleep(0.2)
 
-    def _raise_if_ended(self) -> None:
+    def _raise_if_ended(self, when: str) -> None:
         if self._process is not None and self._process.returncode is not None:
             status = self._process.returncode
-            raise DeploymentError(
-                f"gym env start ended with status {status} before its servers were up; {self._log_tail()}"
-            )
+            raise DeploymentError(f"gym env start ended with status {status} {when}; {self._log_tail()}")
 
     def _log_tail(self) -> str:
         lines = self.log_path.read_text(errors="replace").splitlines() if self.log_path.exists() else []
@@ -249,6 +337,15 @@ async def _get_json(session: aiohttp.ClientSession, url: str) -> Any:
             return orjson.loads(await response.read()) if response.status == 200 else None
     except (aiohttp.ClientError, TimeoutError):
         return None
+
+
+def _lives(pid: int) -> bool:
+    """Whether a process runs; one that ended and that nobody has asked about is a zombie."""
+    try:
+        state = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
+    except (FileNotFoundError, ProcessLookupError):
+        return False
+    return state not in "ZX"
 
 
 async def _answers(session: aiohttp.ClientSession, url: str) -> bool:

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import importlib.metadata
 import os
+import resource
 import shutil
 import subprocess
 import sys
@@ -19,6 +20,7 @@ from dataclasses import dataclass
 from enum import StrEnum
 from pathlib import Path
 
+from nemo_gym_prorl import open_files
 from nemo_gym_prorl.failures import InfrastructureError
 from nemo_gym_prorl.sandbox import cgroup, debian
 from nemo_gym_prorl.sandbox.cache import cache_dir
@@ -31,6 +33,9 @@ MIN_PYTHON = (3, 12)
 MIN_GYM = (0, 4)
 COMFORTABLE_DISK_GB = 5.0
 """Free space of the cache folder below which a warning is due: set-up takes 0.6 GB, task images and overlays more."""
+
+ROLLOUTS = 1_000
+"""Rollouts at once for which the limit of open files is judged."""
 
 PROBE_TIMEOUT_S = 60.0
 _SETUP = "prorl setup"
@@ -79,6 +84,7 @@ def examine() -> Iterator[Check]:
     yield _fuse()
     yield _limits()
     yield _image_source()
+    yield _open_files()
     yield _uv()
     yield _disk()
 
@@ -118,8 +124,10 @@ def _user_namespaces() -> Check:
         name,
         Level.WARN,
         "can't be made: containers then need an Apptainer installed with setuid",
-        "sysctl kernel.unprivileged_userns_clone=1 user.max_user_namespaces=15000 "
-        "kernel.apparmor_restrict_unprivileged_userns=0 (those that the machine has; by its administrator)",
+        _administrator(
+            "sysctl kernel.unprivileged_userns_clone=1 user.max_user_namespaces=15000 "
+            "kernel.apparmor_restrict_unprivileged_userns=0 (those that the machine has)"
+        ),
     )
 
 
@@ -148,7 +156,7 @@ def _writable_layer(runtime: Runtime, image: Path) -> Check:
         name,
         Level.WARN,
         f"no tmpfs overlay: {_last_line(done.stderr)}",
-        "a kernel with overlayfs in user namespaces (5.11 or newer), or the package fuse-overlayfs",
+        _administrator("a kernel with overlayfs in user namespaces (5.11 or newer), or the package fuse-overlayfs"),
     )
 
 
@@ -164,7 +172,7 @@ def _no_network(runtime: Runtime, image: Path) -> Check:
         name,
         Level.WARN,
         _last_line(done.stderr) if done.returncode else f"devices inside: {' '.join(inside)}",
-        "'allow net networks' and user namespaces in apptainer.conf (by the administrator)",
+        _administrator("'allow net networks' and user namespaces in apptainer.conf"),
     )
 
 
@@ -172,14 +180,14 @@ def _fuse() -> Check:
     name = "FUSE"
     device = Path("/dev/fuse")
     if not device.exists():
-        return Check(name, Level.WARN, "no /dev/fuse: use unpacked images", "modprobe fuse (by the administrator)")
+        return Check(name, Level.WARN, "no /dev/fuse: use unpacked images", _administrator("modprobe fuse"))
     if os.access(device, os.R_OK | os.W_OK):
         return Check(name, Level.OK, "/dev/fuse is usable")
     return Check(
         name,
         Level.WARN,
         "/dev/fuse is not ours to use: SIF images can't be mounted, unpacked ones can",
-        "chmod 0666 /dev/fuse (by the administrator)",
+        _administrator("chmod 0666 /dev/fuse"),
     )
 
 
@@ -211,6 +219,20 @@ def _image_source() -> Check:
         "no apt: the default image is built from docker.io",
         "nothing to do if docker.io can be reached",
     )
+
+
+def _open_files() -> Check:
+    name = "Open files"
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    need = open_files.needed(ROLLOUTS)
+    enough = hard == resource.RLIM_INFINITY or hard >= need
+    limit = "unlimited" if hard == resource.RLIM_INFINITY else f"{hard:,}"
+    raised = "" if soft == hard else f" (now {soft:,}, our servers raise it)"
+    found = f"limit {limit}{raised}; {ROLLOUTS:,} rollouts at once need {need:,}"
+    if enough:
+        return Check(name, Level.OK, found)
+    fix = f"a hard limit of {need} (nofile in limits.conf, LimitNOFILE of a service)"
+    return Check(name, Level.WARN, found, _administrator(fix))
 
 
 def _uv() -> Check:
@@ -248,6 +270,11 @@ def _in_container(runtime: Runtime, image: Path, options: list[str], script: str
         )
     except subprocess.TimeoutExpired:
         return subprocess.CompletedProcess(command, 124, "", f"no answer in {PROBE_TIMEOUT_S:g} s")
+
+
+def _administrator(fix: str) -> str:
+    """A way to mend something that takes root's rights, for whoever reads it."""
+    return fix if os.geteuid() == 0 else f"your administrator can: {fix}"
 
 
 def _last_line(text: str) -> str:

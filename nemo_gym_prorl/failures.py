@@ -234,6 +234,9 @@ def classify(error: BaseException, stage: Stage | None) -> Failure:
     if isinstance(error, asyncio.CancelledError):
         return Failure(FailureKind.CANCELLED, Origin.CALLER, stage, "cancelled")
     reason = clean_text(f"{type(error).__name__}: {_text(error)}")
+    if isinstance(error, OSError) and error.errno in (errno.EMFILE, errno.ENFILE):
+        reason = f"this process has no file descriptor left; raise the limit of open files (ulimit -n): {reason}"
+        return Failure(FailureKind.PROVIDER_QUOTA_EXHAUSTED, Origin.INFRASTRUCTURE, stage, reason)
     if isinstance(error, TimeoutError):
         return Failure(FailureKind.TRANSPORT_TIMEOUT, Origin.INFRASTRUCTURE, stage, reason)
     if isinstance(error, OSError) and _refused(error):

@@ -16,18 +16,17 @@ import socket
 import sys
 import time
 import uuid
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
 import orjson
 
+from nemo_gym_prorl import gym_venvs
 from nemo_gym_prorl.failures import InfrastructureError
+from nemo_gym_prorl.gym_venvs import Installation
 from nemo_gym_prorl.processes import ProcessMark
 
-
-SERVER_TYPES = ("resources_servers", "responses_api_agents", "responses_api_models", "environment_servers")
-"""The folders in which Gym looks for servers."""
 
 MARK_NAME = "PRORL_GYM_DEPLOYMENT"
 """Environment variable that marks the processes of a deployment."""
@@ -41,12 +40,14 @@ connections, from which Ray would otherwise take our port between our choice and
 
 # Ask the interpreter that will run Gym, which need not be ours.
 _PROBE = """
-import importlib.util, json, os, shutil, sys
+import importlib.metadata, importlib.util, json, os, re, sys
 def parent(name):
     spec = importlib.util.find_spec(name)
     return os.path.dirname(list(spec.submodule_search_locations)[0]) if spec else None
 print(json.dumps({"prefix": sys.prefix, "bin": os.path.dirname(sys.executable), "gym_root": parent("nemo_gym"),
-    "our_root": parent("nemo_gym_prorl")}))
+    "our_root": parent("nemo_gym_prorl"),
+    "versions": {re.sub("[-_.]+", "-", found.name).lower(): found.version
+        for found in importlib.metadata.distributions() if found.name}}))
 """
 
 
@@ -64,28 +65,6 @@ class GymResult:
     seconds: float
 
 
-@dataclass(frozen=True, slots=True)
-class Installation:
-    """Where things lie for one interpreter.
-
-    Attributes:
-        prefix: its environment.
-        bin: folder of the interpreter and of Gym's console script.
-        gym_root: the folder that holds ``nemo_gym`` and Gym's server folders.
-        our_root: the folder that holds ``nemo_gym_prorl`` and our server folders.
-    """
-
-    prefix: Path
-    bin: Path
-    gym_root: Path
-    our_root: Path | None
-
-    @property
-    def checkout(self) -> Path | None:
-        """Our folder where it is not next to Gym's, so that Gym has to be told about it."""
-        return self.our_root if self.our_root != self.gym_root else None
-
-
 class GymCli:
     """Calls Gym's command line such that our servers are found and no server builds an environment of its own.
 
@@ -95,6 +74,9 @@ class GymCli:
         cwd: working directory of commands about servers. Default: the checkout if this package runs from one
             (nemo-gym 0.4 finds it only there), else ``work_dir``.
         env: environment variables on top of ours.
+        head_port: where Gym's head server listens. Default: a free port.
+        server_python: makes the text of a program that starts the servers in the interpreter's place, from the
+            interpreter's path. Default: the interpreter itself starts them.
     """
 
     def __init__(
@@ -104,9 +86,12 @@ class GymCli:
         python: str = sys.executable,
         cwd: Path | None = None,
         env: Mapping[str, str] | None = None,
+        head_port: int | None = None,
+        server_python: Callable[[Path], str] | None = None,
     ) -> None:
         self.work_dir = work_dir.absolute()
-        self.head_port = _free_port()
+        self.head_port = head_port or _free_port()
+        self._server_python = server_python
         self.mark = ProcessMark(MARK_NAME, uuid.uuid4().hex)
         self._python = python
         self._cwd = cwd
@@ -135,9 +120,13 @@ class GymCli:
             DeploymentError: the interpreter has no nemo-gym.
         """
         if self._installation is None:
-            self._installation = await self._probe()
+            installation, versions = await self._probe()
             self.work_dir.mkdir(parents=True, exist_ok=True)
-            await asyncio.to_thread(_link_environments, self._venvs, self._installation)
+            program = self._server_python(installation.bin / "python3") if self._server_python else None
+            await asyncio.to_thread(
+                gym_venvs.link_environments, self._venvs, installation, versions.get, python=program
+            )
+            self._installation = installation
         return self._installation
 
     async def run(self, *arguments: str, timeout_s: float = 600.0, check: bool = True) -> GymResult:
@@ -213,7 +202,7 @@ class GymCli:
             env["PYTHONPATH"] = _join_paths(checkout, env.get("PYTHONPATH"))
         return env | self._given_env
 
-    async def _probe(self) -> Installation:
+    async def _probe(self) -> tuple[Installation, dict[str, str]]:
         # A checkout that is on our path only because we were started in it has to be on the child's path as well. For
         # another interpreter it does not count: "python -c" must not find it in the working directory.
         env = dict(os.environ) | self._given_env
@@ -233,12 +222,14 @@ class GymCli:
             reason = errors.decode(errors="replace").strip().splitlines()[-1:]
             raise DeploymentError(f"{self._python} can't run NeMo Gym: {' '.join(reason)}; install nemo-gym into it")
         found = orjson.loads(output)
-        return Installation(
+        our_root = found["our_root"]
+        installation = Installation(
             prefix=Path(found["prefix"]),
             bin=Path(found["bin"]),
             gym_root=Path(found["gym_root"]),
-            our_root=Path(found["our_root"]) if found["our_root"] else None,
+            our_root=Path(our_root) if our_root else None,
         )
+        return installation, found["versions"]
 
 
 def _free_port() -> int:
@@ -251,32 +242,3 @@ def _free_port() -> int:
 
 def _join_paths(first: Path, rest: str | None) -> str:
     return f"{first}{os.pathsep}{rest}" if rest else str(first)
-
-
-def _link_environments(venvs: Path, installation: Installation) -> None:
-    """Give every server that Gym could start the one environment we have, as Gym's layout wants it."""
-    target = installation.prefix
-    if not (target / "bin" / "activate").exists():
-        target = _activatable(venvs.parent / "environment", installation)
-    for root in {installation.gym_root, installation.our_root}:
-        for server_type in SERVER_TYPES:
-            folder = root / server_type if root else None
-            if folder is None or not folder.is_dir():
-                continue
-            for server in folder.iterdir():
-                link = venvs / server_type / server.name / ".venv"
-                if server.is_dir() and not (link.is_symlink() and link.readlink() == target):
-                    link.parent.mkdir(parents=True, exist_ok=True)
-                    link.unlink(missing_ok=True)
-                    link.symlink_to(target)
-
-
-def _activatable(folder: Path, installation: Installation) -> Path:
-    """A stand-in for a virtual environment where Python is installed without one, as in many containers."""
-    bin_dir = folder / "bin"
-    bin_dir.mkdir(parents=True, exist_ok=True)
-    python = bin_dir / "python"
-    python.unlink(missing_ok=True)
-    python.symlink_to(installation.bin / "python3")
-    (bin_dir / "activate").write_text(f'export PATH="{bin_dir}:{installation.bin}:$PATH"\n')
-    return folder

@@ -70,7 +70,7 @@ is_current() {
 
 link_servers() {
     site=$("$venv/bin/python" -c 'import sysconfig; print(sysconfig.get_path("purelib"))')
-    for kind in resources_servers responses_api_agents responses_api_models environments; do
+    for kind in resources_servers responses_api_agents responses_api_models environments hydra_plugins; do
         for folder in "$kind"/prorl_*/; do
             [ -d "$folder" ] || continue
             mkdir -p "$site/$kind"

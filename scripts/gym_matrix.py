@@ -21,7 +21,9 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 
 from nemo_gym_prorl.sandbox.install import ensure_runtime
 from nemo_gym_prorl.sandbox.kernel_image import ensure_kernel_image
+from nemo_gym_prorl.sandbox.runtime import Runtime
 from tests.gym import journey
+from tests.setup import test_readme
 
 
 DEFAULT = ("0.4.0=python3.12", "0.7.0=python3.13")
@@ -33,7 +35,8 @@ def main() -> None:
     parser.add_argument("pairs", nargs="*", default=DEFAULT, metavar="GYM=PYTHON")
     pairs = [pair.split("=", 1) for pair in parser.parse_args().pairs]
     console = Console(highlight=False)
-    ensure_runtime(console.print).activate()
+    runtime = ensure_runtime(console.print)
+    runtime.activate()
     ensure_kernel_image(console.print)
     results, failures = {}, {}
     for gym_version, python in pairs:
@@ -41,7 +44,7 @@ def main() -> None:
         console.print(title, markup=False)
         folder = Path(tempfile.mkdtemp(prefix="prorl-matrix-"))
         try:
-            results[title] = asyncio.run(_one(gym_version, python, folder))
+            results[title] = asyncio.run(_one(gym_version, python, folder, runtime))
         except Exception as error:
             failures[title] = error
             console.print(f"  failed, files in {folder}: {error}", markup=False, style="red")
@@ -54,10 +57,13 @@ def main() -> None:
     sys.exit(bool(failures))
 
 
-async def _one(gym_version: str, python: str, folder: Path) -> dict[str, float]:
+async def _one(gym_version: str, python: str, folder: Path, runtime: Runtime) -> dict[str, float]:
     start = time.monotonic()
     installed = await journey.install(python, gym_version, folder)
-    return {"install": time.monotonic() - start, **await journey.take(installed, folder)}
+    seconds = {"install": time.monotonic() - start, **await journey.take(installed, folder)}
+    start = time.monotonic()
+    await test_readme.take(python, gym_version, runtime)
+    return seconds | {"README's lines as an ordinary user, with install": time.monotonic() - start}
 
 
 if __name__ == "__main__":

@@ -25,6 +25,7 @@ from urllib.parse import quote
 import aiohttp
 import orjson
 
+from nemo_gym_prorl import open_files
 from nemo_gym_prorl.access import authorization
 from nemo_gym_prorl.failures import FAILURE_KIND_HEADER, CallerError, FailureKind, InfrastructureError, RolloutError
 
@@ -42,6 +43,8 @@ ROWS_FAULT = frozenset({400, 413, 415, 422})
 """Statuses that blame what was asked. Every other 4xx (a wrong key, route or model name, a restarted server) is for
 whoever runs the deployment to mend, and the row is as good as before."""
 _PROBE_TIMEOUT = aiohttp.ClientTimeout(total=3.0)
+_DESCRIPTOR_WAIT_S = 30.0
+"""How long a call waits for a file descriptor: those of refused callers are free again soon."""
 
 _NO_HEADERS: Mapping[str, str] = MappingProxyType({})
 _VISIBLE = "".join(chr(code) for code in range(0x21, 0x7F) if chr(code) != "%")
@@ -155,11 +158,12 @@ class GymServer:
         data = body if body is None or isinstance(body, bytes) else orjson.dumps(body)
         headers = {"Content-Type": "application/json", **self._authorization, **jar.header(), **extra_headers}
         try:
-            async with self._http.session.request(
-                method, self.url + path, data=data, headers=headers, allow_redirects=False
-            ) as response:
+            response = await self._request(method, self.url + path, data, headers)
+            async with response:
                 content = await response.read()
         except (aiohttp.ClientConnectorError, aiohttp.ConnectionTimeoutError) as error:
+            if open_files.is_exhaustion(error):
+                raise open_files.exhausted() from error
             raise InfrastructureError(
                 f"{self.name} at {self.url} cannot be reached: {error}",
                 kind=FailureKind.TRANSPORT_UNREACHABLE,
@@ -176,6 +180,19 @@ class GymServer:
         if (kind := response.headers.get(FAILURE_KIND_HEADER)) is not None:
             raise InfrastructureError(f"{self.name} {path}: {answer.text(2000)}", kind=_known_kind(kind))
         return answer
+
+    async def _request(
+        self, method: str, url: str, data: bytes | None, headers: Mapping[str, str]
+    ) -> aiohttp.ClientResponse:
+        """The call itself. Without a descriptor for a connection nothing was sent, so it is made again a while."""
+        give_up = asyncio.get_running_loop().time() + _DESCRIPTOR_WAIT_S
+        while True:
+            try:
+                return await self._http.session.request(method, url, data=data, headers=headers, allow_redirects=False)
+            except aiohttp.ClientConnectorError as error:
+                if not open_files.is_exhaustion(error) or asyncio.get_running_loop().time() > give_up:
+                    raise
+            await asyncio.sleep(0.2)
 
 
 class HttpClient:

@@ -12,12 +12,11 @@ It never pretends: it is served as ``prorl-scripted-policy``, every answer carri
 It also is the "instant model" of the benchmarks, so a request costs one JSON parse, one ``bytes`` join and one JSON
 dump: plain dictionaries and routes, no response models.
 
-Run it with ``python -m nemo_gym_prorl.policy.scripted --port 8000``, or in-process with :func:`serve`.
+Run it with ``prorl scripted --port 8000``, or in-process with :func:`serve`.
 """
 
 from __future__ import annotations
 
-import argparse
 import asyncio
 import contextlib
 import socket
@@ -136,24 +135,3 @@ def _uvicorn_config(config: ScriptedConfig | None) -> uvicorn.Config:
 def _base_url(listener: socket.socket) -> str:
     host, port = listener.getsockname()[:2]
     return f"http://{host}:{port}/v1"
-
-
-def main() -> None:
-    """Run the policy as a process of its own until it is interrupted."""
-    defaults = ScriptedConfig()
-    parser = argparse.ArgumentParser(description="A model server that plays back scripted turns. No language model.")
-    parser.add_argument("--host", default="127.0.0.1", help="address to listen on (default: %(default)s)")
-    parser.add_argument("--port", type=int, default=0, help="TCP port; 0 takes a free one (default)")
-    parser.add_argument("--model", default=defaults.model, help="name to serve (default: %(default)s)")
-    parser.add_argument("--max-model-len", type=int, default=defaults.max_model_len, help="context window in tokens")
-    parser.add_argument("--latency-s", type=float, default=defaults.latency_s, help="seconds per generation")
-    parser.add_argument("--seed", type=int, default=defaults.seed, help="seed of the log-probabilities")
-    args = parser.parse_args()
-    config = ScriptedConfig(args.model, args.max_model_len, args.latency_s, args.seed)
-    with socket.create_server((args.host, args.port), backlog=2048) as listener:
-        print(f"Scripted policy {config.model} (no language model) at {_base_url(listener)}", flush=True)
-        uvicorn.Server(_uvicorn_config(config)).run(sockets=[listener])
-
-
-if __name__ == "__main__":
-    main()

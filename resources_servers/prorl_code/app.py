@@ -24,6 +24,7 @@ from nemo_gym.sandbox.config import resolve_provider_config
 from nemo_gym.server_utils import SESSION_ID_KEY
 from pydantic import ConfigDict, Field, PrivateAttr, model_validator
 
+from nemo_gym_prorl import open_files
 from nemo_gym_prorl.access import KeyGuard, check_exposure
 from nemo_gym_prorl.problems import add_problem_handlers
 from nemo_gym_prorl.sandbox import started
@@ -103,6 +104,7 @@ class ProRLCodeServer(SimpleResourcesServer):
         self._sessions = CodeSessions(self._start_sandbox, config.sandbox_root, limits)
 
     def setup_webserver(self) -> FastAPI:
+        open_files.raise_limit()
         check_exposure(self.config.host, self.config.control_token)
         app = super().setup_webserver()
         for tool in TOOLS:

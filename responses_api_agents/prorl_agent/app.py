@@ -10,6 +10,7 @@ from nemo_gym.base_responses_api_agent import BaseResponsesAPIAgentConfig, Simpl
 from nemo_gym.config_types import ModelServerRef, ResourcesServerRef
 from pydantic import BaseModel, ConfigDict, Field, PrivateAttr, ValidationError, field_validator
 
+from nemo_gym_prorl import open_files
 from nemo_gym_prorl.access import KeyGuard, check_exposure
 from nemo_gym_prorl.handlers.agent_service import AgentService, ServiceConfig
 from nemo_gym_prorl.problems import Declared, add_problem_handlers, invalid_body
@@ -68,6 +69,7 @@ class ProRLAgent(SimpleResponsesAPIAgent):
             CallerError: the server would listen beyond loopback without a key, or a setting cannot work.
         """
         check_exposure(self.config.host, self.config.control_token)
+        open_files.raise_limit()
         self._service = AgentService.from_gym(
             self.config,
             self.server_client.global_config_dict,
@@ -76,6 +78,7 @@ class ProRLAgent(SimpleResponsesAPIAgent):
         )
         app = super().setup_webserver()
         app.include_router(self._service.router())
+        app.add_middleware(open_files.FileGuard)
         add_problem_handlers(app, _GYM_ROUTES)
         app.add_middleware(KeyGuard, key=self.config.control_token)
         app.router.lifespan_context = self._lifespan

@@ -69,7 +69,7 @@ async def take(python: str, folder: Path) -> dict[str, float]:
     assert "prorl_agent" in _names(listed.output)
     seconds["gym list agents"] = listed.seconds
 
-    selection = ("--environment", "prorl_code", "--model-type", "vllm_model/vllm_model_for_training")
+    selection = ("--environment", "prorl_code", "--model-type", "prorl_model")
     policy = ("--model", MODEL_NAME, "--model-url", "http://127.0.0.1:1/v1", "--model-api-key", "none")
     seconds["gym env validate"] = (await cli.run("env", "validate", *selection, *policy)).seconds
     for server in ("resources_servers/prorl_code", "responses_api_agents/prorl_agent"):
@@ -85,7 +85,7 @@ async def take(python: str, folder: Path) -> dict[str, float]:
         serve() as base_url,
         GymDeployment(
             environment="prorl_code",
-            model_type="vllm_model/vllm_model_for_training",
+            model_type="prorl_model",
             policy_base_url=base_url,
             policy_model_name=MODEL_NAME,
             overrides=overrides,

@@ -213,7 +213,8 @@ async def test_a_caller_that_hangs_up_is_not_waited_for():
 
 async def test_as_a_process_it_names_its_address_and_stops_on_interrupt():
     process = await asyncio.create_subprocess_exec(
-        sys.executable, "-m", "nemo_gym_prorl.policy.scripted", "--port", "0", stdout=asyncio.subprocess.PIPE
+        *(sys.executable, "-c", "from nemo_gym_prorl.cli import main; main()", "scripted"),
+        stdout=asyncio.subprocess.PIPE,
     )
     try:
         line = (await asyncio.wait_for(process.stdout.readline(), 30)).decode()

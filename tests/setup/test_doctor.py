@@ -6,13 +6,22 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from nemo_gym_prorl.doctor import Level, examine, limits_check
+from nemo_gym_prorl.doctor import (
+    Level,
+    _administrator,
+    _fuse,
+    _open_files,
+    examine,
+    limits_check,
+)
 from nemo_gym_prorl.sandbox.limits import Facts, limits
 
 
@@ -95,3 +104,32 @@ def test_the_limits_of_this_machine_are_reported() -> None:
     said = next(check for check in examine() if check.name == "Sandbox limits")
     assert "watched: " in said.found
     assert "disk" in said.found
+
+
+def test_at_80_columns_every_finding_can_be_read() -> None:
+    said = prorl("doctor", COLUMNS="80").stdout
+    lines = said.splitlines()
+    assert max(map(len, lines)) <= 80
+    # A finding has 50 columns or more, and its remedy stands below it: no column of a word or two.
+    assert len(lines) < 45, said
+    for check in examine():
+        assert check.name in said
+
+
+def test_a_low_limit_of_open_files_is_found() -> None:
+    code = (
+        "import resource; resource.setrlimit(resource.RLIMIT_NOFILE, (512, 1024))\n"
+        "from nemo_gym_prorl.doctor import _open_files; c = _open_files(); print(c.level, c.found, '|', c.fix)"
+    )
+    said = subprocess.check_output([sys.executable, "-c", code], text=True)
+    assert said.startswith("warn limit 1,024 (now 512, our servers raise it); 1,000 rollouts at once need 4,256")
+    assert "nofile" in said
+
+
+def test_a_user_is_not_told_to_be_root(as_ordinary_user: Callable[[Callable[[Path], Any]], Any]) -> None:
+    def fixes(home: Path) -> list[str]:
+        return [check.fix for check in (_fuse(), _open_files()) if check.fix] + [_administrator("sysctl a=b")]
+
+    for fix in as_ordinary_user(fixes):
+        assert fix.startswith("your administrator can: "), fix
+        assert "sudo" not in fix

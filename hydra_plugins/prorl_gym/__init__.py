@@ -1,0 +1,26 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Lets Gym's own command line run our servers from wherever this package is installed, without an option.
+
+Gym reads its command line with Hydra, and Hydra loads what lies in ``hydra_plugins``. In a process of Gym this sets
+two environment variables that our configuration files name for ``uv_venv_dir`` and ``skip_venv_if_present``
+(see :mod:`nemo_gym_prorl.gym_venvs`); they have no effect on configurations without our servers. What is given on the
+command line wins.
+"""
+
+import os
+import sys
+
+
+def _share_environment() -> None:
+    from nemo_gym_prorl import gym_venvs
+
+    try:
+        os.environ[gym_venvs.VENVS_VARIABLE] = str(gym_venvs.shared_folder())
+    except (OSError, ModuleNotFoundError) as error:
+        print(f"nemo-gym-prorl: Gym builds an environment for each server: {error}", file=sys.stderr)
+    else:
+        os.environ[gym_venvs.REUSE_VARIABLE] = "true"
+
+
+if "nemo_gym" in sys.modules:
+    _share_environment()

@@ -1,0 +1,103 @@
+# SPDX-License-Identifier: Apache-2.0
+"""``prorl serve``: environments as a service, until it is told to end.
+
+The deployment of the demonstration, kept alive: a server that dies is started again at its address, and what is lost
+with it is the business of the rollouts that used it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import signal
+import socket
+from collections.abc import Sequence
+from pathlib import Path
+
+from rich.console import Console
+from rich.table import Table
+
+from nemo_gym_prorl.deployment import Death, GymDeployment
+from nemo_gym_prorl.failures import CallerError
+
+
+START_TIMEOUT_S = 900.0
+
+
+def serve(
+    words: Sequence[str],
+    *,
+    policy_url: str,
+    policy_model: str,
+    policy_key: str,
+    model_type: str,
+    head_port: int,
+    log_dir: Path | None,
+    console: Console,
+) -> None:
+    """Start environments and look after them until SIGINT or SIGTERM; no process is left then.
+
+    Args:
+        words: names of environments, and Hydra overrides (what has an ``=``).
+        policy_url: the inference endpoint, ending in ``/v1``.
+        policy_model: the model's name there.
+        policy_key: its key.
+        model_type: Gym's model server, as ``--model-type`` takes it.
+        head_port: where Gym's head server listens.
+        log_dir: folder for the log. Default: a temporary one, removed at a clean end.
+        console: where to print.
+
+    Raises:
+        CallerError: no environment was named, or the head server's port is taken.
+        DeploymentError: the servers do not come up, or Gym itself dies.
+    """
+    environments = [word for word in words if "=" not in word]
+    if not environments:
+        raise CallerError("name at least one; `gym list environments` shows them", field="environment")
+    with socket.socket() as probe:
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            probe.bind(("127.0.0.1", head_port))
+        except OSError as error:
+            raise CallerError(f"port {head_port} is taken; another deployment?", field="--head-port") from error
+    deployment = GymDeployment(
+        config_paths=[f"environments/{name}/config.yaml" for name in environments],
+        model_type=model_type,
+        policy_base_url=policy_url,
+        policy_model_name=policy_model,
+        policy_api_key=policy_key,
+        overrides=[word for word in words if "=" in word],
+        work_dir=log_dir,
+        head_port=head_port,
+        supervised=True,
+        start_timeout_s=START_TIMEOUT_S,
+    )
+    with contextlib.suppress(KeyboardInterrupt, asyncio.CancelledError):
+        asyncio.run(_serve(deployment, console))
+
+
+async def _serve(deployment: GymDeployment, console: Console) -> None:
+    task = asyncio.current_task()
+    assert task is not None
+    for number in (signal.SIGTERM, signal.SIGINT):
+        asyncio.get_running_loop().add_signal_handler(number, task.cancel)
+    console.print(f"Starting Gym servers (log: {deployment.log_path})", markup=False, soft_wrap=True)
+
+    def say(death: Death) -> None:
+        console.print(
+            f"{death.name} ended ({death.how}) after {death.lived_s:.0f} s; started again in {death.pause_s:g} s",
+            markup=False,
+            soft_wrap=True,
+        )
+
+    async with deployment:
+        table = Table("Server", "", "URL", box=None, pad_edge=False)
+        for instance in deployment.instances.values():
+            table.add_row(instance.name, instance.server, instance.url)
+        table.add_row("head server", "", deployment.cli.head_url)
+        console.print(table)
+        console.print(f"Up after {deployment.start_s:.0f} s; Ctrl-C ends it.")
+        try:
+            await deployment.watch(say)
+        finally:
+            console.print("Stopping Gym servers")

@@ -1,0 +1,215 @@
+# SPDX-License-Identifier: Apache-2.0
+"""``prorl serve`` as a user runs it: servers that die come back at their address, and its end leaves nothing.
+
+``PRORL_LONG=1`` runs the whole thing: 500 rollouts while each server is killed in turn.
+"""
+
+import asyncio
+import os
+import re
+import shutil
+import signal
+import socket
+import sys
+import tempfile
+from collections.abc import AsyncIterator
+from pathlib import Path
+from typing import Any
+
+import aiohttp
+import orjson
+import pytest
+
+from nemo_gym_prorl.deployment import GymDeployment
+from nemo_gym_prorl.failures import InfrastructureError
+from nemo_gym_prorl.gym_cli import DeploymentError
+from nemo_gym_prorl.policy.scripted_text import MODEL_NAME
+from nemo_gym_prorl.processes import ProcessMark
+from nemo_gym_prorl.rollout.client import ApiError, RolloutClient
+from nemo_gym_prorl.rollout.schemas import JobView
+from nemo_gym_prorl.tasks.code.humaneval import problems, row_for
+from nemo_gym_prorl.tasks.code.scripts import script_for
+
+
+pytestmark = [pytest.mark.gym, pytest.mark.sandbox]
+
+AGENT = "prorl_code_agent"
+SERVERS = ("prorl_code", "policy_model", AGENT)
+AWAY = (InfrastructureError, aiohttp.ClientError)
+"""What a client sees of a server that is being started again."""
+
+
+class Service:
+    """A running ``prorl serve`` whose whole process tree is marked."""
+
+    def __init__(self, folder: Path) -> None:
+        self.log = folder / "serve.log"
+        self.mark = ProcessMark("PRORL_TEST_SERVE", os.urandom(8).hex())
+        self.state = Path(tempfile.mkdtemp(prefix="prorl-serve-", dir="/tmp"))
+        self.urls: dict[str, str] = {}
+        with socket.create_server(("127.0.0.1", 0)) as probe:
+            self.head_port = probe.getsockname()[1]
+        self.process: asyncio.subprocess.Process | None = None
+        self._folder = folder
+
+    async def start(self, policy: str, *overrides: str) -> None:
+        command = "from nemo_gym_prorl.cli import main; main()"
+        options = ("--policy-url", policy, "--policy-model", MODEL_NAME, "--head-port", str(self.head_port))
+        with self.log.open("wb") as log:
+            self.process = await asyncio.create_subprocess_exec(
+                *(sys.executable, "-c", command, "serve", "prorl_code", *overrides, *options),
+                *("--log-dir", str(self._folder / "gym")),
+                cwd=self._folder,
+                env={
+                    **os.environ,
+                    self.mark.name: self.mark.value,
+                    "COLUMNS": "200",
+                    "PRORL_STATE": str(self.state),
+                },
+                stdout=log,
+                stderr=log,
+                start_new_session=True,
+            )
+        while "Ctrl-C ends it" not in self.log.read_text():
+            assert self.process.returncode is None, self.log.read_text()
+            await asyncio.sleep(0.2)
+        self.urls = dict(re.findall(r"^(\w+) .*(http://\S+)", self.log.read_text(), re.MULTILINE))
+
+    async def stop(self) -> int:
+        assert self.process is not None
+        if self.process.returncode is None:
+            self.process.send_signal(signal.SIGTERM)
+        return await asyncio.wait_for(self.process.wait(), 90)
+
+    def pid(self, name: str) -> int | None:
+        """Process id of a server, which is not its keeper's; ``None`` while there is none."""
+        wanted = f"NEMO_GYM_CONFIG_PATH={name}".encode()
+        for pid, command in self.mark.processes().items():
+            if command.endswith("app.py") and "server_keeper" not in command and not command.startswith("/bin/bash"):
+                environ = Path(f"/proc/{pid}/environ")
+                if environ.exists() and wanted in environ.read_bytes().split(b"\0"):
+                    return pid
+        return None
+
+    async def kill(self, name: str) -> None:
+        """Kill a server, and wait until another one answers in its place."""
+        pid = self.pid(name)
+        assert pid is not None, self.mark.processes()
+        os.kill(pid, signal.SIGKILL)
+        async with asyncio.timeout(180), aiohttp.ClientSession() as session:
+            while self.pid(name) in (None, pid) or not await _answers(session, self.urls[name]):
+                await asyncio.sleep(0.2)
+
+
+async def _answers(session: aiohttp.ClientSession, url: str) -> bool:
+    try:
+        async with session.get(url):
+            return True
+    except aiohttp.ClientError:
+        return False
+
+
+@pytest.fixture
+async def service(tmp_path: Path) -> AsyncIterator[Service]:
+    made = Service(tmp_path)
+    yield made
+    if made.process is not None and made.process.returncode is None:
+        await made.stop()
+    assert await made.mark.kill(settle_s=5) == {}
+    shutil.rmtree(made.state, ignore_errors=True)
+
+
+def _rows(count: int) -> list[dict[str, Any]]:
+    every = list(problems().values())
+    return [row_for(every[i % len(every)], script_for(every[i % len(every)], "reference")) for i in range(count)]
+
+
+async def _to_its_end(client: RolloutClient, number: int, row: dict[str, Any]) -> JobView:
+    """A rollout as a careful client has it: submitted again under its id if the agent has forgotten it."""
+    while True:
+        try:
+            await client.submit(row, id=f"kept-{number}")
+            return await client.wait(f"kept-{number}")
+        except AWAY:
+            await asyncio.sleep(0.5)
+        except ApiError as error:
+            if error.problem.status not in (404, 410, 503):
+                raise
+
+
+async def _stopped(service: Service) -> None:
+    assert await service.stop() == 0
+    assert await service.mark.wait_gone(5) == {}
+    said = service.log.read_text()
+    for name in SERVERS:
+        assert re.search(rf"^{name} ended \(killed by signal 9\)", said, re.MULTILINE), said
+    assert "Traceback" not in said
+
+
+@pytest.mark.timeout(900)
+async def test_each_server_that_is_killed_comes_back_and_rollouts_succeed(scripted_policy: str, service: Service):
+    await service.start(scripted_policy)
+    assert service.urls.keys() >= {*SERVERS}, service.log.read_text()
+    async with RolloutClient(service.urls[AGENT]) as client:
+        for number, name in enumerate(SERVERS):
+            await service.kill(name)
+            job = await _to_its_end(client, number, _rows(1)[0])
+            assert job.reward == 1.0, job.failure
+    await _stopped(service)
+
+
+@pytest.mark.skipif(not os.environ.get("PRORL_LONG"), reason="takes half an hour: PRORL_LONG=1 runs it")
+@pytest.mark.timeout(5400)
+async def test_500_rollouts_survive_that_each_server_is_killed(scripted_policy: str, service: Service):
+    jobs = 500
+    await service.start(scripted_policy)
+    async with RolloutClient(service.urls[AGENT]) as client:
+        rolling = [asyncio.create_task(_to_its_end(client, number, row)) for number, row in enumerate(_rows(jobs))]
+        for number, name in enumerate(SERVERS, 1):
+            while sum(task.done() for task in rolling) < number * jobs // 5:
+                await asyncio.sleep(0.5)
+            if name == AGENT:
+                forgotten = (await client.status()).sessions
+            await service.kill(name)
+        done = await asyncio.gather(*rolling)
+    assert [job.reward for job in done] == [1.0] * jobs, [job.failure for job in done if job.failure]
+    await _stopped(service)
+    # At most: an attempt may fail before there is a sandbox.
+    made = forgotten + sum(job.timings["init"].attempts for job in done)
+    print(f"{jobs} rollouts, {made} sandboxes: {made / jobs:.2f} per rollout")
+    assert made / jobs <= 1.2
+
+
+async def test_what_it_cannot_do_it_says_in_a_line(service: Service, tmp_path: Path):
+    async def said(*arguments: str) -> str:
+        process = await asyncio.create_subprocess_exec(
+            *(sys.executable, "-c", "from nemo_gym_prorl.cli import main; main()", "serve", *arguments),
+            *("--policy-url", "http://127.0.0.1:1/v1", "--policy-model", "m"),
+            stderr=asyncio.subprocess.PIPE,
+            cwd=tmp_path,
+        )
+        _, errors = await asyncio.wait_for(process.communicate(), 60)
+        assert process.returncode == 1
+        return errors.decode()
+
+    assert "name at least one" in await said("++a=b")
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = str(taken.getsockname()[1])
+        assert f"port {port} is taken" in await said("prorl_code", "--head-port", port)
+    unknown = await said("no_such_environment", "--head-port", str(service.head_port))
+    assert "no_such_environment" in unknown
+
+
+async def test_a_deployment_notices_that_a_server_died(scripted_policy: str, tmp_path: Path):
+    config = "resources_servers/example_single_tool_call/configs/example_single_tool_call.yaml"
+    gym = GymDeployment(
+        config_paths=[config], policy_base_url=scripted_policy, policy_model_name=MODEL_NAME, work_dir=tmp_path / "gym"
+    )
+    async with gym:
+        assert await gym.guard(asyncio.sleep(0, "the work's own result")) == "the work's own result"
+        victim = next(pid for pid, command in gym.cli.mark.processes().items() if command.endswith("app.py"))
+        # Gym would look within a minute, and say nothing to whoever uses the servers.
+        os.kill(victim, signal.SIGKILL)
+        with pytest.raises(DeploymentError, match=r"of the deployment died; log .*gym\.log"):
+            await asyncio.wait_for(gym.guard(asyncio.sleep(600)), 30)
+    assert orjson.dumps(gym.cli.mark.processes()) == b"{}"
