@@ -19,7 +19,7 @@ from tokenizers.models import WordLevel
 
 from nemo_gym_prorl.failures import CallerError
 from nemo_gym_prorl.handlers.conversation import Conversation
-from nemo_gym_prorl.handlers.gym_http import GymServer, HttpClient
+from nemo_gym_prorl.handlers.gym_http import Address, GymServer, HttpClient
 from nemo_gym_prorl.policy.scripted import ScriptedConfig
 from nemo_gym_prorl.policy.scripted import serve as scripted
 from responses_api_models.prorl_model.app import ProrlModel, ProrlModelConfig
@@ -215,7 +215,7 @@ async def test_what_our_agent_defers_is_in_its_finished_row(http: aiohttp.Client
     async with scripted(config) as engine:
         model = server(engine, Path(), model=config.model, policy={})
         async with serving(model.setup_webserver()) as url:
-            conversation = Conversation(GymServer("policy_model", url, client), "r", "g")
+            conversation = Conversation(GymServer("policy_model", Address(url), client), "r", "g")
             turns = [await conversation.turn({}, [{"role": "user", "content": text}]) for text in ("hi", "and?")]
             await conversation.settle()
             items = [item for turn in turns for item in turn["output"]]
