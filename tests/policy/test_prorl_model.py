@@ -218,6 +218,7 @@ async def test_what_our_agent_defers_is_in_its_finished_row(http: aiohttp.Client
             conversation = Conversation(GymServer("policy_model", Address(url), client), "r", "g")
             turns = [await conversation.turn({}, [{"role": "user", "content": text}]) for text in ("hi", "and?")]
             await conversation.settle()
+            await conversation.forget()
             items = [item for turn in turns for item in turn["output"]]
             async with http.get(f"{url}/v1/rollouts/r/tokens") as response:
                 assert response.status == 410, "it is over, so it is forgotten"
