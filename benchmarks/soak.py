@@ -42,7 +42,7 @@ ROLLOUTS, TURNS = 20_000, 20
 QUICK_ROLLOUTS, QUICK_TURNS = 300, 3
 IN_FLIGHT = 64
 KEEP_ALIVE_S = 30
-"""As servers of Gym have it: longer than its clients keep an idle connection, which would else break in their hands."""
+"""As servers of Gym have it: longer than its clients keep an idle connection, which would break in their hands."""
 RETAIN_BYTES, QUICK_RETAIN_BYTES = 64 * 2**20, 2**20
 """What the service may keep of finished rollouts: small, so that it is full long before the first measurement."""
 CALL = '<tool_call>\n{"name": "look", "arguments": {}}\n</tool_call><|end|>'
