@@ -35,6 +35,7 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from benchmarks.real_engines import free_port, serves
 from benchmarks.report import Figure, publish
 from nemo_gym_prorl.handlers.agent_service import AgentService, ServiceConfig
+from nemo_gym_prorl.memory import map_large_blocks
 from nemo_gym_prorl.rollout.client import RolloutClient
 
 
@@ -130,6 +131,7 @@ def service_app(world: str, model: str, turns: int, retain_bytes: int) -> FastAP
         host, port = url.removeprefix("http://").split(":")
         return {kind: {"any": {"host": host, "port": int(port)}}}
 
+    map_large_blocks()  # as ProRLAgent does
     config = ServiceConfig(max_turns=turns, retain_bytes=retain_bytes)
     known = {"world": block("resources_servers", world), "policy_model": block("responses_api_models", model)}
     service = AgentService.from_gym(config, OmegaConf.create(known), resources="world", model="policy_model")

@@ -10,7 +10,7 @@ from nemo_gym.base_responses_api_agent import BaseResponsesAPIAgentConfig, Simpl
 from nemo_gym.config_types import ModelServerRef, ResourcesServerRef
 from pydantic import BaseModel, ConfigDict, Field, PrivateAttr, ValidationError, field_validator
 
-from nemo_gym_prorl import open_files
+from nemo_gym_prorl import memory, open_files
 from nemo_gym_prorl.access import KeyGuard, check_exposure
 from nemo_gym_prorl.handlers.agent_service import AgentService, ServiceConfig
 from nemo_gym_prorl.problems import Declared, add_problem_handlers, invalid_body
@@ -70,6 +70,7 @@ class ProRLAgent(SimpleResponsesAPIAgent):
         """
         check_exposure(self.config.host, self.config.control_token)
         open_files.raise_limit()
+        memory.map_large_blocks()
         self._service = AgentService.from_gym(
             self.config,
             self.server_client.global_config_dict,

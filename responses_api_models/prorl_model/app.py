@@ -32,7 +32,7 @@ from nemo_gym.responses_converter import VLLMConverter
 from nemo_gym.server_utils import SESSION_ID_KEY, is_nemo_gym_fastapi_entrypoint
 from pydantic import Field
 
-from nemo_gym_prorl import open_files
+from nemo_gym_prorl import memory, open_files
 from nemo_gym_prorl.access import KeyGuard, check_exposure
 from nemo_gym_prorl.failures import CallerError
 from nemo_gym_prorl.policy.api import PolicyConfig, PolicyHost, add_control_routes, with_problems
@@ -68,6 +68,7 @@ class ProrlModel(SimpleResponsesAPIModel):
 
     def setup_webserver(self) -> FastAPI:
         open_files.raise_limit()
+        memory.map_large_blocks()
         app = super().setup_webserver()
         with_problems(app, 400, 410, 422, 500)
         config = self.config
