@@ -181,8 +181,15 @@ class GymEnvironmentHandler:
         """
         server, session = self._context.resources, trajectory.evidence
         what = f"{server.name} /verify"
-        answer = await server.post("/verify", {**job.row, "response": trajectory.response}, session.cookies)
-        require_ok(answer, what, FailureKind.VERIFIER_ERROR, TaskError)
+        try:
+            answer = await server.post("/verify", {**job.row, "response": trajectory.response}, session.cookies)
+            require_ok(answer, what, FailureKind.VERIFIER_ERROR, TaskError)
+        except InfrastructureError as error:
+            if error.kind in (FailureKind.SESSION_LOST, FailureKind.SESSION_EXPIRED):
+                self._close_behind(
+                    job, session
+                )  # the next attempt has one of its own; the server may still keep a part
+            raise
         result = json_of(answer, what, FailureKind.VERIFIER_ERROR)
         reward = result.get("reward") if isinstance(result, dict) else None
         if isinstance(reward, bool) or not isinstance(reward, int | float):

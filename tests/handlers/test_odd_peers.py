@@ -11,7 +11,7 @@ from fastapi.responses import JSONResponse
 
 from nemo_gym_prorl.failures import Failure, FailureKind, Origin
 from nemo_gym_prorl.handlers.failure_rows import failure_row
-from tests.handlers.peers import COLLECTED, ROW, Environment, Policy, deployment, until
+from tests.handlers.peers import COLLECTED, ROW, Environment, Policy, deployment, once, status, until
 
 
 class Forgetful(Policy):
@@ -149,3 +149,17 @@ def test_a_row_out_of_a_failures_file_does_not_keep_its_old_marks() -> None:
     again = failure_row(first, {}, Failure(FailureKind.VERIFIER_ERROR, Origin.INFRASTRUCTURE, None, "down"))
     assert first["_ng_failure_terminal"] is True
     assert "_ng_failure_terminal" not in again
+
+
+async def test_a_session_that_its_verifier_says_is_lost_is_closed_before_another_is_made() -> None:
+    environment = Environment(instead={"/verify": once(status(410))})
+    async with deployment(environment, max_attempts=2) as at:
+        done = await at.run(ROW)
+        await until(lambda: environment.paths().count("/close_session") == 2)
+    assert done["rollout"]["failed_attempts"] == ["session_lost"]
+    closed = [
+        sent["cookie"]
+        for sent, (_, path) in zip(environment.headers, environment.calls, strict=True)
+        if path == "/close_session"
+    ]
+    assert sorted(closed) == ["session=1", "session=2"]
