@@ -279,6 +279,17 @@ def _text(error: BaseException) -> str:
         return "(its text cannot be had)"
 
 
+def is_text(value: str) -> bool:
+    """Whether UTF-8 can carry it: half a surrogate pair it cannot."""
+    if value.isascii():
+        return True
+    try:
+        value.encode()
+    except UnicodeEncodeError:
+        return False
+    return True
+
+
 def clean_text(text: Any, limit: int = _TEXT_LIMIT, *, end: bool = False) -> str:
     """Text of bounded length that UTF-8 can carry: file names and terminals bring lone surrogates."""
     text = str(text).encode("utf-8", "backslashreplace").decode()

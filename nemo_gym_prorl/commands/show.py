@@ -30,7 +30,8 @@ SHORT_CHARACTERS = 1600
 """How much of a text is shown without ``--full``; its middle is left out."""
 
 _NO_VERDICT = {"reward", "response", "responses_create_params", "rollout", "mask_sample"}
-_CONTROL = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]")
+_CONTROL = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f\u202a-\u202e\u2066-\u2069]")
+"""What a terminal obeys, also by turning the direction of what follows."""
 _CONTENT = {"message", "reasoning", "function_call", "function_call_output"}
 
 
@@ -74,9 +75,8 @@ class Page:
         """One rollout: its head, the conversation, the verdict."""
         job = _view(row)
         self._head(row, job)
-        self._input((row.get("responses_create_params") or {}).get("input"))
-        output = (row.get("response") or {}).get("output") or []
-        for number, turn in enumerate(turns(output), 1):
+        self._input(_part(row, "responses_create_params", "input"))
+        for number, turn in enumerate(turns(_items(_part(row, "response", "output"))), 1):
             self._turn(number, turn)
         self._end(row, job)
 
@@ -98,7 +98,7 @@ class Page:
         self._console.print(table)
 
     def _input(self, given: Any) -> None:
-        messages = [{"role": "user", "content": given}] if isinstance(given, str) else given or []
+        messages = _items([{"role": "user", "content": given}] if isinstance(given, str) else given)
         if messages:
             self._console.print(Rule("input", align="left", characters="─"))
         for message in messages:
@@ -216,7 +216,7 @@ def shorten(text: str, lines: int = SHORT_LINES, characters: int = SHORT_CHARACT
 
 def visible(text: str) -> str:
     """Text that a terminal shows and does not obey."""
-    return _CONTROL.sub(lambda found: f"\\x{ord(found[0]):02x}", text.replace("\r\n", "\n"))
+    return _CONTROL.sub(lambda found: ascii(found[0])[1:-1], text.replace("\r\n", "\n"))
 
 
 def _tokens(items: Sequence[Mapping[str, Any]]) -> str:
@@ -238,6 +238,16 @@ def _text(content: Any) -> str:
     if isinstance(content, dict):
         return _text(content["text"]) if "text" in content else orjson.dumps(content).decode()
     return str(content)
+
+
+def _part(row: Mapping[str, Any], name: str, inner: str) -> Any:
+    """A field of a field; ``None`` where an environment has something else there."""
+    outer = row.get(name)
+    return outer.get(inner) if isinstance(outer, dict) else None
+
+
+def _items(listed: Any) -> list[Mapping[str, Any]]:
+    return [item for item in listed if isinstance(item, dict)] if isinstance(listed, list) else []
 
 
 def _view(row: Mapping[str, Any]) -> JobView | None:
@@ -292,9 +302,10 @@ def _contents(found: Mapping[int, dict[str, Any]]) -> Table:
     for number, row in found.items():
         job = _view(row)
         about = str(row.get("task_id", "")) if job is None else job.id
-        count = sum(1 for _ in turns((row.get("response") or {}).get("output") or []))
+        count = sum(1 for _ in turns(_items(_part(row, "response", "output"))))
         reward = row.get("reward") if job is None else job.reward
         state = "" if job is None else job.state.value
-        cells = (str(number), about, state, "" if reward is None else f"{reward:g}", str(count))
+        score = f"{reward:g}" if isinstance(reward, int | float) else str(reward or "")
+        cells = (str(number), about, state, score, str(count))
         table.add_row(*(Text(visible(cell)) for cell in cells))
     return table

@@ -17,10 +17,12 @@ from pydantic import BaseModel, ConfigDict, Field
 
 from nemo_gym_prorl.failures import CallerError, Failure, FailureKind, Origin
 from nemo_gym_prorl.handlers.failure_rows import (
+    NOTHING_SAMPLED,
     empty_response,
     failure_problem,
     failure_row,
     from_collector,
+    has_tokens,
     run_status,
 )
 from nemo_gym_prorl.handlers.gym_environment import GymContext, GymEnvironmentHandler, LoopLimits
@@ -297,6 +299,8 @@ def _answer(job: Job, *, collector: bool) -> bytes:
     """
     assert job.outcome is not None, "only a job with its outcome has an answer"
     failure = job.outcome.failure
+    if failure is None and job.progress.finish_reason == "context_overflow":
+        failure = NOTHING_SAMPLED if not has_tokens(job.outcome.result.get("response")) else None
     if failure is not None and not collector:
         status = run_status(job.row, failure, job.outcome.result.get("response"))
         if status != 200:

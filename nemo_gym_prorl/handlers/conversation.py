@@ -13,10 +13,13 @@ from __future__ import annotations
 import asyncio
 import math
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Self
+
+from pydantic import BaseModel, FiniteFloat, NonNegativeInt, StrictInt, ValidationError, model_validator
 
 from nemo_gym_prorl.failures import FailureKind, InfrastructureError
-from nemo_gym_prorl.handlers.gym_http import CookieJar, GymServer, in_header, in_path, json_of, require_ok
+from nemo_gym_prorl.handlers.gym_http import Answer, CookieJar, GymServer, in_header, in_path, json_of, require_ok
+from nemo_gym_prorl.problems import field_errors
 
 
 DEFERRAL = "X-Rollout-Tokens"
@@ -33,6 +36,46 @@ class _Turn:
 
     number: int
     last_item: dict[str, Any]
+    cut: bool
+    """Nothing may have been sampled for it, for lack of context."""
+
+
+class _Sequence(BaseModel):
+    """A branch of a rollout; what is wrong with it would be trained on."""
+
+    ids: list[StrictInt]
+    log_probs: list[FiniteFloat]
+
+    @model_validator(mode="after")
+    def _fits(self) -> Self:
+        if len(self.ids) != len(self.log_probs):
+            raise ValueError(f"{len(self.ids)} ids but {len(self.log_probs)} log-probs")
+        return self
+
+
+class _Place(BaseModel):
+    """Where in a sequence an answer lies."""
+
+    sequence: NonNegativeInt
+    start: NonNegativeInt
+    end: NonNegativeInt
+    weight_versions: tuple[str | None, str | None] | None = None
+
+
+class _Tokens(BaseModel):
+    """All tokens of a rollout, as the server keeps them."""
+
+    sequences: list[_Sequence]
+    answers: dict[str, _Place]
+
+    @model_validator(mode="after")
+    def _fits(self) -> Self:
+        for name, place in self.answers.items():
+            if place.sequence >= len(self.sequences):
+                raise ValueError(f"answer {name!r} lies in sequence {place.sequence} of {len(self.sequences)}")
+            if not 0 < place.start <= place.end <= len(self.sequences[place.sequence].ids):
+                raise ValueError(f"answer {name!r} lies at {place.start} to {place.end}, not within its sequence")
+        return self
 
 
 class Conversation:
@@ -94,31 +137,51 @@ class Conversation:
         self._items += turn["output"]
         if answer.headers.get(DEFERRAL) == "deferred":
             self._model.traits.add(KEEPS_TOKENS)
-            self._previous = turn["id"]
-            if turn["output"]:
-                self._turns[turn["id"]] = _Turn(number, turn["output"][-1])
+            self._keep(turn, number, what)
+        elif self._previous is not None:
+            # It was asked with what is new alone, and whoever answers now has not seen the rest.
+            raise InfrastructureError(
+                f"{what} has kept the rollout so far and does not any more: it was replaced",
+                kind=FailureKind.SESSION_LOST,
+            )
         return turn
+
+    def _keep(self, turn: dict[str, Any], number: int, what: str) -> None:
+        answer_id = turn.get("id")
+        if not isinstance(answer_id, str) or answer_id in self._turns:
+            raise InfrastructureError(
+                f"{what} answered with id {answer_id!r:.200}, by which its tokens cannot be told from others",
+                kind=FailureKind.AGENT_REQUEST_FAILED,
+            )
+        self._previous = answer_id
+        if turn["output"]:
+            self._turns[answer_id] = _Turn(number, turn["output"][-1], bool(turn.get("incomplete_details")))
 
     async def settle(self) -> None:
         """Where tokens were deferred: fetch them into the turns' items. A fetch is tried again, for it repeats nothing
         and what hangs on it is the whole rollout.
 
         Raises:
-            InfrastructureError: the server fails, or does not know the rollout any more.
+            InfrastructureError: the server fails, does not know the rollout any more, or has others than those
+                that it sampled.
         """
         if self._previous is None:
             return
         kept = await self._fetch()
         self.weight_versions = []
         for answer_id, turn in self._turns.items():
-            if (place := kept["answers"].get(answer_id)) is None:
-                continue  # nothing was sampled for this turn
-            sequence = kept["sequences"][place["sequence"]]
-            start, end = place["start"], place["end"]
-            turn.last_item["prompt_token_ids"] = sequence["ids"][:start]
-            turn.last_item["generation_token_ids"] = sequence["ids"][start:end]
-            turn.last_item["generation_log_probs"] = sequence["log_probs"][start:end]
-            first, last = place.get("weight_versions") or (None, None)
+            if (place := kept.answers.get(answer_id)) is None:
+                if turn.cut:
+                    continue
+                raise InfrastructureError(
+                    f"{self._model.name} keeps no tokens of its answer {answer_id!r:.200}",
+                    kind=FailureKind.AGENT_REQUEST_FAILED,
+                )
+            sequence = kept.sequences[place.sequence]
+            turn.last_item["prompt_token_ids"] = sequence.ids[: place.start]
+            turn.last_item["generation_token_ids"] = sequence.ids[place.start : place.end]
+            turn.last_item["generation_log_probs"] = sequence.log_probs[place.start : place.end]
+            first, last = place.weight_versions or (None, None)
             self.weight_versions.append({"turn": turn.number, "first": first, "last": last})
 
     async def forget(self) -> None:
@@ -131,18 +194,28 @@ class Conversation:
         if self._asked and (self._previous is not None or KEEPS_TOKENS in self._model.traits):
             await self._model.call("DELETE", self._path, None, self._jar)
 
-    async def _fetch(self) -> Any:
+    async def _fetch(self) -> _Tokens:
         what = f"tokens of the rollout at {self._model.name}"
         for left in reversed(range(_FETCHES)):
             try:
                 answer = await self._model.call("GET", f"{self._path}/tokens", None, self._jar)
                 require_ok(answer, what, FailureKind.AGENT_REQUEST_FAILED, InfrastructureError)
-                return json_of(answer, what, FailureKind.AGENT_REQUEST_FAILED)
+                return _tokens(answer, what)
             except InfrastructureError as error:
                 if not left or error.kind is FailureKind.SESSION_LOST:
                     raise
             await asyncio.sleep(_FETCH_AGAIN_S)
         raise AssertionError("the last try returns or raises")
+
+
+def _tokens(answer: Answer, what: str) -> _Tokens:
+    try:
+        return _Tokens.model_validate_json(answer.body)
+    except ValidationError as error:
+        wrong = field_errors(error)[0]
+        raise InfrastructureError(
+            f"{what} are none that fit: {wrong['field']}: {wrong['message']}", kind=FailureKind.AGENT_REQUEST_FAILED
+        ) from error
 
 
 async def waited(model: GymServer, rollout_id: str) -> float:

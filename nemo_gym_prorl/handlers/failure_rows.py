@@ -16,15 +16,25 @@ import uuid
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from nemo_gym_prorl.failures import FAILURE_KIND_HEADER, Failure, FailureKind, Origin
+from nemo_gym_prorl.failures import FAILURE_KIND_HEADER, Failure, FailureKind, Origin, Stage
 from nemo_gym_prorl.problems import ProblemError
 
 
 COLLECTOR_FIELDS = ("_ng_task_index", "_ng_rollout_index")
 """What Gym's own collector puts on a row; NeMo RL sets at most the first."""
 
+_MARKS = frozenset({"_ng_no_persist", "_ng_failure_terminal"})
 _NEVER_HAPPENED = frozenset({FailureKind.CANCELLED, FailureKind.KILL_SHAPED, FailureKind.SHUTDOWN})
 _TRY_AGAIN_S = 5
+
+
+NOTHING_SAMPLED = Failure(
+    FailureKind.AGENT_REQUEST_FAILED,
+    Origin.CALLER,
+    Stage.RUN,
+    "the prompt leaves the policy no room in its context, so nothing was sampled that could be trained on",
+)
+"""What a trainer is told of a rollout that was scored though it has no tokens: the row is to blame."""
 
 
 def failure_row(row: Mapping[str, Any], response: dict[str, Any], failure: Failure) -> dict[str, Any]:
@@ -40,8 +50,9 @@ def failure_row(row: Mapping[str, Any], response: dict[str, Any], failure: Failu
     elif failure.origin in (Origin.CALLER, Origin.TASK):
         marks["_ng_failure_terminal"] = True
     given = row.get("instance_config")
+    # A row that comes out of a failures file brings the marks of another failure along.
     return {
-        **row,
+        **{name: value for name, value in row.items() if name not in _MARKS},
         "response": response,
         "reward": 0.0,  # the row's schema needs a number; mask_sample says that it is none
         "mask_sample": True,
@@ -69,6 +80,8 @@ def run_status(row: Mapping[str, Any], failure: Failure | None, response: Any) -
     agent          without           503: nothing was sampled that could be judged; a new try is a new sample
     taken back     with or without   503: whoever still waits for it wants it done, so it is dispatched again
     ============== ================= ======================================================================
+
+    A scored row is 200, but see :data:`NOTHING_SAMPLED`.
     """
     if failure is None or from_collector(row) or (failure.origin is Origin.AGENT and has_tokens(response)):
         return 200

@@ -21,6 +21,7 @@ from __future__ import annotations
 import asyncio
 import json
 import re
+import uuid
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -43,7 +44,8 @@ LATE_SEED_S = 600.0
 _CLOSE = "/close_session"
 _NO_CLOSE = "has no /close_session"
 _WAITED_S = 2.0
-_TOOL_NAME = re.compile(r"(?!\.+$)[\w.-]+")
+_TOOL_NAME = re.compile(r"(?!\.+$)[\w.-]{1,200}")
+"""A longer one is no tool, and a path at which servers drop the connection."""
 _RELEASE_PATH = re.compile(r"(?:/[A-Za-z0-9._~-]+)+/?")
 
 
@@ -111,6 +113,7 @@ class GymEnvironmentHandler:
 
     def __init__(self, context: GymContext) -> None:
         self._context = context
+        self._life = uuid.uuid4().hex[:12]
 
     async def init(self, job: Job) -> GymSession:
         """Seed a session.
@@ -133,7 +136,7 @@ class GymEnvironmentHandler:
         if the model server gives them in time."""
         params = job.row["responses_create_params"]
         job.trajectory = trajectory = Trajectory(empty_response(params), evidence=session)
-        conversation = Conversation(self._context.model, _attempt_id(job), job.group)
+        conversation = Conversation(self._context.model, self._attempt_id(job), job.group)
         loop = ToolLoop(self._context, conversation, session, job.progress)
         try:
             await loop.run(params, trajectory.response)
@@ -152,7 +155,7 @@ class GymEnvironmentHandler:
         """Seconds of this RUN attempt in which the policy could not act; 0.0 if the model server does not tell."""
         try:
             async with asyncio.timeout(_WAITED_S):
-                return await waited(self._context.model, _attempt_id(job))
+                return await waited(self._context.model, self._attempt_id(job))
         except (RolloutError, TimeoutError, ValueError):
             return 0.0
 
@@ -178,12 +181,21 @@ class GymEnvironmentHandler:
         """
         server, session = self._context.resources, trajectory.evidence
         what = f"{server.name} /verify"
-        answer = await server.post("/verify", {**job.row, "response": trajectory.response}, session.cookies)
-        require_ok(answer, what, FailureKind.VERIFIER_ERROR, TaskError)
+        try:
+            answer = await server.post("/verify", {**job.row, "response": trajectory.response}, session.cookies)
+            require_ok(answer, what, FailureKind.VERIFIER_ERROR, TaskError)
+        except InfrastructureError as error:
+            if error.kind in (FailureKind.SESSION_LOST, FailureKind.SESSION_EXPIRED):
+                self._close_behind(
+                    job, session
+                )  # the next attempt has one of its own; the server may still keep a part
+            raise
         result = json_of(answer, what, FailureKind.VERIFIER_ERROR)
         reward = result.get("reward") if isinstance(result, dict) else None
         if isinstance(reward, bool) or not isinstance(reward, int | float):
             raise TaskError(f"{what} answered without a number in `reward`: {answer.text(500)}")
+        if not isinstance(result.get("response"), dict):
+            result["response"] = trajectory.response  # whoever reads the row needs it, and its tokens
         self._close_behind(job, session)
         return Verdict(float(reward), result)
 
@@ -218,6 +230,11 @@ class GymEnvironmentHandler:
             raise
         session.release_path = path
         return session
+
+    def _attempt_id(self, job: Job) -> str:
+        """What a model server knows this attempt by. The next one samples anew; the same id at another agent, before
+        a restart of this one, or of a job that was delivered, is another rollout."""
+        return f"{job.id}.{self._life}.{job.number}.{job.times[Stage.RUN].attempts}"
 
     async def _take_back(self, job: Job, seeding: asyncio.Future[GymSession]) -> None:
         await self.release(job, await seeding)
@@ -292,7 +309,8 @@ class ToolLoop:
 
     def _ended(self, turn: dict[str, Any], calls: list[dict[str, Any]]) -> str | None:
         if turn.get("incomplete_details"):
-            return "length"
+            nothing = (turn.get("usage") or {}).get("output_tokens") == 0
+            return "context_overflow" if nothing else "length"
         if not turn["output"]:
             return "stop"  # asking again would get the same nothing, for ever
         said = any(item.get("type") == "message" and item.get("role") == "assistant" for item in turn["output"])
@@ -355,8 +373,3 @@ def _add_usage(total: dict[str, Any] | None, turn: dict[str, Any] | None) -> dic
         return total or turn
     sums = {key: total.get(key, 0) + turn.get(key, 0) for key in ("input_tokens", "output_tokens", "total_tokens")}
     return {**total, **sums}
-
-
-def _attempt_id(job: Job) -> str:
-    """What a model server knows this attempt by; the next one samples anew."""
-    return f"{job.id}.{job.times[Stage.RUN].attempts}"

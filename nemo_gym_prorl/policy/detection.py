@@ -20,9 +20,9 @@ from nemo_gym_prorl.policy.engine import (
     HttpEngine,
     Misconfigured,
     RequestRefused,
-    Sampling,
 )
 from nemo_gym_prorl.policy.engines import ENGINES
+from nemo_gym_prorl.policy.sampling import Sampling
 
 
 _CHAT, _COMPLETIONS, _GENERATE = "/v1/chat/completions", "/v1/completions", "/generate"

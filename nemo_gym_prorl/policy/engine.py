@@ -25,7 +25,8 @@ import orjson
 from nemo_gym_prorl.failures import CallerError, FailureKind, InfrastructureError
 from nemo_gym_prorl.policy.addresses import bearer, origin_of, root_of
 from nemo_gym_prorl.policy.messages import Message
-from nemo_gym_prorl.policy.tokens import Generation
+from nemo_gym_prorl.policy.sampling import Sampling
+from nemo_gym_prorl.policy.tokens import Generation, checked
 
 
 CONTEXT_OVERFLOW = re.compile(
@@ -62,31 +63,6 @@ class Misconfigured(BackendFailed):
 
 class RequestRefused(CallerError):
     """The engine refused the request as such; every backend would."""
-
-
-@dataclass(frozen=True, slots=True)
-class Sampling:
-    """How to sample, in the names that OpenAI-style engines share. ``None`` leaves it to the engine.
-
-    ``extra`` goes into the request as it is, for what only one engine knows.
-    """
-
-    max_tokens: int | None = None
-    temperature: float | None = None
-    top_p: float | None = None
-    stop: tuple[str, ...] = ()
-    seed: int | None = None
-    extra: Mapping[str, Any] = field(default_factory=dict)
-
-    def as_openai(self) -> dict[str, Any]:
-        named = {
-            "max_tokens": self.max_tokens,
-            "temperature": self.temperature,
-            "top_p": self.top_p,
-            "stop": list(self.stop) or None,
-            "seed": self.seed,
-        }
-        return {name: value for name, value in named.items() if value is not None} | dict(self.extra)
 
 
 @dataclass(frozen=True, slots=True)
@@ -134,6 +110,8 @@ class Engine(Protocol):
 
     async def load(self, url: str) -> Load | None: ...
 
+    def forget(self, url: str) -> None: ...
+
 
 class HttpEngine:
     """What the protocols have in common.
@@ -172,7 +150,7 @@ class HttpEngine:
         self._by_origin = by_origin if by_origin is not None else {}
         self._timeout = aiohttp.ClientTimeout(total=None, sock_connect=connect_timeout_s)
         self._brief = aiohttp.ClientTimeout(total=connect_timeout_s)
-        self._contexts: dict[str, int | None] = {}
+        self._contexts: dict[str, int] = {}
         self._asking: dict[str, asyncio.Lock] = {}
         self._accepted: dict[str, Sampling] = {}
 
@@ -186,7 +164,7 @@ class HttpEngine:
             RequestRefused: no backend would.
         """
         try:
-            generation = await self._generate(url, prompt, conversation, sampling)
+            generation = checked(await self._generate(url, prompt, conversation, sampling))
         except (AttributeError, LookupError, TypeError, ValueError) as error:
             raise Misconfigured(
                 f"{url} answered in no form of this protocol: {error!r}", field="policy_base_url"
@@ -235,8 +213,15 @@ class HttpEngine:
                     cards = await self.models(url)
                     mine = [card for card in cards if card.get("id") == self.model] + cards
                     lengths = [card.get("max_model_len") for card in mine]
-                    self._contexts[url] = next((length for length in lengths if isinstance(length, int)), None)
+                    known = next((length for length in lengths if isinstance(length, int) and length > 0), None)
+                    if known is None:
+                        return None  # a router says nothing while it has no engine
+                    self._contexts[url] = known
         return self._contexts[url]
+
+    def forget(self, url: str) -> None:
+        """What the backend said of itself: another engine may answer there by now."""
+        self._contexts.pop(url, None)
 
     async def models(self, url: str) -> list[dict[str, Any]]:
         """What the backend says of its models; nothing if it has no ``/v1/models``.
@@ -358,14 +343,17 @@ class HttpEngine:
         """What the backend publishes on ``/metrics``; ``None`` if it publishes nothing of use."""
         try:
             async with self._get(f"{root_of(url)}/metrics") as response:
-                text = await response.text()
+                text = await response.text(errors="replace")
         except (aiohttp.ClientError, TimeoutError, OSError):
             return None
-        values = [metric(text, name) for name in self._load_names]
-        running, waiting, kv_use = values
-        if running is None or waiting is None or kv_use is None:
+        try:
+            values = [metric(text, name) for name in self._load_names]
+            running, waiting, kv_use = values
+            if running is None or waiting is None or kv_use is None:
+                return None
+            return Load(int(running), int(waiting), kv_use, self._capacity(text))
+        except (ValueError, OverflowError):  # no numbers; nobody would report any load if this ended it
             return None
-        return Load(int(running), int(waiting), kv_use, self._capacity(text))
 
     def _capacity(self, metrics: str) -> int | None:
         """Tokens that fit into the KV cache: vLLM publishes blocks and their size as labels."""

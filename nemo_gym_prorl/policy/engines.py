@@ -16,14 +16,15 @@ from typing import Any
 
 from nemo_gym_prorl.policy.addresses import root_of
 from nemo_gym_prorl.policy.engine import (
+    BackendErred,
     BackendFailed,
     Conversation,
     HttpEngine,
     Misconfigured,
     RequestRefused,
-    Sampling,
     metric,
 )
+from nemo_gym_prorl.policy.sampling import Sampling
 from nemo_gym_prorl.policy.tokens import Finish, Generation
 
 
@@ -176,6 +177,8 @@ ENGINES: dict[str, type[VllmCompletions] | type[VllmChat] | type[NemoRl] | type[
 
 def _only_choice(answer: Mapping[str, Any], url: str) -> dict[str, Any]:
     choices = _required(answer, "choices", url)
+    if not choices:
+        raise LookupError("no choice")
     if len(choices) != 1:
         raise RequestRefused(
             f"{url} returned {len(choices)} choices: ask for n rollouts, not for n choices of one",
@@ -197,10 +200,14 @@ def _required(answer: Mapping[str, Any], name: str, url: str) -> Any:
 def _finish(reason: str | None, url: str) -> Finish:
     if reason in (None, "abort"):
         raise BackendFailed(f"{url} dropped the request before it was done")
+    if reason == "error":
+        raise BackendErred(f"{url} met an error before it was done")
+    if not isinstance(reason, str):
+        raise TypeError(f"finish reason {reason!r:.100}")
     return Finish.LENGTH if reason == "length" else Finish.STOP
 
 
 def _cached_tokens(answer: Mapping[str, Any]) -> int | None:
     details = (answer.get("usage") or {}).get("prompt_tokens_details") or {}
     cached = details.get("cached_tokens")
-    return None if cached is None else int(cached)
+    return None if cached is None else max(0, int(cached))

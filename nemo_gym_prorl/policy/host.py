@@ -169,6 +169,8 @@ class PolicyHost:
         if api_key is not None:
             self._by_origin[origin_of(url)] = bearer(api_key)
         backend_id = backend_id or f"backend{time.monotonic_ns():x}"
+        if self._service is not None:
+            self._service.changed(url)
         self.apply(self.pool.add(backend_id, url, weight_version))
         return self.pool.backends[backend_id]
 

@@ -183,7 +183,9 @@ class Placement:
         """Pause one backend or all, and wait until nothing runs there; ``False`` if something still does."""
         chosen = [backend_id] if backend_id is not None else list(self.pool.backends)
         for one in chosen:
-            self._quiet[one] = asyncio.Event()
+            # Somebody may be waiting already.
+            if one not in self._quiet or self._quiet[one].is_set():
+                self._quiet[one] = asyncio.Event()
         self.apply(self.pool.pause(backend_id))
         try:
             async with asyncio.timeout(timeout_s):

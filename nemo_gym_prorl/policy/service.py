@@ -26,12 +26,13 @@ from typing import Any, Literal
 from nemo_gym_prorl.failures import CallerError, FailureKind, RolloutError
 from nemo_gym_prorl.policy.backend import Backend
 from nemo_gym_prorl.policy.chat import Continuation, Renderer
-from nemo_gym_prorl.policy.engine import Conversation, Engine, Misconfigured, Sampling
+from nemo_gym_prorl.policy.engine import BackendFailed, Conversation, Engine, Misconfigured
 from nemo_gym_prorl.policy.history import History, Match, Point, digest
 from nemo_gym_prorl.policy.messages import Message, as_message, head_of
 from nemo_gym_prorl.policy.metrics import PolicyMetrics
 from nemo_gym_prorl.policy.parsers import Parsed, parse, parsed_by_engine
 from nemo_gym_prorl.policy.placement import Placement, cancelling
+from nemo_gym_prorl.policy.sampling import Sampling
 from nemo_gym_prorl.policy.seam import Written
 from nemo_gym_prorl.policy.tokens import Finish, Generation, TokenLedger, Turn
 
@@ -198,8 +199,12 @@ class PolicyService:
         conversation = Conversation(messages, request.tools, request.template_variables, tuple(prompt))
 
         async def generate(backend: Backend) -> Generation:
-            await self._check_tokenizer(backend.url)
-            generation = await self.engine.generate(backend.url, prompt, conversation, request.sampling)
+            try:
+                await self._check_tokenizer(backend.url)
+                generation = await self.engine.generate(backend.url, prompt, conversation, request.sampling)
+            except BackendFailed:
+                self.changed(backend.url)
+                raise
             self._checked.add(backend.url)
             return generation
 
@@ -230,6 +235,11 @@ class PolicyService:
             # Most rollouts end like this. One that does not finds its backend again.
             self.placement.apply(self.placement.pool.finish(request.rollout))
         return answer
+
+    def changed(self, url: str) -> None:
+        """Another engine may answer there, with a tokenizer and a context of its own."""
+        self._checked.discard(url)
+        self.engine.forget(url)
 
     def ledger(self, rollout: str) -> TokenLedger:
         """The tokens of a rollout.

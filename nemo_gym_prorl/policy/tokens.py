@@ -61,6 +61,25 @@ class Generation:
     message: Mapping[str, Any] | None = None
 
 
+_ROUNDING = 1e-3
+"""What engines of low precision put on top of a probability of 1."""
+
+
+def checked(generation: Generation) -> Generation:
+    """A generation, once it is known to consist of token ids and log-probs: what it holds is trained on.
+
+    Raises:
+        ValueError: it does not. Missing log-probs are for the ledger to refuse.
+    """
+    for ids in (generation.ids, generation.prompt_ids or ()):
+        if not all(type(one) is int and one >= 0 for one in ids):
+            raise ValueError("a token id that is no number from 0 up")
+    for one in generation.log_probs:
+        if one is not None and (type(one) not in (int, float) or one > _ROUNDING):
+            raise ValueError(f"{one!r:.100} is not the logarithm of a probability")
+    return generation
+
+
 @dataclass(frozen=True, slots=True, eq=False)
 class Turn:
     """One turn of the policy. Immutable, and linked to the turn whose sequence it continues.

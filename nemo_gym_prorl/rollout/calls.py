@@ -15,13 +15,17 @@ from collections.abc import Coroutine
 from dataclasses import replace
 from typing import Any
 
+import orjson
+
 from nemo_gym_prorl.failures import (
     Failure,
     FailureKind,
     InfrastructureError,
+    Origin,
     RolloutError,
     Stage,
     classify,
+    is_text,
     unexpected_kind,
 )
 from nemo_gym_prorl.rollout.handler import HandlerRegistry, TellsUnreachable, TellsWaiting
@@ -178,9 +182,27 @@ def _fault(outcome: Any) -> str | None:
         return f"returned an Outcome with state {_short(outcome.state)}, which is none of a failed job"
     if outcome.reward is not None:
         return "returned an Outcome with a reward, which a failed job has not"
-    if not isinstance(outcome.failure, Failure) or not isinstance(outcome.failure.kind, FailureKind):
+    if not isinstance(outcome.failure, Failure) or not _well_formed(outcome.failure):
         return f"returned an Outcome with failure {_short(outcome.failure)}, not a Failure"
+    try:
+        told = orjson.loads(outcome.body)
+    except (TypeError, ValueError):
+        told = None
+    if not isinstance(told, dict):
+        return f"returned an Outcome with result {_short(outcome.body)}, not an object in JSON"
     return None
+
+
+def _well_formed(failure: Failure) -> bool:
+    """Whether it is what its type says: whoever lists or follows jobs is sent it."""
+    trace, server = failure.traceback, failure.server
+    return (
+        isinstance(failure.kind, FailureKind)
+        and isinstance(failure.origin, Origin)
+        and (failure.stage is None or isinstance(failure.stage, Stage))
+        and isinstance(failure.timed_out, bool)
+        and all(isinstance(text, str) and is_text(text) for text in (failure.reason, trace or "", server or ""))
+    )
 
 
 def _defect(job: Job, stage: Stage, what: str) -> InfrastructureError:

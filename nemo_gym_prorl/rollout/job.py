@@ -43,6 +43,9 @@ class JobState(StrEnum):
 _BOOKKEEPING = 4_096
 """What a job takes besides its row, result and failures."""
 
+_MOST = 2**63 - 1
+"""What readers of JSON take for an integer."""
+
 _TERMINAL = frozenset({JobState.SUCCEEDED, JobState.FAILED, JobState.CANCELLED, JobState.TIMED_OUT})
 FAILED_STATES = frozenset({JobState.FAILED, JobState.CANCELLED, JobState.TIMED_OUT})
 
@@ -107,11 +110,15 @@ class Progress:
         """What a handler made of it, as what it must be: others list and follow every job."""
         turns, tool_calls, reason = (getattr(told, name, None) for name in ("turns", "tool_calls", "finish_reason"))
         return cls(
-            turns if isinstance(turns, int) else 0,
-            tool_calls if isinstance(tool_calls, int) else 0,
+            _count(turns),
+            _count(tool_calls),
             None if reason is None else clean_text(reason, 200),
             versions if isinstance(versions := getattr(told, "weight_versions", None), list) else [],
         )
+
+
+def _count(told: Any) -> int:
+    return min(told, _MOST) if isinstance(told, int) and told > 0 else 0
 
 
 @dataclass(slots=True)

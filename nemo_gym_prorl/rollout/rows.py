@@ -17,7 +17,7 @@ from typing import Any, NoReturn
 from fastapi import Request, Response
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
-from nemo_gym_prorl.failures import CallerError
+from nemo_gym_prorl.failures import CallerError, is_text
 from nemo_gym_prorl.problems import ProblemRoute, field_errors, problem_of
 
 
@@ -110,7 +110,7 @@ def _unwritable(value: Any) -> Iterator[tuple[str, str]]:
         item, where, depth = stack.pop()
         match item:
             case str():
-                if not _is_text(item):
+                if not is_text(item):
                     yield _path(where), "holds half a surrogate pair, which is no character"
             case float():
                 if not math.isfinite(item):
@@ -124,21 +124,11 @@ def _unwritable(value: Any) -> Iterator[tuple[str, str]]:
                 yield _path(where), f"is nested deeper than {MAX_DEPTH} levels"
             case dict():
                 for key, member in item.items():
-                    if not _is_text(key):
+                    if not is_text(key):
                         yield _path((where, key)), "the name holds half a surrogate pair, which is no character"
                     stack.append((member, (where, key), depth + 1))
             case list():
                 stack.extend((member, (where, index), depth + 1) for index, member in enumerate(item))
-
-
-def _is_text(value: str) -> bool:
-    if value.isascii():
-        return True
-    try:
-        value.encode()
-    except UnicodeEncodeError:
-        return False
-    return True
 
 
 def _path(where: tuple[Any, ...]) -> str:

@@ -37,7 +37,7 @@ from nemo_gym_prorl.access import KeyGuard, check_exposure
 from nemo_gym_prorl.failures import CallerError
 from nemo_gym_prorl.policy.api import PolicyConfig, PolicyHost, add_control_routes, with_problems
 from nemo_gym_prorl.policy.asgi import AnswerHeaders, CancelOnDisconnect, put_header
-from nemo_gym_prorl.policy.engine import Sampling
+from nemo_gym_prorl.policy.sampling import Sampling
 from nemo_gym_prorl.policy.service import Answer, TurnRequest
 from nemo_gym_prorl.policy.tokens import Finish
 
@@ -83,6 +83,7 @@ class ProrlModel(SimpleResponsesAPIModel):
             **config.policy,
         )
         check_exposure(config.host, policy.control_token, field="policy.control_token")
+        Sampling(extra=config.extra_body or {})  # refuses what every turn would be refused for
         self._host = PolicyHost(policy)
         self._converter = VLLMConverter(
             return_token_id_information=config.return_token_id_information,
@@ -221,7 +222,7 @@ class ProrlModel(SimpleResponsesAPIModel):
                 tools=tools,
                 may_call=chat.get("tool_choice") != "none",
                 sampling=Sampling(
-                    max_tokens=chat.get("max_completion_tokens") or chat.get("max_tokens"),
+                    max_tokens=_first(chat.get("max_completion_tokens"), chat.get("max_tokens")),
                     temperature=chat.get("temperature"),
                     top_p=chat.get("top_p"),
                     stop=(stop,) if isinstance(stop, str) else tuple(stop),
@@ -284,6 +285,10 @@ def _settings(metadata: Mapping[str, str], name: str) -> dict[str, Any]:
     if not isinstance(settings, dict):
         raise CallerError("must be a JSON object", field=f"metadata.{name}")
     return settings
+
+
+def _first(*values: Any) -> Any:
+    return next((value for value in values if value is not None), None)
 
 
 def _text(request: Request, header: str) -> str | None:

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import json
 from collections.abc import AsyncIterator, Callable
 from pathlib import Path
@@ -25,10 +26,10 @@ from nemo_gym_prorl.policy.engine import (
     Load,
     Misconfigured,
     RequestRefused,
-    Sampling,
 )
 from nemo_gym_prorl.policy.engines import NemoRl, SglangGenerate, VllmCompletions
-from nemo_gym_prorl.policy.service import TurnRequest
+from nemo_gym_prorl.policy.sampling import Sampling
+from nemo_gym_prorl.policy.service import PolicyService, TurnRequest
 from nemo_gym_prorl.policy.tokens import Finish, Generation, TokenMismatch
 from tests.policy.engines import MODEL, free_port, serving
 
@@ -125,6 +126,8 @@ def completion(**changes: Any) -> dict[str, Any]:
     return {"choices": [choice | changes]}
 
 
+NO_IDS = [[1, -2], [1.0, 2.0], [True, False], ["1", "2"], [None, 2], "ab", [1, 2**70]]
+NO_LOG_PROBS = [{"token_logprobs": pair} for pair in ([-0.5, "x"], [-0.5, 3.0], [-0.5, True], [{}, []])]
 WRONG = [
     (lambda _: Response("<html>", media_type="text/html"), Misconfigured, "not JSON"),
     (lambda _: [1], Misconfigured, "not an object"),
@@ -143,6 +146,11 @@ WRONG = [
     (lambda _: Response("later", status_code=429), BackendFailed, "answered 429"),
     (lambda _: Response("busy", status_code=503), BackendFailed, "answered 503"),
     (lambda _: completion(finish_reason="abort"), BackendFailed, "dropped the request"),
+    (lambda _: completion(finish_reason="error"), BackendErred, "met an error"),
+    (lambda _: completion(finish_reason=5), Misconfigured, "finish reason 5"),
+    (lambda _: {"choices": []}, Misconfigured, "no choice"),
+    *((lambda _, ids=ids: completion(token_ids=ids), Misconfigured, "a token id") for ids in NO_IDS),
+    *((lambda _, one=one: completion(logprobs=one), Misconfigured, "logarithm") for one in NO_LOG_PROBS),
 ]
 
 
@@ -161,6 +169,137 @@ async def test_missing_and_broken_log_probs_never_reach_the_ledger(model_folder:
         async with serving(says("/v1/completions", lambda _, a=answer: a)) as url:
             with pytest.raises(TokenMismatch, match="log-prob"):
                 await first_call(url, engine="vllm", tokenizer=str(model_folder))
+
+
+@pytest.mark.parametrize(
+    ("wrong", "field"),
+    [
+        ({"max_tokens": 0}, "max_output_tokens"),
+        ({"max_tokens": -5}, "max_output_tokens"),
+        ({"temperature": float("nan")}, "temperature"),
+        ({"top_p": float("inf")}, "top_p"),
+        ({"extra": {"prompt": [1, 2]}}, "extra_body"),
+        ({"extra": {"echo": True, "top_k": 5}}, "extra_body"),
+        ({"extra": {"return_token_ids": False}}, "extra_body"),
+        ({"extra": {"max_tokens": 10**9}}, "extra_body"),
+    ],
+)
+def test_what_a_row_must_not_ask_for(wrong: dict[str, Any], field: str) -> None:
+    """Each would end as a rollout that looks well: without a turn, or with tokens that were sampled otherwise."""
+    with pytest.raises(CallerError) as refused:
+        Sampling(**wrong)
+    assert refused.value.field == field
+
+
+async def test_cached_tokens_below_none_are_none(session: aiohttp.ClientSession) -> None:
+    answer = completion() | {"usage": {"prompt_tokens_details": {"cached_tokens": -7}}}
+    async with serving(says("/v1/completions", lambda _: answer)) as url:
+        generation = await VllmCompletions(session, MODEL).generate(url, [7], Conversation([]), Sampling(max_tokens=8))
+    assert generation.cached_tokens == 0
+
+
+@pytest.mark.parametrize("number", ["1e999", "e", "--", "1.2.3"])
+async def test_gauges_that_are_no_numbers_are_no_load(session: aiohttp.ClientSession, number: str) -> None:
+    """One that raised would end the reports of all backends."""
+    app = FastAPI()
+    gauges = "".join(f"vllm:{name} {number}\n" for name in ("num_requests_running", "num_requests_waiting"))
+    app.add_api_route("/metrics", lambda: Response(b"\xff\n" + gauges.encode() + b"vllm:kv_cache_usage_perc 1\n"))
+    async with serving(app) as url:
+        assert await VllmCompletions(session, MODEL).load(url) is None
+
+
+class Replaced:
+    """An engine that may be another one by the next call."""
+
+    def __init__(self) -> None:
+        self.tokens: dict[str, int] = {"hi": 0, "?": 1, "yes": 2}
+        self.context: int | None = 100
+        self.status = 200
+        self.seen: list[dict[str, Any]] = []
+
+    def app(self) -> FastAPI:
+        def sample(_: dict[str, Any]) -> Any:
+            return completion() if self.status == 200 else Response("not now", status_code=self.status)
+
+        app = says("/v1/completions", sample, self.seen)
+
+        @app.get("/v1/models")
+        async def models() -> Any:
+            return {"data": [] if self.context is None else [{"id": MODEL, "max_model_len": self.context}]}
+
+        @app.post("/tokenize")
+        async def tokenize(request: Request) -> Any:
+            return {"tokens": [self.tokens.get((await request.json())["prompt"], self.tokens["?"])]}
+
+        return app
+
+
+@contextlib.asynccontextmanager
+async def policy_before(engine: Replaced, folder: Path) -> AsyncIterator[PolicyService]:
+    FastTokenizer(WordLevel({"hi": 0, "?": 1, "yes": 2}, unk_token="?")).save(str(folder / "tokenizer.json"))
+    (folder / "chat_template.jinja").write_text("{{ messages[0].content }}")
+    async with serving(engine.app()) as url:
+        host = PolicyHost(PolicyConfig(base_url=[url], model=MODEL, engine="vllm", tokenizer=str(folder), wait_s=20))
+        try:
+            yield await host.service()
+        finally:
+            await host.aclose()
+
+
+HI = TurnRequest("r", [{"role": "user", "content": "hi"}])
+
+
+async def test_an_engine_that_comes_back_with_another_tokenizer_is_refused(tmp_path: Path) -> None:
+    engine = Replaced()
+    async with policy_before(engine, tmp_path) as service:
+        await service.turn(HI)
+        engine.tokens, engine.status = {"hi": 1, "?": 0, "yes": 2}, 503
+        asked = asyncio.ensure_future(service.turn(HI))
+        await asyncio.sleep(0.3)
+        engine.status = 200
+        with pytest.raises(Misconfigured, match="reads text as other ids"):
+            await asked
+
+
+async def test_an_engine_that_comes_back_with_another_context_is_asked_again(tmp_path: Path) -> None:
+    engine = Replaced()
+    async with policy_before(engine, tmp_path) as service:
+        await service.turn(HI)
+        engine.context, engine.status = 50, 503
+        asked = asyncio.ensure_future(service.turn(HI))
+        await asyncio.sleep(0.3)
+        engine.status = 200
+        await asked
+    assert (engine.seen[0]["max_tokens"], engine.seen[-1]["max_tokens"]) == (99, 49)
+
+
+@pytest.mark.parametrize("nothing", [None, 0, -1])
+async def test_a_context_that_nobody_knows_yet_is_asked_for_again(tmp_path: Path, nothing: int | None) -> None:
+    """As a router answers that has no engine yet; and a context of nothing is no rollout's end."""
+    engine = Replaced()
+    engine.context = nothing
+    async with policy_before(engine, tmp_path) as service:
+        with pytest.raises(Misconfigured, match="how long its context is"):
+            await service.turn(HI)
+        engine.context = 100
+        assert (await service.turn(HI)).finish is Finish.STOP
+
+
+async def test_two_who_pause_are_both_told_when_nothing_runs(tmp_path: Path) -> None:
+    engine = Replaced()
+    async with policy_before(engine, tmp_path) as service:
+        placement, release = service.placement, asyncio.Event()
+
+        async def call(_: Any) -> None:
+            await release.wait()
+
+        running = asyncio.ensure_future(placement.run("r", None, call))
+        await asyncio.sleep(0.05)
+        pauses = [asyncio.ensure_future(placement.pause(timeout_s=10)) for _ in range(2)]
+        await asyncio.sleep(0.05)
+        release.set()
+        await running
+        assert await asyncio.wait_for(asyncio.gather(*pauses), 5) == [True, True]
 
 
 async def test_nobody_there(session: aiohttp.ClientSession) -> None:

@@ -16,11 +16,11 @@ from tokenizers import Tokenizer as FastTokenizer
 
 from nemo_gym_prorl.policy.backends import BackendPool
 from nemo_gym_prorl.policy.chat import Renderer, Tokenizer
-from nemo_gym_prorl.policy.engine import Sampling
 from nemo_gym_prorl.policy.engines import VllmCompletions
 from nemo_gym_prorl.policy.metrics import PolicyMetrics
 from nemo_gym_prorl.policy.parsers import parse
 from nemo_gym_prorl.policy.placement import Placement
+from nemo_gym_prorl.policy.sampling import Sampling
 from nemo_gym_prorl.policy.service import Answer, PolicyService, TurnRequest
 from nemo_gym_prorl.policy.tokens import Finish
 from tests.policy.engines import MODEL

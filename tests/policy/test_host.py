@@ -23,8 +23,9 @@ from nemo_gym_prorl.policy.addresses import checked_url
 from nemo_gym_prorl.policy.api import PolicyConfig, PolicyHost
 from nemo_gym_prorl.policy.backend import Health
 from nemo_gym_prorl.policy.config import HostRefused
-from nemo_gym_prorl.policy.engine import BackendFailed, Misconfigured, RequestRefused, Sampling
+from nemo_gym_prorl.policy.engine import BackendFailed, Misconfigured, RequestRefused
 from nemo_gym_prorl.policy.engines import NemoRl, SglangGenerate, VllmChat, VllmCompletions
+from nemo_gym_prorl.policy.sampling import Sampling
 from nemo_gym_prorl.policy.scripted import ScriptedConfig, serve
 from nemo_gym_prorl.policy.service import TurnRequest
 from tests.policy.engines import MODEL, free_port, serving

@@ -12,7 +12,7 @@ import pytest
 
 from nemo_gym_prorl.failures import CallerError
 from nemo_gym_prorl.policy.api import PolicyConfig, PolicyHost, trajectory
-from nemo_gym_prorl.policy.engine import Sampling
+from nemo_gym_prorl.policy.sampling import Sampling
 from nemo_gym_prorl.policy.service import Answer, PolicyService, TurnRequest
 from nemo_gym_prorl.policy.tokens import Finish
 from tests.policy.engines import MODEL

@@ -15,7 +15,7 @@ import pytest
 from tokenizers import Tokenizer as FastTokenizer
 
 from nemo_gym_prorl.policy.api import PolicyConfig, PolicyHost
-from nemo_gym_prorl.policy.engine import Sampling
+from nemo_gym_prorl.policy.sampling import Sampling
 from nemo_gym_prorl.policy.service import Answer, TurnRequest
 from tests.policy.engines import MODEL, vllm
 from tests.policy.families import TEMPLATES

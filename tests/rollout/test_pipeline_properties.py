@@ -2,6 +2,7 @@
 """DESIGN §5, invariants 1 to 3, over random jobs, faults, budgets and cancellations, in virtual time."""
 
 import asyncio
+from dataclasses import asdict
 from typing import Any
 
 import orjson
@@ -10,8 +11,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from nemo_gym_prorl.failures import FailureKind, Stage
-from nemo_gym_prorl.rollout.job import Budgets, Job, JobState
+from nemo_gym_prorl.rollout.job import Budgets, Job, JobState, Progress
 from nemo_gym_prorl.rollout.request import JobRequest, PipelineSettings
+from nemo_gym_prorl.rollout.schemas import job_json
 from nemo_gym_prorl.rollout.stages import PoolSizes
 from tests.rollout.handlers import (
     ENDINGS,
@@ -165,6 +167,14 @@ def test_whatever_on_failure_does_the_job_fails_as_it_failed(how: str) -> None:
     assert job.outcome.failure.kind is FailureKind.AGENT_RUN_ERROR
     assert "the agent gave up" in job.outcome.failure.reason
     assert "on_failure of handler 'planned'" in job.outcome.failure.reason
+    orjson.loads(orjson.dumps(job_json(job, with_result=True)))  # whoever lists or follows jobs is sent it
+
+
+@pytest.mark.parametrize("turns", [10**400, 2**64, -(10**400), -1, True, "3", None])
+def test_progress_that_nobody_could_be_told_is_bounded(turns: Any) -> None:
+    told = asdict(Progress.of(Progress(turns=turns, tool_calls=turns)))
+    assert 0 <= told["turns"] < 2**63
+    orjson.dumps(told)
 
 
 @pytest.mark.parametrize("how", ["interrupts", "generator's exit", "no text", "odd kind", "group", "defect"])

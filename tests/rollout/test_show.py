@@ -2,6 +2,7 @@
 """``prorl show`` and ``prorl status`` by filter: rollouts for a person to read."""
 
 import asyncio
+import io
 import json
 import os
 import signal
@@ -12,9 +13,10 @@ from typing import Any
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from rich.console import Console
 
 from nemo_gym_prorl.commands import watch
-from nemo_gym_prorl.commands.show import SHORT_CHARACTERS, SHORT_LINES, shorten, turns
+from nemo_gym_prorl.commands.show import SHORT_CHARACTERS, SHORT_LINES, Page, _contents, shorten, turns
 from nemo_gym_prorl.rollout.client import RolloutClient
 from tests.rollout.standalone import standalone
 from tests.rollout.test_commands import TOKEN, prorl, service
@@ -70,6 +72,23 @@ async def test_a_trajectory_reads_well_in_80_columns(tmp_path: Path) -> None:
     assert "line 50" in output
     code, output = await prorl("show", f"{path}:1", "--json")
     assert json.loads(output) == ROW
+
+
+@pytest.mark.parametrize(
+    "odd", [5, "x", [1], {"output": "x", "input": 7}, {"output": [1, None, {"type": 7}]}, [], None]
+)
+def test_an_environments_own_answers_can_be_shown_whatever_they_are(odd: Any) -> None:
+    page = io.StringIO()
+    row = {
+        "response": odd,
+        "responses_create_params": odd,
+        "rollout": odd,
+        "reward": odd,
+        "note": "\u202egnp.exe\x1b[2J",
+    }
+    Page(Console(file=page, width=80), full=False).print(row)
+    assert "\\u202egnp.exe\\x1b[2J" in page.getvalue()
+    Console(file=page).print(_contents({1: row}))
 
 
 async def test_a_file_of_several_rollouts_is_listed_and_each_can_be_shown(tmp_path: Path) -> None:

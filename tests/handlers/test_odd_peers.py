@@ -1,0 +1,165 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Servers that answer what does not fit: nothing of it may end up in a row that somebody trains on."""
+
+import json
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+from fastapi import Response
+from fastapi.responses import JSONResponse
+
+from nemo_gym_prorl.failures import Failure, FailureKind, Origin
+from nemo_gym_prorl.handlers.failure_rows import failure_row
+from tests.handlers.peers import COLLECTED, ROW, Environment, Policy, deployment, once, status, until
+
+
+class Forgetful(Policy):
+    """Keeps the tokens of all turns but the second, as a server that was replaced by another kind."""
+
+    async def _turn(self, rollout: str) -> Any:
+        number, answer = self.taken[rollout], await super()._turn(rollout)
+        if number == 1:
+            del answer.headers["X-Rollout-Tokens"]
+        return answer
+
+
+class Repetitive(Policy):
+    """Gives each answer the same id."""
+
+    async def _turn(self, rollout: str) -> Any:
+        answer = await super()._turn(rollout)
+        return JSONResponse({**json.loads(answer.body), "id": "resp0"}, headers={"X-Rollout-Tokens": "deferred"})
+
+
+class Lying(Policy):
+    """Has other tokens than it sampled."""
+
+    bend: Callable[[dict[str, Any]], Any]
+
+    def _tokens(self, rollout: str) -> Any:
+        return self.bend(super()._tokens(rollout))
+
+
+def places(**changes: Any) -> Callable[[dict[str, Any]], Any]:
+    return lambda kept: {**kept, "answers": {name: place | changes for name, place in kept["answers"].items()}}
+
+
+def sequence(**changes: Any) -> Callable[[dict[str, Any]], Any]:
+    return lambda kept: {**kept, "sequences": [kept["sequences"][0] | changes]}
+
+
+async def test_a_policy_that_lost_what_it_kept_is_not_asked_to_go_on() -> None:
+    """It is sent what is new alone, so it would answer without the turn in between."""
+    policy = Forgetful(turns=4)
+    async with deployment(policy=policy) as at:
+        code, said, _ = await at.post("/run", ROW)
+    assert (code, said["type"]) == (503, "urn:nemo-gym-prorl:problem:session_lost")
+    assert policy.paths().count("/v1/responses") == 2
+
+
+async def test_two_answers_of_one_id_are_no_rollout() -> None:
+    async with deployment(policy=Repetitive()) as at:
+        code, said, _ = await at.post("/run", ROW)
+    assert code == 503
+    assert "'resp0'" in said["detail"]
+
+
+@pytest.mark.parametrize(
+    "bend",
+    [
+        lambda kept: {**kept, "answers": {}},
+        lambda kept: [kept],
+        places(start=-2, end=-1),
+        places(start=0),
+        places(start=100, end=200),
+        places(start=3, end=2),
+        places(sequence=1),
+        places(sequence=-1),
+        places(weight_versions=[1, 2, 3]),
+        sequence(log_probs=[-0.5]),
+        sequence(log_probs=["x"] * 9),
+        sequence(ids=[None] * 9),
+        sequence(ids=[True] * 9),
+        sequence(ids=[1.5] * 9),
+    ],
+)
+async def test_tokens_that_do_not_fit_are_no_tokens(bend: Callable[[dict[str, Any]], Any]) -> None:
+    policy = Lying()
+    policy.bend = bend
+    async with deployment(policy=policy) as at:
+        code, _, headers = await at.post("/run", ROW)
+    assert (code, headers["x-prorl-failure-kind"]) == (503, "agent_request_failed")
+
+
+@pytest.mark.parametrize("verdict", [{"reward": 1}, {"reward": 1, "response": None}, {"reward": 1, "response": []}])
+async def test_a_verdict_without_the_response_loses_no_tokens(verdict: dict[str, Any]) -> None:
+    environment = Environment(instead={"/verify": lambda: JSONResponse(verdict)})
+    async with deployment(environment) as at:
+        done = await at.run(ROW)
+    assert done["reward"] == 1
+    assert done["response"]["output"][-1]["generation_token_ids"] == [8]
+
+
+async def test_a_scored_rollout_without_any_token_is_nothing_for_a_trainer() -> None:
+    def nothing() -> Response:
+        return Response('{"detail": "longer than the maximum context length"}', 400)
+
+    async with deployment(policy=Policy(instead={"/v1/responses": nothing})) as at:
+        code, said, _ = await at.post("/run", ROW)
+        assert (code, "no room in its context" in said["detail"]) == (422, True)
+        assert (await at.run(COLLECTED))["rollout"]["finish_reason"] == "context_overflow"
+
+
+async def test_a_context_that_ends_in_mid_rollout_leaves_tokens_to_train_on() -> None:
+    policy = Policy()
+    full = {"id": "full", "output": [{"type": "message"}], "incomplete_details": {"reason": "max_output_tokens"}}
+    last = JSONResponse({**full, "usage": {"output_tokens": 0}}, headers={"X-Rollout-Tokens": "deferred"})
+    policy.instead["/v1/responses"] = lambda: last if policy.paths().count("/v1/responses") == 3 else None
+    async with deployment(policy=policy) as at:
+        done = await at.run(ROW)
+    assert done["rollout"]["finish_reason"] == "context_overflow"
+    assert [bool(item.get("generation_token_ids")) for item in done["response"]["output"][::2]] == [True, True, False]
+
+
+@pytest.mark.parametrize("length", [201, 66_000])
+async def test_a_tool_of_an_endless_name_is_an_observation(length: int) -> None:
+    """As a path, a server would drop the connection for it: the policy could call for a new try by that."""
+    environment = Environment()
+    async with deployment(environment, Policy(tool="x" * length)) as at:
+        done = await at.run(ROW)
+    assert done["rollout"]["failed_attempts"] == []
+    assert "Not Found" in done["response"]["output"][1]["output"]
+    assert environment.paths() == ["/seed_session", "/give_back", "/verify", "/close_session"]
+
+
+async def test_an_id_that_is_used_again_is_another_rollout_for_the_model_server() -> None:
+    """Its place of the first time is given back behind its back, perhaps when the second runs; and another agent may
+    have a job of the same name."""
+    policy = Policy()
+    async with deployment(policy=policy) as at, deployment(policy=policy) as other:
+        for agent in (at, at, other):
+            await agent.run({**ROW, "rollout": {"id": "mine"}})
+        await until(lambda: len(policy.paths("DELETE")) == 3)
+    assert len(set(policy.paths("DELETE"))) == 3
+
+
+def test_a_row_out_of_a_failures_file_does_not_keep_its_old_marks() -> None:
+    first = failure_row(ROW, {}, Failure(FailureKind.VERIFIER_ERROR, Origin.TASK, None, "no tests"))
+    again = failure_row(first, {}, Failure(FailureKind.VERIFIER_ERROR, Origin.INFRASTRUCTURE, None, "down"))
+    assert first["_ng_failure_terminal"] is True
+    assert "_ng_failure_terminal" not in again
+
+
+async def test_a_session_that_its_verifier_says_is_lost_is_closed_before_another_is_made() -> None:
+    environment = Environment(instead={"/verify": once(status(410))})
+    async with deployment(environment, max_attempts=2) as at:
+        done = await at.run(ROW)
+        await until(lambda: environment.paths().count("/close_session") == 2)
+    assert done["rollout"]["failed_attempts"] == ["session_lost"]
+    closed = [
+        sent["cookie"]
+        for sent, (_, path) in zip(environment.headers, environment.calls, strict=True)
+        if path == "/close_session"
+    ]
+    assert sorted(closed) == ["session=1", "session=2"]
