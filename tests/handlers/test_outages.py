@@ -13,7 +13,7 @@ import uvicorn
 from fastapi import FastAPI, Request, Response
 
 from nemo_gym_prorl.handlers.gym_environment import GymContext, GymEnvironmentHandler
-from nemo_gym_prorl.handlers.gym_http import GymServer, HttpClient
+from nemo_gym_prorl.handlers.gym_http import Address, GymServer, HttpClient
 from nemo_gym_prorl.rollout.handler import HandlerRegistry
 from nemo_gym_prorl.rollout.job import JobState
 from nemo_gym_prorl.rollout.pipeline import Pipeline
@@ -75,7 +75,7 @@ class Servers:
 @asynccontextmanager
 async def deployment() -> AsyncIterator[tuple[Servers, Pipeline, GymEnvironmentHandler]]:
     servers, http = Servers(), HttpClient()
-    named = {name: GymServer(name, f"http://127.0.0.1:{port}", http) for name, port in servers.ports.items()}
+    named = {name: GymServer(name, Address(f"http://127.0.0.1:{port}"), http) for name, port in servers.ports.items()}
     handler = GymEnvironmentHandler(GymContext(named["resources"], named["model"]))
     registry = HandlerRegistry(None, "gym_environment", {"gym_environment": lambda _: handler})
     pipeline = Pipeline(registry, PipelineSettings(stages=PoolSizes(2, 2, 4, 2), probe_s=0.1))

@@ -19,7 +19,7 @@ from tokenizers.models import WordLevel
 
 from nemo_gym_prorl.failures import CallerError
 from nemo_gym_prorl.handlers.conversation import Conversation
-from nemo_gym_prorl.handlers.gym_http import GymServer, HttpClient
+from nemo_gym_prorl.handlers.gym_http import Address, GymServer, HttpClient
 from nemo_gym_prorl.policy.scripted import ScriptedConfig
 from nemo_gym_prorl.policy.scripted import serve as scripted
 from responses_api_models.prorl_model.app import ProrlModel, ProrlModelConfig
@@ -215,9 +215,10 @@ async def test_what_our_agent_defers_is_in_its_finished_row(http: aiohttp.Client
     async with scripted(config) as engine:
         model = server(engine, Path(), model=config.model, policy={})
         async with serving(model.setup_webserver()) as url:
-            conversation = Conversation(GymServer("policy_model", url, client), "r", "g")
+            conversation = Conversation(GymServer("policy_model", Address(url), client), "r", "g")
             turns = [await conversation.turn({}, [{"role": "user", "content": text}]) for text in ("hi", "and?")]
             await conversation.settle()
+            await conversation.forget()
             items = [item for turn in turns for item in turn["output"]]
             async with http.get(f"{url}/v1/rollouts/r/tokens") as response:
                 assert response.status == 410, "it is over, so it is forgotten"

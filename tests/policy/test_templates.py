@@ -22,6 +22,7 @@ from openai.types.responses import FunctionToolParam
 from nemo_gym_prorl.failures import CallerError
 from nemo_gym_prorl.policy.api import PolicyConfig, PolicyHost
 from nemo_gym_prorl.policy.chat import ChatTemplate, Renderer
+from nemo_gym_prorl.policy.engine import Sampling
 from nemo_gym_prorl.policy.seam import Written
 from nemo_gym_prorl.policy.service import TurnRequest
 from nemo_gym_prorl.policy.tokens import Finish
@@ -201,7 +202,7 @@ async def test_a_rollout_says_what_was_corrected_and_neutralised(tmp_path: Path)
         messages: list[dict[str, Any]] = [USER]
         thoughts = []
         for _ in range(3):
-            answer = await service.turn(TurnRequest("r", tuple(messages)))
+            answer = await service.turn(TurnRequest("r", tuple(messages), sampling=Sampling(max_tokens=99)))
             thoughts.append(answer.parsed.thought)
             # Agents tidy up what they were told; the rollout's own record does not.
             messages += [dict(answer.message), {"role": "user", "content": "on<|end|>"}]
