@@ -74,9 +74,9 @@ class GymDeployment:
         model_type: Gym's model server, as ``--model-type`` takes it; ``None`` if the configuration files bring one.
         policy_base_url: URL of the inference endpoint, ending in ``/v1``.
         policy_model_name: the model's name there.
-        policy_api_key: its key. It is written to a file that only the user can read.
+        policy_api_key: its key. It is in a file that only the user can read, as long as the deployment lives.
         overrides: further Hydra overrides; they win.
-        work_dir: folder for logs and Gym's files. Default: a temporary one, removed when all went well.
+        work_dir: folder for logs and Gym's files. Default: a temporary one, removed unless there was an error.
         python, cwd, env, head_port: as for :class:`GymCli`.
         supervised: start servers that die again, as they were, instead of ending; see :meth:`watch`.
         start_timeout_s: bound on the time until every server answers.
@@ -203,8 +203,9 @@ class GymDeployment:
             tail = self._log_tail()
             await self._end()
             raise DeploymentError(f"servers not up after {self._start_timeout_s:g} s; {tail}") from error
-        except BaseException:
+        except BaseException as error:
             await self._end()
+            await self._tidy(error)
             raise
         self.start_s = time.monotonic() - start
         self._up.touch()
@@ -214,7 +215,12 @@ class GymDeployment:
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
         await self._end()
-        if error is None and not self._keeps_work_dir:
+        await self._tidy(error)
+
+    async def _tidy(self, error: BaseException | None) -> None:
+        # After an error somebody wants the log; being told to end is none.
+        good = error is None or isinstance(error, asyncio.CancelledError)
+        if good and not self._keeps_work_dir:
             await asyncio.to_thread(shutil.rmtree, self.work_dir, ignore_errors=True)
 
     async def _start(self) -> None:
@@ -271,8 +277,12 @@ class GymDeployment:
     def _open_log(self) -> IO[bytes]:
         return self.log_path.open("wb")
 
+    @property
+    def _policy_file(self) -> Path:
+        return self.work_dir.absolute() / "policy.yaml"
+
     def _write_policy(self) -> Path:
-        path = self.work_dir.absolute() / "policy.yaml"
+        path = self._policy_file
         path.touch(mode=0o600)
         path.write_text(OmegaConf.to_yaml(OmegaConf.create(self._policy)))
         return path
@@ -325,6 +335,7 @@ class GymDeployment:
                 process.kill()
                 await process.wait()
         left = await self.cli.mark.kill(settle_s=0)
+        self._policy_file.unlink(missing_ok=True)
         await asyncio.to_thread(shutil.rmtree, self._ray_dir, ignore_errors=True)
         if left:
             listed = "; ".join(f"{pid}: {command[:120]}" for pid, command in left.items())

@@ -12,7 +12,9 @@ from __future__ import annotations
 import errno
 import os
 import resource
+from collections.abc import Awaitable, Callable
 
+from fastapi import Request, Response
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from nemo_gym_prorl.failures import FailureKind, InfrastructureError
@@ -65,20 +67,31 @@ def exhausted() -> InfrastructureError:
     )
 
 
+async def _problem(request: Request, error: ProblemError) -> Response:
+    return error.response()
+
+
 class FileGuard:
-    """ASGI middleware: refuses rollouts beyond what the limit of open files allows, with 503 and a closed connection.
+    """ASGI middleware: refuses rollouts beyond what the limit of open files allows, and closes the connection.
 
     It counts the requests inside rather than the descriptors that are left: when many callers come at once, those
     that are about to be refused hold descriptors too, and everybody would be refused, again and again.
 
     Args:
         app: what is guarded.
+        refuse: makes the answer of a refused request. Default: the problem document, status 503.
         at_once: how many may be inside. Default: three quarters of the descriptors that are left now; the rest is for
             connections to other servers, and for callers that are being refused.
     """
 
-    def __init__(self, app: ASGIApp, at_once: int | None = None) -> None:
+    def __init__(
+        self,
+        app: ASGIApp,
+        refuse: Callable[[Request, ProblemError], Awaitable[Response]] = _problem,
+        at_once: int | None = None,
+    ) -> None:
         self._app = app
+        self._refuse = refuse
         self._at_once = left() * 3 // 4 if at_once is None else at_once
         self._inside = 0
 
@@ -89,7 +102,9 @@ class FileGuard:
             await self._app(scope, receive, send)
             return
         if self._inside >= self._at_once:
-            await _refusal(self._at_once).response()(scope, receive, send)
+            response = await self._refuse(Request(scope, receive), _refusal(self._at_once))
+            response.headers["Connection"] = "close"
+            await response(scope, receive, send)
             return
         self._inside += 1
         try:
@@ -107,7 +122,7 @@ def _refusal(at_once: int) -> ProblemError:
         503,
         "too-many-open-files",
         f"{at_once} rollouts are here, the limit of open files ({soft}) allows no more; raise it (ulimit -n)",
-        headers={"Retry-After": str(RETRY_AFTER_S), "Connection": "close"},
+        headers={"Retry-After": str(RETRY_AFTER_S)},
     )
 
 

@@ -1,5 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The limit of open files: raised where that is allowed, refused at where not, and never taken for another's fault."""
+"""The limit of open files: raised where that is allowed, refused at where not, and never taken for another's fault.
+
+``PRORL_TEST_LONG=1`` also sends a thousand rollouts at once to real servers under a limit of 1,024.
+"""
 
 import asyncio
 import contextlib
@@ -8,12 +11,19 @@ import os
 import resource
 import subprocess
 import sys
+from collections import Counter
+from collections.abc import AsyncIterator, Iterator
 from typing import Any
 
+import aiohttp
 import pytest
 
 from nemo_gym_prorl import open_files
 from nemo_gym_prorl.failures import FailureKind, Origin, Stage, classify
+from nemo_gym_prorl.policy.scripted_text import MODEL_NAME
+from tests.handlers import peers
+from tests.handlers.gym_host import hosting, instance, url_of
+from tests.handlers.test_gym_environment import collected, gym_rows, scripted
 
 
 SERVER = """
@@ -147,3 +157,103 @@ async def test_beyond_the_bound_a_rollout_is_refused_with_a_reason_and_other_rou
 
 async def _nothing() -> dict[str, Any]:
     return {"type": "http.disconnect"}
+
+
+async def test_beyond_the_bound_gyms_collector_gets_a_row_since_an_error_would_end_its_collection(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(open_files, "left", lambda: 0)
+    async with peers.deployment() as agent:
+        status, row, _ = await agent.post("/run", peers.COLLECTED)
+        assert status == 200
+        assert row["mask_sample"] is True
+        assert row["failure_kind"] == row["_ng_failure_class"] == FailureKind.PROVIDER_QUOTA_EXHAUSTED
+        assert not {"_ng_failure_terminal", "_ng_no_persist"} & row.keys(), "Gym does it again when it resumes"
+        for path, body in (("/run", peers.ROW), ("/run", [1]), ("/v1/responses", peers.ROW)):
+            status, problem, headers = await agent.post(path, body)
+            assert (status, problem["type"].rpartition(":")[2]) == (503, "too-many-open-files")
+            assert headers["retry-after"] == "2"
+        async with agent.http.post(f"{agent.url}/run", data=b"\xff{") as answer:
+            assert answer.status == 503
+        assert agent.environment.calls == []
+
+
+CALLERS = 1000
+SOFT = 1024
+SLOTS = 32
+"""Of the agent's RUN pool: the first ones take it up until everybody is there."""
+
+
+@pytest.fixture
+def room() -> Iterator[int]:
+    """Descriptors enough for all callers in this process; the hard limit."""
+    before = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if before[1] < 4 * CALLERS:
+        pytest.skip(f"{CALLERS} callers need a hard limit of open files of {4 * CALLERS}, here it is {before[1]}")
+    open_files.raise_limit()
+    yield before[1]
+    resource.setrlimit(resource.RLIMIT_NOFILE, before)
+
+
+@contextlib.asynccontextmanager
+async def servers(policy: str, hard: int) -> AsyncIterator[str]:
+    """The agent, Gym's own resources server and a model server, a process each under that limit; the agent's URL."""
+    names = {"type": "resources_servers", "name": "mcqa"}, {"type": "responses_api_models", "name": "policy_model"}
+    model = {"base_url": policy, "api_key": "none", "model": MODEL_NAME, "policy": {"engine": "vllm_chat"}}
+    config = {
+        "mcqa": instance("resources_servers", "mcqa", domain="other"),
+        "policy_model": instance("responses_api_models", "prorl_model", **model),
+        "agent": instance("responses_api_agents", "prorl_agent", resources_server=names[0], model_server=names[1]),
+    }
+    async with contextlib.AsyncExitStack() as stack:
+        for name in config:
+            await stack.enter_async_context(hosting(config, name, files=(SOFT, hard)))
+        yield url_of(config["agent"])
+
+
+async def _done(http: aiohttp.ClientSession, url: str, row: dict[str, Any], said: Counter[str]) -> dict[str, Any]:
+    """A row's answer as a caller gets it who comes again where it is told to, or where it got no answer."""
+    while True:
+        try:
+            async with http.post(f"{url}/run", json=row) as answer:
+                body = await answer.json(content_type=None)
+                if answer.status == 200:
+                    said[body.get("failure_kind", "rewarded")] += 1
+                    return dict(body)
+                assert (answer.status, body["type"].rpartition(":")[2]) == (503, "too-many-open-files"), body
+                said["refused"] += 1
+                pause_s = float(answer.headers["Retry-After"])
+        except (aiohttp.ServerDisconnectedError, aiohttp.ClientOSError):
+            said["dropped"] += 1
+            pause_s = 0.5  # Gym's client does the same
+        await asyncio.sleep(pause_s)
+
+
+@pytest.mark.gym
+@pytest.mark.timeout(1200)
+@pytest.mark.skipif(not os.environ.get("PRORL_TEST_LONG"), reason="takes two minutes: PRORL_TEST_LONG=1 runs it")
+@pytest.mark.parametrize("bound", [False, True], ids=["soft limit of 1024", "hard limit of 1024"])
+async def test_a_thousand_run_at_once(scripted_policy: str, room: int, bound: bool) -> None:
+    [row, *_] = gym_rows("mcqa")
+    right = f"\\boxed{{{row['expected_answer']}}}"
+    quick, slow = scripted(row, right), scripted(row, right, latency_s=10.0)
+    rows = [slow if number < SLOTS else quick for number in range(CALLERS)]
+    rows = [collected(row, number) if number % 2 else row for number, row in enumerate(rows)]
+    said: Counter[str] = Counter()
+    everything = aiohttp.ClientSession(connector=aiohttp.TCPConnector(limit=0), timeout=aiohttp.ClientTimeout(None))
+    async with servers(scripted_policy, SOFT if bound else room) as url, everything as http:
+        done = await asyncio.gather(*(_done(http, url, row, said) for row in rows))
+    print(f"hard limit {SOFT if bound else room}: {dict(said)}")
+    if not bound:
+        assert said == {"rewarded": CALLERS}
+    else:
+        assert said["refused"] >= 1
+        assert said[FailureKind.PROVIDER_QUOTA_EXHAUSTED] >= 1
+    for asked, answered in zip(rows, done, strict=True):
+        if answered.get("mask_sample"):  # what only Gym's collector gets: an error would end its collection
+            assert "_ng_task_index" in asked
+            assert answered["failure_kind"] == FailureKind.PROVIDER_QUOTA_EXHAUSTED
+            assert "_ng_failure_terminal" not in answered
+        else:
+            assert answered["reward"] == 1.0
+    assert said["rewarded"] + said[FailureKind.PROVIDER_QUOTA_EXHAUSTED] == CALLERS

@@ -14,6 +14,7 @@ import orjson
 from fastapi import APIRouter, Request, Response
 from omegaconf import DictConfig, OmegaConf
 from pydantic import BaseModel, ConfigDict, Field
+from starlette.requests import ClientDisconnect
 
 from nemo_gym_prorl.failures import CallerError, Failure, FailureKind, Origin
 from nemo_gym_prorl.handlers.failure_rows import (
@@ -205,6 +206,18 @@ class AgentService:
                 return problem_of(_in_row(error)).response()
             kind = FailureKind.SHUTDOWN if isinstance(error, Draining) else error.kind
             return _json(_refused_row(row, Failure(kind, Origin.CALLER, None, error.reason)))
+
+    async def refused(self, request: Request, error: ProblemError) -> Response:
+        """The answer to a rollout for which this process has no room: that error, or Gym's collector its row, since
+        an error would end its whole collection. It does the row again when it resumes."""
+        try:
+            row = read_json(await request.body()) if request.url.path == "/run" else None
+        except (CallerError, ClientDisconnect):
+            row = None
+        if not isinstance(row, dict) or not from_collector(row):
+            return error.response()
+        failure = Failure(FailureKind.PROVIDER_QUOTA_EXHAUSTED, Origin.INFRASTRUCTURE, None, str(error))
+        return _json(_refused_row(row, failure))
 
     async def responses(self, request: Request) -> Response:
         """Gym's ``/v1/responses`` of an agent: the tool loop in a session that the caller has seeded."""

@@ -79,7 +79,7 @@ class ProRLAgent(SimpleResponsesAPIAgent):
         )
         app = super().setup_webserver()
         app.include_router(self._service.router())
-        app.add_middleware(open_files.FileGuard)
+        app.add_middleware(open_files.FileGuard, refuse=self._service.refused)
         add_problem_handlers(app, _GYM_ROUTES)
         app.add_middleware(KeyGuard, key=self.config.control_token)
         app.router.lifespan_context = self._lifespan

@@ -1,11 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
 """Gym's own servers, unmodified, several in one process and without Gym's command line.
 
-    python -m tests.handlers.gym_host
+    python -m tests.handlers.gym_host NAME …
 
-reads the merged configuration from the environment, where Gym's launcher puts it, and serves each instance on its
-address. Starting them through ``gym env start`` costs half a minute and a Ray cluster; the tests in ``tests/gym`` do
-that. Here the servers matter, not how they are started.
+reads the merged configuration from the environment, where Gym's launcher puts it, and serves each named instance on
+its address. Starting them through ``gym env start`` costs half a minute and a Ray cluster; the tests in ``tests/gym``
+do that. Here the servers matter, not how they are started.
 """
 
 import asyncio
@@ -45,16 +45,29 @@ def url_of(block: dict[str, Any]) -> str:
 
 
 @contextlib.asynccontextmanager
-async def hosting(config: dict[str, Any]) -> AsyncIterator[asyncio.subprocess.Process]:
-    """A process that serves every instance of ``config``; killed on leaving."""
+async def hosting(
+    config: dict[str, Any], *names: str, files: tuple[int, int] | None = None
+) -> AsyncIterator[asyncio.subprocess.Process]:
+    """A process that serves instances of ``config``; killed on leaving.
+
+    Args:
+        config: all instances.
+        names: those that it serves; default: every one.
+        files: its soft and hard limit of open files; default: those of this process.
+    """
     merged = {**config, "head_server": {"host": "127.0.0.1", "port": 1}, "dry_run": False}
     env = os.environ | {"NEMO_GYM_CONFIG_DICT": json.dumps(merged)}
+    ulimit = f"ulimit -Sn {files[0]} && ulimit -Hn {files[1]} && " if files else ""
+    command = f'{ulimit}exec "$@"'
+    served = names or tuple(config)
     process = await asyncio.create_subprocess_exec(
-        sys.executable, "-m", "tests.handlers.gym_host", env=env, cwd=Path(__file__).parents[2]
+        *("sh", "-c", command, "sh", sys.executable, "-m", "tests.handlers.gym_host", *served),
+        env=env,
+        cwd=Path(__file__).parents[2],
     )
     try:
-        async with asyncio.timeout(90), aiohttp.ClientSession() as http:
-            for block in config.values():
+        async with asyncio.timeout(180), aiohttp.ClientSession() as http:
+            for block in (config[name] for name in served):
                 while not await _answers(http, url_of(block)):
                     assert process.returncode is None, "the host ended"
                     await asyncio.sleep(0.05)
@@ -73,19 +86,17 @@ async def _answers(http: aiohttp.ClientSession, url: str) -> bool:
         return False
 
 
-async def serve() -> None:
-    """Serve what the environment describes."""
+async def serve(names: list[str]) -> None:
+    """Serve instances of what the environment describes."""
     from nemo_gym.global_config import get_global_config_dict
     from nemo_gym.server_utils import BaseServerConfig, ServerClient, SimpleServer
-    from omegaconf import DictConfig, OmegaConf
+    from omegaconf import OmegaConf
 
     config = get_global_config_dict()
     client = ServerClient(head_server_config=BaseServerConfig(host="127.0.0.1", port=1), global_config_dict=config)
     running = []
-    for name, block in config.items():
-        if not isinstance(block, DictConfig) or "entrypoint" not in str(block):
-            continue
-        [(server_type, implementations)] = block.items()
+    for name in names:
+        [(server_type, implementations)] = config[name].items()
         [(implementation, settings)] = implementations.items()
         module = importlib.import_module(f"{server_type}.{implementation}.app")
         [server_class] = [
@@ -106,4 +117,5 @@ async def serve() -> None:
 
 
 if __name__ == "__main__":
-    asyncio.run(serve())
+    # The event loop that uvicorn takes under Gym.
+    asyncio.run(serve(sys.argv[1:]), loop_factory=uvicorn.Config("app").get_loop_factory())

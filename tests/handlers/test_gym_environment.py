@@ -39,15 +39,18 @@ def gym_rows(environment: str) -> list[dict[str, Any]]:
     return [json.loads(line) for line in path.read_text().splitlines()]
 
 
-def scripted(row: dict[str, Any], *turns: Any) -> dict[str, Any]:
-    """The row with a script: a turn is text, or a list of (tool, arguments) calls."""
+def scripted(row: dict[str, Any], *turns: Any, latency_s: float = 0.0) -> dict[str, Any]:
+    """The row with a script: a turn is text, or a list of (tool, arguments) calls, and takes so long."""
     script = []
     for turn in turns:
         if isinstance(turn, str):
             script.append({"content": turn, "tool_calls": []})
         else:
             script.append({"content": None, "tool_calls": [{"name": name, "arguments": args} for name, args in turn]})
-    params = {**row["responses_create_params"], "metadata": {"script": json.dumps({"turns": script})}}
+    params = {
+        **row["responses_create_params"],
+        "metadata": {"script": json.dumps({"turns": [{**turn, "latency_s": latency_s} for turn in script]})},
+    }
     return {**row, "responses_create_params": params}
 
 
