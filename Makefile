@@ -4,7 +4,7 @@
 # PYTHON=/path/to/python chooses the interpreter, PRORL_CACHE=/path the cache folder.
 
 BIN := .venv/bin
-PARALLEL := --numprocesses=auto --maxprocesses=4 --dist=loadgroup
+PARALLEL := --numprocesses=auto --maxprocesses=4 --no-loadscope-reorder
 MAKEFLAGS += --no-print-directory
 
 .DEFAULT_GOAL := help

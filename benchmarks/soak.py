@@ -41,6 +41,8 @@ from nemo_gym_prorl.rollout.client import RolloutClient
 ROLLOUTS, TURNS = 20_000, 20
 QUICK_ROLLOUTS, QUICK_TURNS = 300, 3
 IN_FLIGHT = 64
+KEEP_ALIVE_S = 30
+"""As servers of Gym have it: longer than its clients keep an idle connection, which would break in their hands."""
 RETAIN_BYTES, QUICK_RETAIN_BYTES = 64 * 2**20, 2**20
 """What the service may keep of finished rollouts: small, so that it is full long before the first measurement."""
 CALL = '<tool_call>\n{"name": "look", "arguments": {}}\n</tool_call><|end|>'
@@ -149,7 +151,7 @@ def serve(kind: str, port: int, arguments: list[str]) -> None:
     async def up() -> str:
         return "up"
 
-    uvicorn.run(app, host="127.0.0.1", port=port, log_level="warning")
+    uvicorn.run(app, host="127.0.0.1", port=port, log_level="warning", timeout_keep_alive=KEEP_ALIVE_S)
 
 
 @asynccontextmanager

@@ -7,6 +7,7 @@ import signal
 import tempfile
 from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -60,20 +61,35 @@ async def scripted_policy() -> AsyncIterator[str]:
         yield base_url
 
 
-# Longest first, so that no core waits for another at the end. Tests of one file stay together: they share fixtures.
-LONGEST_FIRST = ("tests/policy", "tests/sandbox/test_as_ordinary_user.py", "tests/gym")
+LONGEST_FIRST = (
+    "tests/policy/",
+    "tests/gym/",
+    "tests/sandbox/test_as_ordinary_user.py",
+    "tests/rollout/test_schemathesis.py",
+)
+"""What begins first where the suite runs on several cores, so that none waits for another at the end."""
+
+SHARED_ENGINE = "tests/policy/"
+"""The tests of this folder share real engines, and two cores do not carry more than one of them at a time."""
 
 
-@pytest.hookimpl(trylast=True)
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """How tests are spread over processes, where there are several (see the Makefile)."""
+    """The order, see :data:`LONGEST_FIRST`."""
 
     def turn(item: pytest.Item) -> int:
         starts = [item.nodeid.startswith(prefix) for prefix in LONGEST_FIRST]
         return starts.index(True) if any(starts) else len(starts)
 
     items.sort(key=turn)
-    for item in items:
-        # One real engine at a time, and one for all tests that can share it.
-        engine = item.get_closest_marker("engine") is not None
-        item.add_marker(pytest.mark.xdist_group("engine" if engine else item.nodeid.partition("::")[0]))
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
+    """Tests of one file run in one process, since they share fixtures; so do those that share an engine."""
+    from xdist.scheduler import LoadScopeScheduling
+
+    class ByFile(LoadScopeScheduling):
+        def _split_scope(self, nodeid: str) -> str:
+            return SHARED_ENGINE if nodeid.startswith(SHARED_ENGINE) else nodeid.partition("::")[0]
+
+    return ByFile(config, log)

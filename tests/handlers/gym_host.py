@@ -98,7 +98,9 @@ async def serve() -> None:
         server = server_class(config=server_config, server_client=client)
         app = server.setup_webserver()
         server.setup_exception_middleware(app)
-        options = uvicorn.Config(app, host=settings.host, port=settings.port, log_level="warning")
+        options = uvicorn.Config(
+            app, host=settings.host, port=settings.port, log_level="warning", timeout_keep_alive=30
+        )
         running.append(uvicorn.Server(options).serve())
     await asyncio.gather(*running)
 
