@@ -97,7 +97,7 @@ async def _serve(deployment: GymDeployment, console: Console) -> None:
         table.add_row("head server", "", deployment.cli.head_url)
         console.print(table)
         console.print(f"Up after {deployment.start_s:.0f} s; Ctrl-C ends it.")
-        try:
+        # To be told to end is a clean end: what was only there for it goes.
+        with contextlib.suppress(asyncio.CancelledError):
             await deployment.watch(say)
-        finally:
-            console.print("Stopping Gym servers")
+        console.print("Stopping Gym servers")

@@ -52,13 +52,13 @@ class Service:
         self.process: asyncio.subprocess.Process | None = None
         self._folder = folder
 
-    async def start(self, policy: str, *overrides: str) -> None:
+    async def start(self, policy: str, *overrides: str, keeps_log: bool = True) -> None:
         command = "from nemo_gym_prorl.cli import main; main()"
         options = ("--policy-url", policy, "--policy-model", MODEL_NAME, "--head-port", str(self.head_port))
         with self.log.open("wb") as log:
             self.process = await asyncio.create_subprocess_exec(
                 *(sys.executable, "-c", command, "serve", "prorl_code", *overrides, *options),
-                *("--log-dir", str(self._folder / "gym")),
+                *(("--log-dir", str(self._folder / "gym")) if keeps_log else ()),
                 cwd=self._folder,
                 env={
                     **os.environ,
@@ -156,6 +156,17 @@ async def test_each_server_that_is_killed_comes_back_and_rollouts_succeed(script
             job = await _to_its_end(client, number, _rows(1)[0])
             assert job.reward == 1.0, job.failure
     await _stopped(service)
+
+
+@pytest.mark.timeout(900)
+async def test_told_to_end_it_leaves_no_folder(scripted_policy: str, service: Service):
+    """There is the policy's key in it, too."""
+    await service.start(scripted_policy, keeps_log=False)
+    [folder] = re.findall(r"log: (\S+)/gym\.log", service.log.read_text())
+    assert await asyncio.to_thread(os.listdir, folder)
+    assert await service.stop() == 0
+    with pytest.raises(FileNotFoundError):
+        await asyncio.to_thread(os.listdir, folder)
 
 
 @pytest.mark.skipif(not os.environ.get("PRORL_LONG"), reason="takes half an hour: PRORL_LONG=1 runs it")
