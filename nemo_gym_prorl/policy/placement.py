@@ -11,6 +11,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import itertools
+import logging
 import time
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, field
@@ -19,6 +20,9 @@ from nemo_gym_prorl.policy.backend import Abort, Assign, Backend, Decision, Heal
 from nemo_gym_prorl.policy.backends import BackendPool
 from nemo_gym_prorl.policy.engine import BackendErred, BackendFailed, Engine, Misconfigured, RequestRefused
 from nemo_gym_prorl.policy.waits import Waits
+
+
+_log = logging.getLogger(__name__)
 
 
 @dataclass(slots=True)
@@ -116,6 +120,8 @@ class Placement:
                     if isinstance(error, BackendErred | Misconfigured) and not self._others(backend):
                         raise
                     failovers += 1
+                    if backend.health is not Health.DOWN:
+                        _log.warning("backend %s is out, its turns wait: %s", backend.id, error.reason)
                     self.apply(self.pool.done(ticket, Outcome.FAILED, time.monotonic()))
                 except asyncio.CancelledError:
                     if not lease.aborted or cancelling():
@@ -216,6 +222,8 @@ class Placement:
         backend = self.pool.backends.get(backend_id)
         if backend is not None:
             alive = await self.engine.healthy(backend.url)
+            if alive:
+                _log.warning("backend %s answers again", backend_id)
             self.apply(self.pool.probed(backend_id, alive, time.monotonic()))
 
     def _spawn(self, work: Awaitable[None]) -> None:

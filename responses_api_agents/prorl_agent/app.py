@@ -5,6 +5,7 @@ from contextlib import asynccontextmanager
 from typing import Any, ClassVar
 
 from fastapi import FastAPI, Request, Response
+from fastapi.routing import APIRoute
 from nemo_gym.base_resources_server import AggregateMetrics
 from nemo_gym.base_responses_api_agent import BaseResponsesAPIAgentConfig, SimpleResponsesAPIAgent
 from nemo_gym.config_types import ModelServerRef, ResourcesServerRef
@@ -78,6 +79,7 @@ class ProRLAgent(SimpleResponsesAPIAgent):
             model=self.config.model_server.name,
         )
         app = super().setup_webserver()
+        _only_served(app)
         app.include_router(self._service.router())
         app.add_middleware(open_files.FileGuard, refuse=self._service.refused)
         add_problem_handlers(app, _GYM_ROUTES)
@@ -106,6 +108,15 @@ class ProRLAgent(SimpleResponsesAPIAgent):
             raise invalid_body(error) from None
         sent = asked.model_dump(by_alias=True, exclude_unset=True)
         return AggregateMetrics.model_validate(await self._service.aggregate_metrics(sent))
+
+
+def _only_served(app: FastAPI) -> None:
+    """Take away routes of recent Gyms that would answer 500, and keep from the document what it cannot describe."""
+    for route in [route for route in app.router.routes if isinstance(route, APIRoute)]:
+        if route.path.startswith("/v1/agent_sessions"):  # episodes whose sessions an agent keeps
+            app.router.routes.remove(route)
+        elif route.path.startswith("/ng-rollout/"):  # /v1/responses once more, below an id that is not declared
+            route.include_in_schema = False
 
 
 if __name__ == "__main__":

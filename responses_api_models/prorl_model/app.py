@@ -195,10 +195,7 @@ class ProrlModel(SimpleResponsesAPIModel):
         if chat.get("tool_choice") not in (None, "auto", "none"):
             raise CallerError("only 'auto' and 'none' are supported", field="tool_choice")
         rollout = _rollout_id(request)
-        tools = chat.get("tools") or []
-        for index, tool in enumerate(tools):
-            if not (tool.get("function") or {}).get("name"):
-                raise CallerError("a tool needs a name", field=f"tools.{index}.name")
+        tools = list(_offered(chat))
         with _readable():
             # Halves of characters, and what is nested without end, would fail wherever they are met first.
             orjson.dumps((chat["messages"], tools, instructions))
@@ -307,6 +304,19 @@ def _rollout_id(request: Request) -> str:
 
 def _deferred(request: Request) -> bool:
     return request.headers.get(TOKENS_HEADER) == "deferred"
+
+
+def _offered(chat: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
+    """The tools of a request, as engines are to see them.
+
+    ``strict`` is for OpenAI's own servers. Templates would write it into the prompt, so Gym's ``vllm_model`` leaves it
+    out, too: in its converter or, in recent Gyms, after that.
+    """
+    for index, tool in enumerate(chat.get("tools") or ()):
+        function = tool.get("function") or {}
+        if not function.get("name"):
+            raise CallerError("a tool needs a name", field=f"tools.{index}.name")
+        yield {**tool, "function": {name: value for name, value in function.items() if name != "strict"}}
 
 
 def _calls(answer: Answer) -> list[tuple[dict[str, Any], Any]]:

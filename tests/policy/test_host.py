@@ -242,7 +242,8 @@ async def test_one_500_is_passed_over() -> None:
         assert host.pool.backends["backend0"].health is Health.UP
 
 
-async def test_an_engine_without_health_comes_back_after_it_was_gone() -> None:
+async def test_an_engine_without_health_comes_back_after_it_was_gone(caplog: pytest.LogCaptureFixture) -> None:
+    """And its log says why turns wait, once."""
     port = free_port()
     async with hosted(f"http://127.0.0.1:{port}", engine="nemo_rl") as host:
         asked = await answer_later(host)
@@ -255,6 +256,9 @@ async def test_an_engine_without_health_comes_back_after_it_was_gone() -> None:
             served.should_exit = True
             await running
         assert host.pool.backends["backend0"].health is Health.UP
+    said = [record.getMessage() for record in caplog.records if record.name.endswith("placement")]
+    assert said[0].startswith("backend backend0 is out, its turns wait: ")
+    assert said[1:] == ["backend backend0 answers again"]
 
 
 async def test_an_engine_that_answers_every_request_with_an_error_is_no_fault_of_any() -> None:

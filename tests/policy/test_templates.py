@@ -26,6 +26,7 @@ from nemo_gym_prorl.policy.engine import Sampling
 from nemo_gym_prorl.policy.seam import Written
 from nemo_gym_prorl.policy.service import TurnRequest
 from nemo_gym_prorl.policy.tokens import Finish
+from responses_api_models.prorl_model.app import _offered
 from tests.policy.engines import serving
 from tests.policy.families import TEMPLATES
 from tests.policy.test_engines import completion, says
@@ -251,7 +252,7 @@ def test_tools_of_gyms_rows_are_dumped_likewise() -> None:
     params = NeMoGymResponseCreateParamsNonStreaming(input="q", tools=[tool])
     converter = VLLMConverter(return_token_id_information=True)
     chat = converter.responses_to_chat_completion_create_params(params).model_dump(exclude_unset=True)
-    text = renderer("{{ tools | tojson }}").first([USER], chat["tools"]).written
+    text = renderer("{{ tools | tojson }}").first([USER], list(_offered(chat))).written
     assert text == Written.of(f"[{DUMPED}]")
 
 

@@ -23,7 +23,7 @@ def build(**changes: Any) -> ProRLCodeServer:
     shipped = containers.shipped_config()
     settings = shipped["prorl_code"]["resources_servers"]["prorl_code"] | {"image": containers.image()} | changes
     return ProRLCodeServer(
-        config=ProRLCodeConfig(host="127.0.0.1", port=1, name="prorl_code", **settings),
+        config=ProRLCodeConfig(port=1, name="prorl_code", **settings),
         server_client=ServerClient(
             head_server_config=BaseServerConfig(host="127.0.0.1", port=1), global_config_dict=OmegaConf.create(shipped)
         ),

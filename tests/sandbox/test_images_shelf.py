@@ -8,6 +8,7 @@ import fcntl
 import os
 import subprocess
 import sys
+import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
@@ -67,6 +68,18 @@ def put(shelf: Shelf, name: str) -> None:
 
 def names(folder: Path) -> list[str]:
     return sorted(entry.name for entry in folder.iterdir())
+
+
+def test_a_thing_is_as_old_as_its_making_whatever_date_it_brought(tmp_path: Path) -> None:
+    """An archive's top folder has a date of its own, and what counts as unused for long would go first."""
+    shelf = Shelf(tmp_path)
+    with shelf.making("thing") as work:
+        assert work is not None
+        (work / "made").mkdir()
+        os.utime(work / "made", (0, 0))
+        shelf.publish(work / "made", "thing")
+    [entry] = shelf.entries()
+    assert time.time() - entry.last_use < 3600
 
 
 def test_of_many_processes_one_makes_a_thing(tmp_path: Path) -> None:

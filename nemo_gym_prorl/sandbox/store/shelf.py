@@ -138,6 +138,7 @@ class Shelf:
 
     def publish(self, made: Path, name: str) -> Path:
         """Give what was made in the folder of :meth:`making` its name; if that is taken, the other one stays."""
+        os.utime(made)  # an archive gives its top folder the date that it had elsewhere
         try:
             made.rename(self.path(name))
         except OSError as error:
