@@ -6,6 +6,7 @@ from collections import defaultdict
 from collections.abc import AsyncIterator, Callable
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass, field
+from fnmatch import fnmatchcase
 from typing import Any
 from urllib.parse import urlsplit
 
@@ -26,7 +27,7 @@ COLLECTED = {**ROW, "_ng_task_index": 0, "_ng_rollout_index": 0}
 
 @dataclass
 class Peer:
-    """A server whose routes can be made to fail: an exception to the rule per path, in ``instead``."""
+    """A server whose routes can be made to fail: in ``instead``, by path or by method and path, ``*`` for any text."""
 
     calls: list[tuple[str, str]] = field(default_factory=list)
     headers: list[dict[str, str]] = field(default_factory=list)
@@ -48,7 +49,13 @@ class Peer:
             self.headers.append(dict(request.headers))
             self.bodies.append((await request.json()) if body else None)
             self.counts[path] += 1
-            troubled = self.instead.get(f"{request.method} {path}") or self.instead.get(path)
+            called = (f"{request.method} {path}", path)
+            troubles = (
+                trouble
+                for pattern, trouble in self.instead.items()
+                if any(fnmatchcase(call, pattern) for call in called)
+            )
+            troubled = next(troubles, None)
             answer = troubled() if troubled is not None else self.answer(request.method, path, request)
             if asyncio.iscoroutine(answer):
                 answer = await answer

@@ -67,18 +67,20 @@ async def test_a_model_server_that_keeps_nothing_is_told_nothing() -> None:
 
 @pytest.mark.parametrize("trouble", [status(500), status(404), hang(60)], ids=["500", "404", "hangs"])
 async def test_a_clean_up_that_fails_does_not_fail_what_is_finished(trouble: Any) -> None:
-    policy = Policy(instead={"DELETE /v1/rollouts/mine.1": trouble})
+    policy = Policy(instead={"DELETE /v1/rollouts/mine.*": trouble})
     async with deployment(policy=policy, max_attempts=3) as at:
         done = await asyncio.wait_for(at.run({**ROW, "rollout": {"id": "mine"}}), 30)
         assert (done["reward"], done["rollout"]["failed_attempts"]) == (1.0, [])
         assert len(sampled(done)) == 3
+        assert len(policy.paths("DELETE")) == 1
 
 
 async def test_tokens_that_cannot_be_fetched_at_once_are_asked_for_again() -> None:
-    policy = Policy(instead={"GET /v1/rollouts/mine.1/tokens": once(status(500))})
+    policy = Policy(instead={"GET /v1/rollouts/mine.*/tokens": once(status(500))})
     async with deployment(policy=policy) as at:
         done = await at.run({**ROW, "rollout": {"id": "mine"}})
     assert (done["reward"], len(sampled(done))) == (1.0, 3)
+    assert len([path for path in policy.paths("GET") if path.endswith("/tokens")]) == 2
 
 
 async def test_a_cut_waits_for_tokens_within_its_grace_only() -> None:

@@ -243,18 +243,20 @@ async def test_a_server_that_keeps_the_tokens_is_sent_only_what_is_new(stage: St
         ["function_call_output"],
     ]
     assert all("prompt_token_ids" not in json.dumps(body) for body in turns)
-    assert [(method, path.split("/")[-1]) for method, path, _ in seen[-2:]] == [
-        ("GET", "tokens"),
-        ("DELETE", f"{by_news['rollout']['id']}.1"),
-    ]
+    (fetched, ledger_tokens, _), (deleted, ledger, _) = seen[-2:]
+    assert (fetched, deleted, ledger_tokens) == ("GET", "DELETE", f"{ledger}/tokens")
+    assert ledger.startswith(f"v1/rollouts/{by_news['rollout']['id']}.")
 
 
 async def test_a_rollout_that_runs_out_of_time_keeps_its_tokens_and_leaves_nothing(stage: Stage) -> None:
     """At a real server that keeps tokens: every turn that was complete, in one chain."""
     [row, *_] = gym_rows("example_session_state_mgmt")
     endless = [[("increment_counter", {"count": 1})] for _ in range(400)]
-    async with stage.prorl_agent("example_session_state_mgmt", "token_keeper", budgets={"run": 1.5}) as run:
-        result = await run(collected(scripted(row, *endless)))
+    async with recording(url_of(stage.config["token_keeper"]), stage.http) as (url, seen):
+        block = instance("responses_api_models", "prorl_model", port=int(url.rpartition(":")[2]))
+        proxied = Stage({**stage.config, "recorded": block}, stage.http, stage.host)
+        async with proxied.prorl_agent("example_session_state_mgmt", "recorded", budgets={"run": 1.5}) as run:
+            result = await run(collected(scripted(row, *endless)))
     assert result["failure_kind"] == "agent_timeout"
     assert result["instance_config"]["mask_sample"] is True
     sampled = [item for item in result["response"]["output"] if item.get("generation_token_ids")]
@@ -263,8 +265,8 @@ async def test_a_rollout_that_runs_out_of_time_keeps_its_tokens_and_leaves_nothi
     for item in sampled:
         assert item["prompt_token_ids"][: len(so_far)] == so_far
         so_far = [*item["prompt_token_ids"], *item["generation_token_ids"]]
-    ledger = f"{url_of(stage.config['token_keeper'])}/v1/rollouts/{result['rollout']['id']}.1/tokens"
-    async with stage.http.get(ledger) as answer:
+    [forgotten] = [path for method, path, _ in seen if method == "DELETE"]
+    async with stage.http.get(f"{url_of(stage.config['token_keeper'])}/{forgotten}/tokens") as answer:
         assert answer.status == 410
 
 
