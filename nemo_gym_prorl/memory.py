@@ -4,7 +4,8 @@
 A result is one block of some hundred kilobytes to some megabytes. glibc maps such blocks one by one at first, but each
 one that is freed raises the size from which it does, up to 32 MiB; from then on they are cut from the heap and leave
 holes that the next results do not fit into. A service that kept 64 MiB of results grew from 0.55 to 0.67 GB in ten
-thousand rollouts, and went on growing. With the size held where it began it stays at 0.3 GB (``make bench-soak``).
+thousand rollouts, and went on growing. With the size held where it began it stands still at 0.45 GB: see
+``make bench-soak``.
 """
 
 from __future__ import annotations
