@@ -4,7 +4,8 @@
 # PYTHON=/path/to/python chooses the interpreter, PRORL_CACHE=/path the cache folder.
 
 BIN := .venv/bin
-PARALLEL := --numprocesses=auto --maxprocesses=4 --no-loadscope-reorder
+# More than there are cores: most of the time a test waits for a container, an engine or a server.
+PARALLEL := --numprocesses=4 --no-loadscope-reorder
 MAKEFLAGS += --no-print-directory
 
 .DEFAULT_GOAL := help

@@ -4,6 +4,9 @@
 Reference solutions must all earn their reward; stubs, and solutions that tamper with the tests or print success
 instead of solving the problem, none. The references are also solved in the containers of NeMo Gym's own ``apptainer``
 provider, which has no sessions: a process for each call.
+
+The model is free, so what a rollout costs is processors' time: of the sandboxes, of all servers of the deployment, Ray
+among them, and of this process, which is the policy and the client.
 """
 
 from __future__ import annotations
@@ -11,17 +14,20 @@ from __future__ import annotations
 import argparse
 import asyncio
 import contextlib
+import os
 import time
 from collections.abc import AsyncIterator
+from dataclasses import dataclass
 
+from benchmarks import processes
 from benchmarks.report import Figure, publish
 from nemo_gym_prorl.deployment import GymDeployment
 from nemo_gym_prorl.policy import scripted
 from nemo_gym_prorl.policy.scripted_text import MODEL_NAME
 from nemo_gym_prorl.rollout.client import RolloutClient
 from nemo_gym_prorl.rollout.schemas import JobView
-from nemo_gym_prorl.sandbox.install import ensure_runtime
-from nemo_gym_prorl.sandbox.kernel_image import ensure_kernel_image
+from nemo_gym_prorl.sandbox.images.building.default import ensure_kernel_image
+from nemo_gym_prorl.sandbox.runtime.install import ensure_runtime
 from nemo_gym_prorl.tasks.code.humaneval import problems, row_for
 from nemo_gym_prorl.tasks.code.scripts import script_for
 
@@ -43,22 +49,32 @@ GOALS = {"reference": 1.0, "stub": 0.0, "forge_tests": 0.0, "exit_on_import": 0.
 """Scripts and the reward that each must earn on every problem."""
 
 
-async def play(client: RolloutClient, script: str, count: int) -> tuple[list[JobView], float]:
-    """All problems with one script; the rollouts and the wall time in seconds."""
-    started = time.perf_counter()
+@dataclass(frozen=True, slots=True)
+class Played:
+    """The rollouts of one script, the wall time in seconds, and the core-seconds of each."""
+
+    jobs: list[JobView]
+    seconds: float
+    cores: float
+
+
+async def play(client: RolloutClient, script: str, count: int) -> Played:
+    """All problems with one script."""
+    started, used = time.perf_counter(), processes.core_seconds(os.getpid())
     chosen = list(problems().values())[:count]
     rows = [row_for(problem, script_for(problem, script)) for problem in chosen]
     submitted = await asyncio.gather(*(client.submit(row, group=script) for row in rows))
     ended = await asyncio.gather(*(client.wait(job.id) for job in submitted))
+    seconds, cores = time.perf_counter() - started, (processes.core_seconds(os.getpid()) - used) / count
     print(
         f"{script}: {sum(job.reward == 1.0 for job in ended)} of {count} rewarded, "
-        f"{sum(job.reward is not None for job in ended)} scored, {time.perf_counter() - started:.1f} s",
+        f"{sum(job.reward is not None for job in ended)} scored, {seconds:.1f} s, {cores:.2f} core-s each",
         flush=True,
     )
     for job in ended:
         if job.reward != GOALS[script]:
             print(f"  {job.id}: reward {job.reward}, {job.failure}")
-    return list(ended), time.perf_counter() - started
+    return Played(list(ended), seconds, cores)
 
 
 @contextlib.asynccontextmanager
@@ -79,26 +95,30 @@ async def serving(base_url: str, *settings: str) -> AsyncIterator[RolloutClient]
 async def measure(count: int, *, with_peer: bool) -> list[Figure]:
     """The figures of ``count`` problems."""
     figures = []
-    peers = {}
+    wall: dict[str, float] = {}
+    cores: dict[str, float] = {}
     async with scripted.serve() as base_url:
         if with_peer:
             print(f"{PEER}:")
             async with serving(base_url, *PEER_SETTINGS) as client:
-                _, peers[PEER] = await play(client, "reference", count)
+                peer = await play(client, "reference", count)
+                wall[PEER], cores[PEER] = peer.seconds, peer.cores
             print("singularity:")
         async with serving(base_url) as client:
             for script, reward in GOALS.items():
-                jobs, seconds = await play(client, script, count)
-                rewarded = sum(job.reward == 1.0 for job in jobs)
-                scored = sum(job.reward is not None for job in jobs)
+                played = await play(client, script, count)
+                rewarded = sum(job.reward == 1.0 for job in played.jobs)
+                scored = sum(job.reward is not None for job in played.jobs)
                 goal = f"{'>=' if reward else '<='} {count if reward else 0}"
                 figures.append(Figure(f"{script}: rewarded of {count}", rewarded, "rollouts", goal=goal))
                 figures.append(Figure(f"{script}: scored of {count}", scored, "rollouts", goal=f">= {count}"))
                 name = f"wall time, {script}, {IN_FLIGHT} in flight"
                 if script == "reference":
-                    figures.append(Figure(f"{name}: singularity vs apptainer", seconds, "s", peers=peers))
+                    goal = "<= 30" if count == len(problems()) else None
+                    figures.append(Figure(f"{name}: singularity vs apptainer", played.seconds, "s", goal, peers=wall))
+                    figures.append(Figure("a reference", played.cores, "core-s", goal="<= 0.35", peers=cores))
                 else:
-                    figures.append(Figure(name, seconds, "s"))
+                    figures.append(Figure(name, played.seconds, "s"))
     return figures
 
 
@@ -109,6 +129,7 @@ async def main() -> None:
         "--quick", action="store_true", help="8 problems, without the peer; under a minute; writes nothing"
     )
     quick = parser.parse_args().quick
+    processes.subreaper()
     ensure_runtime(print).activate()
     await asyncio.to_thread(ensure_kernel_image, print)
     figures = await measure(8 if quick else len(problems()), with_peer=not quick)

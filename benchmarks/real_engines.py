@@ -22,6 +22,7 @@ import re
 import signal
 import socket
 import subprocess
+import sys
 import tempfile
 import threading
 import time
@@ -348,3 +349,24 @@ def router_environment(python: Path) -> Path | None:
             return None
         (home / "complete").touch()
     return home / "bin" / "python"
+
+
+@contextlib.asynccontextmanager
+async def server(module: str, *arguments: str) -> AsyncIterator[tuple[str, int]]:
+    """A benchmark's own server as a process, begun with ``--serve KIND PORT``; yields its URL and process id.
+
+    Args:
+        module: that has it.
+        arguments: the kind, and what follows the port.
+    """
+    port, (kind, *others) = free_port(), arguments
+    command = [sys.executable, "-m", module, "--serve", kind, str(port), *others]
+    process = await asyncio.create_subprocess_exec(*command, stdout=subprocess.DEVNULL)
+    try:
+        async with asyncio.timeout(180):
+            while not await asyncio.to_thread(serves, f"http://127.0.0.1:{port}/up"):  # noqa: ASYNC110
+                await asyncio.sleep(0.2)
+        yield f"http://127.0.0.1:{port}", process.pid
+    finally:
+        process.terminate()
+        await process.wait()

@@ -15,12 +15,9 @@ import argparse
 import asyncio
 import json
 import os
-import subprocess
-import sys
 import tempfile
 import time
-from collections.abc import AsyncIterator
-from contextlib import AsyncExitStack, asynccontextmanager
+from contextlib import AsyncExitStack
 from pathlib import Path
 from typing import Any
 
@@ -32,12 +29,14 @@ from nemo_gym.server_utils import ServerClient
 from omegaconf import DictConfig, OmegaConf
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
-from benchmarks.real_engines import free_port, serves
+from benchmarks.real_engines import server
 from benchmarks.report import Figure, publish
 from nemo_gym_prorl.handlers.agent_service import AgentService, ServiceConfig
 from nemo_gym_prorl.memory import map_large_blocks
 from nemo_gym_prorl.rollout.client import RolloutClient
 
+
+MODULE = "benchmarks.soak"
 
 ROLLOUTS, TURNS = 20_000, 20
 QUICK_ROLLOUTS, QUICK_TURNS = 300, 3
@@ -156,22 +155,6 @@ def serve(kind: str, port: int, arguments: list[str]) -> None:
     uvicorn.run(app, host="127.0.0.1", port=port, log_level="warning", timeout_keep_alive=KEEP_ALIVE_S)
 
 
-@asynccontextmanager
-async def process(kind: str, *arguments: str) -> AsyncIterator[tuple[str, int]]:
-    """One of them; yields its URL and process id."""
-    port = free_port()
-    command = [sys.executable, "-m", "benchmarks.soak", "--serve", kind, str(port), *arguments]
-    server = await asyncio.create_subprocess_exec(*command, stdout=subprocess.DEVNULL)
-    try:
-        async with asyncio.timeout(180):
-            while not await asyncio.to_thread(serves, f"http://127.0.0.1:{port}/up"):  # noqa: ASYNC110
-                await asyncio.sleep(0.2)
-        yield f"http://127.0.0.1:{port}", server.pid
-    finally:
-        server.terminate()
-        await server.wait()
-
-
 def resident_mb(pid: int) -> float:
     """Memory that a process holds, MB."""
     pages = int(Path(f"/proc/{pid}/statm").read_text().split()[1])
@@ -190,10 +173,10 @@ async def soak(rollouts: int, turns: int, retain_bytes: int) -> list[Figure]:
     async with AsyncExitStack() as stack:
         folder = stack.enter_context(tempfile.TemporaryDirectory())
         make_tokenizer(Path(folder))
-        world, _ = await stack.enter_async_context(process("world", folder))
-        model, model_pid = await stack.enter_async_context(process("model", world, folder))
+        world, _ = await stack.enter_async_context(server(MODULE, "world", folder))
+        model, model_pid = await stack.enter_async_context(server(MODULE, "model", world, folder))
         url, service_pid = await stack.enter_async_context(
-            process("service", world, model, str(turns), str(retain_bytes))
+            server(MODULE, "service", world, model, str(turns), str(retain_bytes))
         )
         client = await stack.enter_async_context(RolloutClient(url))
         pids = {"service": service_pid, "prorl_model": model_pid}

@@ -13,12 +13,9 @@ from __future__ import annotations
 
 import argparse
 import asyncio
-import contextlib
 import os
 import random
 import subprocess
-import sys
-from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
 
@@ -31,9 +28,11 @@ from nemo_gym.server_utils import ServerClient
 from omegaconf import DictConfig
 from tokenizers import Tokenizer
 
-from benchmarks.real_engines import SCRIPTS, WORDS, free_port, serves
+from benchmarks.real_engines import SCRIPTS, WORDS, server
 from benchmarks.report import Figure, publish
 
+
+MODULE = "benchmarks.tokens"
 
 WRITTEN = 320
 OBSERVED_WORDS = 160
@@ -125,22 +124,6 @@ def serve(kind: str, port: int, engine_url: str, model: str) -> None:
     uvicorn.run(app, host="127.0.0.1", port=port, log_level="warning")
 
 
-@contextlib.asynccontextmanager
-async def process(kind: str, engine_url: str, model: Path) -> AsyncIterator[tuple[str, int]]:
-    """One server; yields its URL and process id."""
-    port = free_port()
-    command = [sys.executable, "-m", "benchmarks.tokens", "--serve", kind, str(port), engine_url, str(model)]
-    server = await asyncio.create_subprocess_exec(*command)
-    try:
-        async with asyncio.timeout(120):
-            while not await asyncio.to_thread(serves, f"http://127.0.0.1:{port}/up"):  # noqa: ASYNC110
-                await asyncio.sleep(0.2)
-        yield f"http://127.0.0.1:{port}", server.pid
-    finally:
-        server.terminate()
-        await server.wait()
-
-
 def cpu_s(pid: int) -> float:
     """CPU seconds that a process has used."""
     fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
@@ -196,9 +179,9 @@ async def measure(model: Path, lengths: tuple[int, ...]) -> list[Figure]:
     """Play a rollout of every length with every agent."""
     agents = {"gym": ("gym", False), "drop-in": ("prorl", False), "ours": ("prorl", True)}
     played: dict[tuple[str, int], Agent] = {}
-    async with process("engine", "http://127.0.0.1:1", model) as (engine, _):
+    async with server(MODULE, "engine", "http://127.0.0.1:1", str(model)) as (engine, _):
         for name, (kind, incremental) in agents.items():
-            async with process(kind, engine, model) as (url, pid):
+            async with server(MODULE, kind, engine, str(model)) as (url, pid):
                 for length in lengths:
                     async with aiohttp.ClientSession(cookie_jar=aiohttp.CookieJar(unsafe=True)) as session:
                         agent = played[name, length] = Agent(session, url, pid, incremental=incremental)

@@ -9,6 +9,7 @@ exit code 1, without a traceback; anything else is a defect and shows one.
 from __future__ import annotations
 
 import asyncio
+import logging
 import signal
 import sys
 import time
@@ -23,7 +24,7 @@ import typer
 if TYPE_CHECKING:
     from rich.console import Console
 
-    from nemo_gym_prorl.sandbox.store.recipe import Format
+    from nemo_gym_prorl.sandbox.images.building.recipe import Format
 
 app = typer.Typer(
     name="prorl",
@@ -41,9 +42,13 @@ def setup() -> None:
     """
     from rich.console import Console
 
-    from nemo_gym_prorl.sandbox.image import default_image_path, ensure_default_image, try_image
-    from nemo_gym_prorl.sandbox.install import ensure_runtime
-    from nemo_gym_prorl.sandbox.kernel_image import ensure_kernel_image
+    from nemo_gym_prorl.sandbox.images.building.default import (
+        default_image_path,
+        ensure_default_image,
+        ensure_kernel_image,
+        try_image,
+    )
+    from nemo_gym_prorl.sandbox.runtime.install import ensure_runtime
 
     console = Console(highlight=False)
     with _step(console, "Container runtime") as say:
@@ -67,6 +72,8 @@ def doctor() -> None:
     from nemo_gym_prorl.doctor import Level, examine
 
     console = Console(highlight=False)
+    # What a sandbox's start logs about limits is one of the findings.
+    logging.disable(logging.WARNING)
     with console.status("looking"):
         checks = list(examine())
     # What to do stands below what was found, so that both are wide enough on a terminal of 80 columns.
@@ -286,9 +293,9 @@ def selfcheck(
     from rich.markup import escape
     from rich.table import Table
 
-    from nemo_gym_prorl.sandbox import conformance
-    from nemo_gym_prorl.sandbox.image import default_image_path
-    from nemo_gym_prorl.sandbox.runtime import find_runtime
+    from nemo_gym_prorl.sandbox.gym import conformance
+    from nemo_gym_prorl.sandbox.images.building.default import default_image_path
+    from nemo_gym_prorl.sandbox.runtime.apptainer import find_runtime
 
     if subject != "sandbox":
         raise typer.BadParameter("only 'sandbox' can be checked")
@@ -343,9 +350,10 @@ def build_image(
     from rich.console import Console
 
     from nemo_gym_prorl.failures import CallerError
-    from nemo_gym_prorl.sandbox.runtime import require_runtime
-    from nemo_gym_prorl.sandbox.store import build, recipe
-    from nemo_gym_prorl.sandbox.store.images import ImageStore
+    from nemo_gym_prorl.sandbox.images.building import builder as build
+    from nemo_gym_prorl.sandbox.images.building import recipe
+    from nemo_gym_prorl.sandbox.images.store import ImageStore
+    from nemo_gym_prorl.sandbox.runtime.apptainer import require_runtime
 
     values = [entry.partition("=") for entry in variables or ()]
     if wrong := [name for name, equals, _value in values if not equals]:
@@ -390,9 +398,9 @@ def pull_images(
     from rich.console import Console
 
     from nemo_gym_prorl.commands import images as commands
-    from nemo_gym_prorl.sandbox.runtime import require_runtime
-    from nemo_gym_prorl.sandbox.store.images import ImageStore
-    from nemo_gym_prorl.sandbox.store.pull import Puller
+    from nemo_gym_prorl.sandbox.images.pull import Puller
+    from nemo_gym_prorl.sandbox.images.store import ImageStore
+    from nemo_gym_prorl.sandbox.runtime.apptainer import require_runtime
 
     wanted = commands.wanted_images(names or [], rows, field)
     puller = Puller(ImageStore(), require_runtime(), _layout(layout), credentials, tries)
@@ -410,7 +418,7 @@ def list_images() -> None:
     from rich.console import Console
 
     from nemo_gym_prorl.commands import images as commands
-    from nemo_gym_prorl.sandbox.store.images import ImageStore
+    from nemo_gym_prorl.sandbox.images.store import ImageStore
 
     commands.show(ImageStore(), Console(highlight=False))
 
@@ -425,7 +433,7 @@ def collect_images(
     from rich.console import Console
 
     from nemo_gym_prorl.commands import images as commands
-    from nemo_gym_prorl.sandbox.store.images import ImageStore
+    from nemo_gym_prorl.sandbox.images.store import ImageStore
 
     commands.collect(ImageStore(), max_gb, older_than, dry_run, Console(highlight=False))
 

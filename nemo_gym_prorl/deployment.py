@@ -312,7 +312,7 @@ class GymDeployment:
 
     def _log_tail(self) -> str:
         lines = self.log_path.read_text(errors="replace").splitlines() if self.log_path.exists() else []
-        return f"log {self.log_path}, its last lines:\n" + "\n".join(lines[-LOG_TAIL_LINES:])
+        return f"log {self.log_path}, its last lines:\n" + "\n".join(without_interrupts(lines)[-LOG_TAIL_LINES:])
 
     async def _end(self) -> None:
         # Cancelling the caller a second time must not leave servers behind.
@@ -371,3 +371,21 @@ async def _answers(session: aiohttp.ClientSession, url: str) -> bool:
 def _instance(listed: Mapping[str, Any]) -> Instance:
     server = f"{listed['server_type']}/{listed['name']}"
     return Instance(listed["process_name"], server, listed["url"], listed["pid"])
+
+
+def without_interrupts(lines: list[str]) -> list[str]:
+    """A log less the tracebacks of servers that Gym interrupted while they started, because another one had died: they
+    are long, come last, and are nobody's trouble."""
+    kept: list[str] = []
+    begin: int | None = None
+    for line in lines:
+        if line.endswith("Traceback (most recent call last):"):
+            begin = len(kept)
+        elif begin is not None and not line.startswith(" "):
+            if line.strip() == "KeyboardInterrupt":
+                del kept[begin:]
+                begin = None
+                continue
+            begin = None
+        kept.append(line)
+    return kept

@@ -2,19 +2,20 @@
 """What this machine has of what rollouts need, what it lacks, and how to get that.
 
 Each check is data: what was looked at, what was found, how good that is, and the way to mend it. Where it can, a check
-does the thing itself instead of reading settings that should allow it: whether a rootless container can be started
-depends on half a dozen kernel, distribution and container settings, and starting one asks them all. Nothing that is
-tried here stays.
+does the thing itself instead of reading settings that should allow it: whether a sandbox can be started depends on
+half a dozen kernel, distribution and container settings, and starting one, as servers do, asks them all. Nothing that
+is tried here stays.
 """
 
 from __future__ import annotations
 
+import asyncio
 import importlib.metadata
 import os
 import resource
 import shutil
-import subprocess
 import sys
+import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
@@ -22,11 +23,17 @@ from pathlib import Path
 
 from nemo_gym_prorl import open_files
 from nemo_gym_prorl.failures import InfrastructureError
-from nemo_gym_prorl.sandbox import cgroup, debian
-from nemo_gym_prorl.sandbox.cache import cache_dir
-from nemo_gym_prorl.sandbox.image import default_image_path, try_image
-from nemo_gym_prorl.sandbox.limits import DELEGATE, By, Facts, Limit, limits, shortcomings
-from nemo_gym_prorl.sandbox.runtime import HOW_TO_GET_IT, Runtime, find_runtime
+from nemo_gym_prorl.sandbox.container import Container, ContainerSpec
+from nemo_gym_prorl.sandbox.disks import in_memory, kind_under
+from nemo_gym_prorl.sandbox.images.building.default import default_image_path
+from nemo_gym_prorl.sandbox.images.cache import cache_dir
+from nemo_gym_prorl.sandbox.isolation.user_namespaces import Attempt, Ending, remedies
+from nemo_gym_prorl.sandbox.limits import cgroups
+from nemo_gym_prorl.sandbox.limits.report import By, Facts, Limit, limits, remedy_here, shortcomings
+from nemo_gym_prorl.sandbox.runtime import debian
+from nemo_gym_prorl.sandbox.runtime.apptainer import HOW_TO_GET_IT, Runtime, find_runtime
+from nemo_gym_prorl.sandbox.supervisor.rpc.client import Link
+from nemo_gym_prorl.sandbox.supervisor.storage import state_dir
 
 
 MIN_PYTHON = (3, 12)
@@ -37,8 +44,11 @@ COMFORTABLE_DISK_GB = 5.0
 ROLLOUTS = 1_000
 """Rollouts at once for which the limit of open files is judged."""
 
-PROBE_TIMEOUT_S = 60.0
+PROBE = ". /etc/os-release; echo $PRETTY_NAME; touch /probe && cut -d: -f1 -s /proc/net/dev"
+"""Run in a sandbox: says which system it has, writes to its root, and names its network devices."""
+
 _SETUP = "prorl setup"
+_STATE = "set PRORL_STATE to a folder of yours on a local disk"
 
 
 class Level(StrEnum):
@@ -69,24 +79,24 @@ class Check:
 
 
 def examine() -> Iterator[Check]:
-    """All checks in order, each made when it is asked for. Takes about 2 s."""
+    """All checks in order, each made when it is asked for. Takes about 1 s."""
     yield _python()
     yield _gym()
     runtime = find_runtime()
     yield _runtime(runtime)
-    yield _user_namespaces()
+    namespaces = user_namespaces_check(Attempt.here())
+    yield namespaces
     image = default_image_path()
     yield _image(image)
-    if runtime and image.is_dir():
-        yield _container(runtime, image)
-        yield _writable_layer(runtime, image)
-        yield _no_network(runtime, image)
+    if runtime and image.is_dir() and namespaces.level is Level.OK:
+        yield _sandbox(runtime, image)
     yield _fuse()
     yield _limits()
     yield _image_source()
     yield _open_files()
     yield _uv()
     yield _disk()
+    yield _state()
 
 
 def _python() -> Check:
@@ -110,25 +120,22 @@ def _gym() -> Check:
 def _runtime(runtime: Runtime | None) -> Check:
     name = "Container runtime"
     if runtime is None:
-        return Check(name, Level.MISSING, "no apptainer or singularity", f"{_SETUP} (on Debian), or {HOW_TO_GET_IT}")
+        return Check(name, Level.MISSING, "no apptainer", f"{_SETUP} (on Debian), or {HOW_TO_GET_IT}")
+    if runtime.flavor != "apptainer":
+        found = f"SingularityCE {runtime.version_text}, {runtime.path}: untested, only Apptainer is"
+        return Check(name, Level.WARN, found, f"{_SETUP} (on Debian), or {HOW_TO_GET_IT}")
     extra = "".join(f", with {key}={value}" for key, value in runtime.env.items())
     return Check(name, Level.OK, f"{runtime.flavor} {runtime.version_text}, {runtime.path}{extra}")
 
 
-def _user_namespaces() -> Check:
+def user_namespaces_check(attempt: Attempt) -> Check:
+    """The finding about user namespaces."""
     name = "User namespaces"
-    probe = [sys.executable, "-c", "import os; os.unshare(os.CLONE_NEWUSER)"]
-    if subprocess.run(probe, stdin=subprocess.DEVNULL, capture_output=True, check=False).returncode == 0:
+    if attempt.ending is Ending.DONE:
         return Check(name, Level.OK, "can be made")
-    return Check(
-        name,
-        Level.WARN,
-        "can't be made: containers then need an Apptainer installed with setuid",
-        _administrator(
-            "sysctl kernel.unprivileged_userns_clone=1 user.max_user_namespaces=15000 "
-            "kernel.apparmor_restrict_unprivileged_userns=0 (those that the machine has)"
-        ),
-    )
+    found = "can't be made" if attempt.ending is Ending.MAKE else "can be made, but give no rights"
+    fix = _administrator("; ".join(remedies(attempt)))
+    return Check(name, Level.MISSING, f"{found}: sandboxes can't run, also not with a setuid Apptainer", fix)
 
 
 def _image(image: Path) -> Check:
@@ -136,44 +143,41 @@ def _image(image: Path) -> Check:
     return Check(name, Level.OK, str(image)) if image.is_dir() else Check(name, Level.MISSING, "not built", _SETUP)
 
 
-def _container(runtime: Runtime, image: Path) -> Check:
-    name = "Container"
-    rootless = "root" if os.geteuid() == 0 and not runtime.env else "rootless"
+def _sandbox(runtime: Runtime, image: Path) -> Check:
+    name = "Sandbox"
     try:
-        said = try_image(image, runtime)
+        said, slow = asyncio.run(_try_sandbox(runtime, image))
     except InfrastructureError as error:
-        return Check(name, Level.MISSING, error.reason, "see 'User namespaces'; the runtime's own message says more")
-    return Check(name, Level.OK, f"{rootless}; inside: {', '.join(said.splitlines())}")
+        return Check(name, Level.MISSING, error.reason, "what the message asks for")
+    if slow:
+        fix = "nothing to do: it only takes longer; root's moulds need Linux 5.19, other users' 5.12"
+        return Check(name, Level.WARN, f"{said}; by the runtime, not from a mould: {slow}", fix)
+    return Check(name, Level.OK, f"{said}; from a mould")
 
 
-def _writable_layer(runtime: Runtime, image: Path) -> Check:
-    name = "Writable layer"
-    script = "touch /prorl-probe && df -m / | awk 'NR == 2 { print $2 }'"
-    done = _in_container(runtime, image, ["--writable-tmpfs"], script)
-    if done.returncode == 0:
-        return Check(name, Level.OK, f"tmpfs overlay, {done.stdout.strip()} MiB at most")
-    return Check(
-        name,
-        Level.WARN,
-        f"no tmpfs overlay: {_last_line(done.stderr)}",
-        _administrator("a kernel with overlayfs in user namespaces (5.11 or newer), or the package fuse-overlayfs"),
-    )
+async def _try_sandbox(runtime: Runtime, image: Path) -> tuple[str, str]:
+    """Start one by way of a supervisor, as servers do, and use it; returns how that went, and why not faster.
 
-
-def _no_network(runtime: Runtime, image: Path) -> Check:
-    name = "No-network sandbox"
-    options = ["--net", "--network", "none"] + ([] if os.geteuid() == 0 else ["--fakeroot"])
-    done = _in_container(runtime, image, options, "cut -d: -f1 -s /proc/net/dev")
-    inside = done.stdout.split()
+    Raises:
+        InfrastructureError: it can't be had, or is not as it should be.
+    """
+    await Link.get()
+    took_ms = []
+    # What is learnt of an image with its first sandbox, the next ones need not ask again.
+    for _ in range(2):
+        began = time.monotonic()
+        async with await Container.start(ContainerSpec(image=image), runtime) as sandbox:
+            done = await sandbox.run(PROBE)
+            took_ms.append((time.monotonic() - began) * 1000)
+    system, *devices = done.stdout.splitlines() or [""]
+    if done.exit_code:
+        raise InfrastructureError(f"a command failed in it: {_last_line(done.stderr)}")
     # A kernel with tunnel modules puts their idle devices into every new namespace.
-    if done.returncode == 0 and "lo" in inside and not any(name.startswith(("eth", "en", "wl")) for name in inside):
-        return Check(name, Level.OK, "sandboxes can be cut off from the network")
-    return Check(
-        name,
-        Level.WARN,
-        _last_line(done.stderr) if done.returncode else f"devices inside: {' '.join(inside)}",
-        _administrator("'allow net networks' and user namespaces in apptainer.conf"),
-    )
+    if any(device.strip().startswith(("eth", "en", "wl")) for device in devices):
+        raise InfrastructureError(f"it has network devices: {' '.join(devices)}")
+    first, second = took_ms
+    said = f"{system}; first command after {first:.0f} ms, in the next one after {second:.0f} ms; writable, no network"
+    return said, sandbox.fallback
 
 
 def _fuse() -> Check:
@@ -192,7 +196,7 @@ def _fuse() -> Check:
 
 
 def _limits() -> Check:
-    granted = cgroup.delegation()
+    granted = cgroups.delegation()
     controllers = granted.controllers if granted else frozenset()
     return limits_check(limits(Facts.here(controllers)))
 
@@ -206,7 +210,7 @@ def limits_check(found: Sequence[Limit]) -> Check:
         return Check(name, Level.OK, kept)
     # The size of an overlay is watched everywhere; nothing is to be done about that.
     level = Level.OK if all(limit.name == "disk" for limit in found if limit.by is not By.KERNEL) else Level.WARN
-    return Check(name, level, f"{kept}; {weak}", DELEGATE if level is Level.WARN else "")
+    return Check(name, level, f"{kept}; {weak}", remedy_here() if level is Level.WARN else "")
 
 
 def _image_source() -> Check:
@@ -256,20 +260,24 @@ def _disk() -> Check:
     return Check(name, Level.OK, found)
 
 
-def _in_container(runtime: Runtime, image: Path, options: list[str], script: str) -> subprocess.CompletedProcess[str]:
-    command = [str(runtime.path), "exec", "--containall", *options, str(image), "sh", "-c", script]
+def _state() -> Check:
+    name = "State folder"
     try:
-        return subprocess.run(
-            command,
-            env=runtime.environ(),
-            stdin=subprocess.DEVNULL,
-            capture_output=True,
-            text=True,
-            timeout=PROBE_TIMEOUT_S,
-            check=False,
-        )
-    except subprocess.TimeoutExpired:
-        return subprocess.CompletedProcess(command, 124, "", f"no answer in {PROBE_TIMEOUT_S:g} s")
+        folder = state_dir.state_root()
+    except OSError as error:
+        return Check(name, Level.MISSING, str(error), _STATE)
+    return state_check(str(folder), kind_under(folder), shutil.disk_usage(folder).free)
+
+
+def state_check(folder: str, kind: str, free: int) -> Check:
+    """The finding about the folder that sandboxes write in, on a disk of that kind with so many bytes free."""
+    name = "State folder"
+    found = f"{folder}, {kind}, {free / 1e9:.0f} GB free"
+    if in_memory(kind):
+        each = ContainerSpec(Path()).disk_mib * 2**20 / 1e9
+        found += f": what sandboxes write takes memory, up to {each:.0f} GB each unless disk_mib says otherwise"
+        return Check(name, Level.WARN, found, _STATE)
+    return Check(name, Level.OK, found)
 
 
 def _administrator(fix: str) -> str:

@@ -14,7 +14,6 @@ reward: a failed rollout is masked, retried or dropped, never scored.
 
 from __future__ import annotations
 
-import asyncio
 import errno
 import traceback
 from dataclasses import dataclass
@@ -231,7 +230,10 @@ def classify(error: BaseException, stage: Stage | None) -> Failure:
             timed_out=isinstance(error, BudgetExceeded),
             server=clean_text(server) if (server := getattr(error, "server", None)) is not None else None,
         )
-    if isinstance(error, asyncio.CancelledError):
+    # The supervisor of sandboxes, which has no such loop and is forked all the time, is to stay small.
+    from asyncio import CancelledError
+
+    if isinstance(error, CancelledError):
         return Failure(FailureKind.CANCELLED, Origin.CALLER, stage, "cancelled")
     reason = clean_text(f"{type(error).__name__}: {_text(error)}")
     if isinstance(error, OSError) and error.errno in (errno.EMFILE, errno.ENFILE):

@@ -26,6 +26,8 @@ from pathlib import Path
 from types import FrameType
 from typing import NoReturn
 
+from nemo_gym_prorl import proc_files
+
 
 INTERRUPT_GRACE_S = 15.0
 """How long a kept command may take to end after SIGINT before it is killed."""
@@ -61,9 +63,10 @@ class ProcessMark:
                 continue
             # A process may end, or belong to somebody else, at any of these reads.
             with contextlib.suppress(OSError):
-                if needle in (entry / "environ").read_bytes().split(b"\0"):
+                if needle in proc_files.variables(int(entry.name)):
                     # An empty command line is a zombie's or a kernel thread's.
-                    command = (entry / "cmdline").read_bytes().replace(b"\0", b" ").decode(errors="replace").strip()
+                    words = proc_files.command_line(int(entry.name)).replace(b"\0", b" ")
+                    command = words.decode(errors="replace").strip()
                     if command:
                         found[int(entry.name)] = command
         return found

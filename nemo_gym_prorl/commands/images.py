@@ -14,12 +14,11 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from rich.table import Table
 
 from nemo_gym_prorl.failures import CallerError
-from nemo_gym_prorl.sandbox.image import default_image_path
-from nemo_gym_prorl.sandbox.kernel_image import kernel_image_path
-from nemo_gym_prorl.sandbox.store.entry import Image
-from nemo_gym_prorl.sandbox.store.images import ImageStore
-from nemo_gym_prorl.sandbox.store.pull import Outcome, Puller, images_of, pull_all
-from nemo_gym_prorl.sandbox.store.reference import Registry, registry
+from nemo_gym_prorl.sandbox.images.building.default import default_image_path, kernel_image_path
+from nemo_gym_prorl.sandbox.images.entry import Image
+from nemo_gym_prorl.sandbox.images.pull import Outcome, Puller, images_of, pull_all
+from nemo_gym_prorl.sandbox.images.reference import Registry, registry
+from nemo_gym_prorl.sandbox.images.store import ImageStore
 
 
 GIB = 1 << 30
@@ -90,9 +89,9 @@ def collect(
     store: ImageStore, max_gb: float | None, older_than: float | None, dry_run: bool, console: Console
 ) -> None:
     """Remove what is neither used nor one of today's default images."""
-    default = default_image_path()
+    today = [default_image_path(), kernel_image_path()]
     removed, swept = store.collect(
-        [default.name, kernel_image_path(default).name],
+        [path.parent.name for path in today if path],
         max_bytes=None if max_gb is None else int(max_gb * GIB),
         older_than_s=None if older_than is None else older_than * DAY_S,
         dry_run=dry_run,
@@ -100,7 +99,7 @@ def collect(
     for image in removed:
         console.print(f"{_title(image)}, {image.info.kind}, {_gib([image])}", markup=False, soft_wrap=True)
     for folder in swept:
-        console.print(f"{folder}, left by a process that was killed", markup=False, soft_wrap=True)
+        console.print(f"{folder}, left by a process that was killed or an older version", markup=False, soft_wrap=True)
     console.print(f"{_gib(removed)} {'would be' if dry_run else 'are'} free")
 
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""One sandbox: a rootless Apptainer or SingularityCE container in which commands are run and files exchanged.
+"""One sandbox: a rootless Apptainer container in which commands are run and files exchanged.
 
 The container is one ``exec`` of the runtime whose only process waits. Whatever is to run joins it from outside, by way
 of the supervisor, so the image needs ``/bin/sh`` and nothing else, no port is open, and a command costs milliseconds.
@@ -14,50 +14,40 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import os
-import re
 import secrets
 import signal
 import socket
-import stat
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
-from nemo_gym_prorl.failures import CallerError, InfrastructureError
-from nemo_gym_prorl.sandbox import limits
-from nemo_gym_prorl.sandbox.command import DEFAULT_EXEC_TIMEOUT_S, OUTPUT_LIMIT, Completed, complete, shell_command
-from nemo_gym_prorl.sandbox.imagecheck import UNPACK
-from nemo_gym_prorl.sandbox.link import Link, Process, SandboxLost, SandboxRefused
-from nemo_gym_prorl.sandbox.runtime import Runtime, require_runtime
-from nemo_gym_prorl.sandbox.spec import (
-    SHARED_FOLDER,
-    ContainerSpec,
-    check,
-    check_path,
-    check_variable,
-    command_environment,
-    order,
+from nemo_gym_prorl.failures import CallerError
+from nemo_gym_prorl.sandbox import transfer
+from nemo_gym_prorl.sandbox.arguments import check_bounds, check_path, check_port, check_program, check_variables
+from nemo_gym_prorl.sandbox.binds import checked
+from nemo_gym_prorl.sandbox.isolation import user_domain
+from nemo_gym_prorl.sandbox.limits import report
+from nemo_gym_prorl.sandbox.runtime.apptainer import Runtime, require_runtime
+from nemo_gym_prorl.sandbox.runtime.command import SHARED_FOLDER
+from nemo_gym_prorl.sandbox.sessions.exec import (
+    DEFAULT_EXEC_TIMEOUT_S,
+    OUTPUT_LIMIT,
+    Completed,
+    complete,
+    shell_command,
 )
-from nemo_gym_prorl.sandbox.transfer import FILE_LIMIT, open_source, open_target
-from nemo_gym_prorl.sandbox.wire import Message
+from nemo_gym_prorl.sandbox.spec import ContainerSpec, check, command_environment, order
+from nemo_gym_prorl.sandbox.start_errors import start_error
+from nemo_gym_prorl.sandbox.supervisor.errors import SandboxExhausted, SandboxLost, SandboxRefused
+from nemo_gym_prorl.sandbox.supervisor.rpc.client import Link, Process
+from nemo_gym_prorl.sandbox.supervisor.rpc.protocol import Message
+from nemo_gym_prorl.sandbox.transfer import FILE_LIMIT
 
 
 __all__ = ["DEFAULT_EXEC_TIMEOUT_S", "OUTPUT_LIMIT", "SHARED_FOLDER", "Completed", "Container", "ContainerSpec"]
 
-KNOWN_CAUSES = {
-    "no space left|disk quota": "make room where PRORL_STATE is, or set it to a folder on another local disk",
-    "it can't be prepared": "set PRORL_STATE to a folder of yours on a local disk",
-    "squashfuse|squashfs|/dev/fuse": "the image is damaged, or FUSE is not to be had here: build it "
-    f"again, or unpack it with '{UNPACK} IMAGE' and name FOLDER",
-    "other owners|value too large": "the file system of the image can't show other owners: copy it to a local disk",
-    "overlay": "PRORL_STATE must be a folder on a local disk that can carry an overlay (ext4, xfs, tmpfs; not NFS)",
-}
-"""What the runtime's words, by regular expression, ask to be done; the first that fits counts."""
-
-FIRST_HOST_ID = 1_879_048_192
-HOST_IDS = 65_536
-"""Where the server is root, each sandbox runs under one of these user ids, which systemd leaves unused."""
+KILLED = 128 + signal.SIGKILL
 
 
 class Container:
@@ -67,19 +57,28 @@ class Container:
         self.name = name
         self._host_id = host_id
         self.spec = spec
+        self.image = spec.image
+        """As it was named, wherever it was started from."""
         self.notes: list[str] = []
         """Limits that the sandbox ran into, as told by the supervisor."""
+        self.way: Literal["mould", "runtime"] = "runtime"
+        """How it was made."""
         self.alive = True
+        self._exhausted: SandboxExhausted | None = None
         self.paused = False
+        self.worked: set[str] = set()
+        """Programs that have served as sessions in it."""
         self.environment: dict[str, str] = {}
         self.workdir = "/root" if spec.root else "/tmp"
+        self.fallback = ""
+        """Why it was not made from a mould, which would be faster."""
         self._on_end: list[Callable[[], None]] = []
         self._link = link
         link.watch(name, self._on_event)
 
     @classmethod
     async def start(cls, spec: ContainerSpec, runtime: Runtime | None = None, held: Sequence[int] = ()) -> Container:
-        """Start a sandbox; some 80 ms from a root folder, some 200 ms from a SIF. Files that are ``held`` stay open
+        """Start a sandbox; some 20 ms from a mould, 90 by the runtime. Files that are ``held`` stay open
         until it is gone.
 
         Raises:
@@ -90,22 +89,22 @@ class Container:
             runtime = await asyncio.to_thread(require_runtime)
         await asyncio.to_thread(check, spec, runtime)
         link = await Link.get()
-        host_id = os.geteuid() or FIRST_HOST_ID + secrets.randbelow(HOST_IDS)
+        await asyncio.to_thread(checked, spec.binds, link.folder.parent, spec.image, spec.volumes)
+        host_id = user_domain.draw(several=spec.users)
         container = cls(f"b-{secrets.token_hex(6)}", spec, link, host_id)
         try:
-            async with asyncio.timeout(spec.start_timeout_s):
-                start = order(container.name, container._host_id, spec, runtime, link.folder)
-                answer, _files = await link.ask(start, held)
+            start = order(container.name, container._host_id, spec, runtime)
+            answer, _files = await link.ask(start, held)
         except SandboxRefused as error:
             link.watch(container.name, None)
-            raise _start_error(error, spec, runtime) from error
-        except BaseException as error:
+            raise start_error(error, spec, runtime) from error
+        except BaseException:
             await container.close()
-            if isinstance(error, TimeoutError):
-                raise InfrastructureError(f"the sandbox was not up within {spec.start_timeout_s:g} s") from error
             raise
         try:
-            limits.say_once(frozenset(answer["controllers"]))
+            report.say_once(frozenset(answer["controllers"]), in_memory=answer["in_memory"])
+            container.way, container.fallback = answer["start"], answer["fallback"]
+            report.say_once_why_slow(container.fallback)
             container.environment = command_environment(answer["environment"], spec)
             await container.configure(spec.env, spec.workdir)
         except BaseException:
@@ -119,15 +118,15 @@ class Container:
         Raises:
             CallerError: the folder can't be made.
         """
-        for name, value in env.items():
-            check_variable(name, value)
+        check_variables(env)
         self.environment = {**self.environment, **env}
         if workdir:
             check_path(workdir, "workdir")
-            made = await self.execute(["mkdir", "-p", "--", workdir], cwd="/", timeout_s=30.0)
-            if made.exit_code:
-                raise CallerError(f"can't be made in the sandbox: {made.stderr.strip()}", field="workdir")
             self.workdir = workdir
+            if workdir != "/":
+                made = await self.execute(["mkdir", "-p", "--", workdir], cwd="/", timeout_s=30.0)
+                if made.exit_code:
+                    raise CallerError(f"can't be made in the sandbox: {made.stderr.strip()}", field="workdir")
 
     @property
     def shared_folder(self) -> Path:
@@ -143,6 +142,7 @@ class Container:
             "host_id": self._host_id,
             "environment": self.environment,
             "workdir": self.workdir,
+            "image": str(self.image),
             "spec": spec,
         }
 
@@ -161,6 +161,7 @@ class Container:
         container = cls(description["sandbox_id"], spec, link, description["host_id"])
         container.environment = dict(description["environment"])
         container.workdir = description["workdir"]
+        container.image = Path(description["image"])
         await link.ask({"do": "check", "sandbox": container.name})
         return container
 
@@ -172,13 +173,14 @@ class Container:
         env: Mapping[str, str] | None = None,
         timeout_s: float | None = DEFAULT_EXEC_TIMEOUT_S,
         output_limit: int = OUTPUT_LIMIT,
+        user: str | int | None = None,
     ) -> Completed:
         """Run a command with ``/bin/sh``, without a terminal and with empty input, and wait for its end.
 
         What it leaves running in the background goes on running, but its output is no longer read.
 
         Raises:
-            CallerError: there is a NUL in the command, or ``cwd`` is not a folder.
+            CallerError: there is a NUL in the command, ``cwd`` is not a folder, or the sandbox has no such ``user``.
             SandboxLost: the sandbox ended before the command did.
         """
         with shell_command(command) as (argv, files):
@@ -188,6 +190,7 @@ class Container:
                 env=env,
                 timeout_s=timeout_s,
                 output_limit=output_limit,
+                user=user,
                 files=[self.give(descriptor) for descriptor in files],
             )
 
@@ -200,14 +203,23 @@ class Container:
         timeout_s: float | None = DEFAULT_EXEC_TIMEOUT_S,
         output_limit: int = OUTPUT_LIMIT,
         files: Sequence[int] = (),
+        user: str | int | None = None,
     ) -> Completed:
         """As :meth:`run`, for a program and its arguments. ``files`` become its open files 3, 4, ..."""
+        check_bounds(timeout_s, output_limit)
 
         async def spawn(streams: Sequence[int]) -> Process:
             null, *outputs = streams
-            return await self.spawn(argv, [null, *map(self.give, outputs), *files], cwd=cwd, env=env)
+            return await self.spawn(argv, [null, *map(self.give, outputs), *files], cwd=cwd, env=env, user=user)
 
-        return await complete(spawn, self._kill, timeout_s, output_limit)
+        done = await complete(spawn, self.kill, timeout_s, output_limit)
+        if self._exhausted:
+            # It did not end by itself.
+            raise self._exhausted
+        if done.exit_code == KILLED and not done.timed_out:
+            # Nor did this one, if it went with its sandbox.
+            self._check_alive()
+        return done
 
     async def spawn(
         self,
@@ -218,6 +230,7 @@ class Container:
         env: Mapping[str, str] | None = None,
         terminal: tuple[int, int] | None = None,
         echo: bool = False,
+        user: str | int | None = None,
     ) -> Process:
         """Start a program in a session of its own.
 
@@ -228,12 +241,13 @@ class Container:
             env: more variables.
             terminal: rows and columns of a new terminal.
             echo: have the terminal behave as for a person: echo what is typed, end lines with CR and LF.
+            user: who runs it, by name or number in the sandbox's ``/etc/passwd``; the sandbox's own user if not given.
 
         Raises:
-            CallerError: there is no such program or folder.
+            CallerError: there is no such program, folder or user.
         """
         message = {"do": "spawn", "sandbox": self.name, "tty": terminal, "echo": echo}
-        message |= self.program(argv, cwd=cwd, env=env)
+        message |= self.program(argv, cwd=cwd, env=env, user=user)
         self._check_alive()
         try:
             return await self._link.spawn(message, files)
@@ -243,17 +257,24 @@ class Container:
             raise
 
     def program(
-        self, argv: Sequence[str], *, cwd: str | None = None, env: Mapping[str, str] | None = None
+        self,
+        argv: Sequence[str],
+        *,
+        cwd: str | None = None,
+        env: Mapping[str, str] | None = None,
+        user: str | int | None = None,
     ) -> dict[str, Any]:
-        """What :func:`.enter.spawn` is told of a program: with the sandbox's own variables and folder."""
-        for name, value in (env or {}).items():
-            check_variable(name, value)
-        return {"argv": list(argv), "env": {**self.environment, **(env or {})}, "cwd": cwd or self.workdir}
+        """What :func:`.inside.spawn` is told of a program: with the sandbox's own variables and folder."""
+        check_program(argv, cwd, env, user)
+        variables = {**self.environment, **(env or {})}
+        return {"argv": list(argv), "env": variables, "cwd": cwd or self.workdir, "user": user}
 
     def give(self, descriptor: int) -> int:
         """Let the sandbox's user open a pipe or memory file of ours by its name under ``/dev/fd``, as shells do."""
         if os.geteuid() == 0:
             os.fchown(descriptor, self._host_id, self._host_id)
+        if self.spec.users:
+            os.fchmod(descriptor, 0o666)
         return descriptor
 
     async def signal(self, process: Process, number: int) -> None:
@@ -261,55 +282,35 @@ class Container:
         if not process.ended.done():
             # A process that went with its supervisor has ended; whoever waits for its end is told so.
             with contextlib.suppress(SandboxLost):
-                await self._link.ask({"do": "signal", "pid": process.pid, "signal": int(number)})
+                await self._link.ask({"do": "signal", "spawn": process.name, "signal": int(number)})
 
-    async def _kill(self, process: Process) -> None:
-        await self.signal(process, signal.SIGKILL)
+    def kill(self, process: Process) -> None:
+        """End a spawned process, with its group, wherever it is on its way; waits for nothing."""
+        self._link.kill(process.name)
 
     async def upload(self, source: Path, target: str, *, limit: int = FILE_LIMIT) -> None:
-        """Copy a file of the host to the absolute path ``target`` inside; missing folders are made.
-
-        Raises:
-            CallerError: not a file, too large, or the path inside is not one for a file.
-        """
-        check_path(target, "target_path")
-        descriptor = await asyncio.to_thread(open_source, source, limit)
-        try:
-            mode = stat.S_IMODE(os.fstat(descriptor).st_mode)
-            await self._transfer({"do": "put", "path": target, "mode": mode}, descriptor, "target_path")
-        finally:
-            os.close(descriptor)
+        """Copy a file of the host into the sandbox; see :func:`.transfer.upload`."""
+        await transfer.upload(self, source, target, limit)
 
     async def download(self, source: str, target: Path, *, limit: int = FILE_LIMIT) -> None:
-        """Copy the ordinary file at the absolute path ``source`` inside to the host. ``target`` is whole or untouched.
-
-        Raises:
-            CallerError: there is no such file, it is not an ordinary one, or it is too large.
-        """
-        check_path(source, "source_path")
-        descriptor, fresh = await asyncio.to_thread(open_target, target)
-        try:
-            await self._transfer({"do": "get", "path": source, "limit": limit}, descriptor, "source_path")
-            await asyncio.to_thread(fresh.replace, target)
-        except BaseException:
-            fresh.unlink(missing_ok=True)
-            raise
-        finally:
-            os.close(descriptor)
+        """Copy a file of the sandbox to the host; see :func:`.transfer.download`."""
+        await transfer.download(self, source, target, limit)
 
     async def connect(self, port: int) -> socket.socket:
         """A connection to what listens on ``port`` of the sandbox's own loopback device, made from inside.
 
         Raises:
+            CallerError: that is no port.
             SandboxRefused: nothing listens.
             SandboxLost: the sandbox has ended.
         """
+        check_port(port)
         _answer, files = await self.ask("connect", port=port)
         connection = socket.socket(fileno=files[0])
         connection.setblocking(False)
         return connection
 
-    async def ask(self, do: str, **details: Any) -> tuple[Message, list[int]]:
+    async def ask(self, do: str, files: Sequence[int] = (), **details: Any) -> tuple[Message, list[int]]:
         """Ask the supervisor something about this sandbox; the files of its answer are the caller's to close.
 
         Raises:
@@ -317,7 +318,11 @@ class Container:
             SandboxLost: the sandbox has ended.
         """
         self._check_alive()
-        return await self._link.ask({"do": do, "sandbox": self.name, **details})
+        return await self._link.ask({"do": do, "sandbox": self.name, **details}, files)
+
+    def post(self, do: str, **details: Any) -> None:
+        """Have the supervisor do something about this sandbox, and wait for nothing."""
+        self._link.post({"do": do, "sandbox": self.name, **details})
 
     async def pause(self) -> None:
         """Stop everything that runs inside; commands are refused until :meth:`resume`.
@@ -360,8 +365,10 @@ class Container:
     def _on_event(self, event: Message) -> None:
         if event["event"] == "limit":
             self.notes.append(event["reason"])
-        else:
-            self._ended()
+            return
+        if event.get("resource"):
+            self._exhausted = SandboxExhausted(f"sandbox {self.name} was ended: {event['reason']}", event["resource"])
+        self._ended()
 
     def _ended(self) -> None:
         self.alive = False
@@ -369,21 +376,7 @@ class Container:
             self._on_end.pop()()
 
     def _check_alive(self) -> None:
+        if self._exhausted:
+            raise self._exhausted
         if not self.alive:
             raise SandboxLost(f"sandbox {self.name} has ended" + "".join(f"; {note}" for note in self.notes))
-
-    async def _transfer(self, message: Message, descriptor: int, field_name: str) -> None:
-        self._check_alive()
-        try:
-            await self._link.ask({**message, "sandbox": self.name}, [descriptor])
-        except SandboxRefused as error:
-            if error.number:
-                raise CallerError(error.reason, field=field_name) from error
-            raise
-
-
-def _start_error(error: SandboxRefused, spec: ContainerSpec, runtime: Runtime) -> InfrastructureError:
-    """What the runtime said when it did not start, with what to do about the causes that are known."""
-    said = "; ".join(line for line in error.log.splitlines() if line.strip())[-800:] or error.reason
-    fix = next((f"; {fix}" for sign, fix in KNOWN_CAUSES.items() if re.search(sign, said, re.IGNORECASE)), "")
-    return InfrastructureError(f"{runtime.flavor} could not start a sandbox of {spec.image}: {said}{fix}")

@@ -6,23 +6,37 @@ Nothing here starts or asks anything. What is wrong with a specification is foun
 
 from __future__ import annotations
 
+import dataclasses
 import os
 import resource
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Annotated, Literal
+
+from pydantic import Strict, TypeAdapter
 
 from nemo_gym_prorl.failures import CallerError, InfrastructureError
-from nemo_gym_prorl.sandbox.imagecheck import check_image
-from nemo_gym_prorl.sandbox.linux import walled_in
-from nemo_gym_prorl.sandbox.runtime import Runtime
-from nemo_gym_prorl.sandbox.wire import Message
+from nemo_gym_prorl.sandbox import fields
+from nemo_gym_prorl.sandbox.images.validate import check_image
+from nemo_gym_prorl.sandbox.isolation import capabilities
+from nemo_gym_prorl.sandbox.isolation.mould.root_fs import Bind
+from nemo_gym_prorl.sandbox.isolation.syscalls import walled_in
+from nemo_gym_prorl.sandbox.isolation.user_domain import no_several_users
+from nemo_gym_prorl.sandbox.limits.process_count import process_limit_here
+from nemo_gym_prorl.sandbox.runtime.apptainer import Runtime
+from nemo_gym_prorl.sandbox.runtime.command import OF_THE_RUNTIME
+from nemo_gym_prorl.sandbox.supervisor.rpc.protocol import Message
+from nemo_gym_prorl.sandbox.supervisor.storage.volumes import Volume
 
 
-SHARED_FOLDER = "/.prorl"
-"""Where a sandbox sees the folder that it shares with its server, for sockets."""
+Start = Literal["auto", "mould", "runtime"]
 
-_RUNTIME_VARIABLES = ("APPTAINER_", "SINGULARITY_", "PS1", "PROMPT_COMMAND", "PWD", "SHLVL", "_")
+MOST_CPUS = 4096
+MOST_PROCESSES = 1 << 22
+"""The kernel has no more numbers for them."""
+
+MOST_START_TIMEOUT_S = 86400.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,21 +57,44 @@ class ContainerSpec:
         shared_memory_mib: size of ``/dev/shm``.
         ttl_s: seconds after which the sandbox is ended, however busy it is.
         start_timeout_s: how long the runtime may take to start it.
+        start: ``mould``: made by ourselves, of what the runtime said once of the image, which is fastest; ``runtime``:
+            one process of the runtime's for each sandbox; ``auto``: the former where it works.
+        users: have all user ids inside, not only one: for package managers, services, files of several users. Needs
+            an unpacked image, and of an ordinary user a range of ids; see :mod:`.user_domain`.
+        capabilities: of the kernel, that root inside is to have beyond the usual: ``SYS_PTRACE``, ``NET_ADMIN``.
+        volumes: folders that are shared with other sandboxes, as ``NAME:INSIDE`` or ``NAME:INSIDE:ro``.
     """
 
-    image: Path
-    env: Mapping[str, str] = field(default_factory=dict)
-    workdir: str | None = None
-    network: bool = False
-    root: bool = True
-    binds: Sequence[str] = ()
-    memory_mib: int = 8192
-    cpus: float = 0.0
-    processes: int = 512
-    disk_mib: int = 10240
-    shared_memory_mib: int = 64
-    ttl_s: float | None = None
-    start_timeout_s: float = 60.0
+    image: Annotated[Path, Strict()]
+    env: fields.Variables = field(default_factory=dict)
+    workdir: fields.SandboxPath | None = None
+    network: fields.Flag = False
+    root: fields.Flag = True
+    binds: fields.Texts = ()
+    memory_mib: fields.Mib = 8192
+    cpus: Annotated[fields.Number, fields.between(0, MOST_CPUS, "no limit")] = 0.0
+    processes: Annotated[fields.Whole, fields.between(1, MOST_PROCESSES)] = 512
+    disk_mib: fields.Mib = 10240
+    shared_memory_mib: Annotated[fields.Whole, fields.between(1, fields.MOST_MIB)] = 64
+    ttl_s: fields.Seconds | None = None
+    start_timeout_s: Annotated[fields.Number, fields.above_zero(MOST_START_TIMEOUT_S)] = 60.0
+    start: Start = "auto"
+    users: fields.Flag = False
+    capabilities: fields.Texts = ()
+    volumes: fields.Texts = ()
+
+
+def check_fields(values: Mapping[str, object], inside: str = "") -> None:
+    """Refuse values that fields of :class:`ContainerSpec` can't have, each by itself.
+
+    Args:
+        values: of fields, by name; ``image`` may be missing.
+        inside: what they are fields of, for the caller.
+
+    Raises:
+        CallerError: one is wrong; names it.
+    """
+    fields.checked(_SPEC, {"image": Path(), **values}, inside=inside)
 
 
 def check(spec: ContainerSpec, runtime: Runtime) -> None:
@@ -67,47 +104,52 @@ def check(spec: ContainerSpec, runtime: Runtime) -> None:
         CallerError: the specification is wrong; names the field.
         InfrastructureError: sandboxes of this user can't be started with this runtime, or of such images.
     """
+    check_fields({field.name: getattr(spec, field.name) for field in dataclasses.fields(spec)})
     # An image is shown to the sandbox's user elsewhere, but the runtime finds its parts by its own path.
     if os.geteuid() == 0 and (wall := walled_in(runtime.path)):
         raise InfrastructureError(
             f"sandboxes of root run under unprivileged user ids, which can't enter {wall} to run {runtime.path}; set "
             "PRORL_CACHE to a folder that all may enter and run 'prorl setup'"
         )
+    if spec.start == "mould" and spec.image.is_file():
+        raise CallerError("only an unpacked image can be made a mould of", field="start")
+    if spec.users:
+        if spec.start == "runtime" or spec.image.is_file():
+            raise CallerError("several users need an unpacked image, and not start: runtime", field="users")
+        if trouble := no_several_users():
+            raise CallerError(trouble, field="users")
     check_image(spec.image)
-    if spec.workdir is not None:
-        check_path(spec.workdir, "workdir")
-    for name, value in spec.env.items():
-        check_variable(name, value)
-    for name in ("memory_mib", "disk_mib", "cpus"):
-        if getattr(spec, name) < 0:
-            raise CallerError("must be 0 (no limit) or more", field=name)
-    for name in ("processes", "shared_memory_mib", "start_timeout_s"):
-        if getattr(spec, name) <= 0:
-            raise CallerError("must be more than 0", field=name)
-
-
-def order(name: str, host_id: int, spec: ContainerSpec, runtime: Runtime, folder: Path) -> Message:
-    """The supervisor's order to start a container."""
-    overlay = str(folder / name / "overlay")
-    shared = str(folder / name / "shared")
-    command = [str(runtime.path), "exec", "--userns", "--containall", "--cleanenv", "--no-init"]
-    command += ["--hostname", "sandbox", "--bind", f"{shared}:{SHARED_FOLDER}"]
-    command += ["--no-mount", "home,tmp", "--overlay", overlay]
-    if not spec.network:
-        command += ["--net", "--network", "none"]
     for bind in spec.binds:
-        command += ["--bind", bind]
-    limits = {resource.RLIMIT_NPROC: spec.processes, resource.RLIMIT_CORE: 0}
+        Bind.parse(bind)
+    for volume in spec.volumes:
+        Volume.parse(volume)
+    if _may_trace(spec) and (spec.start == "runtime" or not spec.image.is_dir()):
+        raise CallerError("SYS_PTRACE needs an unpacked image, and not start: runtime", field="capabilities")
+
+
+def order(name: str, host_id: int, spec: ContainerSpec, runtime: Runtime) -> Message:
+    """The supervisor's order to start a container: plain values, of which it makes command lines itself.
+
+    Args:
+        name: the sandbox's.
+        host_id: the user id that it runs under on the host.
+        spec: what it is to be; checked.
+        runtime: what starts it, or says what the image sets.
+    """
+    start = "mould" if spec.users or _may_trace(spec) else spec.start if spec.image.is_dir() else "runtime"
+    limits = {resource.RLIMIT_NPROC: process_limit_here(spec.processes), resource.RLIMIT_CORE: 0}
     if spec.disk_mib:
         limits[resource.RLIMIT_FSIZE] = spec.disk_mib << 20
     return {
         "do": "create",
         "sandbox": name,
-        "argv": command,
+        "runtime": str(runtime.path),
+        "start": start,
+        "users": spec.users,
+        "network": spec.network,
+        "binds": list(spec.binds),
         "image": str(spec.image),
-        "overlay": overlay,
-        "shared": shared,
-        "env": {"PATH": os.environ.get("PATH", os.defpath), "HOME": "/", "PRORL_SANDBOX_OWNER": str(folder)},
+        "image_identity": image_identity(spec.image) if start != "runtime" else "",
         "uid": 0 if spec.root else 1000,
         "host_uid": host_id,
         "host_gid": os.getegid() if os.geteuid() else host_id,
@@ -118,30 +160,35 @@ def order(name: str, host_id: int, spec: ContainerSpec, runtime: Runtime, folder
         "disk_mib": spec.disk_mib,
         "shared_memory_mib": spec.shared_memory_mib,
         "ttl_s": spec.ttl_s,
+        "start_timeout_s": spec.start_timeout_s,
+        "capabilities": sorted(capabilities.numbers(spec.capabilities, root=spec.root, host_network=spec.network)),
+        "volumes": list(spec.volumes),
     }
+
+
+def _may_trace(spec: ContainerSpec) -> bool:
+    """Whether what runs inside may take over any process there. A runtime's first process has every right inside and
+    no filter of system calls; a mould's has no right and is under the filter.
+
+    Raises:
+        CallerError: capabilities that can't be had.
+    """
+    added = capabilities.numbers(spec.capabilities, root=spec.root, host_network=spec.network)
+    return capabilities.GRANTED["SYS_PTRACE"] in added
+
+
+def image_identity(image: Path) -> str:
+    """What tells an unpacked image from any other, also from what lay at its path before."""
+    parts = [image, image / ".singularity.d" / "env", *sorted((image / ".singularity.d" / "env").glob("*"))]
+    found = [path.stat() for path in parts if path.exists()]
+    return f"{image} {[(stat.st_dev, stat.st_ino, stat.st_mtime_ns) for stat in found]}"
 
 
 def command_environment(found: Mapping[str, str], spec: ContainerSpec) -> dict[str, str]:
     """The variables of commands: what the image sets, less what the runtime says about itself."""
-    own = {name: value for name, value in found.items() if not name.startswith(_RUNTIME_VARIABLES)}
+    own = {name: value for name, value in found.items() if not name.startswith(OF_THE_RUNTIME)}
     home = "/root" if spec.root else "/tmp"
     return {**own, "HOME": home, "LANG": "C.UTF-8", "TERM": "dumb"}
 
 
-def check_variable(name: str, value: str) -> None:
-    """Refuse what the kernel takes for no variable."""
-    if not name or "=" in name or "\0" in name + value:
-        raise CallerError(f"{name!r} can't be the name or value of a variable", field="env")
-
-
-def check_path(path: str, name: str) -> None:
-    """Refuse all but absolute paths; ``name`` is the field's."""
-    refuse_nul(path, name)
-    if not path.startswith("/"):
-        raise CallerError(f"must be an absolute path in the sandbox, not {path!r}", field=name)
-
-
-def refuse_nul(text: str, name: str) -> None:
-    """Refuse what would be cut off where the kernel takes it over."""
-    if "\0" in text:
-        raise CallerError("must not hold a NUL character", field=name)
+_SPEC = TypeAdapter(ContainerSpec)

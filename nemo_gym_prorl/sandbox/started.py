@@ -1,7 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """A started sandbox of any of Gym's providers as one object, with sessions where its provider has them.
 
-Gym's own ``AsyncSandbox`` keeps provider and handle to itself, and a shell needs both.
+Gym's own ``AsyncSandbox`` keeps provider and handle to itself, and a shell needs both; and it makes a provider for
+each sandbox, which looks for its runtime anew. Here one provider starts them all.
 """
 
 from __future__ import annotations
@@ -13,8 +14,8 @@ from typing import Any
 from nemo_gym.sandbox.providers import create_provider
 from nemo_gym.sandbox.providers.base import SandboxExecResult, SandboxHandle, SandboxSpec, SandboxStatus
 
-from nemo_gym_prorl.sandbox.kernel import Kernel
-from nemo_gym_prorl.sandbox.shell import Shell
+from nemo_gym_prorl.sandbox.sessions.bash import Shell
+from nemo_gym_prorl.sandbox.sessions.jupyter.kernel import Kernel
 
 
 class StartedSandbox:
@@ -45,14 +46,11 @@ class StartedSandbox:
 
     async def stop(self) -> None:
         """End it; returns when it is gone. May be called again."""
-        try:
-            await self._provider.close(self._handle)
-        finally:
-            await self._provider.aclose()
+        await self._provider.close(self._handle)
 
 
 class SandboxWithSessions(StartedSandbox):
-    """One whose provider has shells and kernels, as ``singularity`` has."""
+    """One whose provider has shells and kernels, and reaches files without a program inside, as ``singularity``."""
 
     async def shell(self, *, env: Mapping[str, str] | None = None) -> Shell:
         """A persistent shell, the caller's to close."""
@@ -64,21 +62,37 @@ class SandboxWithSessions(StartedSandbox):
         kernel: Kernel = await self._provider.kernel(self._handle)
         return kernel
 
+    async def read_file(self, path: str, *, limit: int) -> bytes:
+        """An ordinary file of it."""
+        data: bytes = await self._provider.read_file(self._handle, path, limit=limit)
+        return data
 
-async def start(provider: Mapping[str, Any], spec: SandboxSpec) -> StartedSandbox:
-    """Start a sandbox.
+    async def write_file(self, path: str, data: bytes) -> bool:
+        """Write a file of it; says whether there was one."""
+        existed: bool = await self._provider.write_file(self._handle, path, data)
+        return existed
+
+
+class Starter:
+    """Starts sandboxes of one provider, and closes it in the end.
 
     Args:
         provider: as in Gym's configuration: one name with its options.
-        spec: what the sandbox is to be.
-
-    Raises:
-        SandboxCreateError: it did not start, or another error of the provider's.
     """
-    made = create_provider(provider)
-    kind = SandboxWithSessions if hasattr(made, "shell") and hasattr(made, "kernel") else StartedSandbox
-    try:
-        return kind(made, await made.create(spec))
-    except BaseException:
-        await made.aclose()
-        raise
+
+    def __init__(self, provider: Mapping[str, Any]) -> None:
+        self._provider = create_provider(provider)
+        sessions = all(hasattr(self._provider, name) for name in ("shell", "kernel", "read_file", "write_file"))
+        self._kind = SandboxWithSessions if sessions else StartedSandbox
+
+    async def start(self, spec: SandboxSpec) -> StartedSandbox:
+        """Start a sandbox.
+
+        Raises:
+            SandboxCreateError: it did not start, or another error of the provider's.
+        """
+        return self._kind(self._provider, await self._provider.create(spec))
+
+    async def aclose(self) -> None:
+        """Let go of what the provider holds; best when its sandboxes have ended."""
+        await self._provider.aclose()

@@ -4,8 +4,9 @@
 Every sandbox runs commands and takes files. One that :class:`HasSessions` also has a shell and a Python kernel that
 live from one call to the next; a task must do without where a provider has none.
 
-Trouble with machines is an :class:`InfrastructureError` of whatever a session is asked. A session that ended while its
-sandbox lives was ended from inside.
+Trouble with machines is an :class:`InfrastructureError` of whatever a sandbox or session is asked. A session that
+ended while its sandbox lives was ended from inside. A sandbox that ended because what ran in it used up its disk says
+so with an :class:`AgentError`, whatever it is asked; one that has no process left for what it is asked, too.
 """
 
 from __future__ import annotations
@@ -131,3 +132,19 @@ class HasSessions(Protocol):
     async def shell(self, *, env: Mapping[str, str] | None = None) -> ShellSession: ...
 
     async def kernel(self) -> KernelSession: ...
+
+
+@runtime_checkable
+class HasFiles(Protocol):
+    """A sandbox whose files can be had without a program in it. Names are looked up inside, as its own user.
+
+    An :class:`OSError` says what stands in the way inside, as for a program there.
+    """
+
+    async def read_file(self, path: str, *, limit: int) -> bytes:
+        """An ordinary file of at most ``limit`` bytes; ``EFBIG`` if it is longer, ``EINVAL`` if it is none."""
+        ...
+
+    async def write_file(self, path: str, data: bytes) -> bool:
+        """Write a whole file, and the folders above it; says whether there was one, which keeps its permissions."""
+        ...

@@ -28,9 +28,8 @@ from nemo_gym_prorl import open_files
 from nemo_gym_prorl.access import KeyGuard, check_exposure
 from nemo_gym_prorl.problems import add_problem_handlers
 from nemo_gym_prorl.sandbox import started
-from nemo_gym_prorl.sandbox.image import ensure_default_image
-from nemo_gym_prorl.sandbox.kernel_image import ensure_kernel_image
-from nemo_gym_prorl.sandbox.runtime import require_runtime
+from nemo_gym_prorl.sandbox.images.building.default import ensure_default_image, ensure_kernel_image
+from nemo_gym_prorl.sandbox.runtime.apptainer import require_runtime
 from nemo_gym_prorl.tasks.code.grading import GradingLimits
 from nemo_gym_prorl.tasks.code.session import CodeLimits, CodeSessions
 from nemo_gym_prorl.tasks.code.tools import TOOLS
@@ -87,6 +86,7 @@ class ProRLCodeServer(SimpleResourcesServer):
     _provider: dict[str, Any] = PrivateAttr()
     _sessions: CodeSessions = PrivateAttr()
     _image: str | None = PrivateAttr(default=None)
+    _starter: started.Starter | None = PrivateAttr(default=None)
 
     def model_post_init(self, context: Any) -> None:
         config = self.config
@@ -166,8 +166,10 @@ class ProRLCodeServer(SimpleResourcesServer):
 
     async def _start_sandbox(self) -> started.StartedSandbox:
         image = await self._ensure_image()
+        if self._starter is None:
+            self._starter = started.Starter(self._provider)
         # Shell and kernel start in the working folder: one that no agent can remove.
-        return await started.start(self._provider, SandboxSpec(image=image, workdir="/"))
+        return await self._starter.start(SandboxSpec(image=image, workdir="/"))
 
     async def _ensure_image(self) -> str:
         if self._image is None:
@@ -192,6 +194,8 @@ class ProRLCodeServer(SimpleResourcesServer):
             with suppress(TimeoutError):
                 async with asyncio.timeout(SHUTDOWN_TIMEOUT_S):
                     await self._sessions.aclose()
+                    if self._starter is not None:
+                        await self._starter.aclose()
 
         return lifespan
 

@@ -18,7 +18,7 @@ from nemo_gym_prorl.gym_cli import GymCli
 from nemo_gym_prorl.policy.scripted import serve
 from nemo_gym_prorl.policy.scripted_text import MODEL_NAME
 from nemo_gym_prorl.rollout.client import RolloutClient
-from nemo_gym_prorl.sandbox.cache import cache_dir
+from nemo_gym_prorl.sandbox.images.cache import cache_dir
 
 
 REPOSITORY = Path(__file__).parents[2]

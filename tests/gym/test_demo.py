@@ -68,7 +68,7 @@ async def test_it_ends_in_a_table_and_a_file_and_says_that_it_was_scripted(tmp_p
     status = await asyncio.wait_for(process.wait(), 280)
     printed = demo.log.read_text()
     assert status == 0, printed
-    assert await demo.mark.wait_gone(5) == {}
+    assert await demo.mark.wait_gone(30) == {}
     assert "no language model" in printed
     assert "8 of 8 rollouts scored" in printed
     records = [orjson.loads(line) for line in demo.output.read_bytes().splitlines()]
@@ -93,7 +93,7 @@ async def test_an_interrupt_leaves_nothing_behind(tmp_path):
         await asyncio.sleep(0.1)
     process.send_signal(signal.SIGINT)
     assert await asyncio.wait_for(process.wait(), 90) == 130, demo.log.read_text()
-    assert await demo.mark.wait_gone(5) == {}
+    assert await demo.mark.wait_gone(30) == {}
     for _ in range(50):
         if not demo.sandboxes():
             break

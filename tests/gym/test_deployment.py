@@ -11,7 +11,7 @@ import aiohttp
 import orjson
 import pytest
 
-from nemo_gym_prorl.deployment import GymDeployment
+from nemo_gym_prorl.deployment import GymDeployment, without_interrupts
 from nemo_gym_prorl.gym_cli import MARK_NAME, DeploymentError, GymCli
 from nemo_gym_prorl.policy.scripted_text import MODEL_NAME
 from nemo_gym_prorl.processes import ProcessMark
@@ -85,6 +85,14 @@ async def test_gyms_own_agent_rolls_out_over_the_scripted_policy(scripted_policy
     assert len(results.read_text().splitlines()) == 3
 
 
+def test_a_log_is_told_without_those_who_were_only_interrupted():
+    interrupted = ["Traceback (most recent call last):", '  File "a.py", line 1', "    work()", "KeyboardInterrupt"]
+    died = ["Traceback (most recent call last):", '  File "b.py", line 2', "ValueError: return_token_id_information"]
+    assert without_interrupts(["begun", *died, *interrupted, "done"]) == ["begun", *died, "done"]
+    assert without_interrupts([*interrupted, *interrupted, *died]) == died
+    assert without_interrupts(interrupted[:-1]) == interrupted[:-1]
+
+
 async def test_a_server_that_dies_at_start_is_an_error_with_its_log_and_leaves_nothing(scripted_policy, tmp_path):
     gym = deployment(
         scripted_policy,
@@ -125,7 +133,7 @@ async def test_servers_that_take_too_long_are_given_up(scripted_policy, tmp_path
 async def test_killing_the_owner_ends_the_deployment(scripted_policy, tmp_path):
     program = f"""
 import asyncio
-from nemo_gym_prorl.deployment import GymDeployment
+from nemo_gym_prorl.deployment import GymDeployment, without_interrupts
 async def main():
     gym = GymDeployment(config_paths=[{SINGLE_TOOL!r}], policy_base_url={scripted_policy!r}, work_dir={tmp_path!r})
     async with gym:

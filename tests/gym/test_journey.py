@@ -1,9 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """The installed wheel under Gym's own command line, from another working directory."""
 
-import importlib.metadata
-import sys
-
 import pytest
 
 from tests.gym import journey
@@ -12,6 +9,5 @@ from tests.gym import journey
 @pytest.mark.gym
 @pytest.mark.sandbox
 @pytest.mark.timeout(600)
-async def test_the_wheel_does_everything_that_gyms_command_line_promises(tmp_path):
-    python = await journey.install(sys.executable, importlib.metadata.version("nemo-gym"), tmp_path)
-    await journey.take(python, tmp_path)
+async def test_the_wheel_does_everything_that_gyms_command_line_promises(wheel_python, tmp_path):
+    await journey.take(wheel_python, tmp_path)

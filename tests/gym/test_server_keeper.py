@@ -61,7 +61,7 @@ async def test_a_server_that_is_killed_is_started_again_with_growing_pauses(kept
     assert [death["pause_s"] for death in deaths] == [0.5, 1.0]
     keeper.send_signal(signal.SIGTERM)
     await asyncio.wait_for(keeper.wait(), 60)
-    assert await kept.mark.wait_gone(10) == {}
+    assert await kept.mark.wait_gone(30) == {}
 
 
 async def test_before_the_deployment_is_up_an_end_is_final(kept: Kept):
@@ -77,7 +77,7 @@ async def test_told_to_end_while_it_pauses_it_starts_nothing_more(kept: Kept):
         await asyncio.sleep(0.02)
     keeper.send_signal(signal.SIGINT)
     await asyncio.wait_for(keeper.wait(), 60)
-    assert await kept.mark.wait_gone(10) == {}
+    assert await kept.mark.wait_gone(30) == {}
 
 
 async def test_killing_the_keeper_ends_its_server(kept: Kept):

@@ -367,10 +367,11 @@ async def test_a_resources_server_killed_in_mid_rollout(stage: Stage) -> None:
             both.prorl_agent("doomed", unreachable_s=2.0) as run_doomed,
             both.prorl_agent("example_session_state_mgmt") as run_neighbour,
         ):
-            rows = [collected(scripted(row, *slow[: 40 + number]), number) for number in range(4)]
+            # Each lasts for seconds on any machine, and is under way when the server dies.
+            rows = [collected(scripted(row, *slow[: 40 + number], latency_s=0.2), number) for number in range(4)]
             doomed = [asyncio.create_task(run_doomed(each)) for each in rows]
             neighbours = [asyncio.create_task(run_neighbour(scripted(row, *counting(2)))) for _ in range(4)]
-            await asyncio.sleep(0.3)
+            await asyncio.sleep(1)
             host.kill()
             for result in await asyncio.gather(*doomed):
                 assert result["rollout"]["state"] == "failed"

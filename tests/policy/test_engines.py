@@ -216,10 +216,20 @@ class Replaced:
         self.context: int | None = 100
         self.status = 200
         self.seen: list[dict[str, Any]] = []
+        self._refusals = 0
+
+    async def refused(self) -> None:
+        """Return when a call was."""
+        async with asyncio.timeout(60):
+            while not self._refusals:
+                await asyncio.sleep(0.01)
 
     def app(self) -> FastAPI:
         def sample(_: dict[str, Any]) -> Any:
-            return completion() if self.status == 200 else Response("not now", status_code=self.status)
+            if self.status == 200:
+                return completion()
+            self._refusals += 1
+            return Response("not now", status_code=self.status)
 
         app = says("/v1/completions", sample, self.seen)
 
@@ -255,7 +265,7 @@ async def test_an_engine_that_comes_back_with_another_tokenizer_is_refused(tmp_p
         await service.turn(HI)
         engine.tokens, engine.status = {"hi": 1, "?": 0, "yes": 2}, 503
         asked = asyncio.ensure_future(service.turn(HI))
-        await asyncio.sleep(0.3)
+        await engine.refused()
         engine.status = 200
         with pytest.raises(Misconfigured, match="reads text as other ids"):
             await asked
@@ -267,7 +277,7 @@ async def test_an_engine_that_comes_back_with_another_context_is_asked_again(tmp
         await service.turn(HI)
         engine.context, engine.status = 50, 503
         asked = asyncio.ensure_future(service.turn(HI))
-        await asyncio.sleep(0.3)
+        await engine.refused()
         engine.status = 200
         await asked
     assert (engine.seen[0]["max_tokens"], engine.seen[-1]["max_tokens"]) == (99, 49)
@@ -288,18 +298,20 @@ async def test_a_context_that_nobody_knows_yet_is_asked_for_again(tmp_path: Path
 async def test_two_who_pause_are_both_told_when_nothing_runs(tmp_path: Path) -> None:
     engine = Replaced()
     async with policy_before(engine, tmp_path) as service:
-        placement, release = service.placement, asyncio.Event()
+        placement, begun, release = service.placement, asyncio.Event(), asyncio.Event()
 
         async def call(_: Any) -> None:
+            begun.set()
             await release.wait()
 
         running = asyncio.ensure_future(placement.run("r", None, call))
+        await asyncio.wait_for(begun.wait(), 60)
+        pauses = [asyncio.ensure_future(placement.pause(timeout_s=120)) for _ in range(2)]
         await asyncio.sleep(0.05)
-        pauses = [asyncio.ensure_future(placement.pause(timeout_s=10)) for _ in range(2)]
-        await asyncio.sleep(0.05)
+        assert not any(pause.done() for pause in pauses)
         release.set()
         await running
-        assert await asyncio.wait_for(asyncio.gather(*pauses), 5) == [True, True]
+        assert await asyncio.wait_for(asyncio.gather(*pauses), 60) == [True, True]
 
 
 async def test_nobody_there(session: aiohttp.ClientSession) -> None:

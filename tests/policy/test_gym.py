@@ -1,12 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A real Gym deployment with ``prorl_model`` where ``vllm_model`` would be, in front of a real engine and a scripted
-one."""
+"""Gym's own servers with ``prorl_model`` where ``vllm_model`` would be, before a real engine and a scripted one."""
 
 from __future__ import annotations
 
 import asyncio
 import itertools
 import json
+import os
 import random
 from pathlib import Path
 from typing import Any
@@ -20,6 +20,7 @@ from nemo_gym_prorl.gym_cli import DeploymentError
 from nemo_gym_prorl.policy.chat import Tokenizer
 from nemo_gym_prorl.policy.parsers import parse
 from nemo_gym_prorl.policy.scripted import ScriptedConfig, serve
+from tests.handlers.gym_host import hosting, instance, url_of
 from tests.policy.families import FAMILIES, TEMPLATES, TOOLS, some_words
 
 
@@ -106,6 +107,10 @@ async def test_gyms_own_agent_over_a_real_engine(engine_url: str, model_folder: 
     assert [(b["id"], b["health"]) for b in backends] == [("backend0", "up")]
 
 
+@pytest.mark.skipif(
+    not os.environ.get("PRORL_TEST_LONG"),
+    reason="test_host.py (the server) and test_deployment.py (Gym) have a half each: PRORL_TEST_LONG=1 runs the whole",
+)
 async def test_gym_does_not_start_a_model_server_without_its_tokenizer(tmp_path: Path) -> None:
     override = f"++policy_model.responses_api_models.prorl_model.policy.tokenizer={tmp_path}"
     deployment = GymDeployment(
@@ -116,7 +121,7 @@ async def test_gym_does_not_start_a_model_server_without_its_tokenizer(tmp_path:
             pass
 
 
-async def test_a_scripted_policy_needs_no_tokenizer(tmp_path: Path) -> None:
+async def test_a_scripted_policy_needs_no_tokenizer() -> None:
     script = {"turns": [{"tool_calls": [{"name": "get_weather", "arguments": {"city": "x"}}]}, {"content": "done"}]}
     row = {
         "input": [{"role": "user", "content": "how is it?"}],
@@ -131,15 +136,30 @@ async def test_a_scripted_policy_needs_no_tokenizer(tmp_path: Path) -> None:
         ],
         "metadata": {"script": json.dumps(script)},
     }
-    write_rows(tmp_path / "rows.jsonl", [row] * 4)
-    config = ScriptedConfig()
-    async with (
-        serve(config) as url,
-        GymDeployment(
-            config_paths=CONFIGS, model_type=None, policy_base_url=url, policy_model_name=config.model
-        ) as deployment,
-    ):
-        results = await collect(deployment, tmp_path / "rows.jsonl", tmp_path / "results.jsonl")
+    async with serve(ScriptedConfig()) as url:
+        config = {
+            "policy_model": instance(
+                "responses_api_models",
+                "prorl_model",
+                **{"base_url": url, "api_key": "none", "model": ScriptedConfig().model},
+                **{"return_token_id_information": True, "uses_reasoning_parser": True},
+            ),
+            "weather": instance("resources_servers", "example_single_tool_call", domain="agent"),
+            "agent": instance(
+                "responses_api_agents",
+                "simple_agent",
+                resources_server={"type": "resources_servers", "name": "weather"},
+                model_server={"type": "responses_api_models", "name": "policy_model"},
+            ),
+        }
+
+        async def run(http: aiohttp.ClientSession) -> dict[str, Any]:
+            async with http.post(f"{url_of(config['agent'])}/run", json={"responses_create_params": row}) as answer:
+                assert answer.status == 200, await answer.text()
+                return dict(await answer.json())
+
+        async with hosting(config), aiohttp.ClientSession() as http:
+            results = await asyncio.gather(*(run(http) for _ in range(4)))
     assert [result["reward"] for result in results] == [1.0] * 4
     for result in results:
         assert len(trained(result)) == 2

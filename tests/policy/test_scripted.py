@@ -223,7 +223,7 @@ async def test_as_a_process_it_names_its_address_and_stops_on_interrupt():
             client = Client(session, re.search(r"http://127\.0\.0\.1:\d+/v1", line)[0])
             assert (await client.chat([QUESTION]))["model"] == MODEL_NAME
         process.send_signal(signal.SIGINT)
-        await asyncio.wait_for(process.wait(), 10)
+        await asyncio.wait_for(process.wait(), 60)
     finally:
         if process.returncode is None:
             process.kill()

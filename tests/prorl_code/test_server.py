@@ -159,6 +159,71 @@ async def test_what_an_agent_does_to_its_sandbox_is_scored(client: Client) -> No
     assert (status, verdict["reward"], verdict["verdict"]) == (200, 0.0, "no_solution")
 
 
+FILL = "for i in 1 2 3 4; do head -c 50M /dev/zero > /tmp/f$i; done; sleep 60"
+
+
+def limited(**limits: int) -> dict[str, dict[str, int]]:
+    """The provider with such limits of each sandbox."""
+    return {"singularity": {"memory_mib": 1024, "processes": 256, "disk_mib": 2048} | limits}
+
+
+async def test_a_disk_that_the_agent_filled_is_scored() -> None:
+    async with serving(sandbox_provider=limited(disk_mib=64)) as url, Client(url) as client:
+        await client.seed()
+        for _ in range(2):
+            said = await client.tool("bash", command=FILL)
+            assert "disk" in said
+            assert said.endswith("the task is over: answer without calling a tool.")
+        assert (await client.post("/release_session"))[0] == 200
+        status, verdict, kind = await client.verify()
+        assert (status, kind, verdict["reward"], verdict["verdict"]) == (200, None, 0.0, "exhausted")
+        assert "disk" in verdict["verdict_detail"]
+
+
+async def test_a_disk_that_was_filled_unseen_is_scored() -> None:
+    """The agent was done before anybody noticed."""
+    async with serving(sandbox_provider=limited(disk_mib=64)) as url, Client(url) as client:
+        await client.seed()
+        await client.tool("bash", command=f"({FILL}) > /dev/null 2>&1 &")
+        await client.tool("submit")
+        before = containers.instances()
+        async with asyncio.timeout(60):
+            while containers.instances() == before:
+                await asyncio.sleep(0.1)
+        status, verdict, kind = await client.verify()
+        assert (status, kind, verdict["reward"], verdict["verdict"]) == (200, None, 0.0, "exhausted")
+
+
+async def test_processes_that_the_agent_used_up_are_an_observation() -> None:
+    async with serving(sandbox_provider=limited(processes=40)) as url, Client(url) as client:
+        await client.seed()
+        await client.tool("bash", command="for i in $(seq 200); do sleep 1000 & done", timeout_s=5)
+        assert (await client.tool("python", code="1")).startswith("Error: ")
+        await client.tool("str_replace_editor", command="create", path="solution.py", file_text=SOLVED)
+        status, verdict, kind = await client.verify()
+        assert (status, kind, verdict["reward"], verdict["verdict"]) == (200, None, 1.0, "passed")
+
+
+GREEDY = {
+    "disk": "for i in range(9):\n    open(f'f{i}', 'wb').write(bytes(50 << 20))\nimport time\ntime.sleep(30)\n",
+    "memory": "kept = [bytearray(1 << 20) for _ in range(900)]\nimport time\ntime.sleep(30)\n",
+    "processes": "import os\nwhile True:\n    try: os.fork()\n    except OSError: pass\n",
+}
+
+
+@pytest.mark.parametrize("resource", GREEDY)
+async def test_a_solution_that_uses_up_its_sandbox_is_a_wrong_one(resource: str) -> None:
+    provider = limited(memory_mib=256, disk_mib=64, processes=40)
+    async with serving(sandbox_provider=provider, grading_timeout_s=8) as url, Client(url) as client:
+        await client.seed()
+        source = GREEDY[resource] + SOLVED
+        await client.tool("str_replace_editor", command="create", path="solution.py", file_text=source)
+        status, verdict, kind = await client.verify()
+        assert (status, kind, verdict["reward"]) == (200, None, 0.0), verdict
+        assert verdict["verdict"] == ("exhausted" if resource == "disk" else verdict["verdict"])
+        assert verdict["verdict"] in ("exhausted", "crashed", "timed_out"), verdict
+
+
 def open_files() -> int:
     return len(list(Path("/proc/self/fd").iterdir()))
 
@@ -175,7 +240,9 @@ async def test_sessions_leave_nothing_open(base_url: str) -> None:
     before = open_files()
     for _ in range(3):
         await life()
-    assert open_files() <= before
+    async with asyncio.timeout(60):
+        while open_files() > before:  # a connection that the caller has closed is still to be closed by the server
+            await asyncio.sleep(0.05)
 
 
 async def test_gyms_own_provider_gives_the_same_results_without_state() -> None:
@@ -200,10 +267,15 @@ async def test_no_sandbox_to_be_had_is_infrastructure() -> None:
 
 
 async def test_a_caller_that_hangs_up_while_seeding_leaves_nothing(base_url: str) -> None:
+    """At three moments, all of them before the fastest sandbox stands."""
     before = containers.instances()
-    async with aiohttp.ClientSession() as http:
-        with pytest.raises(TimeoutError):
-            await http.post(f"{base_url}/seed_session", json=row("HumanEval/2"), timeout=aiohttp.ClientTimeout(0.1))
+    for delay_s in (0.002, 0.004, 0.008):
+        async with aiohttp.ClientSession() as http:
+            seeding = asyncio.create_task(http.post(f"{base_url}/seed_session", json=row("HumanEval/2")))
+            await asyncio.sleep(delay_s)
+            seeding.cancel()
+            with pytest.raises(asyncio.CancelledError):
+                await seeding
     deadline = time.monotonic() + 30
     await asyncio.sleep(1)
     while containers.instances() != before and time.monotonic() < deadline:

@@ -17,7 +17,7 @@ from nemo_gym_prorl.rollout.request import PipelineSettings
 
 @dataclass(frozen=True)
 class Act:
-    """What one call of the handler does: work for ``seconds``, then end as ``how`` says."""
+    """What one call of the handler does: work for ``seconds``, be held until it is let go, end as ``how`` says."""
 
     how: str = "ok"
     seconds: float = 0.0
@@ -30,6 +30,7 @@ class PlannedHandler:
 
     def __init__(self, _: Any = None) -> None:
         self._numbers = itertools.count()
+        self.let_go = asyncio.Event()
         self.inside: Counter[Stage] = Counter()
         self.most_inside: Counter[Stage] = Counter()
         self.most_sessions = 0
@@ -103,6 +104,8 @@ class PlannedHandler:
                     continue
             return
         await asyncio.sleep(act.seconds)
+        if act.how == "held":
+            await self.let_go.wait()
         if act.how in ENDINGS:
             raise ENDINGS[act.how]()
 

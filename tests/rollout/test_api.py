@@ -63,7 +63,7 @@ async def service(
 
 
 async def reach(client: RolloutClient, rollout_id: str, state: str) -> None:
-    async with asyncio.timeout(5):
+    async with asyncio.timeout(60):
         while (await client.get(rollout_id)).state != state:
             await asyncio.sleep(0.005)
 

@@ -24,6 +24,11 @@ def row(seconds: float, **fields: Any) -> dict[str, Any]:
     return {"plan": {"run": [asdict(Act("ok", seconds))]}, **fields}
 
 
+def held(**fields: Any) -> dict[str, Any]:
+    """A row whose rollout runs until it is let go."""
+    return {"plan": {"run": [asdict(Act("held"))]}, **fields}
+
+
 INDEXED = {"_ng_task_index": 0, "_ng_rollout_index": 0}
 
 
@@ -94,8 +99,11 @@ async def test_an_abandoned_rollout_is_cancelled_after_the_grace_and_its_session
 
 async def test_a_caller_that_comes_back_joins_its_rollout() -> None:
     async with service(grace_s=60) as (url, pipeline, bench):
-        await vanish(url, row(0.6, **INDEXED), pipeline)
-        got = await post(url, row(0.6, **INDEXED))
+        await vanish(url, held(**INDEXED), pipeline)
+        again = asyncio.create_task(post(url, held(**INDEXED)))
+        await asyncio.sleep(0.1)
+        bench.handler.let_go.set()
+        got = await again
         assert got["reward"] == 1.0
         assert got["state"] == "succeeded"
         assert states(pipeline) == [JobState.SUCCEEDED]
@@ -139,11 +147,12 @@ async def test_other_rows_are_other_rollouts(other: dict[str, Any]) -> None:
 
 async def test_two_callers_of_which_one_vanishes() -> None:
     async with service(grace_s=0.1) as (url, pipeline, bench):
-        staying = asyncio.create_task(post(url, row(1.0, **INDEXED)))
+        staying = asyncio.create_task(post(url, held(**INDEXED)))
         await until(lambda: JobState.RUNNING in states(pipeline))
-        await vanish(url, row(1.0, **INDEXED), pipeline)
+        await vanish(url, held(**INDEXED), pipeline)
         await asyncio.sleep(0.3)
         assert states(pipeline) == [JobState.RUNNING], "somebody still waits"
+        bench.handler.let_go.set()
         assert (await staying)["state"] == "succeeded"
         assert sum(bench.handler.calls.values()) == 4
 

@@ -86,7 +86,7 @@ async def attack(url: str, folder: Path, *options: str) -> tuple[int, str]:
     process = await asyncio.create_subprocess_exec(
         *(sys.executable, "-m", "schemathesis.cli", f"--config-file={settings}", "run", f"{url}/openapi.json"),
         *("--checks", CHECKS, "--phases", "coverage,fuzzing", "--max-examples", "8", "--max-time", "15"),
-        *("--seed", "1", "--no-shrink", "--continue-on-failure", "--request-timeout", "20", "--warnings", "off"),
+        *("--seed", "1", "--no-shrink", "--continue-on-failure", "--request-timeout", "60", "--warnings", "off"),
         *("--exclude-path", ENDLESS, *options),
         cwd=folder,
         stdout=asyncio.subprocess.PIPE,

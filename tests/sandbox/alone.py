@@ -17,11 +17,11 @@ from pathlib import Path
 import pytest
 
 from nemo_gym_prorl.failures import InfrastructureError
-from nemo_gym_prorl.sandbox import lease
-from nemo_gym_prorl.sandbox.cache import silent
 from nemo_gym_prorl.sandbox.container import Container, ContainerSpec
-from nemo_gym_prorl.sandbox.install import ensure_runtime
-from nemo_gym_prorl.sandbox.linux import MS_NOSUID, mount, private_mounts
+from nemo_gym_prorl.sandbox.images.cache import silent
+from nemo_gym_prorl.sandbox.isolation.syscalls import MS_NOSUID, mount, private_mounts
+from nemo_gym_prorl.sandbox.runtime.install import ensure_runtime
+from nemo_gym_prorl.sandbox.supervisor.storage import state_dir
 
 
 DISK_MIB = 24
@@ -128,7 +128,7 @@ async def deaf_disk(folder: Path, image: Path) -> None:
     async with asyncio.timeout(60):
         while not disk.unanswered:
             await asyncio.sleep(0.01)
-    (waiting,) = [pid for space in lease.spaces_of(owner) for pid in space.members() if command(pid) == "cat"]
+    (waiting,) = [pid for space in state_dir.spaces_of(owner) for pid in space.members() if command(pid) == "cat"]
     closing = asyncio.create_task(stuck.close())
     while not closing.done():
         assert (await other.run("echo alive")).stdout == "alive\n"
@@ -137,7 +137,7 @@ async def deaf_disk(folder: Path, image: Path) -> None:
         await closing
     assert state(waiting) == "D"
     assert (owner / stuck.name).exists()
-    assert not lease.bury(owner), "its owner lives"
+    assert not state_dir.bury(owner), "its owner lives"
     disk.answer()
     async with asyncio.timeout(60):
         while (owner / stuck.name).exists():

@@ -8,19 +8,22 @@ command runs in a mount namespace where an empty folder covers each closed one, 
 from __future__ import annotations
 
 import os
+import pwd
 import sys
 import tempfile
 from pathlib import Path
 
-from nemo_gym_prorl.sandbox.cache import cache_dir
-from nemo_gym_prorl.sandbox.linux import mount, mount_for, private_mounts, user_namespace, walled_in
+from nemo_gym_prorl.sandbox.images.cache import cache_dir
+from nemo_gym_prorl.sandbox.isolation.syscalls import mount, mount_for, private_mounts, walled_in
+from nemo_gym_prorl.sandbox.isolation.user_domain import user_namespace
 
 
 def main() -> None:
     uid, command = int(sys.argv[1]), sys.argv[2:]
+    gid = pwd.getpwuid(uid).pw_gid
     cache = cache_dir()
     needed = [Path(sys.prefix), Path(sys.base_prefix), Path(__file__).parents[2], cache]
-    owner = user_namespace(0, uid, uid)
+    owner = user_namespace(0, uid, gid)
     walls = {path: wall for path in needed if (wall := walled_in(path)) or path == cache}
     private_mounts()
     # Never removed from here: the real folders are to be seen below it.
@@ -35,7 +38,7 @@ def main() -> None:
         path.mkdir(parents=True, exist_ok=True)
         mount_for(str(place), str(path), None)
     os.setgroups([])
-    os.setresgid(uid, uid, uid)
+    os.setresgid(gid, gid, gid)
     os.setresuid(uid, uid, uid)
     os.execvp(command[0], command)
 

@@ -5,17 +5,20 @@ from __future__ import annotations
 
 from collections.abc import AsyncIterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 import pytest_asyncio
 
-from nemo_gym_prorl.sandbox.cache import silent
+from nemo_gym_prorl.sandbox import container as containers
 from nemo_gym_prorl.sandbox.container import Container, ContainerSpec
-from nemo_gym_prorl.sandbox.kernel_image import ensure_kernel_image
-from nemo_gym_prorl.sandbox.runtime import Runtime
-from nemo_gym_prorl.sandbox.shell import Shell
-from nemo_gym_prorl.sandbox.store import tool
-from nemo_gym_prorl.sandbox.store.images import ImageStore
+from nemo_gym_prorl.sandbox.images.building import tool
+from nemo_gym_prorl.sandbox.images.building.default import ensure_kernel_image
+from nemo_gym_prorl.sandbox.images.cache import silent
+from nemo_gym_prorl.sandbox.images.store import ImageStore
+from nemo_gym_prorl.sandbox.runtime.apptainer import Runtime
+from nemo_gym_prorl.sandbox.sessions.bash import Shell
+from nemo_gym_prorl.sandbox.supervisor.rpc.protocol import Message
 from tests.sandbox.tiny import make_tiny_root
 
 
@@ -30,11 +33,10 @@ def tiny_root(image: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="session")
 def tiny_sif(tiny_root: Path, runtime: Runtime) -> Path:
     """A SIF of it."""
-    sif = tiny_root.parent / "tiny.sif"
     work = tiny_root.parent / "work"
     work.mkdir()
-    tool.runtime_build(runtime, work, str(tiny_root), sif, timeout_s=60, unpacked=False)
-    return sif
+    made = tool.runtime_build(runtime, work, str(tiny_root), timeout_s=60, unpacked=False)
+    return made.rename(tiny_root.parent / "tiny.sif")
 
 
 @pytest.fixture
@@ -46,6 +48,20 @@ def store(tmp_path: Path) -> ImageStore:
 @pytest.fixture(scope="session")
 def kernel_image(image: Path) -> Path:
     return ensure_kernel_image(silent)
+
+
+@pytest.fixture(params=["mould", "runtime"])
+def way(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
+    """How the sandboxes of a test are made that leave it open. For tests that are to pass in both ways."""
+    order = containers.order
+    chosen: str = request.param
+
+    def by_it(*arguments: Any) -> Message:
+        made = order(*arguments)
+        return {**made, "start": chosen if made["start"] == "auto" else made["start"]}
+
+    monkeypatch.setattr(containers, "order", by_it)
+    return chosen
 
 
 @pytest_asyncio.fixture

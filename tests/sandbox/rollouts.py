@@ -8,6 +8,7 @@ in both by turns, and is scored in a fresh sandbox. ``/victims`` says which proc
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import os
 import sys
 from dataclasses import dataclass
@@ -23,11 +24,12 @@ from nemo_gym_prorl.rollout.job import Job, Outcome, Trajectory, Verdict, failur
 from nemo_gym_prorl.rollout.metrics import PipelineMetrics
 from nemo_gym_prorl.rollout.pipeline import Pipeline, PipelineSettings
 from nemo_gym_prorl.rollout.stages import PoolSizes
-from nemo_gym_prorl.sandbox import lease, link
 from nemo_gym_prorl.sandbox.container import Container, ContainerSpec
-from nemo_gym_prorl.sandbox.kernel import Kernel
-from nemo_gym_prorl.sandbox.runtime import Runtime, require_runtime
-from nemo_gym_prorl.sandbox.shell import Shell
+from nemo_gym_prorl.sandbox.runtime.apptainer import Runtime, require_runtime
+from nemo_gym_prorl.sandbox.sessions.bash import Shell
+from nemo_gym_prorl.sandbox.sessions.jupyter.kernel import Kernel
+from nemo_gym_prorl.sandbox.supervisor.rpc import own_supervisor
+from nemo_gym_prorl.sandbox.supervisor.storage import state_dir
 from tests.rollout.serving import serve
 
 
@@ -90,20 +92,33 @@ class Busy:
 
     def victims(self) -> dict[str, list[tuple[int, int]]]:
         """Numbers and start times of what can be killed, by kind."""
-        supervisor = link._current
-        inits = [] if supervisor is None else [space.init for space in lease.spaces_of(supervisor.folder)]
+        supervisor = own_supervisor._current
+        inits = [] if supervisor is None else [space.init for space in state_dir.spaces_of(supervisor.folder)]
         found = {
             "server": [os.getpid()],
             "supervisor": [] if supervisor is None else [supervisor.popen.pid],
             "init": inits,
             "shell": [session.shell._bash.pid for session in self.sessions if session.shell._bash],
             "kernel": [session.kernel._process.pid for session in self.sessions if session.kernel._process],
-            "helper": [] if supervisor is None else lease.helpers_of(supervisor.folder),
+            "helper": [] if supervisor is None else state_dir.helpers_of(supervisor.folder),
+            "servant": [] if supervisor is None else servants(supervisor.popen.pid, inits),
         }
         return {
-            kind: [(pid, started) for pid in pids if (started := lease.start_time(pid))]
+            kind: [(pid, started) for pid in pids if (started := state_dir.start_time(pid))]
             for kind, pids in found.items()
         }
+
+
+def servants(supervisor: int, inits: list[int]) -> list[int]:
+    """What the supervisor has forked for itself, for a while or for ever: not what it has started in sandboxes."""
+    found = []
+    # Some end while we look.
+    with contextlib.suppress(OSError):
+        for pid in map(int, Path(f"/proc/{supervisor}/task/{supervisor}/children").read_text().split()):
+            with contextlib.suppress(OSError):
+                if pid not in inits and Path(f"/proc/{pid}/ns/pid").samefile("/proc/self/ns/pid"):
+                    found.append(pid)
+    return found
 
 
 async def main() -> None:

@@ -8,16 +8,19 @@ import json
 import os
 import sys
 from pathlib import Path
+from typing import get_args
 
-from nemo_gym_prorl.sandbox import lease, link
 from nemo_gym_prorl.sandbox.container import Container, ContainerSpec
-from nemo_gym_prorl.sandbox.runtime import require_runtime
-from nemo_gym_prorl.sandbox.shell import Shell
+from nemo_gym_prorl.sandbox.runtime.apptainer import require_runtime
+from nemo_gym_prorl.sandbox.sessions.bash import Shell
+from nemo_gym_prorl.sandbox.spec import Start
+from nemo_gym_prorl.sandbox.supervisor.rpc import own_supervisor
+from nemo_gym_prorl.sandbox.supervisor.storage import state_dir
 
 
-async def busy_sandbox(image: Path) -> Shell:
+async def busy_sandbox(image: Path, start: Start) -> Shell:
     """A sandbox with a daemon, a stopped process and a shell whose command ignores what it can."""
-    shell = await Shell.start(await Container.start(ContainerSpec(image=image), require_runtime()))
+    shell = await Shell.start(await Container.start(ContainerSpec(image=image, start=start), require_runtime()))
     await shell.run("(setsid sh -c 'trap \"\" HUP TERM INT; while :; do sleep 1; done' >/dev/null 2>&1 &)")
     await shell.run("sleep 1000 & kill -STOP $!; head -c 3000000 /dev/urandom > /tmp/junk")
     await shell.run("trap '' INT HUP TERM; sleep 1000", silence_s=0.05)
@@ -25,10 +28,11 @@ async def busy_sandbox(image: Path) -> Shell:
 
 
 async def main() -> None:
-    shells = [await busy_sandbox(Path(sys.argv[1])) for _ in range(int(sys.argv[2]))]
-    supervisor = link._current
+    way = next(way for way in get_args(Start) if way == sys.argv[3])
+    shells = [await busy_sandbox(Path(sys.argv[1]), way) for _ in range(int(sys.argv[2]))]
+    supervisor = own_supervisor._current
     assert supervisor
-    inits = [space.init for space in lease.spaces_of(supervisor.folder)]
+    inits = [space.init for space in state_dir.spaces_of(supervisor.folder)]
     assert all(is_init(pid) for pid in inits)
     print(
         json.dumps(

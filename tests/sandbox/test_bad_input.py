@@ -6,6 +6,7 @@ from __future__ import annotations
 import contextlib
 import os
 import pwd
+import re
 import shutil
 import subprocess
 import sys
@@ -16,13 +17,16 @@ from pathlib import Path
 import pytest
 
 from nemo_gym_prorl.failures import CallerError, InfrastructureError
-from nemo_gym_prorl.sandbox import lease, link
-from nemo_gym_prorl.sandbox.cache import cache_dir
+from nemo_gym_prorl.sandbox import disks
 from nemo_gym_prorl.sandbox.container import Container, ContainerSpec
-from nemo_gym_prorl.sandbox.imagecheck import fuse_trouble
-from nemo_gym_prorl.sandbox.kernel import Kernel
-from nemo_gym_prorl.sandbox.runtime import Runtime
-from nemo_gym_prorl.sandbox.shell import Shell
+from nemo_gym_prorl.sandbox.images.building import tool
+from nemo_gym_prorl.sandbox.images.cache import cache_dir
+from nemo_gym_prorl.sandbox.images.validate import fuse_trouble
+from nemo_gym_prorl.sandbox.runtime.apptainer import Runtime
+from nemo_gym_prorl.sandbox.sessions.bash import Shell
+from nemo_gym_prorl.sandbox.sessions.jupyter.kernel import Kernel
+from nemo_gym_prorl.sandbox.supervisor.rpc import own_supervisor
+from nemo_gym_prorl.sandbox.supervisor.storage import state_dir
 
 
 pytestmark = pytest.mark.sandbox
@@ -61,9 +65,10 @@ def tiny(image: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="session")
 def sif(tiny: Path, runtime: Runtime) -> Path:
     """The same as a file."""
-    built = tiny.with_name("tiny.sif")
-    subprocess.run([str(runtime.path), "build", str(built), str(tiny)], check=True, capture_output=True)
-    return built
+    work = tiny.with_name("work")
+    work.mkdir()
+    made = tool.runtime_build(runtime, work, str(tiny), timeout_s=60, unpacked=False)
+    return made.rename(tiny.with_name("tiny.sif"))
 
 
 @pytest.fixture(autouse=True)
@@ -71,7 +76,7 @@ def nothing_is_left(state: Path) -> Iterator[None]:
     """After each test."""
     yield
     assert not any(state.glob("*/b-*"))
-    assert not any(lease.processes_of(owner, lease.groups_of(owner)) for owner in state.glob("s-*"))
+    assert not any(state_dir.processes_of(owner, state_dir.groups_of(owner)) for owner in state.glob("s-*"))
 
 
 def contents(path: Path) -> bytearray:
@@ -209,7 +214,7 @@ async def test_root_starts_an_image_of_somebody_else(runtime: Runtime, tiny: Pat
 @pytest.fixture
 def without_supervisor(monkeypatch: pytest.MonkeyPatch) -> None:
     """As if this process had not started one yet."""
-    monkeypatch.setattr(link, "_current", None)
+    monkeypatch.setattr(own_supervisor, "_current", None)
 
 
 async def start_in(state: Path, image: Path, runtime: Runtime, monkeypatch: pytest.MonkeyPatch) -> str:
@@ -227,7 +232,7 @@ async def test_a_state_folder_whose_path_is_too_long(
 ) -> None:
     state = tmp_path / ("x" * 100)
     assert "107 at most" in await start_in(state, image, runtime, monkeypatch)
-    assert list(state.iterdir()) == []
+    assert not state.exists(), "nor what was made to look at it"
 
 
 @pytest.mark.usefixtures("without_supervisor")
@@ -237,6 +242,14 @@ async def test_a_state_folder_that_is_a_file(
     (tmp_path / "file").touch()
     for path in (tmp_path / "file", tmp_path / "file" / "below"):
         await start_in(path, image, runtime, monkeypatch)
+
+
+@pytest.mark.usefixtures("without_supervisor")
+async def test_a_state_folder_that_machines_share(
+    image: Path, runtime: Runtime, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setattr(disks, "_SHARED_KINDS", re.compile(disks.kind_under(tmp_path)))
+    assert "other machines may share" in await start_in(tmp_path, image, runtime, monkeypatch)
 
 
 @as_user

@@ -19,17 +19,19 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from nemo_gym_prorl.failures import CallerError
-from nemo_gym_prorl.sandbox import cgroup, lease, limits
-from nemo_gym_prorl.sandbox.cache import cache_dir
 from nemo_gym_prorl.sandbox.container import Container, ContainerSpec
-from nemo_gym_prorl.sandbox.life import STUCK_S, step_down
-from nemo_gym_prorl.sandbox.limits import By, Facts
-from nemo_gym_prorl.sandbox.runtime import Runtime
+from nemo_gym_prorl.sandbox.images.cache import cache_dir
+from nemo_gym_prorl.sandbox.limits import cgroups, report
+from nemo_gym_prorl.sandbox.limits.report import By, Facts
+from nemo_gym_prorl.sandbox.runtime.apptainer import Runtime
+from nemo_gym_prorl.sandbox.spec import Start
+from nemo_gym_prorl.sandbox.supervisor.sandbox import STUCK_S, step_down
+from nemo_gym_prorl.sandbox.supervisor.storage import state_dir
 
 
 HERE = Path(__file__)
 
-GRANTED = cgroup.delegation()
+GRANTED = cgroups.delegation()
 
 with_group = pytest.mark.skipif(GRANTED is None, reason="no control group is delegated to this process")
 
@@ -45,20 +47,20 @@ def test_our_own_group_is_found_where_version_2_is_mounted() -> None:
         "41 31 0:38 /inner /elsewhere rw - cgroup2 cgroup2 rw\n"
         "42 31 0:38 / /sys/fs/with\\040space rw,relatime - cgroup2 cgroup2 rw\n"
     )
-    assert cgroup.own_group(mounts, "4:memory:/x\n0::/user.slice/a b\n") == Path("/sys/fs/with space/user.slice/a b")
-    assert cgroup.own_group(mounts, "0::/\n") == Path("/sys/fs/with space")
-    assert cgroup.own_group(mounts, "4:memory:/x\n1:cpu:/x\n") is None, "version 1"
-    assert cgroup.own_group(mounts, "0::/../sibling\n") is None, "out of sight"
-    assert cgroup.own_group(mounts.splitlines()[0], "0::/\n") is None, "not mounted"
+    assert cgroups.own_group(mounts, "4:memory:/x\n0::/user.slice/a b\n") == Path("/sys/fs/with space/user.slice/a b")
+    assert cgroups.own_group(mounts, "0::/\n") == Path("/sys/fs/with space")
+    assert cgroups.own_group(mounts, "4:memory:/x\n1:cpu:/x\n") is None, "version 1"
+    assert cgroups.own_group(mounts, "0::/../sibling\n") is None, "out of sight"
+    assert cgroups.own_group(mounts.splitlines()[0], "0::/\n") is None, "not mounted"
 
 
 def test_who_was_moved_into_the_leaf_goes_on_in_the_group_above() -> None:
-    assert cgroup.base_of(Path("/g/app.scope")) == Path("/g/app.scope")
-    assert cgroup.base_of(Path("/g/app.scope", cgroup.LEAF)) == Path("/g/app.scope")
+    assert cgroups.base_of(Path("/g/app.scope")) == Path("/g/app.scope")
+    assert cgroups.base_of(Path("/g/app.scope", cgroups.LEAF)) == Path("/g/app.scope")
 
 
 @given(
-    controllers=st.frozensets(st.sampled_from(sorted(cgroup.CONTROLLERS))),
+    controllers=st.frozensets(st.sampled_from(sorted(cgroups.CONTROLLERS))),
     memory=st.integers(0, 1 << 40),
     processes=st.integers(0, 5000),
     cpus=st.floats(0, 512),
@@ -66,7 +68,7 @@ def test_who_was_moved_into_the_leaf_goes_on_in_the_group_above() -> None:
 def test_only_limits_that_were_asked_for_and_can_be_kept_are_written(
     controllers: frozenset[str], memory: int, processes: int, cpus: float
 ) -> None:
-    wanted = cgroup.settings(controllers, memory=memory, processes=processes, cpus=cpus)
+    wanted = cgroups.settings(controllers, memory=memory, processes=processes, cpus=cpus)
     asked = {"memory": memory, "pids": processes, "cpu": cpus}
     assert {name.partition(".")[0] for name in wanted} == {name for name in controllers if asked[name]}
     if "cpu.max" in wanted:
@@ -75,34 +77,29 @@ def test_only_limits_that_were_asked_for_and_can_be_kept_are_written(
         assert abs(quota / period - cpus) <= 0.01
 
 
-@given(st.frozensets(st.sampled_from(sorted(cgroup.CONTROLLERS))), st.sampled_from([(4, 18), (5, 14), (6, 1)]))
+@given(st.frozensets(st.sampled_from(sorted(cgroups.CONTROLLERS))), st.sampled_from([(4, 18), (5, 14), (6, 1)]))
 def test_what_the_kernel_does_not_keep_is_said(controllers: frozenset[str], kernel: tuple[int, int]) -> None:
-    found = {limit.name: limit for limit in limits.limits(Facts(controllers, kernel))}
+    found = {limit.name: limit for limit in report.limits(Facts(controllers, kernel))}
     assert (found["memory"].by is By.KERNEL) is ("memory" in controllers)
     assert (found["cpu"].by is By.NOTHING) is ("cpu" not in controllers)
     assert (found["processes"].by is By.KERNEL) is ("pids" in controllers or kernel >= (5, 14))
-    said = limits.shortcomings(list(found.values()))
+    said = report.shortcomings(list(found.values()))
     assert all((limit.name + " (" in said) is (limit.by is not By.KERNEL) for limit in found.values())
     assert "\n" not in said
 
 
-@given(
-    starter=st.none() | st.just(10),
-    inside=st.none() | st.lists(st.sampled_from([11, 12, 13]), unique=True),
-    grouped=st.lists(st.sampled_from([10, 11, 12, 14]), unique=True),
-    closing_s=st.floats(0, 100),
-)
+@given(starter=st.booleans(), init=st.none() | st.booleans(), closing_s=st.floats(0, 100))
 def test_a_sandbox_is_deleted_only_when_nothing_of_it_lives(
-    starter: int | None, inside: list[int] | None, grouped: list[int], closing_s: float
+    starter: bool, init: bool | None, closing_s: float
 ) -> None:
-    step = step_down(starter=starter, inside=inside, grouped=grouped, closing_s=closing_s)
-    living = {*(inside or ()), *grouped} | ({starter} if starter else set())
-    assert step.delete is (not living)
-    assert {*(inside or ()), *grouped} <= set(step.kill) <= living
-    assert len(step.kill) == len(set(step.kill))
-    assert step.report is (bool(living) and closing_s > STUCK_S)
-    if closing_s > STUCK_S or inside is None:
-        assert set(step.kill) == living, "nothing is spared for ever"
+    step = step_down(starter=starter, init=init, closing_s=closing_s)
+    late = closing_s > STUCK_S
+    assert step.delete is (not starter and not init)
+    assert step.kill_init is bool(init)
+    assert step.kill_starter <= starter, "nothing but what lives is killed"
+    assert step.report is (late and not step.delete)
+    if late or init is None:
+        assert step.kill_starter is starter, "nothing is spared for ever"
 
 
 def groups_of(container: Container) -> list[Path]:
@@ -113,19 +110,21 @@ def groups_of(container: Container) -> list[Path]:
 
 @pytest.mark.sandbox
 @with_group
+@pytest.mark.parametrize("start", ["mould", "runtime"])
 async def test_every_process_of_a_sandbox_is_in_its_group_and_the_group_goes_with_it(
-    image: Path, runtime: Runtime
+    image: Path, runtime: Runtime, start: Start
 ) -> None:
-    async with await Container.start(ContainerSpec(image=image), runtime) as container:
+    async with await Container.start(ContainerSpec(image=image, start=start), runtime) as container:
         (group,) = groups_of(container)
-        seen = (await container.run("(setsid sleep 100 &) ; cat /proc/1/cgroup /proc/self/cgroup")).stdout
-        assert seen.count(f"/{group.name}\n") == 2
+        await container.run("(setsid sleep 100 >/dev/null 2>&1 &)")
         held = {int(pid) for pid in (group / "cgroup.procs").read_text().split()}
         owner = Path(container.describe()["supervisor"])
-        spaces = [space for space in lease.spaces_of(owner) if space.init in held]
+        spaces = [space for space in state_dir.spaces_of(owner) if space.init in held]
         assert len(spaces) == 1
+        assert len(spaces[0].members()) >= 2
         assert set(spaces[0].members()) <= held
-        assert set(lease.helpers_of(owner)) & held, "the runtime outside of the container, too"
+        outside = set(state_dir.helpers_of(owner)) & held
+        assert bool(outside) is (start == "runtime"), "the runtime outside of the container, too"
         assert os.getpid() not in held
     assert groups_of(container) == []
 
@@ -145,7 +144,7 @@ async def test_a_sandbox_whose_processes_fork_without_end_is_ended_by_its_group(
 async def test_processes_are_bounded_by_the_group(image: Path, runtime: Runtime) -> None:
     async with await Container.start(ContainerSpec(image=image, processes=40), runtime) as container:
         (group,) = groups_of(container)
-        assert int((group / "pids.max").read_text()) >= 40 + cgroup.PROCESS_SLACK
+        assert int((group / "pids.max").read_text()) >= 40 + cgroups.PROCESS_SLACK
         for _ in range(3):
             with contextlib.suppress(CallerError):
                 await container.run("for i in $(seq 200); do (sleep 100 &); done 2>/dev/null", timeout_s=10)
@@ -236,4 +235,4 @@ def test_a_group_that_was_delegated_to_an_ordinary_user_is_used(
         )
     assert done.returncode == 0, done.stdout[-6000:] + done.stderr[-2000:]
     assert "no control group is delegated" not in done.stdout
-    assert {inner.name for inner in group.iterdir() if inner.is_dir()} <= {cgroup.LEAF}, "a group is left"
+    assert {inner.name for inner in group.iterdir() if inner.is_dir()} <= {cgroups.LEAF}, "a group is left"

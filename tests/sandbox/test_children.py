@@ -14,7 +14,7 @@ pytestmark = pytest.mark.sandbox
 REUSE = """
 import os, sys, time
 from pathlib import Path
-from nemo_gym_prorl.sandbox.children import Children
+from nemo_gym_prorl.sandbox.supervisor.processes.children import Children
 
 # As the first process of its own process numbers it adopts every orphan, and may say which number is next.
 os.unshare(os.CLONE_NEWUSER | os.CLONE_NEWPID)

@@ -10,12 +10,12 @@ from typing import Any
 import pytest
 from nemo_gym.sandbox.providers.apptainer import ApptainerProvider
 
-from nemo_gym_prorl.sandbox import conformance
+from nemo_gym_prorl.sandbox.gym import conformance
 from nemo_gym_prorl.sandbox.provider import SingularityProvider
-from nemo_gym_prorl.sandbox.runtime import Runtime
+from nemo_gym_prorl.sandbox.runtime.apptainer import Runtime
 
 
-pytestmark = pytest.mark.sandbox
+pytestmark = [pytest.mark.sandbox, pytest.mark.usefixtures("way")]
 
 
 async def test_ours_passes_all(image: Path, runtime: Runtime) -> None:

@@ -17,16 +17,16 @@ import pytest
 from nemo_gym.sandbox.providers.base import SandboxSpec
 
 from nemo_gym_prorl.failures import CallerError, InfrastructureError
-from nemo_gym_prorl.sandbox import debian
-from nemo_gym_prorl.sandbox import image as image_module
-from nemo_gym_prorl.sandbox.cache import machine, silent
+from nemo_gym_prorl.sandbox.images.building import apt_base
+from nemo_gym_prorl.sandbox.images.building import builder as build_module
+from nemo_gym_prorl.sandbox.images.building.builder import Order, build
+from nemo_gym_prorl.sandbox.images.building.recipe import Reuse
+from nemo_gym_prorl.sandbox.images.cache import machine, silent
+from nemo_gym_prorl.sandbox.images.reference import parse
+from nemo_gym_prorl.sandbox.images.store import ImageStore
 from nemo_gym_prorl.sandbox.provider import SingularityProvider
-from nemo_gym_prorl.sandbox.runtime import Runtime
-from nemo_gym_prorl.sandbox.store import build as build_module
-from nemo_gym_prorl.sandbox.store.build import Order, build
-from nemo_gym_prorl.sandbox.store.images import ImageStore
-from nemo_gym_prorl.sandbox.store.recipe import Reuse
-from nemo_gym_prorl.sandbox.store.reference import parse
+from nemo_gym_prorl.sandbox.runtime import debian
+from nemo_gym_prorl.sandbox.runtime.apptainer import Runtime
 from tests.sandbox.registry import layer, serve
 from tests.sandbox.tiny import wait_until_nothing_runs_for
 
@@ -147,7 +147,7 @@ def test_an_image_on_what_debootstrap_makes(order: Order, store: ImageStore, run
 def test_packages_make_a_layer_that_another_recipe_uses(
     order: Order, store: ImageStore, runtime: Runtime, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(image_module, "PACKAGES", ("base-files", "base-passwd", "dash", "coreutils"))
+    monkeypatch.setattr(apt_base, "PACKAGES", ("base-files", "base-passwd", "dash", "coreutils"))
     said: list[str] = []
     from_packages = replace(order, base="apt:", apt=["make"])
     built = build(from_packages, store, runtime, said.append)
@@ -203,8 +203,10 @@ def test_a_killed_build_leaves_no_image_and_the_next_one_makes_it(
     order: Order, store: ImageStore, runtime: Runtime, tmp_path: Path
 ) -> None:
     program = (
-        "import sys; from pathlib import Path; from nemo_gym_prorl.sandbox.store.build import Order, build\n"
-        "from nemo_gym_prorl.sandbox.store.images import ImageStore; from nemo_gym_prorl.sandbox.runtime import *\n"
+        "import sys; from pathlib import Path\n"
+        "from nemo_gym_prorl.sandbox.images.building.builder import Order, build\n"
+        "from nemo_gym_prorl.sandbox.images.store import ImageStore\n"
+        "from nemo_gym_prorl.sandbox.runtime.apptainer import *\n"
         "folder = Path(sys.argv[1]); store = ImageStore(folder / 'images', folder / 'unpacked')\n"
         "order = Order(sys.argv[2], sys.argv[3], 'mine', locks=[Path(sys.argv[4])], variables={'word': sys.argv[5]})\n"
         "build(order, store, require_runtime(), print)"

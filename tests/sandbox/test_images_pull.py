@@ -18,12 +18,12 @@ import pytest
 from nemo_gym.sandbox.providers.base import SandboxCreateError, SandboxSpec
 
 from nemo_gym_prorl.failures import CallerError, InfrastructureError
-from nemo_gym_prorl.sandbox.cache import machine
+from nemo_gym_prorl.sandbox.images.cache import machine
+from nemo_gym_prorl.sandbox.images.pull import Outcome, Puller, images_of, pull_all
+from nemo_gym_prorl.sandbox.images.reference import registry
+from nemo_gym_prorl.sandbox.images.store import ImageStore
 from nemo_gym_prorl.sandbox.provider import SingularityProvider
-from nemo_gym_prorl.sandbox.runtime import Runtime
-from nemo_gym_prorl.sandbox.store.images import ImageStore
-from nemo_gym_prorl.sandbox.store.pull import Outcome, Puller, images_of, pull_all
-from nemo_gym_prorl.sandbox.store.reference import registry
+from nemo_gym_prorl.sandbox.runtime.apptainer import Runtime
 from tests.sandbox.registry import Registry, layer, serve
 from tests.sandbox.tiny import wait_until_nothing_runs_for
 

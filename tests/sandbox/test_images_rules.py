@@ -12,12 +12,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from nemo_gym_prorl.failures import CallerError
-from nemo_gym_prorl.sandbox.store import recipe as recipes
-from nemo_gym_prorl.sandbox.store import sif
-from nemo_gym_prorl.sandbox.store.collect import Candidate, least_used
-from nemo_gym_prorl.sandbox.store.recipe import Built, Plan, Recipe, Reuse, decide, render, template_text
-from nemo_gym_prorl.sandbox.store.reference import Local, Named, Registry, parse, registry
-from nemo_gym_prorl.sandbox.store.shelf import kind_of_disk
+from nemo_gym_prorl.sandbox.disks import kind_of_disk
+from nemo_gym_prorl.sandbox.images import sif
+from nemo_gym_prorl.sandbox.images.building import recipe as recipes
+from nemo_gym_prorl.sandbox.images.building.recipe import Built, Plan, Recipe, Reuse, decide, render, template_text
+from nemo_gym_prorl.sandbox.images.gc import Candidate, least_used
+from nemo_gym_prorl.sandbox.images.reference import Local, Named, Registry, parse, registry
 
 
 # References
@@ -155,11 +155,11 @@ def test_nothing_is_reused_that_does_not_fit_and_what_fits_is(shelf: tuple[Recip
         assert plan == Plan()
 
 
-@pytest.mark.parametrize("name", ["python", "agent", "packages", "plain"])
+@pytest.mark.parametrize("name", ["python", "agent", "packages", "plain", "default", "kernel"])
 def test_templates_that_come_with_the_package_make_definition_files(name: str) -> None:
     one = Recipe(
         template_text(name), "b", "x86_64", "sif", frozenset({"gcc", "make=4.3"}), frozenset({"a[b]>=1,<2"}),
-        {"requirements.txt": b"x", "uv.lock": b"y"}, {"run": "first\nsecond"},
+        {"requirements.txt": b"x", "uv.lock": b"y"}, frozenset({"x"}), {"run": "first\nsecond"},
     )  # fmt: skip
     recipes.check(one)
     text = render(one.template, "Bootstrap: docker\nFrom: debian", one)
@@ -184,7 +184,7 @@ def test_templates_that_come_with_the_package_make_definition_files(name: str) -
 def test_template_errors_name_what_is_wrong(template: str, reason: str) -> None:
     with pytest.raises(CallerError, match=reason):
         render(template, "Bootstrap: x", Recipe(template, "b", "x86_64", "sif"))
-    with pytest.raises(CallerError, match=r"no 'nosuch', only agent, packages, plain, python"):
+    with pytest.raises(CallerError, match=r"no 'nosuch', only agent, default, kernel, packages, plain, python"):
         template_text("nosuch")
 
 

@@ -6,6 +6,7 @@ from __future__ import annotations
 import errno
 import fcntl
 import os
+import stat
 import subprocess
 import sys
 import time
@@ -16,8 +17,8 @@ from pathlib import Path
 
 import pytest
 
-from nemo_gym_prorl.sandbox.store import shelf as shelf_module
-from nemo_gym_prorl.sandbox.store.shelf import Shelf
+from nemo_gym_prorl.sandbox.images import content_dir as shelf_module
+from nemo_gym_prorl.sandbox.images.content_dir import Shelf
 
 
 REPOSITORY = Path(__file__).parents[2]
@@ -25,7 +26,7 @@ REPOSITORY = Path(__file__).parents[2]
 MAKE = """
 import sys, time
 from pathlib import Path
-from nemo_gym_prorl.sandbox.store.shelf import Shelf
+from nemo_gym_prorl.sandbox.images.content_dir import Shelf
 shelf = Shelf(Path(sys.argv[1]))
 with shelf.making("thing") as work:
     if work is None:
@@ -80,6 +81,37 @@ def test_a_thing_is_as_old_as_its_making_whatever_date_it_brought(tmp_path: Path
         shelf.publish(work / "made", "thing")
     [entry] = shelf.entries()
     assert time.time() - entry.last_use < 3600
+
+
+def test_what_is_being_made_or_removed_is_closed_to_others(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    modes = []
+    remove_tree = shelf_module.remove_tree
+
+    def look(folder: Path) -> None:
+        modes.append(stat.S_IMODE(folder.stat().st_mode))
+        remove_tree(folder)
+
+    monkeypatch.setattr(shelf_module, "remove_tree", look)
+    shelf = Shelf(tmp_path)
+    put(shelf, "thing")
+    assert shelf.remove("thing")
+    assert modes == [0o700, 0o700]
+
+
+def test_a_shared_disk_is_never_told_to_hurry(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Every machine that uses it would wait."""
+    told = []
+    monkeypatch.setattr(shelf_module.ctypes, "CDLL", lambda *_arguments, **_options: told.append("syncfs"))
+    monkeypatch.setattr(os, "sync", lambda: told.append("sync"))
+    monkeypatch.setattr(shelf_module, "on_shared_disk", lambda _path: True)
+    shelf_module.flush(tmp_path)
+    assert told == []
+
+
+def test_a_local_disk_writes_down_what_it_was_given(tmp_path: Path) -> None:
+    shelf_module.flush(tmp_path)
+    with pytest.raises(FileNotFoundError):
+        shelf_module.flush(tmp_path / "nothing")
 
 
 def test_of_many_processes_one_makes_a_thing(tmp_path: Path) -> None:

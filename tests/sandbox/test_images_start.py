@@ -14,12 +14,14 @@ import pytest
 from nemo_gym.sandbox.providers.base import SandboxCreateError, SandboxSpec
 
 from nemo_gym_prorl.failures import CallerError, InfrastructureError
-from nemo_gym_prorl.sandbox.cache import machine
+from nemo_gym_prorl.sandbox.images import rootfs
+from nemo_gym_prorl.sandbox.images import store as images_module
+from nemo_gym_prorl.sandbox.images.building import tool
+from nemo_gym_prorl.sandbox.images.building.builder import Order, build
+from nemo_gym_prorl.sandbox.images.cache import machine, silent
+from nemo_gym_prorl.sandbox.images.store import ImageStore
 from nemo_gym_prorl.sandbox.provider import SingularityProvider
-from nemo_gym_prorl.sandbox.runtime import Runtime
-from nemo_gym_prorl.sandbox.store import images as images_module
-from nemo_gym_prorl.sandbox.store import tool, tree
-from nemo_gym_prorl.sandbox.store.images import ImageStore
+from nemo_gym_prorl.sandbox.runtime.apptainer import Runtime
 
 
 pytestmark = pytest.mark.sandbox
@@ -84,7 +86,7 @@ def test_an_unpacked_copy_is_the_callers_own_and_harmless(
     if os.geteuid() == 0:
         os.chown(root / "etc/group", 33, 33)
         os.mknod(root / "device", 0o666 | stat.S_IFCHR, os.makedev(1, 3))
-    size = tree.settle(root)
+    size = rootfs.settle(root)
     assert size > 1 << 20
     assert stat.S_IMODE((root / "usr/bin/id").stat().st_mode) == 0o755
     assert (root / "closed" / "file").read_bytes() == b""
@@ -107,6 +109,20 @@ def test_another_file_of_the_same_path_has_another_copy(
     again.let_go()
     assert again.path != starts[0].path
     assert len(store.all_copies()) == 2
+
+
+def test_what_an_older_version_left_is_swept_and_nothing_else(
+    store: ImageStore, tiny_root: Path, runtime: Runtime
+) -> None:
+    old = store.images.folder / "default-x86_64-0123456789ab"
+    shutil.copytree(tiny_root, old, symlinks=True)
+    kept = build(Order("plain", str(tiny_root), "kept"), store, runtime, silent)
+    assert [image.names for image in store.all()] == [("kept",)]
+    assert store.collect(dry_run=True) == ([], [old])
+    assert old.exists()
+    assert store.collect() == ([], [old])
+    assert not old.exists()
+    assert kept.is_dir()
 
 
 def test_room_is_made_by_removing_what_was_used_least_and_never_what_is_used(
@@ -201,6 +217,7 @@ def test_links_of_an_image_lead_nowhere_else(tmp_path: Path) -> None:
     (root / "bin").symlink_to("/usr/bin")
     (root / "usr/bin/sh").symlink_to("../../../../../../usr/bin/other")
     (root / "loop").symlink_to("loop")
-    assert tree.inside(root, "/bin/sh") == root / "usr/bin/other"
-    assert tree.inside(root, "/bin/../bin/./sh") == root / "usr/bin/other"
-    assert tree.inside(root, "/loop/x").is_relative_to(root)
+    assert rootfs.inside(root, "/bin/sh") == root / "usr/bin/other"
+    assert rootfs.inside(root, "/bin/../bin/./sh") == root / "usr/bin/other"
+    with pytest.raises(OSError, match="symbolic links"):
+        rootfs.inside(root, "/loop/x")

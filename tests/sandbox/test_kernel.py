@@ -3,36 +3,122 @@
 
 from __future__ import annotations
 
+import ast
 import asyncio
 import os
 import socket
+import subprocess
+import sys
 from collections.abc import AsyncIterator
 from pathlib import Path
 
 import pytest
 import pytest_asyncio
-from hypothesis import given
-from hypothesis import strategies as st
-from jupyter_client.session import DELIM
 
 from nemo_gym_prorl.failures import InfrastructureError
-from nemo_gym_prorl.sandbox.channel import open_socket, parse
 from nemo_gym_prorl.sandbox.container import Container, ContainerSpec
-from nemo_gym_prorl.sandbox.kernel import DATA_LIMIT, Kernel
-from nemo_gym_prorl.sandbox.link import SandboxLost
-from nemo_gym_prorl.sandbox.runtime import Runtime
+from nemo_gym_prorl.sandbox.isolation.mould import zygote
+from nemo_gym_prorl.sandbox.runtime.apptainer import Runtime
+from nemo_gym_prorl.sandbox.sessions.jupyter.channel import open_socket
+from nemo_gym_prorl.sandbox.sessions.jupyter.kernel import DATA_LIMIT, OUTPUT_LIMIT, Kernel
+from nemo_gym_prorl.sandbox.supervisor.rpc.client import SandboxLost
 
 
-pytestmark = pytest.mark.sandbox
+pytestmark = [pytest.mark.sandbox, pytest.mark.usefixtures("way")]
 
 PIXEL = "iVBORw0KGgoAAAANSUhEUgAAAAEAAAABCAYAAAAfFcSJAAAADUlEQVR42mNkYPhfDwAChwGA60e6kgAAAABJRU5ErkJggg=="
 
 
-@pytest_asyncio.fixture
-async def kernel(kernel_image: Path, runtime: Runtime) -> AsyncIterator[Kernel]:
-    container = await Container.start(ContainerSpec(image=kernel_image), runtime)
+ITS_PROGRAM = "print(open('/proc/self/cmdline').read())"
+
+ZYGOTE_TRIES = 40
+
+PLAIN = {"PYTHONFAULTHANDLER": "1"}
+"""With a variable of Python's that its image does not set, a kernel is never forked."""
+
+
+@pytest_asyncio.fixture(params=["forked", "plain"])
+async def kernel(
+    kernel_image: Path, runtime: Runtime, way: str, request: pytest.FixtureRequest
+) -> AsyncIterator[Kernel]:
+    """A kernel that was forked from its image's zygote, and one that was not."""
+    forked = request.param == "forked"
+    if forked and (os.geteuid() != 0 or way != "mould"):
+        pytest.skip("only root's kernels, in sandboxes from a mould, are forked")
+    container = await Container.start(ContainerSpec(image=kernel_image, env={} if forked else PLAIN), runtime)
     async with container, await Kernel.start(container) as live:
+        for _ in range(ZYGOTE_TRIES):
+            if ("ipykernel_launcher" in (await live.run(ITS_PROGRAM)).output) != forked:
+                break
+            # The zygote is not ready yet.
+            assert forked
+            await asyncio.sleep(0.2)
+            await live.restart()
+        else:
+            raise AssertionError("no kernel was forked")
         yield live
+
+
+async def test_a_kernel_is_told_nothing_of_the_host(kernel: Kernel) -> None:
+    told = (await kernel.run("print(open('/proc/self/environ').read())")).output
+    assert "PATH=" in told
+    assert "APPTAINER" not in told
+
+
+async def test_a_kernel_has_the_rights_of_any_program(kernel: Kernel) -> None:
+    fields = "('Uid', 'Gid', 'Groups', 'CapInh', 'CapPrm', 'CapEff', 'CapBnd', 'CapAmb', 'NoNewPrivs', 'Seccomp:')"
+    look = f"""
+import os, resource
+print(*(line for line in open('/proc/self/status') if line.startswith({fields})), sep='')
+print(os.getcwd(), os.getpgid(0) == os.getsid(0) == os.getpid(), os.umask(0o22))
+print([(name, resource.getrlimit(getattr(resource, name))) for name in sorted(dir(resource)) if 'RLIMIT' in name])
+print(sorted(os.environ), [os.readlink(f'/proc/self/ns/{{name}}') for name in sorted(os.listdir('/proc/self/ns'))])
+"""
+    told = (await kernel.run(look)).output
+    plain = await kernel._container.execute(["python3", "-c", f"import ipykernel.zmqshell\n{look}"])
+    # What a kernel sets itself.
+    ours = {"PYDEVD_USE_FRAME_EVAL", "CLICOLOR", "FORCE_COLOR", "CLICOLOR_FORCE", "PAGER", "GIT_PAGER", "MPLBACKEND"}
+    cleaned = told
+    for name in ours:
+        cleaned = cleaned.replace(f"'{name}', ", "").replace(f", '{name}'", "")
+    assert cleaned.split() == plain.stdout.split()
+
+
+async def test_kernels_of_one_zygote_share_nothing(kernel: Kernel) -> None:
+    draw = "import random, os, uuid, multiprocessing.process as process\n"
+    draw += "print(random.random(), os.urandom(4).hex(), process.current_process().authkey.hex(), uuid.uuid4())"
+    first = (await kernel.run(f"x = 1; {draw}")).output.split()
+    await kernel.restart()
+    again = (await kernel.run(draw)).output.split()
+    assert len(set(first + again)) == 2 * len(first) == 8
+    assert "NameError" in ((await kernel.run("x")).error or "")
+
+
+def test_what_modules_drew_before_a_fork_is_drawn_anew() -> None:
+    """Also by modules that the image of these tests lacks: run as the zygote would, in its own words."""
+    pytest.importorskip("numpy")
+    text = Path(zygote.__file__).with_name("zygote_program.py").read_text()
+    (function,) = (part for part in ast.parse(text).body if getattr(part, "name", "") == "draw_anew")
+    draw = f"""
+import multiprocessing.process, os, sys, tempfile, uuid
+import numpy.random
+{ast.get_source_segment(text, function)}
+tempfile.gettempdir(), uuid.getnode()
+for number in range(3):
+    if os.fork() == 0:
+        if number:
+            draw_anew()
+        key = multiprocessing.process.current_process().authkey.hex()
+        os.write(1, f"{{numpy.random.random()}} {{key}}\\n".encode())
+        assert not number or (tempfile.tempdir, uuid._node) == (None, None)
+        os._exit(0)
+    os.wait()
+print(numpy.random.random(), multiprocessing.process.current_process().authkey.hex())
+"""
+    done = subprocess.run([sys.executable, "-c", draw], check=True, capture_output=True, text=True, timeout=60)
+    inherited, *anew, parents = done.stdout.splitlines()
+    assert inherited == parents
+    assert len({word for line in [parents, *anew] for word in line.split()}) == 6
 
 
 async def test_cells_share_state_and_say_what_happened(kernel: Kernel) -> None:
@@ -131,10 +217,21 @@ print("through")
     assert (await kernel.run("1")).data == [{"text/plain": "1"}]
 
 
-@given(st.lists(st.binary() | st.sampled_from([DELIM, b"{}", b"[]", b"1", b'{"msg_type": "x", "msg_id": "y"}'])))
-def test_frames_are_a_message_or_none(frames: list[bytes]) -> None:
-    message = parse(frames)
-    assert message is None or (message.kind, message.request) == ("x", "y")
+async def test_a_message_of_too_many_values_holds_up_nobody_and_is_counted(kernel: Kernel) -> None:
+    flood = """
+import IPython
+shell = IPython.get_ipython()
+shell.kernel.session.send(
+    shell.kernel.iopub_socket, "display_data", {"data": {"a": [[]] * 2_000_000}}, parent=shell.parent_header
+)
+print("through")
+"""
+    cell = await kernel.run(flood, timeout_s=30)
+    assert cell.output.endswith("through\n")
+    assert cell.data == []
+    assert cell.omitted > 2_000_000
+    longest = await kernel.run("print('1, ' * 1_000_000)")
+    assert longest.omitted == 3_000_001 - OUTPUT_LIMIT
 
 
 def test_a_link_is_no_socket(tmp_path: Path) -> None:

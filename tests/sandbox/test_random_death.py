@@ -37,7 +37,7 @@ from nemo_gym_prorl.failures import FailureKind
 from nemo_gym_prorl.rollout.client import RolloutClient
 from nemo_gym_prorl.rollout.job import JobState
 from nemo_gym_prorl.rollout.schemas import JobView
-from nemo_gym_prorl.sandbox import lease
+from nemo_gym_prorl.sandbox.supervisor.storage import state_dir
 
 
 REPOSITORY = Path(__file__).parents[2]
@@ -45,7 +45,7 @@ REPOSITORY = Path(__file__).parents[2]
 GONE_WITHIN_S = 5.0
 """Invariant 4 of the architecture."""
 
-KINDS = ("server", "supervisor", "init", "shell", "kernel", "helper")
+KINDS = ("server", "supervisor", "init", "shell", "kernel", "helper", "servant")
 
 EXAMPLES = int(os.environ.get("PRORL_DEATHS", "6" if os.geteuid() == 0 else "2"))
 
@@ -94,10 +94,10 @@ class Service:
         for found in victims.values():
             self.seen.update(found)
         for space in spaces(self.state):
-            self.seen.update((pid, lease.start_time(pid) or 0) for pid in space.members())
+            self.seen.update((pid, state_dir.start_time(pid) or 0) for pid in space.members())
         if victims[kind]:
             pid, started = victims[kind][which % len(victims[kind])]
-            if lease.start_time(pid) == started:
+            if state_dir.start_time(pid) == started:
                 os.kill(pid, signal.SIGKILL)
         if kind == "server":
             self.process.wait()
@@ -107,12 +107,13 @@ class Service:
         mine = {self.process.pid}
         if not owner_too:
             with urllib.request.urlopen(f"{self.url}/victims") as answer:
-                mine |= {pid for pid, _started in json.load(answer)["supervisor"]}
+                victims = json.load(answer)
+                mine |= {pid for kind in ("supervisor", "servant") for pid, _started in victims[kind]}
         alive = [
-            f"process {pid}" for pid, started in self.seen if pid not in mine and lease.start_time(pid) == started
+            f"process {pid}" for pid, started in self.seen if pid not in mine and state_dir.start_time(pid) == started
         ]
         inside = [f"process {pid} inside" for space in spaces(self.state) for pid in space.members()]
-        helpers = [f"helper {pid}" for owner in self.state.glob("s-*") for pid in lease.helpers_of(owner)]
+        helpers = [f"helper {pid}" for owner in self.state.glob("s-*") for pid in state_dir.helpers_of(owner)]
         files = [str(path) for path in self.state.glob("s-*" if owner_too else "s-*/b-*")]
         mounts = [line for line in Path("/proc/self/mounts").read_text().splitlines() if str(self.state) in line]
         return [*alive, *inside, *helpers, *files, *mounts]
@@ -125,9 +126,9 @@ class Service:
         self.seen.clear()
 
 
-def spaces(state: Path) -> list[lease.Space]:
+def spaces(state: Path) -> list[state_dir.Space]:
     """The PID namespaces of all sandboxes."""
-    return [space for owner in state.glob("s-*") for space in lease.spaces_of(owner)]
+    return [space for owner in state.glob("s-*") for space in state_dir.spaces_of(owner)]
 
 
 @pytest.fixture(scope="module")
@@ -162,6 +163,7 @@ def service(image: Path, kernel_image: Path, state: Path) -> Iterator[Service]:
 @example(deaths=[(0.5, "init", 0)], turns=[2], attempts=1)
 @example(deaths=[(0.5, "shell", 0)], turns=[2], attempts=2)
 @example(deaths=[(0.5, "kernel", 0)], turns=[2], attempts=1)
+@example(deaths=[(0.3, "servant", 0), (0.1, "servant", 1), (0.1, "servant", 2)], turns=[2, 2], attempts=1)
 def test_whatever_is_killed_each_rollout_has_one_outcome_and_nothing_is_left(
     service: Service, deaths: list[tuple[float, str, int]], turns: list[int], attempts: int
 ) -> None:

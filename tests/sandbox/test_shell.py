@@ -4,21 +4,21 @@
 from __future__ import annotations
 
 import asyncio
-import time
 from pathlib import Path
 
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from nemo_gym_prorl.failures import CallerError, InfrastructureError
+from nemo_gym_prorl.failures import CallerError
 from nemo_gym_prorl.sandbox.container import Container, ContainerSpec
-from nemo_gym_prorl.sandbox.link import SandboxLost
-from nemo_gym_prorl.sandbox.runtime import Runtime
-from nemo_gym_prorl.sandbox.shell import Shell, ShellBusy
+from nemo_gym_prorl.sandbox.runtime.apptainer import Runtime
+from nemo_gym_prorl.sandbox.sessions.bash import Shell, ShellBusy
+from nemo_gym_prorl.sandbox.supervisor.errors import SandboxBroken
+from nemo_gym_prorl.sandbox.supervisor.rpc.client import SandboxLost
 
 
-pytestmark = pytest.mark.sandbox
+pytestmark = [pytest.mark.sandbox, pytest.mark.usefixtures("way")]
 
 
 async def test_state_lives_from_one_command_to_the_next(shell: Shell) -> None:
@@ -65,14 +65,12 @@ async def test_any_text_comes_back_as_it_was_sent(image: Path, runtime: Runtime,
 _echo: tuple[asyncio.AbstractEventLoop, Shell, Container] | None = None
 
 
-async def test_background_jobs_run_on_and_speak_later(shell: Shell) -> None:
-    begin = time.monotonic()
-    first = await shell.run("(sleep 0.3; echo late) &")
-    assert time.monotonic() - begin < 0.3
+async def test_background_jobs_run_on_and_speak_later(container: Container, shell: Shell) -> None:
+    first = await shell.run("(until [ -e /tmp/go ]; do sleep 0.02; done; echo late) &")
     assert first.exit_code == 0
-    assert "late\n" in (await shell.run("wait; jobs")).output
-    await shell.run("(sleep 0.1; echo between) &")
-    await asyncio.sleep(0.5)
+    assert "late\n" in (await shell.run("touch /tmp/go; wait; jobs")).output
+    await shell.run("(until [ ! -e /tmp/go ]; do sleep 0.02; done; echo between; touch /tmp/said) &")
+    await container.run("rm /tmp/go; until [ -e /tmp/said ]; do sleep 0.02; done", timeout_s=60)
     assert (await shell.run("echo now", output_limit=1000)).output == "between\nnow\n"
 
 
@@ -110,7 +108,7 @@ async def test_ctrl_c_ends_the_command_and_nothing_else(shell: Shell) -> None:
     ["sleep 1000", "while :; do :; done", "trap '' INT; sleep 1000", "python3 -c 'while True: pass'", "cat", "yes"],
 )
 async def test_the_hard_limit_gives_what_there_is_and_a_usable_shell(shell: Shell, command: str) -> None:
-    stopped = await shell.run(f"echo begun; {command}", timeout_s=0.5, silence_s=None)
+    stopped = await shell.run(f"echo begun; {command}", timeout_s=1.5, silence_s=None)
     assert stopped.timed_out
     assert stopped.output.startswith("begun\n")
     assert not stopped.exited
@@ -149,24 +147,154 @@ async def test_bytes_that_are_not_text(shell: Shell) -> None:
     assert (await shell.run(r"printf '\xff\xfeok\x00\x1b[31m'")).output == "\ufffd\ufffdok\0\x1b[31m"
 
 
-async def test_a_command_cannot_forge_its_end(shell: Shell) -> None:
+FORGERIES = [
+    # Bash's own input and errors, which it keeps under these numbers while a command runs.
+    'read -r -t 0.3 -u 10 line; line=${line##*_end }; printf "\\036%s 0 /false\\0" "${line%% *}" >/dev/tty; false',
+    "for n in 10 11; do cat <&$n >/tmp/seen & done; sleep 0.2; kill %1 %2; cat /tmp/seen; false",
+    # Whatever functions there are.
+    'for f in $(compgen -A function); do eval "$f() { printf forged; }"; done; false',
+    "eval() { :; }; builtin() { printf '/0 0'; }; printf() { :; }; test() { :; }; false",
+    "shopt -s expand_aliases; alias '((1))'=: 'false'=true '{'=: 'if'=:; command false",
+    # Hooks, which see what bash is about to execute.
+    "trap 'seen=$BASH_COMMAND; [[ $seen =~ [0-9a-f]{32} ]] && echo LEAKED' DEBUG; set -T; trap 'echo ERR' ERR; false",
+    "PS4='+$?'; set -xv; PROMPT_COMMAND=true; PS1='/0/0'; PS2='/0/0'; false",
+    # The folder is not what bash says.
+    "PWD=/false; OLDPWD=/false; cd() { :; }; pwd() { echo /false; }; false",
+    "kill -INT $$; true",
+]
+
+
+@pytest.mark.parametrize("command", FORGERIES)
+async def test_a_command_cannot_forge_its_end(container: Container, command: str) -> None:
+    async with await Shell.start(container, cwd="/usr") as shell:
+        honest = await shell.run(command, timeout_s=5, silence_s=None)
+        expected = 130 if "INT" in command else 1
+        assert (honest.exit_code, honest.cwd, honest.exited, honest.timed_out) == (expected, "/usr", False, False)
+        assert "LEAKED" not in honest.output
+
+
+async def test_no_program_can_open_the_way_of_the_commands(shell: Shell) -> None:
+    """What ``/proc/PID/fd`` lets a program open anew, if it has the same user id, is a pipe; a socket it does not."""
+    await shell.run("ls -l /proc/$$/fd > /tmp/files")
+    assert (await shell.run("grep -c pipe: /tmp/files")).output == "0\n"
+    taken = await shell.run("for f in /proc/$$/fd/*; do timeout 1 sh -c 'exec 9<$0' $f && echo $f; done 2>/dev/null")
+    assert "/fd/10" not in taken.output
+
+
+async def test_a_child_that_knows_the_mark_cannot_end_its_command(container: Container, shell: Shell) -> None:
+    """It holds bash's end of the socket, too: only bash's own process is believed."""
+    waits = "until [ -s /tmp/mark ]; do sleep 0.02; done"
+    forges = '(printf "bash: /%s/0: No such file or directory\\n" "$(cat /tmp/mark)" >&11)'
+    running = asyncio.create_task(shell.run(f"{waits}; {forges} & wait; {forges}; echo through; sleep 0.3; false"))
+    await asyncio.sleep(0.1)
+    assert shell._status
+    await container.run(f"echo {shell._status._nonce} >/tmp/mark")
+    honest = await running
+    assert (honest.output.splitlines()[-1], honest.exit_code) == ("through", 1)
+    assert (await shell.run("echo in step")).output.endswith("in step\n")
+
+
+async def test_a_command_sees_nothing_of_ours(shell: Shell) -> None:
     forged = "\\036" + "0" * 32 + " 0 /\\0"
-    honest = await shell.run(f"printf '{forged}'; printf '{forged}' >/dev/tty; sleep 0.1; echo after; false")
-    assert honest.exit_code == 1
-    assert honest.output.endswith("after\n")
-    snooping = await shell.run(
-        "cat /proc/$$/cmdline /proc/$$/environ | tr '\\0' ' '; ls -l /proc/self/fd | wc -l; false"
+    printing = f"printf '{forged}'; printf '{forged}' >/dev/tty; sleep 0.1; echo after; false"
+    assert (await shell.run(printing)).exit_code == 1
+    assert (await shell.run("compgen -A function | wc -l")).output.strip() == "0"
+    stolen = await shell.run(
+        "timeout 0.2 cat <&3; timeout 0.2 cat <&4; timeout 0.2 cat /proc/$$/fd/0 </dev/null; echo done", timeout_s=5
     )
-    assert snooping.exit_code == 1
-    stolen = await shell.run("timeout 0.2 cat <&3; timeout 0.2 cat /proc/$$/fd/0 </dev/null; echo done", timeout_s=5)
     assert stolen.output.endswith("done\n")
     assert (await shell.run("echo in step")).output == "in step\n"
+
+
+async def test_the_folder_is_the_one_that_bash_is_in(shell: Shell) -> None:
+    assert (await shell.run("mkdir -p '/tmp/real (deleted)'; cd '/tmp/real (deleted)'")).cwd == "/tmp/real (deleted)"
+    assert (await shell.run("rmdir '/tmp/real (deleted)'")).cwd == "/tmp/real (deleted)"
+    assert (await shell.run("mkdir /tmp/a; ln -s /tmp/a /tmp/link; cd /tmp/link; PWD=/false")).cwd == "/tmp/a"
+
+
+async def test_an_exit_that_does_nothing_hides_no_command(shell: Shell) -> None:
+    await shell.run("exit() { :; }; false")
+    assert (await shell.run("echo run; false")).output == "run\n"
+    assert (await shell.run("unset -f exit; false")).exit_code == 1
+    assert (await shell.run("trap 'echo ERR' ERR; true")).output == ""
+
+
+@pytest.mark.parametrize("thrown", ["kill -INT $$", "echo $((1 / 0))", "set -u; echo $none", "readonly R; R=1"])
+async def test_what_throws_a_command_away_ends_it_at_once(shell: Shell, thrown: str) -> None:
+    for prompt in ("PS1='(venv) '$PS1", "PS1='> '"):
+        done = await shell.run(f"{prompt}; echo before; {thrown}; echo after", timeout_s=20)
+        assert not done.timed_out
+        assert done.exit_code != 0
+        assert done.output.startswith("before\n")
+        assert "after" not in done.output
+    assert (await shell.run("set +u; echo on")).output == "on\n"
+
+
+async def test_jobs_that_print_after_the_end_are_the_next_commands(shell: Shell) -> None:
+    for number in range(20):
+        first = await shell.run(f"(sleep 0.01; echo late {number}; exit 5) & echo now {number}; false")
+        last = await shell.run("wait; true")
+        assert (first.exit_code, last.exit_code) == (1, 0)
+        assert f"now {number}\n" in first.output
+        assert f"late {number}\n" in first.output + last.output
+
+
+async def test_all_of_the_output_is_there_at_the_end(shell: Shell) -> None:
+    for size in (1, 4095, 4096, 65_536, 300_001):
+        assert len((await shell.run(f"head -c {size} /dev/zero | tr '\\0' x", output_limit=1 << 20)).output) == size
+
+
+async def test_an_end_of_file_can_be_typed_and_the_window_changed(shell: Shell) -> None:
+    await shell.run("cat; stty size", silence_s=0.1)
+    shell.terminal.setwinsize(11, 22)
+    await shell.eof()
+    assert (await shell.wait()).output == "11 22\n"
+    shell.terminal.setecho(True)
+    await shell.run("read line", silence_s=0.1)
+    await shell.send("shown\n")
+    assert "shown" in (await shell.wait()).output
 
 
 async def test_redirections_of_the_shell_itself_hide_no_end(shell: Shell) -> None:
     assert (await shell.run("exec >/tmp/log; echo into the file; PS1='prompt> '; PS2='more> '")).exit_code == 0
     back = await shell.run("exec >/dev/tty; cat /tmp/log")
     assert back.output == "into the file\n"
+
+
+TAKERS = ["read -r -u 10 line; sleep 100", "while read -r -u 10 line; do :; done", "head -c 50 <&10; sleep 100"]
+
+
+@pytest.mark.parametrize("size", [0, 300_000])
+@pytest.mark.parametrize("taker", TAKERS)
+async def test_a_command_that_a_subshell_took_is_noticed_at_once(container: Container, taker: str, size: int) -> None:
+    """Bash's forks have its input; who reads there is drawn by the kernel, and not bash where they are many."""
+    for _attempt in range(20):
+        async with await Shell.start(container) as shell:
+            await shell.run(f"for n in {{1..9}}; do ({taker}) >/dev/null & done; sleep 0.2")
+            done = await shell.run(f"echo mine; : {'x' * size}", timeout_s=60, silence_s=None)
+            assert not done.timed_out
+            assert done.seconds < 30
+            if done.exited:
+                return
+            assert (done.exit_code, done.output.splitlines()[-1]) == (0, "mine")
+    pytest.fail("bash had its input for itself")
+
+
+@pytest.mark.parametrize(
+    "hook", ["PROMPT_COMMAND='sleep 1'", "trap '[[ -e /tmp/once ]] || { > /tmp/once; sleep 1; }' DEBUG"]
+)
+async def test_a_bash_that_takes_its_time_gets_its_commands(shell: Shell, hook: str) -> None:
+    await shell.run(hook)
+    for size in (0, 300_000):
+        done = await shell.run(f"rm -f /tmp/once; echo mine; : {'x' * size}", silence_s=None)
+        assert (done.exit_code, done.output) == (0, "mine\n")
+
+
+async def test_a_time_limit_holds_while_bash_reads_nothing(shell: Shell) -> None:
+    await shell.run("PROMPT_COMMAND='sleep 100'")
+    stopped = await shell.run(f": {'x' * 1_000_000}", timeout_s=0.5, silence_s=None)
+    assert stopped.timed_out
+    assert stopped.seconds < 30
 
 
 async def test_a_nul_is_refused(shell: Shell) -> None:
@@ -176,7 +304,7 @@ async def test_a_nul_is_refused(shell: Shell) -> None:
 
 async def test_no_bash_is_said_at_once(container: Container) -> None:
     await container.run("rm -f /bin/bash /usr/bin/bash")
-    with pytest.raises(InfrastructureError, match="bash"):
+    with pytest.raises(SandboxBroken, match="bash"):
         await Shell.start(container)
 
 
@@ -191,11 +319,21 @@ async def test_many_shells_wait_at_once(container: Container) -> None:
 
 
 HOSTILE = [
-    "_prorl_end() { :; }; builtin() { :; }; printf() { :; }",
-    "readonly -f _prorl_end; PWD='/x 0'; OLDPWD=",
+    "builtin() { :; }; printf() { :; }; command() { :; }; cd() { :; }",
+    "PWD='/x 0'; OLDPWD=; readonly PWD PS1 PS2 PS4 IFS",
     "exec </dev/null",
     "exec 0<&- 2>&-",
+    "exec 2>&- 3>&- 4>&-",
+    'for i in {0..255}; do eval "exec $i>&-"; done',
     "trap 'echo trapped' DEBUG ERR RETURN EXIT; set -xv",
+    "trap 'exec 0</dev/null' DEBUG; set -T",
+    "PROMPT_COMMAND='cat'; PS1=",
+    "PROMPT_COMMAND='read -r line; echo $line >>/tmp/stolen'",
+    "(while read -r -u 10 line; do echo $line; done) & (while :; do echo x; done >&11) &",
+    "set -e; set -o pipefail; set -n; trap '' INT; PS1=; PS2='> '",
+    "unset PS1 PS2 PS4 BASH_ENV HOME PATH; enable -n exec; set -o nounset",
+    "python3 -c 'import socket; socket.socket(fileno=11).shutdown(2)' 11>&11",
+    "ulimit -n 12",
     "PROMPT_COMMAND='echo prompt'; PS0=ps0; PS4=; IFS=0123456789abcdef",
     "stty raw -echo; stty intr undef",
     "kill -STOP $$",
@@ -217,8 +355,15 @@ async def test_whatever_a_command_does_to_its_shell_the_next_one_is_told_the_tru
             for _ in range(2):
                 if done.exited:
                     await shell.restart()
-                done = await shell.run('echo "a$((40 + 2))b"; (exit 3)', timeout_s=3, silence_s=None)
-                assert done.exited or ("a42b" in done.output and done.exit_code == 3), (command, done)
+                try:
+                    done = await shell.run('echo "a$((40 + 2))b"; (exit 3)', timeout_s=3, silence_s=None)
+                except SandboxLost:
+                    # It ended after the last command's end had been told.
+                    await shell.restart()
+                    continue
+                # A bash that was told to know no eval says so, and nothing else is wrong with it.
+                honest = ("a42b" in done.output and done.exit_code == 3) or "eval: command not found" in done.output
+                assert done.exited or honest, (command, done)
             await shell.restart()
             fresh = await shell.run("echo fresh; cat", timeout_s=1, silence_s=None)
             assert fresh.output.startswith("fresh\n"), (command, fresh)

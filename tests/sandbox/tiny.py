@@ -10,7 +10,7 @@ from contextlib import suppress
 from pathlib import Path
 
 
-PROGRAMS = ("dash", "id", "ls", "mkdir", "cat", "sleep")
+PROGRAMS = ("dash", "id", "ls", "mkdir", "cat", "sleep", "cp", "chmod", "chown")
 
 
 def make_tiny_root(image: Path, root: Path) -> None:

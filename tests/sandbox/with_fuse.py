@@ -7,8 +7,8 @@ import os
 import sys
 from pathlib import Path
 
-from nemo_gym_prorl.sandbox.linux import private_mounts
-from nemo_gym_prorl.sandbox.starter import show_fuse
+from nemo_gym_prorl.sandbox.isolation.syscalls import private_mounts
+from nemo_gym_prorl.sandbox.runtime.launch import show_fuse
 
 
 if __name__ == "__main__":

@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 
-from nemo_gym_prorl.sandbox.install import _patchelf
+from nemo_gym_prorl.sandbox.runtime.install import _patchelf
 
 
 NOBODY = 65534

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import os
+import re
 import subprocess
 import sys
 from collections.abc import Callable
@@ -19,10 +20,17 @@ from nemo_gym_prorl.doctor import (
     _administrator,
     _fuse,
     _open_files,
+    _runtime,
+    _state,
     examine,
     limits_check,
+    state_check,
+    user_namespaces_check,
 )
-from nemo_gym_prorl.sandbox.limits import Facts, limits
+from nemo_gym_prorl.sandbox import disks
+from nemo_gym_prorl.sandbox.isolation.user_namespaces import APPARMOR, BY_USERS, MOST, Attempt, Ending, remedies
+from nemo_gym_prorl.sandbox.limits.report import Facts, limits, remedy
+from nemo_gym_prorl.sandbox.runtime.apptainer import Runtime
 
 
 def prorl(*arguments: str, **environ: str) -> subprocess.CompletedProcess[str]:
@@ -48,7 +56,7 @@ def test_on_a_bare_machine_it_says_what_to_do(empty_cache: Path) -> None:
         assert checks[name].level is Level.MISSING
         assert "prorl setup" in checks[name].fix
     assert all(check.fix for check in checks.values() if check.level is not Level.OK)
-    assert "Container" not in checks, "what can't be tried is not reported"
+    assert "Sandbox" not in checks, "what can't be tried is not reported"
     assert not empty_cache.exists(), "looking changes nothing"
     assert prorl("doctor").returncode == 1
 
@@ -100,6 +108,22 @@ def test_every_limit_is_named_with_how_it_is_kept(controllers: frozenset[str], k
     assert ("not enforced: cpu" in check.found) is ("cpu" not in controllers)
 
 
+@pytest.mark.parametrize("root", [True, False])
+@pytest.mark.parametrize("systemd", [True, False])
+def test_what_is_advised_for_control_groups_can_help(root: bool, systemd: bool) -> None:
+    first = "30 24 0:26 / /sys/fs/cgroup/memory rw - cgroup cgroup rw,memory\n"
+    second = "31 24 0:27 / /sys/fs/cgroup ro - cgroup2 cgroup2 rw\n"
+    named = "32 24 0:28 / /sys/fs/cgroup/systemd rw - cgroup cgroup rw,name=systemd\n"
+    for mounts in (first, first + second, named, ""):
+        assert "systemd-run" not in (said := remedy(mounts, root=root, systemd=systemd))
+        assert "version 2 alone" in said
+    for mounts in (second, named + second):
+        said = remedy(mounts, root=root, systemd=systemd)
+        assert ("systemd-run" in said) is systemd
+        # Root has no session of its own to ask.
+        assert ("--user" in said) is (systemd and not root)
+
+
 def test_the_limits_of_this_machine_are_reported() -> None:
     said = next(check for check in examine() if check.name == "Sandbox limits")
     assert "watched: " in said.found
@@ -133,3 +157,105 @@ def test_a_user_is_not_told_to_be_root(as_ordinary_user: Callable[[Callable[[Pat
     for fix in as_ordinary_user(fixes):
         assert fix.startswith("your administrator can: "), fix
         assert "sudo" not in fix
+
+
+@pytest.mark.sandbox
+def test_one_sandbox_is_started_as_servers_do(image: Path) -> None:
+    check = next(check for check in examine() if check.name == "Sandbox")
+    assert check.level is Level.OK, check
+    assert check.found.endswith("; from a mould")
+
+
+NONE_LEFT = (
+    "uid = os.getuid(); os.unshare(os.CLONE_NEWUSER); open('/proc/self/uid_map', 'w').write(f'0 {uid} 1')\n"
+    "open('/proc/sys/user/max_user_namespaces', 'w').write('0')\n"
+)
+"""A machine that was set to have none: the setting counts in the user namespace in which it is made."""
+
+FORBIDDEN = "syscalls.prctl(syscalls.PR_SET_NO_NEW_PRIVS, 1); seccomp.install()\n"
+"""A container as Docker makes it."""
+
+NO_RIGHTS = (
+    "syscalls.prctl(syscalls.PR_SET_NO_NEW_PRIVS, 1)\n"
+    "table, mounts = seccomp.TABLES[os.uname().machine], frozenset({0x20000})\n"
+    "rule = bpf.ByArgument(0, mounts, bpf.REFUSE, bpf.ALLOW)\n"
+    "seccomp.install(bpf.program(table.audit, {table.refused['unshare']: rule}, seccomp.LAST))\n"
+)
+"""A machine where one can be made, but what needs rights in it is refused, as AppArmor does on Ubuntu."""
+
+PREPARED = "import os\nfrom nemo_gym_prorl.sandbox.isolation import bpf, seccomp, syscalls\n"
+
+
+@pytest.mark.parametrize(
+    ("machine", "found", "fix"),
+    [
+        (NONE_LEFT, "can't be made", "sysctl user.max_user_namespaces=15000"),
+        (FORBIDDEN, "can't be made", "--security-opt seccomp=unconfined"),
+        (NO_RIGHTS, "can be made, but give no rights", "--security-opt apparmor=unconfined"),
+    ],
+    ids=["none left", "in a container", "no rights"],
+)
+def test_without_user_namespaces_it_says_so_and_who_can_help(machine: str, found: str, fix: str) -> None:
+    code = (
+        f"{PREPARED}{machine}from nemo_gym_prorl.cli import main\nimport sys; sys.argv = ['prorl', 'doctor']; main()"
+    )
+    environ = {**os.environ, "COLUMNS": "1000", "NO_COLOR": "1"}
+    done = subprocess.run(
+        [sys.executable, "-c", code], env=environ, capture_output=True, text=True, check=False, timeout=100
+    )
+    assert done.returncode == 1
+    assert "Traceback" not in done.stderr
+    said = next(line for line in done.stdout.splitlines() if "User namespaces" in line)
+    assert "missing" in said
+    assert f"{found}: sandboxes can't run, also not with a setuid Apptainer" in said
+    assert fix in done.stdout
+
+
+REFUSALS = st.builds(
+    Attempt,
+    st.sampled_from([Ending.MAKE, Ending.USE]),
+    st.sampled_from([1, 13, 22, 28]),
+    st.booleans(),
+    st.booleans(),
+    st.dictionaries(st.sampled_from([MOST, BY_USERS, APPARMOR]), st.sampled_from(["0", "1", "2"])),
+)
+
+
+@given(REFUSALS)
+def test_every_way_to_have_no_user_namespaces_has_its_remedy(attempt: Attempt) -> None:
+    fix = user_namespaces_check(attempt).fix
+    assert remedies(attempt)
+    set_so = attempt.settings
+    assert (f"{MOST}=" in fix) is (set_so.get(MOST) == "0")
+    # Neither of these two keeps root from making them.
+    assert (f"{BY_USERS}=" in fix) is (set_so.get(BY_USERS) == "0" and not attempt.root)
+    assert (f"{APPARMOR}=" in fix) is (set_so.get(APPARMOR) == "1" and not attempt.root)
+
+
+def test_ubuntus_apparmor_is_named_with_a_profile_that_does() -> None:
+    attempt = Attempt(Ending.USE, 13, root=False, filtered=False, settings={MOST: "95000", APPARMOR: "1"})
+    [fix] = remedies(attempt)
+    assert os.path.realpath(sys.executable) in fix, "it is Python that makes the namespace, and not the runtime"
+
+
+def test_singularity_is_said_to_be_untested() -> None:
+    check = _runtime(Runtime(Path("/usr/bin/singularity"), "singularity", (4, 1, 0), "path", {}))
+    assert check.level is Level.WARN
+    assert "untested" in check.found
+
+
+def test_what_the_state_folder_lies_on_is_told() -> None:
+    assert state_check("/x", "ext4", 10**10).level is Level.OK
+    memory = state_check("/x", "tmpfs", 10**10)
+    assert memory.level is Level.WARN
+    assert "takes memory, up to 11 GB each" in memory.found
+    assert "PRORL_STATE" in memory.fix
+
+
+def test_a_state_folder_that_machines_share_is_no_good(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setenv("PRORL_STATE", str(tmp_path))
+    monkeypatch.setattr(disks, "_SHARED_KINDS", re.compile(disks.kind_under(tmp_path)))
+    check = _state()
+    assert check.level is Level.MISSING
+    assert str(tmp_path) in check.found
+    assert "PRORL_STATE" in check.fix

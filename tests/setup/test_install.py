@@ -3,7 +3,10 @@
 
 from __future__ import annotations
 
+import hashlib
+import json
 import os
+import re
 import stat
 import subprocess
 from collections.abc import Callable
@@ -14,11 +17,11 @@ from typing import Any
 import pytest
 
 from nemo_gym_prorl.failures import InfrastructureError
-from nemo_gym_prorl.sandbox import debian
-from nemo_gym_prorl.sandbox.cache import publish, silent, staging
-from nemo_gym_prorl.sandbox.image import ensure_default_image, try_image
-from nemo_gym_prorl.sandbox.install import ensure_runtime
-from nemo_gym_prorl.sandbox.runtime import find_runtime, private_prefix
+from nemo_gym_prorl.sandbox.images.building.default import ensure_default_image, try_image
+from nemo_gym_prorl.sandbox.images.cache import silent
+from nemo_gym_prorl.sandbox.runtime import debian, pinned
+from nemo_gym_prorl.sandbox.runtime.apptainer import MARKER, find_runtime, private_prefix
+from nemo_gym_prorl.sandbox.runtime.install import ensure_runtime
 
 
 needs_debian = pytest.mark.skipif(
@@ -37,11 +40,13 @@ def test_two_setups_at_once_install_it_once_and_replace_a_torso(empty_cache: Pat
         first, second = pool.map(ensure_runtime, [said.append, said.append])
     assert first == second == find_runtime()
     assert first.origin == "cache"
-    assert said.count("downloading packages") == 1
+    assert sum(line.startswith("downloading") for line in said) == 1
     assert sorted(entry.name for entry in first.path.parent.iterdir()) == ["apptainer"], "PATH gets nothing else"
-    assert {entry.name for entry in empty_cache.iterdir()} == {private_prefix().name, "locks"}, "no leavings"
+    assert {entry.name for entry in empty_cache.iterdir()} == {private_prefix().name, ".locks"}, "no leavings"
     privileged = [path for path in private_prefix().rglob("*") if path.lstat().st_mode & (stat.S_ISUID | stat.S_ISGID)]
     assert not privileged
+    marker = json.loads((private_prefix() / MARKER).read_text())
+    assert all(re.fullmatch(r"[0-9a-f]{64}", checksum) for checksum in marker["packages"].values())
     assert "Python" in try_image(image, first)
 
 
@@ -69,6 +74,58 @@ def test_an_ordinary_user_sets_up_from_nothing_and_runs_containers(
     assert "lo" in lines
     assert not any(line.startswith(("eth", "en")) for line in lines), "the host's network is not there"
     assert lines[-1] == "writable"
+
+
+def package(archive: Path, name: str, data: bytes) -> dict[str, str]:
+    """Put a package into an archive; how it is listed."""
+    path = f"pool/main/{name[0]}/{name}.deb"
+    (archive / path).parent.mkdir(parents=True, exist_ok=True)
+    (archive / path).write_bytes(data)
+    return {path: hashlib.sha256(data).hexdigest()}
+
+
+def test_a_package_comes_from_whichever_mirror_has_the_one_that_is_listed(tmp_path: Path) -> None:
+    """The archive has a newer one by now, one mirror tells lies, the snapshot has it."""
+    archive, lies, snapshot, work = (tmp_path / name for name in ("archive", "lies", "snapshot", "work"))
+    work.mkdir()
+    package(archive, "apptainer_2", b"newer")
+    package(lies, "apptainer_1", b"something else")
+    listed = package(snapshot, "apptainer_1", b"wanted")
+    mirrors = [folder.as_uri() for folder in (archive, lies, snapshot)]
+    [found] = pinned.fetch(pinned.Pins("", listed), mirrors, work, silent)
+    assert found.read_bytes() == b"wanted"
+    found.unlink()
+    with pytest.raises(InfrastructureError, match=r"archive.*No such file.*lies.*not the one that is listed"):
+        pinned.fetch(pinned.Pins("", listed), mirrors[:2], work, silent)
+    assert list(work.iterdir()) == []
+
+
+def test_where_packages_are_looked_for_and_what_is_listed() -> None:
+    listed = json.loads(Path(pinned.__file__).with_name("pinned.json").read_text())
+    assert set(listed["packages"]) == {"x86_64", "aarch64"}
+    for packages in listed["packages"].values():
+        assert any(path.startswith("pool/main/a/apptainer/apptainer_") for path in packages)
+        assert all(re.fullmatch(r"[0-9a-f]{64}", checksum) for checksum in packages.values())
+    found = pinned.Pins(listed["snapshot"], {}).mirrors(["http://mirror.example/debian", pinned.ARCHIVE])
+    assert found[:2] == ["http://mirror.example/debian", pinned.ARCHIVE]
+    assert re.fullmatch(r"https://snapshot\.debian\.org/archive/debian/\d{8}T\d{6}Z", found[2])
+    assert len(found) == 3
+
+
+@pytest.mark.sandbox
+@needs_debian
+def test_where_what_is_listed_is_not_to_be_had_debians_current_one_is_taken(
+    empty_cache: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(pinned, "pins", lambda: pinned.Pins("20200101T000000Z", {"pool/main/no/such.deb": "0" * 64}))
+    monkeypatch.setattr(pinned, "SNAPSHOT", "http://127.0.0.1:9")
+    said: list[str] = []
+    runtime = ensure_runtime(said.append)
+    assert any("taking what Debian has today" in line for line in said)
+    marker = json.loads((private_prefix() / MARKER).read_text())
+    assert marker["source"] == "sid"
+    assert any(name.startswith("apptainer_") for name in marker["packages"])
+    assert runtime.version_text in subprocess.check_output([runtime.path, "--version"], text=True)
 
 
 def test_a_machine_that_is_not_debian_gets_the_other_ways_named(
@@ -111,25 +168,3 @@ https://flat.example/repo /
     ]
     with pytest.raises(InfrastructureError, match=r"sources\.list"):
         debian.parse_sources("")
-
-
-def test_what_was_interrupted_leaves_nothing_and_what_is_published_is_whole(tmp_path: Path) -> None:
-    target = tmp_path / "cache" / "thing"
-
-    def interrupted() -> None:
-        with staging(target) as work:
-            (work / "half").touch()
-            raise KeyboardInterrupt
-
-    with pytest.raises(KeyboardInterrupt):
-        interrupted()
-    assert list(target.parent.iterdir()) == []
-    target.mkdir()
-    (target / "torso").touch()
-    with staging(target) as work:
-        built = work / "built"
-        built.mkdir()
-        (built / "whole").touch()
-        publish(built, target)
-    assert [entry.name for entry in target.iterdir()] == ["whole"]
-    assert [entry.name for entry in target.parent.iterdir()] == ["thing"]

@@ -6,12 +6,10 @@ server by an ``env.yaml``, which is Gym's way to say it once.
 """
 
 import asyncio
-import importlib.metadata
 import os
 import re
 import shutil
 import socket
-import sys
 import tempfile
 from pathlib import Path
 
@@ -19,8 +17,8 @@ import orjson
 import pytest
 
 from nemo_gym_prorl.processes import ProcessMark
-from nemo_gym_prorl.sandbox.cache import cache_dir
-from nemo_gym_prorl.sandbox.runtime import Runtime
+from nemo_gym_prorl.sandbox.images.cache import cache_dir
+from nemo_gym_prorl.sandbox.runtime.apptainer import Runtime
 from tests.gym import journey
 from tests.sandbox.test_as_ordinary_user import USER
 
@@ -99,15 +97,14 @@ class Stranger:
 @pytest.mark.gym
 @pytest.mark.sandbox
 @pytest.mark.timeout(1500)
-async def test_what_a_stranger_types_works(runtime: Runtime, image: Path) -> None:
-    await take(sys.executable, importlib.metadata.version("nemo-gym"), runtime)
+async def test_what_a_stranger_types_works(wheel_python: str, runtime: Runtime, image: Path) -> None:
+    await take(wheel_python, runtime)
 
 
-async def take(base_python: str, gym_version: str, runtime: Runtime) -> None:
-    """The stranger's way with one Gym. Not below pytest's folder, which only its owner may enter."""
+async def take(python: str, runtime: Runtime) -> None:
+    """The stranger's way with an installed wheel. Not below pytest's folder, which only its owner may enter."""
     home = Path(tempfile.mkdtemp(prefix="prorl-readme-"))
     await asyncio.to_thread(home.chmod, 0o755)
-    python = await journey.install(base_python, gym_version, home)
     stranger = Stranger(python, home, runtime)
     try:
         assert "prorl_code" in await stranger.says(the("gym list environments"), "list.log")

@@ -13,9 +13,9 @@ from nemo_gym.sandbox import AsyncSandbox, SandboxSpec
 from omegaconf import OmegaConf
 
 from nemo_gym_prorl.sandbox import started
-from nemo_gym_prorl.sandbox.kernel_image import ensure_kernel_image
-from nemo_gym_prorl.sandbox.lease import SPACE_FILE, state_root
-from nemo_gym_prorl.sandbox.runtime import require_runtime
+from nemo_gym_prorl.sandbox.images.building.default import ensure_kernel_image
+from nemo_gym_prorl.sandbox.runtime.apptainer import require_runtime
+from nemo_gym_prorl.sandbox.supervisor.storage.state_dir import SPACE_FILE, state_root
 
 
 CONFIG_FILE = "resources_servers/prorl_code/configs/prorl_code.yaml"
@@ -39,7 +39,8 @@ def shipped_config() -> dict[str, Any]:
 
 async def start_with_sessions(image_path: str | None = None) -> started.StartedSandbox:
     """Start a container as the server does."""
-    return await started.start(shipped_config()["sandbox"], SandboxSpec(image=image_path or image(), workdir="/"))
+    starter = started.Starter(shipped_config()["sandbox"])
+    return await starter.start(SandboxSpec(image=image_path or image(), workdir="/"))
 
 
 async def start(kind: type[AsyncSandbox] = AsyncSandbox) -> AsyncSandbox:

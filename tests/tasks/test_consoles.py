@@ -10,9 +10,9 @@ from dataclasses import replace
 import pytest
 
 from nemo_gym_prorl.failures import FailureKind, InfrastructureError
-from nemo_gym_prorl.sandbox import link
-from nemo_gym_prorl.sandbox.image import default_image_path
+from nemo_gym_prorl.sandbox.images.building.default import default_image_path
 from nemo_gym_prorl.sandbox.started import StartedSandbox
+from nemo_gym_prorl.sandbox.supervisor.rpc import own_supervisor
 from nemo_gym_prorl.tasks.code.tools import SOLUTION_FILE
 from nemo_gym_prorl.tasks.code.workspace import Artefact, ToolLimits, Workspace
 from tests.tasks import containers
@@ -22,7 +22,7 @@ pytestmark = pytest.mark.sandbox
 LIMITS = ToolLimits(timeout_s=20, max_timeout_s=30, silence_s=15, output_bytes=2000)
 SHELL_GONE = "the shell ended and a new one was started: folder, variables and jobs are gone"
 KERNEL_GONE = "the kernel ended and a new one was started: variables are gone"
-RUNNING = "[still running, no output for 1 s: it may wait for input]"
+RUNNING = "[still running, no output for 2 s: it may wait for input]"
 BUSY = 'Error: the command before still runs: answer it with input, end it with input "C-c", or restart.'
 IDLE = "Error: no command is running that could take input."
 
@@ -43,7 +43,8 @@ class Agent:
 
 async def start(image: str | None, limits: ToolLimits = LIMITS) -> Agent:
     agent = Agent(await containers.start_with_sessions(image), limits)
-    await agent.workspace.prepare({SOLUTION_FILE: "def f():\n    return 1\n"})
+    equipment = await agent.workspace.look()
+    await agent.workspace.prepare({SOLUTION_FILE: "def f():\n    return 1\n"}, equipment)
     return agent
 
 
@@ -99,8 +100,8 @@ async def test_a_shell_that_something_ended_between_calls_is_replaced(without_ke
 
 @pytest.fixture
 async def impatient() -> AsyncIterator[Agent]:
-    """Where a second of silence is a long one."""
-    live = await start(str(default_image_path()), replace(LIMITS, silence_s=1))
+    """Where two seconds of silence are a long time."""
+    live = await start(str(default_image_path()), replace(LIMITS, silence_s=2))
     yield live
     await stop(live)
 
@@ -119,17 +120,18 @@ async def test_programs_are_answered_interrupted_and_waited_for(impatient: Agent
     assert await bash(input="too late") == IDLE
     assert await bash("cat > /tmp/typed") == RUNNING
     assert await bash(restart=True) == "[a new shell was started]"
-    assert await bash("sleep 1.2; echo done; (exit 3)") == RUNNING
+    assert await bash("sleep 4; echo done; (exit 3)") == RUNNING
     console = impatient.workspace._bash
     assert console
-    while console._shell._result is None:
+    assert console._shell
+    while console._shell._code is None:
         await asyncio.sleep(0.05)
     assert await bash("echo on") == "done\non\n[exit code: 0; the command before has ended with exit code 3]"
 
 
 async def test_time_limits_leave_a_usable_shell(without_kernel: Agent) -> None:
     bash = without_kernel.bash
-    assert await bash("X=kept; echo begun; sleep 100", timeout_s=0.5) == "begun\n[timed out after 0.5 s]"
+    assert await bash("X=kept; echo begun; sleep 100", timeout_s=2) == "begun\n[timed out after 2 s]"
     assert await bash("echo $X") == "kept\n[exit code: 0]"
     assert await bash("trap '' INT; while :; do :; done", timeout_s=0.2) == f"[timed out after 0.2 s; {SHELL_GONE}]"
     assert await bash("kill -STOP $$", timeout_s=0.2) == f"[timed out after 0.2 s; {SHELL_GONE}]"
@@ -170,9 +172,9 @@ async def test_a_kernel_keeps_its_state_until_it_ends(agent: Agent) -> None:
     assert failed.startswith("before\n-----")
     assert failed.endswith("\nZeroDivisionError: division by zero\n[error]")
     assert "StdinNotImplementedError" in await python("input()")
-    slow = await python("import time\nprint('begun')\ntime.sleep(100)", timeout_s=0.5)
+    slow = await python("import time\nprint('begun')\ntime.sleep(100)", timeout_s=3)
     assert slow.startswith("begun\n")
-    assert slow.endswith("KeyboardInterrupt: \n[timed out after 0.5 s]")
+    assert slow.endswith("KeyboardInterrupt: \n[timed out after 3 s]")
     assert await python("from IPython.display import HTML, display\ndisplay(HTML('<b>'))\nx") == (
         "<IPython.core.display.HTML object>\n1\n[ok]"
     )
@@ -243,35 +245,37 @@ async def test_a_hostile_kernel_costs_nobody_else_anything(agent: Agent, attack:
 
 
 async def test_an_agent_that_breaks_its_sandbox_hurts_only_itself(agent: Agent) -> None:
+    assert await agent.python("1") == "1\n[ok]"
     assert (await agent.bash("kill -9 -1; true")).endswith("[exit code: 0]")
     assert (await agent.python("1")).endswith(("before this call: variables are gone]", f"[error; {KERNEL_GONE}]"))
     await agent.bash("rm -rf /usr/lib/python3*/encodings /usr/bin/bash")
-    assert (await agent.python(restart=True)).startswith("Error: the kernel ended and no new one could be started: ")
-    assert (await agent.python("1")).startswith("Error: the kernel ended and no new one could be started: ")
+    # One that is forked from another needs nothing of what is gone.
+    fresh, none = "[a new kernel was started]", "Error: the kernel ended and no new one could be started: "
+    assert (await agent.python(restart=True)).startswith((fresh, none))
+    assert (await agent.python("1")).startswith(("1\n[ok]", none))
     assert (await agent.bash("exit")).startswith("Error: the shell ended and no new one could be started: ")
     await agent.workspace._sandbox.exec("rm -f /bin/* /usr/bin/*")
     assert (await agent.bash("ls")).startswith("Error: the shell ended and no new one could be started: ")
-    assert (await agent.workspace.take_artefact()).source is None
+    assert await agent.workspace.take_artefact() == Artefact("def f():\n    return 1\n")
 
 
-@pytest.mark.parametrize(
-    "answer", ['{"content": 5}', '{"content": "é"}', '{"content": "%%"}', "{}", "[]", "[" * 50_000, "{", "7"]
-)
-async def test_a_forged_answer_is_no_failure(without_kernel: Agent, answer: str) -> None:
-    """An agent that answers in place of the program that reads the artefact gets a verdict, not another try."""
-    forger = (
-        "#!/bin/sh\nfor last; do :; done\n"
-        'mark=$(echo $last | base64 -d | sed \'s/.*"mark": "\\([0-9a-f]*\\)".*/\\1/\')\n'
-        f"printf '\\n%s' $mark; cat <<'X'\n{answer}\nX\n"
-    )
-    await without_kernel.bash(f"cp /usr/bin/python3 /tmp; cat > /tmp/forger <<'Y'\n{forger}\nY")
-    assert await without_kernel.bash("chmod +x /tmp/forger; mv /tmp/forger /usr/bin/python3") == "[exit code: 0]"
-    artefact = await without_kernel.workspace.take_artefact()
-    assert artefact.source is None
-    assert "could not be read" in (artefact.problem or "")
-    assert (await without_kernel.workspace.call("str_replace_editor", {"command": "view", "path": "x"})).startswith(
-        "Error: "
-    )
+async def test_no_program_of_the_agent_answers_for_its_files(without_kernel: Agent) -> None:
+    await without_kernel.bash("rm -rf /usr/bin/python3* /usr/bin/cat /bin/sh")
+    assert await without_kernel.workspace.take_artefact() == Artefact("def f():\n    return 1\n")
+    view = {"command": "view", "path": SOLUTION_FILE}
+    assert await without_kernel.workspace.call("str_replace_editor", view) == "     1\tdef f():\n     2\t    return 1"
+    await without_kernel.bash(f"rm {SOLUTION_FILE}; mkfifo {SOLUTION_FILE}")
+    assert await without_kernel.workspace.take_artefact() == Artefact(None, "solution.py is not there")
+
+
+async def test_a_solution_that_a_program_holds_is_none(without_kernel: Agent) -> None:
+    """With a lease on it, for which the kernel refuses to open it to others for now: no want of the machine's."""
+    hold = "import fcntl, os, signal, time; signal.signal(signal.SIGIO, signal.SIG_IGN); "
+    hold += "fcntl.fcntl(os.open('solution.py', os.O_RDWR), fcntl.F_SETLEASE, fcntl.F_WRLCK); "
+    hold += "open('/tmp/held', 'w'); time.sleep(1000)"
+    await without_kernel.bash(f'(python3 -c "{hold}" &) ; until [ -e /tmp/held ]; do :; done')
+    problem = "solution.py can't be read, since a program holds it"
+    assert await without_kernel.workspace.take_artefact() == Artefact(None, problem)
 
 
 async def test_a_lost_sandbox_is_infrastructure(agent: Agent) -> None:
@@ -289,8 +293,8 @@ async def test_a_dead_supervisor_is_infrastructure(agent: Agent) -> None:
     waiting = asyncio.create_task(agent.bash("sleep 100; echo", timeout_s=30))
     cell = asyncio.create_task(agent.python("import time; time.sleep(100)", timeout_s=30))
     await asyncio.sleep(0.3)
-    assert link._current
-    os.kill(link._current.popen.pid, signal.SIGKILL)
+    assert own_supervisor._current
+    os.kill(own_supervisor._current.popen.pid, signal.SIGKILL)
     for call in (waiting, cell, agent.bash("ls"), agent.python("1"), agent.workspace.take_artefact()):
         with pytest.raises(InfrastructureError) as caught:
             await asyncio.wait_for(call, 60)
@@ -302,8 +306,8 @@ async def test_an_image_without_bash_is_said_to_be_one() -> None:
     workspace = Workspace(sandbox, "/sandbox/workspace", LIMITS)
     try:
         await sandbox.exec("rm /usr/bin/bash")
-        with pytest.raises(InfrastructureError, match="needs bash in the image"):
-            await workspace.prepare({})
+        with pytest.raises(InfrastructureError, match="needs sh, bash and python3"):
+            await workspace.look()
     finally:
         await sandbox.stop()
         await workspace.close()

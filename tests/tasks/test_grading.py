@@ -4,7 +4,7 @@
 import asyncio
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
-from pathlib import Path
+from typing import Any
 
 import pytest
 from nemo_gym.sandbox import AsyncSandbox
@@ -138,12 +138,20 @@ async def test_the_candidate_has_no_capabilities_and_sees_no_tests(sandbox: Asyn
         "def look():\n"
         "    caps = [line.split()[1] for line in open('/proc/self/status') if line.startswith(('CapEff', 'CapBnd'))]\n"
         "    texts = []\n"
-        "    for path in glob.glob('/sandbox/**', recursive=True) + ['/proc/%d/mem' % os.getppid()]:\n"
-        "        try: texts.append(open(path).read())\n"
-        "        except (OSError, UnicodeDecodeError): pass\n"
+        "    tester = '/proc/%d/' % os.getppid()\n"
+        "    paths = [tester + name for name in ('cmdline', 'mem', 'environ', 'fd/0')]\n"
+        "    for path in glob.glob('/sandbox/**', recursive=True) + paths:\n"
+        "        try: texts.append(open(path, 'rb').read())\n"
+        "        except OSError: pass\n"
+        "    with open('/proc/self/maps') as maps, open('/proc/self/mem', 'rb', 0) as memory:\n"
+        "        for line in [line for line in maps if ' rw' in line]:\n"
+        "            low, high = (int(number, 16) for number in line.split()[0].split('-'))\n"
+        "            memory.seek(low)\n"
+        "            texts.append(memory.read(high - low))\n"
         "    root = os.geteuid() == 0\n"
-        "    found = any('NEEDLE-' + '7' in text for text in texts)\n"
-        "    return set(caps) == {'0' * 16} or not root, found, len(texts) > 0\n"
+        "    needle = bytes(reversed(b'7-ELDEEN'))\n"
+        "    found = any(needle in text for text in texts)\n"
+        "    return set(caps) == {'0' * 16} or not root, found, len(texts) > 1\n"
     )
     test = "def check(candidate):\n    assert candidate() == (True, False, True), 'NEEDLE-7'\n"
     outcome = await grade_in(sandbox, Problem("made/1", "look", source, "", test), source, LIMITS, containers.ROOT)
@@ -167,12 +175,11 @@ async def test_a_candidate_that_kills_the_tester_is_to_blame() -> None:
 
 
 class Dying(AsyncSandbox):
-    """A real sandbox whose instance is killed once it has what it needs to grade."""
+    """A real sandbox whose instance is killed when it is to grade."""
 
-    async def upload(self, local_path: Path | str, remote_path: str) -> None:
-        await super().upload(local_path, remote_path)
-        if remote_path.endswith("job.json"):
-            containers.kill_instance(self._require_handle().sandbox_id)
+    async def exec(self, *arguments: Any, **options: Any) -> Any:
+        containers.kill_instance(self._require_handle().sandbox_id)
+        return await super().exec(*arguments, **options)
 
 
 async def test_a_lost_sandbox_costs_a_try_and_no_reward() -> None:

@@ -2,7 +2,7 @@
 """The editor and the artefact, and the other tools where a sandbox has no sessions, in real containers."""
 
 import asyncio
-import time
+from collections.abc import AsyncIterator
 from pathlib import Path
 
 import pytest
@@ -23,8 +23,21 @@ ENDED = f"[exit code: 0; {KEPT}]"
 @pytest.fixture
 async def workspace(sandbox: AsyncSandbox) -> Workspace:
     made = Workspace(sandbox, "/sandbox/workspace", LIMITS)
-    await made.prepare({SOLUTION_FILE: "def f():\n    return 1\n"})
+    await made.prepare({SOLUTION_FILE: "def f():\n    return 1\n"}, await made.look())
     return made
+
+
+@pytest.fixture(params=["by a program inside", "by the sandbox"])
+async def either(request: pytest.FixtureRequest) -> AsyncIterator[Workspace]:
+    """A workspace, with either way to its files."""
+    sandbox = await (
+        containers.start() if request.param == "by a program inside" else containers.start_with_sessions()
+    )
+    made = Workspace(sandbox, "/sandbox/workspace", LIMITS)
+    await made.prepare({SOLUTION_FILE: "def f():\n    return 1\n"}, await made.look())
+    yield made
+    await sandbox.stop()
+    await made.close()
 
 
 async def edit(workspace: Workspace, command: str, path: str, **arguments: object) -> str:
@@ -56,10 +69,8 @@ async def test_python(workspace: Workspace) -> None:
 
 
 async def test_a_slow_command_is_killed_and_its_output_kept(workspace: Workspace) -> None:
-    started = time.monotonic()
-    observation = await bash(workspace, "echo before; sleep 60 & wait", timeout_s=1)
-    assert observation == f"before\n[timed out after 1 s; {KEPT}]"
-    assert time.monotonic() - started < 30
+    observation = await bash(workspace, "echo before; sleep 60 & wait", timeout_s=3)
+    assert observation == f"before\n[timed out after 3 s; {KEPT}]"
     assert "sleep 60" not in await bash(workspace, "ps -eo args")
 
 
@@ -69,9 +80,8 @@ async def test_the_model_cannot_ask_for_more_than_the_limit(sandbox: AsyncSandbo
 
 
 async def test_a_background_process_does_not_hold_up_the_answer(workspace: Workspace) -> None:
-    started = time.monotonic()
+    # Had it been waited for, the answer would be that the time is up.
     assert await bash(workspace, "sleep 300 & echo started", timeout_s=20) == f"started\n{ENDED}"
-    assert time.monotonic() - started < 15
 
 
 async def test_output_keeps_head_and_tail(workspace: Workspace) -> None:
@@ -91,36 +101,46 @@ async def test_endless_output_ends_with_the_time(workspace: Workspace) -> None:
     assert len(observation) <= 2000
 
 
-async def test_editor(workspace: Workspace) -> None:
-    assert await edit(workspace, "create", "sub/a.txt", file_text="one\ntwo\n") == "Created sub/a.txt."
-    assert await edit(workspace, "create", "sub/a.txt", file_text="one\ntwo\ntwo\n") == "Overwrote sub/a.txt."
-    assert await edit(workspace, "view", "sub/a.txt") == "     1\tone\n     2\ttwo\n     3\ttwo"
-    assert await edit(workspace, "view", "/sandbox/workspace/sub/a.txt", view_range=[3, 9]) == "     3\ttwo"
-    assert await edit(workspace, "view", ".") == "solution.py\nsub/"
-    assert await edit(workspace, "insert", "sub/a.txt", insert_line=0, new_str="zero\n") == (
+async def test_editor(either: Workspace) -> None:
+    assert await edit(either, "create", "sub/a.txt", file_text="one\ntwo\n") == "Created sub/a.txt."
+    assert await edit(either, "create", "sub/a.txt", file_text="one\ntwo\ntwo\n") == "Overwrote sub/a.txt."
+    assert await edit(either, "view", "sub/a.txt") == "     1\tone\n     2\ttwo\n     3\ttwo"
+    assert await edit(either, "view", "/sandbox/workspace/sub/a.txt", view_range=[3, 9]) == "     3\ttwo"
+    assert await edit(either, "view", ".") == "solution.py\nsub/"
+    assert await edit(either, "insert", "sub/a.txt", insert_line=0, new_str="zero\n") == (
         "Inserted 1 lines into sub/a.txt after line 0."
     )
-    assert await edit(workspace, "str_replace", "sub/a.txt", old_str="one\ntwo", new_str="1\n2") == (
+    assert await edit(either, "str_replace", "sub/a.txt", old_str="one\ntwo", new_str="1\n2") == (
         "Replaced one occurrence in sub/a.txt."
     )
-    assert await bash(workspace, "cat sub/a.txt") == f"zero\n1\n2\ntwo\n{ENDED}"
+    assert (await bash(either, "cat sub/a.txt")).startswith("zero\n1\n2\ntwo\n[exit code: 0")
 
 
-async def test_editor_tells_what_is_wrong(workspace: Workspace) -> None:
-    assert await edit(workspace, "view", "no.txt") == "Error: no.txt: No such file or directory"
-    assert await edit(workspace, "view", SOLUTION_FILE, view_range=[5, 6]) == (
+async def test_editor_tells_what_is_wrong(either: Workspace) -> None:
+    assert await edit(either, "view", "no.txt") == "Error: no.txt: No such file or directory"
+    assert await edit(either, "view", SOLUTION_FILE, view_range=[5, 6]) == (
         "Error: solution.py: view_range must lie within the file's 2 lines"
     )
-    assert await edit(workspace, "str_replace", SOLUTION_FILE, old_str="none", new_str="") == (
+    assert await edit(either, "str_replace", SOLUTION_FILE, old_str="none", new_str="") == (
         "Error: solution.py: old_str occurs 0 times, it must occur exactly once"
     )
-    assert await edit(workspace, "insert", SOLUTION_FILE, insert_line=9, new_str="x") == (
+    assert await edit(either, "insert", SOLUTION_FILE, insert_line=9, new_str="x") == (
         "Error: solution.py: insert_line is 9, but the file has 2 lines"
     )
-    await bash(workspace, "head -c 100 /dev/urandom > binary; mkfifo pipe")
-    assert await edit(workspace, "view", "binary") == "Error: binary is not a text file."
-    assert await edit(workspace, "view", "pipe") == "Error: pipe: is not a regular file"
-    assert await edit(workspace, "create", "/proc/1/x", file_text="") == "Error: /proc/1/x: No such file or directory"
+    await bash(either, "head -c 100 /dev/urandom > binary; mkfifo pipe; head -c 2000000 /dev/zero > long")
+    assert await edit(either, "view", "binary") == "Error: binary is not a text file."
+    assert await edit(either, "view", "pipe") == "Error: pipe: is not a regular file"
+    assert await edit(either, "view", "long") == "Error: long: is longer than 1048576 characters; use bash"
+    assert (await edit(either, "view", "a\0b")).startswith("Error: a\0b: ")
+    assert await edit(either, "create", "/proc/1/x", file_text="") == "Error: /proc/1/x: No such file or directory"
+
+
+async def test_an_edited_file_keeps_its_permissions(either: Workspace) -> None:
+    await bash(either, "echo 'echo old' > run.sh; chmod 750 run.sh; ln -s run.sh link")
+    assert (
+        await edit(either, "str_replace", "link", old_str="old", new_str="new") == "Replaced one occurrence in link."
+    )
+    assert (await bash(either, "./run.sh; stat -c %a run.sh; test -L link")).startswith("new\n750\n[exit code: 0")
 
 
 async def test_bad_arguments_are_observations(workspace: Workspace) -> None:
@@ -142,14 +162,32 @@ async def test_the_host_is_out_of_reach(workspace: Workspace, tmp_path: Path, mo
     assert secret.read_text() == "host secret"
 
 
-async def test_artefact(workspace: Workspace) -> None:
-    assert await workspace.take_artefact() == Artefact("def f():\n    return 1\n")
-    await bash(workspace, "printf '\\xff' > solution.py")
-    assert await workspace.take_artefact() == Artefact(None, "solution.py is not UTF-8 text")
-    await bash(workspace, "head -c 300000 /dev/zero > solution.py")
-    assert await workspace.take_artefact() == Artefact(None, "solution.py is longer than 262144 bytes")
-    await bash(workspace, "rm -rf /sandbox/workspace; mkdir -p /sandbox/workspace/solution.py")
-    assert await workspace.take_artefact() == Artefact(None, "solution.py is not there")
+async def test_artefact(either: Workspace) -> None:
+    assert await either.take_artefact() == Artefact("def f():\n    return 1\n")
+    await bash(either, "printf '\\xff' > solution.py")
+    assert await either.take_artefact() == Artefact(None, "solution.py is not UTF-8 text")
+    await bash(either, "head -c 300000 /dev/zero > solution.py")
+    assert await either.take_artefact() == Artefact(None, "solution.py is longer than 262144 bytes")
+    await bash(either, "rm -rf /sandbox/workspace; mkdir -p /sandbox/workspace/solution.py")
+    assert await either.take_artefact() == Artefact(None, "solution.py is not there")
+
+
+@pytest.mark.parametrize(
+    "answer", ['{"content": 5}', '{"content": "é"}', '{"content": "%%"}', "{}", "[]", "[" * 50_000, "{", "7"]
+)
+async def test_a_forged_answer_is_no_failure(workspace: Workspace, answer: str) -> None:
+    """An agent that answers in place of the program that reads the artefact gets a verdict, not another try."""
+    forger = (
+        "#!/bin/sh\nfor last; do :; done\n"
+        'mark=$(echo $last | base64 -d | sed \'s/.*"mark": "\\([0-9a-f]*\\)".*/\\1/\')\n'
+        f"printf '\\n%s' $mark; cat <<'X'\n{answer}\nX\n"
+    )
+    await bash(workspace, f"cp /usr/bin/python3 /tmp; cat > /tmp/forger <<'Y'\n{forger}\nY")
+    assert await bash(workspace, "chmod +x /tmp/forger; mv /tmp/forger /usr/bin/python3") == ENDED
+    artefact = await workspace.take_artefact()
+    assert artefact.source is None
+    assert "could not be read" in (artefact.problem or "")
+    assert (await edit(workspace, "view", "x")).startswith("Error: ")
 
 
 async def test_an_agent_that_kills_everything_in_reach_only_hurts_itself(workspace: Workspace) -> None:
@@ -161,7 +199,7 @@ async def test_an_agent_that_kills_everything_in_reach_only_hurts_itself(workspa
 async def test_a_lost_sandbox_is_infrastructure() -> None:
     sandbox = await containers.start()
     workspace = Workspace(sandbox, "/sandbox/workspace", LIMITS)
-    await workspace.prepare({})
+    await workspace.prepare({}, await workspace.look())
     containers.kill_instance(sandbox._require_handle().sandbox_id)
     for work in (bash(workspace, "ls"), workspace.take_artefact()):
         with pytest.raises(InfrastructureError) as caught:

@@ -8,6 +8,7 @@ Invariants:
   look at the sandbox before anybody is blamed.
 - Every call ends: a session that does not answer long after its own time limit is replaced as well.
 - Calls at the same time wait for each other, since there is one shell and one kernel.
+- Either begins with its first call: a kernel costs as much as three sandboxes, and few rollouts use both.
 """
 
 from __future__ import annotations
@@ -73,7 +74,11 @@ class _Console(ABC):
 
     @abstractmethod
     async def _restart(self) -> None:
-        """End the session and start a new one."""
+        """End the session, if there is one, and start a new one."""
+
+    @abstractmethod
+    async def close(self) -> None:
+        """End the session."""
 
     async def _guarded(self, work: Callable[[], Awaitable[str]], timeout_s: float) -> str:
         """One call's observation, whatever becomes of the session."""
@@ -99,24 +104,29 @@ class _Console(ABC):
         await self._renew()
         return observation(output, status, notes, limit=self._limit)
 
-    async def _renew(self) -> None:
+    async def _begin(self) -> None:
+        """Start the first session."""
+        await self._renew(f"no {self._what} could be started")
+
+    async def _renew(self, trouble: str = "") -> None:
         try:
             async with asyncio.timeout(RENEW_TIMEOUT_S):
                 await self._restart()
         except (RolloutError, TimeoutError) as error:
             await self._require_sandbox(error)
             reason = error.reason if isinstance(error, RolloutError) else "it did not answer"
-            raise _Unusable(f"the {self._what} ended and no new one could be started: {reason}") from error
+            trouble = trouble or f"the {self._what} ended and no new one could be started"
+            raise _Unusable(f"{trouble}: {reason}") from error
 
     def _error(self, reason: str) -> str:
         return observations.error(reason, limit=self._limit)
 
 
 class Bash(_Console):
-    """The ``bash`` tool. Made by :meth:`start`.
+    """The ``bash`` tool.
 
     Args:
-        shell: a fresh shell.
+        sandbox: where it runs.
         folder: where it starts.
         silence_s: a command without output for so long is reported as waiting.
         limit: bytes of an observation.
@@ -124,25 +134,13 @@ class Bash(_Console):
     """
 
     def __init__(
-        self, shell: ShellSession, folder: str, silence_s: float, limit: int, require_sandbox: RequireSandbox
+        self, sandbox: HasSessions, folder: str, silence_s: float, limit: int, require_sandbox: RequireSandbox
     ) -> None:
         super().__init__("shell", folder, limit, require_sandbox)
-        self._shell = shell
+        self._sandbox = sandbox
+        self._shell: ShellSession | None = None
         self._silence_s = silence_s
         self._seen = ""
-
-    @classmethod
-    async def start(
-        cls, sandbox: HasSessions, folder: str, silence_s: float, limit: int, require_sandbox: RequireSandbox
-    ) -> Bash:
-        """Start the shell.
-
-        Raises:
-            InfrastructureError: there is no bash, or it does not answer.
-        """
-        bash = cls(await sandbox.shell(env=SHELL_VARIABLES), folder, silence_s, limit, require_sandbox)
-        await bash._enter()
-        return bash
 
     async def call(self, arguments: BashArguments, timeout_s: float) -> str:
         """One call; returns the observation.
@@ -154,14 +152,18 @@ class Bash(_Console):
 
     async def close(self) -> None:
         """End the shell."""
-        await self._shell.close()
+        if self._shell is not None:
+            await self._shell.close()
 
     async def _call(self, arguments: BashArguments, timeout_s: float) -> str:
-        shell = self._shell
         if arguments.restart:
             return await self._replace(Output(), observations.restarted("shell"))
+        if self._shell is None:
+            await self._begin()
+        assert self._shell is not None
+        shell = self._shell
         if arguments.input is not None:
-            return await self._type(arguments.input, timeout_s)
+            return await self._type(shell, arguments.input, timeout_s)
         assert arguments.command is not None
         left, notes = Output(), []
         if shell.running and not shell.exited:
@@ -182,12 +184,12 @@ class Bash(_Console):
         )
         return await self._report(action, timeout_s, left, notes)
 
-    async def _type(self, line: str, timeout_s: float) -> str:
-        if not self._shell.running or self._shell.exited:
+    async def _type(self, shell: ShellSession, line: str, timeout_s: float) -> str:
+        if not shell.running or shell.exited:
             return self._error("no command is running that could take input.")
         if line:
-            await self._shell.send(KEYS.get(line, line if line.endswith("\n") else line + "\n"))
-        action = await self._shell.wait(timeout_s=timeout_s, silence_s=self._silence_s)
+            await shell.send(KEYS.get(line, line if line.endswith("\n") else line + "\n"))
+        action = await shell.wait(timeout_s=timeout_s, silence_s=self._silence_s)
         return await self._report(action, timeout_s, Output(), [])
 
     async def _report(self, action: Action, timeout_s: float, left: Output, notes: list[str]) -> str:
@@ -213,38 +215,28 @@ class Bash(_Console):
 
     async def _restart(self) -> None:
         self._seen = ""
-        await self._shell.restart()
-        await self._enter()
-
-    async def _enter(self) -> None:
+        if self._shell is None:
+            self._shell = await self._sandbox.shell(env=SHELL_VARIABLES)
+        else:
+            await self._shell.restart()
         # Here and not where the shell starts, since the agent may have removed the folder.
         await self._shell.run(f"cd -- {shlex.quote(self._folder)}", timeout_s=ANSWER_MARGIN_S, silence_s=None)
 
 
 class Python(_Console):
-    """The ``python`` tool. Made by :meth:`start`.
+    """The ``python`` tool.
 
     Args:
-        kernel: a fresh kernel.
+        sandbox: where it runs.
         folder: where it works.
         limit: bytes of an observation.
         require_sandbox: tells an agent's doing from a lost sandbox.
     """
 
-    def __init__(self, kernel: KernelSession, folder: str, limit: int, require_sandbox: RequireSandbox) -> None:
+    def __init__(self, sandbox: HasSessions, folder: str, limit: int, require_sandbox: RequireSandbox) -> None:
         super().__init__("kernel", folder, limit, require_sandbox)
-        self._kernel = kernel
-
-    @classmethod
-    async def start(cls, sandbox: HasSessions, folder: str, limit: int, require_sandbox: RequireSandbox) -> Python:
-        """Start the kernel.
-
-        Raises:
-            InfrastructureError: there is no ipykernel, or it does not answer.
-        """
-        python = cls(await sandbox.kernel(), folder, limit, require_sandbox)
-        await python._enter()
-        return python
+        self._sandbox = sandbox
+        self._kernel: KernelSession | None = None
 
     async def call(self, arguments: PythonArguments, timeout_s: float) -> str:
         """One call; returns the observation.
@@ -256,13 +248,17 @@ class Python(_Console):
 
     async def close(self) -> None:
         """End the kernel."""
-        await self._kernel.close()
+        if self._kernel is not None:
+            await self._kernel.close()
 
     async def _call(self, arguments: PythonArguments, timeout_s: float) -> str:
         if arguments.restart:
             return await self._replace(Output(), observations.restarted("kernel"))
         assert arguments.code is not None
         notes = []
+        if self._kernel is None:
+            await self._begin()
+        assert self._kernel is not None
         try:
             cell = await self._kernel.run(arguments.code, timeout_s=timeout_s, output_limit=self._limit)
         except RolloutError as error:
@@ -289,8 +285,8 @@ class Python(_Console):
         return await self._replace(output, status, [*notes, observations.ended("kernel")])
 
     async def _restart(self) -> None:
-        await self._kernel.restart()
-        await self._enter()
-
-    async def _enter(self) -> None:
+        if self._kernel is None:
+            self._kernel = await self._sandbox.kernel()
+        else:
+            await self._kernel.restart()
         await self._kernel.run(_ENTER_KERNEL.format(folder=self._folder), timeout_s=ANSWER_MARGIN_S)

@@ -14,6 +14,7 @@ import asyncio
 import json
 import math
 import secrets
+import shlex
 import tempfile
 from collections.abc import Callable
 from contextlib import AbstractAsyncContextManager
@@ -23,7 +24,7 @@ from functools import cache
 from importlib.resources import files
 from pathlib import Path
 
-from nemo_gym_prorl.failures import FailureKind, InfrastructureError
+from nemo_gym_prorl.failures import AgentError, FailureKind, InfrastructureError
 from nemo_gym_prorl.tasks.code.consoles import ANSWER_MARGIN_S
 from nemo_gym_prorl.tasks.code.humaneval import Problem
 from nemo_gym_prorl.tasks.sandbox import Sandbox
@@ -41,6 +42,8 @@ class Reason(StrEnum):
     """There is no solution.py that can be read, or it defines no such function."""
     CRASHED = "crashed"
     """Importing it failed, its process ended, or it took the tester down with it."""
+    EXHAUSTED = "exhausted"
+    """The agent, or its solution when it was tested, used up its sandbox's disk, memory or processes."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,6 +86,11 @@ class GradingLimits:
     file_mib: int = 64
 
 
+LONGEST_COMMAND = 100_000
+"""A longer job is uploaded: the kernel takes no argument beyond 128 KiB."""
+
+END_OF_JOB = "END-OF-JOB"
+
 OpenSandbox = Callable[[], AbstractAsyncContextManager[Sandbox]]
 """Starts a fresh sandbox and stops it in the end."""
 
@@ -121,7 +129,6 @@ async def grade_in(sandbox: Sandbox, problem: Problem, source: str, limits: Grad
         The verdict, or, where the run ended without one, what is known of why.
     """
     nonce = secrets.token_hex(16)
-    folder = f"{root.rstrip('/')}/grade-{secrets.token_hex(8)}"
     job = {
         "nonce": nonce,
         "reference": problem.reference_source,
@@ -132,13 +139,10 @@ async def grade_in(sandbox: Sandbox, problem: Problem, source: str, limits: Grad
         "limits": asdict(limits) | {"cpu_s": math.ceil(limits.timeout_s) + 1},
     }
     try:
-        await _upload(sandbox, _grader_source(), f"{folder}/grader.py")
-        await _upload(sandbox, json.dumps(job), f"{folder}/job.json")
-        result = await sandbox.exec(
-            f"exec python3 -I {folder}/grader.py {folder}/job.json",
-            cwd="/",
-            timeout_s=limits.timeout_s + ANSWER_MARGIN_S,
-        )
+        command = await _command(sandbox, json.dumps(job), root)
+        result = await sandbox.exec(command, cwd="/", timeout_s=limits.timeout_s + ANSWER_MARGIN_S)
+    except AgentError as error:
+        return Verdict(Reason.EXHAUSTED, error.reason)
     except (RuntimeError, OSError) as error:
         return f"{type(error).__name__}: {error}"
     for line in (result.stdout or "").splitlines():
@@ -148,11 +152,18 @@ async def grade_in(sandbox: Sandbox, problem: Problem, source: str, limits: Grad
     return f"exit code {result.return_code}: {(result.stderr or '').strip()[-500:]}"
 
 
-async def _upload(sandbox: Sandbox, text: str, path: str) -> None:
+async def _command(sandbox: Sandbox, job: str, root: str) -> str:
+    """Runs the grader with the job as its input, which no command line shows and nothing can read a second time."""
+    program = f"python3 -I -c {shlex.quote(_grader_source())}"
+    if len(program) + len(job) < LONGEST_COMMAND:
+        # JSON has neither a line end nor, escaped, anything but ASCII.
+        return f"exec {program} <<'{END_OF_JOB}'\n{job}\n{END_OF_JOB}\n"
+    path = f"{root.rstrip('/')}/grade-{secrets.token_hex(8)}"
     with tempfile.TemporaryDirectory(prefix="prorl-grade-") as folder:
         local = Path(folder, "upload")
-        await asyncio.to_thread(local.write_text, text, encoding="utf-8")
+        await asyncio.to_thread(local.write_text, job, encoding="utf-8")
         await sandbox.upload(local, path)
+    return f"exec < {path} && rm {path} && exec {program}"
 
 
 @cache

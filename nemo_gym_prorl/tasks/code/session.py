@@ -8,6 +8,7 @@ Invariants:
 - Release, verify and close may come in any order, more than once and at the same time; each does its work once.
 - Work on sandboxes runs to its end though its caller is cancelled, since a sandbox whose start was cut off half-way is
   nobody's any more. A session whose seeding nobody waited for is closed at once.
+- What the agent did to its sandbox is scored: one that it used up is a reward of 0, never a lost session.
 - Whoever vanishes is swept: a session that nobody touched for ``ttl_s`` is closed.
 - Starts of sandboxes, the costliest thing here, are bounded by one semaphore for agents and graders together.
 """
@@ -23,11 +24,11 @@ from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
-from nemo_gym_prorl.failures import CallerError, FailureKind, InfrastructureError
+from nemo_gym_prorl.failures import AgentError, CallerError, FailureKind, InfrastructureError
 from nemo_gym_prorl.tasks.code.grading import GradingLimits, Reason, Verdict, grade
 from nemo_gym_prorl.tasks.code.humaneval import Problem, problem_for
 from nemo_gym_prorl.tasks.code.tools import SOLUTION_FILE, BadArguments, parse_arguments
-from nemo_gym_prorl.tasks.code.workspace import Artefact, ToolLimits, Workspace
+from nemo_gym_prorl.tasks.code.workspace import Artefact, Equipment, ToolLimits, Workspace
 from nemo_gym_prorl.tasks.sandbox import Sandbox
 
 
@@ -36,6 +37,7 @@ logger = logging.getLogger(__name__)
 REMEMBERED_CLOSES = 100_000
 """How many closed caller-assigned sessions are remembered, so that a late seed can't bring one back."""
 
+EXHAUSTED = "Error: {reason}. Its files are gone, and the task is over: answer without calling a tool."
 SUBMITTED = f"Submitted. {SOLUTION_FILE} is tested as it is now. The task is over: answer without calling a tool."
 ALREADY_SUBMITTED = "Error: the solution was submitted already, the workspace is closed."
 
@@ -68,6 +70,7 @@ class _Session:
     submitted: bool = False
     artefact: Artefact | None = None
     lost: InfrastructureError | None = None
+    exhausted: str | None = None
     verdict: Verdict | None = None
     touched: float = field(default_factory=time.monotonic)
     calls: int = 0
@@ -86,7 +89,7 @@ class CodeSessions:
     """All sessions of one environment.
 
     Args:
-        start_sandbox: starts a fresh sandbox; whatever it raises counts as ``provider_unavailable``.
+        start_sandbox: starts a fresh sandbox, all of one image; whatever it raises counts as ``provider_unavailable``.
         root: a folder of each sandbox that uploads reach; the agent works in ``<root>/workspace``.
         limits: bounds.
     """
@@ -101,6 +104,7 @@ class CodeSessions:
         self._closed: OrderedDict[str, None] = OrderedDict()
         self._tasks: set[asyncio.Task[Any]] = set()
         self._closing = False
+        self._equipment: Equipment | None = None
 
     async def seed(self, key: str, row: Mapping[str, Any], *, once: bool = False) -> None:
         """Start a session: a sandbox with the problem's stub in it.
@@ -147,7 +151,11 @@ class CodeSessions:
                     return str(error)
                 session.submitted = True
                 return SUBMITTED
-            return await session.workspace.call(tool, arguments)
+            try:
+                return await session.workspace.call(tool, arguments)
+            except AgentError as error:
+                session.exhausted = error.reason
+                return EXHAUSTED.format(reason=error.reason)
         finally:
             session.calls -= 1
             session.touched = time.monotonic()
@@ -287,7 +295,11 @@ class CodeSessions:
         workspace = Workspace(sandbox, f"{self._root}/workspace", self._limits.tools)
         session = _Session(problem, sandbox, workspace)
         try:
-            await workspace.prepare({SOLUTION_FILE: problem.stub})
+            if self._equipment is None:
+                self._equipment = await workspace.look()
+                if not self._equipment.kernel:
+                    logger.warning("the sandbox image has no ipykernel: the python tool keeps nothing between calls")
+            await workspace.prepare({SOLUTION_FILE: problem.stub}, self._equipment)
         except BaseException:
             await self._stop(session)
             raise
@@ -313,6 +325,8 @@ class CodeSessions:
                     session.artefact = await session.workspace.take_artefact()
             except InfrastructureError as error:
                 session.lost = error
+            except AgentError as error:
+                session.exhausted = error.reason
             finally:
                 await self._stop(session)
 
@@ -343,6 +357,8 @@ class CodeSessions:
             await self._stop_sandbox(sandbox)
 
     async def _grade(self, session: _Session) -> Verdict:
+        if session.exhausted is not None:
+            return Verdict(Reason.EXHAUSTED, session.exhausted)
         if session.lost is not None:
             raise session.lost
         artefact = session.artefact or Artefact(None, "nothing was taken out of the sandbox")

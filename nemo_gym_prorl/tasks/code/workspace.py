@@ -7,30 +7,32 @@ the process that reports to us; so when a call brings no answer, the sandbox is 
 is blamed.
 
 ``bash`` and ``python`` are sessions where the sandbox has them (:mod:`.consoles`), else each call is a process of its
-own (:mod:`.one_off`).
+own (:mod:`.one_off`). A session begins with the first call that needs it: most rollouts never use one of the two.
 
-Files are only touched by a program inside the sandbox, never through the provider's upload and download: with a
-provider that shares a folder with the host those would follow a symlink of the agent's on the *host*. What that
-program answers is the agent's word, since the agent can answer in its place: it is read with care.
+Files are had from the sandbox itself where it :class:`.HasFiles`, which looks names up inside. Elsewhere only a
+program inside touches them, never the provider's upload and download: with a provider that shares a folder with the
+host those would follow a symlink of the agent's on the *host*. What that program answers is the agent's word, since
+the agent can answer in its place: it is read with care.
 """
 
 from __future__ import annotations
 
 import asyncio
 import base64
+import errno
 import json
-import logging
 import secrets
 import shlex
-from collections.abc import Awaitable, Mapping
+from collections.abc import Coroutine, Mapping
 from dataclasses import dataclass
 from functools import cache
 from importlib.resources import files
 from typing import Any
 
-from nemo_gym_prorl.failures import CallerError, FailureKind, InfrastructureError
+from nemo_gym_prorl.failures import AgentError, FailureKind, InfrastructureError, RolloutError
 from nemo_gym_prorl.tasks.code import observations
 from nemo_gym_prorl.tasks.code.consoles import ANSWER_MARGIN_S, Bash, Python
+from nemo_gym_prorl.tasks.code.editor import Editor
 from nemo_gym_prorl.tasks.code.observations import Output
 from nemo_gym_prorl.tasks.code.one_off import Processes
 from nemo_gym_prorl.tasks.code.tools import (
@@ -41,10 +43,8 @@ from nemo_gym_prorl.tasks.code.tools import (
     PythonArguments,
     parse_arguments,
 )
-from nemo_gym_prorl.tasks.sandbox import HasSessions, Sandbox
+from nemo_gym_prorl.tasks.sandbox import HasFiles, HasSessions, Sandbox
 
-
-logger = logging.getLogger(__name__)
 
 PROBE_TIMEOUT_S = 30.0
 """How long a sandbox may take to show a sign of life, in seconds."""
@@ -56,6 +56,9 @@ PROBE_PAUSE_S = 0.3
 MOST_BYTES = 10**15
 MOST_SIGNALS = 128
 """Numbers beyond these are no counts and no exit codes."""
+
+MAX_ARTEFACT_BYTES = 256 * 1024
+"""Longest solution that is graded."""
 
 MAX_PROBLEM = 500
 """Most characters of what is said of an artefact."""
@@ -93,6 +96,21 @@ class Artefact:
     problem: str | None = None
 
 
+class _NoArtefact(Exception):
+    """Nothing can be graded; says what is the matter with the file."""
+
+
+@dataclass(frozen=True, slots=True)
+class Equipment:
+    """What an image has for its agents.
+
+    Attributes:
+        kernel: there is an IPython kernel.
+    """
+
+    kernel: bool
+
+
 class Workspace:
     """A working folder in a running sandbox.
 
@@ -102,29 +120,49 @@ class Workspace:
         limits: bounds of tool calls.
     """
 
-    MAX_ARTEFACT_BYTES = 256 * 1024
-    """Longest solution that is graded."""
-
     def __init__(self, sandbox: Sandbox, folder: str, limits: ToolLimits) -> None:
         self._sandbox = sandbox
         self._folder = folder
         self._limits = limits
         self._processes = Processes(self._ask, limits.output_bytes)
+        self._files = sandbox if isinstance(sandbox, HasFiles) else None
+        self._editor = Editor(self._files, folder, self._ask, limits.output_bytes) if self._files else None
         self._bash: Bash | None = None
         self._python: Python | None = None
 
-    async def prepare(self, contents: Mapping[str, str]) -> None:
-        """Make the folder with these files (path to text), and start shell and kernel.
+    async def look(self) -> Equipment:
+        """What the image has; as good as anything else for all sandboxes of an image.
+
+        Raises:
+            InfrastructureError: it lacks what no agent can do without.
+        """
+        answer = await self._ask({"op": "look"}, timeout_s=0.0)
+        if answer is None or answer.get("bash") is not True:
+            raise InfrastructureError("the image needs sh, bash and python3")
+        return Equipment(kernel=answer.get("kernel") is True)
+
+    async def prepare(self, contents: Mapping[str, str], equipment: Equipment) -> None:
+        """Make the folder with these files (path to text).
 
         Raises:
             InfrastructureError: the sandbox did not do it.
         """
-        answer = await self._ask({"op": "write", "files": dict(contents)}, timeout_s=0.0)
-        if answer is None or "problem" in answer:
-            problem = "no answer; the image needs sh, bash and python3" if answer is None else answer["problem"]
-            raise InfrastructureError(f"could not set up the workspace: {problem}")
+        if self._files is None:
+            answer = await self._ask({"op": "write", "files": dict(contents)}, timeout_s=0.0)
+            if answer is None or "problem" in answer:
+                problem = "no answer" if answer is None else answer["problem"]
+                raise InfrastructureError(f"could not set up the workspace: {problem}")
+        else:
+            try:
+                for name, text in contents.items():
+                    await self._files.write_file(f"{self._folder}/{name}", text.encode())
+            except OSError as error:
+                raise InfrastructureError(f"could not set up the workspace: {error}") from error
         if isinstance(self._sandbox, HasSessions):
-            await self._start_sessions(self._sandbox, with_kernel=answer.get("kernel") is True)
+            limit = self._limits.output_bytes
+            self._bash = Bash(self._sandbox, self._folder, self._limits.silence_s, limit, self._require_sandbox)
+            if equipment.kernel:
+                self._python = Python(self._sandbox, self._folder, limit, self._require_sandbox)
 
     async def close(self) -> None:
         """Let go of shell and kernel; best after their sandbox has ended."""
@@ -137,15 +175,24 @@ class Workspace:
         """Run ``bash``, ``python`` or ``str_replace_editor`` and return the observation.
 
         Raises:
+            AgentError: the agent used up its sandbox, which is gone.
             InfrastructureError: ``session_lost``, the sandbox is gone.
         """
+        try:
+            return await self._call(tool, arguments)
+        except AgentError as error:
+            if (await self._sandbox.status()).value != "running":
+                raise
+            return observations.error(error.reason, limit=self._limits.output_bytes)
+
+    async def _call(self, tool: str, arguments: object) -> str:
         limit = self._limits.output_bytes
         try:
             parsed = parse_arguments(tool, arguments)
         except BadArguments as error:
             return str(Output(str(error)).within(limit))
         if isinstance(parsed, EditorArguments):
-            answer = await self._ask({"op": "edit", "limit": limit} | parsed.model_dump(), 0.0)
+            answer = await self._edit(parsed)
             if answer is None:
                 return observations.error("the editor was killed before it answered.", limit=limit)
             if isinstance(text := answer.get("text"), str):
@@ -167,44 +214,56 @@ class Workspace:
         """Read the solution.
 
         Raises:
+            AgentError: the agent used up its sandbox.
             InfrastructureError: ``session_lost``, the sandbox is gone.
         """
-        request = {"op": "read", "path": SOLUTION_FILE, "limit": self.MAX_ARTEFACT_BYTES}
-        answer = await self._ask(request, timeout_s=0.0)
-        if answer is None:
-            return Artefact(None, f"{SOLUTION_FILE} could not be read: the reader was killed inside the sandbox")
-        if "problem" in answer:
-            return Artefact(None, f"{SOLUTION_FILE} {answer['problem']}"[:MAX_PROBLEM])
         try:
-            content = base64.b64decode(answer["content"], validate=True)
-            return Artefact(content[: self.MAX_ARTEFACT_BYTES].decode("utf-8"))
+            content = await (self._take_out() if self._files is None else self._read(self._files))
+            return Artefact(content.decode())
         except UnicodeDecodeError:
             return Artefact(None, f"{SOLUTION_FILE} is not UTF-8 text")
-        except (KeyError, TypeError, ValueError):
-            return Artefact(None, f"{SOLUTION_FILE} could not be read: something else answered for the reader")
+        except _NoArtefact as error:
+            return Artefact(None, f"{SOLUTION_FILE} {error}"[:MAX_PROBLEM])
 
-    async def _start_sessions(self, sandbox: HasSessions, *, with_kernel: bool) -> None:
-        limit = self._limits.output_bytes
-        starts: list[Awaitable[Bash | Python]] = [
-            Bash.start(sandbox, self._folder, self._limits.silence_s, limit, self._require_sandbox)
-        ]
-        if with_kernel:
-            starts.append(Python.start(sandbox, self._folder, limit, self._require_sandbox))
-        else:
-            logger.warning("the sandbox image has no ipykernel: the python tool keeps nothing between calls")
-        failures = []
-        for started in await asyncio.gather(*starts, return_exceptions=True):
-            match started:
-                case Bash():
-                    self._bash = started
-                case Python():
-                    self._python = started
-                case _:
-                    failures.append(started)
-        for failure in failures:
-            if isinstance(failure, CallerError):
-                raise InfrastructureError(f"could not set up the workspace: {failure.reason}") from failure
-            raise failure
+    async def _read(self, files: HasFiles) -> bytes:
+        try:
+            return await self._bounded(files.read_file(f"{self._folder}/{SOLUTION_FILE}", limit=MAX_ARTEFACT_BYTES))
+        except OSError as error:
+            if error.errno == errno.EFBIG:
+                raise _NoArtefact(f"is longer than {MAX_ARTEFACT_BYTES} bytes") from error
+            if error.errno == errno.EBUSY:
+                raise _NoArtefact("can't be read, since a program holds it") from error
+            raise _NoArtefact("is not there") from error
+
+    async def _take_out(self) -> bytes:
+        request = {"op": "read", "path": SOLUTION_FILE, "limit": MAX_ARTEFACT_BYTES}
+        answer = await self._ask(request, timeout_s=0.0)
+        if answer is None:
+            raise _NoArtefact("could not be read: the reader was killed inside the sandbox")
+        if "problem" in answer:
+            raise _NoArtefact(answer["problem"])
+        try:
+            return base64.b64decode(answer["content"], validate=True)[:MAX_ARTEFACT_BYTES]
+        except (KeyError, TypeError, ValueError) as error:
+            raise _NoArtefact("could not be read: something else answered for the reader") from error
+
+    async def _edit(self, arguments: EditorArguments) -> dict[str, Any] | None:
+        if self._editor is None:
+            request = {"op": "edit", "limit": self._limits.output_bytes} | arguments.model_dump()
+            return await self._ask(request, 0.0)
+        return await self._bounded(self._editor.call(arguments))
+
+    async def _bounded[T](self, work: Coroutine[Any, Any, T]) -> T:
+        """Have the sandbox do something with its files, which depends on nothing that runs in it."""
+        try:
+            async with asyncio.timeout(ANSWER_MARGIN_S):
+                return await work
+        except TimeoutError as error:
+            await self._require_sandbox("its files are out of reach")
+            raise InfrastructureError("the sandbox does not give its files", kind=FailureKind.SESSION_LOST) from error
+        except RolloutError as error:
+            await self._require_sandbox(error.reason)
+            raise
 
     def _timeout(self, asked: float | None) -> float:
         return min(asked or self._limits.timeout_s, self._limits.max_timeout_s)
@@ -239,6 +298,9 @@ async def is_alive(sandbox: Sandbox) -> bool:
 
     One that can't even ``echo`` may still live: its agent may have removed what ``echo`` takes, or used up its
     processes. Then its provider's word counts.
+
+    Raises:
+        AgentError: it does not, by the agent's doing.
     """
     for _ in range(PROBES):
         try:
@@ -247,6 +309,9 @@ async def is_alive(sandbox: Sandbox) -> bool:
                 return True
             if result.error_type == "timeout" or (await sandbox.status()).value != "running":
                 return False
+        except AgentError:
+            if (await sandbox.status()).value != "running":
+                raise
         except (RuntimeError, OSError):
             return False
         await asyncio.sleep(PROBE_PAUSE_S)

@@ -1,2 +1,2 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Programs that run inside a sandbox: standard library only, Python 3.8 or later, never imported by the service."""
+"""Programs that run inside a sandbox: standard library only, Python 3.8 or later."""

@@ -6,12 +6,14 @@ process executes the submitted source. They exchange plain data over two pipes: 
 ``__eq__`` they define, never reach the tester, which rebuilds built-in values from JSON. Nothing is pickled or
 marshalled. The candidate gets copies of the arguments, so it cannot change what the tests hold.
 
-The tester does everything that could be turned against it before the candidate starts: it reads and deletes the job
-(the tests and the nonce are then only in its memory), makes itself undumpable, imports whatever the tests import, and
-shuts the import system, so that a changed standard library is never loaded. The candidate runs without capabilities,
-under resource limits, in a session of its own. The verdict is the line that starts with the nonce.
+The candidate's process is forked before the tester has read its job, so nothing of the job was ever in its memory, and
+it waits. The tester first does everything that could be turned against it: it makes itself undumpable, reads the job
+(the tests and the nonce are then only in its memory), imports whatever the tests import, and shuts the import system,
+so that a changed standard library is never loaded. Only then it hands over the source. The candidate runs without
+capabilities, under resource limits, in a session of its own. The verdict is the line that starts with the nonce.
 
-Called as ``python3 -I grader.py JOB.json``; the candidate process as ``python3 -I grader.py --candidate IN OUT``.
+Called as ``python3 -I -c SOURCE`` with the job as JSON on standard input. What it imports is paid for with each
+rollout, hence as little as will do.
 """
 
 from __future__ import annotations
@@ -19,18 +21,13 @@ from __future__ import annotations
 import ast
 import contextlib
 import ctypes
-import importlib
 import json
 import os
 import resource
 import signal
 import struct
-import subprocess
 import sys
-import tempfile
-import traceback
-from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn  # most solutions import it: here once for both processes
 
 
 MAX_FRAME_BYTES = 16 << 20
@@ -42,6 +39,10 @@ PR_CAP_AMBIENT = 47
 PR_CAP_AMBIENT_CLEAR_ALL = 4
 CAPABILITY_VERSION_3 = 0x20080522
 DETAIL_CHARS = 500
+MAX_FILES = 4096
+"""None of ours has a higher number."""
+
+LIBC = ctypes.CDLL(None, use_errno=True)
 
 
 class TimeUp(BaseException):
@@ -159,14 +160,13 @@ def bounded_int(digits: str) -> int:
 
 def drop_privileges() -> None:
     """Give up all capabilities for good: a sandbox may run as root of its own user namespace."""
-    libc = ctypes.CDLL(None, use_errno=True)
-    libc.prctl(PR_SET_NO_NEW_PRIVS, 1, 0, 0, 0)
-    libc.prctl(PR_CAP_AMBIENT, PR_CAP_AMBIENT_CLEAR_ALL, 0, 0, 0)
+    LIBC.prctl(PR_SET_NO_NEW_PRIVS, 1, 0, 0, 0)
+    LIBC.prctl(PR_CAP_AMBIENT, PR_CAP_AMBIENT_CLEAR_ALL, 0, 0, 0)
     for capability in range(64):
-        libc.prctl(PR_CAPBSET_DROP, capability, 0, 0, 0)
+        LIBC.prctl(PR_CAPBSET_DROP, capability, 0, 0, 0)
     header = (ctypes.c_uint32 * 2)(CAPABILITY_VERSION_3, 0)
     nothing = (ctypes.c_uint32 * 6)(*[0] * 6)
-    if libc.capset(header, nothing) != 0:
+    if LIBC.capset(header, nothing) != 0:
         raise OSError(ctypes.get_errno(), "capset")
 
 
@@ -192,7 +192,9 @@ def candidate_main(requests: Any, answers: Any) -> None:
     job = receive(requests)
     limit_resources(job["limits"])
     drop_privileges()
-    os.chdir(tempfile.mkdtemp())
+    folder = f"/tmp/candidate-{os.urandom(8).hex()}"
+    os.mkdir(folder, 0o700)  # noqa: PTH102 - pathlib costs much
+    os.chdir(folder)
     try:
         code = compile(job["source"], "solution.py", "exec", dont_inherit=True)
     except (SyntaxError, ValueError, RecursionError, MemoryError) as error:
@@ -222,28 +224,37 @@ def candidate_main(requests: Any, answers: Any) -> None:
         answers.flush()
 
 
+def be_the_candidate(requests: int, answers: int) -> NoReturn:
+    """Have nothing open but the two pipes; there is no way back into the tester's program."""
+    try:
+        os.setsid()
+        null = os.open(os.devnull, os.O_RDWR)
+        for standard in range(3):
+            os.dup2(null, standard)
+        low, high = sorted((requests, answers))
+        for first, last in ((3, low), (low + 1, high), (high + 1, MAX_FILES)):
+            os.closerange(first, last)
+        candidate_main(os.fdopen(requests, "rb"), os.fdopen(answers, "wb"))
+    finally:
+        os._exit(0)
+
+
 # --- the tester ---
 
 
 class Candidate:
     """The submitted function, as the tests see it: a call goes to the other process and back."""
 
-    def __init__(self, job: dict[str, Any]) -> None:
+    def __init__(self) -> None:
         from_tester, requests = os.pipe()
         answers, to_tester = os.pipe()
-        self._requests = os.fdopen(requests, "wb")
-        self._answers = os.fdopen(answers, "rb")
-        self.process = subprocess.Popen(
-            [sys.executable, "-I", __file__, "--candidate", str(from_tester), str(to_tester)],
-            stdin=subprocess.DEVNULL,
-            stdout=subprocess.DEVNULL,
-            stderr=subprocess.DEVNULL,
-            pass_fds=(from_tester, to_tester),
-            start_new_session=True,
-        )
+        self._process = os.fork()
+        if self._process == 0:
+            be_the_candidate(from_tester, to_tester)
         os.close(from_tester)
         os.close(to_tester)
-        self.ask({key: job[key] for key in ("source", "entry_point", "limits")})
+        self._requests = os.fdopen(requests, "wb")
+        self._answers = os.fdopen(answers, "rb")
 
     def ask(self, message: Any) -> None:
         """Send a frame."""
@@ -267,9 +278,10 @@ class Candidate:
 
     def kill(self) -> None:
         """End the process and whatever stayed in its session."""
-        with contextlib.suppress(ProcessLookupError):
-            os.killpg(self.process.pid, signal.SIGKILL)
-        self.process.wait()
+        os.kill(self._process, signal.SIGKILL)
+        with contextlib.suppress(ProcessLookupError):  # it had no time to begin a session
+            os.killpg(self._process, signal.SIGKILL)
+        os.waitpid(self._process, 0)
 
 
 def import_ahead(*sources: str) -> None:
@@ -282,27 +294,30 @@ def import_ahead(*sources: str) -> None:
             elif isinstance(node, ast.ImportFrom) and node.module:
                 names = [node.module]
             for name in names:
-                importlib.import_module(name)
+                __import__(name)
 
 
 def where(error: BaseException, test: str) -> str:
     """The line of the tests at which it went wrong."""
-    numbers = [line for at, line in traceback.walk_tb(error.__traceback__) if at.f_code.co_filename == "<tests>"]
+    number, at = 0, error.__traceback__
+    while at is not None:
+        if at.tb_frame.f_code.co_filename == "<tests>":
+            number = at.tb_lineno
+        at = at.tb_next
     lines = test.splitlines()
-    if not numbers or not 0 < numbers[-1] <= len(lines):
+    if not 0 < number <= len(lines):
         return ""
-    return f" at line {numbers[-1]} of the tests: {lines[numbers[-1] - 1].strip()[:200]}"
+    return f" at line {number} of the tests: {lines[number - 1].strip()[:200]}"
 
 
-def examine(job: dict[str, Any]) -> tuple[str, str]:
+def examine(job: dict[str, Any], candidate: Candidate) -> tuple[str, str]:
     """Run the tests; return reason and detail."""
     namespace: dict[str, Any] = {"__name__": "tests"}
     exec(compile(job["reference"], "<reference>", "exec"), namespace)
     # A test that calls the function by its name gets the reference; only the argument of check() is the candidate.
     exec(compile(job["test"], "<tests>", "exec"), namespace)
-    candidate = None
     try:
-        candidate = Candidate(job)
+        candidate.ask({key: job[key] for key in ("source", "entry_point", "limits")})
         first = candidate.answer()
         if first != ["ready"]:
             known = isinstance(first, list) and len(first) == 3 and first[0] == "refused"
@@ -318,8 +333,7 @@ def examine(job: dict[str, Any]) -> tuple[str, str]:
         return "failed", f"{type(error).__name__}: {str(error)[:200]}{where(error, job['test'])}"
     finally:
         signal.setitimer(signal.ITIMER_REAL, 0)
-        if candidate is not None:
-            candidate.kill()
+        candidate.kill()
     return "passed", ""
 
 
@@ -328,19 +342,19 @@ def time_up(signum: int, frame: Any) -> None:
     raise TimeUp
 
 
-def tester_main(path: Path) -> None:
-    """Read the job, run it, print the verdict."""
-    job = json.loads(path.read_text(encoding="utf-8"))
-    path.unlink()
-    if ctypes.CDLL(None, use_errno=True).prctl(PR_SET_DUMPABLE, 0, 0, 0, 0) != 0:
+def main() -> None:
+    """Fork the candidate, read the job, run it, print the verdict."""
+    candidate = Candidate()
+    if LIBC.prctl(PR_SET_DUMPABLE, 0, 0, 0, 0) != 0:
         raise OSError(ctypes.get_errno(), "prctl")
+    job = json.loads(sys.stdin.read())
     import_ahead(job["reference"], job["test"])
     sys.meta_path.clear()
-    sys.stdout = Path(os.devnull).open("w")  # noqa: SIM115 - for the rest of the process
+    sys.stdout = open(os.devnull, "w")  # noqa: SIM115, PTH123 - for the rest of the process
     signal.signal(signal.SIGALRM, time_up)
     signal.setitimer(signal.ITIMER_REAL, job["timeout_s"])
     try:
-        reason, detail = examine(job)
+        reason, detail = examine(job, candidate)
     except TimeUp:
         reason, detail = "timed_out", ""
     verdict = json.dumps({"reason": reason, "detail": detail[:DETAIL_CHARS]})
@@ -348,7 +362,4 @@ def tester_main(path: Path) -> None:
 
 
 if __name__ == "__main__":
-    if sys.argv[1] == "--candidate":
-        candidate_main(os.fdopen(int(sys.argv[2]), "rb"), os.fdopen(int(sys.argv[3]), "wb"))
-    else:
-        tester_main(Path(sys.argv[1]))
+    main()

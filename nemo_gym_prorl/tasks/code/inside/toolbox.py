@@ -5,6 +5,9 @@ It is passed as ``python3 -c SOURCE REQUEST`` with each call, so the agent finds
 files are touched only from inside: a symlink that the agent plants leads nowhere outside its own sandbox. Output is
 bounded here, before it reaches anybody's memory. The request is base64 of a JSON object with ``op``; the answer is one
 JSON line on stdout behind the request's ``mark``.
+
+What the editor does to a text (:func:`shown`, :func:`changed`) is done by the service itself where it can have the
+file without a program inside.
 """
 
 from __future__ import annotations
@@ -15,6 +18,7 @@ import importlib.util
 import json
 import os
 import select
+import shutil
 import signal
 import subprocess
 import sys
@@ -79,12 +83,17 @@ def run(request: dict[str, Any]) -> dict[str, Any]:
 
 
 def write(request: dict[str, Any]) -> dict[str, Any]:
-    """Write ``files`` (path to text) below ``cwd``, which is made; says whether there is an IPython kernel."""
+    """Write ``files`` (path to text) below ``cwd``, which is made."""
     folder = Path(request["cwd"])
     folder.mkdir(parents=True, exist_ok=True)
     for path, text in request["files"].items():
         save(folder / path, text)
-    return {"kernel": importlib.util.find_spec("ipykernel") is not None}
+    return {}
+
+
+def look(request: dict[str, Any]) -> dict[str, Any]:
+    """What the image has for sessions."""
+    return {"bash": shutil.which("bash") is not None, "kernel": importlib.util.find_spec("ipykernel") is not None}
 
 
 def read(request: dict[str, Any]) -> dict[str, Any]:
@@ -102,31 +111,48 @@ def read(request: dict[str, Any]) -> dict[str, Any]:
 def edit(request: dict[str, Any]) -> dict[str, Any]:
     """One command of the editor; ``text`` is what the model reads."""
     path = Path(request["cwd"], request["path"])
-    command = {"create": create, "view": view, "str_replace": str_replace, "insert": insert}[request["command"]]
     try:
-        return {"text": command(path, request)}
+        return {"text": edited(path, request)}
     except UnicodeDecodeError:
         return {"text": f"Error: {request['path']} is not a text file."}
     except (OSError, ValueError) as error:
         return {"text": f"Error: {request['path']}: {getattr(error, 'strerror', None) or error}"}
 
 
-def create(path: Path, request: dict[str, Any]) -> str:
-    """Write a whole file."""
-    verb = "Overwrote" if path.exists() else "Created"
-    path.parent.mkdir(parents=True, exist_ok=True)
-    save(path, request["file_text"])
-    return f"{verb} {request['path']}."
+def edited(path: Path, request: dict[str, Any]) -> str:
+    """Do it, and say what was done."""
+    if request["command"] == "create":
+        existed = path.exists()
+        path.parent.mkdir(parents=True, exist_ok=True)
+        save(path, request["file_text"])
+        return created(request["path"], existed)
+    if request["command"] == "view":
+        return listed(path) if path.is_dir() else shown(load(path), request)
+    text, said = changed(load(path), request)
+    save(path, text)
+    return said
 
 
-def view(path: Path, request: dict[str, Any]) -> str:
-    """Show numbered lines of a file, or the entries of a folder."""
-    if path.is_dir():
-        names = sorted(entry.name + "/" if entry.is_dir() else entry.name for entry in path.iterdir())
-        if len(names) > MAX_ENTRIES:
-            names[MAX_ENTRIES:] = [f"[... {len(names) - MAX_ENTRIES} more ...]"]
-        return "\n".join(names) or "[empty folder]"
-    lines = load(path).split("\n")
+def listed(folder: Path) -> str:
+    """The entries of a folder."""
+    names = sorted(entry.name + "/" if entry.is_dir() else entry.name for entry in folder.iterdir())
+    if len(names) > MAX_ENTRIES:
+        names[MAX_ENTRIES:] = [f"[... {len(names) - MAX_ENTRIES} more ...]"]
+    return "\n".join(names) or "[empty folder]"
+
+
+def created(path: str, existed: bool) -> str:
+    """What is said of a file that was written as a whole."""
+    return f"{'Overwrote' if existed else 'Created'} {path}."
+
+
+def shown(text: str, request: dict[str, Any]) -> str:
+    """Numbered lines of a text.
+
+    Raises:
+        ValueError: there are no such lines.
+    """
+    lines = text.split("\n")
     count = len(lines) - (lines[-1] == "")
     first, last = request["view_range"] or (1, -1)
     last = count if last == -1 else min(last, count)
@@ -134,34 +160,45 @@ def view(path: Path, request: dict[str, Any]) -> str:
         return "[empty file]"
     if not 1 <= first <= last:
         raise ValueError(f"view_range must lie within the file's {count} lines")
-    shown = "\n".join(f"{number:6d}\t{line}" for number, line in enumerate(lines[first - 1 : last], start=first))
+    numbered = "\n".join(f"{number:6d}\t{line}" for number, line in enumerate(lines[first - 1 : last], start=first))
     half = request["limit"] // 2
-    if len(shown) > 2 * half:
-        shown = f"{shown[:half]}\n[... {len(shown) - 2 * half} characters left out ...]\n{shown[-half:]}"
-    return shown
+    if len(numbered) > 2 * half:
+        return f"{numbered[:half]}\n[... {len(numbered) - 2 * half} characters left out ...]\n{numbered[-half:]}"
+    return numbered
 
 
-def str_replace(path: Path, request: dict[str, Any]) -> str:
-    """Replace a string that occurs exactly once."""
-    text = load(path)
-    found = text.count(request["old_str"]) if request["old_str"] else 0
-    if found != 1:
-        raise ValueError(f"old_str occurs {found} times, it must occur exactly once")
-    save(path, text.replace(request["old_str"], request["new_str"] or ""))
-    return f"Replaced one occurrence in {request['path']}."
+def changed(text: str, request: dict[str, Any]) -> tuple[str, str]:
+    """The text after ``str_replace`` or ``insert``, and what is said of it.
 
-
-def insert(path: Path, request: dict[str, Any]) -> str:
-    """Add lines after a line."""
-    lines = load(path).split("\n")
+    Raises:
+        ValueError: it can't be done.
+    """
+    if request["command"] == "str_replace":
+        found = text.count(request["old_str"]) if request["old_str"] else 0
+        if found != 1:
+            raise ValueError(f"old_str occurs {found} times, it must occur exactly once")
+        replaced = text.replace(request["old_str"], request["new_str"] or "")
+        return replaced, f"Replaced one occurrence in {request['path']}."
+    lines = text.split("\n")
     at, count = request["insert_line"], len(lines) - (lines[-1] == "")
     if at > count:
         raise ValueError(f"insert_line is {at}, but the file has {count} lines")
     added = request["new_str"].split("\n")
     if len(added) > 1 and added[-1] == "":
         added.pop()
-    save(path, "\n".join(lines[:at] + added + lines[at:]))
-    return f"Inserted {len(added)} lines into {request['path']} after line {at}."
+    inserted = "\n".join(lines[:at] + added + lines[at:])
+    return inserted, f"Inserted {len(added)} lines into {request['path']} after line {at}."
+
+
+def checked(text: str) -> str:
+    """The text of a file, if it is not too long for an editor.
+
+    Raises:
+        ValueError: it is.
+    """
+    if len(text) > MAX_FILE_CHARS:
+        raise ValueError(f"is longer than {MAX_FILE_CHARS} characters; use bash")
+    return text
 
 
 def load(path: Path) -> str:
@@ -169,10 +206,7 @@ def load(path: Path) -> str:
     if path.exists() and not path.is_file():
         raise ValueError("is not a regular file")
     with path.open(encoding="utf-8", newline="") as file:
-        text = file.read(MAX_FILE_CHARS + 1)
-    if len(text) > MAX_FILE_CHARS:
-        raise ValueError(f"is longer than {MAX_FILE_CHARS} characters; use bash")
-    return text
+        return checked(file.read(MAX_FILE_CHARS + 1))
 
 
 def save(path: Path, text: str) -> None:
@@ -181,7 +215,7 @@ def save(path: Path, text: str) -> None:
         file.write(text)
 
 
-OPERATIONS = {"run": run, "write": write, "read": read, "edit": edit}
+OPERATIONS = {"run": run, "write": write, "look": look, "read": read, "edit": edit}
 
 
 if __name__ == "__main__":

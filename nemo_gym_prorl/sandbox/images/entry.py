@@ -1,0 +1,67 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What one entry on a shelf is: a folder with the image, ``root`` or ``image.sif``, and ``image.json`` beside it."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+from nemo_gym_prorl.sandbox.images.building.recipe import Format
+from nemo_gym_prorl.sandbox.images.content_dir import Entry
+
+
+INFO_FILE = "image.json"
+ROOT = "root"
+SIF = "image.sif"
+
+
+@dataclass(frozen=True, slots=True)
+class Info:
+    """What is noted down about an image when it is made.
+
+    Attributes:
+        kind: ``image`` (built), ``layer`` (of built ones), ``pulled`` or ``copy`` (unpacked).
+        source: what it was made from, for people.
+        format: what it is.
+        bytes: its size on disk.
+        made: when; seconds since 1970.
+        key: see :class:`.recipe.Built`.
+    """
+
+    kind: str
+    source: str
+    format: Format
+    bytes: int
+    made: float
+    key: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class Image:
+    """One image that is there.
+
+    Attributes:
+        entry: its entry on its shelf.
+        info: what was noted down about it.
+        names: what users call it.
+        unpacked: this machine has an unpacked copy of it, or it is a folder.
+    """
+
+    entry: Entry
+    info: Info
+    names: tuple[str, ...] = ()
+    unpacked: bool = False
+
+
+def write_info(folder: Path, info: Info) -> None:
+    """Note down what an entry is, before it gets its name."""
+    (folder / INFO_FILE).write_text(json.dumps(asdict(info)))
+
+
+def read_info(folder: Path) -> Info | None:
+    """What an entry is; ``None`` if it went away, or was made by a version of this package that knew no notes."""
+    try:
+        return Info(**json.loads((folder / INFO_FILE).read_text()))
+    except FileNotFoundError:
+        return None

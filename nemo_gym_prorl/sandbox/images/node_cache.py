@@ -1,0 +1,126 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Images for the sandboxes of one event loop: whatever takes long happens in threads, and once for all who wait.
+
+A caller who goes away leaves the pulling or unpacking going: it is of use to the next one. It ends with the process,
+and nothing of it is left under a name that means complete.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+import weakref
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
+from pathlib import Path
+
+from nemo_gym_prorl.failures import CallerError
+from nemo_gym_prorl.sandbox.images.building.default import default_image_path
+from nemo_gym_prorl.sandbox.images.pull import Puller
+from nemo_gym_prorl.sandbox.images.reference import Reference, Registry
+from nemo_gym_prorl.sandbox.images.store import ImageStore, Start
+from nemo_gym_prorl.sandbox.runtime.apptainer import Runtime
+
+
+_running: weakref.WeakKeyDictionary[asyncio.AbstractEventLoop, dict[str, asyncio.Future[None]]] = (
+    weakref.WeakKeyDictionary()
+)
+
+
+class NodeImages:
+    """See the module.
+
+    Args:
+        store: the images.
+        pull: pull what is not there.
+        unpack: start SIFs from an unpacked copy where there is room for one.
+    """
+
+    def __init__(self, store: ImageStore, *, pull: bool = True, unpack: bool = True) -> None:
+        self._store = store
+        self._pull = pull
+        self._unpack = unpack
+        self._default: Path | None = None
+
+    async def locate(self, wanted: Reference | None, runtime: Runtime) -> Path:
+        """Where an image lies, pulled if need be; the default image if none is named.
+
+        Raises:
+            CallerError: there is no such image.
+            InfrastructureError: it could not be pulled.
+        """
+        if wanted is None:
+            return await asyncio.to_thread(self._find_default)
+        path = await asyncio.to_thread(self._store.locate, wanted)
+        if path is not None:
+            return path
+        assert isinstance(wanted, Registry)
+        if not self._pull:
+            raise CallerError(f"{wanted.uri} is not there: prorl image pull {wanted.uri}", field="image")
+        await _once(wanted.uri, lambda: Puller(self._store, runtime).pull(wanted))
+        return await self.locate(wanted, runtime)
+
+    def _find_default(self) -> Path:
+        # Once, since working out its name takes milliseconds.
+        if not self._default or not self._default.is_dir():
+            self._default = default_image_path()
+            if not self._default.is_dir():
+                raise CallerError("the default image is not built: run 'prorl setup'", field="image")
+        return self._default
+
+    @asynccontextmanager
+    async def start(self, image: Path, runtime: Runtime) -> AsyncIterator[Start]:
+        """What a sandbox of ``image`` starts from; kept there for the block, and by whoever got a copy of the lock.
+
+        Raises:
+            CallerError, InfrastructureError: as :meth:`.store.ImageStore.open`.
+        """
+        if self._unpack and not await asyncio.to_thread(self._store.is_ready, image):
+            await _once(str(image), lambda: self._store.open(image, runtime).let_go())
+        opening = asyncio.ensure_future(asyncio.to_thread(self._store.open, image, runtime, unpack=self._unpack))
+        try:
+            start = await asyncio.shield(opening)
+        except asyncio.CancelledError:
+            # Its lock would be nobody's.
+            opening.add_done_callback(_drop)
+            raise
+        try:
+            yield start
+        finally:
+            start.let_go()
+
+
+async def _once(what: str, work: Callable[[], object]) -> None:
+    """Do ``work`` in a thread, unless that is being done: then wait for its end. Either way with its outcome."""
+    loop = asyncio.get_running_loop()
+    running = _running.setdefault(loop, {})
+    if what not in running:
+        future = running[what] = loop.create_future()
+        # Nobody may be left to hear of it.
+        future.add_done_callback(lambda done: (running.pop(what), done.cancelled() or done.exception()))
+
+        def run() -> None:
+            error: Exception | None = None
+            try:
+                work()
+            except Exception as caught:
+                error = caught
+            if not loop.is_closed():
+                loop.call_soon_threadsafe(_settle, future, error)
+
+        # Not one of the loop's own threads: those are few, and waited for when the process ends.
+        threading.Thread(target=run, name=f"image {what}", daemon=True).start()
+    await asyncio.shield(running[what])
+
+
+def _drop(opening: asyncio.Future[Start]) -> None:
+    if not opening.cancelled() and opening.exception() is None:
+        opening.result().let_go()
+
+
+def _settle(future: asyncio.Future[None], error: Exception | None) -> None:
+    if not future.done():
+        if error:
+            future.set_exception(error)
+        else:
+            future.set_result(None)

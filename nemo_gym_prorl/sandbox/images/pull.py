@@ -1,0 +1,189 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Images from registries: one, or all that a dataset names.
+
+Anonymous unless asked otherwise: nothing that the user has stored for a registry is sent. What is there is not pulled
+again, so a run that was interrupted goes on where it was, image by image. Trouble of networks and registries is tried
+again after a growing pause; what a registry denies is not.
+"""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Generator, Iterable
+from concurrent.futures import ThreadPoolExecutor, as_completed
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import tenacity
+
+from nemo_gym_prorl.failures import CallerError, InfrastructureError, RolloutError
+from nemo_gym_prorl.sandbox.images import rootfs, sif
+from nemo_gym_prorl.sandbox.images.building import tool
+from nemo_gym_prorl.sandbox.images.building.recipe import Format
+from nemo_gym_prorl.sandbox.images.cache import Progress, machine, silent
+from nemo_gym_prorl.sandbox.images.entry import Info
+from nemo_gym_prorl.sandbox.images.reference import Registry, registry
+from nemo_gym_prorl.sandbox.images.store import ImageStore
+from nemo_gym_prorl.sandbox.runtime.apptainer import Runtime
+
+
+PULL_TIMEOUT_S = 3600.0
+
+FIRST_PAUSE_S = 1.0
+LONGEST_PAUSE_S = 60.0
+
+_DENIED = ("UNAUTHORIZED", "DENIED", "unauthorized", "denied: ")
+_UNKNOWN = ("MANIFEST_UNKNOWN", "NAME_UNKNOWN", "manifest unknown", "no child with platform")
+
+
+@dataclass(frozen=True, slots=True)
+class Puller:
+    """How images are pulled.
+
+    Attributes:
+        store: where to.
+        runtime: what does it.
+        format: what they become; what suits the cache's disk if not given.
+        credentials: send what the user has stored for registries.
+        tries: how often each is tried.
+        pause_s: before the second try; doubled for each further one.
+    """
+
+    store: ImageStore
+    runtime: Runtime
+    format: Format | None = None
+    credentials: bool = False
+    tries: int = 4
+    pause_s: float = FIRST_PAUSE_S
+
+    def pull(self, wanted: Registry, progress: Progress = silent) -> Path:
+        """Pull an image unless it is there; gives where it lies.
+
+        Raises:
+            CallerError: there is no such image, or it is none for this machine.
+            InfrastructureError: it could not be had; with the words of the runtime.
+        """
+        entry = wanted.entry(machine())
+        with self.store.images.making(entry, progress) as work:
+            if work is not None:
+                self._fetch(wanted, entry, work, progress)
+        path = self.store.payload(entry)
+        if path is None:
+            raise InfrastructureError(f"{wanted.uri} was removed as soon as it was pulled")
+        return path
+
+    def _fetch(self, wanted: Registry, entry: str, work: Path, progress: Progress) -> None:
+        kind = self.format or self.store.default_format()
+
+        def again(state: tenacity.RetryCallState) -> None:
+            assert state.outcome is not None
+            progress(f"pulling {wanted.uri} again, after {state.outcome.exception()}")
+
+        retrying = tenacity.Retrying(
+            stop=tenacity.stop_after_attempt(self.tries),
+            wait=tenacity.wait_exponential(self.pause_s, LONGEST_PAUSE_S) + tenacity.wait_random(0, self.pause_s),
+            retry=tenacity.retry_if_exception(_may_pass),
+            before_sleep=again,
+            reraise=True,
+        )
+        progress(f"pulling {wanted.uri}")
+        try:
+            made: Path = retrying(self._try, wanted, work, kind == "folder")
+        except InfrastructureError as error:
+            raise _explained(wanted, error, self.credentials) from error
+        if kind == "folder":
+            rootfs.check_root(made, machine())
+        else:
+            sif.read(made, machine())
+        self.store.publish(work, made, entry, Info("pulled", wanted.uri, kind, 0, time.time()))
+
+    def _try(self, wanted: Registry, work: Path, unpacked: bool) -> Path:
+        return tool.runtime_build(
+            self.runtime,
+            work,
+            wanted.uri,
+            timeout_s=PULL_TIMEOUT_S,
+            unpacked=unpacked,
+            credentials=self.credentials,
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class Outcome:
+    """What became of one image of many: ``reason`` is empty if it is there now, ``new`` if it was not before."""
+
+    uri: str
+    reason: str = ""
+    new: bool = False
+
+
+def pull_all(puller: Puller, wanted: Iterable[Registry], jobs: int) -> Generator[Outcome]:
+    """Pull many images, ``jobs`` at a time; one outcome for each, as they come. Ends them all when it is closed."""
+
+    def one(reference: Registry) -> Outcome:
+        if puller.store.locate(reference):
+            return Outcome(reference.uri)
+        try:
+            puller.pull(reference)
+        except RolloutError as error:
+            return Outcome(reference.uri, error.reason)
+        except OSError as error:
+            return Outcome(reference.uri, str(error))
+        return Outcome(reference.uri, new=True)
+
+    with ThreadPoolExecutor(jobs) as pool:
+        futures = [pool.submit(one, reference) for reference in dict.fromkeys(wanted)]
+        try:
+            for future in as_completed(futures):
+                yield future.result()
+        except BaseException:
+            pool.shutdown(wait=False, cancel_futures=True)
+            tool.stop_all()
+            raise
+
+
+def images_of(rows: Path, field: str) -> list[Registry]:
+    """The images that the rows of a dataset name, each once, in order.
+
+    Args:
+        rows: JSONL file.
+        field: where a row names its image; dots lead into objects.
+
+    Raises:
+        CallerError: a row is no JSON object or names no image; says which line.
+    """
+    found: dict[Registry, None] = {}
+    with rows.open() as file:
+        for number, line in enumerate(file, 1):
+            if not line.strip():
+                continue
+            where = f"{rows.name} line {number}"
+            try:
+                value: Any = json.loads(line)
+            except ValueError as error:
+                raise CallerError(f"{where} is not JSON: {error}", field="from") from error
+            for part in field.split("."):
+                value = value.get(part) if isinstance(value, dict) else None
+            if not isinstance(value, str):
+                raise CallerError(f"{where} has no text in {field!r}; name the place with --field", field="from")
+            found[registry(value, where)] = None
+    return list(found)
+
+
+def _may_pass(error: BaseException) -> bool:
+    return isinstance(error, InfrastructureError) and not _says(error, (*_DENIED, *_UNKNOWN))
+
+
+def _says(error: InfrastructureError, words: tuple[str, ...]) -> bool:
+    return any(word in error.reason for word in words)
+
+
+def _explained(wanted: Registry, error: InfrastructureError, credentials: bool) -> RolloutError:
+    if _says(error, _UNKNOWN):
+        return CallerError(f"there is no {wanted.uri} for {machine()}: {error.reason}", field="image")
+    if _says(error, _DENIED):
+        hint = "your login is not enough" if credentials else "if it is private, log in and pull with --credentials"
+        return CallerError(f"{wanted.uri} is denied: {hint}: {error.reason}", field="image")
+    return InfrastructureError(f"{wanted.uri} could not be pulled: {error.reason}")

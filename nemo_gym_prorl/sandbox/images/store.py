@@ -1,0 +1,363 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The images of a user, and what a sandbox on this machine starts from.
+
+Two shelves (:mod:`.content_dir`): *images*, in the cache folder, which machines may share, and *copies*, unpacked
+ones on this machine's own disk. A root folder starts in half of the time that mounting a SIF and an overlay over it
+takes, and needs no FUSE; but many small files are the worst that a shared file system can be given. So images travel
+and are stored as one file where the cache is shared, and are unpacked once per machine, as far as there is room.
+
+What an entry of either shelf is, is written down in it (:mod:`.entry`).
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import tempfile
+import time
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from nemo_gym_prorl.failures import CallerError, InfrastructureError
+from nemo_gym_prorl.sandbox.disks import on_shared_disk
+from nemo_gym_prorl.sandbox.images import rootfs, sif
+from nemo_gym_prorl.sandbox.images.building import tool
+from nemo_gym_prorl.sandbox.images.building.recipe import Built, Format
+from nemo_gym_prorl.sandbox.images.cache import Progress, cache_dir, machine, silent
+from nemo_gym_prorl.sandbox.images.content_dir import Hold, Shelf, flush, free_bytes
+from nemo_gym_prorl.sandbox.images.entry import INFO_FILE, ROOT, SIF, Image, Info, read_info, write_info
+from nemo_gym_prorl.sandbox.images.gc import Candidate, least_used
+from nemo_gym_prorl.sandbox.images.reference import Local, Named, Reference, Registry, parse
+from nemo_gym_prorl.sandbox.images.validate import fuse_trouble
+from nemo_gym_prorl.sandbox.runtime.apptainer import Runtime
+
+
+EXPANSION = 4
+"""Room that is taken for a SIF's unpacked copy, in sizes of the SIF; three is usual."""
+
+LEAST_FREE = 64 << 20
+"""A disk with less than these bytes left is full."""
+
+UNPACK_TIMEOUT_S = 1800.0
+
+_RESERVED = "reserved"
+_NAMES = ".names"
+
+
+@dataclass(frozen=True, slots=True)
+class Start:
+    """What a sandbox starts from: ``path``, and the lock that keeps it there, if it can be removed at all."""
+
+    path: Path
+    hold: Hold | None
+
+    def let_go(self) -> None:
+        """Let go of the lock; whoever was given a copy of it goes on holding it."""
+        if self.hold:
+            self.hold.release()
+
+
+class ImageStore:
+    """See the module. All methods block; locks make it safe to use in any number of threads and processes.
+
+    Args:
+        images: folder of the images; the cache folder's if not given.
+        copies: folder of the unpacked copies; :func:`copies_dir` if not given.
+        room: bytes that the copies may take; half of what the disk has for them if not given.
+    """
+
+    def __init__(self, images: Path | None = None, copies: Path | None = None, room: int | None = None) -> None:
+        self.images = Shelf(images or cache_dir() / "images")
+        self._copies_folder = copies
+        self._room = room
+
+    @property
+    def copies(self) -> Shelf:
+        """The shelf of unpacked copies.
+
+        Raises:
+            InfrastructureError: its folder belongs to somebody else.
+        """
+        return Shelf(self._copies_folder or copies_dir())
+
+    def default_format(self) -> Format:
+        """How an image is best kept here: as one file where other machines may share it."""
+        return "sif" if on_shared_disk(self.images.folder) else "folder"
+
+    def locate(self, reference: Reference) -> Path | None:
+        """Where an image lies; ``None`` if it is one of a registry and was not pulled yet.
+
+        Raises:
+            CallerError: there is no such path, or no image of that name.
+        """
+        match reference:
+            case Registry():
+                return self.payload(reference.entry(machine()))
+            case Local(path):
+                try:
+                    there = path.exists()
+                except PermissionError as error:
+                    raise CallerError(
+                        f"{path} is closed to you: chmod a+rX the folders above", field="image"
+                    ) from error
+                if not there:
+                    raise CallerError(f"there is no {path}", field="image")
+                return path
+            case Named(name):
+                entry = self._names().get(name)
+                found = self.payload(entry) if entry else None
+                if found is None:
+                    known = sorted(self._names()) or ["none"]
+                    raise CallerError(
+                        f"there is no image named {name!r}, there are: {', '.join(known)}; 'prorl image build' and "
+                        "'prorl image pull' make some, and a path has a '/' in it",
+                        field="image",
+                    )
+                return found
+
+    def find(self, text: str) -> Path | None:
+        """As :meth:`locate`, for what a user wrote."""
+        return self.locate(parse(text))
+
+    def payload(self, entry: str) -> Path | None:
+        """The image of an entry: its root folder or SIF."""
+        folder = self.images.path(entry)
+        if not (folder / INFO_FILE).is_file():
+            return None
+        return folder / ROOT if (folder / ROOT).is_dir() else folder / SIF
+
+    def open(self, image: Path, runtime: Runtime, *, unpack: bool = True, progress: Progress = silent) -> Start:
+        """What to start a sandbox of ``image`` from on this machine: itself, or its unpacked copy, made if need be.
+
+        Raises:
+            CallerError: the image is damaged, cut short, for another processor, or another user's.
+            InfrastructureError: a SIF can neither be unpacked nor mounted here; says why.
+        """
+        if image.is_dir():
+            rootfs.check_root(image, machine())
+            return Start(image, self._hold(image))
+        found = sif.read(image, machine())
+        if unpack:
+            entry = copy_name(image)
+            start = self._copy(entry) or self._unpack(image, found, entry, runtime, progress)
+            if isinstance(start, Start):
+                return start
+        else:
+            start = "unpacking is switched off"
+        if trouble := fuse_trouble():
+            raise InfrastructureError(f"{image} can't be started: {start}, and it can't be mounted: {trouble}")
+        return Start(image, self._hold(image))
+
+    def identity(self, image: Path) -> str:
+        """What tells the image at a path from any other, as well as can be known without reading all of it: its entry,
+        the number that a SIF got when it was made, or the path and time stamp of a folder."""
+        if image.is_relative_to(self.images.folder):
+            return f"entry:{image.relative_to(self.images.folder).parts[0]}"
+        if image.is_dir():
+            return f"folder:{image.resolve()} {image.stat().st_mtime_ns}"
+        return f"sif:{sif.read(image, machine()).identity}"
+
+    def is_ready(self, image: Path) -> bool:
+        """Whether :meth:`open` has nothing to unpack."""
+        return not image.is_file() or self.copies.path(copy_name(image)).is_dir()
+
+    def publish(self, work: Path, made: Path, entry: str, info: Info) -> Path:
+        """Put what was made in ``work`` onto the shelf of images, settled; gives where it lies."""
+        folder = work / "entry"
+        folder.mkdir()
+        target = folder / (ROOT if info.format == "folder" else SIF)
+        made.rename(target)
+        size = rootfs.settle(target) if info.format == "folder" else target.stat().st_size
+        write_info(folder, replace(info, bytes=size))
+        # What the disk has not got yet would be empty after a power cut, under a name that means complete.
+        flush(folder)
+        place = self.images.publish(folder, entry)
+        return place / target.name
+
+    def name(self, name: str, entry: str) -> None:
+        """Let users call an entry ``name`` from now on."""
+        folder = self.images.folder / _NAMES
+        folder.mkdir(parents=True, exist_ok=True)
+        with tempfile.NamedTemporaryFile("w", dir=folder, prefix=".", delete=False) as fresh:
+            fresh.write(entry)
+        Path(fresh.name).chmod(0o644)
+        Path(fresh.name).replace(folder / name)
+
+    def built(self) -> Iterator[Built]:
+        """What :func:`.recipe.decide` can choose from."""
+        for image in self.all():
+            if image.info.key:
+                yield Built(image.entry.name, image.info.kind, image.info.key, image.info.made)
+
+    def all(self) -> list[Image]:
+        """All images."""
+        names: dict[str, list[str]] = {}
+        for name, named in self._names().items():
+            names.setdefault(named, []).append(name)
+        found = []
+        for entry in self.images.entries():
+            info = read_info(entry.path)
+            if info is None:
+                continue
+            path = self.payload(entry.name)
+            unpacked = info.format == "folder" or (path is not None and self.is_ready(path))
+            found.append(Image(entry, info, tuple(sorted(names.get(entry.name, ()))), unpacked))
+        return found
+
+    def all_copies(self) -> list[Image]:
+        """All unpacked copies of this machine."""
+        infos = ((entry, read_info(entry.path)) for entry in self.copies.entries())
+        return [Image(entry, info, unpacked=True) for entry, info in infos if info]
+
+    def collect(
+        self,
+        protected: Iterable[str] = (),
+        *,
+        max_bytes: int | None = None,
+        older_than_s: float | None = None,
+        dry_run: bool = False,
+    ) -> tuple[list[Image], list[Path]]:
+        """Remove images and copies that nobody uses, the least recently used first, and what killed makers left.
+
+        Args:
+            protected: entries that stay in any case.
+            max_bytes: what images, and what copies, may take; each shelf is on a disk of its own.
+            older_than_s: remove what was not used for so long.
+            dry_run: only say what would go.
+
+        Returns:
+            What was removed, and what else was swept: besides that, images that an older version of this package made.
+        """
+        removed = []
+        for shelf, images in ((self.images, self.all()), (self.copies, self.all_copies())):
+            by_name = {image.entry.name: image for image in images}
+            doomed = least_used(
+                [
+                    Candidate(name, image.info.bytes, image.entry.last_use, image.entry.used or name in set(protected))
+                    for name, image in by_name.items()
+                ],
+                max_bytes=max_bytes,
+                before=None if older_than_s is None else time.time() - older_than_s,
+            )
+            removed += [by_name[name] for name in doomed if dry_run or shelf.remove(name)]
+        swept = self.images.sweep(dry_run=dry_run) + self.copies.sweep(dry_run=dry_run)
+        for entry in self.images.entries():
+            unknown = not entry.used and read_info(entry.path) is None
+            if unknown and (dry_run or self.images.remove(entry.name)):
+                swept.append(entry.path)
+        if not dry_run:
+            self._forget_names()
+        return removed, swept
+
+    def _hold(self, image: Path) -> Hold | None:
+        """Keep an image of ours from being removed; others are none of our business."""
+        if not image.is_relative_to(self.images.folder):
+            return None
+        hold = self.images.use(image.relative_to(self.images.folder).parts[0])
+        if hold is None:
+            raise InfrastructureError(f"{image} was removed just now")
+        return hold
+
+    def _copy(self, entry: str) -> Start | None:
+        hold = self.copies.use(entry)
+        return Start(self.copies.path(entry) / ROOT, hold) if hold else None
+
+    def _unpack(self, image: Path, found: sif.Sif, entry: str, runtime: Runtime, progress: Progress) -> Start | str:
+        """Make the unpacked copy; or say why that is not possible, so that the image is mounted instead."""
+        program = tool.find_unsquashfs(runtime)
+        if program is None:
+            return "there is no unsquashfs (package squashfs-tools) to unpack it with"
+        if found.offset is None:
+            return "its root file system is not a plain squashfs that could be unpacked"
+        wanted = EXPANSION * found.size
+        with self.copies.making(entry, progress) as work:
+            if work is not None:
+                if not self._make_room(work, wanted):
+                    return f"there is no room for {wanted >> 20} MiB in {self.copies.folder}"
+                progress(f"unpacking {image.name}")
+                started = time.time()
+                root = work / "entry" / ROOT
+                root.parent.mkdir()
+                command = [program, "-no-progress", "-no-xattrs", "-offset", str(found.offset)]
+                try:
+                    # 2: owners and devices, which are not wanted, could not be made.
+                    environ = tool.build_environ(runtime, work, credentials=False)
+                    reads = [image, *tool.closed_parts(runtime)]
+                    command += ["-dest", str(root), str(image)]
+                    tool.run(command, environ, UNPACK_TIMEOUT_S, work, fine=(0, 2), reads=reads)
+                except InfrastructureError as error:
+                    if free_bytes(work) < LEAST_FREE:
+                        return f"the disk of {self.copies.folder} is full"
+                    raise CallerError(f"{image} can't be unpacked: {error.reason}", field="image") from error
+                info = Info("copy", str(image), "folder", rootfs.settle(root), started)
+                rootfs.check_root(root, machine())
+                write_info(root.parent, info)
+                self.copies.publish(root.parent, entry)
+        start = self._copy(entry)
+        if start is None:
+            raise InfrastructureError(f"the unpacked copy of {image} was removed as soon as it was made")
+        return start
+
+    def _make_room(self, work: Path, wanted: int) -> bool:
+        """Reserve so many bytes for what is made in ``work``, at the cost of copies that nobody uses."""
+        shelf = self.copies
+        with shelf.making(".room"):
+            copies = self.all_copies()
+            taken = sum(image.info.bytes for image in copies)
+            reserved = sum(int(note.read_text()) for note in shelf.folder.glob(f".*/{_RESERVED}"))
+            free = free_bytes(shelf.folder)
+            room = self._room if self._room is not None else (free + taken) // 2
+            # What others have reserved is partly written already; counting it twice only errs on the safe side.
+            limit = min(room, free + taken) - reserved - wanted
+            if limit < 0:
+                return False
+            candidates = [
+                Candidate(image.entry.name, image.info.bytes, image.entry.last_use, image.entry.used)
+                for image in copies
+            ]
+            for name in least_used(candidates, max_bytes=limit):
+                shelf.remove(name)
+            if sum(image.info.bytes for image in self.all_copies()) > limit:
+                return False
+            (work / _RESERVED).write_text(str(wanted))
+            return True
+
+    def _names(self) -> dict[str, str]:
+        folder = self.images.folder / _NAMES
+        if not folder.is_dir():
+            return {}
+        return {file.name: file.read_text() for file in folder.iterdir() if not file.name.startswith(".")}
+
+    def _forget_names(self) -> None:
+        for name, entry in self._names().items():
+            if self.payload(entry) is None:
+                (self.images.folder / _NAMES / name).unlink(missing_ok=True)
+
+
+def copies_dir() -> Path:
+    """Where unpacked copies lie: ``$PRORL_UNPACKED``, else in the cache if that is this machine's own, else in
+    ``$TMPDIR``. Must be node-local, and big.
+
+    Raises:
+        InfrastructureError: the folder belongs to somebody else.
+    """
+    if own := os.environ.get("PRORL_UNPACKED"):
+        return Path(own).expanduser().absolute()
+    if not on_shared_disk(cache_dir()):
+        return cache_dir() / "unpacked"
+    folder = Path(tempfile.gettempdir()).absolute() / f"prorl-{os.geteuid()}-unpacked"
+    folder.mkdir(mode=0o700, exist_ok=True)
+    if folder.lstat().st_uid != os.geteuid() or folder.is_symlink():
+        raise InfrastructureError(f"{folder} belongs to somebody else; set PRORL_UNPACKED to a folder of your own")
+    return folder
+
+
+def copy_name(image: Path) -> str:
+    """The entry of a SIF's unpacked copy. Another file of the same path has another one, and so has each boot of this
+    machine: what was written just before a power cut is not to be trusted."""
+    found = image.stat()
+    boot = Path("/proc/sys/kernel/random/boot_id").read_text()
+    what = f"{image.resolve()} {found.st_size} {found.st_mtime_ns} {boot}"
+    stem = image.parent.name if image.name == SIF else image.stem
+    return f"{stem[:60].lstrip('.')}-{hashlib.sha256(what.encode()).hexdigest()[:12]}"

@@ -1,0 +1,222 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Making a sandbox from a mould: what is known of its image, and the helper that starts its first process.
+
+A mould is what all sandboxes of an image share: the variables that the image sets, as the container runtime was asked
+once, and the domain of their user ids. From it a sandbox is made with a handful of system calls and no program:
+
+1. a helper, a script that the supervisor has carried out, joins the domain and starts the first process in namespaces
+   of its own, as the *supervisor's* child, so that its end is told there; maps its user ids, and ends;
+2. the supervisor sends the first process the image as a mount. Where root shows an image under the sandbox's own ids,
+   only root can make that mount, and by now there is the user namespace whose ids they are;
+3. the first process does the rest (:mod:`.first_process`).
+"""
+
+from __future__ import annotations
+
+import errno
+import os
+import signal
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+from nemo_gym_prorl.sandbox.isolation import accounts, syscalls, user_domain
+from nemo_gym_prorl.sandbox.isolation.mould import first_process
+from nemo_gym_prorl.sandbox.isolation.mould.root_fs import Bind, Layout
+from nemo_gym_prorl.sandbox.isolation.scripting import scripts
+from nemo_gym_prorl.sandbox.isolation.scripting.scripts import Script
+from nemo_gym_prorl.sandbox.isolation.user_domain import Span
+
+
+USERS = (0, 1000)
+"""The numbers that a sandbox's own user can have inside."""
+
+_ROOM = 320
+"""Steps of a cast, most of which are for mounts; each bind takes some eight."""
+
+_AT_FDCWD = -100
+
+FRESH = (
+    os.CLONE_NEWUSER
+    | os.CLONE_NEWNS
+    | os.CLONE_NEWPID
+    | os.CLONE_NEWIPC
+    | os.CLONE_NEWUTS
+    | os.CLONE_NEWCGROUP
+    | syscalls.CLONE_PARENT
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Mould:
+    """What the sandboxes of one image share.
+
+    Attributes:
+        image: its root folder, as an open descriptor.
+        owner: user and group that it belongs to on the host.
+        domain: the user namespace that theirs descend from, as an open descriptor.
+        one_user: why there can be only one user inside; empty if there can be several.
+        environment: the variables that the image sets, by the runtime's word.
+        ranges: the ids of the domain, users and groups.
+        accounts: for each of :data:`USERS`, files of the image and what has to be added to them to give him a name.
+    """
+
+    image: int
+    owner: tuple[int, int]
+    domain: int
+    one_user: str
+    environment: dict[str, str]
+    ranges: list[list[Span]]
+    accounts: dict[str, list[tuple[str, str]]]
+
+
+def preliminaries(mould: Mould, order: dict[str, Any]) -> Callable[[], tuple[dict[str, Any], list[int]]] | None:
+    """What has to be made by root for a sandbox before it can be cast, in a child forked for that; mostly nothing.
+
+    Answers with whether there is, first, the user namespace whose ids the image's owners are to have, where that is
+    not the sandbox's own; what follows are its volumes, as mounts.
+    """
+    if os.geteuid() != 0:
+        return None
+    host = order["host_uid"], order["host_gid"]
+    owned = not order["users"] and mould.owner != (order["uid"], order["uid"])
+    if not owned and not order["volumes"]:
+        return None
+
+    def make() -> tuple[dict[str, Any], list[int]]:
+        files = []
+        if owned:
+            files.append(user_domain.user_namespace(mould.owner[0], *host, group=mould.owner[1]))
+        return {"owners": owned}, files + _volumes(order["volumes"], host, several=order["users"])
+
+    return make
+
+
+FILES = 4
+"""Those that a cast is always given: where to answer, the domain, the channel of the first process, its program."""
+
+
+def cast(mould: Mould, order: dict[str, Any], folder: str, first: int) -> Script:
+    """Start the first process of a sandbox, as a child of the supervisor's. Answers with its number on the host.
+
+    Args:
+        mould: of the sandbox.
+        order: what it is to be.
+        folder: the sandbox's own.
+        first: the number of the first of its :data:`FILES`; volumes follow.
+    """
+    uid = gid = order["uid"]
+    several, root = order["users"], os.geteuid() == 0
+    if several and mould.one_user:
+        raise PermissionError(errno.EPERM, mould.one_user)
+    answer, domain, channel, program = range(first, first + FILES)
+    binds = [Bind.parse(text) for text in (*order["binds"], *(() if root else order["volumes"]))]
+    volumes = [Bind.parse(text).target for text in order["volumes"]] if root else []
+    layout = Layout(
+        folder=folder,
+        image=order["image"],
+        binds=binds,
+        shared_memory_mib=order["shared_memory_mib"],
+        host_network=order["network"],
+        resolver=accounts.resolver(order["network"]),
+        several_users=several,
+        shown=[(first + FILES + index, target) for index, target in enumerate(volumes)],
+    )
+    script = Script(_ROOM)
+    script.call("prctl", syscalls.PR_SET_PDEATHSIG, signal.SIGKILL)
+    script.catch(answer)
+    script.call("close_range", scripts.CHANNEL, first - 1, 0)
+    script.step = "domain"
+    script.call("setns", domain, os.CLONE_NEWUSER)
+    script.call("setresgid", 0, 0, 0)
+    script.call("setresuid", 0, 0, 0)
+    # A changed id closes what lies in /proc of us and our children, from where they are mapped.
+    script.call("prctl", syscalls.PR_SET_DUMPABLE, 1)
+    script.step = "namespaces"
+    flags = scripts.clone_arguments(FRESH | (0 if order["network"] else os.CLONE_NEWNET))
+    pid = script.call("clone3", script.data(flags), len(flags))
+    for index, kind in enumerate(("uid", "gid")):
+        script.step = f"{kind}s"
+        own = order[f"host_{kind}"]
+        spans = user_domain.spans(own, uid, several=several, ranges=mould.ranges[index])
+        text = user_domain.map_of(spans)
+        path = script.number_in(f"/proc/#/{kind}_map".encode(), pid)
+        table = script.call("openat", _AT_FDCWD, path, os.O_WRONLY | os.O_CLOEXEC, 0)
+        script.call("write", table, script.data(text), len(text))
+    script.tell(answer, b'{"pid": #}', pid)
+    script.call("exit_group", 0)
+    script.land(pid)
+    covered = {bind.target.rstrip("/") for bind in binds} | set(volumes)
+    added = [
+        (path, line) for path, line in mould.accounts[str(uid)] if not covered & {path, os.path.dirname(path), ""}
+    ]
+    script.call("close_range", answer, domain, 0)
+    first_process.add_to(script, layout, uid, gid, channel, program, added, given_image=root)
+    return script
+
+
+def _volumes(binds: list[str], host: tuple[int, int], *, several: bool) -> list[int]:
+    """By root: volumes as mounts for a sandbox, in which what is root's on the host is the sandbox's own."""
+    if not binds:
+        return []
+    count = user_domain.BLOCK if several else 1
+    maps = [[(0, first, count)] for first in host]
+    space = user_domain.namespace(lambda pid: user_domain.write_maps(pid, *maps))
+    shown = []
+    for bind in map(Bind.parse, binds):
+        tree = bind.take_hold()
+        syscalls.show_as(tree, space)
+        shown.append(tree)
+    return shown
+
+
+def image_for(mould: Mould, pid: int, owners: int | None) -> int | None:
+    """By root: the image as a mount for the sandbox whose first process is ``pid``; others make their own.
+
+    Args:
+        mould: of the sandbox.
+        pid: its first process.
+        owners: the user namespace whose ids the image's owners are to have, if not that of ``pid``.
+    """
+    if os.geteuid() != 0:
+        return None
+    tree = syscalls.detached(mould.image)
+    space = os.open(f"/proc/{pid}/ns/user", os.O_RDONLY | os.O_CLOEXEC) if owners is None else owners
+    try:
+        syscalls.show_as(tree, space)
+    except OSError:
+        os.close(tree)
+        raise
+    finally:
+        if owners is None:
+            os.close(space)
+    return tree
+
+
+def open_mould(image: str, learn: Callable[[], dict[str, str]]) -> tuple[dict[str, Any], list[int]]:
+    """In a child forked for it: what a mould is made of, as an answer for :func:`received`."""
+    found = os.stat(image)
+    environment = learn()
+    descriptor = os.open(image, os.O_PATH | os.O_DIRECTORY | os.O_CLOEXEC)
+    domain, one_user = user_domain.make_domain()
+    ranges = [user_domain.ranges(kind, own) for kind, own in (("uid", os.geteuid()), ("gid", os.getegid()))]
+    if os.geteuid() != 0:
+        # Who may change his root, there.
+        user_domain.join(domain)
+    os.fchdir(descriptor)
+    os.chroot(".")
+    return {
+        "environment": environment,
+        "owner": [found.st_uid, found.st_gid],
+        "one_user": one_user,
+        "ranges": ranges,
+        "accounts": {uid: list(accounts.additions(uid, uid)) for uid in USERS},
+    }, [descriptor, domain]
+
+
+def received(answer: dict[str, Any], files: list[int]) -> Mould:
+    """The mould that :func:`open_mould` made in a child."""
+    image, domain = files
+    owner = answer["owner"][0], answer["owner"][1]
+    known = (answer[name] for name in ("one_user", "environment", "ranges", "accounts"))
+    return Mould(image, owner, domain, *known)

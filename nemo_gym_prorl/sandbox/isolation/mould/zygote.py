@@ -1,0 +1,181 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Kernels that are forked from a process which has imported what they need: the *zygote* of a mould.
+
+Importing takes ten times longer than all the rest of a kernel's start. A zygote runs the image's own Python in the
+image's own files, read-only and without network, as the first user of the mould's domain: so it has the right to enter
+the sandboxes that descend from that domain, and no other right. It is the image's code, which agents can't change; on
+the host it is a user id that nobody has. For that it must be in the host's process numbers, so there is one only
+where the server is root: an ordinary user's would have the right to signal his other processes.
+
+Nothing that it says is believed: the process that enters a sandbox, and the one that it starts there, are those that
+the kernel names as the speakers. Where it does not work, the kernel is started as any program. What an agent changes
+in libraries that a kernel imports at its start is not seen by kernels that are forked: they have the image's.
+"""
+
+from __future__ import annotations
+
+import base64
+import json
+import os
+import resource
+import signal
+import socket
+import struct
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, NoReturn
+
+from nemo_gym_prorl.sandbox.isolation import inside, seccomp, syscalls, user_domain
+from nemo_gym_prorl.sandbox.isolation.capabilities import KEPT
+from nemo_gym_prorl.sandbox.isolation.mould.cast import Mould
+from nemo_gym_prorl.sandbox.limits import descriptors
+from nemo_gym_prorl.sandbox.limits.cgroups import Group
+from nemo_gym_prorl.sandbox.supervisor.processes.children import tell
+
+
+ANSWER_S = 5.0
+"""How long a zygote may take to fork a process that enters a sandbox."""
+
+_FOLDER = Path(__file__).parent
+_KERNEL_PROGRAM = (_FOLDER / "kernel_program.py").read_text()
+_PROGRAM = _KERNEL_PROGRAM + (_FOLDER / "zygote_program.py").read_text()
+
+KERNEL = ("python3", "-c", _KERNEL_PROGRAM + "launch(sys.argv[1])")
+"""The command that starts a kernel, but for the path of its connection file. A zygote can stand in for it."""
+
+_CREDENTIALS = struct.Struct("3i")
+_READ_OF_PROC = ("stat", "meminfo", "cpuinfo")
+"""What libraries look up when they are imported; its own ``/proc`` it may not have."""
+
+
+class _NoZygote(Exception):
+    """It did not do it, and has started nothing."""
+
+
+def stands_for(argv: Sequence[str]) -> bool:
+    """Whether a zygote can become that program."""
+    return tuple(argv[:-1]) == KERNEL
+
+
+def become(mould: Mould, channel: socket.socket) -> NoReturn:
+    """In a child forked for it: become the zygote of a mould, which takes requests from ``channel``."""
+    parent = os.getppid()
+    tree = syscalls.detached(mould.image)
+    syscalls.restrict(tree, syscalls.ATTRIBUTE_RDONLY | syscalls.ATTRIBUTE_NOSUID | syscalls.ATTRIBUTE_NODEV)
+    shown = {name: syscalls.detached(f"/proc/{name}") for name in _READ_OF_PROC}
+    program = os.memfd_create("zygote", os.MFD_CLOEXEC)
+    os.write(program, _PROGRAM.encode())
+    os.lseek(program, 0, os.SEEK_SET)
+    null = os.open("/dev/null", os.O_RDWR | os.O_CLOEXEC)
+    os.setsid()
+    user_domain.join(mould.domain)
+    os.setgroups([])
+    # Changed ids made the kernel forget it.
+    syscalls.end_with(parent)
+    os.unshare(os.CLONE_NEWNS | os.CLONE_NEWNET | os.CLONE_NEWIPC | os.CLONE_NEWUTS)
+    syscalls.mount("none", "/", "", syscalls.MS_REC | syscalls.MS_PRIVATE)
+    root = os.dup(tree)
+    syscalls.attach(tree, "/proc")
+    os.fchdir(root)
+    syscalls.pivot_root()
+    syscalls.unmount(".")
+    os.chdir("/")
+    syscalls.mount("tmpfs", "/proc", "tmpfs", syscalls.MS_NOSUID | syscalls.MS_NODEV, "size=64k,mode=755")
+    for name, file in shown.items():
+        os.close(os.open(f"/proc/{name}", os.O_CREAT | os.O_WRONLY | os.O_CLOEXEC, 0o444))
+        syscalls.attach(file, f"/proc/{name}")
+    for handled in (signal.SIGPIPE, signal.SIGXFSZ, signal.SIGINT, signal.SIGTERM, signal.SIGCHLD):
+        signal.signal(handled, signal.SIG_DFL)
+    os.umask(0o022)
+    sources = [os.dup(number) for number in (null, null, null, channel.fileno(), program)]
+    for number, source in enumerate(sources):
+        os.dup2(source, number)
+    os.closerange(len(sources), resource.getrlimit(resource.RLIMIT_NOFILE)[0])
+    descriptors.usual_limit()
+    os.execvpe("python3", ["python3", "-c", "exec(open(4).read())"], mould.environment)
+
+
+def spawn(
+    zygote: int,
+    group: Group | None,
+    place: inside.Place,
+    order: dict[str, Any],
+    files: Sequence[int],
+    channel: socket.socket,
+) -> NoReturn:
+    """As :func:`.inside.spawn`, by way of the zygote that takes requests at ``zygote``, if it can."""
+    try:
+        inside.close_all_but([0, 1, 2, *files, channel.fileno(), zygote])
+        trouble = _ask(socket.socket(fileno=zygote), group, place, order, files, channel)
+    except (_NoZygote, OSError):
+        inside.spawn(place, order, files, channel)
+    if trouble:
+        tell(channel, trouble, [])
+    os._exit(0)
+
+
+def _ask(
+    zygote: socket.socket,
+    group: Group | None,
+    place: inside.Place,
+    order: dict[str, Any],
+    files: Sequence[int],
+    channel: socket.socket,
+) -> dict[str, Any] | None:
+    """Have it done; tells the process's number, and returns why it does not run, if so.
+
+    Raises:
+        _NoZygote: nothing was started.
+    """
+    spaces = [
+        os.open(f"/proc/{place.pid}/ns/{name}", os.O_RDONLY | os.O_CLOEXEC)
+        for name, flag in inside.NAMESPACES.items()
+        if flag & place.spaces
+    ]
+    ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    ours.setsockopt(socket.SOL_SOCKET, socket.SO_PASSCRED, 1)
+    ours.settimeout(ANSWER_S)
+    request = json.dumps(_request(place, order, len(spaces))).encode()
+    socket.send_fds(zygote, [request], [theirs.fileno(), *spaces, *files])
+    theirs.close()
+    _speaker(ours)
+    ours.send(b"go")
+    pid = _speaker(ours)
+    tell(channel, {"pid": pid}, [])
+    # Those inside may stop it now.
+    ours.settimeout(None)
+    ours.send(b"go")
+    if group:
+        # Meanwhile, since it takes some 10 ms; nobody can speak to the kernel before we have ended.
+        (group.path / "cgroup.procs").write_text(str(pid))
+    said = ours.recv(4096)
+    if not said:
+        return None
+    trouble = json.loads(said)
+    return {"error": str(trouble["error"]), "errno": int(trouble["errno"])}
+
+
+def _speaker(ours: socket.socket) -> int:
+    """Who of the zygote's is there now, by the kernel's word."""
+    data, ancillary, _flags, _address = ours.recvmsg(4096, socket.CMSG_SPACE(_CREDENTIALS.size))
+    if data != b"here" or not ancillary:
+        raise _NoZygote
+    return int(_CREDENTIALS.unpack(ancillary[0][2])[0])
+
+
+def _request(place: inside.Place, order: dict[str, Any], spaces: int) -> dict[str, Any]:
+    descriptors.usual_limit()
+    limits = [(resource.RLIMIT_NOFILE, resource.getrlimit(resource.RLIMIT_NOFILE))]
+    limits += [(name, (value, value)) for name, value in place.limits.items()]
+    return {
+        "spaces": spaces,
+        "uid": place.uid,
+        "cwd": order["cwd"],
+        "env": order["env"],
+        "connection_file": order["argv"][-1],
+        "limits": limits,
+        "capabilities": sorted(place.capabilities.union(KEPT.values())),
+        "last_capability": int(Path("/proc/sys/kernel/cap_last_cap").read_text()),
+        "filter": base64.b64encode(seccomp.FILTER).decode(),
+        "seccomp": seccomp.NUMBER,
+    }

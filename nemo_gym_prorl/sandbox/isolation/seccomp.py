@@ -1,0 +1,228 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Which system calls a sandbox has: those that Docker gives a container with the same capabilities, less two.
+
+The kernel is one for all sandboxes and the host; most ways out of a container that were ever found begin with a call
+that ordinary programs never make. Everything that is executed in a sandbox therefore runs under a filter, from its
+first instruction and with no way back: :func:`install` is the last thing before ``exec``. What a filter refuses it
+refuses as the kernel refuses users without a right (``EPERM``); what is newer than the table does not exist
+(``ENOSYS``), and so does ``clone3``, whose flags no filter can read: the C library then calls ``clone``.
+
+The table follows the profile that Moby maintains (https://github.com/moby/profiles, as of Linux 6.13). Stricter than
+it are two things: a terminal's input can't be forged (``TIOCSTI``, ``TIOCLINUX``), since a shell's input is the
+agent's own, and calls of other architectures (32 bit programs) end the process. No capability that a task may ask for
+makes a filter longer: tracing one's own processes is allowed to everybody.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import errno
+import json
+import os
+import struct
+from dataclasses import dataclass
+
+from nemo_gym_prorl.sandbox.isolation.bpf import ALLOW, REFUSE, UNKNOWN, ByArgument, Verdict, program
+from nemo_gym_prorl.sandbox.isolation.scripting.scripts import Script
+
+
+LAST = 466
+"""``removexattrat``, of Linux 6.13; what came later has not been judged."""
+
+NEW_NAMESPACES = 0x7E020000
+"""The flags of ``clone`` that make namespaces: mounts, control groups, UTS, IPC, users, processes, network."""
+
+ADDRESS_FAMILIES = frozenset({38, 40})
+"""``AF_ALG``: ciphers in the kernel, a source of holes. ``AF_VSOCK``: the way to the host of a virtual machine, which
+no network namespace closes."""
+
+PERSONALITIES = frozenset({0, 8, 0x20000, 0x20008, 0xFFFFFFFF})
+"""Linux, with 32 bit addresses, or an old version's name; and the question which one it is. No fixed addresses."""
+
+TERMINAL_FORGERIES = frozenset({0x5412, 0x541C})
+"""``TIOCSTI`` puts characters into a terminal's input, ``TIOCLINUX`` pastes a selection there."""
+
+BY_ARGUMENT: dict[str, ByArgument] = {
+    "clone": ByArgument(0, frozenset({0}), ALLOW, REFUSE, mask=NEW_NAMESPACES),
+    "socket": ByArgument(0, ADDRESS_FAMILIES, REFUSE, ALLOW),
+    "personality": ByArgument(0, PERSONALITIES, ALLOW, REFUSE),
+    "ioctl": ByArgument(1, TERMINAL_FORGERIES, REFUSE, ALLOW),
+}
+
+CLONE3 = 435
+
+_REFUSED_EVERYWHERE = {
+    "io_uring_setup": 425,
+    "io_uring_enter": 426,
+    "io_uring_register": 427,
+    "open_tree": 428,
+    "move_mount": 429,
+    "fsopen": 430,
+    "fsconfig": 431,
+    "fsmount": 432,
+    "fspick": 433,
+    "pidfd_getfd": 438,
+    "process_madvise": 440,
+    "mount_setattr": 442,
+    "quotactl_fd": 443,
+    "set_mempolicy_home_node": 450,
+    "lsm_get_self_attr": 459,
+    "lsm_set_self_attr": 460,
+    "lsm_list_modules": 461,
+}
+"""From 424 on numbers are the same on all architectures."""
+
+_REFUSED_ON_BOTH = {
+    "syslog": (103, 116),
+    "vhangup": (153, 58),
+    "pivot_root": (155, 41),
+    "acct": (163, 89),
+    "settimeofday": (164, 170),
+    "mount": (165, 40),
+    "umount2": (166, 39),
+    "swapon": (167, 224),
+    "swapoff": (168, 225),
+    "reboot": (169, 142),
+    "sethostname": (170, 161),
+    "setdomainname": (171, 162),
+    "init_module": (175, 105),
+    "delete_module": (176, 106),
+    "quotactl": (179, 60),
+    "nfsservctl": (180, 42),
+    "lookup_dcookie": (212, 18),
+    "clock_settime": (227, 112),
+    "mbind": (237, 235),
+    "set_mempolicy": (238, 237),
+    "get_mempolicy": (239, 236),
+    "kexec_load": (246, 104),
+    "add_key": (248, 217),
+    "request_key": (249, 218),
+    "keyctl": (250, 219),
+    "migrate_pages": (256, 238),
+    "unshare": (272, 97),
+    "move_pages": (279, 239),
+    "perf_event_open": (298, 241),
+    "fanotify_init": (300, 262),
+    "open_by_handle_at": (304, 265),
+    "setns": (308, 268),
+    "kcmp": (312, 272),
+    "finit_module": (313, 273),
+    "kexec_file_load": (320, 294),
+    "bpf": (321, 280),
+    "userfaultfd": (323, 282),
+}
+"""Name to its numbers on x86_64 and on aarch64."""
+
+_REFUSED_ON_X86 = {
+    "uselib": 134,
+    "ustat": 136,
+    "sysfs": 139,
+    "_sysctl": 156,
+    "iopl": 172,
+    "ioperm": 173,
+    "create_module": 174,
+    "get_kernel_syms": 177,
+    "query_module": 178,
+    "getpmsg": 181,
+    "putpmsg": 182,
+    "afs_syscall": 183,
+    "tuxcall": 184,
+    "security": 185,
+    "vserver": 236,
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Table:
+    """The rules for one architecture.
+
+    Attributes:
+        audit: how the kernel numbers the architecture.
+        refused: name to number.
+        conditional: name to number, of :data:`BY_ARGUMENT`.
+        unused: numbers below :data:`LAST` that no call has.
+        seccomp: the number of the call that installs a filter.
+    """
+
+    audit: int
+    refused: dict[str, int]
+    conditional: dict[str, int]
+    unused: tuple[range, ...]
+    seccomp: int
+
+    def verdicts(self) -> dict[int, Verdict]:
+        """By number, what is not simply allowed."""
+        found: dict[int, Verdict] = {number: UNKNOWN for gap in self.unused for number in gap}
+        found |= dict.fromkeys(self.refused.values(), REFUSE)
+        found |= {number: BY_ARGUMENT[name] for name, number in self.conditional.items()}
+        return {**found, CLONE3: UNKNOWN}
+
+
+TABLES = {
+    "x86_64": Table(
+        audit=0xC000003E,
+        refused=_REFUSED_EVERYWHERE | _REFUSED_ON_X86 | {name: both[0] for name, both in _REFUSED_ON_BOTH.items()},
+        conditional={"ioctl": 16, "socket": 41, "clone": 56, "personality": 135},
+        # 335, uretprobe, is the kernel's own call, where somebody looks at a program from outside.
+        unused=(range(336, 424),),
+        seccomp=317,
+    ),
+    "aarch64": Table(
+        audit=0xC00000B7,
+        refused=_REFUSED_EVERYWHERE | {name: both[1] for name, both in _REFUSED_ON_BOTH.items()},
+        conditional={"ioctl": 29, "personality": 92, "socket": 198, "clone": 220},
+        unused=(range(244, 260), range(295, 424)),
+        seccomp=277,
+    ),
+}
+
+_SET_MODE_FILTER = 1
+_SPEC_ALLOW = 4
+"""Without it some kernels before 5.16 slow every filtered process down, for an attack on itself."""
+
+
+class _Program(ctypes.Structure):
+    _fields_ = (("length", ctypes.c_ushort), ("instructions", ctypes.c_char_p))
+
+
+_libc = ctypes.CDLL(None, use_errno=True)
+
+_MACHINE = os.uname().machine
+
+NUMBER = TABLES[_MACHINE].seccomp if _MACHINE in TABLES else 0
+"""Of the system call that installs a filter."""
+
+FILTER = program(TABLES[_MACHINE].audit, TABLES[_MACHINE].verdicts(), LAST) if _MACHINE in TABLES else b""
+"""This machine's, made once: the children that install it are forked."""
+
+
+def install(rules: bytes = FILTER) -> None:
+    """Put this process, and all that it starts or becomes, under a filter; it must have given up new rights before.
+
+    Raises:
+        OSError: the kernel has no filters, or there is no table for this machine.
+    """
+    if not rules:
+        raise OSError(errno.ENOSYS, f"there is no filter of system calls for {_MACHINE}")
+    given = _Program(len(rules) // 8, rules)
+    if _libc.syscall(TABLES[_MACHINE].seccomp, _SET_MODE_FILTER, _SPEC_ALLOW, ctypes.byref(given)) < 0:
+        number = ctypes.get_errno()
+        raise OSError(number, f"filter of system calls: {os.strerror(number)}")
+
+
+def add_to(script: Script, rules: bytes = FILTER) -> None:
+    """As :func:`install`, as a step of a script."""
+    if not rules:
+        raise OSError(errno.ENOSYS, f"there is no filter of system calls for {_MACHINE}")
+    given = script.data(struct.pack("=HxxxxxxQ", len(rules) // 8, script.data(rules)))
+    script.call("seccomp", _SET_MODE_FILTER, _SPEC_ALLOW, given)
+
+
+def profile() -> str:
+    """What is refused in whole, in the words of the container runtimes: JSON.
+
+    For the first process of a container that a runtime starts, where that has no more rights than those inside: they
+    may take it over, and it must be under a filter too. It has no say over ``clone3``, which the runtime itself needs.
+    """
+    names = sorted(TABLES[_MACHINE].refused) if _MACHINE in TABLES else []
+    return json.dumps({"defaultAction": "SCMP_ACT_ALLOW", "syscalls": [{"names": names, "action": "SCMP_ACT_ERRNO"}]})

@@ -1,0 +1,246 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The few kernel calls that sandboxes need and Python's ``os`` lacks: mounts, process controls, capabilities.
+
+Used only by the supervisor and the short-lived children it forks, which are single-threaded: the kernel lets no other
+process change its user namespace.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import errno
+import fcntl
+import os
+import signal
+import stat
+import struct
+from pathlib import Path
+
+from nemo_gym_prorl.sandbox.isolation.capabilities import KEPT
+
+
+MS_RDONLY = 1
+MS_NOSUID = 2
+MS_NODEV = 4
+MS_NOEXEC = 8
+MS_REMOUNT = 32
+MS_BIND = 4096
+MS_REC = 16384
+MS_PRIVATE = 1 << 18
+
+PR_SET_PDEATHSIG = 1
+PR_SET_DUMPABLE = 4
+PR_SET_SECUREBITS = 28
+PR_CAPBSET_DROP = 24
+PR_SET_CHILD_SUBREAPER = 36
+PR_SET_NO_NEW_PRIVS = 38
+
+NO_SETUID_FIXUP = 4
+"""Secure bit: a change from root to another user takes no capabilities."""
+
+# The same numbers on every architecture.
+_OPEN_TREE, _MOVE_MOUNT, _MOUNT_SETATTR = 428, 429, 442
+CLONE_TREE = 1
+FROM_EMPTY_PATH = 4
+TO_LINKS = 0x10
+TO_EMPTY_PATH = 0x40
+EMPTY_PATH = 0x1000
+RECURSIVE = 0x8000
+_DETACH = 2
+
+ATTRIBUTE_RDONLY = 1
+ATTRIBUTE_NOSUID = 2
+ATTRIBUTE_NODEV = 4
+ATTRIBUTE_NOEXEC = 8
+_ATTRIBUTE_IDMAP = 0x100000
+
+_MFD_EXEC = 0x10
+_SEALS = fcntl.F_SEAL_SEAL | fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_WRITE
+
+_PIVOT_ROOT = {"x86_64": 155, "aarch64": 41}
+_NO_CAPABILITIES = (0x20080522, 0), (0,) * 6
+
+CLONE_PARENT = 0x8000
+_CLONE = {"x86_64": 56, "aarch64": 220}
+_CLONE3 = 435
+_CLONE_INTO_CGROUP = 0x200000000
+_CLONE_ARGUMENTS = struct.Struct("11Q")
+
+_libc = ctypes.CDLL(None, use_errno=True)
+# Holds on to the interpreter's lock, as a fork must.
+_libc_locked = ctypes.PyDLL(None, use_errno=True)
+
+
+def _check(result: int, what: str) -> None:
+    if result < 0:
+        number = ctypes.get_errno()
+        raise OSError(number, f"{what}: {os.strerror(number)}")
+
+
+def mount(source: str, target: str, kind: str, flags: int, data: str = "") -> None:
+    """``mount(2)``."""
+    done = _libc.mount(
+        source.encode(), os.fsencode(target), kind.encode(), ctypes.c_ulong(flags), data.encode() or None
+    )
+    _check(done, f"mount on {target}")
+
+
+def bind(source: str, target: str) -> None:
+    """Show ``source`` at ``target``, too, as it is."""
+    mount(source, target, "", MS_BIND)
+
+
+def prctl(option: int, value: int) -> None:
+    """``prctl(2)`` with one argument."""
+    _check(_libc.prctl(option, ctypes.c_ulong(value), 0, 0, 0), f"prctl {option}")
+
+
+def drop_capabilities(added: frozenset[int] = frozenset()) -> None:
+    """Make sure that nothing this process executes ever has more than the usual capabilities and those ``added``."""
+    last = int(Path("/proc/sys/kernel/cap_last_cap").read_text())
+    kept = added.union(KEPT.values())
+    for number in range(last + 1):
+        if number not in kept:
+            prctl(PR_CAPBSET_DROP, number)
+    prctl(PR_SET_NO_NEW_PRIVS, 1)
+
+
+def end_with(parent: int) -> None:
+    """Have this process end with its parent, which is ``parent``; if that has ended already, end now."""
+    prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+    if os.getppid() != parent:
+        os._exit(1)
+
+
+def fork_into(group: int) -> int:
+    """``fork(2)`` whose child is born in a control group, by the descriptor of its folder; needs Linux 5.7.
+
+    Moving a process into a group afterwards takes the kernel some 10 ms.
+    """
+    arguments = _CLONE_ARGUMENTS.pack(_CLONE_INTO_CGROUP, 0, 0, 0, signal.SIGCHLD, 0, 0, 0, 0, 0, group)
+    pid = int(_libc_locked.syscall(_CLONE3, arguments, ctypes.c_size_t(len(arguments))))
+    _check(pid, "clone3")
+    return pid
+
+
+def fork_beside() -> int:
+    """``fork(2)`` whose child is a child of our parent, as soon as it is there; or of ours, on machines we don't know.
+
+    The one system call that can do so on any kernel has another number on each machine.
+    """
+    number = _CLONE.get(os.uname().machine)
+    if number is None:
+        return os.fork()
+    pid = int(_libc_locked.syscall(number, ctypes.c_ulong(CLONE_PARENT | signal.SIGCHLD), 0, 0, 0, 0))
+    _check(pid, "clone")
+    return pid
+
+
+def keep_capabilities(added: frozenset[int]) -> None:
+    """Give up every capability but the usual ones and those ``added``, until something is executed."""
+    kept = sum(1 << number for number in added.union(KEPT.values()))
+    low, high = kept & 0xFFFFFFFF, kept >> 32
+    header = struct.pack("Ii", *_NO_CAPABILITIES[0])
+    _check(_libc.capset(header, struct.pack("6I", low, low, 0, high, high, 0)), "capset")
+
+
+def no_capability_sets() -> tuple[bytes, bytes]:
+    """Of a process that gives up every capability, as the kernel takes them."""
+    return struct.pack("Ii", *_NO_CAPABILITIES[0]), struct.pack("6I", *_NO_CAPABILITIES[1])
+
+
+def detached(source: str | int, *, recursive: bool = False) -> int:
+    """A copy of a mount, as a descriptor, that is nowhere to be seen yet; to be given to :func:`attach`.
+
+    Args:
+        source: a path, or a descriptor of what lies there.
+        recursive: with what is mounted below it.
+    """
+    folder, path = (-100, os.fsencode(source)) if isinstance(source, str) else (source, b"")
+    flags = CLONE_TREE | os.O_CLOEXEC | (RECURSIVE if recursive else 0) | (0 if path else EMPTY_PATH)
+    tree = int(_libc.syscall(_OPEN_TREE, folder, path, flags))
+    _check(tree, f"mount of {source}")
+    return tree
+
+
+def mount_attributes(attributes: int) -> bytes:
+    """``ATTRIBUTE_*`` as the kernel takes them."""
+    return struct.pack("4Q", attributes, 0, 0, 0)
+
+
+def restrict(tree: int, attributes: int, *, recursive: bool = False) -> None:
+    """Set ``ATTRIBUTE_*`` of a detached mount."""
+    given = mount_attributes(attributes)
+    flags = EMPTY_PATH | (RECURSIVE if recursive else 0)
+    _check(_libc.syscall(_MOUNT_SETATTR, tree, b"", flags, given, len(given)), "mount_setattr")
+
+
+def show_as(tree: int, owner: int) -> None:
+    """Have a detached mount show other owners: who has a file's owner's number in the user namespace ``owner``."""
+    given = struct.pack("4Q", _ATTRIBUTE_IDMAP, 0, 0, owner)
+    done = _libc.syscall(_MOUNT_SETATTR, tree, b"", EMPTY_PATH, given, len(given))
+    _check(done, "the image with other owners (needs Linux 5.19, and a file system that can)")
+
+
+def attach(tree: int, target: str) -> None:
+    """Mount what :func:`detached` gave on ``target``, and close it."""
+    _check(_libc.syscall(_MOVE_MOUNT, tree, b"", -100, os.fsencode(target), FROM_EMPTY_PATH), f"mount on {target}")
+    os.close(tree)
+
+
+def executable_memory(name: str) -> int:
+    """A new memory file that may be executed and sealed."""
+    try:
+        return os.memfd_create(name, os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING | _MFD_EXEC)
+    except OSError as error:
+        if error.errno != errno.EINVAL:
+            raise
+        # Before Linux 6.3, where every one may be executed.
+        return os.memfd_create(name, os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
+
+
+def seal(memory: int) -> None:
+    """Make sure that nobody ever changes a memory file again."""
+    fcntl.fcntl(memory, fcntl.F_ADD_SEALS, _SEALS)
+
+
+def pivot_root() -> None:
+    """Make the mount in the working folder the root; the old root is mounted over it until :func:`unmount`."""
+    number = _PIVOT_ROOT.get(os.uname().machine)
+    if number is None:
+        raise OSError(errno.ENOSYS, "pivot_root of this architecture is not known")
+    _check(_libc.syscall(number, b".", b"."), "pivot_root")
+
+
+def unmount(target: str) -> None:
+    """Take away what is mounted at ``target``, and all below it."""
+    _check(_libc.umount2(os.fsencode(target), _DETACH), f"unmount of {target}")
+
+
+def walled_in(path: Path) -> Path | None:
+    """The outermost folder above ``path`` that strangers may not enter, or ``None`` if the way is free."""
+    for folder in reversed(path.parents):
+        if not folder.stat().st_mode & stat.S_IXOTH:
+            return folder
+    return None
+
+
+def mount_for(source: str, target: str, owner: int | None) -> None:
+    """Show the file or folder ``source`` at ``target``, wherever it lies, with one user's files shown as another's.
+
+    Args:
+        source: may lie below folders that are closed to others.
+        target: exists, and is a file or a folder as ``source`` is.
+        owner: a user namespace with one user: what belongs to the number that he has there is shown as belonging to
+            him; ``None`` to leave owners as they are.
+    """
+    tree = detached(source)
+    if owner is not None:
+        show_as(tree, owner)
+    attach(tree, target)
+
+
+def private_mounts() -> None:
+    """Give this process a mount namespace of its own, from which nothing gets out."""
+    os.unshare(os.CLONE_NEWNS)
+    mount("none", "/", "", MS_REC | MS_PRIVATE)

@@ -1,0 +1,252 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The user ids that sandboxes of one image get: a user namespace, their *domain*, that all of theirs descend from.
+
+Root has a range of ids that nobody else has, of which each sandbox gets one, or a block of 65,536 if there are to be
+several users in it. An ordinary user has his own id, and with ``/etc/subuid`` and ``/etc/subgid`` a range beside it,
+which the setuid programs ``newuidmap`` and ``newgidmap`` map for him. They also let him drop his supplementary groups,
+which the kernel refuses without them: so they are used where they are, also for sandboxes with one user.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import os
+import pwd
+import resource
+import secrets
+import shutil
+import subprocess
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+
+from nemo_gym_prorl.sandbox.isolation import syscalls
+from nemo_gym_prorl.sandbox.limits import kernel_shares
+
+
+FIRST_ID = 1_879_048_192
+BLOCK = 65_536
+BLOCKS = 4094
+"""Where the server is root: ids that systemd leaves unused. The first is the domain's own, the first half of the
+blocks is for sandboxes with one user, the second for those with several, which get a block each."""
+
+HOST_IDS = BLOCK * (BLOCKS // 2 - 1)
+"""How many there are for sandboxes with one user."""
+
+LEAST_RANGE = 65_535
+"""Ids that an ordinary user's range must have, so that with his own every id of a distribution exists inside."""
+
+Span = tuple[int, int, int]
+"""First id inside, the same id outside, and how many follow on."""
+
+HELPERS = ("newuidmap", "newgidmap")
+
+_HELPER_TIMEOUT_S = 10.0
+
+
+def draw(*, several: bool) -> int:
+    """The user id on the host of a new sandbox, the first one if it has several users."""
+    if os.geteuid():
+        return os.geteuid()
+    if several:
+        return FIRST_ID + BLOCK * (BLOCKS // 2 + secrets.randbelow(BLOCKS // 2))
+    return FIRST_ID + BLOCK + secrets.randbelow(HOST_IDS)
+
+
+def no_several_users() -> str:
+    """Why this process's user can't have sandboxes with several users, and what to do; empty if he can."""
+    if os.geteuid() == 0:
+        return ""
+    counts = [sum(count for _own, _first, count in ranges(kind, 1)[1:]) for kind in ("uid", "gid")]
+    if min(counts) >= LEAST_RANGE:
+        return ""
+    try:
+        name = pwd.getpwuid(os.geteuid()).pw_name
+    except KeyError:
+        name = str(os.geteuid())
+    line = f"{name}:100000:65536"
+    return (
+        f"several users need a range of {LEAST_RANGE} ids or more: have an administrator put a line like {line!r}, "
+        "with a range that nobody else has, into /etc/subuid and /etc/subgid, and install newuidmap and newgidmap "
+        "(package uidmap or shadow-utils)"
+    )
+
+
+def spans(uid: int, inside: int, *, several: bool, ranges: Sequence[Span]) -> list[Span]:
+    """Which ids a sandbox has, by their numbers in its domain.
+
+    Args:
+        uid: its own id on the host.
+        inside: its number inside, if there is only one.
+        several: whether all are to be there.
+        ranges: of the domain.
+    """
+    first = next(own + uid - outside for own, outside, count in ranges if outside <= uid < outside + count)
+    if not several:
+        return [(inside, first, 1)]
+    if os.geteuid() == 0:
+        return [(0, first, BLOCK)]
+    return [(own, own, count) for own, _outside, count in ranges]
+
+
+def ranges(kind: str, own: int) -> list[Span]:
+    """What a domain of this process's user maps.
+
+    Args:
+        kind: ``uid`` or ``gid``.
+        own: the user's, or his group's, id.
+    """
+    if own == 0 or os.geteuid() == 0:
+        return [(0, FIRST_ID, BLOCK * BLOCKS)]
+    found = [(0, own, 1)]
+    if all(map(shutil.which, HELPERS)):
+        for first, count in subordinate(Path(f"/etc/sub{kind}")):
+            found.append((sum(found[-1][::2]), first, count))
+    return found
+
+
+def subordinate(table: Path) -> Iterator[tuple[int, int]]:
+    """The ranges that ``table`` gives this process's user: first id and how many."""
+    try:
+        lines = table.read_text().splitlines()
+        names = {str(os.geteuid()), pwd.getpwuid(os.geteuid()).pw_name}
+    except (OSError, KeyError):
+        return
+    for line in lines:
+        name, _, numbers = line.partition(":")
+        first, _, count = numbers.partition(":")
+        if name in names and first.isdigit() and count.strip().isdigit():
+            yield int(first), int(count)
+
+
+def make_domain() -> tuple[int, str]:
+    """A new domain of this process's user, as a descriptor, and why it has only his own id; empty if it has more.
+
+    Blocks for some milliseconds.
+    """
+    uids, gids = ranges("uid", os.geteuid()), ranges("gid", os.getegid())
+    trouble = no_several_users()
+    if len(uids) > 1 and len(gids) > 1:
+        try:
+            return namespace(lambda pid: _ask_helpers(pid, uids, gids)), trouble
+        except (OSError, subprocess.TimeoutExpired) as error:
+            trouble = str(error)
+    own = uids[0][1]
+    return namespace(lambda pid: write_maps(pid, uids[:1], gids[:1], deny_groups=os.geteuid() != 0), own), trouble
+
+
+def join(domain: int) -> None:
+    """Become the first user of a domain, who may make user namespaces in it and map them."""
+    os.setns(domain, os.CLONE_NEWUSER)
+    os.setresgid(0, 0, 0)
+    os.setresuid(0, 0, 0)
+    # A changed id closes what lies in /proc of us and our children, from where they are mapped.
+    syscalls.prctl(syscalls.PR_SET_DUMPABLE, 1)
+
+
+def fork_as_all_users(action: Callable[[], object]) -> int:
+    """As an ordinary user: do something to what belongs to users of his range, as the root of them all, who is
+    himself. Returns the child that does it, whose end :func:`raise_for` understands."""
+    child = os.fork()
+    if child == 0:
+        number = errno.EPERM
+        try:
+            domain, one_user = make_domain()
+            if not one_user:
+                join(domain)
+                action()
+                number = 0
+        except OSError as error:
+            number = error.errno or errno.EPERM
+        finally:
+            os._exit(number)
+    return child
+
+
+def raise_for(status: int, folder: Path) -> None:
+    """Raise what went wrong in a child of :func:`fork_as_all_users` that acted on ``folder``."""
+    if number := os.waitstatus_to_exitcode(status):
+        raise OSError(abs(number), os.strerror(abs(number)), str(folder))
+
+
+def user_namespace(inside: int, uid: int, gid: int, *, group: int | None = None) -> int:
+    """A new user namespace in which only one user and one group exist: ``uid`` and ``gid`` here, ``inside`` there.
+
+    The group's number inside is ``group``, or the user's if not given.
+    Returns a descriptor of it. The caller may join it, as it is the owner.
+    """
+    gids = [(inside if group is None else group, gid, 1)]
+    return namespace(lambda pid: write_maps(pid, [(inside, uid, 1)], gids, deny_groups=os.geteuid() != 0), uid)
+
+
+def namespace(fill: Callable[[int], None], owner: int | None = None) -> int:
+    """A new user namespace, as a descriptor; ``fill`` maps it, by the number of a process that is in it.
+
+    By root, it is that of the user ``owner``: what the kernel counts for who made it is not taken from root's own, and
+    what root may have is no bound of it.
+    """
+    ready, done = os.pipe(), os.pipe()
+    pid = os.fork()
+    if pid == 0:
+        try:
+            if owner is not None and os.geteuid() == 0:
+                _for_another(owner)
+            os.unshare(os.CLONE_NEWUSER)
+            os.write(ready[1], b"\n")
+            # Until it is mapped and opened.
+            os.close(done[1])
+            os.read(done[0], 1)
+        finally:
+            os._exit(0)
+    os.close(ready[1])
+    try:
+        if not os.read(ready[0], 1):
+            raise PermissionError("this machine lets users make no user namespaces")
+        fill(pid)
+        return os.open(f"/proc/{pid}/ns/user", os.O_RDONLY | os.O_CLOEXEC)
+    finally:
+        for descriptor in (ready[0], *done):
+            os.close(descriptor)
+        os.waitpid(pid, 0)
+
+
+def _for_another(uid: int) -> None:
+    """As root: be that user, with every right, and let the namespace have no bounds beside those of its processes."""
+    for limit in kernel_shares.limits():
+        with contextlib.suppress(ValueError):
+            # Refused to a root without the right to.
+            resource.setrlimit(limit, (resource.RLIM_INFINITY, resource.RLIM_INFINITY))
+    syscalls.prctl(syscalls.PR_SET_SECUREBITS, syscalls.NO_SETUID_FIXUP)
+    os.seteuid(uid)
+
+
+def write_maps(pid: int, uids: Sequence[Span], gids: Sequence[Span], *, deny_groups: bool = False) -> None:
+    """Map the user namespace of a process, by one who may."""
+    if deny_groups:
+        _write(f"/proc/{pid}/setgroups", "deny")
+    for name, entries in (("uid_map", uids), ("gid_map", gids)):
+        _write(f"/proc/{pid}/{name}", map_of(entries).decode())
+
+
+def map_of(entries: Sequence[Span]) -> bytes:
+    """A map as the kernel takes it."""
+    return "\n".join(" ".join(map(str, entry)) for entry in entries).encode()
+
+
+def _write(path: str, text: str) -> None:
+    descriptor = os.open(path, os.O_WRONLY | os.O_CLOEXEC)
+    try:
+        # All at once, as the kernel wants it.
+        os.write(descriptor, text.encode())
+    finally:
+        os.close(descriptor)
+
+
+def _ask_helpers(pid: int, uids: Sequence[Span], gids: Sequence[Span]) -> None:
+    for helper, entries in zip(HELPERS, (uids, gids), strict=True):
+        numbers = [str(number) for entry in entries for number in entry]
+        done = subprocess.run(
+            [helper, str(pid), *numbers], capture_output=True, text=True, timeout=_HELPER_TIMEOUT_S, check=False
+        )
+        if done.returncode:
+            raise PermissionError(f"{helper}: {done.stderr.strip()}")

@@ -1,0 +1,63 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Open files of the supervisor: as many as it may have, and checked before a sandbox takes some.
+
+The soft limit is often 1,024 where the hard one is far higher. What the supervisor raises for itself is not for those
+inside: programs that close every possible file, or wait with ``select``, count on the usual one.
+"""
+
+from __future__ import annotations
+
+import os
+import resource
+
+from nemo_gym_prorl.sandbox.limits.kernel_shares import COMMANDS_FILES
+
+
+PER_SANDBOX = 4
+"""Descriptors that a sandbox may take: its channel, the lock on its image, a terminal and who holds it."""
+
+RESERVE = 64
+"""Descriptors for everything else: connections, and what is on its way to somebody."""
+
+_original: list[int] = []
+
+
+def raise_limit() -> None:
+    """Raise this process's soft limit to the hard one, for good."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    _original[:] = [soft]
+    resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
+
+
+def of_commands(part: float = COMMANDS_FILES) -> tuple[int, int] | None:
+    """Soft and hard limit of what is executed in a sandbox; nothing if this process's own was not raised.
+
+    The soft one is that which there was before. The hard one is but a part of the supervisor's: by the kernel's rule
+    sandboxes can then never have so many open files on their way over sockets that the supervisor could send no more.
+    """
+    if not _original:
+        return None
+    hard = int(resource.getrlimit(resource.RLIMIT_NOFILE)[1] * part)
+    return min(_original[0], hard), hard
+
+
+def usual_limit(part: float = COMMANDS_FILES) -> None:
+    """In a forked child that is to execute something of the sandbox: have the limits of :func:`of_commands`."""
+    if limits := of_commands(part):
+        resource.setrlimit(resource.RLIMIT_NOFILE, limits)
+
+
+def shortage(sandboxes: int) -> str:
+    """Why there are too few descriptors for one sandbox more than there are; empty if there are enough."""
+    limit = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
+    if limit == resource.RLIM_INFINITY:
+        return ""
+    # Linux tells the number as the folder's size since 6.2, and 0 before.
+    count = os.stat("/proc/self/fd").st_size or len(os.listdir("/proc/self/fd"))
+    if limit - count >= PER_SANDBOX + RESERVE:
+        return ""
+    needed = (sandboxes + 1) * PER_SANDBOX + RESERVE
+    return (
+        f"the limit of open files ({limit}) allows no more than these {sandboxes} sandboxes: raise it (ulimit -Hn) "
+        f"before the server starts, to {PER_SANDBOX} for each and {RESERVE} besides ({needed} or more)"
+    )

@@ -1,0 +1,162 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Which limits of a sandbox hold on this machine, and by what: one pure function, for the doctor and for the log."""
+
+from __future__ import annotations
+
+import logging
+import os
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+from enum import StrEnum
+from pathlib import Path
+from typing import Self
+
+from nemo_gym_prorl.sandbox.limits import cgroups
+
+
+LOGGER = logging.getLogger(__name__)
+
+COUNTED_PER_NAMESPACE = (5, 14)
+"""The Linux from which on a user's processes are counted in each user namespace apart."""
+
+_SCOPE = "--scope -p Delegate=yes COMMAND"
+
+ELSEWHERE = "set PRORL_STATE to a folder on a local disk"
+
+
+class By(StrEnum):
+    """How a limit is kept."""
+
+    KERNEL = "enforced"
+    WATCHED = "watched"
+    """Looked at every now and then; overrun in between."""
+    NOTHING = "not enforced"
+
+
+@dataclass(frozen=True, slots=True)
+class Facts:
+    """What decides.
+
+    Attributes:
+        controllers: of control groups, those that bound each sandbox.
+        kernel: the version of Linux.
+    """
+
+    controllers: frozenset[str]
+    kernel: tuple[int, int]
+
+    @classmethod
+    def here(cls, controllers: frozenset[str]) -> Self:
+        """This machine's, with these controllers."""
+        major, minor = re.findall(r"\d+", os.uname().release)[:2]
+        return cls(controllers, (int(major), int(minor)))
+
+
+@dataclass(frozen=True, slots=True)
+class Limit:
+    """How one limit is kept.
+
+    Attributes:
+        name: what is bounded.
+        by: how well.
+        how: by what, in a few words.
+    """
+
+    name: str
+    by: By
+    how: str
+
+
+def limits(facts: Facts) -> tuple[Limit, ...]:
+    """Every limit of a sandbox, and how it is kept."""
+    return (
+        Limit("memory", By.KERNEL, "memory.max, no swap")
+        if "memory" in facts.controllers
+        else Limit("memory", By.WATCHED, "twice a second where something runs, the largest process is killed"),
+        Limit("cpu", By.KERNEL, "cpu.max")
+        if "cpu" in facts.controllers
+        else Limit("cpu", By.NOTHING, "no cpu controller"),
+        _processes(facts),
+        Limit("disk", By.WATCHED, "every 2 s where something runs, the sandbox is ended"),
+        Limit("file size", By.KERNEL, "RLIMIT_FSIZE"),
+        Limit("shared memory", By.KERNEL, "size of each memory file system"),
+    )
+
+
+def remedy(mountinfo: str, *, root: bool, systemd: bool) -> str:
+    """How a server can get the control groups that it lacks.
+
+    Args:
+        mountinfo: the text of ``/proc/self/mountinfo``.
+        root: whether root asks.
+        systemd: whether systemd runs the machine.
+    """
+    if re.search(r" - cgroup \S+ \S*\b(cpu|memory|pids)\b", mountinfo) or " - cgroup2 " not in mountinfo:
+        return (
+            "use a machine with control groups of version 2 alone (kernel parameter "
+            "systemd.unified_cgroup_hierarchy=1): version 1, which has the controllers here, hands none on"
+        )
+    if systemd:
+        return f"start the server with: systemd-run {'' if root else '--user '}{_SCOPE}"
+    return (
+        "start this container with control groups of its own that can be written (Docker, Podman: --privileged, or "
+        "--cgroupns=private with /sys/fs/cgroup mounted rw)"
+    )
+
+
+def remedy_here() -> str:
+    """As :func:`remedy`, for this process."""
+    mountinfo = Path("/proc/self/mountinfo").read_text()
+    return remedy(mountinfo, root=os.geteuid() == 0, systemd=Path("/run/systemd/system").is_dir())
+
+
+def _processes(facts: Facts) -> Limit:
+    if "pids" in facts.controllers:
+        return Limit("processes", By.KERNEL, "pids.max")
+    if facts.kernel >= COUNTED_PER_NAMESPACE:
+        return Limit("processes", By.KERNEL, "RLIMIT_NPROC in each user namespace")
+    return Limit("processes", By.NOTHING, "before Linux 5.14 only all of a user's together, less a quarter of his own")
+
+
+def file_size_reached(mib: int) -> str:
+    """What is noted of a sandbox in which a file came to the size that none may exceed."""
+    return f"file size: a file reached the limit of {mib} MiB"
+
+
+def shortcomings(found: Sequence[Limit]) -> str:
+    """The limits that the kernel does not keep, in one line; empty if there are none."""
+    parts = []
+    for by in (By.WATCHED, By.NOTHING):
+        if weak := [f"{limit.name} ({limit.how})" for limit in found if limit.by is by]:
+            parts.append(f"{by}: {', '.join(weak)}")
+    return "; ".join(parts)
+
+
+_said = False
+_said_why_slow = False
+
+
+def say_once_why_slow(trouble: str) -> None:
+    """Log why the runtime makes sandboxes of an image, the first time that it is so against expectation."""
+    global _said_why_slow
+    if trouble and not _said_why_slow:
+        _said_why_slow = True
+        LOGGER.warning("sandboxes start by the container runtime, which is slower: %s", trouble)
+
+
+def say_once(controllers: frozenset[str], *, in_memory: bool) -> None:
+    """Log what does not hold, the first time that this process starts a sandbox.
+
+    Args:
+        controllers: of control groups, those that bound it.
+        in_memory: whether what sandboxes write goes into the machine's memory.
+    """
+    global _said
+    if not _said:
+        _said = True
+        if weak := shortcomings(limits(Facts.here(controllers))):
+            more = "" if controllers == cgroups.CONTROLLERS else f"; for more, {remedy_here()}"
+            LOGGER.warning("sandbox limits on this machine: %s%s", weak, more)
+        if in_memory:
+            LOGGER.warning("sandboxes are kept in memory, and what they write counts as theirs: %s", ELSEWHERE)

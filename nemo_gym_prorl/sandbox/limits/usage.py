@@ -1,0 +1,89 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What processes and folders use, as the kernel says: what the watchdog looks at."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import re
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+
+PAGE = os.sysconf("SC_PAGE_SIZE")
+
+_PSS = re.compile(rb"^Pss:\s+(\d+) kB$", re.MULTILINE)
+_PSS_OF_FILES_OF_MEMORY = re.compile(rb"^Pss_Shmem:\s+(\d+) kB$", re.MULTILINE)
+_AVAILABLE = re.compile(rb"^MemAvailable:\s+(\d+) kB$", re.MULTILINE)
+
+
+@dataclass(frozen=True, slots=True)
+class Process:
+    """One process, as it was looked at.
+
+    Attributes:
+        pid: its number on the host.
+        started: when it was started, which makes the number unique.
+        ticks: processor time it has used.
+        resident: bytes of memory, those that it shares counted in full.
+        threads: how many it has.
+    """
+
+    pid: int
+    started: int
+    ticks: int
+    resident: int
+    threads: int = 1
+
+
+def look(pid: int) -> Process | None:
+    """One process; ``None`` if it has ended."""
+    try:
+        with open(f"/proc/{pid}/stat", "rb") as file:
+            fields = file.read().rpartition(b")")[2].split()
+    except OSError:
+        return None
+    if fields[0] in b"ZX":
+        return None
+    return Process(pid, int(fields[19]), int(fields[11]) + int(fields[12]), int(fields[21]) * PAGE, int(fields[17]))
+
+
+def children(pid: int) -> list[int]:
+    """The children of a process's first thread, as far as the kernel tells."""
+    try:
+        with open(f"/proc/{pid}/task/{pid}/children", "rb") as file:
+            return [int(number) for number in file.read().split()]
+    except OSError:
+        return []
+
+
+def census(spaces: Iterable[int]) -> dict[int, set[int]]:
+    """The processes in each of some PID namespaces; looks at every process of the machine."""
+    found: dict[int, set[int]] = {number: set() for number in spaces}
+    for name in os.listdir("/proc"):
+        if name.isdigit():
+            # One that ended just now, or somebody else's, is none of ours.
+            with contextlib.suppress(OSError):
+                if (members := found.get(os.stat(f"/proc/{name}/ns/pid").st_ino)) is not None:
+                    members.add(int(name))
+    return found
+
+
+def proportional(pid: int) -> tuple[int, int]:
+    """Bytes of memory of a process, what it shares divided by those who share it, and how many of them are in files of
+    memory. Slow."""
+    try:
+        with open(f"/proc/{pid}/smaps_rollup", "rb") as file:
+            text = file.read()
+    except OSError:
+        return 0, 0
+    found = [pattern.search(text) for pattern in (_PSS, _PSS_OF_FILES_OF_MEMORY)]
+    total, shared = (int(one[1]) << 10 if one else 0 for one in found)
+    return total, shared
+
+
+def available() -> int:
+    """Bytes of memory that this machine could still give."""
+    with open("/proc/meminfo", "rb") as file:
+        found = _AVAILABLE.search(file.read())
+    return int(found[1]) << 10 if found else 0

@@ -1,0 +1,205 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Limits where the kernel keeps none for us: look, and say who has to go.
+
+Control groups can be used only where an administrator delegated them, which few clusters do, and quotas of disks
+hardly anywhere. So use is measured, and what matters is to look where something happens: two thousand sandboxes, most
+of which wait for a model, may cost next to nothing.
+
+- *Hot* is a sandbox whose processes used processor time since the last look, or in which something was started. Those
+  are looked at with every tick; others in rotation, for as long as a tick's share of time allows; and all of them when
+  the machine's memory goes fast.
+- *Memory*: the sum of resident sizes, which is cheap but counts shared pages many times, and only where that is too
+  much the sum of proportional sizes, which is right but slow. Too much costs the largest process its life.
+- *Disk*: walks of sandboxes that were hot since they were walked, for as long as a tick's share of time allows, each
+  a few files at a time: who has made millions of them holds up nobody else's. Too much costs the sandbox its life, as
+  soon as a walk has seen it, and so does what takes too long to walk: until it ends, what is written isn't seen.
+  Where the folder is in memory, what is in it counts as memory, too. So do files of memory that no process has mapped,
+  of which the walk learns.
+- *Processes, shared memory*: the kernel keeps these limits; where a look finds that all is in use, it is told.
+
+Between two looks a sandbox may go over by what it can take in that time: this is a fence against runaway programs, not
+an accounting. Everything here is decided without asking the system for anything.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+
+from nemo_gym_prorl.sandbox.limits.usage import Process
+from nemo_gym_prorl.sandbox.limits.walk import LONG_PATH, MOST_NAMES, MOST_STAGES, WIDE, Found
+
+
+TICK_S = 0.5
+
+COLD_SHARE_S = 0.002
+"""Of each tick, for sandboxes in which nothing happens."""
+
+WALK_SHARE_S = 0.025
+"""Of each tick, for measuring disk use."""
+
+LONG_WALK_S = 5.0
+"""Since a walk's begin, after which there is more time."""
+
+LONG_WALK_SHARE_S = 0.1
+"""Of each tick, for measuring disk use while there is such a walk: whoever makes one long writes unseen meanwhile."""
+
+MOST_WALK_S = 10.0
+"""Of processor time for one walk, about a million folders or three million files; a minute where no others walk."""
+
+MOST_WALKS = 16
+"""At a time; others wait for their turn."""
+
+WALK_PAUSE_S = 2.0
+"""Between two walks of one sandbox."""
+
+CENSUS_SHARE = 0.01
+"""Of all time, for looking at every process of the machine where no control groups list those of sandboxes."""
+
+FAST = 0.02
+"""Of the machine's memory, used up within a tick: then everybody is looked at."""
+
+
+@dataclass(slots=True, eq=False)
+class Watched:
+    """One sandbox.
+
+    Attributes:
+        name: the sandbox's.
+        space: number of its PID namespace.
+        init: its first process.
+        group: folder of its control group; empty without.
+        folder: where its layer lies.
+        memory_limit: in bytes; 0 if there is none, or the kernel keeps it.
+        disk_limit: in bytes; 0 for none.
+        process_limit: of processes and threads; 0 if the kernel keeps none for the sandbox alone.
+        shared_memory_mib: size of ``/dev/shm``.
+        outside: the runtime's process, which is not among those inside but counts as one of the sandbox's user.
+        volumes: folders that it shares with others, and that count as its own.
+        in_memory: whether its layer is.
+        hot: it did something since the last look.
+        unmeasured: it did something since it was last walked.
+        walked: when that was.
+        walking: it is being walked.
+        disk: bytes found then.
+        held: bytes in files of memory found then, by process.
+        members: the processes that are known of it.
+    """
+
+    name: str
+    space: int
+    init: int
+    group: str
+    folder: str
+    memory_limit: int
+    disk_limit: int
+    process_limit: int = 0
+    shared_memory_mib: int = 0
+    outside: int | None = None
+    volumes: tuple[str, ...] = ()
+    in_memory: bool = False
+    hot: bool = True
+    unmeasured: bool = True
+    walked: float = 0.0
+    walking: bool = False
+    disk: int = 0
+    held: dict[int, int] = field(default_factory=dict)
+    members: set[int] = field(default_factory=set)
+    seen: frozenset[tuple[int, int]] = frozenset()
+
+    def saw(self, processes: list[Process]) -> None:
+        """Take note of a look: whether anything happened."""
+        seen = frozenset((process.pid, process.ticks) for process in processes)
+        self.hot = seen != self.seen
+        self.unmeasured |= self.hot
+        self.seen = seen
+        self.members = {process.pid for process in processes}
+
+    def may_exceed(self, processes: list[Process]) -> bool:
+        """Whether it is worth measuring properly: resident sizes count too much, never too little."""
+        counted = sum(one.resident for one in processes) + sum(self.held.values())
+        return bool(self.memory_limit) and self._used(counted) > self.memory_limit
+
+    def excess(self, proportional: dict[int, tuple[int, int]]) -> tuple[int, str] | None:
+        """Whom to kill, and why; number 0 where no process's end would help.
+
+        Args:
+            proportional: of each process its proportional size, and how much of that is in files of memory.
+        """
+        # A file of memory may be mapped, or held open, or both.
+        mapped = sum(shared for _size, shared in proportional.values())
+        unmapped = max(0, sum(self.held.values()) - mapped)
+        used = self._used(sum(size for size, _shared in proportional.values()) + unmapped)
+        if used <= self.memory_limit or not proportional:
+            return None
+        layer = self.disk if self.in_memory else 0
+        shares = {pid: max(size, self.held.get(pid, 0)) for pid, (size, _shared) in proportional.items()}
+        victim = max(shares, key=lambda pid: shares[pid]) if layer <= self.memory_limit else 0
+        return victim, f"memory: {used >> 20} MiB in use of {self.memory_limit >> 20} MiB"
+
+    def overran(self, found: Found) -> str:
+        """Why the sandbox has to end for what a walk has found so far, or nothing."""
+        if not self.disk_limit:
+            return ""
+        if found.hidden:
+            deep, wide = LONG_PATH * MOST_STAGES, MOST_NAMES // WIDE
+            return f"disk: folders of more than {deep} bytes of names in each other, or {wide} of {WIDE} folders each"
+        if found.seconds > MOST_WALK_S:
+            return f"disk: so many files and folders that measuring them takes more than {MOST_WALK_S:.0f} s"
+        if found.disk > self.disk_limit:
+            return f"disk: wrote {found.disk >> 20} MiB of {self.disk_limit >> 20} MiB"
+        return ""
+
+    def measured(self, found: Found) -> None:
+        """Take note of a walk's result."""
+        self.disk, self.held, self.walking = found.disk, found.held, False
+        # It is looked at again with what is known now.
+        self.hot |= bool(found.held)
+
+    def full(self, processes: list[Process], shared_memory_free: int) -> list[tuple[str, str]]:
+        """Of which limits that the kernel keeps all is in use, and in words."""
+        found = []
+        # With one left no command could be started that starts another.
+        if self.process_limit and sum(one.threads for one in processes) >= self.process_limit - 1:
+            found.append(("processes", f"processes: all of {self.process_limit} in use"))
+        if self.shared_memory_mib and not shared_memory_free:
+            found.append(("shared memory", f"shared memory: all of {self.shared_memory_mib} MiB in use"))
+        return found
+
+    def _used(self, processes: int) -> int:
+        return processes + (self.disk if self.in_memory else 0)
+
+
+class Rota:
+    """Whose turn it is."""
+
+    def __init__(self) -> None:
+        self.all: dict[str, Watched] = {}
+
+    def hot(self) -> list[Watched]:
+        """Those that are looked at with every tick."""
+        return [box for box in self.all.values() if box.hot]
+
+    def cold(self) -> Iterator[Watched]:
+        """The others, longest not looked at first; who is given has had its turn."""
+        for name in [name for name, box in self.all.items() if not box.hot]:
+            box = self.all.pop(name)
+            self.all[name] = box
+            yield box
+
+    def to_walk(self, now: float) -> Watched | None:
+        """Whose disk use is to be measured next."""
+        due = (
+            box
+            for box in self.all.values()
+            if box.unmeasured
+            and not box.walking
+            and (box.disk_limit or box.in_memory or box.memory_limit)
+            and now - box.walked >= WALK_PAUSE_S
+        )
+        return min(due, key=lambda box: box.walked, default=None)
+
+
+def goes_fast(before: int, now: int, total: int) -> bool:
+    """Whether the machine's memory, as available before and now, goes so fast that everybody must be looked at."""
+    return before - now > total * FAST

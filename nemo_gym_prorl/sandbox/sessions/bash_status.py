@@ -1,0 +1,176 @@
+# SPDX-License-Identifier: Apache-2.0
+"""How a shell's command ended and in which folder, by ways that no program in the sandbox holds.
+
+Bash's own standard error, outside of commands, is a packet socket; a packet counts only if the kernel says that
+bash's own process sent it. What a child, a subshell or a background job writes there is dropped.
+
+Each command is one line, which bash has parsed to its end before it executes the first word, so that nothing of ours
+waits in the pipe for a command to read::
+
+    <&0; ((1)) <"/MARK/begin" || ((1)) && \\eval -- 'COMMAND' </dev/tty 2>/dev/tty; ((1)) <"/MARK/$?" || ((1))
+
+Its begin and its end are arithmetic commands whose input can't be opened: bash says so itself, and names the file,
+which is the action's mark of 128 random bits and the status. In that there is no word that could be an alias, a
+function or a variable of the agent's, and bash comes to it before any trap, which so never sees the mark. (A
+redirection to nothing new stands before them: after some syntax errors bash takes a line's first ``((`` for two
+subshells.)
+
+What throws the rest of a line away (Ctrl-C, an error in an expansion) brings bash back to its prompt, and the prompt
+goes to the same socket. Only then the end is sent again, as a line of its own. An end without a begin means that
+somebody took a part of the line, as a background job can that kept bash's input open: such a bash is of no use any
+more, nor one whose whole line was taken (:mod:`.bash_commands`). The folder is the kernel's word.
+
+Not held: native code in bash's own process, a program of its own user that traces it or writes to its memory, bash
+replaced by something else with ``exec``, and hooks that the agent set in its own shell can say of that shell what they
+like. That is why nothing is graded by a shell's word: graders
+use ``exec``, whose status is the one that the kernel gives to a process's parent.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+import re
+import secrets
+import shlex
+import socket
+import struct
+from collections.abc import Callable
+
+
+PROMPT = "$ "
+"""Says that bash is back; any other does as well, as long as there is one."""
+
+_CREDENTIALS = struct.Struct("3i")
+_LARGEST = 4096
+"""Bytes of a packet that are looked at."""
+
+_PACKETS_A_TURN = 16
+_PAUSE_S = 0.02
+"""After so many packets at once nothing is taken for so long: a flood waits in the socket, where it ends by itself."""
+
+_NO_TERMINAL = re.compile(rb"[^ \n]+: (line \d+: )?/dev/tty: [^\n]+\n")
+"""Bash's complaint when a command could not be given its terminal, as where no more files may be opened."""
+
+_DELETED = " (deleted)"
+"""What the kernel appends to the path of a folder that is no more."""
+
+_BEGIN = b"begin"
+
+
+class BashStatus:
+    """The socket and the mark of one bash. Belongs to one event loop.
+
+    Args:
+        ended: gets the status of the command that runs, once.
+        lost: the line that runs was thrown away, or will be soon: :meth:`end_again` is to be sent.
+        unusable: bash can't run commands any more, and has not run this one as it was sent.
+    """
+
+    def __init__(self, ended: Callable[[int], None], lost: Callable[[], None], unusable: Callable[[], None]) -> None:
+        self._ended = ended
+        self._lost = lost
+        self._unusable = unusable
+        self._loop = asyncio.get_running_loop()
+        self._ours, self.theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        self._ours.setblocking(False)
+        self._ours.setsockopt(socket.SOL_SOCKET, socket.SO_PASSCRED, 1)
+        self._bash = 0
+        self._process = -1
+        """Its folder under ``/proc``, which stays this process's, whoever gets its number later."""
+        self._mark: re.Pattern[bytes] | None = None
+        self._nonce = ""
+        self._status = 0
+        self._begun = False
+        self._loop.add_reader(self._ours, self._read)
+
+    def listen_to(self, pid: int) -> None:
+        """Only that process's word counts; its end of the socket is its own from now on."""
+        self._bash = pid
+        self.theirs.close()
+        with contextlib.suppress(FileNotFoundError):
+            self._process = os.open(f"/proc/{pid}", os.O_PATH | os.O_DIRECTORY | os.O_CLOEXEC)
+
+    def folder(self) -> str | None:
+        """Where bash is; ``None`` if that can't be seen, since it has ended or made itself undumpable."""
+        try:
+            folder = os.readlink("cwd", dir_fd=self._process)
+            gone = folder.endswith(_DELETED) and not os.stat("cwd", dir_fd=self._process).st_nlink
+        except OSError:
+            return None
+        return folder.removesuffix(_DELETED) if gone else folder
+
+    def line(self, command: str) -> bytes:
+        """A command and its end; ``$?`` is at its beginning what it was at the last one's end."""
+        self._nonce = secrets.token_hex(16)
+        self._mark = re.compile(b"/%s/(%s|[0-9]+)" % (self._nonce.encode(), _BEGIN))
+        self._begun = False
+        # Neither an error of ours nor, where somebody has redefined ``exit``, a success may end the line or the shell.
+        status = f"(exit {self._status}) && ((0)) ||" if self._status else "((1)) &&"
+        return (
+            f'<&0; ((1)) <"/{self._nonce}/begin" || {status} \\eval -- {shlex.quote(command)} </dev/tty 2>/dev/tty; '
+            + self._end()
+        ).encode("utf-8", "surrogateescape")
+
+    def end_again(self) -> bytes:
+        """The end alone, for a line that was thrown away, or may not have arrived."""
+        return self._end().encode()
+
+    @property
+    def begun(self) -> bool:
+        """Whether bash has taken over the last command; also when it has ended."""
+        return self._begun or self._mark is None
+
+    def give_up(self) -> None:
+        """Bash can't have got the last command."""
+        self._mark = None
+        self._unusable()
+
+    def close(self) -> None:
+        """Nothing is told any more."""
+        self._loop.remove_reader(self._ours)
+        self._ours.close()
+        self.theirs.close()
+        if self._process >= 0:
+            os.close(self._process)
+            self._process = -1
+
+    def _end(self) -> str:
+        return f'((1)) <"/{self._nonce}/$?" || ((1))\n'
+
+    def _read(self) -> None:
+        for _ in range(_PACKETS_A_TURN):
+            try:
+                data, ancillary, _flags, _address = self._ours.recvmsg(_LARGEST, socket.CMSG_SPACE(_CREDENTIALS.size))
+            except BlockingIOError:
+                return
+            except ConnectionError:
+                data, ancillary = b"", []
+            if not ancillary:
+                # Nobody has the other end any more.
+                self._loop.remove_reader(self._ours)
+                return
+            if _CREDENTIALS.unpack(ancillary[0][2])[0] == self._bash:
+                self._take(data)
+            if self._ours.fileno() < 0:
+                return
+        self._loop.remove_reader(self._ours)
+        self._loop.call_later(_PAUSE_S, self._resume)
+
+    def _resume(self) -> None:
+        if self._ours.fileno() >= 0:
+            self._loop.add_reader(self._ours, self._read)
+
+    def _take(self, data: bytes) -> None:
+        found = self._mark.search(data) if self._mark else None
+        if found and found[1] == _BEGIN:
+            self._begun = True
+        elif found and self._begun:
+            self._mark = None
+            self._status = int(found[1])
+            self._ended(self._status)
+        elif found or (self._begun and _NO_TERMINAL.fullmatch(data)):
+            self.give_up()
+        elif self._begun and self._mark:
+            self._lost()

@@ -1,0 +1,44 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Whose doing it is that the program of a session does not start: the image's, the agent's or the machine's.
+
+A program that ended by itself, or is not there, has been broken by the agent if it worked in that sandbox before, or
+if the image has it. One that was killed, or does not answer in time, may have been so by the machine.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+
+from nemo_gym_prorl.sandbox.container import Container
+from nemo_gym_prorl.sandbox.supervisor.errors import SandboxBroken
+from nemo_gym_prorl.sandbox.supervisor.rpc.client import Process
+
+
+async def check_agents(container: Container, program: str, process: Process | None, trouble: str) -> None:
+    """Judge a session whose program did not start.
+
+    Args:
+        container: where.
+        program: its name.
+        process: what was started of it; ``None`` if nothing could be.
+        trouble: what was seen.
+
+    Raises:
+        SandboxBroken: it is the agent's doing.
+    """
+    if process is not None and (not process.ended.done() or process.ended.result() == -signal.SIGKILL):
+        return
+    if program in container.worked or await asyncio.to_thread(_in_image, container, program):
+        raise SandboxBroken(f"{program} does not start in the sandbox any more: {trouble}")
+
+
+def _in_image(container: Container, program: str) -> bool:
+    """Whether the image is a folder that has the program on its PATH; of one in a file nothing is known."""
+    root = container.spec.image.resolve()
+    for folder in container.environment.get("PATH", os.defpath).split(":"):
+        place = (root / folder.lstrip("/")).resolve()
+        if place.is_relative_to(root) and os.path.lexists(place / program):
+            return True
+    return False

@@ -1,0 +1,364 @@
+# SPDX-License-Identifier: Apache-2.0
+"""An IPython kernel in a sandbox, spoken to directly: ZeroMQ's protocol on Unix sockets in a folder of that sandbox.
+
+No port is open and no gateway stands between, so a sandbox without network can have one. The sockets lie outside of
+the sandbox's own ``/tmp``, which agents like to empty. Requests are signed with a key that travels in a file that only
+the sandbox's user can read; nothing is on a command line.
+
+Every wait ends with the kernel: a dead one is reported, not waited for. A program of the agent's can speak in its
+place; what no kernel says ends the kernel (:class:`KernelBroken`).
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import os
+import re
+import secrets
+import signal
+from collections.abc import Coroutine, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from nemo_gym_prorl.failures import AgentError, CallerError, FailureKind, InfrastructureError
+from nemo_gym_prorl.sandbox.container import SHARED_FOLDER, Container
+from nemo_gym_prorl.sandbox.isolation.mould import zygote
+from nemo_gym_prorl.sandbox.sessions.broken import check_agents
+from nemo_gym_prorl.sandbox.sessions.jupyter import channel as jupyter_channel
+from nemo_gym_prorl.sandbox.sessions.jupyter.channel import Channel
+from nemo_gym_prorl.sandbox.sessions.jupyter.messages import SIGNED_WITH, Message, MessageReader, Requests
+from nemo_gym_prorl.sandbox.sessions.jupyter.zmtp import Violation
+from nemo_gym_prorl.sandbox.sessions.output import HeadTail
+from nemo_gym_prorl.sandbox.supervisor.rpc.client import Process, SandboxLost
+
+
+OUTPUT_LIMIT = 64 << 10
+"""Bytes of a cell's text, and of its traceback, that are kept."""
+
+DATA_LIMIT = 16 << 20
+"""Bytes of a cell's rich results that are kept: some large images."""
+
+RESULT_COST = 1 << 10
+"""Bytes that a result takes, and each MIME type of it, however short it is."""
+
+START_TIMEOUT_S = 60.0
+CELL_TIMEOUT_S = 180.0
+INTERRUPT_GRACE_S = 2.0
+"""How long a cell may take to end after it was interrupted; then the kernel is killed."""
+
+IDLE_GRACE_S = 1.0
+"""How long the last output may take to come after the kernel's answer. In a flood the kernel drops what we do not take
+in time, and the word that it is idle may be among that."""
+
+CHANNELS = ("shell", "iopub", "stdin", "control", "hb")
+_POLL_S = 0.003
+_HEARD_S = 0.01
+"""How long an answer may take on the output channel before it is asked for again."""
+
+_LOG_KEPT = 2000
+_COLOURS = re.compile(r"\x1b\[[0-9;]*m")
+
+
+@dataclass(frozen=True, slots=True)
+class Cell:
+    """What became of a cell.
+
+    Attributes:
+        output: printed text, at most the limit, with one line in place of what is left out.
+        data: rich results in order, each from MIME type to content (images as base64, objects as JSON).
+        error: the traceback as plain text, or why the kernel was ended; ``None`` if neither.
+        timed_out: it was interrupted because its time was up.
+        died: the kernel has ended; :meth:`Kernel.restart` starts another.
+        omitted: bytes of text, rich results and tracebacks that were left out.
+    """
+
+    output: str
+    data: list[dict[str, str]] = field(default_factory=list)
+    error: str | None = None
+    timed_out: bool = False
+    died: bool = False
+    omitted: int = 0
+
+
+class KernelBroken(AgentError):
+    """What speaks as the kernel does not speak as one, and was ended: what runs in the sandbox has taken its place."""
+
+
+class _Running:
+    """What a cell has said so far; ``over`` is done when it is through."""
+
+    KINDS = frozenset({"stream", "execute_result", "display_data", "error", "status"})
+
+    def __init__(self, request: str, limit: int) -> None:
+        self.request = request
+        self.answered = False
+        self.over: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        self._limit = limit
+        self._kept = HeadTail(limit)
+        self._data: list[dict[str, str]] = []
+        self._data_left = DATA_LIMIT
+        self._omitted = 0
+        self._error: str | None = None
+
+    def take(self, message: Message) -> None:
+        """One message of the output channel."""
+        content = message.content
+        self._omitted += message.unread
+        match message.kind:
+            case "stream":
+                self._kept.add(_text(content.get("text")).encode("utf-8", "surrogateescape"))
+            case "execute_result" | "display_data" if isinstance(content.get("data"), Mapping):
+                self._take_data({kind: _text(value) for kind, value in content["data"].items()})
+            case "error":
+                lines = content.get("traceback")
+                if not lines or not isinstance(lines, list):
+                    lines = [f"{content.get('ename')}: {content.get('evalue')}"]
+                kept = HeadTail(self._limit)
+                kept.add(_COLOURS.sub("", "\n".join(map(str, lines))).encode("utf-8", "surrogateescape"))
+                self._error = kept.text()
+                self._omitted += kept.omitted
+            case "status" if content.get("execution_state") == "idle":
+                self.end()
+
+    def end(self) -> None:
+        """Nothing more is to come."""
+        if not self.over.done():
+            self.over.set_result(None)
+
+    def cell(self, *, timed_out: bool, died: bool, broken: str | None) -> Cell:
+        """The result."""
+        omitted = self._kept.omitted + self._omitted
+        return Cell(self._kept.text(), self._data, broken or self._error, timed_out, died, omitted)
+
+    def _take_data(self, data: dict[str, str]) -> None:
+        size = sum(len(kind) + len(text) for kind, text in data.items())
+        cost = size + RESULT_COST * (1 + len(data))
+        if cost > self._data_left:
+            self._omitted += size
+            return
+        self._data_left -= cost
+        self._data.append(data)
+
+
+class Kernel:
+    """One kernel. Belongs to one event loop. Cells run one after the other, as they were asked for."""
+
+    def __init__(self, container: Container) -> None:
+        self._container = container
+        self._loop = asyncio.get_running_loop()
+        self._turn = asyncio.Lock()
+        self._requests = Requests()
+        self._process: Process | None = None
+        self._channels: list[Channel] = []
+        self._broken: str | None = None
+        self._answered = asyncio.Event()
+        self._heard = asyncio.Event()
+        self._running: _Running | None = None
+
+    @classmethod
+    async def start(cls, container: Container, *, timeout_s: float = START_TIMEOUT_S) -> Kernel:
+        """Start a kernel and wait until it answers; best done while the job waits for something else.
+
+        Raises:
+            InfrastructureError: the image has no ipykernel, or it does not answer; says what it said.
+            KernelBroken: what answers is no kernel.
+            SandboxBroken: there was one in that sandbox, and what ran there broke it.
+        """
+        kernel = cls(container)
+        await kernel.restart(timeout_s=timeout_s)
+        return kernel
+
+    async def restart(self, *, timeout_s: float = START_TIMEOUT_S) -> None:
+        """End the kernel, if it lives, and start a fresh one."""
+        await self.close()
+        name = f"k{secrets.token_hex(4)}"
+        self._broken = None
+        self._requests = Requests()
+        facts: dict[str, Any] = {f"{channel}_port": number for number, channel in enumerate(CHANNELS, 1)}
+        facts |= {"transport": "ipc", "ip": f"{SHARED_FOLDER}/{name}"}
+        facts |= {"key": self._requests.key, "signature_scheme": SIGNED_WITH}
+        try:
+            await asyncio.to_thread(self._write_facts, name, json.dumps(facts))
+        except FileNotFoundError as error:
+            raise SandboxLost("the sandbox has ended, its folder is gone") from error
+        log = os.memfd_create("kernel", os.MFD_CLOEXEC)
+        null = os.open("/dev/null", os.O_RDONLY | os.O_CLOEXEC)
+        try:
+            self._process = await self._container.spawn(
+                [*zygote.KERNEL, f"{SHARED_FOLDER}/{name}.json"], [null, log, log]
+            )
+            async with asyncio.timeout(timeout_s):
+                await self._connect(name)
+                await self._until_it_answers()
+        except (TimeoutError, SandboxLost, CallerError) as error:
+            begin = max(0, os.fstat(log).st_size - _LOG_KEPT)
+            said = os.pread(log, _LOG_KEPT, begin).decode("utf-8", "replace").strip() or str(error)
+            process = self._process
+            await self.close()
+            if self._broken:
+                raise KernelBroken(self._broken) from error
+            if not self._container.alive:
+                raise SandboxLost(f"the sandbox ended while its kernel started: {said}") from error
+            await check_agents(self._container, "ipykernel", process, said)
+            raise InfrastructureError(
+                f"no kernel answers in the sandbox; it needs python3 with ipykernel in the image: {said}",
+                kind=FailureKind.PROVIDER_UNAVAILABLE,
+            ) from error
+        except BaseException:
+            await self.close()
+            raise
+        finally:
+            os.close(null)
+            os.close(log)
+        self._container.worked.add("ipykernel")
+
+    async def run(self, code: str, *, timeout_s: float = CELL_TIMEOUT_S, output_limit: int = OUTPUT_LIMIT) -> Cell:
+        """Run one cell. If the caller goes away meanwhile, the cell is interrupted.
+
+        Args:
+            code: the source.
+            timeout_s: then it is interrupted, and if it goes on all the same, the kernel is killed.
+            output_limit: bytes of text to keep.
+
+        Raises:
+            SandboxLost: the kernel had ended before.
+            KernelBroken: it was ended before, since it did not speak as one.
+        """
+        async with self._turn:
+            process = self._process
+            if self._broken:
+                raise KernelBroken(self._broken)
+            if process is None or process.ended.done():
+                raise SandboxLost("the kernel has ended; restart it")
+            request = self._ask("execute_request", code=code, allow_stdin=False, stop_on_error=False)
+            running = self._running = _Running(request, output_limit)
+            try:
+                timed_out = await self._ends_within(running, process, timeout_s)
+            except asyncio.CancelledError:
+                await asyncio.shield(self.interrupt())
+                raise
+            finally:
+                self._running = None
+            died = self._broken is not None or not running.over.done()
+            return running.cell(timed_out=timed_out, died=died, broken=self._broken)
+
+    async def interrupt(self) -> None:
+        """Interrupt the cell that runs, as Ctrl-C does."""
+        if self._process is not None:
+            await self._container.signal(self._process, signal.SIGINT)
+
+    async def close(self) -> None:
+        """End the kernel. Harmless when it has ended."""
+        self._hang_up()
+        if self._process is not None and not self._process.ended.done() and self._container.alive:
+            await self._container.signal(self._process, signal.SIGKILL)
+            await asyncio.wait([self._process.ended])
+        self._process = None
+
+    async def __aenter__(self) -> Kernel:
+        return self
+
+    async def __aexit__(self, *_exception: object) -> None:
+        await self.close()
+
+    async def _ends_within(self, running: _Running, process: Process, timeout_s: float) -> bool:
+        """Wait for a cell's end, or for the kernel's; whether the cell had to be stopped."""
+        ends: list[asyncio.Future[Any]] = [running.over, process.ended]
+        # First it is asked to stop, then it is made to.
+        for number, limit in ((signal.SIGINT, timeout_s), (signal.SIGKILL, INTERRUPT_GRACE_S)):
+            await asyncio.wait(ends, timeout=limit, return_when=asyncio.FIRST_COMPLETED)
+            if running.over.done() or process.ended.done():
+                return number == signal.SIGKILL
+            await self._container.signal(process, number)
+        await asyncio.wait(ends, return_when=asyncio.FIRST_COMPLETED)
+        return True
+
+    def _ask(self, kind: str, **content: Any) -> str:
+        request, frames = self._requests.make(kind, **content)
+        if self._channels:
+            self._channels[0].send(frames)
+        return request
+
+    def _on_answer(self, message: Message) -> None:
+        self._answered.set()
+        if self._running and message.request == self._running.request and not self._running.answered:
+            self._running.answered = True
+            self._loop.call_later(IDLE_GRACE_S, self._end_if_idle, self._running)
+
+    def _end_if_idle(self, running: _Running) -> None:
+        """End a cell that was answered a while ago, unless there is more of it to read."""
+        if any(channel.behind for channel in self._channels):
+            self._loop.call_later(IDLE_GRACE_S, self._end_if_idle, running)
+        else:
+            running.end()
+
+    def _on_output(self, message: Message) -> None:
+        self._heard.set()
+        if self._is_waited_for(message.kind, message.request) and self._running:
+            self._running.take(message)
+
+    def _is_waited_for(self, kind: str, request: str) -> bool:
+        return self._running is not None and request == self._running.request and kind in _Running.KINDS
+
+    def _on_lost(self, violation: Violation | None) -> None:
+        """A connection is of no use any more, and neither is a kernel without it."""
+        if violation:
+            self._broken = f"the kernel was ended, since it does not speak as one: {violation}"
+        self._hang_up()
+        if self._process is not None:
+            self._container.kill(self._process)
+
+    def _hang_up(self) -> None:
+        for channel in self._channels:
+            channel.close()
+        self._channels = []
+
+    def _write_facts(self, name: str, text: str) -> None:
+        path = self._container.shared_folder / f"{name}.json"
+        descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
+        with os.fdopen(descriptor, "w") as file:
+            file.write(text)
+            self._container.give(descriptor)
+
+    async def _connect(self, name: str) -> None:
+        """Connect to its sockets as they come up. No heartbeat: the end of its process says all."""
+        answers = MessageReader(lambda _kind, _request: False, self._on_answer)
+        output = MessageReader(self._is_waited_for, self._on_output)
+        for number, kind, reader in ((1, "DEALER", answers), (2, "SUB", output)):
+            path = self._container.shared_folder / f"{name}-{number}"
+            while (connection := jupyter_channel.connect(path)) is None:
+                await self._or_death(asyncio.sleep(_POLL_S))
+            self._channels.append(Channel(connection, kind, reader, self._on_lost))
+
+    async def _until_it_answers(self) -> None:
+        """Ask who it is until it is heard on both channels.
+
+        A subscription takes effect some time after it was asked for, and what is published before is lost.
+        """
+        self._heard.clear()
+        while not self._heard.is_set():
+            self._answered.clear()
+            self._ask("kernel_info_request")
+            await self._or_death(self._answered.wait())
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(_HEARD_S):
+                    await self._heard.wait()
+
+    async def _or_death(self, waiting: Coroutine[Any, Any, object]) -> None:
+        """Wait for ``waiting``, or raise if the kernel ends before."""
+        assert self._process is not None
+        task: asyncio.Future[Any] = asyncio.ensure_future(waiting)
+        ends: list[asyncio.Future[Any]] = [task, self._process.ended]
+        try:
+            await asyncio.wait(ends, return_when=asyncio.FIRST_COMPLETED)
+            if not task.done():
+                raise SandboxLost("the kernel has ended")
+        finally:
+            task.cancel()
+
+
+def _text(value: object) -> str:
+    """Text; what is none, as JSON."""
+    return value if isinstance(value, str) else json.dumps(value)

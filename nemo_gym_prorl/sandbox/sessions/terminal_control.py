@@ -1,0 +1,37 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Terminal control (window, echo, control characters, end of file) of a terminal that a container has made.
+
+That is ptyprocess's, but for one thing: it wants to make the terminal and fork the program itself. Here the terminal
+must come from the container's own ``devpts``, or the program could not open it by its name, and the program must be
+born in the container's namespaces; so both are the supervisor's work. What comes back is the controlling end and a
+process that is no child of ours: it can be neither waited for nor killed from here.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+
+from ptyprocess import PtyProcess
+
+
+class ContainerTerminal(PtyProcess):  # type: ignore[misc]  # has no types
+    """The controlling end, never blocking. Its process is known to the supervisor alone."""
+
+    def __init__(self, pid: int, fd: int) -> None:
+        super().__init__(pid, fd)
+        self.closed: bool = False
+        os.set_blocking(fd, False)
+
+    def press_control(self, key: str) -> None:
+        """Press Ctrl and a key. It is lost where nobody has read what was typed before and no more fits."""
+        with contextlib.suppress(BlockingIOError):
+            self.sendcontrol(key)
+
+    def close(self, force: bool = False) -> None:
+        """Close our end, which hangs up on everything in the terminal's session."""
+        if not self.closed:
+            self.closed = True
+            with contextlib.suppress(OSError):
+                self.fileobj.close()
+            self.fd = -1

@@ -1,0 +1,200 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Snapshots of sandboxes: what one has written, kept in a file from which others can go on.
+
+Files only: what runs in a sandbox is not in it, nor what it has in memory, on its volumes or from the host. A snapshot
+belongs to the image that it was taken over, and over no other is it restored; it outlives the sandbox, the server and
+the machine's next start: whoever takes one has to delete it.
+
+A snapshot that can't be taken is the agent's doing where the agent wrote what can't be kept; one that can't be
+restored is the caller's, who named it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import errno
+import json
+import os
+import re
+import secrets
+import tarfile
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Annotated, Self
+
+from pydantic import Strict, TypeAdapter
+
+from nemo_gym_prorl.failures import AgentError, CallerError
+from nemo_gym_prorl.sandbox.container import Container, ContainerSpec
+from nemo_gym_prorl.sandbox.images.store import ImageStore
+from nemo_gym_prorl.sandbox.isolation.files.snapshots import HEADER
+from nemo_gym_prorl.sandbox.supervisor.errors import SandboxRefused
+from nemo_gym_prorl.sandbox.supervisor.storage.state_dir import state_root
+from nemo_gym_prorl.sandbox.transfer import OF_THE_MACHINE
+
+
+FIELD = "snapshot_id"
+"""The option of a specification that names a snapshot, as Gym's checkpoints give it."""
+
+_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.-]{0,99}")
+
+
+_OF_THE_AGENT = (errno.EFBIG, errno.ENAMETOOLONG)
+
+LONGEST_HEADER = 1 << 16
+"""Bytes at the beginning that say what it is of."""
+
+
+@dataclass(frozen=True, slots=True)
+class Origin:
+    """What a snapshot was taken of.
+
+    Attributes:
+        image: path of the image that it belongs to.
+        identity: what tells that image from any other, and from what lay at its path at other times.
+        root: whether there was root inside.
+        users: whether there were several users.
+    """
+
+    image: Annotated[str, Strict()]
+    identity: Annotated[str, Strict()]
+    root: Annotated[bool, Strict()]
+    users: Annotated[bool, Strict()]
+
+    @classmethod
+    def of(cls, image: Path, spec: ContainerSpec) -> Self:
+        """That of a sandbox of ``image`` that was ordered as ``spec``."""
+        return cls(str(image), ImageStore().identity(image), spec.root, spec.users)
+
+    def check(self, other: Origin) -> None:
+        """Refuse to go on from here in a sandbox of other origin.
+
+        Raises:
+            CallerError: that would be no continuation; names both.
+        """
+        if self.identity != other.identity:
+            same = self.image == other.image
+            reason = f"the image at {self.image} was changed since" if same else f"this sandbox is of {other.image}"
+            raise CallerError(f"the snapshot was taken over {self.image}; {reason}", field=FIELD)
+        for name in ("root", "users"):
+            if getattr(self, name) != getattr(other, name):
+                was = str(getattr(self, name)).lower()
+                raise CallerError(f"the snapshot is of a sandbox with {name}: {was}; ask for the same", field=FIELD)
+
+
+_ORIGIN = TypeAdapter(Origin)
+
+
+@dataclass(frozen=True, slots=True)
+class Snapshot:
+    """A snapshot, with what it was taken of.
+
+    Attributes:
+        path: where it lies.
+        origin: what of.
+    """
+
+    path: Path
+    origin: Origin
+
+
+def default_folder() -> Path:
+    """Where they are kept if nobody says otherwise: beside the sandboxes, on this machine's disk."""
+    return state_root() / "snapshots"
+
+
+async def take(container: Container, folder: Path, name: str) -> str:
+    """Write down what a sandbox has written; it stands still meanwhile. Returns the snapshot's name in ``folder``.
+
+    Raises:
+        CallerError: there can be no snapshots in that folder.
+        AgentError: it has written what can't be kept: more than it may, or paths that nothing can open.
+        SandboxRefused: the sandbox can't be stopped or read, or there is no room.
+    """
+    stem = re.sub(r"[^A-Za-z0-9_.-]", "-", name).lstrip("-._")[:80] or "snapshot"
+    snapshot = f"{stem}-{secrets.token_hex(6)}"
+    fresh = folder / f".{snapshot}"
+    origin = await asyncio.to_thread(Origin.of, container.image, container.spec)
+    target = await asyncio.to_thread(_open_fresh, fresh)
+    try:
+        was_paused = container.paused
+        if not was_paused:
+            await container.pause()
+        try:
+            await container.ask("snapshot", [target], header=json.dumps(asdict(origin)))
+        except SandboxRefused as error:
+            if error.number in _OF_THE_AGENT:
+                raise AgentError(f"no snapshot can be taken: {error.reason}") from error
+            raise
+        finally:
+            if not was_paused:
+                await container.resume()
+        await asyncio.to_thread(fresh.rename, folder / snapshot)
+    except BaseException:
+        fresh.unlink(missing_ok=True)
+        raise
+    finally:
+        os.close(target)
+    return snapshot
+
+
+def _open_fresh(path: Path) -> int:
+    try:
+        path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+        return os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
+    except OSError as error:
+        if error.errno in OF_THE_MACHINE:
+            raise
+        raise CallerError(f"{path.parent} can hold none: {error.strerror}", field="snapshots") from error
+
+
+def find(folder: Path, snapshot: str) -> Path:
+    """Where the snapshot of that name lies.
+
+    Raises:
+        CallerError: there is none of that name.
+    """
+    if not isinstance(snapshot, str) or not _NAME.fullmatch(snapshot) or not (folder / snapshot).is_file():
+        raise CallerError(f"there is no snapshot {snapshot!r} in {folder}", field=FIELD)
+    return folder / snapshot
+
+
+def read(path: Path) -> Snapshot:
+    """The snapshot in a file.
+
+    Raises:
+        CallerError: it is no snapshot.
+    """
+    try:
+        with path.open("rb") as file:
+            # Such an archive begins with what its maker says, and tarfile would read that whatever its size.
+            begin = tarfile.TarInfo.frombuf(file.read(tarfile.BLOCKSIZE), "utf-8", "surrogateescape")
+            if begin.type != tarfile.XGLTYPE or begin.size > LONGEST_HEADER:
+                raise ValueError("it begins otherwise")
+            file.seek(0)
+            with tarfile.open(fileobj=file, mode="r:") as archive:
+                told = archive.pax_headers[HEADER]
+        return Snapshot(path, _ORIGIN.validate_json(told))
+    except OSError as error:
+        raise CallerError(f"{path} can't be read: {error.strerror}", field=FIELD) from error
+    except (tarfile.TarError, EOFError, KeyError, ValueError) as error:
+        raise CallerError(f"{path} is no snapshot of a sandbox", field=FIELD) from error
+
+
+async def restore(container: Container, snapshot: Snapshot) -> None:
+    """Do to a fresh sandbox of the same image what was done to the one that the snapshot was taken of.
+
+    Raises:
+        CallerError: it is damaged, of another image, or has more than the sandbox may write.
+        SandboxRefused: the machine has no room for it.
+    """
+    snapshot.origin.check(await asyncio.to_thread(Origin.of, container.image, container.spec))
+    source = os.open(snapshot.path, os.O_RDONLY | os.O_CLOEXEC)
+    try:
+        await container.ask("restore", [source])
+    except SandboxRefused as error:
+        if error.number and error.number not in OF_THE_MACHINE:
+            raise CallerError(f"{snapshot.path} can't be restored: {error.reason}", field=FIELD) from error
+        raise
+    finally:
+        os.close(source)

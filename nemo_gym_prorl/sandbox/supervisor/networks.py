@@ -1,0 +1,181 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Which sandboxes see each other, under which addresses and names.
+
+A sandbox gets an address when somebody asks for it, and a network when it is introduced to others: all that are
+introduced to each other, directly or not, are in one network. Nobody else is: one that was never introduced is alone.
+Each is told names of its own choosing; a name goes from everybody's list when the sandbox behind it has ended.
+
+One change at a time: each is made by a forked child from what is known when its turn comes.
+"""
+
+from __future__ import annotations
+
+import os
+from collections import deque
+from dataclasses import dataclass, field
+from functools import partial
+from ipaddress import IPv4Address, ip_address
+from itertools import count
+
+from nemo_gym_prorl.sandbox.isolation import inside
+from nemo_gym_prorl.sandbox.isolation.network import router as networks
+from nemo_gym_prorl.sandbox.supervisor.lifecycle import NoSandbox, Sandboxes
+from nemo_gym_prorl.sandbox.supervisor.processes.children import Children
+from nemo_gym_prorl.sandbox.supervisor.rpc.connections import Request
+from nemo_gym_prorl.sandbox.supervisor.rpc.protocol import Message
+
+
+@dataclass(slots=True, eq=False)
+class Network:
+    """One network: the socket that holds it, and the names of the sandboxes in it."""
+
+    namespace: int
+    members: set[str] = field(default_factory=set)
+
+
+class Networks:
+    """All networks of one supervisor."""
+
+    def __init__(self, children: Children, sandboxes: Sandboxes) -> None:
+        self._children = children
+        self._sandboxes = sandboxes
+        self._numbers = count(1)
+        self._addresses: dict[str, IPv4Address] = {}
+        self._names: dict[str, dict[str, str]] = {}
+        """Of each sandbox that was told any: the names it knows, and their addresses."""
+        self._networks: dict[str, Network] = {}
+        self._waiting: deque[tuple[Request, Message]] = deque()
+        self._busy = False
+        sandboxes.on_gone.append(self._gone)
+
+    def address(self, request: Request, name: str) -> None:
+        """Answer with the address that a sandbox has in whatever network it comes into."""
+        sandbox = self._sandboxes.up(name)
+        if sandbox.order["network"]:
+            raise OSError("it shares the host's network, and can be in no other")
+        if name not in self._addresses:
+            self._addresses[name] = self._free_address()
+        request.answer({"address": str(self._addresses[name])})
+
+    def introduce(self, request: Request, order: Message) -> None:
+        """Let a sandbox see those behind the addresses of ``order["hosts"]`` under these names, and them see it."""
+        self._sandboxes.up(order["sandbox"])
+        self._waiting.append((request, order))
+        self._begin()
+
+    def reach(self, request: Request, order: Message) -> None:
+        """As :func:`.inside.connect`, to a port of the sandbox behind an address in the same network."""
+        network = self._networks.get(order["sandbox"])
+        behind = self._behind(order["address"])
+        if network is None or behind not in network.members:
+            raise OSError(f"{order['address']} is nobody in the network of {order['sandbox']}")
+        place = self._sandboxes.up(behind).place_to_join()
+        self._children.fork(partial(inside.connect, place, order["port"]), request.answer)
+
+    def listen(self, request: Request, order: Message) -> None:
+        """Answer with what listens on a port of the sandbox's loopback device."""
+        place = self._sandboxes.up(order["sandbox"]).place_to_join()
+        self._children.fork(partial(networks.listen, place, order["port"]), request.answer)
+
+    def _free_address(self) -> IPv4Address:
+        used = set(self._addresses.values())
+        room = networks.NETWORK.num_addresses - 2
+        if len(used) == room:
+            raise OSError("all addresses of the network are in use")
+        while (address := networks.NETWORK.network_address + next(self._numbers) % room + 1) in used:
+            pass
+        return address
+
+    def _behind(self, address: str) -> str | None:
+        return next((name for name, own in self._addresses.items() if str(own) == address), None)
+
+    def _begin(self) -> None:
+        while self._waiting and not self._busy:
+            request, order = self._waiting.popleft()
+            try:
+                self._connect(request, order)
+            except NoSandbox as error:
+                request.answer({"error": str(error), "lost": True})
+            except OSError as error:
+                request.answer({"error": error.strerror or str(error)})
+
+    def _connect(self, request: Request, order: Message) -> None:
+        together = {order["sandbox"]}
+        for name, address in order["hosts"].items():
+            behind = self._behind(address)
+            if behind:
+                together.add(behind)
+            elif not ip_address(address).is_loopback:
+                raise OSError(f"{address}, for {name}, is the address of no sandbox here")
+        known = {id(found): found for name in together if (found := self._networks.get(name))}
+        into = max(known.values(), key=lambda network: len(network.members), default=None)
+        for network in known.values():
+            together |= network.members
+        coming = sorted(together - into.members if into else together)
+        if not coming:
+            self._tell(order["sandbox"], order["hosts"], request)
+            return
+        members = [networks.Member(self._sandboxes.up(name).place_to_join(), self._addresses[name]) for name in coming]
+        self._busy = True
+        self._children.fork(
+            partial(networks.connect, into.namespace if into else None, members),
+            partial(self._connected, request, order, into, coming),
+        )
+
+    def _connected(
+        self,
+        request: Request,
+        order: Message,
+        into: Network | None,
+        coming: list[str],
+        answer: Message,
+        files: list[int],
+    ) -> None:
+        self._busy = False
+        if "error" in answer:
+            request.answer(answer)
+        else:
+            network = into or Network(files.pop())
+            for name in coming:
+                self._leave(name)
+                network.members.add(name)
+                self._networks[name] = network
+            # Those that ended meanwhile.
+            for name in [name for name in network.members if name not in self._addresses]:
+                self._leave(name)
+            self._tell(order["sandbox"], order["hosts"], request)
+        self._begin()
+
+    def _tell(self, sandbox: str, names: dict[str, str], request: Request | None = None) -> None:
+        """Have a sandbox know these names and no others."""
+
+        def told(answer: Message, _files: list[int]) -> None:
+            if request:
+                request.answer(answer)
+
+        try:
+            place = self._sandboxes.up(sandbox).place_to_join()
+        except (NoSandbox, OSError) as error:
+            told({"error": str(error), "lost": isinstance(error, NoSandbox)}, [])
+            return
+        self._names[sandbox] = names
+        self._children.fork(partial(networks.write_hosts, place, names), told)
+
+    def _leave(self, name: str) -> None:
+        network = self._networks.pop(name, None)
+        if network:
+            network.members.discard(name)
+            if not network.members:
+                os.close(network.namespace)
+
+    def _gone(self, name: str) -> None:
+        """A sandbox has ended: its cable went with it, and its names go now."""
+        address = str(self._addresses.pop(name, ""))
+        self._names.pop(name, None)
+        network = self._networks.get(name)
+        others = network.members - {name} if network else set()
+        self._leave(name)
+        for other in others:
+            names = self._names.get(other, {})
+            if address in names.values():
+                self._tell(other, {known: place for known, place in names.items() if place != address})

@@ -1,0 +1,81 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Stop everything that runs in a sandbox, and let it go on: for rollouts that wait for something else meanwhile.
+
+A shell must not see that a program of its was stopped, or it takes it for a background job: parents have stopped
+before their children are told to, and continue after them. The container's first process and the child by which it
+notices its supervisor's end are left alone.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import signal
+import time
+
+from nemo_gym_prorl import proc_files
+from nemo_gym_prorl.sandbox.supervisor.processes import pidfd
+from nemo_gym_prorl.sandbox.supervisor.rpc.protocol import Message
+from nemo_gym_prorl.sandbox.supervisor.storage import state_dir
+
+
+PATIENCE_S = 5.0
+
+_STOPPED = "TtZX"
+
+
+def pause(space: state_dir.Space) -> tuple[Message, list[int]]:
+    """Stop what runs, until nothing does: it may start more meanwhile."""
+    deadline = time.monotonic() + PATIENCE_S
+    while running := [(pid, started) for started, pid, state in _programs(space) if state not in _STOPPED]:
+        for pid, started in running:
+            _send(pid, started, signal.SIGSTOP)
+            # On a busy machine it takes some time to stop, in which it could still look after its children.
+            while _runs(pid) and time.monotonic() < deadline:
+                time.sleep(0.0002)
+        if time.monotonic() > deadline:
+            resume(space)
+            raise OSError(f"processes {[pid for pid, _started in running]} do not stop")
+    return {}, []
+
+
+def resume(space: state_dir.Space) -> tuple[Message, list[int]]:
+    """Let everything go on."""
+    for started, pid, _state in reversed(_programs(space)):
+        _send(pid, started, signal.SIGCONT)
+    return {}, []
+
+
+def _programs(space: state_dir.Space) -> list[tuple[int, int, str]]:
+    """Start time, number and state of every process but the container's own, parents first."""
+    first = _words(space.init)
+    found = []
+    for pid in space.members():
+        with contextlib.suppress(OSError):
+            state, parent, *rest = _stat(pid)
+            if pid != space.init and (int(parent) != space.init or _words(pid) != first):
+                found.append((int(rest[17]), pid, state))
+    return sorted(found)
+
+
+def _runs(pid: int) -> bool:
+    try:
+        return _stat(pid)[0] not in _STOPPED
+    except OSError:
+        return False
+
+
+def _stat(pid: int) -> list[str]:
+    """What the kernel says of it, from its state on."""
+    with open(f"/proc/{pid}/stat") as file:
+        return file.read().rpartition(")")[2].split()
+
+
+def _words(pid: int) -> bytes:
+    try:
+        return proc_files.command_line(pid)
+    except OSError:
+        return b""
+
+
+def _send(pid: int, started: int, number: signal.Signals) -> None:
+    pidfd.send(pid, number, lambda: pidfd.start_time(pid) == started)

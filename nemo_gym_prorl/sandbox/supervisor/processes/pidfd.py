@@ -1,0 +1,59 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Signals to processes that are not our children: never to a number alone, which the kernel gives away again.
+
+A descriptor of a process (Linux 5.3) is opened first, and then what is known of the process is compared: whatever
+bears the number later, the signal goes to the one that was compared. Older kernels leave a moment between the two.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+from collections.abc import Callable
+
+
+def start_time(pid: int) -> int | None:
+    """When a process was started, in ticks since boot; ``None`` if it has ended."""
+    try:
+        with open(f"/proc/{pid}/stat") as file:
+            fields = file.read().rpartition(")")[2].split()
+    except (FileNotFoundError, ProcessLookupError):
+        return None
+    return None if fields[0] in "ZX" else int(fields[19])
+
+
+def send(pid: int, number: int, is_it: Callable[[], bool]) -> bool:
+    """Send a signal to a process if it is the one that is meant; returns whether it was sent.
+
+    Args:
+        pid: its number.
+        number: of the signal.
+        is_it: whether what bears the number now is the one.
+    """
+    try:
+        descriptor = os.pidfd_open(pid)
+    except ProcessLookupError:
+        return False
+    except OSError:
+        # A kernel without, or no descriptor left.
+        descriptor = -1
+    try:
+        if not is_it():
+            return False
+        if descriptor < 0:
+            os.kill(pid, number)
+        else:
+            signal.pidfd_send_signal(descriptor, number)
+    except ProcessLookupError:
+        return False
+    finally:
+        if descriptor >= 0:
+            os.close(descriptor)
+    return True
+
+
+def kill(pid: int, started: int) -> None:
+    """End the process of that number that was started then, if it lives."""
+    with contextlib.suppress(PermissionError):
+        send(pid, signal.SIGKILL, lambda: start_time(pid) == started)

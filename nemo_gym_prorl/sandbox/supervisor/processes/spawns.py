@@ -1,0 +1,257 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Programs on their way into a sandbox, and in it: each can be killed at any stage, by the name that its asker chose.
+
+A forked *joiner* enters the sandbox's namespaces, starts one process there as our own child, says which one it is,
+lets it begin, and ends. That process executes the program. Whatever is inside may stop it before (``kill -STOP -1``),
+for ever: nobody waits for it but who asked. The channel tells what became of it: a complaint, or nothing when the
+program was executed and the channel so closed.
+
+So a kill is effective whenever it comes: the joiner is ended, and what it started, known or not, begins nothing
+without its joiner's word.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import os
+import signal
+import socket
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from functools import partial
+from typing import NoReturn
+
+from nemo_gym_prorl.sandbox.isolation import inside
+from nemo_gym_prorl.sandbox.isolation.scripting import spawn_script
+from nemo_gym_prorl.sandbox.isolation.scripting.scripts import Script, UnfitError
+from nemo_gym_prorl.sandbox.limits.cgroups import Group
+from nemo_gym_prorl.sandbox.supervisor.processes.children import EXHAUSTED, KILLED, Children, Done, no_process
+from nemo_gym_prorl.sandbox.supervisor.processes.event_loop import Loop
+from nemo_gym_prorl.sandbox.supervisor.processes.runner import Runner, RunnerLostError
+from nemo_gym_prorl.sandbox.supervisor.rpc.protocol import Message, PeerGone, close_all, receive, socket_pair
+
+
+@dataclass(slots=True, eq=False)
+class Spawn:
+    """One program. ``joiner`` and ``process`` are the numbers of unreaped children of ours."""
+
+    name: str
+    channel: socket.socket | None
+    started: Done
+    ended: Callable[[int], None]
+    group: Group | None
+    script: Script | None = None
+    joiner: int | None = None
+    which: int = 0
+    process: int | None = None
+    doomed: bool = False
+    answer: Message = field(default_factory=dict)
+    files: list[int] = field(default_factory=list)
+    status: int | None = None
+
+
+class Spawns:
+    """All programs that run, or are to run, in the sandboxes of a supervisor."""
+
+    def __init__(self, loop: Loop, children: Children, runner: Runner) -> None:
+        self._loop = loop
+        self._children = children
+        self._runner = runner
+        self._all: dict[str, Spawn] = {}
+
+    def start(
+        self,
+        name: str,
+        place: inside.Place,
+        order: Message,
+        files: list[int],
+        group: Group | None,
+        started: Done,
+        ended: Callable[[int], None],
+        joiner: Callable[..., NoReturn] = inside.spawn,
+    ) -> None:
+        """Start a program.
+
+        Args:
+            name: by which it can be signalled.
+            place: where.
+            order: as for :func:`.inside.spawn`.
+            files: its open files; the caller's.
+            group: the control group it is to be in.
+            started: told once that it runs (``pid``), with its terminal if it has one, or why not (``error``).
+            ended: told its status, after ``started``, if it ran.
+            joiner: what enters the sandbox and starts it there.
+        """
+        if name in self._all:
+            raise OSError(f"there is a program {name} already")
+        spawn = Spawn(name, None, started, ended, group)
+        by_fork = partial(joiner, place, order)
+        try:
+            if joiner is not inside.spawn or not self._by_script(spawn, place, order, files, by_fork):
+                self._by_fork(spawn, by_fork, files)
+        except OSError as error:
+            started(no_process(error, group), [])
+            return
+        self._all[name] = spawn
+
+    def _by_fork(self, spawn: Spawn, joiner: Callable[..., NoReturn], files: list[int]) -> None:
+        ours, theirs = socket_pair()
+        with theirs:
+            try:
+                spawn.joiner, spawn.which = self._children.start(
+                    partial(joiner, files, theirs), partial(self._joiner_ended, spawn), spawn.group
+                )
+            except OSError:
+                ours.close()
+                raise
+        self._listen(spawn, ours, None)
+
+    def _by_script(
+        self, spawn: Spawn, place: inside.Place, order: Message, files: list[int], by_fork: Callable[..., NoReturn]
+    ) -> bool:
+        """Have the runner start it, if that can; returns whether it was asked."""
+        if not spawn_script.fits(place, order):
+            return False
+        try:
+            script = spawn_script.script(place, order, len(files), self._runner.first_file(spawn.group))
+        except UnfitError:
+            return False
+        ours, theirs = socket_pair()
+        with theirs:
+            # Of both ends only this one is waited on.
+            theirs.setblocking(True)
+            try:
+                spawn.which = self._runner.start(
+                    script,
+                    [theirs.fileno(), *files],
+                    spawn.group,
+                    begun=partial(self._begun, spawn, ours),
+                    ended=partial(self._joiner_ended, spawn),
+                    failed=partial(self._failed, spawn, ours),
+                    lost=partial(self._lost, spawn, ours, by_fork),
+                )
+            except (UnfitError, RunnerLostError):
+                ours.close()
+                return False
+            except OSError:
+                ours.close()
+                raise
+        self._listen(spawn, ours, script)
+        return True
+
+    def _listen(self, spawn: Spawn, channel: socket.socket, script: Script | None) -> None:
+        spawn.channel, spawn.script = channel, script
+        self._loop.watch(channel, partial(self._heard, spawn))
+
+    def _begun(self, spawn: Spawn, channel: socket.socket, joiner: int) -> None:
+        """The runner has started what joins, which goes on if it is wanted still, and ends otherwise."""
+        if spawn.channel is channel:
+            spawn.joiner = joiner
+            with contextlib.suppress(ConnectionError):
+                # It may have failed already, and says why.
+                channel.send(spawn_script.GO)
+
+    def _failed(self, spawn: Spawn, channel: socket.socket, error: OSError) -> None:
+        if spawn.channel is channel:
+            self._settle(spawn, no_process(error, spawn.group))
+
+    def _lost(self, spawn: Spawn, channel: socket.socket, by_fork: Callable[..., NoReturn], files: list[int]) -> None:
+        """The runner has been killed. What it may have started gets no word, and begins nothing."""
+        if spawn.channel is not channel:
+            return
+        self._loop.drop(channel)
+        spawn.channel = None
+        try:
+            self._by_fork(spawn, by_fork, files[1:])
+        except OSError as error:
+            del self._all[spawn.name]
+            spawn.started(no_process(error, spawn.group), [])
+
+    def signal(self, name: str, number: int) -> None:
+        """Signal a program and its process group; nothing happens if it has ended. SIGKILL works before it runs."""
+        spawn = self._all.get(name)
+        if spawn is None:
+            return
+        if number == signal.SIGKILL:
+            spawn.doomed = True
+            if spawn.joiner is not None:
+                os.kill(spawn.joiner, signal.SIGKILL)
+                # It may have said what it started; what it has not said does not begin.
+                return
+            self._strike(spawn)
+        elif spawn.process is not None:
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(spawn.process, number)
+
+    def _strike(self, spawn: Spawn) -> None:
+        """Kill what was started. Not reaped, so the number is its own; as long as it is in our session, it has no
+        group."""
+        if spawn.process is not None:
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(spawn.process, signal.SIGKILL)
+            os.kill(spawn.process, signal.SIGKILL)
+        elif spawn.channel is not None and spawn.status is None:
+            # Nothing will ever run, though it may lie there stopped until its sandbox ends.
+            self._settle(spawn, KILLED)
+
+    def _joiner_ended(self, spawn: Spawn, _status: int) -> None:
+        spawn.joiner = None
+        while spawn.channel is not None and spawn.process is None:
+            if not self._take(spawn):
+                break
+        if spawn.doomed:
+            self._strike(spawn)
+
+    def _heard(self, spawn: Spawn) -> None:
+        self._take(spawn)
+
+    def _take(self, spawn: Spawn) -> bool:
+        """Take one message off the channel; whether there was any."""
+        assert spawn.channel is not None
+        try:
+            message, files = receive(spawn.channel)
+        except BlockingIOError:
+            return False
+        except PeerGone:
+            self._settle(spawn, spawn.answer or KILLED)
+            return False
+        if "pid" in message:
+            spawn.answer, spawn.files = message, files
+            spawn.process = message["pid"]
+            self._children.adopt(message["pid"], partial(self._ended, spawn), spawn.which)
+        else:
+            close_all(files)
+            self._settle(spawn, spawn_script.failure(spawn.script, message) if spawn.script else message)
+        return True
+
+    def _settle(self, spawn: Spawn, answer: Message) -> None:
+        """It runs, or never will."""
+        assert spawn.channel is not None
+        self._loop.drop(spawn.channel)
+        spawn.channel = None
+        if spawn.doomed:
+            # Whether it had begun or not, nobody is to take it for running.
+            answer = KILLED
+        if "error" in answer:
+            close_all(spawn.files)
+            if answer.get("errno") == errno.EAGAIN and spawn.group and spawn.group.full():
+                answer = EXHAUSTED
+            self._all.pop(spawn.name, None)
+            spawn.started(answer, [])
+            return
+        spawn.script = None
+        spawn.started(answer, spawn.files)
+        if spawn.status is not None:
+            self._finish(spawn)
+
+    def _ended(self, spawn: Spawn, status: int) -> None:
+        spawn.process = None
+        spawn.status = status
+        if spawn.channel is None:
+            self._finish(spawn)
+
+    def _finish(self, spawn: Spawn) -> None:
+        # One that never ran has been forgotten, and only had to be reaped.
+        if self._all.pop(spawn.name, None) and spawn.status is not None:
+            spawn.ended(spawn.status)

@@ -1,0 +1,300 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A server's end of its supervisor: asks it, is told of ends, and notices when it dies.
+
+Each event loop has a connection of its own to the one supervisor that a process has (:mod:`.own_supervisor`).
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import errno
+import os
+import secrets
+import signal
+import socket
+import weakref
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from nemo_gym_prorl.failures import CallerError, FailureKind, RolloutError
+from nemo_gym_prorl.sandbox.supervisor.errors import SHORTAGES, SandboxExhausted, SandboxLost, SandboxRefused
+from nemo_gym_prorl.sandbox.supervisor.rpc import own_supervisor
+from nemo_gym_prorl.sandbox.supervisor.rpc.protocol import (
+    Message,
+    Outbox,
+    Packet,
+    PeerGone,
+    close_all,
+    pack,
+    receive,
+)
+
+
+__all__ = ["Link", "Process", "SandboxExhausted", "SandboxLost", "SandboxRefused", "writable"]
+
+
+READS_A_TURN = 64
+"""Messages before other tasks of the loop get a turn."""
+
+RETRY_S = 0.05
+"""Pause before a message is sent again that the kernel did not take for now."""
+
+RETRIES = 20
+
+
+@dataclass(frozen=True, slots=True)
+class Process:
+    """A process that was started inside a sandbox.
+
+    Attributes:
+        name: what the supervisor knows it by.
+        pid: its number on the host, which is also that of its process group.
+        ended: its exit code once it has ended, negative for a signal. Shared: shield it when waiting.
+        terminal: the controlling end of its terminal, the caller's to close; ``None`` if it has none.
+    """
+
+    name: str
+    pid: int
+    ended: asyncio.Future[int]
+    terminal: int | None
+
+
+_links: weakref.WeakKeyDictionary[asyncio.AbstractEventLoop, dict[Path, Link]] = weakref.WeakKeyDictionary()
+# A forked copy of the server has none of the original's connections.
+os.register_at_fork(after_in_child=_links.clear)
+
+
+class Link:
+    """One event loop's connection. Everything here belongs to that loop."""
+
+    def __init__(self, connection: socket.socket, folder: Path) -> None:
+        self.folder = folder
+        self.lost = False
+        self._connection = connection
+        self._outbox = Outbox(connection)
+        self._loop = asyncio.get_running_loop()
+        self._number = 0
+        self._name = secrets.token_hex(6)
+        self._answers: dict[int, asyncio.Future[tuple[Message, list[int]]]] = {}
+        self._exits: dict[str, asyncio.Future[int]] = {}
+        self._watchers: dict[str, Callable[[Message], None]] = {}
+        self._loop.add_reader(connection, self._receive)
+
+    @classmethod
+    async def get(cls) -> Link:
+        """The running loop's connection to this process's own supervisor.
+
+        Raises:
+            InfrastructureError: no supervisor can be started here; the message says why.
+        """
+        return await cls.to(await asyncio.to_thread(own_supervisor.running_supervisor))
+
+    @classmethod
+    async def to(cls, folder: Path) -> Link:
+        """The running loop's connection to the supervisor of ``folder``, which may be another process's."""
+        links = _links.setdefault(asyncio.get_running_loop(), {})
+        if folder not in links or links[folder].lost:
+            connection = await cls._connect(folder)
+            if folder in links and not links[folder].lost:
+                connection.close()
+            else:
+                links[folder] = cls(connection, folder)
+        return links[folder]
+
+    @staticmethod
+    async def _connect(folder: Path) -> socket.socket:
+        connection = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        connection.setblocking(False)
+        try:
+            await asyncio.get_running_loop().sock_connect(connection, str(folder / "socket"))
+        except OSError as error:
+            connection.close()
+            raise SandboxLost(f"the sandbox supervisor of {folder} is gone") from error
+        return connection
+
+    async def ask(self, message: Message, files: Sequence[int] = ()) -> tuple[Message, list[int]]:
+        """Send a request and wait for its answer, with the files that came with it, which are the caller's to close.
+
+        Who is cancelled leaves nothing that others notice: what was not sent is not sent any more.
+
+        Raises:
+            SandboxRefused: it could not be done.
+            SandboxExhausted: not with what the sandbox may use.
+            SandboxLost: the supervisor is gone.
+        """
+        for _ in range(RETRIES):
+            with contextlib.suppress(_TooManyOnTheWay):
+                return await self._ask(message, files)
+            await asyncio.sleep(RETRY_S)
+        return await self._ask(message, files)
+
+    async def _ask(self, message: Message, files: Sequence[int]) -> tuple[Message, list[int]]:
+        if self.lost:
+            raise SandboxLost("the sandbox supervisor is gone, and its sandboxes with it")
+        self._number += 1
+        number = self._number
+        future = self._answers[number] = self._loop.create_future()
+        try:
+            packet = pack({**message, "id": number}, files)
+        except OSError as error:
+            del self._answers[number]
+            raise _not_asked(error) from error
+        packet.failed = partial(self._unsent, future)
+        try:
+            self._send(packet)
+            answer, received = await future
+        finally:
+            self._outbox.withdraw(packet)
+            self._answers.pop(number, None)
+        if "error" in answer:
+            raise _refusal(answer)
+        return answer, received
+
+    def post(self, message: Message) -> None:
+        """Have something done, and wait for nothing; if the supervisor is gone, so is what it was to be done to."""
+        if not self.lost:
+            self._send(pack(message))
+
+    async def spawn(self, message: Message, files: Sequence[int]) -> Process:
+        """As :meth:`ask`, for what starts a process. If this is cancelled, it will not run."""
+        self._number += 1
+        name = f"{self._name}-{self._number}"
+        ended = self._exits[name] = self._loop.create_future()
+        try:
+            answer, received = await self.ask({**message, "spawn": name}, files)
+        except BaseException as error:
+            # Losing the supervisor has cleared them already.
+            self._exits.pop(name, None)
+            if isinstance(error, asyncio.CancelledError):
+                self.kill(name)
+            raise
+        return Process(name, answer["pid"], ended, received[0] if received else None)
+
+    def kill(self, name: str) -> None:
+        """End a process, with its group, wherever it is on its way."""
+        self.post({"do": "signal", "spawn": name, "signal": int(signal.SIGKILL)})
+
+    def watch(self, sandbox: str, watcher: Callable[[Message], None] | None) -> None:
+        """Have the events of a sandbox told to ``watcher``."""
+        if watcher:
+            self._watchers[sandbox] = watcher
+        else:
+            self._watchers.pop(sandbox, None)
+
+    def _send(self, packet: Packet) -> None:
+        self._outbox.put(packet)
+        self._flush()
+
+    def _flush(self) -> None:
+        try:
+            done = self._outbox.flush()
+        except PeerGone:
+            self._lose()
+            return
+        if not self.lost:
+            if done:
+                self._loop.remove_writer(self._connection)
+            else:
+                self._loop.add_writer(self._connection, self._flush)
+
+    @staticmethod
+    def _unsent(future: asyncio.Future[tuple[Message, list[int]]], error: OSError) -> None:
+        if not future.done():
+            future.set_exception(_not_asked(error))
+
+    def _receive(self) -> None:
+        for _ in range(READS_A_TURN):
+            if self.lost:
+                return
+            try:
+                message, files = receive(self._connection)
+            except BlockingIOError:
+                return
+            except PeerGone:
+                self._lose()
+                return
+            if message.get("event") == "exit":
+                future = self._exits.pop(message["spawn"], None)
+                if future and not future.done():
+                    future.set_result(message["status"])
+            elif "event" in message:
+                if watcher := self._watchers.get(message["sandbox"]):
+                    watcher(message)
+            else:
+                self._settle(message, files)
+
+    def _settle(self, message: Message, files: list[int]) -> None:
+        if message.get("torn"):
+            message["error"] = "this process may open no more files; raise its limit (ulimit -n)"
+            message["errno"] = errno.EMFILE
+        future = self._answers.get(message["id"])
+        if future and not future.done():
+            future.set_result((message, files))
+            return
+        close_all(files)
+
+    def _lose(self) -> None:
+        if self.lost:
+            return
+        self.lost = True
+        self._loop.remove_reader(self._connection)
+        self._loop.remove_writer(self._connection)
+        self._outbox.close()
+        self._connection.close()
+        reason = SandboxLost("the sandbox supervisor died, and its sandboxes with it")
+        futures: list[asyncio.Future[Any]] = [*self._answers.values(), *self._exits.values()]
+        for future in futures:
+            if not future.done():
+                future.set_exception(reason)
+                # Nobody may be waiting for the end of a process.
+                future.exception()
+        self._exits.clear()
+        for watcher in list(self._watchers.values()):
+            watcher({"event": "gone"})
+        self._loop.run_in_executor(None, own_supervisor.bury, self.folder)
+
+
+class _TooManyOnTheWay(SandboxRefused):
+    """The kernel takes no more open files now, on behalf of anybody of this user."""
+
+
+def _not_asked(error: OSError) -> SandboxRefused:
+    """What did not even get as far as the supervisor."""
+    if error.errno == errno.ETOOMANYREFS:
+        return _TooManyOnTheWay(SHORTAGES[errno.ETOOMANYREFS], kind=FailureKind.PROVIDER_UNAVAILABLE)
+    return SandboxRefused(f"it can't be asked for: {error.strerror}", error.errno or 0)
+
+
+def _refusal(answer: Message) -> RolloutError:
+    """The error that an answer stands for."""
+    if answer.get("lost"):
+        return SandboxLost(answer["error"])
+    if answer.get("exhausted"):
+        return SandboxExhausted(answer["error"], answer["exhausted"])
+    if answer.get("field"):
+        return CallerError(answer["error"], field=answer["field"])
+    # Nothing of the agent's kills the helper, which is the machine's.
+    kind = FailureKind.PROVIDER_UNAVAILABLE if answer.get("killed") else None
+    if answer.get("quota"):
+        kind = FailureKind.PROVIDER_QUOTA_EXHAUSTED
+    if shortage := SHORTAGES.get(answer.get("errno") or 0):
+        if answer["errno"] in (errno.EMFILE, errno.ENFILE):
+            kind = FailureKind.PROVIDER_QUOTA_EXHAUSTED
+        # No number: that would be the request's fault.
+        return SandboxRefused(f"{answer['error']}: {shortage}", kind=kind or FailureKind.PROVIDER_UNAVAILABLE)
+    return SandboxRefused(answer["error"], answer.get("errno") or 0, answer.get("log", ""), kind=kind)
+
+
+async def writable(descriptor: socket.socket | int) -> None:
+    """Wait until a non-blocking file takes more."""
+    loop = asyncio.get_running_loop()
+    ready = asyncio.Event()
+    loop.add_writer(descriptor, ready.set)
+    try:
+        await ready.wait()
+    finally:
+        loop.remove_writer(descriptor)

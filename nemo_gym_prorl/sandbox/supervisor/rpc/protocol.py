@@ -1,0 +1,230 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Messages between a server and its supervisor: one packet each, JSON, with open files beside it.
+
+The socket keeps packets apart (``SOCK_SEQPACKET``): one is sent whole or not at all, so whoever is cancelled or killed
+while sending leaves nothing that others could trip over. A message that no packet holds travels as a file of memory
+(:data:`LARGEST_INLINE`), and the packet says only whose it is.
+"""
+
+from __future__ import annotations
+
+import errno
+import json
+import os
+import resource
+import socket
+from array import array
+from collections import deque
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+
+Message = dict[str, Any]
+
+MAX_FILES = 8
+"""Most open files beside one message."""
+
+LARGEST_INLINE = 60_000
+"""Bytes of a message that goes into a packet: some fit into a socket's buffer, of 208 KiB by default, at a time."""
+
+LARGEST_MESSAGE = 16 << 20
+"""Bytes; the kernel takes less for the arguments and variables of a program."""
+
+_ENVELOPE = 256
+"""Bytes more that a packet may have."""
+
+_ROOM_FOR_FILES = socket.CMSG_LEN((MAX_FILES + 1) * array("i").itemsize)
+
+
+class PeerGone(ConnectionError):
+    """The other end is closed, or sends what is no message."""
+
+
+def socket_pair() -> tuple[socket.socket, socket.socket]:
+    """Two ends over which messages can go; neither blocks."""
+    ends = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    for end in ends:
+        end.setblocking(False)
+    return ends
+
+
+@dataclass(slots=True, eq=False)
+class Packet:
+    """A message on its way.
+
+    Attributes:
+        data: its packet.
+        files: to go with it.
+        own: those of them that are closed here once it is sent, or will not be.
+        failed: told when the kernel refuses just this one, for want of memory or descriptors.
+    """
+
+    data: bytes
+    files: list[int]
+    own: list[int] = field(default_factory=list)
+    failed: Callable[[OSError], None] | None = None
+
+    def close(self) -> None:
+        """Close the files that are ours to close."""
+        while self.own:
+            os.close(self.own.pop())
+
+
+def pack(message: Message, files: Sequence[int] = (), *, own: bool = False) -> Packet:
+    """A message with its files, ready to send; ``own`` to have them closed with it.
+
+    Raises:
+        OSError: it is too large, or there is no memory for it.
+    """
+    body = json.dumps(message, separators=(",", ":")).encode()
+    packet = Packet(body, list(files), list(files) if own else [])
+    if len(body) > LARGEST_INLINE:
+        if len(body) > LARGEST_MESSAGE:
+            packet.close()
+            raise OSError(errno.E2BIG, f"a request of {len(body)} bytes; {LARGEST_MESSAGE} at most")
+        memory = os.memfd_create("message", os.MFD_CLOEXEC)
+        packet.own.append(memory)
+        packet.files.append(memory)
+        with os.fdopen(memory, "wb", closefd=False) as file:
+            file.write(body)
+        packet.data = json.dumps({"id": message.get("id"), "size": len(body)}).encode()
+    return packet
+
+
+def send(connection: socket.socket, packet: Packet) -> None:
+    """Send a packet.
+
+    Raises:
+        BlockingIOError: there is no room now.
+        PeerGone: nobody will ever take it.
+        OSError: the kernel refuses this one.
+    """
+    try:
+        if packet.files:
+            _send_files(connection, packet)
+        else:
+            connection.send(packet.data)
+    except ConnectionError as error:
+        raise PeerGone(*error.args) from None
+
+
+def _send_files(connection: socket.socket, packet: Packet) -> None:
+    """What a user's processes may have on the way together is compared with the sender's soft limit of open files.
+
+    Sandboxes may have far fewer there than the hard limit is (:mod:`..limits.kernel_shares`), so with that it goes.
+    """
+    try:
+        socket.send_fds(connection, [packet.data], packet.files)
+    except OSError as error:
+        soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+        if error.errno != errno.ETOOMANYREFS or soft == hard:
+            raise
+        resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
+        try:
+            socket.send_fds(connection, [packet.data], packet.files)
+        finally:
+            resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+
+
+def receive(connection: socket.socket) -> tuple[Message, list[int]]:
+    """Take the next message, with its files, which are the caller's to close.
+
+    One whose files could not be received, since this process may open no more, has the key ``torn``.
+
+    Raises:
+        BlockingIOError: there is none now.
+        PeerGone: there never will be.
+    """
+    try:
+        # Not socket.recv_fds, which ignores its flags: every program that is executed would inherit the files.
+        data, ancillary, flags, _address = connection.recvmsg(
+            LARGEST_INLINE + _ENVELOPE, _ROOM_FOR_FILES, socket.MSG_CMSG_CLOEXEC
+        )
+    except ConnectionError as error:
+        raise PeerGone(*error.args) from None
+    numbers = array("i")
+    for level, kind, content in ancillary:
+        if (level, kind) == (socket.SOL_SOCKET, socket.SCM_RIGHTS):
+            # Of one that was cut off there may be a part.
+            numbers.frombytes(content[: len(content) // numbers.itemsize * numbers.itemsize])
+    files = list(numbers)
+    try:
+        if not data or flags & socket.MSG_TRUNC:
+            raise PeerGone(errno.EPIPE, "closed")
+        message = json.loads(data)
+        if flags & socket.MSG_CTRUNC:
+            message["torn"] = True
+        elif "size" in message:
+            message = json.loads(_read(files[-1], message["size"]))
+            os.close(files.pop())
+    except (PeerGone, ValueError, LookupError, TypeError, RecursionError) as error:
+        close_all(files)
+        raise PeerGone(errno.EPROTO, f"no message: {error}") from error
+    if "torn" in message:
+        close_all(files)
+    return message, files
+
+
+def _read(memory: int, size: int) -> bytes:
+    if size > LARGEST_MESSAGE:
+        raise ValueError(f"{size} bytes")
+    return os.pread(memory, size, 0)
+
+
+class Outbox:
+    """Messages that wait for room in one non-blocking socket, in order."""
+
+    def __init__(self, connection: socket.socket) -> None:
+        self._connection = connection
+        self._waiting: deque[Packet] = deque()
+
+    def __len__(self) -> int:
+        return len(self._waiting)
+
+    def put(self, packet: Packet) -> None:
+        """Have it sent after those that wait."""
+        self._waiting.append(packet)
+
+    def withdraw(self, packet: Packet) -> bool:
+        """Don't send it after all; returns whether it was still here."""
+        try:
+            self._waiting.remove(packet)
+        except ValueError:
+            return False
+        packet.close()
+        return True
+
+    def flush(self) -> bool:
+        """Send what there is room for; returns whether that was all.
+
+        Raises:
+            PeerGone: nobody will take the rest, which is forgotten.
+        """
+        while self._waiting:
+            packet = self._waiting[0]
+            try:
+                send(self._connection, packet)
+            except BlockingIOError:
+                return False
+            except PeerGone:
+                self.close()
+                raise
+            except OSError as error:
+                self._waiting.popleft().close()
+                if packet.failed:
+                    packet.failed(error)
+                continue
+            self._waiting.popleft().close()
+        return True
+
+    def close(self) -> None:
+        """Forget everything that waits."""
+        while self._waiting:
+            self._waiting.popleft().close()
+
+
+def close_all(files: list[int]) -> None:
+    """Close open files, and forget them."""
+    while files:
+        os.close(files.pop())

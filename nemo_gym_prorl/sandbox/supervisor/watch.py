@@ -1,0 +1,208 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The supervisor's watchdog: a child that looks at what sandboxes use, so that the supervisor never waits for a look.
+
+It kills the process that has to go itself, having made sure which one that is, and tells the supervisor of it; a
+sandbox that has to go is the supervisor's to end. What it decides by is :mod:`..limits.watchdog`.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import socket
+import time
+from collections import deque
+from collections.abc import Iterator
+from functools import partial
+
+from nemo_gym_prorl.sandbox.limits import usage
+from nemo_gym_prorl.sandbox.limits.report import COUNTED_PER_NAMESPACE, Facts, file_size_reached
+from nemo_gym_prorl.sandbox.limits.walk import Found, walk
+from nemo_gym_prorl.sandbox.limits.watchdog import (
+    CENSUS_SHARE,
+    COLD_SHARE_S,
+    LONG_WALK_S,
+    LONG_WALK_SHARE_S,
+    MOST_WALKS,
+    TICK_S,
+    WALK_SHARE_S,
+    Rota,
+    Watched,
+    goes_fast,
+)
+from nemo_gym_prorl.sandbox.supervisor.processes import pidfd
+from nemo_gym_prorl.sandbox.supervisor.processes.children import tell
+from nemo_gym_prorl.sandbox.supervisor.processes.servant import wait_for
+from nemo_gym_prorl.sandbox.supervisor.rpc.protocol import Message, PeerGone, receive
+from nemo_gym_prorl.sandbox.supervisor.sandbox import Sandbox
+
+
+def order(sandbox: Sandbox, *, in_memory: bool) -> Message | None:
+    """What the watchdog is told of a sandbox that is up."""
+    wanted, kept = sandbox.order, sandbox.group.controllers if sandbox.group else frozenset()
+    memory = 0 if "memory" in kept else wanted["memory_mib"] << 20
+    if sandbox.space is None:
+        return None
+    return {
+        "name": sandbox.name,
+        "space": sandbox.space.number,
+        "init": sandbox.space.init,
+        "outside": sandbox.starter if sandbox.way == "runtime" and not sandbox.group else None,
+        "group": str(sandbox.group.path) if sandbox.group else "",
+        "folder": str(sandbox.folder / "overlay" / "upper"),
+        "memory_limit": memory,
+        "disk_limit": wanted["disk_mib"] << 20,
+        "process_limit": wanted["processes"] if Facts.here(frozenset()).kernel >= COUNTED_PER_NAMESPACE else 0,
+        "shared_memory_mib": wanted["shared_memory_mib"],
+        "volumes": [bind.partition(":")[0] for bind in wanted["volumes"]],
+        "in_memory": in_memory,
+    }
+
+
+def serve(channel: socket.socket) -> None:
+    """Until the supervisor is gone: take orders (``watch``, ``forget``, ``active``), and tell of what went over."""
+    watch = Watch(channel)
+    due = 0.0
+    while True:
+        wait_s = max(0.0, due - time.monotonic()) if watch.rota.all else None
+        try:
+            while wait_for(channel, wait_s):
+                message, _files = receive(channel)
+                watch.told(message)
+                wait_s = 0.0
+        except PeerGone:
+            return
+        if time.monotonic() >= due:
+            watch.tick()
+            due = time.monotonic() + TICK_S
+
+
+class Watch:
+    """Looks, and tells."""
+
+    def __init__(self, channel: socket.socket) -> None:
+        self.rota = Rota()
+        self._channel = channel
+        self._available = usage.available()
+        self._total = os.sysconf("SC_PHYS_PAGES") * usage.PAGE
+        self._next_census = 0.0
+        self._walks: deque[tuple[Watched, Found, Iterator[None]]] = deque()
+
+    def told(self, message: Message) -> None:
+        """Take an order of the supervisor's."""
+        if "watch" in message:
+            self.rota.all[message["watch"]["name"]] = Watched(**message["watch"])
+        elif "forget" in message:
+            self.rota.all.pop(message["forget"], None)
+        for name, started in message.get("active", {}).items():
+            if box := self.rota.all.get(name):
+                box.hot = box.unmeasured = True
+                box.members.update(started)
+
+    def tick(self) -> None:
+        """Look at whoever's turn it is."""
+        before, self._available = self._available, usage.available()
+        self._census()
+        for box in self.rota.hot():
+            self._look(box)
+        end = time.monotonic() + COLD_SHARE_S
+        everybody = goes_fast(before, self._available, self._total)
+        for box in self.rota.cold():
+            self._look(box)
+            if not everybody and time.monotonic() > end:
+                break
+        now = time.monotonic()
+        is_long = any(now - box.walked > LONG_WALK_S for box, _found, _steps in self._walks)
+        self._measure(now + (LONG_WALK_SHARE_S if is_long else WALK_SHARE_S))
+
+    def _census(self) -> None:
+        """Learn which processes are whose, where no control group tells."""
+        unlisted = {box.space: box for box in self.rota.all.values() if not box.group}
+        begin = time.monotonic()
+        if not unlisted or begin < self._next_census:
+            return
+        for space, members in usage.census(unlisted).items():
+            unlisted[space].members = members
+        now = time.monotonic()
+        self._next_census = now + (now - begin) / CENSUS_SHARE
+
+    def _look(self, box: Watched) -> None:
+        processes = [found for pid in self._members(box) if (found := usage.look(pid))]
+        box.saw(processes)
+        if box.hot:
+            self._look_for_full(box, processes)
+        if not box.may_exceed(processes):
+            return
+        # The runtime's own processes are in the group, too, but outside.
+        inside = {process.pid: process for process in processes if _is_inside(process.pid, box)}
+        excess = box.excess({pid: usage.proportional(pid) for pid in inside})
+        if excess is None:
+            return
+        victim, reason = excess
+        self._tell(box, "memory", reason, ended=not victim)
+        if victim:
+            pidfd.send(victim, signal.SIGKILL, partial(_is_still, inside[victim], box))
+
+    def _look_for_full(self, box: Watched, processes: list[usage.Process]) -> None:
+        if box.outside and (runtime := usage.look(box.outside)):
+            processes = [*processes, runtime]
+        for resource, reason in box.full(processes, _shared_memory_free(box)):
+            self._tell(box, resource, reason, ended=False)
+
+    def _members(self, box: Watched) -> set[int]:
+        if not box.group:
+            # Those without a parent are the first process's.
+            known = {box.init, *box.members}
+            return known.union(*map(usage.children, known))
+        try:
+            with open(f"{box.group}/cgroup.procs", "rb") as file:
+                return {int(number) for number in file.read().split()}
+        except OSError:
+            return set()
+
+    def _measure(self, until: float) -> None:
+        """Go on with the walks that there are, some files of each at a time."""
+        while (now := time.monotonic()) < until:
+            if len(self._walks) < MOST_WALKS and (box := self.rota.to_walk(now)):
+                # What it does from now on is for the next walk.
+                box.unmeasured, box.walked, box.walking = False, now, True
+                found = Found()
+                self._walks.append((box, found, walk((box.folder, *box.volumes), box.members, box.init, found)))
+            if not self._walks:
+                return
+            box, found, steps = self._walks.popleft()
+            if self.rota.all.get(box.name) is not box:
+                continue
+            more = next(steps, self) is None
+            if reason := box.overran(found):
+                self._tell(box, "disk", reason, ended=True)
+            elif more:
+                self._walks.append((box, found, steps))
+            else:
+                box.measured(found)
+                if box.disk_limit and found.largest >= box.disk_limit:
+                    self._tell(box, "file size", file_size_reached(box.disk_limit >> 20), ended=False)
+
+    def _tell(self, box: Watched, resource: str, reason: str, *, ended: bool) -> None:
+        tell(self._channel, {"sandbox": box.name, "resource": resource, "reason": reason, "ended": ended}, [])
+
+
+def _shared_memory_free(box: Watched) -> int:
+    """Blocks, or files if those are fewer."""
+    try:
+        found = os.statvfs(f"/proc/{box.init}/root/dev/shm")
+    except OSError:
+        return 1
+    return min(found.f_bavail, found.f_favail)
+
+
+def _is_inside(pid: int, box: Watched) -> bool:
+    try:
+        return os.stat(f"/proc/{pid}/ns/pid").st_ino == box.space
+    except OSError:
+        return False
+
+
+def _is_still(process: usage.Process, box: Watched) -> bool:
+    now = usage.look(process.pid)
+    return now is not None and now.started == process.started and _is_inside(process.pid, box)

@@ -1,0 +1,77 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The supervisor of a server's sandboxes is killed at any time of a session: a failure that says so, never a reward.
+
+Of the solution, which is right, nobody may hear that it is wrong.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import random
+import signal
+
+import pytest
+
+from nemo_gym_prorl.failures import FailureKind
+from nemo_gym_prorl.sandbox.supervisor.rpc import own_supervisor as supervisors
+from tests.prorl_code.conftest import Client
+from tests.tasks import containers
+
+
+pytestmark = pytest.mark.sandbox
+
+SOLVED = "import time\ntime.sleep(0.3)\n\n\ndef truncate_number(number):\n    return number % 1\n"
+
+LOST = {FailureKind.SESSION_LOST, FailureKind.PROVIDER_UNAVAILABLE}
+
+
+def kill() -> None:
+    assert supervisors._current
+    os.kill(supervisors._current.popen.pid, signal.SIGKILL)
+
+
+async def nothing_is_left() -> None:
+    async with asyncio.timeout(60):
+        while containers.instances():
+            await asyncio.sleep(0.05)
+
+
+@pytest.mark.parametrize("released", [True, False])
+async def test_in_eval(client: Client, released: bool) -> None:
+    rng = random.Random(released)
+    met = 0
+    for _ in range(8):
+        await client.seed()
+        await client.tool("str_replace_editor", command="create", path="solution.py", file_text=SOLVED)
+        if released:
+            assert (await client.post("/release_session"))[0] == 200
+        verifying = asyncio.create_task(client.verify())
+        await asyncio.sleep(rng.uniform(0, 0.6))
+        met += not verifying.done()
+        kill()
+        status, said, kind = await asyncio.wait_for(verifying, 60)
+        # A try that was lost is made again, in a fresh sandbox.
+        if status == 200:
+            assert (said["reward"], said["verdict"]) == (1.0, "passed"), said
+        else:
+            assert (status, kind in LOST) == (500, True), said
+            assert "reward" not in said
+        await client.post("/close_session")
+    assert met, "none was killed in time"
+    await nothing_is_left()
+
+
+async def test_in_run(client: Client) -> None:
+    for tool, arguments in (("bash", {"command": "sleep 60"}), ("python", {"code": "import time; time.sleep(60)"})):
+        await client.seed()
+        await client.tool("str_replace_editor", command="create", path="solution.py", file_text=SOLVED)
+        running = asyncio.create_task(client.post(f"/{tool}", arguments))
+        await asyncio.sleep(0.3)
+        kill()
+        for call in (running, client.post("/bash", {"command": "ls"}), client.verify()):
+            status, said, kind = await asyncio.wait_for(call, 60)
+            assert (status, kind in LOST) == (500, True), said
+            assert "reward" not in said
+        await client.post("/close_session")
+    await nothing_is_left()

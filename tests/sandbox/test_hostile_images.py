@@ -1,0 +1,277 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Images whose own files are what a stranger chose: links to the host, links in place of the kernel's, pipes.
+
+Each is tried with the check of images, which names what is wrong, and without it: whoever makes the sandbox relies on
+no check.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import re
+import shutil
+import tempfile
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+from nemo_gym_prorl.failures import CallerError, InfrastructureError
+from nemo_gym_prorl.sandbox.container import Container, ContainerSpec
+from nemo_gym_prorl.sandbox.images import validate
+from nemo_gym_prorl.sandbox.isolation.mould import idle_program
+from nemo_gym_prorl.sandbox.isolation.scripting import tiny_elf
+from nemo_gym_prorl.sandbox.runtime.apptainer import Runtime
+from nemo_gym_prorl.sandbox.spec import Start
+from nemo_gym_prorl.sandbox.supervisor.creation import AT_ONCE
+
+
+pytestmark = pytest.mark.sandbox
+
+WAYS: tuple[Start, ...] = ("mould", "runtime")
+BOTH_WAYS = pytest.mark.parametrize("start", WAYS)
+
+Make = Callable[[], Path]
+
+
+@pytest.fixture
+def open_folder() -> Iterator[Path]:
+    """A folder of the host that every user may enter."""
+    with tempfile.TemporaryDirectory(prefix="prorl-h-", dir="/tmp") as name:
+        Path(name).chmod(0o755)
+        yield Path(name)
+
+
+@pytest.fixture
+def make(tiny_root: Path, open_folder: Path) -> Make:
+    """Makes images to be changed, each of its own."""
+    made: list[Path] = []
+
+    def copy() -> Path:
+        made.append(open_folder / f"image-{len(made)}")
+        shutil.copytree(tiny_root, made[-1], symlinks=True, copy_function=os.link)
+        for name in ("proc", "sys", "dev", "run", "home", "var/tmp"):
+            (made[-1] / name).mkdir(parents=True)
+        for name in ("passwd", "group"):
+            path = made[-1] / "etc" / name
+            text = path.read_text()
+            path.unlink()
+            path.write_text(text)
+        return made[-1]
+
+    return copy
+
+
+@pytest.fixture
+def unchecked(monkeypatch: pytest.MonkeyPatch) -> None:
+    """No image is looked at before it is started."""
+    monkeypatch.setattr(validate, "_check_places", lambda _root: None)
+
+
+def put(root: Path, name: str, link: str) -> None:
+    """Have an image's path be a link."""
+    path = root / name
+    if path.is_dir() and not path.is_symlink():
+        shutil.rmtree(path)
+    else:
+        path.unlink(missing_ok=True)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.symlink_to(link)
+
+
+def host_folder(folder: Path) -> Path:
+    """A folder of the host which a sandbox's user could change if there were a way to it."""
+    victim = folder / "victim"
+    victim.mkdir()
+    for name in ("hosts", "passwd"):
+        (victim / name).write_text("of the host\n")
+        (victim / name).chmod(0o666)
+    victim.chmod(0o777)
+    return victim
+
+
+def seen(folder: Path) -> dict[str, tuple[int, int, str]]:
+    """All of it that could be changed."""
+    paths = (folder, *sorted(folder.rglob("*")))
+    return {str(p): (p.stat().st_mode, p.stat().st_uid, p.read_text() if p.is_file() else "") for p in paths}
+
+
+@BOTH_WAYS
+@pytest.mark.parametrize("name", ["etc", "etc/passwd", "var"])
+@pytest.mark.usefixtures("unchecked")
+async def test_links_to_open_files_lead_to_nothing_of_the_host(
+    make: Make, runtime: Runtime, open_folder: Path, start: Start, name: str
+) -> None:
+    """By way of whatever file the process that makes the sandbox has open."""
+    victim = host_folder(open_folder)
+    before = seen(victim)
+    for number in range(3, 13):
+        root = make()
+        put(root, name, f"/proc/self/fd/{number}{victim}{'/passwd' if name == 'etc/passwd' else ''}")
+        try:
+            async with await Container.start(ContainerSpec(image=root, start=start, start_timeout_s=20), runtime):
+                pass
+        except InfrastructureError:
+            # It may well not start.
+            pass
+        assert seen(victim) == before
+
+
+REFUSED = {
+    "proc": "/proc/sys",
+    "sys": "/proc/sys/kernel",
+    "dev": "/proc/self",
+    "etc": "/proc/self/fd/5/etc",
+    "tmp": "/sys/kernel",
+    "root": "/dev/shm",
+    "var": "/proc",
+    "var/tmp": "../proc/self",
+}
+
+
+@pytest.mark.parametrize("name", REFUSED)
+async def test_links_in_place_of_folders_are_refused_by_name(make: Make, runtime: Runtime, name: str) -> None:
+    root = make()
+    put(root, name, REFUSED[name])
+    with pytest.raises(CallerError, match=f"{root} can't be a sandbox's root: its /{name} is ") as caught:
+        await Container.start(ContainerSpec(image=root), runtime)
+    assert caught.value.field == "image"
+
+
+def like_proc(folder: Path) -> None:
+    """What is looked for in ``/proc``, as ordinary files."""
+    (folder / "sys/user").mkdir(parents=True)
+    (folder / "sys/user/max_user_namespaces").write_text("77")
+    for entry in Path("/proc").iterdir():
+        if not entry.name.isdigit() and entry.name not in ("sys", "self", "thread-self"):
+            path = folder / entry.name
+            if entry.is_dir():
+                path.mkdir()
+            else:
+                path.touch()
+
+
+@BOTH_WAYS
+@pytest.mark.parametrize(
+    ("name", "link"),
+    [("sys", "/proc/sys/kernel"), ("sys", "/proc/sys"), ("dev", "/proc/sys/kernel"), ("proc", "/../{host}")],
+)
+@pytest.mark.usefixtures("unchecked")
+async def test_no_link_hides_what_is_set(
+    make: Make, runtime: Runtime, open_folder: Path, start: Start, name: str, link: str
+) -> None:
+    """Where the kernel's file systems would be mounted elsewhere, or settings be ordinary files, nothing starts."""
+    root = make()
+    host = open_folder / "proc"
+    host.mkdir()
+    like_proc(Path(f"{root}{host}"))
+    put(root, name, link.format(host=host.relative_to("/")))
+    with pytest.raises(InfrastructureError):
+        await Container.start(ContainerSpec(image=root, start=start, start_timeout_s=20), runtime)
+
+
+def fifo(path: Path) -> None:
+    os.mkfifo(path, 0o666)
+
+
+WRONG: dict[str, tuple[str, Callable[[Path], None]]] = {
+    "pipe": ("etc/passwd", fifo),
+    "pipe of groups": ("etc/group", fifo),
+    "folder": ("etc/passwd", Path.mkdir),
+    "circle": ("etc/passwd", lambda path: path.symlink_to("passwd")),
+    "long": ("etc/passwd", lambda path: path.symlink_to("/" + "a/" * 2040)),
+    "terminal": ("etc/passwd", lambda path: path.symlink_to("/dev/ptmx")),
+}
+
+
+@pytest.mark.parametrize("kind", WRONG)
+async def test_accounts_that_are_no_file_are_refused_by_name(make: Make, runtime: Runtime, kind: str) -> None:
+    name, replace = WRONG[kind]
+    root = make()
+    (root / name).unlink()
+    replace(root / name)
+    with pytest.raises(CallerError, match=rf"{root} .*its /{name} ") as caught:
+        await Container.start(ContainerSpec(image=root), runtime)
+    assert caught.value.field == "image"
+
+
+@BOTH_WAYS
+@pytest.mark.parametrize("kind", WRONG)
+@pytest.mark.usefixtures("unchecked")
+async def test_accounts_that_are_no_file_hold_up_nobody(make: Make, runtime: Runtime, start: Start, kind: str) -> None:
+    """Their user has no name then, or whoever is named; that is all."""
+    name, replace = WRONG[kind]
+    root = make()
+    (root / "etc/passwd").write_text("")
+    (root / name).unlink()
+    replace(root / name)
+    async with asyncio.timeout(15):
+        async with await Container.start(ContainerSpec(image=root, start=start), runtime) as container:
+            assert (await container.run("echo up")).stdout == "up\n"
+
+
+@pytest.mark.parametrize("name", ["etc/hosts", "etc/hostname", "etc/resolv.conf"])
+async def test_a_folder_in_place_of_a_sandboxs_own_file_is_refused(make: Make, runtime: Runtime, name: str) -> None:
+    root = make()
+    (root / name).unlink(missing_ok=True)
+    (root / name).mkdir()
+    with pytest.raises(CallerError, match=rf"{re.escape(str(root))} .*its /{name} is a folder"):
+        await Container.start(ContainerSpec(image=root), runtime)
+
+
+@pytest.mark.parametrize("name", ["proc", "sys", "dev", "etc", "tmp", "var"])
+async def test_a_file_in_place_of_a_folder_is_refused(make: Make, runtime: Runtime, name: str) -> None:
+    root = make()
+    shutil.rmtree(root / name, ignore_errors=True)
+    (root / name).touch()
+    with pytest.raises(CallerError, match=rf"its /{name} is no folder"):
+        await Container.start(ContainerSpec(image=root), runtime)
+
+
+@BOTH_WAYS
+async def test_an_image_whose_sandboxes_never_come_up_holds_up_its_own_only(
+    make: Make, runtime: Runtime, start: Start
+) -> None:
+    root = make()
+    shell = root / "usr/bin/dash"
+    shell.unlink()
+    machine = os.uname().machine
+    shell.write_bytes(tiny_elf.image(tiny_elf.MACHINES[machine], idle_program._CODE[machine]))
+    shell.chmod(0o755)
+    spec = ContainerSpec(image=root, start=start, start_timeout_s=8)
+    slow = [asyncio.create_task(Container.start(spec, runtime)) for _ in range(2 * AT_ONCE)]
+    try:
+        await asyncio.sleep(0.5)
+        async with asyncio.timeout(6), await Container.start(ContainerSpec(image=make(), start=start), runtime):
+            assert not any(task.done() for task in slow)
+    finally:
+        for task in slow:
+            task.cancel()
+        await asyncio.gather(*slow, return_exceptions=True)
+
+
+async def test_links_that_images_have_are_followed(make: Make, runtime: Runtime) -> None:
+    """Ordinary ones, of which some lead to what is only there once a system runs."""
+    root = make()
+    for folder in ("private/var", "usr/etc", "usr/share"):
+        (root / folder).mkdir(parents=True, exist_ok=True)
+    for name in ("passwd", "group"):
+        (root / "etc" / name).rename(root / "usr/share" / name)
+    shutil.rmtree(root / "etc")
+    for name, link in {
+        "etc": "usr/etc",
+        "usr/etc/passwd": "/usr/share/passwd",
+        "usr/etc/group": "../../../../usr/share/group",
+        "usr/etc/resolv.conf": "../run/systemd/resolve/stub-resolv.conf",
+        "var": "/private/var",
+        "private/var/run": "/run",
+        "private/var/tmp": "../../tmp",
+        "root": "var/roothome",
+    }.items():
+        put(root, name, link)
+    (root / "usr/share/passwd").write_text("somebody:x:5:5::/:/bin/sh\n")
+    async with await Container.start(ContainerSpec(image=root, start="mould", workdir="/tmp"), runtime) as container:
+        done = await container.run("echo x > /var/tmp/file; cat /tmp/file; id -un; cat /etc/hostname /etc/passwd")
+    assert done.stdout.splitlines()[:3] == ["x", "root", "sandbox"], done
+    assert (root / "usr/share/passwd").read_text() == "somebody:x:5:5::/:/bin/sh\n"

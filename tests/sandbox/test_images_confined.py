@@ -1,0 +1,185 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What a stranger's recipe can do to the machine of whoever builds it: nothing; and what it can do in its image."""
+
+from __future__ import annotations
+
+import os
+import stat
+import tempfile
+import time
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import pytest
+
+from nemo_gym_prorl.sandbox.images.building.builder import Order, build
+from nemo_gym_prorl.sandbox.images.cache import machine, silent
+from nemo_gym_prorl.sandbox.images.pull import Puller
+from nemo_gym_prorl.sandbox.images.reference import Registry
+from nemo_gym_prorl.sandbox.images.store import ImageStore
+from nemo_gym_prorl.sandbox.isolation.user_domain import no_several_users
+from nemo_gym_prorl.sandbox.runtime.apptainer import Runtime
+from tests.sandbox.registry import layer, serve
+
+
+pytestmark = pytest.mark.sandbox
+
+as_root = pytest.mark.skipif(os.geteuid() != 0, reason="what an ordinary user runs has no more rights than that user")
+
+
+def recipe(tmp_path: Path, root: Path, **sections: str) -> Order:
+    """An order for somebody's recipe."""
+    text = "".join(f"\n%{name}\n{commands}\n" for name, commands in sections.items())
+    template = tmp_path / "foreign.def"
+    template.write_text("{{ base }}\n" + text)
+    return Order(str(template), str(root), "foreign")
+
+
+@as_root
+def test_a_recipe_that_root_builds_has_no_right_of_roots(
+    store: ImageStore, image: Path, runtime: Runtime, tmp_path: Path
+) -> None:
+    """``%setup`` runs on the host itself, as its author knows."""
+    with tempfile.TemporaryDirectory(dir="/var/tmp") as folder:
+        mine = Path(folder)
+        # On the way there nothing is closed, but the file is.
+        mine.chmod(0o755)
+        (mine / "secret").write_text("secret")
+        (mine / "secret").chmod(0o600)
+        try_from_setup(mine, store, image, runtime, tmp_path)
+
+
+def try_from_setup(mine: Path, store: ImageStore, image: Path, runtime: Runtime, tmp_path: Path) -> None:
+    attempts = f"""
+        set +e
+        root=${{APPTAINER_ROOTFS:-$SINGULARITY_ROOTFS}}
+        found=$root/found
+        : > $found
+        for folder in {mine} /proc/1/root{mine}; do
+            cat $folder/secret >> $found
+            echo overwritten > $folder/secret && echo write >> $found
+            touch $folder/new && echo create >> $found
+            chmod u+s $folder/secret && echo chmod >> $found
+        done
+        cat /etc/shadow >> $found
+        mknod $root/disk b 8 0 && echo mknod >> $found
+        mount --bind {mine} /mnt && touch /mnt/new
+        kill -0 {os.getpid()} && echo kill >> $found
+        true
+    """
+    built = build(
+        recipe(tmp_path, image, setup=attempts, post="cat /proc/self/uid_map > /map"), store, runtime, silent
+    )
+    assert (built / "found").read_text() == ""
+    assert [entry.name for entry in mine.iterdir()] == ["secret"]
+    assert (mine / "secret").read_text() == "secret"
+    for line in (built / "map").read_text().splitlines():
+        _inside, outside, count = map(int, line.split())
+        assert outside > 1_000_000 or count > outside + 1_000_000, "root there is somebody here"
+
+
+def test_a_recipe_sees_no_secret_of_its_builders_environment(
+    store: ImageStore, tiny_root: Path, runtime: Runtime, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("SOME_TOKEN", "not-for-strangers")
+    monkeypatch.setenv("APPTAINER_DOCKER_PASSWORD", "not-for-strangers")
+    monkeypatch.setenv("http_proxy", "http://proxy.invalid:1")
+    # An ordinary user can look into all processes that are his.
+    whose = "/proc/[0-9]*" if os.geteuid() == 0 else "/proc/self"
+    look = f"cat {whose}/environ 2> /dev/null"
+    setup = f"{look} > ${{APPTAINER_ROOTFS:-$SINGULARITY_ROOTFS}}/setup || true"
+    built = build(recipe(tmp_path, tiny_root, setup=setup, post=f"{look} > /post || true"), store, runtime, silent)
+    seen = (built / "setup").read_text()
+    assert "\0http_proxy=http://proxy.invalid:1\0" in seen
+    assert "not-for-strangers" not in seen + (built / "post").read_text()
+
+
+def test_a_recipe_may_do_in_its_image_what_recipes_do(
+    store: ImageStore, tiny_root: Path, runtime: Runtime, tmp_path: Path
+) -> None:
+    commands = """
+        set -e
+        mkdir -p /srv/data && echo hello > /srv/data/file && chmod 640 /srv/data/file
+        chmod u+s,g+s /usr/bin/id
+        mkdir /srv/closed && chmod 0 /srv/closed
+    """
+    built = build(recipe(tmp_path, tiny_root, post=commands), store, runtime, silent)
+    assert (built / "srv/data/file").read_text() == "hello\n"
+    assert_settled(built)
+
+
+@pytest.mark.skipif(bool(no_several_users()), reason="this user has one id")
+def test_files_may_be_given_to_other_users_while_an_image_is_built(
+    store: ImageStore, tiny_root: Path, runtime: Runtime, tmp_path: Path
+) -> None:
+    commands = """
+        set -e
+        mkdir -p /srv/theirs && echo theirs > /srv/theirs/file && chmod 600 /srv/theirs/file && chmod 700 /srv/theirs
+        chown -R 33:34 /srv/theirs
+        ls -ln /srv/theirs > /seen
+    """
+    built = build(recipe(tmp_path, tiny_root, post=commands), store, runtime, silent)
+    assert " 33 34 " in (built / "seen").read_text()
+    assert (built / "srv/theirs/file").read_text() == "theirs\n"
+    assert_settled(built)
+
+
+def assert_settled(root: Path) -> None:
+    """All of it is ours, and nothing is privileged."""
+    for path in (root, *root.rglob("*")):
+        found = path.lstat()
+        assert (found.st_uid, found.st_gid) == (os.geteuid(), os.getegid()), path
+        assert stat.S_ISLNK(found.st_mode) or not found.st_mode & (stat.S_ISUID | stat.S_ISGID), path
+
+
+def test_nobody_else_gets_at_an_image_before_it_is_settled(
+    store: ImageStore, tiny_root: Path, runtime: Runtime, tmp_path: Path
+) -> None:
+    """A program that is setuid there, root's or the builder's, would be one here."""
+    commands = "cp /usr/bin/id /mine; chmod 6755 /mine; : > /ready; while ! test -e /go; do sleep 0.1; done"
+    with ThreadPoolExecutor(1) as pool:
+        building = pool.submit(build, recipe(tmp_path, tiny_root, post=commands), store, runtime, silent)
+        deadline = time.monotonic() + 60
+        while not (ready := list(store.images.folder.glob(".foreign-*/build-temp-*/rootfs/ready"))):
+            assert time.monotonic() < deadline
+            assert not building.done(), building.result()
+            time.sleep(0.05)
+        root = ready[0].parent
+        try:
+            assert (root / "mine").stat().st_mode & stat.S_ISUID
+            work = next(path for path in root.parents if path.parent == store.images.folder)
+            assert stat.S_IMODE(work.stat().st_mode) == 0o700
+            # Who gets in by another way finds a program of nobody's.
+            assert (root / "mine").stat().st_uid != 0
+        finally:
+            (root / "go").touch()
+        built = building.result()
+    assert stat.S_IMODE((built / "mine").stat().st_mode) == 0o755
+
+
+@as_root
+def test_nothing_that_a_recipe_starts_outlives_its_build(
+    store: ImageStore, image: Path, runtime: Runtime, tmp_path: Path
+) -> None:
+    seconds = f"{os.getpid()}.77"
+    commands = f"setsid env -i /usr/bin/sleep {seconds} < /dev/null > /dev/null 2>&1 &"
+    build(recipe(tmp_path, image, post=commands), store, runtime, silent)
+    left = []
+    for entry in Path("/proc").glob("[0-9]*/cmdline"):
+        try:
+            left += [entry] if seconds.encode() in entry.read_bytes() else []
+        except OSError:
+            continue
+    assert left == []
+
+
+def test_what_a_registry_serves_is_settled_too(store: ImageStore, tiny_root: Path, runtime: Runtime) -> None:
+    def of_many(entry):  # type: ignore[no-untyped-def]
+        entry.uid = entry.gid = 33
+        entry.mode |= 0o6000 if entry.isreg() else 0
+        return entry
+
+    with serve() as registry:
+        uri = registry.add("us/many:1", [layer(tiny_root, of_many)], machine())
+        pulled = Puller(store, runtime, format="folder").pull(Registry(uri))
+    assert_settled(pulled)

@@ -1,0 +1,201 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What a sandbox takes beyond its limits by ways that are hard to see, and how it is told which limit was met."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from pathlib import Path
+
+import pytest
+
+from nemo_gym_prorl.sandbox.container import Container, ContainerSpec
+from nemo_gym_prorl.sandbox.runtime.apptainer import Runtime
+from nemo_gym_prorl.sandbox.supervisor.errors import SHORTAGES, SandboxExhausted, SandboxLost, SandboxRefused
+from nemo_gym_prorl.sandbox.supervisor.rpc import client
+
+
+pytestmark = [pytest.mark.sandbox, pytest.mark.timeout(120), pytest.mark.usefixtures("way")]
+
+WITHOUT_A_NAME = """
+import os, time
+for number in range(4):
+    file = os.open("/tmp/file", os.O_RDWR | os.O_CREAT)
+    os.unlink("/tmp/file")
+    os.write(file, b"x" * (8 << 20))
+time.sleep(60)
+"""
+
+DEEP = """
+import os, time
+os.chdir("/tmp")
+for _ in range(60):
+    os.mkdir("d" * 200)
+    os.chdir("d" * 200)
+for number in range(4):
+    with open(str(number), "wb") as file:
+        file.write(b"x" * (8 << 20))
+time.sleep(60)
+"""
+
+DEEPEST = """
+import os, time
+os.chdir("/tmp")
+for _ in range(1000):
+    os.mkdir("d" * 200)
+    os.chdir("d" * 200)
+time.sleep(60)
+"""
+
+EMPTY = """
+import os, time
+os.mkdir("/tmp/empty")
+for number in range(8000):
+    os.close(os.open(f"/tmp/empty/{number}", os.O_CREAT))
+time.sleep(60)
+"""
+
+CLOSED = """
+import os, time
+os.mkdir("/tmp/closed")
+for number in range(4):
+    with open(f"/tmp/closed/{number}", "wb") as file:
+        file.write(b"x" * (8 << 20))
+os.chmod("/tmp/closed", 0)
+time.sleep(60)
+"""
+
+MANY_CLOSED = """
+import os, time
+os.makedirs("/tmp/closed/within")
+for number in range(3000):
+    os.mkdir(f"/tmp/closed/{number}", 0)
+    os.mkdir(f"/tmp/closed/within/{number}", 0)
+time.sleep(3)
+with open("/root/file", "wb") as file:
+    file.write(b"x" * (30 << 20))
+time.sleep(1)
+with open("/root/another", "wb") as file:
+    file.write(b"x" * (30 << 20))
+time.sleep(15)
+"""
+
+UNSEARCHABLE = """
+import os, time
+os.mkdir("/tmp/closed")
+for number in range(4):
+    with open(f"/tmp/closed/{number}", "wb") as file:
+        file.write(b"x" * (8 << 20))
+os.chmod("/tmp/closed", 0o400)
+time.sleep(60)
+"""
+
+FULL = """
+import os, time
+try:
+    while os.fork():
+        pass
+except OSError:
+    pass
+time.sleep(5)
+"""
+
+MEMORY_FILES = """
+import os, time
+files = [os.memfd_create(str(number)) for number in range(30)]
+for file in files:
+    os.write(file, bytes(10 << 20))
+time.sleep(60)
+"""
+
+
+def program(text: str) -> str:
+    return f"python3 - <<'END'\n{text}\nEND"
+
+
+@pytest.mark.parametrize("evasion", [WITHOUT_A_NAME, DEEP, DEEPEST, EMPTY, CLOSED, UNSEARCHABLE])
+async def test_nothing_that_is_written_goes_uncounted(image: Path, runtime: Runtime, evasion: str) -> None:
+    async with await Container.start(ContainerSpec(image=image, disk_mib=20), runtime) as container:
+        with pytest.raises(SandboxExhausted, match="disk") as ended:
+            await container.run(program(evasion), timeout_s=40)
+        assert ended.value.resource == "disk"
+
+
+async def test_many_closed_folders_take_no_longer_than_open_ones(image: Path, runtime: Runtime) -> None:
+    async with await Container.start(ContainerSpec(image=image, disk_mib=50), runtime) as container:
+        with pytest.raises(SandboxExhausted, match="disk: wrote") as ended:
+            await container.run(program(MANY_CLOSED), timeout_s=60)
+        assert ended.value.resource == "disk"
+
+
+async def test_files_of_memory_count_as_memory(image: Path, runtime: Runtime) -> None:
+    async with await Container.start(ContainerSpec(image=image, memory_mib=100), runtime) as container:
+        done = await container.run(program(MEMORY_FILES), timeout_s=40)
+        assert (done.exit_code, done.timed_out) == (137, False)
+        assert any("memory" in note for note in container.notes), container.notes
+
+
+async def noted(container: Container, what: str) -> None:
+    async with asyncio.timeout(10):
+        while not any(note.startswith(what) for note in container.notes):
+            await asyncio.sleep(0.1)
+
+
+async def test_a_full_process_table_is_the_agents_doing(image: Path, runtime: Runtime) -> None:
+    async with await Container.start(ContainerSpec(image=image, processes=60), runtime) as container:
+        await container.run("for i in $(seq 100); do setsid sleep 100 >/dev/null 2>&1 & done")
+        with pytest.raises(SandboxExhausted, match="processes") as refused:
+            await container.run("ls | cat")
+        assert refused.value.resource == "processes"
+        await noted(container, "processes")
+        assert container.alive
+
+
+async def test_a_table_with_room_for_little_takes_many_commands_at_once(image: Path, runtime: Runtime) -> None:
+    async with await Container.start(ContainerSpec(image=image, processes=60), runtime) as container:
+        done = await asyncio.gather(*(container.run("echo fine") for _ in range(20)))
+        assert [one.stdout for one in done] == ["fine\n"] * 20
+        assert container.notes == []
+
+
+async def test_processes_that_fill_the_table_by_themselves_leave_a_note(image: Path, runtime: Runtime) -> None:
+    async with await Container.start(ContainerSpec(image=image, processes=60), runtime) as container:
+        await container.run(program(FULL), timeout_s=40)
+        await noted(container, "processes: all of 60")
+
+
+@pytest.mark.parametrize("command", ["head -c 30000000 /dev/zero > /tmp/f", "truncate -s 20M /tmp/f; sleep 3"])
+async def test_the_limit_of_a_files_size_leaves_a_note(image: Path, runtime: Runtime, command: str) -> None:
+    async with await Container.start(ContainerSpec(image=image, disk_mib=20), runtime) as container:
+        try:
+            await container.run(command)
+        except SandboxExhausted:
+            # What was written is as much as it may have in all, too.
+            assert any(note.startswith("disk") for note in container.notes)
+        else:
+            await noted(container, "file size")
+
+
+async def test_full_shared_memory_leaves_a_note(image: Path, runtime: Runtime) -> None:
+    async with await Container.start(ContainerSpec(image=image, shared_memory_mib=8), runtime) as container:
+        await container.run("head -c 20000000 /dev/zero > /dev/shm/f; sleep 2")
+        await noted(container, "shared memory")
+
+
+async def test_a_command_under_a_sandbox_that_is_closed_has_no_result(image: Path, runtime: Runtime) -> None:
+    container = await Container.start(ContainerSpec(image=image), runtime)
+    running = asyncio.create_task(container.run("sleep 100"))
+    began = time.monotonic()
+    await asyncio.sleep(0.5)
+    await container.close()
+    with pytest.raises(SandboxLost, match="has ended"):
+        await running
+    assert time.monotonic() - began < 30
+
+
+@pytest.mark.parametrize("number", SHORTAGES)
+def test_what_the_machine_is_short_of_is_nobodys_wrong_request(number: int) -> None:
+    error = client._refusal({"error": "no", "errno": number})
+    assert isinstance(error, SandboxRefused)
+    assert SHORTAGES[number] in error.reason
+    assert error.number == 0, "with a number it would be taken for the request's fault"

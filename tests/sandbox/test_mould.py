@@ -1,0 +1,194 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Sandboxes that are made from a mould: what the runtime is asked, what they are made of, and the way out."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import os
+import shutil
+import stat
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from nemo_gym_prorl.failures import CallerError, InfrastructureError
+from nemo_gym_prorl.sandbox.container import Container, ContainerSpec
+from nemo_gym_prorl.sandbox.isolation.mould import idle_program
+from nemo_gym_prorl.sandbox.limits import report
+from nemo_gym_prorl.sandbox.runtime.apptainer import Runtime
+from nemo_gym_prorl.sandbox.supervisor.storage import state_dir
+from tests.sandbox.test_abuse import without
+
+
+__all__ = ["without"]
+
+
+pytestmark = pytest.mark.sandbox
+
+
+@pytest.fixture
+def other_image(image: Path, tmp_path: Path) -> Path:
+    """An image of this test's own, with a script of its own that sets variables."""
+    copy = tmp_path / "image"
+    shutil.copytree(image, copy, symlinks=True)
+    scripts = copy / ".singularity.d" / "env"
+    scripts.mkdir(parents=True, exist_ok=True)
+    (scripts / "95-own.sh").write_text('export OF_THE_IMAGE="it\'s\n$((40 + 2))"\n')
+    return copy
+
+
+async def test_both_ways_give_the_same_variables(other_image: Path, runtime: Runtime) -> None:
+    found = []
+    for start in ("mould", "runtime"):
+        spec = ContainerSpec(image=other_image, start=start)  # type: ignore[arg-type]
+        async with await Container.start(spec, runtime) as container:
+            assert container.way == start
+            found.append(container.environment)
+    assert found[0] == found[1]
+    assert found[0]["OF_THE_IMAGE"] == "it's\n42"
+
+
+async def test_the_runtime_is_asked_once_until_the_image_changes(other_image: Path, runtime: Runtime) -> None:
+    """Each start of the runtime runs the image's script, which has no file to write to but says when it ran."""
+    script = other_image / ".singularity.d" / "env" / "95-own.sh"
+    script.write_text("export OF_THE_IMAGE=$(cat /proc/sys/kernel/random/uuid)\n")
+    spec = ContainerSpec(image=other_image, start="mould")
+    first = await asyncio.gather(*(Container.start(spec, runtime) for _ in range(4)))
+    told = {container.environment["OF_THE_IMAGE"] for container in first}
+    await asyncio.gather(*(container.close() for container in first))
+    assert len(told) == 1, "those who come meanwhile wait for the one"
+    script.write_text("export OF_THE_IMAGE=changed\n")
+    async with await Container.start(spec, runtime) as container:
+        assert container.environment["OF_THE_IMAGE"] == "changed"
+
+
+async def test_what_the_runtime_says_of_a_broken_image_is_told(other_image: Path, runtime: Runtime) -> None:
+    next((other_image / "usr/lib").rglob("libc.so.6")).unlink()
+    for start in ("auto", "mould"):
+        spec = ContainerSpec(image=other_image, start=start)  # type: ignore[arg-type]
+        with pytest.raises(InfrastructureError, match=r"libc\.so\.6"):
+            await Container.start(spec, runtime)
+
+
+async def test_where_a_mould_does_not_work_the_runtime_starts_it_and_the_reason_is_logged_once(
+    image: Path,
+    runtime: Runtime,
+    without: Callable[[str], None],
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    monkeypatch.setattr(report, "_said_why_slow", False)
+    without(
+        "def enter(script, *_):\n"
+        "    script.step = 'mounts are forbidden here'\n"
+        "    script.call('mount', b'none', b'/nowhere', b'none', 0, 0)\n"
+        "    return root_fs.Kernels(scripts.At(0), scripts.At(0))\n"
+        "root_fs.enter = enter"
+    )
+    with caplog.at_level(logging.WARNING):
+        for _ in range(2):
+            async with await Container.start(ContainerSpec(image=image), runtime) as container:
+                assert (await container.run("echo works")).stdout == "works\n"
+                assert container.way == "runtime"
+    told = [record.getMessage() for record in caplog.records if "by the container runtime" in record.getMessage()]
+    assert len(told) == 1
+    assert "mounts are forbidden here" in told[0]
+    with pytest.raises(InfrastructureError, match="mounts are forbidden here"):
+        await Container.start(ContainerSpec(image=image, start="mould"), runtime)
+
+
+async def test_an_image_file_starts_by_the_runtime(tiny_sif: Path, runtime: Runtime) -> None:
+    with pytest.raises(CallerError, match="start"):
+        await Container.start(ContainerSpec(image=tiny_sif, start="mould"), runtime)
+    with pytest.raises(CallerError, match="start"):
+        await Container.start(ContainerSpec(image=tiny_sif, start="mold"), runtime)  # type: ignore[arg-type]
+
+
+async def test_links_of_the_image_lead_nowhere_outside(other_image: Path, runtime: Runtime, tmp_path: Path) -> None:
+    """An image whose own folders are links into the host: they mean the sandbox's own."""
+    outside = tmp_path / "outside"
+    outside.mkdir()
+    for name in ("root", "etc/hosts", "etc/resolv.conf"):
+        path = other_image / name
+        if path.is_dir():
+            shutil.rmtree(path)
+        else:
+            path.unlink(missing_ok=True)
+        path.symlink_to(outside / Path(name).name)
+    spec = ContainerSpec(image=other_image, start="mould", workdir="/tmp")
+    async with await Container.start(spec, runtime) as container:
+        assert (await container.run("echo x > /root/file; cat /etc/hosts")).stdout.startswith("127.0.0.1")
+    assert list(outside.iterdir()) == []
+
+
+DEVICES = {"null", "zero", "full", "random", "urandom", "tty"}
+
+
+async def test_what_linux_brings_is_there(image: Path, runtime: Runtime) -> None:
+    spec = ContainerSpec(image=image, start="mould", shared_memory_mib=32)
+    async with await Container.start(spec, runtime) as container:
+        said = await container.run("cd /dev; for i in *; do [ -c $i ] && echo $i; done")
+        assert set(said.stdout.split()) >= DEVICES
+        assert (await container.run("umask; hostname; ls -d /.prorl")).stdout == "0022\nsandbox\n/.prorl\n"
+        assert " 32 " in (await container.run("df -m /dev/shm | tail -n1")).stdout
+        assert (await container.run("echo works > /dev/null && head -c 3 /dev/zero | wc -c")).stdout == "3\n"
+        assert (await container.run("cat /sys/class/net/lo/operstate /proc/net/dev")).stdout.count("lo") == 1
+        assert "UP" in (await container.run("cat /sys/class/net/lo/flags | grep -q 0x.*9 && echo UP")).stdout
+
+
+@pytest.mark.parametrize(
+    "path", ["/proc/kcore", "/proc/keys", "/proc/timer_list", "/proc/kallsyms", "/proc/interrupts", "/sys/firmware/*"]
+)
+async def test_what_tells_of_the_machine_is_hidden(image: Path, runtime: Runtime, path: str) -> None:
+    async with await Container.start(ContainerSpec(image=image, start="mould"), runtime) as container:
+        assert (await container.run(f"head -c 10 {path}")).stdout == ""
+        for setting in ("/proc/sys/net/ipv4/ip_forward", "/proc/sysrq-trigger", "/proc/irq"):
+            assert (await container.run(f"[ -e {setting} ] && touch {setting}")).exit_code != 0
+
+
+async def test_binds_show_what_they_name_and_only_as_they_say(image: Path, runtime: Runtime, tmp_path: Path) -> None:
+    shown = tmp_path / "shown"
+    shown.mkdir()
+    (shown / "file").write_text("of the host")
+    for folder in (shown, tmp_path, *list(tmp_path.parents)[:-2]):
+        if folder.stat().st_uid == os.geteuid():
+            folder.chmod(folder.stat().st_mode | stat.S_IXOTH | stat.S_IROTH)
+    binds = [f"{shown}:/made/for/it:ro", f"{shown}/file:/etc/other-name", str(shown)]
+    async with await Container.start(ContainerSpec(image=image, start="mould", binds=binds), runtime) as container:
+        read = f"cat /made/for/it/file /etc/other-name {shown}/file"
+        assert (await container.run(read)).stdout == "of the host" * 3
+        assert (await container.run("echo x > /made/for/it/new")).exit_code != 0
+        flags = (await container.run("grep -c 'nosuid,nodev' /proc/self/mounts")).stdout
+        assert int(flags) >= len(binds)
+    assert [path.name for path in shown.iterdir()] == ["file"]
+    async with await Container.start(ContainerSpec(image=image), runtime) as container:
+        pass
+    with pytest.raises(CallerError, match="binds"):
+        await Container.start(ContainerSpec(image=image, binds=["relative:/x"]), runtime)
+
+
+async def test_an_idle_sandbox_is_one_small_process(image: Path, runtime: Runtime, state: Path) -> None:
+    async with await Container.start(ContainerSpec(image=image, start="mould"), runtime) as container:
+        (folder,) = await asyncio.to_thread(lambda: list(state.glob(f"*/{container.name}")))
+        note = (folder / state_dir.SPACE_FILE).read_text().split()
+        (space,) = [box for box in state_dir.spaces_of(folder.parent) if str(box.init) == note[0]]
+        assert space.members() == [space.init]
+        assert state_dir.helpers_of(folder.parent) == []
+        used = (await asyncio.to_thread(Path(f"/proc/{space.init}/statm").read_text)).split()[1]
+        assert int(used) * os.sysconf("SC_PAGE_SIZE") < 256 << 10
+
+
+def test_the_program_waits_and_is_known_for_the_usual_machines() -> None:
+    assert set(idle_program._CODE) == {"x86_64", "aarch64"}
+    program = idle_program.make()
+    pid = os.fork()
+    if pid == 0:
+        os.execve(program, [idle_program.NAME], {})
+    try:
+        assert os.waitpid(pid, os.WNOHANG) == (0, 0)
+    finally:
+        os.kill(pid, 9)
+        os.close(program)
+    assert os.WTERMSIG(os.waitpid(pid, 0)[1]) == 9

@@ -1,0 +1,116 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Nothing of the host is to be read inside, in both ways to a sandbox: accounts, names, paths, groups, processes."""
+
+from __future__ import annotations
+
+import os
+import pwd
+import socket
+from pathlib import Path
+
+import pytest
+
+from nemo_gym_prorl.failures import CallerError
+from nemo_gym_prorl.sandbox.container import Container, ContainerSpec
+from nemo_gym_prorl.sandbox.provider import SingularityProvider
+from nemo_gym_prorl.sandbox.runtime.apptainer import Runtime
+
+
+pytestmark = [pytest.mark.sandbox, pytest.mark.usefixtures("way")]
+
+FILES = ("passwd", "group", "hosts", "hostname", "resolv.conf")
+
+
+async def read(container: Container, *names: str) -> str:
+    return (await container.run(f"cd /etc && cat {' '.join(names)}")).stdout
+
+
+@pytest.mark.parametrize("root", [True, False])
+async def test_accounts_and_names_are_the_images_and_the_sandboxes(image: Path, runtime: Runtime, root: bool) -> None:
+    async with await Container.start(ContainerSpec(image=image, root=root), runtime) as container:
+        accounts = (await read(container, "passwd")).splitlines()
+        own = set((image / "etc/passwd").read_text().splitlines())
+        added = [line for line in accounts if line not in own]
+        assert added == ([] if root else ["sandbox:x:1000:1000::/tmp:/bin/sh"])
+        assert "nameserver" not in await read(container, "resolv.conf")
+        assert (await read(container, "hostname")) == "sandbox\n"
+        hosts = await read(container, "hosts")
+        assert {line.split()[0] for line in hosts.splitlines()} == {"127.0.0.1", "::1"}
+        assert socket.gethostname() not in hosts
+        name = (await container.run("id -un; id -gn")).stdout
+        assert name == ("root\nroot\n" if root else "sandbox\nsandbox\n")
+        asked = "python3 -c 'import socket; print(socket.gethostbyname(socket.gethostname()))'"
+        assert (await container.run(asked)).stdout == "127.0.0.1\n"
+        # What the image does not have is not taken from the host.
+        zone = "localtime" in [path.name for path in (image / "etc").iterdir()]
+        assert ((await container.run("test -L /etc/localtime || test -e /etc/localtime")).exit_code == 0) is zone
+
+
+async def test_on_the_hosts_network_its_nameservers_are_known(image: Path, runtime: Runtime) -> None:
+    async with await Container.start(ContainerSpec(image=image, network=True), runtime) as container:
+        assert await read(container, "resolv.conf") == Path("/etc/resolv.conf").read_text()  # noqa: ASYNC240
+
+
+async def test_the_account_that_serves_is_not_named(image: Path, runtime: Runtime) -> None:
+    account = pwd.getpwuid(os.geteuid())
+    async with await Container.start(ContainerSpec(image=image, root=False), runtime) as container:
+        text = await read(container, *FILES)
+    for line in text.splitlines():
+        fields = line.split(":")
+        # The image may have an account of that name itself, but then it is the image's.
+        assert account.pw_dir not in fields or line in (image / "etc/passwd").read_text()
+
+
+async def test_no_path_of_the_host_in_a_moulds_mounts(image: Path, runtime: Runtime, state: Path, way: str) -> None:
+    async with await Container.start(ContainerSpec(image=image), runtime) as container:
+        mounts = (await container.run("cat /proc/self/mountinfo")).stdout.splitlines()
+    told = [line for line in mounts if str(state) in line or str(image) in line]
+    if way == "mould":
+        # A bind says where it comes from, and there is one.
+        assert [line.split()[4] for line in told] == ["/.prorl"]
+        assert any("lowerdir=image,upperdir=overlay/upper" in line for line in mounts)
+
+
+@pytest.mark.parametrize("name", ["environ", "cwd", "root", "exe", "fd", "maps", "mem", "auxv", "stack", "io"])
+async def test_the_first_process_tells_nothing(image: Path, runtime: Runtime, way: str, name: str) -> None:
+    if way == "runtime":
+        pytest.skip("its first process is a shell of the image's own")
+    async with await Container.start(ContainerSpec(image=image), runtime) as container:
+        read = f"ls /proc/1/{name}/ || readlink /proc/1/{name} || head -c 1 /proc/1/{name}"
+        assert (await container.run(read)).stdout == ""
+        assert (await container.run("tr '\\0' ' ' < /proc/1/cmdline")).stdout == "sandbox "
+        assert "Groups:\t \n" in (await container.run("cat /proc/1/status")).stdout or os.geteuid() != 0
+
+
+async def test_no_file_of_a_group_can_be_reached_unless_it_is_bound(
+    image: Path, runtime: Runtime, tmp_path: Path
+) -> None:
+    """An ordinary user without a range of ids keeps his groups; what they open is not there to be opened."""
+    secret = tmp_path / "of-the-group"
+    secret.write_text("secret")
+    secret.chmod(0o040)
+    async with await Container.start(ContainerSpec(image=image), runtime) as container:
+        found = await container.run(f"cat {secret}; find / -xdev -name of-the-group; cat /proc/*/root{secret}")
+        assert found.stdout == ""
+
+
+@pytest.mark.parametrize("user", ["nobody-knows", 4242, "4242", ""])
+async def test_an_unknown_user_is_a_result(image: Path, runtime: Runtime, user: str | int) -> None:
+    runtime.activate()
+    provider = SingularityProvider(image=str(image))
+    from nemo_gym.sandbox.providers.base import SandboxSpec
+
+    handle = await provider.create(SandboxSpec(image=str(image)))
+    try:
+        done = await provider.exec(handle, "id", user=user)
+        assert (done.return_code, done.error_type) == (125, "sandbox")
+        assert str(user) in done.stderr
+        assert (await provider.exec(handle, "id -u", user="root")).stdout == "0\n"
+        assert (await provider.exec(handle, "id -u", user=0)).stdout == "0\n"
+    finally:
+        await provider.close(handle)
+
+
+async def test_a_user_that_the_image_knows_and_the_sandbox_does_not_have(container: Container) -> None:
+    with pytest.raises(CallerError, match=r"one user.*users: true"):
+        await container.run("id", user="nobody")

@@ -1,0 +1,102 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Linux 4.18, as on clusters that will not be renewed for years: what is missing there is missing here.
+
+A process and all that it starts, the supervisor and the runtime too, get a filter that answers to every later system
+call as that kernel would: there is no such call. What the filter can't take away is what calls do; overlays made by
+ordinary users (5.11) are such a thing, for which the runtime then has a program of its own.
+"""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from nemo_gym_prorl.sandbox.limits.process_count import process_limit, process_limit_here
+from nemo_gym_prorl.sandbox.limits.report import By, Facts, limits
+from nemo_gym_prorl.sandbox.runtime.apptainer import Runtime
+
+
+ROLLOUT = """
+import asyncio, os, sys
+from pathlib import Path
+from nemo_gym_prorl.failures import InfrastructureError
+from nemo_gym_prorl.sandbox.container import Container, ContainerSpec
+from nemo_gym_prorl.sandbox.isolation import bpf, seccomp, syscalls
+from nemo_gym_prorl.sandbox.sessions.bash import Shell
+
+table, last = {"x86_64": (seccomp.TABLES["x86_64"], 334), "aarch64": (seccomp.TABLES["aarch64"], 293)}[
+    os.uname().machine
+]
+syscalls.prctl(syscalls.PR_SET_NO_NEW_PRIVS, 1)
+seccomp.install(bpf.program(table.audit, {}, last))
+
+
+async def main():
+    try:
+        os.close(os.pidfd_open(os.getpid()))
+    except OSError as error:
+        print("pidfd_open:", error.strerror)
+    async with await Container.start(ContainerSpec(image=Path(sys.argv[1]))) as container:
+        done = await container.run("echo written > /file; cat /file")
+        late = await container.run("sleep 60", timeout_s=0.5)
+        print(done.stdout, late.timed_out, (await container.run("echo later")).stdout)
+        Path(sys.argv[2]).write_text("there and back")
+        await container.upload(Path(sys.argv[2]), "/tmp/up")
+        await container.download("/tmp/up", Path(sys.argv[2] + ".back"))
+        async with await Shell.start(container) as shell:
+            await shell.run("cd /tmp; export A=kept")
+            print((await shell.run("echo $PWD $A")).output)
+    print(Path(sys.argv[2] + ".back").read_text())
+
+
+try:
+    asyncio.run(main())
+except InfrastructureError as error:
+    print("refused:", error)
+"""
+
+
+@pytest.mark.sandbox
+def test_a_sandbox_of_an_ordinary_user_lacks_nothing(image: Path, runtime: Runtime, tmp_path: Path) -> None:
+    done = subprocess.run(
+        [sys.executable, "-c", ROLLOUT, str(image), str(tmp_path / "file")],
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=100,
+    )
+    assert "pidfd_open: Function not implemented" in done.stdout, done.stderr
+    if os.geteuid() == 0:
+        # Root's sandboxes run as somebody else, to whom the image has to be shown as his own.
+        assert "sandboxes of root need Linux 5.19; an ordinary user's do not" in done.stdout, done.stderr
+    else:
+        expected = ["written", "True later", "/tmp kept", "there and back"]
+        assert [line.strip() for line in done.stdout.splitlines()[1:] if line.strip()] == expected, (
+            done.stdout + done.stderr
+        )
+
+
+@given(st.integers(1, 10**6), st.sampled_from([(3, 10), (4, 18), (5, 13)]), st.integers(4, 10**7))
+def test_before_5_14_sandboxes_leave_the_user_processes_and_forbid_nothing_that_runs(
+    wanted: int, kernel: tuple[int, int], most: int
+) -> None:
+    limit = process_limit(wanted, kernel, most)
+    # The kernel compares it with all that the user has: what a sandbox may have says nothing about that.
+    assert limit == process_limit(wanted + 1, kernel, most)
+    assert most // 8 <= most - limit <= most // 2
+    assert next(each for each in limits(Facts(frozenset(), kernel)) if each.name == "processes").by is By.NOTHING
+
+
+@given(st.integers(1, 10**6), st.sampled_from([(5, 14), (6, 1), (7, 0)]), st.integers(4, 10**7))
+def test_from_5_14_on_the_limit_is_the_sandboxs_own(wanted: int, kernel: tuple[int, int], most: int) -> None:
+    assert process_limit(wanted, kernel, most) == wanted
+
+
+def test_the_limit_is_one_that_can_be_set() -> None:
+    assert process_limit_here(512) > 0

@@ -1,0 +1,119 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Messages between server and supervisor: whole or not at all, whoever gives up, and however large."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import resource
+import signal
+import socket
+from pathlib import Path
+
+import pytest
+
+from nemo_gym_prorl.sandbox.container import Container, ContainerSpec
+from nemo_gym_prorl.sandbox.runtime.apptainer import Runtime
+from nemo_gym_prorl.sandbox.supervisor.rpc import own_supervisor
+from nemo_gym_prorl.sandbox.supervisor.rpc.protocol import (
+    LARGEST_INLINE,
+    LARGEST_MESSAGE,
+    MAX_FILES,
+    Outbox,
+    PeerGone,
+    close_all,
+    pack,
+    receive,
+    send,
+    socket_pair,
+)
+
+
+LARGE = {"id": 1, "text": "x" * (3 * LARGEST_INLINE), "bytes": "\udcff"}
+
+
+@pytest.mark.parametrize("message", [{"id": 1}, LARGE, {"id": 1, "text": "x" * (LARGEST_INLINE - 30)}])
+def test_a_message_of_any_size_comes_as_it_was_sent_with_its_files(message: dict[str, object]) -> None:
+    here, there = socket_pair()
+    with here, there:
+        given = [os.open("/dev/null", os.O_RDONLY) for _ in range(MAX_FILES)]
+        send(here, pack(message, given, own=True))
+        got, files = receive(there)
+        assert got == message
+        assert len(files) == MAX_FILES
+        close_all(files)
+
+
+def test_what_is_too_large_is_refused_before_anything_is_sent() -> None:
+    with pytest.raises(OSError, match="at most"):
+        pack({"text": "x" * LARGEST_MESSAGE})
+
+
+def test_who_may_open_no_more_files_still_hears_whose_message_it_was() -> None:
+    here, there = socket_pair()
+    before = resource.getrlimit(resource.RLIMIT_NOFILE)
+    with here, there:
+        # All numbers below the limit that is set now are taken.
+        taken = [os.open("/dev/null", os.O_RDONLY) for _ in range(8)]
+        while taken[-1] < max(map(int, os.listdir("/proc/self/fd"))) - 1:  # noqa: PTH208
+            taken.append(os.open("/dev/null", os.O_RDONLY))
+        send(here, pack({**LARGE, "id": 7}))
+        send(here, pack({"id": 8}, taken[:1]))
+        resource.setrlimit(resource.RLIMIT_NOFILE, (taken[-1] + 1, before[1]))
+        try:
+            for number in (7, 8):
+                message, files = receive(there)
+                assert (message["id"], message["torn"], files) == (number, True, [])
+        finally:
+            resource.setrlimit(resource.RLIMIT_NOFILE, before)
+            close_all(taken)
+
+
+@pytest.mark.parametrize("garbage", [b"{", b"\xff\xfe", b'{"size": 5}', b"[" * 50_000])
+def test_what_is_no_message_ends_the_connection(garbage: bytes) -> None:
+    here, there = socket_pair()
+    with here, there:
+        here.send(garbage)
+        with pytest.raises(PeerGone):
+            receive(there)
+
+
+def test_what_waits_for_room_comes_later_in_order_and_can_be_withdrawn() -> None:
+    here, there = socket_pair()
+    with here, there:
+        here.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 1)
+        outbox = Outbox(here)
+        packets = [pack({"id": number, "text": "x" * 2000}) for number in range(20)]
+        for packet in packets:
+            outbox.put(packet)
+        assert not outbox.flush()
+        assert outbox.withdraw(packets[-2])
+        assert not outbox.withdraw(packets[0]), "it is sent"
+        got = []
+        while len(got) < 19:
+            outbox.flush()
+            got.append(receive(there)[0]["id"])
+        assert got == [*range(18), 19]
+
+
+@pytest.mark.sandbox
+async def test_who_gives_up_while_sending_disturbs_nobody(image: Path, runtime: Runtime) -> None:
+    """A command with 1.2 MB of variables, and six of 90 kB, are cancelled while the supervisor takes nothing."""
+    large = {f"V{number}": "x" * 100_000 for number in range(12)}
+    spec = ContainerSpec(image=image)
+    async with await Container.start(spec, runtime) as victim, await Container.start(spec, runtime) as other:
+        assert own_supervisor._current
+        supervisor = own_supervisor._current.popen.pid
+        for commands in ([victim.run("true", env=large)], [victim.run(f": {'x' * 90_000}") for _ in range(6)]):
+            os.kill(supervisor, signal.SIGSTOP)
+            tasks = [asyncio.create_task(command) for command in commands]
+            await asyncio.sleep(0.1)
+            for task in tasks:
+                task.cancel()
+            await asyncio.wait(tasks)
+            os.kill(supervisor, signal.SIGCONT)
+            async with asyncio.timeout(30):
+                assert (await other.run("echo alive")).stdout == "alive\n"
+                assert (await victim.run("echo alive")).stdout == "alive\n"
+        shown = await victim.run('echo "${#V3}"', env=large)
+        assert shown.stdout == "100000\n", shown

@@ -1,0 +1,335 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The filter of system calls: compiled as the table says, in force in every sandbox, and in nobody's way.
+
+The program is run here as the kernel runs it, instruction by instruction, against a plain reading of the table; then
+the kernel itself is asked, in a sandbox. Each call that the filter refuses is also made without it, on the host, where
+it must be answered otherwise: so what is tested is the filter and not a capability that lacks.
+"""
+
+from __future__ import annotations
+
+import errno
+import os
+import re
+import shutil
+import struct
+import subprocess
+import sys
+from collections.abc import Mapping
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from nemo_gym_prorl.failures import CallerError
+from nemo_gym_prorl.sandbox.container import Container, ContainerSpec
+from nemo_gym_prorl.sandbox.isolation import bpf, seccomp
+from nemo_gym_prorl.sandbox.isolation.bpf import ALLOW, KILL, REFUSE, UNKNOWN, ByArgument, Verdict
+from nemo_gym_prorl.sandbox.runtime.apptainer import Runtime
+from nemo_gym_prorl.sandbox.spec import Start
+
+
+TABLE = seccomp.TABLES[os.uname().machine]
+I386 = 0x40000003
+X32 = 0x40000000
+
+Call = tuple[int, int, tuple[int, ...]]
+"""Architecture, number, arguments."""
+
+
+def judge(program: bytes, call: Call) -> int:
+    """What the kernel does with a program: the verdict that it comes to."""
+    architecture, number, arguments = call
+    shown = struct.pack("=iIQ6Q", number - (1 << 32) * (number >> 31), architecture, 0, *arguments)
+    code = list(struct.iter_unpack("=HBBI", program))
+    assert len(code) <= 4096, "the kernel takes no more"
+    at, held = 0, 0
+    while True:
+        operation, if_true, if_false, operand = code[at]
+        at += 1
+        match operation:
+            case 0x20:
+                held = struct.unpack_from("=I", shown, operand)[0]
+            case 0x54:
+                held &= operand
+            case 0x05:
+                at += operand
+            case 0x15:
+                at += if_true if held == operand else if_false
+            case 0x35:
+                at += if_true if held >= operand else if_false
+            case 0x06:
+                return int(operand)
+            case _:
+                raise AssertionError(f"no such instruction: {operation:#x}")
+
+
+def read(verdicts: Mapping[int, Verdict], last: int, call: Call) -> int:
+    """The verdict by the table, read without cleverness."""
+    _architecture, number, arguments = call
+    if number > last:
+        return UNKNOWN
+    verdict = verdicts.get(number, ALLOW)
+    if isinstance(verdict, int):
+        return verdict
+    seen = arguments[verdict.index] & 0xFFFFFFFF & verdict.mask
+    return verdict.then if seen in verdict.values else verdict.otherwise
+
+
+WORDS = st.integers(0, 0xFFFFFFFF)
+SIMPLE = st.sampled_from([ALLOW, REFUSE, UNKNOWN, KILL])
+CONDITIONS = st.builds(ByArgument, st.integers(0, 5), st.frozensets(WORDS, max_size=40), SIMPLE, SIMPLE, WORDS)
+ARGUMENTS = st.tuples(*[st.integers(0, 2**64 - 1)] * 6)
+
+
+@given(
+    st.dictionaries(st.integers(0, 300), SIMPLE | CONDITIONS, max_size=300),
+    st.integers(0, 300),
+    st.lists(st.tuples(st.just(7), st.integers(0, 310) | WORDS, ARGUMENTS), min_size=1),
+    st.data(),
+)
+def test_any_table_is_compiled_to_what_it_says(
+    verdicts: dict[int, Verdict], last: int, calls: list[Call], data: st.DataObject
+) -> None:
+    program = bpf.program(7, verdicts, last)
+    conditions = [number for number, verdict in verdicts.items() if isinstance(verdict, ByArgument) and verdict.values]
+    if conditions:
+        # One that meets a condition, which a drawn one hardly ever does.
+        number = data.draw(st.sampled_from(conditions))
+        condition = verdicts[number]
+        assert isinstance(condition, ByArgument)
+        value = data.draw(st.sampled_from(sorted(condition.values))) | data.draw(WORDS) << 32
+        calls.append((7, number, tuple(value if place == condition.index else 0 for place in range(6))))
+    for call in calls:
+        assert judge(program, call) == read(verdicts, last, call)
+        assert judge(program, (8, *call[1:])) == KILL, "another architecture"
+
+
+@pytest.mark.parametrize("machine", seccomp.TABLES)
+def test_our_tables_are_compiled_to_what_they_say(machine: str) -> None:
+    table = seccomp.TABLES[machine]
+    verdicts = table.verdicts()
+    program = bpf.program(table.audit, verdicts, seccomp.LAST)
+    values = {0, 2**32 - 1, 2**64 - 1, *(value for rule in seccomp.BY_ARGUMENT.values() for value in rule.values)}
+    values |= {1 << bit for bit in range(64)} | {value | 1 << 32 for value in values}
+    for number in [*range(600), X32, X32 + 1, X32 + 59, 2**31, 2**32 - 1]:
+        for value in values if isinstance(verdicts.get(number), ByArgument) else (0,):
+            call = (table.audit, number, (value,) * 6)
+            assert judge(program, call) == read(verdicts, seccomp.LAST, call), call
+    assert judge(program, (I386, 20, (0,) * 6)) == KILL
+
+
+@pytest.mark.parametrize("machine", seccomp.TABLES)
+def test_no_number_stands_for_two_calls(machine: str) -> None:
+    table = seccomp.TABLES[machine]
+    numbers = [*table.refused.values(), *table.conditional.values(), seccomp.CLONE3]
+    assert len(numbers) == len(set(numbers))
+    assert not any(number in gap for number in numbers for gap in table.unused)
+    assert set(table.conditional) == set(seccomp.BY_ARGUMENT)
+
+
+def test_the_machine_itself_numbers_them_so() -> None:
+    compiler = shutil.which("cc")
+    if compiler is None:
+        pytest.skip("no C compiler to ask")
+    ours = {**TABLE.refused, **TABLE.conditional, "clone3": seccomp.CLONE3}
+    lines = "".join(f"#ifdef SYS_{name}\n{name}! SYS_{name}\n#endif\n" for name in ours)
+    header = f"#include <sys/syscall.h>\n{lines}"
+    said = subprocess.run([compiler, "-E", "-P", "-"], input=header, capture_output=True, text=True, check=True).stdout
+    numbers = {name: int(number) for name, number in re.findall(r"^(\w+)! (\d+)$", said, re.MULTILINE)}
+    assert len(numbers) > len(ours) // 2
+    assert numbers == {name: ours[name] for name in numbers}
+
+
+def number_of(name: str) -> int:
+    return {**TABLE.refused, **TABLE.conditional, "clone3": seccomp.CLONE3}[name]
+
+
+REFUSED: dict[str, tuple[str, tuple[int, ...]]] = {
+    "keyctl": ("keyctl", (0, -3, 0)),
+    "add_key": ("add_key", (0, 0, 0, 0, 0)),
+    "request_key": ("request_key", (0, 0, 0, 0)),
+    "bpf": ("bpf", (9999, 0, 0)),
+    "perf_event_open": ("perf_event_open", (0, 0, 0, 0, 0)),
+    "userfaultfd": ("userfaultfd", (1,)),
+    "mount": ("mount", (0, 0, 0, 0, 0)),
+    "umount2": ("umount2", (0, 0xFFFF)),
+    "open_tree": ("open_tree", (-100, 0, 0xFFFF)),
+    "move_mount": ("move_mount", (-1, 0, -1, 0, 0xFFFF)),
+    "fsopen": ("fsopen", (0, 0)),
+    "fsconfig": ("fsconfig", (-1, 99, 0, 0, 0)),
+    "setns": ("setns", (-1, 0)),
+    "unshare": ("unshare", (0,)),
+    "clone with a new user namespace": ("clone", (0x10000200, 0, 0, 0, 0)),
+    "clone3": ("clone3", (0, 0)),
+    "io_uring_enter": ("io_uring_enter", (-1, 0, 0, 0, 0, 0)),
+    "io_uring_register": ("io_uring_register", (-1, 0, 0, 0)),
+    "open_by_handle_at": ("open_by_handle_at", (-1, 0, 0)),
+    "kcmp": ("kcmp", (0, 0, 99, 0, 0)),
+    "pidfd_getfd": ("pidfd_getfd", (-1, 0, 0)),
+    "process_madvise": ("process_madvise", (-1, 0, 0, 0, 0)),
+    "set_mempolicy": ("set_mempolicy", (0, 0, 0)),
+    "fanotify_init": ("fanotify_init", (0xFFFFFFFF, 0)),
+    "quotactl": ("quotactl", (-1, 0, 0, 0)),
+    "personality without random addresses": ("personality", (0x0040000,)),
+    "socket of ciphers": ("socket", (38, 5, 0)),
+    "socket to the host of a machine": ("socket", (40, 1, 0)),
+    "the same with something in the upper half": ("socket", (1 << 32 | 40, 1, 0)),
+    "input of a terminal": ("ioctl", (0, 0x5412, 0)),
+    "input of a console": ("ioctl", (0, 0x541C, 0)),
+}
+"""Calls that root on the host is answered otherwise without a filter: most are nonsense, so that nothing happens."""
+
+ALLOWED: dict[str, tuple[str, tuple[int, ...]]] = {
+    "personality, asked": ("personality", (0xFFFFFFFF,)),
+    "socket of IPv4": ("socket", (2, 1, 0)),
+    "socket of the kernel's own news": ("socket", (16, 3, 0)),
+    "socket of Unix": ("socket", (1, 1, 0)),
+}
+
+CALLER = """
+import ctypes, sys
+libc = ctypes.CDLL(None, use_errno=True)
+for line in sys.stdin.read().split(";"):
+    number, *arguments = map(int, line.split())
+    ctypes.set_errno(0)
+    libc.syscall(ctypes.c_long(number), *map(ctypes.c_long, arguments))
+    print(ctypes.get_errno())
+"""
+
+
+def orders(calls: Mapping[str, tuple[str, tuple[int, ...]]]) -> str:
+    return ";".join(f"{number_of(name)} {' '.join(map(str, arguments))}" for name, arguments in calls.values())
+
+
+def expected(name: str) -> int:
+    return errno.ENOSYS if name == "clone3" else errno.EPERM
+
+
+async def make_calls(container: Container, given: str) -> list[int]:
+    done = await container.run(f"echo '{given}' | python3 -c '{CALLER}'")
+    assert done.exit_code == 0, done
+    return [int(line) for line in done.stdout.split()]
+
+
+@pytest.mark.sandbox
+@pytest.mark.parametrize("start", ["mould", "runtime"])
+@pytest.mark.parametrize("root", [True, False], ids=["root", "user"])
+async def test_a_sandbox_is_refused_what_the_table_refuses(
+    image: Path, runtime: Runtime, root: bool, start: Start
+) -> None:
+    async with await Container.start(ContainerSpec(image=image, root=root, start=start), runtime) as container:
+        answers = await make_calls(container, orders(REFUSED))
+        assert dict(zip(REFUSED, answers, strict=True)) == {
+            name: expected(call) for name, (call, _) in REFUSED.items()
+        }
+        assert await make_calls(container, orders(ALLOWED)) == [0] * len(ALLOWED)
+        newest, old_abi = await make_calls(container, f"{seccomp.LAST + 1} -1 0 0;{X32 + 39}")
+        assert newest == old_abi == errno.ENOSYS
+
+
+@pytest.mark.skipif(
+    os.geteuid() != 0 or "Seccomp:\t0" not in Path("/proc/self/status").read_text(),
+    reason="some are refused here in any case",
+)
+def test_without_the_filter_none_of_them_is_refused_so() -> None:
+    command = [sys.executable, "-c", CALLER]
+    said = subprocess.run(command, input=orders(REFUSED), capture_output=True, text=True, check=True).stdout
+    for (name, (call, _arguments)), answer in zip(REFUSED.items(), said.split(), strict=True):
+        assert int(answer) != expected(call), name
+
+
+FOREIGN = """
+import ctypes, mmap
+code = mmap.mmap(-1, 4096, prot=7)
+code.write(bytes.fromhex("b814000000cd80c3"))
+print(ctypes.CFUNCTYPE(ctypes.c_int)(ctypes.addressof(ctypes.c_char.from_buffer(code)))())
+"""
+
+
+@pytest.mark.sandbox
+@pytest.mark.skipif(os.uname().machine != "x86_64", reason="no older architecture to call by")
+async def test_a_call_of_another_architecture_ends_the_process(container: Container) -> None:
+    assert (await container.run(f"python3 -c '{FOREIGN}'")).exit_code == 128 + 31
+
+
+@pytest.mark.sandbox
+async def test_every_process_is_under_it(container: Container) -> None:
+    for command in ("cat /proc/self/status", "setsid sh -c 'cat /proc/self/status'"):
+        status = (await container.run(command)).stdout
+        assert "Seccomp:\t2" in status
+        assert "NoNewPrivs:\t1" in status
+
+
+CAP_SYS_PTRACE, CAP_SYS_RESOURCE = 19, 24
+
+TAKE_OVER = """
+import ctypes
+libc = ctypes.CDLL(None)
+print("taken" if libc.ptrace(16, 1, 0, 0) == 0 else "refused", open("/proc/1/status").read())
+"""
+
+
+@pytest.mark.sandbox
+@pytest.mark.parametrize("start", ["mould", "runtime"])
+@pytest.mark.parametrize("root", [True, False], ids=["root", "user"])
+async def test_who_takes_over_the_first_process_gets_no_more(
+    image: Path, runtime: Runtime, root: bool, start: Start
+) -> None:
+    async with await Container.start(ContainerSpec(image=image, root=root, start=start), runtime) as container:
+        found, _, status = (await container.run(f"python3 -c '{TAKE_OVER}'")).stdout.partition(" ")
+        assert "Seccomp:\t2" in status, status
+        assert found == "refused" or not root
+        # An image's own program may be in its place.
+        rights = int(re.findall(r"^CapEff:\s(\w+)$", status, re.MULTILINE)[0], 16)
+        assert not rights & (1 << CAP_SYS_PTRACE | 1 << CAP_SYS_RESOURCE)
+
+
+@pytest.mark.sandbox
+async def test_who_may_trace_everything_gains_nothing_by_the_first_process(image: Path, runtime: Runtime) -> None:
+    spec = ContainerSpec(image=image, capabilities=["SYS_PTRACE"])
+    async with await Container.start(spec, runtime) as container:
+        status = (await container.run(f"python3 -c '{TAKE_OVER}'")).stdout
+        assert "Seccomp:\t2" in status
+        assert "CapPrm:\t0000000000000000" in status
+        assert "CapAmb:\t0000000000000000" in status
+    # By the runtime's way it has every right.
+    with pytest.raises(CallerError, match="SYS_PTRACE needs") as caught:
+        await Container.start(replace(spec, start="runtime"), runtime)
+    assert caught.value.field == "capabilities"
+
+
+WORK = {
+    "cc": "echo 'int main(){return 0;}' > t.c && cc -pthread -o t t.c && ./t",
+    "git": "git init -q . && git -c user.name=a -c user.email=a@b commit -q --allow-empty -m x && git log --oneline",
+    "strace": "strace -f -o trace sh -c 'true; true' && grep -q exited trace",
+    "gdb": "gdb -q -batch -ex run -ex bt --args sleep 0 2>&1 | grep -q 'exited normally'",
+    "node": 'node -e \'const c=require("child_process"); require("fs").writeFileSync("a", c.execSync("echo b"))\'',
+    "java": "java -version && java -XshowSettings:vm -Xshare:auto -version",
+    "python3": "python3 -m venv --without-pip v && "
+    "v/bin/python -c 'import multiprocessing as m; m.Pool(2).map(len, [[]])'",
+    "pip": "pip --version && pip list",
+    "make": "printf 'a:\\n\\ttouch a\\nb:\\n\\ttouch b\\n' > Makefile && make -j2 a b",
+    "flock": "flock lock true",
+    "perl": "perl -e 'fork // die; wait'",
+}
+"""Daily work, by the program it needs."""
+
+UNDER_FILTER = (
+    "import os, sys\n"
+    "from nemo_gym_prorl.sandbox.isolation import seccomp, syscalls\n"
+    "syscalls.prctl(syscalls.PR_SET_NO_NEW_PRIVS, 1)\n"
+    "seccomp.install()\n"
+    "os.execvp('sh', ['sh', '-c', sys.argv[1]])\n"
+)
+
+
+@pytest.mark.parametrize("program", WORK)
+def test_daily_work_goes_on_under_it(program: str, tmp_path: Path) -> None:
+    if shutil.which(program) is None:
+        pytest.skip(f"no {program} at hand")
+    command = [sys.executable, "-c", UNDER_FILTER, WORK[program]]
+    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=False, timeout=100)
+    assert done.returncode == 0, done.stdout + done.stderr

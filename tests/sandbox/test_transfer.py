@@ -1,0 +1,119 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Files that can't go in or come out: refused within bounds of time and room, and whose fault it is."""
+
+from __future__ import annotations
+
+import asyncio
+import errno
+import os
+import time
+from pathlib import Path
+
+import pytest
+
+from nemo_gym_prorl.failures import CallerError, InfrastructureError
+from nemo_gym_prorl.sandbox import transfer
+from nemo_gym_prorl.sandbox.container import Container, ContainerSpec
+from nemo_gym_prorl.sandbox.runtime.apptainer import Runtime
+from nemo_gym_prorl.sandbox.supervisor.errors import SandboxRefused
+
+
+pytestmark = pytest.mark.sandbox
+
+
+async def test_what_is_larger_than_the_sandbox_may_be_is_the_callers(
+    image: Path, runtime: Runtime, tmp_path: Path
+) -> None:
+    large = tmp_path / "large"
+    with large.open("wb") as file:
+        file.truncate(3 << 20)
+    async with await Container.start(ContainerSpec(image=image, disk_mib=2), runtime) as container:
+        with pytest.raises(CallerError, match="disk_mib is 2; raise that") as caught:
+            await container.upload(large, "/tmp/large")
+        assert caught.value.field == "source_path"
+        with pytest.raises(OSError, match="disk_mib is 2") as too_large:
+            await transfer.write_file(container, "/tmp/large", bytes(3 << 20))
+        assert too_large.value.errno == errno.EFBIG
+        # Longer than between two looks of who watches its disk.
+        assert (await container.run("sleep 3; ls /tmp")).stdout == ""
+    async with await Container.start(ContainerSpec(image=image, shared_memory_mib=2), runtime) as container:
+        with pytest.raises(CallerError, match="no room for it in the file system of /dev/shm") as caught:
+            await container.upload(large, "/dev/shm/large")
+        assert caught.value.field == "target_path"
+        assert (await container.run("ls -A /dev/shm")).stdout == ""
+
+
+def _of_size(path: Path, size: int) -> Path:
+    path.write_bytes(bytes(size))
+    return path
+
+
+@pytest.mark.parametrize("target", ["/folder", "/folder/", "/", "/tmp/..", "/file/below", "/dev", "/" + "x" * 300])
+async def test_where_no_file_can_be(container: Container, tmp_path: Path, target: str) -> None:
+    await container.run("mkdir -p /folder/x; echo old > /file")
+    with pytest.raises(CallerError) as caught:
+        await container.upload(_of_size(tmp_path / "file", 5), target)
+    assert caught.value.field == "target_path"
+    assert (await container.run("ls -A /folder; cat /file; ls -A / | grep -E '^[.][0-9a-f]{32}'")).stdout == "x\nold\n"
+
+
+async def test_what_is_no_file_of_the_host(container: Container, tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "fifo")
+    (tmp_path / "loop").symlink_to("loop")
+    for source in (tmp_path, tmp_path / "fifo", tmp_path / "loop", Path("/dev/zero"), Path("a\0b"), Path("x" * 300)):
+        with pytest.raises(CallerError) as caught:
+            await asyncio.wait_for(container.upload(source, "/x"), 10)
+        assert caught.value.field == "source_path"
+    with (tmp_path / "huge").open("wb") as file:
+        file.truncate(1 << 40)
+    with pytest.raises(CallerError, match=f"larger than {transfer.FILE_LIMIT} bytes"):
+        await container.upload(tmp_path / "huge", "/x")
+
+
+async def test_what_cannot_come_out(container: Container, tmp_path: Path) -> None:
+    target = tmp_path / "out"
+    await container.run(
+        "cd /tmp; mkdir folder; mkfifo fifo; ln -s loop loop; truncate -s 9G huge; mknod null c 1 3; "
+        "python3 -c 'import socket; socket.socket(socket.AF_UNIX).bind(\"socket\")'"
+    )
+    for name in ("folder", "fifo", "loop", "null", "socket", "missing", "missing/below", "x" * 300):
+        with pytest.raises(CallerError) as caught:
+            await asyncio.wait_for(container.download(f"/tmp/{name}", target), 10)
+        assert caught.value.field == "source_path"
+        assert name in caught.value.reason or "too long" in caught.value.reason
+    for source in ("/dev/zero", "/dev/tty", "/proc/self/fd/0", "/proc/1/mem"):
+        with pytest.raises(CallerError):
+            await asyncio.wait_for(container.download(source, target), 10)
+    begin = time.monotonic()
+    with pytest.raises(CallerError, match="more than the limit of"):
+        await container.download("/tmp/huge", target)
+    # The limit itself would be a gigabyte of zeros.
+    assert time.monotonic() - begin < 5
+    assert list(tmp_path.iterdir()) == []  # noqa: ASYNC240
+
+
+async def test_where_nothing_can_be_written_on_the_host(container: Container, tmp_path: Path) -> None:
+    _of_size(tmp_path / "file", 5)
+    await container.run("echo x > /tmp/x")
+    for target in (tmp_path, tmp_path / "file" / "below", Path("/proc/none/x"), Path("a\0b"), tmp_path / ("x" * 300)):
+        with pytest.raises(CallerError) as caught:
+            await container.download("/tmp/x", target)
+        assert caught.value.field == "target_path"
+    assert [path.name for path in tmp_path.iterdir()] == ["file"]  # noqa: ASYNC240
+    longest = tmp_path / ("x" * 255)
+    await container.download("/tmp/x", longest)
+    assert longest.read_text() == "x\n"
+
+
+async def test_a_machine_without_room_is_nobodys_fault(
+    container: Container, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def full(*_arguments: object, **_details: object) -> None:
+        raise SandboxRefused("No space left on device", errno.ENOSPC)
+
+    monkeypatch.setattr(container, "ask", full)
+    with pytest.raises(InfrastructureError, match="No space left"):
+        await container.upload(_of_size(tmp_path / "file", 5), "/x")
+    with pytest.raises(InfrastructureError, match="No space left"):
+        await container.download("/x", tmp_path / "back")
+    assert [path.name for path in tmp_path.iterdir()] == ["file"]  # noqa: ASYNC240

@@ -1,0 +1,140 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Several users in one sandbox: for root, and for an ordinary user with a range of ids."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import shutil
+import signal
+from pathlib import Path
+
+import pytest
+
+from nemo_gym_prorl.failures import CallerError
+from nemo_gym_prorl.sandbox.container import Container, ContainerSpec
+from nemo_gym_prorl.sandbox.isolation import user_domain
+from nemo_gym_prorl.sandbox.runtime.apptainer import Runtime
+from nemo_gym_prorl.sandbox.supervisor.rpc import own_supervisor
+
+
+pytestmark = pytest.mark.sandbox
+
+WHY_NOT = user_domain.no_several_users()
+HAVE_THEM = pytest.mark.skipif(bool(WHY_NOT), reason=WHY_NOT)
+
+
+@HAVE_THEM
+async def test_users_have_files_of_their_own(image: Path, runtime: Runtime) -> None:
+    async with await Container.start(ContainerSpec(image=image, users=True), runtime) as container:
+        made = await container.run(
+            "cd /tmp && touch theirs && chown 33:33 theirs && stat -c %u:%g theirs && echo secret > s && chmod 600 s"
+        )
+        assert made.stdout == "33:33\n"
+        assert (await container.run("id -un; echo $HOME; touch /tmp/own", user="www-data")).stdout == (
+            "www-data\n/var/www\n"
+        )
+        assert (await container.run("cat /tmp/s", user="www-data")).exit_code == 1
+        assert (await container.run("cat /tmp/s /proc/1/environ; kill -9 1", user=33)).stdout == ""
+        assert (await container.run("stat -c %U /tmp/own")).stdout == "www-data\n"
+        assert (await container.run("id -G", user="nobody")).stdout == "65534\n"
+        assert (await container.run("grep CapEff /proc/self/status", user=33)).stdout.split()[1] == "0" * 16
+        long = f": {'x' * (1 << 20)}; id -u > /dev/stdout"
+        assert (await container.run(long, user=33)).stdout == "33\n", "the command's file and its output are his, too"
+        with pytest.raises(CallerError, match="no user 'somebody'"):
+            await container.run("id", user="somebody")
+
+
+@HAVE_THEM
+async def test_everybody_has_temporary_files(tiny_root: Path, runtime: Runtime, tmp_path: Path) -> None:
+    root = tmp_path / "root"
+    shutil.copytree(tiny_root, root, symlinks=True)
+    for name in ("dev", "proc", "sys", "var/tmp"):
+        (root / name).mkdir(parents=True)
+    (root / "etc/passwd").write_text("root:x:0:0::/root:/bin/sh\nweb:x:33:33::/:/bin/sh\n")
+    (root / "tmp").chmod(0o755)  # as ordinary users' builders leave it
+    async with await Container.start(ContainerSpec(image=root, users=True), runtime) as container:
+        assert (await container.run("mkdir /tmp/own && ls -d /tmp/own", user=33, cwd="/")).stdout == "/tmp/own\n"
+
+
+CLOSED = "mkdir -p /tmp/theirs/deep/er && touch /tmp/theirs/deep/er/x && chmod 0 /tmp/theirs"
+
+
+@HAVE_THEM
+@pytest.mark.parametrize("killed", [False, True])
+async def test_what_they_wrote_goes_with_the_sandbox(image: Path, runtime: Runtime, killed: bool) -> None:
+    """Of an ordinary user's server these files belong to ids whose files it can't remove itself."""
+    container = await Container.start(ContainerSpec(image=image, users=True), runtime)
+    await container.run("mkdir /tmp/theirs && chown 33 /tmp/theirs && chmod 700 /tmp/theirs")
+    assert (await container.run(CLOSED, user=33)).exit_code == 0
+    folder = container.shared_folder.parent
+    if killed:
+        assert own_supervisor._current
+        os.kill(own_supervisor._current.popen.pid, signal.SIGKILL)
+    await container.close()
+    async with asyncio.timeout(20):
+        while folder.exists():
+            await asyncio.sleep(0.01)
+
+
+@HAVE_THEM
+async def test_root_false_is_a_user_among_others(image: Path, runtime: Runtime) -> None:
+    async with await Container.start(ContainerSpec(image=image, users=True, root=False), runtime) as container:
+        assert (await container.run("id -u; id -un")).stdout == "1000\nsandbox\n"
+        assert (await container.run("touch /etc/x")).exit_code != 0
+        assert (await container.run("id -u; touch /etc/x && echo may", user="root")).stdout == "0\nmay\n"
+
+
+async def test_without_a_range_the_fix_is_named(
+    image: Path, runtime: Runtime, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if os.geteuid() == 0:
+        pytest.skip("root has ids enough")
+    monkeypatch.setattr(user_domain, "HELPERS", ("no-such-program",))
+    with pytest.raises(CallerError, match=r"users: .*/etc/subuid and /etc/subgid.*newuidmap.*uidmap"):
+        await Container.start(ContainerSpec(image=image, users=True), runtime)
+
+
+async def test_the_runtime_can_not(image: Path, tiny_sif: Path, runtime: Runtime) -> None:
+    for spec in (ContainerSpec(image=image, users=True, start="runtime"), ContainerSpec(image=tiny_sif, users=True)):
+        with pytest.raises(CallerError, match="users"):
+            await Container.start(spec, runtime)
+
+
+async def test_one_user_is_the_rule(image: Path, runtime: Runtime) -> None:
+    async with await Container.start(ContainerSpec(image=image), runtime) as container:
+        assert (await container.run("touch /tmp/x && chown 33 /tmp/x")).exit_code != 0
+
+
+def test_a_range_is_read_by_name_or_number(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(os, "geteuid", lambda: 4242)
+    monkeypatch.setattr(user_domain.pwd, "getpwuid", lambda uid: type("Entry", (), {"pw_name": "someone"}))
+    table = tmp_path / "subuid"
+    table.write_text("root:1:2\nsomeone:100000:65536\n# note\nsomeone:nonsense\n4242:300000:10\n")
+    assert list(user_domain.subordinate(table)) == [(100000, 65536), (300000, 10)]
+    assert list(user_domain.subordinate(tmp_path / "none")) == []
+
+
+def test_where_ids_of_a_sandbox_lie(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(os, "geteuid", lambda: 1000)
+    domain = [(0, 1000, 1), (1, 100000, 65536)]
+    assert user_domain.spans(1000, 0, several=False, ranges=domain) == [(0, 0, 1)]
+    assert user_domain.spans(1000, 1000, several=False, ranges=domain) == [(1000, 0, 1)]
+    assert user_domain.spans(1000, 0, several=True, ranges=domain) == [(0, 0, 1), (1, 1, 65536)]
+    monkeypatch.setattr(os, "geteuid", lambda: 0)
+    domain = user_domain.ranges("uid", 0)
+    assert user_domain.spans(user_domain.FIRST_ID + 7, 0, several=False, ranges=domain) == [(0, 7, 1)]
+    one, block = user_domain.draw(several=False), user_domain.draw(several=True)
+    assert user_domain.spans(block, 0, several=True, ranges=domain)[0][2] == user_domain.BLOCK
+    assert (block - user_domain.FIRST_ID) % user_domain.BLOCK == 0
+    assert not block <= one < block + user_domain.BLOCK
+
+
+def test_a_failing_helper_leaves_a_domain_of_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    if os.geteuid() == 0:
+        pytest.skip("root needs no helper")
+    monkeypatch.setattr(user_domain, "ranges", lambda kind, own: [(0, own, 1), (1, 100000, 65536)])
+    monkeypatch.setattr(user_domain, "HELPERS", ("false", "false"))
+    domain, one_user = user_domain.make_domain()
+    os.close(domain)
+    assert one_user

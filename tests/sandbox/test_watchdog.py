@@ -1,0 +1,180 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Who is looked at, and who has to go: decided without asking the system for anything."""
+
+from __future__ import annotations
+
+import os
+import tracemalloc
+from pathlib import Path
+
+from nemo_gym_prorl.sandbox.limits.usage import Process
+from nemo_gym_prorl.sandbox.limits.walk import LEAST_SIZE, WIDE, Found, walk
+from nemo_gym_prorl.sandbox.limits.watchdog import MOST_WALK_S, WALK_PAUSE_S, Rota, Watched, goes_fast
+
+
+MIB = 1 << 20
+
+
+def box(name: str = "b", memory: int = 100, disk: int = 50, *, in_memory: bool = False) -> Watched:
+    return Watched(name, 1, 1, "", "", memory * MIB, disk * MIB, in_memory=in_memory)
+
+
+def process(pid: int, ticks: int = 0, resident: int = 10) -> Process:
+    return Process(pid, 1, ticks, resident * MIB)
+
+
+def sizes(*of_processes: int, mapped: int = 0) -> dict[int, tuple[int, int]]:
+    return {number: (size * MIB, mapped * MIB) for number, size in enumerate(of_processes, 1)}
+
+
+def test_hot_is_what_used_processor_time_or_was_started_or_ended() -> None:
+    one = box()
+    assert one.hot
+    one.saw([process(1), process(2)])
+    assert one.hot
+    one.unmeasured = False
+    one.saw([process(1), process(2)])
+    assert not one.hot
+    assert not one.unmeasured
+    for seen in ([process(1), process(2, 1)], [process(1)], [process(1), process(3)]):
+        one.saw(seen)
+        assert one.hot
+        assert one.unmeasured
+
+
+def test_the_cold_have_their_turn_one_after_the_other() -> None:
+    rota = Rota()
+    for name in "abcd":
+        rota.all[name] = box(name)
+        rota.all[name].hot = name == "d"
+    assert [one.name for one in rota.hot()] == ["d"]
+    turns = []
+    for _ in range(5):
+        turns.append(next(rota.cold()).name)
+    assert "".join(turns) == "abcab"
+
+
+def test_too_much_memory_costs_the_largest_process_its_life() -> None:
+    one = box(memory=100)
+    crowd = [process(1, resident=60), process(2, resident=70)]
+    assert one.may_exceed(crowd)
+    assert one.excess(sizes(40, 50)) is None, "they share"
+    excess = one.excess(sizes(60, 70))
+    assert excess
+    assert excess[0] == 2
+    assert excess[1].startswith("memory: 130 MiB")
+    assert not box(memory=0).may_exceed(crowd)
+
+
+def test_a_layer_in_memory_is_memory() -> None:
+    one = box(memory=100, in_memory=True)
+    one.measured(Found(45 * MIB))
+    assert one.excess(sizes(30, 40)) == (2, "memory: 115 MiB in use of 100 MiB")
+    one.measured(Found(101 * MIB))
+    assert one.may_exceed([process(1)])
+    excess = one.excess(sizes(30))
+    assert excess
+    assert excess[0] == 0, "no process's end would help"
+
+
+def test_disks_are_walked_where_something_happened_longest_ago_first() -> None:
+    rota = Rota()
+    for number, name in enumerate("abc"):
+        rota.all[name] = box(name)
+        rota.all[name].walked = 10.0 - number
+    rota.all["c"].unmeasured = False
+    rota.all["n"] = box("n", memory=0, disk=0)
+    chosen = rota.to_walk(100.0)
+    assert chosen
+    assert chosen.name == "b"
+    assert rota.to_walk(10.0 - 1 + WALK_PAUSE_S / 2) is None
+    chosen.walking = True
+    again = rota.to_walk(100.0)
+    assert again
+    assert again.name == "a"
+    assert not rota.all["a"].overran(Found(50 * MIB))
+    assert rota.all["a"].overran(Found(51 * MIB)) == "disk: wrote 51 MiB of 50 MiB"
+
+
+def test_what_takes_too_long_to_walk_ends() -> None:
+    assert not box().overran(Found(seconds=MOST_WALK_S))
+    assert "measuring them takes more than" in box().overran(Found(seconds=MOST_WALK_S + 1))
+    assert not box(disk=0).overran(Found(seconds=MOST_WALK_S + 1))
+
+
+def walked(folder: Path) -> Found:
+    found = Found()
+    for _ in walk([str(folder)], [], os.getpid(), found):
+        pass
+    return found
+
+
+def test_a_walk_knows_few_names_at_a_time(tmp_path: Path) -> None:
+    """However many folders lie side by side, however long their paths are."""
+    deep = tmp_path.joinpath(*["x" * 240] * 6)
+    deep.mkdir(parents=True)
+    for number in range(3000):
+        deep.joinpath(str(number)).mkdir()
+    tracemalloc.start()
+    try:
+        found = walked(tmp_path)
+        most = tracemalloc.get_traced_memory()[1]
+    finally:
+        tracemalloc.stop()
+    assert found.disk >= 3006 * LEAST_SIZE
+    assert not found.hidden
+    assert found.seconds
+    assert most < MIB
+
+
+def test_a_walk_misses_nothing(tmp_path: Path) -> None:
+    """What is wide, deep, or both, also where more names follow after those that were walked first."""
+    most = 0
+    for top in range(150):
+        for below in range(70 if top in {3, 140} else 1):
+            folder = tmp_path.joinpath(str(top), *["d" * 100] * (25 if top == 7 else 1), str(below))
+            folder.mkdir(parents=True)
+            most += 1
+            folder.joinpath("file").write_bytes(b"x" * most)
+    found = walked(tmp_path)
+    files = folders = 0
+    for _path, inner, outer in os.walk(tmp_path):
+        folders += len(inner)
+        files += len(outer)
+    assert found.disk == (files + folders) * LEAST_SIZE
+    assert found.largest == most
+
+
+def test_folders_that_are_wide_and_deep_at_once_are_not_followed(tmp_path: Path) -> None:
+    folder = tmp_path
+    for _ in range(40):
+        for number in range(WIDE + 1):
+            folder.joinpath(str(number)).mkdir()
+        # The last that is known is walked first, and all others have to wait.
+        folder = folder / [entry.name for entry in os.scandir(folder)][WIDE - 1]
+    found = walked(tmp_path)
+    assert found.hidden
+    assert "in each other" in box().overran(found)
+
+
+def test_everybody_is_looked_at_when_memory_goes_fast() -> None:
+    assert goes_fast(1000, 970, 1000)
+    assert not goes_fast(1000, 990, 1000)
+    assert not goes_fast(970, 1000, 1000)
+
+
+def test_files_of_memory_count_once_and_cost_who_holds_them_its_life() -> None:
+    one = box(memory=100)
+    one.measured(Found(held={1: 90 * MIB}))
+    assert one.may_exceed([process(1, resident=5), process(2, resident=20)])
+    assert one.excess(sizes(5, 20)) == (1, "memory: 115 MiB in use of 100 MiB")
+    assert one.excess({1: (95 * MIB, 90 * MIB), 2: (4 * MIB, 0)}) is None, "mapped where it is held"
+    assert one.hot
+
+
+def test_a_limit_of_which_all_is_used_is_named() -> None:
+    one = Watched("b", 1, 1, "", "", 0, 0, process_limit=4, shared_memory_mib=64)
+    assert one.full([process(1), process(2)], 1) == []
+    threads = Process(1, 1, 0, 0, threads=4)
+    assert [what for what, _words in one.full([threads], 0)] == ["processes", "shared memory"]
+    assert Watched("b", 1, 1, "", "", 0, 0).full([threads], 0) == []

@@ -1,0 +1,213 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Whose doing it is that something failed: an agent does not pass for the machine, nor the machine for an agent.
+
+Neither does an image: what its own shell does on the way up is its own failure, and takes nothing of the supervisor's.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import errno
+import os
+import shutil
+import signal
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from nemo_gym_prorl.failures import CallerError, InfrastructureError
+from nemo_gym_prorl.sandbox import transfer
+from nemo_gym_prorl.sandbox.container import Container, ContainerSpec
+from nemo_gym_prorl.sandbox.runtime.apptainer import Runtime
+from nemo_gym_prorl.sandbox.sessions.bash import Shell
+from nemo_gym_prorl.sandbox.sessions.jupyter.kernel import Kernel
+from nemo_gym_prorl.sandbox.spec import Start
+from nemo_gym_prorl.sandbox.supervisor.errors import SandboxBroken, SandboxRefused
+from nemo_gym_prorl.sandbox.supervisor.rpc import own_supervisor
+
+
+pytestmark = pytest.mark.sandbox
+
+
+def children(pid: int) -> set[int]:
+    return {int(number) for number in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()}
+
+
+def kill_joiners(supervisor: int, known: set[int], ended: asyncio.Event) -> None:
+    """Kill whatever of the supervisor's own appears beside what was there, once what it starts is there, too."""
+    while not ended.is_set():
+        fresh = children(supervisor) - known
+        for pid in fresh:
+            with contextlib.suppress(OSError):
+                status = Path(f"/proc/{pid}/status").read_text()
+                numbers = next(line for line in status.splitlines() if line.startswith("NSpid:")).split()[1:]
+                # Those inside have a number there, too.
+                if len(fresh) > 1 and len(numbers) == 1:
+                    os.kill(pid, signal.SIGKILL)
+
+
+@pytest.mark.parametrize("user", [None, "root"])
+@pytest.mark.parametrize("start", ["mould", "runtime"])
+async def test_a_killed_helper_is_no_result(image: Path, runtime: Runtime, start: Start, user: str | None) -> None:
+    """Also where it was killed between the two words that it says: which process it started, and that this may begin.
+
+    With a ``user`` named no script fits, and a forked Python does what one would do.
+    """
+    async with await Container.start(ContainerSpec(image=image, start=start), runtime) as container:
+        await container.run("true", user=user)
+        assert own_supervisor._current
+        supervisor = own_supervisor._current.popen.pid
+        ended, refused = asyncio.Event(), list[str]()
+        killing = asyncio.create_task(asyncio.to_thread(kill_joiners, supervisor, children(supervisor), ended))
+        try:
+            for _ in range(400):
+                try:
+                    done = await container.run("echo ok; exit 7", user=user)
+                    assert (done.exit_code, done.stdout) == (7, "ok\n")
+                except InfrastructureError as error:
+                    refused.append(error.reason)
+                if len(refused) == 20:
+                    break
+        finally:
+            ended.set()
+            await killing
+    assert refused
+    assert all("helper was killed" in reason for reason in refused)
+
+
+LEASE = """
+import fcntl, os, signal, sys, time
+def give_up(*_):
+    fcntl.fcntl(file, fcntl.F_SETLEASE, fcntl.F_UNLCK)
+signal.signal(signal.SIGIO, signal.SIG_IGN if sys.argv[2] == "kept" else give_up)
+file = os.open(sys.argv[1], os.O_RDWR | os.O_CREAT)
+os.write(file, b"text")
+fcntl.fcntl(file, fcntl.F_SETLEASE, fcntl.F_WRLCK)
+open("/tmp/leased", "w")
+while True:
+    time.sleep(1)
+"""
+
+
+@pytest.mark.parametrize("path", ["/tmp/solution", "/dev/shm/solution"])
+async def test_a_file_that_a_program_inside_holds_is_no_want_of_the_machines(
+    container: Container, tmp_path: Path, path: str
+) -> None:
+    for kept in ("given up", "kept"):
+        holding = asyncio.create_task(container.execute(["python3", "-c", LEASE, path, kept], timeout_s=60))
+        await container.run("until [ -e /tmp/leased ]; do :; done; rm /tmp/leased", timeout_s=30)
+        if kept == "given up":
+            assert await transfer.read_file(container, path, 100) == b"text"
+        else:
+            with pytest.raises(OSError, match="busy") as caught:
+                await transfer.read_file(container, path, 100)
+            assert caught.value.errno == errno.EBUSY
+            with pytest.raises(CallerError, match="held by a program"):
+                await container.download(path, tmp_path / "out")
+            # What is written is another file, in its place.
+            await transfer.write_file(container, path, b"new")
+            assert await transfer.read_file(container, path, 100) == b"new"
+        holding.cancel()
+        await asyncio.wait([holding])
+
+
+async def test_a_file_system_in_memory_that_is_used_up_is_the_sandboxs(container: Container, tmp_path: Path) -> None:
+    """Its files, as many as it may have, no less than its bytes."""
+    source = tmp_path / "file"
+    source.write_text("x")
+    fill = "import itertools\nfor i in itertools.count(): open(str(i), 'w').close()"
+    await container.execute(["python3", "-c", fill], cwd="/dev/shm")
+    await container.run("ln -s /dev/shm /work")
+    for target in ("/work/t", "/work/a/b/t"):
+        with pytest.raises(CallerError, match="no room for it in the file system of /work"):
+            await container.upload(source, target)
+        with pytest.raises(OSError, match="too large") as caught:
+            await transfer.write_file(container, target, b"x")
+        assert caught.value.errno == errno.EFBIG
+    await container.upload(source, "/new/folder/t")
+    assert (await container.run("cat /new/folder/t")).stdout == "x"
+
+
+MANY_VARIABLES = """#!/bin/dash
+ulimit -s unlimited
+a=0123456789abcdef; a=$a$a$a$a; a=$a$a$a$a; a=$a$a$a$a; a=$a$a$a$a; a=$a$a$a$a; a=$a$a$a$a
+for i in 1 2 3 4 5; do for k in 0 1 2 3 4 5 6 7 8 9; do eval "export V$i$k=$a"; done; done
+exec dash "$@"
+"""
+MANY_COMPLAINTS = """#!/bin/dash
+a=0123456789abcdef; a=$a$a$a$a; a=$a$a$a$a; a=$a$a$a$a; a=$a$a$a$a; a=$a$a$a$a; a=$a$a$a$a
+i=0; while [ $i -lt 1000 ]; do printf %s "$a" >&2 || exit 9; i=$((i + 1)); done
+exit 8
+"""
+
+
+def with_shell(root: Path, text: str, made: Path) -> Path:
+    """An image whose own ``/bin/sh`` is a script."""
+    shutil.copytree(root, made, symlinks=True)
+    for folder in ("dev", "proc", "sys", "var/tmp"):
+        # Where the runtime mounts something.
+        (made / folder).mkdir(parents=True)
+    shell = made / "usr/bin/sh"
+    shell.unlink()
+    shell.write_text(text)
+    shell.chmod(0o755)
+    return made
+
+
+@pytest.mark.parametrize("start", ["mould", "runtime"])
+async def test_an_image_that_sets_too_many_variables_is_refused(
+    tiny_root: Path, runtime: Runtime, tmp_path: Path, start: Start
+) -> None:
+    root = with_shell(tiny_root, MANY_VARIABLES, tmp_path / "root")
+    with pytest.raises(InfrastructureError, match=f"sandbox of {root}: .*the image sets more than 2 MiB of variables"):
+        await Container.start(ContainerSpec(image=root, start=start), runtime)
+
+
+async def test_what_an_image_complains_of_is_bounded(tiny_root: Path, runtime: Runtime, tmp_path: Path) -> None:
+    root = with_shell(tiny_root, MANY_COMPLAINTS, tmp_path / "root")
+    with pytest.raises(InfrastructureError, match="89abcdef") as caught:
+        await Container.start(ContainerSpec(image=root, start="runtime"), runtime)
+    assert isinstance(caught.value.__cause__, SandboxRefused)
+    assert caught.value.__cause__.reason == "the runtime ended with 9"
+    assert len(caught.value.__cause__.log) <= 4000
+
+
+@pytest.mark.parametrize("root", [False, True])
+async def test_no_file_of_the_host_is_to_be_had_from_the_first_process(
+    image: Path, runtime: Runtime, root: bool
+) -> None:
+    """Nor one of a mould that the supervisor has."""
+    spec = ContainerSpec(image=image, root=root)
+    async with (
+        await Container.start(replace(spec, start="mould"), runtime),
+        await Container.start(replace(spec, start="runtime"), runtime) as container,
+    ):
+        found = (await container.run("ls /proc/1/fd; readlink /proc/1/fd/*")).stdout.split()
+        assert {"0", "1", "2"} <= set(found)
+        assert all(name.startswith("socket:") or name == "/dev/null" for name in found if not name.isdigit())
+
+
+async def test_a_session_that_the_agent_broke_is_its_own_doing(kernel_image: Path, runtime: Runtime) -> None:
+    async with await Container.start(ContainerSpec(image=kernel_image, start="runtime"), runtime) as container:
+        async with await Kernel.start(container) as kernel:
+            await container.run("mv $(command -v python3) /tmp/python3")
+            with pytest.raises(SandboxBroken, match="ipykernel does not start in the sandbox any more"):
+                await kernel.restart()
+        await container.run("mv $(command -v bash) /tmp/bash")
+        # The image has it, though none was started here.
+        with pytest.raises(SandboxBroken, match="bash does not start in the sandbox any more"):
+            await Shell.start(container)
+
+
+async def test_an_image_that_never_had_what_a_session_needs(
+    tiny_root: Path, image: Path, runtime: Runtime, tmp_path: Path
+) -> None:
+    root = with_shell(tiny_root, '#!/bin/dash\nexec dash "$@"\n', tmp_path / "root")
+    async with await Container.start(ContainerSpec(image=root), runtime) as container:
+        with pytest.raises(InfrastructureError, match="needs bash in the image"):
+            await Shell.start(container)
+    async with await Container.start(ContainerSpec(image=image), runtime) as container:
+        with pytest.raises(InfrastructureError, match="needs python3 with ipykernel in the image"):
+            await Kernel.start(container)
