@@ -102,6 +102,27 @@ def test_they_are_images_as_any_other(image: Path) -> None:
         assert ImageStore().find(name) == path
 
 
+def test_set_up_gives_the_names_back_to_its_own_images(
+    image: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    kernel = ensure_kernel_image(silent)
+    # A cache of its own, since other tests use these names meanwhile.
+    folder = tmp_path / "images"
+    folder.mkdir()
+    for path in (image, kernel):
+        (folder / path.parent.name).symlink_to(path.parent)
+    image, kernel = (folder / path.parent.name / path.name for path in (image, kernel))
+    monkeypatch.setenv("PRORL_CACHE", str(tmp_path))
+    store = ImageStore()
+    # As a version with other recipes leaves it that shares the cache.
+    store.name("default", kernel.parent.name)
+    store.name("kernel", image.parent.name)
+    assert (store.find("default"), store.find("kernel")) == (kernel, image)
+    ensure_kernel_image(silent)
+    ensure_default_image(silent)
+    assert (store.find("default"), store.find("kernel")) == (image, kernel)
+
+
 async def test_gyms_own_provider_starts_it(image: Path, runtime: Runtime) -> None:
     runtime.activate()
     spec = SandboxSpec(image=str(image), ready_timeout_s=60)

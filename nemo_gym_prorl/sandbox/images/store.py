@@ -184,6 +184,10 @@ class ImageStore:
         Path(fresh.name).chmod(0o644)
         Path(fresh.name).replace(folder / name)
 
+    def entry_named(self, name: str) -> str | None:
+        """The entry that users call ``name``."""
+        return self._names().get(name)
+
     def built(self) -> Iterator[Built]:
         """What :func:`.recipe.decide` can choose from."""
         for image in self.all():

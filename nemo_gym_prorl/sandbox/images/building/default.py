@@ -5,11 +5,13 @@ that one with IPython's kernel in it. They are recipes as any other; only who bu
 The default image is made of the machine's own distribution's packages where apt is at hand, in seconds and with no
 container registry, and of a public image elsewhere. Both images are always root folders: those start fastest, and need
 no FUSE, which many machines keep from ordinary users. A changed recipe has another key, so it makes a new image and
-never a half-changed old one; and no image has a name before its own test has passed.
+never a half-changed old one; and no image has a name before its own test has passed. Where several versions of this
+package share a cache, the names ``default`` and ``kernel`` are those of the version that was set up last.
 """
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 
 from nemo_gym_prorl.failures import InfrastructureError
@@ -36,14 +38,14 @@ def default_image_path() -> Path:
 
 
 def ensure_default_image(progress: Progress) -> Path:
-    """Build the default image unless it is there. About 10 s with apt; at once afterwards.
+    """Build the default image unless it is there, and give it its name. About 10 s with apt; at once afterwards.
 
     Raises:
         InfrastructureError: no runtime, or no way to build worked; the message says why for each way tried.
     """
     path = default_image_path()
     if path.is_dir():
-        return path
+        return _named("default", path)
     runtime = require_runtime()
     reasons = []
     for order in _default_orders():
@@ -62,13 +64,13 @@ def kernel_image_path() -> Path | None:
 
 
 def ensure_kernel_image(progress: Progress) -> Path:
-    """Build the kernel image unless it is there; some 20 s, and at once afterwards.
+    """Build the kernel image unless it is there, and give it its name; some 20 s, and at once afterwards.
 
     Raises:
         InfrastructureError: the default image or the wheels can't be had; the message says why.
     """
     if path := kernel_image_path():
-        return path
+        return _named("kernel", path)
     base = ensure_default_image(progress)
     return build(_kernel_order(base), ImageStore(), require_runtime(), progress)
 
@@ -80,6 +82,15 @@ def try_image(image: Path, runtime: Runtime) -> str:
         InfrastructureError: the container does not start, or something is missing in it.
     """
     return tool.run([str(runtime.path), "test", "--containall", str(image)], runtime.environ(), TRIAL_TIMEOUT_S)
+
+
+def _named(name: str, image: Path) -> Path:
+    """The image, called ``name`` from now on: another version of this package may have taken the name since."""
+    store = ImageStore()
+    # A cache that others keep for us is not ours to write.
+    if store.entry_named(name) != image.parent.name and os.access(store.images.folder, os.W_OK):
+        store.name(name, image.parent.name)
+    return image
 
 
 def _default_orders() -> list[Order]:
