@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from hypothesis import HealthCheck, settings
 
 from nemo_gym_prorl.policy.scripted import ScriptedConfig
 from nemo_gym_prorl.policy.scripted import serve as serve_scripted
@@ -21,6 +22,11 @@ from nemo_gym_prorl.sandbox.images.building.default import ensure_default_image
 from nemo_gym_prorl.sandbox.images.cache import silent
 from nemo_gym_prorl.sandbox.runtime.apptainer import Runtime
 from nemo_gym_prorl.sandbox.runtime.install import ensure_runtime
+
+
+# How fast a machine is, is no property of the code.
+settings.register_profile("any machine", deadline=None, suppress_health_check=[HealthCheck.too_slow])
+settings.load_profile("any machine")
 
 
 @pytest.fixture(scope="session", autouse=True)

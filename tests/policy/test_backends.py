@@ -213,7 +213,7 @@ class PoolMachine(RuleBasedStateMachine):
 
 
 TestPool = PoolMachine.TestCase
-TestPool.settings = settings(max_examples=150, stateful_step_count=60, deadline=None)
+TestPool.settings = settings(max_examples=150, stateful_step_count=60)
 
 
 class Load:
@@ -251,7 +251,6 @@ class Load:
 
 
 @given(backends=st.integers(1, 8), before=st.integers(0, 60), after=st.integers(1, 60))
-@settings(deadline=None)
 def test_a_late_joiner_gets_its_share_of_the_new_and_no_burst(backends: int, before: int, after: int) -> None:
     load = Load(backends)
     for _ in range(before):
@@ -265,7 +264,6 @@ def test_a_late_joiner_gets_its_share_of_the_new_and_no_burst(backends: int, bef
 
 
 @given(backends=st.integers(1, 8), rollouts=st.integers(10, 80), seed=st.randoms(use_true_random=False))
-@settings(deadline=None)
 def test_a_late_joiner_carries_its_fair_share_once_the_old_load_is_gone(
     backends: int, rollouts: int, seed: object
 ) -> None:
@@ -282,7 +280,6 @@ def test_a_late_joiner_carries_its_fair_share_once_the_old_load_is_gone(
 
 
 @given(backends=st.integers(2, 8), groups=st.integers(1, 12), size=st.integers(1, 16), margin=st.integers(0, 4))
-@settings(deadline=None)
 def test_siblings_stay_together_within_the_margin(backends: int, groups: int, size: int, margin: int) -> None:
     load = Load(backends, sibling_margin=margin)
     for group in range(groups):

@@ -82,7 +82,7 @@ def conversations(draw: st.DrawFn, questions: int = 3) -> list[Message]:
 
 @pytest.mark.parametrize("name", [name for name in FAMILIES if name not in ("brackets", "opened")])
 @given(data=st.data())
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 def test_turn_by_turn_is_what_the_template_renders_at_once(name: str, data: st.DataObject) -> None:
     family = FAMILIES[name]
     renderer = family.renderer(tokenizer())
@@ -92,7 +92,7 @@ def test_turn_by_turn_is_what_the_template_renders_at_once(name: str, data: st.D
 
 
 @given(conversation=conversations(questions=1))
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 def test_a_template_that_moves_its_tools_is_exact_within_one_question(conversation: list[Message]) -> None:
     family = FAMILIES["brackets"]
     renderer = family.renderer(tokenizer())
@@ -110,7 +110,7 @@ PIECES = [
 
 @pytest.mark.parametrize("name", FAMILIES)
 @given(where=st.integers(0, 100), to=st.integers(0, 100), what=st.sampled_from(PIECES) | st.text(max_size=3))
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=100)
 def test_the_conversation_goes_on_whatever_the_policy_wrote(name: str, where: int, to: int, what: str) -> None:
     family = FAMILIES[name]
     renderer = family.renderer(tokenizer())

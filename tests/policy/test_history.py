@@ -125,7 +125,7 @@ def looks(messages: Messages) -> Visible:
 
 
 @given(data=st.data())
-@settings(max_examples=400, deadline=None)
+@settings(max_examples=400)
 def test_the_turn_that_is_meant_is_found_or_the_doubt_is_said(data: st.DataObject) -> None:
     """Parallel branches, turns sampled again, and turns that look alike, echoed in every manner."""
     history = History()
@@ -165,7 +165,7 @@ def test_the_turn_that_is_meant_is_found_or_the_doubt_is_said(data: st.DataObjec
 
 
 @given(data=st.data(), length=st.integers(1, 5))
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=200)
 def test_nothing_after_an_edit_is_taken_for_known(data: st.DataObject, length: int) -> None:
     history = History()
     conversation: Messages = []

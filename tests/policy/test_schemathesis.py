@@ -80,7 +80,7 @@ def try_out(url: str, operation: Any) -> int:
     """Requests of one operation in any form; how many there were."""
     count = 0
 
-    @settings(max_examples=EXAMPLES, deadline=None, database=None, suppress_health_check=list(HealthCheck))
+    @settings(max_examples=EXAMPLES, database=None, suppress_health_check=list(HealthCheck))
     @given(case=operation.as_strategy())
     def hold(case: Any) -> None:
         nonlocal count

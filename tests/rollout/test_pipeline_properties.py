@@ -58,7 +58,7 @@ arrivals = st.lists(
 
 
 @given(sizes, arrivals)
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=100)
 def test_every_job_has_one_outcome_and_no_bound_is_broken(
     pools: PoolSizes, schedule: list[tuple[JobRequest, float, float | None]]
 ) -> None:
@@ -115,7 +115,7 @@ def test_every_job_has_one_outcome_and_no_bound_is_broken(
 
 
 @given(st.integers(2, 20), st.sampled_from([Stage.INIT, Stage.RUN, Stage.EVAL]))
-@settings(max_examples=15, deadline=None)
+@settings(max_examples=15)
 def test_waiting_costs_nothing(crowd: int, bottleneck: Stage) -> None:
     """Each job works just under its budget; with one slot the last one waits many budgets long, and succeeds."""
 

@@ -113,7 +113,7 @@ class Schedules(RuleBasedStateMachine):
 
 
 TestSchedules = Schedules.TestCase
-TestSchedules.settings = settings(max_examples=100, stateful_step_count=50, deadline=None)
+TestSchedules.settings = settings(max_examples=100, stateful_step_count=50)
 
 
 def test_priority_goes_before_arrival_and_clients_take_turns() -> None:

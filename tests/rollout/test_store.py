@@ -5,7 +5,7 @@ import asyncio
 from typing import Any
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from nemo_gym_prorl.failures import CallerError
@@ -42,7 +42,6 @@ def end(store: JobStore, job_id: str, size: int = 100_000, group: str | None = N
         max_size=60,
     )
 )
-@settings(deadline=None)
 def test_no_result_is_forgotten_unread_before_its_time_and_the_books_are_right(
     steps: list[tuple[str, int, int]],
 ) -> None:

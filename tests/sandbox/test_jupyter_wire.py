@@ -76,7 +76,7 @@ def heard(ours: socket.socket, decoder: zmtp.Decoder, recorder: Recorder, messag
     return recorder.messages[:-1]
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 @given(there=st.lists(FRAMES, min_size=1, max_size=4), back=st.lists(FRAMES, min_size=1, max_size=4))
 def test_a_dealer_and_a_real_router_understand_each_other(
     address: str, there: list[list[bytes]], back: list[list[bytes]]
@@ -95,7 +95,7 @@ def test_a_dealer_and_a_real_router_understand_each_other(
         assert heard(ours, decoder, recorder, len(back)) == back
 
 
-@settings(max_examples=20, deadline=None)
+@settings(max_examples=20)
 @given(said=st.lists(FRAMES, min_size=1, max_size=4))
 def test_a_subscriber_hears_a_real_publisher(address: str, said: list[list[bytes]]) -> None:
     with real_peer(zmq.XPUB, address) as (publisher, ours):
@@ -110,7 +110,6 @@ def test_a_subscriber_hears_a_real_publisher(address: str, said: list[list[bytes
         assert heard(ours, decoder, recorder, len(said)) == said
 
 
-@settings(deadline=None)
 @given(
     st.lists(st.lists(st.binary(max_size=300), min_size=1, max_size=5), max_size=4),
     st.lists(st.integers(1, 500), min_size=1),
@@ -128,7 +127,6 @@ def test_frames_are_the_same_however_they_are_cut(messages: list[list[bytes]], c
     assert recorder.messages[:-1] == [[f if len(f) <= largest else None for f in frames] for frames in messages]
 
 
-@settings(deadline=None)
 @given(st.binary(max_size=400), st.booleans(), st.integers(1, 50))
 def test_any_bytes_are_frames_or_a_violation(data: bytes, greeted: bool, size: int) -> None:
     decoder = zmtp.Decoder(Recorder())
@@ -189,7 +187,6 @@ def read(frames: Sequence[bytes], wanted: bool = True) -> list[Message]:
 HEADERS = (b'{"msg_type": "x"}', b'{"msg_id": "y"}')
 
 
-@settings(deadline=None)
 @given(st.lists(st.binary() | st.sampled_from([DELIMITER, b"{}", b"[]", b"1", *HEADERS])))
 def test_frames_are_a_message_or_none(frames: list[bytes]) -> None:
     assert all((message.kind, message.request) == ("x", "y") for message in read(frames))

@@ -150,7 +150,7 @@ def test_a_killed_first_process_ends_only_its_own_sandbox(server: Server) -> Non
     assert state_dir.start_time(second)
 
 
-@settings(max_examples=4, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=4, suppress_health_check=list(HealthCheck))
 @given(
     start=st.sampled_from(["mould", "runtime"]),
     victims=st.lists(st.sampled_from(["server", "supervisor", "init", "anything"]), min_size=1, max_size=3),

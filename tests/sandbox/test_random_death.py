@@ -148,7 +148,6 @@ def service(image: Path, kernel_image: Path, state: Path) -> Iterator[Service]:
 
 @settings(
     max_examples=EXAMPLES,
-    deadline=None,
     # A shrunk example would say little, as time plays its part, and take long.
     phases=[Phase.explicit, Phase.generate],
     suppress_health_check=list(HealthCheck),

@@ -46,7 +46,7 @@ async def test_a_long_command_arrives_whole(shell: Shell) -> None:
     assert (await shell.run(f"printf %s '{text}' | wc -c")).output.strip() == "200000"
 
 
-@settings(max_examples=40, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=40, suppress_health_check=list(HealthCheck))
 @given(text=st.text(st.characters(exclude_characters="\0\r", exclude_categories=["Cs", "Cc"]), max_size=80))
 async def test_any_text_comes_back_as_it_was_sent(image: Path, runtime: Runtime, text: str) -> None:
     global _echo
