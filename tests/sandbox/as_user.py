@@ -1,6 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """``as_user.py UID COMMAND...``: become an ordinary user who can read the tools and owns the cache, then run it.
 
+The user has a group beside his own, as users have, which opens what others' files let that group do.
+
 Root's own folders are closed to everybody else, and the interpreter, the runtime and the image may lie there. So the
 command runs in a mount namespace where an empty folder covers each closed one, and just these are to be seen in it.
 """
@@ -16,6 +18,10 @@ from pathlib import Path
 from nemo_gym_prorl.sandbox.images.cache import cache_dir
 from nemo_gym_prorl.sandbox.isolation.syscalls import mount, mount_for, private_mounts, walled_in
 from nemo_gym_prorl.sandbox.isolation.user_domain import user_namespace
+
+
+OTHER_GROUP = 1_999_999_999
+"""Nobody's."""
 
 
 def main() -> None:
@@ -37,10 +43,11 @@ def main() -> None:
     for path, place in held.items():
         path.mkdir(parents=True, exist_ok=True)
         mount_for(str(place), str(path), None)
-    os.setgroups([])
+    os.setgroups([OTHER_GROUP])
     os.setresgid(gid, gid, gid)
     os.setresuid(uid, uid, uid)
     os.execvp(command[0], command)
 
 
-main()
+if __name__ == "__main__":
+    main()

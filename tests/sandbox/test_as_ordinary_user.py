@@ -20,7 +20,8 @@ from nemo_gym_prorl.sandbox.runtime.apptainer import Runtime
 from tests.sandbox.database import ensure_database_image
 
 
-USER = pwd.getpwnam("games").pw_uid
+ACCOUNT = pwd.getpwnam("games")
+USER = ACCOUNT.pw_uid
 """Somebody every system knows, since Apptainer wants to know its user, and nobody who runs anything."""
 
 HERE = Path(__file__).parent
@@ -37,7 +38,8 @@ def test_everything_works_for_an_ordinary_user(image: Path, runtime: Runtime, pa
         # The user can't make images in root's cache.
         ensure_database_image(runtime)
     home = Path(tempfile.mkdtemp(prefix="prorl-u-"))
-    os.chown(home, USER, USER)
+    # Who is in a sandbox with several users has no rights by a group that none of them is in.
+    os.chown(home, USER, ACCOUNT.pw_gid)
     try:
         done = subprocess.run(
             [

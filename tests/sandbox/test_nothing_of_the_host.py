@@ -12,6 +12,7 @@ import pytest
 
 from nemo_gym_prorl.failures import CallerError
 from nemo_gym_prorl.sandbox.container import Container, ContainerSpec
+from nemo_gym_prorl.sandbox.isolation.user_domain import no_several_users
 from nemo_gym_prorl.sandbox.provider import SingularityProvider
 from nemo_gym_prorl.sandbox.runtime.apptainer import Runtime
 
@@ -92,6 +93,20 @@ async def test_no_file_of_a_group_can_be_reached_unless_it_is_bound(
     async with await Container.start(ContainerSpec(image=image), runtime) as container:
         found = await container.run(f"cat {secret}; find / -xdev -name of-the-group; cat /proc/*/root{secret}")
         assert found.stdout == ""
+
+
+@pytest.mark.parametrize("user", [None, "root"], ids=["by script", "by fork"])
+async def test_no_group_of_the_caller_is_had_inside(image: Path, runtime: Runtime, way: str, user: str | None) -> None:
+    """What a group may do with files that are bound in is in the kernel's list of a process's groups."""
+    if os.geteuid() and not set(os.getgroups()) - {os.getegid()}:
+        pytest.skip("this user has no group but his own")
+    if os.geteuid() and no_several_users():
+        pytest.skip("without a range of ids the kernel lets nobody give up groups")
+    if os.geteuid() and way == "runtime":
+        pytest.skip("the runtime makes the user namespace of an ordinary user, in which nobody can give up groups")
+    async with await Container.start(ContainerSpec(image=image), runtime) as container:
+        listed = await container.run("grep -h ^Groups /proc/self/status /proc/1/status; id -G", user=user)
+    assert listed.stdout.split() == ["Groups:", "Groups:", "0"]
 
 
 @pytest.mark.parametrize("user", ["nobody-knows", 4242, "4242", ""])

@@ -13,10 +13,11 @@ from nemo_gym_prorl.sandbox.limits.watchdog import MOST_WALK_S, WALK_PAUSE_S, Ro
 
 
 MIB = 1 << 20
+INIT = 99
 
 
 def box(name: str = "b", memory: int = 100, disk: int = 50, *, in_memory: bool = False) -> Watched:
-    return Watched(name, 1, 1, "", "", memory * MIB, disk * MIB, in_memory=in_memory)
+    return Watched(name, 1, INIT, "", "", memory * MIB, disk * MIB, in_memory=in_memory)
 
 
 def process(pid: int, ticks: int = 0, resident: int = 10) -> Process:
@@ -64,6 +65,16 @@ def test_too_much_memory_costs_the_largest_process_its_life() -> None:
     assert excess[0] == 2
     assert excess[1].startswith("memory: 130 MiB")
     assert not box(memory=0).may_exceed(crowd)
+
+
+def test_the_first_process_is_spared_however_large_it_is() -> None:
+    one = box(memory=100)
+    excess = one.excess(sizes(40, 50) | {INIT: (60 * MIB, 0)})
+    assert excess
+    assert excess[0] == 2
+    alone = one.excess({INIT: (101 * MIB, 0)})
+    assert alone
+    assert alone[0] == 0, "the sandbox has to end, for its memory"
 
 
 def test_a_layer_in_memory_is_memory() -> None:

@@ -123,6 +123,8 @@ class Watched:
     def excess(self, proportional: dict[int, tuple[int, int]]) -> tuple[int, str] | None:
         """Whom to kill, and why; number 0 where no process's end would help.
 
+        Never the first process: with it the sandbox would be lost, and nobody could tell that this was its own doing.
+
         Args:
             proportional: of each process its proportional size, and how much of that is in files of memory.
         """
@@ -133,8 +135,10 @@ class Watched:
         if used <= self.memory_limit or not proportional:
             return None
         layer = self.disk if self.in_memory else 0
-        shares = {pid: max(size, self.held.get(pid, 0)) for pid, (size, _shared) in proportional.items()}
-        victim = max(shares, key=lambda pid: shares[pid]) if layer <= self.memory_limit else 0
+        shares = {
+            pid: max(size, self.held.get(pid, 0)) for pid, (size, _shared) in proportional.items() if pid != self.init
+        }
+        victim = max(shares, key=lambda pid: shares[pid], default=0) if layer <= self.memory_limit else 0
         return victim, f"memory: {used >> 20} MiB in use of {self.memory_limit >> 20} MiB"
 
     def overran(self, found: Found) -> str:

@@ -20,7 +20,6 @@ Nothing polls: the loop wakes when the terminal has output, and latency is bash'
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import errno
 import os
 import signal
@@ -302,15 +301,8 @@ class Shell:
         self._on_lost_line()
 
     async def _kill_foreground(self) -> None:
-        try:
-            group = os.tcgetpgrp(self.terminal.fd)
-        except OSError as error:
-            if error.errno not in (errno.ENOTTY, errno.EIO):
-                raise
-            return
-        if group > 0 and self._bash and group != self._bash.pid:
-            with contextlib.suppress(ProcessLookupError):
-                os.killpg(group, signal.SIGKILL)
+        if self._bash and not self.exited:
+            self.terminal.kill_foreground()
 
     async def _kill_shell(self) -> None:
         if self._bash:

@@ -30,7 +30,7 @@ def pause(space: state_dir.Space) -> tuple[Message, list[int]]:
         for pid, started in running:
             _send(pid, started, signal.SIGSTOP)
             # On a busy machine it takes some time to stop, in which it could still look after its children.
-            while _runs(pid) and time.monotonic() < deadline:
+            while _runs(pid, started) and time.monotonic() < deadline:
                 time.sleep(0.0002)
         if time.monotonic() > deadline:
             resume(space)
@@ -57,11 +57,12 @@ def _programs(space: state_dir.Space) -> list[tuple[int, int, str]]:
     return sorted(found)
 
 
-def _runs(pid: int) -> bool:
+def _runs(pid: int, started: int) -> bool:
     try:
-        return _stat(pid)[0] not in _STOPPED
+        state, *rest = _stat(pid)
     except OSError:
         return False
+    return state not in _STOPPED and int(rest[18]) == started
 
 
 def _stat(pid: int) -> list[str]:

@@ -1,0 +1,167 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Nobody is signalled by the number of somebody who has ended: the kernel gives numbers away again.
+
+Each test is a program that is the first process of its own process numbers, and so may say which number is next. At
+the worst moment, when it was seen who is meant but the signal is not sent yet, he ends, and a bystander gets his.
+"""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+
+pytestmark = pytest.mark.sandbox
+
+BEGIN = """
+import os, pty, signal, sys, time
+from pathlib import Path
+from nemo_gym_prorl.sandbox.isolation import syscalls
+from nemo_gym_prorl.sandbox.sessions import terminal_control
+from nemo_gym_prorl.sandbox.supervisor.processes import freezer, pidfd
+from nemo_gym_prorl.sandbox.supervisor.storage import state_dir
+
+os.unshare(os.CLONE_NEWUSER | os.CLONE_NEWPID | os.CLONE_NEWNS)
+if child := os.fork():
+    sys.exit(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]))
+syscalls.mount("none", "/", "", syscalls.MS_REC | syscalls.MS_PRIVATE)
+syscalls.mount("proc", "/proc", "proc", 0)
+
+
+def state(pid):
+    return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
+
+
+def sleeper(session=False):
+    pid = os.fork()
+    if pid == 0:
+        if session:
+            os.setsid()
+        os.execvp("sleep", ["sleep", "1000"])
+    while Path(f"/proc/{pid}/comm").read_text() != "sleep\\n" or state(pid) != "S":
+        time.sleep(0.001)
+    return pid
+
+
+def given_away(pid):
+    # In another tick of the clock by which the kernel says when a process was started.
+    time.sleep(0.05)
+    os.kill(pid, signal.SIGKILL)
+    os.waitpid(pid, 0)
+    Path("/proc/sys/kernel/ns_last_pid").write_text(str(pid - 1))
+    assert sleeper(session=True) == pid
+
+
+def unharmed(pid):
+    time.sleep(0.05)
+    assert state(pid) == "S", state(pid)
+    assert os.waitpid(pid, os.WNOHANG) == (0, 0)
+
+
+meant = sleeper()
+"""
+
+CASES = {
+    "compared and given away": """
+assert not pidfd.send(meant, signal.SIGKILL, lambda: given_away(meant) or True)
+""",
+    "given away before": """
+started = pidfd.start_time(meant)
+given_away(meant)
+pidfd.kill(meant, started)
+""",
+    "a sandbox's first process": """
+space = state_dir.Space.of(meant)
+given_away(meant)
+assert not space.alive
+space.kill()
+""",
+    "what a dead owner left": """
+folder = Path(sys.argv[1])
+state_dir.note_starter(folder, meant)
+real = pidfd.kill
+def late(pid, started):
+    given_away(meant)
+    real(pid, started)
+pidfd.kill = late
+(folder / "b-1").mkdir()
+state_dir.note_starter(folder / "b-1", meant)
+state_dir.clear(folder)
+""",
+    "a pause": """
+space = state_dir.Space(1, pidfd.start_time(1), os.stat("/proc/1/ns/pid").st_ino)
+real, looks = freezer._programs, []
+def once(space):
+    looks.append(real(space))
+    if len(looks) == 1:
+        given_away(meant)
+        return looks[0]
+    return []
+freezer._programs = once
+freezer.pause(space)
+assert [pid for _started, pid, _state in looks[0]] == [meant]
+""",
+    "the end of a pause": """
+space = state_dir.Space(1, pidfd.start_time(1), os.stat("/proc/1/ns/pid").st_ino)
+seen = freezer._programs(space)
+given_away(meant)
+os.kill(meant, signal.SIGSTOP)
+while state(meant) != "T":
+    time.sleep(0.001)
+freezer._programs = lambda space: seen
+freezer.resume(space)
+time.sleep(0.05)
+assert state(meant) == "T", "it is not the one that was stopped"
+os.kill(meant, signal.SIGCONT)
+""",
+    "a terminal's foreground": """
+ours, theirs = pty.openpty()
+first = os.fork()
+if first == 0:
+    os.setsid()
+    import fcntl, termios
+    fcntl.ioctl(theirs, termios.TIOCSCTTY, 0)
+    signal.signal(signal.SIGTTOU, signal.SIG_IGN)
+    foreground = os.fork()
+    if foreground == 0:
+        os.setpgid(0, 0)
+        time.sleep(1000)
+    time.sleep(0.05)
+    os.tcsetpgrp(theirs, foreground)
+    signal.sigwait([signal.SIGUSR1])
+    os._exit(0)
+signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGUSR1])
+while os.tcgetpgrp(ours) in (0, first):
+    time.sleep(0.001)
+real, given = os.tcgetpgrp, []
+def late(file):
+    # The group is gone as soon as it was asked for; its number is that of a bystander's.
+    group = real(file)
+    if not given:
+        given.append(group)
+        os.kill(meant, signal.SIGKILL)
+        os.waitpid(meant, 0)
+        os.kill(group, signal.SIGKILL)
+        os.kill(first, signal.SIGKILL)
+        for _ in range(2):
+            os.waitpid(-1, 0)
+        Path("/proc/sys/kernel/ns_last_pid").write_text(str(group - 1))
+        assert sleeper(session=True) == group
+    return group
+os.tcgetpgrp = late
+terminal_control.ContainerTerminal(first, ours).kill_foreground()
+(meant,) = given
+""",
+}
+
+
+@pytest.mark.parametrize("case", CASES.values(), ids=CASES)
+def test_a_number_that_was_given_away_again_costs_no_bystander(case: str, tmp_path: Path) -> None:
+    program = f"{BEGIN}\n{case}\nunharmed(meant)\nprint('unharmed')"
+    done = subprocess.run(
+        [sys.executable, "-c", program, str(tmp_path)], capture_output=True, text=True, timeout=60, check=False
+    )
+    assert done.stdout == "unharmed\n", done.stderr
