@@ -21,6 +21,11 @@ from enum import StrEnum
 from typing import Any, ClassVar
 
 
+OF_THE_MACHINE = frozenset(
+    {errno.ENOSPC, errno.EDQUOT, errno.EIO, errno.ENOMEM, errno.EAGAIN, errno.EMFILE, errno.ENFILE}
+)
+"""System calls' errors that are nobody's request's fault: the same may well succeed elsewhere."""
+
 FAILURE_KIND_HEADER = "X-ProRL-Failure-Kind"
 """Response header of a server whose answer is its own trouble rather than an observation or a reward."""
 

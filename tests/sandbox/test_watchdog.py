@@ -16,7 +16,7 @@ MIB = 1 << 20
 
 
 def box(name: str = "b", memory: int = 100, disk: int = 50, *, in_memory: bool = False) -> Watched:
-    return Watched(name, 1, 1, "", "", memory * MIB, disk * MIB, in_memory=in_memory)
+    return Watched(name, 1, 999, "", "", memory * MIB, disk * MIB, in_memory=in_memory)
 
 
 def process(pid: int, ticks: int = 0, resident: int = 10) -> Process:

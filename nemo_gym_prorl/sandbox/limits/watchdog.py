@@ -135,6 +135,8 @@ class Watched:
         layer = self.disk if self.in_memory else 0
         shares = {pid: max(size, self.held.get(pid, 0)) for pid, (size, _shared) in proportional.items()}
         victim = max(shares, key=lambda pid: shares[pid]) if layer <= self.memory_limit else 0
+        # The end of its first process would seem to be the machine's doing.
+        victim = 0 if victim == self.init else victim
         return victim, f"memory: {used >> 20} MiB in use of {self.memory_limit >> 20} MiB"
 
     def overran(self, found: Found) -> str:

@@ -324,7 +324,8 @@ class CodeSessions:
                 if keep and session.artefact is None:
                     session.artefact = await session.workspace.take_artefact()
             except InfrastructureError as error:
-                session.lost = error
+                # Whatever it was, nothing is left to grade: only the whole rollout can be tried again.
+                session.lost = InfrastructureError(error.reason, kind=FailureKind.SESSION_LOST)
             except AgentError as error:
                 session.exhausted = error.reason
             finally:
