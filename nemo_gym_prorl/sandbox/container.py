@@ -219,7 +219,7 @@ class Container:
             raise self._fault
         if done.exit_code == KILLED and not done.timed_out:
             # Nor did this one, if it went with its sandbox.
-            self._check_alive()
+            self.check_alive()
         return done
 
     async def spawn(
@@ -249,11 +249,11 @@ class Container:
         """
         message = {"do": "spawn", "sandbox": self.name, "tty": terminal, "echo": echo}
         message |= self.program(argv, cwd=cwd, env=env, user=user)
-        self._check_alive()
+        self.check_alive()
         try:
             return await self._link.spawn(message, files)
         except SandboxLost:
-            self._check_alive()
+            self.check_alive()
             raise
         except SandboxRefused as error:
             if error.number:
@@ -321,12 +321,12 @@ class Container:
             SandboxRefused: it could not be done.
             SandboxLost: the sandbox has ended.
         """
-        self._check_alive()
+        self.check_alive()
         try:
             return await self._link.ask({"do": do, "sandbox": self.name, **details}, files)
         except SandboxLost:
             # Why was told before.
-            self._check_alive()
+            self.check_alive()
             raise
 
     def post(self, do: str, **details: Any) -> None:
@@ -395,7 +395,13 @@ class Container:
         while self._on_end:
             self._on_end.pop()()
 
-    def _check_alive(self) -> None:
+    def check_alive(self) -> None:
+        """By what was told of it so far.
+
+        Raises:
+            AgentError: what ran in it has ended it.
+            SandboxLost: it ended otherwise.
+        """
         if self._fault:
             raise self._fault
         if not self.alive:

@@ -52,7 +52,8 @@ NOT_RUN = 125
 
 
 class SandboxStartError(InfrastructureError, SandboxCreateError):  # type: ignore[misc]  # Gym has no types
-    """A sandbox did not start: Gym's error and ours in one, so that either side knows it."""
+    """A sandbox did not start: Gym's error and ours in one, so that either side knows it. ``field`` is what is wrong
+    in what was asked for, if anything is."""
 
 
 STARTS = 2 * (os.cpu_count() or 1)
@@ -110,7 +111,7 @@ class SingularityProvider(GymCapabilities):
             if snapshot:
                 await self._restore(container, snapshot)
         except RolloutError as error:
-            raise SandboxStartError(error.reason, kind=error.kind) from error
+            raise SandboxStartError(error.reason, kind=error.kind, field=error.field) from error
         if spec.entrypoint:
             try:
                 null = os.open("/dev/null", os.O_RDWR | os.O_CLOEXEC)
@@ -120,7 +121,8 @@ class SingularityProvider(GymCapabilities):
                     os.close(null)
             except RolloutError as error:
                 await container.close()
-                raise SandboxStartError(f"entrypoint: {error.reason}", kind=error.kind) from error
+                field = "entrypoint" if isinstance(error, CallerError) else None
+                raise SandboxStartError(f"entrypoint: {error.reason}", kind=error.kind, field=field) from error
         return SandboxHandle(sandbox_id=container.name, provider_name=self.name, raw=container)
 
     async def exec(

@@ -313,6 +313,7 @@ class CodeSessions:
                 raise InfrastructureError(
                     f"no sandbox could be started: {type(error).__name__}: {error}",
                     kind=FailureKind.PROVIDER_UNAVAILABLE,
+                    field=getattr(error, "field", None),
                 ) from error
 
     async def _release(self, session: _Session, *, keep: bool) -> None:
