@@ -87,6 +87,10 @@ _RESOURCES = TypeAdapter(_Resources)
 _SETTINGS = TypeAdapter(Settings)
 
 
+OPTIONS = frozenset(Settings.__dataclass_fields__) | frozenset(SPEC_OPTIONS)
+"""All that the provider takes."""
+
+
 def settings(options: Mapping[str, Any]) -> tuple[Settings, dict[str, Any]]:
     """The provider's own settings, and what its sandboxes are to be if nobody says otherwise.
 
