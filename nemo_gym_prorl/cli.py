@@ -258,7 +258,7 @@ def cancel(
     url: Url = None,
     token: Token = None,
 ) -> None:
-    """Cancel rollouts; returns when their sandboxes are gone. Exit code 1 if an id is unknown."""
+    """Cancel rollouts; returns when their sandboxes are gone. Exit code 1 if an id or the group is unknown."""
     from nemo_gym_prorl.commands import jobs
 
     if _run(jobs.cancel(url, token, ids or [], group)):

@@ -26,9 +26,10 @@ from typing import IO, Any, NoReturn, Self
 import aiohttp
 import orjson
 from omegaconf import OmegaConf
+from yarl import URL
 
 from nemo_gym_prorl.gym_cli import LOG_TAIL_LINES, DeploymentError, GymCli, GymResult
-from nemo_gym_prorl.processes import INTERRUPT_GRACE_S, KILL_S, SETTLE_S, keeper_command
+from nemo_gym_prorl.processes import INTERRUPT_GRACE_S, KILL_S, SETTLE_S, keeper_command, somebody_else_listens
 from nemo_gym_prorl.server_keeper import keeper_program
 
 
@@ -297,13 +298,24 @@ class GymDeployment:
                     # Gym publishes the list once, when all servers are launched.
                     listed = await _get_json(session, f"{self.cli.head_url}/server_instances")
                     if listed:
+                        await self._require_own("Gym's head server", self.cli.head_url, "choose another: --head-port")
                         self.instances = {item.name: item for item in map(_instance, listed)}
                         waiting = dict(self.instances)
                 else:
                     answers = await asyncio.gather(*(_answers(session, item.url) for item in waiting.values()))
-                    pairs = zip(waiting.items(), answers, strict=True)
+                    pairs = list(zip(waiting.items(), answers, strict=True))
+                    for (name, item), answered in pairs:
+                        if answered:
+                            await self._require_own(name, item.url, "start again, with other ports")
                     waiting = {name: item for (name, item), answered in pairs if not answered}
                 await asyncio.sleep(0.2)
+
+    async def _require_own(self, name: str, url: str, fix: str) -> None:
+        """That something answers is no proof: of two deployments that take a port at a time one loses it."""
+        port = URL(url).port
+        ours = await asyncio.to_thread(self.cli.mark.processes)
+        if port and await asyncio.to_thread(somebody_else_listens, port, ours):
+            raise DeploymentError(f"port {port} of {name} is taken by somebody else's server; {fix}")
 
     def _raise_if_ended(self, when: str) -> None:
         if self._process is not None and self._process.returncode is not None:

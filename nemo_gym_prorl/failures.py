@@ -21,6 +21,11 @@ from enum import StrEnum
 from typing import Any, ClassVar
 
 
+OF_THE_MACHINE = frozenset(
+    {errno.ENOSPC, errno.EDQUOT, errno.EIO, errno.ENOMEM, errno.EAGAIN, errno.EMFILE, errno.ENFILE}
+)
+"""System calls' errors that are nobody's request's fault: the same may well succeed elsewhere."""
+
 FAILURE_KIND_HEADER = "X-ProRL-Failure-Kind"
 """Response header of a server whose answer is its own trouble rather than an observation or a reward."""
 
@@ -77,6 +82,7 @@ class RolloutError(Exception):
 
     origin = Origin.INFRASTRUCTURE
     default_kind = FailureKind.AGENT_RUN_ERROR
+    field: str | None = None
 
     def __init__(self, reason: str, *, kind: FailureKind | None = None) -> None:
         super().__init__(reason)
@@ -92,14 +98,18 @@ class InfrastructureError(RolloutError):
         kind: the failure kind.
         server: name of the server whose connection failed, as the handler's ``unreachable`` names it; no new rollout
             begins while it cannot be reached. ``None`` if it was not a connection that failed.
+        field: what is wrong in the configuration of a server of ours, e.g. ``"image"``; ``None`` if nothing is.
     """
 
     origin = Origin.INFRASTRUCTURE
     default_kind = FailureKind.PROVIDER_UNAVAILABLE
 
-    def __init__(self, reason: str, *, kind: FailureKind | None = None, server: str | None = None) -> None:
+    def __init__(
+        self, reason: str, *, kind: FailureKind | None = None, server: str | None = None, field: str | None = None
+    ) -> None:
         super().__init__(reason, kind=kind)
         self.server = server
+        self.field = field
 
 
 class AgentError(RolloutError):

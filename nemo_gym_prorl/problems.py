@@ -108,7 +108,9 @@ def problem_of(error: RolloutError) -> ProblemError:
     """The problem document of an error of ours. One that is not the caller's is 500 and says so in a header, so that
     nobody takes it for an observation or a reward (500 is what Gym's client repeats a few times only)."""
     if not isinstance(error, CallerError):
-        return ProblemError(500, error.kind.value, error.reason, headers={FAILURE_KIND_HEADER: error.kind.value})
+        errors = [{"field": error.field, "message": error.reason}] if error.field else None
+        said = {FAILURE_KIND_HEADER: error.kind.value}
+        return ProblemError(500, error.kind.value, error.reason, errors=errors, headers=said)
     errors = [{"field": error.field, "message": error.complaint}] if error.field else None
     headers = {"Retry-After": str(error.retry_after_s)} if error.retry_after_s is not None else None
     return ProblemError(error.http_status, error.problem, error.reason, errors=errors, headers=headers)

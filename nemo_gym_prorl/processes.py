@@ -21,6 +21,7 @@ import signal
 import subprocess
 import sys
 import time
+from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 from types import FrameType
@@ -39,6 +40,9 @@ KILL_S = 5.0
 """How long a killed process may take to vanish before that counts as a failure."""
 
 _POLL_S = 0.1
+_LISTENING = "0A"
+"""A TCP socket's state in ``/proc/net/tcp``."""
+
 _PR_SET_PDEATHSIG = 1
 
 
@@ -94,6 +98,29 @@ class ProcessMark:
                     os.kill(pid, signal.SIGKILL)
             left = await self.wait_gone(_POLL_S)
         return left
+
+
+def somebody_else_listens(port: int, pids: Iterable[int]) -> bool:
+    """Whether a TCP port of this machine is listened at, but by none of these processes."""
+    listening = set()
+    for table in ("/proc/net/tcp", "/proc/net/tcp6"):
+        with contextlib.suppress(OSError):
+            rows = [line.split() for line in Path(table).read_text().splitlines()[1:]]
+            listening |= {
+                f"socket:[{row[9]}]"
+                for row in rows
+                if row[3] == _LISTENING and int(row[1].rpartition(":")[2], 16) == port
+            }
+    return bool(listening) and not any(listening & _open_files(pid) for pid in pids)
+
+
+def _open_files(pid: int) -> set[str]:
+    found = set()
+    with contextlib.suppress(OSError):
+        for descriptor in Path(f"/proc/{pid}/fd").iterdir():
+            with contextlib.suppress(OSError):
+                found.add(str(descriptor.readlink()))
+    return found
 
 
 def keeper_command(mark: ProcessMark, command: list[str], python: str, scratch: Path) -> list[str]:

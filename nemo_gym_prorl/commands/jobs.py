@@ -76,7 +76,7 @@ async def find_service(head: str) -> str:
 
 
 async def cancel(url: str | None, token: str | None, ids: list[str], group: str | None) -> int:
-    """Cancel rollouts; returns how many ids the service does not know.
+    """Cancel rollouts; returns how many ids, or whether the group, the service does not know.
 
     Raises:
         CallerError: neither ids nor a group are given, or both.
@@ -91,5 +91,6 @@ async def cancel(url: str | None, token: str | None, ids: list[str], group: str 
     for unknown in answer.unknown:
         console.print(f"{unknown} unknown", style="red", markup=False)
     if group is not None and not answer.rollouts:
-        console.print(f"no rollouts of group {group}", style="yellow", markup=False)
+        console.print(f"{group} unknown: no rollouts of this group", style="red", markup=False)
+        return 1
     return len(answer.unknown)

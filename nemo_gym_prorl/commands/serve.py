@@ -17,6 +17,7 @@ from pathlib import Path
 from rich.console import Console
 from rich.table import Table
 
+from nemo_gym_prorl.commands.overrides import check_overrides
 from nemo_gym_prorl.deployment import Death, GymDeployment
 from nemo_gym_prorl.failures import CallerError
 
@@ -48,25 +49,29 @@ def serve(
         console: where to print.
 
     Raises:
-        CallerError: no environment was named, or the head server's port is taken.
+        CallerError: no environment was named, an override can't be one, or the head server's port is taken.
         DeploymentError: the servers do not come up, or Gym itself dies.
     """
     environments = [word for word in words if "=" not in word]
     if not environments:
         raise CallerError("name at least one; `gym list environments` shows them", field="environment")
+    overrides = [word for word in words if "=" in word]
+    check_overrides(overrides, environments, model_type)
     with socket.socket() as probe:
         probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         try:
             probe.bind(("127.0.0.1", head_port))
         except OSError as error:
-            raise CallerError(f"port {head_port} is taken; another deployment?", field="--head-port") from error
+            raise CallerError(
+                f"port {head_port} is taken, by another deployment? Choose another", field="--head-port"
+            ) from error
     deployment = GymDeployment(
         config_paths=[f"environments/{name}/config.yaml" for name in environments],
         model_type=model_type,
         policy_base_url=policy_url,
         policy_model_name=policy_model,
         policy_api_key=policy_key,
-        overrides=[word for word in words if "=" in word],
+        overrides=overrides,
         work_dir=log_dir,
         head_port=head_port,
         supervised=True,

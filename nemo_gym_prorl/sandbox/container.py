@@ -22,7 +22,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any, Literal
 
-from nemo_gym_prorl.failures import CallerError
+from nemo_gym_prorl.failures import AgentError, CallerError
 from nemo_gym_prorl.sandbox import transfer
 from nemo_gym_prorl.sandbox.arguments import check_bounds, check_path, check_port, check_program, check_variables
 from nemo_gym_prorl.sandbox.binds import checked
@@ -39,7 +39,7 @@ from nemo_gym_prorl.sandbox.sessions.exec import (
 )
 from nemo_gym_prorl.sandbox.spec import ContainerSpec, check, command_environment, order
 from nemo_gym_prorl.sandbox.start_errors import start_error
-from nemo_gym_prorl.sandbox.supervisor.errors import SandboxExhausted, SandboxLost, SandboxRefused
+from nemo_gym_prorl.sandbox.supervisor.errors import SandboxBroken, SandboxExhausted, SandboxLost, SandboxRefused
 from nemo_gym_prorl.sandbox.supervisor.rpc.client import Link, Process
 from nemo_gym_prorl.sandbox.supervisor.rpc.protocol import Message
 from nemo_gym_prorl.sandbox.transfer import FILE_LIMIT
@@ -64,7 +64,8 @@ class Container:
         self.way: Literal["mould", "runtime"] = "runtime"
         """How it was made."""
         self.alive = True
-        self._exhausted: SandboxExhausted | None = None
+        self._fault: AgentError | None = None
+        """Set if what ran in it has ended it."""
         self.paused = False
         self.worked: set[str] = set()
         """Programs that have served as sessions in it."""
@@ -213,12 +214,12 @@ class Container:
             return await self.spawn(argv, [null, *map(self.give, outputs), *files], cwd=cwd, env=env, user=user)
 
         done = await complete(spawn, self.kill, timeout_s, output_limit)
-        if self._exhausted:
+        if self._fault:
             # It did not end by itself.
-            raise self._exhausted
+            raise self._fault
         if done.exit_code == KILLED and not done.timed_out:
             # Nor did this one, if it went with its sandbox.
-            self._check_alive()
+            self.check_alive()
         return done
 
     async def spawn(
@@ -248,9 +249,12 @@ class Container:
         """
         message = {"do": "spawn", "sandbox": self.name, "tty": terminal, "echo": echo}
         message |= self.program(argv, cwd=cwd, env=env, user=user)
-        self._check_alive()
+        self.check_alive()
         try:
             return await self._link.spawn(message, files)
+        except SandboxLost:
+            self.check_alive()
+            raise
         except SandboxRefused as error:
             if error.number:
                 raise CallerError(error.reason, field="cwd" if "working folder" in error.reason else None) from error
@@ -317,12 +321,26 @@ class Container:
             SandboxRefused: it could not be done.
             SandboxLost: the sandbox has ended.
         """
-        self._check_alive()
-        return await self._link.ask({"do": do, "sandbox": self.name, **details}, files)
+        self.check_alive()
+        try:
+            return await self._link.ask({"do": do, "sandbox": self.name, **details}, files)
+        except SandboxLost:
+            # Why was told before.
+            self.check_alive()
+            raise
 
     def post(self, do: str, **details: Any) -> None:
         """Have the supervisor do something about this sandbox, and wait for nothing."""
         self._link.post({"do": do, "sandbox": self.name, **details})
+
+    async def check(self) -> None:
+        """Whether it lives, and is not about to end.
+
+        Raises:
+            AgentError: what ran in it has ended it.
+            SandboxLost: it ended otherwise; or what was ended in it was so for want of the machine's memory.
+        """
+        await self.ask("check")
 
     async def pause(self) -> None:
         """Stop everything that runs inside; commands are refused until :meth:`resume`.
@@ -367,7 +385,9 @@ class Container:
             self.notes.append(event["reason"])
             return
         if event.get("resource"):
-            self._exhausted = SandboxExhausted(f"sandbox {self.name} was ended: {event['reason']}", event["resource"])
+            self._fault = SandboxExhausted(f"sandbox {self.name} was ended: {event['reason']}", event["resource"])
+        elif event.get("inside"):
+            self._fault = SandboxBroken(f"sandbox {self.name} was ended from inside")
         self._ended()
 
     def _ended(self) -> None:
@@ -375,8 +395,14 @@ class Container:
         while self._on_end:
             self._on_end.pop()()
 
-    def _check_alive(self) -> None:
-        if self._exhausted:
-            raise self._exhausted
+    def check_alive(self) -> None:
+        """By what was told of it so far.
+
+        Raises:
+            AgentError: what ran in it has ended it.
+            SandboxLost: it ended otherwise.
+        """
+        if self._fault:
+            raise self._fault
         if not self.alive:
             raise SandboxLost(f"sandbox {self.name} has ended" + "".join(f"; {note}" for note in self.notes))

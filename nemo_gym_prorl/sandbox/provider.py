@@ -29,7 +29,7 @@ from nemo_gym.sandbox.providers.base import (
     SandboxStatus,
 )
 
-from nemo_gym_prorl.failures import CallerError, InfrastructureError, RolloutError
+from nemo_gym_prorl.failures import AgentError, CallerError, InfrastructureError, RolloutError
 from nemo_gym_prorl.sandbox import snapshots, transfer
 from nemo_gym_prorl.sandbox.arguments import check_port, check_window
 from nemo_gym_prorl.sandbox.container import Container, ContainerSpec
@@ -43,7 +43,7 @@ from nemo_gym_prorl.sandbox.sessions import port_forward
 from nemo_gym_prorl.sandbox.sessions.bash import Shell
 from nemo_gym_prorl.sandbox.sessions.jupyter.kernel import Kernel
 from nemo_gym_prorl.sandbox.sessions.pty import Terminal
-from nemo_gym_prorl.sandbox.supervisor.errors import SandboxExhausted, SandboxLost, SandboxRefused
+from nemo_gym_prorl.sandbox.supervisor.errors import SandboxLost, SandboxRefused
 from nemo_gym_prorl.sandbox.warm_pool import WarmPools
 
 
@@ -52,7 +52,8 @@ NOT_RUN = 125
 
 
 class SandboxStartError(InfrastructureError, SandboxCreateError):  # type: ignore[misc]  # Gym has no types
-    """A sandbox did not start: Gym's error and ours in one, so that either side knows it."""
+    """A sandbox did not start: Gym's error and ours in one, so that either side knows it. ``field`` is what is wrong
+    in what was asked for, if anything is."""
 
 
 STARTS = 2 * (os.cpu_count() or 1)
@@ -110,7 +111,7 @@ class SingularityProvider(GymCapabilities):
             if snapshot:
                 await self._restore(container, snapshot)
         except RolloutError as error:
-            raise SandboxStartError(error.reason, kind=error.kind) from error
+            raise SandboxStartError(error.reason, kind=error.kind, field=error.field) from error
         if spec.entrypoint:
             try:
                 null = os.open("/dev/null", os.O_RDWR | os.O_CLOEXEC)
@@ -120,7 +121,8 @@ class SingularityProvider(GymCapabilities):
                     os.close(null)
             except RolloutError as error:
                 await container.close()
-                raise SandboxStartError(f"entrypoint: {error.reason}", kind=error.kind) from error
+                field = "entrypoint" if isinstance(error, CallerError) else None
+                raise SandboxStartError(f"entrypoint: {error.reason}", kind=error.kind, field=field) from error
         return SandboxHandle(sandbox_id=container.name, provider_name=self.name, raw=container)
 
     async def exec(
@@ -137,7 +139,7 @@ class SingularityProvider(GymCapabilities):
 
         Raises:
             CallerError: the handle is not one of this provider's.
-            SandboxExhausted: the sandbox was ended for what ran in it.
+            AgentError: what ran in the sandbox has ended it.
         """
         container = container_of(handle)
         limit = self._settings.exec_timeout_s if timeout_s is None else timeout_s
@@ -145,8 +147,8 @@ class SingularityProvider(GymCapabilities):
             done = await container.run(
                 command, cwd=cwd, env=env, timeout_s=limit, output_limit=self._settings.output_limit, user=user
             )
-        except (SandboxLost, SandboxRefused, SandboxExhausted, CallerError) as error:
-            if isinstance(error, SandboxExhausted) and not container.alive:
+        except (SandboxLost, SandboxRefused, AgentError, CallerError) as error:
+            if isinstance(error, AgentError) and not container.alive:
                 raise
             return SandboxExecResult(stdout=None, stderr=error.reason, return_code=NOT_RUN, error_type="sandbox")
         if done.timed_out:
@@ -176,6 +178,15 @@ class SingularityProvider(GymCapabilities):
             return SandboxStatus.STOPPED
         # Gym 0.4 has no such state.
         return getattr(SandboxStatus, "PAUSED", SandboxStatus.UNKNOWN) if container.paused else SandboxStatus.RUNNING
+
+    async def check(self, handle: SandboxHandle) -> None:
+        """Whose doing it is if something ended in the sandbox, or all of it; see :meth:`.container.Container.check`.
+
+        Raises:
+            AgentError: what ran in it has ended it.
+            InfrastructureError: the machine has, or something in it.
+        """
+        await container_of(handle).check()
 
     async def pause(self, handle: SandboxHandle) -> None:
         """Stop everything that runs in the sandbox; its memory stays in use."""

@@ -24,13 +24,12 @@ from typing import Annotated, Self
 
 from pydantic import Strict, TypeAdapter
 
-from nemo_gym_prorl.failures import AgentError, CallerError
+from nemo_gym_prorl.failures import OF_THE_MACHINE, AgentError, CallerError
 from nemo_gym_prorl.sandbox.container import Container, ContainerSpec
 from nemo_gym_prorl.sandbox.images.store import ImageStore
 from nemo_gym_prorl.sandbox.isolation.files.snapshots import HEADER
 from nemo_gym_prorl.sandbox.supervisor.errors import SandboxRefused
 from nemo_gym_prorl.sandbox.supervisor.storage.state_dir import state_root
-from nemo_gym_prorl.sandbox.transfer import OF_THE_MACHINE
 
 
 FIELD = "snapshot_id"

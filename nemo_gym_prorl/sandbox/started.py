@@ -50,7 +50,8 @@ class StartedSandbox:
 
 
 class SandboxWithSessions(StartedSandbox):
-    """One whose provider has shells and kernels, and reaches files without a program inside, as ``singularity``."""
+    """One whose provider has shells and kernels, reaches files without a program inside, and knows whose doing an end
+    is, as ``singularity``."""
 
     async def shell(self, *, env: Mapping[str, str] | None = None) -> Shell:
         """A persistent shell, the caller's to close."""
@@ -72,6 +73,15 @@ class SandboxWithSessions(StartedSandbox):
         existed: bool = await self._provider.write_file(self._handle, path, data)
         return existed
 
+    async def check(self) -> None:
+        """Whose doing it is if something ended in it, or all of it.
+
+        Raises:
+            AgentError: what ran in it has ended it.
+            InfrastructureError: the machine has, or something in it.
+        """
+        await self._provider.check(self._handle)
+
 
 class Starter:
     """Starts sandboxes of one provider, and closes it in the end.
@@ -82,8 +92,9 @@ class Starter:
 
     def __init__(self, provider: Mapping[str, Any]) -> None:
         self._provider = create_provider(provider)
-        sessions = all(hasattr(self._provider, name) for name in ("shell", "kernel", "read_file", "write_file"))
-        self._kind = SandboxWithSessions if sessions else StartedSandbox
+        wanted = ("shell", "kernel", "read_file", "write_file", "check")
+        has_all = all(hasattr(self._provider, name) for name in wanted)
+        self._kind = SandboxWithSessions if has_all else StartedSandbox
 
     async def start(self, spec: SandboxSpec) -> StartedSandbox:
         """Start a sandbox.

@@ -18,7 +18,7 @@ import tempfile
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from nemo_gym_prorl.failures import CallerError
+from nemo_gym_prorl.failures import OF_THE_MACHINE, CallerError
 from nemo_gym_prorl.sandbox.arguments import check_path
 from nemo_gym_prorl.sandbox.supervisor.errors import SandboxRefused
 from nemo_gym_prorl.sandbox.supervisor.rpc.protocol import Message
@@ -30,11 +30,6 @@ if TYPE_CHECKING:
 
 FILE_LIMIT = 1 << 30
 """Largest file that is uploaded or downloaded."""
-
-OF_THE_MACHINE = frozenset(
-    {errno.ENOSPC, errno.EDQUOT, errno.EIO, errno.ENOMEM, errno.EAGAIN, errno.EMFILE, errno.ENFILE}
-)
-"""What is nobody's request's fault: the same may well succeed elsewhere."""
 
 
 async def upload(container: Container, source: Path, target: str, limit: int = FILE_LIMIT) -> None:

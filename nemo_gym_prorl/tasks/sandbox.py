@@ -135,6 +135,20 @@ class HasSessions(Protocol):
 
 
 @runtime_checkable
+class KnowsWhoseDoing(Protocol):
+    """A sandbox that can tell what ended by its inmates' doing from what ended by the machine's."""
+
+    async def check(self) -> None:
+        """Look whether it lives.
+
+        Raises:
+            AgentError: what ran in it has ended it.
+            InfrastructureError: it ended otherwise, or the machine ended something in it.
+        """
+        ...
+
+
+@runtime_checkable
 class HasFiles(Protocol):
     """A sandbox whose files can be had without a program in it. Names are looked up inside, as its own user.
 

@@ -4,17 +4,19 @@
 import asyncio
 import os
 import signal
+import socket
 import sys
 from pathlib import Path
 
 import aiohttp
 import orjson
 import pytest
+from aiohttp import web
 
 from nemo_gym_prorl.deployment import GymDeployment, without_interrupts
 from nemo_gym_prorl.gym_cli import MARK_NAME, DeploymentError, GymCli
 from nemo_gym_prorl.policy.scripted_text import MODEL_NAME
-from nemo_gym_prorl.processes import ProcessMark
+from nemo_gym_prorl.processes import ProcessMark, somebody_else_listens
 
 
 pytestmark = pytest.mark.gym
@@ -196,3 +198,34 @@ def test_the_policys_key_is_readable_by_the_user_only(tmp_path: Path):
     path = gym._write_policy()
     assert path.stat().st_mode & 0o077 == 0
     assert "secret" in path.read_text()
+
+
+async def test_a_port_that_somebody_elses_deployment_has_is_named(tmp_path: Path):
+    """It answers, with its own servers, while ours could not have the port."""
+    theirs = web.Application()
+    listed = [{"server_type": "x", "name": "x", "process_name": "x", "url": "http://127.0.0.1:1", "pid": 1}]
+    theirs.router.add_get("/server_instances", lambda _request: _now(web.json_response(listed)))
+    runner = web.AppRunner(theirs)
+    await runner.setup()
+    site = web.TCPSite(runner, "127.0.0.1", 0)
+    await site.start()
+    port = runner.addresses[0][1]
+    try:
+        gym = GymDeployment(work_dir=tmp_path, head_port=port)
+        with pytest.raises(DeploymentError, match=f"port {port} of Gym's head server.*--head-port"):
+            await asyncio.wait_for(gym._wait_ready(), 30)
+    finally:
+        await runner.cleanup()
+    assert gym.instances == {}
+
+
+async def _now(answer: web.Response) -> web.Response:
+    return answer
+
+
+def test_who_listens_is_known():
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        port = server.getsockname()[1]
+        assert not somebody_else_listens(port, [os.getpid()])
+        assert somebody_else_listens(port, [1 << 30])
+    assert not somebody_else_listens(port, []), "nobody does"

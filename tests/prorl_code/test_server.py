@@ -264,6 +264,8 @@ async def test_no_sandbox_to_be_had_is_infrastructure() -> None:
         status, problem, kind = await client.post("/seed_session", row("HumanEval/2"))
         assert (status, kind) == (500, "provider_unavailable")
         assert "/nowhere/no.sif" in problem["detail"]
+        [wrong] = problem["errors"]
+        assert wrong["field"] == "image"
 
 
 async def test_a_caller_that_hangs_up_while_seeding_leaves_nothing(base_url: str) -> None:

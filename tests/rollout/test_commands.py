@@ -101,6 +101,9 @@ async def test_detached_rollouts_can_be_seen_and_cancelled(tmp_path: Path) -> No
         assert code == 1
         assert f"{first} cancelled" in output
         assert "nobody unknown" in output
+        code, output = await prorl("cancel", "--group", "nosuch", url=url)
+        assert code == 1
+        assert "nosuch unknown" in output
         code, output = await prorl("cancel", "--group", group, url=url)
         assert code == 0
         assert f"{second} cancelled" in output

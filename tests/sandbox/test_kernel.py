@@ -21,7 +21,7 @@ from nemo_gym_prorl.sandbox.isolation.mould import zygote
 from nemo_gym_prorl.sandbox.runtime.apptainer import Runtime
 from nemo_gym_prorl.sandbox.sessions.jupyter.channel import open_socket
 from nemo_gym_prorl.sandbox.sessions.jupyter.kernel import DATA_LIMIT, OUTPUT_LIMIT, Kernel
-from nemo_gym_prorl.sandbox.supervisor.rpc.client import SandboxLost
+from nemo_gym_prorl.sandbox.supervisor.errors import SandboxBroken
 
 
 pytestmark = [pytest.mark.sandbox, pytest.mark.usefixtures("way")]
@@ -158,7 +158,7 @@ async def test_time_limit_interrupt_and_death(kernel: Kernel) -> None:
     )
     assert stubborn.timed_out
     assert stubborn.died
-    with pytest.raises(SandboxLost):
+    with pytest.raises(SandboxBroken, match="restart"):
         await kernel.run("1")
     await kernel.restart()
     assert (await kernel.run("import os; os._exit(3)")).died

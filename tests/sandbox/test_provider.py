@@ -20,7 +20,7 @@ from nemo_gym.sandbox.providers import base
 from nemo_gym.sandbox.providers.base import SandboxCreateError, SandboxHandle, SandboxSpec, SandboxStatus
 
 from nemo_gym_prorl.failures import CallerError
-from nemo_gym_prorl.sandbox.provider import SingularityProvider, close_pools
+from nemo_gym_prorl.sandbox.provider import SandboxStartError, SingularityProvider, close_pools
 from nemo_gym_prorl.sandbox.runtime.apptainer import Runtime
 from nemo_gym_prorl.sandbox.sessions import port_forward
 from nemo_gym_prorl.sandbox.sessions.bash import Shell
@@ -114,22 +114,24 @@ async def test_sandboxes_started_ahead(image: Path, runtime: Runtime, state: Pat
 
 
 @pytest.mark.parametrize(
-    ("spec", "reason"),
+    ("spec", "reason", "field"),
     [
-        ({"image": "/no/such/image"}, "image"),
-        ({"image": "no-such-image"}, "no image named 'no-such-image'"),
-        ({"image": "library://debian"}, "docker:// addresses, paths and names can"),
-        ({"resources": {"gpu": 1}}, "resources.gpu"),
-        ({"provider_options": {"netwrok": True}}, "netwrok"),
-        ({"entrypoint": ["/no/such/program"]}, "entrypoint"),
-        ({"workdir": "not/absolute"}, "workdir"),
+        ({"image": "/no/such/image"}, "image", "image"),
+        ({"image": "no-such-image"}, "no image named 'no-such-image'", "image"),
+        ({"image": "library://debian"}, "docker:// addresses, paths and names can", "image"),
+        ({"resources": {"gpu": 1}}, "resources.gpu", "resources.gpu"),
+        ({"provider_options": {"netwrok": True}}, "netwrok", "provider_options.netwrok"),
+        ({"entrypoint": ["/no/such/program"]}, "entrypoint", "entrypoint"),
+        ({"workdir": "not/absolute"}, "workdir", "workdir"),
     ],
 )
 async def test_bad_specs_are_refused_at_create(
-    provider: SingularityProvider, state: Path, spec: dict[str, Any], reason: str
+    provider: SingularityProvider, state: Path, spec: dict[str, Any], reason: str, field: str
 ) -> None:
-    with pytest.raises(SandboxCreateError, match=reason):
+    with pytest.raises(SandboxCreateError, match=reason) as caught:
         await provider.create(SandboxSpec(**spec))
+    assert isinstance(caught.value, SandboxStartError)
+    assert caught.value.field == field
     assert not any(state.glob("*/b-*"))  # noqa: ASYNC240
 
 

@@ -15,7 +15,6 @@ from nemo_gym_prorl.sandbox.container import Container, ContainerSpec
 from nemo_gym_prorl.sandbox.runtime.apptainer import Runtime
 from nemo_gym_prorl.sandbox.sessions.bash import Shell, ShellBusy
 from nemo_gym_prorl.sandbox.supervisor.errors import SandboxBroken
-from nemo_gym_prorl.sandbox.supervisor.rpc.client import SandboxLost
 
 
 pytestmark = [pytest.mark.sandbox, pytest.mark.usefixtures("way")]
@@ -128,7 +127,7 @@ async def test_an_end_of_the_shell_is_reported(shell: Shell, command: str, code:
     ended = await shell.run(command)
     assert ended.exited
     assert ended.exit_code == code
-    with pytest.raises(SandboxLost, match="restart"):
+    with pytest.raises(SandboxBroken, match="restart"):
         await shell.run("true")
     await shell.restart()
     assert (await shell.run("echo again")).output == "again\n"
@@ -357,7 +356,7 @@ async def test_whatever_a_command_does_to_its_shell_the_next_one_is_told_the_tru
                     await shell.restart()
                 try:
                     done = await shell.run('echo "a$((40 + 2))b"; (exit 3)', timeout_s=3, silence_s=None)
-                except SandboxLost:
+                except SandboxBroken:
                     # It ended after the last command's end had been told.
                     await shell.restart()
                     continue

@@ -14,18 +14,22 @@ import shutil
 import signal
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
 from nemo_gym_prorl.failures import CallerError, InfrastructureError
 from nemo_gym_prorl.sandbox import transfer
 from nemo_gym_prorl.sandbox.container import Container, ContainerSpec
+from nemo_gym_prorl.sandbox.limits import cgroups
 from nemo_gym_prorl.sandbox.runtime.apptainer import Runtime
 from nemo_gym_prorl.sandbox.sessions.bash import Shell
 from nemo_gym_prorl.sandbox.sessions.jupyter.kernel import Kernel
 from nemo_gym_prorl.sandbox.spec import Start
-from nemo_gym_prorl.sandbox.supervisor.errors import SandboxBroken, SandboxRefused
+from nemo_gym_prorl.sandbox.supervisor import lifecycle, sandbox
+from nemo_gym_prorl.sandbox.supervisor.errors import SandboxBroken, SandboxLost, SandboxRefused
 from nemo_gym_prorl.sandbox.supervisor.rpc import own_supervisor
+from nemo_gym_prorl.sandbox.supervisor.storage import state_dir
 
 
 pytestmark = pytest.mark.sandbox
@@ -211,3 +215,74 @@ async def test_an_image_that_never_had_what_a_session_needs(
     async with await Container.start(ContainerSpec(image=image), runtime) as container:
         with pytest.raises(InfrastructureError, match="needs python3 with ipykernel in the image"):
             await Kernel.start(container)
+
+
+END_FROM_INSIDE = """
+import os, resource, time
+resource.prlimit(1, resource.RLIMIT_NPROC, (0, 0))
+for _ in range(100):
+    try: os.kill(-1, 9)
+    except OSError: pass
+    time.sleep(0.01)
+"""
+"""The runtime's first process needs another for its work, and ends if it can't have one."""
+
+
+async def test_a_sandbox_that_was_ended_from_inside_is_the_agents_doing(kernel_image: Path, runtime: Runtime) -> None:
+    async with await Container.start(ContainerSpec(image=kernel_image, start="runtime"), runtime) as container:
+        ended = asyncio.Event()
+        container.on_end(ended.set)
+        with contextlib.suppress(SandboxBroken):
+            await container.execute(["python3", "-c", END_FROM_INSIDE], timeout_s=30)
+        with pytest.raises(SandboxBroken, match="ended from inside"):
+            await container.check()
+        async with asyncio.timeout(30):
+            await ended.wait()
+        with pytest.raises(SandboxBroken, match="ended from inside"):
+            await container.run("true")
+
+
+async def test_a_first_process_from_a_mould_cannot_be_ended_from_inside(kernel_image: Path, runtime: Runtime) -> None:
+    async with await Container.start(ContainerSpec(image=kernel_image, start="mould"), runtime) as container:
+        await container.execute(["python3", "-c", END_FROM_INSIDE], timeout_s=30)
+        await container.run("for number in $(seq 64); do kill -$number 1; done")
+        await container.check()
+        assert (await container.run("echo alive")).stdout == "alive\n"
+
+
+@pytest.mark.parametrize("start", ["mould", "runtime"])
+async def test_a_sandbox_that_was_killed_from_outside_is_not(image: Path, runtime: Runtime, start: Start) -> None:
+    async with await Container.start(ContainerSpec(image=image, start=start), runtime) as container:
+        owner = Path(container.describe()["supervisor"])
+        [number, *_rest] = (owner / container.name / state_dir.SPACE_FILE).read_text().split()
+        running = asyncio.create_task(container.run("sleep 1000"))
+        os.kill(int(number), signal.SIGKILL)
+        with contextlib.suppress(SandboxLost):
+            # Its own end may be told first.
+            assert (await running).exit_code == 137
+        with pytest.raises(SandboxLost, match="has ended"):
+            await container.check()
+
+
+class MemoryGroup(cgroups.Group):
+    """A control group in an ordinary folder."""
+
+    def kill(self) -> None:
+        """Nothing is in it."""
+
+
+@pytest.mark.parametrize(("ooms", "whose"), [(0, "the machine ran out of memory"), (1, "memory: all of 9 MiB used")])
+def test_what_the_kernel_kills_for_the_machines_memory_is_not_the_agents_doing(
+    tmp_path: Path, ooms: int, whose: str
+) -> None:
+    (tmp_path / "memory.events").write_text(f"low 0\nhigh 0\nmax 5\noom {ooms}\noom_kill 1\noom_group_kill 0\n")
+    told: list[str] = []
+    box = sandbox.Sandbox("b-1", tmp_path, {"memory_mib": 9}, [], None, stage=sandbox.Stage.UP)
+    box.group = MemoryGroup(tmp_path, frozenset({"memory"}))
+    box.clients = [SimpleNamespace(send=lambda message, files: told.append(message["reason"]))]  # type: ignore[list-item]
+    boxes = lifecycle.Sandboxes.__new__(lifecycle.Sandboxes)
+    boxes._loop = SimpleNamespace(now=lambda: 1.0)  # type: ignore[assignment]
+    boxes._look_at_kills(box)
+    assert len(told) == 1
+    assert whose in told[0]
+    assert boxes._lacked_memory(box) is not bool(ooms)

@@ -37,9 +37,10 @@ def shipped_config() -> dict[str, Any]:
     return config
 
 
-async def start_with_sessions(image_path: str | None = None) -> started.StartedSandbox:
-    """Start a container as the server does."""
-    starter = started.Starter(shipped_config()["sandbox"])
+async def start_with_sessions(image_path: str | None = None, **options: Any) -> started.StartedSandbox:
+    """Start a container as the server does, with other options of its provider."""
+    [(provider, shipped)] = shipped_config()["sandbox"].items()
+    starter = started.Starter({provider: shipped | options})
     return await starter.start(SandboxSpec(image=image_path or image(), workdir="/"))
 
 
@@ -53,6 +54,17 @@ async def start(kind: type[AsyncSandbox] = AsyncSandbox) -> AsyncSandbox:
 async def running(kind: type[AsyncSandbox] = AsyncSandbox) -> AsyncIterator[AsyncSandbox]:
     """A container for the length of a block."""
     sandbox = await start(kind)
+    try:
+        yield sandbox
+    finally:
+        await sandbox.stop()
+
+
+@asynccontextmanager
+async def running_ours(**options: Any) -> AsyncIterator[started.SandboxWithSessions]:
+    """As :func:`running`, as the server does it."""
+    sandbox = await start_with_sessions(**options)
+    assert isinstance(sandbox, started.SandboxWithSessions)
     try:
         yield sandbox
     finally:

@@ -2,15 +2,20 @@
 """Verdicts, in real containers: right ones for right and wrong solutions, and none that can be had by cheating."""
 
 import asyncio
+import os
+import signal
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
+from textwrap import indent
 from typing import Any
 
 import pytest
 from nemo_gym.sandbox import AsyncSandbox
 
 from nemo_gym_prorl.failures import FailureKind, InfrastructureError
-from nemo_gym_prorl.tasks.code.grading import GradingLimits, Reason, Verdict, grade, grade_in
+from nemo_gym_prorl.sandbox.started import SandboxWithSessions
+from nemo_gym_prorl.sandbox.supervisor.rpc import own_supervisor
+from nemo_gym_prorl.tasks.code.grading import GradingLimits, Lost, Reason, Verdict, grade, grade_in
 from nemo_gym_prorl.tasks.code.humaneval import Problem, problems
 from nemo_gym_prorl.tasks.code.scripts import CHEATS
 from nemo_gym_prorl.tasks.code.workspace import Sandbox
@@ -62,14 +67,15 @@ async def test_no_function_that_returns_nothing_passes(sandbox: AsyncSandbox) ->
 async def test_no_cheat_passes(task: str) -> None:
     gate = asyncio.Semaphore(4)
 
-    async def attempt(source: str) -> Verdict | str:
+    async def attempt(source: str) -> Verdict | Lost:
         async with gate, containers.running() as sandbox:  # one each: a cheat may damage its sandbox
             return await grade_in(sandbox, problems()[task], source, LIMITS, containers.ROOT)
 
     outcomes = await asyncio.gather(*(attempt(source(problems()[task])) for source in CHEATS.values()))
     for name, outcome in zip(CHEATS, outcomes, strict=True):
         if name == "killed_tester":
-            assert isinstance(outcome, str), outcome
+            assert isinstance(outcome, Lost), outcome
+            assert not outcome.by_machine
         else:
             assert isinstance(outcome, Verdict), (name, outcome)
             assert not outcome.passed, name
@@ -203,3 +209,120 @@ async def test_machines_that_never_answer_are_infrastructure_and_no_reward() -> 
     with pytest.raises(InfrastructureError) as caught:
         await grade(lambda: containers.running(Dying), problem, problem.stub, LIMITS, containers.ROOT)
     assert caught.value.kind is FailureKind.VERIFIER_ERROR
+
+
+NEVER = "import time\nopen('/tmp/begun', 'w').close()\ndef truncate_number(x): time.sleep(1000)\n"
+
+
+@pytest.mark.parametrize("killed", ["sandbox", "supervisor"])
+async def test_what_the_machine_ends_while_a_solution_runs_is_no_verdict_though_machines_are_fine(killed: str) -> None:
+    """The reference would pass in the next sandbox, and the solution is to be graded again, not to be given a zero."""
+    opened = 0
+
+    async def kill_when_begun(sandbox: SandboxWithSessions) -> None:
+        while True:
+            try:
+                await sandbox.read_file("/tmp/begun", limit=1)
+                break
+            except FileNotFoundError:
+                await asyncio.sleep(0.01)
+        if killed == "sandbox":
+            containers.kill_instance(sandbox.sandbox_id)
+        else:
+            assert own_supervisor._current
+            os.kill(own_supervisor._current.popen.pid, signal.SIGKILL)
+
+    @asynccontextmanager
+    async def open_sandbox() -> AsyncIterator[Sandbox]:
+        nonlocal opened
+        opened += 1
+        async with containers.running_ours() as sandbox:
+            killing = asyncio.create_task(kill_when_begun(sandbox))
+            try:
+                yield sandbox
+            finally:
+                killing.cancel()
+                await asyncio.wait([killing])
+
+    problem = problems()[TRUNCATE]
+    with pytest.raises(InfrastructureError) as caught:
+        await grade(open_sandbox, problem, NEVER, LIMITS, containers.ROOT)
+    assert caught.value.kind is FailureKind.VERIFIER_ERROR
+    assert opened == 2
+
+
+async def test_what_ends_before_the_solution_is_run_is_not_its_doing() -> None:
+    """A machine that can't carry the tester, say: here one whose sandbox has no room for the solution's folder."""
+
+    @asynccontextmanager
+    async def open_sandbox() -> AsyncIterator[Sandbox]:
+        nonlocal opened
+        opened += 1
+        async with containers.running_ours() as sandbox:
+            if opened < 3:
+                await sandbox.exec("rm -r /tmp && ln -s /nowhere /tmp", cwd="/")
+            yield sandbox
+
+    opened = 0
+    problem = problems()[TRUNCATE]
+    with pytest.raises(InfrastructureError, match="FileNotFoundError"):
+        await grade(open_sandbox, problem, problem.stub, LIMITS, containers.ROOT)
+    assert opened == 2
+
+
+TAKE_DOWN = {
+    "kill_all": """
+for _ in range(100):
+    try: os.kill(-1, signal.SIGKILL)
+    except OSError: pass
+    time.sleep(0.01)
+""",
+    "signal_the_first_process": """
+for number in [*range(1, 65)] * 3:
+    try: os.kill(1, number)
+    except OSError: pass
+""",
+    "limit_the_first_process": """
+for name in dir(resource):
+    if name.startswith("RLIMIT_"):
+        try: resource.prlimit(1, getattr(resource, name), (0, 0))
+        except (OSError, ValueError): pass
+for _ in range(100):
+    try: os.kill(-1, signal.SIGKILL)
+    except OSError: pass
+    time.sleep(0.01)
+""",
+    "fork_bomb": """
+while True:
+    try:
+        if os.fork() == 0: time.sleep(100)
+    except OSError:
+        for pid in os.listdir("/proc"):
+            try:
+                if pid.isdigit() and os.getpgid(int(pid)) != os.getpgid(0): os.kill(int(pid), signal.SIGKILL)
+            except OSError: pass
+""",
+    "memory": """
+for _ in range(8):
+    if os.fork() == 0:
+        held = []
+        while True:
+            try: held.append(bytearray(1 << 24))
+            except MemoryError: time.sleep(100)
+time.sleep(4)
+os.kill(os.getppid(), signal.SIGKILL)
+""",
+}
+
+
+@pytest.mark.parametrize("start", ["mould", "runtime"])
+@pytest.mark.parametrize("attack", TAKE_DOWN)
+async def test_a_solution_that_takes_its_sandbox_down_has_its_zero(attack: str, start: str) -> None:
+    """It has no way to be taken for a victim of the machine, which would be tried again and left out in the end."""
+    source = f"import os, resource, signal, time\ndef truncate_number(x):\n{indent(TAKE_DOWN[attack], '    ')}"
+    options = {"start": start, "memory_mib": 1024, "processes": 128}
+    problem = problems()[TRUNCATE]
+    limits = GradingLimits(timeout_s=10, memory_mib=512)
+    verdict = await grade(lambda: containers.running_ours(**options), problem, source, limits, containers.ROOT)
+    assert verdict.reason in (Reason.CRASHED, Reason.EXHAUSTED, Reason.FAILED, Reason.TIMED_OUT)
+    assert verdict.reward == 0.0

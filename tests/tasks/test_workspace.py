@@ -2,6 +2,8 @@
 """The editor and the artefact, and the other tools where a sandbox has no sessions, in real containers."""
 
 import asyncio
+import errno
+import os
 from collections.abc import AsyncIterator
 from pathlib import Path
 
@@ -9,6 +11,7 @@ import pytest
 from nemo_gym.sandbox import AsyncSandbox
 
 from nemo_gym_prorl.failures import FailureKind, InfrastructureError
+from nemo_gym_prorl.sandbox.started import SandboxWithSessions
 from nemo_gym_prorl.tasks.code.tools import SOLUTION_FILE
 from nemo_gym_prorl.tasks.code.workspace import Artefact, ToolLimits, Workspace
 from tests.tasks import containers
@@ -206,3 +209,114 @@ async def test_a_lost_sandbox_is_infrastructure() -> None:
             await asyncio.wait_for(work, 120)
         assert caught.value.kind is FailureKind.SESSION_LOST
     await sandbox.stop()
+
+
+class Failing:
+    """A sandbox whose files are out of reach by the machine's doing, and that says nothing else."""
+
+    def __init__(self, number: int) -> None:
+        self._number = number
+
+    async def read_file(self, path: str, *, limit: int) -> bytes:
+        raise OSError(self._number, os.strerror(self._number))
+
+    async def write_file(self, path: str, data: bytes) -> bool:
+        raise OSError(self._number, os.strerror(self._number))
+
+
+@pytest.mark.parametrize("number", [errno.ENOSPC, errno.EMFILE, errno.ENFILE, errno.EIO, errno.EDQUOT, errno.ENOMEM])
+async def test_a_machine_that_does_not_give_a_file_is_infrastructure_and_no_missing_solution(number: int) -> None:
+    workspace = Workspace(Failing(number), "/sandbox/workspace", LIMITS)  # type: ignore[arg-type]
+    for work in (
+        workspace.take_artefact(),
+        edit(workspace, "view", SOLUTION_FILE),
+        edit(workspace, "create", SOLUTION_FILE, file_text="x"),
+    ):
+        with pytest.raises(InfrastructureError, match=os.strerror(number)) as caught:
+            await work
+        assert caught.value.kind is FailureKind.SESSION_LOST
+
+
+async def test_a_server_without_a_descriptor_left_does_not_take_a_solution_for_missing(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    async with containers.running_ours() as sandbox:
+        workspace = Workspace(sandbox, "/sandbox/workspace", LIMITS)
+        await workspace.prepare({SOLUTION_FILE: "x"}, await workspace.look())
+
+        def none_left(*_arguments: object) -> int:
+            raise OSError(errno.EMFILE, os.strerror(errno.EMFILE))
+
+        with monkeypatch.context() as patch:
+            patch.setattr(os, "memfd_create", none_left)
+            with pytest.raises(InfrastructureError, match="Too many open files"):
+                await workspace.take_artefact()
+        assert await workspace.take_artefact() == Artefact("x")
+        await workspace.close()
+
+
+TERMINAL = """
+import fcntl, os, struct, time
+master = os.open("/dev/ptmx", os.O_RDWR | os.O_NOCTTY)
+number = struct.unpack("I", fcntl.ioctl(master, 0x80045430, bytes(4)))[0]
+link = "/sandbox/workspace/solution.py"
+os.unlink(link)
+os.symlink(f"/dev/pts/{number}", link)
+try: os.open(link, os.O_RDONLY | os.O_NOCTTY)
+except OSError as error: print(error.errno)
+open("/tmp/linked", "w").close()
+time.sleep(1000)
+"""
+"""Nobody can open the other side of a terminal that was not unlocked: EIO."""
+
+SWAPPING = """
+import os, subprocess, time
+os.chdir("/sandbox/workspace")
+for name, target in (("bad", os.readlink("solution.py")), ("good", "/tmp/linked")):
+    os.symlink(target, name)
+open("/tmp/linked", "w").write("x")
+open("/tmp/swapping", "w").close()
+end = time.time() + 20
+while time.time() < end:
+    for name in ("bad", "good"):
+        os.symlink(os.readlink(name), "next")
+        os.rename("next", "solution.py")
+"""
+
+
+async def test_no_agent_passes_a_file_of_its_own_for_a_disk_that_fails() -> None:
+    """It would be tried again, and left out in the end, instead of having its zero."""
+    async with containers.running_ours() as sandbox:
+        workspace = Workspace(sandbox, "/sandbox/workspace", LIMITS)
+        await workspace.prepare({SOLUTION_FILE: "x"}, await workspace.look())
+        for target in ("/proc/self/mem", "/proc/1/mem", "/proc/sys/net/ipv4/route/flush", "/dev/tty", "/sys/kernel"):
+            await sandbox.exec(f"ln -sfn {target} solution.py", cwd="/sandbox/workspace")
+            assert (await workspace.take_artefact()).source is None, target
+        # Whatever fails to be read among the kernel's own.
+        found = await sandbox.exec("find /sys -type f | head -n 3000")
+        for target in await _that_fail(sandbox, (found.stdout or "").split()):
+            await sandbox.exec(f"ln -sfn {target} solution.py", cwd="/sandbox/workspace")
+            assert (await workspace.take_artefact()).source is None, target
+
+        holding = asyncio.create_task(sandbox.exec(f"python3 -c '{TERMINAL}'", timeout_s=60))
+        await _there(sandbox, "/tmp/linked")
+        assert (await workspace.take_artefact()) == Artefact(None, "solution.py is not there")
+        swapping = asyncio.create_task(sandbox.exec(f"python3 -c '{SWAPPING}'", timeout_s=60))
+        await _there(sandbox, "/tmp/swapping")
+        for _ in range(100):
+            assert (await workspace.take_artefact()).source in (None, "x")
+        swapping.cancel()
+        holding.cancel()
+        await asyncio.wait([swapping, holding])
+        await workspace.close()
+
+
+async def _that_fail(sandbox: SandboxWithSessions, paths: list[str]) -> list[str]:
+    """Those that can't be read for EIO."""
+    look = 'import sys\nfor path in sys.argv[1:]:\n try: open(path, "rb").read(1)\n except OSError as e:\n'
+    done = await sandbox.exec(f"python3 -c '{look}  if e.errno == 5: print(path)' {' '.join(paths)}")
+    return (done.stdout or "").split()
+
+
+async def _there(sandbox: SandboxWithSessions, path: str) -> None:
+    await sandbox.exec(f"until [ -e {path} ]; do sleep 0.01; done", timeout_s=60)

@@ -87,6 +87,10 @@ _RESOURCES = TypeAdapter(_Resources)
 _SETTINGS = TypeAdapter(Settings)
 
 
+OPTIONS = frozenset(Settings.__dataclass_fields__) | frozenset(SPEC_OPTIONS)
+"""All that the provider takes."""
+
+
 def settings(options: Mapping[str, Any]) -> tuple[Settings, dict[str, Any]]:
     """The provider's own settings, and what its sandboxes are to be if nobody says otherwise.
 
@@ -116,7 +120,7 @@ def container_spec(spec: SandboxSpec, defaults: Mapping[str, Any]) -> ContainerS
     if resources.gpu:
         raise CallerError("this provider gives sandboxes no GPU; leave it out", field="resources.gpu")
     options = dict(asked.provider_options)
-    _refuse_unknown(options, {*SPEC_OPTIONS, SNAPSHOT}, "provider_options")
+    _refuse_unknown(options, {*SPEC_OPTIONS, SNAPSHOT}, "provider_options", "provider_options.")
     snapshot = options.pop(SNAPSHOT, None)
     if snapshot is not None and not isinstance(snapshot, str):
         raise CallerError(f"must be the name of a snapshot, not {snapshot!r}", field=f"provider_options.{SNAPSHOT}")
@@ -132,6 +136,7 @@ def container_spec(spec: SandboxSpec, defaults: Mapping[str, Any]) -> ContainerS
     return ContainerSpec(image=Path(), env=dict(asked.env), workdir=asked.workdir, ttl_s=asked.ttl_s, **wanted)
 
 
-def _refuse_unknown(options: Mapping[str, Any], known: set[str], what: str) -> None:
+def _refuse_unknown(options: Mapping[str, Any], known: set[str], what: str, inside: str = "") -> None:
     if unknown := sorted(map(str, set(options) - known)):
-        raise CallerError(f"unknown {what} {', '.join(unknown)}; there are {', '.join(sorted(known))}")
+        reason = f"unknown {what} {', '.join(unknown)}; there are {', '.join(sorted(known))}"
+        raise CallerError(reason, field=inside + unknown[0])

@@ -232,8 +232,15 @@ class Group:
         return allowed != "max" and int((self.path / "pids.current").read_text()) >= int(allowed)
 
     def oom_kills(self) -> int:
-        """How many processes the kernel has killed in it for want of memory."""
-        found = re.search(r"^oom_kill (\d+)$", (self.path / "memory.events").read_text(), re.MULTILINE)
+        """How many processes the kernel has killed in it for want of memory, its own or the machine's."""
+        return self._memory_event("oom_kill")
+
+    def full_of_memory(self) -> bool:
+        """Whether it ever wanted more memory than it may have."""
+        return bool(self._memory_event("oom"))
+
+    def _memory_event(self, name: str) -> int:
+        found = re.search(rf"^{name} (\d+)$", (self.path / "memory.events").read_text(), re.MULTILINE)
         return int(found[1]) if found else 0
 
     def remove(self) -> None:

@@ -14,6 +14,7 @@ PAGE = os.sysconf("SC_PAGE_SIZE")
 
 _PSS = re.compile(rb"^Pss:\s+(\d+) kB$", re.MULTILINE)
 _PSS_OF_FILES_OF_MEMORY = re.compile(rb"^Pss_Shmem:\s+(\d+) kB$", re.MULTILINE)
+_OOM_KILLS = re.compile(rb"^oom_kill (\d+)$", re.MULTILINE)
 _AVAILABLE = re.compile(rb"^MemAvailable:\s+(\d+) kB$", re.MULTILINE)
 
 
@@ -80,6 +81,13 @@ def proportional(pid: int) -> tuple[int, int]:
     found = [pattern.search(text) for pattern in (_PSS, _PSS_OF_FILES_OF_MEMORY)]
     total, shared = (int(one[1]) << 10 if one else 0 for one in found)
     return total, shared
+
+
+def oom_kills() -> int:
+    """Processes that this machine's kernel has killed for want of memory, of whomever; 0 where it does not tell."""
+    with open("/proc/vmstat", "rb") as file:
+        found = _OOM_KILLS.search(file.read())
+    return int(found[1]) if found else 0
 
 
 def available() -> int:

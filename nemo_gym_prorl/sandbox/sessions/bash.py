@@ -26,13 +26,14 @@ import signal
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from nemo_gym_prorl.failures import CallerError, FailureKind, InfrastructureError
+from nemo_gym_prorl.failures import CallerError, FailureKind, InfrastructureError, RolloutError
 from nemo_gym_prorl.sandbox.container import Container
 from nemo_gym_prorl.sandbox.sessions.bash_commands import BashCommands
 from nemo_gym_prorl.sandbox.sessions.bash_status import PROMPT, BashStatus
 from nemo_gym_prorl.sandbox.sessions.broken import check_agents
 from nemo_gym_prorl.sandbox.sessions.output import HeadTail
 from nemo_gym_prorl.sandbox.sessions.terminal_control import ContainerTerminal
+from nemo_gym_prorl.sandbox.supervisor.errors import SandboxBroken
 from nemo_gym_prorl.sandbox.supervisor.rpc.client import Process, SandboxLost, writable
 
 
@@ -160,7 +161,7 @@ class Shell:
             self._commands.send(_PREPARE, watched=False)
             first = await self.run("command -v bash", timeout_s=START_TIMEOUT_S, silence_s=None)
             trouble = first.output or "no answer" if first.exit_code else ""
-        except SandboxLost:
+        except (SandboxLost, SandboxBroken):
             if not self._container.alive:
                 raise
             trouble = "it ended at once"
@@ -194,17 +195,21 @@ class Shell:
         Raises:
             ShellBusy: the command before has not ended.
             CallerError: there is a NUL in the command.
-            SandboxLost: the shell or the sandbox ended before.
+            SandboxBroken: what ran in the shell has ended it, and :meth:`restart` starts another.
+            SandboxLost: the sandbox ended.
         """
         if self.running:
             raise ShellBusy("a command still runs in this shell: wait for it, interrupt it or restart the shell")
         if "\0" in command:
             raise CallerError("must not hold a NUL character", field="command")
         if self.exited:
-            raise SandboxLost("the shell has ended; restart it")
+            raise self._over()
         assert self._status
         assert self._commands
-        self._commands.send(self._status.line(command))
+        try:
+            self._commands.send(self._status.line(command))
+        except SandboxBroken as error:
+            raise self._over() from error
         self.running = True
         self._code = None
         if output_limit != self._limit:
@@ -235,7 +240,7 @@ class Shell:
             except BlockingIOError:
                 await writable(descriptor)
             except OSError as error:
-                raise SandboxLost("the shell has ended; restart it") from error
+                raise self._over() from error
 
     async def interrupt(self) -> None:
         """Press Ctrl-C."""
@@ -250,10 +255,10 @@ class Shell:
         """Its terminal, for ptyprocess's ``setwinsize``, ``setecho`` and so on.
 
         Raises:
-            SandboxLost: the shell is closed.
+            CallerError: the shell is closed.
         """
         if self._terminal is None:
-            raise SandboxLost("the shell has ended; restart it")
+            raise self._over()
         return self._terminal
 
     async def close(self) -> None:
@@ -264,6 +269,13 @@ class Shell:
             await asyncio.wait([self._bash.ended])
         self._bash = None
         self.running = False
+
+    def _over(self) -> RolloutError:
+        """Why nothing can be asked of it: it was closed, or ended from inside; if with its sandbox, that is raised."""
+        self._container.check_alive()
+        if self._bash is None:
+            return CallerError("the shell is closed; restart it")
+        return SandboxBroken("the shell has ended; restart it")
 
     def _let_go(self) -> None:
         """Close every file."""

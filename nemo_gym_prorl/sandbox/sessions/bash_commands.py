@@ -22,7 +22,7 @@ import struct
 import termios
 
 from nemo_gym_prorl.sandbox.sessions.bash_status import BashStatus
-from nemo_gym_prorl.sandbox.supervisor.errors import SandboxLost
+from nemo_gym_prorl.sandbox.supervisor.errors import SandboxBroken
 
 
 PATIENCE_S = 0.25
@@ -55,7 +55,7 @@ class BashCommands:
         """Send a line; ``watched`` if bash is to tell that it has it.
 
         Raises:
-            SandboxLost: bash has ended.
+            SandboxBroken: bash has ended.
         """
         self._rest += line
         self._write()
@@ -87,14 +87,14 @@ class BashCommands:
         except BlockingIOError:
             pass
         except OSError as error:
-            raise SandboxLost("the shell has ended; restart it") from error
+            raise SandboxBroken("the shell has ended; restart it") from error
         if self._rest:
             self._loop.add_writer(self._socket, self._write_rest)
 
     def _write_rest(self) -> None:
         self._loop.remove_writer(self._socket)
         # That bash has ended is told by its process.
-        with contextlib.suppress(SandboxLost):
+        with contextlib.suppress(SandboxBroken):
             self._write()
 
     def _look(self) -> None:

@@ -63,7 +63,8 @@ class Creation:
         runner: what carries out scripts.
         up: told of each that is up, with the variables that its image sets.
         failed: told of each that can't be created, and why.
-        ended: told when our child for one that is not being created any more has ended.
+        ended: told when our child for one that is not being created any more has ended, and with which status;
+            ``None`` if it never began.
     """
 
     def __init__(
@@ -76,7 +77,7 @@ class Creation:
         *,
         up: Callable[[Sandbox, dict[str, str]], None],
         failed: Callable[[Sandbox, Message], None],
-        ended: Callable[[Sandbox], None],
+        ended: Callable[[Sandbox, int | None], None],
     ) -> None:
         self._loop = loop
         self._children = children
@@ -234,7 +235,7 @@ class Creation:
         sandbox.starter = None
         log = sandbox.take_log()
         if sandbox.stage is not Stage.CREATING:
-            self._ended(sandbox)
+            self._ended(sandbox, status)
         elif sandbox.way == "mould":
             self._fall_back(sandbox, {"error": f"its first process ended with {os.waitstatus_to_exitcode(status)}"})
         else:
@@ -296,7 +297,7 @@ class Creation:
             if sandbox.stage is Stage.CREATING:
                 self._fall_back(sandbox, {"error": error})
             else:
-                self._ended(sandbox)
+                self._ended(sandbox, None)
 
         def done(answer: Message, _files: list[int]) -> None:
             close_all(files)
@@ -333,7 +334,7 @@ class Creation:
                 if sandbox.stage is Stage.CREATING:
                     self._fall_back(sandbox, answer)
                 else:
-                    self._ended(sandbox)
+                    self._ended(sandbox, None)
                 return
             pid = sandbox.starter = answer["pid"]
             self._children.adopt(pid, partial(self._starter_ended, sandbox))

@@ -4,7 +4,7 @@
 :class:`SandboxLost` and :class:`SandboxRefused` are ours: the same rollout may well succeed elsewhere.
 :class:`SandboxExhausted` is the agent's: it filled its disk, or took all the memory, processes or terminals it may
 have, and would do so again. So it is no lost session, and nobody tries it again. :class:`SandboxBroken` is, too: what
-a session needs was there, and is not any more.
+a session needs was there, and is not any more; or the sandbox itself was ended from inside.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ class SandboxLost(InfrastructureError):
 
 
 class SandboxBroken(AgentError):
-    """What ran in the sandbox took away what a session in it needs."""
+    """What ran in the sandbox took away what a session in it needs, or ended it."""
 
 
 class SandboxExhausted(AgentError):

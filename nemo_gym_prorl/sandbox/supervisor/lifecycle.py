@@ -26,7 +26,7 @@ from pathlib import Path
 from nemo_gym_prorl.failures import CallerError
 from nemo_gym_prorl.sandbox.binds import check_image_folder, checked
 from nemo_gym_prorl.sandbox.disks import in_memory, kind_under
-from nemo_gym_prorl.sandbox.limits import descriptors
+from nemo_gym_prorl.sandbox.limits import descriptors, usage
 from nemo_gym_prorl.sandbox.limits.kernel_shares import TERMINALS
 from nemo_gym_prorl.sandbox.limits.report import file_size_reached
 from nemo_gym_prorl.sandbox.runtime.command import SHARED_FOLDER
@@ -48,6 +48,14 @@ TICK_S = 0.5
 
 TRIES_A_TICK = 200
 """Of those, at most so many at a time: others wait for the loop meanwhile."""
+
+KILLED = (-signal.SIGKILL, 128 + signal.SIGKILL)
+"""How our child for a sandbox ends if its first process was killed: by the runtime's own word where it is that."""
+
+SOON_S = 5.0
+"""A sandbox that dies so soon after it used too much memory died of that."""
+
+NO_MEMORY = "the machine ran out of memory, and the kernel ended a process"
 
 _NAME = re.compile(r"b-[0-9a-f]{12}")
 
@@ -95,6 +103,27 @@ class Sandboxes:
             raise NoSandbox(f"sandbox {name} has ended")
         return sandbox
 
+    def check(self, request: Request, name: str) -> None:
+        """Answered if it is up, and nothing in it was ended for want of the machine's memory; one that is about to end
+        has ended."""
+        sandbox = self.up(name)
+        if request.client not in sandbox.clients:
+            sandbox.clients.append(request.client)
+        if sandbox.space and sandbox.space.ending:
+            sandbox.closing.append((request, {"error": f"sandbox {name} has ended", "lost": True}))
+        elif self._lacked_memory(sandbox):
+            request.answer({"error": f"sandbox {name}: {NO_MEMORY}", "lost": True})
+        else:
+            request.answer({})
+
+    @staticmethod
+    def _lacked_memory(sandbox: Sandbox) -> bool:
+        """Whether the kernel may have ended something in it though it kept within its own limit."""
+        group = sandbox.group
+        if group and "memory" in group.controllers:
+            return bool(group.oom_kills()) and not group.full_of_memory()
+        return usage.oom_kills() > sandbox.machine_kills and not sandbox.over_memory
+
     def create(self, request: Request, order: Message, files: list[int]) -> None:
         """Start one; answered with the variables of its image when it is up. ``files`` stay open until it is gone:
         the lock on its image."""
@@ -119,6 +148,7 @@ class Sandboxes:
 
     def _is_up(self, sandbox: Sandbox, environment: dict[str, str]) -> None:
         sandbox.stage = Stage.UP
+        sandbox.machine_kills = usage.oom_kills()
         request, sandbox.creating = sandbox.creating, None
         if ttl_s := sandbox.order["ttl_s"]:
             self._loop.call_in(ttl_s, partial(self.end_early, sandbox, f"time to live: {ttl_s:g} s"))
@@ -160,7 +190,11 @@ class Sandboxes:
             elif message["resource"] != "memory":
                 sandbox.note(message["reason"], message["resource"])
             else:
-                sandbox.tell("limit", message["reason"], message["resource"])
+                self._over_memory(sandbox, message["reason"])
+
+    def _over_memory(self, sandbox: Sandbox, reason: str) -> None:
+        sandbox.over_memory, sandbox.over_memory_at = reason, self._loop.now()
+        sandbox.tell("limit", reason, "memory")
 
     def _give_up(self, sandbox: Sandbox, answer: Message) -> None:
         """End one that did not come up; whoever asked for it gets ``answer`` when nothing of it is left."""
@@ -208,22 +242,31 @@ class Sandboxes:
             kills = sandbox.group.oom_kills()
             if kills > sandbox.oom_kills:
                 sandbox.oom_kills = kills
-                allowed = sandbox.order["memory_mib"]
-                sandbox.tell("limit", f"memory: all of {allowed} MiB used, the kernel ended a process", "memory")
+                if sandbox.group.full_of_memory():
+                    allowed = sandbox.order["memory_mib"]
+                    self._over_memory(sandbox, f"memory: all of {allowed} MiB used, the kernel ended a process")
+                else:
+                    sandbox.tell("limit", NO_MEMORY)
 
-    def _starter_ended(self, sandbox: Sandbox) -> None:
+    def _starter_ended(self, sandbox: Sandbox, status: int | None) -> None:
         if sandbox.stage is Stage.UP:
-            self.end_early(sandbox)
+            self._look_at_kills(sandbox)
+            # Nothing inside can kill its first process, but by want of memory.
+            killed = status is None or os.waitstatus_to_exitcode(status) in KILLED
+            if killed and sandbox.over_memory and self._loop.now() - sandbox.over_memory_at < SOON_S:
+                self.end_early(sandbox, sandbox.over_memory, "memory")
+            else:
+                self.end_early(sandbox, inside=not killed)
         else:
             self._step_down(sandbox)
 
-    def end_early(self, sandbox: Sandbox, reason: str = "", resource: str = "") -> None:
-        """One that is up ends without having been asked to: who uses it is told."""
+    def end_early(self, sandbox: Sandbox, reason: str = "", resource: str = "", *, inside: bool = False) -> None:
+        """One that is up ends without having been asked to: who uses it is told, and whether from ``inside``."""
         if sandbox.stage is not Stage.UP:
             return
         if reason:
             sandbox.tell("limit", reason, resource)
-        sandbox.tell("gone", reason, resource)
+        sandbox.tell("gone", reason, resource, inside=inside)
         self._close(sandbox)
 
     def _close(self, sandbox: Sandbox, request: Request | None = None, answer: Message | None = None) -> None:

@@ -89,6 +89,11 @@ class Sandbox:
     """Whether a helper is about to start the first process: then there will be a starter."""
     group: cgroups.Group | None = None
     oom_kills: int = 0
+    machine_kills: int = 0
+    """What the machine's kernel had killed for want of memory when it came up."""
+    over_memory: str = ""
+    """That it used more memory than it may, in words; and when that was last so."""
+    over_memory_at: float = 0.0
     stage: Stage = Stage.WAITING
     place: inside.Place | None = None
     space: state_dir.Space | None = None
@@ -143,7 +148,8 @@ class Sandbox:
             self.noted.add(reason)
             self.tell("limit", reason, resource)
 
-    def tell(self, event: str, reason: str = "", resource: str = "") -> None:
+    def tell(self, event: str, reason: str = "", resource: str = "", *, inside: bool = False) -> None:
         """Have everybody who uses the sandbox know."""
         for client in self.clients:
-            client.send({"event": event, "sandbox": self.name, "reason": reason, "resource": resource}, [])
+            message = {"event": event, "sandbox": self.name, "reason": reason, "resource": resource, "inside": inside}
+            client.send(message, [])

@@ -145,9 +145,8 @@ class Supervisor:
         self._sandboxes.create(request, order, files)
 
     def _do_check(self, request: Request, order: Message, _files: list[int]) -> None:
-        """Answered if the container is up; whoever asks is told of its end."""
-        self._sandboxes.up(order["sandbox"]).clients.append(request.client)
-        request.answer({})
+        """Whoever asks is told of its end."""
+        self._sandboxes.check(request, order["sandbox"])
 
     def _do_destroy(self, request: Request, order: Message, _files: list[int]) -> None:
         self._sandboxes.destroy(request, order["sandbox"])

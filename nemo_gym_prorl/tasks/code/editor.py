@@ -9,6 +9,7 @@ from __future__ import annotations
 import errno
 import posixpath
 
+from nemo_gym_prorl.failures import OF_THE_MACHINE
 from nemo_gym_prorl.tasks.code.inside import toolbox
 from nemo_gym_prorl.tasks.code.one_off import Ask
 from nemo_gym_prorl.tasks.code.tools import EditorArguments
@@ -42,6 +43,7 @@ class Editor:
 
         Raises:
             RolloutError: the sandbox could not be asked.
+            OSError: the machine fails; what the file does is an answer.
         """
         request = {"limit": self._limit} | arguments.model_dump()
         try:
@@ -55,6 +57,8 @@ class Editor:
         except ValueError as error:
             reason = str(error)
         except OSError as error:
+            if error.errno in OF_THE_MACHINE:
+                raise
             reason = _KNOWN.get(error.errno or 0) or error.strerror or str(error)
         return {"text": f"Error: {arguments.path}: {reason}"}
 

@@ -3,9 +3,13 @@
 
 A verdict is a statement about the candidate: a slow, crashing or unparsable solution has one, with reward 0. What is
 no statement about the candidate is an :class:`InfrastructureError` and never a reward. The line between them matters
-when a grading run ends without a word, because a candidate can kill the process that tests it. Then the candidate is
-graded once more, and if that ends the same way, the problem's own reference is graded: if the reference passes,
-machines are fine and the candidate is to blame.
+when a grading run ends without a word, because a candidate can kill the process that tests it:
+
+- What ends before the candidate's source is run is not its doing; the tester says when that begins.
+- What a sandbox that :class:`.KnowsWhoseDoing` says to be the machine's is that: it was killed from outside, its owner
+  is gone, or the machine ran out of memory. None of it can be had from inside.
+- Anything else the candidate may have done. It is graded once more, and if that ends the same way, the problem's own
+  reference is graded: if the reference passes, machines are fine and the candidate is to blame.
 """
 
 from __future__ import annotations
@@ -27,7 +31,7 @@ from pathlib import Path
 from nemo_gym_prorl.failures import AgentError, FailureKind, InfrastructureError
 from nemo_gym_prorl.tasks.code.consoles import ANSWER_MARGIN_S
 from nemo_gym_prorl.tasks.code.humaneval import Problem
-from nemo_gym_prorl.tasks.sandbox import Sandbox
+from nemo_gym_prorl.tasks.sandbox import KnowsWhoseDoing, Sandbox
 
 
 class Reason(StrEnum):
@@ -86,6 +90,22 @@ class GradingLimits:
     file_mib: int = 64
 
 
+@dataclass(frozen=True, slots=True)
+class Lost:
+    """A grading run that ended without a verdict.
+
+    Attributes:
+        why: what is known of it.
+        by_machine: the candidate can't have done it.
+    """
+
+    why: str
+    by_machine: bool
+
+
+TRIES = 2
+"""So often a candidate may take the tester down, and so often the machine may."""
+
 LONGEST_COMMAND = 100_000
 """A longer job is uploaded: the kernel takes no argument beyond 128 KiB."""
 
@@ -109,25 +129,30 @@ async def grade(open_sandbox: OpenSandbox, problem: Problem, source: str, limits
         InfrastructureError: no sandbox could be had (as ``open_sandbox`` says), or none gave a verdict
             (``verifier_error``).
     """
-    outcome: Verdict | str = ""
-    for _ in range(2):
+
+    async def graded(source: str) -> Verdict | Lost:
         async with open_sandbox() as sandbox:
-            outcome = await grade_in(sandbox, problem, source, limits, root)
+            return await grade_in(sandbox, problem, source, limits, root)
+
+    losses = {True: 0, False: 0}
+    while True:
+        outcome = await graded(source)
         if isinstance(outcome, Verdict):
             return outcome
-    async with open_sandbox() as sandbox:
-        control = await grade_in(sandbox, problem, problem.reference_source, limits, root)
-    if isinstance(control, Verdict) and control.passed:
-        return Verdict(Reason.CRASHED, f"the tester was taken down, twice: {outcome}")
-    raise InfrastructureError(f"grading gave no verdict: {outcome}", kind=FailureKind.VERIFIER_ERROR)
+        losses[outcome.by_machine] += 1
+        if losses[outcome.by_machine] == TRIES:
+            break
+    if not outcome.by_machine:
+        control = await graded(problem.reference_source)
+        if isinstance(control, Verdict) and control.passed:
+            return Verdict(Reason.CRASHED, f"the tester was taken down, twice: {outcome.why}")
+    raise InfrastructureError(f"grading gave no verdict: {outcome.why}", kind=FailureKind.VERIFIER_ERROR)
 
 
-async def grade_in(sandbox: Sandbox, problem: Problem, source: str, limits: GradingLimits, root: str) -> Verdict | str:
-    """Grade a candidate once in the given sandbox.
-
-    Returns:
-        The verdict, or, where the run ended without one, what is known of why.
-    """
+async def grade_in(
+    sandbox: Sandbox, problem: Problem, source: str, limits: GradingLimits, root: str
+) -> Verdict | Lost:
+    """Grade a candidate once in the given sandbox."""
     nonce = secrets.token_hex(16)
     job = {
         "nonce": nonce,
@@ -140,16 +165,36 @@ async def grade_in(sandbox: Sandbox, problem: Problem, source: str, limits: Grad
     }
     try:
         command = await _command(sandbox, json.dumps(job), root)
-        result = await sandbox.exec(command, cwd="/", timeout_s=limits.timeout_s + ANSWER_MARGIN_S)
     except AgentError as error:
         return Verdict(Reason.EXHAUSTED, error.reason)
+    except (RuntimeError, OSError, InfrastructureError) as error:
+        return Lost(f"{type(error).__name__}: {error}", by_machine=True)
+    try:
+        result = await sandbox.exec(command, cwd="/", timeout_s=limits.timeout_s + ANSWER_MARGIN_S)
+        told = [json.loads(line.removeprefix(nonce)) for line in _lines(result.stdout) if line.startswith(nonce)]
+        verdict = Verdict(Reason(told[1]["reason"]), told[1]["detail"]) if len(told) > 1 else None
+        if verdict is not None and verdict.reason is not Reason.CRASHED:
+            return verdict
+        knows = isinstance(sandbox, KnowsWhoseDoing)
+        if isinstance(sandbox, KnowsWhoseDoing):
+            await sandbox.check()
+    except AgentError as error:
+        return Verdict(Reason.EXHAUSTED, error.reason)
+    except InfrastructureError as error:
+        return Lost(error.reason, by_machine=True)
     except (RuntimeError, OSError) as error:
-        return f"{type(error).__name__}: {error}"
-    for line in (result.stdout or "").splitlines():
-        if line.startswith(nonce):
-            told = json.loads(line.removeprefix(nonce))
-            return Verdict(Reason(told["reason"]), told["detail"])
-    return f"exit code {result.return_code}: {(result.stderr or '').strip()[-500:]}"
+        return Lost(f"{type(error).__name__}: {error}", by_machine=False)
+    if verdict is not None:
+        return verdict
+    why = f"exit code {result.return_code}: {(result.stderr or '').strip()[-500:]}"
+    # All that a program said is there if it ended by itself; and one that could not run in a sandbox that lives said
+    # nothing.
+    complete = result.error_type is None or (knows and result.error_type == "sandbox")
+    return Lost(why, by_machine=complete and not told)
+
+
+def _lines(text: str | None) -> list[str]:
+    return (text or "").splitlines()
 
 
 async def _command(sandbox: Sandbox, job: str, root: str) -> str:

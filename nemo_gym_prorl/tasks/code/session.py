@@ -313,6 +313,7 @@ class CodeSessions:
                 raise InfrastructureError(
                     f"no sandbox could be started: {type(error).__name__}: {error}",
                     kind=FailureKind.PROVIDER_UNAVAILABLE,
+                    field=getattr(error, "field", None),
                 ) from error
 
     async def _release(self, session: _Session, *, keep: bool) -> None:
@@ -324,7 +325,8 @@ class CodeSessions:
                 if keep and session.artefact is None:
                     session.artefact = await session.workspace.take_artefact()
             except InfrastructureError as error:
-                session.lost = error
+                # Whatever it was, nothing is left to grade: only the whole rollout can be tried again.
+                session.lost = InfrastructureError(error.reason, kind=FailureKind.SESSION_LOST)
             except AgentError as error:
                 session.exhausted = error.reason
             finally:

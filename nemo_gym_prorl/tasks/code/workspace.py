@@ -29,7 +29,7 @@ from functools import cache
 from importlib.resources import files
 from typing import Any
 
-from nemo_gym_prorl.failures import AgentError, FailureKind, InfrastructureError, RolloutError
+from nemo_gym_prorl.failures import OF_THE_MACHINE, AgentError, FailureKind, InfrastructureError, RolloutError
 from nemo_gym_prorl.tasks.code import observations
 from nemo_gym_prorl.tasks.code.consoles import ANSWER_MARGIN_S, Bash, Python
 from nemo_gym_prorl.tasks.code.editor import Editor
@@ -233,6 +233,7 @@ class Workspace:
                 raise _NoArtefact(f"is longer than {MAX_ARTEFACT_BYTES} bytes") from error
             if error.errno == errno.EBUSY:
                 raise _NoArtefact("can't be read, since a program holds it") from error
+            require_machine(error)
             raise _NoArtefact("is not there") from error
 
     async def _take_out(self) -> bytes:
@@ -251,7 +252,11 @@ class Workspace:
         if self._editor is None:
             request = {"op": "edit", "limit": self._limits.output_bytes} | arguments.model_dump()
             return await self._ask(request, 0.0)
-        return await self._bounded(self._editor.call(arguments))
+        try:
+            return await self._bounded(self._editor.call(arguments))
+        except OSError as error:
+            require_machine(error)
+            raise
 
     async def _bounded[T](self, work: Coroutine[Any, Any, T]) -> T:
         """Have the sandbox do something with its files, which depends on nothing that runs in it."""
@@ -291,6 +296,17 @@ class Workspace:
         if not await is_alive(self._sandbox):
             reason = f"the sandbox is gone: {trouble}" if trouble else "the sandbox is gone"
             raise InfrastructureError(reason[:600], kind=FailureKind.SESSION_LOST)
+
+
+def require_machine(error: OSError) -> None:
+    """Judge an error of a sandbox's file.
+
+    Raises:
+        InfrastructureError: it is the machine's: a disk that fails or is full, no file that could be opened any more.
+    """
+    if error.errno in OF_THE_MACHINE:
+        reason = f"the machine does not give the sandbox's files: {error}"
+        raise InfrastructureError(reason, kind=FailureKind.SESSION_LOST) from error
 
 
 async def is_alive(sandbox: Sandbox) -> bool:

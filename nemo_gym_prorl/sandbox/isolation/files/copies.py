@@ -29,6 +29,9 @@ LEASED_S = 1.0
 
 LEASED_PAUSE_S = 0.02
 
+LOOKS = 20
+"""At a file that can't be opened, before that is the disk's fault."""
+
 _FOLDER = os.O_PATH | os.O_DIRECTORY | os.O_CLOEXEC
 
 FULL = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EMFILE})
@@ -70,8 +73,7 @@ def get(place: Place, path: str, limit: int, target: int) -> tuple[dict[str, Any
     """
     join(place)
     syscalls.keep_capabilities(place.capabilities)
-    # Without O_NONBLOCK a named pipe would hold us for ever.
-    source = _open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_NOCTTY | os.O_CLOEXEC)
+    source = _open_to_read(path)
     found = os.fstat(source)
     if stat.S_ISDIR(found.st_mode):
         raise IsADirectoryError(errno.EISDIR, f"{path} is a folder; name a file")
@@ -83,8 +85,7 @@ def get(place: Place, path: str, limit: int, target: int) -> tuple[dict[str, Any
     try:
         copied = _copy(source, target, limit)
     except OSError as error:
-        if error.errno == errno.EIO and not found.st_size:
-            # One of the kernel's, and no disk that fails.
+        if error.errno == errno.EIO and not _on_disk(found):
             raise OSError(errno.EINVAL, f"{path} can't be read through") from error
         raise
     return {"bytes": copied, "mode": stat.S_IMODE(found.st_mode)}, []
@@ -115,6 +116,27 @@ def _in_file_system_of(there: int, folder: str) -> Iterator[None]:
         if error.errno in FULL and os.fstat(there).st_dev != os.stat("/").st_dev:
             raise OSError(errno.EFBIG, f"there is no room for it in the file system of {folder}") from error
         raise
+
+
+def _open_to_read(path: str) -> int:
+    """Open what may be a file. That it can't be read is the disk's only if it is an ordinary one every time: who is
+    inside can have a name lead to a terminal that fails, and quickly to something else."""
+    for _ in range(LOOKS):
+        try:
+            # Without O_NONBLOCK a named pipe would hold us for ever.
+            return _open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_NOCTTY | os.O_CLOEXEC)
+        except OSError as error:
+            if error.errno != errno.EIO:
+                raise
+            if not _on_disk(os.stat(path)):
+                raise OSError(errno.EINVAL, f"{path} is not an ordinary file") from error
+    raise OSError(errno.EIO, os.strerror(errno.EIO))
+
+
+def _on_disk(found: os.stat_result) -> bool:
+    """Whether a file can have an error of a disk: none of the kernel's own can."""
+    kernels = {os.stat(folder).st_dev for folder in ("/proc", "/sys")}
+    return stat.S_ISREG(found.st_mode) and bool(found.st_size) and found.st_dev not in kernels
 
 
 def _open(path: str, flags: int, folder: int | None = None) -> int:

@@ -31,6 +31,7 @@ from nemo_gym_prorl.sandbox.sessions.jupyter.channel import Channel
 from nemo_gym_prorl.sandbox.sessions.jupyter.messages import SIGNED_WITH, Message, MessageReader, Requests
 from nemo_gym_prorl.sandbox.sessions.jupyter.zmtp import Violation
 from nemo_gym_prorl.sandbox.sessions.output import HeadTail
+from nemo_gym_prorl.sandbox.supervisor.errors import SandboxBroken
 from nemo_gym_prorl.sandbox.supervisor.rpc.client import Process, SandboxLost
 
 
@@ -200,6 +201,8 @@ class Kernel:
             if self._broken:
                 raise KernelBroken(self._broken) from error
             if not self._container.alive:
+                with contextlib.suppress(SandboxLost):
+                    self._container.check_alive()
                 raise SandboxLost(f"the sandbox ended while its kernel started: {said}") from error
             await check_agents(self._container, "ipykernel", process, said)
             raise InfrastructureError(
@@ -223,7 +226,9 @@ class Kernel:
             output_limit: bytes of text to keep.
 
         Raises:
-            SandboxLost: the kernel had ended before.
+            SandboxBroken: what ran in the kernel has ended it, and :meth:`restart` starts another.
+            SandboxLost: the sandbox ended.
+            CallerError: it is closed.
             KernelBroken: it was ended before, since it did not speak as one.
         """
         async with self._turn:
@@ -231,7 +236,10 @@ class Kernel:
             if self._broken:
                 raise KernelBroken(self._broken)
             if process is None or process.ended.done():
-                raise SandboxLost("the kernel has ended; restart it")
+                self._container.check_alive()
+                if process is None:
+                    raise CallerError("the kernel is closed; restart it")
+                raise SandboxBroken("the kernel has ended; restart it")
             request = self._ask("execute_request", code=code, allow_stdin=False, stop_on_error=False)
             running = self._running = _Running(request, output_limit)
             try:

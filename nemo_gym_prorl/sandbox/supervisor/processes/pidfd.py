@@ -13,6 +13,9 @@ import signal
 from collections.abc import Callable
 
 
+_PF_EXITING = 0x4
+
+
 def start_time(pid: int) -> int | None:
     """When a process was started, in ticks since boot; ``None`` if it has ended."""
     try:
@@ -21,6 +24,15 @@ def start_time(pid: int) -> int | None:
     except (FileNotFoundError, ProcessLookupError):
         return None
     return None if fields[0] in "ZX" else int(fields[19])
+
+
+def is_exiting(pid: int) -> bool:
+    """Whether a process has begun to end, or has ended; the first of a PID namespace ends after all others."""
+    try:
+        with open(f"/proc/{pid}/stat") as file:
+            return bool(int(file.read().rpartition(")")[2].split()[6]) & _PF_EXITING)
+    except (FileNotFoundError, ProcessLookupError):
+        return True
 
 
 def send(pid: int, number: int, is_it: Callable[[], bool]) -> bool:

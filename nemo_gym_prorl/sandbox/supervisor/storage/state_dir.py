@@ -214,6 +214,11 @@ class Space:
         """Whether its first process lives. The kernel lets it end only after all others inside."""
         return start_time(self.init) == self.started
 
+    @property
+    def ending(self) -> bool:
+        """Whether its first process is about to end, or has: no other is left in it, or will be."""
+        return not self.alive or pidfd.is_exiting(self.init)
+
     def kill(self) -> None:
         """Have the kernel end all that is inside."""
         pidfd.kill(self.init, self.started)

@@ -10,7 +10,8 @@ The candidate's process is forked before the tester has read its job, so nothing
 it waits. The tester first does everything that could be turned against it: it makes itself undumpable, reads the job
 (the tests and the nonce are then only in its memory), imports whatever the tests import, and shuts the import system,
 so that a changed standard library is never loaded. Only then it hands over the source. The candidate runs without
-capabilities, under resource limits, in a session of its own. The verdict is the line that starts with the nonce.
+capabilities, under resource limits, in a session of its own. Two lines start with the nonce: that the candidate's
+source is about to be run, and the verdict.
 
 Called as ``python3 -I -c SOURCE`` with the job as JSON on standard input. What it imports is paid for with each
 rollout, hence as little as will do.
@@ -192,9 +193,7 @@ def candidate_main(requests: Any, answers: Any) -> None:
     job = receive(requests)
     limit_resources(job["limits"])
     drop_privileges()
-    folder = f"/tmp/candidate-{os.urandom(8).hex()}"
-    os.mkdir(folder, 0o700)  # noqa: PTH102 - pathlib costs much
-    os.chdir(folder)
+    os.chdir(job["folder"])
     try:
         code = compile(job["source"], "solution.py", "exec", dont_inherit=True)
     except (SyntaxError, ValueError, RecursionError, MemoryError) as error:
@@ -317,7 +316,7 @@ def examine(job: dict[str, Any], candidate: Candidate) -> tuple[str, str]:
     # A test that calls the function by its name gets the reference; only the argument of check() is the candidate.
     exec(compile(job["test"], "<tests>", "exec"), namespace)
     try:
-        candidate.ask({key: job[key] for key in ("source", "entry_point", "limits")})
+        candidate.ask({key: job[key] for key in ("source", "entry_point", "limits", "folder")})
         first = candidate.answer()
         if first != ["ready"]:
             known = isinstance(first, list) and len(first) == 3 and first[0] == "refused"
@@ -342,6 +341,11 @@ def time_up(signum: int, frame: Any) -> None:
     raise TimeUp
 
 
+def tell(nonce: str, what: Any) -> None:
+    """One line for who asked for a verdict."""
+    os.write(1, f"\n{nonce} {json.dumps(what)}\n".encode())
+
+
 def main() -> None:
     """Fork the candidate, read the job, run it, print the verdict."""
     candidate = Candidate()
@@ -350,6 +354,10 @@ def main() -> None:
     job = json.loads(sys.stdin.read())
     import_ahead(job["reference"], job["test"])
     sys.meta_path.clear()
+    job["folder"] = f"/tmp/candidate-{os.urandom(8).hex()}"
+    os.mkdir(job["folder"], 0o700)  # noqa: PTH102 - pathlib costs much
+    # From here on it may be the candidate's doing if there is no verdict.
+    tell(job["nonce"], "begun")
     sys.stdout = open(os.devnull, "w")  # noqa: SIM115, PTH123 - for the rest of the process
     signal.signal(signal.SIGALRM, time_up)
     signal.setitimer(signal.ITIMER_REAL, job["timeout_s"])
@@ -357,8 +365,7 @@ def main() -> None:
         reason, detail = examine(job, candidate)
     except TimeUp:
         reason, detail = "timed_out", ""
-    verdict = json.dumps({"reason": reason, "detail": detail[:DETAIL_CHARS]})
-    os.write(1, f"\n{job['nonce']} {verdict}\n".encode())
+    tell(job["nonce"], {"reason": reason, "detail": detail[:DETAIL_CHARS]})
 
 
 if __name__ == "__main__":

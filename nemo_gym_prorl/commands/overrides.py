@@ -1,0 +1,109 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Overrides of ``prorl serve`` that can be known wrong before any server starts.
+
+Gym takes any key, and hands it to a server whose own class judges it, or ignores it, a minute later. Known before are
+the servers that the environments bring, of which type and implementation they are, the options of our sandbox
+provider, and the fields of an agent's stages and budgets. A server's other fields are known to its own class only; a
+first word that is like none of those may be one of Gym's own, or a server that is to be added.
+"""
+
+from __future__ import annotations
+
+import difflib
+import re
+from collections.abc import Iterable, Mapping, Sequence
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+from omegaconf import DictConfig, OmegaConf
+
+from nemo_gym_prorl.failures import CallerError
+from nemo_gym_prorl.handlers.agent_service import BudgetsConfig, StagesConfig
+from nemo_gym_prorl.sandbox.gym import spec as gym_spec
+
+
+_KEY = re.compile(r"(?:\+\+|\+|~)?([^=/@]+)=")
+_KINDS = ("responses_api_agents", "responses_api_models", "resources_servers")
+_BELOW_AGENT: Mapping[str, Iterable[str]] = {
+    "stages": StagesConfig.model_fields,
+    "budgets": BudgetsConfig.model_fields,
+}
+
+
+def check_overrides(overrides: Sequence[str], environments: Sequence[str], model_type: str) -> None:
+    """Refuse what no server of these environments can take.
+
+    Raises:
+        CallerError: a key is unknown; names it, and the nearest that there is.
+    """
+    known = _configuration([f"environments/{name}/config.yaml" for name in environments])
+    if not known:
+        # Gym says what is wrong with them.
+        return
+    known["policy_model"] = {"responses_api_models": {model_type.partition("/")[0]: {}}}
+    for override in overrides:
+        if found := _KEY.match(override):
+            _check(found[1].split("."), known)
+
+
+def _check(path: list[str], known: Mapping[str, Any]) -> None:
+    head = path[0]
+    if len(path) < 2:
+        return
+    if head not in known:
+        if difflib.get_close_matches(head, known):
+            _refuse(path, 0, known)
+        return
+    server = known[head]
+    if "singularity" in server:
+        if len(path) > 2 and path[1] == "singularity":
+            _require(path, 2, gym_spec.OPTIONS)
+        return
+    kind = next((kind for kind in _KINDS if kind in server), None)
+    if kind is None:
+        return
+    _require(path, 1, [kind])
+    if len(path) > 2:
+        _require(path, 2, server[kind])
+        if path[2] == "prorl_agent" and len(path) > 4 and path[3] in _BELOW_AGENT:
+            _require(path, 4, _BELOW_AGENT[path[3]])
+
+
+def _require(path: list[str], place: int, known: Iterable[str]) -> None:
+    if path[place] not in known:
+        _refuse(path, place, known)
+
+
+def _refuse(path: list[str], place: int, known: Iterable[str]) -> None:
+    above = ".".join([*path[:place], ""])
+    near = difflib.get_close_matches(path[place], known, 1, 0.0)
+    nearest = f"; the nearest that there is: {above}{near[0]}" if near else ""
+    raise CallerError(f"there is no {above}{path[place]}{nearest}", field=".".join(path))
+
+
+def _configuration(paths: Sequence[str]) -> dict[str, Any]:
+    """What files say that Gym finds from here, and those that they name; nothing of one that is not found."""
+    known: dict[str, Any] = {}
+    for path in paths:
+        place = next((root / path for root in _roots() if (root / path).is_file()), None)
+        if place is None:
+            return {}
+        loaded = OmegaConf.load(place)
+        if not isinstance(loaded, DictConfig):
+            return {}
+        content = OmegaConf.to_container(loaded, resolve=False)
+        assert isinstance(content, dict)
+        inner = content.pop("config_paths", [])
+        if inner and not (below := _configuration(inner)):
+            return {}
+        known |= (below if inner else {}) | {
+            str(name): value for name, value in content.items() if isinstance(value, dict)
+        }
+    return known
+
+
+def _roots() -> list[Path]:
+    places = [find_spec(name) for name in ("nemo_gym_prorl", "nemo_gym")]
+    found = [Path(next(iter(place.submodule_search_locations or []))).parent for place in places if place]
+    return [Path.cwd(), *found]
