@@ -151,7 +151,7 @@ async def test_a_sif_without_fuse(runtime: Runtime, sif: Path) -> None:
 @as_root
 @with_fuse
 def test_sif_files_of_an_ordinary_user_with_fuse(runtime: Runtime) -> None:
-    """The tests above once more, as :mod:`test_as_ordinary_user` does, with a device that the user can use."""
+    """The tests above, and those of hostile ones, as :mod:`test_as_ordinary_user` does, with a device for the user."""
     user, here = pwd.getpwnam("games").pw_uid, Path(__file__)
     with tempfile.TemporaryDirectory(prefix="prorl-u-", dir="/tmp") as home:
         os.chown(home, user, user)
@@ -160,7 +160,7 @@ def test_sif_files_of_an_ordinary_user_with_fuse(runtime: Runtime) -> None:
                 *(sys.executable, str(here.with_name("with_fuse.py")), str(user), f"{home}/fuse"),
                 *(sys.executable, str(here.with_name("as_user.py")), str(user)),
                 *(sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "--basetemp", f"{home}/t"),
-                *(str(here), "-k", "sif"),
+                *(str(here), str(here.with_name("test_hostile_images.py")), "-k", "sif"),
             ],
             cwd=here.parents[2],
             env={
@@ -176,7 +176,7 @@ def test_sif_files_of_an_ordinary_user_with_fuse(runtime: Runtime) -> None:
             check=False,
         )
     assert done.returncode == 0, done.stdout[-6000:] + done.stderr[-2000:]
-    assert "3 passed" in done.stdout, done.stdout
+    assert "9 passed" in done.stdout, done.stdout
 
 
 @as_user

@@ -25,11 +25,14 @@ from nemo_gym_prorl.sandbox.isolation.scripting import tiny_elf
 from nemo_gym_prorl.sandbox.runtime.apptainer import Runtime
 from nemo_gym_prorl.sandbox.spec import Start
 from nemo_gym_prorl.sandbox.supervisor.creation import AT_ONCE
+from tests.sandbox.tiny import pack
 
 
 pytestmark = pytest.mark.sandbox
 
 WAYS: tuple[Start, ...] = ("mould", "runtime")
+FUSE_TROUBLE = validate.fuse_trouble()
+with_fuse = pytest.mark.skipif(bool(FUSE_TROUBLE), reason=str(FUSE_TROUBLE))
 BOTH_WAYS = pytest.mark.parametrize("start", WAYS)
 
 Make = Callable[[], Path]
@@ -169,6 +172,43 @@ async def test_no_link_hides_what_is_set(
     put(root, name, link.format(host=host.relative_to("/")))
     with pytest.raises(InfrastructureError):
         await Container.start(ContainerSpec(image=root, start=start, start_timeout_s=20), runtime)
+
+
+@with_fuse
+@pytest.mark.parametrize("name", ["etc", "etc/passwd", "tmp"])
+async def test_links_of_a_mounted_sif_lead_to_nothing_of_the_host(
+    make: Make, runtime: Runtime, open_folder: Path, name: str
+) -> None:
+    """No check sees them before it is mounted."""
+    victim = host_folder(open_folder)
+    before = seen(victim)
+    for way in ("", "/proc/self/fd/5", "/proc/1/root"):
+        root, image = make(), open_folder / "image.sif"
+        put(root, name, f"{way}{victim}{'/passwd' if name == 'etc/passwd' else ''}")
+        pack(root, image, runtime)
+        try:
+            async with await Container.start(ContainerSpec(image=image, start_timeout_s=30), runtime) as container:
+                done = await container.run(f"cat /{name} /{name}/passwd /{name}/hosts; echo x > /{name}/hosts")
+                assert "of the host" not in done.stdout
+        except InfrastructureError:
+            # It may well not start.
+            pass
+        assert seen(victim) == before
+
+
+@with_fuse
+@pytest.mark.parametrize(
+    ("name", "link"), [("sys", "/proc/sys/kernel"), ("dev", "/proc/sys/kernel"), ("proc", "/../{host}")]
+)
+async def test_no_link_of_a_mounted_sif_hides_what_is_set(
+    make: Make, runtime: Runtime, open_folder: Path, name: str, link: str
+) -> None:
+    root, image, host = make(), open_folder / "image.sif", open_folder / "proc"
+    like_proc(Path(f"{root}{host}"))
+    put(root, name, link.format(host=host.relative_to("/")))
+    pack(root, image, runtime)
+    with pytest.raises(InfrastructureError):
+        await Container.start(ContainerSpec(image=image, start_timeout_s=30), runtime)
 
 
 def fifo(path: Path) -> None:

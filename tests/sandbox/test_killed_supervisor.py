@@ -7,34 +7,44 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import json
 import os
 import random
 import select
+import shutil
 import signal
 import socket
 import subprocess
 import sys
+import tempfile
 import time
 import traceback
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from nemo_gym_prorl.sandbox.container import Container
+from nemo_gym_prorl.sandbox.container import Container, ContainerSpec
 from nemo_gym_prorl.sandbox.isolation import syscalls
-from nemo_gym_prorl.sandbox.isolation.mould import first_process
+from nemo_gym_prorl.sandbox.isolation.mould import first_process, idle_program
 from nemo_gym_prorl.sandbox.isolation.mould.root_fs import Layout
+from nemo_gym_prorl.sandbox.isolation.scripting import tiny_elf
 from nemo_gym_prorl.sandbox.isolation.scripting.scripts import Script
+from nemo_gym_prorl.sandbox.isolation.user_domain import draw
 from nemo_gym_prorl.sandbox.limits import cgroups
 from nemo_gym_prorl.sandbox.runtime.apptainer import Runtime
-from nemo_gym_prorl.sandbox.supervisor.processes.children import Children
+from nemo_gym_prorl.sandbox.spec import order
+from nemo_gym_prorl.sandbox.supervisor.moulds import Moulds
+from nemo_gym_prorl.sandbox.supervisor.processes import pidfd
+from nemo_gym_prorl.sandbox.supervisor.processes.children import KILLED, Children
 from nemo_gym_prorl.sandbox.supervisor.processes.event_loop import Loop
 from nemo_gym_prorl.sandbox.supervisor.processes.runner import Runner
 from nemo_gym_prorl.sandbox.supervisor.rpc import own_supervisor
 from nemo_gym_prorl.sandbox.supervisor.rpc.client import SandboxLost
 from nemo_gym_prorl.sandbox.supervisor.storage import state_dir
+from nemo_gym_prorl.sandbox.supervisor.storage.erase import remove_tree
 
 
 REPOSITORY = Path(__file__).parents[2]
@@ -207,6 +217,70 @@ def test_a_first_process_whose_supervisor_died_before_it_could_tell_ends(tmp_pat
     assert select.select([alive], [], [], GONE_WITHIN_S)[0], "it waited for a word that nobody could send"
     assert os.read(alive, 1) == b""
     os.close(alive)
+
+
+def runs_its_shell(folder: Path) -> bool:
+    """Whether an image that was started for an owner's folder has come as far."""
+    for pid in processes_of(folder):
+        with contextlib.suppress(OSError):
+            if Path(f"/proc/{pid}/comm").read_text() == "sh\n":
+                return True
+    return False
+
+
+@pytest.fixture
+def silent_image(tiny_root: Path) -> Iterator[Path]:
+    """An image whose shell says nothing and does not end, whatever ends around it."""
+    with tempfile.TemporaryDirectory(prefix="prorl-h-", dir="/tmp") as name:
+        Path(name).chmod(0o755)
+        root = Path(name, "image")
+        shutil.copytree(tiny_root, root, symlinks=True, copy_function=os.link)
+        for folder in ("proc", "sys", "dev"):
+            (root / folder).mkdir()
+        shell, machine = root / "usr/bin/dash", os.uname().machine
+        shell.unlink()
+        shell.write_bytes(tiny_elf.image(tiny_elf.MACHINES[machine], idle_program._CODE[machine]))
+        shell.chmod(0o755)
+        yield root
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root sees for whom the shell of a container that starts runs")
+@pytest.mark.parametrize("owner", ["lives", "died, too"])
+def test_an_image_that_is_asked_for_its_variables_ends_when_its_asker_is_killed(
+    silent_image: Path, runtime: Runtime, owner: str
+) -> None:
+    folder, lock = state_dir.take(state_dir.state_root())
+    spec = ContainerSpec(image=silent_image, start="mould", start_timeout_s=60)
+    children, answers = Children(), []
+    moulds = Moulds(folder, children)
+    moulds.get(order("b-1", draw(several=False), spec, runtime), lambda _mould, answer: answers.append(answer))
+    try:
+        deadline = time.monotonic() + 60
+        while not runs_its_shell(folder):
+            assert time.monotonic() < deadline
+            children.reap()
+            assert not answers, answers
+            time.sleep(0.02)
+        known = processes_of(folder)
+        (asker,) = children._waiting
+        os.kill(asker, signal.SIGKILL)
+        if owner == "lives":
+            while not (answers and not children._waiting):
+                children.reap()
+                time.sleep(0.01)
+            assert answers == [KILLED]
+            assert [entry.name for entry in folder.iterdir()] == [state_dir.LOCK_FILE]
+        else:
+            os.waitpid(asker, 0)
+            state_dir.clear(folder)
+            assert not folder.exists()
+        seconds_until_gone(folder, known, time.monotonic())
+    finally:
+        for pid, started in processes_of(folder).items():
+            assert started
+            pidfd.kill(pid, started)
+        remove_tree(folder)
+        os.close(lock)
 
 
 @pytest.mark.parametrize("alive", [True, False])

@@ -20,6 +20,7 @@ from nemo_gym.sandbox.providers import base
 from nemo_gym.sandbox.providers.base import SandboxCreateError, SandboxHandle, SandboxSpec, SandboxStatus
 
 from nemo_gym_prorl.failures import CallerError
+from nemo_gym_prorl.sandbox.gym.spec import container_spec
 from nemo_gym_prorl.sandbox.provider import SandboxStartError, SingularityProvider, close_pools
 from nemo_gym_prorl.sandbox.runtime.apptainer import Runtime
 from nemo_gym_prorl.sandbox.sessions import port_forward
@@ -136,8 +137,17 @@ async def test_bad_specs_are_refused_at_create(
 
 
 def test_unknown_options_are_named() -> None:
-    with pytest.raises(CallerError, match=r"fakroot.*root"):
-        SingularityProvider(fakroot=True)
+    for option, nearest in (("memory_mb", "memory_mib"), ("exec_timeout", "exec_timeout_s"), ("fakroot", "root")):
+        with pytest.raises(CallerError, match=rf"did you mean {nearest}\?\); there are .*unpack") as caught:
+            SingularityProvider(**{option: 1})
+        assert caught.value.field == option
+    with pytest.raises(CallerError, match=r"no such option; there are .*unpack") as caught:
+        SingularityProvider(xyz=1)
+    assert caught.value.field == "xyz"
+    spec = SandboxSpec(provider_options={"binnds": [], "proceses": 1})
+    with pytest.raises(CallerError, match="did you mean binds") as caught:
+        container_spec(spec, {})
+    assert caught.value.field == "provider_options.binnds"
 
 
 async def test_another_process_can_use_a_sandbox(provider: SingularityProvider, handle: SandboxHandle) -> None:

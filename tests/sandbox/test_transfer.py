@@ -57,6 +57,13 @@ async def test_where_no_file_can_be(container: Container, tmp_path: Path, target
     assert (await container.run("ls -A /folder; cat /file; ls -A / | grep -E '^[.][0-9a-f]{32}'")).stdout == "x\nold\n"
 
 
+@pytest.mark.parametrize("target", ["/proc/x", "/proc/x/y", "/sys/x"])
+async def test_an_error_names_the_path_that_was_asked_for(container: Container, tmp_path: Path, target: str) -> None:
+    with pytest.raises(CallerError, match=rf"{target}: ") as caught:
+        await container.upload(_of_size(tmp_path / "file", 5), target)
+    assert caught.value.field == "target_path"
+
+
 async def test_what_is_no_file_of_the_host(container: Container, tmp_path: Path) -> None:
     os.mkfifo(tmp_path / "fifo")
     (tmp_path / "loop").symlink_to("loop")

@@ -5,8 +5,13 @@ from __future__ import annotations
 
 import os
 import tracemalloc
+from itertools import count
 from pathlib import Path
 
+import pytest
+
+from nemo_gym_prorl.sandbox.isolation import syscalls
+from nemo_gym_prorl.sandbox.limits import walk as walk_module
 from nemo_gym_prorl.sandbox.limits.usage import Process
 from nemo_gym_prorl.sandbox.limits.walk import LEAST_SIZE, WIDE, Found, walk
 from nemo_gym_prorl.sandbox.limits.watchdog import MOST_WALK_S, WALK_PAUSE_S, Rota, Watched, goes_fast
@@ -154,6 +159,34 @@ def test_a_walk_misses_nothing(tmp_path: Path) -> None:
         files += len(outer)
     assert found.disk == (files + folders) * LEAST_SIZE
     assert found.largest == most
+
+
+@pytest.mark.parametrize("known", [True, False])
+def test_no_folder_that_becomes_a_link_leads_a_walk_out(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, known: bool
+) -> None:
+    """At whichever of its steps; also where the kernel does not know the call that keeps links out."""
+    monkeypatch.setattr(walk_module, "STEP", 1)
+    if not known:
+        monkeypatch.setattr(syscalls, "_OPENAT2", 9999)
+    outside = tmp_path / "outside"
+    (outside / "b/c").mkdir(parents=True)
+    (outside / "b/c/file").write_bytes(b"x" * MIB)
+    for steps in count():
+        top = tmp_path / f"top-{steps}"
+        (top / "a/b/c").mkdir(parents=True)
+        found = Found()
+        walking = walk([str(top)], [], os.getpid(), found)
+        done = sum(1 for _step, _ in zip(range(steps), walking, strict=False))
+        (top / "a").rename(top / "was")
+        (top / "a").symlink_to(outside)
+        for _ in walking:
+            pass
+        assert found.disk < MIB
+        assert found.largest < MIB
+        if done < steps:
+            assert found.disk == 3 * LEAST_SIZE, "nothing came between"
+            break
 
 
 def test_folders_that_are_wide_and_deep_at_once_are_not_followed(tmp_path: Path) -> None:

@@ -7,6 +7,7 @@ be had, and a wrong one is refused by the name under which its author knows it.
 
 from __future__ import annotations
 
+import difflib
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -98,7 +99,7 @@ def settings(options: Mapping[str, Any]) -> tuple[Settings, dict[str, Any]]:
         CallerError: an option is unknown or wrong; names it.
     """
     own = set(Settings.__dataclass_fields__)
-    _refuse_unknown(options, own | set(SPEC_OPTIONS), "sandbox provider option")
+    _refuse_unknown(options, own | set(SPEC_OPTIONS))
     defaults = {name: value for name, value in options.items() if name in SPEC_OPTIONS}
     check_fields(defaults)
     return fields.checked(_SETTINGS, {name: options[name] for name in own & set(options)}), defaults
@@ -120,7 +121,7 @@ def container_spec(spec: SandboxSpec, defaults: Mapping[str, Any]) -> ContainerS
     if resources.gpu:
         raise CallerError("this provider gives sandboxes no GPU; leave it out", field="resources.gpu")
     options = dict(asked.provider_options)
-    _refuse_unknown(options, {*SPEC_OPTIONS, SNAPSHOT}, "provider_options", "provider_options.")
+    _refuse_unknown(options, {*SPEC_OPTIONS, SNAPSHOT}, inside="provider_options")
     snapshot = options.pop(SNAPSHOT, None)
     if snapshot is not None and not isinstance(snapshot, str):
         raise CallerError(f"must be the name of a snapshot, not {snapshot!r}", field=f"provider_options.{SNAPSHOT}")
@@ -136,7 +137,9 @@ def container_spec(spec: SandboxSpec, defaults: Mapping[str, Any]) -> ContainerS
     return ContainerSpec(image=Path(), env=dict(asked.env), workdir=asked.workdir, ttl_s=asked.ttl_s, **wanted)
 
 
-def _refuse_unknown(options: Mapping[str, Any], known: set[str], what: str, inside: str = "") -> None:
+def _refuse_unknown(options: Mapping[str, Any], known: set[str], inside: str = "") -> None:
     if unknown := sorted(map(str, set(options) - known)):
-        reason = f"unknown {what} {', '.join(unknown)}; there are {', '.join(sorted(known))}"
-        raise CallerError(reason, field=inside + unknown[0])
+        field = f"{inside}.{unknown[0]}" if inside else unknown[0]
+        near = difflib.get_close_matches(unknown[0], sorted(known), 1)
+        meant = f" (did you mean {near[0]}?)" if near else ""
+        raise CallerError(f"there is no such option{meant}; there are {', '.join(sorted(known))}", field=field)

@@ -54,6 +54,10 @@ ATTRIBUTE_NODEV = 4
 ATTRIBUTE_NOEXEC = 8
 _ATTRIBUTE_IDMAP = 0x100000
 
+_OPENAT2 = 437
+_NO_LINKS_AND_BENEATH = 0x04 | 0x08
+_OPEN_HOW = struct.Struct("3Q")
+
 _MFD_EXEC = 0x10
 _SEALS = fcntl.F_SEAL_SEAL | fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_WRITE
 
@@ -161,6 +165,29 @@ def detached(source: str | int, *, recursive: bool = False) -> int:
     tree = int(_libc.syscall(_OPEN_TREE, folder, path, flags))
     _check(tree, f"mount of {source}")
     return tree
+
+
+def open_folder_beneath(path: str, folder: int) -> int:
+    """Open the folder at a relative path below an open one, on the way to which there is no link.
+
+    Raises:
+        OSError: there is none, or somebody has put a link in its place or in that of one above it.
+    """
+    flags = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
+    how = _OPEN_HOW.pack(flags, 0, _NO_LINKS_AND_BENEATH)
+    found = int(_libc.syscall(_OPENAT2, folder, os.fsencode(path), how, ctypes.c_size_t(len(how))))
+    if found >= 0 or ctypes.get_errno() not in (errno.ENOSYS, errno.EPERM):
+        _check(found, f"open of {path}")
+        return found
+    # Before Linux 5.6, or in a container whose filter does not know the call.
+    found = os.open(".", flags, dir_fd=folder)
+    for name in path.split("/"):
+        above = found
+        try:
+            found = os.open(name, flags, dir_fd=above)
+        finally:
+            os.close(above)
+    return found
 
 
 def mount_attributes(attributes: int) -> bytes:

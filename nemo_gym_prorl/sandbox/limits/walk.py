@@ -4,7 +4,8 @@
 Those inside want to be counted for less than they take. So a folder may lie deeper than any path is long, a file may
 be one that nobody finds by a name any more, a file of memory may be mapped by no process, a folder may be closed even
 to its owner, a million empty files take no block but use up the disk's inodes, and a million folders use up memory and
-time of whoever walks them. So a walk goes depth first and knows few names at a time, and tells how long it took.
+time of whoever walks them. So a walk goes depth first and knows few names at a time, and tells how long it took. And
+any folder may become a link to one of the host's meanwhile: no link is followed, on the way to a folder either.
 
 Not seen: a file without a name that is only mapped, or only on its way over a socket.
 """
@@ -23,6 +24,8 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from functools import cache
 from itertools import chain
+
+from nemo_gym_prorl.sandbox.isolation.syscalls import open_folder_beneath
 
 
 STEP = 64
@@ -75,7 +78,7 @@ class _Folder:
 
     def __init__(self, path: str, at: _Folder | None) -> None:
         self.depth: int = at.depth + 1 if at else 0
-        self.number: int = os.open(path, FOLDER, dir_fd=at.number if at else None)
+        self.number: int = open_folder_beneath(path, at.number) if at else os.open(path, FOLDER)
 
     def __del__(self) -> None:
         if hasattr(self, "number"):

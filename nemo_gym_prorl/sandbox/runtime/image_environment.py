@@ -2,7 +2,8 @@
 """The variables that an image sets, as only its container runtime knows: scripts of the image's own decide.
 
 The runtime is asked by starting the image once with nothing in it but the waiting shell, and reading that one's
-variables. Run in a child that was forked for it; whatever happens, it ends within a bounded time and leaves nothing.
+variables. Run in a child that was forked for it; it ends within a bounded time and leaves nothing. If it is killed,
+what it noted down in its folder says what else has to go (:func:`.state_dir.discard`).
 """
 
 from __future__ import annotations
@@ -19,6 +20,7 @@ from nemo_gym_prorl.sandbox.runtime import log as logs
 from nemo_gym_prorl.sandbox.runtime.command import OF_THE_RUNTIME, asking_command
 from nemo_gym_prorl.sandbox.runtime.launch import become_runtime
 from nemo_gym_prorl.sandbox.supervisor.rpc.protocol import Message
+from nemo_gym_prorl.sandbox.supervisor.storage import state_dir
 from nemo_gym_prorl.sandbox.supervisor.storage.erase import remove_tree
 
 
@@ -77,10 +79,12 @@ def ask(order: Message, folder: Path, timeout_s: float) -> dict[str, str]:
         become_runtime(order, asking_command(order, folder), folder, theirs, log)
     theirs.close()
     try:
+        state_dir.note_starter(folder, starter)
         data, ancillary, _flags, _address = ours.recvmsg(64, socket.CMSG_SPACE(struct.calcsize("3i")))
         if not data or not ancillary:
             raise RuntimeFailed("the runtime ended", logs.said(log))
         (first, _uid, _gid) = struct.unpack("3i", ancillary[0][2])
+        state_dir.Space.of(first).note(folder)
         return {name: value for name, value in read(first).items() if not name.startswith(OF_THE_RUNTIME)}
     except TimeoutError:
         raise RuntimeFailed(f"the runtime did not start the image within {timeout_s:g} s", "") from None

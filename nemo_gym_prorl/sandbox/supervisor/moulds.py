@@ -22,6 +22,7 @@ from nemo_gym_prorl.sandbox.isolation.mould.cast import Mould
 from nemo_gym_prorl.sandbox.runtime import image_environment
 from nemo_gym_prorl.sandbox.supervisor.processes.children import Children
 from nemo_gym_prorl.sandbox.supervisor.rpc.protocol import Message
+from nemo_gym_prorl.sandbox.supervisor.storage import state_dir
 
 
 OVERTIME_S = 2.0
@@ -80,9 +81,12 @@ class Moulds:
         entry.waiting.append(then)
         if len(entry.waiting) == 1:
             folder = self._folder / f"m-{secrets.token_hex(6)}"
-            self._children.fork(partial(_make, order, folder), partial(self._made, key))
+            self._children.fork(partial(_make, order, folder), partial(self._made, key, folder))
 
-    def _made(self, key: str, answer: Message, files: list[int]) -> None:
+    def _made(self, key: str, folder: Path, answer: Message, files: list[int]) -> None:
+        if folder.exists():
+            # Its maker was killed, or took too long and was ended by its own clock.
+            self._children.fork(partial(_discard, folder), lambda _answer, _files: None)
         entry = self._all[key]
         waiting, entry.waiting = entry.waiting, []
         if "error" in answer:
@@ -99,6 +103,11 @@ class Moulds:
             os.close(mould.image)
             os.close(mould.domain)
             del self._all[key]
+
+
+def _discard(folder: Path) -> tuple[Message, list[int]]:
+    state_dir.discard(folder)
+    return {}, []
 
 
 def _make(order: Message, folder: Path) -> tuple[Message, list[int]]:

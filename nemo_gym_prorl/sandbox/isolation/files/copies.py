@@ -42,6 +42,11 @@ def put(place: Place, path: str, mode: int | None, source: int) -> tuple[dict[st
     """Make ``path`` a file with the contents of ``source``; missing folders are made. Never half a file. Without a
     ``mode`` it keeps the one it has, if there is one."""
     join(place)
+    with _named(path):
+        return _put(path, mode, source), []
+
+
+def _put(path: str, mode: int | None, source: int) -> dict[str, Any]:
     folder, name = os.path.split(path)
     there = _made(folder)
     if os.path.isdir(path):
@@ -63,7 +68,18 @@ def put(place: Place, path: str, mode: int | None, source: int) -> tuple[dict[st
         except OSError:
             os.unlink(fresh, dir_fd=there)
             raise
-    return {"bytes": copied, "name": name, "existed": existed}, []
+    return {"bytes": copied, "name": name, "existed": existed}
+
+
+@contextlib.contextmanager
+def _named(path: str) -> Iterator[None]:
+    """Errors are of the path that was asked for, not of what is on the way there or beside it for a moment."""
+    try:
+        yield
+    except OSError as error:
+        if error.filename is not None:
+            error.filename = path
+        raise
 
 
 def get(place: Place, path: str, limit: int, target: int) -> tuple[dict[str, Any], list[int]]:
