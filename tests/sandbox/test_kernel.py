@@ -21,7 +21,7 @@ from nemo_gym_prorl.sandbox.isolation.mould import zygote
 from nemo_gym_prorl.sandbox.runtime.apptainer import Runtime
 from nemo_gym_prorl.sandbox.sessions.jupyter.channel import open_socket
 from nemo_gym_prorl.sandbox.sessions.jupyter.kernel import DATA_LIMIT, OUTPUT_LIMIT, Kernel
-from nemo_gym_prorl.sandbox.supervisor.errors import SandboxBroken
+from nemo_gym_prorl.sandbox.supervisor.errors import SandboxBroken, SandboxLost
 
 
 pytestmark = [pytest.mark.sandbox, pytest.mark.usefixtures("way")]
@@ -162,6 +162,12 @@ async def test_time_limit_interrupt_and_death(kernel: Kernel) -> None:
         await kernel.run("1")
     await kernel.restart()
     assert (await kernel.run("import os; os._exit(3)")).died
+    with pytest.raises(SandboxBroken, match="restart"):
+        await kernel.run("1")
+    await kernel.restart()
+    assert (await kernel.run("import os; os.kill(os.getpid(), 9)")).died
+    with pytest.raises(SandboxLost, match="restart"):
+        await kernel.run("1")
     await kernel.restart()
     assert (await kernel.run("1")).data == [{"text/plain": "1"}]
 

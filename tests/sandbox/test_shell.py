@@ -14,7 +14,7 @@ from nemo_gym_prorl.failures import CallerError
 from nemo_gym_prorl.sandbox.container import Container, ContainerSpec
 from nemo_gym_prorl.sandbox.runtime.apptainer import Runtime
 from nemo_gym_prorl.sandbox.sessions.bash import Shell, ShellBusy
-from nemo_gym_prorl.sandbox.supervisor.errors import SandboxBroken
+from nemo_gym_prorl.sandbox.supervisor.errors import SandboxBroken, SandboxLost
 
 
 pytestmark = [pytest.mark.sandbox, pytest.mark.usefixtures("way")]
@@ -131,6 +131,18 @@ async def test_an_end_of_the_shell_is_reported(shell: Shell, command: str, code:
         await shell.run("true")
     await shell.restart()
     assert (await shell.run("echo again")).output == "again\n"
+
+
+async def test_a_shell_that_was_killed_may_have_been_so_by_the_machine(shell: Shell) -> None:
+    ended = await shell.run("kill -9 $$")
+    assert (ended.exited, ended.exit_code) == (True, 128 + 9)
+    with pytest.raises(SandboxLost, match="restart"):
+        await shell.run("true")
+    await shell.restart()
+    await shell.run("trap '' INT; kill() { :; }; while :; do :; done", timeout_s=0.5, silence_s=None)
+    assert shell.exited
+    with pytest.raises(SandboxBroken, match="restart"):
+        await shell.run("true")
 
 
 async def test_output_keeps_head_and_tail(shell: Shell) -> None:
@@ -356,7 +368,7 @@ async def test_whatever_a_command_does_to_its_shell_the_next_one_is_told_the_tru
                     await shell.restart()
                 try:
                     done = await shell.run('echo "a$((40 + 2))b"; (exit 3)', timeout_s=3, silence_s=None)
-                except SandboxBroken:
+                except (SandboxBroken, SandboxLost):
                     # It ended after the last command's end had been told.
                     await shell.restart()
                     continue

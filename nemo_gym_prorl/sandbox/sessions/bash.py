@@ -30,7 +30,7 @@ from nemo_gym_prorl.failures import CallerError, FailureKind, InfrastructureErro
 from nemo_gym_prorl.sandbox.container import Container
 from nemo_gym_prorl.sandbox.sessions.bash_commands import BashCommands
 from nemo_gym_prorl.sandbox.sessions.bash_status import PROMPT, BashStatus
-from nemo_gym_prorl.sandbox.sessions.broken import check_agents
+from nemo_gym_prorl.sandbox.sessions.broken import check_agents, why_over
 from nemo_gym_prorl.sandbox.sessions.output import HeadTail
 from nemo_gym_prorl.sandbox.sessions.terminal_control import ContainerTerminal
 from nemo_gym_prorl.sandbox.supervisor.errors import SandboxBroken
@@ -105,6 +105,7 @@ class Shell:
         self._status: BashStatus | None = None
         self._commands: BashCommands | None = None
         self._bash: Process | None = None
+        self._killed = False
         self._limit = OUTPUT_LIMIT
         self._kept = HeadTail(OUTPUT_LIMIT)
         self._code: int | None = None
@@ -137,6 +138,7 @@ class Shell:
     async def restart(self) -> None:
         """End bash, if it lives, with everything that runs in its session, and start a fresh one."""
         await self.close()
+        self._killed = False
         self._kept = HeadTail(self._limit)
         self._status = BashStatus(self._on_end, self._on_lost_line, self._on_unusable)
         self._commands = BashCommands(self._status)
@@ -196,7 +198,7 @@ class Shell:
             ShellBusy: the command before has not ended.
             CallerError: there is a NUL in the command.
             SandboxBroken: what ran in the shell has ended it, and :meth:`restart` starts another.
-            SandboxLost: the sandbox ended.
+            SandboxLost: the sandbox ended, or the shell was killed.
         """
         if self.running:
             raise ShellBusy("a command still runs in this shell: wait for it, interrupt it or restart the shell")
@@ -209,6 +211,8 @@ class Shell:
         try:
             self._commands.send(self._status.line(command))
         except SandboxBroken as error:
+            if self._bash:
+                await asyncio.wait([self._bash.ended], timeout=INTERRUPT_GRACE_S)
             raise self._over() from error
         self.running = True
         self._code = None
@@ -271,11 +275,7 @@ class Shell:
         self.running = False
 
     def _over(self) -> RolloutError:
-        """Why nothing can be asked of it: it was closed, or ended from inside; if with its sandbox, that is raised."""
-        self._container.check_alive()
-        if self._bash is None:
-            return CallerError("the shell is closed; restart it")
-        return SandboxBroken("the shell has ended; restart it")
+        return why_over(self._container, "shell", self._bash, ours=self._killed)
 
     def _let_go(self) -> None:
         """Close every file."""
@@ -318,6 +318,7 @@ class Shell:
 
     async def _kill_shell(self) -> None:
         if self._bash:
+            self._killed = True
             await self._container.signal(self._bash, signal.SIGKILL)
 
     def _action(self, begin: float, *, waiting: bool = False, timed_out: bool = False) -> Action:

@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Whose doing it is that the program of a session does not start: the image's, the agent's or the machine's.
+"""Whose doing it is that the program of a session does not start, or has ended: the image's, the agent's or the
+machine's.
 
 A program that ended by itself, or is not there, has been broken by the agent if it worked in that sandbox before, or
 if the image has it. One that was killed, or does not answer in time, may have been so by the machine.
@@ -11,8 +12,9 @@ import asyncio
 import os
 import signal
 
+from nemo_gym_prorl.failures import CallerError, RolloutError
 from nemo_gym_prorl.sandbox.container import Container
-from nemo_gym_prorl.sandbox.supervisor.errors import SandboxBroken
+from nemo_gym_prorl.sandbox.supervisor.errors import SandboxBroken, SandboxLost
 from nemo_gym_prorl.sandbox.supervisor.rpc.client import Process
 
 
@@ -32,6 +34,27 @@ async def check_agents(container: Container, program: str, process: Process | No
         return
     if program in container.worked or await asyncio.to_thread(_in_image, container, program):
         raise SandboxBroken(f"{program} does not start in the sandbox any more: {trouble}")
+
+
+def why_over(container: Container, session: str, process: Process | None, *, ours: bool) -> RolloutError:
+    """Why nothing can be asked of a session any more.
+
+    Args:
+        container: where.
+        session: what to call it.
+        process: its program, which has ended; ``None`` if the session was closed.
+        ours: we have killed it, because the agent's time was up.
+
+    Raises:
+        AgentError: its sandbox has ended, by what ran in it.
+        SandboxLost: its sandbox has ended otherwise.
+    """
+    container.check_alive()
+    if process is None:
+        return CallerError(f"the {session} is closed; restart it")
+    if not ours and process.ended.done() and process.ended.result() == -signal.SIGKILL:
+        return SandboxLost(f"the {session} was killed; restart it")
+    return SandboxBroken(f"the {session} has ended; restart it")
 
 
 def _in_image(container: Container, program: str) -> bool:

@@ -25,13 +25,12 @@ from typing import Any
 from nemo_gym_prorl.failures import AgentError, CallerError, FailureKind, InfrastructureError
 from nemo_gym_prorl.sandbox.container import SHARED_FOLDER, Container
 from nemo_gym_prorl.sandbox.isolation.mould import zygote
-from nemo_gym_prorl.sandbox.sessions.broken import check_agents
+from nemo_gym_prorl.sandbox.sessions.broken import check_agents, why_over
 from nemo_gym_prorl.sandbox.sessions.jupyter import channel as jupyter_channel
 from nemo_gym_prorl.sandbox.sessions.jupyter.channel import Channel
 from nemo_gym_prorl.sandbox.sessions.jupyter.messages import SIGNED_WITH, Message, MessageReader, Requests
 from nemo_gym_prorl.sandbox.sessions.jupyter.zmtp import Violation
 from nemo_gym_prorl.sandbox.sessions.output import HeadTail
-from nemo_gym_prorl.sandbox.supervisor.errors import SandboxBroken
 from nemo_gym_prorl.sandbox.supervisor.rpc.client import Process, SandboxLost
 
 
@@ -154,6 +153,7 @@ class Kernel:
         self._process: Process | None = None
         self._channels: list[Channel] = []
         self._broken: str | None = None
+        self._killed = False
         self._answered = asyncio.Event()
         self._heard = asyncio.Event()
         self._running: _Running | None = None
@@ -175,7 +175,7 @@ class Kernel:
         """End the kernel, if it lives, and start a fresh one."""
         await self.close()
         name = f"k{secrets.token_hex(4)}"
-        self._broken = None
+        self._broken, self._killed = None, False
         self._requests = Requests()
         facts: dict[str, Any] = {f"{channel}_port": number for number, channel in enumerate(CHANNELS, 1)}
         facts |= {"transport": "ipc", "ip": f"{SHARED_FOLDER}/{name}"}
@@ -227,7 +227,7 @@ class Kernel:
 
         Raises:
             SandboxBroken: what ran in the kernel has ended it, and :meth:`restart` starts another.
-            SandboxLost: the sandbox ended.
+            SandboxLost: the sandbox ended, or the kernel was killed.
             CallerError: it is closed.
             KernelBroken: it was ended before, since it did not speak as one.
         """
@@ -236,10 +236,7 @@ class Kernel:
             if self._broken:
                 raise KernelBroken(self._broken)
             if process is None or process.ended.done():
-                self._container.check_alive()
-                if process is None:
-                    raise CallerError("the kernel is closed; restart it")
-                raise SandboxBroken("the kernel has ended; restart it")
+                raise why_over(self._container, "kernel", process, ours=self._killed)
             request = self._ask("execute_request", code=code, allow_stdin=False, stop_on_error=False)
             running = self._running = _Running(request, output_limit)
             try:
@@ -279,6 +276,7 @@ class Kernel:
             await asyncio.wait(ends, timeout=limit, return_when=asyncio.FIRST_COMPLETED)
             if running.over.done() or process.ended.done():
                 return number == signal.SIGKILL
+            self._killed = number == signal.SIGKILL
             await self._container.signal(process, number)
         await asyncio.wait(ends, return_when=asyncio.FIRST_COMPLETED)
         return True
