@@ -128,6 +128,21 @@ async def test_networks_become_one_when_their_members_are_introduced(three: list
     assert await fetch(two, "http://one:8000/") == SECRET
 
 
+async def test_who_introduces_another_needs_no_address_of_its_own(three: list[Container]) -> None:
+    one, two, _ = three
+    await network.set_hosts(one, {"other": await network.address(two)})
+    assert (await one.run("getent hosts other")).exit_code == 0
+
+
+async def test_ports_of_who_is_in_no_common_network_are_refused(three: list[Container]) -> None:
+    one, two, _ = three
+    with pytest.raises(SandboxRefused, match="nobody in the network"):
+        await port_forward.forward(one, await network.address(two), [8000], "/tmp/ready")
+    assert (await one.run("test -e /tmp/ready")).exit_code == 1
+    with pytest.raises(CallerError, match="65535"):
+        port_forward.expose(one, 70_000)
+
+
 async def test_what_can_not_be_is_refused(three: list[Container]) -> None:
     one, two, _three = three
     with pytest.raises(CallerError, match="name of a host"):

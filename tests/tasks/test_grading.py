@@ -282,6 +282,16 @@ for number in [*range(1, 65)] * 3:
     try: os.kill(1, number)
     except OSError: pass
 """,
+    "have_the_first_process_use_up_its_time": """
+try: resource.prlimit(1, resource.RLIMIT_CPU, (1, 1))
+except (OSError, ValueError): pass
+me, tester, end = os.getpid(), os.getppid(), time.time() + 15
+while time.time() < end:
+    for pid in open("/proc/1/task/1/children").read().split():
+        try:
+            if int(pid) not in (me, tester) and "exec 3<" in open(f"/proc/{pid}/cmdline").read(): os.kill(int(pid), 9)
+        except OSError: pass
+""",
     "limit_the_first_process": """
 for name in dir(resource):
     if name.startswith("RLIMIT_"):

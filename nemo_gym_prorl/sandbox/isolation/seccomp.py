@@ -42,11 +42,17 @@ PERSONALITIES = frozenset({0, 8, 0x20000, 0x20008, 0xFFFFFFFF})
 TERMINAL_FORGERIES = frozenset({0x5412, 0x541C})
 """``TIOCSTI`` puts characters into a terminal's input, ``TIOCLINUX`` pastes a selection there."""
 
+FIRST_PROCESS = frozenset({1})
+"""Who can bring it about that the kernel ends a sandbox's first process (a limit of its processor time, an option of
+its tracer) makes an end from inside look like one from outside."""
+
 BY_ARGUMENT: dict[str, ByArgument] = {
     "clone": ByArgument(0, frozenset({0}), ALLOW, REFUSE, mask=NEW_NAMESPACES),
     "socket": ByArgument(0, ADDRESS_FAMILIES, REFUSE, ALLOW),
     "personality": ByArgument(0, PERSONALITIES, ALLOW, REFUSE),
     "ioctl": ByArgument(1, TERMINAL_FORGERIES, REFUSE, ALLOW),
+    "prlimit64": ByArgument(0, FIRST_PROCESS, REFUSE, ALLOW),
+    "ptrace": ByArgument(1, FIRST_PROCESS, REFUSE, ALLOW),
 }
 
 CLONE3 = 435
@@ -162,7 +168,7 @@ TABLES = {
     "x86_64": Table(
         audit=0xC000003E,
         refused=_REFUSED_EVERYWHERE | _REFUSED_ON_X86 | {name: both[0] for name, both in _REFUSED_ON_BOTH.items()},
-        conditional={"ioctl": 16, "socket": 41, "clone": 56, "personality": 135},
+        conditional={"ioctl": 16, "socket": 41, "clone": 56, "ptrace": 101, "personality": 135, "prlimit64": 302},
         # 335, uretprobe, is the kernel's own call, where somebody looks at a program from outside.
         unused=(range(336, 424),),
         seccomp=317,
@@ -170,7 +176,7 @@ TABLES = {
     "aarch64": Table(
         audit=0xC00000B7,
         refused=_REFUSED_EVERYWHERE | {name: both[1] for name, both in _REFUSED_ON_BOTH.items()},
-        conditional={"ioctl": 29, "personality": 92, "socket": 198, "clone": 220},
+        conditional={"ioctl": 29, "personality": 92, "ptrace": 117, "socket": 198, "clone": 220, "prlimit64": 261},
         unused=(range(244, 260), range(295, 424)),
         seccomp=277,
     ),

@@ -17,6 +17,7 @@ from functools import partial
 from typing import NoReturn
 
 from nemo_gym_prorl.failures import RolloutError
+from nemo_gym_prorl.sandbox.arguments import check_port
 from nemo_gym_prorl.sandbox.container import Container
 from nemo_gym_prorl.sandbox.supervisor.rpc.client import SandboxLost
 
@@ -104,7 +105,12 @@ _exposed: weakref.WeakKeyDictionary[Container, dict[int, int]] = weakref.WeakKey
 
 
 def expose(container: Container, port: int) -> int:
-    """The port of ``127.0.0.1`` at which a port of the sandbox can be reached, until the sandbox ends."""
+    """The port of ``127.0.0.1`` at which a port of the sandbox can be reached, until the sandbox ends.
+
+    Raises:
+        CallerError: it is no number of a port.
+    """
+    check_port(port)
     if container.spec.network:
         # It shares the host's loopback device.
         return port
@@ -132,7 +138,7 @@ async def forward(container: Container, target: str, ports: Sequence[int], ready
     ended = asyncio.Event()
     with ExitStack() as relays:
         for port in ports:
-            _answer, listeners = await container.ask("listen", port=port)
+            _answer, listeners = await container.ask("listen", address=target, port=port)
             for listener in listeners:
                 dial = partial(_reach, container, target, port)
                 relays.callback(Relay(socket.socket(fileno=listener), dial).close)

@@ -50,12 +50,7 @@ class Networks:
 
     def address(self, request: Request, name: str) -> None:
         """Answer with the address that a sandbox has in whatever network it comes into."""
-        sandbox = self._sandboxes.up(name)
-        if sandbox.order["network"]:
-            raise OSError("it shares the host's network, and can be in no other")
-        if name not in self._addresses:
-            self._addresses[name] = self._free_address()
-        request.answer({"address": str(self._addresses[name])})
+        request.answer({"address": str(self._address_of(name))})
 
     def introduce(self, request: Request, order: Message) -> None:
         """Let a sandbox see those behind the addresses of ``order["hosts"]`` under these names, and them see it."""
@@ -65,17 +60,31 @@ class Networks:
 
     def reach(self, request: Request, order: Message) -> None:
         """As :func:`.inside.connect`, to a port of the sandbox behind an address in the same network."""
-        network = self._networks.get(order["sandbox"])
-        behind = self._behind(order["address"])
-        if network is None or behind not in network.members:
-            raise OSError(f"{order['address']} is nobody in the network of {order['sandbox']}")
-        place = self._sandboxes.up(behind).place_to_join()
+        place = self._sandboxes.up(self._fellow(order)).place_to_join()
         self._children.fork(partial(inside.connect, place, order["port"]), request.answer)
 
     def listen(self, request: Request, order: Message) -> None:
-        """Answer with what listens on a port of the sandbox's loopback device."""
+        """Answer with what listens on a port of the sandbox's loopback device, for one behind an address in the same
+        network."""
+        self._fellow(order)
         place = self._sandboxes.up(order["sandbox"]).place_to_join()
         self._children.fork(partial(networks.listen, place, order["port"]), request.answer)
+
+    def _fellow(self, order: Message) -> str:
+        """Who is behind the address, in a network with the sandbox."""
+        network = self._networks.get(order["sandbox"])
+        behind = self._behind(order["address"])
+        if network is None or behind is None or behind not in network.members:
+            raise OSError(f"{order['address']} is nobody in the network of {order['sandbox']}")
+        return behind
+
+    def _address_of(self, name: str) -> IPv4Address:
+        sandbox = self._sandboxes.up(name)
+        if sandbox.order["network"]:
+            raise OSError("it shares the host's network, and can be in no other")
+        if name not in self._addresses:
+            self._addresses[name] = self._free_address()
+        return self._addresses[name]
 
     def _free_address(self) -> IPv4Address:
         used = set(self._addresses.values())
@@ -115,7 +124,9 @@ class Networks:
         if not coming:
             self._tell(order["sandbox"], order["hosts"], request)
             return
-        members = [networks.Member(self._sandboxes.up(name).place_to_join(), self._addresses[name]) for name in coming]
+        members = [
+            networks.Member(self._sandboxes.up(name).place_to_join(), self._address_of(name)) for name in coming
+        ]
         self._busy = True
         self._children.fork(
             partial(networks.connect, into.namespace if into else None, members),
