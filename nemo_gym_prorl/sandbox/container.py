@@ -219,7 +219,7 @@ class Container:
             raise self._fault
         if done.exit_code == KILLED and not done.timed_out:
             # Nor did this one, if it went with its sandbox.
-            self.check_alive()
+            await self.check_living()
         return done
 
     async def spawn(
@@ -339,6 +339,15 @@ class Container:
         Raises:
             AgentError: what ran in it has ended it.
             SandboxLost: it ended otherwise; or what was ended in it was so for want of the machine's memory.
+        """
+        await self.ask("check", memory=True)
+
+    async def check_living(self) -> None:
+        """As :meth:`check`, whatever was ended in it: for a program that was killed, perhaps with its sandbox.
+
+        Raises:
+            AgentError: what ran in it has ended it.
+            SandboxLost: it ended otherwise.
         """
         await self.ask("check")
 

@@ -29,6 +29,7 @@ from nemo_gym_prorl.sandbox.spec import Start
 from nemo_gym_prorl.sandbox.supervisor import lifecycle, sandbox
 from nemo_gym_prorl.sandbox.supervisor.errors import SandboxBroken, SandboxLost, SandboxRefused
 from nemo_gym_prorl.sandbox.supervisor.rpc import own_supervisor
+from nemo_gym_prorl.sandbox.supervisor.rpc.protocol import Message
 from nemo_gym_prorl.sandbox.supervisor.storage import state_dir
 
 
@@ -251,17 +252,37 @@ async def test_a_first_process_from_a_mould_cannot_be_ended_from_inside(kernel_i
 
 
 @pytest.mark.parametrize("start", ["mould", "runtime"])
-async def test_a_sandbox_that_was_killed_from_outside_is_not(image: Path, runtime: Runtime, start: Start) -> None:
-    async with await Container.start(ContainerSpec(image=image, start=start), runtime) as container:
-        owner = Path(container.describe()["supervisor"])
-        [number, *_rest] = (owner / container.name / state_dir.SPACE_FILE).read_text().split()
-        running = asyncio.create_task(container.run("sleep 1000"))
-        os.kill(int(number), signal.SIGKILL)
-        with contextlib.suppress(SandboxLost):
-            # Its own end may be told first.
-            assert (await running).exit_code == 137
+async def test_a_sandbox_that_was_killed_from_outside_is_not(
+    kernel_image: Path, runtime: Runtime, start: Start
+) -> None:
+    """Whatever runs there has no result, though its end may be heard of first."""
+    async with await Container.start(ContainerSpec(image=kernel_image, start=start), runtime) as container:
+        owner = Path(container.describe()["supervisor"]) / container.name
+        [number, *_rest] = (owner / state_dir.SPACE_FILE).read_text().split()
+        async with await Shell.start(container) as shell, await Kernel.start(container) as kernel:
+            running = [
+                *(asyncio.create_task(container.run(f"> /tmp/begun{one}; sleep 1000")) for one in range(5)),
+                asyncio.create_task(shell.run("> /tmp/begun5; sleep 1000")),
+                asyncio.create_task(kernel.run("open('/tmp/begun6', 'w').close(); import time; time.sleep(1000)")),
+            ]
+            async with asyncio.timeout(60):
+                while len(list((owner / "overlay/upper/tmp").glob("begun*"))) < len(running):
+                    await asyncio.sleep(0.05)
+            os.kill(int(number), signal.SIGKILL)
+            ends = await asyncio.gather(*running, return_exceptions=True)
+        assert [type(end) for end in ends] == [SandboxLost] * len(running), ends
         with pytest.raises(SandboxLost, match="has ended"):
             await container.check()
+
+
+async def test_a_program_that_was_killed_by_itself_has_a_result(kernel_image: Path, runtime: Runtime) -> None:
+    async with await Container.start(ContainerSpec(image=kernel_image), runtime) as container:
+        assert (await container.run("kill -9 $$")).exit_code == 137
+        async with await Shell.start(container) as shell, await Kernel.start(container) as kernel:
+            assert (await shell.run("sh -c 'kill -9 $$'")).exit_code == 137
+            ended = await shell.run("kill -9 $$")
+            assert (ended.exit_code, ended.exited) == (137, True)
+            assert (await kernel.run("import os; os.kill(os.getpid(), 9)")).died
 
 
 class MemoryGroup(cgroups.Group):
@@ -286,3 +307,10 @@ def test_what_the_kernel_kills_for_the_machines_memory_is_not_the_agents_doing(
     assert len(told) == 1
     assert whose in told[0]
     assert boxes._lacked_memory(box) is not bool(ooms)
+
+    # That is no fault of a program that was killed by something else since.
+    boxes._all = {"b-1": box}
+    for memory in (False, True):
+        answers: list[Message] = []
+        boxes.check(SimpleNamespace(client=box.clients[0], answer=answers.append), "b-1", memory=memory)  # type: ignore[arg-type]
+        assert bool(answers[0].get("lost")) is (memory and not ooms)

@@ -27,7 +27,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from nemo_gym_prorl.failures import CallerError, FailureKind, InfrastructureError, RolloutError
-from nemo_gym_prorl.sandbox.container import Container
+from nemo_gym_prorl.sandbox.container import KILLED, Container
 from nemo_gym_prorl.sandbox.sessions.bash_commands import BashCommands
 from nemo_gym_prorl.sandbox.sessions.bash_status import PROMPT, BashStatus
 from nemo_gym_prorl.sandbox.sessions.broken import check_agents, why_over
@@ -230,10 +230,10 @@ class Shell:
             if now - begin >= timeout_s:
                 return await self._time_out(begin)
             if silence_s is not None and now - self._heard >= silence_s:
-                return self._action(begin, waiting=True)
+                return await self._action(begin, waiting=True)
             until = begin + timeout_s if silence_s is None else min(begin + timeout_s, self._heard + silence_s)
             await self._change(until)
-        return self._action(begin)
+        return await self._action(begin)
 
     async def send(self, text: str) -> None:
         """Type ``text`` at the terminal, for the program that runs to read; end a line with a newline."""
@@ -305,7 +305,7 @@ class Shell:
                 await self._change(deadline)
             if self._code is not None or self.exited:
                 break
-        return self._action(begin, timed_out=True)
+        return await self._action(begin, timed_out=True)
 
     async def _interrupt_for_good(self) -> None:
         """Ctrl-C, and the end for a bash whose prompt says nothing."""
@@ -314,14 +314,14 @@ class Shell:
 
     async def _kill_foreground(self) -> None:
         if self._bash and not self.exited:
-            self.terminal.kill_foreground()
+            await asyncio.to_thread(self.terminal.kill_foreground)
 
     async def _kill_shell(self) -> None:
         if self._bash:
             self._killed = True
             await self._container.signal(self._bash, signal.SIGKILL)
 
-    def _action(self, begin: float, *, waiting: bool = False, timed_out: bool = False) -> Action:
+    async def _action(self, begin: float, *, waiting: bool = False, timed_out: bool = False) -> Action:
         code = self._code
         if code is None and self._bash is not None and self._bash.ended.done():
             # Raises if the whole sandbox was lost.
@@ -332,6 +332,9 @@ class Shell:
         if not waiting:
             self.running = False
             self._kept = HeadTail(self._limit)
+        if code == KILLED and not timed_out:
+            # It may have gone with its sandbox.
+            await self._container.check_living()
         return Action(
             output=kept.text(),
             exit_code=code,

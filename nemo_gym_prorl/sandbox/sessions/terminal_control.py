@@ -11,13 +11,10 @@ from __future__ import annotations
 
 import contextlib
 import os
-import signal
-from functools import partial
 
 from ptyprocess import PtyProcess
 
-from nemo_gym_prorl.sandbox.limits.usage import children
-from nemo_gym_prorl.sandbox.supervisor.processes import pidfd
+from nemo_gym_prorl.sandbox.supervisor.processes.foreground import Session
 
 
 class ContainerTerminal(PtyProcess):  # type: ignore[misc]  # has no types
@@ -26,6 +23,7 @@ class ContainerTerminal(PtyProcess):  # type: ignore[misc]  # has no types
     def __init__(self, pid: int, fd: int) -> None:
         super().__init__(pid, fd)
         self.closed: bool = False
+        self._session = Session.of(pid)
         os.set_blocking(fd, False)
 
     def press_control(self, key: str) -> None:
@@ -34,25 +32,12 @@ class ContainerTerminal(PtyProcess):  # type: ignore[misc]  # has no types
             self.sendcontrol(key)
 
     def kill_foreground(self) -> None:
-        """Kill what runs in the foreground, if it is not the first process itself.
-
-        Not the group by its number, which may be another's as soon as the last of it has ended: each that descends
-        from the first process, if it is in the group still.
-        """
-        try:
+        """Kill what runs in the foreground, if it is not the first process itself. May take some time."""
+        # It fails where nobody is in the foreground, or nobody has the terminal any more.
+        with contextlib.suppress(OSError):
             group = os.tcgetpgrp(self.fd)
-        except OSError:
-            # Nobody is in the foreground, or nobody has the terminal any more.
-            return
-        if group == self.pid:
-            return
-        family = [self.pid]
-        for pid in family:
-            family += children(pid)
-        for pid in family[1:]:
-            # With several users inside, not all are ours to signal.
-            with contextlib.suppress(PermissionError):
-                pidfd.send(pid, signal.SIGKILL, partial(_is_in, pid, group, self.pid))
+            if group != self.pid:
+                self._session.kill(group)
 
     def close(self, force: bool = False) -> None:
         """Close our end, which hangs up on everything in the terminal's session."""
@@ -61,11 +46,3 @@ class ContainerTerminal(PtyProcess):  # type: ignore[misc]  # has no types
             with contextlib.suppress(OSError):
                 self.fileobj.close()
             self.fd = -1
-
-
-def _is_in(pid: int, group: int, session: int) -> bool:
-    """Whether a process is in that group of that session, whose first process lives."""
-    try:
-        return (os.getpgid(pid), os.getsid(pid)) == (group, session)
-    except OSError:
-        return False

@@ -103,15 +103,15 @@ class Sandboxes:
             raise NoSandbox(f"sandbox {name} has ended")
         return sandbox
 
-    def check(self, request: Request, name: str) -> None:
-        """Answered if it is up, and nothing in it was ended for want of the machine's memory; one that is about to end
-        has ended."""
+    def check(self, request: Request, name: str, *, memory: bool) -> None:
+        """Answered if it is up; one that is about to end has ended. With ``memory``, only if nothing in it was ended
+        for want of the machine's memory."""
         sandbox = self.up(name)
         if request.client not in sandbox.clients:
             sandbox.clients.append(request.client)
         if sandbox.space and sandbox.space.ending:
             sandbox.closing.append((request, {"error": f"sandbox {name} has ended", "lost": True}))
-        elif self._lacked_memory(sandbox):
+        elif memory and self._lacked_memory(sandbox):
             request.answer({"error": f"sandbox {name}: {NO_MEMORY}", "lost": True})
         else:
             request.answer({})

@@ -146,7 +146,7 @@ class Supervisor:
 
     def _do_check(self, request: Request, order: Message, _files: list[int]) -> None:
         """Whoever asks is told of its end."""
-        self._sandboxes.check(request, order["sandbox"])
+        self._sandboxes.check(request, order["sandbox"], memory=order.get("memory", False))
 
     def _do_destroy(self, request: Request, order: Message, _files: list[int]) -> None:
         self._sandboxes.destroy(request, order["sandbox"])

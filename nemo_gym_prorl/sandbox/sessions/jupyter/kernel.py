@@ -247,6 +247,9 @@ class Kernel:
             finally:
                 self._running = None
             died = self._broken is not None or not running.over.done()
+            if died and not timed_out and self._broken is None and process.ended.result() == -signal.SIGKILL:
+                # It may have gone with its sandbox.
+                await self._container.check_living()
             return running.cell(timed_out=timed_out, died=died, broken=self._broken)
 
     async def interrupt(self) -> None:

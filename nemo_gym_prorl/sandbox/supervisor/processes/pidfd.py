@@ -19,18 +19,18 @@ _PF_EXITING = 0x4
 def start_time(pid: int) -> int | None:
     """When a process was started, in ticks since boot; ``None`` if it has ended."""
     try:
-        with open(f"/proc/{pid}/stat") as file:
-            fields = file.read().rpartition(")")[2].split()
+        with open(f"/proc/{pid}/stat", "rb") as file:
+            fields = file.read().rpartition(b")")[2].split()
     except (FileNotFoundError, ProcessLookupError):
         return None
-    return None if fields[0] in "ZX" else int(fields[19])
+    return None if fields[0] in b"ZX" else int(fields[19])
 
 
 def is_exiting(pid: int) -> bool:
     """Whether a process has begun to end, or has ended; the first of a PID namespace ends after all others."""
     try:
-        with open(f"/proc/{pid}/stat") as file:
-            return bool(int(file.read().rpartition(")")[2].split()[6]) & _PF_EXITING)
+        with open(f"/proc/{pid}/stat", "rb") as file:
+            return bool(int(file.read().rpartition(b")")[2].split()[6]) & _PF_EXITING)
     except (FileNotFoundError, ProcessLookupError):
         return True
 

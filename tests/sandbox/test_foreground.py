@@ -1,0 +1,124 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A command whose time is up leaves nothing behind in the foreground, whatever it has made of its processes."""
+
+from __future__ import annotations
+
+import asyncio
+from pathlib import Path
+
+import pytest
+
+from nemo_gym_prorl.sandbox.container import Container, ContainerSpec
+from nemo_gym_prorl.sandbox.runtime.apptainer import Runtime
+from nemo_gym_prorl.sandbox.sessions.bash import Shell
+from nemo_gym_prorl.sandbox.supervisor.processes import foreground
+
+
+pytestmark = [pytest.mark.sandbox, pytest.mark.usefixtures("way")]
+
+BEGIN = """
+import os, signal, threading, time
+signal.signal(signal.SIGINT, signal.SIG_IGN)
+def stay():
+    open("/tmp/begun", "w").close()
+    time.sleep(1000)
+"""
+
+ORPHAN = """
+if os.fork() == 0:
+    if os.fork() == 0:
+        stay()
+    os._exit(0)
+time.sleep(1000)
+"""
+
+OF_A_THREAD = """
+def work():
+    if os.fork() == 0:
+        stay()
+    time.sleep(1000)
+threading.Thread(target=work).start()
+"""
+
+TREE = """
+open("/tmp/begun", "w").close()
+while True:
+    try:
+        os.fork()
+    except OSError:
+        pass
+    time.sleep(0.005)
+"""
+
+HOPPING = """
+open("/tmp/begun", "w").close()
+if os.fork():
+    time.sleep(1000)
+while True:
+    try:
+        if os.fork():
+            os._exit(0)
+    except OSError:
+        pass
+    time.sleep(0.005)
+"""
+
+NAMED = """
+open("/proc/self/comm", "wb").write(b") \\xff(")
+if os.fork() == 0:
+    stay()
+time.sleep(1000)
+"""
+
+PROGRAMS = {
+    "an orphan": ORPHAN,
+    "a thread's": OF_A_THREAD,
+    "a tree that grows": TREE,
+    "one after the other": HOPPING,
+    "an odd name": NAMED,
+}
+
+
+def of_session(session: int) -> list[int]:
+    """All others in a session."""
+    found = []
+    for entry in Path("/proc").iterdir():
+        if entry.name.isdigit():
+            try:
+                state, *numbers = (entry / "stat").read_bytes().rpartition(b")")[2].split()[:4]
+            except OSError:
+                continue
+            if state not in b"ZX" and int(numbers[2]) == session != int(entry.name):
+                found.append(int(entry.name))
+    return found
+
+
+@pytest.mark.parametrize("before", ["", "true | "], ids=["", "without its first"])
+@pytest.mark.parametrize("kernel", ["this", "old"])
+@pytest.mark.parametrize("text", PROGRAMS.values(), ids=PROGRAMS)
+async def test_nothing_of_a_command_whose_time_is_up_is_left(
+    image: Path, runtime: Runtime, monkeypatch: pytest.MonkeyPatch, text: str, kernel: str, before: str
+) -> None:
+    """Nor where the kernel can't kill a group by a descriptor, or the group has lost its first process."""
+    if kernel == "old":
+        monkeypatch.setattr(foreground, "_PIDFD_SIGNAL_PROCESS_GROUP", 1 << 30)
+    spec = ContainerSpec(image=image, processes=64, memory_mib=1024)
+    async with await Container.start(spec, runtime) as container, await Shell.start(container) as shell:
+        await shell.run(f"cat > /tmp/p.py <<'X'\n{BEGIN}{text}\nX")
+        assert shell._bash
+        session = shell._bash.pid
+        going = await shell.run(f"{before}python3 /tmp/p.py", silence_s=0.5)
+        assert going.waiting
+        async with asyncio.timeout(60):
+            while not begun(container):
+                await asyncio.sleep(0.1)
+        stopped = await shell.wait(timeout_s=0.1, silence_s=None)
+        assert stopped.timed_out
+        assert not stopped.exited
+        assert of_session(session) == []
+        assert (await shell.run("echo usable")).output.endswith("usable\n")
+
+
+def begun(container: Container) -> bool:
+    """Whether the program has begun; seen from outside, where a full table of processes does not matter."""
+    return (container.shared_folder.parent / "overlay/upper/tmp/begun").exists()
