@@ -16,7 +16,7 @@ from functools import partial
 
 from ptyprocess import PtyProcess
 
-from nemo_gym_prorl.sandbox.limits.usage import children
+from nemo_gym_prorl.sandbox.limits.threads import children
 from nemo_gym_prorl.sandbox.supervisor.processes import pidfd
 
 
