@@ -365,7 +365,7 @@ async def _get_json(session: aiohttp.ClientSession, url: str) -> Any:
 def _lives(pid: int) -> bool:
     """Whether a process runs; one that ended and that nobody has asked about is a zombie."""
     try:
-        state = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
+        state = Path(f"/proc/{pid}/stat").read_bytes().rpartition(b")")[2].split()[0].decode()
     except (FileNotFoundError, ProcessLookupError):
         return False
     return state not in "ZX"

@@ -108,6 +108,21 @@ for file in files:
 time.sleep(60)
 """
 
+SMALL_ONES = """
+import os, time
+end, there = time.monotonic() + 50, 0
+while time.monotonic() < end:
+    while there < 40:
+        if not os.fork():
+            held = bytearray(b"x" * (15 << 20))
+            time.sleep(60)
+            os._exit(0)
+        there += 1
+    while there and os.waitpid(-1, os.WNOHANG)[0]:
+        there -= 1
+    time.sleep(0.01)
+"""
+
 
 def program(text: str) -> str:
     return f"python3 - <<'END'\n{text}\nEND"
@@ -145,8 +160,19 @@ async def test_memory_that_many_small_programs_use_up_costs_no_sandbox(image: Pa
     """None of them has as much as the first process, whose end nobody could tell from a lost sandbox."""
     async with await Container.start(ContainerSpec(image=image, memory_mib=8), runtime) as container:
         await container.run("(for i in $(seq 300); do setsid sleep 100 & done) >/dev/null 2>&1")
-        await noted(container, "memory", 3)
+        await noted(container, "memory")
         assert container.alive
+        assert (await container.run("echo fine")).stdout == "fine\n"
+
+
+async def test_memory_that_small_programs_use_up_again_and_again_costs_their_sandbox(
+    image: Path, runtime: Runtime
+) -> None:
+    """However many are killed, there are as many again, and nobody would stay within the limit."""
+    async with await Container.start(ContainerSpec(image=image, memory_mib=200), runtime) as container:
+        with pytest.raises(SandboxExhausted, match="memory: .* and again") as ended:
+            await container.run(program(SMALL_ONES), timeout_s=60)
+        assert ended.value.resource == "memory"
 
 
 async def test_a_full_process_table_is_the_agents_doing(image: Path, runtime: Runtime) -> None:

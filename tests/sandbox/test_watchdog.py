@@ -9,12 +9,14 @@ from itertools import count
 from pathlib import Path
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from nemo_gym_prorl.sandbox.isolation import syscalls
 from nemo_gym_prorl.sandbox.limits import walk as walk_module
 from nemo_gym_prorl.sandbox.limits.usage import Process
 from nemo_gym_prorl.sandbox.limits.walk import LEAST_SIZE, WIDE, Found, walk
-from nemo_gym_prorl.sandbox.limits.watchdog import MOST_WALK_S, WALK_PAUSE_S, Rota, Watched, goes_fast
+from nemo_gym_prorl.sandbox.limits.watchdog import MOST_LOOKS_OVER, MOST_WALK_S, WALK_PAUSE_S, Rota, Watched, goes_fast
 
 
 MIB = 1 << 20
@@ -67,7 +69,7 @@ def test_too_much_memory_costs_the_largest_process_its_life() -> None:
     assert one.excess(sizes(40, 50)) is None, "they share"
     excess = one.excess(sizes(60, 70))
     assert excess
-    assert excess[0] == 2
+    assert excess[0] == [2]
     assert excess[1].startswith("memory: 130 MiB")
     assert not box(memory=0).may_exceed(crowd)
 
@@ -76,21 +78,67 @@ def test_the_first_process_is_spared_however_large_it_is() -> None:
     one = box(memory=100)
     excess = one.excess(sizes(40, 50) | {INIT: (60 * MIB, 0)})
     assert excess
-    assert excess[0] == 2
+    assert excess[0] == [2]
     alone = one.excess({INIT: (101 * MIB, 0)})
     assert alone
-    assert alone[0] == 0, "the sandbox has to end, for its memory"
+    assert alone[0] == [], "the sandbox has to end, for its memory"
+
+
+@given(st.lists(st.integers(0, 60), max_size=30), st.integers(0, 99), st.sets(st.integers(1, 30)))
+def test_as_many_have_to_go_as_it_takes(of_processes: list[int], first: int, killed: set[int]) -> None:
+    """And no more: who was killed and is still there is about to make room."""
+    one = box(memory=100)
+    one.killed = set(killed)
+    crowd = sizes(*of_processes)
+    before = sum(of_processes) + first
+    excess = one.excess(crowd | {INIT: (first * MIB, 0)})
+    if before <= 100:
+        assert excess is None
+        return
+    assert excess
+    victims = excess[0]
+    assert INIT not in victims
+    gone = [crowd[pid][0] // MIB for pid in victims]
+    assert before - sum(gone) <= 100
+    assert before - sum(gone[:-1]) > 100
+    old = [pid for pid in victims if pid in killed]
+    assert victims[: len(old)] == old
+    new = [pid for pid in victims if pid not in killed]
+    if new:
+        assert set(old) == killed & crowd.keys()
+        spared = crowd.keys() - set(victims)
+        assert all(crowd[pid] <= crowd[other] for pid in spared for other in new)
+    assert one.killed == (killed & crowd.keys()) | set(victims)
+
+
+def test_what_is_over_its_memory_look_after_look_ends() -> None:
+    one = box(memory=100)
+    for _ in range(3):
+        for _ in range(MOST_LOOKS_OVER):
+            excess = one.excess(sizes(60, 70))
+            assert excess
+            assert excess[0] == [2]
+        assert one.excess(sizes(60)) is None
+        for _ in range(MOST_LOOKS_OVER):
+            assert one.excess(sizes(60, 70))
+        assert not one.may_exceed([process(1)])
+    for number in range(MOST_LOOKS_OVER + 1):
+        # Always others.
+        excess = one.excess({1000 + number: (101 * MIB, 0)})
+    assert excess
+    assert excess[0] == []
+    assert excess[1].startswith("memory: 101 MiB in use of 100 MiB, and again")
 
 
 def test_a_layer_in_memory_is_memory() -> None:
     one = box(memory=100, in_memory=True)
     one.measured(Found(45 * MIB))
-    assert one.excess(sizes(30, 40)) == (2, "memory: 115 MiB in use of 100 MiB")
+    assert one.excess(sizes(30, 40)) == ([2], "memory: 115 MiB in use of 100 MiB")
     one.measured(Found(101 * MIB))
     assert one.may_exceed([process(1)])
     excess = one.excess(sizes(30))
     assert excess
-    assert excess[0] == 0, "no process's end would help"
+    assert excess[0] == [], "no process's end would help"
 
 
 def test_disks_are_walked_where_something_happened_longest_ago_first() -> None:
@@ -211,7 +259,7 @@ def test_files_of_memory_count_once_and_cost_who_holds_them_its_life() -> None:
     one = box(memory=100)
     one.measured(Found(held={1: 90 * MIB}))
     assert one.may_exceed([process(1, resident=5), process(2, resident=20)])
-    assert one.excess(sizes(5, 20)) == (1, "memory: 115 MiB in use of 100 MiB")
+    assert one.excess(sizes(5, 20)) == ([1], "memory: 115 MiB in use of 100 MiB")
     assert one.excess({1: (95 * MIB, 90 * MIB), 2: (4 * MIB, 0)}) is None, "mapped where it is held"
     assert one.hot
 

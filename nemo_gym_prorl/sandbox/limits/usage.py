@@ -9,6 +9,8 @@ import re
 from collections.abc import Iterable
 from dataclasses import dataclass
 
+from nemo_gym_prorl.sandbox.limits import threads
+
 
 PAGE = os.sysconf("SC_PAGE_SIZE")
 
@@ -40,22 +42,18 @@ class Process:
 def look(pid: int) -> Process | None:
     """One process; ``None`` if it has ended."""
     try:
-        with open(f"/proc/{pid}/stat", "rb") as file:
-            fields = file.read().rpartition(b")")[2].split()
+        found = threads.status(pid)
     except OSError:
         return None
-    if fields[0] in b"ZX":
+    if found[threads.STATE] in threads.ENDED:
         return None
-    return Process(pid, int(fields[19]), int(fields[11]) + int(fields[12]), int(fields[21]) * PAGE, int(fields[17]))
-
-
-def children(pid: int) -> list[int]:
-    """The children of a process's first thread, as far as the kernel tells."""
-    try:
-        with open(f"/proc/{pid}/task/{pid}/children", "rb") as file:
-            return [int(number) for number in file.read().split()]
-    except OSError:
-        return []
+    return Process(
+        pid,
+        started=int(found[threads.STARTED]),
+        ticks=int(found[threads.USER_TICKS]) + int(found[threads.SYSTEM_TICKS]),
+        resident=int(found[threads.PAGES]) * PAGE,
+        threads=int(found[threads.THREADS]),
+    )
 
 
 def census(spaces: Iterable[int]) -> dict[int, set[int]]:
@@ -73,14 +71,21 @@ def census(spaces: Iterable[int]) -> dict[int, set[int]]:
 def proportional(pid: int) -> tuple[int, int]:
     """Bytes of memory of a process, what it shares divided by those who share it, and how many of them are in files of
     memory. Slow."""
-    try:
-        with open(f"/proc/{pid}/smaps_rollup", "rb") as file:
-            text = file.read()
-    except OSError:
-        return 0, 0
+    text = _maps(f"/proc/{pid}")
+    if not text:
+        # Its first thread has ended, and the memory is the others'.
+        text = next(filter(None, map(_maps, threads.threads(pid))), b"")
     found = [pattern.search(text) for pattern in (_PSS, _PSS_OF_FILES_OF_MEMORY)]
     total, shared = (int(one[1]) << 10 if one else 0 for one in found)
     return total, shared
+
+
+def _maps(folder: str) -> bytes:
+    try:
+        with open(f"{folder}/smaps_rollup", "rb") as file:
+            return file.read()
+    except OSError:
+        return b""
 
 
 def oom_kills() -> int:

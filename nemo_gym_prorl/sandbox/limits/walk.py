@@ -25,7 +25,8 @@ from dataclasses import dataclass, field
 from functools import cache
 from itertools import chain
 
-from nemo_gym_prorl.sandbox.isolation.syscalls import open_folder_beneath
+from nemo_gym_prorl.sandbox.isolation.syscalls import have_same_files, open_folder_beneath
+from nemo_gym_prorl.sandbox.limits import threads
 
 
 STEP = 64
@@ -255,26 +256,38 @@ def _of_processes(processes: Iterable[int], found: Found) -> Iterator[None]:
     # More may be told of while we are at it.
     for pid in tuple(processes):
         yield
-        try:
-            numbers = os.listdir(f"/proc/{pid}/fd")
-        except OSError:
-            continue
-        for number in numbers:
+        known: int | None = None
+        for folder in threads.threads(pid):
             yield
-            # Each may have been closed meanwhile.
-            with contextlib.suppress(OSError):
-                path = f"/proc/{pid}/fd/{number}"
-                if not os.readlink(path).endswith(_GONE):
-                    continue
-                status = os.stat(path)
-                file = status.st_dev, status.st_ino
-                if file in seen:
-                    continue
-                seen.add(file)
-                if status.st_dev == _files_of_memory():
-                    found.held[pid] = found.held.get(pid, 0) + status.st_blocks * BLOCK
-                elif not status.st_nlink:
-                    found.disk += status.st_blocks * BLOCK
+            thread = int(folder.rpartition("/")[2])
+            if known is not None and have_same_files(known, thread):
+                continue
+            try:
+                paths = [f"{folder}/fd/{number}" for number in os.listdir(f"{folder}/fd")]
+            except OSError:
+                continue
+            # A thread that has ended has none, and one may have a table of its own.
+            if paths and known is None:
+                known = thread
+            for path in paths:
+                yield
+                _of_file(path, pid, seen, found)
+
+
+def _of_file(path: str, pid: int, seen: set[tuple[int, int]], found: Found) -> None:
+    # It may have been closed meanwhile.
+    with contextlib.suppress(OSError):
+        if not os.readlink(path).endswith(_GONE):
+            return
+        status = os.stat(path)
+        file = status.st_dev, status.st_ino
+        if file in seen:
+            return
+        seen.add(file)
+        if status.st_dev == _files_of_memory():
+            found.held[pid] = found.held.get(pid, 0) + status.st_blocks * BLOCK
+        elif not status.st_nlink:
+            found.disk += status.st_blocks * BLOCK
 
 
 @cache

@@ -9,7 +9,8 @@ of which wait for a model, may cost next to nothing.
   are looked at with every tick; others in rotation, for as long as a tick's share of time allows; and all of them when
   the machine's memory goes fast.
 - *Memory*: the sum of resident sizes, which is cheap but counts shared pages many times, and only where that is too
-  much the sum of proportional sizes, which is right but slow. Too much costs the largest process its life.
+  much the sum of proportional sizes, which is right but slow. Too much costs the largest processes their lives, as
+  many as it takes; and the sandbox its own where it is too much again, look after look, because there are always more.
 - *Disk*: walks of sandboxes that were hot since they were walked, for as long as a tick's share of time allows, each
   a few files at a time: who has made millions of them holds up nobody else's. Too much costs the sandbox its life, as
   soon as a walk has seen it, and so does what takes too long to walk: until it ends, what is written isn't seen.
@@ -56,6 +57,9 @@ WALK_PAUSE_S = 2.0
 CENSUS_SHARE = 0.01
 """Of all time, for looking at every process of the machine where no control groups list those of sandboxes."""
 
+MOST_LOOKS_OVER = 10
+"""In a row at which a sandbox is over its memory limit; then killing what is largest has not helped."""
+
 FAST = 0.02
 """Of the machine's memory, used up within a tick: then everybody is looked at."""
 
@@ -84,6 +88,8 @@ class Watched:
         disk: bytes found then.
         held: bytes in files of memory found then, by process.
         members: the processes that are known of it.
+        killed: those of them that were killed for their memory, and may not have ended yet.
+        looks_over: how often in a row it was found over its memory limit.
     """
 
     name: str
@@ -105,6 +111,8 @@ class Watched:
     disk: int = 0
     held: dict[int, int] = field(default_factory=dict)
     members: set[int] = field(default_factory=set)
+    killed: set[int] = field(default_factory=set)
+    looks_over: int = 0
     seen: frozenset[tuple[int, int]] = frozenset()
 
     def saw(self, processes: list[Process]) -> None:
@@ -118,12 +126,16 @@ class Watched:
     def may_exceed(self, processes: list[Process]) -> bool:
         """Whether it is worth measuring properly: resident sizes count too much, never too little."""
         counted = sum(one.resident for one in processes) + sum(self.held.values())
-        return bool(self.memory_limit) and self._used(counted) > self.memory_limit
+        may = bool(self.memory_limit) and self._used(counted) > self.memory_limit
+        if not may:
+            self.looks_over = 0
+        return may
 
-    def excess(self, proportional: dict[int, tuple[int, int]]) -> tuple[int, str] | None:
-        """Whom to kill, and why; number 0 where no process's end would help.
+    def excess(self, proportional: dict[int, tuple[int, int]]) -> tuple[list[int], str] | None:
+        """Whom to kill, and why; nobody where no process's end would help, and the sandbox has to end.
 
-        Never the first process: with it the sandbox would be lost, and nobody could tell that this was its own doing.
+        The largest first, as many as it takes; who was killed before and is still there goes before all others. Never
+        the first process: with it the sandbox would be lost, and nobody could tell that this was its own doing.
 
         Args:
             proportional: of each process its proportional size, and how much of that is in files of memory.
@@ -132,14 +144,27 @@ class Watched:
         mapped = sum(shared for _size, shared in proportional.values())
         unmapped = max(0, sum(self.held.values()) - mapped)
         used = self._used(sum(size for size, _shared in proportional.values()) + unmapped)
+        self.killed &= proportional.keys()
         if used <= self.memory_limit or not proportional:
+            self.looks_over = 0
             return None
+        self.looks_over += 1
+        reason = f"memory: {used >> 20} MiB in use of {self.memory_limit >> 20} MiB"
+        if self.looks_over > MOST_LOOKS_OVER:
+            return [], f"{reason}, and again however many processes were killed for it"
         layer = self.disk if self.in_memory else 0
         shares = {
             pid: max(size, self.held.get(pid, 0)) for pid, (size, _shared) in proportional.items() if pid != self.init
         }
-        victim = max(shares, key=lambda pid: shares[pid], default=0) if layer <= self.memory_limit else 0
-        return victim, f"memory: {used >> 20} MiB in use of {self.memory_limit >> 20} MiB"
+        victims = []
+        if layer <= self.memory_limit:
+            for pid in sorted(shares, key=lambda pid: (pid in self.killed, shares[pid]), reverse=True):
+                if used <= self.memory_limit:
+                    break
+                victims.append(pid)
+                used -= shares[pid]
+        self.killed.update(victims)
+        return victims, reason
 
     def overran(self, found: Found) -> str:
         """Why the sandbox has to end for what a walk has found so far, or nothing."""

@@ -15,7 +15,7 @@ from collections import deque
 from collections.abc import Iterator
 from functools import partial
 
-from nemo_gym_prorl.sandbox.limits import usage
+from nemo_gym_prorl.sandbox.limits import threads, usage
 from nemo_gym_prorl.sandbox.limits.report import COUNTED_PER_NAMESPACE, Facts, file_size_reached
 from nemo_gym_prorl.sandbox.limits.walk import Found, walk
 from nemo_gym_prorl.sandbox.limits.watchdog import (
@@ -138,9 +138,9 @@ class Watch:
         excess = box.excess({pid: usage.proportional(pid) for pid in inside})
         if excess is None:
             return
-        victim, reason = excess
-        self._tell(box, "memory", reason, ended=not victim)
-        if victim:
+        victims, reason = excess
+        self._tell(box, "memory", reason, ended=not victims)
+        for victim in victims:
             pidfd.send(victim, signal.SIGKILL, partial(_is_still, inside[victim], box))
 
     def _look_for_full(self, box: Watched, processes: list[usage.Process]) -> None:
@@ -153,7 +153,7 @@ class Watch:
         if not box.group:
             # Those without a parent are the first process's.
             known = {box.init, *box.members}
-            return known.union(*map(usage.children, known))
+            return known.union(*map(threads.children, known))
         try:
             with open(f"{box.group}/cgroup.procs", "rb") as file:
                 return {int(number) for number in file.read().split()}

@@ -16,6 +16,7 @@ import time
 from collections.abc import Iterator
 from dataclasses import dataclass
 
+from nemo_gym_prorl.sandbox.limits import threads
 from nemo_gym_prorl.sandbox.supervisor.processes import pidfd
 
 
@@ -88,10 +89,10 @@ class Session:
         """The live ones; looks at every process of the machine."""
         for name in os.listdir("/proc"):
             if name.isdigit():
-                with contextlib.suppress(OSError), open(f"/proc/{name}/stat", "rb") as file:
-                    state, parent, *numbers = file.read().rpartition(b")")[2].split()[:4]
-                    if state not in b"ZX" and list(map(int, numbers)) == [group, self.pid]:
-                        yield _Member(int(name), int(parent), state not in b"Tt")
+                with contextlib.suppress(OSError):
+                    state, parent, *numbers = threads.status(int(name))[:4]
+                    if state not in threads.ENDED and list(map(int, numbers)) == [group, self.pid]:
+                        yield _Member(int(name), int(parent), state not in "Tt")
 
     def _send(self, pid: int, group: int, number: signal.Signals) -> None:
         # With several users inside, not all are ours to signal.

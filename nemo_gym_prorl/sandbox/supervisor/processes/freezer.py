@@ -13,6 +13,7 @@ import signal
 import time
 
 from nemo_gym_prorl import proc_files
+from nemo_gym_prorl.sandbox.limits import threads
 from nemo_gym_prorl.sandbox.supervisor.processes import pidfd
 from nemo_gym_prorl.sandbox.supervisor.rpc.protocol import Message
 from nemo_gym_prorl.sandbox.supervisor.storage import state_dir
@@ -51,7 +52,7 @@ def _programs(space: state_dir.Space) -> list[tuple[int, int, str]]:
     found = []
     for pid in space.members():
         with contextlib.suppress(OSError):
-            state, parent, *rest = _stat(pid)
+            state, parent, *rest = threads.status(pid)
             if pid != space.init and (int(parent) != space.init or _words(pid) != first):
                 found.append((int(rest[17]), pid, state))
     return sorted(found)
@@ -59,16 +60,10 @@ def _programs(space: state_dir.Space) -> list[tuple[int, int, str]]:
 
 def _runs(pid: int, started: int) -> bool:
     try:
-        state, *rest = _stat(pid)
+        state, *rest = threads.status(pid)
     except OSError:
         return False
     return state not in _STOPPED and int(rest[18]) == started
-
-
-def _stat(pid: int) -> list[str]:
-    """What the kernel says of it, from its state on."""
-    with open(f"/proc/{pid}/stat") as file:
-        return file.read().rpartition(")")[2].split()
 
 
 def _words(pid: int) -> bytes:

@@ -12,6 +12,8 @@ import os
 import signal
 from collections.abc import Callable
 
+from nemo_gym_prorl.sandbox.limits import threads
+
 
 _PF_EXITING = 0x4
 
@@ -19,18 +21,16 @@ _PF_EXITING = 0x4
 def start_time(pid: int) -> int | None:
     """When a process was started, in ticks since boot; ``None`` if it has ended."""
     try:
-        with open(f"/proc/{pid}/stat", "rb") as file:
-            fields = file.read().rpartition(b")")[2].split()
+        found = threads.status(pid)
     except (FileNotFoundError, ProcessLookupError):
         return None
-    return None if fields[0] in b"ZX" else int(fields[19])
+    return None if found[threads.STATE] in threads.ENDED else int(found[threads.STARTED])
 
 
 def is_exiting(pid: int) -> bool:
     """Whether a process has begun to end, or has ended; the first of a PID namespace ends after all others."""
     try:
-        with open(f"/proc/{pid}/stat", "rb") as file:
-            return bool(int(file.read().rpartition(b")")[2].split()[6]) & _PF_EXITING)
+        return bool(int(threads.status(pid)[threads.FLAGS]) & _PF_EXITING)
     except (FileNotFoundError, ProcessLookupError):
         return True
 
