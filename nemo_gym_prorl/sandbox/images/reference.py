@@ -111,7 +111,8 @@ def check_name(text: str, field: str = "name") -> str:
     """
     if not NAME.fullmatch(text):
         raise CallerError(
-            f"{text!r} is no name of an image: letters, digits, '.', '_' and '-' make one (a path holds a '/')",
+            f"{text!r} is no name of an image: letters, digits, '.', '_' and '-' make one (a path holds a '/', and an "
+            "image of a registry begins with docker://)",
             field=field,
         )
     return text
