@@ -205,8 +205,10 @@ async def test_teardown_ends_daemons_and_leaves_no_file(image: Path, runtime: Ru
     await container.run("(setsid sh -c 'trap \"\" TERM HUP; sleep 1000' >/dev/null 2>&1 &)")
     await container.run("mkdir -p /tmp/a/b && touch /tmp/a/b/c && chmod 000 /tmp/a/b /tmp/a")
     folder, space = found(state, container)
+    async with asyncio.timeout(60):
+        while len(space.members()) < 3:
+            await asyncio.sleep(0.05)
     inside = {pid: state_dir.start_time(pid) for pid in space.members()}
-    assert len(inside) >= 3
     await container.close()
     assert [pid for pid, started in inside.items() if state_dir.start_time(pid) == started] == []
     assert not folder.exists()

@@ -22,7 +22,7 @@ from nemo_gym_prorl.sandbox.supervisor.processes import pidfd
 
 _PIDFD_SIGNAL_PROCESS_GROUP = 1 << 2
 
-PATIENCE_S = 1.0
+PATIENCE_S = 5.0
 """How long each is looked for, again and again, while they start more."""
 
 
