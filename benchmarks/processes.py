@@ -81,7 +81,7 @@ def _all() -> Iterator[tuple[int, list[str]]]:
 
 
 def _fields(pid: int) -> list[str]:
-    return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+    return Path(f"/proc/{pid}/stat").read_text(errors="replace").rpartition(")")[2].split()
 
 
 def _times(fields: list[str]) -> list[float]:

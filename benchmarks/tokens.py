@@ -126,7 +126,7 @@ def serve(kind: str, port: int, engine_url: str, model: str) -> None:
 
 def cpu_s(pid: int) -> float:
     """CPU seconds that a process has used."""
-    fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+    fields = Path(f"/proc/{pid}/stat").read_text(errors="replace").rpartition(")")[2].split()
     return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
 
 

@@ -161,7 +161,7 @@ def command(pid: int) -> str:
 def state(pid: int) -> str:
     """One letter, as ``ps`` shows it."""
     try:
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
+        return Path(f"/proc/{pid}/stat").read_text(errors="replace").rpartition(")")[2].split()[0]
     except (FileNotFoundError, ProcessLookupError):
         return ""
 

@@ -32,7 +32,7 @@ syscalls.mount("proc", "/proc", "proc", 0)
 
 
 def state(pid):
-    return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
+    return Path(f"/proc/{pid}/stat").read_text(errors="replace").rpartition(")")[2].split()[0]
 
 
 def sleeper(session=False):

@@ -128,7 +128,7 @@ def test_who_has_lost_its_first_thread_is_there() -> None:
 """
     with running(headless(work)) as (pid, line):
         assert line == "begun"
-        assert Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] == "Z"
+        assert Path(f"/proc/{pid}/stat").read_text(errors="replace").rpartition(")")[2].split()[0] == "Z"
         found = usage.look(pid)
         assert found
         assert found.pid == pid
