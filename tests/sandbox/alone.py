@@ -155,7 +155,7 @@ def sandboxes(folder: Path) -> set[str]:
 
 def command(pid: int) -> str:
     """The name of the program that a process runs."""
-    return Path(f"/proc/{pid}/comm").read_text().strip()
+    return Path(f"/proc/{pid}/comm").read_text(errors="replace").strip()
 
 
 def state(pid: int) -> str:

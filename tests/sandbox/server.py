@@ -52,7 +52,7 @@ async def main() -> None:
 
 def is_init(pid: int) -> bool:
     """Whether a process is the first of its PID namespace."""
-    status = Path(f"/proc/{pid}/status").read_text()
+    status = Path(f"/proc/{pid}/status").read_text(errors="replace")
     return next(line for line in status.splitlines() if line.startswith("NSpid")).split()[-1] == "1"
 
 

@@ -223,7 +223,7 @@ def runs_its_shell(folder: Path) -> bool:
     """Whether an image that was started for an owner's folder has come as far."""
     for pid in processes_of(folder):
         with contextlib.suppress(OSError):
-            if Path(f"/proc/{pid}/comm").read_text() == "sh\n":
+            if Path(f"/proc/{pid}/comm").read_text(errors="replace") == "sh\n":
                 return True
     return False
 

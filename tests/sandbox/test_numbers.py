@@ -41,7 +41,7 @@ def sleeper(session=False):
         if session:
             os.setsid()
         os.execvp("sleep", ["sleep", "1000"])
-    while Path(f"/proc/{pid}/comm").read_text() != "sleep\\n" or state(pid) != "S":
+    while Path(f"/proc/{pid}/comm").read_text(errors="replace") != "sleep\\n" or state(pid) != "S":
         time.sleep(0.001)
     return pid
 

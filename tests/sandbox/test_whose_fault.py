@@ -46,7 +46,7 @@ def kill_joiners(supervisor: int, known: set[int], ended: asyncio.Event) -> None
         fresh = children(supervisor) - known
         for pid in fresh:
             with contextlib.suppress(OSError):
-                status = Path(f"/proc/{pid}/status").read_text()
+                status = Path(f"/proc/{pid}/status").read_text(errors="replace")
                 numbers = next(line for line in status.splitlines() if line.startswith("NSpid:")).split()[1:]
                 # Those inside have a number there, too.
                 if len(fresh) > 1 and len(numbers) == 1:
