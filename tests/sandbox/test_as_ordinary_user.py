@@ -44,7 +44,8 @@ def test_everything_works_for_an_ordinary_user(image: Path, runtime: Runtime, pa
         done = subprocess.run(
             [
                 *(sys.executable, str(HERE / "as_user.py"), str(USER)),
-                *(sys.executable, "-m", "pytest", "-q", "-x", "-p", "no:cacheprovider", "--basetemp", str(home / "t")),
+                *(sys.executable, "-m", "pytest", "-q", "-x", "--reruns=1", "-p", "no:cacheprovider"),
+                *("--basetemp", str(home / "t")),
                 *files,
             ],
             cwd=HERE.parents[1],

@@ -67,14 +67,14 @@ async def test_a_killed_helper_is_no_result(image: Path, runtime: Runtime, start
         ended, refused = asyncio.Event(), list[str]()
         killing = asyncio.create_task(asyncio.to_thread(kill_joiners, supervisor, children(supervisor), ended))
         try:
-            for _ in range(400):
+            # Where the machine is busy, most end before they are found.
+            deadline = asyncio.get_running_loop().time() + 60
+            while len(refused) < 10 and asyncio.get_running_loop().time() < deadline:
                 try:
                     done = await container.run("echo ok; exit 7", user=user)
                     assert (done.exit_code, done.stdout) == (7, "ok\n")
                 except InfrastructureError as error:
                     refused.append(error.reason)
-                if len(refused) == 20:
-                    break
         finally:
             ended.set()
             await killing

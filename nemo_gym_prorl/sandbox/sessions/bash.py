@@ -355,7 +355,7 @@ class Shell:
 
     def _on_lost_line(self) -> None:
         if self._status and self._commands and self.running and self._code is None:
-            self._commands.send_behind(self._status.end_again())
+            self._commands.ask_again()
 
     def _on_unusable(self) -> None:
         if self._bash and not self.exited:

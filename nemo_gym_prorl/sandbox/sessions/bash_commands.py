@@ -5,8 +5,9 @@ No program that bash runs has it: bash keeps it closed to them. Its own forks wi
 it, and one in the background that reads there gets what was meant for bash. No shell can prevent that, so it is
 noticed: what bash has taken over it tells within moments (:mod:`.bash_status`). Where that does not come although
 nothing lies in the socket any more, the end of the command is sent once more. If bash tells an end without a begin,
-the command was never bash's; the same is so where several such lines are taken and bash tells nothing. As long as
-something lies in the socket nobody has read it, and whatever bash does at that time is its business.
+the command was never bash's; the same is so where several such lines are taken and bash tells nothing. So it is for
+the end of a line that bash has thrown away: its second end may be taken, too. As long as something lies in the socket
+nobody has read it, and whatever bash does at that time is its business.
 
 Nothing waits here: what the socket does not hold yet follows by itself, while the command's time limit runs.
 """
@@ -26,7 +27,7 @@ from nemo_gym_prorl.sandbox.supervisor.errors import SandboxBroken
 
 
 PATIENCE_S = 0.25
-"""Between two looks whether a command has arrived."""
+"""Between two looks whether a command, or an end that was sent again, has arrived."""
 
 PROBES = 3
 """Lines that may go without an answer."""
@@ -49,6 +50,7 @@ class BashCommands:
         self._socket = ours.detach()
         self._rest = b""
         self._probes = 0
+        self._asked_again = False
         self._look_again: asyncio.TimerHandle | None = None
 
     def send(self, line: bytes, *, watched: bool = True) -> None:
@@ -59,17 +61,20 @@ class BashCommands:
         """
         self._rest += line
         self._write()
+        self._asked_again = False
         if self._look_again:
             self._look_again.cancel()
         if watched:
             self._probes = 0
-            self._look_again = self._loop.call_later(PATIENCE_S, self._look)
+            self._watch()
 
-    def send_behind(self, line: bytes) -> None:
-        """Send a short line after one that is on its way. Where that was not taken, this is not needed."""
-        if self._socket >= 0 and not self._rest:
-            with contextlib.suppress(OSError):
-                os.write(self._socket, line)
+    def ask_again(self) -> None:
+        """Have bash tell the end of the line that it has taken over, and see to it that bash gets the question."""
+        if not self._asked_again:
+            self._asked_again = True
+            self._probes = 0
+            self._watch()
+        self._send_end()
 
     def close(self) -> None:
         """Bash's input ends."""
@@ -97,17 +102,28 @@ class BashCommands:
         with contextlib.suppress(SandboxBroken):
             self._write()
 
+    def _send_end(self) -> None:
+        """Send the end behind what is on its way. Where that was not taken, this is not needed."""
+        if self._socket >= 0 and not self._rest:
+            with contextlib.suppress(OSError):
+                os.write(self._socket, self._status.end_again())
+
+    def _watch(self) -> None:
+        if self._look_again:
+            self._look_again.cancel()
+        self._look_again = self._loop.call_later(PATIENCE_S, self._look)
+
     def _look(self) -> None:
-        """See whether bash has the command."""
-        if self._status.begun:
+        """See whether bash has what was sent."""
+        if self._status.ended if self._asked_again else self._status.begun:
             return
         if not self._rest and not self._unread():
             if self._probes == PROBES:
                 self._status.give_up()
                 return
             self._probes += 1
-            self.send_behind(self._status.end_again())
-        self._look_again = self._loop.call_later(PATIENCE_S, self._look)
+            self._send_end()
+        self._watch()
 
     def _unread(self) -> int:
         """How much lies in the socket."""

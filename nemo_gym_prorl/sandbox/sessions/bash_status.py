@@ -120,7 +120,12 @@ class BashStatus:
     @property
     def begun(self) -> bool:
         """Whether bash has taken over the last command; also when it has ended."""
-        return self._begun or self._mark is None
+        return self._begun or self.ended
+
+    @property
+    def ended(self) -> bool:
+        """Whether the end of the last command was told, or can't be told any more."""
+        return self._mark is None
 
     def give_up(self) -> None:
         """Bash can't have got the last command."""
