@@ -22,12 +22,12 @@ from dataclasses import dataclass
 from benchmarks import processes
 from benchmarks.report import Figure, publish
 from nemo_gym_prorl.deployment import GymDeployment
-from nemo_gym_prorl.policy import scripted
-from nemo_gym_prorl.policy.scripted_text import MODEL_NAME
 from nemo_gym_prorl.rollout.client import RolloutClient
 from nemo_gym_prorl.rollout.schemas import JobView
 from nemo_gym_prorl.sandbox.images.building.default import ensure_kernel_image
 from nemo_gym_prorl.sandbox.runtime.install import ensure_runtime
+from nemo_gym_prorl.scripted import server as scripted
+from nemo_gym_prorl.scripted.text import MODEL_NAME
 from nemo_gym_prorl.tasks.code.humaneval import problems, row_for
 from nemo_gym_prorl.tasks.code.scripts import script_for
 

@@ -34,10 +34,10 @@ from pathlib import Path
 import aiohttp
 
 from benchmarks.fleet import Rollout, agent_trace
-from nemo_gym_prorl.policy.backend import Backend
-from nemo_gym_prorl.policy.backends import BackendPool
-from nemo_gym_prorl.policy.engines import VllmCompletions
-from nemo_gym_prorl.policy.placement import Placement
+from nemo_gym_prorl.policy.engines.vllm_completions import VllmCompletions
+from nemo_gym_prorl.policy.pool.backend import Backend
+from nemo_gym_prorl.policy.pool.placement import Placement
+from nemo_gym_prorl.policy.pool.pool import BackendPool
 
 
 SCRIPTS = Path(__file__).parents[1] / "scripts"

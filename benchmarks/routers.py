@@ -8,8 +8,8 @@ import hashlib
 from collections import Counter, defaultdict
 
 from benchmarks.fleet import Fleet, Request, Rollout
-from nemo_gym_prorl.policy.backend import Assign, Decision, Outcome
-from nemo_gym_prorl.policy.backends import BackendPool
+from nemo_gym_prorl.policy.pool.backend import Assign, Decision, Outcome
+from nemo_gym_prorl.policy.pool.pool import BackendPool
 
 
 class Base:

@@ -164,7 +164,7 @@ def scripted(
 ) -> None:
     """Run a model server that plays back the answers that a row brings with it. No language model."""
     from nemo_gym_prorl.commands import scripted as command
-    from nemo_gym_prorl.policy.scripted_policy import ScriptedConfig
+    from nemo_gym_prorl.scripted.policy import ScriptedConfig
 
     command.run(ScriptedConfig(model, max_model_len, latency_s, seed), host, port)
 

@@ -16,12 +16,12 @@ from typing import Any
 import pytest
 from hypothesis import HealthCheck, settings
 
-from nemo_gym_prorl.policy.scripted import ScriptedConfig
-from nemo_gym_prorl.policy.scripted import serve as serve_scripted
 from nemo_gym_prorl.sandbox.images.building.default import ensure_default_image
 from nemo_gym_prorl.sandbox.images.cache import silent
 from nemo_gym_prorl.sandbox.runtime.apptainer import Runtime
 from nemo_gym_prorl.sandbox.runtime.install import ensure_runtime
+from nemo_gym_prorl.scripted.server import ScriptedConfig
+from nemo_gym_prorl.scripted.server import serve as serve_scripted
 
 
 # How fast a machine is, is no property of the code.

@@ -29,14 +29,14 @@ import yaml
 
 from nemo_gym_prorl.cli import app
 from nemo_gym_prorl.handlers.agent_service import ServiceConfig
-from nemo_gym_prorl.policy.scripted import ScriptedConfig
-from nemo_gym_prorl.policy.scripted import serve as serve_scripted
-from nemo_gym_prorl.policy.scripted_text import MODEL_NAME
 from nemo_gym_prorl.rollout.client import RolloutClient
 from nemo_gym_prorl.sandbox.container import Container, ContainerSpec
 from nemo_gym_prorl.sandbox.images.building.default import ensure_kernel_image
 from nemo_gym_prorl.sandbox.images.cache import silent
 from nemo_gym_prorl.sandbox.isolation.user_domain import no_several_users
+from nemo_gym_prorl.scripted.server import ScriptedConfig
+from nemo_gym_prorl.scripted.server import serve as serve_scripted
+from nemo_gym_prorl.scripted.text import MODEL_NAME
 from tests.handlers.gym_host import hosting, instance, url_of
 from tests.handlers.test_gym_environment import counting, gym_rows, scripted
 

@@ -20,7 +20,7 @@ import pytest
 
 from nemo_gym_prorl import open_files
 from nemo_gym_prorl.failures import FailureKind, Origin, Stage, classify
-from nemo_gym_prorl.policy.scripted_text import MODEL_NAME
+from nemo_gym_prorl.scripted.text import MODEL_NAME
 from tests.handlers import peers
 from tests.handlers.gym_host import hosting, instance, url_of
 from tests.handlers.test_gym_environment import collected, gym_rows, scripted

@@ -8,8 +8,8 @@ import contextlib
 import signal
 
 from nemo_gym_prorl.failures import InfrastructureError
-from nemo_gym_prorl.policy.scripted import serve
-from nemo_gym_prorl.policy.scripted_policy import ScriptedConfig
+from nemo_gym_prorl.scripted.policy import ScriptedConfig
+from nemo_gym_prorl.scripted.server import serve
 
 
 def run(config: ScriptedConfig, host: str, port: int) -> None:

@@ -19,19 +19,20 @@ from typing import Any
 import aiohttp
 
 from nemo_gym_prorl.failures import CallerError
-from nemo_gym_prorl.policy.addresses import bearer, checked_url, origin_of
-from nemo_gym_prorl.policy.backend import Backend, Decision
-from nemo_gym_prorl.policy.backends import BackendPool
-from nemo_gym_prorl.policy.chat import Renderer
 from nemo_gym_prorl.policy.config import PolicyConfig, check_host
-from nemo_gym_prorl.policy.detection import detect, published, speaks
-from nemo_gym_prorl.policy.engine import BackendFailed, HttpEngine, Misconfigured
-from nemo_gym_prorl.policy.engines import ENGINES
+from nemo_gym_prorl.policy.engines.addresses import bearer, checked_url, origin_of
+from nemo_gym_prorl.policy.engines.detection import detect, published, speaks
+from nemo_gym_prorl.policy.engines.engine import BackendFailed, Misconfigured
+from nemo_gym_prorl.policy.engines.http_engine import HttpEngine
+from nemo_gym_prorl.policy.engines.registry import ENGINES
 from nemo_gym_prorl.policy.metrics import PolicyMetrics
-from nemo_gym_prorl.policy.parsers import FORMATS
-from nemo_gym_prorl.policy.placement import Placement
+from nemo_gym_prorl.policy.pool.backend import Backend, Decision
+from nemo_gym_prorl.policy.pool.placement import Placement
+from nemo_gym_prorl.policy.pool.pool import BackendPool
+from nemo_gym_prorl.policy.pool.waits import Waits
 from nemo_gym_prorl.policy.service import PolicyService
-from nemo_gym_prorl.policy.waits import Waits
+from nemo_gym_prorl.policy.text.chat import Renderer
+from nemo_gym_prorl.policy.text.parsers import FORMATS
 
 
 _log = logging.getLogger(__name__)

@@ -6,9 +6,9 @@ from __future__ import annotations
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
 from prometheus_client.exposition import generate_latest
 
-from nemo_gym_prorl.policy.backends import BackendPool
-from nemo_gym_prorl.policy.placement import Placed
-from nemo_gym_prorl.policy.tokens import Generation
+from nemo_gym_prorl.policy.generation import Generation
+from nemo_gym_prorl.policy.pool.placement import Placed
+from nemo_gym_prorl.policy.pool.pool import BackendPool
 
 
 _SECONDS = (0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120, 300, 600)

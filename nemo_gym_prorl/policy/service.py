@@ -2,7 +2,7 @@
 """One call per turn: messages in, the policy's next message out, tokens kept.
 
 An agent sends its conversation as every OpenAI-style agent does, whole or (cheaper) as what is new since an earlier
-answer. It is matched to the turns of its rollout (:mod:`history`): the longest known history is kept as it was
+answer. It is matched to the turns of its rollout (:mod:`.tokens.history`): the longest known history is kept as it was
 sampled, only what follows is rendered. An agent may sample a turn twice, or edit its past: each gives a branch, which
 is counted, and none corrupts another.
 
@@ -24,17 +24,18 @@ from datetime import datetime
 from typing import Any, Literal
 
 from nemo_gym_prorl.failures import CallerError, FailureKind, RolloutError
-from nemo_gym_prorl.policy.backend import Backend
-from nemo_gym_prorl.policy.chat import Continuation, Renderer
-from nemo_gym_prorl.policy.engine import BackendFailed, Conversation, Engine, Misconfigured
-from nemo_gym_prorl.policy.history import History, Match, Point, digest
-from nemo_gym_prorl.policy.messages import Message, as_message, head_of
+from nemo_gym_prorl.policy.engines.engine import BackendFailed, Conversation, Engine, Misconfigured
+from nemo_gym_prorl.policy.engines.sampling import Sampling
+from nemo_gym_prorl.policy.generation import Finish, Generation
 from nemo_gym_prorl.policy.metrics import PolicyMetrics
-from nemo_gym_prorl.policy.parsers import Parsed, parse, parsed_by_engine
-from nemo_gym_prorl.policy.placement import Placement, cancelling
-from nemo_gym_prorl.policy.sampling import Sampling
-from nemo_gym_prorl.policy.seam import Written
-from nemo_gym_prorl.policy.tokens import Finish, Generation, TokenLedger, Turn
+from nemo_gym_prorl.policy.pool.backend import Backend
+from nemo_gym_prorl.policy.pool.placement import Placement, cancelling
+from nemo_gym_prorl.policy.text.chat import Continuation, Renderer
+from nemo_gym_prorl.policy.text.messages import Message, as_message, head_of
+from nemo_gym_prorl.policy.text.parsers import Parsed, parse, parsed_by_engine
+from nemo_gym_prorl.policy.text.seam import Written
+from nemo_gym_prorl.policy.tokens.history import History, Match, Point, digest
+from nemo_gym_prorl.policy.tokens.ledger import TokenLedger, Turn
 
 
 _log = logging.getLogger(__name__)
@@ -135,7 +136,7 @@ class PolicyService:
         placement: where requests run.
         metrics: what is counted.
         renderer: tokenizer and chat template; needed by engines that take tokens.
-        tool_format: name in :data:`~nemo_gym_prorl.policy.parsers.FORMATS`.
+        tool_format: name in :data:`~nemo_gym_prorl.policy.text.parsers.FORMATS`.
         thoughts: look for ``<think>`` blocks.
         history: see :data:`Rewriting`.
         keep_s: how long an unused rollout is remembered.

@@ -35,11 +35,11 @@ from pydantic import Field
 from nemo_gym_prorl import memory, open_files
 from nemo_gym_prorl.access import KeyGuard, check_exposure
 from nemo_gym_prorl.failures import CallerError
-from nemo_gym_prorl.policy.api import PolicyConfig, PolicyHost, add_control_routes, with_problems
-from nemo_gym_prorl.policy.asgi import AnswerHeaders, CancelOnDisconnect, put_header
-from nemo_gym_prorl.policy.sampling import Sampling
+from nemo_gym_prorl.policy.engines.sampling import Sampling
+from nemo_gym_prorl.policy.generation import Finish
+from nemo_gym_prorl.policy.http.api import PolicyConfig, PolicyHost, add_control_routes, with_problems
+from nemo_gym_prorl.policy.http.asgi import AnswerHeaders, CancelOnDisconnect, put_header
 from nemo_gym_prorl.policy.service import Answer, TurnRequest
-from nemo_gym_prorl.policy.tokens import Finish
 
 
 TOKENS_HEADER = "X-Rollout-Tokens"

@@ -15,10 +15,10 @@ import orjson
 
 from nemo_gym_prorl.deployment import GymDeployment
 from nemo_gym_prorl.gym_cli import GymCli
-from nemo_gym_prorl.policy.scripted import serve
-from nemo_gym_prorl.policy.scripted_text import MODEL_NAME
 from nemo_gym_prorl.rollout.client import RolloutClient
 from nemo_gym_prorl.sandbox.images.cache import cache_dir
+from nemo_gym_prorl.scripted.server import serve
+from nemo_gym_prorl.scripted.text import MODEL_NAME
 
 
 REPOSITORY = Path(__file__).parents[2]

@@ -14,8 +14,8 @@ import orjson
 import pytest
 
 from nemo_gym_prorl.demo import DESERVED, SCRIPTS
-from nemo_gym_prorl.policy.scripted_text import MODEL_NAME
 from nemo_gym_prorl.processes import ProcessMark
+from nemo_gym_prorl.scripted.text import MODEL_NAME
 
 
 pytestmark = [pytest.mark.gym, pytest.mark.sandbox]

@@ -15,8 +15,8 @@ from aiohttp import web
 
 from nemo_gym_prorl.deployment import GymDeployment, without_interrupts
 from nemo_gym_prorl.gym_cli import MARK_NAME, DeploymentError, GymCli
-from nemo_gym_prorl.policy.scripted_text import MODEL_NAME
 from nemo_gym_prorl.processes import ProcessMark, somebody_else_listens
+from nemo_gym_prorl.scripted.text import MODEL_NAME
 
 
 pytestmark = pytest.mark.gym

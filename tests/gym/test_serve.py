@@ -24,10 +24,10 @@ from nemo_gym_prorl.deployment import GymDeployment
 from nemo_gym_prorl.failures import InfrastructureError
 from nemo_gym_prorl.gym_cli import DeploymentError
 from nemo_gym_prorl.handlers.agent_service import StagesConfig
-from nemo_gym_prorl.policy.scripted_text import MODEL_NAME
 from nemo_gym_prorl.processes import ProcessMark
 from nemo_gym_prorl.rollout.client import ApiError, RolloutClient
 from nemo_gym_prorl.rollout.schemas import JobView
+from nemo_gym_prorl.scripted.text import MODEL_NAME
 from nemo_gym_prorl.tasks.code.humaneval import problems, row_for
 from nemo_gym_prorl.tasks.code.scripts import script_for
 

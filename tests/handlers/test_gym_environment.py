@@ -19,9 +19,9 @@ from fastapi import FastAPI, Request, Response
 from omegaconf import OmegaConf
 
 from nemo_gym_prorl.handlers.agent_service import AgentService, ServiceConfig
-from nemo_gym_prorl.policy.scripted import ScriptedConfig
-from nemo_gym_prorl.policy.scripted import serve as serve_scripted
-from nemo_gym_prorl.policy.scripted_text import MODEL_NAME
+from nemo_gym_prorl.scripted.server import ScriptedConfig
+from nemo_gym_prorl.scripted.server import serve as serve_scripted
+from nemo_gym_prorl.scripted.text import MODEL_NAME
 from tests.handlers.gym_host import hosting, instance, url_of
 from tests.rollout.serving import serve
 

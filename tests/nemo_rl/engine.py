@@ -19,7 +19,7 @@ from fastapi import FastAPI, Request
 from fastapi.responses import JSONResponse, Response
 from nemo_rl.models.generation.openai_server_utils import replace_prefix_tokens
 
-from nemo_gym_prorl.policy import scripted_text as text
+from nemo_gym_prorl.scripted import text
 from tests.nemo_rl.tokenizer import ByteTokenizer
 
 

@@ -4,7 +4,7 @@
 from collections.abc import Sequence
 from typing import Any
 
-from nemo_gym_prorl.policy import scripted_text as text
+from nemo_gym_prorl.scripted import text
 
 
 class ByteTokenizer:

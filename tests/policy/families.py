@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from nemo_gym_prorl.policy.chat import ChatTemplate, Renderer, Tokenizer
+from nemo_gym_prorl.policy.text.chat import ChatTemplate, Renderer, Tokenizer
 
 
 TEMPLATES = Path(__file__).parent / "templates"

@@ -8,7 +8,7 @@ import aiohttp
 import pytest
 from fastapi import FastAPI, Request, Response
 
-from nemo_gym_prorl.policy.asgi import CancelOnDisconnect
+from nemo_gym_prorl.policy.http.asgi import CancelOnDisconnect
 from tests.rollout.serving import serve
 
 

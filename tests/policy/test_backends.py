@@ -11,8 +11,8 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
 from nemo_gym_prorl.failures import CallerError
-from nemo_gym_prorl.policy.backend import Abort, Assign, Backend, Decision, Health, Outcome, Probe, Quiesced
-from nemo_gym_prorl.policy.backends import BackendPool
+from nemo_gym_prorl.policy.pool.backend import Abort, Assign, Backend, Decision, Health, Outcome, Probe, Quiesced
+from nemo_gym_prorl.policy.pool.pool import BackendPool
 
 
 LIMIT = 3

@@ -15,10 +15,10 @@ from hypothesis import strategies as st
 from tokenizers import Tokenizer as FastTokenizer
 
 from nemo_gym_prorl.failures import CallerError
-from nemo_gym_prorl.policy.chat import ChatTemplate, Renderer, Tokenizer
-from nemo_gym_prorl.policy.messages import Message, as_message
-from nemo_gym_prorl.policy.parsers import parse
-from nemo_gym_prorl.policy.tokens import Finish
+from nemo_gym_prorl.policy.generation import Finish
+from nemo_gym_prorl.policy.text.chat import ChatTemplate, Renderer, Tokenizer
+from nemo_gym_prorl.policy.text.messages import Message, as_message
+from nemo_gym_prorl.policy.text.parsers import parse
 from tests.policy.engines import tiny_model
 from tests.policy.families import FAMILIES, TOOLS, Family, call_message
 

@@ -17,9 +17,7 @@ from tokenizers import Tokenizer as FastTokenizer
 from tokenizers.models import WordLevel
 
 from nemo_gym_prorl.failures import CallerError
-from nemo_gym_prorl.policy.api import PolicyConfig, PolicyHost, add_control_routes
-from nemo_gym_prorl.policy.chat import ChatTemplate, Renderer, Tokenizer
-from nemo_gym_prorl.policy.engine import (
+from nemo_gym_prorl.policy.engines.engine import (
     BackendErred,
     BackendFailed,
     Conversation,
@@ -27,10 +25,15 @@ from nemo_gym_prorl.policy.engine import (
     Misconfigured,
     RequestRefused,
 )
-from nemo_gym_prorl.policy.engines import NemoRl, SglangGenerate, VllmCompletions
-from nemo_gym_prorl.policy.sampling import Sampling
+from nemo_gym_prorl.policy.engines.nemo_rl import NemoRl
+from nemo_gym_prorl.policy.engines.sampling import Sampling
+from nemo_gym_prorl.policy.engines.sglang import SglangGenerate
+from nemo_gym_prorl.policy.engines.vllm_completions import VllmCompletions
+from nemo_gym_prorl.policy.generation import Finish, Generation
+from nemo_gym_prorl.policy.http.api import PolicyConfig, PolicyHost, add_control_routes
 from nemo_gym_prorl.policy.service import PolicyService, TurnRequest
-from nemo_gym_prorl.policy.tokens import Finish, Generation, TokenMismatch
+from nemo_gym_prorl.policy.text.chat import ChatTemplate, Renderer, Tokenizer
+from nemo_gym_prorl.policy.tokens.ledger import TokenMismatch
 from tests.policy.engines import MODEL, free_port, serving
 
 

@@ -14,15 +14,15 @@ import aiohttp
 import pytest
 from tokenizers import Tokenizer as FastTokenizer
 
-from nemo_gym_prorl.policy.backends import BackendPool
-from nemo_gym_prorl.policy.chat import Renderer, Tokenizer
-from nemo_gym_prorl.policy.engines import VllmCompletions
+from nemo_gym_prorl.policy.engines.sampling import Sampling
+from nemo_gym_prorl.policy.engines.vllm_completions import VllmCompletions
+from nemo_gym_prorl.policy.generation import Finish
 from nemo_gym_prorl.policy.metrics import PolicyMetrics
-from nemo_gym_prorl.policy.parsers import parse
-from nemo_gym_prorl.policy.placement import Placement
-from nemo_gym_prorl.policy.sampling import Sampling
+from nemo_gym_prorl.policy.pool.placement import Placement
+from nemo_gym_prorl.policy.pool.pool import BackendPool
 from nemo_gym_prorl.policy.service import Answer, PolicyService, TurnRequest
-from nemo_gym_prorl.policy.tokens import Finish
+from nemo_gym_prorl.policy.text.chat import Renderer, Tokenizer
+from nemo_gym_prorl.policy.text.parsers import parse
 from tests.policy.engines import MODEL
 from tests.policy.families import FAMILIES, TOOLS, Family, some_words
 

@@ -17,9 +17,9 @@ from tokenizers import Tokenizer as FastTokenizer
 
 from nemo_gym_prorl.deployment import GymDeployment
 from nemo_gym_prorl.gym_cli import DeploymentError
-from nemo_gym_prorl.policy.chat import Tokenizer
-from nemo_gym_prorl.policy.parsers import parse
-from nemo_gym_prorl.policy.scripted import ScriptedConfig, serve
+from nemo_gym_prorl.policy.text.chat import Tokenizer
+from nemo_gym_prorl.policy.text.parsers import parse
+from nemo_gym_prorl.scripted.server import ScriptedConfig, serve
 from tests.handlers.gym_host import hosting, instance, url_of
 from tests.policy.families import FAMILIES, TEMPLATES, TOOLS, some_words
 

@@ -14,8 +14,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from nemo_gym_prorl.failures import CallerError
-from nemo_gym_prorl.policy.history import History, Match, Point, Visible
-from nemo_gym_prorl.policy.tokens import Finish, Generation
+from nemo_gym_prorl.policy.generation import Finish, Generation
+from nemo_gym_prorl.policy.tokens.history import History, Match, Point, Visible
 
 
 type Messages = list[dict[str, Any]]

@@ -19,15 +19,18 @@ from tokenizers import Tokenizer as FastTokenizer
 from tokenizers.models import WordLevel
 
 from nemo_gym_prorl.failures import CallerError
-from nemo_gym_prorl.policy.addresses import checked_url
-from nemo_gym_prorl.policy.api import PolicyConfig, PolicyHost
-from nemo_gym_prorl.policy.backend import Health
 from nemo_gym_prorl.policy.config import HostRefused
-from nemo_gym_prorl.policy.engine import BackendFailed, Misconfigured, RequestRefused
-from nemo_gym_prorl.policy.engines import NemoRl, SglangGenerate, VllmChat, VllmCompletions
-from nemo_gym_prorl.policy.sampling import Sampling
-from nemo_gym_prorl.policy.scripted import ScriptedConfig, serve
+from nemo_gym_prorl.policy.engines.addresses import checked_url
+from nemo_gym_prorl.policy.engines.engine import BackendFailed, Misconfigured, RequestRefused
+from nemo_gym_prorl.policy.engines.nemo_rl import NemoRl
+from nemo_gym_prorl.policy.engines.sampling import Sampling
+from nemo_gym_prorl.policy.engines.sglang import SglangGenerate
+from nemo_gym_prorl.policy.engines.vllm_chat import VllmChat
+from nemo_gym_prorl.policy.engines.vllm_completions import VllmCompletions
+from nemo_gym_prorl.policy.http.api import PolicyConfig, PolicyHost
+from nemo_gym_prorl.policy.pool.backend import Health
 from nemo_gym_prorl.policy.service import TurnRequest
+from nemo_gym_prorl.scripted.server import ScriptedConfig, serve
 from tests.policy.engines import MODEL, free_port, serving
 from tests.policy.test_engines import completion, nemo_rl_server, says
 from tests.policy.test_prorl_model import server

@@ -14,14 +14,14 @@ import aiohttp
 import pytest
 from tokenizers import Tokenizer as FastTokenizer
 
-from nemo_gym_prorl.policy.backends import BackendPool
-from nemo_gym_prorl.policy.chat import Tokenizer
-from nemo_gym_prorl.policy.engine import Misconfigured
-from nemo_gym_prorl.policy.engines import VllmCompletions
+from nemo_gym_prorl.policy.engines.engine import Misconfigured
+from nemo_gym_prorl.policy.engines.sampling import Sampling
+from nemo_gym_prorl.policy.engines.vllm_completions import VllmCompletions
 from nemo_gym_prorl.policy.metrics import PolicyMetrics
-from nemo_gym_prorl.policy.placement import Placement
-from nemo_gym_prorl.policy.sampling import Sampling
+from nemo_gym_prorl.policy.pool.placement import Placement
+from nemo_gym_prorl.policy.pool.pool import BackendPool
 from nemo_gym_prorl.policy.service import PolicyService, TurnRequest
+from nemo_gym_prorl.policy.text.chat import Tokenizer
 from tests.policy.engines import MODEL, SCRIPTS, kill, vllm, vllm_python
 from tests.policy.families import FAMILIES, TOOLS
 from tests.policy.test_engines import first_call

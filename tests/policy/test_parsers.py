@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from nemo_gym_prorl.policy.parsers import FORMATS, MALFORMED_NAME, parse, parsed_by_engine
+from nemo_gym_prorl.policy.text.parsers import FORMATS, MALFORMED_NAME, parse, parsed_by_engine
 
 
 TEXT = st.text(st.characters(codec="utf-8"))

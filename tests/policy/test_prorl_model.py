@@ -20,8 +20,8 @@ from tokenizers.models import WordLevel
 from nemo_gym_prorl.failures import CallerError
 from nemo_gym_prorl.handlers.conversation import Conversation
 from nemo_gym_prorl.handlers.gym_http import Address, GymServer, HttpClient
-from nemo_gym_prorl.policy.scripted import ScriptedConfig
-from nemo_gym_prorl.policy.scripted import serve as scripted
+from nemo_gym_prorl.scripted.server import ScriptedConfig
+from nemo_gym_prorl.scripted.server import serve as scripted
 from responses_api_models.prorl_model.app import ProrlModel, ProrlModelConfig
 from tests.policy.engines import serving
 

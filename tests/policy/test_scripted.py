@@ -12,8 +12,8 @@ import aiohttp
 import orjson
 import pytest
 
-from nemo_gym_prorl.policy.scripted import ScriptedConfig, serve
-from nemo_gym_prorl.policy.scripted_text import END_OF_TURN, MODEL_NAME, decode_ids
+from nemo_gym_prorl.scripted.server import ScriptedConfig, serve
+from nemo_gym_prorl.scripted.text import END_OF_TURN, MODEL_NAME, decode_ids
 
 
 SCRIPT = orjson.dumps(

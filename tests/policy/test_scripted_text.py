@@ -6,8 +6,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from nemo_gym_prorl.policy import scripted_text as text
-from nemo_gym_prorl.policy.scripted_text import ScriptError
+from nemo_gym_prorl.scripted import text
+from nemo_gym_prorl.scripted.text import ScriptError
 
 
 words = st.text(st.characters(codec="utf-8"), max_size=30)

@@ -11,10 +11,10 @@ from typing import Any
 import pytest
 
 from nemo_gym_prorl.failures import CallerError
-from nemo_gym_prorl.policy.api import PolicyConfig, PolicyHost, trajectory
-from nemo_gym_prorl.policy.sampling import Sampling
+from nemo_gym_prorl.policy.engines.sampling import Sampling
+from nemo_gym_prorl.policy.generation import Finish
+from nemo_gym_prorl.policy.http.api import PolicyConfig, PolicyHost, trajectory
 from nemo_gym_prorl.policy.service import Answer, PolicyService, TurnRequest
-from nemo_gym_prorl.policy.tokens import Finish
 from tests.policy.engines import MODEL
 from tests.policy.families import TEMPLATES, TOOLS
 

@@ -20,12 +20,12 @@ from nemo_gym.responses_converter import VLLMConverter
 from openai.types.responses import FunctionToolParam
 
 from nemo_gym_prorl.failures import CallerError
-from nemo_gym_prorl.policy.api import PolicyConfig, PolicyHost
-from nemo_gym_prorl.policy.chat import ChatTemplate, Renderer
-from nemo_gym_prorl.policy.engine import Sampling
-from nemo_gym_prorl.policy.seam import Written
+from nemo_gym_prorl.policy.engines.sampling import Sampling
+from nemo_gym_prorl.policy.generation import Finish
+from nemo_gym_prorl.policy.http.api import PolicyConfig, PolicyHost
 from nemo_gym_prorl.policy.service import TurnRequest
-from nemo_gym_prorl.policy.tokens import Finish
+from nemo_gym_prorl.policy.text.chat import ChatTemplate, Renderer
+from nemo_gym_prorl.policy.text.seam import Written
 from responses_api_models.prorl_model.app import _offered
 from tests.policy.engines import serving
 from tests.policy.families import TEMPLATES

@@ -14,8 +14,8 @@ import aiohttp
 import pytest
 from tokenizers import Tokenizer as FastTokenizer
 
-from nemo_gym_prorl.policy.api import PolicyConfig, PolicyHost
-from nemo_gym_prorl.policy.sampling import Sampling
+from nemo_gym_prorl.policy.engines.sampling import Sampling
+from nemo_gym_prorl.policy.http.api import PolicyConfig, PolicyHost
 from nemo_gym_prorl.policy.service import Answer, TurnRequest
 from tests.policy.engines import MODEL, vllm
 from tests.policy.families import TEMPLATES

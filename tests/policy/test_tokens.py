@@ -9,7 +9,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from nemo_gym_prorl.policy.tokens import Finish, Generation, TokenLedger, TokenMismatch, Turn
+from nemo_gym_prorl.policy.generation import Finish, Generation
+from nemo_gym_prorl.policy.tokens.ledger import TokenLedger, TokenMismatch, Turn
 
 
 IDS = st.lists(st.integers(0, 9), max_size=6)

@@ -19,8 +19,8 @@ from tokenizers import AddedToken, decoders, models, pre_tokenizers
 from tokenizers import Tokenizer as FastTokenizer
 
 from nemo_gym_prorl.failures import CallerError
-from nemo_gym_prorl.policy.chat import ChatTemplate, Renderer, Tokenizer
-from nemo_gym_prorl.policy.tokens import Finish
+from nemo_gym_prorl.policy.generation import Finish
+from nemo_gym_prorl.policy.text.chat import ChatTemplate, Renderer, Tokenizer
 from tests.policy.families import TOOLS
 
 

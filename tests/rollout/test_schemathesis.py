@@ -16,9 +16,9 @@ import pytest
 import pytest_asyncio
 
 from nemo_gym_prorl.access import authorization
-from nemo_gym_prorl.policy.scripted import ScriptedConfig
-from nemo_gym_prorl.policy.scripted import serve as serve_scripted
-from nemo_gym_prorl.policy.scripted_text import MODEL_NAME
+from nemo_gym_prorl.scripted.server import ScriptedConfig
+from nemo_gym_prorl.scripted.server import serve as serve_scripted
+from nemo_gym_prorl.scripted.text import MODEL_NAME
 from tests.handlers.gym_host import hosting, instance, url_of
 
 

@@ -14,8 +14,8 @@ import uuid
 from dataclasses import dataclass
 from typing import Any
 
-from nemo_gym_prorl.policy import scripted_text as text
-from nemo_gym_prorl.policy.scripted_text import MODEL_NAME, NO_SCRIPT_TURN, Script, Turn
+from nemo_gym_prorl.scripted import text
+from nemo_gym_prorl.scripted.text import MODEL_NAME, NO_SCRIPT_TURN, Script, Turn
 
 
 @dataclass(frozen=True, slots=True)

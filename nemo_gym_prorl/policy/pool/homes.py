@@ -21,9 +21,9 @@ from __future__ import annotations
 from collections.abc import Collection, Iterable
 from dataclasses import dataclass
 
-from nemo_gym_prorl.policy import health
-from nemo_gym_prorl.policy.backend import Backend
-from nemo_gym_prorl.policy.tickets import Rollout
+from nemo_gym_prorl.policy.pool import health
+from nemo_gym_prorl.policy.pool.backend import Backend
+from nemo_gym_prorl.policy.pool.tickets import Rollout
 
 
 _CROWDED = 2.0

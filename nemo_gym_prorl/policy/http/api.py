@@ -18,9 +18,9 @@ from fastapi.routing import APIRoute
 from pydantic import BaseModel, ConfigDict, Field
 
 from nemo_gym_prorl.failures import CallerError
-from nemo_gym_prorl.policy.backend import Backend
 from nemo_gym_prorl.policy.config import PolicyConfig
 from nemo_gym_prorl.policy.host import PolicyHost
+from nemo_gym_prorl.policy.pool.backend import Backend
 from nemo_gym_prorl.policy.service import PolicyService, RolloutGone
 from nemo_gym_prorl.problems import Problem, ProblemRoute, add_problem_handlers
 

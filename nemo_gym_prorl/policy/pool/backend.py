@@ -7,7 +7,7 @@ from collections import Counter
 from dataclasses import dataclass, field
 from enum import StrEnum
 
-from nemo_gym_prorl.policy.tickets import Rollout
+from nemo_gym_prorl.policy.pool.tickets import Rollout
 
 
 class Health(StrEnum):

@@ -31,9 +31,10 @@ from typing import Any
 import orjson
 
 from nemo_gym_prorl.failures import CallerError
-from nemo_gym_prorl.policy.messages import Message, Tools, text_of
-from nemo_gym_prorl.policy.parsers import read_json
-from nemo_gym_prorl.policy.tokens import Finish, Generation, TokenLedger, Turn
+from nemo_gym_prorl.policy.generation import Finish, Generation
+from nemo_gym_prorl.policy.text.messages import Message, Tools, text_of
+from nemo_gym_prorl.policy.text.parsers import read_json
+from nemo_gym_prorl.policy.tokens.ledger import TokenLedger, Turn
 
 
 _THOUGHT = re.compile(r"<think>(.*?)</think>", re.DOTALL)

@@ -17,67 +17,15 @@ clock or thread.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from enum import StrEnum
-from typing import Any
 
 from nemo_gym_prorl.failures import InfrastructureError
-
-
-class Finish(StrEnum):
-    """Why sampling ended."""
-
-    STOP = "stop"
-    """The model ended its turn, or wrote a stop string."""
-    LENGTH = "length"
-    """The request's ``max_tokens`` were used up."""
-    CONTEXT = "context"
-    """The prompt left no room in the engine's context: nothing was sampled."""
+from nemo_gym_prorl.policy.generation import Finish, Generation
 
 
 class TokenMismatch(InfrastructureError):
     """What an engine answered cannot be the tokens of this rollout."""
-
-
-@dataclass(frozen=True, slots=True)
-class Generation:
-    """What an engine sampled for one prompt.
-
-    Attributes:
-        ids: the sampled token ids, with the end-of-turn token if the model wrote one.
-        log_probs: natural logarithm of each sampled token's probability, as long as ``ids``.
-        finish: why it ended.
-        cached_tokens: how many prompt tokens came from the prefix cache; ``None`` where the engine does not tell.
-        prompt_ids: the prompt as the engine saw it, from engines that render messages themselves.
-        message: the assistant message as the engine parsed it, from engines that parse themselves.
-    """
-
-    ids: Sequence[int]
-    log_probs: Sequence[float]
-    finish: Finish
-    cached_tokens: int | None = None
-    prompt_ids: Sequence[int] | None = None
-    message: Mapping[str, Any] | None = None
-
-
-_ROUNDING = 1e-3
-"""What engines of low precision put on top of a probability of 1."""
-
-
-def checked(generation: Generation) -> Generation:
-    """A generation, once it is known to consist of token ids and log-probs: what it holds is trained on.
-
-    Raises:
-        ValueError: it does not. Missing log-probs are for the ledger to refuse.
-    """
-    for ids in (generation.ids, generation.prompt_ids or ()):
-        if not all(type(one) is int and one >= 0 for one in ids):
-            raise ValueError("a token id that is no number from 0 up")
-    for one in generation.log_probs:
-        if one is not None and (type(one) not in (int, float) or one > _ROUNDING):
-            raise ValueError(f"{one!r:.100} is not the logarithm of a probability")
-    return generation
 
 
 @dataclass(frozen=True, slots=True, eq=False)

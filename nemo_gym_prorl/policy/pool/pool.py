@@ -27,10 +27,10 @@ from collections import OrderedDict, deque
 from collections.abc import Iterator
 
 from nemo_gym_prorl.failures import CallerError
-from nemo_gym_prorl.policy import health, homes
-from nemo_gym_prorl.policy.backend import Abort, Assign, Backend, Decision, Health, Outcome, Probe, Quiesced
-from nemo_gym_prorl.policy.homes import Margins
-from nemo_gym_prorl.policy.tickets import Rollout, Ticket
+from nemo_gym_prorl.policy.pool import health, homes
+from nemo_gym_prorl.policy.pool.backend import Abort, Assign, Backend, Decision, Health, Outcome, Probe, Quiesced
+from nemo_gym_prorl.policy.pool.homes import Margins
+from nemo_gym_prorl.policy.pool.tickets import Rollout, Ticket
 
 
 class BackendPool:

@@ -27,8 +27,8 @@ import orjson
 import uvicorn
 from fastapi import FastAPI, Request, Response
 
-from nemo_gym_prorl.policy.scripted_policy import BadRequest, ScriptedAnswer, ScriptedConfig, ScriptedPolicy
-from nemo_gym_prorl.policy.scripted_text import MODEL_NAME, ScriptError
+from nemo_gym_prorl.scripted.policy import BadRequest, ScriptedAnswer, ScriptedConfig, ScriptedPolicy
+from nemo_gym_prorl.scripted.text import MODEL_NAME, ScriptError
 
 
 def create_app(config: ScriptedConfig | None = None) -> FastAPI:

@@ -9,7 +9,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from nemo_gym_prorl.failures import CallerError
-from nemo_gym_prorl.policy.parsers import MALFORMED_NAME, Parsed, read_json
+from nemo_gym_prorl.policy.text.parsers import MALFORMED_NAME, Parsed, read_json
 
 
 type Message = Mapping[str, Any]

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The rim of :mod:`backends`: clock, tasks and probes around the pure pool.
+"""The rim of :mod:`.pool`: clock, tasks and probes around the pure pool.
 
 A request runs under a *ticket*. The pool says where; a backend that fails gives the ticket back, and the same request
 is sent elsewhere. Whoever awaits :meth:`Placement.run` may be cancelled at any time: the request's connection is
@@ -16,10 +16,10 @@ import time
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, field
 
-from nemo_gym_prorl.policy.backend import Abort, Assign, Backend, Decision, Health, Outcome, Probe, Quiesced
-from nemo_gym_prorl.policy.backends import BackendPool
-from nemo_gym_prorl.policy.engine import BackendErred, BackendFailed, Engine, Misconfigured, RequestRefused
-from nemo_gym_prorl.policy.waits import Waits
+from nemo_gym_prorl.policy.engines.engine import BackendErred, BackendFailed, Engine, Misconfigured, RequestRefused
+from nemo_gym_prorl.policy.pool.backend import Abort, Assign, Backend, Decision, Health, Outcome, Probe, Quiesced
+from nemo_gym_prorl.policy.pool.pool import BackendPool
+from nemo_gym_prorl.policy.pool.waits import Waits
 
 
 _log = logging.getLogger(__name__)

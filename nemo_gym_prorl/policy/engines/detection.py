@@ -13,16 +13,11 @@ from collections.abc import Callable
 
 import aiohttp
 
-from nemo_gym_prorl.policy.addresses import root_of
-from nemo_gym_prorl.policy.engine import (
-    BackendErred,
-    Conversation,
-    HttpEngine,
-    Misconfigured,
-    RequestRefused,
-)
-from nemo_gym_prorl.policy.engines import ENGINES
-from nemo_gym_prorl.policy.sampling import Sampling
+from nemo_gym_prorl.policy.engines.addresses import root_of
+from nemo_gym_prorl.policy.engines.engine import BackendErred, Conversation, Misconfigured, RequestRefused
+from nemo_gym_prorl.policy.engines.http_engine import HttpEngine
+from nemo_gym_prorl.policy.engines.registry import ENGINES
+from nemo_gym_prorl.policy.engines.sampling import Sampling
 
 
 _CHAT, _COMPLETIONS, _GENERATE = "/v1/chat/completions", "/v1/completions", "/generate"

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Collection
 
-from nemo_gym_prorl.policy.backend import Backend, Health
+from nemo_gym_prorl.policy.pool.backend import Backend, Health
 
 
 _TURN_SMOOTHING = 0.08

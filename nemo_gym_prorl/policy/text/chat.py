@@ -2,9 +2,9 @@
 """Messages to tokens, one turn at a time, for any chat template.
 
 The policy's own tokens are kept as sampled, so after the first prompt only *new* messages are tokenised. What stands
-between a sampled turn and them is asked of the template itself (:mod:`seam`), whatever the model; what they spell of
-the model's control tokens stays text (:mod:`literal`). Templates get messages, tools and the time of day as vLLM gives
-them, so that a first prompt is to the token what vLLM would make of the same conversation.
+between a sampled turn and them is asked of the template itself (:mod:`.seam`), whatever the model; what they spell of
+the model's control tokens stays text (:mod:`.literal`). Templates get messages, tools and the time of day as vLLM
+gives them, so that a first prompt is to the token what vLLM would make of the same conversation.
 
 *Does the template rewrite history?* If what it renders before the seam changes once the new messages are there
 (thoughts dropped, tool lists moved), the caller is told, and either keeps the history as sampled or starts a branch.
@@ -28,10 +28,10 @@ import jinja2.sandbox
 from tokenizers import Tokenizer as FastTokenizer
 
 from nemo_gym_prorl.failures import CallerError
-from nemo_gym_prorl.policy.literal import Spelled
-from nemo_gym_prorl.policy.messages import Message, Tools, for_template, is_malformed, tool_for_template
-from nemo_gym_prorl.policy.seam import Render, Said, Written, end_of_turn, find_seam, overlap
-from nemo_gym_prorl.policy.tokens import Finish
+from nemo_gym_prorl.policy.generation import Finish
+from nemo_gym_prorl.policy.text.literal import Spelled
+from nemo_gym_prorl.policy.text.messages import Message, Tools, for_template, is_malformed, tool_for_template
+from nemo_gym_prorl.policy.text.seam import Render, Said, Written, end_of_turn, find_seam, overlap
 
 
 _TOKENIZER_FILES = ["tokenizer.json", "tokenizer_config.json", "chat_template.jinja", "special_tokens_map.json"]

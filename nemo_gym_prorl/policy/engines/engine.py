@@ -1,0 +1,94 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What every inference engine is to us: one question, what do you sample after these tokens?
+
+Errors tell apart whose fault it is. :class:`BackendFailed`: this backend's, another one may do better; of that kind
+are :class:`BackendErred`, an error that a running engine answers, which may turn out to be the request's fault, and
+:class:`Misconfigured`, a key, name, tokenizer or protocol that is not the engine's. :class:`RequestRefused`: the
+request's, and every backend would refuse it.
+
+An engine holds no state of a rollout. Cancelling the task that awaits :meth:`Engine.generate` closes the connection,
+by which the engines here abort the request.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+from nemo_gym_prorl.failures import CallerError, InfrastructureError
+from nemo_gym_prorl.policy.engines.sampling import Sampling
+from nemo_gym_prorl.policy.generation import Generation
+from nemo_gym_prorl.policy.text.messages import Message
+
+
+class BackendFailed(InfrastructureError):
+    """The backend is gone, broken or overloaded; the same request may succeed on another one."""
+
+
+class BackendErred(BackendFailed):
+    """The engine is there and answered 500: its own defect, or a request that it chokes on."""
+
+
+class Misconfigured(BackendFailed):
+    """Key, model name, tokenizer or protocol is not the engine's. No row is to blame, and it stays until it is mended.
+
+    Args:
+        reason: what does not fit.
+        field: the setting to look at.
+    """
+
+    def __init__(self, reason: str, *, field: str) -> None:
+        super().__init__(f"{field}: {reason}")
+
+
+class RequestRefused(CallerError):
+    """The engine refused the request as such; every backend would."""
+
+
+@dataclass(frozen=True, slots=True)
+class Load:
+    """What a backend says about itself.
+
+    Attributes:
+        running: requests that it works on.
+        waiting: requests that it has queued.
+        kv_use: share of its KV cache in use, 0 to 1.
+        capacity: tokens that fit into its KV cache, if it says so.
+    """
+
+    running: int
+    waiting: int
+    kv_use: float
+    capacity: int | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Conversation:
+    """The messages behind a prompt, for engines that render them themselves."""
+
+    messages: Sequence[Message]
+    tools: Sequence[Mapping[str, Any]] = ()
+    template_variables: Mapping[str, Any] = field(default_factory=dict)
+    prefix: Sequence[int] = ()
+    """Ids that the rendered prompt must start with, for engines that can be told."""
+
+
+class Engine(Protocol):
+    """One wire protocol. ``takes_tokens`` says which of prompt and conversation it reads."""
+
+    takes_tokens: bool
+
+    async def generate(
+        self, url: str, prompt: Sequence[int], conversation: Conversation, sampling: Sampling
+    ) -> Generation: ...
+
+    async def tokenize(self, url: str, text: str) -> list[int] | None: ...
+
+    async def samples(self, url: str) -> bool: ...
+
+    async def healthy(self, url: str) -> bool: ...
+
+    async def load(self, url: str) -> Load | None: ...
+
+    def forget(self, url: str) -> None: ...

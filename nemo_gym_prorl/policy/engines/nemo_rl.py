@@ -1,0 +1,26 @@
+# SPDX-License-Identifier: Apache-2.0
+"""NeMo RL's own HTTP server in front of its vLLM workers."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from nemo_gym_prorl.policy.engines.engine import Conversation
+from nemo_gym_prorl.policy.engines.sampling import Sampling
+from nemo_gym_prorl.policy.engines.vllm_chat import VllmChat
+
+
+class NemoRl(VllmChat):
+    """NeMo RL's own HTTP server: chat completions whose prompt continues exactly the ids it is told to continue.
+
+    It refuses requests whose temperature and ``top_p`` are not those of its training or validation profile, and wants
+    ``top_p`` spelled out.
+    """
+
+    def _body(self, conversation: Conversation, sampling: Sampling) -> dict[str, Any]:
+        body = super()._body(conversation, sampling)
+        body["return_tokens_as_token_ids"] = True
+        body.setdefault("top_p", 1.0)
+        if conversation.prefix:
+            body["required_prefix_token_ids"] = list(conversation.prefix)
+        return body

@@ -1,0 +1,18 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Which wire protocols there are."""
+
+from __future__ import annotations
+
+from nemo_gym_prorl.policy.engines.nemo_rl import NemoRl
+from nemo_gym_prorl.policy.engines.sglang import SglangGenerate
+from nemo_gym_prorl.policy.engines.vllm_chat import VllmChat
+from nemo_gym_prorl.policy.engines.vllm_completions import VllmCompletions
+
+
+ENGINES: dict[str, type[VllmCompletions] | type[VllmChat] | type[NemoRl] | type[SglangGenerate]] = {
+    "vllm": VllmCompletions,
+    "vllm_chat": VllmChat,
+    "nemo_rl": NemoRl,
+    "sglang": SglangGenerate,
+}
+"""Protocols by the name that a configuration gives them."""

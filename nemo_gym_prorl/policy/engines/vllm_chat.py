@@ -1,0 +1,69 @@
+# SPDX-License-Identifier: Apache-2.0
+"""vLLM, messages in and tokens out: for engines whose template or tokenizer nobody else has."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from nemo_gym_prorl.policy.engines.addresses import root_of
+from nemo_gym_prorl.policy.engines.answers import cached_tokens, finish, only_choice, required
+from nemo_gym_prorl.policy.engines.engine import Conversation, Misconfigured
+from nemo_gym_prorl.policy.engines.http_engine import HttpEngine
+from nemo_gym_prorl.policy.engines.sampling import Sampling
+from nemo_gym_prorl.policy.generation import Finish, Generation
+
+
+class VllmChat(HttpEngine):
+    """vLLM, messages in and tokens out, over ``POST /v1/chat/completions`` with ``return_token_ids``.
+
+    The engine renders the prompt. It comes back as ids, so a rewritten history is noticed, though not prevented. Where
+    the request has no ``max_tokens``, chat completions sample into what is left of the context.
+    """
+
+    takes_tokens = False
+
+    def _body(self, conversation: Conversation, sampling: Sampling) -> dict[str, Any]:
+        body: dict[str, Any] = {
+            "model": self.model,
+            "messages": list(conversation.messages),
+            "logprobs": True,
+            "top_logprobs": 0,
+            "return_token_ids": True,
+            **sampling.as_openai(),
+        }
+        if conversation.tools:
+            body["tools"] = list(conversation.tools)
+        if conversation.template_variables:
+            body["chat_template_kwargs"] = dict(conversation.template_variables)
+        return body
+
+    async def _generate(
+        self, url: str, prompt: Sequence[int], conversation: Conversation, sampling: Sampling
+    ) -> Generation:
+        answer = await self._post(f"{root_of(url)}/v1/chat/completions", self._body(conversation, sampling))
+        if answer is None:
+            return Generation((), (), Finish.CONTEXT)
+        choice = only_choice(answer, url)
+        message = required(choice, "message", url)
+        prompt_ids = message.get("prompt_token_ids") or answer.get("prompt_token_ids")
+        ids = message.get("generation_token_ids", choice.get("token_ids"))
+        log_probs = message.get("generation_log_probs")
+        if log_probs is None:
+            content = required(choice.get("logprobs") or {}, "content", url)
+            log_probs = [token["logprob"] for token in content]
+            if ids is None and all(token["token"].startswith("token_id:") for token in content):
+                ids = [int(token["token"].removeprefix("token_id:")) for token in content]
+        if prompt_ids is None or ids is None:
+            raise Misconfigured(
+                f"{url} returned no token ids: it must understand return_token_ids (vLLM 0.10.2 or later)",
+                field="policy_base_url",
+            )
+        return Generation(
+            ids,
+            log_probs,
+            finish(choice.get("finish_reason"), url),
+            cached_tokens(answer),
+            prompt_ids=prompt_ids,
+            message=message,
+        )

@@ -1,0 +1,45 @@
+# SPDX-License-Identifier: Apache-2.0
+"""vLLM, tokens in and tokens out.
+
+It is always told how many to sample: left alone, its completions stop after 16.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+from nemo_gym_prorl.policy.engines.addresses import root_of
+from nemo_gym_prorl.policy.engines.answers import cached_tokens, finish, only_choice, required
+from nemo_gym_prorl.policy.engines.engine import Conversation, Misconfigured
+from nemo_gym_prorl.policy.engines.http_engine import HttpEngine
+from nemo_gym_prorl.policy.engines.sampling import Sampling
+from nemo_gym_prorl.policy.generation import Finish, Generation
+
+
+class VllmCompletions(HttpEngine):
+    """Stock vLLM, tokens in and tokens out, over ``POST /v1/completions``."""
+
+    async def _generate(
+        self, url: str, prompt: Sequence[int], conversation: Conversation, sampling: Sampling
+    ) -> Generation:
+        room = await self.room(url, len(prompt), sampling.max_tokens)
+        if room < 1:
+            return Generation((), (), Finish.CONTEXT)
+        body = {
+            "model": self.model,
+            "prompt": list(prompt),
+            "logprobs": 0,
+            "return_token_ids": True,
+            "skip_special_tokens": False,
+            **replace(sampling, max_tokens=room).as_openai(),
+        }
+        answer = await self._post(f"{root_of(url)}/v1/completions", body)
+        if answer is None:
+            return Generation((), (), Finish.CONTEXT)
+        choice = only_choice(answer, url)
+        ids = required(choice, "token_ids", url)
+        if list(choice.get("prompt_token_ids") or prompt) != list(prompt):
+            raise Misconfigured(f"{url} sampled after other tokens than it was given", field="tokenizer")
+        log_probs = required(choice.get("logprobs") or {}, "token_logprobs", url)
+        return Generation(ids, log_probs, finish(choice.get("finish_reason"), url), cached_tokens(answer))
