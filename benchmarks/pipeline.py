@@ -32,7 +32,8 @@ from nemo_gym_prorl.failures import Failure, Stage
 from nemo_gym_prorl.rollout.handler import HandlerRegistry
 from nemo_gym_prorl.rollout.job import Job, Outcome, Trajectory, Verdict, failure_state
 from nemo_gym_prorl.rollout.pipeline import Pipeline
-from nemo_gym_prorl.rollout.request import JobRequest, PipelineSettings
+from nemo_gym_prorl.rollout.request import JobRequest
+from nemo_gym_prorl.rollout.settings import PipelineSettings
 from nemo_gym_prorl.rollout.stages import PoolSizes
 
 

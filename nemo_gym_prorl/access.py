@@ -19,6 +19,7 @@ from starlette.requests import HTTPConnection
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from nemo_gym_prorl.failures import CallerError
+from nemo_gym_prorl.keys import authorization
 from nemo_gym_prorl.problems import ProblemError
 
 
@@ -50,11 +51,6 @@ class KeyGuard:
             return True
         given = HTTPConnection(scope).headers.get("authorization", "")
         return hmac.compare_digest(given.encode("latin-1"), self._expected)
-
-
-def authorization(key: str | None) -> dict[str, str]:
-    """The header by which a caller shows a key; none without one."""
-    return {} if key is None else {"Authorization": f"Bearer {key}"}
 
 
 def check_exposure(host: str | None, key: str | None, *, field: str = "control_token") -> None:

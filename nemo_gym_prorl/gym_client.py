@@ -15,8 +15,8 @@ from urllib.parse import urlsplit
 
 from omegaconf import OmegaConf
 
-from nemo_gym_prorl.access import authorization
 from nemo_gym_prorl.handlers.gym_http import addresses
+from nemo_gym_prorl.keys import authorization
 
 
 def send_keys(caller: object = None) -> None:

@@ -18,17 +18,15 @@ from typing import Any, NamedTuple
 from fastapi import FastAPI, Request, Response
 from fastapi.exceptions import RequestValidationError
 from fastapi.routing import APIRoute
-from pydantic import BaseModel, Field, ValidationError
+from pydantic import BaseModel, ValidationError
 from starlette.exceptions import HTTPException
 
 from nemo_gym_prorl.failures import FAILURE_KIND_HEADER, CallerError, RolloutError
+from nemo_gym_prorl.problem_document import Problem, field_errors
 
 
 TYPE_PREFIX = "urn:nemo-gym-prorl:problem:"
 MEDIA_TYPE = "application/problem+json"
-
-_MOST_ERRORS = 20
-"""Fields that one document names; whoever sends ten thousand wrong ones learns enough from the first."""
 
 DESCRIPTIONS: dict[int, str] = {
     400: "It cannot be done in this state.",
@@ -44,16 +42,6 @@ DESCRIPTIONS: dict[int, str] = {
     503: "Nothing is taken on now; come back after `Retry-After` seconds.",
     504: "It was not done within its budget.",
 }
-
-
-class Problem(BaseModel):
-    """An RFC 9457 problem document."""
-
-    type: str = Field(description="Stable identifier, `urn:nemo-gym-prorl:problem:<name>`.")
-    title: str
-    status: int
-    detail: str
-    errors: list[dict[str, Any]] | None = Field(default=None, description="One entry per offending field.")
 
 
 class ProblemError(HTTPException):
@@ -125,20 +113,10 @@ def invalid_body(error: ValidationError | RequestValidationError | ValueError) -
     """What is wrong with a request, field by field."""
     if not isinstance(error, ValidationError | RequestValidationError):
         return ProblemError(422, "invalid-request", f"the body is not JSON: {error}")
-    errors = field_errors(error)
+    # FastAPI's locations begin with body, query or path; the caller knows a field by the rest.
+    errors = field_errors(error.errors(), outer=int(isinstance(error, RequestValidationError)))
     detail = "; ".join(f"{entry['field']}: {entry['message']}" for entry in errors)
     return ProblemError(422, "invalid-request", detail, errors=errors)
-
-
-def field_errors(error: ValidationError | RequestValidationError) -> list[dict[str, Any]]:
-    """The first fields that are wrong, and why."""
-    errors = []
-    for entry in error.errors()[:_MOST_ERRORS]:
-        # FastAPI's locations begin with body, query or path; the caller knows a field by the rest.
-        location = entry["loc"][1:] if isinstance(error, RequestValidationError) else entry["loc"]
-        field = ".".join(str(part) for part in location) or "body"
-        errors.append({"field": field, "message": entry["msg"]})
-    return errors
 
 
 class ProblemRoute(APIRoute):

@@ -5,8 +5,9 @@ import aiohttp
 import pytest
 from fastapi import FastAPI
 
-from nemo_gym_prorl.access import KeyGuard, authorization, check_exposure
+from nemo_gym_prorl.access import KeyGuard, check_exposure
 from nemo_gym_prorl.failures import CallerError
+from nemo_gym_prorl.keys import authorization
 from tests.rollout.serving import serve
 
 

@@ -26,10 +26,11 @@ from nemo_gym_prorl.handlers.failure_rows import (
     has_tokens,
     run_status,
 )
-from nemo_gym_prorl.handlers.gym_environment import GymContext, GymEnvironmentHandler, LoopLimits
+from nemo_gym_prorl.handlers.gym_environment import GymContext, GymEnvironmentHandler
 from nemo_gym_prorl.handlers.gym_http import Answer, CookieJar, GymServer, HttpClient, addresses, require_ok
 from nemo_gym_prorl.handlers.run_request import WISHES, run_request
 from nemo_gym_prorl.handlers.seeded_session import SeededSessionHandler, responses_answer, responses_request
+from nemo_gym_prorl.handlers.tool_loop import LoopLimits
 from nemo_gym_prorl.problems import ProblemError, problem_of
 from nemo_gym_prorl.rollout.api import rollout_router
 from nemo_gym_prorl.rollout.callers import CallerGone, CallerWatch
@@ -37,9 +38,10 @@ from nemo_gym_prorl.rollout.handler import HandlerRegistry
 from nemo_gym_prorl.rollout.job import Budgets, Job
 from nemo_gym_prorl.rollout.metrics import PipelineMetrics
 from nemo_gym_prorl.rollout.pipeline import Pipeline
-from nemo_gym_prorl.rollout.request import Draining, JobConflict, PipelineSettings
+from nemo_gym_prorl.rollout.request import Draining, JobConflict
 from nemo_gym_prorl.rollout.rows import read_json
 from nemo_gym_prorl.rollout.schemas import Seconds
+from nemo_gym_prorl.rollout.settings import PipelineSettings
 from nemo_gym_prorl.rollout.stages import PoolSizes
 from nemo_gym_prorl.rollout.wire import wire_router
 

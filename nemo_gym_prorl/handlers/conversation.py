@@ -19,7 +19,7 @@ from pydantic import BaseModel, FiniteFloat, NonNegativeInt, StrictInt, Validati
 
 from nemo_gym_prorl.failures import FailureKind, InfrastructureError
 from nemo_gym_prorl.handlers.gym_http import Answer, CookieJar, GymServer, in_header, in_path, json_of, require_ok
-from nemo_gym_prorl.problems import field_errors
+from nemo_gym_prorl.problem_document import field_errors
 
 
 DEFERRAL = "X-Rollout-Tokens"
@@ -212,7 +212,7 @@ def _tokens(answer: Answer, what: str) -> _Tokens:
     try:
         return _Tokens.model_validate_json(answer.body)
     except ValidationError as error:
-        wrong = field_errors(error)[0]
+        wrong = field_errors(error.errors())[0]
         raise InfrastructureError(
             f"{what} are none that fit: {wrong['field']}: {wrong['message']}", kind=FailureKind.AGENT_REQUEST_FAILED
         ) from error

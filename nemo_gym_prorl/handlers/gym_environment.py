@@ -19,7 +19,6 @@ A session that the server made is always given back, also one whose seeding was 
 from __future__ import annotations
 
 import asyncio
-import json
 import re
 import uuid
 from dataclasses import dataclass, field
@@ -30,13 +29,9 @@ from nemo_gym_prorl.handlers.conversation import Conversation, waited
 from nemo_gym_prorl.handlers.failure_rows import empty_response, failure_row
 from nemo_gym_prorl.handlers.farewells import Farewells
 from nemo_gym_prorl.handlers.gym_http import CookieJar, GymServer, json_of, require_ok
-from nemo_gym_prorl.rollout.job import Job, Outcome, Progress, Trajectory, Verdict, failure_state
+from nemo_gym_prorl.handlers.tool_loop import LoopLimits, ToolLoop
+from nemo_gym_prorl.rollout.job import Job, Outcome, Trajectory, Verdict, failure_state
 
-
-RESERVED_ROUTES = frozenset(
-    {"seed_session", "release_session", "close_session", "verify", "aggregate_metrics", "mcp", "openapi.json", "docs"}
-)
-"""Routes of a resources server that are no tools: a policy that calls them learns that there is no such tool."""
 
 LATE_SEED_S = 600.0
 """How long a server may still answer a ``/seed_session`` that nobody waits for, before its session is left to it."""
@@ -44,25 +39,7 @@ LATE_SEED_S = 600.0
 _CLOSE = "/close_session"
 _NO_CLOSE = "has no /close_session"
 _WAITED_S = 2.0
-_TOOL_NAME = re.compile(r"(?!\.+$)[\w.-]{1,200}")
-"""A longer one is no tool, and a path at which servers drop the connection."""
 _RELEASE_PATH = re.compile(r"(?:/[A-Za-z0-9._~-]+)+/?")
-
-
-@dataclass(frozen=True, slots=True)
-class LoopLimits:
-    """When the tool loop ends though the policy would go on.
-
-    Attributes:
-        max_turns: policy turns; ``None`` for no bound.
-        max_tokens: prompt plus generated tokens of the latest turn, i.e. the length of the sequence so far.
-        tool_concurrency: calls of one turn that may be in flight at once. 1 keeps the order in which the policy wrote
-            them, which tools that share state (a shell, files) need.
-    """
-
-    max_turns: int | None = None
-    max_tokens: int | None = None
-    tool_concurrency: int = 1
 
 
 @dataclass(frozen=True, slots=True)
@@ -137,7 +114,14 @@ class GymEnvironmentHandler:
         params = job.row["responses_create_params"]
         job.trajectory = trajectory = Trajectory(empty_response(params), evidence=session)
         conversation = Conversation(self._context.model, self._attempt_id(job), job.group)
-        loop = ToolLoop(self._context, conversation, session, job.progress)
+        loop = ToolLoop(
+            self._context.resources,
+            session.cookies,
+            conversation,
+            self._context.limits,
+            job.progress,
+            hidden=[session.release_path] if session.release_path else [],
+        )
         try:
             await loop.run(params, trajectory.response)
             await conversation.settle()
@@ -260,116 +244,3 @@ class GymEnvironmentHandler:
     def _close_behind(self, job: Job, session: GymSession) -> None:
         if not session.closed:
             self._context.farewells.start(f"job {job.id}: closing its session", self._close(session))
-
-
-class ToolLoop:
-    """Policy turn, tool calls, observations, until the policy is done or a limit is reached.
-
-    Args:
-        context: servers and limits.
-        conversation: with the policy.
-        session: at the resources server.
-        progress: counted up as the loop goes.
-    """
-
-    def __init__(
-        self, context: GymContext, conversation: Conversation, session: GymSession, progress: Progress
-    ) -> None:
-        self._context = context
-        self._conversation = conversation
-        self._cookies = session.cookies
-        self._no_tools = {*(f"/{name}" for name in RESERVED_ROUTES), session.release_path}
-        self._progress = progress
-        self._gate = asyncio.Semaphore(context.limits.tool_concurrency)
-
-    async def run(self, params: dict[str, Any], response: dict[str, Any]) -> None:
-        """Fill ``response`` in place; its ``output`` ends up with every item of every turn, token fields unchanged."""
-        new = params["input"]
-        if isinstance(new, str):
-            new = [{"role": "user", "content": new}]
-        without_input = {key: value for key, value in params.items() if key != "input"}
-        output: list[dict[str, Any]] = response["output"]
-        reason = None
-        while reason is None:
-            turn = await self._conversation.turn(without_input, new)
-            if turn is None:
-                reason = "context_overflow"
-                break
-            self._progress.turns += 1
-            output.extend(turn["output"])
-            usage = _add_usage(response.get("usage"), turn.get("usage"))
-            response.update({**turn, "output": output, "usage": usage, "previous_response_id": None})
-            calls = [item for item in turn["output"] if item.get("type") == "function_call"]
-            reason = self._ended(turn, calls)
-            if reason is None:
-                new = await self._call_tools(calls)
-                output.extend(new)
-                reason = self._limit_reached(turn)
-        self._progress.finish_reason = reason
-
-    def _ended(self, turn: dict[str, Any], calls: list[dict[str, Any]]) -> str | None:
-        if turn.get("incomplete_details"):
-            nothing = (turn.get("usage") or {}).get("output_tokens") == 0
-            return "context_overflow" if nothing else "length"
-        if not turn["output"]:
-            return "stop"  # asking again would get the same nothing, for ever
-        said = any(item.get("type") == "message" and item.get("role") == "assistant" for item in turn["output"])
-        return "stop" if said and not calls else None
-
-    def _limit_reached(self, turn: dict[str, Any]) -> str | None:
-        limits = self._context.limits
-        if limits.max_turns is not None and self._progress.turns >= limits.max_turns:
-            return "max_turns"
-        if limits.max_tokens is not None and _sequence_length(turn) >= limits.max_tokens:
-            return "max_tokens"
-        return None
-
-    async def _call_tools(self, calls: list[dict[str, Any]]) -> list[dict[str, Any]]:
-        """The observations, in the order of the calls."""
-        if self._context.limits.tool_concurrency == 1:
-            return [await self._call_tool(call) for call in calls]
-        async with asyncio.TaskGroup() as group:
-            tasks = [group.create_task(self._call_tool(call)) for call in calls]
-        return [task.result() for task in tasks]
-
-    async def _call_tool(self, call: dict[str, Any]) -> dict[str, Any]:
-        """One observation. A tool's error is an observation too: the policy gets the body of any answer."""
-        try:
-            json.loads(call["arguments"])
-            # Sent as written: not every writer of JSON takes what the reader made of it.
-            arguments = call["arguments"].encode()
-        except (ValueError, TypeError, RecursionError) as error:
-            return _observation(call, json.dumps({"error": f"Invalid tool call arguments: {error!r}"}))
-        route = f"/{call['name']}"
-        if not _TOOL_NAME.fullmatch(call["name"]) or route in self._no_tools:
-            return _observation(call, json.dumps({"detail": "Not Found"}))
-        async with self._gate:
-            answer = await self._context.resources.post(route, arguments, self._cookies)
-        self._progress.tool_calls += 1
-        return _observation(call, answer.text())
-
-
-def _observation(call: dict[str, Any], output: str) -> dict[str, Any]:
-    return {"type": "function_call_output", "call_id": call["call_id"], "output": output}
-
-
-def _sequence_length(turn: dict[str, Any]) -> int:
-    """Tokens of prompt and generation of one turn; 0 if the model server tells neither usage nor token ids."""
-    usage = turn.get("usage") or {}
-    if usage.get("total_tokens"):
-        return int(usage["total_tokens"])
-    return max(
-        (
-            len(item.get("prompt_token_ids") or ()) + len(item.get("generation_token_ids") or ())
-            for item in turn["output"]
-        ),
-        default=0,
-    )
-
-
-def _add_usage(total: dict[str, Any] | None, turn: dict[str, Any] | None) -> dict[str, Any] | None:
-    """Sums over turns, as ``simple_agent`` reports them."""
-    if not total or not turn:
-        return total or turn
-    sums = {key: total.get(key, 0) + turn.get(key, 0) for key in ("input_tokens", "output_tokens", "total_tokens")}
-    return {**total, **sums}

@@ -26,8 +26,8 @@ import aiohttp
 import orjson
 
 from nemo_gym_prorl import open_files
-from nemo_gym_prorl.access import authorization
 from nemo_gym_prorl.failures import FAILURE_KIND_HEADER, CallerError, FailureKind, InfrastructureError, RolloutError
+from nemo_gym_prorl.keys import authorization
 
 
 SERVERS_KINDS = frozenset(FailureKind) - {

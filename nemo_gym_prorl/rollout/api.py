@@ -21,11 +21,12 @@ from nemo_gym_prorl.failures import CallerError
 from nemo_gym_prorl.problems import ProblemError, problem_of, problem_responses
 from nemo_gym_prorl.rollout.cursors import Cursor, CursorExpired
 from nemo_gym_prorl.rollout.job import Job, JobState
+from nemo_gym_prorl.rollout.json_route import JsonRoute
 from nemo_gym_prorl.rollout.metrics import PipelineMetrics
 from nemo_gym_prorl.rollout.pipeline import Pipeline
 from nemo_gym_prorl.rollout.request import RolloutForgotten
-from nemo_gym_prorl.rollout.rows import JsonRoute
 from nemo_gym_prorl.rollout.schemas import (
+    MAX_WAIT_S,
     CancelAnswer,
     CancelRequest,
     DrainAnswer,
@@ -38,9 +39,6 @@ from nemo_gym_prorl.rollout.schemas import (
     job_json,
 )
 
-
-MAX_WAIT_S = 60.0
-"""Longest long-poll; a caller that waits longer polls again, so that dead connections are noticed."""
 
 Wait = Annotated[float, Query(ge=0, le=MAX_WAIT_S, description="Seconds to wait for news (long-poll).")]
 

@@ -24,11 +24,18 @@ import aiohttp
 import orjson
 from yarl import URL
 
-from nemo_gym_prorl.access import authorization
 from nemo_gym_prorl.failures import FailureKind, InfrastructureError
-from nemo_gym_prorl.problems import Problem
-from nemo_gym_prorl.rollout.api import MAX_WAIT_S
-from nemo_gym_prorl.rollout.schemas import CancelAnswer, DrainAnswer, EventView, JobView, Listing, StatusView
+from nemo_gym_prorl.keys import authorization
+from nemo_gym_prorl.problem_document import Problem
+from nemo_gym_prorl.rollout.schemas import (
+    MAX_WAIT_S,
+    CancelAnswer,
+    DrainAnswer,
+    EventView,
+    JobView,
+    Listing,
+    StatusView,
+)
 
 
 _SOONEST_S, _LATEST_S = 0.1, 60.0

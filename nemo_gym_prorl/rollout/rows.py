@@ -11,14 +11,13 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Callable, Coroutine, Iterator
+from collections.abc import Iterator
 from typing import Any, NoReturn
 
-from fastapi import Request, Response
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from nemo_gym_prorl.failures import CallerError, is_text
-from nemo_gym_prorl.problems import ProblemRoute, field_errors, problem_of
+from nemo_gym_prorl.problem_document import field_errors
 
 
 MAX_DEPTH = 200
@@ -73,30 +72,9 @@ def check_row(row: Any) -> None:
     try:
         Row.model_validate(row)
     except ValidationError as error:
-        first, *others = field_errors(error)
+        first, *others = field_errors(error.errors())
         more = "".join(f"; {entry['field']}: {entry['message']}" for entry in others)
         raise CallerError(first["message"] + more, field=first["field"]) from None
-
-
-class JsonRoute(ProblemRoute):
-    """A route that reads its body by :func:`read_json`."""
-
-    def get_route_handler(self) -> Callable[[Request], Coroutine[Any, Any, Response]]:
-        """The route's handler, for a request that reads its JSON strictly."""
-        inner = super().get_route_handler()
-
-        async def handle(request: Request) -> Response:
-            return await inner(_JsonRequest(request.scope, request.receive))
-
-        return handle
-
-
-class _JsonRequest(Request):
-    async def json(self) -> Any:
-        try:
-            return read_json(await self.body())
-        except CallerError as error:
-            raise problem_of(error) from None  # FastAPI lets pass what is an HTTPException, all else is 400 to it
 
 
 def _no_constant(name: str) -> NoReturn:

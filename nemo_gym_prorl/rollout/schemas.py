@@ -18,6 +18,10 @@ from nemo_gym_prorl.rollout.rows import Row
 from nemo_gym_prorl.rollout.store import Transition
 
 
+MAX_WAIT_S = 60.0
+"""Longest long-poll; a caller that waits longer polls again, so that dead connections are noticed."""
+
+
 def _identifier(value: str) -> str:
     if not value.isprintable():
         raise ValueError("must be printable text")

@@ -21,9 +21,10 @@ from nemo_gym_prorl.failures import CallerError, FailureKind, Stage
 from nemo_gym_prorl.problems import ProblemError, problem_responses
 from nemo_gym_prorl.rollout.callers import CallerGone, CallerWatch
 from nemo_gym_prorl.rollout.job import Job, JobState
+from nemo_gym_prorl.rollout.json_route import JsonRoute
 from nemo_gym_prorl.rollout.pipeline import Pipeline
 from nemo_gym_prorl.rollout.request import JobConflict, JobRequest
-from nemo_gym_prorl.rollout.rows import JsonRoute, check_row
+from nemo_gym_prorl.rollout.rows import check_row
 from nemo_gym_prorl.rollout.schemas import Identifier, StatusView
 
 

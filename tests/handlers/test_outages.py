@@ -17,7 +17,8 @@ from nemo_gym_prorl.handlers.gym_http import Address, GymServer, HttpClient
 from nemo_gym_prorl.rollout.handler import HandlerRegistry
 from nemo_gym_prorl.rollout.job import JobState
 from nemo_gym_prorl.rollout.pipeline import Pipeline
-from nemo_gym_prorl.rollout.request import JobRequest, PipelineSettings
+from nemo_gym_prorl.rollout.request import JobRequest
+from nemo_gym_prorl.rollout.settings import PipelineSettings
 from nemo_gym_prorl.rollout.stages import PoolSizes
 
 

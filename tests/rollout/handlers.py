@@ -12,7 +12,7 @@ from nemo_gym_prorl.failures import AgentError, Failure, FailureKind, Infrastruc
 from nemo_gym_prorl.rollout.handler import HandlerRegistry
 from nemo_gym_prorl.rollout.job import Job, JobState, Outcome, Trajectory, Verdict, failure_state
 from nemo_gym_prorl.rollout.pipeline import Pipeline
-from nemo_gym_prorl.rollout.request import PipelineSettings
+from nemo_gym_prorl.rollout.settings import PipelineSettings
 
 
 @dataclass(frozen=True)

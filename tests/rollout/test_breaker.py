@@ -13,8 +13,9 @@ from nemo_gym_prorl.failures import FailureKind, InfrastructureError, Stage
 from nemo_gym_prorl.rollout.breaker import Breaker
 from nemo_gym_prorl.rollout.job import Job, JobState, Trajectory, Verdict
 from nemo_gym_prorl.rollout.metrics import PipelineMetrics
-from nemo_gym_prorl.rollout.request import JobRequest, PipelineSettings
+from nemo_gym_prorl.rollout.request import JobRequest
 from nemo_gym_prorl.rollout.schemas import StatusView
+from nemo_gym_prorl.rollout.settings import PipelineSettings
 from nemo_gym_prorl.rollout.stages import PoolSizes
 from tests.rollout.handlers import Bench, PlannedHandler
 from tests.rollout.virtual_time import run_in_virtual_time

@@ -20,7 +20,7 @@ from nemo_gym_prorl.failures import CallerError
 from nemo_gym_prorl.rollout.api import rollout_router
 from nemo_gym_prorl.rollout.client import RolloutClient
 from nemo_gym_prorl.rollout.metrics import PipelineMetrics
-from nemo_gym_prorl.rollout.request import PipelineSettings
+from nemo_gym_prorl.rollout.settings import PipelineSettings
 from tests.rollout.handlers import Bench
 from tests.rollout.serving import serve
 

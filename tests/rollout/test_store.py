@@ -12,7 +12,8 @@ from nemo_gym_prorl.failures import CallerError
 from nemo_gym_prorl.rollout.cursors import Cursor, CursorExpired
 from nemo_gym_prorl.rollout.job import Job, JobState, Outcome, row_digest
 from nemo_gym_prorl.rollout.pipeline import Pipeline
-from nemo_gym_prorl.rollout.request import JobConflict, JobRequest, PipelineSettings, QueueFull, RolloutForgotten
+from nemo_gym_prorl.rollout.request import JobConflict, JobRequest, QueueFull, RolloutForgotten
+from nemo_gym_prorl.rollout.settings import PipelineSettings
 from nemo_gym_prorl.rollout.store import EVENT_HISTORY, JobStore
 from tests.rollout.handlers import Bench
 from tests.rollout.virtual_time import run_in_virtual_time

@@ -16,7 +16,7 @@ from nemo_gym_prorl.rollout.callers import CallerWatch
 from nemo_gym_prorl.rollout.client import ApiError, RolloutClient
 from nemo_gym_prorl.rollout.job import Budgets
 from nemo_gym_prorl.rollout.metrics import PipelineMetrics
-from nemo_gym_prorl.rollout.request import PipelineSettings
+from nemo_gym_prorl.rollout.settings import PipelineSettings
 from nemo_gym_prorl.rollout.wire import to_messages, to_row, wire_router
 from tests.rollout.handlers import Act, Bench
 from tests.rollout.serving import serve

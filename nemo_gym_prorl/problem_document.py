@@ -1,0 +1,36 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What every server of ours answers with where it refuses. No routes here: clients read it, too."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from pydantic import BaseModel, Field
+
+
+_MOST_ERRORS = 20
+"""Fields that one document names; whoever sends ten thousand wrong ones learns enough from the first."""
+
+
+class Problem(BaseModel):
+    """An RFC 9457 problem document."""
+
+    type: str = Field(description="Stable identifier, `urn:nemo-gym-prorl:problem:<name>`.")
+    title: str
+    status: int
+    detail: str
+    errors: list[dict[str, Any]] | None = Field(default=None, description="One entry per offending field.")
+
+
+def field_errors(errors: Sequence[Mapping[str, Any]], *, outer: int = 0) -> list[dict[str, Any]]:
+    """The first fields that are wrong, and why.
+
+    Args:
+        errors: as pydantic tells them.
+        outer: so many steps of a field's place are none of the caller's.
+    """
+    return [
+        {"field": ".".join(str(part) for part in error["loc"][outer:]) or "body", "message": error["msg"]}
+        for error in errors[:_MOST_ERRORS]
+    ]
