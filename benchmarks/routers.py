@@ -8,7 +8,7 @@ import hashlib
 from collections import Counter, defaultdict
 
 from benchmarks.fleet import Fleet, Request, Rollout
-from nemo_gym_prorl.policy.pool.backend import Assign, Decision, Outcome
+from nemo_gym_prorl.policy.pool.backend import Assign, Decision, RequestOutcome
 from nemo_gym_prorl.policy.pool.pool import BackendPool
 
 
@@ -189,10 +189,10 @@ class Ours:
     def answered(self, request: Request) -> None:
         ticket = self._ticket_of[id(request)]
         if str(request.engine) == getattr(self, "_dead", None):
-            self._take(self.pool.done(ticket, Outcome.FAILED, self._fleet.now))
+            self._take(self.pool.done(ticket, RequestOutcome.FAILED, self._fleet.now))
             return
         del self._ticket_of[id(request)], self._tickets[ticket]
-        self._take(self.pool.done(ticket, Outcome.OK, self._fleet.now))
+        self._take(self.pool.done(ticket, RequestOutcome.OK, self._fleet.now))
 
     def finished(self, rollout: Rollout) -> None:
         self._take(self.pool.finish(rollout.id))

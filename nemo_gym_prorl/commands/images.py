@@ -16,7 +16,7 @@ from rich.table import Table
 from nemo_gym_prorl.failures import CallerError
 from nemo_gym_prorl.sandbox.images.building.default import default_image_path, kernel_image_path
 from nemo_gym_prorl.sandbox.images.entry import Image
-from nemo_gym_prorl.sandbox.images.pull import Outcome, Puller, images_of, pull_all
+from nemo_gym_prorl.sandbox.images.pull import Puller, PullOutcome, images_of, pull_all
 from nemo_gym_prorl.sandbox.images.reference import Registry, registry
 from nemo_gym_prorl.sandbox.images.store import ImageStore
 
@@ -39,9 +39,9 @@ def wanted_images(names: Sequence[str], rows: Path | None, field: str) -> list[R
     return list(dict.fromkeys(wanted))
 
 
-def pull(puller: Puller, wanted: Sequence[Registry], jobs: int, console: Console) -> list[Outcome]:
+def pull(puller: Puller, wanted: Sequence[Registry], jobs: int, console: Console) -> list[PullOutcome]:
     """Pull images and show how far that is; gives those that failed."""
-    failed: list[Outcome] = []
+    failed: list[PullOutcome] = []
     pulled = 0
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
     with Progress(*columns, console=console) as bar, closing(pull_all(puller, wanted, jobs)) as outcomes:

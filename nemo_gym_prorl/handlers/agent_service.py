@@ -27,7 +27,7 @@ from nemo_gym_prorl.handlers.failure_rows import (
     run_status,
 )
 from nemo_gym_prorl.handlers.gym_environment import GymContext, GymEnvironmentHandler
-from nemo_gym_prorl.handlers.gym_http import Answer, CookieJar, GymServer, HttpClient, addresses, require_ok
+from nemo_gym_prorl.handlers.gym_http import CookieJar, GymServer, HttpAnswer, HttpClient, addresses, require_ok
 from nemo_gym_prorl.handlers.run_request import WISHES, run_request
 from nemo_gym_prorl.handlers.seeded_session import SeededSessionHandler, responses_answer, responses_request
 from nemo_gym_prorl.handlers.tool_loop import LoopLimits
@@ -269,7 +269,7 @@ class ModelBackends:
         """Remove all of them."""
         self._check(await self._model.call("DELETE", "/v1/backends", None, CookieJar()))
 
-    def _check(self, answer: Answer) -> None:
+    def _check(self, answer: HttpAnswer) -> None:
         if answer.status in (404, 405):
             raise ProblemError(
                 501,

@@ -18,7 +18,7 @@ from typing import Any, Self
 from pydantic import BaseModel, FiniteFloat, NonNegativeInt, StrictInt, ValidationError, model_validator
 
 from nemo_gym_prorl.failures import FailureKind, InfrastructureError
-from nemo_gym_prorl.handlers.gym_http import Answer, CookieJar, GymServer, in_header, in_path, json_of, require_ok
+from nemo_gym_prorl.handlers.gym_http import CookieJar, GymServer, HttpAnswer, in_header, in_path, json_of, require_ok
 from nemo_gym_prorl.problem_document import field_errors
 
 
@@ -208,7 +208,7 @@ class Conversation:
         raise AssertionError("the last try returns or raises")
 
 
-def _tokens(answer: Answer, what: str) -> _Tokens:
+def _tokens(answer: HttpAnswer, what: str) -> _Tokens:
     try:
         return _Tokens.model_validate_json(answer.body)
     except ValidationError as error:

@@ -69,7 +69,7 @@ class CookieJar:
 
 
 @dataclass(frozen=True, slots=True)
-class Answer:
+class HttpAnswer:
     """A response read to its end."""
 
     status: int
@@ -127,7 +127,7 @@ class GymServer:
         self._authorization = authorization(address.key)
         self._http = http
 
-    async def post(self, path: str, body: Any, jar: CookieJar) -> Answer:
+    async def post(self, path: str, body: Any, jar: CookieJar) -> HttpAnswer:
         """:meth:`call` with POST."""
         return await self.call("POST", path, body, jar)
 
@@ -141,7 +141,7 @@ class GymServer:
 
     async def call(
         self, method: str, path: str, body: Any, jar: CookieJar, extra_headers: Mapping[str, str] = _NO_HEADERS
-    ) -> Answer:
+    ) -> HttpAnswer:
         """Call once and read the answer, whatever its status.
 
         Args:
@@ -176,7 +176,7 @@ class GymServer:
                 server=self.name,
             ) from error
         jar.update(response)
-        answer = Answer(response.status, content, response.headers)
+        answer = HttpAnswer(response.status, content, response.headers)
         if (kind := response.headers.get(FAILURE_KIND_HEADER)) is not None:
             raise InfrastructureError(f"{self.name} {path}: {answer.text(2000)}", kind=_known_kind(kind))
         return answer
@@ -252,7 +252,7 @@ def in_path(identifier: str) -> str:
     return quote(identifier, safe="")
 
 
-def require_ok(answer: Answer, what: str, kind: FailureKind, refusal: type[RolloutError] = CallerError) -> None:
+def require_ok(answer: HttpAnswer, what: str, kind: FailureKind, refusal: type[RolloutError] = CallerError) -> None:
     """Turn every status but 2xx into an error, by whose fault it is.
 
     Args:
@@ -274,7 +274,7 @@ def require_ok(answer: Answer, what: str, kind: FailureKind, refusal: type[Rollo
     raise InfrastructureError(reason, kind=FailureKind.SESSION_LOST if answer.status == 410 else kind)
 
 
-def json_of(answer: Answer, what: str, kind: FailureKind) -> Any:
+def json_of(answer: HttpAnswer, what: str, kind: FailureKind) -> Any:
     """The JSON of a good answer.
 
     Raises:

@@ -24,7 +24,7 @@ from datetime import datetime
 from typing import Any, Literal
 
 from nemo_gym_prorl.failures import CallerError, FailureKind, RolloutError
-from nemo_gym_prorl.policy.engines.engine import BackendFailed, Conversation, Engine, Misconfigured
+from nemo_gym_prorl.policy.engines.engine import BackendFailed, ChatPrompt, Engine, Misconfigured
 from nemo_gym_prorl.policy.engines.sampling import Sampling
 from nemo_gym_prorl.policy.generation import Finish, Generation
 from nemo_gym_prorl.policy.metrics import PolicyMetrics
@@ -84,7 +84,7 @@ class TurnRequest:
 
 
 @dataclass(frozen=True, slots=True)
-class Answer:
+class PolicyAnswer:
     """A sampled turn as the agent gets it.
 
     Attributes:
@@ -124,7 +124,7 @@ class _Rollout:
     counts: Counts = field(default_factory=Counts)
     began: datetime = field(default_factory=datetime.now)
     written: dict[tuple[Turn | None, int], Written] = field(default_factory=dict)
-    turns: set[asyncio.Task[Answer]] = field(default_factory=set)
+    turns: set[asyncio.Task[PolicyAnswer]] = field(default_factory=set)
     used_at: float = 0.0
 
 
@@ -168,7 +168,7 @@ class PolicyService:
         self._checked: set[str] = set()
         self._forgotten: OrderedDict[str, None] = OrderedDict()
 
-    async def turn(self, request: TurnRequest) -> Answer:
+    async def turn(self, request: TurnRequest) -> PolicyAnswer:
         """Sample the next turn.
 
         Raises:
@@ -191,13 +191,13 @@ class PolicyService:
         finally:
             rollout.turns.discard(turn)
 
-    async def _turn(self, rollout: _Rollout, request: TurnRequest) -> Answer:
+    async def _turn(self, rollout: _Rollout, request: TurnRequest) -> PolicyAnswer:
         match = self._continued(rollout, request)
         point, new, ledger = match.point, match.new, rollout.history.ledger
         messages = (*(point.messages if point else ()), *new)
         why = "edited" if match.foreign else "again"
         prompt, observed, parent = self._render(rollout, match, messages, request)
-        conversation = Conversation(messages, request.tools, request.template_variables, tuple(prompt))
+        conversation = ChatPrompt(messages, request.tools, request.template_variables, tuple(prompt))
 
         async def generate(backend: Backend) -> Generation:
             try:
@@ -217,7 +217,7 @@ class PolicyService:
         self.metrics.turn(placed, time.monotonic() - started, len(prompt))
         if generation.finish is Finish.CONTEXT:
             empty: Message = {"role": "assistant", "content": ""}
-            return Answer(_new_id(), empty, Parsed(None, "", ()), None, Finish.CONTEXT, len(prompt))
+            return PolicyAnswer(_new_id(), empty, Parsed(None, "", ()), None, Finish.CONTEXT, len(prompt))
         parsed = self._parse(generation, request)
         if generation.prompt_ids is not None:
             parent, observed = ledger.place(generation.prompt_ids, point.turn if point else None)
@@ -230,7 +230,7 @@ class PolicyService:
             self.metrics.forks.labels(why).inc()
         turn = ledger.append(parent, observed, generation, placed.weight_version, placed.last_version)
         message, cached = as_message(parsed), generation.cached_tokens or 0
-        answer = Answer(_new_id(), message, parsed, turn, generation.finish, turn.start, cached)
+        answer = PolicyAnswer(_new_id(), message, parsed, turn, generation.finish, turn.start, cached)
         rollout.answers[answer.id] = rollout.history.record(point, new, answer.message, turn, request.tools)
         if not parsed.calls:
             # Most rollouts end like this. One that does not finds its backend again.

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from nemo_gym_prorl.scripted import text
-from nemo_gym_prorl.scripted.text import MODEL_NAME, NO_SCRIPT_TURN, Script, Turn
+from nemo_gym_prorl.scripted.text import MODEL_NAME, NO_SCRIPT_TURN, Script, ScriptTurn
 
 
 @dataclass(frozen=True, slots=True)
@@ -160,7 +160,7 @@ class ScriptedPolicy:
 
     def _generate(
         self, body: dict[str, Any], prompt: bytes, script: Script | None, index: int, max_tokens: Any
-    ) -> tuple[bytes, bool, Turn]:
+    ) -> tuple[bytes, bool, ScriptTurn]:
         self._check_model(body)
         if body.get("stream"):
             raise BadRequest("stream: the scripted policy does not stream; send stream=false")
@@ -219,7 +219,7 @@ class ScriptedPolicy:
             entries.append(entry)
         return entries
 
-    def _delay_s(self, turn: Turn) -> float:
+    def _delay_s(self, turn: ScriptTurn) -> float:
         return self.config.latency_s + turn.latency_s
 
     def _completed(self, prefix: str, kind: str, choice: dict[str, Any], prompt: bytes, done: bytes) -> dict[str, Any]:

@@ -72,7 +72,7 @@ class ToolCall:
 
 
 @dataclass(frozen=True, slots=True)
-class Turn:
+class ScriptTurn:
     """One scripted assistant turn.
 
     Attributes:
@@ -95,16 +95,16 @@ class Turn:
 class Script:
     """The turns of one rollout, in order."""
 
-    turns: tuple[Turn, ...]
+    turns: tuple[ScriptTurn, ...]
 
-    def turn(self, index: int) -> Turn:
+    def turn(self, index: int) -> ScriptTurn:
         """The turn to play; past the end, a closing message without tool calls."""
         if index < len(self.turns):
             return self.turns[index]
-        return Turn(f"I am {MODEL_NAME}, and my script of {len(self.turns)} turn(s) has ended.")
+        return ScriptTurn(f"I am {MODEL_NAME}, and my script of {len(self.turns)} turn(s) has ended.")
 
 
-NO_SCRIPT_TURN = Turn(NO_SCRIPT_TEXT)
+NO_SCRIPT_TURN = ScriptTurn(NO_SCRIPT_TEXT)
 
 
 @lru_cache(maxsize=512)
@@ -126,7 +126,7 @@ def parse_script(text: str) -> Script:
     return Script(tuple(_parse_turn(turn, f"{where}.turns[{i}]") for i, turn in enumerate(data["turns"])))
 
 
-def _parse_turn(data: Any, where: str) -> Turn:
+def _parse_turn(data: Any, where: str) -> ScriptTurn:
     if not isinstance(data, dict):
         raise ScriptError(where, "must be an object")
     unknown = data.keys() - {"content", "tool_calls", "latency_s"}
@@ -142,7 +142,7 @@ def _parse_turn(data: Any, where: str) -> Turn:
     if not isinstance(calls, list):
         raise ScriptError(f"{where}.tool_calls", "must be a list")
     parsed = tuple(_parse_call(call, f"{where}.tool_calls[{i}]") for i, call in enumerate(calls))
-    return Turn(content, parsed, float(latency))
+    return ScriptTurn(content, parsed, float(latency))
 
 
 def _parse_call(data: Any, where: str) -> ToolCall:

@@ -39,7 +39,7 @@ from nemo_gym_prorl.policy.engines.sampling import Sampling
 from nemo_gym_prorl.policy.generation import Finish
 from nemo_gym_prorl.policy.http.api import PolicyConfig, PolicyHost, add_control_routes, with_problems
 from nemo_gym_prorl.policy.http.asgi import AnswerHeaders, CancelOnDisconnect, put_header
-from nemo_gym_prorl.policy.service import Answer, TurnRequest
+from nemo_gym_prorl.policy.service import PolicyAnswer, TurnRequest
 
 
 TOKENS_HEADER = "X-Rollout-Tokens"
@@ -189,7 +189,7 @@ class ProrlModel(SimpleResponsesAPIModel):
 
     async def _turn(
         self, request: Request, chat: dict[str, Any], after: str | None = None, instructions: str | None = None
-    ) -> Answer:
+    ) -> PolicyAnswer:
         if (chat.get("n") or 1) > 1:
             raise CallerError("a rollout has one continuation; ask for n rollouts, not for n choices", field="n")
         if chat.get("tool_choice") not in (None, "auto", "none"):
@@ -231,7 +231,7 @@ class ProrlModel(SimpleResponsesAPIModel):
             )
         )
 
-    def _completion(self, request: Request, answer: Answer) -> dict[str, Any]:
+    def _completion(self, request: Request, answer: PolicyAnswer) -> dict[str, Any]:
         message = dict(answer.message)
         if _deferred(request):
             put_header(request, TOKENS_HEADER, "deferred")  # tells the agent that the tokens are kept here
@@ -319,11 +319,11 @@ def _offered(chat: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
         yield {**tool, "function": {name: value for name, value in function.items() if name != "strict"}}
 
 
-def _calls(answer: Answer) -> list[tuple[dict[str, Any], Any]]:
+def _calls(answer: PolicyAnswer) -> list[tuple[dict[str, Any], Any]]:
     return list(zip(answer.message.get("tool_calls", ()), answer.parsed.calls, strict=True))
 
 
-def _sampled(answer: Answer) -> int:
+def _sampled(answer: PolicyAnswer) -> int:
     return len(answer.turn.sampled) if answer.turn else 0
 
 

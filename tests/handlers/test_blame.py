@@ -7,13 +7,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from nemo_gym_prorl.failures import CallerError, FailureKind, InfrastructureError, TaskError
-from nemo_gym_prorl.handlers.gym_http import Address, Answer, addresses, in_header, in_path, require_ok
+from nemo_gym_prorl.handlers.gym_http import Address, HttpAnswer, addresses, in_header, in_path, require_ok
 from tests.handlers.peers import COLLECTED, ROW, Environment, Policy, deployment, once, status, until
 
 
 @given(st.integers(100, 599))
 def test_a_status_is_an_answer_or_somebodys_fault(code: int) -> None:
-    answer = Answer(code, b"text", {})
+    answer = HttpAnswer(code, b"text", {})
     if 200 <= code < 300:
         require_ok(answer, "it", FailureKind.VERIFIER_ERROR)
         return

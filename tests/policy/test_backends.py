@@ -11,7 +11,16 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
 from nemo_gym_prorl.failures import CallerError
-from nemo_gym_prorl.policy.pool.backend import Abort, Assign, Backend, Decision, Health, Outcome, Probe, Quiesced
+from nemo_gym_prorl.policy.pool.backend import (
+    Abort,
+    Assign,
+    Backend,
+    Decision,
+    Health,
+    Probe,
+    Quiesced,
+    RequestOutcome,
+)
 from nemo_gym_prorl.policy.pool.pool import BackendPool
 
 
@@ -89,11 +98,11 @@ class PoolMachine(RuleBasedStateMachine):
             assert self.flying[self.count] == home.id, "a rollout left its backend without need"
 
     @precondition(lambda self: self.flying)
-    @rule(data=st.data(), outcome=st.sampled_from(Outcome))
-    def done(self, data: st.DataObject, outcome: Outcome) -> None:
+    @rule(data=st.data(), outcome=st.sampled_from(RequestOutcome))
+    def done(self, data: st.DataObject, outcome: RequestOutcome) -> None:
         ticket = data.draw(st.sampled_from(sorted(self.flying)))
         self.flying.pop(ticket)
-        if outcome is Outcome.FAILED:
+        if outcome is RequestOutcome.FAILED:
             self.waiting.append(ticket)
         else:
             self.ended.add(ticket)
@@ -205,7 +214,7 @@ class PoolMachine(RuleBasedStateMachine):
             for ticket in list(self.flying):
                 self.flying.pop(ticket)
                 self.ended.add(ticket)
-                self.carry_out(self.pool.done(ticket, Outcome.OK, self.now))
+                self.carry_out(self.pool.done(ticket, RequestOutcome.OK, self.now))
             self.now += PATIENCE_S
             self.carry_out(self.pool.tick(self.now))
         assert not self.waiting
@@ -233,7 +242,7 @@ class Load:
         (assign,) = self.pool.request(self.count, name, group, 0.0, tokens)
         assert isinstance(assign, Assign)
         self.where[name] = assign.backend
-        self.pool.done(self.count, Outcome.OK, 0.0)
+        self.pool.done(self.count, RequestOutcome.OK, 0.0)
         return name
 
     def turn(self, name: str, tokens: int = 0, seconds: Callable[[str], float] = lambda _: 0.0) -> bool:
@@ -242,7 +251,7 @@ class Load:
         self.now += 100.0
         (assign,) = self.pool.request(self.count, name, None, self.now, tokens)
         assert isinstance(assign, Assign)
-        self.pool.done(self.count, Outcome.OK, self.now + seconds(assign.backend))
+        self.pool.done(self.count, RequestOutcome.OK, self.now + seconds(assign.backend))
         before, self.where[name] = self.where[name], assign.backend
         return before != assign.backend
 
@@ -331,7 +340,7 @@ def test_a_failed_backend_is_probed_tried_with_one_request_and_trusted_again() -
     pool = BackendPool(probe_after_s=1.0)
     pool.add("a", "http://localhost")
     pool.request(1, "r1")
-    assert pool.done(1, Outcome.FAILED, 10.0) == []
+    assert pool.done(1, RequestOutcome.FAILED, 10.0) == []
     assert pool.tick(10.5) == []
     assert pool.tick(11.0) == [Probe("a")]
     assert pool.probed("a", False, 11.0) == []
@@ -339,7 +348,7 @@ def test_a_failed_backend_is_probed_tried_with_one_request_and_trusted_again() -
     assert pool.tick(13.0) == [Probe("a")]
     pool.request(2, "r2")
     assert pool.probed("a", True, 13.0) == [Assign(1, "a", None)]
-    assert pool.done(1, Outcome.OK, 14.0) == [Assign(2, "a", None)]
+    assert pool.done(1, RequestOutcome.OK, 14.0) == [Assign(2, "a", None)]
     assert pool.backends["a"].health is Health.UP
 
 
@@ -347,13 +356,13 @@ def test_idle_rollouts_make_room_for_those_that_wait() -> None:
     pool = BackendPool(limit=1, patience_s=5.0)
     pool.add("a", "http://localhost")
     pool.request(1, "slow tool")
-    pool.done(1, Outcome.OK, 0.0)
+    pool.done(1, RequestOutcome.OK, 0.0)
     assert pool.request(2, "next") == []
     assert pool.tick(4.0) == []
     assert pool.tick(5.0) == [Assign(2, "a", None)]
     assert pool.request(3, "newer") == []
     assert pool.request(4, "slow tool") == []
-    pool.done(2, Outcome.OK, 6.0)
+    pool.done(2, RequestOutcome.OK, 6.0)
     assert pool.finish("next") == [Assign(4, "a", None)]
 
 
@@ -362,16 +371,16 @@ def test_a_hot_backend_takes_less_and_lets_rollouts_go() -> None:
     pool.add("a", "http://localhost")
     for index in range(10):
         pool.request(index, f"r{index}")
-        pool.done(index, Outcome.OK, 0.0)
+        pool.done(index, RequestOutcome.OK, 0.0)
     pool.add("b", "http://localhost")
     for index in range(5, 10):
         pool.finish(f"r{index}")
     pool.backends["b"].elders_left = 0
     for index in (10, 11):
         assert pool.request(index, f"r{index}") == [Assign(index, "b", None)]
-        pool.done(index, Outcome.OK, 0.0)
+        pool.done(index, RequestOutcome.OK, 0.0)
     assert pool.request(20, "r0") == [Assign(20, "a", None)]
-    pool.done(20, Outcome.OK, 0.0)
+    pool.done(20, RequestOutcome.OK, 0.0)
     pool.report("a", waiting=5, kv_use=0.97)
     assert pool.backends["a"].limit < 5
     assert pool.request(21, "r0") == [Assign(21, "b", None)]
@@ -456,7 +465,7 @@ def test_pausing_drains_and_resuming_names_the_new_weights() -> None:
     assert pool.pause() == []
     assert pool.request(2, "r1") == []
     assert pool.request(3, "r2") == []
-    assert pool.done(1, Outcome.OK, 0.0) == [Quiesced("a")]
+    assert pool.done(1, RequestOutcome.OK, 0.0) == [Quiesced("a")]
     assert pool.resume(weight_version="2") == [Assign(2, "a", "2"), Assign(3, "a", "2")]
 
 

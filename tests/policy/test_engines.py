@@ -20,7 +20,7 @@ from nemo_gym_prorl.failures import CallerError
 from nemo_gym_prorl.policy.engines.engine import (
     BackendErred,
     BackendFailed,
-    Conversation,
+    ChatPrompt,
     Load,
     Misconfigured,
     RequestRefused,
@@ -81,7 +81,7 @@ async def test_a_prompt_with_ids_that_the_engine_does_not_know(
 ) -> None:
     engine = VllmCompletions(session, MODEL)
     with pytest.raises(RequestRefused, match="out of vocabulary"):
-        await engine.generate(engine_url, [4_000_000], Conversation([]), Sampling(max_tokens=1))
+        await engine.generate(engine_url, [4_000_000], ChatPrompt([]), Sampling(max_tokens=1))
 
 
 @pytest.mark.engine
@@ -120,7 +120,7 @@ async def test_a_prompt_that_fills_the_context_ends_typed(engine_url: str, sessi
     async with session.get(f"{engine_url}/v1/models") as response:
         room = (await response.json())["data"][0]["max_model_len"]
     for length in (room, room + 1000):
-        generation = await engine.generate(engine_url, [5] * length, Conversation([]), Sampling(max_tokens=4))
+        generation = await engine.generate(engine_url, [5] * length, ChatPrompt([]), Sampling(max_tokens=4))
         assert generation.finish is Finish.CONTEXT
 
 
@@ -163,7 +163,7 @@ async def test_an_answer_that_is_no_trajectory_is_an_error(
 ) -> None:
     async with serving(says("/v1/completions", answer)) as url:
         with pytest.raises(error, match=said):
-            await VllmCompletions(session, MODEL).generate(url, [7], Conversation([]), Sampling(max_tokens=8))
+            await VllmCompletions(session, MODEL).generate(url, [7], ChatPrompt([]), Sampling(max_tokens=8))
 
 
 async def test_missing_and_broken_log_probs_never_reach_the_ledger(model_folder: Path) -> None:
@@ -197,7 +197,7 @@ def test_what_a_row_must_not_ask_for(wrong: dict[str, Any], field: str) -> None:
 async def test_cached_tokens_below_none_are_none(session: aiohttp.ClientSession) -> None:
     answer = completion() | {"usage": {"prompt_tokens_details": {"cached_tokens": -7}}}
     async with serving(says("/v1/completions", lambda _: answer)) as url:
-        generation = await VllmCompletions(session, MODEL).generate(url, [7], Conversation([]), Sampling(max_tokens=8))
+        generation = await VllmCompletions(session, MODEL).generate(url, [7], ChatPrompt([]), Sampling(max_tokens=8))
     assert generation.cached_tokens == 0
 
 
@@ -320,7 +320,7 @@ async def test_two_who_pause_are_both_told_when_nothing_runs(tmp_path: Path) -> 
 async def test_nobody_there(session: aiohttp.ClientSession) -> None:
     url = f"http://127.0.0.1:{free_port()}"
     with pytest.raises(BackendFailed, match="Cannot connect"):
-        await VllmCompletions(session, MODEL).generate(url, [7], Conversation([]), Sampling())
+        await VllmCompletions(session, MODEL).generate(url, [7], ChatPrompt([]), Sampling())
     assert not await VllmCompletions(session, MODEL).healthy(url)
     assert await VllmCompletions(session, MODEL).load(url) is None
 
@@ -348,7 +348,7 @@ async def test_a_connection_closed_while_idle_is_not_a_dead_engine() -> None:
         url = f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}/v1"
         engine = VllmCompletions(session, MODEL)
         engine._contexts[url] = 100  # which it would be asked for on a connection of its own
-        turns = [await engine.generate(url, [7], Conversation([]), Sampling()) for _ in range(3)]
+        turns = [await engine.generate(url, [7], ChatPrompt([]), Sampling()) for _ in range(3)]
     assert turns[0] == turns[1] == turns[2]
     assert asked == 5
 
@@ -373,7 +373,7 @@ async def test_sglang_speaks_tokens(session: aiohttp.ClientSession) -> None:
     app = says("/generate", lambda _: {"text": "x", "meta_info": about | {"cached_tokens": 5}}, seen)
     async with serving(app) as url:
         sampling = Sampling(max_tokens=2, temperature=0.5, stop=("!",))
-        generation = await SglangGenerate(session, MODEL).generate(f"{url}/v1", [7, 8], Conversation([]), sampling)
+        generation = await SglangGenerate(session, MODEL).generate(f"{url}/v1", [7, 8], ChatPrompt([]), sampling)
     assert (generation.ids, generation.log_probs) == ([3, 4], [-0.5, -1.5])
     assert (generation.finish, generation.cached_tokens) == (Finish.LENGTH, 5)
     assert seen[0]["input_ids"] == [7, 8]

@@ -20,7 +20,7 @@ from nemo_gym_prorl.policy.generation import Finish
 from nemo_gym_prorl.policy.metrics import PolicyMetrics
 from nemo_gym_prorl.policy.pool.placement import Placement
 from nemo_gym_prorl.policy.pool.pool import BackendPool
-from nemo_gym_prorl.policy.service import Answer, PolicyService, TurnRequest
+from nemo_gym_prorl.policy.service import PolicyAnswer, PolicyService, TurnRequest
 from nemo_gym_prorl.policy.text.chat import Renderer, Tokenizer
 from nemo_gym_prorl.policy.text.parsers import parse
 from tests.policy.engines import MODEL
@@ -43,7 +43,7 @@ class Run:
     service: PolicyService
     name: str
     messages: list[dict[str, Any]] = field(default_factory=list)
-    answers: list[Answer] = field(default_factory=list)
+    answers: list[PolicyAnswer] = field(default_factory=list)
 
     async def play(self, rng: random.Random) -> None:
         """An ordinary agent: looks where the policy says, complains of broken calls, asks on after an answer."""

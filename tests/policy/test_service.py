@@ -14,7 +14,7 @@ from nemo_gym_prorl.failures import CallerError
 from nemo_gym_prorl.policy.engines.sampling import Sampling
 from nemo_gym_prorl.policy.generation import Finish
 from nemo_gym_prorl.policy.http.api import PolicyConfig, PolicyHost, trajectory
-from nemo_gym_prorl.policy.service import Answer, PolicyService, TurnRequest
+from nemo_gym_prorl.policy.service import PolicyAnswer, PolicyService, TurnRequest
 from tests.policy.engines import MODEL
 from tests.policy.families import TEMPLATES, TOOLS
 
@@ -33,11 +33,11 @@ class Agent:
         self.name = name
         self.messages: list[dict[str, Any]] = [{"role": "user", "content": "box"}]
 
-    async def ask(self, **changes: Any) -> Answer:
+    async def ask(self, **changes: Any) -> PolicyAnswer:
         request = {"messages": tuple(self.messages), "tools": TOOLS, "sampling": TWENTY} | changes
         return await self.service.turn(TurnRequest(self.name, **request))
 
-    def goes_on(self, answer: Answer, **changes: Any) -> None:
+    def goes_on(self, answer: PolicyAnswer, **changes: Any) -> None:
         asked = {"role": "user", "content": [{"type": "text", "text": "and?"}]}
         self.messages += [{**answer.message, **changes}, asked]
 

@@ -16,7 +16,7 @@ from tokenizers import Tokenizer as FastTokenizer
 
 from nemo_gym_prorl.policy.engines.sampling import Sampling
 from nemo_gym_prorl.policy.http.api import PolicyConfig, PolicyHost
-from nemo_gym_prorl.policy.service import Answer, TurnRequest
+from nemo_gym_prorl.policy.service import PolicyAnswer, TurnRequest
 from tests.policy.engines import MODEL, vllm
 from tests.policy.families import TEMPLATES
 
@@ -94,7 +94,7 @@ class Agent:
         parts = [{"type": "text", "text": "box"}, {"type": "text", "text": "key"}]
         self.messages: list[dict[str, Any]] = [{"role": "user", "content": parts}]
 
-    async def ask(self, text: str) -> Answer:
+    async def ask(self, text: str) -> PolicyAnswer:
         service = await self.host.service()
         stop = (self.stop,) if self.stop else ()
         only = {"structured_outputs": {"choice": [text + self.stop]}}
@@ -135,7 +135,7 @@ async def test_every_prompt_is_what_vllm_would_make_of_the_conversation(
     agent = Agent(host, case)
     tokenizer = FastTokenizer.from_file(str(model_folder / "tokenizer.json"))
     asked: list[list[dict[str, Any]]] = []
-    answers: list[Answer] = []
+    answers: list[PolicyAnswer] = []
     for turn, text in enumerate(["lamp key", "call", "door", "call", "call", "coat"]):
         asked.append(list(agent.messages))
         is_call = text == "call" and agent.call

@@ -19,7 +19,7 @@ from nemo_gym.sandbox.providers.base import SandboxCreateError, SandboxSpec
 
 from nemo_gym_prorl.failures import CallerError, InfrastructureError
 from nemo_gym_prorl.sandbox.images.cache import machine
-from nemo_gym_prorl.sandbox.images.pull import Outcome, Puller, images_of, pull_all
+from nemo_gym_prorl.sandbox.images.pull import Puller, PullOutcome, images_of, pull_all
 from nemo_gym_prorl.sandbox.images.reference import registry
 from nemo_gym_prorl.sandbox.images.store import ImageStore
 from nemo_gym_prorl.sandbox.provider import SingularityProvider
@@ -129,7 +129,7 @@ def test_many_are_pulled_and_a_second_run_goes_on(served: Registry, tiny_layer: 
     missing = registry(f"{served.host}/us/later:1")
     outcomes = {outcome.uri: outcome for outcome in pull_all(puller, [*wanted, missing, *wanted], 2)}
     assert len(outcomes) == 4
-    assert all(outcomes[one.uri] == Outcome(one.uri, new=True) for one in wanted)
+    assert all(outcomes[one.uri] == PullOutcome(one.uri, new=True) for one in wanted)
     assert "there is no" in outcomes[missing.uri].reason
     served.add("us/later:1", [tiny_layer], machine())
     again = {outcome.uri: outcome for outcome in pull_all(puller, [*wanted, missing], 2)}

@@ -15,7 +15,7 @@ from nemo_gym.sandbox import AsyncSandbox
 from nemo_gym_prorl.failures import FailureKind, InfrastructureError
 from nemo_gym_prorl.sandbox.started import SandboxWithSessions
 from nemo_gym_prorl.sandbox.supervisor.rpc import own_supervisor
-from nemo_gym_prorl.tasks.code.grading import GradingLimits, Lost, Reason, Verdict, grade, grade_in
+from nemo_gym_prorl.tasks.code.grading import Grade, GradingLimits, Lost, Reason, grade, grade_in
 from nemo_gym_prorl.tasks.code.humaneval import Problem, problems
 from nemo_gym_prorl.tasks.code.scripts import CHEATS
 from nemo_gym_prorl.tasks.code.workspace import Sandbox
@@ -28,17 +28,17 @@ TRUNCATE = "HumanEval/2"  # truncate_number(number): float
 INTERSPERSE = "HumanEval/5"  # intersperse(numbers, delimiter): list
 
 
-async def judge(sandbox: Sandbox, task: str, source: str, limits: GradingLimits = LIMITS) -> Verdict:
+async def judge(sandbox: Sandbox, task: str, source: str, limits: GradingLimits = LIMITS) -> Grade:
     outcome = await grade_in(sandbox, problems()[task], source, limits, containers.ROOT)
-    assert isinstance(outcome, Verdict), outcome
+    assert isinstance(outcome, Grade), outcome
     return outcome
 
 
-async def grade_all(sandbox: Sandbox, source: Callable[[Problem], str]) -> dict[str, Verdict]:
+async def grade_all(sandbox: Sandbox, source: Callable[[Problem], str]) -> dict[str, Grade]:
     """All problems in one container, four at a time."""
     gate = asyncio.Semaphore(4)
 
-    async def one(problem: Problem) -> Verdict:
+    async def one(problem: Problem) -> Grade:
         async with gate:
             return await judge(sandbox, problem.task_id, source(problem))
 
@@ -67,7 +67,7 @@ async def test_no_function_that_returns_nothing_passes(sandbox: AsyncSandbox) ->
 async def test_no_cheat_passes(task: str) -> None:
     gate = asyncio.Semaphore(4)
 
-    async def attempt(source: str) -> Verdict | Lost:
+    async def attempt(source: str) -> Grade | Lost:
         async with gate, containers.running() as sandbox:  # one each: a cheat may damage its sandbox
             return await grade_in(sandbox, problems()[task], source, LIMITS, containers.ROOT)
 
@@ -77,7 +77,7 @@ async def test_no_cheat_passes(task: str) -> None:
             assert isinstance(outcome, Lost), outcome
             assert not outcome.by_machine
         else:
-            assert isinstance(outcome, Verdict), (name, outcome)
+            assert isinstance(outcome, Grade), (name, outcome)
             assert not outcome.passed, name
 
 
@@ -135,7 +135,7 @@ async def test_values_keep_their_types(sandbox: AsyncSandbox) -> None:
     )
     problem = Problem("made/0", "same", source, "", test)
     outcome = await grade_in(sandbox, problem, source, LIMITS, containers.ROOT)
-    assert outcome == Verdict(Reason.PASSED)
+    assert outcome == Grade(Reason.PASSED)
 
 
 async def test_the_candidate_has_no_capabilities_and_sees_no_tests(sandbox: AsyncSandbox) -> None:
@@ -161,7 +161,7 @@ async def test_the_candidate_has_no_capabilities_and_sees_no_tests(sandbox: Asyn
     )
     test = "def check(candidate):\n    assert candidate() == (True, False, True), 'NEEDLE-7'\n"
     outcome = await grade_in(sandbox, Problem("made/1", "look", source, "", test), source, LIMITS, containers.ROOT)
-    assert outcome == Verdict(Reason.PASSED)
+    assert outcome == Grade(Reason.PASSED)
 
 
 async def test_what_the_candidate_started_is_gone_afterwards(sandbox: AsyncSandbox) -> None:

@@ -14,7 +14,7 @@ from collections.abc import Callable
 import aiohttp
 
 from nemo_gym_prorl.policy.engines.addresses import root_of
-from nemo_gym_prorl.policy.engines.engine import BackendErred, Conversation, Misconfigured, RequestRefused
+from nemo_gym_prorl.policy.engines.engine import BackendErred, ChatPrompt, Misconfigured, RequestRefused
 from nemo_gym_prorl.policy.engines.http_engine import HttpEngine
 from nemo_gym_prorl.policy.engines.registry import ENGINES
 from nemo_gym_prorl.policy.engines.sampling import Sampling
@@ -85,7 +85,7 @@ async def _asked(
         sampling = Sampling(max_tokens=1, temperature=1.0, top_p=1.0)
         try:
             async with asyncio.timeout(_PROBE_S):
-                hello = Conversation([{"role": "user", "content": "hi"}])
+                hello = ChatPrompt([{"role": "user", "content": "hi"}])
                 await engine(protocol).generate(url, (0,), hello, sampling)
         except (Misconfigured, RequestRefused, BackendErred) as error:
             heard.append(f"{protocol}: {error.reason}")

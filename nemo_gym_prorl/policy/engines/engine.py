@@ -64,7 +64,7 @@ class Load:
 
 
 @dataclass(frozen=True, slots=True)
-class Conversation:
+class ChatPrompt:
     """The messages behind a prompt, for engines that render them themselves."""
 
     messages: Sequence[Message]
@@ -80,7 +80,7 @@ class Engine(Protocol):
     takes_tokens: bool
 
     async def generate(
-        self, url: str, prompt: Sequence[int], conversation: Conversation, sampling: Sampling
+        self, url: str, prompt: Sequence[int], conversation: ChatPrompt, sampling: Sampling
     ) -> Generation: ...
 
     async def tokenize(self, url: str, text: str) -> list[int] | None: ...

@@ -20,7 +20,7 @@ from nemo_gym_prorl.policy.engines.addresses import bearer, origin_of, root_of
 from nemo_gym_prorl.policy.engines.engine import (
     BackendErred,
     BackendFailed,
-    Conversation,
+    ChatPrompt,
     Load,
     Misconfigured,
     RequestRefused,
@@ -83,7 +83,7 @@ class HttpEngine:
         self._accepted: dict[str, Sampling] = {}
 
     async def generate(
-        self, url: str, prompt: Sequence[int], conversation: Conversation, sampling: Sampling
+        self, url: str, prompt: Sequence[int], conversation: ChatPrompt, sampling: Sampling
     ) -> Generation:
         """What the backend samples after the prompt, or after the conversation.
 
@@ -101,7 +101,7 @@ class HttpEngine:
         return generation
 
     async def _generate(
-        self, url: str, prompt: Sequence[int], conversation: Conversation, sampling: Sampling
+        self, url: str, prompt: Sequence[int], conversation: ChatPrompt, sampling: Sampling
     ) -> Generation:
         raise NotImplementedError
 
@@ -110,7 +110,7 @@ class HttpEngine:
         sampling = self._accepted.get(url, Sampling(max_tokens=1, temperature=1.0, top_p=1.0))
         try:
             async with asyncio.timeout(_CONTROL_S):
-                await self.generate(url, (0,), Conversation([{"role": "user", "content": "hi"}]), sampling)
+                await self.generate(url, (0,), ChatPrompt([{"role": "user", "content": "hi"}]), sampling)
         except (BackendFailed, RequestRefused, TimeoutError):
             return False
         return True

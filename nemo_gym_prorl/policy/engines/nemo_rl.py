@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from nemo_gym_prorl.policy.engines.engine import Conversation
+from nemo_gym_prorl.policy.engines.engine import ChatPrompt
 from nemo_gym_prorl.policy.engines.sampling import Sampling
 from nemo_gym_prorl.policy.engines.vllm_chat import VllmChat
 
@@ -17,7 +17,7 @@ class NemoRl(VllmChat):
     ``top_p`` spelled out.
     """
 
-    def _body(self, conversation: Conversation, sampling: Sampling) -> dict[str, Any]:
+    def _body(self, conversation: ChatPrompt, sampling: Sampling) -> dict[str, Any]:
         body = super()._body(conversation, sampling)
         body["return_tokens_as_token_ids"] = True
         body.setdefault("top_p", 1.0)

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 
 from nemo_gym_prorl.policy.engines.addresses import root_of
 from nemo_gym_prorl.policy.engines.answers import finish, required
-from nemo_gym_prorl.policy.engines.engine import Conversation
+from nemo_gym_prorl.policy.engines.engine import ChatPrompt
 from nemo_gym_prorl.policy.engines.http_engine import HttpEngine, metric
 from nemo_gym_prorl.policy.engines.sampling import Sampling
 from nemo_gym_prorl.policy.generation import Finish, Generation
@@ -23,7 +23,7 @@ class SglangGenerate(HttpEngine):
     _kept_free = 1
 
     async def _generate(
-        self, url: str, prompt: Sequence[int], conversation: Conversation, sampling: Sampling
+        self, url: str, prompt: Sequence[int], conversation: ChatPrompt, sampling: Sampling
     ) -> Generation:
         room = await self.room(url, len(prompt), sampling.max_tokens)
         if room < 1:

@@ -8,7 +8,7 @@ from typing import Any
 
 from nemo_gym_prorl.policy.engines.addresses import root_of
 from nemo_gym_prorl.policy.engines.answers import cached_tokens, finish, only_choice, required
-from nemo_gym_prorl.policy.engines.engine import Conversation, Misconfigured
+from nemo_gym_prorl.policy.engines.engine import ChatPrompt, Misconfigured
 from nemo_gym_prorl.policy.engines.http_engine import HttpEngine
 from nemo_gym_prorl.policy.engines.sampling import Sampling
 from nemo_gym_prorl.policy.generation import Finish, Generation
@@ -23,7 +23,7 @@ class VllmChat(HttpEngine):
 
     takes_tokens = False
 
-    def _body(self, conversation: Conversation, sampling: Sampling) -> dict[str, Any]:
+    def _body(self, conversation: ChatPrompt, sampling: Sampling) -> dict[str, Any]:
         body: dict[str, Any] = {
             "model": self.model,
             "messages": list(conversation.messages),
@@ -39,7 +39,7 @@ class VllmChat(HttpEngine):
         return body
 
     async def _generate(
-        self, url: str, prompt: Sequence[int], conversation: Conversation, sampling: Sampling
+        self, url: str, prompt: Sequence[int], conversation: ChatPrompt, sampling: Sampling
     ) -> Generation:
         answer = await self._post(f"{root_of(url)}/v1/chat/completions", self._body(conversation, sampling))
         if answer is None:

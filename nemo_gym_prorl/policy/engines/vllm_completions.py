@@ -11,7 +11,7 @@ from dataclasses import replace
 
 from nemo_gym_prorl.policy.engines.addresses import root_of
 from nemo_gym_prorl.policy.engines.answers import cached_tokens, finish, only_choice, required
-from nemo_gym_prorl.policy.engines.engine import Conversation, Misconfigured
+from nemo_gym_prorl.policy.engines.engine import ChatPrompt, Misconfigured
 from nemo_gym_prorl.policy.engines.http_engine import HttpEngine
 from nemo_gym_prorl.policy.engines.sampling import Sampling
 from nemo_gym_prorl.policy.generation import Finish, Generation
@@ -21,7 +21,7 @@ class VllmCompletions(HttpEngine):
     """Stock vLLM, tokens in and tokens out, over ``POST /v1/completions``."""
 
     async def _generate(
-        self, url: str, prompt: Sequence[int], conversation: Conversation, sampling: Sampling
+        self, url: str, prompt: Sequence[int], conversation: ChatPrompt, sampling: Sampling
     ) -> Generation:
         room = await self.room(url, len(prompt), sampling.max_tokens)
         if room < 1:

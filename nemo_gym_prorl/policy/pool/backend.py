@@ -19,7 +19,7 @@ class Health(StrEnum):
     DOWN = "down"
 
 
-class Outcome(StrEnum):
+class RequestOutcome(StrEnum):
     """How a request at a backend ended."""
 
     OK = "ok"

@@ -17,7 +17,16 @@ from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, field
 
 from nemo_gym_prorl.policy.engines.engine import BackendErred, BackendFailed, Engine, Misconfigured, RequestRefused
-from nemo_gym_prorl.policy.pool.backend import Abort, Assign, Backend, Decision, Health, Outcome, Probe, Quiesced
+from nemo_gym_prorl.policy.pool.backend import (
+    Abort,
+    Assign,
+    Backend,
+    Decision,
+    Health,
+    Probe,
+    Quiesced,
+    RequestOutcome,
+)
 from nemo_gym_prorl.policy.pool.pool import BackendPool
 from nemo_gym_prorl.policy.pool.waits import Waits
 
@@ -101,7 +110,7 @@ class Placement:
         ticket = next(self._tickets)
         lease = self._leases[ticket] = _Lease()
         queued_s, failovers = 0.0, 0
-        outcome = Outcome.ENDED
+        outcome = RequestOutcome.ENDED
         try:
             self.apply(self.pool.request(ticket, rollout, group, time.monotonic(), tokens))
             while True:
@@ -122,19 +131,19 @@ class Placement:
                     failovers += 1
                     if backend.health is not Health.DOWN:
                         _log.warning("backend %s is out, its turns wait: %s", backend.id, error.reason)
-                    self.apply(self.pool.done(ticket, Outcome.FAILED, time.monotonic()))
+                    self.apply(self.pool.done(ticket, RequestOutcome.FAILED, time.monotonic()))
                 except asyncio.CancelledError:
                     if not lease.aborted or cancelling():
                         raise
                 else:
-                    outcome = Outcome.OK
+                    outcome = RequestOutcome.OK
                     last = backend.weight_version
                     return Placed(result, assign.backend, assign.weight_version, last, queued_s, failovers)
         finally:
             if lease.task is not None and not lease.task.done():
                 lease.task.cancel()
             del self._leases[ticket]
-            if outcome is Outcome.OK and not lease.aborted:
+            if outcome is RequestOutcome.OK and not lease.aborted:
                 self.apply(self.pool.done(ticket, outcome, time.monotonic()))
             else:
                 self.apply(self.pool.withdraw(ticket, time.monotonic()))

@@ -28,7 +28,16 @@ from collections.abc import Iterator
 
 from nemo_gym_prorl.failures import CallerError
 from nemo_gym_prorl.policy.pool import health, homes
-from nemo_gym_prorl.policy.pool.backend import Abort, Assign, Backend, Decision, Health, Outcome, Probe, Quiesced
+from nemo_gym_prorl.policy.pool.backend import (
+    Abort,
+    Assign,
+    Backend,
+    Decision,
+    Health,
+    Probe,
+    Quiesced,
+    RequestOutcome,
+)
 from nemo_gym_prorl.policy.pool.homes import Margins
 from nemo_gym_prorl.policy.pool.tickets import Rollout, Ticket
 
@@ -185,13 +194,13 @@ class BackendPool:
         rollout.tokens = tokens
         return self._route(ticket)
 
-    def done(self, ticket_id: int, outcome: Outcome, now: float) -> list[Decision]:
+    def done(self, ticket_id: int, outcome: RequestOutcome, now: float) -> list[Decision]:
         """The ticket's request at its backend ended. A failed one is placed again, perhaps at once."""
         self._now = max(self._now, now)
         ticket = self._tickets[ticket_id]
         backend = self.backends.get(ticket.backend or "")
         decisions: list[Decision] = []
-        if outcome is Outcome.FAILED:
+        if outcome is RequestOutcome.FAILED:
             self.failovers += 1
             if backend is not None:
                 backend.failovers += 1
@@ -200,7 +209,7 @@ class BackendPool:
                 self._evacuate(backend)
             return self._quiesced(backend) + self._dispatch()
         if backend is not None:
-            if outcome is Outcome.OK:
+            if outcome is RequestOutcome.OK:
                 health.answered(backend, now - ticket.since, self.backends.values())
             backend.in_flight.discard(ticket_id)
             decisions += self._quiesced(backend)
@@ -213,7 +222,7 @@ class BackendPool:
         if ticket is None:
             return []
         if ticket.backend is not None:
-            return self.done(ticket_id, Outcome.ENDED, now)
+            return self.done(ticket_id, RequestOutcome.ENDED, now)
         ticket.unqueue()
         self._forget(ticket, now)
         return self._dispatch()

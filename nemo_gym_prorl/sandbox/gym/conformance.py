@@ -26,7 +26,7 @@ SECRET_VARIABLE = "PRORL_CONFORMANCE_SECRET"
 
 
 @dataclass(frozen=True, slots=True)
-class Outcome:
+class CheckOutcome:
     """What became of one check: ``reason`` is empty if it passed."""
 
     name: str
@@ -194,7 +194,7 @@ async def closing_twice_is_harmless(provider: SandboxProvider, box: Any) -> None
     await provider.close(box)
 
 
-async def run(provider: SandboxProvider, image: str | None) -> list[Outcome]:
+async def run(provider: SandboxProvider, image: str | None) -> list[CheckOutcome]:
     """Put a provider through every check; one sandbox is made for each.
 
     Args:
@@ -210,7 +210,7 @@ async def run(provider: SandboxProvider, image: str | None) -> list[Outcome]:
     return outcomes
 
 
-async def _run_one(check: Check, provider: SandboxProvider, image: str | None) -> Outcome:
+async def _run_one(check: Check, provider: SandboxProvider, image: str | None) -> CheckOutcome:
     begin = time.monotonic()
     reason = ""
     try:
@@ -224,10 +224,10 @@ async def _run_one(check: Check, provider: SandboxProvider, image: str | None) -
     except Exception as error:
         # Whatever a stranger's provider raises is the check's result.
         reason = f"{type(error).__name__}: {error}"[:300]
-    return Outcome(getattr(check, "__name__", "check").replace("_", " "), reason, time.monotonic() - begin)
+    return CheckOutcome(getattr(check, "__name__", "check").replace("_", " "), reason, time.monotonic() - begin)
 
 
-async def _missing_image(provider: SandboxProvider) -> Outcome:
+async def _missing_image(provider: SandboxProvider) -> CheckOutcome:
     begin = time.monotonic()
     reason = "a sandbox of a missing image was made"
     try:
@@ -237,4 +237,4 @@ async def _missing_image(provider: SandboxProvider) -> Outcome:
         reason = ""
     except Exception as error:
         reason = f"{type(error).__name__}, which is no SandboxCreateError: {error}"[:300]
-    return Outcome("a missing image is a create error", reason, time.monotonic() - begin)
+    return CheckOutcome("a missing image is a create error", reason, time.monotonic() - begin)

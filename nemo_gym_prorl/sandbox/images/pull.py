@@ -111,7 +111,7 @@ class Puller:
 
 
 @dataclass(frozen=True, slots=True)
-class Outcome:
+class PullOutcome:
     """What became of one image of many: ``reason`` is empty if it is there now, ``new`` if it was not before."""
 
     uri: str
@@ -119,19 +119,19 @@ class Outcome:
     new: bool = False
 
 
-def pull_all(puller: Puller, wanted: Iterable[Registry], jobs: int) -> Generator[Outcome]:
+def pull_all(puller: Puller, wanted: Iterable[Registry], jobs: int) -> Generator[PullOutcome]:
     """Pull many images, ``jobs`` at a time; one outcome for each, as they come. Ends them all when it is closed."""
 
-    def one(reference: Registry) -> Outcome:
+    def one(reference: Registry) -> PullOutcome:
         if puller.store.locate(reference):
-            return Outcome(reference.uri)
+            return PullOutcome(reference.uri)
         try:
             puller.pull(reference)
         except RolloutError as error:
-            return Outcome(reference.uri, error.reason)
+            return PullOutcome(reference.uri, error.reason)
         except OSError as error:
-            return Outcome(reference.uri, str(error))
-        return Outcome(reference.uri, new=True)
+            return PullOutcome(reference.uri, str(error))
+        return PullOutcome(reference.uri, new=True)
 
     with ThreadPoolExecutor(jobs) as pool:
         futures = [pool.submit(one, reference) for reference in dict.fromkeys(wanted)]

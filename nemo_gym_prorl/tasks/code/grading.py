@@ -51,7 +51,7 @@ class Reason(StrEnum):
 
 
 @dataclass(frozen=True, slots=True)
-class Verdict:
+class Grade:
     """What the tests say of one candidate.
 
     Attributes:
@@ -115,7 +115,7 @@ OpenSandbox = Callable[[], AbstractAsyncContextManager[Sandbox]]
 """Starts a fresh sandbox and stops it in the end."""
 
 
-async def grade(open_sandbox: OpenSandbox, problem: Problem, source: str, limits: GradingLimits, root: str) -> Verdict:
+async def grade(open_sandbox: OpenSandbox, problem: Problem, source: str, limits: GradingLimits, root: str) -> Grade:
     """Grade a candidate, each try in a fresh sandbox.
 
     Args:
@@ -130,28 +130,26 @@ async def grade(open_sandbox: OpenSandbox, problem: Problem, source: str, limits
             (``verifier_error``).
     """
 
-    async def graded(source: str) -> Verdict | Lost:
+    async def graded(source: str) -> Grade | Lost:
         async with open_sandbox() as sandbox:
             return await grade_in(sandbox, problem, source, limits, root)
 
     losses = {True: 0, False: 0}
     while True:
         outcome = await graded(source)
-        if isinstance(outcome, Verdict):
+        if isinstance(outcome, Grade):
             return outcome
         losses[outcome.by_machine] += 1
         if losses[outcome.by_machine] == TRIES:
             break
     if not outcome.by_machine:
         control = await graded(problem.reference_source)
-        if isinstance(control, Verdict) and control.passed:
-            return Verdict(Reason.CRASHED, f"the tester was taken down, twice: {outcome.why}")
+        if isinstance(control, Grade) and control.passed:
+            return Grade(Reason.CRASHED, f"the tester was taken down, twice: {outcome.why}")
     raise InfrastructureError(f"grading gave no verdict: {outcome.why}", kind=FailureKind.VERIFIER_ERROR)
 
 
-async def grade_in(
-    sandbox: Sandbox, problem: Problem, source: str, limits: GradingLimits, root: str
-) -> Verdict | Lost:
+async def grade_in(sandbox: Sandbox, problem: Problem, source: str, limits: GradingLimits, root: str) -> Grade | Lost:
     """Grade a candidate once in the given sandbox."""
     nonce = secrets.token_hex(16)
     job = {
@@ -166,20 +164,20 @@ async def grade_in(
     try:
         command = await _command(sandbox, json.dumps(job), root)
     except AgentError as error:
-        return Verdict(Reason.EXHAUSTED, error.reason)
+        return Grade(Reason.EXHAUSTED, error.reason)
     except (RuntimeError, OSError, InfrastructureError) as error:
         return Lost(f"{type(error).__name__}: {error}", by_machine=True)
     try:
         result = await sandbox.exec(command, cwd="/", timeout_s=limits.timeout_s + ANSWER_MARGIN_S)
         told = [json.loads(line.removeprefix(nonce)) for line in _lines(result.stdout) if line.startswith(nonce)]
-        verdict = Verdict(Reason(told[1]["reason"]), told[1]["detail"]) if len(told) > 1 else None
+        verdict = Grade(Reason(told[1]["reason"]), told[1]["detail"]) if len(told) > 1 else None
         if verdict is not None and verdict.reason is not Reason.CRASHED:
             return verdict
         knows = isinstance(sandbox, KnowsWhoseDoing)
         if isinstance(sandbox, KnowsWhoseDoing):
             await sandbox.check()
     except AgentError as error:
-        return Verdict(Reason.EXHAUSTED, error.reason)
+        return Grade(Reason.EXHAUSTED, error.reason)
     except InfrastructureError as error:
         return Lost(error.reason, by_machine=True)
     except (RuntimeError, OSError) as error:

@@ -25,7 +25,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from nemo_gym_prorl.failures import AgentError, CallerError, FailureKind, InfrastructureError
-from nemo_gym_prorl.tasks.code.grading import GradingLimits, Reason, Verdict, grade
+from nemo_gym_prorl.tasks.code.grading import Grade, GradingLimits, Reason, grade
 from nemo_gym_prorl.tasks.code.humaneval import Problem, problem_for
 from nemo_gym_prorl.tasks.code.tools import SOLUTION_FILE, BadArguments, parse_arguments
 from nemo_gym_prorl.tasks.code.workspace import Artefact, Equipment, ToolLimits, Workspace
@@ -71,7 +71,7 @@ class _Session:
     artefact: Artefact | None = None
     lost: InfrastructureError | None = None
     exhausted: str | None = None
-    verdict: Verdict | None = None
+    verdict: Grade | None = None
     touched: float = field(default_factory=time.monotonic)
     calls: int = 0
     claimed: bool = False
@@ -192,7 +192,7 @@ class CodeSessions:
         if session is not None and not session.claimed:
             await self._close_quietly(key)
 
-    async def verify(self, key: str) -> Verdict:
+    async def verify(self, key: str) -> Grade:
         """Grade the session's solution, once; asked again, the same verdict.
 
         Raises:
@@ -281,7 +281,7 @@ class CodeSessions:
             await self._release(session, keep=False)
             self._sessions.pop(key, None)
 
-    async def _verify(self, session: _Session) -> Verdict:
+    async def _verify(self, session: _Session) -> Grade:
         await self._release(session, keep=True)
         async with session.lock:
             session.touched = time.monotonic()
@@ -358,14 +358,14 @@ class CodeSessions:
         finally:
             await self._stop_sandbox(sandbox)
 
-    async def _grade(self, session: _Session) -> Verdict:
+    async def _grade(self, session: _Session) -> Grade:
         if session.exhausted is not None:
-            return Verdict(Reason.EXHAUSTED, session.exhausted)
+            return Grade(Reason.EXHAUSTED, session.exhausted)
         if session.lost is not None:
             raise session.lost
         artefact = session.artefact or Artefact(None, "nothing was taken out of the sandbox")
         if artefact.source is None:
-            return Verdict(Reason.NO_SOLUTION, artefact.problem or "")
+            return Grade(Reason.NO_SOLUTION, artefact.problem or "")
         return await grade(self._grading_sandbox, session.problem, artefact.source, self._limits.grading, self._root)
 
     async def _close_quietly(self, key: str) -> None:
