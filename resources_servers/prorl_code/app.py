@@ -30,6 +30,7 @@ from nemo_gym_prorl.problems import add_problem_handlers
 from nemo_gym_prorl.sandbox import started
 from nemo_gym_prorl.sandbox.images.building.default import ensure_default_image, ensure_kernel_image
 from nemo_gym_prorl.sandbox.runtime.apptainer import require_runtime
+from nemo_gym_prorl.server_config import KnownKeys
 from nemo_gym_prorl.tasks.code.grading import GradingLimits
 from nemo_gym_prorl.tasks.code.session import CodeLimits, CodeSessions
 from nemo_gym_prorl.tasks.code.tools import TOOLS
@@ -44,7 +45,7 @@ LOCAL_PROVIDERS = frozenset({"apptainer", "singularity"})
 SHUTDOWN_TIMEOUT_S = 30.0
 
 
-class ProRLCodeConfig(BaseResourcesServerConfig):
+class ProRLCodeConfig(BaseResourcesServerConfig, KnownKeys):
     """Configuration of the server; see the comments in ``configs/prorl_code.yaml``."""
 
     sandbox_provider: str | dict[str, Any] = "sandbox"

@@ -1,0 +1,61 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A key that no server reads is refused by its name, and Gym's own are not, whatever the file is taken from."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+from pydantic import BaseModel, ValidationError
+
+from resources_servers.prorl_code.app import ProRLCodeConfig
+from responses_api_agents.prorl_agent.app import ProRLAgentConfig
+from responses_api_models.prorl_model.app import ProrlModelConfig
+
+
+ROOT = Path(__file__).parents[1]
+GIVEN: dict[type[BaseModel], dict[str, Any]] = {
+    ProRLAgentConfig: {
+        "resources_server": {"type": "resources_servers", "name": "environment"},
+        "model_server": {"type": "responses_api_models", "name": "policy_model"},
+    },
+    ProRLCodeConfig: {"domain": "coding"},
+    ProrlModelConfig: {"base_url": "http://127.0.0.1:1/v1", "model": "m"},
+}
+ADDRESS = {"name": "server", "entrypoint": "app.py", "host": "127.0.0.1", "port": 1}
+GYMS = {"datasets": [], "description": "d", "value": "v", "verified": False, "num_workers": None}
+
+
+@pytest.mark.parametrize(
+    ("config", "wrong", "right"),
+    [
+        (ProRLAgentConfig, "max_turn", "max_turns"),
+        (ProRLCodeConfig, "tool_timeout", "tool_timeout_s"),
+        (ProrlModelConfig, "chat_template_kwarg", "chat_template_kwargs"),
+    ],
+)
+def test_an_unknown_key_is_refused_with_the_nearest(config: type[BaseModel], wrong: str, right: str) -> None:
+    config.model_validate({**ADDRESS, **GYMS, **GIVEN[config]})
+    with pytest.raises(ValidationError, match=rf"{wrong}: there is no such setting.*: {right}$".replace("$", r"\b")):
+        config.model_validate({**ADDRESS, **GIVEN[config], wrong: 3})
+
+
+@pytest.mark.parametrize("file", sorted(ROOT.glob("re*/prorl_*/configs/*.yaml")), ids=lambda file: file.name)
+def test_what_our_own_files_say_is_known(file: Path) -> None:
+    configs = {"prorl_agent": ProRLAgentConfig, "prorl_code": ProRLCodeConfig, "prorl_model": ProrlModelConfig}
+    for servers in yaml.safe_load(file.read_text()).values():
+        for kind in servers.values() if isinstance(servers, dict) else ():
+            for name, said in kind.items() if isinstance(kind, dict) else ():
+                if config := configs.get(name):
+                    wrong = _errors(config, {**ADDRESS, **GIVEN[config], **said})
+                    assert "no such setting" not in wrong
+
+
+def _errors(config: type[BaseModel], given: dict[str, Any]) -> str:
+    try:
+        config.model_validate(given)
+    except ValidationError as error:
+        return str(error)
+    return ""
