@@ -127,6 +127,9 @@ async def swe_rex(_bench: Bench) -> Peer:
     return Peer(act, runtime.close)
 
 
+PEER_TIMEOUT_S = 90.0
+"""For a peer's crowd, from the first start to the last end."""
+
 PEERS: dict[str, Callable[[Bench], Awaitable[Peer]]] = {GYM: gym_apptainer}
 if find_spec("swerex"):
     PEERS[SWE_REX] = swe_rex
@@ -137,13 +140,14 @@ async def alive(bench: Bench) -> list[Figure]:
     scale = bench.scale
     theirs: dict[str, dict[str, float]] = {}
     theirs[RUNTIME], _count = await _crowd(bench, RUNTIME, scale.alive_runtime)
+    ours, count = await _crowd(bench, MOULD, scale.alive)
     for name, maker in PEERS.items():
         try:
-            theirs[f"{name}"] = await _peers_crowd(bench, maker)
+            async with asyncio.timeout(PEER_TIMEOUT_S):
+                theirs[name] = await _peers_crowd(bench, maker)
         except Exception as error:
-            # A peer that gives up on a busy machine is left out.
-            print(f"{name} failed: {error}")
-    ours, count = await _crowd(bench, MOULD, scale.alive)
+            # A peer that gives up on a busy machine, or does not come to an end, is left out.
+            print(f"{name} failed: {error!r}")
     goals = {
         "exec, p50": "<= 10",
         "exec, p99": "<= 50",

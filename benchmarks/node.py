@@ -43,7 +43,7 @@ from nemo_gym_prorl.sandbox.runtime.install import ensure_runtime
 from nemo_gym_prorl.sandbox.sessions.bash import Shell
 
 
-PART_TIMEOUT_S = 240.0
+PART_TIMEOUT_S = 400.0
 GONE_TIMEOUT_S = 60.0
 
 

@@ -124,3 +124,18 @@ async def test_a_machine_without_room_is_nobodys_fault(
     with pytest.raises(InfrastructureError, match="No space left"):
         await container.download("/x", tmp_path / "back")
     assert [path.name for path in tmp_path.iterdir()] == ["file"]  # noqa: ASYNC240
+
+
+async def test_a_copy_that_lasts_holds_up_no_command(container: Container) -> None:
+    """Its helper was forked while a command was on its way, and would keep open what says by closing that it began."""
+    source, nothing_comes = os.pipe()
+    copying = []
+    try:
+        for _ in range(30):
+            running = asyncio.create_task(container.run("true", timeout_s=20))
+            copying.append(asyncio.create_task(container.ask("put", [source], path="/x", mode=0o644)))
+            assert not (await running).timed_out
+    finally:
+        os.close(nothing_comes)
+        await asyncio.gather(*copying)
+        os.close(source)

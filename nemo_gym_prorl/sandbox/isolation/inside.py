@@ -218,7 +218,7 @@ def spawn(place: Place, order: dict[str, Any], files: Sequence[int], channel: so
     """
     try:
         # What is stopped in there for ever must not keep what is the supervisor's: its sockets, its lock.
-        close_all_but([0, 1, 2, *files, channel.fileno()])
+        descriptors.close_all_but([0, 1, 2, *files, channel.fileno()])
         join(place)
         controlling = None
         sources = list(files)
@@ -278,16 +278,6 @@ def _start_within(limits: dict[int, int]) -> int:
     if syscalls.fork_beside() == 0:
         os._exit(0)
     raise Exhausted("processes")
-
-
-def close_all_but(kept: Sequence[int]) -> None:
-    """Close every open file but these."""
-    begin = 0
-    for number in sorted(set(kept)):
-        if begin < number:
-            os.closerange(begin, number)
-        begin = number + 1
-    os.closerange(begin, resource.getrlimit(resource.RLIMIT_NOFILE)[0])
 
 
 def _open_terminal(rows: int, columns: int, *, echo: bool) -> tuple[int, int]:

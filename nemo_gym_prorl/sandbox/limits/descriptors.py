@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Open files of the supervisor: as many as it may have, and checked before a sandbox takes some.
+"""Open files of the supervisor: as many as it may have, checked before a sandbox takes some, and kept from others.
 
 The soft limit is often 1,024 where the hard one is far higher. What the supervisor raises for itself is not for those
 inside: programs that close every possible file, or wait with ``select``, count on the usual one.
@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import os
 import resource
+from collections.abc import Sequence
 
 from nemo_gym_prorl.sandbox.limits.kernel_shares import COMMANDS_FILES
 
@@ -61,3 +62,13 @@ def shortage(sandboxes: int) -> str:
         f"the limit of open files ({limit}) allows no more than these {sandboxes} sandboxes: raise it (ulimit -Hn) "
         f"before the server starts, to {PER_SANDBOX} for each and {RESERVE} besides ({needed} or more)"
     )
+
+
+def close_all_but(kept: Sequence[int]) -> None:
+    """Close every open file but these."""
+    begin = 0
+    for number in sorted(set(kept)):
+        if begin < number:
+            os.closerange(begin, number)
+        begin = number + 1
+    os.closerange(begin, resource.getrlimit(resource.RLIMIT_NOFILE)[0])

@@ -81,12 +81,12 @@ class Moulds:
         entry.waiting.append(then)
         if len(entry.waiting) == 1:
             folder = self._folder / f"m-{secrets.token_hex(6)}"
-            self._children.fork(partial(_make, order, folder), partial(self._made, key, folder))
+            self._children.fork(partial(_make, order, folder), partial(self._made, key, folder), files=())
 
     def _made(self, key: str, folder: Path, answer: Message, files: list[int]) -> None:
         if folder.exists():
             # Its maker was killed, or took too long and was ended by its own clock.
-            self._children.fork(partial(_discard, folder), lambda _answer, _files: None)
+            self._children.fork(partial(_discard, folder), lambda _answer, _files: None, files=())
         entry = self._all[key]
         waiting, entry.waiting = entry.waiting, []
         if "error" in answer:

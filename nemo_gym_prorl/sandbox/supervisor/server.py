@@ -72,7 +72,7 @@ class Supervisor:
 
     def run(self) -> None:
         """Serve until the owner is gone and everything is cleaned up."""
-        self._children.fork(partial(_sweep, self.folder.parent), lambda _answer, _files: None)
+        self._children.fork(partial(_sweep, self.folder.parent), lambda _answer, _files: None, files=())
         # What is there by now stays as it is: a forked child is to copy none of it for want of counting it.
         gc.collect()
         gc.freeze()
@@ -225,21 +225,23 @@ class Supervisor:
             raise OSError("only a sandbox that is paused can be copied")
         layer, limit = str(sandbox.folder / "overlay" / "upper"), sandbox.order["disk_mib"] << 20
         action = partial(snapshots.pack, sandbox.place, layer, order["header"], limit, files[0])
-        self._children.fork(action, request.answer)
+        self._children.fork(action, request.answer, files=files[:1])
 
     def _do_restore(self, request: Request, order: Message, files: list[int]) -> None:
         sandbox = self._sandboxes.up(order["sandbox"])
         limit = sandbox.order["disk_mib"] << 20
         action = partial(snapshots.unpack, sandbox.place_to_join(), limit, files[0])
-        self._children.fork(action, request.answer, sandbox.group)
+        self._children.fork(action, request.answer, sandbox.group, files=files[:1])
 
     def _do_put(self, request: Request, order: Message, files: list[int]) -> None:
         place = self._sandboxes.up(order["sandbox"]).place_to_join()
-        self._children.fork(partial(copies.put, place, order["path"], order["mode"], files[0]), request.answer)
+        action = partial(copies.put, place, order["path"], order["mode"], files[0])
+        self._children.fork(action, request.answer, files=files[:1])
 
     def _do_get(self, request: Request, order: Message, files: list[int]) -> None:
         place = self._sandboxes.up(order["sandbox"]).place_to_join()
-        self._children.fork(partial(copies.get, place, order["path"], order["limit"], files[0]), request.answer)
+        action = partial(copies.get, place, order["path"], order["limit"], files[0])
+        self._children.fork(action, request.answer, files=files[:1])
 
 
 def _groups() -> Path | None:

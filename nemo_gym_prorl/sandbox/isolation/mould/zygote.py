@@ -105,7 +105,7 @@ def spawn(
 ) -> NoReturn:
     """As :func:`.inside.spawn`, by way of the zygote that takes requests at ``zygote``, if it can."""
     try:
-        inside.close_all_but([0, 1, 2, *files, channel.fileno(), zygote])
+        descriptors.close_all_but([0, 1, 2, *files, channel.fileno(), zygote])
         trouble = _ask(socket.socket(fileno=zygote), group, place, order, files, channel)
     except (_NoZygote, OSError):
         inside.spawn(place, order, files, channel)

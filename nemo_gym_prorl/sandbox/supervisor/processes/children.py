@@ -15,11 +15,12 @@ import os
 import signal
 import socket
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import NoReturn
 
 from nemo_gym_prorl.sandbox.isolation import syscalls
+from nemo_gym_prorl.sandbox.limits import descriptors
 from nemo_gym_prorl.sandbox.limits.cgroups import Group
 from nemo_gym_prorl.sandbox.supervisor.processes.event_loop import guarded
 from nemo_gym_prorl.sandbox.supervisor.rpc.protocol import Message, PeerGone, pack, receive, send, socket_pair
@@ -62,6 +63,7 @@ class Children:
         """How many were forked here so far."""
         self._answering = 0
         """Which of them, counted from 1, is the one whose answer is being told."""
+        self._shed: list[Callable[[], None]] = []
         self._unclaimed: dict[int, tuple[int, int]] = {}
         """Number to status of those that were reaped unknown, and how many had been forked by then."""
 
@@ -69,11 +71,21 @@ class Children:
         """Whether somebody waits for that child, which therefore has not been reaped."""
         return pid in self._waiting
 
-    def fork(self, action: Action, done: Done, group: Group | None = None) -> None:
+    def shed(self, files: Callable[[], None]) -> None:
+        """Have each forked child call ``files`` first, which closes what is held for somebody else on the way there.
+
+        A child may last, and what it holds does not close, which is waited for.
+        """
+        self._shed.append(files)
+
+    def fork(
+        self, action: Action, done: Done, group: Group | None = None, *, files: Sequence[int] | None = None
+    ) -> None:
         """Run ``action`` in a forked child; ``done`` gets what it returns, or ``{"error": ...}``, also if none can be
         forked.
 
-        What the child starts is in the control group ``group``, as it is itself.
+        What the child starts is in the control group ``group``, as it is itself. One that may last says which
+        ``files`` it needs, and keeps no others open: that they close is waited for elsewhere.
         """
         try:
             ours, theirs = socket_pair()
@@ -86,7 +98,7 @@ class Children:
             self.answered(ours, which, done)
 
         try:
-            which = self.start(partial(_run, action, theirs), ended, group)[1]
+            which = self.start(partial(_run, action, theirs, files), ended, group)[1]
         except OSError as error:
             ours.close()
             done(no_process(error, group), [])
@@ -117,6 +129,8 @@ class Children:
         if pid == 0:
             try:
                 syscalls.end_with(parent)
+                for close in self._shed:
+                    close()
                 gc.disable()
                 signal.set_wakeup_fd(-1)
                 program()
@@ -197,12 +211,14 @@ def tell(channel: socket.socket, message: Message, files: list[int]) -> None:
     send(channel, pack(message, files))
 
 
-def _run(action: Action, channel: socket.socket) -> NoReturn:
+def _run(action: Action, channel: socket.socket, files: Sequence[int] | None) -> NoReturn:
     """In a forked child: run ``action``, send what it returns, and end."""
+    if files is not None:
+        descriptors.close_all_but([0, 1, 2, *files, channel.fileno()])
     try:
-        answer, files = action()
+        answer, passed = action()
     except Exception as error:
-        answer, files = failure(error), []
+        answer, passed = failure(error), []
     channel.setblocking(True)
-    tell(channel, answer, files)
+    tell(channel, answer, passed)
     os._exit(0)

@@ -84,6 +84,7 @@ class Runner:
         self._asked: deque[Task] = deque()
         self._heard = 0.0
         """When it last answered."""
+        children.shed(self._close_files)
 
     def first_file(self, group: Group | None) -> int:
         """The number that the first of the files has which a script is sent with."""
@@ -169,6 +170,11 @@ class Runner:
             except BaseException:
                 ours.close()
                 raise
+
+    def _close_files(self) -> None:
+        """In a forked child, to which they mean nothing: that a script's channel closes says that it is done."""
+        for task in self._asked:
+            close_all(task.files)
 
     def _flush(self) -> None:
         if self._channel is None or self._outbox is None:

@@ -15,7 +15,7 @@ from collections.abc import Callable
 from functools import partial
 from typing import NoReturn
 
-from nemo_gym_prorl.sandbox.isolation import inside
+from nemo_gym_prorl.sandbox.limits import descriptors
 from nemo_gym_prorl.sandbox.supervisor.processes.children import Children
 from nemo_gym_prorl.sandbox.supervisor.processes.event_loop import Loop
 from nemo_gym_prorl.sandbox.supervisor.rpc.protocol import (
@@ -129,7 +129,7 @@ def wait_for(channel: socket.socket, seconds: float | None) -> bool:
 def _serve(program: Callable[[socket.socket], None], channel: socket.socket) -> NoReturn:
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
     # With the supervisor's lock it would seem to live, with its sockets its clients would not see its end.
-    inside.close_all_but([0, 1, 2, channel.fileno()])
+    descriptors.close_all_but([0, 1, 2, channel.fileno()])
     # A supervisor of thousands gives it a number that select() does not take.
     low = channel.dup()
     channel.close()
