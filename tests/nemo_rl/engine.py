@@ -104,7 +104,7 @@ def _prompt(body: dict[str, Any]) -> list[int]:
     return list(replace_prefix_tokens(ByteTokenizer(), prefix, before, rendered))
 
 
-def _answer(prompt: list[int], generated: bytes, whole: bool, turn: text.Turn, index: int) -> dict[str, Any]:
+def _answer(prompt: list[int], generated: bytes, whole: bool, turn: text.ScriptTurn, index: int) -> dict[str, Any]:
     ids = list(generated)
     log_probs = [-(token % 7) / 8 - 0.125 for token in ids]
     calls = turn.tool_calls if whole else ()

@@ -18,7 +18,7 @@ tool_calls = st.lists(
 turns = st.fixed_dictionaries({"content": st.none() | words, "tool_calls": tool_calls})
 
 
-def assistant_message(turn: text.Turn, index: int) -> dict:
+def assistant_message(turn: text.ScriptTurn, index: int) -> dict:
     """A turn as a client sends it back."""
     calls = [
         {
@@ -77,14 +77,14 @@ def test_ids_and_bytes_are_one_to_one(content):
 
 
 def test_reasoning_that_the_client_took_out_is_put_back_in_place():
-    turn = text.Turn("<think>look first</think>Here.")
+    turn = text.ScriptTurn("<think>look first</think>Here.")
     parsed = {"role": "assistant", "content": "Here.", "reasoning": "look first", "reasoning_content": "look first"}
     prompt = text.render_prompt([{"role": "user", "content": "?"}])
     assert text.render_prompt([{"role": "user", "content": "?"}, parsed]).startswith(prompt + turn.body)
 
 
 def test_parallel_calls_split_into_two_messages_are_still_one_turn():
-    first = assistant_message(text.Turn(None, (text.ToolCall("bash", "{}"), text.ToolCall("bash", "{}"))), 0)
+    first = assistant_message(text.ScriptTurn(None, (text.ToolCall("bash", "{}"), text.ToolCall("bash", "{}"))), 0)
     split = []
     for call in first["tool_calls"]:
         split += [{"role": "assistant", "content": None, "tool_calls": [call]}, {"role": "tool", "content": "ok"}]
