@@ -78,8 +78,6 @@ def keep(up: Path, events: Path, command: list[str]) -> int:
 
 
 def _end(child: subprocess.Popen[bytes]) -> int:
-    for number in (signal.SIGTERM, signal.SIGINT):
-        signal.signal(number, signal.SIG_IGN)
     with contextlib.suppress(ProcessLookupError):
         child.send_signal(signal.SIGINT)
     try:
@@ -119,6 +117,9 @@ class _Stop(Exception):
 
 
 def _stop(signum: int, frame: FrameType | None) -> NoReturn:
+    # Once is enough: the child is waited for in peace.
+    for number in (signal.SIGTERM, signal.SIGINT):
+        signal.signal(number, signal.SIG_IGN)
     raise _Stop
 
 

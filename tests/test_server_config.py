@@ -10,6 +10,9 @@ import pytest
 import yaml
 from pydantic import BaseModel, ValidationError
 
+from nemo_gym_prorl.handlers.agent_service import StagesConfig
+from nemo_gym_prorl.policy.config import PolicyConfig
+from nemo_gym_prorl.server_config import ServerConfig
 from resources_servers.prorl_code.app import ProRLCodeConfig
 from responses_api_agents.prorl_agent.app import ProRLAgentConfig
 from responses_api_models.prorl_model.app import ProrlModelConfig
@@ -23,6 +26,7 @@ GIVEN: dict[type[BaseModel], dict[str, Any]] = {
     },
     ProRLCodeConfig: {"domain": "coding"},
     ProrlModelConfig: {"base_url": "http://127.0.0.1:1/v1", "model": "m"},
+    PolicyConfig: {"base_url": ["http://127.0.0.1:1/v1"], "model": "m"},
 }
 ADDRESS = {"name": "server", "entrypoint": "app.py", "host": "127.0.0.1", "port": 1}
 GYMS = {"datasets": [], "description": "d", "value": "v", "verified": False, "num_workers": None}
@@ -34,12 +38,15 @@ GYMS = {"datasets": [], "description": "d", "value": "v", "verified": False, "nu
         (ProRLAgentConfig, "max_turn", "max_turns"),
         (ProRLCodeConfig, "tool_timeout", "tool_timeout_s"),
         (ProrlModelConfig, "chat_template_kwarg", "chat_template_kwargs"),
+        (StagesConfig, "runs", "run"),
+        (PolicyConfig, "engin", "engine"),
     ],
 )
 def test_an_unknown_key_is_refused_with_the_nearest(config: type[BaseModel], wrong: str, right: str) -> None:
-    config.model_validate({**ADDRESS, **GYMS, **GIVEN[config]})
+    given = GIVEN.get(config, {})
+    config.model_validate({**(ADDRESS | GYMS if issubclass(config, ServerConfig) else {}), **given})
     with pytest.raises(ValidationError, match=rf"{wrong}: there is no such setting.*: {right}$".replace("$", r"\b")):
-        config.model_validate({**ADDRESS, **GIVEN[config], wrong: 3})
+        config.model_validate({**given, wrong: 3})
 
 
 @pytest.mark.parametrize("file", sorted(ROOT.glob("re*/prorl_*/configs/*.yaml")), ids=lambda file: file.name)

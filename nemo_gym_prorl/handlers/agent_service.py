@@ -13,7 +13,7 @@ from typing import Annotated, Any, Self, cast
 import orjson
 from fastapi import APIRouter, Request, Response
 from omegaconf import DictConfig, OmegaConf
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import BaseModel, Field
 from starlette.requests import ClientDisconnect
 
 from nemo_gym_prorl.failures import CallerError, Failure, FailureKind, Origin
@@ -31,6 +31,7 @@ from nemo_gym_prorl.handlers.gym_http import CookieJar, GymServer, HttpAnswer, H
 from nemo_gym_prorl.handlers.run_request import WISHES, run_request
 from nemo_gym_prorl.handlers.seeded_session import SeededSessionHandler, responses_answer, responses_request
 from nemo_gym_prorl.handlers.tool_loop import LoopLimits
+from nemo_gym_prorl.known_keys import KnownKeys
 from nemo_gym_prorl.problems import ProblemError, problem_of
 from nemo_gym_prorl.rollout.api import rollout_router
 from nemo_gym_prorl.rollout.callers import CallerGone, CallerWatch
@@ -53,10 +54,8 @@ _SETTLE_SHARE = 0.6
 _FAREWELL_S = 5.0
 
 
-class StagesConfig(BaseModel):
+class StagesConfig(KnownKeys):
     """Slots per stage. ``ready`` bounds the buffer between INIT and RUN: each job in it holds a sandbox."""
-
-    model_config = ConfigDict(extra="forbid")
 
     init: Positive = 8
     ready: Annotated[int, Field(ge=0)] = 8
@@ -64,10 +63,8 @@ class StagesConfig(BaseModel):
     eval: Positive = 8
 
 
-class BudgetsConfig(BaseModel):
+class BudgetsConfig(KnownKeys):
     """Seconds that each stage may work on a rollout, per attempt. Time in a queue is free."""
-
-    model_config = ConfigDict(extra="forbid")
 
     init: Seconds = 600.0
     run: Seconds = 3600.0

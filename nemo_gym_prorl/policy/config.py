@@ -8,13 +8,14 @@ from ipaddress import ip_address
 from typing import Annotated, Literal
 from urllib.parse import urlsplit
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import Field
 
 from nemo_gym_prorl.failures import CallerError
+from nemo_gym_prorl.known_keys import KnownKeys
 from nemo_gym_prorl.policy.service import Rewriting
 
 
-class PolicyConfig(BaseModel):
+class PolicyConfig(KnownKeys):
     """How to reach the policy and how to read it.
 
     Attributes:
@@ -35,8 +36,6 @@ class PolicyConfig(BaseModel):
             and the hosts of ``base_url``.
         control_token: bearer token that every route asks for; ``null`` for none.
     """
-
-    model_config = ConfigDict(extra="forbid")
 
     base_url: list[str]
     api_key: str | list[str] = ""

@@ -28,9 +28,10 @@ from nemo_gym_prorl import open_files
 from nemo_gym_prorl.access import KeyGuard, check_exposure
 from nemo_gym_prorl.problems import add_problem_handlers
 from nemo_gym_prorl.sandbox import started
+from nemo_gym_prorl.sandbox.gym import spec as gym_spec
 from nemo_gym_prorl.sandbox.images.building.default import ensure_default_image, ensure_kernel_image
 from nemo_gym_prorl.sandbox.runtime.apptainer import require_runtime
-from nemo_gym_prorl.server_config import KnownKeys
+from nemo_gym_prorl.server_config import ServerConfig
 from nemo_gym_prorl.tasks.code.grading import GradingLimits
 from nemo_gym_prorl.tasks.code.session import CodeLimits, CodeSessions
 from nemo_gym_prorl.tasks.code.tools import TOOLS
@@ -45,7 +46,7 @@ LOCAL_PROVIDERS = frozenset({"apptainer", "singularity"})
 SHUTDOWN_TIMEOUT_S = 30.0
 
 
-class ProRLCodeConfig(BaseResourcesServerConfig, KnownKeys):
+class ProRLCodeConfig(BaseResourcesServerConfig, ServerConfig):
     """Configuration of the server; see the comments in ``configs/prorl_code.yaml``."""
 
     sandbox_provider: str | dict[str, Any] = "sandbox"
@@ -92,6 +93,8 @@ class ProRLCodeServer(SimpleResourcesServer):
     def model_post_init(self, context: Any) -> None:
         config = self.config
         self._provider = resolve_provider_config(config.sandbox_provider, self.server_client.global_config_dict)
+        if "singularity" in self._provider:
+            gym_spec.settings(self._provider["singularity"] or {})  # refuses what every sandbox would be refused for
         if config.image is None and not LOCAL_PROVIDERS & self._provider.keys():
             raise ValueError(f"image: name one, the sandbox provider {next(iter(self._provider))!r} has no default")
         limits = CodeLimits(

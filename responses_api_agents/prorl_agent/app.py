@@ -16,7 +16,7 @@ from nemo_gym_prorl.access import KeyGuard, check_exposure
 from nemo_gym_prorl.handlers.agent_service import AgentService, ServiceConfig
 from nemo_gym_prorl.problems import Declared, add_problem_handlers, invalid_body
 from nemo_gym_prorl.rollout.rows import CreateParams, Row, read_json
-from nemo_gym_prorl.server_config import KnownKeys
+from nemo_gym_prorl.server_config import ServerConfig
 
 
 class VerifiedRollout(BaseModel):
@@ -50,7 +50,7 @@ _GYM_ROUTES = {
 }
 
 
-class ProRLAgentConfig(BaseResponsesAPIAgentConfig, ServiceConfig, KnownKeys):
+class ProRLAgentConfig(BaseResponsesAPIAgentConfig, ServiceConfig, ServerConfig):
     """Gym's references to the servers that a rollout uses, and the service's own settings."""
 
     resources_server: ResourcesServerRef

@@ -40,14 +40,14 @@ from nemo_gym_prorl.policy.generation import Finish
 from nemo_gym_prorl.policy.http.api import PolicyConfig, PolicyHost, add_control_routes, with_problems
 from nemo_gym_prorl.policy.http.asgi import AnswerHeaders, CancelOnDisconnect, put_header
 from nemo_gym_prorl.policy.service import PolicyAnswer, TurnRequest
-from nemo_gym_prorl.server_config import KnownKeys
+from nemo_gym_prorl.server_config import ServerConfig
 
 
 TOKENS_HEADER = "X-Rollout-Tokens"
 TOKEN_FIELDS = ("prompt_token_ids", "generation_token_ids", "generation_log_probs")
 
 
-class ProrlModelConfig(BaseResponsesAPIModelConfig, KnownKeys):
+class ProrlModelConfig(BaseResponsesAPIModelConfig, ServerConfig):
     """The keys of ``vllm_model`` under their names there, and under ``policy`` what is ours (see ``PolicyConfig``)."""
 
     base_url: str | list[str]

@@ -308,6 +308,38 @@ async def test_a_time_limit_holds_while_bash_reads_nothing(shell: Shell) -> None
     assert stopped.seconds < 30
 
 
+@pytest.mark.parametrize("size", [0, 60_000, 300_000])
+async def test_an_interrupt_does_not_run_what_a_command_says(container: Container, shell: Shell, size: int) -> None:
+    """Bash forgets what it has read of a line, and would go on with the rest, a file's text, as with commands."""
+    for pause_s in (0, 0.001, 0.002, 0.004, 0.008):
+        text = "touch /tmp/executed\n" * (1 + size // 20)
+        running = asyncio.create_task(shell.run(f"cat >/tmp/x <<'E'\n{text}E\nsleep 100", silence_s=None))
+        await asyncio.sleep(pause_s)
+        while not running.done():
+            # Who presses it just as one program has ended and the next has not begun presses it once more.
+            await shell.interrupt()
+            await asyncio.wait([running], timeout=0.5)
+        done = await running
+        assert (done.exit_code, done.exited) == (130, False)
+        assert (await shell.run("echo mine; (exit 44)")).exit_code == 44
+    assert (await container.run("ls /tmp/executed")).exit_code != 0
+
+
+async def test_what_has_not_begun_in_its_time_never_does(container: Container, shell: Shell) -> None:
+    await shell.run("PROMPT_COMMAND='sleep 3'")
+    stopped = await shell.run("touch /tmp/begun", timeout_s=0.2, silence_s=None)
+    assert (stopped.timed_out, stopped.exited) == (True, True)
+    await asyncio.sleep(3)
+    assert (await container.run("ls /tmp/begun")).exit_code != 0
+
+
+async def test_a_bash_that_shows_its_input_is_not_slowed_down(shell: Shell) -> None:
+    await shell.run("set -v")
+    done = await shell.run(": '" + "xxxxxxx\n" * 20_000 + "'; (exit 3)", timeout_s=60, silence_s=None)
+    assert done.exit_code == 3
+    assert (await shell.run("echo mine")).exit_code == 0
+
+
 async def test_a_nul_is_refused(shell: Shell) -> None:
     with pytest.raises(CallerError, match="command"):
         await shell.run("echo \0")

@@ -46,6 +46,11 @@ SOFT_TIMEOUT_S = 60.0
 INTERRUPT_GRACE_S = 1.0
 """How long a command may take to end after Ctrl-C; then its processes are killed, and at last bash."""
 
+ARRIVAL_S = 1.0
+"""How long bash may read nothing of a command before it counts as busy with something else."""
+
+_LOOK_S = 0.002
+
 START_TIMEOUT_S = 20.0
 
 ROWS, COLUMNS = 50, 200
@@ -247,7 +252,9 @@ class Shell:
                 raise self._over() from error
 
     async def interrupt(self) -> None:
-        """Press Ctrl-C."""
+        """Press Ctrl-C. A command that is on its way begins first, or what it says could be taken for commands:
+        bash forgets what it has read of a line, and goes on with the rest."""
+        await self._arrival()
         self.terminal.press_control("c")
 
     async def eof(self) -> None:
@@ -298,7 +305,10 @@ class Shell:
 
     async def _time_out(self, begin: float) -> Action:
         """End the command by and by more forcefully, until the shell answers or is gone."""
-        for force in (self._interrupt_for_good, self._kill_foreground, self._kill_shell):
+        await self._arrival()
+        # One that has not begun would begin, after its time, once what holds bash up is interrupted.
+        forces = (self._interrupt_for_good, self._kill_foreground, self._kill_shell)
+        for force in forces if self._status and self._status.begun else (self._kill_shell,):
             await force()
             deadline = self._loop.time() + INTERRUPT_GRACE_S
             while self._code is None and not self.exited and self._loop.time() < deadline:
@@ -307,9 +317,19 @@ class Shell:
                 break
         return await self._action(begin, timed_out=True)
 
+    async def _arrival(self) -> None:
+        """Wait until the command has begun, as long as bash reads, and for a moment where it doesn't."""
+        unread, until = -1, 0.0
+        while self.running and self._status and self._commands and not self._status.begun and not self.exited:
+            if self._commands.unread != unread:
+                unread, until = self._commands.unread, self._loop.time() + ARRIVAL_S
+            elif self._loop.time() >= until:
+                return
+            await asyncio.sleep(_LOOK_S)
+
     async def _interrupt_for_good(self) -> None:
         """Ctrl-C, and the end for a bash whose prompt says nothing."""
-        await self.interrupt()
+        self.terminal.press_control("c")
         self._on_lost_line()
 
     async def _kill_foreground(self) -> None:

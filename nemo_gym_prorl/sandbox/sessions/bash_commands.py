@@ -73,8 +73,8 @@ class BashCommands:
         if not self._asked_again:
             self._asked_again = True
             self._probes = 0
+            self._send_end()
             self._watch()
-        self._send_end()
 
     def close(self) -> None:
         """Bash's input ends."""
@@ -117,7 +117,7 @@ class BashCommands:
         """See whether bash has what was sent."""
         if self._status.ended if self._asked_again else self._status.begun:
             return
-        if not self._rest and not self._unread():
+        if not self.unread:
             if self._probes == PROBES:
                 self._status.give_up()
                 return
@@ -125,6 +125,9 @@ class BashCommands:
             self._send_end()
         self._watch()
 
-    def _unread(self) -> int:
-        """How much lies in the socket."""
-        return int(struct.unpack("i", fcntl.ioctl(self._socket, termios.TIOCOUTQ, bytes(4)))[0])
+    @property
+    def unread(self) -> int:
+        """How much nobody has read of what was sent, or is to be; in the kernel's count, which is somewhat larger."""
+        if self._socket < 0:
+            return 0
+        return len(self._rest) + int(struct.unpack("i", fcntl.ioctl(self._socket, termios.TIOCOUTQ, bytes(4)))[0])

@@ -10,6 +10,7 @@ whose sandboxes come up slowly, or never, holds up its own: the first of another
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import signal
@@ -363,9 +364,11 @@ class Creation:
     def _first_process_spoke(self, sandbox: Sandbox) -> None:
         """It is up once its channel is closed, if nothing but the word was said."""
         assert sandbox.channel
-        if said := sandbox.channel.recv(MOST_SAID):
-            sandbox.said += said
-            return
+        # Its end of the channel may have been reset: it was killed with something unread there.
+        with contextlib.suppress(ConnectionResetError):
+            if said := sandbox.channel.recv(MOST_SAID):
+                sandbox.said += said
+                return
         self._loop.ignore(sandbox.channel)
         if sandbox.said == first_process.READY:
             self._prepared(sandbox, {}, [])

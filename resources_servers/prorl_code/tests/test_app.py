@@ -2,6 +2,7 @@
 """What can be said of the server without a sandbox; the rest is tested in the repository's ``tests/prorl_code``."""
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 from nemo_gym.config_types import BaseServerConfig
@@ -16,7 +17,7 @@ from resources_servers.prorl_code.app import ProRLCodeConfig, ProRLCodeServer
 CONFIG = OmegaConf.load(Path(__file__).parents[1] / "configs/prorl_code.yaml")
 
 
-def make_client(**settings: str) -> TestClient:
+def make_client(**settings: Any) -> TestClient:
     shipped = CONFIG.prorl_code.resources_servers.prorl_code
     config = ProRLCodeConfig(**{"host": "127.0.0.1", "port": 1, "name": "prorl_code", **shipped, **settings})
     head = BaseServerConfig(host="127.0.0.1", port=1)
@@ -64,6 +65,11 @@ def test_it_does_not_listen_beyond_loopback_without_a_key() -> None:
     with pytest.raises(CallerError, match="control_token"):
         make_client(host="0.0.0.0")
     make_client(host="0.0.0.0", control_token="open-sesame")
+
+
+def test_an_option_that_no_sandbox_could_have_is_refused_before_any_rollout() -> None:
+    with pytest.raises(CallerError, match="memory_mib"):
+        make_client(sandbox_provider={"singularity": {"memory": 3}})
 
 
 @pytest.mark.parametrize("body", [b"", b"\xff", b"[" * 5000, b'{"task_id": ' + b"[" * 5000, b"7"])
