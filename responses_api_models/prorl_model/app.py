@@ -9,7 +9,7 @@ once, at the end, from ``GET /v1/rollouts/{id}/tokens``.
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from copy import deepcopy
 from itertools import pairwise
@@ -47,6 +47,11 @@ TOKENS_HEADER = "X-Rollout-Tokens"
 TOKEN_FIELDS = ("prompt_token_ids", "generation_token_ids", "generation_log_probs")
 
 
+_OF_VLLM_MODEL = frozenset(
+    {"audio_root", "is_responses_native", "sequential_reasoning_allowed", "uses_interleaved_reasoning"}
+)
+
+
 class ProrlModelConfig(BaseResponsesAPIModelConfig, ServerConfig):
     """The keys of ``vllm_model`` under their names there, and under ``policy`` what is ours (see ``PolicyConfig``)."""
 
@@ -60,6 +65,11 @@ class ProrlModelConfig(BaseResponsesAPIModelConfig, ServerConfig):
     extra_body: dict[str, Any] | None = None
     default_headers: dict[str, str] = Field(default_factory=dict)
     policy: dict[str, Any] = Field(default_factory=dict)
+
+    @classmethod
+    def other_keys(cls) -> Iterable[str]:
+        """Also those of ``vllm_model`` that say nothing here, so that a block of it can be taken over."""
+        return {*super().other_keys(), *_OF_VLLM_MODEL}
 
 
 class ProrlModel(SimpleResponsesAPIModel):
