@@ -14,7 +14,8 @@ A command is handed over quoted, as an argument of ``eval``: unfinished quotes a
 swallow nothing. What it wrote is there before its end is told: a read that finds a terminal empty makes the kernel
 first hand over all that was written to the other side.
 
-Nothing polls: the loop wakes when the terminal has output, and latency is bash's own, some tenths of a millisecond.
+Nothing polls but an interrupt whose command is on its way: the loop wakes when the terminal has output, and latency is
+bash's own, some tenths of a millisecond.
 """
 
 from __future__ import annotations
@@ -50,6 +51,7 @@ ARRIVAL_S = 1.0
 """How long bash may read nothing of a command before it counts as busy with something else."""
 
 _LOOK_S = 0.002
+"""Between two looks whether a command that is to be interrupted has begun."""
 
 START_TIMEOUT_S = 20.0
 
