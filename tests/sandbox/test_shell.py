@@ -313,14 +313,17 @@ async def test_an_interrupt_does_not_run_what_a_command_says(container: Containe
     """Bash forgets what it has read of a line, and would go on with the rest, a file's text, as with commands."""
     for pause_s in (0, 0.001, 0.002, 0.004, 0.008):
         text = "touch /tmp/executed\n" * (1 + size // 20)
-        running = asyncio.create_task(shell.run(f"cat >/tmp/x <<'E'\n{text}E\nsleep 100", silence_s=None))
+        running = asyncio.create_task(shell.run(f"cat >/tmp/x <<'E'\n{text}E\nsleep 100", timeout_s=5, silence_s=None))
         await asyncio.sleep(pause_s)
         while not running.done():
             # Who presses it just as one program has ended and the next has not begun presses it once more.
             await shell.interrupt()
             await asyncio.wait([running], timeout=0.5)
         done = await running
-        assert (done.exit_code, done.exited) == (130, False)
+        # Pressed while bash forks, it may pass its program by; the time limit is there for that.
+        assert done.timed_out or (done.exit_code, done.exited) == (130, False)
+        if done.exited:
+            await shell.restart()
         assert (await shell.run("echo mine; (exit 44)")).exit_code == 44
     assert (await container.run("ls /tmp/executed")).exit_code != 0
 
