@@ -9,22 +9,16 @@ exit code 1, without a traceback; anything else is a defect and shows one.
 from __future__ import annotations
 
 import asyncio
-import logging
 import signal
 import sys
-import time
-from collections.abc import Callable, Coroutine, Iterator
-from contextlib import contextmanager
+from collections.abc import Coroutine
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import Annotated, Any
 
 import typer
 
+from nemo_gym_prorl.cli_image import app as image_app
 
-if TYPE_CHECKING:
-    from rich.console import Console
-
-    from nemo_gym_prorl.sandbox.images.building.recipe import Format
 
 app = typer.Typer(
     name="prorl",
@@ -42,6 +36,7 @@ def setup() -> None:
     """
     from rich.console import Console
 
+    from nemo_gym_prorl.commands.steps import shown_step
     from nemo_gym_prorl.sandbox.images.building.default import (
         default_image_path,
         ensure_default_image,
@@ -51,14 +46,14 @@ def setup() -> None:
     from nemo_gym_prorl.sandbox.runtime.install import ensure_runtime
 
     console = Console(highlight=False)
-    with _step(console, "Container runtime") as say:
+    with shown_step(console, "Container runtime") as say:
         runtime = ensure_runtime(say)
         say(f"{runtime.flavor} {runtime.version_text}, {runtime.path}")
-    with _step(console, "Default sandbox image") as say:
+    with shown_step(console, "Default sandbox image") as say:
         say(str(ensure_default_image(say)))
-    with _step(console, "Sandbox image with IPython") as say:
+    with shown_step(console, "Sandbox image with IPython") as say:
         say(str(ensure_kernel_image(say)))
-    with _step(console, "A first container") as say:
+    with shown_step(console, "A first container") as say:
         say(", ".join(try_image(default_image_path(), runtime).splitlines()))
 
 
@@ -66,29 +61,10 @@ def setup() -> None:
 def doctor() -> None:
     """Show what is there, what is missing and how to get it. Exit code 1 if rollouts can't run."""
     from rich.console import Console
-    from rich.markup import escape
-    from rich.table import Table
 
-    from nemo_gym_prorl.doctor import Level, examine
+    from nemo_gym_prorl.commands import doctor as command
 
-    console = Console(highlight=False)
-    # What a sandbox's start logs about limits is one of the findings.
-    logging.disable(logging.WARNING)
-    with console.status("looking"):
-        checks = list(examine())
-    # What to do stands below what was found, so that both are wide enough on a terminal of 80 columns.
-    table = Table(box=None, pad_edge=False, show_header=False)
-    table.add_column(no_wrap=True)
-    table.add_column(no_wrap=True)
-    table.add_column(overflow="fold")
-    colours = {Level.OK: "green", Level.WARN: "yellow", Level.MISSING: "red"}
-    for check in checks:
-        colour = colours[check.level]
-        table.add_row(f"[{colour}]{check.level}[/]", check.name, escape(check.found))
-        if check.fix:
-            table.add_row("", "", f"[{colour}]→ {escape(check.fix)}[/]")
-    console.print(table)
-    if any(check.level is Level.MISSING for check in checks):
+    if not command.show(Console(highlight=False)):
         raise typer.Exit(1)
 
 
@@ -286,165 +262,17 @@ def selfcheck(
     options: Annotated[str, typer.Option(help="The provider's own options, as JSON.")] = "{}",
 ) -> None:
     """Put a sandbox provider of NeMo Gym through the conformance suite. Exit code 1 if a check fails."""
-    import json
-
-    from nemo_gym.sandbox.providers import create_provider
     from rich.console import Console
-    from rich.markup import escape
-    from rich.table import Table
 
-    from nemo_gym_prorl.sandbox.gym import conformance
-    from nemo_gym_prorl.sandbox.images.building.default import default_image_path
-    from nemo_gym_prorl.sandbox.runtime.apptainer import find_runtime
+    from nemo_gym_prorl.commands import selfcheck as command
 
     if subject != "sandbox":
         raise typer.BadParameter("only 'sandbox' can be checked")
-    try:
-        settings = json.loads(options)
-    except ValueError as error:
-        raise typer.BadParameter(f"--options is not JSON: {error}") from None
-    if runtime := find_runtime():
-        runtime.activate()
-    made = create_provider({provider: settings})
-    outcomes = asyncio.run(conformance.run(made, image or str(default_image_path())))
-    table = Table("check", "", "seconds", "what came instead", title=f"sandbox provider {provider}")
-    for outcome in outcomes:
-        verdict = "[green]passed" if outcome.passed else "[red]failed"
-        table.add_row(outcome.name, verdict, f"{outcome.seconds:.1f}", escape(outcome.reason))
-    Console(highlight=False).print(table)
-    failed = sum(not outcome.passed for outcome in outcomes)
-    typer.echo(f"{len(outcomes) - failed} of {len(outcomes)} passed")
-    raise typer.Exit(1 if failed else 0)
-
-
-images = typer.Typer(
-    name="image", help="Build, pull, list and remove the images that sandboxes start from.", no_args_is_help=True
-)
-app.add_typer(images)
-
-Layout = Annotated[
-    str | None,
-    typer.Option("--format", help="folder or sif. Default: sif where the cache is on a shared disk, else folder."),
-]
-
-
-@images.command("build")
-def build_image(
-    template: Annotated[str, typer.Argument(help="plain, python, agent, or a Jinja2 template of a definition file.")],
-    name: Annotated[str, typer.Option(help="What to call the image.")],
-    base: Annotated[
-        str,
-        typer.Option(help="docker:// address, folder, SIF, an image's name, apt: or debootstrap:SUITE."),
-    ],
-    apt: Annotated[list[str] | None, typer.Option(help="A package of the distribution; NAME or NAME=VERSION.")] = None,
-    pip: Annotated[list[str] | None, typer.Option(help="A Python package, as pip is told.")] = None,
-    lock: Annotated[list[Path] | None, typer.Option(help="A lock file, for the template.")] = None,
-    variables: Annotated[list[str] | None, typer.Option("--set", help="NAME=VALUE for the template.")] = None,
-    reuse: Annotated[
-        str, typer.Option(help="scratch: nothing; lock: the same recipe only; versioned: also the same packages.")
-    ] = "versioned",
-    layout: Layout = None,
-    show: Annotated[bool, typer.Option("--show", help="Print the definition file and build nothing.")] = False,
-) -> None:
-    """Build an image from a template. One that is there already is used."""
-    from rich.console import Console
-
-    from nemo_gym_prorl.failures import CallerError
-    from nemo_gym_prorl.sandbox.images.building import builder as build
-    from nemo_gym_prorl.sandbox.images.building import recipe
-    from nemo_gym_prorl.sandbox.images.store import ImageStore
-    from nemo_gym_prorl.sandbox.runtime.apptainer import require_runtime
-
-    values = [entry.partition("=") for entry in variables or ()]
-    if wrong := [name for name, equals, _value in values if not equals]:
-        raise CallerError(f"{wrong[0]!r} is not NAME=VALUE", field="--set")
-    if reuse not in list(recipe.Reuse):
-        raise CallerError(f"{reuse!r} is not one of {', '.join(recipe.Reuse)}", field="--reuse")
-    order = build.Order(
-        template,
-        base,
-        name,
-        apt=apt or (),
-        pip=pip or (),
-        locks=lock or (),
-        variables={name: value for name, _equals, value in values},
-        reuse=recipe.Reuse(reuse),
-        format=_layout(layout),
-    )
-    store = ImageStore()
-    if show:
-        wanted = build.recipe_of(order, store)
-        typer.echo(recipe.render(wanted.template, "Bootstrap: localimage\nFrom: BASE", wanted))
-        return
-    with _step(Console(highlight=False), name) as say:
-        say(str(build.build(order, store, require_runtime(), say)))
-
-
-@images.command("pull")
-def pull_images(
-    names: Annotated[list[str] | None, typer.Argument(help="docker:// addresses; the scheme may be left out.")] = None,
-    rows: Annotated[
-        Path | None, typer.Option("--from", exists=True, dir_okay=False, help="JSONL file whose rows name images.")
-    ] = None,
-    field: Annotated[str, typer.Option(help="Where a row names its image; dots lead into objects.")] = "image",
-    jobs: Annotated[int, typer.Option(min=1, help="How many at a time.")] = 4,
-    tries: Annotated[int, typer.Option(min=1, help="How often each is tried.")] = 4,
-    credentials: Annotated[
-        bool, typer.Option("--credentials", help="Send what you have stored for registries. Anonymous otherwise.")
-    ] = False,
-    layout: Layout = None,
-) -> None:
-    """Pull images that are not there yet. Exit code 1 if one failed; run it again to go on."""
-    from rich.console import Console
-
-    from nemo_gym_prorl.commands import images as commands
-    from nemo_gym_prorl.sandbox.images.pull import Puller
-    from nemo_gym_prorl.sandbox.images.store import ImageStore
-    from nemo_gym_prorl.sandbox.runtime.apptainer import require_runtime
-
-    wanted = commands.wanted_images(names or [], rows, field)
-    puller = Puller(ImageStore(), require_runtime(), _layout(layout), credentials, tries)
-    try:
-        failed = commands.pull(puller, wanted, jobs, Console(highlight=False))
-    except KeyboardInterrupt:
-        raise typer.Exit(130) from None
-    if failed:
+    if not command.check_provider(provider, options, image, Console(highlight=False)):
         raise typer.Exit(1)
 
 
-@images.command("list")
-def list_images() -> None:
-    """Show all images, and this machine's unpacked copies."""
-    from rich.console import Console
-
-    from nemo_gym_prorl.commands import images as commands
-    from nemo_gym_prorl.sandbox.images.store import ImageStore
-
-    commands.show(ImageStore(), Console(highlight=False))
-
-
-@images.command("gc")
-def collect_images(
-    max_gb: Annotated[float | None, typer.Option(min=0, help="GiB for images, and as many for copies.")] = None,
-    older_than: Annotated[float | None, typer.Option(min=0, help="Days since the last use.")] = None,
-    dry_run: Annotated[bool, typer.Option("--dry-run", help="Only say what would go.")] = False,
-) -> None:
-    """Remove images and unpacked copies, the least recently used first, never one in use; and what crashes left."""
-    from rich.console import Console
-
-    from nemo_gym_prorl.commands import images as commands
-    from nemo_gym_prorl.sandbox.images.store import ImageStore
-
-    commands.collect(ImageStore(), max_gb, older_than, dry_run, Console(highlight=False))
-
-
-def _layout(text: str | None) -> Format | None:
-    from nemo_gym_prorl.failures import CallerError
-
-    match text:
-        case None | "folder" | "sif":
-            return text
-    raise CallerError(f"{text!r} is neither 'folder' nor 'sif'", field="--format")
+app.add_typer(image_app)
 
 
 def main() -> None:
@@ -483,24 +311,3 @@ def _run[T](work: Coroutine[Any, Any, T]) -> T:
         raise typer.Exit(128 + (caught or signal.SIGTERM)) from None
     except ApiError as error:
         sys.exit(f"prorl: {error}" + ("; set PRORL_TOKEN" if error.problem.status == 401 else ""))
-
-
-@contextmanager
-def _step(console: Console, title: str) -> Iterator[Callable[[str], None]]:
-    """Show a step while it runs, and its last word and duration when it is done."""
-    started = time.monotonic()
-    last = ""
-
-    def say(message: str) -> None:
-        nonlocal last
-        last = message
-        spinner.update(f"{title}: {message}")
-        if not console.is_terminal:
-            console.print(f"  {title}: {message}", markup=False, soft_wrap=True)
-
-    with console.status(title) as spinner:
-        yield say
-    if console.is_terminal:
-        console.print(f"{title}: {last} ({time.monotonic() - started:.1f} s)", markup=False, soft_wrap=True)
-    else:
-        console.print(f"{title}: done in {time.monotonic() - started:.1f} s", markup=False, soft_wrap=True)
