@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import ctypes
 import os
+import time
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 
@@ -49,6 +50,15 @@ def core_seconds(root: int) -> float:
 def own_core_seconds(pid: int) -> float:
     """What one process used itself."""
     return sum(_times(_fields(pid))[:2])
+
+
+def precise_core_seconds(pid: int) -> float:
+    """What one process used itself, threads that have ended included, to the microsecond; 0.0 once it is gone."""
+    try:
+        # The kernel's number of the clock that counts a process's CPU time (CPUCLOCK_SCHED).
+        return time.clock_gettime((~pid << 3) | 2)
+    except OSError:
+        return 0.0
 
 
 def supervisor_of(root: int) -> int:

@@ -1,14 +1,17 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What every benchmark writes: ``results/<name>.json``, and from all of them the tables in ``README.md``.
+"""What every benchmark writes: ``results/<name>.json``, and from all of them the page ``README.md``.
 
-A goal that was missed stays in the table as missed.
+A goal that was missed stays in the table as missed. Run as a program (``make bench-report``), it writes the page anew.
 """
 
 from __future__ import annotations
 
+import ast
 import json
 import os
 import platform
+import statistics
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
@@ -20,7 +23,9 @@ RESULTS = HERE / "results"
 _HEAD = """# Benchmarks
 
 `make bench-NAME` measures this package and the named peers in the same run and rewrites `results/NAME.json` and this
-page; `make bench-NAME ARGS=--quick` takes under a minute and writes nothing.
+page; `make bench-NAME ARGS=--quick` takes under a minute and writes nothing. `make bench-report` writes the page anew
+from the results that are there. Where there were several runs a figure is their median, with the lowest and the highest
+in brackets (or an interval, where the text says so); goals are held against the figure itself.
 """
 
 
@@ -35,6 +40,8 @@ class Figure:
         goal: e.g. ``">= 0.95"``; compared with the value, or with what ``goal_value`` says.
         goal_value: the number that the goal speaks of, where that is not the value itself (a ratio, say).
         peers: the same figure of others, measured in the same run.
+        interval: the lowest and the highest of several runs, or an interval of confidence.
+        peer_intervals: those of peers.
     """
 
     name: str
@@ -43,6 +50,29 @@ class Figure:
     goal: str | None = None
     goal_value: float | None = None
     peers: dict[str, float] = field(default_factory=dict)
+    interval: tuple[float, float] | None = None
+    peer_intervals: dict[str, tuple[float, float]] = field(default_factory=dict)
+
+    @classmethod
+    def of(
+        cls,
+        name: str,
+        runs: Sequence[float],
+        unit: str,
+        goal: str | None = None,
+        peers: Mapping[str, Sequence[float]] | None = None,
+    ) -> Figure:
+        """The median of several runs, with the lowest and the highest; of peers likewise."""
+        peers = peers or {}
+        return cls(
+            name,
+            statistics.median(runs),
+            unit,
+            goal,
+            peers={peer: statistics.median(theirs) for peer, theirs in peers.items()},
+            interval=_spread(runs),
+            peer_intervals={peer: spread for peer, theirs in peers.items() if (spread := _spread(theirs))},
+        )
 
     @property
     def met(self) -> bool | None:
@@ -67,10 +97,11 @@ def publish(name: str, figures: list[Figure], *, packages: tuple[str, ...] = ("n
     }
     RESULTS.mkdir(exist_ok=True)
     (RESULTS / f"{name}.json").write_text(json.dumps(document, indent=2) + "\n")
-    _rebuild_page()
+    rebuild_page()
 
 
-def _rebuild_page() -> None:
+def rebuild_page() -> None:
+    """Write ``README.md`` from all results; each begins with the first lines of its benchmark's own description."""
     parts = [_HEAD]
     for path in sorted(RESULTS.glob("*.json")):
         document = json.loads(path.read_text())
@@ -79,24 +110,39 @@ def _rebuild_page() -> None:
         for entry in document["figures"]:
             entry.pop("met")
             figures.append(Figure(**entry))
-        parts.append(f"## {path.stem}\n\n{document['machine']}; {about}\n\n{_table(figures)}\n")
+        source = ast.parse((HERE / f"{path.stem}.py").read_text())
+        what = (ast.get_docstring(source) or "").replace("``", "`")
+        paragraphs = [part for part in what.split("\n\n") if not part.startswith(("Run with", "Run:"))]
+        text = "\n\n".join(paragraphs)
+        parts.append(f"## {path.stem}\n\n{text}\n\n{document['machine']}; {about}\n\n{_table(figures)}\n")
     (HERE / "README.md").write_text("\n".join(parts))
 
 
 def _table(figures: list[Figure]) -> str:
     lines = ["| figure | ours | peers | goal | met |", "|---|---|---|---|---|"]
     for figure in figures:
-        peers = ", ".join(f"{name}: {_number(value)}" for name, value in figure.peers.items()) or "—"
+        theirs = [
+            f"{n}: {_number(value)}{_between(figure.peer_intervals.get(n))}" for n, value in figure.peers.items()
+        ]
         goal = figure.goal or "—"
         if figure.goal_value is not None:
             goal += f" (is {_number(figure.goal_value)})"
         met = {True: "yes", False: "**missed**", None: "—"}[figure.met]
-        lines.append(f"| {figure.name} | {_number(figure.value)} {figure.unit} | {peers} | {goal} | {met} |")
+        ours = f"{_number(figure.value)}{_between(figure.interval)} {figure.unit}".rstrip()
+        lines.append(f"| {figure.name} | {ours} | {', '.join(theirs) or '—'} | {goal} | {met} |")
     return "\n".join(lines)
 
 
 def _number(value: float) -> str:
     return f"{value:,.0f}" if abs(value) >= 1000 else f"{value:.3g}"
+
+
+def _between(interval: Sequence[float] | None) -> str:
+    return "" if interval is None else f" ({_number(interval[0])} – {_number(interval[1])})"
+
+
+def _spread(runs: Sequence[float]) -> tuple[float, float] | None:
+    return (min(runs), max(runs)) if len(runs) > 1 else None
 
 
 def _version(package: str) -> str:
@@ -108,3 +154,7 @@ def _version(package: str) -> str:
 
 def _memory_gib() -> int:
     return round(os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 2**30)
+
+
+if __name__ == "__main__":
+    rebuild_page()

@@ -1,225 +1,229 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a turn costs between agent and model server: bytes on the wire and CPU, as a rollout grows to 64k tokens.
+"""What a turn costs the model server, in CPU and in bytes on the wire, as a rollout grows to 64k tokens.
 
-Three agents play the same rollout against an engine that answers at once. Gym's way (``simple_agent`` with
-``vllm_model``): the whole history goes back every turn, token ids included. The same agent with ``prorl_model`` in its
-place. And ``prorl_model`` as it can be used: each turn sends what is new (``previous_response_id``), tokens are read
-once at the end.
+``prorl_model`` with agents that share its ledger (what is new goes there, tokens are read once, at the end), and with
+agents that echo all ids each turn, as Gym's ``simple_agent`` does; Gym's ``vllm_model``, which knows only the latter,
+with the same. Both servers run in the same round as processes of their own with one worker, and in front of the same
+stand-in engine, which answers at once and says all that vLLM says. CPU is that of all of a server's processes.
 
-Run with ``python -m benchmarks.tokens [--quick]``; quick stops at ten turns.
+Several rollouts take their turns side by side; what is told of a length is the mean of the turns before, at and after
+it. Three rounds, in which the servers take turns at being first: the median, with the lowest and highest.
+
+Run with ``python -m benchmarks.tokens [--quick | --profile]``; quick stops at 16k after one round, a profile tells where
+the CPU goes and writes nothing.
 """
 
 from __future__ import annotations
 
 import argparse
 import asyncio
-import os
-import random
-import subprocess
+import collections
+import contextlib
+import tempfile
+from collections.abc import Awaitable, Callable, Iterator
+from dataclasses import dataclass, field
+from itertools import count
 from pathlib import Path
-from typing import Any
 
-import aiohttp
-import orjson
-import uvicorn
-from fastapi import FastAPI, Request, Response
-from nemo_gym.config_types import BaseServerConfig
-from nemo_gym.server_utils import ServerClient
-from omegaconf import DictConfig
 from tokenizers import Tokenizer
 
-from benchmarks.real_engines import SCRIPTS, WORDS, server
+from benchmarks.keep_alive import KeepAliveClient
+from benchmarks.model_agents import Agent, EchoingAgent, SharingAgent
+from benchmarks.model_servers import OURS, PEER, Process, engine, model_server, sample, samples
 from benchmarks.report import Figure, publish
+from benchmarks.stand_in_engine import OBSERVED, pieces
 
 
-MODULE = "benchmarks.tokens"
+LENGTHS = {"2k": 2_000, "16k": 16_000, "64k": 64_000}
+QUICK = {name: LENGTHS[name] for name in ("2k", "16k")}
+ROUNDS = 3
+SHARING, ECHOING = 16, 2
+"""Rollouts side by side; those that echo cost a hundred times as much."""
 
-WRITTEN = 320
-OBSERVED_WORDS = 160
-"""About as many tokens as are written: a hundred turns make 64k."""
-TURNS = (10, 50, 100)
+GOALS = {"2k": "<= 2", "64k": "<= 2"}
+GOALS_ECHOED = {"64k": "<= 10"}
+GOAL_PER_CORE = ">= 500"
+"""Turns per core-second at 16k."""
+
+_rollouts = count()
 
 
-def engine_app(tokenizer: Tokenizer) -> FastAPI:
-    """vLLM's wire protocol over one canned answer."""
-    app = FastAPI()
-    text = " ".join(random.Random(0).choices(WORDS, k=4 * WRITTEN))
-    ids = tokenizer.encode(text, add_special_tokens=False).ids[:WRITTEN]
-    text = tokenizer.decode(ids)
-    log_probs = [-0.123456] * WRITTEN
-    completion = {
-        "choices": [
-            {"token_ids": ids, "logprobs": {"token_logprobs": log_probs}, "finish_reason": "length", "text": text}
-        ]
+@dataclass(slots=True)
+class Played:
+    """Per turn and rollout, mean of those side by side: CPU seconds, kB both ways, tokens of the prompt."""
+
+    cpu: list[float] = field(default_factory=list)
+    kilobytes: list[float] = field(default_factory=list)
+    context: list[float] = field(default_factory=list)
+    end_cpu: float = 0.0
+
+    def at(self, tokens: int, what: list[float]) -> float:
+        """Mean over the turn whose prompt is nearest to so many tokens, and those before and after it."""
+        nearest = min(range(len(self.context)), key=lambda turn: abs(self.context[turn] - tokens))
+        window = what[max(0, nearest - 1) : nearest + 2]
+        return sum(window) / len(window)
+
+
+@dataclass(frozen=True, slots=True)
+class Way:
+    """A server, and how agents use it."""
+
+    server: str
+    shares: bool
+
+    def agents(self, client: KeepAliveClient, observed: list[str]) -> list[Agent]:
+        """Agents with rollouts of their own."""
+        if not self.shares:
+            return [EchoingAgent(client, observed) for _ in range(ECHOING)]
+        names = [f"rollout-{next(_rollouts)}" for _ in range(SHARING)]
+        return [SharingAgent(client, observed, name, names[0]) for name in names]
+
+
+SHARED, ECHOED, GYM = Way(OURS, True), Way(OURS, False), Way(PEER, False)
+
+
+async def play(way: Way, process: Process, observed: list[str], tokens: int) -> Played:
+    """Play rollouts of one way until their prompts have so many tokens, and a turn more."""
+    client, played = KeepAliveClient(process.urls[0]), Played()
+    agents = way.agents(client, observed)
+
+    async def spent(work: Callable[[Agent], Awaitable[None]]) -> float:
+        before = process.core_seconds()
+        async with asyncio.TaskGroup() as group:
+            for agent in agents:
+                group.create_task(work(agent))  # type: ignore[arg-type]
+        return (process.core_seconds() - before) / len(agents)
+
+    over = False
+    while not over:
+        over = bool(played.context) and played.context[-1] >= tokens
+        carried = client.sent + client.received
+        played.cpu.append(await spent(lambda agent: agent.turn()))
+        played.kilobytes.append((client.sent + client.received - carried) / len(agents) / 1000)
+        played.context.append(sum(agent.context for agent in agents) / len(agents))
+    played.end_cpu = await spent(lambda agent: agent.end())
+    client.close()
+    return played
+
+
+@contextlib.asynccontextmanager
+async def servers(folder: Path):  # type: ignore[no-untyped-def]
+    """Both servers over one engine."""
+    async with (
+        engine(folder) as backend,
+        model_server(OURS, backend.urls, folder) as ours,
+        model_server(PEER, backend.urls, folder) as peer,
+    ):
+        yield {OURS: ours, PEER: peer}
+
+
+def _observed(folder: Path) -> list[str]:
+    return pieces(Tokenizer.from_file(str(folder / "tokenizer.json")), OBSERVED - 10, seed=2)
+
+
+async def measure(lengths: dict[str, int], rounds: int) -> list[Figure]:
+    """Play all ways, several times."""
+    runs: dict[Way, list[Played]] = collections.defaultdict(list)
+    longest = max(lengths.values())
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name)
+        async with servers(folder) as processes:
+            observed = _observed(folder)
+            for way in (SHARED, ECHOED, GYM):
+                await play(way, processes[way.server], observed, 1000)  # what is done once is done
+            for number in range(rounds):
+                for way in (SHARED, ECHOED, GYM) if number % 2 == 0 else (GYM, ECHOED, SHARED):
+                    played = await play(way, processes[way.server], observed, longest)
+                    runs[way].append(played)
+                    told = ", ".join(f"{n}: {1000 * played.at(at, played.cpu):.2f}" for n, at in lengths.items())
+                    print(
+                        f"round {number + 1}, {way.server}, {'shared' if way.shares else 'echoed'}: {told} ms",
+                        flush=True,
+                    )
+    return list(_figures(runs, lengths))
+
+
+def _figures(runs: dict[Way, list[Played]], lengths: dict[str, int]) -> Iterator[Figure]:
+    def cpu(way: Way, tokens: int) -> list[float]:
+        return [1000 * played.at(tokens, played.cpu) for played in runs[way]]
+
+    def carried(way: Way, tokens: int) -> list[float]:
+        return [played.at(tokens, played.kilobytes) for played in runs[way]]
+
+    for name, tokens in lengths.items():
+        peers = {PEER: cpu(GYM, tokens)}
+        title = "server CPU per turn"
+        yield Figure.of(f"{name} tokens, shared: {title}", cpu(SHARED, tokens), "ms", GOALS.get(name), peers)
+        yield Figure.of(
+            f"{name} tokens, ids echoed: {title}", cpu(ECHOED, tokens), "ms", GOALS_ECHOED.get(name), peers
+        )
+    per_core = {way: [1000 / each for each in cpu(way, LENGTHS["16k"])] for way in (SHARED, GYM)}
+    title = "16k tokens, shared: turns per core-second"
+    yield Figure.of(title, per_core[SHARED], "1/s", GOAL_PER_CORE, {PEER: per_core[GYM]})
+    last = next(reversed(lengths))
+    ends = [1000 * played.end_cpu for played in runs[SHARED]]
+    yield Figure.of(f"{last} tokens, shared: reading and forgetting the tokens, once a rollout", ends, "ms")
+    for name, tokens in lengths.items():
+        peers = {PEER: carried(GYM, tokens)}
+        yield Figure.of(f"{name} tokens, shared: bytes per turn", carried(SHARED, tokens), "kB", None, peers)
+        yield Figure.of(f"{name} tokens, ids echoed: bytes per turn", carried(ECHOED, tokens), "kB", None, peers)
+    first, longest = lengths["2k"], lengths[last]
+    growth = {
+        way: [there / here for here, there in zip(carried(way, first), carried(way, longest), strict=True)]
+        for way in (SHARED, GYM)
     }
-    logged = [{"token": f"token_id:{i}", "logprob": -0.123456, "bytes": None, "top_logprobs": []} for i in ids]
-    chat = {
-        "id": "c",
-        "object": "chat.completion",
-        "created": 1,
-        "model": "tiny",
-        "choices": [
-            {
-                "index": 0,
-                "finish_reason": "stop",
-                "message": {"role": "assistant", "content": text},
-                "logprobs": {"content": logged, "refusal": None},
-            }
-        ],
-    }
-    answers = {"/v1/completions": orjson.dumps(completion), "/v1/chat/completions": orjson.dumps(chat)}
-
-    @app.post("/v1/completions")
-    @app.post("/v1/chat/completions")
-    async def answer(request: Request) -> Response:
-        await request.body()
-        return Response(answers[request.url.path], media_type="application/json")
-
-    @app.post("/tokenize")
-    async def tokenize(request: Request) -> Response:
-        body = orjson.loads(await request.body())
-        if "prompt" in body:
-            ids = tokenizer.encode(body["prompt"], add_special_tokens=False).ids
-            return Response(orjson.dumps({"tokens": ids}), media_type="application/json")
-        length = sum(len(str(message["content"])) for message in body["messages"]) // 3
-        return Response(orjson.dumps({"tokens": list(range(length))}), media_type="application/json")
-
-    return app
+    title = f"shared: bytes per turn, {last} over 2k"
+    yield Figure.of(title, growth[SHARED], "times", "<= 1.1", {PEER: growth[GYM]})
 
 
-def serve(kind: str, port: int, engine_url: str, model: str) -> None:
-    """Run the engine or one of the model servers; each has a process of its own, so that its CPU time is its own."""
-    # Gym's HTTP client asks for the deployment's configuration; there is none here.
-    os.environ["NEMO_GYM_CONFIG_DICT"] = "{}"
-    settings = {
-        "host": "127.0.0.1",
-        "port": port,
-        "name": "policy_model",
-        "entrypoint": "app.py",
-        "base_url": f"{engine_url}/v1",
-        "api_key": "none",
-        "model": "tiny",
-        "return_token_id_information": True,
-        "uses_reasoning_parser": False,
-    }
-    client = ServerClient(
-        head_server_config=BaseServerConfig(host="127.0.0.1", port=1), global_config_dict=DictConfig({})
-    )
-    if kind == "engine":
-        app = engine_app(Tokenizer.from_file(f"{model}/tokenizer.json"))
-    elif kind == "gym":
-        from responses_api_models.vllm_model.app import VLLMModel, VLLMModelConfig
-
-        app = VLLMModel(config=VLLMModelConfig(**settings), server_client=client).setup_webserver()
-    else:
-        from responses_api_models.prorl_model.app import ProrlModel, ProrlModelConfig
-
-        settings["policy"] = {"tokenizer": model, "engine": "vllm"}
-        app = ProrlModel(config=ProrlModelConfig(**settings), server_client=client).setup_webserver()
-
-    @app.get("/up")
-    async def up() -> str:
-        return "up"
-
-    uvicorn.run(app, host="127.0.0.1", port=port, log_level="warning")
+async def profile() -> None:
+    """Print where the CPU of our server goes at each length."""
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name)
+        async with engine(folder) as backend:
+            observed = _observed(folder)
+            for way in (SHARED, ECHOED):
+                async with model_server(OURS, backend.urls, folder) as process:
+                    for path in folder.glob("samples-*.json"):
+                        path.unlink()
+                    client = KeepAliveClient(process.urls[0])
+                    agents = way.agents(client, observed)
+                    for length, tokens in LENGTHS.items():
+                        while agents[0].context < tokens - 1000:
+                            await asyncio.gather(*(agent.turn() for agent in agents))
+                        before, turns = process.core_seconds(), 0
+                        sample(process, on=True)
+                        for _ in range(3):
+                            await asyncio.gather(*(agent.turn() for agent in agents))
+                            turns += len(agents)
+                        sample(process, on=False)
+                        milliseconds = 1000 * (process.core_seconds() - before) / turns
+                        await asyncio.sleep(0.2)
+                        print(
+                            f"\n{length} tokens, {'shared' if way.shares else 'echoed'}: {milliseconds:.2f} ms a turn"
+                        )
+                        _print_profile(folder, milliseconds)
+                    client.close()
 
 
-def cpu_s(pid: int) -> float:
-    """CPU seconds that a process has used."""
-    fields = Path(f"/proc/{pid}/stat").read_text(errors="replace").rpartition(")")[2].split()
-    return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
-
-
-class Agent:
-    """Plays one rollout and keeps, per turn, the bytes both ways and the server's CPU seconds."""
-
-    def __init__(self, session: aiohttp.ClientSession, url: str, pid: int, *, incremental: bool) -> None:
-        self._session = session
-        self._url = url
-        self._pid = pid
-        self._incremental = incremental
-        self._rng = random.Random(1)
-        self.bytes: list[int] = []
-        self.cpu: list[float] = []
-
-    async def play(self, turns: int) -> None:
-        items: list[dict[str, Any]] = []
-        previous: str | None = None
-        for _ in range(turns):
-            new = [{"role": "user", "content": " ".join(self._rng.choices(WORDS, k=OBSERVED_WORDS))}]
-            body: dict[str, Any] = {"input": items + new, "temperature": 1.0, "max_output_tokens": WRITTEN}
-            headers = {"content-type": "application/json"}
-            if self._incremental:
-                body["input"] = new
-                headers |= {"x-rollout-id": "r", "x-rollout-tokens": "deferred"}
-                if previous is not None:
-                    body["previous_response_id"] = previous
-            answer = await self._call("post", "/v1/responses", orjson.dumps(body), headers)
-            items += [*new, *answer["output"]]
-            previous = answer["id"]
-        if self._incremental:
-            await self._call("get", "/v1/rollouts/r/tokens", b"", {})
-            # Reading the tokens is part of the price: spread it over the turns.
-            last, cpu = self.bytes.pop(), self.cpu.pop()
-            self.bytes = [count + last // turns for count in self.bytes]
-            self.cpu = [seconds + cpu / turns for seconds in self.cpu]
-
-    async def _call(self, method: str, path: str, data: bytes, headers: dict[str, str]) -> dict[str, Any]:
-        before = cpu_s(self._pid)
-        async with self._session.request(method, self._url + path, data=data, headers=headers) as response:
-            raw = await response.read()
-            if response.status != 200:
-                raise RuntimeError(f"{self._url}{path} answered {response.status}: {raw[:300]!r}")
-        self.cpu.append(cpu_s(self._pid) - before)
-        self.bytes.append(len(data) + len(raw))
-        return orjson.loads(raw)
-
-
-async def measure(model: Path, lengths: tuple[int, ...]) -> list[Figure]:
-    """Play a rollout of every length with every agent."""
-    agents = {"gym": ("gym", False), "drop-in": ("prorl", False), "ours": ("prorl", True)}
-    played: dict[tuple[str, int], Agent] = {}
-    async with server(MODULE, "engine", "http://127.0.0.1:1", str(model)) as (engine, _):
-        for name, (kind, incremental) in agents.items():
-            async with server(MODULE, kind, engine, str(model)) as (url, pid):
-                for length in lengths:
-                    async with aiohttp.ClientSession(cookie_jar=aiohttp.CookieJar(unsafe=True)) as session:
-                        agent = played[name, length] = Agent(session, url, pid, incremental=incremental)
-                        await agent.play(length)
-                        if incremental:
-                            await session.delete(f"{url}/v1/rollouts/r")
-    figures = []
-    for length in lengths:
-        per_turn = {name: sum(played[name, length].bytes) / length / 1000 for name in agents}
-        cpu = {name: sum(played[name, length].cpu) / length * 1000 for name in agents}
-        peers = {"vllm_model": per_turn["gym"], "prorl_model as a drop-in": per_turn["drop-in"]}
-        figures.append(Figure(f"{length} turns: bytes per turn", per_turn["ours"], "kB", peers=peers))
-        peers = {"vllm_model": cpu["gym"], "prorl_model as a drop-in": cpu["drop-in"]}
-        figures.append(Figure(f"{length} turns: server CPU per turn", cpu["ours"], "ms", peers=peers))
-    first, last = lengths[0], lengths[-1]
-    if first != last:
-        growth = {n: (sum(played[n, last].bytes) / last) / (sum(played[n, first].bytes) / first) for n in agents}
-        peers = {"vllm_model": growth["gym"], "prorl_model as a drop-in": growth["drop-in"]}
-        figures.append(Figure("bytes per turn, 100 turns over 10", growth["ours"], "times", "<= 1.1", peers=peers))
-    return figures
+def _print_profile(folder: Path, milliseconds: float) -> None:
+    for kind, counts in samples(folder).items():
+        whole = max(1, counts.total())
+        print(f"  by {kind}, {whole} samples:")
+        for name, number in counts.most_common(14):
+            print(f"    {number / whole:6.1%}  {milliseconds * number / whole:7.3f} ms  {name}")
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--quick", action="store_true", help="ten turns alone")
-    parser.add_argument("--serve", nargs=4, metavar=("KIND", "PORT", "ENGINE", "MODEL"), help=argparse.SUPPRESS)
+    parser.add_argument("--quick", action="store_true", help="up to 16k, one round; under a minute; writes nothing")
+    parser.add_argument("--profile", action="store_true", help="where the CPU of our server goes; writes nothing")
     arguments = parser.parse_args()
-    if arguments.serve:
-        kind, port, engine, model = arguments.serve
-        serve(kind, int(port), engine, model)
+    if arguments.profile:
+        asyncio.run(profile())
         return
-    done = subprocess.run([SCRIPTS / "setup_vllm.sh"], check=True, capture_output=True, text=True)
-    python = Path(done.stdout.strip().splitlines()[-1])
-    model_folder = python.parents[1] / "random-model"
-    if not (model_folder / "model.safetensors").is_file():
-        subprocess.run([python, SCRIPTS / "make_tiny_model.py", model_folder], check=True, capture_output=True)
-    lengths = TURNS[:1] if arguments.quick else TURNS
-    publish("tokens", asyncio.run(measure(model_folder, lengths)), quick=arguments.quick)
+    lengths, rounds = (QUICK, 1) if arguments.quick else (LENGTHS, ROUNDS)
+    publish("tokens", asyncio.run(measure(lengths, rounds)), quick=arguments.quick)
 
 
 if __name__ == "__main__":

@@ -1,0 +1,266 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A stand-in for vLLM that says all that a real one says and costs next to nothing.
+
+Completions and chat completions carry texts, ids, log-probs, offsets and usage in vLLM 0.32's form;
+``return_token_ids`` also brings the prompt's ids back, copied as bytes from the request. What is sampled is built once:
+tool calls of about :data:`WRITTEN` tokens with a bit of real code in them. Each answer comes a fixed time after its
+request; how much later it came than that is kept, for a benchmark to tell.
+
+Run: ``python -m benchmarks.stand_in_engine PORT,PORT,… DELAY_S MODEL_FOLDER``.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import random
+import sys
+import sysconfig
+import time
+from functools import partial
+from itertools import count
+from pathlib import Path
+from typing import Any
+
+import orjson
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+
+
+MODEL = "tiny"
+CONTEXT = 131_072
+WRITTEN = 320
+OBSERVED = 320
+"""Tokens of a turn, about: a hundred turns make 64k."""
+VARIANTS = 16
+"""Different turns that are sampled, one after the other."""
+TOOL = "python"
+CONTROL = ["<|endoftext|>", "<|im_start|>", "<|im_end|>"]
+TEMPLATE = """
+{%- if tools %}{{ '<|im_start|>system\\n' }}
+    {%- if messages[0].role == 'system' %}{{ messages[0].content + '\\n\\n' }}{% endif %}
+    {{- '# Tools\\n\\nYou may call one or more functions.\\n\\n<tools>' }}
+    {%- for tool in tools %}{{ '\\n' }}{{ tool | tojson }}{% endfor %}{{ '\\n</tools><|im_end|>\\n' }}
+{%- endif %}
+{%- for message in messages %}
+    {%- if message.role == 'user' or (message.role == 'system' and not (loop.first and tools)) %}
+        {{- '<|im_start|>' + message.role + '\\n' + message.content + '<|im_end|>\\n' }}
+    {%- elif message.role == 'assistant' %}
+        {{- '<|im_start|>assistant' }}{% if message.content %}{{ '\\n' + message.content }}{% endif %}
+        {%- for call in message.tool_calls or [] %}
+            {{- '\\n<tool_call>\\n{"name": "' }}{{ call.function.name }}{{ '", "arguments": ' }}
+            {{- call.function.arguments | tojson }}{{ '}\\n</tool_call>' }}
+        {%- endfor %}{{ '<|im_end|>\\n' }}
+    {%- elif message.role == 'tool' %}
+        {%- if loop.first or messages[loop.index0 - 1].role != 'tool' %}{{ '<|im_start|>user' }}{% endif %}
+        {{- '\\n<tool_response>\\n' + message.content + '\\n</tool_response>' }}
+        {%- if loop.last or messages[loop.index0 + 1].role != 'tool' %}{{ '<|im_end|>\\n' }}{% endif %}
+    {%- endif %}
+{%- endfor %}
+{%- if add_generation_prompt %}{{ '<|im_start|>assistant\\n' }}{% endif %}
+"""
+"""The shape of Qwen 2.5's."""
+_SOURCES = [Path(sysconfig.get_path("stdlib"), f"{name}.py") for name in ("argparse", "ast", "inspect", "typing")]
+
+
+def make_model(folder: Path) -> Tokenizer:
+    """A byte-level BPE over some of Python's own sources, and a chat template with tools; no weights."""
+    tokenizer = Tokenizer(models.BPE())
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    alphabet = pre_tokenizers.ByteLevel.alphabet()
+    trainer = trainers.BpeTrainer(vocab_size=8192, initial_alphabet=alphabet, show_progress=False)
+    tokenizer.train([str(source) for source in _SOURCES], trainer)
+    tokenizer.add_special_tokens(CONTROL)
+    tokenizer.save(str(folder / "tokenizer.json"))
+    config = {"chat_template": TEMPLATE, "eos_token": "<|im_end|>", "pad_token": "<|endoftext|>"}
+    (folder / "tokenizer_config.json").write_text(json.dumps(config))
+    return tokenizer
+
+
+def pieces(tokenizer: Tokenizer, tokens: int, seed: int) -> list[str]:
+    """:data:`VARIANTS` bits of code of so many tokens, about."""
+    ids = [one for source in _SOURCES for one in tokenizer.encode(source.read_text()).ids]
+    draw = random.Random(seed)
+    starts = [draw.randrange(len(ids) - tokens) for _ in range(VARIANTS)]
+    return [tokenizer.decode(ids[start : start + tokens]) for start in starts]
+
+
+class Sampled:
+    """One sampled turn, as parts of answers."""
+
+    def __init__(self, tokenizer: Tokenizer, code: str) -> None:
+        arguments = json.dumps({"code": code}, ensure_ascii=False)
+        said = f'<tool_call>\n{{"name": "{TOOL}", "arguments": {arguments}}}\n</tool_call>'
+        ids = tokenizer.encode(said + "<|im_end|>", add_special_tokens=False).ids
+        log_probs = [round(random.Random(0).uniform(-2, 0), 8) for _ in ids]
+        words = [tokenizer.decode([one], skip_special_tokens=False) for one in ids]
+        self.count = len(ids)
+        log = {
+            "text_offset": [sum(map(len, words[:at])) for at in range(len(words))],
+            "token_logprobs": log_probs,
+            "tokens": words,
+            "top_logprobs": [{word: value} for word, value in zip(words, log_probs, strict=True)],
+        }
+        choice = {
+            "index": 0,
+            "text": said + "<|im_end|>",
+            "logprobs": log,
+            "finish_reason": "stop",
+            "stop_reason": None,
+            "token_ids": ids,
+            "prompt_logprobs": None,
+            "routed_experts": None,
+        }
+        self.choice = orjson.dumps(choice)[:-1]
+        each = [
+            {"token": f"token_id:{one}", "logprob": value, "bytes": list(word.encode()), "top_logprobs": []}
+            for one, value, word in zip(ids, log_probs, words, strict=True)
+        ]
+        self.chat_log = orjson.dumps({"content": each})
+        self.arguments = orjson.dumps(arguments)
+
+
+class Engine:
+    """What is answered."""
+
+    def __init__(self, tokenizer: Tokenizer, delay_s: float) -> None:
+        self._tokenizer = tokenizer
+        self.delay_s = delay_s
+        self._sampled = [Sampled(tokenizer, code) for code in pieces(tokenizer, WRITTEN - 24, seed=1)]
+        self._ids = b",".join(b"%05d" % (10_000 + one % 10_000) for one in range(CONTEXT))
+        self._number = count()
+        self.late: list[float] = []
+        card = {"id": MODEL, "object": "model", "created": 1, "owned_by": "vllm", "root": MODEL, "parent": None}
+        models = {"object": "list", "data": [card | {"max_model_len": CONTEXT, "permission": []}]}
+        self._fixed = {
+            "/v1/models": orjson.dumps(models),
+            "/version": b'{"version":"0.32.0"}',
+            "/metrics": _metrics(),
+            "/health": b"",
+        }
+
+    def answer(self, path: str, body: bytes) -> tuple[int, bytes, float]:
+        """Status, content, and in how many seconds it is due."""
+        if path == "/v1/completions":
+            return 200, self._completion(body), self.delay_s
+        if path == "/v1/chat/completions":
+            return 200, self._chat(body), self.delay_s
+        if path == "/tokenize":
+            return 200, self._tokens(body), 0.0
+        if path == "/late":
+            return 200, orjson.dumps(self.late), 0.0
+        if path in self._fixed:
+            return 200, self._fixed[path], 0.0
+        return 404, b'{"detail":"Not Found"}', 0.0
+
+    def _completion(self, body: bytes) -> bytes:
+        start = body.index(b'"prompt":[') + 9
+        prompt = body[start : body.index(b"]", start) + 1]
+        number = next(self._number)
+        one = self._sampled[number % VARIANTS]
+        head = b'{"id":"cmpl-%032x","object":"text_completion","created":1,"model":"tiny","choices":[' % number
+        tail = b',"prompt_token_ids":' + prompt + b'}],"service_tier":null,"system_fingerprint":null,"usage":'
+        return head + one.choice + tail + _usage(prompt.count(b",") + 1, one.count) + b',"kv_transfer_params":null}'
+
+    def _chat(self, body: bytes) -> bytes:
+        number = next(self._number)
+        one = self._sampled[number % VARIANTS]
+        call = b'{"id":"chatcmpl-tool-%032x","type":"function","function":{"name":"%s","arguments":%s}}'
+        message = b'{"role":"assistant","content":null,"refusal":null,"annotations":null,"audio":null,"tool_calls":['
+        message += call % (number, TOOL.encode(), one.arguments) + b"]}"
+        return (
+            b'{"id":"chatcmpl-%032x","object":"chat.completion","created":1,"model":"tiny","choices":[{"index":0,'
+            % number
+            + b'"message":%s,"logprobs":%s,"finish_reason":"tool_calls","stop_reason":null,"token_ids":null}],'
+            % (message, one.chat_log)
+            + b'"service_tier":null,"system_fingerprint":null,"usage":%s,' % _usage(self._length(body), one.count)
+            + b'"prompt_logprobs":null,"prompt_token_ids":null,"kv_transfer_params":null}'
+        )
+
+    def _tokens(self, body: bytes) -> bytes:
+        if b'"messages"' not in body:
+            ids = self._tokenizer.encode(orjson.loads(body)["prompt"], add_special_tokens=False).ids
+            return orjson.dumps({"count": len(ids), "max_model_len": CONTEXT, "tokens": ids, "token_strs": None})
+        length = self._length(body)
+        form = b'{"count":%d,"max_model_len":%d,"tokens":[%s],"token_strs":null}'
+        return form % (length, CONTEXT, self._ids[: 6 * length - 1])
+
+    @staticmethod
+    def _length(body: bytes) -> int:
+        """Of a conversation in tokens, by its turns: nothing depends on more."""
+        return WRITTEN + OBSERVED + (WRITTEN + OBSERVED) * body.count(b'"assistant"')
+
+
+def _usage(prompt: int, sampled: int) -> bytes:
+    form = b'{"prompt_tokens":%d,"total_tokens":%d,"completion_tokens":%d,"prompt_tokens_details":null}'
+    return form % (prompt, prompt + sampled, sampled)
+
+
+def _metrics() -> bytes:
+    """Load, cache, and histograms as many as vLLM's."""
+    label = 'engine="0",model_name="tiny"'
+    lines = [f"vllm:{name}{{{label}}} 0.0" for name in ("num_requests_running", "num_requests_waiting")]
+    lines.append(f"vllm:kv_cache_usage_perc{{{label}}} 0.1")
+    lines.append('vllm:cache_config_info{block_size="16",engine="0",num_gpu_blocks="10000000"} 1.0')
+    for number in range(20):
+        lines += [f'vllm:histogram_{number}_bucket{{{label},le="{2.0**at}"}} 1.0' for at in range(20)]
+    return ("\n".join(lines) + "\n").encode()
+
+
+class Connection(asyncio.Protocol):
+    """One connection: request, answer, request."""
+
+    def __init__(self, engine: Engine) -> None:
+        self._engine = engine
+        self._parts: list[bytes] = []
+        self._missing: int | None = None
+        self._path = ""
+
+    def connection_made(self, transport: Any) -> None:
+        self._transport = transport
+
+    def data_received(self, data: bytes) -> None:
+        if self._missing is None:
+            self._parts.append(data)
+            whole = b"".join(self._parts)
+            end = whole.find(b"\r\n\r\n")
+            if end < 0:
+                self._parts = [whole]
+                return
+            head = whole[:end].decode("latin-1").lower()
+            self._path = whole[:end].split(b" ", 2)[1].decode()
+            length = next((int(line[15:]) for line in head.split("\r\n") if line.startswith("content-length:")), 0)
+            self._parts, self._missing = [whole[end + 4 :]], length - (len(whole) - end - 4)
+        else:
+            self._parts.append(data)
+            self._missing -= len(data)
+        if self._missing <= 0:
+            body, self._parts, self._missing = b"".join(self._parts), [], None
+            begun = time.monotonic()
+            status, content, delay = self._engine.answer(self._path, body)
+            if delay:
+                asyncio.get_running_loop().call_later(delay, partial(self._write, status, content, begun + delay))
+            else:
+                self._write(status, content)
+
+    def _write(self, status: int, content: bytes, due: float | None = None) -> None:
+        head = b"HTTP/1.1 %d OK\r\ncontent-type: application/json\r\ncontent-length: %d\r\n\r\n" % (
+            status,
+            len(content),
+        )
+        self._transport.write(head + content)
+        if due is not None:
+            self._engine.late.append(time.monotonic() - due)
+
+
+async def serve(ports: list[int], delay_s: float, folder: Path) -> None:
+    """Answer on all these ports until the process ends."""
+    engine = Engine(Tokenizer.from_file(str(folder / "tokenizer.json")), delay_s)
+    loop = asyncio.get_running_loop()
+    for port in ports:
+        await loop.create_server(lambda: Connection(engine), "127.0.0.1", port, backlog=4096)
+    await asyncio.Event().wait()
+
+
+if __name__ == "__main__":
+    asyncio.run(serve([int(port) for port in sys.argv[1].split(",")], float(sys.argv[2]), Path(sys.argv[3])))
