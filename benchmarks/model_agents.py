@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Agents that play rollouts with a model server, in the two ways in which that is done, at hardly any cost.
 
-A :class:`SharingAgent` does as ``prorl_agent`` does (``handlers/conversation.py``): it names its rollout, sends what is
-new, and reads the tokens once, at the end. An :class:`EchoingAgent` does as Gym's ``simple_agent`` does: the whole
+A :class:`SharingAgent` does as ``prorl_agent`` does (``handlers/conversation.py``): it names its rollout, sends what
+is new, and reads the tokens once, at the end. An :class:`EchoingAgent` does as Gym's ``simple_agent`` does: the whole
 history goes back each turn, token ids and log-probs included.
 """
 

@@ -141,7 +141,7 @@ async def _answers(url: str, path: str) -> bool:
 
 
 def sample(process: Process, on: bool) -> None:
-    """Have a model server's processes begin, or end, to note every other millisecond of CPU where they are."""
+    """Have a model server's processes begin, or end, to note at regular CPU times where they are."""
     for pid in processes.below(process.pid):
         with contextlib.suppress(ProcessLookupError):
             os.kill(pid, signal.SIGUSR1 if on else signal.SIGUSR2)

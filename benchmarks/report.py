@@ -19,13 +19,14 @@ from pathlib import Path
 
 HERE = Path(__file__).parent
 RESULTS = HERE / "results"
+PAGE = HERE / "README.md"
 
 _HEAD = """# Benchmarks
 
 `make bench-NAME` measures this package and the named peers in the same run and rewrites `results/NAME.json` and this
 page; `make bench-NAME ARGS=--quick` takes under a minute and writes nothing. `make bench-report` writes the page anew
-from the results that are there. Where there were several runs a figure is their median, with the lowest and the highest
-in brackets (or an interval, where the text says so); goals are held against the figure itself.
+from the results that are there. Where there were several runs a figure is their median, with the lowest and the
+highest in brackets (or an interval, where the text says so); goals are held against the figure itself.
 """
 
 
@@ -115,7 +116,7 @@ def rebuild_page() -> None:
         paragraphs = [part for part in what.split("\n\n") if not part.startswith(("Run with", "Run:"))]
         text = "\n\n".join(paragraphs)
         parts.append(f"## {path.stem}\n\n{text}\n\n{document['machine']}; {about}\n\n{_table(figures)}\n")
-    (HERE / "README.md").write_text("\n".join(parts))
+    PAGE.write_text("\n".join(parts))
 
 
 def _table(figures: list[Figure]) -> str:

@@ -2,8 +2,8 @@
 """A stand-in for vLLM that says all that a real one says and costs next to nothing.
 
 Completions and chat completions carry texts, ids, log-probs, offsets and usage in vLLM 0.32's form;
-``return_token_ids`` also brings the prompt's ids back, copied as bytes from the request. What is sampled is built once:
-tool calls of about :data:`WRITTEN` tokens with a bit of real code in them. Each answer comes a fixed time after its
+completions also bring the prompt's ids back, copied as bytes from the request. What is sampled is built once: tool
+calls of about :data:`WRITTEN` tokens with a bit of real code in them. Each answer comes a fixed time after its
 request; how much later it came than that is kept, for a benchmark to tell.
 
 Run: ``python -m benchmarks.stand_in_engine PORT,PORT,… DELAY_S MODEL_FOLDER``.

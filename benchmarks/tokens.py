@@ -9,8 +9,8 @@ stand-in engine, which answers at once and says all that vLLM says. CPU is that 
 Several rollouts take their turns side by side; what is told of a length is the mean of the turns before, at and after
 it. Three rounds, in which the servers take turns at being first: the median, with the lowest and highest.
 
-Run with ``python -m benchmarks.tokens [--quick | --profile]``; quick stops at 16k after one round, a profile tells where
-the CPU goes and writes nothing.
+Run with ``python -m benchmarks.tokens [--quick | --profile]``; quick stops at 16k after one round, a profile tells
+where the CPU goes and writes nothing.
 """
 
 from __future__ import annotations
@@ -44,6 +44,9 @@ GOALS = {"2k": "<= 2", "64k": "<= 2"}
 GOALS_ECHOED = {"64k": "<= 10"}
 GOAL_PER_CORE = ">= 500"
 """Turns per core-second at 16k."""
+
+PROFILED = 32_000
+"""Tokens of prompts, about, that rollouts of each kind are grown to for a profile."""
 
 _rollouts = count()
 
@@ -178,32 +181,33 @@ def _figures(runs: dict[Way, list[Played]], lengths: dict[str, int]) -> Iterator
 
 async def profile() -> None:
     """Print where the CPU of our server goes at each length."""
-    with tempfile.TemporaryDirectory() as name:
-        folder = Path(name)
-        async with engine(folder) as backend:
-            observed = _observed(folder)
-            for way in (SHARED, ECHOED):
-                async with model_server(OURS, backend.urls, folder) as process:
-                    for path in folder.glob("samples-*.json"):
-                        path.unlink()
-                    client = KeepAliveClient(process.urls[0])
-                    agents = way.agents(client, observed)
-                    for length, tokens in LENGTHS.items():
-                        while agents[0].context < tokens - 1000:
-                            await asyncio.gather(*(agent.turn() for agent in agents))
-                        before, turns = process.core_seconds(), 0
-                        sample(process, on=True)
-                        for _ in range(3):
-                            await asyncio.gather(*(agent.turn() for agent in agents))
-                            turns += len(agents)
-                        sample(process, on=False)
-                        milliseconds = 1000 * (process.core_seconds() - before) / turns
-                        await asyncio.sleep(0.2)
-                        print(
-                            f"\n{length} tokens, {'shared' if way.shares else 'echoed'}: {milliseconds:.2f} ms a turn"
-                        )
-                        _print_profile(folder, milliseconds)
-                    client.close()
+    for way in (SHARED, ECHOED):
+        for length, tokens in LENGTHS.items():
+            with tempfile.TemporaryDirectory() as name:
+                folder = Path(name)
+                async with engine(folder) as backend, model_server(OURS, backend.urls, folder) as process:
+                    milliseconds = await _profiled(way, process, _observed(folder), tokens)
+                print(f"\n{length} tokens, {'shared' if way.shares else 'echoed'}: {milliseconds:.2f} ms a turn")
+                _print_profile(folder, milliseconds)
+
+
+async def _profiled(way: Way, process: Process, observed: list[str], tokens: int) -> float:
+    """Sample the turns about a length, of as many rollouts as make enough samples; milliseconds of a turn."""
+    client, spent, turns = KeepAliveClient(process.urls[0]), 0.0, 0
+    for _ in range(1 + PROFILED // tokens):
+        agents = way.agents(client, observed)
+        while agents[0].context < tokens - 1000:
+            await asyncio.gather(*(agent.turn() for agent in agents))
+        before = process.core_seconds()
+        sample(process, on=True)
+        for _ in range(5):
+            await asyncio.gather(*(agent.turn() for agent in agents))
+            turns += len(agents)
+        sample(process, on=False)
+        spent += process.core_seconds() - before
+        await asyncio.gather(*(agent.end() for agent in agents))  # and so the samples are written
+    client.close()
+    return 1000 * spent / turns
 
 
 def _print_profile(folder: Path, milliseconds: float) -> None:

@@ -19,6 +19,7 @@ from typing import Any
 
 
 INTERVAL_S = 0.002
+"""Asked for; a kernel that counts in ticks makes it one."""
 OURS = ("nemo_gym_prorl", "responses_api_models", "nemo_gym")
 _packages: collections.Counter[str] = collections.Counter()
 _functions: collections.Counter[str] = collections.Counter()
@@ -52,8 +53,6 @@ def _note(_number: int, frame: FrameType | None) -> None:
 
 
 def _begin(*_: Any) -> None:
-    _packages.clear()
-    _functions.clear()
     signal.signal(signal.SIGPROF, _note)
     signal.setitimer(signal.ITIMER_PROF, INTERVAL_S, INTERVAL_S)
 
