@@ -42,6 +42,8 @@ from nemo_gym_prorl import open_files
 ENGINE_S = 1.0
 BACKENDS = 8
 SIBLINGS = 8
+ANSWER_S = 300.0
+"""An agent that has no answer by then gives up, which is an error."""
 WORKERS = 4
 
 
@@ -81,13 +83,17 @@ class Crowd:
 
     def quantile(self, which: int, turns: int) -> float:
         """A percentile of what was added in the first turns."""
-        values = [one for turn in range(turns) for one in self.added[turn]]
-        return statistics.quantiles(values, n=100)[which - 1] if len(values) > 1 else float("nan")
+        return _percentile([one for turn in range(turns) for one in self.added[turn]], which)
 
     @property
     def turns(self) -> int:
         """How many were answered."""
         return sum(map(len, self.added.values()))
+
+
+def _percentile(values: list[float], which: int) -> float:
+    """Not a number, and so no goal that is met, where there are no values."""
+    return statistics.quantiles(values, n=100)[which - 1] if len(values) > 1 else float("nan")
 
 
 async def crowd(scale: Scale, turns: int, server: Process, backend: Process, make: Callable[[int], Agent]) -> Crowd:
@@ -101,7 +107,8 @@ async def crowd(scale: Scale, turns: int, server: Process, backend: Process, mak
         try:
             for turn in range(turns):
                 asked = time.perf_counter()
-                await agent.turn()
+                async with asyncio.timeout(ANSWER_S):
+                    await agent.turn()
                 met.added[turn].append(1000 * (time.perf_counter() - asked - ENGINE_S))
                 await asyncio.sleep(scale.pause_s)
             await agent.end()
@@ -166,7 +173,7 @@ def _figures(scale: Scale, workers: int, ours: Crowd, peer: Crowd) -> list[Figur
     first = f"their first {scale.peer_turns} turns"
     each = 1000 / max(1, ours.turns)
     theirs = 1000 / max(1, peer.turns)
-    late = statistics.quantiles(ours.late, n=100)[98], statistics.quantiles(peer.late, n=100)[98]
+    late = _percentile(ours.late, 99), _percentile(peer.late, 99)
     return [
         Figure(f"{all_of_it}: errors", ours.errors.total(), "", "<= 0"),
         Figure("added latency, p99", ours.quantile(99, scale.turns), "ms", "<= 50"),
