@@ -129,8 +129,8 @@ class ProblemRoute(APIRoute):
         async def handle(request: Request) -> Response:
             try:
                 return await inner(request)
-            except _KNOWN as error:
-                return _answer(error)
+            except KNOWN_ERRORS as error:
+                return answer_to(error)
 
         return handle
 
@@ -157,13 +157,13 @@ def add_problem_handlers(app: FastAPI, declared: Mapping[str, Declared] | None =
     """
 
     async def answer(request: Request, error: Exception) -> Response:
-        return _answer(error)
+        return answer_to(error)
 
     build_stack, describe = app.build_middleware_stack, app.openapi
 
     def build_with_ours() -> Any:
         # Gym puts in handlers of its own after it has got the application. The stack is built with the first call.
-        for kind in _KNOWN:
+        for kind in KNOWN_ERRORS:
             app.add_exception_handler(kind, answer)
         return build_stack()
 
@@ -176,10 +176,12 @@ def add_problem_handlers(app: FastAPI, declared: Mapping[str, Declared] | None =
     app.openapi = described  # type: ignore[method-assign]
 
 
-_KNOWN = (RolloutError, RequestValidationError, HTTPException)
+KNOWN_ERRORS = (RolloutError, RequestValidationError, HTTPException)
+"""What :func:`answer_to` makes an answer of."""
 
 
-def _answer(error: Exception) -> Response:
+def answer_to(error: Exception) -> Response:
+    """The answer to one of :data:`KNOWN_ERRORS`; any other is raised."""
     match error:
         case ProblemError():
             return error.response()

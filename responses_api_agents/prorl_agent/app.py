@@ -10,9 +10,11 @@ from nemo_gym.base_resources_server import AggregateMetrics
 from nemo_gym.base_responses_api_agent import BaseResponsesAPIAgentConfig, SimpleResponsesAPIAgent
 from nemo_gym.config_types import ModelServerRef, ResourcesServerRef
 from pydantic import BaseModel, ConfigDict, Field, PrivateAttr, ValidationError, field_validator
+from starlette.types import ASGIApp
 
 from nemo_gym_prorl import memory, open_files
 from nemo_gym_prorl.access import KeyGuard, check_exposure
+from nemo_gym_prorl.direct_routes import DirectRoutes, put_in_front
 from nemo_gym_prorl.handlers.agent_service import AgentService, ServiceConfig
 from nemo_gym_prorl.problems import Declared, add_problem_handlers, invalid_body
 from nemo_gym_prorl.rollout.rows import CreateParams, Row, read_json
@@ -82,11 +84,14 @@ class ProRLAgent(SimpleResponsesAPIAgent):
         app = super().setup_webserver()
         _only_served(app)
         app.include_router(self._service.router())
-        app.add_middleware(open_files.FileGuard, refuse=self._service.refused)
         add_problem_handlers(app, _GYM_ROUTES)
-        app.add_middleware(KeyGuard, key=self.config.control_token)
+        put_in_front(app, self._guarded)
         app.router.lifespan_context = self._lifespan
         return app
+
+    def _guarded(self, app: ASGIApp) -> ASGIApp:
+        direct = DirectRoutes(app, {"/run": self.run, "/v1/responses": self.responses})
+        return KeyGuard(open_files.FileGuard(direct, refuse=self._service.refused), self.config.control_token)
 
     @asynccontextmanager
     async def _lifespan(self, app: FastAPI) -> Any:
