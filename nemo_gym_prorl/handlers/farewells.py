@@ -12,6 +12,8 @@ import logging
 from collections.abc import Coroutine
 from typing import Any
 
+from nemo_gym_prorl.rollout.tasks import begin
+
 
 LOGGER = logging.getLogger(__name__)
 
@@ -29,7 +31,7 @@ class Farewells:
 
     def start(self, what: str, work: Coroutine[Any, Any, Any], bound_s: float | None = None) -> asyncio.Task[None]:
         """Have ``work`` done. The task never raises: what goes wrong is logged under the name ``what``."""
-        task = asyncio.ensure_future(self._bounded(what, work, bound_s or self._bound_s))
+        task = begin(self._bounded(what, work, bound_s or self._bound_s))
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
         return task

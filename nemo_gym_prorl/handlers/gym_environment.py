@@ -31,6 +31,7 @@ from nemo_gym_prorl.handlers.farewells import Farewells
 from nemo_gym_prorl.handlers.gym_http import CookieJar, GymServer, json_of, require_ok
 from nemo_gym_prorl.handlers.tool_loop import LoopLimits, ToolLoop
 from nemo_gym_prorl.rollout.job import Job, Outcome, Trajectory, Verdict, failure_state
+from nemo_gym_prorl.rollout.tasks import begin
 
 
 LATE_SEED_S = 600.0
@@ -99,7 +100,7 @@ class GymEnvironmentHandler:
             CallerError: the server refuses the row; its message is passed on.
             InfrastructureError: the server fails or cannot be reached, or names a release path that is none.
         """
-        seeding = asyncio.ensure_future(self._seed(job.row))
+        seeding = begin(self._seed(job.row))
         try:
             return await asyncio.shield(seeding)
         except asyncio.CancelledError:

@@ -11,6 +11,7 @@ from typing import Any
 from nemo_gym_prorl.failures import BudgetExceeded, JobCancelled, Stage
 from nemo_gym_prorl.rollout.calls import HandlerCalls
 from nemo_gym_prorl.rollout.job import Job
+from nemo_gym_prorl.rollout.tasks import begin
 
 
 LOGGER = logging.getLogger(__name__)
@@ -66,8 +67,9 @@ class Attempt:
         if self._interrupt.done():
             raise self._interrupt.result()
         job, stage = self._job, self._stage
-        task = asyncio.ensure_future(self._calls.work(job, stage))
-        await self._until_due(task)
+        task = begin(self._calls.work(job, stage))
+        if not task.done():
+            await self._until_due(task)
         if task.done():
             return self._calls.result_of(task, job, stage)
         task.cancel()

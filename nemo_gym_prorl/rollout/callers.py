@@ -26,6 +26,7 @@ from nemo_gym_prorl.failures import JobCancelled
 from nemo_gym_prorl.rollout.job import Job
 from nemo_gym_prorl.rollout.pipeline import Pipeline
 from nemo_gym_prorl.rollout.request import JobConflict, JobRequest
+from nemo_gym_prorl.rollout.tasks import begin
 
 
 class CallerGone(Exception):
@@ -93,8 +94,8 @@ class CallerWatch:
         """
         call = self._join_or_submit(wanted, key)
         call.callers += 1
-        gone = asyncio.ensure_future(_disconnected(connection))
-        done = asyncio.ensure_future(self._pipeline.wait(call.job))
+        gone = begin(_disconnected(connection))
+        done = self._pipeline.done(call.job)
         try:
             started(call.job)
             await asyncio.wait({gone, done}, return_when=asyncio.FIRST_COMPLETED)
@@ -103,7 +104,6 @@ class CallerWatch:
             return self._deliver(call, render)
         finally:
             gone.cancel()
-            done.cancel()
             call.callers -= 1
             if not call.callers and call.answer is None:
                 call.farewell = asyncio.get_running_loop().call_later(self._grace_s, self._give_up, call)

@@ -30,6 +30,7 @@ from nemo_gym_prorl.failures import (
 )
 from nemo_gym_prorl.rollout.handler import HandlerRegistry, TellsUnreachable, TellsWaiting
 from nemo_gym_prorl.rollout.job import FAILED_STATES, Job, JobState, Outcome, Trajectory, Verdict, failure_state
+from nemo_gym_prorl.rollout.tasks import begin
 
 
 LOGGER = logging.getLogger(__name__)
@@ -88,9 +89,10 @@ class HandlerCalls:
 
     async def release(self, job: Job, session: Any) -> RolloutError | None:
         """Release a session within its bound; the error if that did not work."""
-        task = asyncio.ensure_future(self._release(job, session))
+        task = begin(self._release(job, session))
         bound, server = self._release_s, None
-        await asyncio.wait({task}, timeout=bound)
+        if not task.done():
+            await asyncio.wait({task}, timeout=bound)
         if not task.done():
             task.cancel()
             await asyncio.wait({task}, timeout=self._cancel_grace_s)

@@ -60,7 +60,7 @@ _SESSION_GONE = frozenset({FailureKind.SESSION_LOST, FailureKind.SESSION_EXPIRED
 class _Control:
     """The pipeline's own notes on a live job."""
 
-    done: asyncio.Event = field(default_factory=asyncio.Event)
+    done: asyncio.Future[None] = field(default_factory=lambda: asyncio.get_running_loop().create_future())
     since: float = 0.0
     """When the job entered the queue that it waits in, on the monotonic clock."""
     attempt: Attempt | None = None
@@ -176,15 +176,19 @@ class Pipeline:
 
     async def wait(self, job: Job, timeout: float | None = None) -> bool:
         """Wait for a job's outcome; ``False`` if it has none after ``timeout`` seconds."""
+        done = self.done(job)
+        if not done.done():
+            await asyncio.wait({done}, timeout=timeout)
+        return done.done()
+
+    def done(self, job: Job) -> asyncio.Future[None]:
+        """Done when the job has its outcome. Others wait for it too: it is not to be cancelled."""
         control = self._controls.get(job.id)
-        if control is None:
-            return True
-        try:
-            async with asyncio.timeout(timeout):
-                await control.done.wait()
-        except TimeoutError:
-            return False
-        return True
+        if control is not None:
+            return control.done
+        over: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        over.set_result(None)
+        return over
 
     async def cancel(self, job: Job, reason: str = "cancelled by the caller") -> None:
         """Cancel a job, in whatever state, and return when it has its outcome and its session is gone."""
@@ -211,12 +215,10 @@ class Pipeline:
     async def drain(self, timeout: float | None = None) -> bool:
         """Take no new jobs and wait until every job has its outcome; ``False`` if some have none after ``timeout``."""
         self.draining = True
-        pending = [asyncio.ensure_future(control.done.wait()) for control in self._controls.values()]
+        pending = [control.done for control in self._controls.values()]
         if not pending:
             return True
         _, left = await asyncio.wait(pending, timeout=timeout)
-        for waiter in left:
-            waiter.cancel()
         return not left
 
     def resume(self) -> None:
@@ -387,7 +389,7 @@ class Pipeline:
         job.finished_at = time.time()
         job.pack()
         self._move(job, outcome.state)
-        self._controls.pop(job.id).done.set()
+        self._controls.pop(job.id).done.set_result(None)
         for callback in self.on_finish:
             try:
                 callback(job)
