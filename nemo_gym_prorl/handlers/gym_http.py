@@ -64,8 +64,14 @@ class CookieJar:
 
     def update(self, response: aiohttp.ClientResponse) -> None:
         """Take over what a response set."""
-        for name, morsel in response.cookies.items():
-            self.values[name] = morsel.value
+        given = response.headers.getall("Set-Cookie", ())
+        if any('"' in cookie for cookie in given):  # a quoted value, which may hold anything
+            self.values.update((name, morsel.value) for name, morsel in response.cookies.items())
+            return
+        for cookie in given:
+            name, equals, value = cookie.partition(";")[0].partition("=")
+            if equals and (name := name.strip()):
+                self.values[name] = value.strip()
 
 
 @dataclass(frozen=True, slots=True)
