@@ -58,6 +58,8 @@ def run_request(row: Any, body: bytes, defaults: Budgets) -> RunRequest:
     if "row" in wishes:
         raise CallerError("is no field of a rollout: it stands in the row", field=f"{WISHES}.row")
     row = {name: value for name, value in row.items() if name != WISHES}
+    if not wishes:
+        return RunRequest(JobRequest(row, group=group_of(row), budgets=defaults), row_key(row, body))
     try:
         asked = SubmitRequest.model_validate({"row": {"responses_create_params": {"input": ""}}, **wishes})
     except ValidationError as error:
