@@ -2,7 +2,8 @@
 """The stage engine: how close it comes to the bottleneck, and how many rollouts a second it carries.
 
 (a) Jobs with drawn stage times: the bound over the makespan, against one semaphore around the whole rollout, which is
-    how Gym's in-tree agents bound concurrency.
+    how Gym's in-tree agents bound concurrency. And against the same order of jobs played without a clock, where
+    nothing but the work takes time: who serves jobs as they come cannot know that the last one will be long.
 (b) Rollouts a second: the pipeline with a handler that does nothing; and ``/run`` of ``prorl_agent`` against Gym's
     ``simple_agent``, one worker each, on the same instant model and environment.
 """
@@ -12,6 +13,7 @@ from __future__ import annotations
 import argparse
 import asyncio
 import contextlib
+import heapq
 import json
 import os
 import random
@@ -34,7 +36,7 @@ from nemo_gym_prorl.rollout.job import Job, Outcome, Trajectory, Verdict, failur
 from nemo_gym_prorl.rollout.pipeline import Pipeline
 from nemo_gym_prorl.rollout.request import JobRequest
 from nemo_gym_prorl.rollout.settings import PipelineSettings
-from nemo_gym_prorl.rollout.stages import PoolSizes
+from nemo_gym_prorl.rollout.stages import PoolSizes, StageScheduler, Start
 
 
 REPO = Path(__file__).parents[1]
@@ -114,6 +116,24 @@ async def one_semaphore(times: list[dict[Stage, float]], slots: int) -> float:
     started = time.perf_counter()
     await asyncio.gather(*(rollout(row) for row in times))
     return time.perf_counter() - started
+
+
+def without_overhead(times: list[dict[Stage, float]], pools: PoolSizes) -> float:
+    """Makespan of the scheduler's own decisions where every one is carried out at once, seconds."""
+    scheduler, ends, now = StageScheduler(pools), list[tuple[float, int, Stage]](), 0.0
+
+    def begin(starts: list[Start]) -> None:
+        for start in starts:
+            index = int(start.job_id)
+            heapq.heappush(ends, (now + times[index][start.stage], index, start.stage))
+
+    for index in range(len(times)):
+        begin(scheduler.submit(str(index), "default", 0))
+    follows = {Stage.INIT: Stage.RUN, Stage.RUN: Stage.EVAL, Stage.EVAL: None}
+    while ends:
+        now, index, stage = heapq.heappop(ends)
+        begin(scheduler.worked(str(index), follows[stage]))
+    return now
 
 
 async def instant_jobs(jobs: int) -> float:
@@ -270,7 +290,10 @@ async def main() -> None:
     least = bound(times, POOLS)
     ours = least / await staged(times)
     # With more slots than POOLS.run it would have more rollouts in RUN than the bound allows.
-    peers = {f"one semaphore of {POOLS.run}": least / await one_semaphore(times, POOLS.run)}
+    peers = {
+        f"one semaphore of {POOLS.run}": least / await one_semaphore(times, POOLS.run),
+        "the same order without overhead": least / without_overhead(times, POOLS),
+    }
     rate = await instant_jobs(2_000 if quick else 10_000)
     agents = await compare_agents(200 if quick else 1_500, 1 if quick else 3)
     figures = [
