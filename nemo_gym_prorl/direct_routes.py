@@ -2,9 +2,8 @@
 """Routes that are called for each rollout, in front of an application's middlewares.
 
 Gym's application puts two middlewares around every request that run the rest in a task of its own and pass its body
-through a stream, and signs a session cookie; FastAPI then resolves dependencies that such a route has not. For a
-rollout of two turns that took more CPU than all stages of the pipeline. What these routes need of it, they do
-themselves: they read their body, and errors become problem documents here.
+through a stream, and signs a session cookie; FastAPI then resolves dependencies that such a route has not. What these
+routes need of it, they do themselves: they read their body, and errors become problem documents here.
 
 The application keeps its own routes of the same paths, for its OpenAPI document.
 """
