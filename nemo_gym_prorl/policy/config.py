@@ -5,6 +5,7 @@ from __future__ import annotations
 
 from fnmatch import fnmatchcase
 from ipaddress import ip_address
+from pathlib import Path
 from typing import Annotated, Literal
 from urllib.parse import urlsplit
 
@@ -52,6 +53,11 @@ class PolicyConfig(KnownKeys):
     headers: dict[str, str] = Field(default_factory=dict)
     backend_hosts: list[str] = Field(default_factory=list)
     control_token: str | None = None
+
+    @property
+    def tokenizer_folder(self) -> str | None:
+        """Where the tokenizer is, or its name; ``None`` if there is none."""
+        return self.tokenizer or (self.model if Path(self.model, "tokenizer.json").is_file() else None)
 
     def keys(self) -> list[str]:
         """The key of each backend in ``base_url``.

@@ -9,18 +9,19 @@ once, at the end, from ``GET /v1/rollouts/{id}/tokens``.
 from __future__ import annotations
 
 import json
+import sys
 from collections.abc import Iterable, Iterator, Mapping
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from copy import deepcopy
 from itertools import pairwise
 from time import time
 from typing import Any
-from urllib.parse import unquote
 
 import orjson
 from fastapi import Body, FastAPI, Request
 from nemo_gym.anthropic_converter import AnthropicConverter
 from nemo_gym.base_responses_api_model import BaseResponsesAPIModelConfig, SimpleResponsesAPIModel
+from nemo_gym.global_config import DRY_RUN_KEY_NAME, get_global_config_dict
 from nemo_gym.openai_utils import (
     NeMoGymChatCompletion,
     NeMoGymChatCompletionCreateParamsNonStreaming,
@@ -29,7 +30,11 @@ from nemo_gym.openai_utils import (
     NeMoGymResponseCreateParamsNonStreaming,
 )
 from nemo_gym.responses_converter import VLLMConverter
-from nemo_gym.server_utils import SESSION_ID_KEY, is_nemo_gym_fastapi_entrypoint
+from nemo_gym.server_utils import (
+    SESSION_ID_KEY,
+    is_nemo_gym_fastapi_entrypoint,
+    set_is_nemo_gym_fastapi_worker,
+)
 from pydantic import Field
 
 from nemo_gym_prorl import memory, open_files
@@ -40,6 +45,9 @@ from nemo_gym_prorl.policy.generation import Finish
 from nemo_gym_prorl.policy.http.api import PolicyConfig, PolicyHost, add_control_routes, with_problems
 from nemo_gym_prorl.policy.http.asgi import AnswerHeaders, CancelOnDisconnect, put_header
 from nemo_gym_prorl.policy.service import PolicyAnswer, TurnRequest
+from nemo_gym_prorl.policy.workers.server import Session, serve
+from nemo_gym_prorl.policy.workers.shards import OwnSessions, header_text
+from nemo_gym_prorl.policy.workers.worker import this_worker
 from nemo_gym_prorl.server_config import ServerConfig
 
 
@@ -66,6 +74,24 @@ class ProrlModelConfig(BaseResponsesAPIModelConfig, ServerConfig):
     default_headers: dict[str, str] = Field(default_factory=dict)
     policy: dict[str, Any] = Field(default_factory=dict)
 
+    def checked_policy(self) -> PolicyConfig:
+        """How the policy side is configured.
+
+        Raises:
+            CallerError: every turn would be refused, or strangers could reach it.
+        """
+        policy = PolicyConfig(
+            base_url=[self.base_url] if isinstance(self.base_url, str) else self.base_url,
+            api_key=self.api_key,
+            model=self.model,
+            thoughts=self.uses_reasoning_parser,
+            headers=self.default_headers,
+            **self.policy,
+        )
+        check_exposure(self.host, policy.control_token, field="policy.control_token")
+        Sampling(extra=self.extra_body or {})
+        return policy
+
     @classmethod
     def other_keys(cls) -> Iterable[str]:
         """Also those of ``vllm_model`` that say nothing here, so that a block of it can be taken over."""
@@ -83,19 +109,8 @@ class ProrlModel(SimpleResponsesAPIModel):
         app = super().setup_webserver()
         with_problems(app, 400, 410, 422, 500)
         config = self.config
-        if (getattr(config, "num_workers", None) or 1) > 1:
-            raise CallerError("must be 1: a rollout's tokens are kept in one process", field="num_workers")
-        policy = PolicyConfig(
-            base_url=[config.base_url] if isinstance(config.base_url, str) else config.base_url,
-            api_key=config.api_key,
-            model=config.model,
-            thoughts=config.uses_reasoning_parser,
-            headers=config.default_headers,
-            **config.policy,
-        )
-        check_exposure(config.host, policy.control_token, field="policy.control_token")
-        Sampling(extra=config.extra_body or {})  # refuses what every turn would be refused for
-        self._host = PolicyHost(policy)
+        policy, worker = config.checked_policy(), this_worker()
+        self._host = PolicyHost(policy, worker and worker.backends(policy))
         self._converter = VLLMConverter(
             return_token_id_information=config.return_token_id_information,
             uses_reasoning_parser=config.uses_reasoning_parser,
@@ -104,6 +119,26 @@ class ProrlModel(SimpleResponsesAPIModel):
         app.add_middleware(CancelOnDisconnect)
         app.add_middleware(AnswerHeaders)
         app.add_middleware(KeyGuard, key=policy.control_token)
+        return app
+
+    def setup_session_middleware(self, app: FastAPI) -> None:
+        if (worker := this_worker()) is not None:
+            app.add_middleware(OwnSessions, shard=worker.shard, session_key=SESSION_ID_KEY)
+        super().setup_session_middleware(app)
+
+    @classmethod
+    def run_webserver(cls) -> FastAPI | None:
+        """With ``num_workers``, this process or a worker of it; Gym's own way needs no rollout's turns to meet."""
+        config = cls.load_config_from_global_config()
+        workers = getattr(config, "num_workers", None) or 1
+        if workers == 1 or get_global_config_dict()[DRY_RUN_KEY_NAME]:
+            return super().run_webserver()
+        if (worker := this_worker()) is None:
+            session = Session(f"{cls.__name__}___{config.name}", SESSION_ID_KEY)
+            sys.exit(serve(config.checked_policy(), config.host, config.port, workers, session))
+        set_is_nemo_gym_fastapi_worker()  # Gym then makes the application, and leaves serving it to us
+        app = super().run_webserver()
+        worker.serve(app)
         return app
 
     async def responses(
@@ -302,11 +337,7 @@ def _first(*values: Any) -> Any:
 def _text(request: Request, header: str) -> str | None:
     """A header whose value may be any text: percent-encoded, or as the bytes of UTF-8 or Latin-1."""
     value = request.headers.get(header)  # its bytes, read as Latin-1
-    if value is None:
-        return None
-    with suppress(UnicodeDecodeError):
-        value = value.encode("latin-1").decode()
-    return unquote(value)
+    return None if value is None else header_text(value)
 
 
 def _rollout_id(request: Request) -> str:

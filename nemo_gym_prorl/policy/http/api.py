@@ -17,10 +17,8 @@ from fastapi.responses import PlainTextResponse
 from fastapi.routing import APIRoute
 from pydantic import BaseModel, ConfigDict, Field
 
-from nemo_gym_prorl.failures import CallerError
 from nemo_gym_prorl.policy.config import PolicyConfig
 from nemo_gym_prorl.policy.host import PolicyHost
-from nemo_gym_prorl.policy.pool.backend import Backend
 from nemo_gym_prorl.policy.service import PolicyService, RolloutGone
 from nemo_gym_prorl.problem_document import Problem
 from nemo_gym_prorl.problems import ProblemRoute, add_problem_handlers
@@ -72,13 +70,6 @@ class Weights(BaseModel):
     id: _Label | None = None
 
 
-class NoSuchBackend(CallerError):
-    """A backend is asked for that is not there."""
-
-    http_status = 404
-    problem = "no-such-backend"
-
-
 def problems(*statuses: int) -> dict[int | str, dict[str, Any]]:
     """What a route may answer besides success, for its OpenAPI document."""
     schema = Problem.model_json_schema()
@@ -108,15 +99,6 @@ def add_control_routes(app: FastAPI, host: PolicyHost) -> None:
     end of the service."""
     router = APIRouter(route_class=ProblemRoute)
 
-    def existing(backend_id: str | None) -> str | None:
-        if backend_id is not None and backend_id not in host.pool.backends:
-            known = ", ".join(host.pool.backends) or "none"
-            raise NoSuchBackend(f"no backend {backend_id!r}; there are: {known}", field="id")
-        return backend_id
-
-    def listed() -> dict[str, Any]:
-        return {"backends": [_describe(b) for b in host.pool.backends.values()], "waiting": host.pool.waiting}
-
     def known(rollout: str) -> PolicyService:
         if host.ready is None:
             raise RolloutGone(f"no rollout {rollout!r} here", field="rollout")
@@ -125,47 +107,38 @@ def add_control_routes(app: FastAPI, host: PolicyHost) -> None:
     @router.post("/v1/backends", status_code=201, responses=problems(400, 403, 409, 422))
     async def add(body: NewBackend) -> dict[str, Any]:
         """Add a backend. Turns that wait may be placed there at once."""
-        return _describe(await host.add(body.url, body.id, body.weight_version, body.api_key))
+        return await host.backends.add(body.url, body.id, body.weight_version, body.api_key)
 
     @router.get("/v1/backends", responses=problems())
     async def listing() -> dict[str, Any]:
         """The backends, how they fare, and how many turns wait."""
-        return listed()
+        return await host.backends.listing()
 
     @router.delete("/v1/backends/{backend_id}", responses=problems(404, 422))
     async def remove(backend_id: str, drain: bool = False) -> dict[str, Any]:
         """Remove a backend: at once, or with `drain` give it no new rollouts."""
-        existing(backend_id)
-        host.apply(host.pool.drain(backend_id) if drain else host.pool.remove(backend_id))
-        return {"id": backend_id, "draining": drain}
+        return await host.backends.remove(backend_id, drain)
 
     @router.delete("/v1/backends", responses=problems())
     async def clear() -> dict[str, Any]:
         """Remove all backends; turns wait for new ones."""
-        host.apply(host.pool.clear())
-        return {"backends": []}
+        return await host.backends.clear()
 
     @router.post("/v1/backends/pause", responses=problems(400, 404, 422))
     async def pause(body: Swap) -> dict[str, Any]:
         """Start nothing there until `resume`; answers when nothing runs there, or the time is over."""
-        existing(body.id)
-        if host.ready is None:
-            host.pool.pause(body.id)
-            return {"drained": True}
-        return {"drained": await host.ready.placement.pause(body.id, body.timeout_s)}
+        return await host.backends.pause(body.id, body.timeout_s)
 
     @router.post("/v1/backends/resume", responses=problems(400, 404, 422))
     async def resume(body: Swap) -> dict[str, Any]:
         """Go on, with a new label if the weights are new."""
-        host.apply(host.pool.resume(existing(body.id), body.weight_version))
-        return listed()
+        return await host.backends.resume(body.id, body.weight_version)
 
     @router.post("/v1/backends/weight_version", responses=problems(400, 404, 422))
     async def label(body: Weights) -> dict[str, Any]:
         """Label the weights, without a pause: a turn that is being sampled begins with the old ones and ends with
         these."""
-        host.pool.label(body.weight_version, existing(body.id))
-        return listed()
+        return await host.backends.label(body.weight_version, body.id)
 
     @router.get("/v1/rollouts/{rollout}/tokens", responses=problems(410))
     async def tokens(rollout: str) -> dict[str, Any]:
@@ -191,7 +164,7 @@ def add_control_routes(app: FastAPI, host: PolicyHost) -> None:
     @router.get("/metrics", response_class=PlainTextResponse, responses=problems())
     async def metrics() -> Response:
         """Prometheus metrics."""
-        return PlainTextResponse(host.metrics.exposition(), media_type="text/plain; version=0.0.4")
+        return PlainTextResponse(await host.backends.exposition(), media_type="text/plain; version=0.0.4")
 
     app.include_router(router)
     add_problem_handlers(app)
@@ -234,20 +207,4 @@ def trajectory(service: PolicyService, rollout: str) -> dict[str, Any]:
             }
             for answer_id, turn in service.answers(rollout).items()
         },
-    }
-
-
-def _describe(backend: Backend) -> dict[str, Any]:
-    return {
-        "id": backend.id,
-        "url": backend.url,
-        "health": backend.health,
-        "draining": backend.draining,
-        "paused": backend.paused,
-        "weight_version": backend.weight_version,
-        "live_rollouts": len(backend.live),
-        "in_flight": len(backend.in_flight),
-        "limit": backend.limit,
-        "live_tokens": backend.demand,
-        "capacity": backend.capacity,
     }

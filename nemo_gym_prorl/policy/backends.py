@@ -1,0 +1,312 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Owns the pool of backends: what they are is found out, who may join is checked, and weights are swapped here.
+
+With ``engine: auto`` the protocol is found in the background once a backend answers. Everything can be asked of it at
+any time, also before. Where several processes share one pool, this object is in the process that owns the pool, and
+the others have a stand-in with the same methods (:mod:`.workers.remote`).
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections.abc import Callable, Coroutine
+from typing import Any
+
+import aiohttp
+
+from nemo_gym_prorl.failures import CallerError
+from nemo_gym_prorl.policy.config import PolicyConfig, check_host
+from nemo_gym_prorl.policy.engines.addresses import bearer, checked_url, origin_of
+from nemo_gym_prorl.policy.engines.detection import detect, published, speaks
+from nemo_gym_prorl.policy.engines.engine import BackendFailed, Misconfigured
+from nemo_gym_prorl.policy.engines.http_engine import HttpEngine
+from nemo_gym_prorl.policy.engines.registry import ENGINES
+from nemo_gym_prorl.policy.metrics import PolicyMetrics
+from nemo_gym_prorl.policy.pool.backend import Backend, Decision
+from nemo_gym_prorl.policy.pool.placement import Placement
+from nemo_gym_prorl.policy.pool.pool import BackendPool
+from nemo_gym_prorl.policy.pool.waits import Waits
+
+
+_log = logging.getLogger(__name__)
+
+_SEARCH_S = 1.0
+"""Interval at which backends are asked what they are, until one answers."""
+
+
+class AlreadyThere(CallerError):
+    """What is to be added exists."""
+
+    http_status = 409
+    problem = "already-there"
+
+
+class NoSuchBackend(CallerError):
+    """A backend is asked for that is not there."""
+
+    http_status = 404
+    problem = "no-such-backend"
+
+
+class Backends:
+    """The pool, its connections, and what the backends turned out to be.
+
+    Args:
+        config: see there.
+
+    Attributes:
+        pool: the decisions.
+        waits: how long rollouts have waited for a backend.
+        metrics: what is counted in this process.
+        protocol: which of ``ENGINES`` the backends speak, as soon as that is known.
+        trouble: why it cannot be told; ``None`` while nothing is wrong.
+        engine: speaks it; there as soon as ``protocol`` is.
+        placement: runs requests; likewise.
+        on_change: called when ``protocol`` or ``trouble`` is known.
+        on_added: called with the URL of a backend that joins.
+
+    Raises:
+        CallerError: the configuration cannot work.
+    """
+
+    def __init__(self, config: PolicyConfig) -> None:
+        if config.engine != "auto" and ENGINES[config.engine].takes_tokens and config.tokenizer_folder is None:
+            raise CallerError(f"engine {config.engine!r} takes tokens, so it needs a tokenizer", field="tokenizer")
+        self.config = config
+        self.pool = BackendPool(limit=config.limit)
+        self.waits = Waits()
+        self.metrics = PolicyMetrics(self.pool)
+        self.protocol: str | None = None
+        self.trouble: str | None = None
+        self.engine: HttpEngine | None = None
+        self.placement: Placement | None = None
+        self.on_change: Callable[[], None] = _nothing
+        self.on_added: Callable[[str], None] = _nothing
+        self.by_origin: dict[str, dict[str, str]] = {}
+        for index, (given, key) in enumerate(zip(config.base_url, config.keys(), strict=True)):
+            url = checked_url(given, "base_url")
+            self.by_origin[origin_of(url)] = config.headers | bearer(key)
+            self.pool.add(f"backend{index}", url)
+        self._session: aiohttp.ClientSession | None = None
+        self._work: set[asyncio.Task[None]] = set()
+
+    async def start(self) -> None:
+        """Find out what the backends are, in the background where they must be asked."""
+        if self._session is not None:
+            return
+        self._session = aiohttp.ClientSession(connector=aiohttp.TCPConnector(limit=0))
+        if self.config.engine != "auto":
+            self._found(self.config.engine)
+        self._spawn(self._search() if self.config.engine == "auto" else self._look_over())
+
+    async def aclose(self) -> None:
+        """Stop background work and close connections."""
+        for task in list(self._work):
+            task.cancel()
+        await asyncio.gather(*self._work, return_exceptions=True)
+        if self.placement is not None:
+            await self.placement.aclose()
+        if self._session is not None:
+            await self._session.close()
+
+    def apply(self, decisions: list[Decision]) -> None:
+        """Carry out what the pool decided; before the protocol is known, nothing waits for anything."""
+        if self.placement is not None:
+            self.placement.apply(decisions)
+
+    # What may be asked
+
+    async def add(
+        self, url: str, backend_id: str | None = None, weight_version: str | None = None, api_key: str | None = None
+    ) -> dict[str, Any]:
+        """Add a backend; it gets its own key, and never one that was configured for others.
+
+        Raises:
+            AlreadyThere: there is one of that id.
+            CallerError: no URL, no host that is allowed, or an engine of another kind than the others.
+        """
+        url = checked_url(url)
+        check_host(url, self.config)
+        self._check_free(backend_id)
+        if self.protocol is not None:
+            await self._check_protocol(url, self.protocol)
+            self._check_free(backend_id)
+        if api_key is not None:
+            self.by_origin[origin_of(url)] = bearer(api_key)
+        backend_id = backend_id or f"backend{time.monotonic_ns():x}"
+        self.on_added(url)
+        self.apply(self.pool.add(backend_id, url, weight_version))
+        return described(self.pool.backends[backend_id])
+
+    async def listing(self) -> dict[str, Any]:
+        """The backends, how they fare, and how many turns wait."""
+        return {"backends": [described(b) for b in self.pool.backends.values()], "waiting": self.pool.waiting}
+
+    async def remove(self, backend_id: str, drain: bool = False) -> dict[str, Any]:
+        """Remove a backend: at once, or with ``drain`` give it no new rollouts.
+
+        Raises:
+            NoSuchBackend: it is not there.
+        """
+        self._check_there(backend_id)
+        self.apply(self.pool.drain(backend_id) if drain else self.pool.remove(backend_id))
+        return {"id": backend_id, "draining": drain}
+
+    async def clear(self) -> dict[str, Any]:
+        """Remove all backends; turns wait for new ones."""
+        self.apply(self.pool.clear())
+        return {"backends": []}
+
+    async def pause(self, backend_id: str | None = None, timeout_s: float = 600.0) -> dict[str, Any]:
+        """Start nothing there until :meth:`resume`; returns when nothing runs there, or the time is over.
+
+        Raises:
+            NoSuchBackend: it is not there.
+        """
+        self._check_there(backend_id)
+        if self.placement is None:
+            self.pool.pause(backend_id)
+            return {"drained": True}
+        return {"drained": await self.placement.pause(backend_id, timeout_s)}
+
+    async def resume(self, backend_id: str | None = None, weight_version: str | None = None) -> dict[str, Any]:
+        """Go on, with a new label if the weights are new.
+
+        Raises:
+            NoSuchBackend: it is not there.
+        """
+        self._check_there(backend_id)
+        self.apply(self.pool.resume(backend_id, weight_version))
+        return await self.listing()
+
+    async def label(self, weight_version: str, backend_id: str | None = None) -> dict[str, Any]:
+        """Label the weights, without a pause.
+
+        Raises:
+            NoSuchBackend: it is not there.
+        """
+        self._check_there(backend_id)
+        self.pool.label(weight_version, backend_id)
+        self.apply([])
+        return await self.listing()
+
+    async def exposition(self) -> bytes:
+        """The metrics in Prometheus text format, of all processes that share the backends."""
+        return self.metrics.exposition()
+
+    def _check_there(self, backend_id: str | None) -> None:
+        if backend_id is not None and backend_id not in self.pool.backends:
+            known = ", ".join(self.pool.backends) or "none"
+            raise NoSuchBackend(f"no backend {backend_id!r}; there are: {known}", field="id")
+
+    def _check_free(self, backend_id: str | None) -> None:
+        if backend_id in self.pool.backends:
+            raise AlreadyThere(f"there is a backend {backend_id!r} already", field="id")
+
+    async def _check_protocol(self, url: str, protocol: str) -> None:
+        """Refuse a backend that says that it is something else; one that says nothing is found out by its answers."""
+        assert self._session is not None
+        try:
+            routes = await published(self._session, url)
+        except (OSError, TimeoutError, aiohttp.ClientError):
+            return
+        if routes is not None and not speaks(routes, protocol):
+            raise CallerError(f"{url} does not speak {protocol!r}, as the other backends do", field="url")
+
+    # What the backends are
+
+    async def _search(self) -> None:
+        """Ask the backends what they are until that is known."""
+        while self.protocol is None:
+            urls = [backend.url for backend in self.pool.backends.values()]
+            found = dict(zip(urls, await asyncio.gather(*map(self._detected, urls)), strict=True))
+            protocols = {protocol for protocol in found.values() if protocol is not None}
+            if len(protocols) > 1:
+                self._says(f"the backends are of different kinds: {found}")
+            elif protocols and (protocol := protocols.pop()):
+                if ENGINES[protocol].takes_tokens and self.config.tokenizer_folder is None:
+                    self._says(f"the backends are {protocol!r}, which takes tokens: set policy.tokenizer")
+                else:
+                    self._found(protocol)
+                    self._spawn(self._look_over())
+            self.on_change()
+            if self.protocol is None:
+                await asyncio.sleep(_SEARCH_S)
+
+    async def _detected(self, url: str) -> str | None:
+        assert self._session is not None
+        tokenizer = self.config.tokenizer_folder is not None
+        try:
+            return await detect(self._session, url, self._engine, tokenizer=tokenizer)
+        except Misconfigured as error:
+            self._says(error.reason.removeprefix("policy.engine: "))
+        except (BackendFailed, OSError, TimeoutError, aiohttp.ClientError):
+            pass  # not there yet
+        return None
+
+    def _says(self, trouble: str) -> None:
+        if trouble != self.trouble:
+            _log.error("policy.engine: %s", trouble)
+        self.trouble = trouble
+
+    def _found(self, protocol: str) -> None:
+        self.engine = self._engine(protocol)
+        self.placement = self._placement(self.engine)
+        self.placement.start()
+        self.protocol, self.trouble = protocol, None
+
+    def _placement(self, engine: HttpEngine) -> Placement:
+        return Placement(self.pool, engine, wait_s=self.config.wait_s, waits=self.waits)
+
+    def _engine(self, protocol: str) -> HttpEngine:
+        assert self._session is not None
+        return ENGINES[protocol](self._session, self.config.model, by_origin=self.by_origin)
+
+    async def _look_over(self) -> None:
+        """Say early what every turn would fail with; engines may also come later, so nothing ends for it."""
+        assert self.engine is not None
+        for backend in list(self.pool.backends.values()):
+            try:
+                served = [str(card.get("id")) for card in await self.engine.models(backend.url)]
+            except Misconfigured as error:
+                _log.warning("%s", error.reason)
+            except BackendFailed as error:
+                _log.warning("policy_base_url: %s: not there yet", error.reason)
+            else:
+                if served and self.config.model not in served:
+                    _log.warning(
+                        "policy_model_name: %s serves %s, not %r", backend.url, ", ".join(served), self.config.model
+                    )
+
+    def _spawn(self, work: Coroutine[Any, Any, None]) -> None:
+        def over(task: asyncio.Task[None]) -> None:
+            self._work.discard(task)
+            if not task.cancelled() and (error := task.exception()) is not None:
+                _log.error("work in the background ended", exc_info=error)
+
+        task = asyncio.ensure_future(work)
+        self._work.add(task)
+        task.add_done_callback(over)
+
+
+def described(backend: Backend) -> dict[str, Any]:
+    """A backend as the control routes show it."""
+    return {
+        "id": backend.id,
+        "url": backend.url,
+        "health": backend.health,
+        "draining": backend.draining,
+        "paused": backend.paused,
+        "weight_version": backend.weight_version,
+        "live_rollouts": len(backend.live),
+        "in_flight": len(backend.in_flight),
+        "limit": backend.limit,
+        "live_tokens": backend.demand,
+        "capacity": backend.capacity,
+    }
+
+
+def _nothing(*_: object) -> None:
+    pass
