@@ -2,8 +2,8 @@
 """Prometheus metrics of the policy side, one registry per server so that several can live in one process.
 
 What is counted turn by turn (:class:`PolicyMetrics`) is counted where the turn runs. Where worker processes share a
-pool, each tells its :meth:`PolicyMetrics.samples`, and the owner of the pool publishes their sums beside its own gauges
-(:class:`SharedMetrics`). A worker that died has counted what it had told last: sums never fall.
+pool, each tells its :meth:`PolicyMetrics.samples`, and the owner of the pool publishes their sums beside its own
+gauges (:class:`SharedMetrics`). A worker that died has counted what it had told last: sums never fall.
 """
 
 from __future__ import annotations

@@ -3,8 +3,8 @@
 rollout.
 
 Of a request only the head is looked at, for the rollout's name and for where the body ends; of an answer, for where
-it ends. A connection to a worker carries one request at a time and is then used for another one. A caller that hangs up
-takes the connection to the worker along, which cancels the turn there. Nothing is held back: whoever reads slowly
+it ends. A connection to a worker carries one request at a time and is then used for another one. A caller that hangs
+up takes the connection to the worker along, which cancels the turn there. Nothing is held back: whoever reads slowly
 slows down who writes.
 
 A worker that is being started again has its socket all the while, so requests wait there until it answers. Those that

@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """The one pool that all workers ask: turns come in as messages, and what the pool decides goes back as messages.
 
-A worker names its tickets itself; here a ticket is ``its number * workers + worker``, so both can be told from it. Each
-assignment has a number, which the worker says when the request is over: what is said of an assignment that was taken
-back meanwhile (its backend was removed) counts as a withdrawal. What a worker must know of the backends goes ahead of
-the decisions that need it, in the same message.
+A worker names its tickets itself; here a ticket is ``its number * workers + worker``, so both can be told from it.
+Each assignment has a number, which the worker says when the request is over: what is said of an assignment that was
+taken back meanwhile (its backend was removed) counts as a withdrawal. What a worker must know of the backends goes
+ahead of the decisions that need it, in the same message.
 
 Invariant: when a worker dies, all that its rollouts held is free again.
 """

@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """Which worker has a rollout, told from the head of a request (pure).
 
-A rollout's tokens live in one process, so each of its requests must reach that one, whichever connection it comes on. A
-rollout is named as in ``prorl_model``: by the path of ``/v1/rollouts/{id}``, else by the header ``X-Rollout-Id``, else
-by the session in Gym's cookie. The name's checksum says the worker. Whoever has no name yet may be served anywhere: the
-worker gives it a session whose name leads back to it (:class:`OwnSessions`).
+A rollout's tokens live in one process, so each of its requests must reach that one, whichever connection it comes on.
+A rollout is named as in ``prorl_model``: by the path of ``/v1/rollouts/{id}``, else by the header ``X-Rollout-Id``,
+else by the session in Gym's cookie. The name's checksum says the worker. Whoever has no name yet may be served
+anywhere: the worker gives it a session whose name leads back to it (:class:`OwnSessions`).
 
 The session is read from the cookie without checking its signature. A forged one leads to a worker that refuses it.
 """
