@@ -19,6 +19,7 @@ import socket
 from collections.abc import Callable
 from contextlib import suppress
 from http import HTTPStatus
+from typing import cast
 
 from nemo_gym_prorl.failures import FailureKind, InfrastructureError
 from nemo_gym_prorl.policy.service import RolloutGone
@@ -142,12 +143,11 @@ class Upstream(asyncio.Protocol):
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         """Part of asyncio's protocol."""
-        assert isinstance(transport, asyncio.Transport)
-        self._transport = transport
+        self._transport = cast(asyncio.Transport, transport)
         if self.lost:
-            transport.abort()
+            self._transport.abort()
             return
-        transport.writelines(self._early)
+        self._transport.writelines(self._early)
         self._early.clear()
 
     def data_received(self, data: bytes) -> None:
@@ -218,8 +218,7 @@ class Caller(asyncio.Protocol):
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         """Part of asyncio's protocol."""
-        assert isinstance(transport, asyncio.Transport)
-        self._transport = transport
+        self._transport = cast(asyncio.Transport, transport)
         self._front.callers.add(self)
         self.idle_since = asyncio.get_running_loop().time()
 
