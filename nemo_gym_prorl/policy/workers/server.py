@@ -4,11 +4,11 @@
 Every rollout lives in one worker, told from its name (:mod:`.shards`). The first process passes requests on as bytes
 (:mod:`.front`) and owns the backends (:mod:`.owner`), so that limits, queue and health are those of one pool.
 
-Why a process in between, of the ways to give N processes one address: handing a request of 3 kB and its answer on costs
-the first process 0.09 ms of CPU (0.5 ms at 400 kB), where a turn costs a worker several milliseconds, and uvloop does
-not make it less. Workers that accept and hand on among themselves would do the same for all but 1/N of the requests,
-since connections carry many rollouts, and need N² connections for it. Passing a connection on by its descriptor is right
-for its first rollout only.
+Why a process in between, of the ways to give N processes one address: handing a request of 3 kB and its answer on
+costs the first process 0.09 ms of CPU (0.5 ms at 400 kB), where a turn costs a worker several milliseconds, and uvloop
+does not make it less. Workers that accept and hand on among themselves would do the same for all but 1/N of the
+requests, since connections carry many rollouts, and need N² connections for it. Passing a connection on by its
+descriptor is right for its first rollout only.
 
 Invariants: the address answers once all workers do; a worker that dies is started again, and only its rollouts are
 lost; no worker outlives this process, be it killed; a worker that cannot start at all ends the server.
@@ -20,7 +20,6 @@ import asyncio
 import contextlib
 import logging
 import os
-import shutil
 import signal
 import socket
 import sys
@@ -63,16 +62,29 @@ class Session:
 
 
 class _Child:
-    """One worker's process, again and again."""
+    """One worker's process, again and again, and the socket that stays.
 
-    def __init__(self, shard: Shard, path: str) -> None:
+    Args:
+        shard: its part of the rollouts.
+        folder: descriptor of a folder for the socket's name, which is needed no longer after this.
+    """
+
+    def __init__(self, shard: Shard, folder: int) -> None:
         self.shard = shard
-        self.path = path
         self.at = socket.socket(socket.AF_UNIX)
-        self.at.bind(path)
+        # By descriptors: no folder is too long for a socket's name, and none has to be left behind.
+        name = f"/proc/self/fd/{folder}/{shard.index}"
+        self.at.bind(name)
         self.at.listen(_BACKLOG)
+        self._node = os.open(name, os.O_PATH | os.O_CLOEXEC)
+        self.path = f"/proc/self/fd/{self._node}"
         self.process: asyncio.subprocess.Process | None = None
         self.ready = asyncio.Event()
+
+    def close(self) -> None:
+        """Take no further connections."""
+        self.at.close()
+        os.close(self._node)
 
 
 class PolicyServer:
@@ -110,15 +122,10 @@ class PolicyServer:
         loop = asyncio.get_running_loop()
         for number in (signal.SIGINT, signal.SIGTERM):
             loop.add_signal_handler(number, self._stop.set)
-        folder = await asyncio.to_thread(tempfile.mkdtemp, prefix="prorl-policy-")
-        # By its descriptor, so that no folder is too long for a socket's name.
-        opened = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
         keeping: list[asyncio.Task[None]] = []
         try:
             await self._owner.start()
-            self._children = [
-                _Child(Shard(index, self._count), f"/proc/self/fd/{opened}/{index}") for index in range(self._count)
-            ]
+            self._children = _children(self._count)
             front = Front(self._route, [child.path for child in self._children])
             keeping = [asyncio.ensure_future(self._keep(child)) for child in self._children]
             started = asyncio.ensure_future(self._started())
@@ -140,8 +147,8 @@ class PolicyServer:
                         child.process.kill()
             await asyncio.gather(*keeping, return_exceptions=True)
             await self._owner.aclose()
-            os.close(opened)
-            await asyncio.to_thread(shutil.rmtree, folder, ignore_errors=True)
+            for child in self._children:
+                child.close()
         return self._failed or 0
 
     async def _started(self) -> None:
@@ -256,6 +263,15 @@ async def _serve(
     config: PolicyConfig, workers: int, session: Session, command: Sequence[str], address: socket.socket
 ) -> int:
     return await PolicyServer(config, workers, session, command).serve(address)
+
+
+def _children(count: int) -> list[_Child]:
+    with tempfile.TemporaryDirectory(prefix="prorl-policy-") as folder:
+        opened = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
+        try:
+            return [_Child(Shard(index, count), opened) for index in range(count)]
+        finally:
+            os.close(opened)
 
 
 def _resident(process: int) -> int:
