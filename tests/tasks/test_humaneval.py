@@ -3,6 +3,7 @@
 
 import ast
 import json
+from contextlib import AbstractAsyncContextManager
 from pathlib import Path
 
 import pytest
@@ -10,8 +11,12 @@ from nemo_gym.openai_utils import NeMoGymResponseCreateParamsNonStreaming
 
 from nemo_gym_prorl.failures import CallerError
 from nemo_gym_prorl.tasks.arguments import MAX_ARGUMENT_BYTES, BadArguments, parse_arguments
+from nemo_gym_prorl.tasks.humaneval.grading import GradingLimits
 from nemo_gym_prorl.tasks.humaneval.problems import problem_for, problems, row_for, write_rows
 from nemo_gym_prorl.tasks.humaneval.scripts import VARIANTS, script_for, seeded_mistake
+from nemo_gym_prorl.tasks.humaneval.task import HumanEval
+from nemo_gym_prorl.tasks.sandbox import Sandbox
+from nemo_gym_prorl.tasks.task import Grade, SandboxNeeds
 from nemo_gym_prorl.tasks.workbench.tools import (
     MAX_INPUT,
     TOOLS,
@@ -20,6 +25,7 @@ from nemo_gym_prorl.tasks.workbench.tools import (
     PythonArguments,
 )
 from nemo_gym_prorl.tasks.workbench.workbench import workbench_schemas
+from nemo_gym_prorl.tasks.workbench.workspace import Taken, ToolLimits
 
 
 def test_all_problems_are_there_and_well_formed() -> None:
@@ -134,3 +140,19 @@ def test_good_arguments_are_taken() -> None:
     assert parse_arguments("str_replace_editor", EditorArguments, view) == EditorArguments(
         command="view", path="a", view_range=(1, -1)
     )
+
+
+@pytest.mark.parametrize(
+    ("taken", "detail"),
+    [
+        (Taken(b"\xff"), "solution.py is not UTF-8 text"),
+        (Taken(None, "solution.py is not there"), "solution.py is not there"),
+    ],
+)
+async def test_a_file_that_is_no_solution_is_judged_without_a_sandbox(taken: Taken, detail: str) -> None:
+    def no_sandbox(needs: SandboxNeeds | None = None) -> AbstractAsyncContextManager[Sandbox]:
+        raise AssertionError("nobody needs one")
+
+    task = HumanEval("/sandbox", ToolLimits(), GradingLimits())
+    grade = await task.grade({"task_id": "HumanEval/0"}, taken, {}, no_sandbox)
+    assert grade == Grade(0.0, "no_solution", detail)
