@@ -70,7 +70,10 @@ NOT_RUN = {
 ENDLESS = {"prorl tail"}
 """Commands that go on until they are interrupted."""
 
-PYTHON_NOT_RUN = {"docs/nemo_rl.md": "needs NeMo RL's actor and Ray; the tests under a real actor do the same calls"}
+PYTHON_NOT_RUN = {
+    "docs/nemo_rl.md": "needs NeMo RL's actor and Ray; the tests under a real actor do the same calls",
+    "docs/tasks.md": "is a part of tests/toy_family/app.py, which is served there",
+}
 """Documents whose Python is compiled only, and why."""
 
 NO_CODE = {

@@ -6,12 +6,17 @@ import asyncio
 import pytest
 
 from nemo_gym_prorl.failures import InfrastructureError
-from nemo_gym_prorl.tasks.code.humaneval import problems, row_for
-from nemo_gym_prorl.tasks.code.session import CodeLimits, CodeSessions
+from nemo_gym_prorl.tasks.humaneval.grading import GradingLimits
+from nemo_gym_prorl.tasks.humaneval.problems import problems, row_for
+from nemo_gym_prorl.tasks.humaneval.task import HumanEval
 from nemo_gym_prorl.tasks.sandbox import Sandbox
+from nemo_gym_prorl.tasks.sessions import SessionLimits, Sessions
+from nemo_gym_prorl.tasks.task import SandboxNeeds
+from nemo_gym_prorl.tasks.workbench.workspace import ToolLimits
 
 
 ROW = row_for(problems()["HumanEval/0"])
+TASK = HumanEval("/sandbox", ToolLimits(), GradingLimits())
 
 
 class Starts:
@@ -21,7 +26,7 @@ class Starts:
         self.now = 0
         self.most = 0
 
-    async def __call__(self) -> Sandbox:
+    async def __call__(self, needs: SandboxNeeds) -> Sandbox:
         self.now += 1
         self.most = max(self.most, self.now)
         try:
@@ -32,7 +37,7 @@ class Starts:
 
 
 async def test_keys_whose_seeding_failed_are_forgotten() -> None:
-    sessions = CodeSessions(Starts(), "/sandbox", CodeLimits())
+    sessions = Sessions(TASK, Starts(), SessionLimits())
     for number in range(20):
         with pytest.raises(InfrastructureError):
             await sessions.seed(f"key{number}", ROW)
@@ -40,7 +45,7 @@ async def test_keys_whose_seeding_failed_are_forgotten() -> None:
 
 
 async def test_keys_whose_seeding_was_given_up_are_forgotten() -> None:
-    sessions = CodeSessions(Starts(), "/sandbox", CodeLimits())
+    sessions = Sessions(TASK, Starts(), SessionLimits())
     for number in range(5):
         with pytest.raises(TimeoutError):
             await asyncio.wait_for(sessions.seed(f"key{number}", ROW), 0.001)
@@ -50,7 +55,7 @@ async def test_keys_whose_seeding_was_given_up_are_forgotten() -> None:
 
 async def test_one_key_is_seeded_by_one_at_a_time_however_it_ends() -> None:
     starts = Starts()
-    sessions = CodeSessions(starts, "/sandbox", CodeLimits(max_sandbox_starts=8))
+    sessions = Sessions(TASK, starts, SessionLimits(max_sandbox_starts=8))
 
     async def seed(after: float) -> None:
         await asyncio.sleep(after)

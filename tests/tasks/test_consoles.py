@@ -13,8 +13,8 @@ from nemo_gym_prorl.failures import FailureKind, InfrastructureError
 from nemo_gym_prorl.sandbox.images.building.default import default_image_path
 from nemo_gym_prorl.sandbox.started import StartedSandbox
 from nemo_gym_prorl.sandbox.supervisor.rpc import own_supervisor
-from nemo_gym_prorl.tasks.code.tools import SOLUTION_FILE
-from nemo_gym_prorl.tasks.code.workspace import Artefact, ToolLimits, Workspace
+from nemo_gym_prorl.tasks.humaneval.problems import SOLUTION_FILE
+from nemo_gym_prorl.tasks.workbench.workspace import Equipment, Taken, ToolLimits, Workspace, look
 from tests.tasks import containers
 
 
@@ -30,9 +30,9 @@ IDLE = "Error: no command is running that could take input."
 class Agent:
     """What a model can do in a workspace."""
 
-    def __init__(self, sandbox: StartedSandbox, limits: ToolLimits) -> None:
+    def __init__(self, sandbox: StartedSandbox, limits: ToolLimits, equipment: Equipment) -> None:
         self.sandbox = sandbox
-        self.workspace = Workspace(sandbox, "/sandbox/workspace", limits)
+        self.workspace = Workspace(sandbox, "/sandbox/workspace", limits, equipment)
 
     async def bash(self, command: str | None = None, **arguments: object) -> str:
         return await self.workspace.call("bash", {"command": command, **arguments} if command else arguments)
@@ -40,11 +40,14 @@ class Agent:
     async def python(self, code: str | None = None, **arguments: object) -> str:
         return await self.workspace.call("python", {"code": code, **arguments} if code else arguments)
 
+    async def solution(self) -> Taken:
+        return await self.workspace.take(SOLUTION_FILE, limit=262144)
+
 
 async def start(image: str | None, limits: ToolLimits = LIMITS) -> Agent:
-    agent = Agent(await containers.start_with_sessions(image), limits)
-    equipment = await agent.workspace.look()
-    await agent.workspace.prepare({SOLUTION_FILE: "def f():\n    return 1\n"}, equipment)
+    sandbox = await containers.start_with_sessions(image)
+    agent = Agent(sandbox, limits, await look(sandbox))
+    await agent.workspace.write({SOLUTION_FILE: "def f():\n    return 1\n"})
     return agent
 
 
@@ -254,18 +257,18 @@ async def test_an_agent_that_breaks_its_sandbox_hurts_only_itself(agent: Agent) 
     assert (await agent.python(restart=True)).startswith((fresh, none))
     assert (await agent.python("1")).startswith(("1\n[ok]", none))
     assert (await agent.bash("exit")).startswith("Error: the shell ended and no new one could be started: ")
-    await agent.workspace._sandbox.exec("rm -f /bin/* /usr/bin/*")
+    await agent.sandbox.exec("rm -f /bin/* /usr/bin/*")
     assert (await agent.bash("ls")).startswith("Error: the shell ended and no new one could be started: ")
-    assert await agent.workspace.take_artefact() == Artefact("def f():\n    return 1\n")
+    assert await agent.solution() == Taken(b"def f():\n    return 1\n")
 
 
 async def test_no_program_of_the_agent_answers_for_its_files(without_kernel: Agent) -> None:
     await without_kernel.bash("rm -rf /usr/bin/python3* /usr/bin/cat /bin/sh")
-    assert await without_kernel.workspace.take_artefact() == Artefact("def f():\n    return 1\n")
+    assert await without_kernel.solution() == Taken(b"def f():\n    return 1\n")
     view = {"command": "view", "path": SOLUTION_FILE}
     assert await without_kernel.workspace.call("str_replace_editor", view) == "     1\tdef f():\n     2\t    return 1"
     await without_kernel.bash(f"rm {SOLUTION_FILE}; mkfifo {SOLUTION_FILE}")
-    assert await without_kernel.workspace.take_artefact() == Artefact(None, "solution.py is not there")
+    assert await without_kernel.solution() == Taken(None, "solution.py is not there")
 
 
 async def test_a_solution_that_a_program_holds_is_none(without_kernel: Agent) -> None:
@@ -275,7 +278,7 @@ async def test_a_solution_that_a_program_holds_is_none(without_kernel: Agent) ->
     hold += "open('/tmp/held', 'w'); time.sleep(1000)"
     await without_kernel.bash(f'(python3 -c "{hold}" &) ; until [ -e /tmp/held ]; do :; done')
     problem = "solution.py can't be read, since a program holds it"
-    assert await without_kernel.workspace.take_artefact() == Artefact(None, problem)
+    assert await without_kernel.solution() == Taken(None, problem)
 
 
 async def test_a_lost_sandbox_is_infrastructure(agent: Agent) -> None:
@@ -283,7 +286,13 @@ async def test_a_lost_sandbox_is_infrastructure(agent: Agent) -> None:
     cell = asyncio.create_task(agent.python("import time; time.sleep(100)", timeout_s=30))
     await asyncio.sleep(0.3)
     containers.kill_instance(agent.sandbox.sandbox_id)
-    for call in (waiting, cell, agent.bash("ls"), agent.python("1"), agent.workspace.take_artefact()):
+    for call in (
+        waiting,
+        cell,
+        agent.bash("ls"),
+        agent.python("1"),
+        agent.solution(),
+    ):
         with pytest.raises(InfrastructureError) as caught:
             await asyncio.wait_for(call, 60)
         assert caught.value.kind is FailureKind.SESSION_LOST
@@ -295,22 +304,16 @@ async def test_a_dead_supervisor_is_infrastructure(agent: Agent) -> None:
     await asyncio.sleep(0.3)
     assert own_supervisor._current
     os.kill(own_supervisor._current.popen.pid, signal.SIGKILL)
-    for call in (waiting, cell, agent.bash("ls"), agent.python("1"), agent.workspace.take_artefact()):
+    for call in (
+        waiting,
+        cell,
+        agent.bash("ls"),
+        agent.python("1"),
+        agent.solution(),
+    ):
         with pytest.raises(InfrastructureError) as caught:
             await asyncio.wait_for(call, 60)
         assert caught.value.kind is FailureKind.SESSION_LOST
-
-
-async def test_an_image_without_bash_is_said_to_be_one() -> None:
-    sandbox = await containers.start_with_sessions(str(default_image_path()))
-    workspace = Workspace(sandbox, "/sandbox/workspace", LIMITS)
-    try:
-        await sandbox.exec("rm /usr/bin/bash")
-        with pytest.raises(InfrastructureError, match="needs sh, bash and python3"):
-            await workspace.look()
-    finally:
-        await sandbox.stop()
-        await workspace.close()
 
 
 async def test_calls_at_the_same_time_wait_for_each_other(agent: Agent) -> None:
@@ -318,4 +321,4 @@ async def test_calls_at_the_same_time_wait_for_each_other(agent: Agent) -> None:
     assert said == [f"{i}\n[exit code: 0]" for i in range(5)]
     cells = await asyncio.gather(*(agent.python(f"y = {i}\ny") for i in range(5)))
     assert cells == [f"{i}\n[ok]" for i in range(5)]
-    assert await agent.workspace.take_artefact() == Artefact("def f():\n    return 1\n")
+    assert await agent.solution() == Taken(b"def f():\n    return 1\n")

@@ -15,10 +15,11 @@ from nemo_gym.sandbox import AsyncSandbox
 from nemo_gym_prorl.failures import FailureKind, InfrastructureError
 from nemo_gym_prorl.sandbox.started import SandboxWithSessions
 from nemo_gym_prorl.sandbox.supervisor.rpc import own_supervisor
-from nemo_gym_prorl.tasks.code.grading import Grade, GradingLimits, Lost, Reason, grade, grade_in
-from nemo_gym_prorl.tasks.code.humaneval import Problem, problems
-from nemo_gym_prorl.tasks.code.scripts import CHEATS
-from nemo_gym_prorl.tasks.code.workspace import Sandbox
+from nemo_gym_prorl.tasks.humaneval.grading import GradingLimits, Lost, Reason, grade, grade_in, judged
+from nemo_gym_prorl.tasks.humaneval.problems import Problem, problems
+from nemo_gym_prorl.tasks.humaneval.scripts import CHEATS
+from nemo_gym_prorl.tasks.sandbox import Sandbox
+from nemo_gym_prorl.tasks.task import Grade
 from tests.tasks import containers
 
 
@@ -53,12 +54,12 @@ async def test_all_references_pass(sandbox: AsyncSandbox) -> None:
 
 async def test_no_stub_passes(sandbox: AsyncSandbox) -> None:
     verdicts = await grade_all(sandbox, lambda problem: problem.stub)
-    assert {task: verdict for task, verdict in verdicts.items() if verdict.reason is not Reason.FAILED} == {}
+    assert {task: verdict for task, verdict in verdicts.items() if verdict.verdict != Reason.FAILED} == {}
 
 
 async def test_no_function_that_returns_nothing_passes(sandbox: AsyncSandbox) -> None:
     verdicts = await grade_all(sandbox, lambda problem: f"{problem.prompt.rstrip()}\n    return None\n")
-    assert {task: verdict for task, verdict in verdicts.items() if verdict.reason is not Reason.FAILED} == {}
+    assert {task: verdict for task, verdict in verdicts.items() if verdict.verdict != Reason.FAILED} == {}
 
 
 # One that compares floats, strings, lists, booleans, whose tests call helpers, or the function by its name, and
@@ -107,7 +108,7 @@ async def test_no_cheat_passes(task: str) -> None:
 )
 async def test_reasons(sandbox: AsyncSandbox, source: str, reason: Reason, detail: str) -> None:
     verdict = await judge(sandbox, TRUNCATE, source, GradingLimits(timeout_s=2))
-    assert verdict.reason is reason, verdict
+    assert verdict.verdict == reason, verdict
     assert detail in verdict.detail
     assert verdict.reward == (1.0 if reason is Reason.PASSED else 0.0)
 
@@ -135,7 +136,7 @@ async def test_values_keep_their_types(sandbox: AsyncSandbox) -> None:
     )
     problem = Problem("made/0", "same", source, "", test)
     outcome = await grade_in(sandbox, problem, source, LIMITS, containers.ROOT)
-    assert outcome == Grade(Reason.PASSED)
+    assert outcome == judged(Reason.PASSED)
 
 
 async def test_the_candidate_has_no_capabilities_and_sees_no_tests(sandbox: AsyncSandbox) -> None:
@@ -161,7 +162,7 @@ async def test_the_candidate_has_no_capabilities_and_sees_no_tests(sandbox: Asyn
     )
     test = "def check(candidate):\n    assert candidate() == (True, False, True), 'NEEDLE-7'\n"
     outcome = await grade_in(sandbox, Problem("made/1", "look", source, "", test), source, LIMITS, containers.ROOT)
-    assert outcome == Grade(Reason.PASSED)
+    assert outcome == judged(Reason.PASSED)
 
 
 async def test_what_the_candidate_started_is_gone_afterwards(sandbox: AsyncSandbox) -> None:
@@ -175,7 +176,7 @@ async def test_a_candidate_that_kills_the_tester_is_to_blame() -> None:
     before = containers.instances()
     problem = problems()[TRUNCATE]
     verdict = await grade(containers.running, problem, CHEATS["killed_tester"](problem), LIMITS, containers.ROOT)
-    assert verdict.reason is Reason.CRASHED
+    assert verdict.verdict == Reason.CRASHED
     assert "taken down, twice" in verdict.detail
     assert containers.instances() == before
 
@@ -334,5 +335,5 @@ async def test_a_solution_that_takes_its_sandbox_down_has_its_zero(attack: str, 
     problem = problems()[TRUNCATE]
     limits = GradingLimits(timeout_s=10, memory_mib=512)
     verdict = await grade(lambda: containers.running_ours(**options), problem, source, limits, containers.ROOT)
-    assert verdict.reason in (Reason.CRASHED, Reason.EXHAUSTED, Reason.FAILED, Reason.TIMED_OUT)
+    assert verdict.verdict in (Reason.CRASHED, Reason.EXHAUSTED, Reason.FAILED, Reason.TIMED_OUT)
     assert verdict.reward == 0.0

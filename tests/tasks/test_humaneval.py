@@ -3,25 +3,29 @@
 
 import ast
 import json
+from contextlib import AbstractAsyncContextManager
 from pathlib import Path
 
 import pytest
 from nemo_gym.openai_utils import NeMoGymResponseCreateParamsNonStreaming
 
 from nemo_gym_prorl.failures import CallerError
-from nemo_gym_prorl.tasks.code.humaneval import problem_for, problems, row_for, write_rows
-from nemo_gym_prorl.tasks.code.scripts import VARIANTS, script_for, seeded_mistake
-from nemo_gym_prorl.tasks.code.tools import (
-    MAX_ARGUMENT_BYTES,
+from nemo_gym_prorl.tasks.arguments import MAX_ARGUMENT_BYTES, BadArguments, parse_arguments
+from nemo_gym_prorl.tasks.humaneval.grading import GradingLimits
+from nemo_gym_prorl.tasks.humaneval.problems import problem_for, problems, row_for, write_rows
+from nemo_gym_prorl.tasks.humaneval.scripts import VARIANTS, script_for, seeded_mistake
+from nemo_gym_prorl.tasks.humaneval.task import HumanEval
+from nemo_gym_prorl.tasks.sandbox import Sandbox
+from nemo_gym_prorl.tasks.task import Grade, SandboxNeeds
+from nemo_gym_prorl.tasks.workbench.tools import (
     MAX_INPUT,
     TOOLS,
-    BadArguments,
     BashArguments,
     EditorArguments,
     PythonArguments,
-    parse_arguments,
-    tool_schemas,
 )
+from nemo_gym_prorl.tasks.workbench.workbench import workbench_schemas
+from nemo_gym_prorl.tasks.workbench.workspace import Taken, ToolLimits
 
 
 def test_all_problems_are_there_and_well_formed() -> None:
@@ -51,7 +55,7 @@ def test_rows_of_scripts_are_what_gym_accepts() -> None:
         turns = json.loads(params["metadata"]["script"])["turns"]
         assert turns[-1]["tool_calls"] == []
         for call in (call for turn in turns for call in turn["tool_calls"]):
-            parse_arguments(call["name"], call["arguments"])
+            parse_arguments(call["name"], TOOLS[call["name"]], call["arguments"])
 
 
 def test_shipped_data_is_what_the_code_writes(tmp_path: Path) -> None:
@@ -87,7 +91,7 @@ def test_seeded_mistakes_break_every_problem_and_are_mended() -> None:
 
 
 def test_tool_schemas_match_the_argument_models() -> None:
-    for schema in tool_schemas():
+    for schema in workbench_schemas(list(TOOLS)):
         model = TOOLS[schema["name"]]
         assert set(schema["parameters"]["properties"]) == set(model.model_fields)
         assert set(schema["parameters"]["required"]) == {
@@ -122,13 +126,33 @@ def test_tool_schemas_match_the_argument_models() -> None:
 )
 def test_bad_arguments_tell_the_model_what_to_do(tool: str, arguments: object, said: str) -> None:
     with pytest.raises(BadArguments) as caught:
-        parse_arguments(tool, arguments)
+        parse_arguments(tool, TOOLS[tool], arguments)
     assert said in str(caught.value)
 
 
 def test_good_arguments_are_taken() -> None:
-    assert parse_arguments("bash", {"command": "ls", "timeout_s": 3}) == BashArguments(command="ls", timeout_s=3.0)
-    assert parse_arguments("bash", {"input": ""}) == BashArguments(input="")
-    assert parse_arguments("python", {"restart": True}) == PythonArguments(restart=True)
+    assert parse_arguments("bash", BashArguments, {"command": "ls", "timeout_s": 3}) == BashArguments(
+        command="ls", timeout_s=3.0
+    )
+    assert parse_arguments("bash", BashArguments, {"input": ""}) == BashArguments(input="")
+    assert parse_arguments("python", PythonArguments, {"restart": True}) == PythonArguments(restart=True)
     view = {"command": "view", "path": "a", "view_range": [1, -1]}
-    assert parse_arguments("str_replace_editor", view) == EditorArguments(command="view", path="a", view_range=(1, -1))
+    assert parse_arguments("str_replace_editor", EditorArguments, view) == EditorArguments(
+        command="view", path="a", view_range=(1, -1)
+    )
+
+
+@pytest.mark.parametrize(
+    ("taken", "detail"),
+    [
+        (Taken(b"\xff"), "solution.py is not UTF-8 text"),
+        (Taken(None, "solution.py is not there"), "solution.py is not there"),
+    ],
+)
+async def test_a_file_that_is_no_solution_is_judged_without_a_sandbox(taken: Taken, detail: str) -> None:
+    def no_sandbox(needs: SandboxNeeds | None = None) -> AbstractAsyncContextManager[Sandbox]:
+        raise AssertionError("nobody needs one")
+
+    task = HumanEval("/sandbox", ToolLimits(), GradingLimits())
+    grade = await task.grade({"task_id": "HumanEval/0"}, taken, {}, no_sandbox)
+    assert grade == Grade(0.0, "no_solution", detail)

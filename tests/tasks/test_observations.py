@@ -7,8 +7,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from nemo_gym_prorl.tasks.code import observations
-from nemo_gym_prorl.tasks.code.observations import Output, error, exit_code, observation, result_text
+from nemo_gym_prorl.tasks.workbench import observations
+from nemo_gym_prorl.tasks.workbench.observations import Output, error, exit_code, observation, result_text
 
 
 LIMIT = 1000

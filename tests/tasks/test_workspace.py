@@ -12,12 +12,13 @@ from nemo_gym.sandbox import AsyncSandbox
 
 from nemo_gym_prorl.failures import FailureKind, InfrastructureError
 from nemo_gym_prorl.sandbox.started import SandboxWithSessions
-from nemo_gym_prorl.tasks.code.tools import SOLUTION_FILE
-from nemo_gym_prorl.tasks.code.workspace import Artefact, ToolLimits, Workspace
+from nemo_gym_prorl.tasks.humaneval.problems import SOLUTION_FILE
+from nemo_gym_prorl.tasks.workbench.workspace import Taken, ToolLimits, Workspace
 from tests.tasks import containers
 
 
 pytestmark = pytest.mark.sandbox
+LONGEST = 262144
 LIMITS = ToolLimits(timeout_s=10, max_timeout_s=20, output_bytes=2000)
 KEPT = "only files are kept for the next call"
 ENDED = f"[exit code: 0; {KEPT}]"
@@ -26,7 +27,7 @@ ENDED = f"[exit code: 0; {KEPT}]"
 @pytest.fixture
 async def workspace(sandbox: AsyncSandbox) -> Workspace:
     made = Workspace(sandbox, "/sandbox/workspace", LIMITS)
-    await made.prepare({SOLUTION_FILE: "def f():\n    return 1\n"}, await made.look())
+    await made.write({SOLUTION_FILE: "def f():\n    return 1\n"})
     return made
 
 
@@ -37,7 +38,7 @@ async def either(request: pytest.FixtureRequest) -> AsyncIterator[Workspace]:
         containers.start() if request.param == "by a program inside" else containers.start_with_sessions()
     )
     made = Workspace(sandbox, "/sandbox/workspace", LIMITS)
-    await made.prepare({SOLUTION_FILE: "def f():\n    return 1\n"}, await made.look())
+    await made.write({SOLUTION_FILE: "def f():\n    return 1\n"})
     yield made
     await sandbox.stop()
     await made.close()
@@ -160,19 +161,19 @@ async def test_the_host_is_out_of_reach(workspace: Workspace, tmp_path: Path, mo
     assert await bash(workspace, "cat /proc/net/dev | tail -n +3 | cut -d: -f1 | tr -d ' '") == f"lo\n{ENDED}"
     # A link to a file of the host leads nowhere, neither for the editor nor for what is taken out at the end.
     await bash(workspace, f"rm solution.py; ln -s {secret} solution.py; ln -s {secret} other")
-    assert await workspace.take_artefact() == Artefact(None, "solution.py is not there")
+    assert await workspace.take(SOLUTION_FILE, limit=LONGEST) == Taken(None, "solution.py is not there")
     await edit(workspace, "create", "other", file_text="changed")
     assert secret.read_text() == "host secret"
 
 
 async def test_artefact(either: Workspace) -> None:
-    assert await either.take_artefact() == Artefact("def f():\n    return 1\n")
+    assert await either.take(SOLUTION_FILE, limit=LONGEST) == Taken(b"def f():\n    return 1\n")
     await bash(either, "printf '\\xff' > solution.py")
-    assert await either.take_artefact() == Artefact(None, "solution.py is not UTF-8 text")
+    assert await either.take(SOLUTION_FILE, limit=LONGEST) == Taken(b"\xff")
     await bash(either, "head -c 300000 /dev/zero > solution.py")
-    assert await either.take_artefact() == Artefact(None, "solution.py is longer than 262144 bytes")
+    assert await either.take(SOLUTION_FILE, limit=LONGEST) == Taken(None, "solution.py is longer than 262144 bytes")
     await bash(either, "rm -rf /sandbox/workspace; mkdir -p /sandbox/workspace/solution.py")
-    assert await either.take_artefact() == Artefact(None, "solution.py is not there")
+    assert await either.take(SOLUTION_FILE, limit=LONGEST) == Taken(None, "solution.py is not there")
 
 
 @pytest.mark.parametrize(
@@ -187,8 +188,8 @@ async def test_a_forged_answer_is_no_failure(workspace: Workspace, answer: str) 
     )
     await bash(workspace, f"cp /usr/bin/python3 /tmp; cat > /tmp/forger <<'Y'\n{forger}\nY")
     assert await bash(workspace, "chmod +x /tmp/forger; mv /tmp/forger /usr/bin/python3") == ENDED
-    artefact = await workspace.take_artefact()
-    assert artefact.source is None
+    artefact = await workspace.take(SOLUTION_FILE, limit=LONGEST)
+    assert artefact.content is None
     assert "could not be read" in (artefact.problem or "")
     assert (await edit(workspace, "view", "x")).startswith("Error: ")
 
@@ -202,9 +203,8 @@ async def test_an_agent_that_kills_everything_in_reach_only_hurts_itself(workspa
 async def test_a_lost_sandbox_is_infrastructure() -> None:
     sandbox = await containers.start()
     workspace = Workspace(sandbox, "/sandbox/workspace", LIMITS)
-    await workspace.prepare({}, await workspace.look())
     containers.kill_instance(sandbox._require_handle().sandbox_id)
-    for work in (bash(workspace, "ls"), workspace.take_artefact()):
+    for work in (bash(workspace, "ls"), workspace.take(SOLUTION_FILE, limit=LONGEST)):
         with pytest.raises(InfrastructureError) as caught:
             await asyncio.wait_for(work, 120)
         assert caught.value.kind is FailureKind.SESSION_LOST
@@ -228,7 +228,7 @@ class Failing:
 async def test_a_machine_that_does_not_give_a_file_is_infrastructure_and_no_missing_solution(number: int) -> None:
     workspace = Workspace(Failing(number), "/sandbox/workspace", LIMITS)  # type: ignore[arg-type]
     for work in (
-        workspace.take_artefact(),
+        workspace.take(SOLUTION_FILE, limit=LONGEST),
         edit(workspace, "view", SOLUTION_FILE),
         edit(workspace, "create", SOLUTION_FILE, file_text="x"),
     ):
@@ -242,7 +242,7 @@ async def test_a_server_without_a_descriptor_left_does_not_take_a_solution_for_m
 ) -> None:
     async with containers.running_ours() as sandbox:
         workspace = Workspace(sandbox, "/sandbox/workspace", LIMITS)
-        await workspace.prepare({SOLUTION_FILE: "x"}, await workspace.look())
+        await workspace.write({SOLUTION_FILE: "x"})
 
         def none_left(*_arguments: object) -> int:
             raise OSError(errno.EMFILE, os.strerror(errno.EMFILE))
@@ -250,8 +250,8 @@ async def test_a_server_without_a_descriptor_left_does_not_take_a_solution_for_m
         with monkeypatch.context() as patch:
             patch.setattr(os, "memfd_create", none_left)
             with pytest.raises(InfrastructureError, match="Too many open files"):
-                await workspace.take_artefact()
-        assert await workspace.take_artefact() == Artefact("x")
+                await workspace.take(SOLUTION_FILE, limit=LONGEST)
+        assert await workspace.take(SOLUTION_FILE, limit=LONGEST) == Taken(b"x")
         await workspace.close()
 
 
@@ -288,23 +288,23 @@ async def test_no_agent_passes_a_file_of_its_own_for_a_disk_that_fails() -> None
     """It would be tried again, and left out in the end, instead of having its zero."""
     async with containers.running_ours() as sandbox:
         workspace = Workspace(sandbox, "/sandbox/workspace", LIMITS)
-        await workspace.prepare({SOLUTION_FILE: "x"}, await workspace.look())
+        await workspace.write({SOLUTION_FILE: "x"})
         for target in ("/proc/self/mem", "/proc/1/mem", "/proc/sys/net/ipv4/route/flush", "/dev/tty", "/sys/kernel"):
             await sandbox.exec(f"ln -sfn {target} solution.py", cwd="/sandbox/workspace")
-            assert (await workspace.take_artefact()).source is None, target
+            assert (await workspace.take(SOLUTION_FILE, limit=LONGEST)).content is None, target
         # Whatever fails to be read among the kernel's own.
         found = await sandbox.exec("find /sys -type f | head -n 3000")
         for target in await _that_fail(sandbox, (found.stdout or "").split()):
             await sandbox.exec(f"ln -sfn {target} solution.py", cwd="/sandbox/workspace")
-            assert (await workspace.take_artefact()).source is None, target
+            assert (await workspace.take(SOLUTION_FILE, limit=LONGEST)).content is None, target
 
         holding = asyncio.create_task(sandbox.exec(f"python3 -c '{TERMINAL}'", timeout_s=60))
         await _there(sandbox, "/tmp/linked")
-        assert (await workspace.take_artefact()) == Artefact(None, "solution.py is not there")
+        assert (await workspace.take(SOLUTION_FILE, limit=LONGEST)) == Taken(None, "solution.py is not there")
         swapping = asyncio.create_task(sandbox.exec(f"python3 -c '{SWAPPING}'", timeout_s=60))
         await _there(sandbox, "/tmp/swapping")
         for _ in range(100):
-            assert (await workspace.take_artefact()).source in (None, "x")
+            assert (await workspace.take(SOLUTION_FILE, limit=LONGEST)).content in (None, b"x")
         swapping.cancel()
         holding.cancel()
         await asyncio.wait([swapping, holding])

@@ -14,11 +14,9 @@ from __future__ import annotations
 
 import base64
 import contextlib
-import importlib.util
 import json
 import os
 import select
-import shutil
 import signal
 import subprocess
 import sys
@@ -89,11 +87,6 @@ def write(request: dict[str, Any]) -> dict[str, Any]:
     for path, text in request["files"].items():
         save(folder / path, text)
     return {}
-
-
-def look(request: dict[str, Any]) -> dict[str, Any]:
-    """What the image has for sessions."""
-    return {"bash": shutil.which("bash") is not None, "kernel": importlib.util.find_spec("ipykernel") is not None}
 
 
 def read(request: dict[str, Any]) -> dict[str, Any]:
@@ -215,7 +208,7 @@ def save(path: Path, text: str) -> None:
         file.write(text)
 
 
-OPERATIONS = {"run": run, "write": write, "look": look, "read": read, "edit": edit}
+OPERATIONS = {"run": run, "write": write, "read": read, "edit": edit}
 
 
 if __name__ == "__main__":

@@ -10,10 +10,10 @@ import errno
 import posixpath
 
 from nemo_gym_prorl.failures import OF_THE_MACHINE
-from nemo_gym_prorl.tasks.code.inside import toolbox
-from nemo_gym_prorl.tasks.code.one_off import Ask
-from nemo_gym_prorl.tasks.code.tools import EditorArguments
 from nemo_gym_prorl.tasks.sandbox import HasFiles
+from nemo_gym_prorl.tasks.workbench.inside import toolbox
+from nemo_gym_prorl.tasks.workbench.one_off import Ask
+from nemo_gym_prorl.tasks.workbench.tools import EditorArguments
 
 
 LONGEST_CHARACTER = 4

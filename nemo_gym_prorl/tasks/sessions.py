@@ -1,14 +1,15 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The life of coding sessions: seeded, worked in, released, graded, closed.
+"""The life of an environment's sessions: seeded, worked in, released, graded, closed.
 
 Invariants:
 
 - A session owns at most one sandbox, and it is the agent's. Grading happens in sandboxes of its own, after the agent's
-  is gone.
+  is gone. A session of a row that needs no sandbox lives the same life without one.
 - Release, verify and close may come in any order, more than once and at the same time; each does its work once.
 - Work on sandboxes runs to its end though its caller is cancelled, since a sandbox whose start was cut off half-way is
   nobody's any more. A session whose seeding nobody waited for is closed at once.
 - What the agent did to its sandbox is scored: one that it used up is a reward of 0, never a lost session.
+- A task that raises what it should not is a failure of ours, never a reward.
 - Whoever vanishes is swept: a session that nobody touched for ``ttl_s`` is closed.
 - Starts of sandboxes, the costliest thing here, are bounded by one semaphore for agents and graders together.
 """
@@ -19,17 +20,21 @@ import asyncio
 import logging
 import time
 from collections import OrderedDict
-from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Mapping
-from contextlib import asynccontextmanager
+from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Iterator, Mapping
+from contextlib import asynccontextmanager, contextmanager
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, cast
 
-from nemo_gym_prorl.failures import AgentError, CallerError, FailureKind, InfrastructureError
-from nemo_gym_prorl.tasks.code.grading import Grade, GradingLimits, Reason, grade
-from nemo_gym_prorl.tasks.code.humaneval import Problem, problem_for
-from nemo_gym_prorl.tasks.code.tools import SOLUTION_FILE, BadArguments, parse_arguments
-from nemo_gym_prorl.tasks.code.workspace import Artefact, Equipment, ToolLimits, Workspace
+from nemo_gym_prorl.failures import (
+    AgentError,
+    CallerError,
+    FailureKind,
+    InfrastructureError,
+    RolloutError,
+    TaskError,
+)
 from nemo_gym_prorl.tasks.sandbox import Sandbox
+from nemo_gym_prorl.tasks.task import EXHAUSTED, Grade, OpenTools, SandboxNeeds, Task
 
 
 logger = logging.getLogger(__name__)
@@ -37,41 +42,38 @@ logger = logging.getLogger(__name__)
 REMEMBERED_CLOSES = 100_000
 """How many closed caller-assigned sessions are remembered, so that a late seed can't bring one back."""
 
-EXHAUSTED = "Error: {reason}. Its files are gone, and the task is over: answer without calling a tool."
-SUBMITTED = f"Submitted. {SOLUTION_FILE} is tested as it is now. The task is over: answer without calling a tool."
-ALREADY_SUBMITTED = "Error: the solution was submitted already, the workspace is closed."
+USED_UP = "Error: {reason}. Its files are gone, and the task is over: answer without calling a tool."
 
 
 @dataclass(frozen=True, slots=True)
-class CodeLimits:
-    """Bounds of the environment.
+class SessionLimits:
+    """Bounds of the sessions.
 
     Attributes:
-        tools: of one tool call.
-        grading: of one candidate.
         max_sandbox_starts: how many sandboxes may be starting at a time.
         stop_timeout_s: seconds that a sandbox may take to stop.
         session_ttl_s: seconds after which an untouched session is closed.
     """
 
-    tools: ToolLimits = field(default_factory=ToolLimits)
-    grading: GradingLimits = field(default_factory=GradingLimits)
     max_sandbox_starts: int = 4
     stop_timeout_s: float = 60.0
     session_ttl_s: float = 3600.0
 
 
 @dataclass(slots=True)
-class _Session:
-    problem: Problem
+class _Session[Opened: OpenTools, Artefacts]:
+    """A session; while it is open the agent works in it, and its sandbox lives, if it has one."""
+
+    row: Mapping[str, Any]
+    needs: SandboxNeeds | None
     sandbox: Sandbox | None
-    workspace: Workspace
+    tools: Opened
     lock: asyncio.Lock = field(default_factory=asyncio.Lock)
-    submitted: bool = False
-    artefact: Artefact | None = None
-    lost: InfrastructureError | None = None
+    open: bool = True
+    artefacts: Artefacts | None = None
+    lost: RolloutError | None = None
     exhausted: str | None = None
-    verdict: Grade | None = None
+    grade: Grade | None = None
     touched: float = field(default_factory=time.monotonic)
     calls: int = 0
     claimed: bool = False
@@ -85,31 +87,36 @@ class _Seeding:
     seeds: int = 0
 
 
-class CodeSessions:
+class Sessions[Opened: OpenTools, Artefacts]:
     """All sessions of one environment.
 
     Args:
-        start_sandbox: starts a fresh sandbox, all of one image; whatever it raises counts as ``provider_unavailable``.
-        root: a folder of each sandbox that uploads reach; the agent works in ``<root>/workspace``.
+        task: the environment's.
+        start_sandbox: starts a fresh sandbox. Whatever it raises but a :class:`CallerError`, which blames the row,
+            counts as ``provider_unavailable``.
         limits: bounds.
     """
 
-    def __init__(self, start_sandbox: Callable[[], Awaitable[Sandbox]], root: str, limits: CodeLimits) -> None:
+    def __init__(
+        self,
+        task: Task[Opened, Artefacts],
+        start_sandbox: Callable[[SandboxNeeds], Awaitable[Sandbox]],
+        limits: SessionLimits,
+    ) -> None:
+        self._task = task
         self._start_sandbox = start_sandbox
-        self._root = root.rstrip("/")
         self._limits = limits
         self._starts = asyncio.Semaphore(limits.max_sandbox_starts)
-        self._sessions: dict[str, _Session] = {}
+        self._sessions: dict[str, _Session[Opened, Artefacts]] = {}
         self._seeding: dict[str, _Seeding] = {}
         self._closed: OrderedDict[str, None] = OrderedDict()
         self._tasks: set[asyncio.Task[Any]] = set()
         self._closing = False
-        self._equipment: Equipment | None = None
 
     async def seed(self, key: str, row: Mapping[str, Any], *, once: bool = False) -> None:
-        """Start a session: a sandbox with the problem's stub in it.
+        """Start a session: its sandbox, if the row needs one, and its tools, with what the task puts there.
 
-        Seeding a live session again with the same task does nothing; with another task it replaces the session.
+        Seeding a live session again with the same row does nothing; with another row it replaces the session.
 
         Args:
             key: the session's key.
@@ -117,11 +124,11 @@ class CodeSessions:
             once: the caller chose the key, and a key that was closed stays closed.
 
         Raises:
-            CallerError: the row names no problem, or the key was closed.
-            InfrastructureError: no sandbox could be had.
+            CallerError: the row is wrong, or the key was closed.
+            InfrastructureError: no sandbox could be had, or it could not be made ready.
         """
-        problem = problem_for(row)
-        task = self._spawn(self._seed(key, problem, once))
+        needs = self._task.needs(row)
+        task = self._spawn(self._seed(key, row, needs, once))
         try:
             session = await asyncio.shield(task)
         except asyncio.CancelledError:
@@ -138,30 +145,23 @@ class CodeSessions:
         session = self._require(key)
         session.calls += 1
         try:
-            if session.submitted:
-                return ALREADY_SUBMITTED
-            if session.sandbox is None:
+            if not session.open and not session.tools.over:
                 raise session.lost or InfrastructureError(
                     "the session was released; tools no longer work", kind=FailureKind.SESSION_LOST
                 )
-            if tool == "submit":
-                try:
-                    parse_arguments(tool, arguments)
-                except BadArguments as error:
-                    return str(error)
-                session.submitted = True
-                return SUBMITTED
             try:
-                return await session.workspace.call(tool, arguments)
+                return await session.tools.call(tool, arguments)
             except AgentError as error:
                 session.exhausted = error.reason
-                return EXHAUSTED.format(reason=error.reason)
+                return USED_UP.format(reason=error.reason)
         finally:
             session.calls -= 1
             session.touched = time.monotonic()
 
     async def release(self, key: str) -> None:
-        """Take the solution out and destroy the agent's sandbox; returns when it is gone. Unknown keys are no error.
+        """Take out what is to be graded and destroy the agent's sandbox; returns when it is gone.
+
+        Unknown keys are no error.
 
         Raises:
             InfrastructureError: ``session_release_failed``, the sandbox could not be stopped.
@@ -192,14 +192,19 @@ class CodeSessions:
         if session is not None and not session.claimed:
             await self._close_quietly(key)
 
-    async def verify(self, key: str) -> Grade:
-        """Grade the session's solution, once; asked again, the same verdict.
+    async def verify(self, key: str, response: Mapping[str, Any]) -> Grade:
+        """Grade the session, once; asked again, the same grade.
+
+        Args:
+            key: the session's key.
+            response: the policy's last Responses object.
 
         Raises:
+            TaskError: nobody could be graded on its row.
             InfrastructureError: ``session_lost``: nothing is left to grade; ``provider_unavailable`` or
                 ``verifier_error``: it could not be graded.
         """
-        return await asyncio.shield(self._spawn(self._verify(self._require(key))))
+        return await asyncio.shield(self._spawn(self._verify(self._require(key), response)))
 
     async def sweep(self) -> int:
         """Close the sessions that nobody touched for the time to live; returns how many."""
@@ -222,7 +227,7 @@ class CodeSessions:
         """How many sessions hold a sandbox."""
         return sum(session.sandbox is not None for session in self._sessions.values())
 
-    def _require(self, key: str) -> _Session:
+    def _require(self, key: str) -> _Session[Opened, Artefacts]:
         session = self._sessions.get(key)
         if session is None:
             raise InfrastructureError(
@@ -247,17 +252,19 @@ class CodeSessions:
             # Whoever waits gets the error too; this line is for work whose caller is gone.
             logger.info("work on a session failed: %s", error)
 
-    async def _seed(self, key: str, problem: Problem, once: bool) -> _Session:
+    async def _seed(
+        self, key: str, row: Mapping[str, Any], needs: SandboxNeeds | None, once: bool
+    ) -> _Session[Opened, Artefacts]:
         async with self._one_at_a_time(key):
             session = self._sessions.get(key)
-            if session is not None and session.problem is problem and session.sandbox is not None:
+            if session is not None and session.open and session.row == row:
                 return session
             if session is not None:
                 await self._close(key)
             self._refuse_closed(key, once)
-            session = await self._start(problem)
+            session = await self._start(row, needs)
             if self._closing or (once and key in self._closed):
-                await self._stop(session)
+                await self._end(session.sandbox, session.tools)
                 self._refuse_closed(key, once)
                 raise InfrastructureError("the server is shutting down", kind=FailureKind.SHUTDOWN)
             self._sessions[key] = session
@@ -281,34 +288,33 @@ class CodeSessions:
             await self._release(session, keep=False)
             self._sessions.pop(key, None)
 
-    async def _verify(self, session: _Session) -> Grade:
+    async def _verify(self, session: _Session[Opened, Artefacts], response: Mapping[str, Any]) -> Grade:
         await self._release(session, keep=True)
         async with session.lock:
             session.touched = time.monotonic()
-            if session.verdict is None:
-                session.verdict = await self._grade(session)
-                session.artefact = None
-            return session.verdict
+            if session.grade is None:
+                session.grade = await self._grade(session, response)
+                session.artefacts = None
+            return session.grade
 
-    async def _start(self, problem: Problem) -> _Session:
-        sandbox = await self._open()
-        workspace = Workspace(sandbox, f"{self._root}/workspace", self._limits.tools)
-        session = _Session(problem, sandbox, workspace)
+    async def _start(self, row: Mapping[str, Any], needs: SandboxNeeds | None) -> _Session[Opened, Artefacts]:
+        sandbox = None if needs is None else await self._open(needs)
+        tools = None
         try:
-            if self._equipment is None:
-                self._equipment = await workspace.look()
-                if not self._equipment.kernel:
-                    logger.warning("the sandbox image has no ipykernel: the python tool keeps nothing between calls")
-            await workspace.prepare({SOLUTION_FILE: problem.stub}, self._equipment)
+            with _ours("the session could not be made ready", FailureKind.PROVIDER_UNAVAILABLE):
+                tools = await self._task.tools.open(sandbox, needs)
+                await self._task.prepare(row, tools)
         except BaseException:
-            await self._stop(session)
+            await self._end(sandbox, tools)
             raise
-        return session
+        return _Session(row, needs, sandbox, tools)
 
-    async def _open(self) -> Sandbox:
+    async def _open(self, needs: SandboxNeeds) -> Sandbox:
         async with self._starts:
             try:
-                return await self._start_sandbox()
+                return await self._start_sandbox(needs)
+            except CallerError:
+                raise
             except Exception as error:
                 raise InfrastructureError(
                     f"no sandbox could be started: {type(error).__name__}: {error}",
@@ -316,29 +322,33 @@ class CodeSessions:
                     field=getattr(error, "field", None),
                 ) from error
 
-    async def _release(self, session: _Session, *, keep: bool) -> None:
+    async def _release(self, session: _Session[Opened, Artefacts], *, keep: bool) -> None:
         async with session.lock:
             session.touched = time.monotonic()
-            if session.sandbox is None:
+            if not session.open:
                 return
             try:
-                if keep and session.artefact is None:
-                    session.artefact = await session.workspace.take_artefact()
-            except InfrastructureError as error:
-                # Whatever it was, nothing is left to grade: only the whole rollout can be tried again.
-                session.lost = InfrastructureError(error.reason, kind=FailureKind.SESSION_LOST)
+                if keep:
+                    with _ours("nothing could be taken out of the session", FailureKind.SESSION_LOST):
+                        session.artefacts = await self._task.artefacts(session.row, session.tools)
             except AgentError as error:
                 session.exhausted = error.reason
+            except TaskError as error:
+                session.lost = error
+            except RolloutError as error:
+                # Whatever it was, nothing is left to grade: only the whole rollout can be tried again.
+                session.lost = InfrastructureError(error.reason, kind=FailureKind.SESSION_LOST)
             finally:
-                await self._stop(session)
+                sandbox, session.sandbox, session.open = session.sandbox, None, False
+                await self._end(sandbox, session.tools)
 
-    async def _stop(self, session: _Session) -> None:
-        sandbox, session.sandbox = session.sandbox, None
-        if sandbox is not None:
-            try:
+    async def _end(self, sandbox: Sandbox | None, tools: Opened | None) -> None:
+        try:
+            if sandbox is not None:
                 await self._stop_sandbox(sandbox)
-            finally:
-                await session.workspace.close()
+        finally:
+            if tools is not None:
+                await tools.close()
 
     async def _stop_sandbox(self, sandbox: Sandbox) -> None:
         try:
@@ -350,23 +360,23 @@ class CodeSessions:
                 kind=FailureKind.SESSION_RELEASE_FAILED,
             ) from error
 
-    @asynccontextmanager
-    async def _grading_sandbox(self) -> AsyncIterator[Sandbox]:
-        sandbox = await self._open()
-        try:
-            yield sandbox
-        finally:
-            await self._stop_sandbox(sandbox)
-
-    async def _grade(self, session: _Session) -> Grade:
+    async def _grade(self, session: _Session[Opened, Artefacts], response: Mapping[str, Any]) -> Grade:
         if session.exhausted is not None:
-            return Grade(Reason.EXHAUSTED, session.exhausted)
+            return Grade(0.0, EXHAUSTED, session.exhausted)
         if session.lost is not None:
             raise session.lost
-        artefact = session.artefact or Artefact(None, "nothing was taken out of the sandbox")
-        if artefact.source is None:
-            return Grade(Reason.NO_SOLUTION, artefact.problem or "")
-        return await grade(self._grading_sandbox, session.problem, artefact.source, self._limits.grading, self._root)
+
+        @asynccontextmanager
+        async def open_sandbox(needs: SandboxNeeds | None = None) -> AsyncIterator[Sandbox]:
+            sandbox = await self._open(needs or session.needs or SandboxNeeds())
+            try:
+                yield sandbox
+            finally:
+                await self._stop_sandbox(sandbox)
+
+        with _ours("it could not be graded", FailureKind.VERIFIER_ERROR):
+            artefacts = cast(Artefacts, session.artefacts)  # None only if the task's own are
+            return await self._task.grade(session.row, artefacts, response, open_sandbox)
 
     async def _close_quietly(self, key: str) -> None:
         try:
@@ -374,3 +384,15 @@ class CodeSessions:
         except InfrastructureError:
             logger.exception("closing session %s", key)
             self._sessions.pop(key, None)
+
+
+@contextmanager
+def _ours(trouble: str, kind: FailureKind) -> Iterator[None]:
+    """Whatever a task raises that is no error of ours becomes one."""
+    try:
+        yield
+    except RolloutError:
+        raise
+    except Exception as error:
+        logger.exception("%s", trouble)
+        raise InfrastructureError(f"{trouble}: {type(error).__name__}: {error}", kind=kind) from error

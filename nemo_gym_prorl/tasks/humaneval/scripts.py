@@ -13,8 +13,7 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from nemo_gym_prorl.failures import CallerError
-from nemo_gym_prorl.tasks.code.humaneval import Problem
-from nemo_gym_prorl.tasks.code.tools import SOLUTION_FILE
+from nemo_gym_prorl.tasks.humaneval.problems import SOLUTION_FILE, Problem
 
 
 Turn = dict[str, Any]

@@ -1,0 +1,225 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Any :class:`~nemo_gym_prorl.tasks.task.Task` as a Gym resources server.
+
+This is wiring: HTTP in, :class:`~nemo_gym_prorl.tasks.sessions.Sessions` does the work. An environment's server adds
+its own settings and says what its task is:
+
+    class MyConfig(TaskServerConfig):
+        my_setting: int = 3
+
+    class MyServer(TaskServer):
+        config: MyConfig
+
+        def make_task(self) -> MyTask:
+            return MyTask(self.config.my_setting)
+
+A failure of ours is HTTP 500 with a problem document and the failure kind in a header, so that an agent server never
+takes it for an observation or a reward; a row that is wrong is 422 with its field.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from abc import abstractmethod
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager, suppress
+from typing import Any, ClassVar, Self
+
+from fastapi import Body, FastAPI, Request
+from fastapi.responses import PlainTextResponse
+from nemo_gym.base_resources_server import (
+    BaseResourcesServerConfig,
+    BaseVerifyRequest,
+    BaseVerifyResponse,
+    SimpleResourcesServer,
+)
+from nemo_gym.sandbox.config import resolve_provider_config
+from nemo_gym.server_utils import SESSION_ID_KEY
+from pydantic import ConfigDict, Field, PrivateAttr, model_validator
+
+from nemo_gym_prorl import open_files
+from nemo_gym_prorl.access import KeyGuard, check_exposure
+from nemo_gym_prorl.failures import InfrastructureError
+from nemo_gym_prorl.problems import add_problem_handlers
+from nemo_gym_prorl.sandbox.started import StartedSandbox
+from nemo_gym_prorl.server_config import ServerConfig
+from nemo_gym_prorl.task_sandboxes import TaskSandboxes
+from nemo_gym_prorl.tasks.sessions import SessionLimits, Sessions
+from nemo_gym_prorl.tasks.task import SandboxNeeds, Task
+from nemo_gym_prorl.tasks.workbench.workspace import ToolLimits
+
+
+RELEASE_PATH = "/release_session"
+CLOSE_PATH = "/close_session"
+SHUTDOWN_TIMEOUT_S = 30.0
+
+
+class TaskServerConfig(BaseResourcesServerConfig, ServerConfig):  # type: ignore[misc]  # Gym has no types
+    """Settings of every environment; ``resources_servers/prorl_code/configs/prorl_code.yaml`` has a comment on each.
+
+    ``sandbox_provider: null`` is for environments none of whose rows needs a sandbox.
+    """
+
+    sandbox_provider: str | dict[str, Any] | None = "sandbox"
+    image: str | None = None
+    sandbox_root: str = Field(default="/sandbox", pattern=r"^/[\w./-]+$")
+    max_sandbox_starts: int = Field(default=4, ge=1)
+    tool_timeout_s: float = Field(default=30.0, gt=0)
+    max_tool_timeout_s: float = Field(default=120.0, gt=0)
+    tool_silence_s: float = Field(default=10.0, gt=0)
+    max_output_bytes: int = Field(default=16_000, ge=1000, le=1_000_000)
+    session_ttl_s: float = Field(default=3600.0, gt=0)
+    control_token: str | None = None
+
+    @property
+    def tool_limits(self) -> ToolLimits:
+        """Bounds of one call of a workbench's tool."""
+        return ToolLimits(self.tool_timeout_s, self.max_tool_timeout_s, self.tool_silence_s, self.max_output_bytes)
+
+    @model_validator(mode="after")
+    def _one_worker(self) -> Self:
+        if (self.num_workers or 1) > 1:
+            raise ValueError("num_workers must be 1: sessions live in the memory of one process")
+        return self
+
+
+class TaskVerifyRequest(BaseVerifyRequest):  # type: ignore[misc]
+    """A row with what the policy answered."""
+
+    model_config = ConfigDict(extra="allow")
+
+
+class TaskVerifyResponse(BaseVerifyResponse):  # type: ignore[misc]
+    """That row, and what it earned and why; a task may add fields of its own."""
+
+    model_config = ConfigDict(extra="allow")
+
+    passed: bool
+    verdict: str
+    verdict_detail: str
+
+
+class TaskServer(SimpleResourcesServer):  # type: ignore[misc]
+    """See the module's description."""
+
+    config: TaskServerConfig
+    rows_name_images: ClassVar[bool] = False
+    """Every row names an image of its own, so the server needs no default image."""
+
+    _task: Task[Any, Any] = PrivateAttr()
+    _sandboxes: TaskSandboxes | None = PrivateAttr(default=None)
+    _sessions: Sessions[Any, Any] = PrivateAttr()
+
+    @abstractmethod
+    def make_task(self) -> Task[Any, Any]:
+        """The environment's task, by the settings in ``self.config``. Called once."""
+
+    def model_post_init(self, context: Any) -> None:
+        """Refuse what no session could be had with, before any rollout."""
+        config = self.config
+        if config.sandbox_provider is not None:
+            provider = resolve_provider_config(config.sandbox_provider, self.server_client.global_config_dict)
+            self._sandboxes = TaskSandboxes(provider, config.image, rows_name_images=self.rows_name_images)
+        self._task = self.make_task()
+        limits = SessionLimits(max_sandbox_starts=config.max_sandbox_starts, session_ttl_s=config.session_ttl_s)
+        self._sessions = Sessions(self._task, self._start_sandbox, limits)
+
+    def setup_webserver(self) -> FastAPI:
+        """Gym's routes, ours, and one for each tool."""
+        open_files.raise_limit()
+        check_exposure(self.config.host, self.config.control_token)
+        app: FastAPI = super().setup_webserver()
+        for schema in self._task.tools.schemas:
+            name = schema["name"]
+            app.post(f"/{name}", response_class=PlainTextResponse)(self._tool_route(name, schema["description"]))
+        app.post(RELEASE_PATH)(self.release_session)
+        if not any(getattr(route, "path", None) == CLOSE_PATH for route in app.routes):
+            app.post(CLOSE_PATH)(self.close_resources_session)  # Gym has the route since 0.7
+        app.router.lifespan_context = self._lifespan(app.router.lifespan_context)
+        add_problem_handlers(app)
+        app.add_middleware(KeyGuard, key=self.config.control_token)
+        return app
+
+    async def seed_session(self, request: Request, body: dict[str, Any] = Body()) -> dict[str, str]:
+        """Begin a session for the row. An Environment Server's envelope around the row is understood too."""
+        named = body.get("resources_session_id")
+        row = body.get("task_data") if named else body
+        if named:
+            request.session[SESSION_ID_KEY] = named
+        async with _hang_up(request) as hung_up:
+            await self._sessions.seed(_key(request), row if isinstance(row, dict) else {}, once=bool(named))
+            if hung_up():
+                await self._sessions.close(_key(request))
+        return {"resources_session_id": named} if named else {"release_path": RELEASE_PATH}
+
+    async def release_session(self, request: Request) -> dict[str, bool]:
+        """Take out what is to be graded and destroy the agent's sandbox; answers when it is gone."""
+        await self._sessions.release(_key(request))
+        return {"released": True}
+
+    async def close_resources_session(
+        self, request: Request, body: dict[str, Any] = Body(default={})
+    ) -> dict[str, str]:
+        """Drop everything of the session."""
+        named = body.get("resources_session_id")
+        await self._sessions.close(named or _key(request), once=bool(named))
+        return {"resources_session_id": named} if named else {}
+
+    async def verify(self, request: Request, body: TaskVerifyRequest) -> TaskVerifyResponse:
+        """Grade the session, in fresh sandboxes if that takes any."""
+        row = body.model_dump()
+        grade = await self._sessions.verify(_key(request), row["response"])
+        why = {"passed": grade.passed, "verdict": grade.verdict, "verdict_detail": grade.detail}
+        return TaskVerifyResponse(**row | dict(grade.fields) | why | {"reward": grade.reward})
+
+    def _tool_route(self, tool: str, description: str) -> Any:
+        async def call(request: Request) -> PlainTextResponse:
+            try:
+                arguments = await request.json()
+            except (ValueError, RecursionError):
+                arguments = None
+            return PlainTextResponse(await self._sessions.call(_key(request), tool, arguments))
+
+        call.__doc__ = description
+        return call
+
+    async def _start_sandbox(self, needs: SandboxNeeds) -> StartedSandbox:
+        if self._sandboxes is None:
+            raise InfrastructureError("there is none, and the row needs a sandbox", field="sandbox_provider")
+        return await self._sandboxes.start(needs)
+
+    def _lifespan(self, inner: Any) -> Any:
+        @asynccontextmanager
+        async def lifespan(app: FastAPI) -> AsyncIterator[Any]:
+            if self._sandboxes is not None:
+                await self._sandboxes.get_ready()
+            sweeper = asyncio.create_task(self._sweep())
+            async with inner(app) as state:
+                yield state
+            sweeper.cancel()
+            with suppress(TimeoutError):
+                async with asyncio.timeout(SHUTDOWN_TIMEOUT_S):
+                    await self._sessions.aclose()
+                    if self._sandboxes is not None:
+                        await self._sandboxes.aclose()
+
+        return lifespan
+
+    async def _sweep(self) -> None:
+        while True:
+            await asyncio.sleep(min(60.0, self.config.session_ttl_s / 4))
+            await self._sessions.sweep()
+
+
+@asynccontextmanager
+async def _hang_up(request: Request) -> AsyncIterator[Callable[[], bool]]:
+    """Whether the caller has gone. Starlette's ``is_disconnected`` never knows it behind Gym's middleware."""
+    listener = asyncio.ensure_future(request.receive())
+    try:
+        yield lambda: listener.done() and listener.result()["type"] == "http.disconnect"
+    finally:
+        listener.cancel()
+
+
+def _key(request: Request) -> str:
+    return str(request.session[SESSION_ID_KEY])

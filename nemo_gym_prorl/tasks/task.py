@@ -1,0 +1,189 @@
+# SPDX-License-Identifier: Apache-2.0
+"""How an environment is written: the :class:`Task` protocol, and what goes in and out of it.
+
+A family of tasks (HumanEval, say) is one :class:`Task`. It sees dataset rows, sandboxes and what the policy answered,
+and knows nothing of HTTP, of who provides sandboxes, or of how many rollouts there are. A rollout goes through it so:
+
+1. :meth:`Task.needs` looks at the row: it is refused here, by field, or says what sandbox it takes, if any.
+2. :meth:`ToolSet.open` and :meth:`Task.prepare` make that sandbox ready; then the policy calls tools.
+3. :meth:`Task.artefacts` takes out what is to be graded, and the sandbox is gone.
+4. :meth:`Task.grade` judges that, and what the policy said, in fresh sandboxes if it takes any.
+
+So nothing but artefacts and response passes from the policy to its judge.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from contextlib import AbstractAsyncContextManager
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+from nemo_gym_prorl.tasks.sandbox import Sandbox
+
+
+EXHAUSTED = "exhausted"
+"""Verdict on a policy that used up its sandbox."""
+
+
+@dataclass(frozen=True, slots=True)
+class SandboxNeeds:
+    """What a row asks of its sandboxes. ``None``: as the server's configuration has it.
+
+    Attributes:
+        image: whatever the sandbox provider takes for one.
+        network: it may reach the network.
+        cpu: cores.
+        memory_mib: memory, in MiB.
+        disk_gib: what it may write, in GiB.
+        processes: how many processes and threads it may have.
+        fields: names of the row's fields that ask for these, where they have other names, as in
+            ``{"image": "image_name"}``; whoever wrote a row is told of its mistakes in these words.
+    """
+
+    image: str | None = None
+    network: bool | None = None
+    cpu: float | None = None
+    memory_mib: int | None = None
+    disk_gib: int | None = None
+    processes: int | None = None
+    fields: Mapping[str, str] = field(default_factory=dict)
+
+    def row_field(self, need: str) -> str:
+        """The name of the row's field that asks for it."""
+        return self.fields.get(need, need)
+
+
+@dataclass(frozen=True, slots=True)
+class Grade:
+    """A statement about what the policy did. Trouble with machines is none: that is raised.
+
+    Attributes:
+        reward: the reward.
+        verdict: why, in a word of the family's own; safe as a metric label.
+        detail: why, for a person. May quote hidden tests, so it is not for the policy.
+        fields: more for the rollout's row: a patch, a report of tests.
+    """
+
+    reward: float
+    verdict: str
+    detail: str = ""
+    fields: Mapping[str, Any] = field(default_factory=dict)
+
+    @property
+    def passed(self) -> bool:
+        """It earned the whole reward, which is 1."""
+        return self.reward >= 1.0
+
+
+class OpenTools(Protocol):
+    """The tools of one session."""
+
+    @property
+    def over(self) -> bool:
+        """The policy has said that it is done: nothing more is carried out."""
+        ...
+
+    async def call(self, tool: str, arguments: object) -> str:
+        """Carry out a call and return the observation. Wrong arguments, of whatever shape, are one.
+
+        Raises:
+            AgentError: the policy used up its sandbox, which is gone.
+            InfrastructureError: ``session_lost``, the sandbox is gone.
+        """
+        ...
+
+    async def close(self) -> None:
+        """Let go of everything. Comes after the sandbox has ended, whatever ended it."""
+        ...
+
+
+class ToolSet[Opened: OpenTools](Protocol):
+    """What a policy may call."""
+
+    @property
+    def schemas(self) -> Sequence[Mapping[str, Any]]:
+        """The tools as the Responses API describes functions; also what a row's ``tools`` hold."""
+        ...
+
+    async def open(self, sandbox: Sandbox | None, needs: SandboxNeeds | None) -> Opened:
+        """The tools of one session.
+
+        Args:
+            sandbox: what they work in; fresh. ``None`` if the row needs none.
+            needs: what was asked of it.
+
+        Raises:
+            CallerError: the row's image lacks what tools need; names the row's field.
+            InfrastructureError: they can't be had.
+        """
+        ...
+
+
+class OpenSandbox(Protocol):
+    """Gives fresh sandboxes, and stops each at the end of its block."""
+
+    def __call__(self, needs: SandboxNeeds | None = None) -> AbstractAsyncContextManager[Sandbox]:
+        """A sandbox of these needs; by default of the row's own.
+
+        Raises:
+            CallerError: the row asks for what can't be had; names its field.
+            InfrastructureError: none could be had.
+        """
+        ...
+
+
+class Task[Opened: OpenTools, Artefacts](Protocol):
+    """One family of tasks. All sessions share it, so it keeps nothing of any of them."""
+
+    @property
+    def tools(self) -> ToolSet[Opened]:
+        """What the policy may call."""
+        ...
+
+    def needs(self, row: Mapping[str, Any]) -> SandboxNeeds | None:
+        """What sandbox a row takes; ``None`` if it takes none. Called first, and quick.
+
+        Raises:
+            CallerError: the row is none of this family's; names the field.
+        """
+        ...
+
+    async def prepare(self, row: Mapping[str, Any], tools: Opened) -> None:
+        """Put there what the policy finds.
+
+        Raises:
+            CallerError: the row's sandbox can't be made ready; names the field.
+            InfrastructureError: the sandbox did not do it.
+        """
+        ...
+
+    async def artefacts(self, row: Mapping[str, Any], tools: Opened) -> Artefacts:
+        """All that grading will see of what the policy left behind. What is wrong with it is part of it.
+
+        Raises:
+            AgentError: the policy used up its sandbox.
+            InfrastructureError: the sandbox is gone.
+        """
+        ...
+
+    async def grade(
+        self,
+        row: Mapping[str, Any],
+        artefacts: Artefacts,
+        response: Mapping[str, Any],
+        open_sandbox: OpenSandbox,
+    ) -> Grade:
+        """Judge.
+
+        Args:
+            row: as it was seeded.
+            artefacts: what was taken out.
+            response: the policy's last Responses object.
+            open_sandbox: gives sandboxes that the policy never touched.
+
+        Raises:
+            TaskError: nobody could be graded on this row.
+            InfrastructureError: it could not be graded: ``verifier_error``, or as ``open_sandbox`` says.
+        """
+        ...

@@ -1,0 +1,2 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Programs that run inside a sandbox: standard library only, Python 3.8 or later."""

@@ -1,0 +1,87 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Shell, Python, editor and ``submit`` as the tool set of a task, each in a :class:`.Workspace` of its own.
+
+What an image has for them is looked at once: that goes for all sandboxes of the image.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from nemo_gym_prorl.failures import CallerError, InfrastructureError
+from nemo_gym_prorl.tasks.arguments import tool_schema
+from nemo_gym_prorl.tasks.sandbox import HasFiles, Sandbox
+from nemo_gym_prorl.tasks.task import SandboxNeeds
+from nemo_gym_prorl.tasks.workbench.tools import TOOLS
+from nemo_gym_prorl.tasks.workbench.workspace import SUBMITTED, Equipment, ToolLimits, Workspace, look
+
+
+logger = logging.getLogger(__name__)
+
+
+class Workbench:
+    """A :class:`~nemo_gym_prorl.tasks.task.ToolSet`.
+
+    Args:
+        tools: which of :data:`.tools.TOOLS`.
+        folder: the working folder, inside.
+        limits: bounds of tool calls.
+        handing_in: what the policy is told ``submit`` does, where that is to be said of the task's own matter.
+        handed_in: what ``submit`` answers.
+    """
+
+    def __init__(
+        self,
+        tools: Sequence[str],
+        folder: str,
+        limits: ToolLimits,
+        *,
+        handing_in: str | None = None,
+        handed_in: str = SUBMITTED,
+    ) -> None:
+        self._tools = tuple(tools)
+        self._folder = folder
+        self._limits = limits
+        self._handed_in = handed_in
+        self._schemas = workbench_schemas(tools, handing_in)
+        self._equipment: dict[str | None, Equipment] = {}
+
+    @property
+    def schemas(self) -> Sequence[Mapping[str, Any]]:
+        """The tools as the Responses API describes functions."""
+        return self._schemas
+
+    async def open(self, sandbox: Sandbox | None, needs: SandboxNeeds | None) -> Workspace:
+        """The tools in a sandbox.
+
+        Raises:
+            CallerError: the row's image lacks what a tool needs; names the row's field.
+            InfrastructureError: the server's own image does, or the sandbox does not say what it has.
+        """
+        if sandbox is None or needs is None:
+            raise ValueError("tools of a workbench work in a sandbox: the task must say what it needs")
+        equipment = self._equipment.get(needs.image)
+        if equipment is None:
+            equipment = await look(sandbox)
+            self._require(equipment, needs, has_files=isinstance(sandbox, HasFiles))
+            self._equipment[needs.image] = equipment
+        return Workspace(sandbox, self._folder, self._limits, equipment, self._handed_in)
+
+    def _require(self, equipment: Equipment, needs: SandboxNeeds, *, has_files: bool) -> None:
+        wanted = {"bash": "bash" in self._tools, "python3": "python" in self._tools or not has_files}
+        found = {"bash": equipment.bash, "python3": equipment.python}
+        if missing := [program for program, needed in wanted.items() if needed and not found[program]]:
+            reason = f"the image lacks {' and '.join(missing)}, which the tools {', '.join(self._tools)} need"
+            if needs.image is None:
+                raise InfrastructureError(reason, field="image")
+            raise CallerError(reason, field=needs.row_field("image"))
+        if "python" in self._tools and not equipment.kernel:
+            named = "the server's image" if needs.image is None else f"the image {needs.image}"
+            logger.warning("%s has no ipykernel: the python tool keeps nothing between calls", named)
+
+
+def workbench_schemas(tools: Sequence[str], handing_in: str | None = None) -> list[dict[str, Any]]:
+    """Tools as the Responses API describes functions; see :class:`Workbench`."""
+    return [tool_schema(name, TOOLS[name], handing_in if name == "submit" else None) for name in tools]

@@ -1,0 +1,197 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What sessions make of a task: one that needs no sandbox, one that fails at every step, one that misbehaves."""
+
+from collections.abc import Mapping
+from typing import Any
+
+import pytest
+from nemo_gym.config_types import BaseServerConfig
+from nemo_gym.server_utils import ServerClient
+from omegaconf import OmegaConf
+from pydantic import Field
+
+from nemo_gym_prorl.failures import AgentError, CallerError, FailureKind, InfrastructureError, RolloutError, TaskError
+from nemo_gym_prorl.task_server import TaskServer, TaskServerConfig
+from nemo_gym_prorl.tasks.arguments import Arguments, BadArguments, parse_arguments, tool_schema
+from nemo_gym_prorl.tasks.sandbox import Sandbox
+from nemo_gym_prorl.tasks.sessions import SessionLimits, Sessions
+from nemo_gym_prorl.tasks.task import Grade, OpenSandbox, SandboxNeeds
+from tests.prorl_code.conftest import RESPONSE, Client
+from tests.rollout.serving import serve
+
+
+class AddArguments(Arguments):
+    """Adds a number to the sum."""
+
+    number: int = Field(description="The number.")
+
+
+class Sum:
+    """The tools of a session; they are on the server's side."""
+
+    def __init__(self) -> None:
+        self.over = False
+        self.closed = False
+        self.total = 0
+
+    async def call(self, tool: str, arguments: object) -> str:
+        try:
+            parsed = parse_arguments(tool, AddArguments, arguments)
+        except BadArguments as error:
+            return str(error)
+        self.total += parsed.number
+        return f"The sum is {self.total}."
+
+    async def close(self) -> None:
+        self.closed = True
+
+
+class Adding:
+    """The set of them."""
+
+    def __init__(self) -> None:
+        self.opened: list[Sum] = []
+
+    @property
+    def schemas(self) -> list[dict[str, Any]]:
+        return [tool_schema("add", AddArguments)]
+
+    async def open(self, sandbox: Sandbox | None, needs: SandboxNeeds | None) -> Sum:
+        assert (sandbox, needs) == (None, None)
+        self.opened.append(Sum())
+        return self.opened[-1]
+
+
+class Sums:
+    """The policy adds numbers up and says the sum; whatever the row names for a step is raised there."""
+
+    def __init__(self) -> None:
+        self.tools = Adding()
+        self.graded = 0
+
+    def needs(self, row: Mapping[str, Any]) -> None:
+        if "sum" not in row:
+            raise CallerError("missing", field="sum")
+
+    async def prepare(self, row: Mapping[str, Any], tools: Sum) -> None:
+        self._trouble(row, "prepare")
+
+    async def artefacts(self, row: Mapping[str, Any], tools: Sum) -> int:
+        self._trouble(row, "artefacts")
+        return tools.total
+
+    async def grade(
+        self, row: Mapping[str, Any], artefacts: int, response: Mapping[str, Any], open_sandbox: OpenSandbox
+    ) -> Grade:
+        self.graded += 1
+        self._trouble(row, "grade")
+        said = response["output"][0]["content"][0]["text"] if response["output"] else None
+        return Grade(0.5 * (artefacts == row["sum"]) + 0.5 * (said == str(row["sum"])), "compared", f"said {said}")
+
+    def _trouble(self, row: Mapping[str, Any], step: str) -> None:
+        if step in row:
+            raise row[step]
+
+
+def answer(text: str) -> dict[str, Any]:
+    content = {"type": "output_text", "text": text, "annotations": []}
+    said = {"id": "m", "type": "message", "role": "assistant", "status": "completed", "content": [content]}
+    return RESPONSE | {"output": [said]}
+
+
+async def no_sandbox(needs: SandboxNeeds) -> Sandbox:
+    raise AssertionError("nobody asked for one")
+
+
+def sessions_of(task: Sums) -> Sessions[Sum, int]:
+    return Sessions(task, no_sandbox, SessionLimits())
+
+
+class SumServer(TaskServer):
+    def make_task(self) -> Sums:
+        return Sums()
+
+
+async def test_a_family_without_sandboxes_is_served_like_any_other() -> None:
+    config = {"host": "127.0.0.1", "port": 1, "name": "sums", "entrypoint": "app.py", "domain": "math"}
+    server = SumServer(
+        config=TaskServerConfig(**config, sandbox_provider=None),
+        server_client=ServerClient(
+            head_server_config=BaseServerConfig(host="127.0.0.1", port=1), global_config_dict=OmegaConf.create({})
+        ),
+    )
+    row = {"responses_create_params": {"input": []}, "sum": 7}
+    async with serve(server.setup_webserver()) as url, Client(url) as client:
+        status, problem, _ = await client.post("/seed_session", {})
+        assert (status, problem["errors"]) == (422, [{"field": "sum", "message": "missing"}])
+        assert await client.post("/seed_session", row) == (200, {"release_path": "/release_session"}, None)
+        assert await client.tool("add", number=3) == "The sum is 3."
+        assert await client.tool("add", number="x") == (
+            "Error in the arguments of add: number: Input should be a valid integer, unable to parse string as an "
+            "integer. add takes: number (integer, required)."
+        )
+        assert await client.tool("add", number=4) == "The sum is 7."
+        assert (await client.post("/release_session"))[0] == 200
+        assert (await client.post("/add", {"number": 1}))[2] == "session_lost"
+        status, verdict, _ = await client.post("/verify", row | {"response": answer("7")})
+        assert status == 200
+        told = {key: verdict[key] for key in ("reward", "passed", "verdict", "verdict_detail", "sum")}
+        assert told == {"reward": 1.0, "passed": True, "verdict": "compared", "verdict_detail": "said 7", "sum": 7}
+
+
+async def test_a_session_is_graded_once_and_its_tools_are_closed() -> None:
+    task = Sums()
+    sessions = sessions_of(task)
+    await sessions.seed("key", {"sum": 1})
+    await sessions.call("key", "add", {"number": 1})
+    assert sessions.live_sandboxes == 0
+    grades = [await sessions.verify("key", answer(text)) for text in ("nothing", "1")]
+    assert [grade.reward for grade in grades] == [0.5, 0.5]
+    assert not grades[0].passed
+    assert (task.graded, task.tools.opened[0].closed) == (1, True)
+
+
+async def test_a_live_session_is_seeded_again_with_another_row_only() -> None:
+    task = Sums()
+    sessions = sessions_of(task)
+    for total in (1, 1, 2):
+        await sessions.seed("key", {"sum": total})
+    assert len(task.tools.opened) == 2
+    assert task.tools.opened[0].closed
+    assert not task.tools.opened[1].closed
+
+
+@pytest.mark.parametrize(
+    ("step", "raised", "seen"),
+    [
+        ("prepare", ValueError("odd"), FailureKind.PROVIDER_UNAVAILABLE),
+        ("artefacts", ValueError("odd"), FailureKind.SESSION_LOST),
+        ("artefacts", InfrastructureError("odd"), FailureKind.SESSION_LOST),
+        ("artefacts", TaskError("odd"), FailureKind.VERIFIER_ERROR),
+        ("grade", KeyError("odd"), FailureKind.VERIFIER_ERROR),
+        ("grade", TaskError("odd"), FailureKind.VERIFIER_ERROR),
+    ],
+)
+async def test_a_task_that_fails_is_never_a_reward(step: str, raised: Exception, seen: FailureKind) -> None:
+    task = Sums()
+    sessions = sessions_of(task)
+    row = {"sum": 1, step: raised}
+    if step == "prepare":
+        with pytest.raises(RolloutError, match="odd") as caught:
+            await sessions.seed("key", row)
+        assert caught.value.kind is seen
+    else:
+        await sessions.seed("key", row)
+        await sessions.release("key")
+        for _ in range(2):
+            with pytest.raises(RolloutError, match="odd") as caught:
+                await sessions.verify("key", answer("1"))
+            assert caught.value.kind is seen
+            assert isinstance(caught.value, TaskError) == isinstance(raised, TaskError)
+    assert task.tools.opened[0].closed
+
+
+async def test_a_policy_that_used_up_what_it_had_has_a_reward_of_zero() -> None:
+    sessions = sessions_of(Sums())
+    await sessions.seed("key", {"sum": 1, "artefacts": AgentError("the disk is full")})
+    assert await sessions.verify("key", answer("1")) == Grade(0.0, "exhausted", "the disk is full")

@@ -1,0 +1,68 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What rows ask of their sandboxes: had, or refused in the row's own words; the server's mistakes stay its own."""
+
+from typing import Any
+
+import pytest
+
+from nemo_gym_prorl.failures import CallerError, InfrastructureError
+from nemo_gym_prorl.task_sandboxes import TaskSandboxes
+from nemo_gym_prorl.tasks.task import SandboxNeeds
+from tests.tasks import containers
+
+
+pytestmark = pytest.mark.sandbox
+
+
+def ours(image: str | None = None, **options: Any) -> TaskSandboxes:
+    return TaskSandboxes({"singularity": options}, image or containers.image(), rows_name_images=False)
+
+
+async def test_what_a_row_does_not_ask_for_is_as_configured() -> None:
+    sandboxes = ours(processes=99, memory_mib=512)
+    needs = [SandboxNeeds(), SandboxNeeds(image="default", cpu=2, memory_mib=256, disk_gib=1, processes=40)]
+    started = [await sandboxes.start(need) for need in needs]
+    plain, special = (sandbox._handle.raw.spec for sandbox in started)
+    for sandbox in started:
+        await sandbox.stop()
+    await sandboxes.aclose()
+    assert str(plain.image) == containers.image()
+    assert (plain.processes, plain.memory_mib, plain.network) == (99, 512, False)
+    assert str(special.image) != containers.image()
+    assert (special.processes, special.memory_mib, special.cpus, special.disk_mib) == (40, 256, 2, 1024)
+
+
+@pytest.mark.parametrize(
+    ("need", "value"),
+    [
+        ("image", 7),
+        ("image", "no-such-image"),
+        ("image", "/nowhere/no.sif"),
+        ("network", "yes"),
+        ("cpu", -1),
+        ("memory_mib", "much"),
+        ("disk_gib", 0.5),
+        ("processes", 0),
+    ],
+)
+async def test_what_can_not_be_had_is_refused_by_the_name_of_the_rows_field(need: str, value: Any) -> None:
+    sandboxes = ours()
+    for fields, named in (({}, need), ({need: "limits.its"}, "limits.its")):
+        with pytest.raises(CallerError) as caught:
+            await sandboxes.start(SandboxNeeds(**{need: value}, fields=fields))
+        assert caught.value.field == named
+
+
+async def test_what_is_wrong_with_the_configuration_is_nothing_of_the_rows() -> None:
+    with pytest.raises(InfrastructureError, match=r"/nowhere/no\.sif"):
+        await ours("/nowhere/no.sif").start(SandboxNeeds(memory_mib=256))
+    nameless = TaskSandboxes({"singularity": {}}, None, rows_name_images=True)
+    with pytest.raises(InfrastructureError, match="neither the row nor"):
+        await nameless.start(SandboxNeeds())
+
+
+async def test_another_provider_can_not_be_asked_for_everything() -> None:
+    sandboxes = TaskSandboxes({"apptainer": {}}, containers.image(), rows_name_images=False)
+    with pytest.raises(CallerError, match="'apptainer' can't be asked for it") as caught:
+        await sandboxes.start(SandboxNeeds(network=False))
+    assert caught.value.field == "network"

@@ -1,0 +1,55 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A family of tasks with an image per row: how many Python packages does the image have? The policy writes it down."""
+
+from collections.abc import Mapping
+from typing import Any, ClassVar
+
+from nemo_gym_prorl.failures import CallerError
+from nemo_gym_prorl.task_server import TaskServer
+from nemo_gym_prorl.tasks.task import Grade, OpenSandbox, SandboxNeeds
+from nemo_gym_prorl.tasks.workbench.workbench import Workbench
+from nemo_gym_prorl.tasks.workbench.workspace import Taken, ToolLimits, Workspace
+
+
+COUNT = "python3 -c 'from importlib.metadata import distributions as d; print(len(list(d())))'"
+
+
+class Packages:
+    """The task."""
+
+    def __init__(self, limits: ToolLimits) -> None:
+        self.tools = Workbench(("bash", "submit"), "/work", limits)
+
+    def needs(self, row: Mapping[str, Any]) -> SandboxNeeds:
+        if not isinstance(row.get("image"), str):
+            raise CallerError("it must name the row's image", field="image")
+        return SandboxNeeds(image=row["image"])
+
+    async def prepare(self, row: Mapping[str, Any], tools: Workspace) -> None:
+        await tools.write({"count": "unknown\n"})
+
+    async def artefacts(self, row: Mapping[str, Any], tools: Workspace) -> Taken:
+        return await tools.take("count", limit=100)
+
+    async def grade(
+        self, row: Mapping[str, Any], artefacts: Taken, response: Mapping[str, Any], open_sandbox: OpenSandbox
+    ) -> Grade:
+        async with open_sandbox() as sandbox:
+            count = int((await sandbox.exec(COUNT)).stdout or "")  # whatever this raises is never a reward
+        if artefacts.content is None:
+            return Grade(0.0, "no_answer", artefacts.problem or "")
+        right = artefacts.content.split() == [b"%d" % count]
+        return Grade(float(right), "right" if right else "wrong", f"the image has {count}", {"packages": count})
+
+
+class ToyServer(TaskServer):
+    """The server."""
+
+    rows_name_images: ClassVar[bool] = True
+
+    def make_task(self) -> Packages:
+        return Packages(self.config.tool_limits)
+
+
+if __name__ == "__main__":
+    ToyServer.run_webserver()

@@ -1,0 +1,110 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The toy family from its rows to its rewards, over HTTP, with a real sandbox of each row's own image."""
+
+import asyncio
+import re
+from collections.abc import AsyncIterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from nemo_gym.config_types import BaseServerConfig
+from nemo_gym.server_utils import ServerClient
+from omegaconf import OmegaConf
+
+from nemo_gym_prorl.sandbox.images.building import tool
+from nemo_gym_prorl.sandbox.runtime.apptainer import Runtime
+from nemo_gym_prorl.task_server import TaskServerConfig
+from tests.prorl_code.conftest import RESPONSE, Client
+from tests.rollout.serving import serve
+from tests.sandbox.tiny import make_tiny_root
+from tests.tasks import containers
+from tests.toy_family.app import COUNT, ToyServer
+
+
+pytestmark = pytest.mark.sandbox
+
+CONFIG = OmegaConf.load(Path(__file__).parent / "toy_family.yaml")
+IMAGES = ("default", "kernel")
+
+
+def row(image: object) -> dict[str, Any]:
+    return {"responses_create_params": {"input": [{"role": "user", "content": "Count."}]}, "image": image}
+
+
+@pytest.fixture
+async def base_url() -> AsyncIterator[str]:
+    containers.image()
+    before = containers.instances()
+    server = ToyServer(
+        config=TaskServerConfig(port=1, name="toy_family", **CONFIG.toy_family.resources_servers.prorl_code),
+        server_client=ServerClient(
+            head_server_config=BaseServerConfig(host="127.0.0.1", port=1),
+            global_config_dict=OmegaConf.create(containers.shipped_config()),
+        ),
+    )
+    async with serve(server.setup_webserver()) as url:
+        yield url
+    assert containers.instances() <= before
+
+
+async def play(base_url: str, image: str, command: str | None) -> dict[str, Any]:
+    """One rollout; gives the row as it comes back."""
+    async with Client(base_url) as client:
+        assert (await client.post("/seed_session", row(image)))[0] == 200
+        if command:
+            assert (await client.tool("bash", command=command)).endswith("[exit code: 0]")
+        assert (await client.tool("submit")).startswith("Submitted.")
+        assert await client.post("/release_session") == (200, {"released": True}, None)
+        status, verdict, _ = await client.post("/verify", row(image) | {"response": RESPONSE})
+        assert status == 200, verdict
+        assert (await client.post("/close_session"))[0] == 200
+    return verdict
+
+
+async def test_oracle_and_null_each_in_the_image_of_its_row(base_url: str) -> None:
+    oracle = await asyncio.gather(*(play(base_url, image, f"{COUNT} > count") for image in IMAGES))
+    null = await asyncio.gather(*(play(base_url, image, None) for image in IMAGES))
+    assert [verdict["reward"] for verdict in oracle] == [1.0, 1.0]
+    assert [verdict["reward"] for verdict in null] == [0.0, 0.0]
+    plain, kernel = (verdict["packages"] for verdict in oracle)
+    assert plain < kernel, "both were in one image"
+    for verdict, count in zip([*oracle, *null], (plain, kernel) * 2, strict=True):
+        told = {key: verdict[key] for key in ("verdict", "passed", "verdict_detail", "packages")}
+        right = verdict["reward"] == 1.0
+        assert told == {
+            "verdict": "right" if right else "wrong",
+            "passed": right,
+            "verdict_detail": f"the image has {count}",
+            "packages": count,
+        }
+
+
+@pytest.fixture
+def without_bash(image: Path, runtime: Runtime, tmp_path: Path) -> Path:
+    """An image with little more than a shell."""
+    make_tiny_root(image, tmp_path / "tiny")
+    work = tmp_path / "work"
+    work.mkdir()
+    return tool.runtime_build(runtime, work, str(tmp_path / "tiny"), timeout_s=60, unpacked=True)
+
+
+async def test_an_image_that_is_no_good_is_the_rows_fault(base_url: str, without_bash: Path) -> None:
+    for image, complaint in {
+        7: "it must name the row's image",
+        "no-such-image": "no image named",
+        "docker://Not An Image": "is not the address of an image",
+        "/nowhere/no.sif": "/nowhere/no.sif",
+        str(without_bash): "lacks bash",
+    }.items():
+        async with Client(base_url) as client:
+            status, problem, kind = await client.post("/seed_session", row(image))
+            assert (status, kind) == (422, None), problem
+            [wrong] = problem["errors"]
+            assert wrong["field"] == "image"
+            assert complaint in wrong["message"]
+
+
+def test_the_documents_example_is_this_family() -> None:
+    [example] = re.findall(r"```python\n(.*?)```", Path("docs/tasks.md").read_text(), re.DOTALL)
+    assert example in Path("tests/toy_family/app.py").read_text()
