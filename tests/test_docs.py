@@ -28,7 +28,7 @@ import typer
 import yaml
 
 from nemo_gym_prorl.cli import app
-from nemo_gym_prorl.handlers.agent_service import ServiceConfig
+from nemo_gym_prorl.handlers.service_config import ServiceConfig
 from nemo_gym_prorl.rollout.client import RolloutClient
 from nemo_gym_prorl.sandbox.container import Container, ContainerSpec
 from nemo_gym_prorl.sandbox.images.building.default import ensure_kernel_image

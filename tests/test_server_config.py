@@ -10,7 +10,7 @@ import pytest
 import yaml
 from pydantic import BaseModel, ValidationError
 
-from nemo_gym_prorl.handlers.agent_service import StagesConfig
+from nemo_gym_prorl.handlers.service_config import StagesConfig
 from nemo_gym_prorl.policy.config import PolicyConfig
 from nemo_gym_prorl.server_config import ServerConfig
 from resources_servers.prorl_code.app import ProRLCodeConfig
@@ -35,7 +35,7 @@ GYMS = {"datasets": [], "description": "d", "value": "v", "verified": False, "nu
 @pytest.mark.parametrize(
     ("config", "wrong", "right"),
     [
-        (ProRLAgentConfig, "max_turn", "max_turns"),
+        (ProRLAgentConfig, "max_step", "max_steps"),
         (ProRLCodeConfig, "tool_timeout", "tool_timeout_s"),
         (ProrlModelConfig, "chat_template_kwarg", "chat_template_kwargs"),
         (StagesConfig, "runs", "run"),

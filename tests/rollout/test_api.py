@@ -245,7 +245,7 @@ async def test_unknown_rollout() -> None:
         ({"row": row(), "group": "a\nb"}, "group"),
         ({"row": row(), "client": "\u200b"}, "client"),
         ({"row": row(), "id": "x" * 201}, "id"),
-        ({"row": row(), "handler": "nope"}, "handler"),
+        ({"row": row(), "environment": "nope"}, "environment"),
         ({"row": row(), "max_attempts": 0}, "max_attempts"),
         ({}, "row"),
     ],

@@ -40,7 +40,7 @@ class Outages(RuleBasedStateMachine):
     @rule(server=st.sampled_from(["resources", "model"]), stage=st.sampled_from(Stage), trial=st.booleans())
     def a_job_meets_a_dead_server(self, server: str, stage: Stage, trial: bool) -> None:
         job_id = self.trial if trial and self.trial else "other"
-        self.breaker.failed(server, job_id, "planned", stage, "refused", self.now)
+        self.breaker.failed(server, job_id, stage, "refused", self.now)
         self.out.setdefault(server, set()).add(stage)
         if job_id == self.trial:
             self.trial = None
@@ -55,17 +55,17 @@ class Outages(RuleBasedStateMachine):
         self.breaker.trying(self.trial)
 
     @precondition(lambda self: self.trial)
-    @rule(stage=st.sampled_from(Stage), well=st.booleans(), handler=st.sampled_from(["planned", "another"]))
-    def the_trial_ends(self, stage: Stage, well: bool, handler: str) -> None:
+    @rule(stage=st.sampled_from(Stage), well=st.booleans())
+    def the_trial_ends(self, stage: Stage, well: bool) -> None:
         assert self.trial is not None
-        self.breaker.ended(self.trial, handler, stage, self.now, well=well)
+        self.breaker.ended(self.trial, stage, self.now, well=well)
         self.trial = None
-        if well and handler == "planned":
+        if well:
             self.out = {server: stages for server, stages in self.out.items() if stage not in stages}
 
     @rule(stage=st.sampled_from(Stage))
     def another_job_ends_well(self, stage: Stage) -> None:
-        self.breaker.ended("other", "planned", stage, self.now, well=True)
+        self.breaker.ended("other", stage, self.now, well=True)
 
     @rule(servers=st.sets(st.sampled_from(["resources", "model", "unheard of"])))
     def servers_answer(self, servers: set[str]) -> None:
@@ -146,7 +146,7 @@ def test_jobs_wait_out_a_dead_server_and_all_succeed(kind_of_handler: type[Deplo
         status = StatusView.of(pipeline)
         assert [*status.held] == [server]
         assert "cannot be reached" in status.held[server].reason
-        assert f'prorl_server_unreachable{{server="{server}"}} 1.0'.encode() in metrics.render()
+        assert f'prorl_server_unreachable{{environment="planned",server="{server}"}} 1.0'.encode() in metrics.render()
         del handler.down[server]
         assert await pipeline.drain(timeout=3000)
         assert {job.state for job in jobs} == {JobState.SUCCEEDED}
