@@ -150,9 +150,7 @@ class Schedules(RuleBasedStateMachine):
         for stage in Stage:
             assert self.scheduler.working(stage) <= self.sizes.of(stage)
         counted = self.scheduler.sessions - self.on_hold(Stage.RUN)
-        assert counted <= self.bound + self.overflow, (
-            "more only as the end of an outage brought them back, and ever less"
-        )
+        assert counted <= self.bound + self.overflow, "more only as an outage ended, and ever less"
         self.overflow = min(self.overflow, max(0, counted - self.bound))
 
 
