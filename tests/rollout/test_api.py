@@ -399,9 +399,11 @@ async def test_status_health_and_metrics() -> None:
         assert status.handlers == ["planned"]
         async with http.get(f"{client.url}/metrics") as response:
             text = await response.text()
-        assert 'prorl_stage_working{stage="run"} 1.0' in text
-        assert 'prorl_rollouts_total{failure_kind="agent_run_error",state="failed"} 1.0' in text
-        assert 'prorl_failed_attempts_total{failure_kind="agent_run_error",stage="run"} 1.0' in text
+        assert 'prorl_stage_working{environment="planned",stage="run"} 1.0' in text
+        assert 'prorl_rollouts_total{environment="planned",failure_kind="agent_run_error",state="failed"} 1.0' in text
+        assert (
+            'prorl_failed_attempts_total{environment="planned",failure_kind="agent_run_error",stage="run"} 1.0' in text
+        )
         async with http.get(f"{client.url}/healthz") as response:
             assert await response.json() == {"status": "ok"}
         drained = asyncio.create_task(pipeline.drain())

@@ -11,8 +11,10 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, 
 
 from nemo_gym_prorl.failures import FailureKind, InfrastructureError, Stage
 from nemo_gym_prorl.rollout.breaker import Breaker
-from nemo_gym_prorl.rollout.job import Job, JobState, Trajectory, Verdict
+from nemo_gym_prorl.rollout.environments import Environment, Environments
+from nemo_gym_prorl.rollout.job import FAILED_STATES, Job, JobState, Trajectory, Verdict
 from nemo_gym_prorl.rollout.metrics import PipelineMetrics
+from nemo_gym_prorl.rollout.pipeline import Pipeline
 from nemo_gym_prorl.rollout.request import JobRequest
 from nemo_gym_prorl.rollout.schemas import StatusView
 from nemo_gym_prorl.rollout.settings import PipelineSettings
@@ -180,6 +182,39 @@ def test_a_server_that_stays_out_fails_its_jobs_after_a_stated_time(
         assert not handler.sessions, "every session was released"
         assert pipeline.scheduler.sessions == 0
         await pipeline.close()
+
+    run_in_virtual_time(play())
+
+
+@pytest.mark.parametrize("kind_of_handler", [Probed, Deployment])
+@pytest.mark.parametrize("server", ["resources", "model"])
+def test_the_dead_server_of_one_environment_holds_up_no_other(kind_of_handler: type[Deployment], server: str) -> None:
+    """Its rows come first, fill every pool and READY when it dies, and none of the others waits for them."""
+
+    async def play() -> None:
+        dead, alive = kind_of_handler(), kind_of_handler()
+        environments = Environments(
+            [
+                Environment("dead", "planned", lambda: dead, frozenset({"dead"})),
+                Environment("alive", "planned", lambda: alive, frozenset({"alive"})),
+            ],
+            default=None,
+        )
+        pipeline = Pipeline(environments, SETTINGS, clock=asyncio.get_running_loop().time)
+        stuck = [pipeline.submit(JobRequest({"data_source": "dead"}, priority=9)) for _ in range(100)]
+        await asyncio.sleep(7)
+        dead.down[server] = UNREACHABLE
+        jobs = [pipeline.submit(JobRequest({"data_source": "alive"})) for _ in range(80)]
+        # 80 runs of 10 s in 8 slots, and what was under way when the server died
+        await asyncio.sleep(120)
+        assert {job.state for job in jobs} == {JobState.SUCCEEDED}
+        assert alive.made == len(jobs)
+        assert pipeline.held[server].environments == ("dead",)
+        assert not any(job.state in FAILED_STATES for job in stuck)
+        del dead.down[server]
+        assert await pipeline.drain(timeout=3000)
+        assert {job.state for job in stuck} == {JobState.SUCCEEDED}
+        assert not pipeline.held
 
     run_in_virtual_time(play())
 
