@@ -59,6 +59,7 @@ def test_an_unknown_key_is_refused_with_the_nearest(config: type[BaseModel], wro
         (ProRLAgentConfig, {"environments": {"swe": {"max_turns": 3}}}, "max_turns: is called max_steps here"),
         (ProRLAgentConfig, {"environments": {"swe": {"data_source": "x"}}}, "there is: data_sources"),
         (ProRLAgentConfig, {"environments": {"swe": {"budgets": {"rum": 3}}}}, "there is: run"),
+        (PolicyConfig, {"tool_format": "hermes"}, "tool_format: is called tool_call_parser here"),
         (SubmitRequest, {"handler": "mine"}, "handler: is called environment here"),
     ],
 )

@@ -59,8 +59,8 @@ class PolicyHost:
     """
 
     def __init__(self, config: PolicyConfig) -> None:
-        if config.tool_format not in FORMATS:
-            raise CallerError(f"{config.tool_format!r} is none of {', '.join(FORMATS)}", field="tool_format")
+        if config.tool_call_parser not in FORMATS:
+            raise CallerError(f"{config.tool_call_parser!r} is none of {', '.join(FORMATS)}", field="tool_call_parser")
         self.config = config
         named = Path(config.model, "tokenizer.json").is_file()
         self._tokenizer = config.tokenizer or (config.model if named else None)
@@ -255,7 +255,7 @@ class PolicyHost:
             placement,
             self.metrics,
             renderer=self._renderer if engine.takes_tokens else None,
-            tool_format=config.tool_format,
+            tool_format=config.tool_call_parser,
             thoughts=config.thoughts,
             history=config.history,
             keep_s=config.keep_s,
