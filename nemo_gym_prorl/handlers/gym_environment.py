@@ -112,7 +112,7 @@ class GymEnvironmentHandler:
     """See the module's description.
 
     Args:
-        context: the servers and limits.
+        context: the servers and limits, and for a handler derived from this one its configuration.
 
     Raises:
         CallerError: the environment has no resources server.
@@ -124,7 +124,7 @@ class GymEnvironmentHandler:
         if context.resources is None:
             raise CallerError(f"handler {self.name!r} needs one", field="resources_server")
         self._server = context.resources
-        self._context = context
+        self.context = context
         self._life = uuid.uuid4().hex[:12]
 
     async def init(self, job: Job) -> GymSession:
@@ -140,7 +140,7 @@ class GymEnvironmentHandler:
         except asyncio.CancelledError:
             if not seeding.cancelled():
                 late = self._take_back(job, seeding)
-                self._context.farewells.start(f"job {job.id}: giving its late session back", late, LATE_SEED_S)
+                self.context.farewells.start(f"job {job.id}: giving its late session back", late, LATE_SEED_S)
             raise
 
     async def run(self, job: Job, session: GymSession) -> Trajectory:
@@ -148,12 +148,12 @@ class GymEnvironmentHandler:
         if the model server gives them in time."""
         params = job.row["responses_create_params"]
         job.trajectory = trajectory = Trajectory(empty_response(params), evidence=session)
-        conversation = Conversation(self._context.model, self._attempt_id(job), job.group)
+        conversation = Conversation(self.context.model, self._attempt_id(job), job.group)
         loop = ToolLoop(
             self._server,
             session.cookies,
             conversation,
-            self._context.limits,
+            self.context.limits,
             job.progress,
             hidden=[session.release_path] if session.release_path else [],
         )
@@ -166,13 +166,13 @@ class GymEnvironmentHandler:
         finally:
             job.progress.weight_versions = conversation.weight_versions
             # Never in the rollout's own time: it is finished whether or not the server forgets it.
-            self._context.farewells.start(f"job {job.id}: forgetting it", conversation.forget())
+            self.context.farewells.start(f"job {job.id}: forgetting it", conversation.forget())
         session.awaits_verdict = True
         return trajectory
 
     def timed_out(self, job: Job, session: GymSession) -> Trajectory | Verdict | None:
         """What is asked for, where there is a turn, and its tokens."""
-        trajectory, wanted = job.trajectory, self._context.on_timeout
+        trajectory, wanted = job.trajectory, self.context.on_timeout
         if wanted is OnTimeout.MASK or trajectory is None or not (session.settled and job.progress.turns):
             return None
         job.progress.finish_reason = "timeout"
@@ -185,7 +185,7 @@ class GymEnvironmentHandler:
         """Seconds of this RUN attempt in which the policy could not act; 0.0 if the model server does not tell."""
         try:
             async with asyncio.timeout(_WAITED_S):
-                return await waited(self._context.model, self._attempt_id(job))
+                return await waited(self.context.model, self._attempt_id(job))
         except (RolloutError, TimeoutError, ValueError):
             return 0.0
 
@@ -231,7 +231,7 @@ class GymEnvironmentHandler:
 
     async def unreachable(self) -> list[str]:
         """Which of the servers do not answer now."""
-        servers = (self._server, self._context.model)
+        servers = (self._server, self.context.model)
         answering = await asyncio.gather(*(server.answers() for server in servers))
         return [server.name for server, answers in zip(servers, answering, strict=True) if not answers]
 
@@ -256,7 +256,7 @@ class GymEnvironmentHandler:
             if path is not None and not (isinstance(path, str) and _RELEASE_PATH.fullmatch(path)):
                 raise InfrastructureError(f"{what} named a release_path that is no path of that server: {path!r:.200}")
         except InfrastructureError:
-            self._context.farewells.start(f"a session at {server.name}", self._close(session))
+            self.context.farewells.start(f"a session at {server.name}", self._close(session))
             raise
         session.release_path = path
         return session
@@ -278,8 +278,8 @@ class GymEnvironmentHandler:
             await conversation.settle()
             settled = True
 
-        settling = self._context.farewells.start(f"job {job.id}: its tokens", settle())
-        await asyncio.wait({settling}, timeout=self._context.settle_s)
+        settling = self.context.farewells.start(f"job {job.id}: its tokens", settle())
+        await asyncio.wait({settling}, timeout=self.context.settle_s)
         settling.cancel()  # a row that is out must not change any more
         return settled
 
@@ -298,4 +298,4 @@ class GymEnvironmentHandler:
 
     def _close_behind(self, job: Job, session: GymSession) -> None:
         if not session.closed:
-            self._context.farewells.start(f"job {job.id}: closing its session", self._close(session))
+            self.context.farewells.start(f"job {job.id}: closing its session", self._close(session))

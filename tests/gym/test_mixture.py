@@ -42,7 +42,7 @@ async def test_gyms_command_line_runs_a_mixture_of_environments(scripted_policy,
     config.write_text(yaml.safe_dump(FILE))
     [count, *_], [say, *_] = gym_rows(COUNTER), gym_rows(SYNONYMS)
     counted = scripted(count, *counting(count["expected_count"] - count["initial_count"] - 1))
-    said = scripted(say, [[("get_synonym_value", {"synonym": "a"})], "Done."])
+    said = scripted(say, [("get_synonym_value", {"synonym": "a"})], "Done.")
     sources = ((counted, "counting"), (said, "synonyms"))
     rows, results = tmp_path / "rows.jsonl", tmp_path / "results.jsonl"
     rows.write_bytes(b"".join(orjson.dumps({**row, "data_source": source}) + b"\n" for row, source in sources))

@@ -13,23 +13,65 @@ import aiohttp
 import pytest
 import yaml
 
+from nemo_gym_prorl.scripted.server import ScriptedConfig
+from nemo_gym_prorl.scripted.server import serve as serve_scripted
+from nemo_gym_prorl.scripted.text import MODEL_NAME
 from tests.handlers.gym_host import hosting, instance, url_of
+from tests.handlers.test_gym_environment import counting, gym_rows, scripted
 
 
 ROOT = Path(__file__).parents[2]
 
-[HANDLER] = re.findall(r"^```python\n(.*?)^```", (ROOT / "README.md").read_text(), re.MULTILINE | re.DOTALL)
+COIN = """
+from nemo_gym_prorl.rollout.job import Outcome, Trajectory, Verdict, failure_state
+from pydantic import BaseModel
+
+
+class Coin:
+    name = "coin"
+
+    class Config(BaseModel):
+        side: str
+
+    def __init__(self, context):
+        self.config = context.config
+
+    async def init(self, job):
+        return "a session: a sandbox, say"
+
+    async def run(self, job, session):
+        return Trajectory({"output": [{"type": "message", "text": self.config.side}]})
+
+    async def release(self, job, session):
+        "Give it back; then EVAL begins."
+
+    async def eval(self, job, trajectory):
+        return Verdict(0.5, {"reward": 0.5, "response": trajectory.response})
+
+    def on_failure(self, job, stage, failure):
+        return Outcome(failure_state(failure), {}, failure=failure)
+"""
+"""A kind of task that is no Gym environment."""
+
+[BRIEF] = re.findall(r"^```python\n(.*?)^```", (ROOT / "README.md").read_text(), re.MULTILINE | re.DOTALL)
 """What the README shows."""
+
+ENTRY_POINTS = """[nemo_gym_prorl.agent_handlers]
+coin = coin_handler:Coin
+brief = brief_handler:Brief
+"""
+COUNTER = "example_session_state_mgmt"
 
 
 def wheel(folder: Path) -> Path:
     """The package as a wheel, as a build backend writes one."""
     about = "coin_handler-1.0.dist-info"
     files = {
-        "coin_handler.py": HANDLER,
+        "coin_handler.py": COIN,
+        "brief_handler.py": BRIEF,
         f"{about}/METADATA": "Metadata-Version: 2.1\nName: coin-handler\nVersion: 1.0\n",
         f"{about}/WHEEL": "Wheel-Version: 1.0\nGenerator: test\nRoot-Is-Purelib: true\nTag: py3-none-any\n",
-        f"{about}/entry_points.txt": "[nemo_gym_prorl.agent_handlers]\ncoin = coin_handler:Coin\n",
+        f"{about}/entry_points.txt": ENTRY_POINTS,
     }
     record = f"{about}/RECORD"
     path = folder / "coin_handler-1.0-py3-none-any.whl"
@@ -82,6 +124,29 @@ async def test_a_rollout_runs_through_a_handler_of_another_package(
             assert result["rollout"]["environment"] == {"coins": "toss"}.get(source, source)
         async with http.get(f"{url}/status") as answer:
             assert (await answer.json())["environments"]["toss"]["handler"] == "coin"
+
+
+async def test_the_handler_of_the_readme_runs_over_gyms_own_servers(
+    installed: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(installed), os.environ.get("PYTHONPATH", "")]))
+    [row, *_] = gym_rows(COUNTER)
+    row = scripted(row, *counting(row["expected_count"] - row["initial_count"] - 1))
+    reference = {"type": "resources_servers", "name": COUNTER}
+    short = {"resources_server": reference, "handler": "brief", "handler_config": {"per_turn": 0.125}}
+    async with serve_scripted(ScriptedConfig()) as policy_url:
+        model = {"base_url": policy_url, "api_key": "none", "model": MODEL_NAME, "return_token_id_information": True}
+        config = {
+            **deployment(resources_server=reference, environments={"short": short}),
+            "policy_model": instance("responses_api_models", "vllm_model", **model, uses_reasoning_parser=False),
+            COUNTER: instance("resources_servers", COUNTER, domain="other"),
+        }
+        async with hosting(config), aiohttp.ClientSession() as http:
+            rewards = []
+            for source in ("short", "any other"):
+                async with http.post(f"{url_of(config['agent'])}/run", json={**row, "data_source": source}) as answer:
+                    rewards.append((await answer.json())["reward"])
+    assert rewards == [1.0 - 3 * 0.125, 1.0]
 
 
 @pytest.mark.parametrize(
