@@ -396,7 +396,7 @@ async def test_status_health_and_metrics() -> None:
         assert status.stages["run"].slots == 2
         assert status.sessions == 1
         assert status.states["failed"] == 1
-        assert status.handlers == ["planned"]
+        assert status.environments["planned"].handler == "planned"
         async with http.get(f"{client.url}/metrics") as response:
             text = await response.text()
         assert 'prorl_stage_working{environment="planned",stage="run"} 1.0' in text
