@@ -99,6 +99,8 @@ class Schedules(RuleBasedStateMachine):
     def cancel_a_waiting_job(self, data: st.DataObject) -> None:
         job_id = data.draw(st.sampled_from(sorted(self.waiting)))
         assert self.scheduler.is_waiting(job_id)
+        # Its session counts again while it is being released.
+        self.overflow += self.scheduler.is_held(job_id) and self.waiting[job_id] is Stage.RUN
         self.paused[job_id] = self.waiting.pop(job_id)
         self.scheduler.pause(job_id)
 
