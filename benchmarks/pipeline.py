@@ -31,7 +31,7 @@ import orjson
 
 from benchmarks.report import Figure, publish
 from nemo_gym_prorl.failures import Failure, Stage
-from nemo_gym_prorl.rollout.handler import HandlerRegistry
+from nemo_gym_prorl.rollout.environments import Environments
 from nemo_gym_prorl.rollout.job import Job, Outcome, Trajectory, Verdict, failure_state
 from nemo_gym_prorl.rollout.pipeline import Pipeline
 from nemo_gym_prorl.rollout.request import JobRequest
@@ -49,9 +49,6 @@ class SleepingHandler:
     """Sleeps in each stage for as long as the row says."""
 
     name = "sleeping"
-
-    def __init__(self, _: Any) -> None:
-        pass
 
     async def init(self, job: Job) -> None:
         await _spend(job.row, Stage.INIT)
@@ -96,7 +93,7 @@ def bound(times: list[dict[Stage, float]], pools: PoolSizes) -> float:
 
 async def staged(times: list[dict[Stage, float]]) -> float:
     """Makespan of the pipeline, seconds."""
-    pipeline = Pipeline(HandlerRegistry(None, "sleeping", {"sleeping": SleepingHandler}), PipelineSettings(POOLS))
+    pipeline = Pipeline(Environments.of(SleepingHandler()), PipelineSettings(POOLS))
     started = time.perf_counter()
     jobs = [pipeline.submit(JobRequest(row)) for row in times]  # type: ignore[arg-type]
     await pipeline.drain()
@@ -138,7 +135,7 @@ def without_overhead(times: list[dict[Stage, float]], pools: PoolSizes) -> float
 
 async def instant_jobs(jobs: int) -> float:
     """Rollouts a second through the pipeline alone."""
-    pipeline = Pipeline(HandlerRegistry(None, "sleeping", {"sleeping": SleepingHandler}), PipelineSettings(POOLS))
+    pipeline = Pipeline(Environments.of(SleepingHandler()), PipelineSettings(POOLS))
     started = time.perf_counter()
     for _ in range(jobs):
         pipeline.submit(JobRequest({}))

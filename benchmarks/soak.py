@@ -31,7 +31,8 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
 from benchmarks.real_engines import server
 from benchmarks.report import Figure, publish
-from nemo_gym_prorl.handlers.agent_service import AgentService, ServiceConfig
+from nemo_gym_prorl.handlers.agent_service import AgentService
+from nemo_gym_prorl.handlers.service_config import ServiceConfig
 from nemo_gym_prorl.memory import map_large_blocks
 from nemo_gym_prorl.rollout.client import RolloutClient
 
@@ -131,9 +132,10 @@ def service_app(world: str, model: str, turns: int, retain_bytes: int) -> FastAP
         return {kind: {"any": {"host": host, "port": int(port)}}}
 
     map_large_blocks()  # as ProRLAgent does
-    config = ServiceConfig(max_turns=turns, retain_bytes=retain_bytes)
+    world_ref = {"type": "resources_servers", "name": "world"}
+    config = ServiceConfig(resources_server=world_ref, max_steps=turns, retain_bytes=retain_bytes)
     known = {"world": block("resources_servers", world), "policy_model": block("responses_api_models", model)}
-    service = AgentService.from_gym(config, OmegaConf.create(known), resources="world", model="policy_model")
+    service = AgentService(config, OmegaConf.create(known), model="policy_model")
     app = FastAPI()
     app.include_router(service.router())
     return app

@@ -7,8 +7,9 @@ Pydantic ignores it, or says that it is not permitted; ``max_turn: 3`` would lea
 from __future__ import annotations
 
 import difflib
-from collections.abc import Iterable
-from typing import Any
+from collections.abc import Iterable, Mapping
+from types import MappingProxyType
+from typing import Any, ClassVar
 
 from pydantic import BaseModel, ValidationError, model_validator
 from pydantic_core import InitErrorDetails, PydanticCustomError
@@ -16,6 +17,9 @@ from pydantic_core import InitErrorDetails, PydanticCustomError
 
 class KnownKeys(BaseModel):
     """Mixed into a configuration. An unknown key is named, with the nearest that there is."""
+
+    renamed_keys: ClassVar[Mapping[str, str]] = {}
+    """Keys that one may know from elsewhere or before → what they are called here."""
 
     @classmethod
     def other_keys(cls) -> Iterable[str]:
@@ -26,16 +30,43 @@ class KnownKeys(BaseModel):
     @classmethod
     def _all_known(cls, given: Any) -> Any:
         if isinstance(given, dict):
-            unknown = sorted(map(str, given.keys() - {*cls.model_fields, *cls.other_keys()}))
-            if unknown:
-                errors = [
-                    InitErrorDetails(type=_no_such(key, cls), loc=(key,), input=given.get(key)) for key in unknown
-                ]
-                raise ValidationError.from_exception_data(cls.__name__, errors)
+            refuse_unknown(cls, given, cls.other_keys(), cls.renamed_keys)
         return given
 
 
-def _no_such(key: str, config: type[BaseModel]) -> PydanticCustomError:
+def refuse_unknown(
+    config: type[BaseModel],
+    given: Mapping[str, Any],
+    others: Iterable[str] = (),
+    renamed: Mapping[str, str] = MappingProxyType({}),
+) -> None:
+    """Refuse keys that a model does not read.
+
+    Args:
+        config: the model; one that takes what it does not know (``extra="allow"``) reads every key.
+        given: what is to be validated.
+        others: keys that it may have besides.
+        renamed: other name of a key → its name.
+
+    Raises:
+        ValidationError: names each such key, and what it is called or the nearest that there is.
+    """
+    if config.model_config.get("extra") == "allow":
+        return
+    known = {*config.model_fields, *others}
+    for field in config.model_fields.values():
+        known |= {name for name in (field.alias, field.validation_alias) if isinstance(name, str)}
+    errors = [
+        InitErrorDetails(type=_no_such(key, config, renamed.get(key)), loc=(key,), input=given.get(key))
+        for key in sorted(map(str, given.keys() - known))
+    ]
+    if errors:
+        raise ValidationError.from_exception_data(config.__name__, errors)
+
+
+def _no_such(key: str, config: type[BaseModel], name: str | None) -> PydanticCustomError:
+    if name is not None:
+        return PydanticCustomError("renamed_key", "{key}: is called {name} here", {"key": key, "name": name})
     near = difflib.get_close_matches(key, config.model_fields, 1, 0.5)
     nearest = f"; the nearest that there is: {near[0]}" if near else ""
     return PydanticCustomError(

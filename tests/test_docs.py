@@ -28,7 +28,7 @@ import typer
 import yaml
 
 from nemo_gym_prorl.cli import app
-from nemo_gym_prorl.handlers.agent_service import ServiceConfig
+from nemo_gym_prorl.handlers.service_config import ServiceConfig
 from nemo_gym_prorl.rollout.client import RolloutClient
 from nemo_gym_prorl.sandbox.container import Container, ContainerSpec
 from nemo_gym_prorl.sandbox.images.building.default import ensure_kernel_image
@@ -73,6 +73,7 @@ ENDLESS = {"prorl tail"}
 PYTHON_NOT_RUN = {
     "docs/nemo_rl.md": "needs NeMo RL's actor and Ray; the tests under a real actor do the same calls",
     "docs/tasks.md": "is a part of tests/toy_family/app.py, which is served there",
+    "README.md": "is a package of its own; tests/handlers/test_plugins.py installs it and runs rollouts",
 }
 """Documents whose Python is compiled only, and why."""
 
@@ -247,7 +248,8 @@ def test_every_override_of_an_agents_settings_exists() -> None:
 
 def test_the_agents_configuration_and_its_table_of_defaults_are_true() -> None:
     readme = ROOT / "responses_api_agents" / "prorl_agent" / "README.md"
-    [block] = [snippet for snippet in ALL if snippet.language == "yaml" and "prorl_agent" in snippet.file]
+    block, further = [snippet for snippet in ALL if snippet.language == "yaml" and "prorl_agent" in snippet.file]
+    assert len(ServiceConfig.model_validate(yaml.safe_load(further.text)).environments) == 2
     [agent] = yaml.safe_load(block.text).values()
     settings = agent["responses_api_agents"]["prorl_agent"]
     assert (readme.parent / settings["entrypoint"]).is_file()

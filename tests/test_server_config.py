@@ -10,8 +10,9 @@ import pytest
 import yaml
 from pydantic import BaseModel, ValidationError
 
-from nemo_gym_prorl.handlers.agent_service import StagesConfig
+from nemo_gym_prorl.handlers.service_config import ServiceConfig, StagesConfig
 from nemo_gym_prorl.policy.config import PolicyConfig
+from nemo_gym_prorl.rollout.schemas import SubmitRequest
 from nemo_gym_prorl.server_config import ServerConfig
 from resources_servers.prorl_code.app import ProRLCodeConfig
 from responses_api_agents.prorl_agent.app import ProRLAgentConfig
@@ -28,6 +29,7 @@ GIVEN: dict[type[BaseModel], dict[str, Any]] = {
     ProrlModelConfig: {"base_url": "http://127.0.0.1:1/v1", "model": "m"},
     PolicyConfig: {"base_url": ["http://127.0.0.1:1/v1"], "model": "m"},
 }
+ROW = {"row": {"responses_create_params": {"input": "hi"}}}
 ADDRESS = {"name": "server", "entrypoint": "app.py", "host": "127.0.0.1", "port": 1}
 GYMS = {"datasets": [], "description": "d", "value": "v", "verified": False, "num_workers": None}
 
@@ -35,7 +37,7 @@ GYMS = {"datasets": [], "description": "d", "value": "v", "verified": False, "nu
 @pytest.mark.parametrize(
     ("config", "wrong", "right"),
     [
-        (ProRLAgentConfig, "max_turn", "max_turns"),
+        (ProRLAgentConfig, "max_step", "max_steps"),
         (ProRLCodeConfig, "tool_timeout", "tool_timeout_s"),
         (ProrlModelConfig, "chat_template_kwarg", "chat_template_kwargs"),
         (StagesConfig, "runs", "run"),
@@ -47,6 +49,47 @@ def test_an_unknown_key_is_refused_with_the_nearest(config: type[BaseModel], wro
     config.model_validate({**(ADDRESS | GYMS if issubclass(config, ServerConfig) else {}), **given})
     with pytest.raises(ValidationError, match=rf"{wrong}: there is no such setting.*: {right}$".replace("$", r"\b")):
         config.model_validate({**given, wrong: 3})
+
+
+@pytest.mark.parametrize(
+    ("config", "given", "complaint"),
+    [
+        (ProRLAgentConfig, {"max_turns": 3}, "max_turns: is called max_steps here"),
+        (ProRLAgentConfig, {"max_tokens": 3}, "max_tokens: is called max_total_sequence_length here"),
+        (ProRLAgentConfig, {"environments": {"swe": {"max_turns": 3}}}, "max_turns: is called max_steps here"),
+        (ProRLAgentConfig, {"environments": {"swe": {"data_source": "x"}}}, "there is: data_sources"),
+        (ProRLAgentConfig, {"environments": {"swe": {"budgets": {"rum": 3}}}}, "there is: run"),
+        (PolicyConfig, {"tool_format": "hermes"}, "tool_format: is called tool_call_parser here"),
+        (SubmitRequest, {"handler": "mine"}, "handler: is called environment here"),
+    ],
+)
+def test_a_key_that_has_another_name_here_is_refused_with_it(
+    config: type[BaseModel], given: dict[str, Any], complaint: str
+) -> None:
+    needed = ADDRESS | GYMS | GIVEN[config] if config in GIVEN else ROW
+    with pytest.raises(ValidationError, match=complaint):
+        config.model_validate({**needed, **given})
+
+
+def test_what_an_environment_leaves_out_is_the_services() -> None:
+    service = ServiceConfig.model_validate(
+        {
+            "max_steps": 5,
+            "max_total_sequence_length": 9,
+            "handler": "mine",
+            "handler_config": {"tries": 3},
+            "budgets": {"run": 7},
+            "environments": {
+                "same": {},
+                "other": {"max_steps": None, "handler": "gym_environment", "budgets": {"eval": 1}},
+            },
+        }
+    )
+    same, other = service.of_environment("same"), service.of_environment("other")
+    assert (same.max_steps, same.handler, same.handler_config) == (5, "mine", {"tries": 3})
+    assert (other.max_steps, other.handler, other.handler_config) == (None, "gym_environment", {})
+    assert other.max_total_sequence_length == 9
+    assert (service.budgets_of("other").run, service.budgets_of("other").eval) == (7, 1)
 
 
 @pytest.mark.parametrize("file", sorted(ROOT.glob("re*/prorl_*/configs/*.yaml")), ids=lambda file: file.name)

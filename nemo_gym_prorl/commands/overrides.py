@@ -19,7 +19,7 @@ from typing import Any
 from omegaconf import DictConfig, OmegaConf
 
 from nemo_gym_prorl.failures import CallerError
-from nemo_gym_prorl.handlers.agent_service import BudgetsConfig, StagesConfig
+from nemo_gym_prorl.handlers.service_config import BudgetsConfig, StagesConfig
 from nemo_gym_prorl.sandbox.gym import spec as gym_spec
 
 

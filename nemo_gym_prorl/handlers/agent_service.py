@@ -8,15 +8,15 @@ client posts a call again when its connection drops, an identical row that arriv
 
 from __future__ import annotations
 
-from typing import Annotated, Any, Self, cast
+from typing import Any, cast
 
 import orjson
 from fastapi import APIRouter, Request, Response
 from omegaconf import DictConfig, OmegaConf
-from pydantic import BaseModel, Field
 from starlette.requests import ClientDisconnect
 
 from nemo_gym_prorl.failures import CallerError, Failure, FailureKind, Origin
+from nemo_gym_prorl.handlers.aggregate_metrics import environment_of, merged
 from nemo_gym_prorl.handlers.failure_rows import (
     NOTHING_SAMPLED,
     empty_response,
@@ -26,99 +26,25 @@ from nemo_gym_prorl.handlers.failure_rows import (
     has_tokens,
     run_status,
 )
-from nemo_gym_prorl.handlers.gym_environment import GymContext, GymEnvironmentHandler
-from nemo_gym_prorl.handlers.gym_http import CookieJar, GymServer, HttpAnswer, HttpClient, addresses, require_ok
+from nemo_gym_prorl.handlers.farewells import Farewells
+from nemo_gym_prorl.handlers.gym_environment import GymContext
+from nemo_gym_prorl.handlers.gym_environments import GymServers, gym_environments
+from nemo_gym_prorl.handlers.gym_http import CookieJar, GymServer, HttpAnswer, HttpClient, require_ok
 from nemo_gym_prorl.handlers.run_request import WISHES, run_request
 from nemo_gym_prorl.handlers.seeded_session import SeededSessionHandler, responses_answer, responses_request
-from nemo_gym_prorl.handlers.tool_loop import LoopLimits
-from nemo_gym_prorl.known_keys import KnownKeys
+from nemo_gym_prorl.handlers.service_config import ServiceConfig
 from nemo_gym_prorl.problems import ProblemError, problem_of
 from nemo_gym_prorl.rollout.api import rollout_router
 from nemo_gym_prorl.rollout.callers import CallerGone, CallerWatch
-from nemo_gym_prorl.rollout.handler import HandlerRegistry
-from nemo_gym_prorl.rollout.job import Budgets, Job
+from nemo_gym_prorl.rollout.job import Job
 from nemo_gym_prorl.rollout.metrics import PipelineMetrics
 from nemo_gym_prorl.rollout.pipeline import Pipeline
 from nemo_gym_prorl.rollout.request import Draining, JobConflict
 from nemo_gym_prorl.rollout.rows import read_json
-from nemo_gym_prorl.rollout.schemas import Seconds
-from nemo_gym_prorl.rollout.settings import PipelineSettings
-from nemo_gym_prorl.rollout.stages import PoolSizes
 from nemo_gym_prorl.rollout.wire import wire_router
 
 
-Positive = Annotated[int, Field(ge=1)]
-
-_SETTLE_SHARE = 0.6
-"""Of the grace for a cancelled stage: the time for fetching its tokens. The rest is for everything else."""
 _FAREWELL_S = 5.0
-
-
-class StagesConfig(KnownKeys):
-    """Slots per stage. ``ready`` bounds the buffer between INIT and RUN: each job in it holds a sandbox."""
-
-    init: Positive = 8
-    ready: Annotated[int, Field(ge=0)] = 8
-    run: Positive = 32
-    eval: Positive = 8
-
-
-class BudgetsConfig(KnownKeys):
-    """Seconds that each stage may work on a rollout, per attempt. Time in a queue is free."""
-
-    init: Seconds = 600.0
-    run: Seconds = 3600.0
-    eval: Seconds = 900.0
-
-
-class ServiceConfig(BaseModel):
-    """Settings of the service in an agent's YAML; every one can be overridden on Gym's command line."""
-
-    handler: str = "gym_environment"
-    """Agent handler of rows whose ``data_source`` names none."""
-    stages: StagesConfig = StagesConfig()
-    budgets: BudgetsConfig = BudgetsConfig()
-    release_timeout_s: Seconds = 60.0
-    """How long a resources server may take to give a sandbox back."""
-    cancel_grace_s: Seconds = 5.0
-    """How long a cancelled stage may take to come back before it is abandoned."""
-    max_attempts: Positive = 3
-    """Tries of a rollout whose infrastructure failed."""
-    max_queued: Positive = 10_000
-    """Rollouts that may wait before the job API answers 429."""
-    retain_bytes: Positive = 2**30
-    """What finished rollouts may keep. Those that were read are forgotten first; when others fill it, the job API
-    answers 429."""
-    keep_unread_s: Seconds = 3600.0
-    """How long a result that nobody has read is kept, whatever the bound."""
-    unreachable_s: Seconds = 900.0
-    """How long a server that cannot be reached may hold a rollout up before it fails."""
-    max_turns: Positive | None = None
-    """Policy turns of one rollout."""
-    max_tokens: Positive | None = None
-    """Length of one rollout's sequence, in tokens."""
-    tool_concurrency: Positive = 1
-    """Tool calls of one turn in flight at once; 1 keeps their order."""
-    caller_grace_s: Seconds = 10.0
-    """How long a ``/run`` whose caller vanished goes on, in case the caller posts it again."""
-    prorl_wire: bool = False
-    """Also serve the original ProRL wire format: /process, /cancel, /start, /stop, /add_llm_server, …"""
-    control_token: str | None = None
-    """The key: every route requires it as a bearer token. Without one the server listens on loopback only."""
-
-    def pipeline_settings(self) -> PipelineSettings:
-        """As the pipeline takes them."""
-        return PipelineSettings(
-            stages=PoolSizes(**self.stages.model_dump()),
-            budgets=Budgets(**self.budgets.model_dump()),
-            release_s=self.release_timeout_s,
-            cancel_grace_s=self.cancel_grace_s,
-            max_attempts=self.max_attempts,
-            max_queued=self.max_queued,
-            retain_bytes=self.retain_bytes,
-            keep_unread_s=self.keep_unread_s,
-            unreachable_s=self.unreachable_s,
-        )
 
 
 class AgentService:
@@ -126,59 +52,43 @@ class AgentService:
 
     Args:
         config: settings.
-        context: the servers that rollouts use.
-        http: the client behind them; closed with the service.
+        gym_config: Gym's merged configuration.
+        model: instance name of the policy's model server.
+
+    Raises:
+        CallerError: the configuration has no address for one of the servers, asks for several workers, or says
+            something else that cannot work; names the setting.
     """
 
-    def __init__(self, config: ServiceConfig, context: GymContext, http: HttpClient) -> None:
-        self._config = config
-        self._context = context
-        self._http = http
-        builtin = {handler.name: handler for handler in (GymEnvironmentHandler, SeededSessionHandler)}
-        handlers = HandlerRegistry(context, config.handler, builtin)
-        self.pipeline = Pipeline(handlers, config.pipeline_settings())
-        self.metrics = PipelineMetrics(self.pipeline)
-        self._callers = CallerWatch(self.pipeline, config.caller_grace_s)
-
-    @classmethod
-    def from_gym(cls, config: ServiceConfig, gym_config: DictConfig, *, resources: str, model: str) -> Self:
-        """Build from Gym's merged configuration.
-
-        Raises:
-            CallerError: it has no address for one of the servers, or asks for several workers.
-        """
+    def __init__(self, config: ServiceConfig, gym_config: DictConfig, *, model: str) -> None:
         if (getattr(config, "num_workers", None) or 1) > 1:
             raise CallerError(
                 "must be 1: the pools bound what one process runs; start further agents instead", field="num_workers"
             )
-        http = HttpClient()
-        known = addresses(cast("dict[str, Any]", OmegaConf.to_container(gym_config, resolve=True)))
-        servers = {}
-        for field_name, name in (("resources_server", resources), ("model_server", model)):
-            if name not in known:
-                raise CallerError(f"no server {name!r} with host and port in the configuration", field=field_name)
-            servers[field_name] = GymServer(name, known[name], http)
-        limits = LoopLimits(config.max_turns, config.max_tokens, config.tool_concurrency)
-        context = GymContext(
-            servers["resources_server"],
-            servers["model_server"],
-            limits,
-            settle_s=config.cancel_grace_s * _SETTLE_SHARE,
+        self._config = config
+        self._http = HttpClient()
+        self._servers = GymServers(
+            cast("dict[str, Any]", OmegaConf.to_container(gym_config, resolve=True)), self._http
         )
-        return cls(config, context, http)
+        self._model = self._servers.get("responses_api_models", model, "model_server")
+        self._farewells = Farewells()
+        base = GymContext(None, self._model, farewells=self._farewells)
+        self.pipeline = Pipeline(gym_environments(config, self._servers, base), config.pipeline_settings())
+        self.metrics = PipelineMetrics(self.pipeline)
+        self._callers = CallerWatch(self.pipeline, config.caller_grace_s)
 
     def router(self) -> APIRouter:
         """The job API and, if configured, the original ProRL wire format."""
         router = APIRouter()
         if self._config.prorl_wire:
-            router.include_router(wire_router(self.pipeline, self._callers, ModelBackends(self._context.model)))
+            router.include_router(wire_router(self.pipeline, self._callers, ModelBackends(self._model)))
         router.include_router(rollout_router(self.pipeline, self.metrics))
         return router
 
     async def close(self) -> None:
         """Cancel every rollout, wait until its sandboxes are released, and close the client."""
         await self.pipeline.close()
-        await self._context.farewells.close(_FAREWELL_S)
+        await self._farewells.close(_FAREWELL_S)
         await self._http.close()
 
     async def run(self, request: Request) -> Response:
@@ -191,7 +101,7 @@ class AgentService:
             return problem_of(error).response()
         collector = isinstance(row, dict) and from_collector(row)
         try:
-            asked = run_request(row, body, self.pipeline.settings.budgets)
+            asked = run_request(row, body)
             answer = await self._callers.run(
                 asked.job, asked.key, request, lambda job: _answer(job, collector=collector)
             )
@@ -201,8 +111,9 @@ class AgentService:
         except ProblemError as error:
             return error.response()
         except CallerError as error:
+            error = _in_row(error)
             if not collector:
-                return problem_of(_in_row(error)).response()
+                return problem_of(error).response()
             kind = FailureKind.SHUTDOWN if isinstance(error, Draining) else error.kind
             return _json(_refused_row(row, Failure(kind, Origin.CALLER, None, error.reason)))
 
@@ -221,6 +132,8 @@ class AgentService:
     async def responses(self, request: Request) -> Response:
         """Gym's ``/v1/responses`` of an agent: the tool loop in a session that the caller has seeded."""
         try:
+            if SeededSessionHandler.name not in self.pipeline.environments.names:
+                raise CallerError("whose session is it? Set resources_server to serve /v1/responses, or post to /run")
             wanted = responses_request(read_json(await request.body()), dict(request.cookies))
             answer = await self._callers.run(wanted, None, request, responses_answer)
         except CallerGone:
@@ -236,14 +149,28 @@ class AgentService:
         return good
 
     async def aggregate_metrics(self, body: dict[str, Any]) -> Any:
-        """Gym's ``/aggregate_metrics``: the resources server knows what its rewards mean.
+        """Gym's ``/aggregate_metrics``: a resources server knows what its rewards mean.
 
         Raises:
-            CallerError: the server refuses the rollouts.
-            InfrastructureError: it fails or cannot be reached.
+            CallerError: a rollout says that it is from an environment without a server, or a server refuses them.
+            InfrastructureError: one fails or cannot be reached.
         """
-        server = self._context.resources
-        answer = await server.post("/aggregate_metrics", body, CookieJar())
+        rollouts: dict[str, list[Any]] = {}
+        for number, rollout in enumerate(body["verify_responses"]):
+            try:
+                environment = self.pipeline.environments.choose(rollout, environment_of(rollout))
+            except CallerError as error:
+                raise CallerError(error.complaint, field=f"verify_responses.{number}") from error
+            rollouts.setdefault(environment.name, []).append(rollout)
+        return merged({name: await self._metrics_of(name, given) for name, given in rollouts.items()})
+
+    async def _metrics_of(self, environment: str, rollouts: list[Any]) -> Any:
+        own = environment in self._config.environments
+        settings = self._config.of_environment(environment) if own else self._config
+        if settings.resources_server is None:
+            raise CallerError(f"environment {environment!r} has no resources server", field="verify_responses")
+        server = self._servers.get("resources_servers", settings.resources_server.name, "resources_server")
+        answer = await server.post("/aggregate_metrics", {"verify_responses": rollouts}, CookieJar())
         require_ok(answer, f"{server.name} /aggregate_metrics", FailureKind.VERIFIER_ERROR)
         return answer.json()
 
@@ -286,6 +213,7 @@ def gym_row(job: Job) -> bytes:
         "id": job.id,
         "group": job.group,
         "state": job.state.value,
+        "environment": job.environment,
         "turns": job.progress.turns,
         "tool_calls": job.progress.tool_calls,
         "finish_reason": job.progress.finish_reason,
@@ -327,9 +255,13 @@ def _refused_row(row: dict[str, Any], failure: Failure) -> bytes:
 
 
 def _in_row(error: CallerError) -> CallerError:
-    """An id that is taken was named in the row."""
+    """An id that is taken, or an environment that there is not, was named in the row, which is the whole body."""
     if isinstance(error, JobConflict):
         return JobConflict(error.complaint, field=f"{WISHES}.id")
+    if error.field == "environment":
+        return CallerError(error.complaint, field=f"{WISHES}.environment")
+    if error.field is not None and error.field.startswith("row."):
+        return CallerError(error.complaint, field=error.field.removeprefix("row."))
     return error
 
 

@@ -22,9 +22,18 @@ import asyncio
 import re
 import uuid
 from dataclasses import dataclass, field
+from enum import StrEnum
 from typing import Any
 
-from nemo_gym_prorl.failures import Failure, FailureKind, InfrastructureError, RolloutError, Stage, TaskError
+from nemo_gym_prorl.failures import (
+    CallerError,
+    Failure,
+    FailureKind,
+    InfrastructureError,
+    RolloutError,
+    Stage,
+    TaskError,
+)
 from nemo_gym_prorl.handlers.conversation import Conversation, waited
 from nemo_gym_prorl.handlers.failure_rows import empty_response, failure_row
 from nemo_gym_prorl.handlers.farewells import Farewells
@@ -43,22 +52,40 @@ _WAITED_S = 2.0
 _RELEASE_PATH = re.compile(r"(?:/[A-Za-z0-9._~-]+)+/?")
 
 
+class OnTimeout(StrEnum):
+    """What becomes of a rollout whose RUN budget is used up, if its turns so far are there with their tokens. Where
+    not a single turn was complete it fails, whatever is asked for: there is nothing to train on."""
+
+    MASK = "mask"
+    """It fails as ``agent_timeout``: a masked row that keeps its turns."""
+    SCORE = "score"
+    """It is scored as it is."""
+    ZERO = "zero"
+    """Its reward is 0, and it counts like any other."""
+
+
 @dataclass(frozen=True, slots=True)
 class GymContext:
-    """What the service tells a handler about its deployment.
+    """What the service tells a handler about its environment.
 
     Attributes:
-        resources: the environment.
+        resources: the resources server; ``None`` where the environment names none.
         model: the policy.
+        environment: its name in the service.
+        config: the handler's own configuration, as its ``Config`` has it.
         limits: of the tool loop.
+        on_timeout: what becomes of a rollout whose RUN budget is used up.
         settle_s: how long a rollout that was cut short may take to fetch the tokens of its turns; must be less than
             the pipeline's grace for cancelled stages.
         farewells: what is said to servers behind a rollout's back.
     """
 
-    resources: GymServer
+    resources: GymServer | None
     model: GymServer
+    environment: str = ""
+    config: Any = None
     limits: LoopLimits = field(default_factory=LoopLimits)
+    on_timeout: OnTimeout = OnTimeout.MASK
     settle_s: float = 3.0
     farewells: Farewells = field(default_factory=Farewells)
 
@@ -71,12 +98,14 @@ class GymSession:
         cookies: what the server knows it by.
         release_path: where the server wants to be told that the agent is done.
         awaits_verdict: RUN came to its end, so EVAL still needs the session.
+        settled: the trajectory has the tokens of its turns, where the model server keeps them.
         closed: the server was told that it is over.
     """
 
     cookies: CookieJar
     release_path: str | None = None
     awaits_verdict: bool = False
+    settled: bool = False
     closed: bool = False
 
 
@@ -84,13 +113,19 @@ class GymEnvironmentHandler:
     """See the module's description.
 
     Args:
-        context: the servers and limits.
+        context: the servers and limits, and for a handler derived from this one its configuration.
+
+    Raises:
+        CallerError: the environment has no resources server.
     """
 
     name = "gym_environment"
 
     def __init__(self, context: GymContext) -> None:
-        self._context = context
+        if context.resources is None:
+            raise CallerError(f"handler {self.name!r} needs one", field="resources_server")
+        self._server = context.resources
+        self.context = context
         self._life = uuid.uuid4().hex[:12]
 
     async def init(self, job: Job) -> GymSession:
@@ -106,7 +141,7 @@ class GymEnvironmentHandler:
         except asyncio.CancelledError:
             if not seeding.cancelled():
                 late = self._take_back(job, seeding)
-                self._context.farewells.start(f"job {job.id}: giving its late session back", late, LATE_SEED_S)
+                self.context.farewells.start(f"job {job.id}: giving its late session back", late, LATE_SEED_S)
             raise
 
     async def run(self, job: Job, session: GymSession) -> Trajectory:
@@ -114,12 +149,12 @@ class GymEnvironmentHandler:
         if the model server gives them in time."""
         params = job.row["responses_create_params"]
         job.trajectory = trajectory = Trajectory(empty_response(params), evidence=session)
-        conversation = Conversation(self._context.model, self._attempt_id(job), job.group)
+        conversation = Conversation(self.context.model, self._attempt_id(job), job.group)
         loop = ToolLoop(
-            self._context.resources,
+            self._server,
             session.cookies,
             conversation,
-            self._context.limits,
+            self.context.limits,
             job.progress,
             hidden=[session.release_path] if session.release_path else [],
         )
@@ -127,12 +162,23 @@ class GymEnvironmentHandler:
             await loop.run(params, trajectory.response)
             await conversation.settle()
         except BaseException:
-            await self._settle_in_time(job, conversation)
+            session.settled = await self._settle_in_time(job, conversation)
             raise
         finally:
             job.progress.weight_versions = conversation.weight_versions
             # Never in the rollout's own time: it is finished whether or not the server forgets it.
-            self._context.farewells.start(f"job {job.id}: forgetting it", conversation.forget())
+            self.context.farewells.start(f"job {job.id}: forgetting it", conversation.forget())
+        session.awaits_verdict = True
+        return trajectory
+
+    def timed_out(self, job: Job, session: GymSession) -> Trajectory | Verdict | None:
+        """What is asked for, where there is a turn, and its tokens."""
+        trajectory, wanted = job.trajectory, self.context.on_timeout
+        if wanted is OnTimeout.MASK or trajectory is None or not (session.settled and job.progress.turns):
+            return None
+        job.progress.finish_reason = "timeout"
+        if wanted is OnTimeout.ZERO:
+            return Verdict(0.0, {**job.row, "response": trajectory.response, "reward": 0.0})
         session.awaits_verdict = True
         return trajectory
 
@@ -140,7 +186,7 @@ class GymEnvironmentHandler:
         """Seconds of this RUN attempt in which the policy could not act; 0.0 if the model server does not tell."""
         try:
             async with asyncio.timeout(_WAITED_S):
-                return await waited(self._context.model, self._attempt_id(job))
+                return await waited(self.context.model, self._attempt_id(job))
         except (RolloutError, TimeoutError, ValueError):
             return 0.0
 
@@ -148,8 +194,8 @@ class GymEnvironmentHandler:
         """Tell a server that asked for it that the agent is done; where nothing will be scored, that all is over."""
         try:
             if session.release_path is not None:
-                answer = await self._context.resources.post(session.release_path, {}, session.cookies)
-                what = f"release at {self._context.resources.name}"
+                answer = await self._server.post(session.release_path, {}, session.cookies)
+                what = f"release at {self._server.name}"
                 require_ok(answer, what, FailureKind.SESSION_RELEASE_FAILED, InfrastructureError)
         except BaseException:
             self._close_behind(job, session)
@@ -164,7 +210,7 @@ class GymEnvironmentHandler:
             TaskError: the verifier refuses the rollout, or answers without a reward.
             InfrastructureError: it fails, cannot be reached, or does not know the session any more.
         """
-        server, session = self._context.resources, trajectory.evidence
+        server, session = self._server, trajectory.evidence
         what = f"{server.name} /verify"
         try:
             answer = await server.post("/verify", {**job.row, "response": trajectory.response}, session.cookies)
@@ -186,7 +232,7 @@ class GymEnvironmentHandler:
 
     async def unreachable(self) -> list[str]:
         """Which of the servers do not answer now."""
-        servers = (self._context.resources, self._context.model)
+        servers = (self._server, self.context.model)
         answering = await asyncio.gather(*(server.answers() for server in servers))
         return [server.name for server, answers in zip(servers, answering, strict=True) if not answers]
 
@@ -200,7 +246,7 @@ class GymEnvironmentHandler:
         return Outcome(failure_state(failure), failure_row(job.row, response, failure), failure=failure)
 
     async def _seed(self, row: dict[str, Any]) -> GymSession:
-        server = self._context.resources
+        server = self._server
         session = GymSession(CookieJar())
         what = f"{server.name} /seed_session"
         answer = await server.post("/seed_session", row, session.cookies)
@@ -211,7 +257,7 @@ class GymEnvironmentHandler:
             if path is not None and not (isinstance(path, str) and _RELEASE_PATH.fullmatch(path)):
                 raise InfrastructureError(f"{what} named a release_path that is no path of that server: {path!r:.200}")
         except InfrastructureError:
-            self._context.farewells.start(f"a session at {server.name}", self._close(session))
+            self.context.farewells.start(f"a session at {server.name}", self._close(session))
             raise
         session.release_path = path
         return session
@@ -224,15 +270,24 @@ class GymEnvironmentHandler:
     async def _take_back(self, job: Job, seeding: asyncio.Future[GymSession]) -> None:
         await self.release(job, await seeding)
 
-    async def _settle_in_time(self, job: Job, conversation: Conversation) -> None:
-        settling = self._context.farewells.start(f"job {job.id}: its tokens", conversation.settle())
-        await asyncio.wait({settling}, timeout=self._context.settle_s)
+    async def _settle_in_time(self, job: Job, conversation: Conversation) -> bool:
+        """Whether the tokens came in time."""
+        settled = False
+
+        async def settle() -> None:
+            nonlocal settled
+            await conversation.settle()
+            settled = True
+
+        settling = self.context.farewells.start(f"job {job.id}: its tokens", settle())
+        await asyncio.wait({settling}, timeout=self.context.settle_s)
         settling.cancel()  # a row that is out must not change any more
+        return settled
 
     async def _close(self, session: GymSession) -> None:
         """Tell a server that has the route that the session is over, once. A server that takes no empty body for it
         keeps nothing by cookie."""
-        server = self._context.resources
+        server = self._server
         if session.closed or _NO_CLOSE in server.traits:
             return
         session.closed = True
@@ -244,4 +299,4 @@ class GymEnvironmentHandler:
 
     def _close_behind(self, job: Job, session: GymSession) -> None:
         if not session.closed:
-            self._context.farewells.start(f"job {job.id}: closing its session", self._close(session))
+            self.context.farewells.start(f"job {job.id}: closing its session", self._close(session))

@@ -17,7 +17,6 @@ from pydantic import ValidationError
 
 from nemo_gym_prorl.failures import CallerError
 from nemo_gym_prorl.rollout.callers import row_key
-from nemo_gym_prorl.rollout.job import Budgets
 from nemo_gym_prorl.rollout.request import JobRequest
 from nemo_gym_prorl.rollout.rows import check_row
 from nemo_gym_prorl.rollout.schemas import SubmitRequest
@@ -40,13 +39,12 @@ class RunRequest:
     key: bytes | None
 
 
-def run_request(row: Any, body: bytes, defaults: Budgets) -> RunRequest:
+def run_request(row: Any, body: bytes) -> RunRequest:
     """Read a call of ``/run``.
 
     Args:
         row: the parsed body.
         body: the bytes it was parsed from.
-        defaults: budgets where the row asks for none.
 
     Raises:
         CallerError: names the field that is wrong, ``rollout.group`` say.
@@ -59,13 +57,13 @@ def run_request(row: Any, body: bytes, defaults: Budgets) -> RunRequest:
         raise CallerError("is no field of a rollout: it stands in the row", field=f"{WISHES}.row")
     row = {name: value for name, value in row.items() if name != WISHES}
     if not wishes:
-        return RunRequest(JobRequest(row, group=group_of(row), budgets=defaults), row_key(row, body))
+        return RunRequest(JobRequest(row, group=group_of(row)), row_key(row, body))
     try:
         asked = SubmitRequest.model_validate({"row": {"responses_create_params": {"input": ""}}, **wishes})
     except ValidationError as error:
         first = error.errors()[0]
         raise CallerError(first["msg"], field=".".join(map(str, (WISHES, *first["loc"])))) from None
-    job = replace(asked.to_request(defaults), row=row, group=asked.group or group_of(row))
+    job = replace(asked.to_request(), row=row, group=asked.group or group_of(row))
     key = row_key(row, body) if job.id is None else b"run:" + job.id.encode()
     return RunRequest(job, key)
 

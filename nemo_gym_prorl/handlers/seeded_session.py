@@ -35,7 +35,7 @@ class SeededSessionHandler(GymEnvironmentHandler):
         """The caller's session."""
         cookies = job.row.get(_COOKIES)
         if not isinstance(cookies, dict):
-            raise CallerError("is for POST /v1/responses, which brings a session along", field="handler")
+            raise CallerError("is for POST /v1/responses, which brings a session along", field="environment")
         return GymSession(CookieJar(dict(cookies)), closed=True)
 
     async def run(self, job: Job, session: GymSession) -> Trajectory:
@@ -71,7 +71,7 @@ def responses_request(params: Any, cookies: dict[str, str]) -> JobRequest:
         field = (error.field or "").removeprefix(_PARAMS).removeprefix(".")
         raise CallerError(error.complaint, field=field or "body") from None
     row = {_PARAMS: params, _COOKIES: cookies}
-    return JobRequest(row, id=f"responses-{uuid.uuid4().hex}", handler=SeededSessionHandler.name, max_attempts=1)
+    return JobRequest(row, id=f"responses-{uuid.uuid4().hex}", environment=SeededSessionHandler.name, max_attempts=1)
 
 
 def responses_answer(job: Job) -> bytes:

@@ -32,14 +32,15 @@ class LoopLimits:
     """When the tool loop ends though the policy would go on.
 
     Attributes:
-        max_turns: policy turns; ``None`` for no bound.
-        max_tokens: prompt plus generated tokens of the latest turn, i.e. the length of the sequence so far.
+        max_steps: policy turns; ``None`` for no bound.
+        max_total_sequence_length: prompt plus generated tokens of the latest turn, i.e. the length of the sequence so
+            far; ``None`` for no bound.
         tool_concurrency: calls of one turn that may be in flight at once. 1 keeps the order in which the policy wrote
             them, which tools that share state (a shell, files) need.
     """
 
-    max_turns: int | None = None
-    max_tokens: int | None = None
+    max_steps: int | None = None
+    max_total_sequence_length: int | None = None
     tool_concurrency: int = 1
 
 
@@ -108,10 +109,11 @@ class ToolLoop:
 
     def _limit_reached(self, turn: dict[str, Any]) -> str | None:
         limits = self._limits
-        if limits.max_turns is not None and self._progress.turns >= limits.max_turns:
-            return "max_turns"
-        if limits.max_tokens is not None and _sequence_length(turn) >= limits.max_tokens:
-            return "max_tokens"
+        if limits.max_steps is not None and self._progress.turns >= limits.max_steps:
+            return "max_steps"
+        longest = limits.max_total_sequence_length
+        if longest is not None and _sequence_length(turn) >= longest:
+            return "max_total_sequence_length"
         return None
 
     async def _call_tools(self, calls: list[dict[str, Any]]) -> list[dict[str, Any]]:

@@ -6,7 +6,7 @@ from __future__ import annotations
 from fnmatch import fnmatchcase
 from ipaddress import ip_address
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Annotated, ClassVar, Literal
 from urllib.parse import urlsplit
 
 from pydantic import Field
@@ -26,7 +26,7 @@ class PolicyConfig(KnownKeys):
         engine: wire protocol; ``auto`` asks the backends, and waits until one answers.
         tokenizer: folder or Hugging Face name; ``null`` takes ``model`` if that is a folder with a tokenizer.
         chat_template: file of a Jinja template that replaces the tokenizer's own.
-        tool_format: how the model writes tool calls.
+        tool_call_parser: how the model writes tool calls (vLLM's word).
         thoughts: whether a leading ``<think>`` block is taken as reasoning.
         history: keep tokens as sampled when the template would rewrite them, or start a branch.
         limit: live rollouts per backend at most.
@@ -38,13 +38,15 @@ class PolicyConfig(KnownKeys):
         control_token: bearer token that every route asks for; ``null`` for none.
     """
 
+    renamed_keys: ClassVar = {"tool_format": "tool_call_parser", "tool_parser": "tool_call_parser"}
+
     base_url: list[str]
     api_key: str | list[str] = ""
     model: str
     engine: Literal["auto", "vllm", "vllm_chat", "nemo_rl", "sglang"] = "auto"
     tokenizer: str | None = None
     chat_template: str | None = None
-    tool_format: str = "hermes"
+    tool_call_parser: str = "hermes"
     thoughts: bool = True
     history: Rewriting = "keep"
     limit: Annotated[int, Field(ge=1)] = 256

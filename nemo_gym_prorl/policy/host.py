@@ -37,8 +37,8 @@ class PolicyHost:
     """
 
     def __init__(self, config: PolicyConfig, backends: Backends | None = None) -> None:
-        if config.tool_format not in FORMATS:
-            raise CallerError(f"{config.tool_format!r} is none of {', '.join(FORMATS)}", field="tool_format")
+        if config.tool_call_parser not in FORMATS:
+            raise CallerError(f"{config.tool_call_parser!r} is none of {', '.join(FORMATS)}", field="tool_call_parser")
         self.config = config
         self.backends = backends if backends is not None else Backends(config)
         self.backends.on_change = self._look
@@ -135,7 +135,7 @@ class PolicyHost:
                 placement,
                 self.metrics,
                 renderer=self._renderer if engine.takes_tokens else None,
-                tool_format=config.tool_format,
+                tool_format=config.tool_call_parser,
                 thoughts=config.thoughts,
                 history=config.history,
                 keep_s=config.keep_s,

@@ -81,7 +81,7 @@ def rollout_router(pipeline: Pipeline, metrics: PipelineMetrics) -> APIRouter:
     )
     async def submit(body: SubmitRequest) -> JobView:
         """Submit a rollout. The same `id` and row again answer with the job that exists."""
-        job = pipeline.submit(body.to_request(pipeline.settings.budgets))
+        job = pipeline.submit(body.to_request())
         return JobView.of(job)
 
     @router.get(

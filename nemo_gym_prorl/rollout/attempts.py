@@ -48,6 +48,8 @@ class Attempt:
         self._cancel_grace_s = cancel_grace_s
         self._spawn = spawn
         self._interrupt: asyncio.Future[JobCancelled] = asyncio.get_running_loop().create_future()
+        self.abandoned = False
+        """The work ignored its cancellation and may still go on."""
         self.idle_s = 0.0
         """Seconds in which the agent could not act, for lack of a backend; known where the budget ran out."""
 
@@ -75,6 +77,7 @@ class Attempt:
         task.cancel()
         await asyncio.wait({task}, timeout=self._cancel_grace_s)
         if not task.done():
+            self.abandoned = True
             self._calls.abandoned += 1
             LOGGER.error("%s of job %s ignores its cancellation and was abandoned", stage, job.id)
             task.add_done_callback(self._came_late)

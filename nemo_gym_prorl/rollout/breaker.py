@@ -2,12 +2,15 @@
 """Which servers are out, what may not start meanwhile, and when to try one job again.
 
 A dead server fails every rollout that meets it within milliseconds, so a queue of hours would be gone in seconds.
-While one cannot be reached, no rollout begins, and no job goes on into a stage in which that server failed one. There
-are two ways back:
+While one cannot be reached, no rollout of the environment begins, and none goes on into a stage in which that server
+failed one. There are two ways back:
 
 - a handler that can ask its servers whether they answer (``unreachable``) is asked, and one that answers is in again;
-- where no handler can, one job is let through as a trial after a pause that doubles each time: if the stage in which
+- where it cannot, one job is let through as a trial after a pause that doubles each time: if the stage in which
   the server failed goes well for it, the server is in again.
+
+Each environment of a service has a breaker of its own, so that the dead server of one holds up no other's rows. A
+server that several share is found dead by each for itself, with its first rollout that meets it.
 
 Pure: it owns no task and no clock. Each method takes the time; the pipeline carries out what follows.
 """
@@ -28,20 +31,18 @@ class Outage:
     Attributes:
         since: when the first job met it.
         reason: what that job met, for people.
-        handler: name of the handler whose server it is.
         stages: where jobs have met it.
         probed: its handler can tell when it answers again.
     """
 
     since: float
     reason: str
-    handler: str
     stages: set[Stage] = field(default_factory=set)
     probed: bool = False
 
 
 class Breaker:
-    """The outages of one pipeline.
+    """The outages of one environment.
 
     Args:
         first_s: pause before the first trial.
@@ -76,12 +77,12 @@ class Breaker:
 
     # -- events --------------------------------------------------------------------------------------------------
 
-    def failed(self, server: str, job_id: str, handler: str, stage: Stage, reason: str, now: float) -> None:
+    def failed(self, server: str, job_id: str, stage: Stage, reason: str, now: float) -> None:
         """A job could not reach a server. If it was the trial, the next one comes after twice the pause."""
         if not self._outages:
             self._pause_s = self._first_s
             self._next_trial = now + self._pause_s
-        self._outages.setdefault(server, Outage(now, reason, handler)).stages.add(stage)
+        self._outages.setdefault(server, Outage(now, reason)).stages.add(stage)
         if job_id == self._trial:
             self._trial = None
             self._pause_s = min(self._pause_s * 2, self._longest_s)
@@ -91,16 +92,14 @@ class Breaker:
         """That job is let through."""
         self._trial = job_id
 
-    def ended(self, job_id: str, handler: str, stage: Stage, now: float, *, well: bool) -> None:
+    def ended(self, job_id: str, stage: Stage, now: float, *, well: bool) -> None:
         """A stage's work on a job ended without such a failure. Only the trial says anything about a server, and only
         if the work went well and was of the kind that failed before."""
         if job_id != self._trial:
             return
         self._trial = None
         if well:
-            self.answered(
-                [name for name, out in self._outages.items() if out.handler == handler and stage in out.stages]
-            )
+            self.answered([name for name, out in self._outages.items() if stage in out.stages])
         else:
             self._next_trial = now + self._pause_s
 

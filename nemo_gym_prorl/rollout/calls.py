@@ -28,7 +28,8 @@ from nemo_gym_prorl.failures import (
     is_text,
     unexpected_kind,
 )
-from nemo_gym_prorl.rollout.handler import HandlerRegistry, TellsUnreachable, TellsWaiting
+from nemo_gym_prorl.rollout.environments import Environments
+from nemo_gym_prorl.rollout.handler import EndsTimeouts, TellsUnreachable, TellsWaiting
 from nemo_gym_prorl.rollout.job import FAILED_STATES, Job, JobState, Outcome, Trajectory, Verdict, failure_state
 from nemo_gym_prorl.rollout.tasks import begin
 
@@ -43,12 +44,12 @@ class HandlerCalls:
     """The handlers of one pipeline, as it calls them.
 
     Args:
-        handlers: them.
+        handlers: them, by environment.
         release_s: how long a session may take to be released.
         cancel_grace_s: how long a release that was cancelled may take to come back.
     """
 
-    def __init__(self, handlers: HandlerRegistry, release_s: float, cancel_grace_s: float) -> None:
+    def __init__(self, handlers: Environments, release_s: float, cancel_grace_s: float) -> None:
         self._handlers = handlers
         self._release_s = release_s
         self._cancel_grace_s = cancel_grace_s
@@ -62,7 +63,7 @@ class HandlerCalls:
             Exception: whatever the handler raised; what is no :class:`Exception` as one.
         """
         try:
-            handler = self._handlers.get(job.handler)
+            handler = self._handlers.get(job.environment)
             if stage is Stage.INIT:
                 return await handler.init(job)
             if stage is Stage.RUN:
@@ -114,7 +115,7 @@ class HandlerCalls:
         to the rollout stays what it was; what the handler did besides is told with it."""
         trace = None
         try:
-            outcome = self._handlers.get(job.handler).on_failure(job, stage, failure)
+            outcome = self._handlers.get(job.environment).on_failure(job, stage, failure)
             fault = _fault(outcome)
         except BaseException as error:  # also exit(): the call runs in the event loop itself
             LOGGER.exception("on_failure of handler %s failed", job.handler)
@@ -129,7 +130,7 @@ class HandlerCalls:
     async def waited(self, job: Job) -> float:
         """Seconds of this RUN attempt in which the agent could not act; 0 if the handler cannot tell."""
         try:
-            handler = self._handlers.get(job.handler)
+            handler = self._handlers.get(job.environment)
             if not isinstance(handler, TellsWaiting):
                 return 0.0
             seconds = await _within(ASK_S, handler.waited(job))
@@ -140,20 +141,35 @@ class HandlerCalls:
             return 0.0
         return seconds if _is_number(seconds) and seconds > 0 else 0.0
 
-    async def unreachable(self, name: str) -> frozenset[str] | None:
-        """The servers of a handler that do not answer now; ``None`` if it cannot tell."""
+    def timed_out(self, job: Job) -> Trajectory | Outcome | None:
+        """What counts of a job whose RUN budget is used up: a trajectory to be scored, or how it ended; ``None`` if
+        nothing does, which is also what becomes of a handler's error."""
         try:
-            handler = self._handlers.get(name)
+            handler = self._handlers.get(job.environment)
+            value = handler.timed_out(job, job.session) if isinstance(handler, EndsTimeouts) else None
+            if value is None:
+                return None
+            return self._scored(job, value) if isinstance(value, Verdict) else self._trajectory(job, value)
+        except BaseException as error:  # also exit(): the call runs in the event loop itself
+            LOGGER.warning(
+                "job %s: timed_out of handler %s failed: %s", job.id, job.handler, classify(error, None).reason
+            )
+            return None
+
+    async def unreachable(self, environment: str) -> frozenset[str] | None:
+        """The servers of an environment that do not answer now; ``None`` if its handler cannot tell."""
+        try:
+            handler = self._handlers.get(environment)
             if not isinstance(handler, TellsUnreachable):
                 return None
             return frozenset(await _within(ASK_S, handler.unreachable()))
         except Exception as error:
-            LOGGER.warning("unreachable of handler %s failed: %s", name, classify(error, None).reason)
+            LOGGER.warning("unreachable of environment %s failed: %s", environment, classify(error, None).reason)
             return None
 
     async def _release(self, job: Job, session: Any) -> None:
         try:
-            await self._handlers.get(job.handler).release(job, session)
+            await self._handlers.get(job.environment).release(job, session)
         except (SystemExit, KeyboardInterrupt) as error:
             raise RuntimeError(f"release raised {type(error).__name__}") from error
 

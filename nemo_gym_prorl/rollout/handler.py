@@ -3,17 +3,21 @@
 
 A handler knows what INIT, RUN and EVAL mean for its tasks, and nothing of pools, budgets, retries or cancellation. It
 is found through the entry-point group ``nemo_gym_prorl.agent_handlers``, so a new kind of task is a new package and
-touches no file here. Which handler runs a row is decided by the row's ``data_source`` if a handler of that name is
-installed, else by the service's configuration.
+touches no file here. An environment of the service names its handler (:mod:`~nemo_gym_prorl.rollout.environments`),
+and may give it a configuration of its own.
 """
 
 from __future__ import annotations
 
+import difflib
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from importlib.metadata import EntryPoint, entry_points
 from typing import Any, Protocol, runtime_checkable
 
+from pydantic import BaseModel, ValidationError
+
 from nemo_gym_prorl.failures import CallerError, Failure, Stage
+from nemo_gym_prorl.known_keys import refuse_unknown
 from nemo_gym_prorl.rollout.job import Job, Outcome, Trajectory, Verdict
 
 
@@ -78,62 +82,83 @@ class TellsUnreachable(Protocol):
         ...
 
 
+@runtime_checkable
+class EndsTimeouts(Protocol):
+    """Optional: a handler for which a rollout whose RUN budget is used up may end well. Without it, and where it says
+    ``None``, such a rollout fails as ``agent_timeout``."""
+
+    def timed_out(self, job: Job, session: Any) -> Trajectory | Verdict | None:
+        """What counts instead: a trajectory, to be scored as it is, or a verdict that needs no scoring. Called when
+        ``run`` has come back from its cancellation, before ``release``."""
+        ...
+
+
 HandlerFactory = Callable[[Any], AgentHandler]
-"""Builds a handler from the service's context (see ``handlers.gym_environment.GymContext``)."""
+"""Builds a handler from its context (``handlers.gym_environment.GymContext``), of which ``config`` is its own
+configuration. If it has an attribute ``Config``, a pydantic model, the configuration is one of those, else a dict."""
 
 
 class HandlerRegistry:
-    """Installed handlers, each built at first use.
+    """Installed handlers, imported when they are first asked for.
 
     Args:
-        context: passed to each factory.
-        default: the handler for rows whose ``data_source`` names none.
         builtin: name → factory of handlers that need no entry point, since they come with the service.
 
     Raises:
-        CallerError: the default is not installed, or two packages registered one name.
+        CallerError: two packages registered one name.
     """
 
-    def __init__(self, context: Any, default: str, builtin: Mapping[str, HandlerFactory]) -> None:
-        self._context = context
-        self._default = default
-        self._factories = {**builtin, **_installed(entry_points(group=ENTRY_POINT_GROUP))}
-        self._handlers: dict[str, AgentHandler] = {}
-        self._require(default, field="handler")
+    def __init__(self, builtin: Mapping[str, HandlerFactory]) -> None:
+        self.plugins = _installed(entry_points(group=ENTRY_POINT_GROUP))
+        """Name → entry point of the handlers that other packages bring."""
+        self._builtin = builtin
 
     @property
     def names(self) -> list[str]:
         """Installed handlers, sorted."""
-        return sorted(self._factories)
+        return sorted({*self._builtin, *self.plugins})
 
-    def choose(self, row: Mapping[str, Any], name: str | None = None) -> str:
-        """The handler for a row: the one asked for, else the row's ``data_source``, else the default.
+    def require(self, name: str, field: str) -> None:
+        """Refuse a handler that is not installed.
 
         Raises:
-            CallerError: the one asked for is not installed.
+            CallerError: with ``field``, and the nearest of those that are.
         """
-        if name is not None:
-            self._require(name, field="handler")
-            return name
-        source = row.get("data_source")
-        return source if isinstance(source, str) and source in self._factories else self._default
-
-    def get(self, name: str) -> AgentHandler:
-        """The handler of that name, built at first use."""
-        if name not in self._handlers:
-            self._handlers[name] = self._factories[name](self._context)
-        return self._handlers[name]
-
-    def _require(self, name: str, field: str) -> None:
-        if name not in self._factories:
+        if name not in self._builtin and name not in self.plugins:
+            nearest = difflib.get_close_matches(name, self.names, 1, 0.5)
+            hint = f"; the nearest: {nearest[0]}" if nearest else ""
             raise CallerError(
-                f"no agent handler {name!r} is installed; installed are {', '.join(self.names) or 'none'}. A package "
-                f"registers one in its entry-point group {ENTRY_POINT_GROUP!r}",
+                f"no agent handler {name!r} is installed{hint}; installed are {', '.join(self.names) or 'none'}. A "
+                f"package registers one in its entry-point group {ENTRY_POINT_GROUP!r}",
                 field=field,
             )
 
+    def factory(self, name: str) -> HandlerFactory:
+        """The factory of an installed handler; imports its package."""
+        plugin = self.plugins.get(name)
+        if plugin is None:
+            return self._builtin[name]
+        factory: HandlerFactory = plugin.load()
+        return factory
 
-def _installed(points: Iterable[EntryPoint]) -> dict[str, HandlerFactory]:
+    def config(self, name: str, given: Mapping[str, Any], field: str) -> Any:
+        """A handler's own configuration, as its model has it; without a model what was given.
+
+        Raises:
+            CallerError: the model refuses it, or has no such key; names the key below ``field``.
+        """
+        model = getattr(self.factory(name), "Config", None)
+        if not (isinstance(model, type) and issubclass(model, BaseModel)):
+            return dict(given)
+        try:
+            refuse_unknown(model, given)
+            return model.model_validate(given)
+        except ValidationError as error:
+            first = error.errors()[0]
+            raise CallerError(first["msg"], field=".".join(map(str, (field, *first["loc"])))) from None
+
+
+def _installed(points: Iterable[EntryPoint]) -> dict[str, EntryPoint]:
     found: dict[str, EntryPoint] = {}
     for point in points:
         other = found.setdefault(point.name, point)
@@ -142,12 +167,4 @@ def _installed(points: Iterable[EntryPoint]) -> dict[str, HandlerFactory]:
                 f"two agent handlers are named {point.name!r}: {other.value} and {point.value}; uninstall one",
                 field="handler",
             )
-    return {name: _lazy(point) for name, point in found.items()}
-
-
-def _lazy(point: EntryPoint) -> HandlerFactory:
-    def build(context: Any) -> AgentHandler:
-        factory: HandlerFactory = point.load()
-        return factory(context)
-
-    return build
+    return found

@@ -54,7 +54,8 @@ TRANSITIONS: dict[JobState, frozenset[JobState]] = {
     # Back to QUEUED is a retry: the attempt's session is gone and the next one starts afresh.
     JobState.INITIALIZING: frozenset({JobState.READY, JobState.QUEUED}) | FAILED_STATES,
     JobState.READY: frozenset({JobState.RUNNING}) | FAILED_STATES,
-    JobState.RUNNING: frozenset({JobState.EVALUATING, JobState.QUEUED}) | FAILED_STATES,
+    # Straight to the end: a time-out that counts as it is, with nothing to score.
+    JobState.RUNNING: frozenset({JobState.EVALUATING, JobState.QUEUED, JobState.SUCCEEDED}) | FAILED_STATES,
     # A retry of EVAL keeps the trajectory and stays here; where its session is lost only a new attempt can help.
     JobState.EVALUATING: frozenset({JobState.SUCCEEDED, JobState.QUEUED}) | FAILED_STATES,
     **{state: frozenset() for state in _TERMINAL},
@@ -94,8 +95,9 @@ class Progress:
     Attributes:
         turns: policy turns taken.
         tool_calls: tool calls executed.
-        finish_reason: why the loop ended: ``stop``, ``max_turns``, ``max_tokens``, ``length`` or
-            ``context_overflow``; ``None`` while it goes on, or if it was cut short.
+        finish_reason: why the loop ended: ``stop``, ``max_steps``, ``max_total_sequence_length``, ``length``,
+            ``context_overflow``, or ``timeout`` where a rollout without RUN budget counts all the same; ``None`` while
+            it goes on, or if it was cut short.
         weight_versions: per turn, the labels of the weights that sampled it, where the model server tells:
             ``{"turn": 0, "first": …, "last": …}``.
     """
@@ -217,6 +219,7 @@ class Job:
         id: unique; chosen by the caller or by the service.
         stored_row: the dataset row, as sent; as JSON once the job has its outcome. Read it as :attr:`row`.
         digest: of the row (:func:`row_digest`): the same id with another row is another job.
+        environment: where it belongs (:mod:`~nemo_gym_prorl.rollout.environments`).
         handler: name of the handler that knows how to run it.
         group: the rollouts of one prompt share a group; ``None`` if the caller has none.
         client: whose job it is, for fair share between callers.
@@ -234,6 +237,7 @@ class Job:
     id: str
     stored_row: dict[str, Any] | bytes
     digest: bytes
+    environment: str
     handler: str
     submitted_at: float
     group: str | None = None

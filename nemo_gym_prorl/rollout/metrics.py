@@ -27,12 +27,15 @@ class _Pools(Collector):
     def collect(self) -> Iterable[Metric]:
         scheduler = self._pipeline.scheduler
         slots = GaugeMetricFamily("prorl_stage_slots", "Slots of a stage's pool.", labels=["stage"])
-        working = GaugeMetricFamily("prorl_stage_working", "Slots in use.", labels=["stage"])
-        waiting = GaugeMetricFamily("prorl_stage_waiting", "Jobs queued for a stage.", labels=["stage"])
+        working = GaugeMetricFamily("prorl_stage_working", "Slots in use.", labels=["stage", "environment"])
+        waiting = GaugeMetricFamily("prorl_stage_waiting", "Jobs queued for a stage.", labels=["stage", "environment"])
         for stage in Stage:
             slots.add_metric([stage.value], scheduler.sizes.of(stage))
-            working.add_metric([stage.value], scheduler.working(stage))
-            waiting.add_metric([stage.value], scheduler.waiting(stage))
+        counts = scheduler.by_environment()
+        for name in self._pipeline.environments.names:
+            for stage in Stage:
+                working.add_metric([stage.value, name], counts[name, stage, True])
+                waiting.add_metric([stage.value, name], counts[name, stage, False])
         yield from (slots, working, waiting)
         yield GaugeMetricFamily("prorl_sessions", "Sandboxes held by INIT, READY and RUN.", value=scheduler.sessions)
         yield GaugeMetricFamily(
@@ -42,10 +45,13 @@ class _Pools(Collector):
             "prorl_unread_bytes", "Of that, results that nobody has read.", value=self._pipeline.store.unread_bytes
         )
         out = GaugeMetricFamily(
-            "prorl_server_unreachable", "1 while no rollout begins since this server is out.", labels=["server"]
+            "prorl_server_unreachable",
+            "1 while no rollout of the environment begins since this server is out.",
+            labels=["server", "environment"],
         )
-        for server in self._pipeline.held:
-            out.add_metric([server], 1)
+        for server, held in self._pipeline.held.items():
+            for name in held.environments:
+                out.add_metric([server, name], 1)
         yield out
         yield GaugeMetricFamily("prorl_abandoned", "Calls that ignored cancellation.", value=self._pipeline.abandoned)
 
@@ -61,12 +67,15 @@ class PipelineMetrics:
         self._registry = CollectorRegistry()
         self._registry.register(_Pools(pipeline))
         self._outcomes = Counter(
-            "prorl_rollouts", "Rollouts that ended.", ["state", "failure_kind"], registry=self._registry
+            "prorl_rollouts", "Rollouts that ended.", ["state", "failure_kind", "environment"], registry=self._registry
         )
         self._failures = Counter(
-            "prorl_failed_attempts", "Attempts that failed.", ["stage", "failure_kind"], registry=self._registry
+            "prorl_failed_attempts",
+            "Attempts that failed.",
+            ["stage", "failure_kind", "environment"],
+            registry=self._registry,
         )
-        labels = ["stage"]
+        labels = ["stage", "environment"]
         self._worked = Histogram(
             "prorl_stage_worked_seconds", "Work per rollout.", labels, buckets=_SECONDS, registry=self._registry
         )
@@ -74,7 +83,11 @@ class PipelineMetrics:
             "prorl_stage_waited_seconds", "Queue time per rollout.", labels, buckets=_SECONDS, registry=self._registry
         )
         self._turns = Histogram(
-            "prorl_turns", "Policy turns per rollout.", buckets=(1, 2, 4, 8, 16, 32, 64, 128), registry=self._registry
+            "prorl_turns",
+            "Policy turns per rollout.",
+            ["environment"],
+            buckets=(1, 2, 4, 8, 16, 32, 64, 128),
+            registry=self._registry,
         )
         pipeline.on_finish.append(self._finished)
 
@@ -84,11 +97,12 @@ class PipelineMetrics:
 
     def _finished(self, job: Job) -> None:
         failure = job.outcome.failure if job.outcome else None
-        self._outcomes.labels(job.state.value, failure.kind.value if failure else "").inc()
+        where = job.environment
+        self._outcomes.labels(job.state.value, failure.kind.value if failure else "", where).inc()
         for attempt in job.failures:
-            self._failures.labels(attempt.stage.value if attempt.stage else "", attempt.kind.value).inc()
+            self._failures.labels(attempt.stage.value if attempt.stage else "", attempt.kind.value, where).inc()
         for stage, spent in job.times.items():
             if spent.attempts:
-                self._worked.labels(stage.value).observe(spent.worked_s)
-                self._waited.labels(stage.value).observe(spent.waited_s)
-        self._turns.observe(job.progress.turns)
+                self._worked.labels(stage.value, where).observe(spent.worked_s)
+                self._waited.labels(stage.value, where).observe(spent.waited_s)
+        self._turns.labels(where).observe(job.progress.turns)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Carries out what the breaker decides: puts stages on hold, asks handlers for their servers, lets trials through."""
+"""Carries out what the breakers decide: puts stages on hold, asks handlers for their servers, lets trials through."""
 
 from __future__ import annotations
 
@@ -26,10 +26,12 @@ class HeldUp:
     Attributes:
         reason: what the first job met.
         since: seconds since the epoch.
+        environments: those whose rollouts do not begin.
     """
 
     reason: str
     since: float
+    environments: tuple[str, ...]
 
 
 class OutageWatch:
@@ -39,7 +41,7 @@ class OutageWatch:
         calls: asks handlers.
         scheduler: whose stages are put on hold.
         carry_out: what to do with jobs that may start.
-        tick: called after each look at the servers, to give up what has waited too long.
+        tick: called with an environment after each look at its servers, to give up what has waited too long.
         clock: monotonic seconds.
         probe_s: pause between two looks.
     """
@@ -49,83 +51,105 @@ class OutageWatch:
         calls: HandlerCalls,
         scheduler: StageScheduler,
         carry_out: Callable[[list[Start]], None],
-        tick: Callable[[], None],
+        tick: Callable[[str], None],
         clock: Callable[[], float],
         probe_s: float,
     ) -> None:
-        self.breaker = Breaker()
+        self._breakers: dict[str, Breaker] = {}
         self._calls = calls
         self._scheduler = scheduler
         self._carry_out = carry_out
         self._tick = tick
         self._clock = clock
         self._probe_s = probe_s
-        self._watch: asyncio.Task[None] | None = None
+        self._watches: dict[str, asyncio.Task[None]] = {}
 
     @property
     def held(self) -> dict[str, HeldUp]:
-        """Each server that is out."""
+        """Each server that is out for some environment."""
         ago = time.time() - self._clock()
-        return {name: HeldUp(out.reason, ago + out.since) for name, out in self.breaker.outages.items()}
+        found: dict[str, HeldUp] = {}
+        for environment, breaker in self._breakers.items():
+            for server, outage in breaker.outages.items():
+                since, known = ago + outage.since, found.get(server)
+                if known is None:
+                    found[server] = HeldUp(outage.reason, since, (environment,))
+                else:
+                    first = min(known.since, since)
+                    found[server] = HeldUp(known.reason, first, (*known.environments, environment))
+        return found
 
-    @property
-    def since(self) -> float | None:
-        """Since when any server has been out, by the pipeline's clock; ``None`` if all are in."""
-        return min((outage.since for outage in self.breaker.outages.values()), default=None)
+    def since(self, environment: str) -> float | None:
+        """Since when any server of an environment has been out, by the pipeline's clock; ``None`` if all are in."""
+        return min((outage.since for outage in self._of(environment).outages.values()), default=None)
+
+    def reason(self, environment: str) -> tuple[str, str]:
+        """A server of the environment that is out, and what the first job met."""
+        server, outage = next(iter(self._of(environment).outages.items()))
+        return server, outage.reason
 
     async def met(self, job: Job, stage: Stage, failure: Failure) -> bool:
         """A job lost its connection: ``True`` if the server is out, so that it is not the job's attempt that failed.
 
         A server that answers all the same has dropped this one call, and may do so again whenever it gets it.
         """
-        server = failure.server
+        server, environment = failure.server, job.environment
         assert server is not None, "only a connection to a server that has a name is looked at"
+        breaker = self._of(environment)
         probed = False
-        if server not in self.breaker.outages:
-            down = await self._calls.unreachable(job.handler)
+        if server not in breaker.outages:
+            down = await self._calls.unreachable(environment)
             probed = down is not None
             if not (server in down if down is not None else failure.kind is not FailureKind.TRANSPORT_PEER_DROP):
                 return False
-        if server not in self.breaker.outages:
-            LOGGER.warning("%s is out, no rollout begins until it answers: %s", server, failure.reason)
-        self.breaker.failed(server, job.id, job.handler, stage, failure.reason, self._clock())
-        self.breaker.outages[server].probed |= probed
-        self._hold()
-        if self._watch is None or self._watch.done():
-            self._watch = asyncio.create_task(self._until_all_answer())
+        if server not in breaker.outages:
+            LOGGER.warning(
+                "%s is out, no rollout of %s begins until it answers: %s", server, environment, failure.reason
+            )
+        breaker.failed(server, job.id, stage, failure.reason, self._clock())
+        breaker.outages[server].probed |= probed
+        self._hold(environment)
+        watch = self._watches.get(environment)
+        if watch is None or watch.done():
+            self._watches[environment] = asyncio.create_task(self._until_all_answer(environment))
         return True
 
     def ended(self, job: Job, stage: Stage, *, well: bool) -> None:
         """A stage's work on a job ended without losing a server."""
-        self.breaker.ended(job.id, job.handler, stage, self._clock(), well=well)
-        self._hold()
+        if job.environment in self._breakers:
+            self._breakers[job.environment].ended(job.id, stage, self._clock(), well=well)
+            self._hold(job.environment)
 
     async def close(self) -> None:
         """Look no more."""
-        if self._watch is not None:
-            self._watch.cancel()
-            await asyncio.wait({self._watch})
+        for watch in self._watches.values():
+            watch.cancel()
+        if self._watches:
+            await asyncio.wait({*self._watches.values()})
 
-    def _hold(self) -> None:
-        if self._scheduler.held != (held := self.breaker.held):
-            self._carry_out(self._scheduler.hold(held))
+    def _of(self, environment: str) -> Breaker:
+        return self._breakers.setdefault(environment, Breaker())
 
-    async def _until_all_answer(self) -> None:
-        while outages := self.breaker.outages:
+    def _hold(self, environment: str) -> None:
+        held = self._of(environment).held
+        if self._scheduler.held(environment) != held:
+            self._carry_out(self._scheduler.hold(environment, held))
+
+    async def _until_all_answer(self, environment: str) -> None:
+        breaker = self._of(environment)
+        while breaker.outages:
             await asyncio.sleep(self._probe_s)
-            for handler in {outage.handler for outage in outages.values()}:
-                down = await self._calls.unreachable(handler)
-                for outage in outages.values():
-                    if outage.handler == handler:
-                        outage.probed = down is not None
-                if down is not None:
-                    back = [name for name, out in outages.items() if out.handler == handler and name not in down]
-                    self.breaker.answered(back)
-                    for name in back:
-                        LOGGER.warning("%s answers again", name)
-            self._hold()
-            self._tick()
-            if self.breaker.wants_trial(self._clock()):
-                for start in self._scheduler.admit():
-                    self.breaker.trying(start.job_id)
+            down = await self._calls.unreachable(environment)
+            for outage in breaker.outages.values():
+                outage.probed = down is not None
+            if down is not None:
+                back = [name for name in breaker.outages if name not in down]
+                breaker.answered(back)
+                for name in back:
+                    LOGGER.warning("%s answers again", name)
+            self._hold(environment)
+            self._tick(environment)
+            if breaker.wants_trial(self._clock()):
+                for start in self._scheduler.admit(environment):
+                    breaker.trying(start.job_id)
                     self._carry_out([start])

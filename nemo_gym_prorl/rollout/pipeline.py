@@ -5,8 +5,10 @@ There are no worker loops that an exception could end: a slot is a number in :cl
 `Start` becomes one task that always gives its slot back. What a handler may do wrong is bounded here, once:
 
 - it raises, or returns what it should not → that is classified, the attempt ends, infrastructure trouble is retried;
-- it loses a server that everybody needs → no rollout begins until that answers, and the attempt is not counted;
-- it takes too long → it is cancelled when the stage's budget is used up; what RUN waited for a backend is not charged;
+- it loses a server that its environment needs → no rollout of that begins until the server answers, and the attempt is
+  not counted;
+- it takes too long → it is cancelled when the stage's budget is used up; what RUN waited for a backend is not charged,
+  and what RUN has reached by then may count, if the handler says so;
 - it ignores cancellation → after a grace it is abandoned: its slot comes back, it is counted, and a session that it
   returns later is still released;
 - its release hangs → release is bounded too, and the attempt ends as ``session_release_failed``, because scoring while
@@ -21,10 +23,11 @@ import time
 import uuid
 from collections import Counter
 from collections.abc import Awaitable, Callable, Coroutine
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from nemo_gym_prorl.failures import (
+    BudgetExceeded,
     CallerError,
     Failure,
     FailureKind,
@@ -35,8 +38,8 @@ from nemo_gym_prorl.failures import (
 )
 from nemo_gym_prorl.rollout.attempts import Attempt
 from nemo_gym_prorl.rollout.calls import HandlerCalls
-from nemo_gym_prorl.rollout.handler import HandlerRegistry
-from nemo_gym_prorl.rollout.job import Job, JobState, Outcome, Progress, row_digest
+from nemo_gym_prorl.rollout.environments import Environments
+from nemo_gym_prorl.rollout.job import Job, JobState, Outcome, Progress, Trajectory, row_digest
 from nemo_gym_prorl.rollout.outages import HeldUp, OutageWatch
 from nemo_gym_prorl.rollout.request import Draining, JobConflict, JobRequest, QueueFull, RolloutForgotten
 from nemo_gym_prorl.rollout.settings import PipelineSettings
@@ -76,22 +79,22 @@ class Pipeline:
     """One staged pipeline and its jobs.
 
     Args:
-        handlers: the installed handlers.
+        environments: whose rollouts it runs.
         settings: bounds and defaults.
         clock: monotonic seconds; what stages are charged by.
     """
 
     def __init__(
         self,
-        handlers: HandlerRegistry,
+        environments: Environments,
         settings: PipelineSettings | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        self.handlers = handlers
+        self.environments = environments
         self.settings = settings or PipelineSettings()
         self.store = JobStore(self.settings.retain_bytes, self.settings.keep_unread_s, clock)
         self.scheduler = StageScheduler(self.settings.stages)
-        self._calls = HandlerCalls(handlers, self.settings.release_s, self.settings.cancel_grace_s)
+        self._calls = HandlerCalls(environments, self.settings.release_s, self.settings.cancel_grace_s)
         self._outages = OutageWatch(
             self._calls, self.scheduler, self._carry_out, self._give_up_waiting, clock, self.settings.probe_s
         )
@@ -124,7 +127,7 @@ class Pipeline:
 
         Raises:
             QueueFull, JobConflict, RolloutForgotten, Draining.
-            CallerError: the row cannot be written as JSON, or the request names a handler that is not installed.
+            CallerError: the row cannot be written as JSON, or belongs to no environment that there is.
         """
         try:
             digest = row_digest(request.row)
@@ -142,6 +145,8 @@ class Pipeline:
                 raise RolloutForgotten(
                     f"rollout {request.id!r} has ended and is forgotten; a new one needs another id"
                 )
+        environment = self.environments.choose(request.row, request.environment)
+        budgets = environment.budgets or self.settings.budgets
         if self.draining:
             raise Draining("the service is draining and takes no new rollouts")
         if bounded:
@@ -150,18 +155,19 @@ class Pipeline:
             id=request.id or uuid.uuid4().hex,
             stored_row=request.row,
             digest=digest,
-            handler=self.handlers.choose(request.row, request.handler),
+            environment=environment.name,
+            handler=environment.handler,
             submitted_at=time.time(),
             group=request.group,
             client=request.client,
             priority=request.priority,
-            budgets=request.budgets or self.settings.budgets,
+            budgets=replace(budgets, **{stage.value: given for stage, given in request.budgets.items()}),
             max_attempts=request.max_attempts or self.settings.max_attempts,
             held=request.held,
         )
         self.store.add(job, job.submitted_at)
         self._controls[job.id] = _Control(since=self._clock())
-        self._carry_out(self.scheduler.submit(job.id, job.client, job.priority))
+        self._carry_out(self.scheduler.submit(job.id, job.client, job.priority, job.environment))
         return job
 
     def _refuse_if_full(self) -> None:
@@ -249,7 +255,8 @@ class Pipeline:
         spent = job.times[stage]
         spent.attempts += 1
         spent.waited_s += self._clock() - control.since
-        if stage in self.scheduler.held and (since := self._outages.since) is not None:  # let through as a trial
+        since = self._outages.since(job.environment)
+        if since is not None and stage in self.scheduler.held(job.environment):  # let through as a trial
             control.held_up.setdefault(stage, max(since, control.since))
         if job.state is not _WORKING_STATE[stage]:
             self._move(job, _WORKING_STATE[stage])
@@ -265,11 +272,14 @@ class Pipeline:
         except Exception as caught:  # the border at which every failure of a handler is classified
             error = caught
         control.attempt = None
+        if stage is Stage.RUN and isinstance(error, BudgetExceeded) and not attempt.abandoned:
+            value = self._calls.timed_out(job)
+            error = error if value is None else None
         spent.worked_s += self._clock() - started - attempt.idle_s
         spent.waited_s += attempt.idle_s
         if error is None and stage is Stage.INIT:
             job.session = value
-        elif error is None and stage is Stage.RUN:
+        elif error is None and isinstance(value, Trajectory):
             job.trajectory = value
         if job.session is not None and (stage is Stage.RUN or error is not None or control.cancelled is not None):
             release_error = await self._release(job)
@@ -284,7 +294,7 @@ class Pipeline:
             failure = classify(control.cancelled, stage)
         control.since = self._clock()
         if failure is None:
-            if self._outages.since is None:
+            if self._outages.since(job.environment) is None:
                 for passed in [*Stage][: [*Stage].index(stage) + 1]:
                     control.held_up.pop(passed, None)
             self._go_on(job, stage, value)
@@ -301,7 +311,7 @@ class Pipeline:
         if stage is Stage.INIT:
             self._move(job, JobState.READY)
             self._carry_out(self.scheduler.worked(job.id, Stage.RUN))
-        elif stage is Stage.RUN:
+        elif isinstance(value, Trajectory):
             self._move(job, JobState.EVALUATING)
             self._carry_out(self.scheduler.worked(job.id, Stage.EVAL))
         else:
@@ -347,19 +357,21 @@ class Pipeline:
             control.tries[Stage.EVAL] = 0
             self._move(job, JobState.QUEUED)
 
-    def _give_up_waiting(self) -> None:
-        """Fail the jobs that a server has held up for too long."""
-        since, now, bound = self._outages.since, self._clock(), self.settings.unreachable_s
+    def _give_up_waiting(self, environment: str) -> None:
+        """Fail the jobs of an environment that one of its servers has held up for too long."""
+        since, now, bound = self._outages.since(environment), self._clock(), self.settings.unreachable_s
         if since is None:
             return
-        server, held = next(iter(self.held.items()))
-        reason = f"{server} could not be reached for {bound:g} s: {held.reason}"
+        server, met = self._outages.reason(environment)
+        reason = f"{server} could not be reached for {bound:g} s: {met}"
         for job_id, control in [*self._controls.items()]:
             begun = min(control.held_up.values(), default=max(since, control.since))
             if now - begun < bound or not self.scheduler.is_held(job_id):
                 continue
             job = self.store.get(job_id)
             assert job is not None, "a live job is never forgotten"
+            if job.environment != environment:
+                continue
             self.scheduler.pause(job_id)
             failure = classify(
                 InfrastructureError(reason, kind=FailureKind.TRANSPORT_UNREACHABLE, server=server), None

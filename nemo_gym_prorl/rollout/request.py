@@ -6,11 +6,11 @@ A refusal is an error of the caller and comes before a job exists: nothing has t
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from typing import Any
 
-from nemo_gym_prorl.failures import CallerError
-from nemo_gym_prorl.rollout.job import Budgets
+from nemo_gym_prorl.failures import CallerError, Stage
 
 
 class QueueFull(CallerError):
@@ -48,15 +48,17 @@ class Draining(CallerError):
 class JobRequest:
     """What a caller may say about a job; everything but the row has a default.
 
+    ``environment``: the row's, where that is not left to its ``data_source``.
+    ``budgets``: seconds by stage; those left out are the environment's.
     ``held``: the caller holds a connection for the job and takes its result away, so nobody else joins it.
     """
 
     row: dict[str, Any]
     id: str | None = None
-    handler: str | None = None
+    environment: str | None = None
     group: str | None = None
     client: str = "default"
     priority: int = 0
-    budgets: Budgets | None = None
+    budgets: Mapping[Stage, float] = field(default_factory=dict)
     max_attempts: int | None = None
     held: bool = False

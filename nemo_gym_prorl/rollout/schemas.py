@@ -4,14 +4,15 @@
 from __future__ import annotations
 
 from dataclasses import asdict
-from typing import Annotated, Any, Self
+from typing import Annotated, Any, ClassVar, Self
 
 import orjson
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, model_validator
 
 from nemo_gym_prorl.failures import Failure, FailureKind, Origin, Stage
+from nemo_gym_prorl.known_keys import KnownKeys
 from nemo_gym_prorl.rollout.cursors import Cursor
-from nemo_gym_prorl.rollout.job import Budgets, Job, JobState
+from nemo_gym_prorl.rollout.job import Job, JobState
 from nemo_gym_prorl.rollout.pipeline import Pipeline
 from nemo_gym_prorl.rollout.request import JobRequest
 from nemo_gym_prorl.rollout.rows import Row
@@ -37,8 +38,8 @@ Identifier = Annotated[
 Seconds = Annotated[float, Field(gt=0, le=7 * 24 * 3600, allow_inf_nan=False)]
 
 
-class BudgetsModel(BaseModel):
-    """Seconds that each stage may work per attempt; what is left out takes the service's default."""
+class BudgetsModel(KnownKeys):
+    """Seconds that each stage may work per attempt; what is left out is the environment's, else the service's."""
 
     model_config = ConfigDict(extra="forbid")
 
@@ -46,32 +47,36 @@ class BudgetsModel(BaseModel):
     run: Seconds | None = None
     eval: Seconds | None = None
 
+    def given(self) -> dict[Stage, float]:
+        """Those that are not left out."""
+        return {Stage(name): seconds for name, seconds in self.model_dump(exclude_none=True).items()}
 
-class SubmitRequest(BaseModel):
+
+class SubmitRequest(KnownKeys):
     """A rollout to run."""
 
     model_config = ConfigDict(extra="forbid")
+    renamed_keys: ClassVar = {"handler": "environment"}
 
     row: Row
     id: Identifier | None = Field(default=None, description="Chosen by the caller; the same id again is the same job.")
-    handler: str | None = Field(default=None, description="Agent handler; by default chosen by the row.")
+    environment: str | None = Field(default=None, description="By default that which takes the row's `data_source`.")
     group: Identifier | None = Field(default=None, description="The rollouts of one prompt share a group.")
     client: Identifier = Field(default="default", description="Callers share the service fairly by this name.")
     priority: int = Field(default=0, ge=-1000, le=1000, description="Higher goes first, in every queue.")
     budgets: BudgetsModel | None = None
     max_attempts: int | None = Field(default=None, ge=1, le=100)
 
-    def to_request(self, defaults: Budgets) -> JobRequest:
+    def to_request(self) -> JobRequest:
         """As the pipeline takes it."""
-        given = self.budgets.model_dump(exclude_none=True) if self.budgets else {}
         return JobRequest(
             row=self.row.model_dump(),
             id=self.id,
-            handler=self.handler,
+            environment=self.environment,
             group=self.group,
             client=self.client,
             priority=self.priority,
-            budgets=Budgets(**{**asdict(defaults), **given}),
+            budgets=self.budgets.given() if self.budgets else {},
             max_attempts=self.max_attempts,
         )
 
@@ -99,6 +104,7 @@ class JobView(BaseModel):
 
     id: str
     state: JobState
+    environment: str
     handler: str
     group: str | None
     client: str
@@ -121,6 +127,7 @@ class JobView(BaseModel):
         return cls(
             id=job.id,
             state=job.state,
+            environment=job.environment,
             handler=job.handler,
             group=job.group,
             client=job.client,
@@ -213,6 +220,34 @@ class HeldView(BaseModel):
 
     reason: str
     since: float = Field(description="Seconds since the epoch.")
+    environments: list[str] = Field(description="Those that need it, and whose rollouts do not begin meanwhile.")
+
+
+class EnvironmentView(BaseModel):
+    """An environment of the service, and its rollouts that have no outcome yet."""
+
+    handler: str
+    data_sources: list[str] = Field(description="Rows with one of these in `data_source` are its own.")
+    budgets: dict[Stage, float] = Field(description="Seconds, of rollouts that bring none.")
+    working: dict[Stage, int]
+    waiting: dict[Stage, int]
+
+    @classmethod
+    def all_of(cls, pipeline: Pipeline) -> dict[str, Self]:
+        """Those of a pipeline, by name."""
+        counts, sources = pipeline.scheduler.by_environment(), pipeline.environments.data_sources
+        views = {}
+        for name in pipeline.environments.names:
+            environment = pipeline.environments.environment(name)
+            budgets = environment.budgets or pipeline.settings.budgets
+            views[name] = cls(
+                handler=environment.handler,
+                data_sources=[source for source, taken_by in sources.items() if taken_by == name],
+                budgets={stage: budgets.of(stage) for stage in Stage},
+                working={stage: counts[name, stage, True] for stage in Stage},
+                waiting={stage: counts[name, stage, False] for stage in Stage},
+            )
+        return views
 
 
 class StatusView(BaseModel):
@@ -224,12 +259,12 @@ class StatusView(BaseModel):
     sessions: int = Field(description="Sandboxes that INIT, READY and RUN hold, or are about to.")
     states: dict[JobState, int] = Field(description="Remembered jobs by state.")
     held: dict[str, HeldView] = Field(
-        default_factory=dict, description="Servers that cannot be reached, by name; no rollout begins meanwhile."
+        default_factory=dict, description="Servers that cannot be reached, by name; no rollout that needs one begins."
     )
     retained_bytes: int = Field(default=0, description="What finished rollouts keep.")
     unread_bytes: int = Field(default=0, description="Of that, results that nobody has read.")
     abandoned: int = Field(description="Handler calls that ignored their cancellation.")
-    handlers: list[str]
+    environments: dict[str, EnvironmentView]
 
     @classmethod
     def of(cls, pipeline: Pipeline) -> Self:
@@ -247,11 +282,11 @@ class StatusView(BaseModel):
             ready_slots=scheduler.sizes.ready,
             sessions=scheduler.sessions,
             states={state: store.states[state] for state in JobState},
-            held={name: HeldView(reason=held.reason, since=held.since) for name, held in pipeline.held.items()},
+            held={name: HeldView(**asdict(held)) for name, held in pipeline.held.items()},
             retained_bytes=store.retained_bytes,
             unread_bytes=store.unread_bytes,
             abandoned=pipeline.abandoned,
-            handlers=pipeline.handlers.names,
+            environments=EnvironmentView.all_of(pipeline),
         )
 
 

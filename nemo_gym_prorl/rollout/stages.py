@@ -9,9 +9,12 @@ Invariants:
 
 - A stage never holds more jobs than its pool has slots.
 - INIT starts only if the sandbox it makes has somewhere to go: jobs that hold a session (in INIT, READY or RUN) never
-  exceed ``run + ready``. So READY is bounded by construction and nothing has to block when INIT is done.
+  exceed ``run + ready``. So READY is bounded by construction and nothing has to block when INIT is done. What
+  waits in READY on hold is not counted: its server cannot be reached, and it must not take another environment's
+  place. So an outage may add the sessions of at most as many environments as are out.
 - A slot is taken by `Start` and given back by exactly one later event of that job.
-- A stage that is on hold (:meth:`StageScheduler.hold`) starts nothing but what :meth:`StageScheduler.admit` lets past.
+- A stage that is on hold for an environment (:meth:`StageScheduler.hold`) starts nothing of it but what
+  :meth:`StageScheduler.admit` lets past. Rows of other environments go on as if those on hold were not there.
 - Among waiting jobs the highest priority goes first; among equals the client that holds the fewest slots of the stage,
   ties in turn; within a client first come, first served.
 """
@@ -35,7 +38,7 @@ class PoolSizes:
 
     init: int = 8
     ready: int = 8
-    run: int = 16
+    run: int = 32
     eval: int = 8
 
     def __post_init__(self) -> None:
@@ -71,6 +74,7 @@ class _Place:
     priority: int
     stage: Stage
     where: _Where
+    environment: str
 
 
 class FairQueue:
@@ -128,14 +132,14 @@ class StageScheduler:
         self._slots: dict[Stage, Counter[str]] = {stage: Counter() for stage in Stage}
         self._working = dict.fromkeys(Stage, 0)
         self._paused_ready = 0
-        self.held: frozenset[Stage] = frozenset()
-        """Stages on hold."""
+        self._on_hold: dict[tuple[str, Stage], FairQueue] = {}
+        """What waits for a stage that is on hold for its environment."""
 
     # -- what is where -------------------------------------------------------------------------------------------
 
     def waiting(self, stage: Stage) -> int:
         """Jobs queued for a stage; for RUN that is the READY buffer."""
-        return len(self._queues[stage])
+        return len(self._queues[stage]) + self._waiting_on_hold(stage)
 
     def working(self, stage: Stage) -> int:
         """Slots of a stage in use."""
@@ -152,13 +156,27 @@ class StageScheduler:
 
     def is_held(self, job_id: str) -> bool:
         """The job waits for a stage that is on hold."""
-        return self.is_waiting(job_id) and self._places[job_id].stage in self.held
+        place = self._places[job_id]
+        return place.where is _Where.WAITING and (place.environment, place.stage) in self._on_hold
+
+    def held(self, environment: str) -> frozenset[Stage]:
+        """The stages on hold for an environment."""
+        return frozenset(stage for name, stage in self._on_hold if name == environment)
+
+    def by_environment(self) -> Counter[tuple[str, Stage, bool]]:
+        """How many jobs of each environment stand where: its name, the stage, and whether that works on them. Counted
+        anew with each call."""
+        return Counter(
+            (place.environment, place.stage, place.where is _Where.WORKING)
+            for place in self._places.values()
+            if place.where in (_Where.WORKING, _Where.WAITING)
+        )
 
     # -- events --------------------------------------------------------------------------------------------------
 
-    def submit(self, job_id: str, client: str, priority: int) -> list[Start]:
+    def submit(self, job_id: str, client: str, priority: int, environment: str = "") -> list[Start]:
         """A new job arrives in INIT's queue."""
-        self._places[job_id] = _Place(client, priority, Stage.INIT, _Where.OUTSIDE)
+        self._places[job_id] = _Place(client, priority, Stage.INIT, _Where.OUTSIDE, environment)
         return self._enqueue(job_id, Stage.INIT)
 
     def worked(self, job_id: str, then: Stage | None) -> list[Start]:
@@ -185,7 +203,7 @@ class StageScheduler:
         For READY: its session still exists while it is being released, and the bound on sessions must know.
         """
         place = self._places[job_id]
-        self._queues[place.stage].remove(job_id, place.client, place.priority)
+        self._queue_of(place).remove(job_id, place.client, place.priority)
         place.where = _Where.PAUSED
         if place.stage is Stage.RUN:
             self._paused_ready += 1
@@ -194,21 +212,31 @@ class StageScheduler:
         """A job that no stage works on leaves, wherever it stands."""
         place = self._places.pop(job_id)
         if place.where is _Where.WAITING:
-            self._queues[place.stage].remove(job_id, place.client, place.priority)
+            self._queue_of(place).remove(job_id, place.client, place.priority)
         elif place.where is _Where.PAUSED and place.stage is Stage.RUN:
             self._paused_ready -= 1
         return self._fill()
 
-    def hold(self, stages: frozenset[Stage]) -> list[Start]:
-        """Put exactly these stages on hold; what waits for any other may start."""
-        self.held = stages
+    def hold(self, environment: str, stages: frozenset[Stage]) -> list[Start]:
+        """Put exactly these stages on hold for an environment; what waits for any other may start. Within a client,
+        what was on hold comes behind what arrived meanwhile from other environments."""
+        held = self.held(environment)
+        for stage in held ^ stages:
+            waiting = self._jobs_that_wait(environment, stage)
+            if stage in stages:
+                aside = self._on_hold[environment, stage] = FairQueue()
+                self._transfer(waiting, self._queues[stage], aside)
+            else:
+                self._transfer(waiting, self._on_hold.pop((environment, stage)), self._queues[stage])
         return self._fill()
 
-    def admit(self) -> list[Start]:
-        """Start one job that waits for a stage on hold, the most downstream one, if there is a slot for it."""
+    def admit(self, environment: str) -> list[Start]:
+        """Start one job of an environment that waits for a stage on hold, the most downstream one, if there is a slot
+        for it."""
         for stage in (Stage.EVAL, Stage.RUN, Stage.INIT):
-            if stage in self.held and len(self._queues[stage]) and self._room(stage):
-                return [self._start_next(stage)]
+            queue = self._on_hold.get((environment, stage))
+            if queue is not None and len(queue) and self._room(stage):
+                return [self._start_next(stage, queue)]
         return []
 
     # -- inside --------------------------------------------------------------------------------------------------
@@ -216,8 +244,28 @@ class StageScheduler:
     def _enqueue(self, job_id: str, stage: Stage) -> list[Start]:
         place = self._places[job_id]
         place.stage, place.where = stage, _Where.WAITING
-        self._queues[stage].push(job_id, place.client, place.priority)
+        self._queue_of(place).push(job_id, place.client, place.priority)
         return self._fill()
+
+    def _queue_of(self, place: _Place) -> FairQueue:
+        return self._on_hold.get((place.environment, place.stage), self._queues[place.stage])
+
+    def _jobs_that_wait(self, environment: str, stage: Stage) -> list[str]:
+        """In the order in which they were submitted."""
+        return [
+            job_id
+            for job_id, place in self._places.items()
+            if place.where is _Where.WAITING and place.stage is stage and place.environment == environment
+        ]
+
+    def _transfer(self, job_ids: list[str], source: FairQueue, target: FairQueue) -> None:
+        for job_id in job_ids:
+            place = self._places[job_id]
+            source.remove(job_id, place.client, place.priority)
+            target.push(job_id, place.client, place.priority)
+
+    def _waiting_on_hold(self, stage: Stage) -> int:
+        return sum(len(queue) for (_, held), queue in self._on_hold.items() if held is stage)
 
     def _leave_slot(self, job_id: str) -> None:
         place = self._places[job_id]
@@ -231,19 +279,19 @@ class StageScheduler:
         if self._working[stage] >= self.sizes.of(stage):
             return False
         if stage is Stage.INIT:
-            return self.sessions < self.sizes.run + self.sizes.ready
+            return self.sessions - self._waiting_on_hold(Stage.RUN) < self.sizes.run + self.sizes.ready
         return True
 
     def _fill(self) -> list[Start]:
         """Start everything that may start. Downstream first, since that is what makes room upstream."""
         starts: list[Start] = []
         for stage in (Stage.EVAL, Stage.RUN, Stage.INIT):
-            while stage not in self.held and len(self._queues[stage]) and self._room(stage):
-                starts.append(self._start_next(stage))
+            while len(self._queues[stage]) and self._room(stage):
+                starts.append(self._start_next(stage, self._queues[stage]))
         return starts
 
-    def _start_next(self, stage: Stage) -> Start:
-        job_id = self._queues[stage].pop(self._slots[stage])
+    def _start_next(self, stage: Stage, queue: FairQueue) -> Start:
+        job_id = queue.pop(self._slots[stage])
         place = self._places[job_id]
         place.where = _Where.WORKING
         self._working[stage] += 1

@@ -127,6 +127,10 @@ def wire_router(pipeline: Pipeline, callers: CallerWatch, backends: BackendContr
             answer = await callers.run(wanted, key, request, render, lambda job: started(body.job_id or job.id, job))
         except JobConflict as error:
             raise JobConflict(error.complaint, field="job_id") from None
+        except CallerError as error:
+            if error.field is None or not error.field.startswith("row."):
+                raise
+            raise CallerError(error.complaint, field=f"instance.{error.field.removeprefix('row.')}") from None
         except CallerGone:
             return Response(status_code=499)
         return Response(answer, media_type="application/json")

@@ -8,14 +8,15 @@ from fastapi import FastAPI, Request, Response
 from fastapi.routing import APIRoute
 from nemo_gym.base_resources_server import AggregateMetrics
 from nemo_gym.base_responses_api_agent import BaseResponsesAPIAgentConfig, SimpleResponsesAPIAgent
-from nemo_gym.config_types import ModelServerRef, ResourcesServerRef
+from nemo_gym.config_types import ModelServerRef
 from pydantic import BaseModel, ConfigDict, Field, PrivateAttr, ValidationError, field_validator
 from starlette.types import ASGIApp
 
 from nemo_gym_prorl import memory, open_files
 from nemo_gym_prorl.access import KeyGuard, check_exposure
 from nemo_gym_prorl.direct_routes import DirectRoutes, put_in_front
-from nemo_gym_prorl.handlers.agent_service import AgentService, ServiceConfig
+from nemo_gym_prorl.handlers.agent_service import AgentService
+from nemo_gym_prorl.handlers.service_config import ServiceConfig
 from nemo_gym_prorl.problems import Declared, add_problem_handlers, invalid_body
 from nemo_gym_prorl.rollout.rows import CreateParams, Row, read_json
 from nemo_gym_prorl.server_config import ServerConfig
@@ -55,7 +56,6 @@ _GYM_ROUTES = {
 class ProRLAgentConfig(BaseResponsesAPIAgentConfig, ServiceConfig, ServerConfig):
     """Gym's references to the servers that a rollout uses, and the service's own settings."""
 
-    resources_server: ResourcesServerRef
     model_server: ModelServerRef
 
 
@@ -75,11 +75,8 @@ class ProRLAgent(SimpleResponsesAPIAgent):
         check_exposure(self.config.host, self.config.control_token)
         open_files.raise_limit()
         memory.map_large_blocks()
-        self._service = AgentService.from_gym(
-            self.config,
-            self.server_client.global_config_dict,
-            resources=self.config.resources_server.name,
-            model=self.config.model_server.name,
+        self._service = AgentService(
+            self.config, self.server_client.global_config_dict, model=self.config.model_server.name
         )
         app = super().setup_webserver()
         _only_served(app)
@@ -107,7 +104,7 @@ class ProRLAgent(SimpleResponsesAPIAgent):
         return await self._service.responses(request)
 
     async def aggregate_metrics(self, request: Request) -> AggregateMetrics:
-        """What the resources server makes of the finished rollouts."""
+        """What the resources servers make of the finished rollouts."""
         try:
             asked = VerifiedRollouts.model_validate(read_json(await request.body()))
         except ValidationError as error:

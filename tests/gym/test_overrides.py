@@ -31,7 +31,7 @@ def test_an_unknown_key_is_named_with_the_nearest(override: str, nearest: str) -
     "override",
     [
         f"++{AGENT}.stages.run=4",
-        f"++{AGENT}.max_turns=4",
+        f"++{AGENT}.max_steps=4",
         "++sandbox.singularity.memory_mib=100",
         "++sandbox={apptainer: {}}",
         "++uvicorn_logging_show_200_ok=true",

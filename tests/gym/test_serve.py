@@ -23,7 +23,7 @@ import pytest
 from nemo_gym_prorl.deployment import GymDeployment
 from nemo_gym_prorl.failures import InfrastructureError
 from nemo_gym_prorl.gym_cli import DeploymentError
-from nemo_gym_prorl.handlers.agent_service import StagesConfig
+from nemo_gym_prorl.handlers.service_config import StagesConfig
 from nemo_gym_prorl.processes import ProcessMark
 from nemo_gym_prorl.rollout.client import ApiError, RolloutClient
 from nemo_gym_prorl.rollout.schemas import JobView

@@ -170,6 +170,11 @@ def once(trouble: Callable[[], Any]) -> Callable[[], Any]:
     return lambda: left.pop()() if left else None
 
 
+def reference(name: str) -> dict[str, str]:
+    """Gym's reference to a resources server."""
+    return {"type": "resources_servers", "name": name}
+
+
 @dataclass
 class Deployment:
     """URLs of the agent and of its policy, its peers, and a client."""
@@ -201,13 +206,17 @@ async def deployment(
     environment: Environment | None = None,
     policy: Policy | None = None,
     keys: dict[str, str] | None = None,
+    further: dict[str, Environment] | None = None,
+    elsewhere: dict[str, dict[str, Any]] | None = None,
     **settings: Any,
 ) -> AsyncIterator[Deployment]:
-    """The real agent over the two peers; retries at once, one try unless told otherwise."""
+    """The real agent over the two peers, and further resources servers by name: peers, and addresses ``elsewhere``;
+    retries at once, one try unless told otherwise."""
     environment, policy, keys = environment or Environment(), policy or Policy(), keys or {}
     async with AsyncExitStack() as stack:
-        blocks = {}
-        for name, peer in (("environment", environment), ("policy_model", policy)):
+        blocks = dict(elsewhere or {})
+        peers = {**(further or {}), "environment": environment, "policy_model": policy}
+        for name, peer in peers.items():
             peer_url = await stack.enter_async_context(serve(peer.app()))  # the policy's is the last
             at = urlsplit(peer_url)
             blocks[name] = {"entrypoint": "app.py", "host": at.hostname, "port": at.port}
@@ -215,18 +224,15 @@ async def deployment(
             blocks["environment"]["control_token"] = keys["environment"]
         if "policy_model" in keys:
             blocks["policy_model"]["policy"] = {"control_token": keys["policy_model"]}
-        merged = {
-            "environment": {"resources_servers": {"some_environment": blocks["environment"]}},
-            "policy_model": {"responses_api_models": {"prorl_model": blocks["policy_model"]}},
-        }
+        merged = {name: {"resources_servers": {"some_environment": block}} for name, block in blocks.items()}
+        merged["policy_model"] = {"responses_api_models": {"prorl_model": blocks["policy_model"]}}
         config = ProRLAgentConfig(
             name="agent",
             entrypoint="app.py",
             host="127.0.0.1",
             port=1,
-            resources_server={"type": "resources_servers", "name": "environment"},
             model_server={"type": "responses_api_models", "name": "policy_model"},
-            **{"max_attempts": 1, **settings},
+            **{"max_attempts": 1, "resources_server": reference("environment"), **settings},
         )
         client = ServerClient(
             head_server_config=BaseServerConfig(host="127.0.0.1", port=1), global_config_dict=OmegaConf.create(merged)

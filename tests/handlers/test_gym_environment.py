@@ -18,7 +18,8 @@ import pytest_asyncio
 from fastapi import FastAPI, Request, Response
 from omegaconf import OmegaConf
 
-from nemo_gym_prorl.handlers.agent_service import AgentService, ServiceConfig
+from nemo_gym_prorl.handlers.agent_service import AgentService
+from nemo_gym_prorl.handlers.service_config import ServiceConfig
 from nemo_gym_prorl.scripted.server import ScriptedConfig
 from nemo_gym_prorl.scripted.server import serve as serve_scripted
 from nemo_gym_prorl.scripted.text import MODEL_NAME
@@ -72,9 +73,9 @@ class Stage:
     @asynccontextmanager
     async def prorl_agent(self, environment: str, model: str = "policy_model", **settings: Any) -> AsyncIterator[Any]:
         """Our service on a real socket; yields a function that runs a row."""
-        service = AgentService.from_gym(
-            ServiceConfig(**settings), OmegaConf.create(self.config), resources=environment, model=model
-        )
+        reference = {"type": "resources_servers", "name": environment}
+        config = ServiceConfig(resources_server=reference, **settings)
+        service = AgentService(config, OmegaConf.create(self.config), model=model)
         app = FastAPI()
         app.include_router(service.router())
 
@@ -291,17 +292,17 @@ async def test_rollouts_at_once_do_not_share_a_session(stage: Stage) -> None:
 
 async def test_turn_limit(stage: Stage) -> None:
     [row, *_] = gym_rows("example_session_state_mgmt")
-    async with stage.prorl_agent("example_session_state_mgmt", max_turns=2) as run:
+    async with stage.prorl_agent("example_session_state_mgmt", max_steps=2) as run:
         result = await run(scripted(row, *counting(2), "Still here."))
-    assert (result["rollout"]["turns"], result["rollout"]["finish_reason"]) == (2, "max_turns")
+    assert (result["rollout"]["turns"], result["rollout"]["finish_reason"]) == (2, "max_steps")
     assert result["reward"] == 1.0, "what was reached by then is scored"
 
 
 async def test_token_limit(stage: Stage) -> None:
     [row, *_] = gym_rows("example_session_state_mgmt")
-    async with stage.prorl_agent("example_session_state_mgmt", max_tokens=10) as run:
+    async with stage.prorl_agent("example_session_state_mgmt", max_total_sequence_length=10) as run:
         result = await run(scripted(row, *counting(2)))
-    assert (result["rollout"]["turns"], result["rollout"]["finish_reason"]) == (1, "max_tokens")
+    assert (result["rollout"]["turns"], result["rollout"]["finish_reason"]) == (1, "max_total_sequence_length")
 
 
 async def test_context_overflow_ends_cleanly_and_is_scored(stage: Stage) -> None:

@@ -14,7 +14,7 @@ from fastapi import FastAPI, Request, Response
 
 from nemo_gym_prorl.handlers.gym_environment import GymContext, GymEnvironmentHandler
 from nemo_gym_prorl.handlers.gym_http import Address, GymServer, HttpClient
-from nemo_gym_prorl.rollout.handler import HandlerRegistry
+from nemo_gym_prorl.rollout.environments import Environments
 from nemo_gym_prorl.rollout.job import JobState
 from nemo_gym_prorl.rollout.pipeline import Pipeline
 from nemo_gym_prorl.rollout.request import JobRequest
@@ -78,8 +78,7 @@ async def deployment() -> AsyncIterator[tuple[Servers, Pipeline, GymEnvironmentH
     servers, http = Servers(), HttpClient()
     named = {name: GymServer(name, Address(f"http://127.0.0.1:{port}"), http) for name, port in servers.ports.items()}
     handler = GymEnvironmentHandler(GymContext(named["resources"], named["model"]))
-    registry = HandlerRegistry(None, "gym_environment", {"gym_environment": lambda _: handler})
-    pipeline = Pipeline(registry, PipelineSettings(stages=PoolSizes(2, 2, 4, 2), probe_s=0.1))
+    pipeline = Pipeline(Environments.of(handler), PipelineSettings(stages=PoolSizes(2, 2, 4, 2), probe_s=0.1))
     for name in servers.ports:
         await servers.start(name)
     yield servers, pipeline, handler

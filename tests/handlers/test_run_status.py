@@ -142,8 +142,8 @@ async def test_rows_of_one_prompt_are_siblings_and_others_are_not() -> None:
         ({"group": ""}, "rollout.group"),
         ({"step": 3}, "rollout.step"),
         ({"row": {}}, "rollout.row"),
-        ({"handler": "nope"}, "handler"),
-        ({"handler": "seeded_session"}, "handler"),
+        ({"environment": "nope"}, "environment"),
+        ({"environment": "seeded_session"}, "environment"),
     ],
 )
 async def test_a_wrong_wish_names_its_field(wishes: Any, field: str) -> None:

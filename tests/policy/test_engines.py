@@ -461,8 +461,8 @@ async def test_the_control_routes(session: aiohttp.ClientSession) -> None:
 
 
 def test_a_configuration_that_cannot_work_is_named(model_folder: Path) -> None:
-    with pytest.raises(CallerError, match=r"tool_format: 'xml' is none of hermes, .*"):
-        PolicyHost(PolicyConfig(base_url=[], model=MODEL, tool_format="xml"))
+    with pytest.raises(CallerError, match=r"tool_call_parser: 'xml' is none of hermes, .*"):
+        PolicyHost(PolicyConfig(base_url=[], model=MODEL, tool_call_parser="xml"))
     fast = FastTokenizer.from_file(str(model_folder / "tokenizer.json"))
     assert Renderer(Tokenizer(fast), ChatTemplate("x")).tokenizer.size == 4096
 

@@ -65,7 +65,7 @@ def words(tmp_path: Path) -> str:
         ({"tokenizer": "{tmp}/nowhere"}, "tokenizer"),
         ({"engine": "vllm"}, "tokenizer: engine 'vllm' takes tokens"),
         ({"tokenizer": "{words}", "chat_template": "{tmp}/none.jinja"}, "chat_template: no file"),
-        ({"tool_format": "xml"}, "tool_format: 'xml' is none of"),
+        ({"tool_call_parser": "xml"}, "tool_call_parser: 'xml' is none of"),
         ({"api_key": ["one", "two"]}, "api_key: 2 keys for 1 backends"),
     ],
 )

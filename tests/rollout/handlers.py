@@ -9,7 +9,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from nemo_gym_prorl.failures import AgentError, Failure, FailureKind, InfrastructureError, Stage
-from nemo_gym_prorl.rollout.handler import HandlerRegistry
+from nemo_gym_prorl.rollout.environments import Environments
 from nemo_gym_prorl.rollout.job import Job, JobState, Outcome, Trajectory, Verdict, failure_state
 from nemo_gym_prorl.rollout.pipeline import Pipeline
 from nemo_gym_prorl.rollout.settings import PipelineSettings
@@ -174,5 +174,4 @@ class Bench:
     handler: PlannedHandler = field(default_factory=PlannedHandler)
 
     def pipeline(self) -> Pipeline:
-        registry = HandlerRegistry(None, "planned", {"planned": lambda _: self.handler})
-        return Pipeline(registry, self.settings, clock=asyncio.get_running_loop().time)
+        return Pipeline(Environments.of(self.handler), self.settings, clock=asyncio.get_running_loop().time)

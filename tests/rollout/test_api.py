@@ -245,7 +245,7 @@ async def test_unknown_rollout() -> None:
         ({"row": row(), "group": "a\nb"}, "group"),
         ({"row": row(), "client": "\u200b"}, "client"),
         ({"row": row(), "id": "x" * 201}, "id"),
-        ({"row": row(), "handler": "nope"}, "handler"),
+        ({"row": row(), "environment": "nope"}, "environment"),
         ({"row": row(), "max_attempts": 0}, "max_attempts"),
         ({}, "row"),
     ],
@@ -396,12 +396,14 @@ async def test_status_health_and_metrics() -> None:
         assert status.stages["run"].slots == 2
         assert status.sessions == 1
         assert status.states["failed"] == 1
-        assert status.handlers == ["planned"]
+        assert status.environments["planned"].handler == "planned"
         async with http.get(f"{client.url}/metrics") as response:
             text = await response.text()
-        assert 'prorl_stage_working{stage="run"} 1.0' in text
-        assert 'prorl_rollouts_total{failure_kind="agent_run_error",state="failed"} 1.0' in text
-        assert 'prorl_failed_attempts_total{failure_kind="agent_run_error",stage="run"} 1.0' in text
+        assert 'prorl_stage_working{environment="planned",stage="run"} 1.0' in text
+        assert 'prorl_rollouts_total{environment="planned",failure_kind="agent_run_error",state="failed"} 1.0' in text
+        assert (
+            'prorl_failed_attempts_total{environment="planned",failure_kind="agent_run_error",stage="run"} 1.0' in text
+        )
         async with http.get(f"{client.url}/healthz") as response:
             assert await response.json() == {"status": "ok"}
         drained = asyncio.create_task(pipeline.drain())

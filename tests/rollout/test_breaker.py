@@ -11,8 +11,10 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, 
 
 from nemo_gym_prorl.failures import FailureKind, InfrastructureError, Stage
 from nemo_gym_prorl.rollout.breaker import Breaker
-from nemo_gym_prorl.rollout.job import Job, JobState, Trajectory, Verdict
+from nemo_gym_prorl.rollout.environments import Environment, Environments
+from nemo_gym_prorl.rollout.job import FAILED_STATES, Job, JobState, Trajectory, Verdict
 from nemo_gym_prorl.rollout.metrics import PipelineMetrics
+from nemo_gym_prorl.rollout.pipeline import Pipeline
 from nemo_gym_prorl.rollout.request import JobRequest
 from nemo_gym_prorl.rollout.schemas import StatusView
 from nemo_gym_prorl.rollout.settings import PipelineSettings
@@ -40,7 +42,7 @@ class Outages(RuleBasedStateMachine):
     @rule(server=st.sampled_from(["resources", "model"]), stage=st.sampled_from(Stage), trial=st.booleans())
     def a_job_meets_a_dead_server(self, server: str, stage: Stage, trial: bool) -> None:
         job_id = self.trial if trial and self.trial else "other"
-        self.breaker.failed(server, job_id, "planned", stage, "refused", self.now)
+        self.breaker.failed(server, job_id, stage, "refused", self.now)
         self.out.setdefault(server, set()).add(stage)
         if job_id == self.trial:
             self.trial = None
@@ -55,17 +57,17 @@ class Outages(RuleBasedStateMachine):
         self.breaker.trying(self.trial)
 
     @precondition(lambda self: self.trial)
-    @rule(stage=st.sampled_from(Stage), well=st.booleans(), handler=st.sampled_from(["planned", "another"]))
-    def the_trial_ends(self, stage: Stage, well: bool, handler: str) -> None:
+    @rule(stage=st.sampled_from(Stage), well=st.booleans())
+    def the_trial_ends(self, stage: Stage, well: bool) -> None:
         assert self.trial is not None
-        self.breaker.ended(self.trial, handler, stage, self.now, well=well)
+        self.breaker.ended(self.trial, stage, self.now, well=well)
         self.trial = None
-        if well and handler == "planned":
+        if well:
             self.out = {server: stages for server, stages in self.out.items() if stage not in stages}
 
     @rule(stage=st.sampled_from(Stage))
     def another_job_ends_well(self, stage: Stage) -> None:
-        self.breaker.ended("other", "planned", stage, self.now, well=True)
+        self.breaker.ended("other", stage, self.now, well=True)
 
     @rule(servers=st.sets(st.sampled_from(["resources", "model", "unheard of"])))
     def servers_answer(self, servers: set[str]) -> None:
@@ -146,7 +148,7 @@ def test_jobs_wait_out_a_dead_server_and_all_succeed(kind_of_handler: type[Deplo
         status = StatusView.of(pipeline)
         assert [*status.held] == [server]
         assert "cannot be reached" in status.held[server].reason
-        assert f'prorl_server_unreachable{{server="{server}"}} 1.0'.encode() in metrics.render()
+        assert f'prorl_server_unreachable{{environment="planned",server="{server}"}} 1.0'.encode() in metrics.render()
         del handler.down[server]
         assert await pipeline.drain(timeout=3000)
         assert {job.state for job in jobs} == {JobState.SUCCEEDED}
@@ -180,6 +182,39 @@ def test_a_server_that_stays_out_fails_its_jobs_after_a_stated_time(
         assert not handler.sessions, "every session was released"
         assert pipeline.scheduler.sessions == 0
         await pipeline.close()
+
+    run_in_virtual_time(play())
+
+
+@pytest.mark.parametrize("kind_of_handler", [Probed, Deployment])
+@pytest.mark.parametrize("server", ["resources", "model"])
+def test_the_dead_server_of_one_environment_holds_up_no_other(kind_of_handler: type[Deployment], server: str) -> None:
+    """Its rows come first, fill every pool and READY when it dies, and none of the others waits for them."""
+
+    async def play() -> None:
+        dead, alive = kind_of_handler(), kind_of_handler()
+        environments = Environments(
+            [
+                Environment("dead", "planned", lambda: dead, frozenset({"dead"})),
+                Environment("alive", "planned", lambda: alive, frozenset({"alive"})),
+            ],
+            default=None,
+        )
+        pipeline = Pipeline(environments, SETTINGS, clock=asyncio.get_running_loop().time)
+        stuck = [pipeline.submit(JobRequest({"data_source": "dead"}, priority=9)) for _ in range(100)]
+        await asyncio.sleep(7)
+        dead.down[server] = UNREACHABLE
+        jobs = [pipeline.submit(JobRequest({"data_source": "alive"})) for _ in range(80)]
+        # 80 runs of 10 s in 8 slots, and what was under way when the server died
+        await asyncio.sleep(120)
+        assert {job.state for job in jobs} == {JobState.SUCCEEDED}
+        assert alive.made == len(jobs)
+        assert pipeline.held[server].environments == ("dead",)
+        assert not any(job.state in FAILED_STATES for job in stuck)
+        del dead.down[server]
+        assert await pipeline.drain(timeout=3000)
+        assert {job.state for job in stuck} == {JobState.SUCCEEDED}
+        assert not pipeline.held
 
     run_in_virtual_time(play())
 

@@ -37,7 +37,7 @@ def _agent(**settings: Any) -> dict[str, Any]:
         resources_server={"type": "resources_servers", "name": "environment"},
         model_server={"type": "responses_api_models", "name": "policy_model"},
         max_attempts=1,
-        max_turns=2,
+        max_steps=2,
         prorl_wire=True,
         **settings,
     )

@@ -15,6 +15,13 @@ from nemo_gym_prorl.rollout.stages import FairQueue, PoolSizes, StageScheduler, 
 NEXT = {Stage.INIT: Stage.RUN, Stage.RUN: Stage.EVAL, Stage.EVAL: None}
 
 
+ENVIRONMENTS = ("swe", "math", "code")
+
+
+def environment_of(job_id: str) -> str:
+    return job_id.partition("-")[0]
+
+
 class Schedules(RuleBasedStateMachine):
     """Every legal sequence of events keeps the bounds, and nothing that could start is left waiting."""
 
@@ -24,6 +31,8 @@ class Schedules(RuleBasedStateMachine):
         self.waiting: dict[str, Stage] = {}
         self.aside: dict[str, Stage] = {}
         self.paused: dict[str, Stage] = {}
+        self.held: dict[str, frozenset[Stage]] = {name: frozenset() for name in ENVIRONMENTS}
+        self.overflow = 0
         self.count = 0
 
     @initialize(init=st.integers(1, 3), ready=st.integers(0, 2), run=st.integers(1, 3), eval_=st.integers(1, 2))
@@ -34,14 +43,31 @@ class Schedules(RuleBasedStateMachine):
     def apply(self, starts: list[Start]) -> None:
         for start in starts:
             assert self.waiting.pop(start.job_id) is start.stage, "only what waits for a stage is started in it"
+            assert start.stage not in self.held[environment_of(start.job_id)], "nor what is on hold"
             self.working[start.job_id] = start.stage
 
-    @rule(client=st.sampled_from("abc"), priority=st.integers(-1, 1))
-    def submit(self, client: str, priority: int) -> None:
-        job_id = f"job-{self.count}"
+    @rule(client=st.sampled_from("abc"), priority=st.integers(-1, 1), environment=st.sampled_from(ENVIRONMENTS))
+    def submit(self, client: str, priority: int, environment: str) -> None:
+        job_id = f"{environment}-{self.count}"
         self.count += 1
         self.waiting[job_id] = Stage.INIT
-        self.apply(self.scheduler.submit(job_id, client, priority))
+        self.apply(self.scheduler.submit(job_id, client, priority, environment))
+
+    @rule(environment=st.sampled_from(ENVIRONMENTS), stages=st.frozensets(st.sampled_from(Stage)))
+    def hold(self, environment: str, stages: frozenset[Stage]) -> None:
+        self.held[environment] = stages
+        self.apply(self.scheduler.hold(environment, stages))
+        # What was on hold in READY counts again, beside what took its place meanwhile.
+        self.overflow = max(0, self.scheduler.sessions - self.on_hold(Stage.RUN) - self.bound)
+
+    @rule(environment=st.sampled_from(ENVIRONMENTS))
+    def a_trial_is_let_through(self, environment: str) -> None:
+        for start in self.scheduler.admit(environment):
+            assert start.stage in self.held[environment]
+            assert environment_of(start.job_id) == environment
+            assert self.waiting.pop(start.job_id) is start.stage
+            self.working[start.job_id] = start.stage
+            self.overflow += start.stage is Stage.RUN  # it was on hold, and counts again
 
     @precondition(lambda self: self.working)
     @rule(data=st.data())
@@ -73,6 +99,8 @@ class Schedules(RuleBasedStateMachine):
     def cancel_a_waiting_job(self, data: st.DataObject) -> None:
         job_id = data.draw(st.sampled_from(sorted(self.waiting)))
         assert self.scheduler.is_waiting(job_id)
+        # Its session counts again while it is being released.
+        self.overflow += self.scheduler.is_held(job_id) and self.waiting[job_id] is Stage.RUN
         self.paused[job_id] = self.waiting.pop(job_id)
         self.scheduler.pause(job_id)
 
@@ -84,6 +112,14 @@ class Schedules(RuleBasedStateMachine):
         self.aside.pop(job_id, None)
         self.apply(self.scheduler.remove(job_id))
 
+    @property
+    def bound(self) -> int:
+        return self.sizes.run + self.sizes.ready
+
+    def on_hold(self, stage: Stage) -> int:
+        """Rows that wait for a stage on hold."""
+        return sum(at is stage and stage in self.held[environment_of(job)] for job, at in self.waiting.items())
+
     @invariant()
     def counts_agree(self) -> None:
         working = Counter(self.working.values())
@@ -91,25 +127,33 @@ class Schedules(RuleBasedStateMachine):
         for stage in Stage:
             assert self.scheduler.working(stage) == working[stage]
             assert self.scheduler.waiting(stage) == waiting[stage]
+        assert self.scheduler.by_environment() == Counter(
+            (environment_of(job), stage, jobs is self.working)
+            for jobs in (self.working, self.waiting)
+            for job, stage in jobs.items()
+        )
+        for job_id, stage in self.waiting.items():
+            assert self.scheduler.is_held(job_id) == (stage in self.held[environment_of(job_id)])
 
     @invariant()
     def nothing_that_may_start_waits(self) -> None:
         working = Counter(self.working.values())
         waiting = Counter(self.waiting.values())
         for stage in (Stage.RUN, Stage.EVAL):
-            assert not waiting[stage] or working[stage] >= self.sizes.of(stage)
+            assert waiting[stage] == self.on_hold(stage) or working[stage] >= self.sizes.of(stage)
         sessions = working[Stage.INIT] + working[Stage.RUN] + waiting[Stage.RUN]
         sessions += sum(stage is Stage.RUN for stage in self.paused.values())
         assert sessions == self.scheduler.sessions
-        room = working[Stage.INIT] < self.sizes.init and sessions < self.sizes.run + self.sizes.ready
-        assert not (waiting[Stage.INIT] and room)
+        room = working[Stage.INIT] < self.sizes.init and sessions - self.on_hold(Stage.RUN) < self.bound
+        assert not (waiting[Stage.INIT] > self.on_hold(Stage.INIT) and room)
 
     @invariant()
     def bounds_hold(self) -> None:
         for stage in Stage:
             assert self.scheduler.working(stage) <= self.sizes.of(stage)
-        assert self.scheduler.waiting(Stage.RUN) <= self.sizes.ready
-        assert self.scheduler.sessions <= self.sizes.run + self.sizes.ready
+        counted = self.scheduler.sessions - self.on_hold(Stage.RUN)
+        assert counted <= self.bound + self.overflow, "more only as an outage ended, and ever less"
+        self.overflow = min(self.overflow, max(0, counted - self.bound))
 
 
 TestSchedules = Schedules.TestCase

@@ -24,7 +24,7 @@ START = Cursor.parse("0")
 
 def end(store: JobStore, job_id: str, size: int = 100_000, group: str | None = None) -> Job:
     """Put a job that has ended into a store."""
-    job = Job(job_id, {}, row_digest({}), "planned", 0.0, group=group)
+    job = Job(job_id, {}, row_digest({}), "planned", "planned", 0.0, group=group)
     store.add(job, 0.0)
     for state in (JobState.INITIALIZING, JobState.READY, JobState.RUNNING, JobState.EVALUATING):
         was = job.state

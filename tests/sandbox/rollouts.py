@@ -19,7 +19,7 @@ from fastapi import FastAPI
 
 from nemo_gym_prorl.failures import Failure, FailureKind, InfrastructureError, Stage
 from nemo_gym_prorl.rollout.api import rollout_router
-from nemo_gym_prorl.rollout.handler import HandlerRegistry
+from nemo_gym_prorl.rollout.environments import Environments
 from nemo_gym_prorl.rollout.job import Job, Outcome, Trajectory, Verdict, failure_state
 from nemo_gym_prorl.rollout.metrics import PipelineMetrics
 from nemo_gym_prorl.rollout.pipeline import Pipeline, PipelineSettings
@@ -126,7 +126,7 @@ async def main() -> None:
     settings = PipelineSettings(
         stages=PoolSizes(init=2, ready=1, run=3, eval=2), retry_delay_s=0.05, release_s=10.0, max_attempts=2
     )
-    pipeline = Pipeline(HandlerRegistry(None, "busy", {"busy": lambda _: handler}), settings)
+    pipeline = Pipeline(Environments.of(handler), settings)
     app = FastAPI()
     app.include_router(rollout_router(pipeline, PipelineMetrics(pipeline)))
 

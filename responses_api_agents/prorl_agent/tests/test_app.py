@@ -64,7 +64,7 @@ def test_a_rollout_whose_environment_is_down_is_a_masked_row() -> None:
         ({"stages": {"run": 0}}, "stages.run"),
         ({"stages": {"walk": 4}}, "stages.walk"),
         ({"budgets": {"eval": -1}}, "budgets.eval"),
-        ({"max_turns": 0}, "max_turns"),
+        ({"max_steps": 0}, "max_steps"),
     ],
 )
 def test_impossible_settings_name_the_field(settings: dict[str, Any], field: str) -> None:

@@ -1,0 +1,147 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The environments of an agent's configuration, over the servers of a Gym deployment.
+
+There are three kinds: the default one, which the top of the configuration describes; those in ``environments``; and
+one for each installed plug-in that the configuration does not mention, under the plug-in's name.
+
+Gym checks the references at the top of an agent's configuration and none below, so these are checked here, at the
+start, as everything is that a configuration may say wrong.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+from typing import Any
+
+from nemo_gym_prorl.failures import CallerError
+from nemo_gym_prorl.handlers.gym_environment import GymContext, GymEnvironmentHandler, OnTimeout
+from nemo_gym_prorl.handlers.gym_http import Address, GymServer, HttpClient, addresses
+from nemo_gym_prorl.handlers.seeded_session import SeededSessionHandler
+from nemo_gym_prorl.handlers.service_config import EnvironmentSettings, ServiceConfig
+from nemo_gym_prorl.rollout.environments import Environment, Environments, near
+from nemo_gym_prorl.rollout.handler import AgentHandler, EndsTimeouts, HandlerRegistry
+
+
+_SETTLE_SHARE = 0.6
+"""Of the grace for a cancelled stage: the time for fetching its tokens. The rest is for everything else."""
+
+
+class GymServers:
+    """The servers of a deployment that rollouts use, each with one client.
+
+    Args:
+        config: Gym's merged configuration.
+        http: the client behind them.
+    """
+
+    def __init__(self, config: Mapping[str, Any], http: HttpClient) -> None:
+        self._config = config
+        self._known: dict[str, Address] = addresses(config)
+        self._http = http
+        self._servers: dict[str, GymServer] = {}
+
+    def get(self, kind: str, name: str, field: str) -> GymServer:
+        """A server.
+
+        Args:
+            kind: Gym's name for what it is, ``resources_servers`` say.
+            name: of its instance.
+            field: where it is named.
+
+        Raises:
+            CallerError: there is none of that kind and name, with the nearest.
+        """
+        there = [other for other in self._known if kind in self._config[other]]
+        if name not in there:
+            raise CallerError(f"no server {name!r} with host and port in {kind}{near(name, there)}", field=field)
+        if name not in self._servers:
+            self._servers[name] = GymServer(name, self._known[name], self._http)
+        return self._servers[name]
+
+
+def gym_environments(config: ServiceConfig, servers: GymServers, base: GymContext) -> Environments:
+    """The environments of a configuration. Those that it describes have their handlers built.
+
+    Args:
+        config: of the service.
+        servers: of the deployment.
+        base: what their handlers have in common: the policy, the farewells.
+
+    Raises:
+        CallerError: names the setting that cannot work.
+    """
+    registry = HandlerRegistry({GymEnvironmentHandler.name: GymEnvironmentHandler})
+    base = replace(base, settle_s=config.cancel_grace_s * _SETTLE_SHARE)
+    top = EnvironmentSettings.model_validate({key: getattr(config, key) for key in EnvironmentSettings.model_fields})
+    described: list[Environment] = []
+    default = None
+    if top.resources_server is not None or top.handler != GymEnvironmentHandler.name:
+        default = top.handler if top.resources_server is None else top.resources_server.name
+        context = _context(top, default, "", servers, base)
+        described.append(
+            Environment(default, top.handler, _builder(registry, top, context, ""), data_sources=frozenset({default}))
+        )
+    elif not config.environments:
+        raise CallerError("name one, here or for each of `environments`", field="resources_server")
+    for name, own in config.environments.items():
+        settings, field = config.of_environment(name), f"environments.{name}."
+        build = _builder(registry, settings, _context(settings, name, field, servers, base), field)
+        described.append(
+            Environment(
+                name, settings.handler, build, frozenset({name, *own.data_sources}), budgets=config.budgets_of(name)
+            )
+        )
+    taken = {name for environment in described for name in (environment.handler, environment.name)}
+    further = []
+    for name in sorted(registry.plugins.keys() - taken):
+        settings = top.model_copy(update={"handler": name, "handler_config": {}, "on_timeout": OnTimeout.MASK})
+        build = _builder(registry, settings, _context(settings, name, "", servers, base), "")
+        further.append(Environment(name, name, build, frozenset({name})))
+    if top.resources_server is not None:
+        further.append(_seeded(_context(top, SeededSessionHandler.name, "", servers, base)))
+    environments = Environments([*described, *further], default)
+    for environment in described:
+        environments.get(environment.name)
+    return environments
+
+
+def _seeded(context: GymContext) -> Environment:
+    """Sessions that callers bring along, at the default environment's server; what they are worth is theirs to say."""
+    name = SeededSessionHandler.name
+    seeded = replace(context, on_timeout=OnTimeout.MASK)
+    return Environment(name, name, lambda: SeededSessionHandler(seeded))
+
+
+def _context(
+    settings: EnvironmentSettings, name: str, field: str, servers: GymServers, base: GymContext
+) -> GymContext:
+    server = settings.resources_server
+    return replace(
+        base,
+        resources=server and servers.get(server.type, server.name, f"{field}resources_server"),
+        environment=name,
+        limits=settings.limits,
+        on_timeout=settings.on_timeout,
+    )
+
+
+def _builder(
+    registry: HandlerRegistry, settings: EnvironmentSettings, context: GymContext, field: str
+) -> Callable[[], AgentHandler]:
+    """What builds an environment's handler; ``field`` is where its settings stand."""
+    name = settings.handler
+    registry.require(name, f"{field}handler")
+
+    def build() -> AgentHandler:
+        config = registry.config(name, settings.handler_config, f"{field}handler_config")
+        try:
+            handler = registry.factory(name)(replace(context, config=config))
+        except CallerError as error:
+            raise CallerError(error.complaint, field=f"{field}{error.field or 'handler'}") from error
+        if settings.on_timeout is not OnTimeout.MASK and not isinstance(handler, EndsTimeouts):
+            reason = f"with handler {name!r} it can only be mask: that has no `timed_out`"
+            raise CallerError(reason, field=f"{field}on_timeout")
+        return handler
+
+    return build

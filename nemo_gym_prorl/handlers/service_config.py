@@ -1,0 +1,136 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The settings of the service in an agent's YAML; every one can be overridden on Gym's command line.
+
+A setting that bounds a pipeline has its default there (:mod:`nemo_gym_prorl.rollout.settings`), and nowhere else.
+"""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, ClassVar
+
+from nemo_gym.config_types import ResourcesServerRef
+from pydantic import Field
+
+from nemo_gym_prorl.handlers.gym_environment import GymEnvironmentHandler, OnTimeout
+from nemo_gym_prorl.handlers.tool_loop import LoopLimits
+from nemo_gym_prorl.known_keys import KnownKeys
+from nemo_gym_prorl.rollout.job import Budgets
+from nemo_gym_prorl.rollout.schemas import BudgetsModel, Identifier, Seconds
+from nemo_gym_prorl.rollout.settings import PipelineSettings
+from nemo_gym_prorl.rollout.stages import PoolSizes
+
+
+Positive = Annotated[int, Field(ge=1)]
+
+_BOUNDS = PipelineSettings()
+_POOLS, _BUDGETS = _BOUNDS.stages, _BOUNDS.budgets
+_LIMITS = LoopLimits()
+
+
+class StagesConfig(KnownKeys):
+    """Slots per stage. ``ready`` bounds the buffer between INIT and RUN: each job in it holds a sandbox."""
+
+    init: Positive = _POOLS.init
+    ready: Annotated[int, Field(ge=0)] = _POOLS.ready
+    run: Positive = _POOLS.run
+    eval: Positive = _POOLS.eval
+
+
+class BudgetsConfig(KnownKeys):
+    """Seconds that each stage may work on a rollout, per attempt. Time in a queue is free."""
+
+    init: Seconds = _BUDGETS.init
+    run: Seconds = _BUDGETS.run
+    eval: Seconds = _BUDGETS.eval
+
+
+class EnvironmentSettings(KnownKeys):
+    """What an environment says about its rollouts; at the top of the agent's settings, of the default one."""
+
+    renamed_keys: ClassVar = {"max_turns": "max_steps", "max_tokens": "max_total_sequence_length"}
+
+    resources_server: ResourcesServerRef | None = None
+    """Gym's reference to its server. The default environment is called after it."""
+    handler: str = GymEnvironmentHandler.name
+    """Agent handler of its rows."""
+    handler_config: dict[str, Any] = Field(default_factory=dict)
+    """What that handler wants to be told, in its own words."""
+    max_steps: Positive | None = _LIMITS.max_steps
+    """Policy turns of one rollout."""
+    max_total_sequence_length: Positive | None = _LIMITS.max_total_sequence_length
+    """Prompt plus generated tokens of one rollout."""
+    tool_concurrency: Positive = _LIMITS.tool_concurrency
+    """Tool calls of one turn in flight at once; 1 keeps their order."""
+    on_timeout: OnTimeout = OnTimeout.MASK
+    """What becomes of a rollout whose RUN budget is used up: ``mask``, ``score`` as it is, or ``zero`` reward."""
+
+    @property
+    def limits(self) -> LoopLimits:
+        """Of the tool loop."""
+        return LoopLimits(self.max_steps, self.max_total_sequence_length, self.tool_concurrency)
+
+
+class EnvironmentConfig(EnvironmentSettings):
+    """One of several environments; what it leaves out is the service's. A ``handler`` of its own comes with a
+    ``handler_config`` of its own, or none."""
+
+    data_sources: list[str] = Field(default_factory=list)
+    """Rows with one of these in ``data_source`` are its own, besides those with its name."""
+    budgets: BudgetsModel = BudgetsModel()
+
+
+class ServiceConfig(EnvironmentSettings):
+    """All settings."""
+
+    environments: dict[Identifier, EnvironmentConfig] = Field(default_factory=dict)
+    """Further environments that the same pools serve, by name."""
+    stages: StagesConfig = StagesConfig()
+    budgets: BudgetsConfig = BudgetsConfig()
+    release_timeout_s: Seconds = _BOUNDS.release_s
+    """How long a resources server may take to give a sandbox back."""
+    cancel_grace_s: Seconds = _BOUNDS.cancel_grace_s
+    """How long a cancelled stage may take to come back before it is abandoned."""
+    max_attempts: Positive = _BOUNDS.max_attempts
+    """Tries of a rollout whose infrastructure failed."""
+    max_queued: Positive = _BOUNDS.max_queued
+    """Rollouts that may wait before the job API answers 429."""
+    retain_bytes: Positive = _BOUNDS.retain_bytes
+    """What finished rollouts may keep. Those that were read are forgotten first; when others fill it, the job API
+    answers 429."""
+    keep_unread_s: Seconds = _BOUNDS.keep_unread_s
+    """How long a result that nobody has read is kept, whatever the bound."""
+    unreachable_s: Seconds = _BOUNDS.unreachable_s
+    """How long a server that cannot be reached may hold a rollout up before it fails."""
+    caller_grace_s: Seconds = 10.0
+    """How long a ``/run`` whose caller vanished goes on, in case the caller posts it again."""
+    prorl_wire: bool = False
+    """Also serve the original ProRL wire format: /process, /cancel, /start, /stop, /add_llm_server, …"""
+    control_token: str | None = None
+    """The key: every route requires it as a bearer token. Without one the server listens on loopback only."""
+
+    def pipeline_settings(self) -> PipelineSettings:
+        """As the pipeline takes them."""
+        return PipelineSettings(
+            stages=PoolSizes(**self.stages.model_dump()),
+            budgets=Budgets(**self.budgets.model_dump()),
+            release_s=self.release_timeout_s,
+            cancel_grace_s=self.cancel_grace_s,
+            max_attempts=self.max_attempts,
+            max_queued=self.max_queued,
+            retain_bytes=self.retain_bytes,
+            keep_unread_s=self.keep_unread_s,
+            unreachable_s=self.unreachable_s,
+        )
+
+    def of_environment(self, name: str) -> EnvironmentSettings:
+        """The settings of one of the further environments, with the service's for those that it leaves out."""
+        own = self.environments[name]
+        said = {key: getattr(own, key) for key in EnvironmentSettings.model_fields if key in own.model_fields_set}
+        above = {key: getattr(self, key) for key in EnvironmentSettings.model_fields}
+        if "handler" in said:
+            del above["handler_config"]
+        return EnvironmentSettings.model_validate({**above, **said})
+
+    def budgets_of(self, name: str) -> Budgets:
+        """The budgets of one of the further environments."""
+        return Budgets(**self.budgets.model_dump() | self.environments[name].budgets.model_dump(exclude_none=True))

@@ -1,0 +1,126 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The environments of one service, and which of them a row goes to.
+
+One pipeline runs the rollouts of several environments through the same pools. An environment is a name, the handler
+that knows how to run its rows, and the budgets that hold where a job brings none. A row goes to
+
+1. the environment that its job names;
+2. else the one that takes the row's ``data_source``, which each does under its own name, and under those given to it;
+3. else the default one. Where there is none the row is refused: a wrong guess would train on a wrong reward.
+"""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from nemo_gym_prorl.failures import CallerError
+from nemo_gym_prorl.rollout.handler import AgentHandler
+from nemo_gym_prorl.rollout.job import Budgets
+
+
+@dataclass(frozen=True, slots=True)
+class Environment:
+    """One environment of a service.
+
+    Attributes:
+        name: unique in the service.
+        handler: name of the handler that runs its rows.
+        build: makes that handler; called once, when the first row needs it.
+        data_sources: rows with one of these in ``data_source`` are its own.
+        budgets: of jobs that bring none; ``None`` for the service's.
+    """
+
+    name: str
+    handler: str
+    build: Callable[[], AgentHandler]
+    data_sources: frozenset[str] = frozenset()
+    budgets: Budgets | None = None
+
+
+class Environments:
+    """The environments of one service.
+
+    Args:
+        environments: all of them.
+        default: name of the one for rows that no other takes; ``None`` to refuse those.
+
+    Raises:
+        CallerError: two have one name, or take the same ``data_source``.
+    """
+
+    def __init__(self, environments: Iterable[Environment], default: str | None) -> None:
+        self._all: dict[str, Environment] = {}
+        self._by_source: dict[str, str] = {}
+        self._default = default
+        self._handlers: dict[str, AgentHandler] = {}
+        for environment in environments:
+            if environment.name in self._all:
+                raise CallerError("there are two of that name", field=f"environments.{environment.name}")
+            self._all[environment.name] = environment
+            for source in sorted(environment.data_sources):
+                other = self._by_source.setdefault(source, environment.name)
+                if other != environment.name:
+                    raise CallerError(
+                        f"{source!r} is taken by environment {other!r} as well; a row has one environment",
+                        field=f"environments.{environment.name}.data_sources",
+                    )
+
+    @classmethod
+    def of(cls, handler: AgentHandler) -> Environments:
+        """One environment for all rows, run by this handler and called after it."""
+        return cls([Environment(handler.name, handler.name, lambda: handler)], handler.name)
+
+    @property
+    def names(self) -> list[str]:
+        """The environments, in the order in which they were given."""
+        return [*self._all]
+
+    @property
+    def data_sources(self) -> Mapping[str, str]:
+        """``data_source`` of a row → name of its environment."""
+        return self._by_source
+
+    def environment(self, name: str) -> Environment:
+        """The environment of that name, which there must be."""
+        return self._all[name]
+
+    def get(self, name: str) -> AgentHandler:
+        """The handler of an environment, built at first use."""
+        if name not in self._handlers:
+            self._handlers[name] = self._all[name].build()
+        return self._handlers[name]
+
+    def choose(self, row: Mapping[str, Any], name: str | None = None) -> Environment:
+        """The environment of a row.
+
+        Args:
+            row: its ``data_source`` is looked at.
+            name: the environment that its job names.
+
+        Raises:
+            CallerError: there is none of that name, or none that takes the row; names the field and those there are.
+        """
+        if name is not None:
+            if name not in self._all:
+                raise CallerError(f"there is no {name!r}{near(name, self._all)}", field="environment")
+            return self._all[name]
+        source = row.get("data_source")
+        found = self._by_source.get(source) if isinstance(source, str) else None
+        if found is None:
+            found = self._default
+        if found is None:
+            said = "is missing" if source is None else f"{source!r:.200} belongs to no environment"
+            known = near(source if isinstance(source, str) else "", self._by_source)
+            raise CallerError(f"{said}, and the service has no default one{known}", field="row.data_source")
+        return self._all[found]
+
+
+def near(name: str, known: Iterable[str]) -> str:
+    """The end of a complaint about a name: the nearest that there is, and all of them."""
+    known = sorted(known)
+    nearest = difflib.get_close_matches(name, known, 1, 0.5)
+    hint = f"; the nearest: {nearest[0]}" if nearest else ""
+    return f"{hint}; there are: {', '.join(known) or 'none'}"

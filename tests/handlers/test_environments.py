@@ -1,0 +1,228 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Several environments behind one service: whose a row is, what holds for it, and that none holds up another."""
+
+import asyncio
+from typing import Any
+
+import pytest
+
+from nemo_gym_prorl.failures import CallerError
+from tests.handlers.gym_host import free_port
+from tests.handlers.peers import COLLECTED, ROW, Deployment, Environment, Policy, deployment, hang, reference
+
+
+SWE: dict[str, Any] = {"resources_server": reference("swe_server"), "data_sources": ["SWE-Gym", "R2E"]}
+MATH: dict[str, Any] = {"resources_server": reference("math_server")}
+
+
+def row(source: Any, **more: Any) -> dict[str, Any]:
+    return {**ROW, "data_source": source, **more}
+
+
+@pytest.mark.parametrize(
+    ("asked", "seeded"),
+    [
+        (row("SWE-Gym"), "swe_server"),
+        (row("R2E"), "swe_server"),
+        (row("swe"), "swe_server"),
+        (row("math"), "math_server"),
+        (row("environment"), "environment"),
+        (row("never heard of"), "environment"),
+        (row(["no", "text"]), "environment"),
+        (ROW, "environment"),
+        (row("math", rollout={"environment": "swe"}), "swe_server"),
+    ],
+)
+async def test_a_row_goes_to_the_server_of_its_environment(asked: dict[str, Any], seeded: str) -> None:
+    further = {"swe_server": Environment(), "math_server": Environment()}
+    async with deployment(further=further, environments={"swe": SWE, "math": MATH}) as at:
+        result = await at.run(asked)
+        peers = {**further, "environment": at.environment}
+        assert [name for name, peer in peers.items() if peer.seeds] == [seeded]
+        assert peers[seeded].paths()[-1] != "/seed_session", "tools and verdict are there, too"
+        assert result["rollout"]["environment"] == seeded.removesuffix("_server")
+        [job] = (await at.get("/v1/rollouts"))["rollouts"]
+        assert job["environment"] == seeded.removesuffix("_server")
+
+
+async def test_without_a_default_a_row_that_nobody_takes_is_refused_with_those_there_are() -> None:
+    further = {"swe_server": Environment(), "math_server": Environment()}
+    async with deployment(further=further, environments={"swe": SWE, "math": MATH}, resources_server=None) as at:
+        for asked, complaint in ((row("SWE-Gim"), "the nearest: SWE-Gym"), (ROW, "R2E, SWE-Gym, math, swe")):
+            code, problem, _ = await at.post("/run", asked)
+            assert code == 422
+            assert problem["errors"][0]["field"] == "data_source"
+            assert complaint in problem["detail"]
+            code, problem, _ = await at.post("/v1/rollouts", {"row": asked})
+            assert (code, problem["errors"][0]["field"]) == (422, "row.data_source")
+        code, problem, _ = await at.post("/run", {**row("math"), "rollout": {"environment": "mat"}})
+        assert (code, problem["errors"][0]["field"]) == (422, "rollout.environment")
+        code, problem, _ = await at.post("/v1/responses", {"input": "hi"})
+        assert (code, "resources_server" in problem["detail"]) == (422, True)
+        assert (await at.run(row("math")))["reward"] == 1.0
+
+
+async def test_a_jobs_budget_wins_over_its_environments_and_that_over_the_services() -> None:
+    settings = {"budgets": {"init": 1.0, "run": 2.0, "eval": 3.0}}
+    swe = {**SWE, "budgets": {"run": 20.0, "eval": 30.0}}
+    async with deployment(further={"swe_server": Environment()}, environments={"swe": swe}, **settings) as at:
+        status = await at.get("/status")
+        assert status["environments"]["environment"]["budgets"] == {"init": 1.0, "run": 2.0, "eval": 3.0}
+        assert status["environments"]["swe"]["budgets"] == {"init": 1.0, "run": 20.0, "eval": 30.0}
+        at.policy.turn_s = 60.0
+        _, job, _ = await at.post("/v1/rollouts", {"row": row("swe"), "id": "short", "budgets": {"run": 0.2}})
+        while job["state"] != "timed_out":
+            job = await at.get("/v1/rollouts/short?wait=10")
+        assert "0.2 s" in job["failure"]["reason"]
+
+
+async def test_limits_of_the_loop_are_the_environments() -> None:
+    environments = {"swe": {**SWE, "max_steps": 1}, "math": {**MATH, "max_steps": None}}
+    further = {"swe_server": Environment(), "math_server": Environment()}
+    async with deployment(further=further, environments=environments, max_steps=2) as at:
+        told = {source: (await at.run(row(source)))["rollout"] for source in ("swe", "environment", "math")}
+        assert {source: (about["turns"], about["finish_reason"]) for source, about in told.items()} == {
+            "swe": (1, "max_steps"),
+            "environment": (2, "max_steps"),
+            "math": (3, "stop"),
+        }
+
+
+async def _cut(on_timeout: str, environment: Environment) -> dict[str, Any]:
+    """A rollout whose second tool call takes for ever, in an environment for which a time-out means that."""
+    swe = {**SWE, "budgets": {"run": 1.0}, "on_timeout": on_timeout}
+    async with deployment(further={"swe_server": environment}, environments={"swe": swe}) as at:
+        return await at.run({**COLLECTED, "data_source": "swe"})
+
+
+def slow_tool() -> Environment:
+    calls = iter(range(100))
+    return Environment(instead={"/count": lambda: hang(60)() if next(calls) else None})
+
+
+async def test_a_timeout_is_masked() -> None:
+    result = await _cut("mask", environment := slow_tool())
+    assert (result["mask_sample"], result["failure_kind"]) == (True, "agent_timeout")
+    assert "/verify" not in environment.paths()
+
+
+async def test_a_timeout_is_scored_as_it_is() -> None:
+    result = await _cut("score", environment := slow_tool())
+    assert (result["reward"], result["rollout"]["state"]) == (1.0, "succeeded")
+    assert result["rollout"]["finish_reason"] == "timeout"
+    assert "mask_sample" not in result
+    assert environment.paths().index("/give_back") < environment.paths().index("/verify"), (
+        "the sandbox is gone by then"
+    )
+    _has_the_tokens_of_its_turns(result)
+
+
+async def test_a_timeout_is_worth_nothing_and_counts() -> None:
+    result = await _cut("zero", environment := slow_tool())
+    assert (result["reward"], result["rollout"]["state"]) == (0.0, "succeeded")
+    assert "mask_sample" not in result
+    assert "_ng_failure_class" not in result
+    assert result["data_source"] == "swe"
+    assert "/give_back" in environment.paths()
+    assert "/verify" not in environment.paths()
+    _has_the_tokens_of_its_turns(result)
+
+
+def _has_the_tokens_of_its_turns(result: dict[str, Any]) -> None:
+    items = [item for item in result["response"]["output"] if item["type"] == "function_call"]
+    assert [item["generation_token_ids"] for item in items] == [[2], [5]]
+
+
+@pytest.mark.parametrize("on_timeout", ["score", "zero"])
+async def test_a_timeout_before_the_first_turn_is_masked_whatever_is_asked_for(on_timeout: str) -> None:
+    swe = {**SWE, "budgets": {"run": 0.3}, "on_timeout": on_timeout}
+    environment, policy = Environment(), Policy(turn_s=60.0)
+    async with deployment(policy=policy, further={"swe_server": environment}, environments={"swe": swe}) as at:
+        result = await at.run({**COLLECTED, "data_source": "swe"})
+        assert (result["mask_sample"], result["failure_kind"]) == (True, "agent_timeout")
+        code, _, _ = await at.post("/run", row("swe"))
+        assert code == 503, "a trainer dispatches it again"
+
+
+@pytest.mark.parametrize("on_timeout", ["score", "zero"])
+async def test_a_timeout_whose_tokens_do_not_come_is_masked(on_timeout: str) -> None:
+    swe = {**SWE, "budgets": {"run": 1.0}, "on_timeout": on_timeout}
+    policy = Policy(instead={"GET /v1/rollouts/*": hang(60)})
+    async with deployment(
+        policy=policy, further={"swe_server": slow_tool()}, environments={"swe": swe}, cancel_grace_s=1.0
+    ) as at:
+        result = await at.run({**COLLECTED, "data_source": "swe"})
+        assert (result["mask_sample"], result["failure_kind"]) == (True, "agent_timeout")
+
+
+async def test_a_dead_server_holds_up_its_own_environment_only() -> None:
+    """Its rollouts wait, in whatever number, and take neither a slot nor a place in READY from the others."""
+    stages = {"init": 1, "ready": 0, "run": 1, "eval": 1}
+    environments = {"swe": SWE, "gone": {"resources_server": reference("gone")}}
+    async with deployment(
+        further={"swe_server": Environment()},
+        environments=environments,
+        stages=stages,
+        elsewhere={"gone": {"host": "127.0.0.1", "port": free_port()}},
+    ) as at:
+        for number in range(20):
+            await at.post("/v1/rollouts", {"row": row("gone"), "id": f"gone-{number}", "priority": 5})
+        await _until_held(at, "gone")
+        for _ in range(3):
+            assert (await at.run(row("swe")))["reward"] == 1.0
+            assert (await at.run(ROW))["reward"] == 1.0
+        status = await at.get("/status")
+        assert status["held"]["gone"]["environments"] == ["gone"]
+        assert status["environments"]["gone"]["waiting"]["init"] == 20
+        assert status["environments"]["swe"]["waiting"]["init"] == 0
+        metrics = await at.http.get(f"{at.url}/metrics")
+        text = await metrics.text()
+        assert 'prorl_server_unreachable{environment="gone",server="gone"} 1.0' in text
+        assert 'prorl_rollouts_total{environment="swe",failure_kind="",state="succeeded"} 3.0' in text
+        assert 'prorl_stage_waiting{environment="gone",stage="init"} 20.0' in text
+
+
+async def _until_held(at: Deployment, server: str) -> None:
+    async with asyncio.timeout(30):
+        while server not in (await at.get("/status"))["held"]:
+            await asyncio.sleep(0.05)
+
+
+async def test_each_server_aggregates_its_own_rollouts() -> None:
+    def answered(name: str) -> dict[str, Any]:
+        metrics = {"mean/reward": 1.0}
+        return {"agent_metrics": metrics, "key_metrics": metrics, "group_level_metrics": [{"from": name}]}
+
+    swe = Environment(instead={"/aggregate_metrics": lambda: answered("swe")})
+    own = Environment(instead={"/aggregate_metrics": lambda: answered("own")})
+    async with deployment(own, further={"swe_server": swe}, environments={"swe": SWE}) as at:
+        rollouts = [
+            await at.run({**row(source), "_ng_task_index": number, "_ng_rollout_index": 0})
+            for number, source in enumerate(["swe", "else"])
+        ]
+        told = [{key: value for key, value in each.items() if key != "response"} for each in rollouts]
+        code, one, _ = await at.post("/aggregate_metrics", {"verify_responses": told[:1]})
+        assert (code, one["key_metrics"]) == (200, {"mean/reward": 1.0})
+        code, both, _ = await at.post("/aggregate_metrics", {"verify_responses": told})
+        assert both["key_metrics"] == {"swe/mean/reward": 1.0, "environment/mean/reward": 1.0}
+        assert both["group_level_metrics"] == [{"from": "swe"}, {"from": "own"}]
+        assert [len(body["verify_responses"]) for body in own.bodies if "verify_responses" in (body or {})] == [1]
+
+
+@pytest.mark.parametrize(
+    ("environments", "field", "complaint"),
+    [
+        ({"swe": {"resources_server": reference("swe_serve")}}, "environments.swe.resources_server", "swe_server"),
+        ({"swe": {"resources_server": reference("policy_model")}}, "environments.swe.resources_server", "no server"),
+        ({"swe": {**SWE, "handler": "gym_envrionment"}}, "environments.swe.handler", "nearest: gym_environment"),
+        ({"swe": SWE, "r2e": {**SWE, "data_sources": ["R2E"]}}, "environments.r2e.data_sources", "'swe' as well"),
+        ({"environment": SWE}, "environments.environment", "two of that name"),
+    ],
+)
+async def test_what_cannot_work_is_refused_at_the_start_by_name(
+    environments: dict[str, Any], field: str, complaint: str
+) -> None:
+    with pytest.raises(CallerError, match=complaint) as refused:
+        async with deployment(further={"swe_server": Environment()}, environments=environments):
+            pass
+    assert refused.value.field == field
