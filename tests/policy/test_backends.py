@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+from collections import OrderedDict
 from collections.abc import Callable
 
 import pytest
@@ -22,6 +23,7 @@ from nemo_gym_prorl.policy.pool.backend import (
     RequestOutcome,
 )
 from nemo_gym_prorl.policy.pool.pool import BackendPool
+from nemo_gym_prorl.policy.pool.tickets import Queue, Rollout, Ticket, first_of
 
 
 LIMIT = 3
@@ -456,6 +458,38 @@ def test_rollouts_leave_a_crowd_for_an_empty_backend() -> None:
     ]
     assert 0 < len(moved) < 12
     assert load.pool.migrations == len(moved)
+
+
+@given(
+    st.lists(
+        st.tuples(st.sampled_from(["last", "first", "move", "withdraw", "serve"]), st.integers(0, 30), st.booleans()),
+        max_size=80,
+    )
+)
+def test_tickets_wait_in_the_order_of_a_plain_list(events: list[tuple[str, int, bool]]) -> None:
+    queues: tuple[Queue, Queue] = (OrderedDict(), OrderedDict())
+    lists: tuple[list[int], list[int]] = ([], [])
+    rollout = Rollout("r", None, 0)
+    tickets: dict[int, Ticket] = {}
+    for number, (event, which, other) in enumerate(events):
+        queue, plain = queues[other], lists[other]
+        if event in ("last", "first"):
+            tickets[number] = Ticket(number, rollout)
+            tickets[number].enqueue(queue, first=event == "first")
+            plain.insert(0 if event == "first" else len(plain), number)
+        elif event == "serve" and plain:
+            assert first_of(queue).id == plain[0]
+            tickets.pop(plain.pop(0)).unqueue()
+        elif event in ("move", "withdraw") and tickets:
+            chosen = sorted(tickets)[which % len(tickets)]
+            tickets[chosen].unqueue()
+            lists[chosen in lists[True]].remove(chosen)
+            if event == "move":
+                tickets[chosen].enqueue(queue)
+                plain.append(chosen)
+            else:
+                tickets.pop(chosen).unqueue()
+        assert tuple(map(list, queues)) == lists
 
 
 def test_pausing_drains_and_resuming_names_the_new_weights() -> None:

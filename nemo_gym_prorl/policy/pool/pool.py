@@ -23,7 +23,7 @@ which every event returns. Every ticket ends in exactly one of ``done`` and ``wi
 
 from __future__ import annotations
 
-from collections import OrderedDict, deque
+from collections import OrderedDict
 from collections.abc import Iterator
 
 from nemo_gym_prorl.failures import CallerError
@@ -39,7 +39,7 @@ from nemo_gym_prorl.policy.pool.backend import (
     RequestOutcome,
 )
 from nemo_gym_prorl.policy.pool.homes import Margins
-from nemo_gym_prorl.policy.pool.tickets import Rollout, Ticket
+from nemo_gym_prorl.policy.pool.tickets import Queue, Rollout, Ticket, first_of
 
 
 class BackendPool:
@@ -80,9 +80,9 @@ class BackendPool:
         self._rollouts: dict[str, Rollout] = {}
         self._resting: OrderedDict[str, Rollout] = OrderedDict()
         self._tickets: dict[int, Ticket] = {}
-        self._returning: deque[Ticket] = deque()
-        self._fresh: deque[Ticket] = deque()
-        self._held: dict[str, deque[Ticket]] = {}
+        self._returning: Queue = OrderedDict()
+        self._fresh: Queue = OrderedDict()
+        self._held: dict[str, Queue] = {}
         self._clock = 0
         self._now = 0.0
 
@@ -102,7 +102,7 @@ class BackendPool:
             backend.head_start = min(len(peer.live) for peer in peers)
             backend.elders = backend.elders_left = sum(len(peer.live) for peer in self.backends.values())
         self.backends[backend_id] = backend
-        self._held[backend_id] = deque()
+        self._held[backend_id] = OrderedDict()
         return self._dispatch()
 
     def drain(self, backend_id: str) -> list[Decision]:
@@ -289,10 +289,11 @@ class BackendPool:
             self._serve(backend, decisions)
         for queue in (self._returning, self._fresh):
             while queue:
-                chosen = homes.choose(queue[0].rollout, self.backends.values(), self._margins)
+                rollout = first_of(queue).rollout
+                chosen = homes.choose(rollout, self.backends.values(), self._margins)
                 if chosen is None:
                     break
-                self._settle(queue[0].rollout, chosen)
+                self._settle(rollout, chosen)
                 self._serve(chosen, decisions)
         return decisions
 
@@ -300,7 +301,7 @@ class BackendPool:
         """Start what waits for this very backend."""
         held = self._held[backend.id]
         while held and not backend.paused and health.usable(backend):
-            ticket = held[0]
+            ticket = first_of(held)
             ticket.unqueue()
             ticket.backend, ticket.since = backend.id, self._now
             backend.in_flight.add(ticket.id)
@@ -344,7 +345,7 @@ class BackendPool:
         flying = {self._tickets[ticket_id].rollout.id for ticket_id in backend.in_flight}
         for rollout_id in sorted(backend.live - flying):
             self._leave(self._rollouts[rollout_id])
-        for ticket in list(self._held[backend.id]):
+        for ticket in list(self._held[backend.id].values()):
             ticket.unqueue()
             ticket.enqueue(self._returning)
 

@@ -3,8 +3,12 @@
 
 from __future__ import annotations
 
-from collections import deque
+from collections import OrderedDict
 from dataclasses import dataclass, field
+
+
+type Queue = OrderedDict[int, Ticket]
+"""Waiting tickets by id, in their order: whichever hangs up is gone in constant time."""
 
 
 @dataclass(slots=True)
@@ -40,18 +44,22 @@ class Ticket:
     rollout: Rollout
     backend: str | None = None
     since: float = 0.0
-    _queue: deque[Ticket] | None = None
+    _queue: Queue | None = None
 
-    def enqueue(self, queue: deque[Ticket], *, first: bool = False) -> None:
+    def enqueue(self, queue: Queue, *, first: bool = False) -> None:
         """Wait in a queue, at its end or in front."""
         self._queue = queue
+        queue[self.id] = self
         if first:
-            queue.appendleft(self)
-        else:
-            queue.append(self)
+            queue.move_to_end(self.id, last=False)
 
     def unqueue(self) -> None:
         """Wait no longer."""
         if self._queue is not None:
-            self._queue.remove(self)
+            del self._queue[self.id]
             self._queue = None
+
+
+def first_of(queue: Queue) -> Ticket:
+    """Whose turn it is; the queue must not be empty."""
+    return next(iter(queue.values()))
