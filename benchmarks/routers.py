@@ -7,9 +7,10 @@ from __future__ import annotations
 import hashlib
 from collections import Counter, defaultdict
 
-from benchmarks.fleet import Fleet, Request, Rollout
+from benchmarks.fleet import Fleet, Request, Rollout, Trace
 from nemo_gym_prorl.policy.pool.backend import Assign, Decision, RequestOutcome
 from nemo_gym_prorl.policy.pool.pool import BackendPool
+from nemo_gym_prorl.policy.pool.prefixes import blocks_of
 
 
 class Base:
@@ -168,6 +169,7 @@ class Ours:
         self._count = 0
         self._reported_s = -2.0
         self._fleet: Fleet | None = None
+        self._blocks_of: dict[str, bytes] = {}
 
     def joined(self, engine: int) -> None:
         self._take(self.pool.add(str(engine), ""))
@@ -193,8 +195,16 @@ class Ours:
             self._count += 1
             ticket = self._ticket_of[id(request)] = self._count
             self._tickets[ticket] = request
-            self._take(self.pool.request(ticket, request.rollout.id, request.rollout.group, fleet.now, request.prompt))
+            blocks = b"" if request.index else self._blocks(request.rollout.group, fleet.trace)
+            rollout = request.rollout
+            self._take(self.pool.request(ticket, rollout.id, rollout.group, fleet.now, request.prompt, blocks))
         return self._assigned.pop(ticket, None)
+
+    def _blocks(self, group: str, trace: Trace) -> bytes:
+        """Of a group's prompt, as the model server makes them of its tokens."""
+        if group not in self._blocks_of:
+            self._blocks_of[group] = blocks_of([0] * trace.system + [1 + len(self._blocks_of)] * trace.prompt)
+        return self._blocks_of[group]
 
     def answered(self, request: Request) -> None:
         ticket = self._ticket_of[id(request)]

@@ -177,21 +177,32 @@ class BackendPool:
     # Rollouts
 
     def request(
-        self, ticket_id: int, rollout_id: str, group: str | None = None, now: float = 0.0, tokens: int = 0
+        self,
+        ticket_id: int,
+        rollout_id: str,
+        group: str | None = None,
+        now: float = 0.0,
+        tokens: int = 0,
+        blocks: bytes = b"",
     ) -> list[Decision]:
-        """A turn wants a backend for a prompt of so many tokens, if they are known."""
+        """A turn wants a backend for a prompt of so many tokens, if they are known.
+
+        The first turn of a rollout may say which blocks (:func:`.prefixes.blocks_of`) its prompt has; what other
+        rollouts share of it is counted once.
+        """
         self._now = max(self._now, now)
         rollout = self._rollouts.get(rollout_id)
         if rollout is None:
-            rollout = self._resting.pop(rollout_id, None) or Rollout(rollout_id, group, self._tick(), prompt=tokens)
+            rollout = self._resting.pop(rollout_id, None) or Rollout(rollout_id, group, self._tick(), blocks=blocks)
             self._rollouts[rollout_id] = rollout
         ticket = self._tickets[ticket_id] = Ticket(ticket_id, rollout)
         rollout.tickets.add(ticket_id)
         rollout.idle_since = None
         home = self.backends.get(rollout.backend or "")
         if home is not None and rollout.id in home.live:
-            home.demand += tokens - rollout.tokens
-        rollout.tokens = tokens
+            home.grow(rollout, tokens)
+        else:
+            rollout.tokens = tokens
         return self._route(ticket)
 
     def done(self, ticket_id: int, outcome: RequestOutcome, now: float) -> list[Decision]:
@@ -210,7 +221,8 @@ class BackendPool:
             return self._quiesced(backend) + self._dispatch()
         if backend is not None:
             if outcome is RequestOutcome.OK:
-                health.answered(backend, now - ticket.since, self.backends.values())
+                cold, ticket.rollout.settled = not ticket.rollout.settled, True
+                health.answered(backend, now - ticket.since, self.backends.values(), cold=cold)
             backend.in_flight.discard(ticket_id)
             decisions += self._quiesced(backend)
         self._forget(ticket, now)
@@ -313,6 +325,7 @@ class BackendPool:
         backend.take(rollout)
         backend.last_placed = self._tick()
         self.migrations += rollout.backend not in (None, backend.id)
+        rollout.settled = rollout.settled and rollout.backend == backend.id
         rollout.backend = backend.id
         for ticket_id in sorted(rollout.tickets):
             ticket = self._tickets[ticket_id]

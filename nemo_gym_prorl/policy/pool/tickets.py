@@ -6,6 +6,8 @@ from __future__ import annotations
 from collections import OrderedDict
 from dataclasses import dataclass, field
 
+from nemo_gym_prorl.policy.pool.prefixes import tokens_in
+
 
 type Queue = OrderedDict[int, Ticket]
 """Waiting tickets by id, in their order: whichever hangs up is gone in constant time."""
@@ -22,8 +24,9 @@ class Rollout:
         backend: where its prefix is, once it had one.
         tickets: its turns that wait or run.
         idle_since: since when it has had none.
-        prompt: tokens of its first turn's prompt, which its siblings share.
+        blocks: of its first turn's prompt (:mod:`.prefixes`), which others may share.
         tokens: of its latest turn's prompt.
+        settled: whether a turn was answered where it lives now, so that its prefix is cached there.
     """
 
     id: str
@@ -32,8 +35,14 @@ class Rollout:
     backend: str | None = None
     tickets: set[int] = field(default_factory=set)
     idle_since: float | None = None
-    prompt: int = 0
+    blocks: bytes = b""
     tokens: int = 0
+    settled: bool = False
+
+    @property
+    def own(self) -> int:
+        """Tokens that are in none of its blocks."""
+        return max(0, self.tokens - tokens_in(self.blocks))
 
 
 @dataclass(slots=True)
