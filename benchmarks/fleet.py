@@ -52,7 +52,18 @@ class Trace:
 
 
 def agent_trace(
-    name: str, groups: int, *, siblings: int = 8, seed: int = 0, turns: float = 10.0, window_s: float = 0.0
+    name: str,
+    groups: int,
+    *,
+    siblings: int = 8,
+    seed: int = 0,
+    turns: float = 10.0,
+    window_s: float = 0.0,
+    bursts: int | None = None,
+    system: int = 2000,
+    tool_s: float = 1.5,
+    tool_spread: float = 1.4,
+    tool_at_most_s: float = 300.0,
 ) -> Trace:
     """Coding agents in training: heavy-tailed numbers of turns, tool times and lengths.
 
@@ -63,22 +74,29 @@ def agent_trace(
         seed: fixes everything.
         turns: median number of turns; the 99th percentile is about six times that.
         window_s: groups arrive evenly over this time; 0 is one burst, as a synchronous trainer sends it.
+        bursts: they arrive in so many bursts, evenly over the window, instead.
+        system: tokens of the prompt that all share.
+        tool_s: median of the time that a tool takes.
+        tool_spread: of its logarithm.
+        tool_at_most_s: the longest a tool takes.
     """
     rng = random.Random(seed)
     rollouts = []
+    interval_s = window_s / (bursts or groups)
     for group in range(groups):
+        start_s = interval_s * (group * bursts // groups if bursts else group)
         for sibling in range(siblings):
             count = max(1, min(80, round(rng.lognormvariate(math.log(turns), 0.75))))
             steps = tuple(
                 Turn(
                     observed=0 if k == 0 else min(8000, round(rng.lognormvariate(math.log(300), 1.0))),
                     written=min(3000, round(rng.lognormvariate(math.log(120), 0.8))),
-                    tool_s=min(300.0, rng.lognormvariate(math.log(1.5), 1.4)),
+                    tool_s=min(tool_at_most_s, rng.lognormvariate(math.log(tool_s), tool_spread)),
                 )
                 for k in range(count)
             )
-            rollouts.append(Rollout(f"g{group}s{sibling}", f"g{group}", group * window_s / groups, steps))
-    return Trace(name, system=2000, prompt=1500, rollouts=tuple(rollouts))
+            rollouts.append(Rollout(f"g{group}s{sibling}", f"g{group}", start_s, steps))
+    return Trace(name, system=system, prompt=1500, rollouts=tuple(rollouts))
 
 
 @dataclass(slots=True)
@@ -112,10 +130,15 @@ class Router(Protocol):
 
     def died(self, engine: int) -> None: ...
 
+    def left(self, engine: int) -> None: ...
+
     def route(self, request: Request, fleet: Fleet) -> int | None:
         """An engine, or ``None`` to ask again after the next :meth:`answered` or :meth:`finished`."""
 
     def answered(self, request: Request) -> None: ...
+
+    def cut(self, request: Request) -> None:
+        """Its engine is gone; it will be routed again."""
 
     def finished(self, rollout: Rollout) -> None: ...
 
@@ -235,7 +258,8 @@ class Engine:
 
 @dataclass(frozen=True, slots=True)
 class Incident:
-    """Something that happens to an engine: ``die``, ``slow`` (a fifth of its speed) or ``join``."""
+    """Something that happens to an engine: ``die``, ``leave`` (it is taken out of service, which cuts its requests),
+    ``slow`` (a fifth of its speed) or ``join`` (with an empty cache; one whose first incident it is was not there)."""
 
     at_s: float
     kind: str
@@ -247,10 +271,11 @@ class Outcome:
     """What a replay came to."""
 
     makespan_s: float
+    p50_turn_s: float
     p99_turn_s: float
-    mean_turn_s: float
     hit_rate: float
-    turns: int
+    migrations: int
+    """Turns that another engine took than the one before."""
 
 
 class Fleet:
@@ -267,14 +292,18 @@ class Fleet:
     ) -> None:
         self.trace = trace
         self.router = router
-        late = {incident.engine for incident in incidents if incident.kind == "join"}
+        first: dict[int, str] = {}
+        for incident in incidents:
+            first.setdefault(incident.engine, incident.kind)
+        late = {engine for engine, kind in first.items() if kind == "join"}
         self.engines = [Engine(index, capacity, alive=index not in late) for index in range(engines)]
         self.now = 0.0
         self._events: list[tuple[float, int, object]] = []
         self._order = itertools.count()
         self._pending: deque[Request] = deque()
         self._latencies: list[float] = []
-        self._hits = self._prompts = 0
+        self._hits = self._prompts = self._migrations = 0
+        self._homes: dict[str, int] = {}
         for engine in self.engines:
             if engine.alive:
                 router.joined(engine.index)
@@ -303,10 +332,10 @@ class Fleet:
         count = len(self._latencies)
         return Outcome(
             self.now,
+            self._latencies[count // 2],
             self._latencies[min(count - 1, int(count * 0.99))],
-            sum(self._latencies) / count,
             self._hits / self._prompts,
-            count,
+            self._migrations,
         )
 
     def _at(self, when: float, event: object) -> None:
@@ -319,6 +348,12 @@ class Fleet:
             return
         engine = self.engines[chosen]
         request.engine = chosen
+        if not engine.alive:
+            self.router.cut(request)
+            self._send(request)
+            return
+        self._migrations += self._homes.get(request.rollout.id, chosen) != chosen
+        self._homes[request.rollout.id] = chosen
         engine.waiting.append(request)
         self._work(engine)
 
@@ -362,6 +397,8 @@ class Fleet:
         engine.advance(self.now)
         if incident.kind == "join":
             engine.alive = True
+            engine.cache.clear()
+            engine.cached = engine.pinned = 0
             self.router.joined(engine.index)
             self._retry()
         elif incident.kind == "slow":
@@ -372,14 +409,21 @@ class Fleet:
             engine.version += 1
             lost = [*engine.running, *engine.waiting]
             engine.running, engine.waiting = [], deque()
-            self.router.died(engine.index)
+            if incident.kind == "die":
+                self.router.died(engine.index)
+            else:
+                self.router.left(engine.index)
             for request in lost:
-                self.router.answered(request)
+                self.router.cut(request)
                 self._send(request)
 
 
 def best_hit_rate(trace: Trace, engines: int, router: Router) -> float:
-    """Hit rate of a fleet whose engines share one boundless cache, where a router can lose nothing."""
+    """Hit rate of a fleet whose engines share one boundless cache, where a router can lose nothing.
+
+    It is no bound where prompts that are read at the same time share much: engines that have room for all at once read
+    it once for each, and those that make some wait find it cached.
+    """
     fleet = Fleet(trace, engines, router, capacity=10**12)
     for engine in fleet.engines[1:]:
         engine.cache = fleet.engines[0].cache

@@ -43,6 +43,7 @@ class Figure:
         peers: the same figure of others, measured in the same run.
         interval: the lowest and the highest of several runs, or an interval of confidence.
         peer_intervals: those of peers.
+        goal_interval: half the width of the 95 % confidence interval of what the goal speaks of.
     """
 
     name: str
@@ -53,6 +54,7 @@ class Figure:
     peers: dict[str, float] = field(default_factory=dict)
     interval: tuple[float, float] | None = None
     peer_intervals: dict[str, tuple[float, float]] = field(default_factory=dict)
+    goal_interval: float | None = None
 
     @classmethod
     def of(
@@ -127,7 +129,8 @@ def _table(figures: list[Figure]) -> str:
         ]
         goal = figure.goal or "—"
         if figure.goal_value is not None:
-            goal += f" (is {_number(figure.goal_value)})"
+            spread = "" if figure.goal_interval is None else f" ± {figure.goal_interval:.2g}"
+            goal += f" (is {_number(figure.goal_value)}{spread})"
         met = {True: "yes", False: "**missed**", None: "—"}[figure.met]
         ours = f"{_number(figure.value)}{_between(figure.interval)} {figure.unit}".rstrip()
         lines.append(f"| {figure.name} | {ours} | {', '.join(theirs) or '—'} | {goal} | {met} |")

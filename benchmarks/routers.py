@@ -7,9 +7,10 @@ from __future__ import annotations
 import hashlib
 from collections import Counter, defaultdict
 
-from benchmarks.fleet import Fleet, Request, Rollout
+from benchmarks.fleet import Fleet, Request, Rollout, Trace
 from nemo_gym_prorl.policy.pool.backend import Assign, Decision, RequestOutcome
 from nemo_gym_prorl.policy.pool.pool import BackendPool
+from nemo_gym_prorl.policy.pool.prefixes import blocks_of
 
 
 class Base:
@@ -28,7 +29,11 @@ class Base:
     def died(self, engine: int) -> None:
         self.engines.remove(engine)
 
+    def left(self, engine: int) -> None:
+        self.died(engine)
+
     def route(self, request: Request, fleet: Fleet) -> int | None:
+        self.trace = fleet.trace
         chosen = self.choose(request)
         self.in_flight[chosen] += 1
         return chosen
@@ -38,6 +43,9 @@ class Base:
 
     def answered(self, request: Request) -> None:
         self.in_flight[request.engine] -= 1
+
+    def cut(self, request: Request) -> None:
+        self.answered(request)
 
     def finished(self, rollout: Rollout) -> None:
         pass
@@ -135,8 +143,8 @@ class CacheAware(Base):
             smallest = min(self.engines, key=lambda engine: sum(self._sent[engine].values()))
             chosen = best if matched[best] / request.prompt > 0.3 else smallest
         sent = self._sent[chosen]
-        sent["system"], sent[request.rollout.group] = 2000, 1500
-        sent[request.rollout.id] = request.footprint - 3500
+        sent["system"], sent[request.rollout.group] = self.trace.system, self.trace.prompt
+        sent[request.rollout.id] = request.footprint - self.trace.system - self.trace.prompt
         return chosen
 
     def _matched(self, engine: int, request: Request) -> int:
@@ -144,8 +152,8 @@ class CacheAware(Base):
         if "system" not in sent:
             return 0
         if request.rollout.group not in sent:
-            return 2000
-        return 3500 + sent.get(request.rollout.id, 0)
+            return self.trace.system
+        return self.trace.system + self.trace.prompt + sent.get(request.rollout.id, 0)
 
 
 class Ours:
@@ -161,12 +169,16 @@ class Ours:
         self._count = 0
         self._reported_s = -2.0
         self._fleet: Fleet | None = None
+        self._blocks_of: dict[str, bytes] = {}
 
     def joined(self, engine: int) -> None:
         self._take(self.pool.add(str(engine), ""))
 
     def died(self, engine: int) -> None:
-        self._dead = str(engine)
+        """Nobody says so: the pool finds out by what fails there."""
+
+    def left(self, engine: int) -> None:
+        self._take(self.pool.remove(str(engine)))
 
     def route(self, request: Request, fleet: Fleet) -> int | None:
         self._fleet = fleet
@@ -183,16 +195,26 @@ class Ours:
             self._count += 1
             ticket = self._ticket_of[id(request)] = self._count
             self._tickets[ticket] = request
-            self._take(self.pool.request(ticket, request.rollout.id, request.rollout.group, fleet.now, request.prompt))
+            blocks = b"" if request.index else self._blocks(request.rollout.group, fleet.trace)
+            rollout = request.rollout
+            self._take(self.pool.request(ticket, rollout.id, rollout.group, fleet.now, request.prompt, blocks))
         return self._assigned.pop(ticket, None)
+
+    def _blocks(self, group: str, trace: Trace) -> bytes:
+        """Of a group's prompt, as the model server makes them of its tokens."""
+        if group not in self._blocks_of:
+            self._blocks_of[group] = blocks_of([0] * trace.system + [1 + len(self._blocks_of)] * trace.prompt)
+        return self._blocks_of[group]
 
     def answered(self, request: Request) -> None:
         ticket = self._ticket_of[id(request)]
-        if str(request.engine) == getattr(self, "_dead", None):
-            self._take(self.pool.done(ticket, RequestOutcome.FAILED, self._fleet.now))
-            return
         del self._ticket_of[id(request)], self._tickets[ticket]
         self._take(self.pool.done(ticket, RequestOutcome.OK, self._fleet.now))
+
+    def cut(self, request: Request) -> None:
+        # The pool itself has placed again what ran on a backend that it was told to remove.
+        if str(request.engine) in self.pool.backends:
+            self._take(self.pool.done(self._ticket_of[id(request)], RequestOutcome.FAILED, self._fleet.now))
 
     def finished(self, rollout: Rollout) -> None:
         self._take(self.pool.finish(rollout.id))

@@ -30,6 +30,7 @@ from nemo_gym_prorl.policy.generation import Finish, Generation
 from nemo_gym_prorl.policy.metrics import PolicyMetrics
 from nemo_gym_prorl.policy.pool.backend import Backend
 from nemo_gym_prorl.policy.pool.placement import Placement, cancelling
+from nemo_gym_prorl.policy.pool.prefixes import blocks_of
 from nemo_gym_prorl.policy.text.chat import Continuation, Renderer
 from nemo_gym_prorl.policy.text.messages import Message, as_message, head_of
 from nemo_gym_prorl.policy.text.parsers import Parsed, parse, parsed_by_engine
@@ -212,7 +213,8 @@ class PolicyService:
         started = time.monotonic()
         # Rollouts that start with the same messages are siblings, whether or not anybody says so.
         group = request.group or digest(b"", [head_of(message) for message in messages[:2]]).hex()
-        placed = await self.placement.run(request.rollout, group, generate, len(prompt))
+        blocks = blocks_of(prompt) if point is None else b""
+        placed = await self.placement.run(request.rollout, group, generate, len(prompt), blocks)
         generation = placed.result
         self.metrics.turn(placed, time.monotonic() - started, len(prompt))
         if generation.finish is Finish.CONTEXT:

@@ -21,6 +21,7 @@ Invariants:
 
 from __future__ import annotations
 
+import heapq
 from collections import Counter, OrderedDict
 from dataclasses import dataclass
 from enum import Enum, auto
@@ -77,12 +78,45 @@ class _Place:
     environment: str
 
 
-class FairQueue:
-    """Waiting jobs of one stage: by priority, then fair share, then arrival. O(clients) to pop, O(1) to remove."""
+class _Level:
+    """Waiting jobs of one priority. Its heap ranks clients; entries that are no longer true are skipped."""
 
     def __init__(self) -> None:
-        # priority -> client -> job ids in order; clients in the order in which they were last served.
-        self._levels: dict[int, OrderedDict[str, OrderedDict[str, None]]] = {}
+        self.jobs: dict[str, OrderedDict[str, None]] = {}
+        """Ids in order, by client."""
+        self.turns: dict[str, int] = {}
+        """When each client was last served here, or came."""
+        self._ranks: list[tuple[int, int, str]] = []
+
+    def rank(self, client: str, held: Counter[str]) -> None:
+        """The client has another number of slots, or another turn, than before."""
+        heapq.heappush(self._ranks, (held[client], self.turns[client], client))
+        if len(self._ranks) > 2 * len(self.jobs) + 16:
+            self._ranks = [(held[name], turn, name) for name, turn in self.turns.items()]
+            heapq.heapify(self._ranks)
+
+    def first(self, held: Counter[str]) -> str:
+        """The client that holds the fewest slots; among equals the one served longest ago."""
+        while True:
+            slots, turn, client = self._ranks[0]
+            if self.turns.get(client) == turn and held[client] == slots:
+                return client
+            heapq.heappop(self._ranks)
+
+
+class FairQueue:
+    """Waiting jobs of one stage, by priority, then fair share, then arrival; and the slots that each client holds.
+
+    An event costs O(log n), amortised, and once for each priority at which its client waits.
+    """
+
+    def __init__(self) -> None:
+        self._levels: dict[int, _Level] = {}
+        self._priorities: list[int] = []
+        """A heap of the levels there are, negated; the first of them is not empty, if any is."""
+        self._waits_at: dict[str, set[int]] = {}
+        self._held: Counter[str] = Counter()
+        self._turn = 0
         self._size = 0
 
     def __len__(self) -> int:
@@ -90,32 +124,65 @@ class FairQueue:
 
     def push(self, job_id: str, client: str, priority: int) -> None:
         """Append a job; it must not be in the queue yet."""
-        self._levels.setdefault(priority, OrderedDict()).setdefault(client, OrderedDict())[job_id] = None
+        if priority not in self._levels:
+            self._levels[priority] = _Level()
+            heapq.heappush(self._priorities, -priority)
+        level = self._levels[priority]
+        if client not in level.jobs:
+            level.jobs[client] = OrderedDict()
+            self._waits_at.setdefault(client, set()).add(priority)
+            self._moves_back(level, client)
+        level.jobs[client][job_id] = None
         self._size += 1
 
     def remove(self, job_id: str, client: str, priority: int) -> None:
         """Take a job out from wherever it stands."""
-        clients = self._levels[priority]
-        del clients[client][job_id]
+        del self._levels[priority].jobs[client][job_id]
         self._forget_empty(priority, client)
 
-    def pop(self, held: Counter[str]) -> str:
-        """Take the next job, given how many slots each client holds now. The queue must not be empty."""
-        priority = max(self._levels)
-        clients = self._levels[priority]
-        client = min(clients, key=lambda name: held[name])  # min is stable: ties go to the least recently served
-        job_id, _ = clients[client].popitem(last=False)
-        clients.move_to_end(client)
+    def pop(self) -> str:
+        """Take the next job; its client holds one slot more. The queue must not be empty."""
+        priority = -self._priorities[0]
+        level = self._levels[priority]
+        client = level.first(self._held)
+        job_id, _ = level.jobs[client].popitem(last=False)
+        self._moves_back(level, client)
         self._forget_empty(priority, client)
+        self._holds(client, 1)
         return job_id
+
+    def lend(self, client: str) -> None:
+        """The client holds one slot more, for a job that did not wait here."""
+        self._holds(client, 1)
+
+    def give_back(self, client: str) -> None:
+        """A slot of the client is free again."""
+        self._holds(client, -1)
+
+    def _holds(self, client: str, more: int) -> None:
+        self._held[client] += more
+        if not self._held[client]:
+            del self._held[client]
+        for priority in self._waits_at.get(client, ()):
+            self._levels[priority].rank(client, self._held)
+
+    def _moves_back(self, level: _Level, client: str) -> None:
+        """Among equals, the client's turn is last now."""
+        self._turn += 1
+        level.turns[client] = self._turn
+        level.rank(client, self._held)
 
     def _forget_empty(self, priority: int, client: str) -> None:
         self._size -= 1
-        clients = self._levels[priority]
-        if not clients[client]:
-            del clients[client]
-        if not clients:
-            del self._levels[priority]
+        level = self._levels[priority]
+        if level.jobs[client]:
+            return
+        del level.jobs[client], level.turns[client]
+        self._waits_at[client].discard(priority)
+        if not self._waits_at[client]:
+            del self._waits_at[client]
+        while self._priorities and not self._levels[-self._priorities[0]].jobs:
+            del self._levels[-heapq.heappop(self._priorities)]
 
 
 class StageScheduler:
@@ -129,7 +196,6 @@ class StageScheduler:
         self.sizes = sizes
         self._places: dict[str, _Place] = {}
         self._queues = {stage: FairQueue() for stage in Stage}
-        self._slots: dict[Stage, Counter[str]] = {stage: Counter() for stage in Stage}
         self._working = dict.fromkeys(Stage, 0)
         self._paused_ready = 0
         self._on_hold: dict[tuple[str, Stage], FairQueue] = {}
@@ -269,10 +335,7 @@ class StageScheduler:
 
     def _leave_slot(self, job_id: str) -> None:
         place = self._places[job_id]
-        held = self._slots[place.stage]
-        held[place.client] -= 1
-        if not held[place.client]:
-            del held[place.client]
+        self._queues[place.stage].give_back(place.client)
         self._working[place.stage] -= 1
 
     def _room(self, stage: Stage) -> bool:
@@ -291,9 +354,11 @@ class StageScheduler:
         return starts
 
     def _start_next(self, stage: Stage, queue: FairQueue) -> Start:
-        job_id = queue.pop(self._slots[stage])
+        job_id = queue.pop()
         place = self._places[job_id]
+        if queue is not self._queues[stage]:
+            queue.give_back(place.client)
+            self._queues[stage].lend(place.client)
         place.where = _Where.WORKING
         self._working[stage] += 1
-        self._slots[stage][place.client] += 1
         return Start(job_id, stage)

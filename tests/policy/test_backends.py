@@ -3,7 +3,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections import OrderedDict
+from collections.abc import Callable, Sequence
 
 import pytest
 from hypothesis import given, settings
@@ -22,10 +23,18 @@ from nemo_gym_prorl.policy.pool.backend import (
     RequestOutcome,
 )
 from nemo_gym_prorl.policy.pool.pool import BackendPool
+from nemo_gym_prorl.policy.pool.prefixes import BLOCK, Holdings, blocks_of, tokens_in
+from nemo_gym_prorl.policy.pool.tickets import Queue, Rollout, Ticket, first_of
 
 
 LIMIT = 3
 PATIENCE_S = 5.0
+PROMPT = 2 * BLOCK
+"""Tokens of every rollout's first prompt in the machine: a block that all share, and one of its group."""
+
+
+def prompt_of(group: int) -> list[int]:
+    return [0] * BLOCK + [1 + group] * BLOCK
 
 
 class PoolMachine(RuleBasedStateMachine):
@@ -78,7 +87,7 @@ class PoolMachine(RuleBasedStateMachine):
         self.count += 1
         self.carry_out(self.pool.add(f"b{self.count}", "http://localhost", "v0"))
 
-    @rule(rollout=st.integers(0, 11), tokens=st.integers(0, 100))
+    @rule(rollout=st.integers(0, 11), tokens=st.integers(0, 2000))
     def request(self, rollout: int, tokens: int) -> None:
         self.count += 1
         name = f"r{rollout}"
@@ -87,13 +96,14 @@ class PoolMachine(RuleBasedStateMachine):
         # Fewer live rollouts than the escape margin: only its own word or its slowness can make a backend hot.
         stays = at_home and home is not None and not (home.paused or home.hot) and home.slowness == 1.0
         if stays and home is not None and home.capacity:
-            stays = home.demand + tokens - self.prompts[name] <= home.capacity
+            stays = home.demand + tokens <= home.capacity
         self.tickets[self.count] = name
         self.waiting.append(self.count)
         if self.pool.backend_of(name) is None:
             self.fresh.add(name)
         self.prompts[name] = tokens
-        self.carry_out(self.pool.request(self.count, name, f"g{rollout % 3}", self.now, tokens))
+        blocks = blocks_of(prompt_of(rollout % 3))
+        self.carry_out(self.pool.request(self.count, name, f"g{rollout % 3}", self.now, tokens, blocks))
         if stays and home is not None:
             assert self.flying[self.count] == home.id, "a rollout left its backend without need"
 
@@ -167,7 +177,7 @@ class PoolMachine(RuleBasedStateMachine):
         self.carry_out(self.pool.resume(None if every else self.some_backend(data), f"v{self.count}"))
 
     @precondition(lambda self: self.pool.backends)
-    @rule(data=st.data(), waiting=st.integers(0, 2), kv_use=st.floats(0, 1), capacity=st.none() | st.integers(1, 1000))
+    @rule(data=st.data(), waiting=st.integers(0, 2), kv_use=st.floats(0, 1), capacity=st.none() | st.integers(1, 9000))
     def report(self, data: st.DataObject, waiting: int, kv_use: float, capacity: int | None) -> None:
         backend_id = self.some_backend(data)
         self.carry_out(self.pool.report(backend_id, waiting=waiting, kv_use=kv_use, capacity=capacity))
@@ -191,8 +201,8 @@ class PoolMachine(RuleBasedStateMachine):
             assert backend.in_flight == {t for t, at in self.flying.items() if at == backend.id}
             assert len(backend.live) <= LIMIT
             assert sum(backend.groups.values()) == len(backend.live)
-            copies = sum((count - 1) * backend.shared[group] for group, count in backend.groups.items())
-            assert backend.demand == sum(self.prompts[name] for name in backend.live) - copies
+            shared = BLOCK * (len(backend.groups) + bool(backend.live))
+            assert backend.demand == shared + sum(max(0, self.prompts[name] - PROMPT) for name in backend.live)
         homes = [rollout for backend in self.pool.backends.values() for rollout in backend.live]
         assert len(homes) == len(set(homes)), "a rollout lives on two backends"
 
@@ -236,10 +246,12 @@ class Load:
         for index in range(backends):
             self.pool.add(f"b{index}", "http://localhost")
 
-    def start(self, group: str | None = None, tokens: int = 0) -> str:
+    def start(self, group: str | None = None, tokens: int = 0, prompt: Sequence[int] | None = None) -> str:
+        """A rollout whose prompt nobody has but its group, unless another prompt is given."""
         self.count += 1
         name = f"r{self.count}"
-        (assign,) = self.pool.request(self.count, name, group, 0.0, tokens)
+        prompt = prompt or [int.from_bytes((group or name).encode()[:7])] * tokens
+        (assign,) = self.pool.request(self.count, name, group, 0.0, len(prompt), blocks_of(prompt))
         assert isinstance(assign, Assign)
         self.where[name] = assign.backend
         self.pool.done(self.count, RequestOutcome.OK, 0.0)
@@ -303,7 +315,50 @@ def test_groups_stay_whole_where_their_prompt_is_a_large_part_of_a_cache(capacit
     load = Load(4)
     for backend_id in load.pool.backends:
         load.pool.report(backend_id, waiting=0, kv_use=0.0, capacity=capacity)
-    assert len({load.where[load.start("g", tokens=3_500)] for _ in range(8)}) == backends
+    assert len({load.where[load.start("g", tokens=4_000)] for _ in range(8)}) == backends
+
+
+@given(st.lists(st.lists(st.integers(0, 2), max_size=5), max_size=8), st.lists(st.integers(0, 2), max_size=5))
+def test_what_prompts_share_is_counted_once(live: list[list[int]], asked: list[int]) -> None:
+    def prompt(letters: list[int]) -> list[int]:
+        return [letter for letter in letters for _ in range(BLOCK)] + [9] * 10
+
+    holdings = Holdings()
+    for letters in live:
+        holdings.add(blocks_of(prompt(letters)))
+    there = {tuple(letters[:end]) for letters in live for end in range(1, len(letters) + 1)}
+    assert holdings.tokens == len(there) * BLOCK
+    common = sum(tuple(asked[:end]) in there for end in range(1, len(asked) + 1))
+    assert holdings.tokens_of(blocks_of(prompt(asked))) == common * BLOCK
+    assert tokens_in(blocks_of(prompt(asked))) == len(asked) * BLOCK
+    for letters in live:
+        holdings.remove(blocks_of(prompt(letters)))
+    assert holdings.tokens == 0
+
+
+def test_siblings_spread_though_a_large_prompt_is_shared_by_all() -> None:
+    load = Load(4)
+    for backend_id in load.pool.backends:
+        load.pool.report(backend_id, waiting=0, kv_use=0.0, capacity=100_000)
+    system = [0] * 80 * BLOCK
+    for group in range(6):
+        for _ in range(8):
+            load.start(f"g{group}", prompt=[*system, *[1 + group] * BLOCK])
+    assert max(load.live().values()) - min(load.live().values()) <= 2
+    for backend in load.pool.backends.values():
+        assert backend.demand == (80 + len(backend.groups)) * BLOCK
+
+
+def test_a_backend_that_reads_cold_prompts_is_not_slow() -> None:
+    load = Load(2)
+    for _ in range(40):
+        load.turn(load.start(), seconds=lambda _: 1.0)
+    for _ in range(40):
+        load.count += 1
+        (assign,) = load.pool.request(load.count, f"new{load.count}", None, load.now)
+        assert isinstance(assign, Assign)
+        load.pool.done(load.count, RequestOutcome.OK, load.now + (30.0 if assign.backend == "b1" else 1.0))
+    assert {backend.slowness for backend in load.pool.backends.values()} == {1.0}
 
 
 def test_a_rollout_that_must_move_goes_where_it_takes_the_least_room() -> None:
@@ -456,6 +511,38 @@ def test_rollouts_leave_a_crowd_for_an_empty_backend() -> None:
     ]
     assert 0 < len(moved) < 12
     assert load.pool.migrations == len(moved)
+
+
+@given(
+    st.lists(
+        st.tuples(st.sampled_from(["last", "first", "move", "withdraw", "serve"]), st.integers(0, 30), st.booleans()),
+        max_size=80,
+    )
+)
+def test_tickets_wait_in_the_order_of_a_plain_list(events: list[tuple[str, int, bool]]) -> None:
+    queues: tuple[Queue, Queue] = (OrderedDict(), OrderedDict())
+    lists: tuple[list[int], list[int]] = ([], [])
+    rollout = Rollout("r", None, 0)
+    tickets: dict[int, Ticket] = {}
+    for number, (event, which, other) in enumerate(events):
+        queue, plain = queues[other], lists[other]
+        if event in ("last", "first"):
+            tickets[number] = Ticket(number, rollout)
+            tickets[number].enqueue(queue, first=event == "first")
+            plain.insert(0 if event == "first" else len(plain), number)
+        elif event == "serve" and plain:
+            assert first_of(queue).id == plain[0]
+            tickets.pop(plain.pop(0)).unqueue()
+        elif event in ("move", "withdraw") and tickets:
+            chosen = sorted(tickets)[which % len(tickets)]
+            tickets[chosen].unqueue()
+            lists[chosen in lists[True]].remove(chosen)
+            if event == "move":
+                tickets[chosen].enqueue(queue)
+                plain.append(chosen)
+            else:
+                tickets.pop(chosen).unqueue()
+        assert tuple(map(list, queues)) == lists
 
 
 def test_pausing_drains_and_resuming_names_the_new_weights() -> None:

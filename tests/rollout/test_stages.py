@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """The scheduler against random schedules, and the rules of its queues one by one."""
 
-from collections import Counter
+from collections import Counter, OrderedDict
 
 import pytest
-from hypothesis import settings
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
@@ -164,8 +164,76 @@ def test_priority_goes_before_arrival_and_clients_take_turns() -> None:
     queue = FairQueue()
     for job_id, client, priority in [("a1", "a", 0), ("a2", "a", 0), ("b1", "b", 0), ("a3", "a", 0), ("c1", "c", 5)]:
         queue.push(job_id, client, priority)
-    order = [queue.pop(Counter()) for _ in range(5)]
+    order = []
+    for _ in range(5):
+        order.append(queue.pop())
+        queue.give_back(order[-1][0])
     assert order == ["c1", "a1", "b1", "a2", "a3"]
+
+
+class SimpleQueue:
+    """What :class:`FairQueue` says, by looking at every client each time."""
+
+    def __init__(self) -> None:
+        self.levels: dict[int, OrderedDict[str, OrderedDict[str, None]]] = {}
+
+    def push(self, job_id: str, client: str, priority: int) -> None:
+        self.levels.setdefault(priority, OrderedDict()).setdefault(client, OrderedDict())[job_id] = None
+
+    def remove(self, job_id: str, client: str, priority: int) -> None:
+        del self.levels[priority][client][job_id]
+        self.forget_empty(priority, client)
+
+    def pop(self, held: Counter[str]) -> str:
+        priority = max(self.levels)
+        clients = self.levels[priority]
+        client = min(clients, key=lambda name: held[name])  # min is stable: ties go to the least recently served
+        job_id, _ = clients[client].popitem(last=False)
+        clients.move_to_end(client)
+        self.forget_empty(priority, client)
+        return job_id
+
+    def forget_empty(self, priority: int, client: str) -> None:
+        if not self.levels[priority][client]:
+            del self.levels[priority][client]
+        if not self.levels[priority]:
+            del self.levels[priority]
+
+
+@settings(max_examples=300)
+@given(
+    st.lists(
+        st.tuples(
+            st.sampled_from(["push", "push", "pop", "remove", "give back"]), st.integers(0, 5), st.integers(-1, 1)
+        ),
+        max_size=120,
+    )
+)
+def test_the_order_is_that_of_the_simple_queue(events: list[tuple[str, int, int]]) -> None:
+    queue, simple, held = FairQueue(), SimpleQueue(), Counter[str]()
+    waiting: dict[str, tuple[str, int]] = {}
+    for number, (event, which, priority) in enumerate(events):
+        if event == "push":
+            waiting[f"job-{number}"] = (f"client-{which}", priority)
+            queue.push(f"job-{number}", *waiting[f"job-{number}"])
+            simple.push(f"job-{number}", *waiting[f"job-{number}"])
+        elif event == "pop" and waiting:
+            job_id = queue.pop()
+            assert job_id == simple.pop(held)
+            held[waiting.pop(job_id)[0]] += 1
+        elif event == "remove" and waiting:
+            job_id = list(waiting)[which % len(waiting)]
+            queue.remove(job_id, *waiting[job_id])
+            simple.remove(job_id, *waiting.pop(job_id))
+        elif event == "give back" and held.total():
+            client = sorted(held.elements())[which % held.total()]
+            held[client] -= 1
+            queue.give_back(client)
+        assert len(queue) == len(waiting)
+    while waiting:
+        job_id = queue.pop()
+        assert job_id == simple.pop(held)
+        held[waiting.pop(job_id)[0]] += 1
 
 
 def test_a_client_that_holds_fewer_slots_goes_first() -> None:

@@ -7,6 +7,7 @@ from collections import Counter
 from dataclasses import dataclass, field
 from enum import StrEnum
 
+from nemo_gym_prorl.policy.pool.prefixes import Holdings, tokens_in
 from nemo_gym_prorl.policy.pool.tickets import Rollout
 
 
@@ -78,12 +79,12 @@ class Backend:
     live: set[str] = field(default_factory=set)
     groups: Counter[str] = field(default_factory=Counter)
     """How many live rollouts there are of each group."""
-    shared: dict[str, int] = field(default_factory=dict)
-    """Tokens of each such group's prompt."""
+    prefixes: Holdings = field(default_factory=Holdings)
+    """What its live rollouts began with."""
     capacity: int | None = None
     """Tokens that fit into its KV cache, if it says so."""
-    demand: int = 0
-    """Tokens of all its live rollouts, what siblings share counted once."""
+    own: int = 0
+    """Tokens that each of its live rollouts has for itself."""
     in_flight: set[int] = field(default_factory=set)
     last_placed: int = 0
     failures: int = 0
@@ -101,26 +102,42 @@ class Backend:
     elders: int = 0
     elders_left: int = 0
 
+    @property
+    def demand(self) -> int:
+        """Tokens of all its live rollouts, what they share counted once."""
+        return self.prefixes.tokens + self.own
+
     def needs(self, rollout: Rollout) -> int:
         """How many tokens the rollout would add to the demand."""
-        return rollout.tokens - self.shared.get(rollout.group or "", 0)
+        return rollout.own + self.lacks(rollout)
+
+    def lacks(self, rollout: Rollout) -> int:
+        """How many tokens of the prompt that the rollout began with no other one here has."""
+        return tokens_in(rollout.blocks) - self.prefixes.tokens_of(rollout.blocks)
 
     def take(self, rollout: Rollout) -> None:
         """The rollout lives here from now on."""
-        self.demand += self.needs(rollout)
         self.live.add(rollout.id)
+        self.prefixes.add(rollout.blocks)
+        self.own += rollout.own
         if rollout.group:
             self.groups[rollout.group] += 1
-            self.shared.setdefault(rollout.group, rollout.prompt)
+
+    def grow(self, rollout: Rollout, tokens: int) -> None:
+        """The rollout, which lives here, has a prompt of so many tokens now."""
+        self.own -= rollout.own
+        rollout.tokens = tokens
+        self.own += rollout.own
 
     def let_go(self, rollout: Rollout) -> None:
         """The rollout lives here no longer."""
         self.live.discard(rollout.id)
+        self.prefixes.remove(rollout.blocks)
+        self.own -= rollout.own
         if rollout.group:
             self.groups[rollout.group] -= 1
             if not self.groups[rollout.group]:
-                del self.groups[rollout.group], self.shared[rollout.group]
-        self.demand -= self.needs(rollout)
+                del self.groups[rollout.group]
 
     @property
     def weight(self) -> float:

@@ -69,7 +69,7 @@ def recovers(backend: Backend) -> None:
     backend.health, backend.probe_at = Health.TRIAL, None
 
 
-def answered(backend: Backend, seconds: float, all_backends: Collection[Backend]) -> None:
+def answered(backend: Backend, seconds: float, all_backends: Collection[Backend], *, cold: bool = False) -> None:
     """A request succeeded: the backend is up. Learn how long its turns take, and whether it is slow.
 
     A backend with more to do takes longer for each turn, and is none the worse for it: by Little's law it ends as many
@@ -80,9 +80,15 @@ def answered(backend: Backend, seconds: float, all_backends: Collection[Backend]
     Rollouts leave a slow backend, so its turns become as short as others', and it must not count as fast for that: it
     would be filled again at once. Its slowness is forgiven little by little, while its turns take no longer than
     others': it gets the load that makes them equally long.
+
+    A rollout's first turn there is *cold*: it takes long because the whole prompt is read, which is no fault of the
+    backend. A backend that was just given many rollouts would count as slow, and lose them to others where all that is
+    read again.
     """
     backend.failures, backend.probe_at = 0, None
     backend.health = Health.UP
+    if cold:
+        return
     backend.turns += 1
     weight = max(1 / backend.turns, _TURN_SMOOTHING)
     # Turn times are heavy-tailed: in a geometric mean, one long answer says little.

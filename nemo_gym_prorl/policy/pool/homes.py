@@ -7,7 +7,8 @@ difference:
 - A new rollout goes to the backend with the fewest live ones; equal ones take turns.
 - A sibling joins its group's backend, where their prompt is cached, while that is within a margin. The margin grows
   with the share of a cache that a second copy of the prompt would take: where caches are ample, siblings spread and
-  decode faster; where they are small, groups stay whole and more rollouts fit.
+  decode faster; where they are small, groups stay whole and more rollouts fit. What a prompt shares with those of
+  other groups is not copied, but there already.
 - A rollout leaves a backend that is gone, far slower than the others, or crowded; and, if it is no longer than most
   there, one whose rollouts do not fit into its cache, for one where they do: there it is evicted once more, here again
   and again. Its prefix is lost either way, so it settles where the most of a cache stays free for others, among those
@@ -67,8 +68,7 @@ def choose(rollout: Rollout, backends: Collection[Backend], margins: Margins) ->
         bearable = [backend for backend in roomy if backend.weight < _bearable(backend, least.weight, margins)]
         return min(bearable or roomy, key=lambda b: (b.demand + b.needs(rollout), b.weight, b.last_placed, b.order))
     if rollout.group is not None:
-        copy = rollout.prompt / least.capacity if least.capacity else 0.0
-        bound = least.weight + max(margins.sibling, _PER_CACHE * copy)
+        bound = least.weight + max(margins.sibling, _PER_CACHE * _copy(rollout, roomy))
         siblings = [backend for backend in roomy if backend.groups[rollout.group] and backend.weight <= bound]
         if siblings:
             return min(siblings, key=lambda backend: (backend.weight, backend.order))
@@ -88,6 +88,15 @@ def must_leave(rollout: Rollout, home: Backend, backends: Iterable[Backend], mar
     if home.slowness > 1.0:
         return carried > least + 1
     return carried >= _bearable(home, least, margins)
+
+
+def _copy(rollout: Rollout, backends: Iterable[Backend]) -> float:
+    """The share of a cache that a second copy of the rollout's prompt takes, away from its siblings, where it takes
+    least. What is there without them is shared more widely, and will be everywhere."""
+    return min(
+        (b.lacks(rollout) / b.capacity for b in backends if b.capacity and not b.groups[rollout.group or ""]),
+        default=0.0,
+    )
 
 
 def _fills(backend: Backend, rollout: Rollout) -> float:

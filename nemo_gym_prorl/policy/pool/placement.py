@@ -93,7 +93,12 @@ class Placement:
         await asyncio.gather(*self._background, return_exceptions=True)
 
     async def run[T](
-        self, rollout: str, group: str | None, call: Callable[[Backend], Awaitable[T]], tokens: int = 0
+        self,
+        rollout: str,
+        group: str | None,
+        call: Callable[[Backend], Awaitable[T]],
+        tokens: int = 0,
+        blocks: bytes = b"",
     ) -> Placed[T]:
         """Run one request where the pool says.
 
@@ -102,6 +107,7 @@ class Placement:
             group: the same for all rollouts of one prompt, if that is known.
             call: sends the request to a backend.
             tokens: length of its prompt, if that is known.
+            blocks: of that prompt (:func:`.prefixes.blocks_of`); only a rollout's first are read.
 
         Raises:
             BackendFailed: no backend did it within ``wait_s`` and ``failovers``.
@@ -112,7 +118,7 @@ class Placement:
         queued_s, failovers = 0.0, 0
         outcome = RequestOutcome.ENDED
         try:
-            self.apply(self.pool.request(ticket, rollout, group, time.monotonic(), tokens))
+            self.apply(self.pool.request(ticket, rollout, group, time.monotonic(), tokens, blocks))
             while True:
                 asked = time.monotonic()
                 with self.waits.waiting(rollout):

@@ -23,7 +23,7 @@ which every event returns. Every ticket ends in exactly one of ``done`` and ``wi
 
 from __future__ import annotations
 
-from collections import OrderedDict, deque
+from collections import OrderedDict
 from collections.abc import Iterator
 
 from nemo_gym_prorl.failures import CallerError
@@ -39,7 +39,7 @@ from nemo_gym_prorl.policy.pool.backend import (
     RequestOutcome,
 )
 from nemo_gym_prorl.policy.pool.homes import Margins
-from nemo_gym_prorl.policy.pool.tickets import Rollout, Ticket
+from nemo_gym_prorl.policy.pool.tickets import Queue, Rollout, Ticket, first_of
 
 
 class BackendPool:
@@ -80,9 +80,9 @@ class BackendPool:
         self._rollouts: dict[str, Rollout] = {}
         self._resting: OrderedDict[str, Rollout] = OrderedDict()
         self._tickets: dict[int, Ticket] = {}
-        self._returning: deque[Ticket] = deque()
-        self._fresh: deque[Ticket] = deque()
-        self._held: dict[str, deque[Ticket]] = {}
+        self._returning: Queue = OrderedDict()
+        self._fresh: Queue = OrderedDict()
+        self._held: dict[str, Queue] = {}
         self._clock = 0
         self._now = 0.0
 
@@ -102,7 +102,7 @@ class BackendPool:
             backend.head_start = min(len(peer.live) for peer in peers)
             backend.elders = backend.elders_left = sum(len(peer.live) for peer in self.backends.values())
         self.backends[backend_id] = backend
-        self._held[backend_id] = deque()
+        self._held[backend_id] = OrderedDict()
         return self._dispatch()
 
     def drain(self, backend_id: str) -> list[Decision]:
@@ -177,21 +177,32 @@ class BackendPool:
     # Rollouts
 
     def request(
-        self, ticket_id: int, rollout_id: str, group: str | None = None, now: float = 0.0, tokens: int = 0
+        self,
+        ticket_id: int,
+        rollout_id: str,
+        group: str | None = None,
+        now: float = 0.0,
+        tokens: int = 0,
+        blocks: bytes = b"",
     ) -> list[Decision]:
-        """A turn wants a backend for a prompt of so many tokens, if they are known."""
+        """A turn wants a backend for a prompt of so many tokens, if they are known.
+
+        The first turn of a rollout may say which blocks (:func:`.prefixes.blocks_of`) its prompt has; what other
+        rollouts share of it is counted once.
+        """
         self._now = max(self._now, now)
         rollout = self._rollouts.get(rollout_id)
         if rollout is None:
-            rollout = self._resting.pop(rollout_id, None) or Rollout(rollout_id, group, self._tick(), prompt=tokens)
+            rollout = self._resting.pop(rollout_id, None) or Rollout(rollout_id, group, self._tick(), blocks=blocks)
             self._rollouts[rollout_id] = rollout
         ticket = self._tickets[ticket_id] = Ticket(ticket_id, rollout)
         rollout.tickets.add(ticket_id)
         rollout.idle_since = None
         home = self.backends.get(rollout.backend or "")
         if home is not None and rollout.id in home.live:
-            home.demand += tokens - rollout.tokens
-        rollout.tokens = tokens
+            home.grow(rollout, tokens)
+        else:
+            rollout.tokens = tokens
         return self._route(ticket)
 
     def done(self, ticket_id: int, outcome: RequestOutcome, now: float) -> list[Decision]:
@@ -210,7 +221,8 @@ class BackendPool:
             return self._quiesced(backend) + self._dispatch()
         if backend is not None:
             if outcome is RequestOutcome.OK:
-                health.answered(backend, now - ticket.since, self.backends.values())
+                cold, ticket.rollout.settled = not ticket.rollout.settled, True
+                health.answered(backend, now - ticket.since, self.backends.values(), cold=cold)
             backend.in_flight.discard(ticket_id)
             decisions += self._quiesced(backend)
         self._forget(ticket, now)
@@ -289,10 +301,11 @@ class BackendPool:
             self._serve(backend, decisions)
         for queue in (self._returning, self._fresh):
             while queue:
-                chosen = homes.choose(queue[0].rollout, self.backends.values(), self._margins)
+                rollout = first_of(queue).rollout
+                chosen = homes.choose(rollout, self.backends.values(), self._margins)
                 if chosen is None:
                     break
-                self._settle(queue[0].rollout, chosen)
+                self._settle(rollout, chosen)
                 self._serve(chosen, decisions)
         return decisions
 
@@ -300,7 +313,7 @@ class BackendPool:
         """Start what waits for this very backend."""
         held = self._held[backend.id]
         while held and not backend.paused and health.usable(backend):
-            ticket = held[0]
+            ticket = first_of(held)
             ticket.unqueue()
             ticket.backend, ticket.since = backend.id, self._now
             backend.in_flight.add(ticket.id)
@@ -312,6 +325,7 @@ class BackendPool:
         backend.take(rollout)
         backend.last_placed = self._tick()
         self.migrations += rollout.backend not in (None, backend.id)
+        rollout.settled = rollout.settled and rollout.backend == backend.id
         rollout.backend = backend.id
         for ticket_id in sorted(rollout.tickets):
             ticket = self._tickets[ticket_id]
@@ -344,7 +358,7 @@ class BackendPool:
         flying = {self._tickets[ticket_id].rollout.id for ticket_id in backend.in_flight}
         for rollout_id in sorted(backend.live - flying):
             self._leave(self._rollouts[rollout_id])
-        for ticket in list(self._held[backend.id]):
+        for ticket in list(self._held[backend.id].values()):
             ticket.unqueue()
             ticket.enqueue(self._returning)
 

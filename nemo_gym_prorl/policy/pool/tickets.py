@@ -3,8 +3,14 @@
 
 from __future__ import annotations
 
-from collections import deque
+from collections import OrderedDict
 from dataclasses import dataclass, field
+
+from nemo_gym_prorl.policy.pool.prefixes import tokens_in
+
+
+type Queue = OrderedDict[int, Ticket]
+"""Waiting tickets by id, in their order: whichever hangs up is gone in constant time."""
 
 
 @dataclass(slots=True)
@@ -18,8 +24,9 @@ class Rollout:
         backend: where its prefix is, once it had one.
         tickets: its turns that wait or run.
         idle_since: since when it has had none.
-        prompt: tokens of its first turn's prompt, which its siblings share.
+        blocks: of its first turn's prompt (:mod:`.prefixes`), which others may share.
         tokens: of its latest turn's prompt.
+        settled: whether a turn was answered where it lives now, so that its prefix is cached there.
     """
 
     id: str
@@ -28,8 +35,14 @@ class Rollout:
     backend: str | None = None
     tickets: set[int] = field(default_factory=set)
     idle_since: float | None = None
-    prompt: int = 0
+    blocks: bytes = b""
     tokens: int = 0
+    settled: bool = False
+
+    @property
+    def own(self) -> int:
+        """Tokens that are in none of its blocks."""
+        return max(0, self.tokens - tokens_in(self.blocks))
 
 
 @dataclass(slots=True)
@@ -40,18 +53,22 @@ class Ticket:
     rollout: Rollout
     backend: str | None = None
     since: float = 0.0
-    _queue: deque[Ticket] | None = None
+    _queue: Queue | None = None
 
-    def enqueue(self, queue: deque[Ticket], *, first: bool = False) -> None:
+    def enqueue(self, queue: Queue, *, first: bool = False) -> None:
         """Wait in a queue, at its end or in front."""
         self._queue = queue
+        queue[self.id] = self
         if first:
-            queue.appendleft(self)
-        else:
-            queue.append(self)
+            queue.move_to_end(self.id, last=False)
 
     def unqueue(self) -> None:
         """Wait no longer."""
         if self._queue is not None:
-            self._queue.remove(self)
+            del self._queue[self.id]
             self._queue = None
+
+
+def first_of(queue: Queue) -> Ticket:
+    """Whose turn it is; the queue must not be empty."""
+    return next(iter(queue.values()))
