@@ -101,11 +101,11 @@ class Owner(Backends):
         if worker is None:
             return  # its last words
         match message:
-            case ["request", own, rollout, group, tokens]:
+            case ["request", own, rollout, group, tokens, blocks]:
                 ticket = own * self._count + index
                 worker.open[ticket] = rollout
                 worker.rollouts.add(rollout)
-                self.apply(self.pool.request(ticket, rollout, group, now, tokens))
+                self.apply(self.pool.request(ticket, rollout, group, now, tokens, bytes.fromhex(blocks)))
             case ["done", own, outcome, number]:
                 self._done(worker, own * self._count + index, RequestOutcome(outcome), number, now)
             case ["withdraw", own]:

@@ -34,11 +34,17 @@ class RemotePool(BackendPool):
         """By ticket, the number of the assignment that holds."""
 
     def request(
-        self, ticket_id: int, rollout_id: str, group: str | None = None, now: float = 0.0, tokens: int = 0
+        self,
+        ticket_id: int,
+        rollout_id: str,
+        group: str | None = None,
+        now: float = 0.0,
+        tokens: int = 0,
+        blocks: bytes = b"",
     ) -> list[Decision]:
         """A turn wants a backend."""
         self.assigned[ticket_id] = None
-        self._send(["request", ticket_id, rollout_id, group, tokens])
+        self._send(["request", ticket_id, rollout_id, group, tokens, blocks.hex()])
         return []
 
     def done(self, ticket_id: int, outcome: RequestOutcome, now: float) -> list[Decision]:
