@@ -59,8 +59,6 @@ class Stranger:
             "HOME": str(home),
             "TMPDIR": str(home),
             "PRORL_CACHE": str(cache_dir()),
-            # A stranger's environment keeps its bytecode; this one is root's, and each process would compile it anew.
-            "PYTHONPYCACHEPREFIX": str(home / "bytecode"),
             self.mark.name: self.mark.value,
         }
         if os.geteuid() == 0:
