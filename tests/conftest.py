@@ -111,7 +111,11 @@ def _asks_for_an_engine(path: str) -> bool:
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """The order, see :data:`LONGEST_FIRST`."""
+    """The order, see :data:`LONGEST_FIRST`, and what ``make test`` leaves to ``make test-long``."""
+    if not os.environ.get("PRORL_TEST_LONG"):
+        for item in items:
+            if mark := item.get_closest_marker("long"):
+                item.add_marker(pytest.mark.skip(f"{mark.args[0]}: make test-long runs it"))
 
     def turn(item: pytest.Item) -> int:
         starts = [scope_of(item.nodeid).startswith(prefix) for prefix in LONGEST_FIRST]

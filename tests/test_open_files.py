@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """The limit of open files: raised where that is allowed, refused at where not, and never taken for another's fault.
 
-``PRORL_TEST_LONG=1`` also sends a thousand rollouts at once to real servers under a limit of 1,024.
+``make test-long`` also sends a thousand rollouts at once to real servers under a limit of 1,024.
 """
 
 import asyncio
@@ -231,7 +231,7 @@ async def _done(http: aiohttp.ClientSession, url: str, row: dict[str, Any], said
 
 @pytest.mark.gym
 @pytest.mark.timeout(1200)
-@pytest.mark.skipif(not os.environ.get("PRORL_TEST_LONG"), reason="takes two minutes: PRORL_TEST_LONG=1 runs it")
+@pytest.mark.long("takes two minutes")
 @pytest.mark.parametrize("bound", [False, True], ids=["soft limit of 1024", "hard limit of 1024"])
 async def test_a_thousand_run_at_once(scripted_policy: str, room: int, bound: bool) -> None:
     [row, *_] = gym_rows("mcqa")

@@ -84,6 +84,7 @@ async def test_it_ends_in_a_table_and_a_file_and_says_that_it_was_scripted(tmp_p
         assert record["task_id"] in printed
 
 
+@pytest.mark.long("what an interrupt leaves behind, test_serve.py asks of the same deployment")
 async def test_an_interrupt_leaves_nothing_behind(tmp_path):
     demo = Demo(tmp_path)
     process = await demo.start("--rollouts", "60")

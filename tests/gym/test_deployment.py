@@ -37,7 +37,7 @@ def deployment(policy: str, *overrides: str, **settings: object) -> GymDeploymen
     )
 
 
-async def test_gyms_own_agent_rolls_out_over_the_scripted_policy(scripted_policy, tmp_path):
+async def test_gyms_own_agent_rolls_out_over_the_scripted_policy_and_a_death_is_noticed(scripted_policy, tmp_path):
     script = {"turns": [{"content": None, "tool_calls": [{"name": "get_weather", "arguments": {"city": "Rome"}}]}]}
     row = {
         "responses_create_params": {
@@ -74,6 +74,12 @@ async def test_gyms_own_agent_rolls_out_over_the_scripted_policy(scripted_policy
             "--num-repeats",
             "3",
         )
+        assert await gym.guard(asyncio.sleep(0, "the work's own result")) == "the work's own result"
+        victim = next(pid for pid, command in gym.cli.mark.processes().items() if command.endswith("app.py"))
+        # Gym would look within a minute, and say nothing to whoever uses the servers.
+        os.kill(victim, signal.SIGKILL)
+        with pytest.raises(DeploymentError, match=r"of the deployment died; log .*gym\.log"):
+            await asyncio.wait_for(gym.guard(asyncio.sleep(600)), 30)
     assert gym.cli.mark.processes() == {}
     assert "All" in gym.log_path.read_text()
 

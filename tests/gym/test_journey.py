@@ -6,6 +6,9 @@ import pytest
 from tests.gym import journey
 
 
+@pytest.mark.long(
+    "setup/test_readme.py takes the wheel through Gym's command line too, and `make gym-matrix` all of this"
+)
 @pytest.mark.gym
 @pytest.mark.sandbox
 @pytest.mark.timeout(600)

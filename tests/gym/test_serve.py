@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """``prorl serve`` as a user runs it: servers that die come back at their address, and its end leaves nothing.
 
-``PRORL_TEST_LONG=1`` runs the whole thing: 500 rollouts while each server is killed in turn.
+``make test-long`` runs the whole thing: 500 rollouts while each server is killed in turn.
 """
 
 import asyncio
@@ -17,12 +17,9 @@ from pathlib import Path
 from typing import Any
 
 import aiohttp
-import orjson
 import pytest
 
-from nemo_gym_prorl.deployment import GymDeployment
 from nemo_gym_prorl.failures import InfrastructureError
-from nemo_gym_prorl.gym_cli import DeploymentError
 from nemo_gym_prorl.handlers.service_config import StagesConfig
 from nemo_gym_prorl.processes import ProcessMark
 from nemo_gym_prorl.rollout.client import ApiError, RolloutClient
@@ -175,7 +172,7 @@ async def test_each_server_that_is_killed_comes_back_and_rollouts_succeed(script
     await _stopped(service)
 
 
-@pytest.mark.skipif(not os.environ.get("PRORL_TEST_LONG"), reason="takes ten minutes: PRORL_TEST_LONG=1 runs it")
+@pytest.mark.long("takes ten minutes")
 @pytest.mark.timeout(5400)
 async def test_500_rollouts_survive_that_each_server_is_killed(scripted_policy: str, service: Service, tmp_path: Path):
     jobs = 500
@@ -252,18 +249,3 @@ async def test_what_it_cannot_do_it_says_in_a_line(service: Service, tmp_path: P
         assert f"port {port} is taken" in await said("prorl_code", "--head-port", port)
     unknown = await said("no_such_environment", "--head-port", str(service.head_port))
     assert "no_such_environment" in unknown
-
-
-async def test_a_deployment_notices_that_a_server_died(scripted_policy: str, tmp_path: Path):
-    config = "resources_servers/example_single_tool_call/configs/example_single_tool_call.yaml"
-    gym = GymDeployment(
-        config_paths=[config], policy_base_url=scripted_policy, policy_model_name=MODEL_NAME, work_dir=tmp_path / "gym"
-    )
-    async with gym:
-        assert await gym.guard(asyncio.sleep(0, "the work's own result")) == "the work's own result"
-        victim = next(pid for pid, command in gym.cli.mark.processes().items() if command.endswith("app.py"))
-        # Gym would look within a minute, and say nothing to whoever uses the servers.
-        os.kill(victim, signal.SIGKILL)
-        with pytest.raises(DeploymentError, match=r"of the deployment died; log .*gym\.log"):
-            await asyncio.wait_for(gym.guard(asyncio.sleep(600)), 30)
-    assert orjson.dumps(gym.cli.mark.processes()) == b"{}"

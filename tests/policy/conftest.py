@@ -1,5 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Fixtures of the policy tests. ``PRORL_TEST_ENGINES=URL,URL`` uses engines that run already."""
+"""Fixtures of the policy tests.
+
+``PRORL_TEST_ENGINES=URL,URL`` uses engines that run already (a vLLM with ``--trust-request-chat-template``).
+"""
 
 from __future__ import annotations
 
@@ -20,12 +23,13 @@ def model_folder() -> Path:
 
 @pytest.fixture(scope="package")
 def engine_url(model_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
-    """One real vLLM for all tests here; it ends with them."""
+    """One real vLLM for all tests here, which renders with whatever template a request brings; it ends with them."""
     if running := os.environ.get("PRORL_TEST_ENGINES"):
         yield running.split(",")[0]
         return
     with contextlib.ExitStack() as stack:
-        url, _ = stack.enter_context(vllm(model_folder, tmp_path_factory.mktemp("vllm") / "engine.log"))
+        log = tmp_path_factory.mktemp("vllm") / "engine.log"
+        url, _ = stack.enter_context(vllm(model_folder, log, "--trust-request-chat-template"))
         yield url
 
 

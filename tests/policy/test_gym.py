@@ -6,7 +6,6 @@ from __future__ import annotations
 import asyncio
 import itertools
 import json
-import os
 import random
 from pathlib import Path
 from typing import Any
@@ -107,10 +106,7 @@ async def test_gyms_own_agent_over_a_real_engine(engine_url: str, model_folder: 
     assert [(b["id"], b["health"]) for b in backends] == [("backend0", "up")]
 
 
-@pytest.mark.skipif(
-    not os.environ.get("PRORL_TEST_LONG"),
-    reason="test_host.py (the server) and test_deployment.py (Gym) have a half each: PRORL_TEST_LONG=1 runs the whole",
-)
+@pytest.mark.long("test_host.py (the server) and test_deployment.py (Gym) have a half each")
 async def test_gym_does_not_start_a_model_server_without_its_tokenizer(tmp_path: Path) -> None:
     override = f"++policy_model.responses_api_models.prorl_model.policy.tokenizer={tmp_path}"
     deployment = GymDeployment(

@@ -6,7 +6,7 @@ from __future__ import annotations
 import json
 import os
 import re
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +17,7 @@ from tokenizers import Tokenizer as FastTokenizer
 from nemo_gym_prorl.policy.engines.sampling import Sampling
 from nemo_gym_prorl.policy.http.api import PolicyConfig, PolicyHost
 from nemo_gym_prorl.policy.service import PolicyAnswer, TurnRequest
-from tests.policy.engines import MODEL, vllm
+from tests.policy.engines import MODEL
 from tests.policy.families import TEMPLATES
 
 
@@ -47,14 +47,6 @@ REAL = {
         "",
     ),
 }
-
-
-@pytest.fixture(scope="module")
-def engine(model_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
-    """A vLLM that renders with whatever template a request brings."""
-    log = tmp_path_factory.mktemp("vllm") / "engine.log"
-    with vllm(model_folder, log, "--trust-request-chat-template") as (url, _):
-        yield url
 
 
 @pytest.fixture
@@ -119,12 +111,12 @@ def ended(sampled: str, end: str) -> str:
 
 @pytest.mark.parametrize("name", [*CASES, *REAL])
 async def test_every_prompt_is_what_vllm_would_make_of_the_conversation(
-    name: str, engine: str, session: aiohttp.ClientSession, model_folder: Path
+    name: str, engine_url: str, session: aiohttp.ClientSession, model_folder: Path
 ) -> None:
     file, case = template_file(name), {**CASES, **REAL}[name]
     host = PolicyHost(
         PolicyConfig(
-            base_url=[engine],
+            base_url=[engine_url],
             model=MODEL,
             engine="vllm",
             tokenizer=str(model_folder),
@@ -148,11 +140,11 @@ async def test_every_prompt_is_what_vllm_would_make_of_the_conversation(
             assert agent.messages[-1]["content"] == text
             agent.messages.append({"role": "user", "content": f"and {turn}?"})
     template = file.read_text()
-    first = await rendered_by_vllm(session, engine, template, asked[0])
+    first = await rendered_by_vllm(session, engine_url, template, asked[0])
     assert answers[0].turn.prompt() == first, "the first prompt, tools and all, to the token"
     for messages, answer in zip(asked, answers, strict=True):
         theirs = tokenizer.decode(
-            await rendered_by_vllm(session, engine, template, messages), skip_special_tokens=False
+            await rendered_by_vllm(session, engine_url, template, messages), skip_special_tokens=False
         )
         ours = ""
         for past in answer.turn.path():
@@ -168,11 +160,11 @@ async def test_every_prompt_is_what_vllm_would_make_of_the_conversation(
 
 
 async def test_a_tool_result_that_spells_the_end_of_a_turn_stays_text(
-    engine: str, session: aiohttp.ClientSession, model_folder: Path
+    engine_url: str, session: aiohttp.ClientSession, model_folder: Path
 ) -> None:
     file = TEMPLATES / "chatml.jinja"
     host = PolicyHost(
-        PolicyConfig(base_url=[engine], model=MODEL, tokenizer=str(model_folder), chat_template=str(file))
+        PolicyConfig(base_url=[engine_url], model=MODEL, tokenizer=str(model_folder), chat_template=str(file))
     )
     agent = Agent(host, CASES["chatml"])
     await agent.ask(agent.written_call("page"))
@@ -188,18 +180,18 @@ async def test_a_tool_result_that_spells_the_end_of_a_turn_stays_text(
     im_end = next(token_id for token_id, name in tokenizer.special.items() if name == "<|im_end|>")
     assert observed.count(im_end) == 1, "the end of the result itself"
     assert service.counts("r").neutralised == 3
-    theirs = await rendered_by_vllm(session, engine, file.read_text(), agent.messages[:-1])
+    theirs = await rendered_by_vllm(session, engine_url, file.read_text(), agent.messages[:-1])
     assert theirs.count(im_end) - answer.turn.prompt().count(im_end) == 2, "vLLM's own rendering ends turns there"
     assert b"prorl_policy_neutralised_tokens_total 3.0" in host.metrics.exposition()
     await host.aclose()
 
 
 async def test_a_template_that_tells_the_time_tells_that_of_the_rollouts_beginning(
-    engine: str, model_folder: Path
+    engine_url: str, model_folder: Path
 ) -> None:
     file = TEMPLATES / "dated.jinja"
     host = PolicyHost(
-        PolicyConfig(base_url=[engine], model=MODEL, tokenizer=str(model_folder), chat_template=str(file))
+        PolicyConfig(base_url=[engine_url], model=MODEL, tokenizer=str(model_folder), chat_template=str(file))
     )
     agent = Agent(host, CASES["chatml"])
     service = await host.service()

@@ -1,5 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Every test of this folder once more, as a user without any right; in parts, that others may run meanwhile."""
+"""The tests of this folder once more, as a user without any right; in parts, that others may run meanwhile.
+
+``make test`` runs those of :data:`OTHER_FOR_A_USER`, ``make test-long`` all of them. Whoever adds a branch on the user
+to the sandbox side names the file that tries it there.
+"""
 
 from __future__ import annotations
 
@@ -25,15 +29,38 @@ USER = ACCOUNT.pw_uid
 """Somebody every system knows, since Apptainer wants to know its user, and nobody who runs anything."""
 
 HERE = Path(__file__).parent
-PARTS = 4
+
+OTHER_FOR_A_USER = (
+    # Walls and ids: which domain a sandbox gets, whose its processes and files are, what is hidden.
+    *("abuse", "nothing_of_the_host", "users", "old_kernel", "kernel_shares", "cgroup"),
+    # Ways to a sandbox and out of it: moulds, mounts, networks, processes that end, files that are erased.
+    *("bad_binds", "bad_input", "mould", "network", "life", "erase", "trouble", "supervisor_boundary"),
+    # Images: who may build, unpack, own and remove them.
+    *("images_build", "images_confined", "images_shelf", "images_start", "hostile_images"),
+    # One of each that is used as root uses it: files and commands, a kernel (never forked), layers.
+    *("container", "kernel", "snapshots"),
+)
+"""Of what the code branches on the user, the files that try it, without ``test_`` and ``.py``."""
+
+LONG = bool(os.environ.get("PRORL_TEST_LONG"))
+PARTS = 4 if LONG else 2
 
 
+def test_what_root_skips_is_run_as_a_user() -> None:
+    skipped = [file.stem for file in HERE.glob("test_*.py") if "skipif(os.geteuid() == 0" in file.read_text()]
+    assert set(skipped) - {Path(__file__).stem} <= {f"test_{name}" for name in OTHER_FOR_A_USER}
+
+
+@pytest.mark.longer("all files")
 @pytest.mark.sandbox
 @pytest.mark.timeout(900)
 @pytest.mark.skipif(os.geteuid() != 0, reason="this is an ordinary user already")
 @pytest.mark.parametrize("part", range(PARTS))
 def test_everything_works_for_an_ordinary_user(image: Path, runtime: Runtime, part: int) -> None:
-    files = sorted(str(file) for file in HERE.glob("test_*.py") if file != Path(__file__))[part::PARTS]
+    every = sorted(file for file in HERE.glob("test_*.py") if file != Path(__file__))
+    files = every if LONG else [HERE / f"test_{name}.py" for name in OTHER_FOR_A_USER]
+    # That an abuse succeeds where its wall is missing says something of the abuse, and nothing of the user.
+    chosen = () if LONG else ("-k", "not unprotected")
     with contextlib.suppress(InfrastructureError):
         # The user can't make images in root's cache.
         ensure_database_image(runtime)
@@ -46,7 +73,8 @@ def test_everything_works_for_an_ordinary_user(image: Path, runtime: Runtime, pa
                 *(sys.executable, str(HERE / "as_user.py"), str(USER)),
                 *(sys.executable, "-m", "pytest", "-q", "-x", "--reruns=1", "-p", "no:cacheprovider"),
                 *("--basetemp", str(home / "t")),
-                *files,
+                *chosen,
+                *map(str, files[part::PARTS]),
             ],
             cwd=HERE.parents[1],
             env={

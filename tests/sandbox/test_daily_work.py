@@ -9,7 +9,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import hashlib
-import os
 import shutil
 import subprocess
 import tempfile
@@ -183,7 +182,7 @@ async def test_apt_installs_from_a_mirror_in_another_sandbox(image: Path, runtim
 
 @DEBIAN
 @SEVERAL_USERS
-@pytest.mark.skipif("PRORL_TEST_LONG" not in os.environ, reason="downloads from the distribution's archive")
+@pytest.mark.long("downloads from the distribution's archive")
 @pytest.mark.timeout(600)
 async def test_apt_installs_a_service_from_the_distributions_archive(image: Path, runtime: Runtime) -> None:
     async with await Container.start(ContainerSpec(image=image, users=True, network=True), runtime) as container:

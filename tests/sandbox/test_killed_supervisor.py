@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """``kill -9`` of a supervisor, of many sandboxes and at inconvenient times: nothing is left of any, all end as lost.
 
-``PRORL_TEST_LONG=1`` runs the whole thing: 24 times under 500 sandboxes.
+``make test-long`` runs the whole thing: 24 times under 500 sandboxes.
 """
 
 from __future__ import annotations
@@ -150,6 +150,7 @@ def seconds_until_gone(folder: Path, known: Processes, begin: float) -> float:
     return time.monotonic() - begin
 
 
+@pytest.mark.longer("24 times under 500 sandboxes")
 def test_a_supervisor_of_many_that_is_killed_leaves_nothing(image: Path, runtime: Runtime, state: Path) -> None:
     rng = random.Random(0)
     crowd = Crowd(image)

@@ -9,7 +9,7 @@ rollouts with real sandboxes. Afterwards
 - where the server was killed, one that is started in its place takes the same rollouts, under the same ids, to their
   outcome, and cleans up what both left.
 
-``PRORL_DEATHS=200`` makes it draw as many examples.
+``make test-long`` draws 200 examples, ``PRORL_DEATHS=1000`` as many.
 """
 
 from __future__ import annotations
@@ -47,7 +47,8 @@ GONE_WITHIN_S = 5.0
 
 KINDS = ("server", "supervisor", "init", "shell", "kernel", "helper", "servant")
 
-EXAMPLES = int(os.environ.get("PRORL_DEATHS", "6" if os.geteuid() == 0 else "2"))
+LONG = bool(os.environ.get("PRORL_TEST_LONG"))
+EXAMPLES = int(os.environ.get("PRORL_DEATHS", "200" if LONG else "6" if os.geteuid() == 0 else "2"))
 
 EXPECTED = {FailureKind.SESSION_LOST, FailureKind.PROVIDER_UNAVAILABLE}
 """What a rollout may fail with when something of its sandboxes was killed."""
@@ -146,6 +147,7 @@ def service(image: Path, kernel_image: Path, state: Path) -> Iterator[Service]:
     print(f"{EXAMPLES} examples, outcomes: {dict(live.ends)}")
 
 
+@pytest.mark.longer("200 examples")
 @settings(
     max_examples=EXAMPLES,
     # A shrunk example would say little, as time plays its part, and take long.
