@@ -7,6 +7,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+import aiohttp
 import orjson
 import pytest
 from hypothesis import given
@@ -27,8 +28,11 @@ from nemo_gym_prorl.policy.tokens.echo import MARK, without_tokens
 from nemo_gym_prorl.policy.tokens.history import CARRIED
 from nemo_gym_prorl.policy.tokens.ledger import TokenLedger
 from nemo_gym_prorl.policy.tokens.prompt import IdTexts, text_of_ids
+from nemo_gym_prorl.scripted.server import ScriptedConfig
+from nemo_gym_prorl.scripted.server import serve as scripted
 from responses_api_models.prorl_model.app import ProrlModel
-from tests.policy.test_prorl_model import server
+from tests.policy.engines import serving
+from tests.policy.test_prorl_model import TOOLS, server
 
 
 @pytest.fixture(scope="module")
@@ -170,3 +174,47 @@ def test_known_tokens_are_cut_out_and_no_others(steps: list[Any], again: int, cu
         other = body[:at] + (b"1" if body[at : at + 1] != b"1" else b"2") + body[at + 1 :]
         changed = without_tokens(other, ledger, texts)
         assert changed is None or changed[0] != raw
+
+
+async def test_both_ways_give_the_same_answer() -> None:
+    """The short way reads an ordinary content type alone; a caller without a name gets a cookie."""
+    script = {"turns": [{"content": "one"}, {"tool_calls": [{"name": "look", "arguments": {"what": "box"}}]}]}
+    body = {"input": "hi", "tools": TOOLS, "metadata": {"script": orjson.dumps(script).decode()}, "temperature": 1}
+    async with scripted() as engine:
+        made = server(engine, Path(), model=ScriptedConfig().model, policy={})
+        async with serving(made.setup_webserver()) as url:
+            jar = aiohttp.CookieJar(unsafe=True)
+            async with aiohttp.ClientSession(cookie_jar=jar) as http, aiohttp.ClientSession() as named:
+                long = await _turns(http, url, body, {"Content-Type": "Application/JSON"})
+                assert len(jar) == 1
+                with pytest.MonkeyPatch.context() as patch:
+                    patch.setattr(made, "_turn", None)  # of the long way
+                    short = await _turns(named, url, body, {"X-Rollout-Id": "r"})
+        await made._host.aclose()
+    assert short == long
+    assert [item["type"] for answer in short for item in answer["output"]] == ["message", "function_call"]
+
+
+async def _turns(
+    http: aiohttp.ClientSession, url: str, body: dict[str, Any], headers: dict[str, str]
+) -> list[dict[str, Any]]:
+    """Two turns, the second of which sends the first back, without what differs from call to call."""
+    items: list[Any] = [{"role": "user", "content": "hi"}]
+    answers = []
+    for _ in range(2):
+        async with http.post(f"{url}/v1/responses", data=_sent(body, items), headers=_JSON | headers) as response:
+            assert response.status == 200, await response.text()
+            answer = orjson.loads(await response.read())
+        items = [*items, *answer["output"], {"role": "user", "content": "on"}]
+        named = {"id": "", "created_at": 0.0}
+        output = [item | {"id": "", "call_id": ""} for item in answer["output"]]
+        answers.append(answer | named | {"output": output})
+    return answers
+
+
+_JSON = {"Content-Type": "application/json"}
+
+
+def _sent(body: dict[str, Any], items: list[Any]) -> bytes:
+    """A request as Gym's client writes it."""
+    return orjson.dumps(body | {"input": items})
