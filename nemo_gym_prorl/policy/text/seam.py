@@ -27,7 +27,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from nemo_gym_prorl.failures import CallerError
@@ -77,8 +77,8 @@ class Written:
 
     length: int
     digest: int
-    messages: Conversation = ()
-    plain: Conversation = ()
+    messages: Conversation = field(default=(), compare=False)
+    plain: Conversation = field(default=(), compare=False)
 
     @classmethod
     def of(cls, text: str, messages: Conversation = (), plain: Conversation = ()) -> Written:
