@@ -52,8 +52,10 @@ def checked(generation: Generation) -> Generation:
         ValueError: it does not. Missing log-probs are for the ledger to refuse.
     """
     for ids in (generation.ids, generation.prompt_ids or ()):
-        if not all(type(one) is int and one >= 0 for one in ids):
+        if ids and not (set(map(type, ids)) == {int} and min(ids) >= 0):
             raise ValueError("a token id that is no number from 0 up")
+    if set(map(type, generation.log_probs)) == {float} and max(generation.log_probs) <= _ROUNDING:
+        return generation  # as nearly all are
     for one in generation.log_probs:
         if one is not None and (type(one) not in (int, float) or one > _ROUNDING):
             raise ValueError(f"{one!r:.100} is not the logarithm of a probability")

@@ -35,8 +35,10 @@ from nemo_gym_prorl.policy.text.chat import Continuation, Renderer
 from nemo_gym_prorl.policy.text.messages import Message, as_message, head_of
 from nemo_gym_prorl.policy.text.parsers import Parsed, parse, parsed_by_engine
 from nemo_gym_prorl.policy.text.seam import Written
+from nemo_gym_prorl.policy.tokens.echo import without_tokens
 from nemo_gym_prorl.policy.tokens.history import History, Match, Point, digest
 from nemo_gym_prorl.policy.tokens.ledger import TokenLedger, Turn
+from nemo_gym_prorl.policy.tokens.prompt import IdTexts, Prompt
 
 
 _log = logging.getLogger(__name__)
@@ -121,12 +123,16 @@ class Counts:
 @dataclass(slots=True)
 class _Rollout:
     history: History = field(default_factory=History)
+    texts: IdTexts = field(default_factory=IdTexts)
     answers: dict[str, Point] = field(default_factory=dict)
     counts: Counts = field(default_factory=Counts)
     began: datetime = field(default_factory=datetime.now)
     written: dict[tuple[Turn | None, int], Written] = field(default_factory=dict)
     turns: set[asyncio.Task[PolicyAnswer]] = field(default_factory=set)
     used_at: float = 0.0
+
+
+_NOTHING = _Rollout()
 
 
 class PolicyService:
@@ -197,8 +203,9 @@ class PolicyService:
         point, new, ledger = match.point, match.new, rollout.history.ledger
         messages = (*(point.messages if point else ()), *new)
         why = "edited" if match.foreign else "again"
-        prompt, observed, parent = self._render(rollout, match, messages, request)
-        conversation = ChatPrompt(messages, request.tools, request.template_variables, tuple(prompt))
+        prompt, parent = self._render(rollout, match, messages, request)
+        observed: Sequence[int] = prompt.new
+        conversation = ChatPrompt(messages, request.tools, request.template_variables, prompt)
 
         async def generate(backend: Backend) -> Generation:
             try:
@@ -254,6 +261,16 @@ class PolicyService:
             return self._rollouts[rollout].history.ledger
         except KeyError:
             raise RolloutGone(f"no rollout {rollout!r} here", field="rollout") from None
+
+    def without_tokens(self, rollout: str, body: bytes) -> tuple[bytes, list[Turn]] | None:
+        """A request without the tokens of this rollout that it repeats; see :func:`.echo.without_tokens`."""
+        known = self._rollouts.get(rollout, _NOTHING)
+        return without_tokens(body, known.history.ledger, known.texts)
+
+    def token_fields(self, rollout: str, turn: Turn) -> tuple[bytes, bytes]:
+        """A turn's three token fields as JSON, but for the name of the first, in two parts: prompt, and the rest."""
+        texts = self._rollouts[rollout].texts
+        return texts.before(turn), texts.sampled(turn)
 
     def answers(self, rollout: str) -> dict[str, Turn]:
         """The turns of a rollout by the ids of its answers."""
@@ -323,16 +340,17 @@ class PolicyService:
 
     def _render(
         self, rollout: _Rollout, match: Match, messages: Sequence[Message], request: TurnRequest
-    ) -> tuple[list[int], list[int], Turn | None]:
-        """The prompt, the part of it that is new, and the turn before that."""
+    ) -> tuple[Prompt, Turn | None]:
+        """The prompt, and the turn that it continues."""
         if match.ambiguous:
             rollout.counts.ambiguous += 1
             self.metrics.ambiguous.inc()
         if rollout.history.ledger.turns:
             self._retokenised(rollout, rollout.history.retokenised(match.new))
-        point = match.point
+        point, texts = match.point, rollout.texts
         if self.renderer is None or not self.engine.takes_tokens:
-            return (point.turn.sequence() if point else []), [], point.turn if point else None
+            before = point.turn if point else None
+            return texts.prompt(before, ()), before
         if point is not None:
             turn = point.turn
             continuation = self.renderer.next(
@@ -353,10 +371,10 @@ class PolicyService:
                 self.metrics.differences.inc()
             if not rewrites or self.history == "keep":
                 self._wrote(rollout, continuation, turn)
-                return turn.sequence() + continuation.ids, continuation.ids, turn
+                return texts.prompt(turn, continuation.ids), turn
         first = self.renderer.first(messages, request.tools, now=rollout.began, variables=request.template_variables)
         self._wrote(rollout, first, None)
-        return first.ids, first.ids, None
+        return texts.prompt(None, first.ids), None
 
     def _wrote(self, rollout: _Rollout, rendered: Continuation, after: Turn | None) -> None:
         """A prompt is taken as it was rendered after a turn; the turn that it is for is known by both."""
@@ -386,7 +404,7 @@ class PolicyService:
             return parsed_by_engine(generation.message)
         assert self.renderer is not None
         tokenizer = self.renderer.tokenizer
-        if any(token_id >= tokenizer.size for token_id in generation.ids):
+        if max(generation.ids, default=0) >= tokenizer.size:
             raise Misconfigured(
                 f"the engine sampled id {max(generation.ids)}, the tokenizer knows {tokenizer.size}: no match",
                 field="tokenizer",

@@ -10,9 +10,10 @@ from __future__ import annotations
 
 import json
 import sys
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from copy import deepcopy
+from dataclasses import replace
 from itertools import pairwise
 from time import time
 from typing import Any
@@ -36,22 +37,29 @@ from nemo_gym.server_utils import (
     set_is_nemo_gym_fastapi_worker,
 )
 from pydantic import Field
+from starlette.types import ASGIApp
 
 from nemo_gym_prorl import memory, open_files
 from nemo_gym_prorl.access import KeyGuard, check_exposure
-from nemo_gym_prorl.failures import CallerError
+from nemo_gym_prorl.direct_routes import put_in_front
+from nemo_gym_prorl.failures import CallerError, RolloutError
 from nemo_gym_prorl.policy.engines.sampling import Sampling
 from nemo_gym_prorl.policy.generation import Finish
+from nemo_gym_prorl.policy.header_text import header_text
 from nemo_gym_prorl.policy.http.api import PolicyConfig, PolicyHost, add_control_routes, with_problems
 from nemo_gym_prorl.policy.http.asgi import AnswerHeaders, CancelOnDisconnect, put_header
+from nemo_gym_prorl.policy.http.items import Forms
+from nemo_gym_prorl.policy.http.short_turns import DEFERRAL, Dialect, ShortTurns, Terms, about
+from nemo_gym_prorl.policy.http.turn_route import Sessions, TurnRoute
 from nemo_gym_prorl.policy.service import PolicyAnswer, TurnRequest
+from nemo_gym_prorl.policy.text.messages import Message
+from nemo_gym_prorl.policy.text.parsers import Parsed
 from nemo_gym_prorl.policy.workers.server import Session, serve
-from nemo_gym_prorl.policy.workers.shards import OwnSessions, header_text
+from nemo_gym_prorl.policy.workers.shards import OwnSessions
 from nemo_gym_prorl.policy.workers.worker import this_worker
 from nemo_gym_prorl.server_config import ServerConfig
 
 
-TOKENS_HEADER = "X-Rollout-Tokens"
 TOKEN_FIELDS = ("prompt_token_ids", "generation_token_ids", "generation_log_probs")
 
 
@@ -118,7 +126,20 @@ class ProrlModel(SimpleResponsesAPIModel):
         add_control_routes(app, self._host)
         app.add_middleware(CancelOnDisconnect)
         app.add_middleware(AnswerHeaders)
-        app.add_middleware(KeyGuard, key=policy.control_token)
+        sessions = Sessions(self.get_session_middleware_key(), SESSION_ID_KEY)
+        dialect = Dialect(
+            self._terms,
+            self._roles,
+            self._forms(),
+            tokens=config.return_token_id_information,
+            thoughts=config.uses_reasoning_parser,
+        )
+        turns = ShortTurns(self._host, dialect)
+
+        def in_front(rest: ASGIApp) -> ASGIApp:
+            return KeyGuard(TurnRoute(rest, "/v1/responses", turns, sessions), key=policy.control_token)
+
+        put_in_front(app, in_front)
         return app
 
     def setup_session_middleware(self, app: FastAPI) -> None:
@@ -151,7 +172,7 @@ class ProrlModel(SimpleResponsesAPIModel):
             body.input if isinstance(body.input, list) else [NeMoGymEasyInputMessage(role="user", content=body.input)]
         )
         with _readable():
-            chat = self._chat(
+            chat = self._chat_of(
                 body.model_copy(update={"previous_response_id": None, "instructions": None, "input": []})
             )
             chat["messages"] = self._messages(given)
@@ -162,31 +183,42 @@ class ProrlModel(SimpleResponsesAPIModel):
         for item in output:
             if item.get("call_id") in malformed:
                 item["status"] = "incomplete"
-        echoed = {
-            name: getattr(body, name)
-            for name in ("tools", "temperature", "top_p", "max_output_tokens", "metadata", "instructions", "user")
-        }
-        return NeMoGymResponse.model_validate(
-            {
-                "id": answer.id,
-                "created_at": int(time()),
-                "model": self.config.model,
-                "object": "response",
-                "output": output,
-                "tool_choice": body.tool_choice,
-                "parallel_tool_calls": body.parallel_tool_calls,
-                "previous_response_id": after,
-                "incomplete_details": None if answer.finish is Finish.STOP else {"reason": "max_output_tokens"},
-                "usage": {
-                    "input_tokens": answer.prompt_tokens,
-                    "input_tokens_details": {"cached_tokens": answer.cached_tokens},
-                    "output_tokens": _sampled(answer),
-                    "output_tokens_details": {"reasoning_tokens": 0},
-                    "total_tokens": answer.prompt_tokens + _sampled(answer),
-                },
-                **echoed,
-            }
-        )
+        return NeMoGymResponse.model_validate(self._envelope(body) | about(answer, after) | {"output": output})
+
+    def _envelope(self, body: NeMoGymResponseCreateParamsNonStreaming) -> dict[str, Any]:
+        """What an answer says of its request."""
+        sampling = ("temperature", "top_p", "max_output_tokens")
+        echoed = ("tools", "tool_choice", "parallel_tool_calls", "metadata", "instructions", "user", *sampling)
+        return {name: getattr(body, name) for name in echoed} | {"model": self.config.model, "object": "response"}
+
+    def _terms(self, params: dict[str, Any]) -> Terms | None:
+        """A request without its input, read and answered by Gym's own classes."""
+        try:
+            body = NeMoGymResponseCreateParamsNonStreaming.model_validate(params | {"input": []})
+            chat = self._chat_of(body.model_copy(update={"instructions": None}))
+            asked = self._turn_request(chat, (), body.instructions)
+        except (RolloutError, *_UNREADABLE):
+            return None
+        empty = PolicyAnswer("", {}, Parsed(None, "", ()), None, Finish.STOP, 0)
+        response = NeMoGymResponse.model_validate(self._envelope(body) | about(empty, None) | {"output": []})
+        return Terms(asked, orjson.loads(response.model_dump_json(by_alias=True)))
+
+    def _forms(self) -> Forms:
+        """The items of an answer as this Gym writes them, with all of their fields."""
+        call = {"id": "c", "type": "function", "function": {"name": "f", "arguments": "{}"}}
+        message = {"role": "assistant", "content": "<think>t</think>c", "tool_calls": [call]}
+        tokens = {"prompt_token_ids": [0], "generation_token_ids": [0], "generation_log_probs": [0.0]}
+        converter = VLLMConverter(return_token_id_information=True, uses_reasoning_parser=True)
+        body = NeMoGymResponseCreateParamsNonStreaming(input=[])
+        empty = PolicyAnswer("", {}, Parsed(None, "", ()), None, Finish.STOP, 0)
+        written = []
+        for fields in ({}, tokens):
+            output = [item.model_dump() for item in converter.postprocess_assistant_message_dict(message | fields)]
+            response = self._envelope(body) | about(empty, None) | {"output": output}
+            dumped = NeMoGymResponse.model_validate(response).model_dump_json(by_alias=True)
+            written.append(orjson.loads(dumped)["output"])
+        (thought, text, plain), (*_, trained) = written
+        return Forms(text, plain, thought, {n: v for n, v in trained.items() if n not in plain and n not in tokens})
 
     async def messages(self, request: Request, body: dict[str, Any] = Body()) -> Any:
         with _readable():
@@ -223,12 +255,12 @@ class ProrlModel(SimpleResponsesAPIModel):
     def _converted(self, items: list[Any]) -> list[dict[str, Any]]:
         if not items:
             return []
-        messages: list[dict[str, Any]] = self._chat(
+        messages: list[dict[str, Any]] = self._chat_of(
             NeMoGymResponseCreateParamsNonStreaming.model_construct(input=items)
         )["messages"]
         return messages
 
-    def _chat(self, params: NeMoGymResponseCreateParamsNonStreaming) -> dict[str, Any]:
+    def _chat_of(self, params: NeMoGymResponseCreateParamsNonStreaming) -> dict[str, Any]:
         converted = self._converter.responses_to_chat_completion_create_params(params)
         chat: dict[str, Any] = converted.model_dump(exclude_unset=True)
         return chat
@@ -236,51 +268,62 @@ class ProrlModel(SimpleResponsesAPIModel):
     async def _turn(
         self, request: Request, chat: dict[str, Any], after: str | None = None, instructions: str | None = None
     ) -> PolicyAnswer:
+        rollout = _rollout_id(request)
+        asked = self._turn_request(chat, chat["messages"], instructions)
+        service = await self._host.service(rollout)
+        group = _text(request, "x-rollout-group")
+        return await service.turn(replace(asked, rollout=rollout, group=group, after=after))
+
+    def _turn_request(
+        self, chat: Mapping[str, Any], messages: Sequence[Message], instructions: str | None
+    ) -> TurnRequest:
+        """What is asked for, but by whom and after what.
+
+        Raises:
+            CallerError: a field is wrong.
+        """
         if (chat.get("n") or 1) > 1:
             raise CallerError("a rollout has one continuation; ask for n rollouts, not for n choices", field="n")
         if chat.get("tool_choice") not in (None, "auto", "none"):
             raise CallerError("only 'auto' and 'none' are supported", field="tool_choice")
-        rollout = _rollout_id(request)
         tools = list(_offered(chat))
         with _readable():
             # Halves of characters, and what is nested without end, would fail wherever they are met first.
-            orjson.dumps((chat["messages"], tools, instructions))
-        service = await self._host.service(rollout)
+            orjson.dumps((messages, tools, instructions))
         metadata = chat.get("metadata") or {}
         variables = deepcopy(self.config.chat_template_kwargs or {})
         variables |= _settings(metadata, "chat_template_kwargs")
         extra = deepcopy(self.config.extra_body or {}) | _settings(metadata, "extra_body")
         if metadata:
             extra["metadata"] = metadata
-        messages = chat["messages"]
-        if self.config.replace_developer_role_with_system:
-            messages = [m | {"role": "system"} if m["role"] == "developer" else m for m in messages]
         stop = chat.get("stop") or ()
-        return await service.turn(
-            TurnRequest(
-                rollout=rollout,
-                group=_text(request, "x-rollout-group"),
-                messages=messages,
-                instructions=instructions,
-                tools=tools,
-                may_call=chat.get("tool_choice") != "none",
-                sampling=Sampling(
-                    max_tokens=_first(chat.get("max_completion_tokens"), chat.get("max_tokens")),
-                    temperature=chat.get("temperature"),
-                    top_p=chat.get("top_p"),
-                    stop=(stop,) if isinstance(stop, str) else tuple(stop),
-                    seed=chat.get("seed"),
-                    extra=extra,
-                ),
-                after=after,
-                template_variables=variables,
-            )
+        return TurnRequest(
+            rollout="",
+            messages=self._roles(messages),
+            instructions=instructions,
+            tools=tools,
+            may_call=chat.get("tool_choice") != "none",
+            sampling=Sampling(
+                max_tokens=_first(chat.get("max_completion_tokens"), chat.get("max_tokens")),
+                temperature=chat.get("temperature"),
+                top_p=chat.get("top_p"),
+                stop=(stop,) if isinstance(stop, str) else tuple(stop),
+                seed=chat.get("seed"),
+                extra=extra,
+            ),
+            template_variables=variables,
         )
+
+    def _roles(self, messages: Sequence[Message]) -> Sequence[Message]:
+        """Messages with the roles that the policy's template knows."""
+        if not self.config.replace_developer_role_with_system:
+            return messages
+        return [{**m, "role": "system"} if m["role"] == "developer" else m for m in messages]
 
     def _completion(self, request: Request, answer: PolicyAnswer) -> dict[str, Any]:
         message = dict(answer.message)
         if _deferred(request):
-            put_header(request, TOKENS_HEADER, "deferred")  # tells the agent that the tokens are kept here
+            put_header(request, DEFERRAL, "deferred")  # tells the agent that the tokens are kept here
         elif self.config.return_token_id_information and answer.turn is not None:
             message |= {
                 "prompt_token_ids": answer.turn.prompt(),
@@ -302,20 +345,23 @@ class ProrlModel(SimpleResponsesAPIModel):
         }
 
 
+_UNREADABLE = (
+    ArithmeticError,
+    AssertionError,
+    AttributeError,
+    LookupError,
+    RuntimeError,
+    TypeError,
+    ValueError,
+)
+
+
 @contextmanager
 def _readable() -> Iterator[None]:
     """Gym's converters take a request apart without looking first; what they stumble over is wrong in the request."""
     try:
         yield
-    except (
-        ArithmeticError,
-        AssertionError,
-        AttributeError,
-        LookupError,
-        RuntimeError,
-        TypeError,
-        ValueError,
-    ) as error:
+    except _UNREADABLE as error:
         raise CallerError(f"no conversation: {type(error).__name__}: {str(error)[:500]}", field="body") from error
 
 
@@ -335,8 +381,7 @@ def _first(*values: Any) -> Any:
 
 
 def _text(request: Request, header: str) -> str | None:
-    """A header whose value may be any text: percent-encoded, or as the bytes of UTF-8 or Latin-1."""
-    value = request.headers.get(header)  # its bytes, read as Latin-1
+    value = request.headers.get(header)
     return None if value is None else header_text(value)
 
 
@@ -345,7 +390,7 @@ def _rollout_id(request: Request) -> str:
 
 
 def _deferred(request: Request) -> bool:
-    return request.headers.get(TOKENS_HEADER) == "deferred"
+    return request.headers.get(DEFERRAL) == "deferred"
 
 
 def _offered(chat: Mapping[str, Any]) -> Iterator[dict[str, Any]]:

@@ -15,10 +15,11 @@ from itsdangerous import TimestampSigner
 
 from nemo_gym_prorl.handlers.conversation import rollout_path
 from nemo_gym_prorl.handlers.gym_http import in_header
+from nemo_gym_prorl.policy.header_text import header_text
 from nemo_gym_prorl.policy.metrics import PolicyMetrics, SharedMetrics
 from nemo_gym_prorl.policy.pool.pool import BackendPool
 from nemo_gym_prorl.policy.workers.framing import HEAD_BYTES, Body, Malformed, read_head
-from nemo_gym_prorl.policy.workers.shards import OwnSessions, Shard, header_text, rollout_of, shard_of
+from nemo_gym_prorl.policy.workers.shards import OwnSessions, Shard, rollout_of, shard_of
 
 
 COOKIE = "ProrlModel___policy_model"

@@ -14,6 +14,9 @@ from nemo_gym_prorl.policy.engines.engine import BackendErred, BackendFailed, Mi
 from nemo_gym_prorl.policy.generation import Finish
 
 
+_ECHO = b'"prompt_token_ids":'
+
+
 def only_choice(answer: Mapping[str, Any], url: str) -> dict[str, Any]:
     """The one choice of an OpenAI-style answer."""
     choices = required(answer, "choices", url)
@@ -25,6 +28,21 @@ def only_choice(answer: Mapping[str, Any], url: str) -> dict[str, Any]:
             field="n",
         )
     return dict(choices[0])
+
+
+def without_echo(raw: bytes, ids: bytes) -> bytes:
+    """An answer without the prompt's ids, if it repeats exactly those that were sent: comparing bytes costs nothing,
+    reading 64k numbers does. Any others stay, to be looked at.
+
+    Args:
+        raw: the answer, as JSON.
+        ids: the list of ids, as JSON.
+    """
+    # No string can hold the name with bare quotes, so this is a field.
+    at = raw.find(_ECHO)
+    if at < 0 or not raw.startswith(ids, start := at + len(_ECHO)):
+        return raw
+    return b"%bnull%b" % (raw[:start], raw[start + len(ids) :])
 
 
 def required(answer: Mapping[str, Any], name: str, url: str) -> Any:

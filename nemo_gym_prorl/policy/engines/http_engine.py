@@ -17,6 +17,7 @@ import orjson
 
 from nemo_gym_prorl.failures import FailureKind
 from nemo_gym_prorl.policy.engines.addresses import bearer, origin_of, root_of
+from nemo_gym_prorl.policy.engines.answers import without_echo
 from nemo_gym_prorl.policy.engines.engine import (
     BackendErred,
     BackendFailed,
@@ -173,8 +174,13 @@ class HttpEngine:
             return []
         return [card for card in cards if isinstance(card, dict)] if isinstance(cards, list) else []
 
-    async def _post(self, url: str, body: Mapping[str, Any]) -> dict[str, Any] | None:
+    async def _post(self, url: str, body: Mapping[str, Any], *, echo: bytes = b"") -> dict[str, Any] | None:
         """The JSON answer; ``None`` if the prompt does not fit into the engine's context.
+
+        Args:
+            url: the route.
+            body: the request.
+            echo: the JSON of the prompt's ids. Where the answer repeats them to the letter they are left out of it.
 
         Raises:
             BackendFailed: no answer, or a server error.
@@ -191,7 +197,7 @@ class HttpEngine:
             raise _no_answer(url, error) from error
         if status == 200:
             try:
-                answer = orjson.loads(raw)
+                answer = orjson.loads(without_echo(raw, echo) if echo else raw)
             except orjson.JSONDecodeError as error:
                 raise Misconfigured(
                     f"{url} answered with {raw[:80]!r}, which is not JSON: is this an inference engine?",

@@ -8,12 +8,15 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+import orjson
+
 from nemo_gym_prorl.policy.engines.addresses import root_of
 from nemo_gym_prorl.policy.engines.answers import finish, required
 from nemo_gym_prorl.policy.engines.engine import ChatPrompt
 from nemo_gym_prorl.policy.engines.http_engine import HttpEngine, metric
 from nemo_gym_prorl.policy.engines.sampling import Sampling
 from nemo_gym_prorl.policy.generation import Finish, Generation
+from nemo_gym_prorl.policy.tokens.prompt import text_of_ids
 
 
 class SglangGenerate(HttpEngine):
@@ -38,7 +41,7 @@ class SglangGenerate(HttpEngine):
             **sampling.extra,
         }
         body = {
-            "input_ids": list(prompt),
+            "input_ids": orjson.Fragment(b"[%b]" % text_of_ids(prompt)),
             "sampling_params": {name: value for name, value in parameters.items() if value is not None},
             "return_logprob": True,
         }

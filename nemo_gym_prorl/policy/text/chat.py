@@ -46,16 +46,13 @@ class Tokenizer:
 
     def __init__(self, fast: FastTokenizer) -> None:
         self._fast = fast
+        self.size = fast.get_vocab_size()
+        """Number of token ids, added tokens included."""
         added = fast.get_added_tokens_decoder()
         self.special = {token_id: token.content for token_id, token in added.items() if token.special}
         self.special_pattern = _any_of(self.special.values())
         self._added = {token_id: token.content for token_id, token in added.items()}
         self._literal: dict[tuple[int, str], list[int] | None] = {}
-
-    @property
-    def size(self) -> int:
-        """Number of token ids, added tokens included."""
-        return self._fast.get_vocab_size()
 
     def encode(self, text: str) -> list[int]:
         return self._fast.encode(text, add_special_tokens=False).ids
@@ -263,10 +260,11 @@ class Renderer:
         variables: Mapping[str, Any] | None = None,
     ) -> Continuation:
         """The prompt for a conversation that has no sampled turn yet, rendered in full."""
-        spelled = self._spelled(messages, answered=False)
+        plain = tuple(map(for_template, messages))
+        spelled = self._spelled(plain, answered=False)
         text, places = spelled.reveal(self.template.writer(tools, now, variables)(spelled.messages, True))
         ids, neutralised = self.tokenizer.encode_observed(text, places)
-        return Continuation(ids, Written.of(text), neutralised=neutralised)
+        return Continuation(ids, Written.of(text, tuple(messages), plain), neutralised=neutralised)
 
     def next(
         self,
@@ -295,15 +293,15 @@ class Renderer:
         Raises:
             CallerError: the template refuses the messages.
         """
-        spelled = self._spelled(new, answered=True)
+        past, coming = _plain(history, before), tuple(map(for_template, new))
+        spelled = self._spelled(coming, answered=True)
         plain = not any(is_malformed(call["function"]) for call in history[-1].get("tool_calls") or ())
         end = self.tokenizer.special.get(sampled[-1], "") if sampled else ""
         said = Said(self.tokenizer.decode(sampled), end, finish is Finish.STOP, plain)
-        past = [for_template(message) for message in history]
         write = self.template.writer(tools, now, variables)
         seam = find_seam(write, past, spelled.messages, said, self.tokenizer.special_pattern, before)
         ids, neutralised = self.tokenizer.encode_observed(*spelled.reveal(seam.text))
-        written = Written.of(spelled.reveal(seam.full)[0])
+        written = Written.of(spelled.reveal(seam.full)[0], (*history, *new), past + coming)
         return Continuation(ids, written, seam.rewrites, seam.differs, neutralised)
 
     def said(
@@ -325,14 +323,21 @@ class Renderer:
         shared = overlap(text, end)
         return text[: min(cut, len(text) - shared if end[:shared].strip() else cut)]
 
-    def _spelled(self, messages: Sequence[Message], *, answered: bool) -> Spelled:
-        plain = [for_template(message) for message in messages]
+    def _spelled(self, plain: Sequence[Message], *, answered: bool) -> Spelled:
         return Spelled(plain, self.tokenizer.special_pattern, self._controls, answered=answered)
 
     def opens_thought(self, tools: Tools, marker: str, variables: Mapping[str, Any] | None = None) -> bool:
         """Whether the opening of an assistant turn already holds the marker that starts a thought."""
         opening = self.template.render([{"role": "user", "content": "u"}], tools, prompt=True, variables=variables)
         return opening.rstrip().endswith(marker)
+
+
+def _plain(history: Sequence[Message], before: Written | None) -> tuple[Message, ...]:
+    """Messages in the form in which templates get them; those that had it before are taken as they are."""
+    known = before.messages if before is not None else ()
+    if before is None or not all(one is other for one, other in zip(history, known, strict=False)):
+        return tuple(map(for_template, history))
+    return (*before.plain[: len(history)], *map(for_template, history[len(known) :]))
 
 
 def _default_template(templates: object) -> str:

@@ -27,7 +27,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from nemo_gym_prorl.failures import CallerError
@@ -66,14 +66,23 @@ class Said:
 
 @dataclass(frozen=True, slots=True)
 class Written:
-    """What the template wrote once, as far as it takes to know it again: its length and its hash."""
+    """What the template wrote once, as far as it takes to know it again: its length and its hash.
+
+    Attributes:
+        length: of the text.
+        digest: of the text.
+        messages: what it was written of.
+        plain: the same in the form in which templates get them.
+    """
 
     length: int
     digest: int
+    messages: Conversation = field(default=(), compare=False)
+    plain: Conversation = field(default=(), compare=False)
 
     @classmethod
-    def of(cls, text: str) -> Written:
-        return cls(len(text), hash(text))
+    def of(cls, text: str, messages: Conversation = (), plain: Conversation = ()) -> Written:
+        return cls(len(text), hash(text), messages, plain)
 
     def begins(self, text: str) -> bool:
         """Whether a text begins with what was written then."""

@@ -40,6 +40,9 @@ from nemo_gym_prorl.policy.tokens.ledger import TokenLedger, Turn
 _THOUGHT = re.compile(r"<think>(.*?)</think>", re.DOTALL)
 _TOKEN_FIELDS = ("prompt_token_ids", "generation_token_ids", "generation_log_probs")
 
+CARRIED = "nemo_gym_prorl.turn"
+"""In the place of the token fields, a turn of this very rollout that was known by them already."""
+
 
 @dataclass(frozen=True, slots=True)
 class Visible:
@@ -134,8 +137,8 @@ class History:
                 alike = [point for point in alike if _continues(point.turn, carried, by_none=own)]
             if alike:
                 chosen, ambiguous = self._choose(alike, messages)
-                return Match(chosen, tuple(messages[index + 1 :]), ambiguous)
-        return Match(None, tuple(messages))
+                return Match(chosen, tuple(map(_plain, messages[index + 1 :])), ambiguous)
+        return Match(None, tuple(map(_plain, messages)))
 
     def retokenised(self, messages: Sequence[Message]) -> int:
         """How many sampled tokens there are in turns that look like the assistant messages among these."""
@@ -152,6 +155,10 @@ class History:
         for index, message in enumerate(messages):
             visible = visible.then(message)
             if message["role"] != "assistant":
+                continue
+            if (known := message.get(CARRIED)) is not None:
+                carried, latest = known, None
+                yield index, visible.key, carried, True
                 continue
             fields = _carried(message)
             # Gym's converters repeat the last ids they saw on messages that have none of their own.
@@ -229,6 +236,16 @@ def _carried(message: Message) -> tuple[Sequence[int], Sequence[int], Sequence[f
     if len(sampled) != len(log_probs):
         raise CallerError(f"{len(log_probs)} of them for {len(sampled)} tokens", field="messages.generation_log_probs")
     return prompt, sampled, log_probs
+
+
+def _plain(message: Message) -> Message:
+    """A message with its turn's tokens in the fields that others know."""
+    turn: Turn | None = message.get(CARRIED)
+    if turn is None:
+        return message
+    rest = {name: value for name, value in message.items() if name != CARRIED}
+    tokens = (turn.prompt(), list(turn.sampled), list(turn.log_probs))
+    return rest | dict(zip(_TOKEN_FIELDS, tokens, strict=True))
 
 
 def _canonical(arguments: Any) -> str:

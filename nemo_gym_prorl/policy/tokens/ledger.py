@@ -128,7 +128,7 @@ class TokenLedger:
                 f"{len(generation.ids)} tokens were sampled but {len(generation.log_probs)} log-probs came with them: "
                 "the engine must return the log-prob of every sampled token"
             )
-        if not all(log_prob is not None and math.isfinite(log_prob) for log_prob in generation.log_probs):
+        if None in generation.log_probs or not all(map(math.isfinite, generation.log_probs)):
             raise TokenMismatch("a sampled token has a log-prob that is not a finite number")
         turn = Turn(
             parent=parent,

@@ -16,11 +16,13 @@ from base64 import b64decode
 from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import dataclass
-from urllib.parse import unquote, unquote_to_bytes, urlsplit
+from urllib.parse import unquote_to_bytes, urlsplit
 from zlib import crc32
 
 import orjson
 from starlette.types import ASGIApp, Receive, Scope, Send
+
+from nemo_gym_prorl.policy.header_text import header_text
 
 
 _ROLLOUTS = b"/v1/rollouts/"
@@ -47,17 +49,6 @@ class Shard:
 def shard_of(rollout: str, count: int) -> int:
     """The worker that has a rollout, of ``count``."""
     return crc32(rollout.encode(errors="surrogatepass")) % count
-
-
-def header_text(value: str) -> str:
-    """A header whose value may be any text: percent-encoded, or as the bytes of UTF-8 or Latin-1.
-
-    Args:
-        value: its bytes, read as Latin-1.
-    """
-    with suppress(UnicodeDecodeError):
-        value = value.encode("latin-1").decode()
-    return unquote(value)
 
 
 def rollout_of(target: bytes, headers: Mapping[bytes, bytes], cookie: str, session_key: str) -> str | None:

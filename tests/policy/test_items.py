@@ -1,0 +1,220 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The short way of a turn beside the long one: items and messages as Gym's own converter makes them, and tokens known
+by their bytes."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import aiohttp
+import orjson
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from nemo_gym.openai_utils import (
+    NeMoGymChatCompletion,
+    NeMoGymResponse,
+    NeMoGymResponseCreateParamsNonStreaming,
+)
+
+from nemo_gym_prorl.policy.generation import Finish, Generation
+from nemo_gym_prorl.policy.http.items import Unusual, messages_of
+from nemo_gym_prorl.policy.http.short_turns import about
+from nemo_gym_prorl.policy.service import PolicyAnswer
+from nemo_gym_prorl.policy.text.messages import as_message
+from nemo_gym_prorl.policy.text.parsers import Parsed, ToolCall
+from nemo_gym_prorl.policy.tokens.echo import MARK, without_tokens
+from nemo_gym_prorl.policy.tokens.history import CARRIED
+from nemo_gym_prorl.policy.tokens.ledger import TokenLedger
+from nemo_gym_prorl.policy.tokens.prompt import IdTexts, text_of_ids
+from nemo_gym_prorl.scripted.server import ScriptedConfig
+from nemo_gym_prorl.scripted.server import serve as scripted
+from responses_api_models.prorl_model.app import ProrlModel
+from tests.policy.engines import serving
+from tests.policy.test_prorl_model import TOOLS, server
+
+
+@pytest.fixture(scope="module")
+def model() -> ProrlModel:
+    made = server("http://127.0.0.1:1", Path(), policy={})
+    made.setup_webserver()
+    return made
+
+
+TEXTS = st.text(st.characters(exclude_categories=["Cs"]), max_size=12)
+STATUSES = st.sampled_from(["in_progress", "completed", "incomplete"])
+OPTIONAL = {"id": st.one_of(st.none(), TEXTS), "status": st.one_of(st.none(), STATUSES)}
+PARTS = st.fixed_dictionaries({"type": st.just("input_text"), "text": TEXTS})
+ROLES = st.sampled_from(["user", "system", "developer"])
+SAID = st.fixed_dictionaries(
+    {"type": st.just("output_text"), "text": TEXTS, "annotations": st.just([])}, optional={"logprobs": st.none()}
+)
+SUMMARY = st.fixed_dictionaries({"type": st.just("summary_text"), "text": TEXTS})
+CALLS = {"type": st.just("function_call"), "call_id": TEXTS, "name": TEXTS, "arguments": TEXTS}
+RESULTS = {"type": st.just("function_call_output"), "call_id": TEXTS, "output": TEXTS}
+MESSAGE = {
+    "type": st.just("message"),
+    "id": TEXTS,
+    "role": st.just("assistant"),
+    "content": st.lists(SAID, max_size=2),
+}
+THOUGHTS = {"type": st.just("reasoning"), "id": TEXTS, "summary": st.lists(SUMMARY, max_size=2)}
+TYPE = {"type": st.just("message")}
+ITEMS = st.one_of(
+    st.fixed_dictionaries({"role": ROLES, "content": TEXTS}, optional=TYPE),
+    st.fixed_dictionaries({"role": ROLES, "content": st.lists(PARTS, min_size=1, max_size=2)}, optional=TYPE),
+    st.fixed_dictionaries({"role": st.just("assistant"), "content": TEXTS}, optional=TYPE),
+    st.fixed_dictionaries(MESSAGE, optional={"status": STATUSES}),
+    st.fixed_dictionaries(THOUGHTS, optional={"encrypted_content": st.none()}),
+    st.fixed_dictionaries(CALLS, optional=OPTIONAL),
+    st.fixed_dictionaries(RESULTS, optional=OPTIONAL),
+)
+
+
+@given(items=st.lists(ITEMS, min_size=1, max_size=6))
+def test_messages_are_those_of_gyms_converter(model: ProrlModel, items: list[dict[str, Any]]) -> None:
+    read = messages_of(items)
+    body = NeMoGymResponseCreateParamsNonStreaming.model_validate({"input": items})
+    assert read == model._messages(list(body.input))
+
+
+@pytest.mark.parametrize(
+    "item",
+    [
+        {"role": "user"},
+        {"role": "user", "content": 5},
+        {"role": "tool", "content": "x"},
+        {"role": "user", "content": "x", "colour": "red"},
+        {"role": "user", "content": [{"type": "input_image", "image_url": "x"}]},
+        {"type": "function_call", "call_id": "c", "name": "f"},
+        {"type": "function_call_output", "call_id": "c", "output": "x", "status": "done"},
+        {"type": "web_search_call", "id": "w"},
+        "text",
+    ],
+)
+def test_what_is_unusual_is_left_to_the_long_way(item: object) -> None:
+    with pytest.raises(Unusual):
+        messages_of([item])
+
+
+PARSED = st.builds(
+    Parsed,
+    st.one_of(st.none(), TEXTS),
+    st.one_of(TEXTS, st.just("a<think>b</think>c")),
+    st.lists(st.builds(ToolCall, TEXTS, TEXTS, st.one_of(st.none(), st.just("why"))), max_size=2).map(tuple),
+)
+
+
+@given(parsed=PARSED)
+def test_items_are_those_of_gyms_converter(model: ProrlModel, parsed: Parsed) -> None:
+    message = as_message(parsed)
+    ledger = TokenLedger()
+    turn = ledger.append(None, [1, 2], Generation([3], [-0.5], Finish.STOP))
+    answer = PolicyAnswer("r", message, parsed, turn, Finish.STOP, 2)
+    fields = {"prompt_token_ids": [1, 2], "generation_token_ids": [3], "generation_log_probs": [-0.5]}
+    choice = {"index": 0, "finish_reason": "stop", "message": message | fields}
+    chat = {"id": "r", "object": "chat.completion", "created": 1, "model": "m", "choices": [choice]}
+    converted = model._converter.postprocess_chat_response(NeMoGymChatCompletion.model_validate(chat).choices[0])
+    body = NeMoGymResponseCreateParamsNonStreaming(input=[])
+    long = model._envelope(body) | about(answer, None) | {"output": [item.model_dump() for item in converted]}
+    expected = orjson.loads(NeMoGymResponse.model_validate(long).model_dump_json(by_alias=True))["output"]
+
+    forms = model._forms()
+    items = forms.items(message, parsed, thoughts=model.config.uses_reasoning_parser)
+    items[-1] |= fields | forms.tokens
+    malformed = {
+        call["id"] for call, one in zip(message.get("tool_calls", ()), parsed.calls, strict=True) if one.malformed
+    }
+    for item in expected:
+        if item.get("call_id") in malformed:
+            item["status"] = "incomplete"
+    assert [_unnamed(item) for item in items] == [_unnamed(item) for item in expected]
+
+
+def _unnamed(item: dict[str, Any]) -> dict[str, Any]:
+    return {name: value for name, value in item.items() if name != "id" or item["type"] == "function_call"}
+
+
+IDS = st.lists(st.integers(0, 200_000), min_size=1, max_size=5)
+STEPS = st.lists(st.tuples(IDS, IDS, st.floats(-50, 0)), min_size=1, max_size=6)
+
+
+@given(steps=STEPS, again=st.integers(0, 5), cut=st.integers(0, 400))
+def test_known_tokens_are_cut_out_and_no_others(steps: list[Any], again: int, cut: int) -> None:
+    ledger, texts, parent, turns = TokenLedger(), IdTexts(), None, []
+    for observed, sampled, log_prob in steps:
+        generation = Generation(sampled, [log_prob] * len(sampled), Finish.STOP)
+        assert list(texts.prompt(parent, observed)) == [*(parent.sequence() if parent else ()), *observed]
+        parent = ledger.append(parent, observed, generation)
+        turns.append(parent)
+    ledger.append(turns[min(again, len(turns) - 1)].parent, [7], Generation([8], [-1.0], Finish.STOP))
+    items = [
+        {
+            "role": "assistant",
+            "content": 'say "prompt_token_ids":[1]',
+            "prompt_token_ids": turn.prompt(),
+            "generation_token_ids": list(turn.sampled),
+            "generation_log_probs": list(turn.log_probs),
+        }
+        for turn in turns
+    ]
+    body = orjson.dumps({"input": items})
+    found = without_tokens(body, ledger, texts)
+    assert found is not None
+    raw, known = found
+    assert known == turns
+    bare = [{"role": "assistant", "content": item["content"], MARK: at} for at, item in enumerate(items)]
+    assert orjson.loads(raw) == {"input": bare}
+    assert [message[CARRIED] for message in messages_of(bare, known)] == turns
+    for turn in turns:
+        assert texts.before(turn) == text_of_ids(turn.prompt())
+    at = cut % len(body)
+    if body[at : at + 1].isdigit():
+        other = body[:at] + (b"1" if body[at : at + 1] != b"1" else b"2") + body[at + 1 :]
+        changed = without_tokens(other, ledger, texts)
+        assert changed is None or changed[0] != raw
+
+
+async def test_both_ways_give_the_same_answer() -> None:
+    """The short way reads an ordinary content type alone; a caller without a name gets a cookie."""
+    script = {"turns": [{"content": "one"}, {"tool_calls": [{"name": "look", "arguments": {"what": "box"}}]}]}
+    body = {"input": "hi", "tools": TOOLS, "metadata": {"script": orjson.dumps(script).decode()}, "temperature": 1}
+    async with scripted() as engine:
+        made = server(engine, Path(), model=ScriptedConfig().model, policy={})
+        async with serving(made.setup_webserver()) as url:
+            jar = aiohttp.CookieJar(unsafe=True)
+            async with aiohttp.ClientSession(cookie_jar=jar) as http, aiohttp.ClientSession() as named:
+                long = await _turns(http, url, body, {"Content-Type": "Application/JSON"})
+                assert len(jar) == 1
+                with pytest.MonkeyPatch.context() as patch:
+                    patch.setattr(made, "_turn", None)  # of the long way
+                    short = await _turns(named, url, body, {"X-Rollout-Id": "r"})
+        await made._host.aclose()
+    assert short == long
+    assert [item["type"] for answer in short for item in answer["output"]] == ["message", "function_call"]
+
+
+async def _turns(
+    http: aiohttp.ClientSession, url: str, body: dict[str, Any], headers: dict[str, str]
+) -> list[dict[str, Any]]:
+    """Two turns, the second of which sends the first back, without what differs from call to call."""
+    items: list[Any] = [{"role": "user", "content": "hi"}]
+    answers = []
+    for _ in range(2):
+        async with http.post(f"{url}/v1/responses", data=_sent(body, items), headers=_JSON | headers) as response:
+            assert response.status == 200, await response.text()
+            answer = orjson.loads(await response.read())
+        items = [*items, *answer["output"], {"role": "user", "content": "on"}]
+        named = {"id": "", "created_at": 0.0}
+        output = [item | {"id": "", "call_id": ""} for item in answer["output"]]
+        answers.append(answer | named | {"output": output})
+    return answers
+
+
+_JSON = {"Content-Type": "application/json"}
+
+
+def _sent(body: dict[str, Any], items: list[Any]) -> bytes:
+    """A request as Gym's client writes it."""
+    return orjson.dumps(body | {"input": items})
