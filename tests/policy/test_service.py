@@ -123,7 +123,11 @@ async def test_a_template_that_drops_thoughts(
     engine_url: str, model_folder: Path, history: str, branches: int
 ) -> None:
     host = await started(
-        engine_url, model_folder, history=history, chat_template=str(TEMPLATES / "opened.jinja"), tool_format="plain"
+        engine_url,
+        model_folder,
+        history=history,
+        chat_template=str(TEMPLATES / "opened.jinja"),
+        tool_call_parser="plain",
     )
     agent = Agent(await host.service())
     first = await agent.ask()

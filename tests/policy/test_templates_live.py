@@ -121,7 +121,7 @@ async def test_every_prompt_is_what_vllm_would_make_of_the_conversation(
             engine="vllm",
             tokenizer=str(model_folder),
             chat_template=str(file),
-            tool_format=case[1],
+            tool_call_parser=case[1],
         )
     )
     agent = Agent(host, case)
