@@ -36,7 +36,7 @@ from benchmarks.model_agents import Agent, EchoingAgent, SharingAgent
 from benchmarks.model_servers import OURS, PEER, Process, engine, model_server
 from benchmarks.report import Figure, publish
 from benchmarks.stand_in_engine import OBSERVED, pieces
-from nemo_gym_prorl import open_files
+from nemo_gym_prorl.serving import open_files
 
 
 ENGINE_S = 1.0

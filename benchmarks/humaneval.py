@@ -24,7 +24,7 @@ from dataclasses import dataclass
 
 from benchmarks import processes
 from benchmarks.report import Figure, publish
-from nemo_gym_prorl.deployment import GymDeployment
+from nemo_gym_prorl.gym.deployment import GymDeployment
 from nemo_gym_prorl.rollout.client import RolloutClient
 from nemo_gym_prorl.rollout.schemas import JobView
 from nemo_gym_prorl.sandbox.images.building.default import ensure_kernel_image

@@ -33,8 +33,8 @@ from benchmarks.real_engines import server
 from benchmarks.report import Figure, publish
 from nemo_gym_prorl.handlers.agent_service import AgentService
 from nemo_gym_prorl.handlers.service_config import ServiceConfig
-from nemo_gym_prorl.memory import map_large_blocks
 from nemo_gym_prorl.rollout.client import RolloutClient
+from nemo_gym_prorl.serving.memory import map_large_blocks
 
 
 MODULE = "benchmarks.soak"

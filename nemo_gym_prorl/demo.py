@@ -26,8 +26,8 @@ from rich.live import Live
 from rich.table import Table
 from rich.text import Text
 
-from nemo_gym_prorl.deployment import GymDeployment
 from nemo_gym_prorl.failures import CallerError, InfrastructureError, RolloutError, Stage
+from nemo_gym_prorl.gym.deployment import GymDeployment
 from nemo_gym_prorl.rollout.client import RolloutClient
 from nemo_gym_prorl.rollout.job import JobState
 from nemo_gym_prorl.rollout.schemas import JobView, StatusView

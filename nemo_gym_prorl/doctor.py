@@ -21,7 +21,6 @@ from dataclasses import dataclass
 from enum import StrEnum
 from pathlib import Path
 
-from nemo_gym_prorl import open_files
 from nemo_gym_prorl.failures import InfrastructureError
 from nemo_gym_prorl.sandbox.container import Container, ContainerSpec
 from nemo_gym_prorl.sandbox.disks import in_memory, kind_under
@@ -34,6 +33,7 @@ from nemo_gym_prorl.sandbox.runtime import debian
 from nemo_gym_prorl.sandbox.runtime.apptainer import HOW_TO_GET_IT, Runtime, find_runtime
 from nemo_gym_prorl.sandbox.supervisor.rpc.client import Link
 from nemo_gym_prorl.sandbox.supervisor.storage import state_dir
+from nemo_gym_prorl.serving import open_files
 
 
 MIN_PYTHON = (3, 12)

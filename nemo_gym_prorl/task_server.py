@@ -37,12 +37,12 @@ from nemo_gym.sandbox.config import resolve_provider_config
 from nemo_gym.server_utils import SESSION_ID_KEY
 from pydantic import ConfigDict, Field, PrivateAttr, model_validator
 
-from nemo_gym_prorl import open_files
-from nemo_gym_prorl.access import KeyGuard, check_exposure
 from nemo_gym_prorl.failures import InfrastructureError
-from nemo_gym_prorl.problems import add_problem_handlers
 from nemo_gym_prorl.sandbox.started import StartedSandbox
-from nemo_gym_prorl.server_config import ServerConfig
+from nemo_gym_prorl.serving import open_files
+from nemo_gym_prorl.serving.access import KeyGuard, check_exposure
+from nemo_gym_prorl.serving.problems import add_problem_handlers
+from nemo_gym_prorl.serving.server_config import ServerConfig
 from nemo_gym_prorl.task_sandboxes import TaskSandboxes
 from nemo_gym_prorl.tasks.sessions import SessionLimits, Sessions
 from nemo_gym_prorl.tasks.task import SandboxNeeds, Task

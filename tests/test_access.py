@@ -5,9 +5,9 @@ import aiohttp
 import pytest
 from fastapi import FastAPI
 
-from nemo_gym_prorl.access import KeyGuard, check_exposure
 from nemo_gym_prorl.failures import CallerError
-from nemo_gym_prorl.keys import authorization
+from nemo_gym_prorl.serving.access import KeyGuard, check_exposure
+from nemo_gym_prorl.serving.keys import authorization
 from tests.rollout.serving import serve
 
 

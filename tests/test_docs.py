@@ -80,6 +80,7 @@ PYTHON_NOT_RUN = {
 NO_CODE = {
     ("docs/api.md", "queued →"),
     ("docs/architecture.md", "NeMo RL,"),
+    ("docs/policy.md", "callers"),
     ("docs/tools.md", "OUTPUT"),
 }
 """Indented blocks that are diagrams or formats."""

@@ -9,7 +9,7 @@ import pytest
 
 HOLES = """
 import os
-from nemo_gym_prorl.memory import map_large_blocks
+from nemo_gym_prorl.serving.memory import map_large_blocks
 
 def resident():
     return int(open("/proc/self/statm").read().split()[1]) * os.sysconf("SC_PAGE_SIZE")

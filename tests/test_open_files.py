@@ -18,9 +18,9 @@ from typing import Any
 import aiohttp
 import pytest
 
-from nemo_gym_prorl import open_files
 from nemo_gym_prorl.failures import FailureKind, Origin, Stage, classify
 from nemo_gym_prorl.scripted.text import MODEL_NAME
+from nemo_gym_prorl.serving import open_files
 from tests.handlers import peers
 from tests.handlers.gym_host import hosting, instance, url_of
 from tests.handlers.test_gym_environment import collected, gym_rows, scripted
@@ -30,7 +30,7 @@ SERVER = """
 import asyncio, resource, socket, sys
 resource.setrlimit(resource.RLIMIT_NOFILE, (100, 256))
 from fastapi import FastAPI, Response
-from nemo_gym_prorl import open_files
+from nemo_gym_prorl.serving import open_files
 from nemo_gym_prorl.failures import InfrastructureError
 from nemo_gym_prorl.handlers.gym_http import Address, CookieJar, GymServer, HttpClient
 import uvicorn
@@ -55,7 +55,7 @@ uvicorn.Server(uvicorn.Config(app, log_level="critical")).run(sockets=[listener]
 def test_a_server_raises_its_soft_limit_to_the_hard_one() -> None:
     code = (
         "import resource; resource.setrlimit(resource.RLIMIT_NOFILE, (64, 200))\n"
-        "from nemo_gym_prorl import open_files as o\n"
+        "from nemo_gym_prorl.serving import open_files as o\n"
         "print(o.raise_limit(), resource.getrlimit(resource.RLIMIT_NOFILE), o.left())"
     )
     said = subprocess.check_output([sys.executable, "-c", code], text=True).split()

@@ -12,7 +12,7 @@ from fastapi.exceptions import RequestValidationError
 from pydantic import BaseModel, ConfigDict
 
 from nemo_gym_prorl.failures import InfrastructureError
-from nemo_gym_prorl.problems import MEDIA_TYPE, Declared, ProblemError, add_problem_handlers
+from nemo_gym_prorl.serving.problems import MEDIA_TYPE, Declared, ProblemError, add_problem_handlers
 from tests.rollout.serving import serve
 
 

@@ -13,7 +13,7 @@ from pydantic import BaseModel, ValidationError
 from nemo_gym_prorl.handlers.service_config import ServiceConfig, StagesConfig
 from nemo_gym_prorl.policy.config import PolicyConfig
 from nemo_gym_prorl.rollout.schemas import SubmitRequest
-from nemo_gym_prorl.server_config import ServerConfig
+from nemo_gym_prorl.serving.server_config import ServerConfig
 from resources_servers.prorl_code.app import ProRLCodeConfig
 from responses_api_agents.prorl_agent.app import ProRLAgentConfig
 from responses_api_models.prorl_model.app import ProrlModelConfig

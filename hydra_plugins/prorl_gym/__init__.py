@@ -3,7 +3,7 @@
 
 Gym reads its command line with Hydra, and Hydra loads what lies in ``hydra_plugins``. In a process of Gym this sets
 two environment variables that our configuration files name for ``uv_venv_dir`` and ``skip_venv_if_present``
-(see :mod:`nemo_gym_prorl.gym_venvs`); they have no effect on configurations without our servers. What is given on the
+(see :mod:`nemo_gym_prorl.gym.venvs`); they have no effect on configurations without our servers. What is given on the
 command line wins.
 """
 
@@ -12,14 +12,14 @@ import sys
 
 
 def _share_environment() -> None:
-    from nemo_gym_prorl import gym_venvs
+    from nemo_gym_prorl.gym import venvs
 
     try:
-        os.environ[gym_venvs.VENVS_VARIABLE] = str(gym_venvs.shared_folder())
+        os.environ[venvs.VENVS_VARIABLE] = str(venvs.shared_folder())
     except (OSError, ModuleNotFoundError) as error:
         print(f"nemo-gym-prorl: Gym builds an environment for each server: {error}", file=sys.stderr)
     else:
-        os.environ[gym_venvs.REUSE_VARIABLE] = "true"
+        os.environ[venvs.REUSE_VARIABLE] = "true"
 
 
 if "nemo_gym" in sys.modules:

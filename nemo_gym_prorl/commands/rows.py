@@ -20,8 +20,8 @@ import orjson
 from pydantic import BaseModel, ValidationError
 
 from nemo_gym_prorl.failures import CallerError, InfrastructureError
-from nemo_gym_prorl.problems import invalid_body
 from nemo_gym_prorl.rollout.schemas import JobView, SubmitRequest
+from nemo_gym_prorl.serving.problems import invalid_body
 
 
 @dataclass(frozen=True, slots=True)

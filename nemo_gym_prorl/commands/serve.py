@@ -18,8 +18,8 @@ from rich.console import Console
 from rich.table import Table
 
 from nemo_gym_prorl.commands.overrides import check_overrides
-from nemo_gym_prorl.deployment import Death, GymDeployment
 from nemo_gym_prorl.failures import CallerError
+from nemo_gym_prorl.gym.deployment import Death, GymDeployment
 
 
 START_TIMEOUT_S = 900.0

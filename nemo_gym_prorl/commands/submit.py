@@ -29,10 +29,10 @@ from nemo_gym_prorl.commands.report import Tally, print_refused, print_report
 from nemo_gym_prorl.commands.rows import Place, Refusal, Results, read_rows
 from nemo_gym_prorl.commands.watch import pools
 from nemo_gym_prorl.failures import CallerError, FailureKind, InfrastructureError
-from nemo_gym_prorl.problems import invalid_body
 from nemo_gym_prorl.rollout.client import ApiError, RolloutClient
 from nemo_gym_prorl.rollout.job import JobState
 from nemo_gym_prorl.rollout.schemas import JobView, StatusView, SubmitRequest
+from nemo_gym_prorl.serving.problems import invalid_body
 
 
 PATIENCE_S = 600.0

@@ -33,7 +33,6 @@ from nemo_gym_prorl.handlers.gym_http import CookieJar, GymServer, HttpAnswer, H
 from nemo_gym_prorl.handlers.run_request import WISHES, run_request
 from nemo_gym_prorl.handlers.seeded_session import SeededSessionHandler, responses_answer, responses_request
 from nemo_gym_prorl.handlers.service_config import ServiceConfig
-from nemo_gym_prorl.problems import ProblemError, problem_of
 from nemo_gym_prorl.rollout.api import rollout_router
 from nemo_gym_prorl.rollout.callers import CallerGone, CallerWatch
 from nemo_gym_prorl.rollout.job import Job
@@ -42,6 +41,7 @@ from nemo_gym_prorl.rollout.pipeline import Pipeline
 from nemo_gym_prorl.rollout.request import Draining, JobConflict
 from nemo_gym_prorl.rollout.rows import read_json
 from nemo_gym_prorl.rollout.wire import wire_router
+from nemo_gym_prorl.serving.problems import ProblemError, problem_of
 
 
 _FAREWELL_S = 5.0

@@ -19,7 +19,7 @@ from pydantic import BaseModel, FiniteFloat, NonNegativeInt, StrictInt, Validati
 
 from nemo_gym_prorl.failures import FailureKind, InfrastructureError
 from nemo_gym_prorl.handlers.gym_http import CookieJar, GymServer, HttpAnswer, in_header, in_path, json_of, require_ok
-from nemo_gym_prorl.problem_document import field_errors
+from nemo_gym_prorl.serving.problem_document import field_errors
 
 
 DEFERRAL = "X-Rollout-Tokens"

@@ -17,7 +17,7 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from nemo_gym_prorl.failures import FAILURE_KIND_HEADER, Failure, FailureKind, Origin, Stage
-from nemo_gym_prorl.problems import ProblemError
+from nemo_gym_prorl.serving.problems import ProblemError
 
 
 COLLECTOR_FIELDS = ("_ng_task_index", "_ng_rollout_index")

@@ -25,9 +25,9 @@ from urllib.parse import quote
 import aiohttp
 import orjson
 
-from nemo_gym_prorl import open_files
 from nemo_gym_prorl.failures import FAILURE_KIND_HEADER, CallerError, FailureKind, InfrastructureError, RolloutError
-from nemo_gym_prorl.keys import authorization
+from nemo_gym_prorl.serving import open_files
+from nemo_gym_prorl.serving.keys import authorization
 
 
 SERVERS_KINDS = frozenset(FailureKind) - {

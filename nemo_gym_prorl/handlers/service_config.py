@@ -13,11 +13,11 @@ from pydantic import Field
 
 from nemo_gym_prorl.handlers.gym_environment import GymEnvironmentHandler, OnTimeout
 from nemo_gym_prorl.handlers.tool_loop import LoopLimits
-from nemo_gym_prorl.known_keys import KnownKeys
 from nemo_gym_prorl.rollout.job import Budgets
 from nemo_gym_prorl.rollout.schemas import BudgetsModel, Identifier, Seconds
 from nemo_gym_prorl.rollout.settings import PipelineSettings
 from nemo_gym_prorl.rollout.stages import PoolSizes
+from nemo_gym_prorl.serving.known_keys import KnownKeys
 
 
 Positive = Annotated[int, Field(ge=1)]

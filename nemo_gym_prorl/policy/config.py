@@ -12,8 +12,8 @@ from urllib.parse import urlsplit
 from pydantic import Field
 
 from nemo_gym_prorl.failures import CallerError
-from nemo_gym_prorl.known_keys import KnownKeys
 from nemo_gym_prorl.policy.service import Rewriting
+from nemo_gym_prorl.serving.known_keys import KnownKeys
 
 
 class PolicyConfig(KnownKeys):

@@ -18,7 +18,6 @@ from fastapi.responses import PlainTextResponse
 from sse_starlette import EventSourceResponse, ServerSentEvent
 
 from nemo_gym_prorl.failures import CallerError
-from nemo_gym_prorl.problems import ProblemError, problem_of, problem_responses
 from nemo_gym_prorl.rollout.cursors import Cursor, CursorExpired
 from nemo_gym_prorl.rollout.job import Job, JobState
 from nemo_gym_prorl.rollout.json_route import JsonRoute
@@ -38,13 +37,14 @@ from nemo_gym_prorl.rollout.schemas import (
     SubmitRequest,
     job_json,
 )
+from nemo_gym_prorl.serving.problems import ProblemError, problem_of, problem_responses
 
 
 Wait = Annotated[float, Query(ge=0, le=MAX_WAIT_S, description="Seconds to wait for news (long-poll).")]
 
 
 def rollout_router(pipeline: Pipeline, metrics: PipelineMetrics) -> APIRouter:
-    """The routes of one pipeline. Who may call them is the application's to say (``nemo_gym_prorl.access``).
+    """The routes of one pipeline. Who may call them is the application's to say (``nemo_gym_prorl.serving.access``).
 
     Args:
         pipeline: whose jobs.

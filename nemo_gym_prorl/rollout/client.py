@@ -25,8 +25,6 @@ import orjson
 from yarl import URL
 
 from nemo_gym_prorl.failures import FailureKind, InfrastructureError
-from nemo_gym_prorl.keys import authorization
-from nemo_gym_prorl.problem_document import Problem
 from nemo_gym_prorl.rollout.schemas import (
     MAX_WAIT_S,
     CancelAnswer,
@@ -36,6 +34,8 @@ from nemo_gym_prorl.rollout.schemas import (
     Listing,
     StatusView,
 )
+from nemo_gym_prorl.serving.keys import authorization
+from nemo_gym_prorl.serving.problem_document import Problem
 
 
 _SOONEST_S, _LATEST_S = 0.1, 60.0

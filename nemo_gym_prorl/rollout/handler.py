@@ -17,8 +17,8 @@ from typing import Any, Protocol, runtime_checkable
 from pydantic import BaseModel, ValidationError
 
 from nemo_gym_prorl.failures import CallerError, Failure, Stage
-from nemo_gym_prorl.known_keys import refuse_unknown
 from nemo_gym_prorl.rollout.job import Job, Outcome, Trajectory, Verdict
+from nemo_gym_prorl.serving.known_keys import refuse_unknown
 
 
 ENTRY_POINT_GROUP = "nemo_gym_prorl.agent_handlers"

@@ -9,8 +9,8 @@ from typing import Any
 from fastapi import Request, Response
 
 from nemo_gym_prorl.failures import CallerError
-from nemo_gym_prorl.problems import ProblemRoute, problem_of
 from nemo_gym_prorl.rollout.rows import read_json
+from nemo_gym_prorl.serving.problems import ProblemRoute, problem_of
 
 
 class JsonRoute(ProblemRoute):

@@ -17,7 +17,7 @@ from typing import Any, NoReturn
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from nemo_gym_prorl.failures import CallerError, is_text
-from nemo_gym_prorl.problem_document import field_errors
+from nemo_gym_prorl.serving.problem_document import field_errors
 
 
 MAX_DEPTH = 200

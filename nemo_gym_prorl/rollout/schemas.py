@@ -10,13 +10,13 @@ import orjson
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, model_validator
 
 from nemo_gym_prorl.failures import Failure, FailureKind, Origin, Stage
-from nemo_gym_prorl.known_keys import KnownKeys
 from nemo_gym_prorl.rollout.cursors import Cursor
 from nemo_gym_prorl.rollout.job import Job, JobState
 from nemo_gym_prorl.rollout.pipeline import Pipeline
 from nemo_gym_prorl.rollout.request import JobRequest
 from nemo_gym_prorl.rollout.rows import Row
 from nemo_gym_prorl.rollout.store import Transition
+from nemo_gym_prorl.serving.known_keys import KnownKeys
 
 
 MAX_WAIT_S = 60.0

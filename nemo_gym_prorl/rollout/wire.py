@@ -18,7 +18,6 @@ from fastapi import APIRouter, Request, Response
 from pydantic import BaseModel, ConfigDict, Field, HttpUrl
 
 from nemo_gym_prorl.failures import CallerError, FailureKind, Stage
-from nemo_gym_prorl.problems import ProblemError, problem_responses
 from nemo_gym_prorl.rollout.callers import CallerGone, CallerWatch
 from nemo_gym_prorl.rollout.job import Job, JobState
 from nemo_gym_prorl.rollout.json_route import JsonRoute
@@ -26,6 +25,7 @@ from nemo_gym_prorl.rollout.pipeline import Pipeline
 from nemo_gym_prorl.rollout.request import JobConflict, JobRequest
 from nemo_gym_prorl.rollout.rows import check_row
 from nemo_gym_prorl.rollout.schemas import Identifier, StatusView
+from nemo_gym_prorl.serving.problems import ProblemError, problem_responses
 
 
 class BackendControl(Protocol):

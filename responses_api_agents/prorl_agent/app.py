@@ -12,14 +12,14 @@ from nemo_gym.config_types import ModelServerRef
 from pydantic import BaseModel, ConfigDict, Field, PrivateAttr, ValidationError, field_validator
 from starlette.types import ASGIApp
 
-from nemo_gym_prorl import memory, open_files
-from nemo_gym_prorl.access import KeyGuard, check_exposure
-from nemo_gym_prorl.direct_routes import DirectRoutes, put_in_front
 from nemo_gym_prorl.handlers.agent_service import AgentService
 from nemo_gym_prorl.handlers.service_config import ServiceConfig
-from nemo_gym_prorl.problems import Declared, add_problem_handlers, invalid_body
 from nemo_gym_prorl.rollout.rows import CreateParams, Row, read_json
-from nemo_gym_prorl.server_config import ServerConfig
+from nemo_gym_prorl.serving import memory, open_files
+from nemo_gym_prorl.serving.access import KeyGuard, check_exposure
+from nemo_gym_prorl.serving.direct_routes import DirectRoutes, put_in_front
+from nemo_gym_prorl.serving.problems import Declared, add_problem_handlers, invalid_body
+from nemo_gym_prorl.serving.server_config import ServerConfig
 
 
 class VerifiedRollout(BaseModel):

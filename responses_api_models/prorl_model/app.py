@@ -39,9 +39,6 @@ from nemo_gym.server_utils import (
 from pydantic import Field
 from starlette.types import ASGIApp
 
-from nemo_gym_prorl import memory, open_files
-from nemo_gym_prorl.access import KeyGuard, check_exposure
-from nemo_gym_prorl.direct_routes import put_in_front
 from nemo_gym_prorl.failures import CallerError, RolloutError
 from nemo_gym_prorl.policy.engines.sampling import Sampling
 from nemo_gym_prorl.policy.generation import Finish
@@ -57,7 +54,10 @@ from nemo_gym_prorl.policy.text.parsers import Parsed
 from nemo_gym_prorl.policy.workers.server import Session, serve
 from nemo_gym_prorl.policy.workers.shards import OwnSessions
 from nemo_gym_prorl.policy.workers.worker import this_worker
-from nemo_gym_prorl.server_config import ServerConfig
+from nemo_gym_prorl.serving import memory, open_files
+from nemo_gym_prorl.serving.access import KeyGuard, check_exposure
+from nemo_gym_prorl.serving.direct_routes import put_in_front
+from nemo_gym_prorl.serving.server_config import ServerConfig
 
 
 TOKEN_FIELDS = ("prompt_token_ids", "generation_token_ids", "generation_log_probs")

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from nemo_gym_prorl.gym_cli import GymCli
+from nemo_gym_prorl.gym.command_line import GymCli
 
 
 @pytest.fixture

@@ -13,8 +13,8 @@ from typing import Any
 
 import orjson
 
-from nemo_gym_prorl.deployment import GymDeployment
-from nemo_gym_prorl.gym_cli import GymCli
+from nemo_gym_prorl.gym.command_line import GymCli
+from nemo_gym_prorl.gym.deployment import GymDeployment
 from nemo_gym_prorl.rollout.client import RolloutClient
 from nemo_gym_prorl.sandbox.images.cache import cache_dir
 from nemo_gym_prorl.scripted.server import serve

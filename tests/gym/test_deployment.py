@@ -13,8 +13,8 @@ import orjson
 import pytest
 from aiohttp import web
 
-from nemo_gym_prorl.deployment import GymDeployment, without_interrupts
-from nemo_gym_prorl.gym_cli import MARK_NAME, DeploymentError, GymCli
+from nemo_gym_prorl.gym.command_line import MARK_NAME, DeploymentError, GymCli
+from nemo_gym_prorl.gym.deployment import GymDeployment, without_interrupts
 from nemo_gym_prorl.processes import ProcessMark, somebody_else_listens
 from nemo_gym_prorl.scripted.text import MODEL_NAME
 
@@ -141,7 +141,7 @@ async def test_servers_that_take_too_long_are_given_up(scripted_policy, tmp_path
 async def test_killing_the_owner_ends_the_deployment(scripted_policy, tmp_path):
     program = f"""
 import asyncio
-from nemo_gym_prorl.deployment import GymDeployment, without_interrupts
+from nemo_gym_prorl.gym.deployment import GymDeployment, without_interrupts
 async def main():
     gym = GymDeployment(config_paths=[{SINGLE_TOOL!r}], policy_base_url={scripted_policy!r}, work_dir={tmp_path!r})
     async with gym:

@@ -11,7 +11,7 @@ import orjson
 import pytest
 import yaml
 
-from nemo_gym_prorl.deployment import GymDeployment
+from nemo_gym_prorl.gym.deployment import GymDeployment
 from nemo_gym_prorl.scripted.text import MODEL_NAME
 from nemo_gym_prorl.tasks.humaneval.problems import problems, row_for
 from nemo_gym_prorl.tasks.humaneval.scripts import script_for

@@ -10,8 +10,8 @@ from pathlib import Path
 
 import pytest
 
+from nemo_gym_prorl.gym.server_keeper import keeper_program
 from nemo_gym_prorl.processes import ProcessMark
-from nemo_gym_prorl.server_keeper import keeper_program
 
 
 SERVER = "import os, time; open('pids', 'a').write(f'{os.getpid()}\\n'); time.sleep(600)"

@@ -9,8 +9,8 @@ from nemo_gym import global_config, server_utils
 from nemo_gym.config_types import BaseServerConfig
 from omegaconf import OmegaConf
 
-from nemo_gym_prorl.access import KeyGuard
-from nemo_gym_prorl.gym_client import send_keys
+from nemo_gym_prorl.gym.client import send_keys
+from nemo_gym_prorl.serving.access import KeyGuard
 from tests.rollout.serving import serve
 
 

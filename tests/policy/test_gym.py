@@ -14,8 +14,8 @@ import aiohttp
 import pytest
 from tokenizers import Tokenizer as FastTokenizer
 
-from nemo_gym_prorl.deployment import GymDeployment
-from nemo_gym_prorl.gym_cli import DeploymentError
+from nemo_gym_prorl.gym.command_line import DeploymentError
+from nemo_gym_prorl.gym.deployment import GymDeployment
 from nemo_gym_prorl.policy.text.chat import Tokenizer
 from nemo_gym_prorl.policy.text.parsers import parse
 from nemo_gym_prorl.scripted.server import ScriptedConfig, serve

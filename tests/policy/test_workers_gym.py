@@ -9,7 +9,7 @@ from pathlib import Path
 import aiohttp
 import pytest
 
-from nemo_gym_prorl.deployment import GymDeployment
+from nemo_gym_prorl.gym.deployment import GymDeployment
 from nemo_gym_prorl.scripted.server import ScriptedConfig, serve
 from tests.policy.test_gym import CONFIGS, assert_chain, collect, trained, write_rows
 

@@ -14,10 +14,7 @@ import aiohttp
 import pytest
 from fastapi import FastAPI, Response
 
-from nemo_gym_prorl.access import KeyGuard
 from nemo_gym_prorl.failures import CallerError, Stage
-from nemo_gym_prorl.keys import authorization
-from nemo_gym_prorl.problems import add_problem_handlers
 from nemo_gym_prorl.rollout.api import rollout_router
 from nemo_gym_prorl.rollout.client import ApiError, RolloutClient
 from nemo_gym_prorl.rollout.job import Budgets, JobState
@@ -26,6 +23,9 @@ from nemo_gym_prorl.rollout.pipeline import Pipeline
 from nemo_gym_prorl.rollout.request import JobRequest
 from nemo_gym_prorl.rollout.settings import PipelineSettings
 from nemo_gym_prorl.rollout.stages import PoolSizes
+from nemo_gym_prorl.serving.access import KeyGuard
+from nemo_gym_prorl.serving.keys import authorization
+from nemo_gym_prorl.serving.problems import add_problem_handlers
 from tests.rollout.handlers import Act, Bench
 from tests.rollout.serving import serve
 

@@ -14,13 +14,13 @@ from typing import Any
 import pytest
 from fastapi import FastAPI
 
-from nemo_gym_prorl.access import KeyGuard
 from nemo_gym_prorl.commands.jobs import find_service
 from nemo_gym_prorl.failures import CallerError
 from nemo_gym_prorl.rollout.api import rollout_router
 from nemo_gym_prorl.rollout.client import RolloutClient
 from nemo_gym_prorl.rollout.metrics import PipelineMetrics
 from nemo_gym_prorl.rollout.settings import PipelineSettings
+from nemo_gym_prorl.serving.access import KeyGuard
 from tests.rollout.handlers import Bench
 from tests.rollout.serving import serve
 

@@ -15,10 +15,10 @@ import aiohttp
 import pytest
 import pytest_asyncio
 
-from nemo_gym_prorl.keys import authorization
 from nemo_gym_prorl.scripted.server import ScriptedConfig
 from nemo_gym_prorl.scripted.server import serve as serve_scripted
 from nemo_gym_prorl.scripted.text import MODEL_NAME
+from nemo_gym_prorl.serving.keys import authorization
 from tests.handlers.gym_host import hosting, instance, url_of
 
 

@@ -17,7 +17,6 @@ from fastapi import FastAPI
 from hypothesis import given
 from hypothesis import strategies as st
 
-from nemo_gym_prorl.access import KeyGuard
 from nemo_gym_prorl.commands.report import best_of, doubling
 from nemo_gym_prorl.commands.submit import Order, submit
 from nemo_gym_prorl.failures import CallerError, InfrastructureError
@@ -25,6 +24,7 @@ from nemo_gym_prorl.rollout.api import rollout_router
 from nemo_gym_prorl.rollout.client import RolloutClient
 from nemo_gym_prorl.rollout.metrics import PipelineMetrics
 from nemo_gym_prorl.rollout.settings import PipelineSettings
+from nemo_gym_prorl.serving.access import KeyGuard
 from tests.rollout.handlers import Bench
 from tests.rollout.serving import serve
 from tests.rollout.standalone import standalone

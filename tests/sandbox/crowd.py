@@ -15,11 +15,11 @@ import sys
 from collections import Counter
 from pathlib import Path
 
-from nemo_gym_prorl import open_files
 from nemo_gym_prorl.sandbox.container import Container, ContainerSpec
 from nemo_gym_prorl.sandbox.isolation.user_domain import no_several_users
 from nemo_gym_prorl.sandbox.runtime.apptainer import Runtime, require_runtime
 from nemo_gym_prorl.sandbox.supervisor.rpc import own_supervisor
+from nemo_gym_prorl.serving import open_files
 
 
 AT_A_TIME = 8

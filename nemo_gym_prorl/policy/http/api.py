@@ -20,8 +20,8 @@ from pydantic import BaseModel, ConfigDict, Field
 from nemo_gym_prorl.policy.config import PolicyConfig
 from nemo_gym_prorl.policy.host import PolicyHost
 from nemo_gym_prorl.policy.service import PolicyService, RolloutGone
-from nemo_gym_prorl.problem_document import Problem
-from nemo_gym_prorl.problems import ProblemRoute, add_problem_handlers
+from nemo_gym_prorl.serving.problem_document import Problem
+from nemo_gym_prorl.serving.problems import ProblemRoute, add_problem_handlers
 
 
 __all__ = ["PolicyConfig", "PolicyHost", "add_control_routes", "trajectory"]

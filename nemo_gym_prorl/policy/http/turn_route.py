@@ -23,7 +23,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from nemo_gym_prorl.failures import RolloutError
 from nemo_gym_prorl.policy.header_text import header_text
-from nemo_gym_prorl.problems import problem_of
+from nemo_gym_prorl.serving.problems import problem_of
 
 
 _SESSION_S = 14 * 24 * 60 * 60

@@ -24,7 +24,7 @@ from typing import cast
 from nemo_gym_prorl.failures import FailureKind, InfrastructureError
 from nemo_gym_prorl.policy.service import RolloutGone
 from nemo_gym_prorl.policy.workers.framing import Body, Head, Malformed, read_head
-from nemo_gym_prorl.problems import ProblemError, problem_of
+from nemo_gym_prorl.serving.problems import ProblemError, problem_of
 
 
 _log = logging.getLogger(__name__)

@@ -29,7 +29,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from nemo_gym_prorl import memory, open_files
 from nemo_gym_prorl.policy.config import PolicyConfig
 from nemo_gym_prorl.policy.workers.channel import Channel
 from nemo_gym_prorl.policy.workers.framing import Head
@@ -37,6 +36,7 @@ from nemo_gym_prorl.policy.workers.front import Front
 from nemo_gym_prorl.policy.workers.owner import Owner
 from nemo_gym_prorl.policy.workers.shards import Shard, rollout_of, shard_of
 from nemo_gym_prorl.policy.workers.worker import variable
+from nemo_gym_prorl.serving import memory, open_files
 
 
 _log = logging.getLogger(__name__)

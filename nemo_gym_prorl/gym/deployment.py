@@ -28,9 +28,9 @@ import orjson
 from omegaconf import OmegaConf
 from yarl import URL
 
-from nemo_gym_prorl.gym_cli import LOG_TAIL_LINES, DeploymentError, GymCli, GymResult
+from nemo_gym_prorl.gym.command_line import LOG_TAIL_LINES, DeploymentError, GymCli, GymResult
+from nemo_gym_prorl.gym.server_keeper import keeper_program
 from nemo_gym_prorl.processes import INTERRUPT_GRACE_S, KILL_S, SETTLE_S, keeper_command, somebody_else_listens
-from nemo_gym_prorl.server_keeper import keeper_program
 
 
 _KEEPER_GRACE_S = INTERRUPT_GRACE_S + SETTLE_S + KILL_S + 5.0

@@ -6,8 +6,8 @@ and a server takes one of them or does not start: it listens on loopback, or it 
 needs it, except the one by which a balancer asks whether the server lives.
 
 The key is the bearer token of ``control_token`` in a server's configuration. Our servers read each other's keys from
-the merged configuration of their deployment; Gym's own client sends none, unless :func:`~.gym_client.send_keys` was
-called in its process.
+the merged configuration of their deployment; Gym's own client sends none, unless
+:func:`~nemo_gym_prorl.gym.client.send_keys` was called in its process.
 """
 
 from __future__ import annotations
@@ -19,8 +19,8 @@ from starlette.requests import HTTPConnection
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from nemo_gym_prorl.failures import CallerError
-from nemo_gym_prorl.keys import authorization
-from nemo_gym_prorl.problems import ProblemError
+from nemo_gym_prorl.serving.keys import authorization
+from nemo_gym_prorl.serving.problems import ProblemError
 
 
 OPEN_PATHS = frozenset({"/healthz"})

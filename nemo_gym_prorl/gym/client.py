@@ -16,7 +16,7 @@ from urllib.parse import urlsplit
 from omegaconf import OmegaConf
 
 from nemo_gym_prorl.handlers.gym_http import addresses
-from nemo_gym_prorl.keys import authorization
+from nemo_gym_prorl.serving.keys import authorization
 
 
 def send_keys(caller: object = None) -> None:

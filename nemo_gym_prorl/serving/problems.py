@@ -22,7 +22,7 @@ from pydantic import BaseModel, ValidationError
 from starlette.exceptions import HTTPException
 
 from nemo_gym_prorl.failures import FAILURE_KIND_HEADER, CallerError, RolloutError
-from nemo_gym_prorl.problem_document import Problem, field_errors
+from nemo_gym_prorl.serving.problem_document import Problem, field_errors
 
 
 TYPE_PREFIX = "urn:nemo-gym-prorl:problem:"

@@ -22,9 +22,9 @@ from pathlib import Path
 
 import orjson
 
-from nemo_gym_prorl import gym_venvs
 from nemo_gym_prorl.failures import InfrastructureError
-from nemo_gym_prorl.gym_venvs import Installation
+from nemo_gym_prorl.gym import venvs
+from nemo_gym_prorl.gym.venvs import Installation
 from nemo_gym_prorl.processes import ProcessMark
 
 
@@ -123,9 +123,7 @@ class GymCli:
             installation, versions = await self._probe()
             self.work_dir.mkdir(parents=True, exist_ok=True)
             program = self._server_python(installation.bin / "python3") if self._server_python else None
-            await asyncio.to_thread(
-                gym_venvs.link_environments, self._venvs, installation, versions.get, python=program
-            )
+            await asyncio.to_thread(venvs.link_environments, self._venvs, installation, versions.get, python=program)
             self._installation = installation
         return self._installation
 
@@ -207,7 +205,7 @@ class GymCli:
         # another interpreter it does not count: "python -c" must not find it in the working directory.
         env = dict(os.environ) | self._given_env
         if self._python == sys.executable:
-            env["PYTHONPATH"] = _join_paths(Path(__file__).parents[1], env.get("PYTHONPATH"))
+            env["PYTHONPATH"] = _join_paths(Path(__file__).parents[2], env.get("PYTHONPATH"))
         process = await asyncio.create_subprocess_exec(
             self._python,
             "-c",

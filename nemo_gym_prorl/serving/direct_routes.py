@@ -17,7 +17,7 @@ from fastapi import FastAPI, Request, Response
 from starlette.requests import ClientDisconnect
 from starlette.types import ASGIApp, Receive, Scope, Send
 
-from nemo_gym_prorl.problems import KNOWN_ERRORS, ProblemError, answer_to
+from nemo_gym_prorl.serving.problems import KNOWN_ERRORS, ProblemError, answer_to
 
 
 LOGGER = logging.getLogger(__name__)

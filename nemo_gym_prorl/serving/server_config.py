@@ -7,7 +7,7 @@ from collections.abc import Iterable
 
 from nemo_gym.config_types import BaseRunServerTypeConfig
 
-from nemo_gym_prorl.known_keys import KnownKeys
+from nemo_gym_prorl.serving.known_keys import KnownKeys
 
 
 _ABOUT = frozenset({"description", "license", "value", "verified", "verified_url"})

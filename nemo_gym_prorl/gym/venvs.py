@@ -6,7 +6,7 @@ uv: a minute and a gigabyte each, and none of it for a package that no registry 
 running environment meets anyway gets a link to that one instead, which Gym takes with ``skip_venv_if_present``. All
 others are left to Gym.
 
-Two callers: :class:`~nemo_gym_prorl.gym_cli.GymCli`, with a folder per deployment, and our Hydra plugin
+Two callers: :class:`~nemo_gym_prorl.gym.command_line.GymCli`, with a folder per deployment, and our Hydra plugin
 (``hydra_plugins/prorl_gym``), by which ``gym env start`` finds :func:`shared_folder` without being told.
 """
 

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from nemo_gym_prorl.gym_venvs import Installation, link_environments, meets, running_installation, shared_folder
+from nemo_gym_prorl.gym.venvs import Installation, link_environments, meets, running_installation, shared_folder
 
 
 VERSIONS = {"nemo-gym": "0.4.0", "nemo-gym-prorl": "0.1.0", "aiohttp": "3.14.1"}

@@ -2,7 +2,7 @@
 """Keeps one server of a Gym deployment running: starts it again when it dies, as it was.
 
 ``gym env start`` looks at its servers once a minute and ends the whole deployment if one is gone. A supervised
-deployment (:class:`~nemo_gym_prorl.deployment.GymDeployment`) therefore lets Gym start this program in the
+deployment (:class:`~nemo_gym_prorl.gym.deployment.GymDeployment`) therefore lets Gym start this program in the
 interpreter's place. Gym gives a server its configuration, host and port in environment variables, so the server that
 is started again is the same one at the same address.
 

@@ -18,7 +18,7 @@ from fastapi import Request, Response
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from nemo_gym_prorl.failures import FailureKind, InfrastructureError
-from nemo_gym_prorl.problems import ProblemError
+from nemo_gym_prorl.serving.problems import ProblemError
 
 
 PER_ROLLOUT = 4
