@@ -294,13 +294,13 @@ async def main() -> None:
     rate = await instant_jobs(2_000 if quick else 10_000)
     agents = await compare_agents(200 if quick else 1_500, 1 if quick else 3)
     figures = [
-        Figure(f"bound over makespan, {len(times)} drawn jobs", ours, "", goal=">= 0.95", peers=peers),
+        Figure(f"bound over makespan, {len(times)} drawn jobs", ours, "", goal=">= 0.97", peers=peers),
         Figure("pipeline with an instant handler", rate, "rollouts/s"),
         Figure(
             "/run on an instant model and environment, 2 turns and 1 tool call",
             agents["prorl_agent"],
             "rollouts/s",
-            goal=">= 1.5",
+            goal=">= 3",
             goal_value=agents["prorl_agent"] / agents["simple_agent"],
             peers={"Gym's simple_agent": agents["simple_agent"]},
         ),
