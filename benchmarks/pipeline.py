@@ -35,8 +35,8 @@ from nemo_gym_prorl.rollout.environments import Environments
 from nemo_gym_prorl.rollout.job import Job, Outcome, Trajectory, Verdict, failure_state
 from nemo_gym_prorl.rollout.pipeline import Pipeline
 from nemo_gym_prorl.rollout.request import JobRequest
+from nemo_gym_prorl.rollout.scheduler import PoolSizes, StageScheduler, Start
 from nemo_gym_prorl.rollout.settings import PipelineSettings
-from nemo_gym_prorl.rollout.stages import PoolSizes, StageScheduler, Start
 
 
 REPO = Path(__file__).parents[1]

@@ -22,7 +22,6 @@ import asyncio
 import re
 import uuid
 from dataclasses import dataclass, field
-from enum import StrEnum
 from typing import Any
 
 from nemo_gym_prorl.failures import (
@@ -38,6 +37,7 @@ from nemo_gym_prorl.handlers.conversation import Conversation, waited
 from nemo_gym_prorl.handlers.failure_rows import empty_response, failure_row
 from nemo_gym_prorl.handlers.farewells import Farewells
 from nemo_gym_prorl.handlers.gym_http import CookieJar, GymServer, json_of, require_ok
+from nemo_gym_prorl.handlers.timeouts import OnTimeout, after_timeout
 from nemo_gym_prorl.handlers.tool_loop import LoopLimits, ToolLoop
 from nemo_gym_prorl.rollout.job import Job, Outcome, Trajectory, Verdict, failure_state
 from nemo_gym_prorl.rollout.tasks import begin
@@ -50,18 +50,6 @@ _CLOSE = "/close_session"
 _NO_CLOSE = "has no /close_session"
 _WAITED_S = 2.0
 _RELEASE_PATH = re.compile(r"(?:/[A-Za-z0-9._~-]+)+/?")
-
-
-class OnTimeout(StrEnum):
-    """What becomes of a rollout whose RUN budget is used up, if its turns so far are there with their tokens. Where
-    not a single turn was complete it fails, whatever is asked for: there is nothing to train on."""
-
-    MASK = "mask"
-    """It fails as ``agent_timeout``: a masked row that keeps its turns."""
-    SCORE = "score"
-    """It is scored as it is."""
-    ZERO = "zero"
-    """Its reward is 0, and it counts like any other."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -172,15 +160,10 @@ class GymEnvironmentHandler:
         return trajectory
 
     def timed_out(self, job: Job, session: GymSession) -> Trajectory | Verdict | None:
-        """What is asked for, where there is a turn, and its tokens."""
-        trajectory, wanted = job.trajectory, self.context.on_timeout
-        if wanted is OnTimeout.MASK or trajectory is None or not (session.settled and job.progress.turns):
-            return None
-        job.progress.finish_reason = "timeout"
-        if wanted is OnTimeout.ZERO:
-            return Verdict(0.0, {**job.row, "response": trajectory.response, "reward": 0.0})
-        session.awaits_verdict = True
-        return trajectory
+        """See :func:`~.timeouts.after_timeout`."""
+        then = after_timeout(self.context.on_timeout, job, settled=session.settled)
+        session.awaits_verdict = isinstance(then, Trajectory)
+        return then
 
     async def waited(self, job: Job) -> float:
         """Seconds of this RUN attempt in which the policy could not act; 0.0 if the model server does not tell."""

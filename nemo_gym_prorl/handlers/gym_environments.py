@@ -15,10 +15,11 @@ from dataclasses import replace
 from typing import Any
 
 from nemo_gym_prorl.failures import CallerError
-from nemo_gym_prorl.handlers.gym_environment import GymContext, GymEnvironmentHandler, OnTimeout
+from nemo_gym_prorl.handlers.gym_environment import GymContext, GymEnvironmentHandler
 from nemo_gym_prorl.handlers.gym_http import Address, GymServer, HttpClient, addresses
 from nemo_gym_prorl.handlers.seeded_session import SeededSessionHandler
 from nemo_gym_prorl.handlers.service_config import EnvironmentSettings, ServiceConfig
+from nemo_gym_prorl.handlers.timeouts import OnTimeout
 from nemo_gym_prorl.rollout.environments import Environment, Environments, near
 from nemo_gym_prorl.rollout.handler import AgentHandler, EndsTimeouts, HandlerRegistry
 

@@ -11,12 +11,13 @@ from typing import Annotated, Any, ClassVar
 from nemo_gym.config_types import ResourcesServerRef
 from pydantic import Field
 
-from nemo_gym_prorl.handlers.gym_environment import GymEnvironmentHandler, OnTimeout
+from nemo_gym_prorl.handlers.gym_environment import GymEnvironmentHandler
+from nemo_gym_prorl.handlers.timeouts import OnTimeout
 from nemo_gym_prorl.handlers.tool_loop import LoopLimits
 from nemo_gym_prorl.rollout.job import Budgets
+from nemo_gym_prorl.rollout.scheduler import PoolSizes
 from nemo_gym_prorl.rollout.schemas import BudgetsModel, Identifier, Seconds
 from nemo_gym_prorl.rollout.settings import PipelineSettings
-from nemo_gym_prorl.rollout.stages import PoolSizes
 from nemo_gym_prorl.serving.known_keys import KnownKeys
 
 

@@ -13,7 +13,7 @@ from nemo_gym_prorl.failures import Failure, FailureKind, Stage
 from nemo_gym_prorl.rollout.breaker import Breaker
 from nemo_gym_prorl.rollout.calls import HandlerCalls
 from nemo_gym_prorl.rollout.job import Job
-from nemo_gym_prorl.rollout.stages import StageScheduler, Start
+from nemo_gym_prorl.rollout.scheduler import StageScheduler, Start
 
 
 LOGGER = logging.getLogger(__name__)

@@ -42,8 +42,8 @@ from nemo_gym_prorl.rollout.environments import Environments
 from nemo_gym_prorl.rollout.job import Job, JobState, Outcome, Progress, Trajectory, row_digest
 from nemo_gym_prorl.rollout.outages import HeldUp, OutageWatch
 from nemo_gym_prorl.rollout.request import Draining, JobConflict, JobRequest, QueueFull, RolloutForgotten
+from nemo_gym_prorl.rollout.scheduler import StageScheduler, Start
 from nemo_gym_prorl.rollout.settings import PipelineSettings
-from nemo_gym_prorl.rollout.stages import StageScheduler, Start
 from nemo_gym_prorl.rollout.store import JobStore
 
 

@@ -6,7 +6,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 from nemo_gym_prorl.rollout.job import Budgets
-from nemo_gym_prorl.rollout.stages import PoolSizes
+from nemo_gym_prorl.rollout.scheduler import PoolSizes
 
 
 @dataclass(frozen=True, slots=True)

@@ -21,8 +21,8 @@ from nemo_gym_prorl.rollout.job import Budgets, JobState
 from nemo_gym_prorl.rollout.metrics import PipelineMetrics
 from nemo_gym_prorl.rollout.pipeline import Pipeline
 from nemo_gym_prorl.rollout.request import JobRequest
+from nemo_gym_prorl.rollout.scheduler import PoolSizes
 from nemo_gym_prorl.rollout.settings import PipelineSettings
-from nemo_gym_prorl.rollout.stages import PoolSizes
 from nemo_gym_prorl.serving.access import KeyGuard
 from nemo_gym_prorl.serving.keys import authorization
 from nemo_gym_prorl.serving.problems import add_problem_handlers

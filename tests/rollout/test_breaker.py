@@ -16,9 +16,9 @@ from nemo_gym_prorl.rollout.job import FAILED_STATES, Job, JobState, Trajectory,
 from nemo_gym_prorl.rollout.metrics import PipelineMetrics
 from nemo_gym_prorl.rollout.pipeline import Pipeline
 from nemo_gym_prorl.rollout.request import JobRequest
+from nemo_gym_prorl.rollout.scheduler import PoolSizes
 from nemo_gym_prorl.rollout.schemas import StatusView
 from nemo_gym_prorl.rollout.settings import PipelineSettings
-from nemo_gym_prorl.rollout.stages import PoolSizes
 from tests.rollout.handlers import Bench, PlannedHandler
 from tests.rollout.virtual_time import run_in_virtual_time
 

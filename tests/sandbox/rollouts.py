@@ -23,7 +23,7 @@ from nemo_gym_prorl.rollout.environments import Environments
 from nemo_gym_prorl.rollout.job import Job, Outcome, Trajectory, Verdict, failure_state
 from nemo_gym_prorl.rollout.metrics import PipelineMetrics
 from nemo_gym_prorl.rollout.pipeline import Pipeline, PipelineSettings
-from nemo_gym_prorl.rollout.stages import PoolSizes
+from nemo_gym_prorl.rollout.scheduler import PoolSizes
 from nemo_gym_prorl.sandbox.container import Container, ContainerSpec
 from nemo_gym_prorl.sandbox.runtime.apptainer import Runtime, require_runtime
 from nemo_gym_prorl.sandbox.sessions.bash import Shell

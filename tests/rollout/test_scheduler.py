@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from nemo_gym_prorl.failures import Stage
-from nemo_gym_prorl.rollout.stages import FairQueue, PoolSizes, StageScheduler, Start
+from nemo_gym_prorl.rollout.scheduler import FairQueue, PoolSizes, StageScheduler, Start
 
 
 NEXT = {Stage.INIT: Stage.RUN, Stage.RUN: Stage.EVAL, Stage.EVAL: None}
