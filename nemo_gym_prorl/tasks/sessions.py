@@ -338,6 +338,9 @@ class Sessions[Opened: OpenTools, Artefacts]:
             except RolloutError as error:
                 # Whatever it was, nothing is left to grade: only the whole rollout can be tried again.
                 session.lost = InfrastructureError(error.reason, kind=FailureKind.SESSION_LOST)
+            except BaseException as error:
+                session.lost = InfrastructureError(f"nothing was taken out: {error!r}", kind=FailureKind.SESSION_LOST)
+                raise
             finally:
                 sandbox, session.sandbox, session.open = session.sandbox, None, False
                 await self._end(sandbox, session.tools)
@@ -376,7 +379,10 @@ class Sessions[Opened: OpenTools, Artefacts]:
 
         with _ours("it could not be graded", FailureKind.VERIFIER_ERROR):
             artefacts = cast(Artefacts, session.artefacts)  # None only if the task's own are
-            return await self._task.grade(session.row, artefacts, response, open_sandbox)
+            grade = await self._task.grade(session.row, artefacts, response, open_sandbox)
+            if not isinstance(grade, Grade):
+                raise TypeError(f"{type(grade).__name__} is no Grade")
+            return grade
 
     async def _close_quietly(self, key: str) -> None:
         try:
@@ -393,6 +399,6 @@ def _ours(trouble: str, kind: FailureKind) -> Iterator[None]:
         yield
     except RolloutError:
         raise
-    except Exception as error:
+    except (Exception, BaseExceptionGroup, GeneratorExit, asyncio.CancelledError) as error:
         logger.exception("%s", trouble)
         raise InfrastructureError(f"{trouble}: {type(error).__name__}: {error}", kind=kind) from error

@@ -14,13 +14,19 @@ So nothing but artefacts and response passes from the policy to its judge.
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Mapping, Sequence
 from contextlib import AbstractAsyncContextManager
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
+import orjson
+
 from nemo_gym_prorl.tasks.sandbox import Sandbox
 
+
+_MOST = sys.float_info.max
+_RESERVED = frozenset({"reward", "passed", "verdict", "verdict_detail", "response", "responses_create_params"})
 
 EXHAUSTED = "exhausted"
 """Verdict on a policy that used up its sandbox."""
@@ -62,13 +68,30 @@ class Grade:
         reward: the reward.
         verdict: why, in a word of the family's own; safe as a metric label.
         detail: why, for a person. May quote hidden tests, so it is not for the policy.
-        fields: more for the rollout's row: a patch, a report of tests.
+        fields: more for the rollout's row, as JSON: a patch, a report of tests. None of what Gym reads of a row, nor
+            of what is said here.
+
+    Raises:
+        ValueError: the reward is no finite number, the verdict no word, or the fields are not as said.
     """
 
     reward: float
     verdict: str
     detail: str = ""
     fields: Mapping[str, Any] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        # An int may be too large for a float.
+        if not isinstance(self.reward, int | float) or not -_MOST <= self.reward <= _MOST:
+            raise ValueError(f"the reward must be a finite number, not {self.reward!r:.100}")
+        if not isinstance(self.verdict, str) or not self.verdict:
+            raise ValueError(f"the verdict must be a word, not {self.verdict!r:.100}")
+        if taken := [name for name in self.fields if name in _RESERVED or str(name).startswith("_ng_")]:
+            raise ValueError(f"{taken[0]!r} is no field of a grade's own")
+        try:
+            orjson.dumps(self.fields)
+        except TypeError as error:
+            raise ValueError(f"the fields are no JSON: {error}") from error
 
     @property
     def passed(self) -> bool:

@@ -91,9 +91,10 @@ class ShortTurns:
             params = orjson.loads(raw)
             messages = messages_of(params.pop("input"), turns)
             after = params.pop("previous_response_id", None)
+            key = orjson.dumps(params)  # fails where it is nested without end
         except (ValueError, LookupError, TypeError, AttributeError):
             return None
-        terms = self._known(params)
+        terms = self._known(key, params)
         if terms is None or not (after is None or isinstance(after, str)):
             return None
         asked = replace(
@@ -111,8 +112,7 @@ class ShortTurns:
         said = {**terms.envelope, **about(answer, after), "output": items}
         return Answer(orjson.dumps(said), (_DEFERRED,) if deferred else ())
 
-    def _known(self, params: dict[str, Any]) -> Terms | None:
-        key = orjson.dumps(params)
+    def _known(self, key: bytes, params: dict[str, Any]) -> Terms | None:
         if (terms := self._terms.get(key)) is not None:
             self._terms.move_to_end(key)
             return terms

@@ -102,9 +102,12 @@ class TurnRoute:
             await self._app(scope, receive, send)
             return
         headers = {name.decode("latin-1"): value.decode("latin-1") for name, value in scope["headers"]}
+        if len(headers) < len(scope["headers"]):  # of two of a name, who reads which is the long way's to say
+            await self._app(scope, receive, send)
+            return
         session = self._sessions.read(headers.get("cookie", ""))
         rollout = header_text(headers.get("x-rollout-id", "")) or session
-        if rollout is None or not headers.get("content-type", "").startswith("application/json"):
+        if rollout is None or not _is_json(headers.get("content-type", "")):
             await self._app(scope, receive, send)
             return
         body, gone = await _read(receive)
@@ -133,6 +136,10 @@ class TurnRoute:
             said.append((b"set-cookie", self._sessions.cookie(session)))
         await send({"type": "http.response.start", "status": 200, "headers": said})
         await send({"type": "http.response.body", "body": answer.body})
+
+
+def _is_json(content_type: str) -> bool:
+    return content_type.partition(";")[0].strip().lower() == "application/json"
 
 
 class _HungUp(Exception):

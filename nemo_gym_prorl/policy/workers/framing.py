@@ -2,8 +2,9 @@
 """Where HTTP/1.1 messages begin and end in a stream of bytes, and nothing more (pure).
 
 A proxy that hands messages on as they are needs their borders and a few headers. Where two readers could see different
-borders (two lengths, a length and chunks, a bare line feed, space before a colon) the message is refused: what one
-takes for a body must not be another's request.
+borders (two lengths, a length and chunks, a bare line feed, space before a colon, CONNECT) the message is refused:
+what one takes for a body must not be another's request. An offer to speak another protocol is left out of what is handed on
+(:func:`without_upgrade`), as who takes it reads no body.
 """
 
 from __future__ import annotations
@@ -16,6 +17,8 @@ HEAD_BYTES = 64 * 1024
 
 _LINE_BYTES = 4096
 
+_OF_THE_CONNECTION = (b"connection", b"upgrade", b"http2-settings")
+
 
 class Malformed(Exception):
     """This is no HTTP/1.1 that has one meaning."""
@@ -27,7 +30,7 @@ class Head:
 
     Attributes:
         start: the three parts of its first line.
-        headers: the last of each name, names in lower case.
+        headers: the first of each name, names in lower case; of ``connection`` all.
         length: of its body, if it says.
         chunked: whether the body comes in chunks.
         size: bytes of the head itself, with the empty line.
@@ -60,6 +63,8 @@ def read_head(data: bytes | bytearray) -> Head | None:
     parts = first.split(b" ", 2)
     if len(parts) != 3 or b"\n" in first:
         raise Malformed("the first line is none of HTTP/1.1")
+    if parts[0].upper() == b"CONNECT":
+        raise Malformed("CONNECT asks for a tunnel, which this is not")
     headers: dict[bytes, bytes] = {}
     for line in lines:
         name, colon, value = line.partition(b":")
@@ -70,7 +75,9 @@ def read_head(data: bytes | bytearray) -> Head | None:
             name == b"transfer-encoding" or (name == b"content-length" and headers[name] != value)
         ):
             raise Malformed(f"two of {name.decode('latin-1')}")
-        headers[name] = value
+        if name == b"connection" and name in headers:
+            headers[name] += b"," + value
+        headers.setdefault(name, value)
     given, coding = headers.get(b"content-length"), headers.get(b"transfer-encoding")
     if given is not None and not given.isdigit():
         raise Malformed("content-length is no number")
@@ -78,6 +85,14 @@ def read_head(data: bytes | bytearray) -> Head | None:
         raise Malformed("the body's length has two meanings")
     length = int(given) if given is not None else None
     return Head((parts[0], parts[1], parts[2]), headers, length, coding is not None, end + 4)
+
+
+def without_upgrade(head: bytes | bytearray) -> bytes:
+    """The bytes of a request's head without what asks for another protocol, which a server may ignore (RFC 9110, 7.8).
+    The connection's other options go with it: they are for who reads this head first."""
+    first, *lines = bytes(head[:-4]).split(b"\r\n")
+    kept = [line for line in lines if line.partition(b":")[0].lower() not in _OF_THE_CONNECTION]
+    return b"\r\n".join([first, *kept, b"", b""])
 
 
 class Body:

@@ -23,7 +23,7 @@ from typing import cast
 
 from nemo_gym_prorl.failures import FailureKind, InfrastructureError
 from nemo_gym_prorl.policy.service import RolloutGone
-from nemo_gym_prorl.policy.workers.framing import Body, Head, Malformed, read_head
+from nemo_gym_prorl.policy.workers.framing import Body, Head, Malformed, read_head, without_upgrade
 from nemo_gym_prorl.serving.problems import ProblemError, problem_of
 
 
@@ -215,6 +215,7 @@ class Caller(asyncio.Protocol):
         self._response: Head | None = None
         self._receiving: Body | None = None
         self._begun = bytearray()
+        self._too_early = False
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         """Part of asyncio's protocol."""
@@ -289,7 +290,11 @@ class Caller(asyncio.Protocol):
         self._request, self._sending = head, body
         self._rollout, worker = self._front.route(head)
         self._upstream = self._front.upstream(worker, self)
-        self._upstream.write(self._ahead[:size])
+        if b"upgrade" in head.headers:
+            self._upstream.write(without_upgrade(self._ahead[: head.size]))
+            self._upstream.write(self._ahead[head.size : size])
+        else:
+            self._upstream.write(self._ahead[:size])
         del self._ahead[:size]
 
     # Answers
@@ -310,6 +315,8 @@ class Caller(asyncio.Protocol):
         if data:
             self._transport.write(data)
         if self._receiving is not None and self._receiving.done:
+            # An answer to half a request: the worker may take the rest for anything.
+            self._too_early = self._sending is not None and not self._sending.done
             self._over()
 
     def _answer_begins(self, data: bytes) -> bytes:
@@ -342,12 +349,13 @@ class Caller(asyncio.Protocol):
         upstream, self._upstream = self._upstream, None
         closes = self._response.closes(self._response.start[0])
         if upstream is not None:
-            if closes:
+            if closes or self._too_early:
                 upstream.hang_up()
             else:
                 self._front.give_back(upstream)
         last = closes or self._request.closes(self._request.start[2])
         self._request = self._sending = self._response = self._receiving = None
+        self._too_early = False
         self.hold(False)
         self.idle_since = asyncio.get_running_loop().time()
         if last:
