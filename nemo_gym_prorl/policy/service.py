@@ -34,6 +34,7 @@ from nemo_gym_prorl.policy.pool.prefixes import blocks_of
 from nemo_gym_prorl.policy.text.chat import Continuation, Renderer
 from nemo_gym_prorl.policy.text.messages import Message, as_message, head_of
 from nemo_gym_prorl.policy.text.parsers import Parsed, parse, parsed_by_engine
+from nemo_gym_prorl.policy.text.recall import Recall
 from nemo_gym_prorl.policy.text.seam import Written
 from nemo_gym_prorl.policy.tokens.echo import without_tokens
 from nemo_gym_prorl.policy.tokens.history import History, Match, Point, digest
@@ -128,6 +129,7 @@ class _Rollout:
     counts: Counts = field(default_factory=Counts)
     began: datetime = field(default_factory=datetime.now)
     written: dict[tuple[Turn | None, int], Written] = field(default_factory=dict)
+    recall: Recall = field(default_factory=Recall)
     turns: set[asyncio.Task[PolicyAnswer]] = field(default_factory=set)
     used_at: float = 0.0
 
@@ -362,6 +364,7 @@ class PolicyService:
                 before=rollout.written.get((turn.parent, hash(turn.observed))),
                 now=rollout.began,
                 variables=request.template_variables,
+                recall=rollout.recall,
             )
             rewrites = continuation.rewrites_history or list(point.tools) != list(request.tools)
             if rewrites:
@@ -372,7 +375,13 @@ class PolicyService:
             if not rewrites or self.history == "keep":
                 self._wrote(rollout, continuation, turn)
                 return texts.prompt(turn, continuation.ids), turn
-        first = self.renderer.first(messages, request.tools, now=rollout.began, variables=request.template_variables)
+        first = self.renderer.first(
+            messages,
+            request.tools,
+            now=rollout.began,
+            variables=request.template_variables,
+            recall=rollout.recall,
+        )
         self._wrote(rollout, first, None)
         return texts.prompt(None, first.ids), None
 
