@@ -229,7 +229,7 @@ class PolicyService:
         if generation.finish is Finish.CONTEXT:
             empty: Message = {"role": "assistant", "content": ""}
             return PolicyAnswer(_new_id(), empty, Parsed(None, "", ()), None, Finish.CONTEXT, len(prompt))
-        parsed = self._parse(generation, request)
+        parsed = self._parse(generation, request, rollout.recall)
         if generation.prompt_ids is not None:
             parent, observed = ledger.place(generation.prompt_ids, point.turn if point else None)
         if point is not None and parent is None:
@@ -408,7 +408,7 @@ class PolicyService:
         if theirs is not None and theirs != self.renderer.tokenizer.encode(text):
             raise Misconfigured(f"{url} reads text as other ids than this tokenizer: no match", field="tokenizer")
 
-    def _parse(self, generation: Generation, request: TurnRequest) -> Parsed:
+    def _parse(self, generation: Generation, request: TurnRequest, recall: Recall) -> Parsed:
         if generation.message is not None:
             return parsed_by_engine(generation.message)
         assert self.renderer is not None
@@ -422,7 +422,7 @@ class PolicyService:
             generation.ids, generation.finish, request.sampling.stop, variables=request.template_variables
         )
         opened = self.thoughts and self.renderer.opens_thought(
-            request.tools, "<think>", variables=request.template_variables
+            request.tools, "<think>", variables=request.template_variables, recall=recall
         )
         tool_format = self.tool_format if request.tools and request.may_call else "plain"
         parsed = parse(text, tool_format, thoughts=self.thoughts, in_thought=opened)

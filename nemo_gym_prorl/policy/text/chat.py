@@ -39,6 +39,8 @@ _TOKENIZER_FILES = ["tokenizer.json", "tokenizer_config.json", "chat_template.ji
 
 
 _REFUSALS = (jinja2.TemplateError, TypeError, ValueError, LookupError, AttributeError, ArithmeticError)
+_OPENING = 1000
+"""Characters at the end of a prompt among which the opening of a turn is."""
 _ANCHORS = ("\n", "a", " ")
 
 
@@ -342,9 +344,22 @@ class Renderer:
     def _spelled(self, plain: Sequence[Message], *, answered: bool) -> Spelled:
         return Spelled(plain, self.tokenizer.special_pattern, self._controls, answered=answered)
 
-    def opens_thought(self, tools: Tools, marker: str, variables: Mapping[str, Any] | None = None) -> bool:
-        """Whether the opening of an assistant turn already holds the marker that starts a thought."""
-        opening = self.template.render([{"role": "user", "content": "u"}], tools, prompt=True, variables=variables)
+    def opens_thought(
+        self, tools: Tools, marker: str, variables: Mapping[str, Any] | None = None, recall: Recall | None = None
+    ) -> bool:
+        """Whether the opening of an assistant turn already holds the marker that starts a thought.
+
+        Args:
+            tools: the tools of the turn.
+            marker: starts a thought.
+            variables: the template's.
+            recall: of the rollout, which asks once for the same tools and variables.
+        """
+        recall = recall or Recall()
+        if (opening := recall.opening(tools, variables)) is None:
+            asked: list[Message] = [{"role": "user", "content": "u"}]
+            opening = self.template.render(asked, tools, prompt=True, variables=variables)[-_OPENING:]
+            recall.opens(tools, variables, opening)
         return opening.rstrip().endswith(marker)
 
 
