@@ -34,6 +34,7 @@ from nemo_gym_prorl.policy.pool.prefixes import blocks_of
 from nemo_gym_prorl.policy.text.chat import Continuation, Renderer
 from nemo_gym_prorl.policy.text.messages import Message, as_message, head_of
 from nemo_gym_prorl.policy.text.parsers import Parsed, parse, parsed_by_engine
+from nemo_gym_prorl.policy.text.recall import Recall
 from nemo_gym_prorl.policy.text.seam import Written
 from nemo_gym_prorl.policy.tokens.echo import without_tokens
 from nemo_gym_prorl.policy.tokens.history import History, Match, Point, digest
@@ -128,6 +129,7 @@ class _Rollout:
     counts: Counts = field(default_factory=Counts)
     began: datetime = field(default_factory=datetime.now)
     written: dict[tuple[Turn | None, int], Written] = field(default_factory=dict)
+    recall: Recall = field(default_factory=Recall)
     turns: set[asyncio.Task[PolicyAnswer]] = field(default_factory=set)
     used_at: float = 0.0
 
@@ -227,7 +229,7 @@ class PolicyService:
         if generation.finish is Finish.CONTEXT:
             empty: Message = {"role": "assistant", "content": ""}
             return PolicyAnswer(_new_id(), empty, Parsed(None, "", ()), None, Finish.CONTEXT, len(prompt))
-        parsed = self._parse(generation, request)
+        parsed = self._parse(generation, request, rollout.recall)
         if generation.prompt_ids is not None:
             parent, observed = ledger.place(generation.prompt_ids, point.turn if point else None)
         if point is not None and parent is None:
@@ -362,6 +364,7 @@ class PolicyService:
                 before=rollout.written.get((turn.parent, hash(turn.observed))),
                 now=rollout.began,
                 variables=request.template_variables,
+                recall=rollout.recall,
             )
             rewrites = continuation.rewrites_history or list(point.tools) != list(request.tools)
             if rewrites:
@@ -372,7 +375,13 @@ class PolicyService:
             if not rewrites or self.history == "keep":
                 self._wrote(rollout, continuation, turn)
                 return texts.prompt(turn, continuation.ids), turn
-        first = self.renderer.first(messages, request.tools, now=rollout.began, variables=request.template_variables)
+        first = self.renderer.first(
+            messages,
+            request.tools,
+            now=rollout.began,
+            variables=request.template_variables,
+            recall=rollout.recall,
+        )
         self._wrote(rollout, first, None)
         return texts.prompt(None, first.ids), None
 
@@ -399,7 +408,7 @@ class PolicyService:
         if theirs is not None and theirs != self.renderer.tokenizer.encode(text):
             raise Misconfigured(f"{url} reads text as other ids than this tokenizer: no match", field="tokenizer")
 
-    def _parse(self, generation: Generation, request: TurnRequest) -> Parsed:
+    def _parse(self, generation: Generation, request: TurnRequest, recall: Recall) -> Parsed:
         if generation.message is not None:
             return parsed_by_engine(generation.message)
         assert self.renderer is not None
@@ -413,7 +422,7 @@ class PolicyService:
             generation.ids, generation.finish, request.sampling.stop, variables=request.template_variables
         )
         opened = self.thoughts and self.renderer.opens_thought(
-            request.tools, "<think>", variables=request.template_variables
+            request.tools, "<think>", variables=request.template_variables, recall=recall
         )
         tool_format = self.tool_format if request.tools and request.may_call else "plain"
         parsed = parse(text, tool_format, thoughts=self.thoughts, in_thought=opened)

@@ -30,7 +30,8 @@ from tokenizers import Tokenizer as FastTokenizer
 from nemo_gym_prorl.failures import CallerError
 from nemo_gym_prorl.policy.generation import Finish
 from nemo_gym_prorl.policy.text.literal import Spelled
-from nemo_gym_prorl.policy.text.messages import Message, Tools, for_template, is_malformed, tool_for_template
+from nemo_gym_prorl.policy.text.messages import Message, Tools, for_template, is_malformed
+from nemo_gym_prorl.policy.text.recall import FILTERS, MEMORY, OPENED, Recall, Rendering, with_recall
 from nemo_gym_prorl.policy.text.seam import Render, Said, Written, end_of_turn, find_seam, overlap
 
 
@@ -38,6 +39,8 @@ _TOKENIZER_FILES = ["tokenizer.json", "tokenizer_config.json", "chat_template.ji
 
 
 _REFUSALS = (jinja2.TemplateError, TypeError, ValueError, LookupError, AttributeError, ArithmeticError)
+_OPENING = 1000
+"""Characters at the end of a prompt among which the opening of a turn is."""
 _ANCHORS = ("\n", "a", " ")
 
 
@@ -142,11 +145,11 @@ class ChatTemplate:
         environment = jinja2.sandbox.ImmutableSandboxedEnvironment(
             trim_blocks=True, lstrip_blocks=True, extensions=[jinja2.ext.loopcontrols, _Generation]
         )
-        environment.filters["tojson"] = _to_json
+        environment.filters |= {"tojson": _to_json, **FILTERS}
         environment.globals.update(raise_exception=_raise_exception)
         self.source = source
         try:
-            self._template = environment.from_string(source)
+            self._template = environment.from_string(with_recall(environment.parse(source)))
         except jinja2.TemplateSyntaxError as error:
             raise CallerError(f"not a Jinja template: {error}", field="chat_template") from error
         self._variables = {"bos_token": bos_token, "eos_token": eos_token, **variables}
@@ -176,21 +179,33 @@ class ChatTemplate:
         return self.writer(tools, now, variables)([for_template(message) for message in messages], prompt)
 
     def writer(
-        self, tools: Tools = (), now: datetime | None = None, variables: Mapping[str, Any] | None = None
+        self,
+        tools: Tools = (),
+        now: datetime | None = None,
+        variables: Mapping[str, Any] | None = None,
+        recall: Recall | None = None,
     ) -> Render:
-        """The same for several renderings of messages that are in the template's form already."""
-        given = {
-            **self._variables,
-            **(variables or {}),
-            "tools": [tool_for_template(tool) for tool in tools] or None,
-            "strftime_now": (now or datetime.now()).strftime,
-        }
+        """The same for several renderings of messages that are in the template's form already.
+
+        Args:
+            tools: as in :meth:`render`.
+            now: as in :meth:`render`.
+            variables: as in :meth:`render`.
+            recall: what was written of the conversation before, of which only what is new is written then.
+        """
+        plain = (recall or Recall()).tools(tools) or None
+        given = {**self._variables, **(variables or {}), "tools": plain}
+        clock = (now or datetime.now()).strftime
 
         def write(messages: Sequence[Message], prompt: bool) -> str:
+            rendering = Rendering(recall, given)
+            of_turn = {"messages": messages, OPENED: prompt, "strftime_now": clock, MEMORY: rendering}
             try:
-                return self._template.render({**given, "messages": messages, "add_generation_prompt": prompt})
+                text = self._template.render({**given, **of_turn})
             except _REFUSALS as error:
                 raise CallerError(f"the chat template refuses these messages: {error}", field="messages") from error
+            rendering.keep()
+            return text
 
         return write
 
@@ -258,11 +273,12 @@ class Renderer:
         *,
         now: datetime | None = None,
         variables: Mapping[str, Any] | None = None,
+        recall: Recall | None = None,
     ) -> Continuation:
         """The prompt for a conversation that has no sampled turn yet, rendered in full."""
         plain = tuple(map(for_template, messages))
         spelled = self._spelled(plain, answered=False)
-        text, places = spelled.reveal(self.template.writer(tools, now, variables)(spelled.messages, True))
+        text, places = spelled.reveal(self.template.writer(tools, now, variables, recall)(spelled.messages, True))
         ids, neutralised = self.tokenizer.encode_observed(text, places)
         return Continuation(ids, Written.of(text, tuple(messages), plain), neutralised=neutralised)
 
@@ -277,6 +293,7 @@ class Renderer:
         before: Written | None = None,
         now: datetime | None = None,
         variables: Mapping[str, Any] | None = None,
+        recall: Recall | None = None,
     ) -> Continuation:
         """What follows a sampled turn.
 
@@ -289,6 +306,7 @@ class Renderer:
             before: what was written up to that turn; without it the prompt is rendered again.
             now: the time as given to :meth:`first`.
             variables: the variables as given to :meth:`first`.
+            recall: what this rollout's renderings have written, to which this one's are added.
 
         Raises:
             CallerError: the template refuses the messages.
@@ -298,7 +316,7 @@ class Renderer:
         plain = not any(is_malformed(call["function"]) for call in history[-1].get("tool_calls") or ())
         end = self.tokenizer.special.get(sampled[-1], "") if sampled else ""
         said = Said(self.tokenizer.decode(sampled), end, finish is Finish.STOP, plain)
-        write = self.template.writer(tools, now, variables)
+        write = self.template.writer(tools, now, variables, recall)
         seam = find_seam(write, past, spelled.messages, said, self.tokenizer.special_pattern, before)
         ids, neutralised = self.tokenizer.encode_observed(*spelled.reveal(seam.text))
         written = Written.of(spelled.reveal(seam.full)[0], (*history, *new), past + coming)
@@ -326,9 +344,22 @@ class Renderer:
     def _spelled(self, plain: Sequence[Message], *, answered: bool) -> Spelled:
         return Spelled(plain, self.tokenizer.special_pattern, self._controls, answered=answered)
 
-    def opens_thought(self, tools: Tools, marker: str, variables: Mapping[str, Any] | None = None) -> bool:
-        """Whether the opening of an assistant turn already holds the marker that starts a thought."""
-        opening = self.template.render([{"role": "user", "content": "u"}], tools, prompt=True, variables=variables)
+    def opens_thought(
+        self, tools: Tools, marker: str, variables: Mapping[str, Any] | None = None, recall: Recall | None = None
+    ) -> bool:
+        """Whether the opening of an assistant turn already holds the marker that starts a thought.
+
+        Args:
+            tools: the tools of the turn.
+            marker: starts a thought.
+            variables: the template's.
+            recall: of the rollout, which asks once for the same tools and variables.
+        """
+        recall = recall or Recall()
+        if (opening := recall.opening(tools, variables)) is None:
+            asked: list[Message] = [{"role": "user", "content": "u"}]
+            opening = self.template.render(asked, tools, prompt=True, variables=variables)[-_OPENING:]
+            recall.opens(tools, variables, opening)
         return opening.rstrip().endswith(marker)
 
 

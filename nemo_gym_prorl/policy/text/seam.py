@@ -17,8 +17,9 @@ tools, append a token of its own at the end. So the seam is looked for in its re
 
 Cost: one rendering of the conversation as text in the first case, since length and hash of the prompt before the turn
 are remembered, and up to six in the second. Their length grows with the conversation, and must: nothing less than all
-of it says what a template makes of it. But text is cheap. Only what is new is tokenised, which for the same text takes
-many times as long (figures in ``docs/policy.md``).
+of it says what a template makes of it. But text is cheap, the more so where the template recalls what it wrote
+(:mod:`.recall`). Only what is new is tokenised, which for the same text takes many times as long (figures in
+``docs/policy.md``).
 
 Pure: no task, socket, clock or thread.
 """
