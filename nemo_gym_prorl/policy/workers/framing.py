@@ -3,8 +3,8 @@
 
 A proxy that hands messages on as they are needs their borders and a few headers. Where two readers could see different
 borders (two lengths, a length and chunks, a bare line feed, space before a colon, CONNECT) the message is refused:
-what one takes for a body must not be another's request. An offer to speak another protocol is left out of what is handed on
-(:func:`without_upgrade`), as who takes it reads no body.
+what one takes for a body must not be another's request. An offer to speak another protocol is left out of what is
+handed on (:func:`without_upgrade`), as who takes it reads no body.
 """
 
 from __future__ import annotations
