@@ -61,8 +61,8 @@ class Installation:
         return self.our_root if self.our_root != self.gym_root else None
 
     def server_folders(self) -> Iterator[Path]:
-        """The folder of every server that Gym or we bring."""
-        for root in {self.gym_root, self.our_root}:
+        """The folder of every server that Gym or we bring, or that is where this is run."""
+        for root in {self.gym_root, self.our_root, Path.cwd()}:
             for server_type in SERVER_TYPES:
                 folder = root / server_type if root else None
                 if folder is not None and folder.is_dir():

@@ -30,7 +30,7 @@ from nemo_gym_prorl.handlers.farewells import Farewells
 from nemo_gym_prorl.handlers.gym_environment import GymContext
 from nemo_gym_prorl.handlers.gym_environments import GymServers, gym_environments
 from nemo_gym_prorl.handlers.gym_http import CookieJar, GymServer, HttpAnswer, HttpClient, require_ok
-from nemo_gym_prorl.handlers.run_request import WISHES, run_request
+from nemo_gym_prorl.handlers.run_request import run_request
 from nemo_gym_prorl.handlers.seeded_session import SeededSessionHandler, responses_answer, responses_request
 from nemo_gym_prorl.handlers.service_config import ServiceConfig
 from nemo_gym_prorl.rollout.api import rollout_router
@@ -39,7 +39,7 @@ from nemo_gym_prorl.rollout.job import Job
 from nemo_gym_prorl.rollout.metrics import PipelineMetrics
 from nemo_gym_prorl.rollout.pipeline import Pipeline
 from nemo_gym_prorl.rollout.request import Draining, JobConflict
-from nemo_gym_prorl.rollout.rows import read_json
+from nemo_gym_prorl.rollout.rows import WISHES, read_json
 from nemo_gym_prorl.rollout.wire import wire_router
 from nemo_gym_prorl.serving.problems import ProblemError, problem_of
 
@@ -149,7 +149,8 @@ class AgentService:
         return good
 
     async def aggregate_metrics(self, body: dict[str, Any]) -> Any:
-        """Gym's ``/aggregate_metrics``: a resources server knows what its rewards mean.
+        """Gym's ``/aggregate_metrics``: a resources server knows what its rewards mean. Rows that were refused since
+        no environment takes them are left out.
 
         Raises:
             CallerError: a rollout says that it is from an environment without a server, or a server refuses them.
@@ -160,7 +161,10 @@ class AgentService:
             try:
                 environment = self.pipeline.environments.choose(rollout, environment_of(rollout))
             except CallerError as error:
-                raise CallerError(error.complaint, field=f"verify_responses.{number}") from error
+                if rollout.get("mask_sample"):
+                    continue  # it was refused for that when it came
+                field = ".".join(filter(None, (f"verify_responses.{number}", error.field)))
+                raise CallerError(error.complaint, field=field) from error
             rollouts.setdefault(environment.name, []).append(rollout)
         return merged({name: await self._metrics_of(name, given) for name, given in rollouts.items()})
 

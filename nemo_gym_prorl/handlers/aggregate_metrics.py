@@ -6,7 +6,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from nemo_gym_prorl.handlers.run_request import WISHES
+from nemo_gym_prorl.rollout.rows import WISHES
 
 
 def environment_of(rollout: Mapping[str, Any]) -> str | None:

@@ -18,12 +18,8 @@ from pydantic import ValidationError
 from nemo_gym_prorl.failures import CallerError
 from nemo_gym_prorl.rollout.callers import row_key
 from nemo_gym_prorl.rollout.request import JobRequest
-from nemo_gym_prorl.rollout.rows import check_row
+from nemo_gym_prorl.rollout.rows import WISHES, check_row
 from nemo_gym_prorl.rollout.schemas import SubmitRequest
-
-
-WISHES = "rollout"
-"""The row's field with the fields of ``POST /v1/rollouts`` besides ``row``."""
 
 
 @dataclass(frozen=True, slots=True)

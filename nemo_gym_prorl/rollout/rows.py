@@ -20,6 +20,10 @@ from nemo_gym_prorl.failures import CallerError, is_text
 from nemo_gym_prorl.serving.problem_document import field_errors
 
 
+WISHES = "rollout"
+"""The row's field with what ``POST /v1/rollouts`` takes besides ``row``."""
+
+
 MAX_DEPTH = 200
 """Nesting that is taken; orjson writes 254 levels, and a row is wrapped a few times on its way."""
 

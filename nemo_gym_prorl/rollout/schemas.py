@@ -7,14 +7,15 @@ from dataclasses import asdict
 from typing import Annotated, Any, ClassVar, Self
 
 import orjson
-from pydantic import AfterValidator, BaseModel, ConfigDict, Field, model_validator
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationError, model_validator
+from pydantic_core import InitErrorDetails
 
 from nemo_gym_prorl.failures import Failure, FailureKind, Origin, Stage
 from nemo_gym_prorl.rollout.cursors import Cursor
 from nemo_gym_prorl.rollout.job import Job, JobState
 from nemo_gym_prorl.rollout.pipeline import Pipeline
 from nemo_gym_prorl.rollout.request import JobRequest
-from nemo_gym_prorl.rollout.rows import Row
+from nemo_gym_prorl.rollout.rows import WISHES, Row
 from nemo_gym_prorl.rollout.store import Transition
 from nemo_gym_prorl.serving.known_keys import KnownKeys
 
@@ -66,6 +67,20 @@ class SubmitRequest(KnownKeys):
     priority: int = Field(default=0, ge=-1000, le=1000, description="Higher goes first, in every queue.")
     budgets: BudgetsModel | None = None
     max_attempts: int | None = Field(default=None, ge=1, le=100)
+
+    @model_validator(mode="before")
+    @classmethod
+    def _wishes_of_the_row(cls, given: Any) -> Any:
+        """A row may bring all this itself, as with ``/run``; what stands beside it wins."""
+        row = given.get("row") if isinstance(given, dict) else None
+        if not isinstance(row, dict) or WISHES not in row:
+            return given
+        wishes = row[WISHES]
+        if not isinstance(wishes, dict):
+            wrong = InitErrorDetails(type="dict_type", loc=("row", WISHES), input=wishes)
+            raise ValidationError.from_exception_data(cls.__name__, [wrong])
+        beside = {name: value for name, value in given.items() if value is not None}
+        return {**wishes, **beside, "row": {name: value for name, value in row.items() if name != WISHES}}
 
     def to_request(self) -> JobRequest:
         """As the pipeline takes it."""

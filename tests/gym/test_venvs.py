@@ -52,6 +52,18 @@ def test_links_follow_what_the_environment_has(tmp_path: Path):
     assert [entry.name for entry in link.parent.iterdir()] == [".venv"]
 
 
+def test_servers_of_the_folder_in_which_gym_is_started_share_it_too(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setenv("PRORL_CACHE", str(tmp_path / "cache"))
+    monkeypatch.chdir(tmp_path)
+    for name, wanted in {"maths": "nemo-gym-prorl", "other": "no-such-package"}.items():
+        folder = tmp_path / "resources_servers" / name
+        folder.mkdir(parents=True)
+        (folder / "pyproject.toml").write_text(f'[project]\ndependencies = ["nemo-gym", "{wanted}"]\n')
+    venvs = shared_folder() / "resources_servers"
+    assert (venvs / "maths" / ".venv" / "bin" / "python").exists()
+    assert not (venvs / "other").exists()
+
+
 def test_our_servers_share_the_running_environment(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setenv("PRORL_CACHE", str(tmp_path))
     venvs = shared_folder()

@@ -206,6 +206,15 @@ async def test_each_server_aggregates_its_own_rollouts() -> None:
         code, both, _ = await at.post("/aggregate_metrics", {"verify_responses": told})
         assert both["key_metrics"] == {"swe/mean/reward": 1.0, "environment/mean/reward": 1.0}
         assert both["group_level_metrics"] == [{"from": "swe"}, {"from": "own"}]
+        lost = {**told[0], "mask_sample": True, "rollout": {"environment": "nope"}}
+        code, without, _ = await at.post(
+            "/aggregate_metrics", {"verify_responses": [told[0], {**lost, "_ng_task_index": 9}]}
+        )
+        assert (code, without["key_metrics"]) == (200, {"mean/reward": 1.0}), "what no environment took is left out"
+        code, none, _ = await at.post("/aggregate_metrics", {"verify_responses": [lost]})
+        assert (code, none["key_metrics"]) == (200, {})
+        code, _, _ = await at.post("/aggregate_metrics", {"verify_responses": [{**lost, "mask_sample": False}]})
+        assert code == 422
         assert [len(body["verify_responses"]) for body in own.bodies if "verify_responses" in (body or {})] == [1]
 
 

@@ -18,7 +18,7 @@ from nemo_gym_prorl.handlers.gym_http import in_header
 from nemo_gym_prorl.policy.header_text import header_text
 from nemo_gym_prorl.policy.metrics import PolicyMetrics, SharedMetrics
 from nemo_gym_prorl.policy.pool.pool import BackendPool
-from nemo_gym_prorl.policy.workers.framing import HEAD_BYTES, Body, Malformed, read_head
+from nemo_gym_prorl.policy.workers.framing import HEAD_BYTES, Body, Malformed, read_head, without_upgrade
 from nemo_gym_prorl.policy.workers.shards import OwnSessions, Shard, rollout_of, shard_of
 
 
@@ -146,6 +146,26 @@ def test_a_message_ends_at_the_same_byte_however_it_is_cut(
 def test_what_two_readers_could_understand_in_two_ways_is_refused(lines: bytes) -> None:
     with pytest.raises(Malformed):
         read_head(b"POST / HTTP/1.1\r\n" + lines + b"\r\n\r\n")
+
+
+def test_a_tunnel_is_refused() -> None:
+    with pytest.raises(Malformed, match="CONNECT"):
+        read_head(b"CONNECT a:1 HTTP/1.1\r\nHost: a\r\n\r\n")
+
+
+def test_of_two_headers_the_first_is_read_as_in_the_worker() -> None:
+    head = read_head(
+        b"GET / HTTP/1.1\r\nX-Rollout-Id: a\r\nX-Rollout-Id: b\r\nConnection: x\r\nConnection: close\r\n\r\n"
+    )
+    assert head is not None
+    assert head.headers[b"x-rollout-id"] == b"a"
+    assert head.closes(b"HTTP/1.1")
+
+
+def test_an_offer_of_another_protocol_is_left_out() -> None:
+    offer = b"Connection: Upgrade, HTTP2-Settings\r\nUPGRADE: h2c\r\n"
+    given = b"POST / HTTP/1.1\r\nHost: a\r\n" + offer + b"Content-Length: 3\r\n\r\n"
+    assert without_upgrade(given) == b"POST / HTTP/1.1\r\nHost: a\r\nContent-Length: 3\r\n\r\n"
 
 
 @pytest.mark.parametrize("content", [b"x\r\n", b"\r\n", b"-1\r\n", b"1\r\nab\r\n", b"1\na\r\n", b"1" * 5000])

@@ -324,6 +324,24 @@ async def test_large_and_odd_messages_pass(http: aiohttp.ClientSession, server: 
     writer.close()
 
 
+@pytest.mark.parametrize("protocol", [b"h2c", b"websocket"])
+async def test_a_body_is_no_request_whatever_the_head_offers(server: Server, protocol: bytes) -> None:
+    """Its head and its body come one after the other: who believes the offer takes the body for a request."""
+    body = json.dumps({"input": "hi " * 7}).encode()
+    head = b"POST /v1/responses HTTP/1.1\r\nHost: h\r\nX-Rollout-Id: offers\r\nContent-Type: application/json\r\n"
+    offer = b"Connection: Upgrade\r\nUpgrade: %b\r\nContent-Length: %d\r\n\r\n" % (protocol, len(body))
+    reader, writer = await asyncio.open_connection("127.0.0.1", int(server.url.rpartition(":")[2]))
+    for _ in range(2):
+        writer.write(head + offer)
+        await asyncio.sleep(0.3)
+        writer.write(body)
+        said = await reader.readuntil(b"\r\n\r\n")
+        assert said.startswith(b"HTTP/1.1 200 OK")
+        length = int(said.lower().partition(b"content-length: ")[2].partition(b"\r\n")[0])
+        assert json.loads(await reader.readexactly(length))["usage"]["input_tokens"] >= 7
+    writer.close()
+
+
 async def test_a_caller_that_hangs_up_stops_its_engine(
     http: aiohttp.ClientSession, server: Server, engine: tuple[Engine, str]
 ) -> None:

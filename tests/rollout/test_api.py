@@ -81,6 +81,15 @@ async def test_a_rollout_from_submission_to_reward() -> None:
         assert [done.timings[stage].attempts for stage in ("init", "run", "eval")] == [1, 1, 1]
 
 
+async def test_a_row_may_bring_its_wishes_itself() -> None:
+    async with service() as (client, _, _), aiohttp.ClientSession() as http:
+        body = {"row": {**row(), "rollout": {"id": "r-1", "group": "g", "priority": 3}}, "priority": 4}
+        async with http.post(f"{client.url}/v1/rollouts", json=body) as response:
+            submitted = await response.json()
+        assert (submitted["id"], submitted["group"], submitted["priority"]) == ("r-1", "g", 4)
+        assert (await client.wait("r-1")).state is JobState.SUCCEEDED
+
+
 async def test_long_poll_answers_as_soon_as_the_rollout_ends() -> None:
     async with service() as (client, _, _):
         await client.submit(row(run=[Act("ok", 0.2)]), id="slow")
@@ -247,6 +256,9 @@ async def test_unknown_rollout() -> None:
         ({"row": row(), "id": "x" * 201}, "id"),
         ({"row": row(), "environment": "nope"}, "environment"),
         ({"row": row(), "max_attempts": 0}, "max_attempts"),
+        ({"row": {**row(), "rollout": {"environment": "nope"}}}, "environment"),
+        ({"row": {**row(), "rollout": {"grup": "g"}}}, "grup"),
+        ({"row": {**row(), "rollout": "g"}}, "row.rollout"),
         ({}, "row"),
     ],
 )

@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """What sessions make of a task: one that needs no sandbox, one that fails at every step, one that misbehaves."""
 
+import asyncio
 from collections.abc import Mapping
 from typing import Any
 
@@ -168,11 +169,14 @@ async def test_a_live_session_is_seeded_again_with_another_row_only() -> None:
         ("artefacts", ValueError("odd"), FailureKind.SESSION_LOST),
         ("artefacts", InfrastructureError("odd"), FailureKind.SESSION_LOST),
         ("artefacts", TaskError("odd"), FailureKind.VERIFIER_ERROR),
+        ("artefacts", asyncio.CancelledError("odd"), FailureKind.SESSION_LOST),
+        ("artefacts", GeneratorExit("odd"), FailureKind.SESSION_LOST),
+        ("grade", asyncio.CancelledError("odd"), FailureKind.VERIFIER_ERROR),
         ("grade", KeyError("odd"), FailureKind.VERIFIER_ERROR),
         ("grade", TaskError("odd"), FailureKind.VERIFIER_ERROR),
     ],
 )
-async def test_a_task_that_fails_is_never_a_reward(step: str, raised: Exception, seen: FailureKind) -> None:
+async def test_a_task_that_fails_is_never_a_reward(step: str, raised: BaseException, seen: FailureKind) -> None:
     task = Sums()
     sessions = sessions_of(task)
     row = {"sum": 1, step: raised}
@@ -189,6 +193,27 @@ async def test_a_task_that_fails_is_never_a_reward(step: str, raised: Exception,
             assert caught.value.kind is seen
             assert isinstance(caught.value, TaskError) == isinstance(raised, TaskError)
     assert task.tools.opened[0].closed
+
+
+@pytest.mark.parametrize(
+    "odd",
+    [
+        {"reward": float("nan")},
+        {"reward": float("-inf")},
+        {"reward": 10**400},
+        {"reward": "1.0"},
+        {"reward": None},
+        {"verdict": ""},
+        {"verdict": 3},
+        *({"fields": {name: 1}} for name in ("reward", "response", "_ng_rollout_index")),
+        {"fields": {"a": object()}},
+        {"fields": {"a": "\ud800"}},
+    ],
+    ids=str,
+)
+def test_what_is_no_grade_cannot_be_made(odd: dict[str, Any]) -> None:
+    with pytest.raises(ValueError, match=next(iter(odd)).rstrip("s")):
+        Grade(**{"reward": 1.0, "verdict": "right", **odd})
 
 
 async def test_a_policy_that_used_up_what_it_had_has_a_reward_of_zero() -> None:
