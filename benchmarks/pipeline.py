@@ -95,7 +95,7 @@ async def staged(times: list[dict[Stage, float]]) -> float:
     """Makespan of the pipeline, seconds."""
     pipeline = Pipeline(Environments.of(SleepingHandler()), PipelineSettings(POOLS))
     started = time.perf_counter()
-    jobs = [pipeline.submit(JobRequest(row)) for row in times]  # type: ignore[arg-type]
+    jobs = [pipeline.submit(JobRequest({stage.value: spent for stage, spent in row.items()})) for row in times]
     await pipeline.drain()
     assert all(job.outcome and job.outcome.reward == 1.0 for job in jobs)
     return time.perf_counter() - started
