@@ -209,7 +209,6 @@ async def test_a_task_that_fails_is_never_a_reward(step: str, raised: BaseExcept
         {"fields": {"a": object()}},
         {"fields": {"a": "\ud800"}},
     ],
-    ids=str,
 )
 def test_what_is_no_grade_cannot_be_made(odd: dict[str, Any]) -> None:
     with pytest.raises(ValueError, match=next(iter(odd)).rstrip("s")):
