@@ -16,10 +16,10 @@ from __future__ import annotations
 import asyncio
 import logging
 import socket
-from collections.abc import Callable
+from collections.abc import Callable, Coroutine
 from contextlib import suppress
 from http import HTTPStatus
-from typing import cast
+from typing import Any, cast
 
 from nemo_gym_prorl.failures import FailureKind, InfrastructureError
 from nemo_gym_prorl.policy.service import RolloutGone
@@ -75,9 +75,9 @@ class Front:
                 upstream.hang_up()
         await asyncio.sleep(0)
 
-    def spawn(self, work: object) -> None:
+    def spawn(self, work: Coroutine[Any, Any, None]) -> None:
         """Do something in the background."""
-        task: asyncio.Task[None] = asyncio.ensure_future(work)  # type: ignore[call-overload]
+        task = asyncio.create_task(work)
         self._background.add(task)
         task.add_done_callback(self._background.discard)
 
