@@ -168,6 +168,16 @@ class DynamicSampler:
         groups = [*self._groups.values(), *self._ready.values()]
         return sum(len(group.rewards) for group in groups)
 
+    def wants(self, rollout: str) -> bool:
+        """Whether the result of this rollout may be of use."""
+        return rollout in self._running
+
+    def results(self) -> list[str]:
+        """The scored rollouts whose results are still of use."""
+        groups = [*self._groups.values(), *self._ready.values()]
+        members = (member for group in groups for member in group.members)
+        return [member.rollout for member in members if member.rollout is not None and member.reward is not None]
+
     @property
     def finished(self) -> bool:
         """Whether there are no more prompts, and nothing in flight: no batch will come."""
@@ -184,11 +194,10 @@ class DynamicSampler:
     # Saved and restored
 
     def state(self) -> dict[str, Any]:
-        """Everything that :meth:`restore` needs, as JSON. Take it after :meth:`decide`."""
+        """Everything that :meth:`restore` needs, as JSON. Batches that were decided on count as trained on."""
         return {
             "run": self._run,
             "version": self.version,
-            "asked": self.asked,
             "emitted": self.emitted,
             "submitted": self.submitted,
             "next_prompt": self._next_prompt,
@@ -211,7 +220,8 @@ class DynamicSampler:
             CallerError: groups are of another size now.
         """
         self._run = state["run"]
-        self.version, self.asked, self.emitted = state["version"], state["asked"], state["emitted"]
+        self.version, self.emitted = state["version"], state["emitted"]
+        self.asked = self.emitted
         self.submitted, self._next_prompt, self._fruitless = (
             state["submitted"],
             state["next_prompt"],
