@@ -23,6 +23,7 @@ class SamplerConfig:
             the same batches whatever ends first, as long as a member's reward depends on the member alone. Else the
             first that are complete, of them those under the oldest weights.
         max_fruitless: so many groups in a row without variance end the training.
+        max_dropped: so many groups in a row that can't be run end it, too.
         first_version: weights of the first batch.
     """
 
@@ -34,10 +35,11 @@ class SamplerConfig:
     max_restarts: int = 3
     in_order: bool = False
     max_fruitless: int = 1000
+    max_dropped: int = 32
     first_version: int = 0
 
     def __post_init__(self) -> None:
-        least = {"groups_per_batch": 1, "group_size": 2, "max_in_flight": 1, "max_fruitless": 1}
+        least = {"groups_per_batch": 1, "group_size": 2, "max_in_flight": 1, "max_fruitless": 1, "max_dropped": 1}
         for name in ("max_staleness", "max_failures", "max_restarts"):
             least[name] = 0
         for name, bound in least.items():
@@ -46,7 +48,7 @@ class SamplerConfig:
 
 
 class NothingToLearn(CallerError):
-    """No group has had variance for long, or the curriculum leaves every prompt out."""
+    """No group has had variance for long, none can be run, or the curriculum leaves every prompt out."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -104,22 +104,37 @@ class Runner:
         self._state = state
         self._open = AsyncExitStack()
         self._services = [
-            Service(service, ended=self._ended, refused=self._refused, broke=self._broke) for service in services
+            Service(
+                service,
+                ended=self._ended,
+                lost=self._lost,
+                broke=self._broke,
+                replaceable=lambda: not all(other.away for other in self._services),
+            )
+            for service in services
         ]
-        self._at: dict[str, int] = {}
+        self._homes: dict[str, int] = {}
         """Services by group, while it has rollouts in flight or results here."""
-        self._rollouts: Counter[str] = Counter()
+        self._counts: Counter[str] = Counter()
         """Rollouts of a group that are in flight or kept here."""
+        self._carriers: dict[str, Service] = {}
+        """Services by rollout in flight."""
         self._results: dict[str, JobView] = {}
-        self._batches: asyncio.Queue[TrainingBatch | BaseException | None] = asyncio.Queue()
+        self._batches: asyncio.Queue[TrainingBatch | None] = asyncio.Queue()
+        self._handed_over = sampler.emitted
+        self._broken: BaseException | None = None
         self._changed = asyncio.Event()
 
     async def __aenter__(self) -> Self:
-        for service in self._services:
-            await self._open.enter_async_context(service.client)
-            await service.start()
-        if self._state is not None:
-            await self._resume(self._state)
+        try:
+            for service in self._services:
+                await self._open.enter_async_context(service.client)
+                service.start()
+            if self._state is not None:
+                await self._resume(self._state)
+        except BaseException:
+            await self._close_services()
+            raise
         self._pump()
         return self
 
@@ -129,28 +144,31 @@ class Runner:
         try:
             self._carry_out(self.sampler.close())
             async with asyncio.timeout(CLOSE_S):
-                while self.sampler.in_flight:
-                    self._changed.clear()
-                    await self._changed.wait()
+                while self.sampler.in_flight and self._broken is None:
+                    await self._change()
         except TimeoutError:
             LOG.warning("%d rollouts are not known to have ended", self.sampler.in_flight)
         finally:
-            for service in self._services:
-                await service.close()
-            await self._open.aclose()
+            await self._close_services()
 
     async def batch(self) -> TrainingBatch | None:
         """The next batch, as soon as it is complete; ``None`` if there are not prompts enough for another one.
 
         Raises:
-            NothingToLearn: groups have no variance, for long.
-            CallerError: a service refuses this runner, not just a row.
+            NothingToLearn: groups have no variance, for long, or cannot be run.
+            ApiError: a service refuses this runner, not just a row.
         """
-        self.sampler.ask()
-        self._pump()
-        if isinstance(batch := await self._batches.get(), BaseException):
-            raise batch
-        return batch
+        if self.sampler.asked <= self._handed_over:
+            self.sampler.ask()
+            self._pump()
+        while self._batches.empty():
+            if self._broken is not None:
+                raise self._broken
+            if self.sampler.finished:
+                return None
+            await self._change()
+        self._handed_over += 1
+        return self._batches.get_nowait()
 
     def weights(self, version: int) -> None:
         """The engines sample from these weights now."""
@@ -159,31 +177,42 @@ class Runner:
 
     def state(self) -> dict[str, Any]:
         """What a new runner goes on from, as JSON; for a checkpoint that is written between two batches."""
-        return {"sampler": self.sampler.state(), "services": dict(self._at)}
+        return {"sampler": self.sampler.state(), "homes": dict(self._homes)}
+
+    async def _change(self) -> None:
+        self._changed.clear()
+        await self._changed.wait()
+
+    async def _close_services(self) -> None:
+        for service in self._services:
+            await service.close()
+        await self._open.aclose()
 
     async def _resume(self, state: Mapping[str, Any]) -> None:
         again = self.sampler.restore(state["sampler"])
-        self._at = {group: place for group, place in state["services"].items() if place < len(self._services)}
-        for rollout in self.sampler.results():
-            place = self._at.get(_group(rollout))
-            try:
-                if place is None:
-                    raise InfrastructureError("its service is not given any more", kind=FailureKind.SESSION_LOST)
-                self._keep(await self._services[place].result(rollout))
-            except InfrastructureError as error:
-                LOG.warning("the result of %s is sampled again: %s", rollout, error)
-                self.sampler.lost(rollout)
-        cancel, again.cancel = again.cancel, []
-        self._carry_out(again)
-        for rollout in cancel:
-            self._rollouts[_group(rollout)] += 1
-            place = self._at.setdefault(_group(rollout), 0)
-            self._services[place].live[rollout] = {}
-        self._cancel(cancel)
+        self._handed_over = self.sampler.emitted
+        self._homes = {group: place for group, place in state["homes"].items() if place < len(self._services)}
+        await asyncio.gather(*(self._fetch_result(rollout) for rollout in self.sampler.results()))
+        for rollout in again.cancel:
+            group = _group(rollout)
+            self._counts[group] += 1
+            self._carriers[rollout] = service = self._services[self._homes.setdefault(group, 0)]
+            service.cancel_unknown(rollout)
+        for submission in again.submit:
+            self._submit(submission)
+
+    async def _fetch_result(self, rollout: str) -> None:
+        try:
+            if (place := self._homes.get(_group(rollout))) is None:
+                raise InfrastructureError("its service is not given any more", kind=FailureKind.SESSION_LOST)
+            self._keep(await self._services[place].result(rollout))
+        except InfrastructureError as error:
+            LOG.warning("%s is sampled again, its result is lost: %s", rollout, error)
+            self.sampler.lost(rollout)
 
     def _keep(self, job: JobView) -> None:
         self._results[job.id] = job
-        self._rollouts[_group(job.id)] += 1
+        self._counts[_group(job.id)] += 1
 
     # What services tell
 
@@ -198,30 +227,29 @@ class Runner:
             origin = job.failure.origin if job.failure else Origin.AGENT
             if job.state is JobState.CANCELLED:
                 origin = Origin.INFRASTRUCTURE
-            self.sampler.failed(job.id, origin, usage)
+            self.sampler.failed(job.id, origin, usage, why=job.failure.reason if job.failure else "it was masked")
         self._gone(job.id)
         self._pump()
 
-    def _refused(self, rollout: str, origin: Origin, why: str) -> None:
-        LOG.warning("%s was not run: %s", rollout, why)
-        self.sampler.failed(rollout, origin)
+    def _lost(self, rollout: str, origin: Origin, why: str) -> None:
+        LOG.warning("%s has no outcome: %s", rollout, why)
+        self.sampler.failed(rollout, origin, why=why)
         self._gone(rollout)
         self._pump()
 
     def _broke(self, error: BaseException) -> None:
-        self._batches.put_nowait(error)
+        LOG.error("the runner can't go on: %s", error)
+        self._broken = self._broken or error
+        self._changed.set()
 
     # What the sampler decides
 
     def _pump(self) -> None:
         try:
-            decision = self.sampler.decide()
+            while (decision := self.sampler.decide()) != Decision():
+                self._carry_out(decision)
         except CallerError as error:
-            self._batches.put_nowait(error)
-            return
-        self._carry_out(decision)
-        if self.sampler.finished and self.sampler.asked > self.sampler.emitted and self._batches.empty():
-            self._batches.put_nowait(None)
+            self._broken = self._broken or error
         self._changed.set()
 
     def _carry_out(self, decision: Decision) -> None:
@@ -230,7 +258,8 @@ class Runner:
         for rollout in decision.forget:
             self._results.pop(rollout, None)
             self._gone(rollout)
-        self._cancel(decision.cancel)
+        for rollout in decision.cancel:
+            self._carriers[rollout].cancel(rollout)
         for submission in decision.submit:
             self._submit(submission)
 
@@ -239,27 +268,26 @@ class Runner:
         if prompt is None:
             raise AssertionError(f"there is no prompt {submission.prompt}")
         body = {"row": prompt.row, "group": submission.group, "client": self._client, **self._options}
-        self._rollouts[submission.group] += 1
-        self._service_of(submission.group).submit(submission.rollout, body | {"priority": int(submission.urgent)})
+        self._counts[submission.group] += 1
+        self._carriers[submission.rollout] = service = self._home(submission.group)
+        service.submit(submission.rollout, body | {"priority": int(submission.urgent)})
 
-    def _cancel(self, rollouts: Sequence[str]) -> None:
-        for place, service in enumerate(self._services):
-            if here := [rollout for rollout in rollouts if self._at.get(_group(rollout)) == place]:
-                service.cancel(here)
-
-    def _service_of(self, group: str) -> Service:
-        """Where all rollouts of a group go, since they have a prefix in common: to the least loaded service."""
-        if group not in self._at:
-            loads = [(service.away, len(service.live), place) for place, service in enumerate(self._services)]
-            self._at[group] = min(loads)[2]
-        return self._services[self._at[group]]
+    def _home(self, group: str) -> Service:
+        """Where the rollouts of a group go, since they have a prefix in common: to the service with the least load.
+        One that is away is left, if another is not."""
+        place = self._homes.get(group)
+        if place is None or self._services[place].away:
+            loads = [(service.away, service.load, place) for place, service in enumerate(self._services)]
+            place = self._homes[group] = min(loads)[2]
+        return self._services[place]
 
     def _gone(self, rollout: str) -> None:
         """A rollout left: it has no outcome to come, or no result to keep."""
         group = _group(rollout)
-        self._rollouts[group] -= 1
-        if not self._rollouts[group]:
-            del self._rollouts[group], self._at[group]
+        self._carriers.pop(rollout, None)
+        self._counts[group] -= 1
+        if not self._counts[group]:
+            del self._counts[group], self._homes[group]
 
     def _training_batch(self, batch: Batch) -> TrainingBatch:
         groups = []

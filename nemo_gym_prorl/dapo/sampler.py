@@ -27,6 +27,7 @@ from __future__ import annotations
 
 import heapq
 import math
+import uuid
 from collections import Counter
 from collections.abc import Mapping
 from typing import Any
@@ -45,11 +46,15 @@ class DynamicSampler:
         config: what the trainer wants.
         prompts: the stream of prompts.
         curriculum: which prompts to leave out.
-        run: begins all ids, so that several runs can share a service.
+        run: begins all ids. A service knows ids for long, so no other run may have had it; by default it is drawn.
     """
 
     def __init__(
-        self, config: SamplerConfig, prompts: PromptStream, curriculum: Curriculum | None = None, run: str = "dapo"
+        self,
+        config: SamplerConfig,
+        prompts: PromptStream,
+        curriculum: Curriculum | None = None,
+        run: str | None = None,
     ) -> None:
         self.config = config
         self.fates = Fates()
@@ -65,9 +70,14 @@ class DynamicSampler:
         """The newest weights that were announced."""
         self._prompts = prompts
         self._curriculum = curriculum
-        self._run = run
+        self._run = run or f"dapo-{uuid.uuid4().hex[:8]}"
+        self._life = 0
+        """How often this run was restored: what was submitted after the state was saved must not be met again."""
         self._next_prompt = 0
         self._fruitless = 0
+        self._unrun = 0
+        """Groups in a row that could not be run, and why the last one."""
+        self._why = ""
         self._exhausted = False
         self._groups: dict[int, Group] = {}
         """Those that are not complete, by number."""
@@ -97,7 +107,7 @@ class DynamicSampler:
         if group.complete:
             self._complete(group)
 
-    def failed(self, rollout: str, origin: Origin, usage: Usage = Usage()) -> None:
+    def failed(self, rollout: str, origin: Origin, usage: Usage = Usage(), why: str = "") -> None:
         """A rollout ended without a reward: for the machines' sake, the policy's, or since its row can't be run."""
         if self._ended_early(rollout, usage) or rollout not in self._running:
             return
@@ -105,10 +115,11 @@ class DynamicSampler:
         self.fates.add(Fate.FAILED, usage)
         member.failures += 1
         member.reset()
-        if origin in (Origin.TASK, Origin.CALLER):
-            self._drop(group, "refused", Fate.GROUP_FAILED)
-        elif member.failures > self.config.max_failures:
-            self._drop(group, "failed", Fate.GROUP_FAILED)
+        refused = origin in (Origin.TASK, Origin.CALLER)
+        if refused or member.failures > self.config.max_failures:
+            self._unrun += 1
+            self._why = why
+            self._drop(group, "refused" if refused else "failed", Fate.GROUP_FAILED)
         else:
             self._wait(group, member)
 
@@ -117,17 +128,16 @@ class DynamicSampler:
         self.failed(rollout, Origin.INFRASTRUCTURE, usage)
 
     def lost(self, rollout: str) -> None:
-        """The result of a scored rollout can't be had any more: it was never scored. Unknown ids are passed over."""
-        for groups in (self._groups, self._ready):
-            for group in groups.values():
-                for member in group.members:
-                    if member.rollout == rollout and member.reward is not None:
-                        self.fates.add(Fate.FAILED, member.usage)
-                        member.reset()
-                        self._ready.pop(group.number, None)
-                        self._groups[group.number] = group
-                        self._wait(group, member)
-                        return
+        """The result of a scored rollout can't be had any more: it was never scored. Others are passed over."""
+        number = int(rollout.split(":")[-3])
+        group = self._groups.get(number) or self._ready.get(number)
+        for member in group.members if group else ():
+            if group and member.rollout == rollout and member.reward is not None:
+                self.fates.add(Fate.FAILED, member.usage)
+                member.reset()
+                self._ready.pop(number, None)
+                self._groups[number] = group
+                self._wait(group, member)
 
     def weights(self, version: int) -> None:
         """The service samples from these weights now.
@@ -153,7 +163,12 @@ class DynamicSampler:
         """
         while (batch := self._batch()) is not None:
             self._decision.batches.append(batch)
-        self._submit()
+        try:
+            self._submit()
+        except NothingToLearn:
+            # What was decided comes first; so does what is in flight, which may tell otherwise.
+            if self._decision == Decision() and not self.in_flight:
+                raise
         decision, self._decision = self._decision, Decision()
         return decision
 
@@ -197,11 +212,14 @@ class DynamicSampler:
         """Everything that :meth:`restore` needs, as JSON. Batches that were decided on count as trained on."""
         return {
             "run": self._run,
+            "life": self._life,
             "version": self.version,
             "emitted": self.emitted,
             "submitted": self.submitted,
             "next_prompt": self._next_prompt,
             "fruitless": self._fruitless,
+            "unrun": self._unrun,
+            "why": self._why,
             "groups": [group.state() for group in self._groups.values()],
             "ready": [group.state() for group in self._ready.values()],
             "ending": sorted(self._ending),
@@ -214,12 +232,14 @@ class DynamicSampler:
         """Goes on from there; to be called on a new sampler.
 
         Returns:
-            The rollouts that were in flight, to be submitted again under their ids, and those to be cancelled again.
+            The rollouts that were in flight, to be submitted again under their ids, those to be cancelled again, and
+            those that are too old, if ``max_staleness`` is smaller now.
 
         Raises:
             CallerError: groups are of another size now.
         """
-        self._run = state["run"]
+        self._run, self._life = state["run"], state["life"] + 1
+        self._unrun, self._why = state["unrun"], state["why"]
         self.version, self.emitted = state["version"], state["emitted"]
         self.asked = self.emitted
         self.submitted, self._next_prompt, self._fruitless = (
@@ -235,17 +255,19 @@ class DynamicSampler:
         for saved in state["ready"]:
             group = self._restored(saved)
             self._ready[group.number] = group
-        again = Decision(cancel=sorted(self._ending))
         for saved in state["groups"]:
             group = self._restored(saved)
             self._groups[group.number] = group
             for member in group.members:
                 if member.runs and member.rollout is not None:
                     self._running[member.rollout] = (group, member)
-                    again.submit.append(self._submission(group, member, member.rollout))
                 elif member.waits:
                     self._wait(group, member)
-        return again
+        self._end_stale()
+        decision, self._decision = self._decision, Decision()
+        decision.cancel = sorted(self._ending)
+        decision.submit = [self._submission(*place, rollout) for rollout, place in self._running.items()]
+        return decision
 
     def _restored(self, saved: Mapping[str, Any]) -> Group:
         group = Group.of_saved(saved)
@@ -273,6 +295,7 @@ class DynamicSampler:
         return True
 
     def _complete(self, group: Group) -> None:
+        self._unrun = 0
         if self._curriculum:
             self._curriculum.saw(group.key, group.rewards)
         if not group.varies:
@@ -362,7 +385,8 @@ class DynamicSampler:
             if group is None:
                 continue
             member = group.members[place]
-            rollout = f"{self._run}:{number}:{place}:{member.tries}"
+            life = f"{self._life}." if self._life else ""
+            rollout = f"{self._run}:{number}:{place}:{life}{member.tries}"
             member.begin(rollout, self.version)
             self._running[rollout] = (group, member)
             self.submitted += 1
@@ -376,6 +400,10 @@ class DynamicSampler:
         ahead = len(self._ready) // self.config.groups_per_batch
         if self._exhausted or self._due + ahead - self.version > self.config.max_staleness:
             return False
+        if self._unrun >= self.config.max_dropped:
+            raise NothingToLearn(
+                f"{self._unrun} groups in a row could not be run, the last for this: {self._why}", field="max_dropped"
+            )
         if self._fruitless >= self.config.max_fruitless:
             raise NothingToLearn(
                 f"{self._fruitless} groups in a row had rewards without variance: the task is too easy or too hard "

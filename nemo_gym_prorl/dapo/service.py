@@ -1,15 +1,22 @@
 # SPDX-License-Identifier: Apache-2.0
-"""One rollout service as the runner sees it: submits, cancels, and tells every outcome of what is its own, once.
+"""One rollout service as the runner sees it: carries rollouts there, and tells the outcome of each, once.
 
-A service may be away for a while, or begin a new life that remembers nothing: then its rollouts are asked for one by
-one, and those that it does not know are submitted again under their ids, which is safe to do with those it knows.
+A service may be away for a while, break connections, or begin a new life that remembers nothing. So each rollout has a
+task of its own that goes on until it knows an outcome: it submits (the same id again is the same rollout), waits for
+news, asks, and submits again what the service does not know. News come from following the service's log of outcomes;
+whenever that begins anew, all are told to ask, since something may have been missed.
+
+What is cancelled is settled only when the service says so, or says that it does not know it and nothing is on its way
+there: a submission that was sent is never given up half-way.
 """
 
 from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Callable, Mapping
+import time
+from collections.abc import Callable, Coroutine, Mapping
+from dataclasses import dataclass, field
 from typing import Any
 
 import aiohttp
@@ -21,22 +28,52 @@ from nemo_gym_prorl.rollout.schemas import JobView
 
 LOG = logging.getLogger(__name__)
 
+RETRY_S = 1.0
+"""Pause before something that failed is tried again."""
+GIVE_UP_S = 120.0
+"""How long a service may be away before its rollouts are begun elsewhere, where that is possible."""
+RESULT_S = 30.0
+"""How long to try to have an earlier runner's result."""
 _FOLLOW_S = 30.0
-_AWAY = (InfrastructureError, aiohttp.ClientError, TimeoutError)
-"""The service does not answer. Whoever asks, asks again."""
 _AT_ONCE = 64
-"""Calls to a service at a time."""
+"""Calls of one kind at a time."""
+_AWAY = (InfrastructureError, aiohttp.ClientError, TimeoutError)
+"""No answer, or half of one."""
+_LATER = (408, 425, 429)
+"""Besides 5xx: whoever asks again may be answered."""
+
+
+@dataclass(eq=False, slots=True)
+class _Carried:
+    """A rollout under way.
+
+    Attributes:
+        sent: the service may know it.
+        cancelling: its outcome is of no use.
+        news: it may have changed.
+    """
+
+    id: str
+    body: Mapping[str, Any]
+    sent: bool = False
+    cancelling: bool = False
+    news: asyncio.Event = field(default_factory=asyncio.Event)
+
+    def is_unwanted(self) -> bool:
+        """Whether it is to be cancelled; that can change at any time."""
+        return self.cancelling
 
 
 class Service:
-    """See the module. To be used as an async context manager, within which it follows the service.
+    """See the module.
 
     Args:
         client: an open client.
-        ended: told of every rollout of ours that has an outcome.
-        refused: told of every rollout that the service does not take, or has forgotten; whose doing that is, and why.
+        ended: told of every rollout that has an outcome.
+        lost: told of every rollout that has none: it was refused, forgotten, or cancelled before it began. With whose
+            doing that is, and why.
         broke: told of an error that ends it: a defect of ours, or a service that refuses us altogether.
-        retry_s: how long to wait before a service that is away is asked again.
+        replaceable: whether its rollouts could be begun elsewhere now.
     """
 
     def __init__(
@@ -44,22 +81,32 @@ class Service:
         client: RolloutClient,
         *,
         ended: Callable[[JobView], None],
-        refused: Callable[[str, Origin, str], None],
+        lost: Callable[[str, Origin, str], None],
         broke: Callable[[BaseException], None],
-        retry_s: float = 1.0,
+        replaceable: Callable[[], bool],
     ) -> None:
         self.client = client
-        self.live: dict[str, Mapping[str, Any]] = {}
-        """Bodies of submissions that have no outcome, by id."""
-        self.away = False
-        """Whether it did not answer when it was asked last."""
-        self._ended, self._refused, self._broke = ended, refused, broke
-        self._retry_s = retry_s
-        self._calls = asyncio.Semaphore(_AT_ONCE)
+        self._ended, self._lost, self._broke, self._replaceable = ended, lost, broke, replaceable
+        self._carried: dict[str, _Carried] = {}
+        self._ghosts: set[str] = set()
+        """Given up here, and to be cancelled when the service is back."""
+        self._away_since: float | None = None
+        self._posts, self._gets = asyncio.Semaphore(_AT_ONCE), asyncio.Semaphore(_AT_ONCE)
+        self._to_cancel: dict[str, asyncio.Future[JobView | None]] = {}
+        self._canceller: asyncio.Task[None] | None = None
         self._tasks: set[asyncio.Task[None]] = set()
-        self._submitting: dict[str, asyncio.Task[None]] = {}
 
-    async def start(self) -> None:
+    @property
+    def away(self) -> bool:
+        """It did not answer when it was asked last."""
+        return self._away_since is not None
+
+    @property
+    def load(self) -> int:
+        """Rollouts under way."""
+        return len(self._carried)
+
+    def start(self) -> None:
         """Begin to follow it."""
         self._spawn(self._follow())
 
@@ -71,29 +118,208 @@ class Service:
         await asyncio.gather(*tasks, return_exceptions=True)
 
     def submit(self, rollout: str, body: Mapping[str, Any]) -> None:
-        """Have a rollout submitted, now or when the service takes more on."""
-        self.live[rollout] = body
-        self._submitting[rollout] = self._spawn(self._submit(rollout, body))
+        """Carry a rollout there."""
+        self._carried[rollout] = carried = _Carried(rollout, body)
+        self._spawn(self._carry(carried))
 
-    def cancel(self, rollouts: list[str]) -> None:
-        """Have rollouts cancelled; each outcome is told when its sandbox is gone."""
-        self._spawn(self._cancel([rollout for rollout in rollouts if rollout in self.live]))
+    def cancel(self, rollout: str) -> None:
+        """The outcome of a rollout is of no use. It is told all the same, when its sandbox is gone."""
+        if carried := self._carried.get(rollout):
+            carried.cancelling = True
+            carried.news.set()
+
+    def cancel_unknown(self, rollout: str) -> None:
+        """Cancel what an earlier runner submitted."""
+        self._carried[rollout] = carried = _Carried(rollout, {}, sent=True, cancelling=True)
+        self._spawn(self._carry(carried))
 
     async def result(self, rollout: str) -> JobView:
-        """A rollout that had its outcome before.
+        """A rollout that had its outcome under an earlier runner.
 
         Raises:
-            InfrastructureError: the service does not know it any more.
+            InfrastructureError: the service has no result of it.
         """
-        try:
-            job = await self.client.get(rollout)
-        except ApiError as error:
-            raise InfrastructureError(error.problem.detail, kind=FailureKind.SESSION_LOST) from error
-        if job.result is None:
-            raise InfrastructureError("it has no result", kind=FailureKind.SESSION_LOST)
-        return job
+        deadline = time.monotonic() + RESULT_S
+        while True:
+            try:
+                job = await self.client.get(rollout)
+            except (ApiError, *_AWAY) as error:
+                known = not isinstance(error, ApiError) or _is_passing(error)
+                if known and time.monotonic() < deadline:
+                    await asyncio.sleep(RETRY_S)
+                    continue
+                raise InfrastructureError(str(error), kind=FailureKind.SESSION_LOST) from error
+            if job.result is None:
+                raise InfrastructureError("it has no result", kind=FailureKind.SESSION_LOST)
+            return job
 
-    def _spawn(self, work: Any) -> asyncio.Task[None]:
+    # One rollout
+
+    async def _carry(self, it: _Carried) -> None:
+        while await self._accepted(it) and not await self._settled(it):
+            pass
+
+    async def _accepted(self, it: _Carried) -> bool:
+        """Whether the service has it now; else it is settled."""
+        options = {name: value for name, value in it.body.items() if name != "row"}
+        while not it.is_unwanted():
+            pause, before = RETRY_S, it.sent
+            try:
+                async with self._posts:
+                    if it.is_unwanted():
+                        break
+                    it.sent = True
+                    await self.client.submit_once(dict(it.body["row"]), id=it.id, **options)
+                self._is_back()
+                return True
+            except ApiError as error:
+                it.sent = before or error.problem.status >= 500
+                if error.problem.status in (410, 422):
+                    origin = Origin.CALLER if error.problem.status == 422 else Origin.INFRASTRUCTURE
+                    return self._settle(it, origin, error.problem.detail)
+                if not _is_passing(error):
+                    raise
+                pause = error.retry_after_s or RETRY_S
+            except TypeError as error:
+                return self._settle(it, Origin.CALLER, f"its row is no JSON: {error}")
+            except _AWAY as error:
+                if self._is_away(error):
+                    return self._give_up(it)
+            await self._pause(it, pause)
+        return it.sent or self._settle(it, Origin.CALLER, "cancelled before it was submitted")
+
+    async def _settled(self, it: _Carried) -> bool:
+        """Whether its outcome is known; else the service does not know it."""
+        while True:
+            try:
+                if it.is_unwanted():
+                    job = await self._cancelled(it.id)
+                    if job is None:
+                        return not self._settle(it, Origin.CALLER, "cancelled before it began")
+                else:
+                    await it.news.wait()
+                    it.news.clear()
+                    if it.is_unwanted():
+                        continue
+                    async with self._gets:
+                        job = await self.client.get(it.id)
+                self._is_back()
+                if job.state.terminal:
+                    if self._carried.pop(it.id, None) is not None:
+                        self._ended(job)
+                    return True
+            except ApiError as error:
+                if error.problem.status == 404:
+                    it.sent = False
+                    return False
+                if error.problem.status == 410:
+                    return not self._settle(it, Origin.INFRASTRUCTURE, error.problem.detail)
+                if not _is_passing(error):
+                    raise
+                it.news.set()
+                await self._pause(None, error.retry_after_s or RETRY_S)
+            except _AWAY as error:
+                it.news.set()
+                if self._is_away(error):
+                    return not self._give_up(it)
+                await self._pause(None, RETRY_S)
+
+    async def _pause(self, it: _Carried | None, seconds: float) -> None:
+        """Wait; not for a rollout that is cancelled meanwhile."""
+        if it is None:
+            await asyncio.sleep(seconds)
+            return
+        it.news.clear()
+        try:
+            async with asyncio.timeout(seconds):
+                await it.news.wait()
+        except TimeoutError:
+            pass
+        it.news.set()
+
+    def _settle(self, it: _Carried, origin: Origin, why: str) -> bool:
+        """It has no outcome. Always false."""
+        if self._carried.pop(it.id, None) is not None:
+            self._lost(it.id, origin, why)
+        return False
+
+    def _give_up(self, it: _Carried) -> bool:
+        if it.sent:
+            self._ghosts.add(it.id)
+        return self._settle(it, Origin.INFRASTRUCTURE, f"{self.client.url} does not answer")
+
+    # All of them
+
+    async def _cancelled(self, rollout: str) -> JobView | None:
+        """Cancel it, together with others that are to be; ``None`` if the service does not know it."""
+        future: asyncio.Future[JobView | None] = asyncio.get_running_loop().create_future()
+        self._to_cancel[rollout] = future
+        if self._canceller is None or self._canceller.done():
+            self._canceller = self._spawn(self._cancel_all())
+        return await future
+
+    async def _cancel_all(self) -> None:
+        await asyncio.sleep(0)
+        while batch := self._to_cancel:
+            self._to_cancel = {}
+            try:
+                answer = await self.client.cancel(batch)
+            except Exception as error:
+                for future in batch.values():
+                    if not future.done():
+                        future.set_exception(error)
+                continue
+            jobs = {job.id: job for job in answer.rollouts}
+            for rollout, future in batch.items():
+                if not future.done():
+                    future.set_result(jobs.get(rollout))
+
+    async def _follow(self) -> None:
+        cursor: str | None = None
+        while True:
+            try:
+                if cursor is None:
+                    cursor = (await self.client.list(limit=1)).cursor
+                    self._is_back()
+                    await self._lay_ghosts()
+                    for it in [*self._carried.values()]:
+                        it.news.set()
+                page = await self.client.ended(cursor, wait=_FOLLOW_S, limit=1000)
+                self._is_back()
+                cursor = page.cursor
+                for job in page.rollouts:
+                    if job.id in self._carried:
+                        self._carried[job.id].news.set()
+            except ApiError as error:
+                if error.problem.status != 410 and not _is_passing(error):
+                    raise
+                cursor = None
+                await asyncio.sleep(0 if error.problem.status == 410 else error.retry_after_s or RETRY_S)
+            except _AWAY as error:
+                cursor = None
+                self._is_away(error)
+                for it in [*self._carried.values()]:
+                    it.news.set()
+                await asyncio.sleep(RETRY_S)
+
+    async def _lay_ghosts(self) -> None:
+        if ghosts := [*self._ghosts]:
+            await self.client.cancel(ghosts)
+            self._ghosts.difference_update(ghosts)
+
+    def _is_away(self, error: BaseException) -> bool:
+        """Note that it does not answer. Whether it has been away for too long."""
+        if self._away_since is None:
+            LOG.warning("%s does not answer, asking again every %s s: %s", self.client.url, RETRY_S, error)
+            self._away_since = time.monotonic()
+        return time.monotonic() - self._away_since > GIVE_UP_S and self._replaceable()
+
+    def _is_back(self) -> None:
+        if self._away_since is not None:
+            LOG.warning("%s answers again", self.client.url)
+        self._away_since = None
+
+    def _spawn(self, work: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
         task = asyncio.create_task(work)
         self._tasks.add(task)
         task.add_done_callback(self._done)
@@ -104,99 +330,6 @@ class Service:
         if not task.cancelled() and (error := task.exception()) is not None:
             self._broke(error)
 
-    async def _submit(self, rollout: str, body: Mapping[str, Any]) -> None:
-        options = {name: value for name, value in body.items() if name != "row"}
-        try:
-            while rollout in self.live:
-                try:
-                    async with self._calls:
-                        job = await self.client.submit(dict(body["row"]), id=rollout, **options)
-                    if job.state.terminal:
-                        await self._fetch(rollout)
-                    return
-                except ApiError as error:
-                    if error.problem.status in (410, 422):
-                        origin = Origin.CALLER if error.problem.status == 422 else Origin.INFRASTRUCTURE
-                        self._refuse(rollout, origin, error.problem.detail)
-                        return
-                    if error.problem.status < 500:
-                        raise
-                except _AWAY as error:
-                    self._is_away(error)
-                await asyncio.sleep(self._retry_s)
-        finally:
-            self._submitting.pop(rollout, None)
 
-    async def _cancel(self, rollouts: list[str]) -> None:
-        submitting = [task for rollout in rollouts if (task := self._submitting.get(rollout))]
-        for task in submitting:
-            task.cancel()
-        await asyncio.gather(*submitting, return_exceptions=True)
-        while rollouts:
-            try:
-                answer = await self.client.cancel(rollouts)
-            except ApiError as error:
-                if error.problem.status < 500:
-                    raise
-            except _AWAY as error:
-                self._is_away(error)
-            else:
-                for job in answer.rollouts:
-                    self._tell(job)
-                for rollout in answer.unknown:
-                    self._refuse(rollout, Origin.CALLER, "cancelled before it was submitted")
-                return
-            await asyncio.sleep(self._retry_s)
-
-    async def _follow(self) -> None:
-        cursor: str | None = None
-        while True:
-            try:
-                if cursor is None:
-                    cursor = (await self.client.list(limit=1)).cursor
-                    await self._ask_for_each()
-                page = await self.client.ended(cursor, wait=_FOLLOW_S, limit=1000)
-                self.away = False
-                cursor = page.cursor
-                await asyncio.gather(*(self._fetch(job.id) for job in page.rollouts if job.id in self.live))
-                continue
-            except ApiError as error:
-                if error.problem.status == 410:
-                    cursor = None
-                    continue
-                if error.problem.status < 500:
-                    raise
-            except _AWAY as error:
-                self._is_away(error)
-            await asyncio.sleep(self._retry_s)
-
-    async def _ask_for_each(self) -> None:
-        """How each of ours is now; what the service does not know is submitted again."""
-        await asyncio.gather(*(self._fetch(rollout) for rollout in self.live if rollout not in self._submitting))
-
-    async def _fetch(self, rollout: str) -> None:
-        try:
-            async with self._calls:
-                job = await self.client.get(rollout)
-        except ApiError as error:
-            if error.problem.status == 404 and rollout in self.live:
-                self.submit(rollout, self.live[rollout])
-            elif error.problem.status == 410:
-                self._refuse(rollout, Origin.INFRASTRUCTURE, error.problem.detail)
-            elif error.problem.status not in (404, 410):
-                raise
-            return
-        self._tell(job)
-
-    def _tell(self, job: JobView) -> None:
-        if job.state.terminal and self.live.pop(job.id, None) is not None:
-            self._ended(job)
-
-    def _refuse(self, rollout: str, origin: Origin, why: str) -> None:
-        if self.live.pop(rollout, None) is not None:
-            self._refused(rollout, origin, why)
-
-    def _is_away(self, error: BaseException) -> None:
-        if not self.away:
-            LOG.warning("%s does not answer, asking again every %s s: %s", self.client.url, self._retry_s, error)
-        self.away = True
+def _is_passing(error: ApiError) -> bool:
+    return error.problem.status >= 500 or error.problem.status in _LATER

@@ -40,6 +40,9 @@ from nemo_gym_prorl.serving.problem_document import Problem
 
 _SOONEST_S, _LATEST_S = 0.1, 60.0
 """Bounds of what a service may ask for with ``Retry-After``."""
+_TIMEOUT = aiohttp.ClientTimeout(total=None, sock_connect=10.0, sock_read=MAX_WAIT_S + 120.0)
+"""Of a call. No answer takes longer than a long-poll, or than the release of sandboxes after a cancellation; without a
+bound, a connection to a machine that lost its power would be waited for until it comes back."""
 
 
 class ApiError(Exception):
@@ -95,6 +98,10 @@ class RolloutClient:
             ApiError: the service refuses it for any other reason.
         """
         return JobView.model_validate(await self._call("POST", "/v1/rollouts", {"row": row, **options}))
+
+    async def submit_once(self, row: dict[str, Any], **options: Any) -> JobView:
+        """The same without waiting: a service that asks to come back is an :class:`ApiError` that says when."""
+        return JobView.model_validate(await self._once("POST", "/v1/rollouts", {"row": row, **options}, {}))
 
     async def get(self, rollout_id: str, wait: float = 0.0) -> JobView:
         """The rollout as it is now, or within ``wait`` seconds (at most 60) when it ends."""
@@ -186,7 +193,7 @@ class RolloutClient:
         headers = {"Content-Type": "application/json"} if data else {}
         url = URL(self.url + path + (f"?{urlencode(params)}" if params else ""), encoded=True)
         try:
-            async with self._open.request(method, url, data=data, headers=headers) as response:
+            async with self._open.request(method, url, data=data, headers=headers, timeout=_TIMEOUT) as response:
                 content = await response.read()
         except aiohttp.ClientConnectorError as error:
             raise InfrastructureError(

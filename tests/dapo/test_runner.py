@@ -25,7 +25,8 @@ from nemo_gym_prorl.rollout.client import ApiError, RolloutClient
 from nemo_gym_prorl.rollout.job import Job, Trajectory, Verdict
 from nemo_gym_prorl.rollout.metrics import PipelineMetrics
 from nemo_gym_prorl.rollout.pipeline import Pipeline
-from nemo_gym_prorl.rollout.settings import PipelineSettings, PoolSizes
+from nemo_gym_prorl.rollout.scheduler import PoolSizes
+from nemo_gym_prorl.rollout.settings import PipelineSettings
 from nemo_gym_prorl.serving.access import KeyGuard
 from nemo_gym_prorl.serving.problems import add_problem_handlers
 from tests.rollout.handlers import Bench, PlannedHandler
@@ -111,11 +112,12 @@ def runner(
     epochs: int | None = None,
     state: Mapping[str, Any] | None = None,
     token: str | None = None,
+    run: str = "dapo",
     **options: Any,
 ) -> Runner:
     prompts = Epochs(dataset, seed=None, epochs=epochs)
     clients = [RolloutClient(node.url, token) for node in up]
-    return Runner(DynamicSampler(config, prompts), prompts, clients, state=state, options=options)
+    return Runner(DynamicSampler(config, prompts, run=run), prompts, clients, state=state, options=options)
 
 
 async def test_batches_from_two_services() -> None:
@@ -245,7 +247,7 @@ async def test_results_that_a_new_life_has_forgotten_are_sampled_again() -> None
         async with runner(up, dataset, config, state=state) as second:
             batch = await second.batch()
         assert batch is not None
-        assert [rollout.id for rollout in batch.groups[0]] == ["dapo:0:0:1", "dapo:0:1:0"]
+        assert [rollout.id for rollout in batch.groups[0]] == ["dapo:0:0:1.1", "dapo:0:1:0"]
 
 
 async def test_a_row_that_the_service_refuses_costs_its_group_only() -> None:
