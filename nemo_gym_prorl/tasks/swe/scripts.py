@@ -40,8 +40,8 @@ def patching(patch: str) -> list[Turn]:
     """Looks around, brings in a patch with the tools, looks at what it did, and hands in."""
     return [
         _turn("I look around.", _bash("git status --short && git log --oneline -3 && ls")),
-        _turn("I write down the change.", _create(patch), _bash(f"git apply {PATCH_FILE}")),
-        _turn("What did it change?", _bash("git diff --stat")),
+        _turn("I write down the change.", _create(patch)),
+        _turn("Then I make it.", _bash(f"git apply {PATCH_FILE} && git diff --stat")),
         _turn("That is all.", {"name": "submit", "arguments": {}}),
         _turn("The repository is handed in."),
     ]
