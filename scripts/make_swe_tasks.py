@@ -1,6 +1,6 @@
 #!/usr/bin/env python3
 # SPDX-License-Identifier: Apache-2.0
-"""Makes software-engineering tasks of well-known packages, without a registry; see docs/swe-data.md.
+"""Makes software-engineering tasks of well-known packages, without a registry; see docs/swe.md.
 
 Writes ``rows.jsonl`` (rows of ``prorl_swe``), ``partial.jsonl`` (patches that mend a part of a bug, which must earn
 nothing) and an image for each task.
