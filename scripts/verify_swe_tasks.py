@@ -140,15 +140,11 @@ async def attempt(base_url: str, tried: Attempt) -> Outcome:
 
         try:
             await post("/seed_session", tried.row)
-            if tried.patch:
-                await post(
-                    "/str_replace_editor",
-                    {"command": "create", "path": "/tmp/tried.patch", "file_text": tried.patch},
-                )
-                said = await post("/bash", {"command": "git apply /tmp/tried.patch"})
-                if "[exit code: 0]" not in said:
-                    raise RuntimeError(f"the patch does not apply: {said[:500]}")
-            await post("/submit", {})
+            for turn in turns(tried):
+                for call in turn["tool_calls"]:
+                    said = await post(f"/{call['name']}", call["arguments"])
+                    if call["name"] == "bash" and "[exit code: 0]" not in said:
+                        raise RuntimeError(f"the patch does not apply: {said[:500]}")
             graded = await post("/verify", tried.row | {"response": RESPONSE})
         except RuntimeError as error:
             return Outcome(tried, None, str(error), time.monotonic() - started)
