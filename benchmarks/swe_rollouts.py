@@ -114,7 +114,7 @@ class Way:
 def make_task() -> SoftwareEngineering:
     """As the server makes it."""
     tests = TestLimits(timeout_s=600)
-    return SoftwareEngineering(ToolLimits(timeout_s=60), PatchLimits(), GradingLimits(tests))
+    return SoftwareEngineering(ToolLimits(timeout_s=120, silence_s=120), PatchLimits(), GradingLimits(tests))
 
 
 @dataclass(frozen=True, slots=True)
