@@ -172,16 +172,17 @@ class StagedHandler:
     def _book(self, job: Job, part: str) -> None:
         self._meter.seconds[part] += self._spans[job.row["image"]].take()
 
-    async def init(self, job: Job) -> None:
+    async def init(self, job: Job) -> str:
         await self._sessions.seed(job.id, job.row)
         self._book(job, "policy: INIT")
+        return job.id
 
-    async def run(self, job: Job, session: None) -> Trajectory:
+    async def run(self, job: Job, session: str) -> Trajectory:
         self._book(job, "policy: READY")
         await self._policy.act(job.row, lambda tool, arguments: self._sessions.call(job.id, tool, arguments))
         return Trajectory({})
 
-    async def release(self, job: Job, session: None) -> None:
+    async def release(self, job: Job, session: str) -> None:
         await self._sessions.release(job.id)
         self._book(job, "policy: RUN")
 
