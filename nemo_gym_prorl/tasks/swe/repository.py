@@ -41,6 +41,9 @@ if [ -f /opt/miniconda3/bin/activate ]; then . /opt/miniconda3/bin/activate && c
 elif [ -f .venv/bin/activate ]; then . .venv/bin/activate; fi"""
 """Activates what the datasets' images have; does nothing elsewhere."""
 
+_SETUP = "prorl_setup() {{\n:\n{}\n}}\nprorl_setup\nunset -f prorl_setup\n"
+"""What a row activates, in a function: conda's script passes on the arguments of whoever reads it in."""
+
 _KEPT_VARIABLES = frozenset({"PWD", "OLDPWD", "SHLVL", "_", "HOME", "TERM"})
 _VARIABLE = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
 
@@ -243,7 +246,9 @@ class Repositories:
                 "attributes": _RAW,
                 "junk": "\n".join(JUNK) + "\n",
                 "test.patch": instance.test_patch,
-                "setup": instance.environment_setup if instance.environment_setup is not None else DEFAULT_SETUP,
+                "setup": _SETUP.format(
+                    DEFAULT_SETUP if instance.environment_setup is None else instance.environment_setup
+                ),
             }
         )
         arguments = (work, instance.repo_folder, instance.base_commit, *instance.hidden)
