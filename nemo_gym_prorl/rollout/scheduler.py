@@ -132,9 +132,10 @@ class StageScheduler:
         return self._jobs[job_id].where is _Where.WAITING
 
     def is_held(self, job_id: str) -> bool:
-        """The job waits for a stage that is on hold."""
+        """The job waits for a stage that is on hold, or that works on it."""
         place = self._jobs[job_id]
-        return place.where is _Where.WAITING and (place.environment, place.stage) in self._on_hold
+        there = place.where in (_Where.WAITING, _Where.WORKING)
+        return there and (place.environment, place.stage) in self._on_hold
 
     def held(self, environment: str) -> frozenset[Stage]:
         """The stages on hold for an environment."""

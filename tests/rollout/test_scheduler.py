@@ -165,7 +165,7 @@ class Schedules(RuleBasedStateMachine):
             for jobs in (self.working, self.waiting)
             for job, stage in jobs.items()
         )
-        for job_id, stage in self.waiting.items():
+        for job_id, stage in (self.waiting | self.working).items():
             assert self.scheduler.is_held(job_id) == (stage in self.held[environment_of(job_id)])
 
     @invariant()
