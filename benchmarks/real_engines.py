@@ -37,6 +37,8 @@ ENGINE_START_S = 900
 """An engine's first start compiles what it imports; on a machine with other work two at once have taken 6 minutes."""
 RUNS_S = 0.05
 """How long a slow engine runs before it is stopped for twice as long."""
+WITH_US = ("setpriv", "--pdeathsig", "KILL")
+"""What begins so is ended by the kernel with this process, however that ends."""
 WORDS = Path(os.__file__).read_text().split()
 
 
@@ -65,6 +67,7 @@ def router(python: Path, wheel: str, policy: str, urls: list[str]) -> Iterator[s
     """One of the router wheels in front of the engines."""
     port, metrics = free_port(), free_port()
     command = [
+        *WITH_US,
         *(str(python), "-m", f"{wheel}_router.launch_router", "--host", "127.0.0.1", "--port", str(port)),
         *("--policy", policy, "--prometheus-port", str(metrics), "--worker-urls", *urls),
     ]
@@ -107,6 +110,7 @@ def engines(python: Path, count: int, folder: Path) -> Iterator[dict[str, subpro
         for _ in range(count):
             port = free_port()
             command = [
+                *WITH_US,
                 *(str(python), "-m", "vllm.entrypoints.openai.api_server", "--model", str(model)),
                 *("--served-model-name", "tiny", "--host", "127.0.0.1", "--port", str(port)),
                 *("--dtype", "float32", "--enforce-eager", "--max-model-len", "16384"),

@@ -5,33 +5,53 @@ Code: programs with tests on standard input and output, graded as ``prorl_code``
 and, in the same sandboxes, by a loop that starts an interpreter for each test and isolates nothing. Both have the same
 programs, of three kinds, and compare the same outputs. Counted is processors' time: of this process, of the supervisor
 and of all in the sandboxes, their start included.
+
+Software engineering: the tasks that `make swe-tasks` makes, each rolled out by a policy that takes 20 turns, thinks
+for 1 s before each, tries what it wrote, and hands in the fix; all at once, for fewer slots. The staged way is the
+pipeline over the sessions of `prorl_swe`, without HTTP. The in-tree way is rebuilt after Gym's `swe_agents`, on the
+same sandboxes: one semaphore around the whole rollout, in which the policy's container and the grading one start
+together and the latter waits for the patch (there it looks for it every 5 s, here it is told at once). Both have the
+same number of rollouts in their slots. A sandbox is held from the first step of its start until it is gone, READY's
+queue included. What EVAL costs is processors' time again, against a fresh sandbox in which the fix and the hidden
+tests' patch are applied, the same command runs, and its exit code is believed.
 """
 
 from __future__ import annotations
 
 import argparse
 import asyncio
+import base64
 import json
 import os
 import shlex
-from collections.abc import Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
+from contextlib import asynccontextmanager
 from dataclasses import dataclass
+from functools import partial
 from random import Random
+from typing import Any
 
 from nemo_gym.sandbox import SandboxSpec
 
-from benchmarks import processes
+from benchmarks import processes, swe_rollouts
 from benchmarks.report import Figure, publish
+from benchmarks.swe_rollouts import PARTS, Policy, Way
+from nemo_gym_prorl.rollout.scheduler import PoolSizes
 from nemo_gym_prorl.sandbox import started
 from nemo_gym_prorl.sandbox.images.building.default import ensure_kernel_image
 from nemo_gym_prorl.sandbox.runtime.install import ensure_runtime
+from nemo_gym_prorl.swe_tasks.making import ROWS, default_folder
 from nemo_gym_prorl.tasks.code.grading import CodeLimits, grade_in
 from nemo_gym_prorl.tasks.code.rows import Case, Problem
-from nemo_gym_prorl.tasks.task import Grade
+from nemo_gym_prorl.tasks.swe.changes import Solution
+from nemo_gym_prorl.tasks.swe.repository import NotTaken
+from nemo_gym_prorl.tasks.task import Grade, SandboxNeeds
 
 
 ROUNDS = 3
 FRESH = "an interpreter each"
+IN_TREE = "in-tree way"
+BELIEVED = "applied and believed"
 
 ADD = "a, b = map(int, input().split())\nprint(a + b)\n"
 SORT = (
@@ -143,14 +163,128 @@ async def code_figures(*, quick: bool) -> list[Figure]:
     return figures
 
 
+def swe_rows() -> list[dict[str, Any]]:
+    """The made tasks.
+
+    Raises:
+        SystemExit: there are none.
+    """
+    file = default_folder() / ROWS
+    if not file.exists():
+        raise SystemExit(f"there is no {file}: make swe-tasks")
+    return [json.loads(line) for line in file.read_text().splitlines()]
+
+
+async def swe_figures(rows: Sequence[Mapping[str, Any]], *, quick: bool) -> list[Figure]:
+    """What is said of software engineering."""
+    starter = started.Starter({"singularity": {"memory_mib": 8192, "processes": 512, "disk_mib": 10_240}})
+    try:
+        for row in rows:
+            # The first sandbox of an image pays for unpacking it.
+            await (await starter.start(SandboxSpec(image=row["image"], workdir="/"))).stop()
+        return await held(starter, rows, quick=quick) + await evals(starter, rows[::4], quick=quick)
+    finally:
+        await starter.aclose()
+
+
+async def held(starter: started.Starter, rows: Sequence[Mapping[str, Any]], *, quick: bool) -> list[Figure]:
+    """Sandbox-seconds of both ways, which take turns at being first."""
+    policy, slots = (Policy(10, 0.5), 3) if quick else (Policy(20, 1.0), 8)
+    pools = PoolSizes(init=2, ready=slots // 4, run=slots, eval=max(1, slots // 4))
+    ways: tuple[list[Way], list[Way]] = ([], [])
+    for number in range(1 if quick else 2):
+        for peer in (False, True) if number % 2 == 0 else (True, False):
+            if peer:
+                way = await swe_rollouts.in_tree(starter, rows, policy, slots)
+            else:
+                way = await swe_rollouts.staged(starter, rows, policy, pools)
+            ways[peer].append(way)
+            per = {part: round(seconds / len(rows), 1) for part, seconds in way.seconds.items()}
+            print(f"{IN_TREE if peer else 'staged'}: {per}, {way.wall_s:.0f} s, {way.most} at a time", flush=True)
+    ours, theirs = ways
+
+    def figure(title: str, unit: str, of: Callable[[Way], float]) -> Figure:
+        return Figure.of(title, [of(way) for way in ours], unit, None, {IN_TREE: [of(way) for way in theirs]})
+
+    title = f"{len(rows)} SWE rollouts, {slots} in RUN"
+    total = figure(f"{title}: sandbox-seconds per rollout", "s", lambda way: way.total / len(rows))
+    total.goal, total.goal_value = "<= 0.7", total.value / total.peers[IN_TREE]
+    parts = [figure(f"of these, {part}", "s", partial(_of_part, part=part, rollouts=len(rows))) for part in PARTS]
+    return [
+        total,
+        *parts,
+        figure("wall time of all", "s", lambda way: way.wall_s),
+        figure("most sandboxes at a time", "sandboxes", lambda way: way.most),
+    ]
+
+
+def _of_part(way: Way, part: str, rollouts: int) -> float:
+    return way.seconds[part] / rollouts
+
+
+async def evals(starter: started.Starter, rows: Sequence[Mapping[str, Any]], *, quick: bool) -> list[Figure]:
+    """What grading costs."""
+    task = swe_rollouts.make_task()
+
+    @asynccontextmanager
+    async def opening(needs: SandboxNeeds) -> AsyncIterator[started.StartedSandbox]:
+        sandbox = await starter.start(SandboxSpec(image=needs.image, workdir="/"))
+        try:
+            yield sandbox
+        finally:
+            await sandbox.stop()
+
+    async def fix(row: Mapping[str, Any]) -> Solution | NotTaken:
+        async with opening(task.needs(row)) as sandbox:
+            bench = await task.tools.open(sandbox, task.needs(row))
+            await task.prepare(row, bench)
+            await bench.call("bash", {"command": _applying(row["swe"]["patch"])})
+            taken = await task.artefacts(row, bench)
+            await bench.close()
+            return taken
+
+    async def graded(row: Mapping[str, Any]) -> bool:
+        grade = await task.grade(row, solutions[row["instance_id"]], {}, lambda needs=None: opening(task.needs(row)))
+        return grade.passed
+
+    async def believed(row: Mapping[str, Any]) -> bool:
+        swe = row["swe"]
+        steps = [_applying(swe["patch"]), _applying(swe["test_patch"]), swe["test_command"]]
+        async with opening(task.needs(row)) as sandbox:
+            done = await sandbox.exec(f"sh -c {shlex.quote(' && '.join(steps))}", cwd="/testbed", timeout_s=600)
+        return done.return_code == 0
+
+    solutions = {row["instance_id"]: await fix(row) for row in rows}
+    ours: list[float] = []
+    naive: list[float] = []
+    for number in range(1 if quick else ROUNDS):
+        for mine in (True, False) if number % 2 == 0 else (False, True):
+            before = processes.core_seconds(os.getpid())
+            for row in rows:
+                if not await (graded if mine else believed)(row):
+                    raise RuntimeError(f"the fix of {row['instance_id']} was not resolved")
+            cost = (processes.core_seconds(os.getpid()) - before) / len(rows)
+            (ours if mine else naive).append(60 / cost)
+            print(f"{'ours' if mine else BELIEVED}: {cost:.2f} core-s each", flush=True)
+    title = f"EVAL of {len(rows)} fixes: per minute and core"
+    return [Figure.of(title, ours, "1/min", None, {BELIEVED: naive})]
+
+
+def _applying(patch: str) -> str:
+    return f"echo {base64.b64encode(patch.encode()).decode()} | base64 -d | git apply"
+
+
 async def main() -> None:
     """Measure and publish."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--quick", action="store_true", help="fewer tests, one round; under a minute; writes nothing")
+    parser.add_argument("--quick", action="store_true", help="fewer of all, one round; 2 minutes; writes nothing")
     quick = parser.parse_args().quick
     processes.subreaper()
     ensure_runtime(print).activate()
-    publish("tasks", await code_figures(quick=quick), quick=quick)
+    rows = swe_rows()
+    figures = await code_figures(quick=quick)
+    figures += await swe_figures(rows[::4] if quick else rows, quick=quick)
+    publish("tasks", figures, quick=quick)
 
 
 if __name__ == "__main__":

@@ -1,6 +1,6 @@
 #!/usr/bin/env python3
 # SPDX-License-Identifier: Apache-2.0
-"""Makes software-engineering tasks of well-known packages, without a registry; see docs/swe-data.md.
+"""Makes software-engineering tasks of well-known packages, without a registry; see docs/swe.md.
 
 Writes ``rows.jsonl`` (rows of ``prorl_swe``), ``partial.jsonl`` (patches that mend a part of a bug, which must earn
 nothing) and an image for each task.
@@ -16,7 +16,7 @@ from pathlib import Path
 
 from nemo_gym_prorl.failures import RolloutError
 from nemo_gym_prorl.sandbox.runtime.apptainer import require_runtime
-from nemo_gym_prorl.swe_tasks.making import IMAGES, ROWS, default_folder, make
+from nemo_gym_prorl.swe_tasks.making import IMAGES, ROWS, default_folder, image_path, make
 from nemo_gym_prorl.swe_tasks.packages import PACKAGES
 
 
@@ -44,7 +44,7 @@ def main() -> int:
         print(error.reason, file=sys.stderr)
         return 1
     rows = [row for tasks in made for row in tasks.rows]
-    size = sum(Path(row["image"]).stat().st_size for row in rows)
+    size = sum(image_path(row["instance_id"], folder).stat().st_size for row in rows)
     partial = sum(len(tasks.partial) for tasks in made)
     say(
         f"{len(rows)} tasks of {len(chosen)} packages, {partial} of them with two mistakes, from "

@@ -1,8 +1,10 @@
 #!/usr/bin/env python3
 # SPDX-License-Identifier: Apache-2.0
-"""Grades made tasks through the real ``prorl_swe`` server: the fix, nothing at all, and each half of a double bug.
+"""Grades made tasks for real: the fix, nothing at all, and each half of a double bug.
 
-The fix must be resolved, all else must earn 0. Prints a table; exit code 1 if it says otherwise.
+Through the ``prorl_swe`` server as an agent would ask it, or through the whole service: ``--through prorl_agent`` has
+Gym's own command line start and ask ``prorl_agent``, with a policy that plays turns. The fix must be resolved, all
+else must earn 0. Prints a table; exit code 1 if it says otherwise.
 """
 
 from __future__ import annotations
@@ -12,6 +14,7 @@ import asyncio
 import json
 import socket
 import sys
+import tempfile
 import time
 from collections import Counter
 from collections.abc import AsyncIterator
@@ -32,8 +35,12 @@ from rich.table import Table
 REPOSITORY = Path(__file__).parents[1]
 sys.path.insert(0, str(REPOSITORY))
 
+from nemo_gym_prorl.gym.deployment import GymDeployment  # noqa: E402
 from nemo_gym_prorl.sandbox.runtime.apptainer import require_runtime  # noqa: E402
+from nemo_gym_prorl.scripted.server import serve  # noqa: E402
+from nemo_gym_prorl.scripted.text import MODEL_NAME  # noqa: E402
 from nemo_gym_prorl.swe_tasks.making import PARTIAL, ROWS, default_folder  # noqa: E402
+from nemo_gym_prorl.tasks.swe.scripts import VARIANTS, patching, with_turns  # noqa: E402
 from resources_servers.prorl_swe.app import ProRLSweConfig, ProRLSweServer  # noqa: E402
 
 
@@ -48,6 +55,8 @@ RESPONSE = {
     "tools": [],
 }
 EXPECTED = {"fix": 1.0, "nothing": 0.0, "half": 0.0}
+ENVIRONMENT, AGENT = "prorl_swe", "prorl_swe_agent"
+LONGEST_S = 4 * 3600.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -131,15 +140,11 @@ async def attempt(base_url: str, tried: Attempt) -> Outcome:
 
         try:
             await post("/seed_session", tried.row)
-            if tried.patch:
-                await post(
-                    "/str_replace_editor",
-                    {"command": "create", "path": "/tmp/tried.patch", "file_text": tried.patch},
-                )
-                said = await post("/bash", {"command": "git apply /tmp/tried.patch"})
-                if "[exit code: 0]" not in said:
-                    raise RuntimeError(f"the patch does not apply: {said[:500]}")
-            await post("/submit", {})
+            for turn in turns(tried):
+                for call in turn["tool_calls"]:
+                    said = await post(f"/{call['name']}", call["arguments"])
+                    if call["name"] == "bash" and "[exit code: 0]" not in said:
+                        raise RuntimeError(f"the patch does not apply: {said[:500]}")
             graded = await post("/verify", tried.row | {"response": RESPONSE})
         except RuntimeError as error:
             return Outcome(tried, None, str(error), time.monotonic() - started)
@@ -163,6 +168,52 @@ async def verify(tried: list[Attempt], in_flight: int, unpack: bool) -> list[Out
         return await asyncio.gather(*map(one, tried))
 
 
+async def verify_through_agent(tried: list[Attempt], in_flight: int, unpack: bool) -> list[Outcome]:
+    """The whole service, by Gym's command line."""
+    with tempfile.TemporaryDirectory(prefix="prorl-verify-") as scratch:
+        rows, results = Path(scratch, "rows.jsonl"), Path(scratch, "results.jsonl")
+        lines = (json.dumps(with_turns(each.row, turns(each)) | {"tried": i}) for i, each in enumerate(tried))
+        await asyncio.to_thread(rows.write_text, "".join(f"{line}\n" for line in lines))
+        stages = f"++{AGENT}.responses_api_agents.prorl_agent.stages"
+        overrides = (
+            *(f"{stages}.{name}={in_flight}" for name in ("run", "eval")),
+            f"++sandbox.singularity.unpack={str(unpack).lower()}",
+        )
+        async with (
+            serve() as policy,
+            GymDeployment(
+                environment=ENVIRONMENT,
+                model_type="prorl_model",
+                policy_base_url=policy,
+                policy_model_name=MODEL_NAME,
+                overrides=overrides,
+            ) as gym,
+        ):
+            words = ("eval", "run", "--no-serve", "--agent", AGENT, "-i", str(rows), "-o", str(results))
+            await gym.run_gym(*words, timeout_s=LONGEST_S)
+        done = await asyncio.to_thread(rows_of, results)
+    return [outcome_of(each, done.get(i)) for i, each in enumerate(tried)]
+
+
+def rows_of(results: Path) -> dict[int, dict[str, Any]]:
+    """What Gym wrote, by attempt; rollouts that failed are in a file of their own."""
+    lines = [line for file in results.parent.glob(f"{results.stem}*.jsonl") for line in file.read_text().splitlines()]
+    return {row["tried"]: row for row in map(json.loads, lines) if "tried" in row and "reward" in row}
+
+
+def turns(tried: Attempt) -> list[dict[str, Any]]:
+    return patching(tried.patch) if tried.patch else VARIANTS["null"]("")
+
+
+def outcome_of(tried: Attempt, row: dict[str, Any] | None) -> Outcome:
+    if row is None:
+        return Outcome(tried, None, "Gym wrote no row of it", 0.0)
+    seconds = sum(stage["worked"] for stage in row.get("rollout", {}).get("seconds", {}).values())
+    if row.get("mask_sample"):
+        return Outcome(tried, None, f"{row['failure_kind']}: {row['failure_reason']}"[:500], seconds)
+    return Outcome(tried, row["reward"], row["verdict"], seconds)
+
+
 def table(outcomes: list[Outcome]) -> Table:
     shown = Table("package", "tasks", "fix resolved", "nothing resolved", "halves resolved", box=None, pad_edge=False)
     packages = dict.fromkeys(package_of(outcome.attempt.row) for outcome in outcomes)
@@ -178,13 +229,15 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("packages", nargs="*", metavar="PACKAGE")
     parser.add_argument("--folder", type=Path, default=default_folder())
+    parser.add_argument("--through", choices=["server", "prorl_agent"], default="server")
     parser.add_argument("--in-flight", type=int, default=4)
     parser.add_argument("--mount", action="store_true", help="mount images and unpack none: less disk, slower starts")
     options = parser.parse_args()
     require_runtime().activate()
     started = time.monotonic()
     tried = attempts(options.folder, options.packages)
-    outcomes = asyncio.run(verify(tried, options.in_flight, not options.mount))
+    how = verify if options.through == "server" else verify_through_agent
+    outcomes = asyncio.run(how(tried, options.in_flight, not options.mount))
     console = Console(highlight=False)
     console.print(table(outcomes))
     wrong = [outcome for outcome in outcomes if not outcome.as_expected]
@@ -194,8 +247,8 @@ def main() -> int:
             markup=False,
         )
     console.print(
-        f"{len(outcomes)} rollouts, {options.in_flight} in flight, {time.monotonic() - started:.0f} s, "
-        f"{len(wrong)} not as expected"
+        f"{len(outcomes)} rollouts through {options.through}, {options.in_flight} in flight, "
+        f"{time.monotonic() - started:.0f} s, {len(wrong)} not as expected"
     )
     return 1 if wrong else 0
 

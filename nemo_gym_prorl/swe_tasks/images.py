@@ -17,6 +17,7 @@ from nemo_gym_prorl.sandbox.images import sif
 from nemo_gym_prorl.sandbox.images.building.builder import Order, build
 from nemo_gym_prorl.sandbox.images.building.default import ensure_default_image
 from nemo_gym_prorl.sandbox.images.cache import Progress, machine
+from nemo_gym_prorl.sandbox.images.content_dir import Shelf
 from nemo_gym_prorl.sandbox.images.store import ImageStore
 from nemo_gym_prorl.sandbox.runtime.apptainer import Runtime
 
@@ -55,19 +56,22 @@ class Stack:
     def __init__(self, base: Path, folder: Path, runtime: Runtime) -> None:
         self._base = base
         self._packed = folder / f"{base.parent.name}.squashfs"
+        self._shelf = Shelf(folder / "packing")
         self._runtime = runtime
 
-    def add(self, tree: Path, target: Path) -> None:
+    def add(self, tree: Path, target: Path, work: Path) -> None:
         """Make the image ``target``, which has the contents of the folder ``tree`` besides the shared ones; none of
         its entries may be there already.
+
+        Args:
+            tree: what is added.
+            target: the image.
+            work: an empty folder on its disk.
 
         Raises:
             InfrastructureError: a program failed; with its words.
         """
         self.pack()
-        work = target.with_name(f".{target.name}.{os.getpid()}")
-        shutil.rmtree(work, ignore_errors=True)
-        work.mkdir(parents=True)
         packed, made = work / "packed", work / "made.sif"
         shutil.copyfile(self._packed, packed)
         self._squash(tree, packed, "-no-recovery")
@@ -76,16 +80,19 @@ class Stack:
         self._run([runtime, "sif", "add", *_SIF_ADD, "--partarch", _PROCESSORS[machine()], str(made), str(packed)])
         sif.read(made, machine())
         made.rename(target)
-        shutil.rmtree(work)
 
     def pack(self) -> None:
         """Pack what is shared, unless that was done."""
-        if not self._packed.exists():
-            self._packed.parent.mkdir(parents=True, exist_ok=True)
-            part = self._packed.with_name(f".{self._packed.name}.{os.getpid()}")
-            # It is packed once and copied often, but read more often still.
-            self._squash(self._base, part, "-noappend", "-comp", "gzip", "-Xcompression-level", "4")
-            part.rename(self._packed)
+        if self._packed.exists():
+            return
+        self._shelf.sweep()
+        with self._shelf.making(self._packed.name) as work:
+            assert work is not None, "nothing is published there"
+            if not self._packed.exists():
+                part = work / self._packed.name
+                # It is packed once and copied often, but read more often still.
+                self._squash(self._base, part, "-noappend", "-comp", "gzip", "-Xcompression-level", "4")
+                part.rename(self._packed)
 
     def _squash(self, tree: Path, target: Path, *options: str) -> None:
         program = shutil.which("mksquashfs", path=os.pathsep.join(self._folders()))

@@ -1,7 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """All of it: from packages to rows, with an image each, in a folder.
 
-A package's tasks are a file of their own when they are complete; what was interrupted goes on there.
+A package's tasks are a file of their own when they are complete; what was interrupted goes on there. What a killed run
+left half-made is removed by the next one.
 """
 
 from __future__ import annotations
@@ -9,9 +10,9 @@ from __future__ import annotations
 import asyncio
 import hashlib
 import shutil
-import tempfile
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from contextlib import ExitStack
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +20,8 @@ import orjson
 
 from nemo_gym_prorl.failures import InfrastructureError
 from nemo_gym_prorl.sandbox.images.cache import Progress, cache_dir
+from nemo_gym_prorl.sandbox.images.content_dir import Shelf
+from nemo_gym_prorl.sandbox.images.reference import written
 from nemo_gym_prorl.sandbox.runtime.apptainer import Runtime
 from nemo_gym_prorl.swe_tasks import packages as packages_module
 from nemo_gym_prorl.swe_tasks import repositories
@@ -31,7 +34,7 @@ from nemo_gym_prorl.tasks.swe.instance import SweInstance
 from nemo_gym_prorl.tasks.swe.rows import make_row
 
 
-ROWS, PARTIAL, IMAGES = "rows.jsonl", "partial.jsonl", "images"
+ROWS, PARTIAL, IMAGES, MAKING = "rows.jsonl", "partial.jsonl", "images", "making"
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,18 +77,27 @@ async def make(
     base = await asyncio.to_thread(ensure_base, runtime, progress)
     stack = Stack(base, default_folder(), runtime)
     await asyncio.to_thread(stack.pack)
+    shelf = Shelf(folder / MAKING)
+    await asyncio.to_thread(shelf.sweep)
     places = asyncio.Semaphore(at_once)
 
     async def one(package: Package) -> Tasks:
         kept = folder / "packages" / f"{package.name}-{_key(package, singles, base)}.json"
-        if not kept.exists():
-            async with places:
-                done = await _tasks(package, singles, folder, stack, base, progress)
-            kept.parent.mkdir(parents=True, exist_ok=True)
-            part = kept.with_suffix(".part")
-            part.write_bytes(orjson.dumps(done))
-            part.rename(kept)
-        return Tasks(**orjson.loads(kept.read_bytes()))
+        async with places:
+            with ExitStack() as held:
+                work = await asyncio.to_thread(held.enter_context, shelf.making(package.name, progress))
+                assert work is not None, "nothing is published there"
+                if not kept.exists():
+                    done = await _tasks(package, singles, folder, work, stack, base, progress)
+                    kept.parent.mkdir(parents=True, exist_ok=True)
+                    part = work / kept.name
+                    part.write_bytes(orjson.dumps(done))
+                    part.rename(kept)
+        tasks = Tasks(**orjson.loads(kept.read_bytes()))
+        # Where the images are now: what is kept may have been moved since it was made.
+        return replace(
+            tasks, rows=[{**row, "image": written(image_path(row["instance_id"], folder))} for row in tasks.rows]
+        )
 
     # Each has a file of its own, so what others have done is kept if one fails.
     done = await asyncio.gather(*map(one, packages), return_exceptions=True)
@@ -104,46 +116,46 @@ async def make(
     return made
 
 
-async def _tasks(package: Package, singles: int, folder: Path, stack: Stack, base: Path, progress: Progress) -> Tasks:
-    with tempfile.TemporaryDirectory(prefix="making-", dir=folder) as scratch:
-        work = Path(scratch)
-        tree = packages_module.unpack(package, folder / "sources", work / "tree")
-        async with bench(package, tree, base) as trials:
-            stable = await trials.stable()
-            progress(f"{package.name}: {len(stable)} tests")
-            bugs = [(bug, ()) for bug in await trials.bugs(stable, singles, package.version)]
-            double = await trials.double(stable, [bug for bug, _ in bugs])
-            tried = trials.tried
-        chosen: list[tuple[Bug, tuple[Bug, ...]]] = [*bugs, *([(double[0], double[1:])] if double else [])]
-        rows, partial = [], {}
-        for number, (bug, parts) in enumerate(chosen, 1):
-            name = f"made__{package.name}-{number}"
-            row, patches = await asyncio.to_thread(
-                _task, package, tree, bug, parts, name, work / name, folder / IMAGES / f"{name}.sif", stack
-            )
-            rows.append(row)
-            if patches:
-                partial[name] = patches
-            progress(f"{name}: {', '.join(bug.kinds)}; breaks {len(bug.effect.broken)} tests of {len(stable)}")
+def image_path(instance_id: str, folder: Path) -> Path:
+    """Where the image of a made task is in the folder that it was made in."""
+    return folder / IMAGES / f"{instance_id}.sif"
+
+
+async def _tasks(
+    package: Package, singles: int, folder: Path, work: Path, stack: Stack, base: Path, progress: Progress
+) -> Tasks:
+    tree = packages_module.unpack(package, folder / "sources", work / "tree")
+    async with bench(package, tree, base) as trials:
+        stable = await trials.stable()
+        progress(f"{package.name}: {len(stable)} tests")
+        bugs = [(bug, ()) for bug in await trials.bugs(stable, singles, package.version)]
+        double = await trials.double(stable, [bug for bug, _ in bugs])
+        tried = trials.tried
+    chosen: list[tuple[Bug, tuple[Bug, ...]]] = [*bugs, *([(double[0], double[1:])] if double else [])]
+    rows, partial = [], {}
+    for number, (bug, parts) in enumerate(chosen, 1):
+        name = f"made__{package.name}-{number}"
+        row, patches = await asyncio.to_thread(_task, package, tree, bug, parts, name, work, folder, stack)
+        rows.append(row)
+        if patches:
+            partial[name] = patches
+        progress(f"{name}: {', '.join(bug.kinds)}; breaks {len(bug.effect.broken)} tests of {len(stable)}")
     if not rows:
         raise InfrastructureError(f"none of {tried} mistakes in {package.name} makes a task")
     return Tasks(rows, partial, tried)
 
 
 def _task(
-    package: Package,
-    tree: Path,
-    bug: Bug,
-    parts: tuple[Bug, ...],
-    name: str,
-    work: Path,
-    image: Path,
-    stack: Stack,
+    package: Package, tree: Path, bug: Bug, parts: tuple[Bug, ...], name: str, work: Path, folder: Path, stack: Stack
 ) -> tuple[dict[str, Any], tuple[str, ...]]:
-    made = repositories.make(tree, bug, parts, work / "testbed")
+    contents, scratch = work / name, work / f"{name}.image"
+    made = repositories.make(tree, bug, parts, contents / "testbed")
+    image = image_path(name, folder)
     image.parent.mkdir(parents=True, exist_ok=True)
-    stack.add(work, image)
-    shutil.rmtree(work)
+    scratch.mkdir()
+    stack.add(contents, image, scratch)
+    shutil.rmtree(contents)
+    shutil.rmtree(scratch)
     instance = SweInstance(
         dataset="made",
         repo=package.repo,
@@ -156,7 +168,7 @@ def _task(
         PASS_TO_PASS=tuple(sorted(bug.effect.kept)),
         test_command=pytest_command(" ".join(sorted(by_file(bug.effect.broken)))),
     )
-    return make_row(name, str(image), instance), made.partial
+    return make_row(name, written(image), instance), made.partial
 
 
 def _key(package: Package, singles: int, base: Path) -> str:

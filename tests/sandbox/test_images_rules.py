@@ -17,7 +17,7 @@ from nemo_gym_prorl.sandbox.images import sif
 from nemo_gym_prorl.sandbox.images.building import recipe as recipes
 from nemo_gym_prorl.sandbox.images.building.recipe import Built, Plan, Recipe, Reuse, decide, render, template_text
 from nemo_gym_prorl.sandbox.images.gc import Candidate, least_used
-from nemo_gym_prorl.sandbox.images.reference import Local, Named, Registry, parse, registry
+from nemo_gym_prorl.sandbox.images.reference import Local, Named, Registry, parse, registry, written
 
 
 # References
@@ -42,6 +42,14 @@ def test_addresses_of_registries_are_completed(text: str, uri: str) -> None:
     assert registry(text.removeprefix("docker://")) == Registry(uri)
 
 
+def test_a_path_below_the_cache_folder_is_good_on_any_machine(monkeypatch: pytest.MonkeyPatch) -> None:
+    for folder in ("/one", "/other"):
+        monkeypatch.setenv("PRORL_CACHE", folder)
+        assert parse("cache:swe-tasks/x.sif") == Local(Path(folder, "swe-tasks/x.sif"))
+        assert written(Path(folder, "swe-tasks/x.sif")) == "cache:swe-tasks/x.sif"
+    assert written(Path("/one/x.sif")) == "/one/x.sif"
+
+
 def test_paths_and_names() -> None:
     assert parse("/a/b") == Local(Path("/a/b"))
     assert parse("./b") == Local(Path("b").absolute())
@@ -55,6 +63,7 @@ def test_paths_and_names() -> None:
     [
         *("", " ", "a b", "-a", "library://x", "docker://", "docker://A/b", "docker://a/b:", "docker://a//b"),
         *("docker://a/b@sha256:1", "docker://a/b@", "docker://a/../b", "docker://u:p@host/x", "docker://a/b:1/c"),
+        *("cache:", "cache:.", "cache:/etc/x", "cache:../x", "cache:x/../../y", "cache:x\0"),
     ],
 )
 def test_what_is_no_image_is_refused_for_its_field(text: str) -> None:

@@ -16,7 +16,7 @@ from nemo_gym_prorl.failures import InfrastructureError
 from nemo_gym_prorl.sandbox.images.cache import silent
 from nemo_gym_prorl.sandbox.runtime.apptainer import require_runtime
 from nemo_gym_prorl.swe_tasks import packages, repositories
-from nemo_gym_prorl.swe_tasks.making import PARTIAL, ROWS, make
+from nemo_gym_prorl.swe_tasks.making import MAKING, PARTIAL, ROWS, make
 from nemo_gym_prorl.swe_tasks.mutations import Mutation
 from nemo_gym_prorl.swe_tasks.outcomes import Effect
 from nemo_gym_prorl.swe_tasks.packages import Package
@@ -78,7 +78,10 @@ def distribution(folder: Path) -> Package:
 @pytest.mark.sandbox
 async def test_a_package_becomes_tasks_that_are_graded_as_they_should(tmp_path: Path) -> None:
     package = distribution(tmp_path / "sources")
+    left = tmp_path / MAKING / ".sums-killed"
+    left.mkdir(parents=True)
     [made] = await make([package], 2, tmp_path, require_runtime(), silent)
+    assert not left.exists(), "what a killed run left"
     names = [row["instance_id"] for row in made.rows]
     assert names == ["made__sums-1", "made__sums-2", "made__sums-3"]
     assert list(made.partial) == ["made__sums-3"]

@@ -5,6 +5,7 @@
 |-------------------------------------|------------------------------------------------------------|
 | ``docker://python:3.12``            | an image of a registry, Docker Hub's if none is named      |
 | ``/images/x.sif``, ``./folder``     | a path: a SIF or an unpacked root folder                   |
+| ``cache:swe-tasks/images/x.sif``    | a path below the cache folder, wherever that is            |
 | ``swe-base``                        | an image that ``prorl image build`` or ``pull`` has named  |
 """
 
@@ -14,10 +15,14 @@ import hashlib
 import os
 import re
 from dataclasses import dataclass
-from pathlib import Path
+from pathlib import Path, PurePosixPath
 
 from nemo_gym_prorl.failures import CallerError
+from nemo_gym_prorl.sandbox.images.cache import cache_dir
 
+
+CACHED = "cache:"
+"""Before a path below the cache folder: rows that name images so are good on any machine that has made these."""
 
 NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,99}")
 
@@ -69,12 +74,23 @@ def parse(text: str, field: str = "image") -> Reference:
     """
     if "://" in text:
         return registry(text, field)
+    if "\0" in text:
+        raise CallerError("must not hold a NUL character", field=field)
+    if text.startswith(CACHED):
+        below = PurePosixPath(text.removeprefix(CACHED))
+        if below.is_absolute() or ".." in below.parts or not below.name:
+            raise CallerError(f"{text!r} is not below the cache folder", field=field)
+        return Local(cache_dir() / below)
     if "/" in text or text.endswith(".sif") or text.startswith(("~", ".")):
-        if "\0" in text:
-            raise CallerError("must not hold a NUL character", field=field)
         # A user that nobody knows stays a part of the name.
         return Local(Path(os.path.expanduser(text)).absolute())  # noqa: PTH111
     return Named(check_name(text, field))
+
+
+def written(path: Path) -> str:
+    """How to write down where an image lies: below the cache folder, if it is there."""
+    cache = cache_dir()
+    return f"{CACHED}{path.relative_to(cache)}" if path.is_relative_to(cache) else str(path)
 
 
 def registry(text: str, field: str = "image") -> Registry:

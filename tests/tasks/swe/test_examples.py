@@ -1,0 +1,37 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The rows that ship with the server, and the rollouts of them."""
+
+from pathlib import Path
+
+import orjson
+import pytest
+
+from nemo_gym_prorl.failures import CallerError
+from nemo_gym_prorl.sandbox.images.reference import CACHED
+from nemo_gym_prorl.swe_tasks.packages import PACKAGES
+from nemo_gym_prorl.tasks.swe.instance import row_of
+from nemo_gym_prorl.tasks.swe.scripts import scripted_row
+
+
+DATA = Path(__file__).parents[3] / "resources_servers/prorl_swe/data"
+ROWS = [orjson.loads(line) for line in (DATA / "example.jsonl").read_bytes().splitlines()]
+ROLLOUTS = [orjson.loads(line) for line in (DATA / "example_rollouts.jsonl").read_bytes().splitlines()]
+
+
+@pytest.mark.parametrize("row", ROWS, ids=lambda row: row["instance_id"])
+def test_a_row_is_good_on_any_machine_and_plays_its_fix(row: dict) -> None:
+    asked = row_of(row)
+    assert asked.image == f"{CACHED}swe-tasks/images/{asked.instance_id}.sif"
+    assert asked.swe.repo in {package.repo for package in PACKAGES}
+    assert scripted_row(row, "oracle") == row
+    with pytest.raises(CallerError, match="there are oracle, null"):
+        scripted_row(row, "reference")
+
+
+@pytest.mark.parametrize("row", ROWS, ids=lambda row: row["instance_id"])
+def test_its_rollout_resolved_it(row: dict) -> None:
+    [rollout] = [rollout for rollout in ROLLOUTS if rollout["instance_id"] == row["instance_id"]]
+    assert (rollout["reward"], rollout["verdict"]) == (1.0, "resolved")
+    changed = [line for line in row["swe"]["patch"].splitlines() if line.startswith(("+", "-"))]
+    assert [line for line in rollout["patch"].splitlines() if line.startswith(("+", "-"))] == changed
+    assert rollout["test_report"]["FAIL_TO_PASS"]["passed"] == len(row["swe"]["FAIL_TO_PASS"])

@@ -1,0 +1,95 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Rows of published datasets, converted from their records, in images laid out as theirs are, each a SIF."""
+
+import json
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from nemo_gym_prorl.sandbox.images.building.builder import Order, build
+from nemo_gym_prorl.sandbox.images.store import ImageStore
+from nemo_gym_prorl.sandbox.runtime.apptainer import require_runtime
+from nemo_gym_prorl.sandbox.started import StartedSandbox
+from nemo_gym_prorl.tasks.swe.datasets import CONVERTERS
+from tests.tasks import containers
+from tests.tasks.swe import records, tally
+
+
+pytestmark = pytest.mark.sandbox
+
+CONDA, VENV = "/opt/miniconda3/envs/testbed", "/testbed/.venv"
+HIDDEN_TESTS = """\
+from tally import parse, total
+
+def test_plain():
+    assert parse("12.34") == 1234
+
+def test_negative():
+    assert parse("-1.50") == -150
+
+class TestTotal:
+    def test_it(self):
+        assert total(["1,000.5", "2"]) == 100250
+
+def test_never():
+    assert parse("1") == 2
+"""
+EXPECTED = {"test_plain": "PASSED", "test_negative": "PASSED", "TestTotal.test_it": "PASSED", "test_never": "FAILED"}
+
+
+def sif(layout: str, environment: str) -> str:
+    """The image, built if it is not there."""
+    variables = {"layout": layout, "environment": environment, "tests": HIDDEN_TESTS}
+    template = str(Path(__file__).with_name("layouts.def.j2"))
+    order = Order(template, tally.image(), f"test-swe-{layout}", variables=variables, format="sif")
+    return str(build(order, ImageStore(), require_runtime(), print))
+
+
+def swe_bench() -> dict[str, Any]:
+    record = records.swe_bench(
+        repo="pallets/flask",
+        instance_id="pallets__flask-1",
+        base_commit=tally.base_commit(),
+        patch=tally.FIX,
+        test_patch=tally.TEST_PATCH,
+        FAIL_TO_PASS=json.dumps(tally.FAIL_TO_PASS),
+        PASS_TO_PASS=json.dumps(tally.PASS_TO_PASS),
+    )
+    return CONVERTERS["swe-bench"](record, None) | {"image": sif("conda", CONDA)}
+
+
+def r2e_gym() -> dict[str, Any]:
+    record = records.r2e_gym(repo_name="tally", expected_output_json=json.dumps(EXPECTED))
+    return CONVERTERS["r2e-gym"](record, None) | {"image": sif("r2e", VENV)}
+
+
+@asynccontextmanager
+async def opened(row: dict[str, Any]) -> AsyncIterator[StartedSandbox]:
+    """A fresh sandbox of a row's image."""
+    sandbox = await containers.start_with_sessions(row["image"])
+    try:
+        yield sandbox
+    finally:
+        await sandbox.stop()
+
+
+@pytest.mark.parametrize(("make_row", "environment"), [(swe_bench, CONDA), (r2e_gym, VENV)])
+async def test_what_the_image_has_is_active_for_the_policy_and_for_the_tests(make_row: Any, environment: str) -> None:
+    row, task = make_row(), tally.make_task()
+    assert row["image"].endswith(".sif")
+    for fix, verdict in ((tally.APPLY_FIX, "resolved"), ("echo '# nothing' >> tally/money.py", "failed")):
+        async with opened(row) as sandbox:
+            bench = await task.tools.open(sandbox, task.needs(row))
+            await task.prepare(row, bench)
+            looked = await bench.call("bash", {"command": "which python pytest; ls -d *r2e* run_tests.sh /r2e_tests"})
+            assert looked.splitlines()[:2] == [f"{environment}/bin/{name}" for name in ("python", "pytest")]
+            assert "No such file" in looked, "hidden tests are there"
+            assert looked.count("No such file") == 3
+            await bench.call("bash", {"command": fix})
+            taken = await task.artefacts(row, bench)
+            await bench.close()
+        grade = await task.grade(row, taken, {}, lambda needs=None: opened(row))
+        assert (grade.verdict, grade.fields["patch_files"]) == (verdict, ["tally/money.py"]), grade
