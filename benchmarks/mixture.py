@@ -34,6 +34,7 @@ from nemo_gym_prorl.rollout.job import JobState
 from nemo_gym_prorl.rollout.schemas import JobView
 from nemo_gym_prorl.sandbox.images.building.default import ensure_kernel_image
 from nemo_gym_prorl.sandbox.runtime.install import ensure_runtime
+from nemo_gym_prorl.sandbox.supervisor.storage.state_dir import SPACE_FILE
 from nemo_gym_prorl.scripted import server as scripted
 from nemo_gym_prorl.scripted.text import MODEL_NAME
 
@@ -110,29 +111,25 @@ class Mixture:
         if beside is not None:
             await beside
         told = Counter[str]()
-        page = await self.client.ended("0", group=group, limit=100)
-        while page.rollouts:
+        before, page = "0", await self.client.ended("0", group=group)
+        while page.cursor != before:
             told.update(job.id for job in page.rollouts)
-            page = await self.client.ended(page.cursor, group=group, limit=100)
+            before, page = page.cursor, await self.client.ended(page.cursor, group=group)
         if told != Counter(ids):
-            raise RuntimeError(f"lost or doubled: {(Counter(ids) - told) | (told - Counter(ids))}")
+            raise RuntimeError(
+                f"{(Counter(ids) - told).total()} rollouts lost, {(told - Counter(ids)).total()} told twice"
+            )
         by_family = {name: [job for job in jobs if job.environment == name] for name in FAMILIES}
         finished = {name: max((j.finished_at or 0) - begun for j in own) for name, own in by_family.items() if own}
         return Ran(by_family, max(finished.values()), finished, watched)
 
     def send(self, family: str, number: signal.Signals) -> None:
         """A signal to the server of a family."""
-        os.kill(self.server(family), number)
-
-    def server(self, family: str) -> int:
-        """The process of a family's server, also if it was started again."""
-        name = f"prorl_{family}"
-        root = self.gym.instances[name].pid
-        return next((pid for pid in processes.below(root) if pid != root and b"app.py" in _command(pid)), root)
+        os.kill(server_process(self.gym, f"prorl_{family}"), number)
 
     def sandboxes(self) -> int:
         """How many live."""
-        return sum(entry.is_dir() for owner in self._state.iterdir() for entry in owner.iterdir())
+        return len([*self._state.glob(f"*/*/{SPACE_FILE}")])
 
     async def _watch(self, watched: Watched) -> None:
         sampled = 0.0
@@ -153,11 +150,15 @@ class Mixture:
             await asyncio.sleep(_SAMPLE_S)
 
 
-def _command(pid: int) -> bytes:
-    try:
-        return Path(f"/proc/{pid}/cmdline").read_bytes()
-    except OSError:
-        return b""
+def server_process(gym: GymDeployment, name: str) -> int:
+    """The process of a server now: in a supervised deployment the instance's own is its keeper."""
+    wanted = f"NEMO_GYM_CONFIG_PATH={name}".encode()
+    for pid, command in gym.cli.mark.processes().items():
+        if not command.endswith("app.py") or "server_keeper" in command or command.startswith("/bin/bash"):
+            continue
+        if wanted in Path(f"/proc/{pid}/environ").read_bytes().split(b"\0"):
+            return pid
+    raise LookupError(f"{name} has no process now")
 
 
 @asynccontextmanager
