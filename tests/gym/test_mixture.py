@@ -194,30 +194,29 @@ async def _judges_that_fail_are_no_reward(gym: GymDeployment, client: RolloutCli
 
 
 async def _sandboxes_killed_in_eval_are_no_reward(client: RolloutClient) -> None:
-    """The first time it is graded in another one; killed each time, it is masked."""
-    slow = "import time\ntime.sleep(2)\n"
+    """After one it is graded in another; where none lives, not even one that grades what is known, it is masked."""
+    slow = "import time\ntime.sleep(1)\n"
     row = next(row for row in rows_of("code", ORACLE, 2) if "unit_tests" in row["verifier_metadata"])
     script = orjson.loads(row["responses_create_params"]["metadata"]["script"])
     [write] = script["turns"][0]["tool_calls"]
     write["arguments"]["file_text"] = slow + write["arguments"]["file_text"]
     row["responses_create_params"]["metadata"]["script"] = orjson.dumps(script).decode()
 
-    async def killed(times: int) -> JobView:
-        job = await client.submit(row)
-        for _ in range(times):
-            while (await client.get(job.id)).state is not JobState.EVALUATING or not containers.instances():
-                await asyncio.sleep(0.05)
-            [name] = containers.instances()
-            containers.kill_instance(name)
-            while name in containers.instances():
-                await asyncio.sleep(0.05)
+    async def killed(most: int) -> JobView:
+        job, hit = await client.submit(row), set[str]()
+        while not (seen := await client.get(job.id)).state.terminal:
+            there = containers.instances() - hit if seen.state is JobState.EVALUATING else set()
+            for name in [*there][: most - len(hit)]:
+                containers.kill_instance(name)
+                hit.add(name)
+            await asyncio.sleep(0.02)
+        assert hit, "none was killed in time"
         return await client.wait(job.id)
 
-    once = await killed(1)
-    assert (once.reward, once.timings["eval"].attempts) == (1.0, 2), once
-    thrice = await killed(3)
-    assert _masked(thrice) in ("provider_unavailable", "verifier_error")
-    assert thrice.timings["eval"].attempts == 3
+    assert (await killed(1)).reward == 1.0
+    always = await killed(1000)
+    assert _masked(always) in ("provider_unavailable", "verifier_error")
+    assert always.timings["eval"].attempts == 3
 
 
 async def _a_server_that_hangs_holds_up_its_own(gym: GymDeployment, client: RolloutClient) -> None:
