@@ -21,6 +21,7 @@ from __future__ import annotations
 import asyncio
 import re
 import uuid
+from collections.abc import Collection
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -213,11 +214,13 @@ class GymEnvironmentHandler:
         self._close_behind(job, session)
         return Verdict(float(reward), result)
 
-    async def unreachable(self) -> list[str]:
-        """Which of the servers do not answer now."""
-        servers = (self._server, self.context.model)
-        answering = await asyncio.gather(*(server.answers() for server in servers))
-        return [server.name for server, answers in zip(servers, answering, strict=True) if not answers]
+    async def unreachable(self) -> dict[str, Collection[Stage]]:
+        """Which of the servers do not answer now, and what needs them."""
+        needed = ((self._server, Stage), (self.context.model, (Stage.RUN,)))
+        answering = await asyncio.gather(*(server.answers() for server, _ in needed))
+        return {
+            server.name: stages for (server, stages), answers in zip(needed, answering, strict=True) if not answers
+        }
 
     def on_failure(self, job: Job, stage: Stage | None, failure: Failure) -> Outcome:
         """A masked row that carries whatever was sampled, and no reward that anybody could train on."""

@@ -145,12 +145,13 @@ class GymServer:
         return await self.call("POST", path, body, jar)
 
     async def answers(self) -> bool:
-        """It answers a call now, with whatever status, within a few seconds."""
+        """It answers a call now, with whatever status, within a few seconds; also if it cannot be asked, for want of
+        a file descriptor."""
         try:
             async with self._http.session.get(self.url + "/", timeout=_PROBE_TIMEOUT):
                 return True
-        except (aiohttp.ClientError, TimeoutError):
-            return False
+        except (aiohttp.ClientError, TimeoutError) as error:
+            return open_files.is_exhaustion(error)
 
     async def call(
         self, method: str, path: str, body: Any, jar: CookieJar, extra_headers: Mapping[str, str] = _NO_HEADERS

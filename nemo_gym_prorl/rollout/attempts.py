@@ -8,7 +8,7 @@ import logging
 from collections.abc import Callable, Coroutine
 from typing import Any
 
-from nemo_gym_prorl.failures import BudgetExceeded, JobCancelled, Stage
+from nemo_gym_prorl.failures import BudgetExceeded, RolloutError, Stage
 from nemo_gym_prorl.rollout.calls import HandlerCalls
 from nemo_gym_prorl.rollout.job import Job
 from nemo_gym_prorl.rollout.tasks import begin
@@ -30,6 +30,7 @@ class Attempt:
         clock: monotonic seconds.
         cancel_grace_s: how long it may take to come back when it is cancelled, before it is abandoned.
         spawn: runs what an abandoned work leaves to do.
+        out_s: for how many seconds so far the job's servers have not answered.
     """
 
     def __init__(
@@ -40,6 +41,7 @@ class Attempt:
         clock: Callable[[], float],
         cancel_grace_s: float,
         spawn: Callable[[Coroutine[Any, Any, Any]], None],
+        out_s: Callable[[], float],
     ) -> None:
         self._job = job
         self._stage = stage
@@ -47,13 +49,15 @@ class Attempt:
         self._clock = clock
         self._cancel_grace_s = cancel_grace_s
         self._spawn = spawn
-        self._interrupt: asyncio.Future[JobCancelled] = asyncio.get_running_loop().create_future()
+        self._out_s = out_s
+        self._interrupt: asyncio.Future[RolloutError] = asyncio.get_running_loop().create_future()
         self.abandoned = False
         """The work ignored its cancellation and may still go on."""
         self.idle_s = 0.0
-        """Seconds in which the agent could not act, for lack of a backend; known where the budget ran out."""
+        """Seconds in which nothing could be done, for lack of a backend or of a server that answers; known where the
+        budget ran out."""
 
-    def interrupt(self, error: JobCancelled) -> None:
+    def interrupt(self, error: RolloutError) -> None:
         """Make the work stop; :meth:`run` raises ``error``."""
         if not self._interrupt.done():
             self._interrupt.set_result(error)
@@ -62,7 +66,7 @@ class Attempt:
         """What the work gives. A session that comes up after all, when it was told to stop, is in ``job.session``.
 
         Raises:
-            JobCancelled: it was interrupted.
+            RolloutError: it was interrupted.
             BudgetExceeded: it used up its budget.
             Exception: whatever the handler raised.
         """
@@ -87,21 +91,24 @@ class Attempt:
 
     async def _until_due(self, task: asyncio.Task[Any]) -> None:
         """Return when the work is done or interrupted, or has used up its budget. Nothing of that is used up while the
-        agent cannot act."""
+        agent cannot act, or the job's servers do not answer."""
         ends: set[asyncio.Future[Any]] = {task, self._interrupt}
         budget = self._job.budgets.of(self._stage)
-        started, left = self._clock(), budget
+        started, left, out_before = self._clock(), budget, self._out_s()
         while left > 0:
             done, _ = await asyncio.wait(ends, timeout=left, return_when=asyncio.FIRST_COMPLETED)
-            if done or self._stage is not Stage.RUN:
+            if done:
                 return
-            asked = asyncio.ensure_future(self._calls.waited(self._job))
-            done, _ = await asyncio.wait({*ends, asked}, return_when=asyncio.FIRST_COMPLETED)
-            if asked not in done:
-                asked.cancel()
-                return
+            waited = 0.0
+            if self._stage is Stage.RUN:
+                asked = asyncio.ensure_future(self._calls.waited(self._job))
+                done, _ = await asyncio.wait({*ends, asked}, return_when=asyncio.FIRST_COMPLETED)
+                if asked not in done:
+                    asked.cancel()
+                    return
+                waited = asked.result()
             elapsed = self._clock() - started
-            self.idle_s = min(max(asked.result(), self.idle_s), elapsed)
+            self.idle_s = min(max(waited + self._out_s() - out_before, self.idle_s), elapsed)
             left = budget + self.idle_s - elapsed
             if 0 < left < _RECHECK_S:
                 left = _RECHECK_S

@@ -3,7 +3,8 @@
 
 A dead server fails every rollout that meets it within milliseconds, so a queue of hours would be gone in seconds.
 While one cannot be reached, no rollout of the environment begins, and none goes on into a stage in which that server
-failed one. There are two ways back:
+failed one. A server that hangs fails nothing and keeps everything: if its handler says twice that it does not answer,
+it is out as well, for the stages that need it. There are two ways back:
 
 - a handler that can ask its servers whether they answer (``unreachable``) is asked, and one that answers is in again;
 - where it cannot, one job is let through as a trial after a pause that doubles each time: if the stage in which
@@ -87,6 +88,12 @@ class Breaker:
             self._trial = None
             self._pause_s = min(self._pause_s * 2, self._longest_s)
             self._next_trial = now + self._pause_s
+
+    def silent(self, server: str, stages: Iterable[Stage], now: float) -> None:
+        """A server does not answer its handler, which knows what needs it."""
+        outage = self._outages.setdefault(server, Outage(now, "it does not answer"))
+        outage.stages |= {*stages}
+        outage.probed = True
 
     def trying(self, job_id: str) -> None:
         """That job is let through."""

@@ -11,7 +11,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import math
-from collections.abc import Coroutine
+from collections.abc import Coroutine, Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -156,13 +156,16 @@ class HandlerCalls:
             )
             return None
 
-    async def unreachable(self, environment: str) -> frozenset[str] | None:
-        """The servers of an environment that do not answer now; ``None`` if its handler cannot tell."""
+    async def unreachable(self, environment: str) -> dict[str, frozenset[Stage]] | None:
+        """The servers of an environment that do not answer now, with the stages that need each; ``None`` if its
+        handler cannot tell."""
         try:
             handler = self._handlers.get(environment)
             if not isinstance(handler, TellsUnreachable):
                 return None
-            return frozenset(await _within(ASK_S, handler.unreachable()))
+            told = await _within(ASK_S, handler.unreachable())
+            needed = told if isinstance(told, Mapping) else dict.fromkeys(told, Stage)
+            return {server: frozenset(map(Stage, stages)) for server, stages in needed.items()}
         except Exception as error:
             LOGGER.warning("unreachable of environment %s failed: %s", environment, classify(error, None).reason)
             return None

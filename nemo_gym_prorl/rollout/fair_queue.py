@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import heapq
 from collections import Counter, OrderedDict
-from collections.abc import Callable
+from collections.abc import Callable, Container, KeysView, Set
 
 
 class _Line:
@@ -36,13 +36,15 @@ class _Line:
         del self.jobs[environment][job_id]
         self._forget_empty(environment)
 
-    def pop(self, load: Callable[[str], float], turn: int) -> str:
-        """Take the first job of the environment with the least load; among equals, of the one served longest ago."""
-        environment = min(self.jobs, key=lambda name: (load(name), self._turns[name]))
+    def pop(self, load: Callable[[str], float], turn: int, among: Container[str] | None) -> tuple[str, str]:
+        """Take the first job of the environment with the least load; among equals, of the one served longest ago.
+        Gives the job and its environment."""
+        there = self.jobs if among is None else [name for name in self.jobs if name in among]
+        environment = min(there, key=lambda name: (load(name), self._turns[name]))
         job_id, _ = self.jobs[environment].popitem(last=False)
         self._turns[environment] = turn
         self._forget_empty(environment)
-        return job_id
+        return job_id, environment
 
     def _forget_empty(self, environment: str) -> None:
         if not self.jobs[environment]:
@@ -93,10 +95,16 @@ class FairQueue:
         self._waits_at: dict[str, set[int]] = {}
         self._held: Counter[str] = Counter()
         self._turn = 0
+        self._waiting: Counter[str] = Counter()
         self._size = 0
 
     def __len__(self) -> int:
         return self._size
+
+    @property
+    def environments(self) -> KeysView[str]:
+        """Those that have jobs here."""
+        return self._waiting.keys()
 
     def push(self, job_id: str, client: str, priority: int, environment: str) -> None:
         """Append a job; it must not be in the queue yet."""
@@ -110,21 +118,25 @@ class FairQueue:
             self._waits_at.setdefault(client, set()).add(priority)
             self._moves_back(level, client)
         level.jobs[client].push(job_id, environment, self._turn)
+        self._waiting[environment] += 1
         self._size += 1
 
     def remove(self, job_id: str, client: str, priority: int, environment: str) -> None:
         """Take a job out from wherever it stands."""
         self._levels[priority].jobs[client].remove(job_id, environment)
-        self._forget_empty(priority, client)
+        self._forget_empty(priority, client, environment)
 
-    def pop(self) -> str:
-        """Take the next job; its client holds one slot more. The queue must not be empty."""
-        priority = -self._priorities[0]
+    def pop(self, among: Set[str] | None = None) -> str:
+        """Take the next job; its client holds one slot more. The queue must not be empty.
+
+        Args:
+            among: only of one of these environments, of which there must be a job; that looks at every client.
+        """
+        priority, client = self._first() if among is None else self._first_of(among)
         level = self._levels[priority]
-        client = level.first(self._held)
         self._moves_back(level, client)
-        job_id = level.jobs[client].pop(lambda environment: self._load(client, environment), self._turn)
-        self._forget_empty(priority, client)
+        job_id, environment = level.jobs[client].pop(lambda name: self._load(client, name), self._turn, among)
+        self._forget_empty(priority, client, environment)
         self._holds(client, 1)
         return job_id
 
@@ -135,6 +147,20 @@ class FairQueue:
     def give_back(self, client: str) -> None:
         """A slot of the client is free again."""
         self._holds(client, -1)
+
+    def _first(self) -> tuple[int, str]:
+        priority = -self._priorities[0]
+        return priority, self._levels[priority].first(self._held)
+
+    def _first_of(self, environments: Set[str]) -> tuple[int, str]:
+        ranks = (
+            (-priority, self._held[client], level.turns[client], client)
+            for priority, level in self._levels.items()
+            for client, line in level.jobs.items()
+            if not environments.isdisjoint(line.jobs)
+        )
+        priority, _, _, client = min(ranks)
+        return -priority, client
 
     def _holds(self, client: str, more: int) -> None:
         self._held[client] += more
@@ -149,8 +175,11 @@ class FairQueue:
         level.turns[client] = self._turn
         level.rank(client, self._held)
 
-    def _forget_empty(self, priority: int, client: str) -> None:
+    def _forget_empty(self, priority: int, client: str, environment: str) -> None:
         self._size -= 1
+        self._waiting[environment] -= 1
+        if not self._waiting[environment]:
+            del self._waiting[environment]
         level = self._levels[priority]
         if level.jobs[client].jobs:
             return

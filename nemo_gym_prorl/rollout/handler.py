@@ -10,7 +10,7 @@ and may give it a configuration of its own.
 from __future__ import annotations
 
 import difflib
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping
 from importlib.metadata import EntryPoint, entry_points
 from typing import Any, Protocol, runtime_checkable
 
@@ -76,9 +76,10 @@ class TellsWaiting(Protocol):
 class TellsUnreachable(Protocol):
     """Optional: a handler that can ask whether its servers answer."""
 
-    async def unreachable(self) -> Sequence[str]:
-        """Names (as in ``InfrastructureError.server``) of its servers that do not answer now. Asked every few seconds
-        while one of them is out, and once when a job lost its connection to one."""
+    async def unreachable(self) -> Mapping[str, Collection[Stage]] | Collection[str]:
+        """Names (as in ``InfrastructureError.server``) of its servers that do not answer now, and the stages that need
+        each; names alone are needed by all. Asked every few seconds while a stage works on a job or one of them is
+        out, and once when a job lost its connection to one."""
         ...
 
 

@@ -6,6 +6,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
+from collections import defaultdict
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -17,6 +18,9 @@ from nemo_gym_prorl.rollout.scheduler import StageScheduler, Start
 
 
 LOGGER = logging.getLogger(__name__)
+
+LOOK_S = 5.0
+"""Pause between two questions whether all servers answer, while a stage works."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,6 +67,10 @@ class OutageWatch:
         self._clock = clock
         self._probe_s = probe_s
         self._watches: dict[str, asyncio.Task[None]] = {}
+        self._looks: dict[str, asyncio.Task[None]] = {}
+        self._out_since: dict[str, float] = {}
+        self._was_out_s: defaultdict[str, float] = defaultdict(float)
+        """Seconds of outages that are over, by environment."""
 
     @property
     def held(self) -> dict[str, HeldUp]:
@@ -88,6 +96,17 @@ class OutageWatch:
         server, outage = next(iter(self._of(environment).outages.items()))
         return server, outage.reason
 
+    def out_s(self, environment: str) -> float:
+        """For how many seconds so far rollouts of the environment have been held up."""
+        now = self._clock()
+        return self._was_out_s[environment] + now - self._out_since.get(environment, now)
+
+    def look_at(self, environment: str) -> None:
+        """A stage begins to work on a job of an environment: a server that hangs is to be noticed."""
+        look = self._looks.get(environment)
+        if look is None or look.done():
+            self._looks[environment] = asyncio.create_task(self._while_it_works(environment))
+
     async def met(self, job: Job, stage: Stage, failure: Failure) -> bool:
         """A job lost its connection: ``True`` if the server is out, so that it is not the job's attempt that failed.
 
@@ -109,9 +128,6 @@ class OutageWatch:
         breaker.failed(server, job.id, stage, failure.reason, self._clock())
         breaker.outages[server].probed |= probed
         self._hold(environment)
-        watch = self._watches.get(environment)
-        if watch is None or watch.done():
-            self._watches[environment] = asyncio.create_task(self._until_all_answer(environment))
         return True
 
     def ended(self, job: Job, stage: Stage, *, well: bool) -> None:
@@ -122,18 +138,40 @@ class OutageWatch:
 
     async def close(self) -> None:
         """Look no more."""
-        for watch in self._watches.values():
-            watch.cancel()
-        if self._watches:
-            await asyncio.wait({*self._watches.values()})
+        tasks = {*self._watches.values(), *self._looks.values()}
+        for task in tasks:
+            task.cancel()
+        if tasks:
+            await asyncio.wait(tasks)
 
     def _of(self, environment: str) -> Breaker:
         return self._breakers.setdefault(environment, Breaker())
 
     def _hold(self, environment: str) -> None:
-        held = self._of(environment).held
+        held, now = self._of(environment).held, self._clock()
+        if held:
+            self._out_since.setdefault(environment, now)
+        else:
+            self._was_out_s[environment] += now - self._out_since.pop(environment, now)
         if self._scheduler.held(environment) != held:
             self._carry_out(self._scheduler.hold(environment, held))
+        watch = self._watches.get(environment)
+        if held and (watch is None or watch.done()):
+            self._watches[environment] = asyncio.create_task(self._until_all_answer(environment))
+
+    async def _while_it_works(self, environment: str) -> None:
+        """Look for servers that keep silent, twice before it counts: they may be busy."""
+        breaker, before = self._of(environment), frozenset[str]()
+        while self._scheduler.works_on(environment):
+            await asyncio.sleep(self._probe_s if before else LOOK_S)
+            down = await self._calls.unreachable(environment)
+            if down is None:
+                return
+            for server in before & (down.keys() - breaker.outages.keys()):
+                LOGGER.warning("%s does not answer, no rollout of %s begins until it does", server, environment)
+                breaker.silent(server, down[server], self._clock())
+                self._hold(environment)
+            before = frozenset(down.keys() - breaker.outages.keys())
 
     async def _until_all_answer(self, environment: str) -> None:
         breaker = self._of(environment)

@@ -24,6 +24,7 @@ import uuid
 from collections import Counter
 from collections.abc import Awaitable, Callable, Coroutine
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any
 
 from nemo_gym_prorl.failures import (
@@ -33,6 +34,7 @@ from nemo_gym_prorl.failures import (
     FailureKind,
     InfrastructureError,
     JobCancelled,
+    RolloutError,
     Stage,
     classify,
 )
@@ -65,10 +67,11 @@ class _Control:
 
     done: asyncio.Future[None] = field(default_factory=lambda: asyncio.get_running_loop().create_future())
     since: float = 0.0
-    """When the job entered the queue that it waits in, on the monotonic clock."""
+    """When the job entered the queue that it waits in, or the stage that works on it, on the monotonic clock."""
     attempt: Attempt | None = None
     """While a stage works."""
-    cancelled: JobCancelled | None = None
+    cancelled: RolloutError | None = None
+    """Why the job is to end now."""
     tries: Counter[Stage] = field(default_factory=Counter)
     retry: asyncio.TimerHandle | None = None
     held_up: dict[Stage, float] = field(default_factory=dict)
@@ -201,8 +204,9 @@ class Pipeline:
         self.request_cancel(job, JobCancelled(reason))
         await self.wait(job)
 
-    def request_cancel(self, job: Job, error: JobCancelled) -> None:
-        """Cancel a job without waiting for it; a no-op on one that has its outcome or was cancelled before."""
+    def request_cancel(self, job: Job, error: RolloutError) -> None:
+        """Cancel a job without waiting for it; a no-op on one that has its outcome or was cancelled before. The error
+        is how it ends."""
         control = self._controls.get(job.id)
         if control is None or control.cancelled is not None:
             return
@@ -260,9 +264,11 @@ class Pipeline:
             control.held_up.setdefault(stage, max(since, control.since))
         if job.state is not _WORKING_STATE[stage]:
             self._move(job, _WORKING_STATE[stage])
-        started = self._clock()
+        control.since = started = self._clock()
         grace = self.settings.cancel_grace_s
-        control.attempt = attempt = Attempt(job, stage, self._calls, self._clock, grace, self._spawn)
+        out_s = partial(self._outages.out_s, job.environment)
+        control.attempt = attempt = Attempt(job, stage, self._calls, self._clock, grace, self._spawn, out_s)
+        self._outages.look_at(job.environment)
         if control.cancelled is not None:
             attempt.interrupt(control.cancelled)
         error: BaseException | None = None
@@ -326,7 +332,7 @@ class Pipeline:
         # Scoring again cannot find a session that is gone; only a whole new attempt can.
         again = Stage.EVAL if stage is Stage.EVAL and failure.kind not in _SESSION_GONE else Stage.INIT
         tries = control.tries[again]
-        if not failure.retryable or tries >= job.max_attempts:
+        if not failure.retryable or tries >= job.max_attempts or control.cancelled is not None:
             self._finish_failed(job, failure, stage)
             self._carry_out(self.scheduler.worked(job.id, None))
             return
@@ -358,25 +364,24 @@ class Pipeline:
             self._move(job, JobState.QUEUED)
 
     def _give_up_waiting(self, environment: str) -> None:
-        """Fail the jobs of an environment that one of its servers has held up for too long."""
+        """Fail the jobs of an environment that one of its servers has held up for too long, be it that they wait or
+        that a stage that needs it works on them."""
         since, now, bound = self._outages.since(environment), self._clock(), self.settings.unreachable_s
         if since is None:
             return
         server, met = self._outages.reason(environment)
         reason = f"{server} could not be reached for {bound:g} s: {met}"
+        error = InfrastructureError(reason, kind=FailureKind.TRANSPORT_UNREACHABLE, server=server)
         for job_id, control in [*self._controls.items()]:
-            begun = min(control.held_up.values(), default=max(since, control.since))
-            if now - begun < bound or not self.scheduler.is_held(job_id):
-                continue
             job = self.store.get(job_id)
             assert job is not None, "a live job is never forgotten"
-            if job.environment != environment:
+            if job.environment != environment or not self.scheduler.is_held(job_id):
                 continue
-            self.scheduler.pause(job_id)
-            failure = classify(
-                InfrastructureError(reason, kind=FailureKind.TRANSPORT_UNREACHABLE, server=server), None
-            )
-            self._spawn(self._leave_queue(job, failure))
+            begun = max(since, control.since)
+            if self.scheduler.is_waiting(job_id):
+                begun = min(control.held_up.values(), default=begun)
+            if now - begun >= bound:
+                self.request_cancel(job, error)
 
     def _requeue(self, job: Job, stage: Stage) -> None:
         control = self._controls[job.id]

@@ -108,9 +108,17 @@ def _unwritable(value: Any) -> Iterator[tuple[str, str]]:
                 for key, member in item.items():
                     if not is_text(key):
                         yield _path((where, key)), "the name holds half a surrogate pair, which is no character"
-                    stack.append((member, (where, key), depth + 1))
+                    if not _is_ascii(member):
+                        stack.append((member, (where, key), depth + 1))
             case list():
-                stack.extend((member, (where, index), depth + 1) for index, member in enumerate(item))
+                stack.extend(
+                    (member, (where, index), depth + 1) for index, member in enumerate(item) if not _is_ascii(member)
+                )
+
+
+def _is_ascii(item: Any) -> bool:
+    """Text that needs no look: of a row of tests there are thousands."""
+    return isinstance(item, str) and item.isascii()
 
 
 def _path(where: tuple[Any, ...]) -> str:

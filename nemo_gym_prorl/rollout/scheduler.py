@@ -9,9 +9,14 @@ Invariants:
 
 - A stage never holds more jobs than its pool has slots.
 - INIT starts only if the sandbox it makes has somewhere to go: jobs that hold a session (in INIT, READY or RUN) never
-  exceed ``run + ready``. So READY is bounded by construction and nothing has to block when INIT is done. What
-  waits in READY on hold is not counted: its server cannot be reached, and it must not take another environment's
-  place. So an outage may add the sessions of at most as many environments as are out.
+  exceed ``run + ready``. So READY is bounded by construction and nothing has to block when INIT is done.
+- What stands in a stage on hold counts for neither, be it that it waits there or that it works: its server does not
+  answer, and it must not take another environment's place. So an outage may add the slots and sessions of at most as
+  many environments as are out.
+- No environment takes a stage whole while another could use it: a slot of a stage stays free for each that has
+  none there and rows on their way, and a session for each that has none and waits for INIT. So one whose work takes
+  long, or never ends, can cost the others what is above one each, and not that one. (INIT's last slots are used by
+  those that have less than their share of the sessions.)
 - A slot is taken by `Start` and given back by exactly one later event of that job.
 - A stage that is on hold for an environment (:meth:`StageScheduler.hold`) starts nothing of it but what
   :meth:`StageScheduler.admit` lets past. Rows of other environments go on as if those on hold were not there.
@@ -22,7 +27,7 @@ Invariants:
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Mapping, Set
 from dataclasses import dataclass
 from enum import Enum, auto
 
@@ -90,12 +95,16 @@ class StageScheduler:
     def __init__(self, sizes: PoolSizes, shares: Mapping[str, float] | None = None) -> None:
         self.sizes = sizes
         self._shares = dict(shares or {})
-        self._places: dict[str, _Place] = {}
+        self._jobs: dict[str, _Place] = {}
         self._has: Counter[tuple[Stage, str, str]] = Counter()
         """What a client has of an environment: slots of a stage, and for INIT sessions."""
         self._queues = {stage: self._queue(stage) for stage in Stage}
-        self._working = dict.fromkeys(Stage, 0)
-        self._sessions = 0
+        self._live: Counter[str] = Counter()
+        """Jobs by environment."""
+        self._working: Counter[tuple[Stage, str]] = Counter()
+        """Slots in use, by stage and environment."""
+        self._sessions: Counter[tuple[Stage, str]] = Counter()
+        """Sessions, by the stage where their jobs are and by environment."""
         self._on_hold: dict[tuple[str, Stage], FairQueue] = {}
         """What waits for a stage that is on hold for its environment."""
 
@@ -107,21 +116,26 @@ class StageScheduler:
 
     def working(self, stage: Stage) -> int:
         """Slots of a stage in use."""
-        return self._working[stage]
+        return sum(count for (at, _), count in self._working.items() if at is stage)
 
     @property
     def sessions(self) -> int:
         """Jobs that hold, or are about to hold, a session: in INIT, READY or RUN."""
-        return self._sessions
+        return self._sessions.total()
+
+    def works_on(self, environment: str) -> bool:
+        """Some stage works on a job of that environment."""
+        return any(self._working[stage, environment] for stage in Stage)
 
     def is_waiting(self, job_id: str) -> bool:
         """The job stands in a queue, so nobody works on it."""
-        return self._places[job_id].where is _Where.WAITING
+        return self._jobs[job_id].where is _Where.WAITING
 
     def is_held(self, job_id: str) -> bool:
-        """The job waits for a stage that is on hold."""
-        place = self._places[job_id]
-        return place.where is _Where.WAITING and (place.environment, place.stage) in self._on_hold
+        """The job waits for a stage that is on hold, or that works on it."""
+        place = self._jobs[job_id]
+        there = place.where in (_Where.WAITING, _Where.WORKING)
+        return there and (place.environment, place.stage) in self._on_hold
 
     def held(self, environment: str) -> frozenset[Stage]:
         """The stages on hold for an environment."""
@@ -132,7 +146,7 @@ class StageScheduler:
         anew with each call."""
         return Counter(
             (place.environment, place.stage, place.where is _Where.WORKING)
-            for place in self._places.values()
+            for place in self._jobs.values()
             if place.where in (_Where.WORKING, _Where.WAITING)
         )
 
@@ -140,14 +154,15 @@ class StageScheduler:
 
     def submit(self, job_id: str, client: str, priority: int, environment: str = "") -> list[Start]:
         """A new job arrives in INIT's queue."""
-        self._places[job_id] = _Place(client, priority, Stage.INIT, _Where.OUTSIDE, environment)
+        self._jobs[job_id] = _Place(client, priority, Stage.INIT, _Where.OUTSIDE, environment)
+        _add(self._live, environment, 1)
         return self._enqueue(job_id, Stage.INIT)
 
     def worked(self, job_id: str, then: Stage | None) -> list[Start]:
         """A stage is done with a job: its slot comes back; it goes on to ``then``, or leaves (``None``)."""
         self._leave_slot(job_id)
         if then is None:
-            del self._places[job_id]
+            _add(self._live, self._jobs.pop(job_id).environment, -1)
             return self._fill()
         return self._enqueue(job_id, then)
 
@@ -165,13 +180,14 @@ class StageScheduler:
 
         For READY: its session still exists while it is being released, and the bound on sessions must know.
         """
-        place = self._places[job_id]
+        place = self._jobs[job_id]
         self._queue_of(place).remove(job_id, place.client, place.priority, place.environment)
         self._moves(place, place.stage, _Where.PAUSED)
 
     def remove(self, job_id: str) -> list[Start]:
         """A job that no stage works on leaves, wherever it stands."""
-        place = self._places.pop(job_id)
+        place = self._jobs.pop(job_id)
+        _add(self._live, place.environment, -1)
         if place.where is _Where.WAITING:
             self._queue_of(place).remove(job_id, place.client, place.priority, place.environment)
         self._moves(place, place.stage, _Where.OUTSIDE)
@@ -195,21 +211,21 @@ class StageScheduler:
         for it."""
         for stage in (Stage.EVAL, Stage.RUN, Stage.INIT):
             queue = self._on_hold.get((environment, stage))
-            if queue is not None and len(queue) and self._room(stage):
+            if queue is not None and len(queue) and self._free(stage) > 0:
                 return [self._start_next(stage, queue)]
         return []
 
     # -- inside --------------------------------------------------------------------------------------------------
 
     def _enqueue(self, job_id: str, stage: Stage) -> list[Start]:
-        place = self._places[job_id]
+        place = self._jobs[job_id]
         self._moves(place, stage, _Where.WAITING)
         self._queue_of(place).push(job_id, place.client, place.priority, place.environment)
         return self._fill()
 
     def _queue(self, stage: Stage) -> FairQueue:
         def load(client: str, environment: str) -> float:
-            return self._has[stage, client, environment] / self._shares.get(environment, 1.0)
+            return self._has[stage, client, environment] / self._share(environment)
 
         return FairQueue(load)
 
@@ -220,13 +236,13 @@ class StageScheduler:
         """In the order in which they were submitted."""
         return [
             job_id
-            for job_id, place in self._places.items()
+            for job_id, place in self._jobs.items()
             if place.where is _Where.WAITING and place.stage is stage and place.environment == environment
         ]
 
     def _transfer(self, job_ids: list[str], source: FairQueue, target: FairQueue) -> None:
         for job_id in job_ids:
-            place = self._places[job_id]
+            place = self._jobs[job_id]
             source.remove(job_id, place.client, place.priority, place.environment)
             target.push(job_id, place.client, place.priority, place.environment)
 
@@ -234,7 +250,7 @@ class StageScheduler:
         return sum(len(queue) for (_, held), queue in self._on_hold.items() if held is stage)
 
     def _leave_slot(self, job_id: str) -> None:
-        place = self._places[job_id]
+        place = self._jobs[job_id]
         self._queues[place.stage].give_back(place.client)
         self._moves(place, place.stage, _Where.OUTSIDE)
 
@@ -246,41 +262,95 @@ class StageScheduler:
 
     def _count(self, place: _Place, one: int) -> None:
         works = place.where is _Where.WORKING
+        at = place.stage, place.environment
         if works:
-            self._working[place.stage] += one
+            _add(self._working, at, one)
         if works and place.stage is not Stage.INIT:
-            self._has_more(place.stage, place, one)
+            _add(self._has, (place.stage, place.client, place.environment), one)
         has_session = works if place.stage is Stage.INIT else place.where is not _Where.OUTSIDE
         if has_session and place.stage is not Stage.EVAL:
-            self._sessions += one
-            self._has_more(Stage.INIT, place, one)
+            _add(self._sessions, at, one)
+            _add(self._has, (Stage.INIT, place.client, place.environment), one)
 
-    def _has_more(self, stage: Stage, place: _Place, one: int) -> None:
-        key = stage, place.client, place.environment
-        self._has[key] += one
-        if not self._has[key]:
-            del self._has[key]  # callers name themselves as they like
+    def _counted(self, what: Counter[tuple[Stage, str]], *stages: Stage) -> int:
+        """Of these slots or sessions, those that take up room: not what stands in a stage on hold."""
+        return sum(count for (at, name), count in what.items() if at in stages and (name, at) not in self._on_hold)
 
-    def _room(self, stage: Stage) -> bool:
-        if self._working[stage] >= self.sizes.of(stage):
-            return False
+    def _free(self, stage: Stage) -> int:
+        """Slots of a stage that are free; of INIT's, those whose sessions have somewhere to go."""
+        slots = self.sizes.of(stage) - self._counted(self._working, stage)
+        return min(slots, self._free_places) if stage is Stage.INIT else slots
+
+    @property
+    def _places(self) -> int:
+        return self.sizes.run + self.sizes.ready
+
+    @property
+    def _free_places(self) -> int:
+        return self._places - self._counted(self._sessions, Stage.INIT, Stage.RUN)
+
+    def _may_start(self, stage: Stage) -> Set[str]:
+        """The environments of which the next job of a stage may be: of those that wait there."""
+        may: Set[str] = self._queues[stage].environments
+        free = self._free(stage)
+        if free <= 0:
+            return frozenset()
+        if free > len(self._live) or len(self._live) == 1:
+            return may
+        coming = self._coming(stage)
+        without_slot = {name for name in coming if not self._working[stage, name]}
+        if self.sizes.of(stage) - self._counted(self._working, stage) <= len(without_slot):
+            may &= without_slot
+            if stage is Stage.INIT:
+                may = {name for name in may if self._is_below_share(name)}
         if stage is Stage.INIT:
-            return self.sessions - self._waiting_on_hold(Stage.RUN) < self.sizes.run + self.sizes.ready
-        return True
+            without_session = {name for name in coming if not self._sessions_of(name)}
+            if self._free_places <= len(without_session):
+                may &= without_session
+        return may
+
+    def _coming(self, stage: Stage) -> Set[str]:
+        """The environments that wait for a stage, or will when what is upstream of it is done."""
+        waiting = self._queues[Stage.INIT].environments
+        if stage is Stage.INIT:
+            return waiting
+        upstream = waiting | {name for at, name in self._sessions if (name, at) not in self._on_hold}
+        return self._queues[stage].environments | {name for name in upstream if (name, stage) not in self._on_hold}
+
+    def _is_below_share(self, environment: str) -> bool:
+        """It has fewer sessions than it would, were they divided now among those that have some or wait for one."""
+        names = {name for _, name in self._sessions} | self._queues[Stage.INIT].environments
+        share = self._share(environment) / sum(map(self._share, names))
+        return self._sessions_of(environment) < share * self._places
+
+    def _sessions_of(self, environment: str) -> int:
+        return self._sessions[Stage.INIT, environment] + self._sessions[Stage.RUN, environment]
+
+    def _share(self, environment: str) -> float:
+        return self._shares.get(environment, 1.0)
 
     def _fill(self) -> list[Start]:
         """Start everything that may start. Downstream first, since that is what makes room upstream."""
-        starts: list[Start] = []
-        for stage in (Stage.EVAL, Stage.RUN, Stage.INIT):
-            while len(self._queues[stage]) and self._room(stage):
-                starts.append(self._start_next(stage, self._queues[stage]))
+        return [start for stage in (Stage.EVAL, Stage.RUN, Stage.INIT) for start in self._fill_stage(stage)]
+
+    def _fill_stage(self, stage: Stage) -> list[Start]:
+        queue, starts = self._queues[stage], []
+        while len(queue) and (may := self._may_start(stage)):
+            starts.append(self._start_next(stage, queue, may if may < queue.environments else None))
         return starts
 
-    def _start_next(self, stage: Stage, queue: FairQueue) -> Start:
-        job_id = queue.pop()
-        place = self._places[job_id]
+    def _start_next(self, stage: Stage, queue: FairQueue, among: Set[str] | None = None) -> Start:
+        job_id = queue.pop(among)
+        place = self._jobs[job_id]
         if queue is not self._queues[stage]:
             queue.give_back(place.client)
             self._queues[stage].lend(place.client)
         self._moves(place, stage, _Where.WORKING)
         return Start(job_id, stage)
+
+
+def _add[K](counter: Counter[K], key: K, more: int) -> None:
+    """Count, and forget what is none: callers name themselves as they like."""
+    counter[key] += more
+    if not counter[key]:
+        del counter[key]

@@ -2,8 +2,8 @@
 """The breaker against random events, and whole outages in virtual time: no rollout is burned on a dead server."""
 
 import asyncio
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Mapping, Sequence
+from typing import Any, ClassVar
 
 import pytest
 from hypothesis import strategies as st
@@ -48,6 +48,11 @@ class Outages(RuleBasedStateMachine):
             self.trial = None
             assert not self.breaker.wants_trial(self.now), "after a trial that failed comes a pause"
 
+    @rule(server=st.sampled_from(["resources", "model"]), stages=st.sets(st.sampled_from(Stage), min_size=1))
+    def a_server_keeps_silent(self, server: str, stages: set[Stage]) -> None:
+        self.breaker.silent(server, stages, self.now)
+        self.out.setdefault(server, set()).update(stages)
+
     @precondition(lambda self: self.breaker.wants_trial(self.now))
     @rule()
     def try_one(self) -> None:
@@ -84,7 +89,9 @@ class Outages(RuleBasedStateMachine):
 
     @invariant()
     def a_trial_comes_in_the_end(self) -> None:
-        if self.out and self.trial is None:
+        probed = any(outage.probed for outage in self.breaker.outages.values())
+        assert not (probed and self.breaker.wants_trial(self.now + 1e9)), "whoever is asked needs no trial"
+        if self.out and self.trial is None and not probed:
             assert self.breaker.wants_trial(self.now + 8.0), "no pause is longer than the longest"
         assert self.trial is None or not self.breaker.wants_trial(self.now + 1e9)
 
@@ -125,6 +132,43 @@ class Probed(Deployment):
 
     async def unreachable(self) -> Sequence[str]:
         return [server for server, kind in self.down.items() if kind is FailureKind.TRANSPORT_UNREACHABLE]
+
+
+class Hanging(Deployment):
+    """Its servers do not die: they keep whoever calls them waiting, and answer no question."""
+
+    NEEDED: ClassVar = {"resources": [*Stage], "model": [Stage.RUN]}
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.hangs: dict[str, asyncio.Event] = {}
+
+    async def _wait_for(self, server: str) -> None:
+        if server in self.hangs:
+            await self.hangs[server].wait()
+
+    async def init(self, job: Job) -> int:
+        await self._wait_for("resources")
+        return await super().init(job)
+
+    async def run(self, job: Job, session: int) -> Trajectory:
+        trajectory = await super().run(job, session)
+        await self._wait_for("model")
+        await self._wait_for("resources")
+        return trajectory
+
+    async def eval(self, job: Job, trajectory: Trajectory) -> Verdict:
+        await self._wait_for("resources")
+        return await super().eval(job, trajectory)
+
+    async def unreachable(self) -> Mapping[str, Sequence[Stage]]:
+        return {server: self.NEEDED[server] for server in self.hangs}
+
+    def hang(self, server: str) -> None:
+        self.hangs[server] = asyncio.Event()
+
+    def go_on(self, server: str) -> None:
+        self.hangs.pop(server).set()
 
 
 UNREACHABLE = FailureKind.TRANSPORT_UNREACHABLE
@@ -193,14 +237,7 @@ def test_the_dead_server_of_one_environment_holds_up_no_other(kind_of_handler: t
 
     async def play() -> None:
         dead, alive = kind_of_handler(), kind_of_handler()
-        environments = Environments(
-            [
-                Environment("dead", "planned", lambda: dead, frozenset({"dead"})),
-                Environment("alive", "planned", lambda: alive, frozenset({"alive"})),
-            ],
-            default=None,
-        )
-        pipeline = Pipeline(environments, SETTINGS, clock=asyncio.get_running_loop().time)
+        pipeline = of_two(dead, alive)
         stuck = [pipeline.submit(JobRequest({"data_source": "dead"}, priority=9)) for _ in range(100)]
         await asyncio.sleep(7)
         dead.down[server] = UNREACHABLE
@@ -215,6 +252,67 @@ def test_the_dead_server_of_one_environment_holds_up_no_other(kind_of_handler: t
         assert await pipeline.drain(timeout=3000)
         assert {job.state for job in stuck} == {JobState.SUCCEEDED}
         assert not pipeline.held
+
+    run_in_virtual_time(play())
+
+
+def of_two(dead: Deployment, alive: Deployment) -> Pipeline:
+    environments = Environments(
+        [
+            Environment("dead", "planned", lambda: dead, frozenset({"dead"})),
+            Environment("alive", "planned", lambda: alive, frozenset({"alive"})),
+        ],
+        default=None,
+    )
+    return Pipeline(environments, SETTINGS, clock=asyncio.get_running_loop().time)
+
+
+@pytest.mark.parametrize("server", ["resources", "model"])
+def test_a_server_that_hangs_keeps_no_slot_from_another_environment_and_costs_its_own_nothing(server: str) -> None:
+    """Its rows come first, fill every pool and hang for longer than their budgets; they go on where they were."""
+
+    async def play() -> None:
+        dead, alive = Hanging(), Deployment()
+        pipeline = of_two(dead, alive)
+        stuck = [
+            pipeline.submit(JobRequest({"data_source": "dead"}, priority=9, budgets={stage: 60.0 for stage in Stage}))
+            for _ in range(100)
+        ]
+        await asyncio.sleep(7)
+        dead.hang(server)
+        jobs = [pipeline.submit(JobRequest({"data_source": "alive"})) for _ in range(80)]
+        # 80 runs of 5 s in 8 slots, and until it was noticed
+        await asyncio.sleep(80)
+        assert {job.state for job in jobs} == {JobState.SUCCEEDED}
+        assert pipeline.held[server].environments == ("dead",)
+        await asyncio.sleep(600)
+        assert not any(job.state in FAILED_STATES for job in stuck)
+        made = dead.made
+        dead.go_on(server)
+        assert await pipeline.drain(timeout=3000)
+        assert {job.state for job in stuck} == {JobState.SUCCEEDED}
+        assert dead.made - made <= len(stuck) - made, "none began anew"
+        assert {job.times[stage].attempts for job in stuck for stage in Stage} == {1}
+        assert max(job.times[stage].worked_s for job in stuck for stage in Stage) < 60
+        assert not pipeline.held
+
+    run_in_virtual_time(play())
+
+
+def test_a_server_that_hangs_for_too_long_fails_its_jobs() -> None:
+    async def play() -> None:
+        dead, alive = Hanging(), Deployment()
+        pipeline = of_two(dead, alive)
+        stuck = [pipeline.submit(JobRequest({"data_source": "dead"})) for _ in range(30)]
+        await asyncio.sleep(7)
+        dead.hang("resources")
+        await asyncio.sleep(SETTINGS.unreachable_s - 10)
+        assert not any(job.state in FAILED_STATES for job in stuck)
+        assert await pipeline.drain(timeout=200)
+        kinds = {job.outcome and job.outcome.failure and job.outcome.failure.kind for job in stuck}
+        assert kinds == {UNREACHABLE, None}, "what was scored before it hung"
+        assert not dead.sessions, "every session was released"
+        await pipeline.close()
 
     run_in_virtual_time(play())
 

@@ -34,7 +34,7 @@ class Schedules(RuleBasedStateMachine):
         self.aside: dict[str, Stage] = {}
         self.paused: dict[str, Stage] = {}
         self.held: dict[str, frozenset[Stage]] = {name: frozenset() for name in ENVIRONMENTS}
-        self.overflow = 0
+        self.overflow = Counter[str]()
         self.count = 0
 
     @initialize(init=st.integers(1, 3), ready=st.integers(0, 2), run=st.integers(1, 3), eval_=st.integers(1, 2))
@@ -59,8 +59,8 @@ class Schedules(RuleBasedStateMachine):
     def hold(self, environment: str, stages: frozenset[Stage]) -> None:
         self.held[environment] = stages
         self.apply(self.scheduler.hold(environment, stages))
-        # What was on hold in READY counts again, beside what took its place meanwhile.
-        self.overflow = max(0, self.scheduler.sessions - self.on_hold(Stage.RUN) - self.bound)
+        # What stands in a stage that was on hold counts again, beside what took its place meanwhile.
+        self.overflow = self.counted - self.bounds
 
     @rule(environment=st.sampled_from(ENVIRONMENTS))
     def a_trial_is_let_through(self, environment: str) -> None:
@@ -69,15 +69,17 @@ class Schedules(RuleBasedStateMachine):
             assert environment_of(start.job_id) == environment
             assert self.waiting.pop(start.job_id) is start.stage
             self.working[start.job_id] = start.stage
-            self.overflow += start.stage is Stage.RUN  # it was on hold, and counts again
 
     @precondition(lambda self: self.working)
     @rule(data=st.data())
     def stage_works(self, data: st.DataObject) -> None:
         job_id = data.draw(st.sampled_from(sorted(self.working)))
-        then = NEXT[self.working.pop(job_id)]
+        stage = self.working.pop(job_id)
+        then = NEXT[stage]
         if then is not None:
             self.waiting[job_id] = then
+        if stage is Stage.INIT and self.stands_on_hold(job_id, stage):
+            self.overflow["sessions"] += 1  # it came up all the same, and counts again
         self.apply(self.scheduler.worked(job_id, then))
 
     @precondition(lambda self: self.working)
@@ -101,8 +103,6 @@ class Schedules(RuleBasedStateMachine):
     def cancel_a_waiting_job(self, data: st.DataObject) -> None:
         job_id = data.draw(st.sampled_from(sorted(self.waiting)))
         assert self.scheduler.is_waiting(job_id)
-        # Its session counts again while it is being released.
-        self.overflow += self.scheduler.is_held(job_id) and self.waiting[job_id] is Stage.RUN
         self.paused[job_id] = self.waiting.pop(job_id)
         self.scheduler.pause(job_id)
 
@@ -114,13 +114,44 @@ class Schedules(RuleBasedStateMachine):
         self.aside.pop(job_id, None)
         self.apply(self.scheduler.remove(job_id))
 
-    @property
-    def bound(self) -> int:
-        return self.sizes.run + self.sizes.ready
+    def stands_on_hold(self, job_id: str, stage: Stage) -> bool:
+        return stage in self.held[environment_of(job_id)]
 
-    def on_hold(self, stage: Stage) -> int:
-        """Rows that wait for a stage on hold."""
-        return sum(at is stage and stage in self.held[environment_of(job)] for job, at in self.waiting.items())
+    @property
+    def sessions(self) -> dict[str, Stage]:
+        """Jobs that have one, and where they are."""
+        having = self.working | {job: at for job, at in (self.waiting | self.paused).items() if at is Stage.RUN}
+        return {job: at for job, at in having.items() if at is not Stage.EVAL}
+
+    @property
+    def counted(self) -> Counter[str]:
+        """What takes up room: slots by stage, and sessions."""
+        slots = Counter[str](at for job, at in self.working.items() if not self.stands_on_hold(job, at))
+        slots["sessions"] = sum(not self.stands_on_hold(job, at) for job, at in self.sessions.items())
+        return slots
+
+    @property
+    def bounds(self) -> Counter[str]:
+        return Counter({stage.value: self.sizes.of(stage) for stage in Stage}) + Counter(
+            sessions=self.sizes.run + self.sizes.ready
+        )
+
+    def coming(self, stage: Stage) -> set[str]:
+        """Environments for which a slot of a stage stays free, if they have none there."""
+        come = {environment_of(job) for job in self.may_start(Stage.INIT)}
+        if stage is not Stage.INIT:
+            come |= {environment_of(job) for job, at in self.sessions.items() if not self.stands_on_hold(job, at)}
+        return {environment_of(job) for job in self.may_start(stage)} | {
+            name for name in come if stage not in self.held[name]
+        }
+
+    def is_below_share(self, environment: str) -> bool:
+        having = Counter(environment_of(job) for job in self.sessions)
+        names = {environment_of(job) for job in self.may_start(Stage.INIT)} | having.keys()
+        return having[environment] < self.bounds["sessions"] / len(names)
+
+    def may_start(self, stage: Stage) -> list[str]:
+        return [job for job, at in self.waiting.items() if at is stage and not self.stands_on_hold(job, at)]
 
     @invariant()
     def counts_agree(self) -> None:
@@ -134,28 +165,31 @@ class Schedules(RuleBasedStateMachine):
             for jobs in (self.working, self.waiting)
             for job, stage in jobs.items()
         )
-        for job_id, stage in self.waiting.items():
+        for job_id, stage in (self.waiting | self.working).items():
             assert self.scheduler.is_held(job_id) == (stage in self.held[environment_of(job_id)])
 
     @invariant()
     def nothing_that_may_start_waits(self) -> None:
-        working = Counter(self.working.values())
-        waiting = Counter(self.waiting.values())
-        for stage in (Stage.RUN, Stage.EVAL):
-            assert waiting[stage] == self.on_hold(stage) or working[stage] >= self.sizes.of(stage)
-        sessions = working[Stage.INIT] + working[Stage.RUN] + waiting[Stage.RUN]
-        sessions += sum(stage is Stage.RUN for stage in self.paused.values())
-        assert sessions == self.scheduler.sessions
-        room = working[Stage.INIT] < self.sizes.init and sessions - self.on_hold(Stage.RUN) < self.bound
-        assert not (waiting[Stage.INIT] > self.on_hold(Stage.INIT) and room)
+        assert self.scheduler.sessions == len(self.sessions)
+        for stage in Stage:
+            may, coming = {environment_of(job) for job in self.may_start(stage)}, self.coming(stage)
+            without = coming - {environment_of(job) for job, at in self.working.items() if at is stage}
+            free = self.bounds[stage] - self.counted[stage]
+            if free <= len(without):
+                may = {name for name in may & without if stage is not Stage.INIT or self.is_below_share(name)}
+            if stage is Stage.INIT:
+                places = self.bounds["sessions"] - self.counted["sessions"]
+                without = coming - {environment_of(job) for job in self.sessions}
+                may = may & without if places <= len(without) else may
+                free = min(free, places)
+            assert free <= 0 or not may
 
     @invariant()
     def bounds_hold(self) -> None:
-        for stage in Stage:
-            assert self.scheduler.working(stage) <= self.sizes.of(stage)
-        counted = self.scheduler.sessions - self.on_hold(Stage.RUN)
-        assert counted <= self.bound + self.overflow, "more only as an outage ended, and ever less"
-        self.overflow = min(self.overflow, max(0, counted - self.bound))
+        counted, bounds = self.counted, self.bounds
+        for what, count in counted.items():
+            assert count <= bounds[what] + self.overflow[what], "more only as an outage ended, and ever less"
+        self.overflow &= counted - bounds
 
 
 TestSchedules = Schedules.TestCase
@@ -289,6 +323,31 @@ def test_environments_have_their_shares_of_sandboxes_and_slots(shares: dict[str,
         begin(scheduler.worked(job_id, NEXT[stage]))
     share = shares.get("swe", 1.0) / (shares.get("swe", 1.0) + shares.get("math", 1.0))
     assert slots["swe"] / slots.total() == pytest.approx(share, abs=0.04)
+
+
+@settings(max_examples=100)
+@given(
+    sizes=st.builds(PoolSizes, st.integers(2, 5), st.integers(0, 3), st.integers(2, 6), st.integers(2, 5)),
+    hangs=st.sampled_from(Stage),
+    share=st.sampled_from([1.0, 9.0]),
+    clients=st.integers(1, 3),
+)
+def test_work_that_never_ends_keeps_no_other_environment_out(
+    sizes: PoolSizes, hangs: Stage, share: float, clients: int
+) -> None:
+    """Rows of two are mixed; those of one never leave a stage, and those of the other all get through."""
+    scheduler = StageScheduler(sizes, {"swe": share})
+    working: list[Start] = []
+    for number in range(20):
+        working += scheduler.submit(f"math-{number}", "client-0", 0, "math")
+        working += scheduler.submit(f"swe-{number}", f"client-{number % clients}", 1, "swe")
+    done = 0
+    while moving := [start for start in working if start.stage is not hangs or start.job_id.startswith("math")]:
+        start = moving[0]
+        working.remove(start)
+        done += start.stage is Stage.EVAL and start.job_id.startswith("math")
+        working += scheduler.worked(start.job_id, NEXT[start.stage])
+    assert done == 20
 
 
 def test_a_client_that_holds_fewer_slots_goes_first() -> None:
