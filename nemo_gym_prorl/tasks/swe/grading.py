@@ -194,10 +194,12 @@ def _tampering(row: Row, solution: Solution, run: Run) -> str | None:
     root = row.swe.repo_folder.rstrip("/") + "/"
     fix = Protection(row.swe).fix
     counting = {shown(change.path) for change in solution.changes if change.path not in solution.ignored} - fix
-    for path, hook in run.told.hooks:
+    for path, hook, genuine in run.told.hooks:
         inside = path.removeprefix(root)
-        if inside in counting and "_pytest/" not in inside:
+        if inside in counting and not inside.startswith(("_pytest/", "src/_pytest/")):
             return f"{inside} takes part in the test runner: {hook}"
+        if not genuine:
+            return f"something that says it is of {inside}, and is not, takes part in the test runner: {hook}"
     return None
 
 
