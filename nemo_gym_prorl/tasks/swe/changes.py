@@ -14,7 +14,7 @@ import re
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 
-from nemo_gym_prorl.tasks.swe.paths import Protection, same_settings, tops
+from nemo_gym_prorl.tasks.swe.paths import Places, Protection, same_settings
 
 
 LINK, SUBMODULE = "120000", "160000"
@@ -120,17 +120,22 @@ def hash_of(content: bytes) -> str:
 
 
 def ignored(
-    changes: Iterable[Change], before: Mapping[str, Entry], contents: Mapping[str, bytes], protection: Protection
+    changes: Iterable[Change],
+    before: Mapping[str, Entry],
+    contents: Mapping[str, bytes],
+    protection: Protection,
+    base: Places,
 ) -> dict[str, str]:
     """Path to why, of changes that do not count."""
     found = {}
-    base = tops(shown(path) for path in before)
     for change in changes:
         path = shown(change.path)
         why = protection.why(path, base if change.new else None)
         if why is None and protection.by_content(path):
             old, new = before.get(change.path), change.entry
-            if not same_settings(path, contents.get(old.blob) if old else b"", contents.get(new.blob) if new else b""):
+            link = new is not None and new.mode == LINK
+            was, now = (contents.get(entry.blob) if entry else b"" for entry in (old, new))
+            if link or not same_settings(path, was, now):
                 why = "configures a test runner"
         if why is not None:
             found[change.path] = why

@@ -77,6 +77,8 @@ def read_records(raw: bytes, secret: str) -> Told:
         count, kind, *values = json.loads(body)
         if count != number:
             return Told(forged="records of the test runner are missing")
+        if ended:
+            return Told(forged="the test runner went on after its end")
         match kind, values:
             case "begin", _:
                 begun = True
@@ -111,6 +113,7 @@ def _status(phases: Mapping[str, str]) -> str:
         "passed": TestStatus.PASSED,
         "skipped": TestStatus.SKIPPED,
         "xfailed": TestStatus.XFAIL,
+        "expected late": TestStatus.SKIPPED,  # good enough for a test that passed before, and for no other
         "xpassed": _XPASS,
     }
     return known.get(outcome, TestStatus.FAILED)

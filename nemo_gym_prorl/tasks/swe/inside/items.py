@@ -47,6 +47,7 @@ class _Item:
         self.made = []
         self.parameters = {}
         self.played = "never called"
+        self.expects_failure = "xfail" in item.keywords
         if isinstance(item, pytest.Function):
             self._look_at_function(item, originals)
 
@@ -58,6 +59,7 @@ class _Item:
             if not _leads_to(self.function, defined):
                 self.wrong.append(name)
             self.function = defined
+        self.expects_failure |= hasattr(self.function, "__unittest_expecting_failure__")
         self.codes["its function"] = (self.function, _codes(self.function))
         for name, fixtures in getattr(getattr(item, "_fixtureinfo", None), "name2fixturedefs", {}).items():
             for fixture in fixtures:
@@ -131,6 +133,11 @@ class Collected:
         """As it was collected; ``None`` if it was not."""
         found = self._items.get(_id(item))
         return found.nodeid if found else None
+
+    def expects_failure(self, item):
+        """It had a mark for that when it was collected."""
+        found = self._items.get(_id(item))
+        return found is not None and found.expects_failure
 
     def wrapper(self, item):
         """The code that stands before an item's function, or ``None``."""

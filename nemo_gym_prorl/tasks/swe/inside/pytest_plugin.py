@@ -95,7 +95,7 @@ def pytest_runtest_makereport(item, call):
     if status == "passed" and raised is not None and call.when != "teardown":
         status = "failed"
     if hasattr(report, "wasxfail"):
-        status = "xfailed" if status == "skipped" else "xpassed"
+        status = _expected(item, raised) if status == "skipped" else "xpassed"
     if call.when == "call":
         how = COLLECTED.how_played(item)
         if status == "passed" and how not in ("returned", None):
@@ -108,6 +108,25 @@ def pytest_runtest_makereport(item, call):
         _seen["items"] += 1
     if call.when != "call":
         _look()
+
+
+def _expected(item, raised):
+    """Of a failure that was expected: whether it had been before the test began. Who expects it later is told."""
+    if raised is not None and isinstance(raised.value, pytest.xfail.Exception):
+        _look_at_hook("a failure that it expects", _raiser(raised.tb))
+    elif not COLLECTED.expects_failure(item):
+        return "expected late"
+    return "xfailed"
+
+
+def _raiser(traceback):
+    """The code that calls for a test's end."""
+    codes = []
+    while traceback is not None:
+        codes.append(traceback.tb_frame.f_code)
+        traceback = traceback.tb_next
+    theirs = [code for code in codes if code is not pytest.xfail.__code__]
+    return theirs[-1] if theirs else None
 
 
 def pytest_runtest_logreport(report):
