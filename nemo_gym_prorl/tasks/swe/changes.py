@@ -21,6 +21,7 @@ LINK, SUBMODULE = "120000", "160000"
 MODES = frozenset({"100644", "100755", LINK})
 
 _ENTRY = re.compile(r"([0-7]{6}) ([0-9a-f]{40}) 0\t(.+)")
+_OUTSIDE = frozenset({"", ".", "..", ".git"})
 _QUOTED = re.compile(rb'\\([0-7]{3}|[abtnvfr"\\])')
 _ESCAPES = {b"a": b"\a", b"b": b"\b", b"t": b"\t", b"n": b"\n", b"v": b"\v", b"f": b"\f", b"r": b"\r"}
 
@@ -67,7 +68,7 @@ def read_listing(text: str) -> dict[str, Entry]:
     """Path to entry.
 
     Raises:
-        BadListing: a line is none of git's, or a path lies in a file.
+        BadListing: a line is none of git's, a path leads out of the tree, or it lies in a file.
     """
     entries: dict[str, Entry] = {}
     for line in text.splitlines():
@@ -75,7 +76,15 @@ def read_listing(text: str) -> dict[str, Entry]:
         if match is None:
             raise BadListing(f"{line!r:.200} is no file of a repository")
         mode, blob, path = match.groups()
+        if _OUTSIDE & {part.lower() for part in shown(path).split("/")}:
+            raise BadListing(f"{path!r:.200} is no path in a repository")
         entries[path] = Entry(mode, blob)
+    folders: set[str] = set()
+    for path in map(shown, entries):
+        while (path := path.rpartition("/")[0]) and path not in folders:
+            folders.add(path)
+    if clash := folders & {shown(path) for path in entries}:
+        raise BadListing(f"{min(clash)!r:.200} is a file and a folder")
     return entries
 
 

@@ -94,7 +94,7 @@ import gc
 def cheat():
     import pytest
     for found in gc.get_objects():
-        if type(found).__name__ == "Function" and hasattr(found, "listchain") and "plain" not in found.name:
+        if getattr(found, "name", "") in ("test_negative", "test_thousands", "test_one_digit"):
             found.add_marker(pytest.mark.xfail)
 """
 
@@ -220,7 +220,7 @@ ATTACKS = {
     "skips all but tests that can only fail": Attack(
         append("tally/__init__.py", FORGED_NAME), "tampered", "never called"
     ),
-    "makes reports of its own": Attack(append("tally/__init__.py", REPORTS), "tampered", "never called"),
+    "makes reports of its own": Attack(append("tally/__init__.py", REPORTS), "tampered", "went on after its end"),
     "configures the runner from a folder": Attack(
         append("tally/helper.py", SPARES_CANARIES)
         + append("tally/setup.cfg", "[tool:pytest]\naddopts = -p tally.helper"),
