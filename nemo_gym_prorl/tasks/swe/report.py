@@ -94,7 +94,7 @@ def read_records(raw: bytes, secret: str) -> Told:
             case "hook", [hook, path, genuine]:
                 hooks.append((path, hook, genuine))
             case "unplayed", [name, how]:
-                tampering.append(f"{name} passed, but its function {how}")
+                tampering.append(f"{name} passed, but its function: {how}")
             case "changed", [name]:
                 tampering.append(f"{name} was replaced")
             case "canary", [outcome] if outcome in ("passed", "skipped"):

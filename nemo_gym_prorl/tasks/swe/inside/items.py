@@ -19,6 +19,7 @@ _UNFINISHED = 0x20 | 0x100 | 0x200
 """Flags of code that is not over when a call returns, and that has no await: generators."""
 
 _COROUTINE = 0x80
+RUNNING = "running"
 _METHODS = ("runtest", "setup", "teardown", "repr_failure", "ihook")
 _DEEP = 5
 _id, _vars = id, vars
@@ -163,16 +164,15 @@ class Collected:
         return witness if owner is None else types.MethodType(witness, owner)
 
     def how_played(self, item):
-        """How the last call of its function ended, once; ``None`` if that can't be known."""
+        """How the last call of its function ended, or :data:`RUNNING`; ``None`` if that can't be known."""
         found = self._items.get(_id(item))
         if found is None:
             return "never collected"
-        how, found.played = found.played, "never called"
-        if found.function is None or how is None:
+        if found.function is None:
             return None
-        if how == "never called" and isinstance(item, TestCaseFunction) and not _SETS_ITS_FUNCTION:
+        if found.played == "never called" and isinstance(item, TestCaseFunction) and not _SETS_ITS_FUNCTION:
             return None
-        return how
+        return found.played
 
     def _module(self, found):
         return self._originals.changed(found.path, _vars(found.module)) if found.module is not None else ()
@@ -182,14 +182,22 @@ def _witness(found, function, is_coroutine, bound):
     skipped = 1 if bound else 0
 
     def witness(*args, **kwargs):
-        found.played = "raised"
-        returned = function(*args[skipped:], **kwargs)
+        found.played = RUNNING
+        try:
+            returned = function(*args[skipped:], **kwargs)
+        except BaseException:
+            found.played = "raised"
+            raise
         found.played = "returned"
         return returned
 
     async def witness_of_coroutine(*args, **kwargs):
-        found.played = "raised"
-        returned = await function(*args[skipped:], **kwargs)
+        found.played = RUNNING
+        try:
+            returned = await function(*args[skipped:], **kwargs)
+        except BaseException:
+            found.played = "raised"
+            raise
         found.played = "returned"
         return returned
 

@@ -16,7 +16,7 @@ from _pytest import runner
 from _pytest.assertion.rewrite import rewrite_asserts
 
 from .channel import CHANNEL
-from .items import Collected
+from .items import RUNNING, Collected
 from .originals import Originals
 from .watch import Watch
 
@@ -98,6 +98,8 @@ def pytest_runtest_makereport(item, call):
         status = _expected(item, raised) if status == "skipped" else "xpassed"
     if call.when == "call":
         how = COLLECTED.how_played(item)
+        if status == "passed" and how == RUNNING:
+            return  # of a subtest
         if status == "passed" and how not in ("returned", None):
             status = "failed"
             CHANNEL.send("unplayed", _name(item.nodeid), how)
@@ -125,7 +127,8 @@ def _raiser(traceback):
     while traceback is not None:
         codes.append(traceback.tb_frame.f_code)
         traceback = traceback.tb_next
-    theirs = [code for code in codes if code is not pytest.xfail.__code__]
+    own = getattr(pytest.xfail, "__code__", None) or type(pytest.xfail).__call__.__code__  # from pytest 9 on
+    theirs = [code for code in codes if code is not own]
     return theirs[-1] if theirs else None
 
 

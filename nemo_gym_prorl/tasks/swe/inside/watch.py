@@ -26,6 +26,9 @@ _pytest.assertion.rewrite
 """.split()
 """What tests assert with; installed plugins may have changed it when they were loaded."""
 
+_SUBTESTS = "_pytest.unittest.TestCaseFunction.addSkip"
+"""The plugin pytest-subtests replaces it; a test that skips itself has not come back, so nothing is won by that."""
+
 
 def _parts(module):
     """Functions of a module, and what its own classes are made of."""
@@ -68,7 +71,7 @@ class Watch:
             if sys.modules.get(name) is not module:
                 found.append(name)
             now.update((name + "." + inner, _state(part)) for inner, part in _parts(module))
-        found += [name for name, was in self._states.items() if now.get(name) != was]
+        found += [name for name, was in self._states.items() if now.get(name) != was and name != _SUBTESTS]
         return sorted(found)[:20]
 
     def _add(self, names):
