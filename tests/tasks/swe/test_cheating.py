@@ -267,3 +267,17 @@ async def test_a_huge_file_is_left_out_and_the_rest_is_graded() -> None:
     assert grade.verdict == "resolved"
     assert grade.fields["patch_left_out"] == {"tally/huge.bin": "larger than 4096 KiB"}
     assert len(grade.fields["patch"]) < 10_000
+
+
+async def test_what_the_images_python_can_import_is_known() -> None:
+    """So that a new file in the place of any of it does not count, see ``test_paths.py``."""
+    task, row = tally.make_task(), tally.row()
+    async with tally.open_sandbox() as sandbox:
+        bench = await task.tools.open(sandbox, task.needs(row))
+        await task.prepare(row, bench)
+        assert bench.base is not None
+        places = bench.base.places
+        await bench.close()
+    assert places.installed >= {"pytest", "_pytest", "iniconfig", "json", "asyncio"}
+    assert "tally" in places.own
+    assert "tally" not in places.installed

@@ -5,13 +5,14 @@ import atexit
 import os
 import sys
 import unittest.case
+import unittest.loader
 import unittest.result
 import unittest.runner
 import unittest.suite
 from unittest.result import TestResult
 
 from .channel import CHANNEL
-from .originals import Originals
+from .originals import Originals, find
 from .watch import Watch
 
 
@@ -47,7 +48,12 @@ def _look(test):
     found = WATCH.changed()
     module = sys.modules.get(type(test).__module__)
     if module is not None:
-        names = ORIGINALS.changed(getattr(module, "__file__", None) or "", vars(module))
+        path = getattr(module, "__file__", None) or ""
+        names = list(ORIGINALS.changed(path, vars(module)))
+        method = getattr(test, "_testMethodName", "")
+        name = "{}.{}".format(type(test).__name__, method)
+        if ORIGINALS.defines(path, name) and find(vars(module), name) is not vars(type(test)).get(method):
+            names.append(name)
         found += ["{} of {}".format(name, module.__name__) for name in names]
     for name in found:
         if name not in _seen["changed"]:

@@ -17,7 +17,8 @@ issubclass len list map max min range repr reversed round set sorted str sum tup
 MODULES = """
 _pytest.runner _pytest.python _pytest.unittest _pytest.reports _pytest.outcomes _pytest.main _pytest.nodes
 _pytest.skipping _pytest._code.code pluggy pluggy._callers pluggy._hooks pluggy._manager pluggy._result
-pluggy.callers pluggy.hooks pluggy.manager unittest.case unittest.result unittest.runner unittest.suite
+pluggy.callers pluggy.hooks pluggy.manager unittest.case unittest.result unittest.loader unittest.runner
+unittest.suite
 """.split()
 
 DECIDING = """
