@@ -49,9 +49,11 @@ builtins.__build_class__ = build
 """
 CODES = SEEN.format("made.test_negative.__code__ = (lambda self: None).__code__")
 OTHERS = SEEN.format(
-    "made = _build(function, name, *bases); other = _build(function, name, *bases); "
-    "other.test_negative = lambda self: None; other.test_negative.__doc__ = 'Less than nothing.'; sys.modules[made.__module__].load_tests = "
-    "lambda loader, tests, pattern: loader.loadTestsFromTestCase(other)"
+    """made, other = (_build(function, name, *bases) for _ in range(2))
+        other.test_negative = lambda self: None
+        other.test_negative.__doc__ = "Less than nothing."
+        module = sys.modules[made.__module__]
+        module.load_tests = lambda loader, tests, pattern: loader.loadTestsFromTestCase(other)"""
 )
 
 LIES_INSIDE = LIES.replace("\n", "\n    ")
