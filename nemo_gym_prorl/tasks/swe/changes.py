@@ -14,13 +14,14 @@ import re
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 
-from nemo_gym_prorl.tasks.swe.paths import Protection, same_settings, tops
+from nemo_gym_prorl.tasks.swe.paths import Places, Protection, same_settings
 
 
 LINK, SUBMODULE = "120000", "160000"
 MODES = frozenset({"100644", "100755", LINK})
 
 _ENTRY = re.compile(r"([0-7]{6}) ([0-9a-f]{40}) 0\t(.+)")
+_OUTSIDE = frozenset({"", ".", "..", ".git"})
 _QUOTED = re.compile(rb'\\([0-7]{3}|[abtnvfr"\\])')
 _ESCAPES = {b"a": b"\a", b"b": b"\b", b"t": b"\t", b"n": b"\n", b"v": b"\v", b"f": b"\f", b"r": b"\r"}
 
@@ -67,7 +68,7 @@ def read_listing(text: str) -> dict[str, Entry]:
     """Path to entry.
 
     Raises:
-        BadListing: a line is none of git's, or a path lies in a file.
+        BadListing: a line is none of git's, a path leads out of the tree, or it lies in a file.
     """
     entries: dict[str, Entry] = {}
     for line in text.splitlines():
@@ -75,7 +76,15 @@ def read_listing(text: str) -> dict[str, Entry]:
         if match is None:
             raise BadListing(f"{line!r:.200} is no file of a repository")
         mode, blob, path = match.groups()
+        if _OUTSIDE & {part.lower() for part in shown(path).split("/")}:
+            raise BadListing(f"{path!r:.200} is no path in a repository")
         entries[path] = Entry(mode, blob)
+    folders: set[str] = set()
+    for path in map(shown, entries):
+        while (path := path.rpartition("/")[0]) and path not in folders:
+            folders.add(path)
+    if clash := folders & {shown(path) for path in entries}:
+        raise BadListing(f"{min(clash)!r:.200} is a file and a folder")
     return entries
 
 
@@ -120,17 +129,22 @@ def hash_of(content: bytes) -> str:
 
 
 def ignored(
-    changes: Iterable[Change], before: Mapping[str, Entry], contents: Mapping[str, bytes], protection: Protection
+    changes: Iterable[Change],
+    before: Mapping[str, Entry],
+    contents: Mapping[str, bytes],
+    protection: Protection,
+    base: Places,
 ) -> dict[str, str]:
     """Path to why, of changes that do not count."""
     found = {}
-    base = tops(shown(path) for path in before)
     for change in changes:
         path = shown(change.path)
         why = protection.why(path, base if change.new else None)
         if why is None and protection.by_content(path):
             old, new = before.get(change.path), change.entry
-            if not same_settings(path, contents.get(old.blob) if old else b"", contents.get(new.blob) if new else b""):
+            link = new is not None and new.mode == LINK
+            was, now = (contents.get(entry.blob) if entry else b"" for entry in (old, new))
+            if link or not same_settings(path, was, now):
                 why = "configures a test runner"
         if why is not None:
             found[change.path] = why

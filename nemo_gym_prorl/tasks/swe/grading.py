@@ -70,6 +70,9 @@ class GradingLimits:
 
 REMEMBERED_ROWS = 10_000
 
+NEVER_OWN = frozenset({"a failure that it expects", "the function of a test"})
+"""In these a solution has no part, even if the real fix changes what takes part in a runner."""
+
 
 class Grader:
     """See the module.
@@ -193,11 +196,14 @@ def _tampering(row: Row, solution: Solution, run: Run) -> str | None:
         return run.told.forged or "; ".join(run.told.tampering[:5])
     root = row.swe.repo_folder.rstrip("/") + "/"
     fix = Protection(row.swe).fix
-    counting = {shown(change.path) for change in solution.changes if change.path not in solution.ignored} - fix
-    for path, hook in run.told.hooks:
+    counting = {shown(change.path) for change in solution.changes if change.path not in solution.ignored}
+    for path, hook, genuine in run.told.hooks:
         inside = path.removeprefix(root)
-        if inside in counting and "_pytest/" not in inside:
+        own_runner = inside.startswith(("_pytest/", "src/_pytest/")) or (inside in fix and hook not in NEVER_OWN)
+        if inside in counting and not own_runner:
             return f"{inside} takes part in the test runner: {hook}"
+        if not genuine:
+            return f"something that says it is of {inside}, and is not, takes part in the test runner: {hook}"
     return None
 
 

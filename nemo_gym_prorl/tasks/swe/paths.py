@@ -8,11 +8,11 @@ split of a fix into ``patch`` and ``test_patch`` does; a file that the real fix 
 
 from __future__ import annotations
 
-import configparser
 import re
 import sys
 import tomllib
-from collections.abc import Collection, Iterable
+from collections.abc import Iterable
+from dataclasses import dataclass
 from pathlib import PurePosixPath
 from typing import Any
 
@@ -50,11 +50,45 @@ _TEST_FILE = re.compile(r"(test_.*|.*_tests?|tests)\.py|conftest\.py")
 _RUNNER_FILES = frozenset({"pytest.ini", ".pytest.ini", "pytest.toml", ".pytest.toml", "tox.ini", "noxfile.py"})
 _STARTUP = frozenset({"sitecustomize", "usercustomize"})
 _RUNNERS = frozenset(
-    {"pytest", "_pytest", "pluggy", "iniconfig", "packaging", "py", "attr", "tomli", "exceptiongroup"}
+    {
+        "pytest",
+        "_pytest",
+        "pluggy",
+        "iniconfig",
+        "packaging",
+        "py",
+        "attr",
+        "attrs",
+        "tomli",
+        "toml",
+        "exceptiongroup",
+        "pygments",
+        "argcomplete",
+        "pexpect",
+        "colorama",
+        "importlib_metadata",
+        "zipp",
+        "more_itertools",
+        "atomicwrites",
+        "wcwidth",
+        "six",
+        "mock",
+        "numpy",
+        "zope",
+        "twisted",
+        "nose",
+        "setuptools",
+        "pkg_resources",
+    }
 )
-_METADATA = (".egg-info", ".dist-info", ".pth")
+"""What pytest's versions import, some of it only if it is there."""
 
-SETTINGS_FILES = frozenset({"setup.cfg", "pyproject.toml"})
+_METADATA = (".egg-info", ".dist-info", ".pth")
+_HELPERS = frozenset({"testing", "testing.py", "_testing", "_testing.py", "runtests.py"})
+_ODD_LINES = re.compile(r"\r(?!\n)|[\v\f\x1c-\x1e\x85\u2028\u2029\ufeff]")
+_MODULE_FILES = (".py", ".so")
+
+_SETTINGS_FILES = frozenset({"setup.cfg", "pyproject.toml"})
 """Files that configure a test runner among other things: only a change of that part does not count."""
 
 
@@ -68,6 +102,40 @@ def files_of_patch(patch: str) -> frozenset[str]:
 def files_of_tests(names: Iterable[str]) -> frozenset[str]:
     """Files in which tests lie that have pytest's names."""
     return frozenset(name.partition("::")[0] for name in names if "::" in name)
+
+
+@dataclass(frozen=True, slots=True)
+class Places:
+    """What the image's Python can import.
+
+    Attributes:
+        folders: of the repository, in which modules are found.
+        own: modules that the base has there.
+        installed: modules outside of the repository.
+    """
+
+    folders: frozenset[str] = frozenset({"", "src"})
+    own: frozenset[str] = frozenset()
+    installed: frozenset[str] = frozenset()
+
+    def shadowed_by(self, path: str) -> bool:
+        """A new file would be imported instead of a module that was there before it, outside of the repository."""
+        names = {_module(path, folder) for folder in self.folders} - {None, *self.own}
+        return bool(names & (self.installed | _RUNNERS | sys.stdlib_module_names))
+
+
+def places(paths: Iterable[str], told: str) -> Places:
+    """Of a base.
+
+    Args:
+        paths: its files.
+        told: what the image's Python said: ``folder NAME`` of the repository, ``module NAME`` outside of it, in lines.
+    """
+    said = [line.split(" ", 1) for line in told.splitlines() if " " in line]
+    folders = frozenset({"", "src"} | {name for kind, name in said if kind == "folder"})
+    modules = [path for path in paths if path.endswith(_MODULE_FILES)]
+    own = frozenset(name for path in modules for folder in folders if (name := _module(path, folder)))
+    return Places(folders, own, frozenset(name for kind, name in said if kind == "module"))
 
 
 class Protection:
@@ -91,13 +159,14 @@ class Protection:
             if path.startswith(instance.repo_folder + "/")
         ]
         self._folders = (*instance.protected_paths, *inside)
+        self._commanded = {word.removeprefix("./") for word in re.findall(r"[\w./+-]+", instance.test_command)}
 
-    def why(self, path: str, base: Collection[str] | None = None) -> str | None:
+    def why(self, path: str, base: Places | None = None) -> str | None:
         """Why a change of this path does not count; ``None`` if it does, or if only the content can tell.
 
         Args:
             path: in the repository.
-            base: if the path is new, the names that the base has at the top and in ``src``.
+            base: if the path is new, what can be imported without it.
         """
         if path in self.tests:
             return "a test"
@@ -108,26 +177,32 @@ class Protection:
         if path in self.fix:
             return None
         pure = PurePosixPath(path)
-        if _TEST_FOLDERS & set(pure.parts[:-1]) or (len(pure.parts) > 1 and pure.parts[0] in _TEST_ROOTS):
+        if _TEST_FOLDERS & set(pure.parts) or (len(pure.parts) > 1 and pure.parts[0] in _TEST_ROOTS):
             return "in a folder of tests"
         if _TEST_FILE.fullmatch(pure.name):
             return "a test"
+        if _HELPERS & set(pure.parts):
+            return "helps tests"
         if pure.name in _RUNNER_FILES:
             return "configures a test runner"
-        if base is not None and _stands_in_the_way(pure, base):
-            return "in the place of a module of Python's or of the test runner's"
+        if path in self._commanded:
+            return "named by the test command"
+        if any(part.endswith(_METADATA) for part in pure.parts) or pure.name.partition(".")[0] in _STARTUP:
+            return "read when Python starts"
+        if base is not None and base.shadowed_by(path):
+            return "in the place of an installed module"
         return None
 
     def by_content(self, path: str) -> bool:
-        """Whether its content decides: see :func:`same_settings`."""
-        return path in SETTINGS_FILES and path not in self.fix
+        """Whether its content decides: see :func:`same_settings`. pytest looks for settings in any folder."""
+        return PurePosixPath(path).name in _SETTINGS_FILES and path not in self.fix
 
 
 def same_settings(path: str, before: bytes | None, after: bytes | None) -> bool:
-    """Whether two versions of one of :data:`SETTINGS_FILES` tell pytest the same; what can't be read differs."""
+    """Whether two versions of such a file tell pytest the same; what can't be read differs."""
     try:
         return bool(_pytest_settings(path, before) == _pytest_settings(path, after))
-    except (configparser.Error, tomllib.TOMLDecodeError, UnicodeDecodeError, RecursionError):
+    except (ValueError, RecursionError):
         return False
 
 
@@ -135,22 +210,18 @@ def _pytest_settings(path: str, content: bytes | None) -> Any:
     text = (content or b"").decode()
     if path.endswith(".toml"):
         return tomllib.loads(text).get("tool", {}).get("pytest")
-    parser = configparser.RawConfigParser(strict=False)
-    parser.read_string(text)
-    return {name: dict(parser[name]) for name in ("tool:pytest", "pytest") if parser.has_section(name)}
+    # Parsers differ, of pytest's versions and Python's; none finds a section but in such lines.
+    if _ODD_LINES.search(text):
+        raise ValueError("lines end in ways on which parsers differ")
+    sections = re.split(r"^(?=\[)", text, flags=re.MULTILINE)
+    return [section.rstrip() for section in sections if "pytest" in section.partition("\n")[0].lower()]
 
 
-def tops(paths: Iterable[str]) -> frozenset[str]:
-    """Where modules can be found: the names at the top of a repository, and in its ``src``."""
-    return frozenset(_top(PurePosixPath(path)) for path in paths)
-
-
-def _stands_in_the_way(path: PurePosixPath, base: Collection[str]) -> bool:
-    if any(part.endswith(_METADATA) for part in path.parts) or path.stem in _STARTUP:
-        return True
-    top = _top(path)
-    return top not in base and top.split(".")[0] in _RUNNERS | sys.stdlib_module_names
-
-
-def _top(path: PurePosixPath) -> str:
-    return path.parts[1] if path.parts[0] == "src" and len(path.parts) > 1 else path.parts[0]
+def _module(path: str, folder: str) -> str | None:
+    """The module that a file makes, alone or as a link, if one looks in that folder."""
+    if folder and not path.startswith(folder + "/"):
+        return None
+    name, slash, rest = path[len(folder) + 1 if folder else 0 :].partition("/")
+    if not slash:
+        return name.partition(".")[0]
+    return name if rest.partition(".")[0] == "__init__" else None

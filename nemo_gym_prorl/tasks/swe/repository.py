@@ -26,7 +26,7 @@ from nemo_gym_prorl.tasks.sandbox import ExecResult, KnowsWhoseDoing, Sandbox
 from nemo_gym_prorl.tasks.swe import changes
 from nemo_gym_prorl.tasks.swe.changes import Entry, Solution
 from nemo_gym_prorl.tasks.swe.instance import SweInstance
-from nemo_gym_prorl.tasks.swe.paths import JUNK, SETTINGS_FILES, Protection
+from nemo_gym_prorl.tasks.swe.paths import JUNK, Places, Protection, places
 from nemo_gym_prorl.tasks.workbench.workspace import ToolLimits, Workspace
 
 
@@ -169,6 +169,19 @@ _VARIABLES = """\
 cd "$2" && env > "$1/before"
 { . "$1/setup"; } > /dev/null 2>&1
 env > "$1/setup-done"
+{ command -v python || command -v python3; } > /dev/null || exit 0
+"$(command -v python || command -v python3)" - "$2" > "$1/modules" 2> /dev/null <<'END'
+import os, sys
+real = os.path.realpath
+repo, prefix = real(sys.argv[1]), real(sys.prefix)
+for entry in filter(None, sys.path):
+    inside = os.path.relpath(real(entry), repo)
+    if not inside.startswith("..") and not real(entry).startswith(prefix + "/"):
+        print("folder " + ("" if inside == "." else inside))
+    elif os.path.isdir(entry):
+        for name in os.listdir(entry):
+            print("module " + name.partition(".")[0])
+END
 """
 
 
@@ -188,11 +201,13 @@ class Base:
         commit: of the new repository.
         listing: its files.
         variables: that are set in an activated shell.
+        places: what its Python can import.
     """
 
     commit: str
     listing: Listing
     variables: Mapping[str, str]
+    places: Places
 
 
 @dataclass(frozen=True, slots=True)
@@ -261,9 +276,11 @@ class Repositories:
             raise InfrastructureError(
                 f"the repository was not made ready: {said} {(done.stderr or '').strip()[-500:]}"
             )
-        base = Base(
-            match[1], await self._listing(files, match[1]), await self._variables(sandbox, files, work, instance)
-        )
+        listing = await self._listing(files, match[1])
+        variables = await self._variables(sandbox, files, work, instance)
+        modules = await files.take("modules", limit=1 << 20)
+        told = (modules.content or b"").decode("utf-8", "replace")
+        base = Base(match[1], listing, variables, places(map(changes.shown, listing), told))
         if hide:
             await self._run(sandbox, 'rm -rf "$1"', (work,))
         return base, work
@@ -293,12 +310,14 @@ class Repositories:
         if len(found) > self._limits.files:
             raise NotTaken(f"{len(found)} files were changed, more than {self._limits.files}")
         wanted = {change.entry.blob for change in found if change.entry is not None}
-        settings = {change.path for change in found} & SETTINGS_FILES & base.listing.keys()
-        wanted |= {base.listing[path].blob for path in settings}
+        settings = [change.path for change in found if protection.by_content(changes.shown(change.path))]
+        wanted |= {base.listing[path].blob for path in settings if path in base.listing}
         contents = await self._contents(sandbox, files, (work, instance.repo_folder), wanted)
         left_out |= {change.path: "its content can't be had" for change in found if _is_missing(change, contents)}
         kept = tuple(change for change in found if change.path not in left_out)
-        return Solution(kept, contents, left_out, changes.ignored(kept, base.listing, contents, protection))
+        return Solution(
+            kept, contents, left_out, changes.ignored(kept, base.listing, contents, protection, base.places)
+        )
 
     async def lay(
         self, sandbox: Sandbox, work: str, instance: SweInstance, base: Base, solution: Solution

@@ -7,6 +7,7 @@ command line, environment or file when code of the policy runs.
 
 from __future__ import annotations
 
+import json
 import posixpath
 import secrets
 import shlex
@@ -33,7 +34,15 @@ LONGEST_RECORDS = 64 << 20
 LARGEST_TEST_FILE = 8 << 20
 MOST_TEST_FILES = 300
 
-_PLUGIN = ("__init__.py", "channel.py", "watch.py", "pytest_plugin.py", "unittest_plugin.py")
+_PLUGIN = (
+    "__init__.py",
+    "channel.py",
+    "items.py",
+    "originals.py",
+    "pytest_plugin.py",
+    "unittest_plugin.py",
+    "watch.py",
+)
 
 _SETUP = """\
 work=$1 repo=$2
@@ -141,7 +150,7 @@ async def run_tests(sandbox: Sandbox, instance: SweInstance, laid: Laid, limits:
         done = await _bash(sandbox, laid.work, "before.sh", instance.repo_folder, limits.before_timeout_s)
         if _timed_out(done):
             return Run(timed_out=True, problem=f"what comes before the tests took {limits.before_timeout_s:g} s")
-    await files.write({"secret": secret})
+    await files.write({"secret": f"{secret}\n{json.dumps(_read_first(instance, laid))}"})
     done = await _bash(sandbox, laid.work, "run.sh", instance.repo_folder, limits.timeout_s, package, runner.value)
     if isinstance(sandbox, KnowsWhoseDoing):
         await sandbox.check()
@@ -158,6 +167,13 @@ async def run_tests(sandbox: Sandbox, instance: SweInstance, laid: Laid, limits:
     rewritten = await _rewritten(files, instance, laid, told)
     text = (log.content or b"").decode("utf-8", "replace").replace("\r\n", "\n")
     return Run(_timed_out(done), done.return_code, text, told, rewritten, log.problem)
+
+
+def _read_first(instance: SweInstance, laid: Laid) -> list[str]:
+    """What the plugin reads before anything of the repository runs: files of tests and of their fixtures."""
+    fixtures = [path for path in laid.files if posixpath.basename(path) == "conftest.py"]
+    tests = [path for path in sorted(laid.tests & laid.files.keys()) if path.endswith(".py")]
+    return [posixpath.join(instance.repo_folder, path) for path in (*tests, *fixtures)][:MOST_TEST_FILES]
 
 
 async def _rewritten(files: Workspace, instance: SweInstance, laid: Laid, told: Told | None) -> tuple[str, ...]:

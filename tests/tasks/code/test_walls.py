@@ -86,6 +86,8 @@ attempt('times', lambda: os.utime('/tmp'))
 attempt('attribute', lambda: os.setxattr('/tmp', 'user.note', b'1'))
 attempt('segment', lambda: call(29 if machine == 'x86_64' else 194, 77, 4096, 0o1777))
 attempt('queue', lambda: call(240 if machine == 'x86_64' else 180, b'note', 0o102, 0o777, None))
+attempt('socket', lambda: socket.socket() and 0)
+attempt('name without a file', lambda: socket.socket(socket.AF_UNIX).bind('\\0note'))
 attempt('link', lambda: os.link('/etc/passwd', '/etc/note'))
 attempt('rename', lambda: os.rename('/etc/passwd', '/etc/note'))
 attempt('truncate', lambda: os.truncate('/etc/passwd', 0))
@@ -93,13 +95,14 @@ attempt('remove', lambda: os.unlink('/etc/passwd'))
 attempt('here', lambda: open('note', 'w').write('1'))
 attempt('there', lambda: open(os.environ['TMPDIR'] + '/other', 'w'))
 attempt('null', lambda: open('/dev/null', 'w').write('1'))
+attempt('pair', lambda: socket.socketpair() and 0)
 """
 
 
 @pytest.mark.sandbox
 @pytest.mark.parametrize(
     ("tried", "allowed"),
-    [(FOREIGN, []), (CHILDREN, ["thread"]), (NOTES, ["here", "there", "null"])],
+    [(FOREIGN, []), (CHILDREN, ["thread"]), (NOTES, ["here", "there", "null", "pair"])],
     ids=["other processes", "children", "notes for the next test"],
 )
 async def test_what_is_refused(judge: Judge, tried: str, allowed: list[str]) -> None:

@@ -84,7 +84,10 @@ def floats(output: str, expected: str, absolute: float, relative: float) -> bool
 
 
 def same_value(value: Any, expected: Any, absolute: float, relative: float) -> bool:
-    """What a function returned, as JSON has it; within a tolerance where a fractional number is expected."""
+    """What a function returned, as JSON has it; within a tolerance where a fractional number is expected.
+
+    ``1.0`` is ``1``, as to the data sets' own graders, which compare by ``==``; ``true`` is ``1`` to them, not here.
+    """
     if isinstance(expected, list):
         return (
             isinstance(value, list)
@@ -97,6 +100,8 @@ def same_value(value: Any, expected: Any, absolute: float, relative: float) -> b
             and value.keys() == expected.keys()
             and all(same_value(value[key], expected[key], absolute, relative) for key in expected)
         )
+    if isinstance(value, bool) or isinstance(expected, bool):
+        return value is expected
     if value == expected:
         return True
     if isinstance(expected, float) and type(value) in (int, float):

@@ -19,11 +19,16 @@ class Channel:
     """One way, to whoever started the tests; silent in every process but the first.
 
     Args:
-        named: ``SECRET:INODE:RECORDS``, two descriptors and what the first should be.
+        named: ``SECRET:INODE:RECORDS``, two descriptors and what the first should be. The pipe has the secret, and on
+            a line of its own the JSON of a list.
+
+    Attributes:
+        files: paths of the tests' own files.
     """
 
     def __init__(self, named):
         self._pid = None
+        self.files = []
         try:
             secret, inode, records = [int(part) for part in named.split(":")]
             if os.fstat(secret).st_ino != inode:
@@ -37,6 +42,8 @@ class Channel:
             os.close(secret)
             if not self._secret:
                 return
+            self._secret, _, files = self._secret.partition(b"\n")
+            self.files = json.loads(files.decode("ascii"))
             self._records = os.dup(records)  # and closed when another program is started
             os.close(records)
         except (ValueError, OSError):

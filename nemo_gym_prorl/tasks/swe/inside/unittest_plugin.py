@@ -3,17 +3,21 @@
 
 import atexit
 import os
+import sys
 import unittest.case
+import unittest.loader
 import unittest.result
 import unittest.runner
 import unittest.suite
 from unittest.result import TestResult
 
 from .channel import CHANNEL
+from .originals import Originals, find
 from .watch import Watch
 
 
 WATCH = Watch()
+ORIGINALS = Originals()
 _seen = {"changed": set(), "tests": 0}
 
 
@@ -40,11 +44,30 @@ def _subtest(self, test, subtest, err, _original=TestResult.addSubTest):
     return _original(self, test, subtest, err)
 
 
-def _stop(self, test, _original=TestResult.stopTest):
-    for name in WATCH.changed():
+def _look(test):
+    found = WATCH.changed()
+    module = sys.modules.get(type(test).__module__)
+    if module is not None:
+        path = getattr(module, "__file__", None) or ""
+        names = list(ORIGINALS.changed(path, vars(module)))
+        method = getattr(test, "_testMethodName", "")
+        name = "{}.{}".format(type(test).__name__, method)
+        if ORIGINALS.defines(path, name) and find(vars(module), name) is not vars(type(test)).get(method):
+            names.append(name)
+        found += ["{} of {}".format(name, module.__name__) for name in names]
+    for name in found:
         if name not in _seen["changed"]:
             _seen["changed"].add(name)
             CHANNEL.send("changed", name)
+
+
+def _start(self, test, _original=TestResult.startTest):
+    _look(test)
+    return _original(self, test)
+
+
+def _stop(self, test, _original=TestResult.stopTest):
+    _look(test)
     return _original(self, test)
 
 
@@ -80,7 +103,10 @@ if CHANNEL.open:
     ):
         _told(_method, _status)
     TestResult.addSubTest = _subtest
+    TestResult.startTest = _start
     TestResult.stopTest = _stop
     TestResult.startTestRun = _start_run
+    for _path in CHANNEL.files:
+        ORIGINALS.read(_path)
     WATCH = Watch()
     atexit.register(CHANNEL.send, "end")

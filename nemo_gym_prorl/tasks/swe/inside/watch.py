@@ -17,8 +17,18 @@ issubclass len list map max min range repr reversed round set sorted str sum tup
 MODULES = """
 _pytest.runner _pytest.python _pytest.unittest _pytest.reports _pytest.outcomes _pytest.main _pytest.nodes
 _pytest.skipping _pytest._code.code pluggy pluggy._callers pluggy._hooks pluggy._manager pluggy._result
-pluggy.callers pluggy.hooks pluggy.manager unittest.case unittest.result unittest.runner unittest.suite
+pluggy.callers pluggy.hooks pluggy.manager unittest.case unittest.result unittest.loader unittest.runner
+unittest.suite
 """.split()
+
+DECIDING = """
+pytest _pytest.python_api _pytest.raises _pytest.recwarn _pytest.assertion _pytest.assertion.util
+_pytest.assertion.rewrite
+""".split()
+"""What tests assert with; installed plugins may have changed it when they were loaded."""
+
+_SUBTESTS = "_pytest.unittest.TestCaseFunction.addSkip"
+"""The plugin pytest-subtests replaces it; a test that skips itself has not come back, so nothing is won by that."""
 
 
 def _parts(module):
@@ -44,12 +54,13 @@ class Watch:
     def __init__(self):
         self._held = []
         self._states = {}
-        for name in MODULES:
-            module = sys.modules.get(name)
-            for inner, part in _parts(module) if module else ():
-                self._held.append((part, getattr(part, "__code__", None)))
-                self._states[name + "." + inner] = _state(part)
+        self._modules = []
+        self._add(MODULES)
         self._builtins = {name: getattr(builtins, name) for name in BUILTINS}
+
+    def add_deciding(self):
+        """Remember :data:`DECIDING` too."""
+        self._add(DECIDING)
 
     def changed(self):
         """Names of what is not as it was; what was added is none of them."""
@@ -57,8 +68,18 @@ class Watch:
             "builtins." + name for name, was in self._builtins.items() if getattr(builtins, name, None) is not was
         ]
         now = {}
-        for name in MODULES:
-            module = sys.modules.get(name)
-            now.update((name + "." + inner, _state(part)) for inner, part in (_parts(module) if module else ()))
-        found += [name for name, was in self._states.items() if now.get(name) != was]
+        for name, module in self._modules:
+            if sys.modules.get(name) is not module:
+                found.append(name)
+            now.update((name + "." + inner, _state(part)) for inner, part in _parts(module))
+        found += [name for name, was in self._states.items() if now.get(name) != was and name != _SUBTESTS]
         return sorted(found)[:20]
+
+    def _add(self, names):
+        for name in names:
+            module = sys.modules.get(name)
+            if module is not None:
+                self._modules.append((name, module))
+            for inner, part in _parts(module) if module else ():
+                self._held.append((part, getattr(part, "__code__", None)))
+                self._states[name + "." + inner] = _state(part)

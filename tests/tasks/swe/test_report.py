@@ -1,0 +1,95 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What is made of two witnesses' words."""
+
+import hashlib
+import hmac
+import json
+from typing import Any
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from nemo_gym_prorl.tasks.swe.instance import SweInstance, TestStatus
+from nemo_gym_prorl.tasks.swe.report import PASSING, compare, read_records
+from tests.tasks.swe import records
+
+
+SECRET = "5ec7e7"
+FAIL, KEEP = ("a.py::test_one", "a.py::test_two[x]"), ("a.py::test_three",)
+INSTANCE = SweInstance(
+    dataset="made",
+    repo="a/b",
+    problem_statement="x",
+    patch=records.PATCH,
+    FAIL_TO_PASS=FAIL,
+    PASS_TO_PASS=KEEP,
+    test_command="pytest",
+)
+WITNESS = st.dictionaries(st.sampled_from([*FAIL, *KEEP, "a.py::other"]), st.sampled_from([*TestStatus, "XPASS"]))
+
+
+@given(WITNESS, WITNESS)
+def test_a_test_that_one_witness_does_not_have_passing_is_not_resolved(
+    one: dict[str, str], other: dict[str, str]
+) -> None:
+    report = compare(INSTANCE, [one, other])
+    passes = all(witness.get(test) in PASSING for witness in (one, other) for test in FAIL)
+    kept = all(witness.get(test) in PASSING | {TestStatus.SKIPPED} for witness in (one, other) for test in KEEP)
+    assert report.resolved is (passes and kept)
+    assert set(report.wrong["FAIL_TO_PASS"]) == {
+        test for test in FAIL if not all(witness.get(test) in PASSING for witness in (one, other))
+    }
+
+
+def signed(*told: Any, secret: str = SECRET) -> bytes:
+    """As the plugin writes."""
+    lines = []
+    for number, values in enumerate(told, start=1):
+        body = json.dumps([number, *values]).encode()
+        lines.append(hmac.new(secret.encode(), body, hashlib.sha256).hexdigest().encode() + b" " + body + b"\n")
+    return b"".join(lines)
+
+
+PHASES = st.tuples(
+    st.just("report"),
+    st.sampled_from(FAIL),
+    st.sampled_from(["setup", "call", "teardown"]),
+    st.sampled_from(["passed", "failed", "skipped", "xfailed", "expected late", "unseen"]),
+)
+
+
+@given(st.lists(PHASES, max_size=12))
+def test_only_a_call_that_passed_and_never_failed_has_passed(told: list[tuple[str, str, str, str]]) -> None:
+    statuses = read_records(signed(["begin"], *told, ["end"]), SECRET).statuses
+    for test in FAIL:
+        rounds: list[list[tuple[str, str]]] = [[]]
+        for _, name, when, outcome in told:
+            if name == test:
+                rounds += [[]] if when == "setup" else []
+                rounds[-1].append((when, outcome))
+        last = rounds[-1]
+        if statuses.get(test) in PASSING:
+            assert {("call", "passed"), ("call", "xfailed"), ("setup", "xfailed")} & set(last)
+            assert "failed" not in {outcome for _, outcome in last}
+
+
+@given(st.data())
+def test_records_that_were_touched_are_no_records(data: st.DataObject) -> None:
+    told = [["begin"], *[["report", name, "call", "passed"] for name in FAIL], ["end"]]
+    raw = signed(*told)
+    lines = raw.splitlines(keepends=True)
+    at = data.draw(st.integers(0, len(lines) - 1))
+    kind = data.draw(st.sampled_from(["gone", "twice", "forged", "other secret", "after the end"]))
+    touched = {
+        "gone": [*lines[:at], *lines[at + 1 :]],
+        "twice": [*lines[:at], lines[at], *lines[at:]],
+        "forged": [*lines[:at], lines[at].replace(b'"', b"'"), *lines[at + 1 :]],
+        "other secret": [*lines[:at], signed(*told, secret="another").splitlines(keepends=True)[at], *lines[at + 1 :]],
+        "after the end": signed(*told, ["report", FAIL[0], "call", "passed"]).splitlines(keepends=True),
+    }[kind]
+    read = read_records(b"".join(touched), SECRET)
+    if kind == "gone" and at == len(lines) - 1:
+        assert not read.ended
+    else:
+        assert read.forged
+        assert not read.statuses
