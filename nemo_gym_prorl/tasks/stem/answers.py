@@ -1,17 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
 """The policy's final answer: where it stands in its last message, and its plain form. Pure.
 
-Only what the policy says after its last tool call is its answer, and of several the last one counts: whoever writes
-all options down has chosen the last. The search goes backwards from the end and a bounded way, so nothing is gained,
-or slowed, by hiding an answer in a flood of text.
+Of several answers the last one counts: whoever writes all options down has chosen the last. The search goes backwards
+from the end and a bounded way, so nothing is gained, or slowed, by hiding an answer in a flood of text.
 """
 
 from __future__ import annotations
 
 import re
 import unicodedata
-from collections.abc import Mapping
-from typing import Any
 
 
 MAX_ANSWER_CHARS = 1000
@@ -35,27 +32,6 @@ _TEXT = re.compile(r"\\(?:text|textbf|textrm|mathrm|mathbf|mathsf|rm|mbox|operat
 _DELIMITERS = (("$$", "$$"), ("$", "$"), (r"\(", r"\)"), (r"\[", r"\]"))
 
 
-def last_message(response: Mapping[str, Any]) -> str:
-    """The last message after the last tool call, without what was thought aloud; empty if there is none."""
-    text = ""
-    for item in response.get("output") or ():
-        if not isinstance(item, Mapping):
-            continue
-        if item.get("type") in ("function_call", "function_call_output"):
-            text = ""
-        elif item.get("type") == "message" and item.get("role", "assistant") == "assistant":
-            parts = item.get("content")
-            if isinstance(parts, str):
-                text = parts
-            else:
-                text = "".join(
-                    part["text"]
-                    for part in parts or ()
-                    if isinstance(part, Mapping) and isinstance(part.get("text"), str)
-                )
-    return text.rpartition("</think>")[2]
-
-
 def final_answer(message: str) -> str | None:
     """What stands in the last ``\\boxed{}``, else after the last ``Answer:``; ``None`` if the message has neither."""
     seen = message[-SEEN_CHARS:]
@@ -67,6 +43,14 @@ def final_answer(message: str) -> str | None:
         if found := _LINE.match(line.strip()):
             return found[1].strip()
     return None
+
+
+def without_box(answer: str) -> str:
+    """An answer without the box that it wholly is; empty if the box is."""
+    text = _undelimited(answer.strip())
+    box = _BOX.match(text)
+    content = None if box is None else _balanced(text, box.end())
+    return content.strip() if box and content is not None and box.end() + len(content) + 1 == len(text) else answer
 
 
 def plain(answer: str) -> str:

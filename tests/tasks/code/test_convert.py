@@ -125,7 +125,7 @@ def test_the_command(tmp_path: Path) -> None:
         app, ["data", "code", str(source), "--output", str(rows), "--tests-folder", str(folder)]
     )
     assert result.exit_code == 1
-    assert "record 2: question: " in result.stderr
-    assert "2 rows, 1 records refused" in result.stderr
+    assert "line 2: question: " in result.stderr
+    assert "2 rows, 1 lines refused" in result.stderr
     made = [json.loads(line) for line in rows.read_text().splitlines()]
     assert [len(read_problem(read_metadata(row), folder).tests) for row in made] == [1, 2]
