@@ -27,6 +27,11 @@ _SYMBOLS = re.compile(r"[0-9=<>^\\]")
 _WORD = re.compile(r"[^\W_]+|[^\w\s.,;:!?'\"()\[\]-]|(?<![^\W_])-|-(?![^\W_])")
 _SUPERSCRIPTS = dict(zip("⁰¹²³⁴⁵⁶⁷⁸⁹⁻⁺ⁿ", "0123456789-+n", strict=True))
 _SUPERSCRIPT_RUN = re.compile(f"[{''.join(_SUPERSCRIPTS)}]+")
+_UNSEEN = re.compile(
+    "[\u034f\u115f\u1160\u17b4\u17b5\u180b-\u180f\u2800\u3164\ufe00-\ufe0f\uffa0\U000e0100-\U000e01ef]"
+)
+"""Fillers and variation selectors, which Unicode counts among letters and marks."""
+
 _MINUS = str.maketrans(dict.fromkeys("−‒–—﹣-", "-"))
 _TEXT = re.compile(r"\\(?:text|textbf|textrm|mathrm|mathbf|mathsf|rm|mbox|operatorname)\s*\{((?:[^{}]|\{[^{}]*\})*)\}")
 _DELIMITERS = (("$$", "$$"), ("$", "$"), (r"\(", r"\)"), (r"\[", r"\]"))
@@ -61,7 +66,11 @@ def plain(answer: str) -> str:
     """
     text = _SUPERSCRIPT_RUN.sub(lambda run: "^" + "".join(_SUPERSCRIPTS[char] for char in run[0]), answer)
     text = unicodedata.normalize("NFKC", text.translate(_MINUS)).translate(_MINUS)
-    text = "".join(char for char in text if char.isspace() or unicodedata.category(char)[0] != "C")
+    text = "".join(
+        char
+        for char in text
+        if char.isspace() or (unicodedata.category(char)[0] != "C" and _UNSEEN.match(char) is None)
+    )
     text = " ".join(text.split())
     before = None
     while before != text:
