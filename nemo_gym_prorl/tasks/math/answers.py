@@ -60,6 +60,7 @@ _CHARACTERS = str.maketrans(
 )
 _RELATIONS = (("!=", r"\ne "), ("<=", r"\le "), (">=", r"\ge "))
 _GROUPED = re.compile(r"(?<![\d.,])([1-9]\d{0,2})((?:(?:\{,\}|,?\\[,!;: ]|,\s*\\!| )\s*\d{3})+)(?![\d])")
+_ROOT = re.compile(r"(?<![a-zA-Z\\])sqrt\s*\(([^()]*)\)")
 _PERCENT = re.compile(
     r"(?i)\\(?:text[a-z]*|mathrm|mbox)\s*\{\s*(?:\\?%|percent(?:age)?|per cent|pct)\.?\s*\}"
     r"|(?<=[\d\s}$])(?:percent(?:age)?|per\s+cent|pct)(?![a-z])"
@@ -114,6 +115,7 @@ def tidy(answer: str) -> str:
     text = unwrapped(answer.translate(_CHARACTERS))
     if r"\begin" not in text:
         text = re.sub(r"\\\\(?=[a-zA-Z(){}])", r"\\", text)
+    text = _ROOT.sub(r"\\sqrt{\1}", text)
     text = _PERCENT.sub(r"\\% ", text)
     for written, meant in _RELATIONS:
         text = text.replace(written, meant)
@@ -131,7 +133,7 @@ def unwrapped(answer: str) -> str:
     text = answer.strip()
     while True:
         before = text
-        text = text.rstrip(".,;").rstrip() if not text.endswith("\\,") else text
+        text = text.rstrip(".,;").rstrip() if not text.endswith(("\\,", "..")) else text
         for start, end in _WRAPPED:
             inner = text[len(start) : -len(end)]
             if len(text) > len(start + end) and text.startswith(start) and text.endswith(end) and start not in inner:

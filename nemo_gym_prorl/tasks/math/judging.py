@@ -125,12 +125,23 @@ def _compared(gold: str, text: str, question: str) -> Judged:
         return Verdict.WRONG, f"one says {word!r}"
     if (trouble := another_text(gold, text, question)) is not None:
         return (Verdict.WRONG, trouble) if trouble else (Verdict.RIGHT, "the same words")
+    if shapes.goes_on(gold) != shapes.goes_on(text):
+        return Verdict.WRONG, "only one of them goes on and on"
     wanted_shape, given_shape = shapes.shape_of(gold), shapes.shape_of(text)
     if (wanted_shape is None) != (given_shape is None) and real_sets.is_empty_set(gold):
         return _other_kind()
+    if _is_set_of_one(wanted_shape) != _is_set_of_one(given_shape):
+        if wanted_shape is not None and _is_set_of_one(wanted_shape) and (given_shape is None or given_shape.ordered):
+            return _compared(wanted_shape.members[0], text, question)
+        if given_shape is not None and _is_set_of_one(given_shape) and (wanted_shape is None or wanted_shape.ordered):
+            return _compared(gold, given_shape.members[0], question)
     if wanted_shape is not None or given_shape is not None:
         return _shaped(wanted_shape or Shape(SET, (gold,)), given_shape or Shape(SET, (text,)), question)
     return _valued(gold, text, question)
+
+
+def _is_set_of_one(shape: Shape | None) -> bool:
+    return shape is not None and shape.brackets == SET and len(shape.members) == 1
 
 
 def _shaped(gold: Shape, said: Shape, question: str) -> Judged:
@@ -280,7 +291,7 @@ def _scaled(values: list[Any], scale: int, *, kept: bool) -> list[Any]:
 def _readings(text: str) -> list[Any]:
     """The expression that a text is; of a percentage, the number before the sign and its hundredth. Maybe nothing."""
     head, *about = _APPROXIMATELY.split(text)
-    head = (about[0] if about and _NAME.fullmatch(head) else head).strip()
+    head = (about[0] if about and (not head.strip() or _NAME.fullmatch(head)) else head).strip()
     bare = _PERCENT.sub("", head)
     if not bare or side_by_side(bare):
         return []

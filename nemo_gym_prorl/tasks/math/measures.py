@@ -47,11 +47,11 @@ _ALIASES = {
         "euro": "euro eur",
         "degree": "degree deg",
         "radian": "radian rad",
-        "mph": "mph",
         "unit": "unit",
     }.items()
     for name in names.split()
 }
+_PER_HOUR = {"mph": "mi/h", "kmph": "km/h", "kph": "km/h", "kmh": "km/h"}
 _UNITS = frozenset(_ALIASES.values())
 _CURRENCY = {r"\$": "dollar", "€": "euro", r"\euro": "euro", "£": "pound sterling", r"\pounds": "pound sterling"}
 _FILLING = frozenset(
@@ -182,6 +182,8 @@ def _read(written: str) -> tuple[dict[str, int], int]:
     text = re.sub(_PRIME, " prime ", "0" + written)[1:] if "'" in written or "prime" in written else written
     text = re.sub(_DEGREE, " degree ", _WORDY.sub(r" \1 ", text))
     text = re.sub(r"\\[a-zA-Z]+|\\.", " ", text)
+    for short, long in _PER_HOUR.items():
+        text = re.sub(rf"(?i)\b{short}\b", long, text)
     text = re.sub(r"\bper\b", "/", text, flags=re.IGNORECASE)
     text = re.sub(r"\bin\b(?=\s+[a-zA-Z])", " ", text)
     powers: dict[str, int] = {}

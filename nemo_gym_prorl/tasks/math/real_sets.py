@@ -117,7 +117,7 @@ def left_to_work_out(expected: RealSet, said: RealSet) -> bool:
     """Whether what was said is put together of more parts than there are, and than the expected one is."""
     pieces = _pieces(said.value) or []
     listed = all(piece.start == piece.end for piece in pieces)
-    return said.parts > max(1 if listed else len(pieces), expected.parts, 1) + (0 if listed else 1)
+    return said.parts > max(1 if listed else len(pieces), expected.parts, 1)
 
 
 def _plain(text: str) -> str:

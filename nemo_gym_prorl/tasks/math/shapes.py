@@ -128,6 +128,11 @@ def shape_of(text: str) -> Shape | None:
     return Shape(brackets, members)
 
 
+def goes_on(text: str) -> bool:
+    """Whether it has dots for what is left out."""
+    return _DOTS.search(text) is not None
+
+
 def split(text: str, separators: tuple[str, ...], *, also: bool = False) -> list[str]:
     """The parts of a text between separators that stand in no bracket; with ``also`` "and" and "or" are some."""
     if also:

@@ -23,6 +23,7 @@ _LABELLED = re.compile(
     r"(?:\s|\\[,;:! ]|~|\\q?quad)*(?P<rest>\S.*)?",
     re.DOTALL,
 )
+_OPTION = re.compile(r"(?i)(?<![a-z\\])(?:option|choice)\s+(?=\(?[A-H](?![a-zA-Z]))")
 _BASED = re.compile(r"\(?\s*([0-9A-Fa-f]+)\s*\)?\s*_\s*\{?\s*(?:\\text\s*\{)?\s*(\d+|[a-z]+)\s*\}?\}?")
 _BASES = {
     "two": 2, "three": 3, "four": 4, "five": 5, "six": 6, "seven": 7, "eight": 8, "nine": 9, "ten": 10, "eleven": 11,
@@ -37,12 +38,13 @@ def another_text(expected: str, said: str, question: str) -> str | None:
         return None
     if _COMMAND.search(expected) is None and wanted.isalpha() and _is_product(wanted, question):
         return None
-    return "" if _compact(wanted) == _compact(_plain(said)) else "other words than expected"
+    return "" if _listed(wanted) == _listed(_plain(said)) else "other words than expected"
 
 
 def label_and_rest(expected: str, said: str) -> tuple[str, str]:
     r"""Both without the letter of an option before the option, as in ``\textbf{(A)} 5``; where only a letter is
     expected, the letters."""
+    expected, said = (_OPTION.sub("", text) for text in (expected, said))
     wanted, given = _LABELLED.fullmatch(expected), _LABELLED.fullmatch(said)
     if given is None and wanted is None:
         return expected, said
@@ -99,9 +101,10 @@ def _plain(text: str) -> str:
     return re.sub(r"[{}$]", "", text).strip()
 
 
-def _compact(text: str) -> str:
-    words = [word for word in re.findall(r"[^\W_]+", text.casefold()) if word not in _SMALL]
-    return "".join(words)
+def _listed(text: str) -> list[str]:
+    """Words of each of several answers, in any order."""
+    parts = (re.findall(r"[^\W_]+", part) for part in re.split(r"[,;]|\band\b", text.casefold()))
+    return sorted(filter(None, ("".join(word for word in words if word not in _SMALL) for words in parts)))
 
 
 def _is_product(letters: str, question: str) -> bool:
