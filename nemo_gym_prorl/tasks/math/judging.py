@@ -146,6 +146,8 @@ def _is_set_of_one(shape: Shape | None) -> bool:
 
 def _shaped(gold: Shape, said: Shape, question: str) -> Judged:
     """Compare two answers that consist of several values; of one value is the set of it."""
+    if not gold.members or not said.members:
+        return _other_kind() if gold.members or said.members else (Verdict.RIGHT, "both are empty")
     if len(gold.members) == 1 and len(said.members) == 1:
         return _compared(gold.members[0], said.members[0], question)
     names, given_names = _named(gold), _named(said)
