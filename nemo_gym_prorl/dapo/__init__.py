@@ -1,0 +1,2 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Asynchronous DAPO (arXiv 2503.14476; 2603.18815, section 3.4): which rollouts a trainer wants next."""

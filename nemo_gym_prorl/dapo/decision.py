@@ -1,0 +1,109 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What a trainer may ask of the sampler, and what the sampler decides."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from nemo_gym_prorl.failures import CallerError
+
+
+@dataclass(frozen=True, slots=True)
+class SamplerConfig:
+    """What a trainer wants.
+
+    Attributes:
+        groups_per_batch: prompts of a batch.
+        group_size: rollouts of each prompt, at least 2: one alone has no variance.
+        max_in_flight: rollouts that may be submitted and have no outcome.
+        max_staleness: weight versions between a rollout's first token and the batch that uses it.
+        max_failures: tries of a member that may end without a score; one more drops its group.
+        max_restarts: tries of a member that may become too old; one more drops its group. Not ``in_order``.
+        in_order: batches are the first groups with variance in the order of their prompts, however long one takes:
+            the same batches whatever ends first, as long as a member's reward depends on the member alone. Else the
+            first that are complete, of them those under the oldest weights.
+        max_fruitless: so many groups in a row without variance end the training.
+        first_version: weights of the first batch.
+    """
+
+    groups_per_batch: int
+    group_size: int
+    max_in_flight: int
+    max_staleness: int = 4
+    max_failures: int = 3
+    max_restarts: int = 3
+    in_order: bool = False
+    max_fruitless: int = 1000
+    first_version: int = 0
+
+    def __post_init__(self) -> None:
+        least = {"groups_per_batch": 1, "group_size": 2, "max_in_flight": 1, "max_fruitless": 1}
+        for name in ("max_staleness", "max_failures", "max_restarts"):
+            least[name] = 0
+        for name, bound in least.items():
+            if getattr(self, name) < bound:
+                raise CallerError(f"it must be at least {bound}", field=name)
+
+
+class NothingToLearn(CallerError):
+    """No group has had variance for long, or the curriculum leaves every prompt out."""
+
+
+@dataclass(frozen=True, slots=True)
+class Submission:
+    """A rollout to submit.
+
+    Attributes:
+        rollout: its id.
+        group: the id that its siblings share.
+        prompt: number of its prompt in the stream.
+        version: weights of now.
+        urgent: whether siblings wait for it already.
+    """
+
+    rollout: str
+    group: str
+    prompt: int
+    version: int
+    urgent: bool
+
+
+@dataclass(frozen=True, slots=True)
+class Scored:
+    """A rollout of a batch."""
+
+    rollout: str
+    reward: float
+    version: int
+
+
+@dataclass(frozen=True, slots=True)
+class Batch:
+    """Groups to train on, each with variance, and of equal size.
+
+    Attributes:
+        number: of the batch, from 0.
+        version: weights that it is meant for.
+        groups: by prompt's number, its rollouts in the order of members.
+    """
+
+    number: int
+    version: int
+    groups: dict[int, list[Scored]]
+
+
+@dataclass(slots=True)
+class Decision:
+    """What is to be done now.
+
+    Attributes:
+        submit: rollouts, those that others wait for first.
+        cancel: ids of rollouts whose outcome nobody needs; it must be told all the same.
+        forget: ids of scored rollouts that are of no use any more.
+        batches: those that became complete.
+    """
+
+    submit: list[Submission] = field(default_factory=list)
+    cancel: list[str] = field(default_factory=list)
+    forget: list[str] = field(default_factory=list)
+    batches: list[Batch] = field(default_factory=list)

@@ -1,0 +1,112 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The rollouts of one prompt, on their way to a batch.
+
+A group has as many members as the batch wants rollouts of a prompt. A member is tried until it is scored; each try is
+a rollout with an id of its own, under the weights of its time.
+
+Pure.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import asdict, dataclass, field
+from typing import Any, Self
+
+from nemo_gym_prorl.dapo.fates import Usage
+
+
+@dataclass(slots=True)
+class Member:
+    """One rollout of a group, over all its tries.
+
+    Attributes:
+        place: among the members.
+        tries: ids that were given out for it.
+        rollout: the id that runs or was scored; ``None`` while the member waits to be submitted.
+        version: weights under which that one was submitted.
+        reward: raw, as its environment gave it; ``None`` until then.
+        usage: of the scored rollout.
+        failures: tries that ended without a reward.
+        restarts: tries that were too old to be used.
+    """
+
+    place: int
+    tries: int = 0
+    rollout: str | None = None
+    version: int = 0
+    reward: float | None = None
+    usage: Usage = field(default_factory=Usage)
+    failures: int = 0
+    restarts: int = 0
+
+    @property
+    def waits(self) -> bool:
+        """Whether it is to be submitted."""
+        return self.rollout is None
+
+    @property
+    def runs(self) -> bool:
+        """Whether it was submitted and has no outcome."""
+        return self.rollout is not None and self.reward is None
+
+    def begin(self, rollout: str, version: int) -> None:
+        """Another try."""
+        self.tries += 1
+        self.rollout = rollout
+        self.version = version
+
+    def reset(self) -> None:
+        """The try is void; the member waits again."""
+        self.rollout = None
+        self.reward = None
+        self.usage = Usage()
+
+
+@dataclass(slots=True)
+class Group:
+    """The members of one prompt.
+
+    Attributes:
+        number: its prompt's place in the stream; groups with lower ones are older.
+        key: its prompt's name.
+        members: as many as the batch wants of a prompt.
+    """
+
+    number: int
+    key: str
+    members: list[Member]
+
+    @classmethod
+    def of_saved(cls, saved: Mapping[str, Any]) -> Self:
+        """The group that :meth:`state` told of."""
+        members = [Member(**(member | {"usage": Usage(**member["usage"])})) for member in saved["members"]]
+        return cls(saved["number"], saved["key"], members)
+
+    @property
+    def complete(self) -> bool:
+        """Whether every member has its reward."""
+        return all(member.reward is not None for member in self.members)
+
+    @property
+    def rewards(self) -> list[float]:
+        """Those that are known."""
+        return [member.reward for member in self.members if member.reward is not None]
+
+    @property
+    def varies(self) -> bool:
+        """Whether two of its rewards differ, as they are: a standard deviation of equal floats need not be 0."""
+        return len(set(self.rewards)) > 1
+
+    @property
+    def version(self) -> int:
+        """The oldest weights that any of its rollouts began under; there must be one."""
+        return min(member.version for member in self.members if not member.waits)
+
+    def older_than(self, version: int) -> Iterator[Member]:
+        """Members whose rollout began under older weights."""
+        return (member for member in self.members if not member.waits and member.version < version)
+
+    def state(self) -> dict[str, Any]:
+        """It as JSON."""
+        return asdict(self)

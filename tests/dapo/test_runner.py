@@ -1,0 +1,286 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The runner against real services over HTTP: the pipeline and its job API, with a handler that acts as rows say."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import socket
+from collections.abc import AsyncIterator, Mapping
+from contextlib import asynccontextmanager
+from typing import Any
+
+import pytest
+import uvicorn
+from fastapi import FastAPI
+
+from nemo_gym_prorl.dapo.decision import NothingToLearn, SamplerConfig
+from nemo_gym_prorl.dapo.fates import Fate
+from nemo_gym_prorl.dapo.prompts import Epochs
+from nemo_gym_prorl.dapo.runner import Runner
+from nemo_gym_prorl.dapo.sampler import DynamicSampler
+from nemo_gym_prorl.failures import CallerError, Stage
+from nemo_gym_prorl.rollout.api import rollout_router
+from nemo_gym_prorl.rollout.client import ApiError, RolloutClient
+from nemo_gym_prorl.rollout.job import Job, Trajectory, Verdict
+from nemo_gym_prorl.rollout.metrics import PipelineMetrics
+from nemo_gym_prorl.rollout.pipeline import Pipeline
+from nemo_gym_prorl.rollout.settings import PipelineSettings, PoolSizes
+from nemo_gym_prorl.serving.access import KeyGuard
+from nemo_gym_prorl.serving.problems import add_problem_handlers
+from tests.rollout.handlers import Bench, PlannedHandler
+
+
+SETTINGS = PipelineSettings(
+    stages=PoolSizes(init=64, ready=64, run=64, eval=64), retry_delay_s=0.01, cancel_grace_s=0.5, max_attempts=1
+)
+
+
+class Scorer(PlannedHandler):
+    """Rewards by member, the first of ``rewards`` for the first one; a member that is ``late`` works for a while."""
+
+    async def run(self, job: Job, session: int) -> Trajectory:
+        if _member(job) in job.row.get("late", []):
+            await asyncio.sleep(job.row["late_s"])
+        return await super().run(job, session)
+
+    async def eval(self, job: Job, trajectory: Trajectory) -> Verdict:
+        await super().eval(job, trajectory)
+        rewards = job.row["rewards"]
+        reward = float(rewards[_member(job) % len(rewards)])
+        return Verdict(reward, {"reward": reward, "tokens": [job.id]})
+
+
+def _member(job: Job) -> int:
+    return int(job.id.split(":")[2])
+
+
+class Node:
+    """A rollout service at one address, which can die and begin a new life."""
+
+    def __init__(self, settings: PipelineSettings = SETTINGS, token: str | None = None) -> None:
+        self.settings, self.token = settings, token
+        self._listener = socket.socket()
+        self._listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        self._listener.bind(("127.0.0.1", 0))
+        self.url = f"http://127.0.0.1:{self._listener.getsockname()[1]}"
+        self.handler = Scorer()
+        self.pipeline: Pipeline
+
+    async def start(self) -> None:
+        self.handler = Scorer()
+        self.pipeline = Bench(self.settings, self.handler).pipeline()
+        app = FastAPI()
+        add_problem_handlers(app)
+        app.add_middleware(KeyGuard, key=self.token)
+        app.include_router(rollout_router(self.pipeline, PipelineMetrics(self.pipeline)))
+        self._server = uvicorn.Server(uvicorn.Config(app, log_level="warning", timeout_graceful_shutdown=0))
+        self._running = asyncio.create_task(self._server.serve([self._listener.dup()]))
+        while not self._server.started:
+            await asyncio.sleep(0.005)
+
+    async def stop(self) -> None:
+        self._server.should_exit = True
+        await self._running
+        await self.pipeline.close()
+
+
+@asynccontextmanager
+async def nodes(
+    count: int = 1, settings: PipelineSettings = SETTINGS, token: str | None = None
+) -> AsyncIterator[list[Node]]:
+    started = [Node(settings, token) for _ in range(count)]
+    for node in started:
+        await node.start()
+    try:
+        yield started
+    finally:
+        for node in started:
+            await node.stop()
+
+
+def rows(count: int, **fields: Any) -> list[dict[str, Any]]:
+    return [{"responses_create_params": {"input": f"prompt {n}"}, "rewards": [0, 1], **fields} for n in range(count)]
+
+
+def runner(
+    up: list[Node],
+    dataset: list[dict[str, Any]],
+    config: SamplerConfig,
+    *,
+    epochs: int | None = None,
+    state: Mapping[str, Any] | None = None,
+    token: str | None = None,
+    **options: Any,
+) -> Runner:
+    prompts = Epochs(dataset, seed=None, epochs=epochs)
+    clients = [RolloutClient(node.url, token) for node in up]
+    return Runner(DynamicSampler(config, prompts), prompts, clients, state=state, options=options)
+
+
+async def test_batches_from_two_services() -> None:
+    dataset = rows(40)
+    for uninformative in dataset[::4]:
+        uninformative["rewards"] = [1]
+    async with nodes(2) as up, runner(up, dataset, SamplerConfig(3, 4, 24, max_staleness=2)) as driver:
+        seen: set[str] = set()
+        for step in range(4):
+            batch = await driver.batch()
+            assert batch is not None
+            assert (batch.number, batch.version, len(batch.groups)) == (step, step, 3)
+            for group in batch.groups:
+                assert [rollout.reward for rollout in group] == [0, 1, 0, 1]
+                assert [rollout.result["tokens"] for rollout in group] == [[rollout.id] for rollout in group]
+                assert all(rollout.prompt in dataset for rollout in group)
+                ids = {rollout.id for rollout in group}
+                assert not ids & seen
+                seen |= ids
+                assert (
+                    len(
+                        {
+                            node.url
+                            for node in up
+                            for job in node.pipeline.store.find(state=None, group=None)
+                            if job.id in ids
+                        }
+                    )
+                    == 1
+                )
+            driver.weights(step + 1)
+        assert all([*node.pipeline.store.find(state=None, group=None)] for node in up), "both had work"
+        sampler = driver.sampler
+        await driver.__aexit__(None, None, None)
+        assert sampler.in_flight == 0
+        assert sampler.submitted == sampler.fates.rollouts
+        assert sampler.fates[Fate.EMITTED].rollouts == 48
+        assert not any(node.handler.sessions for node in up)
+        assert not any(node.pipeline.store.live() for node in up)
+
+
+async def test_a_machine_that_fails_is_no_reward() -> None:
+    plan = {"run": [{"how": "infrastructure"}]}
+    dataset = rows(6, rewards=[1])
+    dataset[0] |= {"plan": plan}
+    dataset[2]["rewards"] = [0, 1]
+    async with nodes() as up, runner(up, dataset, SamplerConfig(1, 2, 4, max_failures=2, in_order=True)) as driver:
+        batch = await driver.batch()
+        assert batch is not None
+        assert [[rollout.reward for rollout in group] for group in batch.groups] == [[0, 1]]
+        assert driver.sampler.dropped["failed"] == 1
+        assert 3 <= driver.sampler.fates[Fate.FAILED].rollouts <= 5, "a member was tried again twice"
+
+
+async def test_a_complete_batch_ends_the_rest_and_its_sandboxes() -> None:
+    dataset = rows(8, late=[0], late_s=3600.0)
+    dataset[0] |= {"late": []}
+    async with nodes() as up, runner(up, dataset, SamplerConfig(1, 2, 16, max_staleness=0)) as driver:
+        assert await driver.batch() is not None
+        while up[0].pipeline.store.live():
+            await asyncio.sleep(0.01)
+        assert not up[0].handler.sessions
+        driver.weights(1)
+        while len(up[0].handler.sessions) < 7:
+            await asyncio.sleep(0.01)
+    assert not up[0].handler.sessions, "leaving the runner ends what was begun"
+
+
+async def test_a_service_that_dies_and_comes_back_gets_its_rollouts_again() -> None:
+    dataset = rows(10, late=[0, 1], late_s=0.3)
+    async with nodes() as up, runner(up, dataset, SamplerConfig(2, 2, 8)) as driver:
+        waiting = asyncio.create_task(driver.batch())
+        while not up[0].handler.sessions:
+            await asyncio.sleep(0.01)
+        before = {job.id for job in up[0].pipeline.store.live()}
+        await up[0].stop()
+        await asyncio.sleep(0.2)
+        await up[0].start()
+        batch = await waiting
+        assert batch is not None
+        assert before & {job.id for job in up[0].pipeline.store.find(state=None, group=None)}, "under the same ids"
+        assert driver.sampler.fates[Fate.FAILED].rollouts == 0
+
+
+async def test_a_runner_goes_on_where_another_one_stopped() -> None:
+    dataset = rows(10)
+    dataset[1] |= {"late": [1], "late_s": 1.0}
+    config = SamplerConfig(1, 2, 4, in_order=True)
+    async with nodes() as up:
+        first = runner(up, dataset, config)
+        await first.__aenter__()
+        batch = await first.batch()
+        assert batch is not None
+        while "dapo:1:0:0" not in first.sampler.results():
+            await asyncio.sleep(0.01)
+        state = json.loads(json.dumps(first.state()))
+        for service in first._services:  # as if it was killed: nothing is cancelled
+            await service.close()
+            await service.client.__aexit__(None, None, None)
+        async with runner(up, dataset, config, state=state) as second:
+            groups = []
+            for version in range(1, 4):
+                second.weights(version)
+                batch = await second.batch()
+                assert batch is not None
+                assert batch.number == version
+                groups += batch.groups
+        assert {rollout.id for group in groups for rollout in group} >= {"dapo:1:0:0", "dapo:1:1:0"}
+        assert up[0].handler.calls["dapo:1:0:0", "run"] == up[0].handler.calls["dapo:1:1:0", "run"] == 1
+
+
+async def test_results_that_a_new_life_has_forgotten_are_sampled_again() -> None:
+    dataset = rows(10)
+    dataset[0] |= {"late": [1], "late_s": 0.5}
+    config = SamplerConfig(1, 2, 2, in_order=True)
+    async with nodes() as up:
+        first = runner(up, dataset, config)
+        await first.__aenter__()
+        while "dapo:0:0:0" not in first.sampler.results():
+            await asyncio.sleep(0.01)
+        state = first.state()
+        for service in first._services:
+            await service.close()
+            await service.client.__aexit__(None, None, None)
+        await up[0].stop()
+        await up[0].start()
+        async with runner(up, dataset, config, state=state) as second:
+            batch = await second.batch()
+        assert batch is not None
+        assert [rollout.id for rollout in batch.groups[0]] == ["dapo:0:0:1", "dapo:0:1:0"]
+
+
+async def test_a_row_that_the_service_refuses_costs_its_group_only() -> None:
+    dataset = rows(3)
+    dataset[0] = {"rewards": [1]}
+    async with nodes() as up, runner(up, dataset, SamplerConfig(2, 2, 4), epochs=1) as driver:
+        batch = await driver.batch()
+        assert batch is not None
+        assert driver.sampler.dropped["refused"] == 1
+        assert await driver.batch() is None, "there are no more prompts"
+
+
+async def test_a_service_that_wants_a_key_ends_the_training_at_once() -> None:
+    async with nodes(token="secret") as up:
+        with pytest.raises(ApiError, match="401"):
+            async with runner(up, rows(3), SamplerConfig(1, 2, 4), token="wrong") as driver:
+                await driver.batch()
+        async with runner(up, rows(3), SamplerConfig(1, 2, 4), token="secret") as driver:
+            assert await driver.batch() is not None
+
+
+async def test_an_environment_without_variance_ends_the_training() -> None:
+    config = SamplerConfig(1, 2, 4, max_fruitless=5)
+    async with nodes() as up, runner(up, rows(3, rewards=[1]), config) as driver:
+        with pytest.raises(NothingToLearn, match="max_fruitless"):
+            await driver.batch()
+
+
+async def test_a_runner_without_services_is_refused() -> None:
+    prompts = Epochs(rows(1))
+    with pytest.raises(CallerError, match="services: at least one"):
+        Runner(DynamicSampler(SamplerConfig(1, 2, 4), prompts), prompts, [])
+
+
+async def test_environments_and_budgets_go_with_each_submission() -> None:
+    async with nodes() as up, runner(up, rows(3), SamplerConfig(1, 2, 2), budgets={"run": 77.0}) as driver:
+        assert await driver.batch() is not None
+        assert {job.budgets.of(Stage.RUN) for job in up[0].pipeline.store.find(state=None, group=None)} == {77.0}

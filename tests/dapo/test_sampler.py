@@ -1,0 +1,457 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The sampler over random arrivals, failures, late cancellations, restarts: what it promises, whatever happens."""
+
+from __future__ import annotations
+
+import json
+import math
+import random
+from dataclasses import replace
+
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
+
+from nemo_gym_prorl.dapo.decision import Batch, Decision, NothingToLearn, SamplerConfig, Submission
+from nemo_gym_prorl.dapo.fates import Fate, Usage
+from nemo_gym_prorl.dapo.prompts import Epochs, SkipSolved
+from nemo_gym_prorl.dapo.sampler import DynamicSampler
+from nemo_gym_prorl.failures import CallerError, Origin
+
+
+ROWS = [{"prompt": number} for number in range(7)]
+REWARDS = [0.0, 1.0, 0.1 + 0.2, 0.3]
+"""The last two are not the same, however close."""
+
+
+class Sampling(RuleBasedStateMachine):
+    """A driver that does what it is told, in any order."""
+
+    @initialize(
+        groups=st.integers(1, 3),
+        size=st.integers(2, 4),
+        in_flight=st.integers(1, 14),
+        staleness=st.integers(0, 3),
+        failures=st.integers(0, 2),
+        restarts=st.integers(0, 2),
+        in_order=st.booleans(),
+        epochs=st.sampled_from([None, 3]),
+    )
+    def begin(
+        self,
+        groups: int,
+        size: int,
+        in_flight: int,
+        staleness: int,
+        failures: int,
+        restarts: int,
+        in_order: bool,
+        epochs: int | None,
+    ) -> None:
+        self.config = SamplerConfig(
+            groups, size, in_flight, staleness, failures, restarts, in_order, max_fruitless=10**6, first_version=5
+        )
+        self.prompts = Epochs(ROWS, epochs=epochs)
+        self.sampler = DynamicSampler(self.config, self.prompts)
+        self.live: dict[str, Submission] = {}
+        self.cancelling: set[str] = set()
+        self.scored: dict[str, float] = {}
+        self.known: set[str] = set()
+        self.batches: list[Batch] = []
+        self.obey(self.sampler.decide())
+
+    def obey(self, decision: Decision) -> None:
+        for rollout in decision.cancel:
+            assert rollout in self.live
+            assert rollout not in self.cancelling
+            self.cancelling.add(rollout)
+        for rollout in decision.forget:
+            del self.scored[rollout]
+        for submission in decision.submit:
+            assert submission.rollout not in self.known, "an id is given out once"
+            assert submission.version == self.sampler.version
+            self.known.add(submission.rollout)
+            self.live[submission.rollout] = submission
+        for batch in decision.batches:
+            self.check(batch)
+            self.batches.append(batch)
+
+    def check(self, batch: Batch) -> None:
+        assert batch.number == len(self.batches) < self.sampler.asked
+        assert batch.version == self.config.first_version + batch.number
+        assert len(batch.groups) == self.config.groups_per_batch
+        assert [*batch.groups] == sorted(batch.groups)
+        for number, rollouts in batch.groups.items():
+            assert len(rollouts) == self.config.group_size
+            assert len({rollout.reward for rollout in rollouts}) > 1, "a group without variance"
+            assert {rollout.rollout.split(":")[1] for rollout in rollouts} == {str(number)}
+            assert [int(rollout.rollout.split(":")[2]) for rollout in rollouts] == [*range(self.config.group_size)]
+            for rollout in rollouts:
+                assert self.scored.pop(rollout.rollout) == rollout.reward, "once, with the reward that was told"
+                assert 0 <= batch.version - rollout.version <= self.config.max_staleness
+
+    def pick(self, data: st.DataObject) -> str:
+        return data.draw(st.sampled_from(sorted(self.live)))
+
+    def over(self, rollout: str) -> None:
+        del self.live[rollout]
+        self.cancelling.discard(rollout)
+        self.obey(self.sampler.decide())
+
+    @rule(data=st.data(), reward=st.sampled_from(REWARDS))
+    @precondition(lambda self: self.live)
+    def scores(self, data: st.DataObject, reward: float) -> None:
+        rollout = self.pick(data)
+        if rollout not in self.cancelling:
+            self.scored[rollout] = reward
+        self.sampler.scored(rollout, reward, Usage(1.0, 2.0))
+        self.over(rollout)
+
+    @rule(data=st.data(), origin=st.sampled_from(Origin))
+    @precondition(lambda self: self.live)
+    def fails(self, data: st.DataObject, origin: Origin) -> None:
+        rollout = self.pick(data)
+        self.sampler.failed(rollout, origin, Usage(1.0, 2.0))
+        self.over(rollout)
+
+    @rule(data=st.data())
+    @precondition(lambda self: self.live)
+    def is_cancelled(self, data: st.DataObject) -> None:
+        rollout = self.pick(data)
+        self.sampler.cancelled(rollout)
+        self.over(rollout)
+
+    @rule(data=st.data())
+    @precondition(lambda self: self.scored)
+    def is_lost(self, data: st.DataObject) -> None:
+        rollout = data.draw(st.sampled_from(sorted(self.scored)))
+        del self.scored[rollout]
+        self.sampler.lost(rollout)
+        self.obey(self.sampler.decide())
+
+    @rule(data=st.data())
+    @precondition(lambda self: self.known)
+    def is_told_of_twice(self, data: st.DataObject) -> None:
+        rollout = data.draw(
+            st.sampled_from(sorted(self.known - set(self.live))) if self.known - set(self.live) else st.just("x")
+        )
+        self.sampler.scored(rollout, 1.0)
+        self.sampler.failed(rollout, Origin.TASK)
+
+    @rule()
+    def asks(self) -> None:
+        self.sampler.ask()
+        self.obey(self.sampler.decide())
+
+    @rule(steps=st.integers(0, 3))
+    def trains(self, steps: int) -> None:
+        newest = self.config.first_version + len(self.batches)
+        self.sampler.weights(min(self.sampler.version + steps, newest))
+        self.obey(self.sampler.decide())
+
+    @rule()
+    def restarts(self) -> None:
+        state = json.loads(json.dumps(self.sampler.state()))
+        self.sampler = DynamicSampler(self.config, self.prompts)
+        again = self.sampler.restore(state)
+        for submission in again.submit:
+            assert replace(submission, urgent=self.live[submission.rollout].urgent) == self.live[submission.rollout]
+        assert {submission.rollout for submission in again.submit} == set(self.live) - self.cancelling
+        assert set(again.cancel) == self.cancelling
+
+    @rule(rewards=st.permutations([0.0, 1.0]))
+    def goes_well_from_here(self, rewards: list[float]) -> None:
+        """Whatever was before: if all goes well, batches come, until the prompts end."""
+        before = len(self.batches)
+        if self.sampler.asked == before:
+            self.asks()
+        for _ in range(2000):
+            if len(self.batches) > before or self.sampler.finished:
+                return
+            if not self.live:
+                self.trains(1)
+                if not self.live:
+                    break
+            rollout = min(self.live)
+            reward = rewards[int(rollout.split(":")[2]) % 2]
+            if rollout not in self.cancelling:
+                self.scored[rollout] = reward
+            self.sampler.scored(rollout, reward)
+            self.over(rollout)
+        assert self.sampler.finished, "nothing in flight, and no batch"
+
+    @invariant()
+    def every_rollout_is_accounted_for_once(self) -> None:
+        if not hasattr(self, "sampler"):
+            return
+        sampler = self.sampler
+        assert sampler.in_flight == len(self.live) <= self.config.max_in_flight
+        assert sampler.held == len(self.scored)
+        assert sampler.submitted == len(self.known) == sampler.in_flight + sampler.held + sampler.fates.rollouts
+        per_batch = self.config.groups_per_batch * self.config.group_size
+        assert sampler.fates[Fate.EMITTED].rollouts == len(self.batches) * per_batch
+
+    def teardown(self) -> None:
+        if not hasattr(self, "sampler"):
+            return
+        decision = self.sampler.close()
+        self.obey(decision)
+        for rollout in [*self.live]:
+            self.sampler.cancelled(rollout)
+            self.over(rollout)
+        assert not self.scored
+        assert self.sampler.finished
+        assert self.sampler.submitted == self.sampler.fates.rollouts
+
+
+TestSampling = Sampling.TestCase
+TestSampling.settings = settings(
+    max_examples=150, stateful_step_count=60, deadline=None, suppress_health_check=[HealthCheck.too_slow]
+)
+
+
+def eager(config: SamplerConfig, prompts: Epochs, curriculum: SkipSolved | None = None) -> DynamicSampler:
+    """A sampler of which many batches are wanted."""
+    sampler = DynamicSampler(config, prompts, curriculum)
+    for _ in range(100):
+        sampler.ask()
+    return sampler
+
+
+@given(seed=st.integers(0, 10**6), size=st.integers(2, 4), groups=st.integers(1, 4), cap=st.integers(1, 40))
+@settings(max_examples=60, deadline=None)
+def test_in_order_the_batches_are_the_same_whatever_ends_first(seed: int, size: int, groups: int, cap: int) -> None:
+    def batches(driver: random.Random) -> list[list[tuple[int, list[float]]]]:
+        config = SamplerConfig(groups, size, cap, max_staleness=driver.randrange(3), in_order=True)
+        sampler = eager(config, Epochs(ROWS, seed=seed))
+        made: list[list[tuple[int, list[float]]]] = []
+        live: list[str] = []
+        while len(made) < 4:
+            decision = sampler.decide()
+            live = [
+                rollout for rollout in live + [s.rollout for s in decision.submit] if rollout not in decision.cancel
+            ]
+            for rollout in decision.cancel:
+                sampler.cancelled(rollout)
+            made += [[(n, [r.reward for r in rs]) for n, rs in batch.groups.items()] for batch in decision.batches]
+            newest = sampler.config.first_version + sampler.emitted
+            if sampler.version < newest and (not live or driver.random() < 0.3):
+                sampler.weights(driver.randint(sampler.version + 1, newest))
+            elif live:
+                rollout = live.pop(driver.randrange(len(live)))
+                number, place = rollout.split(":")[1:3]
+                outcome = random.Random(f"{seed}:{number}:{place}")
+                if outcome.random() < 0.1:
+                    sampler.failed(rollout, Origin.TASK)
+                else:
+                    sampler.scored(rollout, float(outcome.random() < 0.5))
+        return made[:4]
+
+    first = batches(random.Random(seed))
+    assert first == batches(random.Random(seed + 1))
+    assert [number for batch in first for number, _ in batch] == sorted(
+        number for batch in first for number, _ in batch
+    )
+
+
+def finish(sampler: DynamicSampler, submissions: list[Submission], rewards: list[float]) -> Decision:
+    """Scores rollouts in the order in which they were submitted."""
+    for submission, reward in zip(submissions, rewards, strict=True):
+        sampler.scored(submission.rollout, reward, Usage(seconds=1.0, length=10.0))
+    return sampler.decide()
+
+
+def test_equal_rewards_are_no_variance_whatever_their_standard_deviation() -> None:
+    sampler = eager(SamplerConfig(1, 3, 3), Epochs(ROWS))
+    decision = finish(sampler, sampler.decide().submit, [0.1, 0.1, 0.1])
+    assert not decision.batches
+    assert len(decision.forget) == 3
+    assert sampler.dropped == {"no_variance": 1}
+    decision = finish(sampler, decision.submit, [0.1, 0.1, math.nextafter(0.1, 1)])
+    assert len(decision.batches) == 1
+
+
+def test_strictly_on_policy_a_complete_batch_ends_everything_else() -> None:
+    sampler = eager(SamplerConfig(1, 2, 6, max_staleness=0), Epochs(ROWS, seed=None))
+    submissions = sampler.decide().submit
+    assert len(submissions) == 6
+    sampler.scored(submissions[2].rollout, 1.0)
+    decision = finish(sampler, submissions[:2], [0.0, 1.0])
+    assert [[*batch.groups] for batch in decision.batches] == [[0]]
+    assert decision.forget == [submissions[2].rollout]
+    assert set(decision.cancel) == {s.rollout for s in submissions[3:]}
+    assert not decision.submit, "nothing begins under weights that are too old"
+    for rollout in decision.cancel:
+        sampler.cancelled(rollout)
+    sampler.weights(1)
+    again = sampler.decide().submit
+    assert [s.prompt for s in again] == [1, 1, 2, 2, 3, 3], "the prompts that were ended come first"
+    assert {s.version for s in again} == {1}
+
+
+def test_with_staleness_siblings_are_carried_over() -> None:
+    sampler = eager(SamplerConfig(1, 2, 4, max_staleness=1), Epochs(ROWS, seed=None))
+    submissions = sampler.decide().submit
+    sampler.scored(submissions[2].rollout, 1.0)
+    decision = finish(sampler, submissions[:2], [0.0, 1.0])
+    assert len(decision.batches) == 1
+    assert not decision.cancel
+    assert [s.prompt for s in decision.submit] == [2, 2, 3], "what ended makes room at once"
+    sampler.weights(1)
+    decision = finish(sampler, [submissions[3]], [0.0])
+    assert [[r.version for r in rs] for rs in decision.batches[0].groups.values()] == [[0, 0]]
+    assert decision.batches[0].version == 1
+    assert set(decision.cancel) == {"dapo:2:0:0", "dapo:2:1:0", "dapo:3:0:0"}, "began under weights 0"
+
+
+def test_groups_under_the_oldest_weights_are_trained_on_first() -> None:
+    sampler = DynamicSampler(SamplerConfig(1, 2, 4, max_staleness=3), Epochs(ROWS, seed=None))
+    sampler.ask()
+    first = sampler.decide().submit
+    finish(sampler, first[:2], [0.0, 1.0])
+    sampler.weights(1)
+    sampler.scored("dapo:2:0:0", 0.0)
+    sampler.scored("dapo:2:1:0", 0.0)
+    younger = sampler.decide().submit
+    assert [(s.prompt, s.version) for s in younger] == [(3, 1), (3, 1)]
+    finish(sampler, younger, [0.0, 1.0])
+    finish(sampler, first[2:], [0.0, 1.0])
+    sampler.ask()
+    assert [[*batch.groups] for batch in sampler.decide().batches] == [[1]]
+
+
+def test_a_batch_that_nobody_asked_for_waits() -> None:
+    sampler = DynamicSampler(SamplerConfig(1, 2, 2), Epochs(ROWS))
+    decision = finish(sampler, sampler.decide().submit, [0.0, 1.0])
+    assert not decision.batches
+    sampler.ask()
+    assert len(sampler.decide().batches) == 1
+
+
+def test_a_member_that_fails_is_tried_again_and_ends_its_group_at_last() -> None:
+    sampler = eager(SamplerConfig(1, 2, 2, max_failures=1), Epochs(ROWS, seed=None))
+    first, second = sampler.decide().submit
+    sampler.scored(first.rollout, 1.0)
+    sampler.failed(second.rollout, Origin.INFRASTRUCTURE)
+    (again, _other) = sampler.decide().submit
+    assert (again.rollout, again.urgent) == ("dapo:0:1:1", True)
+    sampler.failed(again.rollout, Origin.AGENT)
+    decision = sampler.decide()
+    assert sampler.dropped == {"failed": 1}
+    assert decision.forget == [first.rollout]
+    assert not decision.batches
+
+
+def test_a_row_that_cannot_be_run_is_not_tried_again() -> None:
+    sampler = eager(SamplerConfig(1, 2, 2), Epochs(ROWS, seed=None))
+    first, second = sampler.decide().submit
+    sampler.failed(first.rollout, Origin.TASK)
+    assert sampler.decide().cancel == [second.rollout]
+    assert sampler.dropped == {"refused": 1}
+
+
+def test_what_was_dropped_is_told_with_its_length() -> None:
+    sampler = eager(SamplerConfig(1, 2, 4, max_staleness=0), Epochs(ROWS, seed=None))
+    submissions = sampler.decide().submit
+    decision = finish(sampler, submissions[:2], [0.0, 1.0])
+    assert sampler.fates.length_bias is None
+    for rollout in decision.cancel:
+        sampler.cancelled(rollout, Usage(seconds=3.0, length=40.0))
+    assert sampler.fates.length_bias == 0.25
+    assert sampler.fates.wasted == 0.75
+
+
+def test_prompts_that_are_solved_are_left_out() -> None:
+    sampler = eager(SamplerConfig(1, 2, 2), Epochs(ROWS[:2], seed=None), SkipSolved(1))
+    decision = finish(sampler, sampler.decide().submit, [1.0, 1.0])
+    assert [s.prompt for s in decision.submit] == [1, 1]
+    decision = finish(sampler, decision.submit, [0.0, 0.0])
+    assert [s.prompt for s in decision.submit] == [3, 3], "2 is prompt 0 again"
+    with pytest.raises(NothingToLearn, match="leaves out every prompt"):
+        finish(sampler, decision.submit, [1.0, 1.0])
+
+
+def test_training_ends_where_nothing_can_be_learnt() -> None:
+    sampler = eager(SamplerConfig(1, 2, 2, max_fruitless=3), Epochs(ROWS))
+    decision = sampler.decide()
+    for _ in range(2):
+        decision = finish(sampler, decision.submit, [0.0, 0.0])
+    with pytest.raises(NothingToLearn, match="max_fruitless: 3 groups in a row had rewards without variance"):
+        finish(sampler, decision.submit, [0.0, 0.0])
+
+
+def test_a_group_with_variance_is_a_reason_to_go_on() -> None:
+    sampler = eager(SamplerConfig(5, 2, 2, max_fruitless=2), Epochs(ROWS))
+    decision = sampler.decide()
+    for rewards in ([0.0, 0.0], [0.0, 1.0], [0.0, 0.0], [1.0, 0.0]):
+        decision = finish(sampler, decision.submit, rewards)
+    assert len(decision.submit) == 2
+
+
+@pytest.mark.parametrize("in_order", [False, True])
+def test_who_is_always_late_is_dropped_unless_batches_are_in_order(in_order: bool) -> None:
+    sampler = eager(SamplerConfig(1, 2, 4, 0, max_restarts=1, in_order=in_order), Epochs(ROWS, seed=None))
+    late = 1
+    for version in range(3):
+        by_prompt: dict[int, list[Submission]] = {}
+        for submission in sampler.decide().submit:
+            by_prompt.setdefault(submission.prompt, []).append(submission)
+        first, second = sorted(by_prompt)
+        prompt = first if in_order or first != late else second
+        late_ones = by_prompt[second if prompt == first else first]
+        decision = finish(sampler, by_prompt[prompt], [0.0, 1.0])
+        assert [[*batch.groups] for batch in decision.batches] == [[prompt]]
+        for submission in late_ones:
+            sampler.cancelled(submission.rollout)
+        sampler.weights(version + 1)
+    assert sampler.dropped["too_late"] == (0 if in_order else 1)
+
+
+def test_prompts_end() -> None:
+    sampler = eager(SamplerConfig(2, 2, 8), Epochs(ROWS[:1], epochs=1))
+    assert len(sampler.decide().submit) == 2
+    sampler.scored("dapo:0:0:0", 0.0)
+    sampler.scored("dapo:0:1:0", 1.0)
+    assert not sampler.decide().batches
+    assert sampler.finished
+    assert sampler.close().forget == ["dapo:0:0:0", "dapo:0:1:0"]
+    assert sampler.fates[Fate.LEFT_OVER].rollouts == 2
+
+
+@pytest.mark.parametrize("field", ["groups_per_batch", "group_size", "max_in_flight"])
+def test_settings_that_make_no_sense_are_refused_by_name(field: str) -> None:
+    with pytest.raises(CallerError, match=f"{field}: it must be at least"):
+        SamplerConfig(**({"groups_per_batch": 1, "group_size": 2, "max_in_flight": 1} | {field: 0}))
+
+
+def test_what_can_be_no_reward_or_no_version_is_refused() -> None:
+    sampler = eager(SamplerConfig(1, 2, 2), Epochs(ROWS))
+    sampler.decide()
+    with pytest.raises(ValueError, match="is nan"):
+        sampler.scored("dapo:0:0:0", math.nan)
+    with pytest.raises(ValueError, match="weights 1 after 0"):
+        sampler.weights(1)
+    assert sampler.in_flight == 2
+
+
+def test_another_group_size_is_refused_where_groups_are_open() -> None:
+    sampler = eager(SamplerConfig(1, 2, 2), Epochs(ROWS))
+    sampler.decide()
+    with pytest.raises(CallerError, match="group_size"):
+        DynamicSampler(SamplerConfig(1, 3, 2), Epochs(ROWS)).restore(sampler.state())
+
+
+def test_orders_differ_by_epoch_and_can_be_had_again() -> None:
+    prompts = Epochs([{"n": str(number)} for number in range(50)], key="n", seed=3)
+    epochs = [[prompts[epoch * 50 + place].key for place in range(50)] for epoch in range(6)]  # type: ignore[union-attr]
+    assert all(sorted(epoch, key=int) == [str(number) for number in range(50)] for epoch in epochs)
+    assert len({tuple(epoch) for epoch in epochs}) == 6
+    assert [prompts[place].key for place in range(50)] == epochs[0]  # type: ignore[union-attr]
+
+
+def test_rows_without_a_name_of_their_own_are_refused() -> None:
+    with pytest.raises(CallerError, match="id: it must name each row; several are named 'a'"):
+        Epochs([{"id": "a"}, {"id": "a"}], key="id")
+    with pytest.raises(CallerError, match="no rows"):
+        Epochs([])
