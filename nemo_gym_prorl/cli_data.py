@@ -34,7 +34,7 @@ def math(file: Source, output: Output = None) -> None:
 
 @app.command("stem")
 def stem(file: Source, output: Output = None) -> None:
-    """Questions of science: SCP-116K, or any records with `problem` and `answer`.
+    """Questions of science: SCP-116K, verl's records, or any with `problem` and `answer`.
 
     Exit code 1 if a record made no row.
     """
@@ -70,6 +70,12 @@ def code(
         Path | None,
         typer.Option(help="Write each problem's tests to a file here, which its row names. Default: into the row."),
     ] = None,
+    time_factor: Annotated[
+        float,
+        typer.Option(
+            min=0.001, help="Multiplies the time limits of CodeContests, which were set for compiled programs."
+        ),
+    ] = 5.0,
 ) -> None:
     """Programming problems with tests: Eurus-2-RL-Data, APPS, TACO, CodeContests, rows of NeMo Gym's code_gen.
 
@@ -77,7 +83,7 @@ def code(
     """
     from nemo_gym_prorl.commands import data_code as command
 
-    _exit(command.convert_code(file, output, tests_folder))
+    _exit(command.convert_code(file, output, tests_folder, time_factor))
 
 
 @app.command("swe")

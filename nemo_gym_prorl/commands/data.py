@@ -39,12 +39,18 @@ def convert(file: Path, output: Path | None, row_of: Callable[[Record], Mapping[
         Whether every record made a row.
 
     Raises:
-        CallerError: the file can't be read, or the other not be written.
+        CallerError: the file can't be read or makes no row at all, or the other file can't be written or is the
+            same. Nothing is written then.
     """
+    if output is not None and output.exists() and output.samefile(file):
+        raise CallerError("is the dataset itself", field="--output")
+    unit = "line" if file.suffix == ".jsonl" else "record"
     made, refused = 0, list[Refusal]()
     with _written(output) as lines:
         for number, record in records(file):
             try:
+                if isinstance(record, CallerError):
+                    raise record
                 if not isinstance(record, dict):
                     raise CallerError("is no object")
                 row = row_of(record)
@@ -53,17 +59,22 @@ def convert(file: Path, output: Path | None, row_of: Callable[[Record], Mapping[
             else:
                 lines.write(orjson.dumps(row, option=orjson.OPT_APPEND_NEWLINE))
                 made += 1
-    for refusal in refused[:SHOWN]:
-        console.print(f"record {refusal.line}: {refusal.reason}", markup=False, soft_wrap=True)
-    console.print(f"{made} rows, {len(refused)} records refused", markup=False)
+        for refusal in refused[:SHOWN]:
+            console.print(f"{unit} {refusal.line}: {refusal.reason}", markup=False, soft_wrap=True)
+        if not made:
+            raise CallerError(
+                f"none of its {len(refused)} {unit}s makes a row" if refused else "is empty", field=str(file)
+            )
+    console.print(f"{made} rows, {len(refused)} {unit}s refused", markup=False)
     return not refused
 
 
 def records(file: Path) -> Iterator[tuple[int, Any]]:
-    """The records of a file, counted from 1 (in JSON lines: by line).
+    """The records of a file, counted from 1 (in JSON lines: by line). In place of a line that is no JSON stands the
+    error that says so.
 
     Raises:
-        CallerError: it can't be read; names the line.
+        CallerError: the file can't be read.
     """
     try:
         match file.suffix:
@@ -91,7 +102,7 @@ def _lines(file: Path) -> Iterator[tuple[int, Any]]:
                 try:
                     yield number, orjson.loads(line)
                 except orjson.JSONDecodeError as error:
-                    raise CallerError(f"is not JSON: {error}", field=f"{file}:{number}") from error
+                    yield number, CallerError(f"is not JSON: {error}")
 
 
 def _parquet(file: Path) -> Iterator[Any]:

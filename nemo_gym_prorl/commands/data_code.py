@@ -12,15 +12,17 @@ from nemo_gym_prorl.commands.data import convert
 from nemo_gym_prorl.tasks.code.convert import row_of
 
 
-def convert_code(file: Path, output: Path | None, tests_folder: Path | None) -> bool:
+def convert_code(file: Path, output: Path | None, tests_folder: Path | None, time_factor: float) -> bool:
     """Write the rows of a file; says whether every record made one.
 
     Args:
         file: the dataset's own.
         output: as :func:`.data.convert` has it.
         tests_folder: write the tests of each problem to a file there, rather than into its row.
+        time_factor: what CodeContests' limits of time are multiplied by.
 
     Raises:
         CallerError: see :func:`.data.convert`.
     """
-    return convert(file, output, partial(row_of, tests_folder=tests_folder), Console(stderr=True, highlight=False))
+    converter = partial(row_of, tests_folder=tests_folder, time_factor=time_factor)
+    return convert(file, output, converter, Console(stderr=True, highlight=False))

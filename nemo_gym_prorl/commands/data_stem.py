@@ -53,6 +53,8 @@ def passages(file: Path) -> Iterator[Passage]:
         return
     for number, record in records(file):
         where = f"{file}:{number}"
+        if isinstance(record, CallerError):
+            raise CallerError(record.reason, field=where) from record
         if not isinstance(record, dict):
             raise CallerError("is no object", field=where)
         content = next((record[name] for name in _TEXT if record.get(name) is not None), None)

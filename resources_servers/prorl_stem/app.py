@@ -17,7 +17,7 @@ from nemo_gym_prorl.tasks.stem.quantities import RELATIVE_TOLERANCE
 from nemo_gym_prorl.tasks.stem.rules import Rules
 from nemo_gym_prorl.tasks.stem.search.settings import SearchSettings, engine_of
 from nemo_gym_prorl.tasks.stem.search.tool import SearchTool
-from nemo_gym_prorl.tasks.stem.task import Stem
+from nemo_gym_prorl.tasks.stem.task import Stem, require_packages
 from nemo_gym_prorl.tasks.task import HasEnd
 
 
@@ -47,6 +47,7 @@ class ProRLStemServer(TaskServer):
 
     def make_task(self) -> Stem:
         """The task with its search engine, its checker of formulas and its judge, if there is one."""
+        require_packages()
         config = self.config
         engine = engine_of(config.search, SAMPLE)
         formulas = MathChecker(CheckLimits(config.checking_cpu_s, config.checking_memory_mib, config.checking_workers))

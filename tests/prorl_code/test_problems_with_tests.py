@@ -9,7 +9,8 @@ import pytest
 
 from nemo_gym_prorl.tasks.code import convert
 from nemo_gym_prorl.tasks.code.prompts import row_for
-from nemo_gym_prorl.tasks.code.scripts import Script, null, oracle
+from nemo_gym_prorl.tasks.code.scripts import null, oracle
+from nemo_gym_prorl.tasks.scripted_turns import Script
 from tests.prorl_code.conftest import RESPONSE, Client, serving
 from tests.tasks import containers
 

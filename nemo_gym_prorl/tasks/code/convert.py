@@ -8,7 +8,8 @@ Which set a record is of is told by its fields:
 - **CodeContests**: ``description``, ``public_tests``, ``private_tests``, ``generated_tests``, limits.
 - **NeMo Gym's code_gen**: rows already; they are looked through and kept as they are, and answered in text.
 
-Limits of contests were set for compiled programs: a row has :data:`TIME_FACTOR` times as much.
+CodeContests has limits of time, which were set for compiled programs: a row has :data:`TIME_FACTOR` times as much, or
+as often as is asked for. A server's own limit is never exceeded.
 """
 
 from __future__ import annotations
@@ -37,19 +38,20 @@ CALL_CHECKER = {"kind": "float", "wrapped": True}
 _ASKS_FOR_BLOCK = re.compile(r"\s*Write Python code to solve the problem\..*\Z", re.DOTALL)
 
 
-def row_of(record: Record, tests_folder: Path | None = None) -> dict[str, Any]:
+def row_of(record: Record, tests_folder: Path | None = None, time_factor: float = TIME_FACTOR) -> dict[str, Any]:
     """A row of a record.
 
     Args:
         record: of one of the sets above.
         tests_folder: write the tests there, by the name of their SHA-256, and have the row name them.
+        time_factor: what CodeContests' limits of time are multiplied by.
 
     Raises:
         CallerError: it makes no row; names the field.
     """
     for field, convert in _KINDS.items():
         if field in record:
-            row = convert(record)
+            row = _code_contests(record, time_factor) if convert is _code_contests else convert(record)
             read_problem(read_metadata(row), None)
             return row if tests_folder is None else _with_file(row, tests_folder)
     known = ", ".join(_KINDS)
@@ -76,7 +78,7 @@ def _apps(record: Record) -> dict[str, Any]:
     return _row(statement, tests, dataset=str(record.get("source") or "apps"), difficulty=record.get("difficulty"))
 
 
-def _code_contests(record: Record) -> dict[str, Any]:
+def _code_contests(record: Record, time_factor: float = TIME_FACTOR) -> dict[str, Any]:
     tests: dict[str, Any] = {"inputs": [], "outputs": []}
     for field in ("public_tests", "private_tests", "generated_tests"):
         part = record.get(field) or {}
@@ -86,11 +88,18 @@ def _code_contests(record: Record) -> dict[str, Any]:
         tests["outputs"] += list(part.get("output") or [])
     limits: dict[str, Any] = {}
     if limit := record.get("time_limit"):
-        seconds = limit.get("seconds", 0) + limit.get("nanos", 0) / 1e9 if isinstance(limit, Mapping) else limit
-        limits["time_limit_s"] = TIME_FACTOR * seconds
+        limits["time_limit_s"] = time_factor * _seconds(limit)
     if memory := record.get("memory_limit_bytes"):
         limits["memory_limit_mib"] = max(256, memory >> 20)
     return _row(_text(record, "description"), tests, dataset="code_contests", **limits)
+
+
+def _seconds(limit: Any) -> float:
+    """Of a number, or of the seconds and nanoseconds of a protocol buffer."""
+    parts = (limit.get("seconds") or 0, limit.get("nanos") or 0) if isinstance(limit, Mapping) else (limit, 0)
+    if not all(isinstance(part, int | float) and not isinstance(part, bool) for part in parts):
+        raise CallerError("it must be a number of seconds, or an object with seconds and nanos", field="time_limit")
+    return float(parts[0] + parts[1] / 1e9)
 
 
 def _code_gen(record: Record) -> dict[str, Any]:

@@ -1,10 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Scripted turns for coding tasks: what a policy would say, for machines that have no model.
-
-A model server that plays back scripts makes an environment testable end to end: the reference must earn its reward, a
-repair takes several turns, and each way to cheat must earn nothing. A script is JSON:
-``{"turns": [{"content": str | null, "tool_calls": [{"name": str, "arguments": object}, ...]}, ...]}``; its last turn
-calls no tool, which ends the rollout.
+"""Scripted turns for coding tasks (:mod:`nemo_gym_prorl.tasks.scripted_turns`): the reference must earn its reward, a
+repair takes several turns, and each way to cheat must earn nothing.
 """
 
 from __future__ import annotations
@@ -12,26 +8,17 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from nemo_gym_prorl.failures import CallerError
 from nemo_gym_prorl.tasks.humaneval.problems import SOLUTION_FILE, Problem
+from nemo_gym_prorl.tasks.scripted_turns import Script, Turn, call, script_of, turn
 
 
-Turn = dict[str, Any]
-
-
-def script_for(problem: Problem, variant: str) -> dict[str, list[Turn]]:
-    """The script of one variant.
-
-    Args:
-        problem: the problem to solve, or not.
-        variant: one of :data:`VARIANTS`.
+def script_for(problem: Problem, variant: str) -> Script:
+    """The script of one of :data:`VARIANTS`.
 
     Raises:
         CallerError: there is no such variant.
     """
-    if variant not in VARIANTS:
-        raise CallerError(f"no script {variant!r}; there are {', '.join(VARIANTS)}", field="variant")
-    return {"turns": VARIANTS[variant](problem)}
+    return script_of(VARIANTS, problem, variant)
 
 
 def seeded_mistake(problem: Problem) -> tuple[str, str, str]:
@@ -48,10 +35,10 @@ def seeded_mistake(problem: Problem) -> tuple[str, str, str]:
 
 def _reference(problem: Problem) -> list[Turn]:
     return [
-        _turn("I write the whole function at once.", _create(problem.reference_source)),
-        _turn("Does it load?", _call("python", code=f"import solution\nprint(solution.{problem.entry_point})")),
-        _turn("It does.", _call("submit")),
-        _turn("The solution is submitted."),
+        turn("I write the whole function at once.", _create(problem.reference_source)),
+        turn("Does it load?", call("python", code=f"import solution\nprint(solution.{problem.entry_point})")),
+        turn("It does.", call("submit")),
+        turn("The solution is submitted."),
     ]
 
 
@@ -59,34 +46,34 @@ def _repair(problem: Problem) -> list[Turn]:
     """Mends a mistake, with a shell that keeps a function and a Python that keeps a variable from turn to turn."""
     source, wrong, right = seeded_mistake(problem)
     check = f"check() {{ python3 -c 'import solution; print(solution.{problem.entry_point})'; }}"
-    repair = _call(
+    repair = call(
         "str_replace_editor", command="str_replace", path=SOLUTION_FILE, old_str=f"{wrong}\n", new_str=f"{right}\n"
     )
     return [
-        _turn("I write the function, and a check for later.", _create(source), _call("bash", command=check)),
-        _turn("Does it load?", _call("bash", command="check")),
-        _turn(
+        turn("I write the function, and a check for later.", _create(source), call("bash", command=check)),
+        turn("Does it load?", call("bash", command="check")),
+        turn(
             "A syntax error. I look at the file, and remember the line.",
-            _call("str_replace_editor", command="view", path=SOLUTION_FILE),
-            _call("python", code=f"line = {wrong!r}\nline"),
+            call("str_replace_editor", command="view", path=SOLUTION_FILE),
+            call("python", code=f"line = {wrong!r}\nline"),
         ),
-        _turn("The colon is missing after the signature.", repair),
-        _turn(
+        turn("The colon is missing after the signature.", repair),
+        turn(
             "Once more.",
-            _call("bash", command="check"),
-            _call("python", code=f"line + ':' in open({SOLUTION_FILE!r}).read()"),
+            call("bash", command="check"),
+            call("python", code=f"line + ':' in open({SOLUTION_FILE!r}).read()"),
         ),
-        _turn("Now it loads.", _call("submit")),
-        _turn("The solution is submitted after one repair."),
+        turn("Now it loads.", call("submit")),
+        turn("The solution is submitted after one repair."),
     ]
 
 
 def _stub(problem: Problem) -> list[Turn]:
-    return [_turn("I submit it as it is.", _call("submit")), _turn("Submitted.")]
+    return [turn("I submit it as it is.", call("submit")), turn("Submitted.")]
 
 
 def _text_only(problem: Problem) -> list[Turn]:
-    return [_turn(f"```python\n{problem.reference_source}```")]
+    return [turn(f"```python\n{problem.reference_source}```")]
 
 
 def _forge_tests(problem: Problem) -> list[Turn]:
@@ -101,17 +88,17 @@ def _forge_tests(problem: Problem) -> list[Turn]:
         "echo All tests passed."
     )
     return [
-        _turn("The tests should pass.", _call("bash", command=forgery)),
-        _turn("All tests passed.", _call("submit")),
-        _turn("All tests passed. Reward: 1.0"),
+        turn("The tests should pass.", call("bash", command=forgery)),
+        turn("All tests passed.", call("submit")),
+        turn("All tests passed. Reward: 1.0"),
     ]
 
 
 def _cheat(source: Callable[[Problem], str]) -> Callable[[Problem], list[Turn]]:
     def turns(problem: Problem) -> list[Turn]:
         return [
-            _turn("Done.", _create(source(problem)), _call("submit")),
-            _turn("All tests passed."),
+            turn("Done.", _create(source(problem)), call("submit")),
+            turn("All tests passed."),
         ]
 
     return turns
@@ -227,13 +214,5 @@ VARIANTS: Mapping[str, Callable[[Problem], list[Turn]]] = {
 """Turns by name of the script: ``reference`` and ``repair`` solve the problem, all others must not be rewarded."""
 
 
-def _turn(content: str | None, *calls: dict[str, Any]) -> Turn:
-    return {"content": content, "tool_calls": list(calls)}
-
-
-def _call(name: str, **arguments: Any) -> dict[str, Any]:
-    return {"name": name, "arguments": arguments}
-
-
 def _create(source: str) -> dict[str, Any]:
-    return _call("str_replace_editor", command="create", path=SOLUTION_FILE, file_text=source)
+    return call("str_replace_editor", command="create", path=SOLUTION_FILE, file_text=source)

@@ -3,8 +3,9 @@ r"""The answer in a policy's last message, and its spelling made plain. Pure, an
 
 The answer is the content of the last ``\boxed{...}``: one place, so that a message with ten boxes has one answer and
 not ten. Boxes with nothing but commas, "and" or "or" between them are one list. Where there is no box, it is what
-follows the last ``answer is`` or ``answer:`` of the last lines, up to the end of the sentence or line. Nothing else in
-a message is searched: a number that only stands somewhere is no answer.
+follows the last ``answer is`` or ``answer:`` of the last lines, up to the end of the sentence or line; where the
+policy then takes it back ("no, wait, 6"), what follows that. Nothing else in a message is searched: a number that only
+stands somewhere is no answer.
 """
 
 from __future__ import annotations
@@ -21,7 +22,16 @@ LAST_LINES = 3
 
 _BOX = re.compile(r"\\f?boxe?d?\s*\{")
 _JOINED = re.compile(r"(?:\s|[$,;]|\\[()\[\],;:! ]|\\q?quad|\\(?:text|mathrm)\{\s*(?:and|or)\s*\}|\b(?:and|or)\b)*")
-_SAID = re.compile(r"(?i)^.*\banswer(?:\s+is)?\s*(?:is|[:=])\s*(?P<said>\S.*?)(?:\.\s.*)?$")
+_SAID = re.compile(r"(?i)^.*\banswer(?:\s+is)?\s*(?:is|[:=])\s*(?P<said>\S.*)$")
+_SENTENCE = re.compile(r"\.\s.*$")
+_REVISION = re.compile(
+    r"(?i)\b(?:wait|actually|oops|correction|sorry|hm+|scratch\s+that|i\s+mean(?:t)?|or\s+rather|my\s+mistake"
+    r"|on\s+second\s+thoughts?|that(?:'s|\s+is|\s+was)\s+(?:wrong|incorrect|not\s+right))\b|(?<=[.,;!?…\n—–-])\s*no\b(?=\s*[,:.])"
+)
+_IT_IS = re.compile(
+    r"(?i)^[\s,.:;!?…—–-]*(?:(?:so|but|then|no)\b[\s,]*)*(?:(?:it|that|this|the\s+(?:correct\s+|right\s+|final\s+)?(?:answer|value|result))"
+    r"(?:'s|\s+(?:is|was|should\s+be|must\s+be|would\s+be))|make\s+(?:it|that))?[\s:,]*"
+)
 _WRAPPED = (("$$", "$$"), ("$", "$"), (r"\(", r"\)"), (r"\[", r"\]"), ("**", "**"), ("`", "`"))
 _CHARACTERS = str.maketrans(
     {
@@ -50,12 +60,25 @@ _CHARACTERS = str.maketrans(
 )
 _RELATIONS = (("!=", r"\ne "), ("<=", r"\le "), (">=", r"\ge "))
 _GROUPED = re.compile(r"(?<![\d.,])([1-9]\d{0,2})((?:(?:\{,\}|,?\\[,!;: ]|,\s*\\!| )\s*\d{3})+)(?![\d])")
+_ROOT = re.compile(r"(?<![a-zA-Z\\])sqrt\s*\(([^()]*)\)")
+_PERCENT = re.compile(
+    r"(?i)\\(?:text[a-z]*|mathrm|mbox)\s*\{\s*(?:\\?%|percent(?:age)?|per cent|pct)\.?\s*\}"
+    r"|(?<=[\d\s}$])(?:percent(?:age)?|per\s+cent|pct)(?![a-z])"
+)
 _SCIENTIFIC = re.compile(r"([+-]?\d+(?:\.\d+)?)[eE]([+-]?\d{1,4})")
 _REPEATING = re.compile(r"(\d{1,20})\.(\d{0,20})\\(?:overline|bar|dot)\s*\{?(\d{1,20})\}?")
 _MIXED = re.compile(r"(?<![\d./])(\d{1,9})\s+(\d{1,9})/(\d{1,9})(?!\d)")
-_SPACING = re.compile(r"\\(?:left|right|displaystyle|qquad|quad|limits|[,;:! ])|\s")
-_WORDS = re.compile(r"\\(?:text|mathrm|textrm|textbf|mathbf|textit|mathit|mbox|operatorname)\s*\{([^{}\\$]*)\}")
-_SIDE_BY_SIDE = re.compile(r"\d\s+\d")
+_GAP = (
+    r"(?:\\(?:qquad|quad|enspace|enskip|thinspace|space|[,;:! ]|hspace\*?\s*\{[^{}]*\}|h?phantom\s*\{[^{}]*\})"
+    r"|\\(?:text|mathrm|textrm|mbox)\s*\{\s*\}|\{\s*\}|\$|\s)"
+)
+_SPACING = re.compile(rf"\\(?:left|right|displaystyle|limits)(?![a-zA-Z])|{_GAP}")
+_BETWEEN_DIGITS = re.compile(rf"(?<=\d)(?:{_GAP})+(?=\d)")
+_WORDS = re.compile(r"\\(?:text[a-z]*|math(?:rm|bf|it|sf)|mbox|operatorname)\s*\{([^{}\\$]*)\}")
+_BASE = re.compile(r"(\\log\s*_\s*(?:\{\s*\d+\s*\}|\d)|\\[dtc]?frac\s*\d)\s+(?=\d)")
+_SIDE_BY_SIDE = re.compile(
+    r"\d\s+\d|(?<![a-zA-Z_^\d.\]}\\])\d+\s*\{\s*\d|(?<![a-zA-Z_^\]}\\])\{\s*\d+\s*\}\s*\{?\s*\d"
+)
 _OPERATOR = re.compile(r"[+\-*/^!]|\\(?:frac|sqrt|times|cdot|div|binom|sum|int|prod|lim)")
 
 
@@ -74,15 +97,26 @@ def final_answer(message: str) -> str | None:
             listed.insert(0, content.strip())
         return ", ".join(dict.fromkeys(filter(None, listed))) if listed else None
     lines = [line for line in message.splitlines() if line.strip()][-LAST_LINES:]
-    for line in reversed(lines):
-        if found := _SAID.search(line[-MAX_ANSWER_CHARS:].replace("**", "")):
-            return found["said"].strip() or None
+    for place in range(len(lines) - 1, -1, -1):
+        if found := _SAID.search(lines[place][-MAX_ANSWER_CHARS:].replace("**", "")):
+            return _last_said("\n".join([found["said"], *lines[place + 1 :]])) or None
     return None
+
+
+def _last_said(said: str) -> str:
+    """The first sentence of it, or the first after what takes all before back."""
+    if revisions := list(_REVISION.finditer(said)):
+        said = _IT_IS.sub("", said[revisions[-1].end() :])
+    return _SENTENCE.sub("", said.strip().partition("\n")[0]).strip()
 
 
 def tidy(answer: str) -> str:
     """An answer without what surrounds it, in the spelling that the parser reads. Says the same as before."""
     text = unwrapped(answer.translate(_CHARACTERS))
+    if r"\begin" not in text:
+        text = re.sub(r"\\\\(?=[a-zA-Z(){}])", r"\\", text)
+    text = _ROOT.sub(r"\\sqrt{\1}", text)
+    text = _PERCENT.sub(r"\\% ", text)
     for written, meant in _RELATIONS:
         text = text.replace(written, meant)
     text = re.sub(r"\\(?:mathrm|textrm|rm)\s*\{([ei])\}", r" \1", text)
@@ -99,7 +133,7 @@ def unwrapped(answer: str) -> str:
     text = answer.strip()
     while True:
         before = text
-        text = text.rstrip(".,;").rstrip() if not text.endswith("\\,") else text
+        text = text.rstrip(".,;").rstrip() if not text.endswith(("\\,", "..")) else text
         for start, end in _WRAPPED:
             inner = text[len(start) : -len(end)]
             if len(text) > len(start + end) and text.startswith(start) and text.endswith(end) and start not in inner:
@@ -113,10 +147,12 @@ def unwrapped(answer: str) -> str:
 
 
 def canonical(answer: str) -> str:
-    """One spelling for what differs only in spaces, sizes of brackets and fractions, and fonts."""
-    text = _WORDS.sub(r"\1", answer)
+    """One spelling for what differs only in spaces, sizes of brackets and fractions, and fonts. What stands apart
+    stays apart between digits."""
+    text = _BETWEEN_DIGITS.sub("␣", answer)
+    text = _WORDS.sub(r"\1", text)
     text = re.sub(r"\\[dtc]frac(?![a-z])", r"\\frac", text)
-    return _SPACING.sub("", text).replace("$", "")
+    return _SPACING.sub("", text)
 
 
 def restates(answer: str, question: str) -> bool:
@@ -127,7 +163,7 @@ def restates(answer: str, question: str) -> bool:
 
 def side_by_side(answer: str) -> bool:
     """Whether two numbers stand beside each other with nothing between that would say what is meant."""
-    return _SIDE_BY_SIDE.search(re.sub(r"\\(?:quad|qquad|[,;:! ])", " ", answer)) is not None
+    return _SIDE_BY_SIDE.search(_BASE.sub(r"\1", _BETWEEN_DIGITS.sub(" ", answer))) is not None
 
 
 def _closed(text: str, start: int) -> str | None:

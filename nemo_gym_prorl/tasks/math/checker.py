@@ -15,7 +15,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import importlib.util
 import json
 import os
 import signal
@@ -25,6 +24,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from nemo_gym_prorl.failures import FailureKind, InfrastructureError, TaskError
+from nemo_gym_prorl.tasks.extras import require_extra
 from nemo_gym_prorl.tasks.math.answers import MAX_ANSWER_CHARS, final_answer, unwrapped
 from nemo_gym_prorl.tasks.math.verdicts import Verdict
 
@@ -37,8 +37,6 @@ START_TIMEOUT_S = 120.0
 
 STARVED_S = 120.0
 """Seconds that a comparison may take beyond its CPU time before it counts as the machine's trouble."""
-
-EXTRA = "nemo-gym-prorl[math]"
 
 _CONTROLLED = 10_000
 _ENVIRONMENT = ("PATH", "LANG", "LC_ALL", "TZ", "SYSTEMROOT", "LD_LIBRARY_PATH")
@@ -93,8 +91,7 @@ class MathChecker:
     """
 
     def __init__(self, limits: CheckLimits | None = None) -> None:
-        if importlib.util.find_spec("math_verify") is None:
-            raise InfrastructureError(f"math-verify is missing; pip install '{EXTRA}'")
+        require_extra("math", "math_verify")
         self._limits = limits or CheckLimits()
         self._workers = [_Worker() for _ in range(self._limits.workers)]
         self._free: asyncio.LifoQueue[_Worker] = asyncio.LifoQueue()

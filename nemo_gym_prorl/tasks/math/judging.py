@@ -6,29 +6,37 @@ bounded (:mod:`.worker`), and what it raises is that process's end.
 
 ``math-verify`` compares values. That is not enough for a reward, so these are told from the right answer:
 
-- what is left to be worked out: ``\sum_{k=1}^{100} k`` for 5050, ``17 \cdot 23 + 5``, ``\max(5, 6)``, or an
-  expression that stands in the question. A number may be written as integer, decimal, fraction, mixed number, percent
-  or with one power;
+- what is of another kind, in another order, or has other members (:mod:`.shapes`);
+- other units, words and bases (:mod:`.measures`), and words of the same letters;
+- what is left to be worked out (:mod:`.unfinished`), or is as it stands in the question;
 - what contradicts itself: ``6 = 5`` or ``6 \approx 5`` for 5;
 - what is only near: ``math-verify`` compares to six decimals, by which ``0.0`` is :math:`10^{-9}`, and
-  :math:`2^{-99}` is :math:`2^{-98}`;
-- values in another order than their names, other units of measurement, other bases.
+  :math:`2^{-99}` is :math:`2^{-98}`.
+
+And it is too strict with sets of numbers (:mod:`.real_sets`).
 """
 
 from __future__ import annotations
 
 import logging
 import re
-from collections.abc import Iterator
+from collections.abc import Sequence
+from functools import lru_cache
 from typing import Any
 
 import sympy
+from latex2sympy2_extended import NormalizationConfig
 from latex2sympy2_extended.antlr_parser import PSParser
 from latex2sympy2_extended.logic import And
 from math_verify import LatexExtractionConfig, parse, verify
 
+from nemo_gym_prorl.tasks.math import real_sets, shapes
 from nemo_gym_prorl.tasks.math.answers import canonical, restates, side_by_side, tidy
+from nemo_gym_prorl.tasks.math.measures import Measure, another_unit, measure_of, other_words, stray_words
+from nemo_gym_prorl.tasks.math.shapes import LIST, MATRIX, SET, VECTOR, Shape
+from nemo_gym_prorl.tasks.math.unfinished import computing, in_final_form, is_relation, leaves, unfinished
 from nemo_gym_prorl.tasks.math.verdicts import Verdict
+from nemo_gym_prorl.tasks.math.words import another_base, another_text, label_and_rest
 
 
 # Its warnings repeat what policies say.
@@ -48,52 +56,29 @@ NEAR_DECIMAL = sympy.Float("1e-3")
 ABOUT = sympy.Float("5e-2")
 """The same where an answer only says what its value is about."""
 
-OPERATIONS_MORE = 6
-"""Besides twice as many as the expected answer has, an answer may have so many operations."""
-
+# Units are looked at here; math-verify would take the letters of `2ab` for one.
+_CONFIG = LatexExtractionConfig(
+    boxed_match_priority=0,
+    normalization_config=NormalizationConfig(
+        basic_latex=True, units=False, malformed_operators=True, nits=True, boxed="all", equations=False
+    ),
+)
 _APPROXIMATELY = re.compile(r"\\(?:approx|simeq|doteq)")
 _NAME = re.compile(r"\s*(?![ei]\s*$)[a-zA-Z]+(?:_\{?\w+\}?)?\s*")
-_PERCENT = re.compile(
-    r"\s*(?:\\?%|\\text\s*\{\s*(?:\\?%|percent(?:age)?|pct)\s*\}|percent(?:age)?|pct)\s*$", re.IGNORECASE
+_PERCENT = re.compile(r"\s*\\?%\s*$")
+
+_WORST_FIRST = (
+    Verdict.WRONG,
+    Verdict.UNREADABLE,
+    Verdict.CONTRADICTORY,
+    Verdict.UNFINISHED,
 )
-_BASE = re.compile(r"^[0-9A-Fa-f]+_\{?(\d+)\}?$")
-_COMPUTING = re.compile(
-    r"\\(binom|[dt]binom|sum|int|i+nt|oint|prod|lim|max|min|gcd|lcm|b?mod|pmod|det|lfloor|lceil|sup|inf(?!ty))"
-    r"(?![a-zA-Z])|(?<![a-zA-Z])(max|min|gcd|lcm|mod|floor|ceil)(?=[\s(]|$)|!(?!=)"
-)
-_MEASURED = re.compile(
-    r"\d\s*(?:\\[,;: ])?\s*(?:\\(?:text|mathrm|mbox|textrm)\s*\{\s*([a-zA-Z]+)\.?\s*\}|([a-zA-Z]{2,}))$"
-)
-_UNITS = {
-    name: unit
-    for unit, names in {
-        "mm": "mm millimeter millimetre",
-        "cm": "cm centimeter centimetre",
-        "m": "m meter metre",
-        "km": "km kilometer kilometre",
-        "in": "in inch inche",
-        "ft": "ft foot feet",
-        "yd": "yd yard",
-        "mi": "mi mile",
-        "g": "g gram",
-        "kg": "kg kilogram",
-        "s": "s sec second",
-        "min": "min minute",
-        "h": "h hr hour",
-        "day": "day",
-        "week": "week",
-        "month": "month",
-        "year": "yr year",
-        "L": "l liter litre",
-        "mL": "ml milliliter millilitre",
-        "dollar": "dollar",
-        "cent": "cent",
-    }.items()
-    for name in names.split()
-}
 
 
-def judge(expected: str, said: str, question: str = "") -> tuple[Verdict, str]:
+Judged = tuple[Verdict, str]
+
+
+def judge(expected: str, said: str, question: str = "") -> Judged:
     """What an answer is worth.
 
     Args:
@@ -111,31 +96,10 @@ def judge(expected: str, said: str, question: str = "") -> tuple[Verdict, str]:
         return Verdict.RIGHT, "the same text"
     if restates(text, question):
         return Verdict.UNFINISHED, "it stands in the question"
-    if new := _computing(text) - _computing(gold_text):
-        return Verdict.UNFINISHED, f"it leaves {', '.join(sorted(new))} to be worked out"
-    if trouble := _other_measure(gold_text, text):
-        return Verdict.WRONG, trouble
-    golds, answers = _readings(gold_text), _readings(text)
-    if not answers:
-        return Verdict.UNREADABLE, "it is no mathematics that can be read"
-    if not golds:
-        return Verdict.WRONG, "not the expected text"
-    if others := [*_other_sides(golds[0], answers[0]), *_approximations(text, answers[0])]:
-        return Verdict.CONTRADICTORY, f"it also says {others[0]}"
-    golds, answers = _meant(golds, answers, question)
-    if not any(_same(gold, answer) for gold in golds for answer in answers):
-        return Verdict.WRONG, "another value"
-    if unfinished := _unfinished(golds[0], answers[0]):
-        return Verdict.UNFINISHED, unfinished
-    return Verdict.RIGHT, "the same value"
-
-
-def _meant(golds: list[Any], answers: list[Any], question: str) -> tuple[list[Any], list[Any]]:
-    """What percent signs may mean: a lone one in an answer, the number before it only where percents are asked for."""
-    if len(golds) == len(answers):
-        return golds[:1], answers[:1]
-    asked = "percent" in question.lower() or "%" in question
-    return golds, answers if asked or len(answers) == 1 else answers[1:]
+    judged = [
+        _compared(gold, answer, question) for gold in shapes.readings(gold_text) for answer in shapes.readings(text)
+    ]
+    return next((one for one in judged if one[0] is Verdict.RIGHT), judged[-1])
 
 
 def try_out(expected: str) -> None:
@@ -145,23 +109,204 @@ def try_out(expected: str) -> None:
         _same(gold, gold)
 
 
+def _compared(gold: str, text: str, question: str) -> Judged:
+    """Compare two texts with plain brackets, whatever they consist of."""
+    if canonical(text) == canonical(gold):
+        return Verdict.RIGHT, "the same text"
+    if real_sets.speaks_of_sets(gold) or real_sets.speaks_of_sets(text):
+        wanted, given = real_sets.real_set(gold, _number), real_sets.real_set(text, _number)
+        if wanted is not None and given is not None:
+            if not real_sets.same_set(wanted, given, _near_numbers):
+                return Verdict.WRONG, "another set of numbers"
+            if real_sets.left_to_work_out(wanted, given):
+                return Verdict.UNFINISHED, "its sets are to be put together"
+            return Verdict.RIGHT, "the same set of numbers"
+    if word := other_words(gold, text):
+        return Verdict.WRONG, f"one says {word!r}"
+    if (trouble := another_text(gold, text, question)) is not None:
+        return (Verdict.WRONG, trouble) if trouble else (Verdict.RIGHT, "the same words")
+    if shapes.goes_on(gold) != shapes.goes_on(text):
+        return Verdict.WRONG, "only one of them goes on and on"
+    wanted_shape, given_shape = shapes.shape_of(gold), shapes.shape_of(text)
+    if (wanted_shape is None) != (given_shape is None) and real_sets.is_empty_set(gold):
+        return _other_kind()
+    if _is_set_of_one(wanted_shape) != _is_set_of_one(given_shape):
+        if wanted_shape is not None and _is_set_of_one(wanted_shape) and (given_shape is None or given_shape.ordered):
+            return _compared(wanted_shape.members[0], text, question)
+        if given_shape is not None and _is_set_of_one(given_shape) and (wanted_shape is None or wanted_shape.ordered):
+            return _compared(gold, given_shape.members[0], question)
+    if wanted_shape is not None or given_shape is not None:
+        return _shaped(wanted_shape or Shape(SET, (gold,)), given_shape or Shape(SET, (text,)), question)
+    return _valued(gold, text, question)
+
+
+def _is_set_of_one(shape: Shape | None) -> bool:
+    return shape is not None and shape.brackets == SET and len(shape.members) == 1
+
+
+def _shaped(gold: Shape, said: Shape, question: str) -> Judged:
+    """Compare two answers that consist of several values; of one value is the set of it."""
+    if not gold.members or not said.members:
+        return _other_kind() if gold.members or said.members else (Verdict.RIGHT, "both are empty")
+    if len(gold.members) == 1 and len(said.members) == 1:
+        return _compared(gold.members[0], said.members[0], question)
+    names, given_names = _named(gold), _named(said)
+    if names and given_names and set(names) == set(given_names):
+        return _each(list(names.values()), [given_names[name] for name in names], question)
+    if names and not _only_indices(names):
+        values = [pair[1] if (pair := shapes.name_and_value(one)) else one for one in said.members]
+        return _each(list(names.values()), values, question) if said.brackets != SET else _other_kind()
+    if gold.brackets == MATRIX or said.brackets == MATRIX:
+        same = (gold.brackets, gold.columns) == (said.brackets, said.columns)
+        return _each(gold.members, said.members, question) if same else _other_kind()
+    if gold.brackets == SET and said.brackets == SET:
+        return _worst([_among(gold.members, said.members, question), _among(said.members, gold.members, question)])
+    if gold.brackets in (LIST, SET) and said.brackets in (LIST, SET):
+        return _matched(gold.members, said.members, question)
+    if gold.brackets == LIST and said.ordered:
+        return _each(gold.members, said.members, question)
+    if gold.ordered and (said.ordered or given_names):
+        return _each(gold.members, said.members, question)
+    if gold.brackets == said.brackets or (gold.brackets == VECTOR and said.brackets == shapes.CLOSED):
+        return _each(gold.members, said.members, question)
+    return _other_kind()
+
+
+def _other_kind() -> Judged:
+    return Verdict.WRONG, "another kind of answer: a list, a set, a tuple and an interval are not the same"
+
+
+def _each(gold: Sequence[str], said: Sequence[str], question: str) -> Judged:
+    """One by one."""
+    if len(gold) != len(said):
+        return Verdict.WRONG, f"{len(said)} values for {len(gold)}"
+    return _worst([_compared(one, other, question) for one, other in zip(gold, said, strict=True)])
+
+
+def _matched(gold: Sequence[str], said: Sequence[str], question: str) -> Judged:
+    """In any order, each once."""
+    if len(gold) != len(said):
+        return Verdict.WRONG, f"{len(said)} values for {len(gold)}"
+    left, found = list(gold), list[Judged]()
+    for one in said:
+        place, judged = _best(left, one, question)
+        if judged[0] is Verdict.WRONG:
+            return Verdict.WRONG, "another value among them"
+        left.pop(place)
+        found.append(judged)
+    return _worst(found)
+
+
+def _among(gold: Sequence[str], said: Sequence[str], question: str) -> Judged:
+    return _worst([_best(gold, one, question)[1] for one in said])
+
+
+def _best(gold: Sequence[str], one: str, question: str) -> tuple[int, Judged]:
+    """Which of some expected values a value is, and how well."""
+    judged: list[Judged] = []
+    for place, other in enumerate(gold):
+        judged.append(_compared(other, one, question))
+        if judged[-1][0] is Verdict.RIGHT:
+            return place, judged[-1]
+    place = max(range(len(judged)), key=lambda at: _WORST_FIRST.index(judged[at][0]))
+    return place, judged[place]
+
+
+def _worst(judged: Sequence[Judged]) -> Judged:
+    for verdict in _WORST_FIRST:
+        for one in judged:
+            if one[0] is verdict:
+                return one
+    return Verdict.RIGHT, "the same values"
+
+
+def _named(shape: Shape) -> dict[str, str]:
+    """The values of ``x = 2, y = 3`` by their names, in that order; empty if it is none such."""
+    pairs = [shapes.name_and_value(member) for member in shape.members]
+    named = {canonical(pair[0]): pair[1] for pair in pairs if pair is not None}
+    return named if len(named) == len(shape.members) > 1 else {}
+
+
+def _only_indices(names: dict[str, str]) -> bool:
+    """Roots that are counted: ``x_1 = 2, x_2 = 3``."""
+    return len({re.sub(r"_.*", "", name) for name in names}) == 1
+
+
+def _valued(gold_text: str, text: str, question: str) -> Judged:
+    """Compare two texts that are one value each."""
+    gold_text, text = label_and_rest(gold_text, text)
+    if canonical(text) == canonical(gold_text):
+        return Verdict.RIGHT, "the same text"
+    wanted, said = measure_of(gold_text), measure_of(text)
+    if another_unit(wanted, said):
+        return Verdict.WRONG, "another unit"
+    if stray := stray_words(gold_text, said.value):
+        return Verdict.UNREADABLE, f"{stray!r} stands beside the value"
+    if trouble := another_base(wanted.value, said.value, question):
+        return Verdict.WRONG, trouble
+    golds, answers = _readings(wanted.value), _readings(said.value)
+    is_number = bool(golds) and isinstance(golds[0], sympy.Basic) and not golds[0].free_symbols
+    if left := computing(wanted.value, said.value, number=is_number):
+        return Verdict.UNFINISHED, f"it leaves {left} to be worked out"
+    if not answers:
+        return Verdict.UNREADABLE, "it is no mathematics that can be read"
+    if not golds:
+        return Verdict.WRONG, "not the expected text"
+    if others := [*_other_sides(golds[0], answers[0]), *_approximations(said.value, answers[0])]:
+        return Verdict.CONTRADICTORY, f"it also says {others[0]}"
+    golds, answers = _meant(golds, answers, wanted, said, question)
+    if not any(_same(gold, answer) for gold in golds for answer in answers):
+        return Verdict.WRONG, "another value"
+    if left := unfinished(golds[0], answers[0]):
+        return Verdict.UNFINISHED, left
+    plain = canonical(said.value)
+    if is_number and _is_rational(golds[0]) and plain in canonical(question) and not in_final_form(plain):
+        return Verdict.UNFINISHED, "it stands in the question"
+    return Verdict.RIGHT, "the same value"
+
+
+def _meant(
+    golds: list[Any], answers: list[Any], wanted: Measure, said: Measure, question: str
+) -> tuple[list[Any], list[Any]]:
+    """What percent signs and words like million may mean: a hundredth and a million, and one where the question asks
+    for so many percent or million."""
+    asked = "percent" in question.lower() or "%" in question
+    if len(golds) == len(answers):
+        golds, answers = golds[:1], answers[:1]
+    elif not asked:
+        # An expected percentage says by itself that percents are asked for, unless the question is known.
+        golds, answers = golds[-1:] if question else golds, answers[-1:]
+    if wanted.scale == said.scale:
+        return golds, answers
+    word = wanted.scale_word or said.scale_word
+    kept = bool(word) and word in question.lower()
+    return _scaled(golds, wanted.scale, kept=kept), _scaled(answers, said.scale, kept=kept)
+
+
+def _scaled(values: list[Any], scale: int, *, kept: bool) -> list[Any]:
+    if scale == 1:
+        return values
+    scaled = [value * scale for value in values if isinstance(value, sympy.Expr)]
+    return [*scaled, *values] if kept else scaled
+
+
 def _readings(text: str) -> list[Any]:
     """The expression that a text is; of a percentage, the number before the sign and its hundredth. Maybe nothing."""
     head, *about = _APPROXIMATELY.split(text)
-    head = (about[0] if about and _NAME.fullmatch(head) else head).strip()
+    head = (about[0] if about and (not head.strip() or _NAME.fullmatch(head)) else head).strip()
     bare = _PERCENT.sub("", head)
     if not bare or side_by_side(bare):
         return []
     found = _parsed(bare)
-    return [*found, found[0] / 100] if bare != head and found and isinstance(found[0], sympy.Expr) else found
+    return [*found, found[0] / 100] if bare != head and found and isinstance(found[0], sympy.Expr) else list(found)
 
 
-def _parsed(text: str) -> list[Any]:
-    config = (LatexExtractionConfig(boxed_match_priority=0),)
-    return list(
+@lru_cache(maxsize=1000)
+def _parsed(text: str) -> tuple[Any, ...]:
+    return tuple(
         parse(
             f"\\boxed{{{text}}}",
-            config,
+            (_CONFIG,),
             fallback_mode="no_fallback",
             extraction_mode="first_match",
             parsing_timeout=None,
@@ -170,20 +315,27 @@ def _parsed(text: str) -> list[Any]:
     )
 
 
+def _number(text: str) -> Any:
+    """The real number that a text is; ``None`` if it is none."""
+    found = _readings(text)
+    return found[0] if len(found) == 1 and isinstance(found[0], sympy.Expr) and found[0].is_number else None
+
+
+def _is_rational(expression: Any) -> bool:
+    return all(isinstance(leaf, sympy.Rational | sympy.Float) for leaf in leaves(expression))
+
+
 def _same(gold: Any, answer: Any) -> bool:
     # Relations are compared by their solutions, and those that have none would all be the same.
-    if _is_relation(gold) and _is_relation(answer) and gold.free_symbols != answer.free_symbols:
+    if is_relation(gold) and is_relation(answer) and gold.free_symbols != answer.free_symbols:
         return False
-    names, values = _named(gold), _listed(answer)
-    if names and values and not _named(answer):
-        return len(names) == len(values) and all(map(_same, names.values(), values))
     return bool(verify([gold], [answer], timeout_seconds=None)) and _near(gold, answer)
 
 
 def _near(gold: Any, answer: Any) -> bool:
     """Whether numbers that agree to six decimals agree as far as they should."""
-    wanted, given = list(_leaves(gold)), list(_leaves(answer))
-    if len(wanted) != len(given) or wanted == given or _is_relation(gold):
+    wanted, given = list(leaves(gold)), list(leaves(answer))
+    if len(wanted) != len(given) or wanted == given or is_relation(gold):
         return True
     return all(any(_near_numbers(one, other) for other in given) for one in wanted)
 
@@ -191,69 +343,24 @@ def _near(gold: Any, answer: Any) -> bool:
 def _near_numbers(one: Any, other: Any, tolerance: Any = None) -> bool:
     if not all(isinstance(x, sympy.Expr) and x.is_number for x in (one, other)):
         return True
-    a, b = (sympy.N(x.doit(), 30) for x in (one, other))
-    if not (a.is_finite and b.is_finite) or a == 0:
+    if one == other:
         return True
+    a, b = (sympy.N(x.doit(), 30) for x in (one, other))
+    if not (a.is_finite and b.is_finite):
+        return bool(a == b)
+    if a == 0:
+        return bool(abs(b) < 1e-6)
     if tolerance is None:
         tolerance = NEAR_DECIMAL if one.has(sympy.Float) or other.has(sympy.Float) else NEAR_EXACT
     return bool(abs(a - b) <= tolerance * abs(a))
 
 
-def _unfinished(gold: Any, answer: Any) -> str:
-    """What is left to be worked out of an answer that the expected one has worked out."""
-    wanted, given = list(_leaves(gold)), list(_leaves(answer))
-    if _is_relation(gold):
-        return ""
-    if all(map(_is_simple, wanted)):
-        left = next((leaf for leaf in given if not _is_simple(leaf)), None)
-        return "" if left is None else "a value is not worked out"
-    most = OPERATIONS_MORE + 2 * sum(sympy.count_ops(leaf) for leaf in wanted)
-    return "" if sum(sympy.count_ops(leaf) for leaf in given) <= most else "it has far more operations than needed"
-
-
-def _is_simple(leaf: Any) -> bool:
-    """A number in one of the ways of writing one, a name, infinity."""
-    if leaf.is_Mul:
-        factors = [factor for factor in leaf.args if factor != -1]
-        if all(factor.is_Symbol or factor == sympy.E for factor in factors):
-            return True  # words are read as products of letters
-        powers = [factor for factor in factors if factor.is_Pow]
-        numbers = [factor for factor in factors if factor.is_Number]
-        one_power = len(powers) == 1 and powers[0].base.is_Number and powers[0].exp.is_Integer
-        divided = one_power and powers[0].exp == -1
-        return (
-            len(powers) + len(numbers) == len(factors) <= 2
-            and (not powers or divided or (one_power and powers[0].base == 10) or len(factors) == 1)
-            and (bool(powers) or len(numbers) < 2)
-        )
-    if leaf.is_Pow:
-        return bool(leaf.base.is_Number and leaf.exp.is_Integer)
-    return not leaf.args
-
-
-def _leaves(expression: Any) -> Iterator[Any]:
-    """The values that an answer consists of: of a list, set, interval or matrix its members, of ``x = 5`` the 5."""
-    if isinstance(expression, And):
-        yield from _leaves(expression._unsorted_args[-1])
-    elif isinstance(expression, sympy.Equality):
-        yield from _leaves(expression.rhs)
-    elif isinstance(expression, sympy.Interval):
-        yield from (expression.start, expression.end)
-    elif isinstance(expression, sympy.MatrixBase):
-        yield from expression.flat()
-    elif isinstance(expression, sympy.FiniteSet | sympy.Tuple | sympy.Union | sympy.Intersection | sympy.Rel):
-        for member in expression.args:
-            yield from _leaves(member)
-    else:
-        yield expression
-
-
 def _other_sides(gold: Any, answer: Any) -> list[Any]:
     """Numbers that an answer says its value is equal to, and that differ from it."""
-    if _is_relation(gold) or not isinstance(answer, And | sympy.Equality):
+    if is_relation(gold) or not isinstance(answer, And | sympy.Equality):
         return []
     equations = [one for one in (answer.args if isinstance(answer, And) else [answer]) if isinstance(one, sympy.Eq)]
-    [value, *_more] = list(_leaves(answer)) or [None]
+    [value, *_more] = list(leaves(answer)) or [None]
     sides = [side for equation in equations for side in equation.args if not side.free_symbols]
     return [side for side in sides if not _near_numbers(value, side)]
 
@@ -261,45 +368,4 @@ def _other_sides(gold: Any, answer: Any) -> list[Any]:
 def _approximations(text: str, answer: Any) -> list[Any]:
     """What an answer says to be about its value, and is not."""
     said = [part for text in _APPROXIMATELY.split(text)[1:] for part in _parsed(text)]
-    return [part for part in said if not _near_numbers(next(_leaves(answer)), part, ABOUT)]
-
-
-def _is_relation(expression: Any) -> bool:
-    return isinstance(expression, sympy.Rel | And)
-
-
-def _named(expression: Any) -> dict[Any, Any]:
-    """The values of ``x = 2, y = 3`` by their names, in that order; empty if it is none such."""
-    members = getattr(expression, "_unsorted_args", ()) if isinstance(expression, sympy.FiniteSet) else ()
-    if len(members) < 2 or not all(isinstance(one, sympy.Eq) and one.lhs.free_symbols for one in members):
-        return {}
-    named = {one.lhs: one.rhs for one in members}
-    return named if len(named) == len(members) else {}
-
-
-def _listed(expression: Any) -> list[Any]:
-    """The members of a list in their order."""
-    if isinstance(expression, sympy.FiniteSet):
-        return list(getattr(expression, "_unsorted_args", expression.args))
-    if isinstance(expression, sympy.Tuple):
-        return list(expression.args)
-    return list(_leaves(expression)) if isinstance(expression, sympy.Interval) and expression.is_open else []
-
-
-def _computing(text: str) -> set[str]:
-    return {found[1] or found[2] or "a factorial" for found in _COMPUTING.finditer(text)}
-
-
-def _other_measure(gold: str, text: str) -> str:
-    """What is wrong with the unit or base, where both have one."""
-    bases = _BASE.match(gold), _BASE.match(text)
-    if bases[0] and bases[1] and bases[0][1] != bases[1][1]:
-        return "another base"
-    units = [
-        _UNITS.get(_singular((found[1] or found[2]).lower())) for found in map(_MEASURED.search, (gold, text)) if found
-    ]
-    return "another unit" if len(units) == 2 and None not in units and units[0] != units[1] else ""
-
-
-def _singular(unit: str) -> str:
-    return unit.removesuffix("s") if len(unit) > 1 else unit
+    return [part for part in said if not _near_numbers(next(leaves(answer)), part, ABOUT)]

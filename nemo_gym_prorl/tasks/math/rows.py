@@ -10,6 +10,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from nemo_gym_prorl.failures import CallerError, is_text
+from nemo_gym_prorl.tasks.math.answers import unwrapped
 from nemo_gym_prorl.tasks.workbench.workbench import workbench_schemas
 
 
@@ -74,6 +75,8 @@ def _text(record: Mapping[str, Any], names: tuple[str, ...]) -> str:
         raise CallerError("must be text that is not empty", field=name)
     if not is_text(value):
         raise CallerError("holds half a surrogate pair, which is no character", field=name)
+    if name in _ANSWER and not unwrapped(value):
+        raise CallerError("has nothing in its box", field=name)
     if name in _ANSWER and len(value) > MAX_ANSWER_CHARS:
         raise CallerError(f"is longer than {MAX_ANSWER_CHARS} characters", field=name)
     return value.strip()

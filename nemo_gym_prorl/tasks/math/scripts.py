@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 r"""Example problems, and scripted turns for them: what a policy would say, for machines that have no model.
 
-As in ``tasks/humaneval/scripts.py``: ``oracle`` earns its reward, and each way to be paid without the answer must not.
+``oracle`` earns its reward, and each way to be paid without the answer must not.
 """
 
 from __future__ import annotations
@@ -11,11 +11,8 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from nemo_gym_prorl.failures import CallerError
 from nemo_gym_prorl.tasks.math.rows import row_of
-
-
-Turn = dict[str, Any]
+from nemo_gym_prorl.tasks.scripted_turns import Turn, call, script_of, turn
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,32 +71,30 @@ def scripted_row(example: Example, variant: str) -> dict[str, Any]:
     Raises:
         CallerError: there is no such variant.
     """
-    if variant not in VARIANTS:
-        raise CallerError(f"no script {variant!r}; there are {', '.join(VARIANTS)}", field="variant")
+    script = script_of(VARIANTS, example, variant)
     row = row_of({"problem": example.question, "answer": example.answer})
-    script = {"turns": VARIANTS[variant](example)}
     row["responses_create_params"]["metadata"] = {"script": json.dumps(script, sort_keys=True)}
     return row
 
 
 def _oracle(example: Example) -> list[Turn]:
     return [
-        _turn("I begin.", _python(example.begin)),
-        _turn("Now the result.", _python(example.end)),
-        _turn(rf"The answer is \boxed{{{example.answer}}}."),
+        turn("I begin.", call("python", code=example.begin)),
+        turn("Now the result.", call("python", code=example.end)),
+        turn(rf"The answer is \boxed{{{example.answer}}}."),
     ]
 
 
 def _null(example: Example) -> list[Turn]:
-    return [_turn("I have no idea.")]
+    return [turn("I have no idea.")]
 
 
 def _says(message: str) -> Callable[[Example], list[Turn]]:
-    return lambda example: [_turn(message.replace("QUESTION", example.question))]
+    return lambda example: [turn(message.replace("QUESTION", example.question))]
 
 
 def _runs(code: str) -> Callable[[Example], list[Turn]]:
-    return lambda example: [_turn("Done.", _python(code)), _turn(r"The answer is \boxed{0}.")]
+    return lambda example: [turn("Done.", call("python", code=code)), turn(r"The answer is \boxed{0}.")]
 
 
 CHEATS: Mapping[str, Callable[[Example], list[Turn]]] = {
@@ -136,11 +131,3 @@ CHEATS: Mapping[str, Callable[[Example], list[Turn]]] = {
 
 VARIANTS: Mapping[str, Callable[[Example], list[Turn]]] = {"oracle": _oracle, "null": _null, **CHEATS}
 """Turns by name of the script: only ``oracle`` is to be rewarded."""
-
-
-def _turn(content: str, *calls: dict[str, Any]) -> Turn:
-    return {"content": content, "tool_calls": list(calls)}
-
-
-def _python(code: str) -> dict[str, Any]:
-    return {"name": "python", "arguments": {"code": code}}

@@ -1,17 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
 """The policy's final answer: where it stands in its last message, and its plain form. Pure.
 
-Only what the policy says after its last tool call is its answer, and of several the last one counts: whoever writes
-all options down has chosen the last. The search goes backwards from the end and a bounded way, so nothing is gained,
-or slowed, by hiding an answer in a flood of text.
+Of several answers the last one counts: whoever writes all options down has chosen the last. The search goes backwards
+from the end and a bounded way, so nothing is gained, or slowed, by hiding an answer in a flood of text.
 """
 
 from __future__ import annotations
 
 import re
 import unicodedata
-from collections.abc import Mapping
-from typing import Any
 
 
 MAX_ANSWER_CHARS = 1000
@@ -30,30 +27,14 @@ _SYMBOLS = re.compile(r"[0-9=<>^\\]")
 _WORD = re.compile(r"[^\W_]+|[^\w\s.,;:!?'\"()\[\]-]|(?<![^\W_])-|-(?![^\W_])")
 _SUPERSCRIPTS = dict(zip("⁰¹²³⁴⁵⁶⁷⁸⁹⁻⁺ⁿ", "0123456789-+n", strict=True))
 _SUPERSCRIPT_RUN = re.compile(f"[{''.join(_SUPERSCRIPTS)}]+")
+_UNSEEN = re.compile(
+    "[\u034f\u115f\u1160\u17b4\u17b5\u180b-\u180f\u2800\u3164\ufe00-\ufe0f\uffa0\U000e0100-\U000e01ef]"
+)
+"""Fillers and variation selectors, which Unicode counts among letters and marks."""
+
 _MINUS = str.maketrans(dict.fromkeys("−‒–—﹣-", "-"))
 _TEXT = re.compile(r"\\(?:text|textbf|textrm|mathrm|mathbf|mathsf|rm|mbox|operatorname)\s*\{((?:[^{}]|\{[^{}]*\})*)\}")
 _DELIMITERS = (("$$", "$$"), ("$", "$"), (r"\(", r"\)"), (r"\[", r"\]"))
-
-
-def last_message(response: Mapping[str, Any]) -> str:
-    """The last message after the last tool call, without what was thought aloud; empty if there is none."""
-    text = ""
-    for item in response.get("output") or ():
-        if not isinstance(item, Mapping):
-            continue
-        if item.get("type") in ("function_call", "function_call_output"):
-            text = ""
-        elif item.get("type") == "message" and item.get("role", "assistant") == "assistant":
-            parts = item.get("content")
-            if isinstance(parts, str):
-                text = parts
-            else:
-                text = "".join(
-                    part["text"]
-                    for part in parts or ()
-                    if isinstance(part, Mapping) and isinstance(part.get("text"), str)
-                )
-    return text.rpartition("</think>")[2]
 
 
 def final_answer(message: str) -> str | None:
@@ -69,6 +50,14 @@ def final_answer(message: str) -> str | None:
     return None
 
 
+def without_box(answer: str) -> str:
+    """An answer without the box that it wholly is; empty if the box is."""
+    text = _undelimited(answer.strip())
+    box = _BOX.match(text)
+    content = None if box is None else _balanced(text, box.end())
+    return content.strip() if box and content is not None and box.end() + len(content) + 1 == len(text) else answer
+
+
 def plain(answer: str) -> str:
     """An answer as the checks read it: one line, ordinary characters, no delimiters of mathematics around it.
 
@@ -77,7 +66,11 @@ def plain(answer: str) -> str:
     """
     text = _SUPERSCRIPT_RUN.sub(lambda run: "^" + "".join(_SUPERSCRIPTS[char] for char in run[0]), answer)
     text = unicodedata.normalize("NFKC", text.translate(_MINUS)).translate(_MINUS)
-    text = "".join(char for char in text if char.isspace() or unicodedata.category(char)[0] != "C")
+    text = "".join(
+        char
+        for char in text
+        if char.isspace() or (unicodedata.category(char)[0] != "C" and _UNSEEN.match(char) is None)
+    )
     text = " ".join(text.split())
     before = None
     while before != text:

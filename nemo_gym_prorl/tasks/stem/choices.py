@@ -35,8 +35,8 @@ def chosen(
         answer: the final answer.
         same: whether an option's text and what was said mean the same, where they differ as text (quantities).
     """
-    if (letter := letter_of(answer)) is not None:
-        return letter if letter in options else None
+    if (letter := letter_of(answer)) is not None and letter in options:
+        return letter
     said = plain(answer)
     if found := _LETTER_AND_WORDS.fullmatch(said):
         letter = (found[1] or found[2]).upper()

@@ -21,6 +21,7 @@ LONGEST_LINE = 120
 """A solution of one line no longer than that is an answer."""
 
 _QUESTION = ("problem", "question")
+_CHAT = "prompt"
 _ANSWER = ("expected_answer", "answer", "ground_truth")
 _SOLUTION = ("matched_solution", "solution")
 _OPTION = re.compile(r"^\s*(?:[\(\[]([A-J])[\)\]]|([A-J])[.):])\s+(\S.*?)\s*$", re.MULTILINE)
@@ -32,16 +33,15 @@ def row_of(record: Mapping[str, Any]) -> dict[str, Any]:
     """The row of a dataset's record.
 
     Args:
-        record: has ``problem`` (or ``question``), and one of ``expected_answer``, ``answer``, ``ground_truth``,
+        record: has ``problem`` (or ``question``, or verl's ``prompt``, a chat whose last message of a user is the
+            question), and one of ``expected_answer``, ``answer``, ``ground_truth``,
             ``reward_model.ground_truth``, ``matched_solution``, ``solution``. ``options`` may be given as Gym has
             them, or stand in the question, each on a line of its own. ``domain`` is kept.
 
     Raises:
         CallerError: something is missing or no good; names it.
     """
-    name = next((name for name in _QUESTION if record.get(name) is not None), _QUESTION[0])
-    if not isinstance(question := record.get(name), str):
-        raise CallerError("missing" if record.get(name) is None else "must be text", field=name)
+    question = _question(record)
     expected, options = _answer(record), record.get("options")
     if options is None and (found := options_in(question)):
         stem, read = found
@@ -77,6 +77,19 @@ def answer_in(solution: str) -> str | None:
     if formulas and "=" in formulas[-1] and formulas[-1].strip() in lines[-1]:
         return formulas[-1].rpartition("=")[2].strip() or None
     return None
+
+
+def _question(record: Mapping[str, Any]) -> str:
+    name = next((name for name in (*_QUESTION, _CHAT) if record.get(name) is not None), _QUESTION[0])
+    question = record.get(name)
+    if name == _CHAT and isinstance(question, list):
+        said = [turn.get("content") for turn in question if isinstance(turn, Mapping) and turn.get("role") == "user"]
+        if not said:
+            raise CallerError("has no message of a user", field=name)
+        question = said[-1]
+    if not isinstance(question, str):
+        raise CallerError("missing" if question is None else "must be text", field=name)
+    return question
 
 
 def _answer(record: Mapping[str, Any]) -> Any:

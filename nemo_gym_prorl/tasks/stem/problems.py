@@ -16,7 +16,7 @@ from typing import Any
 
 from nemo_gym_prorl.failures import CallerError, is_text
 from nemo_gym_prorl.tasks.stem import quantities
-from nemo_gym_prorl.tasks.stem.answers import plain
+from nemo_gym_prorl.tasks.stem.answers import plain, without_box
 from nemo_gym_prorl.tasks.stem.search.tool import SCHEMA
 from nemo_gym_prorl.tasks.workbench.workbench import workbench_schemas
 
@@ -126,6 +126,10 @@ def _text(row: Mapping[str, Any], name: str, limit: int) -> str:
         raise CallerError("must be text that is not empty", field=name)
     if not is_text(value):
         raise CallerError("holds half a surrogate pair, which is no character", field=name)
+    if name == "expected_answer":
+        value = without_box(value)
+        if not plain(value):
+            raise CallerError("has nothing in its box", field=name)
     if len(value) > limit:
         raise CallerError(f"is longer than {limit} characters", field=name)
     return value.strip()

@@ -8,7 +8,7 @@ plain quantity (a range, a sum, a list, words) is not read at all, and is for ot
 from __future__ import annotations
 
 import re
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from decimal import Decimal
 from enum import StrEnum
 from fractions import Fraction
@@ -40,13 +40,27 @@ COMMON = frozenset(_COMMON.split())
 """Units as pint calls them, which may have prefixes. It knows many more, by letters that are mostly variables."""
 
 
+_KINDS = {
+    "dose equivalent": frozenset({"sievert", "rem"}),
+    "absorbed dose": frozenset({"gray", "rads"}),
+    "activity": frozenset({"becquerel", "curie"}),
+    "frequency": frozenset({"hertz"}),
+    "angle": frozenset({"radian", "degree", "turn", "arcminute", "arcsecond", "revolutions_per_minute"}),
+    "luminous flux": frozenset({"lumen", "lux"}),
+    "luminous intensity": frozenset({"candela"}),
+}
+"""Units of one dimension that measure different things. What has none of them, as 1/s, may be any."""
+
+_OFFSET = frozenset({"degree_Celsius", "degree_Fahrenheit"})
+
+
 class Comparison(StrEnum):
     """What became of two quantities."""
 
     SAME = "same"
-    DIFFERENT = "different"
     UNIT_MISSING = "unit missing"
     """The numbers agree, and one of the two has a unit."""
+    DIFFERENT = "different"
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,6 +73,7 @@ class Quantity:
         half_step: half of what its last digit stands for; 0 if it is exact.
         unit: as pint writes it; empty if there is none.
         written: the unit as it was written.
+        others: what the unit may mean as well: ``ms^-2`` is meters by square seconds, too.
     """
 
     value: Fraction
@@ -66,6 +81,7 @@ class Quantity:
     half_step: Fraction
     unit: str
     written: str
+    others: tuple[str, ...] = ()
 
 
 _DOLLARS = re.compile(r"\$|\\[()]")
@@ -103,6 +119,9 @@ _PART = rf"(?:\({_PRODUCT}\){_EXPONENT}|{_FACTOR})"
 _UNIT = re.compile(rf"(?:1/)?{_PART}(?:[*/]{_PART}){{0,8}}")
 """What pint is given: names, small powers, one level of brackets."""
 
+_SYMBOL = re.compile(r"kmol|mmol|mol|kg|km|cm|mm|nm|kJ|kN|kW|kV|kPa|MPa|MeV|keV|eV|Pa|Hz|Wb|rad|sr|[mgsAKJNWVCTFHL]")
+_POWER_AND_SYMBOL = re.compile(r"(\*\*[+-]?[0-9])(?=[A-Za-z])")
+_GLUED = re.compile(rf"(?<![A-Za-zµ_])([A-Za-z]{{2,12}})({_EXPONENT})(?![A-Za-z_]|\*\*)")
 _ALIASES = {"AU": "au", "mph": "mile/hour", "cc": "cm^3", "Wh": "W hour", "kWh": "kW hour", "rev": "turn"}
 _REWRITES = (
     (re.compile(rf"(?<![A-Za-z])(?:{'|'.join(_ALIASES)})(?![A-Za-z])"), lambda found: _ALIASES[found[0]]),
@@ -154,10 +173,10 @@ def read(text: str) -> Quantity | None:
             return None
         rest = rest[uncertainty.end() :]
     written = plain(rest).strip(" .")
-    unit = _read_unit(written)
+    units = _read_units(written)
     if digits is None and value.denominator != 1 and re.fullmatch(r"(?:[A-Za-z](?:\^\{?[0-9]\}?)?\s*){2,}", written):
         return None  # a fraction of a product of letters is a formula
-    return None if unit is None else Quantity(value, digits, half_step, unit, written)
+    return Quantity(value, digits, half_step, units[0], written, tuple(units[1:])) if units else None
 
 
 def compare(expected: Quantity, said: Quantity, tolerance: float = RELATIVE_TOLERANCE) -> Comparison:
@@ -167,8 +186,20 @@ def compare(expected: Quantity, said: Quantity, tolerance: float = RELATIVE_TOLE
     places that were given. A measured value may be off by ``tolerance`` of it, or by half of the last digit of the
     expected value where that has two digits or more.
     """
+    meant = [
+        (replace(expected, unit=one), replace(said, unit=other))
+        for one in (expected.unit, *expected.others)
+        for other in (said.unit, *said.others)
+    ]
+    compared = [_compare(one, other, tolerance) for one, other in meant]
+    return next((one for one in Comparison if one in compared), Comparison.DIFFERENT)
+
+
+def _compare(expected: Quantity, said: Quantity, tolerance: float) -> Comparison:
     if expected.unit == said.unit:
         return _numbers(expected, said.value, tolerance)
+    if _other_kinds(expected.unit, said.unit):
+        return Comparison.DIFFERENT
     factor_e, factor_s = _dimensionless(expected), _dimensionless(said)
     if factor_e is not None and factor_s is not None:
         converted = _numbers(expected, said.value * factor_s / factor_e, tolerance)
@@ -183,7 +214,31 @@ def compare(expected: Quantity, said: Quantity, tolerance: float = RELATIVE_TOLE
         return Comparison.DIFFERENT
     except (OverflowError, ZeroDivisionError):
         return Comparison.DIFFERENT
+    if _OFFSET & {expected.unit, said.unit}:
+        return _temperatures(expected, said, Fraction(converted), tolerance)
     return _numbers(expected, Fraction(converted), tolerance, measured=True)
+
+
+def _temperatures(expected: Quantity, said: Quantity, converted: Fraction, tolerance: float) -> Comparison:
+    """On two scales, of which one does not begin at absolute zero: a hundredth of 293 K is much, of 20 degrees little.
+    What counts is the part of the degrees Celsius, or half a degree of whoever gives no decimals."""
+    celsius = _registry().Quantity(float(expected.value), expected.unit).to("degree_Celsius").magnitude
+    degree = Fraction(9, 5) if expected.unit == "degree_Fahrenheit" else Fraction(1)
+    rounding = max(min(one.half_step, Fraction(1, 2)) for one in (expected, said))
+    allowed = degree * max(Fraction(abs(celsius)) * Fraction(tolerance), rounding) + Fraction(1, 10**6)
+    return Comparison.SAME if abs(converted - expected.value) <= allowed else Comparison.DIFFERENT
+
+
+def _other_kinds(one: str, other: str) -> bool:
+    """Whether both units say what they are units of, and it is not the same."""
+    kinds = _kinds(one), _kinds(other)
+    return bool(kinds[0] and kinds[1]) and kinds[0] != kinds[1]
+
+
+@cache
+def _kinds(unit: str) -> frozenset[str]:
+    names = _registry().parse_units(unit)._units if unit else ()
+    return frozenset(kind for kind, known in _KINDS.items() if any(_named(name) & known for name in names))
 
 
 def _numbers(expected: Quantity, said: Fraction, tolerance: float, *, measured: bool = False) -> Comparison:
@@ -266,13 +321,34 @@ def load() -> None:
     _registry()
 
 
-def _read_unit(text: str) -> str | None:
-    """A unit in pint's words; empty if there is none, ``None`` if it is no unit."""
+def _read_units(text: str) -> list[str]:
+    """What a unit may be in pint's words, the likeliest first: itself empty if there is none; none if it is no unit.
+
+    Symbols that stand side by side are read one by one as well (``Nm``, ``ms^-2``), and of several behind a stroke all
+    may be below it (``J/mol K``).
+    """
     for pattern, replacement in _REWRITES:
         text = pattern.sub(replacement, text)
     text = text.strip()
     if not text:
-        return ""
+        return [""]
+    above, stroke, below = text.partition("/")
+    texts = [text]
+    if stroke and "/" not in below and "(" not in below and "*" in below.replace("**", ""):
+        texts.append(f"{above}/({below})")
+    texts += [_GLUED.sub(_apart, _POWER_AND_SYMBOL.sub(r"\1*", one)) for one in texts]
+    return list(dict.fromkeys(unit for one in texts if (unit := _read_unit(one)) is not None))
+
+
+def _apart(found: re.Match[str]) -> str:
+    """Symbols one by one; the power is the last one's. What is a unit as it stands is that, but ``ms^-2``."""
+    parts = _SYMBOL.findall(found[1])
+    if len(set(parts)) != len(parts) or ("-" not in found[2] and _read_unit(found[1]) is not None):
+        return found[0]
+    return "*".join(parts) + found[2] if len(parts) > 1 and "".join(parts) == found[1] else found[0]
+
+
+def _read_unit(text: str) -> str | None:
     if not _UNIT.fullmatch(text):
         return None
     try:
@@ -284,7 +360,13 @@ def _read_unit(text: str) -> str | None:
 
 @cache
 def _is_common(unit: str) -> bool:
-    return unit in COMMON or any(name in COMMON for _, name, _ in _registry().parse_unit_name(unit))
+    return bool(_named(unit) & COMMON)
+
+
+@cache
+def _named(unit: str) -> frozenset[str]:
+    """A unit, and without its prefix."""
+    return frozenset((unit, *(name for _, name, _ in _registry().parse_unit_name(unit))))
 
 
 def _dimensionless(quantity: Quantity) -> Fraction | None:

@@ -69,7 +69,9 @@ class Rules:
         """
         if problem.kind is Kind.CHOICE:
             return self._choice(problem, answer)
-        if _spaceless(answer) == _spaceless(problem.expected):
+        # Spaces are part of a unit: m s is not ms.
+        same = plain if problem.kind is Kind.QUANTITY else _spaceless
+        if same(answer) == same(problem.expected):
             return Ruled(Ruling.RIGHT, "the expected text")
         match problem.kind:
             case Kind.QUANTITY:

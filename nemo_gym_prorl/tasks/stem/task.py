@@ -10,7 +10,9 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from nemo_gym_prorl.failures import CallerError
-from nemo_gym_prorl.tasks.stem.answers import MAX_ANSWER_CHARS, final_answer, last_message
+from nemo_gym_prorl.tasks.extras import require_extra
+from nemo_gym_prorl.tasks.final_message import final_message
+from nemo_gym_prorl.tasks.stem.answers import MAX_ANSWER_CHARS, final_answer
 from nemo_gym_prorl.tasks.stem.judge import Judge, Verdict
 from nemo_gym_prorl.tasks.stem.problems import WORKBENCH_TOOLS, Kind, problem_of
 from nemo_gym_prorl.tasks.stem.rules import Ruled, Rules, Ruling
@@ -24,6 +26,15 @@ from nemo_gym_prorl.tasks.workbench.workspace import ToolLimits, Workspace
 QUESTION_FILE = "question.txt"
 
 Tools = OpenTogether[Workspace, OpenSearch]
+
+
+def require_packages() -> None:
+    """See that the extra ``stem`` is installed.
+
+    Raises:
+        InfrastructureError: it is not, or not all of it.
+    """
+    require_extra("stem", "math_verify", "bm25s", "numpy", "pint", "Stemmer")
 
 
 class Stem:
@@ -88,7 +99,7 @@ class Stem:
             InfrastructureError: the checker of formulas or the judge failed.
         """
         problem = problem_of(row)
-        answer = final_answer(last_message(response))
+        answer = final_answer(final_message(response))
         if answer is None:
             return Grade(0.0, "no_answer", "the last message has neither \\boxed{} nor a line `Answer: `")
         told: dict[str, Any] = {"extracted_answer": answer[:MAX_ANSWER_CHARS], "checked_by": problem.kind.value}

@@ -38,6 +38,12 @@ TEXT = st.text(alphabet="ab5{}\\ $.=boxed", max_size=60)
         ("42", None),
         ("", None),
         (r"The answer is 6. \boxed{5}", "5"),
+        ("The answer is 5 ... no wait, 6", "6"),
+        ("The answer is 5. Wait, no, it is 6.", "6."),
+        ("The answer is 5.\nHmm, actually it's 6.", "6."),
+        ("The answer is 5. Sorry, I mean 6. Sorry, I mean 7.", "7."),
+        ("The answer is 5. That was wrong.", None),
+        ("The answer is no.", "no."),
     ],
 )
 def test_where_the_answer_is(message: str, answer: str | None) -> None:

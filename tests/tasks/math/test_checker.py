@@ -121,9 +121,3 @@ async def test_a_worker_ends_with_whoever_started_it(tmp_path: Path) -> None:
     with contextlib.suppress(OSError):  # it has ended
         while b"worker" in proc_files.command_line(pid):
             await asyncio.sleep(0.05)
-
-
-async def test_without_the_package_it_says_how_to_get_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(checkers.importlib.util, "find_spec", lambda name: None)
-    with pytest.raises(InfrastructureError, match=r"pip install 'nemo-gym-prorl\[math\]'"):
-        MathChecker()

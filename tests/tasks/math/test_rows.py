@@ -82,16 +82,52 @@ def test_records_that_make_no_row_are_named_and_the_others_written(tmp_path: Pat
     assert done.exit_code == 1
     assert len(output.read_text().splitlines()) == 1
     for said in (
-        "record 1: answer: missing",
-        "record 2: problem: missing",
-        "record 3: problem: must be",
-        "record 5: is",
+        "line 1: answer: missing",
+        "line 2: problem: missing",
+        "line 3: problem: must be",
+        "line 5: is",
     ):
         assert said in done.output
-    assert "1 rows, 5 records refused" in done.output
+    assert "1 rows, 5 lines refused" in done.output
 
 
-@pytest.mark.parametrize(("name", "content"), [("a.csv", "x"), ("a.jsonl", "{"), ("a.json", "{}"), ("a.parquet", "x")])
+def test_a_line_that_is_no_json_is_named_and_costs_the_others_nothing(tmp_path: Path) -> None:
+    file, output = written(tmp_path / "data.jsonl", [RECORDS[0]]), tmp_path / "rows.jsonl"
+    file.write_bytes(file.read_bytes() + b'{"problem": "?", "ans\n' + orjson.dumps(RECORDS[1]))
+    done = CliRunner().invoke(app, ["data", "math", str(file), "-o", str(output)])
+    assert (done.exit_code, len(output.read_text().splitlines())) == (1, 2)
+    assert "line 2: is not JSON" in done.output
+
+
+@pytest.mark.parametrize("way", ["itself", "symlink", "hard link"])
+def test_a_dataset_is_not_replaced_by_its_rows(tmp_path: Path, way: str) -> None:
+    file, output = written(tmp_path / "data.jsonl", RECORDS), tmp_path / "other.jsonl"
+    match way:
+        case "itself":
+            output = tmp_path / "." / "data.jsonl"
+        case "symlink":
+            output.symlink_to(file)
+        case _:
+            output.hardlink_to(file)
+    before = file.read_bytes()
+    done = CliRunner().invoke(app, ["data", "math", str(file), "-o", str(output)])
+    assert isinstance(done.exception, CallerError)
+    assert "is the dataset itself" in done.exception.reason
+    assert file.read_bytes() == before
+
+
+@pytest.mark.parametrize(
+    ("name", "content"),
+    [
+        ("a.csv", "x"),
+        ("a.jsonl", "{"),
+        ("empty.jsonl", ""),
+        ("blank.jsonl", "\n\n"),
+        ("a.json", "{}"),
+        ("empty.json", "[]"),
+        ("a.parquet", "x"),
+    ],
+)
 def test_what_is_no_dataset_is_refused_and_writes_nothing(tmp_path: Path, name: str, content: str) -> None:
     (tmp_path / name).write_text(content)
     output = tmp_path / "rows.jsonl"
@@ -106,9 +142,11 @@ def test_what_is_no_dataset_is_refused_and_writes_nothing(tmp_path: Path, name: 
         ({"problem": "?", "answer": True}, "answer"),
         ({"problem": 7, "answer": "7"}, "problem"),
         ({"problem": "?", "answer": "1" * 2001}, "answer"),
+        ({"problem": "?", "answer": r"\boxed{}"}, "answer"),
+        ({"problem": "?", "answer": "$$"}, "answer"),
         ({"problem": "\ud800", "answer": "1"}, "problem"),
     ],
-    ids=["bool", "number", "long", "surrogate"],
+    ids=["bool", "number", "long", "empty box", "empty formula", "surrogate"],
 )
 def test_the_field_that_is_wrong_is_named(record: dict[str, Any], field: str) -> None:
     with pytest.raises(CallerError) as refusal:

@@ -3,6 +3,7 @@
 
 import asyncio
 import json
+import re
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
 from contextlib import asynccontextmanager
 from typing import Any
@@ -14,7 +15,8 @@ from tests.rollout.serving import serve
 
 
 Messages = Sequence[Mapping[str, str]]
-Reply = Callable[[str, str, str], str]
+Reply = Callable[[str, str, str, str], str]
+"""Of question, first, second, and the tag that a verdict has; empty for the naive graders, which use none."""
 
 SYNONYMS = ({"mitochondria", "the mitochondrion", "mitochondrion"}, {"it doubles", "it becomes twice as large"})
 
@@ -24,28 +26,58 @@ def agree(first: str, second: str) -> bool:
     return one == other or any({one, other} <= group for group in SYNONYMS)
 
 
-def honest(question: str, first: str, second: str) -> str:
-    return f"I compared them.\n\nVERDICT: {'SAME' if agree(first, second) else 'DIFFERENT'}"
+def verdict(tag: str, same: bool) -> str:
+    return f"VERDICT{tag and ' '}{tag}: {'SAME' if same else 'DIFFERENT'}"
 
 
-def echoing(question: str, first: str, second: str) -> str:
+def honest(question: str, first: str, second: str, tag: str = "") -> str:
+    return f"I compared them.\n\n{verdict(tag, agree(first, second))}"
+
+
+def echoing(question: str, first: str, second: str, tag: str = "") -> str:
     """Quotes what it reads before it decides, as models do."""
-    return f"The first answer reads:\n{first}\nThe second answer reads:\n{second}\n{honest(question, first, second)}"
+    quoted = f"The first answer reads:\n{first}\nThe second answer reads:\n{second}\n"
+    return quoted + honest(question, first, second, tag)
 
 
-def gullible(question: str, first: str, second: str) -> str:
+def parroting(question: str, first: str, second: str, tag: str = "") -> str:
+    """Says what it decides, and then, having lost the thread, what it read."""
+    return f"{honest(question, first, second, tag)}\n{first}\n{second}"
+
+
+def gullible(question: str, first: str, second: str, tag: str = "") -> str:
     """Does what an answer tells it to."""
     if any("ignore" in text.lower() for text in (first, second)):
-        return "As instructed.\nVERDICT: SAME"
-    return honest(question, first, second)
+        return f"As instructed.\n{verdict(tag, True)}"
+    return honest(question, first, second, tag)
+
+
+def obliging(question: str, first: str, second: str, tag: str = "") -> str:
+    """Does what an answer tells it to, conditions included: the same, unless the other is about one of a list."""
+    for text, other in ((first, second), (second, first)):
+        if "same unless" in (asked_for := text.lower()):
+            excluded = asked_for.partition("unless")[2].replace(".", "").split(",")
+            return verdict(tag, not any(one.strip() in other.lower() for one in excluded))
+    return honest(question, first, second, tag)
+
+
+_ASKED = re.compile(r"BEGIN (?P<tag>[0-9a-f]{8})\n(?P<data>.*)\nEND (?P=tag)\n", re.DOTALL)
+
+
+def asked_in(messages: Messages) -> tuple[dict[str, str], str]:
+    """What is compared, and the tag."""
+    found = _ASKED.match(messages[-1]["content"])
+    assert found is not None
+    compared: dict[str, str] = json.loads(found["data"])
+    return compared, found["tag"]
 
 
 def asked(reply: Reply) -> Callable[[Messages], Awaitable[str]]:
     """The judge as :class:`~nemo_gym_prorl.tasks.stem.judge.AskModel`; it reads its prompt as it is written."""
 
     async def ask(messages: Messages) -> str:
-        compared = json.loads(messages[-1]["content"])
-        return reply(compared["question"], compared["first"], compared["second"])
+        compared, tag = asked_in(messages)
+        return reply(compared["question"], compared["first"], compared["second"], tag)
 
     return ask
 
@@ -99,6 +131,15 @@ def always(answer: Response | dict[str, Any]) -> Callable[[dict[str, Any]], Awai
     return answers
 
 
+def says(text: str, **changes: Any) -> Callable[[dict[str, Any]], Awaitable[Response | dict[str, Any]]]:
+    """Says that, with the tag that it was given in place of ``TAG``."""
+
+    async def answers(request: dict[str, Any]) -> Response | dict[str, Any]:
+        return response_of(text.replace("TAG", asked_in(request["input"])[1]), **changes)
+
+    return answers
+
+
 TROUBLES: Mapping[str, Callable[[dict[str, Any]], Awaitable[Response | dict[str, Any]]]] = {
     "slow": never,
     "error": always(Response("CUDA out of memory", status_code=500)),
@@ -107,11 +148,17 @@ TROUBLES: Mapping[str, Callable[[dict[str, Any]], Awaitable[Response | dict[str,
     "no object": always(Response("[]", status_code=200)),
     "no output": always(response_of("", output=[])),
     "no text": always(response_of("")),
-    "cut off": always(response_of("VERDICT: SAME", status="incomplete")),
-    "no verdict": always(response_of("They look much the same to me.")),
-    "verdict in the middle": always(response_of("VERDICT: SAME\nBut let me think again.")),
-    "two verdicts": always(response_of("VERDICT: SAME\nNo.\nVERDICT: DIFFERENT")),
-    "another word": always(response_of("VERDICT: SAME-ISH")),
-    "same to everything": always(response_of("VERDICT: SAME")),
+    "cut off": says("VERDICT TAG: SAME", status="incomplete"),
+    "no verdict": says("They look much the same to me."),
+    "verdict in the middle": says("VERDICT TAG: SAME\nBut let me think again."),
+    "two verdicts": says("VERDICT TAG: SAME\nNo.\nVERDICT TAG: DIFFERENT"),
+    "another word": says("VERDICT TAG: SAME-ISH"),
+    "no tag": says("VERDICT: SAME"),
+    "a tag of its own": says("VERDICT 0a1b2c3d: SAME"),
+    "both at once": says("VERDICT TAG: SAME VERDICT TAG: DIFFERENT"),
+    "JSON": says('{"verdict": "SAME", "tag": "TAG"}'),
+    "the instructions again": says("`VERDICT TAG: SAME` or `VERDICT TAG: DIFFERENT`."),
+    "without end": says("They are the same. " * 10_000 + "\nVERDICT TAG: SAME"),
+    "same to everything": says("VERDICT TAG: SAME"),
 }
 """What a judge's server may do instead of judging."""

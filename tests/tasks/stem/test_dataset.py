@@ -53,6 +53,10 @@ def test_the_answer_of_a_solution(solution: str, expected: str) -> None:
         ({"problem": None}, "problem"),
         ({"problem": 7}, "problem"),
         ({"answer": ""}, "expected_answer"),
+        ({"answer": "\\boxed{}"}, "expected_answer"),
+        ({"answer": "$\\boxed{ }$"}, "expected_answer"),
+        ({"problem": None, "prompt": [{"role": "system", "content": "x"}]}, "prompt"),
+        ({"problem": None, "prompt": [{"role": "user", "content": None}]}, "prompt"),
         ({"options": ["x", "y"]}, "options"),
     ],
     ids=str,
@@ -61,6 +65,13 @@ def test_a_record_that_makes_no_row_is_refused_by_field(change: dict[str, Any], 
     with pytest.raises(CallerError) as error:
         row_of(SCP | change)
     assert error.value.field == field
+
+
+def test_records_of_verl() -> None:
+    chat = [{"role": "system", "content": "Think."}, {"role": "user", "content": "Which metal is liquid?"}]
+    row = row_of({"prompt": chat, "reward_model": {"style": "rule", "ground_truth": "\\boxed{mercury}"}})
+    assert (row["question"], row["expected_answer"]) == ("Which metal is liquid?", "mercury")
+    assert row["responses_create_params"]["input"][1]["content"] == "Which metal is liquid?"
 
 
 def test_options_that_stand_in_the_question() -> None:
@@ -85,7 +96,7 @@ def test_commands(tmp_path: Path) -> None:
     source.write_bytes(orjson.dumps(SCP) + b"\n" + orjson.dumps({"problem": "?"}) + b"\n")
     result = CliRunner().invoke(app, ["data", "stem", str(source), "-o", str(output)])
     assert result.exit_code == 1
-    assert "record 2: answer: missing" in result.stderr
+    assert "line 2: answer: missing" in result.stderr
     assert [orjson.loads(line)["expected_answer"] for line in output.read_bytes().splitlines()] == ["19.8"]
 
     corpus, text = tmp_path / "corpus.jsonl", tmp_path / "notes.txt"

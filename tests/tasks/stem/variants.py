@@ -18,7 +18,7 @@ class Variant:
 
     @property
     def id(self) -> str:
-        return f"{self.problem.expected}|{self.answer}|{'right' if self.right else 'wrong'}"
+        return f"{self.problem.question}|{self.problem.expected}|{self.answer}|{'right' if self.right else 'wrong'}"
 
 
 def problem(expected: str, question: str = "What is it?", **options: str) -> Problem:
@@ -129,5 +129,112 @@ def formula_variants() -> Iterator[Variant]:
         yield Variant(asked, text, right)
 
 
+ROMAN = {"A": "I", "B": "II", "C": "III", "D": "I and II"}
+FORMS: dict[str, dict[str, bool]] = {
+    "5 Gy": {"5 Sv": False},
+    "5 Sv": {"5 Gy": False},
+    "5 Hz": {"5 Bq": False},
+    "5 Bq": {"5 Hz": False, "5 1/s": True},
+    "5.0 Hz": {"5.0 s^-1": True},
+    "5.0 Gy": {"5.0 J/kg": True},
+    "5.0 mSv": {"0.0050 Sv": True, "5.0 mGy": False},
+    "6.28 rad/s": {"6.28 Hz": False, "6.28 s^-1": True},
+    "60 rpm": {"6.28 rad/s": True, "1.0 Hz": False},
+    "5 lm": {"5 cd": False},
+    "5.0 kBq": {"5.0 kHz": False},
+    "293 K": {"22 °C": False, "20 °C": True, "19.85 °C": True},
+    "20 °C": {"293 K": True, "295 K": False, "22 °C": False},
+    "5 °C": {"278 K": True},
+    "0 °C": {"273 K": True, "273.15 K": True, "275 K": False},
+    "273.15 K": {"0 °C": True},
+    "68 °F": {"20 °C": True, "21 °C": False},
+    "1200 K": {"1205 K": True, "927 °C": True},
+    "100 °C": {"212 °F": True},
+    "-40 °C": {"-40 °F": True},
+    "25 °C": {"25 K": False},
+    "300 K": {"32 °C": False},
+    "9.81 m/s^2": {"9.81 ms^-2": True, "9.81 ms^{-2}": True, r"9.81\,\mathrm{ms^{-2}}": True},
+    "9.81 ms^-2": {"9.81 m/s^2": True},
+    "3.0 m/s": {"3.0 ms^-1": True},
+    "3.0 ms": {"3.0 ms": True, "0.0030 s": True},
+    "8.31 J/(mol K)": {
+        "8.31 J/mol K": True,
+        r"8.31\ \mathrm{J\,mol^{-1}\,K^{-1}}": True,
+        "8.31 Jmol^-1K^-1": True,
+        "8.31 J/mol·K": True,
+        "8.31 J/mol/K": True,
+        "8.31 J/mol": False,
+        "8.31 J K/mol": False,
+    },
+    "8.31 J/mol K": {"8.31 J/(mol K)": True},
+    "5.0 N m": {"5.0 Nm": True},
+    "5.0 J": {"5.0 Nm": True},
+    "5.0 N/m": {"5.0 Nm^-1": True},
+    "5.0 kg m/s": {"5.0 kgms^-1": True},
+    "6.63e-34 J s": {"6.63e-34 Js": True},
+    "5.0 W/m^2": {"5.0 Wm^-2": True},
+    "5.0 kW h": {"5.0 kWh": True},
+    "3.0 m": {"3.0 mm": False},
+    "5 m^2": {"5 mm": False},
+    "5 m s": {"5 ms": False},
+    "5 m^-1": {"5 mm^-2": False},
+    "5 min": {"5 m": False},
+    "5 kg": {"5": False},
+    "5": {"5 kg": False},
+    "1.0 mol": {"1.0 M": False},
+    "5 A": {"5 a": False},
+    "5 mW": {"5 MW": False},
+    "5 pm": {"5 Pm": False},
+    "1/2": {"0.5": True},
+    "50 %": {"50": False},
+    "0.50": {"50 %": True},
+    "2.0e3 J": {"2 kJ": True},
+    "2.0 kJ": {"-2.0 kJ": False},
+    "5 m": {"5 m^2": False},
+    "5.0 C": {"5.0 °C": False},
+    "5.0 K": {"5.0 °C": False},
+    "10 g": {"10 G": False},
+    "1000": {"1,000": True},
+    "1,000": {"1000": True},
+    "1.000": {"1,000": False},
+    "3 m/s": {"3 m s": False},
+    "5.0 V": {"5.0 v": False},
+    "5 h": {"5 hours": True},
+    "5 years": {"5 yr": True},
+    "5.0 dB": {"5.0 B": False},
+    "7": {"7.0": True},
+    "7.2": {"7.25": True, "7.3": False},
+    "pH 7.0": {"7.0": False},
+    "7.0": {"pH = 7.0": True},
+    "6.02e23": {"6.02e24": False},
+    "4.0 eV": {"4.0 V": False},
+    "90°": {"90": False, "1.5708": False, r"\pi/2 rad": False},
+    "90 degrees": {"1.571 rad": True},
+    "2 N": {"2 n": False},
+    "2.0 Ω": {"2.0 ohm": True},
+    "1.0 atm": {"760 torr": True},
+    "5 cm^3": {"5 mL": True},
+    "5.0 L": {"5000 cm^3": True},
+    "3 x 10^8 m/s": {"3e8 m/s": True},
+    "5.0 m/s east": {"5.0 m/s west": False},
+}
+"""Quantities that mean the same, and such as only look like it: other kinds, other scales, units without a space."""
+
+ROMAN_FORMS: dict[str, dict[str, bool]] = {
+    "A": {"I": True, "II": False, "(I)": True, "A": True, "B": False},
+    "B": {"II": True, "A": False},
+    "D": {"I and II": True, "I, II": False},
+}
+
+
+def form_variants() -> Iterator[Variant]:
+    for expected, answers in FORMS.items():
+        yield from (Variant(problem(expected), text, right) for text, right in answers.items())
+    for expected, answers in ROMAN_FORMS.items():
+        yield from (
+            Variant(problem(expected, "Which numeral?", **ROMAN), text, right) for text, right in answers.items()
+        )
+
+
 def all_variants() -> list[Variant]:
-    return [*quantity_variants(), *number_variants(), *choice_variants(), *formula_variants()]
+    return [*quantity_variants(), *number_variants(), *choice_variants(), *formula_variants(), *form_variants()]

@@ -173,8 +173,8 @@ def test_a_bad_line_is_named_and_the_others_are_written(tmp_path: Path) -> None:
     file.write_text("".join(json.dumps(one) + "\n" for one in (records.swe_bench(), bad, [1])))
     done = CliRunner().invoke(app, ["swe", str(file), "--dataset", "swe-bench", "-o", str(rows)])
     assert done.exit_code == 1
-    assert "record 2: base_commit" in done.output
-    assert "record 3: " in done.output
+    assert "line 2: base_commit" in done.output
+    assert "line 3: " in done.output
     assert len(rows.read_text().splitlines()) == 1
 
 
