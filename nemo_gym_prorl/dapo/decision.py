@@ -20,7 +20,8 @@ class SamplerConfig:
         max_failures: tries of a member that may end without a score; one more drops its group.
         max_restarts: tries of a member that may become too old; one more drops its group. Not ``in_order``.
         in_order: batches are the first groups with variance in the order of their prompts, however long one takes:
-            the same batches whatever ends first, as long as a member's reward depends on the member alone. Else the
+            the same batches whatever ends first, as long as a member's reward depends on the member alone and there is
+            no curriculum, which learns from groups as they end. Else the
             first that are complete, of them those under the oldest weights.
         max_fruitless: so many groups in a row without variance end the training.
         max_dropped: so many groups in a row that can't be run end it, too.

@@ -165,6 +165,8 @@ class DynamicSampler:
             self._decision.batches.append(batch)
         try:
             self._submit()
+            if self.finished and self._unrun == self.dropped.total() > 0:
+                raise self._nothing_runs()
         except NothingToLearn:
             # What was decided comes first; so does what is in flight, which may tell otherwise.
             if self._decision == Decision() and not self.in_flight:
@@ -395,15 +397,18 @@ class DynamicSampler:
     def _submission(self, group: Group, member: Member, rollout: str) -> Submission:
         return Submission(rollout, f"{self._run}:{group.number}", group.number, member.version, bool(group.rewards))
 
+    def _nothing_runs(self) -> NothingToLearn:
+        return NothingToLearn(
+            f"{self._unrun} groups in a row could not be run, the last for this: {self._why}", field="max_dropped"
+        )
+
     def _next_group(self) -> bool:
         """Opens the next group, if it can be of use to a batch that today's weights are good for."""
         ahead = len(self._ready) // self.config.groups_per_batch
         if self._exhausted or self._due + ahead - self.version > self.config.max_staleness:
             return False
         if self._unrun >= self.config.max_dropped:
-            raise NothingToLearn(
-                f"{self._unrun} groups in a row could not be run, the last for this: {self._why}", field="max_dropped"
-            )
+            raise self._nothing_runs()
         if self._fruitless >= self.config.max_fruitless:
             raise NothingToLearn(
                 f"{self._fruitless} groups in a row had rewards without variance: the task is too easy or too hard "

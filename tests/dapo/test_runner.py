@@ -6,13 +6,14 @@ from __future__ import annotations
 import asyncio
 import json
 import socket
-from collections.abc import AsyncIterator, Mapping
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
 from contextlib import asynccontextmanager
 from typing import Any
 
 import pytest
 import uvicorn
-from fastapi import FastAPI
+from fastapi import FastAPI, Response
+from starlette.types import Message, Receive, Scope, Send
 
 from nemo_gym_prorl.dapo.decision import NothingToLearn, SamplerConfig
 from nemo_gym_prorl.dapo.fates import Fate
@@ -56,8 +57,17 @@ def _member(job: Job) -> int:
     return int(job.id.split(":")[2])
 
 
+type Fault = Callable[[str, str], Awaitable[int | None]]
+"""Told of a request's method and path; a status is answered in place of the service."""
+
+
 class Node:
-    """A rollout service at one address, which can die and begin a new life."""
+    """A rollout service at one address, which can die and begin a new life.
+
+    Attributes:
+        fault: stands before it.
+        late: holds its answers up.
+    """
 
     def __init__(self, settings: PipelineSettings = SETTINGS, token: str | None = None) -> None:
         self.settings, self.token = settings, token
@@ -67,6 +77,8 @@ class Node:
         self.url = f"http://127.0.0.1:{self._listener.getsockname()[1]}"
         self.handler = Scorer()
         self.pipeline: Pipeline
+        self.fault: Fault | None = None
+        self.late: Fault | None = None
 
     async def start(self) -> None:
         self.handler = Scorer()
@@ -75,7 +87,22 @@ class Node:
         add_problem_handlers(app)
         app.add_middleware(KeyGuard, key=self.token)
         app.include_router(rollout_router(self.pipeline, PipelineMetrics(self.pipeline)))
-        self._server = uvicorn.Server(uvicorn.Config(app, log_level="warning", timeout_graceful_shutdown=0))
+
+        async def front(scope: Scope, receive: Receive, send: Send) -> None:
+            fault, late = (self.fault, self.late) if scope["type"] == "http" else (None, None)
+            status = await fault(scope["method"], scope["path"]) if fault else None
+            if status is not None:
+                await Response(status_code=status)(scope, receive, send)
+                return
+
+            async def slowly(message: Message) -> None:
+                if late and message["type"] == "http.response.start":
+                    await late(scope["method"], scope["path"])
+                await send(message)
+
+            await app(scope, receive, slowly)
+
+        self._server = uvicorn.Server(uvicorn.Config(front, log_level="critical", timeout_graceful_shutdown=0))
         self._running = asyncio.create_task(self._server.serve([self._listener.dup()]))
         while not self._server.started:
             await asyncio.sleep(0.005)
@@ -214,9 +241,7 @@ async def test_a_runner_goes_on_where_another_one_stopped() -> None:
         while "dapo:1:0:0" not in first.sampler.results():
             await asyncio.sleep(0.01)
         state = json.loads(json.dumps(first.state()))
-        for service in first._services:  # as if it was killed: nothing is cancelled
-            await service.close()
-            await service.client.__aexit__(None, None, None)
+        await kill(first)
         async with runner(up, dataset, config, state=state) as second:
             groups = []
             for version in range(1, 4):
@@ -239,9 +264,7 @@ async def test_results_that_a_new_life_has_forgotten_are_sampled_again() -> None
         while "dapo:0:0:0" not in first.sampler.results():
             await asyncio.sleep(0.01)
         state = first.state()
-        for service in first._services:
-            await service.close()
-            await service.client.__aexit__(None, None, None)
+        await kill(first)
         await up[0].stop()
         await up[0].start()
         async with runner(up, dataset, config, state=state) as second:
@@ -274,6 +297,11 @@ async def test_an_environment_without_variance_ends_the_training() -> None:
     async with nodes() as up, runner(up, rows(3, rewards=[1]), config) as driver:
         with pytest.raises(NothingToLearn, match="max_fruitless"):
             await driver.batch()
+
+
+async def kill(driver: Runner) -> None:
+    """As if its process was killed: nothing is cancelled."""
+    await driver._close_services()
 
 
 async def test_a_runner_without_services_is_refused() -> None:

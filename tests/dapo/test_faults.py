@@ -1,0 +1,246 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The runner when calls fail, are late, or get no answer: no outcome is lost, nothing hangs, nothing outlives it."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+
+import aiohttp
+import pytest
+
+from nemo_gym_prorl.dapo import service as service_module
+from nemo_gym_prorl.dapo.decision import NothingToLearn, SamplerConfig
+from nemo_gym_prorl.dapo.prompts import Epochs
+from nemo_gym_prorl.dapo.runner import Runner
+from nemo_gym_prorl.dapo.sampler import DynamicSampler
+from nemo_gym_prorl.dapo.service import Service
+from nemo_gym_prorl.failures import CallerError
+from nemo_gym_prorl.rollout import client as client_module
+from nemo_gym_prorl.rollout.client import ApiError, RolloutClient
+from nemo_gym_prorl.rollout.scheduler import PoolSizes
+from nemo_gym_prorl.rollout.settings import PipelineSettings
+from tests.dapo.test_runner import SETTINGS, Fault, kill, nodes, rows, runner
+
+
+class Relay:
+    """Carries connections to a service, until it dies (they break, new ones are refused) or freezes (they stay open,
+    and carry nothing any more, as when a machine loses its power)."""
+
+    def __init__(self, url: str) -> None:
+        self._port = int(url.rsplit(":", 1)[1])
+        self._writers: set[asyncio.StreamWriter] = set()
+        self._frozen = False
+
+    async def start(self) -> str:
+        self._server = await asyncio.start_server(self._carry, "127.0.0.1", 0)
+        return f"http://127.0.0.1:{self._server.sockets[0].getsockname()[1]}"
+
+    def freeze(self) -> None:
+        self._frozen = True
+
+    def die(self) -> None:
+        self._server.close()
+        for writer in self._writers:
+            writer.transport.abort()
+
+    async def _carry(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        there_reader, there_writer = await asyncio.open_connection("127.0.0.1", self._port)
+        self._writers |= {writer, there_writer}
+        with contextlib.suppress(ConnectionError):
+            await asyncio.gather(self._pipe(reader, there_writer), self._pipe(there_reader, writer))
+
+    async def _pipe(self, source: asyncio.StreamReader, target: asyncio.StreamWriter) -> None:
+        while data := await source.read(65536):
+            if not self._frozen:
+                target.write(data)
+        target.close()
+
+
+def once(status: int, method: str, begins: str) -> Fault:
+    """The first such request fails."""
+    met: list[str] = []
+
+    async def fault(of: str, path: str) -> int | None:
+        if of == method and path.startswith(begins) and not met:
+            met.append(path)
+            return status
+        return None
+
+    return fault
+
+
+@pytest.mark.parametrize(
+    ("status", "method", "begins"),
+    [
+        (500, "GET", "/v1/rollouts/"),
+        (502, "GET", "/v1/rollouts"),
+        (429, "POST", "/v1/rollouts"),
+        (408, "POST", "/v1/rollouts"),
+        (503, "POST", "/v1/rollouts"),
+    ],
+)
+async def test_one_call_that_fails_loses_nothing(status: int, method: str, begins: str) -> None:
+    async with nodes() as up:
+        up[0].fault = once(status, method, begins)
+        async with runner(up, rows(1, late=[0, 1], late_s=0.2), SamplerConfig(1, 2, 2), epochs=1) as driver:
+            assert await driver.batch() is not None
+
+
+async def test_an_outcome_before_the_answer_to_its_submission_is_not_missed() -> None:
+    async def late(method: str, _: str) -> None:
+        if method == "POST":
+            await asyncio.sleep(0.8)
+
+    async def listed_late(method: str, path: str) -> None:
+        if (method, path) == ("GET", "/v1/rollouts"):
+            await asyncio.sleep(0.4)
+
+    async with nodes() as up:
+        up[0].late, up[0].fault = late, listed_late
+        async with runner(up, rows(1), SamplerConfig(1, 2, 2), epochs=1) as driver:
+            assert await driver.batch() is not None
+
+
+async def test_submissions_that_wait_for_room_do_not_keep_results_from_being_read() -> None:
+    settings = PipelineSettings(stages=PoolSizes(64, 64, 64, 64), max_attempts=1, retain_bytes=3000)
+    async with nodes(settings=settings) as up, runner(up, rows(200), SamplerConfig(20, 8, 400)) as driver:
+        assert await driver.batch() is not None
+
+
+@pytest.mark.parametrize("how", ["dies", "freezes", "was never there"])
+@pytest.mark.parametrize("staleness", [0, 1])
+async def test_one_of_two_services_never_comes_back(staleness: int, how: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(service_module, "GIVE_UP_S", 1.0)
+    timeout = aiohttp.ClientTimeout(total=None, sock_connect=1.0, sock_read=2.0)
+    monkeypatch.setattr(client_module, "_TIMEOUT", timeout)
+    monkeypatch.setattr(service_module, "_FOLLOW_S", 0.5)
+    async with nodes(2) as up:
+        relay = Relay(up[1].url)
+        clients = [RolloutClient(up[0].url), RolloutClient(await relay.start())]
+        if how == "was never there":
+            relay.die()
+        prompts = Epochs(rows(200, late=[0, 1, 2, 3], late_s=0.05), seed=None)
+        sampler = DynamicSampler(SamplerConfig(1, 4, 32, max_staleness=staleness), prompts)
+        driver = Runner(sampler, prompts, clients)
+        await driver.__aenter__()
+        if how != "was never there":
+            while not up[1].handler.sessions:
+                await asyncio.sleep(0.001)
+            relay.die() if how == "dies" else relay.freeze()
+        for step in range(10):
+            batch = await driver.batch()
+            assert batch is not None
+            assert batch.number == step
+            driver.weights(batch.version + 1)
+        await kill(driver)
+        relay.die()
+
+
+async def test_what_cannot_be_run_ends_the_training_with_the_reason() -> None:
+    async with nodes() as up:
+        for dataset, epochs in ((rows(3), 1), (rows(3), None)):
+            driver = runner(up, dataset, SamplerConfig(1, 2, 4, max_dropped=5), epochs=epochs, environment="misspelt")
+            async with driver:
+                for _ in range(2):
+                    with pytest.raises(NothingToLearn, match=r"max_dropped: .* could not be run.*misspelt"):
+                        await driver.batch()
+
+
+async def test_a_row_that_is_no_json_costs_its_group_only() -> None:
+    dataset = rows(3)
+    dataset[0]["number"] = 2**70
+    async with nodes() as up, runner(up, dataset, SamplerConfig(2, 2, 4), epochs=1) as driver:
+        assert await driver.batch() is not None
+        assert driver.sampler.dropped["refused"] == 1
+
+
+async def test_what_was_cancelled_does_not_run_behind_its_back() -> None:
+    """The service dies while rollouts are being cancelled, and forgets them; it is slow when it is back."""
+    settings = PipelineSettings(stages=PoolSizes(400, 400, 400, 64), max_attempts=1, cancel_grace_s=0.5)
+    told: set[str] = set()
+
+    async def slowly(method: str, path: str) -> None:
+        if (method, path) == ("POST", "/v1/rollouts"):
+            await asyncio.sleep(1.5)
+
+    async with nodes(settings=settings) as up, RolloutClient(up[0].url) as client:
+        service = Service(
+            client,
+            ended=lambda job: told.add(job.id),
+            lost=lambda rollout, *_: told.add(rollout),
+            broke=lambda error: pytest.fail(repr(error)),
+            replaceable=lambda: False,
+        )
+        service.start()
+        ids = [f"run:{number}:0:0" for number in range(100)]
+        for rollout in ids:
+            service.submit(rollout, {"row": rows(1, late=[0], late_s=3600.0)[0]})
+        while len(up[0].handler.sessions) < 100:
+            await asyncio.sleep(0.02)
+        await up[0].stop()
+        for rollout in ids:
+            service.cancel(rollout)
+        up[0].fault = slowly
+        await up[0].start()
+        while len(told) < 100:
+            await asyncio.sleep(0.05)
+        await asyncio.sleep(3.0)
+        assert not up[0].handler.sessions
+        await service.close()
+
+
+async def test_a_start_that_fails_leaves_nothing_behind() -> None:
+    async with nodes() as up:
+        async with runner(up, rows(3, late=[0], late_s=5.0), SamplerConfig(1, 2, 2)) as first:
+            state = first.state()
+        before = asyncio.all_tasks()
+        second = runner(up, rows(3), SamplerConfig(1, 3, 3), state=state)
+        with pytest.raises(CallerError, match="group_size"):
+            await second.__aenter__()
+        await asyncio.sleep(0.1)
+        assert not [task for task in asyncio.all_tasks() - before if "Service" in repr(task.get_coro())]
+
+
+async def test_a_runner_that_broke_says_so_each_time() -> None:
+    async def refuse(method: str, path: str) -> int | None:
+        return 403 if (method, path) == ("GET", "/v1/rollouts") else None
+
+    async with nodes() as up:
+        up[0].fault = refuse
+        async with runner(up, rows(3, late=[0], late_s=3600.0), SamplerConfig(1, 2, 2)) as driver:
+            for _ in range(2):
+                with pytest.raises(ApiError, match="403"):
+                    await driver.batch()
+
+
+async def test_a_batch_that_was_given_up_is_not_lost() -> None:
+    dataset = rows(12, late=[0], late_s=0.5)
+    async with nodes() as up, runner(up, dataset, SamplerConfig(1, 2, 2, max_staleness=0)) as driver:
+        with pytest.raises(TimeoutError):
+            await asyncio.wait_for(driver.batch(), 0.1)
+        batch = await driver.batch()
+        assert batch is not None
+        assert batch.number == 0
+        driver.weights(1)
+        await asyncio.sleep(1.0)
+        assert driver.sampler.emitted == 1, "nobody asked for the next one"
+
+
+async def test_what_an_earlier_runner_was_cancelling_is_cancelled_again() -> None:
+    dataset = rows(8, late=[0, 1], late_s=3600.0)
+    dataset[0] |= {"late": []}
+    async with nodes(settings=SETTINGS) as up:
+        config = SamplerConfig(1, 2, 8, max_staleness=0)
+        first = runner(up, dataset, config)
+        await first.__aenter__()
+        assert await first.batch() is not None
+        state = first.state()
+        await kill(first)
+        assert state["sampler"]["ending"]
+        await up[0].stop()
+        await up[0].start()
+        async with runner(up, dataset, config, state=state) as second:
+            while second.sampler.in_flight:
+                await asyncio.sleep(0.01)
+            assert not up[0].handler.sessions
