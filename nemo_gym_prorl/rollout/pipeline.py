@@ -216,7 +216,7 @@ class Pipeline:
             self._finish_failed(job, classify(error, None), None)
             self._carry_out(self.scheduler.remove(job.id))
         elif self.scheduler.is_waiting(job.id):
-            self.scheduler.pause(job.id)
+            self._carry_out(self.scheduler.pause(job.id))
             self._spawn(self._leave_queue(job, classify(error, None)))
         elif control.attempt is not None:
             control.attempt.interrupt(error)

@@ -175,14 +175,16 @@ class StageScheduler:
         """A job that was set aside comes back to a stage's queue."""
         return self._enqueue(job_id, stage)
 
-    def pause(self, job_id: str) -> None:
+    def pause(self, job_id: str) -> list[Start]:
         """Take a waiting job off its queue for good, but keep its place counted until :meth:`remove`.
 
-        For READY: its session still exists while it is being released, and the bound on sessions must know.
+        For READY: its session still exists while it is being released, and the bound on sessions must know. If it was
+        the last of its environment to come, no slot stays free for that any more.
         """
         place = self._jobs[job_id]
         self._queue_of(place).remove(job_id, place.client, place.priority, place.environment)
         self._moves(place, place.stage, _Where.PAUSED)
+        return self._fill()
 
     def remove(self, job_id: str) -> list[Start]:
         """A job that no stage works on leaves, wherever it stands."""

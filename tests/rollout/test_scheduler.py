@@ -104,7 +104,7 @@ class Schedules(RuleBasedStateMachine):
         job_id = data.draw(st.sampled_from(sorted(self.waiting)))
         assert self.scheduler.is_waiting(job_id)
         self.paused[job_id] = self.waiting.pop(job_id)
-        self.scheduler.pause(job_id)
+        self.apply(self.scheduler.pause(job_id))
 
     @precondition(lambda self: self.paused or self.aside)
     @rule(data=st.data())
