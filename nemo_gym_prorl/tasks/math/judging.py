@@ -33,6 +33,7 @@ from math_verify import LatexExtractionConfig, parse, verify
 from nemo_gym_prorl.tasks.math import real_sets, shapes
 from nemo_gym_prorl.tasks.math.answers import canonical, restates, side_by_side, tidy
 from nemo_gym_prorl.tasks.math.measures import Measure, another_unit, measure_of, other_words, stray_words
+from nemo_gym_prorl.tasks.math.notation import another_order, symbols
 from nemo_gym_prorl.tasks.math.shapes import LIST, MATRIX, SET, VECTOR, Shape
 from nemo_gym_prorl.tasks.math.unfinished import computing, in_final_form, is_relation, leaves, unfinished
 from nemo_gym_prorl.tasks.math.verdicts import Verdict
@@ -240,8 +241,11 @@ def _valued(gold_text: str, text: str, question: str) -> Judged:
     wanted, said = measure_of(gold_text), measure_of(text)
     if another_unit(wanted, said):
         return Verdict.WRONG, "another unit"
-    if stray := stray_words(gold_text, said.value):
-        return Verdict.UNREADABLE, f"{stray!r} stands beside the value"
+    for value in (said.value, wanted.value):
+        if stray := stray_words(gold_text, value):
+            return Verdict.UNREADABLE, f"{stray!r} stands beside the value"
+    if another_order(wanted.value, said.value):
+        return Verdict.WRONG, "another product: of vectors and operators the order matters"
     if trouble := another_base(wanted.value, said.value, question):
         return Verdict.WRONG, trouble
     golds, answers = _readings(wanted.value), _readings(said.value)
@@ -294,11 +298,13 @@ def _readings(text: str) -> list[Any]:
     """The expression that a text is; of a percentage, the number before the sign and its hundredth. Maybe nothing."""
     head, *about = _APPROXIMATELY.split(text)
     head = (about[0] if about and (not head.strip() or _NAME.fullmatch(head)) else head).strip()
-    bare = _PERCENT.sub("", head)
+    bare = symbols(_PERCENT.sub("", head)).strip()
     if not bare or side_by_side(bare):
         return []
     found = _parsed(bare)
-    return [*found, found[0] / 100] if bare != head and found and isinstance(found[0], sympy.Expr) else list(found)
+    if not _PERCENT.search(head) or not found or not isinstance(found[0], sympy.Expr):
+        return list(found)
+    return [*found, found[0] / 100]
 
 
 @lru_cache(maxsize=1000)
