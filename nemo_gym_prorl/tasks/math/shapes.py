@@ -19,9 +19,6 @@ from dataclasses import dataclass
 LIST, SET, TUPLE, CLOSED, VECTOR, MATRIX = "", "{}", "()", "[]", "<>", "matrix"
 HALF_OPEN = ("[)", "(]")
 
-MOST_MEMBERS = 40
-"""Of more no answer consists; it is compared as one."""
-
 _SIZES = re.compile(r"\\(?:left|right|[bB]igg?[lrm]?)(?![a-zA-Z])\s*\.?")
 _SPELLED = (
     (re.compile(r"\\lbrace(?![a-zA-Z])"), r"\\{"),
@@ -99,7 +96,7 @@ def shape_of(text: str) -> Shape | None:
     parts = [part for part in split(text, (several,), also=True) if part]
     if len(parts) > 1:
         members = tuple(sign for part in parts for sign in signs(part))
-        return Shape(LIST, members) if len(members) <= MOST_MEMBERS else None
+        return Shape(LIST, members)
     if (named := _NAMED.fullmatch(text)) and _IS_NAME.fullmatch(named["name"]):
         inner = shape_of(named["value"])
         return inner if inner is not None and (inner.brackets != LIST or _pair(text) is None) else None
@@ -123,7 +120,7 @@ def shape_of(text: str) -> Shape | None:
         return shape_of(members[0])
     if brackets in (CLOSED, *HALF_OPEN) and len(members) < 2:
         return None
-    if brackets not in (LIST, SET, TUPLE, CLOSED, *HALF_OPEN, VECTOR) or len(members) > MOST_MEMBERS:
+    if brackets not in (LIST, SET, TUPLE, CLOSED, *HALF_OPEN, VECTOR):
         return None
     return Shape(brackets, members)
 
