@@ -32,7 +32,7 @@ from nemo_gym_prorl.tasks.math import real_sets, shapes
 from nemo_gym_prorl.tasks.math.answers import canonical, restates, side_by_side, tidy
 from nemo_gym_prorl.tasks.math.measures import Measure, another_unit, measure_of, other_words, stray_words
 from nemo_gym_prorl.tasks.math.notation import another_order, symbols
-from nemo_gym_prorl.tasks.math.shapes import LIST, MATRIX, SET, VECTOR, Shape
+from nemo_gym_prorl.tasks.math.shapes import CLOSED, LIST, MATRIX, SET, TUPLE, VECTOR, Shape
 from nemo_gym_prorl.tasks.math.unfinished import computing, in_final_form, leaves, unfinished
 from nemo_gym_prorl.tasks.math.values import near_numbers, other_sides, same
 from nemo_gym_prorl.tasks.math.verdicts import Verdict
@@ -59,6 +59,7 @@ _CONFIG = LatexExtractionConfig(
 )
 _APPROXIMATELY = re.compile(r"\\(?:approx|simeq|doteq)")
 _NAME = re.compile(r"\s*(?![ei]\s*$)[a-zA-Z]+(?:_\{?\w+\}?)?\s*")
+_DECIMAL = re.compile(r"\s*-?\d+(?:\.(\d+))?\s*")
 _PERCENT = re.compile(r"\s*\\?%\s*$")
 
 _WORST_FIRST = (
@@ -145,10 +146,23 @@ def _shaped(gold: Shape, said: Shape, question: str) -> Judged:
     if len(gold.members) == 1 and len(said.members) == 1:
         return _compared(gold.members[0], said.members[0], question)
     names, given_names = _named(gold), _named(said)
+    if names and given_names and not (_only_indices(names) and _only_indices(given_names)):
+        if set(names) != set(given_names):
+            return Verdict.WRONG, "other names"
+        return _each(list(names.values()), [given_names[name] for name in names], question)
     if names and given_names and set(names) == set(given_names):
         return _each(list(names.values()), [given_names[name] for name in names], question)
+    if given_names and not _only_indices(given_names) and gold.brackets in (LIST, TUPLE, CLOSED, VECTOR):
+        # The question says which comes first, or else the alphabet.
+        order = shapes.names_in(question, len(given_names)) or sorted(given_names)
+        if set(order) != set(given_names):
+            return Verdict.WRONG, "other names"
+        return _each(gold.members, [given_names[name] for name in order], question)
     if names and not _only_indices(names):
-        values = [pair[1] if (pair := shapes.name_and_value(one)) else one for one in said.members]
+        pairs = [shapes.name_and_value(one) for one in said.members]
+        if any(pair and canonical(pair[0]) != name for pair, name in zip(pairs, names, strict=False)):
+            return Verdict.WRONG, "other names"
+        values = [pair[1] if pair else one for pair, one in zip(pairs, said.members, strict=True)]
         return _each(list(names.values()), values, question) if said.brackets != SET else _other_kind()
     if gold.brackets == MATRIX or said.brackets == MATRIX:
         same = (gold.brackets, gold.columns) == (said.brackets, said.columns)
@@ -161,7 +175,7 @@ def _shaped(gold: Shape, said: Shape, question: str) -> Judged:
         return _each(gold.members, said.members, question)
     if gold.ordered and (said.ordered or given_names):
         return _each(gold.members, said.members, question)
-    if gold.brackets == said.brackets or (gold.brackets == VECTOR and said.brackets == shapes.CLOSED):
+    if gold.brackets == said.brackets or (gold.brackets == VECTOR and said.brackets == CLOSED):
         return _each(gold.members, said.members, question)
     return _other_kind()
 
@@ -218,7 +232,9 @@ def _worst(judged: Sequence[Judged]) -> Judged:
 
 
 def _named(shape: Shape) -> dict[str, str]:
-    """The values of ``x = 2, y = 3`` by their names, in that order; empty if it is none such."""
+    """The values of ``x = 2, y = 3``, or ``(x, y) = (2, 3)``, by their names, in that order; empty if it is none such."""
+    if shape.names:
+        return dict(zip(shape.names, shape.members, strict=True))
     pairs = [shapes.name_and_value(member) for member in shape.members]
     named = {canonical(pair[0]): pair[1] for pair in pairs if pair is not None}
     return named if len(named) == len(shape.members) > 1 else {}
@@ -329,5 +345,11 @@ def _is_rational(expression: Any) -> bool:
 
 def _approximations(text: str, answer: Any) -> list[Any]:
     """What an answer says to be about its value, and is not."""
-    said = [part for text in _APPROXIMATELY.split(text)[1:] for part in _parsed(text)]
-    return [part for part in said if not near_numbers(next(leaves(answer)), part, ABOUT)]
+    value, wrong = next(leaves(answer)), []
+    for said in _APPROXIMATELY.split(text)[1:]:
+        tolerance = ABOUT
+        if (decimal := _DECIMAL.fullmatch(said)) and isinstance(value, sympy.Expr) and value.is_number and value != 0:
+            # Rounded or cut off, it is less than one unit of its last place away.
+            tolerance = sympy.Rational(999_999, 10 ** (6 + len(decimal[1] or ""))) / abs(value)
+        wrong += [part for part in _parsed(said) if not near_numbers(value, part, tolerance)]
+    return wrong
