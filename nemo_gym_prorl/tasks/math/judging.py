@@ -154,9 +154,7 @@ def _shaped(gold: Shape, said: Shape, question: str) -> Judged:
         return _each(list(names.values()), [given_names[name] for name in names], question)
     if given_names and not _only_indices(given_names) and gold.brackets in (LIST, TUPLE, CLOSED, VECTOR):
         # The question says which comes first, or else the alphabet.
-        order = shapes.names_in(question, len(given_names)) or sorted(given_names)
-        if set(order) != set(given_names):
-            return Verdict.WRONG, "other names"
+        order = shapes.names_in(question, set(given_names)) or sorted(given_names)
         return _each(gold.members, [given_names[name] for name in order], question)
     if names and not _only_indices(names):
         pairs = [shapes.name_and_value(one) for one in said.members]
@@ -232,7 +230,7 @@ def _worst(judged: Sequence[Judged]) -> Judged:
 
 
 def _named(shape: Shape) -> dict[str, str]:
-    """The values of ``x = 2, y = 3``, or ``(x, y) = (2, 3)``, by their names, in that order; empty if it is none such."""
+    """The values of ``x = 2, y = 3`` or ``(x, y) = (2, 3)`` by their names, in that order; else empty."""
     if shape.names:
         return dict(zip(shape.names, shape.members, strict=True))
     pairs = [shapes.name_and_value(member) for member in shape.members]

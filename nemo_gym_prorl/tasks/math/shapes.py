@@ -12,7 +12,7 @@ apart here, where its brackets can be seen, and only its members are compared as
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Set
 from dataclasses import dataclass, replace
 
 
@@ -167,13 +167,13 @@ def name_and_value(member: str) -> tuple[str, str] | None:
     return (named["name"].strip(), named["value"]) if named and _IS_NAME.fullmatch(named["name"]) else None
 
 
-def names_in(question: str, count: int) -> tuple[str, ...]:
-    """The names of the first tuple of so many that a question has; empty if it has none."""
+def names_in(question: str, names: Set[str]) -> list[str]:
+    """These names in the order of the first tuple of them that a question has; empty if it has none."""
     for found in _TUPLE_OF_NAMES.finditer(question):
-        names = tuple(re.sub(r"\s", "", name) for name in found[1].split(","))
-        if len(names) == count == len(set(names)):
-            return names
-    return ()
+        listed = [re.sub(r"\s", "", name) for name in found[1].split(",")]
+        if len(listed) == len(names) and set(listed) == names:
+            return listed
+    return []
 
 
 def _pair(text: str) -> tuple[str, str] | None:
