@@ -171,4 +171,102 @@ NEAR_FORMS: dict[str, list[Form]] = {
         ("a triangle", "triangle", True, ""),
         (r"\text{right-angled}", "right-angled", True, ""),
     ],
+    "names": [
+        *(
+            (one, other, False, "Find $(x,y)$.")
+            for one, other in (
+                ("(2,3)", "y=2,x=3"),
+                ("(x,y)=(2,3)", "(y,x)=(2,3)"),
+                ("(2,3)", "(y,x)=(2,3)"),
+                ("(a,b)=(2,3)", "b=2,a=3"),
+                ("a=2,b=3", "a=2,c=3"),
+                ("m=2,n=3", "p=2,q=3"),
+                ("x=2,y=3,z=4", "x=2,y=3,w=4"),
+                ("1,2", "x=2,y=1"),
+            )
+        ),
+        ("(a,b)=(2,3)", "b=3,a=2", True, ""),
+        ("(2,3)", "y=3,x=2", True, "Find $(x,y)$."),
+        ("(2,3)", "x=3,y=2", True, "Find $(y,x)$."),
+        ("(2,3)", "(m,n)=(2,3)", True, "It passes $(a,b)$."),
+    ],
+    "relations": [
+        *(
+            (one, other, False, "")
+            for one, other in (
+                ("x^2+1=0", "x^2+2=0"),
+                ("x^2+y^2+1=0", "x^2+y^2+2=0"),
+                ("x^2+x+1=0", "x^2-x+1=0"),
+                ("z^2+1=0", "z^2+4=0"),
+                ("x^2+x+1=0", "2x^2+x+1=0"),
+            )
+        ),
+        ("x^2+1=0", "2x^2+2=0", True, ""),
+        ("x^2+y^2=1", "1-x^2=y^2", True, ""),
+        (r"y=\frac1x", "xy=1", True, ""),
+    ],
+    "exact": [
+        *(
+            (one, other, False, "")
+            for one, other in (
+                (r"2-\frac{1}{2^{99}}", r"2-\frac{1}{2^{100}}"),
+                (r"1-\frac{1}{2^{2023}}", r"1-\frac{1}{2^{2024}}"),
+                (r"\frac{1}{2^{100}}", r"\frac{1}{2^{100}+1}"),
+                (r"\frac{99999999999}{100000000000}", "0.9999999999"),
+                (r"\sqrt2", r"\frac{131836323}{93222358}"),
+                ("5", r"5\approx 5.2"),
+                ("5", r"5\approx 4.9"),
+            )
+        ),
+        (r"\sqrt2", r"\sqrt2\approx 1.414", True, ""),
+        (r"\sqrt3", r"\sqrt3\approx 1.73", True, ""),
+        (r"\sqrt{3+2\sqrt2}", r"1+\sqrt2", True, ""),
+    ],
+    "many": [
+        *(
+            (one, other, False, "")
+            for one, other in (
+                ("5", ",".join(["5"] * 400)),
+                ("1," * 44 + "2", "2," * 44 + "1"),
+                (f"({','.join(map(str, range(45)))})", rf"\{{{','.join(map(str, range(45)))}\}}"),
+                (",".join(map(str, range(45))), ",".join(map(str, range(45))) + ",44"),
+            )
+        ),
+        (",".join(map(str, range(45))), ",".join(map(str, reversed(range(45)))), True, ""),
+    ],
+    "polar": [
+        (r"e^{i\pi/3}", r"\frac12+\frac{\sqrt3}{2}i", True, ""),
+        (r"e^{i\pi/3}", r"\frac12-\frac{\sqrt3}{2}i", False, ""),
+        (r"e^{i\pi/3}", r"\frac{1+i\sqrt3}{2}", True, ""),
+        (r"e^{2\pi i/5}", r"e^{\frac{2i\pi}{5}}", True, ""),
+        (r"2e^{i\pi/2}", "2i", True, ""),
+    ],
+    "infinite": [(r"(1,\infty)", r"(1,\infty]", False, ""), (r"(1,\infty)", "x>1", True, "")],
+    "spelling": [
+        *(
+            ("5", said, True, "")
+            for said in (
+                r"\boldsymbol{5}",
+                r"\mathtt{5}",
+                r"\color{red}5",
+                r"\textcolor{red}{5}",
+                r"\large 5",
+                r"\bf 5",
+                r"\underline{5}",
+                r"5\tag{1}",
+                r"5\\",
+                "5\\ ",
+            )
+        ),
+        (r"\pi", "pi", True, ""),
+        (r"\frac{7\pi}{6}", "7*pi/6", True, ""),
+        (r"\sqrt{13}", "√13", True, ""),
+        (r"x\ge 5", "x⩾5", True, ""),
+        ("12", "１２", True, ""),
+        ("(1,2)", "（1，2）", True, ""),
+        (r"\frac13", "⅓", True, ""),
+        ("5", r"5\color{white}{6}", False, ""),
+        ("5", r"\textcolor{white}{6}5", False, ""),
+        ("5", r"5\tag{1}6", False, ""),
+    ],
 }
