@@ -117,6 +117,17 @@ def test_tests_in_files(tmp_path: Path) -> None:
     assert read_problem(read_metadata(row), tmp_path).tests == [Case("1 2\n", "3\n")]
 
 
+@pytest.mark.parametrize(
+    ("limit", "seconds"), [({"seconds": 2, "nanos": 0}, 2.0), ({"seconds": 1, "nanos": None}, 1.0), (3, 3.0)]
+)
+def test_a_limit_of_time_is_multiplied_as_asked(limit: Any, seconds: float) -> None:
+    record = CONTESTS | {"time_limit": limit}
+    for factor in (1.0, 2.5):
+        assert read_problem(read_metadata(row_of(record, time_factor=factor)), None).time_limit_s == factor * seconds
+    with pytest.raises(CallerError, match="time_limit"):
+        row_of(CONTESTS | {"time_limit": "2 s"})
+
+
 def test_the_command(tmp_path: Path) -> None:
     """What can be made is made, the rest is named by line and field, and the exit code tells of it."""
     source, rows, folder = tmp_path / "set.jsonl", tmp_path / "rows.jsonl", tmp_path / "tests"
