@@ -11,6 +11,7 @@ stands somewhere is no answer.
 from __future__ import annotations
 
 import re
+import unicodedata
 from fractions import Fraction
 
 
@@ -21,8 +22,9 @@ LAST_LINES = 3
 """Where an answer without a box is looked for: so many last lines that are not empty."""
 
 _BOX = re.compile(r"\\f?boxe?d?\s*\{")
+_BARE_BOX = re.compile(r"\\boxed\s*(\w)")
 _JOINED = re.compile(r"(?:\s|[$,;]|\\[()\[\],;:! ]|\\q?quad|\\(?:text|mathrm)\{\s*(?:and|or)\s*\}|\b(?:and|or)\b)*")
-_SAID = re.compile(r"(?i)^.*\banswer(?:\s+is)?\s*(?:is|[:=])\s*(?P<said>\S.*)$")
+_SAID = re.compile(r"(?i)^.*\banswer(?:\s+is)?\s*(?:is|[:=])\s*(?P<said>.*)$")
 _SENTENCE = re.compile(r"\.\s.*$")
 _REVISION = re.compile(
     r"(?i)\b(?:wait|actually|oops|correction|sorry|hm+|scratch\s+that|i\s+mean(?:t)?|or\s+rather|my\s+mistake"
@@ -47,7 +49,12 @@ _CHARACTERS = str.maketrans(
         "≥": r"\ge ",
         "≠": r"\ne ",
         "∪": r"\cup ",
+        "⩾": r"\ge ",
+        "⩽": r"\le ",
+        "π": r"\pi ",
         "½": r"\frac{1}{2}",
+        "⅓": r"\frac{1}{3}",
+        "⅔": r"\frac{2}{3}",
         "¼": r"\frac{1}{4}",
         "¾": r"\frac{3}{4}",
         "²": "^2",
@@ -57,6 +64,14 @@ _CHARACTERS = str.maketrans(
         "\u202f": " ",
         "\u2009": " ",
     }
+)
+_FULL_WIDTH = re.compile(r"[\uff01-\uff5e]+")
+_UNICODE_ROOT = re.compile(r"√\s*(\d+)")
+_PI = re.compile(r"(?<![a-zA-Z\\{_])(?:\*\s*)?pi(?![a-zA-Z}])")
+_DECORATION = re.compile(
+    r"\\(?:color|textcolor)\s*\{[a-z]+\}\s*(?:\{\s*([^{}]*)\s*\})?|\\tag\s*\{\w+\}\s*$|(?:\\\\|\\ )\s*$"
+    r"|\\(?:large|Large|LARGE|huge|Huge|small|normalsize|bf|rm|it|displaystyle|textstyle)(?![a-zA-Z])\s*"
+    r"|\\(?:underline|mathtt|boldsymbol|bm)\s*\{\s*(?=-?[\d.]+\s*\}\s*$)"
 )
 _RELATIONS = (("!=", r"\ne "), ("<=", r"\le "), (">=", r"\ge "))
 _GROUPED = re.compile(r"(?<![\d.,])([1-9]\d{0,2})((?:(?:\{,\}|,?\\[,!;: ]|,\s*\\!| )\s*\d{3})+)(?![\d])")
@@ -89,17 +104,21 @@ def final_answer(message: str) -> str | None:
         content = _closed(message, boxes[-1].end())
         listed = [] if content is None else [content.strip()]
         for box, following in zip(boxes[-2::-1], boxes[:0:-1], strict=True):
-            content = _closed(message[: following.start()], box.end())
+            content = _closed(message, box.end(), following.start())
             if not listed or content is None:
                 break
             if not _JOINED.fullmatch(message, box.end() + len(content) + 1, following.start()):
                 break
             listed.insert(0, content.strip())
         return ", ".join(dict.fromkeys(filter(None, listed))) if listed else None
+    if bare := list(_BARE_BOX.finditer(message)):
+        return bare[-1][1]
     lines = [line for line in message.splitlines() if line.strip()][-LAST_LINES:]
     for place in range(len(lines) - 1, -1, -1):
         if found := _SAID.search(lines[place][-MAX_ANSWER_CHARS:].replace("**", "")):
-            return _last_said("\n".join([found["said"], *lines[place + 1 :]])) or None
+            following = lines[place + 1 :]
+            said = found["said"].strip(" :$") and found["said"]
+            return _last_said("\n".join([said, *following] if said else following)) or None
     return None
 
 
@@ -112,7 +131,10 @@ def _last_said(said: str) -> str:
 
 def tidy(answer: str) -> str:
     """An answer without what surrounds it, in the spelling that the parser reads. Says the same as before."""
-    text = unwrapped(answer.translate(_CHARACTERS))
+    text = _FULL_WIDTH.sub(lambda found: unicodedata.normalize("NFKC", found[0]), answer)
+    text = _UNICODE_ROOT.sub(r"\\sqrt{\1}", text)
+    text = unwrapped(_DECORATION.sub(r" \1", text.translate(_CHARACTERS)))
+    text = _PI.sub(r"\\pi ", text)
     if r"\begin" not in text:
         text = re.sub(r"\\\\(?=[a-zA-Z(){}])", r"\\", text)
     text = _ROOT.sub(r"\\sqrt{\1}", text)
@@ -166,10 +188,10 @@ def side_by_side(answer: str) -> bool:
     return _SIDE_BY_SIDE.search(_BASE.sub(r"\1", _BETWEEN_DIGITS.sub(" ", answer))) is not None
 
 
-def _closed(text: str, start: int) -> str | None:
-    """What stands from ``start`` to the brace that closes the one before it."""
+def _closed(text: str, start: int, end: int | None = None) -> str | None:
+    """What stands from ``start`` to the brace that closes the one before it, up to ``end`` of the text."""
     depth = 1
-    for found in re.compile(r"\\.|[{}]", re.DOTALL).finditer(text, start):
+    for found in re.compile(r"\\.|[{}]", re.DOTALL).finditer(text, start, len(text) if end is None else end):
         depth += {"{": 1, "}": -1}.get(found[0], 0)
         if not depth:
             return text[start : found.start()]

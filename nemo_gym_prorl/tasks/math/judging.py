@@ -10,8 +10,7 @@ bounded (:mod:`.worker`), and what it raises is that process's end.
 - other units, words and bases (:mod:`.measures`), and words of the same letters;
 - what is left to be worked out (:mod:`.unfinished`), or is as it stands in the question;
 - what contradicts itself: ``6 = 5`` or ``6 \approx 5`` for 5;
-- what is only near: ``math-verify`` compares to six decimals, by which ``0.0`` is :math:`10^{-9}`, and
-  :math:`2^{-99}` is :math:`2^{-98}`.
+- what is only near, and relations without solutions (:mod:`.values`).
 
 And it is too strict with sets of numbers (:mod:`.real_sets`).
 """
@@ -27,14 +26,15 @@ from typing import Any
 import sympy
 from latex2sympy2_extended import NormalizationConfig
 from latex2sympy2_extended.antlr_parser import PSParser
-from latex2sympy2_extended.logic import And
-from math_verify import LatexExtractionConfig, parse, verify
+from math_verify import LatexExtractionConfig, parse
 
 from nemo_gym_prorl.tasks.math import real_sets, shapes
 from nemo_gym_prorl.tasks.math.answers import canonical, restates, side_by_side, tidy
 from nemo_gym_prorl.tasks.math.measures import Measure, another_unit, measure_of, other_words, stray_words
-from nemo_gym_prorl.tasks.math.shapes import LIST, MATRIX, SET, VECTOR, Shape
-from nemo_gym_prorl.tasks.math.unfinished import computing, in_final_form, is_relation, leaves, unfinished
+from nemo_gym_prorl.tasks.math.notation import another_order, symbols
+from nemo_gym_prorl.tasks.math.shapes import CLOSED, LIST, MATRIX, SET, TUPLE, VECTOR, Shape
+from nemo_gym_prorl.tasks.math.unfinished import computing, in_final_form, leaves, unfinished
+from nemo_gym_prorl.tasks.math.values import near_numbers, other_sides, same
 from nemo_gym_prorl.tasks.math.verdicts import Verdict
 from nemo_gym_prorl.tasks.math.words import another_base, another_text, label_and_rest
 
@@ -47,14 +47,8 @@ if not hasattr(PSParser.AtomContext, "FUNC_GAMMA"):
     PSParser.AtomContext.FUNC_GAMMA = lambda self: None
 
 
-NEAR_EXACT = sympy.Float("1e-10")
-"""Relative difference of exact numbers that are taken for the same."""
-
-NEAR_DECIMAL = sympy.Float("1e-3")
-"""The same where one is a decimal fraction; to six decimals they agree anyhow."""
-
-ABOUT = sympy.Float("5e-2")
-"""The same where an answer only says what its value is about."""
+ABOUT = sympy.Float("1e-2")
+"""Relative difference of a value from what an answer says that it is about."""
 
 # Units are looked at here; math-verify would take the letters of `2ab` for one.
 _CONFIG = LatexExtractionConfig(
@@ -65,6 +59,7 @@ _CONFIG = LatexExtractionConfig(
 )
 _APPROXIMATELY = re.compile(r"\\(?:approx|simeq|doteq)")
 _NAME = re.compile(r"\s*(?![ei]\s*$)[a-zA-Z]+(?:_\{?\w+\}?)?\s*")
+_DECIMAL = re.compile(r"\s*-?\d+(?:\.(\d+))?\s*")
 _PERCENT = re.compile(r"\s*\\?%\s*$")
 
 _WORST_FIRST = (
@@ -106,7 +101,7 @@ def try_out(expected: str) -> None:
     """Compare an expected answer with itself, as far as it is mathematics: what this raises, no answer is to blame
     for."""
     for gold in _readings(tidy(expected))[:1]:
-        _same(gold, gold)
+        same(gold, gold)
 
 
 def _compared(gold: str, text: str, question: str) -> Judged:
@@ -116,7 +111,7 @@ def _compared(gold: str, text: str, question: str) -> Judged:
     if real_sets.speaks_of_sets(gold) or real_sets.speaks_of_sets(text):
         wanted, given = real_sets.real_set(gold, _number), real_sets.real_set(text, _number)
         if wanted is not None and given is not None:
-            if not real_sets.same_set(wanted, given, _near_numbers):
+            if not real_sets.same_set(wanted, given, near_numbers):
                 return Verdict.WRONG, "another set of numbers"
             if real_sets.left_to_work_out(wanted, given):
                 return Verdict.UNFINISHED, "its sets are to be put together"
@@ -151,10 +146,21 @@ def _shaped(gold: Shape, said: Shape, question: str) -> Judged:
     if len(gold.members) == 1 and len(said.members) == 1:
         return _compared(gold.members[0], said.members[0], question)
     names, given_names = _named(gold), _named(said)
+    if names and given_names and not (_only_indices(names) and _only_indices(given_names)):
+        if set(names) != set(given_names):
+            return Verdict.WRONG, "other names"
+        return _each(list(names.values()), [given_names[name] for name in names], question)
     if names and given_names and set(names) == set(given_names):
         return _each(list(names.values()), [given_names[name] for name in names], question)
+    if given_names and not _only_indices(given_names) and gold.brackets in (LIST, TUPLE, CLOSED, VECTOR):
+        # The question says which comes first, or else the alphabet.
+        order = shapes.names_in(question, set(given_names)) or sorted(given_names)
+        return _each(gold.members, [given_names[name] for name in order], question)
     if names and not _only_indices(names):
-        values = [pair[1] if (pair := shapes.name_and_value(one)) else one for one in said.members]
+        pairs = [shapes.name_and_value(one) for one in said.members]
+        if any(pair and canonical(pair[0]) != name for pair, name in zip(pairs, names, strict=False)):
+            return Verdict.WRONG, "other names"
+        values = [pair[1] if pair else one for pair, one in zip(pairs, said.members, strict=True)]
         return _each(list(names.values()), values, question) if said.brackets != SET else _other_kind()
     if gold.brackets == MATRIX or said.brackets == MATRIX:
         same = (gold.brackets, gold.columns) == (said.brackets, said.columns)
@@ -167,7 +173,7 @@ def _shaped(gold: Shape, said: Shape, question: str) -> Judged:
         return _each(gold.members, said.members, question)
     if gold.ordered and (said.ordered or given_names):
         return _each(gold.members, said.members, question)
-    if gold.brackets == said.brackets or (gold.brackets == VECTOR and said.brackets == shapes.CLOSED):
+    if gold.brackets == said.brackets or (gold.brackets == VECTOR and said.brackets == CLOSED):
         return _each(gold.members, said.members, question)
     return _other_kind()
 
@@ -205,6 +211,9 @@ def _best(gold: Sequence[str], one: str, question: str) -> tuple[int, Judged]:
     """Which of some expected values a value is, and how well."""
     judged: list[Judged] = []
     for place, other in enumerate(gold):
+        if canonical(other) == canonical(one):
+            return place, (Verdict.RIGHT, "the same text")
+    for place, other in enumerate(gold):
         judged.append(_compared(other, one, question))
         if judged[-1][0] is Verdict.RIGHT:
             return place, judged[-1]
@@ -221,7 +230,9 @@ def _worst(judged: Sequence[Judged]) -> Judged:
 
 
 def _named(shape: Shape) -> dict[str, str]:
-    """The values of ``x = 2, y = 3`` by their names, in that order; empty if it is none such."""
+    """The values of ``x = 2, y = 3`` or ``(x, y) = (2, 3)`` by their names, in that order; else empty."""
+    if shape.names:
+        return dict(zip(shape.names, shape.members, strict=True))
     pairs = [shapes.name_and_value(member) for member in shape.members]
     named = {canonical(pair[0]): pair[1] for pair in pairs if pair is not None}
     return named if len(named) == len(shape.members) > 1 else {}
@@ -240,8 +251,11 @@ def _valued(gold_text: str, text: str, question: str) -> Judged:
     wanted, said = measure_of(gold_text), measure_of(text)
     if another_unit(wanted, said):
         return Verdict.WRONG, "another unit"
-    if stray := stray_words(gold_text, said.value):
-        return Verdict.UNREADABLE, f"{stray!r} stands beside the value"
+    for value in (said.value, wanted.value):
+        if stray := stray_words(gold_text, value):
+            return Verdict.UNREADABLE, f"{stray!r} stands beside the value"
+    if another_order(wanted.value, said.value):
+        return Verdict.WRONG, "another product: of vectors and operators the order matters"
     if trouble := another_base(wanted.value, said.value, question):
         return Verdict.WRONG, trouble
     golds, answers = _readings(wanted.value), _readings(said.value)
@@ -252,10 +266,10 @@ def _valued(gold_text: str, text: str, question: str) -> Judged:
         return Verdict.UNREADABLE, "it is no mathematics that can be read"
     if not golds:
         return Verdict.WRONG, "not the expected text"
-    if others := [*_other_sides(golds[0], answers[0]), *_approximations(said.value, answers[0])]:
+    if others := [*other_sides(golds[0], answers[0]), *_approximations(said.value, answers[0])]:
         return Verdict.CONTRADICTORY, f"it also says {others[0]}"
     golds, answers = _meant(golds, answers, wanted, said, question)
-    if not any(_same(gold, answer) for gold in golds for answer in answers):
+    if not any(same(gold, answer) for gold in golds for answer in answers):
         return Verdict.WRONG, "another value"
     if left := unfinished(golds[0], answers[0]):
         return Verdict.UNFINISHED, left
@@ -294,11 +308,13 @@ def _readings(text: str) -> list[Any]:
     """The expression that a text is; of a percentage, the number before the sign and its hundredth. Maybe nothing."""
     head, *about = _APPROXIMATELY.split(text)
     head = (about[0] if about and (not head.strip() or _NAME.fullmatch(head)) else head).strip()
-    bare = _PERCENT.sub("", head)
+    bare = symbols(_PERCENT.sub("", head)).strip()
     if not bare or side_by_side(bare):
         return []
     found = _parsed(bare)
-    return [*found, found[0] / 100] if bare != head and found and isinstance(found[0], sympy.Expr) else list(found)
+    if not _PERCENT.search(head) or not found or not isinstance(found[0], sympy.Expr):
+        return list(found)
+    return [*found, found[0] / 100]
 
 
 @lru_cache(maxsize=1000)
@@ -325,47 +341,13 @@ def _is_rational(expression: Any) -> bool:
     return all(isinstance(leaf, sympy.Rational | sympy.Float) for leaf in leaves(expression))
 
 
-def _same(gold: Any, answer: Any) -> bool:
-    # Relations are compared by their solutions, and those that have none would all be the same.
-    if is_relation(gold) and is_relation(answer) and gold.free_symbols != answer.free_symbols:
-        return False
-    return bool(verify([gold], [answer], timeout_seconds=None)) and _near(gold, answer)
-
-
-def _near(gold: Any, answer: Any) -> bool:
-    """Whether numbers that agree to six decimals agree as far as they should."""
-    wanted, given = list(leaves(gold)), list(leaves(answer))
-    if len(wanted) != len(given) or wanted == given or is_relation(gold):
-        return True
-    return all(any(_near_numbers(one, other) for other in given) for one in wanted)
-
-
-def _near_numbers(one: Any, other: Any, tolerance: Any = None) -> bool:
-    if not all(isinstance(x, sympy.Expr) and x.is_number for x in (one, other)):
-        return True
-    if one == other:
-        return True
-    a, b = (sympy.N(x.doit(), 30) for x in (one, other))
-    if not (a.is_finite and b.is_finite):
-        return bool(a == b)
-    if a == 0:
-        return bool(abs(b) < 1e-6)
-    if tolerance is None:
-        tolerance = NEAR_DECIMAL if one.has(sympy.Float) or other.has(sympy.Float) else NEAR_EXACT
-    return bool(abs(a - b) <= tolerance * abs(a))
-
-
-def _other_sides(gold: Any, answer: Any) -> list[Any]:
-    """Numbers that an answer says its value is equal to, and that differ from it."""
-    if is_relation(gold) or not isinstance(answer, And | sympy.Equality):
-        return []
-    equations = [one for one in (answer.args if isinstance(answer, And) else [answer]) if isinstance(one, sympy.Eq)]
-    [value, *_more] = list(leaves(answer)) or [None]
-    sides = [side for equation in equations for side in equation.args if not side.free_symbols]
-    return [side for side in sides if not _near_numbers(value, side)]
-
-
 def _approximations(text: str, answer: Any) -> list[Any]:
     """What an answer says to be about its value, and is not."""
-    said = [part for text in _APPROXIMATELY.split(text)[1:] for part in _parsed(text)]
-    return [part for part in said if not _near_numbers(next(leaves(answer)), part, ABOUT)]
+    value, wrong = next(leaves(answer)), []
+    for said in _APPROXIMATELY.split(text)[1:]:
+        tolerance = ABOUT
+        if (decimal := _DECIMAL.fullmatch(said)) and isinstance(value, sympy.Expr) and value.is_number and value != 0:
+            # Rounded or cut off, it is less than one unit of its last place away.
+            tolerance = sympy.Rational(999_999, 10 ** (6 + len(decimal[1] or ""))) / abs(value)
+        wrong += [part for part in _parsed(said) if not near_numbers(value, part, tolerance)]
+    return wrong

@@ -2,6 +2,9 @@
 r"""What stands around a number and is not part of it: units, currencies, what is counted, and words that change what
 is said. Pure, and about text only.
 
+What stands behind a number is a unit only if it is known for one (:mod:`.unit_words`). All else is part of the value:
+``3/x`` is no 3, nor is ``5\text{ thirds}`` 5.
+
 ``math-verify`` drops them, so that 5 oranges are 5 apples and 5 million are 5. The rule here: a unit that only one of
 two answers has is no matter, since questions mostly name it; where both have one they must be the same. Words that
 multiply (million) do so, and words that say something else (not, at least, or more) must stand in both or in neither.
@@ -13,50 +16,10 @@ import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 
+from nemo_gym_prorl.tasks.math.notation import symbols
+from nemo_gym_prorl.tasks.math.unit_words import ALIASES, CURRENCY, FILLING, PER_HOUR, SCALES, UNITS, is_unit, singular
 
-SCALES = {"hundred": 100, "thousand": 10**3, "million": 10**6, "billion": 10**9, "trillion": 10**12, "dozen": 12}
 
-_ALIASES = {
-    name: unit
-    for unit, names in {
-        "mm": "mm millimeter millimetre",
-        "cm": "cm centimeter centimetre",
-        "dm": "dm decimeter decimetre",
-        "m": "m meter metre",
-        "km": "km kilometer kilometre",
-        "in": "in inch inche",
-        "ft": "ft foot feet",
-        "yd": "yd yard",
-        "mi": "mi mile",
-        "mg": "mg milligram",
-        "g": "g gram",
-        "kg": "kg kilogram",
-        "lb": "lb pound",
-        "oz": "oz ounce",
-        "s": "s sec second",
-        "min": "min minute",
-        "h": "h hr hour",
-        "day": "day",
-        "week": "wk week",
-        "month": "month",
-        "year": "yr year",
-        "L": "l liter litre",
-        "mL": "ml milliliter millilitre",
-        "dollar": "dollar usd buck",
-        "cent": "cent",
-        "euro": "euro eur",
-        "degree": "degree deg",
-        "radian": "radian rad",
-        "unit": "unit",
-    }.items()
-    for name in names.split()
-}
-_PER_HOUR = {"mph": "mi/h", "kmph": "km/h", "kph": "km/h", "kmh": "km/h"}
-_UNITS = frozenset(_ALIASES.values())
-_CURRENCY = {r"\$": "dollar", "€": "euro", r"\euro": "euro", "£": "pound sterling", r"\pounds": "pound sterling"}
-_FILLING = frozenset(
-    re.findall(r"\w+", "of the a an total is are each all about approximately exactly roughly around")
-)
 _FUNCTIONS = (
     "sin|cos|tan|cot|sec|csc|sinh|cosh|tanh|arcsin|arccos|arctan|ln|log|lg|exp|sqrt|max|min|gcd|lcm|mod|pi|infinity|oo"
     "|inf|percent|percentage|pct"
@@ -65,13 +28,16 @@ _COMMAND = r"\\(?:text[a-z]*|math(?:rm|bf|it|sf)|mbox|operatorname|rm)"
 _POWER = r"(?:\s*\^\s*(?:\{\s*-?\d\s*\}|-?\d))?"
 _IN_COMMAND = rf"{_COMMAND}\s*\{{[^{{}}\\$]*\}}{_POWER}"
 _BARE = rf"(?<![\\a-zA-Z_^])(?!(?:{_FUNCTIONS})(?![a-zA-Z]))[a-zA-Z]{{2,}}\.?(?![a-zA-Z({{_]){_POWER}"
-_SLASHED = rf"/\s*(?:{_IN_COMMAND}|[a-zA-Z]+{_POWER})"
+_SLASHED = rf"/\s*(?:{_IN_COMMAND}|[a-zA-Z]+(?![a-zA-Z]){_POWER})"
+_SPEED = rf"(?<![a-zA-Z\d}}])(?:[a-zA-Z]\s*/\s*[a-zA-Z]{{1,2}}(?![a-zA-Z])){_POWER}"
 _SPACES = r"(?:\s|\\[,;:! ]|~|\\q?quad)*"
-_PRIME = r"(?:\^\s*\{\s*\\prime\s*\}|\^\s*\\prime|(?<=\d)'+)"
+_END_SPACES = re.compile(rf"(?:{_SPACES}(?:\\cdot)?)+$")
+_PRIME = r"(?<=\d)(?:\^\s*\{\s*\\prime\s*\}|\^\s*\\prime|'+)"
 _DEGREE = r"\^\s*(?:\{\s*\\circ\s*\}|\\circ)|\\degree(?![a-zA-Z])"
+_DEGREES_BEFORE = re.compile(rf"(?:{_DEGREE}){_SPACES}$")
 _TRAILING = re.compile(
     rf"(?P<head>.*?[^\s\\]){_SPACES}"
-    rf"(?P<unit>(?:{_DEGREE}|{_PRIME})?(?:{_SPACES}(?:\\cdot\s*)?(?:{_IN_COMMAND}|{_BARE}|{_SLASHED}))*)\s*\.?",
+    rf"(?P<unit>(?:{_DEGREE}|{_PRIME})?(?:{_SPACES}(?:\\cdot\s*)?(?:{_IN_COMMAND}|{_SPEED}|{_BARE}|{_SLASHED}))*)\s*\.?",
     re.DOTALL,
 )
 _LEADING = re.compile(
@@ -80,6 +46,7 @@ _LEADING = re.compile(
     re.IGNORECASE,
 )
 _MONEY = re.compile(r"\s*(?P<sign>-?)\s*(?P<money>\\\$|€|£|\\euro(?![a-z])|\\pounds(?![a-z]))\s*(?=[-\d.\\({])")
+_ONE_OF_IT = re.compile(rf"(?P<angle>{_DEGREE}|{_PRIME})|{_IN_COMMAND}|{_SPEED}|{_BARE}|{_SLASHED}", re.DOTALL)
 _PART = re.compile(r"[a-zA-Z]+|\^\s*\{?\s*(-?\d)\s*\}?|/")
 _QUALIFYING = re.compile(
     r"(?<!\\)\b(?!(?-i:NO|IF)\b)(?:not|no|never|neither|nor|except|wrong|false|incorrect|wait|rather|instead|least|most|more|less|greater|fewer"
@@ -88,6 +55,7 @@ _QUALIFYING = re.compile(
     re.IGNORECASE,
 )
 _WORDY = re.compile(rf"{_COMMAND}\s*\{{([^{{}}\\$]*)\}}")
+_TEXT = re.compile(rf"{_COMMAND}\s*\{{([^{{}}]*)")
 _LONG_WORD = re.compile(rf"(?<![\\a-zA-Z_^{{])(?!(?:{_FUNCTIONS})(?![a-zA-Z]))[a-z]{{3,}}(?![a-zA-Z])")
 
 
@@ -117,18 +85,15 @@ def measure_of(text: str) -> Measure:
         text = text[leading.end() :]
     unit: dict[str, int] = {}
     if money := _MONEY.match(text):
-        unit[_CURRENCY[money["money"]]] = 1
+        unit[CURRENCY[money["money"]]] = 1
         text = money["sign"] + text[money.end() :]
-    found = _TRAILING.fullmatch(text)
-    if found is None or not found["unit"] or not re.search(r"\d|\\pi|\\frac|\\sqrt|[a-zA-Z)]$", found["head"]):
+    begin = _unit_at(text, after_unit=bool(unit))
+    if begin == len(text):
         return Measure(text.strip(), unit)
-    head, written = found["head"], found["unit"]
-    if _glued_letters(head, text[len(head) :], written):
-        return Measure(text.strip(), unit)
-    powers, scale = _read(written)
+    powers, scale = _read(text[begin:])
     for name, power in powers.items():
         unit[name] = unit.get(name, 0) + power
-    return Measure(head.strip(), unit, scale)
+    return Measure(_END_SPACES.sub("", text[:begin]), unit, scale)
 
 
 def another_unit(expected: Measure, said: Measure) -> bool:
@@ -136,11 +101,13 @@ def another_unit(expected: Measure, said: Measure) -> bool:
     wanted, given = dict(expected.unit), dict(said.unit)
     for unit in (wanted, given):
         unit.pop("unit", None)  # square units are any
+    if ("prime" in wanted) != ("prime" in given):
+        return True
     if not wanted and given.get("degree") and r"\pi" in expected.value:
         return True
     if not wanted or not given or wanted == given:
         return False
-    if any(name in _UNITS or name in _CURRENCY.values() for name in (*wanted, *given)):
+    if any(name in UNITS or name in CURRENCY.values() for name in (*wanted, *given)):
         return True
     return not (set(wanted) <= set(given) or set(given) <= set(wanted))
 
@@ -154,24 +121,37 @@ def other_words(expected: str, said: str) -> str:
 
 
 def stray_words(expected: str, value: str) -> str:
-    """Words within a value, where units are gone; such as the expected answer has are none."""
-    right = value.rpartition("=")[2]
-    words = " ".join(_WORDY.findall(right))
-    if not re.search(r"[a-zA-Z]", re.sub(r"\\[a-zA-Z]+", "", expected)):
-        words += " " + " ".join(_LONG_WORD.findall(right))
-    known = {word.lower() for word in re.findall(r"[a-zA-Z]{2,}", expected)} | _FILLING
-    stray = [word for word in re.findall(r"[a-zA-Z]{2,}", words) if word.lower() not in known]
-    return stray[0] if stray else ""
+    """Words within a value, where units are gone; such as the expected answer has are none unless they are text."""
+    left, _, right = symbols(value).rpartition("=")
+    texts = [*_TEXT.findall(right), *(_TEXT.findall(left) if re.search(r"\d", left) else ())]
+    if texts:
+        return texts[0].strip() or "text"
+    if re.search(r"[a-zA-Z]", re.sub(r"\\[a-zA-Z]+", "", expected)):
+        return ""
+    words = re.findall(r"[a-zA-Z]{2,}", " ".join(_LONG_WORD.findall(right)))
+    return next((word for word in words if word not in FILLING), "")
 
 
-def _glued_letters(head: str, rest: str, written: str) -> bool:
-    """``2ab`` and ``2 xy`` are products of letters."""
-    word = re.match(r"[a-zA-Z]+", written)
-    if word is None or written.startswith("\\"):
-        return False
-    known = _ALIASES.get(_singular(word[0].lower())) is not None or word[0].lower() in SCALES
-    spaced = rest[: len(rest) - len(rest.lstrip(" \\,;:!~"))] != ""
-    return not known and (len(word[0]) < 3 or not spaced)
+def _unit_at(text: str, *, after_unit: bool) -> int:
+    """Where the unit at the end of a text begins; its end if there is none. A stroke is part of one only behind
+    another."""
+    found = _TRAILING.fullmatch(text)
+    if found is None or not found["unit"] or not re.search(r"\d|\\pi|\\frac|\\sqrt|[a-zA-Z)]$", found["head"]):
+        return len(text)
+    begin = len(text)
+    for part in reversed(list(_ONE_OF_IT.finditer(text, found.start("unit")))):
+        before = text[: part.start()]
+        glued = part[0][0].isalpha() and before == _END_SPACES.sub("", before)
+        inner = re.sub(rf"^/\s*|{_COMMAND}\s*\{{|\}}", "", part[0])
+        scale = inner.strip() in ("C", "F") and _DEGREES_BEFORE.search(before)
+        follows = begin < len(text)
+        if not (part["angle"] or scale) and not is_unit(
+            inner, in_text="\\" in part[0], glued=glued, below=part[0][0] == "/", follows=follows
+        ):
+            break
+        if part[0][0] != "/" or (after_unit and part.start() == found.start("unit")):
+            begin = part.start()
+    return begin
 
 
 def _qualifying(text: str) -> set[str]:
@@ -182,7 +162,7 @@ def _read(written: str) -> tuple[dict[str, int], int]:
     text = re.sub(_PRIME, " prime ", "0" + written)[1:] if "'" in written or "prime" in written else written
     text = re.sub(_DEGREE, " degree ", _WORDY.sub(r" \1 ", text))
     text = re.sub(r"\\[a-zA-Z]+|\\.", " ", text)
-    for short, long in _PER_HOUR.items():
+    for short, long in PER_HOUR.items():
         text = re.sub(rf"(?i)\b{short}\b", long, text)
     text = re.sub(r"\bper\b", "/", text, flags=re.IGNORECASE)
     text = re.sub(r"\bin\b(?=\s+[a-zA-Z])", " ", text)
@@ -200,19 +180,13 @@ def _read(written: str) -> tuple[dict[str, int], int]:
         elif word in ("squared", "cubed"):
             if last:
                 powers[last] += sign * (1 if word == "squared" else 2)
-        elif _singular(word) in SCALES:
-            scale *= SCALES[_singular(word)]
-        elif word not in _FILLING:
-            last = _ALIASES.get(word) or _ALIASES.get(_singular(word)) or _singular(word)
+        elif singular(word) in SCALES:
+            scale *= SCALES[singular(word)]
+        elif word not in FILLING:
+            last = ALIASES.get(word) or ALIASES.get(singular(word)) or singular(word)
             if part[0] in ("C", "F") and "degree" in powers:
                 last = f"degree {part[0]}"
                 powers.pop("degree")
             powers[last] = powers.get(last, 0) + sign * factor
             factor = 1
     return {name: power for name, power in powers.items() if power}, scale
-
-
-def _singular(word: str) -> str:
-    if len(word) > 3 and word.endswith("ies"):
-        return word[:-3] + "y"
-    return word.removesuffix("s") if len(word) > 2 and not word.endswith("ss") else word

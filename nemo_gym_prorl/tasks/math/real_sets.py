@@ -150,6 +150,11 @@ def _atom(text: str, number: Number) -> RealSet | None:
     if shape.brackets == SET:
         return RealSet(sympy.FiniteSet(*values), 1)
     if len(values) == 2 and shape.brackets in (TUPLE, CLOSED, *HALF_OPEN) and values[0] < values[1]:
+        closed_at_infinity = (shape.brackets[0] == "[" and values[0].is_infinite) or (
+            shape.brackets[1] == "]" and values[1].is_infinite
+        )
+        if closed_at_infinity:
+            return None
         return RealSet(sympy.Interval(*values, shape.brackets[0] == "(", shape.brackets[1] == ")"), 1)
     return None
 

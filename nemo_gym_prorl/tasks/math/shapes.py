@@ -12,15 +12,12 @@ apart here, where its brackets can be seen, and only its members are compared as
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
-from dataclasses import dataclass
+from collections.abc import Iterator, Set
+from dataclasses import dataclass, replace
 
 
 LIST, SET, TUPLE, CLOSED, VECTOR, MATRIX = "", "{}", "()", "[]", "<>", "matrix"
 HALF_OPEN = ("[)", "(]")
-
-MOST_MEMBERS = 40
-"""Of more no answer consists; it is compared as one."""
 
 _SIZES = re.compile(r"\\(?:left|right|[bB]igg?[lrm]?)(?![a-zA-Z])\s*\.?")
 _SPELLED = (
@@ -43,6 +40,7 @@ _IS_NAME = re.compile(
     r"\(?(?:\\(?:text|mathrm|mathbf|vec)\s*\{[^{}]*\}|\\?[a-zA-Z]+)(?:_(?:\w|\{\w+\}))?'*"
     r"(?:\s*,\s*\\?[a-zA-Z]+(?:_(?:\w|\{\w+\}))?)*\)?(?:\(\w\))?"
 )
+_TUPLE_OF_NAMES = re.compile(r"\(\s*([a-zA-Z](?:_\{?\w\}?)?(?:\s*,\s*[a-zA-Z](?:_\{?\w\}?)?)+)\s*(?:\\right)?\s*\)")
 _THOUSANDS = re.compile(r"(?<![\d.,])\d{1,3}(?:,\d{3})+(?!,?\d)")
 _SPACES = re.compile(r"^(?:\s|\\q?quad(?![a-z])|\\[,;:! ])+|(?:\s|\\q?quad|\\[,;:! ])+$")
 _DOTS = re.compile(r"\\[lcv]?dots[cbm]?(?![a-zA-Z])|\.\.\.|…")
@@ -57,11 +55,13 @@ class Shape:
             :data:`HALF_OPEN`, :data:`VECTOR`, :data:`MATRIX`.
         members: their texts, in order; those of a matrix by rows.
         columns: of a matrix or vector that is written as one; else 0.
+        names: of its members, where they stand on its left: ``(x, y) = (2, 3)``; else empty.
     """
 
     brackets: str
     members: tuple[str, ...]
     columns: int = 0
+    names: tuple[str, ...] = ()
 
     @property
     def ordered(self) -> bool:
@@ -99,9 +99,12 @@ def shape_of(text: str) -> Shape | None:
     parts = [part for part in split(text, (several,), also=True) if part]
     if len(parts) > 1:
         members = tuple(sign for part in parts for sign in signs(part))
-        return Shape(LIST, members) if len(members) <= MOST_MEMBERS else None
+        return Shape(LIST, members)
     if (named := _NAMED.fullmatch(text)) and _IS_NAME.fullmatch(named["name"]):
         inner = shape_of(named["value"])
+        names = tuple(re.sub(r"\s", "", name) for name in re.sub(r"[()]", "", named["name"]).split(","))
+        if inner is not None and len(names) == len(inner.members) > 1 and not inner.names:
+            return replace(inner, names=names) if len(set(names)) == len(names) else None
         return inner if inner is not None and (inner.brackets != LIST or _pair(text) is None) else None
     if matrix := _MATRIX.fullmatch(text):
         rows = [split(row, ("&",)) for row in split(matrix[2], (r"\\",)) if row]
@@ -123,7 +126,7 @@ def shape_of(text: str) -> Shape | None:
         return shape_of(members[0])
     if brackets in (CLOSED, *HALF_OPEN) and len(members) < 2:
         return None
-    if brackets not in (LIST, SET, TUPLE, CLOSED, *HALF_OPEN, VECTOR) or len(members) > MOST_MEMBERS:
+    if brackets not in (LIST, SET, TUPLE, CLOSED, *HALF_OPEN, VECTOR):
         return None
     return Shape(brackets, members)
 
@@ -162,6 +165,15 @@ def name_and_value(member: str) -> tuple[str, str] | None:
     """``x`` and ``5`` of ``x = 5``."""
     named = _NAMED.fullmatch(member)
     return (named["name"].strip(), named["value"]) if named and _IS_NAME.fullmatch(named["name"]) else None
+
+
+def names_in(question: str, names: Set[str]) -> list[str]:
+    """These names in the order of the first tuple of them that a question has; empty if it has none."""
+    for found in _TUPLE_OF_NAMES.finditer(question):
+        listed = [re.sub(r"\s", "", name) for name in found[1].split(",")]
+        if len(listed) == len(names) and set(listed) == names:
+            return listed
+    return []
 
 
 def _pair(text: str) -> tuple[str, str] | None:

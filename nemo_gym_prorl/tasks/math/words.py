@@ -102,9 +102,10 @@ def _plain(text: str) -> str:
 
 
 def _listed(text: str) -> list[str]:
-    """Words of each of several answers, in any order."""
-    parts = (re.findall(r"[^\W_]+", part) for part in re.split(r"[,;]|\band\b", text.casefold()))
-    return sorted(filter(None, ("".join(word for word in words if word not in _SMALL) for words in parts)))
+    """Words of each of several answers, in any order. A minus stays; an article goes, if it stands at a word and is
+    no option."""
+    parts = (re.findall(r"[^\W_]+|(?<!\w)-(?=\w)", part) for part in re.split(r"[,;]|\band\b", text.casefold()))
+    return sorted(filter(None, ("".join([word for word in words if word not in _SMALL] or words) for words in parts)))
 
 
 def _is_product(letters: str, question: str) -> bool:

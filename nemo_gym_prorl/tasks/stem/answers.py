@@ -21,6 +21,7 @@ LONGEST_SYMBOL = 3
 """A word of so few letters may be a symbol."""
 
 _BOX = re.compile(r"\\(?:boxed|fbox)\s*\{")
+_BRACES = re.compile(r"\\(?:boxed|fbox)\s*\{|(?<!\\)[{}]")
 _LINE = re.compile(r"(?:final\s+)?answer(?:\s+is)?\s*[:=]\s*(\S.*)", re.IGNORECASE)
 _EMPHASIS = re.compile(r"\*\*|__(?=\W|$)|`")
 _SYMBOLS = re.compile(r"[0-9=<>^\\]")
@@ -40,10 +41,15 @@ _DELIMITERS = (("$$", "$$"), ("$", "$"), (r"\(", r"\)"), (r"\[", r"\]"))
 def final_answer(message: str) -> str | None:
     """What stands in the last ``\\boxed{}``, else after the last ``Answer:``; ``None`` if the message has neither."""
     seen = message[-SEEN_CHARS:]
-    for box in reversed(list(_BOX.finditer(seen))):
-        content = _balanced(seen, box.end())
-        if content is not None:
-            return content.strip() or None
+    opened: list[int] = []
+    last = (-1, -1)
+    for found in _BRACES.finditer(seen):
+        if found[0] != "}":
+            opened.append(found.end() if len(found[0]) > 1 else -1)
+        elif opened and (begin := opened.pop()) > last[0]:
+            last = (begin, found.start())
+    if last[0] >= 0:
+        return seen[slice(*last)].strip() or None
     for line in reversed(_EMPHASIS.sub("", seen).splitlines()):
         if found := _LINE.match(line.strip()):
             return found[1].strip()

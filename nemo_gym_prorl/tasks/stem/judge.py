@@ -69,6 +69,13 @@ _ENDINGS = ("ine", "ase", "ite", "ium", "one", "or", "al", "ex")
 _VERDICT = r"[\s*_`>#-]*verdict\s+{tag}\s*:\s*[*_`]*\s*(same|different)[\s*_`.]*"
 _LABEL = re.compile(r"v\W*e\W*r\W*d\W*i\W*c\W*t(?:\W*[0-9a-f]{8})?\W*[:=]", re.IGNORECASE)
 
+_ADDRESSED = re.compile(
+    r"\b(?:other|first|second|expected|reference|correct)\s+(?:string|answer)s?\b|\bjudge\b|`(?:first|second|question)`"
+    r"|\bsame\b.*\bunless\b|\bunless\b.*\bsame\b|\bthe\s+same\s+as\s+(?:this|that|any|every|whatever)",
+    re.IGNORECASE | re.DOTALL,
+)
+"""What speaks of the comparison, which no answer to a question of science does."""
+
 
 class Verdict(StrEnum):
     """What became of an answer."""
@@ -184,8 +191,8 @@ def verdict_of(reply: str, tag: str) -> Verdict:
 
 
 def addresses_judge(answer: str) -> bool:
-    """The answer speaks the judge's language."""
-    return _LABEL.search(plain(answer)) is not None or _LABEL.search(answer) is not None
+    """The answer speaks the judge's language, or of what it compares."""
+    return any(pattern.search(text) for pattern in (_LABEL, _ADDRESSED) for text in (plain(answer), answer))
 
 
 def decoy_for(problem: Problem, secret: bytes) -> str:

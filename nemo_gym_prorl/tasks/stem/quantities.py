@@ -28,6 +28,9 @@ RELATIVE_TOLERANCE = 0.01
 """How far a measured value may be off, of the expected one."""
 
 
+LEAST_DIGITS = 3
+"""So many a decimal must have that stands for a fraction."""
+
 _COMMON = """
 meter gram second ampere kelvin mole candela hertz newton pascal joule watt coulomb volt farad ohm siemens weber tesla
 henry lumen lux becquerel gray sievert katal liter electron_volt unified_atomic_mass_unit dalton bar
@@ -197,16 +200,17 @@ def compare(expected: Quantity, said: Quantity, tolerance: float = RELATIVE_TOLE
 
 def _compare(expected: Quantity, said: Quantity, tolerance: float) -> Comparison:
     if expected.unit == said.unit:
-        return _numbers(expected, said.value, tolerance)
+        return _numbers(expected, said.value, tolerance, rounding=_rounding(said))
     if _other_kinds(expected.unit, said.unit):
         return Comparison.DIFFERENT
     factor_e, factor_s = _dimensionless(expected), _dimensionless(said)
     if factor_e is not None and factor_s is not None:
-        converted = _numbers(expected, said.value * factor_s / factor_e, tolerance)
+        factor = factor_s / factor_e
+        converted = _numbers(expected, said.value * factor, tolerance, rounding=_rounding(said) * factor)
         if converted is Comparison.SAME:
             return converted
     if not expected.unit or not said.unit:
-        agree = _numbers(expected, said.value, tolerance) is Comparison.SAME
+        agree = _numbers(expected, said.value, tolerance, rounding=_rounding(said)) is Comparison.SAME
         return Comparison.UNIT_MISSING if agree else Comparison.DIFFERENT
     try:
         converted = _registry().Quantity(float(said.value), said.unit).to(expected.unit).magnitude
@@ -241,14 +245,21 @@ def _kinds(unit: str) -> frozenset[str]:
     return frozenset(kind for kind, known in _KINDS.items() if any(_named(name) & known for name in names))
 
 
-def _numbers(expected: Quantity, said: Fraction, tolerance: float, *, measured: bool = False) -> Comparison:
+def _rounding(said: Quantity) -> Fraction:
+    """How far what was said may be off a fraction: it is rounded to three digits or more."""
+    return said.half_step if (said.digits or 0) >= LEAST_DIGITS else Fraction(0)
+
+
+def _numbers(
+    expected: Quantity, said: Fraction, tolerance: float, *, measured: bool = False, rounding: Fraction = Fraction(0)
+) -> Comparison:
     allowed = Fraction(0)
     if expected.digits is not None or expected.unit or measured:
         allowed = abs(expected.value) * Fraction(tolerance)
         if (expected.digits or 0) >= 2:
             allowed = max(allowed, expected.half_step)
     elif expected.value.denominator != 1:
-        allowed = abs(expected.value) * Fraction(tolerance)
+        allowed = min(rounding, abs(expected.value) * Fraction(tolerance))
     # A conversion is carried out in floating point.
     allowed += abs(expected.value) / 10**9
     return Comparison.SAME if abs(said - expected.value) <= allowed else Comparison.DIFFERENT

@@ -48,6 +48,10 @@ Gamma Delta Theta Lambda Xi Sigma Phi Psi Omega hbar
 _GREEK = frozenset(f"\\{name}" for name in _NAMES.split())
 
 
+_CHEMICAL = re.compile(r"(?:(?:[A-Z][a-z]?|\))[0-9]*|[(=-]|\\equiv){2,}")
+_OPERATORS = re.compile(r"\\nabla(?:\\(?:cdot|times)|\^2)?")
+
+
 class Rules:
     """The check.
 
@@ -79,7 +83,7 @@ class Rules:
             case Kind.FORMULA:
                 return await self._formula(problem, answer)
             case _:
-                if words(answer) == words(problem.expected):
+                if words(answer) == words(problem.expected) and _marks(answer) == _marks(problem.expected):
                     return Ruled(Ruling.RIGHT, "the expected words")
                 return Ruled(Ruling.UNDECIDED, "other words than expected")
 
@@ -93,6 +97,8 @@ class Rules:
     async def _quantity(self, problem: Problem, answer: str) -> Ruled:
         expected, said = quantities.read(problem.expected), quantities.read(answer)
         assert expected is not None
+        if another_name(problem.expected, answer):
+            return Ruled(Ruling.UNDECIDED, "it has another name than the expected quantity")
         if said is None:
             # What compares formulas does not look at units.
             if expected.unit or _is_long(answer):
@@ -111,6 +117,8 @@ class Rules:
 
     async def _formula(self, problem: Problem, answer: str) -> Ruled:
         checked = await self._formulas.check(problem.expected, f"\\boxed{{{answer}}}", problem.question)
+        if checked.right and _apart(problem.expected, answer):
+            return Ruled(Ruling.UNDECIDED, "formulae of chemistry, or of operators, that differ in their order")
         if checked.right:
             # A letter at the end may have been taken for a unit, and left out of the comparison.
             if _letters(answer) == _letters(problem.expected):
@@ -129,6 +137,24 @@ class Rules:
 
 def _spaceless(text: str) -> str:
     return "".join(plain(text).split())
+
+
+def another_name(expected: str, answer: str) -> bool:
+    """Whether both name a quantity, and not the same; of a longer formula on the left nothing is known."""
+    names = [_spaceless(text).partition("=")[0] if "=" in text else "" for text in (expected, answer)]
+    return all(names) and names[0] != names[1]
+
+
+def _marks(text: str) -> list[str]:
+    return re.findall(r"'|\\prime(?![a-z])", text)
+
+
+def _apart(expected: str, answer: str) -> bool:
+    """Whether one is a formula whose parts do not commute, and the other is not the same text."""
+    texts = [re.sub(r"[\s{}_]", "", plain(text).rpartition("=")[2]) for text in (expected, answer)]
+    chemical = any(_CHEMICAL.fullmatch(text) and re.search(r"[2-9]", text) for text in texts)
+    operators = [_OPERATORS.findall(text) for text in texts]
+    return (chemical and texts[0] != texts[1]) or operators[0] != operators[1]
 
 
 def _letters(formula: str) -> set[str]:

@@ -43,6 +43,9 @@ FLOAT = {"kind": "float", "absolute": 1e-6, "relative": 1e-6}
         ("", "0\n", set()),
         ("1 2 3\n", "1 2\n", set()),
         ("a\n\nb\n", "a\nb\n", {"tokens", "float"}),
+        ("0110\n", "110\n", set()),
+        ("00012\n", "12\n", set()),
+        ("0.50\n", "0.5\n", {"lines", "tokens", "float"}),
     ],
 )
 def test_outputs(output: str, expected: str, right_by: set[str]) -> None:

@@ -44,6 +44,9 @@ TEXT = st.text(alphabet="ab5{}\\ $.=boxed", max_size=60)
         ("The answer is 5. Sorry, I mean 6. Sorry, I mean 7.", "7."),
         ("The answer is 5. That was wrong.", None),
         ("The answer is no.", "no."),
+        ("So the answer is\n5", "5"),
+        ("So the answer is:\n\n$$5$$", "$$5$$"),
+        ("The final answer is $\\boxed 5$", "5"),
     ],
 )
 def test_where_the_answer_is(message: str, answer: str | None) -> None:

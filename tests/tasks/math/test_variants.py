@@ -8,6 +8,7 @@ import pytest
 from nemo_gym_prorl.tasks.math.judging import judge
 from nemo_gym_prorl.tasks.math.verdicts import Verdict
 from tests.tasks.math.forms import FORMS
+from tests.tasks.math.near_forms import NEAR_FORMS
 from tests.tasks.math.variants import FAMILIES, variants
 
 
@@ -72,7 +73,7 @@ def test_what_the_question_decides(question: str, expected: str, answer: str, ve
     assert judge(expected, answer, question)[0] is verdict
 
 
-@pytest.mark.parametrize("kind", FORMS)
+@pytest.mark.parametrize("kind", FORMS | NEAR_FORMS)
 def test_forms_that_mean_the_same_and_forms_that_only_look_like_it(kind: str) -> None:
-    judged = [(*form, *judge(form[0], form[1], form[3])) for form in FORMS[kind]]
+    judged = [(*form, *judge(form[0], form[1], form[3])) for form in (FORMS | NEAR_FORMS)[kind]]
     assert [one for one in judged if (one[4] is Verdict.RIGHT) != one[2]] == []

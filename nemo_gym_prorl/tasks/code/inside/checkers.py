@@ -32,7 +32,7 @@ def same_token(token: str, expected: str) -> bool:
     """Equal as text, or as exact numbers: ``1.50`` is ``1.5``. Where digits are padded with zeros, text."""
     if token == expected:
         return True
-    if PADDED.match(expected):
+    if PADDED.match(expected) or PADDED.match(token):
         return False
     value = number(token)
     return value is not None and value == number(expected)

@@ -1,0 +1,127 @@
+# SPDX-License-Identifier: Apache-2.0
+r"""Whether two parsed values are the same, by ``math-verify``, and where that is too generous.
+
+It compares numbers to six decimals, by which ``0.0`` is :math:`10^{-9}` and :math:`2^{-99}` is :math:`2^{-98}`; and
+relations by their real solutions, so that all that have none are the same. It takes no letter for the imaginary unit.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from itertools import islice, product
+from typing import Any
+
+import sympy
+from latex2sympy2_extended.logic import And
+from math_verify import verify
+
+from nemo_gym_prorl.tasks.math.unfinished import is_relation, leaves
+
+
+EXACT_DIGITS = 80
+NEAR_EXACT = sympy.Float("1e-60", EXACT_DIGITS)
+"""Relative difference of exact numbers that are taken for the same; of fractions, none."""
+
+NEAR_DECIMAL = sympy.Float("1e-3")
+"""The same where one is a decimal fraction; to six decimals they agree anyhow."""
+
+NEAR_ZERO = sympy.Float("1e-6")
+
+_POINTS = (sympy.Rational(-7, 2), sympy.Integer(-1), sympy.Rational(1, 3), sympy.Integer(2), sympy.Rational(11, 2))
+MOST_POINTS = 250
+
+
+def same(gold: Any, answer: Any) -> bool:
+    """Whether two values, or relations, are the same."""
+    if is_relation(gold) and is_relation(answer) and gold.free_symbols != answer.free_symbols:
+        return False
+    if (numbers := _complex_numbers(gold, answer)) is not None:
+        return near_numbers(*numbers)
+    if not verify([gold], [answer], timeout_seconds=None):
+        return False
+    if isinstance(gold, sympy.Rel) and isinstance(answer, sympy.Rel):
+        return _same_relation(gold, answer)
+    return _near(gold, answer)
+
+
+def near_numbers(one: Any, other: Any, tolerance: Any = None) -> bool:
+    """Whether two numbers are the same as far as they are written; what is no number is not looked at."""
+    if not all(isinstance(x, sympy.Expr) and x.is_number for x in (one, other)):
+        return True
+    if one == other:
+        return True
+    one, other = one.doit(), other.doit()
+    exact = tolerance is None and not (one.has(sympy.Float) or other.has(sympy.Float))
+    if exact and one.is_Rational and other.is_Rational:
+        return bool(one == other)
+    a, b = (sympy.N(x, EXACT_DIGITS) for x in (one, other))
+    if not (a.is_finite and b.is_finite):
+        return bool(a == b)
+    if a == 0:
+        return bool(abs(b) < (NEAR_EXACT if exact else NEAR_ZERO))
+    if tolerance is None:
+        exact = exact or _is_decimal(one) or _is_decimal(other)
+        tolerance = (
+            (sympy.Float("1e-14") if one.has(sympy.Float) or other.has(sympy.Float) else NEAR_EXACT)
+            if (exact)
+            else NEAR_DECIMAL
+        )
+    return bool(abs(a - b) <= tolerance * abs(a))
+
+
+def other_sides(gold: Any, answer: Any) -> list[Any]:
+    """Numbers that an answer says its value is equal to, and that differ from it."""
+    if is_relation(gold) or not isinstance(answer, And | sympy.Equality):
+        return []
+    equations = [one for one in (answer.args if isinstance(answer, And) else [answer]) if isinstance(one, sympy.Eq)]
+    [value, *_more] = list(leaves(answer)) or [None]
+    sides = [side for equation in equations for side in equation.args if not side.free_symbols]
+    return [side for side in sides if not near_numbers(value, side)]
+
+
+def _near(gold: Any, answer: Any) -> bool:
+    """Whether numbers that agree to six decimals agree as far as they should."""
+    wanted, given = list(leaves(gold)), list(leaves(answer))
+    if len(wanted) != len(given) or wanted == given or is_relation(gold):
+        return True
+    return all(any(near_numbers(one, other) for other in given) for one in wanted)
+
+
+def _is_decimal(number: Any) -> bool:
+    """A fraction over a power of ten that more than six decimals write in full."""
+    return bool(number.is_Rational and number.q >= 10**7 and str(number.q).strip("0") == "1")
+
+
+def _complex_numbers(gold: Any, answer: Any) -> tuple[Any, Any] | None:
+    """Both as numbers, where the expected one has the imaginary unit; not if only the answer is in polar form."""
+    if not (isinstance(gold, sympy.Expr) and isinstance(answer, sympy.Expr)):
+        return None
+    if {symbol.name for symbol in gold.free_symbols} != {"i"} or (answer.has(sympy.exp) and not gold.has(sympy.exp)):
+        return None
+    if not {symbol.name for symbol in answer.free_symbols} <= {"i"}:
+        return None
+    one, other = (number.subs({symbol: sympy.I for symbol in number.free_symbols}) for number in (gold, answer))
+    if one.has(sympy.Float) or other.has(sympy.Float):
+        return None
+    return one, other
+
+
+def _same_relation(gold: Any, answer: Any) -> bool:
+    """Of relations with the same solutions: whether they differ by a factor, or have solutions at all."""
+    one, other = (relation.lhs - relation.rhs for relation in (gold, answer))
+    wanted, given = (sympy.fraction(sympy.together(side))[0] for side in (one, other))
+    ratio = sympy.cancel(wanted / given) if given != 0 else sympy.Integer(0)
+    if ratio != 0 and not ratio.free_symbols:
+        return True
+    if isinstance(gold, sympy.Eq):
+        values = [value for value in _sampled(one) if value.is_real]
+        return any(value > 0 for value in values) and any(value < 0 for value in values)
+    return len({bool(value) for value in _sampled(gold) if value in (sympy.true, sympy.false)}) == 2
+
+
+def _sampled(expression: Any) -> Iterator[Any]:
+    """What comes out at some points."""
+    symbols = sorted(expression.free_symbols, key=str)
+    for point in islice(product(_POINTS, repeat=len(symbols)), MOST_POINTS):
+        value = expression.subs(dict(zip(symbols, point, strict=True)))
+        yield sympy.N(value) if isinstance(value, sympy.Expr) else value
