@@ -111,14 +111,14 @@ def final_answer(message: str) -> str | None:
                 break
             listed.insert(0, content.strip())
         return ", ".join(dict.fromkeys(filter(None, listed))) if listed else None
-    if bare := list(_BARE_BOX.finditer(message)):
-        return bare[-1][1]
+    if unbraced := list(_BARE_BOX.finditer(message)):
+        return str(unbraced[-1][1])
     lines = [line for line in message.splitlines() if line.strip()][-LAST_LINES:]
     for place in range(len(lines) - 1, -1, -1):
         if found := _SAID.search(lines[place][-MAX_ANSWER_CHARS:].replace("**", "")):
-            following = lines[place + 1 :]
+            below = lines[place + 1 :]
             said = found["said"].strip(" :$") and found["said"]
-            return _last_said("\n".join([said, *following] if said else following)) or None
+            return _last_said("\n".join([said, *below] if said else below)) or None
     return None
 
 

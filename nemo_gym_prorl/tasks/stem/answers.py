@@ -43,11 +43,11 @@ def final_answer(message: str) -> str | None:
     seen = message[-SEEN_CHARS:]
     opened: list[int] = []
     last = (-1, -1)
-    for found in _BRACES.finditer(seen):
-        if found[0] != "}":
-            opened.append(found.end() if len(found[0]) > 1 else -1)
+    for brace in _BRACES.finditer(seen):
+        if brace[0] != "}":
+            opened.append(brace.end() if len(brace[0]) > 1 else -1)
         elif opened and (begin := opened.pop()) > last[0]:
-            last = (begin, found.start())
+            last = (begin, brace.start())
     if last[0] >= 0:
         return seen[slice(*last)].strip() or None
     for line in reversed(_EMPHASIS.sub("", seen).splitlines()):

@@ -86,11 +86,14 @@ def number_variants() -> Iterator[Variant]:
     }.items():  # fmt: skip
         yield Variant(counts, text, right)
     for text, right in {
-        "1/3": True, r"\frac13": True, "0.33": True, "0.3333": True, "33.3 %": True, r"\dfrac{1}{3}": True,
+        "1/3": True, r"\frac13": True, "0.333": True, "0.3333": True, "33.3 %": True,
+        r"\dfrac{1}{3}": True,
         "0.3": False, "0.35": False, "3.33": False, "1/4": False, "-1/3": False,
     }.items():  # fmt: skip
         yield Variant(measured, text, right)
         yield Variant(fraction, text, right)
+    yield Variant(measured, "0.33", True)
+    yield Variant(fraction, "0.33", False)
 
 
 def choice_variants() -> Iterator[Variant]:
