@@ -216,7 +216,10 @@ class GymEnvironmentHandler:
 
     async def unreachable(self) -> dict[str, Collection[Stage]]:
         """Which of the servers do not answer now, and what needs them."""
-        needed = ((self._server, Stage), (self.context.model, (Stage.RUN,)))
+        needed: list[tuple[GymServer, Collection[Stage]]] = [
+            (self._server, [*Stage]),
+            (self.context.model, [Stage.RUN]),
+        ]
         answering = await asyncio.gather(*(server.answers() for server, _ in needed))
         return {
             server.name: stages for (server, stages), answers in zip(needed, answering, strict=True) if not answers
