@@ -27,7 +27,7 @@ from nemo_gym_prorl.tasks.stem.scripts import script_for
 from tests.faulty_family.app import ANSWERS
 from tests.rollout.serving import serve
 from tests.tasks import containers
-from tests.tasks.stem.judges import agree
+from tests.tasks.stem.judges import asked_in, honest
 
 
 pytestmark = [pytest.mark.gym, pytest.mark.sandbox, pytest.mark.timeout(900)]
@@ -82,17 +82,13 @@ async def judging() -> AsyncIterator[str]:
 
     @app.post("/v1/chat/completions")
     async def judge(request: Request) -> Response:
-        compared = orjson.loads((await request.json())["messages"][-1]["content"])
+        compared, tag = asked_in((await request.json())["messages"])
         if "hang" in compared["question"]:
             await asyncio.sleep(60)
         if "fail" in compared["question"]:
             return Response("out of memory", 500)
-        verdict = "SAME" if agree(compared["first"], compared["second"]) else "DIFFERENT"
-        choice = {
-            "index": 0,
-            "finish_reason": "stop",
-            "message": {"role": "assistant", "content": f"VERDICT: {verdict}"},
-        }
+        said = honest(compared["question"], compared["first"], compared["second"], tag)
+        choice = {"index": 0, "finish_reason": "stop", "message": {"role": "assistant", "content": said}}
         body = {"id": "c", "object": "chat.completion", "created": 0, "model": "judge", "choices": [choice]}
         return Response(orjson.dumps(body), media_type="application/json")
 
