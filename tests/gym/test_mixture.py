@@ -191,14 +191,14 @@ async def _judges_that_fail_are_no_reward(gym: GymDeployment, client: RolloutCli
 
 async def _sandboxes_killed_in_eval_are_no_reward(client: RolloutClient) -> None:
     """After one it is graded in another; where none lives, not even one that grades what is known, it is masked."""
-    slow = "import time\ntime.sleep(1)\n"
     row = next(row for row in rows_of("code", ORACLE, 2) if "unit_tests" in row["verifier_metadata"])
     script = orjson.loads(row["responses_create_params"]["metadata"]["script"])
     [write] = script["turns"][0]["tool_calls"]
-    write["arguments"]["file_text"] = slow + write["arguments"]["file_text"]
-    row["responses_create_params"]["metadata"]["script"] = orjson.dumps(script).decode()
+    source = write["arguments"]["file_text"]
 
-    async def killed(most: int) -> JobView:
+    async def killed(most: int, takes_s: int) -> JobView:
+        write["arguments"]["file_text"] = f"import time\ntime.sleep({takes_s})\n{source}"
+        row["responses_create_params"]["metadata"]["script"] = orjson.dumps(script).decode()
         job, hit = await client.submit(row), set[str]()
         while not (seen := await client.get(job.id)).state.terminal:
             there = containers.instances() - hit if seen.state is JobState.EVALUATING else set()
@@ -209,8 +209,8 @@ async def _sandboxes_killed_in_eval_are_no_reward(client: RolloutClient) -> None
         assert hit, "none was killed in time"
         return await client.wait(job.id)
 
-    assert (await killed(1)).reward == 1.0
-    always = await killed(1000)
+    assert (await killed(1, 1)).reward == 1.0
+    always = await killed(1000, 4)
     assert _masked(always) in ("provider_unavailable", "verifier_error")
     assert always.timings["eval"].attempts == 3
 
