@@ -19,6 +19,7 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from contextlib import AsyncExitStack
 from dataclasses import dataclass
+from functools import partial
 from types import TracebackType
 from typing import Any, Self
 
@@ -108,17 +109,19 @@ class Runner:
                 service,
                 ended=self._ended,
                 lost=self._lost,
-                broke=self._broke,
+                broke=partial(self._broke, place),
                 replaceable=lambda: not all(other.away for other in self._services),
             )
-            for service in services
+            for place, service in enumerate(services)
         ]
+        self._out: set[int] = set()
+        """Services that refuse us."""
+        self._at: dict[str, int] = {}
+        """Services by rollout, while it is in flight or its result is kept here."""
         self._homes: dict[str, int] = {}
-        """Services by group, while it has rollouts in flight or results here."""
+        """Services by group, to which further rollouts of it go, while there are some of it."""
         self._counts: Counter[str] = Counter()
-        """Rollouts of a group that are in flight or kept here."""
-        self._carriers: dict[str, Service] = {}
-        """Services by rollout in flight."""
+        """Rollouts by group, of those."""
         self._results: dict[str, JobView] = {}
         self._batches: asyncio.Queue[TrainingBatch | None] = asyncio.Queue()
         self._handed_over = sampler.emitted
@@ -144,7 +147,7 @@ class Runner:
         try:
             self._carry_out(self.sampler.close())
             async with asyncio.timeout(CLOSE_S):
-                while self.sampler.in_flight and self._broken is None:
+                while any(place not in self._out for place in self._at.values()):
                     await self._change()
         except TimeoutError:
             LOG.warning("%d rollouts are not known to have ended", self.sampler.in_flight)
@@ -175,9 +178,24 @@ class Runner:
         self.sampler.weights(version)
         self._pump()
 
+    async def idle(self) -> None:
+        """When nothing is in flight, and every sandbox is gone. After a strictly on-policy batch that comes by itself;
+        rollouts of the next one begin with :meth:`weights`."""
+        while self.sampler.in_flight:
+            if self._broken is not None:
+                raise self._broken
+            await self._change()
+
     def state(self) -> dict[str, Any]:
-        """What a new runner goes on from, as JSON; for a checkpoint that is written between two batches."""
-        return {"sampler": self.sampler.state(), "homes": dict(self._homes)}
+        """What a new runner goes on from, as JSON; for a checkpoint that is written between two batches.
+
+        Raises:
+            CallerError: a batch is complete that nobody has taken, as after a call of :meth:`batch` was given up. It
+                would be lost.
+        """
+        if not self._batches.empty():
+            raise CallerError("a batch waits to be taken: call batch() first", field="state")
+        return {"sampler": self.sampler.state(), "services": dict(self._at)}
 
     async def _change(self) -> None:
         self._changed.clear()
@@ -191,28 +209,27 @@ class Runner:
     async def _resume(self, state: Mapping[str, Any]) -> None:
         again = self.sampler.restore(state["sampler"])
         self._handed_over = self.sampler.emitted
-        self._homes = {group: place for group, place in state["homes"].items() if place < len(self._services)}
-        await asyncio.gather(*(self._fetch_result(rollout) for rollout in self.sampler.results()))
+        places = {rollout: place for rollout, place in state["services"].items() if place < len(self._services)}
+        self._homes = {_group(rollout): place for rollout, place in places.items()}
+        await asyncio.gather(*(self._fetch_result(rollout, places) for rollout in self.sampler.results()))
         for rollout in again.cancel:
-            group = _group(rollout)
-            self._counts[group] += 1
-            self._carriers[rollout] = service = self._services[self._homes.setdefault(group, 0)]
-            service.cancel_unknown(rollout)
+            if rollout in places:
+                self._count(rollout, places[rollout])
+                self._services[places[rollout]].cancel_unknown(rollout)
+            else:
+                self.sampler.cancelled(rollout)
         for submission in again.submit:
-            self._submit(submission)
+            self._submit(submission, places.get(submission.rollout))
 
-    async def _fetch_result(self, rollout: str) -> None:
+    async def _fetch_result(self, rollout: str, places: Mapping[str, int]) -> None:
         try:
-            if (place := self._homes.get(_group(rollout))) is None:
+            if rollout not in places:
                 raise InfrastructureError("its service is not given any more", kind=FailureKind.SESSION_LOST)
-            self._keep(await self._services[place].result(rollout))
+            self._results[rollout] = await self._services[places[rollout]].result(rollout)
+            self._count(rollout, places[rollout])
         except InfrastructureError as error:
             LOG.warning("%s is sampled again, its result is lost: %s", rollout, error)
             self.sampler.lost(rollout)
-
-    def _keep(self, job: JobView) -> None:
-        self._results[job.id] = job
-        self._counts[_group(job.id)] += 1
 
     # What services tell
 
@@ -221,14 +238,15 @@ class Runner:
         masked = bool((job.result or {}).get("mask_sample"))
         if job.state is JobState.SUCCEEDED and job.reward is not None and not masked:
             if self.sampler.wants(job.id):
-                self._keep(job)
+                self._results[job.id] = job
             self.sampler.scored(job.id, job.reward, usage)
         else:
             origin = job.failure.origin if job.failure else Origin.AGENT
             if job.state is JobState.CANCELLED:
                 origin = Origin.INFRASTRUCTURE
             self.sampler.failed(job.id, origin, usage, why=job.failure.reason if job.failure else "it was masked")
-        self._gone(job.id)
+        if job.id not in self._results:
+            self._gone(job.id)
         self._pump()
 
     def _lost(self, rollout: str, origin: Origin, why: str) -> None:
@@ -237,7 +255,8 @@ class Runner:
         self._gone(rollout)
         self._pump()
 
-    def _broke(self, error: BaseException) -> None:
+    def _broke(self, place: int, error: BaseException) -> None:
+        self._out.add(place)
         LOG.error("the runner can't go on: %s", error)
         self._broken = self._broken or error
         self._changed.set()
@@ -259,35 +278,40 @@ class Runner:
             self._results.pop(rollout, None)
             self._gone(rollout)
         for rollout in decision.cancel:
-            self._carriers[rollout].cancel(rollout)
+            self._services[self._at[rollout]].cancel(rollout)
         for submission in decision.submit:
             self._submit(submission)
 
-    def _submit(self, submission: Submission) -> None:
+    def _submit(self, submission: Submission, place: int | None = None) -> None:
         prompt = self._prompts[submission.prompt]
         if prompt is None:
             raise AssertionError(f"there is no prompt {submission.prompt}")
         body = {"row": prompt.row, "group": submission.group, "client": self._client, **self._options}
-        self._counts[submission.group] += 1
-        self._carriers[submission.rollout] = service = self._home(submission.group)
-        service.submit(submission.rollout, body | {"priority": int(submission.urgent)})
+        place = self._home(submission.group) if place is None else place
+        self._count(submission.rollout, place)
+        self._services[place].submit(submission.rollout, body | {"priority": int(submission.urgent)})
 
-    def _home(self, group: str) -> Service:
+    def _home(self, group: str) -> int:
         """Where the rollouts of a group go, since they have a prefix in common: to the service with the least load.
         One that is away is left, if another is not."""
         place = self._homes.get(group)
         if place is None or self._services[place].away:
             loads = [(service.away, service.load, place) for place, service in enumerate(self._services)]
             place = self._homes[group] = min(loads)[2]
-        return self._services[place]
+        return place
+
+    def _count(self, rollout: str, place: int) -> None:
+        self._at[rollout] = place
+        self._counts[_group(rollout)] += 1
 
     def _gone(self, rollout: str) -> None:
-        """A rollout left: it has no outcome to come, or no result to keep."""
+        """A rollout left: it has no outcome to come, and no result to keep."""
         group = _group(rollout)
-        self._carriers.pop(rollout, None)
+        del self._at[rollout]
         self._counts[group] -= 1
         if not self._counts[group]:
-            del self._counts[group], self._homes[group]
+            del self._counts[group]
+            self._homes.pop(group, None)
 
     def _training_batch(self, batch: Batch) -> TrainingBatch:
         groups = []

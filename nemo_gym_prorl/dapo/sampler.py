@@ -71,8 +71,9 @@ class DynamicSampler:
         self._prompts = prompts
         self._curriculum = curriculum
         self._run = run or f"dapo-{uuid.uuid4().hex[:8]}"
-        self._life = 0
-        """How often this run was restored: what was submitted after the state was saved must not be met again."""
+        self._life = ""
+        """Drawn when a state is restored, and part of ids: what was submitted after it was saved must not be met
+        again, nor what another run submitted that began from it."""
         self._next_prompt = 0
         self._fruitless = 0
         self._unrun = 0
@@ -165,7 +166,7 @@ class DynamicSampler:
             self._decision.batches.append(batch)
         try:
             self._submit()
-            if self.finished and self._unrun == self.dropped.total() > 0:
+            if self.finished and self._unrun and not self._ever_complete:
                 raise self._nothing_runs()
         except NothingToLearn:
             # What was decided comes first; so does what is in flight, which may tell otherwise.
@@ -205,6 +206,7 @@ class DynamicSampler:
         for group in [*self._groups.values(), *self._ready.values()]:
             self._drop(group, "left_over", Fate.LEFT_OVER)
         self._exhausted = True
+        self._unrun = 0  # that nothing could be run is no news to who does not go on
         decision, self._decision = self._decision, Decision()
         return decision
 
@@ -214,7 +216,6 @@ class DynamicSampler:
         """Everything that :meth:`restore` needs, as JSON. Batches that were decided on count as trained on."""
         return {
             "run": self._run,
-            "life": self._life,
             "version": self.version,
             "emitted": self.emitted,
             "submitted": self.submitted,
@@ -240,15 +241,12 @@ class DynamicSampler:
         Raises:
             CallerError: groups are of another size now.
         """
-        self._run, self._life = state["run"], state["life"] + 1
+        self._run, self._life = state["run"], f"{uuid.uuid4().hex[:6]}."
         self._unrun, self._why = state["unrun"], state["why"]
         self.version, self.emitted = state["version"], state["emitted"]
         self.asked = self.emitted
-        self.submitted, self._next_prompt, self._fruitless = (
-            state["submitted"],
-            state["next_prompt"],
-            state["fruitless"],
-        )
+        self.submitted, self._next_prompt = state["submitted"], state["next_prompt"]
+        self._fruitless = state["fruitless"]
         self._ending = set(state["ending"])
         self.fates = Fates(state["fates"])
         self.dropped = Counter(state["dropped"])
@@ -295,6 +293,11 @@ class DynamicSampler:
         self._ending.discard(rollout)
         self.fates.add(Fate.CANCELLED, usage)
         return True
+
+    @property
+    def _ever_complete(self) -> bool:
+        """Whether any group had all its rewards."""
+        return bool(self.emitted or self._ready or self.fates[Fate.NO_VARIANCE].rollouts)
 
     def _complete(self, group: Group) -> None:
         self._unrun = 0
@@ -387,8 +390,7 @@ class DynamicSampler:
             if group is None:
                 continue
             member = group.members[place]
-            life = f"{self._life}." if self._life else ""
-            rollout = f"{self._run}:{number}:{place}:{life}{member.tries}"
+            rollout = f"{self._run}:{number}:{place}:{self._life}{member.tries}"
             member.begin(rollout, self.version)
             self._running[rollout] = (group, member)
             self.submitted += 1

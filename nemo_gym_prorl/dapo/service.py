@@ -41,6 +41,8 @@ _AWAY = (InfrastructureError, aiohttp.ClientError, TimeoutError)
 """No answer, or half of one."""
 _LATER = (408, 425, 429)
 """Besides 5xx: whoever asks again may be answered."""
+_ROWS_FAULT = (400, 413, 415, 422)
+"""The same as an environment's, see ``handlers/gym_http.py``."""
 
 
 @dataclass(eq=False, slots=True)
@@ -50,6 +52,7 @@ class _Carried:
     Attributes:
         sent: the service may know it.
         cancelling: its outcome is of no use.
+        failing_since: when the first of the calls for it failed between which none succeeded.
         news: it may have changed.
     """
 
@@ -57,6 +60,7 @@ class _Carried:
     body: Mapping[str, Any]
     sent: bool = False
     cancelling: bool = False
+    failing_since: float | None = None
     news: asyncio.Event = field(default_factory=asyncio.Event)
 
     def is_unwanted(self) -> bool:
@@ -91,6 +95,8 @@ class Service:
         self._ghosts: set[str] = set()
         """Given up here, and to be cancelled when the service is back."""
         self._away_since: float | None = None
+        self._refuses = False
+        """It took no new rollout when it was asked last, since it drains, say."""
         self._posts, self._gets = asyncio.Semaphore(_AT_ONCE), asyncio.Semaphore(_AT_ONCE)
         self._to_cancel: dict[str, asyncio.Future[JobView | None]] = {}
         self._canceller: asyncio.Task[None] | None = None
@@ -98,8 +104,8 @@ class Service:
 
     @property
     def away(self) -> bool:
-        """It did not answer when it was asked last."""
-        return self._away_since is not None
+        """It did not answer when it was asked last, or does not take what is new."""
+        return self._away_since is not None or self._refuses
 
     @property
     def load(self) -> int:
@@ -142,7 +148,8 @@ class Service:
         deadline = time.monotonic() + RESULT_S
         while True:
             try:
-                job = await self.client.get(rollout)
+                async with self._gets:
+                    job = await self.client.get(rollout)
             except (ApiError, *_AWAY) as error:
                 known = not isinstance(error, ApiError) or _is_passing(error)
                 if known and time.monotonic() < deadline:
@@ -169,21 +176,29 @@ class Service:
                     if it.is_unwanted():
                         break
                     it.sent = True
-                    await self.client.submit_once(dict(it.body["row"]), id=it.id, **options)
-                self._is_back()
+                    job = await self.client.submit_once(dict(it.body["row"]), id=it.id, **options)
+                self._is_back(it)
+                self._refuses = False
+                if job.state.terminal:  # under an earlier runner; the log may have told of it long ago
+                    it.news.set()
                 return True
             except ApiError as error:
                 it.sent = before or error.problem.status >= 500
-                if error.problem.status in (410, 422):
-                    origin = Origin.CALLER if error.problem.status == 422 else Origin.INFRASTRUCTURE
+                if error.problem.status in (410, *_ROWS_FAULT):
+                    origin = Origin.INFRASTRUCTURE if error.problem.status == 410 else Origin.CALLER
                     return self._settle(it, origin, error.problem.detail)
                 if not _is_passing(error):
                     raise
+                if error.problem.status >= 500:
+                    self._refuses = True
+                    if self._is_hopeless(it):
+                        return self._give_up(it)
                 pause = error.retry_after_s or RETRY_S
             except TypeError as error:
                 return self._settle(it, Origin.CALLER, f"its row is no JSON: {error}")
             except _AWAY as error:
-                if self._is_away(error):
+                self._is_away(error)
+                if self._is_hopeless(it):
                     return self._give_up(it)
             await self._pause(it, pause)
         return it.sent or self._settle(it, Origin.CALLER, "cancelled before it was submitted")
@@ -203,7 +218,7 @@ class Service:
                         continue
                     async with self._gets:
                         job = await self.client.get(it.id)
-                self._is_back()
+                self._is_back(it)
                 if job.state.terminal:
                     if self._carried.pop(it.id, None) is not None:
                         self._ended(job)
@@ -217,18 +232,18 @@ class Service:
                 if not _is_passing(error):
                     raise
                 it.news.set()
-                await self._pause(None, error.retry_after_s or RETRY_S)
+                if error.problem.status >= 500 and self._is_hopeless(it):
+                    return not self._give_up(it)
+                await asyncio.sleep(error.retry_after_s or RETRY_S)
             except _AWAY as error:
                 it.news.set()
-                if self._is_away(error):
+                self._is_away(error)
+                if self._is_hopeless(it):
                     return not self._give_up(it)
-                await self._pause(None, RETRY_S)
+                await asyncio.sleep(RETRY_S)
 
-    async def _pause(self, it: _Carried | None, seconds: float) -> None:
-        """Wait; not for a rollout that is cancelled meanwhile."""
-        if it is None:
-            await asyncio.sleep(seconds)
-            return
+    async def _pause(self, it: _Carried, seconds: float) -> None:
+        """Wait, unless it is cancelled meanwhile."""
         it.news.clear()
         try:
             async with asyncio.timeout(seconds):
@@ -282,10 +297,11 @@ class Service:
                     cursor = (await self.client.list(limit=1)).cursor
                     self._is_back()
                     await self._lay_ghosts()
-                    for it in [*self._carried.values()]:
-                        it.news.set()
+                    self._ask_all()
                 page = await self.client.ended(cursor, wait=_FOLLOW_S, limit=1000)
                 self._is_back()
+                if self._refuses:
+                    self._refuses = (await self.client.status()).draining
                 cursor = page.cursor
                 for job in page.rollouts:
                     if job.id in self._carried:
@@ -294,27 +310,40 @@ class Service:
                 if error.problem.status != 410 and not _is_passing(error):
                     raise
                 cursor = None
+                if error.problem.status >= 500:  # perhaps of a proxy's, before a service that is gone
+                    self._is_away(error)
+                    self._ask_all()
                 await asyncio.sleep(0 if error.problem.status == 410 else error.retry_after_s or RETRY_S)
             except _AWAY as error:
                 cursor = None
                 self._is_away(error)
-                for it in [*self._carried.values()]:
-                    it.news.set()
+                self._ask_all()
                 await asyncio.sleep(RETRY_S)
+
+    def _ask_all(self) -> None:
+        for it in [*self._carried.values()]:
+            it.news.set()
 
     async def _lay_ghosts(self) -> None:
         if ghosts := [*self._ghosts]:
             await self.client.cancel(ghosts)
             self._ghosts.difference_update(ghosts)
 
-    def _is_away(self, error: BaseException) -> bool:
-        """Note that it does not answer. Whether it has been away for too long."""
+    def _is_away(self, error: BaseException) -> None:
+        """Note that it does not answer."""
         if self._away_since is None:
             LOG.warning("%s does not answer, asking again every %s s: %s", self.client.url, RETRY_S, error)
             self._away_since = time.monotonic()
-        return time.monotonic() - self._away_since > GIVE_UP_S and self._replaceable()
 
-    def _is_back(self) -> None:
+    def _is_hopeless(self, it: _Carried) -> bool:
+        """Note that a call for it failed. Whether they have for too long: others, for others, may succeed."""
+        if it.failing_since is None:
+            it.failing_since = time.monotonic()
+        return time.monotonic() - it.failing_since > GIVE_UP_S and self._replaceable()
+
+    def _is_back(self, it: _Carried | None = None) -> None:
+        if it is not None:
+            it.failing_since = None
         if self._away_since is not None:
             LOG.warning("%s answers again", self.client.url)
         self._away_since = None

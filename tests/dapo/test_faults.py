@@ -57,8 +57,8 @@ class Relay:
         target.close()
 
 
-def once(status: int, method: str, begins: str) -> Fault:
-    """The first such request fails."""
+def once(status: int, method: str, begins: str) -> tuple[Fault, list[str]]:
+    """The first such request fails, and is in the list then."""
     met: list[str] = []
 
     async def fault(of: str, path: str) -> int | None:
@@ -67,7 +67,71 @@ def once(status: int, method: str, begins: str) -> Fault:
             return status
         return None
 
-    return fault
+    return fault, met
+
+
+def impatient(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(service_module, "GIVE_UP_S", 0.3)
+    monkeypatch.setattr(service_module, "RETRY_S", 0.05)
+
+
+@pytest.mark.parametrize("staleness", [0, 4])
+async def test_a_service_of_which_only_the_proxy_answers_does_not_hold_up_another(
+    staleness: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    impatient(monkeypatch)
+
+    async def bad_gateway(method: str, path: str) -> int | None:
+        return 502
+
+    async with nodes(2) as up:
+        up[1].fault = bad_gateway
+        driver = runner(up, rows(40), SamplerConfig(1, 2, 8, max_staleness=staleness))
+        await driver.__aenter__()
+        try:
+            async with asyncio.timeout(60):
+                for _ in range(12):
+                    batch = await driver.batch()
+                    assert batch is not None
+                    driver.weights(batch.version + 1)
+        finally:
+            await kill(driver)
+
+
+async def test_a_runner_that_one_service_refuses_leaves_nothing_behind_at_the_others() -> None:
+    armed: list[int] = []
+
+    async def refuse(method: str, path: str) -> int | None:
+        return 403 if armed and (method, path) == ("POST", "/v1/rollouts") else None
+
+    async with nodes(2) as up:
+        up[1].fault = refuse
+        async with runner(up, rows(40, late=[1], late_s=3600.0), SamplerConfig(1, 3, 9), max_attempts=1) as driver:
+            while not (up[0].handler.sessions and up[1].handler.sessions):
+                await asyncio.sleep(0.01)
+            armed.append(1)
+            job = next(iter(up[1].pipeline.store.live()))
+            await up[1].pipeline.cancel(job)  # a failure: the member is submitted again
+            with pytest.raises(ApiError, match="403"):
+                await asyncio.wait_for(driver.batch(), 30)
+        assert not [*up[0].pipeline.store.live()]
+
+
+@pytest.mark.parametrize("status", [400, 413, 415, 422])
+async def test_a_row_that_is_refused_costs_its_group_and_no_more(status: int) -> None:
+    met: list[int] = []
+
+    async def refuse_once(method: str, path: str) -> int | None:
+        if (method, path) == ("POST", "/v1/rollouts") and not met:
+            met.append(1)
+            return status
+        return None
+
+    async with nodes() as up:
+        up[0].fault = refuse_once
+        async with runner(up, rows(3), SamplerConfig(1, 2, 2), epochs=1) as driver, asyncio.timeout(30):
+            assert await driver.batch() is not None
+            assert driver.sampler.dropped == {"refused": 1}
 
 
 @pytest.mark.parametrize(
@@ -82,9 +146,10 @@ def once(status: int, method: str, begins: str) -> Fault:
 )
 async def test_one_call_that_fails_loses_nothing(status: int, method: str, begins: str) -> None:
     async with nodes() as up:
-        up[0].fault = once(status, method, begins)
+        up[0].fault, met = once(status, method, begins)
         async with runner(up, rows(1, late=[0, 1], late_s=0.2), SamplerConfig(1, 2, 2), epochs=1) as driver:
             assert await driver.batch() is not None
+        assert met
 
 
 async def test_an_outcome_before_the_answer_to_its_submission_is_not_missed() -> None:

@@ -50,7 +50,13 @@ class Scorer(PlannedHandler):
         await super().eval(job, trajectory)
         rewards = job.row["rewards"]
         reward = float(rewards[_member(job) % len(rewards)])
-        return Verdict(reward, {"reward": reward, "tokens": [job.id]})
+        return Verdict(reward, {"reward": reward, "tokens": [job.id], "response": {"output": said(_member(job))}})
+
+
+def said(member: int) -> list[dict[str, Any]]:
+    """Output items of a rollout: a turn with as many tokens as the member's number, and one more."""
+    tokens, log_probs = [7] * (member + 1), [-0.5] * (member + 1)
+    return [{"prompt_token_ids": [1, 2], "generation_token_ids": tokens, "generation_log_probs": log_probs}]
 
 
 def _member(job: Job) -> int:
@@ -176,6 +182,9 @@ async def test_batches_from_two_services() -> None:
                     == 1
                 )
             driver.weights(step + 1)
+            places = driver.state()["services"]
+            for rollout in driver.sampler.results():
+                assert up[places[rollout]].pipeline.store.get(rollout) is not None, "where its result is to be had"
         assert all([*node.pipeline.store.find(state=None, group=None)] for node in up), "both had work"
         sampler = driver.sampler
         await driver.__aexit__(None, None, None)
@@ -270,7 +279,10 @@ async def test_results_that_a_new_life_has_forgotten_are_sampled_again() -> None
         async with runner(up, dataset, config, state=state) as second:
             batch = await second.batch()
         assert batch is not None
-        assert [rollout.id for rollout in batch.groups[0]] == ["dapo:0:0:1.1", "dapo:0:1:0"]
+        again, joined = (rollout.id for rollout in batch.groups[0])
+        assert again.startswith("dapo:0:0:")
+        assert again != "dapo:0:0:0"
+        assert joined == "dapo:0:1:0"
 
 
 async def test_a_row_that_the_service_refuses_costs_its_group_only() -> None:
@@ -314,3 +326,15 @@ async def test_environments_and_budgets_go_with_each_submission() -> None:
     async with nodes() as up, runner(up, rows(3), SamplerConfig(1, 2, 2), budgets={"run": 77.0}) as driver:
         assert await driver.batch() is not None
         assert {job.budgets.of(Stage.RUN) for job in up[0].pipeline.store.find(state=None, group=None)} == {77.0}
+
+
+async def test_a_state_that_would_lose_a_batch_is_refused() -> None:
+    async with nodes() as up, runner(up, rows(12, late=[0], late_s=0.5), SamplerConfig(1, 2, 2)) as driver:
+        with pytest.raises(TimeoutError):
+            await asyncio.wait_for(driver.batch(), 0.1)
+        while not driver.sampler.emitted:
+            await asyncio.sleep(0.01)
+        with pytest.raises(CallerError, match="call batch"):
+            driver.state()
+        assert (await driver.batch()) is not None
+        driver.state()

@@ -66,7 +66,7 @@ class Sampling(RuleBasedStateMachine):
         self.live: dict[str, Submission] = {}
         self.cancelling: set[str] = set()
         self.scored: dict[str, float] = {}
-        self.known: set[str] = set()
+        self.known: dict[str, None] = {}
         self.batches: list[Batch] = []
         self.obey(self.sampler.decide())
 
@@ -80,7 +80,7 @@ class Sampling(RuleBasedStateMachine):
         for submission in decision.submit:
             assert submission.rollout not in self.known, "an id is given out once"
             assert submission.version == self.sampler.version
-            self.known.add(submission.rollout)
+            self.known[submission.rollout] = None
             self.live[submission.rollout] = submission
         for batch in decision.batches:
             self.check(batch)
@@ -100,13 +100,21 @@ class Sampling(RuleBasedStateMachine):
                 assert self.scored.pop(rollout.rollout) == rollout.reward, "once, with the reward that was told"
                 assert 0 <= batch.version - rollout.version <= self.config.max_staleness
 
+    def decide(self) -> None:
+        try:
+            self.obey(self.sampler.decide())
+        except NothingToLearn:
+            assert self.sampler.finished
+            assert not self.batches
+            assert not self.scored
+
     def pick(self, data: st.DataObject) -> str:
-        return data.draw(st.sampled_from(sorted(self.live)))
+        return data.draw(st.sampled_from([*self.live]))  # in an order that ids, which are drawn, have no part in
 
     def over(self, rollout: str) -> None:
         del self.live[rollout]
         self.cancelling.discard(rollout)
-        self.obey(self.sampler.decide())
+        self.decide()
 
     @rule(data=st.data(), reward=st.sampled_from(REWARDS))
     @precondition(lambda self: self.live)
@@ -134,30 +142,29 @@ class Sampling(RuleBasedStateMachine):
     @rule(data=st.data())
     @precondition(lambda self: self.scored)
     def is_lost(self, data: st.DataObject) -> None:
-        rollout = data.draw(st.sampled_from(sorted(self.scored)))
+        rollout = data.draw(st.sampled_from([*self.scored]))
         del self.scored[rollout]
         self.sampler.lost(rollout)
-        self.obey(self.sampler.decide())
+        self.decide()
 
     @rule(data=st.data())
     @precondition(lambda self: self.known)
     def is_told_of_twice(self, data: st.DataObject) -> None:
-        rollout = data.draw(
-            st.sampled_from(sorted(self.known - set(self.live))) if self.known - set(self.live) else st.just("x")
-        )
+        ended = [rollout for rollout in self.known if rollout not in self.live]
+        rollout = data.draw(st.sampled_from(ended or ["x"]))
         self.sampler.scored(rollout, 1.0)
         self.sampler.failed(rollout, Origin.TASK)
 
     @rule()
     def asks(self) -> None:
         self.sampler.ask()
-        self.obey(self.sampler.decide())
+        self.decide()
 
     @rule(steps=st.integers(0, 3))
     def trains(self, steps: int) -> None:
         newest = self.config.first_version + len(self.batches)
         self.sampler.weights(min(self.sampler.version + steps, newest))
-        self.obey(self.sampler.decide())
+        self.decide()
 
     @rule()
     def restarts(self) -> None:
@@ -182,7 +189,7 @@ class Sampling(RuleBasedStateMachine):
                 self.trains(1)
                 if not self.live:
                     break
-            rollout = min(self.live)
+            rollout = next(iter(self.live))
             reward = rewards[int(rollout.split(":")[2]) % 2]
             if rollout not in self.cancelling:
                 self.scored[rollout] = reward
@@ -352,6 +359,16 @@ def test_a_member_that_fails_is_tried_again_and_ends_its_group_at_last() -> None
     assert not decision.batches
 
 
+def test_a_last_group_that_fails_is_the_end_of_the_prompts_and_no_error() -> None:
+    sampler = eager(SamplerConfig(1, 2, 4, max_failures=0), Epochs(ROWS[:2], seed=None, epochs=1))
+    submissions = sampler.decide().submit
+    assert len(finish(sampler, submissions[:2], [0.0, 1.0]).batches) == 1
+    for submission in submissions[2:]:
+        sampler.failed(submission.rollout, Origin.AGENT)
+        sampler.decide()
+    assert sampler.finished
+
+
 def test_a_row_that_cannot_be_run_is_not_tried_again() -> None:
     sampler = eager(SamplerConfig(1, 2, 2), Epochs(ROWS, seed=None))
     first, second = sampler.decide().submit
@@ -465,3 +482,22 @@ def test_rows_without_a_name_of_their_own_are_refused() -> None:
         Epochs([{"id": "a"}, {"id": "a"}], key="id")
     with pytest.raises(CallerError, match="no rows"):
         Epochs([])
+
+
+def test_what_two_runs_submit_that_began_from_one_state_has_different_ids() -> None:
+    prompts = Epochs([{"prompt": number} for number in range(40)], seed=None)
+    config = SamplerConfig(1, 2, 4)
+    first = eager(config, prompts)
+    first.decide()
+    state = json.loads(json.dumps(first.state()))
+    seen: list[set[str]] = []
+    for _ in range(2):
+        again = DynamicSampler(config, prompts)
+        joined = {submission.rollout for submission in again.restore(state).submit}
+        new: set[str] = set()
+        for rollout in sorted(joined):
+            again.scored(rollout, 0.0)  # no variance: other groups begin
+            new |= {submission.rollout for submission in again.decide().submit}
+        seen.append(new - joined)
+    assert seen[0]
+    assert not seen[0] & seen[1]
