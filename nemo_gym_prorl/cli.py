@@ -110,7 +110,9 @@ def serve(
     policy_model: Annotated[str, typer.Option(envvar="PRORL_MODEL_NAME", help="The model's name there.")],
     policy_key: Annotated[str, typer.Option(envvar="PRORL_API_KEY", help="The endpoint's key.")] = "none",
     model_type: Annotated[str, typer.Option(help="Gym's model server.")] = "prorl_model",
-    head_port: Annotated[int, typer.Option(help="Port of Gym's head server; where clients look first.")] = 11000,
+    head_port: Annotated[
+        int, typer.Option(min=1, max=65535, help="Port of Gym's head server; where clients look first.")
+    ] = 11000,
     log_dir: Annotated[Path | None, typer.Option(help="Folder for the log. Default: a temporary one.")] = None,
 ) -> None:
     """Serve environments: agent, job API, model server; a server that dies is started again. Ctrl-C ends it."""
@@ -132,7 +134,7 @@ def serve(
 
 @app.command()
 def scripted(
-    port: Annotated[int, typer.Option(help="TCP port; 0 takes a free one.")] = 0,
+    port: Annotated[int, typer.Option(min=0, max=65535, help="TCP port; 0 takes a free one.")] = 0,
     host: Annotated[str, typer.Option(help="Address to listen on.")] = "127.0.0.1",
     model: Annotated[str, typer.Option(help="Name to serve.")] = "prorl-scripted-policy",
     max_model_len: Annotated[int, typer.Option(min=1, help="Context window in tokens.")] = 262_144,

@@ -19,28 +19,34 @@ Source = Annotated[
 Output = Annotated[
     Path | None, typer.Option("--output", "-o", help="JSONL file for the rows. Default: standard output.")
 ]
+DataSource = Annotated[
+    str | None,
+    typer.Option(
+        help="`data_source` of all rows, by which a mixture routes them. Default: one that prorl_mixture has."
+    ),
+]
 
 
 @app.command("math")
-def math(file: Source, output: Output = None) -> None:
+def math(file: Source, output: Output = None, data_source: DataSource = None) -> None:
     """Problems with a final answer: DeepScaleR, AIME, AMC, or any records with `problem` and `answer`.
 
     Exit code 1 if a record made no row.
     """
     from nemo_gym_prorl.commands import data_math as command
 
-    _exit(command.convert_math(file, output))
+    _exit(command.convert_math(file, output, data_source))
 
 
 @app.command("stem")
-def stem(file: Source, output: Output = None) -> None:
+def stem(file: Source, output: Output = None, data_source: DataSource = None) -> None:
     """Questions of science: SCP-116K, verl's records, or any with `problem` and `answer`.
 
     Exit code 1 if a record made no row.
     """
     from nemo_gym_prorl.commands import data_stem as command
 
-    _exit(command.convert_stem(file, output))
+    _exit(command.convert_stem(file, output, data_source))
 
 
 @app.command("index")
@@ -76,6 +82,7 @@ def code(
             min=0.001, help="Multiplies the time limits of CodeContests, which were set for compiled programs."
         ),
     ] = 5.0,
+    data_source: DataSource = None,
 ) -> None:
     """Programming problems with tests: Eurus-2-RL-Data, APPS, TACO, CodeContests, rows of NeMo Gym's code_gen.
 
@@ -83,7 +90,7 @@ def code(
     """
     from nemo_gym_prorl.commands import data_code as command
 
-    _exit(command.convert_code(file, output, tests_folder, time_factor))
+    _exit(command.convert_code(file, output, tests_folder, time_factor, data_source))
 
 
 @app.command("swe")
@@ -94,6 +101,7 @@ def swe(
         str | None, typer.Option(help="Registry and folder that has the images. Default: where the dataset's are.")
     ] = None,
     output: Output = None,
+    data_source: DataSource = None,
 ) -> None:
     """Issues of repositories, with hidden tests: SWE-bench in its editions, SWE-Gym, R2E-Gym.
 
@@ -101,7 +109,7 @@ def swe(
     """
     from nemo_gym_prorl.commands import data_swe as command
 
-    _exit(command.convert_swe(file, dataset, images, output))
+    _exit(command.convert_swe(file, dataset, images, output, data_source))
 
 
 def _exit(complete: bool) -> None:

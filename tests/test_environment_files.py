@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import yaml
 from nemo_gym.config_types import Domain
+from nemo_gym.registry import discover_environments
 from omegaconf import OmegaConf
 
 from nemo_gym_prorl.handlers.service_config import ServiceConfig
@@ -47,6 +48,13 @@ def test_an_environment_is_what_its_manifest_says(name: str) -> None:
     readme = (ENVIRONMENTS / name / "README.md").read_text()
     assert f"--environment {name}" in readme
     assert "# Licensing information" in readme
+
+
+@pytest.mark.parametrize("name", [name for name in NAMES if name != MIXTURE])
+def test_gym_lists_an_environment_with_its_domain_and_description(name: str) -> None:
+    entry = discover_environments(ENVIRONMENTS)[name]
+    server = OmegaConf.load(f"resources_servers/{name}/configs/{name}.yaml")[name].resources_servers[name]
+    assert (entry.domain, entry.description) == (server.domain, server.description)
 
 
 def settings_of(config: dict[str, Any], server: str) -> dict[str, Any]:

@@ -26,7 +26,13 @@ SHOWN = 20
 """So many refusals are printed in full."""
 
 
-def convert(file: Path, output: Path | None, row_of: Callable[[Record], Mapping[str, Any]], console: Console) -> bool:
+def convert(
+    file: Path,
+    output: Path | None,
+    row_of: Callable[[Record], Mapping[str, Any]],
+    console: Console,
+    data_source: str | None = None,
+) -> bool:
     """Write the rows that a dataset's records make, and name the records that make none.
 
     Args:
@@ -34,6 +40,7 @@ def convert(file: Path, output: Path | None, row_of: Callable[[Record], Mapping[
         output: a JSONL file, which is there when it is complete; ``None`` for standard output.
         row_of: makes a row, or raises :class:`CallerError`, which says what field keeps it from that.
         console: for what is said of it.
+        data_source: what all rows have in that field; ``None`` for what ``row_of`` puts there.
 
     Returns:
         Whether every record made a row.
@@ -42,7 +49,8 @@ def convert(file: Path, output: Path | None, row_of: Callable[[Record], Mapping[
         CallerError: the file can't be read or makes no row at all, or the other file can't be written or is the
             same. Nothing is written then.
     """
-    if output is not None and output.exists() and output.samefile(file):
+    # Resolved as it will be for writing: a path through a folder that is not there names the same file all the same.
+    if output is not None and (target := output.resolve()).exists() and target.samefile(file):
         raise CallerError("is the dataset itself", field="--output")
     unit = "line" if file.suffix == ".jsonl" else "record"
     made, refused = 0, list[Refusal]()
@@ -57,6 +65,8 @@ def convert(file: Path, output: Path | None, row_of: Callable[[Record], Mapping[
             except CallerError as error:
                 refused.append(Refusal(number, error.reason))
             else:
+                if data_source is not None:
+                    row = {**row, "data_source": data_source}
                 lines.write(orjson.dumps(row, option=orjson.OPT_APPEND_NEWLINE))
                 made += 1
         for refusal in refused[:SHOWN]:

@@ -12,7 +12,9 @@ from nemo_gym_prorl.commands.data import convert
 from nemo_gym_prorl.tasks.code.convert import row_of
 
 
-def convert_code(file: Path, output: Path | None, tests_folder: Path | None, time_factor: float) -> bool:
+def convert_code(
+    file: Path, output: Path | None, tests_folder: Path | None, time_factor: float, data_source: str | None = None
+) -> bool:
     """Write the rows of a file; says whether every record made one.
 
     Args:
@@ -20,9 +22,10 @@ def convert_code(file: Path, output: Path | None, tests_folder: Path | None, tim
         output: as :func:`.data.convert` has it.
         tests_folder: write the tests of each problem to a file there, rather than into its row.
         time_factor: what CodeContests' limits of time are multiplied by.
+        data_source: as :func:`.data.convert` has it.
 
     Raises:
         CallerError: see :func:`.data.convert`.
     """
     converter = partial(row_of, tests_folder=tests_folder, time_factor=time_factor)
-    return convert(file, output, converter, Console(stderr=True, highlight=False))
+    return convert(file, output, converter, Console(stderr=True, highlight=False), data_source)

@@ -11,10 +11,10 @@ from nemo_gym_prorl.commands.data import convert
 from nemo_gym_prorl.tasks.math.rows import row_of
 
 
-def convert_math(file: Path, output: Path | None) -> bool:
+def convert_math(file: Path, output: Path | None, data_source: str | None = None) -> bool:
     """Write the rows of a file; says whether every record made one.
 
     Raises:
         CallerError: see :func:`.data.convert`.
     """
-    return convert(file, output, row_of, Console(stderr=True, highlight=False))
+    return convert(file, output, row_of, Console(stderr=True, highlight=False), data_source)

@@ -19,13 +19,13 @@ _TEXT = ("text", "contents", "passage")
 _SOURCE = ("source", "url", "id")
 
 
-def convert_stem(file: Path, output: Path | None) -> bool:
+def convert_stem(file: Path, output: Path | None, data_source: str | None = None) -> bool:
     """Write the rows of a file; says whether every record made one.
 
     Raises:
         CallerError: see :func:`.data.convert`.
     """
-    return convert(file, output, row_of, Console(stderr=True, highlight=False))
+    return convert(file, output, row_of, Console(stderr=True, highlight=False), data_source)
 
 
 def make_index(files: Sequence[Path], folder: Path) -> None:

@@ -16,7 +16,9 @@ from nemo_gym_prorl.sandbox.images.reference import registry
 from nemo_gym_prorl.tasks.swe.datasets import CONVERTERS, Converter
 
 
-def convert_swe(file: Path, dataset: str, prefix: str | None, output: Path | None) -> bool:
+def convert_swe(
+    file: Path, dataset: str, prefix: str | None, output: Path | None, data_source: str | None = None
+) -> bool:
     """Write the rows of a file; says whether every record made one.
 
     Raises:
@@ -25,7 +27,7 @@ def convert_swe(file: Path, dataset: str, prefix: str | None, output: Path | Non
     if dataset not in CONVERTERS:
         raise CallerError(f"{dataset!r} is none of {', '.join(CONVERTERS)}", field="--dataset")
     row_of = partial(_row, CONVERTERS[dataset], prefix.rstrip("/") if prefix else None)
-    return convert(file, output, row_of, Console(stderr=True, highlight=False))
+    return convert(file, output, row_of, Console(stderr=True, highlight=False), data_source)
 
 
 def _row(converter: Converter, prefix: str | None, record: Record) -> Mapping[str, Any]:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import errno
 import signal
 import socket
 from collections.abc import Sequence
@@ -62,9 +63,9 @@ def serve(
         try:
             probe.bind(("127.0.0.1", head_port))
         except OSError as error:
-            raise CallerError(
-                f"port {head_port} is taken, by another deployment? Choose another", field="--head-port"
-            ) from error
+            taken = error.errno == errno.EADDRINUSE
+            why = "is taken, by another deployment" if taken else f"can't be listened on ({error.strerror})"
+            raise CallerError(f"port {head_port} {why}; choose another", field="--head-port") from error
     deployment = GymDeployment(
         config_paths=[f"environments/{name}/config.yaml" for name in environments],
         model_type=model_type,

@@ -132,6 +132,7 @@ class GymCli:
                 versions.get,
                 requirements.__getitem__,
                 python=program,
+                cwd=self._cwd,
             )
             self._installation = installation
         return self._installation

@@ -38,6 +38,12 @@ VENVS_VARIABLE = "PRORL_GYM_VENVS"
 REUSE_VARIABLE = "PRORL_GYM_REUSE"
 """Environment variable from which our configuration files take ``skip_venv_if_present``."""
 
+_WITHOUT_EXTRAS = frozenset({"nemo-gym", "nemo-gym-prorl"})
+"""Packages whose extras are not looked at. Gym's servers ask for Gym with what its developers use (dev), and start
+without. A server of ours that lacks an extra ends at once and says how to install it; an environment of its own would
+take minutes and then lack this very package, which need not be in any index.
+"""
+
 
 @dataclass(frozen=True, slots=True)
 class Installation:
@@ -60,9 +66,9 @@ class Installation:
         """Our folder where it is not next to Gym's, so that Gym has to be told about it."""
         return self.our_root if self.our_root != self.gym_root else None
 
-    def server_folders(self) -> Iterator[Path]:
-        """The folder of every server that Gym or we bring, or that is where this is run."""
-        for root in {self.gym_root, self.our_root, Path.cwd()}:
+    def server_folders(self, cwd: Path | None = None) -> Iterator[Path]:
+        """The folder of every server that Gym or we bring, or that is where Gym is run (by default, where this is)."""
+        for root in {self.gym_root, self.our_root, cwd or Path.cwd()}:
             for server_type in SERVER_TYPES:
                 folder = root / server_type if root else None
                 if folder is not None and folder.is_dir():
@@ -96,6 +102,7 @@ def link_environments(
     requirements_of: Callable[[str], Iterable[str]] = lambda package: (),
     *,
     python: str | None = None,
+    cwd: Path | None = None,
 ) -> None:
     """Give every server that can use it the one environment there is.
 
@@ -105,11 +112,12 @@ def link_environments(
         version_of: the version of a package in it by its normalised name; ``None`` if it is not there.
         requirements_of: what a package in it asks for, extras included, as its metadata says.
         python: text of a program that stands for the interpreter; default: the interpreter itself.
+        cwd: where Gym is run, which looks for servers there, too; default: where this is.
     """
     target = installation.prefix
     if python is not None or not (target / "bin" / "activate").exists():
         target = _stand_in(venvs / "environment", installation, python)
-    for server in installation.server_folders():
+    for server in installation.server_folders(cwd):
         link = venvs / server.parent.name / server.name / ".venv"
         if not meets(server, version_of, requirements_of):
             if link.is_symlink():  # it did, before an upgrade
@@ -162,8 +170,7 @@ class _Environment:
         version = self.version_of(name)
         if version is None or not wanted.specifier.contains(version, prereleases=True):
             return False
-        # Gym's servers ask for Gym with what its developers use (dev), and start without.
-        return name == "nemo-gym" or all(self._has_extra(name, extra) for extra in wanted.extras)
+        return name in _WITHOUT_EXTRAS or all(self._has_extra(name, extra) for extra in wanted.extras)
 
     def _has_extra(self, package: str, extra: str) -> bool:
         if (package, extra) not in self.extras:

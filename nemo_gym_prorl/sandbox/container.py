@@ -47,6 +47,11 @@ from nemo_gym_prorl.sandbox.transfer import FILE_LIMIT
 
 __all__ = ["DEFAULT_EXEC_TIMEOUT_S", "OUTPUT_LIMIT", "SHARED_FOLDER", "Completed", "Container", "ContainerSpec"]
 
+LITTLE_ROOM = 16 << 20
+"""With fewer bytes free than that a disk counts as full: what failed in a sandbox then may have failed for that."""
+
+NO_ROOM = "the disk that sandboxes are kept on is full; make room where PRORL_STATE is"
+
 KILLED = 128 + signal.SIGKILL
 
 
@@ -338,9 +343,20 @@ class Container:
 
         Raises:
             AgentError: what ran in it has ended it.
-            SandboxLost: it ended otherwise; or what was ended in it was so for want of the machine's memory.
+            SandboxLost: it ended otherwise; or what was ended in it was so for want of the machine's memory; or the
+                machine's disk is full.
         """
         await self.ask("check", memory=True)
+        if not await self.has_room():
+            raise SandboxLost(f"sandbox {self.name}: {NO_ROOM}")
+
+    async def has_room(self) -> bool:
+        """Whether there is any left on the disk that all sandboxes are kept on."""
+        try:
+            disk = await asyncio.to_thread(os.statvfs, self._link.folder)
+        except OSError:
+            return True  # its supervisor is gone, which other calls tell
+        return disk.f_bavail * disk.f_frsize >= LITTLE_ROOM
 
     async def check_living(self) -> None:
         """As :meth:`check`, whatever was ended in it: for a program that was killed, perhaps with its sandbox.

@@ -196,6 +196,10 @@ class SingularityProvider(GymCapabilities):
         """
         await container_of(handle).check()
 
+    async def has_room(self, handle: SandboxHandle) -> bool:
+        """Whether there is any left on the disk that sandboxes are kept on."""
+        return await container_of(handle).has_room()
+
     async def pause(self, handle: SandboxHandle) -> None:
         """Stop everything that runs in the sandbox; its memory stays in use."""
         await container_of(handle).pause()

@@ -82,6 +82,11 @@ class SandboxWithSessions(StartedSandbox):
         """
         await self._provider.check(self._handle)
 
+    async def has_room(self) -> bool:
+        """Whether there is any left on the disk that sandboxes are kept on."""
+        has_room: bool = await self._provider.has_room(self._handle)
+        return has_room
+
 
 class Starter:
     """Starts sandboxes of one provider, and closes it in the end.
@@ -92,7 +97,7 @@ class Starter:
 
     def __init__(self, provider: Mapping[str, Any]) -> None:
         self._provider = create_provider(provider)
-        wanted = ("shell", "kernel", "read_file", "write_file", "check")
+        wanted = ("shell", "kernel", "read_file", "write_file", "check", "has_room")
         has_all = all(hasattr(self._provider, name) for name in wanted)
         self._kind = SandboxWithSessions if has_all else StartedSandbox
 

@@ -11,6 +11,7 @@ import hashlib
 import re
 import shutil
 import subprocess
+import sys
 import tarfile
 from dataclasses import dataclass
 from pathlib import Path
@@ -22,7 +23,16 @@ from nemo_gym_prorl.failures import InfrastructureError
 
 TIMEOUT_S = 900.0
 
-_BACKENDS = ("pip>=25", "setuptools>=77", "setuptools-scm>=8", "wheel", "hatchling", "flit-core", "poetry-core")
+_BACKENDS = (
+    "pip>=25",
+    "setuptools>=77",
+    "setuptools-scm>=8",
+    "wheel",
+    "hatchling",
+    "hatch-vcs",
+    "flit-core",
+    "poetry-core",
+)
 """pip, and what it wants to have before it hands out a source distribution."""
 
 _NOT_OURS = re.compile(r"PKG-INFO|.*\.egg-info|\.git.*")
@@ -142,7 +152,7 @@ def fetch(packages: tuple[Package, ...], folder: Path) -> None:
     wanted.write_text("".join(f"{one.name}=={one.version} --hash=sha256:{one.sha256}\n" for one in missing))
     environment = folder / "pip"
     for command in (
-        [uv.find_uv_bin(), "venv", "--quiet", "--clear", str(environment)],
+        [uv.find_uv_bin(), "venv", "--quiet", "--clear", f"--python={sys.executable}", str(environment)],
         [uv.find_uv_bin(), "pip", "install", "--quiet", f"--python={environment}", *_BACKENDS],
         [
             *(str(environment / "bin/python"), "-m", "pip", "download", "--quiet", "--disable-pip-version-check"),

@@ -149,6 +149,15 @@ class KnowsWhoseDoing(Protocol):
 
 
 @runtime_checkable
+class KnowsItsRoom(Protocol):
+    """A sandbox that can tell whether what was written in it may have failed for want of the machine's disk."""
+
+    async def has_room(self) -> bool:
+        """Whether there is any left."""
+        ...
+
+
+@runtime_checkable
 class HasFiles(Protocol):
     """A sandbox whose files can be had without a program in it. Names are looked up inside, as its own user.
 

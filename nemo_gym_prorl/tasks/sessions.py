@@ -34,7 +34,7 @@ from nemo_gym_prorl.failures import (
     RolloutError,
     TaskError,
 )
-from nemo_gym_prorl.tasks.sandbox import Sandbox
+from nemo_gym_prorl.tasks.sandbox import KnowsItsRoom, Sandbox
 from nemo_gym_prorl.tasks.task import EXHAUSTED, CountsCalls, Grade, OpenTools, SandboxNeeds, Task
 
 
@@ -343,6 +343,10 @@ class Sessions[Opened: OpenTools, Artefacts]:
                 if keep:
                     with _ours("nothing could be taken out of the session", FailureKind.SESSION_LOST):
                         session.artefacts = await self._task.artefacts(session.row, session.tools)
+                    sandbox = session.sandbox
+                    if sandbox is not None and isinstance(sandbox, KnowsItsRoom) and not await sandbox.has_room():
+                        # What is not there may not have found any.
+                        raise InfrastructureError("the disk that sandboxes are kept on is full")
             except AgentError as error:
                 session.exhausted = error.reason
             except TaskError as error:

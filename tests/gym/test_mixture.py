@@ -6,7 +6,7 @@ import os
 import signal
 from collections import Counter
 from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -199,18 +199,19 @@ async def _sandboxes_killed_in_eval_are_no_reward(client: RolloutClient) -> None
     async def killed(most: int, takes_s: int) -> JobView:
         write["arguments"]["file_text"] = f"import time\ntime.sleep({takes_s})\n{source}"
         row["responses_create_params"]["metadata"]["script"] = orjson.dumps(script).decode()
-        job, hit = await client.submit(row), set[str]()
+        job, hit = await client.submit(row), set[int]()
         while not (seen := await client.get(job.id)).state.terminal:
-            there = containers.instances() - hit if seen.state is JobState.EVALUATING else set()
-            for name in [*there][: most - len(hit)]:
-                containers.kill_instance(name)
-                hit.add(name)
+            there = containers.first_processes() - hit if seen.state is JobState.EVALUATING else set()
+            for pid in [*there][: most - len(hit)]:
+                with suppress(ProcessLookupError):
+                    os.kill(pid, signal.SIGKILL)
+                hit.add(pid)
             await asyncio.sleep(0.02)
         assert hit, "none was killed in time"
         return await client.wait(job.id)
 
     assert (await killed(1, 1)).reward == 1.0
-    always = await killed(1000, 4)
+    always = await killed(1000, 12)  # long enough to be met on a busy machine, too
     assert _masked(always) in ("provider_unavailable", "verifier_error")
     assert always.timings["eval"].attempts == 3
 

@@ -231,7 +231,7 @@ async def test_told_to_end_while_it_starts_it_leaves_nothing(scripted_policy: st
 
 
 async def test_what_it_cannot_do_it_says_in_a_line(service: Service, tmp_path: Path):
-    async def said(*arguments: str) -> str:
+    async def said(*arguments: str, code: int = 1) -> str:
         process = await asyncio.create_subprocess_exec(
             *(sys.executable, "-c", "from nemo_gym_prorl.cli import main; main()", "serve", *arguments),
             *("--policy-url", "http://127.0.0.1:1/v1", "--policy-model", "m"),
@@ -239,10 +239,11 @@ async def test_what_it_cannot_do_it_says_in_a_line(service: Service, tmp_path: P
             cwd=tmp_path,
         )
         _, errors = await asyncio.wait_for(process.communicate(), 60)
-        assert process.returncode == 1
+        assert process.returncode == code
         return errors.decode()
 
     assert "name at least one" in await said("++a=b")
+    assert "'--head-port'" in await said("prorl_code", "--head-port", "118812", code=2)
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = str(taken.getsockname()[1])
         assert f"port {port} is taken" in await said("prorl_code", "--head-port", port)

@@ -33,14 +33,14 @@ def test_a_server_shares_what_has_all_that_it_asks_for(tmp_path: Path, file: str
 
 
 EXTRAS = {
-    "nemo-gym-prorl": [
+    "theirs": [
         "aiohttp>=3",
         'scipy>=1; extra == "there"',
         'numpy<1; extra == "old"',
         'sympy; extra == "missing"',
-        'nemo-gym-prorl[there]; extra == "nested"',
-        'nemo-gym-prorl[round]; extra == "round"',
-        'nemo-gym-prorl[there,missing]; extra == "both"',
+        'theirs[there]; extra == "nested"',
+        'theirs[round]; extra == "round"',
+        'theirs[there,missing]; extra == "both"',
         "sympy; extra == 'elsewhere' and sys_platform == 'nowhere'",
         "scipy; extra == 'elsewhere'",
     ]
@@ -62,9 +62,14 @@ EXTRAS = {
     ],
 )
 def test_an_extra_is_met_if_all_is_there_that_it_asks_for(tmp_path: Path, extra: str, met: bool):
-    (tmp_path / "pyproject.toml").write_text(f'[project]\ndependencies = ["nemo-gym-prorl[{extra}]"]\n')
-    versions = VERSIONS | {"scipy": "1.14", "numpy": "2.1"}
+    (tmp_path / "pyproject.toml").write_text(f'[project]\ndependencies = ["theirs[{extra}]"]\n')
+    versions = VERSIONS | {"theirs": "2", "scipy": "1.14", "numpy": "2.1"}
     assert meets(tmp_path, versions.get, lambda package: EXTRAS.get(package, ())) is met
+
+
+def test_a_server_of_ours_without_its_extra_starts_here_and_says_so_itself(tmp_path: Path):
+    (tmp_path / "pyproject.toml").write_text('[project]\ndependencies = ["nemo-gym", "nemo-gym-prorl[math]"]\n')
+    assert meets(tmp_path, VERSIONS.get, lambda package: ['math-verify; extra == "math"'])
 
 
 def test_links_follow_what_the_environment_has(tmp_path: Path):
@@ -97,6 +102,10 @@ def test_servers_of_the_folder_in_which_gym_is_started_share_it_too(tmp_path: Pa
     venvs = shared_folder() / "resources_servers"
     assert (venvs / "maths" / ".venv" / "bin" / "python").exists()
     assert not (venvs / "other").exists()
+    elsewhere = tmp_path / "elsewhere"
+    monkeypatch.chdir("/")
+    link_environments(elsewhere, running_installation(), {"nemo-gym": "1", "nemo-gym-prorl": "1"}.get, cwd=tmp_path)
+    assert (elsewhere / "resources_servers" / "maths" / ".venv").exists()
 
 
 def test_our_servers_share_the_running_environment(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):

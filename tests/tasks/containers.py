@@ -4,7 +4,7 @@
 import os
 import signal
 from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, suppress
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -74,6 +74,15 @@ async def running_ours(**options: Any) -> AsyncIterator[started.SandboxWithSessi
 def instances() -> set[str]:
     """Names of the sandboxes that live in the test run's folder."""
     return {note.parent.name for note in _spaces()}
+
+
+def first_processes() -> set[int]:
+    """Those of these sandboxes, as the host numbers them. One that is made once more keeps its name, not these."""
+    found = set()
+    for note in _spaces():
+        with suppress(FileNotFoundError):
+            found.add(int(note.read_text().split()[0]))
+    return found
 
 
 def kill_instance(name: str) -> None:

@@ -10,6 +10,11 @@ import pytest
 from nemo_gym_prorl.failures import InfrastructureError
 from nemo_gym_prorl.tasks import extras
 from nemo_gym_prorl.tasks.math.checker import MathChecker
+from nemo_gym_prorl.tasks.swe import testing
+from nemo_gym_prorl.tasks.swe.grading import GradingLimits
+from nemo_gym_prorl.tasks.swe.repository import PatchLimits
+from nemo_gym_prorl.tasks.swe.task import SoftwareEngineering
+from nemo_gym_prorl.tasks.workbench.workspace import ToolLimits
 from resources_servers.prorl_stem.app import ProRLStemServer
 
 
@@ -30,3 +35,9 @@ def test_a_server_asks_for_its_own_extra_before_anything_else(module: str, monke
     monkeypatch.setattr(extras.importlib.util, "find_spec", without(module))
     with pytest.raises(InfrastructureError, match=rf"{module}\. pip install 'nemo-gym-prorl\[stem\]'"):
         ProRLStemServer.make_task(None)  # type: ignore[arg-type]  # nothing of the server is looked at before
+
+
+def test_software_engineering_without_log_parsers_says_how_to_get_them(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(extras.importlib.util, "find_spec", without("swebench"))
+    with pytest.raises(InfrastructureError, match=r"swebench\. pip install 'nemo-gym-prorl\[swe\]'"):
+        SoftwareEngineering(ToolLimits(), PatchLimits(), GradingLimits(testing.TestLimits()))

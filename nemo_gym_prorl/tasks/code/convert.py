@@ -35,6 +35,12 @@ CHECKER = {"kind": "float"}
 CALL_CHECKER = {"kind": "float", "wrapped": True}
 """These sets have some results in a list of their own and some not, and no way to tell."""
 
+DATA_SOURCE = "code"
+"""Of rows whose set is not known by name."""
+
+SETS = frozenset({"apps", "taco", "codecontests", "codeforces"})
+"""Those that Eurus-2-RL-Data names in its ``data_source``."""
+
 _ASKS_FOR_BLOCK = re.compile(r"\s*Write Python code to solve the problem\..*\Z", re.DOTALL)
 
 
@@ -51,14 +57,14 @@ def row_of(record: Record, tests_folder: Path | None = None, time_factor: float 
     """
     for field, convert in _KINDS.items():
         if field in record:
-            row = _code_contests(record, time_factor) if convert is _code_contests else convert(record)
+            row = convert(record, time_factor)
             read_problem(read_metadata(row), None)
             return row if tests_folder is None else _with_file(row, tests_folder)
     known = ", ".join(_KINDS)
     raise CallerError(f"a record of no known set: it has none of {known}, but {', '.join(list(record)[:20])}")
 
 
-def _eurus(record: Record) -> dict[str, Any]:
+def _eurus(record: Record, _time_factor: float) -> dict[str, Any]:
     if record.get("ability") != "code":
         raise CallerError(f"{record.get('ability')!r} is not 'code'", field="ability")
     prompt = record.get("prompt")
@@ -67,18 +73,23 @@ def _eurus(record: Record) -> dict[str, Any]:
         raise CallerError("it has no message of a user", field="prompt")
     truth = record["reward_model"]
     tests = _tests(truth.get("ground_truth") if isinstance(truth, Mapping) else None, "reward_model.ground_truth")
-    return _row(_ASKS_FOR_BLOCK.sub("", said[-1]), tests, dataset=str(record.get("data_source", "eurus")))
+    return _row(
+        _ASKS_FOR_BLOCK.sub("", said[-1]), tests, _set(record), dataset=str(record.get("data_source", "eurus"))
+    )
 
 
-def _apps(record: Record) -> dict[str, Any]:
+def _apps(record: Record, _time_factor: float) -> dict[str, Any]:
     tests = _tests(record["input_output"], "input_output")
     statement = _text(record, "question")
     if record.get("starter_code"):
         statement += f"\n\nStart from:\n```python\n{record['starter_code']}\n```"
-    return _row(statement, tests, dataset=str(record.get("source") or "apps"), difficulty=record.get("difficulty"))
+    source = "taco" if record.get("source") else "apps"
+    return _row(
+        statement, tests, source, dataset=str(record.get("source") or "apps"), difficulty=record.get("difficulty")
+    )
 
 
-def _code_contests(record: Record, time_factor: float = TIME_FACTOR) -> dict[str, Any]:
+def _code_contests(record: Record, time_factor: float) -> dict[str, Any]:
     tests: dict[str, Any] = {"inputs": [], "outputs": []}
     for field in ("public_tests", "private_tests", "generated_tests"):
         part = record.get(field) or {}
@@ -91,7 +102,7 @@ def _code_contests(record: Record, time_factor: float = TIME_FACTOR) -> dict[str
         limits["time_limit_s"] = time_factor * _seconds(limit)
     if memory := record.get("memory_limit_bytes"):
         limits["memory_limit_mib"] = max(256, memory >> 20)
-    return _row(_text(record, "description"), tests, dataset="code_contests", **limits)
+    return _row(_text(record, "description"), tests, "codecontests", dataset="code_contests", **limits)
 
 
 def _seconds(limit: Any) -> float:
@@ -102,26 +113,31 @@ def _seconds(limit: Any) -> float:
     return float(parts[0] + parts[1] / 1e9)
 
 
-def _code_gen(record: Record) -> dict[str, Any]:
+def _code_gen(record: Record, _time_factor: float) -> dict[str, Any]:
     if not isinstance(record.get("responses_create_params"), Mapping):
         raise CallerError("missing; a row of NeMo Gym has it", field="responses_create_params")
-    return dict(record)
+    return {"data_source": DATA_SOURCE, **record}
 
 
-_KINDS: Mapping[str, Callable[[Record], dict[str, Any]]] = {
+_KINDS: Mapping[str, Callable[[Record, float], dict[str, Any]]] = {
     METADATA: _code_gen,
     "reward_model": _eurus,
     "input_output": _apps,
     "public_tests": _code_contests,
 }
-"""By a field that only records of that set have."""
+"""By a field that only records of that set have. The number multiplies limits of time, where a set has some."""
 
 
-def _row(statement: str, tests: Mapping[str, Any], **more: Any) -> dict[str, Any]:
+def _set(record: Record) -> str:
+    source = record.get("data_source")
+    return source if source in SETS else DATA_SOURCE
+
+
+def _row(statement: str, tests: Mapping[str, Any], data_source: str, **more: Any) -> dict[str, Any]:
     function = tests.get("fn_name")
     checker = CHECKER if function is None else CALL_CHECKER
     metadata = {"unit_tests": dict(tests), "checker": checker} | {k: v for k, v in more.items() if v is not None}
-    return row_for(statement, metadata, function=function)
+    return row_for(statement, metadata, function=function, data_source=data_source)
 
 
 def _tests(text: Any, field: str) -> dict[str, Any]:

@@ -14,12 +14,20 @@ from enum import StrEnum
 from typing import Any, Literal
 
 from nemo_gym_prorl.failures import AgentError, TaskError
-from nemo_gym_prorl.tasks.code.program import program
 from nemo_gym_prorl.tasks.code.rows import Problem
+from nemo_gym_prorl.tasks.program import program
 from nemo_gym_prorl.tasks.sandbox import Sandbox
 from nemo_gym_prorl.tasks.task import EXHAUSTED, Grade
 from nemo_gym_prorl.tasks.trials import Lost, TakenDown, attempt, settle
 
+
+_INSIDE = "nemo_gym_prorl.tasks.code.inside"
+_GRADER = (
+    f"{_INSIDE}.grader",
+    "nemo_gym_prorl.tasks.inside.privileges",
+    *(f"{_INSIDE}.{name}" for name in ("walls", "zygote", "checkers")),
+)
+"""What runs in the sandbox, as :func:`.program` takes it."""
 
 CLOCK_FACTOR = 10
 """All tests may take so much longer by the clock: waiting for a processor is no fault of a candidate's."""
@@ -133,11 +141,11 @@ async def grade_in(
     try:
         told = await attempt(
             sandbox,
-            program(),
+            program(*_GRADER),
             job,
             timeout_s=CLOCK_FACTOR * limits.total_s,
             root=root,
-            doubtful=lambda report: bool(report.get("killed")),
+            doubtful=lambda report: bool(report.get("killed")) or report.get("verdict") == Verdict.CRASHED,
             before=f"ulimit -s {STACK_KIB} 2>/dev/null; ",
         )
     except AgentError as error:

@@ -12,11 +12,10 @@ from collections.abc import Callable
 from contextlib import AbstractAsyncContextManager
 from dataclasses import asdict, dataclass
 from enum import StrEnum
-from functools import cache
-from importlib.resources import files
 
 from nemo_gym_prorl.failures import AgentError
 from nemo_gym_prorl.tasks.humaneval.problems import Problem
+from nemo_gym_prorl.tasks.program import program
 from nemo_gym_prorl.tasks.sandbox import Sandbox
 from nemo_gym_prorl.tasks.task import EXHAUSTED, Grade
 from nemo_gym_prorl.tasks.trials import Lost, TakenDown, attempt, settle
@@ -104,7 +103,7 @@ async def grade_in(sandbox: Sandbox, problem: Problem, source: str, limits: Grad
     try:
         told = await attempt(
             sandbox,
-            _grader_source(),
+            program("nemo_gym_prorl.tasks.humaneval.inside.grader", "nemo_gym_prorl.tasks.inside.privileges"),
             job,
             timeout_s=limits.timeout_s,
             root=root,
@@ -113,8 +112,3 @@ async def grade_in(sandbox: Sandbox, problem: Problem, source: str, limits: Grad
     except AgentError as error:
         return judged(Reason.EXHAUSTED, error.reason)
     return told if isinstance(told, Lost) else judged(Reason(told["reason"]), told["detail"])
-
-
-@cache
-def _grader_source() -> str:
-    return files("nemo_gym_prorl.tasks.humaneval").joinpath("inside/grader.py").read_text(encoding="utf-8")

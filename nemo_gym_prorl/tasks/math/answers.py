@@ -101,10 +101,10 @@ def final_answer(message: str) -> str | None:
     """The answer that a message gives, as it is written there; ``None`` if it gives none."""
     boxes = list(_BOX.finditer(message))[-MAX_ANSWER_CHARS:]
     if boxes:
-        content = _closed(message, boxes[-1].end())
+        content = closed_from(message, boxes[-1].end())
         listed = [] if content is None else [content.strip()]
         for box, following in zip(boxes[-2::-1], boxes[:0:-1], strict=True):
-            content = _closed(message, box.end(), following.start())
+            content = closed_from(message, box.end(), following.start())
             if not listed or content is None:
                 break
             if not _JOINED.fullmatch(message, box.end() + len(content) + 1, following.start()):
@@ -160,12 +160,22 @@ def unwrapped(answer: str) -> str:
             inner = text[len(start) : -len(end)]
             if len(text) > len(start + end) and text.startswith(start) and text.endswith(end) and start not in inner:
                 text = inner.strip()
-        if (box := _BOX.search(text)) and (content := _closed(text, box.end())) is not None:
+        if (box := _BOX.search(text)) and (content := closed_from(text, box.end())) is not None:
             text = text[: box.start()] + content + text[box.end() + len(content) + 1 :]
         elif text in ("$$", r"\(\)", r"\[\]"):
             text = ""
         if text == before:
             return text
+
+
+def closed_from(text: str, start: int, end: int | None = None) -> str | None:
+    """What stands from ``start`` to the brace that closes the one before it, up to ``end`` of the text."""
+    depth = 1
+    for found in re.compile(r"\\.|[{}]", re.DOTALL).finditer(text, start, len(text) if end is None else end):
+        depth += {"{": 1, "}": -1}.get(found[0], 0)
+        if not depth:
+            return text[start : found.start()]
+    return None
 
 
 def canonical(answer: str) -> str:
@@ -186,16 +196,6 @@ def restates(answer: str, question: str) -> bool:
 def side_by_side(answer: str) -> bool:
     """Whether two numbers stand beside each other with nothing between that would say what is meant."""
     return _SIDE_BY_SIDE.search(_BASE.sub(r"\1", _BETWEEN_DIGITS.sub(" ", answer))) is not None
-
-
-def _closed(text: str, start: int, end: int | None = None) -> str | None:
-    """What stands from ``start`` to the brace that closes the one before it, up to ``end`` of the text."""
-    depth = 1
-    for found in re.compile(r"\\.|[{}]", re.DOTALL).finditer(text, start, len(text) if end is None else end):
-        depth += {"{": 1, "}": -1}.get(found[0], 0)
-        if not depth:
-            return text[start : found.start()]
-    return None
 
 
 def _fraction(found: re.Match[str]) -> str:

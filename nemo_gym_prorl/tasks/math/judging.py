@@ -163,8 +163,8 @@ def _shaped(gold: Shape, said: Shape, question: str) -> Judged:
         values = [pair[1] if pair else one for pair, one in zip(pairs, said.members, strict=True)]
         return _each(list(names.values()), values, question) if said.brackets != SET else _other_kind()
     if gold.brackets == MATRIX or said.brackets == MATRIX:
-        same = (gold.brackets, gold.columns) == (said.brackets, said.columns)
-        return _each(gold.members, said.members, question) if same else _other_kind()
+        alike = (gold.brackets, gold.columns) == (said.brackets, said.columns)
+        return _each(gold.members, said.members, question) if alike else _other_kind()
     if gold.brackets == SET and said.brackets == SET:
         return _worst([_among(gold.members, said.members, question), _among(said.members, gold.members, question)])
     if gold.brackets in (LIST, SET) and said.brackets in (LIST, SET):

@@ -21,6 +21,9 @@ SYSTEM_PROMPT = """\
 You solve mathematical problems. The tool `python` is a persistent Python with numpy, scipy and sympy; use it to \
 compute and to check. End with the final answer, and nothing but the answer, in \\boxed{}."""
 
+DATA_SOURCE = "math"
+"""Of rows made here: a record does not say what set it is of."""
+
 MAX_ANSWER_CHARS = 2000
 """Longest expected answer."""
 
@@ -51,6 +54,7 @@ def row_of(record: Mapping[str, Any]) -> dict[str, Any]:
         },
         "question": question,
         "expected_answer": answer,
+        "data_source": DATA_SOURCE,
     }
 
 

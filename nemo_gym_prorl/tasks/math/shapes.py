@@ -12,7 +12,7 @@ apart here, where its brackets can be seen, and only its members are compared as
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Set
+from collections.abc import Set
 from dataclasses import dataclass, replace
 
 
@@ -179,7 +179,7 @@ def names_in(question: str, names: Set[str]) -> list[str]:
 def _pair(text: str) -> tuple[str, str] | None:
     """The brackets around a whole text, and what stands between."""
     depth, first = 0, ""
-    for token in _iterate(text):
+    for token in _TOKEN.finditer(text):
         if token[0] in _OPEN:
             if not depth:
                 if first:
@@ -196,7 +196,3 @@ def _pair(text: str) -> tuple[str, str] | None:
         if depth < 0:
             return None
     return None
-
-
-def _iterate(text: str) -> Iterator[re.Match[str]]:
-    return _TOKEN.finditer(text)

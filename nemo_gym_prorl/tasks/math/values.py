@@ -25,6 +25,9 @@ NEAR_EXACT = sympy.Float("1e-60", EXACT_DIGITS)
 NEAR_DECIMAL = sympy.Float("1e-3")
 """The same where one is a decimal fraction; to six decimals they agree anyhow."""
 
+NEAR_FLOAT = sympy.Float("1e-14")
+"""The same where one is written with so many decimals that a machine's number holds no more."""
+
 NEAR_ZERO = sympy.Float("1e-6")
 
 _POINTS = (sympy.Rational(-7, 2), sympy.Integer(-1), sympy.Rational(1, 3), sympy.Integer(2), sympy.Rational(11, 2))
@@ -60,12 +63,11 @@ def near_numbers(one: Any, other: Any, tolerance: Any = None) -> bool:
     if a == 0:
         return bool(abs(b) < (NEAR_EXACT if exact else NEAR_ZERO))
     if tolerance is None:
-        exact = exact or _is_decimal(one) or _is_decimal(other)
-        tolerance = (
-            (sympy.Float("1e-14") if one.has(sympy.Float) or other.has(sympy.Float) else NEAR_EXACT)
-            if (exact)
-            else NEAR_DECIMAL
-        )
+        floats = one.has(sympy.Float) or other.has(sympy.Float)
+        if not (exact or _is_decimal(one) or _is_decimal(other)):
+            tolerance = NEAR_DECIMAL
+        else:
+            tolerance = NEAR_FLOAT if floats else NEAR_EXACT
     return bool(abs(a - b) <= tolerance * abs(a))
 
 

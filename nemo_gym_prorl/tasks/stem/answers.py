@@ -10,6 +10,8 @@ from __future__ import annotations
 import re
 import unicodedata
 
+from nemo_gym_prorl.tasks.math.answers import closed_from
+
 
 MAX_ANSWER_CHARS = 1000
 """Longest final answer that is graded."""
@@ -60,7 +62,7 @@ def without_box(answer: str) -> str:
     """An answer without the box that it wholly is; empty if the box is."""
     text = _undelimited(answer.strip())
     box = _BOX.match(text)
-    content = None if box is None else _balanced(text, box.end())
+    content = None if box is None else closed_from(text, box.end())
     return content.strip() if box and content is not None and box.end() + len(content) + 1 == len(text) else answer
 
 
@@ -95,16 +97,6 @@ def words(text: str) -> str:
     if _SYMBOLS.search(text):
         return "".join(text.split())
     return " ".join(word.casefold() if len(word) > LONGEST_SYMBOL else word for word in _WORD.findall(text))
-
-
-def _balanced(text: str, begin: int) -> str | None:
-    depth = 1
-    for place in range(begin, len(text)):
-        if text[place] in "{}" and text[place - 1] != "\\":
-            depth += 1 if text[place] == "{" else -1
-            if not depth:
-                return text[begin:place]
-    return None
 
 
 def _undelimited(text: str) -> str:

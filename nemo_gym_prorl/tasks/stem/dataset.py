@@ -17,6 +17,9 @@ from nemo_gym_prorl.tasks.stem.choices import chosen
 from nemo_gym_prorl.tasks.stem.problems import problem_of, row_for
 
 
+DATA_SOURCE = "stem"
+"""Of rows made here: a record does not say what set it is of."""
+
 LONGEST_LINE = 120
 """A solution of one line no longer than that is an answer."""
 
@@ -50,7 +53,10 @@ def row_of(record: Mapping[str, Any]) -> dict[str, Any]:
     problem = problem_of({"question": question, "expected_answer": expected, "options": options})
     row = row_for(problem.question, problem.expected, problem.options)
     domain = record.get("domain")
-    return row | {"verifier_metadata": {"domain": domain} if isinstance(domain, str) else {}}
+    return row | {
+        "data_source": DATA_SOURCE,
+        "verifier_metadata": {"domain": domain} if isinstance(domain, str) else {},
+    }
 
 
 def options_in(question: str) -> tuple[str, dict[str, str]] | None:

@@ -8,7 +8,6 @@ run for ever; so a parser has a process with a time limit, off the event loop: :
 from __future__ import annotations
 
 import asyncio
-import importlib.util
 import json
 import os
 import sys
@@ -20,21 +19,8 @@ from nemo_gym_prorl.failures import CallerError, FailureKind, InfrastructureErro
 from nemo_gym_prorl.tasks.swe import parser_process
 
 
-INSTALL = "pip install 'nemo-gym-prorl[swe]'"
-
-
 class ParserTimeout(Exception):
     """The log is such that its parser does not come to an end."""
-
-
-def require_parsers() -> None:
-    """Raise unless ``swebench`` is installed; nothing of it is imported.
-
-    Raises:
-        InfrastructureError: it is not; says how to install it.
-    """
-    if importlib.util.find_spec("swebench") is None:
-        raise InfrastructureError(f"the package swebench, whose log parsers grade the tests, is missing: {INSTALL}")
 
 
 async def parse(parser: str, logs: Sequence[str], timeout_s: float) -> list[Mapping[str, str]]:

@@ -6,11 +6,11 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+from nemo_gym_prorl.tasks.extras import require_extra
 from nemo_gym_prorl.tasks.swe.bench import Bench, Benches
 from nemo_gym_prorl.tasks.swe.changes import Solution
 from nemo_gym_prorl.tasks.swe.grading import Grader, GradingLimits
 from nemo_gym_prorl.tasks.swe.instance import row_of
-from nemo_gym_prorl.tasks.swe.log_parsing import require_parsers
 from nemo_gym_prorl.tasks.swe.paths import Protection
 from nemo_gym_prorl.tasks.swe.repository import NotTaken, PatchLimits, Repositories
 from nemo_gym_prorl.tasks.task import Grade, OpenSandbox, SandboxNeeds
@@ -30,7 +30,7 @@ class SoftwareEngineering:
     """
 
     def __init__(self, tools: ToolLimits, patches: PatchLimits, grading: GradingLimits) -> None:
-        require_parsers()
+        require_extra("swe", "swebench")
         self._repositories = Repositories(patches)
         self._grader = Grader(self._repositories, grading)
         self.tools = Benches(tools)

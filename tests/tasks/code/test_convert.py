@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import yaml
 from typer.testing import CliRunner
 
 from nemo_gym_prorl.cli import app
@@ -40,6 +41,13 @@ GYM = {
     "verifier_metadata": {"unit_tests": STDIO | {"fn_name": None}},
     "hash_id": "x",
 }
+
+
+MIXTURE = yaml.safe_load(Path("environments/prorl_mixture/config.yaml").read_text())["prorl_mixture"][
+    "responses_api_agents"
+]["prorl_agent"]["environments"]
+ROUTED = {name: {name, *environment["data_sources"]} for name, environment in MIXTURE.items()}
+"""What rows of each of the mixture's environments have in ``data_source``."""
 
 
 def problem_of(row: dict[str, Any]) -> Any:
@@ -77,8 +85,24 @@ def test_code_contests() -> None:
     assert (problem.time_limit_s, problem.memory_limit_mib) == (7.5, 512)
 
 
-def test_a_row_of_gym_stays_as_it_is() -> None:
-    assert row_of(GYM) == GYM
+def test_a_row_of_gym_stays_as_it_is_but_says_where_it_goes() -> None:
+    assert row_of(GYM) == GYM | {"data_source": "code"}
+    assert row_of(GYM | {"data_source": "mine"}) == GYM | {"data_source": "mine"}
+
+
+@pytest.mark.parametrize(
+    ("record", "source"),
+    [
+        (EURUS | {"data_source": "taco"}, "taco"),
+        (EURUS | {"data_source": "numina_olympiads"}, "code"),
+        (APPS, "apps"),
+        (APPS | {"source": "codechef"}, "taco"),
+        (CONTESTS, "codecontests"),
+    ],
+)
+def test_a_row_says_which_set_it_is_of_where_the_mixture_knows_it(record: dict[str, Any], source: str) -> None:
+    assert row_of(record)["data_source"] == source
+    assert source in ROUTED["code"]
 
 
 @pytest.mark.parametrize(
@@ -140,3 +164,15 @@ def test_the_command(tmp_path: Path) -> None:
     assert "2 rows, 1 lines refused" in result.stderr
     made = [json.loads(line) for line in rows.read_text().splitlines()]
     assert [len(read_problem(read_metadata(row), folder).tests) for row in made] == [1, 2]
+
+
+def test_rows_of_the_other_families_go_where_the_mixture_has_them(tmp_path: Path) -> None:
+    records = tmp_path / "records.jsonl"
+    records.write_text(json.dumps({"problem": "What is 2 + 3?", "answer": "5"}) + "\n")
+    for family in ("math", "stem"):
+        rows = tmp_path / f"{family}.jsonl"
+        assert CliRunner().invoke(app, ["data", family, str(records), "-o", str(rows)]).exit_code == 0
+        assert json.loads(rows.read_text())["data_source"] in ROUTED[family]
+        told = ["data", family, str(records), "-o", str(rows), "--data-source", "mine"]
+        assert CliRunner().invoke(app, told).exit_code == 0
+        assert json.loads(rows.read_text())["data_source"] == "mine"

@@ -99,12 +99,14 @@ def test_a_line_that_is_no_json_is_named_and_costs_the_others_nothing(tmp_path: 
     assert "line 2: is not JSON" in done.output
 
 
-@pytest.mark.parametrize("way", ["itself", "symlink", "hard link"])
+@pytest.mark.parametrize("way", ["itself", "through a folder that is not there", "symlink", "hard link"])
 def test_a_dataset_is_not_replaced_by_its_rows(tmp_path: Path, way: str) -> None:
     file, output = written(tmp_path / "data.jsonl", RECORDS), tmp_path / "other.jsonl"
     match way:
         case "itself":
             output = tmp_path / "." / "data.jsonl"
+        case "through a folder that is not there":
+            output = tmp_path / "nowhere" / ".." / "data.jsonl"
         case "symlink":
             output.symlink_to(file)
         case _:

@@ -23,8 +23,9 @@ import sys
 import time
 from typing import Any
 
-from nemo_gym_prorl.tasks.code.inside import checkers, walls
+from nemo_gym_prorl.tasks.code.inside import checkers
 from nemo_gym_prorl.tasks.code.inside.zygote import Unexpected, Zygote, file_of, receive, send, waiting_s
+from nemo_gym_prorl.tasks.inside.privileges import hide
 
 
 CHUNK = 1 << 16
@@ -346,7 +347,7 @@ def tell(nonce: str, what: Any) -> None:
 
 def main() -> None:
     """Fork the zygotes, read the job, run it, print the report."""
-    walls.hide()
+    hide()
     zygotes = Zygote(), Zygote()
     job = json.loads(sys.stdin.buffer.read())
     sys.meta_path.clear()  # a changed standard library is never loaded

@@ -4,7 +4,7 @@
 Without user ids to tell grader and candidate apart, the kernel would let the candidate kill the grader, lower its
 limits, or leave notes for the next test. So three walls go up, and none can be taken down again:
 
-- It has no capabilities.
+- It has no capabilities (:mod:`~nemo_gym_prorl.tasks.inside.privileges`).
 - A filter of system calls: no new processes (threads are fine), hence no fork bombs and nothing that outlives a test;
   no signals at all; no limits, priorities or tracing of any process but its own; no IPC objects, which would outlive
   it, and no sockets but pairs, since a closed connection is listed for a minute; no changes to what files *are* (mode,
@@ -22,21 +22,15 @@ import resource
 import signal
 import struct
 
+from nemo_gym_prorl.tasks.inside.privileges import LIBC
+
 
 PR_SET_PDEATHSIG = 1
-PR_SET_DUMPABLE = 4
 PR_SET_SECCOMP = 22
-PR_CAPBSET_DROP = 24
-PR_SET_NO_NEW_PRIVS = 38
-PR_CAP_AMBIENT = 47
-PR_CAP_AMBIENT_CLEAR_ALL = 4
-CAPABILITY_VERSION_3 = 0x20080522
 SECCOMP_MODE_FILTER = 2
 CLONE_THREAD = 0x10000
 MAX_FILES = 4096
 """None of ours has a higher number."""
-
-LIBC = ctypes.CDLL(None, use_errno=True)
 
 EPERM, ENOSYS = 1, 38
 
@@ -91,35 +85,9 @@ MAKE_AND_REMOVE = 0b1_1111_1111 << 4
 DEVICES = ("/dev/null", "/dev/zero", "/dev/full")
 
 
-def hide() -> None:
-    """Let no process of the same user, without capabilities, look into this one or its descendants.
-
-    Raises:
-        OSError: the kernel refuses.
-    """
-    if LIBC.prctl(PR_SET_DUMPABLE, 0, 0, 0, 0) != 0:
-        raise OSError(ctypes.get_errno(), "prctl")
-
-
 def end_with_parent() -> None:
     """Be killed when the process that forked this one ends."""
     LIBC.prctl(PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
-
-
-def drop_privileges() -> None:
-    """Give up all capabilities for good: a sandbox may run as root of its own user namespace.
-
-    Raises:
-        OSError: the kernel refuses.
-    """
-    LIBC.prctl(PR_SET_NO_NEW_PRIVS, 1, 0, 0, 0)
-    LIBC.prctl(PR_CAP_AMBIENT, PR_CAP_AMBIENT_CLEAR_ALL, 0, 0, 0)
-    for capability in range(64):
-        LIBC.prctl(PR_CAPBSET_DROP, capability, 0, 0, 0)
-    header = (ctypes.c_uint32 * 2)(CAPABILITY_VERSION_3, 0)
-    nothing = (ctypes.c_uint32 * 6)(*[0] * 6)
-    if LIBC.capset(header, nothing) != 0:
-        raise OSError(ctypes.get_errno(), "capset")
 
 
 def limit(what: int, value: int) -> None:

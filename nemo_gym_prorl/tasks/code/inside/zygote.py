@@ -27,6 +27,7 @@ import types
 from typing import Any, NoReturn
 
 from nemo_gym_prorl.tasks.code.inside import walls
+from nemo_gym_prorl.tasks.inside.privileges import drop_privileges
 
 
 MESSAGE_BYTES = 1 << 16
@@ -144,7 +145,7 @@ def zygote_main(channel: socket.socket) -> None:
         job = json.loads(file.read())
     machine = os.uname().machine
     alone = walls.lone(machine)
-    walls.drop_privileges()
+    drop_privileges()
     walls.end_with_parent()
     landlock = walls.landlock_version()
     if landlock:

@@ -13,15 +13,14 @@ so that a changed standard library is never loaded. Only then it hands over the 
 capabilities, under resource limits, in a session of its own. Two lines start with the nonce: that the candidate's
 source is about to be run, and the verdict.
 
-Called as ``python3 -I -c SOURCE`` with the job as JSON on standard input. What it imports is paid for with each
-rollout, hence as little as will do.
+Called as ``python3 -I -c PROGRAM`` (:mod:`nemo_gym_prorl.tasks.program`) with the job as JSON on standard input. What
+it imports is paid for with each rollout, hence as little as will do.
 """
 
 from __future__ import annotations
 
 import ast
 import contextlib
-import ctypes
 import json
 import os
 import resource
@@ -30,20 +29,14 @@ import struct
 import sys
 from typing import Any, NoReturn  # most solutions import it: here once for both processes
 
+from nemo_gym_prorl.tasks.inside.privileges import drop_privileges, hide
+
 
 MAX_FRAME_BYTES = 16 << 20
 MAX_INT_DIGITS = 4000
-PR_SET_DUMPABLE = 4
-PR_CAPBSET_DROP = 24
-PR_SET_NO_NEW_PRIVS = 38
-PR_CAP_AMBIENT = 47
-PR_CAP_AMBIENT_CLEAR_ALL = 4
-CAPABILITY_VERSION_3 = 0x20080522
 DETAIL_CHARS = 500
 MAX_FILES = 4096
 """None of ours has a higher number."""
-
-LIBC = ctypes.CDLL(None, use_errno=True)
 
 
 class TimeUp(BaseException):
@@ -157,18 +150,6 @@ def bounded_int(digits: str) -> int:
 
 
 # --- the candidate's process ---
-
-
-def drop_privileges() -> None:
-    """Give up all capabilities for good: a sandbox may run as root of its own user namespace."""
-    LIBC.prctl(PR_SET_NO_NEW_PRIVS, 1, 0, 0, 0)
-    LIBC.prctl(PR_CAP_AMBIENT, PR_CAP_AMBIENT_CLEAR_ALL, 0, 0, 0)
-    for capability in range(64):
-        LIBC.prctl(PR_CAPBSET_DROP, capability, 0, 0, 0)
-    header = (ctypes.c_uint32 * 2)(CAPABILITY_VERSION_3, 0)
-    nothing = (ctypes.c_uint32 * 6)(*[0] * 6)
-    if LIBC.capset(header, nothing) != 0:
-        raise OSError(ctypes.get_errno(), "capset")
 
 
 def limit_resources(limits: dict[str, int]) -> None:
@@ -349,8 +330,7 @@ def tell(nonce: str, what: Any) -> None:
 def main() -> None:
     """Fork the candidate, read the job, run it, print the verdict."""
     candidate = Candidate()
-    if LIBC.prctl(PR_SET_DUMPABLE, 0, 0, 0, 0) != 0:
-        raise OSError(ctypes.get_errno(), "prctl")
+    hide()
     job = json.loads(sys.stdin.read())
     import_ahead(job["reference"], job["test"])
     sys.meta_path.clear()
