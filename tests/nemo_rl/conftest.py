@@ -98,11 +98,19 @@ def engine(nemo_rl: Path) -> "Engine":
 
 
 @pytest.fixture(scope="session")
-def trainer(nemo_rl: Path, engine: "Engine", state: Path) -> Iterator["Trainer"]:
+def engine_url(engine: "Engine") -> Iterator[str]:
+    """Where that engine is."""
+    from tests.nemo_rl.engine import serving
+
+    with serving(engine) as base_url:
+        yield base_url
+
+
+@pytest.fixture(scope="session")
+def trainer(nemo_rl: Path, engine_url: str, state: Path) -> Iterator["Trainer"]:
     """An actor with what ``docs/nemo_rl.md`` configures, a counting environment besides, and a key for one agent."""
     from omegaconf import OmegaConf
 
-    from tests.nemo_rl.engine import serving
     from tests.nemo_rl.trainer import Trainer
 
     venvs = str(nemo_rl / "venvs")
@@ -110,11 +118,18 @@ def trainer(nemo_rl: Path, engine: "Engine", state: Path) -> Iterator["Trainer"]
     [block] = documented("yaml")
     config = OmegaConf.to_container(OmegaConf.create(block.replace(VENVS, venvs)))["env"]["nemo_gym"]
     config["config_paths"].append(str(nemo_rl / "resources_servers/counting/counting.yaml"))
-    with serving(engine) as base_url:
-        trainer = Trainer([base_url], nemo_rl, config)
-        try:
-            yield trainer
-        finally:
-            import ray
+    trainer = Trainer([engine_url], nemo_rl, config)
+    try:
+        yield trainer
+    finally:
+        import ray
 
-            ray.get(trainer.actor.shutdown.remote())
+        ray.get(trainer.actor.shutdown.remote())
+
+
+@pytest.fixture
+def own_ray(nemo_rl: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """grpo_train asks for Ray's memory, of whichever Ray there is on the machine."""
+    import ray
+
+    monkeypatch.setenv("RAY_ADDRESS", ray.get_runtime_context().gcs_address)

@@ -9,8 +9,10 @@ text continues other tokens than those that were sampled.
 
 import asyncio
 import contextlib
+import json
 import socket
 import threading
+from collections import Counter
 from collections.abc import Iterator
 from typing import Any
 
@@ -43,6 +45,7 @@ class Engine:
         self.requests: list[dict[str, Any]] = []
         self.in_flight = 0
         self.aborted = 0
+        self._begun = Counter[str]()
         self.app = FastAPI()
         self.app.add_api_route("/v1/chat/completions", self._chat, methods=["POST"])
         self.app.add_api_route("/tokenize", self._tokenize, methods=["POST"])
@@ -59,14 +62,23 @@ class Engine:
         room = MAX_MODEL_LEN - len(prompt)
         if room <= 0:
             return _error(400, f"This model's maximum context length is {MAX_MODEL_LEN} tokens.")
-        script = text.parse_script((body.get("metadata") or {})["script"])
+        written = (body.get("metadata") or {})["script"]
         index = text.next_turn(body["messages"])
-        turn = script.turn(index)
+        turn = self._turn(written, index)
         if turn.latency_s and await self._hangs_up(request, turn.latency_s):
             return Response(status_code=499)
         limit = min(body.get("max_completion_tokens") or body.get("max_tokens") or room, room)
         generated, whole = text.finish(turn.body + b" ", limit)
         return JSONResponse(_answer(prompt, generated, whole, turn, index))
+
+    def _turn(self, written: str, index: int) -> text.ScriptTurn:
+        """A script may have several beginnings (``openings``), which rollouts get in turn: so they differ."""
+        openings = json.loads(written).get("openings") if index == 0 else None
+        if openings:
+            number = self._begun[written]
+            self._begun[written] += 1
+            written = json.dumps({"turns": [openings[number % len(openings)]]})
+        return text.parse_script(written).turn(index)
 
     async def _hangs_up(self, request: Request, within_s: float) -> bool:
         self.in_flight += 1

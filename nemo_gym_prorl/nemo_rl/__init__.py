@@ -1,0 +1,2 @@
+# SPDX-License-Identifier: Apache-2.0
+"""NeMo RL's trainers over our rollout services: recipes, the checks before a start, and what they put in place."""

@@ -1,0 +1,99 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What a checkpoint of NeMo RL's controller holds of our sampler, so that a run that is resumed goes on with it.
+
+The controller saves the state of its data loader and of its buffer, and restores both. Prompts are drawn by our
+sampler, so its state goes with the data loader's. The buffer's groups are left out: the state is that of when the
+batch that was trained on last was complete, and what the buffer holds since then is in it, scored and not handed over.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import zlib
+from collections.abc import Iterable, Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+from nemo_gym_prorl.nemo_rl.rollouts import ProrlRollouts
+
+
+LOG = logging.getLogger(__name__)
+
+FILE = "train_dataloader.pt"
+"""NeMo RL's name for its data loader's state, in the folder of a checkpoint."""
+_OURS = "prorl"
+
+
+class SavingDataLoader:
+    """NeMo RL's data loader, whose state has our sampler's in it.
+
+    Args:
+        loader: restored already, where a run is resumed.
+        rollouts: those of the same controller.
+        rows: of the data set.
+    """
+
+    def __init__(self, loader: Any, rollouts: ProrlRollouts, rows: Iterable[Mapping[str, Any]]) -> None:
+        self._loader = loader
+        self._rollouts = rollouts
+        self._dataset = fingerprint(rows)
+
+    def __iter__(self) -> Iterator[Any]:
+        return iter(self._loader)
+
+    def __len__(self) -> int:
+        return len(self._loader)
+
+    def state_dict(self) -> dict[str, Any]:
+        """Called by the controller when a step is done and its weights are announced."""
+        return {**self._loader.state_dict(), _OURS: {"dataset": self._dataset, "runner": self._rollouts.state()}}
+
+
+class ForgetfulBuffer:
+    """NeMo RL's buffer, of which a checkpoint holds no groups."""
+
+    def __init__(self, buffer: Any) -> None:
+        self._buffer = buffer
+
+    def __getattr__(self, name: str) -> Any:
+        if name == "_buffer":  # while it is unpickled
+            raise AttributeError(name)
+        return getattr(self._buffer, name)
+
+    def __len__(self) -> int:
+        return len(self._buffer)
+
+    async def state_dict(self, *, saved_capacity: int) -> dict[str, Any]:
+        """As the buffer's own, but empty."""
+        return {**await self._buffer.state_dict(saved_capacity=saved_capacity), "groups": []}
+
+
+def saved_state(checkpoint: str | None, rows: Iterable[Mapping[str, Any]]) -> dict[str, Any] | None:
+    """The sampler's state in a checkpoint; ``None`` where there is none, or it is of another data set.
+
+    Args:
+        checkpoint: its folder.
+        rows: of the data set of now.
+    """
+    if checkpoint is None or not (file := Path(checkpoint, FILE)).is_file():
+        return None
+    import torch
+
+    ours = torch.load(file).get(_OURS)
+    if ours is None or ours["runner"] is None:
+        LOG.warning("%s has no state of the sampler; it begins anew", file)
+        return None
+    if ours["dataset"] != fingerprint(rows):
+        LOG.warning("%s is of another data set; the sampler begins anew", file)
+        return None
+    state: dict[str, Any] = ours["runner"]
+    return state
+
+
+def fingerprint(rows: Iterable[Mapping[str, Any]]) -> int:
+    """Differs, if the rows or their order do."""
+    found = 0
+    for row in rows:
+        found = zlib.crc32(json.dumps(row, sort_keys=True).encode(), found)
+    return found

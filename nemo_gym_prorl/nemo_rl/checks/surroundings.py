@@ -1,0 +1,185 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What a training finds around it: rows, servers' environments, services, versions. Looks, and starts nothing."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import aiohttp
+
+from nemo_gym_prorl.nemo_rl.checks.finding import MISSING, Finding, at, block_at, count_at, number_at
+from nemo_gym_prorl.nemo_rl.checks.gym_files import GymBlocks
+from nemo_gym_prorl.nemo_rl.checks.servers import TYPES
+from nemo_gym_prorl.nemo_rl.settings import ProrlSettings, Rollouts, Runtime
+from nemo_gym_prorl.nemo_rl.versions import TESTED_GYM, TESTED_NEMO_RL, commit_of, gym_version
+from nemo_gym_prorl.serving.keys import authorization
+
+
+ANSWER_S = 5.0
+"""How long a service may take to say that it is there."""
+
+_ROWS = "data.train.data_path"
+
+
+def check(config: Mapping[str, Any], settings: ProrlSettings, gym: GymBlocks, root: Path) -> list[Finding]:
+    """Look at all of it.
+
+    Args:
+        config: the resolved configuration.
+        settings: its block ``prorl:``.
+        gym: Gym's configuration.
+        root: the NeMo RL checkout.
+    """
+    findings = [*_versions(root), *rows(config, settings), *key(settings)]
+    if settings.rollouts is Rollouts.SERVICE:
+        return [*findings, *asyncio.run(services(settings))]
+    return [*findings, *environments(gym)]
+
+
+def _versions(root: Path) -> Iterator[Finding]:
+    commit = commit_of(root)
+    if commit is None or not commit.startswith(TESTED_NEMO_RL):
+        yield Finding(
+            "NRL_ROOT",
+            f"{root} is NeMo RL {commit or 'of an unknown commit'}, and this was tried with {TESTED_NEMO_RL}",
+            f"If something fails: git -C {root} checkout {TESTED_NEMO_RL}",
+            fatal=False,
+        )
+    installed = gym_version()
+    if installed != TESTED_GYM:
+        yield Finding(
+            "nemo-gym",
+            f"{installed or 'none'} is installed, and this was tried with {TESTED_GYM}",
+            f"If something fails: pip install nemo-gym=={TESTED_GYM}",
+            fatal=False,
+        )
+
+
+def rows(config: Mapping[str, Any], settings: ProrlSettings) -> Iterator[Finding]:
+    """Whether there are rows, and whether they suffice for the steps."""
+    path = at(config, _ROWS)
+    if not isinstance(path, str) or path == MISSING:
+        return
+    epochs, steps = number_at(config, "grpo.max_num_epochs"), number_at(config, "grpo.max_num_steps")
+    if epochs is None and settings.runtime is Runtime.SINGLE_CONTROLLER:
+        yield Finding("grpo.max_num_epochs", "SingleController multiplies with it", "A number, e.g. 1000")
+    prompts = count_at(config, "grpo.num_prompts_per_step")
+    wanted = int(prompts * (steps or 0) / (epochs or 1)) + 1
+    try:
+        count = _read_rows(Path(path), wanted)
+    except (OSError, ValueError) as error:
+        yield Finding(_ROWS, str(error), "A file of rows, one JSON object in each line, as `prorl data` writes it")
+        return
+    if not count:
+        yield Finding(_ROWS, f"{path} has no rows", "A file of rows, as `prorl data` writes it")
+    elif epochs is not None and steps is not None and count * epochs // prompts < steps:
+        least = -(-int(steps) * prompts // count)
+        yield Finding(
+            "grpo.max_num_epochs",
+            f"NeMo RL ends the training after {count * int(epochs) // prompts} of {int(steps)} steps: {count} rows "
+            f"{int(epochs)} times are all that its {prompts} prompts for each step are taken from",
+            f"At least {least}, or lower grpo.max_num_steps",
+        )
+
+
+def _read_rows(path: Path, most: int) -> int:
+    """How many rows there are, as far as that matters; the first is looked at.
+
+    Raises:
+        OSError: it can't be read.
+        ValueError: the first row is none.
+    """
+    count = 0
+    with path.open("rb") as lines:
+        for line in lines:
+            if not line.strip():
+                continue
+            if count == 0:
+                _first_row(path, line)
+            count += 1
+            if count >= most:
+                break
+    return count
+
+
+def _first_row(path: Path, line: bytes) -> None:
+    try:
+        row = json.loads(line)
+    except ValueError as error:
+        raise ValueError(f"the first row of {path} is no JSON: {error}") from error
+    if not isinstance(row, dict) or not isinstance(row.get("responses_create_params"), dict):
+        raise ValueError(f"the first row of {path} has no responses_create_params, as Gym's rows have")
+
+
+def environments(gym: GymBlocks) -> Iterator[Finding]:
+    """Without an environment Gym has uv build one for each server: minutes, gigabytes, and none for a package that no
+    registry has."""
+    folder = gym.merged.get("uv_venv_dir")
+    servers = {
+        f"{kind}/{server}"
+        for block in gym.merged.values()
+        for kind in TYPES
+        for server, settings in block_at(block, kind).items()
+        if isinstance(settings, Mapping) and "entrypoint" in settings
+    }
+    lacking = sorted(server for server in servers if not Path(str(folder), server, ".venv/bin/activate").exists())
+    if lacking:
+        yield Finding(
+            "env.nemo_gym.uv_venv_dir",
+            f"no Python environment in {folder} for {', '.join(lacking)}",
+            "Leave it out, so that the running one is linked; what a server asks for must be installed here then",
+        )
+    elif servers and gym.merged.get("skip_venv_if_present") is not True:
+        yield Finding(
+            "env.nemo_gym.skip_venv_if_present", "Gym would build each server's environment anew", "Set it to true"
+        )
+
+
+def key(settings: ProrlSettings) -> Iterator[Finding]:
+    """Whether the variable with the services' key is set."""
+    if settings.key_env is not None and not os.environ.get(settings.key_env):
+        yield Finding(
+            "prorl.key_env", f"the environment variable {settings.key_env} is not set", f"export {settings.key_env}=…"
+        )
+
+
+async def services(settings: ProrlSettings) -> list[Finding]:
+    """Whether each answers, as what it is taken for, to this key."""
+    headers = authorization(os.environ.get(settings.key_env) if settings.key_env else None)
+    timeout = aiohttp.ClientTimeout(total=ANSWER_S)
+    async with aiohttp.ClientSession(headers=headers, timeout=timeout) as session:
+        asked = [
+            *(
+                _ask(session, f"prorl.services[{place}]", url, "/status", "stages", "prorl_agent")
+                for place, url in enumerate(settings.services)
+            ),
+            *(
+                _ask(session, f"prorl.models[{place}]", url, "/v1/backends", "backends", "prorl_model")
+                for place, url in enumerate(settings.models)
+            ),
+        ]
+        return [finding for finding in await asyncio.gather(*asked) if finding is not None]
+
+
+async def _ask(
+    session: aiohttp.ClientSession, field: str, url: str, path: str, part: str, what: str
+) -> Finding | None:
+    try:
+        async with session.get(url + path) as response:
+            if response.status in (401, 403):
+                return Finding(field, f"{url} refuses the key", "Set prorl.key_env to the variable that has its token")
+            body = await response.json(content_type=None) if response.status == 200 else None
+    except TimeoutError:
+        return Finding(field, f"{url} does not answer within {ANSWER_S:g} s", "Start the service, or correct the URL")
+    except (aiohttp.ClientError, OSError) as error:
+        return Finding(field, f"{url} can't be reached: {error}", "Start the service, or correct the URL")
+    except ValueError:
+        body = None
+    if not isinstance(body, dict) or part not in body:
+        return Finding(field, f"{url} answers, but is no {what}", "Correct the URL")
+    return None

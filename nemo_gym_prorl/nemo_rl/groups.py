@@ -1,0 +1,185 @@
+# SPDX-License-Identifier: Apache-2.0
+"""From a finished group to what NeMo RL trains on: tokens as they were sampled, and which of them the policy chose.
+
+A rollout's result is a Gym row. Its output items with token ids are the policy's turns, and each turn's prompt begins
+with all tokens before it; so a conversation is one sequence, in which prompts and what tools answered alternate with
+what was sampled. NeMo RL knows the latter by its log-probabilities: a message without them is not trained on.
+
+A rollout whose tokens cannot be trusted, or that has none, keeps its reward, which is true, and gets no loss: it
+counts in its group's baseline and teaches nothing itself. A group in which no rollout has tokens is a deployment that
+does not keep them, and an error.
+
+Pure, but for :func:`record_of`, which needs NeMo RL and torch.
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from nemo_gym_prorl.dapo.runner import TrainedRollout
+from nemo_gym_prorl.failures import CallerError
+
+
+if TYPE_CHECKING:
+    from nemo_rl.experience.interfaces import PromptGroupRecord
+
+LOG = logging.getLogger(__name__)
+
+_IDS = 2**31
+"""No vocabulary has so many."""
+
+type Shape = Callable[[float, int], float]
+"""The reward to train on, of a raw reward and the number of tokens that the policy sampled."""
+
+
+@dataclass(frozen=True, slots=True)
+class Turn:
+    """One turn of the policy.
+
+    Attributes:
+        observed: tokens between the turn before and this one; for the first turn, the prompt.
+        sampled: what the policy said.
+        log_probs: of each sampled token.
+    """
+
+    observed: Sequence[int]
+    sampled: Sequence[int]
+    log_probs: Sequence[float]
+
+
+@dataclass(frozen=True, slots=True)
+class Sampled:
+    """One rollout of a group, as it is trained on.
+
+    Attributes:
+        rollout: its id.
+        turns: none, if it is not to be trained on.
+        reward: after scaling and shaping.
+        version: weights that it began under.
+    """
+
+    rollout: str
+    turns: tuple[Turn, ...]
+    reward: float
+    version: int
+
+
+@dataclass(frozen=True, slots=True)
+class Group:
+    """The rollouts of one prompt.
+
+    Attributes:
+        prompt: tokens of the first prompt.
+        members: as many as ``grpo.num_generations_per_prompt``.
+        row: of the data set.
+    """
+
+    prompt: Sequence[int]
+    members: tuple[Sampled, ...]
+    row: Mapping[str, Any]
+
+    @property
+    def version(self) -> int:
+        """The oldest weights among those that its rollouts began under."""
+        return min(member.version for member in self.members)
+
+
+def turns_of(result: Mapping[str, Any]) -> tuple[Turn, ...]:
+    """The policy's turns in what an environment's ``/verify`` answered.
+
+    Raises:
+        ValueError: the tokens are not one sequence, or a token has no log-probability.
+    """
+    turns: list[Turn] = []
+    seen: list[int] = []
+    for place, item in enumerate(result["response"]["output"]):
+        sampled = item.get("generation_token_ids")
+        if not sampled:
+            continue
+        prompt, log_probs = item["prompt_token_ids"], item["generation_log_probs"]
+        if not all(type(token) is int and 0 <= token < _IDS for token in [*prompt[len(seen) :], *sampled]):
+            raise ValueError(f"response.output.{place} has token ids that are none")
+        if prompt[: len(seen)] != seen:
+            raise ValueError(f"response.output.{place}.prompt_token_ids does not begin with the tokens before it")
+        if len(log_probs) != len(sampled) or not all(map(math.isfinite, log_probs)):
+            raise ValueError(f"response.output.{place}.generation_log_probs has no number for each token")
+        turns.append(Turn(prompt[len(seen) :], sampled, log_probs))
+        seen = [*prompt, *sampled]
+    return tuple(turns)
+
+
+def group_of(rollouts: Sequence[TrainedRollout], shape: Shape) -> Group:
+    """A group of the sampler's, with rewards as they are trained on.
+
+    Raises:
+        CallerError: none of its rollouts has tokens to train on.
+    """
+    members, why = [], "no item of their output has any"
+    for rollout in rollouts:
+        try:
+            turns = turns_of(rollout.result)
+        except (ValueError, KeyError, TypeError, AttributeError, OverflowError) as error:
+            why = f"{type(error).__name__}: {error}"
+            LOG.warning("%s gets no loss: %s", rollout.id, why)
+            turns = ()
+        length = sum(len(turn.sampled) for turn in turns)
+        members.append(Sampled(rollout.id, turns, shape(rollout.reward, length), rollout.version))
+    prompts = [member.turns[0].observed for member in members if member.turns]
+    if not prompts:
+        raise CallerError(
+            f"the rollouts of a group have no tokens to train on ({why}); the model server must keep them "
+            "(return_token_id_information: true)",
+            field="response.output",
+        )
+    return Group(prompts[0], tuple(members), rollouts[0].prompt)
+
+
+def record_of(group: Group, number: int) -> PromptGroupRecord:
+    """The group in NeMo RL's terms.
+
+    Args:
+        group: of as many rollouts as NeMo RL expects.
+        number: of the group in this run.
+    """
+    from nemo_rl.experience.interfaces import Completion, PromptGroupRecord
+
+    completions = [
+        Completion(
+            message_log=_message_log(member, group.prompt),
+            env_extras={"rollout": member.rollout, "weight_version": member.version},
+            truncated=False,
+            reward=member.reward,
+        )
+        for member in group.members
+    ]
+    return PromptGroupRecord(
+        prompt_idx=number,
+        prompt=[_message("user", group.prompt)],
+        extra_env_info=dict(group.row),
+        metadata={"task_name": "nemo_gym"},
+        completions=completions,
+        rollout_metrics={},
+    )
+
+
+def _message_log(member: Sampled, prompt: Sequence[int]) -> list[dict[str, Any]]:
+    if not member.turns:
+        return [_message("user", prompt)]
+    messages = []
+    for turn in member.turns:
+        messages.append(_message("user", turn.observed))
+        messages.append(_message("assistant", turn.sampled, turn.log_probs))
+    return messages
+
+
+def _message(role: str, tokens: Sequence[int], log_probs: Sequence[float] | None = None) -> dict[str, Any]:
+    import torch
+
+    message = {"role": role, "content": "", "token_ids": torch.tensor(tokens, dtype=torch.int64)}
+    if log_probs is not None:
+        message["generation_logprobs"] = torch.tensor(log_probs, dtype=torch.float32)
+    return message

@@ -1,0 +1,255 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The servers behind a training run: where they are, which engines they sample from, which weights those have.
+
+With ``rollouts: gym`` NeMo RL's actor has started them, and its head server knows their addresses; their engines are
+the trainer's from the start. With ``rollouts: service`` they run elsewhere already, and know nothing of this trainer:
+its engines are registered there as backends, and taken away again when it ends.
+
+What is asked of them here is small and rare, so the calls block; whoever has an event loop makes them in a thread.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import logging
+import os
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+from urllib.error import HTTPError, URLError
+from urllib.parse import quote
+from urllib.request import Request, urlopen
+
+import aiohttp
+
+from nemo_gym_prorl.dapo.runner import CLOSE_S
+from nemo_gym_prorl.failures import CallerError, FailureKind, InfrastructureError, RolloutError
+from nemo_gym_prorl.nemo_rl.settings import ProrlSettings
+from nemo_gym_prorl.policy.engines.addresses import checked_url
+from nemo_gym_prorl.rollout.client import ApiError, RolloutClient
+from nemo_gym_prorl.rollout.schemas import Listing
+from nemo_gym_prorl.serving.keys import authorization
+
+
+LOG = logging.getLogger(__name__)
+
+CALL_S = 30.0
+"""How long a server may take to answer."""
+TRIES = 3
+PAUSE_S = 1.0
+"""Of an announcement: how often it is made, and the pause before it is made again."""
+
+
+@dataclass(frozen=True, slots=True)
+class Servers:
+    """Where the rollout services and the model servers behind them are.
+
+    Attributes:
+        services: URLs of ``prorl_agent``.
+        models: URLs of ``prorl_model``.
+        key_env: name of the environment variable with their key; the key itself goes nowhere with this.
+        node: Ray's id of the node that they can be called from; ``None``: from anywhere.
+        engines: URLs of the trainer's engines, where the model servers have to be told of them.
+    """
+
+    services: tuple[str, ...]
+    models: tuple[str, ...]
+    key_env: str | None = None
+    node: str | None = None
+    engines: tuple[str, ...] = ()
+
+    @property
+    def key(self) -> str | None:
+        """The control token.
+
+        Raises:
+            CallerError: the variable is not set.
+        """
+        if self.key_env is None:
+            return None
+        key = os.environ.get(self.key_env)
+        if not key:
+            raise CallerError(f"the environment variable {self.key_env} is not set", field="prorl.key_env")
+        return key
+
+    def announce(self, version: int, *, needed: bool = False) -> None:
+        """Tell the model servers which weights the engines have. Nothing is drained; turns in flight go on.
+
+        A server that has begun a new life meanwhile is given the engines again. One that does not answer is told
+        again, and then left: labels are for those who read the rows later, and training goes by the sampler's own.
+
+        Args:
+            version: of the weights.
+            needed: a server that cannot be told is an error: it does not know any engine yet.
+
+        Raises:
+            CallerError: a server refuses that, and it is needed.
+            InfrastructureError: it does not answer, and it is needed.
+        """
+        for url in self.models:
+            try:
+                self._tell(url, str(version))
+            except RolloutError as error:
+                if needed:
+                    raise
+                LOG.warning("weights %d are not announced: %s", version, error)
+
+    def end_all(self, client: str) -> None:
+        """Cancel every rollout of a client, whoever submitted it; returns when their sandboxes are gone."""
+        try:
+            asyncio.run(self._end_all(client))
+        except (ApiError, RolloutError, aiohttp.ClientError, TimeoutError) as error:
+            LOG.warning("rollouts of %s may go on: %s", client, error)
+
+    async def _end_all(self, client: str) -> None:
+        for url in self.services:
+            async with asyncio.timeout(CLOSE_S), RolloutClient(url, self.key) as service:
+                listing = await service.list(limit=1000)
+                running = _running(listing, client)
+                while listing.next is not None:
+                    listing = await service.list(limit=1000, page=listing.next)
+                    running += _running(listing, client)
+                for first in range(0, len(running), 1000):
+                    await service.cancel(running[first : first + 1000])
+
+    def withdraw(self) -> None:
+        """The engines that :meth:`announce` registered are backends no more."""
+        for url in self.models if self.engines else ():
+            try:
+                for backend in self._backends(url).values():
+                    _call("DELETE", f"{url}/v1/backends/{quote(backend, safe='')}", self.key)
+            except RolloutError as error:
+                LOG.warning("an engine of this trainer is left behind as a backend: %s", error)
+
+    def _tell(self, url: str, version: str) -> None:
+        for _ in range(TRIES - 1):
+            try:
+                self._label(url, version)
+            except InfrastructureError as error:
+                LOG.warning("weights %s are announced again: %s", version, error)
+                time.sleep(PAUSE_S)
+            else:
+                return
+        self._label(url, version)
+
+    def _label(self, url: str, version: str) -> None:
+        route, body = f"{url}/v1/backends/weight_version", {"weight_version": version}
+        if not self.engines:
+            _call("POST", route, self.key, body)
+            return
+        known = self._backends(url)
+        for engine in self.engines:
+            if engine not in known:
+                known[engine] = _call("POST", f"{url}/v1/backends", self.key, {"url": engine})["id"]
+            # By name, since others may have engines of their own there.
+            _call("POST", route, self.key, body | {"id": known[engine]})
+
+    def _backends(self, url: str) -> dict[str, str]:
+        """Ids of this trainer's engines, by their URL."""
+        listing = _call("GET", f"{url}/v1/backends", self.key)["backends"]
+        return {backend["url"]: backend["id"] for backend in listing if backend["url"] in self.engines}
+
+
+def started_by_gym(actor: Any, settings: ProrlSettings) -> Servers:
+    """The servers that NeMo RL's Gym actor has started.
+
+    Args:
+        actor: its handle.
+        settings: which agent is meant, if there are several.
+
+    Raises:
+        CallerError: there is no such agent, or no model server of ours.
+    """
+    import ray
+
+    def place(actor: Any) -> tuple[str, int, str]:
+        # Goes to the actor by value, whose interpreter need not have this package.
+        import ray
+
+        return actor.node_ip, actor.head_server_port, ray.get_runtime_context().get_node_id()
+
+    host, port, node = ray.get(actor.__ray_call__.remote(place))
+    instances = _call("GET", f"http://{host}:{port}/server_instances")
+    return servers_among(instances, settings, node)
+
+
+def servers_among(instances: Sequence[Mapping[str, Any]], settings: ProrlSettings, node: str | None) -> Servers:
+    """Ours among the servers of a Gym deployment, as its head server lists them.
+
+    Raises:
+        CallerError: there is no such agent, or no model server of ours.
+    """
+    agents = {i["process_name"]: i["url"] for i in instances if i["name"] == "prorl_agent"}
+    models = tuple(i["url"] for i in instances if i["name"] == "prorl_model")
+    if settings.agent is None and len(agents) != 1:
+        found = ", ".join(sorted(agents)) or "none"
+        raise CallerError(f"it must name one of the prorl_agent servers in env.nemo_gym: {found}", field="prorl.agent")
+    name = settings.agent or next(iter(agents))
+    if name not in agents:
+        raise CallerError(
+            f"{name!r} is none of the prorl_agent servers in env.nemo_gym: {', '.join(sorted(agents)) or 'none'}",
+            field="prorl.agent",
+        )
+    if not models:
+        raise CallerError(
+            "env.nemo_gym has no prorl_model, without which tokens are not what was sampled; add "
+            "responses_api_models/prorl_model/configs/prorl_model.yaml",
+            field="env.nemo_gym.config_paths",
+        )
+    return Servers((agents[name],), models, settings.key_env, node)
+
+
+def already_running(settings: ProrlSettings) -> Servers:
+    """Those that the configuration names. Each is asked, so that a wrong address is met before anything starts.
+
+    Raises:
+        CallerError: none is named.
+        InfrastructureError: one does not answer, or refuses the key.
+    """
+    for field in ("services", "models"):
+        if not getattr(settings, field):
+            raise CallerError("rollouts: service needs at least one address there", field=f"prorl.{field}")
+    servers = Servers(settings.services, settings.models, settings.key_env)
+    for url in servers.services:
+        _call("GET", f"{url}/status", servers.key)
+    for url in servers.models:
+        _call("GET", f"{url}/v1/backends", servers.key)
+    return servers
+
+
+def with_engines(servers: Servers, engines: Sequence[str | None]) -> Servers:
+    """The same, to be told of the trainer's engines.
+
+    Raises:
+        CallerError: there are no engines that could be called over HTTP.
+    """
+    urls = tuple(checked_url(url) for url in engines if url)
+    if not urls:
+        raise CallerError(
+            "the generation workers have no HTTP server; set async_engine and expose_http_server",
+            field="policy.generation.vllm_cfg",
+        )
+    return replace(servers, engines=urls)
+
+
+def _running(listing: Listing, client: str) -> list[str]:
+    return [job.id for job in listing.rollouts if job.client == client and not job.state.terminal]
+
+
+def _call(method: str, url: str, key: str | None = None, body: Any = None) -> Any:
+    data = None if body is None else json.dumps(body).encode()
+    headers = {"Content-Type": "application/json", **authorization(key)}
+    try:
+        with urlopen(Request(url, data, headers, method=method), timeout=CALL_S) as response:
+            return json.load(response)
+    except HTTPError as error:
+        detail = f"{method} {url} was answered with {error.code}: {error.read(2000).decode(errors='replace')}"
+        if error.code < 500:
+            raise CallerError(detail) from error
+        raise InfrastructureError(detail, kind=FailureKind.TRANSPORT_UNREACHABLE) from error
+    except (URLError, TimeoutError, ConnectionError) as error:
+        raise InfrastructureError(
+            f"{method} {url} is not answered: {error}", kind=FailureKind.TRANSPORT_UNREACHABLE
+        ) from error

@@ -1,0 +1,150 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The block ``prorl:`` of a NeMo RL configuration: where rollouts come from, and which of them are trained on.
+
+It stands beside NeMo RL's own blocks, whose models let unknown top-level keys pass. What those already say is not said
+again here: prompts of a batch are ``grpo.num_prompts_per_step``, rollouts of a group
+``grpo.num_generations_per_prompt``, groups in flight ``async_rl.max_inflight_prompts``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from enum import StrEnum
+from typing import Any, Self
+
+from pydantic import ConfigDict, Field, field_validator, model_validator
+
+from nemo_gym_prorl.dapo.decision import SamplerConfig
+from nemo_gym_prorl.serving.known_keys import KnownKeys
+
+
+class Runtime(StrEnum):
+    """Which of NeMo RL's training loops runs."""
+
+    SINGLE_CONTROLLER = "single_controller"
+    """Its asynchronous controller: rollouts go on while it trains."""
+    SYNCHRONOUS = "synchronous"
+    """``grpo_train``: rollouts and training in turn, on the same devices if one likes."""
+
+
+class Rollouts(StrEnum):
+    """Whose the rollout services are."""
+
+    GYM = "gym"
+    """NeMo RL's Gym actor starts the servers beside the trainer."""
+    SERVICE = "service"
+    """They run elsewhere already; the trainer starts no server."""
+
+
+class _Block(KnownKeys):
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+
+class Overlong(_Block):
+    """DAPO's overlong shaping: a response loses more and more inside the buffer, and ``penalty`` beyond it.
+
+    A response's length is that of all that the policy said in all turns; what tools answered is not counted.
+
+    Attributes:
+        max_response_length: tokens from which on the whole penalty is due.
+        buffer_length: so many tokens before that it begins.
+        penalty: what is taken off the reward at most.
+    """
+
+    max_response_length: int = Field(ge=1)
+    buffer_length: int = Field(ge=1)
+    penalty: float = Field(1.0, ge=0, allow_inf_nan=False)
+
+    @model_validator(mode="after")
+    def _buffer_inside(self) -> Self:
+        if self.buffer_length > self.max_response_length:
+            raise ValueError(f"buffer_length ({self.buffer_length}) is more than max_response_length")
+        return self
+
+
+class RewardScaling(_Block):
+    """Rewards of the source's range become those of the target's, linearly; what is outside is its nearest end."""
+
+    source_min: float = Field(0.0, allow_inf_nan=False)
+    source_max: float = Field(1.0, allow_inf_nan=False)
+    target_min: float = Field(-1.0, allow_inf_nan=False)
+    target_max: float = Field(1.0, allow_inf_nan=False)
+
+    @model_validator(mode="after")
+    def _ranges(self) -> Self:
+        for name in ("source", "target"):
+            if getattr(self, f"{name}_min") >= getattr(self, f"{name}_max"):
+                raise ValueError(f"{name}_min must be less than {name}_max")
+        return self
+
+
+class ProrlSettings(_Block):
+    """The block ``prorl:``.
+
+    Attributes:
+        runtime: which training loop.
+        rollouts: whose the rollout services are.
+        agent: name of the ``prorl_agent`` server in ``env.nemo_gym``; ``None``: the only one there is.
+        services: URLs of ``prorl_agent`` servers, for ``rollouts: service``.
+        models: URLs of the ``prorl_model`` servers that those use; the trainer's engines are registered there.
+        key_env: name of the environment variable with the control token of those servers.
+        max_staleness: weight versions between a rollout's first token and the step that trains on it. 0: on-policy.
+        max_failures: tries of a member that may end without a score; one more drops its group.
+        max_restarts: tries of a member that may become too old; one more drops its group.
+        max_fruitless: so many groups in a row without variance end the training.
+        max_dropped: so many groups in a row that can't be run end it, too.
+        in_order: train on the first groups with variance in the order of their prompts, however long one takes.
+        overlong: shaping of rewards by length; after the filter, which looks at what the environment gave.
+        reward_scaling: scaling of rewards; after the filter, and before the shaping.
+        skip_solved: a prompt that all of a group solved this often is not sampled any more.
+    """
+
+    runtime: Runtime = Runtime.SINGLE_CONTROLLER
+    rollouts: Rollouts = Rollouts.GYM
+    agent: str | None = None
+    services: tuple[str, ...] = ()
+    models: tuple[str, ...] = ()
+    key_env: str | None = None
+    max_staleness: int = Field(1, ge=0)
+    max_failures: int = Field(3, ge=0)
+    max_restarts: int = Field(3, ge=0)
+    max_fruitless: int = Field(1000, ge=1)
+    max_dropped: int = Field(32, ge=1)
+    in_order: bool = False
+    overlong: Overlong | None = None
+    reward_scaling: RewardScaling | None = None
+    skip_solved: int | None = Field(None, ge=1)
+
+    @field_validator("services", "models")
+    @classmethod
+    def _urls(cls, urls: tuple[str, ...]) -> tuple[str, ...]:
+        for url in urls:
+            if not url.startswith(("http://", "https://")):
+                raise ValueError(f"{url!r} is no URL; it begins with http:// or https://")
+        if len(set(urls)) < len(urls):
+            raise ValueError("an address stands there twice")
+        return tuple(url.rstrip("/") for url in urls)
+
+    def sampler(self, groups_per_batch: int, group_size: int, max_in_flight: int, first_version: int) -> SamplerConfig:
+        """What is asked of the sampler; NeMo RL's blocks give the sizes."""
+        return SamplerConfig(
+            groups_per_batch=groups_per_batch,
+            group_size=group_size,
+            max_in_flight=max_in_flight,
+            max_staleness=self.max_staleness,
+            max_failures=self.max_failures,
+            max_restarts=self.max_restarts,
+            in_order=self.in_order,
+            max_fruitless=self.max_fruitless,
+            max_dropped=self.max_dropped,
+            first_version=first_version,
+        )
+
+
+def settings_of(config: Mapping[str, Any]) -> ProrlSettings:
+    """The block of a resolved configuration; without one, everything is as it is by default."""
+    block = config.get("prorl")
+    return ProrlSettings.model_validate({} if block is None else block)
+
+
+__all__ = ["Overlong", "ProrlSettings", "RewardScaling", "Rollouts", "Runtime", "settings_of"]

@@ -1,0 +1,228 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Asynchronous DAPO on NeMo RL's SingleController: its controller, buffer, loss and trainer, with our rollouts.
+
+NeMo RL builds everything that its controller needs as one value, whose fields may be replaced before the controller
+starts. The rollout manager is; the advantage estimator is told what a group is, the weight synchronizer gets a
+farewell, data loader and buffer get another state for checkpoints. Nothing is patched.
+
+With ``rollouts: service`` NeMo RL must not start Gym servers, so it is configured without Gym, and its data set names
+an environment that does nothing.
+"""
+
+from __future__ import annotations
+
+import copy
+import json
+import logging
+import time
+import uuid
+from collections.abc import Mapping
+from typing import Any
+
+from nemo_gym_prorl.failures import CallerError, InfrastructureError, RolloutError
+from nemo_gym_prorl.nemo_rl.checkpoints import ForgetfulBuffer, SavingDataLoader, saved_state
+from nemo_gym_prorl.nemo_rl.collector import Plan
+from nemo_gym_prorl.nemo_rl.rollouts import ClosingSynchronizer, GroupAdvantages, ProrlRollouts
+from nemo_gym_prorl.nemo_rl.services import Servers, already_running, started_by_gym, with_engines
+from nemo_gym_prorl.nemo_rl.settings import ProrlSettings, Rollouts, settings_of
+from nemo_gym_prorl.nemo_rl.shaping import Shaping
+
+
+LOG = logging.getLogger(__name__)
+
+ENVIRONMENT = "prorl"
+"""The name under which a data set of ``rollouts: service`` has an environment, since NeMo RL wants one."""
+_NO_ENVIRONMENT = "nemo_gym_prorl.nemo_rl.no_environment.NoEnvironment"
+SHUTDOWN_S = 30.0
+"""How long NeMo RL's Gym actor may take to end its servers."""
+
+
+def run(config: Mapping[str, Any]) -> dict[str, Any]:
+    """Train until ``grpo.max_num_steps``.
+
+    Args:
+        config: a whole configuration, resolved and checked.
+
+    Returns:
+        What the controller says at the end.
+    """
+    from nemo_rl.algorithms.single_controller_utils import MasterConfig, setup_single_controller
+    from nemo_rl.algorithms.utils import get_tokenizer
+    from nemo_rl.distributed.virtual_cluster import init_ray
+    from nemo_rl.environments.nemo_gym import setup_nemo_gym_config
+    from nemo_rl.utils.logger import get_next_experiment_dir
+
+    settings = settings_of(config)
+    if settings.rollouts is Rollouts.SERVICE:
+        already_running(settings)
+        register_no_environment()
+    master = MasterConfig(**copy.deepcopy(dict(config)))
+    master.logger["log_dir"] = get_next_experiment_dir(master.logger["log_dir"])
+    init_ray()
+    tokenizer = get_tokenizer(master.policy["tokenizer"])
+    configure_generation(master, tokenizer)
+    # Also without Gym: services elsewhere call the engines over HTTP as well.
+    setup_nemo_gym_config(master, tokenizer)
+    arguments, timings = setup_single_controller(master, tokenizer)
+    return train(master, arguments, timings, settings)
+
+
+def configure_generation(master: Any, tokenizer: Any) -> None:
+    """What NeMo RL's launchers do to the block ``policy.generation``; for either training loop."""
+    from nemo_rl.models.generation import configure_generation_config
+
+    master.policy["generation"] = configure_generation_config(
+        master.policy["generation"],
+        tokenizer,
+        has_refit_draft_weights=bool(master.policy["draft"]["enabled"]),
+        trains_mtp=bool((master.policy.get("megatron_cfg") or {}).get("mtp_num_layers")),
+    )
+
+
+def register_no_environment() -> None:
+    """Make NeMo RL know the environment that data sets of ``rollouts: service`` name."""
+    from nemo_rl.distributed.ray_actor_environment_registry import ACTOR_ENVIRONMENT_REGISTRY
+    from nemo_rl.distributed.virtual_cluster import PY_EXECUTABLES
+    from nemo_rl.environments.utils import ENV_REGISTRY, register_env
+
+    if ENVIRONMENT not in ENV_REGISTRY:
+        ACTOR_ENVIRONMENT_REGISTRY[_NO_ENVIRONMENT] = PY_EXECUTABLES.SYSTEM
+        register_env(ENVIRONMENT, _NO_ENVIRONMENT)
+
+
+def train(master: Any, arguments: Any, timings: Any, settings: ProrlSettings) -> dict[str, Any]:
+    """Put our rollouts in place, and have the controller train with them.
+
+    Args:
+        master: NeMo RL's ``MasterConfig``.
+        arguments: what its controller is made of; changed here.
+        timings: of the setup, for its logger.
+        settings: the block ``prorl:``.
+    """
+    try:
+        servers = _servers(arguments, settings)
+        client = f"nemo-rl-{uuid.uuid4().hex[:8]}"
+        put_in_place(master, arguments, settings, servers, client)
+        try:
+            return _controlled(master, arguments, timings, servers)
+        except BaseException as error:
+            # The controller may not have come to end them itself.
+            servers.end_all(client)
+            raise cause_of(error) or error from error
+        finally:
+            servers.withdraw()
+    finally:
+        _shut_down(arguments)
+
+
+def _controlled(master: Any, arguments: Any, timings: Any, servers: Servers) -> dict[str, Any]:
+    import ray
+    from nemo_rl.algorithms.single_controller import SingleControllerActor
+    from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
+
+    options = {}
+    if servers.node is not None:
+        # Our servers listen on loopback only, unless they have keys.
+        options["scheduling_strategy"] = NodeAffinitySchedulingStrategy(servers.node, soft=False)
+    controller = SingleControllerActor.options(**options).remote(
+        master_config=master, actor_args=arguments, setup_timing_metrics=timings
+    )
+    try:
+        return _watched(controller, master.async_rl.stall_watchdog)
+    except BaseException:
+        ray.kill(controller)
+        raise
+
+
+def cause_of(error: BaseException | None) -> RolloutError | None:
+    """What of ours it was, behind Ray's errors and those of the controller's tasks."""
+    if error is None or isinstance(error, RolloutError):
+        return error
+    inner = [*error.exceptions] if isinstance(error, BaseExceptionGroup) else []
+    return next(filter(None, map(cause_of, [*inner, getattr(error, "cause", None), error.__cause__])), None)
+
+
+def _shut_down(arguments: Any) -> None:
+    """As NeMo RL's own launcher: environments before the engines that they ask."""
+    import ray
+
+    for name, actor in arguments.env_handles.items():
+        try:
+            ray.get(actor.shutdown.remote(), timeout=SHUTDOWN_S)
+        except Exception as error:
+            LOG.warning("environment %s did not shut down, and is killed: %s", name, error)
+            ray.kill(actor)
+    for what in (arguments.gen_handle, arguments.trainer_handle):
+        try:
+            what.shutdown()
+        except Exception as error:
+            LOG.warning("%s did not shut down: %s", type(what).__name__, error)
+
+
+def put_in_place(master: Any, arguments: Any, settings: ProrlSettings, servers: Servers, client: str) -> None:
+    """Replace what is ours among the controller's arguments.
+
+    Raises:
+        CallerError: routes of experts are to be replayed, which our model server does not keep.
+    """
+    if (master.policy.get("router_replay") or {}).get("enabled"):
+        raise CallerError(
+            "prorl_model keeps no routes of experts; set it to false", field="policy.router_replay.enabled"
+        )
+    grpo = master.grpo
+    size = grpo.num_generations_per_prompt
+    lines = [json.loads(line) for line in arguments.dataloader.dataset.dataset["extra_env_info"]]
+    rows = [sampled_row(line, master.policy["generation"]) for line in lines]
+    plan = Plan(
+        rows=rows,
+        sampler=settings.sampler(grpo.num_prompts_per_step, size, master.async_rl.max_inflight_prompts * size, 0),
+        servers=servers,
+        shape=Shaping.of(settings),
+        client=client,
+        seed=grpo.seed if master.data["shuffle"] else None,
+        skip_solved=settings.skip_solved,
+        state=saved_state(arguments.last_checkpoint_path, rows),
+    )
+    arguments.tq_buffer = ForgetfulBuffer(arguments.tq_buffer)
+    arguments.rollout_manager = ProrlRollouts(plan, arguments.tq_buffer)
+    arguments.dataloader = SavingDataLoader(arguments.dataloader, arguments.rollout_manager, rows)
+    arguments.advantage_estimator = GroupAdvantages(arguments.advantage_estimator, size)
+    arguments.weight_synchronizer = ClosingSynchronizer(arguments.weight_synchronizer, arguments.rollout_manager)
+
+
+def sampled_row(row: Mapping[str, Any], generation: Mapping[str, Any]) -> dict[str, Any]:
+    """A row of the data set with the sampling parameters that NeMo RL's engines insist on."""
+    params = dict(row["responses_create_params"])
+    longest = params.get("max_output_tokens")
+    own = generation["max_new_tokens"]
+    params["temperature"], params["top_p"] = generation["temperature"], generation["top_p"]
+    params["max_output_tokens"] = own if longest is None else min(longest, own)
+    return {**row, "responses_create_params": params}
+
+
+def _servers(arguments: Any, settings: ProrlSettings) -> Servers:
+    if settings.rollouts is Rollouts.GYM:
+        if "nemo_gym" not in arguments.env_handles:
+            raise CallerError("rollouts: gym needs env.should_use_nemo_gym: true", field="env.should_use_nemo_gym")
+        return started_by_gym(arguments.env_handles["nemo_gym"], settings)
+    return with_engines(already_running(settings), arguments.gen_handle.dp_openai_server_base_urls or ())
+
+
+def _watched(controller: Any, watchdog: Any) -> dict[str, Any]:
+    """The controller's result. Its own watchdog runs on the event loop that may hang, so it is pinged from here."""
+    import ray
+
+    running = controller.run.remote()
+    answered = time.monotonic()
+    while True:
+        ready, _ = ray.wait([running], timeout=watchdog.interval_s)
+        if ready:
+            result: dict[str, Any] = ray.get(running)
+            return result
+        try:
+            ray.get(controller.ping.remote(), timeout=watchdog.interval_s)
+            answered = time.monotonic()
+        except ray.exceptions.GetTimeoutError as error:
+            silent = time.monotonic() - answered
+            if silent > watchdog.stall_timeout_s:
+                raise InfrastructureError(f"NeMo RL's controller has not answered for {silent:.0f} s") from error

@@ -1,0 +1,294 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A configuration that nothing stands against, and mistakes that one may make in it, with the field that each is in.
+
+The same mistakes are made in the recipes that ship with the package, where NeMo RL is there to read them.
+"""
+
+import copy
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from nemo_gym_prorl.nemo_rl.checks.gym_files import GymBlocks
+
+
+AGENT = "env.nemo_gym.prorl_swe_agent.responses_api_agents.prorl_agent"
+MODEL = "env.nemo_gym.policy_model.responses_api_models.prorl_model"
+DEADLINE = "async_rl.rollout_failure.nemo_gym.rollout_timeout_s"
+
+
+class Removed:
+    """Its name is part of tests' names, which must be the same in every process."""
+
+    def __repr__(self) -> str:
+        return "removed"
+
+
+REMOVED = Removed()
+"""In place of a value: the key is taken out."""
+
+
+@dataclass(frozen=True)
+class Mistake:
+    """Attributes:
+    changes: value by path.
+    field: that the finding must name; by default the only one that changes.
+    says: a part of the finding.
+    variant: in which this is a mistake.
+    """
+
+    changes: Mapping[str, Any]
+    says: str
+    field: str = ""
+    variant: str | None = None
+
+    @property
+    def named(self) -> str:
+        return self.field or next(iter(self.changes))
+
+    def __str__(self) -> str:
+        return "+".join(f"{path.rsplit('.', 1)[-1]}={value}"[:40] for path, value in self.changes.items())
+
+
+def one(path: str, value: Any, says: str, **more: Any) -> Mistake:
+    return Mistake({path: value}, says, **more)
+
+
+MISTAKES = [
+    # Our own block
+    one("prorl.max_stalness", 1, "max_staleness"),
+    one("prorl.runtime", "async", "single_controller"),
+    one("prorl.overlong.buffer_length", 10**6, "more than max_response_length", field="prorl.overlong"),
+    # Keys that nobody reads
+    one("grpo.num_prompt_per_step", 8, "nearest that there is: grpo.num_prompts_per_step"),
+    one("grp", {"num_prompts_per_step": 8}, "nearest that there is: grpo"),
+    one("loss_fn.ratio_clip_maximum", 0.28, "loss_fn.ratio_clip_max"),
+    one("async_rl.rollout_failure.max_skiped_prompts", 3, "async_rl.rollout_failure.max_skipped_prompts"),
+    one("data.train.data_path", "???", "no value"),
+    # Groups and the baseline
+    one("grpo.num_generations_per_prompt", 1, "no variance"),
+    one("grpo.use_leave_one_out_baseline", True, "without itself"),
+    one("grpo.adv_estimator.use_leave_one_out_baseline", True, "without itself"),
+    one("grpo.use_dynamic_sampling", True, "before NeMo RL sees them"),
+    one("grpo.batch_multiplier", 2, "rounds"),
+    one("grpo.reward_scaling.enabled", True, "prorl.reward_scaling"),
+    one("grpo.reward_shaping.enabled", True, "prorl.overlong"),
+    # Batch arithmetic
+    one("policy.train_global_batch_size", 48, "num_prompts_per_step times"),
+    one("policy.train_micro_batch_size", 7, "can't be divided", field="policy.train_global_batch_size"),
+    one("policy.megatron_cfg.tensor_model_parallel_size", 3, "can't be divided by"),
+    one("policy.generation.colocated.resources.num_nodes", 4, "0 for training"),
+    one("policy.generation.vllm_cfg.tensor_parallel_size", 3, "can't be divided by 3"),
+    one("policy.train_global_batch_size", 100, "can't be divided into", variant="synchronous"),
+    # Checkpoints
+    one("checkpointing.save_period", 0, "divide by it"),
+    one("checkpointing.metric_name", "val_reward", "train: or val:"),
+    one("checkpointing.checkpoint_must_save_by", "4h", "00:04:00:00"),
+    one(f"{AGENT}.control_token", "secret", "401", field="prorl.key_env"),
+    # Loss
+    one("loss_fn.use_importance_sampling_correction", False, "weight versions old"),
+    one("loss_fn.truncated_importance_sampling_ratio", None, "one of them is missing"),
+    one("loss_fn.ratio_clip_max", 0.1, "below ratio_clip_min"),
+    one("loss_fn.token_level_loss", False, "all tokens"),
+    one("loss_fn.force_on_policy_ratio", True, "not 1"),
+    # Sampling
+    one("policy.generation.temperature", 0.0, "the same"),
+    one("policy.generation.top_p", 1.5, "no share"),
+    one("policy.generation.top_k", 50, "refuses top_k"),
+    one("policy.generation.stop_strings", ["</s>"], "takes none"),
+    one(f"{MODEL}.extra_body", {"temperature": 0.7}, "500", field=f"{MODEL}.extra_body.temperature"),
+    one("policy.router_replay", {"enabled": True}, "experts", field="policy.router_replay.enabled"),
+    # Lengths
+    one("policy.generation.vllm_cfg.max_model_len", 10**6, "the trainer takes"),
+    one("prorl.overlong.max_response_length", 10**6, "never reached"),
+    one(f"{AGENT}.max_total_sequence_length", REMOVED, "no bound"),
+    one(f"{AGENT}.max_total_sequence_length", 10**6, "the trainer takes sequences"),
+    # SingleController
+    one("data_plane.enabled", False, "data plane"),
+    one("policy.megatron_cfg.enabled", False, "Megatron"),
+    one("policy.generation.colocated.enabled", True, "devices of their own"),
+    one("policy.generation.backend", "sglang", "vLLM only"),
+    one("grpo.async_grpo", {"enabled": True}, "refuses it"),
+    one("grpo.val_period", 10, "no validation"),
+    one("grpo.overlong_filtering", True, "ignores it"),
+    one("async_rl.sampler.max_lookahead_versions", 7, "prorl.max_staleness is"),
+    one("async_rl.max_inflight_prompts", 2, "engines idle"),
+    one("async_rl.max_buffered_rollouts", 9, "steps that may be ahead"),
+    one("async_rl.min_groups_for_streaming_train", 99, "more than a step has"),
+    one("async_rl.rollout_failure.max_skipped_prompts", 0, "end the training"),
+    one(DEADLINE, None, "that hangs"),
+    one(DEADLINE, 600, "3 attempts of"),
+    one("async_rl.stall_watchdog.stall_timeout_s", 1200, "is not above"),
+    # grpo_train
+    one("prorl.max_staleness", 2, "waits for all rollouts", variant="synchronous"),
+    one("grpo.async_grpo", None, "looks into it", variant="synchronous"),
+    one("data_plane.enabled", True, "has none", variant="synchronous"),
+    # Gym servers
+    one("env.should_use_nemo_gym", False, "Gym servers"),
+    one("prorl.services", ["http://127.0.0.1:1"], "prorl.rollouts is gym"),
+    one("prorl.agent", "prorl_sve_agent", "there is no prorl_sve_agent"),
+    one(f"{MODEL}.policy.engine", "auto", "behind a router"),
+    one(f"{MODEL}.policy.engine", REMOVED, "not given", field=f"{MODEL}.policy.engine"),
+    one(f"{MODEL}.policy.wait", 5, "wait_s"),
+    one("env.nemo_gym.policy_model.responses_api_models.vllm_model", {"uses_reasoning_parser": True}, "null"),
+    one(f"{AGENT}.stagess", {"run": 3}, "stages"),
+    one(f"{AGENT}.budgets", {"init": 600, "rum": 1}, "run", field=f"{AGENT}.budgets.rum"),
+    one(
+        "env.nemo_gym.prorl_swe_agen",
+        {"responses_api_agents": {"prorl_agent": {"max_steps": 3}}},
+        "env.nemo_gym.prorl_swe_agent",
+    ),
+    one(
+        "env.nemo_gym.prorl_swe.resources_servers.prorl_swe.max_sandbox_start",
+        3,
+        "max_sandbox_starts",
+    ),
+    one("env.should_mask_flaged_samples", True, "env.should_mask_flagged_samples"),
+    one("env.nemo_gym.uv_venv_dirs", "/opt/venvs", "env.nemo_gym.uv_venv_dir"),
+    # Services that run elsewhere
+    one("prorl.services", [], "no address", variant="service"),
+    one("prorl.models", [], "no address", variant="service"),
+    one("env.should_use_nemo_gym", True, "start Gym servers", variant="service"),
+    one("async_rl.generation_router.enabled", True, "together with Gym servers", variant="service"),
+    one("data.default.env_name", "nemo_gym", "env.prorl", variant="service"),
+]
+
+
+def changed(config: Mapping[str, Any], changes: Mapping[str, Any]) -> dict[str, Any]:
+    """A copy with values at paths."""
+    copied: dict[str, Any] = copy.deepcopy(dict(config))
+    for path, value in changes.items():
+        *above, last = path.split(".")
+        block = copied
+        for key in above:
+            block = block.setdefault(key, {})
+        if value is REMOVED:
+            block.pop(last, None)
+        else:
+            block[last] = value
+    return copied
+
+
+def good(variant: str | None = None) -> dict[str, Any]:
+    """A configuration in which nothing is wrong, as small as it can be."""
+    config = changed(_GOOD, {})
+    if variant == "synchronous":
+        config = changed(
+            config,
+            {
+                "prorl.runtime": "synchronous",
+                "prorl.max_staleness": 0,
+                "data_plane.enabled": False,
+                "grpo.async_grpo": {"enabled": False},
+                "policy.generation.colocated.enabled": True,
+            },
+        )
+    if variant == "service":
+        config = changed(
+            config,
+            {
+                "prorl.rollouts": "service",
+                "prorl.services": ["http://127.0.0.1:1"],
+                "prorl.models": ["http://127.0.0.1:2"],
+                DEADLINE: None,
+                "env": {"should_use_nemo_gym": False, "prorl": {}},
+                "data.default.env_name": "prorl",
+            },
+        )
+    return config
+
+
+def gym_of(config: Mapping[str, Any]) -> GymBlocks:
+    """What the files would be that the configuration does not name: each server starts."""
+    own = config["env"].get("nemo_gym", {})
+    merged = copy.deepcopy(own)
+    for name, kind, server in _SERVERS:
+        block = merged.setdefault(name, {}).setdefault(kind, {}).setdefault(server, {})
+        block.setdefault("entrypoint", "app.py")
+    files = {
+        name: {kind: {server: {"entrypoint": "app.py", "max_sandbox_starts": 4}}} for name, kind, server in _SERVERS
+    }
+    return GymBlocks(files, merged if own else {})
+
+
+_SERVERS = [
+    ("policy_model", "responses_api_models", "prorl_model"),
+    ("prorl_swe", "resources_servers", "prorl_swe"),
+    ("prorl_swe_agent", "responses_api_agents", "prorl_agent"),
+]
+
+_GOOD: dict[str, Any] = {
+    "prorl": {"max_staleness": 1, "overlong": {"max_response_length": 3000, "buffer_length": 500}},
+    "grpo": {
+        "num_prompts_per_step": 8,
+        "num_generations_per_prompt": 8,
+        "max_num_epochs": 10,
+        "max_num_steps": 5,
+        "use_leave_one_out_baseline": False,
+        "adv_estimator": {"use_leave_one_out_baseline": False},
+        "use_dynamic_sampling": False,
+        "batch_multiplier": 1,
+        "reward_scaling": {"enabled": False},
+        "reward_shaping": {"enabled": False},
+        "overlong_filtering": False,
+        "async_grpo": None,
+        "val_period": 0,
+    },
+    "async_rl": {
+        "sampler": {"name": "in_order", "max_lookahead_versions": 1},
+        "max_inflight_prompts": 16,
+        "max_buffered_rollouts": 16,
+        "min_groups_for_streaming_train": 8,
+        "rollout_failure": {"max_skipped_prompts": 8, "nemo_gym": {"rollout_timeout_s": 9000}},
+        "stall_watchdog": {"stall_timeout_s": 9900},
+    },
+    "loss_fn": {
+        "ratio_clip_min": 0.2,
+        "ratio_clip_max": 0.28,
+        "token_level_loss": True,
+        "use_importance_sampling_correction": True,
+        "truncated_importance_sampling_type": "tis",
+        "truncated_importance_sampling_ratio": 2.0,
+        "force_on_policy_ratio": False,
+    },
+    "policy": {
+        "model_name": "m",
+        "max_total_sequence_length": 4096,
+        "train_global_batch_size": 64,
+        "train_micro_batch_size": 1,
+        "megatron_cfg": {
+            "enabled": True,
+            "tensor_model_parallel_size": 4,
+            "pipeline_model_parallel_size": 1,
+            "context_parallel_size": 1,
+        },
+        "generation": {
+            "backend": "vllm",
+            "temperature": 1.0,
+            "top_p": 1.0,
+            "top_k": None,
+            "stop_strings": None,
+            "vllm_cfg": {"tensor_parallel_size": 1, "pipeline_parallel_size": 1, "max_model_len": 4096},
+            "colocated": {"enabled": False, "resources": {"gpus_per_node": 8, "num_nodes": 2}},
+        },
+    },
+    "data_plane": {"enabled": True},
+    "data": {"train": {"data_path": "rows.jsonl"}, "default": {"env_name": "nemo_gym"}},
+    "cluster": {"num_nodes": 4, "gpus_per_node": 8},
+    "env": {
+        "should_use_nemo_gym": True,
+        "nemo_gym": {
+            "config_paths": [],
+            "policy_model": {"responses_api_models": {"prorl_model": {"policy": {"engine": "nemo_rl"}}}},
+            "prorl_swe_agent": {
+                "responses_api_agents": {
+                    "prorl_agent": {
+                        "budgets": {"init": 600, "run": 900, "eval": 600},
+                        "max_attempts": 3,
+                        "max_total_sequence_length": 4096,
+                    }
+                }
+            },
+        },
+    },
+}

@@ -1,0 +1,178 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The runner in its thread, over real services, without NeMo RL."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import pickle
+import threading
+import time
+from typing import Any
+
+import pytest
+
+from nemo_gym_prorl.dapo.decision import NothingToLearn, SamplerConfig
+from nemo_gym_prorl.failures import CallerError
+from nemo_gym_prorl.nemo_rl.collector import Collector, Plan
+from nemo_gym_prorl.nemo_rl.groups import Group
+from nemo_gym_prorl.nemo_rl.services import Servers
+from nemo_gym_prorl.nemo_rl.shaping import Shaping
+from tests.dapo.test_runner import Node, nodes, rows
+
+
+def plan(node: Node, dataset: list[dict[str, Any]], config: SamplerConfig, **more: Any) -> Plan:
+    servers = Servers((node.url,), (), more.pop("key_env", None))
+    # As it comes to the controller's process.
+    made = Plan(dataset, config, servers, Shaping(), seed=None, **more)
+    again: Plan = pickle.loads(pickle.dumps(made))
+    return again
+
+
+async def taken(collector: Collector, count: int) -> list[Group]:
+    async with asyncio.timeout(20):
+        return await asyncio.gather(*(asyncio.wrap_future(collector.take()) for _ in range(count)))
+
+
+def live(node: Node) -> list[Any]:
+    return [*node.pipeline.store.live()]
+
+
+async def test_groups_come_while_weights_are_announced_and_nothing_is_left() -> None:
+    dataset = rows(40, late=[0], late_s=0.05)
+    for uninformative in dataset[::4]:
+        uninformative["rewards"] = [1]
+    async with nodes() as [node]:
+        collector = Collector(plan(node, dataset, SamplerConfig(2, 4, 16, max_staleness=1)))
+        try:
+            for version in range(4):
+                collector.weights(version)
+                for group in await taken(collector, 2):
+                    assert [member.reward for member in group.members] == [0, 1, 0, 1]
+                    assert [len(member.turns[0].sampled) for member in group.members] == [1, 2, 3, 4]
+                    assert version - 1 <= group.version <= version
+            collector.weights(4)
+            async with asyncio.timeout(20):
+                while not live(node):
+                    await asyncio.sleep(0.01)
+        finally:
+            await asyncio.to_thread(collector.close)
+        assert not live(node)
+        assert not node.handler.sessions
+        with pytest.raises(CallerError, match="training is over"):
+            await taken(collector, 1)
+
+
+async def test_strictly_on_policy_nothing_runs_between_two_batches() -> None:
+    async with nodes() as [node]:
+        collector = Collector(plan(node, rows(40), SamplerConfig(2, 4, 16, max_staleness=0)))
+        try:
+            for version in (7, 8, 9):
+                collector.weights(version)
+                assert [group.version for group in await taken(collector, 2)] == [version, version]
+                async with asyncio.timeout(20):
+                    while live(node):
+                        await asyncio.sleep(0.01)
+        finally:
+            await asyncio.to_thread(collector.close)
+
+
+async def test_whoever_waits_is_told_what_ended_it() -> None:
+    async with nodes() as [node]:
+        collector = Collector(plan(node, rows(8, rewards=[1]), SamplerConfig(1, 2, 4, max_fruitless=5)))
+        collector.weights(0)
+        with pytest.raises(NothingToLearn, match="groups in a row had rewards without variance"):
+            await taken(collector, 1)
+        await asyncio.to_thread(collector.close)
+        assert not live(node)
+
+
+async def test_a_key_that_is_not_set_is_told_by_its_name(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("NO_SUCH_KEY", raising=False)
+    async with nodes() as [node]:
+        collector = Collector(plan(node, rows(8), SamplerConfig(1, 2, 4), key_env="NO_SUCH_KEY"))
+        collector.weights(0)
+        with pytest.raises(CallerError, match="NO_SUCH_KEY is not set"):
+            await taken(collector, 1)
+
+
+async def test_who_gave_up_waiting_takes_no_group_along() -> None:
+    async with nodes() as [node]:
+        collector = Collector(plan(node, rows(40), SamplerConfig(2, 2, 4, in_order=True)))
+        gone = asyncio.ensure_future(asyncio.wrap_future(collector.take()))
+        await asyncio.sleep(0)
+        gone.cancel()
+        try:
+            collector.weights(0)
+            assert len(await taken(collector, 2)) == 2
+        finally:
+            await asyncio.to_thread(collector.close)
+
+
+async def test_a_new_run_goes_on_from_the_batch_that_was_trained_on_last() -> None:
+    """The old one had the next batch ready when the checkpoint was written; it is not trained on twice, nor lost."""
+    dataset = rows(40)
+    for number, row in enumerate(dataset):
+        row["number"] = number
+    config = SamplerConfig(2, 2, 8, max_staleness=1, in_order=True)
+    async with nodes() as [node]:
+        first = Collector(plan(node, dataset, config))
+        first.weights(0)
+        seen = [group.row["number"] for group in await taken(first, 2)]
+        first.weights(1)
+        await taken(first, 2)  # in the buffer, not trained on
+        state = first.state(0)
+        await asyncio.to_thread(first.close)
+        second = Collector(plan(node, dataset, config, state=json.loads(json.dumps(state))))
+        try:
+            for version in (1, 2):
+                second.weights(version)
+                groups = await taken(second, 2)
+                seen += [group.row["number"] for group in groups]
+                assert all(version - 1 <= group.version <= version for group in groups)
+        finally:
+            await asyncio.to_thread(second.close)
+    assert seen == [0, 1, 2, 3, 4, 5]
+
+
+async def test_a_service_that_hangs_holds_the_end_up_for_a_while_only(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("nemo_gym_prorl.dapo.runner.CLOSE_S", 0.5)
+    async with nodes() as [node]:
+        collector = Collector(plan(node, rows(8, late=[0, 1], late_s=600.0), SamplerConfig(1, 2, 4)))
+        collector.weights(0)
+        async with asyncio.timeout(20):
+            while len(live(node)) < 4:
+                await asyncio.sleep(0.01)
+
+        async def never(method: str, path: str) -> int | None:
+            await asyncio.sleep(600)
+            return None
+
+        node.fault = never
+        started = time.monotonic()
+        await asyncio.to_thread(collector.close)
+        assert time.monotonic() - started < 10
+        node.fault = None
+
+
+@pytest.mark.parametrize("before", [False, True])
+async def test_a_collector_that_is_closed_while_it_begins_begins_nothing(
+    before: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    begin = Collector._run
+
+    def slowly(self: Collector, version: int, started: threading.Event) -> None:
+        time.sleep(0.5)
+        begin(self, version, started)
+
+    monkeypatch.setattr(Collector, "_run", slowly)
+    async with nodes() as [node]:
+        collector = Collector(plan(node, rows(40, late=[0, 1], late_s=3600.0), SamplerConfig(2, 2, 4)))
+        if before:
+            collector.close()
+        beginning = asyncio.create_task(asyncio.to_thread(collector.weights, 0))
+        await asyncio.sleep(0.1)
+        await asyncio.to_thread(collector.close)
+        await beginning
+        await asyncio.sleep(1.0)
+        assert not live(node)

@@ -1,0 +1,102 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Groups for NeMo RL, without it: which tokens the policy chose, and what becomes of rollouts that have none."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from nemo_gym_prorl.dapo.runner import TrainedRollout
+from nemo_gym_prorl.failures import CallerError
+from nemo_gym_prorl.nemo_rl.groups import group_of, turns_of
+
+
+tokens = st.lists(st.integers(0, 999), min_size=1, max_size=5)
+
+
+def result(*pieces: tuple[list[int], list[int]]) -> dict[str, Any]:
+    """Of turns, each as what was observed before it and what was sampled; with items that are no turns between."""
+    seen: list[int] = []
+    output: list[dict[str, Any]] = []
+    for observed, sampled in pieces:
+        prompt = seen + observed
+        log_probs = [-float(token) for token in sampled]
+        output.append({"type": "reasoning", "summary": []})
+        output.append({"prompt_token_ids": prompt, "generation_token_ids": sampled, "generation_log_probs": log_probs})
+        output.append({"type": "function_call_output", "output": "42"})
+        seen = prompt + sampled
+    return {"response": {"output": output}}
+
+
+def rollout(reward: float, content: dict[str, Any], version: int = 3) -> TrainedRollout:
+    return TrainedRollout("dapo:0:0:0", {"task": 1}, reward, version, content)
+
+
+@given(st.lists(st.tuples(tokens, tokens), max_size=6))
+def test_turns_put_together_are_the_last_prompt_and_what_it_led_to(pieces: list[tuple[list[int], list[int]]]) -> None:
+    turns = turns_of(result(*pieces))
+    assert [([*turn.observed], [*turn.sampled]) for turn in turns] == pieces
+    assert [[*turn.log_probs] for turn in turns] == [[-float(token) for token in said] for _, said in pieces]
+
+
+def test_rewards_are_shaped_by_all_that_the_policy_said() -> None:
+    long = result(([1, 2], [3, 4, 5]), ([6], [7, 8]))
+    group = group_of(
+        [rollout(1.0, long, 4), rollout(0.0, result(([1, 2], [9])))], lambda raw, length: raw - length / 10
+    )
+    assert [member.reward for member in group.members] == [0.5, -0.1]
+    assert group.prompt == [1, 2]
+    assert (group.version, group.row) == (3, {"task": 1})
+
+
+def broken(**changes: Any) -> dict[str, Any]:
+    content = result(([1], [2, 3]), ([4], [5]))
+    content["response"]["output"][4] |= changes
+    return content
+
+
+@pytest.mark.parametrize(
+    "content",
+    [
+        broken(prompt_token_ids=[1, 9, 3, 4]),
+        broken(prompt_token_ids=[1]),
+        broken(generation_log_probs=[]),
+        broken(generation_log_probs=[math.nan]),
+        broken(generation_log_probs=None),
+        {"response": {"output": []}},
+        {},
+    ],
+    ids=["retokenised", "shorter", "no log-probability", "not a number", "null", "never said anything", "no response"],
+)
+def test_a_rollout_whose_tokens_cannot_be_trusted_keeps_its_reward_and_gets_no_loss(content: dict[str, Any]) -> None:
+    group = group_of([rollout(1.0, content), rollout(0.0, result(([1], [2])))], lambda raw, length: raw)
+    assert [(member.reward, len(member.turns)) for member in group.members] == [(1.0, 0), (0.0, 1)]
+    assert group.prompt == [1]
+
+
+def test_a_group_without_tokens_is_a_deployment_that_does_not_keep_them() -> None:
+    plain = {"response": {"output": [{"type": "message", "content": "hello"}]}}
+    with pytest.raises(CallerError, match="return_token_id_information: true") as error:
+        group_of([rollout(1.0, plain), rollout(0.0, plain)], lambda raw, length: raw)
+    assert error.value.field == "response.output"
+
+
+@pytest.mark.parametrize(
+    "item",
+    [
+        None,
+        {"prompt_token_ids": [1], "generation_token_ids": ["token_id:5"], "generation_log_probs": [-1.0]},
+        {"prompt_token_ids": [1], "generation_token_ids": [2**70], "generation_log_probs": [-1.0]},
+        {"prompt_token_ids": [1], "generation_token_ids": [2], "generation_log_probs": [10**400]},
+    ],
+    ids=["no item", "ids as text", "huge id", "huge log-prob"],
+)
+def test_odd_tokens_get_no_loss_and_end_nothing(item: Any) -> None:
+    odd = rollout(1.0, {"response": {"output": [item]}})
+    group = group_of([odd, rollout(0.0, result(([1], [2])))], lambda raw, length: raw)
+    assert [len(member.turns) for member in group.members] == [0, 1]
+    assert [member.reward for member in group.members] == [1.0, 0.0]

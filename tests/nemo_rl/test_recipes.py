@@ -1,0 +1,209 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The recipes that ship with the package, read and judged by NeMo RL's own loader and models. Starts nothing."""
+
+import functools
+import importlib.util
+import os
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from nemo_gym_prorl.nemo_rl.configuration import RECIPES, file_of, names_of
+from tests.nemo_rl.mistakes import MISTAKES, Mistake, changed
+
+
+ROOT = os.environ.get("NRL_ROOT", "")
+NAMES = names_of()
+VARIANTS = (None, *names_of("variants"))
+WITHOUT_NEMO_RL = not Path(ROOT, "nemo_rl").is_dir() or any(
+    importlib.util.find_spec(name) is None for name in ("torch", "ray", "transformers")
+)
+needs_nemo_rl = pytest.mark.skipif(
+    WITHOUT_NEMO_RL, reason="NRL_ROOT names no checkout of NeMo RL that this environment can import"
+)
+SERVICES = ["++prorl.services=['http://127.0.0.1:1']", "++prorl.models=['http://127.0.0.1:2']"]
+
+
+@pytest.fixture
+def importable(monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.syspath_prepend(ROOT)
+    return Path(ROOT)
+
+
+@pytest.fixture(scope="module")
+def rows(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("rows") / "rows.jsonl"
+    path.write_text('{"responses_create_params": {"input": []}}\n' * 64)
+    return path
+
+
+def test_the_recipes_that_there_are() -> None:
+    assert NAMES == [
+        "dapo-code-qwen3-4b",
+        "dapo-math-qwen3-4b",
+        "dapo-stem-qwen3-4b",
+        "dapo-swe-qwen3-14b",
+        "dapo-swe-qwen3-4b",
+        "dapo-swe-qwen3-8b",
+    ]
+    assert names_of("variants") == ["on-policy", "service", "synchronous"]
+    assert file_of("dapo-swe-qwen3-4b") == RECIPES / "dapo-swe-qwen3-4b.yaml"
+    with pytest.raises(Exception, match="nearest that there is: dapo-swe-qwen3-4b"):
+        file_of("dapo-swe-qwen-4b")
+
+
+@needs_nemo_rl
+@pytest.mark.parametrize("variant", VARIANTS)
+@pytest.mark.parametrize("name", NAMES)
+def test_nothing_stands_against_a_recipe(name: str, variant: str | None, importable: Path, rows: Path) -> None:
+    found = [finding for finding in _findings(name, variant, rows, importable) if finding.fatal]
+    # Nobody listens there.
+    away = {"prorl.services[0]", "prorl.models[0]"} if variant == "service" else set()
+    assert {finding.field for finding in found} == away, found
+
+
+@needs_nemo_rl
+@pytest.mark.parametrize("name", NAMES)
+def test_the_papers_numbers(name: str, importable: Path, rows: Path) -> None:
+    for variant in VARIANTS:
+        config = _read(name, variant, rows).resolved
+        assert config["grpo"]["num_generations_per_prompt"] == 8
+        prompts, batch = config["grpo"]["num_prompts_per_step"], config["policy"]["train_global_batch_size"]
+        staleness = config["prorl"]["max_staleness"]
+        # 32 prompts in optimizer steps of 8; strictly on-policy there is one step of 32.
+        assert (prompts, batch, staleness) == {
+            None: (8, 64, 3),
+            "service": (8, 64, 3),
+            "on-policy": (32, 256, 0),
+            "synchronous": (32, 64, 0),
+        }[variant]
+        loss, optimizer = config["loss_fn"], config["policy"]["megatron_cfg"]["optimizer"]
+        assert (loss["ratio_clip_min"], loss["ratio_clip_max"], loss["reference_policy_kl_penalty"]) == (
+            0.2,
+            0.28,
+            1e-4,
+        )
+        assert (loss["token_level_loss"], loss["truncated_importance_sampling_type"]) == (True, "tis")
+        assert (optimizer["lr"], optimizer["min_lr"]) == (1e-6, 1e-6)
+        assert config["prorl"]["overlong"]["penalty"] == 1.0
+
+
+@needs_nemo_rl
+@pytest.mark.parametrize("mistake", MISTAKES, ids=str)
+def test_a_mistake_in_a_recipe_is_named_by_its_field(mistake: Mistake, importable: Path, rows: Path) -> None:
+    from nemo_gym_prorl.nemo_rl.checks import check
+    from nemo_gym_prorl.nemo_rl.checks.gym_files import read_gym
+
+    resolved, known = _once("dapo-swe-qwen3-4b", mistake.variant, rows)
+    config = changed(resolved, mistake.changes)
+    found = {finding.field: str(finding) for finding in check(config, read_gym(config), known)}
+    assert mistake.named in found, found
+    assert mistake.says in found[mistake.named]
+
+
+@needs_nemo_rl
+def test_the_command_tells_everything_before_anything_starts(rows: Path, tmp_path: Path) -> None:
+    """As a user meets it: a process, its exit code, and how long that takes."""
+    began = time.monotonic()
+    wrong = _command(
+        f"++data.train.data_path={rows}",
+        "++grpo.num_prompt_per_step=8",
+        "++policy.train_global_batch_size=48",
+        "++loss_fn.token_level_loss=false",
+        folder=tmp_path,
+    )
+    print(f"refused after {time.monotonic() - began:.1f} s")
+    assert wrong.returncode == 2
+    for field in ("grpo.num_prompt_per_step", "policy.train_global_batch_size", "loss_fn.token_level_loss"):
+        assert f"error: {field}: " in wrong.stderr
+    assert "Not started: 3 errors." in wrong.stderr
+    assert "Ray" not in wrong.stderr + wrong.stdout
+    good = _command(f"++data.train.data_path={rows}", "--check", folder=tmp_path)
+    assert (good.returncode, good.stdout.strip()) == (0, "Nothing stands against a start."), good.stderr
+
+
+@needs_nemo_rl
+def test_services_that_are_not_there_are_told_in_seconds(rows: Path, tmp_path: Path) -> None:
+    away = _command(f"++data.train.data_path={rows}", "--with", "service", *SERVICES, folder=tmp_path)
+    assert away.returncode == 2
+    assert "error: prorl.services[0]: http://127.0.0.1:1 can't be reached" in away.stderr
+
+
+@pytest.mark.parametrize(
+    ("root", "says"), [("", "NRL_ROOT: it is not set"), ("/there/is/none", "there is no NeMo RL in /there/is/none")]
+)
+def test_without_a_checkout_it_says_so(root: str, says: str, tmp_path: Path) -> None:
+    without = _command(folder=tmp_path, root=root)
+    assert without.returncode == 2
+    assert says in without.stderr
+
+
+@needs_nemo_rl
+@pytest.mark.parametrize(
+    ("arguments", "says"),
+    [
+        (["++grpo=[", "--check"], "overrides"),
+        (["grpo.num_prompt_per_step=8"], "num_prompt_per_step"),
+        (["--with", "on-polcy"], "the nearest that there is: on-policy"),
+    ],
+)
+def test_what_cannot_be_read_is_told(arguments: list[str], says: str, tmp_path: Path) -> None:
+    refused = _command(*arguments, folder=tmp_path)
+    assert refused.returncode == 2
+    assert says in refused.stderr
+    assert "Traceback" not in refused.stderr
+
+
+@needs_nemo_rl
+def test_a_recipe_of_ones_own_inherits_from_ours(importable: Path, rows: Path, tmp_path: Path) -> None:
+    own = tmp_path / "mine.yaml"
+    own.write_text(
+        f"defaults: {RECIPES}/dapo-math-qwen3-4b.yaml\n"
+        "grpo: {num_prompts_per_step: 16, num_prompt_per_step: 3}\n"
+        "logger: {wandb: {name: mine}}\n"
+    )
+    found = _findings(str(own), None, rows, importable)
+    # The batch follows by itself, and the buffer is large enough.
+    assert {finding.field for finding in found if finding.fatal} == {"grpo.num_prompt_per_step"}
+
+
+def _read(name: str, variant: str | None, rows: Path) -> Any:
+    from nemo_gym_prorl.nemo_rl.configuration import read
+
+    services = SERVICES if variant == "service" else []
+    return read(name, [variant] if variant else [], [f"++data.train.data_path={rows}", *services])
+
+
+def _findings(name: str, variant: str | None, rows: Path, root: Path) -> list[Any]:
+    from nemo_gym_prorl.nemo_rl import train
+
+    configuration = _read(name, variant, rows)
+    train.complete(configuration.resolved)
+    return train.find(configuration, root)
+
+
+@functools.cache
+def _once(name: str, variant: str | None, rows: Path) -> tuple[dict[str, Any], Any]:
+    """A recipe, and the settings that NeMo RL declares."""
+    from nemo_gym_prorl.nemo_rl import train
+
+    read = _read(name, variant, rows)
+    return read.resolved, train.known_settings(train.model_of(read.resolved), read)
+
+
+def _command(*arguments: str, folder: Path, root: str = ROOT) -> subprocess.CompletedProcess[str]:
+    repository = str(Path(__file__).parents[2])
+    environment = {**os.environ, "NRL_ROOT": root, "PYTHONPATH": os.pathsep.join([repository, root])}
+    return subprocess.run(
+        [sys.executable, "-m", "nemo_gym_prorl.nemo_rl.train", "--config", "dapo-swe-qwen3-4b", *arguments],
+        capture_output=True,
+        text=True,
+        timeout=240,
+        check=False,
+        cwd=folder,
+        env=environment,
+    )

@@ -1,0 +1,130 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A recipe as it ships trains under each variant, but for what a CPU and three steps want otherwise."""
+
+import json
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import pytest
+
+from nemo_gym_prorl.nemo_rl.settings import ProrlSettings, settings_of
+from nemo_gym_prorl.nemo_rl.shaping import Shaping
+from tests.nemo_rl.test_single_controller import NUMBER, counting
+
+
+if TYPE_CHECKING:
+    from tests.nemo_rl.controller import TrainedGroup
+    from tests.nemo_rl.engine import Engine
+    from tests.nemo_rl.trainer import Trainer
+
+pytestmark = [pytest.mark.gym, pytest.mark.timeout(420)]
+
+STEPS = 3
+SMALLER = [
+    "++grpo.num_prompts_per_step=2",
+    "++grpo.num_generations_per_prompt=4",
+    f"++grpo.max_num_steps={STEPS}",
+    "++async_rl.max_inflight_prompts=4",
+    "++policy.max_total_sequence_length=65536",
+    "++policy.generation.max_new_tokens=4096",
+    "++policy.generation.vllm_cfg.enable_vllm_metrics_logger=false",
+    "++data.num_workers=0",
+    "++checkpointing.enabled=false",
+    "++logger.tensorboard_enabled=false",
+    "++logger.monitor_gpus=false",
+    # So that it bites: a rollout here has some 70 tokens.
+    "++prorl.overlong={max_response_length:90,buffer_length:60,penalty:0.5}",
+]
+
+
+def recipe(folder: Path, variant: str | None, *overrides: str) -> dict[str, Any]:
+    from nemo_gym_prorl.nemo_rl.configuration import read
+
+    rows = [counting(10, 0) if number % 3 else counting(4) for number in range(12)]
+    for number, row in enumerate(rows):
+        row["responses_create_params"]["input"] = [{"role": "user", "content": f"Count to ten. Attempt {number}."}]
+    data = folder / "rows.jsonl"
+    data.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    places = [f"++data.train.data_path={data}", f"++logger.log_dir={folder / 'logs'}"]
+    variants = [variant] if variant else []
+    return read("dapo-code-qwen3-4b", variants, [*SMALLER, *places, *overrides]).resolved
+
+
+@pytest.mark.parametrize("variant", [None, "on-policy"])
+def test_on_the_single_controller(trainer: "Trainer", engine_url: str, tmp_path: Path, variant: str | None) -> None:
+    from tests.nemo_rl.controller import Lent, trained
+
+    config = recipe(tmp_path, variant, "++prorl.agent=counting_agent")
+    got = trained(config, tmp_path, [engine_url], {"nemo_gym": Lent(trainer.actor)})
+    settings = settings_of(config)
+    assert settings.max_staleness == (0 if variant else 3)
+    assert got.result["train_steps"] == STEPS
+    for step, groups in enumerate(got.steps):
+        assert len(groups) == 2
+        for group in groups:
+            check(group, settings)
+            assert 0 <= step - group.version <= settings.max_staleness
+
+
+@pytest.mark.usefixtures("own_ray")
+def test_on_the_synchronous_loop(
+    trainer: "Trainer", engine: "Engine", tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """From the command line to the last step, but for what needs GPUs: NeMo RL's own setup is not called."""
+    from nemo_rl.algorithms import grpo
+    from nemo_rl.distributed import virtual_cluster
+
+    from nemo_gym_prorl.nemo_rl.train import main
+    from tests.nemo_rl.controller import Lent, tokenizer
+    from tests.nemo_rl.synchronous import Generation, Policy, set_up, told
+
+    policy, lent = Policy(4), Lent(trainer.actor)
+    generation = Generation({}, engine)
+
+    def setup(master: Any, _: Any, rows: Any, validation: Any) -> tuple[Any, ...]:
+        assert validation is None
+        generation.cfg = master.policy["generation"]
+        return set_up(master, rows, policy, generation, lent)
+
+    monkeypatch.setattr(grpo, "setup", setup)
+    monkeypatch.setattr(virtual_cluster, "init_ray", lambda: None)
+    made = tokenizer()
+    made.pad_token = "?"
+    made.save_pretrained(tmp_path / "tokenizer")
+    own = [f"++policy.tokenizer.name={tmp_path / 'tokenizer'}", "++policy.train_global_batch_size=4"]
+    own += ["++cluster.num_nodes=1", "++cluster.gpus_per_node=4"]
+    # The recipe's own agent is another environment's; the block makes the counting one known to the checks.
+    shipped = "entrypoint:app.py,max_total_sequence_length:65536,budgets:{init:60,run:60,eval:60}"
+    block = f"{{responses_api_agents:{{prorl_agent:{{{shipped}}}}}}}"
+    agent = ["++prorl.agent=counting_agent", f"++env.nemo_gym.counting_agent={block}"]
+    config = recipe(tmp_path, "synchronous", *own, *agent)
+    rows = config["data"]["train"]["data_path"]
+    places = [f"++data.train.data_path={rows}", f"++logger.log_dir={tmp_path / 'logs'}"]
+    command = ["--config", "dapo-code-qwen3-4b", "--with", "synchronous", *SMALLER, *places, *own, *agent]
+    assert main(command) == 0
+    got = told(policy, generation, 0.0)
+    assert (len(got.batches), got.policy.optimizer_steps) == (STEPS, 2 * STEPS)
+    assert lent.told_to_end
+    settings = settings_of(config)
+    for groups in got.batches:
+        for group in groups:
+            # Rewards are not among what its policy is given, so what they are follows from the tokens alone.
+            group.rewards = [expected(group, member, settings) for member in range(len(group.tokens))]
+            check(group, settings)
+
+
+def expected(group: "TrainedGroup", member: int, settings: ProrlSettings) -> float:
+    """The reward to train on, of what was said."""
+    sampled = group.sampled(member)
+    return Shaping.of(settings)(int(NUMBER.findall(sampled)[0]) / 10, len(sampled))
+
+
+def check(group: "TrainedGroup", settings: ProrlSettings) -> None:
+    """Its raw rewards differ; scaled and shaped they are what is trained on, and advantages are in their order."""
+    assert len({NUMBER.findall(group.sampled(member))[0] for member in range(4)}) > 1
+    assert group.rewards == pytest.approx([expected(group, member, settings) for member in range(4)])
+    assert min(group.rewards) < -1, "nothing was taken off for length"
+    pairs = zip(group.advantages, group.masks, strict=True)
+    advantages = [next(advantage for advantage, on in zip(*pair, strict=True) if on) for pair in pairs]
+    mean = sum(group.rewards) / 4
+    assert all((advantage > 0) == (reward > mean) for advantage, reward in zip(advantages, group.rewards, strict=True))

@@ -1,0 +1,148 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Servers behind a run, without NeMo RL: which are ours, what they are told, what is said of a wrong setup."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Any
+
+import pytest
+from fastapi import FastAPI, HTTPException, Request
+
+from nemo_gym_prorl.failures import CallerError, InfrastructureError
+from nemo_gym_prorl.nemo_rl import services
+from nemo_gym_prorl.nemo_rl.services import Servers, already_running, servers_among, with_engines
+from nemo_gym_prorl.nemo_rl.settings import ProrlSettings
+from tests.rollout.serving import serve
+
+
+ENGINES = ("http://10.0.0.1:8000/v1", "http://10.0.0.2:8000/v1")
+
+
+class Model:
+    """The control routes of a model server; ``failures`` calls are answered with 503 first."""
+
+    def __init__(self, *others: str) -> None:
+        self.backends = {url: {"id": f"other{place}", "url": url} for place, url in enumerate(others)}
+        self.labels: dict[str, str] = {}
+        self.failures = 0
+        self.app = FastAPI()
+        self.app.get("/v1/backends")(self.listing)
+        self.app.post("/v1/backends", status_code=201)(self.add)
+        self.app.delete("/v1/backends/{backend}")(self.remove)
+        self.app.post("/v1/backends/weight_version")(self.label)
+
+    async def listing(self) -> dict[str, Any]:
+        if self.failures:
+            self.failures -= 1
+            raise HTTPException(503, "not now")
+        return {"backends": [*self.backends.values()]}
+
+    async def add(self, request: Request) -> dict[str, Any]:
+        url = (await request.json())["url"]
+        assert url not in self.backends
+        self.backends[url] = {"id": f"b{len(self.backends)}", "url": url}
+        return self.backends[url]
+
+    async def remove(self, backend: str) -> dict[str, Any]:
+        self.backends = {url: known for url, known in self.backends.items() if known["id"] != backend}
+        return {"id": backend}
+
+    async def label(self, request: Request) -> dict[str, Any]:
+        body = await request.json()
+        for known in self.backends.values():
+            if body.get("id") in (None, known["id"]):
+                self.labels[known["url"]] = body["weight_version"]
+        return {}
+
+
+@pytest.fixture(autouse=True)
+def no_pause(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(services, "PAUSE_S", 0.0)
+
+
+async def test_engines_are_registered_once_labelled_and_taken_away() -> None:
+    model = Model("http://10.9.9.9/v1")
+    async with serve(model.app) as url:
+        servers = with_engines(Servers((), (url,)), [*ENGINES, None])
+        for version in (3, 4):
+            await asyncio.to_thread(servers.announce, version, needed=True)
+            assert set(model.backends) == {"http://10.9.9.9/v1", *ENGINES}
+            assert model.labels == dict.fromkeys(ENGINES, str(version)), "what others have there is not ours to label"
+        model.backends.clear()  # it was started again
+        await asyncio.to_thread(servers.announce, 5)
+        assert set(model.backends) == set(ENGINES)
+        await asyncio.to_thread(servers.withdraw)
+        assert not model.backends
+
+
+async def test_a_server_is_told_again_and_then_left() -> None:
+    model = Model()
+    async with serve(model.app) as url:
+        servers = with_engines(Servers((), (url,)), ENGINES)
+        model.failures = 2
+        await asyncio.to_thread(servers.announce, 1)
+        assert model.labels == dict.fromkeys(ENGINES, "1")
+        model.failures = 3
+        await asyncio.to_thread(servers.announce, 2)
+        assert model.labels == dict.fromkeys(ENGINES, "1")
+        model.failures = 3
+        with pytest.raises(InfrastructureError, match="503"):
+            await asyncio.to_thread(servers.announce, 3, needed=True)
+
+
+async def test_servers_of_gym_have_their_engines_and_only_get_labels() -> None:
+    model = Model(*ENGINES)
+    async with serve(model.app) as url:
+        await asyncio.to_thread(Servers((), (url,)).announce, 7)
+        assert model.labels == dict.fromkeys(ENGINES, "7")
+        await asyncio.to_thread(Servers((), (url,)).withdraw)
+        assert set(model.backends) == set(ENGINES)
+
+
+def instance(process: str, name: str) -> dict[str, Any]:
+    return {"process_name": process, "name": name, "url": f"http://127.0.0.1/{process}"}
+
+
+POLICY = instance("policy_model", "prorl_model")
+CODE, MATH = instance("code_agent", "prorl_agent"), instance("math_agent", "prorl_agent")
+
+
+def test_ours_among_the_servers_of_a_deployment() -> None:
+    found = servers_among([instance("code", "prorl_code"), CODE, POLICY], ProrlSettings(key_env="KEY"), "node")
+    assert found == Servers(("http://127.0.0.1/code_agent",), ("http://127.0.0.1/policy_model",), "KEY", "node")
+    found = servers_among([CODE, MATH, POLICY], ProrlSettings(agent="math_agent"), None)
+    assert found.services == ("http://127.0.0.1/math_agent",)
+
+
+@pytest.mark.parametrize(
+    ("instances", "settings", "field", "says"),
+    [
+        ([CODE, MATH, POLICY], {}, "prorl.agent", "code_agent, math_agent"),
+        ([POLICY], {}, "prorl.agent", "none"),
+        ([CODE, POLICY], {"agent": "cod_agent"}, "prorl.agent", "'cod_agent' is none of"),
+        ([CODE], {}, "env.nemo_gym.config_paths", "prorl_model.yaml"),
+    ],
+)
+def test_a_deployment_that_does_not_fit_is_told_by_its_field(
+    instances: list[dict[str, Any]], settings: dict[str, Any], field: str, says: str
+) -> None:
+    with pytest.raises(CallerError, match=says) as error:
+        servers_among(instances, ProrlSettings(**settings), None)
+    assert error.value.field == field
+
+
+async def test_services_elsewhere_are_asked_before_anything_starts() -> None:
+    with pytest.raises(CallerError) as missing:
+        already_running(ProrlSettings(rollouts="service", services=("http://127.0.0.1:1",)))
+    assert missing.value.field == "prorl.models"
+    with pytest.raises(InfrastructureError, match=r"127\.0\.0\.1:1/status is not answered"):
+        already_running(
+            ProrlSettings(rollouts="service", services=("http://127.0.0.1:1",), models=("http://127.0.0.1:2",))
+        )
+
+
+def test_engines_without_a_server_are_told() -> None:
+    with pytest.raises(CallerError, match="expose_http_server") as error:
+        with_engines(Servers((), ()), [None])
+    assert error.value.field == "policy.generation.vllm_cfg"

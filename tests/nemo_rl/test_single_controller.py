@@ -1,0 +1,367 @@
+# SPDX-License-Identifier: Apache-2.0
+"""DAPO on NeMo RL's SingleController: its real controller, buffer, loss and Gym actor, with our servers."""
+
+import asyncio
+import json
+import os
+import re
+import signal
+import time
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import pytest
+
+from nemo_gym_prorl.dapo.decision import NothingToLearn
+from nemo_gym_prorl.rollout.client import RolloutClient
+from nemo_gym_prorl.rollout.job import JobState
+from nemo_gym_prorl.rollout.schemas import JobView
+from nemo_gym_prorl.tasks.humaneval.problems import problems, row_for
+from tests.nemo_rl.conftest import KEY
+from tests.tasks import containers
+
+
+if TYPE_CHECKING:
+    from tests.nemo_rl.controller import TrainedGroup
+    from tests.nemo_rl.engine import Engine
+    from tests.nemo_rl.trainer import Trainer
+
+pytestmark = [pytest.mark.gym, pytest.mark.timeout(420)]
+
+EXAMPLES = Path(__file__).parents[2] / "resources_servers/prorl_code/data/example.jsonl"
+NUMBER = re.compile(rb'"number": ?(\d+)')
+
+
+def counting(*numbers: int, name: str = "", **extra: Any) -> dict[str, Any]:
+    """A prompt whose rollouts begin with one of these numbers each; a tenth of it is the reward."""
+    from tests.nemo_rl.trainer import counting_row, turn
+
+    row = counting_row(turn(None, 0), turn("Done."), **extra)
+    script = {"turns": [turn(None, 0), turn("Done.")], "openings": [turn(None, number) for number in numbers]}
+    row["responses_create_params"]["metadata"] = {"script": json.dumps(script)}
+    row["responses_create_params"]["input"][0]["content"] += name
+    return row
+
+
+def check(group: "TrainedGroup") -> None:
+    """A group has variance, and everything in it is what was sampled and scored."""
+    assert len(set(group.rewards)) > 1
+    for member, reward in enumerate(group.rewards):
+        sampled, tokens, mask = group.sampled(member), group.tokens[member], group.masks[member]
+        # Two turns, with the space that their text does not show; and the tokens say what the reward must be.
+        assert sampled.count(b" \xfe") == 2, sampled
+        assert sampled.endswith(b"Done. \xfe")
+        assert reward == pytest.approx(int(NUMBER.findall(sampled)[0]) / 10)
+        assert b"Count to ten." in tokens
+        assert b"Count to ten." not in sampled
+        expected = [-(token % 7) / 8 - 0.125 if on else 0.0 for token, on in zip(tokens, mask, strict=True)]
+        assert group.log_probs[member] == expected
+    trained = [
+        {a for a, on in zip(*pair, strict=True) if on} for pair in zip(group.advantages, group.masks, strict=True)
+    ]
+    assert all(len(advantages) == 1 for advantages in trained)
+    order = sorted(zip(group.rewards, (advantages.pop() for advantages in trained), strict=True))
+    assert order[0][1] < 0 < order[-1][1]
+
+
+@pytest.mark.parametrize("router", [False, True], ids=["engines", "router"])
+def test_asynchronous(trainer: "Trainer", engine_url: str, tmp_path: Path, router: bool) -> None:
+    """Prompts without variance are left out; a failure of the infrastructure is tried again, and is no reward."""
+    from tests.nemo_rl.controller import STEPS, Lent, configuration, routed, trained
+
+    rows = []
+    for number in range(3):
+        trouble = {"verify": 503, "times": 1, "name": f"{tmp_path}-{number}"}
+        rows += [counting(10, 0, trouble=trouble), counting(10, number=number), counting(7, 3, 0, number=number)]
+    config = configuration(rows, tmp_path, prorl={"agent": "counting_agent"})
+    services = trainer.server_urls()
+    before = {job.id for job in jobs(services["counting_agent"])}
+    with routed(services["policy_model"], engine_url) if router else without_router() as handle:
+        got = trained(config, tmp_path, [engine_url], {"nemo_gym": Lent(trainer.actor)}, handle)
+    assert got.result == {"train_steps": STEPS, "trainer_version": STEPS}
+    for step, groups in enumerate(got.steps):
+        assert len(groups) == 2
+        for group in groups:
+            check(group)
+            assert 0 <= step - group.version <= 1
+    ours = [job for job in jobs(services["counting_agent"]) if job.id not in before]
+    failed = [job for job in ours if job.state is JobState.FAILED]
+    assert failed, "no failure was met"
+    assert not [job for job in ours if not job.state.terminal]
+    print(f"{len(ours)} rollouts, {len(failed)} failed, 24 trained on")
+
+
+def test_prompts_that_teach_nothing_end_it_in_words(trainer: "Trainer", engine_url: str, tmp_path: Path) -> None:
+    from tests.nemo_rl.controller import Lent, configuration, trained
+
+    rows = [counting(10, number=number) for number in range(6)]
+    config = configuration(rows, tmp_path, prorl={"agent": "counting_agent", "max_fruitless": 5})
+    started = time.monotonic()
+    with pytest.raises(NothingToLearn, match="too easy or too hard"):
+        trained(config, tmp_path, [engine_url], {"nemo_gym": Lent(trainer.actor)})
+    print(f"told after {time.monotonic() - started:.1f} s")
+
+
+def test_strictly_on_policy(trainer: "Trainer", engine_url: str, tmp_path: Path) -> None:
+    """Each step trains on what its own weights have sampled, and the model server has been told of all of them."""
+    from tests.nemo_rl.controller import STEPS, Lent, call, configuration, trained
+
+    rows = [counting(10, 0, number=number) if number % 3 else counting(4, number=number) for number in range(9)]
+    config = configuration(
+        rows,
+        tmp_path,
+        prorl={"agent": "counting_agent", "max_staleness": 0},
+        async_rl__sampler={"name": "in_order", "max_lookahead_versions": 0},
+    )
+    got = trained(config, tmp_path, [engine_url], {"nemo_gym": Lent(trainer.actor)})
+    assert got.result["train_steps"] == STEPS
+    for step, groups in enumerate(got.steps):
+        assert [group.version for group in groups] == [step, step]
+        for group in groups:
+            check(group)
+    [backend] = call("GET", f"{trainer.server_urls()['policy_model']}/v1/backends")["backends"]
+    assert backend["weight_version"] == str(STEPS)
+
+
+def test_services_that_run_elsewhere(trainer: "Trainer", engine_url: str, tmp_path: Path) -> None:
+    """The trainer knows two URLs and starts no Gym server; the services know its engines while it runs."""
+    from nemo_gym_prorl.nemo_rl.single_controller import ENVIRONMENT, register_no_environment
+    from tests.nemo_rl.controller import STEPS, call, configuration, swap_engines, trained
+
+    servers = trainer.server_urls()
+    rows = [counting(10, 0, number=number) for number in range(6)]
+    config = configuration(
+        rows,
+        tmp_path,
+        prorl={
+            "rollouts": "service",
+            "services": [servers["counting_agent"]],
+            "models": [servers["policy_model"]],
+            "max_staleness": 1,
+        },
+        env={"should_use_nemo_gym": False, ENVIRONMENT: {}},
+        data__default={"env_name": ENVIRONMENT, "processor": "nemo_gym_data_processor"},
+    )
+    register_no_environment()
+    swap_engines(servers["policy_model"], [])
+    try:
+        got = trained(config, tmp_path, [engine_url])
+        assert call("GET", f"{servers['policy_model']}/v1/backends")["backends"] == []
+    finally:
+        swap_engines(servers["policy_model"], [engine_url])
+    assert got.result["train_steps"] == STEPS
+    for step, groups in enumerate(got.steps):
+        for group in groups:
+            check(group)
+            assert 0 <= step - group.version <= 1
+
+
+@pytest.mark.sandbox
+def test_no_sandbox_outlives_a_run(trainer: "Trainer", engine: "Engine", engine_url: str, tmp_path: Path) -> None:
+    """A prompt that never ends is cancelled while the run goes on, since it gets too old, and again at its end."""
+    from tests.nemo_rl.controller import GENERATIONS, STEPS, Lent, configuration, trained
+
+    containers.image()
+    url = trainer.server_urls()["prorl_code_agent"]
+    before, aborted, known = containers.instances(), engine.aborted, {job.id for job in jobs(url, KEY)}
+    rows = [solving(number) for number in range(8)]
+    rows.insert(2, thinking())
+    config = configuration(
+        rows,
+        tmp_path,
+        prorl={"agent": "prorl_code_agent", "key_env": "PRORL_TEST_KEY"},
+        async_rl__max_inflight_prompts=3,
+    )
+    lent = Lent(trainer.actor)
+    got = trained(config, tmp_path, [engine_url], {"nemo_gym": lent})
+    assert got.result["train_steps"] == STEPS
+    assert all(sorted(set(group.rewards)) == [0.0, 1.0] for groups in got.steps for group in groups)
+    assert lent.told_to_end
+    print(f"sandboxes gone {gone(before):.1f} s after the end")
+    ours = [job for job in jobs(url, KEY) if job.id not in known]
+    assert not [job for job in ours if not job.state.terminal]
+    cancelled = [job for job in ours if job.state is JobState.CANCELLED]
+    assert engine.aborted - aborted >= GENERATIONS
+    print(f"{len(ours)} rollouts in sandboxes, {len(cancelled)} cancelled, {engine.aborted - aborted} in mid-turn")
+
+
+def test_a_run_that_is_resumed_goes_on_with_the_next_prompts(
+    trainer: "Trainer", engine_url: str, tmp_path: Path
+) -> None:
+    """By NeMo RL's own checkpoints: what was trained on is not sampled again, what was ready is not lost."""
+    from tests.nemo_rl.controller import Lent, configuration, trained
+
+    rows = [counting(10, 0, name=f" Prompt {number}.") for number in range(20)]
+
+    def go_on(steps: int) -> list[list[str]]:
+        folder = tmp_path / str(steps)
+        folder.mkdir()
+        config = configuration(
+            rows,
+            folder,
+            prorl={"agent": "counting_agent", "in_order": True},
+            async_rl__sampler={"name": "in_order", "max_lookahead_versions": 1},
+            grpo__max_num_steps=steps,
+            checkpointing__enabled=True,
+            checkpointing__save_period=1,
+            checkpointing__checkpoint_dir=str(tmp_path / "checkpoints"),
+        )
+        got = trained(config, folder, [engine_url], {"nemo_gym": Lent(trainer.actor)})
+        assert got.result["train_steps"] == steps
+        for group in (group for groups in got.steps for group in groups):
+            check(group)
+        return [[re.findall(rb"Prompt (\d+)", group.tokens[0])[0].decode() for group in step] for step in got.steps]
+
+    assert go_on(2) == [["0", "1"], ["2", "3"]]
+    assert go_on(4) == [["4", "5"], ["6", "7"]]
+
+
+@pytest.mark.sandbox
+def test_no_sandbox_outlives_a_controller_that_dies(
+    trainer: "Trainer", engine: "Engine", engine_url: str, tmp_path: Path
+) -> None:
+    from ray.exceptions import RayActorError
+
+    from tests.nemo_rl.controller import GENERATIONS, Lent, configuration, trained
+
+    containers.image()
+    before = containers.instances()
+    config = configuration(
+        [thinking() for _ in range(4)],
+        tmp_path,
+        prorl={"agent": "prorl_code_agent", "key_env": "PRORL_TEST_KEY"},
+        async_rl__max_inflight_prompts=2,
+    )
+    lent = Lent(trainer.actor)
+
+    def kill() -> None:
+        deadline = time.monotonic() + 120
+        while engine.in_flight < 2 * GENERATIONS and time.monotonic() < deadline:
+            time.sleep(0.1)
+        [controller] = [
+            int(entry.parent.name)
+            for entry in Path("/proc").glob("[0-9]*/cmdline")
+            if entry.read_bytes().startswith(b"ray::SingleControllerActor")
+        ]
+        os.kill(controller, signal.SIGKILL)
+
+    with ThreadPoolExecutor(1) as threads:
+        killing = threads.submit(kill)
+        with pytest.raises(RayActorError):
+            trained(config, tmp_path, [engine_url], {"nemo_gym": lent})
+        killing.result()
+    assert lent.told_to_end
+    print(f"sandboxes gone {gone(before):.1f} s after the end")
+
+
+@pytest.mark.sandbox
+@pytest.mark.parametrize("variant", [None, "on-policy", "service"])
+def test_the_command_trains_by_a_recipe_that_ships(
+    trainer: "Trainer", engine_url: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, variant: str | None
+) -> None:
+    """From the command line to the last step, but for what needs GPUs: NeMo RL's own setup is not called."""
+    from nemo_rl.algorithms import single_controller_utils
+    from nemo_rl.algorithms.metric_utils import SetupTimingMetrics
+    from nemo_rl.distributed import virtual_cluster
+
+    from nemo_gym_prorl.nemo_rl.train import main
+    from tests.nemo_rl.controller import STEPS, Lent, arguments_of, steps_in, swap_engines, tokenizer
+
+    containers.image()
+    before, servers = containers.instances(), trainer.server_urls()
+    tokenizer().save_pretrained(tmp_path / "tokenizer")
+    (tmp_path / "rows.jsonl").write_text("".join(json.dumps(solving(number)) + "\n" for number in range(8)))
+    lent = Lent(trainer.actor)
+
+    def setup(master: Any, _: Any) -> tuple[Any, Any]:
+        environments = None if variant == "service" else {"nemo_gym": lent}
+        return arguments_of(master, tmp_path, [engine_url], environments), SetupTimingMetrics()
+
+    monkeypatch.setattr(single_controller_utils, "setup_single_controller", setup)
+    monkeypatch.setattr(virtual_cluster, "init_ray", lambda: None)
+    settings = {
+        "data.train.data_path": tmp_path / "rows.jsonl",
+        "policy.tokenizer.name": tmp_path / "tokenizer",
+        "grpo.max_num_steps": STEPS,
+        "grpo.num_prompts_per_step": 2,
+        "grpo.num_generations_per_prompt": 4,
+        "async_rl.max_inflight_prompts": 4,
+        "checkpointing.enabled": False,
+        "logger.log_dir": tmp_path / "logs",
+        "logger.monitor_gpus": False,
+        "prorl.key_env": "PRORL_TEST_KEY",
+    }
+    if variant != "service":
+        settings["prorl.agent"] = "prorl_code_agent"  # of this deployment; the recipe has no other
+    else:
+        settings |= {
+            "prorl.services": f"['{servers['prorl_code_agent']}']",
+            "prorl.models": f"['{servers['policy_model']}']",
+        }
+        swap_engines(servers["policy_model"], [])
+    arguments = ["--config", "dapo-code-qwen3-4b", *(("--with", variant) if variant else ())]
+    try:
+        assert main([*arguments, *(f"++{name}={value}" for name, value in settings.items())]) == 0
+    finally:
+        swap_engines(servers["policy_model"], [engine_url])
+    steps = steps_in(tmp_path)
+    assert len(steps) == STEPS
+    bound = 0 if variant == "on-policy" else 3
+    for step, groups in enumerate(steps):
+        assert len(groups) == 2
+        for group in groups:
+            # As the recipe scales them.
+            assert sorted(set(group.rewards)) == [-1.0, 1.0]
+            assert 0 <= step - group.version <= bound
+    print(f"sandboxes gone {gone(before):.1f} s after the end")
+
+
+def gone(before: set[str]) -> float:
+    """Seconds until no sandbox is left of a run that has ended, though its servers live.
+
+    What was running is gone when the run ends. What was being started or graded follows at once.
+    """
+    began = time.monotonic()
+    while left := containers.instances() - before:
+        assert time.monotonic() - began < 5, left
+        time.sleep(0.05)
+    return time.monotonic() - began
+
+
+def solving(number: int) -> dict[str, Any]:
+    """A prompt that every other rollout solves, in a sandbox."""
+    row: dict[str, Any] = json.loads(EXAMPLES.read_text().splitlines()[0])
+    turns = json.loads(row["responses_create_params"]["metadata"]["script"])["turns"]
+    script = {"turns": turns, "openings": [turns[0], {"content": "I give up."}], "number": number}
+    return _in_code(row, script)
+
+
+def thinking() -> dict[str, Any]:
+    """A prompt whose rollouts open a sandbox, and then think for longer than anybody waits."""
+    call = {"name": "bash", "arguments": {"command": "echo $PWD"}}
+    turns = [{"tool_calls": [call]}, {"content": "I give up.", "latency_s": 3600}]
+    return _in_code(row_for(problems()["HumanEval/2"]), {"turns": turns})
+
+
+def _in_code(row: dict[str, Any], script: dict[str, Any]) -> dict[str, Any]:
+    params = {**row["responses_create_params"], "metadata": {"script": json.dumps(script)}}
+    agent = {"type": "responses_api_agents", "name": "prorl_code_agent"}
+    return {**row, "responses_create_params": params, "agent_ref": agent}
+
+
+@contextmanager
+def without_router() -> Iterator[None]:
+    yield None
+
+
+def jobs(url: str, key: str | None = None) -> list[JobView]:
+    """All that a service remembers."""
+
+    async def listed() -> list[JobView]:
+        async with RolloutClient(url, key) as client:
+            return (await client.list(limit=1000)).rollouts
+
+    return asyncio.run(listed())
