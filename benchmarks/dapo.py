@@ -43,6 +43,14 @@ WARM_UP = 5
 """Steps that are not counted: the first ones begin with empty engines."""
 
 
+def drawn_reward(seed: int, informative: float, prompt: int, sample: str) -> float:
+    """0 or 1: of a prompt that is informative (by that probability) at even odds, of others always the same."""
+    kind = random.Random(f"{seed}:kind:{prompt}").random()
+    if kind >= informative:
+        return float(kind < (1 + informative) / 2)
+    return float(random.Random(f"{seed}:reward:{sample}").random() < 0.5)
+
+
 @dataclass(frozen=True)
 class World:
     """A workload: the same for all schedules of one seed."""
@@ -67,10 +75,7 @@ class World:
 
     def reward(self, prompt: int, sample: str) -> float:
         """0 or 1."""
-        kind = random.Random(f"{self.seed}:kind:{prompt}").random()
-        if kind >= self.informative:
-            return float(kind < (1 + self.informative) / 2)
-        return float(random.Random(f"{self.seed}:reward:{sample}").random() < 0.5)
+        return drawn_reward(self.seed, self.informative, prompt, sample)
 
     @property
     def bound_s(self) -> float:

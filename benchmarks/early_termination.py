@@ -2,10 +2,11 @@
 """Early termination on the real service: how long the sandboxes of redundant rollouts outlive a complete batch.
 
 A deployment of ``prorl_code`` has 64 slots of RUN, and a strictly on-policy sampler fills them with groups of 4. Every
-fourth prompt is solved by half of its rollouts within a few turns; the others run a command in their sandbox and wait
-for their next turn for an hour. So when a batch of two groups is complete some 56 rollouts are redundant. Told is the
-time from the batch until each of them has its outcome, which is when its sandbox is gone; the next weights are
-announced at once, and it takes so long until all slots are at work again. The policy is scripted.
+second prompt is solved by half of its rollouts within a few turns; the others run a command in their sandbox and wait
+for their next turn for an hour, so they are dropped with the batch instead of coming back with the next one. When a
+batch of two groups is complete some 56 rollouts are redundant. Told is the time from the batch until each of them has
+its outcome, which is when its sandbox is gone; the next weights are announced at once, and it takes so long until all
+slots are at work again. The policy is scripted.
 """
 
 from __future__ import annotations
@@ -23,7 +24,6 @@ from nemo_gym_prorl.dapo.decision import SamplerConfig
 from nemo_gym_prorl.dapo.prompts import Epochs
 from nemo_gym_prorl.dapo.runner import Runner
 from nemo_gym_prorl.dapo.sampler import DynamicSampler
-from nemo_gym_prorl.failures import Stage
 from nemo_gym_prorl.gym.deployment import GymDeployment
 from nemo_gym_prorl.rollout.client import RolloutClient
 from nemo_gym_prorl.rollout.job import JobState
@@ -37,13 +37,14 @@ from nemo_gym_prorl.tasks.humaneval.problems import SOLUTION_FILE, Problem, prob
 AGENT = "prorl_code_agent"
 SLOTS, QUICK_SLOTS = 64, 16
 STEPS, QUICK_STEPS = 6, 2
-GROUPS, SIZE = 2, 4
+GROUPS, QUICK_GROUPS = 2, 1
+SIZE = 4
 
 
 def rows() -> Iterator[dict[str, Any]]:
-    """Every fourth prompt comes to an end."""
+    """Every second prompt comes to an end."""
     for number, problem in enumerate(problems().values()):
-        turns = _coin(problem) if number % 4 == 0 else _endless()
+        turns = _coin(problem) if number % 2 == 0 else _endless()
         yield row_for(problem, {"turns": turns})
 
 
@@ -64,26 +65,56 @@ def _endless() -> list[dict[str, Any]]:
     ]
 
 
-async def cancelled(client: RolloutClient, times: dict[str, float]) -> None:
-    """When each rollout was cancelled, in seconds since the epoch."""
-    async for event in client.events():
-        if event.state is JobState.CANCELLED:
-            times[event.id] = event.at
+class Watch:
+    """When each rollout began to run, and when it ended, in seconds since the epoch."""
+
+    def __init__(self, client: RolloutClient) -> None:
+        self.began: dict[str, float] = {}
+        self.ended: dict[str, float] = {}
+        self._seen: set[str] = set()
+        self._client = client
+        self._news = asyncio.Condition()
+
+    async def follow(self) -> None:
+        """Goes on until it is cancelled."""
+        async for event in self._client.events(after="0"):
+            self._seen.add(event.id)
+            if event.state is JobState.RUNNING:
+                self.began[event.id] = event.at
+            elif event.state.terminal:
+                self.ended[event.id] = event.at
+            async with self._news:
+                self._news.notify_all()
+
+    async def until_begun(self, rollouts: int, first_prompt: int) -> float:
+        """Return when so many rollouts of these prompts have begun, and when the last of them did."""
+        async with self._news:
+            await self._news.wait_for(lambda: self._begun_since(first_prompt) >= rollouts)
+        return sorted(at for rollout, at in self.began.items() if _prompt(rollout) >= first_prompt)[rollouts - 1]
+
+    async def until_ended(self, prompts: int) -> list[float]:
+        """Return when all rollouts of the first prompts that were seen have ended, and when they did, in order."""
+        async with self._news:
+            await self._news.wait_for(lambda: all(rollout in self.ended for rollout in self._of_first(prompts)))
+        return sorted(self.ended[rollout] for rollout in self._of_first(prompts))
+
+    def _begun_since(self, first_prompt: int) -> int:
+        return sum(_prompt(rollout) >= first_prompt for rollout in self.began)
+
+    def _of_first(self, prompts: int) -> list[str]:
+        return [rollout for rollout in self._seen if _prompt(rollout) < prompts]
 
 
-async def at_work(client: RolloutClient, rollouts: int) -> None:
-    """Return when RUN works on so many."""
-    while (await client.status()).stages[Stage.RUN].working < rollouts:  # noqa: ASYNC110
-        await asyncio.sleep(0.02)
+def _prompt(rollout: str) -> int:
+    return int(rollout.split(":")[1])
 
 
-async def measure(slots: int, steps: int) -> list[Figure]:
+async def measure(slots: int, steps: int, groups: int) -> list[Figure]:
     """The figures."""
     stages = {"init": 8, "ready": 0, "run": slots, "eval": 4}
     settings = [f"++{AGENT}.responses_api_agents.prorl_agent.stages.{stage}={size}" for stage, size in stages.items()]
     until_gone: list[float] = []
     until_full: list[float] = []
-    redundant = 0
     async with (
         scripted.serve() as base_url,
         GymDeployment(
@@ -94,37 +125,36 @@ async def measure(slots: int, steps: int) -> list[Figure]:
             overrides=settings,
         ) as gym,
         RolloutClient(gym.url(AGENT)) as client,
+        asyncio.TaskGroup() as group,
     ):
         prompts = Epochs([*rows()], seed=None)
-        sampler = DynamicSampler(SamplerConfig(GROUPS, SIZE, slots, max_staleness=0, max_restarts=1000), prompts)
-        times: dict[str, float] = {}
-        following = asyncio.create_task(cancelled(client, times))
+        sampler = DynamicSampler(SamplerConfig(groups, SIZE, slots, max_staleness=0, max_restarts=0), prompts)
+        watch = Watch(client)
+        following = group.create_task(watch.follow())
         async with Runner(sampler, prompts, [RolloutClient(gym.url(AGENT))]) as runner:
+            await watch.until_begun(slots, 0)
             for step in range(steps):
-                await at_work(client, slots)
                 batch = await runner.batch()
                 complete = time.time()
                 if batch is None:
                     raise RuntimeError("there are prompts enough")
-                ending = sampler.in_flight
-                redundant += ending
-                before = set(times)
+                redundant, next_prompt = sampler.in_flight, sampler.state()["next_prompt"]
                 runner.weights(batch.version + 1)
-                while len(set(times) - before) < ending:  # noqa: ASYNC110
-                    await asyncio.sleep(0.01)
-                until_gone += [max(0.0, times[rollout] - complete) for rollout in set(times) - before]
-                await at_work(client, slots)
-                until_full.append(time.time() - complete)
+                until_full.append(await watch.until_begun(slots, next_prompt) - complete)
+                times = [at - complete for at in await watch.until_ended(next_prompt)][-redundant:]
+                until_gone += times
                 print(
-                    f"step {step}: {ending} redundant, the last gone in {max(until_gone[-ending:]):.2f} s", flush=True
+                    f"step {step}: {redundant} redundant, the last gone in {max(times):.2f} s, "
+                    f"all slots at work in {until_full[-1]:.2f} s",
+                    flush=True,
                 )
         following.cancel()
         left = (await client.status()).sessions
-    gone = sorted(until_gone)
+    until_gone.sort()
     return [
-        Figure(f"redundant rollouts in {steps} steps, {slots} in flight", redundant, ""),
-        Figure("from the batch to a sandbox gone, p99", gone[int(0.99 * (len(gone) - 1))], "s", "<= 2"),
-        Figure("the same, median", statistics.median(gone), "s"),
+        Figure(f"redundant rollouts in {steps} steps, {slots} in flight", len(until_gone), ""),
+        Figure("from the batch to a sandbox gone, p99", until_gone[int(0.99 * (len(until_gone) - 1))], "s", "<= 2"),
+        Figure("the same, median", statistics.median(until_gone), "s"),
         Figure.of("from the batch until all slots work for the next one", until_full, "s"),
         Figure("sessions left at the end", left, "", "<= 0"),
     ]
@@ -138,7 +168,7 @@ async def main() -> None:
     processes.subreaper()
     ensure_runtime(print).activate()
     await asyncio.to_thread(ensure_kernel_image, print)
-    figures = await measure(*((QUICK_SLOTS, QUICK_STEPS) if quick else (SLOTS, STEPS)))
+    figures = await measure(*((QUICK_SLOTS, QUICK_STEPS, QUICK_GROUPS) if quick else (SLOTS, STEPS, GROUPS)))
     publish("early_termination", figures, quick=quick)
 
 

@@ -15,6 +15,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
+from typing import Any
 
 
 LOAD_BEFORE = os.getloadavg()[0]
@@ -107,22 +108,30 @@ def publish(name: str, figures: list[Figure], *, packages: tuple[str, ...] = ("n
     rebuild_page()
 
 
+def published(name: str) -> dict[str, Figure]:
+    """The committed figures of a benchmark, by their name."""
+    document = json.loads((RESULTS / f"{name}.json").read_text())
+    return {figure.name: figure for figure in _figures(document)}
+
+
 def rebuild_page() -> None:
     """Write ``README.md`` from all results; each begins with the first lines of its benchmark's own description."""
     parts = [_HEAD]
     for path in sorted(RESULTS.glob("*.json")):
         document = json.loads(path.read_text())
         about = ", ".join(f"{package} {number}" for package, number in document["versions"].items())
-        figures = []
-        for entry in document["figures"]:
-            entry.pop("met")
-            figures.append(Figure(**entry))
+        figures = _figures(document)
         source = ast.parse((HERE / f"{path.stem}.py").read_text())
         what = (ast.get_docstring(source) or "").replace("``", "`")
         paragraphs = [part for part in what.split("\n\n") if not part.startswith(("Run with", "Run:"))]
         text = "\n\n".join(paragraphs)
         parts.append(f"## {path.stem}\n\n{text}\n\n{document['machine']}; {about}\n\n{_table(figures)}\n")
     PAGE.write_text("\n".join(parts))
+
+
+def _figures(document: dict[str, Any]) -> list[Figure]:
+    entries = ({key: value for key, value in entry.items() if key != "met"} for entry in document["figures"])
+    return [Figure(**entry) for entry in entries]
 
 
 def _table(figures: list[Figure]) -> str:

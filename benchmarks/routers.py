@@ -7,7 +7,7 @@ from __future__ import annotations
 import hashlib
 from collections import Counter, defaultdict
 
-from benchmarks.fleet import Fleet, Request, Rollout, Trace
+from benchmarks.engines import Engines, Request, Rollout, Trace
 from nemo_gym_prorl.policy.pool.backend import Assign, Decision, RequestOutcome
 from nemo_gym_prorl.policy.pool.pool import BackendPool
 from nemo_gym_prorl.policy.pool.prefixes import blocks_of
@@ -32,7 +32,7 @@ class Base:
     def left(self, engine: int) -> None:
         self.died(engine)
 
-    def route(self, request: Request, fleet: Fleet) -> int | None:
+    def route(self, request: Request, fleet: Engines) -> int | None:
         self.trace = fleet.trace
         chosen = self.choose(request)
         self.in_flight[chosen] += 1
@@ -46,6 +46,10 @@ class Base:
 
     def cut(self, request: Request) -> None:
         self.answered(request)
+
+    def dropped(self, rollout: Rollout, request: Request | None) -> None:
+        if request is not None:
+            self.answered(request)
 
     def finished(self, rollout: Rollout) -> None:
         pass
@@ -168,7 +172,7 @@ class Ours:
         self._assigned: dict[int, int] = {}
         self._count = 0
         self._reported_s = -2.0
-        self._fleet: Fleet | None = None
+        self._fleet: Engines | None = None
         self._blocks_of: dict[str, bytes] = {}
 
     def joined(self, engine: int) -> None:
@@ -180,7 +184,7 @@ class Ours:
     def left(self, engine: int) -> None:
         self._take(self.pool.remove(str(engine)))
 
-    def route(self, request: Request, fleet: Fleet) -> int | None:
+    def route(self, request: Request, fleet: Engines) -> int | None:
         self._fleet = fleet
         if fleet.now - self._reported_s >= 2.0:
             self._reported_s = fleet.now
@@ -215,6 +219,14 @@ class Ours:
         # The pool itself has placed again what ran on a backend that it was told to remove.
         if str(request.engine) in self.pool.backends:
             self._take(self.pool.done(self._ticket_of[id(request)], RequestOutcome.FAILED, self._fleet.now))
+
+    def dropped(self, rollout: Rollout, request: Request | None) -> None:
+        if request is not None:
+            ticket = self._ticket_of.pop(id(request))
+            del self._tickets[ticket]
+            self._assigned.pop(ticket, None)
+        if self._fleet is not None:
+            self._take(self.pool.drop(rollout.id, self._fleet.now))
 
     def finished(self, rollout: Rollout) -> None:
         self._take(self.pool.finish(rollout.id))

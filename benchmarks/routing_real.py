@@ -44,7 +44,8 @@ from nemo_gym.config_types import BaseServerConfig
 from nemo_gym.server_utils import ServerClient
 from omegaconf import DictConfig
 
-from benchmarks.fleet import Rollout, Trace, agent_trace
+from benchmarks.engines import Rollout, Trace
+from benchmarks.fleet import agent_trace
 from benchmarks.real_engines import (
     SCRIPTS,
     WHEELS,
