@@ -14,7 +14,7 @@ unexport PYTHONDONTWRITEBYTECODE
 
 .DEFAULT_GOAL := help
 .NOTPARALLEL:
-.PHONY: help setup setup-dev setup-bench demo test test-long lint format swe-tasks gym-matrix clean
+.PHONY: help setup setup-dev setup-bench demo tiny-dapo test test-long lint format swe-tasks gym-matrix clean
 
 help: ## show this text
 	@awk -F ':.*## ' '/^[a-z%-]+:.*## / { printf "  make %-10s %s\n", $$1, $$2 }' Makefile
@@ -33,6 +33,11 @@ setup-bench:
 
 demo: setup ## set up, then real rollouts of a real NeMo Gym deployment (ARGS= for prorl demo)
 	@$(BIN)/prorl demo $(ARGS)
+
+tiny-dapo: ## a policy of 370,000 parameters learns to use a shell, three seeds (ARGS= for examples/tiny_dapo)
+	@scripts/bootstrap.sh tiny
+	@$(BIN)/prorl setup
+	@$(BIN)/python -m examples.tiny_dapo $(ARGS)
 
 test: setup-dev lint ## set up, lint, check types and import directions, run the tests (ARGS= for pytest)
 	@$(BIN)/mypy

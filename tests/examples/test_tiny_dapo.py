@@ -1,0 +1,249 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What the example's trainings rest on: riddles, demonstrations that say what a sandbox says, tokens, the loss."""
+
+import json
+import os
+import random
+import socket
+import subprocess
+import sys
+from collections.abc import AsyncIterator
+from pathlib import Path
+from typing import Any
+
+import aiohttp
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from nemo_gym.config_types import BaseServerConfig
+from nemo_gym.server_utils import ServerClient
+from omegaconf import OmegaConf
+
+from examples.tiny_dapo.demonstrations import Carelessness, Demonstration, demonstrate, lesson
+from examples.tiny_dapo.resources_servers.riddles.app import RiddleServer
+from examples.tiny_dapo.riddles import KINDS, Riddle, draw_riddles
+from examples.tiny_dapo.vocabulary import ASSISTANT, END, make_tokenizer, policy_mask
+from nemo_gym_prorl.policy.text.chat import Renderer
+from nemo_gym_prorl.policy.text.parsers import hermes
+from nemo_gym_prorl.task_server import TaskServerConfig
+from tests.prorl_code.conftest import RESPONSE, Client
+from tests.rollout.serving import serve
+
+
+FOLDER = Path("examples/tiny_dapo")
+NEVER = Carelessness(no_look=0, takes_name_for_code=0, gives_up=0, wrong_name=0)
+ALWAYS_WRONG_NAME = Carelessness(no_look=0, wrong_name=1)
+HALF = Carelessness(no_look=0, takes_name_for_code=0.5, gives_up=0.5, wrong_name=0)
+
+
+@pytest.fixture
+async def base_url() -> AsyncIterator[str]:
+    config: Any = OmegaConf.to_container(
+        OmegaConf.load(FOLDER / "resources_servers/riddles/configs/riddles.yaml"), resolve=False
+    )
+    server = RiddleServer(
+        config=TaskServerConfig(port=1, name="riddles", **config["riddles"]["resources_servers"]["riddles"]),
+        server_client=ServerClient(
+            head_server_config=BaseServerConfig(host="127.0.0.1", port=1),
+            global_config_dict=OmegaConf.create({"sandbox": config["sandbox"]}),
+        ),
+    )
+    async with serve(server.setup_webserver()) as url:
+        yield url
+
+
+async def replay(base_url: str, riddle: Riddle, shown: Demonstration) -> dict[str, Any]:
+    """Does what the demonstrator did; the sandbox says what was written down."""
+    async with Client(base_url) as client:
+        assert (await client.post("/seed_session", riddle.row()))[0] == 200
+        for said, seen in shown.turns:
+            content, calls = hermes(said)
+            if not seen:
+                break
+            assert not content
+            [call] = calls
+            assert await client.tool(call.name, **json.loads(call.arguments)) == seen
+        assert await client.post("/release_session") == (200, {"released": True}, None)
+        message = {"type": "message", "role": "assistant", "id": "m", "status": "completed"}
+        text = {"type": "output_text", "text": said, "annotations": []}
+        response = RESPONSE | {"output": [message | {"content": [text]}]}
+        status, verdict, _ = await client.post("/verify", riddle.row() | {"response": response})
+        assert status == 200, verdict
+    return verdict
+
+
+@pytest.mark.sandbox
+async def test_a_sandbox_says_what_the_demonstrations_say(base_url: str) -> None:
+    riddles = {riddle.kind: riddle for riddle in draw_riddles(50, "test")}
+    assert set(riddles) == set(KINDS)
+    for riddle in riddles.values():
+        right = demonstrate(riddle, random.Random(1), NEVER)
+        verdict = await replay(base_url, riddle, right)
+        assert (verdict["reward"], verdict["verdict"]) == (1.0, "right")
+        lost = demonstrate(riddle, random.Random(1), ALWAYS_WRONG_NAME)
+        verdict = await replay(base_url, riddle, lost)
+        assert (verdict["reward"], verdict["verdict"]) == (0.0, "wrong")
+
+
+@pytest.mark.sandbox
+async def test_a_row_without_a_riddle_is_refused_by_its_field(base_url: str) -> None:
+    async with Client(base_url) as client:
+        for riddle in (None, {}, {"kind": "joke", "name": "a1", "other": "b2", "code": "c"}):
+            row = draw_riddles(1, "test")[0].row() | {"riddle": riddle}
+            status, problem, _ = await client.post("/seed_session", row)
+            assert status == 422, problem
+            assert problem["errors"][0]["field"] == "riddle"
+
+
+@given(seed=st.integers(0, 10**9))
+@settings(max_examples=50, deadline=None)
+def test_a_careful_demonstrator_is_right_and_a_careless_one_now_and_then(seed: int) -> None:
+    rng = random.Random(seed)
+    riddle = Riddle.draw(rng)
+    assert demonstrate(riddle, rng, NEVER).turns[-1] == (riddle.code, "")
+    ends = {demonstrate(riddle, rng, HALF).turns[-1][0] == riddle.code for _ in range(60)}
+    assert ends == ({True} if riddle.kind == "read" else {True, False})
+
+
+def test_held_out_riddles_share_nothing_with_those_of_the_training() -> None:
+    held_out = draw_riddles(150, "held out")
+    training = draw_riddles(2000, "training 0", frozenset(held_out))
+    assert len({riddle.code for riddle in [*held_out, *training]}) == 2150
+
+
+@given(seed=st.integers(0, 10**6), cuts=st.sampled_from([0.0, 1.0]))
+@settings(max_examples=60, deadline=None)
+def test_a_lesson_is_the_conversation_as_the_template_writes_it(
+    tmp_path_factory: pytest.TempPathFactory, seed: int, cuts: float
+) -> None:
+    rng = random.Random(seed)
+    shown = demonstrate(Riddle.draw(rng), rng, NEVER)
+    folder = tmp_path_factory.getbasetemp() / "tokenizer"
+    texts = [text for turn in shown.turns for text in turn if text] * 5
+    tokenizer = make_tokenizer(texts, folder)
+    renderer = Renderer.load(str(folder))
+    messages: list[dict[str, Any]] = [{"role": "user", "content": shown.question}]
+    for number, (said, seen) in enumerate(shown.turns):
+        content, calls = hermes(said)
+        message: dict[str, Any] = {"role": "assistant", "content": content}
+        if calls:
+            message["tool_calls"] = [
+                {"id": f"c{number}", "type": "function", "function": {"name": c.name, "arguments": c.arguments}}
+                for c in calls
+            ]
+        messages.append(message)
+        if seen:
+            messages.append({"role": "tool", "tool_call_id": f"c{number}", "content": seen})
+    ids = lesson(shown, tokenizer, rng, cuts)
+    text = renderer.template.render(messages, prompt=False)
+    assert tokenizer.decode(ids, skip_special_tokens=False) == shown.text() == text
+    if not cuts:
+        assert ids == tokenizer.encode(text, add_special_tokens=False).ids
+    wrote = [token for token, is_policys in zip(ids, policy_mask(ids, tokenizer), strict=True) if is_policys]
+    assert tokenizer.decode(wrote, skip_special_tokens=False) == "".join(said + END for said, _ in shown.turns)
+    assert ids.count(tokenizer.token_to_id(ASSISTANT)) == len(shown.turns)
+
+
+def test_a_rollout_is_learnt_from_as_it_was_sampled() -> None:
+    pytest.importorskip("torch", reason="the extra 'tiny' is not installed")
+    from examples.tiny_dapo.learning import sample_of
+
+    def item(prompt: list[int], sampled: list[int], log_probs: list[float]) -> dict[str, Any]:
+        return {
+            "prompt_token_ids": prompt,
+            "generation_token_ids": sampled,
+            "generation_log_probs": log_probs,
+        }
+
+    turns = [item([1, 2], [3, 4], [-0.1, -0.2]), {"type": "function_call_output"}, item([1, 2, 3, 4, 5], [6], [-0.3])]
+    sample = sample_of({"response": {"output": turns}}, 0.5)
+    assert sample.ids == [1, 2, 3, 4, 5, 6]
+    assert sample.mask == [False, False, True, True, False, True]
+    assert sample.log_probs == [-0.1, -0.2, -0.3]
+    turns[2]["prompt_token_ids"] = [1, 2, 9, 4, 5]
+    with pytest.raises(ValueError, match="do not continue"):
+        sample_of({"response": {"output": turns}}, 0.5)
+
+
+def test_decoding_with_a_cache_gives_the_log_probs_of_training() -> None:
+    torch = pytest.importorskip("torch", reason="the extra 'tiny' is not installed")
+    from examples.tiny_dapo.model import KeyValues, Shape, TinyModel, log_probs_of
+
+    torch.manual_seed(0)
+    shape = Shape(50, width=32, heads=2, layers=2)
+    model, cache = TinyModel(shape), KeyValues(shape, 3)
+    with torch.no_grad():
+        sequences = [torch.randint(0, 50, (length,)) for length in (12, 7, 9)]
+        split = 4
+        stepped = [[model.read(ids[:split], cache, slot)] for slot, ids in enumerate(sequences)]
+        for place in range(split, 11):
+            ids = torch.stack([one[min(place, len(one) - 1)] for one in sequences])
+            places = torch.tensor([min(place, len(one) - 1) for one in sequences])
+            for slot, logits in enumerate(model.step(ids, places, cache)):
+                if place < len(sequences[slot]) - 1:
+                    stepped[slot].append(logits)
+        for ids, logits in zip(sequences, stepped, strict=True):
+            rows = torch.stack(logits).log_softmax(-1)
+            mine = rows.gather(1, ids[split:, None])[:, 0]
+            assert torch.allclose(mine, log_probs_of(model, ids[None])[0, split - 1 :], atol=1e-5)
+
+
+def test_the_loss_prefers_what_had_the_advantage_and_stops_at_the_clip() -> None:
+    torch = pytest.importorskip("torch", reason="the extra 'tiny' is not installed")
+    from examples.tiny_dapo.learning import Sample, learn
+    from examples.tiny_dapo.model import Shape, TinyModel, log_probs_of
+
+    torch.manual_seed(0)
+    model = TinyModel(Shape(20, width=32, heads=2, layers=1))
+    good, bad = [1, 2, 3, 4], [1, 2, 5, 6]
+    mask = [False, False, True, True]
+
+    def log_probs(ids: list[int]) -> list[float]:
+        with torch.no_grad():
+            values: list[float] = log_probs_of(model, torch.tensor([ids]))[0, 1:].tolist()
+        return values
+
+    before = [log_probs(good), log_probs(bad)]
+    samples = [Sample(good, mask, before[0], 1.0), Sample(bad, mask, before[1], -1.0)]
+    optimiser = torch.optim.SGD(model.parameters(), lr=0.1)
+    told = learn(model, optimiser, samples)
+    assert sum(log_probs(good)) > sum(before[0])
+    assert sum(log_probs(bad)) < sum(before[1])
+    assert told["clipped"] == 0
+    far = [value - 1 for value in log_probs(good)]
+    weights = [parameter.clone() for parameter in model.parameters()]
+    assert learn(model, optimiser, [Sample(good, mask, far, 1.0)])["clipped"] == 1
+    assert all(torch.equal(*pair) for pair in zip(weights, model.parameters(), strict=True)), "no gradient is left"
+
+
+async def test_a_prompt_that_the_engine_cannot_read_is_refused_and_disturbs_nobody(tmp_path: Path) -> None:
+    pytest.importorskip("torch", reason="the extra 'tiny' is not installed")
+    from examples.tiny_dapo.engine import Engine
+    from examples.tiny_dapo.model import Shape
+
+    tokenizer = make_tokenizer(["abc"], tmp_path)
+    engine = Engine(Shape(tokenizer.get_vocab_size(), width=32, heads=2, layers=1), tokenizer, slots=2)
+    with socket.create_server(("127.0.0.1", 0)) as probe:
+        port = probe.getsockname()[1]
+    async with engine.serve(port), aiohttp.ClientSession(f"http://127.0.0.1:{port}") as http:
+        for prompt, status in (([], 400), ([10**6], 400), ([1, 2], 200), ([1] * 300, 400), ([3], 200)):
+            async with http.post("/v1/completions", json={"prompt": prompt, "max_tokens": 4}) as answer:
+                assert answer.status == status, await answer.text()
+                if status == 200:
+                    [choice] = (await answer.json())["choices"]
+                    assert 1 <= len(choice["token_ids"]) == len(choice["logprobs"]["token_logprobs"]) <= 4
+
+
+@pytest.mark.gym
+@pytest.mark.sandbox
+@pytest.mark.long("a training of four batches, from the warm start to the curves")
+def test_a_short_training(tmp_path: Path) -> None:
+    pytest.importorskip("torch", reason="the extra 'tiny' is not installed")
+    words = ["--seeds", "1", "--arms", "full", "--steps", "4", "--out", str(tmp_path)]
+    environment = {key: value for key, value in os.environ.items() if key != "PYTHONDONTWRITEBYTECODE"}
+    subprocess.run([sys.executable, "-m", "examples.tiny_dapo", *words], check=True, env=environment, timeout=1200)
+    log = json.loads((tmp_path / "seed0-full.json").read_text())
+    assert [step["step"] for step in log["steps"]] == [1, 2, 3, 4]
+    assert all(0 < step["reward"] < 1 for step in log["steps"]), "groups with variance"
+    assert [told["failed"] for told in log["evaluations"]] == [0, 0]
+    assert (tmp_path / "curves.png").stat().st_size > 10_000
