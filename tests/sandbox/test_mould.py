@@ -99,6 +99,24 @@ async def test_where_a_mould_does_not_work_the_runtime_starts_it_and_the_reason_
         await Container.start(ContainerSpec(image=image, start="mould"), runtime)
 
 
+async def test_a_kill_while_one_is_made_is_no_fault_of_the_mould(
+    image: Path, runtime: Runtime, without: Callable[[str], None]
+) -> None:
+    without(
+        "from nemo_gym_prorl.sandbox.supervisor.creation import Creation\n"
+        "hand_over = Creation._hand_over\n"
+        "def kill_first(creation, sandbox, mould, pid, owners):\n"
+        "    Creation._hand_over = hand_over\n"
+        "    creation._note(sandbox, pid)\n"
+        "    os.kill(pid, 9)\n"
+        "Creation._hand_over = kill_first"
+    )
+    for way in ("runtime", "mould"):
+        async with await Container.start(ContainerSpec(image=image), runtime) as container:
+            assert (await container.run("echo works")).stdout == "works\n"
+            assert container.way == way
+
+
 async def test_an_image_file_starts_by_the_runtime(tiny_sif: Path, runtime: Runtime) -> None:
     with pytest.raises(CallerError, match="start"):
         await Container.start(ContainerSpec(image=tiny_sif, start="mould"), runtime)

@@ -237,10 +237,13 @@ class Creation:
         log = sandbox.take_log()
         if sandbox.stage is not Stage.CREATING:
             self._ended(sandbox, status)
-        elif sandbox.way == "mould":
-            self._fall_back(sandbox, {"error": f"its first process ended with {os.waitstatus_to_exitcode(status)}"})
+            return
+        code = os.waitstatus_to_exitcode(status)
+        if sandbox.way == "mould":
+            # Whoever kills it says nothing about the mould, from which others are made.
+            answer = {"error": f"its first process ended with {code}"}
+            self._fall_back(sandbox, answer, by_mould=code != -signal.SIGKILL)
         else:
-            code = os.waitstatus_to_exitcode(status)
             self._failed(sandbox, {"error": f"the runtime ended with {code}", "log": log})
 
     # From the mould
@@ -377,14 +380,21 @@ class Creation:
             said = json.loads(sandbox.said.removeprefix(first_process.READY))
             self._fall_back(sandbox, {"error": "it can't be made", "log": sandbox.script.trouble(said)})
 
-    def _fall_back(self, sandbox: Sandbox, answer: Message) -> None:
-        """The mould does not work: let the runtime try, if the order leaves it open and nothing of the try is left."""
+    def _fall_back(self, sandbox: Sandbox, answer: Message, *, by_mould: bool = True) -> None:
+        """Let the runtime try, if the order leaves it open and nothing of the try with the mould is left.
+
+        Args:
+            sandbox: the one that is being created.
+            answer: what went wrong.
+            by_mould: whether it was the mould's doing, and would be with others of the image.
+        """
         if sandbox.stage is not Stage.CREATING:
             return
         if sandbox.order["start"] != "auto":
             self._failed(sandbox, answer)
             return
-        sandbox.fallback = sandbox.fallback or str(answer.get("log") or answer["error"])
+        if by_mould:
+            sandbox.fallback = sandbox.fallback or str(answer.get("log") or answer["error"])
         if sandbox.starter is not None:
             # Its end brings us back here.
             os.kill(sandbox.starter, signal.SIGKILL)
