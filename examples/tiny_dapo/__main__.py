@@ -16,13 +16,14 @@ import os
 import signal
 import socket
 import sys
+from collections.abc import Mapping
 from pathlib import Path
 
 from rich.console import Console
 
 from examples.tiny_dapo.curves import draw, table
 from examples.tiny_dapo.learning import Arm
-from examples.tiny_dapo.warm_start import tokenizer_in, warm_start
+from examples.tiny_dapo.warm_start import tokenizer_in
 from nemo_gym_prorl.gym.deployment import GymDeployment
 from nemo_gym_prorl.sandbox.images.building.default import ensure_default_image
 from nemo_gym_prorl.sandbox.runtime.install import ensure_runtime
@@ -39,7 +40,7 @@ async def train(options: argparse.Namespace, console: Console) -> None:
     for number in (signal.SIGTERM, signal.SIGINT):
         asyncio.get_running_loop().add_signal_handler(number, task.cancel)
     model = options.out / "model"
-    tokenizer = await asyncio.to_thread(tokenizer_in, model)
+    await asyncio.to_thread(tokenizer_in, model)
     todo = [
         (seed, arm)
         for seed in range(options.seeds)
@@ -48,8 +49,7 @@ async def train(options: argparse.Namespace, console: Console) -> None:
     ]
     for seed in sorted({seed for seed, _ in todo}):
         if not (file := options.out / f"warm-{seed}.pt").exists():
-            seconds = await asyncio.to_thread(warm_start, tokenizer, seed, file)
-            console.print(f"seed {seed}: imitated for {seconds:.0f} s")
+            await _run("warm_start", f"the warm start of seed {seed}", {"model": model, "seed": seed, "file": file})
     if not todo:
         return
     with contextlib.closing(socket.create_server(("127.0.0.1", 0))) as probe:
@@ -86,34 +86,51 @@ async def _train_one(gym: GymDeployment, port: int, seed: int, arm: Arm, options
         "seed": seed,
         "steps": options.steps,
     }
+    await _run("train", f"the training of seed {seed}, {arm},", arguments)
+
+
+async def _run(module: str, what: str, arguments: Mapping[str, object]) -> None:
+    """A module of ours in a process of its own, which ends with this one."""
     words = [word for name, value in arguments.items() for word in (f"--{name}", str(value))]
-    trainer = await asyncio.create_subprocess_exec(
-        sys.executable, "-m", "examples.tiny_dapo.train", *words, cwd=ROOT, env=os.environ | {"PYTHONPATH": str(ROOT)}
+    environment = os.environ | {"PYTHONPATH": str(ROOT)}
+    process = await asyncio.create_subprocess_exec(
+        sys.executable, "-m", f"examples.tiny_dapo.{module}", *words, "--parent", str(os.getpid()), env=environment
     )
     try:
-        if await trainer.wait():
-            raise SystemExit(f"the training of seed {seed}, {arm}, ended with status {trainer.returncode}")
+        if await process.wait():
+            raise ChildProcessError(f"{what} ended with status {process.returncode}")
     finally:
-        if trainer.returncode is None:
-            trainer.terminate()
-            await trainer.wait()
+        if process.returncode is None:
+            process.terminate()
+            await process.wait()
+
+
+def _count(text: str) -> int:
+    if not text.isascii() or not text.isdigit() or not int(text):
+        raise argparse.ArgumentTypeError(f"{text!r} is not a number from 1")
+    return int(text)
 
 
 def main() -> None:
     """The command."""
     parser = argparse.ArgumentParser(prog="python -m examples.tiny_dapo", description="DAPO on a laptop")
-    parser.add_argument("--seeds", type=int, default=3, help="how many (default: 3)")
+    parser.add_argument("--seeds", type=_count, default=3, help="how many (default: 3)")
     parser.add_argument("--arms", nargs="+", type=Arm, choices=list(Arm), default=list(Arm), help="default: all")
-    parser.add_argument("--steps", type=int, default=64, help="batches of a training (default: 64)")
+    parser.add_argument("--steps", type=_count, default=40, help="batches of a training (default: 40)")
     parser.add_argument("--out", type=Path, default=ROOT / "out/tiny_dapo", help="folder of logs and weights")
     parser.add_argument("--plot", type=Path, help="file of the curves (default: curves.png in that folder)")
     options = parser.parse_args()
     console = Console()
-    options.out.mkdir(parents=True, exist_ok=True)
+    try:
+        options.out.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        parser.error(f"--out: {error}")
     ensure_runtime(print).activate()
     ensure_default_image(print)
     try:
         asyncio.run(train(options, console))
+    except ChildProcessError as error:
+        raise SystemExit(str(error)) from None
     except asyncio.CancelledError:
         raise SystemExit("ended before all trainings were done; what is logged is not done again") from None
     console.print(table(options.out))

@@ -33,12 +33,14 @@ from nemo_gym_prorl.dapo.prompts import Epochs
 from nemo_gym_prorl.dapo.runner import Runner, TrainingBatch
 from nemo_gym_prorl.dapo.sampler import DynamicSampler
 from nemo_gym_prorl.rollout.client import RolloutClient
+from nemo_gym_prorl.sandbox.isolation.syscalls import end_with
 
 
 GROUPS, GROUP_SIZE = 8, 8
 IN_FLIGHT = 64
 STALENESS = 2
-LEARNING_RATE = 5e-4
+LEARNING_RATE, LAST_SHARE = 5e-4, 0.1
+"""It falls to that share of itself, in equal steps: the last few per cent want small ones."""
 HELD_OUT = 150
 GLIMPSE = 48
 """Held-out riddles that are tried now and then; all of them before and after the training."""
@@ -65,6 +67,7 @@ class Trainer:
         self.engine = Engine(shape, self.tokenizer, seed=options.seed)
         self.engine.load(self.model.state_dict())
         self.optimiser = torch.optim.AdamW(self.model.parameters(), lr=LEARNING_RATE, weight_decay=0.0)
+        self.schedule = torch.optim.lr_scheduler.LinearLR(self.optimiser, 1.0, LAST_SHARE, options.steps)
         self.console = console
         self.rng = random.Random(options.seed)
         self.held_out = draw_riddles(HELD_OUT, "held out")
@@ -110,6 +113,7 @@ class Trainer:
         sampled = [sample_of(rollout.result, 0.0) for rollout in rollouts]
         drifted = sum(retokenised(sample, self.tokenizer).ids != sample.ids for sample in sampled)
         told = learn(self.model, self.optimiser, samples_of(batch, self.arm, self.tokenizer, self.rng))
+        self.schedule.step()
         return told | {
             "step": batch.number + 1,
             "at_s": time.monotonic() - self.began,
@@ -156,7 +160,6 @@ class Trainer:
         )
 
     def _write(self) -> None:
-        self.options.out.mkdir(parents=True, exist_ok=True)
         log = {
             "seed": self.options.seed,
             "arm": self.arm,
@@ -166,7 +169,10 @@ class Trainer:
             "evaluations": self.evaluations,
             "steps": self.steps,
         }
-        (self.options.out / f"seed{self.options.seed}-{self.arm}.json").write_text(json.dumps(log, indent=1))
+        file: Path = self.options.out / f"seed{self.options.seed}-{self.arm}.json"
+        part = file.with_suffix(".part")
+        part.write_text(json.dumps(log, indent=1))
+        part.replace(file)
 
 
 def _progress(console: Console) -> Progress:
@@ -185,7 +191,8 @@ def _options() -> argparse.Namespace:
     parser.add_argument("--out", required=True, type=Path, help="folder of the log")
     parser.add_argument("--arm", default=Arm.FULL, choices=list(Arm), help="what is trained on")
     parser.add_argument("--seed", default=0, type=int)
-    parser.add_argument("--steps", default=64, type=int, help="batches")
+    parser.add_argument("--steps", default=40, type=int, help="batches")
+    parser.add_argument("--parent", type=int, help="number of the process to end with")
     return parser.parse_args()
 
 
@@ -193,6 +200,8 @@ def main() -> None:
     """The command."""
     torch.set_num_threads(1)  # the other core is the sandboxes'
     options = _options()
+    if options.parent is not None:
+        end_with(options.parent)
     torch.manual_seed(options.seed)
     asyncio.run(Trainer(options, Console()).run())
 

@@ -1,8 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Makes what a training begins with: the tokenizer's folder, and weights that imitate for each seed."""
+"""Makes what a training begins with: the tokenizer's folder, and weights that imitate for each seed.
+
+    python -m examples.tiny_dapo.warm_start --model FOLDER --seed 0 --file FILE
+
+The folder is of a tokenizer that is there.
+"""
 
 from __future__ import annotations
 
+import argparse
 import random
 from collections.abc import Iterator
 from itertools import chain
@@ -17,6 +23,7 @@ from examples.tiny_dapo.imitation import imitate
 from examples.tiny_dapo.model import Shape, TinyModel
 from examples.tiny_dapo.riddles import Riddle
 from examples.tiny_dapo.vocabulary import make_tokenizer, policy_mask
+from nemo_gym_prorl.sandbox.isolation.syscalls import end_with
 
 
 TEXTS = 2000
@@ -36,7 +43,6 @@ def tokenizer_in(folder: Path) -> Tokenizer:
 
 def warm_start(tokenizer: Tokenizer, seed: int, file: Path, steps: int = STEPS) -> float:
     """Weights that imitate the demonstrator, written to the file; returns seconds."""
-    torch.set_num_threads(1)  # two that wait for each other on a busy machine are slower by far
     torch.manual_seed(seed)
     rng = random.Random(f"demonstrations {seed}")
     model = TinyModel(Shape(tokenizer.get_vocab_size()))
@@ -48,5 +54,26 @@ def warm_start(tokenizer: Tokenizer, seed: int, file: Path, steps: int = STEPS) 
 
     ticks = iter(track(range(steps), description=f"seed {seed}, imitation"))
     seconds = imitate(model, lessons(), steps, told=lambda step, loss: next(ticks, None))  # type: ignore[arg-type,return-value]
-    torch.save({"weights": model.state_dict(), "seconds": seconds}, file)
+    part = file.with_suffix(".part")
+    torch.save({"weights": model.state_dict(), "seconds": seconds}, part)
+    part.replace(file)
     return seconds
+
+
+def main() -> None:
+    """The command."""
+    parser = argparse.ArgumentParser(description="imitate the demonstrator")
+    parser.add_argument("--model", required=True, type=Path, help="folder of the tokenizer")
+    parser.add_argument("--seed", required=True, type=int)
+    parser.add_argument("--file", required=True, type=Path, help="where the weights go")
+    parser.add_argument("--parent", type=int, help="number of the process to end with")
+    options = parser.parse_args()
+    if options.parent is not None:
+        end_with(options.parent)
+    torch.set_num_threads(1)  # two that wait for each other on a busy machine are slower by far
+    seconds = warm_start(Tokenizer.from_file(str(options.model / "tokenizer.json")), options.seed, options.file)
+    print(f"seed {options.seed}: imitated for {seconds:.0f} s")
+
+
+if __name__ == "__main__":
+    main()
