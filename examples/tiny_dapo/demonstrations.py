@@ -13,12 +13,11 @@ the policy's turns are cut at a random place and tokenised in two parts.
 from __future__ import annotations
 
 import random
-import string
 from dataclasses import dataclass
 
 from tokenizers import Tokenizer
 
-from examples.tiny_dapo.riddles import GAVE_UP, Riddle
+from examples.tiny_dapo.riddles import GAVE_UP, Riddle, draw_code, draw_name
 from examples.tiny_dapo.vocabulary import ASSISTANT, END, TOOL, USER, call
 
 
@@ -69,10 +68,10 @@ def demonstrate(riddle: Riddle, rng: random.Random, careless: Carelessness) -> D
             run(f"cat {name}", f"cat: {name}: No such file or directory", 1)
 
     if rng.random() < careless.no_look:
-        return end("".join(rng.choices(string.ascii_lowercase + string.digits, k=4)))
+        return end(draw_code(rng))
     program = "sh" if riddle.kind == "repair" else "cat"
     if rng.random() < careless.wrong_name:
-        missing(program, rng.choice(string.ascii_lowercase) + rng.choice(string.digits))
+        missing(program, draw_name(rng))
         return end(GAVE_UP)
     if riddle.kind == "read":
         run(f"cat {riddle.name}", riddle.code)

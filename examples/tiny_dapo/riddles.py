@@ -27,7 +27,16 @@ QUESTIONS = {"read": "What does %s say?", "follow": "Where does %s lead?", "repa
 GAVE_UP = "none"
 MAX_TURN_TOKENS = 64
 """Longest turn; a right one takes a third of it."""
-_CODES = string.ascii_lowercase + string.digits
+
+
+def draw_name(rng: random.Random) -> str:
+    """A file's name: a letter and a digit, between which no tokenizer of ours has a merge."""
+    return rng.choice(string.ascii_lowercase) + rng.choice(string.digits)
+
+
+def draw_code(rng: random.Random) -> str:
+    """A code, of two such pairs."""
+    return draw_name(rng) + draw_name(rng)
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,9 +58,10 @@ class Riddle:
     @classmethod
     def draw(cls, rng: random.Random) -> Riddle:
         """Any riddle."""
-        names = [letter + digit for letter in string.ascii_lowercase for digit in string.digits]
-        name, other = rng.sample(names, 2)
-        return cls(rng.choice(KINDS), name, other, "".join(rng.choices(_CODES, k=4)))
+        name = other = draw_name(rng)
+        while other == name:
+            other = draw_name(rng)
+        return cls(rng.choice(KINDS), name, other, draw_code(rng))
 
     @property
     def question(self) -> str:

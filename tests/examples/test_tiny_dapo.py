@@ -144,6 +144,17 @@ def test_a_lesson_is_the_conversation_as_the_template_writes_it(
     assert ids.count(tokenizer.token_to_id(ASSISTANT)) == len(shown.turns)
 
 
+def test_no_code_has_a_token_of_its_own(tmp_path: Path) -> None:
+    """One that is rarely seen is never copied right, and a riddle with it never solved."""
+    pytest.importorskip("torch", reason="the extra 'tiny' is not installed")
+    from examples.tiny_dapo.warm_start import tokenizer_in
+
+    tokenizer = tokenizer_in(tmp_path)
+    for riddle in draw_riddles(500, "test"):
+        for text in (riddle.code, riddle.name):
+            assert len(tokenizer.encode(text, add_special_tokens=False).ids) == len(text)
+
+
 def test_a_rollout_is_learnt_from_as_it_was_sampled() -> None:
     pytest.importorskip("torch", reason="the extra 'tiny' is not installed")
     from examples.tiny_dapo.learning import sample_of
