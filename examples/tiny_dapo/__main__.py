@@ -21,7 +21,7 @@ from pathlib import Path
 
 from rich.console import Console
 
-from examples.tiny_dapo.curves import draw, table
+from examples.tiny_dapo.curves import draw, logs, table
 from examples.tiny_dapo.learning import Arm
 from examples.tiny_dapo.warm_start import tokenizer_in
 from nemo_gym_prorl.gym.deployment import GymDeployment
@@ -67,7 +67,7 @@ async def train(options: argparse.Namespace, console: Console) -> None:
         env={"PYTHONPATH": str(ROOT)},
         overrides=[
             f"++policy_model.responses_api_models.prorl_model.policy.{setting}"
-            for setting in (f"tokenizer={model.resolve()}", "engine=vllm", "tool_call_parser=hermes")
+            for setting in (f"tokenizer={_quoted(model.resolve())}", "engine=vllm", "tool_call_parser=hermes")
         ],
     ) as gym:
         for seed, arm in todo:
@@ -105,6 +105,11 @@ async def _run(module: str, what: str, arguments: Mapping[str, object]) -> None:
             await process.wait()
 
 
+def _quoted(path: Path) -> str:
+    """As Hydra takes any text for what it is."""
+    return "'" + str(path).replace("'", "\\'") + "'"
+
+
 def _count(text: str) -> int:
     if not text.isascii() or not text.isdigit() or not int(text):
         raise argparse.ArgumentTypeError(f"{text!r} is not a number from 1")
@@ -125,6 +130,15 @@ def main() -> None:
         options.out.mkdir(parents=True, exist_ok=True)
     except OSError as error:
         parser.error(f"--out: {error}")
+    try:
+        others = {len(log["steps"]) for of_arm in logs(options.out).values() for log in of_arm} - {options.steps}
+    except ValueError as error:
+        parser.error(f"--out: {error}")
+    if others:
+        parser.error(f"--steps: {options.out} has trainings of {min(others)} batches; name another folder with --out")
+    plot = options.plot or options.out / "curves.png"
+    if plot.suffix != ".png" or not plot.parent.is_dir():
+        parser.error(f"--plot: {plot} is no PNG file in a folder that is there")
     ensure_runtime(print).activate()
     ensure_default_image(print)
     try:
@@ -134,7 +148,6 @@ def main() -> None:
     except asyncio.CancelledError:
         raise SystemExit("ended before all trainings were done; what is logged is not done again") from None
     console.print(table(options.out))
-    plot = options.plot or options.out / "curves.png"
     draw(options.out, plot)
     console.print(f"Curves: {plot}")
 

@@ -18,10 +18,17 @@ LABELS = {Arm.FULL: "as sampled", Arm.RETOKENISED: "text tokenised anew", Arm.SH
 
 
 def logs(folder: Path) -> dict[Arm, list[dict[str, Any]]]:
-    """By arm, those of each seed."""
+    """By arm, those of each seed.
+
+    Raises:
+        ValueError: a file is none.
+    """
     found: dict[Arm, list[dict[str, Any]]] = defaultdict(list)
     for file in sorted(folder.glob("seed*-*.json")):
-        log = json.loads(file.read_text())
+        try:
+            log = json.loads(file.read_text())
+        except ValueError as error:
+            raise ValueError(f"{file} is damaged, remove it: {error}") from error
         found[Arm(log["arm"])].append(log)
     return found
 
@@ -61,6 +68,6 @@ def draw(folder: Path, file: Path) -> None:
         axis.axhline(90, color="black", linewidth=0.6, linestyle=":")
         axis.grid(alpha=0.25)
         axis.spines[["top", "right"]].set_visible(False)
-    axes[0].legend(frameon=False, loc="upper left")
+    axes[0].legend(frameon=False, loc="center right")
     figure.tight_layout()
     figure.savefig(file, dpi=110)

@@ -117,9 +117,12 @@ class Engine:
     async def _completions(self, request: Request) -> Response:
         body = orjson.loads(await request.body())
         prompt, wanted = body["prompt"], body.get("max_tokens", 16)
-        if (body.get("temperature") or 1.0) != 1.0 or (body.get("top_p") or 1.0) != 1.0:
+        if any(body.get(name) not in (None, 1) for name in ("temperature", "top_p")):
             return _refused("temperature and top_p must be 1: the trainer's log-probs are of that distribution")
-        if not prompt or not all(0 <= token < self._tokenizer.get_vocab_size() for token in prompt):
+        if type(wanted) is not int or wanted < 1:
+            return _refused("max_tokens must be a number of tokens, at least 1")
+        known = range(self._tokenizer.get_vocab_size())
+        if not isinstance(prompt, list) or not prompt or not all(type(t) is int and t in known for t in prompt):
             return _refused("prompt must be ids of the vocabulary, at least one")
         if (room := CONTEXT - len(prompt)) < 1:
             return _refused(f"This model's maximum context length is {CONTEXT} tokens; the prompt has {len(prompt)}.")

@@ -112,7 +112,7 @@ def learn(model: TinyModel, optimiser: torch.optim.Optimizer, samples: list[Samp
         ratio = (log_probs_of(model, ids) - old).exp()
         clipped = ratio.clamp(1 - CLIP_LOW, 1 + CLIP_HIGH)
         # Each token counts the same, in however long a rollout it stands.
-        loss = -(torch.minimum(ratio * advantage, clipped * advantage) * mask).sum() / mask.sum()
+        loss = -(torch.minimum(ratio * advantage, clipped * advantage) * mask).sum() / mask.sum().clamp(min=1)
         optimiser.zero_grad()
         loss.backward()  # type: ignore[no-untyped-call]
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
@@ -120,7 +120,7 @@ def learn(model: TinyModel, optimiser: torch.optim.Optimizer, samples: list[Samp
         told["loss"] += loss.item() * len(part) / len(known)
         told["clipped"] += float(((ratio != clipped) * mask).sum())
         told["tokens"] += float(mask.sum())
-    told["clipped"] /= told["tokens"]
+    told["clipped"] /= max(told["tokens"], 1)
     return told
 
 

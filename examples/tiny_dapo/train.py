@@ -145,7 +145,7 @@ class Trainer:
             "step": step,
             "at_s": time.monotonic() - self.began,
             "took_s": time.monotonic() - began,
-            "success": sum(scored) / len(scored),
+            "success": sum(scored) / max(len(scored), 1),
             "by_kind": {kind: sum(of_kind) / len(of_kind) for kind, of_kind in rewards.items() if of_kind},
             "rollouts": len(scored),
             "failed": len(riddles) - len(scored),

@@ -68,7 +68,7 @@ def read(recipe: str, variants: Sequence[str] = (), overrides: Sequence[str] = (
         resolved = OmegaConf.to_container(config, resolve=True)
     except OverridesError as error:
         raise CallerError(str(error).removeprefix("Failed to parse Hydra overrides: "), field="overrides") from error
-    except (OSError, YAMLError, OmegaConfBaseException, AssertionError, RecursionError) as error:
+    except (OSError, ValueError, YAMLError, OmegaConfBaseException, AssertionError, RecursionError) as error:
         raise CallerError(f"{type(error).__name__}: {error}", field=f"--config {recipe}") from error
     return Configuration(files, _texts(resolved), _texts(OmegaConf.to_container(inherited)))
 

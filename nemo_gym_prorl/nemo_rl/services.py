@@ -17,6 +17,7 @@ import os
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from http.client import HTTPException
 from typing import Any
 from urllib.error import HTTPError, URLError
 from urllib.parse import quote
@@ -97,14 +98,18 @@ class Servers:
                 LOG.warning("weights %d are not announced: %s", version, error)
 
     def end_all(self, client: str) -> None:
-        """Cancel every rollout of a client, whoever submitted it; returns when their sandboxes are gone."""
-        try:
-            asyncio.run(self._end_all(client))
-        except (ApiError, RolloutError, aiohttp.ClientError, TimeoutError) as error:
-            LOG.warning("rollouts of %s may go on: %s", client, error)
+        """Cancel every rollout of a client, whoever submitted it; returns when their sandboxes are gone.
 
-    async def _end_all(self, client: str) -> None:
-        for url in self.services:
+        A service that can't be asked is told of, and left.
+        """
+
+        async def at_all() -> None:
+            await asyncio.gather(*(self._end_at(url, client) for url in self.services))
+
+        asyncio.run(at_all())
+
+    async def _end_at(self, url: str, client: str) -> None:
+        try:
             async with asyncio.timeout(CLOSE_S), RolloutClient(url, self.key) as service:
                 listing = await service.list(limit=1000)
                 running = _running(listing, client)
@@ -113,6 +118,8 @@ class Servers:
                     running += _running(listing, client)
                 for first in range(0, len(running), 1000):
                     await service.cancel(running[first : first + 1000])
+        except (ApiError, RolloutError, aiohttp.ClientError, OSError, ValueError) as error:
+            LOG.warning("rollouts of %s at %s may go on: %s", client, url, error or type(error).__name__)
 
     def withdraw(self) -> None:
         """The engines that :meth:`announce` registered are backends no more."""
@@ -249,7 +256,8 @@ def _call(method: str, url: str, key: str | None = None, body: Any = None) -> An
         if error.code < 500:
             raise CallerError(detail) from error
         raise InfrastructureError(detail, kind=FailureKind.TRANSPORT_UNREACHABLE) from error
-    except (URLError, TimeoutError, ConnectionError) as error:
+    except (URLError, TimeoutError, ConnectionError, HTTPException, ValueError) as error:
+        # The last two: half of an answer, or one of something else that listens there.
         raise InfrastructureError(
             f"{method} {url} is not answered: {error}", kind=FailureKind.TRANSPORT_UNREACHABLE
         ) from error

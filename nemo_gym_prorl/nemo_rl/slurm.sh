@@ -26,6 +26,13 @@ for name in NRL_ROOT CONTAINER SLURM_ACCOUNT SLURM_PARTITION; do
         exit 2
     fi
 done
+for name in NODES GPUS_PER_NODE; do
+    if [[ ! "${!name:-1}" =~ ^[1-9][0-9]*$ ]]; then
+        echo "$name: ${!name} is no number from 1." >&2
+        exit 2
+    fi
+done
+NRL_ROOT=$(realpath -m -- "$NRL_ROOT")
 if [[ ! -f "$NRL_ROOT/ray.sub" ]]; then
     echo "NRL_ROOT: there is no ray.sub in $NRL_ROOT." >&2
     exit 2
@@ -42,10 +49,14 @@ fi
 
 recipe=$1
 shift
+if [[ "$recipe" == -* ]]; then
+    echo "The first argument is the recipe, not $recipe." >&2
+    exit 2
+fi
 here=$PWD
 nodes=${NODES:-4}
 gpus=${GPUS_PER_NODE:-8}
-cache=${PRORL_CACHE:-$here/.prorl}
+cache=$(realpath -m -- "${PRORL_CACHE:-$here/.prorl}")
 mkdir -p "$cache"
 
 quoted() { printf '%q ' "$@"; }

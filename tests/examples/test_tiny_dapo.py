@@ -237,8 +237,11 @@ async def test_a_prompt_that_the_engine_cannot_read_is_refused_and_disturbs_nobo
     with socket.create_server(("127.0.0.1", 0)) as probe:
         port = probe.getsockname()[1]
     async with engine.serve(port), aiohttp.ClientSession(f"http://127.0.0.1:{port}") as http:
-        for prompt, status in (([], 400), ([10**6], 400), ([1, 2], 200), ([1] * 300, 400), ([3], 200)):
-            async with http.post("/v1/completions", json={"prompt": prompt, "max_tokens": 4}) as answer:
+        good: dict[str, Any] = {"prompt": [1, 2], "max_tokens": 4}
+        bad: list[dict[str, Any]] = [{"prompt": prompt} for prompt in ([], [10**6], [1] * 300, [1.5], "1", None)]
+        bad += [{"max_tokens": None}, {"max_tokens": 0}, {"temperature": 0}, {"top_p": 0.5}]
+        for body, status in [*((good | one, 400) for one in bad), (good, 200), (good | {"prompt": [3]}, 200)]:
+            async with http.post("/v1/completions", json=body) as answer:
                 assert answer.status == status, await answer.text()
                 if status == 200:
                     [choice] = (await answer.json())["choices"]

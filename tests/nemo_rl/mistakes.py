@@ -65,6 +65,13 @@ MISTAKES = [
     one("loss_fn.ratio_clip_maximum", 0.28, "loss_fn.ratio_clip_max"),
     one("async_rl.rollout_failure.max_skiped_prompts", 3, "async_rl.rollout_failure.max_skipped_prompts"),
     one("data.train.data_path", "???", "no value"),
+    one("grpo.max_num_steps", 0, "at least 1"),
+    one("policy.generation.max_new_tokens", -1, "at least 1"),
+    one("policy.train_micro_batch_size", 0, "at least 1"),
+    # Gym's servers
+    one(f"{MODEL}.return_token_id_information", False, "nothing to train on"),
+    one(f"{AGENT.removesuffix('responses_api_agents.prorl_agent')}responses_api_agent", {}, "nearest that there is"),
+    one(f"{AGENT.removesuffix('prorl_agent')}prorl_agnt", {"max_steps": 3}, "nearest that there is: prorl_agent"),
     # Groups and the baseline
     one("grpo.num_generations_per_prompt", 1, "no variance"),
     one("grpo.use_leave_one_out_baseline", True, "without itself"),

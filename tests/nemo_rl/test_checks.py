@@ -132,6 +132,17 @@ def test_rows_are_looked_at(tmp_path: Path) -> None:
     assert "no rows" in found()["data.train.data_path"]
     rows.write_text("{]\n")
     assert "no JSON" in found()["data.train.data_path"]
+    good_row = '{"responses_create_params": {"input": []}}\n'
+    for bad in (
+        "\n",
+        "\ufeff",
+        "{",
+        "[1]",
+        '{"input": 1}',
+        '{"responses_create_params": {"max_output_tokens": "many"}}',
+    ):
+        rows.write_text(3 * good_row + bad)
+        assert f"line 4 of {rows}" in found()["data.train.data_path"], bad
     rows.write_text('{"prompt": "?"}\n')
     assert "responses_create_params" in found()["data.train.data_path"]
     # 10 epochs of 3 rows are 3 steps of 8 prompts, and 5 are wanted.

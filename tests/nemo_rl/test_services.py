@@ -91,6 +91,37 @@ async def test_a_server_is_told_again_and_then_left() -> None:
             await asyncio.to_thread(servers.announce, 3, needed=True)
 
 
+@pytest.mark.parametrize("body", [b"<html>", b""])
+async def test_half_an_answer_is_none(body: bytes) -> None:
+    """A server that was killed in the middle of it, or a proxy's page."""
+
+    async def answer(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        await reader.readuntil(b"\r\n\r\n")
+        writer.write(b"HTTP/1.1 200 OK\r\nContent-Length: 6\r\n\r\n" + body)
+        writer.close()
+
+    async with await asyncio.start_server(answer, "127.0.0.1", 0) as listener:
+        url = f"http://127.0.0.1:{listener.sockets[0].getsockname()[1]}"
+        for servers in (Servers((), (url,)), with_engines(Servers((), (url,)), ENGINES)):
+            await asyncio.to_thread(servers.announce, 1)
+            await asyncio.to_thread(servers.withdraw)
+            with pytest.raises(InfrastructureError, match="not answered"):
+                await asyncio.to_thread(servers.announce, 1, needed=True)
+
+
+async def test_a_service_that_is_gone_keeps_no_other_from_being_asked() -> None:
+    asked, app = [], FastAPI()
+
+    @app.get("/v1/rollouts")
+    async def rollouts() -> dict[str, Any]:
+        asked.append(1)
+        return {"odd": 1}
+
+    async with serve(app) as url:
+        await asyncio.to_thread(Servers(("http://127.0.0.1:1", url, url), ()).end_all, "client")
+    assert len(asked) == 2
+
+
 async def test_servers_of_gym_have_their_engines_and_only_get_labels() -> None:
     model = Model(*ENGINES)
     async with serve(model.app) as url:

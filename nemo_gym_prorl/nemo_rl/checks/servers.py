@@ -201,6 +201,10 @@ def _models(gym: Mapping[str, Any]) -> Iterator[Finding]:
                 "from others by asking",
                 "Set it to nemo_rl",
             )
+        if block.get("return_token_id_information", True) is not True:
+            yield Finding(
+                f"{path}.return_token_id_information", "without tokens there is nothing to train on", "Set it to true"
+            )
         yield from _settings_of(f"{path}.policy", PolicyConfig, {"base_url": [], "model": ""} | dict(policy))
         for key in _SAMPLING:
             if key in block_at(block, "extra_body"):
@@ -244,10 +248,19 @@ def _blocks(config: Mapping[str, Any], files: Mapping[str, Any]) -> Iterator[Fin
             fix = f"The nearest that there is: {_GYM}.{near[0]}" if near else "Name its file in config_paths"
             yield Finding(f"{_GYM}.{name}", "no file in config_paths has a server of that name", fix)
             continue
+        for kind in block:
+            if kind not in TYPES and (near := difflib.get_close_matches(str(kind), TYPES, 1, 0.8)):
+                fix = f"The nearest that there is: {near[0]}"
+                yield Finding(f"{_GYM}.{name}.{kind}", "it is read by nobody", fix)
         for kind, server, settings in _servers_in(block):
-            shipped = at(files[name], f"{kind}.{server}")
-            if kind == "resources_servers" and server.startswith("prorl_") and isinstance(shipped, Mapping):
-                yield from _settings_as_shipped(f"{_GYM}.{name}.{kind}.{server}", settings, shipped)
+            path, there = f"{_GYM}.{name}.{kind}.{server}", block_at(files[name], kind)
+            shipped = there.get(server)
+            if shipped is None and (near := difflib.get_close_matches(server, map(str, there), 1, 0.8)):
+                yield Finding(path, "no file in config_paths has that there", f"The nearest that there is: {near[0]}")
+            elif isinstance(shipped, Mapping) and server.startswith("prorl_") and kind == "resources_servers":
+                yield from _settings_as_shipped(path, settings, shipped)
+            elif isinstance(shipped, Mapping) and server == "prorl_model":
+                yield from _misspelt(path, settings, shipped)
 
 
 def _settings_as_shipped(path: str, own: Mapping[str, Any], shipped: Mapping[str, Any]) -> Iterator[Finding]:
@@ -257,6 +270,13 @@ def _settings_as_shipped(path: str, own: Mapping[str, Any], shipped: Mapping[str
             near = difflib.get_close_matches(str(key), shipped, 1, 0.6)
             fix = f"The nearest that there is: {near[0]}" if near else "Take it out"
             yield Finding(f"{path}.{key}", "there is no such setting", fix)
+
+
+def _misspelt(path: str, own: Mapping[str, Any], shipped: Mapping[str, Any]) -> Iterator[Finding]:
+    """Other keys may be of Gym's own model server, whose blocks can be taken over."""
+    for key in own:
+        if key not in shipped and (near := difflib.get_close_matches(str(key), shipped, 1, 0.9)):
+            yield Finding(f"{path}.{key}", "there is no such setting", f"The nearest that there is: {near[0]}")
 
 
 def _servers_in(block: Mapping[str, Any]) -> Iterator[tuple[str, str, Mapping[str, Any]]]:

@@ -69,9 +69,8 @@ def rows(config: Mapping[str, Any], settings: ProrlSettings) -> Iterator[Finding
     if epochs is None and settings.runtime is Runtime.SINGLE_CONTROLLER:
         yield Finding("grpo.max_num_epochs", "SingleController multiplies with it", "A number, e.g. 1000")
     prompts = count_at(config, "grpo.num_prompts_per_step")
-    wanted = int(prompts * (steps or 0) / (epochs or 1)) + 1
     try:
-        count = _read_rows(Path(path), wanted)
+        count = _read_rows(Path(path))
     except (OSError, ValueError) as error:
         yield Finding(_ROWS, str(error), "A file of rows, one JSON object in each line, as `prorl data` writes it")
         return
@@ -87,33 +86,37 @@ def rows(config: Mapping[str, Any], settings: ProrlSettings) -> Iterator[Finding
         )
 
 
-def _read_rows(path: Path, most: int) -> int:
-    """How many rows there are, as far as that matters; the first is looked at.
+def _read_rows(path: Path) -> int:
+    """How many rows there are. Each line is looked at: NeMo RL takes each for a row, blank ones, too, and reads them
+    when its engines are up.
 
     Raises:
         OSError: it can't be read.
-        ValueError: the first row is none.
+        ValueError: a line is no row.
     """
     count = 0
-    with path.open("rb") as lines:
-        for line in lines:
-            if not line.strip():
-                continue
-            if count == 0:
-                _first_row(path, line)
-            count += 1
-            if count >= most:
-                break
+    with path.open(encoding="utf-8") as lines:
+        for count, line in enumerate(lines, 1):
+            try:
+                _look_at(line)
+            except ValueError as error:
+                raise ValueError(f"line {count} of {path} {error}") from error
     return count
 
 
-def _first_row(path: Path, line: bytes) -> None:
+def _look_at(line: str) -> None:
+    if not line.strip():
+        raise ValueError("is blank")
     try:
         row = json.loads(line)
     except ValueError as error:
-        raise ValueError(f"the first row of {path} is no JSON: {error}") from error
-    if not isinstance(row, dict) or not isinstance(row.get("responses_create_params"), dict):
-        raise ValueError(f"the first row of {path} has no responses_create_params, as Gym's rows have")
+        raise ValueError(f"is no JSON: {error}") from error
+    params = row.get("responses_create_params") if isinstance(row, dict) else None
+    if not isinstance(params, dict):
+        raise ValueError("has no responses_create_params, as Gym's rows have")
+    longest = params.get("max_output_tokens")
+    if longest is not None and (type(longest) is not int or longest < 1):
+        raise ValueError(f"has a max_output_tokens that is no number of tokens: {longest!r}")
 
 
 def environments(gym: GymBlocks) -> Iterator[Finding]:

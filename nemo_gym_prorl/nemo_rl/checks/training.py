@@ -11,11 +11,20 @@ from nemo_gym_prorl.nemo_rl.checks.finding import MISSING, Finding, at, count_at
 from nemo_gym_prorl.nemo_rl.settings import ProrlSettings
 
 
+_COUNTS = (
+    *(f"grpo.{name}" for name in ("num_prompts_per_step", "num_generations_per_prompt", "max_num_steps")),
+    *(f"policy.{name}" for name in ("train_global_batch_size", "train_micro_batch_size")),
+    *("policy.max_total_sequence_length", "policy.generation.max_new_tokens"),
+    *(f"policy.megatron_cfg.{name}_parallel_size" for name in ("tensor_model", "pipeline_model", "context")),
+    *(f"policy.generation.vllm_cfg.{name}_parallel_size" for name in ("tensor", "pipeline")),
+    *("cluster.num_nodes", "cluster.gpus_per_node"),
+)
 _DEADLINE = re.compile(r"\d+:\d+:\d+:\d+")
 
 
 def check(config: Mapping[str, Any], settings: ProrlSettings) -> Iterator[Finding]:
     """All of the below."""
+    yield from _counts(config)
     yield from _groups(config)
     yield from _baseline(config)
     yield from _sampled_twice(config)
@@ -25,6 +34,12 @@ def check(config: Mapping[str, Any], settings: ProrlSettings) -> Iterator[Findin
     yield from _lengths(config, settings)
     yield from _devices(config)
     yield from _checkpoints(config)
+
+
+def _counts(config: Mapping[str, Any]) -> Iterator[Finding]:
+    for path in _COUNTS:
+        if (value := number_at(config, path)) is not None and (value < 1 or value != int(value)):
+            yield Finding(path, f"{value:g} is no number of things", "A whole number, at least 1")
 
 
 def missing(config: Mapping[str, Any], path: str = "") -> Iterator[Finding]:
