@@ -141,11 +141,14 @@ class Trainer:
             if job.reward is not None:
                 rewards[riddle.kind].append(job.reward)
         scored = [reward for of_kind in rewards.values() for reward in of_kind]
+        if not scored:
+            why = ended[0].failure.reason if ended[0].failure else ended[0].state.value
+            raise RuntimeError(f"none of {len(riddles)} held-out riddles could be tried: {why}")
         told = {
             "step": step,
             "at_s": time.monotonic() - self.began,
             "took_s": time.monotonic() - began,
-            "success": sum(scored) / max(len(scored), 1),
+            "success": sum(scored) / len(scored),
             "by_kind": {kind: sum(of_kind) / len(of_kind) for kind, of_kind in rewards.items() if of_kind},
             "rollouts": len(scored),
             "failed": len(riddles) - len(scored),

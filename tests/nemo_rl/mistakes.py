@@ -69,6 +69,7 @@ MISTAKES = [
     one("policy.generation.max_new_tokens", -1, "at least 1"),
     one("policy.train_micro_batch_size", 0, "at least 1"),
     # Gym's servers
+    one(f"{MODEL}.return_token_id_informaton", True, "nearest that there is: return_token_id_information"),
     one(f"{MODEL}.return_token_id_information", False, "nothing to train on"),
     one(f"{AGENT.removesuffix('responses_api_agents.prorl_agent')}responses_api_agent", {}, "nearest that there is"),
     one(f"{AGENT.removesuffix('prorl_agent')}prorl_agnt", {"max_steps": 3}, "nearest that there is: prorl_agent"),
@@ -213,7 +214,8 @@ def gym_of(config: Mapping[str, Any]) -> GymBlocks:
         block = merged.setdefault(name, {}).setdefault(kind, {}).setdefault(server, {})
         block.setdefault("entrypoint", "app.py")
     files = {
-        name: {kind: {server: {"entrypoint": "app.py", "max_sandbox_starts": 4}}} for name, kind, server in _SERVERS
+        name: {kind: {server: {"entrypoint": "app.py", "max_sandbox_starts": 4, "return_token_id_information": True}}}
+        for name, kind, server in _SERVERS
     }
     return GymBlocks(files, merged if own else {})
 
