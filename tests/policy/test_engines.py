@@ -32,9 +32,12 @@ from nemo_gym_prorl.policy.engines.sglang import SglangGenerate
 from nemo_gym_prorl.policy.engines.vllm_completions import VllmCompletions
 from nemo_gym_prorl.policy.generation import Finish, Generation
 from nemo_gym_prorl.policy.http.api import PolicyConfig, PolicyHost, add_control_routes
-from nemo_gym_prorl.policy.service import PolicyService, TurnRequest
-from nemo_gym_prorl.policy.text.chat import ChatTemplate, Renderer, Tokenizer
+from nemo_gym_prorl.policy.service import PolicyService
+from nemo_gym_prorl.policy.text.renderer import Renderer
+from nemo_gym_prorl.policy.text.template import ChatTemplate
+from nemo_gym_prorl.policy.text.tokenizer import Tokenizer
 from nemo_gym_prorl.policy.tokens.ledger import TokenMismatch
+from nemo_gym_prorl.policy.turns import TurnRequest
 from tests.policy.engines import MODEL, free_port, serving
 
 
@@ -302,15 +305,15 @@ async def test_a_context_that_nobody_knows_yet_is_asked_for_again(tmp_path: Path
 async def test_two_who_pause_are_both_told_when_nothing_runs(tmp_path: Path) -> None:
     engine = Replaced()
     async with policy_before(engine, tmp_path) as service:
-        placement, begun, release = service.placement, asyncio.Event(), asyncio.Event()
+        dispatcher, begun, release = service.dispatcher, asyncio.Event(), asyncio.Event()
 
         async def call(_: Any) -> None:
             begun.set()
             await release.wait()
 
-        running = asyncio.ensure_future(placement.run("r", None, call))
+        running = asyncio.ensure_future(dispatcher.run("r", None, call))
         await asyncio.wait_for(begun.wait(), 60)
-        pauses = [asyncio.ensure_future(placement.pause(timeout_s=120)) for _ in range(2)]
+        pauses = [asyncio.ensure_future(dispatcher.pause(timeout_s=120)) for _ in range(2)]
         await asyncio.sleep(0.05)
         assert not any(pause.done() for pause in pauses)
         release.set()

@@ -19,7 +19,8 @@ from pydantic import BaseModel, ConfigDict, Field
 
 from nemo_gym_prorl.policy.config import PolicyConfig
 from nemo_gym_prorl.policy.host import PolicyHost
-from nemo_gym_prorl.policy.service import PolicyService, RolloutGone
+from nemo_gym_prorl.policy.service import PolicyService
+from nemo_gym_prorl.policy.turns import RolloutGone
 from nemo_gym_prorl.serving.problem_document import Problem
 from nemo_gym_prorl.serving.problems import ProblemRoute, add_problem_handlers
 

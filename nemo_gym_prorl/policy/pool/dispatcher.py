@@ -2,7 +2,7 @@
 """The rim of :mod:`.pool`: clock, tasks and probes around the pure pool.
 
 A request runs under a *ticket*. The pool says where; a backend that fails gives the ticket back, and the same request
-is sent elsewhere. Whoever awaits :meth:`Placement.run` may be cancelled at any time: the request's connection is
+is sent elsewhere. Whoever awaits :meth:`Dispatcher.run` may be cancelled at any time: the request's connection is
 closed, which aborts it at the engine, and the slot is free again.
 """
 
@@ -55,7 +55,7 @@ class Placed[T]:
 
 
 @dataclass(slots=True)
-class Placement:
+class Dispatcher:
     """Runs requests on the backends of a pool.
 
     Args:
@@ -171,6 +171,13 @@ class Placement:
         return any(peer is not backend and peer.health is Health.UP for peer in self.pool.backends.values())
 
     async def _assigned(self, lease: _Lease) -> Assign:
+        if lease.assign is None:  # mostly there is one at once
+            await self._assignment(lease)
+        assign, lease.assign, lease.aborted = lease.assign, None, False
+        assert assign is not None
+        return assign
+
+    async def _assignment(self, lease: _Lease) -> None:
         try:
             async with asyncio.timeout(self.wait_s):
                 while lease.assign is None:
@@ -179,8 +186,6 @@ class Placement:
         except TimeoutError:
             states = ", ".join(f"{b.id} {b.health}" for b in self.pool.backends.values()) or "there is none"
             raise BackendFailed(f"no backend was free for {self.wait_s:g} s ({states})") from None
-        assign, lease.assign, lease.aborted = lease.assign, None, False
-        return assign
 
     def apply(self, decisions: list[Decision]) -> None:
         """Carry out what the pool decided."""
