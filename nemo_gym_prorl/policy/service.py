@@ -131,6 +131,7 @@ class PolicyService:
             raise
         finally:
             rollout.turns.discard(turn)
+            del turn  # what it raised holds this frame, and all that it was about
 
     async def _turn(self, rollout: _Rollout, request: TurnRequest) -> PolicyAnswer:
         match = self._continued(rollout, request)

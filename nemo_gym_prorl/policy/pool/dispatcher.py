@@ -148,6 +148,7 @@ class Dispatcher:
         finally:
             if lease.task is not None and not lease.task.done():
                 lease.task.cancel()
+            lease.task = None  # what it raised holds this frame, and all that it was about
             del self._leases[ticket]
             if outcome is RequestOutcome.OK and not lease.aborted:
                 self.apply(self.pool.done(ticket, outcome, time.monotonic()))
@@ -178,14 +179,15 @@ class Dispatcher:
         return assign
 
     async def _assignment(self, lease: _Lease) -> None:
-        try:
+        with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(self.wait_s):
                 while lease.assign is None:
                     lease.changed.clear()
                     await lease.changed.wait()
-        except TimeoutError:
-            states = ", ".join(f"{b.id} {b.health}" for b in self.pool.backends.values()) or "there is none"
-            raise BackendFailed(f"no backend was free for {self.wait_s:g} s ({states})") from None
+                return
+        # Not as the end of that error: it holds the task that this one will be kept in.
+        states = ", ".join(f"{b.id} {b.health}" for b in self.pool.backends.values()) or "there is none"
+        raise BackendFailed(f"no backend was free for {self.wait_s:g} s ({states})")
 
     def apply(self, decisions: list[Decision]) -> None:
         """Carry out what the pool decided."""
