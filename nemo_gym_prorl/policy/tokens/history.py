@@ -189,7 +189,8 @@ class History:
 
     def _step(self, visible: Visible, key: bytes, message: Message) -> tuple[Visible, bytes]:
         """What can be seen with one message more, and its key: worked out once for agents that send all each turn."""
-        functions = [call["function"] for call in message.get("tool_calls") or ()]
+        calls = message.get("tool_calls") or () if message["role"] == "assistant" else ()
+        functions = [call["function"] for call in calls]
         told = [message["role"], message.get("content") or ""]
         told += [part for function in functions for part in (function["name"], function["arguments"])]
         if not all(type(part) is str for part in told):  # others may be equal and look otherwise
