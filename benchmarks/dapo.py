@@ -28,7 +28,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from benchmarks.report import Figure, publish
-from nemo_gym_prorl.dapo.decision import SamplerConfig
+from nemo_gym_prorl.dapo.contract import SamplerConfig
 from nemo_gym_prorl.dapo.fates import Fate, Usage
 from nemo_gym_prorl.dapo.prompts import Epochs
 from nemo_gym_prorl.dapo.sampler import DynamicSampler

@@ -20,7 +20,7 @@ from typing import Any
 
 from benchmarks import processes
 from benchmarks.report import Figure, publish
-from nemo_gym_prorl.dapo.decision import SamplerConfig
+from nemo_gym_prorl.dapo.contract import SamplerConfig
 from nemo_gym_prorl.dapo.prompts import Epochs
 from nemo_gym_prorl.dapo.runner import Runner
 from nemo_gym_prorl.dapo.sampler import DynamicSampler

@@ -34,7 +34,7 @@ from benchmarks.report import Figure, publish
 from nemo_gym_prorl.handlers.agent_service import AgentService
 from nemo_gym_prorl.handlers.service_config import ServiceConfig
 from nemo_gym_prorl.rollout.client import RolloutClient
-from nemo_gym_prorl.serving.memory import map_large_blocks
+from nemo_gym_prorl.serving import memory
 
 
 MODULE = "benchmarks.soak"
@@ -131,7 +131,8 @@ def service_app(world: str, model: str, turns: int, retain_bytes: int) -> FastAP
         host, port = url.removeprefix("http://").split(":")
         return {kind: {"any": {"host": host, "port": int(port)}}}
 
-    map_large_blocks()  # as ProRLAgent does
+    memory.map_large_blocks()  # both as ProRLAgent does
+    memory.collect_rarely()
     world_ref = {"type": "resources_servers", "name": "world"}
     config = ServiceConfig(resources_server=world_ref, max_steps=turns, retain_bytes=retain_bytes)
     known = {"world": block("resources_servers", world), "policy_model": block("responses_api_models", model)}

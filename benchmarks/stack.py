@@ -20,7 +20,7 @@ from benchmarks.dapo import drawn_reward
 from benchmarks.engines import Engines, Request, Rollout, Router, Trace
 from benchmarks.fleet import PROMPT, SYSTEM, drawn_turns
 from benchmarks.synchronous import Rounds
-from nemo_gym_prorl.dapo.decision import Decision, SamplerConfig
+from nemo_gym_prorl.dapo.contract import Decision, SamplerConfig
 from nemo_gym_prorl.dapo.fates import Fate, Fates, Usage
 from nemo_gym_prorl.dapo.prompts import Epochs
 from nemo_gym_prorl.dapo.sampler import DynamicSampler

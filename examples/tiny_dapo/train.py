@@ -28,7 +28,7 @@ from examples.tiny_dapo.engine import Engine
 from examples.tiny_dapo.learning import Arm, learn, retokenised, sample_of, samples_of
 from examples.tiny_dapo.model import Shape, TinyModel
 from examples.tiny_dapo.riddles import KINDS, Riddle, draw_riddles
-from nemo_gym_prorl.dapo.decision import SamplerConfig
+from nemo_gym_prorl.dapo.contract import SamplerConfig
 from nemo_gym_prorl.dapo.prompts import Epochs
 from nemo_gym_prorl.dapo.runner import Runner, TrainingBatch
 from nemo_gym_prorl.dapo.sampler import DynamicSampler

@@ -23,7 +23,7 @@ from functools import partial
 from types import TracebackType
 from typing import Any, Self
 
-from nemo_gym_prorl.dapo.decision import Batch, Decision, Submission
+from nemo_gym_prorl.dapo.contract import Batch, Decision, Submission
 from nemo_gym_prorl.dapo.fates import Usage
 from nemo_gym_prorl.dapo.prompts import PromptStream
 from nemo_gym_prorl.dapo.sampler import DynamicSampler

@@ -32,7 +32,7 @@ from collections import Counter
 from collections.abc import Mapping
 from typing import Any
 
-from nemo_gym_prorl.dapo.decision import Batch, Decision, NothingToLearn, SamplerConfig, Scored, Submission
+from nemo_gym_prorl.dapo.contract import Batch, Decision, NothingToLearn, SamplerConfig, Scored, Submission
 from nemo_gym_prorl.dapo.fates import Fate, Fates, Usage
 from nemo_gym_prorl.dapo.group import Group, Member
 from nemo_gym_prorl.dapo.prompts import Curriculum, PromptStream

@@ -26,7 +26,7 @@ from concurrent.futures import Future
 from dataclasses import dataclass, replace
 from typing import Any
 
-from nemo_gym_prorl.dapo.decision import SamplerConfig
+from nemo_gym_prorl.dapo.contract import SamplerConfig
 from nemo_gym_prorl.dapo.fates import Fate
 from nemo_gym_prorl.dapo.prompts import Epochs, SkipSolved
 from nemo_gym_prorl.dapo.runner import CLOSE_S, Runner

@@ -14,7 +14,7 @@ from typing import Any, Self
 
 from pydantic import ConfigDict, Field, field_validator, model_validator
 
-from nemo_gym_prorl.dapo.decision import SamplerConfig
+from nemo_gym_prorl.dapo.contract import SamplerConfig
 from nemo_gym_prorl.serving.known_keys import KnownKeys
 
 

@@ -26,7 +26,7 @@ from nemo_gym_prorl.policy.engines.keep_alive import KeepAlive
 from nemo_gym_prorl.policy.engines.registry import ENGINES
 from nemo_gym_prorl.policy.metrics import PolicyMetrics
 from nemo_gym_prorl.policy.pool.backend import Backend, Decision
-from nemo_gym_prorl.policy.pool.placement import Placement
+from nemo_gym_prorl.policy.pool.dispatcher import Dispatcher
 from nemo_gym_prorl.policy.pool.pool import BackendPool
 from nemo_gym_prorl.policy.pool.waits import Waits
 
@@ -64,7 +64,7 @@ class Backends:
         protocol: which of ``ENGINES`` the backends speak, as soon as that is known.
         trouble: why it cannot be told; ``None`` while nothing is wrong.
         engine: speaks it; there as soon as ``protocol`` is.
-        placement: runs requests; likewise.
+        dispatcher: runs requests; likewise.
         on_change: called when ``protocol`` or ``trouble`` is known.
         on_added: called with the URL of a backend that joins.
 
@@ -82,7 +82,7 @@ class Backends:
         self.protocol: str | None = None
         self.trouble: str | None = None
         self.engine: HttpEngine | None = None
-        self.placement: Placement | None = None
+        self.dispatcher: Dispatcher | None = None
         self.on_change: Callable[[], None] = _nothing
         self.on_added: Callable[[str], None] = _nothing
         self.by_origin: dict[str, dict[str, str]] = {}
@@ -108,16 +108,16 @@ class Backends:
         for task in list(self._work):
             task.cancel()
         await asyncio.gather(*self._work, return_exceptions=True)
-        if self.placement is not None:
-            await self.placement.aclose()
+        if self.dispatcher is not None:
+            await self.dispatcher.aclose()
         self._connections.close()
         if self._session is not None:
             await self._session.close()
 
     def apply(self, decisions: list[Decision]) -> None:
         """Carry out what the pool decided; before the protocol is known, nothing waits for anything."""
-        if self.placement is not None:
-            self.placement.apply(decisions)
+        if self.dispatcher is not None:
+            self.dispatcher.apply(decisions)
 
     # What may be asked
 
@@ -169,10 +169,10 @@ class Backends:
             NoSuchBackend: it is not there.
         """
         self._check_there(backend_id)
-        if self.placement is None:
+        if self.dispatcher is None:
             self.pool.pause(backend_id)
             return {"drained": True}
-        return {"drained": await self.placement.pause(backend_id, timeout_s)}
+        return {"drained": await self.dispatcher.pause(backend_id, timeout_s)}
 
     async def resume(self, backend_id: str | None = None, weight_version: str | None = None) -> dict[str, Any]:
         """Go on, with a new label if the weights are new.
@@ -256,12 +256,12 @@ class Backends:
 
     def _found(self, protocol: str) -> None:
         self.engine = self._engine(protocol)
-        self.placement = self._placement(self.engine)
-        self.placement.start()
+        self.dispatcher = self._dispatcher(self.engine)
+        self.dispatcher.start()
         self.protocol, self.trouble = protocol, None
 
-    def _placement(self, engine: HttpEngine) -> Placement:
-        return Placement(self.pool, engine, wait_s=self.config.wait_s, waits=self.waits)
+    def _dispatcher(self, engine: HttpEngine) -> Dispatcher:
+        return Dispatcher(self.pool, engine, wait_s=self.config.wait_s, waits=self.waits)
 
     def _engine(self, protocol: str) -> HttpEngine:
         assert self._session is not None

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import os
 from collections.abc import AsyncIterator
 
 from nemo_gym_prorl.failures import CallerError
@@ -21,8 +22,8 @@ from nemo_gym_prorl.policy.metrics import PolicyMetrics
 from nemo_gym_prorl.policy.pool.pool import BackendPool
 from nemo_gym_prorl.policy.pool.waits import Waits
 from nemo_gym_prorl.policy.service import PolicyService
-from nemo_gym_prorl.policy.text.chat import Renderer
 from nemo_gym_prorl.policy.text.parsers import FORMATS
+from nemo_gym_prorl.policy.text.renderer import Renderer
 
 
 class PolicyHost:
@@ -70,6 +71,8 @@ class PolicyHost:
             config = self.config
             wanted = config.engine == "auto" or ENGINES[config.engine].takes_tokens
             if wanted and config.tokenizer_folder is not None:
+                # It tokenises one text at a time: handing that to a pool of threads costs half as much again.
+                os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
                 self._renderer = await asyncio.to_thread(Renderer.load, config.tokenizer_folder, config.chat_template)
             await self.backends.start()
             self._started = True
@@ -128,11 +131,11 @@ class PolicyHost:
 
     def _look(self) -> None:
         """What the backends are may be known now."""
-        engine, placement, config = self.backends.engine, self.backends.placement, self.config
-        if self._started and self._service is None and engine is not None and placement is not None:
+        engine, dispatcher, config = self.backends.engine, self.backends.dispatcher, self.config
+        if self._started and self._service is None and engine is not None and dispatcher is not None:
             self._service = PolicyService(
                 engine,
-                placement,
+                dispatcher,
                 self.metrics,
                 renderer=self._renderer if engine.takes_tokens else None,
                 tool_format=config.tool_call_parser,

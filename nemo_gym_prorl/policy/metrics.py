@@ -15,7 +15,7 @@ from prometheus_client.exposition import generate_latest
 from prometheus_client.metrics_core import Metric
 
 from nemo_gym_prorl.policy.generation import Generation
-from nemo_gym_prorl.policy.pool.placement import Placed
+from nemo_gym_prorl.policy.pool.dispatcher import Placed
 from nemo_gym_prorl.policy.pool.pool import BackendPool
 
 

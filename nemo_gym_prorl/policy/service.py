@@ -18,28 +18,28 @@ import logging
 import time
 import uuid
 from collections import OrderedDict
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from datetime import datetime
-from typing import Any, Literal
+from typing import Literal
 
-from nemo_gym_prorl.failures import CallerError, FailureKind, RolloutError
+from nemo_gym_prorl.failures import CallerError, RolloutError
 from nemo_gym_prorl.policy.engines.engine import BackendFailed, ChatPrompt, Engine, Misconfigured
-from nemo_gym_prorl.policy.engines.sampling import Sampling
 from nemo_gym_prorl.policy.generation import Finish, Generation
 from nemo_gym_prorl.policy.metrics import PolicyMetrics
 from nemo_gym_prorl.policy.pool.backend import Backend
-from nemo_gym_prorl.policy.pool.placement import Placement, cancelling
+from nemo_gym_prorl.policy.pool.dispatcher import Dispatcher, cancelling
 from nemo_gym_prorl.policy.pool.prefixes import blocks_of
-from nemo_gym_prorl.policy.text.chat import Continuation, Renderer
 from nemo_gym_prorl.policy.text.messages import Message, as_message, head_of
 from nemo_gym_prorl.policy.text.parsers import Parsed, parse, parsed_by_engine
 from nemo_gym_prorl.policy.text.recall import Recall
+from nemo_gym_prorl.policy.text.renderer import Continuation, Renderer
 from nemo_gym_prorl.policy.text.seam import Written
 from nemo_gym_prorl.policy.tokens.echo import without_tokens
 from nemo_gym_prorl.policy.tokens.history import History, Match, Point, digest
 from nemo_gym_prorl.policy.tokens.ledger import TokenLedger, Turn
 from nemo_gym_prorl.policy.tokens.prompt import IdTexts, Prompt
+from nemo_gym_prorl.policy.turns import Counts, PolicyAnswer, RolloutGone, TurnRequest
 
 
 _log = logging.getLogger(__name__)
@@ -49,76 +49,6 @@ _FORGOTTEN = 100_000
 
 type Rewriting = Literal["keep", "branch"]
 """What to do when the chat template would render the past differently from how it was sampled."""
-
-
-class RolloutGone(CallerError):
-    """This process knows no such rollout, or not this answer of it: it was restarted, or has forgotten. The session is
-    lost, and a rollout can only begin anew."""
-
-    default_kind = FailureKind.SESSION_LOST
-    http_status = 410
-    problem = "rollout-gone"
-
-
-@dataclass(frozen=True, slots=True)
-class TurnRequest:
-    """What an agent asks for.
-
-    Attributes:
-        rollout: id of the rollout; one agent session.
-        group: id that the rollouts of one prompt share; by default the first two messages say it.
-        messages: the conversation, or with ``after`` only what is new.
-        instructions: a system message in front of the conversation.
-        tools: tools in OpenAI's chat format.
-        may_call: whether what looks like a tool call is one.
-        sampling: how to sample.
-        after: id of the answer that the messages continue.
-        template_variables: further variables for the chat template.
-    """
-
-    rollout: str
-    messages: Sequence[Message]
-    group: str | None = None
-    instructions: str | None = None
-    tools: Sequence[Mapping[str, Any]] = ()
-    may_call: bool = True
-    sampling: Sampling = field(default_factory=Sampling)
-    after: str | None = None
-    template_variables: Mapping[str, Any] = field(default_factory=dict)
-
-
-@dataclass(frozen=True, slots=True)
-class PolicyAnswer:
-    """A sampled turn as the agent gets it.
-
-    Attributes:
-        id: names this answer in ``after`` of a later request.
-        message: assistant message in OpenAI's chat format.
-        parsed: the same, taken apart.
-        turn: its tokens; ``None`` if nothing could be sampled for lack of context.
-        finish: why sampling ended.
-        prompt_tokens: length of the prompt.
-        cached_tokens: how many of them the engine had in its prefix cache, as far as it says.
-    """
-
-    id: str
-    message: Message
-    parsed: Parsed
-    turn: Turn | None
-    finish: Finish
-    prompt_tokens: int
-    cached_tokens: int = 0
-
-
-@dataclass(slots=True)
-class Counts:
-    """What did not go straight in a rollout."""
-
-    rewrites: int = 0
-    differences: int = 0
-    ambiguous: int = 0
-    retokenised: int = 0
-    neutralised: int = 0
 
 
 @dataclass(slots=True)
@@ -144,7 +74,7 @@ class PolicyService:
 
     Args:
         engine: the wire protocol of the backends.
-        placement: where requests run.
+        dispatcher: where requests run.
         metrics: what is counted.
         renderer: tokenizer and chat template; needed by engines that take tokens.
         tool_format: name in :data:`~nemo_gym_prorl.policy.text.parsers.FORMATS`.
@@ -156,7 +86,7 @@ class PolicyService:
     def __init__(
         self,
         engine: Engine,
-        placement: Placement,
+        dispatcher: Dispatcher,
         metrics: PolicyMetrics,
         *,
         renderer: Renderer | None = None,
@@ -168,7 +98,7 @@ class PolicyService:
         if engine.takes_tokens and renderer is None:
             raise CallerError("an engine that takes tokens needs a tokenizer and a chat template", field="tokenizer")
         self.engine = engine
-        self.placement = placement
+        self.dispatcher = dispatcher
         self.metrics = metrics
         self.renderer = renderer
         self.tool_format = tool_format
@@ -201,6 +131,7 @@ class PolicyService:
             raise
         finally:
             rollout.turns.discard(turn)
+            del turn  # what it raised holds this frame, and all that it was about
 
     async def _turn(self, rollout: _Rollout, request: TurnRequest) -> PolicyAnswer:
         match = self._continued(rollout, request)
@@ -225,7 +156,7 @@ class PolicyService:
         # Rollouts that start with the same messages are siblings, whether or not anybody says so.
         group = request.group or digest(b"", [head_of(message) for message in messages[:2]]).hex()
         blocks = blocks_of(prompt) if point is None else b""
-        placed = await self.placement.run(request.rollout, group, generate, len(prompt), blocks)
+        placed = await self.dispatcher.run(request.rollout, group, generate, len(prompt), blocks)
         generation = placed.result
         self.metrics.turn(placed, time.monotonic() - started, len(prompt))
         if generation.finish is Finish.CONTEXT:
@@ -248,7 +179,7 @@ class PolicyService:
         rollout.answers[answer.id] = rollout.history.record(point, new, answer.message, turn, request.tools)
         if not parsed.calls:
             # Most rollouts end like this. One that does not finds its backend again.
-            self.placement.apply(self.placement.pool.finish(request.rollout))
+            self.dispatcher.apply(self.dispatcher.pool.finish(request.rollout))
         return answer
 
     def changed(self, url: str) -> None:
@@ -292,8 +223,8 @@ class PolicyService:
         gone = self._rollouts.pop(rollout, None)
         for turn in gone.turns if gone is not None else ():
             turn.cancel()
-        self.placement.apply(self.placement.pool.drop(rollout, time.monotonic()))
-        self.placement.waits.forget(rollout)
+        self.dispatcher.apply(self.dispatcher.pool.drop(rollout, time.monotonic()))
+        self.dispatcher.waits.forget(rollout)
         if gone is not None:
             self.metrics.finished(gone.history.ledger.branches)
 

@@ -84,6 +84,7 @@ class ProRLAgent(SimpleResponsesAPIAgent):
         add_problem_handlers(app, _GYM_ROUTES)
         put_in_front(app, self._guarded)
         app.router.lifespan_context = self._lifespan
+        memory.collect_rarely()
         return app
 
     def _guarded(self, app: ASGIApp) -> ASGIApp:

@@ -48,9 +48,9 @@ from nemo_gym_prorl.policy.http.asgi import AnswerHeaders, CancelOnDisconnect, p
 from nemo_gym_prorl.policy.http.items import Forms
 from nemo_gym_prorl.policy.http.short_turns import DEFERRAL, Dialect, ShortTurns, Terms, about
 from nemo_gym_prorl.policy.http.turn_route import Sessions, TurnRoute
-from nemo_gym_prorl.policy.service import PolicyAnswer, TurnRequest
 from nemo_gym_prorl.policy.text.messages import Message
 from nemo_gym_prorl.policy.text.parsers import Parsed
+from nemo_gym_prorl.policy.turns import PolicyAnswer, TurnRequest
 from nemo_gym_prorl.policy.workers.server import Session, serve
 from nemo_gym_prorl.policy.workers.shards import OwnSessions
 from nemo_gym_prorl.policy.workers.worker import this_worker
@@ -140,6 +140,7 @@ class ProrlModel(SimpleResponsesAPIModel):
             return KeyGuard(TurnRoute(rest, "/v1/responses", turns, sessions), key=policy.control_token)
 
         put_in_front(app, in_front)
+        memory.collect_rarely()
         return app
 
     def setup_session_middleware(self, app: FastAPI) -> None:

@@ -10,7 +10,7 @@ import aiohttp
 import pytest
 
 from nemo_gym_prorl.dapo import service as service_module
-from nemo_gym_prorl.dapo.decision import NothingToLearn, SamplerConfig
+from nemo_gym_prorl.dapo.contract import NothingToLearn, SamplerConfig
 from nemo_gym_prorl.dapo.prompts import Epochs
 from nemo_gym_prorl.dapo.runner import Runner
 from nemo_gym_prorl.dapo.sampler import DynamicSampler

@@ -15,7 +15,7 @@ import uvicorn
 from fastapi import FastAPI, Response
 from starlette.types import Message, Receive, Scope, Send
 
-from nemo_gym_prorl.dapo.decision import NothingToLearn, SamplerConfig
+from nemo_gym_prorl.dapo.contract import NothingToLearn, SamplerConfig
 from nemo_gym_prorl.dapo.fates import Fate
 from nemo_gym_prorl.dapo.prompts import Epochs
 from nemo_gym_prorl.dapo.runner import Runner

@@ -23,8 +23,8 @@ from examples.tiny_dapo.demonstrations import Carelessness, Demonstration, demon
 from examples.tiny_dapo.resources_servers.riddles.app import RiddleServer
 from examples.tiny_dapo.riddles import KINDS, Riddle, draw_riddles
 from examples.tiny_dapo.vocabulary import ASSISTANT, END, make_tokenizer, policy_mask
-from nemo_gym_prorl.policy.text.chat import Renderer
 from nemo_gym_prorl.policy.text.parsers import hermes
+from nemo_gym_prorl.policy.text.renderer import Renderer
 from nemo_gym_prorl.task_server import TaskServerConfig
 from tests.prorl_code.conftest import RESPONSE, Client
 from tests.rollout.serving import serve

@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from nemo_gym_prorl.dapo.decision import NothingToLearn, SamplerConfig
+from nemo_gym_prorl.dapo.contract import NothingToLearn, SamplerConfig
 from nemo_gym_prorl.failures import CallerError
 from nemo_gym_prorl.nemo_rl.collector import Collector, Plan
 from nemo_gym_prorl.nemo_rl.groups import Group

@@ -9,7 +9,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from nemo_gym_prorl.policy.text.chat import ChatTemplate, Renderer, Tokenizer
+from nemo_gym_prorl.policy.text.renderer import Renderer
+from nemo_gym_prorl.policy.text.template import ChatTemplate
+from nemo_gym_prorl.policy.text.tokenizer import Tokenizer
 
 
 TEMPLATES = Path(__file__).parent / "templates"

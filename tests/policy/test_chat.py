@@ -16,9 +16,11 @@ from tokenizers import Tokenizer as FastTokenizer
 
 from nemo_gym_prorl.failures import CallerError
 from nemo_gym_prorl.policy.generation import Finish
-from nemo_gym_prorl.policy.text.chat import ChatTemplate, Renderer, Tokenizer
 from nemo_gym_prorl.policy.text.messages import Message, as_message
 from nemo_gym_prorl.policy.text.parsers import parse
+from nemo_gym_prorl.policy.text.renderer import Renderer
+from nemo_gym_prorl.policy.text.template import ChatTemplate
+from nemo_gym_prorl.policy.text.tokenizer import Tokenizer
 from tests.policy.engines import tiny_model
 from tests.policy.families import FAMILIES, TOOLS, Family, call_message
 

@@ -16,7 +16,7 @@ import pytest
 from fastapi import FastAPI
 from tokenizers import Tokenizer as FastTokenizer
 
-from nemo_gym_prorl.policy.text.chat import Tokenizer
+from nemo_gym_prorl.policy.text.tokenizer import Tokenizer
 from tests.policy.engines import serving
 from tests.policy.families import TEMPLATES
 from tests.policy.test_prorl_model import TOKEN_FIELDS, TOOLS, server

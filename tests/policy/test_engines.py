@@ -5,7 +5,10 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import gc
 import json
+import logging
+import weakref
 from collections.abc import AsyncIterator, Callable
 from pathlib import Path
 from typing import Any
@@ -16,7 +19,8 @@ from fastapi import FastAPI, Request, Response
 from tokenizers import Tokenizer as FastTokenizer
 from tokenizers.models import WordLevel
 
-from nemo_gym_prorl.failures import CallerError
+from nemo_gym_prorl.failures import CallerError, RolloutError
+from nemo_gym_prorl.policy.engines import keep_alive
 from nemo_gym_prorl.policy.engines.engine import (
     BackendErred,
     BackendFailed,
@@ -32,9 +36,12 @@ from nemo_gym_prorl.policy.engines.sglang import SglangGenerate
 from nemo_gym_prorl.policy.engines.vllm_completions import VllmCompletions
 from nemo_gym_prorl.policy.generation import Finish, Generation
 from nemo_gym_prorl.policy.http.api import PolicyConfig, PolicyHost, add_control_routes
-from nemo_gym_prorl.policy.service import PolicyService, TurnRequest
-from nemo_gym_prorl.policy.text.chat import ChatTemplate, Renderer, Tokenizer
+from nemo_gym_prorl.policy.service import PolicyService
+from nemo_gym_prorl.policy.text.renderer import Renderer
+from nemo_gym_prorl.policy.text.template import ChatTemplate
+from nemo_gym_prorl.policy.text.tokenizer import Tokenizer
 from nemo_gym_prorl.policy.tokens.ledger import TokenMismatch
+from nemo_gym_prorl.policy.turns import TurnRequest
 from tests.policy.engines import MODEL, free_port, serving
 
 
@@ -128,6 +135,40 @@ async def test_a_prompt_that_fills_the_context_ends_typed(engine_url: str, sessi
 def completion(**changes: Any) -> dict[str, Any]:
     choice = {"token_ids": [1, 2], "logprobs": {"token_logprobs": [-0.5, -0.25]}, "finish_reason": "stop"}
     return {"choices": [choice | changes]}
+
+
+class Told(dict[str, Any]):
+    """A message that says when it is gone."""
+
+
+@pytest.mark.parametrize("status", [200, 400, 500, 503])
+async def test_a_rollout_that_is_over_holds_nothing_until_the_collector_comes(
+    tmp_path: Path, status: int, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Which comes rarely: an engine that is away for minutes would fill the memory with prompts."""
+    caplog.set_level(logging.CRITICAL)  # what is captured is kept
+    FastTokenizer(WordLevel({"hi": 0, "?": 1, "x": 2}, unk_token="?")).save(str(tmp_path / "tokenizer.json"))
+    (tmp_path / "chat_template.jinja").write_text("{{ messages[0].content }}")
+    said = completion() if status == 200 else Response("no", status_code=status)
+    async with serving(says("/v1/completions", lambda _: said)) as url:
+        host = PolicyHost(
+            PolicyConfig(base_url=[url], model=MODEL, tokenizer=str(tmp_path), engine="vllm", wait_s=0.2)
+        )
+        service, message = await host.service(), Told(role="user", content="hi")
+        gone = weakref.ref(message)
+        gc.collect()
+        gc.disable()
+        try:
+            with contextlib.suppress(RolloutError) if status != 200 else contextlib.nullcontext():
+                await service.turn(TurnRequest("r", [message], sampling=Sampling(max_tokens=8)))
+            message = Told()
+            service.finish("r")
+            await asyncio.sleep(0.05)
+            assert gone() is None
+            assert not any(isinstance(one, keep_alive._Answer) for one in gc.get_objects())
+        finally:
+            gc.enable()
+            await host.aclose()
 
 
 NO_IDS = [[1, -2], [1.0, 2.0], [True, False], ["1", "2"], [None, 2], "ab", [1, 2**70]]
@@ -302,15 +343,15 @@ async def test_a_context_that_nobody_knows_yet_is_asked_for_again(tmp_path: Path
 async def test_two_who_pause_are_both_told_when_nothing_runs(tmp_path: Path) -> None:
     engine = Replaced()
     async with policy_before(engine, tmp_path) as service:
-        placement, begun, release = service.placement, asyncio.Event(), asyncio.Event()
+        dispatcher, begun, release = service.dispatcher, asyncio.Event(), asyncio.Event()
 
         async def call(_: Any) -> None:
             begun.set()
             await release.wait()
 
-        running = asyncio.ensure_future(placement.run("r", None, call))
+        running = asyncio.ensure_future(dispatcher.run("r", None, call))
         await asyncio.wait_for(begun.wait(), 60)
-        pauses = [asyncio.ensure_future(placement.pause(timeout_s=120)) for _ in range(2)]
+        pauses = [asyncio.ensure_future(dispatcher.pause(timeout_s=120)) for _ in range(2)]
         await asyncio.sleep(0.05)
         assert not any(pause.done() for pause in pauses)
         release.set()

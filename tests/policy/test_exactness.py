@@ -18,11 +18,13 @@ from nemo_gym_prorl.policy.engines.sampling import Sampling
 from nemo_gym_prorl.policy.engines.vllm_completions import VllmCompletions
 from nemo_gym_prorl.policy.generation import Finish
 from nemo_gym_prorl.policy.metrics import PolicyMetrics
-from nemo_gym_prorl.policy.pool.placement import Placement
+from nemo_gym_prorl.policy.pool.dispatcher import Dispatcher
 from nemo_gym_prorl.policy.pool.pool import BackendPool
-from nemo_gym_prorl.policy.service import PolicyAnswer, PolicyService, TurnRequest
-from nemo_gym_prorl.policy.text.chat import Renderer, Tokenizer
+from nemo_gym_prorl.policy.service import PolicyService
 from nemo_gym_prorl.policy.text.parsers import parse
+from nemo_gym_prorl.policy.text.renderer import Renderer
+from nemo_gym_prorl.policy.text.tokenizer import Tokenizer
+from nemo_gym_prorl.policy.turns import PolicyAnswer, TurnRequest
 from tests.policy.engines import MODEL
 from tests.policy.families import FAMILIES, TOOLS, Family, some_words
 
@@ -75,11 +77,11 @@ async def play_all(engine_url: str, model_folder: Path) -> list[Run]:
         for family in FAMILIES.values():
             pool = BackendPool()
             engine = VllmCompletions(session, MODEL)
-            placement = Placement(pool, engine)
-            placement.apply(pool.add("a", engine_url))
+            dispatcher = Dispatcher(pool, engine)
+            dispatcher.apply(pool.add("a", engine_url))
             renderer = family.renderer(tokenizer)
             services[family.name] = PolicyService(
-                engine, placement, PolicyMetrics(pool), renderer=renderer, tool_format=family.tool_format
+                engine, dispatcher, PolicyMetrics(pool), renderer=renderer, tool_format=family.tool_format
             )
         played = [
             Run(family, services[family.name], f"r{index}")

@@ -16,8 +16,8 @@ from tokenizers import Tokenizer as FastTokenizer
 
 from nemo_gym_prorl.gym.command_line import DeploymentError
 from nemo_gym_prorl.gym.deployment import GymDeployment
-from nemo_gym_prorl.policy.text.chat import Tokenizer
 from nemo_gym_prorl.policy.text.parsers import parse
+from nemo_gym_prorl.policy.text.tokenizer import Tokenizer
 from nemo_gym_prorl.scripted.server import ScriptedConfig, serve
 from tests.handlers.gym_host import hosting, instance, url_of
 from tests.policy.families import FAMILIES, TEMPLATES, TOOLS, some_words

@@ -238,3 +238,38 @@ def test_a_turn_that_is_kept_while_its_past_is_cut_away_starts_anew() -> None:
 def test_half_of_the_token_fields_is_refused(fields: dict[str, Any], wrong: str) -> None:
     with pytest.raises(CallerError, match=f"messages.{wrong}"):
         History().find([USER, said(None, "a") | fields])
+
+
+texts = st.sampled_from(["", "a", "b", " a "])
+contents = st.one_of(texts, st.none(), st.builds(lambda text: [{"type": "text", "text": text}], texts))
+calls = st.lists(st.sampled_from(['{"x": 1}', '{"x":1}', "{", '{"x": true}']), max_size=2)
+
+
+@st.composite
+def echoed(draw: st.DrawFn) -> dict[str, Any]:
+    """A message as agents may send it."""
+    role = draw(st.sampled_from(["user", "assistant", "tool"]))
+    message: dict[str, Any] = {"role": role, "content": draw(contents)}
+    if role == "assistant":
+        functions = [{"name": "f", "arguments": arguments} for arguments in draw(calls)]
+        message["tool_calls"] = [{"id": "c", "type": "function", "function": function} for function in functions]
+    return message
+
+
+@given(conversations=st.lists(st.lists(echoed(), max_size=6), max_size=6), sampled=st.lists(echoed(), max_size=3))
+def test_what_was_sent_before_changes_nothing_in_what_is_found(
+    conversations: list[Messages], sampled: Messages
+) -> None:
+    def begun() -> History:
+        history, match = History(), Match(None, (USER,))
+        for number, message in enumerate(sampled):
+            point = sample(history, match, {**message, "role": "assistant"}, [number])
+            match = Match(point, (USER,))
+        return history
+
+    used = begun()
+    for rest in conversations:
+        messages = [USER, *({**one, "role": "assistant"} for one in sampled[:1]), *rest]
+        mine, fresh = used.find(messages), begun().find(messages)
+        assert (mine.new, mine.ambiguous) == (fresh.new, fresh.ambiguous)
+        assert (mine.point and mine.point.turn.sampled) == (fresh.point and fresh.point.turn.sampled)

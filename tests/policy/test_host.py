@@ -29,7 +29,7 @@ from nemo_gym_prorl.policy.engines.vllm_chat import VllmChat
 from nemo_gym_prorl.policy.engines.vllm_completions import VllmCompletions
 from nemo_gym_prorl.policy.http.api import PolicyConfig, PolicyHost
 from nemo_gym_prorl.policy.pool.backend import Health
-from nemo_gym_prorl.policy.service import TurnRequest
+from nemo_gym_prorl.policy.turns import TurnRequest
 from nemo_gym_prorl.scripted.server import ScriptedConfig, serve
 from tests.policy.engines import MODEL, free_port, serving
 from tests.policy.test_engines import completion, nemo_rl_server, says
@@ -259,7 +259,7 @@ async def test_an_engine_without_health_comes_back_after_it_was_gone(caplog: pyt
             served.should_exit = True
             await running
         assert host.pool.backends["backend0"].health is Health.UP
-    said = [record.getMessage() for record in caplog.records if record.name.endswith("placement")]
+    said = [record.getMessage() for record in caplog.records if record.name.endswith("dispatcher")]
     assert said[0].startswith("backend backend0 is out, its turns wait: ")
     assert said[1:] == ["backend backend0 answers again"]
 

@@ -21,13 +21,13 @@ from nemo_gym.openai_utils import (
 from nemo_gym_prorl.policy.generation import Finish, Generation
 from nemo_gym_prorl.policy.http.items import Unusual, messages_of
 from nemo_gym_prorl.policy.http.short_turns import about
-from nemo_gym_prorl.policy.service import PolicyAnswer
 from nemo_gym_prorl.policy.text.messages import as_message
 from nemo_gym_prorl.policy.text.parsers import Parsed, ToolCall
 from nemo_gym_prorl.policy.tokens.echo import MARK, without_tokens
 from nemo_gym_prorl.policy.tokens.history import CARRIED
 from nemo_gym_prorl.policy.tokens.ledger import TokenLedger
 from nemo_gym_prorl.policy.tokens.prompt import IdTexts
+from nemo_gym_prorl.policy.turns import PolicyAnswer
 from nemo_gym_prorl.scripted.server import ScriptedConfig
 from nemo_gym_prorl.scripted.server import serve as scripted
 from responses_api_models.prorl_model.app import ProrlModel

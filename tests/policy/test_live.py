@@ -18,10 +18,11 @@ from nemo_gym_prorl.policy.engines.engine import Misconfigured
 from nemo_gym_prorl.policy.engines.sampling import Sampling
 from nemo_gym_prorl.policy.engines.vllm_completions import VllmCompletions
 from nemo_gym_prorl.policy.metrics import PolicyMetrics
-from nemo_gym_prorl.policy.pool.placement import Placement
+from nemo_gym_prorl.policy.pool.dispatcher import Dispatcher
 from nemo_gym_prorl.policy.pool.pool import BackendPool
-from nemo_gym_prorl.policy.service import PolicyService, TurnRequest
-from nemo_gym_prorl.policy.text.chat import Tokenizer
+from nemo_gym_prorl.policy.service import PolicyService
+from nemo_gym_prorl.policy.text.tokenizer import Tokenizer
+from nemo_gym_prorl.policy.turns import TurnRequest
 from tests.policy.engines import MODEL, SCRIPTS, kill, vllm, vllm_python
 from tests.policy.families import FAMILIES, TOOLS
 from tests.policy.test_engines import first_call
@@ -51,16 +52,16 @@ class Policy:
 
     def __init__(self, session: aiohttp.ClientSession, folder: Path) -> None:
         self.pool = BackendPool(probe_after_s=0.2)
-        self.placement = Placement(self.pool, VllmCompletions(session, MODEL, KEY), tick_s=0.1, report_s=0.5)
+        self.dispatcher = Dispatcher(self.pool, VllmCompletions(session, MODEL, KEY), tick_s=0.1, report_s=0.5)
         tokenizer = Tokenizer(FastTokenizer.from_file(str(folder / "tokenizer.json")))
         self.family = FAMILIES["thinking"]
         self.metrics = PolicyMetrics(self.pool)
         self.service = PolicyService(
-            self.placement.engine, self.placement, self.metrics, renderer=self.family.renderer(tokenizer)
+            self.dispatcher.engine, self.dispatcher, self.metrics, renderer=self.family.renderer(tokenizer)
         )
 
     def add(self, name: str, url: str, version: str) -> None:
-        self.placement.apply(self.pool.add(name, url, version))
+        self.dispatcher.apply(self.pool.add(name, url, version))
 
     def runs(self, count: int) -> list[Run]:
         return [Run(self.family, self.service, f"r{index}") for index in range(count)]
@@ -70,9 +71,9 @@ class Policy:
 async def policy(model_folder: Path) -> AsyncIterator[Policy]:
     async with aiohttp.ClientSession() as session:
         policy = Policy(session, model_folder)
-        policy.placement.start()
+        policy.dispatcher.start()
         yield policy
-        await policy.placement.aclose()
+        await policy.dispatcher.aclose()
 
 
 async def until(condition: Callable[[], bool]) -> None:
@@ -105,11 +106,11 @@ async def test_weights_change_while_fifty_rollouts_run(
     runs = policy.runs(50)
     playing = asyncio.gather(*(run.play(random.Random(seed)) for seed, run in enumerate(runs)))
     await until(lambda: sum(len(run.answers) for run in runs) >= 60)
-    assert await policy.placement.pause()
+    assert await policy.dispatcher.pause()
     assert not any(backend.in_flight for backend in policy.pool.backends.values())
     policy.add("new", other_engine[0], "2")
-    policy.placement.apply(policy.pool.remove("old"))
-    policy.placement.apply(policy.pool.resume())
+    policy.dispatcher.apply(policy.pool.remove("old"))
+    policy.dispatcher.apply(policy.pool.resume())
     await playing
     versions = [await check(run, {"1": engine_url, "2": other_engine[0]}) for run in runs]
     assert all(len(run.answers) == 4 for run in runs)
@@ -142,7 +143,7 @@ async def test_a_cancelled_turn_is_aborted_at_the_engine(policy: Policy, engine_
 async def until_running(policy: Policy, url: str, count: int) -> None:
     async with asyncio.timeout(20):
         while True:
-            load = await policy.placement.engine.load(url)
+            load = await policy.dispatcher.engine.load(url)
             assert load is not None
             if load.running == count:
                 return

@@ -12,8 +12,8 @@ from hypothesis import strategies as st
 
 from benchmarks.stand_in_engine import TEMPLATE
 from nemo_gym_prorl.failures import CallerError
-from nemo_gym_prorl.policy.text.chat import ChatTemplate
 from nemo_gym_prorl.policy.text.recall import Recall
+from nemo_gym_prorl.policy.text.template import ChatTemplate
 from tests.policy.families import TEMPLATES
 
 

@@ -14,7 +14,8 @@ from nemo_gym_prorl.failures import CallerError
 from nemo_gym_prorl.policy.engines.sampling import Sampling
 from nemo_gym_prorl.policy.generation import Finish
 from nemo_gym_prorl.policy.http.api import PolicyConfig, PolicyHost, trajectory
-from nemo_gym_prorl.policy.service import PolicyAnswer, PolicyService, TurnRequest
+from nemo_gym_prorl.policy.service import PolicyService
+from nemo_gym_prorl.policy.turns import PolicyAnswer, TurnRequest
 from tests.policy.engines import MODEL
 from tests.policy.families import TEMPLATES, TOOLS
 
@@ -156,7 +157,7 @@ async def test_pictures_are_refused_by_name(agent: Agent) -> None:
 
 async def test_finished_and_forgotten_rollouts_cost_nothing(agent: Agent, engine_url: str, model_folder: Path) -> None:
     await agent.ask()
-    pool = agent.service.placement.pool
+    pool = agent.service.dispatcher.pool
     agent.service.finish("r")
     assert not pool.backends["backend0"].live
     with pytest.raises(CallerError, match="no rollout 'r' here"):

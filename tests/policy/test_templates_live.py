@@ -16,7 +16,7 @@ from tokenizers import Tokenizer as FastTokenizer
 
 from nemo_gym_prorl.policy.engines.sampling import Sampling
 from nemo_gym_prorl.policy.http.api import PolicyConfig, PolicyHost
-from nemo_gym_prorl.policy.service import PolicyAnswer, TurnRequest
+from nemo_gym_prorl.policy.turns import PolicyAnswer, TurnRequest
 from tests.policy.engines import MODEL
 from tests.policy.families import TEMPLATES
 

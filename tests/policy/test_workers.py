@@ -8,6 +8,7 @@ import contextlib
 import json
 import os
 import signal
+import socket
 import subprocess
 import sys
 import threading
@@ -25,6 +26,7 @@ from tokenizers import Tokenizer as FastTokenizer
 from tokenizers.models import WordLevel
 from tokenizers.pre_tokenizers import Whitespace
 
+from nemo_gym_prorl.policy.workers.server import bound_to
 from nemo_gym_prorl.policy.workers.shards import Shard, shard_of
 from tests.policy.engines import answers, free_port
 
@@ -434,3 +436,20 @@ async def test_a_server_whose_workers_cannot_start_does_not_start(engine: tuple[
     status = await asyncio.to_thread(server.process.wait, START_S)
     assert status not in (0, None)
     assert "tokenizer: no tokenizer.json in" in server.log.read_text()
+
+
+async def test_no_part_of_an_answer_waits_for_its_caller() -> None:
+    """A listening socket that does not say that it is TCP gives connections whose second small write is held back."""
+    accepted: asyncio.Future[asyncio.BaseTransport] = asyncio.get_running_loop().create_future()
+
+    class Accepts(asyncio.Protocol):
+        def connection_made(self, transport: asyncio.BaseTransport) -> None:
+            accepted.set_result(transport)
+
+    server = await asyncio.get_running_loop().create_server(Accepts, sock=bound_to("127.0.0.1", 0))
+    async with server:
+        _, writer = await asyncio.open_connection(*server.sockets[0].getsockname())
+        connection = (await accepted).get_extra_info("socket")
+        assert connection.getsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY)
+        writer.close()
+        (await accepted).close()

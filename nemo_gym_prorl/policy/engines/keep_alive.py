@@ -116,6 +116,8 @@ class KeepAlive:
         except BaseException:
             connection.end()
             raise
+        finally:
+            answer.let_go()
         if connection.free():
             self._idle.setdefault((place.host, place.port, place.tls), []).append(connection)
         else:
@@ -170,11 +172,17 @@ class _Answer:
         self.last = False
         self.until_end = False
         self._framed = False
-        self._parser = httptools.HttpResponseParser(self)
+        self._parser: httptools.HttpResponseParser | None = httptools.HttpResponseParser(self)
+
+    def let_go(self) -> None:
+        """Nobody waits for more. The parser holds this, and so all that came, until somebody looks for cycles."""
+        self._parser = None
 
     def feed(self, data: bytes) -> None:
         """More of it."""
         self.begun = True
+        if self._parser is None:
+            return
         try:
             self._parser.feed_data(data)
         except httptools.HttpParserError as error:
@@ -196,6 +204,7 @@ class _Answer:
 
     def on_headers_complete(self) -> None:
         """Part of httptools' protocol."""
+        assert self._parser is not None
         self.status = self._parser.get_status_code()
         self.until_end = not self._framed
 
@@ -208,6 +217,7 @@ class _Answer:
         if 100 <= self.status < 200:
             self._framed = self.until_end = False
             return
+        assert self._parser is not None
         self.last = self.last or not self._parser.should_keep_alive()
         if not self.whole.done():
             self.whole.set_result(None)

@@ -12,6 +12,7 @@ from collections.abc import AsyncIterator
 from dataclasses import asdict
 from typing import Annotated, Any
 
+import orjson
 from fastapi import APIRouter, FastAPI, Response
 from fastapi.responses import PlainTextResponse
 from fastapi.routing import APIRoute
@@ -19,7 +20,8 @@ from pydantic import BaseModel, ConfigDict, Field
 
 from nemo_gym_prorl.policy.config import PolicyConfig
 from nemo_gym_prorl.policy.host import PolicyHost
-from nemo_gym_prorl.policy.service import PolicyService, RolloutGone
+from nemo_gym_prorl.policy.service import PolicyService
+from nemo_gym_prorl.policy.turns import RolloutGone
 from nemo_gym_prorl.serving.problem_document import Problem
 from nemo_gym_prorl.serving.problems import ProblemRoute, add_problem_handlers
 
@@ -140,10 +142,11 @@ def add_control_routes(app: FastAPI, host: PolicyHost) -> None:
         these."""
         return await host.backends.label(body.weight_version, body.id)
 
-    @router.get("/v1/rollouts/{rollout}/tokens", responses=problems(410))
-    async def tokens(rollout: str) -> dict[str, Any]:
+    @router.get("/v1/rollouts/{rollout}/tokens", response_model=dict[str, Any], responses=problems(410))
+    async def tokens(rollout: str) -> Response:
         """All tokens of a rollout's complete turns."""
-        return trajectory(known(rollout), rollout)
+        # Written here: the framework would go through a hundred thousand numbers one by one, and all turns wait.
+        return Response(orjson.dumps(trajectory(known(rollout), rollout)), media_type="application/json")
 
     @router.get("/v1/rollouts/{rollout}/waited", responses=problems(410))
     async def waited(rollout: str) -> dict[str, float]:
@@ -192,7 +195,7 @@ def trajectory(service: PolicyService, rollout: str) -> dict[str, Any]:
         "sequences": [
             {
                 "ids": sequence.ids,
-                "mask": [int(trained) for trained in sequence.mask],
+                "mask": list(map(int, sequence.mask)),
                 "log_probs": sequence.log_probs,
                 "spans": [[s.start, s.end, int(s.sampled), s.weight_version] for s in sequence.spans],
             }

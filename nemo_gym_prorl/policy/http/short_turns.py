@@ -21,8 +21,9 @@ from nemo_gym_prorl.policy.header_text import header_text
 from nemo_gym_prorl.policy.host import PolicyHost
 from nemo_gym_prorl.policy.http.items import Forms, messages_of
 from nemo_gym_prorl.policy.http.turn_route import Answer
-from nemo_gym_prorl.policy.service import PolicyAnswer, PolicyService, TurnRequest
+from nemo_gym_prorl.policy.service import PolicyService
 from nemo_gym_prorl.policy.text.messages import Message
+from nemo_gym_prorl.policy.turns import PolicyAnswer, TurnRequest
 
 
 _REMEMBERED = 512

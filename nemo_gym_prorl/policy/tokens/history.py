@@ -54,15 +54,26 @@ class Visible:
 
     def then(self, message: Message) -> Visible:
         """With one message more."""
-        text = text_of(message.get("content"))
         if message["role"] == "assistant":
-            return Visible(self.before, self.said + _squeezed(_THOUGHT.sub("", text)), self.calls + _calls(message))
-        return Visible(digest(self.key, [message["role"], text.strip()]))
+            return self.saying(Visible.of(message))
+        return Visible(digest(self.key, [message["role"], text_of(message.get("content")).strip()]))
+
+    @classmethod
+    def of(cls, message: Message) -> Visible:
+        """What can be seen of an assistant message alone."""
+        return cls(said=_squeezed(_THOUGHT.sub("", text_of(message.get("content")))), calls=_calls(message))
+
+    def saying(self, own: Visible) -> Visible:
+        """With an assistant message more, of which that can be seen."""
+        return Visible(self.before, self.said + own.said, self.calls + own.calls)
 
     @property
     def key(self) -> bytes:
         """Equal for conversations that look the same."""
         return digest(self.before, [self.said, self.calls])
+
+
+_BEGINNING = Visible()
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -112,18 +123,21 @@ class History:
     _points: dict[bytes, list[Point]] = field(default_factory=dict)
     _of_turn: dict[Turn, Point] = field(default_factory=dict)
     _said: dict[bytes, int] = field(default_factory=dict)
+    _steps: dict[tuple[bytes, int], tuple[Visible, bytes]] = field(default_factory=dict)
+    """What conversations that were sent whole look like, step by step: by the key before, and a message's hash."""
 
     def record(
         self, before: Point | None, new: Sequence[Message], message: Message, turn: Turn, tools: Tools = ()
     ) -> Point:
         """A turn was sampled after ``before`` and the new messages."""
-        visible = before.visible if before else Visible()
-        for one in (*new, message):
+        visible, own = before.visible if before else _BEGINNING, Visible.of(message)
+        for one in new:
             visible = visible.then(one)
+        visible = visible.saying(own)
         if before is None:
-            return self._add(turn, (*new, message), visible, tools)
+            return self._add(turn, (*new, message), visible, own, tools)
         tools = before.tools if before.tools == tools else tools
-        return self._add(turn, (*before.messages, *new, message), visible, tools)
+        return self._add(turn, (*before.messages, *new, message), visible, own, tools)
 
     def find(self, messages: Sequence[Message], tools: Tools = ()) -> Match:
         """The latest turn that the conversation continues, and what is new after it.
@@ -143,7 +157,7 @@ class History:
     def retokenised(self, messages: Sequence[Message]) -> int:
         """How many sampled tokens there are in turns that look like the assistant messages among these."""
         own = (message for message in messages if message["role"] == "assistant")
-        return sum(self._said.get(Visible().then(message).key, 0) for message in own)
+        return sum(self._said.get(Visible.of(message).key, 0) for message in own)
 
     def _places(self, messages: Sequence[Message], tools: Tools) -> Iterator[tuple[int, bytes, Turn | None, bool]]:
         """Each assistant message's index, the key up to it, the last turn up to it that came with its tokens, and
@@ -151,14 +165,14 @@ class History:
 
         A turn that is not in the ledger was sampled elsewhere, and is taken over as its tokens say.
         """
-        visible, carried, latest = Visible(), None, None
+        visible, key, carried, latest = _BEGINNING, _BEGINNING.key, None, None
         for index, message in enumerate(messages):
-            visible = visible.then(message)
+            visible, key = self._step(visible, key, message)
             if message["role"] != "assistant":
                 continue
             if (known := message.get(CARRIED)) is not None:
                 carried, latest = known, None
-                yield index, visible.key, carried, True
+                yield index, key, carried, True
                 continue
             fields = _carried(message)
             # Gym's converters repeat the last ids they saw on messages that have none of their own.
@@ -169,15 +183,30 @@ class History:
                 if turn is None:
                     parent, observed = self.ledger.place(prompt, carried)
                     turn = self.ledger.append(parent, observed, Generation(sampled, log_probs, Finish.STOP))
-                    self._add(turn, tuple(messages[: index + 1]), visible, tools)
+                    self._add(turn, tuple(messages[: index + 1]), visible, Visible.of(message), tools)
                 carried = turn
-            yield index, visible.key, carried, own
+            yield index, key, carried, own
 
-    def _add(self, turn: Turn, messages: tuple[Message, ...], visible: Visible, tools: Tools) -> Point:
+    def _step(self, visible: Visible, key: bytes, message: Message) -> tuple[Visible, bytes]:
+        """What can be seen with one message more, and its key: worked out once for agents that send all each turn."""
+        calls = message.get("tool_calls") or () if message["role"] == "assistant" else ()
+        functions = [call["function"] for call in calls]
+        told = [message["role"], message.get("content") or ""]
+        told += [part for function in functions for part in (function["name"], function["arguments"])]
+        if not all(type(part) is str for part in told):  # others may be equal and look otherwise
+            then = visible.then(message)
+            return then, then.key
+        step = key, hash(tuple(told))
+        if (known := self._steps.get(step)) is None:
+            then = visible.then(message)
+            known = self._steps[step] = then, then.key
+        return known
+
+    def _add(self, turn: Turn, messages: tuple[Message, ...], visible: Visible, own: Visible, tools: Tools) -> Point:
         point = Point(turn, messages, visible, tools, tuple(_marks(messages[-1])))
         self._points.setdefault(visible.key, []).append(point)
         self._of_turn[turn] = point
-        self._said[Visible().then(messages[-1]).key] = len(turn.sampled)
+        self._said[own.key] = len(turn.sampled)
         return point
 
     def _choose(self, alike: Sequence[Point], messages: Sequence[Message]) -> tuple[Point, bool]:

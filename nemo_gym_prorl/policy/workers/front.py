@@ -22,7 +22,7 @@ from http import HTTPStatus
 from typing import Any, cast
 
 from nemo_gym_prorl.failures import FailureKind, InfrastructureError
-from nemo_gym_prorl.policy.service import RolloutGone
+from nemo_gym_prorl.policy.turns import RolloutGone
 from nemo_gym_prorl.policy.workers.framing import Body, Head, Malformed, read_head, without_upgrade
 from nemo_gym_prorl.serving.problems import ProblemError, problem_of
 

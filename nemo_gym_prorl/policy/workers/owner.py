@@ -24,7 +24,7 @@ from nemo_gym_prorl.policy.config import PolicyConfig
 from nemo_gym_prorl.policy.engines.http_engine import HttpEngine
 from nemo_gym_prorl.policy.metrics import SharedMetrics
 from nemo_gym_prorl.policy.pool.backend import Abort, Assign, Decision, RequestOutcome
-from nemo_gym_prorl.policy.pool.placement import Placement
+from nemo_gym_prorl.policy.pool.dispatcher import Dispatcher
 from nemo_gym_prorl.policy.workers.channel import Channel
 
 
@@ -44,7 +44,7 @@ class _Worker:
     told: asyncio.Event = field(default_factory=asyncio.Event)
 
 
-class _Shared(Placement):
+class _Shared(Dispatcher):
     """Requests run in the workers; what concerns a ticket is told to the one that has it."""
 
     tell: Callable[[list[Decision]], None]
@@ -74,10 +74,10 @@ class Owner(Backends):
         self.memory: Callable[[], dict[str, int]] = dict
         self.restarts = 0
 
-    def _placement(self, engine: HttpEngine) -> Placement:
-        placement = _Shared(self.pool, engine)
-        placement.tell = self._tell
-        return placement
+    def _dispatcher(self, engine: HttpEngine) -> Dispatcher:
+        dispatcher = _Shared(self.pool, engine)
+        dispatcher.tell = self._tell
+        return dispatcher
 
     def joined(self, index: int, channel: Channel) -> None:
         """A worker has started."""

@@ -2,7 +2,7 @@
 """The backends as a worker sees them: the pool is another process's, which is told of turns and tells where they run.
 
 To the policy service nothing is different: :class:`RemotePool` takes the events of a pool and decides nothing at once;
-the decisions come later, as messages, and are carried out by the worker's own placement.
+the decisions come later, as messages, and are carried out by the worker's own dispatcher.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from nemo_gym_prorl.failures import CallerError
 from nemo_gym_prorl.policy.backends import Backends
 from nemo_gym_prorl.policy.config import PolicyConfig
 from nemo_gym_prorl.policy.pool.backend import Abort, Assign, Backend, Decision, Health, RequestOutcome
-from nemo_gym_prorl.policy.pool.placement import Placement
+from nemo_gym_prorl.policy.pool.dispatcher import Dispatcher
 from nemo_gym_prorl.policy.pool.pool import BackendPool
 from nemo_gym_prorl.policy.workers.channel import Channel
 
@@ -142,7 +142,7 @@ class RemoteBackends(Backends):
         if view["protocol"] is not None and self.protocol is None:
             self.protocol = str(view["protocol"])
             self.engine = self._engine(self.protocol)
-            self.placement = Placement(self.pool, self.engine, wait_s=self.config.wait_s, waits=self.waits)
+            self.dispatcher = Dispatcher(self.pool, self.engine, wait_s=self.config.wait_s, waits=self.waits)
         self.on_change()
 
     def _decided(self, decision: list[Any]) -> None:

@@ -119,6 +119,7 @@ class PolicyServer:
         """
         open_files.raise_limit()
         memory.recycle_large_blocks()
+        memory.collect_rarely()
         loop = asyncio.get_running_loop()
         for number in (signal.SIGINT, signal.SIGTERM):
             loop.add_signal_handler(number, self._stop.set)
@@ -251,12 +252,23 @@ def serve(config: PolicyConfig, host: str, port: int, workers: int, session: Ses
         OSError: the address is taken.
         CallerError: the configuration cannot work.
     """
+    command = [sys.executable, *sys.orig_argv[1:]]
+    return asyncio.run(_serve(config, workers, session, command, bound_to(host, port)))
+
+
+def bound_to(host: str, port: int) -> socket.socket:
+    """A socket for callers.
+
+    Raises:
+        OSError: the address is taken.
+    """
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
-    address = socket.socket(family)
+    # asyncio sends small parts at once (TCP_NODELAY) only over what says that it is TCP; else the second part of an
+    # answer waits for 40 ms until its caller has acknowledged the first.
+    address = socket.socket(family, socket.SOCK_STREAM, socket.IPPROTO_TCP)
     address.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
     address.bind((host, port))
-    command = [sys.executable, *sys.orig_argv[1:]]
-    return asyncio.run(_serve(config, workers, session, command, address))
+    return address
 
 
 async def _serve(

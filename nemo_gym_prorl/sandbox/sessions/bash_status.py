@@ -16,7 +16,10 @@ redirection to nothing new stands before them: after some syntax errors bash tak
 subshells.)
 
 What throws the rest of a line away (Ctrl-C, an error in an expansion) brings bash back to its prompt, and the prompt
-goes to the same socket. Only then the end is sent again, as a line of its own. An end without a begin means that
+goes to the same socket. Only then the end is sent again, as a line of its own, in two steps: the status, and the end.
+Between them is another redirection to nothing new, since bash that is interrupted just as it has started a program
+comes back to its prompt while that runs, and waits for it with its next simple command, whatever that is. So the
+command ends when its program does, or the next command would wait for it. An end without a begin means that
 somebody took a part of the line, as a background job can that kept bash's input open: such a bash is of no use any
 more, nor one whose whole line was taken (:mod:`.bash_commands`). The folder is the kernel's word.
 
@@ -56,7 +59,7 @@ _NO_TERMINAL = re.compile(rb"[^ \n]+: (line \d+: )?/dev/tty: [^\n]+\n")
 _DELETED = " (deleted)"
 """What the kernel appends to the path of a folder that is no more."""
 
-_BEGIN = b"begin"
+_BEGIN, _END, _THROWN = b"begin", b"end", b"thrown"
 
 
 class BashStatus:
@@ -83,6 +86,8 @@ class BashStatus:
         self._nonce = ""
         self._status = 0
         self._begun = False
+        self._thrown: int | None = None
+        """The status of a line that was thrown away, until its end is told."""
         self._loop.add_reader(self._ours, self._read)
 
     def listen_to(self, pid: int) -> None:
@@ -104,18 +109,20 @@ class BashStatus:
     def line(self, command: str) -> bytes:
         """A command and its end; ``$?`` is at its beginning what it was at the last one's end."""
         self._nonce = secrets.token_hex(16)
-        self._mark = re.compile(b"/%s/(%s|[0-9]+)" % (self._nonce.encode(), _BEGIN))
+        self._mark = re.compile(b"/%b/(%b|%b|(%b)?([0-9]+))" % (self._nonce.encode(), _BEGIN, _END, _THROWN))
         self._begun = False
+        self._thrown = None
         # Neither an error of ours nor, where somebody has redefined ``exit``, a success may end the line or the shell.
         status = f"(exit {self._status}) && ((0)) ||" if self._status else "((1)) &&"
         return (
             f'<&0; ((1)) <"/{self._nonce}/begin" || {status} \\eval -- {shlex.quote(command)} </dev/tty 2>/dev/tty; '
-            + self._end()
+            f'((1)) <"/{self._nonce}/$?" || ((1))\n'
         ).encode("utf-8", "surrogateescape")
 
     def end_again(self) -> bytes:
         """The end alone, for a line that was thrown away, or may not have arrived."""
-        return self._end().encode()
+        told = f'((1)) <"/{self._nonce}/thrown$?" || ((1)); <&0 || ((1)); ((1)) <"/{self._nonce}/end" || ((1))'
+        return f"{told}\n".encode()
 
     @property
     def begun(self) -> bool:
@@ -140,9 +147,6 @@ class BashStatus:
         if self._process >= 0:
             os.close(self._process)
             self._process = -1
-
-    def _end(self) -> str:
-        return f'((1)) <"/{self._nonce}/$?" || ((1))\n'
 
     def _read(self) -> None:
         for _ in range(_PACKETS_A_TURN):
@@ -171,9 +175,11 @@ class BashStatus:
         found = self._mark.search(data) if self._mark else None
         if found and found[1] == _BEGIN:
             self._begun = True
-        elif found and self._begun:
+        elif found and self._begun and found[2]:
+            self._thrown = int(found[3]) if self._thrown is None else self._thrown
+        elif found and self._begun and (status := found[3] or self._thrown) is not None:
             self._mark = None
-            self._status = int(found[1])
+            self._status = int(status)
             self._ended(self._status)
         elif found or (self._begun and _NO_TERMINAL.fullmatch(data)):
             self.give_up()

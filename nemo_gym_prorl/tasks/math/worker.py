@@ -16,7 +16,7 @@ import resource
 import sys
 from typing import Any
 
-from nemo_gym_prorl.tasks.math import judging
+from nemo_gym_prorl.tasks.math import comparison
 
 
 READY = {"ready": True}
@@ -40,7 +40,7 @@ _WARM_UP = (
 def main() -> None:
     """Serve until the input ends."""
     for expected, said in _WARM_UP:
-        judging.judge(expected, said)
+        comparison.judge(expected, said)
     gc.freeze()
     _reply(READY)
     for line in sys.stdin.buffer:
@@ -78,8 +78,8 @@ def _compare(job: dict[str, Any], sending: int) -> None:
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
     try:
         if job["control"]:
-            judging.try_out(job["expected"])
-        verdict, why = judging.judge(job["expected"], job["said"], job["question"])
+            comparison.try_out(job["expected"])
+        verdict, why = comparison.judge(job["expected"], job["said"], job["question"])
     except Exception as error:  # whatever sympy raises of an answer: it is looked into by who asked
         os.write(sending, type(error).__name__.encode())
         os._exit(1)

@@ -5,7 +5,7 @@ import os
 
 import pytest
 
-from nemo_gym_prorl.tasks.math.judging import judge
+from nemo_gym_prorl.tasks.math.comparison import judge
 from nemo_gym_prorl.tasks.math.verdicts import Verdict
 from tests.tasks.math.forms import FORMS
 from tests.tasks.math.near_forms import NEAR_FORMS

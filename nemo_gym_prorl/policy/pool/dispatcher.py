@@ -2,7 +2,7 @@
 """The rim of :mod:`.pool`: clock, tasks and probes around the pure pool.
 
 A request runs under a *ticket*. The pool says where; a backend that fails gives the ticket back, and the same request
-is sent elsewhere. Whoever awaits :meth:`Placement.run` may be cancelled at any time: the request's connection is
+is sent elsewhere. Whoever awaits :meth:`Dispatcher.run` may be cancelled at any time: the request's connection is
 closed, which aborts it at the engine, and the slot is free again.
 """
 
@@ -55,7 +55,7 @@ class Placed[T]:
 
 
 @dataclass(slots=True)
-class Placement:
+class Dispatcher:
     """Runs requests on the backends of a pool.
 
     Args:
@@ -148,6 +148,7 @@ class Placement:
         finally:
             if lease.task is not None and not lease.task.done():
                 lease.task.cancel()
+            lease.task = None  # what it raised holds this frame, and all that it was about
             del self._leases[ticket]
             if outcome is RequestOutcome.OK and not lease.aborted:
                 self.apply(self.pool.done(ticket, outcome, time.monotonic()))
@@ -171,16 +172,22 @@ class Placement:
         return any(peer is not backend and peer.health is Health.UP for peer in self.pool.backends.values())
 
     async def _assigned(self, lease: _Lease) -> Assign:
-        try:
+        if lease.assign is None:  # mostly there is one at once
+            await self._assignment(lease)
+        assign, lease.assign, lease.aborted = lease.assign, None, False
+        assert assign is not None
+        return assign
+
+    async def _assignment(self, lease: _Lease) -> None:
+        with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(self.wait_s):
                 while lease.assign is None:
                     lease.changed.clear()
                     await lease.changed.wait()
-        except TimeoutError:
-            states = ", ".join(f"{b.id} {b.health}" for b in self.pool.backends.values()) or "there is none"
-            raise BackendFailed(f"no backend was free for {self.wait_s:g} s ({states})") from None
-        assign, lease.assign, lease.aborted = lease.assign, None, False
-        return assign
+                return
+        # Not as the end of that error: it holds the task that this one will be kept in.
+        states = ", ".join(f"{b.id} {b.health}" for b in self.pool.backends.values()) or "there is none"
+        raise BackendFailed(f"no backend was free for {self.wait_s:g} s ({states})")
 
     def apply(self, decisions: list[Decision]) -> None:
         """Carry out what the pool decided."""

@@ -1,0 +1,119 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A model's chat template: a Jinja program over the whole conversation, run in a sandbox with the helpers that
+published templates expect, and with messages, tools and the time of day as vLLM gives them."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from datetime import datetime
+from typing import Any
+
+import jinja2
+import jinja2.ext
+import jinja2.sandbox
+
+from nemo_gym_prorl.failures import CallerError
+from nemo_gym_prorl.policy.text.messages import Message, Tools, for_template
+from nemo_gym_prorl.policy.text.recall import FILTERS, MEMORY, OPENED, Recall, Rendering, with_recall
+from nemo_gym_prorl.policy.text.seam import Render
+
+
+_REFUSALS = (jinja2.TemplateError, TypeError, ValueError, LookupError, AttributeError, ArithmeticError)
+
+
+class _Generation(jinja2.ext.Extension):
+    """Accepts ``{% generation %}`` blocks, with which some templates mark what a trainer may learn from."""
+
+    tags = {"generation"}  # noqa: RUF012 - jinja2 declares it as a plain set
+
+    def parse(self, parser: jinja2.parser.Parser) -> jinja2.nodes.Node | list[jinja2.nodes.Node]:
+        next(parser.stream)
+        return parser.parse_statements(("name:endgeneration",), drop_needle=True)
+
+
+class ChatTemplate:
+    """A compiled Jinja chat template, run in a sandbox with the helpers that published templates expect."""
+
+    def __init__(self, source: str, *, bos_token: str = "", eos_token: str = "", **variables: Any) -> None:
+        environment = jinja2.sandbox.ImmutableSandboxedEnvironment(
+            trim_blocks=True, lstrip_blocks=True, extensions=[jinja2.ext.loopcontrols, _Generation]
+        )
+        environment.filters |= {"tojson": _to_json, **FILTERS}
+        environment.globals.update(raise_exception=_raise_exception)
+        self.source = source
+        try:
+            self._template = environment.from_string(with_recall(environment.parse(source)))
+        except jinja2.TemplateSyntaxError as error:
+            raise CallerError(f"not a Jinja template: {error}", field="chat_template") from error
+        self._variables = {"bos_token": bos_token, "eos_token": eos_token, **variables}
+
+    def render(
+        self,
+        messages: Sequence[Message],
+        tools: Tools = (),
+        *,
+        prompt: bool,
+        now: datetime | None = None,
+        variables: Mapping[str, Any] | None = None,
+    ) -> str:
+        """The text of the messages; with ``prompt``, followed by the opening of an assistant turn.
+
+        Args:
+            messages: the conversation.
+            tools: tools in OpenAI's chat format.
+            prompt: whether an assistant turn is opened.
+            now: the time of day that the template may ask for; by default the real one. A conversation needs one for
+                all its turns, or it would be rewritten at midnight.
+            variables: further variables of the template.
+
+        Raises:
+            CallerError: the template refuses the messages.
+        """
+        return self.writer(tools, now, variables)([for_template(message) for message in messages], prompt)
+
+    def writer(
+        self,
+        tools: Tools = (),
+        now: datetime | None = None,
+        variables: Mapping[str, Any] | None = None,
+        recall: Recall | None = None,
+    ) -> Render:
+        """The same for several renderings of messages that are in the template's form already.
+
+        Args:
+            tools: as in :meth:`render`.
+            now: as in :meth:`render`.
+            variables: as in :meth:`render`.
+            recall: what was written of the conversation before, of which only what is new is written then.
+        """
+        plain = (recall or Recall()).tools(tools) or None
+        given = {**self._variables, **(variables or {}), "tools": plain}
+        clock = (now or datetime.now()).strftime
+
+        def write(messages: Sequence[Message], prompt: bool) -> str:
+            rendering = Rendering(recall, given)
+            of_turn = {"messages": messages, OPENED: prompt, "strftime_now": clock, MEMORY: rendering}
+            try:
+                text = self._template.render({**given, **of_turn})
+            except _REFUSALS as error:
+                raise CallerError(f"the chat template refuses these messages: {error}", field="messages") from error
+            rendering.keep()
+            return text
+
+        return write
+
+
+def _to_json(
+    value: object,
+    ensure_ascii: bool = False,
+    indent: int | None = None,
+    separators: tuple[str, str] | None = None,
+    sort_keys: bool = False,
+) -> str:
+    # Jinja's own filter escapes for HTML; models were trained on plain JSON.
+    return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)
+
+
+def _raise_exception(message: str) -> None:
+    raise jinja2.TemplateError(message)

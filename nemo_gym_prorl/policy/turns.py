@@ -1,0 +1,85 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A turn as it is asked for and as it is answered, past any wire format."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from nemo_gym_prorl.failures import CallerError, FailureKind
+from nemo_gym_prorl.policy.engines.sampling import Sampling
+from nemo_gym_prorl.policy.generation import Finish
+from nemo_gym_prorl.policy.text.messages import Message
+from nemo_gym_prorl.policy.text.parsers import Parsed
+from nemo_gym_prorl.policy.tokens.ledger import Turn
+
+
+class RolloutGone(CallerError):
+    """This process knows no such rollout, or not this answer of it: it was restarted, or has forgotten. The session is
+    lost, and a rollout can only begin anew."""
+
+    default_kind = FailureKind.SESSION_LOST
+    http_status = 410
+    problem = "rollout-gone"
+
+
+@dataclass(frozen=True, slots=True)
+class TurnRequest:
+    """What an agent asks for.
+
+    Attributes:
+        rollout: id of the rollout; one agent session.
+        group: id that the rollouts of one prompt share; by default the first two messages say it.
+        messages: the conversation, or with ``after`` only what is new.
+        instructions: a system message in front of the conversation.
+        tools: tools in OpenAI's chat format.
+        may_call: whether what looks like a tool call is one.
+        sampling: how to sample.
+        after: id of the answer that the messages continue.
+        template_variables: further variables for the chat template.
+    """
+
+    rollout: str
+    messages: Sequence[Message]
+    group: str | None = None
+    instructions: str | None = None
+    tools: Sequence[Mapping[str, Any]] = ()
+    may_call: bool = True
+    sampling: Sampling = field(default_factory=Sampling)
+    after: str | None = None
+    template_variables: Mapping[str, Any] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True)
+class PolicyAnswer:
+    """A sampled turn as the agent gets it.
+
+    Attributes:
+        id: names this answer in ``after`` of a later request.
+        message: assistant message in OpenAI's chat format.
+        parsed: the same, taken apart.
+        turn: its tokens; ``None`` if nothing could be sampled for lack of context.
+        finish: why sampling ended.
+        prompt_tokens: length of the prompt.
+        cached_tokens: how many of them the engine had in its prefix cache, as far as it says.
+    """
+
+    id: str
+    message: Message
+    parsed: Parsed
+    turn: Turn | None
+    finish: Finish
+    prompt_tokens: int
+    cached_tokens: int = 0
+
+
+@dataclass(slots=True)
+class Counts:
+    """What did not go straight in a rollout."""
+
+    rewrites: int = 0
+    differences: int = 0
+    ambiguous: int = 0
+    retokenised: int = 0
+    neutralised: int = 0
