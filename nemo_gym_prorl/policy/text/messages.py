@@ -90,9 +90,9 @@ def head_of(message: Message) -> list[str]:
 
 
 def is_malformed(function: Mapping[str, Any]) -> bool:
-    """Whether a call is one that the policy wrote wrong, or looks so; in the form in which templates get it."""
+    """Whether a call in a message is one that the policy wrote wrong."""
     arguments = function["arguments"]
-    return function["name"] == MALFORMED_NAME or (isinstance(arguments, dict) and _MALFORMED in arguments)
+    return function["name"] == MALFORMED_NAME or (isinstance(arguments, str) and _MALFORMED in _object(arguments))
 
 
 _OPTIONAL = ("strict", "defer_loading")

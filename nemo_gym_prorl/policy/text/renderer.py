@@ -143,7 +143,7 @@ class Renderer:
         """
         past, coming = _plain(history, before), tuple(map(for_template, new))
         spelled = self._spelled(coming, answered=True)
-        plain = not any(is_malformed(call["function"]) for call in past[-1].get("tool_calls") or ())
+        plain = not any(is_malformed(call["function"]) for call in history[-1].get("tool_calls") or ())
         end = self.tokenizer.special.get(sampled[-1], "") if sampled else ""
         text = text if text is not None else self.tokenizer.decode(sampled)
         said = Said(text, end, finish is Finish.STOP, plain)

@@ -23,7 +23,7 @@ from __future__ import annotations
 import json
 import re
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from hashlib import blake2b
 from typing import Any
@@ -124,7 +124,7 @@ class History:
     _of_turn: dict[Turn, Point] = field(default_factory=dict)
     _said: dict[bytes, int] = field(default_factory=dict)
     _steps: dict[tuple[bytes, int], tuple[Visible, bytes]] = field(default_factory=dict)
-    """What conversations that were sent whole look like, step by step: by the key before, and a message's hash."""
+    """What the conversation that was sent whole last looks like: by the key before, and a message's hash."""
 
     def record(
         self, before: Point | None, new: Sequence[Message], message: Message, turn: Turn, tools: Tools = ()
@@ -166,12 +166,13 @@ class History:
         A turn that is not in the ledger was sampled elsewhere, and is taken over as its tokens say.
         """
         visible, key, carried, latest = _BEGINNING, _BEGINNING.key, None, None
+        known, self._steps = self._steps, {}
         for index, message in enumerate(messages):
-            visible, key = self._step(visible, key, message)
+            visible, key = self._step(known, visible, key, message)
             if message["role"] != "assistant":
                 continue
-            if (known := message.get(CARRIED)) is not None:
-                carried, latest = known, None
+            if (turn_of_ours := message.get(CARRIED)) is not None:
+                carried, latest = turn_of_ours, None
                 yield index, key, carried, True
                 continue
             fields = _carried(message)
@@ -187,20 +188,20 @@ class History:
                 carried = turn
             yield index, key, carried, own
 
-    def _step(self, visible: Visible, key: bytes, message: Message) -> tuple[Visible, bytes]:
+    def _step(
+        self, known: Mapping[tuple[bytes, int], tuple[Visible, bytes]], visible: Visible, key: bytes, message: Message
+    ) -> tuple[Visible, bytes]:
         """What can be seen with one message more, and its key: worked out once for agents that send all each turn."""
-        calls = message.get("tool_calls") or () if message["role"] == "assistant" else ()
-        functions = [call["function"] for call in calls]
-        told = [message["role"], message.get("content") or ""]
-        told += [part for function in functions for part in (function["name"], function["arguments"])]
+        told = list(_told(message))
         if not all(type(part) is str for part in told):  # others may be equal and look otherwise
             then = visible.then(message)
             return then, then.key
         step = key, hash(tuple(told))
-        if (known := self._steps.get(step)) is None:
+        if (found := known.get(step)) is None:
             then = visible.then(message)
-            known = self._steps[step] = then, then.key
-        return known
+            found = then, then.key
+        self._steps[step] = found
+        return found
 
     def _add(self, turn: Turn, messages: tuple[Message, ...], visible: Visible, own: Visible, tools: Tools) -> Point:
         point = Point(turn, messages, visible, tools, tuple(_marks(messages[-1])))
@@ -232,6 +233,16 @@ def _continues(turn: Turn | None, earlier: Turn, *, by_none: bool) -> bool:
     while turn is not None and turn.end > earlier.end and not by_none:
         turn = turn.parent
     return turn is not None and (turn is earlier or turn.sequence() == earlier.sequence())
+
+
+def _told(message: Message) -> Iterator[object]:
+    """All of a message that can be seen, as it was sent; something that is no text where it has an odd form."""
+    yield message.get("role")
+    yield message.get("content") or ""
+    for call in (message.get("tool_calls") or ()) if message.get("role") == "assistant" else ():
+        function = call.get("function") if isinstance(call, dict) else None
+        for name in ("name", "arguments"):
+            yield function.get(name) if isinstance(function, dict) else None
 
 
 def _squeezed(text: str) -> str:

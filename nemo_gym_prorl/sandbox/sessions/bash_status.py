@@ -178,10 +178,15 @@ class BashStatus:
         elif found and self._begun and found[2]:
             self._thrown = int(found[3]) if self._thrown is None else self._thrown
         elif found and self._begun and (status := found[3] or self._thrown) is not None:
-            self._mark = None
-            self._status = int(status)
-            self._ended(self._status)
+            self._tell_end(int(status))
         elif found or (self._begun and _NO_TERMINAL.fullmatch(data)):
             self.give_up()
+        elif self._thrown is not None and self._mark:
+            self._tell_end(self._thrown)  # another interrupt, and bash waits for nothing any more
         elif self._begun and self._mark:
             self._lost()
+
+    def _tell_end(self, status: int) -> None:
+        self._mark = None
+        self._status = status
+        self._ended(status)
