@@ -259,6 +259,19 @@ def classify(error: BaseException, stage: Stage | None) -> Failure:
     return Failure(unexpected, Origin.INFRASTRUCTURE, stage, reason, traceback=trace)
 
 
+def forget_traces(error: BaseException | None) -> None:
+    """Let go of the frames that an error has gone through, once it is classified: whatever they worked on stays else
+    until the collector of cycles comes, since most of them hold the task or the future that holds the error."""
+    todo, seen = [error], set[int]()
+    while todo:
+        one = todo.pop()
+        if one is None or id(one) in seen:
+            continue
+        seen.add(id(one))
+        one.__traceback__ = None
+        todo += [one.__cause__, one.__context__, *(one.exceptions if isinstance(one, BaseExceptionGroup) else ())]
+
+
 def unexpected_kind(stage: Stage | None) -> FailureKind:
     """The kind of a failure in a stage that nobody foresaw."""
     return _UNEXPECTED_KINDS[stage] if stage else FailureKind.AGENT_RUN_ERROR

@@ -37,6 +37,7 @@ from nemo_gym_prorl.failures import (
     RolloutError,
     Stage,
     classify,
+    forget_traces,
 )
 from nemo_gym_prorl.rollout.attempts import Attempt
 from nemo_gym_prorl.rollout.calls import HandlerCalls
@@ -271,12 +272,13 @@ class Pipeline:
         self._outages.look_at(job.environment)
         if control.cancelled is not None:
             attempt.interrupt(control.cancelled)
-        error: BaseException | None = None
+        raised: BaseException | None = None
         value: Any = None
         try:
             value = await attempt.run()
         except Exception as caught:  # the border at which every failure of a handler is classified
-            error = caught
+            raised = caught
+        error = raised
         control.attempt = None
         if stage is Stage.RUN and isinstance(error, BudgetExceeded) and not attempt.abandoned:
             value = self._calls.timed_out(job)
@@ -308,6 +310,8 @@ class Pipeline:
             self._give_up_or_retry(job, stage, failure, error)
         else:
             self._hold_up(job, stage, failure, started)
+        for one in (raised, error, control.cancelled):
+            forget_traces(one)
 
     async def _release(self, job: Job) -> BaseException | None:
         session, job.session = job.session, None
