@@ -272,4 +272,5 @@ def test_what_was_sent_before_changes_nothing_in_what_is_found(
         messages = [USER, *({**one, "role": "assistant"} for one in sampled[:1]), *rest]
         mine, fresh = used.find(messages), begun().find(messages)
         assert (mine.new, mine.ambiguous) == (fresh.new, fresh.ambiguous)
+        assert len(used._steps) <= len(messages)
         assert (mine.point and mine.point.turn.sampled) == (fresh.point and fresh.point.turn.sampled)

@@ -329,6 +329,18 @@ async def test_an_interrupt_does_not_run_what_a_command_says(container: Containe
     assert (await container.run("ls /tmp/executed")).exit_code != 0
 
 
+async def test_a_hasty_hand_on_the_interrupt_does_not_end_a_shell_with_a_slow_hook(shell: Shell) -> None:
+    await shell.run("trap 'sleep 0.1' DEBUG")
+    running = asyncio.create_task(shell.run("sleep 100; (exit 3)", timeout_s=30, silence_s=None))
+    await asyncio.sleep(0.01)
+    while not running.done():
+        await shell.interrupt()
+        await asyncio.wait([running], timeout=0.05)
+    done = await running
+    assert (done.exit_code, done.exited) == (130, False)
+    assert (await shell.run("(exit 44)")).exit_code == 44
+
+
 async def test_what_has_not_begun_in_its_time_never_does(container: Container, shell: Shell) -> None:
     await shell.run("PROMPT_COMMAND='sleep 3'")
     stopped = await shell.run("touch /tmp/begun", timeout_s=0.2, silence_s=None)
