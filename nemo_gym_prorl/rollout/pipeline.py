@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """INIT → READY → RUN → EVAL: carries the scheduler's decisions out, with budgets, retries and cancellation.
 
-There are no worker loops that an exception could end: a slot is a number in :class:`~.stages.StageScheduler`, and each
-`Start` becomes one task that always gives its slot back. What a handler may do wrong is bounded here, once:
+There are no worker loops that an exception could end: a slot is a number in :class:`~.scheduler.StageScheduler`, and
+each `Start` becomes one task that always gives its slot back. What a handler may do wrong is bounded here, once:
 
 - it raises, or returns what it should not → that is classified, the attempt ends, infrastructure trouble is retried;
 - it loses a server that its environment needs → no rollout of that begins until the server answers, and the attempt is

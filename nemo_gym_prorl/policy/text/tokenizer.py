@@ -25,7 +25,7 @@ class Tokenizer:
         """Number of token ids, added tokens included."""
         added = fast.get_added_tokens_decoder()
         self.special = {token_id: token.content for token_id, token in added.items() if token.special}
-        self.special_pattern = any_of(self.special.values())
+        self.special_pattern = _any_of(self.special.values())
         self._added = {token_id: token.content for token_id, token in added.items()}
         self._literal: dict[tuple[int, str], list[int] | None] = {}
         self._apart: dict[int, bool] = {}
@@ -83,7 +83,7 @@ class Tokenizer:
 
     def controls(self, template: str) -> re.Pattern[str]:
         """Matches special tokens and added ones that the template itself writes."""
-        return any_of({*self.special.values(), *(token for token in self._added.values() if token in template)})
+        return _any_of({*self.special.values(), *(token for token in self._added.values() if token in template)})
 
     def _as_text(self, token_id: int, text: str) -> list[int] | None:
         """The ids of an added token's text as ordinary characters; ``None`` where the tokenizer cannot do that."""
@@ -112,6 +112,6 @@ class Tokenizer:
         return None
 
 
-def any_of(names: Iterable[str]) -> re.Pattern[str]:
+def _any_of(names: Iterable[str]) -> re.Pattern[str]:
     longest_first = sorted(filter(None, names), key=len, reverse=True)
     return re.compile("|".join(map(re.escape, longest_first)) or r"(?!)")
