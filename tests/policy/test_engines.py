@@ -468,7 +468,7 @@ async def test_an_engine_that_rewrites_history_gives_a_branch_and_no_wrong_chain
         first = await service.turn(TurnRequest("r", tuple(messages)))
         messages += [dict(first.message), {"role": "user", "content": "on"}]
         await service.turn(TurnRequest("r", tuple(messages)))
-        assert [sequence.ids for sequence in service.ledger("r").sequences()] == [(1, 3), (3, 3)]
+        assert [list(sequence.ids) for sequence in service.ledger("r").sequences()] == [[1, 3], [3, 3]]
         await host.aclose()
     assert b"prorl_policy_history_rewrites_total 1.0" in host.metrics.exposition()
 

@@ -38,7 +38,7 @@ def said(thought: str | None, content: str, *calls: str) -> dict[str, Any]:
 def sample(history: History, match: Match, message: dict[str, Any], ids: list[int]) -> Point:
     """What the service does after it has found the place: ask an engine, and keep what it sampled."""
     parent = match.point.turn if match.point else None
-    observed = [crc32(json.dumps(match.new).encode())]
+    observed = [crc32(json.dumps(match.new).encode()) >> 1]
     turn = history.ledger.append(parent, observed, Generation(ids, [-1.0] * len(ids), Finish.STOP))
     return history.record(match.point, match.new, message, turn)
 

@@ -118,7 +118,7 @@ async def test_an_engine_that_is_not_up_yet_is_waited_for_and_then_told_right() 
             served.should_exit = True
             await running
         assert isinstance(host.ready.engine, NemoRl)
-        assert answer.turn.sampled == (3, 4)
+        assert list(answer.turn.sampled) == [3, 4]
 
 
 async def test_an_engine_that_never_comes_fails_a_turn_in_time() -> None:
@@ -142,7 +142,7 @@ async def test_behind_a_router_nothing_is_guessed() -> None:
             with pytest.raises(Misconfigured, match=r"policy\.engine: .* publishes no list of its routes"):
                 await asyncio.wait_for(host.service("r"), 20)
         async with hosted(url, engine="nemo_rl") as host:
-            assert (await (await answer_later(host))).turn.sampled == (3, 4)
+            assert list((await (await answer_later(host))).turn.sampled) == [3, 4]
 
 
 async def test_what_publishes_no_routes_is_asked_for_a_token(words: str) -> None:
@@ -228,7 +228,7 @@ async def test_a_refused_sampling_parameter_is_the_requests_fault_and_takes_noth
         assert len(asked) == 3, "twice, and once as it should be"
         assert host.pool.backends["backend0"].health is Health.UP
         right = TurnRequest("right", HI, sampling=Sampling(temperature=1.0))
-        assert (await service.turn(right)).turn.sampled == (3, 4)
+        assert list((await service.turn(right)).turn.sampled) == [3, 4]
 
 
 async def test_one_500_is_passed_over() -> None:
@@ -241,7 +241,7 @@ async def test_one_500_is_passed_over() -> None:
     app.router.routes.pop()
     app.add_api_route("/v1/chat/completions", now_and_then, methods=["POST"])
     async with serving(app) as url, hosted(url) as host:
-        assert (await asyncio.wait_for(await answer_later(host), 20)).turn.sampled == (3, 4)
+        assert list((await asyncio.wait_for(await answer_later(host), 20)).turn.sampled) == [3, 4]
         assert host.pool.backends["backend0"].health is Health.UP
 
 
@@ -254,7 +254,7 @@ async def test_an_engine_without_health_comes_back_after_it_was_gone(caplog: pyt
         served = uvicorn.Server(uvicorn.Config(nemo_rl_server([]), host="127.0.0.1", port=port, log_level="warning"))
         running = asyncio.create_task(served.serve())
         try:
-            assert (await asyncio.wait_for(asked, 30)).turn.sampled == (3, 4)
+            assert list((await asyncio.wait_for(asked, 30)).turn.sampled) == [3, 4]
         finally:
             served.should_exit = True
             await running
@@ -275,7 +275,7 @@ async def test_an_engine_that_answers_every_request_with_an_error_is_no_fault_of
             turns = [TurnRequest(f"r{i}", HI, sampling=Sampling(temperature=1.0)) for i in range(4)]
             service = await host.service()
             answers = await asyncio.gather(*(service.turn(turn) for turn in turns))
-        assert all(answer.turn.sampled == (3, 4) for answer in answers)
+        assert all(list(answer.turn.sampled) == [3, 4] for answer in answers)
 
 
 async def test_a_backend_with_a_wrong_key_sends_its_rollouts_to_one_with_a_right_one() -> None:
@@ -288,7 +288,7 @@ async def test_a_backend_with_a_wrong_key_sends_its_rollouts_to_one_with_a_right
         service = await host.service()
         for index in range(4):
             request = TurnRequest(f"r{index}", HI, sampling=Sampling(temperature=1.0))
-            assert (await service.turn(request)).turn.sampled == (3, 4)
+            assert list((await service.turn(request)).turn.sampled) == [3, 4]
 
 
 # Who gets which key

@@ -94,7 +94,7 @@ async def test_only_what_is_new_may_be_sent(agent: Agent) -> None:
     told = trajectory(agent.service, "r")
     (sequence,) = told["sequences"]
     place = told["answers"][second.id]
-    assert sequence["ids"][place["start"] : place["end"]] == second.turn.sampled
+    assert sequence["ids"][place["start"] : place["end"]] == list(second.turn.sampled)
     assert list(sequence["ids"][: place["start"]]) == second.turn.prompt()
     with pytest.raises(CallerError, match="previous_response_id: no answer 'resp_x'"):
         await agent.ask(after="resp_x")

@@ -108,9 +108,10 @@ class KeepAlive:
             ValueError: a header cannot be sent.
         """
         place = _place(url)
-        request = b"".join((_head(place, headers, sum(map(len, body))), *body))
+        head = _head(place, headers, sum(map(len, body)))
         connection = (None if fresh else self._known(place)) or await self._connect(place)
-        answer = connection.ask(request, Content(echo))
+        # No name for the request: sampling may take an hour, and as many prompts as there are turns would be kept.
+        answer = connection.ask(b"".join((head, *body)), Content(echo))
         try:
             await answer.whole
         except BaseException:

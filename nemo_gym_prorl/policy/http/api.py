@@ -194,9 +194,9 @@ def trajectory(service: PolicyService, rollout: str) -> dict[str, Any]:
         "counts": asdict(service.counts(rollout)),
         "sequences": [
             {
-                "ids": sequence.ids,
-                "mask": list(map(int, sequence.mask)),
-                "log_probs": sequence.log_probs,
+                "ids": sequence.ids.tolist(),
+                "mask": sequence.mask,
+                "log_probs": sequence.log_probs.tolist(),
                 "spans": [[s.start, s.end, int(s.sampled), s.weight_version] for s in sequence.spans],
             }
             for sequence in sequences

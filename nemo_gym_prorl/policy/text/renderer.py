@@ -108,7 +108,7 @@ class Renderer:
         spelled = self._spelled(plain, answered=False)
         text, places = spelled.reveal(self.template.writer(tools, now, variables, recall)(spelled.messages, True))
         ids, neutralised = self.tokenizer.encode_observed(text, places)
-        return Continuation(ids, Written.of(text, tuple(messages), plain), neutralised=neutralised)
+        return Continuation(ids, Written(text, tuple(messages), plain), neutralised=neutralised)
 
     def next(
         self,
@@ -150,7 +150,7 @@ class Renderer:
         write = self.template.writer(tools, now, variables, recall)
         seam = find_seam(write, past, spelled.messages, said, self.tokenizer.special_pattern, before)
         ids, neutralised = self.tokenizer.encode_observed(*spelled.reveal(seam.text))
-        written = Written.of(spelled.reveal(seam.full)[0], (*history, *new), past + coming)
+        written = Written(spelled.reveal(seam.full)[0], (*history, *new), past + coming)
         return Continuation(ids, written, seam.rewrites, seam.differs, neutralised)
 
     def said(

@@ -15,8 +15,8 @@ tools, append a token of its own at the end. So the seam is looked for in its re
    whole conversation is none. What comes out is held against the rendering of the real conversation; if that says
    otherwise, it is right, and the difference is counted.
 
-Cost: one rendering of the conversation as text in the first case, since length and hash of the prompt before the turn
-are remembered, and up to six in the second. Their length grows with the conversation, and must: nothing less than all
+Cost: one rendering of the conversation as text in the first case, since the prompt before the turn is remembered, and
+up to six in the second. Their length grows with the conversation, and must: nothing less than all
 of it says what a template makes of it. But text is cheap, the more so where the template recalls what it wrote
 (:mod:`.recall`). Only what is new is tokenised, which for the same text takes many times as long (figures in
 ``docs/policy.md``).
@@ -67,27 +67,17 @@ class Said:
 
 @dataclass(frozen=True, slots=True)
 class Written:
-    """What the template wrote once, as far as it takes to know it again: its length and its hash.
+    """What the template wrote once, to know it again.
 
     Attributes:
-        length: of the text.
-        digest: of the text.
+        text: all of it.
         messages: what it was written of.
         plain: the same in the form in which templates get them.
     """
 
-    length: int
-    digest: int
+    text: str
     messages: Conversation = field(default=(), compare=False)
     plain: Conversation = field(default=(), compare=False)
-
-    @classmethod
-    def of(cls, text: str, messages: Conversation = (), plain: Conversation = ()) -> Written:
-        return cls(len(text), hash(text), messages, plain)
-
-    def begins(self, text: str) -> bool:
-        """Whether a text begins with what was written then."""
-        return len(text) >= self.length and hash(text[: self.length]) == self.digest
 
 
 @dataclass(frozen=True, slots=True)
@@ -129,8 +119,8 @@ def find_seam(
         CallerError: the template refuses the messages, or drops the one that was sampled.
     """
     full = render([*history, *new], True)
-    before = before or Written.of(render(history[:-1], True))
-    kept, start = before.begins(full), before.length
+    before = before or Written(render(history[:-1], True))
+    kept, start = full.startswith(before.text), len(before.text)
     if kept and said.plain:
         if said.text.strip() and full.startswith(said.text, start):
             return Seam(full[start + len(said.text) :], full)

@@ -17,6 +17,7 @@ clock or thread.
 from __future__ import annotations
 
 import math
+from array import array
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
@@ -30,13 +31,16 @@ class TokenMismatch(InfrastructureError):
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Turn:
-    """One turn of the policy. Immutable, and linked to the turn whose sequence it continues.
+    """One turn of the policy. Never changed, and linked to the turn whose sequence it continues.
+
+    Numbers are kept packed: as objects of their own they are most of what thousands of rollouts keep, and are strewn
+    over memory.
 
     Attributes:
         parent: the turn that this one continues; ``None`` for the first turn of a branch.
-        observed: ids rendered since the parent's end; the whole prompt for a first turn.
-        sampled: ids that the policy sampled.
-        log_probs: one per sampled id.
+        observed: ids rendered since the parent's end (int32); the whole prompt for a first turn.
+        sampled: ids that the policy sampled (int32).
+        log_probs: one per sampled id (float64).
         weight_version: the weights with which sampling began, if the backend has a label for them.
         last_version: those with which it ended; others than at first where weights changed meanwhile.
         finish: why sampling ended.
@@ -44,9 +48,9 @@ class Turn:
     """
 
     parent: Turn | None
-    observed: tuple[int, ...]
-    sampled: tuple[int, ...]
-    log_probs: tuple[float, ...]
+    observed: array[int]
+    sampled: array[int]
+    log_probs: array[float]
     weight_version: str | None
     last_version: str | None
     finish: Finish
@@ -92,12 +96,25 @@ class Span:
 
 @dataclass(frozen=True, slots=True)
 class TrainingSequence:
-    """One branch as a trainer wants it. ``ids``, ``mask`` and ``log_probs`` have equal length."""
+    """One branch as a trainer wants it. ``ids``, ``log_probs`` and ``mask`` have equal length.
 
-    ids: tuple[int, ...]
-    mask: tuple[bool, ...]
-    log_probs: tuple[float, ...]
+    Attributes:
+        ids: all token ids (int32).
+        log_probs: of the sampled ones, 0 for all others (float64).
+        spans: who is the source of which stretch, from the first token to the last.
+    """
+
+    ids: array[int]
+    log_probs: array[float]
     spans: tuple[Span, ...]
+
+    @property
+    def mask(self) -> list[int]:
+        """1 for what is trained on, 0 for all else."""
+        mask: list[int] = []
+        for span in self.spans:
+            mask += [int(span.sampled)] * (span.end - span.start)
+        return mask
 
 
 class TokenLedger:
@@ -106,7 +123,7 @@ class TokenLedger:
     def __init__(self) -> None:
         self.turns: list[Turn] = []
         self._with_children: set[Turn] = set()
-        self._by_tokens: dict[tuple[int, tuple[int, ...]], list[Turn]] = {}
+        self._by_tokens: dict[tuple[int, int], list[Turn]] = {}
 
     def append(
         self,
@@ -119,7 +136,7 @@ class TokenLedger:
         """Record a turn, with the labels of the weights when its sampling began and ended.
 
         Raises:
-            TokenMismatch: log-probs are missing or not numbers, or the prompt is empty.
+            TokenMismatch: log-probs are missing or not numbers, ids are none, or the prompt is empty.
         """
         if parent is None and not observed:
             raise TokenMismatch("the prompt has no tokens: the engine or the chat template rendered nothing")
@@ -132,16 +149,16 @@ class TokenLedger:
             raise TokenMismatch("a sampled token has a log-prob that is not a finite number")
         turn = Turn(
             parent=parent,
-            observed=tuple(observed),
-            sampled=tuple(generation.ids),
-            log_probs=tuple(generation.log_probs),
+            observed=_packed(observed),
+            sampled=_packed(generation.ids),
+            log_probs=array("d", generation.log_probs),
             weight_version=weight_version,
             last_version=last_version,
             finish=generation.finish,
             start=(parent.end if parent else 0) + len(observed),
         )
         self.turns.append(turn)
-        self._by_tokens.setdefault((turn.start, turn.sampled), []).append(turn)
+        self._by_tokens.setdefault((turn.start, _hash_of(turn.sampled)), []).append(turn)
         if parent is not None:
             self._with_children.add(parent)
         return turn
@@ -163,7 +180,8 @@ class TokenLedger:
 
     def find(self, prompt_ids: Sequence[int], sampled: Sequence[int]) -> Turn | None:
         """The latest turn with exactly these tokens."""
-        alike = self._by_tokens.get((len(prompt_ids), tuple(sampled)), ())
+        ids = _packed(sampled)
+        alike = [turn for turn in self._by_tokens.get((len(prompt_ids), _hash_of(ids)), ()) if turn.sampled == ids]
         prompt = list(prompt_ids)
         return next((turn for turn in reversed(alike) if turn.prompt() == prompt), None)
 
@@ -187,16 +205,23 @@ class TokenLedger:
 
     @staticmethod
     def _sequence(leaf: Turn, seen: set[Turn]) -> TrainingSequence:
-        ids: list[int] = []
-        mask: list[bool] = []
-        log_probs: list[float] = []
-        spans: list[Span] = []
+        ids, log_probs, spans = array("i"), array("d"), list[Span]()
         for turn in leaf.path():
             trained = turn not in seen
             seen.add(turn)
             ids += turn.observed + turn.sampled
-            mask += [False] * len(turn.observed) + [trained] * len(turn.sampled)
-            log_probs += (0.0,) * len(turn.observed) + turn.log_probs
+            log_probs += array("d", bytes(log_probs.itemsize * len(turn.observed))) + turn.log_probs
             spans.append(Span(turn.start - len(turn.observed), turn.start, False, None))
             spans.append(Span(turn.start, turn.end, trained, turn.weight_version))
-        return TrainingSequence(tuple(ids), tuple(mask), tuple(log_probs), tuple(s for s in spans if s.end > s.start))
+        return TrainingSequence(ids, log_probs, tuple(span for span in spans if span.end > span.start))
+
+
+def _packed(ids: Sequence[int]) -> array[int]:
+    try:
+        return array("i", ids)
+    except (OverflowError, TypeError) as error:
+        raise TokenMismatch(f"not a token id: {error}") from error
+
+
+def _hash_of(ids: array[int]) -> int:
+    return hash(ids.tobytes())

@@ -11,12 +11,17 @@ Pure: no task, socket, clock or thread.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections import OrderedDict
+from collections.abc import Iterator, Mapping, Sequence
 from typing import overload
 
 import orjson
 
 from nemo_gym_prorl.policy.tokens.ledger import Turn
+
+
+_BRANCHES = 4
+"""Texts of sequences that a rollout keeps: an agent goes on from one of the last."""
 
 
 class Prompt(Sequence[int]):
@@ -62,57 +67,57 @@ def json_of_ids(ids: Sequence[int]) -> Sequence[bytes]:
 
 
 class IdTexts:
-    """The texts of a rollout's turns, each written once. What a turn adds is a part of its own, so that a prompt of
-    any length is put together of what is there."""
+    """The texts of a rollout's sequences, each appended to as its branch grows.
+
+    A sequence's text is one piece: a prompt of any length is put together of three. What a turn leads to takes the
+    place of the turn, so a rollout keeps one text for each of the branches that grew last, and any other is written
+    again if it is asked for.
+    """
 
     def __init__(self) -> None:
-        self._parts: dict[Turn, tuple[bytes, bytes]] = {}
+        self._texts: OrderedDict[Turn, bytes] = OrderedDict()
+        self._lengths: dict[Turn, int] = {}
         self._sampled: dict[Turn, bytes] = {}
 
     def prompt(self, before: Turn | None, new: Sequence[int]) -> Prompt:
         """What follows a turn, as a prompt."""
-        return Prompt(before, new, (*self._upto(before), _added(new, first=before is None), b"]"))
+        added = _added(new, first=before is None)
+        return Prompt(before, new, (added, b"]") if before is None else (self._upto(before), added, b"]"))
 
     def before(self, turn: Turn) -> bytes:
         """The text of a turn's prompt: a list that is not closed."""
-        return b"".join((*self._upto(turn.parent), self._of(turn)[0]))
+        text = self._upto(turn)
+        return text[: self._lengths[turn]]
 
-    def reaching(self, tip: Turn) -> tuple[bytes, dict[Turn, int]]:
+    def reaching(self, tip: Turn) -> tuple[bytes, Mapping[Turn, int]]:
         """The text of a turn's whole sequence, and how much of it is the prompt of each turn on the way."""
-        lengths: dict[Turn, int] = {}
-        length, parts = 0, list[bytes]()
-        for turn in tip.path():
-            observed, sampled = self._of(turn)
-            lengths[turn] = length = length + len(observed)
-            length += len(sampled)
-            parts += (observed, sampled)
-        return b"".join(parts), lengths
+        return self._upto(tip), self._lengths
 
     def sampled(self, turn: Turn) -> bytes:
         """What follows the ids of a turn's prompt, where its three token fields are written as JSON."""
         if turn not in self._sampled:
-            log_probs = [float(one) for one in turn.log_probs]
             self._sampled[turn] = b'],"generation_token_ids":%b,"generation_log_probs":%b' % (
-                orjson.dumps(turn.sampled),
-                orjson.dumps(log_probs),
+                orjson.dumps(turn.sampled.tolist()),
+                orjson.dumps(turn.log_probs.tolist()),
             )
         return self._sampled[turn]
 
-    def _upto(self, turn: Turn | None) -> list[bytes]:
-        parts: list[bytes] = []
-        while turn is not None:
-            observed, sampled = self._of(turn)
-            parts += (sampled, observed)
-            turn = turn.parent
-        parts.reverse()
-        return parts
-
-    def _of(self, turn: Turn) -> tuple[bytes, bytes]:
-        """What a turn adds to the list: ids that were observed, ids that were sampled."""
-        if (known := self._parts.get(turn)) is None:
-            observed, sampled = _added(turn.observed, first=turn.parent is None), _added(turn.sampled, first=False)
-            self._parts[turn] = known = observed, sampled
-        return known
+    def _upto(self, tip: Turn) -> bytes:
+        """A list that is not closed, of all ids up to the end of a turn."""
+        if (text := self._texts.get(tip)) is None:
+            written = [self._texts.pop(tip.parent, b"") if tip.parent is not None else b""]
+            length = len(written[0])
+            for turn in [tip] if length else tip.path():
+                observed = _added(turn.observed.tolist(), first=turn.parent is None)
+                sampled = _added(turn.sampled.tolist(), first=False)
+                self._lengths[turn] = length + len(observed)
+                length = self._lengths[turn] + len(sampled)
+                written += (observed, sampled)
+            self._texts[tip] = text = b"".join(written)
+            if len(self._texts) > _BRANCHES:
+                self._texts.popitem(last=False)
+        self._texts.move_to_end(tip)
+        return text
 
 
 def _added(ids: Sequence[int], *, first: bool) -> bytes:
