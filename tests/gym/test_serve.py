@@ -203,10 +203,13 @@ async def test_500_rollouts_survive_that_each_server_is_killed(scripted_policy: 
     await _stopped(service)
     # What its server was making when it was killed has no line in the log: at most as many as INIT has slots.
     log = (tmp_path / "gym" / "gym.log").read_bytes()
-    made = log.count(b'"POST /seed_session HTTP/1.1" 200') + StagesConfig().init
+    slots = StagesConfig()
+    made = log.count(b'"POST /seed_session HTTP/1.1" 200') + slots.init
     graded = log.count(b'"POST /verify HTTP/1.1" 200')
     print(f"{jobs} rollouts, {made} sandboxes: {made / jobs:.3f} per rollout; {graded} more to grade them in")
-    assert jobs < made <= 1.2 * jobs
+    # A kill costs what was in flight, and no queue is burnt while its server is away.
+    in_flight = slots.init + slots.ready + slots.run + slots.eval
+    assert jobs < made <= jobs + len(SERVERS) * in_flight
 
 
 async def _nothing_left(service: Service) -> None:
