@@ -114,6 +114,24 @@ async def test_the_hard_limit_gives_what_there_is_and_a_usable_shell(shell: Shel
     assert (await shell.run("echo usable")).output.endswith("usable\n")
 
 
+@pytest.mark.parametrize(
+    "loop",
+    ["while :; do ls >/dev/null; done", "while sleep 0.005; do :; done", "while :; do ls | cat >/dev/null; done"],
+)
+async def test_the_hard_limit_ends_a_loop_whatever_runs_in_it_just_then(shell: Shell, loop: str) -> None:
+    await shell.run("KEPT=1")
+    for pause_s in range(20):
+        stopped = await shell.run(loop, timeout_s=0.1 + pause_s / 1000, silence_s=None)
+        assert (stopped.timed_out, stopped.exited) == (True, False)
+    assert (await shell.run("echo $KEPT")).output == "1\n"
+
+
+async def test_the_hard_limit_lets_a_program_clean_up(shell: Shell) -> None:
+    program = "try:\n  time.sleep(99)\nexcept KeyboardInterrupt:\n  time.sleep(0.5)\n  print('cleaned up')"
+    stopped = await shell.run(f"python3 -c 'import time\n{program.replace(chr(39), chr(34))}'", timeout_s=1)
+    assert (stopped.output, stopped.timed_out, stopped.exited) == ("cleaned up\n", True, False)
+
+
 async def test_bash_that_cannot_be_interrupted_is_ended_and_said_to_be(shell: Shell) -> None:
     stopped = await shell.run("trap '' INT; while :; do :; done", timeout_s=0.3, silence_s=None)
     assert stopped.timed_out

@@ -53,6 +53,9 @@ ARRIVAL_S = 1.0
 _LOOK_S = 0.002
 """Between two looks whether a command that is to be interrupted has begun."""
 
+_AGAIN_S = 0.02
+"""Between two looks whether a command that was interrupted goes on with another program."""
+
 START_TIMEOUT_S = 20.0
 
 ROWS, COLUMNS = 50, 200
@@ -232,7 +235,7 @@ class Shell:
     async def wait(self, *, timeout_s: float = HARD_TIMEOUT_S, silence_s: float | None = SOFT_TIMEOUT_S) -> Action:
         """Wait for the command that runs; as :meth:`run` otherwise, with all of its output so far."""
         begin = self._heard = self._loop.time()
-        while self._code is None and not self.exited:
+        while not self._over_with:
             now = self._loop.time()
             if now - begin >= timeout_s:
                 return await self._time_out(begin)
@@ -309,15 +312,26 @@ class Shell:
         """End the command by and by more forcefully, until the shell answers or is gone."""
         await self._arrival()
         # One that has not begun would begin, after its time, once what holds bash up is interrupted.
-        forces = (self._interrupt_for_good, self._kill_foreground, self._kill_shell)
-        for force in forces if self._status and self._status.begun else (self._kill_shell,):
-            await force()
-            deadline = self._loop.time() + INTERRUPT_GRACE_S
-            while self._code is None and not self.exited and self._loop.time() < deadline:
-                await self._change(deadline)
-            if self._code is not None or self.exited:
-                break
+        if self._status and self._status.begun:
+            await self._interrupt_for_good()
+            if not self._over_with:
+                await self._kill_foreground()
+                await self._settled(INTERRUPT_GRACE_S)
+        if not self._over_with:
+            await self._kill_shell()
+            await self._settled(INTERRUPT_GRACE_S)
         return await self._action(begin, timed_out=True)
+
+    @property
+    def _over_with(self) -> bool:
+        """Whether the command has ended, or bash has."""
+        return self._code is not None or self.exited
+
+    async def _settled(self, patience_s: float) -> None:
+        """Wait until it is over with the command, or for so long."""
+        deadline = self._loop.time() + patience_s
+        while not self._over_with and self._loop.time() < deadline:
+            await self._change(deadline)
 
     async def _arrival(self) -> None:
         """Wait until the command has begun, as long as bash reads, and for a moment where it doesn't."""
@@ -330,9 +344,21 @@ class Shell:
             await asyncio.sleep(_LOOK_S)
 
     async def _interrupt_for_good(self) -> None:
-        """Ctrl-C, and the end for a bash whose prompt says nothing."""
+        """Ctrl-C, and the end for a bash whose prompt says nothing; then wait until the command ends, for a while.
+
+        Bash goes on with a loop if the program in it ended by itself just as it was interrupted. So it is pressed
+        again for each program that comes after, and once for each: many clean up at the first, and die of a second.
+        """
+        until = self._loop.time() + INTERRUPT_GRACE_S
+        pressed = self.terminal.foreground()
         self.terminal.press_control("c")
         self._on_lost_line()
+        while not self._over_with and self._loop.time() < until:
+            await self._settled(_AGAIN_S)
+            running = self.terminal.foreground()
+            if not self._over_with and running not in (None, pressed):
+                pressed = running
+                self.terminal.press_control("c")
 
     async def _kill_foreground(self) -> None:
         if self._bash and not self.exited:

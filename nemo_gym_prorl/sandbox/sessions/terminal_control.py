@@ -31,12 +31,18 @@ class ContainerTerminal(PtyProcess):  # type: ignore[misc]  # has no types
         with contextlib.suppress(BlockingIOError):
             self.sendcontrol(key)
 
-    def kill_foreground(self) -> None:
-        """Kill what runs in the foreground, if it is not the first process itself. May take some time."""
+    def foreground(self) -> int | None:
+        """The process group in the foreground; ``None`` for the first process itself, or nobody."""
         # It fails where nobody is in the foreground, or nobody has the terminal any more.
         with contextlib.suppress(OSError):
             group = os.tcgetpgrp(self.fd)
-            if group != self.pid:
+            return group if group != self.pid else None
+        return None
+
+    def kill_foreground(self) -> None:
+        """Kill what runs in the foreground, if it is not the first process itself. May take some time."""
+        with contextlib.suppress(OSError):
+            if (group := self.foreground()) is not None:
                 self._session.kill(group)
 
     def close(self, force: bool = False) -> None:
