@@ -21,7 +21,6 @@ bash's own, some tenths of a millisecond.
 from __future__ import annotations
 
 import asyncio
-import errno
 import os
 import signal
 from collections.abc import Mapping
@@ -30,9 +29,9 @@ from dataclasses import dataclass
 from nemo_gym_prorl.failures import CallerError, FailureKind, InfrastructureError, RolloutError
 from nemo_gym_prorl.sandbox.container import KILLED, Container
 from nemo_gym_prorl.sandbox.sessions.bash_commands import BashCommands
+from nemo_gym_prorl.sandbox.sessions.bash_output import BashOutput
 from nemo_gym_prorl.sandbox.sessions.bash_status import PROMPT, BashStatus
 from nemo_gym_prorl.sandbox.sessions.broken import check_agents, why_over
-from nemo_gym_prorl.sandbox.sessions.output import HeadTail
 from nemo_gym_prorl.sandbox.sessions.terminal_control import ContainerTerminal
 from nemo_gym_prorl.sandbox.supervisor.errors import SandboxBroken
 from nemo_gym_prorl.sandbox.supervisor.rpc.client import Process, SandboxLost, writable
@@ -65,13 +64,6 @@ VARIABLES = {"PS1": PROMPT, "PS2": "", "PAGER": "cat", "GIT_PAGER": "cat"}
 
 _PREPARE = b"exec 2>&4 4>&-; set +o history +H; unset HISTFILE\n"
 """Bash's own errors and prompts go to the status socket; those of commands go to the terminal."""
-
-_READ = 1 << 16
-_READS_A_TURN = 16
-"""Reads before other tasks of the loop get a turn while a command floods the terminal."""
-
-_LAST_READS = 64
-"""Reads after a command's end; more than all that the kernel holds of what it wrote."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -116,11 +108,8 @@ class Shell:
         self._commands: BashCommands | None = None
         self._bash: Process | None = None
         self._killed = False
-        self._limit = OUTPUT_LIMIT
-        self._kept = HeadTail(OUTPUT_LIMIT)
+        self._output = BashOutput(OUTPUT_LIMIT)
         self._code: int | None = None
-        self._changed: asyncio.Future[None] | None = None
-        self._heard = 0.0
         self._killing: asyncio.Future[None] | None = None
         self.running = False
         """Whether a command has not ended yet."""
@@ -149,7 +138,6 @@ class Shell:
         """End bash, if it lives, with everything that runs in its session, and start a fresh one."""
         await self.close()
         self._killed = False
-        self._kept = HeadTail(self._limit)
         self._status = BashStatus(self._on_end, self._on_lost_line, self._on_unusable)
         self._commands = BashCommands(self._status)
         try:
@@ -167,8 +155,8 @@ class Shell:
         assert self._bash.terminal is not None
         self._status.listen_to(self._bash.pid)
         self._terminal = ContainerTerminal(self._bash.pid, self._bash.terminal)
-        self._bash.ended.add_done_callback(lambda _future: self._notify())
-        self._loop.add_reader(self._terminal.fd, self._read)
+        self._bash.ended.add_done_callback(lambda _future: self._output.notify())
+        self._output.listen_to(self._terminal)
         try:
             self._commands.send(_PREPARE, watched=False)
             first = await self.run("command -v bash", timeout_s=START_TIMEOUT_S, silence_s=None)
@@ -226,23 +214,21 @@ class Shell:
             raise self._over() from error
         self.running = True
         self._code = None
-        if output_limit != self._limit:
-            earlier, self._limit = self._kept.text(), output_limit
-            self._kept = HeadTail(output_limit)
-            self._kept.add(earlier.encode())
+        self._output.limit_to(output_limit)
         return await self.wait(timeout_s=timeout_s, silence_s=silence_s)
 
     async def wait(self, *, timeout_s: float = HARD_TIMEOUT_S, silence_s: float | None = SOFT_TIMEOUT_S) -> Action:
         """Wait for the command that runs; as :meth:`run` otherwise, with all of its output so far."""
-        begin = self._heard = self._loop.time()
+        output = self._output
+        begin = output.heard = self._loop.time()
         while not self._over_with:
             now = self._loop.time()
             if now - begin >= timeout_s:
                 return await self._time_out(begin)
-            if silence_s is not None and now - self._heard >= silence_s:
+            if silence_s is not None and now - output.heard >= silence_s:
                 return await self._action(begin, waiting=True)
-            until = begin + timeout_s if silence_s is None else min(begin + timeout_s, self._heard + silence_s)
-            await self._change(until)
+            until = begin + timeout_s if silence_s is None else min(begin + timeout_s, output.heard + silence_s)
+            await output.change(until)
         return await self._action(begin)
 
     async def send(self, text: str) -> None:
@@ -291,8 +277,8 @@ class Shell:
 
     def _let_go(self) -> None:
         """Close every file."""
+        self._output.let_go()
         if self._terminal:
-            self._loop.remove_reader(self._terminal.fd)
             self._terminal.close()
             self._terminal = None
         if self._status:
@@ -331,7 +317,7 @@ class Shell:
         """Wait until it is over with the command, or for so long."""
         deadline = self._loop.time() + patience_s
         while not self._over_with and self._loop.time() < deadline:
-            await self._change(deadline)
+            await self._output.change(deadline)
 
     async def _arrival(self) -> None:
         """Wait until the command has begun, as long as bash reads, and for a moment where it doesn't."""
@@ -375,11 +361,11 @@ class Shell:
             # Raises if the whole sandbox was lost.
             status = self._bash.ended.result()
             code = status if status >= 0 else 128 - status
-            self._take_last()
-        kept = self._kept
+            self._output.take_last()
+        kept = self._output.kept
         if not waiting:
             self.running = False
-            self._kept = HeadTail(self._limit)
+            self._output.begin_anew()
         if code == KILLED and not timed_out:
             # It may have gone with its sandbox.
             await self._container.check_living()
@@ -395,11 +381,11 @@ class Shell:
         )
 
     def _on_end(self, code: int) -> None:
-        self._take_last()
+        self._output.take_last()
         if self._status:
             self.cwd = self._status.folder() or self.cwd
         self._code = code
-        self._notify()
+        self._output.notify()
 
     def _on_lost_line(self) -> None:
         if self._status and self._commands and self.running and self._code is None:
@@ -408,45 +394,3 @@ class Shell:
     def _on_unusable(self) -> None:
         if self._bash and not self.exited:
             self._killing = asyncio.ensure_future(self._kill_shell())
-
-    def _read(self) -> None:
-        """Take what the terminal has. What comes between actions, from the background, goes to the next one."""
-        if not self._take(_READS_A_TURN) and self._terminal:
-            self._loop.remove_reader(self._terminal.fd)
-        self._heard = self._loop.time()
-        self._notify()
-
-    def _take_last(self) -> None:
-        """Take what was written until now."""
-        self._take(_LAST_READS)
-
-    def _take(self, most: int) -> bool:
-        """Read so many times at most; whether there may ever be more."""
-        for _ in range(most):
-            if self._terminal is None:
-                return False
-            try:
-                data = os.read(self._terminal.fd, _READ)
-            except BlockingIOError:
-                break
-            except OSError as error:
-                # A terminal whose last user is gone.
-                if error.errno != errno.EIO:
-                    raise
-                return False
-            self._kept.add(data)
-        return True
-
-    def _notify(self) -> None:
-        if self._changed is not None and not self._changed.done():
-            self._changed.set_result(None)
-
-    async def _change(self, until: float) -> None:
-        """Wait for output, for the shell's end, or until a time of the loop's clock."""
-        self._changed = self._loop.create_future()
-        timer = self._loop.call_at(until, self._notify)
-        try:
-            await self._changed
-        finally:
-            timer.cancel()
-            self._changed = None
