@@ -32,36 +32,23 @@ from nemo_gym_prorl.policy.pool.dispatcher import Dispatcher, cancelling
 from nemo_gym_prorl.policy.pool.prefixes import blocks_of
 from nemo_gym_prorl.policy.text.messages import Message, as_message, head_of
 from nemo_gym_prorl.policy.text.parsers import Parsed, parse, parsed_by_engine
+from nemo_gym_prorl.policy.text.prompts import Prompts
 from nemo_gym_prorl.policy.text.recall import Recall
-from nemo_gym_prorl.policy.text.renderer import Renderer
-from nemo_gym_prorl.policy.text.seam import Written
+from nemo_gym_prorl.policy.text.renderer import Continuation, Renderer
 from nemo_gym_prorl.policy.tokens.echo import without_tokens
 from nemo_gym_prorl.policy.tokens.history import History, Match, Point, digest
-from nemo_gym_prorl.policy.tokens.ledger import TokenLedger, Turn
+from nemo_gym_prorl.policy.tokens.ledger import TokenLedger, Turn, hash_of_ids
 from nemo_gym_prorl.policy.tokens.prompt import IdTexts, Prompt
 from nemo_gym_prorl.policy.turns import Counts, PolicyAnswer, RolloutGone, TurnRequest
 
 
 _log = logging.getLogger(__name__)
 
-_TIPS = 4
-"""Branches of a rollout whose ends are known as text. Any other is written again before it goes on."""
 _FORGOTTEN = 100_000
 """How many forgotten rollouts are known by name."""
 
 type Rewriting = Literal["keep", "branch"]
 """What to do when the chat template would render the past differently from how it was sampled."""
-
-
-@dataclass(frozen=True, slots=True)
-class _Tip:
-    """What is known of a turn, for the next one: its prompt as text, and all that its tokens decode to."""
-
-    written: Written | None
-    said: str | None
-
-
-_UNKNOWN = _Tip(None, None)
 
 
 @dataclass(slots=True)
@@ -72,8 +59,9 @@ class _Rollout:
     counts: Counts = field(default_factory=Counts)
     began: datetime = field(default_factory=datetime.now)
     recall: Recall = field(default_factory=Recall)
-    tips: OrderedDict[Turn, _Tip] = field(default_factory=OrderedDict)
-    """Turns that are likely to be continued: the ends of the branches that grew last."""
+    prompts: Prompts = field(default_factory=Prompts)
+    said: tuple[Turn, str] | None = None
+    """The last turn, and all that its tokens decode to."""
     turns: set[asyncio.Task[PolicyAnswer]] = field(default_factory=set)
     used_at: float = 0.0
 
@@ -150,7 +138,7 @@ class PolicyService:
         point, new, ledger = match.point, match.new, rollout.history.ledger
         messages = (*(point.messages if point else ()), *new)
         why = "edited" if match.foreign else "again"
-        prompt, parent, written = self._render(rollout, match, messages, request)
+        prompt, parent = self._render(rollout, match, messages, request)
         observed: Sequence[int] = prompt.new
         conversation = ChatPrompt(messages, request.tools, request.template_variables, prompt)
 
@@ -185,7 +173,7 @@ class PolicyService:
         if ledger.forks(parent):
             self.metrics.forks.labels(why).inc()
         turn = ledger.append(parent, observed, generation, placed.weight_version, placed.last_version)
-        _grown(rollout, turn, _Tip(written, text))
+        rollout.said = (turn, text) if text is not None else None
         message, cached = as_message(parsed), generation.cached_tokens or 0
         answer = PolicyAnswer(_new_id(), message, parsed, turn, generation.finish, turn.start, cached)
         rollout.answers[answer.id] = rollout.history.record(point, new, answer.message, turn, request.tools)
@@ -288,8 +276,8 @@ class PolicyService:
 
     def _render(
         self, rollout: _Rollout, match: Match, messages: Sequence[Message], request: TurnRequest
-    ) -> tuple[Prompt, Turn | None, Written | None]:
-        """The prompt, the turn that it continues, and the prompt as text where it was written here."""
+    ) -> tuple[Prompt, Turn | None]:
+        """The prompt, and the turn that it continues."""
         if match.ambiguous:
             rollout.counts.ambiguous += 1
             self.metrics.ambiguous.inc()
@@ -298,18 +286,17 @@ class PolicyService:
         point, texts = match.point, rollout.texts
         if self.renderer is None or not self.engine.takes_tokens:
             before = point.turn if point else None
-            return texts.prompt(before, ()), before, None
+            return texts.prompt(before, ()), before
         if point is not None:
             turn = point.turn
-            known = rollout.tips.get(turn, _UNKNOWN)
             continuation = self.renderer.next(
                 point.messages,
                 match.new,
                 request.tools,
                 sampled=turn.sampled,
                 finish=turn.finish,
-                text=known.said,
-                before=known.written,
+                text=rollout.said[1] if rollout.said is not None and rollout.said[0] is turn else None,
+                before=rollout.prompts.get(_name(turn.parent, turn.observed)),
                 now=rollout.began,
                 variables=request.template_variables,
                 recall=rollout.recall,
@@ -321,8 +308,8 @@ class PolicyService:
                 rollout.counts.differences += 1
                 self.metrics.differences.inc()
             if not rewrites or self.history == "keep":
-                self._neutralised(rollout, continuation.neutralised)
-                return texts.prompt(turn, continuation.ids), turn, continuation.written
+                self._wrote(rollout, continuation, turn)
+                return texts.prompt(turn, continuation.ids), turn
         first = self.renderer.first(
             messages,
             request.tools,
@@ -330,12 +317,15 @@ class PolicyService:
             variables=request.template_variables,
             recall=rollout.recall,
         )
-        self._neutralised(rollout, first.neutralised)
-        return texts.prompt(None, first.ids), None, first.written
+        self._wrote(rollout, first, None)
+        return texts.prompt(None, first.ids), None
 
-    def _neutralised(self, rollout: _Rollout, tokens: int) -> None:
-        rollout.counts.neutralised += tokens
-        self.metrics.neutralised.inc(tokens)
+    def _wrote(self, rollout: _Rollout, rendered: Continuation, after: Turn | None) -> None:
+        """A prompt is taken as it was rendered after a turn."""
+        before = _name(after.parent, after.observed) if after is not None else None
+        rollout.prompts.add(_name(after, rendered.ids), rendered.written, before)
+        rollout.counts.neutralised += rendered.neutralised
+        self.metrics.neutralised.inc(rendered.neutralised)
 
     def _retokenised(self, rollout: _Rollout, tokens: int) -> None:
         rollout.counts.retokenised += tokens
@@ -377,13 +367,9 @@ class PolicyService:
         return Parsed(thought, tokenizer.without_special(parsed.content), parsed.calls), whole
 
 
-def _grown(rollout: _Rollout, turn: Turn, tip: _Tip) -> None:
-    """A turn takes the place of the one that it continues."""
-    if turn.parent is not None:
-        rollout.tips.pop(turn.parent, None)
-    rollout.tips[turn] = tip
-    if len(rollout.tips) > _TIPS:
-        rollout.tips.popitem(last=False)
+def _name(after: Turn | None, observed: Sequence[int]) -> tuple[Turn | None, int]:
+    """A prompt, by the turn that it continues and what it adds: turns that were sampled from it share it."""
+    return after, hash_of_ids(observed)
 
 
 def _new_id() -> str:

@@ -230,3 +230,28 @@ async def test_branches_are_counted_by_their_reason(engine_url: str, model_folde
     assert 'prorl_policy_forks_total{why="again"} 1.0' in metrics
     assert agent.service.counts("r").retokenised == 40, "both turns of the edited history"
     await host.aclose()
+
+
+@pytest.mark.parametrize("kept", ["all texts are kept", "none but the last"])
+async def test_other_variables_rewrite_the_past_of_a_turn_that_was_continued_before(
+    engine_url: str, model_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kept: str
+) -> None:
+    """How a prompt was written is known for as long as its rollout: written once more, it would have today's words."""
+    if kept != "all texts are kept":
+        monkeypatch.setattr("nemo_gym_prorl.policy.text.prompts.ROOM", 0)
+    template = tmp_path / "template.jinja"
+    template.write_text("{{ greeting or 'none' }}\n" + (TEMPLATES / "thinking.jinja").read_text())
+    host = await started(engine_url, model_folder, chat_template=str(template), history="branch")
+    agent = Agent(await host.service())
+    first = await agent.ask(template_variables={"greeting": "good morning"})
+    new = [{"role": "user", "content": "go on"}]
+    same = [
+        await agent.ask(messages=new, after=first.id, template_variables={"greeting": "good morning"})
+        for _ in range(2)
+    ]
+    assert [answer.turn and answer.turn.parent for answer in same] == [first.turn, first.turn]
+    other = await agent.ask(messages=new, after=first.id, template_variables={"greeting": "good night"})
+    assert other.turn
+    assert other.turn.parent is None
+    assert agent.service.counts("r").rewrites == 1
+    await host.aclose()

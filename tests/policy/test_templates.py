@@ -23,8 +23,8 @@ from nemo_gym_prorl.failures import CallerError
 from nemo_gym_prorl.policy.engines.sampling import Sampling
 from nemo_gym_prorl.policy.generation import Finish
 from nemo_gym_prorl.policy.http.api import PolicyConfig, PolicyHost
+from nemo_gym_prorl.policy.text.prompts import Written
 from nemo_gym_prorl.policy.text.renderer import Renderer
-from nemo_gym_prorl.policy.text.seam import Written
 from nemo_gym_prorl.policy.text.template import ChatTemplate
 from nemo_gym_prorl.policy.turns import TurnRequest
 from responses_api_models.prorl_model.app import _offered
@@ -254,7 +254,7 @@ def test_tools_of_gyms_rows_are_dumped_likewise() -> None:
     converter = VLLMConverter(return_token_id_information=True)
     chat = converter.responses_to_chat_completion_create_params(params).model_dump(exclude_unset=True)
     text = renderer("{{ tools | tojson }}").first([USER], list(_offered(chat))).written
-    assert text == Written(f"[{DUMPED}]")
+    assert text == Written.of(f"[{DUMPED}]")
 
 
 @pytest.mark.parametrize("tool", [{}, {"type": "function"}, {"function": {}}, {"function": "f"}])
@@ -266,7 +266,7 @@ def test_a_tool_without_a_name_is_the_callers_fault(tool: dict[str, Any]) -> Non
 def test_parts_of_a_message_are_lines_as_vllm_makes_them() -> None:
     parts = [{"type": "text", "text": "a"}, {"type": "input_text", "text": "b"}]
     chat = renderer("{{ messages[0].content }}")
-    assert chat.first([{"role": "user", "content": parts}]).written == Written("a\nb")
+    assert chat.first([{"role": "user", "content": parts}]).written == Written.of("a\nb")
 
 
 def test_json_is_written_as_the_template_asks() -> None:

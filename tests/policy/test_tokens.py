@@ -118,7 +118,7 @@ def test_ids_as_text_are_those_of_the_ledger_whichever_turn_is_asked_for(
             ]
 
 
-@pytest.mark.parametrize("ids", [[2**31], [-(2**40)], ["1"], [1.5], [None]])
+@pytest.mark.parametrize("ids", [[2**32], [-(2**40)], ["1"], [1.5], [None]])
 def test_what_cannot_be_a_token_id_is_refused(ids: list[int]) -> None:
     ledger = TokenLedger()
     with pytest.raises(TokenMismatch, match="not a token id"):

@@ -27,8 +27,9 @@ from nemo_gym_prorl.failures import CallerError
 from nemo_gym_prorl.policy.generation import Finish
 from nemo_gym_prorl.policy.text.literal import Spelled
 from nemo_gym_prorl.policy.text.messages import Message, Tools, for_template, is_malformed
+from nemo_gym_prorl.policy.text.prompts import Written
 from nemo_gym_prorl.policy.text.recall import Recall
-from nemo_gym_prorl.policy.text.seam import Said, Written, end_of_turn, find_seam, overlap
+from nemo_gym_prorl.policy.text.seam import Said, end_of_turn, find_seam, overlap
 from nemo_gym_prorl.policy.text.template import ChatTemplate
 from nemo_gym_prorl.policy.text.tokenizer import Tokenizer
 
@@ -108,7 +109,7 @@ class Renderer:
         spelled = self._spelled(plain, answered=False)
         text, places = spelled.reveal(self.template.writer(tools, now, variables, recall)(spelled.messages, True))
         ids, neutralised = self.tokenizer.encode_observed(text, places)
-        return Continuation(ids, Written(text, tuple(messages), plain), neutralised=neutralised)
+        return Continuation(ids, Written.of(text, tuple(messages), plain), neutralised=neutralised)
 
     def next(
         self,
@@ -150,7 +151,7 @@ class Renderer:
         write = self.template.writer(tools, now, variables, recall)
         seam = find_seam(write, past, spelled.messages, said, self.tokenizer.special_pattern, before)
         ids, neutralised = self.tokenizer.encode_observed(*spelled.reveal(seam.text))
-        written = Written(spelled.reveal(seam.full)[0], (*history, *new), past + coming)
+        written = Written.of(spelled.reveal(seam.full)[0], (*history, *new), past + coming)
         return Continuation(ids, written, seam.rewrites, seam.differs, neutralised)
 
     def said(

@@ -27,14 +27,13 @@ Pure: no task, socket, clock or thread.
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from typing import Any
 
 from nemo_gym_prorl.failures import CallerError
+from nemo_gym_prorl.policy.text.prompts import Conversation, Written
 
-
-type Conversation = Sequence[Mapping[str, Any]]
 
 type Render = Callable[[Conversation, bool], str]
 """The text of messages, with or without the opening of an assistant turn after them."""
@@ -63,21 +62,6 @@ class Said:
     @property
     def body(self) -> str:
         return self.text.removesuffix(self.end)
-
-
-@dataclass(frozen=True, slots=True)
-class Written:
-    """What the template wrote once, to know it again.
-
-    Attributes:
-        text: all of it.
-        messages: what it was written of.
-        plain: the same in the form in which templates get them.
-    """
-
-    text: str
-    messages: Conversation = field(default=(), compare=False)
-    plain: Conversation = field(default=(), compare=False)
 
 
 @dataclass(frozen=True, slots=True)
@@ -119,8 +103,8 @@ def find_seam(
         CallerError: the template refuses the messages, or drops the one that was sampled.
     """
     full = render([*history, *new], True)
-    before = before or Written(render(history[:-1], True))
-    kept, start = full.startswith(before.text), len(before.text)
+    before = before or Written.of(render(history[:-1], True))
+    kept, start = before.begins(full), before.length
     if kept and said.plain:
         if said.text.strip() and full.startswith(said.text, start):
             return Seam(full[start + len(said.text) :], full)

@@ -34,7 +34,7 @@ from nemo_gym_prorl.failures import CallerError
 from nemo_gym_prorl.policy.generation import Finish, Generation
 from nemo_gym_prorl.policy.text.messages import Message, Tools, text_of
 from nemo_gym_prorl.policy.text.parsers import read_json
-from nemo_gym_prorl.policy.tokens.ledger import TokenLedger, Turn
+from nemo_gym_prorl.policy.tokens.ledger import TokenLedger, TokenMismatch, Turn, packed_ids
 
 
 _THOUGHT = re.compile(r"<think>(.*?)</think>", re.DOTALL)
@@ -273,6 +273,11 @@ def _carried(message: Message) -> tuple[Sequence[int], Sequence[int], Sequence[f
         missing = next(name for name in _TOKEN_FIELDS if name not in given)
         raise CallerError(f"missing, though {given[0]} is there", field=f"messages.{missing}")
     prompt, sampled, log_probs = (message[name] for name in _TOKEN_FIELDS)
+    for name, ids in (("prompt_token_ids", prompt), ("generation_token_ids", sampled)):
+        try:
+            packed_ids(ids)
+        except TokenMismatch as error:
+            raise CallerError(str(error), field=f"messages.{name}") from error
     if len(sampled) != len(log_probs):
         raise CallerError(f"{len(log_probs)} of them for {len(sampled)} tokens", field="messages.generation_log_probs")
     return prompt, sampled, log_probs

@@ -38,8 +38,8 @@ class Turn:
 
     Attributes:
         parent: the turn that this one continues; ``None`` for the first turn of a branch.
-        observed: ids rendered since the parent's end (int32); the whole prompt for a first turn.
-        sampled: ids that the policy sampled (int32).
+        observed: ids rendered since the parent's end (uint32); the whole prompt for a first turn.
+        sampled: ids that the policy sampled (uint32).
         log_probs: one per sampled id (float64).
         weight_version: the weights with which sampling began, if the backend has a label for them.
         last_version: those with which it ended; others than at first where weights changed meanwhile.
@@ -99,7 +99,7 @@ class TrainingSequence:
     """One branch as a trainer wants it. ``ids``, ``log_probs`` and ``mask`` have equal length.
 
     Attributes:
-        ids: all token ids (int32).
+        ids: all token ids (uint32).
         log_probs: of the sampled ones, 0 for all others (float64).
         spans: who is the source of which stretch, from the first token to the last.
     """
@@ -149,8 +149,8 @@ class TokenLedger:
             raise TokenMismatch("a sampled token has a log-prob that is not a finite number")
         turn = Turn(
             parent=parent,
-            observed=_packed(observed),
-            sampled=_packed(generation.ids),
+            observed=packed_ids(observed),
+            sampled=packed_ids(generation.ids),
             log_probs=array("d", generation.log_probs),
             weight_version=weight_version,
             last_version=last_version,
@@ -158,7 +158,7 @@ class TokenLedger:
             start=(parent.end if parent else 0) + len(observed),
         )
         self.turns.append(turn)
-        self._by_tokens.setdefault((turn.start, _hash_of(turn.sampled)), []).append(turn)
+        self._by_tokens.setdefault((turn.start, hash_of_ids(turn.sampled)), []).append(turn)
         if parent is not None:
             self._with_children.add(parent)
         return turn
@@ -180,8 +180,8 @@ class TokenLedger:
 
     def find(self, prompt_ids: Sequence[int], sampled: Sequence[int]) -> Turn | None:
         """The latest turn with exactly these tokens."""
-        ids = _packed(sampled)
-        alike = [turn for turn in self._by_tokens.get((len(prompt_ids), _hash_of(ids)), ()) if turn.sampled == ids]
+        ids = packed_ids(sampled)
+        alike = [turn for turn in self._by_tokens.get((len(prompt_ids), hash_of_ids(ids)), ()) if turn.sampled == ids]
         prompt = list(prompt_ids)
         return next((turn for turn in reversed(alike) if turn.prompt() == prompt), None)
 
@@ -205,7 +205,7 @@ class TokenLedger:
 
     @staticmethod
     def _sequence(leaf: Turn, seen: set[Turn]) -> TrainingSequence:
-        ids, log_probs, spans = array("i"), array("d"), list[Span]()
+        ids, log_probs, spans = array("I"), array("d"), list[Span]()
         for turn in leaf.path():
             trained = turn not in seen
             seen.add(turn)
@@ -216,12 +216,18 @@ class TokenLedger:
         return TrainingSequence(ids, log_probs, tuple(span for span in spans if span.end > span.start))
 
 
-def _packed(ids: Sequence[int]) -> array[int]:
+def packed_ids(ids: Sequence[int]) -> array[int]:
+    """Ids as they are kept.
+
+    Raises:
+        TokenMismatch: what cannot be one is among them.
+    """
     try:
-        return array("i", ids)
+        return array("I", ids)
     except (OverflowError, TypeError) as error:
         raise TokenMismatch(f"not a token id: {error}") from error
 
 
-def _hash_of(ids: array[int]) -> int:
-    return hash(ids.tobytes())
+def hash_of_ids(ids: Sequence[int]) -> int:
+    """Equal for equal ids, in whatever sequence."""
+    return hash((ids if isinstance(ids, array) else packed_ids(ids)).tobytes())

@@ -11,17 +11,17 @@ Pure: no task, socket, clock or thread.
 
 from __future__ import annotations
 
-from collections import OrderedDict
 from collections.abc import Iterator, Mapping, Sequence
 from typing import overload
 
 import orjson
 
+from nemo_gym_prorl.policy.beginnings import Beginnings
 from nemo_gym_prorl.policy.tokens.ledger import Turn
 
 
-_BRANCHES = 4
-"""Texts of sequences that a rollout keeps: an agent goes on from one of the last."""
+ROOM = 4 << 20
+"""Bytes of texts that a rollout keeps, besides the one that was asked for last."""
 
 
 class Prompt(Sequence[int]):
@@ -67,15 +67,11 @@ def json_of_ids(ids: Sequence[int]) -> Sequence[bytes]:
 
 
 class IdTexts:
-    """The texts of a rollout's sequences, each appended to as its branch grows.
-
-    A sequence's text is one piece: a prompt of any length is put together of three. What a turn leads to takes the
-    place of the turn, so a rollout keeps one text for each of the branches that grew last, and any other is written
-    again if it is asked for.
-    """
+    """The texts of a rollout's sequences, each appended to as its branch grows: a prompt of any length is put together
+    of three pieces. A text that is not kept any more is written again when it is asked for."""
 
     def __init__(self) -> None:
-        self._texts: OrderedDict[Turn, bytes] = OrderedDict()
+        self._texts = Beginnings[bytes](ROOM)
         self._lengths: dict[Turn, int] = {}
         self._sampled: dict[Turn, bytes] = {}
 
@@ -104,20 +100,25 @@ class IdTexts:
 
     def _upto(self, tip: Turn) -> bytes:
         """A list that is not closed, of all ids up to the end of a turn."""
-        if (text := self._texts.get(tip)) is None:
-            written = [self._texts.pop(tip.parent, b"") if tip.parent is not None else b""]
-            length = len(written[0])
-            for turn in [tip] if length else tip.path():
-                observed = _added(turn.observed.tolist(), first=turn.parent is None)
-                sampled = _added(turn.sampled.tolist(), first=False)
-                self._lengths[turn] = length + len(observed)
-                length = self._lengths[turn] + len(sampled)
-                written += (observed, sampled)
-            self._texts[tip] = text = b"".join(written)
-            if len(self._texts) > _BRANCHES:
-                self._texts.popitem(last=False)
-        self._texts.move_to_end(tip)
-        return text
+        missing: list[Turn] = []
+        turn: Turn | None = tip
+        text: bytes | None = b""
+        while turn is not None and (text := self._texts.get(turn)) is None:
+            missing.append(turn)
+            turn = turn.parent
+        if not missing and text is not None:
+            return text
+        parts = [text or b""]
+        length = len(parts[0])
+        for one in reversed(missing):
+            observed = _added(one.observed.tolist(), first=one.parent is None)
+            sampled = _added(one.sampled.tolist(), first=False)
+            self._lengths[one] = length + len(observed)
+            length = self._lengths[one] + len(sampled)
+            parts += (observed, sampled)
+        whole = b"".join(parts)
+        self._texts.add(tip, whole, before=turn)
+        return whole
 
 
 def _added(ids: Sequence[int], *, first: bool) -> bytes:
