@@ -240,7 +240,7 @@ async def test_other_variables_rewrite_the_past_of_a_turn_that_was_continued_bef
     if kept != "all texts are kept":
         monkeypatch.setattr("nemo_gym_prorl.policy.text.prompts.ROOM", 0)
     template = tmp_path / "template.jinja"
-    template.write_text("{{ greeting or 'none' }}\n" + (TEMPLATES / "thinking.jinja").read_text())
+    template.write_text("{{ greeting or 'none' }}\n" + (TEMPLATES / "chatml.jinja").read_text())
     host = await started(engine_url, model_folder, chat_template=str(template), history="branch")
     agent = Agent(await host.service())
     first = await agent.ask(template_variables={"greeting": "good morning"})
