@@ -11,7 +11,7 @@ Pure: no task, socket, clock or thread.
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Callable, Hashable
+from collections.abc import Hashable, Iterator
 
 
 class _Branch[Text: (str, bytes)]:
@@ -27,12 +27,10 @@ class Beginnings[Text: (str, bytes)]:
 
     Args:
         room: characters or bytes that are kept, besides the text that was added last.
-        forget: is told of each text that is kept no longer.
     """
 
-    def __init__(self, room: int, forget: Callable[[Hashable, Text], None] | None = None) -> None:
+    def __init__(self, room: int) -> None:
         self._room = room
-        self._forget: Callable[[Hashable, Text], None] | None = forget
         self._places: dict[Hashable, tuple[_Branch[Text], int]] = {}
         self._branches: OrderedDict[_Branch[Text], None] = OrderedDict()
         self._held = 0
@@ -46,8 +44,14 @@ class Beginnings[Text: (str, bytes)]:
         text: Text = branch.text if length == len(branch.text) else branch.text[:length]
         return text
 
-    def add(self, name: Hashable, text: Text, before: Hashable = None) -> None:
-        """A text, which goes on from that of another name, as far as that is kept and it does begin with it."""
+    def add(self, name: Hashable, text: Text, before: Hashable = None) -> list[tuple[Hashable, Text]]:
+        """A text, which goes on from that of another name, as far as that is kept and it does begin with it.
+
+        Returns:
+            Names and texts that are kept no longer.
+        """
+        if self.get(name) == text:
+            return []
         branch, length = self._places.get(before, (None, 0))
         if branch is None or length != len(branch.text) or not text.startswith(branch.text):
             branch = _Branch(text)
@@ -59,15 +63,16 @@ class Beginnings[Text: (str, bytes)]:
         self._held += len(text)
         self._branches[branch] = None
         self._branches.move_to_end(branch)
+        gone: list[tuple[Hashable, Text]] = []
         while self._held - len(text) > self._room:
-            self._drop(next(iter(self._branches)))
+            gone += self._drop(next(iter(self._branches)))
+        return gone
 
-    def _drop(self, branch: _Branch[Text]) -> None:
+    def _drop(self, branch: _Branch[Text]) -> Iterator[tuple[Hashable, Text]]:
         del self._branches[branch]
         self._held -= len(branch.text)
         for name in branch.names:
             held_by, length = self._places.get(name, (None, 0))
             if held_by is branch:
                 del self._places[name]
-                if self._forget is not None:
-                    self._forget(name, branch.text[:length])
+                yield name, branch.text[:length]

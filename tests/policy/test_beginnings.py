@@ -17,13 +17,8 @@ TEXT = st.text("ab", max_size=4)
 
 @given(data=st.data(), room=st.integers(0, 30))
 def test_a_name_has_its_own_text_or_none(data: st.DataObject, room: int) -> None:
+    texts = Beginnings[str](room)
     forgotten: dict[Hashable, str] = {}
-
-    def forget(name: Hashable, text: str) -> None:
-        assert name not in forgotten
-        forgotten[name] = text
-
-    texts = Beginnings[str](room, forget)
     right: dict[Hashable, str] = {}
     for _ in range(data.draw(st.integers(1, 20))):
         name = data.draw(st.integers(0, 8))
@@ -31,7 +26,9 @@ def test_a_name_has_its_own_text_or_none(data: st.DataObject, room: int) -> None
         honest = before is not None and data.draw(st.booleans())
         right[name] = (right[before] if honest else "") + data.draw(TEXT)
         forgotten.pop(name, None)
-        texts.add(name, right[name], before)
+        gone = texts.add(name, right[name], before)
+        assert not forgotten.keys() & {one for one, _ in gone}
+        forgotten.update(gone)
         assert texts.get(name) == right[name], "what was added last is there"
         for one in data.draw(st.lists(st.sampled_from(list(right)), max_size=3)):
             assert texts.get(one) in (None, right[one])

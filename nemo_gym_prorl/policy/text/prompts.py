@@ -62,7 +62,7 @@ class Prompts:
 
     def __init__(self) -> None:
         self._digests: dict[Hashable, tuple[int, int]] = {}
-        self._texts = Beginnings[str](ROOM, self._forget)
+        self._texts = Beginnings[str](ROOM)
         self._conversations: OrderedDict[Hashable, tuple[Conversation, Conversation]] = OrderedDict()
 
     def get(self, name: Hashable) -> Written | None:
@@ -77,11 +77,9 @@ class Prompts:
         """A prompt was written that goes on from that of another name."""
         assert written.text is not None
         self._digests.pop(name, None)
-        self._texts.add(name, written.text, before)
+        for gone, text in self._texts.add(name, written.text, before):
+            self._digests[gone] = len(text), hash(text)
         self._conversations[name] = written.messages, written.plain
         self._conversations.move_to_end(name)
         if len(self._conversations) > _CONVERSATIONS:
             self._conversations.popitem(last=False)
-
-    def _forget(self, name: Hashable, text: str) -> None:
-        self._digests[name] = len(text), hash(text)

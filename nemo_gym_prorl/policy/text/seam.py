@@ -15,9 +15,9 @@ tools, append a token of its own at the end. So the seam is looked for in its re
    whole conversation is none. What comes out is held against the rendering of the real conversation; if that says
    otherwise, it is right, and the difference is counted.
 
-Cost: one rendering of the conversation as text in the first case, since the prompt before the turn is remembered, and
-up to six in the second. Their length grows with the conversation, and must: nothing less than all
-of it says what a template makes of it. But text is cheap, the more so where the template recalls what it wrote
+Cost: one rendering of the conversation as text in the first case, since the prompt before the turn is remembered
+(:mod:`.prompts`), and up to six in the second. Their length grows with the conversation, and must: nothing less than
+all of it says what a template makes of it. But text is cheap, the more so where the template recalls what it wrote
 (:mod:`.recall`). Only what is new is tokenised, which for the same text takes many times as long (figures in
 ``docs/policy.md``).
 

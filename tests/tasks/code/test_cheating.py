@@ -120,10 +120,7 @@ A_PROCESS_EACH = {
     ),
     "a wrong verdict for no verdict": "import os, signal\nos.kill(os.getppid(), signal.SIGKILL)\n",
     "infinite output": (  # and where no more fits, no end either
-        "import os, time\n"
-        "while True:\n"
-        "    try: os.write(1, b'x' * 65536)\n"
-        "    except OSError: time.sleep(60)\n"
+        "import os, time\nwhile True:\n    try: os.write(1, b'x' * 65536)\n    except OSError: time.sleep(60)\n"
     ),
     "fork bomb": ("import os, time\nwhile True:\n    try: os.fork()\n    except OSError: break\ntime.sleep(60)\n"),
 }
