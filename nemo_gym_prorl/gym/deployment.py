@@ -110,6 +110,7 @@ class GymDeployment:
         # Ray's sockets lie below its folder, and a socket's path may have 107 bytes only: keep it short.
         self._ray_dir = Path("/tmp") / f"prorl-ray-{unique}"
         self._supervised = supervised
+        self._python = python
         self.cli = GymCli(
             self.work_dir,
             python=python,
@@ -236,6 +237,11 @@ class GymDeployment:
             await self._wait_ready()
 
     async def _launch(self) -> None:
+        if any(map(str.isspace, self._python)):
+            raise DeploymentError(
+                f"Gym starts its servers by a shell line in which a path ends at a space, and {self._python} has one: "
+                "install into a folder whose path has none"
+            )
         for folder in (self.work_dir, self._ray_dir):
             folder.mkdir(mode=0o700, parents=True, exist_ok=True)
         for left in (self._up, self._events):

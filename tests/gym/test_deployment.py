@@ -117,6 +117,12 @@ async def test_a_server_that_dies_at_start_is_an_error_with_its_log_and_leaves_n
     assert gym.cli.mark.processes() == {}
 
 
+async def test_a_folder_with_a_space_is_refused_with_the_reason(tmp_path):
+    gym = GymDeployment(environment="prorl_code", work_dir=tmp_path, python=f"{tmp_path}/my work/.venv/bin/python")
+    with pytest.raises(DeploymentError, match=r"my work/\.venv/bin/python has one: install into a folder"):
+        await gym.__aenter__()
+
+
 async def test_a_configuration_that_gym_refuses_is_an_error_with_its_words(tmp_path):
     gym = GymDeployment(config_paths=["no/such/file.yaml"], work_dir=tmp_path)
     with pytest.raises(DeploymentError, match=r"(?s)ended with status.*no/such/file\.yaml"):

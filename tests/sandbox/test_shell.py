@@ -126,6 +126,17 @@ async def test_the_hard_limit_ends_a_loop_whatever_runs_in_it_just_then(shell: S
     assert (await shell.run("echo $KEPT")).output == "1\n"
 
 
+@pytest.mark.parametrize(
+    "first", ["sh -c 'trap \"\" INT; sleep 100'", "(while :; do ls >/dev/null; done)", "python3 -c 'while True: pass'"]
+)
+async def test_the_hard_limit_ends_what_comes_after_a_program_that_has_to_be_killed(shell: Shell, first: str) -> None:
+    await shell.run("KEPT=1")
+    for _ in range(3):
+        stopped = await shell.run(f"{first}; sleep 100; sleep 100", timeout_s=0.25, silence_s=None)
+        assert (stopped.timed_out, stopped.exited) == (True, False)
+    assert (await shell.run("echo $KEPT")).output == "1\n"
+
+
 async def test_the_hard_limit_lets_a_program_clean_up(shell: Shell) -> None:
     program = "try:\n  time.sleep(99)\nexcept KeyboardInterrupt:\n  time.sleep(0.5)\n  print('cleaned up')"
     stopped = await shell.run(f"python3 -c 'import time\n{program.replace(chr(39), chr(34))}'", timeout_s=1)

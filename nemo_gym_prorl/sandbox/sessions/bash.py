@@ -44,7 +44,10 @@ HARD_TIMEOUT_S = 180.0
 SOFT_TIMEOUT_S = 60.0
 
 INTERRUPT_GRACE_S = 1.0
-"""How long a command may take to end after Ctrl-C; then its processes are killed, and at last bash."""
+"""How long a program may take to end after Ctrl-C; then it is killed."""
+
+ENDING_S = 3.0
+"""How long it may take until nothing of a command comes any more; then bash is killed."""
 
 ARRIVAL_S = 1.0
 """How long bash may read nothing of a command before it counts as busy with something else."""
@@ -186,8 +189,8 @@ class Shell:
 
         Args:
             command: bash source.
-            timeout_s: hard limit. Then the command gets Ctrl-C, after a second SIGKILL, and the shell is usable again;
-                if bash itself can't be interrupted, it is ended (``exited``).
+            timeout_s: hard limit. Then each program of the command gets Ctrl-C, after a second SIGKILL, and the shell
+                is usable again; if it is not after three, bash is ended (``exited``).
             silence_s: soft limit: give back control when there was no output for so long; the command goes on, and
                 :meth:`wait`, :meth:`send` or :meth:`interrupt` follow. ``None`` to wait for the hard limit only.
             output_limit: bytes of output to keep.
@@ -221,7 +224,7 @@ class Shell:
         """Wait for the command that runs; as :meth:`run` otherwise, with all of its output so far."""
         output = self._output
         begin = output.heard = self._loop.time()
-        while not self._over_with:
+        while not self._over_with():
             now = self._loop.time()
             if now - begin >= timeout_s:
                 return await self._time_out(begin)
@@ -299,16 +302,12 @@ class Shell:
         await self._arrival()
         # One that has not begun would begin, after its time, once what holds bash up is interrupted.
         if self._status and self._status.begun:
-            await self._interrupt_for_good()
-            if not self._over_with:
-                await self._kill_foreground()
-                await self._settled(INTERRUPT_GRACE_S)
-        if not self._over_with:
+            await self._end_foreground()
+        if not self._over_with():
             await self._kill_shell()
             await self._settled(INTERRUPT_GRACE_S)
         return await self._action(begin, timed_out=True)
 
-    @property
     def _over_with(self) -> bool:
         """Whether the command has ended, or bash has."""
         return self._code is not None or self.exited
@@ -316,7 +315,7 @@ class Shell:
     async def _settled(self, patience_s: float) -> None:
         """Wait until it is over with the command, or for so long."""
         deadline = self._loop.time() + patience_s
-        while not self._over_with and self._loop.time() < deadline:
+        while not self._over_with() and self._loop.time() < deadline:
             await self._output.change(deadline)
 
     async def _arrival(self) -> None:
@@ -329,26 +328,31 @@ class Shell:
                 return
             await asyncio.sleep(_LOOK_S)
 
-    async def _interrupt_for_good(self) -> None:
-        """Ctrl-C, and the end for a bash whose prompt says nothing; then wait until the command ends, for a while.
+    async def _end_foreground(self) -> None:
+        """Ctrl-C, SIGKILL a second later, and so on for what comes next, until bash is back, or for :data:`ENDING_S`.
 
-        Bash goes on with a loop if the program in it ended by itself just as it was interrupted. So it is pressed
-        again for each program that comes after, and once for each: many clean up at the first, and die of a second.
+        Bash goes on with a loop if the program in it ended by itself just as it was interrupted, and with a list if
+        the program had to be killed. So Ctrl-C is pressed again for each program that comes after, and once for each:
+        many clean up at the first, and die of a second.
         """
-        until = self._loop.time() + INTERRUPT_GRACE_S
-        pressed = self.terminal.foreground()
-        self.terminal.press_control("c")
-        self._on_lost_line()
-        while not self._over_with and self._loop.time() < until:
+        until = self._loop.time() + ENDING_S
+        pressed, kill_at = self._press(), self._loop.time() + INTERRUPT_GRACE_S
+        self._on_lost_line()  # a bash whose prompt says nothing is to tell the end as well
+        while not self._over_with() and self._loop.time() < until:
             await self._settled(_AGAIN_S)
-            running = self.terminal.foreground()
-            if not self._over_with and running not in (None, pressed):
-                pressed = running
-                self.terminal.press_control("c")
+            if self._over_with():
+                return
+            if self.terminal.foreground() not in (None, pressed):
+                pressed, kill_at = self._press(), self._loop.time() + INTERRUPT_GRACE_S
+            elif self._loop.time() >= kill_at:
+                await asyncio.to_thread(self.terminal.kill_foreground)
+                kill_at += INTERRUPT_GRACE_S
 
-    async def _kill_foreground(self) -> None:
-        if self._bash and not self.exited:
-            await asyncio.to_thread(self.terminal.kill_foreground)
+    def _press(self) -> int | None:
+        """Press Ctrl-C; who was in the foreground then."""
+        running = self.terminal.foreground()
+        self.terminal.press_control("c")
+        return running
 
     async def _kill_shell(self) -> None:
         if self._bash:
