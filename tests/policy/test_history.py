@@ -38,7 +38,7 @@ def said(thought: str | None, content: str, *calls: str) -> dict[str, Any]:
 def sample(history: History, match: Match, message: dict[str, Any], ids: list[int]) -> Point:
     """What the service does after it has found the place: ask an engine, and keep what it sampled."""
     parent = match.point.turn if match.point else None
-    observed = [crc32(json.dumps(match.new).encode()) >> 1]
+    observed = [crc32(json.dumps(match.new).encode())]
     turn = history.ledger.append(parent, observed, Generation(ids, [-1.0] * len(ids), Finish.STOP))
     return history.record(match.point, match.new, message, turn)
 
@@ -153,7 +153,7 @@ def test_the_turn_that_is_meant_is_found_or_the_doubt_is_said(data: st.DataObjec
         thought, content, calls = data.draw(THOUGHT), data.draw(CONTENT), data.draw(CALLS)
         message = said(thought, content, *(f"{call}{next(numbers)}" if call == "new" else call for call in calls))
         # One text may be many token sequences, but never the other way round.
-        text = crc32(f"{thought}|{content}|{len(calls)}".encode()) >> 1
+        text = crc32(f"{thought}|{content}|{len(calls)}".encode())
         point = sample(history, match, message, [text, data.draw(st.integers(0, 1))])
         # The agent remembers what it was told, under the history that it sent.
         nodes.append(

@@ -14,8 +14,8 @@ A command is handed over quoted, as an argument of ``eval``: unfinished quotes a
 swallow nothing. What it wrote is there before its end is told: a read that finds a terminal empty makes the kernel
 first hand over all that was written to the other side.
 
-Nothing polls but an interrupt whose command is on its way: the loop wakes when the terminal has output, and latency is
-bash's own, some tenths of a millisecond.
+Nothing polls but what interrupts a command, until that has begun or, after its time limit, until it has ended: the
+loop wakes when the terminal has output, and latency is bash's own, some tenths of a millisecond.
 """
 
 from __future__ import annotations
