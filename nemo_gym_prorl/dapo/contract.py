@@ -4,8 +4,20 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from enum import StrEnum
 
 from nemo_gym_prorl.failures import CallerError
+
+
+class AgentFailures(StrEnum):
+    """What becomes of a rollout that the policy itself brought to a bad end: it used up its time, its turns or its
+    tokens, or gave nothing that can be scored. It is an outcome, never a reason to sample again: what is redrawn until
+    it fits is as short as the budget."""
+
+    ZERO = "zero"
+    """Reward and accuracy 0, trained on."""
+    MASK = "mask"
+    """Reward and accuracy 0 in its group, and no loss: what is trained on is shorter than what is sampled."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -15,14 +27,18 @@ class SamplerConfig:
     Attributes:
         groups_per_batch: prompts of a batch.
         group_size: rollouts of each prompt, at least 2: one alone has no variance.
-        max_in_flight: rollouts that may be submitted and have no outcome.
+        max_in_flight: rollouts that may be submitted and have no outcome: what the services run at once, if it is
+            known. ``None``: as many as can still be trained on.
         max_staleness: weight versions between a rollout's first token and the batch that uses it.
-        max_failures: tries of a member that may end without a score; one more drops its group.
+        max_failures: tries of a member that the machines may break; one more drops its group.
         max_restarts: tries of a member that may become too old; one more drops its group. Not ``in_order``.
-        in_order: batches are the first groups with variance in the order of their prompts, however long one takes:
-            the same batches whatever ends first, as long as a member's reward depends on the member alone and there is
-            no curriculum, which learns from groups as they end. Else the
-            first that are complete, of them those under the oldest weights.
+        in_order: batches are the first groups with variance in the order of their prompts, however long one takes, so
+            that what is trained on does not depend on how long it took. False: the first that are complete, those
+            under the oldest weights before others, which is faster and **trains on what is short**
+            (:mod:`nemo_gym_prorl.dapo.bias` tells by how much).
+        agent_failures: what a rollout counts as that the policy brought to a bad end.
+        reference_share: of prompts whose first tries always run to their end, as what bias is measured against, 0 to
+            1. They cost what would have been cancelled of them.
         max_fruitless: so many groups in a row without variance end the training.
         max_dropped: so many groups in a row that can't be run end it, too.
         first_version: weights of the first batch.
@@ -30,11 +46,13 @@ class SamplerConfig:
 
     groups_per_batch: int
     group_size: int
-    max_in_flight: int
+    max_in_flight: int | None = None
     max_staleness: int = 4
     max_failures: int = 3
     max_restarts: int = 3
-    in_order: bool = False
+    in_order: bool = True
+    agent_failures: AgentFailures = AgentFailures.ZERO
+    reference_share: float = 0.125
     max_fruitless: int = 1000
     max_dropped: int = 32
     first_version: int = 0
@@ -44,8 +62,10 @@ class SamplerConfig:
         for name in ("max_staleness", "max_failures", "max_restarts"):
             least[name] = 0
         for name, bound in least.items():
-            if getattr(self, name) < bound:
+            if (value := getattr(self, name)) is not None and value < bound:
                 raise CallerError(f"it must be at least {bound}", field=name)
+        if not 0 <= self.reference_share <= 1:
+            raise CallerError("it must be a share, from 0 to 1", field="reference_share")
 
 
 class NothingToLearn(CallerError):
@@ -73,11 +93,19 @@ class Submission:
 
 @dataclass(frozen=True, slots=True)
 class Scored:
-    """A rollout of a batch."""
+    """A rollout of a batch.
+
+    Attributes:
+        rollout: its id.
+        reward: raw, as its environment gave it.
+        version: weights that it began under.
+        masked: whether it only counts in its group, and gets no loss.
+    """
 
     rollout: str
     reward: float
     version: int
+    masked: bool = False
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,8 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """What became of every rollout that was submitted: each has one fate, and the sums tell what was wasted and who.
 
-Groups that finish late are dropped more often than others, which teaches short answers to the policy. So each fate has
-the length and the time of its rollouts: what was dropped can be compared with what was trained on.
+What that makes of the lengths that are trained on is another question: :mod:`nemo_gym_prorl.dapo.bias`.
 
 Pure.
 """
@@ -30,7 +29,9 @@ class Fate(StrEnum):
     CANCELLED = "cancelled"
     """Ended by us, since nothing of it could be used."""
     FAILED = "failed"
-    """Never scored: a machine's, the policy's or the row's doing."""
+    """Never scored: a machine's or the row's doing."""
+    REFERENCE = "reference"
+    """Of no use any more, and run to its end all the same, to measure bias."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,7 +40,7 @@ class Usage:
 
     Attributes:
         seconds: that stages worked on it.
-        length: of what the policy wrote, in whatever the driver counts (tokens, turns).
+        length: of what the policy wrote, in tokens.
     """
 
     seconds: float = 0.0
@@ -88,22 +89,6 @@ class Fates:
         """Share of all time that went into rollouts that were not emitted, 0 to 1."""
         spent = sum(tally.seconds for tally in self._tallies.values())
         return 1 - self._tallies[Fate.EMITTED].seconds / spent if spent else 0.0
-
-    @property
-    def length_bias(self) -> float | None:
-        """Mean length of what was emitted over that of what was dropped for being late (stale or cancelled).
-
-        Below 1, long rollouts are trained on less often than they are sampled. What was cancelled counts with the
-        length it had, so the truth is lower still. ``None`` where one of the two is empty.
-        """
-        emitted = self._tallies[Fate.EMITTED]
-        late = Tally()
-        for fate in (Fate.STALE, Fate.CANCELLED):
-            late.rollouts += self._tallies[fate].rollouts
-            late.length += self._tallies[fate].length
-        if not emitted.rollouts or not late.length:
-            return None
-        return (emitted.length / emitted.rollouts) / (late.length / late.rollouts)
 
     def state(self) -> dict[str, Any]:
         """The tallies as JSON, by fate."""

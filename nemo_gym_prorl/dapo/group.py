@@ -26,6 +26,8 @@ class Member:
         rollout: the id that runs or was scored; ``None`` while the member waits to be submitted.
         version: weights under which that one was submitted.
         reward: raw, as its environment gave it; ``None`` until then.
+        accuracy: what the filter looks at.
+        masked: whether it gets no loss.
         usage: of the scored rollout.
         failures: tries that ended without a reward.
         restarts: tries that were too old to be used.
@@ -36,6 +38,8 @@ class Member:
     rollout: str | None = None
     version: int = 0
     reward: float | None = None
+    accuracy: float = 0.0
+    masked: bool = False
     usage: Usage = field(default_factory=Usage)
     failures: int = 0
     restarts: int = 0
@@ -60,6 +64,8 @@ class Member:
         """The try is void; the member waits again."""
         self.rollout = None
         self.reward = None
+        self.accuracy = 0.0
+        self.masked = False
         self.usage = Usage()
 
 
@@ -89,14 +95,16 @@ class Group:
         return all(member.reward is not None for member in self.members)
 
     @property
-    def rewards(self) -> list[float]:
-        """Those that are known."""
-        return [member.reward for member in self.members if member.reward is not None]
+    def scored(self) -> list[Member]:
+        """Members that have their reward."""
+        return [member for member in self.members if member.reward is not None]
 
     @property
-    def varies(self) -> bool:
-        """Whether two of its rewards differ, as they are: a standard deviation of equal floats need not be 0."""
-        return len(set(self.rewards)) > 1
+    def teaches(self) -> bool:
+        """Whether two accuracies differ, as they are (a standard deviation of equal floats need not be 0), and some
+        member gets a loss."""
+        scored = self.scored
+        return len({member.accuracy for member in scored}) > 1 and not all(member.masked for member in scored)
 
     @property
     def version(self) -> int:

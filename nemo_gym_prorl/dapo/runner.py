@@ -24,13 +24,12 @@ from types import TracebackType
 from typing import Any, Self
 
 from nemo_gym_prorl.dapo.contract import Batch, Decision, Submission
-from nemo_gym_prorl.dapo.fates import Usage
+from nemo_gym_prorl.dapo.outcome import Outcome, outcome_of, usage_of
 from nemo_gym_prorl.dapo.prompts import PromptStream
 from nemo_gym_prorl.dapo.sampler import DynamicSampler
 from nemo_gym_prorl.dapo.service import Service
 from nemo_gym_prorl.failures import CallerError, FailureKind, InfrastructureError, Origin
 from nemo_gym_prorl.rollout.client import RolloutClient
-from nemo_gym_prorl.rollout.job import JobState
 from nemo_gym_prorl.rollout.schemas import JobView
 
 
@@ -49,6 +48,7 @@ class TrainedRollout:
         prompt: its row.
         reward: raw.
         version: weights it began under.
+        masked: whether it counts in its group only, and gets no loss.
         result: what the environment's ``/verify`` answered, the response with its tokens in it.
     """
 
@@ -56,6 +56,7 @@ class TrainedRollout:
     prompt: Mapping[str, Any]
     reward: float
     version: int
+    masked: bool
     result: Mapping[str, Any]
 
 
@@ -82,6 +83,7 @@ class Runner:
         prompts: those of the sampler.
         services: clients that are not open yet; the runner opens and closes them. A group stays on one service.
         client: under which the services share their slots among callers.
+        filter_on: the field of a verdict by which groups are found to vary; see :mod:`nemo_gym_prorl.dapo.outcome`.
         options: more for each submission: ``environment``, ``budgets``, ``max_attempts``.
         state: what :meth:`state` of an earlier runner gave; its services must be the same ones in the same order.
     """
@@ -93,6 +95,7 @@ class Runner:
         services: Sequence[RolloutClient],
         *,
         client: str = "dapo",
+        filter_on: str | None = None,
         options: Mapping[str, Any] | None = None,
         state: Mapping[str, Any] | None = None,
     ) -> None:
@@ -101,6 +104,7 @@ class Runner:
         self.sampler = sampler
         self._prompts = prompts
         self._client = client
+        self._filter_on = filter_on
         self._options = dict(options or {})
         self._state = state
         self._open = AsyncExitStack()
@@ -234,17 +238,18 @@ class Runner:
     # What services tell
 
     def _ended(self, job: JobView) -> None:
-        usage = Usage(sum(timing.worked_s for timing in job.timings.values()), float(job.turns))
-        masked = bool((job.result or {}).get("mask_sample"))
-        if job.state is JobState.SUCCEEDED and job.reward is not None and not masked:
-            if self.sampler.wants(job.id):
-                self._results[job.id] = job
-            self.sampler.scored(job.id, job.reward, usage)
+        usage = usage_of(job)
+        try:
+            outcome = outcome_of(job, self._filter_on)
+        except CallerError as error:
+            self._broken = self._broken or error
+            outcome = Origin.CALLER
+        if self.sampler.wants(job.id) and (isinstance(outcome, Outcome) or outcome is Origin.AGENT):
+            self._results[job.id] = job
+        if isinstance(outcome, Outcome):
+            self.sampler.scored(job.id, outcome.reward, usage, accuracy=outcome.accuracy, masked=outcome.masked)
         else:
-            origin = job.failure.origin if job.failure else Origin.AGENT
-            if job.state is JobState.CANCELLED:
-                origin = Origin.INFRASTRUCTURE
-            self.sampler.failed(job.id, origin, usage, why=job.failure.reason if job.failure else "it was masked")
+            self.sampler.failed(job.id, outcome, usage, why=job.failure.reason if job.failure else "")
         if job.id not in self._results:
             self._gone(job.id)
         self._pump()
@@ -322,7 +327,9 @@ class Runner:
             for member in members:
                 job = self._results.pop(member.rollout)
                 self._gone(member.rollout)
-                group.append(TrainedRollout(job.id, row, member.reward, member.version, job.result or {}))
+                group.append(
+                    TrainedRollout(job.id, row, member.reward, member.version, member.masked, job.result or {})
+                )
             groups.append(group)
         return TrainingBatch(batch.number, batch.version, groups)
 

@@ -1,41 +1,56 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Dynamic sampling that never waits (DAPO, arXiv 2503.14476, section 3.2; ProRL Agent, arXiv 2603.18815, section 3.4).
+"""Dynamic sampling that never waits for a round (DAPO, arXiv 2503.14476, section 3.2; ProRL Agent, arXiv 2603.18815,
+section 3.4), and trains on what the policy samples.
 
-Each prompt gets a group of rollouts. A group whose rewards are all the same teaches nothing and is dropped; a batch
-is so many groups with variance. Instead of rounds, the rollout service is kept full: whatever ends makes room for the
-next rollout at once.
+Each prompt gets a group of rollouts. A group of which all are as good as each other teaches nothing and is dropped; a
+batch is so many groups with variance. Instead of rounds, the rollout service is kept full: whatever ends makes room
+for the next rollout at once.
 
 **Versions.** The batch ``b`` (0, 1, ...) is trained on weights ``first_version + b``, and gives the next ones. A
-rollout carries the weights it began under, and is of use to batches at most ``max_staleness`` versions ahead of it:
+rollout carries the weights it began under, and is of use to batches at most ``max_staleness`` versions ahead of it. So
+many groups are under way as can still be of use (:mod:`admission`); while the trainer works, and from batch to batch,
+they go on.
 
-- 0 is strictly on-policy: when a batch is complete, everything else is too old for the next one. So the redundant
-  rollouts are cancelled, and nothing is submitted until the next weights are announced.
-- 1 or more: while the trainer works, rollouts for the next batches go on; those that are not ready when a batch is
-  complete are carried over, with what their siblings have, and only the members that became too old start again.
-  Batches take the groups that began under the oldest weights first.
+**Order.** A batch is the first groups with variance in the order of their prompts. So who is trained on is settled
+before anybody knows how long it takes, and a batch waits for its slowest rollout, for which it has had
+``max_staleness`` batches' time. Nothing is sampled again for having been slow: until a batch has passed over a prompt
+it can't become too old *by its own doing*. What is ended early is ended by its place in the queue: with a batch
+complete, groups behind it that began under weights too old for the next one begin again, whether they run, are
+complete, or were found to have no variance. With ``max_staleness`` 0 these are all.
 
-A group keeps its place: older ones are submitted first, so a prompt whose rollouts take long comes back until it is
-done. Only ``max_restarts`` ends that, and what was dropped is told with its length (:mod:`fates`).
+``in_order: False`` takes groups as they are complete. Then the slow ones become too old, begin again up to
+``max_restarts`` times, and are trained on less than they are sampled. :mod:`~nemo_gym_prorl.dapo.bias` tells by
+how much, in either order.
 
-**Failures** are no rewards. A member without a score is tried again; a group that can't be completed is dropped, never
-filled up with a copy of a sibling.
+**Failures** of machines are no rewards: the member is tried again; a group that can't be completed is dropped, never
+filled up with a copy of a sibling. What the policy itself brought to a bad end has an outcome (``agent_failures``).
 
 Pure: outcomes are told by method, and :meth:`DynamicSampler.decide` says what follows. All of its state is JSON.
 """
 
 from __future__ import annotations
 
-import heapq
 import math
 import uuid
 from collections import Counter
 from collections.abc import Mapping
 from typing import Any
 
-from nemo_gym_prorl.dapo.contract import Batch, Decision, NothingToLearn, SamplerConfig, Scored, Submission
+from nemo_gym_prorl.dapo.admission import Admission
+from nemo_gym_prorl.dapo.bias import BiasMeter, Estimate
+from nemo_gym_prorl.dapo.contract import (
+    AgentFailures,
+    Batch,
+    Decision,
+    NothingToLearn,
+    SamplerConfig,
+    Scored,
+    Submission,
+)
 from nemo_gym_prorl.dapo.fates import Fate, Fates, Usage
 from nemo_gym_prorl.dapo.group import Group, Member
 from nemo_gym_prorl.dapo.prompts import Curriculum, PromptStream
+from nemo_gym_prorl.dapo.queue import Queue
 from nemo_gym_prorl.failures import CallerError, Origin
 
 
@@ -80,36 +95,59 @@ class DynamicSampler:
         """Groups in a row that could not be run, and why the last one."""
         self._why = ""
         self._exhausted = False
-        self._groups: dict[int, Group] = {}
-        """Those that are not complete, by number."""
-        self._ready: dict[int, Group] = {}
-        """Complete, with variance, in the order in which that came."""
-        self._waiting: list[tuple[int, int]] = []
-        """A heap of group and place of the members that wait."""
+        self._admission = Admission(config)
+        self._bias = BiasMeter(config.reference_share, self._run)
+        self._queue = Queue()
         self._running: dict[str, tuple[Group, Member]] = {}
         self._ending: set[str] = set()
         """Cancelled, without an outcome yet."""
+        self._references: set[str] = set()
+        """Of no use any more, and run to their end for the meter of bias."""
         self._decision = Decision()
 
     # What happened
 
-    def scored(self, rollout: str, reward: float, usage: Usage = Usage()) -> None:
-        """A rollout has its raw reward.
+    def scored(
+        self,
+        rollout: str,
+        reward: float,
+        usage: Usage = Usage(),
+        *,
+        accuracy: float | None = None,
+        masked: bool = False,
+    ) -> None:
+        """A rollout has its outcome.
+
+        Args:
+            rollout: its id.
+            reward: raw, as its environment gave it.
+            usage: what it cost.
+            accuracy: what the filter looks at; by default the reward.
+            masked: it counts in its group, and gets no loss.
 
         Raises:
             ValueError: the reward is no number. Nothing was changed; tell it as a failure.
         """
-        if not math.isfinite(reward):
-            raise ValueError(f"the reward of {rollout} is {reward}")
+        accuracy = reward if accuracy is None else accuracy
+        if not (math.isfinite(reward) and math.isfinite(accuracy)):
+            raise ValueError(f"the reward of {rollout} is {reward}, its accuracy {accuracy}")
+        if rollout in self._references or self.wants(rollout):
+            self._bias.ended(*_place(rollout), usage.length, accuracy)
         if self._ended_early(rollout, usage) or rollout not in self._running:
             return
         group, member = self._running.pop(rollout)
-        member.reward, member.usage = reward, usage
+        member.reward, member.accuracy, member.masked, member.usage = reward, accuracy, masked, usage
         if group.complete:
             self._complete(group)
 
     def failed(self, rollout: str, origin: Origin, usage: Usage = Usage(), why: str = "") -> None:
         """A rollout ended without a reward: for the machines' sake, the policy's, or since its row can't be run."""
+        if origin is Origin.AGENT:
+            masked = self.config.agent_failures is AgentFailures.MASK
+            self.scored(rollout, 0.0, usage, accuracy=0.0, masked=masked)
+            return
+        if rollout in self._references:
+            self._bias.gave_up(_place(rollout)[0])
         if self._ended_early(rollout, usage) or rollout not in self._running:
             return
         group, member = self._running.pop(rollout)
@@ -120,9 +158,10 @@ class DynamicSampler:
         if refused or member.failures > self.config.max_failures:
             self._unrun += 1
             self._why = why
+            self._bias.gave_up(group.number)
             self._drop(group, "refused" if refused else "failed", Fate.GROUP_FAILED)
         else:
-            self._wait(group, member)
+            self._queue.put(group)
 
     def cancelled(self, rollout: str, usage: Usage = Usage()) -> None:
         """A rollout was cancelled: by us, or else by somebody who had no right to, which is a failure."""
@@ -130,15 +169,13 @@ class DynamicSampler:
 
     def lost(self, rollout: str) -> None:
         """The result of a scored rollout can't be had any more: it was never scored. Others are passed over."""
-        number = int(rollout.split(":")[-3])
-        group = self._groups.get(number) or self._ready.get(number)
-        for member in group.members if group else ():
-            if group and member.rollout == rollout and member.reward is not None:
+        number, _ = _place(rollout)
+        for group in self._queue.kept:
+            member = next((member for member in group.scored if member.rollout == rollout), None)
+            if group.number == number and member:
                 self.fates.add(Fate.FAILED, member.usage)
                 member.reset()
-                self._ready.pop(number, None)
-                self._groups[number] = group
-                self._wait(group, member)
+                self._queue.put(group)
 
     def weights(self, version: int) -> None:
         """The service samples from these weights now.
@@ -178,13 +215,12 @@ class DynamicSampler:
     @property
     def in_flight(self) -> int:
         """Rollouts submitted, or cancelled, that have no outcome yet."""
-        return len(self._running) + len(self._ending)
+        return len(self._running) + len(self._ending) + len(self._references)
 
     @property
     def held(self) -> int:
         """Scored rollouts that wait for their group, or for their batch."""
-        groups = [*self._groups.values(), *self._ready.values()]
-        return sum(len(group.rewards) for group in groups)
+        return len(self._queue.scored)
 
     def wants(self, rollout: str) -> bool:
         """Whether the result of this rollout may be of use."""
@@ -192,19 +228,31 @@ class DynamicSampler:
 
     def results(self) -> list[str]:
         """The scored rollouts whose results are still of use."""
-        groups = [*self._groups.values(), *self._ready.values()]
-        members = (member for group in groups for member in group.members)
-        return [member.rollout for member in members if member.rollout is not None and member.reward is not None]
+        return [member.rollout for member in self._queue.scored if member.rollout is not None]
 
     @property
     def finished(self) -> bool:
         """Whether there are no more prompts, and nothing in flight: no batch will come."""
-        return self._exhausted and not self._groups and not self._ending
+        return self._exhausted and not self._queue.open and not self._ending and not self._references
+
+    @property
+    def length_bias(self) -> Estimate | None:
+        """Mean length of what is trained on over that of what the policy samples, in tokens; see :mod:`bias`."""
+        return self._bias.length(self._queue.first_open(self._next_prompt))
+
+    @property
+    def accuracy_bias(self) -> Estimate | None:
+        """The same of accuracy."""
+        return self._bias.accuracy(self._queue.first_open(self._next_prompt))
 
     def close(self) -> Decision:
         """Training is over: cancels what runs and lets go of the rest. The outcomes of the former are still told."""
-        for group in [*self._groups.values(), *self._ready.values()]:
+        for group in self._queue.kept:
+            self._bias.gave_up(group.number)
             self._drop(group, "left_over", Fate.LEFT_OVER)
+        self._decision.cancel += self._references
+        self._ending |= self._references
+        self._references.clear()
         self._exhausted = True
         self._unrun = 0  # that nothing could be run is no news to who does not go on
         decision, self._decision = self._decision, Decision()
@@ -223,9 +271,11 @@ class DynamicSampler:
             "fruitless": self._fruitless,
             "unrun": self._unrun,
             "why": self._why,
-            "groups": [group.state() for group in self._groups.values()],
-            "ready": [group.state() for group in self._ready.values()],
+            "queue": self._queue.state(),
             "ending": sorted(self._ending),
+            "references": sorted(self._references),
+            "bias": self._bias.state(),
+            "settled": [self._admission.groups, self._admission.share],
             "fates": self.fates.state(),
             "dropped": dict(self.dropped),
             "curriculum": self._curriculum.state() if self._curriculum else None,
@@ -247,33 +297,26 @@ class DynamicSampler:
         self.asked = self.emitted
         self.submitted, self._next_prompt = state["submitted"], state["next_prompt"]
         self._fruitless = state["fruitless"]
-        self._ending = set(state["ending"])
+        # A reference that nobody waited for meanwhile is none: how long it took is not known any more.
+        self._ending = {*state["ending"], *state["references"]}
+        self._bias.restore(state["bias"], self._run)
+        for rollout in state["references"]:
+            self._bias.gave_up(_place(rollout)[0])
+        self._admission.groups, self._admission.share = state["settled"]
         self.fates = Fates(state["fates"])
         self.dropped = Counter(state["dropped"])
         if self._curriculum and state["curriculum"] is not None:
             self._curriculum.restore(state["curriculum"])
-        for saved in state["ready"]:
-            group = self._restored(saved)
-            self._ready[group.number] = group
-        for saved in state["groups"]:
-            group = self._restored(saved)
-            self._groups[group.number] = group
-            for member in group.members:
-                if member.runs and member.rollout is not None:
-                    self._running[member.rollout] = (group, member)
-                elif member.waits:
-                    self._wait(group, member)
+        self._queue.restore(state["queue"])
+        for group in [*self._queue.kept, *self._queue.fruitless.values()]:
+            if len(group.members) != self.config.group_size:
+                raise CallerError(f"groups that were saved have {len(group.members)} rollouts", field="group_size")
+            self._running |= {str(member.rollout): (group, member) for member in group.members if member.runs}
         self._end_stale()
         decision, self._decision = self._decision, Decision()
         decision.cancel = sorted(self._ending)
         decision.submit = [self._submission(*place, rollout) for rollout, place in self._running.items()]
         return decision
-
-    def _restored(self, saved: Mapping[str, Any]) -> Group:
-        group = Group.of_saved(saved)
-        if len(group.members) != self.config.group_size:
-            raise CallerError(f"groups that were saved have {len(group.members)} rollouts", field="group_size")
-        return group
 
     # Groups
 
@@ -287,128 +330,151 @@ class DynamicSampler:
         return self._due - self.config.max_staleness
 
     def _ended_early(self, rollout: str, usage: Usage) -> bool:
-        """Whether the outcome is of a rollout that we cancelled. It may be a reward, which comes too late."""
-        if rollout not in self._ending:
-            return False
-        self._ending.discard(rollout)
-        self.fates.add(Fate.CANCELLED, usage)
-        return True
+        """Whether the outcome is of a rollout that is of no use any more. It may be a reward, which comes too late."""
+        if rollout in self._references:
+            self._references.discard(rollout)
+            self.fates.add(Fate.REFERENCE, usage)
+            return True
+        if rollout in self._ending:
+            self._ending.discard(rollout)
+            self.fates.add(Fate.CANCELLED, usage)
+            return True
+        return False
 
     @property
     def _ever_complete(self) -> bool:
         """Whether any group had all its rewards."""
-        return bool(self.emitted or self._ready or self.fates[Fate.NO_VARIANCE].rollouts)
+        return bool(self.emitted or self._queue.ready or self.fates[Fate.NO_VARIANCE].rollouts)
 
     def _complete(self, group: Group) -> None:
         self._unrun = 0
         if self._curriculum:
-            self._curriculum.saw(group.key, group.rewards)
-        if not group.varies:
+            self._curriculum.saw(group.key, [member.accuracy for member in group.members])
+        self._queue.drop(group.number)
+        if group.teaches:
+            self._fruitless = 0
+            self._queue.ready[group.number] = group
+        else:
             self._fruitless += 1
-            self._drop(group, "no_variance", Fate.NO_VARIANCE)
-            return
-        self._fruitless = 0
-        del self._groups[group.number]
-        self._ready[group.number] = group
+            self.dropped["no_variance"] += 1
+            for member in group.members:
+                self.fates.add(Fate.NO_VARIANCE, member.usage)
+                self._decision.forget.append(str(member.rollout))
+            if self.config.in_order:
+                self._queue.fruitless[group.number] = group
+        if not self.config.in_order:
+            self._admission.settled(taught=group.teaches)
 
     def _drop(self, group: Group, why: str, fate: Fate) -> None:
         """Lets go of a group: cancels what runs; what was scored meets its fate."""
         self.dropped[why] += 1
-        self._groups.pop(group.number, None)
-        self._ready.pop(group.number, None)
+        self._queue.drop(group.number)
         for member in group.members:
-            self._void(member, fate)
+            self._void(group, member, fate)
 
-    def _void(self, member: Member, fate: Fate) -> None:
+    def _void(self, group: Group, member: Member, fate: Fate) -> None:
         """The member's rollout, if it has one, is of no use."""
         if member.rollout is None:
             return
         if member.runs:
             del self._running[member.rollout]
-            self._ending.add(member.rollout)
-            self._decision.cancel.append(member.rollout)
+            if self._bias.wants(group.number, member.place):
+                self._references.add(member.rollout)
+            else:
+                self._ending.add(member.rollout)
+                self._decision.cancel.append(member.rollout)
         else:
             self.fates.add(fate, member.usage)
             self._decision.forget.append(member.rollout)
         member.reset()
 
-    def _wait(self, group: Group, member: Member) -> None:
-        heapq.heappush(self._waiting, (group.number, member.place))
-
     # Batches
 
     def _batch(self) -> Batch | None:
-        wanted = self.config.groups_per_batch
-        if self.emitted == self.asked or len(self._ready) < wanted:
+        wanted, ready = self.config.groups_per_batch, self._queue.ready
+        if self.emitted == self.asked or len(ready) < wanted:
             return None
         if self.config.in_order:
-            first_open = min(self._groups, default=math.inf)
-            numbers = sorted(number for number in self._ready if number < first_open)[:wanted]
+            first_open = self._queue.first_open()
+            numbers = sorted(number for number in ready if number < first_open)[:wanted]
         else:
-            numbers = sorted(self._ready, key=lambda number: self._ready[number].version)[:wanted]
+            numbers = sorted(ready, key=lambda number: ready[number].version)[:wanted]
         if len(numbers) < wanted:
             return None
         batch = Batch(self.emitted, self._due, {number: self._scored(number) for number in sorted(numbers)})
         self.emitted += 1
+        if self.config.in_order:
+            self._settle(numbers)
         self._end_stale()
         return batch
 
+    def _settle(self, emitted: list[int]) -> None:
+        """A batch has passed over all prompts up to its last one."""
+        fruitless = self._queue.fruitless
+        passed = [number for number in fruitless if number < emitted[-1]]
+        for number in sorted([*passed, *emitted]):
+            self._admission.settled(taught=fruitless.pop(number, None) is None)
+
     def _scored(self, number: int) -> list[Scored]:
+        group = self._queue.ready.pop(number)
+        trained = [member for member in group.members if not member.masked]
+        self._bias.emitted(number, [(member.usage.length, member.accuracy) for member in trained])
         rollouts = []
-        for member in self._ready.pop(number).members:
+        for member in group.members:
             if member.rollout is None or member.reward is None:
                 raise AssertionError(f"group {number} is not complete")
             self.fates.add(Fate.EMITTED, member.usage)
-            rollouts.append(Scored(member.rollout, member.reward, member.version))
+            rollouts.append(Scored(member.rollout, member.reward, member.version, member.masked))
         return rollouts
 
     def _end_stale(self) -> None:
         """With another batch to fill, some rollouts are too old: their members start again, if they still may."""
-        for group in [*self._ready.values(), *self._groups.values()]:
-            stale = [*group.older_than(self._oldest_of_use)]
-            if not stale:
-                continue
+        for group in self._queue.older_than(self._oldest_of_use):
+            if group.number in self._queue.fruitless:
+                stale = group.members  # their results are gone
+            else:
+                stale = [*group.older_than(self._oldest_of_use)]
             if not self.config.in_order and max(m.restarts for m in stale) >= self.config.max_restarts:
                 self._drop(group, "too_late", Fate.STALE)
                 continue
-            self._ready.pop(group.number, None)
-            self._groups[group.number] = group
             for member in stale:
                 member.restarts += 1
-                self._void(member, Fate.STALE)
-                self._wait(group, member)
+                if group.number in self._queue.fruitless:
+                    member.reset()
+                else:
+                    self._void(group, member, Fate.STALE)
+            self._queue.put(group)
 
     # Submissions
 
     def _submit(self) -> None:
         """Fills the service: first members of groups that there are, the oldest group first, then the next prompts."""
-        while self.in_flight < self.config.max_in_flight and self._due - self.version <= self.config.max_staleness:
-            if not self._waiting and not self._next_group():
+        if self._due - self.version > self.config.max_staleness:
+            return
+        while self.in_flight < (self.config.max_in_flight or math.inf):
+            next_one = self._queue.next_waiting() or self._next_group()
+            if next_one is None:
                 return
-            number, place = heapq.heappop(self._waiting)
-            group = self._groups.get(number)
-            if group is None:
-                continue
-            member = group.members[place]
-            rollout = f"{self._run}:{number}:{place}:{self._life}{member.tries}"
+            group, member = next_one
+            rollout = f"{self._run}:{group.number}:{member.place}:{self._life}{member.tries}"
             member.begin(rollout, self.version)
             self._running[rollout] = (group, member)
             self.submitted += 1
             self._decision.submit.append(self._submission(group, member, rollout))
 
     def _submission(self, group: Group, member: Member, rollout: str) -> Submission:
-        return Submission(rollout, f"{self._run}:{group.number}", group.number, member.version, bool(group.rewards))
+        return Submission(rollout, f"{self._run}:{group.number}", group.number, member.version, bool(group.scored))
 
     def _nothing_runs(self) -> NothingToLearn:
         return NothingToLearn(
             f"{self._unrun} groups in a row could not be run, the last for this: {self._why}", field="max_dropped"
         )
 
-    def _next_group(self) -> bool:
+    def _next_group(self) -> tuple[Group, Member] | None:
         """Opens the next group, if it can be of use to a batch that today's weights are good for."""
-        ahead = len(self._ready) // self.config.groups_per_batch
-        if self._exhausted or self._due + ahead - self.version > self.config.max_staleness:
-            return False
+        behind = self._due - self.version
+        if self._exhausted or not self._admission.admits(len(self._queue.ready), len(self._queue.open), behind):
+            return None
         if self._unrun >= self.config.max_dropped:
             raise self._nothing_runs()
         if self._fruitless >= self.config.max_fruitless:
@@ -422,13 +488,18 @@ class DynamicSampler:
             prompt = self._prompts[number]
             if prompt is None:
                 self._exhausted = True
-                return False
+                return None
             self._next_prompt += 1
             if self._curriculum and self._curriculum.skips(prompt.key):
                 continue
             group = Group(number, prompt.key, [Member(place) for place in range(self.config.group_size)])
-            self._groups[number] = group
-            for member in group.members:
-                self._wait(group, member)
-            return True
+            self._queue.put(group)
+            self._bias.opened(number, len(group.members))
+            return self._queue.next_waiting()
         raise NothingToLearn("the curriculum leaves out every prompt there is", field="curriculum")
+
+
+def _place(rollout: str) -> tuple[int, int]:
+    """Numbers of the prompt and of the member: ids are ``run:prompt:member:try``."""
+    _, number, place, _ = rollout.rsplit(":", 3)
+    return int(number), int(place)

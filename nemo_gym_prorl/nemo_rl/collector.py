@@ -87,8 +87,9 @@ def metrics_of(sampler: DynamicSampler) -> dict[str, float]:
     found |= {f"prorl/dropped_groups/{why}": float(count) for why, count in [*sampler.dropped.items()]}
     found["prorl/in_flight"] = float(sampler.in_flight)
     found["prorl/wasted_share"] = sampler.fates.wasted
-    if (bias := sampler.fates.length_bias) is not None:
-        found["prorl/length_bias"] = bias
+    for name, bias in (("length", sampler.length_bias), ("accuracy", sampler.accuracy_bias)):
+        if bias is not None:
+            found |= {f"prorl/{name}_bias{end}": value for end, value in bias.told()}
     return found
 
 
@@ -107,7 +108,7 @@ class Collector:
         self._loop: asyncio.AbstractEventLoop | None = None
         self._versions: asyncio.Queue[int] | None = None
         self._work: asyncio.Task[None] | None = None
-        self._runner: Runner | None = None
+        self._metrics: dict[str, float] = {}
 
     def weights(self, version: int) -> None:
         """The engines sample from these weights now. The first call begins."""
@@ -152,8 +153,8 @@ class Collector:
             return self._states.get(version)
 
     def metrics(self) -> dict[str, float]:
-        """What became of rollouts so far, for a trainer's logger."""
-        return {} if self._runner is None else metrics_of(self._runner.sampler)
+        """What became of rollouts until the last batch was complete, for a trainer's logger."""
+        return self._metrics
 
     # In the thread
 
@@ -179,11 +180,11 @@ class Collector:
         plan = self._plan
         await asyncio.to_thread(plan.servers.announce, version, needed=True)
         async with plan.runner(version) as runner:
-            self._runner = runner
             if plan.state:
                 runner.weights(version)
             while (batch := await runner.batch()) is not None:
                 self._remember(version, runner.state())
+                self._metrics = metrics_of(runner.sampler)
                 groups = await asyncio.to_thread(lambda: [group_of(group, plan.shape) for group in batch.groups])
                 with self._lock:
                     self._groups.extend(groups)

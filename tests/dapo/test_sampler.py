@@ -13,7 +13,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from nemo_gym_prorl.dapo.contract import Batch, Decision, NothingToLearn, SamplerConfig, Submission
+from nemo_gym_prorl.dapo.contract import AgentFailures, Batch, Decision, NothingToLearn, SamplerConfig, Submission
 from nemo_gym_prorl.dapo.fates import Fate, Usage
 from nemo_gym_prorl.dapo.prompts import Epochs, SkipSolved
 from nemo_gym_prorl.dapo.sampler import DynamicSampler
@@ -36,6 +36,7 @@ class Sampling(RuleBasedStateMachine):
         failures=st.integers(0, 2),
         restarts=st.integers(0, 2),
         in_order=st.booleans(),
+        references=st.sampled_from([0.0, 0.5, 1.0]),
         epochs=st.sampled_from([None, 3]),
     )
     def begin(
@@ -47,6 +48,7 @@ class Sampling(RuleBasedStateMachine):
         failures: int,
         restarts: int,
         in_order: bool,
+        references: float,
         epochs: int | None,
     ) -> None:
         self.config = SamplerConfig(
@@ -57,12 +59,14 @@ class Sampling(RuleBasedStateMachine):
             failures,
             restarts,
             in_order,
+            AgentFailures.ZERO,
+            references,
             max_fruitless=10**6,
             max_dropped=10**6,
             first_version=5,
         )
         self.prompts = Epochs(ROWS, epochs=epochs)
-        self.sampler = DynamicSampler(self.config, self.prompts)
+        self.sampler = DynamicSampler(self.config, self.prompts, run="dapo")
         self.live: dict[str, Submission] = {}
         self.cancelling: set[str] = set()
         self.scored: dict[str, float] = {}
@@ -108,6 +112,12 @@ class Sampling(RuleBasedStateMachine):
             assert not self.batches
             assert not self.scored
 
+    def ends(self, rollout: str, reward: float) -> None:
+        if self.sampler.wants(rollout):
+            self.scored[rollout] = reward
+        self.sampler.scored(rollout, reward, Usage(1.0, 2.0))
+        self.over(rollout)
+
     def pick(self, data: st.DataObject) -> str:
         return data.draw(st.sampled_from([*self.live]))  # in an order that ids, which are drawn, have no part in
 
@@ -119,16 +129,15 @@ class Sampling(RuleBasedStateMachine):
     @rule(data=st.data(), reward=st.sampled_from(REWARDS))
     @precondition(lambda self: self.live)
     def scores(self, data: st.DataObject, reward: float) -> None:
-        rollout = self.pick(data)
-        if rollout not in self.cancelling:
-            self.scored[rollout] = reward
-        self.sampler.scored(rollout, reward, Usage(1.0, 2.0))
-        self.over(rollout)
+        self.ends(self.pick(data), reward)
 
     @rule(data=st.data(), origin=st.sampled_from(Origin))
     @precondition(lambda self: self.live)
     def fails(self, data: st.DataObject, origin: Origin) -> None:
         rollout = self.pick(data)
+        if origin is Origin.AGENT:
+            self.ends(rollout, 0.0)
+            return
         self.sampler.failed(rollout, origin, Usage(1.0, 2.0))
         self.over(rollout)
 
@@ -169,12 +178,14 @@ class Sampling(RuleBasedStateMachine):
     @rule()
     def restarts(self) -> None:
         state = json.loads(json.dumps(self.sampler.state()))
-        self.sampler = DynamicSampler(self.config, self.prompts)
+        references = set(state["references"])
+        self.sampler = DynamicSampler(self.config, self.prompts, run="dapo")
         again = self.sampler.restore(state)
         for submission in again.submit:
             assert replace(submission, urgent=self.live[submission.rollout].urgent) == self.live[submission.rollout]
-        assert {submission.rollout for submission in again.submit} == set(self.live) - self.cancelling
-        assert set(again.cancel) == self.cancelling
+        assert {submission.rollout for submission in again.submit} == set(self.live) - self.cancelling - references
+        assert set(again.cancel) == self.cancelling | references
+        self.cancelling |= references
 
     @rule(rewards=st.permutations([0.0, 1.0]))
     def goes_well_from_here(self, rewards: list[float]) -> None:
@@ -191,10 +202,7 @@ class Sampling(RuleBasedStateMachine):
                     break
             rollout = next(iter(self.live))
             reward = rewards[int(rollout.split(":")[2]) % 2]
-            if rollout not in self.cancelling:
-                self.scored[rollout] = reward
-            self.sampler.scored(rollout, reward)
-            self.over(rollout)
+            self.ends(rollout, reward)
         assert self.sampler.finished, "nothing in flight, and no batch"
 
     @invariant()
@@ -307,18 +315,25 @@ def test_strictly_on_policy_a_complete_batch_ends_everything_else() -> None:
 
 
 def test_with_staleness_siblings_are_carried_over() -> None:
-    sampler = eager(SamplerConfig(1, 2, 4, max_staleness=1), Epochs(ROWS, seed=None))
+    sampler = eager(SamplerConfig(1, 2, 4, max_staleness=2), Epochs(ROWS, seed=None))
     submissions = sampler.decide().submit
     sampler.scored(submissions[2].rollout, 1.0)
     decision = finish(sampler, submissions[:2], [0.0, 1.0])
     assert len(decision.batches) == 1
     assert not decision.cancel
-    assert [s.prompt for s in decision.submit] == [2, 2, 3], "what ended makes room at once"
+    assert [s.prompt for s in decision.submit] == [2, 2], "what ended makes room at once"
     sampler.weights(1)
+    assert [s.prompt for s in sampler.decide().submit] == [3]
     decision = finish(sampler, [submissions[3]], [0.0])
     assert [[r.version for r in rs] for rs in decision.batches[0].groups.values()] == [[0, 0]]
     assert decision.batches[0].version == 1
-    assert set(decision.cancel) == {"dapo:2:0:0", "dapo:2:1:0", "dapo:3:0:0"}, "began under weights 0"
+    assert not decision.cancel
+
+
+def test_no_more_groups_are_under_way_than_can_be_trained_on() -> None:
+    sampler = eager(SamplerConfig(4, 2, None, max_staleness=1), Epochs(ROWS, seed=None))
+    begun = {s.prompt for s in sampler.decide().submit}
+    assert 4 < len(begun) <= 16, "two batches, of groups of which half may have no variance"
 
 
 def test_groups_under_the_oldest_weights_are_trained_on_first() -> None:
@@ -352,7 +367,7 @@ def test_a_member_that_fails_is_tried_again_and_ends_its_group_at_last() -> None
     sampler.failed(second.rollout, Origin.INFRASTRUCTURE)
     (again, _other) = sampler.decide().submit
     assert (again.rollout, again.urgent) == ("dapo:0:1:1", True)
-    sampler.failed(again.rollout, Origin.AGENT)
+    sampler.failed(again.rollout, Origin.INFRASTRUCTURE)
     decision = sampler.decide()
     assert sampler.dropped == {"failed": 1}
     assert decision.forget == [first.rollout]
@@ -377,13 +392,12 @@ def test_a_row_that_cannot_be_run_is_not_tried_again() -> None:
     assert sampler.dropped == {"refused": 1}
 
 
-def test_what_was_dropped_is_told_with_its_length() -> None:
+def test_what_was_dropped_is_told() -> None:
     sampler = eager(SamplerConfig(1, 2, 4, max_staleness=0), Epochs(ROWS, seed=None))
     submissions = sampler.decide().submit
     decision = finish(sampler, submissions[:2], [0.0, 1.0])
     for rollout in decision.cancel:
         sampler.cancelled(rollout, Usage(seconds=3.0, length=40.0))
-    assert sampler.fates.length_bias == 0.25
     assert sampler.fates.wasted == 0.75
 
 

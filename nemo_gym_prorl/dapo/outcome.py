@@ -1,0 +1,82 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What a sampler is told of a rollout that ended: its reward, how good it was, how long, and whether it gets a loss.
+
+DAPO's filter looks at *accuracy*: a reward that was shaped (by length, by turns) varies in a group in which nothing
+was solved, and what such a group teaches is the shaping. A reward of 0 or 1 is an accuracy; of any other it has to be
+said which field of the verdict is one.
+
+Pure.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from nemo_gym_prorl.dapo.fates import Usage
+from nemo_gym_prorl.failures import CallerError, Origin
+from nemo_gym_prorl.rollout.job import JobState
+from nemo_gym_prorl.rollout.masks import is_masked
+from nemo_gym_prorl.rollout.schemas import JobView
+
+
+@dataclass(frozen=True, slots=True)
+class Outcome:
+    """A rollout that was scored.
+
+    Attributes:
+        reward: raw, as its environment gave it.
+        accuracy: what the filter looks at.
+        masked: whether it counts in its group only.
+    """
+
+    reward: float
+    accuracy: float
+    masked: bool
+
+
+def outcome_of(job: JobView, filter_on: str | None) -> Outcome | Origin:
+    """What became of a job that ended, or who is to blame that it has no outcome.
+
+    Args:
+        job: with its result.
+        filter_on: the field of the verdict that is the accuracy; by default the reward, where it is 0 or 1.
+
+    Raises:
+        CallerError: the verdict does not say how good the rollout was.
+    """
+    result = job.result or {}
+    if job.state is JobState.SUCCEEDED and job.reward is not None:
+        return Outcome(job.reward, _accuracy(result, job.reward, filter_on), is_masked(result))
+    if job.state is JobState.CANCELLED or job.failure is None:
+        return Origin.INFRASTRUCTURE
+    return job.failure.origin
+
+
+def usage_of(job: JobView) -> Usage:
+    """Seconds of work in all stages, and tokens that the policy wrote."""
+    return Usage(sum(timing.worked_s for timing in job.timings.values()), float(_tokens(job.result or {})))
+
+
+def _accuracy(result: Mapping[str, Any], reward: float, filter_on: str | None) -> float:
+    if filter_on is None:
+        if reward not in (0.0, 1.0):
+            raise CallerError(
+                f"a reward of {reward} does not say whether the rollout was right: name the field of the verdict that "
+                "does (filter_on: accuracy), or filter on the reward as it is (filter_on: reward)",
+                field="filter_on",
+            )
+        return reward
+    value = result.get(filter_on, reward if filter_on == "reward" else None)
+    if not isinstance(value, bool | int | float):
+        known = ", ".join(sorted(name for name, field in result.items() if isinstance(field, bool | int | float)))
+        raise CallerError(f"a verdict has no number {filter_on!r}; it has these: {known or 'none'}", field="filter_on")
+    return float(value)
+
+
+def _tokens(result: Mapping[str, Any]) -> int:
+    response = result.get("response")
+    output = response.get("output") if isinstance(response, Mapping) else None
+    items = [item for item in output if isinstance(item, Mapping)] if isinstance(output, list) else []
+    return sum(len(item.get("generation_token_ids") or ()) for item in items)
