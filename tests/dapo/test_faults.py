@@ -86,7 +86,7 @@ async def test_a_service_of_which_only_the_proxy_answers_does_not_hold_up_anothe
 
     async with nodes(2) as up:
         up[1].fault = bad_gateway
-        driver = runner(up, rows(40), SamplerConfig(1, 2, 8, max_staleness=staleness))
+        driver = runner(up, rows(40), SamplerConfig(1, 2, 8, max_staleness=staleness, reference_share=0.0))
         await driver.__aenter__()
         try:
             async with asyncio.timeout(60):
@@ -106,7 +106,7 @@ async def test_a_runner_that_one_service_refuses_leaves_nothing_behind_at_the_ot
 
     async with nodes(2) as up:
         up[1].fault = refuse
-        async with runner(up, rows(40, late=[1], late_s=3600.0), SamplerConfig(1, 3, 9), max_attempts=1) as driver:
+        async with runner(up, rows(40, late=[1], late_s=3600.0), SamplerConfig(1, 3, 9, reference_share=0.0), max_attempts=1) as driver:
             while not (up[0].handler.sessions and up[1].handler.sessions):
                 await asyncio.sleep(0.01)
             armed.append(1)
@@ -129,7 +129,7 @@ async def test_a_row_that_is_refused_costs_its_group_and_no_more(status: int) ->
 
     async with nodes() as up:
         up[0].fault = refuse_once
-        async with runner(up, rows(3), SamplerConfig(1, 2, 2), epochs=1) as driver, asyncio.timeout(30):
+        async with runner(up, rows(3), SamplerConfig(1, 2, 2, reference_share=0.0), epochs=1) as driver, asyncio.timeout(30):
             assert await driver.batch() is not None
             assert driver.sampler.dropped == {"refused": 1}
 
@@ -147,7 +147,7 @@ async def test_a_row_that_is_refused_costs_its_group_and_no_more(status: int) ->
 async def test_one_call_that_fails_loses_nothing(status: int, method: str, begins: str) -> None:
     async with nodes() as up:
         up[0].fault, met = once(status, method, begins)
-        async with runner(up, rows(1, late=[0, 1], late_s=0.2), SamplerConfig(1, 2, 2), epochs=1) as driver:
+        async with runner(up, rows(1, late=[0, 1], late_s=0.2), SamplerConfig(1, 2, 2, reference_share=0.0), epochs=1) as driver:
             assert await driver.batch() is not None
         assert met
 
@@ -163,13 +163,13 @@ async def test_an_outcome_before_the_answer_to_its_submission_is_not_missed() ->
 
     async with nodes() as up:
         up[0].late, up[0].fault = late, listed_late
-        async with runner(up, rows(1), SamplerConfig(1, 2, 2), epochs=1) as driver:
+        async with runner(up, rows(1), SamplerConfig(1, 2, 2, reference_share=0.0), epochs=1) as driver:
             assert await driver.batch() is not None
 
 
 async def test_submissions_that_wait_for_room_do_not_keep_results_from_being_read() -> None:
     settings = PipelineSettings(stages=PoolSizes(64, 64, 64, 64), max_attempts=1, retain_bytes=3000)
-    async with nodes(settings=settings) as up, runner(up, rows(200), SamplerConfig(20, 8, 400)) as driver:
+    async with nodes(settings=settings) as up, runner(up, rows(200), SamplerConfig(20, 8, 400, reference_share=0.0)) as driver:
         assert await driver.batch() is not None
 
 
@@ -186,7 +186,7 @@ async def test_one_of_two_services_never_comes_back(staleness: int, how: str, mo
         if how == "was never there":
             relay.die()
         prompts = Epochs(rows(200, late=[0, 1, 2, 3], late_s=0.05), seed=None)
-        sampler = DynamicSampler(SamplerConfig(1, 4, 32, max_staleness=staleness), prompts)
+        sampler = DynamicSampler(SamplerConfig(1, 4, 32, max_staleness=staleness, reference_share=0.0), prompts)
         driver = Runner(sampler, prompts, clients)
         await driver.__aenter__()
         if how != "was never there":
@@ -205,7 +205,7 @@ async def test_one_of_two_services_never_comes_back(staleness: int, how: str, mo
 async def test_what_cannot_be_run_ends_the_training_with_the_reason() -> None:
     async with nodes() as up:
         for dataset, epochs in ((rows(3), 1), (rows(3), None)):
-            driver = runner(up, dataset, SamplerConfig(1, 2, 4, max_dropped=5), epochs=epochs, environment="misspelt")
+            driver = runner(up, dataset, SamplerConfig(1, 2, 4, max_dropped=5, reference_share=0.0), epochs=epochs, environment="misspelt")
             async with driver:
                 for _ in range(2):
                     with pytest.raises(NothingToLearn, match=r"max_dropped: .* could not be run.*misspelt"):
@@ -215,7 +215,7 @@ async def test_what_cannot_be_run_ends_the_training_with_the_reason() -> None:
 async def test_a_row_that_is_no_json_costs_its_group_only() -> None:
     dataset = rows(3)
     dataset[0]["number"] = 2**70
-    async with nodes() as up, runner(up, dataset, SamplerConfig(2, 2, 4), epochs=1) as driver:
+    async with nodes() as up, runner(up, dataset, SamplerConfig(2, 2, 4, reference_share=0.0), epochs=1) as driver:
         assert await driver.batch() is not None
         assert driver.sampler.dropped["refused"] == 1
 
@@ -257,10 +257,10 @@ async def test_what_was_cancelled_does_not_run_behind_its_back() -> None:
 
 async def test_a_start_that_fails_leaves_nothing_behind() -> None:
     async with nodes() as up:
-        async with runner(up, rows(3, late=[0], late_s=5.0), SamplerConfig(1, 2, 2)) as first:
+        async with runner(up, rows(3, late=[0], late_s=5.0), SamplerConfig(1, 2, 2, reference_share=0.0)) as first:
             state = first.state()
         before = asyncio.all_tasks()
-        second = runner(up, rows(3), SamplerConfig(1, 3, 3), state=state)
+        second = runner(up, rows(3), SamplerConfig(1, 3, 3, reference_share=0.0), state=state)
         with pytest.raises(CallerError, match="group_size"):
             await second.__aenter__()
         await asyncio.sleep(0.1)
@@ -273,7 +273,7 @@ async def test_a_runner_that_broke_says_so_each_time() -> None:
 
     async with nodes() as up:
         up[0].fault = refuse
-        async with runner(up, rows(3, late=[0], late_s=3600.0), SamplerConfig(1, 2, 2)) as driver:
+        async with runner(up, rows(3, late=[0], late_s=3600.0), SamplerConfig(1, 2, 2, reference_share=0.0)) as driver:
             for _ in range(2):
                 with pytest.raises(ApiError, match="403"):
                     await driver.batch()
@@ -281,7 +281,7 @@ async def test_a_runner_that_broke_says_so_each_time() -> None:
 
 async def test_a_batch_that_was_given_up_is_not_lost() -> None:
     dataset = rows(12, late=[0], late_s=0.5)
-    async with nodes() as up, runner(up, dataset, SamplerConfig(1, 2, 2, max_staleness=0)) as driver:
+    async with nodes() as up, runner(up, dataset, SamplerConfig(1, 2, 2, max_staleness=0, reference_share=0.0)) as driver:
         with pytest.raises(TimeoutError):
             await asyncio.wait_for(driver.batch(), 0.1)
         batch = await driver.batch()
@@ -296,7 +296,7 @@ async def test_what_an_earlier_runner_was_cancelling_is_cancelled_again() -> Non
     dataset = rows(8, late=[0, 1], late_s=3600.0)
     dataset[0] |= {"late": []}
     async with nodes(settings=SETTINGS) as up:
-        config = SamplerConfig(1, 2, 8, max_staleness=0)
+        config = SamplerConfig(1, 2, 8, max_staleness=0, reference_share=0.0)
         first = runner(up, dataset, config)
         await first.__aenter__()
         assert await first.batch() is not None

@@ -157,7 +157,7 @@ async def test_batches_from_two_services() -> None:
     dataset = rows(40)
     for uninformative in dataset[::4]:
         uninformative["rewards"] = [1]
-    async with nodes(2) as up, runner(up, dataset, SamplerConfig(3, 4, 24, max_staleness=2)) as driver:
+    async with nodes(2) as up, runner(up, dataset, SamplerConfig(3, 4, 24, max_staleness=2, reference_share=0.0)) as driver:
         seen: set[str] = set()
         for step in range(4):
             batch = await driver.batch()
@@ -200,7 +200,7 @@ async def test_a_machine_that_fails_is_no_reward() -> None:
     dataset = rows(6, rewards=[1])
     dataset[0] |= {"plan": plan}
     dataset[2]["rewards"] = [0, 1]
-    async with nodes() as up, runner(up, dataset, SamplerConfig(1, 2, 4, max_failures=2, in_order=True)) as driver:
+    async with nodes() as up, runner(up, dataset, SamplerConfig(1, 2, 4, max_failures=2, in_order=True, reference_share=0.0)) as driver:
         batch = await driver.batch()
         assert batch is not None
         assert [[rollout.reward for rollout in group] for group in batch.groups] == [[0, 1]]
@@ -211,7 +211,7 @@ async def test_a_machine_that_fails_is_no_reward() -> None:
 async def test_a_complete_batch_ends_the_rest_and_its_sandboxes() -> None:
     dataset = rows(8, late=[0], late_s=3600.0)
     dataset[0] |= {"late": []}
-    async with nodes() as up, runner(up, dataset, SamplerConfig(1, 2, 16, max_staleness=0)) as driver:
+    async with nodes() as up, runner(up, dataset, SamplerConfig(1, 2, 16, max_staleness=0, reference_share=0.0)) as driver:
         assert await driver.batch() is not None
         while up[0].pipeline.store.live():
             await asyncio.sleep(0.01)
@@ -224,7 +224,7 @@ async def test_a_complete_batch_ends_the_rest_and_its_sandboxes() -> None:
 
 async def test_a_service_that_dies_and_comes_back_gets_its_rollouts_again() -> None:
     dataset = rows(10, late=[0, 1], late_s=0.3)
-    async with nodes() as up, runner(up, dataset, SamplerConfig(2, 2, 8)) as driver:
+    async with nodes() as up, runner(up, dataset, SamplerConfig(2, 2, 8, reference_share=0.0)) as driver:
         waiting = asyncio.create_task(driver.batch())
         while not up[0].handler.sessions:
             await asyncio.sleep(0.01)
@@ -241,7 +241,7 @@ async def test_a_service_that_dies_and_comes_back_gets_its_rollouts_again() -> N
 async def test_a_runner_goes_on_where_another_one_stopped() -> None:
     dataset = rows(10)
     dataset[1] |= {"late": [1], "late_s": 1.0}
-    config = SamplerConfig(1, 2, 4, in_order=True)
+    config = SamplerConfig(1, 2, 4, in_order=True, reference_share=0.0)
     async with nodes() as up:
         first = runner(up, dataset, config)
         await first.__aenter__()
@@ -266,7 +266,7 @@ async def test_a_runner_goes_on_where_another_one_stopped() -> None:
 async def test_results_that_a_new_life_has_forgotten_are_sampled_again() -> None:
     dataset = rows(10)
     dataset[0] |= {"late": [1], "late_s": 0.5}
-    config = SamplerConfig(1, 2, 2, in_order=True)
+    config = SamplerConfig(1, 2, 2, in_order=True, reference_share=0.0)
     async with nodes() as up:
         first = runner(up, dataset, config)
         await first.__aenter__()
@@ -288,7 +288,7 @@ async def test_results_that_a_new_life_has_forgotten_are_sampled_again() -> None
 async def test_a_row_that_the_service_refuses_costs_its_group_only() -> None:
     dataset = rows(3)
     dataset[0] = {"rewards": [1]}
-    async with nodes() as up, runner(up, dataset, SamplerConfig(2, 2, 4), epochs=1) as driver:
+    async with nodes() as up, runner(up, dataset, SamplerConfig(2, 2, 4, reference_share=0.0), epochs=1) as driver:
         batch = await driver.batch()
         assert batch is not None
         assert driver.sampler.dropped["refused"] == 1
@@ -298,14 +298,14 @@ async def test_a_row_that_the_service_refuses_costs_its_group_only() -> None:
 async def test_a_service_that_wants_a_key_ends_the_training_at_once() -> None:
     async with nodes(token="secret") as up:
         with pytest.raises(ApiError, match="401"):
-            async with runner(up, rows(3), SamplerConfig(1, 2, 4), token="wrong") as driver:
+            async with runner(up, rows(3), SamplerConfig(1, 2, 4, reference_share=0.0), token="wrong") as driver:
                 await driver.batch()
-        async with runner(up, rows(3), SamplerConfig(1, 2, 4), token="secret") as driver:
+        async with runner(up, rows(3), SamplerConfig(1, 2, 4, reference_share=0.0), token="secret") as driver:
             assert await driver.batch() is not None
 
 
 async def test_an_environment_without_variance_ends_the_training() -> None:
-    config = SamplerConfig(1, 2, 4, max_fruitless=5)
+    config = SamplerConfig(1, 2, 4, max_fruitless=5, reference_share=0.0)
     async with nodes() as up, runner(up, rows(3, rewards=[1]), config) as driver:
         with pytest.raises(NothingToLearn, match="max_fruitless"):
             await driver.batch()
@@ -319,17 +319,17 @@ async def kill(driver: Runner) -> None:
 async def test_a_runner_without_services_is_refused() -> None:
     prompts = Epochs(rows(1))
     with pytest.raises(CallerError, match="services: at least one"):
-        Runner(DynamicSampler(SamplerConfig(1, 2, 4), prompts), prompts, [])
+        Runner(DynamicSampler(SamplerConfig(1, 2, 4, reference_share=0.0), prompts), prompts, [])
 
 
 async def test_environments_and_budgets_go_with_each_submission() -> None:
-    async with nodes() as up, runner(up, rows(3), SamplerConfig(1, 2, 2), budgets={"run": 77.0}) as driver:
+    async with nodes() as up, runner(up, rows(3), SamplerConfig(1, 2, 2, reference_share=0.0), budgets={"run": 77.0}) as driver:
         assert await driver.batch() is not None
         assert {job.budgets.of(Stage.RUN) for job in up[0].pipeline.store.find(state=None, group=None)} == {77.0}
 
 
 async def test_a_state_that_would_lose_a_batch_is_refused() -> None:
-    async with nodes() as up, runner(up, rows(12, late=[0], late_s=0.5), SamplerConfig(1, 2, 2)) as driver:
+    async with nodes() as up, runner(up, rows(12, late=[0], late_s=0.5), SamplerConfig(1, 2, 2, reference_share=0.0)) as driver:
         with pytest.raises(TimeoutError):
             await asyncio.wait_for(driver.batch(), 0.1)
         while not driver.sampler.emitted:
