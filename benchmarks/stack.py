@@ -16,7 +16,6 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Protocol
 
-from benchmarks.dapo import drawn_reward
 from benchmarks.engines import Engines, Request, Rollout, Router, Trace
 from benchmarks.fleet import PROMPT, SYSTEM, drawn_turns
 from benchmarks.synchronous import Rounds
@@ -322,7 +321,7 @@ class Stack(Engines):
         self._goes_on(job, None)
         del self._jobs[name]
         self.ended += 1
-        reward = drawn_reward(self._seed, self._work.informative, job.prompt, name)
+        reward = _drawn_reward(self._seed, self._work.informative, job.prompt, name)
         self.schedule.scored(name, reward, Usage(job.worked_s, job.written))
         self._decide()
 
@@ -379,3 +378,11 @@ def _schedule(variant: Variant, work: Work) -> Schedule:
         return Rounds(work.groups, work.size, variant.rounds, RUN)
     config = SamplerConfig(work.groups, work.size, work.max_in_flight, variant.staleness, max_fruitless=10**9)
     return DynamicSampler(config, Epochs([{}] * 100_000, seed=None), run=RUN)
+
+
+def _drawn_reward(seed: int, informative: float, prompt: int, sample: str) -> float:
+    """0 or 1: of a prompt that is informative (by that probability) at even odds, of others always the same."""
+    kind = random.Random(f"{seed}:kind:{prompt}").random()
+    if kind >= informative:
+        return float(kind < (1 + informative) / 2)
+    return float(random.Random(f"{seed}:reward:{sample}").random() < 0.5)

@@ -3,12 +3,14 @@
 
 A schedule that drops, redraws or passes over rollouts because they take long trains on short ones, and what it dropped
 can't tell: its length is that of the part that ran. So a random share of prompts, drawn before anything of them is
-known, are *references*: each of their first tries runs to its end, whatever the schedule thinks of it. The bias is the
-mean of the rollouts that were trained on over the mean of those of the references that the filter lets pass, in tokens
-and in accuracy. 1 is unbiased.
+known, are *references*: each of their first tries runs to its end, whatever the schedule thinks of it. What the policy
+samples is then known of two kinds of prompts: those whose first tries ran to their end anyway, and, by a random sample
+of them, those whose first tries were cut off. The bias is the mean of the rollouts that were trained on over that
+of the first tries of the same prompts that the filter lets pass, in tokens and in accuracy. 1 is unbiased. The
+interval is of that sample; where nothing was cut off, the bias is known.
 
 Only prompts are compared that nothing is outstanding of, and none behind one that something is: else the references
-that are still running, the longest, would be left out of the truth as well.
+that are still running, the longest, would be left out of the truth.
 
 Pure.
 """
@@ -17,6 +19,7 @@ from __future__ import annotations
 
 import math
 import random
+import statistics
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import astuple, dataclass
 from typing import Any
@@ -24,18 +27,26 @@ from typing import Any
 
 _WINDOW = 4096
 """Prompts that are compared: policies change, and so does what they sample."""
-_FEWEST = 10
-"""References that an interval needs."""
+_FEW = 5
+"""References of what was cut off, below which their spread is taken from what was not, and doubled."""
 _Z = 1.96
 
 
 @dataclass(frozen=True, slots=True)
 class Estimate:
-    """A ratio with its 95 % confidence interval."""
+    """A ratio with its 95 % confidence interval.
+
+    Attributes:
+        value: the ratio.
+        low: of the interval.
+        high: of the interval.
+        end: it is of prompts before this one.
+    """
 
     value: float
     low: float
     high: float
+    end: int
 
     def told(self) -> Iterator[tuple[str, float]]:
         """For a log: the ratio and its ends, with what their names end in."""
@@ -44,7 +55,7 @@ class Estimate:
 
 @dataclass(frozen=True, slots=True)
 class Sums:
-    """Of the rollouts of one group.
+    """Of the rollouts of one group that the filter lets pass; nothing, where it does not.
 
     Attributes:
         rollouts: how many.
@@ -52,15 +63,15 @@ class Sums:
         accuracy: as the filter reads it.
     """
 
-    rollouts: int
-    length: float
-    accuracy: float
+    rollouts: int = 0
+    length: float = 0.0
+    accuracy: float = 0.0
 
     @classmethod
     def of(cls, rollouts: Iterable[tuple[float, float]]) -> Sums:
         """Of lengths and accuracies."""
-        lengths, accuracies = zip(*rollouts, strict=True) if (rollouts := [*rollouts]) else ((), ())
-        return cls(len(rollouts), sum(lengths), sum(accuracies))
+        known = [*rollouts]
+        return cls(len(known), sum(length for length, _ in known), sum(accuracy for _, accuracy in known))
 
 
 class BiasMeter:
@@ -75,95 +86,99 @@ class BiasMeter:
         self._share, self._run = share, run
         self._open: dict[int, list[tuple[float, float] | None]] = {}
         """Lengths and accuracies of first tries, by prompt and place; ``None`` while one is outstanding."""
-        self._references: dict[int, Sums] = {}
-        """Those whose first tries have all ended, and vary."""
+        self._whole: dict[int, Sums] = {}
+        """Prompts whose first tries have all ended."""
+        self._cut: set[int] = set()
+        """Prompts whose first tries were cut off, or would have been if they were no references."""
         self._emitted: dict[int, Sums] = {}
 
     def opened(self, number: int, size: int) -> None:
         """A prompt is about to be sampled for the first time."""
-        if random.Random(f"{self._run}:reference:{number}").random() < self._share:
-            self._open[number] = [None] * size
-
-    def wants(self, number: int, place: int) -> bool:
-        """Whether this member's outcome is the first one of a reference: it is to run to its end."""
-        return number in self._open and self._open[number][place] is None
+        self._open[number] = [None] * size
 
     def ended(self, number: int, place: int, length: float, accuracy: float) -> None:
         """An outcome. All but the first of a member say nothing here."""
-        if not self.wants(number, place):
+        tries = self._open.get(number)
+        if tries is None or tries[place] is not None:
             return
-        tries = self._open[number]
         tries[place] = (length, accuracy)
         known = [one for one in tries if one is not None]
         if len(known) == len(tries):
             del self._open[number]
-            if len({accuracy for _, accuracy in known}) > 1:
-                self._references[number] = Sums.of(known)
+            self._whole[number] = Sums.of(known) if len({right for _, right in known}) > 1 else Sums()
+
+    def cut(self, number: int, place: int) -> bool:
+        """A rollout that runs is of no use any more: whether it is to run to its end all the same."""
+        if number not in self._open or self._open[number][place] is not None:
+            return False
+        self._cut.add(number)
+        if random.Random(f"{self._run}:reference:{number}").random() < self._share:
+            return True
+        del self._open[number]
+        return False
 
     def gave_up(self, number: int) -> None:
-        """A first try that can't be had: the machines', or the row's, fault. The prompt is no reference."""
+        """First tries that can't be had: the machines', or the row's, fault. Nothing is said of this prompt."""
         self._open.pop(number, None)
+        self._cut.discard(number)
 
     def emitted(self, number: int, rollouts: Iterable[tuple[float, float]]) -> None:
         """Lengths and accuracies of what is trained on of a group."""
         self._emitted[number] = Sums.of(rollouts)
-        for numbers in (self._emitted, self._references):
-            while numbers and (oldest := next(iter(numbers))) < number - _WINDOW:
-                del numbers[oldest]
+        for numbers in (self._emitted, self._whole):
+            for old in [known for known in numbers if known < number - 2 * _WINDOW]:
+                del numbers[old]
+        self._cut = {known for known in self._cut if known >= number - 2 * _WINDOW}
 
-    @property
-    def outstanding(self) -> Iterator[int]:
-        """References of which something is."""
-        return iter(self._open)
-
-    def length(self, settled: float) -> Estimate | None:
-        """Mean length of what is trained on over that of references.
+    def length(self, settled: int) -> Estimate | None:
+        """Mean length of what is trained on over that of first tries.
 
         Args:
-            settled: the first prompt that something is outstanding of, but for references.
+            settled: prompts before this one are trained on, or dropped for good.
         """
         return self._ratio(settled, lambda sums: sums.length)
 
-    def accuracy(self, settled: float) -> Estimate | None:
-        """Mean accuracy of what is trained on over that of references."""
+    def accuracy(self, settled: int) -> Estimate | None:
+        """Mean accuracy of what is trained on over that of first tries."""
         return self._ratio(settled, lambda sums: sums.accuracy)
 
-    def _ratio(self, settled: float, of: Callable[[Sums], float]) -> Estimate | None:
-        """Of two means over groups of which many are the same ones, so that their errors are: the delta method."""
+    def _ratio(self, settled: int, of: Callable[[Sums], float]) -> Estimate | None:
         end = min([settled, *self._open])
         begin = end - _WINDOW
-        trained, true = (
-            {number: sums for number, sums in numbers.items() if begin <= number < end}
-            for numbers in (self._emitted, self._references)
-        )
-        counted = [sum(sums.rollouts for sums in numbers.values()) for numbers in (trained, true)]
-        if len(true) < _FEWEST or not counted[0]:
+        trained = [sums for number, sums in self._emitted.items() if begin <= number < end]
+        whole = {number: sums for number, sums in self._whole.items() if begin <= number < end}
+        cut = [number for number in self._cut if begin <= number < end]
+        sample = [whole.pop(number) for number in cut if number in whole]
+        weight = len(cut) / len(sample) if sample else 0.0
+        rollouts = sum(s.rollouts for s in whole.values()) + weight * sum(s.rollouts for s in sample)
+        total = sum(map(of, whole.values())) + weight * sum(map(of, sample))
+        if not rollouts or not trained or not total:
             return None
-        means = [
-            sum(map(of, numbers.values())) / count for numbers, count in zip((trained, true), counted, strict=True)
-        ]
-        if min(means) <= 0:
+        true = total / rollouts
+        ratio = sum(map(of, trained)) / sum(sums.rollouts for sums in trained) / true
+
+        def spread(known: Iterable[Sums]) -> float:
+            return statistics.stdev(of(sums) - true * sums.rollouts for sums in known)
+
+        if len(cut) == len(sample):
+            error = 0.0
+        elif len(sample) >= _FEW:
+            freedom = len(sample) - 1
+            quantile = _Z + (_Z**3 + _Z) / (4 * freedom)  # Student's t, Cornish and Fisher's expansion
+            unseen = 1 - len(sample) / len(cut)
+            error = quantile * len(cut) * spread(sample) * math.sqrt(unseen / len(sample)) / total
+        elif len(whole) >= _FEW:
+            error = 2 * _Z * len(cut) * spread(whole.values()) / math.sqrt(max(len(sample), 1)) / total
+        else:
             return None
-
-        def deviation(numbers: Mapping[int, Sums], number: int, mean: float, count: int) -> float:
-            sums = numbers.get(number)
-            return (of(sums) - mean * sums.rollouts) / (count * mean) if sums else 0.0
-
-        variance = sum(
-            (deviation(trained, n, means[0], counted[0]) - deviation(true, n, means[1], counted[1])) ** 2
-            for n in trained.keys() | true.keys()
-        )
-        freedom = len(true) - 1
-        quantile = _Z + (_Z**3 + _Z) / (4 * freedom)  # Student's t, Cornish and Fisher's expansion
-        error = quantile * math.sqrt(variance * len(true) / freedom)
-        ratio = means[0] / means[1]
-        return Estimate(ratio, ratio * math.exp(-error), ratio * math.exp(error))
+        return Estimate(ratio, ratio * math.exp(-error), ratio * math.exp(error), end)
 
     def state(self) -> dict[str, Any]:
         """It as JSON."""
         return {
             "open": [[number, tries] for number, tries in self._open.items()],
-            "references": [[number, *astuple(sums)] for number, sums in self._references.items()],
+            "whole": [[number, *astuple(sums)] for number, sums in self._whole.items()],
+            "cut": sorted(self._cut),
             "emitted": [[number, *astuple(sums)] for number, sums in self._emitted.items()],
         }
 
@@ -171,5 +186,6 @@ class BiasMeter:
         """Goes on from there."""
         self._run = run
         self._open = {number: [tuple(one) if one else None for one in tries] for number, tries in state["open"]}
-        self._references = {number: Sums(*sums) for number, *sums in state["references"]}
+        self._whole = {number: Sums(*sums) for number, *sums in state["whole"]}
+        self._cut = set(state["cut"])
         self._emitted = {number: Sums(*sums) for number, *sums in state["emitted"]}

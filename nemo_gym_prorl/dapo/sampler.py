@@ -90,6 +90,8 @@ class DynamicSampler:
         """Drawn when a state is restored, and part of ids: what was submitted after it was saved must not be met
         again, nor what another run submitted that began from it."""
         self._next_prompt = 0
+        self._passed = 0
+        """Prompts that a batch has passed over. Only in order."""
         self._fruitless = 0
         self._unrun = 0
         """Groups in a row that could not be run, and why the last one."""
@@ -131,7 +133,7 @@ class DynamicSampler:
         accuracy = reward if accuracy is None else accuracy
         if not (math.isfinite(reward) and math.isfinite(accuracy)):
             raise ValueError(f"the reward of {rollout} is {reward}, its accuracy {accuracy}")
-        if rollout in self._references or self.wants(rollout):
+        if rollout in self._references or (self.wants(rollout) and not self._has_reference(rollout)):
             self._bias.ended(*_place(rollout), usage.length, accuracy)
         if self._ended_early(rollout, usage) or rollout not in self._running:
             return
@@ -236,14 +238,19 @@ class DynamicSampler:
         return self._exhausted and not self._queue.open and not self._ending and not self._references
 
     @property
+    def _settled(self) -> int:
+        """Prompts before this one are trained on, or dropped for good."""
+        return self._passed if self.config.in_order else int(self._queue.first_open(self._next_prompt))
+
+    @property
     def length_bias(self) -> Estimate | None:
         """Mean length of what is trained on over that of what the policy samples, in tokens; see :mod:`bias`."""
-        return self._bias.length(self._queue.first_open(self._next_prompt))
+        return self._bias.length(self._settled)
 
     @property
     def accuracy_bias(self) -> Estimate | None:
         """The same of accuracy."""
-        return self._bias.accuracy(self._queue.first_open(self._next_prompt))
+        return self._bias.accuracy(self._settled)
 
     def close(self) -> Decision:
         """Training is over: cancels what runs and lets go of the rest. The outcomes of the former are still told."""
@@ -268,6 +275,7 @@ class DynamicSampler:
             "emitted": self.emitted,
             "submitted": self.submitted,
             "next_prompt": self._next_prompt,
+            "passed": self._passed,
             "fruitless": self._fruitless,
             "unrun": self._unrun,
             "why": self._why,
@@ -296,6 +304,7 @@ class DynamicSampler:
         self.version, self.emitted = state["version"], state["emitted"]
         self.asked = self.emitted
         self.submitted, self._next_prompt = state["submitted"], state["next_prompt"]
+        self._passed = state["passed"]
         self._fruitless = state["fruitless"]
         # A reference that nobody waited for meanwhile is none: how long it took is not known any more.
         self._ending = {*state["ending"], *state["references"]}
@@ -341,6 +350,11 @@ class DynamicSampler:
             return True
         return False
 
+    def _has_reference(self, rollout: str) -> bool:
+        """Whether an earlier try of the same member still runs for the meter: this one is not the first."""
+        place = _place(rollout)
+        return any(_place(reference) == place for reference in self._references)
+
     @property
     def _ever_complete(self) -> bool:
         """Whether any group had all its rewards."""
@@ -378,7 +392,7 @@ class DynamicSampler:
             return
         if member.runs:
             del self._running[member.rollout]
-            if self._bias.wants(group.number, member.place):
+            if self._bias.cut(group.number, member.place):
                 self._references.add(member.rollout)
             else:
                 self._ending.add(member.rollout)
@@ -410,6 +424,7 @@ class DynamicSampler:
 
     def _settle(self, emitted: list[int]) -> None:
         """A batch has passed over all prompts up to its last one."""
+        self._passed = emitted[-1] + 1
         fruitless = self._queue.fruitless
         passed = [number for number in fruitless if number < emitted[-1]]
         for number in sorted([*passed, *emitted]):
@@ -434,7 +449,8 @@ class DynamicSampler:
                 stale = group.members  # their results are gone
             else:
                 stale = [*group.older_than(self._oldest_of_use)]
-            if not self.config.in_order and max(m.restarts for m in stale) >= self.config.max_restarts:
+            tried = all(member.tries for member in group.members)  # or a reference would never be complete
+            if tried and not self.config.in_order and max(m.restarts for m in stale) >= self.config.max_restarts:
                 self._drop(group, "too_late", Fate.STALE)
                 continue
             for member in stale:

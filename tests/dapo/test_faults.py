@@ -106,7 +106,9 @@ async def test_a_runner_that_one_service_refuses_leaves_nothing_behind_at_the_ot
 
     async with nodes(2) as up:
         up[1].fault = refuse
-        async with runner(up, rows(40, late=[1], late_s=3600.0), SamplerConfig(1, 3, 9, reference_share=0.0), max_attempts=1) as driver:
+        async with runner(
+            up, rows(40, late=[1], late_s=3600.0), SamplerConfig(1, 3, 9, reference_share=0.0), max_attempts=1
+        ) as driver:
             while not (up[0].handler.sessions and up[1].handler.sessions):
                 await asyncio.sleep(0.01)
             armed.append(1)
@@ -129,7 +131,10 @@ async def test_a_row_that_is_refused_costs_its_group_and_no_more(status: int) ->
 
     async with nodes() as up:
         up[0].fault = refuse_once
-        async with runner(up, rows(3), SamplerConfig(1, 2, 2, reference_share=0.0), epochs=1) as driver, asyncio.timeout(30):
+        async with (
+            runner(up, rows(3), SamplerConfig(1, 2, 2, reference_share=0.0), epochs=1) as driver,
+            asyncio.timeout(30),
+        ):
             assert await driver.batch() is not None
             assert driver.sampler.dropped == {"refused": 1}
 
@@ -147,7 +152,9 @@ async def test_a_row_that_is_refused_costs_its_group_and_no_more(status: int) ->
 async def test_one_call_that_fails_loses_nothing(status: int, method: str, begins: str) -> None:
     async with nodes() as up:
         up[0].fault, met = once(status, method, begins)
-        async with runner(up, rows(1, late=[0, 1], late_s=0.2), SamplerConfig(1, 2, 2, reference_share=0.0), epochs=1) as driver:
+        async with runner(
+            up, rows(1, late=[0, 1], late_s=0.2), SamplerConfig(1, 2, 2, reference_share=0.0), epochs=1
+        ) as driver:
             assert await driver.batch() is not None
         assert met
 
@@ -169,7 +176,10 @@ async def test_an_outcome_before_the_answer_to_its_submission_is_not_missed() ->
 
 async def test_submissions_that_wait_for_room_do_not_keep_results_from_being_read() -> None:
     settings = PipelineSettings(stages=PoolSizes(64, 64, 64, 64), max_attempts=1, retain_bytes=3000)
-    async with nodes(settings=settings) as up, runner(up, rows(200), SamplerConfig(20, 8, 400, reference_share=0.0)) as driver:
+    async with (
+        nodes(settings=settings) as up,
+        runner(up, rows(200), SamplerConfig(20, 8, 400, reference_share=0.0)) as driver,
+    ):
         assert await driver.batch() is not None
 
 
@@ -205,7 +215,13 @@ async def test_one_of_two_services_never_comes_back(staleness: int, how: str, mo
 async def test_what_cannot_be_run_ends_the_training_with_the_reason() -> None:
     async with nodes() as up:
         for dataset, epochs in ((rows(3), 1), (rows(3), None)):
-            driver = runner(up, dataset, SamplerConfig(1, 2, 4, max_dropped=5, reference_share=0.0), epochs=epochs, environment="misspelt")
+            driver = runner(
+                up,
+                dataset,
+                SamplerConfig(1, 2, 4, max_dropped=5, reference_share=0.0),
+                epochs=epochs,
+                environment="misspelt",
+            )
             async with driver:
                 for _ in range(2):
                     with pytest.raises(NothingToLearn, match=r"max_dropped: .* could not be run.*misspelt"):
@@ -281,7 +297,10 @@ async def test_a_runner_that_broke_says_so_each_time() -> None:
 
 async def test_a_batch_that_was_given_up_is_not_lost() -> None:
     dataset = rows(12, late=[0], late_s=0.5)
-    async with nodes() as up, runner(up, dataset, SamplerConfig(1, 2, 2, max_staleness=0, reference_share=0.0)) as driver:
+    async with (
+        nodes() as up,
+        runner(up, dataset, SamplerConfig(1, 2, 2, max_staleness=0, reference_share=0.0)) as driver,
+    ):
         with pytest.raises(TimeoutError):
             await asyncio.wait_for(driver.batch(), 0.1)
         batch = await driver.batch()

@@ -157,7 +157,10 @@ async def test_batches_from_two_services() -> None:
     dataset = rows(40)
     for uninformative in dataset[::4]:
         uninformative["rewards"] = [1]
-    async with nodes(2) as up, runner(up, dataset, SamplerConfig(3, 4, 24, max_staleness=2, reference_share=0.0)) as driver:
+    async with (
+        nodes(2) as up,
+        runner(up, dataset, SamplerConfig(3, 4, 24, max_staleness=2, reference_share=0.0)) as driver,
+    ):
         seen: set[str] = set()
         for step in range(4):
             batch = await driver.batch()
@@ -200,7 +203,10 @@ async def test_a_machine_that_fails_is_no_reward() -> None:
     dataset = rows(6, rewards=[1])
     dataset[0] |= {"plan": plan}
     dataset[2]["rewards"] = [0, 1]
-    async with nodes() as up, runner(up, dataset, SamplerConfig(1, 2, 4, max_failures=2, in_order=True, reference_share=0.0)) as driver:
+    async with (
+        nodes() as up,
+        runner(up, dataset, SamplerConfig(1, 2, 4, max_failures=2, in_order=True, reference_share=0.0)) as driver,
+    ):
         batch = await driver.batch()
         assert batch is not None
         assert [[rollout.reward for rollout in group] for group in batch.groups] == [[0, 1]]
@@ -211,7 +217,10 @@ async def test_a_machine_that_fails_is_no_reward() -> None:
 async def test_a_complete_batch_ends_the_rest_and_its_sandboxes() -> None:
     dataset = rows(8, late=[0], late_s=3600.0)
     dataset[0] |= {"late": []}
-    async with nodes() as up, runner(up, dataset, SamplerConfig(1, 2, 16, max_staleness=0, reference_share=0.0)) as driver:
+    async with (
+        nodes() as up,
+        runner(up, dataset, SamplerConfig(1, 2, 16, max_staleness=0, reference_share=0.0)) as driver,
+    ):
         assert await driver.batch() is not None
         while up[0].pipeline.store.live():
             await asyncio.sleep(0.01)
@@ -323,13 +332,19 @@ async def test_a_runner_without_services_is_refused() -> None:
 
 
 async def test_environments_and_budgets_go_with_each_submission() -> None:
-    async with nodes() as up, runner(up, rows(3), SamplerConfig(1, 2, 2, reference_share=0.0), budgets={"run": 77.0}) as driver:
+    async with (
+        nodes() as up,
+        runner(up, rows(3), SamplerConfig(1, 2, 2, reference_share=0.0), budgets={"run": 77.0}) as driver,
+    ):
         assert await driver.batch() is not None
         assert {job.budgets.of(Stage.RUN) for job in up[0].pipeline.store.find(state=None, group=None)} == {77.0}
 
 
 async def test_a_state_that_would_lose_a_batch_is_refused() -> None:
-    async with nodes() as up, runner(up, rows(12, late=[0], late_s=0.5), SamplerConfig(1, 2, 2, reference_share=0.0)) as driver:
+    async with (
+        nodes() as up,
+        runner(up, rows(12, late=[0], late_s=0.5), SamplerConfig(1, 2, 2, reference_share=0.0)) as driver,
+    ):
         with pytest.raises(TimeoutError):
             await asyncio.wait_for(driver.batch(), 0.1)
         while not driver.sampler.emitted:
