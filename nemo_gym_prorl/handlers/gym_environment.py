@@ -50,8 +50,6 @@ LATE_SEED_S = 600.0
 _CLOSE = "/close_session"
 _NO_CLOSE = "has no /close_session"
 _WAITED_S = 2.0
-_MESSAGE = "message"
-"""What an item is that does not say so."""
 _RELEASE_PATH = re.compile(r"(?:/[A-Za-z0-9._~-]+)+/?")
 
 
@@ -301,8 +299,9 @@ def _has_items(response: Any, trajectory: Trajectory) -> bool:
     return (
         isinstance(output, list)
         and len(output) == len(sent)
-        and all(
-            isinstance(output[turn.item], dict) and output[turn.item].get("type", _MESSAGE) == sent[turn.item].get("type", _MESSAGE)
-            for turn in trajectory.tokens
-        )
+        and all(_kind(output[turn.item]) == _kind(sent[turn.item]) for turn in trajectory.tokens)
     )
+
+
+def _kind(item: Any) -> Any:
+    return item.get("type", "message") if isinstance(item, dict) else None

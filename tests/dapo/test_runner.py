@@ -53,7 +53,7 @@ class Scorer(PlannedHandler):
         await super().eval(job, trajectory)
         rewards = job.row["rewards"]
         reward = float(rewards[_member(job) % len(rewards)])
-        output = job.row.get("output") or said(_member(job))
+        output = said_at_length() if job.row.get("long") else said(_member(job))
         return Verdict(reward, {"reward": reward, "tokens": [job.id], "response": {"output": output}})
 
 
@@ -61,6 +61,18 @@ def said(member: int) -> list[dict[str, Any]]:
     """Output items of a rollout: a turn with as many tokens as the member's number, and one more."""
     tokens, log_probs = [7] * (member + 1), [-0.5] * (member + 1)
     return [{"prompt_token_ids": [1, 2], "generation_token_ids": tokens, "generation_log_probs": log_probs}]
+
+
+def said_at_length() -> list[dict[str, Any]]:
+    """Output items of 50 turns, which call a tool each, with 30,000 tokens in the end."""
+    sequence, output = [5] * 1000, list[dict[str, Any]]()
+    for turn in range(50):
+        sampled, log_probs = [9_000 + turn] * 280, [-turn / 7] * 280
+        tokens = {"prompt_token_ids": sequence, "generation_token_ids": sampled, "generation_log_probs": log_probs}
+        output.append({"type": "message", "role": "assistant", "content": "said " * 200, **tokens})
+        output.append({"type": "function_call_output", "call_id": "c", "output": "seen " * 200})
+        sequence = sequence + sampled + [8_000] * 300
+    return output
 
 
 def _member(job: Job) -> int:
@@ -201,21 +213,15 @@ async def test_batches_from_two_services() -> None:
 
 
 async def test_a_rollout_that_is_held_is_small() -> None:
-    """50 turns with a context of 30,000 tokens at the end, as a trainer holds thousands of them."""
-    sequence, output = [5] * 1000, []
-    for turn in range(50):
-        sampled, log_probs = [turn] * 280, [-turn / 7] * 280
-        tokens = {"prompt_token_ids": sequence, "generation_token_ids": sampled, "generation_log_probs": log_probs}
-        output.append({"type": "message", "role": "assistant", "content": "said " * 200, **tokens})
-        output.append({"type": "function_call_output", "call_id": "c", "output": "seen " * 200})
-        sequence = sequence + sampled + [9] * 300
-    async with nodes() as up, runner(up, rows(1, output=output), SamplerConfig(1, 2, 2), epochs=1) as driver:
+    """A trainer holds thousands."""
+    *_, said_last, _ = output = said_at_length()
+    async with nodes() as up, runner(up, rows(1, long=True), SamplerConfig(1, 2, 2), epochs=1) as driver:
         batch = await driver.batch()
     assert batch is not None
     for rollout in batch.groups[0]:
         assert held_bytes(rollout) <= 2**20
         told = [token for turn in rollout.tokens for token in (*turn.observed, *turn.sampled)]
-        assert told == sequence[: -len([9] * 300)]
+        assert told == said_last["prompt_token_ids"] + said_last["generation_token_ids"]
         assert rollout.result["response"]["output"][1] == output[1]
 
 
