@@ -56,7 +56,8 @@ def outcome_of(job: JobView, filter_on: str | None) -> Outcome | Origin:
 
 def usage_of(job: JobView) -> Usage:
     """Seconds of work in all stages, and tokens that the policy wrote."""
-    return Usage(sum(timing.worked_s for timing in job.timings.values()), float(sum(turn.length for turn in job.tokens or ())))
+    tokens = sum(turn.length for turn in job.tokens or ())
+    return Usage(sum(timing.worked_s for timing in job.timings.values()), float(tokens))
 
 
 def _accuracy(result: Mapping[str, Any], reward: float, filter_on: str | None) -> float:

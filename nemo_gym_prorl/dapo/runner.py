@@ -338,9 +338,7 @@ class Runner:
             for member in members:
                 kept = self._results.pop(member.rollout)
                 self._gone(member.rollout)
-                group.append(
-                    TrainedRollout(member.rollout, row, member.reward, member.version, member.masked, *kept)
-                )
+                group.append(TrainedRollout(member.rollout, row, member.reward, member.version, member.masked, *kept))
             groups.append(group)
         return TrainingBatch(batch.number, batch.version, groups)
 

@@ -137,7 +137,7 @@ class TurnView(BaseModel):
 
     @property
     def length(self) -> int:
-        """Ids that were sampled: four bytes each, of which base64 makes characters in fours of three, the last padded."""
+        """Ids that were sampled, of four bytes each; base64 makes four characters of three bytes, the last padded."""
         return len(self.sampled) // 4 * 3 // 4
 
 

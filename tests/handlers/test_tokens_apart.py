@@ -9,6 +9,7 @@ import orjson
 import pytest
 from fastapi.responses import JSONResponse
 
+from nemo_gym_prorl.dapo.outcome import usage_of
 from nemo_gym_prorl.rollout.client import RolloutClient
 from nemo_gym_prorl.rollout.schemas import TokenForm
 from nemo_gym_prorl.rollout.tokens import Turn
@@ -34,7 +35,7 @@ async def test_everybody_is_sent_what_they_need(policy: Callable[[], Policy]) ->
     async with deployment(policy=policy()) as at, RolloutClient(at.url) as client:
         row = await at.run(ROW)
         submitted = await client.submit(ROW)
-        packed = await client.wait(submitted.id)
+        await client.wait(submitted.id)
         packed = await client.get(submitted.id, tokens=TokenForm.PACKED)
         in_full = await client.get(submitted.id)
         verified = [body for body in at.environment.bodies if body and "response" in body]
@@ -53,6 +54,7 @@ async def test_everybody_is_sent_what_they_need(policy: Callable[[], Policy]) ->
     ]
     assert [[*turn.log_probs] for turn in turns] == [[-0.5]] * 3
     assert "token_ids" not in json.dumps(packed.result)
+    assert usage_of(packed).length == 3
 
 
 async def test_a_verdict_on_other_items_has_those_that_were_sampled() -> None:
