@@ -6,15 +6,21 @@ speaks vLLM's ``/v1/completions`` and answers at once, as does the environment, 
 follower reads every result, as a trainer does. Memory must stand still once everything that is bounded is full: after
 the first tenth of the rollouts.
 
-Run with ``python -m benchmarks.soak [--quick]``; quick takes 300 rollouts of 3 turns, and a bound a tenth as large.
+A trainer's own process holds what it was given until its batch is complete: 200 rollouts of 50 turns, with a context
+of 30,000 tokens at the end, taken by the DAPO runner from a service that makes them up.
+
+Run with ``python -m benchmarks.soak [--quick | --held ROLLOUTS]``; quick takes 300 rollouts of 3 turns, a bound a
+tenth as large, and 40 that are held; with ``--held`` only these are measured, and nothing is written.
 """
 
 from __future__ import annotations
 
 import argparse
 import asyncio
+import gc
 import json
 import os
+import random
 import tempfile
 import time
 from contextlib import AsyncExitStack
@@ -29,11 +35,21 @@ from nemo_gym.server_utils import ServerClient
 from omegaconf import DictConfig, OmegaConf
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
+from benchmarks.pipeline import SleepingHandler
 from benchmarks.real_engines import server
 from benchmarks.report import Figure, publish
+from nemo_gym_prorl.dapo.contract import SamplerConfig
+from nemo_gym_prorl.dapo.prompts import Epochs
+from nemo_gym_prorl.dapo.runner import Runner
+from nemo_gym_prorl.dapo.sampler import DynamicSampler
 from nemo_gym_prorl.handlers.agent_service import AgentService
 from nemo_gym_prorl.handlers.service_config import ServiceConfig
+from nemo_gym_prorl.rollout.api import rollout_router
 from nemo_gym_prorl.rollout.client import RolloutClient
+from nemo_gym_prorl.rollout.environments import Environments
+from nemo_gym_prorl.rollout.job import Job, Trajectory, Verdict
+from nemo_gym_prorl.rollout.metrics import PipelineMetrics
+from nemo_gym_prorl.rollout.pipeline import Pipeline
 from nemo_gym_prorl.serving import memory
 
 
@@ -42,6 +58,10 @@ MODULE = "benchmarks.soak"
 ROLLOUTS, TURNS = 20_000, 20
 QUICK_ROLLOUTS, QUICK_TURNS = 300, 3
 IN_FLIGHT = 64
+HELD, QUICK_HELD = 200, 40
+HELD_TURNS, HELD_PROMPT, HELD_SAMPLED, HELD_OBSERVED = 50, 1_000, 280, 300
+"""Tokens of the prompt, and of what each turn says and is shown."""
+HELD_GROUP = 4
 KEEP_ALIVE_S = 30
 """As servers of Gym have it: longer than its clients keep an idle connection, which would break in their hands."""
 RETAIN_BYTES, QUICK_RETAIN_BYTES = 64 * 2**20, 2**20
@@ -142,9 +162,71 @@ def service_app(world: str, model: str, turns: int, retain_bytes: int) -> FastAP
     return app
 
 
+class TellingHandler(SleepingHandler):
+    """Makes rollouts up: each turn says a sentence, calls a tool and is shown what that answers."""
+
+    async def init(self, job: Job) -> None:
+        pass
+
+    async def run(self, job: Job, session: None) -> Trajectory:
+        rng = random.Random(job.id)
+        ids = [rng.randrange(150_000) for _ in range(HELD_PROMPT)]
+        output: list[dict[str, Any]] = []
+        for turn in range(HELD_TURNS):
+            sampled = [rng.randrange(150_000) for _ in range(HELD_SAMPLED)]
+            tokens = {
+                "prompt_token_ids": ids,
+                "generation_token_ids": sampled,
+                "generation_log_probs": [-rng.expovariate(1.0) for _ in sampled],
+            }
+            text = {"type": "output_text", "text": _words(rng, HELD_SAMPLED), "annotations": []}
+            output.append({"id": f"m{turn}", "type": "message", "role": "assistant", "content": [text]})
+            call = {"type": "function_call", "name": "look", "arguments": "{}", "call_id": f"c{turn}"}
+            output.append({"id": f"f{turn}", "status": "completed", **call, **tokens})
+            seen = _words(rng, HELD_OBSERVED)
+            output.append({"type": "function_call_output", "call_id": f"c{turn}", "output": seen})
+            ids = ids + sampled + [rng.randrange(150_000) for _ in range(HELD_OBSERVED)]
+        return Trajectory({"id": job.id, "object": "response", "model": "tiny", "output": output})
+
+    async def eval(self, job: Job, trajectory: Trajectory) -> Verdict:
+        reward = float(job.id.split(":")[-2]) % 2
+        return Verdict(reward, {**job.row, "response": trajectory.response, "reward": reward})
+
+
+def _words(rng: random.Random, tokens: int) -> str:
+    """Text of some four letters a token."""
+    return " ".join(rng.choice(WORDS) for _ in range(tokens))
+
+
+def telling_app() -> FastAPI:
+    """The job API over rollouts that are made up."""
+    pipeline = Pipeline(Environments.of(TellingHandler()))
+    app = FastAPI()
+    app.include_router(rollout_router(pipeline, PipelineMetrics(pipeline)))
+    return app
+
+
+async def held(rollouts: int) -> Figure:
+    """What a trainer's process grows by for each rollout of a batch that it is given."""
+    groups = rollouts // HELD_GROUP
+    prompts = Epochs([{"responses_create_params": {"input": f"look around {n}"}} for n in range(groups)], epochs=1)
+    sampler = DynamicSampler(SamplerConfig(groups, HELD_GROUP, 16), prompts)
+    async with server(MODULE, "telling") as (url, _), Runner(sampler, prompts, [RolloutClient(url)]) as runner:
+        before = resident_mb(os.getpid())
+        batch = await runner.batch()
+        gc.collect()
+        grown = resident_mb(os.getpid()) - before
+    assert batch is not None, "every group varies"
+    mib = grown * 1e6 / 2**20 / sum(len(group) for group in batch.groups)
+    name = f"trainer: resident for each of {rollouts} rollouts of {HELD_TURNS} turns, 30,000 tokens"
+    return Figure(name, mib, "MiB", goal="<= 1")
+
+
 def serve(kind: str, port: int, arguments: list[str]) -> None:
     """Run one of the processes."""
-    if kind == "world":
+    if kind == "telling":
+        app = telling_app()
+    elif kind == "world":
         app = world_app(Tokenizer.from_file(f"{arguments[0]}/tokenizer.json"))
     elif kind == "model":
         app = model_app(port, *arguments)
@@ -219,14 +301,19 @@ def main() -> None:
     """The command line."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--quick", action="store_true", help="few rollouts of few turns")
+    parser.add_argument("--held", type=int, metavar="ROLLOUTS", help="only what a trainer holds")
     parser.add_argument("--serve", nargs="+", help=argparse.SUPPRESS)
     arguments = parser.parse_args()
     if arguments.serve:
         kind, port, *rest = arguments.serve
         serve(kind, int(port), rest)
         return
+    if arguments.held:
+        publish("soak", [asyncio.run(held(arguments.held))], quick=True)
+        return
     size = (QUICK_ROLLOUTS, QUICK_TURNS, QUICK_RETAIN_BYTES) if arguments.quick else (ROLLOUTS, TURNS, RETAIN_BYTES)
-    publish("soak", asyncio.run(soak(*size)), quick=arguments.quick)
+    figures = [asyncio.run(held(QUICK_HELD if arguments.quick else HELD)), *asyncio.run(soak(*size))]
+    publish("soak", figures, quick=arguments.quick)
 
 
 if __name__ == "__main__":

@@ -4,10 +4,9 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from enum import StrEnum
-from typing import Any
 
 import torch
 from tokenizers import Tokenizer
@@ -16,6 +15,7 @@ from examples.tiny_dapo.imitation import padded
 from examples.tiny_dapo.model import CONTEXT, TinyModel, log_probs_of
 from examples.tiny_dapo.vocabulary import policy_mask
 from nemo_gym_prorl.dapo.runner import TrainingBatch
+from nemo_gym_prorl.rollout.tokens import Turn
 
 
 CLIP_LOW, CLIP_HIGH = 0.2, 0.28
@@ -50,7 +50,7 @@ class Sample:
     advantage: float
 
 
-def sample_of(result: Mapping[str, Any], advantage: float) -> Sample:
+def sample_of(turns: Sequence[Turn], advantage: float) -> Sample:
     """A rollout's tokens as the service hands them out.
 
     Raises:
@@ -59,15 +59,14 @@ def sample_of(result: Mapping[str, Any], advantage: float) -> Sample:
     ids: list[int] = []
     mask: list[bool] = []
     log_probs: list[float] = []
-    for item in result["response"]["output"]:
-        if not (sampled := item.get("generation_token_ids")):
+    for turn in turns:
+        if not turn.sampled:
             continue
-        prompt = item["prompt_token_ids"]
-        if prompt[: len(ids)] != ids:
+        if turn.kept != len(ids):
             raise ValueError("the tokens of a turn do not continue those before it")
-        mask += [False] * (len(prompt) - len(ids)) + [True] * len(sampled)
-        ids = prompt + sampled
-        log_probs += item["generation_log_probs"]
+        mask += [False] * len(turn.observed) + [True] * len(turn.sampled)
+        ids += [*turn.observed, *turn.sampled]
+        log_probs += turn.log_probs
     return Sample(ids, mask, log_probs, advantage)
 
 
@@ -86,7 +85,7 @@ def samples_of(batch: TrainingBatch, arm: Arm, tokenizer: Tokenizer, rng: random
         if arm is Arm.SHUFFLED:
             rng.shuffle(rewards)
         for rollout, advantage in zip(group, _advantages(rewards), strict=True):
-            sample = sample_of(rollout.result, advantage)
+            sample = sample_of(rollout.tokens, advantage)
             samples.append(retokenised(sample, tokenizer) if arm is Arm.RETOKENISED else sample)
     rng.shuffle(samples)
     return samples

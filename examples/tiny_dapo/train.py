@@ -110,7 +110,7 @@ class Trainer:
     def _learn(self, batch: TrainingBatch) -> dict[str, Any]:
         began = time.monotonic()
         rollouts = [rollout for group in batch.groups for rollout in group]
-        sampled = [sample_of(rollout.result, 0.0) for rollout in rollouts]
+        sampled = [sample_of(rollout.tokens, 0.0) for rollout in rollouts]
         drifted = sum(retokenised(sample, self.tokenizer).ids != sample.ids for sample in sampled)
         told = learn(self.model, self.optimiser, samples_of(batch, self.arm, self.tokenizer, self.rng))
         self.schedule.step()

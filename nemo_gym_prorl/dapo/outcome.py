@@ -56,7 +56,8 @@ def outcome_of(job: JobView, filter_on: str | None) -> Outcome | Origin:
 
 def usage_of(job: JobView) -> Usage:
     """Seconds of work in all stages, and tokens that the policy wrote."""
-    return Usage(sum(timing.worked_s for timing in job.timings.values()), float(_tokens(job.result or {})))
+    tokens = sum(turn.length for turn in job.tokens or ())
+    return Usage(sum(timing.worked_s for timing in job.timings.values()), float(tokens))
 
 
 def _accuracy(result: Mapping[str, Any], reward: float, filter_on: str | None) -> float:
@@ -73,10 +74,3 @@ def _accuracy(result: Mapping[str, Any], reward: float, filter_on: str | None) -
         known = ", ".join(sorted(name for name, field in result.items() if isinstance(field, bool | int | float)))
         raise CallerError(f"a verdict has no number {filter_on!r}; it has these: {known or 'none'}", field="filter_on")
     return float(value)
-
-
-def _tokens(result: Mapping[str, Any]) -> int:
-    response = result.get("response")
-    output = response.get("output") if isinstance(response, Mapping) else None
-    items = [item for item in output if isinstance(item, Mapping)] if isinstance(output, list) else []
-    return sum(len(item.get("generation_token_ids") or ()) for item in items)

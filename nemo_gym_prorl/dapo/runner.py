@@ -23,6 +23,8 @@ from functools import partial
 from types import TracebackType
 from typing import Any, Self
 
+import orjson
+
 from nemo_gym_prorl.dapo.contract import Batch, Decision, Submission
 from nemo_gym_prorl.dapo.outcome import Outcome, outcome_of, usage_of
 from nemo_gym_prorl.dapo.prompts import PromptStream
@@ -31,6 +33,7 @@ from nemo_gym_prorl.dapo.service import Service
 from nemo_gym_prorl.failures import CallerError, FailureKind, InfrastructureError, Origin
 from nemo_gym_prorl.rollout.client import RolloutClient
 from nemo_gym_prorl.rollout.schemas import JobView
+from nemo_gym_prorl.rollout.tokens import Turn
 
 
 LOG = logging.getLogger(__name__)
@@ -49,7 +52,8 @@ class TrainedRollout:
         reward: raw.
         version: weights it began under.
         masked: whether it counts in its group only, and gets no loss.
-        result: what the environment's ``/verify`` answered, the response with its tokens in it.
+        tokens: of each turn of the policy.
+        body: the result as JSON: thousands are held, and as objects they would take several times the memory.
     """
 
     id: str
@@ -57,7 +61,13 @@ class TrainedRollout:
     reward: float
     version: int
     masked: bool
-    result: Mapping[str, Any]
+    tokens: Sequence[Turn] = ()
+    body: bytes = b"{}"
+
+    @property
+    def result(self) -> dict[str, Any]:
+        """What the environment's ``/verify`` answered, without the tokens; parsed anew with each call."""
+        return dict(orjson.loads(self.body))
 
 
 @dataclass(frozen=True, slots=True)
@@ -126,7 +136,8 @@ class Runner:
         """Services by group, to which further rollouts of it go, while there are some of it."""
         self._counts: Counter[str] = Counter()
         """Rollouts by group, of those."""
-        self._results: dict[str, JobView] = {}
+        self._results: dict[str, tuple[list[Turn], bytes]] = {}
+        """Tokens and body of those that may be trained on."""
         self._batches: asyncio.Queue[TrainingBatch | None] = asyncio.Queue()
         self._handed_over = sampler.emitted
         self._broken: BaseException | None = None
@@ -229,7 +240,7 @@ class Runner:
         try:
             if rollout not in places:
                 raise InfrastructureError("its service is not given any more", kind=FailureKind.SESSION_LOST)
-            self._results[rollout] = await self._services[places[rollout]].result(rollout)
+            self._results[rollout] = _kept(await self._services[places[rollout]].result(rollout))
             self._count(rollout, places[rollout])
         except InfrastructureError as error:
             LOG.warning("%s is sampled again, its result is lost: %s", rollout, error)
@@ -245,7 +256,7 @@ class Runner:
             self._broken = self._broken or error
             outcome = Origin.CALLER
         if self.sampler.wants(job.id) and (isinstance(outcome, Outcome) or outcome is Origin.AGENT):
-            self._results[job.id] = job
+            self._results[job.id] = _kept(job)
         if isinstance(outcome, Outcome):
             self.sampler.scored(job.id, outcome.reward, usage, accuracy=outcome.accuracy, masked=outcome.masked)
         else:
@@ -325,13 +336,15 @@ class Runner:
             row = prompt.row if prompt else {}
             group = []
             for member in members:
-                job = self._results.pop(member.rollout)
+                kept = self._results.pop(member.rollout)
                 self._gone(member.rollout)
-                group.append(
-                    TrainedRollout(job.id, row, member.reward, member.version, member.masked, job.result or {})
-                )
+                group.append(TrainedRollout(member.rollout, row, member.reward, member.version, member.masked, *kept))
             groups.append(group)
         return TrainingBatch(batch.number, batch.version, groups)
+
+
+def _kept(job: JobView) -> tuple[list[Turn], bytes]:
+    return [Turn.unpacked(turn.model_dump()) for turn in job.tokens or ()], orjson.dumps(job.result or {})
 
 
 def _group(rollout: str) -> str:

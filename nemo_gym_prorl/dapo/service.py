@@ -23,7 +23,7 @@ import aiohttp
 
 from nemo_gym_prorl.failures import FailureKind, InfrastructureError, Origin
 from nemo_gym_prorl.rollout.client import ApiError, RolloutClient
-from nemo_gym_prorl.rollout.schemas import JobView
+from nemo_gym_prorl.rollout.schemas import JobView, TokenForm
 
 
 LOG = logging.getLogger(__name__)
@@ -149,7 +149,7 @@ class Service:
         while True:
             try:
                 async with self._gets:
-                    job = await self.client.get(rollout)
+                    job = await self.client.get(rollout, tokens=TokenForm.PACKED)
             except (ApiError, *_AWAY) as error:
                 known = not isinstance(error, ApiError) or _is_passing(error)
                 if known and time.monotonic() < deadline:
@@ -217,7 +217,7 @@ class Service:
                     if it.is_unwanted():
                         continue
                     async with self._gets:
-                        job = await self.client.get(it.id)
+                        job = await self.client.get(it.id, tokens=TokenForm.PACKED)
                 self._is_back(it)
                 if job.state.terminal:
                     if self._carried.pop(it.id, None) is not None:

@@ -227,12 +227,11 @@ def gym_row(job: Job) -> bytes:
         },
         "failed_attempts": [failure.kind.value for failure in job.failures],
     }
-    failure = job.outcome.failure
-    if failure is not None and "response" not in job.outcome.result:  # its handler has no idea of Gym's rows
+    failure, result = job.outcome.failure, job.gym_result()
+    if failure is not None and "response" not in result:  # its handler has no idea of Gym's rows
         row = job.row
         result = failure_row(row, empty_response(row["responses_create_params"]), failure)
-        return orjson.dumps({**result, WISHES: about})
-    return job.outcome.body_with(WISHES, about)
+    return orjson.dumps({**result, WISHES: about})
 
 
 def _answer(job: Job, *, collector: bool) -> bytes:
@@ -244,9 +243,9 @@ def _answer(job: Job, *, collector: bool) -> bytes:
     assert job.outcome is not None, "only a job with its outcome has an answer"
     failure = job.outcome.failure
     if failure is None and job.progress.finish_reason == "context_overflow":
-        failure = NOTHING_SAMPLED if not has_tokens(job.outcome.result.get("response")) else None
+        failure = NOTHING_SAMPLED if not has_tokens(job.gym_result().get("response")) else None
     if failure is not None and not collector:
-        status = run_status(job.row, failure, job.outcome.result.get("response"))
+        status = run_status(job.row, failure, job.gym_result().get("response"))
         if status != 200:
             raise failure_problem(status, failure, job.id)
     return gym_row(job)

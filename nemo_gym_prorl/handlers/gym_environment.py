@@ -209,7 +209,7 @@ class GymEnvironmentHandler:
         reward = result.get("reward") if isinstance(result, dict) else None
         if isinstance(reward, bool) or not isinstance(reward, int | float):
             raise TaskError(f"{what} answered without a number in `reward`: {answer.text(500)}")
-        if not isinstance(result.get("response"), dict):
+        if not _has_items(result.get("response"), trajectory):
             result["response"] = trajectory.response  # whoever reads the row needs it, and its tokens
         self._close_behind(job, session)
         return Verdict(float(reward), result)
@@ -289,3 +289,19 @@ class GymEnvironmentHandler:
     def _close_behind(self, job: Job, session: GymSession) -> None:
         if not session.closed:
             self.context.farewells.start(f"job {job.id}: closing its session", self._close(session))
+
+
+def _has_items(response: Any, trajectory: Trajectory) -> bool:
+    """Whether a response has the items that the tokens of a trajectory belong to."""
+    if not isinstance(response, dict) or not trajectory.tokens:
+        return isinstance(response, dict)
+    sent, output = trajectory.response["output"], response.get("output")
+    return (
+        isinstance(output, list)
+        and len(output) == len(sent)
+        and all(_kind(output[turn.item]) == _kind(sent[turn.item]) for turn in trajectory.tokens)
+    )
+
+
+def _kind(item: Any) -> Any:
+    return item.get("type", "message") if isinstance(item, dict) else None

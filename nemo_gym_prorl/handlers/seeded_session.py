@@ -81,7 +81,7 @@ def responses_answer(job: Job) -> bytes:
         ProblemError: the job failed: 422 if the request is to blame, 504 if the agent used up its time, else 503.
     """
     assert job.outcome is not None, "only a job with its outcome has an answer"
-    failure, result = job.outcome.failure, job.outcome.result
+    failure, result = job.outcome.failure, job.gym_result()
     if failure is None:
         return orjson.dumps(result[_COOKIES]) + b"\n" + orjson.dumps(result["response"])
     slow = failure.timed_out and failure.origin is Origin.AGENT

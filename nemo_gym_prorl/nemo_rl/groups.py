@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """From a finished group to what NeMo RL trains on: tokens as they were sampled, and which of them the policy chose.
 
-A rollout's result is a Gym row. Its output items with token ids are the policy's turns, and each turn's prompt begins
-with all tokens before it; so a conversation is one sequence, in which prompts and what tools answered alternate with
-what was sampled. NeMo RL knows the latter by its log-probabilities: a message without them is not trained on.
+Each turn's prompt begins with all tokens before it; so a conversation is one sequence, in which prompts and what tools
+answered alternate with what was sampled. NeMo RL knows the latter by its log-probabilities: a message without them is
+not trained on.
 
 A rollout whose tokens cannot be trusted, or that has none, keeps its reward, which is true, and gets no loss: it
 counts in its group's baseline and teaches nothing itself. A group in which no rollout has tokens is a deployment that
@@ -15,13 +15,13 @@ Pure, but for :func:`record_of`, which needs NeMo RL and torch.
 from __future__ import annotations
 
 import logging
-import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from nemo_gym_prorl.dapo.runner import TrainedRollout
 from nemo_gym_prorl.failures import CallerError
+from nemo_gym_prorl.rollout.tokens import Turn
 
 
 if TYPE_CHECKING:
@@ -29,26 +29,8 @@ if TYPE_CHECKING:
 
 LOG = logging.getLogger(__name__)
 
-_IDS = 2**31
-"""No vocabulary has so many."""
-
 type Shape = Callable[[float, int], float]
 """The reward to train on, of a raw reward and the number of tokens that the policy sampled."""
-
-
-@dataclass(frozen=True, slots=True)
-class Turn:
-    """One turn of the policy.
-
-    Attributes:
-        observed: tokens between the turn before and this one; for the first turn, the prompt.
-        sampled: what the policy said.
-        log_probs: of each sampled token.
-    """
-
-    observed: Sequence[int]
-    sampled: Sequence[int]
-    log_probs: Sequence[float]
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,27 +70,23 @@ class Group:
         return min(member.version for member in self.members)
 
 
-def turns_of(result: Mapping[str, Any]) -> tuple[Turn, ...]:
-    """The policy's turns in what an environment's ``/verify`` answered.
+def turns_of(tokens: Sequence[Turn]) -> tuple[Turn, ...]:
+    """The turns in which something was sampled.
 
     Raises:
-        ValueError: the tokens are not one sequence, or a token has no log-probability.
+        ValueError: there are none, or they are not one sequence.
     """
     turns: list[Turn] = []
-    seen: list[int] = []
-    for place, item in enumerate(result["response"]["output"]):
-        sampled = item.get("generation_token_ids")
-        if not sampled:
+    seen = 0
+    for turn in tokens:
+        if not turn.sampled:
             continue
-        prompt, log_probs = item["prompt_token_ids"], item["generation_log_probs"]
-        if not all(type(token) is int and 0 <= token < _IDS for token in [*prompt[len(seen) :], *sampled]):
-            raise ValueError(f"response.output.{place} has token ids that are none")
-        if prompt[: len(seen)] != seen:
-            raise ValueError(f"response.output.{place}.prompt_token_ids does not begin with the tokens before it")
-        if len(log_probs) != len(sampled) or not all(map(math.isfinite, log_probs)):
-            raise ValueError(f"response.output.{place}.generation_log_probs has no number for each token")
-        turns.append(Turn(prompt[len(seen) :], sampled, log_probs))
-        seen = [*prompt, *sampled]
+        if turn.kept != seen:
+            raise ValueError(f"the prompt of response.output.{turn.item} does not begin with the tokens before it")
+        turns.append(turn)
+        seen += len(turn.observed) + len(turn.sampled)
+    if not turns:
+        raise ValueError("no item of response.output has ids that were sampled, with a log-probability for each")
     return tuple(turns)
 
 
@@ -118,17 +96,18 @@ def group_of(rollouts: Sequence[TrainedRollout], shape: Shape) -> Group:
     Raises:
         CallerError: none of its rollouts has tokens to train on.
     """
-    members, why = [], "no item of their output has any"
+    members, prompts, why = [], [], ""
     for rollout in rollouts:
         try:
-            turns = turns_of(rollout.result)
-        except (ValueError, KeyError, TypeError, AttributeError, OverflowError) as error:
-            why = f"{type(error).__name__}: {error}"
+            turns = turns_of(rollout.tokens)
+        except ValueError as error:
+            why = str(error)
             LOG.warning("%s gets no loss: %s", rollout.id, why)
             turns = ()
         length = sum(len(turn.sampled) for turn in turns)
-        members.append(Sampled(rollout.id, turns, shape(rollout.reward, length), rollout.version))
-    prompts = [member.turns[0].observed for member in members if member.turns]
+        prompts += [turn.observed for turn in turns[:1]]
+        trained = () if rollout.masked else turns
+        members.append(Sampled(rollout.id, trained, shape(rollout.reward, length), rollout.version))
     if not prompts:
         raise CallerError(
             f"the rollouts of a group have no tokens to train on ({why}); the model server must keep them "

@@ -35,6 +35,7 @@ from nemo_gym_prorl.rollout.schemas import (
     Listing,
     StatusView,
     SubmitRequest,
+    TokenForm,
     job_json,
 )
 from nemo_gym_prorl.serving.problems import ProblemError, problem_of, problem_responses
@@ -60,8 +61,8 @@ def rollout_router(pipeline: Pipeline, metrics: PipelineMetrics) -> APIRouter:
             raise ProblemError(404, "unknown-rollout", f"no rollout {rollout_id!r}")
         return job
 
-    def answer(job: Job) -> Response:
-        content = orjson.dumps(job_json(job, with_result=True))
+    def answer(job: Job, tokens: TokenForm = TokenForm.ITEMS) -> Response:
+        content = orjson.dumps(job_json(job, with_result=True, tokens=tokens))
         pipeline.store.mark_read(job)
         return Response(content, media_type="application/json")
 
@@ -90,12 +91,16 @@ def rollout_router(pipeline: Pipeline, metrics: PipelineMetrics) -> APIRouter:
         tags=["rollouts"],
         responses=problem_responses(404, 410, 422),
     )
-    async def get(rollout_id: str, wait: Wait = 0.0) -> Response:
+    async def get(
+        rollout_id: str,
+        wait: Wait = 0.0,
+        tokens: Annotated[TokenForm, Query(description="Where the result's tokens are to be.")] = TokenForm.ITEMS,
+    ) -> Response:
         """The rollout; with `wait`, as soon as it has its outcome or the time is over."""
         job = find(rollout_id)
         if wait and not job.state.terminal:
             await pipeline.wait(job, wait)
-        return answer(job)
+        return answer(job, tokens)
 
     @router.get("/v1/rollouts", response_model=Listing, tags=["rollouts"], responses=problem_responses(410, 422))
     async def list_rollouts(

@@ -32,6 +32,7 @@ from nemo_gym_prorl.rollout.environments import Environments
 from nemo_gym_prorl.rollout.handler import EndsTimeouts, TellsUnreachable, TellsWaiting
 from nemo_gym_prorl.rollout.job import FAILED_STATES, Job, JobState, Outcome, Trajectory, Verdict, failure_state
 from nemo_gym_prorl.rollout.tasks import begin
+from nemo_gym_prorl.rollout.tokens import take_tokens
 
 
 LOGGER = logging.getLogger(__name__)
@@ -115,6 +116,8 @@ class HandlerCalls:
         to the rollout stays what it was; what the handler did besides is told with it."""
         trace = None
         try:
+            if job.trajectory is not None:
+                job.trajectory.take_tokens()
             outcome = self._handlers.get(job.environment).on_failure(job, stage, failure)
             fault = _fault(outcome)
         except BaseException as error:  # also exit(): the call runs in the event loop itself
@@ -146,6 +149,8 @@ class HandlerCalls:
         nothing does, which is also what becomes of a handler's error."""
         try:
             handler = self._handlers.get(job.environment)
+            if job.trajectory is not None:
+                job.trajectory.take_tokens()
             value = handler.timed_out(job, job.session) if isinstance(handler, EndsTimeouts) else None
             if value is None:
                 return None
@@ -179,6 +184,7 @@ class HandlerCalls:
     def _trajectory(self, job: Job, value: Any) -> Trajectory:
         if not isinstance(value, Trajectory) or not isinstance(value.response, dict):
             raise _defect(job, Stage.RUN, f"returned {_short(value)}, not a Trajectory with a response")
+        value.take_tokens()
         return value
 
     def _scored(self, job: Job, value: Any) -> Outcome:
@@ -189,6 +195,8 @@ class HandlerCalls:
             raise _defect(job, Stage.EVAL, f"returned a Verdict with reward {_short(reward)}, no finite number")
         if not isinstance(value.result, dict):
             raise _defect(job, Stage.EVAL, f"returned a Verdict with result {_short(value.result)}, not a dict")
+        if job.trajectory is not None:
+            job.trajectory.tokens = job.trajectory.tokens or take_tokens(value.result.get("response"))
         try:
             return Outcome(JobState.SUCCEEDED, value.result, reward=None if reward is None else float(reward))
         except (TypeError, ValueError, RecursionError) as error:

@@ -33,6 +33,7 @@ from nemo_gym_prorl.rollout.schemas import (
     JobView,
     Listing,
     StatusView,
+    TokenForm,
 )
 from nemo_gym_prorl.serving.keys import authorization
 from nemo_gym_prorl.serving.problem_document import Problem
@@ -103,9 +104,11 @@ class RolloutClient:
         """The same without waiting: a service that asks to come back is an :class:`ApiError` that says when."""
         return JobView.model_validate(await self._once("POST", "/v1/rollouts", {"row": row, **options}, {}))
 
-    async def get(self, rollout_id: str, wait: float = 0.0) -> JobView:
-        """The rollout as it is now, or within ``wait`` seconds (at most 60) when it ends."""
-        return JobView.model_validate(await self._call("GET", _path(rollout_id), query={"wait": wait}))
+    async def get(self, rollout_id: str, wait: float = 0.0, tokens: TokenForm = TokenForm.ITEMS) -> JobView:
+        """The rollout as it is now, or within ``wait`` seconds (at most 60) when it ends; with its tokens in which
+        form."""
+        query = {"wait": wait, "tokens": tokens.value}
+        return JobView.model_validate(await self._call("GET", _path(rollout_id), query=query))
 
     async def wait(self, rollout_id: str) -> JobView:
         """The rollout when it has its outcome, however long that takes."""

@@ -19,6 +19,7 @@ from typing import Any, Self
 import orjson
 
 from nemo_gym_prorl.failures import Failure, FailureKind, Stage, clean_text
+from nemo_gym_prorl.rollout.tokens import NO_TOKENS, Turn, packed, put_tokens, take_tokens
 
 
 class JobState(StrEnum):
@@ -128,12 +129,19 @@ class Trajectory:
     """What RUN hands to EVAL.
 
     Attributes:
-        response: a Responses API response object whose ``output`` holds every turn, tool output and token field.
+        response: a Responses API response object whose ``output`` holds every turn, tool output and token field. When
+            RUN is over the latter are taken off it.
         evidence: whatever the handler's EVAL needs besides, e.g. cookies; never leaves the service.
+        tokens: what was taken.
     """
 
     response: dict[str, Any]
     evidence: Any = None
+    tokens: list[Turn] = field(default_factory=list)
+
+    def take_tokens(self) -> None:
+        """Have the tokens apart, before they are waited with, sent or written."""
+        self.tokens = self.tokens or take_tokens(self.response)
 
 
 @dataclass(frozen=True, slots=True)
@@ -149,10 +157,11 @@ class Outcome:
     """How a job ended. ``reward`` is ``None`` unless the job was scored: a failure has no reward.
 
     The result is written as JSON once, here, and kept and served as those bytes: as objects it would take several
-    times the memory (28 MB for 50 turns of a 30,000-token rollout).
+    times the memory.
 
     Attributes:
-        body: what ``/run`` answers, as JSON: the verifier's answer, or a masked failure row with what was gathered.
+        body: what ``/run`` answers but for the tokens, as JSON: the verifier's answer, or a masked failure row with
+            what was gathered.
 
     Args:
         state: the job's last state.
@@ -184,13 +193,6 @@ class Outcome:
     def result(self) -> dict[str, Any]:
         """The result as an object, parsed anew with each call."""
         return dict(orjson.loads(self.body))
-
-    def body_with(self, name: str, value: Any) -> bytes:
-        """The body with one more field, without parsing it where that can be avoided."""
-        key = orjson.dumps(name) + b":"
-        if self.body == b"{}" or key in self.body:
-            return orjson.dumps({**self.result, name: value})
-        return b"".join((self.body[:-1], b",", key, orjson.dumps(value), b"}"))
 
 
 def row_digest(row: Mapping[str, Any]) -> bytes:
@@ -232,6 +234,7 @@ class Job:
         number: its place in the order of submission; given by the store.
         held: its caller holds a connection for it and takes its result away; nobody else joins it.
         delivered: its caller took the answer over a connection that it held; the id is free again.
+        tokens: of a job with its outcome, as JSON (:func:`~.tokens.packed`).
     """
 
     id: str
@@ -256,6 +259,7 @@ class Job:
     trajectory: Trajectory | None = None
     progress: Progress = field(default_factory=Progress)
     delivered: bool = False
+    tokens: bytes = NO_TOKENS
 
     @property
     def row(self) -> dict[str, Any]:
@@ -264,6 +268,8 @@ class Job:
 
     def pack(self) -> None:
         """Give back the memory of what nobody works with any more; for a job with its outcome."""
+        if self.trajectory is not None:
+            self.tokens = packed(self.trajectory.tokens)
         self.session = self.trajectory = None
         self.progress = Progress.of(self.progress)
         if isinstance(self.stored_row, dict):
@@ -276,7 +282,7 @@ class Job:
         """Its caller has the answer and asks no more: keep neither row nor result, and let the id be used again."""
         assert self.outcome is not None, "only an outcome can be delivered"
         self.delivered = True
-        self.stored_row = b"{}"
+        self.stored_row, self.tokens = b"{}", NO_TOKENS
         self.outcome = Outcome(self.outcome.state, b"{}", self.outcome.reward, self.outcome.failure)
 
     @property
@@ -284,7 +290,14 @@ class Job:
         """Bytes that a job with its outcome keeps, its own bookkeeping about."""
         body = len(self.outcome.body) if self.outcome else 0
         failures = sum(len(failure.reason) + len(failure.traceback or "") for failure in self.failures)
-        return _BOOKKEEPING + body + len(self.stored_row) + failures
+        return _BOOKKEEPING + body + len(self.tokens) + len(self.stored_row) + failures
+
+    def gym_result(self) -> dict[str, Any]:
+        """The result as Gym has it, with all tokens on its output items, for orjson; made anew with each call."""
+        assert self.outcome is not None, "only a job with its outcome has a result"
+        result = self.outcome.result
+        put_tokens(result.get("response"), map(Turn.unpacked, orjson.loads(self.tokens)))
+        return result
 
     def move(self, state: JobState) -> None:
         """Make one transition.

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 from dataclasses import asdict
+from enum import StrEnum
 from typing import Annotated, Any, ClassVar, Self
 
 import orjson
@@ -17,6 +18,7 @@ from nemo_gym_prorl.rollout.pipeline import Pipeline
 from nemo_gym_prorl.rollout.request import JobRequest
 from nemo_gym_prorl.rollout.rows import WISHES, Row
 from nemo_gym_prorl.rollout.store import Transition
+from nemo_gym_prorl.rollout.tokens import NO_TOKENS
 from nemo_gym_prorl.serving.known_keys import KnownKeys
 
 
@@ -114,6 +116,31 @@ class StageTimeView(BaseModel):
     attempts: int
 
 
+class TokenForm(StrEnum):
+    """Where the tokens of a result are."""
+
+    ITEMS = "items"
+    """On the response's output items, as Gym has them: each turn's prompt in full."""
+    PACKED = "packed"
+    """In ``tokens``, each once."""
+
+
+class TurnView(BaseModel):
+    """The tokens of one turn. Its prompt is the first `kept` tokens of the turn before (of those with `sampled`), that
+    one's own among them, then `observed`. Numbers are little-endian, in base64."""
+
+    item: int = Field(ge=0, description="Which item of `result.response.output` the turn ends with.")
+    kept: int = Field(ge=0)
+    observed: str = Field(description="int32")
+    sampled: str = Field(description="int32")
+    log_probs: str = Field(description="float64, of each of `sampled`")
+
+    @property
+    def length(self) -> int:
+        """Ids that were sampled, of four bytes each; base64 makes four characters of three bytes, the last padded."""
+        return len(self.sampled) // 4 * 3 // 4
+
+
 class JobView(BaseModel):
     """A job as callers see it."""
 
@@ -134,6 +161,7 @@ class JobView(BaseModel):
     failure: FailureView | None
     failed_attempts: list[FailureView] = Field(description="What went wrong before, oldest first.")
     result: dict[str, Any] | None = Field(default=None, description="What the environment's /verify answered.")
+    tokens: list[TurnView] | None = Field(default=None, description="With `tokens=packed`, those of the result.")
 
     @classmethod
     def of(cls, job: Job) -> Self:
@@ -162,11 +190,13 @@ class JobView(BaseModel):
         )
 
 
-def job_json(job: Job, *, with_result: bool) -> dict[str, Any]:
-    """A :class:`JobView` for orjson, which copies the result's bytes as they are kept."""
+def job_json(job: Job, *, with_result: bool, tokens: TokenForm = TokenForm.ITEMS) -> dict[str, Any]:
+    """A :class:`JobView` for orjson, which copies bytes as they are kept."""
     view = JobView.of(job).model_dump(mode="json")
     if with_result and job.outcome is not None:
-        view["result"] = orjson.Fragment(job.outcome.body)
+        apart = tokens is TokenForm.PACKED
+        view["result"] = orjson.Fragment(job.outcome.body) if apart or job.tokens == NO_TOKENS else job.gym_result()
+        view["tokens"] = orjson.Fragment(job.tokens) if apart else None
     return view
 
 

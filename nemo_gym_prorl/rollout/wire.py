@@ -197,7 +197,7 @@ def to_result(job: Job, job_id: str) -> dict[str, Any]:
     outcome = job.outcome
     assert outcome is not None, "only a job with its outcome has a result"
     failure = outcome.failure
-    result = outcome.result
+    result = job.gym_result()
     response = result.get("response") or {}
     critical = None
     if failure is not None:

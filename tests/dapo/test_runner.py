@@ -4,10 +4,13 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import json
 import socket
+import sys
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
 from contextlib import asynccontextmanager
+from types import ModuleType
 from typing import Any
 
 import pytest
@@ -50,13 +53,26 @@ class Scorer(PlannedHandler):
         await super().eval(job, trajectory)
         rewards = job.row["rewards"]
         reward = float(rewards[_member(job) % len(rewards)])
-        return Verdict(reward, {"reward": reward, "tokens": [job.id], "response": {"output": said(_member(job))}})
+        output = said_at_length() if job.row.get("long") else said(_member(job))
+        return Verdict(reward, {"reward": reward, "tokens": [job.id], "response": {"output": output}})
 
 
 def said(member: int) -> list[dict[str, Any]]:
     """Output items of a rollout: a turn with as many tokens as the member's number, and one more."""
     tokens, log_probs = [7] * (member + 1), [-0.5] * (member + 1)
     return [{"prompt_token_ids": [1, 2], "generation_token_ids": tokens, "generation_log_probs": log_probs}]
+
+
+def said_at_length() -> list[dict[str, Any]]:
+    """Output items of 50 turns, which call a tool each, with 30,000 tokens in the end."""
+    sequence, output = [5] * 1000, list[dict[str, Any]]()
+    for turn in range(50):
+        sampled, log_probs = [9_000 + turn] * 280, [-turn / 7] * 280
+        tokens = {"prompt_token_ids": sequence, "generation_token_ids": sampled, "generation_log_probs": log_probs}
+        output.append({"type": "message", "role": "assistant", "content": "said " * 200, **tokens})
+        output.append({"type": "function_call_output", "call_id": "c", "output": "seen " * 200})
+        sequence = sequence + sampled + [8_000] * 300
+    return output
 
 
 def _member(job: Job) -> int:
@@ -169,6 +185,7 @@ async def test_batches_from_two_services() -> None:
             for group in batch.groups:
                 assert [rollout.reward for rollout in group] == [0, 1, 0, 1]
                 assert [rollout.result["tokens"] for rollout in group] == [[rollout.id] for rollout in group]
+                assert [[*rollout.tokens[0].sampled] for rollout in group] == [[7] * size for size in range(1, 5)]
                 assert all(rollout.prompt in dataset for rollout in group)
                 ids = {rollout.id for rollout in group}
                 assert not ids & seen
@@ -196,6 +213,31 @@ async def test_batches_from_two_services() -> None:
         assert sampler.fates[Fate.EMITTED].rollouts == 48
         assert not any(node.handler.sessions for node in up)
         assert not any(node.pipeline.store.live() for node in up)
+
+
+async def test_a_rollout_that_is_held_is_small() -> None:
+    """A trainer holds thousands."""
+    *_, said_last, _ = output = said_at_length()
+    async with nodes() as up, runner(up, rows(1, long=True), SamplerConfig(1, 2, 2), epochs=1) as driver:
+        batch = await driver.batch()
+    assert batch is not None
+    for rollout in batch.groups[0]:
+        assert held_bytes(rollout) <= 2**20
+        told = [token for turn in rollout.tokens for token in (*turn.observed, *turn.sampled)]
+        assert told == said_last["prompt_token_ids"] + said_last["generation_token_ids"]
+        assert rollout.result["response"]["output"][1] == output[1]
+
+
+def held_bytes(held: object) -> int:
+    """Of an object and all that it refers to."""
+    seen: dict[int, object] = {}
+    left = [held]
+    while left:
+        one = left.pop()
+        if id(one) not in seen and not isinstance(one, type | ModuleType):
+            seen[id(one)] = one
+            left += gc.get_referents(one)
+    return sum(map(sys.getsizeof, seen.values()))
 
 
 async def test_a_machine_that_fails_is_no_reward() -> None:

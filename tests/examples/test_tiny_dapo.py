@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """What the example's trainings rest on: riddles, demonstrations that say what a sandbox says, tokens, the loss."""
 
+import copy
 import json
 import os
 import random
@@ -25,6 +26,7 @@ from examples.tiny_dapo.riddles import KINDS, Riddle, draw_riddles
 from examples.tiny_dapo.vocabulary import ASSISTANT, END, make_tokenizer, policy_mask
 from nemo_gym_prorl.policy.text.parsers import hermes
 from nemo_gym_prorl.policy.text.renderer import Renderer
+from nemo_gym_prorl.rollout.tokens import take_tokens
 from nemo_gym_prorl.task_server import TaskServerConfig
 from tests.prorl_code.conftest import RESPONSE, Client
 from tests.rollout.serving import serve
@@ -167,13 +169,13 @@ def test_a_rollout_is_learnt_from_as_it_was_sampled() -> None:
         }
 
     turns = [item([1, 2], [3, 4], [-0.1, -0.2]), {"type": "function_call_output"}, item([1, 2, 3, 4, 5], [6], [-0.3])]
-    sample = sample_of({"response": {"output": turns}}, 0.5)
+    sample = sample_of(take_tokens(copy.deepcopy({"output": turns})), 0.5)
     assert sample.ids == [1, 2, 3, 4, 5, 6]
     assert sample.mask == [False, False, True, True, False, True]
     assert sample.log_probs == [-0.1, -0.2, -0.3]
     turns[2]["prompt_token_ids"] = [1, 2, 9, 4, 5]
     with pytest.raises(ValueError, match="do not continue"):
-        sample_of({"response": {"output": turns}}, 0.5)
+        sample_of(take_tokens({"output": turns}), 0.5)
 
 
 def test_decoding_with_a_cache_gives_the_log_probs_of_training() -> None:

@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 from nemo_gym_prorl.dapo.runner import TrainedRollout
 from nemo_gym_prorl.failures import CallerError
 from nemo_gym_prorl.nemo_rl.groups import group_of, turns_of
+from nemo_gym_prorl.rollout.tokens import take_tokens
 
 
 tokens = st.lists(st.integers(0, 999), min_size=1, max_size=5)
@@ -32,13 +33,13 @@ def result(*pieces: tuple[list[int], list[int]]) -> dict[str, Any]:
     return {"response": {"output": output}}
 
 
-def rollout(reward: float, content: dict[str, Any], version: int = 3) -> TrainedRollout:
-    return TrainedRollout("dapo:0:0:0", {"task": 1}, reward, version, content)
+def rollout(reward: float, content: dict[str, Any], version: int = 3, *, masked: bool = False) -> TrainedRollout:
+    return TrainedRollout("dapo:0:0:0", {"task": 1}, reward, version, masked, take_tokens(content.get("response")))
 
 
-@given(st.lists(st.tuples(tokens, tokens), max_size=6))
+@given(st.lists(st.tuples(tokens, tokens), min_size=1, max_size=6))
 def test_turns_put_together_are_the_last_prompt_and_what_it_led_to(pieces: list[tuple[list[int], list[int]]]) -> None:
-    turns = turns_of(result(*pieces))
+    turns = turns_of(take_tokens(result(*pieces)["response"]))
     assert [([*turn.observed], [*turn.sampled]) for turn in turns] == pieces
     assert [[*turn.log_probs] for turn in turns] == [[-float(token) for token in said] for _, said in pieces]
 
@@ -49,7 +50,7 @@ def test_rewards_are_shaped_by_all_that_the_policy_said() -> None:
         [rollout(1.0, long, 4), rollout(0.0, result(([1, 2], [9])))], lambda raw, length: raw - length / 10
     )
     assert [member.reward for member in group.members] == [0.5, -0.1]
-    assert group.prompt == [1, 2]
+    assert [*group.prompt] == [1, 2]
     assert (group.version, group.row) == (3, {"task": 1})
 
 
@@ -75,7 +76,13 @@ def broken(**changes: Any) -> dict[str, Any]:
 def test_a_rollout_whose_tokens_cannot_be_trusted_keeps_its_reward_and_gets_no_loss(content: dict[str, Any]) -> None:
     group = group_of([rollout(1.0, content), rollout(0.0, result(([1], [2])))], lambda raw, length: raw)
     assert [(member.reward, len(member.turns)) for member in group.members] == [(1.0, 0), (0.0, 1)]
-    assert group.prompt == [1]
+    assert [*group.prompt] == [1]
+
+
+def test_a_masked_rollout_keeps_its_reward_and_gets_no_loss() -> None:
+    masked, other = rollout(0.0, result(([1], [2, 3])), masked=True), rollout(1.0, result(([1], [2])))
+    group = group_of([masked, other], lambda raw, length: raw - length)
+    assert [(member.reward, len(member.turns)) for member in group.members] == [(-2.0, 0), (0.0, 1)]
 
 
 def test_a_group_without_tokens_is_a_deployment_that_does_not_keep_them() -> None:

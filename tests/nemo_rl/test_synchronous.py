@@ -2,6 +2,7 @@
 """DAPO on NeMo RL's synchronous loop: its own ``grpo_train``, loss and Gym actor, with our servers."""
 
 import re
+from array import array
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -9,9 +10,10 @@ import pytest
 
 from nemo_gym_prorl.dapo.runner import TrainedRollout
 from nemo_gym_prorl.failures import RolloutError
-from nemo_gym_prorl.nemo_rl.groups import Group, Sampled, Turn
+from nemo_gym_prorl.nemo_rl.groups import Group, Sampled
 from nemo_gym_prorl.nemo_rl.synchronous import results_of
 from nemo_gym_prorl.rollout.job import JobState
+from nemo_gym_prorl.rollout.tokens import Turn
 from tests.nemo_rl.conftest import KEY
 from tests.nemo_rl.test_single_controller import NUMBER, counting, jobs, solving, thinking
 from tests.tasks import containers
@@ -140,9 +142,9 @@ def check(group: "TrainedGroup") -> None:
 
 
 def test_a_rollout_without_tokens_has_no_loss_and_keeps_its_reward() -> None:
-    turn = Turn([1, 2], [3, 4], [-0.5, -0.25])
+    turn = Turn(0, 0, array("i", [1, 2]), array("i", [3, 4]), array("d", [-0.5, -0.25]))
     group = Group([1, 2], (Sampled("a", (turn,), 0.5, 0), Sampled("b", (), -1.0, 0)), {})
-    rollouts = [TrainedRollout(name, {}, reward, 0, {}) for name, reward in (("a", 1.0), ("b", 0.0))]
+    rollouts = [TrainedRollout(name, {}, reward, 0, masked=False) for name, reward in (("a", 1.0), ("b", 0.0))]
     good, masked = results_of(rollouts, group)
     assert [message["role"] for message in good["message_log"]] == ["user", "assistant"]
     assert good["message_log"][1]["generation_logprobs"] == [-0.5, -0.25]

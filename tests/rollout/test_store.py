@@ -136,7 +136,6 @@ def test_a_finished_job_is_bytes_and_still_knows_its_row() -> None:
         assert job.outcome is not None
         assert job.outcome.body == b'{"reward":1.0}'
         assert job.outcome.result == {"reward": 1.0}
-        assert job.outcome.body_with("rollout", {"id": "a"}) == b'{"reward":1.0,"rollout":{"id":"a"}}'
         assert pipeline.submit(JobRequest({"a": "x", "b": 1}, id="a")) is job
         with pytest.raises(JobConflict):
             pipeline.submit(JobRequest({"a": "y"}, id="a"))
@@ -157,12 +156,6 @@ def test_a_row_that_is_no_json_is_refused(row: dict[Any, Any]) -> None:
         assert len(pipeline.store) == 0
 
     run_in_virtual_time(play())
-
-
-def test_the_body_with_a_field_that_it_has_already_has_it_once() -> None:
-    outcome = Outcome(JobState.SUCCEEDED, {"rollout": 1, "reward": 1.0}, reward=1.0)
-    assert outcome.body_with("rollout", 2).count(b"rollout") == 1
-    assert Outcome(JobState.SUCCEEDED, {}, reward=1.0).body_with("rollout", 2) == b'{"rollout":2}'
 
 
 # -- cursors ----------------------------------------------------------------------------------------------------------

@@ -1,0 +1,78 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Who is sent a rollout's tokens: an environment none, whoever asks for Gym's row all, a trainer each once."""
+
+import json
+from collections.abc import Callable
+from typing import Any
+
+import orjson
+import pytest
+from fastapi.responses import JSONResponse
+
+from nemo_gym_prorl.dapo.outcome import usage_of
+from nemo_gym_prorl.rollout.client import RolloutClient
+from nemo_gym_prorl.rollout.schemas import TokenForm
+from nemo_gym_prorl.rollout.tokens import Turn
+from tests.handlers.peers import ROW, Environment, Policy, deployment
+
+
+class Telling(Policy):
+    """A model server that puts a turn's tokens on its last item, as Gym's own does, and keeps nothing."""
+
+    async def _turn(self, rollout: str) -> Any:
+        number = self.taken[rollout]
+        body = orjson.loads((await super()._turn(rollout)).body)
+        body["output"][-1] |= {
+            "prompt_token_ids": list(range(3 * number + 2)),
+            "generation_token_ids": [3 * number + 2],
+            "generation_log_probs": [-0.5],
+        }
+        return JSONResponse(body)
+
+
+@pytest.mark.parametrize("policy", [Policy, lambda: Telling(defers=False)], ids=["keeps them", "tells them"])
+async def test_everybody_is_sent_what_they_need(policy: Callable[[], Policy]) -> None:
+    async with deployment(policy=policy()) as at, RolloutClient(at.url) as client:
+        row = await at.run(ROW)
+        submitted = await client.submit(ROW)
+        await client.wait(submitted.id)
+        packed = await client.get(submitted.id, tokens=TokenForm.PACKED)
+        in_full = await client.get(submitted.id)
+        verified = [body for body in at.environment.bodies if body and "response" in body]
+    assert len(verified) == 2
+    assert not any(name in json.dumps(verified) for name in ("token_ids", "log_probs"))
+    for output in (row["response"]["output"], (in_full.result or {})["response"]["output"]):
+        tokens = [(item["prompt_token_ids"], item["generation_token_ids"]) for item in output[::2]]
+        assert tokens == [(list(range(end)), [end]) for end in (2, 5, 8)]
+        assert [item["generation_log_probs"] for item in output[::2]] == [[-0.5]] * 3
+    assert in_full.tokens is None
+    turns = [Turn.unpacked(turn.model_dump()) for turn in packed.tokens or ()]
+    assert [(turn.item, turn.kept, [*turn.observed], [*turn.sampled]) for turn in turns] == [
+        (0, 0, [0, 1], [2]),
+        (2, 3, [3, 4], [5]),
+        (4, 6, [6, 7], [8]),
+    ]
+    assert [[*turn.log_probs] for turn in turns] == [[-0.5]] * 3
+    assert "token_ids" not in json.dumps(packed.result)
+    assert usage_of(packed).length == 3
+
+
+async def test_a_verdict_on_other_items_has_those_that_were_sampled() -> None:
+    environment = Environment()
+
+    def shortened() -> JSONResponse:
+        verified = environment.bodies[-1]
+        verified["response"]["output"] = verified["response"]["output"][-1:]
+        return JSONResponse({**verified, "reward": 1.0})
+
+    environment.instead["/verify"] = shortened
+    async with deployment(environment) as at:
+        row = await at.run(ROW)
+    sampled = [item["generation_token_ids"] for item in row["response"]["output"] if "generation_token_ids" in item]
+    assert sampled == [[2], [5], [8]]
+
+
+async def test_a_form_that_there_is_not_is_refused() -> None:
+    async with deployment() as at, at.http.get(f"{at.url}/v1/rollouts/any?tokens=text") as answer:
+        assert answer.status == 422
+        assert "tokens" in await answer.text()
