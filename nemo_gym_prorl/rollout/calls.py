@@ -31,6 +31,7 @@ from nemo_gym_prorl.failures import (
 from nemo_gym_prorl.rollout.environments import Environments
 from nemo_gym_prorl.rollout.handler import EndsTimeouts, TellsUnreachable, TellsWaiting
 from nemo_gym_prorl.rollout.job import FAILED_STATES, Job, JobState, Outcome, Trajectory, Verdict, failure_state
+from nemo_gym_prorl.rollout.masks import is_masked, masked
 from nemo_gym_prorl.rollout.tasks import begin
 
 
@@ -190,7 +191,9 @@ class HandlerCalls:
         if not isinstance(value.result, dict):
             raise _defect(job, Stage.EVAL, f"returned a Verdict with result {_short(value.result)}, not a dict")
         try:
-            return Outcome(JobState.SUCCEEDED, value.result, reward=None if reward is None else float(reward))
+            mask = is_masked(value.result)
+            result = masked(value.result) if mask else value.result
+            return Outcome(JobState.SUCCEEDED, result, reward=None if reward is None else float(reward), masked=mask)
         except (TypeError, ValueError, RecursionError) as error:
             raise _defect(job, Stage.EVAL, f"returned a result that cannot be written as JSON: {error}") from error
 
