@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Verifiers that answer nobody before all of a group are there: each is scored, with fewer slots than siblings.
 
-Gym's own ``genrm_compare``, of whichever version is installed, compares answers by asking a model; only that is played.
+Gym's own ``genrm_compare``, of whichever version is installed, compares answers by asking a model: that is played.
 What becomes of groups that are not whole is tried with a server of its kind.
 """
 
