@@ -134,7 +134,7 @@ def gym_environments(config: ServiceConfig, servers: GymServers, base: GymContex
 def _seeded(context: GymContext) -> Environment:
     """Sessions that callers bring along, at the default environment's server; what they are worth is theirs to say."""
     name = SeededSessionHandler.name
-    seeded = replace(context, on_timeout=OnTimeout.MASK)
+    seeded = replace(context, on_timeout=OnTimeout.MASK, scores_groups_of=1)
     return Environment(name, name, lambda: SeededSessionHandler(seeded), tool_errors=seeded.tools.errors)
 
 
