@@ -40,7 +40,7 @@ from nemo_gym_prorl.handlers.failure_rows import empty_response, failure_row
 from nemo_gym_prorl.handlers.farewells import Farewells
 from nemo_gym_prorl.handlers.gym_http import CookieJar, GymServer, json_of, require_ok
 from nemo_gym_prorl.handlers.timeouts import OnTimeout, after_timeout
-from nemo_gym_prorl.handlers.tool_answers import ToolAnswers
+from nemo_gym_prorl.handlers.tool_answers import ToolAnswers, Trouble
 from nemo_gym_prorl.handlers.tool_loop import LoopLimits, ToolLoop
 from nemo_gym_prorl.rollout.job import Job, Outcome, Trajectory, Verdict, failure_state
 from nemo_gym_prorl.rollout.tasks import begin
@@ -96,6 +96,7 @@ class GymSession:
         settled: the trajectory has the tokens of its turns, where the model server keeps them.
         closed: the server was told that it is over.
         unscored: what becomes of a rollout that is scored for its siblings' sake only, since its time was up.
+        trouble: what RUN has had with tools.
     """
 
     cookies: CookieJar
@@ -104,6 +105,7 @@ class GymSession:
     settled: bool = False
     closed: bool = False
     unscored: Verdict | BudgetExceeded | None = None
+    trouble: Trouble = field(default_factory=Trouble)
 
 
 class GymEnvironmentHandler:
@@ -155,6 +157,7 @@ class GymEnvironmentHandler:
             job.progress,
             hidden=[session.release_path] if session.release_path else [],
             tools=self.context.tools,
+            trouble=session.trouble,
         )
         try:
             await loop.run(params, trajectory.response)
@@ -179,12 +182,14 @@ class GymEnvironmentHandler:
         return then
 
     async def waited(self, job: Job) -> float:
-        """Seconds of this RUN attempt in which the policy could not act; 0.0 if the model server does not tell."""
+        """Seconds of this RUN attempt in which the policy could not act, as far as its model server tells, or waited
+        for a tool that refused to work."""
+        refused_s: float = job.session.trouble.refused_s
         try:
             async with asyncio.timeout(_WAITED_S):
-                return await waited(self.context.model, self._attempt_id(job))
+                return refused_s + await waited(self.context.model, self._attempt_id(job))
         except (RolloutError, TimeoutError, ValueError):
-            return 0.0
+            return refused_s
 
     async def release(self, job: Job, session: GymSession) -> None:
         """Tell a server that asked for it that the agent is done; where nothing will be scored, that all is over."""

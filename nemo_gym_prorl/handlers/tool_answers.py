@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import asyncio
 from collections import Counter
+from dataclasses import dataclass, field
 
 from nemo_gym_prorl.failures import InfrastructureError
 from nemo_gym_prorl.handlers.gym_http import CookieJar, GymServer, HttpAnswer
@@ -30,6 +31,19 @@ _LONGEST_S = 15.0
 """A pause that a refusal may ask for (``Retry-After``)."""
 
 
+@dataclass(slots=True)
+class Trouble:
+    """What one rollout has had with tools so far.
+
+    Attributes:
+        in_row: answers of 500 since any other one, by tool.
+        refused_s: seconds of pauses after refusals, which are not the agent's time.
+    """
+
+    in_row: Counter[str] = field(default_factory=Counter)
+    refused_s: float = 0.0
+
+
 class ToolAnswers:
     """The tools of one environment, as all of its rollouts call them.
 
@@ -43,7 +57,7 @@ class ToolAnswers:
         """Answers of 500 since any other one, by tool."""
 
     async def call(
-        self, server: GymServer, tool: str, arguments: bytes, cookies: CookieJar, own: Counter[str]
+        self, server: GymServer, tool: str, arguments: bytes, cookies: CookieJar, trouble: Trouble
     ) -> HttpAnswer:
         """Call a tool; again after a pause if it refuses, a few times. What comes back is an observation.
 
@@ -52,7 +66,7 @@ class ToolAnswers:
             tool: its name.
             arguments: as JSON.
             cookies: of the rollout's session.
-            own: the rollout's count of answers of 500 in a row, by tool.
+            trouble: the rollout's, which is kept up to date.
 
         Raises:
             InfrastructureError: the answer says nothing about the policy, or there is none.
@@ -64,14 +78,16 @@ class ToolAnswers:
             if answer.status not in _REFUSALS or pause is None:
                 break
             asked = answer.headers.get("Retry-After", "")
-            await asyncio.sleep(min(max(pause, float(asked) if asked.isdecimal() else 0.0), _LONGEST_S))
+            pause = min(max(pause, float(asked) if asked.isdecimal() else 0.0), _LONGEST_S)
+            trouble.refused_s += pause
+            await asyncio.sleep(pause)
         if answer.status in _REFUSALS | _GATEWAYS:
             raise InfrastructureError(f"tool {tool!r}: HTTP {answer.status}: {answer.text(500)}")
-        for count in (self._in_row, own):
+        for count in (self._in_row, trouble.in_row):
             count[tool] = count[tool] + 1 if answer.status == 500 else 0
             if not count[tool]:
                 del count[tool]
-        if (failed := max(self._in_row[tool], own[tool])) >= BROKEN_AFTER:
+        if (failed := max(self._in_row[tool], trouble.in_row[tool])) >= BROKEN_AFTER:
             raise InfrastructureError(
                 f"tool {tool!r} is broken: it has answered with HTTP 500 {failed} times in a row, and now: "
                 f"{answer.text(500)}"

@@ -9,14 +9,13 @@ from __future__ import annotations
 import asyncio
 import json
 import re
-from collections import Counter
 from collections.abc import Collection
 from dataclasses import dataclass
 from typing import Any
 
 from nemo_gym_prorl.handlers.conversation import Conversation
 from nemo_gym_prorl.handlers.gym_http import CookieJar, GymServer
-from nemo_gym_prorl.handlers.tool_answers import ToolAnswers
+from nemo_gym_prorl.handlers.tool_answers import ToolAnswers, Trouble
 from nemo_gym_prorl.rollout.job import Progress
 
 
@@ -57,6 +56,7 @@ class ToolLoop:
         progress: counted up as the loop goes.
         hidden: further routes of the environment that are no tools.
         tools: the environment's tools, which several rollouts call.
+        trouble: what the rollout has had with them.
     """
 
     def __init__(
@@ -68,6 +68,7 @@ class ToolLoop:
         progress: Progress,
         hidden: Collection[str],
         tools: ToolAnswers,
+        trouble: Trouble,
     ) -> None:
         self._server = server
         self._cookies = cookies
@@ -77,7 +78,7 @@ class ToolLoop:
         self._no_tools = {*(f"/{name}" for name in RESERVED_ROUTES), *hidden}
         self._gate = asyncio.Semaphore(limits.tool_concurrency)
         self._tools = tools
-        self._failed: Counter[str] = Counter()
+        self._trouble = trouble
 
     async def run(self, params: dict[str, Any], response: dict[str, Any]) -> None:
         """Fill ``response`` in place; its ``output`` ends up with every item of every turn, token fields unchanged."""
@@ -142,7 +143,7 @@ class ToolLoop:
         if not _TOOL_NAME.fullmatch(call["name"]) or route in self._no_tools:
             return _observation(call, json.dumps({"detail": "Not Found"}))
         async with self._gate:
-            answer = await self._tools.call(self._server, call["name"], arguments, self._cookies, self._failed)
+            answer = await self._tools.call(self._server, call["name"], arguments, self._cookies, self._trouble)
         self._progress.tool_calls += 1
         return _observation(call, answer.text())
 

@@ -119,6 +119,14 @@ async def test_a_tool_that_comes_back_costs_no_reward(code: int, attempts: int) 
     assert observed == ['{"done":"/count"}'] * 2
 
 
+async def test_a_pause_after_a_refusal_is_not_the_agents_time() -> None:
+    environment = Environment(instead={"/count": once(status(429, Retry_After="2"))})
+    async with deployment(environment, budgets={"run": 1.5}) as at:
+        done = await at.run(ROW)
+    assert (done["reward"], done["rollout"]["finish_reason"]) == (1.0, "stop")
+    assert done["rollout"]["seconds"]["run"]["waited"] >= 1.4, "as far as it had gone when the budget was used up"
+
+
 async def test_a_connection_that_a_tool_drops_is_no_reward() -> None:
     async def dropping(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         request = await reader.readuntil(b"\r\n\r\n")
