@@ -49,6 +49,7 @@ class FailureKind(StrEnum):
     CANCELLED = "cancelled"
     KILL_SHAPED = "kill_shaped"
     SHUTDOWN = "shutdown"
+    COHORT_INCOMPLETE = "cohort_incomplete"
 
 
 class Origin(StrEnum):

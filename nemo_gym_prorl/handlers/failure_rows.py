@@ -17,6 +17,7 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from nemo_gym_prorl.failures import FAILURE_KIND_HEADER, Failure, FailureKind, Origin, Stage
+from nemo_gym_prorl.rollout.masks import masked
 from nemo_gym_prorl.serving.problems import ProblemError
 
 
@@ -41,22 +42,18 @@ def failure_row(row: Mapping[str, Any], response: dict[str, Any], failure: Failu
     """A failed rollout as a Gym row.
 
     Gym writes it to the failures file next to the results and tries it again, unless it says otherwise: a bad row
-    stays bad (``_ng_failure_terminal``), and a rollout that was taken back never happened (``_ng_no_persist``). The
-    mask stands in two places: Gym ≥ 0.7 reads the top level, NeMo RL ``instance_config``.
+    stays bad (``_ng_failure_terminal``), and a rollout that was taken back never happened (``_ng_no_persist``).
     """
     marks: dict[str, Any] = {}
     if failure.kind in _NEVER_HAPPENED:
         marks["_ng_no_persist"] = True
     elif failure.origin in (Origin.CALLER, Origin.TASK):
         marks["_ng_failure_terminal"] = True
-    given = row.get("instance_config")
     # A row that comes out of a failures file brings the marks of another failure along.
     return {
-        **{name: value for name, value in row.items() if name not in _MARKS},
+        **masked({name: value for name, value in row.items() if name not in _MARKS}),
         "response": response,
-        "reward": 0.0,  # the row's schema needs a number; mask_sample says that it is none
-        "mask_sample": True,
-        "instance_config": {**(given if isinstance(given, dict) else {}), "mask_sample": True},
+        "reward": 0.0,  # the row's schema needs a number; the mask says that it is none
         "failure_kind": failure.kind.value,
         "failure_reason": failure.reason,
         "_ng_failure_class": failure.kind.value,

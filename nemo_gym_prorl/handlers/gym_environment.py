@@ -26,6 +26,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from nemo_gym_prorl.failures import (
+    BudgetExceeded,
     CallerError,
     Failure,
     FailureKind,
@@ -39,6 +40,7 @@ from nemo_gym_prorl.handlers.failure_rows import empty_response, failure_row
 from nemo_gym_prorl.handlers.farewells import Farewells
 from nemo_gym_prorl.handlers.gym_http import CookieJar, GymServer, json_of, require_ok
 from nemo_gym_prorl.handlers.timeouts import OnTimeout, after_timeout
+from nemo_gym_prorl.handlers.tool_answers import ToolAnswers, Trouble
 from nemo_gym_prorl.handlers.tool_loop import LoopLimits, ToolLoop
 from nemo_gym_prorl.rollout.job import Job, Outcome, Trajectory, Verdict, failure_state
 from nemo_gym_prorl.rollout.tasks import begin
@@ -64,9 +66,11 @@ class GymContext:
         config: the handler's own configuration, as its ``Config`` has it.
         limits: of the tool loop.
         on_timeout: what becomes of a rollout whose RUN budget is used up.
+        scores_groups_of: how many siblings the resources server scores together.
         settle_s: how long a rollout that was cut short may take to fetch the tokens of its turns; must be less than
             the pipeline's grace for cancelled stages.
         farewells: what is said to servers behind a rollout's back.
+        tools: what the environment's tools answer to all of its rollouts.
     """
 
     resources: GymServer | None
@@ -75,8 +79,10 @@ class GymContext:
     config: Any = None
     limits: LoopLimits = field(default_factory=LoopLimits)
     on_timeout: OnTimeout = OnTimeout.MASK
+    scores_groups_of: int = 1
     settle_s: float = 3.0
     farewells: Farewells = field(default_factory=Farewells)
+    tools: ToolAnswers = field(default_factory=ToolAnswers)
 
 
 @dataclass(slots=True)
@@ -89,6 +95,8 @@ class GymSession:
         awaits_verdict: RUN came to its end, so EVAL still needs the session.
         settled: the trajectory has the tokens of its turns, where the model server keeps them.
         closed: the server was told that it is over.
+        unscored: what becomes of a rollout that is scored for its siblings' sake only, since its time was up.
+        trouble: what RUN has had with tools.
     """
 
     cookies: CookieJar
@@ -96,6 +104,8 @@ class GymSession:
     awaits_verdict: bool = False
     settled: bool = False
     closed: bool = False
+    unscored: Verdict | BudgetExceeded | None = None
+    trouble: Trouble = field(default_factory=Trouble)
 
 
 class GymEnvironmentHandler:
@@ -146,6 +156,8 @@ class GymEnvironmentHandler:
             self.context.limits,
             job.progress,
             hidden=[session.release_path] if session.release_path else [],
+            tools=self.context.tools,
+            trouble=session.trouble,
         )
         try:
             await loop.run(params, trajectory.response)
@@ -161,18 +173,23 @@ class GymEnvironmentHandler:
         return trajectory
 
     def timed_out(self, job: Job, session: GymSession) -> Trajectory | Verdict | None:
-        """See :func:`~.timeouts.after_timeout`."""
+        """See :func:`~.timeouts.after_timeout`. Where siblings are scored together each takes part in that."""
         then = after_timeout(self.context.on_timeout, job, settled=session.settled)
+        if self.context.scores_groups_of > 1 and job.trajectory is not None and not isinstance(then, Trajectory):
+            session.unscored = then or BudgetExceeded(Stage.RUN, job.budgets.run)
+            then = job.trajectory
         session.awaits_verdict = isinstance(then, Trajectory)
         return then
 
     async def waited(self, job: Job) -> float:
-        """Seconds of this RUN attempt in which the policy could not act; 0.0 if the model server does not tell."""
+        """Seconds of this RUN attempt in which the policy could not act, as far as its model server tells, or waited
+        for a tool that refused to work."""
+        refused_s: float = job.session.trouble.refused_s
         try:
             async with asyncio.timeout(_WAITED_S):
-                return await waited(self.context.model, self._attempt_id(job))
+                return refused_s + await waited(self.context.model, self._attempt_id(job))
         except (RolloutError, TimeoutError, ValueError):
-            return 0.0
+            return refused_s
 
     async def release(self, job: Job, session: GymSession) -> None:
         """Tell a server that asked for it that the agent is done; where nothing will be scored, that all is over."""
@@ -193,11 +210,14 @@ class GymEnvironmentHandler:
         Raises:
             TaskError: the verifier refuses the rollout, or answers without a reward.
             InfrastructureError: it fails, cannot be reached, or does not know the session any more.
+            BudgetExceeded: RUN's was used up, and only its siblings wanted this to be scored.
         """
         server, session = self._server, trajectory.evidence
         what = f"{server.name} /verify"
+        place = self._place_in_cohort(job)
         try:
-            answer = await server.post("/verify", {**job.row, "response": trajectory.response}, session.cookies)
+            row = {**job.row, **place, "response": trajectory.response}
+            answer = await server.post("/verify", row, session.cookies)
             require_ok(answer, what, FailureKind.VERIFIER_ERROR, TaskError)
         except InfrastructureError as error:
             if error.kind in (FailureKind.SESSION_LOST, FailureKind.SESSION_EXPIRED):
@@ -209,10 +229,17 @@ class GymEnvironmentHandler:
         reward = result.get("reward") if isinstance(result, dict) else None
         if isinstance(reward, bool) or not isinstance(reward, int | float):
             raise TaskError(f"{what} answered without a number in `reward`: {answer.text(500)}")
+        for name in place.keys() & result.keys():
+            del result[name]
+            if name in job.row:
+                result[name] = job.row[name]
         if not _has_items(result.get("response"), trajectory):
             result["response"] = trajectory.response  # whoever reads the row needs it, and its tokens
         self._close_behind(job, session)
-        return Verdict(float(reward), result)
+        unscored: Verdict | BudgetExceeded | None = session.unscored
+        if isinstance(unscored, BudgetExceeded):
+            raise unscored
+        return unscored or Verdict(float(reward), result)
 
     async def unreachable(self) -> dict[str, Collection[Stage]]:
         """Which of the servers do not answer now, and what needs them."""
@@ -255,6 +282,15 @@ class GymEnvironmentHandler:
         """What a model server knows this attempt by. The next one samples anew; the same id at another agent, before
         a restart of this one, or of a job that was delivered, is another rollout."""
         return f"{job.id}.{self._life}.{job.number}.{job.times[Stage.RUN].attempts}"
+
+    def _place_in_cohort(self, job: Job) -> dict[str, Any]:
+        """What a verifier that compares siblings tells them by, in the words of Gym 0.7 and 0.4: a cohort that is
+        scored again, after a failure, is another one, so that it never mixes with what is left of the first."""
+        if job.member is None:
+            return {}
+        cohort = f"{job.group}.{self._life}.{job.member.cohort}"
+        gym_07 = {"_ng_group_id": cohort, "_ng_group_attempt": 0, "_ng_rollout_index": job.member.index}
+        return {**gym_07, "prompt_id": cohort}
 
     async def _take_back(self, job: Job, seeding: asyncio.Future[GymSession]) -> None:
         await self.release(job, await seeding)

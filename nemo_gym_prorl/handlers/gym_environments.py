@@ -20,6 +20,7 @@ from nemo_gym_prorl.handlers.gym_http import Address, GymServer, HttpClient, add
 from nemo_gym_prorl.handlers.seeded_session import SeededSessionHandler
 from nemo_gym_prorl.handlers.service_config import EnvironmentSettings, ServiceConfig
 from nemo_gym_prorl.handlers.timeouts import OnTimeout
+from nemo_gym_prorl.handlers.tool_answers import ToolAnswers
 from nemo_gym_prorl.rollout.environments import Environment, Environments, near
 from nemo_gym_prorl.rollout.handler import AgentHandler, EndsTimeouts, HandlerRegistry
 
@@ -41,6 +42,12 @@ class GymServers:
         self._known: dict[str, Address] = addresses(config)
         self._http = http
         self._servers: dict[str, GymServer] = {}
+
+    def scores_groups_of(self, name: str) -> int:
+        """How many rollouts of a prompt a resources server says that it compares with each other, in Gym's words."""
+        [server] = self._config[name]["resources_servers"].values()
+        told = server.get("num_rollouts_per_prompt")
+        return told if isinstance(told, int) else 1
 
     def get(self, kind: str, name: str, field: str) -> GymServer:
         """A server.
@@ -81,13 +88,21 @@ def gym_environments(config: ServiceConfig, servers: GymServers, base: GymContex
         default = top.handler if top.resources_server is None else top.resources_server.name
         context = _context(top, default, "", servers, base)
         described.append(
-            Environment(default, top.handler, _builder(registry, top, context, ""), data_sources=frozenset({default}))
+            Environment(
+                default,
+                top.handler,
+                _builder(registry, top, context, ""),
+                frozenset({default}),
+                scores_groups_of=context.scores_groups_of,
+                tool_errors=context.tools.errors,
+            )
         )
     elif not config.environments:
         raise CallerError("name one, here or for each of `environments`", field="resources_server")
     for name, own in config.environments.items():
         settings, field = config.of_environment(name), f"environments.{name}."
-        build = _builder(registry, settings, _context(settings, name, field, servers, base), field)
+        context = _context(settings, name, field, servers, base)
+        build = _builder(registry, settings, context, field)
         described.append(
             Environment(
                 name,
@@ -96,14 +111,18 @@ def gym_environments(config: ServiceConfig, servers: GymServers, base: GymContex
                 frozenset({name, *own.data_sources}),
                 budgets=config.budgets_of(name),
                 share=own.share,
+                scores_groups_of=context.scores_groups_of,
+                tool_errors=context.tools.errors,
             )
         )
     taken = {name for environment in described for name in (environment.handler, environment.name)}
     further = []
     for name in sorted(registry.plugins.keys() - taken):
-        settings = top.model_copy(update={"handler": name, "handler_config": {}, "on_timeout": OnTimeout.MASK})
-        build = _builder(registry, settings, _context(settings, name, "", servers, base), "")
-        further.append(Environment(name, name, build, frozenset({name})))
+        own_way: dict[str, Any] = {"handler_config": {}, "on_timeout": OnTimeout.MASK, "scores_groups_of": 1}
+        settings = top.model_copy(update={"handler": name, **own_way})
+        context = _context(settings, name, "", servers, base)
+        build = _builder(registry, settings, context, "")
+        further.append(Environment(name, name, build, frozenset({name}), tool_errors=context.tools.errors))
     if top.resources_server is not None:
         further.append(_seeded(_context(top, SeededSessionHandler.name, "", servers, base)))
     environments = Environments([*described, *further], default)
@@ -115,20 +134,25 @@ def gym_environments(config: ServiceConfig, servers: GymServers, base: GymContex
 def _seeded(context: GymContext) -> Environment:
     """Sessions that callers bring along, at the default environment's server; what they are worth is theirs to say."""
     name = SeededSessionHandler.name
-    seeded = replace(context, on_timeout=OnTimeout.MASK)
-    return Environment(name, name, lambda: SeededSessionHandler(seeded))
+    seeded = replace(context, on_timeout=OnTimeout.MASK, scores_groups_of=1)
+    return Environment(name, name, lambda: SeededSessionHandler(seeded), tool_errors=seeded.tools.errors)
 
 
 def _context(
     settings: EnvironmentSettings, name: str, field: str, servers: GymServers, base: GymContext
 ) -> GymContext:
-    server = settings.resources_server
+    server, together = settings.resources_server, settings.scores_groups_of
+    resources = server and servers.get(server.type, server.name, f"{field}resources_server")
+    if together is None:
+        together = servers.scores_groups_of(server.name) if server else 1
     return replace(
         base,
-        resources=server and servers.get(server.type, server.name, f"{field}resources_server"),
+        resources=resources,
+        scores_groups_of=together,
         environment=name,
         limits=settings.limits,
         on_timeout=settings.on_timeout,
+        tools=ToolAnswers(),
     )
 
 

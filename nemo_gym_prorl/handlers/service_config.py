@@ -66,6 +66,9 @@ class EnvironmentSettings(KnownKeys):
     """Tool calls of one turn in flight at once; 1 keeps their order."""
     on_timeout: OnTimeout = OnTimeout.MASK
     """What becomes of a rollout whose RUN budget is used up: ``mask``, ``score`` as it is, or ``zero`` reward."""
+    scores_groups_of: Positive | None = None
+    """How many rollouts of a group the server's ``/verify`` scores together, answering none before all have come. By
+    default what the server says of itself: ``num_rollouts_per_prompt``, else 1."""
 
     @property
     def limits(self) -> LoopLimits:

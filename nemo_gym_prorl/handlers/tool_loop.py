@@ -15,6 +15,7 @@ from typing import Any
 
 from nemo_gym_prorl.handlers.conversation import Conversation
 from nemo_gym_prorl.handlers.gym_http import CookieJar, GymServer
+from nemo_gym_prorl.handlers.tool_answers import ToolAnswers, Trouble
 from nemo_gym_prorl.rollout.job import Progress
 
 
@@ -54,6 +55,8 @@ class ToolLoop:
         limits: when the loop ends though the policy would go on.
         progress: counted up as the loop goes.
         hidden: further routes of the environment that are no tools.
+        tools: the environment's tools, which several rollouts call.
+        trouble: what the rollout has had with them.
     """
 
     def __init__(
@@ -64,6 +67,8 @@ class ToolLoop:
         limits: LoopLimits,
         progress: Progress,
         hidden: Collection[str],
+        tools: ToolAnswers,
+        trouble: Trouble,
     ) -> None:
         self._server = server
         self._cookies = cookies
@@ -72,6 +77,8 @@ class ToolLoop:
         self._progress = progress
         self._no_tools = {*(f"/{name}" for name in RESERVED_ROUTES), *hidden}
         self._gate = asyncio.Semaphore(limits.tool_concurrency)
+        self._tools = tools
+        self._trouble = trouble
 
     async def run(self, params: dict[str, Any], response: dict[str, Any]) -> None:
         """Fill ``response`` in place; its ``output`` ends up with every item of every turn, token fields unchanged."""
@@ -125,7 +132,7 @@ class ToolLoop:
         return [task.result() for task in tasks]
 
     async def _call_tool(self, call: dict[str, Any]) -> dict[str, Any]:
-        """One observation. A tool's error is an observation too: the policy gets the body of any answer."""
+        """One observation. A tool's error is one too, unless it is a machine's: :mod:`~.tool_answers`."""
         try:
             json.loads(call["arguments"])
             # Sent as written: not every writer of JSON takes what the reader made of it.
@@ -136,7 +143,7 @@ class ToolLoop:
         if not _TOOL_NAME.fullmatch(call["name"]) or route in self._no_tools:
             return _observation(call, json.dumps({"detail": "Not Found"}))
         async with self._gate:
-            answer = await self._server.post(route, arguments, self._cookies)
+            answer = await self._tools.call(self._server, call["name"], arguments, self._cookies, self._trouble)
         self._progress.tool_calls += 1
         return _observation(call, answer.text())
 

@@ -31,6 +31,7 @@ from nemo_gym_prorl.failures import (
 from nemo_gym_prorl.rollout.environments import Environments
 from nemo_gym_prorl.rollout.handler import EndsTimeouts, TellsUnreachable, TellsWaiting
 from nemo_gym_prorl.rollout.job import FAILED_STATES, Job, JobState, Outcome, Trajectory, Verdict, failure_state
+from nemo_gym_prorl.rollout.masks import is_masked, masked
 from nemo_gym_prorl.rollout.tasks import begin
 from nemo_gym_prorl.rollout.tokens import take_tokens
 
@@ -198,7 +199,9 @@ class HandlerCalls:
         if job.trajectory is not None:
             job.trajectory.tokens = job.trajectory.tokens or take_tokens(value.result.get("response"))
         try:
-            return Outcome(JobState.SUCCEEDED, value.result, reward=None if reward is None else float(reward))
+            mask = is_masked(value.result)
+            result = masked(value.result) if mask else value.result
+            return Outcome(JobState.SUCCEEDED, result, reward=None if reward is None else float(reward), masked=mask)
         except (TypeError, ValueError, RecursionError) as error:
             raise _defect(job, Stage.EVAL, f"returned a result that cannot be written as JSON: {error}") from error
 

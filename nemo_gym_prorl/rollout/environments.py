@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import difflib
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from nemo_gym_prorl.failures import CallerError
@@ -32,6 +32,8 @@ class Environment:
         data_sources: rows with one of these in ``data_source`` are its own.
         budgets: of jobs that bring none; ``None`` for the service's.
         share: of sandboxes and slots while rows of several environments wait, in proportion to each other's.
+        scores_groups_of: how many siblings of a group its verifier scores together; 1 where it scores each for itself.
+        tool_errors: answers of its tools that were errors, by HTTP status; counted by its handler.
     """
 
     name: str
@@ -40,6 +42,8 @@ class Environment:
     data_sources: frozenset[str] = frozenset()
     budgets: Budgets | None = None
     share: float = 1.0
+    scores_groups_of: int = 1
+    tool_errors: Mapping[int, int] = field(default_factory=dict)
 
 
 class Environments:

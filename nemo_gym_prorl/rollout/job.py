@@ -19,6 +19,7 @@ from typing import Any, Self
 import orjson
 
 from nemo_gym_prorl.failures import Failure, FailureKind, Stage, clean_text
+from nemo_gym_prorl.rollout.cohorts import Member
 from nemo_gym_prorl.rollout.tokens import NO_TOKENS, Turn, packed, put_tokens, take_tokens
 
 
@@ -162,12 +163,14 @@ class Outcome:
     Attributes:
         body: what ``/run`` answers but for the tokens, as JSON: the verifier's answer, or a masked failure row with
             what was gathered.
+        masked: nobody is to train on it: its verdict says so, or it has none.
 
     Args:
         state: the job's last state.
         result: the same as an object, or as JSON bytes of one.
         reward: of a scored job.
         failure: of one that was not.
+        masked: what its verdict says (:mod:`~.masks`).
 
     Raises:
         TypeError: the result cannot be written as JSON, e.g. since it holds a lone surrogate.
@@ -177,6 +180,7 @@ class Outcome:
     body: bytes
     reward: float | None
     failure: Failure | None
+    masked: bool
 
     def __init__(
         self,
@@ -184,9 +188,11 @@ class Outcome:
         result: Mapping[str, Any] | bytes,
         reward: float | None = None,
         failure: Failure | None = None,
+        masked: bool = False,
     ) -> None:
         body = result if isinstance(result, bytes) else orjson.dumps(result)
-        for name, value in (("state", state), ("body", body), ("reward", reward), ("failure", failure)):
+        fields = {"state": state, "body": body, "reward": reward, "failure": failure}
+        for name, value in (fields | {"masked": masked or failure is not None}).items():
             object.__setattr__(self, name, value)
 
     @property
@@ -232,6 +238,7 @@ class Job:
         trajectory: what RUN produced; a handler sets it early and fills it as it goes, so that a rollout that is cut
             short keeps what was sampled.
         number: its place in the order of submission; given by the store.
+        member: its part in those that are scored together, while it is scored; ``None`` if each is for itself.
         held: its caller holds a connection for it and takes its result away; nobody else joins it.
         delivered: its caller took the answer over a connection that it held; the id is free again.
         tokens: of a job with its outcome, as JSON (:func:`~.tokens.packed`).
@@ -258,6 +265,7 @@ class Job:
     session: Any = None
     trajectory: Trajectory | None = None
     progress: Progress = field(default_factory=Progress)
+    member: Member | None = None
     delivered: bool = False
     tokens: bytes = NO_TOKENS
 
@@ -283,7 +291,8 @@ class Job:
         assert self.outcome is not None, "only an outcome can be delivered"
         self.delivered = True
         self.stored_row, self.tokens = b"{}", NO_TOKENS
-        self.outcome = Outcome(self.outcome.state, b"{}", self.outcome.reward, self.outcome.failure)
+        was = self.outcome
+        self.outcome = Outcome(was.state, b"{}", was.reward, was.failure, was.masked)
 
     @property
     def size(self) -> int:

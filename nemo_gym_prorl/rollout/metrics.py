@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 
 from prometheus_client import CollectorRegistry, Counter, Histogram, generate_latest
-from prometheus_client.core import GaugeMetricFamily, Metric
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
 from nemo_gym_prorl.failures import Stage
@@ -32,11 +32,14 @@ class _Pools(Collector):
         for stage in Stage:
             slots.add_metric([stage.value], scheduler.sizes.of(stage))
         counts = scheduler.by_environment()
+        errors = CounterMetricFamily("prorl_tool_errors", "Error answers of tools.", labels=["status", "environment"])
         for name in self._pipeline.environments.names:
+            for status, count in self._pipeline.environments.environment(name).tool_errors.items():
+                errors.add_metric([str(status), name], count)
             for stage in Stage:
                 working.add_metric([stage.value, name], counts[name, stage, True])
                 waiting.add_metric([stage.value, name], counts[name, stage, False])
-        yield from (slots, working, waiting)
+        yield from (slots, working, waiting, errors)
         yield GaugeMetricFamily("prorl_sessions", "Sandboxes held by INIT, READY and RUN.", value=scheduler.sessions)
         yield GaugeMetricFamily(
             "prorl_retained_bytes", "What finished rollouts keep.", value=self._pipeline.store.retained_bytes

@@ -11,6 +11,7 @@ each `Start` becomes one task that always gives its slot back. What a handler ma
   and what RUN has reached by then may count, if the handler says so;
 - it ignores cancellation → after a grace it is abandoned: its slot comes back, it is counted, and a session that it
   returns later is still released;
+- its verifier scores siblings together, and some never come → those that wait for them end as ``cohort_incomplete``;
 - its release hangs → release is bounded too, and the attempt ends as ``session_release_failed``, because scoring while
   the agent may still act would be wrong.
 """
@@ -75,6 +76,9 @@ class _Control:
     """Why the job is to end now."""
     tries: Counter[Stage] = field(default_factory=Counter)
     retry: asyncio.TimerHandle | None = None
+    timed_out: Failure | None = None
+    """The agent used up its time, and what it did counts all the same. If that comes to nothing, it ends as this:
+    another attempt would be another sample, drawn until one is quick enough."""
     held_up: dict[Stage, float] = field(default_factory=dict)
     """When a server that is out first stopped the job in a stage, until it gets through that with all of them in."""
 
@@ -97,7 +101,9 @@ class Pipeline:
         self.environments = environments
         self.settings = settings or PipelineSettings()
         self.store = JobStore(self.settings.retain_bytes, self.settings.keep_unread_s, clock)
-        self.scheduler = StageScheduler(self.settings.stages, environments.shares)
+        every = [environments.environment(name) for name in environments.names]
+        cohorts = {environment.name: environment.scores_groups_of for environment in every}
+        self.scheduler = StageScheduler(self.settings.stages, environments.shares, cohorts)
         self._calls = HandlerCalls(environments, self.settings.release_s, self.settings.cancel_grace_s)
         self._outages = OutageWatch(
             self._calls, self.scheduler, self._carry_out, self._give_up_waiting, clock, self.settings.probe_s
@@ -150,6 +156,9 @@ class Pipeline:
                     f"rollout {request.id!r} has ended and is forgotten; a new one needs another id"
                 )
         environment = self.environments.choose(request.row, request.environment)
+        if environment.scores_groups_of > 1 and request.group is None:
+            together = f"{environment.scores_groups_of} rollouts of a group together"
+            raise CallerError(f"environment {environment.name!r} scores {together}; say which it is", field="group")
         budgets = environment.budgets or self.settings.budgets
         if self.draining:
             raise Draining("the service is draining and takes no new rollouts")
@@ -171,7 +180,7 @@ class Pipeline:
         )
         self.store.add(job, job.submitted_at)
         self._controls[job.id] = _Control(since=self._clock())
-        self._carry_out(self.scheduler.submit(job.id, job.client, job.priority, job.environment))
+        self._carry_out(self.scheduler.submit(job.id, job.client, job.priority, job.environment, job.group))
         return job
 
     def _refuse_if_full(self) -> None:
@@ -251,6 +260,7 @@ class Pipeline:
         for start in starts:
             job = self.store.get(start.job_id)
             assert job is not None, "a live job is never forgotten"
+            job.member = start.member
             self._spawn(self._work(job, start.stage))
 
     async def _work(self, job: Job, stage: Stage) -> None:
@@ -282,7 +292,8 @@ class Pipeline:
         control.attempt = None
         if stage is Stage.RUN and isinstance(error, BudgetExceeded) and not attempt.abandoned:
             value = self._calls.timed_out(job)
-            error = error if value is None else None
+            if value is not None:
+                control.timed_out, error = classify(error, stage), None
         spent.worked_s += self._clock() - started - attempt.idle_s
         spent.waited_s += attempt.idle_s
         if error is None and stage is Stage.INIT:
@@ -293,6 +304,8 @@ class Pipeline:
             release_error = await self._release(job)
             error = error or release_error
         failure = classify(error, stage) if error is not None else None
+        if failure is not None and stage is Stage.RUN:
+            failure = control.timed_out or failure
         counts = True
         if failure is not None and failure.connection_lost and control.cancelled is None:
             counts = not await self._outages.met(job, stage, failure)
@@ -324,6 +337,7 @@ class Pipeline:
         elif isinstance(value, Trajectory):
             self._move(job, JobState.EVALUATING)
             self._carry_out(self.scheduler.worked(job.id, Stage.EVAL))
+            self._await_siblings(job.id, job.budgets.eval)
         else:
             self._finish(job, value)
             self._carry_out(self.scheduler.worked(job.id, None))
@@ -336,6 +350,8 @@ class Pipeline:
         # Scoring again cannot find a session that is gone; only a whole new attempt can.
         again = Stage.EVAL if stage is Stage.EVAL and failure.kind not in _SESSION_GONE else Stage.INIT
         tries = control.tries[again]
+        if control.timed_out is not None and failure.retryable and (again is Stage.INIT or tries >= job.max_attempts):
+            failure = control.timed_out
         if not failure.retryable or tries >= job.max_attempts or control.cancelled is not None:
             self._finish_failed(job, failure, stage)
             self._carry_out(self.scheduler.worked(job.id, None))
@@ -360,6 +376,7 @@ class Pipeline:
         control.held_up.setdefault(stage, now)
         self._start_over(job, control, again)
         self._carry_out(self.scheduler.worked(job.id, again))
+        self._await_siblings(job.id, job.budgets.eval)
 
     def _start_over(self, job: Job, control: _Control, again: Stage) -> None:
         if again is Stage.INIT:
@@ -392,6 +409,24 @@ class Pipeline:
         control.retry = None
         control.since = self._clock()
         self._carry_out(self.scheduler.requeue(job.id, stage))
+        self._await_siblings(job.id, job.budgets.eval)
+
+    def _await_siblings(self, job_id: str, patience_s: float, before: frozenset[str] | None = None) -> None:
+        """Look after EVAL's budget, again and again, whether a job still waits for siblings to be scored with. Where
+        some are missing of which none is on its way, and in all that time none has come or gone (``before``), those
+        that wait are over: whoever submits further ones would have done so."""
+        found = self.scheduler.missing_siblings(job_id)
+        if found is None:
+            return
+        missing, siblings = found
+        if missing and siblings == before:
+            reason = f"{missing} of its group are missing, without which none is scored, and no further ones come"
+            error = InfrastructureError(reason, kind=FailureKind.COHORT_INCOMPLETE)
+            for job in map(self.store.get, siblings):
+                if job is not None and self.scheduler.missing_siblings(job.id) is not None:
+                    self.request_cancel(job, error)
+            return
+        asyncio.get_running_loop().call_later(patience_s, self._await_siblings, job_id, patience_s, siblings)
 
     async def _leave_queue(self, job: Job, failure: Failure) -> None:
         """A waiting job will not be worked on: release its session if it holds one, then it is over."""

@@ -18,6 +18,8 @@ Invariants:
   long, or never ends, can cost the others what is above one each, and not that one. (INIT's last slots are used by
   those that have less than their share of the sessions.)
 - A slot is taken by `Start` and given back by exactly one later event of that job.
+- Siblings that are scored together (:mod:`.cohorts`) start EVAL at once, in one slot: what a verifier does for all of
+  them is one piece of work, and those that wait for the others hold nothing.
 - A stage that is on hold for an environment (:meth:`StageScheduler.hold`) starts nothing of it but what
   :meth:`StageScheduler.admit` lets past. Rows of other environments go on as if those on hold were not there.
 - Among waiting jobs the order is that of :mod:`.fair_queue`. What an environment has is counted in slots of the stage,
@@ -32,6 +34,7 @@ from dataclasses import dataclass
 from enum import Enum, auto
 
 from nemo_gym_prorl.failures import Stage
+from nemo_gym_prorl.rollout.cohorts import Cohorts, Member
 from nemo_gym_prorl.rollout.fair_queue import FairQueue
 
 
@@ -60,19 +63,28 @@ class PoolSizes:
 
 @dataclass(frozen=True, slots=True)
 class Start:
-    """Begin to work on a job in a stage; the job holds one of its slots from now on."""
+    """Begin to work on a job in a stage; the job holds one of its slots from now on, with its cohort if it has one."""
 
     job_id: str
     stage: Stage
+    member: Member | None = None
 
 
 class _Where(Enum):
     WAITING = auto()
     WORKING = auto()
+    GATHERED = auto()
+    """Waiting for siblings, or with them behind the one that stands in the queue: holds nothing."""
+    ALONG = auto()
+    """Being scored in a sibling's slot."""
     PAUSED = auto()
     """Off every queue but still counted where it was: a READY job whose session is being released."""
     OUTSIDE = auto()
     """Between two attempts: holds nothing."""
+
+
+_WAITS = frozenset({_Where.WAITING, _Where.GATHERED})
+_WORKS = frozenset({_Where.WORKING, _Where.ALONG})
 
 
 @dataclass(slots=True)
@@ -90,10 +102,17 @@ class StageScheduler:
     Args:
         sizes: slots per stage and the READY bound.
         shares: of an environment, in proportion to each other's; 1 where none is said.
+        cohorts: how many siblings an environment scores together; 1 where none is said.
     """
 
-    def __init__(self, sizes: PoolSizes, shares: Mapping[str, float] | None = None) -> None:
+    def __init__(
+        self,
+        sizes: PoolSizes,
+        shares: Mapping[str, float] | None = None,
+        cohorts: Mapping[str, int] | None = None,
+    ) -> None:
         self.sizes = sizes
+        self._cohorts = Cohorts(cohorts or {})
         self._shares = dict(shares or {})
         self._jobs: dict[str, _Place] = {}
         self._has: Counter[tuple[Stage, str, str]] = Counter()
@@ -112,7 +131,8 @@ class StageScheduler:
 
     def waiting(self, stage: Stage) -> int:
         """Jobs queued for a stage; for RUN that is the READY buffer."""
-        return len(self._queues[stage]) + self._waiting_on_hold(stage)
+        gathered = self._cohorts.waiting if stage is Stage.EVAL else 0
+        return len(self._queues[stage]) + self._waiting_on_hold(stage) + gathered
 
     def working(self, stage: Stage) -> int:
         """Slots of a stage in use."""
@@ -128,14 +148,13 @@ class StageScheduler:
         return any(self._working[stage, environment] for stage in Stage)
 
     def is_waiting(self, job_id: str) -> bool:
-        """The job stands in a queue, so nobody works on it."""
-        return self._jobs[job_id].where is _Where.WAITING
+        """The job stands in a queue, or waits for siblings, so nobody works on it."""
+        return self._jobs[job_id].where in _WAITS
 
     def is_held(self, job_id: str) -> bool:
         """The job waits for a stage that is on hold, or that works on it."""
         place = self._jobs[job_id]
-        there = place.where in (_Where.WAITING, _Where.WORKING)
-        return there and (place.environment, place.stage) in self._on_hold
+        return place.where in _WAITS | _WORKS and (place.environment, place.stage) in self._on_hold
 
     def held(self, environment: str) -> frozenset[Stage]:
         """The stages on hold for an environment."""
@@ -145,16 +164,23 @@ class StageScheduler:
         """How many jobs of each environment stand where: its name, the stage, and whether that works on them. Counted
         anew with each call."""
         return Counter(
-            (place.environment, place.stage, place.where is _Where.WORKING)
+            (place.environment, place.stage, place.where in _WORKS)
             for place in self._jobs.values()
-            if place.where in (_Where.WORKING, _Where.WAITING)
+            if place.where in _WORKS | _WAITS
         )
+
+    def missing_siblings(self, job_id: str) -> tuple[int, frozenset[str]] | None:
+        """See :meth:`.Cohorts.missing`."""
+        return self._cohorts.missing(job_id)
 
     # -- events --------------------------------------------------------------------------------------------------
 
-    def submit(self, job_id: str, client: str, priority: int, environment: str = "") -> list[Start]:
+    def submit(
+        self, job_id: str, client: str, priority: int, environment: str = "", group: str | None = None
+    ) -> list[Start]:
         """A new job arrives in INIT's queue."""
         self._jobs[job_id] = _Place(client, priority, Stage.INIT, _Where.OUTSIDE, environment)
+        self._cohorts.join(job_id, environment, group)
         _add(self._live, environment, 1)
         return self._enqueue(job_id, Stage.INIT)
 
@@ -162,6 +188,7 @@ class StageScheduler:
         """A stage is done with a job: its slot comes back; it goes on to ``then``, or leaves (``None``)."""
         self._leave_slot(job_id)
         if then is None:
+            self._cohorts.leave(job_id)
             _add(self._live, self._jobs.pop(job_id).environment, -1)
             return self._fill()
         return self._enqueue(job_id, then)
@@ -182,17 +209,19 @@ class StageScheduler:
         the last of its environment to come, no slot stays free for that any more.
         """
         place = self._jobs[job_id]
-        self._queue_of(place).remove(job_id, place.client, place.priority, place.environment)
+        self._take_off(job_id, place)
         self._moves(place, place.stage, _Where.PAUSED)
         return self._fill()
 
     def remove(self, job_id: str) -> list[Start]:
         """A job that no stage works on leaves, wherever it stands."""
-        place = self._jobs.pop(job_id)
+        place = self._jobs[job_id]
         _add(self._live, place.environment, -1)
-        if place.where is _Where.WAITING:
-            self._queue_of(place).remove(job_id, place.client, place.priority, place.environment)
+        if place.where in _WAITS:
+            self._take_off(job_id, place)
         self._moves(place, place.stage, _Where.OUTSIDE)
+        self._cohorts.leave(job_id)
+        del self._jobs[job_id]
         return self._fill()
 
     def hold(self, environment: str, stages: frozenset[Stage]) -> list[Start]:
@@ -214,16 +243,37 @@ class StageScheduler:
         for stage in (Stage.EVAL, Stage.RUN, Stage.INIT):
             queue = self._on_hold.get((environment, stage))
             if queue is not None and len(queue) and self._free(stage) > 0:
-                return [self._start_next(stage, queue)]
+                return self._start_next(stage, queue)
         return []
 
     # -- inside --------------------------------------------------------------------------------------------------
 
     def _enqueue(self, job_id: str, stage: Stage) -> list[Start]:
-        place = self._jobs[job_id]
-        self._moves(place, stage, _Where.WAITING)
-        self._queue_of(place).push(job_id, place.client, place.priority, place.environment)
+        if stage is Stage.EVAL and job_id in self._cohorts:
+            self._moves(self._jobs[job_id], stage, _Where.GATHERED)
+            self._push(self._cohorts.gather(job_id), stage)
+        else:
+            self._push(job_id, stage)
         return self._fill()
+
+    def _push(self, job_id: str | None, stage: Stage) -> None:
+        if job_id is not None:
+            place = self._jobs[job_id]
+            self._moves(place, stage, _Where.WAITING)
+            self._queue_of(place).push(job_id, place.client, place.priority, place.environment)
+
+    def _take_off(self, job_id: str, place: _Place) -> None:
+        """A job waits no more; of its cohort, which is incomplete then, nobody stands in the queue any more."""
+        stood: str | None = job_id if place.where is _Where.WAITING else None
+        following = None
+        if place.stage is Stage.EVAL and job_id in self._cohorts:
+            stood, following = self._cohorts.withdraw(job_id)
+        if stood is not None:
+            standing = self._jobs[stood]
+            self._queue_of(standing).remove(stood, standing.client, standing.priority, standing.environment)
+            if stood != job_id:
+                self._moves(standing, standing.stage, _Where.GATHERED)
+        self._push(following, Stage.EVAL)
 
     def _queue(self, stage: Stage) -> FairQueue:
         def load(client: str, environment: str) -> float:
@@ -253,8 +303,16 @@ class StageScheduler:
 
     def _leave_slot(self, job_id: str) -> None:
         place = self._jobs[job_id]
-        self._queues[place.stage].give_back(place.client)
+        heir, following = None, None
+        if place.stage is Stage.EVAL and job_id in self._cohorts:
+            heir, following = self._cohorts.scored(job_id)
+        if place.where is _Where.WORKING:
+            self._queues[place.stage].give_back(place.client)
+            if heir is not None:
+                self._queues[place.stage].lend(self._jobs[heir].client)
+                self._moves(self._jobs[heir], place.stage, _Where.WORKING)
         self._moves(place, place.stage, _Where.OUTSIDE)
+        self._push(following, Stage.EVAL)
 
     def _moves(self, place: _Place, stage: Stage, where: _Where) -> None:
         """Put a job somewhere else, and count what it takes up there and no longer here."""
@@ -338,17 +396,22 @@ class StageScheduler:
     def _fill_stage(self, stage: Stage) -> list[Start]:
         queue, starts = self._queues[stage], []
         while len(queue) and (may := self._may_start(stage)):
-            starts.append(self._start_next(stage, queue, may if may < queue.environments else None))
+            starts += self._start_next(stage, queue, may if may < queue.environments else None)
         return starts
 
-    def _start_next(self, stage: Stage, queue: FairQueue, among: Set[str] | None = None) -> Start:
+    def _start_next(self, stage: Stage, queue: FairQueue, among: Set[str] | None = None) -> list[Start]:
         job_id = queue.pop(among)
         place = self._jobs[job_id]
         if queue is not self._queues[stage]:
             queue.give_back(place.client)
             self._queues[stage].lend(place.client)
         self._moves(place, stage, _Where.WORKING)
-        return Start(job_id, stage)
+        if stage is not Stage.EVAL or job_id not in self._cohorts:
+            return [Start(job_id, stage)]
+        members = self._cohorts.start(job_id)
+        for sibling in members.keys() - {job_id}:
+            self._moves(self._jobs[sibling], stage, _Where.ALONG)
+        return [Start(one, stage, member) for one, member in members.items()]
 
 
 def _add[K](counter: Counter[K], key: K, more: int) -> None:

@@ -158,6 +158,7 @@ class JobView(BaseModel):
     tool_calls: int
     finish_reason: str | None
     reward: float | None = Field(description="Null unless the rollout was scored: a failure has no reward.")
+    masked: bool = Field(default=False, description="Nobody is to train on it: its verdict says so, or it has none.")
     failure: FailureView | None
     failed_attempts: list[FailureView] = Field(description="What went wrong before, oldest first.")
     result: dict[str, Any] | None = Field(default=None, description="What the environment's /verify answered.")
@@ -185,6 +186,7 @@ class JobView(BaseModel):
             tool_calls=job.progress.tool_calls,
             finish_reason=job.progress.finish_reason,
             reward=outcome.reward if outcome else None,
+            masked=outcome.masked if outcome else False,
             failure=_failure_view(outcome.failure) if outcome and outcome.failure else None,
             failed_attempts=[_failure_view(failure) for failure in job.failures],
         )
@@ -276,6 +278,9 @@ class EnvironmentView(BaseModel):
     budgets: dict[Stage, float] = Field(description="Seconds, of rollouts that bring none.")
     working: dict[Stage, int]
     waiting: dict[Stage, int]
+    tool_errors: dict[int, int] = Field(
+        default_factory=dict, description="Answers of its tools with HTTP 429, or 500 and above, so far, by status."
+    )
 
     @classmethod
     def all_of(cls, pipeline: Pipeline) -> dict[str, Self]:
@@ -291,6 +296,7 @@ class EnvironmentView(BaseModel):
                 budgets={stage: budgets.of(stage) for stage in Stage},
                 working={stage: counts[name, stage, True] for stage in Stage},
                 waiting={stage: counts[name, stage, False] for stage in Stage},
+                tool_errors=dict(environment.tool_errors),
             )
         return views
 

@@ -103,6 +103,7 @@ class Policy(Peer):
     in_flight: int = 0
     most_in_flight: int = 0
     turn_s: float = 0.0
+    says: Callable[[str], str] = lambda rollout: "three"
 
     def answer(self, method: str, path: str, request: Request) -> Any:
         if path == "/v1/responses":
@@ -123,7 +124,7 @@ class Policy(Peer):
         last = number + 1 == self.turns
         item: dict[str, Any] = {"id": f"i{number}", "status": "completed"}
         if last:
-            text = {"type": "output_text", "text": "three", "annotations": []}
+            text = {"type": "output_text", "text": self.says(rollout), "annotations": []}
             item |= {"type": "message", "role": "assistant", "content": [text]}
         else:
             item |= {"type": "function_call", "name": self.tool, "arguments": "{}", "call_id": f"c{number}"}

@@ -1,14 +1,17 @@
 # SPDX-License-Identifier: Apache-2.0
 """Whose fault an answer of a server is, and what a server may not make the agent do."""
 
+import asyncio
+
 import pytest
 from aiohttp import web
 from hypothesis import given
 from hypothesis import strategies as st
 
 from nemo_gym_prorl.failures import CallerError, FailureKind, InfrastructureError, TaskError
+from nemo_gym_prorl.handlers import tool_answers
 from nemo_gym_prorl.handlers.gym_http import Address, HttpAnswer, addresses, in_header, in_path, require_ok
-from tests.handlers.peers import COLLECTED, ROW, Environment, Policy, deployment, once, status, until
+from tests.handlers.peers import COLLECTED, ROW, Environment, Policy, deployment, once, reference, status, until
 
 
 @given(st.integers(100, 599))
@@ -78,6 +81,98 @@ async def test_a_model_server_that_forgot_the_rollout_is_asked_from_the_start() 
     assert (done["reward"], done["rollout"]["failed_attempts"]) == (1.0, ["session_lost"])
     assert at.environment.seeds == 2
     assert done["rollout"]["turns"] == 3
+
+
+@pytest.fixture
+def hasty(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A tool that refuses is asked again at once, as often as ever."""
+    monkeypatch.setattr(tool_answers, "_PAUSES_S", (0.0,) * len(tool_answers._PAUSES_S))
+
+
+@pytest.mark.usefixtures("hasty")
+@pytest.mark.parametrize(("code", "calls"), [(429, 5), (503, 5), (502, 1), (504, 1)])
+async def test_a_gateway_before_a_tool_is_no_reward(code: int, calls: int) -> None:
+    environment = Environment(instead={"/count": status(code)})
+    async with deployment(environment, max_attempts=2) as at:
+        answered, problem, _ = await at.post("/run", ROW)
+        told = (await at.get("/status"))["environments"]["environment"]["tool_errors"]
+        async with at.http.get(f"{at.url}/metrics") as answer:
+            metrics = await answer.text()
+    assert (answered, str(code) in problem["detail"]) == (503, True)
+    assert (environment.seeds, environment.counts["/count"]) == (2, 2 * calls), (
+        "the rollout is done anew, with a bound"
+    )
+    assert "/verify" not in environment.paths()
+    assert told == {str(code): 2 * calls}
+    assert f'prorl_tool_errors_total{{environment="environment",status="{code}"}} {2.0 * calls}' in metrics
+
+
+@pytest.mark.usefixtures("hasty")
+@pytest.mark.parametrize(("code", "attempts"), [(429, 1), (503, 1), (502, 2), (504, 2)])
+async def test_a_tool_that_comes_back_costs_no_reward(code: int, attempts: int) -> None:
+    """What was refused is asked again; what may have been done begins anew, in a session where it was not."""
+    environment = Environment(instead={"/count": once(status(code, Retry_After="0"))})
+    async with deployment(environment, max_attempts=2) as at:
+        done = await at.run(ROW)
+    assert (done["reward"], done["rollout"]["tool_calls"], environment.seeds) == (1.0, 2, attempts)
+    observed = [item["output"] for item in done["response"]["output"] if item["type"] == "function_call_output"]
+    assert observed == ['{"done":"/count"}'] * 2
+
+
+async def test_a_pause_after_a_refusal_is_not_the_agents_time() -> None:
+    environment = Environment(instead={"/count": once(status(429, Retry_After="2"))})
+    async with deployment(environment, budgets={"run": 1.5}) as at:
+        done = await at.run(ROW)
+    assert (done["reward"], done["rollout"]["finish_reason"]) == (1.0, "stop")
+    assert done["rollout"]["seconds"]["run"]["waited"] >= 1.4, "as far as it had gone when the budget was used up"
+
+
+async def test_a_connection_that_a_tool_drops_is_no_reward() -> None:
+    async def dropping(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        request = await reader.readuntil(b"\r\n\r\n")
+        if b"/count " not in request.split(b"\r\n")[0]:
+            writer.write(b"HTTP/1.1 200 OK\r\nContent-Length: 2\r\nConnection: close\r\n\r\n{}")
+            await writer.drain()
+        writer.close()
+
+    server = await asyncio.start_server(dropping, "127.0.0.1", 0)
+    address = {"host": "127.0.0.1", "port": server.sockets[0].getsockname()[1]}
+    async with server, deployment(elsewhere={"dropping": address}, resources_server=reference("dropping")) as at:
+        done = await at.run(COLLECTED)
+    assert (done["failure_kind"], done["mask_sample"]) == ("transport_peer_drop", True)
+
+
+async def test_one_500_of_a_tool_is_an_observation_and_a_tool_that_gives_no_other_is_broken() -> None:
+    environment = Environment(instead={"/count": status(500)})
+    async with deployment(environment, Policy(turns=2)) as at:
+        for _ in range(2):
+            done = await at.run(ROW)
+            assert done["reward"] == 1.0
+            assert done["response"]["output"][1]["output"] == "status 500"
+        broken = await at.run(COLLECTED)
+        assert "'count' is broken" in broken["failure_reason"]
+        assert (broken["failure_kind"], broken["mask_sample"]) == ("provider_unavailable", True)
+        del environment.instead["/count"]
+        assert (await at.run(ROW))["reward"] == 1.0, "it works again"
+        environment.instead["/count"] = status(500)
+        assert (await at.run(ROW))["reward"] == 1.0, "and is counted anew"
+
+
+async def test_a_tool_that_is_broken_for_one_rollout_only_is_broken() -> None:
+    environment, policy = Environment(), Policy(turns=5)
+    environment.instead["/count"] = lambda: status(500)() if "session=1" in environment.headers[-1]["cookie"] else None
+    async with deployment(environment, policy, max_attempts=2) as at:
+        done = await at.run(ROW)
+    assert (done["reward"], done["rollout"]["failed_attempts"]) == (1.0, ["provider_unavailable"])
+    assert environment.counts["/count"] == 3 + 4
+
+
+async def test_a_tool_that_fails_for_some_arguments_stays_an_observation() -> None:
+    environment, policy = Environment(), Policy(turns=8)
+    environment.instead["/count"] = lambda: status(500)() if environment.counts["/count"] % 3 else None
+    async with deployment(environment, policy) as at:
+        done = await at.run(ROW)
+    assert (done["reward"], done["rollout"]["tool_calls"]) == (1.0, 7)
 
 
 @pytest.mark.parametrize("kind", ["cancelled", "shutdown", "kill_shaped", "agent_timeout", "nonsense"])

@@ -8,7 +8,7 @@ import pytest
 
 from nemo_gym_prorl.failures import CallerError
 from tests.handlers.gym_host import free_port
-from tests.handlers.peers import COLLECTED, ROW, Deployment, Environment, Policy, deployment, hang, reference
+from tests.handlers.peers import COLLECTED, ROW, Deployment, Environment, Policy, deployment, hang, reference, status
 
 
 SWE: dict[str, Any] = {"resources_server": reference("swe_server"), "data_sources": ["SWE-Gym", "R2E"]}
@@ -88,10 +88,10 @@ async def test_limits_of_the_loop_are_the_environments() -> None:
         }
 
 
-async def _cut(on_timeout: str, environment: Environment) -> dict[str, Any]:
+async def _cut(on_timeout: str, environment: Environment, **settings: Any) -> dict[str, Any]:
     """A rollout whose second tool call takes for ever, in an environment for which a time-out means that."""
     swe = {**SWE, "budgets": {"run": 1.0}, "on_timeout": on_timeout}
-    async with deployment(further={"swe_server": environment}, environments={"swe": swe}) as at:
+    async with deployment(further={"swe_server": environment}, environments={"swe": swe}, **settings) as at:
         return await at.run({**COLLECTED, "data_source": "swe"})
 
 
@@ -235,3 +235,23 @@ async def test_what_cannot_work_is_refused_at_the_start_by_name(
         async with deployment(further={"swe_server": Environment()}, environments=environments):
             pass
     assert refused.value.field == field
+
+
+@pytest.mark.parametrize("on_timeout", ["score", "zero"])
+async def test_a_timeout_whose_sandbox_does_not_go_is_no_reason_for_another_sample(on_timeout: str) -> None:
+    environment = slow_tool()
+    environment.instead["/give_back"] = status(500)
+    result = await _cut(on_timeout, environment, max_attempts=3)
+    assert (result["mask_sample"], result["failure_kind"]) == (True, "agent_timeout")
+    assert environment.seeds == 1
+
+
+@pytest.mark.parametrize("code", [410, 500])
+async def test_a_timeout_that_cannot_be_scored_is_no_reason_for_another_sample(code: int) -> None:
+    environment = slow_tool()
+    environment.instead["/verify"] = status(code)
+    result = await _cut("score", environment, max_attempts=2)
+    assert (result["mask_sample"], result["failure_kind"]) == (True, "agent_timeout")
+    assert environment.seeds == 1
+    assert environment.counts["/verify"] == {410: 1, 500: 2}[code]
+    _has_the_tokens_of_its_turns(result)

@@ -142,11 +142,14 @@ async def test_the_handler_of_the_readme_runs_over_gyms_own_servers(
             COUNTER: instance("resources_servers", COUNTER, domain="other"),
         }
         async with hosting(config), aiohttp.ClientSession() as http:
-            rewards = []
+            rewards, accuracies = [], []
             for source in ("short", "any other"):
                 async with http.post(f"{url_of(config['agent'])}/run", json={**row, "data_source": source}) as answer:
-                    rewards.append((await answer.json())["reward"])
+                    result = await answer.json()
+                    rewards.append(result["reward"])
+                    accuracies.append(result.get("accuracy"))
     assert rewards == [1.0 - 3 * 0.125, 1.0]
+    assert accuracies == [1.0, None], "what dynamic sampling filters by is not shaped"
 
 
 @pytest.mark.parametrize(
