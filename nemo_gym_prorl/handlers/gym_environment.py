@@ -30,7 +30,6 @@ from nemo_gym_prorl.failures import (
     Failure,
     FailureKind,
     InfrastructureError,
-    RolloutError,
     Stage,
     TaskError,
 )
@@ -49,7 +48,6 @@ LATE_SEED_S = 600.0
 
 _CLOSE = "/close_session"
 _NO_CLOSE = "has no /close_session"
-_WAITED_S = 2.0
 _RELEASE_PATH = re.compile(r"(?:/[A-Za-z0-9._~-]+)+/?")
 
 
@@ -138,7 +136,7 @@ class GymEnvironmentHandler:
         if the model server gives them in time."""
         params = job.row["responses_create_params"]
         job.trajectory = trajectory = Trajectory(empty_response(params), evidence=session)
-        conversation = Conversation(self.context.model, self._attempt_id(job), job.group)
+        conversation = Conversation(self.context.model, self._attempt_id(job), job.group, job.run)
         loop = ToolLoop(
             self._server,
             session.cookies,
@@ -167,12 +165,12 @@ class GymEnvironmentHandler:
         return then
 
     async def waited(self, job: Job) -> float:
-        """Seconds of this RUN attempt in which the policy could not act; 0.0 if the model server does not tell."""
-        try:
-            async with asyncio.timeout(_WAITED_S):
-                return await waited(self.context.model, self._attempt_id(job))
-        except (RolloutError, TimeoutError, ValueError):
-            return 0.0
+        """Seconds of this RUN attempt in which the policy could not act; 0.0 if the model server does not tell.
+
+        Raises:
+            InfrastructureError: it cannot be reached.
+        """
+        return await waited(self.context.model, self._attempt_id(job))
 
     async def release(self, job: Job, session: GymSession) -> None:
         """Tell a server that asked for it that the agent is done; where nothing will be scored, that all is over."""

@@ -64,6 +64,9 @@ class SubmitRequest(KnownKeys):
     environment: str | None = Field(default=None, description="By default that which takes the row's `data_source`.")
     group: Identifier | None = Field(default=None, description="The rollouts of one prompt share a group.")
     client: Identifier = Field(default="default", description="Callers share the service fairly by this name.")
+    run: Identifier | None = Field(
+        default=None, description="Whose backends sample it, of those at the model server; by default its own."
+    )
     priority: int = Field(default=0, ge=-1000, le=1000, description="Higher goes first, in every queue.")
     budgets: BudgetsModel | None = None
     max_attempts: int | None = Field(default=None, ge=1, le=100)
@@ -90,6 +93,7 @@ class SubmitRequest(KnownKeys):
             environment=self.environment,
             group=self.group,
             client=self.client,
+            run=self.run,
             priority=self.priority,
             budgets=self.budgets.given() if self.budgets else {},
             max_attempts=self.max_attempts,
@@ -123,6 +127,7 @@ class JobView(BaseModel):
     handler: str
     group: str | None
     client: str
+    run: str | None = None
     priority: int
     submitted_at: float = Field(description="Seconds since the epoch.")
     finished_at: float | None
@@ -130,6 +135,9 @@ class JobView(BaseModel):
     turns: int
     tool_calls: int
     finish_reason: str | None
+    weight_versions: list[str | None] = Field(
+        default_factory=list, description="Labels of the weights that sampled it, each once; null where one had none."
+    )
     reward: float | None = Field(description="Null unless the rollout was scored: a failure has no reward.")
     failure: FailureView | None
     failed_attempts: list[FailureView] = Field(description="What went wrong before, oldest first.")
@@ -146,6 +154,7 @@ class JobView(BaseModel):
             handler=job.handler,
             group=job.group,
             client=job.client,
+            run=job.run,
             priority=job.priority,
             submitted_at=job.submitted_at,
             finished_at=job.finished_at,
@@ -156,6 +165,7 @@ class JobView(BaseModel):
             turns=job.progress.turns,
             tool_calls=job.progress.tool_calls,
             finish_reason=job.progress.finish_reason,
+            weight_versions=job.progress.labels,
             reward=outcome.reward if outcome else None,
             failure=_failure_view(outcome.failure) if outcome and outcome.failure else None,
             failed_attempts=[_failure_view(failure) for failure in job.failures],
