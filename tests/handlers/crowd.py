@@ -128,7 +128,6 @@ class Crowd:
     model: Server
     tokenizer: Tokenizer
     asked: Counter[str]
-    folder: Path
 
     def engine(self, name: str, **settings: Any) -> Engine:
         return Engine(self.tokenizer, name, **settings)
@@ -147,45 +146,51 @@ def row(run: str | None = None) -> dict[str, Any]:
     return {"responses_create_params": {"input": f"run:{run};", "max_output_tokens": 200, "tools": [tool]}}
 
 
-@contextlib.asynccontextmanager
-async def crowd(
-    folder: Path, own: str | None = None, *, policy: dict[str, Any], workers: int = 1, **settings: Any
-) -> AsyncIterator[Crowd]:
-    """The deployment.
+@contextlib.contextmanager
+def model_server(folder: Path, **settings: Any) -> Iterator[Server]:
+    """A model server without engines.
 
     Args:
         folder: for the tokenizer and logs.
-        own: URL of the engine for rollouts that name no run.
-        policy: settings of the model server.
-        workers: its processes.
-        settings: of the service.
+        settings: of its policy, and how many workers it has.
     """
     make_tokenizer(folder)
-    tokenizer = Tokenizer.from_file(str(folder / "tokenizer.json"))
-    model = await asyncio.to_thread(started, own, folder, workers=workers, **policy)
+    model = started(None, folder, **settings)
+    try:
+        yield model
+    finally:
+        model.process.kill()
+        model.process.wait()
+
+
+@contextlib.asynccontextmanager
+async def crowd(model: Server, **settings: Any) -> AsyncIterator[Crowd]:
+    """A service before a model server.
+
+    Args:
+        model: it.
+        settings: of the service.
+    """
+    tokenizer = Tokenizer.from_file(str(model.log.parent / "tokenizer.json"))
     environment, asked = world()
 
     def block(kind: str, url: str) -> dict[str, Any]:
         host, port = url.removeprefix("http://").split(":")
         return {kind: {"any": {"host": host, "port": int(port)}}}
 
-    try:
-        with in_thread(environment) as at:
-            known = {
-                "world": block("resources_servers", at),
-                "policy_model": block("responses_api_models", model.url),
-            }
-            config = ServiceConfig(
-                resources_server={"type": "resources_servers", "name": "world"}, max_steps=TURNS, **settings
-            )
-            service = AgentService(config, OmegaConf.create(known), model="policy_model")
-            app = FastAPI()
-            app.include_router(service.router())
-            async with serve(app) as url, RolloutClient(url) as client:
-                try:
-                    yield Crowd(client, url, model, tokenizer, asked, folder)
-                finally:
-                    await service.close()
-    finally:
-        model.process.kill()
-        model.process.wait()
+    with in_thread(environment) as at:
+        known = {
+            "world": block("resources_servers", at),
+            "policy_model": block("responses_api_models", model.url),
+        }
+        config = ServiceConfig(
+            resources_server={"type": "resources_servers", "name": "world"}, max_steps=TURNS, **settings
+        )
+        service = AgentService(config, OmegaConf.create(known), model="policy_model")
+        app = FastAPI()
+        app.include_router(service.router())
+        async with serve(app) as url, RolloutClient(url) as client:
+            try:
+                yield Crowd(client, url, model, tokenizer, asked)
+            finally:
+                await service.close()

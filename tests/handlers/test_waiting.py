@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from nemo_gym_prorl.rollout.job import JobState
-from tests.handlers.crowd import TURNS, crowd, in_thread, row
+from tests.handlers.crowd import TURNS, crowd, in_thread, model_server, row
 
 
 @pytest.mark.parametrize(
@@ -22,13 +22,14 @@ async def test_rollouts_wait_for_one_backend_as_long_as_it_takes(
     stages = {"init": rollouts, "ready": rollouts, "run": rollouts, "eval": 64}
     policy = {"limit": limit, "unreachable_s": 4 * turn_s}
     budgets = {"run": budget_s}
-    async with crowd(tmp_path, policy=policy, stages=stages, budgets=budgets, max_attempts=3) as at:
-        engine = at.engine("own", delay_s=turn_s)
-        with in_thread(engine) as url:
-            assert (await at.model.ask("POST", "/v1/backends", {"url": url}))[0] == 201
-            for number in range(rollouts):
-                await at.service.submit(row(), id=f"r{number}")
-            jobs = await at.ended(rollouts)
+    with model_server(tmp_path, workers=1, **policy) as model:
+        async with crowd(model, stages=stages, budgets=budgets) as at:
+            engine = at.engine("own", delay_s=turn_s)
+            with in_thread(engine) as url:
+                assert (await model.ask("POST", "/v1/backends", {"url": url}))[0] == 201
+                for number in range(rollouts):
+                    await at.service.submit(row(), id=f"r{number}")
+                jobs = await at.ended(rollouts)
     assert {job.state for job in jobs} == {JobState.SUCCEEDED}
     assert len({job.id for job in jobs}) == len(jobs) == rollouts
     assert {job.timings["run"].attempts for job in jobs} == {1}

@@ -101,9 +101,18 @@ class Server:
     url: str
     log: Path
 
-    async def ask(self, method: str, path: str, body: Any = None) -> tuple[int, Any]:
-        async with aiohttp.ClientSession() as http, http.request(method, f"{self.url}{path}", json=body) as said:
+    async def ask(
+        self, method: str, path: str, body: Any = None, headers: dict[str, str] | None = None
+    ) -> tuple[int, Any]:
+        async with (
+            aiohttp.ClientSession() as http,
+            http.request(method, f"{self.url}{path}", json=body, headers=headers) as said,
+        ):
             return said.status, await said.json(content_type=None)
+
+    async def text(self, path: str) -> tuple[int, str]:
+        async with aiohttp.ClientSession() as http, http.get(f"{self.url}{path}") as said:
+            return said.status, await said.text()
 
     def workers(self) -> list[int]:
         return [pid for task in Path(f"/proc/{self.process.pid}/task").iterdir() for pid in children(task)]
