@@ -253,3 +253,16 @@ async def test_ids_as_raw_bytes_keep_their_tokens(raw: bytes) -> None:
         writer.close()
         status, told = await agent.call("GET", "/v1/rollouts/%C3%BC-%C3%9F/tokens")
         assert (status, len(told["answers"])) == (200, 1)
+
+
+async def test_a_turn_that_waits_for_longer_than_rollouts_are_kept_is_no_disuse() -> None:
+    async with serve() as engine, client(engine, keep_s=2.0) as agent:
+        _, first = await agent.turn("r")
+        assert (await agent.call("POST", "/v1/backends/pause", {}))[0] == 200
+        turn = asyncio.create_task(agent.turn("r", previous_response_id=first["id"]))
+        await agent.until_waited("r", 3.0)
+        assert (await agent.call("POST", "/v1/backends/resume", {}))[0] == 200
+        status, second = await turn
+        assert status == 200
+        assert (await agent.turn("other"))[0] == 200  # which is when old ones are looked for
+        assert (await agent.turn("r", previous_response_id=second["id"]))[0] == 200
