@@ -233,17 +233,18 @@ async def test_what_other_weights_sampled_is_no_data_of_a_run(label: str | None)
 async def test_a_new_life_of_a_trainer_samples_again_what_its_old_one_had_under_way() -> None:
     """Under another run, since weights of the same number differ: the service refuses the id."""
     dataset, config = rows(4, labels=["0"], late=[0], late_s=1.0), SamplerConfig(1, 2, 2, in_order=True)
-    async with nodes() as up, runner(up, dataset, config, options_run="old") as driver:
+    async with nodes() as up:
+        driver = await runner(up, dataset, config, options_run="old").__aenter__()
         while not any(job.state is JobState.RUNNING for job in up[0].pipeline.store.live()):
             await asyncio.sleep(0.01)
         state = json.loads(json.dumps(driver.state()))
-        for service in driver._services:  # killed: it cancels nothing
-            await service.close()
+        await driver._close_services()  # it was killed, and cancels nothing
         async with runner(up, dataset, config, state=state, options_run="new") as again:
             batch = await again.batch()
             assert batch is not None
             [group] = batch.groups
-            assert {up[0].pipeline.store.get(rollout.id).run for rollout in group} == {"new"}  # type: ignore[union-attr]
+            jobs = [up[0].pipeline.store.get(rollout.id) for rollout in group]
+            assert {job.run for job in jobs if job is not None} == {"new"}
 
 
 async def test_a_complete_batch_ends_the_rest_and_its_sandboxes() -> None:
