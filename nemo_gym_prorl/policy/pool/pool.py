@@ -176,7 +176,9 @@ class BackendPool:
         """Time passes: due probes, rest for the idle while others wait, and an end to outages that last."""
         self._now = max(self._now, now)
         decisions: list[Decision] = [Probe(b.id) for b in self.backends.values() if health.probe_due(b, now)]
-        for run, line in [*self._lines.items()]:
+        for run, line in self._lines.items():
+            if not line:
+                continue
             idle = [r for r in self._rollouts.values() if r.run == run and r.idle_since is not None and r.backend]
             idle.sort(key=lambda rollout: rollout.idle_since or 0.0)
             for rollout in idle[: len(line)]:
