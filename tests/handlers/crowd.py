@@ -94,7 +94,11 @@ class Engine:
 @contextlib.contextmanager
 def in_thread(app: Any) -> Iterator[str]:
     """An application on a loop of its own."""
-    served = uvicorn.Server(uvicorn.Config(app, host="127.0.0.1", port=free_port(), log_level="warning", backlog=4096))
+    # As Gym's servers, it keeps connections for longer than their clients: one that is used is not closed just then.
+    config = uvicorn.Config(
+        app, host="127.0.0.1", port=free_port(), log_level="warning", backlog=4096, timeout_keep_alive=60
+    )
+    served = uvicorn.Server(config)
     thread = threading.Thread(target=served.run)
     thread.start()
     while not served.started:

@@ -13,7 +13,7 @@ from tests.handlers.crowd import TURNS, crowd, in_thread, model_server, row
 
 @pytest.mark.parametrize(
     ("rollouts", "limit", "turn_s", "budget_s"),
-    [(32, 4, 0.25, 3.0), pytest.param(2048, 256, 16.0, 100.0, marks=pytest.mark.long("2,048 rollouts"))],
+    [(32, 4, 0.25, 3.0), pytest.param(2048, 256, 16.0, 240.0, marks=pytest.mark.long("2,048 rollouts"))],
 )
 async def test_rollouts_wait_for_one_backend_as_long_as_it_takes(
     rollouts: int, limit: int, turn_s: float, budget_s: float, tmp_path: Path
