@@ -104,10 +104,15 @@ def serve(
             help="Names that `gym list environments` shows, and Hydra overrides for Gym (++key=value).",
         ),
     ],
-    policy_url: Annotated[
-        str, typer.Option(envvar="PRORL_MODEL_URL", help="The inference endpoint, ending in /v1; see prorl scripted.")
-    ],
     policy_model: Annotated[str, typer.Option(envvar="PRORL_MODEL_NAME", help="The model's name there.")],
+    policy_url: Annotated[
+        str | None,
+        typer.Option(
+            envvar="PRORL_MODEL_URL",
+            help="The inference endpoint, ending in /v1; see prorl scripted. Without one: for runs that bring their "
+            "own engines, as NeMo RL does with rollouts: service.",
+        ),
+    ] = None,
     policy_key: Annotated[str, typer.Option(envvar="PRORL_API_KEY", help="The endpoint's key.")] = "none",
     model_type: Annotated[str, typer.Option(help="Gym's model server.")] = "prorl_model",
     head_port: Annotated[

@@ -29,7 +29,7 @@ START_TIMEOUT_S = 900.0
 def serve(
     words: Sequence[str],
     *,
-    policy_url: str,
+    policy_url: str | None,
     policy_model: str,
     policy_key: str,
     model_type: str,
@@ -41,7 +41,7 @@ def serve(
 
     Args:
         words: names of environments, and Hydra overrides (what has an ``=``).
-        policy_url: the inference endpoint, ending in ``/v1``.
+        policy_url: the inference endpoint, ending in ``/v1``; ``None`` if engines come with the runs that use them.
         policy_model: the model's name there.
         policy_key: its key.
         model_type: Gym's model server, as ``--model-type`` takes it.
@@ -50,12 +50,15 @@ def serve(
         console: where to print.
 
     Raises:
-        CallerError: no environment was named, an override can't be one, or the head server's port is taken.
+        CallerError: no environment was named, an override can't be one, the head server's port is taken, or the model
+            server needs an endpoint.
         DeploymentError: the servers do not come up, or Gym itself dies.
     """
     environments = [word for word in words if "=" not in word]
     if not environments:
         raise CallerError("name at least one; `gym list environments` shows them", field="environment")
+    if policy_url is None and model_type != "prorl_model":
+        raise CallerError(f"{model_type} cannot be given engines later: name its endpoint", field="--policy-url")
     overrides = [word for word in words if "=" in word]
     check_overrides(overrides, environments, model_type)
     with socket.socket() as probe:
@@ -69,7 +72,7 @@ def serve(
     deployment = GymDeployment(
         config_paths=[f"environments/{name}/config.yaml" for name in environments],
         model_type=model_type,
-        policy_base_url=policy_url,
+        policy_base_url=[] if policy_url is None else policy_url,
         policy_model_name=policy_model,
         policy_api_key=policy_key,
         overrides=overrides,

@@ -32,6 +32,7 @@ from nemo_gym_prorl.dapo.sampler import DynamicSampler
 from nemo_gym_prorl.dapo.service import Service
 from nemo_gym_prorl.failures import CallerError, FailureKind, InfrastructureError, Origin
 from nemo_gym_prorl.rollout.client import RolloutClient
+from nemo_gym_prorl.rollout.job import JobState
 from nemo_gym_prorl.rollout.schemas import JobView
 from nemo_gym_prorl.rollout.tokens import Turn
 
@@ -94,7 +95,8 @@ class Runner:
         services: clients that are not open yet; the runner opens and closes them. A group stays on one service.
         client: under which the services share their slots among callers.
         filter_on: the field of a verdict by which groups are found to vary; see :mod:`nemo_gym_prorl.dapo.outcome`.
-        options: more for each submission: ``environment``, ``budgets``, ``max_attempts``.
+        options: more for each submission: ``environment``, ``budgets``, ``max_attempts``, ``run``. A rollout of a run
+            is data only if each span of it was sampled by weights of that run, whose labels are versions as numbers.
         state: what :meth:`state` of an earlier runner gave; its services must be the same ones in the same order.
     """
 
@@ -255,15 +257,34 @@ class Runner:
         except CallerError as error:
             self._broken = self._broken or error
             outcome = Origin.CALLER
-        if self.sampler.wants(job.id) and (isinstance(outcome, Outcome) or outcome is Origin.AGENT):
+        why = job.failure.reason if job.failure else ""
+        counts = isinstance(outcome, Outcome) or outcome is Origin.AGENT
+        if counts and (foreign := self._foreign(job)) is not None:
+            LOG.warning("%s is sampled again: %s", job.id, foreign)
+            outcome, why, counts = Origin.INFRASTRUCTURE, foreign, False
+        if self.sampler.wants(job.id) and counts:
             self._results[job.id] = _kept(job)
         if isinstance(outcome, Outcome):
             self.sampler.scored(job.id, outcome.reward, usage, accuracy=outcome.accuracy, masked=outcome.masked)
         else:
-            self.sampler.failed(job.id, outcome, usage, why=job.failure.reason if job.failure else "")
+            self.sampler.failed(job.id, outcome, usage, why=why)
         if job.id not in self._results:
             self._gone(job.id)
         self._pump()
+
+    def _foreign(self, job: JobView) -> str | None:
+        """Why a rollout of a run is no data: who sampled it is not known, or was not this run's policy."""
+        run = self._options.get("run")
+        if run is None:
+            return None
+        if job.run != run:
+            return f"it is of run {job.run!r}, not of {run!r}"
+        # The next version is labelled a moment before it is announced here.
+        newest = self.sampler.version + 1
+        for label in job.weight_versions or ([None] if job.turns and job.state is JobState.SUCCEEDED else []):
+            if label is None or not label.isdecimal() or int(label) > newest:
+                return f"weights {label!r} sampled it, which are none of run {run!r}"
+        return None
 
     def _lost(self, rollout: str, origin: Origin, why: str) -> None:
         LOG.warning("%s has no outcome: %s", rollout, why)

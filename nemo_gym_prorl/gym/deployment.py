@@ -73,7 +73,8 @@ class GymDeployment:
         config_paths: Gym configuration files, absolute or as Gym resolves them.
         environment: name of an environment that Gym knows (``--environment``).
         model_type: Gym's model server, as ``--model-type`` takes it; ``None`` if the configuration files bring one.
-        policy_base_url: URL of the inference endpoint, ending in ``/v1``.
+        policy_base_url: URL of the inference endpoint, ending in ``/v1``; or a list of such, which may be empty where
+            the model server is given engines later.
         policy_model_name: the model's name there.
         policy_api_key: its key. It is in a file that only the user can read, as long as the deployment lives.
         overrides: further Hydra overrides; they win.
@@ -92,7 +93,7 @@ class GymDeployment:
         config_paths: Sequence[str | Path] = (),
         environment: str | None = None,
         model_type: str | None = "vllm_model",
-        policy_base_url: str | None = None,
+        policy_base_url: str | Sequence[str] | None = None,
         policy_model_name: str = "policy",
         policy_api_key: str = "none",
         overrides: Sequence[str] = (),
@@ -126,9 +127,9 @@ class GymDeployment:
         self._environment = environment
         self._model_type = model_type
         self._policy = None
-        if policy_base_url:
+        if policy_base_url is not None:
             self._policy = {
-                "policy_base_url": policy_base_url,
+                "policy_base_url": policy_base_url if isinstance(policy_base_url, str) else [*policy_base_url],
                 "policy_api_key": policy_api_key,
                 "policy_model_name": policy_model_name,
             }

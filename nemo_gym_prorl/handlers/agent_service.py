@@ -216,6 +216,7 @@ def gym_row(job: Job) -> bytes:
     about = {
         "id": job.id,
         "group": job.group,
+        "run": job.run,
         "state": job.state.value,
         "environment": job.environment,
         "turns": job.progress.turns,

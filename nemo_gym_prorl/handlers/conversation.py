@@ -11,6 +11,7 @@ of each turn. The end may also be a cut: the tokens of the turns that were compl
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import math
 from dataclasses import dataclass
 from typing import Any, Self
@@ -67,6 +68,7 @@ class _Tokens(BaseModel):
 
     sequences: list[_Sequence]
     answers: dict[str, _Place]
+    run: str | None = None
 
     @model_validator(mode="after")
     def _fits(self) -> Self:
@@ -85,19 +87,23 @@ class Conversation:
         model: the server.
         rollout_id: unique per attempt, since each attempt samples anew.
         group: siblings of a group are placed together where that costs nothing.
+        run: whose backends are to sample it; ``None`` for the server's own.
 
     Attributes:
         weight_versions: after :meth:`settle`, per turn the labels of the weights that sampled its first and its last
             token: ``{"turn": 0, "first": "step-7", "last": "step-8"}``; ``None`` where the server has no label.
     """
 
-    def __init__(self, model: GymServer, rollout_id: str, group: str | None = None) -> None:
+    def __init__(self, model: GymServer, rollout_id: str, group: str | None = None, run: str | None = None) -> None:
         self._model = model
+        self._run = run
         self._path = rollout_path(rollout_id)
         self._jar = CookieJar()
         self._headers = {"X-Rollout-Id": in_header(rollout_id), DEFERRAL: "deferred"}
         if group is not None:
             self._headers["X-Rollout-Group"] = in_header(group)
+        if run is not None:
+            self._headers["X-Rollout-Run"] = in_header(run)
         self._items: list[dict[str, Any]] = []
         self._previous: str | None = None
         self._asked = 0
@@ -138,6 +144,8 @@ class Conversation:
         if answer.headers.get(DEFERRAL) == "deferred":
             self._model.traits.add(KEEPS_TOKENS)
             self._keep(turn, number, what)
+        elif self._run is not None:
+            raise self._knows_no_runs()
         elif self._previous is not None:
             # It was asked with what is new alone, and whoever answers now has not seen the rest.
             raise InfrastructureError(
@@ -168,6 +176,8 @@ class Conversation:
         if self._previous is None:
             return
         kept = await self._fetch()
+        if kept.run != self._run and self._run is not None:
+            raise self._knows_no_runs()
         self.weight_versions = []
         for answer_id, turn in self._turns.items():
             if (place := kept.answers.get(answer_id)) is None:
@@ -183,6 +193,12 @@ class Conversation:
             turn.last_item["generation_log_probs"] = sequence.log_probs[place.start : place.end]
             first, last = place.weight_versions or (None, None)
             self.weight_versions.append({"turn": turn.number, "first": first, "last": last})
+
+    def _knows_no_runs(self) -> InfrastructureError:
+        return InfrastructureError(
+            f"{self._model.name} knows nothing of run {self._run!r}: a prorl_model is needed, and not an older one",
+            kind=FailureKind.AGENT_REQUEST_FAILED,
+        )
 
     async def forget(self) -> None:
         """Have the server drop what it keeps of the rollout: the ledger, and the place at its backend. Also after a
@@ -223,10 +239,13 @@ async def waited(model: GymServer, rollout_id: str) -> float:
     a pause. 0.0 where the server does not say.
 
     Raises:
-        RolloutError: it cannot be reached.
+        InfrastructureError: it cannot be reached.
     """
     answer = await model.call("GET", f"{rollout_path(rollout_id)}/waited", None, CookieJar())
-    said = answer.json() if answer.ok else None
+    said = None
+    if answer.ok:
+        with contextlib.suppress(ValueError):
+            said = answer.json()
     seconds = said.get("waited_s") if isinstance(said, dict) else None
     if not isinstance(seconds, int | float) or not math.isfinite(seconds):
         return 0.0

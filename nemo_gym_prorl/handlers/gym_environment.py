@@ -31,7 +31,6 @@ from nemo_gym_prorl.failures import (
     Failure,
     FailureKind,
     InfrastructureError,
-    RolloutError,
     Stage,
     TaskError,
 )
@@ -51,7 +50,6 @@ LATE_SEED_S = 600.0
 
 _CLOSE = "/close_session"
 _NO_CLOSE = "has no /close_session"
-_WAITED_S = 2.0
 _RELEASE_PATH = re.compile(r"(?:/[A-Za-z0-9._~-]+)+/?")
 
 
@@ -148,7 +146,7 @@ class GymEnvironmentHandler:
         if the model server gives them in time."""
         params = job.row["responses_create_params"]
         job.trajectory = trajectory = Trajectory(empty_response(params), evidence=session)
-        conversation = Conversation(self.context.model, self._attempt_id(job), job.group)
+        conversation = Conversation(self.context.model, self._attempt_id(job), job.group, job.run)
         loop = ToolLoop(
             self._server,
             session.cookies,
@@ -182,14 +180,14 @@ class GymEnvironmentHandler:
         return then
 
     async def waited(self, job: Job) -> float:
-        """Seconds of this RUN attempt in which the policy could not act, as far as its model server tells, or waited
-        for a tool that refused to work."""
+        """Seconds of this RUN attempt in which the policy could not act, or waited for a tool that refused to work;
+        0.0 if the model server does not tell.
+
+        Raises:
+            InfrastructureError: it cannot be reached.
+        """
         refused_s: float = job.session.trouble.refused_s
-        try:
-            async with asyncio.timeout(_WAITED_S):
-                return refused_s + await waited(self.context.model, self._attempt_id(job))
-        except (RolloutError, TimeoutError, ValueError):
-            return refused_s
+        return refused_s + await waited(self.context.model, self._attempt_id(job))
 
     async def release(self, job: Job, session: GymSession) -> None:
         """Tell a server that asked for it that the agent is done; where nothing will be scored, that all is over."""

@@ -41,6 +41,8 @@ LOG = logging.getLogger(__name__)
 
 JOIN_S = CLOSE_S + 30.0
 """How long to wait for the thread at the end: the runner's own patience, and what its connections need."""
+REMIND_S = 10.0
+"""How often model servers that run elsewhere are told of engines and weights that they should know."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,7 +80,8 @@ class Plan:
         first = version - (self.state["sampler"]["emitted"] if self.state else 0)
         sampler = DynamicSampler(replace(self.sampler, first_version=first), prompts, curriculum)
         services = [RolloutClient(url, self.servers.key) for url in self.servers.services]
-        return Runner(sampler, prompts, services, client=self.client, state=self.state)
+        options = {"run": self.servers.run} if self.servers.run else None
+        return Runner(sampler, prompts, services, client=self.client, options=options, state=self.state)
 
 
 def metrics_of(sampler: DynamicSampler) -> dict[str, float]:
@@ -91,6 +94,40 @@ def metrics_of(sampler: DynamicSampler) -> dict[str, float]:
         if bias is not None:
             found |= {f"prorl/{name}_bias{end}": value for end, value in bias.told()}
     return found
+
+
+class _Announced:
+    """What the model servers were told last. One that begins a new life knows no engines of a run, and a batch may
+    wait for just these: so they are told again, every :data:`REMIND_S`, while this is entered.
+
+    Args:
+        servers: which.
+    """
+
+    def __init__(self, servers: Servers) -> None:
+        self._servers = servers
+        self._version = 0
+        self._lock = asyncio.Lock()
+        self._reminding: asyncio.Task[None] | None = None
+
+    async def weights(self, version: int, *, needed: bool = False) -> None:
+        """Tell them; see :meth:`.Servers.announce`."""
+        async with self._lock:
+            self._version = version
+            await asyncio.to_thread(self._servers.announce, version, needed=needed)
+
+    async def __aenter__(self) -> None:
+        if self._servers.engines:
+            self._reminding = asyncio.create_task(self._remind())
+
+    async def __aexit__(self, *_: object) -> None:
+        if self._reminding is not None:
+            self._reminding.cancel()
+
+    async def _remind(self) -> None:
+        while True:
+            await asyncio.sleep(REMIND_S)
+            await self.weights(self._version)
 
 
 class Collector:
@@ -178,8 +215,9 @@ class Collector:
 
     async def _collect(self, version: int, versions: asyncio.Queue[int]) -> None:
         plan = self._plan
-        await asyncio.to_thread(plan.servers.announce, version, needed=True)
-        async with plan.runner(version) as runner:
+        announced = _Announced(plan.servers)
+        await announced.weights(version, needed=True)
+        async with plan.runner(version) as runner, announced:
             if plan.state:
                 runner.weights(version)
             while (batch := await runner.batch()) is not None:
@@ -190,7 +228,7 @@ class Collector:
                     self._groups.extend(groups)
                 self._hand_over()
                 version = await versions.get()
-                await asyncio.to_thread(plan.servers.announce, version)
+                await announced.weights(version)
                 runner.weights(version)
         self._end(CallerError("there are no prompts left", field="data.train"))
 

@@ -2,8 +2,9 @@
 """The servers behind a training run: where they are, which engines they sample from, which weights those have.
 
 With ``rollouts: gym`` NeMo RL's actor has started them, and its head server knows their addresses; their engines are
-the trainer's from the start. With ``rollouts: service`` they run elsewhere already, and know nothing of this trainer:
-its engines are registered there as backends, and taken away again when it ends.
+the trainer's from the start. With ``rollouts: service`` they run elsewhere already, and know nothing of this trainer,
+which may be one of several: its engines are registered there as backends of a run of its own, and taken away again
+when it ends.
 
 What is asked of them here is small and rare, so the calls block; whoever has an event loop makes them in a thread.
 """
@@ -53,6 +54,7 @@ class Servers:
         key_env: name of the environment variable with their key; the key itself goes nowhere with this.
         node: Ray's id of the node that they can be called from; ``None``: from anywhere.
         engines: URLs of the trainer's engines, where the model servers have to be told of them.
+        run: under which that is; of this start of the trainer and no other, since weights of the same number differ.
     """
 
     services: tuple[str, ...]
@@ -60,6 +62,7 @@ class Servers:
     key_env: str | None = None
     node: str | None = None
     engines: tuple[str, ...] = ()
+    run: str | None = None
 
     @property
     def key(self) -> str | None:
@@ -125,8 +128,7 @@ class Servers:
         """The engines that :meth:`announce` registered are backends no more."""
         for url in self.models if self.engines else ():
             try:
-                for backend in self._backends(url).values():
-                    _call("DELETE", f"{url}/v1/backends/{quote(backend, safe='')}", self.key)
+                _call("DELETE", self._backends(url), self.key)
             except RolloutError as error:
                 LOG.warning("an engine of this trainer is left behind as a backend: %s", error)
 
@@ -146,17 +148,16 @@ class Servers:
         if not self.engines:
             _call("POST", route, self.key, body)
             return
-        known = self._backends(url)
+        body["run"] = self.run or ""
+        known = {backend["url"] for backend in _call("GET", self._backends(url), self.key)["backends"]}
         for engine in self.engines:
             if engine not in known:
-                known[engine] = _call("POST", f"{url}/v1/backends", self.key, {"url": engine})["id"]
-            # By name, since others may have engines of their own there.
-            _call("POST", route, self.key, body | {"id": known[engine]})
+                _call("POST", f"{url}/v1/backends", self.key, body | {"url": engine})
+        _call("POST", route, self.key, body)
 
-    def _backends(self, url: str) -> dict[str, str]:
-        """Ids of this trainer's engines, by their URL."""
-        listing = _call("GET", f"{url}/v1/backends", self.key)["backends"]
-        return {backend["url"]: backend["id"] for backend in listing if backend["url"] in self.engines}
+    def _backends(self, url: str) -> str:
+        """This run's, at a model server."""
+        return f"{url}/v1/backends?run={quote(self.run or '', safe='')}"
 
 
 def started_by_gym(actor: Any, settings: ProrlSettings) -> Servers:
@@ -226,8 +227,8 @@ def already_running(settings: ProrlSettings) -> Servers:
     return servers
 
 
-def with_engines(servers: Servers, engines: Sequence[str | None]) -> Servers:
-    """The same, to be told of the trainer's engines.
+def with_engines(servers: Servers, engines: Sequence[str | None], run: str) -> Servers:
+    """The same, to be told of the engines of a run.
 
     Raises:
         CallerError: there are no engines that could be called over HTTP.
@@ -238,7 +239,7 @@ def with_engines(servers: Servers, engines: Sequence[str | None]) -> Servers:
             "the generation workers have no HTTP server; set async_engine and expose_http_server",
             field="policy.generation.vllm_cfg",
         )
-    return replace(servers, engines=urls)
+    return replace(servers, engines=urls, run=run)
 
 
 def _running(listing: Listing, client: str) -> list[str]:

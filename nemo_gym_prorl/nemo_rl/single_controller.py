@@ -100,8 +100,8 @@ def train(master: Any, arguments: Any, timings: Any, settings: ProrlSettings) ->
         settings: the block ``prorl:``.
     """
     try:
-        servers = _servers(arguments, settings)
         client = f"nemo-rl-{uuid.uuid4().hex[:8]}"
+        servers = _servers(arguments, settings, client)
         put_in_place(master, arguments, settings, servers, client)
         try:
             return _controlled(master, arguments, timings, servers)
@@ -200,12 +200,12 @@ def sampled_row(row: Mapping[str, Any], generation: Mapping[str, Any]) -> dict[s
     return {**row, "responses_create_params": params}
 
 
-def _servers(arguments: Any, settings: ProrlSettings) -> Servers:
+def _servers(arguments: Any, settings: ProrlSettings, run: str) -> Servers:
     if settings.rollouts is Rollouts.GYM:
         if "nemo_gym" not in arguments.env_handles:
             raise CallerError("rollouts: gym needs env.should_use_nemo_gym: true", field="env.should_use_nemo_gym")
         return started_by_gym(arguments.env_handles["nemo_gym"], settings)
-    return with_engines(already_running(settings), arguments.gen_handle.dp_openai_server_base_urls or ())
+    return with_engines(already_running(settings), arguments.gen_handle.dp_openai_server_base_urls or (), run)
 
 
 def _watched(controller: Any, watchdog: Any) -> dict[str, Any]:

@@ -18,7 +18,7 @@ import aiohttp
 
 from nemo_gym_prorl.failures import CallerError
 from nemo_gym_prorl.policy.config import PolicyConfig, check_host
-from nemo_gym_prorl.policy.engines.addresses import bearer, checked_url, origin_of
+from nemo_gym_prorl.policy.engines.addresses import bearer, checked_url, origin_of, root_of
 from nemo_gym_prorl.policy.engines.detection import detect, published, speaks
 from nemo_gym_prorl.policy.engines.engine import BackendFailed, Misconfigured
 from nemo_gym_prorl.policy.engines.http_engine import HttpEngine
@@ -76,7 +76,7 @@ class Backends:
         if config.engine != "auto" and ENGINES[config.engine].takes_tokens and config.tokenizer_folder is None:
             raise CallerError(f"engine {config.engine!r} takes tokens, so it needs a tokenizer", field="tokenizer")
         self.config = config
-        self.pool = BackendPool(limit=config.limit)
+        self.pool = BackendPool(limit=config.limit, unreachable_s=config.unreachable_s)
         self.waits = Waits()
         self.metrics = PolicyMetrics(self.pool)
         self.protocol: str | None = None
@@ -122,30 +122,38 @@ class Backends:
     # What may be asked
 
     async def add(
-        self, url: str, backend_id: str | None = None, weight_version: str | None = None, api_key: str | None = None
+        self,
+        url: str,
+        backend_id: str | None = None,
+        weight_version: str | None = None,
+        api_key: str | None = None,
+        run: str | None = None,
     ) -> dict[str, Any]:
-        """Add a backend; it gets its own key, and never one that was configured for others.
+        """Add a backend, for the rollouts of a run; it gets its own key, and never one that was configured for others.
 
         Raises:
-            AlreadyThere: there is one of that id.
+            AlreadyThere: there is one of that id, or another run has one at that URL.
             CallerError: no URL, no host that is allowed, or an engine of another kind than the others.
         """
         url = checked_url(url)
         check_host(url, self.config)
-        self._check_free(backend_id)
+        self._check_free(backend_id, url, run)
         if self.protocol is not None:
             await self._check_protocol(url, self.protocol)
-            self._check_free(backend_id)
+            self._check_free(backend_id, url, run)
         if api_key is not None:
             self.by_origin[origin_of(url)] = bearer(api_key)
         backend_id = backend_id or f"backend{time.monotonic_ns():x}"
         self.on_added(url)
-        self.apply(self.pool.add(backend_id, url, weight_version))
+        self.apply(self.pool.add(backend_id, url, weight_version, run))
         return described(self.pool.backends[backend_id])
 
-    async def listing(self) -> dict[str, Any]:
-        """The backends, how they fare, and how many turns wait."""
-        return {"backends": [described(b) for b in self.pool.backends.values()], "waiting": self.pool.waiting}
+    async def listing(self, run: str | None = None) -> dict[str, Any]:
+        """The backends, how they fare, and how many turns wait: of all runs, or of one."""
+        waiting, backends = self.pool.waiting_of, [*self.pool.backends.values()]
+        if run is not None:
+            waiting, backends = {run: waiting.get(run, 0)}, self.pool.of_run(run)
+        return {"backends": [described(b) for b in backends], "waiting": sum(waiting.values())}
 
     async def remove(self, backend_id: str, drain: bool = False) -> dict[str, Any]:
         """Remove a backend: at once, or with ``drain`` give it no new rollouts.
@@ -157,12 +165,14 @@ class Backends:
         self.apply(self.pool.drain(backend_id) if drain else self.pool.remove(backend_id))
         return {"id": backend_id, "draining": drain}
 
-    async def clear(self) -> dict[str, Any]:
-        """Remove all backends; turns wait for new ones."""
-        self.apply(self.pool.clear())
+    async def clear(self, run: str | None = None) -> dict[str, Any]:
+        """Remove all backends of a run; turns wait for new ones."""
+        self.apply(self.pool.clear(run))
         return {"backends": []}
 
-    async def pause(self, backend_id: str | None = None, timeout_s: float = 600.0) -> dict[str, Any]:
+    async def pause(
+        self, backend_id: str | None = None, timeout_s: float = 600.0, run: str | None = None
+    ) -> dict[str, Any]:
         """Start nothing there until :meth:`resume`; returns when nothing runs there, or the time is over.
 
         Raises:
@@ -170,30 +180,34 @@ class Backends:
         """
         self._check_there(backend_id)
         if self.dispatcher is None:
-            self.pool.pause(backend_id)
+            self.pool.pause(backend_id, run)
             return {"drained": True}
-        return {"drained": await self.dispatcher.pause(backend_id, timeout_s)}
+        return {"drained": await self.dispatcher.pause(backend_id, timeout_s, run)}
 
-    async def resume(self, backend_id: str | None = None, weight_version: str | None = None) -> dict[str, Any]:
+    async def resume(
+        self, backend_id: str | None = None, weight_version: str | None = None, run: str | None = None
+    ) -> dict[str, Any]:
         """Go on, with a new label if the weights are new.
 
         Raises:
             NoSuchBackend: it is not there.
         """
         self._check_there(backend_id)
-        self.apply(self.pool.resume(backend_id, weight_version))
-        return await self.listing()
+        self.apply(self.pool.resume(backend_id, weight_version, run))
+        return await self.listing(run)
 
-    async def label(self, weight_version: str, backend_id: str | None = None) -> dict[str, Any]:
+    async def label(
+        self, weight_version: str, backend_id: str | None = None, run: str | None = None
+    ) -> dict[str, Any]:
         """Label the weights, without a pause.
 
         Raises:
             NoSuchBackend: it is not there.
         """
         self._check_there(backend_id)
-        self.pool.label(weight_version, backend_id)
+        self.pool.label(weight_version, backend_id, run)
         self.apply([])
-        return await self.listing()
+        return await self.listing(run)
 
     async def exposition(self) -> bytes:
         """The metrics in Prometheus text format, of all processes that share the backends."""
@@ -204,9 +218,17 @@ class Backends:
             known = ", ".join(self.pool.backends) or "none"
             raise NoSuchBackend(f"no backend {backend_id!r}; there are: {known}", field="id")
 
-    def _check_free(self, backend_id: str | None) -> None:
+    def _check_free(self, backend_id: str | None, url: str, run: str | None) -> None:
         if backend_id in self.pool.backends:
             raise AlreadyThere(f"there is a backend {backend_id!r} already", field="id")
+        # An engine has one policy. Who is there first keeps it: the other may mean a host of its own network.
+        for other in self.pool.backends.values():
+            if other.run != run and root_of(other.url) == root_of(url):
+                whose = f"run {other.run!r}" if other.run else "rollouts that name no run"
+                raise AlreadyThere(
+                    f"{url} is backend {other.id!r} of {whose}; if that is over, DELETE /v1/backends/{other.id} first",
+                    field="url",
+                )
 
     async def _check_protocol(self, url: str, protocol: str) -> None:
         """Refuse a backend that says that it is something else; one that says nothing is found out by its answers."""
@@ -261,7 +283,7 @@ class Backends:
         self.protocol, self.trouble = protocol, None
 
     def _dispatcher(self, engine: HttpEngine) -> Dispatcher:
-        return Dispatcher(self.pool, engine, wait_s=self.config.wait_s, waits=self.waits)
+        return Dispatcher(self.pool, engine, waits=self.waits)
 
     def _engine(self, protocol: str) -> HttpEngine:
         assert self._session is not None
@@ -301,6 +323,7 @@ def described(backend: Backend) -> dict[str, Any]:
     return {
         "id": backend.id,
         "url": backend.url,
+        "run": backend.run,
         "health": backend.health,
         "draining": backend.draining,
         "paused": backend.paused,

@@ -20,7 +20,8 @@ class PolicyConfig(KnownKeys):
     """How to reach the policy and how to read it.
 
     Attributes:
-        base_url: one backend or several, with or without ``/v1``.
+        base_url: one backend or several, with or without ``/v1``, for rollouts that name no run; none, where all come
+            with the runs that use them.
         api_key: bearer token for these backends, or one for each of them; empty for none.
         model: model name as the backends serve it.
         engine: wire protocol; ``auto`` asks the backends, and waits until one answers.
@@ -30,7 +31,8 @@ class PolicyConfig(KnownKeys):
         thoughts: whether a leading ``<think>`` block is taken as reasoning.
         history: keep tokens as sampled when the template would rewrite them, or start a branch.
         limit: live rollouts per backend at most.
-        wait_s: how long a turn may wait for a backend, in seconds.
+        unreachable_s: how long nothing of a run may be under way, for want of a backend that serves, before its turns
+            that wait fail; in seconds. As long as anything is, they wait.
         keep_s: how long an unused rollout's tokens are remembered, in seconds.
         headers: sent to these backends with every request.
         backend_hosts: hosts, or patterns as ``10.0.*``, of backends that may be added at run time, besides loopback
@@ -38,7 +40,11 @@ class PolicyConfig(KnownKeys):
         control_token: bearer token that every route asks for; ``null`` for none.
     """
 
-    renamed_keys: ClassVar = {"tool_format": "tool_call_parser", "tool_parser": "tool_call_parser"}
+    renamed_keys: ClassVar = {
+        "tool_format": "tool_call_parser",
+        "tool_parser": "tool_call_parser",
+        "wait_s": "unreachable_s",
+    }
 
     base_url: list[str]
     api_key: str | list[str] = ""
@@ -50,7 +56,7 @@ class PolicyConfig(KnownKeys):
     thoughts: bool = True
     history: Rewriting = "keep"
     limit: Annotated[int, Field(ge=1)] = 256
-    wait_s: Annotated[float, Field(gt=0)] = 600.0
+    unreachable_s: Annotated[float, Field(gt=0)] = 900.0
     keep_s: Annotated[float, Field(gt=0)] = 3600.0
     headers: dict[str, str] = Field(default_factory=dict)
     backend_hosts: list[str] = Field(default_factory=list)

@@ -118,7 +118,7 @@ class PolicyHost:
         await self.start()
         with self.waits.waiting(rollout) if rollout is not None else contextlib.nullcontext():
             try:
-                async with asyncio.timeout(self.config.wait_s):
+                async with asyncio.timeout(self.config.unreachable_s):
                     while self._service is None:
                         if self.backends.trouble is not None:
                             raise Misconfigured(self.backends.trouble, field="policy.engine")
@@ -126,7 +126,7 @@ class PolicyHost:
                         await self._changed.wait()
             except TimeoutError:
                 urls = ", ".join(backend.url for backend in self.pool.backends.values()) or "there is none"
-                raise BackendFailed(f"no backend answered for {self.config.wait_s:g} s ({urls})") from None
+                raise BackendFailed(f"no backend answered for {self.config.unreachable_s:g} s ({urls})") from None
         return self._service
 
     def _look(self) -> None:

@@ -31,7 +31,7 @@ class PoolMetrics:
     def __init__(self, pool: BackendPool) -> None:
         self._pool = pool
         registry = self._registry = CollectorRegistry()
-        at = ("backend",)
+        at = ("backend", "run")
         self._live = Gauge("prorl_policy_live_rollouts", "Rollouts that live there", at, registry=registry)
         self._tokens = Gauge(
             "prorl_policy_live_tokens", "Tokens of their prompts, shared ones once", at, registry=registry
@@ -39,7 +39,7 @@ class PoolMetrics:
         self._in_flight = Gauge("prorl_policy_in_flight", "Requests in flight", at, registry=registry)
         self._up = Gauge("prorl_policy_up", "1 while the backend serves", at, registry=registry)
         self._limit = Gauge("prorl_policy_limit", "Live rollouts allowed there now", at, registry=registry)
-        self._waiting = Gauge("prorl_policy_waiting", "Turns that wait for a backend", registry=registry)
+        self._waiting = Gauge("prorl_policy_waiting", "Turns that wait for a backend", ("run",), registry=registry)
         self._failovers = Gauge("prorl_policy_failovers", "Requests that failed there", at, registry=registry)
         self._held = Gauge("prorl_policy_held", "Turns that wait for this very backend", at, registry=registry)
         self._migrations = Gauge(
@@ -48,17 +48,20 @@ class PoolMetrics:
 
     def exposition(self) -> bytes:
         """What the pool says now, in Prometheus text format."""
-        for gauge in (self._live, self._tokens, self._in_flight, self._up, self._limit, self._failovers, self._held):
+        at_backends = (self._live, self._tokens, self._in_flight, self._up, self._limit, self._failovers, self._held)
+        for gauge in (*at_backends, self._waiting):
             gauge.clear()
         for backend in self._pool.backends.values():
-            self._live.labels(backend.id).set(len(backend.live))
-            self._tokens.labels(backend.id).set(backend.demand)
-            self._in_flight.labels(backend.id).set(len(backend.in_flight))
-            self._up.labels(backend.id).set(backend.health == "up")
-            self._limit.labels(backend.id).set(backend.limit)
-            self._failovers.labels(backend.id).set(backend.failovers)
-            self._held.labels(backend.id).set(self._pool.held(backend.id))
-        self._waiting.set(self._pool.waiting)
+            at = backend.id, backend.run or ""
+            self._live.labels(*at).set(len(backend.live))
+            self._tokens.labels(*at).set(backend.demand)
+            self._in_flight.labels(*at).set(len(backend.in_flight))
+            self._up.labels(*at).set(backend.health == "up")
+            self._limit.labels(*at).set(backend.limit)
+            self._failovers.labels(*at).set(backend.failovers)
+            self._held.labels(*at).set(self._pool.held(backend.id))
+        for run, waiting in self._pool.waiting_of.items():
+            self._waiting.labels(run or "").set(waiting)
         self._migrations.set(self._pool.migrations)
         return generate_latest(self._registry)
 
@@ -69,7 +72,7 @@ class PolicyMetrics:
     def __init__(self, pool: BackendPool) -> None:
         self._pool = PoolMetrics(pool)
         registry = self._registry = CollectorRegistry()
-        at = ("backend",)
+        at = ("backend", "run")
         self._prompt = Counter("prorl_policy_prompt_tokens", "Prompt tokens sent", at, registry=registry)
         self._sampled = Counter("prorl_policy_sampled_tokens", "Tokens sampled", at, registry=registry)
         self._cached = Counter("prorl_policy_cached_prompt_tokens", "Prefix-cache hits", at, registry=registry)
@@ -77,7 +80,11 @@ class PolicyMetrics:
             "prorl_policy_turn_seconds", "Seconds per turn", at, registry=registry, buckets=_SECONDS
         )
         self._queued = Histogram(
-            "prorl_policy_queue_seconds", "Seconds until a backend was free", registry=registry, buckets=_SECONDS
+            "prorl_policy_queue_seconds",
+            "Seconds until a backend was free",
+            ("run",),
+            registry=registry,
+            buckets=_SECONDS,
         )
         self._branches = Histogram(
             "prorl_policy_branches", "Branches per rollout", registry=registry, buckets=(1, 2, 3, 5, 10)
@@ -110,15 +117,16 @@ class PolicyMetrics:
             "prorl_policy_retokenised_tokens", "Sampled tokens that were tokenised again", registry=registry
         )
 
-    def turn(self, placed: Placed[Generation], seconds: float, prompt_tokens: int) -> None:
-        """Count one turn."""
+    def turn(self, placed: Placed[Generation], seconds: float, prompt_tokens: int, run: str | None = None) -> None:
+        """Count one turn of a run."""
         generation = placed.result
         prompt = len(generation.prompt_ids) if generation.prompt_ids is not None else prompt_tokens
-        self._prompt.labels(placed.backend).inc(prompt)
-        self._sampled.labels(placed.backend).inc(len(generation.ids))
-        self._cached.labels(placed.backend).inc(generation.cached_tokens or 0)
-        self._latency.labels(placed.backend).observe(seconds)
-        self._queued.observe(placed.queued_s)
+        at = placed.backend, run or ""
+        self._prompt.labels(*at).inc(prompt)
+        self._sampled.labels(*at).inc(len(generation.ids))
+        self._cached.labels(*at).inc(generation.cached_tokens or 0)
+        self._latency.labels(*at).observe(seconds)
+        self._queued.labels(run or "").observe(placed.queued_s)
 
     def finished(self, branches: int) -> None:
         """Count one forgotten rollout."""

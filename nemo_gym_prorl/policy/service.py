@@ -53,6 +53,7 @@ type Rewriting = Literal["keep", "branch"]
 
 @dataclass(slots=True)
 class _Rollout:
+    run: str | None = None
     history: History = field(default_factory=History)
     texts: IdTexts = field(default_factory=IdTexts)
     answers: dict[str, Point] = field(default_factory=dict)
@@ -131,6 +132,7 @@ class PolicyService:
             raise
         finally:
             rollout.turns.discard(turn)
+            self._use(request.rollout, rollout)  # it may have waited for long, which is no disuse
             del turn  # what it raised holds this frame, and all that it was about
 
     async def _turn(self, rollout: _Rollout, request: TurnRequest) -> PolicyAnswer:
@@ -156,9 +158,9 @@ class PolicyService:
         # Rollouts that start with the same messages are siblings, whether or not anybody says so.
         group = request.group or digest(b"", [head_of(message) for message in messages[:2]]).hex()
         blocks = blocks_of(prompt) if point is None else b""
-        placed = await self.dispatcher.run(request.rollout, group, generate, len(prompt), blocks)
+        placed = await self.dispatcher.run(request.rollout, group, generate, len(prompt), blocks, request.run)
         generation = placed.result
-        self.metrics.turn(placed, time.monotonic() - started, len(prompt))
+        self.metrics.turn(placed, time.monotonic() - started, len(prompt), request.run)
         if generation.finish is Finish.CONTEXT:
             empty: Message = {"role": "assistant", "content": ""}
             return PolicyAnswer(_new_id(), empty, Parsed(None, "", ()), None, Finish.CONTEXT, len(prompt))
@@ -208,6 +210,11 @@ class PolicyService:
         texts = self._rollouts[rollout].texts
         return texts.before(turn), texts.sampled(turn)
 
+    def run_of(self, rollout: str) -> str | None:
+        """The run of a rollout."""
+        self.ledger(rollout)
+        return self._rollouts[rollout].run
+
     def answers(self, rollout: str) -> dict[str, Turn]:
         """The turns of a rollout by the ids of its answers."""
         self.ledger(rollout)
@@ -239,10 +246,16 @@ class PolicyService:
                     field="rollout",
                 )
             del self._forgotten[name]
-        rollout = self._rollouts.setdefault(name, _Rollout())
-        rollout.used_at = time.monotonic()
-        self._rollouts.move_to_end(name)
+        rollout = self._rollouts.setdefault(name, _Rollout(request.run))
+        if rollout.run != request.run:
+            raise CallerError(f"{name!r} is a rollout of {rollout.run or 'no run'!r}", field="X-Rollout-Run")
+        self._use(name, rollout)
         return rollout
+
+    def _use(self, name: str, rollout: _Rollout) -> None:
+        rollout.used_at = time.monotonic()
+        if self._rollouts.get(name) is rollout:
+            self._rollouts.move_to_end(name)
 
     def _forget(self) -> None:
         """Drop what nobody has used for long."""

@@ -31,6 +31,7 @@ class TurnRequest:
     Attributes:
         rollout: id of the rollout; one agent session.
         group: id that the rollouts of one prompt share; by default the first two messages say it.
+        run: whose backends may sample it; the same in all turns of a rollout.
         messages: the conversation, or with ``after`` only what is new.
         instructions: a system message in front of the conversation.
         tools: tools in OpenAI's chat format.
@@ -43,6 +44,7 @@ class TurnRequest:
     rollout: str
     messages: Sequence[Message]
     group: str | None = None
+    run: str | None = None
     instructions: str | None = None
     tools: Sequence[Mapping[str, Any]] = ()
     may_call: bool = True

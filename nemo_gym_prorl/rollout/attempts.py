@@ -19,6 +19,10 @@ LOGGER = logging.getLogger(__name__)
 _RECHECK_S = 1.0
 """Least extension of a budget, so that a rollout that waits at its very end is not asked about all the time."""
 
+_UNANSWERED = 60
+"""How often in a row nobody may know for how long a rollout has waited before its budget is over all the same. They
+who know may be busy, most of all where thousands wait."""
+
 
 class Attempt:
     """The handler's coroutine of one stage.
@@ -94,12 +98,12 @@ class Attempt:
         agent cannot act, or the job's servers do not answer."""
         ends: set[asyncio.Future[Any]] = {task, self._interrupt}
         budget = self._job.budgets.of(self._stage)
-        started, left, out_before = self._clock(), budget, self._out_s()
+        started, left, out_before, unanswered = self._clock(), budget, self._out_s(), 0
         while left > 0:
             done, _ = await asyncio.wait(ends, timeout=left, return_when=asyncio.FIRST_COMPLETED)
             if done:
                 return
-            waited = 0.0
+            waited: float | None = 0.0
             if self._stage is Stage.RUN:
                 asked = asyncio.ensure_future(self._calls.waited(self._job))
                 done, _ = await asyncio.wait({*ends, asked}, return_when=asyncio.FIRST_COMPLETED)
@@ -108,9 +112,10 @@ class Attempt:
                     return
                 waited = asked.result()
             elapsed = self._clock() - started
-            self.idle_s = min(max(waited + self._out_s() - out_before, self.idle_s), elapsed)
+            self.idle_s = min(max((waited or 0.0) + self._out_s() - out_before, self.idle_s), elapsed)
             left = budget + self.idle_s - elapsed
-            if 0 < left < _RECHECK_S:
+            unanswered = unanswered + 1 if waited is None else 0
+            if 0 < left < _RECHECK_S or (left <= 0 and 0 < unanswered <= _UNANSWERED):
                 left = _RECHECK_S
 
     def _came_late(self, task: asyncio.Task[Any]) -> None:

@@ -131,8 +131,9 @@ class HandlerCalls:
         blamed = replace(failure, reason=reason, traceback=failure.traceback or trace)
         return Outcome(failure_state(failure), {}, failure=blamed)
 
-    async def waited(self, job: Job) -> float:
-        """Seconds of this RUN attempt in which the agent could not act; 0 if the handler cannot tell."""
+    async def waited(self, job: Job) -> float | None:
+        """Seconds of this RUN attempt in which the agent could not act; 0 if the handler cannot tell, ``None`` if it
+        cannot tell now."""
         try:
             handler = self._handlers.get(job.environment)
             if not isinstance(handler, TellsWaiting):
@@ -142,7 +143,7 @@ class HandlerCalls:
             LOGGER.warning(
                 "job %s: waited of handler %s failed: %s", job.id, job.handler, classify(error, None).reason
             )
-            return 0.0
+            return None if isinstance(error, InfrastructureError | TimeoutError) else 0.0
         return seconds if _is_number(seconds) and seconds > 0 else 0.0
 
     def timed_out(self, job: Job) -> Trajectory | Outcome | None:

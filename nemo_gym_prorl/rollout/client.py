@@ -93,7 +93,8 @@ class RolloutClient:
 
         Args:
             row: a Gym dataset row.
-            **options: ``id``, ``environment``, ``group``, ``client``, ``priority``, ``budgets``, ``max_attempts``.
+            **options: ``id``, ``environment``, ``group``, ``client``, ``run``, ``priority``, ``budgets``,
+                ``max_attempts``.
 
         Raises:
             ApiError: the service refuses it for any other reason.

@@ -109,6 +109,12 @@ class Progress:
     finish_reason: str | None = None
     weight_versions: list[dict[str, Any]] = field(default_factory=list)
 
+    @property
+    def labels(self) -> list[str | None]:
+        """Those in :attr:`weight_versions`, each once."""
+        told = [turn.get(end) for turn in self.weight_versions if isinstance(turn, dict) for end in ("first", "last")]
+        return [*dict.fromkeys(clean_text(label, 200) if isinstance(label, str) else None for label in told)]
+
     @classmethod
     def of(cls, told: Any) -> Self:
         """What a handler made of it, as what it must be: others list and follow every job."""
@@ -231,6 +237,7 @@ class Job:
         handler: name of the handler that knows how to run it.
         group: the rollouts of one prompt share a group; ``None`` if the caller has none.
         client: whose job it is, for fair share between callers.
+        run: whose backends sample it; ``None`` for the model server's own.
         priority: higher goes first, in every queue.
         max_attempts: how often INIT+RUN, and EVAL, may each be tried.
         submitted_at: wall-clock time, seconds since the epoch.
@@ -252,6 +259,7 @@ class Job:
     submitted_at: float
     group: str | None = None
     client: str = "default"
+    run: str | None = None
     priority: int = 0
     budgets: Budgets = field(default_factory=Budgets)
     max_attempts: int = 3

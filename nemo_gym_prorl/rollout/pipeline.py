@@ -148,8 +148,9 @@ class Pipeline:
             if known is not None and not known.delivered:
                 if known.held or request.held:
                     raise JobConflict(f"job {request.id!r} belongs to another caller; choose another id", field="id")
-                if known.digest != digest:
-                    raise JobConflict(f"job {request.id!r} exists with another row; choose another id", field="id")
+                if known.digest != digest or known.run != request.run:
+                    other = "of another run" if known.digest == digest else "with another row"
+                    raise JobConflict(f"job {request.id!r} exists {other}; choose another id", field="id")
                 return known
             if self.store.is_forgotten(request.id):
                 raise RolloutForgotten(
@@ -173,6 +174,7 @@ class Pipeline:
             submitted_at=time.time(),
             group=request.group,
             client=request.client,
+            run=request.run,
             priority=request.priority,
             budgets=replace(budgets, **{stage.value: given for stage, given in request.budgets.items()}),
             max_attempts=request.max_attempts or self.settings.max_attempts,

@@ -30,7 +30,7 @@ class RolloutForgotten(CallerError):
 
 
 class JobConflict(CallerError):
-    """The id belongs to a job with another row."""
+    """The id belongs to a job with another row, or of another run."""
 
     http_status = 409
     problem = "id-conflict"
@@ -49,6 +49,7 @@ class JobRequest:
     """What a caller may say about a job; everything but the row has a default.
 
     ``environment``: the row's, where that is not left to its ``data_source``.
+    ``run``: whose backends sample it; ``None`` for the model server's own.
     ``budgets``: seconds by stage; those left out are the environment's.
     ``held``: the caller holds a connection for the job and takes its result away, so nobody else joins it.
     """
@@ -58,6 +59,7 @@ class JobRequest:
     environment: str | None = None
     group: str | None = None
     client: str = "default"
+    run: str | None = None
     priority: int = 0
     budgets: Mapping[Stage, float] = field(default_factory=dict)
     max_attempts: int | None = None

@@ -66,6 +66,9 @@ class SubmitRequest(KnownKeys):
     environment: str | None = Field(default=None, description="By default that which takes the row's `data_source`.")
     group: Identifier | None = Field(default=None, description="The rollouts of one prompt share a group.")
     client: Identifier = Field(default="default", description="Callers share the service fairly by this name.")
+    run: Identifier | None = Field(
+        default=None, description="Whose backends sample it, of those at the model server; by default its own."
+    )
     priority: int = Field(default=0, ge=-1000, le=1000, description="Higher goes first, in every queue.")
     budgets: BudgetsModel | None = None
     max_attempts: int | None = Field(default=None, ge=1, le=100)
@@ -92,6 +95,7 @@ class SubmitRequest(KnownKeys):
             environment=self.environment,
             group=self.group,
             client=self.client,
+            run=self.run,
             priority=self.priority,
             budgets=self.budgets.given() if self.budgets else {},
             max_attempts=self.max_attempts,
@@ -150,6 +154,7 @@ class JobView(BaseModel):
     handler: str
     group: str | None
     client: str
+    run: str | None = None
     priority: int
     submitted_at: float = Field(description="Seconds since the epoch.")
     finished_at: float | None
@@ -157,6 +162,9 @@ class JobView(BaseModel):
     turns: int
     tool_calls: int
     finish_reason: str | None
+    weight_versions: list[str | None] = Field(
+        default_factory=list, description="Labels of the weights that sampled it, each once; null where one had none."
+    )
     reward: float | None = Field(description="Null unless the rollout was scored: a failure has no reward.")
     masked: bool = Field(default=False, description="Nobody is to train on it: its verdict says so, or it has none.")
     failure: FailureView | None
@@ -175,6 +183,7 @@ class JobView(BaseModel):
             handler=job.handler,
             group=job.group,
             client=job.client,
+            run=job.run,
             priority=job.priority,
             submitted_at=job.submitted_at,
             finished_at=job.finished_at,
@@ -185,6 +194,7 @@ class JobView(BaseModel):
             turns=job.progress.turns,
             tool_calls=job.progress.tool_calls,
             finish_reason=job.progress.finish_reason,
+            weight_versions=job.progress.labels,
             reward=outcome.reward if outcome else None,
             masked=outcome.masked if outcome else False,
             failure=_failure_view(outcome.failure) if outcome and outcome.failure else None,

@@ -272,8 +272,8 @@ class ProrlModel(SimpleResponsesAPIModel):
         rollout = _rollout_id(request)
         asked = self._turn_request(chat, chat["messages"], instructions)
         service = await self._host.service(rollout)
-        group = _text(request, "x-rollout-group")
-        return await service.turn(replace(asked, rollout=rollout, group=group, after=after))
+        group, run = _text(request, "x-rollout-group"), _text(request, "x-rollout-run") or None
+        return await service.turn(replace(asked, rollout=rollout, group=group, run=run, after=after))
 
     def _turn_request(
         self, chat: Mapping[str, Any], messages: Sequence[Message], instructions: str | None

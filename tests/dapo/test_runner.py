@@ -26,7 +26,7 @@ from nemo_gym_prorl.dapo.sampler import DynamicSampler
 from nemo_gym_prorl.failures import CallerError, Stage
 from nemo_gym_prorl.rollout.api import rollout_router
 from nemo_gym_prorl.rollout.client import ApiError, RolloutClient
-from nemo_gym_prorl.rollout.job import Job, Trajectory, Verdict
+from nemo_gym_prorl.rollout.job import Job, JobState, Trajectory, Verdict
 from nemo_gym_prorl.rollout.metrics import PipelineMetrics
 from nemo_gym_prorl.rollout.pipeline import Pipeline
 from nemo_gym_prorl.rollout.scheduler import PoolSizes
@@ -51,6 +51,9 @@ class Scorer(PlannedHandler):
 
     async def eval(self, job: Job, trajectory: Trajectory) -> Verdict:
         await super().eval(job, trajectory)
+        if (labels := job.row.get("labels")) is not None:
+            first = job.id.endswith(":0")
+            job.progress.weight_versions = [{"turn": 0, "first": "0", "last": labels[0] if first else "0"}]
         rewards = job.row["rewards"]
         reward = float(rewards[_member(job) % len(rewards)])
         output = said_at_length() if job.row.get("long") else said(_member(job))
@@ -162,10 +165,12 @@ def runner(
     state: Mapping[str, Any] | None = None,
     token: str | None = None,
     run: str = "dapo",
+    options_run: str | None = None,
     **options: Any,
 ) -> Runner:
     prompts = Epochs(dataset, seed=None, epochs=epochs)
     clients = [RolloutClient(node.url, token) for node in up]
+    options |= {"run": options_run} if options_run else {}
     return Runner(DynamicSampler(config, prompts, run=run), prompts, clients, state=state, options=options)
 
 
@@ -254,6 +259,40 @@ async def test_a_machine_that_fails_is_no_reward() -> None:
         assert [[rollout.reward for rollout in group] for group in batch.groups] == [[0, 1]]
         assert driver.sampler.dropped["failed"] == 1
         assert 3 <= driver.sampler.fates[Fate.FAILED].rollouts <= 5, "a member was tried again twice"
+
+
+@pytest.mark.parametrize("label", [None, "2", "someone's", ""])
+async def test_what_other_weights_sampled_is_no_data_of_a_run(label: str | None) -> None:
+    """Each first try has a span of theirs."""
+    dataset, config = rows(4, labels=[label]), SamplerConfig(1, 2, 2, in_order=True)
+    async with nodes() as up, runner(up, dataset, config, run="a") as driver:
+        batch = await driver.batch()
+        assert batch is not None, "it names no run, so nobody holds its versions against anything"
+        assert [rollout.id for rollout in batch.groups[0]] == ["a:0:0:0", "a:0:1:0"]
+    async with nodes() as up, runner(up, dataset, config, run="b", options_run="x") as driver:
+        batch = await driver.batch()
+        assert batch is not None
+        assert [rollout.id for rollout in batch.groups[0]] == ["b:0:0:1", "b:0:1:1"]
+        assert driver.sampler.fates[Fate.FAILED].rollouts == 2
+        jobs = [*up[0].pipeline.store.find(state=None, group=None)]
+        assert {job.run for job in jobs} == {"x"}
+
+
+async def test_a_new_life_of_a_trainer_samples_again_what_its_old_one_had_under_way() -> None:
+    """Under another run, since weights of the same number differ: the service refuses the id."""
+    dataset, config = rows(4, labels=["0"], late=[0], late_s=1.0), SamplerConfig(1, 2, 2, in_order=True)
+    async with nodes() as up:
+        driver = await runner(up, dataset, config, options_run="old").__aenter__()
+        while not any(job.state is JobState.RUNNING for job in up[0].pipeline.store.live()):
+            await asyncio.sleep(0.01)
+        state = json.loads(json.dumps(driver.state()))
+        await driver._close_services()  # it was killed, and cancels nothing
+        async with runner(up, dataset, config, state=state, options_run="new") as again:
+            batch = await again.batch()
+            assert batch is not None
+            [group] = batch.groups
+            jobs = [up[0].pipeline.store.get(rollout.id) for rollout in group]
+            assert {job.run for job in jobs if job is not None} == {"new"}
 
 
 async def test_a_complete_batch_ends_the_rest_and_its_sandboxes() -> None:

@@ -21,6 +21,7 @@ import pytest
 
 from nemo_gym_prorl.failures import InfrastructureError
 from nemo_gym_prorl.handlers.service_config import StagesConfig
+from nemo_gym_prorl.nemo_rl.services import Servers, with_engines
 from nemo_gym_prorl.processes import ProcessMark
 from nemo_gym_prorl.rollout.client import ApiError, RolloutClient
 from nemo_gym_prorl.rollout.schemas import JobView
@@ -53,9 +54,10 @@ class Service:
         self.process: asyncio.subprocess.Process | None = None
         self._folder = folder
 
-    async def launch(self, policy: str, *overrides: str) -> None:
+    async def launch(self, policy: str | None, *overrides: str) -> None:
         command = "from nemo_gym_prorl.cli import main; main()"
-        options = ("--policy-url", policy, "--policy-model", MODEL_NAME, "--head-port", str(self.head_port))
+        own = ("--policy-url", policy) if policy else ()
+        options = (*own, "--policy-model", MODEL_NAME, "--head-port", str(self.head_port))
         with self.log.open("wb") as log:
             self.process = await asyncio.create_subprocess_exec(
                 *(sys.executable, "-c", command, "serve", "prorl_code", *overrides, *options),
@@ -73,7 +75,7 @@ class Service:
                 start_new_session=True,
             )
 
-    async def start(self, policy: str, *overrides: str) -> None:
+    async def start(self, policy: str | None, *overrides: str) -> None:
         await self.launch(policy, *overrides)
         assert self.process is not None
         while "Ctrl-C ends it" not in self.log.read_text():
@@ -168,17 +170,21 @@ async def _stopped(service: Service) -> None:
 async def test_servers_that_are_killed_come_back_and_told_to_end_while_rollouts_run_it_leaves_nothing(
     scripted_policy: str, service: Service
 ):
-    """One deployment for both, since it takes most of the time; its end finds a server that is being started again."""
+    """One deployment for both, since it takes most of the time; its end finds a server that is being started again. It
+    has no policy of its own: engines come with a run, as a trainer's do, and again when the model server has died."""
     service.keeps_log = False
-    await service.start(scripted_policy)
+    await service.start(None)
     assert service.urls.keys() >= {*SERVERS}, service.log.read_text()
+    servers = with_engines(Servers((), (service.urls["policy_model"],)), [scripted_policy], "x")
     async with RolloutClient(service.urls[AGENT]) as client:
         for number, name in enumerate(SERVERS):
             await service.kill(name)
-            job = await _to_its_end(client, number, _rows(1)[0])
+            await asyncio.to_thread(servers.announce, number, needed=True)
+            job = await _to_its_end(client, number, _rows(1)[0] | {"rollout": {"run": "x"}})
             assert job.reward == 1.0, job.failure
+            assert (job.run, job.weight_versions) == ("x", [str(number)])
         _tells_of_its_dead(service)
-        await asyncio.gather(*(client.submit(row) for row in _rows(50, latency_s=30.0)))
+        await asyncio.gather(*(client.submit(row, run="x") for row in _rows(50, latency_s=30.0)))
         async with asyncio.timeout(300):
             while (await client.status()).sessions < 12:
                 await asyncio.sleep(0.2)
@@ -237,7 +243,7 @@ async def test_what_it_cannot_do_it_says_in_a_line(service: Service, tmp_path: P
     async def said(*arguments: str, code: int = 1) -> str:
         process = await asyncio.create_subprocess_exec(
             *(sys.executable, "-c", "from nemo_gym_prorl.cli import main; main()", "serve", *arguments),
-            *("--policy-url", "http://127.0.0.1:1/v1", "--policy-model", "m"),
+            *("--policy-model", "m"),
             stderr=asyncio.subprocess.PIPE,
             cwd=tmp_path,
         )
@@ -246,6 +252,7 @@ async def test_what_it_cannot_do_it_says_in_a_line(service: Service, tmp_path: P
         return errors.decode()
 
     assert "name at least one" in await said("++a=b")
+    assert "--policy-url: vllm_model cannot be given engines" in await said("prorl_code", "--model-type", "vllm_model")
     assert "'--head-port'" in await said("prorl_code", "--head-port", "118812", code=2)
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = str(taken.getsockname()[1])

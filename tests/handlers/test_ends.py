@@ -113,6 +113,14 @@ async def test_versions_of_the_weights_that_sampled_each_turn() -> None:
     ]
 
 
+async def test_a_model_server_that_knows_no_runs_samples_none() -> None:
+    """It would do so with whatever policy it has."""
+    async with deployment() as at:
+        code, said, _ = await at.post("/run", {**ROW, "rollout": {"run": "mine"}})
+        assert code == 503
+        assert "knows nothing of run 'mine'" in said["detail"]
+
+
 @pytest.mark.parametrize(
     ("said", "seconds"),
     [

@@ -137,7 +137,7 @@ MISTAKES = [
     one("prorl.agent", "prorl_sve_agent", "there is no prorl_sve_agent"),
     one(f"{MODEL}.policy.engine", "auto", "behind a router"),
     one(f"{MODEL}.policy.engine", REMOVED, "not given", field=f"{MODEL}.policy.engine"),
-    one(f"{MODEL}.policy.wait", 5, "wait_s"),
+    one(f"{MODEL}.policy.unreachable", 5, "unreachable_s"),
     one("env.nemo_gym.policy_model.responses_api_models.vllm_model", {"uses_reasoning_parser": True}, "null"),
     one(f"{AGENT}.stagess", {"run": 3}, "stages"),
     one(f"{AGENT}.budgets", {"init": 600, "rum": 1}, "run", field=f"{AGENT}.budgets.rum"),

@@ -23,35 +23,37 @@ class Model:
     """The control routes of a model server; ``failures`` calls are answered with 503 first."""
 
     def __init__(self, *others: str) -> None:
-        self.backends = {url: {"id": f"other{place}", "url": url} for place, url in enumerate(others)}
-        self.labels: dict[str, str] = {}
+        self.backends = {url: {"id": f"other{place}", "url": url, "run": None} for place, url in enumerate(others)}
+        self.labels: dict[str, str | None] = {}
         self.failures = 0
         self.app = FastAPI()
         self.app.get("/v1/backends")(self.listing)
         self.app.post("/v1/backends", status_code=201)(self.add)
-        self.app.delete("/v1/backends/{backend}")(self.remove)
+        self.app.delete("/v1/backends")(self.clear)
         self.app.post("/v1/backends/weight_version")(self.label)
 
-    async def listing(self) -> dict[str, Any]:
+    async def listing(self, run: str) -> dict[str, Any]:
         if self.failures:
             self.failures -= 1
             raise HTTPException(503, "not now")
-        return {"backends": [*self.backends.values()]}
+        return {"backends": [backend for backend in self.backends.values() if backend["run"] == run]}
 
     async def add(self, request: Request) -> dict[str, Any]:
-        url = (await request.json())["url"]
+        body = await request.json()
+        url = body["url"]
         assert url not in self.backends
-        self.backends[url] = {"id": f"b{len(self.backends)}", "url": url}
+        self.backends[url] = {"id": f"b{len(self.backends)}", "url": url, "run": body["run"]}
+        self.labels[url] = body["weight_version"]  # no turn may come before it has one
         return self.backends[url]
 
-    async def remove(self, backend: str) -> dict[str, Any]:
-        self.backends = {url: known for url, known in self.backends.items() if known["id"] != backend}
-        return {"id": backend}
+    async def clear(self, run: str) -> dict[str, Any]:
+        self.backends = {url: known for url, known in self.backends.items() if known["run"] != run}
+        return {"backends": []}
 
     async def label(self, request: Request) -> dict[str, Any]:
         body = await request.json()
         for known in self.backends.values():
-            if body.get("id") in (None, known["id"]):
+            if body.get("run") == known["run"]:
                 self.labels[known["url"]] = body["weight_version"]
         return {}
 
@@ -64,7 +66,7 @@ def no_pause(monkeypatch: pytest.MonkeyPatch) -> None:
 async def test_engines_are_registered_once_labelled_and_taken_away() -> None:
     model = Model("http://10.9.9.9/v1")
     async with serve(model.app) as url:
-        servers = with_engines(Servers((), (url,)), [*ENGINES, None])
+        servers = with_engines(Servers((), (url,)), [*ENGINES, None], "run 1")
         for version in (3, 4):
             await asyncio.to_thread(servers.announce, version, needed=True)
             assert set(model.backends) == {"http://10.9.9.9/v1", *ENGINES}
@@ -79,7 +81,7 @@ async def test_engines_are_registered_once_labelled_and_taken_away() -> None:
 async def test_a_server_is_told_again_and_then_left() -> None:
     model = Model()
     async with serve(model.app) as url:
-        servers = with_engines(Servers((), (url,)), ENGINES)
+        servers = with_engines(Servers((), (url,)), ENGINES, "run")
         model.failures = 2
         await asyncio.to_thread(servers.announce, 1)
         assert model.labels == dict.fromkeys(ENGINES, "1")
@@ -102,7 +104,7 @@ async def test_half_an_answer_is_none(body: bytes) -> None:
 
     async with await asyncio.start_server(answer, "127.0.0.1", 0) as listener:
         url = f"http://127.0.0.1:{listener.sockets[0].getsockname()[1]}"
-        for servers in (Servers((), (url,)), with_engines(Servers((), (url,)), ENGINES)):
+        for servers in (Servers((), (url,)), with_engines(Servers((), (url,)), ENGINES, "run")):
             await asyncio.to_thread(servers.announce, 1)
             await asyncio.to_thread(servers.withdraw)
             with pytest.raises(InfrastructureError, match="not answered"):
@@ -175,5 +177,5 @@ async def test_services_elsewhere_are_asked_before_anything_starts() -> None:
 
 def test_engines_without_a_server_are_told() -> None:
     with pytest.raises(CallerError, match="expose_http_server") as error:
-        with_engines(Servers((), ()), [None])
+        with_engines(Servers((), ()), [None], "run")
     assert error.value.field == "policy.generation.vllm_cfg"

@@ -17,6 +17,7 @@ from nemo_gym_prorl.policy.pool.backend import (
     Assign,
     Backend,
     Decision,
+    GiveUp,
     Health,
     Probe,
     Quiesced,
@@ -29,8 +30,14 @@ from nemo_gym_prorl.policy.pool.tickets import Queue, Rollout, Ticket, first_of
 
 LIMIT = 3
 PATIENCE_S = 5.0
+UNREACHABLE_S = 30.0
+RUNS = (None, "x")
 PROMPT = 2 * BLOCK
 """Tokens of every rollout's first prompt in the machine: a block that all share, and one of its group."""
+
+
+def run_of(rollout: str) -> str | None:
+    return RUNS[int(rollout[1:]) % len(RUNS)]
 
 
 def prompt_of(group: int) -> list[int]:
@@ -42,7 +49,9 @@ class PoolMachine(RuleBasedStateMachine):
 
     def __init__(self) -> None:
         super().__init__()
-        self.pool = BackendPool(limit=LIMIT, patience_s=PATIENCE_S, probe_after_s=1.0)
+        self.pool = BackendPool(limit=LIMIT, patience_s=PATIENCE_S, probe_after_s=1.0, unreachable_s=UNREACHABLE_S)
+        self.idle_since: dict[str | None, float] = {}
+        """Since when nothing of a run has been under way."""
         self.now = 0.0
         self.tickets: dict[int, str] = {}
         self.waiting: list[int] = []
@@ -63,8 +72,11 @@ class PoolMachine(RuleBasedStateMachine):
                     assert not backend.paused
                     assert version == backend.weight_version
                     assert len(backend.live) <= LIMIT
-                    if (name := self.tickets[ticket]) in self.fresh:
-                        first = min(self.waiting, key=lambda t: (self.tickets[t] not in self.fresh, t))
+                    name = self.tickets[ticket]
+                    assert backend.run == run_of(name), "a turn crossed to another run"
+                    if name in self.fresh:
+                        among = [t for t in self.waiting if run_of(self.tickets[t]) == run_of(name)]
+                        first = min(among, key=lambda t: (self.tickets[t] not in self.fresh, t))
                         assert name == self.tickets[first], "a later rollout overtook an earlier one"
                         assert not backend.draining
                         self.fresh.remove(name)
@@ -73,6 +85,9 @@ class PoolMachine(RuleBasedStateMachine):
                 case Abort(ticket=ticket, backend=backend_id):
                     assert self.flying.pop(ticket) == backend_id
                     self.waiting.append(ticket)
+                case GiveUp(ticket=ticket):
+                    assert ticket in self.waiting
+                    assert self.now - self.idle_since[run_of(self.tickets[ticket])] >= UNREACHABLE_S
                 case Probe(backend=backend_id):
                     assert self.pool.backends[backend_id].health is Health.DOWN
                     self.probing.add(backend_id)
@@ -82,10 +97,10 @@ class PoolMachine(RuleBasedStateMachine):
     def some_backend(self, data: st.DataObject) -> str:
         return data.draw(st.sampled_from(sorted(self.pool.backends)))
 
-    @rule()
-    def add(self) -> None:
+    @rule(run=st.sampled_from(RUNS))
+    def add(self, run: str | None) -> None:
         self.count += 1
-        self.carry_out(self.pool.add(f"b{self.count}", "http://localhost", "v0"))
+        self.carry_out(self.pool.add(f"b{self.count}", "http://localhost", "v0", run))
 
     @rule(rollout=st.integers(0, 11), tokens=st.integers(0, 2000))
     def request(self, rollout: int, tokens: int) -> None:
@@ -103,7 +118,7 @@ class PoolMachine(RuleBasedStateMachine):
             self.fresh.add(name)
         self.prompts[name] = tokens
         blocks = blocks_of(prompt_of(rollout % 3))
-        self.carry_out(self.pool.request(self.count, name, f"g{rollout % 3}", self.now, tokens, blocks))
+        self.carry_out(self.pool.request(self.count, name, f"g{rollout % 3}", self.now, tokens, blocks, run_of(name)))
         if stays and home is not None:
             assert self.flying[self.count] == home.id, "a rollout left its backend without need"
 
@@ -149,7 +164,10 @@ class PoolMachine(RuleBasedStateMachine):
     @rule(data=st.data(), every=st.booleans())
     def label(self, data: st.DataObject, every: bool) -> None:
         self.count += 1
-        self.pool.label(f"v{self.count}", None if every else self.some_backend(data))
+        run = data.draw(st.sampled_from(RUNS))
+        others = {b.id: b.weight_version for b in self.pool.backends.values() if b.run != run}
+        self.pool.label(f"v{self.count}", None if every else self.some_backend(data), run)
+        assert not every or others.items() <= {b.id: b.weight_version for b in self.pool.backends.values()}.items()
 
     @precondition(lambda self: self.pool.backends)
     @rule(data=st.data())
@@ -163,21 +181,21 @@ class PoolMachine(RuleBasedStateMachine):
         self.probing.discard(backend_id)
         self.carry_out(self.pool.remove(backend_id))
 
-    @rule()
-    def clear(self) -> None:
-        self.probing.clear()
-        self.carry_out(self.pool.clear())
+    @rule(run=st.sampled_from(RUNS))
+    def clear(self, run: str | None) -> None:
+        self.probing -= {backend.id for backend in self.pool.of_run(run)}
+        self.carry_out(self.pool.clear(run))
 
     @precondition(lambda self: self.pool.backends)
-    @rule(data=st.data(), every=st.booleans())
-    def pause(self, data: st.DataObject, every: bool) -> None:
-        self.carry_out(self.pool.pause(None if every else self.some_backend(data)))
+    @rule(data=st.data(), every=st.booleans(), run=st.sampled_from(RUNS))
+    def pause(self, data: st.DataObject, every: bool, run: str | None) -> None:
+        self.carry_out(self.pool.pause(None if every else self.some_backend(data), run))
 
     @precondition(lambda self: self.pool.backends)
-    @rule(data=st.data(), every=st.booleans())
-    def resume(self, data: st.DataObject, every: bool) -> None:
+    @rule(data=st.data(), every=st.booleans(), run=st.sampled_from(RUNS))
+    def resume(self, data: st.DataObject, every: bool, run: str | None) -> None:
         self.count += 1
-        self.carry_out(self.pool.resume(None if every else self.some_backend(data), f"v{self.count}"))
+        self.carry_out(self.pool.resume(None if every else self.some_backend(data), f"v{self.count}", run))
 
     @precondition(lambda self: self.pool.backends)
     @rule(data=st.data(), waiting=st.integers(0, 2), kv_use=st.floats(0, 1), capacity=st.none() | st.integers(1, 9000))
@@ -185,10 +203,16 @@ class PoolMachine(RuleBasedStateMachine):
         backend_id = self.some_backend(data)
         self.carry_out(self.pool.report(backend_id, waiting=waiting, kv_use=kv_use, capacity=capacity))
 
-    @rule(seconds=st.sampled_from([0.5, 2.0, 10.0]))
+    @rule(seconds=st.sampled_from([0.5, 2.0, 10.0, 40.0]))
     def tick(self, seconds: float) -> None:
         self.now += seconds
-        self.carry_out(self.pool.tick(self.now))
+        decisions = self.pool.tick(self.now)
+        given_up = {decision.ticket for decision in decisions if isinstance(decision, GiveUp)}
+        self.carry_out(decisions)
+        for ticket in given_up:  # as whoever carries it out has to
+            self.waiting.remove(ticket)
+            self.ended.add(ticket)
+            self.carry_out(self.pool.withdraw(ticket, self.now))
 
     @precondition(lambda self: self.probing)
     @rule(data=st.data(), alive=st.booleans())
@@ -199,7 +223,12 @@ class PoolMachine(RuleBasedStateMachine):
 
     @invariant()
     def books_agree(self) -> None:
-        assert self.pool.waiting == len(self.waiting)
+        assert self.pool.waiting == len(self.waiting) == sum(self.pool.waiting_of.values())
+        for run in RUNS:
+            if any(run_of(self.tickets[ticket]) == run for ticket in self.flying):
+                self.idle_since[run] = self.now
+            else:
+                self.idle_since.setdefault(run, self.now)
         for backend in self.pool.backends.values():
             assert backend.in_flight == {t for t, at in self.flying.items() if at == backend.id}
             assert len(backend.live) <= LIMIT
@@ -215,14 +244,16 @@ class PoolMachine(RuleBasedStateMachine):
             serving = backend.health is Health.UP and not (backend.draining or backend.paused)
             return serving and len(backend.live) < backend.limit
 
-        if any(room(backend) for backend in self.pool.backends.values()):
-            paused = {r for backend in self.pool.backends.values() if backend.paused for r in backend.live}
-            assert all(self.tickets[ticket] in paused for ticket in self.waiting)
+        roomy = {backend.run for backend in self.pool.backends.values() if room(backend)}
+        paused = {r for backend in self.pool.backends.values() if backend.paused for r in backend.live}
+        waiting = {self.tickets[ticket] for ticket in self.waiting}
+        assert all(name in paused for name in waiting if run_of(name) in roomy)
 
     def teardown(self) -> None:
         """With a good backend and all others gone, everything ends."""
-        self.carry_out(self.pool.clear())
-        self.carry_out(self.pool.add("last", "http://localhost"))
+        for run in RUNS:
+            self.carry_out(self.pool.clear(run))
+            self.carry_out(self.pool.add(f"last of {run}", "http://localhost", None, run))
         for _ in range(10 * len(self.tickets) + 10):
             for ticket in list(self.flying):
                 self.flying.pop(ticket)
@@ -557,6 +588,34 @@ def test_pausing_drains_and_resuming_names_the_new_weights() -> None:
     assert pool.request(3, "r2") == []
     assert pool.done(1, RequestOutcome.OK, 0.0) == [Quiesced("a")]
     assert pool.resume(weight_version="2") == [Assign(2, "a", "2"), Assign(3, "a", "2")]
+
+
+def test_turns_wait_as_long_as_anything_of_their_run_is_under_way() -> None:
+    pool = BackendPool(limit=1, unreachable_s=600.0)
+    pool.add("a", "http://localhost", "7", "x")
+    assert pool.request(1, "r1", run="x") == [Assign(1, "a", "7")]
+    assert pool.request(2, "r2", run="x") == []
+    assert pool.request(3, "r3", run="y") == [], "it waits, though another run's backend might have room"
+    assert pool.tick(599.0) == []
+    (given_up,) = pool.tick(600.0)
+    assert given_up == GiveUp(3, "no backend of run 'y' served for 600 s (there is none)")
+    assert pool.withdraw(3, 600.0) == []
+    assert pool.tick(100_000.0) == [], "its turn comes"
+    pool.done(1, RequestOutcome.OK, 100_000.0)
+    assert pool.finish("r1") == [Assign(2, "a", "7")]
+    assert pool.waiting_of == {None: 0, "x": 0}, "nothing is kept of a run without backends and rollouts"
+
+
+def test_a_run_whose_backends_fail_or_pause_gives_up_only_after_a_while() -> None:
+    pool = BackendPool(unreachable_s=600.0, probe_after_s=1e6, probe_at_most_s=1e6)
+    pool.add("a", "http://localhost", run="x")
+    pool.add("b", "http://localhost")
+    pool.request(1, "r1", run="x")
+    pool.tick(1000.0)
+    assert pool.done(1, RequestOutcome.FAILED, 1000.0) == []
+    assert pool.tick(1599.0) == []
+    assert pool.request(2, "r2", now=1599.0, run="x") == []
+    assert [type(decision) for decision in pool.tick(1600.0)] == [GiveUp], "who came later waits as long"
 
 
 def test_bad_input_is_named() -> None:

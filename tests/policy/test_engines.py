@@ -152,7 +152,7 @@ async def test_a_rollout_that_is_over_holds_nothing_until_the_collector_comes(
     said = completion() if status == 200 else Response("no", status_code=status)
     async with serving(says("/v1/completions", lambda _: said)) as url:
         host = PolicyHost(
-            PolicyConfig(base_url=[url], model=MODEL, tokenizer=str(tmp_path), engine="vllm", wait_s=0.2)
+            PolicyConfig(base_url=[url], model=MODEL, tokenizer=str(tmp_path), engine="vllm", unreachable_s=0.2)
         )
         service, message = await host.service(), Told(role="user", content="hi")
         gone = weakref.ref(message)
@@ -294,7 +294,9 @@ async def policy_before(engine: Replaced, folder: Path) -> AsyncIterator[PolicyS
     FastTokenizer(WordLevel({"hi": 0, "?": 1, "yes": 2}, unk_token="?")).save(str(folder / "tokenizer.json"))
     (folder / "chat_template.jinja").write_text("{{ messages[0].content }}")
     async with serving(engine.app()) as url:
-        host = PolicyHost(PolicyConfig(base_url=[url], model=MODEL, engine="vllm", tokenizer=str(folder), wait_s=20))
+        host = PolicyHost(
+            PolicyConfig(base_url=[url], model=MODEL, engine="vllm", tokenizer=str(folder), unreachable_s=20)
+        )
         try:
             yield await host.service()
         finally:
@@ -500,7 +502,7 @@ async def test_the_control_routes(session: aiohttp.ClientSession) -> None:
         assert await call("DELETE", "/v1/rollouts/r") == (200, {"rollout": "r"})
         assert await call("DELETE", "/v1/backends") == (200, {"backends": []})
         async with session.get(f"{url}/metrics") as response:
-            assert "prorl_policy_waiting 0.0" in await response.text()
+            assert 'prorl_policy_waiting{run=""} 0.0' in await response.text()
     await host.aclose()
 
 

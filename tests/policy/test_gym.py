@@ -101,7 +101,7 @@ async def test_gyms_own_agent_over_a_real_engine(engine_url: str, model_folder: 
                 text = tokenizer.decode(ids[:-1] if ids[-1] in tokenizer.special else ids)
                 calls = parse(text, FAMILIES["thinking"].tool_format).calls
                 assert item["arguments"] in [call.arguments for call in calls]
-    assert 'prorl_policy_sampled_tokens_total{backend="backend0"}' in metrics
+    assert 'prorl_policy_sampled_tokens_total{backend="backend0",run=""}' in metrics
     assert "prorl_policy_retokenised_tokens_total 0.0" in metrics
     assert [(b["id"], b["health"]) for b in backends] == [("backend0", "up")]
 

@@ -122,7 +122,7 @@ async def test_an_engine_that_is_not_up_yet_is_waited_for_and_then_told_right() 
 
 
 async def test_an_engine_that_never_comes_fails_a_turn_in_time() -> None:
-    async with hosted(f"http://127.0.0.1:{free_port()}", wait_s=0.3) as host:
+    async with hosted(f"http://127.0.0.1:{free_port()}", unreachable_s=0.3) as host:
         with pytest.raises(BackendFailed, match=r"no backend answered for 0\.3 s"):
             await host.service("r")
 

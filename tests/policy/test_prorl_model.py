@@ -40,7 +40,7 @@ TOOLS = [
 TOKEN_FIELDS = {"prompt_token_ids", "generation_token_ids", "generation_log_probs", "routed_experts"}
 
 
-def server(base_url: str, model_folder: Path, **config: object) -> ProrlModel:
+def server(base_url: str | list[str], model_folder: Path, **config: object) -> ProrlModel:
     settings = {
         "host": "127.0.0.1",
         "port": 0,

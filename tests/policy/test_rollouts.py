@@ -68,7 +68,7 @@ class Client:
 
 
 @contextlib.asynccontextmanager
-async def client(base_url: str, **policy: Any) -> AsyncIterator[Client]:
+async def client(base_url: str | list[str], **policy: Any) -> AsyncIterator[Client]:
     model = server(base_url, Path(), model=ScriptedConfig().model, policy=policy)
     async with serving(model.setup_webserver()) as url, aiohttp.ClientSession() as http:
         yield Client(http, url, model)
@@ -113,6 +113,18 @@ async def test_waiting_for_the_first_engine_counts_too() -> None:
         async with serve() as engine:
             assert (await agent.call("POST", "/v1/backends", {"url": engine}))[0] == 201
             assert (await turn)[0] == 200
+
+
+async def test_a_server_without_a_policy_of_its_own_waits_for_runs_that_bring_one() -> None:
+    async with serve() as engine, client([]) as agent:
+        headers = {"X-Rollout-Id": "of a run", "X-Rollout-Run": "x"}
+        mine = asyncio.create_task(agent.call("POST", "/v1/responses", {"input": "hi"}, headers))
+        other = asyncio.create_task(agent.turn("of none"))
+        await agent.until(lambda: agent.model._host.waits.of("of none") is not None)
+        assert (await agent.call("POST", "/v1/backends", {"url": engine, "run": "x"}))[0] == 201
+        assert (await mine)[0] == 200
+        assert not other.done()
+        await given_up(other)
 
 
 @given(moves=st.lists(st.tuples(st.integers(0, 3), st.sampled_from([1.0, 2.0, 4.0])), max_size=30))
@@ -253,3 +265,16 @@ async def test_ids_as_raw_bytes_keep_their_tokens(raw: bytes) -> None:
         writer.close()
         status, told = await agent.call("GET", "/v1/rollouts/%C3%BC-%C3%9F/tokens")
         assert (status, len(told["answers"])) == (200, 1)
+
+
+async def test_a_turn_that_waits_for_longer_than_rollouts_are_kept_is_no_disuse() -> None:
+    async with serve() as engine, client(engine, keep_s=2.0) as agent:
+        _, first = await agent.turn("r")
+        assert (await agent.call("POST", "/v1/backends/pause", {}))[0] == 200
+        turn = asyncio.create_task(agent.turn("r", previous_response_id=first["id"]))
+        await agent.until_waited("r", 3.0)
+        assert (await agent.call("POST", "/v1/backends/resume", {}))[0] == 200
+        status, second = await turn
+        assert status == 200
+        assert (await agent.turn("other"))[0] == 200  # which is when old ones are looked for
+        assert (await agent.turn("r", previous_response_id=second["id"]))[0] == 200

@@ -51,7 +51,7 @@ def url() -> Iterator[str]:
     async def run() -> None:
         async with serve() as engine:
             ENGINE["url"] = engine
-            model = server(engine, Path(), model=ScriptedConfig().model, policy={"wait_s": 1.0})
+            model = server(engine, Path(), model=ScriptedConfig().model, policy={"unreachable_s": 1.0})
             app = model.setup_webserver()
             port = int(address.rpartition(":")[2])
             served = uvicorn.Server(uvicorn.Config(app, host="127.0.0.1", port=port, log_level="error"))

@@ -101,6 +101,19 @@ class Server:
     url: str
     log: Path
 
+    async def ask(
+        self, method: str, path: str, body: Any = None, headers: dict[str, str] | None = None
+    ) -> tuple[int, Any]:
+        async with (
+            aiohttp.ClientSession() as http,
+            http.request(method, f"{self.url}{path}", json=body, headers=headers) as said,
+        ):
+            return said.status, await said.json(content_type=None)
+
+    async def text(self, path: str) -> tuple[int, str]:
+        async with aiohttp.ClientSession() as http, http.get(f"{self.url}{path}") as said:
+            return said.status, await said.text()
+
     def workers(self) -> list[int]:
         return [pid for task in Path(f"/proc/{self.process.pid}/task").iterdir() for pid in children(task)]
 
@@ -132,10 +145,13 @@ def tokenizer(folder: Path) -> str:
     return str(folder)
 
 
-def started(engine: str, folder: Path, wait: bool = True, **policy: Any) -> Server:
-    port = free_port()
+def started(
+    engine: str | None, folder: Path, wait: bool = True, workers: int = WORKERS, port: int | None = None, **policy: Any
+) -> Server:
+    port = port or free_port()
     settings = {"tokenizer": str(folder), "engine": "vllm", "limit": LIMIT, **policy}
-    program = [sys.executable, "-m", "tests.policy.worker_server", str(port), str(WORKERS), f"{engine}/v1"]
+    program = [sys.executable, "-m", "tests.policy.worker_server", str(port), str(workers)]
+    program.append(f"{engine}/v1" if engine else "")
     log = folder / f"server-{port}.log"
     with log.open("wb") as out:
         process = subprocess.Popen(

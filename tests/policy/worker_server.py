@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """``prorl_model`` with workers, started as Gym starts it but without Gym's command line and Ray, which take half a
-minute: ``python worker_server.py PORT WORKERS BASE_URL [POLICY AS JSON]``. The workers are this program again."""
+minute: ``python worker_server.py PORT WORKERS BASE_URL [POLICY AS JSON]``. The workers are this program again. An
+empty URL is none."""
 
 from __future__ import annotations
 
@@ -27,7 +28,7 @@ def main(port: int, workers: int, base_url: str, policy: str = "{}") -> None:
             "port": port,
             "name": "policy_model",
             "entrypoint": "app.py",
-            "base_url": base_url,
+            "base_url": base_url or [],
             "model": settings.pop("model", "tiny"),
             "policy": settings,
         }

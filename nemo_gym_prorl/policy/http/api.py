@@ -33,7 +33,7 @@ _PROBLEMS = {
     401: "The control token is missing or wrong.",
     403: "The host is not among those in `policy.backend_hosts`.",
     404: "There is no such backend.",
-    409: "There is a backend of that id.",
+    409: "There is a backend of that id, or another run has the one at that URL.",
     410: "The rollout, or the answer that it continues, is not known here.",
     422: "A field is wrong, or the engine refused the request; `errors` names it.",
     500: "A backend failed, or the deployment does not fit together; `X-ProRL-Failure-Kind` says how.",
@@ -51,25 +51,28 @@ class NewBackend(BaseModel):
     id: _Label | None = None
     weight_version: _Label | None = None
     api_key: str | None = None
+    run: _Label | None = None
 
 
 class Swap(BaseModel):
-    """Body of ``pause`` and ``resume``; without an id every backend is meant."""
+    """Body of ``pause`` and ``resume``; without an id every backend of the run is meant."""
 
     model_config = ConfigDict(extra="forbid")
 
     id: _Label | None = None
+    run: _Label | None = None
     weight_version: _Label | None = None
     timeout_s: Annotated[float, Field(gt=0, le=86_400)] = 600.0
 
 
 class Weights(BaseModel):
-    """Body of ``weight_version``; without an id every backend is meant."""
+    """Body of ``weight_version``; without an id every backend of the run is meant."""
 
     model_config = ConfigDict(extra="forbid")
 
     weight_version: _Label
     id: _Label | None = None
+    run: _Label | None = None
 
 
 def problems(*statuses: int) -> dict[int | str, dict[str, Any]]:
@@ -108,39 +111,39 @@ def add_control_routes(app: FastAPI, host: PolicyHost) -> None:
 
     @router.post("/v1/backends", status_code=201, responses=problems(400, 403, 409, 422))
     async def add(body: NewBackend) -> dict[str, Any]:
-        """Add a backend. Turns that wait may be placed there at once."""
-        return await host.backends.add(body.url, body.id, body.weight_version, body.api_key)
+        """Add a backend for the rollouts of a run. Turns that wait may be placed there at once."""
+        return await host.backends.add(body.url, body.id, body.weight_version, body.api_key, body.run)
 
-    @router.get("/v1/backends", responses=problems())
-    async def listing() -> dict[str, Any]:
-        """The backends, how they fare, and how many turns wait."""
-        return await host.backends.listing()
+    @router.get("/v1/backends", responses=problems(422))
+    async def listing(run: _Label | None = None) -> dict[str, Any]:
+        """The backends, how they fare, and how many turns wait; of all runs, or of one."""
+        return await host.backends.listing(run)
 
     @router.delete("/v1/backends/{backend_id}", responses=problems(404, 422))
     async def remove(backend_id: str, drain: bool = False) -> dict[str, Any]:
         """Remove a backend: at once, or with `drain` give it no new rollouts."""
         return await host.backends.remove(backend_id, drain)
 
-    @router.delete("/v1/backends", responses=problems())
-    async def clear() -> dict[str, Any]:
-        """Remove all backends; turns wait for new ones."""
-        return await host.backends.clear()
+    @router.delete("/v1/backends", responses=problems(422))
+    async def clear(run: _Label | None = None) -> dict[str, Any]:
+        """Remove all backends of a run; turns wait for new ones. Without a run, those of rollouts that name none."""
+        return await host.backends.clear(run)
 
     @router.post("/v1/backends/pause", responses=problems(400, 404, 422))
     async def pause(body: Swap) -> dict[str, Any]:
         """Start nothing there until `resume`; answers when nothing runs there, or the time is over."""
-        return await host.backends.pause(body.id, body.timeout_s)
+        return await host.backends.pause(body.id, body.timeout_s, body.run)
 
     @router.post("/v1/backends/resume", responses=problems(400, 404, 422))
     async def resume(body: Swap) -> dict[str, Any]:
         """Go on, with a new label if the weights are new."""
-        return await host.backends.resume(body.id, body.weight_version)
+        return await host.backends.resume(body.id, body.weight_version, body.run)
 
     @router.post("/v1/backends/weight_version", responses=problems(400, 404, 422))
     async def label(body: Weights) -> dict[str, Any]:
         """Label the weights, without a pause: a turn that is being sampled begins with the old ones and ends with
         these."""
-        return await host.backends.label(body.weight_version, body.id)
+        return await host.backends.label(body.weight_version, body.id, body.run)
 
     @router.get("/v1/rollouts/{rollout}/tokens", response_model=dict[str, Any], responses=problems(410))
     async def tokens(rollout: str) -> Response:
@@ -191,6 +194,7 @@ def trajectory(service: PolicyService, rollout: str) -> dict[str, Any]:
     paths = [set(leaf.path()) for leaf in service.ledger(rollout).leaves()]
     return {
         "rollout": rollout,
+        "run": service.run_of(rollout),
         "counts": asdict(service.counts(rollout)),
         "sequences": [
             {

@@ -102,6 +102,7 @@ class ShortTurns:
             terms.asked,
             rollout=rollout,
             group=None if (group := headers.get("x-rollout-group")) is None else header_text(group),
+            run=header_text(headers.get("x-rollout-run", "")) or None,
             messages=dialect.roles(messages),
             after=after,
         )

@@ -48,6 +48,14 @@ class Abort:
 
 
 @dataclass(frozen=True, slots=True)
+class GiveUp:
+    """Nothing of the ticket's run has been under way for too long: the turn fails, and is to be withdrawn."""
+
+    ticket: int
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
 class Probe:
     """Ask the backend whether it is alive and report it with ``probed``."""
 
@@ -61,7 +69,7 @@ class Quiesced:
     backend: str
 
 
-type Decision = Assign | Abort | Probe | Quiesced
+type Decision = Assign | Abort | GiveUp | Probe | Quiesced
 
 
 @dataclass(slots=True)
@@ -73,6 +81,8 @@ class Backend:
     weight_version: str | None
     limit: int
     order: int
+    run: str | None = None
+    """Whose rollouts it samples; ``None`` for those that name no run."""
     health: Health = Health.UP
     draining: bool = False
     paused: bool = False

@@ -22,6 +22,7 @@ from nemo_gym_prorl.policy.pool.backend import (
     Assign,
     Backend,
     Decision,
+    GiveUp,
     Health,
     Probe,
     Quiesced,
@@ -38,6 +39,7 @@ _log = logging.getLogger(__name__)
 class _Lease:
     changed: asyncio.Event = field(default_factory=asyncio.Event)
     assign: Assign | None = None
+    given_up: str | None = None
     task: asyncio.Task[object] | None = None
     aborted: bool = False
 
@@ -61,7 +63,6 @@ class Dispatcher:
     Args:
         pool: the decisions; only this object may send it events.
         engine: answers probes and load reports.
-        wait_s: how long a turn may wait for a backend before it fails.
         failovers: how often one turn is sent to another backend before it fails.
         tick_s: interval of probes and idle checks.
         report_s: interval of load reports; 0 for none.
@@ -70,7 +71,6 @@ class Dispatcher:
 
     pool: BackendPool
     engine: Engine
-    wait_s: float = 600.0
     failovers: int = 8
     tick_s: float = 0.5
     report_s: float = 2.0
@@ -99,6 +99,7 @@ class Dispatcher:
         call: Callable[[Backend], Awaitable[T]],
         tokens: int = 0,
         blocks: bytes = b"",
+        run: str | None = None,
     ) -> Placed[T]:
         """Run one request where the pool says.
 
@@ -108,9 +109,10 @@ class Dispatcher:
             call: sends the request to a backend.
             tokens: length of its prompt, if that is known.
             blocks: of that prompt (:func:`.prefixes.blocks_of`); only a rollout's first are read.
+            run: whose backends may carry it out.
 
         Raises:
-            BackendFailed: no backend did it within ``wait_s`` and ``failovers``.
+            BackendFailed: no backend did it within ``failovers``, or there was none for too long.
             RequestRefused: every backend would choke on it.
         """
         ticket = next(self._tickets)
@@ -118,7 +120,7 @@ class Dispatcher:
         queued_s, failovers = 0.0, 0
         outcome = RequestOutcome.ENDED
         try:
-            self.apply(self.pool.request(ticket, rollout, group, time.monotonic(), tokens, blocks))
+            self.apply(self.pool.request(ticket, rollout, group, time.monotonic(), tokens, blocks, run))
             while True:
                 asked = time.monotonic()
                 with self.waits.waiting(rollout):
@@ -168,8 +170,8 @@ class Dispatcher:
             raise
 
     def _others(self, backend: Backend) -> bool:
-        """Whether another backend is up."""
-        return any(peer is not backend and peer.health is Health.UP for peer in self.pool.backends.values())
+        """Whether another backend of its run is up."""
+        return any(peer is not backend and peer.health is Health.UP for peer in self.pool.of_run(backend.run))
 
     async def _assigned(self, lease: _Lease) -> Assign:
         if lease.assign is None:  # mostly there is one at once
@@ -179,15 +181,11 @@ class Dispatcher:
         return assign
 
     async def _assignment(self, lease: _Lease) -> None:
-        with contextlib.suppress(TimeoutError):
-            async with asyncio.timeout(self.wait_s):
-                while lease.assign is None:
-                    lease.changed.clear()
-                    await lease.changed.wait()
-                return
-        # Not as the end of that error: it holds the task that this one will be kept in.
-        states = ", ".join(f"{b.id} {b.health}" for b in self.pool.backends.values()) or "there is none"
-        raise BackendFailed(f"no backend was free for {self.wait_s:g} s ({states})")
+        while lease.assign is None:
+            if lease.given_up is not None:
+                raise BackendFailed(lease.given_up)
+            lease.changed.clear()
+            await lease.changed.wait()
 
     def apply(self, decisions: list[Decision]) -> None:
         """Carry out what the pool decided."""
@@ -202,19 +200,23 @@ class Dispatcher:
                     lease.assign, lease.aborted = None, True
                     if lease.task is not None:
                         lease.task.cancel()
+                case GiveUp(ticket=ticket, reason=reason):
+                    lease = self._leases[ticket]
+                    lease.given_up = reason
+                    lease.changed.set()
                 case Probe(backend=backend_id):
                     self._spawn(self._probe(backend_id))
                 case Quiesced(backend=backend_id):
                     self._quiet.setdefault(backend_id, asyncio.Event()).set()
 
-    async def pause(self, backend_id: str | None = None, timeout_s: float = 600.0) -> bool:
-        """Pause one backend or all, and wait until nothing runs there; ``False`` if something still does."""
-        chosen = [backend_id] if backend_id is not None else list(self.pool.backends)
+    async def pause(self, backend_id: str | None = None, timeout_s: float = 600.0, run: str | None = None) -> bool:
+        """Pause one backend or all of a run, and wait until nothing runs there; ``False`` if something still does."""
+        chosen = [backend_id] if backend_id is not None else [backend.id for backend in self.pool.of_run(run)]
         for one in chosen:
             # Somebody may be waiting already.
             if one not in self._quiet or self._quiet[one].is_set():
                 self._quiet[one] = asyncio.Event()
-        self.apply(self.pool.pause(backend_id))
+        self.apply(self.pool.pause(backend_id, run))
         try:
             async with asyncio.timeout(timeout_s):
                 for one in chosen:

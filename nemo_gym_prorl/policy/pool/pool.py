@@ -16,6 +16,12 @@ A live rollout whose agent is busy with a tool holds its slot, for its cache's s
 that have been idle longest *rest*: they lose the slot, remember their backend, and queue ahead of new rollouts when
 they return. Those whose turn was withdrawn rest at once.
 
+Backends and rollouts belong to *runs*, each with a queue of its own: what is said above holds among those of one run,
+and no rollout is ever placed on another run's backend. One whose run has none waits.
+
+Waiting is nobody's failure, so it has no bound as long as anything of the run is under way. Where nothing is, that is
+an outage (there is no backend, or none that answers, or all are paused), and turns are given up after a while of it.
+
 Pure: no task, socket, clock or thread. Whoever drives it passes the time and carries out the :class:`Decision` s,
 which every event returns. Every ticket ends in exactly one of ``done`` and ``withdraw``, and gets at most one
 :class:`Assign` at a time.
@@ -24,7 +30,6 @@ which every event returns. Every ticket ends in exactly one of ``done`` and ``wi
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Iterator
 
 from nemo_gym_prorl.failures import CallerError
 from nemo_gym_prorl.policy.pool import health, homes
@@ -33,13 +38,14 @@ from nemo_gym_prorl.policy.pool.backend import (
     Assign,
     Backend,
     Decision,
+    GiveUp,
     Health,
     Probe,
     Quiesced,
     RequestOutcome,
 )
 from nemo_gym_prorl.policy.pool.homes import Margins
-from nemo_gym_prorl.policy.pool.tickets import Queue, Rollout, Ticket, first_of
+from nemo_gym_prorl.policy.pool.tickets import Line, Queue, Rollout, Ticket, first_of
 
 
 class BackendPool:
@@ -53,6 +59,7 @@ class BackendPool:
         probe_after_s: first wait before a failed backend is probed; doubles with each failure.
         probe_at_most_s: bound of that wait.
         remembered: how many resting rollouts keep the memory of their backend.
+        unreachable_s: how long nothing of a run may be under way before its turns that wait are given up.
     """
 
     def __init__(
@@ -65,6 +72,7 @@ class BackendPool:
         probe_after_s: float = 1.0,
         probe_at_most_s: float = 30.0,
         remembered: int = 100_000,
+        unreachable_s: float = 900.0,
     ) -> None:
         if limit < 1:
             raise CallerError("must be at least 1", field="limit")
@@ -74,33 +82,35 @@ class BackendPool:
         self._probe_after = probe_after_s
         self._probe_at_most = probe_at_most_s
         self._remembered = remembered
+        self._unreachable = unreachable_s
         self.backends: dict[str, Backend] = {}
         self.failovers = 0
         self.migrations = 0
         self._rollouts: dict[str, Rollout] = {}
         self._resting: OrderedDict[str, Rollout] = OrderedDict()
         self._tickets: dict[int, Ticket] = {}
-        self._returning: Queue = OrderedDict()
-        self._fresh: Queue = OrderedDict()
+        self._lines: dict[str | None, Line] = {}
         self._held: dict[str, Queue] = {}
         self._clock = 0
         self._now = 0.0
 
     # Backends
 
-    def add(self, backend_id: str, url: str, weight_version: str | None = None) -> list[Decision]:
-        """A backend joins.
+    def add(
+        self, backend_id: str, url: str, weight_version: str | None = None, run: str | None = None
+    ) -> list[Decision]:
+        """A backend joins, for a run.
 
         Raises:
             CallerError: there is one of that id.
         """
         if backend_id in self.backends:
             raise CallerError(f"there is a backend {backend_id!r} already", field="id")
-        peers = [backend for backend in self.backends.values() if health.takes_new(backend)]
-        backend = Backend(backend_id, url, weight_version, self.limit, order=self._tick())
-        if peers:
-            backend.head_start = min(len(peer.live) for peer in peers)
-            backend.elders = backend.elders_left = sum(len(peer.live) for peer in self.backends.values())
+        peers = self.of_run(run)
+        backend = Backend(backend_id, url, weight_version, self.limit, self._tick(), run)
+        if taking := [peer for peer in peers if health.takes_new(peer)]:
+            backend.head_start = min(len(peer.live) for peer in taking)
+            backend.elders = backend.elders_left = sum(len(peer.live) for peer in peers)
         self.backends[backend_id] = backend
         self._held[backend_id] = OrderedDict()
         return self._dispatch()
@@ -114,30 +124,32 @@ class BackendPool:
         """A backend leaves at once. Its requests are aborted and its rollouts move."""
         return self._remove(self._get(backend_id)) + self._dispatch()
 
-    def clear(self) -> list[Decision]:
-        """Every backend leaves; tickets wait for new ones."""
-        return [decision for backend in list(self.backends.values()) for decision in self._remove(backend)]
+    def clear(self, run: str | None = None) -> list[Decision]:
+        """Every backend of a run leaves; tickets wait for new ones."""
+        return [decision for backend in self.of_run(run) for decision in self._remove(backend)]
 
-    def pause(self, backend_id: str | None = None) -> list[Decision]:
-        """Start nothing on the backend, or on any, until ``resume``; what runs may finish."""
+    def pause(self, backend_id: str | None = None, run: str | None = None) -> list[Decision]:
+        """Start nothing on the backend, or on any of the run's, until ``resume``; what is under way may finish."""
         decisions: list[Decision] = []
-        for backend in self._chosen(backend_id):
+        for backend in self._chosen(backend_id, run):
             backend.paused = True
             if not backend.in_flight:
                 decisions.append(Quiesced(backend.id))
         return decisions
 
-    def resume(self, backend_id: str | None = None, weight_version: str | None = None) -> list[Decision]:
+    def resume(
+        self, backend_id: str | None = None, weight_version: str | None = None, run: str | None = None
+    ) -> list[Decision]:
         """Go on, with new weights if a version is given."""
-        for backend in self._chosen(backend_id):
+        for backend in self._chosen(backend_id, run):
             backend.paused = False
             if weight_version is not None:
                 backend.weight_version = weight_version
         return self._dispatch()
 
-    def label(self, weight_version: str, backend_id: str | None = None) -> None:
-        """The backend, or every one, samples with other weights from now on, without a pause."""
-        for backend in self._chosen(backend_id):
+    def label(self, weight_version: str, backend_id: str | None = None, run: str | None = None) -> None:
+        """The backend, or every one of the run, samples with other weights from now on, without a pause."""
+        for backend in self._chosen(backend_id, run):
             backend.weight_version = weight_version
 
     def report(self, backend_id: str, *, waiting: int, kv_use: float, capacity: int | None = None) -> list[Decision]:
@@ -161,17 +173,35 @@ class BackendPool:
         return []
 
     def tick(self, now: float) -> list[Decision]:
-        """Time passes: due probes, and rest for the idle while others wait."""
+        """Time passes: due probes, rest for the idle while others wait, and an end to outages that last."""
         self._now = max(self._now, now)
         decisions: list[Decision] = [Probe(b.id) for b in self.backends.values() if health.probe_due(b, now)]
-        if self._fresh or self._returning:
-            waiting = len(self._fresh) + len(self._returning)
-            idle = [r for r in self._rollouts.values() if r.idle_since is not None and r.backend is not None]
+        for run, line in self._lines.items():
+            if not line:
+                continue
+            idle = [r for r in self._rollouts.values() if r.run == run and r.idle_since is not None and r.backend]
             idle.sort(key=lambda rollout: rollout.idle_since or 0.0)
-            for rollout in idle[:waiting]:
+            for rollout in idle[: len(line)]:
                 if now - (rollout.idle_since or 0.0) >= self._patience:
                     self._rest(rollout)
-            decisions += self._dispatch()
+        return decisions + self._dispatch() + self._given_up()
+
+    def _given_up(self) -> list[Decision]:
+        """The turns that have waited through too long an outage of their run."""
+        decisions: list[Decision] = []
+        for run, line in [*self._lines.items()]:
+            peers = self.of_run(run)
+            waiting = [queue for queue in (line.returning, line.fresh, *(self._held[b.id] for b in peers)) if queue]
+            if not waiting and not peers:
+                del self._lines[run]
+            if not waiting or any(peer.in_flight for peer in peers):
+                line.moved = self._now
+                continue
+            states = ", ".join(f"{b.id} {'paused' if b.paused else b.health}" for b in peers) or "there is none"
+            reason = f"no backend{f' of run {run!r}' if run else ''} served for {self._unreachable:g} s ({states})"
+            for ticket in [ticket for queue in waiting for ticket in queue.values()]:
+                if self._now - max(line.moved, ticket.since) >= self._unreachable:
+                    decisions.append(GiveUp(ticket.id, reason))
         return decisions
 
     # Rollouts
@@ -184,8 +214,9 @@ class BackendPool:
         now: float = 0.0,
         tokens: int = 0,
         blocks: bytes = b"",
+        run: str | None = None,
     ) -> list[Decision]:
-        """A turn wants a backend for a prompt of so many tokens, if they are known.
+        """A turn wants a backend of its run for a prompt of so many tokens, if they are known.
 
         The first turn of a rollout may say which blocks (:func:`.prefixes.blocks_of`) its prompt has; what other
         rollouts share of it is counted once.
@@ -193,9 +224,11 @@ class BackendPool:
         self._now = max(self._now, now)
         rollout = self._rollouts.get(rollout_id)
         if rollout is None:
-            rollout = self._resting.pop(rollout_id, None) or Rollout(rollout_id, group, self._tick(), blocks=blocks)
+            rollout = self._resting.pop(rollout_id, None)
+            if rollout is None or rollout.run != run:
+                rollout = Rollout(rollout_id, group, self._tick(), run, blocks=blocks)
             self._rollouts[rollout_id] = rollout
-        ticket = self._tickets[ticket_id] = Ticket(ticket_id, rollout)
+        ticket = self._tickets[ticket_id] = Ticket(ticket_id, rollout, since=now)
         rollout.tickets.add(ticket_id)
         rollout.idle_since = None
         home = self.backends.get(rollout.backend or "")
@@ -222,7 +255,7 @@ class BackendPool:
         if backend is not None:
             if outcome is RequestOutcome.OK:
                 cold, ticket.rollout.settled = not ticket.rollout.settled, True
-                health.answered(backend, now - ticket.since, self.backends.values(), cold=cold)
+                health.answered(backend, now - ticket.since, self.of_run(backend.run), cold=cold)
             backend.in_flight.discard(ticket_id)
             decisions += self._quiesced(backend)
         self._forget(ticket, now)
@@ -270,7 +303,18 @@ class BackendPool:
     @property
     def waiting(self) -> int:
         """Tickets that no backend has."""
-        return len(self._fresh) + len(self._returning) + sum(map(len, self._held.values()))
+        return sum(map(len, self._lines.values())) + sum(map(len, self._held.values()))
+
+    @property
+    def waiting_of(self) -> dict[str | None, int]:
+        """The same by run, for each run that there is."""
+        runs = {None, *self._lines, *(backend.run for backend in self.backends.values())}
+        lines = {run: len(self._lines[run]) if run in self._lines else 0 for run in runs}
+        return {run: lines[run] + sum(len(self._held[b.id]) for b in self.of_run(run)) for run in runs}
+
+    def of_run(self, run: str | None) -> list[Backend]:
+        """The backends of a run."""
+        return [backend for backend in self.backends.values() if backend.run == run]
 
     def held(self, backend_id: str) -> int:
         """Tickets that wait for this very backend, where their prefix is."""
@@ -288,11 +332,12 @@ class BackendPool:
         rollout = ticket.rollout
         home = self.backends.get(rollout.backend or "")
         if home is not None and rollout.id in home.live:
-            if not homes.must_leave(rollout, home, self.backends.values(), self._margins):
+            if not homes.must_leave(rollout, home, self.of_run(rollout.run), self._margins):
                 ticket.enqueue(self._held[home.id])
                 return self._dispatch()
             self._leave(rollout)
-        ticket.enqueue(self._fresh if rollout.backend is None else self._returning)
+        line = self._line(rollout)
+        ticket.enqueue(line.fresh if rollout.backend is None else line.returning)
         return self._dispatch()
 
     def _dispatch(self) -> list[Decision]:
@@ -300,14 +345,16 @@ class BackendPool:
         decisions: list[Decision] = []
         for backend in self.backends.values():
             self._serve(backend, decisions)
-        for queue in (self._returning, self._fresh):
-            while queue:
-                rollout = first_of(queue).rollout
-                chosen = homes.choose(rollout, self.backends.values(), self._margins)
-                if chosen is None:
-                    break
-                self._settle(rollout, chosen)
-                self._serve(chosen, decisions)
+        for run, line in self._lines.items():
+            peers = self.of_run(run) if line else []
+            for queue in (line.returning, line.fresh):
+                while queue:
+                    rollout = first_of(queue).rollout
+                    chosen = homes.choose(rollout, peers, self._margins)
+                    if chosen is None:
+                        break
+                    self._settle(rollout, chosen)
+                    self._serve(chosen, decisions)
         return decisions
 
     def _serve(self, backend: Backend, decisions: list[Decision]) -> None:
@@ -341,8 +388,8 @@ class BackendPool:
         backend = self.backends.get(ticket.backend or "")
         if backend is not None:
             backend.in_flight.discard(ticket.id)
-        ticket.backend = None
-        ticket.enqueue(self._returning, first=True)
+        ticket.backend, ticket.since = None, self._now
+        ticket.enqueue(self._line(ticket.rollout).returning, first=True)
 
     def _remove(self, backend: Backend) -> list[Decision]:
         decisions: list[Decision] = []
@@ -361,7 +408,7 @@ class BackendPool:
             self._leave(self._rollouts[rollout_id])
         for ticket in list(self._held[backend.id].values()):
             ticket.unqueue()
-            ticket.enqueue(self._returning)
+            ticket.enqueue(self._line(ticket.rollout).returning)
 
     def _quiesced(self, backend: Backend | None) -> list[Decision]:
         if backend is not None and backend.paused and not backend.in_flight:
@@ -384,15 +431,18 @@ class BackendPool:
         del self._rollouts[rollout.id]
         rollout.idle_since = None
         self._leave(rollout)
-        for peer in self.backends.values():
+        for peer in self.of_run(rollout.run):
             if peer.elders_left and rollout.born < peer.order:
                 peer.elders_left -= 1
         self._resting[rollout.id] = rollout
         while len(self._resting) > self._remembered:
             self._resting.popitem(last=False)
 
-    def _chosen(self, backend_id: str | None) -> Iterator[Backend]:
-        return iter([self._get(backend_id)] if backend_id is not None else list(self.backends.values()))
+    def _line(self, rollout: Rollout) -> Line:
+        return self._lines.setdefault(rollout.run, Line(self._now))
+
+    def _chosen(self, backend_id: str | None, run: str | None) -> list[Backend]:
+        return [self._get(backend_id)] if backend_id is not None else self.of_run(run)
 
     def _get(self, backend_id: str) -> Backend:
         try:

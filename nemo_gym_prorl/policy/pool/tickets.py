@@ -20,6 +20,7 @@ class Rollout:
     Attributes:
         id: its name.
         group: shared by the rollouts of one prompt.
+        run: whose backends it may live on.
         born: when it was first seen, by the pool's own count.
         backend: where its prefix is, once it had one.
         tickets: its turns that wait or run.
@@ -32,6 +33,7 @@ class Rollout:
     id: str
     group: str | None
     born: int
+    run: str | None = None
     backend: str | None = None
     tickets: set[int] = field(default_factory=set)
     idle_since: float | None = None
@@ -47,7 +49,7 @@ class Rollout:
 
 @dataclass(slots=True)
 class Ticket:
-    """A turn, which waits in at most one queue or runs on one backend since a certain time."""
+    """A turn, which waits in at most one queue or runs on one backend, since a certain time."""
 
     id: int
     rollout: Rollout
@@ -67,6 +69,18 @@ class Ticket:
         if self._queue is not None:
             del self._queue[self.id]
             self._queue = None
+
+
+@dataclass(slots=True)
+class Line:
+    """The tickets of a run that have no backend yet, and when anything of that run was last known to be under way."""
+
+    moved: float
+    returning: Queue = field(default_factory=OrderedDict)
+    fresh: Queue = field(default_factory=OrderedDict)
+
+    def __len__(self) -> int:
+        return len(self.returning) + len(self.fresh)
 
 
 def first_of(queue: Queue) -> Ticket:

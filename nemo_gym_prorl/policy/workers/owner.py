@@ -23,7 +23,7 @@ from nemo_gym_prorl.policy.backends import Backends
 from nemo_gym_prorl.policy.config import PolicyConfig
 from nemo_gym_prorl.policy.engines.http_engine import HttpEngine
 from nemo_gym_prorl.policy.metrics import SharedMetrics
-from nemo_gym_prorl.policy.pool.backend import Abort, Assign, Decision, RequestOutcome
+from nemo_gym_prorl.policy.pool.backend import Abort, Assign, Decision, GiveUp, RequestOutcome
 from nemo_gym_prorl.policy.pool.dispatcher import Dispatcher
 from nemo_gym_prorl.policy.workers.channel import Channel
 
@@ -51,8 +51,8 @@ class _Shared(Dispatcher):
 
     def apply(self, decisions: list[Decision]) -> None:
         """Carry out what the pool decided."""
-        super().apply([decision for decision in decisions if not isinstance(decision, Assign | Abort)])
-        self.tell([decision for decision in decisions if isinstance(decision, Assign | Abort)])
+        super().apply([decision for decision in decisions if not isinstance(decision, Assign | Abort | GiveUp)])
+        self.tell([decision for decision in decisions if isinstance(decision, Assign | Abort | GiveUp)])
 
 
 class Owner(Backends):
@@ -101,11 +101,11 @@ class Owner(Backends):
         if worker is None:
             return  # its last words
         match message:
-            case ["request", own, rollout, group, tokens, blocks]:
+            case ["request", own, rollout, group, tokens, blocks, run]:
                 ticket = own * self._count + index
                 worker.open[ticket] = rollout
                 worker.rollouts.add(rollout)
-                self.apply(self.pool.request(ticket, rollout, group, now, tokens, bytes.fromhex(blocks)))
+                self.apply(self.pool.request(ticket, rollout, group, now, tokens, bytes.fromhex(blocks), run))
             case ["done", own, outcome, number]:
                 self._done(worker, own * self._count + index, RequestOutcome(outcome), number, now)
             case ["withdraw", own]:
@@ -155,7 +155,7 @@ class Owner(Backends):
             "protocol": self.protocol,
             "trouble": self.trouble,
             "keys": self.by_origin,
-            "backends": [[b.id, b.url, b.weight_version, b.health] for b in self.pool.backends.values()],
+            "backends": [[b.id, b.url, b.weight_version, b.health, b.run] for b in self.pool.backends.values()],
         }
 
     def _publish(self) -> None:
@@ -174,6 +174,8 @@ class Owner(Backends):
                     if (worker := self._workers.get(ticket % self._count)) is not None:
                         worker.assigned.pop(ticket, None)
                     said = ["abort", ticket // self._count, backend]
+                case GiveUp(ticket=ticket, reason=reason):
+                    said = ["give_up", ticket // self._count, reason]
                 case _:
                     continue
             mine.setdefault(ticket % self._count, []).append(said)

@@ -18,14 +18,14 @@ import aiohttp
 from nemo_gym_prorl.failures import CallerError
 from nemo_gym_prorl.policy.backends import Backends
 from nemo_gym_prorl.policy.config import PolicyConfig
-from nemo_gym_prorl.policy.pool.backend import Abort, Assign, Backend, Decision, Health, RequestOutcome
+from nemo_gym_prorl.policy.pool.backend import Abort, Assign, Backend, Decision, GiveUp, Health, RequestOutcome
 from nemo_gym_prorl.policy.pool.dispatcher import Dispatcher
 from nemo_gym_prorl.policy.pool.pool import BackendPool
 from nemo_gym_prorl.policy.workers.channel import Channel
 
 
 class RemotePool(BackendPool):
-    """The turns of one worker. Of the backends it knows id, URL, weights and health."""
+    """The turns of one worker. Of the backends it knows id, URL, weights, health and run."""
 
     def __init__(self, send: Callable[[Any], None]) -> None:
         super().__init__()
@@ -41,10 +41,11 @@ class RemotePool(BackendPool):
         now: float = 0.0,
         tokens: int = 0,
         blocks: bytes = b"",
+        run: str | None = None,
     ) -> list[Decision]:
         """A turn wants a backend."""
         self.assigned[ticket_id] = None
-        self._send(["request", ticket_id, rollout_id, group, tokens, blocks.hex()])
+        self._send(["request", ticket_id, rollout_id, group, tokens, blocks.hex(), run])
         return []
 
     def done(self, ticket_id: int, outcome: RequestOutcome, now: float) -> list[Decision]:
@@ -130,10 +131,10 @@ class RemoteBackends(Backends):
         self.by_origin.clear()
         self.by_origin.update(view["keys"])
         self.pool.backends.clear()
-        for order, (name, url, version, health) in enumerate(view["backends"]):
+        for order, (name, url, version, health, run) in enumerate(view["backends"]):
             backend = before.get(name)
-            if backend is None or backend.url != url:
-                backend = Backend(name, url, version, self.pool.limit, order)
+            if backend is None or (backend.url, backend.run) != (url, run):
+                backend = Backend(name, url, version, self.pool.limit, order, run)
                 self.on_added(url)
             # Turns that run there look at it when they end.
             backend.weight_version, backend.health = version, Health(health)
@@ -142,7 +143,7 @@ class RemoteBackends(Backends):
         if view["protocol"] is not None and self.protocol is None:
             self.protocol = str(view["protocol"])
             self.engine = self._engine(self.protocol)
-            self.dispatcher = Dispatcher(self.pool, self.engine, wait_s=self.config.wait_s, waits=self.waits)
+            self.dispatcher = Dispatcher(self.pool, self.engine, waits=self.waits)
         self.on_change()
 
     def _decided(self, decision: list[Any]) -> None:
@@ -152,39 +153,54 @@ class RemoteBackends(Backends):
                 self.apply([Assign(ticket, backend, version)])
             case ["abort", ticket, backend] if ticket in self._remote.assigned:
                 self.apply([Abort(ticket, backend)])
+            case ["give_up", ticket, reason] if ticket in self._remote.assigned:
+                self.apply([GiveUp(ticket, reason)])
 
     # What is asked of the owner
 
     async def add(
-        self, url: str, backend_id: str | None = None, weight_version: str | None = None, api_key: str | None = None
+        self,
+        url: str,
+        backend_id: str | None = None,
+        weight_version: str | None = None,
+        api_key: str | None = None,
+        run: str | None = None,
     ) -> dict[str, Any]:
         """See :meth:`.Backends.add`."""
         about = {"url": url, "backend_id": backend_id, "weight_version": weight_version, "api_key": api_key}
-        return dict(await self._ask("add", about))
+        return dict(await self._ask("add", {**about, "run": run}))
 
-    async def listing(self) -> dict[str, Any]:
+    async def listing(self, run: str | None = None) -> dict[str, Any]:
         """See :meth:`.Backends.listing`."""
-        return dict(await self._ask("listing", {}))
+        return dict(await self._ask("listing", {"run": run}))
 
     async def remove(self, backend_id: str, drain: bool = False) -> dict[str, Any]:
         """See :meth:`.Backends.remove`."""
         return dict(await self._ask("remove", {"backend_id": backend_id, "drain": drain}))
 
-    async def clear(self) -> dict[str, Any]:
+    async def clear(self, run: str | None = None) -> dict[str, Any]:
         """See :meth:`.Backends.clear`."""
-        return dict(await self._ask("clear", {}))
+        return dict(await self._ask("clear", {"run": run}))
 
-    async def pause(self, backend_id: str | None = None, timeout_s: float = 600.0) -> dict[str, Any]:
+    async def pause(
+        self, backend_id: str | None = None, timeout_s: float = 600.0, run: str | None = None
+    ) -> dict[str, Any]:
         """See :meth:`.Backends.pause`."""
-        return dict(await self._ask("pause", {"backend_id": backend_id, "timeout_s": timeout_s}))
+        return dict(await self._ask("pause", {"backend_id": backend_id, "timeout_s": timeout_s, "run": run}))
 
-    async def resume(self, backend_id: str | None = None, weight_version: str | None = None) -> dict[str, Any]:
+    async def resume(
+        self, backend_id: str | None = None, weight_version: str | None = None, run: str | None = None
+    ) -> dict[str, Any]:
         """See :meth:`.Backends.resume`."""
-        return dict(await self._ask("resume", {"backend_id": backend_id, "weight_version": weight_version}))
+        about = {"backend_id": backend_id, "weight_version": weight_version}
+        return dict(await self._ask("resume", {**about, "run": run}))
 
-    async def label(self, weight_version: str, backend_id: str | None = None) -> dict[str, Any]:
+    async def label(
+        self, weight_version: str, backend_id: str | None = None, run: str | None = None
+    ) -> dict[str, Any]:
         """See :meth:`.Backends.label`."""
-        return dict(await self._ask("label", {"weight_version": weight_version, "backend_id": backend_id}))
+        about = {"weight_version": weight_version, "backend_id": backend_id}
+        return dict(await self._ask("label", {**about, "run": run}))
 
     async def exposition(self) -> bytes:
         """The metrics of all workers, in Prometheus text format."""

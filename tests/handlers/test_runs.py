@@ -1,0 +1,186 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Several trainers on one service, each with engines of its own: no turn crosses, whatever comes and goes."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+from collections.abc import AsyncIterator, Iterator
+from typing import Any
+
+import pytest
+
+from nemo_gym_prorl.dapo.contract import SamplerConfig
+from nemo_gym_prorl.failures import CallerError
+from nemo_gym_prorl.nemo_rl import collector as collecting
+from nemo_gym_prorl.nemo_rl.collector import Collector, Plan
+from nemo_gym_prorl.nemo_rl.groups import Group
+from nemo_gym_prorl.nemo_rl.services import Servers, with_engines
+from nemo_gym_prorl.nemo_rl.shaping import Shaping
+from nemo_gym_prorl.rollout.job import JobState
+from tests.handlers.crowd import TURNS, Crowd, Engine, crowd, in_thread, model_server, row
+from tests.policy.test_workers import Server, started
+
+
+GROUPS, SIZE = 5, 4
+STAGES = {"init": 64, "ready": 64, "run": 64, "eval": 64}
+POLICY = {"limit": 16}
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
+    """Without engines, and in two processes."""
+    with model_server(tmp_path_factory.mktemp("runs"), workers=2, **POLICY) as running:
+        yield running
+
+
+@pytest.fixture
+async def at(model: Server) -> AsyncIterator[Crowd]:
+    async with crowd(model, stages=STAGES) as running:
+        yield running
+        for left in (await model.ask("GET", "/v1/backends"))[1]["backends"]:
+            assert (await model.ask("DELETE", f"/v1/backends/{left['id']}"))[0] == 200
+
+
+class Trainer:
+    """One trainer: its engine, its run, and what it trains on."""
+
+    def __init__(self, at: Crowd, name: str, url: str, engine: Engine) -> None:
+        self.name, self.engine, self.tokenizer = name, engine, at.tokenizer
+        self.servers = with_engines(Servers((at.url,), (at.model.url,)), [url], name)
+        config = SamplerConfig(GROUPS, SIZE, 40, max_staleness=1)
+        rows = [row(name) | {"number": number} for number in range(200)]
+        self.collector = Collector(Plan(rows, config, self.servers, Shaping(), client=name))
+        self.groups: list[Group] = []
+
+    async def batch(self, version: int) -> None:
+        """The engine has these weights: announce them, and train on a batch."""
+        self.engine.weights = version
+        self.collector.weights(version)
+        async with asyncio.timeout(200):
+            self.groups += await asyncio.gather(*(asyncio.wrap_future(self.collector.take()) for _ in range(GROUPS)))
+
+    async def close(self) -> None:
+        await asyncio.to_thread(self.collector.close)
+        await asyncio.to_thread(self.servers.withdraw)
+
+    def sampled_by(self) -> set[str]:
+        """Who sampled what it trains on."""
+        said = [turn.sampled for group in self.groups for member in group.members for turn in member.turns]
+        assert len(said) == len(self.groups) * SIZE * TURNS
+        return {json.loads(self.tokenizer.decode(ids).split("\n")[1])["arguments"]["by"] for ids in said}
+
+
+@contextlib.asynccontextmanager
+async def trainer(at: Crowd, name: str, engine: str | None = None) -> AsyncIterator[Trainer]:
+    sampler = at.engine(engine or name)
+    with in_thread(sampler) as url:
+        running = Trainer(at, name, f"{url}/v1", sampler)
+        try:
+            yield running
+        finally:
+            await running.close()
+
+
+def calls(job: Any) -> list[dict[str, Any]]:
+    """What each turn of a rollout says it was sampled by."""
+    output = job.result["response"]["output"]
+    return [json.loads(item["arguments"]) for item in output if item["type"] == "function_call"]
+
+
+@pytest.mark.parametrize("batches", [3, pytest.param(15, marks=pytest.mark.long("300 rollouts each"))])
+async def test_no_turn_crosses_between_two_trainers_and_the_servers_own_policy(batches: int, at: Crowd) -> None:
+    count, own = batches * GROUPS * SIZE, at.engine("own")
+    with in_thread(own) as own_url:
+        assert (await at.model.ask("POST", "/v1/backends", {"url": own_url}))[0] == 201
+        async with trainer(at, "A") as first, trainer(at, "B") as second:
+            for number in range(count):
+                await at.service.submit(row(), id=f"own-{number}")
+
+            async def train(one: Trainer, versions: range) -> None:
+                for version in versions:
+                    await one.batch(version)
+
+            await asyncio.gather(train(first, range(batches)), train(second, range(100, 100 + batches)))
+            own_jobs = [await at.service.wait(f"own-{number}") for number in range(count)]
+            _, metrics = await at.model.text("/metrics")
+            assert (first.sampled_by(), second.sampled_by()) == ({"A"}, {"B"})
+        jobs = [job for job in await at.ended(2 * count) if job.state is JobState.SUCCEEDED]
+    assert {call["by"] for job in own_jobs for call in calls(job)} == {"own"}
+    assert [set(engine.prompts) for engine in (first.engine, second.engine, own)] == [{"A"}, {"B"}, {"None"}]
+    for job in jobs:
+        for call in calls(job):
+            assert call["by"] == (job.run or "own")
+            # The engine has its weights a moment before they are announced.
+            labels = {f"{call['weights']}", f"{call['weights'] - 1}"} if job.run else {None}
+            assert labels & {*job.weight_versions}, job
+    for run in ("A", "B", ""):
+        assert f'prorl_policy_waiting{{run="{run}"}}' in metrics
+
+
+async def test_a_run_whose_engines_are_gone_waits_and_falls_to_nobody(at: Crowd) -> None:
+    async def register(url: str, run: str | None) -> int:
+        return (await at.model.ask("POST", "/v1/backends", {"url": url, "run": run, "weight_version": "1"}))[0]
+
+    mine, other, later = (at.engine(name, delay_s=0.2) for name in ("mine", "other", "later"))
+    with in_thread(mine) as my_url, in_thread(other) as other_url, in_thread(later) as later_url:
+        assert [await register(my_url, "mine"), await register(other_url, "other")] == [201, 201]
+        for number in range(12):
+            await at.service.submit(row("mine"), id=f"m{number}", run="mine")
+        while mine.prompts.total() < 12 + 4:
+            await asyncio.sleep(0.01)
+        assert (await at.model.ask("DELETE", "/v1/backends?run=mine"))[0] == 200
+        for number in range(12):
+            await at.service.submit(row("other"), id=f"o{number}", run="other")
+        others = [await at.service.wait(f"o{number}") for number in range(12)]
+        assert {call["by"] for job in others for call in calls(job)} == {"other"}
+        states = {(await at.service.get(f"m{number}")).state for number in range(12)}
+        assert states == {JobState.RUNNING}, "nothing is lost, and nothing fails"
+        assert [backend["run"] for backend in (await at.model.ask("GET", "/v1/backends"))[1]["backends"]] == ["other"]
+        assert (await at.model.ask("GET", "/v1/backends?run=mine"))[1] == {"backends": [], "waiting": 12}
+        assert await register(later_url, "mine") == 201
+        jobs = [await at.service.wait(f"m{number}") for number in range(12)]
+    assert {job.timings["run"].attempts for job in jobs} == {1}
+    assert {call["by"] for job in jobs for call in calls(job)} == {"mine", "later"}
+    assert set(other.prompts) == {"other"}
+
+
+async def test_an_engine_is_one_runs(at: Crowd) -> None:
+    engine = at.engine("first")
+    with in_thread(engine) as url:
+        assert (await at.model.ask("POST", "/v1/backends", {"url": f"{url}/v1", "run": "first", "id": "e"}))[0] == 201
+        for run in ("second", None):
+            status, said = await at.model.ask("POST", "/v1/backends", {"url": url, "run": run})
+            assert (status, said["errors"][0]["field"]) == (409, "url")
+            assert "is backend 'e' of run 'first'" in said["detail"]
+        servers = with_engines(Servers((), (at.model.url,)), [url], "second")
+        with pytest.raises(CallerError, match="of run 'first'"):
+            await asyncio.to_thread(servers.announce, 1, needed=True)
+        await asyncio.to_thread(servers.withdraw)
+        [kept] = (await at.model.ask("GET", "/v1/backends"))[1]["backends"]
+        assert (kept["run"], kept["weight_version"]) == ("first", None)
+        headers = {"X-Rollout-Id": "r", "X-Rollout-Run": "first"}
+        body = {"input": "run:first;", "max_output_tokens": 99}
+        assert (await at.model.ask("POST", "/v1/responses", body, headers))[0] == 200
+        status, said = await at.model.ask("POST", "/v1/responses", body, headers | {"X-Rollout-Run": "second"})
+        assert (status, said["errors"][0]["field"]) == (422, "X-Rollout-Run"), "a rollout has one run"
+
+
+async def test_a_model_server_that_begins_anew_is_told_of_engines(at: Crowd, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A batch may wait for just the engines that it has forgotten."""
+    monkeypatch.setattr(collecting, "REMIND_S", 0.5)
+    folder = at.model.log.parent
+    async with trainer(at, "A") as training:
+        await training.batch(0)
+        training.engine.delay_s = 0.1
+        at.model.process.kill()
+        at.model.process.wait()
+        port = int(at.model.url.rpartition(":")[2])
+        begun = asyncio.create_task(training.batch(1))
+        at.model.process = (await asyncio.to_thread(started, None, folder, workers=2, port=port, **POLICY)).process
+        await begun
+        assert training.sampled_by() == {"A"}
+        [backend] = (await at.model.ask("GET", "/v1/backends?run=A"))[1]["backends"]
+        assert backend["weight_version"] == "1"
+    assert (await at.model.ask("GET", "/v1/backends"))[1]["backends"] == []
