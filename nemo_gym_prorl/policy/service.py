@@ -24,7 +24,7 @@ from datetime import datetime
 from typing import Literal
 
 from nemo_gym_prorl.failures import CallerError, RolloutError
-from nemo_gym_prorl.policy.engines.engine import BackendFailed, ChatPrompt, Engine, Misconfigured
+from nemo_gym_prorl.policy.engines.engine import ChatPrompt, Engine, Misconfigured
 from nemo_gym_prorl.policy.generation import Finish, Generation
 from nemo_gym_prorl.policy.metrics import PolicyMetrics
 from nemo_gym_prorl.policy.pool.backend import Backend
@@ -97,6 +97,10 @@ class PolicyService:
     ) -> None:
         if engine.takes_tokens and renderer is None:
             raise CallerError("an engine that takes tokens needs a tokenizer and a chat template", field="tokenizer")
+        if engine.takes_tokens and renderer is not None:
+            # Special tokens and many scripts, read as we do.
+            text = renderer.tokenizer.sample_text()
+            engine.expect(text, renderer.tokenizer.encode(text))
         self.engine = engine
         self.dispatcher = dispatcher
         self.metrics = metrics
@@ -106,7 +110,6 @@ class PolicyService:
         self.history: Rewriting = history
         self._keep_s = keep_s
         self._rollouts: OrderedDict[str, _Rollout] = OrderedDict()
-        self._checked: set[str] = set()
         self._forgotten: OrderedDict[str, None] = OrderedDict()
 
     async def turn(self, request: TurnRequest) -> PolicyAnswer:
@@ -143,14 +146,7 @@ class PolicyService:
         conversation = ChatPrompt(messages, request.tools, request.template_variables, prompt)
 
         async def generate(backend: Backend) -> Generation:
-            try:
-                await self._check_tokenizer(backend.url)
-                generation = await self.engine.generate(backend.url, prompt, conversation, request.sampling)
-            except BackendFailed:
-                self.changed(backend.url)
-                raise
-            self._checked.add(backend.url)
-            return generation
+            return await self.engine.generate(backend.url, prompt, conversation, request.sampling)
 
         started = time.monotonic()
         # Rollouts that start with the same messages are siblings, whether or not anybody says so.
@@ -181,11 +177,6 @@ class PolicyService:
             # Most rollouts end like this. One that does not finds its backend again.
             self.dispatcher.apply(self.dispatcher.pool.finish(request.rollout))
         return answer
-
-    def changed(self, url: str) -> None:
-        """Another engine may answer there, with a tokenizer and a context of its own."""
-        self._checked.discard(url)
-        self.engine.forget(url)
 
     def ledger(self, rollout: str) -> TokenLedger:
         """The tokens of a rollout.
@@ -334,15 +325,6 @@ class PolicyService:
     def _rewritten(self, rollout: _Rollout) -> None:
         rollout.counts.rewrites += 1
         self.metrics.rewrites.inc()
-
-    async def _check_tokenizer(self, url: str) -> None:
-        """Until a backend has answered once: whether it reads special tokens and many scripts as we do."""
-        if self.renderer is None or not self.engine.takes_tokens or url in self._checked:
-            return
-        text = self.renderer.tokenizer.sample_text()
-        theirs = await self.engine.tokenize(url, text)
-        if theirs is not None and theirs != self.renderer.tokenizer.encode(text):
-            raise Misconfigured(f"{url} reads text as other ids than this tokenizer: no match", field="tokenizer")
 
     def _parse(self, generation: Generation, request: TurnRequest, recall: Recall) -> tuple[Parsed, str | None]:
         """A turn taken apart, and all that its tokens decode to, unless the engine took it apart."""

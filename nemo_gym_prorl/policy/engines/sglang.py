@@ -12,6 +12,7 @@ from nemo_gym_prorl.policy.engines.addresses import root_of
 from nemo_gym_prorl.policy.engines.answers import finish, required
 from nemo_gym_prorl.policy.engines.engine import ChatPrompt
 from nemo_gym_prorl.policy.engines.http_engine import HttpEngine, metric
+from nemo_gym_prorl.policy.engines.keep_alive import Line
 from nemo_gym_prorl.policy.engines.sampling import Sampling
 from nemo_gym_prorl.policy.generation import Finish, Generation
 
@@ -23,9 +24,9 @@ class SglangGenerate(HttpEngine):
     _kept_free = 1
 
     async def _generate(
-        self, url: str, prompt: Sequence[int], conversation: ChatPrompt, sampling: Sampling
+        self, line: Line, url: str, prompt: Sequence[int], conversation: ChatPrompt, sampling: Sampling
     ) -> Generation:
-        room = await self.room(url, len(prompt), sampling.max_tokens)
+        room = self.room(line, url, len(prompt), sampling.max_tokens)
         if room < 1:
             return Generation((), (), Finish.CONTEXT)
         parameters = {
@@ -41,7 +42,7 @@ class SglangGenerate(HttpEngine):
             "sampling_params": {name: value for name, value in parameters.items() if value is not None},
             "return_logprob": True,
         }
-        answer = await self._post(f"{root_of(url)}/generate", body, ("input_ids", prompt))
+        answer = await self._post(line, f"{root_of(url)}/generate", body, ("input_ids", prompt))
         if answer is None:
             return Generation((), (), Finish.CONTEXT)
         about = required(answer, "meta_info", url)

@@ -134,7 +134,6 @@ class RemoteBackends(Backends):
             backend = before.get(name)
             if backend is None or backend.url != url:
                 backend = Backend(name, url, version, self.pool.limit, order)
-                self.on_added(url)
             # Turns that run there look at it when they end.
             backend.weight_version, backend.health = version, Health(health)
             self.pool.backends[name] = backend
