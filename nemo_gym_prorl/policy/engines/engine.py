@@ -72,6 +72,8 @@ class ChatPrompt:
     template_variables: Mapping[str, Any] = field(default_factory=dict)
     prefix: Sequence[int] = ()
     """Ids that the rendered prompt must start with, for engines that can be told."""
+    tool_choice: str | Mapping[str, Any] | None = None
+    effort: str | None = None
 
 
 class Engine(Protocol):

@@ -35,6 +35,10 @@ class VllmChat(HttpEngine):
         }
         if conversation.tools:
             body["tools"] = list(conversation.tools)
+            if conversation.tool_choice is not None:
+                body["tool_choice"] = conversation.tool_choice
+        if conversation.effort is not None:
+            body["reasoning_effort"] = conversation.effort
         if conversation.template_variables:
             body["chat_template_kwargs"] = dict(conversation.template_variables)
         return body
