@@ -66,7 +66,6 @@ class Backends:
         engine: speaks it; there as soon as ``protocol`` is.
         dispatcher: runs requests; likewise.
         on_change: called when ``protocol`` or ``trouble`` is known.
-        on_added: called with the URL of a backend that joins.
 
     Raises:
         CallerError: the configuration cannot work.
@@ -84,7 +83,6 @@ class Backends:
         self.engine: HttpEngine | None = None
         self.dispatcher: Dispatcher | None = None
         self.on_change: Callable[[], None] = _nothing
-        self.on_added: Callable[[str], None] = _nothing
         self.by_origin: dict[str, dict[str, str]] = {}
         for index, (given, key) in enumerate(zip(config.base_url, config.keys(), strict=True)):
             url = checked_url(given, "base_url")
@@ -144,7 +142,6 @@ class Backends:
         if api_key is not None:
             self.by_origin[origin_of(url)] = bearer(api_key)
         backend_id = backend_id or f"backend{time.monotonic_ns():x}"
-        self.on_added(url)
         self.apply(self.pool.add(backend_id, url, weight_version, run))
         return described(self.pool.backends[backend_id])
 

@@ -43,7 +43,6 @@ class PolicyHost:
         self.config = config
         self.backends = backends if backends is not None else Backends(config)
         self.backends.on_change = self._look
-        self.backends.on_added = self._added
         self._lock = asyncio.Lock()
         self._changed = asyncio.Event()
         self._started = False
@@ -144,7 +143,3 @@ class PolicyHost:
                 keep_s=config.keep_s,
             )
         self._changed.set()
-
-    def _added(self, url: str) -> None:
-        if self._service is not None:
-            self._service.changed(url)

@@ -19,18 +19,18 @@ import time
 import uuid
 from collections import OrderedDict
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from datetime import datetime
 from typing import Literal
 
 from nemo_gym_prorl.failures import CallerError, RolloutError
-from nemo_gym_prorl.policy.engines.engine import BackendFailed, ChatPrompt, Engine, Misconfigured
+from nemo_gym_prorl.policy.engines.engine import ChatPrompt, Engine, Misconfigured
 from nemo_gym_prorl.policy.generation import Finish, Generation
 from nemo_gym_prorl.policy.metrics import PolicyMetrics
 from nemo_gym_prorl.policy.pool.backend import Backend
 from nemo_gym_prorl.policy.pool.dispatcher import Dispatcher, cancelling
 from nemo_gym_prorl.policy.pool.prefixes import blocks_of
-from nemo_gym_prorl.policy.text.messages import Message, as_message, head_of
+from nemo_gym_prorl.policy.text.messages import Message, as_message, head_of, without_developers
 from nemo_gym_prorl.policy.text.parsers import Parsed, parse, parsed_by_engine
 from nemo_gym_prorl.policy.text.prompts import Prompts
 from nemo_gym_prorl.policy.text.recall import Recall
@@ -98,6 +98,10 @@ class PolicyService:
     ) -> None:
         if engine.takes_tokens and renderer is None:
             raise CallerError("an engine that takes tokens needs a tokenizer and a chat template", field="tokenizer")
+        if engine.takes_tokens and renderer is not None:
+            # Special tokens and many scripts, read as we do.
+            text = renderer.tokenizer.sample_text()
+            engine.expect(text, renderer.tokenizer.encode(text))
         self.engine = engine
         self.dispatcher = dispatcher
         self.metrics = metrics
@@ -107,7 +111,6 @@ class PolicyService:
         self.history: Rewriting = history
         self._keep_s = keep_s
         self._rollouts: OrderedDict[str, _Rollout] = OrderedDict()
-        self._checked: set[str] = set()
         self._forgotten: OrderedDict[str, None] = OrderedDict()
 
     async def turn(self, request: TurnRequest) -> PolicyAnswer:
@@ -136,23 +139,19 @@ class PolicyService:
             del turn  # what it raised holds this frame, and all that it was about
 
     async def _turn(self, rollout: _Rollout, request: TurnRequest) -> PolicyAnswer:
+        request = self._understood(request)
         match = self._continued(rollout, request)
         point, new, ledger = match.point, match.new, rollout.history.ledger
         messages = (*(point.messages if point else ()), *new)
         why = "edited" if match.foreign else "again"
         prompt, parent = self._render(rollout, match, messages, request)
         observed: Sequence[int] = prompt.new
-        conversation = ChatPrompt(messages, request.tools, request.template_variables, prompt)
+        conversation = ChatPrompt(
+            messages, request.tools, request.template_variables, prompt, request.tool_choice, request.effort
+        )
 
         async def generate(backend: Backend) -> Generation:
-            try:
-                await self._check_tokenizer(backend.url)
-                generation = await self.engine.generate(backend.url, prompt, conversation, request.sampling)
-            except BackendFailed:
-                self.changed(backend.url)
-                raise
-            self._checked.add(backend.url)
-            return generation
+            return await self.engine.generate(backend.url, prompt, conversation, request.sampling)
 
         started = time.monotonic()
         # Rollouts that start with the same messages are siblings, whether or not anybody says so.
@@ -165,6 +164,8 @@ class PolicyService:
             empty: Message = {"role": "assistant", "content": ""}
             return PolicyAnswer(_new_id(), empty, Parsed(None, "", ()), None, Finish.CONTEXT, len(prompt))
         parsed, text = self._parse(generation, request, rollout.recall)
+        if not request.parallel:
+            parsed = replace(parsed, calls=parsed.calls[:1])
         if generation.prompt_ids is not None:
             parent, observed = ledger.place(generation.prompt_ids, point.turn if point else None)
         if point is not None and parent is None:
@@ -183,11 +184,6 @@ class PolicyService:
             # Most rollouts end like this. One that does not finds its backend again.
             self.dispatcher.apply(self.dispatcher.pool.finish(request.rollout))
         return answer
-
-    def changed(self, url: str) -> None:
-        """Another engine may answer there, with a tokenizer and a context of its own."""
-        self._checked.discard(url)
-        self.engine.forget(url)
 
     def ledger(self, rollout: str) -> TokenLedger:
         """The tokens of a rollout.
@@ -272,20 +268,52 @@ class PolicyService:
         while len(self._forgotten) > _FORGOTTEN:
             self._forgotten.popitem(last=False)
 
-    @staticmethod
-    def _continued(rollout: _Rollout, request: TurnRequest) -> Match:
+    def _understood(self, request: TurnRequest) -> TurnRequest:
+        """A request in the words of the template, if it is rendered here: what that does not know would be lost.
+
+        Raises:
+            CallerError: the template has no word for something, or the engine none.
+        """
+        if self.renderer is None or not self.engine.takes_tokens:
+            return request
+        if request.tool_choice not in (None, "none"):
+            raise CallerError(
+                "'auto' and 'none' are supported by an engine that takes tokens: a call that is forced by a grammar"
+                " is not written as the policy writes calls; leave it out, or set policy.engine to 'vllm_chat'",
+                field="tool_choice",
+            )
+        if request.effort is None:
+            return request
+        # As vLLM tells a template.
+        said = {"reasoning_effort": request.effort, "enable_thinking": request.effort != "none"}
+        if not any(name in self.renderer.template.source for name in said):
+            raise CallerError(
+                "the chat template knows neither reasoning_effort nor enable_thinking: leave it out",
+                field="reasoning_effort",
+            )
+        return replace(request, template_variables=said | dict(request.template_variables))
+
+    def _continued(self, rollout: _Rollout, request: TurnRequest) -> Match:
         """The turn that the request continues, and the messages after it."""
         lead: tuple[Message, ...] = ()
         if request.instructions:
             lead = ({"role": "system", "content": request.instructions},)
         if request.after is None:
-            return rollout.history.find((*lead, *request.messages), request.tools)
+            return rollout.history.find(self._roles((*lead, *request.messages)), request.tools)
         point = rollout.answers.get(request.after)
         if point is None:
             raise RolloutGone(f"no answer {request.after!r} in this rollout", field="previous_response_id")
-        if lead and head_of(point.messages[0]) != head_of(lead[0]):
+        if lead and not _begins(point.messages[0], lead[0]):
             raise CallerError("not those that the rollout began with", field="instructions")
-        return Match(point, tuple(request.messages))
+        # Behind the turn that they continue: none of them begins anything.
+        return Match(point, tuple(self._roles((point.messages[-1], *request.messages))[1:]))
+
+    def _roles(self, messages: Sequence[Message]) -> Sequence[Message]:
+        """Messages with the roles that the template knows, by the mark by which vLLM knows it."""
+        if self.renderer is None or not self.engine.takes_tokens:
+            return messages
+        source = self.renderer.template.source
+        return messages if "'developer'" in source or '"developer"' in source else without_developers(messages)
 
     def _render(
         self, rollout: _Rollout, match: Match, messages: Sequence[Message], request: TurnRequest
@@ -348,15 +376,6 @@ class PolicyService:
         rollout.counts.rewrites += 1
         self.metrics.rewrites.inc()
 
-    async def _check_tokenizer(self, url: str) -> None:
-        """Until a backend has answered once: whether it reads special tokens and many scripts as we do."""
-        if self.renderer is None or not self.engine.takes_tokens or url in self._checked:
-            return
-        text = self.renderer.tokenizer.sample_text()
-        theirs = await self.engine.tokenize(url, text)
-        if theirs is not None and theirs != self.renderer.tokenizer.encode(text):
-            raise Misconfigured(f"{url} reads text as other ids than this tokenizer: no match", field="tokenizer")
-
     def _parse(self, generation: Generation, request: TurnRequest, recall: Recall) -> tuple[Parsed, str | None]:
         """A turn taken apart, and all that its tokens decode to, unless the engine took it apart."""
         if generation.message is not None:
@@ -374,7 +393,7 @@ class PolicyService:
         opened = self.thoughts and self.renderer.opens_thought(
             request.tools, "<think>", variables=request.template_variables, recall=recall
         )
-        tool_format = self.tool_format if request.tools and request.may_call else "plain"
+        tool_format = self.tool_format if request.tools and request.tool_choice != "none" else "plain"
         parsed = parse(text, tool_format, thoughts=self.thoughts, in_thought=opened)
         thought = parsed.thought and tokenizer.without_special(parsed.thought)
         return Parsed(thought, tokenizer.without_special(parsed.content), parsed.calls), whole
@@ -383,6 +402,12 @@ class PolicyService:
 def _name(after: Turn | None, observed: Sequence[int]) -> tuple[Turn | None, int]:
     """A prompt, by the turn that it continues and what it adds: turns that were sampled from it share it."""
     return after, hash_of_ids(observed)
+
+
+def _begins(message: Message, lead: Message) -> bool:
+    """Whether a message is the lead, perhaps with what else the system said."""
+    (role, text), (wanted, beginning) = head_of(message), head_of(lead)
+    return role == wanted and (text == beginning or text.startswith(f"{beginning}\n\n"))
 
 
 def _new_id() -> str:

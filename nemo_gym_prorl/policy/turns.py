@@ -35,7 +35,10 @@ class TurnRequest:
         messages: the conversation, or with ``after`` only what is new.
         instructions: a system message in front of the conversation.
         tools: tools in OpenAI's chat format.
-        may_call: whether what looks like a tool call is one.
+        tool_choice: ``None`` where the policy decides, ``"none"``, ``"required"``, or one function as chat completions
+            name it.
+        parallel: whether a turn may hold more than one call; the first is taken otherwise, as vLLM does.
+        effort: how much to think, in OpenAI's words.
         sampling: how to sample.
         after: id of the answer that the messages continue.
         template_variables: further variables for the chat template.
@@ -47,7 +50,9 @@ class TurnRequest:
     run: str | None = None
     instructions: str | None = None
     tools: Sequence[Mapping[str, Any]] = ()
-    may_call: bool = True
+    tool_choice: str | Mapping[str, Any] | None = None
+    parallel: bool = True
+    effort: str | None = None
     sampling: Sampling = field(default_factory=Sampling)
     after: str | None = None
     template_variables: Mapping[str, Any] = field(default_factory=dict)

@@ -29,6 +29,7 @@ from nemo_gym.openai_utils import (
     NeMoGymEasyInputMessage,
     NeMoGymResponse,
     NeMoGymResponseCreateParamsNonStreaming,
+    NeMoGymResponseFunctionToolCall,
 )
 from nemo_gym.responses_converter import VLLMConverter
 from nemo_gym.server_utils import (
@@ -36,7 +37,7 @@ from nemo_gym.server_utils import (
     is_nemo_gym_fastapi_entrypoint,
     set_is_nemo_gym_fastapi_worker,
 )
-from pydantic import Field
+from pydantic import ConfigDict, Field
 from starlette.types import ASGIApp
 
 from nemo_gym_prorl.failures import CallerError, RolloutError
@@ -45,10 +46,11 @@ from nemo_gym_prorl.policy.generation import Finish
 from nemo_gym_prorl.policy.header_text import header_text
 from nemo_gym_prorl.policy.http.api import PolicyConfig, PolicyHost, add_control_routes, with_problems
 from nemo_gym_prorl.policy.http.asgi import AnswerHeaders, CancelOnDisconnect, put_header
+from nemo_gym_prorl.policy.http.fields import FOR_ENGINES, check, of_messages, of_responses
 from nemo_gym_prorl.policy.http.items import Forms
 from nemo_gym_prorl.policy.http.short_turns import DEFERRAL, Dialect, ShortTurns, Terms, about
 from nemo_gym_prorl.policy.http.turn_route import Sessions, TurnRoute
-from nemo_gym_prorl.policy.text.messages import Message
+from nemo_gym_prorl.policy.text.messages import Message, arguments_of
 from nemo_gym_prorl.policy.text.parsers import Parsed
 from nemo_gym_prorl.policy.turns import PolicyAnswer, TurnRequest
 from nemo_gym_prorl.policy.workers.server import Session, serve
@@ -104,6 +106,16 @@ class ProrlModelConfig(BaseResponsesAPIModelConfig, ServerConfig):
     def other_keys(cls) -> Iterable[str]:
         """Also those of ``vllm_model`` that say nothing here, so that a block of it can be taken over."""
         return {*super().other_keys(), *_OF_VLLM_MODEL}
+
+
+class ChatRequest(NeMoGymChatCompletionCreateParamsNonStreaming):
+    """Gym's request, which some Gyms read without the fields that they do not know: here these are refused by name."""
+
+    model_config = ConfigDict(extra="allow")
+
+
+_OF_MESSAGES = "of_messages"
+"""On a request: what it asks for as one of the Messages API, beyond what Gym reads of it."""
 
 
 class ProrlModel(SimpleResponsesAPIModel):
@@ -172,10 +184,8 @@ class ProrlModel(SimpleResponsesAPIModel):
         given = (
             body.input if isinstance(body.input, list) else [NeMoGymEasyInputMessage(role="user", content=body.input)]
         )
+        chat = self._asked(body) | getattr(request.state, _OF_MESSAGES, {})
         with _readable():
-            chat = self._chat_of(
-                body.model_copy(update={"previous_response_id": None, "instructions": None, "input": []})
-            )
             chat["messages"] = self._messages(given)
         answer = await self._turn(request, chat, after, body.instructions)
         choice = NeMoGymChatCompletion.model_validate(self._completion(request, answer)).choices[0]
@@ -190,14 +200,14 @@ class ProrlModel(SimpleResponsesAPIModel):
         """What an answer says of its request."""
         sampling = ("temperature", "top_p", "max_output_tokens")
         echoed = ("tools", "tool_choice", "parallel_tool_calls", "metadata", "instructions", "user", *sampling)
+        echoed += ("text", "reasoning", "service_tier", "truncation")
         return {name: getattr(body, name) for name in echoed} | {"model": self.config.model, "object": "response"}
 
     def _terms(self, params: dict[str, Any]) -> Terms | None:
         """A request without its input, read and answered by Gym's own classes."""
         try:
             body = NeMoGymResponseCreateParamsNonStreaming.model_validate(params | {"input": []})
-            chat = self._chat_of(body.model_copy(update={"instructions": None}))
-            asked = self._turn_request(chat, (), body.instructions)
+            asked = self._turn_request(self._asked(body), (), body.instructions)
         except (RolloutError, *_UNREADABLE):
             return None
         empty = PolicyAnswer("", {}, Parsed(None, "", ()), None, Finish.STOP, 0)
@@ -225,13 +235,24 @@ class ProrlModel(SimpleResponsesAPIModel):
         with _readable():
             # Gym's handler converts it once more: what cannot be converted is to be known from what fails later.
             AnthropicConverter().anthropic_request_to_responses(deepcopy(body))
+            setattr(request.state, _OF_MESSAGES, of_messages(body))
         return await super().messages(request, body)
 
-    async def chat_completions(
-        self, request: Request, body: NeMoGymChatCompletionCreateParamsNonStreaming = Body()
-    ) -> NeMoGymChatCompletion:
-        answer = await self._turn(request, body.model_dump(exclude_unset=True))
-        return NeMoGymChatCompletion.model_validate(self._completion(request, answer))
+    async def _invoke_responses(
+        self, request: Request, params: NeMoGymResponseCreateParamsNonStreaming
+    ) -> NeMoGymResponse:
+        response = await super()._invoke_responses(request, params)
+        if hasattr(request.state, _OF_MESSAGES):
+            for item in response.output:
+                if isinstance(item, NeMoGymResponseFunctionToolCall):
+                    # There a call's input is an object, whatever the policy wrote.
+                    item.arguments = json.dumps(arguments_of(item.arguments))
+        return response
+
+    async def chat_completions(self, request: Request, body: ChatRequest = Body()) -> NeMoGymChatCompletion:
+        chat = body.model_dump(exclude_unset=True)
+        answer = await self._turn(request, chat)
+        return NeMoGymChatCompletion.model_validate(self._completion(request, answer, logprobs=chat.get("logprobs")))
 
     def _messages(self, items: list[Any]) -> list[dict[str, Any]]:
         """Input items as chat messages, each sampled turn as one of its own.
@@ -261,6 +282,13 @@ class ProrlModel(SimpleResponsesAPIModel):
         )["messages"]
         return messages
 
+    def _asked(self, body: NeMoGymResponseCreateParamsNonStreaming) -> dict[str, Any]:
+        """A request of the Responses API, but for its conversation, in the fields of chat completions."""
+        chat = of_responses(body.model_dump(exclude_unset=True, exclude={"input"}))
+        with _readable():
+            offered = self._chat_of(body.model_construct({"input", "tools"}, input=[], tools=body.tools))
+        return {"tools": offered.get("tools"), **chat}
+
     def _chat_of(self, params: NeMoGymResponseCreateParamsNonStreaming) -> dict[str, Any]:
         converted = self._converter.responses_to_chat_completion_create_params(params)
         chat: dict[str, Any] = converted.model_dump(exclude_unset=True)
@@ -283,18 +311,16 @@ class ProrlModel(SimpleResponsesAPIModel):
         Raises:
             CallerError: a field is wrong.
         """
-        if (chat.get("n") or 1) > 1:
-            raise CallerError("a rollout has one continuation; ask for n rollouts, not for n choices", field="n")
-        if chat.get("tool_choice") not in (None, "auto", "none"):
-            raise CallerError("only 'auto' and 'none' are supported", field="tool_choice")
+        check(chat)
         tools = list(_offered(chat))
         with _readable():
             # Halves of characters, and what is nested without end, would fail wherever they are met first.
             orjson.dumps((messages, tools, instructions))
         metadata = chat.get("metadata") or {}
-        variables = deepcopy(self.config.chat_template_kwargs or {})
+        variables = deepcopy(self.config.chat_template_kwargs or {}) | (chat.get("chat_template_kwargs") or {})
         variables |= _settings(metadata, "chat_template_kwargs")
         extra = deepcopy(self.config.extra_body or {}) | _settings(metadata, "extra_body")
+        extra |= {name: chat[name] for name in FOR_ENGINES if chat.get(name) is not None}
         if metadata:
             extra["metadata"] = metadata
         stop = chat.get("stop") or ()
@@ -303,7 +329,9 @@ class ProrlModel(SimpleResponsesAPIModel):
             messages=self._roles(messages),
             instructions=instructions,
             tools=tools,
-            may_call=chat.get("tool_choice") != "none",
+            tool_choice=_tool_choice(chat, tools),
+            parallel=chat.get("parallel_tool_calls") is not False,
+            effort=chat.get("reasoning_effort"),
             sampling=Sampling(
                 max_tokens=_first(chat.get("max_completion_tokens"), chat.get("max_tokens")),
                 temperature=chat.get("temperature"),
@@ -321,7 +349,7 @@ class ProrlModel(SimpleResponsesAPIModel):
             return messages
         return [{**m, "role": "system"} if m["role"] == "developer" else m for m in messages]
 
-    def _completion(self, request: Request, answer: PolicyAnswer) -> dict[str, Any]:
+    def _completion(self, request: Request, answer: PolicyAnswer, *, logprobs: bool | None = False) -> dict[str, Any]:
         message = dict(answer.message)
         if _deferred(request):
             put_header(request, DEFERRAL, "deferred")  # tells the agent that the tokens are kept here
@@ -332,18 +360,34 @@ class ProrlModel(SimpleResponsesAPIModel):
                 "generation_log_probs": list(answer.turn.log_probs),
             }
         finish = "tool_calls" if answer.parsed.calls else "stop" if answer.finish is Finish.STOP else "length"
+        choice: dict[str, Any] = {"index": 0, "finish_reason": finish, "message": message}
+        if logprobs and answer.turn is not None:
+            # Tokens by their ids, as vLLM writes them on demand: their texts need not be whole characters.
+            pairs = zip(answer.turn.sampled, answer.turn.log_probs, strict=True)
+            tokens = [{"token": f"token_id:{one}", "logprob": value, "top_logprobs": []} for one, value in pairs]
+            choice["logprobs"] = {"content": tokens, "refusal": None}
         return {
             "id": answer.id,
             "object": "chat.completion",
             "created": int(time()),
             "model": self.config.model,
-            "choices": [{"index": 0, "finish_reason": finish, "message": message}],
+            "choices": [choice],
             "usage": {
                 "prompt_tokens": answer.prompt_tokens,
                 "completion_tokens": _sampled(answer),
                 "total_tokens": answer.prompt_tokens + _sampled(answer),
             },
         }
+
+
+def _tool_choice(chat: Mapping[str, Any], tools: Sequence[Mapping[str, Any]]) -> str | Mapping[str, Any] | None:
+    choice = chat.get("tool_choice")
+    if choice in (None, "auto"):
+        return None
+    named = [{"type": "function", "function": {"name": tool["function"]["name"]}} for tool in tools]
+    if choice == "none" or (tools and choice == "required") or choice in named:
+        return choice
+    raise CallerError("must be 'auto', 'none', 'required', or a function among the tools", field="tool_choice")
 
 
 _UNREADABLE = (

@@ -121,9 +121,9 @@ def answers(url: str) -> bool:
 
 
 @contextlib.asynccontextmanager
-async def serving(app: ASGIApp) -> AsyncIterator[str]:
-    """An ASGI application on a free port; yields its URL."""
-    server = uvicorn.Server(uvicorn.Config(app, host="127.0.0.1", port=free_port(), log_level="warning"))
+async def serving(app: ASGIApp, port: int | None = None) -> AsyncIterator[str]:
+    """An ASGI application on a port, by default a free one; yields its URL."""
+    server = uvicorn.Server(uvicorn.Config(app, host="127.0.0.1", port=port or free_port(), log_level="warning"))
     task = asyncio.create_task(server.serve())
     while not server.started:
         await asyncio.sleep(0.01)

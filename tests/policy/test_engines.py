@@ -278,6 +278,13 @@ class Replaced:
 
         app = says("/v1/completions", sample, self.seen)
 
+        @app.post("/v1/chat/completions")
+        async def chat(request: Request) -> Any:
+            self.seen.append(await request.json())
+            logged = {"content": [{"token": "token_id:1", "logprob": -0.5}]}
+            message = {"role": "assistant", "content": "?", "prompt_token_ids": [0]}
+            return {"choices": [{"message": message, "logprobs": logged, "finish_reason": "stop"}]}
+
         @app.get("/v1/models")
         async def models() -> Any:
             return {"data": [] if self.context is None else [{"id": MODEL, "max_model_len": self.context}]}
@@ -290,17 +297,21 @@ class Replaced:
 
 
 @contextlib.asynccontextmanager
-async def policy_before(engine: Replaced, folder: Path) -> AsyncIterator[PolicyService]:
+async def policy_at(url: str, folder: Path, **config: Any) -> AsyncIterator[PolicyService]:
     FastTokenizer(WordLevel({"hi": 0, "?": 1, "yes": 2}, unk_token="?")).save(str(folder / "tokenizer.json"))
     (folder / "chat_template.jinja").write_text("{{ messages[0].content }}")
-    async with serving(engine.app()) as url:
-        host = PolicyHost(
-            PolicyConfig(base_url=[url], model=MODEL, engine="vllm", tokenizer=str(folder), unreachable_s=20)
-        )
-        try:
-            yield await host.service()
-        finally:
-            await host.aclose()
+    settings = {"engine": "vllm", "tokenizer": str(folder), "unreachable_s": 20} | config
+    host = PolicyHost(PolicyConfig(base_url=[url], model=MODEL, **settings))
+    try:
+        yield await host.service()
+    finally:
+        await host.aclose()
+
+
+@contextlib.asynccontextmanager
+async def policy_before(engine: Replaced, folder: Path) -> AsyncIterator[PolicyService]:
+    async with serving(engine.app()) as url, policy_at(url, folder) as service:
+        yield service
 
 
 HI = TurnRequest("r", [{"role": "user", "content": "hi"}])
@@ -328,6 +339,50 @@ async def test_an_engine_that_comes_back_with_another_context_is_asked_again(tmp
         engine.status = 200
         await asked
     assert (engine.seen[0]["max_tokens"], engine.seen[-1]["max_tokens"]) == (99, 49)
+
+
+@pytest.mark.parametrize("protocol", ["vllm", "vllm_chat"])
+async def test_an_engine_swapped_between_two_turns_is_noticed_before_its_ids_are_kept(
+    tmp_path: Path, protocol: str
+) -> None:
+    """Another server at the same port, without a request that fails in between."""
+    old, new, port = Replaced(), Replaced(), free_port()
+    new.tokens = {"hi": 1, "?": 0, "yes": 2}
+    async with policy_at(f"http://127.0.0.1:{port}", tmp_path, engine=protocol) as service:
+        async with serving(old.app(), port):
+            first = await service.turn(HI)
+        async with serving(new.app(), port):
+            with pytest.raises(Misconfigured, match=r"tokenizer: .* reads text as other ids"):
+                await service.turn(HI)
+        assert service.ledger("r").turns == [first.turn]
+        async with serving(old.app(), port):
+            await service.turn(HI)
+    assert not new.seen
+
+
+async def test_an_engine_with_a_smaller_context_is_asked_for_no_more_than_that(tmp_path: Path) -> None:
+    old, new, port = Replaced(), Replaced(), free_port()
+    new.context = 50
+    async with policy_at(f"http://127.0.0.1:{port}", tmp_path) as service:
+        for engine, left in ((old, 99), (new, 49), (old, 99)):
+            async with serving(engine.app(), port):
+                assert (await service.turn(HI)).turn is not None
+            assert engine.seen[-1]["max_tokens"] == left
+
+
+async def test_an_engine_swapped_as_a_connection_is_used_is_looked_at_again(tmp_path: Path) -> None:
+    """Its end is not known yet when the request is sent: it is sent again, to whoever is there now."""
+    old, new, port = Replaced(), Replaced(), free_port()
+    new.context = 50
+    async with policy_at(f"http://127.0.0.1:{port}", tmp_path) as service:
+        async with serving(old.app(), port):
+            await service.turn(HI)
+            (line,) = next(iter(service.engine._connections._idle.values()))
+            line._transport.pause_reading()
+        async with serving(new.app(), port):
+            asyncio.get_running_loop().call_later(0.2, line._transport.resume_reading)
+            assert (await service.turn(HI)).turn is not None
+    assert [body["max_tokens"] for body in new.seen] == [49]
 
 
 @pytest.mark.parametrize("nothing", [None, 0, -1])
@@ -370,33 +425,31 @@ async def test_nobody_there(session: aiohttp.ClientSession) -> None:
 
 
 async def test_a_connection_closed_while_idle_is_not_a_dead_engine() -> None:
-    """Each connection answers once and is closed when it is used again, as an engine's idle limit may have it."""
-    content = json.dumps(completion()).encode()
-    asked = 0
+    """Each connection answers who is there and once more, and is closed when it is used again, as an engine's idle
+    limit may have it."""
+    known = {"tokens": [1], "max_model_len": 100}
+    asked: list[str] = []
 
     async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        nonlocal asked
-        for _ in range(2):
+        for said in (known, completion(), None):
             head = await reader.readuntil(b"\r\n\r\n")
             length = next(line for line in head.lower().split(b"\r\n") if line.startswith(b"content-length"))
             await reader.readexactly(int(length.partition(b":")[2]))
-            asked += 1
-            if asked % 2:
+            asked.append(head.split()[1].decode())
+            if said is not None:
+                content = json.dumps(said).encode()
                 writer.write(b"HTTP/1.1 200 OK\r\nContent-Length: %d\r\n\r\n%s" % (len(content), content))
                 await writer.drain()
-            else:
-                break
         writer.close()
 
     async with await asyncio.start_server(serve, "127.0.0.1", 0) as server, aiohttp.ClientSession() as session:
         url = f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}/v1"
         connections = KeepAlive()
         engine = VllmCompletions(session, MODEL, connections=connections)
-        engine._contexts[url] = 100  # which it would be asked for on a connection of its own
         turns = [await engine.generate(url, [7], ChatPrompt([]), Sampling()) for _ in range(3)]
         connections.close()
     assert turns[0] == turns[1] == turns[2]
-    assert asked == 5
+    assert asked == ["/tokenize", *["/v1/completions"] * 2] * 2 + ["/tokenize", "/v1/completions"]
 
 
 @pytest.mark.engine

@@ -1,5 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the wire protocols have in common: keys, the length of the context, load, and whose fault a refusal is.
+"""What the wire protocols have in common: keys, who is there, load, and whose fault a refusal is.
+
+Another engine may answer at an address that was known. It can only do so over a new connection, so what is at the
+other end of each is asked over that very connection before the first request: how it reads a text, and how long its
+context is. What samples is what was asked.
 
 A wrong model name, a wrong key, an answer that is not JSON each end in an error that says so.
 """
@@ -7,9 +11,11 @@ A wrong model name, a wrong key, an answer that is not JSON each end in an error
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager
+from dataclasses import dataclass
 from typing import Any
 
 import aiohttp
@@ -25,7 +31,7 @@ from nemo_gym_prorl.policy.engines.engine import (
     Misconfigured,
     RequestRefused,
 )
-from nemo_gym_prorl.policy.engines.keep_alive import Dropped, KeepAlive, Unreachable
+from nemo_gym_prorl.policy.engines.keep_alive import Dropped, KeepAlive, Line, Unreachable
 from nemo_gym_prorl.policy.engines.sampling import Sampling
 from nemo_gym_prorl.policy.generation import Generation, checked
 from nemo_gym_prorl.policy.tokens.prompt import json_of_ids
@@ -38,9 +44,25 @@ CONTEXT_OVERFLOW = re.compile(
 _CONTROL_S = 60.0
 """How long a backend may take for one token before it counts as one that does not sample."""
 
+_MEETING_S = 60.0
+"""How long an engine, which may be busy, may take to say who it is."""
+_TEXT = "The façade's 日本語, Ωmega\n\n\tdef f(x): return 1234567890 # 🙂"
+"""A text that other tokenizers read as other ids, where there is none of ours to say a better one."""
+
 _CACHE_CONFIG = re.compile(
     r'^vllm:cache_config_info\{.*?\bblock_size="(\d+)".*?\bnum_gpu_blocks="(\d+)"', re.MULTILINE
 )
+
+
+@dataclass(frozen=True, slots=True)
+class Met:
+    """What an engine says of itself, over a connection to it.
+
+    Attributes:
+        context: how many tokens prompt and answer may have, if it says so.
+    """
+
+    context: int | None
 
 
 class HttpEngine:
@@ -53,7 +75,7 @@ class HttpEngine:
         headers: further headers for every backend.
         by_origin: headers for the backends of one origin (see :func:`origin_of`) only.
         connections: asks for samples; its owner closes it. By default one of its own.
-        connect_timeout_s: how long a connection of the session may take; sampling itself is not limited here.
+        connect_timeout_s: how long a connection may take; sampling itself is not limited here.
     """
 
     takes_tokens = True
@@ -82,8 +104,8 @@ class HttpEngine:
         self._headers = dict(headers or {}) | bearer(api_key)
         self._by_origin = by_origin if by_origin is not None else {}
         self._brief = aiohttp.ClientTimeout(total=connect_timeout_s)
-        self._contexts: dict[str, int] = {}
-        self._asking: dict[str, asyncio.Lock] = {}
+        self._text = _TEXT
+        self._ids: list[int] | None = None
         self._accepted: dict[str, Sampling] = {}
 
     async def generate(
@@ -96,7 +118,12 @@ class HttpEngine:
             RequestRefused: no backend would.
         """
         try:
-            generation = checked(await self._generate(url, prompt, conversation, sampling))
+            generation = checked(await self._over_a_line(url, prompt, conversation, sampling))
+        except BackendFailed:
+            self._connections.leave(url)  # a router's outlive the engines behind it
+            raise
+        except (TimeoutError, ConnectionError) as error:
+            raise _no_answer(url, error) from error
         except (AttributeError, LookupError, TypeError, ValueError) as error:
             raise Misconfigured(
                 f"{url} answered in no form of this protocol: {error!r}", field="policy_base_url"
@@ -104,10 +131,71 @@ class HttpEngine:
         self._accepted[url] = Sampling(max_tokens=1, temperature=sampling.temperature, top_p=sampling.top_p)
         return generation
 
-    async def _generate(
+    async def _over_a_line(
         self, url: str, prompt: Sequence[int], conversation: ChatPrompt, sampling: Sampling
     ) -> Generation:
+        """Engines close a connection that was idle for some seconds (vLLM: 5), perhaps just as it is used again. That
+        says nothing about their health, and sampling may be asked for twice: so an answer that never began is asked
+        for once more. An engine that died refuses the new connection; one that took its place is met there.
+        """
+        try:
+            async with self._line(url) as line:
+                return await self._generate(line, url, prompt, conversation, sampling)
+        except Dropped as dropped:
+            if dropped.begun:
+                raise
+        async with self._line(url, fresh=True) as line:
+            return await self._generate(line, url, prompt, conversation, sampling)
+
+    async def _generate(
+        self, line: Line, url: str, prompt: Sequence[int], conversation: ChatPrompt, sampling: Sampling
+    ) -> Generation:
         raise NotImplementedError
+
+    def expect(self, text: str, ids: Sequence[int]) -> None:
+        """How engines must read a text; by default as the first one that is met reads some other."""
+        self._text, self._ids = text, list(ids)
+
+    @contextlib.asynccontextmanager
+    async def _line(self, url: str, *, fresh: bool = False) -> AsyncIterator[Line]:
+        """A connection to an engine that is known over it.
+
+        Raises:
+            BackendFailed: it does not say who it is.
+            Misconfigured: its tokenizer is another one, or its key.
+        """
+        line = await self._connections.take(url, fresh=fresh)
+        try:
+            if line.met is None:
+                met = Met(await self._context(line, url))
+                if not line.usable():  # of an engine that answers once over each
+                    line = await self._connections.take(url, fresh=True)
+                line.met = met
+            yield line
+        finally:
+            self._connections.keep(url, line)
+
+    async def _context(self, line: Line, url: str) -> int | None:
+        """How long the engine's context is, which reads texts as it must."""
+        body = orjson.dumps({"model": self.model, "prompt": self._text, "add_special_tokens": False})
+        there = f"{root_of(url)}/tokenize"
+        async with asyncio.timeout(_MEETING_S):
+            status, raw = await self._connections.post(line, there, self._headers_for(there), [body])
+        if status >= 500 and status != 501:
+            raise BackendFailed(f"{url} answered {status}: {_said(raw)}")
+        said = _fields(raw) if status == 200 else {}
+        if isinstance(ids := said.get("tokens"), list):
+            if self._ids is None:
+                self._ids = ids
+            if ids != self._ids:
+                raise Misconfigured(f"{url} reads text as other ids than this tokenizer: no match", field="tokenizer")
+        lengths = [said.get("max_model_len")]
+        if self.takes_tokens and not _is_length(lengths[0]):
+            cards = await self.models(url)
+            mine = [card for card in cards if card.get("id") == self.model] + cards
+            lengths = [card.get("max_model_len") for card in mine]
+        # A router says nothing while it has no engine.
+        return next(filter(_is_length, lengths), None)
 
     async def samples(self, url: str) -> bool:
         """Whether the backend answers a request that nothing is wrong with: one token, sampled as it did before."""
@@ -119,7 +207,7 @@ class HttpEngine:
             return False
         return True
 
-    async def room(self, url: str, prompt: int, asked: int | None) -> int:
+    def room(self, line: Line, url: str, prompt: int, asked: int | None) -> int:
         """How many tokens may be sampled after so many: what was asked for, and at most what is left of the context.
 
         An engine that is not told stops after a number of its own (vLLM: 16), and one that is told too many refuses.
@@ -127,33 +215,17 @@ class HttpEngine:
         Raises:
             Misconfigured: nobody says.
         """
-        context = await self._context(url)
-        if context is None:
+        assert isinstance(line.met, Met)
+        if line.met.context is None:
+            line.met = None  # it may say so by the next turn
             if asked is None:
                 raise Misconfigured(
                     f"{url} does not say how long its context is (max_model_len in /v1/models): rows need it",
                     field="max_output_tokens",
                 )
             return asked
-        left = context - prompt - self._kept_free
+        left = line.met.context - prompt - self._kept_free
         return left if asked is None else min(asked, left)
-
-    async def _context(self, url: str) -> int | None:
-        if url not in self._contexts:
-            async with self._asking.setdefault(url, asyncio.Lock()):
-                if url not in self._contexts:
-                    cards = await self.models(url)
-                    mine = [card for card in cards if card.get("id") == self.model] + cards
-                    lengths = [card.get("max_model_len") for card in mine]
-                    known = next((length for length in lengths if isinstance(length, int) and length > 0), None)
-                    if known is None:
-                        return None  # a router says nothing while it has no engine
-                    self._contexts[url] = known
-        return self._contexts[url]
-
-    def forget(self, url: str) -> None:
-        """What the backend said of itself: another engine may answer there by now."""
-        self._contexts.pop(url, None)
 
     async def models(self, url: str) -> list[dict[str, Any]]:
         """What the backend says of its models; nothing if it has no ``/v1/models``.
@@ -178,18 +250,26 @@ class HttpEngine:
         return [card for card in cards if isinstance(card, dict)] if isinstance(cards, list) else []
 
     async def _post(
-        self, url: str, body: Mapping[str, Any], ids: tuple[str, Sequence[int]] | None = None, *, echoed: bool = False
+        self,
+        line: Line,
+        url: str,
+        body: Mapping[str, Any],
+        ids: tuple[str, Sequence[int]] | None = None,
+        *,
+        echoed: bool = False,
     ) -> dict[str, Any] | None:
         """The JSON answer; ``None`` if the prompt does not fit into the engine's context.
 
         Args:
+            line: the connection.
             url: the route.
             body: the request.
             ids: a field more of it, with the ids of the prompt.
             echoed: where the answer repeats them to the letter they are left out of it.
 
         Raises:
-            BackendFailed: no answer, or a server error.
+            TimeoutError, ConnectionError: no answer.
+            BackendFailed: a server error.
             Misconfigured: not what this protocol, model name and key expect.
             RequestRefused: the engine refuses the request, or no JSON can carry it.
         """
@@ -200,10 +280,8 @@ class HttpEngine:
         prompt = json_of_ids(ids[1]) if ids is not None else ()
         if ids is not None:
             parts = [b'{"%b":' % ids[0].encode(), *prompt, b"," + parts[0][1:]]
-        try:
-            status, raw = await self._exchange(url, parts, prompt if echoed else ())
-        except (TimeoutError, ConnectionError) as error:
-            raise _no_answer(url, error) from error
+        echo = prompt if echoed else ()
+        status, raw = await self._connections.post(line, url, self._headers_for(url), parts, echo=echo)
         if status == 200:
             try:
                 answer = orjson.loads(raw)
@@ -230,42 +308,11 @@ class HttpEngine:
             raise Misconfigured(f"{url} answered {status}: {said}", field="policy_base_url")
         raise BackendFailed(f"{url} answered {status}: {said}")
 
-    async def _exchange(self, url: str, body: Sequence[bytes], echo: Sequence[bytes]) -> tuple[int, bytearray]:
-        """Status and content of the answer.
-
-        Engines close a connection that was idle for some seconds (vLLM: 5), perhaps just as it is used again. That
-        says nothing about their health, and sampling may be asked for twice: so an answer that never began is asked
-        for once more. An engine that died refuses the new connection.
-        """
-        headers = self._headers_for(url)
-        try:
-            return await self._connections.post(url, headers, body, echo=echo)
-        except Dropped as dropped:
-            if dropped.begun:
-                raise
-        return await self._connections.post(url, headers, body, echo=echo, fresh=True)
-
     def _get(self, url: str) -> AbstractAsyncContextManager[aiohttp.ClientResponse]:
         return self._session.get(url, headers=self._headers_for(url), timeout=self._brief, allow_redirects=False)
 
     def _headers_for(self, url: str) -> dict[str, str]:
         return self._headers | dict(self._by_origin.get(origin_of(url), {}))
-
-    async def tokenize(self, url: str, text: str) -> list[int] | None:
-        """The text in the engine's own ids; ``None`` from an engine that does not tell."""
-        body = {"model": self.model, "prompt": text, "add_special_tokens": False}
-        try:
-            async with self._session.post(
-                f"{root_of(url)}/tokenize",
-                json=body,
-                headers=self._headers_for(url),
-                timeout=self._brief,
-                allow_redirects=False,
-            ) as response:
-                tokens = (await response.json()).get("tokens") if response.status == 200 else None
-        except (aiohttp.ClientError, TimeoutError, OSError, ValueError, AttributeError):
-            return None
-        return tokens if isinstance(tokens, list) else None
 
     async def healthy(self, url: str) -> bool:
         """Whether the backend lives: it answers ``/health``, be it that it has no such route (NeMo RL has none)."""
@@ -302,6 +349,18 @@ def _no_answer(url: str, error: Exception) -> BackendFailed:
     if isinstance(error, aiohttp.ClientConnectorError | Unreachable):
         return BackendFailed(f"{url}: {error}", kind=FailureKind.TRANSPORT_UNREACHABLE)
     return BackendFailed(f"{url}: {error!r}", kind=FailureKind.TRANSPORT_PEER_DROP)
+
+
+def _fields(raw: bytes | bytearray) -> dict[str, Any]:
+    try:
+        value = orjson.loads(raw)
+    except orjson.JSONDecodeError:
+        return {}
+    return value if isinstance(value, dict) else {}
+
+
+def _is_length(value: object) -> bool:
+    return isinstance(value, int) and value > 0
 
 
 def _said(raw: bytes | bytearray) -> str:

@@ -6,6 +6,9 @@ of known length and an answer that is read whole need a fifth. What an engine co
 there: :class:`Unreachable`, :class:`Dropped` before an answer began or within it, no connection in time. Whether
 anything is sent again is the caller's to say.
 
+A connection is taken, used for one request after the other, and kept for others to take. One that is new says that
+another engine may be at its other end, since none outlives the engine that it was opened to: whoever takes it looks.
+
 A request that is cancelled ends its connection, by which engines notice. Redirects are answers like any other, and
 content comes as it is, since no coding is asked for.
 """
@@ -74,78 +77,86 @@ class KeepAlive:
 
     def __init__(self, connect_timeout_s: float = 5.0) -> None:
         self._connect_timeout_s = connect_timeout_s
-        self._idle: dict[tuple[str, int, bool], list[_Connection]] = {}
+        self._idle: dict[tuple[str, int, bool], list[Line]] = {}
 
     def close(self) -> None:
         """Close what is idle."""
         for idle in self._idle.values():
-            for connection in list(idle):
-                connection.end()
+            for line in idle:
+                line.end()
         self._idle.clear()
 
-    async def post(
-        self,
-        url: str,
-        headers: Mapping[str, str],
-        body: Sequence[bytes],
-        *,
-        echo: Sequence[bytes] = (),
-        fresh: bool = False,
-    ) -> tuple[int, bytearray]:
-        """Status and content of the answer.
+    async def take(self, url: str, *, fresh: bool = False) -> Line:
+        """A connection that nobody else uses until it is given to :meth:`keep`.
 
         Args:
-            url: where.
-            headers: besides those of the message itself.
-            body: JSON, in parts.
-            echo: see :class:`.Content`.
-            fresh: over a new connection, as one that is known may be about to close.
+            url: where to.
+            fresh: a new one, as one that is known may be about to close.
 
         Raises:
             Unreachable: no connection.
             TimeoutError: none in time.
+        """
+        place = _place(url)
+        idle = self._idle.get((place.host, place.port, place.tls))
+        while idle and not fresh:
+            line = idle.pop()
+            if line.usable():
+                return line
+            line.end()
+        return await self._connect(place)
+
+    def keep(self, url: str, line: Line) -> None:
+        """Have a connection used again, if it can be."""
+        place = _place(url)
+        if line.usable():
+            self._idle.setdefault((place.host, place.port, place.tls), []).append(line)
+
+    def leave(self, url: str) -> None:
+        """Use no idle connection to there again."""
+        place = _place(url)
+        for line in self._idle.pop((place.host, place.port, place.tls), []):
+            line.end()
+
+    async def post(
+        self, line: Line, url: str, headers: Mapping[str, str], body: Sequence[bytes], *, echo: Sequence[bytes] = ()
+    ) -> tuple[int, bytearray]:
+        """Status and content of the answer.
+
+        Args:
+            line: a connection that was taken; it is ended where it cannot be used again.
+            url: where.
+            headers: besides those of the message itself.
+            body: JSON, in parts.
+            echo: see :class:`.Content`.
+
+        Raises:
             Dropped: the connection ended before the answer did, or what came is none.
             ValueError: a header cannot be sent.
         """
-        place = _place(url)
-        head = _head(place, headers, sum(map(len, body)))
-        connection = (None if fresh else self._known(place)) or await self._connect(place)
+        head = _head(_place(url), headers, sum(map(len, body)))
         # No name for the request: sampling may take an hour, and as many prompts as there are turns would be kept.
-        answer = connection.ask(b"".join((head, *body)), Content(echo))
+        answer = line.ask(b"".join((head, *body)), Content(echo))
         try:
             await answer.whole
         except BaseException:
-            connection.end()
+            line.end()
             raise
         finally:
             answer.let_go()
-        if connection.free():
-            self._idle.setdefault((place.host, place.port, place.tls), []).append(connection)
-        else:
-            connection.end()
+        line.answered()
         return answer.status, answer.content.whole()
 
-    def _known(self, place: _Place) -> _Connection | None:
-        idle = self._idle.get((place.host, place.port, place.tls))
-        while idle:
-            connection = idle.pop()
-            if connection.usable():
-                return connection
-            connection.end()
-        return None
-
-    async def _connect(self, place: _Place) -> _Connection:
+    async def _connect(self, place: _Place) -> Line:
         loop = asyncio.get_running_loop()
         try:
             async with asyncio.timeout(self._connect_timeout_s):
-                _, connection = await loop.create_connection(
-                    _Connection, place.host, place.port, ssl=True if place.tls else None
-                )
+                _, line = await loop.create_connection(Line, place.host, place.port, ssl=True if place.tls else None)
         except TimeoutError:
             raise
         except OSError as error:
             raise Unreachable(f"Cannot connect to {place.shown}: {error}") from error
-        return connection
+        return line
 
 
 def _head(place: _Place, headers: Mapping[str, str], length: int) -> bytes:
@@ -224,13 +235,18 @@ class _Answer:
             self.whole.set_result(None)
 
 
-class _Connection(asyncio.Protocol):
-    """One connection, which carries one request at a time."""
+class Line(asyncio.Protocol):
+    """One connection, which carries one request at a time.
+
+    Attributes:
+        met: what is at its other end, as whoever took it found out; ``None`` while nobody has.
+    """
 
     def __init__(self) -> None:
+        self.met: object = None
         self._transport: asyncio.Transport | None = None
         self._answer: _Answer | None = None
-        self._idle_since = 0.0
+        self._idle_since = asyncio.get_running_loop().time()
 
     def ask(self, request: bytes, content: Content) -> _Answer:
         """Send a request; its answer is there once it is whole."""
@@ -242,17 +258,18 @@ class _Connection(asyncio.Protocol):
             self._transport.write(request)
         return answer
 
-    def free(self) -> bool:
-        """Whether the connection can be used again, now that its request was answered."""
+    def answered(self) -> None:
+        """Its request was; a connection that cannot be used again ends here."""
         answer, self._answer = self._answer, None
         assert self._transport is not None
         assert answer is not None
         self._idle_since = asyncio.get_running_loop().time()
         # An answer to half a request: the engine may take the rest for anything.
-        return not (answer.last or self._transport.is_closing() or self._transport.get_write_buffer_size())
+        if answer.last or self._transport.get_write_buffer_size():
+            self.end()
 
     def usable(self) -> bool:
-        """Whether an idle connection may still be open."""
+        """Whether it may still be open."""
         assert self._transport is not None
         fresh = asyncio.get_running_loop().time() - self._idle_since < IDLE_S
         return fresh and not self._transport.is_closing()

@@ -38,7 +38,7 @@ _OURS = frozenset(
 class Sampling:
     """How to sample, in the names that OpenAI-style engines share. ``None`` leaves it to the engine.
 
-    ``extra`` goes into the request as it is, for what only one engine knows.
+    ``extra`` goes into the request as it is, for what only some engines know; what has a name here comes before it.
 
     Raises:
         CallerError: it asks for nothing, or for something else than one continuation of the prompt with its tokens.
@@ -72,4 +72,4 @@ class Sampling:
             "stop": list(self.stop) or None,
             "seed": self.seed,
         }
-        return {name: value for name, value in named.items() if value is not None} | dict(self.extra)
+        return dict(self.extra) | {name: value for name, value in named.items() if value is not None}

@@ -6,14 +6,28 @@ It is always told how many to sample: left alone, it stops after 128.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import json
+from collections.abc import Mapping, Sequence
+from typing import Any
 
 from nemo_gym_prorl.policy.engines.addresses import root_of
 from nemo_gym_prorl.policy.engines.answers import finish, required
 from nemo_gym_prorl.policy.engines.engine import ChatPrompt
 from nemo_gym_prorl.policy.engines.http_engine import HttpEngine, metric
+from nemo_gym_prorl.policy.engines.keep_alive import Line
 from nemo_gym_prorl.policy.engines.sampling import Sampling
 from nemo_gym_prorl.policy.generation import Finish, Generation
+
+
+def _parameters(extra: Mapping[str, Any]) -> dict[str, Any]:
+    """Further parameters under SGLang's names, which refuses those that it does not know."""
+    parameters = {name: value for name, value in extra.items() if name not in ("metadata", "user")}
+    match parameters.pop("response_format", None):
+        case {"type": "json_object"}:
+            parameters["json_schema"] = '{"type": "object"}'
+        case {"type": "json_schema", "json_schema": {"schema": schema}}:
+            parameters["json_schema"] = json.dumps(schema)
+    return parameters
 
 
 class SglangGenerate(HttpEngine):
@@ -23,9 +37,9 @@ class SglangGenerate(HttpEngine):
     _kept_free = 1
 
     async def _generate(
-        self, url: str, prompt: Sequence[int], conversation: ChatPrompt, sampling: Sampling
+        self, line: Line, url: str, prompt: Sequence[int], conversation: ChatPrompt, sampling: Sampling
     ) -> Generation:
-        room = await self.room(url, len(prompt), sampling.max_tokens)
+        room = self.room(line, url, len(prompt), sampling.max_tokens)
         if room < 1:
             return Generation((), (), Finish.CONTEXT)
         parameters = {
@@ -35,13 +49,13 @@ class SglangGenerate(HttpEngine):
             "stop": list(sampling.stop) or None,
             "sampling_seed": sampling.seed,
             "skip_special_tokens": False,
-            **sampling.extra,
         }
+        parameters = _parameters(sampling.extra) | {name: v for name, v in parameters.items() if v is not None}
         body = {
-            "sampling_params": {name: value for name, value in parameters.items() if value is not None},
+            "sampling_params": parameters,
             "return_logprob": True,
         }
-        answer = await self._post(f"{root_of(url)}/generate", body, ("input_ids", prompt))
+        answer = await self._post(line, f"{root_of(url)}/generate", body, ("input_ids", prompt))
         if answer is None:
             return Generation((), (), Finish.CONTEXT)
         about = required(answer, "meta_info", url)

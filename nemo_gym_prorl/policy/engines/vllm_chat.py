@@ -10,6 +10,7 @@ from nemo_gym_prorl.policy.engines.addresses import root_of
 from nemo_gym_prorl.policy.engines.answers import cached_tokens, finish, only_choice, required
 from nemo_gym_prorl.policy.engines.engine import ChatPrompt, Misconfigured
 from nemo_gym_prorl.policy.engines.http_engine import HttpEngine
+from nemo_gym_prorl.policy.engines.keep_alive import Line
 from nemo_gym_prorl.policy.engines.sampling import Sampling
 from nemo_gym_prorl.policy.generation import Finish, Generation
 
@@ -34,14 +35,18 @@ class VllmChat(HttpEngine):
         }
         if conversation.tools:
             body["tools"] = list(conversation.tools)
+            if conversation.tool_choice is not None:
+                body["tool_choice"] = conversation.tool_choice
+        if conversation.effort is not None:
+            body["reasoning_effort"] = conversation.effort
         if conversation.template_variables:
             body["chat_template_kwargs"] = dict(conversation.template_variables)
         return body
 
     async def _generate(
-        self, url: str, prompt: Sequence[int], conversation: ChatPrompt, sampling: Sampling
+        self, line: Line, url: str, prompt: Sequence[int], conversation: ChatPrompt, sampling: Sampling
     ) -> Generation:
-        answer = await self._post(f"{root_of(url)}/v1/chat/completions", self._body(conversation, sampling))
+        answer = await self._post(line, f"{root_of(url)}/v1/chat/completions", self._body(conversation, sampling))
         if answer is None:
             return Generation((), (), Finish.CONTEXT)
         choice = only_choice(answer, url)

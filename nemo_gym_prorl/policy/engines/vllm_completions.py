@@ -13,6 +13,7 @@ from nemo_gym_prorl.policy.engines.addresses import root_of
 from nemo_gym_prorl.policy.engines.answers import cached_tokens, finish, only_choice, required
 from nemo_gym_prorl.policy.engines.engine import ChatPrompt, Misconfigured
 from nemo_gym_prorl.policy.engines.http_engine import HttpEngine
+from nemo_gym_prorl.policy.engines.keep_alive import Line
 from nemo_gym_prorl.policy.engines.sampling import Sampling
 from nemo_gym_prorl.policy.generation import Finish, Generation
 
@@ -21,9 +22,9 @@ class VllmCompletions(HttpEngine):
     """Stock vLLM, tokens in and tokens out, over ``POST /v1/completions``."""
 
     async def _generate(
-        self, url: str, prompt: Sequence[int], conversation: ChatPrompt, sampling: Sampling
+        self, line: Line, url: str, prompt: Sequence[int], conversation: ChatPrompt, sampling: Sampling
     ) -> Generation:
-        room = await self.room(url, len(prompt), sampling.max_tokens)
+        room = self.room(line, url, len(prompt), sampling.max_tokens)
         if room < 1:
             return Generation((), (), Finish.CONTEXT)
         body = {
@@ -33,7 +34,7 @@ class VllmCompletions(HttpEngine):
             "skip_special_tokens": False,
             **replace(sampling, max_tokens=room).as_openai(),
         }
-        answer = await self._post(f"{root_of(url)}/v1/completions", body, ("prompt", prompt), echoed=True)
+        answer = await self._post(line, f"{root_of(url)}/v1/completions", body, ("prompt", prompt), echoed=True)
         if answer is None:
             return Generation((), (), Finish.CONTEXT)
         choice = only_choice(answer, url)

@@ -47,18 +47,36 @@ def for_template(message: Message) -> Message:
         function = call["function"]
         arguments = function["arguments"]
         if isinstance(arguments, str):
-            arguments = _object(arguments) if arguments else {}
+            arguments = arguments_of(arguments)
         calls.append({**call, "function": {**function, "arguments": arguments}})
     return {**plain, "tool_calls": calls}
 
 
-def _object(arguments: str) -> Mapping[str, Any]:
+def arguments_of(arguments: str) -> Mapping[str, Any]:
     """A call's arguments; templates go through the names of an object, which a malformed call may lack."""
     try:
-        value = read_json(arguments)
+        value = read_json(arguments or "{}")
     except ValueError:
         value = None
     return value if isinstance(value, dict) else {_MALFORMED: arguments}
+
+
+def without_developers(messages: Sequence[Message]) -> Sequence[Message]:
+    """Messages for a template that has no role ``developer``: those are the system's, as vLLM has it.
+
+    As there, the system's messages in front of the first answer become one, which many templates want. Later ones
+    stay where they are, where vLLM would move them to the front as well: that would be another conversation.
+    """
+    if not any(message["role"] == "developer" for message in messages):
+        return messages
+    said = [{**message, "role": "system"} if message["role"] == "developer" else message for message in messages]
+    answered = next((index for index, message in enumerate(said) if message["role"] == "assistant"), len(said))
+    first = [message for message in said[:answered] if message["role"] == "system"]
+    if not first:
+        return said
+    text = "\n\n".join(filter(None, (text_of(message.get("content")) for message in first)))
+    others = [message for message in said[:answered] if message["role"] != "system"]
+    return [{"role": "system", "content": text}, *others, *said[answered:]]
 
 
 def as_message(parsed: Parsed) -> dict[str, Any]:
@@ -92,7 +110,7 @@ def head_of(message: Message) -> list[str]:
 def is_malformed(function: Mapping[str, Any]) -> bool:
     """Whether a call in a message is one that the policy wrote wrong."""
     arguments = function["arguments"]
-    return function["name"] == MALFORMED_NAME or (isinstance(arguments, str) and _MALFORMED in _object(arguments))
+    return function["name"] == MALFORMED_NAME or (isinstance(arguments, str) and _MALFORMED in arguments_of(arguments))
 
 
 _OPTIONAL = ("strict", "defer_loading")

@@ -32,8 +32,7 @@ import orjson
 
 from nemo_gym_prorl.failures import CallerError
 from nemo_gym_prorl.policy.generation import Finish, Generation
-from nemo_gym_prorl.policy.text.messages import Message, Tools, text_of
-from nemo_gym_prorl.policy.text.parsers import read_json
+from nemo_gym_prorl.policy.text.messages import Message, Tools, arguments_of, text_of
 from nemo_gym_prorl.policy.tokens.ledger import TokenLedger, TokenMismatch, Turn, packed_ids
 
 
@@ -294,10 +293,7 @@ def _plain(message: Message) -> Message:
 
 
 def _canonical(arguments: Any) -> str:
-    """JSON arguments, however they were written."""
+    """JSON arguments, however they were written, or shown where they are none."""
     if isinstance(arguments, str):
-        try:
-            arguments = read_json(arguments)
-        except ValueError:
-            return str(arguments)
+        arguments = arguments_of(arguments)
     return json.dumps(arguments, sort_keys=True)

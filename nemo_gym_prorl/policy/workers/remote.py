@@ -135,7 +135,6 @@ class RemoteBackends(Backends):
             backend = before.get(name)
             if backend is None or (backend.url, backend.run) != (url, run):
                 backend = Backend(name, url, version, self.pool.limit, order, run)
-                self.on_added(url)
             # Turns that run there look at it when they end.
             backend.weight_version, backend.health = version, Health(health)
             self.pool.backends[name] = backend
