@@ -30,6 +30,7 @@ from nemo_gym_prorl.policy.metrics import PolicyMetrics
 from nemo_gym_prorl.policy.pool.backend import Backend
 from nemo_gym_prorl.policy.pool.dispatcher import Dispatcher, cancelling
 from nemo_gym_prorl.policy.pool.prefixes import blocks_of
+from nemo_gym_prorl.policy.text.left_over import left_over
 from nemo_gym_prorl.policy.text.messages import Message, as_message, head_of
 from nemo_gym_prorl.policy.text.parsers import Parsed, parse, parsed_by_engine
 from nemo_gym_prorl.policy.text.prompts import Prompts
@@ -107,6 +108,8 @@ class PolicyService:
         self._keep_s = keep_s
         self._rollouts: OrderedDict[str, _Rollout] = OrderedDict()
         self._checked: set[str] = set()
+        self._calling: set[str] = set()
+        """Backends that have taken a call out of a turn: what they leave in the text is the policy's mistake."""
         self._forgotten: OrderedDict[str, None] = OrderedDict()
 
     async def turn(self, request: TurnRequest) -> PolicyAnswer:
@@ -146,6 +149,7 @@ class PolicyService:
             try:
                 await self._check_tokenizer(backend.url)
                 generation = await self.engine.generate(backend.url, prompt, conversation, request.sampling)
+                self._check_calls(backend.url, generation, request)
             except BackendFailed:
                 self.changed(backend.url)
                 raise
@@ -185,6 +189,7 @@ class PolicyService:
     def changed(self, url: str) -> None:
         """Another engine may answer there, with a tokenizer and a context of its own."""
         self._checked.discard(url)
+        self._calling.discard(url)
         self.engine.forget(url)
 
     def ledger(self, rollout: str) -> TokenLedger:
@@ -343,6 +348,23 @@ class PolicyService:
         theirs = await self.engine.tokenize(url, text)
         if theirs is not None and theirs != self.renderer.tokenizer.encode(text):
             raise Misconfigured(f"{url} reads text as other ids than this tokenizer: no match", field="tokenizer")
+
+    def _check_calls(self, url: str, generation: Generation, request: TurnRequest) -> None:
+        """Whether an engine that takes turns apart itself does so with calls."""
+        if generation.message is None or not (request.tools and request.may_call) or url in self._calling:
+            return
+        parsed = parsed_by_engine(generation.message)
+        tools = {tool["function"]["name"] for tool in request.tools}
+        if parsed.calls:
+            self._calling.add(url)
+        elif generation.finish is Finish.STOP and (name := left_over(parsed.content, self.tool_format, tools)):
+            raise Misconfigured(
+                f"{url} gave a call of {name} as the text of a final answer: it parses no calls. In NeMo RL set "
+                "policy.generation.vllm_cfg.http_server_serving_chat_kwargs.tool_parser, start vLLM with "
+                "--enable-auto-tool-choice --tool-call-parser; if its model does not write calls in the format "
+                f"{self.tool_format}, correct policy.tool_call_parser",
+                field="tool_parser",
+            )
 
     def _parse(self, generation: Generation, request: TurnRequest, recall: Recall) -> tuple[Parsed, str | None]:
         """A turn taken apart, and all that its tokens decode to, unless the engine took it apart."""
