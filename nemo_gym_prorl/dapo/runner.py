@@ -25,6 +25,7 @@ from typing import Any, Self
 
 from nemo_gym_prorl.dapo.contract import Batch, Decision, Submission
 from nemo_gym_prorl.dapo.fates import Usage
+from nemo_gym_prorl.dapo.outcomes import Outcomes
 from nemo_gym_prorl.dapo.prompts import PromptStream
 from nemo_gym_prorl.dapo.sampler import DynamicSampler
 from nemo_gym_prorl.dapo.service import Service
@@ -99,6 +100,7 @@ class Runner:
         if not services:
             raise CallerError("at least one rollout service is needed", field="services")
         self.sampler = sampler
+        self.outcomes = Outcomes()
         self._prompts = prompts
         self._client = client
         self._options = dict(options or {})
@@ -234,6 +236,7 @@ class Runner:
     # What services tell
 
     def _ended(self, job: JobView) -> None:
+        self.outcomes.add(job)
         usage = Usage(sum(timing.worked_s for timing in job.timings.values()), float(job.turns))
         masked = bool((job.result or {}).get("mask_sample"))
         if job.state is JobState.SUCCEEDED and job.reward is not None and not masked:

@@ -32,7 +32,7 @@ from nemo_gym_prorl.dapo.prompts import Epochs, SkipSolved
 from nemo_gym_prorl.dapo.runner import CLOSE_S, Runner
 from nemo_gym_prorl.dapo.sampler import DynamicSampler
 from nemo_gym_prorl.failures import CallerError
-from nemo_gym_prorl.nemo_rl.groups import Group, Shape, group_of
+from nemo_gym_prorl.nemo_rl.groups import Group, Shape, group_of, with_loss
 from nemo_gym_prorl.nemo_rl.services import Servers
 from nemo_gym_prorl.rollout.client import RolloutClient
 
@@ -81,15 +81,16 @@ class Plan:
         return Runner(sampler, prompts, services, client=self.client, state=self.state)
 
 
-def metrics_of(sampler: DynamicSampler) -> dict[str, float]:
-    """What became of rollouts so far, for a trainer's logger."""
+def metrics_of(runner: Runner) -> dict[str, float]:
+    """What became of rollouts so far, and what they were like, for a trainer's logger."""
+    sampler = runner.sampler
     found = {f"prorl/rollouts/{fate.value}": float(sampler.fates[fate].rollouts) for fate in Fate}
     found |= {f"prorl/dropped_groups/{why}": float(count) for why, count in [*sampler.dropped.items()]}
     found["prorl/in_flight"] = float(sampler.in_flight)
     found["prorl/wasted_share"] = sampler.fates.wasted
     if (bias := sampler.fates.length_bias) is not None:
         found["prorl/length_bias"] = bias
-    return found
+    return found | runner.outcomes.metrics()
 
 
 class Collector:
@@ -153,7 +154,7 @@ class Collector:
 
     def metrics(self) -> dict[str, float]:
         """What became of rollouts so far, for a trainer's logger."""
-        return {} if self._runner is None else metrics_of(self._runner.sampler)
+        return {} if self._runner is None else metrics_of(self._runner)
 
     # In the thread
 
@@ -185,6 +186,7 @@ class Collector:
             while (batch := await runner.batch()) is not None:
                 self._remember(version, runner.state())
                 groups = await asyncio.to_thread(lambda: [group_of(group, plan.shape) for group in batch.groups])
+                runner.outcomes.train(with_loss(groups))
                 with self._lock:
                     self._groups.extend(groups)
                 self._hand_over()
