@@ -27,6 +27,7 @@ import orjson
 
 from nemo_gym_prorl.dapo.contract import Batch, Decision, Submission
 from nemo_gym_prorl.dapo.outcome import Outcome, outcome_of, usage_of
+from nemo_gym_prorl.dapo.rollout_metrics import RolloutMetrics
 from nemo_gym_prorl.dapo.prompts import PromptStream
 from nemo_gym_prorl.dapo.sampler import DynamicSampler
 from nemo_gym_prorl.dapo.service import Service
@@ -114,6 +115,7 @@ class Runner:
         if not services:
             raise CallerError("at least one rollout service is needed", field="services")
         self.sampler = sampler
+        self.rollout_metrics = RolloutMetrics()
         self._prompts = prompts
         self._client = client
         self._filter_on = filter_on
@@ -251,6 +253,7 @@ class Runner:
     # What services tell
 
     def _ended(self, job: JobView) -> None:
+        self.rollout_metrics.add(job)
         usage = usage_of(job)
         try:
             outcome = outcome_of(job, self._filter_on)

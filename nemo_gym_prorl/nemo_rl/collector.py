@@ -32,7 +32,7 @@ from nemo_gym_prorl.dapo.prompts import Epochs, SkipSolved
 from nemo_gym_prorl.dapo.runner import CLOSE_S, Runner
 from nemo_gym_prorl.dapo.sampler import DynamicSampler
 from nemo_gym_prorl.failures import CallerError
-from nemo_gym_prorl.nemo_rl.groups import Group, Shape, group_of
+from nemo_gym_prorl.nemo_rl.groups import Group, Shape, group_of, with_loss
 from nemo_gym_prorl.nemo_rl.services import Servers
 from nemo_gym_prorl.rollout.client import RolloutClient
 
@@ -84,8 +84,9 @@ class Plan:
         return Runner(sampler, prompts, services, client=self.client, options=options, state=self.state)
 
 
-def metrics_of(sampler: DynamicSampler) -> dict[str, float]:
-    """What became of rollouts so far, for a trainer's logger."""
+def metrics_of(runner: Runner) -> dict[str, float]:
+    """What became of rollouts so far, and what they were like, for a trainer's logger."""
+    sampler = runner.sampler
     found = {f"prorl/rollouts/{fate.value}": float(sampler.fates[fate].rollouts) for fate in Fate}
     found |= {f"prorl/dropped_groups/{why}": float(count) for why, count in [*sampler.dropped.items()]}
     found["prorl/in_flight"] = float(sampler.in_flight)
@@ -93,7 +94,7 @@ def metrics_of(sampler: DynamicSampler) -> dict[str, float]:
     for name, bias in (("length", sampler.length_bias), ("accuracy", sampler.accuracy_bias)):
         if bias is not None:
             found |= {f"prorl/{name}_bias{end}": value for end, value in bias.told()}
-    return found
+    return found | runner.rollout_metrics.metrics()
 
 
 class _Announced:
@@ -222,8 +223,9 @@ class Collector:
                 runner.weights(version)
             while (batch := await runner.batch()) is not None:
                 self._remember(version, runner.state())
-                self._metrics = metrics_of(runner.sampler)
                 groups = await asyncio.to_thread(lambda: [group_of(group, plan.shape) for group in batch.groups])
+                runner.rollout_metrics.train(with_loss(groups))
+                self._metrics = metrics_of(runner)
                 with self._lock:
                     self._groups.extend(groups)
                 self._hand_over()

@@ -15,7 +15,7 @@ Pure, but for :func:`record_of`, which needs NeMo RL and torch.
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -115,6 +115,11 @@ def group_of(rollouts: Sequence[TrainedRollout], shape: Shape) -> Group:
             field="response.output",
         )
     return Group(prompts[0], tuple(members), rollouts[0].prompt)
+
+
+def with_loss(groups: Iterable[Group]) -> list[bool]:
+    """Of each rollout, whether it is trained on."""
+    return [bool(member.turns) for group in groups for member in group.members]
 
 
 def record_of(group: Group, number: int) -> PromptGroupRecord:

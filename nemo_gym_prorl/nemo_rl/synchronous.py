@@ -24,7 +24,7 @@ from nemo_gym_prorl.failures import CallerError
 from nemo_gym_prorl.nemo_rl.checks.gym_files import read_gym
 from nemo_gym_prorl.nemo_rl.checks.servers import agent_of
 from nemo_gym_prorl.nemo_rl.collector import JOIN_S, Plan, metrics_of
-from nemo_gym_prorl.nemo_rl.groups import Group, Sampled, group_of
+from nemo_gym_prorl.nemo_rl.groups import Group, Sampled, group_of, with_loss
 from nemo_gym_prorl.nemo_rl.services import started_by_gym
 from nemo_gym_prorl.nemo_rl.settings import ProrlSettings, settings_of
 from nemo_gym_prorl.nemo_rl.shaping import Shaping
@@ -67,10 +67,12 @@ class Environment:
             raise CallerError("there are no prompts left", field="data.train")
         await runner.idle()
         last = wanted - 1
-        groups = zip(batch.groups, [group_of(group, self._plan.shape) for group in batch.groups], strict=True)
-        results = [result for rollouts, group in groups for result in results_of(rollouts, group)]
+        groups = [group_of(group, self._plan.shape) for group in batch.groups]
+        runner.rollout_metrics.train(with_loss(groups))
+        pairs = zip(batch.groups, groups, strict=True)
+        results = [result for rollouts, group in pairs for result in results_of(rollouts, group)]
         for place, result in enumerate(results):
-            yield place, result, metrics_of(runner.sampler) if place == last else None
+            yield place, result, metrics_of(runner) if place == last else None
 
     async def shutdown(self) -> None:
         """Cancel what is left, and wait until its sandboxes are gone."""

@@ -27,7 +27,8 @@ class PolicyConfig(KnownKeys):
         engine: wire protocol; ``auto`` asks the backends, and waits until one answers.
         tokenizer: folder or Hugging Face name; ``null`` takes ``model`` if that is a folder with a tokenizer.
         chat_template: file of a Jinja template that replaces the tokenizer's own.
-        tool_call_parser: how the model writes tool calls (vLLM's word).
+        tool_call_parser: how the model writes tool calls (vLLM's word). Where the engine takes turns apart itself
+            (``nemo_rl``, ``vllm_chat``), it tells whether it does: a call that is left in a final answer is an error.
         thoughts: whether a leading ``<think>`` block is taken as reasoning.
         history: keep tokens as sampled when the template would rewrite them, or start a branch.
         limit: live rollouts per backend at most.

@@ -24,12 +24,13 @@ from datetime import datetime
 from typing import Literal
 
 from nemo_gym_prorl.failures import CallerError, RolloutError
-from nemo_gym_prorl.policy.engines.engine import ChatPrompt, Engine, Misconfigured
+from nemo_gym_prorl.policy.engines.engine import BackendFailed, ChatPrompt, Engine, Misconfigured
 from nemo_gym_prorl.policy.generation import Finish, Generation
 from nemo_gym_prorl.policy.metrics import PolicyMetrics
 from nemo_gym_prorl.policy.pool.backend import Backend
 from nemo_gym_prorl.policy.pool.dispatcher import Dispatcher, cancelling
 from nemo_gym_prorl.policy.pool.prefixes import blocks_of
+from nemo_gym_prorl.policy.text.left_over import left_over
 from nemo_gym_prorl.policy.text.messages import Message, as_message, head_of, without_developers
 from nemo_gym_prorl.policy.text.parsers import Parsed, parse, parsed_by_engine
 from nemo_gym_prorl.policy.text.prompts import Prompts
@@ -111,6 +112,8 @@ class PolicyService:
         self.history: Rewriting = history
         self._keep_s = keep_s
         self._rollouts: OrderedDict[str, _Rollout] = OrderedDict()
+        self._calling: set[str] = set()
+        """Backends that have taken a call out of a turn: what they leave in the text is the policy's mistake."""
         self._forgotten: OrderedDict[str, None] = OrderedDict()
 
     async def turn(self, request: TurnRequest) -> PolicyAnswer:
@@ -151,7 +154,13 @@ class PolicyService:
         )
 
         async def generate(backend: Backend) -> Generation:
-            return await self.engine.generate(backend.url, prompt, conversation, request.sampling)
+            try:
+                generation = await self.engine.generate(backend.url, prompt, conversation, request.sampling)
+            except BackendFailed:
+                self._calling.discard(backend.url)
+                raise
+            self._check_calls(backend.url, generation, request)
+            return generation
 
         started = time.monotonic()
         # Rollouts that start with the same messages are siblings, whether or not anybody says so.
@@ -375,6 +384,23 @@ class PolicyService:
     def _rewritten(self, rollout: _Rollout) -> None:
         rollout.counts.rewrites += 1
         self.metrics.rewrites.inc()
+
+    def _check_calls(self, url: str, generation: Generation, request: TurnRequest) -> None:
+        """Whether an engine that takes turns apart itself does so with calls."""
+        if generation.message is None or not (request.tools and request.tool_choice != "none") or url in self._calling:
+            return
+        parsed = parsed_by_engine(generation.message)
+        tools = {tool["function"]["name"] for tool in request.tools}
+        if parsed.calls:
+            self._calling.add(url)
+        elif generation.finish is Finish.STOP and (name := left_over(parsed.content, self.tool_format, tools)):
+            raise Misconfigured(
+                f"{url} gave a call of {name} as the text of a final answer: it parses no calls. In NeMo RL set "
+                "policy.generation.vllm_cfg.http_server_serving_chat_kwargs.tool_parser, start vLLM with "
+                "--enable-auto-tool-choice --tool-call-parser; if its model does not write calls in the format "
+                f"{self.tool_format}, correct policy.tool_call_parser",
+                field="tool_parser",
+            )
 
     def _parse(self, generation: Generation, request: TurnRequest, recall: Recall) -> tuple[Parsed, str | None]:
         """A turn taken apart, and all that its tokens decode to, unless the engine took it apart."""

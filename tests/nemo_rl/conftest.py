@@ -10,12 +10,15 @@ import os
 import re
 import shutil
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import pytest
+from omegaconf import OmegaConf
 from tenacity import retry, stop_after_attempt
+
+from nemo_gym_prorl.nemo_rl.configuration import RECIPES
 
 
 if TYPE_CHECKING:
@@ -34,6 +37,12 @@ def documented(language: str) -> list[str]:
     """The snippets of ``docs/nemo_rl.md``."""
     text = (REPOSITORY / "docs/nemo_rl.md").read_text()
     return re.findall(rf"^```{language}\n(.*?)^```", text, re.MULTILINE | re.DOTALL)
+
+
+def parsers() -> Mapping[str, Any]:
+    """What a recipe has NeMo RL's chat server take a model's turns apart with."""
+    model = OmegaConf.load(RECIPES / "models/qwen3-4b.yaml")
+    return dict(model.policy.generation.vllm_cfg.http_server_serving_chat_kwargs)
 
 
 def _reason_to_skip() -> str | None:
@@ -91,10 +100,11 @@ def nemo_rl(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
 
 @pytest.fixture(scope="session")
 def engine(nemo_rl: Path) -> "Engine":
-    """The engine behind the session's servers."""
+    """The engine behind the session's servers, with the parsers of a recipe."""
+    pytest.importorskip("vllm", reason="no vLLM beside NeMo RL in this environment")
     from tests.nemo_rl.engine import Engine
 
-    return Engine()
+    return Engine(parsers())
 
 
 @pytest.fixture(scope="session")

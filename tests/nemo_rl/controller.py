@@ -281,6 +281,18 @@ def trained(
     return Trained(result, steps_in(folder))
 
 
+def logged(folder: Path) -> dict[str, list[float]]:
+    """What NeMo RL's logger wrote of a run, by name, in the order of steps."""
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    found: dict[str, list[float]] = {}
+    for file in sorted(folder.rglob("events.out.tfevents.*")):
+        events = EventAccumulator(str(file)).Reload()
+        for name in events.Tags()["scalars"]:
+            found.setdefault(name, []).extend(event.value for event in events.Scalars(name))
+    return found
+
+
 def arguments_of(
     master: Any, folder: Path, engines: Sequence[str], environments: Mapping[str, Any] | None, router: Any = None
 ) -> SingleControllerActorArgs:

@@ -2,9 +2,10 @@
 """Stands in for the HTTP server of NeMo RL's generation workers; samples what a row's script says.
 
 It has that server's routes and no others (neither ``/health`` nor ``/v1/completions``), its check of the sampling
-parameters, whose failure is a plain 500, and its repair of prompts, which is NeMo RL's own function. The tokens are
-bytes. Each turn is sampled with a space at its end that is not in the text, so that a prompt which was rendered from
-text continues other tokens than those that were sampled.
+parameters, whose failure is a plain 500, and its repair of prompts, which is NeMo RL's own function. Calls are taken
+out of what is sampled by vLLM's own parser, if the settings for that server name one. The tokens are bytes. Each turn
+is sampled with a space at its end that is not in the text, so that a prompt which was rendered from text continues
+other tokens than those that were sampled.
 """
 
 import asyncio
@@ -13,13 +14,14 @@ import json
 import socket
 import threading
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import uvicorn
 from fastapi import FastAPI, Request
 from fastapi.responses import JSONResponse, Response
 from nemo_rl.models.generation.openai_server_utils import replace_prefix_tokens
+from vllm.tool_parsers.abstract_tool_parser import ToolParser, ToolParserManager
 
 from nemo_gym_prorl.scripted import text
 from tests.nemo_rl.tokenizer import ByteTokenizer
@@ -39,9 +41,14 @@ class Engine:
         requests: bodies of all chat requests.
         in_flight: requests that are being worked on.
         aborted: requests whose caller hung up.
+
+    Args:
+        serving_chat_kwargs: the block ``http_server_serving_chat_kwargs`` of ``vllm_cfg``.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, serving_chat_kwargs: Mapping[str, Any]) -> None:
+        name = serving_chat_kwargs.get("tool_parser")
+        self._parser = ToolParserManager.get_tool_parser(name)(ByteTokenizer()) if name else None
         self.requests: list[dict[str, Any]] = []
         self.in_flight = 0
         self.aborted = 0
@@ -68,8 +75,8 @@ class Engine:
         if turn.latency_s and await self._hangs_up(request, turn.latency_s):
             return Response(status_code=499)
         limit = min(body.get("max_completion_tokens") or body.get("max_tokens") or room, room)
-        generated, whole = text.finish(turn.body + b" ", limit)
-        return JSONResponse(_answer(prompt, generated, whole, turn, index))
+        generated, _ = text.finish(turn.body + b" ", limit)
+        return JSONResponse(_answer(prompt, generated, self._parser if body.get("tools") else None))
 
     def _turn(self, written: str, index: int) -> text.ScriptTurn:
         """A script may have several beginnings (``openings``), which rollouts get in turn: so they differ."""
@@ -116,21 +123,19 @@ def _prompt(body: dict[str, Any]) -> list[int]:
     return list(replace_prefix_tokens(ByteTokenizer(), prefix, before, rendered))
 
 
-def _answer(prompt: list[int], generated: bytes, whole: bool, turn: text.ScriptTurn, index: int) -> dict[str, Any]:
+def _answer(prompt: list[int], generated: bytes, parser: ToolParser | None) -> dict[str, Any]:
     ids = list(generated)
     log_probs = [-(token % 7) / 8 - 0.125 for token in ids]
-    calls = turn.tool_calls if whole else ()
+    whole = ids[-1:] == [text.END_OF_TURN]
+    content: str | None = (generated[:-1].removesuffix(b" ") if whole else generated).decode()
+    calls: list[dict[str, Any]] = []
+    if parser is not None:
+        parsed = parser.extract_tool_calls(content, None)
+        content, calls = parsed.content, [call.model_dump() for call in parsed.tool_calls]
     message = {
         "role": "assistant",
-        "content": turn.content if whole else generated.decode(),
-        "tool_calls": [
-            {
-                "id": text.call_id(index, position),
-                "type": "function",
-                "function": {"name": call.name, "arguments": call.arguments},
-            }
-            for position, call in enumerate(calls)
-        ],
+        "content": content,
+        "tool_calls": calls,
         "prompt_token_ids": prompt,
         "generation_token_ids": ids,
         "generation_log_probs": log_probs,
@@ -139,7 +144,7 @@ def _answer(prompt: list[int], generated: bytes, whole: bool, turn: text.ScriptT
         {"token": f"token_id:{token}", "logprob": log_prob, "bytes": None, "top_logprobs": []}
         for token, log_prob in zip(ids, log_probs, strict=True)
     ]
-    finish = "tool_calls" if calls else "stop" if whole else "length"
+    finish = "tool_calls" if calls and whole else "stop" if whole else "length"
     return {
         "id": "chatcmpl-0",
         "object": "chat.completion",

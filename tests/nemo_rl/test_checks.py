@@ -153,6 +153,31 @@ def test_rows_are_looked_at(tmp_path: Path) -> None:
     assert found() == {}
 
 
+@pytest.mark.parametrize(
+    ("said", "lacking"),
+    [
+        (None, ["tool_parser", "reasoning_parser"]),
+        ({}, ["tool_parser", "reasoning_parser"]),
+        ({"tool_parser": None, "reasoning_parser": "qwen3"}, ["tool_parser"]),
+        ({"tool_parser": "hermes"}, ["reasoning_parser"]),
+        ({"tool_parser": "hermes", "reasoning_parser": None}, []),
+    ],
+)
+def test_rows_with_tools_need_parsers(tmp_path: Path, said: Any, lacking: list[str]) -> None:
+    rows = tmp_path / "rows.jsonl"
+    field = "policy.generation.vllm_cfg.http_server_serving_chat_kwargs"
+    config = changed(good(), {"data.train.data_path": str(rows), field: said})
+
+    def found() -> list[str]:
+        return [finding.field for finding in surroundings.rows(config, settings_of(config)) if finding.fatal]
+
+    rows.write_text('{"responses_create_params": {"tools": []}}\n' * 4)
+    assert found() == []
+    with rows.open("a") as file:
+        file.write('{"responses_create_params": {"tools": [{"type": "function", "name": "f"}]}}\n')
+    assert found() == [f"{field}.{name}" for name in lacking]
+
+
 def test_servers_need_an_environment(tmp_path: Path) -> None:
     blocks = gym_of(good())
     blocks.merged |= {"uv_venv_dir": str(tmp_path), "skip_venv_if_present": True}

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from omegaconf import OmegaConf
 
 from nemo_gym_prorl.nemo_rl.configuration import RECIPES, file_of, names_of
 from tests.nemo_rl.mistakes import MISTAKES, Mistake, changed
@@ -37,7 +38,7 @@ def importable(monkeypatch: pytest.MonkeyPatch) -> Path:
 @pytest.fixture(scope="module")
 def rows(tmp_path_factory: pytest.TempPathFactory) -> Path:
     path = tmp_path_factory.mktemp("rows") / "rows.jsonl"
-    path.write_text('{"responses_create_params": {"input": []}}\n' * 64)
+    path.write_text('{"responses_create_params": {"input": [], "tools": [{"type": "function", "name": "f"}]}}\n' * 64)
     return path
 
 
@@ -64,6 +65,15 @@ def test_nothing_stands_against_a_recipe(name: str, variant: str | None, importa
     # Nobody listens there.
     away = {"prorl.services[0]", "prorl.models[0]"} if variant == "service" else set()
     assert {finding.field for finding in found} == away, found
+
+
+@pytest.mark.parametrize("file", sorted((RECIPES / "models").glob("*.yaml")), ids=lambda file: file.stem)
+def test_each_model_says_how_it_writes_calls_and_thoughts(file: Path) -> None:
+    model = OmegaConf.load(file).policy
+    parsers = model.generation.vllm_cfg.http_server_serving_chat_kwargs
+    # All Qwen3 but this one think unless told not to, and call in Hermes' format.
+    thinks = not model.model_name.endswith("Instruct-2507")
+    assert parsers == {"tool_parser": "hermes", "reasoning_parser": "qwen3" if thinks else None}
 
 
 @needs_nemo_rl

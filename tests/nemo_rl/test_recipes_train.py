@@ -7,9 +7,10 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
+from nemo_gym_prorl.dapo.contract import NothingToLearn
 from nemo_gym_prorl.nemo_rl.settings import ProrlSettings, settings_of
 from nemo_gym_prorl.nemo_rl.shaping import Shaping
-from tests.nemo_rl.test_single_controller import NUMBER, counting
+from tests.nemo_rl.test_single_controller import NUMBER, counting, jobs
 
 
 if TYPE_CHECKING:
@@ -64,6 +65,26 @@ def test_on_the_single_controller(trainer: "Trainer", engine_url: str, tmp_path:
         for group in groups:
             check(group, settings)
             assert 0 <= step - group.version <= settings.max_staleness
+
+
+def test_without_its_parser_nothing_is_scored(trainer: "Trainer", engine_url: str, tmp_path: Path) -> None:
+    """Else every rollout would end with its first turn, and be trained on."""
+    from tests.nemo_rl.controller import Lent, swap_engines, trained
+    from tests.nemo_rl.engine import Engine, serving
+
+    servers = trainer.server_urls()
+    before = {job.id for job in jobs(servers["counting_agent"])}
+    config = recipe(tmp_path, None, "++prorl.agent=counting_agent", "++prorl.max_failures=0", "++prorl.max_dropped=1")
+    with serving(Engine({})) as url:
+        swap_engines(servers["policy_model"], [url])
+        try:
+            with pytest.raises(NothingToLearn, match=r"gave a call of add .*chat_kwargs\.tool_parser"):
+                trained(config, tmp_path, [url], {"nemo_gym": Lent(trainer.actor)})
+        finally:
+            swap_engines(servers["policy_model"], [engine_url])
+    ours = [job for job in jobs(servers["counting_agent"]) if job.id not in before]
+    assert ours
+    assert {job.reward for job in ours} == {None}
 
 
 @pytest.mark.usefixtures("own_ray")

@@ -84,10 +84,19 @@ class Trainer:
         base_urls: the engines.
         folder: an empty working directory, which is also the driver's.
         config: the block ``env.nemo_gym``.
+        model: what the engines call it.
+        tokenizer: NeMo RL's.
     """
 
-    def __init__(self, base_urls: Sequence[str], folder: Path, config: dict[str, Any]) -> None:
-        shutil.copytree(HERE / "counting", folder / "resources_servers" / "counting")
+    def __init__(
+        self,
+        base_urls: Sequence[str],
+        folder: Path,
+        config: dict[str, Any],
+        model: str = MODEL,
+        tokenizer: Any = None,
+    ) -> None:
+        shutil.copytree(HERE / "counting", folder / "resources_servers" / "counting", dirs_exist_ok=True)
         (folder / "resources_servers" / "counting" / "requirements.txt").touch()
         environment = Path(config["uv_venv_dir"], "resources_servers", "counting", ".venv")
         environment.parent.mkdir(parents=True)
@@ -97,8 +106,8 @@ class Trainer:
         self.actor = spinup_nemo_gym_actor(
             {"nemo_gym": config},
             list(base_urls),
-            MODEL,
-            tokenizer=ByteTokenizer(),  # type: ignore[arg-type]
+            model,
+            tokenizer=tokenizer or ByteTokenizer(),
             enable_router_replay=False,
             routed_experts_dtype="int16",
             use_fastokens=False,

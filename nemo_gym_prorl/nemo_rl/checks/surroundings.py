@@ -24,6 +24,7 @@ ANSWER_S = 5.0
 """How long a service may take to say that it is there."""
 
 _ROWS = "data.train.data_path"
+_PARSERS = "policy.generation.vllm_cfg.http_server_serving_chat_kwargs"
 
 
 def check(config: Mapping[str, Any], settings: ProrlSettings, gym: GymBlocks, root: Path) -> list[Finding]:
@@ -70,13 +71,16 @@ def rows(config: Mapping[str, Any], settings: ProrlSettings) -> Iterator[Finding
         yield Finding("grpo.max_num_epochs", "SingleController multiplies with it", "A number, e.g. 1000")
     prompts = count_at(config, "grpo.num_prompts_per_step")
     try:
-        count = _read_rows(Path(path))
+        count, with_tools = _read_rows(Path(path))
     except (OSError, ValueError) as error:
         yield Finding(_ROWS, str(error), "A file of rows, one JSON object in each line, as `prorl data` writes it")
         return
     if not count:
         yield Finding(_ROWS, f"{path} has no rows", "A file of rows, as `prorl data` writes it")
-    elif epochs is not None and steps is not None and count * epochs // prompts < steps:
+        return
+    if with_tools:
+        yield from parsers(config)
+    if epochs is not None and steps is not None and count * epochs // prompts < steps:
         least = -(-int(steps) * prompts // count)
         yield Finding(
             "grpo.max_num_epochs",
@@ -86,25 +90,43 @@ def rows(config: Mapping[str, Any], settings: ProrlSettings) -> Iterator[Finding
         )
 
 
-def _read_rows(path: Path) -> int:
-    """How many rows there are. Each line is looked at: NeMo RL takes each for a row, blank ones, too, and reads them
-    when its engines are up.
+def parsers(config: Mapping[str, Any]) -> Iterator[Finding]:
+    """Whether NeMo RL's server takes apart what a model with tools writes: by itself it hands it all out as text, and
+    each rollout would end with its first turn."""
+    said = block_at(config, _PARSERS)
+    if not isinstance(said.get("tool_parser"), str) or not said["tool_parser"]:
+        yield Finding(
+            f"{_PARSERS}.tool_parser",
+            "the rows offer tools, and NeMo RL's server would hand calls out as text: no tool would ever be called",
+            "vLLM's name for how the model writes calls, e.g. hermes for Qwen3",
+        )
+    if "reasoning_parser" not in said:
+        yield Finding(
+            f"{_PARSERS}.reasoning_parser",
+            "nobody says whether the model thinks: calls that it only considers would be carried out",
+            "vLLM's name for how it writes thoughts, e.g. qwen3, or null for a model that does not think",
+        )
+
+
+def _read_rows(path: Path) -> tuple[int, bool]:
+    """How many rows there are, and whether one has tools. Each line is looked at: NeMo RL takes each for a row, blank
+    ones, too, and reads them when its engines are up.
 
     Raises:
         OSError: it can't be read.
         ValueError: a line is no row.
     """
-    count = 0
+    count, with_tools = 0, False
     with path.open(encoding="utf-8") as lines:
         for count, line in enumerate(lines, 1):
             try:
-                _look_at(line)
+                with_tools = bool(_params_of(line).get("tools")) or with_tools
             except ValueError as error:
                 raise ValueError(f"line {count} of {path} {error}") from error
-    return count
+    return count, with_tools
 
 
-def _look_at(line: str) -> None:
+def _params_of(line: str) -> dict[str, Any]:
     if not line.strip():
         raise ValueError("is blank")
     try:
@@ -117,6 +139,7 @@ def _look_at(line: str) -> None:
     longest = params.get("max_output_tokens")
     if longest is not None and (type(longest) is not int or longest < 1):
         raise ValueError(f"has a max_output_tokens that is no number of tokens: {longest!r}")
+    return params
 
 
 def environments(gym: GymBlocks) -> Iterator[Finding]:

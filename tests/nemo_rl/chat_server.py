@@ -1,0 +1,54 @@
+# SPDX-License-Identifier: Apache-2.0
+"""NeMo RL's own chat server over a vLLM on the CPU: what its generation workers serve, less their GPUs.
+
+    python -m tests.nemo_rl.chat_server FOLDER_OF_MODEL PORT GENERATION_AS_JSON
+
+The worker's class makes the engine and the routes; its constructor, which wants devices and weights of a trainer, is
+left out. The last argument is the block ``policy.generation`` as NeMo RL hands it to its workers, so parsers are the
+recipe's. A route besides has the engine read weights from a folder, in place of a refit by NCCL.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from typing import Any
+
+import uvicorn
+from fastapi import FastAPI
+from nemo_rl.models.generation.vllm.vllm_worker_async import VllmAsyncGenerationWorkerImpl
+
+
+MODEL = "tiny"
+
+
+def application(folder: str, generation: dict[str, Any]) -> FastAPI:
+    """The worker's routes."""
+    worker = object.__new__(VllmAsyncGenerationWorkerImpl)
+    # It serves on all addresses by itself, and counts by threads; we want neither.
+    quiet = {"expose_http_server": False, "enable_vllm_metrics_logger": False}
+    worker.cfg = generation | {"vllm_cfg": generation["vllm_cfg"] | quiet}
+    worker._create_engine(
+        {
+            "model": folder,
+            "served_model_name": MODEL,
+            "dtype": "float32",
+            "enforce_eager": True,
+            "max_model_len": generation["vllm_cfg"]["max_model_len"],
+            "logprobs_mode": generation["vllm_cfg"].get("logprobs_mode", "processed_logprobs"),
+            "distributed_executor_backend": "uni",
+        }
+    )
+    app = FastAPI()
+    worker._setup_vllm_openai_api_server(app)
+
+    @app.post("/weights")
+    async def weights(folder: str) -> None:
+        await worker.llm.collective_rpc("reload_weights", kwargs={"weights_path": folder})
+        await worker.llm.reset_prefix_cache()
+
+    return app
+
+
+if __name__ == "__main__":
+    uvicorn.run(application(sys.argv[1], json.loads(sys.argv[3])), host="127.0.0.1", port=int(sys.argv[2]))

@@ -1,0 +1,57 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A tiny policy that counts with a tool, as a folder that vLLM and a trainer load: taught for a minute, and then what
+it writes is sampled. It calls ``add`` once or several times, with any number, and says so when it is done."""
+
+from __future__ import annotations
+
+import json
+import random
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from nemo_gym_prorl.policy.text.template import ChatTemplate
+
+
+SCRIPTS = Path(__file__).parents[2] / "scripts"
+TEMPLATE = (Path(__file__).parents[1] / "policy/templates/chatml.jinja").read_text()
+CONTEXT = 2048
+
+
+def question(number: int) -> str:
+    return f"Count to ten. Attempt {number}."
+
+
+def make(folder: Path, tool: dict[str, Any], steps: int = 400) -> None:
+    """Write and teach it."""
+    lessons = folder.with_suffix(".jsonl")
+    chat_tool = {"type": "function", "function": {key: value for key, value in tool.items() if key != "type"}}
+    lessons.write_text("\n".join(json.dumps(lesson) for lesson in _lessons(chat_tool)))
+    command = [sys.executable, SCRIPTS / "make_tiny_model.py", folder, "--lessons", lessons, "--steps", str(steps)]
+    subprocess.run(command, check=True, capture_output=True)
+    settings = folder / "tokenizer_config.json"
+    settings.write_text(json.dumps(json.loads(settings.read_text()) | {"chat_template": TEMPLATE}))
+
+
+def _lessons(tool: dict[str, Any], seed: int = 0, conversations: int = 600) -> Iterator[tuple[str, str]]:
+    """What somebody would say who can't count."""
+    rng, template = random.Random(seed), ChatTemplate(TEMPLATE)
+    for _ in range(conversations):
+        messages: list[dict[str, Any]] = [{"role": "user", "content": question(rng.randrange(100))}]
+        total = 0
+        while True:
+            prompt = template.render(messages, [tool], prompt=True)
+            if total and rng.random() < 0.6:
+                yield prompt, f"That makes {total}.<|im_end|>"
+                break
+            number = rng.randrange(1, 6)
+            total += number
+            arguments = json.dumps({"number": number})
+            yield prompt, f'\n<tool_call>\n{{"name": "add", "arguments": {arguments}}}\n</tool_call><|im_end|>'
+            function = {"name": "add", "arguments": arguments}
+            messages += [
+                {"role": "assistant", "content": "", "tool_calls": [{"id": "c", "function": function}]},
+                {"role": "tool", "tool_call_id": "c", "content": json.dumps({"sum": total})},
+            ]

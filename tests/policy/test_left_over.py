@@ -1,0 +1,166 @@
+# SPDX-License-Identifier: Apache-2.0
+"""An engine that was started without its tool parser is told from a policy that talks about calls."""
+
+from __future__ import annotations
+
+import json
+import random
+import subprocess
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from tokenizers import Tokenizer
+from tokenizers.models import WordLevel
+
+from nemo_gym_prorl.policy.config import PolicyConfig
+from nemo_gym_prorl.policy.engines.engine import Misconfigured
+from nemo_gym_prorl.policy.host import PolicyHost
+from nemo_gym_prorl.policy.text.left_over import left_over
+from nemo_gym_prorl.policy.text.parsers import FORMATS
+from nemo_gym_prorl.policy.turns import TurnRequest
+from tests.policy.engines import serving, vllm_python
+from tests.policy.families import TOOLS
+from tests.policy.test_engines import MODEL, says
+from tests.policy.test_parsers import BAD, GOOD
+
+
+CALL = GOOD["hermes"]
+NOT_LEFT = [
+    "42",
+    f"I could write {CALL} and then wait.",
+    f"This is how one looks:\n```xml\n{CALL}\n```",
+    f"This is how one looks:\n```\n{CALL}",
+    f"`{CALL.replace(chr(10), '')}`",
+    CALL.replace("look", "submit"),
+    CALL.replace('"what": "é"', '"what": '),
+    f"{CALL}\n<tool_call>\nlook again\n</tool_call>",
+    '<tool_call>{"name": "look"}</tool_call>',
+    '<tool_call>{"name": "look", "parameters": {"what": "é"}}</tool_call>',
+]
+
+
+@pytest.mark.parametrize("tool_format", GOOD)
+def test_a_call_at_the_end_is_left_over(tool_format: str) -> None:
+    assert left_over(GOOD[tool_format], tool_format, {"look"}) == "look"
+    assert left_over(GOOD[tool_format], tool_format, {"touch"}) is None
+    assert left_over(GOOD[tool_format], "plain", {"look"}) is None
+
+
+@pytest.mark.parametrize("before", ["Let me see.\n", "", "`ls` and ```sh\nls\n``` first. "])
+def test_what_is_said_before_a_call_is_no_excuse(before: str) -> None:
+    assert left_over(f"{before}{CALL}\n{CALL}\n", "hermes", {"look"}) == "look"
+
+
+@pytest.mark.parametrize("content", NOT_LEFT)
+def test_talk_about_calls_and_mistakes_are_the_policys(content: str) -> None:
+    assert left_over(content, "hermes", {"look"}) is None
+
+
+@pytest.mark.parametrize("tool_format", BAD)
+def test_malformed_calls_are_the_policys(tool_format: str) -> None:
+    for content, _ in BAD[tool_format]:
+        assert left_over(content, tool_format, {"look"}) is None
+
+
+@given(st.text(), st.sampled_from(sorted(FORMATS)))
+def test_any_text_has_an_answer(content: str, tool_format: str) -> None:
+    left_over(content, tool_format, {"look"})
+
+
+def engine(turns: list[dict[str, Any]]) -> Any:
+    """Takes turns apart itself, and says these."""
+    left = iter(turns)
+
+    def answer(body: dict[str, Any]) -> Any:
+        logged = {"content": [{"token": "token_id:3", "logprob": -0.5}]}
+        turn = next(left)
+        message = {"role": "assistant", "prompt_token_ids": [len(body["messages"])], **turn}
+        reason = turn.pop("finish", "tool_calls" if turn.get("tool_calls") else "stop")
+        return {"choices": [{"message": message, "logprobs": logged, "finish_reason": reason}]}
+
+    return says("/v1/chat/completions", answer)
+
+
+PARSED = {
+    "content": None,
+    "tool_calls": [{"id": "c", "type": "function", "function": {"name": "look", "arguments": '{"what": "é"}'}}],
+}
+LEFT = {"content": f"<think>where?</think>{CALL}"}
+
+
+@pytest.mark.parametrize("kind", ["nemo_rl", "vllm_chat"])
+async def test_an_engine_without_its_parser_is_an_error_of_the_deployment(kind: str) -> None:
+    async with serving(engine([LEFT])) as url:
+        host = PolicyHost(PolicyConfig(base_url=[url], model=MODEL, engine=kind))  # type: ignore[arg-type]
+        try:
+            with pytest.raises(Misconfigured, match=r"tool_parser: .*call of look.*chat_kwargs\.tool_parser"):
+                await (await host.service()).turn(TurnRequest("r", [{"role": "user", "content": "?"}], tools=TOOLS))
+        finally:
+            await host.aclose()
+
+
+@pytest.mark.parametrize(
+    ("turn", "request_fields"),
+    [
+        (LEFT, {}),
+        (LEFT, {"tools": TOOLS, "may_call": False}),
+        (LEFT | {"finish": "length"}, {"tools": TOOLS}),
+        ({"content": f"<think>{CALL}"}, {"tools": TOOLS}),
+        ({"content": "see", "reasoning_content": CALL}, {"tools": TOOLS}),
+    ],
+)
+async def test_where_nothing_was_to_be_parsed_nothing_is_left_over(
+    turn: dict[str, Any], request_fields: dict[str, Any]
+) -> None:
+    async with serving(engine([turn])) as url:
+        host = PolicyHost(PolicyConfig(base_url=[url], model=MODEL, engine="nemo_rl"))
+        try:
+            request = TurnRequest("r", [{"role": "user", "content": "?"}], **request_fields)
+            assert not (await (await host.service()).turn(request)).parsed.calls
+        finally:
+            await host.aclose()
+
+
+async def test_what_an_engine_with_a_parser_leaves_is_the_policys() -> None:
+    async with serving(engine([PARSED, LEFT])) as url:
+        host = PolicyHost(PolicyConfig(base_url=[url], model=MODEL, engine="nemo_rl"))
+        try:
+            service = await host.service()
+            question = [{"role": "user", "content": "?"}]
+            assert (await service.turn(TurnRequest("one", question, tools=TOOLS))).parsed.calls
+            assert not (await service.turn(TurnRequest("two", question, tools=TOOLS))).parsed.calls
+        finally:
+            await host.aclose()
+
+
+ORACLE = """
+import json, logging, sys
+from transformers import PreTrainedTokenizerFast
+from vllm.tool_parsers.hermes_tool_parser import Hermes2ProToolParser
+logging.disable()
+parser = Hermes2ProToolParser(PreTrainedTokenizerFast(tokenizer_file=sys.argv[1]))
+found = [parser.extract_tool_calls(text, None).tools_called for text in json.load(sys.stdin)]
+print("\\n" + json.dumps(found))
+"""
+
+
+@pytest.mark.engine
+def test_whatever_vllms_own_parser_leaves_is_no_error_of_the_deployment(tmp_path: Any) -> None:
+    """Else a policy would be sampled again for what it says."""
+    pieces = ["<tool_call>", "</tool_call>", '{"name": "look", ', '"arguments": ', '{"what": "é"}', "{}", "}", "NaN"]
+    pieces += ['"parameters": ', '"name": "look"', "```", "`", "\n", '"\x01"', "1e400", "'", "text", CALL, " "]
+    chance = random.Random(0)
+    texts = ["".join(chance.choices(pieces, k=chance.randrange(1, 12))) for _ in range(1_500)]
+    texts += [*NOT_LEFT, CALL]
+    file = tmp_path / "tokenizer.json"
+    Tokenizer(WordLevel({"?": 0, "<tool_call>": 1, "</tool_call>": 2}, unk_token="?")).save(str(file))
+    command = [str(vllm_python()), "-c", ORACLE, str(file)]
+    done = subprocess.run(command, input=json.dumps(texts), capture_output=True, text=True, check=False, cwd=tmp_path)
+    assert not done.returncode, done.stderr[-2000:]
+    parsed = json.loads(done.stdout.splitlines()[-1])
+    left = [left_over(text, "hermes", {"look"}) is not None for text in texts]
+    wrong = [text for text, theirs, ours in zip(texts, parsed, left, strict=True) if ours and not theirs]
+    assert not wrong
+    assert sum(left) > 20, "too few to tell"
