@@ -184,8 +184,9 @@ class Service:
                 return True
             except ApiError as error:
                 it.sent = before or error.problem.status >= 500
-                if error.problem.status in (410, *_ROWS_FAULT):
-                    origin = Origin.INFRASTRUCTURE if error.problem.status == 410 else Origin.CALLER
+                if error.problem.status in (409, 410, *_ROWS_FAULT):
+                    # An id that is another run's: an earlier life of this one, which other weights sampled.
+                    origin = Origin.CALLER if error.problem.status in _ROWS_FAULT else Origin.INFRASTRUCTURE
                     return self._settle(it, origin, error.problem.detail)
                 if not _is_passing(error):
                     raise

@@ -126,7 +126,7 @@ def group_of(rollouts: Sequence[TrainedRollout], shape: Shape) -> Group:
             why = f"{type(error).__name__}: {error}"
             LOG.warning("%s gets no loss: %s", rollout.id, why)
             turns = ()
-        length = sum(len(turn.sampled) for turn in turns)
+        length = sum(len(turn.observed) + len(turn.sampled) for turn in turns)
         members.append(Sampled(rollout.id, turns, shape(rollout.reward, length), rollout.version))
     prompts = [member.turns[0].observed for member in members if member.turns]
     if not prompts:
