@@ -27,8 +27,8 @@ import orjson
 
 from nemo_gym_prorl.dapo.contract import Batch, Decision, Submission
 from nemo_gym_prorl.dapo.outcome import Outcome, outcome_of, usage_of
-from nemo_gym_prorl.dapo.rollout_metrics import RolloutMetrics
 from nemo_gym_prorl.dapo.prompts import PromptStream
+from nemo_gym_prorl.dapo.rollout_metrics import RolloutMetrics
 from nemo_gym_prorl.dapo.sampler import DynamicSampler
 from nemo_gym_prorl.dapo.service import Service
 from nemo_gym_prorl.failures import CallerError, FailureKind, InfrastructureError, Origin

@@ -31,13 +31,16 @@ class SavingDataLoader:
     Args:
         loader: restored already, where a run is resumed.
         rollouts: those of the same controller.
-        rows: of the data set.
+        rows: of the data set, as they are there.
+        sampling: how they are sampled.
     """
 
-    def __init__(self, loader: Any, rollouts: ProrlRollouts, rows: Iterable[Mapping[str, Any]]) -> None:
+    def __init__(
+        self, loader: Any, rollouts: ProrlRollouts, rows: Iterable[Mapping[str, Any]], sampling: Mapping[str, Any]
+    ) -> None:
         self._loader = loader
         self._rollouts = rollouts
-        self._dataset = fingerprint(rows)
+        self._ours = {"dataset": fingerprint(rows), "sampling": dict(sampling)}
 
     def __iter__(self) -> Iterator[Any]:
         return iter(self._loader)
@@ -47,7 +50,7 @@ class SavingDataLoader:
 
     def state_dict(self) -> dict[str, Any]:
         """Called by the controller when a step is done and its weights are announced."""
-        return {**self._loader.state_dict(), _OURS: {"dataset": self._dataset, "runner": self._rollouts.state()}}
+        return {**self._loader.state_dict(), _OURS: {**self._ours, "runner": self._rollouts.state()}}
 
 
 class ForgetfulBuffer:
@@ -69,12 +72,17 @@ class ForgetfulBuffer:
         return {**await self._buffer.state_dict(saved_capacity=saved_capacity), "groups": []}
 
 
-def saved_state(checkpoint: str | None, rows: Iterable[Mapping[str, Any]]) -> dict[str, Any] | None:
+def saved_state(
+    checkpoint: str | None, rows: Iterable[Mapping[str, Any]], sampling: Mapping[str, Any]
+) -> dict[str, Any] | None:
     """The sampler's state in a checkpoint; ``None`` where there is none, or it is of another data set.
+
+    It is gone on from with another temperature, too: what was scored before is trained on as it was sampled.
 
     Args:
         checkpoint: its folder.
-        rows: of the data set of now.
+        rows: of the data set of now, as they are there.
+        sampling: how they are sampled now.
     """
     if checkpoint is None or not (file := Path(checkpoint, FILE)).is_file():
         return None
@@ -87,6 +95,14 @@ def saved_state(checkpoint: str | None, rows: Iterable[Mapping[str, Any]]) -> di
     if ours["dataset"] != fingerprint(rows):
         LOG.warning("%s is of another data set; the sampler begins anew", file)
         return None
+    if ours["sampling"] != dict(sampling):
+        LOG.warning(
+            "the sampler goes on from %s, whose rollouts were sampled with %s: those that have a reward are trained "
+            "on, all others are sampled with %s",
+            file,
+            ours["sampling"],
+            dict(sampling),
+        )
     state: dict[str, Any] = ours["runner"]
     return state
 

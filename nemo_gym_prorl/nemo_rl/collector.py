@@ -21,7 +21,7 @@ import contextlib
 import logging
 import threading
 from collections import deque
-from collections.abc import Mapping, Sequence
+from collections.abc import AsyncIterator, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, replace
 from typing import Any
@@ -34,6 +34,7 @@ from nemo_gym_prorl.dapo.sampler import DynamicSampler
 from nemo_gym_prorl.failures import CallerError
 from nemo_gym_prorl.nemo_rl.groups import Group, Shape, group_of, with_loss
 from nemo_gym_prorl.nemo_rl.services import Servers
+from nemo_gym_prorl.nemo_rl.validation import Validation, validated
 from nemo_gym_prorl.rollout.client import RolloutClient
 
 
@@ -57,6 +58,7 @@ class Plan:
         seed: of the order of prompts; ``None`` keeps that of the data set.
         skip_solved: leave out prompts that were solved so often.
         client: under which rollouts are submitted. They can be ended by it, if it is no other run's.
+        validation: of which weights, and on which rows.
         state: what :meth:`Collector.state` of an earlier run gave.
     """
 
@@ -67,6 +69,7 @@ class Plan:
     seed: int | None = 0
     skip_solved: int | None = None
     client: str = "nemo-rl"
+    validation: Validation | None = None
     state: Mapping[str, Any] | None = None
 
     def runner(self, version: int) -> Runner:
@@ -79,9 +82,21 @@ class Plan:
         curriculum = SkipSolved(self.skip_solved) if self.skip_solved else None
         first = version - (self.state["sampler"]["emitted"] if self.state else 0)
         sampler = DynamicSampler(replace(self.sampler, first_version=first), prompts, curriculum)
-        services = [RolloutClient(url, self.servers.key) for url in self.servers.services]
-        options = {"run": self.servers.run} if self.servers.run else None
-        return Runner(sampler, prompts, services, client=self.client, options=options, state=self.state)
+        return Runner(
+            sampler, prompts, self._services(), client=self.client, options=self._options(), state=self.state
+        )
+
+    async def validated(self, version: int) -> dict[str, float]:
+        """Metrics of the weights that the engines have; none, if they are not due."""
+        if self.validation is None or not self.validation.is_due(version):
+            return {}
+        return await validated(version, self.validation.rows, self._services(), self.client, self._options())
+
+    def _options(self) -> dict[str, Any]:
+        return {"run": self.servers.run} if self.servers.run else {}
+
+    def _services(self) -> list[RolloutClient]:
+        return [RolloutClient(url, self.servers.key) for url in self.servers.services]
 
 
 def metrics_of(runner: Runner) -> dict[str, float]:
@@ -147,6 +162,10 @@ class Collector:
         self._versions: asyncio.Queue[int] | None = None
         self._work: asyncio.Task[None] | None = None
         self._metrics: dict[str, float] = {}
+        self._validating: asyncio.Task[dict[str, float]] | None = None
+        self._validated = threading.Event()
+        self._validated.set()
+        self._found: dict[str, float] = {}
 
     def weights(self, version: int) -> None:
         """The engines sample from these weights now. The first call begins."""
@@ -191,8 +210,15 @@ class Collector:
             return self._states.get(version)
 
     def metrics(self) -> dict[str, float]:
-        """What became of rollouts until the last batch was complete, for a trainer's logger."""
-        return self._metrics
+        """What became of rollouts until the last batch was complete, for a trainer's logger; what a validation found,
+        once."""
+        with self._lock:
+            found, self._found = self._found, {}
+        return self._metrics | found
+
+    def finish_validation(self) -> None:
+        """Wait until the engines may have other weights: none are validated any more."""
+        self._validated.wait()
 
     # In the thread
 
@@ -218,7 +244,8 @@ class Collector:
         plan = self._plan
         announced = _Announced(plan.servers)
         await announced.weights(version, needed=True)
-        async with plan.runner(version) as runner, announced:
+        async with plan.runner(version) as runner, announced, self._validation():
+            self._validate(version)
             if plan.state:
                 runner.weights(version)
             while (batch := await runner.batch()) is not None:
@@ -231,8 +258,32 @@ class Collector:
                 self._hand_over()
                 version = await versions.get()
                 await announced.weights(version)
+                self._validate(version)
                 runner.weights(version)
         self._end(CallerError("there are no prompts left", field="data.train"))
+
+    def _validate(self, version: int) -> None:
+        self._validated.clear()
+        self._validating = asyncio.create_task(self._plan.validated(version))
+        self._validating.add_done_callback(self._has_validated)
+
+    def _has_validated(self, task: asyncio.Task[dict[str, float]]) -> None:
+        if not task.cancelled() and (error := task.exception()) is not None:
+            self._end(error)
+        elif not task.cancelled():
+            with self._lock:
+                self._found |= task.result()
+        self._validated.set()
+
+    @contextlib.asynccontextmanager
+    async def _validation(self) -> AsyncIterator[None]:
+        """No rollout of a validation outlives this."""
+        try:
+            yield
+        finally:
+            if self._validating is not None and not self._validating.done():
+                self._validating.cancel()
+                await asyncio.to_thread(self._plan.servers.end_all, self._plan.client)
 
     # Between the threads
 
@@ -252,6 +303,7 @@ class Collector:
         with self._lock:
             self._error = self._error or error
             takers, self._takers = self._takers, deque()
+        self._validated.set()
         for taker in takers:
             if taker.set_running_or_notify_cancel():
                 taker.set_exception(self._error)

@@ -104,7 +104,7 @@ def group_of(rollouts: Sequence[TrainedRollout], shape: Shape) -> Group:
             why = str(error)
             LOG.warning("%s gets no loss: %s", rollout.id, why)
             turns = ()
-        length = sum(len(turn.sampled) for turn in turns)
+        length = sum(len(turn.observed) + len(turn.sampled) for turn in turns)
         prompts += [turn.observed for turn in turns[:1]]
         trained = () if rollout.masked else turns
         members.append(Sampled(rollout.id, trained, shape(rollout.reward, length), rollout.version))

@@ -97,6 +97,11 @@ class ProrlRollouts:
         self.stats.committed += 1
         return RolloutOutcome.COMMITTED
 
+    def finish_validation(self) -> None:
+        """Wait until the engines may have other weights."""
+        if self._collector is not None:
+            self._collector.finish_validation()
+
     def state(self) -> dict[str, Any] | None:
         """For a checkpoint that is written after a refit: of when the batch before it was complete."""
         return self._collector.state(self._version - 1) if self._collector else None
@@ -108,7 +113,8 @@ class ProrlRollouts:
 
 
 class ClosingSynchronizer:
-    """NeMo RL's weight synchronizer, which the controller shuts down however it ends: so rollouts end with it.
+    """NeMo RL's weight synchronizer, which the controller shuts down however it ends: so rollouts end with it. New
+    weights wait until a validation of those before is over.
 
     Args:
         synchronizer: the trainer's own.
@@ -123,6 +129,11 @@ class ClosingSynchronizer:
         if name == "_synchronizer":  # while it is unpickled
             raise AttributeError(name)
         return getattr(self._synchronizer, name)
+
+    def sync_weights(self, **more: Any) -> Any:
+        """Called in a thread of its own."""
+        self._rollouts.finish_validation()
+        return self._synchronizer.sync_weights(**more)
 
     def shutdown(self) -> None:
         """Rollouts first: they sample from the engines that the rest belongs to."""

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from enum import StrEnum
-from typing import Any, Self
+from typing import Any, ClassVar, Self
 
 from pydantic import ConfigDict, Field, field_validator, model_validator
 
@@ -41,24 +41,27 @@ class _Block(KnownKeys):
 
 
 class Overlong(_Block):
-    """DAPO's overlong shaping: a response loses more and more inside the buffer, and ``penalty`` beyond it.
+    """DAPO's overlong shaping: a rollout loses more and more inside the buffer, and ``penalty`` beyond it.
 
-    A response's length is that of all that the policy said in all turns; what tools answered is not counted.
+    Its length is that of the whole sequence, prompt and tools' answers included: what the agent's
+    ``max_total_sequence_length`` and the engine's context count, by which a rollout is cut.
 
     Attributes:
-        max_response_length: tokens from which on the whole penalty is due.
+        max_sequence_length: tokens from which on the whole penalty is due.
         buffer_length: so many tokens before that it begins.
         penalty: what is taken off the reward at most.
     """
 
-    max_response_length: int = Field(ge=1)
+    renamed_keys: ClassVar = {"max_response_length": "max_sequence_length"}
+
+    max_sequence_length: int = Field(ge=1)
     buffer_length: int = Field(ge=1)
     penalty: float = Field(1.0, ge=0, allow_inf_nan=False)
 
     @model_validator(mode="after")
     def _buffer_inside(self) -> Self:
-        if self.buffer_length > self.max_response_length:
-            raise ValueError(f"buffer_length ({self.buffer_length}) is more than max_response_length")
+        if self.buffer_length > self.max_sequence_length:
+            raise ValueError(f"buffer_length ({self.buffer_length}) is more than max_sequence_length")
         return self
 
 
@@ -89,6 +92,8 @@ class ProrlSettings(_Block):
         models: URLs of the ``prorl_model`` servers that those use; the trainer's engines are registered there.
         key_env: name of the environment variable with the control token of those servers.
         max_staleness: weight versions between a rollout's first token and the step that trains on it. 0: on-policy.
+        mini_batches: optimizer steps of a batch, each of as many of its groups. From the second on the policy is not
+            that any more whose log-probabilities the loss compares with, and its clip acts.
         max_failures: tries of a member that may end without a score; one more drops its group.
         max_restarts: tries of a member that may become too old; one more drops its group.
         max_fruitless: so many groups in a row without variance end the training.
@@ -106,6 +111,7 @@ class ProrlSettings(_Block):
     models: tuple[str, ...] = ()
     key_env: str | None = None
     max_staleness: int = Field(1, ge=0)
+    mini_batches: int = Field(1, ge=1)
     max_failures: int = Field(3, ge=0)
     max_restarts: int = Field(3, ge=0)
     max_fruitless: int = Field(1000, ge=1)

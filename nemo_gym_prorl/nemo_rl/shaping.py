@@ -15,8 +15,7 @@ from nemo_gym_prorl.nemo_rl.settings import Overlong, ProrlSettings, RewardScali
 
 @dataclass(frozen=True, slots=True)
 class Shaping:
-    """Scaling, then what is taken off for length. Called with a reward and the number of tokens that the policy said
-    in all turns."""
+    """Scaling, then what is taken off for length. Called with a reward and the number of tokens of the sequence."""
 
     scaling: RewardScaling | None = None
     overlong: Overlong | None = None
@@ -41,5 +40,5 @@ def scaled(reward: float, scaling: RewardScaling) -> float:
 
 def overlong_penalty(length: int, overlong: Overlong) -> float:
     """What is taken off: nothing below the buffer, then more with each token, and the whole penalty behind it."""
-    into = length - (overlong.max_response_length - overlong.buffer_length)
+    into = length - (overlong.max_sequence_length - overlong.buffer_length)
     return overlong.penalty * min(max(into / overlong.buffer_length, 0.0), 1.0)

@@ -3,7 +3,8 @@
 
 NeMo RL builds everything that its controller needs as one value, whose fields may be replaced before the controller
 starts. The rollout manager is; the advantage estimator is told what a group is, the weight synchronizer gets a
-farewell, data loader and buffer get another state for checkpoints. Nothing is patched.
+farewell, the trainer several optimizer steps of a batch, data loader and buffer another state for checkpoints. Nothing
+is patched.
 
 With ``rollouts: service`` NeMo RL must not start Gym servers, so it is configured without Gym, and its data set names
 an environment that does nothing.
@@ -22,10 +23,12 @@ from typing import Any
 from nemo_gym_prorl.failures import CallerError, InfrastructureError, RolloutError
 from nemo_gym_prorl.nemo_rl.checkpoints import ForgetfulBuffer, SavingDataLoader, saved_state
 from nemo_gym_prorl.nemo_rl.collector import Plan
+from nemo_gym_prorl.nemo_rl.mini_batches import MiniBatches
 from nemo_gym_prorl.nemo_rl.rollouts import ClosingSynchronizer, GroupAdvantages, ProrlRollouts
 from nemo_gym_prorl.nemo_rl.services import Servers, already_running, started_by_gym, with_engines
 from nemo_gym_prorl.nemo_rl.settings import ProrlSettings, Rollouts, settings_of
 from nemo_gym_prorl.nemo_rl.shaping import Shaping
+from nemo_gym_prorl.nemo_rl.validation import Validation, sampled_row, validation_of
 
 
 LOG = logging.getLogger(__name__)
@@ -63,8 +66,10 @@ def run(config: Mapping[str, Any]) -> dict[str, Any]:
     configure_generation(master, tokenizer)
     # Also without Gym: services elsewhere call the engines over HTTP as well.
     setup_nemo_gym_config(master, tokenizer)
+    # Ours, which NeMo RL's setup would refuse.
+    master.grpo.val_period, master.grpo.val_at_start = 0, False
     arguments, timings = setup_single_controller(master, tokenizer)
-    return train(master, arguments, timings, settings)
+    return train(master, arguments, timings, settings, validation_of(config))
 
 
 def configure_generation(master: Any, tokenizer: Any) -> None:
@@ -90,7 +95,9 @@ def register_no_environment() -> None:
         register_env(ENVIRONMENT, _NO_ENVIRONMENT)
 
 
-def train(master: Any, arguments: Any, timings: Any, settings: ProrlSettings) -> dict[str, Any]:
+def train(
+    master: Any, arguments: Any, timings: Any, settings: ProrlSettings, validation: Validation | None = None
+) -> dict[str, Any]:
     """Put our rollouts in place, and have the controller train with them.
 
     Args:
@@ -98,11 +105,12 @@ def train(master: Any, arguments: Any, timings: Any, settings: ProrlSettings) ->
         arguments: what its controller is made of; changed here.
         timings: of the setup, for its logger.
         settings: the block ``prorl:``.
+        validation: beside it.
     """
     try:
         client = f"nemo-rl-{uuid.uuid4().hex[:8]}"
         servers = _servers(arguments, settings, client)
-        put_in_place(master, arguments, settings, servers, client)
+        put_in_place(master, arguments, settings, servers, client, validation)
         try:
             return _controlled(master, arguments, timings, servers)
         except BaseException as error:
@@ -159,7 +167,14 @@ def _shut_down(arguments: Any) -> None:
             LOG.warning("%s did not shut down: %s", type(what).__name__, error)
 
 
-def put_in_place(master: Any, arguments: Any, settings: ProrlSettings, servers: Servers, client: str) -> None:
+def put_in_place(
+    master: Any,
+    arguments: Any,
+    settings: ProrlSettings,
+    servers: Servers,
+    client: str,
+    validation: Validation | None = None,
+) -> None:
     """Replace what is ours among the controller's arguments.
 
     Raises:
@@ -172,7 +187,8 @@ def put_in_place(master: Any, arguments: Any, settings: ProrlSettings, servers: 
     grpo = master.grpo
     size = grpo.num_generations_per_prompt
     lines = [json.loads(line) for line in arguments.dataloader.dataset.dataset["extra_env_info"]]
-    rows = [sampled_row(line, master.policy["generation"]) for line in lines]
+    sampling = {name: master.policy["generation"][name] for name in ("temperature", "top_p", "max_new_tokens")}
+    rows = [sampled_row(line, sampling) for line in lines]
     plan = Plan(
         rows=rows,
         sampler=settings.sampler(grpo.num_prompts_per_step, size, master.async_rl.max_inflight_prompts * size, 0),
@@ -181,23 +197,16 @@ def put_in_place(master: Any, arguments: Any, settings: ProrlSettings, servers: 
         client=client,
         seed=grpo.seed if master.data["shuffle"] else None,
         skip_solved=settings.skip_solved,
-        state=saved_state(arguments.last_checkpoint_path, rows),
+        validation=validation,
+        state=saved_state(arguments.last_checkpoint_path, lines, sampling),
     )
     arguments.tq_buffer = ForgetfulBuffer(arguments.tq_buffer)
     arguments.rollout_manager = ProrlRollouts(plan, arguments.tq_buffer)
-    arguments.dataloader = SavingDataLoader(arguments.dataloader, arguments.rollout_manager, rows)
+    arguments.dataloader = SavingDataLoader(arguments.dataloader, arguments.rollout_manager, lines, sampling)
     arguments.advantage_estimator = GroupAdvantages(arguments.advantage_estimator, size)
+    if settings.mini_batches > 1:
+        arguments.trainer_handle = MiniBatches(arguments.trainer_handle, settings.mini_batches)
     arguments.weight_synchronizer = ClosingSynchronizer(arguments.weight_synchronizer, arguments.rollout_manager)
-
-
-def sampled_row(row: Mapping[str, Any], generation: Mapping[str, Any]) -> dict[str, Any]:
-    """A row of the data set with the sampling parameters that NeMo RL's engines insist on."""
-    params = dict(row["responses_create_params"])
-    longest = params.get("max_output_tokens")
-    own = generation["max_new_tokens"]
-    params["temperature"], params["top_p"] = generation["temperature"], generation["top_p"]
-    params["max_output_tokens"] = own if longest is None else min(longest, own)
-    return {**row, "responses_create_params": params}
 
 
 def _servers(arguments: Any, settings: ProrlSettings, run: str) -> Servers:

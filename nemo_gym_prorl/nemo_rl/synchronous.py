@@ -28,7 +28,8 @@ from nemo_gym_prorl.nemo_rl.groups import Group, Sampled, group_of, with_loss
 from nemo_gym_prorl.nemo_rl.services import started_by_gym
 from nemo_gym_prorl.nemo_rl.settings import ProrlSettings, settings_of
 from nemo_gym_prorl.nemo_rl.shaping import Shaping
-from nemo_gym_prorl.nemo_rl.single_controller import cause_of, configure_generation, sampled_row
+from nemo_gym_prorl.nemo_rl.single_controller import cause_of, configure_generation
+from nemo_gym_prorl.nemo_rl.validation import sampled_row
 
 
 LOG = logging.getLogger(__name__)
@@ -140,7 +141,9 @@ def run(config: Mapping[str, Any]) -> None:
     rows, validation = setup_response_data(tokenizer, master.data, env_configs=None)
     agent = agent_of(settings, read_gym(config).merged)
     rows.dataset = with_agent(rows.dataset, agent)
-    if validation is not None:
+    if validation is None:
+        master.grpo.val_period = 0
+    else:
         validation.dataset = with_agent(validation.dataset, agent)
         # What NeMo RL's own launcher does: Gym's rows are validated on as they are.
         master.grpo.max_val_samples = master.grpo.val_batch_size = len(validation)

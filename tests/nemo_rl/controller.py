@@ -10,6 +10,7 @@ import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from itertools import batched
 from pathlib import Path
 from typing import Any
 from urllib.request import Request, urlopen
@@ -38,6 +39,7 @@ from transformers import PreTrainedTokenizerFast
 
 from nemo_gym_prorl.nemo_rl.settings import settings_of
 from nemo_gym_prorl.nemo_rl.single_controller import train
+from nemo_gym_prorl.nemo_rl.validation import validation_of
 from tests.nemo_rl.conftest import ROOT
 from tests.nemo_rl.trainer import GENERATION
 
@@ -68,6 +70,7 @@ class Policy:
         self.steps = 0
         self.seen: list[dict[str, Any]] = []
         self.losses: list[float] = []
+        self.metrics: dict[str, list[float]] = {}
 
     def prepare_for_lp_inference(self, keep_train_buffers: bool = False) -> None:
         self.model.eval()
@@ -91,17 +94,21 @@ class Policy:
         packed = TensorDict({name: torch.nested.as_nested_tensor(rows, layout=torch.jagged)}, [len(rows)])
         self.data_plane.put_samples(meta.sample_ids, meta.partition_id, packed)
 
-    def begin_train_step(self, loss_fn: Any) -> None:
+    def begin_train_step(self, loss_fn: Any, gbs: int | None = None, mbs: int | None = None) -> None:
+        assert self.loss_fn is None, "a train step is already open"
         self.loss_fn = loss_fn
         self.optimizer.zero_grad()
-        self.seen, self.losses = [], []
+        self.seen, self.losses, self.metrics = [], [], {}
 
     def train_microbatches_from_meta(self, meta: Any) -> None:
         reference = ["reference_policy_logprobs"] if self.loss_fn.reference_policy_kl_penalty else []
         data = self._read(meta, FIELDS + reference)
         mask = data["token_mask"][:, 1:] * data["sample_mask"].unsqueeze(-1)
-        loss, _ = self.loss_fn(self._log_probs(data["input_ids"]), data, data["sample_mask"].sum(), mask.sum())
+        rows, tokens = data["sample_mask"].sum(), mask.sum()
+        loss, told = self.loss_fn(self._log_probs(data["input_ids"]), data, rows, tokens)
         loss.backward()
+        for name, value in {**told, "global_valid_seqs": rows.item(), "global_valid_toks": tokens.item()}.items():
+            self.metrics.setdefault(name, []).append(value)
         self.losses.append(loss.item())
         self.seen.append({"ids": meta.sample_ids, "tags": meta.tags, **data})
 
@@ -110,7 +117,8 @@ class Policy:
         self.optimizer.step()
         torch.save(self.seen, self.folder / f"step-{self.steps}.pt")
         self.steps += 1
-        return {"loss": sum(self.losses), "grad_norm": norm, "all_mb_metrics": {}}
+        self.loss_fn = None
+        return {"loss": sum(self.losses), "grad_norm": norm, "all_mb_metrics": self.metrics}
 
     def save_checkpoint(self, *, weights_path: str, **_: Any) -> None:
         Path(weights_path).parent.mkdir(parents=True, exist_ok=True)
@@ -277,8 +285,8 @@ def trained(
     master = MasterConfig(**config)
     setup_nemo_gym_config(master, None)
     arguments = arguments_of(master, folder, engines, environments, router)
-    result = train(master, arguments, SetupTimingMetrics(), settings_of(config))
-    return Trained(result, steps_in(folder))
+    result = train(master, arguments, SetupTimingMetrics(), settings_of(config), validation_of(config))
+    return Trained(result, steps_in(folder, settings_of(config).mini_batches))
 
 
 def logged(folder: Path) -> dict[str, list[float]]:
@@ -330,10 +338,11 @@ def arguments_of(
     )
 
 
-def steps_in(folder: Path) -> list[list[TrainedGroup]]:
-    """What the policy of a run was given, by step."""
-    steps = [torch.load(file, weights_only=False) for file in sorted(folder.glob("step-*.pt"))]
-    return [[group for chunk in step for group in _groups(chunk)] for step in steps]
+def steps_in(folder: Path, mini_batches: int = 1) -> list[list[TrainedGroup]]:
+    """What the policy of a run was given, by the controller's steps, of so many optimizer steps each."""
+    files = [folder / f"step-{number}.pt" for number in range(len([*folder.glob("step-*.pt")]))]
+    parts = [[group for chunk in torch.load(file, weights_only=False) for group in _groups(chunk)] for file in files]
+    return [[group for part in step for group in part] for step in batched(parts, mini_batches)]
 
 
 def _groups(chunk: dict[str, Any]) -> Iterator[TrainedGroup]:

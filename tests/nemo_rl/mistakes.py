@@ -58,7 +58,7 @@ MISTAKES = [
     # Our own block
     one("prorl.max_stalness", 1, "max_staleness"),
     one("prorl.runtime", "async", "single_controller"),
-    one("prorl.overlong.buffer_length", 10**6, "more than max_response_length", field="prorl.overlong"),
+    one("prorl.overlong.buffer_length", 10**6, "more than max_sequence_length", field="prorl.overlong"),
     # Keys that nobody reads
     one("grpo.num_prompt_per_step", 8, "nearest that there is: grpo.num_prompts_per_step"),
     one("grp", {"num_prompts_per_step": 8}, "nearest that there is: grpo"),
@@ -87,7 +87,8 @@ MISTAKES = [
     one("policy.megatron_cfg.tensor_model_parallel_size", 3, "can't be divided by"),
     one("policy.generation.colocated.resources.num_nodes", 4, "0 for training"),
     one("policy.generation.vllm_cfg.tensor_parallel_size", 3, "can't be divided by 3"),
-    one("policy.train_global_batch_size", 100, "can't be divided into", variant="synchronous"),
+    one("policy.train_global_batch_size", 64, "2 mini-batches", variant="synchronous"),
+    one("prorl.mini_batches", 3, "can't be divided into 3"),
     # Checkpoints
     one("checkpointing.save_period", 0, "divide by it"),
     one("checkpointing.metric_name", "val_reward", "train: or val:"),
@@ -99,6 +100,9 @@ MISTAKES = [
     one("loss_fn.ratio_clip_max", 0.1, "below ratio_clip_min"),
     one("loss_fn.token_level_loss", False, "all tokens"),
     one("loss_fn.force_on_policy_ratio", True, "not 1"),
+    one("prorl.mini_batches", 1, "the loss's ratio is 1"),
+    one("prorl.mini_batches", 1, "the loss's ratio is 1", variant="synchronous"),
+    one("loss_fn.disable_ppo_ratio", True, "no ratio to clip"),
     # Sampling
     one("policy.generation.temperature", 0.0, "the same"),
     one("policy.generation.top_p", 1.5, "no share"),
@@ -108,7 +112,8 @@ MISTAKES = [
     one("policy.router_replay", {"enabled": True}, "experts", field="policy.router_replay.enabled"),
     # Lengths
     one("policy.generation.vllm_cfg.max_model_len", 10**6, "the trainer takes"),
-    one("prorl.overlong.max_response_length", 10**6, "never reached"),
+    one("prorl.overlong.max_response_length", 3000, "is called max_sequence_length"),
+    one("prorl.overlong.max_sequence_length", 10**6, "never reached"),
     one(f"{AGENT}.max_total_sequence_length", REMOVED, "no bound"),
     one(f"{AGENT}.max_total_sequence_length", 10**6, "the trainer takes sequences"),
     # SingleController
@@ -117,12 +122,14 @@ MISTAKES = [
     one("policy.generation.colocated.enabled", True, "devices of their own"),
     one("policy.generation.backend", "sglang", "vLLM only"),
     one("grpo.async_grpo", {"enabled": True}, "refuses it"),
-    one("grpo.val_period", 10, "no validation"),
+    one("grpo.val_at_end", True, "its last step"),
+    one("grpo.val_period", 10, "no rows to validate on"),
     one("grpo.overlong_filtering", True, "ignores it"),
     one("async_rl.sampler.max_lookahead_versions", 7, "prorl.max_staleness is"),
     one("async_rl.max_inflight_prompts", 2, "engines idle"),
     one("async_rl.max_buffered_rollouts", 9, "steps that may be ahead"),
     one("async_rl.min_groups_for_streaming_train", 99, "more than a step has"),
+    one("async_rl.min_groups_for_streaming_train", 4, "a part of a step"),
     one("async_rl.rollout_failure.max_skipped_prompts", 0, "end the training"),
     one(DEADLINE, None, "that hangs"),
     one(DEADLINE, 600, "3 attempts of"),
@@ -189,6 +196,7 @@ def good(variant: str | None = None) -> dict[str, Any]:
                 "data_plane.enabled": False,
                 "grpo.async_grpo": {"enabled": False},
                 "policy.generation.colocated.enabled": True,
+                "policy.train_global_batch_size": 32,
             },
         )
     if variant == "service":
@@ -227,7 +235,7 @@ _SERVERS = [
 ]
 
 _GOOD: dict[str, Any] = {
-    "prorl": {"max_staleness": 1, "overlong": {"max_response_length": 3000, "buffer_length": 500}},
+    "prorl": {"max_staleness": 1, "mini_batches": 2, "overlong": {"max_sequence_length": 3000, "buffer_length": 500}},
     "grpo": {
         "num_prompts_per_step": 8,
         "num_generations_per_prompt": 8,

@@ -266,7 +266,7 @@ def test_a_key_that_is_not_set_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @given(reward=st.floats(-3, 3), length=st.integers(0, 5000))
 def test_shaping_of_rewards(reward: float, length: int) -> None:
-    block = {"overlong": {"max_response_length": 1000, "buffer_length": 200, "penalty": 0.5}, "reward_scaling": {}}
+    block = {"overlong": {"max_sequence_length": 1000, "buffer_length": 200, "penalty": 0.5}, "reward_scaling": {}}
     scaled = Shaping(ProrlSettings.model_validate(block).reward_scaling)(reward, length)
     shaped = Shaping.of(ProrlSettings.model_validate(block))(reward, length)
     assert -1 <= scaled <= 1
@@ -282,7 +282,7 @@ def test_shaping_of_rewards(reward: float, length: int) -> None:
     ("reward", "length", "trained"), [(1.0, 0, 1.0), (0.0, 0, -1.0), (0.5, 900, -0.25), (1.0, 2000, 0.5)]
 )
 def test_shaping_by_hand(reward: float, length: int, trained: float) -> None:
-    block = {"overlong": {"max_response_length": 1000, "buffer_length": 200, "penalty": 0.5}, "reward_scaling": {}}
+    block = {"overlong": {"max_sequence_length": 1000, "buffer_length": 200, "penalty": 0.5}, "reward_scaling": {}}
     assert Shaping.of(ProrlSettings.model_validate(block))(reward, length) == trained
 
 

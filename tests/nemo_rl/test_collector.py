@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import asyncio
+import copy
 import json
 import pickle
 import threading
@@ -18,6 +19,7 @@ from nemo_gym_prorl.nemo_rl.collector import Collector, Plan
 from nemo_gym_prorl.nemo_rl.groups import Group
 from nemo_gym_prorl.nemo_rl.services import Servers
 from nemo_gym_prorl.nemo_rl.shaping import Shaping
+from nemo_gym_prorl.nemo_rl.validation import Validation
 from tests.dapo.test_runner import Node, nodes, rows
 
 
@@ -109,11 +111,16 @@ async def test_who_gave_up_waiting_takes_no_group_along() -> None:
             await asyncio.to_thread(collector.close)
 
 
-async def test_a_new_run_goes_on_from_the_batch_that_was_trained_on_last() -> None:
-    """The old one had the next batch ready when the checkpoint was written; it is not trained on twice, nor lost."""
+@pytest.mark.parametrize("temperature", [None, 0.6])
+async def test_a_new_run_goes_on_from_the_batch_that_was_trained_on_last(temperature: float | None) -> None:
+    """The old one had the next batch ready when the checkpoint was written; it is not trained on twice, nor lost.
+    Rollouts that it had under way are sampled anew by rows of another temperature."""
     dataset = rows(40)
     for number, row in enumerate(dataset):
         row["number"] = number
+    changed = copy.deepcopy(dataset)
+    for row in changed if temperature else []:
+        row["responses_create_params"]["temperature"] = temperature
     config = SamplerConfig(2, 2, 8, max_staleness=1, in_order=True)
     async with nodes() as [node]:
         first = Collector(plan(node, dataset, config))
@@ -123,7 +130,7 @@ async def test_a_new_run_goes_on_from_the_batch_that_was_trained_on_last() -> No
         await taken(first, 2)  # in the buffer, not trained on
         state = first.state(0)
         await asyncio.to_thread(first.close)
-        second = Collector(plan(node, dataset, config, state=json.loads(json.dumps(state))))
+        second = Collector(plan(node, changed, config, state=json.loads(json.dumps(state))))
         try:
             for version in (1, 2):
                 second.weights(version)
@@ -133,6 +140,48 @@ async def test_a_new_run_goes_on_from_the_batch_that_was_trained_on_last() -> No
         finally:
             await asyncio.to_thread(second.close)
     assert seen == [0, 1, 2, 3, 4, 5]
+
+
+async def test_validation_is_told_once_and_is_not_trained_on() -> None:
+    """Weights that are due are validated beside the sampling, and others have to wait for it."""
+    held = [{**row, "rewards": [place % 2], "number": "held out"} for place, row in enumerate(rows(6))]
+    held[5] = {"responses_create_params": None}  # refused
+    validation = Validation([{**row, "late": [0], "late_s": 0.3} for row in held], period=2, at_start=False, last=4)
+    async with nodes() as [node]:
+        collector = Collector(plan(node, rows(40), SamplerConfig(2, 2, 8, max_staleness=1), validation=validation))
+        told = []
+        try:
+            for version in range(5):
+                await asyncio.to_thread(collector.finish_validation)
+                told.append(metrics := collector.metrics())
+                collector.weights(version)
+                groups = await taken(collector, 2)
+                assert all(group.row.get("number") is None for group in groups)
+        finally:
+            await asyncio.to_thread(collector.close)
+        assert not live(node)
+    of_weights = [{name: value for name, value in one.items() if name.startswith("validation/")} for one in told]
+    # Neither the first weights are due, nor the last.
+    assert [bool(one) for one in of_weights] == [False, False, False, True, False]
+    assert of_weights[3]["validation/weight_version"] == 2
+    assert of_weights[3]["validation/reward"] == pytest.approx(2 / 5)
+    assert (of_weights[3]["validation/rollouts"], of_weights[3]["validation/without_reward"]) == (6, 1)
+    assert "prorl/in_flight" in metrics
+
+
+async def test_no_rollout_of_a_validation_outlives_a_run() -> None:
+    long = [{**row, "late": [0, 1], "late_s": 3600.0} for row in rows(3)]
+    async with nodes() as [node]:
+        validation = Validation(long, period=1, at_start=True, last=10)
+        collector = Collector(plan(node, rows(40), SamplerConfig(2, 2, 4), validation=validation))
+        collector.weights(0)
+        assert len(await taken(collector, 2)) == 2
+        waiting = asyncio.ensure_future(asyncio.to_thread(collector.finish_validation))
+        await asyncio.sleep(0.2)
+        assert not waiting.done()
+        await asyncio.to_thread(collector.close)
+        await waiting
+        assert not live(node)
 
 
 async def test_a_service_that_hangs_holds_the_end_up_for_a_while_only(monkeypatch: pytest.MonkeyPatch) -> None:

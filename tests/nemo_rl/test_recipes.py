@@ -13,7 +13,11 @@ from typing import Any
 import pytest
 from omegaconf import OmegaConf
 
+from nemo_gym_prorl.dapo.runner import TrainedRollout
 from nemo_gym_prorl.nemo_rl.configuration import RECIPES, file_of, names_of
+from nemo_gym_prorl.nemo_rl.groups import group_of
+from nemo_gym_prorl.nemo_rl.settings import settings_of
+from nemo_gym_prorl.nemo_rl.shaping import Shaping
 from tests.nemo_rl.mistakes import MISTAKES, Mistake, changed
 
 
@@ -84,10 +88,11 @@ def test_the_papers_numbers(name: str, importable: Path, rows: Path) -> None:
         assert config["grpo"]["num_generations_per_prompt"] == 8
         prompts, batch = config["grpo"]["num_prompts_per_step"], config["policy"]["train_global_batch_size"]
         staleness = config["prorl"]["max_staleness"]
-        # 32 prompts in optimizer steps of 8; strictly on-policy there is one step of 32.
+        # 32 prompts in optimizer steps of 8. SingleController's batch is what it hands to the trainer at once.
+        assert config["prorl"]["mini_batches"] == 4
         assert (prompts, batch, staleness) == {
-            None: (8, 64, 3),
-            "service": (8, 64, 3),
+            None: (32, 256, 1),
+            "service": (32, 256, 1),
             "on-policy": (32, 256, 0),
             "synchronous": (32, 64, 0),
         }[variant]
@@ -100,6 +105,37 @@ def test_the_papers_numbers(name: str, importable: Path, rows: Path) -> None:
         assert (loss["token_level_loss"], loss["truncated_importance_sampling_type"]) == (True, "tis")
         assert (optimizer["lr"], optimizer["min_lr"]) == (1e-6, 1e-6)
         assert config["prorl"]["overlong"]["penalty"] == 1.0
+
+
+@needs_nemo_rl
+@pytest.mark.parametrize("name", NAMES)
+def test_a_rollout_that_is_cut_by_its_limit_has_the_whole_penalty(name: str, rows: Path) -> None:
+    """However little of the sequence the policy said, and the penalty begins where rollouts get to."""
+    for variant in (variant for variant in VARIANTS if variant != "service"):  # its limits are the service's
+        config = _read(name, variant, rows).resolved
+        settings, gym = settings_of(config), config["env"]["nemo_gym"]
+        assert settings.overlong is not None
+        agent = gym[f"prorl_{name.split('-')[1]}_agent"]["responses_api_agents"]["prorl_agent"]
+        limit, turns = agent["max_total_sequence_length"], agent["max_steps"]
+        # Tools write nine tenths.
+        said, observed = limit // turns // 10, limit // turns * 9 // 10
+        for length, lost in ((limit, 1.0), (limit - settings.overlong.buffer_length - 1, 0.0)):
+            output: list[dict[str, Any]] = []
+            seen: list[int] = [7] * (length - turns * (said + observed))
+            for _ in range(turns):
+                prompt, answer = [*seen, *[8] * observed], [9] * said
+                output.append(
+                    {
+                        "prompt_token_ids": prompt,
+                        "generation_token_ids": answer,
+                        "generation_log_probs": [-1.0] * said,
+                    }
+                )
+                seen = prompt + answer
+            assert len(seen) == length
+            rollout = TrainedRollout("a", {}, 1.0, 0, {"response": {"output": output}})
+            [member] = group_of([rollout], Shaping.of(settings)).members
+            assert member.reward == 1.0 - lost
 
 
 @needs_nemo_rl

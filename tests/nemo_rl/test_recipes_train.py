@@ -25,6 +25,7 @@ SMALLER = [
     "++grpo.num_prompts_per_step=2",
     "++grpo.num_generations_per_prompt=4",
     f"++grpo.max_num_steps={STEPS}",
+    "++prorl.mini_batches=2",
     "++async_rl.max_inflight_prompts=4",
     "++policy.max_total_sequence_length=65536",
     "++policy.generation.max_new_tokens=4096",
@@ -34,7 +35,7 @@ SMALLER = [
     "++logger.tensorboard_enabled=false",
     "++logger.monitor_gpus=false",
     # So that it bites: a rollout here has some 70 tokens.
-    "++prorl.overlong={max_response_length:90,buffer_length:60,penalty:0.5}",
+    "++prorl.overlong={max_sequence_length:90,buffer_length:60,penalty:0.5}",
 ]
 
 
@@ -58,7 +59,7 @@ def test_on_the_single_controller(trainer: "Trainer", engine_url: str, tmp_path:
     config = recipe(tmp_path, variant, "++prorl.agent=counting_agent")
     got = trained(config, tmp_path, [engine_url], {"nemo_gym": Lent(trainer.actor)})
     settings = settings_of(config)
-    assert settings.max_staleness == (0 if variant else 3)
+    assert settings.max_staleness == (0 if variant else 1)
     assert got.result["train_steps"] == STEPS
     for step, groups in enumerate(got.steps):
         assert len(groups) == 2
@@ -85,6 +86,35 @@ def test_without_its_parser_nothing_is_scored(trainer: "Trainer", engine_url: st
     ours = [job for job in jobs(servers["counting_agent"]) if job.id not in before]
     assert ours
     assert {job.reward for job in ours} == {None}
+
+
+def test_validation_on_the_single_controller(trainer: "Trainer", engine_url: str, tmp_path: Path) -> None:
+    """By NeMo RL's own settings; its log has what the environment gave, and no step has such a row."""
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    from tests.nemo_rl.controller import Lent, trained
+
+    held = tmp_path / "held.jsonl"
+    held.write_text("".join(json.dumps(counting(number, name=" Held out.")) + "\n" for number in (2, 4, 9)))
+    config = recipe(
+        tmp_path,
+        None,
+        "++prorl.agent=counting_agent",
+        f"++data.validation={{data_path:'{held}'}}",
+        "++grpo.val_period=1",
+        "++logger.tensorboard_enabled=true",
+        "++async_rl.stall_watchdog.interval_s=0.2",
+    )
+    got = trained(config, tmp_path, [engine_url], {"nemo_gym": Lent(trainer.actor)})
+    assert got.result["train_steps"] == STEPS
+    tokens = [tokens for groups in got.steps for group in groups for tokens in group.tokens]
+    assert tokens
+    assert not any(b"Held out." in sequence for sequence in tokens)
+    [events] = (tmp_path / "logs").rglob("events.out.tfevents.*")
+    told = EventAccumulator(str(events.parent)).Reload()
+    rewards = [event.value for event in told.Scalars("validation/reward")]
+    assert rewards == pytest.approx([0.5] * (STEPS - 1))
+    assert [event.value for event in told.Scalars("validation/weight_version")] == [1, 2]
 
 
 @pytest.mark.usefixtures("own_ray")
@@ -137,7 +167,7 @@ def test_on_the_synchronous_loop(
 def expected(group: "TrainedGroup", member: int, settings: ProrlSettings) -> float:
     """The reward to train on, of what was said."""
     sampled = group.sampled(member)
-    return Shaping.of(settings)(int(NUMBER.findall(sampled)[0]) / 10, len(sampled))
+    return Shaping.of(settings)(int(NUMBER.findall(sampled)[0]) / 10, len(group.tokens[member]))
 
 
 def check(group: "TrainedGroup", settings: ProrlSettings) -> None:

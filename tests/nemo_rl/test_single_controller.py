@@ -191,12 +191,13 @@ def test_no_sandbox_outlives_a_run(trainer: "Trainer", engine: "Engine", engine_
 def test_a_run_that_is_resumed_goes_on_with_the_next_prompts(
     trainer: "Trainer", engine_url: str, tmp_path: Path
 ) -> None:
-    """By NeMo RL's own checkpoints: what was trained on is not sampled again, what was ready is not lost."""
+    """By NeMo RL's own checkpoints: what was trained on is not sampled again, what was ready is not lost; also where
+    the temperature is another now."""
     from tests.nemo_rl.controller import Lent, configuration, trained
 
     rows = [counting(10, 0, name=f" Prompt {number}.") for number in range(20)]
 
-    def go_on(steps: int) -> list[list[str]]:
+    def go_on(steps: int, temperature: float, top_p: float) -> list[list[str]]:
         folder = tmp_path / str(steps)
         folder.mkdir()
         config = configuration(
@@ -205,6 +206,8 @@ def test_a_run_that_is_resumed_goes_on_with_the_next_prompts(
             prorl={"agent": "counting_agent", "in_order": True},
             async_rl__sampler={"name": "in_order", "max_lookahead_versions": 1},
             grpo__max_num_steps=steps,
+            policy__generation__temperature=temperature,
+            policy__generation__top_p=top_p,
             checkpointing__enabled=True,
             checkpointing__save_period=1,
             checkpointing__checkpoint_dir=str(tmp_path / "checkpoints"),
@@ -215,8 +218,8 @@ def test_a_run_that_is_resumed_goes_on_with_the_next_prompts(
             check(group)
         return [[re.findall(rb"Prompt (\d+)", group.tokens[0])[0].decode() for group in step] for step in got.steps]
 
-    assert go_on(2) == [["0", "1"], ["2", "3"]]
-    assert go_on(4) == [["4", "5"], ["6", "7"]]
+    assert go_on(2, 1.0, 1.0) == [["0", "1"], ["2", "3"]]
+    assert go_on(4, 0.6, 0.95) == [["4", "5"], ["6", "7"]]
 
 
 @pytest.mark.sandbox
@@ -288,6 +291,7 @@ def test_the_command_trains_by_a_recipe_that_ships(
         "grpo.max_num_steps": STEPS,
         "grpo.num_prompts_per_step": 2,
         "grpo.num_generations_per_prompt": 4,
+        "prorl.mini_batches": 2,
         "async_rl.max_inflight_prompts": 4,
         "checkpointing.enabled": False,
         "logger.log_dir": tmp_path / "logs",
@@ -307,9 +311,9 @@ def test_the_command_trains_by_a_recipe_that_ships(
         assert main([*arguments, *(f"++{name}={value}" for name, value in settings.items())]) == 0
     finally:
         swap_engines(servers["policy_model"], [engine_url])
-    steps = steps_in(tmp_path)
+    steps = steps_in(tmp_path, 2)
     assert len(steps) == STEPS
-    bound = 0 if variant == "on-policy" else 3
+    bound = 0 if variant == "on-policy" else 1
     for step, groups in enumerate(steps):
         assert len(groups) == 2
         for group in groups:

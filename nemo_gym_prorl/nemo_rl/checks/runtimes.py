@@ -19,6 +19,41 @@ def check(config: Mapping[str, Any], settings: ProrlSettings) -> Iterator[Findin
         yield from _synchronous(config, settings)
     else:
         yield from _single_controller(config, settings)
+    yield from _mini_batches(config, settings)
+    yield from _validation(config)
+
+
+def _validation(config: Mapping[str, Any]) -> Iterator[Finding]:
+    if number_at(config, "grpo.val_period") and at(config, "data.validation") is None:
+        yield Finding(
+            "grpo.val_period", "there are no rows to validate on", "Give data.validation.data_path", fatal=False
+        )
+
+
+def _mini_batches(config: Mapping[str, Any], settings: ProrlSettings) -> Iterator[Finding]:
+    """A clip that cannot act is one that somebody believes in."""
+    steps, forced = settings.mini_batches, bool(at(config, "loss_fn.force_on_policy_ratio"))
+    prompts = count_at(config, "grpo.num_prompts_per_step")
+    if prompts % steps:
+        yield Finding(
+            "prorl.mini_batches",
+            f"{prompts} groups of a step (grpo.num_prompts_per_step) can't be divided into {steps}",
+            "Choose a divisor",
+        )
+    if steps == 1 and not forced:
+        yield Finding(
+            "prorl.mini_batches",
+            "in the only optimizer step of a batch the loss's ratio is 1, so loss_fn.ratio_clip_max does nothing",
+            "2 or more, e.g. 4; or set loss_fn.force_on_policy_ratio to true, to train without a clip",
+        )
+    if steps > 1 and forced:
+        yield Finding(
+            "loss_fn.force_on_policy_ratio",
+            f"from the second of {steps} optimizer steps of a batch (prorl.mini_batches) the ratio is not 1",
+            "Set it to false",
+        )
+    if at(config, "loss_fn.disable_ppo_ratio"):
+        yield Finding("loss_fn.disable_ppo_ratio", "there is no ratio to clip then", "Set it to false")
 
 
 def _rollouts_per_step(config: Mapping[str, Any]) -> int | None:
@@ -42,8 +77,10 @@ def _single_controller(config: Mapping[str, Any], settings: ProrlSettings) -> It
         yield Finding(
             "grpo.async_grpo", "it is of another loop, and SingleController refuses it", "Set it to null; see async_rl"
         )
-    if number_at(config, "grpo.val_period"):
-        yield Finding("grpo.val_period", "SingleController has no validation yet", "Set it to 0")
+    if at(config, "grpo.val_at_end"):
+        yield Finding(
+            "grpo.val_at_end", "SingleController tells nobody of what comes after its last step", "Set it to false"
+        )
     if at(config, "grpo.overlong_filtering"):
         yield Finding("grpo.overlong_filtering", "SingleController ignores it", "Set it to false; see prorl.overlong")
     rollouts, batch = _rollouts_per_step(config), number_at(config, "policy.train_global_batch_size")
@@ -51,7 +88,7 @@ def _single_controller(config: Mapping[str, Any], settings: ProrlSettings) -> It
         yield Finding(
             "policy.train_global_batch_size",
             f"it is {batch}, but grpo.num_prompts_per_step times grpo.num_generations_per_prompt is {rollouts}; "
-            "SingleController makes one optimizer step of all",
+            "SingleController makes one step of all, and prorl.mini_batches divides it",
             f"Set it to {rollouts}, or change the others",
         )
     yield from _run_ahead(config, settings)
@@ -86,10 +123,11 @@ def _run_ahead(config: Mapping[str, Any], settings: ProrlSettings) -> Iterator[F
             f"At least {least}: grpo.num_prompts_per_step times (prorl.max_staleness + 1)",
         )
     streaming = number_at(config, "async_rl.min_groups_for_streaming_train")
-    if streaming is not None and streaming > prompts:
+    if streaming is not None and (streaming > prompts or (streaming < prompts and settings.mini_batches > 1)):
+        what = "more than a step has" if streaming > prompts else "a part of a step, whose mini-batches need all of it"
         yield Finding(
             "async_rl.min_groups_for_streaming_train",
-            f"{streaming} groups are more than a step has ({prompts})",
+            f"{streaming} groups are {what} ({prompts})",
             "Set it to ${grpo.num_prompts_per_step}",
         )
 
@@ -134,12 +172,12 @@ def _synchronous(config: Mapping[str, Any], settings: ProrlSettings) -> Iterator
     if settings.rollouts is Rollouts.SERVICE:
         yield Finding("prorl.rollouts", "service mode is SingleController's", "Set prorl.runtime to single_controller")
     rollouts, batch = _rollouts_per_step(config), number_at(config, "policy.train_global_batch_size")
-    if rollouts is not None and batch and rollouts % batch:
+    if rollouts is not None and batch and rollouts != batch * settings.mini_batches:
         yield Finding(
             "policy.train_global_batch_size",
-            f"{rollouts} rollouts of a step (grpo.num_prompts_per_step times grpo.num_generations_per_prompt) can't "
-            f"be divided into batches of {batch}",
-            "Choose a divisor",
+            f"{rollouts} rollouts of a step (grpo.num_prompts_per_step times grpo.num_generations_per_prompt) are not "
+            f"{settings.mini_batches} mini-batches (prorl.mini_batches) of {batch}",
+            "Set it to their quotient",
         )
 
 

@@ -8,7 +8,7 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 from nemo_gym_prorl.nemo_rl.checks.finding import MISSING, Finding, at, count_at, number_at
-from nemo_gym_prorl.nemo_rl.settings import ProrlSettings
+from nemo_gym_prorl.nemo_rl.settings import ProrlSettings, Runtime
 
 
 _COUNTS = (
@@ -32,7 +32,7 @@ def check(config: Mapping[str, Any], settings: ProrlSettings) -> Iterator[Findin
     yield from _loss(config, settings)
     yield from _sampling(config)
     yield from _lengths(config, settings)
-    yield from _devices(config)
+    yield from _devices(config, settings)
     yield from _checkpoints(config)
 
 
@@ -195,16 +195,16 @@ def _lengths(config: Mapping[str, Any], settings: ProrlSettings) -> Iterator[Fin
             f"the engine writes sequences of {engine} tokens, and the trainer takes {longest}",
             "Set it to ${policy.max_total_sequence_length}",
         )
-    if settings.overlong is not None and settings.overlong.max_response_length > longest:
+    if settings.overlong is not None and settings.overlong.max_sequence_length > longest:
         yield Finding(
-            "prorl.overlong.max_response_length",
-            f"{settings.overlong.max_response_length} tokens are never reached: a sequence, prompt and tools' answers "
-            f"included, has at most {longest} (policy.max_total_sequence_length)",
-            "Lower it",
+            "prorl.overlong.max_sequence_length",
+            f"{settings.overlong.max_sequence_length} tokens are never reached: a sequence has at most {longest} "
+            "(policy.max_total_sequence_length)",
+            "Set it to ${policy.max_total_sequence_length}",
         )
 
 
-def _devices(config: Mapping[str, Any]) -> Iterator[Finding]:
+def _devices(config: Mapping[str, Any], settings: ProrlSettings) -> Iterator[Finding]:
     nodes, per_node = number_at(config, "cluster.num_nodes"), number_at(config, "cluster.gpus_per_node")
     if nodes is None or per_node is None:
         return
@@ -245,12 +245,14 @@ def _devices(config: Mapping[str, Any]) -> Iterator[Finding]:
         )
         return
     batch = number_at(config, "policy.train_global_batch_size")
+    if batch is not None and settings.runtime is Runtime.SINGLE_CONTROLLER:
+        batch //= settings.mini_batches
     micro = count_at(config, "policy.train_micro_batch_size")
     if batch is not None and batch % (micro * (training // replica)):
         yield Finding(
             "policy.train_global_batch_size",
-            f"{batch} rollouts can't be divided by {micro} (train_micro_batch_size) times {training // replica} "
-            "replicas of the model",
+            f"{batch} rollouts of an optimizer step can't be divided by {micro} (train_micro_batch_size) times "
+            f"{training // replica} replicas of the model",
             "Change the batch, the parallel sizes or cluster.num_nodes",
         )
 

@@ -1,0 +1,316 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What NeMo RL makes of rows: its own payload, advantages and loss against arithmetic of ours, and whether the loss's
+clip does anything. Neither Ray nor servers: rows in, optimizer steps out."""
+
+import asyncio
+import copy
+import dataclasses
+import math
+import random
+from collections import defaultdict
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import pytest
+
+from nemo_gym_prorl.dapo.runner import TrainedRollout
+from nemo_gym_prorl.nemo_rl.groups import group_of, record_of
+from nemo_gym_prorl.nemo_rl.mini_batches import MiniBatches
+from nemo_gym_prorl.nemo_rl.rollouts import GroupAdvantages
+from nemo_gym_prorl.nemo_rl.settings import ProrlSettings, settings_of
+from nemo_gym_prorl.nemo_rl.shaping import Shaping
+from tests.nemo_rl.conftest import ROOT, _reason_to_skip
+
+
+if TYPE_CHECKING:
+    from tests.nemo_rl.controller import Policy
+
+pytestmark = [
+    pytest.mark.skipif(_reason_to_skip() is not None, reason="NRL_ROOT names no checkout that can be imported"),
+    pytest.mark.timeout(300),
+]
+
+GROUPS, SIZE = 16, 4
+SERVICES = ["++prorl.services=['http://127.0.0.1:1']", "++prorl.models=['http://127.0.0.1:2']"]
+
+
+@pytest.fixture(autouse=True)
+def importable(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(ROOT)
+
+
+@dataclasses.dataclass
+class Row:
+    """A rollout as its environment answers it, and what a test knows of it.
+
+    Attributes:
+        tokens: of the whole sequence.
+        sampled: for each, its log-probability if the policy chose it.
+    """
+
+    reward: float
+    tokens: list[int] = dataclasses.field(default_factory=list)
+    sampled: list[float | None] = dataclasses.field(default_factory=list)
+    output: list[dict[str, Any]] = dataclasses.field(default_factory=list)
+
+    def turn(self, observed: list[int], said: list[int], log_probs: list[float]) -> None:
+        prompt = [*self.tokens, *observed]
+        self.output.append(
+            {"prompt_token_ids": prompt, "generation_token_ids": said, "generation_log_probs": log_probs}
+        )
+        self.tokens = [*prompt, *said]
+        self.sampled += [None] * len(observed) + log_probs
+
+
+def rows_of(seed: int, groups: int, size: int, turns: int, longest: int) -> list[list[Row]]:
+    """Groups of conversations of several turns; two of them have the same prompt."""
+    draw = random.Random(seed)
+
+    def ids(least: int) -> list[int]:
+        return [draw.randrange(256) for _ in range(draw.randint(least, longest))]
+
+    made = []
+    for number in range(groups):
+        prompt = made[0][0].output[0]["prompt_token_ids"] if number == 1 else ids(3)
+        rewards = [draw.choice([0.0, 0.25, 1.0]) for _ in range(size - 2)] + [0.0, 1.0]
+        group = []
+        for reward in rewards:
+            row = Row(reward)
+            for turn in range(draw.randint(1, turns)):
+                said = ids(1)
+                # Thousandths of a power of two, so that single precision has them exactly.
+                row.turn(prompt if turn == 0 else ids(0), said, [-draw.randint(1, 6000) / 1024 for _ in said])
+            group.append(row)
+        made.append(group)
+    return made
+
+
+@dataclasses.dataclass
+class Trained:
+    """An optimizer step: the samples and weights that its loss was computed of, and the loss."""
+
+    samples: list[str]
+    weights: dict[str, Any]
+    loss: float
+
+
+def recorded(policy: "Policy") -> list[Trained]:
+    """What the stand-in for NeMo RL's trainer will have done, in double precision."""
+    done: list[Trained] = []
+    policy.model.double()
+    train = policy.train_microbatches_from_meta
+
+    def watched(meta: Any) -> None:
+        weights = copy.deepcopy(policy.model.state_dict())
+        train(meta)
+        done.append(Trained(list(meta.sample_ids), weights, policy.losses[-1]))
+
+    policy.train_microbatches_from_meta = watched  # type: ignore[method-assign]
+    return done
+
+
+def batch(rows: list[list[Row]], shape: Any, plane: Any) -> tuple[Any, list[str]]:
+    """Through our groups into NeMo RL's own buffer: the meta-data of a whole batch, and its samples in order."""
+    from nemo_rl.algorithms.async_utils.replay_buffer import TQReplayBuffer
+
+    from tests.nemo_rl.controller import FIELDS, PARTITION
+
+    columns = [*FIELDS, "reference_policy_logprobs", "prompt_ids_for_adv"]
+    plane.register_partition(PARTITION, columns, 1000, ["train"])
+    buffer = TQReplayBuffer(plane, PARTITION, pad_value_dict={"token_ids": 0, "input_ids": 0})
+
+    async def committed() -> list[Any]:
+        found = []
+        for number, group in enumerate(rows):
+            rollouts = [
+                TrainedRollout(f"g{number}:{member}:0", {}, row.reward, 0, {"response": {"output": row.output}})
+                for member, row in enumerate(group)
+            ]
+            record = record_of(group_of(rollouts, shape), number)
+            slot = buffer.reserve(weight_version=0, target_step=0)
+            found.append(await buffer.commit(slot, record, start_weight_version=0, end_weight_version=0))
+        return found
+
+    first, *others = asyncio.run(committed())
+    whole = first.concat(*others)
+    return whole, list(whole.sample_ids)
+
+
+def prepared(policy: Any, plane: Any, meta: Any, master: Any, size: int) -> Any:
+    """What NeMo RL's controller does to a batch before it trains, by its own code for advantages."""
+    from nemo_rl.algorithms.grpo import _create_advantage_estimator
+    from nemo_rl.algorithms.single_controller import SingleControllerActor
+    from nemo_rl.algorithms.single_controller_utils.config import AdvantageConfig
+
+    controller = object.__new__(SingleControllerActor.__ray_metadata__.modified_class)
+    controller.__dict__.update(
+        _dp_client=plane,
+        _master_config=master,
+        _advantage_cfg=AdvantageConfig(),
+        _advantage_estimator=GroupAdvantages(_create_advantage_estimator(master), size),
+        _policy_logprobs_required=True,
+        _reference_logprobs_required=True,
+        _step_log_dict=defaultdict(list),
+    )
+    policy.get_logprobs_from_meta(meta)
+    policy.get_reference_policy_logprobs_from_meta(meta)
+    meta, some = asyncio.run(controller._advantage_stage(meta))
+    assert some
+    return meta
+
+
+def stepped(trainer: Any, meta: Any, loss: Any) -> dict[str, Any]:
+    """A step as the controller takes it; gives its metrics."""
+    from nemo_rl.algorithms.single_controller_utils.utils import aggregate_step_metrics
+
+    trainer.begin_train_step(loss)
+    trainer.train_microbatches_from_meta(meta)
+    return aggregate_step_metrics(trainer.finish_train_step())
+
+
+def configured(variant: str | None = None) -> tuple[Any, ProrlSettings, dict[str, Any]]:
+    """What a recipe that ships says: NeMo RL's model of it, our block, and all of it."""
+    from nemo_gym_prorl.nemo_rl.configuration import read
+    from nemo_gym_prorl.nemo_rl.train import model_of
+
+    overrides = ["++data.train.data_path=rows.jsonl", *(SERVICES if variant == "service" else ())]
+    config = read("dapo-swe-qwen3-4b", [variant] if variant else [], overrides).resolved
+    return model_of(config)(**config), settings_of(config), config
+
+
+def test_rewards_advantages_and_loss_by_arithmetic_of_our_own(tmp_path: Path) -> None:
+    """64 rows of 16 groups in 4 optimizer steps, with the loss of a recipe, from the rows as servers answer them."""
+    import torch
+    from nemo_rl.algorithms.loss import ClippedPGLossFn
+    from nemo_rl.data_plane.adapters.noop import NoOpDataPlaneClient
+
+    from tests.nemo_rl.controller import PARTITION, Policy
+
+    torch.manual_seed(0)
+    master, settings, _ = configured()
+    shape = Shaping.of(settings.model_copy(update={"overlong": settings.overlong.model_copy(update=SHORT)}))
+    rows = rows_of(7, GROUPS, SIZE, turns=6, longest=200)
+    plane = NoOpDataPlaneClient()
+    policy = Policy(plane, tmp_path)
+    done = recorded(policy)
+    meta, samples = batch(rows, shape, plane)
+    meta = prepared(policy, plane, meta, master, SIZE)
+    metrics = stepped(MiniBatches(policy, settings.mini_batches), meta, ClippedPGLossFn(master.loss_fn))
+
+    flat = [row for group in rows for row in group]
+    rewards = [reward_of(row) for row in flat]
+    advantages = [a for first in range(0, len(flat), SIZE) for a in normalized(rewards[first : first + SIZE])]
+    got = plane.get_samples(samples, PARTITION, ["total_reward", "advantages", "input_ids", "token_mask"])
+    for place, row in enumerate(flat):
+        assert got["total_reward"][place].item() == pytest.approx(rewards[place], abs=1e-7)
+        assert got["input_ids"][place][: len(row.tokens)].tolist() == row.tokens
+        assert got["token_mask"][place][: len(row.tokens)].tolist() == [chosen is not None for chosen in row.sampled]
+        assert got["advantages"][place][: len(row.tokens)].tolist() == pytest.approx(
+            [advantages[place]] * len(row.tokens), abs=5e-7
+        )
+    assert min(rewards) < -1.5, "nothing was taken off for length"
+
+    part = len(flat) // settings.mini_batches
+    before = [log_probs(done[0].weights, row.tokens) for row in flat]
+    for number, one in enumerate(done):
+        places = range(number * part, (number + 1) * part)
+        assert one.samples == [samples[place] for place in places]
+        now = {place: log_probs(one.weights, flat[place].tokens) for place in places}
+        terms = [
+            term(current, proximal, sampled, advantages[place])
+            for place in places
+            for current, proximal, sampled in zip(now[place], before[place], flat[place].sampled[1:], strict=True)
+            if sampled is not None
+        ]
+        assert one.loss == pytest.approx(math.fsum(terms) / len(terms), abs=1e-7)
+    assert metrics["loss"] == pytest.approx(math.fsum(one.loss for one in done) / 4)
+    # The last part is trained on under other weights than those that its log-probabilities are of.
+    assert metrics["probs_ratio_min"] < 0.99
+    assert metrics["probs_ratio_max"] > 1.01
+    assert metrics["global_valid_toks"] == sum(chosen is not None for row in flat for chosen in row.sampled)
+    print(f"{len(flat)} rows, {sum(len(row.tokens) for row in flat)} tokens, losses {[one.loss for one in done]}")
+
+
+SHORT = {"max_sequence_length": 1200, "buffer_length": 600}
+
+
+def reward_of(row: Row) -> float:
+    """Of 0 to 1, -1 to 1; and 1 less the longer it is."""
+    return 2 * row.reward - 1 - min(max((len(row.tokens) - 600) / 600, 0), 1)
+
+
+def normalized(rewards: list[float]) -> list[float]:
+    mean = math.fsum(rewards) / len(rewards)
+    deviation = math.sqrt(math.fsum((reward - mean) ** 2 for reward in rewards) / (len(rewards) - 1))
+    return [(reward - mean) / (deviation + 1e-6) for reward in rewards]
+
+
+def log_probs(weights: Any, tokens: list[int]) -> list[float]:
+    """Of each token but the first, by the stand-in's two layers, in numpy."""
+    import numpy as np
+
+    embedding, layer, bias = (weights[name].numpy() for name in ("0.weight", "1.weight", "1.bias"))
+    logits = embedding[tokens[:-1]] @ layer.T + bias
+    logits -= logits.max(-1, keepdims=True)
+    found = logits[np.arange(len(tokens) - 1), tokens[1:]] - np.log(np.exp(logits).sum(-1))
+    return [float(value) for value in found]
+
+
+def term(current: float, proximal: float, sampled: float, advantage: float) -> float:
+    """As docs/recipes.md writes it: a token's share of the loss."""
+    ratio = math.exp(current - proximal)
+    clipped = min(max(ratio, 1 - 0.2), 1 + 0.28)
+    weight = min(math.exp(proximal - sampled), 2.0)
+    towards = proximal - current  # the reference is the policy as it was
+    divergence = math.exp(towards) - towards - 1
+    return -weight * min(ratio * advantage, clipped * advantage) + 1e-4 * divergence
+
+
+CLIPS: list[dict[str, float]] = [
+    {},  # as the recipe says
+    {"ratio_clip_min": 0.999999, "ratio_clip_max": 1e9},
+    {"ratio_clip_min": 1e-6, "ratio_clip_max": 1e-6},
+]
+
+
+@pytest.mark.parametrize("variant", [None, "on-policy", "service", "synchronous"])
+def test_the_clip_of_a_recipe_acts(tmp_path: Path, variant: str | None) -> None:
+    assert len(weights_after(tmp_path, variant)) == 3
+
+
+def test_in_a_single_optimizer_step_no_clip_acts(tmp_path: Path) -> None:
+    """Why a start with mini_batches: 1 is refused."""
+    assert len(weights_after(tmp_path, None, parts=1)) == 1
+
+
+def weights_after(folder: Path, variant: str | None, parts: int | None = None) -> set[float]:
+    """A number of the weights after a step with each clip, at a large rate: as many as there are different ones."""
+    import torch
+    from nemo_rl.algorithms.loss import ClippedPGLossFn
+    from nemo_rl.data_plane.adapters.noop import NoOpDataPlaneClient
+
+    from tests.nemo_rl import controller, synchronous
+
+    torch.manual_seed(0)
+    master, settings, config = configured(variant)
+    prompts, size = config["grpo"]["num_prompts_per_step"], config["grpo"]["num_generations_per_prompt"]
+    plane = NoOpDataPlaneClient()
+    sampled = controller.Policy(plane, folder)
+    meta, _ = batch(rows_of(11, prompts, size, turns=2, longest=6), Shaping.of(settings), plane)
+    meta = prepared(sampled, plane, meta, master, size)
+    found = set()
+    for clip in CLIPS:
+        loss = ClippedPGLossFn(master.loss_fn.model_copy(update=clip))
+        policy: Any
+        if variant == "synchronous":
+            policy = synchronous.Policy(config["policy"]["train_global_batch_size"])
+        else:
+            policy = controller.Policy(plane, folder)
+        policy.model.load_state_dict(sampled.model.state_dict())
+        policy.optimizer.param_groups[0]["lr"] = 0.1
+        if variant == "synchronous":
+            policy.train(sampled._read(meta, [*controller.FIELDS, "reference_policy_logprobs"]), loss)
+        else:
+            stepped(MiniBatches(policy, parts or settings.mini_batches), meta, loss)
+        found.add(float(sum(weights.detach().double().square().sum() for weights in policy.model.parameters())))
+    return found
