@@ -23,6 +23,7 @@ from nemo_gym_prorl.policy.pool.pool import BackendPool
 from nemo_gym_prorl.policy.pool.waits import Waits
 from nemo_gym_prorl.policy.service import PolicyService
 from nemo_gym_prorl.policy.text.parsers import FORMATS
+from nemo_gym_prorl.policy.text.rehearsal import CannotFollow, rehearse
 from nemo_gym_prorl.policy.text.renderer import Renderer
 
 
@@ -47,6 +48,7 @@ class PolicyHost:
         self._changed = asyncio.Event()
         self._started = False
         self._renderer: Renderer | None = None
+        self._cannot_follow: CannotFollow | None = None
         self._service: PolicyService | None = None
 
     @contextlib.asynccontextmanager
@@ -72,10 +74,25 @@ class PolicyHost:
             if wanted and config.tokenizer_folder is not None:
                 # It tokenises one text at a time: handing that to a pool of threads costs half as much again.
                 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
-                self._renderer = await asyncio.to_thread(Renderer.load, config.tokenizer_folder, config.chat_template)
+                self._renderer = await asyncio.to_thread(self._followed, config.tokenizer_folder)
             await self.backends.start()
             self._started = True
             self._look()
+
+    def _followed(self, folder: str) -> Renderer:
+        """Tokenizer and template, once it is known that they can be followed.
+
+        What an engine is that is asked for it may need neither; it is refused when it turns out to need them.
+        """
+        config = self.config
+        renderer = Renderer.load(folder, config.chat_template)
+        try:
+            rehearse(renderer, config.tool_call_parser, thoughts=config.thoughts)
+        except CannotFollow as error:
+            if config.engine != "auto":
+                raise
+            self._cannot_follow = error
+        return renderer
 
     async def aclose(self) -> None:
         """Stop background work and close connections."""
@@ -119,6 +136,9 @@ class PolicyHost:
             try:
                 async with asyncio.timeout(self.config.unreachable_s):
                     while self._service is None:
+                        engine = self.backends.engine
+                        if self._cannot_follow is not None and engine is not None and engine.takes_tokens:
+                            raise self._cannot_follow
                         if self.backends.trouble is not None:
                             raise Misconfigured(self.backends.trouble, field="policy.engine")
                         self._changed.clear()
@@ -131,6 +151,8 @@ class PolicyHost:
     def _look(self) -> None:
         """What the backends are may be known now."""
         engine, dispatcher, config = self.backends.engine, self.backends.dispatcher, self.config
+        if self._cannot_follow is not None and engine is not None and engine.takes_tokens:
+            engine = None
         if self._started and self._service is None and engine is not None and dispatcher is not None:
             self._service = PolicyService(
                 engine,

@@ -143,6 +143,10 @@ class PolicyService:
 
     async def _turn(self, rollout: _Rollout, request: TurnRequest) -> PolicyAnswer:
         request = self._understood(request)
+        if request.tools and self.renderer is not None and not self.renderer.shows_tools:
+            raise CallerError(
+                "the chat template shows tools to no policy: offer none, or give a template that does", field="tools"
+            )
         match = self._continued(rollout, request)
         point, new, ledger = match.point, match.new, rollout.history.ledger
         messages = (*(point.messages if point else ()), *new)
@@ -172,7 +176,7 @@ class PolicyService:
         if generation.finish is Finish.CONTEXT:
             empty: Message = {"role": "assistant", "content": ""}
             return PolicyAnswer(_new_id(), empty, Parsed(None, "", ()), None, Finish.CONTEXT, len(prompt))
-        parsed, text = self._parse(generation, request, rollout.recall)
+        parsed, text, began = self._parse(generation, request, rollout.recall, prompt)
         if not request.parallel:
             parsed = replace(parsed, calls=parsed.calls[:1])
         if generation.prompt_ids is not None:
@@ -188,7 +192,10 @@ class PolicyService:
         rollout.said = (turn, text) if text is not None else None
         message, cached = as_message(parsed), generation.cached_tokens or 0
         answer = PolicyAnswer(_new_id(), message, parsed, turn, generation.finish, turn.start, cached)
-        rollout.answers[answer.id] = rollout.history.record(point, new, answer.message, turn, request.tools)
+        # Some templates write a thought as they get it: the white space that its prompt held is part of it.
+        whole = {**message, "content": message["content"].replace("<think>", f"<think>{began}", 1)}
+        kept = whole if began and parsed.thought is not None else message
+        rollout.answers[answer.id] = rollout.history.record(point, new, kept, turn, request.tools)
         if not parsed.calls:
             # Most rollouts end like this. One that does not finds its backend again.
             self.dispatcher.apply(self.dispatcher.pool.finish(request.rollout))
@@ -345,6 +352,7 @@ class PolicyService:
                 request.tools,
                 sampled=turn.sampled,
                 finish=turn.finish,
+                behind=_last(turn.observed),
                 text=rollout.said[1] if rollout.said is not None and rollout.said[0] is turn else None,
                 before=rollout.prompts.get(_name(turn.parent, turn.observed)),
                 now=rollout.began,
@@ -402,10 +410,13 @@ class PolicyService:
                 field="tool_parser",
             )
 
-    def _parse(self, generation: Generation, request: TurnRequest, recall: Recall) -> tuple[Parsed, str | None]:
-        """A turn taken apart, and all that its tokens decode to, unless the engine took it apart."""
+    def _parse(
+        self, generation: Generation, request: TurnRequest, recall: Recall, prompt: Prompt
+    ) -> tuple[Parsed, str | None, str]:
+        """A turn taken apart, all that its tokens decode to unless the engine took it apart, and the white space with
+        which the prompt began its thought."""
         if generation.message is not None:
-            return parsed_by_engine(generation.message), None
+            return parsed_by_engine(generation.message), None, ""
         assert self.renderer is not None
         tokenizer = self.renderer.tokenizer
         if max(generation.ids, default=0) >= tokenizer.size:
@@ -414,15 +425,22 @@ class PolicyService:
                 field="tokenizer",
             )
         whole, text = self.renderer.said(
-            generation.ids, generation.finish, request.sampling.stop, variables=request.template_variables
+            generation.ids,
+            generation.finish,
+            request.sampling.stop,
+            variables=request.template_variables,
+            behind=_last(prompt.new),
         )
-        opened = self.thoughts and self.renderer.opens_thought(
-            request.tools, "<think>", variables=request.template_variables, recall=recall
-        )
+        opened = None
+        if self.thoughts:
+            opened = self.renderer.opens_thought(
+                request.tools, "<think>", variables=request.template_variables, recall=recall
+            )
         tool_format = self.tool_format if request.tools and request.tool_choice != "none" else "plain"
-        parsed = parse(text, tool_format, thoughts=self.thoughts, in_thought=opened)
+        parsed = parse(text, tool_format, thoughts=self.thoughts, in_thought=opened is not None)
         thought = parsed.thought and tokenizer.without_special(parsed.thought)
-        return Parsed(thought, tokenizer.without_special(parsed.content), parsed.calls), whole
+        parsed = Parsed(thought, tokenizer.without_special(parsed.content), parsed.calls)
+        return parsed, whole, opened or ""
 
 
 def _name(after: Turn | None, observed: Sequence[int]) -> tuple[Turn | None, int]:
@@ -434,6 +452,10 @@ def _begins(message: Message, lead: Message) -> bool:
     """Whether a message is the lead, perhaps with what else the system said."""
     (role, text), (wanted, beginning) = head_of(message), head_of(lead)
     return role == wanted and (text == beginning or text.startswith(f"{beginning}\n\n"))
+
+
+def _last(ids: Sequence[int]) -> int | None:
+    return ids[-1] if ids else None
 
 
 def _new_id() -> str:

@@ -96,6 +96,18 @@ OTHERS = st.lists(
 )
 
 
+def test_a_turn_with_nothing_to_see_is_gone_on_from_when_its_message_was_dropped() -> None:
+    history = History()
+    empty = sample(history, history.find([USER]), said("hm", ""), [1])
+    again = {"role": "user", "content": "go on"}
+    match = history.find([USER, again])
+    assert (match.point, match.new) == (empty, (again,))
+    follow = sample(history, match, said(None, "yes"), [2])
+    assert history.find([USER, again, said(None, "yes"), USER]).point is follow
+    assert history.find([USER]).point is None, "asked once more, it is sampled once more"
+    assert history.ledger.branches == 1
+
+
 @st.composite
 def manners(draw: st.DrawFn) -> dict[str, bool]:
     return {name: draw(st.booleans()) for name in ("carries", "thoughts", "tidies", "renames", "merges")}

@@ -31,7 +31,8 @@ from responses_api_models.prorl_model.app import _offered
 from tests.policy.engines import serving
 from tests.policy.families import TEMPLATES
 from tests.policy.test_engines import completion, says
-from tests.policy.transitions import tally, tokenizer_for
+from tests.policy.tokenizers import KINDS, tokenizer_of
+from tests.policy.transitions import ids_of, tally
 
 
 USER = {"role": "user", "content": "q"}
@@ -45,7 +46,7 @@ def source(name: str) -> str:
 
 def renderer(text: str, *stops: str) -> Renderer:
     template = ChatTemplate(text, bos_token="<s>", eos_token="</s>")
-    return Renderer(tokenizer_for(text, "<|im_end|>", "</s>", *stops), template)
+    return Renderer(tokenizer_of("bytes", text, "<|im_end|>", "</s>", *stops), template)
 
 
 @pytest.mark.parametrize(
@@ -69,6 +70,44 @@ def test_every_transition_of_a_template_that_rewrites_nothing(name: str, stops: 
     counted = tally(source(name), *stops)
     assert counted.wrong == counted.rewritten == counted.differences == 0
     assert counted.right >= 384
+
+
+@pytest.mark.parametrize("kind", [kind for kind in KINDS if kind != "bytes"])
+@pytest.mark.parametrize(
+    ("name", "stop"), [("chatml", "<|im_end|>"), ("numbered", "</s>"), ("brackets", "</s>"), ("worded", "\n### End")]
+)
+def test_what_follows_a_turn_is_encoded_as_what_continues_a_text(kind: str, name: str, stop: str) -> None:
+    """SentencePiece puts a space before the beginning of a text; what an observation spells is no beginning."""
+    counted = tally(source(name), stop, kind=kind, shapes=["ac"])
+    assert counted.wrong == counted.differences == 0
+    assert counted.right >= 64
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("strips", [False, True])
+def test_white_space_that_a_token_swallows_is_not_there_behind_a_sampled_one(kind: str, strips: bool) -> None:
+    text = source("appended")
+    tokenizer = tokenizer_of(kind, text, strips=strips)
+    chat = Renderer(tokenizer, ChatTemplate(text))
+    before = chat.template.render([USER], prompt=True)
+    after = chat.template.render([USER, SAID, AND], prompt=True).removeprefix(f"{before}a<|end|>")
+    prompt, sampled, right = ids_of(tokenizer, before, "a<|end|>", after)
+    got = chat.next([USER, SAID], [AND], sampled=sampled, finish=Finish.STOP, behind=prompt[-1])
+    assert got.ids == right
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@given(words=st.lists(st.sampled_from(["result", "query", " ", "é", "</s>", "\n", "日", "_"]), min_size=1, max_size=8))
+@settings(max_examples=40)
+def test_a_sampled_text_is_read_as_what_continues_its_prompt(kind: str, words: list[str]) -> None:
+    tokenizer, text = tokenizer_of(kind, "</s>[INST]"), "".join(words)
+    for before in ("[INST]", "[INST]x"):
+        behind = tokenizer.encode(before)[-1]
+        ids, _ = tokenizer.encode_observed(text, (), behind)
+        read = tokenizer.decode(ids, behind)
+        # These write no space of their own where a text begins with one.
+        same = text.removeprefix(" ") if kind == "always" and before == "[INST]" else text
+        assert read in (text, same) or (kind == "always" and read.split() == text.split())
 
 
 STOPS: dict[str, tuple[str, ...]] = {
@@ -188,7 +227,7 @@ def test_a_stop_string_is_no_part_of_the_answer() -> None:
 
 async def test_a_rollout_says_what_was_corrected_and_neutralised(tmp_path: Path) -> None:
     """And thoughts lose special tokens as contents do."""
-    tokenizer = tokenizer_for(SHOUTING, "<|user|>", "<|assistant|>", "<|end|>")
+    tokenizer = tokenizer_of("bytes", SHOUTING, "<|user|>", "<|assistant|>", "<|end|>")
     tokenizer._fast.save(str(tmp_path / "tokenizer.json"))
     (tmp_path / "chat_template.jinja").write_text(SHOUTING)
     texts = iter(["<think>hm<|user|>m</think> a<|end|>", " a<|end|>", "b<|end|>"])

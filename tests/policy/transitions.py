@@ -10,13 +10,9 @@ from __future__ import annotations
 
 import itertools
 import json
-import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
-
-from tokenizers import AddedToken, decoders, models, pre_tokenizers
-from tokenizers import Tokenizer as FastTokenizer
 
 from nemo_gym_prorl.failures import CallerError
 from nemo_gym_prorl.policy.generation import Finish
@@ -24,9 +20,8 @@ from nemo_gym_prorl.policy.text.renderer import Renderer
 from nemo_gym_prorl.policy.text.template import ChatTemplate
 from nemo_gym_prorl.policy.text.tokenizer import Tokenizer
 from tests.policy.families import TOOLS
+from tests.policy.tokenizers import tokenizer_of
 
-
-_SPECIAL = re.compile(r"<\|[^|<>\s]+\|>|<｜[^｜<>]+｜>|\[/?[A-Z_]{3,}\]|<(?:start|end)_of_turn>|</?s>")
 
 SHAPES = ["aa", "ac", "ca", "cc", "ta", "tc"]
 """Turns of a conversation before its last answer: an answer, a call, or two calls at once."""
@@ -42,6 +37,7 @@ class Transition:
         history: the conversation up to and including the turn.
         new: what others said after it.
         tools: what the turn was offered.
+        before: the turn's prompt as the template writes it.
         sampled: what the policy sampled.
         finish: why it ended.
         right: what the template writes after that; ``None`` where it rewrites history.
@@ -50,20 +46,10 @@ class Transition:
     history: Sequence[dict[str, Any]]
     new: Sequence[dict[str, Any]]
     tools: Sequence[dict[str, Any]]
+    before: str
     sampled: str
     finish: Finish
     right: str | None
-
-
-def tokenizer_for(*texts: str) -> Tokenizer:
-    """Bytes and all the special tokens that the texts seem to use."""
-    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
-    fast = FastTokenizer(models.BPE(vocab={letter: index for index, letter in enumerate(alphabet)}, merges=[]))
-    fast.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    fast.decoder = decoders.ByteLevel()
-    names = sorted({name for text in texts for name in _SPECIAL.findall(text)})
-    fast.add_special_tokens([AddedToken(name, special=True, normalized=False) for name in names])
-    return Tokenizer(fast)
 
 
 def conversations(shape: str, system: bool, questions: int, long: bool) -> Iterator[list[dict[str, Any]]]:
@@ -106,10 +92,10 @@ def conversations(shape: str, system: bool, questions: int, long: bool) -> Itera
     yield messages
 
 
-def transitions(template: ChatTemplate, stops: Sequence[str]) -> Iterator[Transition]:
+def transitions(template: ChatTemplate, stops: Sequence[str], shapes: Sequence[str] = SHAPES) -> Iterator[Transition]:
     """The last two turns of every conversation, where the template takes it: stopped by themselves and cut short,
     as the template writes them and a little otherwise (a space more)."""
-    for shape, setting, tools in itertools.product(SHAPES, SETTINGS, ((), TOOLS)):
+    for shape, setting, tools in itertools.product(shapes, SETTINGS, ((), TOOLS)):
         for messages in conversations(shape, *setting):
             turns = [index for index, message in enumerate(messages) if message["role"] == "assistant"]
             for index in turns[-2:]:
@@ -152,7 +138,7 @@ def _transition(
         sampled = written + (stop if finish is Finish.STOP else "")
     if not verbatim:
         sampled = sampled.replace(written, f" {written}")
-    return Transition(history, new, tools, sampled, finish, right)
+    return Transition(history, new, tools, before, sampled, finish, right)
 
 
 @dataclass
@@ -170,19 +156,29 @@ class Tally:
         return self.right + self.wrong
 
 
-def tally(source: str, *stops: str, **tokens: str) -> Tally:
+def ids_of(tokenizer: Tokenizer, *parts: str) -> list[list[int]]:
+    """The ids of each part of a text as they are in the whole text."""
+    texts = [""]
+    for part in parts:
+        texts.append(texts[-1] + part)
+    whole = [tokenizer.encode(text) for text in texts]
+    assert all(more[: len(less)] == less for less, more in itertools.pairwise(whole)), "a token lies across a seam"
+    return [more[len(less) :] for less, more in itertools.pairwise(whole)]
+
+
+def tally(source: str, *stops: str, kind: str = "bytes", shapes: Sequence[str] = SHAPES, **tokens: str) -> Tally:
     """How many transitions of a template are right, to the token; ``stops`` are what models of its kind stop at."""
-    tokenizer = tokenizer_for(source, *stops, *tokens.values())
+    tokenizer = tokenizer_of(kind, source, *stops, *tokens.values())
     renderer = Renderer(tokenizer, ChatTemplate(source, **tokens))
     counted = Tally()
-    for one in transitions(renderer.template, stops):
-        ids = tokenizer.encode(one.sampled)
-        got = renderer.next(one.history, one.new, one.tools, sampled=ids, finish=one.finish)
+    for one in transitions(renderer.template, stops, shapes):
+        prompt, ids, right = ids_of(tokenizer, one.before[-60:], one.sampled, one.right or "")
+        got = renderer.next(one.history, one.new, one.tools, sampled=ids, finish=one.finish, behind=prompt[-1])
         counted.differences += got.differs
         if one.right is None:
             counted.rewritten += 1
             counted.noticed += got.rewrites_history
-        elif got.ids == tokenizer.encode(one.right) and not got.rewrites_history:
+        elif got.ids == right and not got.rewrites_history:
             counted.right += 1
         else:
             counted.wrong += 1

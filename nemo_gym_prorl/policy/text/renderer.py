@@ -18,6 +18,7 @@ import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from datetime import datetime
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -34,7 +35,23 @@ from nemo_gym_prorl.policy.text.template import ChatTemplate
 from nemo_gym_prorl.policy.text.tokenizer import Tokenizer
 
 
-_TOKENIZER_FILES = ["tokenizer.json", "tokenizer_config.json", "chat_template.jinja", "special_tokens_map.json"]
+_NAMED = "additional_chat_templates"
+_TOKENIZER_FILES = [
+    *("tokenizer.json", "tokenizer_config.json", "chat_template.jinja", "special_tokens_map.json"),
+    f"{_NAMED}/*.jinja",
+]
+PROBE_NAME = "rehearse"
+PROBE: Tools = [
+    {
+        "type": "function",
+        "function": {
+            "name": PROBE_NAME,
+            "description": "Play it.",
+            "parameters": {"type": "object", "properties": {"part": {"type": "string"}}, "required": ["part"]},
+        },
+    }
+]
+"""A tool with which a template is tried out."""
 _OPENING = 1000
 """Characters at the end of a prompt among which the opening of a turn is."""
 
@@ -84,16 +101,27 @@ class Renderer:
             raise CallerError(f"no tokenizer.json in {folder}", field="tokenizer")
         config_file = folder / "tokenizer_config.json"
         config = json.loads(config_file.read_text()) if config_file.is_file() else {}
-        template_file = Path(chat_template) if chat_template else folder / "chat_template.jinja"
-        if template_file.is_file():
-            template = template_file.read_text()
-        elif chat_template:
-            raise CallerError(f"no file {chat_template}", field="chat_template")
+        if chat_template is None:
+            templates = _templates(folder, config.get("chat_template"))
+        elif Path(chat_template).is_file():
+            templates = {"default": Path(chat_template).read_text()}
         else:
-            template = _default_template(config.get("chat_template"))
+            raise CallerError(f"no file {chat_template}", field="chat_template")
+        if "default" not in templates:
+            named = f": it has only {', '.join(templates)}" if templates else ""
+            raise CallerError(f"the tokenizer has no chat template{named}; give one", field="chat_template")
         tokens = {name: _token_text(config.get(name)) for name in ("bos_token", "eos_token")}
         fast = FastTokenizer.from_file(str(folder / "tokenizer.json"))
-        return cls(Tokenizer(fast), ChatTemplate(template, **tokens))
+        template = ChatTemplate(templates["default"], templates.get("tool_use"), **tokens)
+        return cls(Tokenizer(fast), template)
+
+    @cached_property
+    def shows_tools(self) -> bool:
+        """Whether a prompt says which tools there are; a template that refuses the question says so itself."""
+        try:
+            return PROBE_NAME in self.template.render([{"role": "user", "content": "u"}], PROBE, prompt=True)
+        except CallerError:
+            return True
 
     def first(
         self,
@@ -119,6 +147,7 @@ class Renderer:
         *,
         sampled: Sequence[int],
         finish: Finish,
+        behind: int | None = None,
         text: str | None = None,
         before: Written | None = None,
         now: datetime | None = None,
@@ -133,7 +162,8 @@ class Renderer:
             tools: the tools as given to :meth:`first`.
             sampled: the ids of that turn.
             finish: why sampling ended.
-            text: what they decode to, where that is known.
+            behind: the last id of its prompt.
+            text: what the ids decode to, where that is known.
             before: what was written up to that turn; without it the prompt is rendered again.
             now: the time as given to :meth:`first`.
             variables: the variables as given to :meth:`first`.
@@ -146,11 +176,12 @@ class Renderer:
         spelled = self._spelled(coming, answered=True)
         plain = not any(is_malformed(call["function"]) for call in history[-1].get("tool_calls") or ())
         end = self.tokenizer.special.get(sampled[-1], "") if sampled else ""
-        text = text if text is not None else self.tokenizer.decode(sampled)
+        text = text if text is not None else self.tokenizer.decode(sampled, behind)
         said = Said(text, end, finish is Finish.STOP, plain)
         write = self.template.writer(tools, now, variables, recall)
         seam = find_seam(write, past, spelled.messages, said, self.tokenizer.special_pattern, before)
-        ids, neutralised = self.tokenizer.encode_observed(*spelled.reveal(seam.text))
+        last = sampled[-1] if sampled else behind
+        ids, neutralised = self.tokenizer.encode_observed(*spelled.reveal(seam.text), last)
         written = Written.of(spelled.reveal(seam.full)[0], (*history, *new), past + coming)
         return Continuation(ids, written, seam.rewrites, seam.differs, neutralised)
 
@@ -160,14 +191,15 @@ class Renderer:
         finish: Finish,
         stop: Sequence[str] = (),
         variables: Mapping[str, Any] | None = None,
+        behind: int | None = None,
     ) -> tuple[str, str]:
         """The text of a sampled turn: all of it, and without what ended it: a token, a stop string, the template's
-        own end."""
-        text = self.tokenizer.decode(sampled)
+        own end. ``behind`` is the last id of its prompt."""
+        text = self.tokenizer.decode(sampled, behind)
         if finish is not Finish.STOP:
             return text, text
         if sampled and sampled[-1] in self.tokenizer.special:
-            return text, self.tokenizer.without_end(sampled, text)
+            return text, self.tokenizer.without_end(sampled, text, behind)
         cut = min((at for one in stop if one and (at := text.find(one)) >= 0), default=len(text))
         end = end_of_turn(self.template.writer(variables=variables), self.tokenizer.special_pattern)
         shared = overlap(text, end)
@@ -178,8 +210,8 @@ class Renderer:
 
     def opens_thought(
         self, tools: Tools, marker: str, variables: Mapping[str, Any] | None = None, recall: Recall | None = None
-    ) -> bool:
-        """Whether the opening of an assistant turn already holds the marker that starts a thought.
+    ) -> str | None:
+        """What the opening of an assistant turn writes behind the marker that starts a thought, if it has that.
 
         Args:
             tools: the tools of the turn.
@@ -192,7 +224,8 @@ class Renderer:
             asked: list[Message] = [{"role": "user", "content": "u"}]
             opening = self.template.render(asked, tools, prompt=True, variables=variables)[-_OPENING:]
             recall.opens(tools, variables, opening)
-        return opening.rstrip().endswith(marker)
+        _, found, behind = opening.rpartition(marker)
+        return behind if found and not behind.strip() else None
 
 
 def _plain(history: Sequence[Message], before: Written | None) -> tuple[Message, ...]:
@@ -203,13 +236,14 @@ def _plain(history: Sequence[Message], before: Written | None) -> tuple[Message,
     return (*before.plain[: len(history)], *map(for_template, history[len(known) :]))
 
 
-def _default_template(templates: object) -> str:
-    """The template of a tokenizer config, which may hold one or a list of named ones."""
-    if isinstance(templates, list):
-        named = {entry["name"]: entry["template"] for entry in templates}
-        templates = named.get("tool_use", named.get("default"))
-    if not isinstance(templates, str):
-        raise CallerError("the tokenizer has no chat template: give one", field="chat_template")
+def _templates(folder: Path, config: object) -> dict[str, str]:
+    """A tokenizer's templates by their names: files, and what its config holds, one or a list of named ones."""
+    templates = {"default": config} if isinstance(config, str) else {}
+    if isinstance(config, list):
+        templates = {entry["name"]: entry["template"] for entry in config}
+    templates |= {file.stem: file.read_text() for file in sorted((folder / _NAMED).glob("*.jinja"))}
+    if (file := folder / "chat_template.jinja").is_file():
+        templates["default"] = file.read_text()
     return templates
 
 

@@ -110,26 +110,23 @@ def find_seam(
             return Seam(full[start + len(said.text) :], full)
         if said.body.strip() and full.startswith(said.body, start):
             tail = full[start + len(said.body) :]
-            ending = _shared(_after(render(history, False), full[: start + len(said.body)]), tail, special)
-            ending = ending or _end_before_others(render, history, new, full, tail, said, special)
-            return Seam(_unsaid(tail, ending, said, special), full)
-    tail, ending, rewrites = _by_stand_ins(render, history, new, full[:start], full, said, special)
-    rewrites = rewrites or not kept
-    right = tail if rewrites else _corrected(tail, full, start, history[-1], said, special)
+            ending = _ending(render, history, new, full, tail, special) if said.stopped else ""
+            return Seam(_unsaid(tail, ending, new, said, special), full)
+    tail, ending = _by_stand_ins(render, history, new, full, said, special)
+    rewrites = not kept or _drops(full[start:] if kept else full, history[-1])
+    right = tail if not kept else _corrected(tail, full, start, history[-1], said, special)
     ending = right.removesuffix(tail) + ending if right.endswith(tail) else ""
-    if not rewrites:
-        ending = ending or _end_before_others(render, history, new, full, right, said, special)
-    return Seam(_unsaid(right, ending, said, special), full, rewrites, right != tail)
+    return Seam(_unsaid(right, ending, new, said, special), full, rewrites, right != tail)
 
 
 def end_of_turn(render: Render, special: re.Pattern[str]) -> str:
     """What the template writes at the end of an assistant turn, whatever follows it."""
     asked, said = {"role": "user", "content": "u"}, {"role": "assistant", "content": "Sentinel"}
     try:
-        alone, followed = render([asked, said], False), render([asked, said, asked], True)
+        full = render([asked, said, asked], True)
     except CallerError:
         return ""
-    return _shared(alone.rpartition("Sentinel")[2], followed.rpartition("Sentinel")[2], special)
+    return _ending(render, [asked, said], [asked], full, full.rpartition("Sentinel")[2], special)
 
 
 def overlap(text: str, following: str) -> int:
@@ -139,15 +136,9 @@ def overlap(text: str, following: str) -> int:
 
 
 def _by_stand_ins(
-    render: Render,
-    history: Conversation,
-    new: Conversation,
-    before: str,
-    full: str,
-    said: Said,
-    special: re.Pattern[str],
-) -> tuple[str, str, bool]:
-    """What follows the turn, the end of turn in that, and whether a thought of the turn is dropped."""
+    render: Render, history: Conversation, new: Conversation, full: str, said: Said, special: re.Pattern[str]
+) -> tuple[str, str]:
+    """What follows the turn, and the end of turn in that."""
     word = "Sentinel"
     while word in full:
         word += "Z"
@@ -158,19 +149,48 @@ def _by_stand_ins(
     if calls:
         stub["tool_calls"] = [call | {"function": call["function"] | {"arguments": {"a": word}}} for call in calls]
     joined = render([*history[:-1], stub, *new], True)
-    head, found, tail = joined.rpartition(word)
-    if not found:
+    tail = joined.rpartition(word)[2]
+    if word not in joined:
         raise CallerError("the chat template drops the assistant message that was just sampled", field="messages")
-    written = _after(head, before) or head
-    dropped = any(thought.strip() not in written for thought in _THOUGHT.findall(content))
-    ending = _shared(render([*history[:-1], stub], False).rpartition(word)[2], tail, special)
+    if said.stopped and said.end and _end_at(tail, new, said.end) >= 0:
+        return tail, ""
+    ending = _ending(render, [*history[:-1], stub], new, joined, tail, special)
     if calls:
-        if said.stopped and said.end and said.end in ending:
-            closing = ending.rpartition(said.end)[0]
-        else:
-            closing = _closing(render, [*history[:-1], plain], new, word, tail, ending, special)
+        closing = _closing(render, [*history[:-1], plain], new, word, tail, ending, special)
         tail, ending = tail[len(closing) :], ending.removeprefix(closing)
-    return tail, ending, dropped
+    return tail, ending
+
+
+def _drops(written: str, message: Mapping[str, Any]) -> bool:
+    """Whether a thought of the message, or what it says besides calls, is nowhere in what was written of it."""
+    content, squeezed = str(message.get("content") or ""), "".join(written.split())
+    said = [*_THOUGHT.findall(content), _THOUGHT.sub("", content)]
+    return any("".join(part.split()) not in squeezed for part in said)
+
+
+def _ending(
+    render: Render, history: Conversation, new: Conversation, full: str, tail: str, special: re.Pattern[str]
+) -> str:
+    """The end of a turn: what stands there whoever speaks next, without the header that all speakers share.
+
+    Nobody may be next, too; some templates write another end then, or none.
+    """
+    before = full[: len(full) - len(tail)]
+    opening = _after(full, render([*history, *new], False))
+    found = []
+    for role in ("", "assistant", "user", "tool"):
+        if role == new[0]["role"]:
+            continue
+        other: Conversation = [{"role": role, "tool_call_id": "sentinel0", "content": "o"}] if role else []
+        try:
+            followed = _after(render([*history, *other], False), before)
+        except CallerError:
+            continue
+        shared = _shared(followed, tail, special)
+        header = next((at for at in range(len(shared)) if opening and opening.startswith(shared[at:])), None)
+        if shared[:header].strip():
+            found.append(shared[:header])
+    return min(found, key=len, default="")
 
 
 def _closing(
@@ -183,15 +203,15 @@ def _closing(
     special: re.Pattern[str],
 ) -> str:
     """What closes a call: all that is written before what follows a turn without calls, or before its end."""
+    end = end_of_turn(render, special)
+    if end and end in ending:
+        return ending.rpartition(end)[0]
     try:
         uncalled = render([*history, *new], True).rpartition(word)[2]
     except CallerError:
         uncalled = ""  # No result without a call, says this template.
     if uncalled and tail.endswith(uncalled):
         return tail.removesuffix(uncalled)
-    end = end_of_turn(render, special)
-    if end and end in ending:
-        return ending.rpartition(end)[0]
     ends = list(special.finditer(ending))
     return ending[: ends[-1].start()] if ends else ending
 
@@ -212,42 +232,25 @@ def _corrected(
     return full[start + len(turn) :]
 
 
-def _unsaid(tail: str, ending: str, said: Said, special: re.Pattern[str]) -> str:
+def _unsaid(tail: str, ending: str, new: Conversation, said: Said, special: re.Pattern[str]) -> str:
     """What follows the turn, without the part of it that the policy sampled already."""
     if said.end:
-        at = 0 if tail.startswith(said.end) else ending.find(said.end)
+        at = _end_at(tail, new, said.end)
+        if at < 0:
+            at = ending.find(said.end)
         if at >= 0:
             return tail[at + len(said.end) :]
         # The turn has its end, only another one than the template would write.
         ends = list(special.finditer(ending)) if said.stopped else []
         return tail[ends[-1].end() :] if ends else tail
-    return tail[overlap(said.text, tail) :] if said.stopped else tail
+    shared = overlap(said.text, tail)
+    return tail[shared:] if said.stopped or not tail[:shared].strip() else tail
 
 
-def _end_before_others(
-    render: Render,
-    history: Conversation,
-    new: Conversation,
-    full: str,
-    tail: str,
-    said: Said,
-    special: re.Pattern[str],
-) -> str:
-    """The end of turn of a template that writes none at the end of a conversation, if it is one special token: what
-    stands before a message of either role. Only asked for where the policy ended its turn by another token."""
-    if not said.stopped or not said.end or tail.startswith(said.end) or not special.match(tail.lstrip()):
-        return ""
-    other = {
-        "role": "tool" if new and new[0]["role"] == "user" else "user",
-        "tool_call_id": "sentinel0",
-        "content": "o",
-    }
-    try:
-        followed = _after(render([*history, other], True), full[: len(full) - len(tail)])
-    except CallerError:
-        return ""
-    first = special.search(_shared(followed, tail, special))
-    return tail[: first.end()] if first and not tail[: first.start()].strip() else ""
+def _end_at(tail: str, new: Conversation, end: str) -> int:
+    """Where the turn's end is in what follows it, before anything that the next message says."""
+    at, said = tail.find(end), str(new[0].get("content") or "").strip().partition("\n")[0]
+    return at if at <= 0 or at < tail.find(said) else -1
 
 
 def _shared(one: str, other: str, special: re.Pattern[str]) -> str:

@@ -33,17 +33,31 @@ class _Generation(jinja2.ext.Extension):
 
 
 class ChatTemplate:
-    """A compiled Jinja chat template, run in a sandbox with the helpers that published templates expect."""
+    """A compiled Jinja chat template, run in a sandbox with the helpers that published templates expect.
 
-    def __init__(self, source: str, *, bos_token: str = "", eos_token: str = "", **variables: Any) -> None:
+    Args:
+        source: the template.
+        with_tools: the one that is taken instead where tools are offered, if the model has one.
+        bos_token: variable of the template.
+        eos_token: variable of the template.
+        variables: further ones.
+    """
+
+    def __init__(
+        self, source: str, with_tools: str | None = None, *, bos_token: str = "", eos_token: str = "", **variables: Any
+    ) -> None:
         environment = jinja2.sandbox.ImmutableSandboxedEnvironment(
             trim_blocks=True, lstrip_blocks=True, extensions=[jinja2.ext.loopcontrols, _Generation]
         )
         environment.filters |= {"tojson": _to_json, **FILTERS}
         environment.globals.update(raise_exception=_raise_exception)
-        self.source = source
+        self.source = source + (with_tools or "")
+        self.eos_token = eos_token
         try:
             self._template = environment.from_string(with_recall(environment.parse(source)))
+            self._with_tools = self._template
+            if with_tools is not None:
+                self._with_tools = environment.from_string(with_recall(environment.parse(with_tools)))
         except jinja2.TemplateSyntaxError as error:
             raise CallerError(f"not a Jinja template: {error}", field="chat_template") from error
         self._variables = {"bos_token": bos_token, "eos_token": eos_token, **variables}
@@ -90,12 +104,13 @@ class ChatTemplate:
         plain = (recall or Recall()).tools(tools) or None
         given = {**self._variables, **(variables or {}), "tools": plain}
         clock = (now or datetime.now()).strftime
+        template = self._with_tools if plain else self._template
 
         def write(messages: Sequence[Message], prompt: bool) -> str:
             rendering = Rendering(recall, given)
             of_turn = {"messages": messages, OPENED: prompt, "strftime_now": clock, MEMORY: rendering}
             try:
-                text = self._template.render({**given, **of_turn})
+                text = template.render({**given, **of_turn})
             except _REFUSALS as error:
                 raise CallerError(f"the chat template refuses these messages: {error}", field="messages") from error
             rendering.keep()

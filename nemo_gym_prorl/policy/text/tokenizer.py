@@ -1,6 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Ids to text and back, by a model's own fast tokenizer, with nothing added on the way.
 
+Many tokenizers put a space before the beginning of a text (SentencePiece's), or swallow white space behind some of
+their added tokens. What continues a text is therefore encoded, and decoded, behind the token that it stands behind.
+
 What an observation spells of a model's control tokens can be encoded as the ordinary characters that it consists of
 (:mod:`.literal` says where that is due).
 """
@@ -14,6 +17,9 @@ from tokenizers import Tokenizer as FastTokenizer
 
 
 _ANCHORS = ("\n", "a", " ")
+"""Ordinary text that stands for whatever is before another text."""
+_MERGED = 64
+"""Characters of a text that may become one token with what is before it."""
 
 
 class Tokenizer:
@@ -29,23 +35,36 @@ class Tokenizer:
         self._added = {token_id: token.content for token_id, token in added.items()}
         self._literal: dict[tuple[int, str], list[int] | None] = {}
         self._apart: dict[int, bool] = {}
+        head = self.encode(_ANCHORS[0])
+        self._marks_beginnings = self.encode(_ANCHORS[0] + "a")[len(head) :] != self.encode("a")
+        self._marks_sections: dict[int, bool] = {}
 
     def encode(self, text: str) -> list[int]:
+        """The ids of a whole text."""
         # The one way without offsets, which are a third of the work.
         (encoding,) = self._fast.encode_batch_fast([text], add_special_tokens=False)
         return list(encoding.ids)
 
-    def encode_observed(self, text: str, places: Sequence[tuple[int, int]]) -> tuple[list[int], int]:
+    def encode_observed(
+        self, text: str, places: Sequence[tuple[int, int]], behind: int | None = None
+    ) -> tuple[list[int], int]:
         """The ids of a text in which the control tokens at some places are ordinary characters, and how many were.
 
-        All but those tokens gets the ids that it has in :meth:`encode`.
+        All but those tokens gets the ids that it has in the whole text.
+
+        Args:
+            text: what is encoded.
+            places: where control tokens are that are text.
+            behind: the id that the text stands behind; ``None`` where it is a beginning.
         """
+        anchor, head = self._anchor(text, behind)
         if not places:
-            return self.encode(text), 0
-        encoding = self._fast.encode(text, add_special_tokens=False)
+            return self.encode(anchor + text)[head:], 0
+        encoding = self._fast.encode(anchor + text, add_special_tokens=False)
         ids: list[int] = []
-        neutralised, left = 0, list(reversed(places))
-        for token_id, (start, end) in zip(encoding.ids, encoding.offsets, strict=True):
+        neutralised, left = 0, [(start + len(anchor), end + len(anchor)) for start, end in reversed(places)]
+        text = anchor + text
+        for token_id, (start, end) in zip(encoding.ids[head:], encoding.offsets[head:], strict=True):
             while left and left[-1][1] <= start:
                 left.pop()
             literal = None
@@ -55,23 +74,59 @@ class Tokenizer:
             ids += [token_id] if literal is None else literal
         return ids, neutralised
 
-    def decode(self, ids: Sequence[int]) -> str:
-        """The text of the ids, special tokens included."""
-        return self._fast.decode(list(ids), skip_special_tokens=False)
+    def _anchor(self, text: str, behind: int | None) -> tuple[str, int]:
+        """What to put before a text, so that it is encoded as what continues another one, and how many ids that is."""
+        anchors: Sequence[str] = ()
+        if behind in self._added:
+            anchors = [self._added[behind]]
+        elif behind is not None and self._marks_beginnings:
+            anchors = _ANCHORS
+        for anchor in anchors:
+            head = self.encode(anchor)
+            # What follows may become one token with an ordinary anchor, only in its first characters.
+            if self.encode(anchor + text[:_MERGED])[: len(head)] == head:
+                return anchor, len(head)
+        return "", 0
 
-    def without_end(self, ids: Sequence[int], text: str) -> str:
+    def decode(self, ids: Sequence[int], behind: int | None = None) -> str:
+        """The text of the ids, special tokens included.
+
+        Args:
+            ids: what is decoded.
+            behind: the id that they stand behind; ``None`` where they are a beginning.
+        """
+        if behind is None:
+            return self._fast.decode(list(ids), skip_special_tokens=False)
+        anchor = [behind] if behind in self._added else self.encode("a")
+        head, text = self.decode(anchor), self.decode([*anchor, *ids])
+        if not text.startswith(head):
+            return self.decode(ids)
+        text = text[len(head) :]
+        return text.removeprefix(" ") if self._marks_section(behind) else text
+
+    def _marks_section(self, behind: int) -> bool:
+        """Whether a space is put before what follows this token, which stands for nothing then."""
+        if behind not in self._added:
+            return False
+        if behind not in self._marks_sections:
+            head = self._added[behind]
+            self._marks_sections[behind] = self.decode(self.encode(f"{head}a")) == f"{head} a"
+        return self._marks_sections[behind]
+
+    def without_end(self, ids: Sequence[int], text: str, behind: int | None = None) -> str:
         """The text of ids without the special token that is their last.
 
         Args:
             ids: with that token.
             text: all that they decode to.
+            behind: as in :meth:`decode`.
         """
         end = self.special[ids[-1]]
         if (apart := self._apart.get(ids[-1])) is None:
             # Some decoders put a space before each token but the first.
             before = self.encode(self.sample_text())
             apart = self._apart[ids[-1]] = self.decode([*before, ids[-1]]) == self.decode(before) + end
-        return text.removesuffix(end) if apart else self.decode(ids[:-1])
+        return text.removesuffix(end) if apart else self.decode(ids[:-1], behind)
 
     def sample_text(self) -> str:
         """A text that hardly any other tokenizer reads as the same ids: special tokens, many scripts, code."""

@@ -159,8 +159,8 @@ class History:
         return sum(self._said.get(Visible.of(message).key, 0) for message in own)
 
     def _places(self, messages: Sequence[Message], tools: Tools) -> Iterator[tuple[int, bytes, Turn | None, bool]]:
-        """Each assistant message's index, the key up to it, the last turn up to it that came with its tokens, and
-        whether they came with this very message.
+        """The index of each place where a turn may have ended, the key up to it, the last turn up to it that came with
+        its tokens, and whether they came with this very message.
 
         A turn that is not in the ledger was sampled elsewhere, and is taken over as its tokens say.
         """
@@ -169,6 +169,9 @@ class History:
         for index, message in enumerate(messages):
             visible, key = self._step(known, visible, key, message)
             if message["role"] != "assistant":
+                if index + 1 < len(messages) and messages[index + 1]["role"] != "assistant":
+                    # A turn in which there is nothing to see may have been here, and was dropped on the way.
+                    yield index, key, carried, False
                 continue
             if (turn_of_ours := message.get(CARRIED)) is not None:
                 carried, latest = turn_of_ours, None

@@ -1,0 +1,152 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Templates that cannot be followed are refused by name at the start; named ones are chosen as vLLM chooses them."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from nemo_gym_prorl.failures import CallerError
+from nemo_gym_prorl.policy.engines.sampling import Sampling
+from nemo_gym_prorl.policy.http.api import PolicyConfig, PolicyHost
+from nemo_gym_prorl.policy.text.rehearsal import CannotFollow, rehearse
+from nemo_gym_prorl.policy.text.renderer import Renderer
+from nemo_gym_prorl.policy.text.template import ChatTemplate
+from nemo_gym_prorl.policy.turns import TurnRequest
+from tests.policy.engines import serving
+from tests.policy.families import FAMILIES, TEMPLATES, TOOLS
+from tests.policy.test_engines import completion, says
+from tests.policy.tokenizers import KINDS, tokenizer_of
+
+
+USER = {"role": "user", "content": "q"}
+CHATML = (TEMPLATES / "chatml.jinja").read_text()
+WITHOUT_TOOLS = (TEMPLATES / "appended.jinja").read_text()
+
+
+def renderer(text: str, *names: str, kind: str = "bytes") -> Renderer:
+    tokenizer = tokenizer_of(kind, text, "<|im_end|>", "</s>", "<|eot_id|><|eom_id|>", *names)
+    return Renderer(tokenizer, ChatTemplate(text, bos_token="<s>", eos_token="</s>"))
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("name", FAMILIES)
+def test_families_can_be_followed_with_every_kind_of_tokenizer(name: str, kind: str) -> None:
+    family = FAMILIES[name]
+    rehearse(renderer((TEMPLATES / f"{name}.jinja").read_text(), kind=kind), family.tool_format)
+
+
+@pytest.mark.parametrize(
+    ("change", "tool_format", "why"),
+    [
+        (("", ""), "llama_json", "tool_call_parser 'llama_json' does not read its calls, 'hermes' does"),
+        (("message.content or ''", "'' if message.role == 'tool' else message.content"), "hermes", "results of tools"),
+        (("message.tool_calls or []", "[]"), "hermes", "it drops the policy's calls"),
+        (("message.content or ''", "message.content if message.role != 'assistant'"), "plain", "what the policy said"),
+        (
+            ("message.role + '\\n'", "message.role + '<|channel|>final\\n'"),
+            "plain",
+            "an answer would be read as 'final",
+        ),
+    ],
+)
+def test_what_cannot_be_followed_is_refused_by_name(change: tuple[str, str], tool_format: str, why: str) -> None:
+    text = CHATML.replace(*change) if change[0] else CHATML
+    assert (text == CHATML) is not bool(change[0])
+    with pytest.raises(CannotFollow, match=r"chat_template: .* turn by turn") as refused:
+        rehearse(renderer(text, "<|channel|>"), tool_format)
+    assert why in str(refused.value)
+
+
+def test_a_tokenizer_that_gives_another_text_back_is_refused() -> None:
+    chat = renderer(CHATML)
+    chat.tokenizer._fast.decoder = None
+    with pytest.raises(CannotFollow, match="the tokenizer gives"):
+        rehearse(chat, "hermes")
+
+
+def folder_of(tmp_path: Path, text: str | None = None) -> Path:
+    tokenizer_of("bytes", CHATML, WITHOUT_TOOLS)._fast.save(str(tmp_path / "tokenizer.json"))
+    if text is not None:
+        (tmp_path / "chat_template.jinja").write_text(text)
+    return tmp_path
+
+
+async def test_the_server_does_not_start_with_a_template_that_cannot_be_followed(tmp_path: Path) -> None:
+    folder = str(folder_of(tmp_path, CHATML))
+    config = PolicyConfig(base_url=["http://127.0.0.1:9"], model="m", engine="vllm", tokenizer=folder)
+    host = PolicyHost(config.model_copy(update={"tool_call_parser": "mistral"}))
+    with pytest.raises(CannotFollow, match="'hermes' does"):
+        await host.start()
+    await host.aclose()
+
+
+async def test_an_engine_that_renders_itself_needs_no_template_that_can_be_followed(tmp_path: Path) -> None:
+    """With ``auto`` it is not known at the start which one it is: the service is refused once it is."""
+    tokenizer = tokenizer_of("bytes", CHATML)
+    ids = tokenizer.encode("a<|im_end|>")
+    answer = completion(token_ids=ids, logprobs={"token_logprobs": [-0.5] * len(ids)})
+    folder = str(folder_of(tmp_path, CHATML))
+    config = PolicyConfig(base_url=["http://127.0.0.1:9"], model="m", tokenizer=folder, tool_call_parser="mistral")
+    host = PolicyHost(config.model_copy(update={"engine": "vllm_chat"}))
+    await host.start()
+    await host.aclose()
+    async with serving(says("/v1/completions", lambda _: answer)) as url:
+        host = PolicyHost(config.model_copy(update={"base_url": [url]}))
+        await host.start()
+        host.backends.engine = PolicyHost(config.model_copy(update={"engine": "vllm"})).backends.engine
+        with pytest.raises(CannotFollow):
+            await host.service()
+        await host.aclose()
+
+
+async def test_tools_that_the_template_shows_to_nobody_are_refused(tmp_path: Path) -> None:
+    tokenizer = tokenizer_of("bytes", CHATML, WITHOUT_TOOLS)
+    ids = tokenizer.encode("a<|end|>")
+    answer = completion(token_ids=ids, logprobs={"token_logprobs": [-0.5] * len(ids)})
+    folder = str(folder_of(tmp_path, WITHOUT_TOOLS))
+    async with serving(says("/v1/completions", lambda _: answer)) as url:
+        host = PolicyHost(PolicyConfig(base_url=[url], model="m", engine="vllm", tokenizer=folder))
+        service = await host.service()
+        with pytest.raises(CallerError, match="tools: the chat template shows tools to no policy"):
+            await service.turn(TurnRequest("r", (USER,), tools=TOOLS, sampling=Sampling(max_tokens=9)))
+        assert (await service.turn(TurnRequest("r", (USER,), sampling=Sampling(max_tokens=9)))).message[
+            "content"
+        ] == "a"
+        await host.aclose()
+
+
+NAMED = {"default": "{{ 'plain ' + messages[0].content }}", "tool_use": "{{ 'tools ' + tools | tojson }}"}
+
+
+@pytest.mark.parametrize("where", ["config", "files", "files and config"])
+def test_named_templates_are_chosen_by_whether_tools_are_offered(where: str, tmp_path: Path) -> None:
+    folder = folder_of(tmp_path)
+    more = NAMED | {"rag": "{{ 1 / 0 }}"}
+    listed = [{"name": name, "template": text} for name, text in more.items()]
+    if "config" in where:
+        config: Any = listed if where == "config" else NAMED["default"]
+        (folder / "tokenizer_config.json").write_text(json.dumps({"chat_template": config}))
+    if "files" in where:
+        (folder / "additional_chat_templates").mkdir()
+        for name in ("tool_use", "rag"):
+            (folder / "additional_chat_templates" / f"{name}.jinja").write_text(more[name])
+        if where == "files":
+            (folder / "chat_template.jinja").write_text(more["default"])
+    chat = Renderer.load(str(folder))
+    assert chat.template.render([USER], prompt=True) == "plain q"
+    assert chat.template.render([USER], TOOLS, prompt=True).startswith("tools [{")
+    file = tmp_path / "mine.jinja"
+    file.write_text("mine")
+    assert Renderer.load(str(folder), str(file)).template.render([USER], TOOLS, prompt=True) == "mine"
+
+
+def test_named_templates_without_a_default_one_are_refused(tmp_path: Path) -> None:
+    folder = folder_of(tmp_path)
+    (folder / "additional_chat_templates").mkdir()
+    (folder / "additional_chat_templates" / "rag.jinja").write_text("x")
+    with pytest.raises(CallerError, match="chat_template: the tokenizer has no chat template: it has only rag"):
+        Renderer.load(str(folder))
