@@ -36,6 +36,8 @@ class SamplerConfig:
             that what is trained on does not depend on how long it took. False: the first that are complete, those
             under the oldest weights before others, which is faster and **trains on what is short**
             (:mod:`nemo_gym_prorl.dapo.bias` tells by how much).
+        filter_on: the field of a verdict that says how good a rollout was, by which groups vary. ``None``: the reward,
+            where it is 0 or 1, and an error where it is not (:mod:`nemo_gym_prorl.dapo.outcome`).
         agent_failures: what a rollout counts as that the policy brought to a bad end.
         reference_share: of prompts whose first tries always run to their end, as what bias is measured against, 0 to
             1. They cost what would have been cancelled of them.
@@ -51,6 +53,7 @@ class SamplerConfig:
     max_failures: int = 3
     max_restarts: int = 3
     in_order: bool = True
+    filter_on: str | None = None
     agent_failures: AgentFailures = AgentFailures.ZERO
     reference_share: float = 0.125
     max_fruitless: int = 1000

@@ -95,7 +95,6 @@ class Runner:
         prompts: those of the sampler.
         services: clients that are not open yet; the runner opens and closes them. A group stays on one service.
         client: under which the services share their slots among callers.
-        filter_on: the field of a verdict by which groups are found to vary; see :mod:`nemo_gym_prorl.dapo.outcome`.
         options: more for each submission: ``environment``, ``budgets``, ``max_attempts``, ``run``. A rollout of a run
             is data only if each span of it was sampled by weights of that run, whose labels are versions as numbers.
         state: what :meth:`state` of an earlier runner gave; its services must be the same ones in the same order.
@@ -108,7 +107,6 @@ class Runner:
         services: Sequence[RolloutClient],
         *,
         client: str = "dapo",
-        filter_on: str | None = None,
         options: Mapping[str, Any] | None = None,
         state: Mapping[str, Any] | None = None,
     ) -> None:
@@ -118,7 +116,6 @@ class Runner:
         self.rollout_metrics = RolloutMetrics()
         self._prompts = prompts
         self._client = client
-        self._filter_on = filter_on
         self._options = dict(options or {})
         self._state = state
         self._open = AsyncExitStack()
@@ -256,7 +253,7 @@ class Runner:
         self.rollout_metrics.add(job)
         usage = usage_of(job)
         try:
-            outcome = outcome_of(job, self._filter_on)
+            outcome = outcome_of(job, self.sampler.config.filter_on)
         except CallerError as error:
             self._broken = self._broken or error
             outcome = Origin.CALLER

@@ -14,7 +14,7 @@ from typing import Any, ClassVar, Self
 
 from pydantic import ConfigDict, Field, field_validator, model_validator
 
-from nemo_gym_prorl.dapo.contract import SamplerConfig
+from nemo_gym_prorl.dapo.contract import AgentFailures, SamplerConfig
 from nemo_gym_prorl.serving.known_keys import KnownKeys
 
 
@@ -98,7 +98,12 @@ class ProrlSettings(_Block):
         max_restarts: tries of a member that may become too old; one more drops its group.
         max_fruitless: so many groups in a row without variance end the training.
         max_dropped: so many groups in a row that can't be run end it, too.
-        in_order: train on the first groups with variance in the order of their prompts, however long one takes.
+        in_order: train on the first groups with variance in the order of their prompts, however long one takes. False:
+            on those that are complete first, which are the short ones.
+        filter_on: the field of a verdict that says how good a rollout was, by which groups vary; the reward, where it
+            is 0 or 1.
+        agent_failures: what a rollout counts as that the policy brought to a bad end.
+        reference_share: of prompts whose first tries always run to their end, as what bias is measured against.
         overlong: shaping of rewards by length; after the filter, which looks at what the environment gave.
         reward_scaling: scaling of rewards; after the filter, and before the shaping.
         skip_solved: a prompt that all of a group solved this often is not sampled any more.
@@ -116,7 +121,10 @@ class ProrlSettings(_Block):
     max_restarts: int = Field(3, ge=0)
     max_fruitless: int = Field(1000, ge=1)
     max_dropped: int = Field(32, ge=1)
-    in_order: bool = False
+    in_order: bool = True
+    filter_on: str | None = None
+    agent_failures: AgentFailures = AgentFailures.ZERO
+    reference_share: float = Field(0.125, ge=0, le=1)
     overlong: Overlong | None = None
     reward_scaling: RewardScaling | None = None
     skip_solved: int | None = Field(None, ge=1)
@@ -141,6 +149,9 @@ class ProrlSettings(_Block):
             max_failures=self.max_failures,
             max_restarts=self.max_restarts,
             in_order=self.in_order,
+            filter_on=self.filter_on,
+            agent_failures=self.agent_failures,
+            reference_share=self.reference_share,
             max_fruitless=self.max_fruitless,
             max_dropped=self.max_dropped,
             first_version=first_version,

@@ -17,6 +17,7 @@ import json
 import logging
 import uuid
 from collections.abc import AsyncIterator, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 from nemo_gym_prorl.dapo.runner import Runner, TrainedRollout
@@ -181,7 +182,8 @@ def train(master: Any, settings: ProrlSettings, gym: Any, parts: Sequence[Any]) 
             sampled_row(json.loads(line), master.policy["generation"])
             for line in loader.dataset.dataset["extra_env_info"]
         ],
-        sampler=settings.sampler(prompts, size, ahead * size, state.total_steps),
+        # A reference would have to run on while the engines' devices train.
+        sampler=replace(settings.sampler(prompts, size, ahead * size, state.total_steps), reference_share=0.0),
         servers=servers,
         shape=Shaping.of(settings),
         client=client,

@@ -18,7 +18,7 @@ import uvicorn
 from fastapi import FastAPI, Response
 from starlette.types import Message, Receive, Scope, Send
 
-from nemo_gym_prorl.dapo.contract import NothingToLearn, SamplerConfig
+from nemo_gym_prorl.dapo.contract import AgentFailures, NothingToLearn, SamplerConfig
 from nemo_gym_prorl.dapo.fates import Fate
 from nemo_gym_prorl.dapo.prompts import Epochs
 from nemo_gym_prorl.dapo.runner import Runner
@@ -57,7 +57,9 @@ class Scorer(PlannedHandler):
         rewards = job.row["rewards"]
         reward = float(rewards[_member(job) % len(rewards)])
         output = said_at_length() if job.row.get("long") else said(_member(job))
-        return Verdict(reward, {"reward": reward, "tokens": [job.id], "response": {"output": output}})
+        told = {name: values[_member(job)] for name in ("accuracy",) if (values := job.row.get(name))}
+        told |= job.row["verdicts"][_member(job)] if "verdicts" in job.row else {}
+        return Verdict(reward, {"reward": reward, "tokens": [job.id], "response": {"output": output}, **told})
 
 
 def said(member: int) -> list[dict[str, Any]]:
@@ -434,3 +436,45 @@ async def test_a_state_that_would_lose_a_batch_is_refused() -> None:
             driver.state()
         assert (await driver.batch()) is not None
         driver.state()
+
+
+@pytest.mark.parametrize(("filter_on", "trained"), [("accuracy", [[0.5, 1.0]]), ("reward", [[-0.3, -0.4]])])
+async def test_groups_vary_in_what_the_filter_is_on(filter_on: str, trained: list[list[float]]) -> None:
+    """Shaping makes a group vary in which nothing was right."""
+    dataset = [{"rewards": [-0.3, -0.4], "accuracy": [0, 0]}, {"rewards": [0.5, 1.0], "accuracy": [0, 1]}]
+    config = SamplerConfig(1, 2, 2, filter_on=filter_on, reference_share=0.0)
+    async with nodes() as up, runner(up, dataset, config, epochs=1) as driver:
+        batch = await driver.batch()
+        assert batch is not None
+        assert [[rollout.reward for rollout in group] for group in batch.groups] == trained
+
+
+@pytest.mark.parametrize("filter_on", [None, "accuracy"])
+async def test_a_verdict_that_does_not_say_how_good_it_was_ends_the_training(filter_on: str | None) -> None:
+    dataset = [{"rewards": [-0.3, -0.4]}]
+    config = SamplerConfig(1, 2, 2, filter_on=filter_on, reference_share=0.0)
+    async with nodes() as up, runner(up, dataset, config) as driver:
+        with pytest.raises(CallerError, match=r"filter_on: .*(filter_on: accuracy|it has these: reward)"):
+            await driver.batch()
+
+
+@pytest.mark.parametrize("flag", [{"mask_sample": True}, {"instance_config": {"mask_sample": True}}])
+async def test_a_masked_rollout_counts_in_its_group_and_is_not_drawn_again(flag: dict[str, Any]) -> None:
+    dataset = [{"rewards": [0, 1], "verdicts": [flag, {}]}]
+    async with nodes() as up, runner(up, dataset, SamplerConfig(1, 2, 2, reference_share=0.0)) as driver:
+        batch = await driver.batch()
+        assert batch is not None
+        assert [(r.reward, r.masked) for group in batch.groups for r in group] == [(0.0, True), (1.0, False)]
+        assert driver.sampler.submitted == 2
+
+
+@pytest.mark.parametrize("treatment", AgentFailures)
+async def test_an_agent_that_runs_out_of_time_is_an_outcome_and_not_drawn_again(treatment: AgentFailures) -> None:
+    dataset = [{"rewards": [1, 1], "late": [0], "late_s": 600.0}]
+    config = SamplerConfig(1, 2, 2, agent_failures=treatment, reference_share=0.0)
+    async with nodes() as up, runner(up, dataset, config, budgets={"run": 0.2}) as driver:
+        batch = await driver.batch()
+        assert batch is not None
+        rollouts = [(r.reward, r.masked) for group in batch.groups for r in group]
+        assert rollouts == [(0.0, treatment is AgentFailures.MASK), (1.0, False)]
+        assert driver.sampler.submitted == 2

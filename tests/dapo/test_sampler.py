@@ -13,7 +13,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from nemo_gym_prorl.dapo.contract import AgentFailures, Batch, Decision, NothingToLearn, SamplerConfig, Submission
+from nemo_gym_prorl.dapo.contract import Batch, Decision, NothingToLearn, SamplerConfig, Submission
 from nemo_gym_prorl.dapo.fates import Fate, Usage
 from nemo_gym_prorl.dapo.prompts import Epochs, SkipSolved
 from nemo_gym_prorl.dapo.sampler import DynamicSampler
@@ -59,8 +59,7 @@ class Sampling(RuleBasedStateMachine):
             failures,
             restarts,
             in_order,
-            AgentFailures.ZERO,
-            references,
+            reference_share=references,
             max_fruitless=10**6,
             max_dropped=10**6,
             first_version=5,
