@@ -441,7 +441,8 @@ async def test_a_state_that_would_lose_a_batch_is_refused() -> None:
 @pytest.mark.parametrize(("filter_on", "trained"), [("accuracy", [[0.5, 1.0]]), ("reward", [[-0.3, -0.4]])])
 async def test_groups_vary_in_what_the_filter_is_on(filter_on: str, trained: list[list[float]]) -> None:
     """Shaping makes a group vary in which nothing was right."""
-    dataset = [{"rewards": [-0.3, -0.4], "accuracy": [0, 0]}, {"rewards": [0.5, 1.0], "accuracy": [0, 1]}]
+    wrong = rows(1, rewards=[-0.3, -0.4], accuracy=[0, 0])
+    dataset = [*wrong, *rows(1, rewards=[0.5, 1.0], accuracy=[0, 1])]
     config = SamplerConfig(1, 2, 2, filter_on=filter_on, reference_share=0.0)
     async with nodes() as up, runner(up, dataset, config, epochs=1) as driver:
         batch = await driver.batch()
@@ -451,7 +452,7 @@ async def test_groups_vary_in_what_the_filter_is_on(filter_on: str, trained: lis
 
 @pytest.mark.parametrize("filter_on", [None, "accuracy"])
 async def test_a_verdict_that_does_not_say_how_good_it_was_ends_the_training(filter_on: str | None) -> None:
-    dataset = [{"rewards": [-0.3, -0.4]}]
+    dataset = rows(1, rewards=[-0.3, -0.4])
     config = SamplerConfig(1, 2, 2, filter_on=filter_on, reference_share=0.0)
     async with nodes() as up, runner(up, dataset, config) as driver:
         with pytest.raises(CallerError, match=r"filter_on: .*(filter_on: accuracy|it has these: reward)"):
@@ -460,8 +461,9 @@ async def test_a_verdict_that_does_not_say_how_good_it_was_ends_the_training(fil
 
 @pytest.mark.parametrize("flag", [{"mask_sample": True}, {"instance_config": {"mask_sample": True}}])
 async def test_a_masked_rollout_counts_in_its_group_and_is_not_drawn_again(flag: dict[str, Any]) -> None:
-    dataset = [{"rewards": [0, 1], "verdicts": [flag, {}]}]
-    async with nodes() as up, runner(up, dataset, SamplerConfig(1, 2, 2, reference_share=0.0)) as driver:
+    dataset = rows(1, verdicts=[flag, {}])
+    config = SamplerConfig(1, 2, 2, reference_share=0.0)
+    async with nodes() as up, runner(up, dataset, config, epochs=1) as driver:
         batch = await driver.batch()
         assert batch is not None
         assert [(r.reward, r.masked) for group in batch.groups for r in group] == [(0.0, True), (1.0, False)]
@@ -470,9 +472,9 @@ async def test_a_masked_rollout_counts_in_its_group_and_is_not_drawn_again(flag:
 
 @pytest.mark.parametrize("treatment", AgentFailures)
 async def test_an_agent_that_runs_out_of_time_is_an_outcome_and_not_drawn_again(treatment: AgentFailures) -> None:
-    dataset = [{"rewards": [1, 1], "late": [0], "late_s": 600.0}]
+    dataset = rows(1, rewards=[1, 1], late=[0], late_s=600.0)
     config = SamplerConfig(1, 2, 2, agent_failures=treatment, reference_share=0.0)
-    async with nodes() as up, runner(up, dataset, config, budgets={"run": 0.2}) as driver:
+    async with nodes() as up, runner(up, dataset, config, epochs=1, budgets={"run": 0.2}) as driver:
         batch = await driver.batch()
         assert batch is not None
         rollouts = [(r.reward, r.masked) for group in batch.groups for r in group]

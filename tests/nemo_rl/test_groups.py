@@ -44,12 +44,12 @@ def test_turns_put_together_are_the_last_prompt_and_what_it_led_to(pieces: list[
     assert [[*turn.log_probs] for turn in turns] == [[-float(token) for token in said] for _, said in pieces]
 
 
-def test_rewards_are_shaped_by_all_that_the_policy_said() -> None:
+def test_rewards_are_shaped_by_the_whole_sequence() -> None:
     long = result(([1, 2], [3, 4, 5]), ([6], [7, 8]))
     group = group_of(
         [rollout(1.0, long, 4), rollout(0.0, result(([1, 2], [9])))], lambda raw, length: raw - length / 10
     )
-    assert [member.reward for member in group.members] == [0.5, -0.1]
+    assert [member.reward for member in group.members] == [pytest.approx(0.2), pytest.approx(-0.3)]
     assert [*group.prompt] == [1, 2]
     assert (group.version, group.row) == (3, {"task": 1})
 
@@ -82,7 +82,7 @@ def test_a_rollout_whose_tokens_cannot_be_trusted_keeps_its_reward_and_gets_no_l
 def test_a_masked_rollout_keeps_its_reward_and_gets_no_loss() -> None:
     masked, other = rollout(0.0, result(([1], [2, 3])), masked=True), rollout(1.0, result(([1], [2])))
     group = group_of([masked, other], lambda raw, length: raw - length)
-    assert [(member.reward, len(member.turns)) for member in group.members] == [(-2.0, 0), (0.0, 1)]
+    assert [(member.reward, len(member.turns)) for member in group.members] == [(-3.0, 0), (-1.0, 1)]
 
 
 def test_a_group_without_tokens_is_a_deployment_that_does_not_keep_them() -> None:
