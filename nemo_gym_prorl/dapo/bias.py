@@ -117,8 +117,15 @@ class BiasMeter:
         del self._open[number]
         return False
 
-    def gave_up(self, number: int) -> None:
-        """First tries that can't be had: the machines', or the row's, fault. Nothing is said of this prompt."""
+    def gave_up(self, number: int, unless_heard: int | None = None) -> None:
+        """First tries that can't be had: the machines', or the row's, fault. Nothing is said of this prompt.
+
+        Args:
+            number: of the prompt.
+            unless_heard: place of a member that has ended; if its outcome was heard, this is none.
+        """
+        if unless_heard is not None and (number not in self._open or self._open[number][unless_heard] is not None):
+            return
         self._open.pop(number, None)
         self._cut.discard(number)
 

@@ -45,9 +45,9 @@ from nemo_gym_prorl.dapo.contract import (
     NothingToLearn,
     SamplerConfig,
     Scored,
-    Submission,
 )
 from nemo_gym_prorl.dapo.fates import Fate, Fates, Usage
+from nemo_gym_prorl.dapo.flight import Flight, place_of
 from nemo_gym_prorl.dapo.group import Group, Member
 from nemo_gym_prorl.dapo.prompts import Curriculum, PromptStream
 from nemo_gym_prorl.dapo.queue import Queue
@@ -100,11 +100,7 @@ class DynamicSampler:
         self._admission = Admission(config)
         self._bias = BiasMeter(config.reference_share, self._run)
         self._queue = Queue()
-        self._running: dict[str, tuple[Group, Member]] = {}
-        self._ending: set[str] = set()
-        """Cancelled, without an outcome yet."""
-        self._references: set[str] = set()
-        """Of no use any more, and run to their end for the meter of bias."""
+        self._flight = Flight(self._run, self._bias, self.fates)
         self._decision = Decision()
 
     # What happened
@@ -133,11 +129,10 @@ class DynamicSampler:
         accuracy = reward if accuracy is None else accuracy
         if not (math.isfinite(reward) and math.isfinite(accuracy)):
             raise ValueError(f"the reward of {rollout} is {reward}, its accuracy {accuracy}")
-        if rollout in self._references or (self.wants(rollout) and not self._has_reference(rollout)):
-            self._bias.ended(*_place(rollout), usage.length, accuracy)
-        if self._ended_early(rollout, usage) or rollout not in self._running:
+        self._flight.heard(rollout, usage.length, accuracy)
+        if (landed := self._flight.landed(rollout, usage)) is None:
             return
-        group, member = self._running.pop(rollout)
+        group, member = landed
         member.reward, member.accuracy, member.masked, member.usage = reward, accuracy, masked, usage
         if group.complete:
             self._complete(group)
@@ -148,11 +143,9 @@ class DynamicSampler:
             masked = self.config.agent_failures is AgentFailures.MASK
             self.scored(rollout, 0.0, usage, accuracy=0.0, masked=masked)
             return
-        if rollout in self._references:
-            self._bias.gave_up(_place(rollout)[0])
-        if self._ended_early(rollout, usage) or rollout not in self._running:
+        if (landed := self._flight.landed(rollout, usage)) is None:
             return
-        group, member = self._running.pop(rollout)
+        group, member = landed
         self.fates.add(Fate.FAILED, usage)
         member.failures += 1
         member.reset()
@@ -171,7 +164,7 @@ class DynamicSampler:
 
     def lost(self, rollout: str) -> None:
         """The result of a scored rollout can't be had any more: it was never scored. Others are passed over."""
-        number, _ = _place(rollout)
+        number, _ = place_of(rollout)
         for group in self._queue.kept:
             member = next((member for member in group.scored if member.rollout == rollout), None)
             if group.number == number and member:
@@ -217,7 +210,7 @@ class DynamicSampler:
     @property
     def in_flight(self) -> int:
         """Rollouts submitted, or cancelled, that have no outcome yet."""
-        return len(self._running) + len(self._ending) + len(self._references)
+        return len(self._flight)
 
     @property
     def held(self) -> int:
@@ -226,7 +219,7 @@ class DynamicSampler:
 
     def wants(self, rollout: str) -> bool:
         """Whether the result of this rollout may be of use."""
-        return rollout in self._running
+        return rollout in self._flight.running
 
     def results(self) -> list[str]:
         """The scored rollouts whose results are still of use."""
@@ -235,7 +228,7 @@ class DynamicSampler:
     @property
     def finished(self) -> bool:
         """Whether there are no more prompts, and nothing in flight: no batch will come."""
-        return self._exhausted and not self._queue.open and not self._ending and not self._references
+        return self._exhausted and not self._queue.open and not self._flight.abandoned
 
     @property
     def _settled(self) -> int:
@@ -257,9 +250,7 @@ class DynamicSampler:
         for group in self._queue.kept:
             self._bias.gave_up(group.number)
             self._drop(group, "left_over", Fate.LEFT_OVER)
-        self._decision.cancel += self._references
-        self._ending |= self._references
-        self._references.clear()
+        self._decision.cancel += self._flight.end_references()
         self._exhausted = True
         self._unrun = 0  # that nothing could be run is no news to who does not go on
         decision, self._decision = self._decision, Decision()
@@ -280,8 +271,7 @@ class DynamicSampler:
             "unrun": self._unrun,
             "why": self._why,
             "queue": self._queue.state(),
-            "ending": sorted(self._ending),
-            "references": sorted(self._references),
+            "flight": self._flight.state(),
             "bias": self._bias.state(),
             "settled": [self._admission.groups, self._admission.share],
             "fates": self.fates.state(),
@@ -297,8 +287,10 @@ class DynamicSampler:
             those that are too old, if ``max_staleness`` is smaller now.
 
         Raises:
-            CallerError: groups are of another size now.
+            CallerError: groups are of another size now, or another version of this package saved it.
         """
+        if missing := self.state().keys() - state.keys():
+            raise CallerError(f"another version saved it: it has no {min(missing)!r}", field="state")
         self._run, self._life = state["run"], f"{uuid.uuid4().hex[:6]}."
         self._unrun, self._why = state["unrun"], state["why"]
         self.version, self.emitted = state["version"], state["emitted"]
@@ -306,25 +298,23 @@ class DynamicSampler:
         self.submitted, self._next_prompt = state["submitted"], state["next_prompt"]
         self._passed = state["passed"]
         self._fruitless = state["fruitless"]
-        # A reference that nobody waited for meanwhile is none: how long it took is not known any more.
-        self._ending = {*state["ending"], *state["references"]}
         self._bias.restore(state["bias"], self._run)
-        for rollout in state["references"]:
-            self._bias.gave_up(_place(rollout)[0])
         self._admission.groups, self._admission.share = state["settled"]
         self.fates = Fates(state["fates"])
         self.dropped = Counter(state["dropped"])
         if self._curriculum and state["curriculum"] is not None:
             self._curriculum.restore(state["curriculum"])
         self._queue.restore(state["queue"])
-        for group in [*self._queue.kept, *self._queue.fruitless.values()]:
-            if len(group.members) != self.config.group_size:
-                raise CallerError(f"groups that were saved have {len(group.members)} rollouts", field="group_size")
-            self._running |= {str(member.rollout): (group, member) for member in group.members if member.runs}
+        groups = [*self._queue.kept, *self._queue.fruitless.values()]
+        if sizes := {len(group.members) for group in groups} - {self.config.group_size}:
+            raise CallerError(f"groups that were saved have {sizes.pop()} rollouts", field="group_size")
+        self._flight = Flight(self._run, self._bias, self.fates)
+        again = self._flight.restore(state["flight"], groups)
         self._end_stale()
         decision, self._decision = self._decision, Decision()
-        decision.cancel = sorted(self._ending)
-        decision.submit = [self._submission(*place, rollout) for rollout, place in self._running.items()]
+        stale = {*decision.cancel}
+        decision.cancel += again.cancel
+        decision.submit = [submission for submission in again.submit if submission.rollout not in stale]
         return decision
 
     # Groups
@@ -337,23 +327,6 @@ class DynamicSampler:
     @property
     def _oldest_of_use(self) -> int:
         return self._due - self.config.max_staleness
-
-    def _ended_early(self, rollout: str, usage: Usage) -> bool:
-        """Whether the outcome is of a rollout that is of no use any more. It may be a reward, which comes too late."""
-        if rollout in self._references:
-            self._references.discard(rollout)
-            self.fates.add(Fate.REFERENCE, usage)
-            return True
-        if rollout in self._ending:
-            self._ending.discard(rollout)
-            self.fates.add(Fate.CANCELLED, usage)
-            return True
-        return False
-
-    def _has_reference(self, rollout: str) -> bool:
-        """Whether an earlier try of the same member still runs for the meter: this one is not the first."""
-        place = _place(rollout)
-        return any(_place(reference) == place for reference in self._references)
 
     @property
     def _ever_complete(self) -> bool:
@@ -391,12 +364,7 @@ class DynamicSampler:
         if member.rollout is None:
             return
         if member.runs:
-            del self._running[member.rollout]
-            if self._bias.cut(group.number, member.place):
-                self._references.add(member.rollout)
-            else:
-                self._ending.add(member.rollout)
-                self._decision.cancel.append(member.rollout)
+            self._decision.cancel += self._flight.abandon(group, member)
         else:
             self.fates.add(fate, member.usage)
             self._decision.forget.append(member.rollout)
@@ -473,13 +441,8 @@ class DynamicSampler:
                 return
             group, member = next_one
             rollout = f"{self._run}:{group.number}:{member.place}:{self._life}{member.tries}"
-            member.begin(rollout, self.version)
-            self._running[rollout] = (group, member)
             self.submitted += 1
-            self._decision.submit.append(self._submission(group, member, rollout))
-
-    def _submission(self, group: Group, member: Member, rollout: str) -> Submission:
-        return Submission(rollout, f"{self._run}:{group.number}", group.number, member.version, bool(group.scored))
+            self._decision.submit.append(self._flight.begin(group, member, rollout, self.version))
 
     def _nothing_runs(self) -> NothingToLearn:
         return NothingToLearn(
@@ -513,9 +476,3 @@ class DynamicSampler:
             self._bias.opened(number, len(group.members))
             return self._queue.next_waiting()
         raise NothingToLearn("the curriculum leaves out every prompt there is", field="curriculum")
-
-
-def _place(rollout: str) -> tuple[int, int]:
-    """Numbers of the prompt and of the member: ids are ``run:prompt:member:try``."""
-    _, number, place, _ = rollout.rsplit(":", 3)
-    return int(number), int(place)
