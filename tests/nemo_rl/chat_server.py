@@ -16,7 +16,6 @@ from typing import Any
 
 import uvicorn
 from fastapi import FastAPI
-from nemo_rl.models.generation.vllm.vllm_worker_async import VllmAsyncGenerationWorkerImpl
 
 
 MODEL = "tiny"
@@ -24,6 +23,9 @@ MODEL = "tiny"
 
 def application(folder: str, generation: dict[str, Any]) -> FastAPI:
     """The worker's routes."""
+    # Not above: the engine's own process imports this module as well.
+    from nemo_rl.models.generation.vllm.vllm_worker_async import VllmAsyncGenerationWorkerImpl
+
     worker = object.__new__(VllmAsyncGenerationWorkerImpl)
     # It serves on all addresses by itself, and counts by threads; we want neither.
     quiet = {"expose_http_server": False, "enable_vllm_metrics_logger": False}

@@ -10,15 +10,16 @@ import os
 import re
 import shutil
 import tempfile
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import pytest
 from omegaconf import OmegaConf
 from tenacity import retry, stop_after_attempt
 
 from nemo_gym_prorl.nemo_rl.configuration import RECIPES
+from tests.policy.vllm_parser import VllmParser
 
 
 if TYPE_CHECKING:
@@ -37,12 +38,6 @@ def documented(language: str) -> list[str]:
     """The snippets of ``docs/nemo_rl.md``."""
     text = (REPOSITORY / "docs/nemo_rl.md").read_text()
     return re.findall(rf"^```{language}\n(.*?)^```", text, re.MULTILINE | re.DOTALL)
-
-
-def parsers() -> Mapping[str, Any]:
-    """What a recipe has NeMo RL's chat server take a model's turns apart with."""
-    model = OmegaConf.load(RECIPES / "models/qwen3-4b.yaml")
-    return dict(model.policy.generation.vllm_cfg.http_server_serving_chat_kwargs)
 
 
 def _reason_to_skip() -> str | None:
@@ -99,12 +94,13 @@ def nemo_rl(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
 
 
 @pytest.fixture(scope="session")
-def engine(nemo_rl: Path) -> "Engine":
-    """The engine behind the session's servers, with the parsers of a recipe."""
-    pytest.importorskip("vllm", reason="no vLLM beside NeMo RL in this environment")
+def engine(nemo_rl: Path) -> Iterator["Engine"]:
+    """The engine behind the session's servers, with the parser that a recipe names."""
     from tests.nemo_rl.engine import Engine
 
-    return Engine(parsers())
+    vllm = OmegaConf.load(RECIPES / "models/qwen3-4b.yaml").policy.generation.vllm_cfg
+    with VllmParser(vllm.http_server_serving_chat_kwargs.tool_parser) as parser:
+        yield Engine(parser)
 
 
 @pytest.fixture(scope="session")

@@ -3,9 +3,9 @@
 
 It has that server's routes and no others (neither ``/health`` nor ``/v1/completions``), its check of the sampling
 parameters, whose failure is a plain 500, and its repair of prompts, which is NeMo RL's own function. Calls are taken
-out of what is sampled by vLLM's own parser, if the settings for that server name one. The tokens are bytes. Each turn
-is sampled with a space at its end that is not in the text, so that a prompt which was rendered from text continues
-other tokens than those that were sampled.
+out of what is sampled by vLLM's own parser, if there is one. The tokens are bytes. Each turn is sampled with a space
+at its end that is not in the text, so that a prompt which was rendered from text continues other tokens than those that
+were sampled.
 """
 
 import asyncio
@@ -14,17 +14,17 @@ import json
 import socket
 import threading
 from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from typing import Any
 
 import uvicorn
 from fastapi import FastAPI, Request
 from fastapi.responses import JSONResponse, Response
 from nemo_rl.models.generation.openai_server_utils import replace_prefix_tokens
-from vllm.tool_parsers.abstract_tool_parser import ToolParser, ToolParserManager
 
 from nemo_gym_prorl.scripted import text
 from tests.nemo_rl.tokenizer import ByteTokenizer
+from tests.policy.vllm_parser import VllmParser
 
 
 MODEL = "bytes"
@@ -43,12 +43,11 @@ class Engine:
         aborted: requests whose caller hung up.
 
     Args:
-        serving_chat_kwargs: the block ``http_server_serving_chat_kwargs`` of ``vllm_cfg``.
+        parser: without one calls stay in the text, as with NeMo RL's server.
     """
 
-    def __init__(self, serving_chat_kwargs: Mapping[str, Any]) -> None:
-        name = serving_chat_kwargs.get("tool_parser")
-        self._parser = ToolParserManager.get_tool_parser(name)(ByteTokenizer()) if name else None
+    def __init__(self, parser: VllmParser | None) -> None:
+        self._parser = parser
         self.requests: list[dict[str, Any]] = []
         self.in_flight = 0
         self.aborted = 0
@@ -123,15 +122,14 @@ def _prompt(body: dict[str, Any]) -> list[int]:
     return list(replace_prefix_tokens(ByteTokenizer(), prefix, before, rendered))
 
 
-def _answer(prompt: list[int], generated: bytes, parser: ToolParser | None) -> dict[str, Any]:
+def _answer(prompt: list[int], generated: bytes, parser: VllmParser | None) -> dict[str, Any]:
     ids = list(generated)
     log_probs = [-(token % 7) / 8 - 0.125 for token in ids]
     whole = ids[-1:] == [text.END_OF_TURN]
     content: str | None = (generated[:-1].removesuffix(b" ") if whole else generated).decode()
     calls: list[dict[str, Any]] = []
     if parser is not None:
-        parsed = parser.extract_tool_calls(content, None)
-        content, calls = parsed.content, [call.model_dump() for call in parsed.tool_calls]
+        content, calls = parser(content)
     message = {
         "role": "assistant",
         "content": content,

@@ -4,10 +4,8 @@ server, whose parsers find the calls; the environment's tools decide the reward;
 the weights that are sampled from next."""
 
 import contextlib
-import importlib.util
 import json
 import os
-import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -22,11 +20,13 @@ from tests.nemo_rl.conftest import REPOSITORY, ROOT, VENVS, documented
 from tests.policy.engines import answers, begin, free_port, kill
 
 
+PYTHON = os.environ.get("NRL_VLLM_PYTHON")
+"""vLLM wants a newer openai than Gym, so NeMo RL's chat server has an environment of its own, as in NeMo RL."""
 pytestmark = [
     pytest.mark.engine,
     pytest.mark.gym,
     pytest.mark.timeout(1800),
-    pytest.mark.skipif(importlib.util.find_spec("vllm") is None, reason="no vLLM beside NeMo RL in this environment"),
+    pytest.mark.skipif(PYTHON is None, reason="NRL_VLLM_PYTHON names no Python with both NeMo RL and vLLM"),
 ]
 
 STEPS, PROMPTS, GENERATIONS = 3, 2, 4
@@ -67,7 +67,7 @@ def recipe(folder: Path, *overrides: str) -> dict[str, Any]:
 def chat_server(model: Path, generation: dict[str, Any], log: Path) -> Iterator[str]:
     """NeMo RL's chat server; gives its base URL once it answers."""
     port = free_port()
-    command = [sys.executable, "-m", "tests.nemo_rl.chat_server", str(model), str(port), json.dumps(generation)]
+    command = [str(PYTHON), "-m", "tests.nemo_rl.chat_server", str(model), str(port), json.dumps(generation)]
     environment = os.environ | {
         "PYTHONPATH": os.pathsep.join([str(REPOSITORY), str(ROOT)]),
         "VLLM_CPU_KVCACHE_SPACE": "1",

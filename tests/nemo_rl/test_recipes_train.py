@@ -76,7 +76,7 @@ def test_without_its_parser_nothing_is_scored(trainer: "Trainer", engine_url: st
     servers = trainer.server_urls()
     before = {job.id for job in jobs(servers["counting_agent"])}
     config = recipe(tmp_path, None, "++prorl.agent=counting_agent", "++prorl.max_failures=0", "++prorl.max_dropped=1")
-    with serving(Engine({})) as url:
+    with serving(Engine(None)) as url:
         swap_engines(servers["policy_model"], [url])
         try:
             with pytest.raises(NothingToLearn, match=r"gave a call of add .*chat_kwargs\.tool_parser"):

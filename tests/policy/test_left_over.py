@@ -3,16 +3,12 @@
 
 from __future__ import annotations
 
-import json
 import random
-import subprocess
 from typing import Any
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from tokenizers import Tokenizer
-from tokenizers.models import WordLevel
 
 from nemo_gym_prorl.policy.config import PolicyConfig
 from nemo_gym_prorl.policy.engines.engine import Misconfigured
@@ -20,10 +16,11 @@ from nemo_gym_prorl.policy.host import PolicyHost
 from nemo_gym_prorl.policy.text.left_over import left_over
 from nemo_gym_prorl.policy.text.parsers import FORMATS
 from nemo_gym_prorl.policy.turns import TurnRequest
-from tests.policy.engines import serving, vllm_python
+from tests.policy.engines import serving
 from tests.policy.families import TOOLS
 from tests.policy.test_engines import MODEL, says
 from tests.policy.test_parsers import BAD, GOOD
+from tests.policy.vllm_parser import VllmParser
 
 
 CALL = GOOD["hermes"]
@@ -135,31 +132,16 @@ async def test_what_an_engine_with_a_parser_leaves_is_the_policys() -> None:
             await host.aclose()
 
 
-ORACLE = """
-import json, logging, sys
-from transformers import PreTrainedTokenizerFast
-from vllm.tool_parsers.hermes_tool_parser import Hermes2ProToolParser
-logging.disable()
-parser = Hermes2ProToolParser(PreTrainedTokenizerFast(tokenizer_file=sys.argv[1]))
-found = [parser.extract_tool_calls(text, None).tools_called for text in json.load(sys.stdin)]
-print("\\n" + json.dumps(found))
-"""
-
-
 @pytest.mark.engine
-def test_whatever_vllms_own_parser_leaves_is_no_error_of_the_deployment(tmp_path: Any) -> None:
+def test_whatever_vllms_own_parser_leaves_is_no_error_of_the_deployment() -> None:
     """Else a policy would be sampled again for what it says."""
     pieces = ["<tool_call>", "</tool_call>", '{"name": "look", ', '"arguments": ', '{"what": "é"}', "{}", "}", "NaN"]
     pieces += ['"parameters": ', '"name": "look"', "```", "`", "\n", '"\x01"', "1e400", "'", "text", CALL, " "]
     chance = random.Random(0)
     texts = ["".join(chance.choices(pieces, k=chance.randrange(1, 12))) for _ in range(1_500)]
     texts += [*NOT_LEFT, CALL]
-    file = tmp_path / "tokenizer.json"
-    Tokenizer(WordLevel({"?": 0, "<tool_call>": 1, "</tool_call>": 2}, unk_token="?")).save(str(file))
-    command = [str(vllm_python()), "-c", ORACLE, str(file)]
-    done = subprocess.run(command, input=json.dumps(texts), capture_output=True, text=True, check=False, cwd=tmp_path)
-    assert not done.returncode, done.stderr[-2000:]
-    parsed = json.loads(done.stdout.splitlines()[-1])
+    with VllmParser("hermes") as parser:
+        parsed = [bool(parser(text)[1]) for text in texts]
     left = [left_over(text, "hermes", {"look"}) is not None for text in texts]
     wrong = [text for text, theirs, ours in zip(texts, parsed, left, strict=True) if ours and not theirs]
     assert not wrong
