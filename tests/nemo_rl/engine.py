@@ -4,8 +4,8 @@
 It has that server's routes and no others (neither ``/health`` nor ``/v1/completions``), its check of the sampling
 parameters, whose failure is a plain 500, and its repair of prompts, which is NeMo RL's own function. Calls are taken
 out of what is sampled by vLLM's own parser, if there is one. The tokens are bytes. Each turn is sampled with a space
-at its end that is not in the text, so that a prompt which was rendered from text continues other tokens than those that
-were sampled.
+at its end that is not in the text, so that a prompt which was rendered from text continues other tokens than those
+that were sampled.
 """
 
 import asyncio
