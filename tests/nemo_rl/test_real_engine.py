@@ -35,6 +35,7 @@ SMALLER = [
     f"++grpo.num_prompts_per_step={PROMPTS}",
     f"++grpo.num_generations_per_prompt={GENERATIONS}",
     f"++grpo.max_num_steps={STEPS}",
+    "++prorl.mini_batches=1",
     "++async_rl.max_inflight_prompts=4",
     "++async_rl.stall_watchdog.interval_s=1",
     f"++policy.max_total_sequence_length={tiny.CONTEXT}",
@@ -130,6 +131,7 @@ def test_the_first_steps_of_a_recipe(
     from nemo_rl.environments.nemo_gym import setup_nemo_gym_config
 
     from nemo_gym_prorl.nemo_rl.single_controller import train
+    from nemo_gym_prorl.nemo_rl.validation import validation_of
     from tests.nemo_rl.controller import Lent, arguments_of, logged
     from tests.nemo_rl.tiny_trainer import FromDisk, TinyPolicy
 
@@ -143,7 +145,7 @@ def test_the_first_steps_of_a_recipe(
         arguments = arguments_of(master, tmp_path, [engine], {"nemo_gym": Lent(gym.actor)})
         arguments.trainer_handle = TinyPolicy(arguments.dp_client, tmp_path, model)
         arguments.weight_synchronizer = FromDisk([engine], tmp_path)
-        result = train(master, arguments, SetupTimingMetrics(), settings_of(config))
+        result = train(master, arguments, SetupTimingMetrics(), settings_of(config), validation_of(config))
     assert result["train_steps"] == STEPS
 
     told = logged(tmp_path / "logs")
@@ -157,7 +159,7 @@ def test_the_first_steps_of_a_recipe(
 
     from transformers import AutoTokenizer
 
-    tokenizer, shape = AutoTokenizer.from_pretrained(model), Shape(settings_of(config))
+    tokenizer, shape = AutoTokenizer.from_pretrained(model), Shaping.of(settings_of(config))
     furthest = 0.0
     for step in range(STEPS):
         for chunk in torch.load(tmp_path / f"step-{step}.pt", weights_only=False):
@@ -166,7 +168,7 @@ def test_the_first_steps_of_a_recipe(
                 ids, mask = chunk["input_ids"][row, :length], chunk["token_mask"][row, :length].bool()
                 said = tokenizer.decode(ids[mask])
                 # What the tool was called with, as far as it was a call, is what the reward is.
-                assert chunk["total_reward"][row].item() == pytest.approx(shape(said)), said
+                assert chunk["total_reward"][row].item() == pytest.approx(shape(added(said) / 10, 0)), said
                 if step == 0:  # of the very weights that it was sampled from
                     off = (chunk["prev_logprobs"] - chunk["generation_logprobs"])[row, :length][mask].abs().max()
                     furthest = max(furthest, off.item())
@@ -174,16 +176,13 @@ def test_the_first_steps_of_a_recipe(
     assert furthest < 1e-3
 
 
-class Shape:
-    """The reward to train on of what a policy said, by hand."""
-
-    def __init__(self, settings: Any) -> None:
-        self._shape = Shaping.of(settings)
-
-    def __call__(self, said: str) -> float:
-        total, turns = 0, said.split("<|im_end|>")[:6]
-        for turn in turns:
-            with contextlib.suppress(ValueError, KeyError, TypeError):
-                for call in turn.split("<tool_call>")[1:]:
-                    total += int(json.loads(call.split("</tool_call>")[0])["arguments"]["number"])
-        return self._shape(total / 10, 0)
+def added(said: str) -> int:
+    """What the turns of a rollout added up to, by hand: a turn with a call that can't be read makes none."""
+    total = 0
+    for turn in said.split("<|im_end|>"):
+        try:
+            calls = [json.loads(call.split("</tool_call>")[0]) for call in turn.split("<tool_call>")[1:]]
+            total += sum(int(call["arguments"]["number"]) for call in calls if call["name"] == "add")
+        except (ValueError, KeyError, TypeError):
+            continue
+    return total

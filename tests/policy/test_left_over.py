@@ -102,7 +102,7 @@ async def test_an_engine_without_its_parser_is_an_error_of_the_deployment(kind: 
     ("turn", "request_fields"),
     [
         (LEFT, {}),
-        (LEFT, {"tools": TOOLS, "may_call": False}),
+        (LEFT, {"tools": TOOLS, "tool_choice": "none"}),
         (LEFT | {"finish": "length"}, {"tools": TOOLS}),
         ({"content": f"<think>{CALL}"}, {"tools": TOOLS}),
         ({"content": "see", "reasoning_content": CALL}, {"tools": TOOLS}),
