@@ -27,6 +27,24 @@ from transformers import Qwen3Config, Qwen3ForCausalLM
 
 VOCABULARY = 4096
 CONTEXT = 16_384
+CHAT_TEMPLATE = """{%- if tools %}
+    {{- '<|im_start|>system\\n' }}
+    {%- if messages[0].role == 'system' %}{{ messages[0].content + '\\n\\n' }}{% endif %}
+    {{- 'Tools:\\n' }}
+    {%- for tool in tools %}{{ tool | tojson + '\\n' }}{% endfor %}
+    {{- '<|im_end|>\\n' }}
+{%- endif %}
+{%- for message in (messages[1:] if tools and messages[0].role == 'system' else messages) %}
+    {{- '<|im_start|>' + message.role + '\\n' }}
+    {{- message.content or '' }}
+    {%- for call in message.tool_calls or [] %}
+        {%- set said = {'name': call.function.name, 'arguments': call.function.arguments} %}
+        {{- '\\n<tool_call>\\n' + (said | tojson) + '\\n</tool_call>' }}
+    {%- endfor %}
+    {{- '<|im_end|>\\n' }}
+{%- endfor %}
+{%- if add_generation_prompt %}{{ '<|im_start|>assistant\\n' }}{% endif %}"""
+"""ChatML, with tools in the system message and calls as Hermes writes them."""
 BATCH = 16
 WINDOW = 160
 """Prompt tokens of a lesson that are shown; the rest is cut off in front."""
@@ -108,8 +126,7 @@ def main() -> None:
         "pad_token": "<|endoftext|>",
         "model_max_length": CONTEXT,
         "clean_up_tokenization_spaces": False,
-        "chat_template": "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}"
-        "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}",
+        "chat_template": CHAT_TEMPLATE,
     }
     (output / "tokenizer_config.json").write_text(json.dumps(settings, indent=1))
 

@@ -7,7 +7,9 @@ known, are *references*: each of their first tries runs to its end, whatever the
 samples is then known of two kinds of prompts: those whose first tries ran to their end anyway, and, by a random sample
 of them, those whose first tries were cut off. The bias is the mean of the rollouts that were trained on over that
 of the first tries of the same prompts that the filter lets pass, in tokens and in accuracy. 1 is unbiased. The
-interval is of that sample; where nothing was cut off, the bias is known.
+interval is of that sample, and of what was sampled again; where nothing was, the bias is known. Of a rollout that
+machines broke nobody knows how long it would have been: its next try stands for it, so where machines break long ones
+the meter does not see it.
 
 Only prompts are compared that nothing is outstanding of, and none behind one that something is: else the references
 that are still running, the longest, would be left out of the truth.
@@ -152,7 +154,7 @@ class BiasMeter:
     def _ratio(self, settled: int, of: Callable[[Sums], float]) -> Estimate | None:
         end = min([settled, *self._open])
         begin = end - _WINDOW
-        trained = [sums for number, sums in self._emitted.items() if begin <= number < end]
+        trained = {number: sums for number, sums in self._emitted.items() if begin <= number < end}
         whole = {number: sums for number, sums in self._whole.items() if begin <= number < end}
         cut = [number for number in self._cut if begin <= number < end]
         sample = [whole.pop(number) for number in cut if number in whole]
@@ -162,22 +164,31 @@ class BiasMeter:
         if not rollouts or not trained or not total:
             return None
         true = total / rollouts
-        ratio = sum(map(of, trained)) / sum(sums.rollouts for sums in trained) / true
+        ratio = sum(map(of, trained.values())) / sum(sums.rollouts for sums in trained.values()) / true
 
         def spread(known: Iterable[Sums]) -> float:
             return statistics.stdev(of(sums) - true * sums.rollouts for sums in known)
 
-        if len(cut) == len(sample):
-            error = 0.0
-        elif len(sample) >= _FEW:
+        # Of what was sampled again: another sample has another mean, without any bias.
+        mean, count = true * ratio, sum(sums.rollouts for sums in trained.values())
+        redrawn = 0.0
+        for number in trained.keys() | whole.keys():
+            ours, first = trained.get(number, Sums()), whole.get(number, Sums())
+            redrawn += (
+                (of(ours) - mean * ours.rollouts) / (count * mean) - (of(first) - true * first.rollouts) / total
+            ) ** 2
+        error = _Z * math.sqrt(redrawn)
+        if len(cut) > len(sample) and len(sample) >= _FEW:
             freedom = len(sample) - 1
             quantile = _Z + (_Z**3 + _Z) / (4 * freedom)  # Student's t, Cornish and Fisher's expansion
             unseen = 1 - len(sample) / len(cut)
-            error = quantile * len(cut) * spread(sample) * math.sqrt(unseen / len(sample)) / total
-        elif len(whole) >= _FEW:
-            error = 2 * _Z * len(cut) * spread(whole.values()) / math.sqrt(max(len(sample), 1)) / total
-        else:
-            return None
+            unknown = quantile * len(cut) * spread(sample) * math.sqrt(unseen / len(sample)) / total
+            error = math.hypot(error, unknown)
+        elif len(cut) > len(sample):
+            if len(whole) < _FEW:
+                return None
+            unknown = 2 * _Z * len(cut) * spread(whole.values()) / math.sqrt(max(len(sample), 1)) / total
+            error = math.hypot(error, unknown)
         return Estimate(ratio, ratio * math.exp(-error), ratio * math.exp(error), end)
 
     def state(self) -> dict[str, Any]:

@@ -10,6 +10,7 @@ Pure.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -70,7 +71,7 @@ def _accuracy(result: Mapping[str, Any], reward: float, filter_on: str | None) -
             )
         return reward
     value = result.get(filter_on, reward if filter_on == "reward" else None)
-    if not isinstance(value, bool | int | float):
+    if not isinstance(value, bool | int | float) or not math.isfinite(value):
         known = ", ".join(sorted(name for name, field in result.items() if isinstance(field, bool | int | float)))
         raise CallerError(f"a verdict has no number {filter_on!r}; it has these: {known or 'none'}", field="filter_on")
     return float(value)

@@ -137,6 +137,8 @@ class Runner:
         """Services by group, to which further rollouts of it go, while there are some of it."""
         self._counts: Counter[str] = Counter()
         """Rollouts by group, of those."""
+        self._resumed: set[str] = set()
+        """Rollouts that were in flight when the state was saved from which this runner goes on."""
         self._results: dict[str, tuple[list[Turn], bytes]] = {}
         """Tokens and body of those that may be trained on."""
         self._batches: asyncio.Queue[TrainingBatch | None] = asyncio.Queue()
@@ -234,6 +236,7 @@ class Runner:
                 self._services[places[rollout]].cancel_unknown(rollout)
             else:
                 self.sampler.cancelled(rollout)
+        self._resumed = {submission.rollout for submission in again.submit}
         for submission in again.submit:
             self._submit(submission, places.get(submission.rollout))
 
@@ -252,6 +255,12 @@ class Runner:
     def _ended(self, job: JobView) -> None:
         self.rollout_metrics.add(job)
         usage = usage_of(job)
+        if job.state is JobState.CANCELLED and job.id in self._resumed:
+            LOG.warning("%s was ended since the state was saved: all that no batch has had begins again", job.id)
+            self.sampler.interrupted(job.id, usage)
+            self._gone(job.id)
+            self._pump()
+            return
         try:
             outcome = outcome_of(job, self.sampler.config.filter_on)
         except CallerError as error:
@@ -288,7 +297,10 @@ class Runner:
 
     def _lost(self, rollout: str, origin: Origin, why: str) -> None:
         LOG.warning("%s has no outcome: %s", rollout, why)
-        self.sampler.failed(rollout, origin, why=why)
+        if rollout in self._resumed and origin is Origin.INFRASTRUCTURE:
+            self.sampler.interrupted(rollout)
+        else:
+            self.sampler.failed(rollout, origin, why=why)
         self._gone(rollout)
         self._pump()
 

@@ -162,6 +162,19 @@ class DynamicSampler:
         """A rollout was cancelled: by us, or else by somebody who had no right to, which is a failure."""
         self.failed(rollout, Origin.INFRASTRUCTURE, usage)
 
+    def interrupted(self, rollout: str, usage: Usage = Usage()) -> None:
+        """A rollout that was in flight when the state was saved was ended meanwhile: who left cancelled it.
+
+        What was in flight then is what is slow. Were only that sampled again, less of it would be trained on, so all
+        begins again that no batch has passed over.
+        """
+        if (landed := self._flight.landed(rollout, usage)) is None:
+            return
+        self.fates.add(Fate.FAILED, usage)
+        landed[1].reset()
+        for group in [*self._queue.kept, *self._queue.fruitless.values()]:
+            self._begin_again(group, Fate.LEFT_OVER)
+
     def lost(self, rollout: str) -> None:
         """The result of a scored rollout can't be had any more: it was never scored. Others are passed over."""
         number, _ = place_of(rollout)
@@ -196,6 +209,7 @@ class DynamicSampler:
         """
         while (batch := self._batch()) is not None:
             self._decision.batches.append(batch)
+        self._settle_fruitless(self._sure_to_be_passed())
         try:
             self._submit()
             if self.finished and self._unrun and not self._ever_complete:
@@ -335,8 +349,6 @@ class DynamicSampler:
 
     def _complete(self, group: Group) -> None:
         self._unrun = 0
-        if self._curriculum:
-            self._curriculum.saw(group.key, [member.accuracy for member in group.members])
         self._queue.drop(group.number)
         if group.teaches:
             self._fruitless = 0
@@ -350,7 +362,7 @@ class DynamicSampler:
             if self.config.in_order:
                 self._queue.fruitless[group.number] = group
         if not self.config.in_order:
-            self._admission.settled(taught=group.teaches)
+            self._settle(group)
 
     def _drop(self, group: Group, why: str, fate: Fate) -> None:
         """Lets go of a group: cancels what runs; what was scored meets its fate."""
@@ -386,20 +398,32 @@ class DynamicSampler:
         batch = Batch(self.emitted, self._due, {number: self._scored(number) for number in sorted(numbers)})
         self.emitted += 1
         if self.config.in_order:
-            self._settle(numbers)
+            self._passed = numbers[-1] + 1
+            self._settle_fruitless(self._passed)
         self._end_stale()
         return batch
 
-    def _settle(self, emitted: list[int]) -> None:
-        """A batch has passed over all prompts up to its last one."""
-        self._passed = emitted[-1] + 1
-        fruitless = self._queue.fruitless
-        passed = [number for number in fruitless if number < emitted[-1]]
-        for number in sorted([*passed, *emitted]):
-            self._admission.settled(taught=fruitless.pop(number, None) is None)
+    def _sure_to_be_passed(self) -> float:
+        """The next batch passes over prompts before this one, whatever happens behind them."""
+        first_open, wanted = self._queue.first_open(), self.config.groups_per_batch
+        ready = sorted(number for number in self._queue.ready if number < first_open)
+        return ready[wanted - 1] if len(ready) >= wanted else first_open
+
+    def _settle_fruitless(self, end: float) -> None:
+        """Groups without variance before this prompt count."""
+        for number in sorted(number for number in self._queue.fruitless if number < end):
+            self._settle(self._queue.fruitless.pop(number))
+
+    def _settle(self, group: Group) -> None:
+        """It counts: nothing of it is sampled again."""
+        self._admission.settled(taught=group.teaches)
+        if self._curriculum:
+            self._curriculum.saw(group.key, [member.accuracy for member in group.members])
 
     def _scored(self, number: int) -> list[Scored]:
         group = self._queue.ready.pop(number)
+        if self.config.in_order:
+            self._settle(group)
         trained = [member for member in group.members if not member.masked]
         self._bias.emitted(number, [(member.usage.length, member.accuracy) for member in trained])
         rollouts = []
@@ -413,21 +437,23 @@ class DynamicSampler:
     def _end_stale(self) -> None:
         """With another batch to fill, some rollouts are too old: their members start again, if they still may."""
         for group in self._queue.older_than(self._oldest_of_use):
-            if group.number in self._queue.fruitless:
-                stale = group.members  # their results are gone
-            else:
-                stale = [*group.older_than(self._oldest_of_use)]
             tried = all(member.tries for member in group.members)  # or a reference would never be complete
-            if tried and not self.config.in_order and max(m.restarts for m in stale) >= self.config.max_restarts:
+            restarts = max(member.restarts for member in group.members)
+            if tried and not self.config.in_order and restarts >= self.config.max_restarts:
                 self._drop(group, "too_late", Fate.STALE)
-                continue
-            for member in stale:
-                member.restarts += 1
-                if group.number in self._queue.fruitless:
-                    member.reset()
-                else:
-                    self._void(group, member, Fate.STALE)
-            self._queue.put(group)
+            else:
+                self._begin_again(group, Fate.STALE)
+
+    def _begin_again(self, group: Group, fate: Fate) -> None:
+        """All of its members, whatever they gave: if only some were sampled again, which ones would matter."""
+        results_are_gone = group.number in self._queue.fruitless
+        for member in group.members:
+            member.restarts += not member.waits
+            if results_are_gone:
+                member.reset()
+            else:
+                self._void(group, member, fate)
+        self._queue.put(group)
 
     # Submissions
 

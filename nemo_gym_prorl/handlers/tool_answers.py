@@ -5,8 +5,8 @@ To Gym's own agent it is always an observation. Then a gateway that is overrun, 
 makes the policy fail its task, and that is trained on as a reward of 0. So here
 
 - a refusal (429, 503) was made before any work, and the call is made again a few times;
-- what a gateway says of a server behind it (502, 504) may come after the work. A tool call cannot be repeated, so the
-  attempt has failed, and with it what it did to its sandbox is gone;
+- what a gateway says of a server behind it (502, 504, 520 to 530) may come after the work. A tool call cannot be
+  repeated, so the attempt has failed, and with it what it did to its sandbox is gone;
 - a 500 is the tool's own. One may be due to the arguments and is an observation. A tool that answers nothing else any
   more, be it one rollout that is told so or several, is broken.
 """
@@ -22,10 +22,13 @@ from nemo_gym_prorl.handlers.gym_http import CookieJar, GymServer, HttpAnswer
 
 
 BROKEN_AFTER = 3
-"""Answers of 500, one after the other, after which a tool counts as broken: two may be the arguments' fault."""
+"""Answers of 500 to one rollout, one after the other, after which a tool counts as broken: two may be the arguments'
+fault."""
+BROKEN_FOR_ALL_AFTER = 16
+"""The same over all rollouts: each of several policies may make a mistake, but not so many in a row."""
 
 _REFUSALS = frozenset({429, 503})
-_GATEWAYS = frozenset({502, 504})
+_GATEWAYS = frozenset({502, 504, *range(520, 531)})
 _PAUSES_S = (0.5, 1.0, 2.0, 4.0)
 _LONGEST_S = 15.0
 """A pause that a refusal may ask for (``Retry-After``)."""
@@ -87,7 +90,8 @@ class ToolAnswers:
             count[tool] = count[tool] + 1 if answer.status == 500 else 0
             if not count[tool]:
                 del count[tool]
-        if (failed := max(self._in_row[tool], trouble.in_row[tool])) >= BROKEN_AFTER:
+        failed = max(self._in_row[tool], trouble.in_row[tool])
+        if trouble.in_row[tool] >= BROKEN_AFTER or self._in_row[tool] >= BROKEN_FOR_ALL_AFTER:
             raise InfrastructureError(
                 f"tool {tool!r} is broken: it has answered with HTTP 500 {failed} times in a row, and now: "
                 f"{answer.text(500)}"

@@ -148,6 +148,13 @@ class Sampling(RuleBasedStateMachine):
         self.over(rollout)
 
     @rule(data=st.data())
+    @precondition(lambda self: self.live)
+    def is_interrupted(self, data: st.DataObject) -> None:
+        rollout = self.pick(data)
+        self.sampler.interrupted(rollout, Usage(1.0, 2.0))
+        self.over(rollout)
+
+    @rule(data=st.data())
     @precondition(lambda self: self.scored)
     def is_lost(self, data: st.DataObject) -> None:
         rollout = data.draw(st.sampled_from([*self.scored]))
@@ -398,6 +405,19 @@ def test_what_was_dropped_is_told() -> None:
     assert sampler.fates.wasted == 0.75
 
 
+def test_a_prompt_that_is_sampled_again_counts_once_for_the_curriculum() -> None:
+    curriculum = SkipSolved(2)
+    sampler = eager(SamplerConfig(1, 2, 4, max_staleness=0, reference_share=0.0), Epochs(ROWS, seed=None), curriculum)
+    for version in range(3):
+        submissions = sampler.decide().submit
+        first, second = submissions[:2], submissions[2:4]
+        finish(sampler, second, [1.0, 1.0])  # behind the batch: sampled again
+        for rollout in finish(sampler, first, [0.0, 1.0]).cancel:
+            sampler.cancelled(rollout)
+        sampler.weights(version + 1)
+        assert curriculum.state()["in_a_row"] == {}
+
+
 def test_prompts_that_are_solved_are_left_out() -> None:
     sampler = eager(SamplerConfig(1, 2, 2), Epochs(ROWS[:2], seed=None), SkipSolved(1))
     decision = finish(sampler, sampler.decide().submit, [1.0, 1.0])
@@ -478,6 +498,28 @@ def test_another_group_size_is_refused_where_groups_are_open() -> None:
     sampler.decide()
     with pytest.raises(CallerError, match="group_size"):
         DynamicSampler(SamplerConfig(1, 3, 2), Epochs(ROWS)).restore(sampler.state())
+
+
+def test_what_was_in_flight_when_a_trainer_left_is_not_sampled_again_alone() -> None:
+    """It is what was slow; so what its siblings and others gave is sampled again as well."""
+    prompts = Epochs(ROWS, seed=None)
+    config = SamplerConfig(1, 2, 4, reference_share=0.0)
+    first = eager(config, prompts)
+    one, two, three, four = first.decide().submit
+    first.scored(one.rollout, 1.0)
+    first.scored(three.rollout, 0.0)
+    first.scored(four.rollout, 0.0)
+    again = eager(config, prompts)
+    joined = {submission.rollout for submission in again.restore(first.state()).submit}
+    assert two.rollout in joined
+    again.interrupted(two.rollout)
+    decision = again.decide()
+    assert decision.forget == [one.rollout]
+    assert [(s.prompt, s.rollout.split(":")[2]) for s in decision.submit][:4] == [
+        *((0, "0"), (0, "1")),
+        *((1, "0"), (1, "1")),
+    ], "the group without variance, too"
+    assert again.fates[Fate.FAILED].rollouts == 1
 
 
 def test_a_state_of_another_version_is_refused() -> None:

@@ -6,6 +6,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import fcntl
+import hashlib
 import json
 import os
 import socket
@@ -42,14 +43,13 @@ def tiny_model() -> Path:
     folder.mkdir(exist_ok=True)
     with (folder / "lock").open("w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
-        taught = folder / "lessons.jsonl"
+        maker, taught, of = SCRIPTS / "make_tiny_model.py", folder / "lessons.jsonl", folder / "made-of"
         wanted = "\n".join(json.dumps(lesson) for lesson in lessons())
-        if not taught.is_file() or taught.read_text() != wanted:
-            draft = folder / "lessons.draft"
-            draft.write_text(wanted)
-            command = [python, SCRIPTS / "make_tiny_model.py", folder, "--lessons", draft]
-            subprocess.run(command, check=True, capture_output=True)
-            draft.rename(taught)
+        made_of = hashlib.sha256((maker.read_text() + wanted).encode()).hexdigest()
+        if not of.is_file() or of.read_text() != made_of:
+            taught.write_text(wanted)
+            subprocess.run([python, maker, folder, "--lessons", taught], check=True, capture_output=True)
+            of.write_text(made_of)
     return folder
 
 

@@ -45,6 +45,12 @@ from nemo_gym_prorl.policy.turns import TurnRequest
 from tests.policy.engines import MODEL, free_port, serving
 
 
+@pytest.fixture(autouse=True)
+def unrehearsed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Tokenizers of a few words have too few for a rehearsal."""
+    monkeypatch.setattr("nemo_gym_prorl.policy.host.rehearse", lambda *_, **__: None)
+
+
 @pytest.fixture
 async def session() -> AsyncIterator[aiohttp.ClientSession]:
     async with aiohttp.ClientSession() as session:

@@ -47,8 +47,9 @@ async def hosted(*urls: str, **config: Any) -> AsyncIterator[PolicyHost]:
 
 
 @pytest.fixture
-def words(tmp_path: Path) -> str:
-    """A tokenizer of three words."""
+def words(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
+    """A tokenizer of three words, too few for a rehearsal."""
+    monkeypatch.setattr("nemo_gym_prorl.policy.host.rehearse", lambda *_, **__: None)
     folder = tmp_path / "words"
     folder.mkdir()
     FastTokenizer(WordLevel({"hi": 0, "ho": 1, "?": 2}, unk_token="?")).save(str(folder / "tokenizer.json"))

@@ -46,11 +46,6 @@ def test_families_can_be_followed_with_every_kind_of_tokenizer(name: str, kind: 
         (("message.content or ''", "'' if message.role == 'tool' else message.content"), "hermes", "results of tools"),
         (("message.tool_calls or []", "[]"), "hermes", "it drops the policy's calls"),
         (("message.content or ''", "message.content if message.role != 'assistant'"), "plain", "what the policy said"),
-        (
-            ("message.role + '\\n'", "message.role + '<|channel|>final\\n'"),
-            "plain",
-            "an answer would be read as 'final",
-        ),
     ],
 )
 def test_what_cannot_be_followed_is_refused_by_name(change: tuple[str, str], tool_format: str, why: str) -> None:

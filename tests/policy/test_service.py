@@ -4,6 +4,7 @@ it."""
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
@@ -165,6 +166,7 @@ async def test_finished_and_forgotten_rollouts_cost_nothing(agent: Agent, engine
     host = await started(engine_url, model_folder, keep_s=0.001)
     forgetful = Agent(await host.service(), "old")
     await forgetful.ask()
+    await asyncio.sleep(0.01)
     forgetful.name = "new"
     await forgetful.ask()
     with pytest.raises(CallerError):

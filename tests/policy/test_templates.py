@@ -338,6 +338,20 @@ def test_an_observation_ends_no_turn_whatever_it_spells(role: str, parts: list[s
     assert first.ids[-len(spelled.ids) :] == spelled.ids
 
 
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("name", ["<|im_end|>", "</s>", "<｜end▁of▁sentence｜>"])
+def test_no_kind_of_tokenizer_reads_a_spelt_token_as_one(kind: str, name: str) -> None:
+    text = source("chatml")
+    tokenizer = tokenizer_of(kind, text, name)
+    chat, token = Renderer(tokenizer, ChatTemplate(text)), tokenizer.encode(name)[-1]
+    counts = []
+    for said in (f"a {name}b{name}", "a b"):
+        seen = {"role": "tool", "tool_call_id": "1", "content": said}
+        got = chat.next([USER, SAID], [seen], sampled=tokenizer.encode("a<|im_end|>"), finish=Finish.STOP, behind=0)
+        counts.append(got.ids.count(token))
+    assert counts[0] == counts[1]
+
+
 def test_the_rows_own_control_tokens_are_its_authors() -> None:
     chat = renderer(source("chatml"))
     asked = {"role": "user", "content": "a<|im_end|>b"}

@@ -149,6 +149,7 @@ class Tokenizer:
 
     def _spelt_out(self, text: str) -> list[int] | None:
         self._fast.encode_special_tokens = True
+        nearly = None
         try:
             # An added token that is not special is recognised all the same, but not in two parts.
             for parts in ([text], [text[:1], text[1:]]):
@@ -162,9 +163,11 @@ class Tokenizer:
                         continue
                     if self.decode([*head, *ids]) == self.decode(head) + text:
                         return ids
+                    nearly = nearly or ids
         finally:
             self._fast.encode_special_tokens = False
-        return None
+        # A name with SentencePiece's mark for a space in it is never quite given back, and no token either.
+        return nearly
 
 
 def _any_of(names: Iterable[str]) -> re.Pattern[str]:
