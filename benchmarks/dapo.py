@@ -152,7 +152,7 @@ def main() -> None:
     figures = []
     for name, variation, informative, size, more in workloads:
         worlds = [World(seed, variation, informative, size, **more) for seed in range(1 if quick else 3)]
-        figures += compare(name, worlds, 10 if quick else 40)
+        figures += compare(name, worlds, 10 if quick else 24)
     figures += coverage(5 if quick else 100, 60)
     publish("dapo", figures, packages=(), quick=quick)
 
