@@ -11,6 +11,7 @@ recipe's. A route besides has the engine read weights from a folder, in place of
 from __future__ import annotations
 
 import json
+import socket
 import sys
 from typing import Any
 
@@ -53,4 +54,7 @@ def application(folder: str, generation: dict[str, Any]) -> FastAPI:
 
 
 if __name__ == "__main__":
-    uvicorn.run(application(sys.argv[1], json.loads(sys.argv[3])), host="127.0.0.1", port=int(sys.argv[2]))
+    # Before the model, which takes its time, in which others look for ports.
+    listener = socket.create_server(("127.0.0.1", int(sys.argv[2])), backlog=2048)
+    served = uvicorn.Config(application(sys.argv[1], json.loads(sys.argv[3])), log_level="warning")
+    uvicorn.Server(served).run(sockets=[listener])

@@ -36,6 +36,7 @@ SMALLER = [
     f"++grpo.num_generations_per_prompt={GENERATIONS}",
     f"++grpo.max_num_steps={STEPS}",
     "++prorl.mini_batches=1",
+    "++prorl.filter_on=reward",
     "++async_rl.max_inflight_prompts=4",
     "++async_rl.stall_watchdog.interval_s=1",
     f"++policy.max_total_sequence_length={tiny.CONTEXT}",

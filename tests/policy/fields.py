@@ -190,8 +190,8 @@ class Case:
 
 HI = [{"role": "user", "content": "hello"}]
 _LEAST: dict[str, dict[str, Any]] = {
-    "chat/completions": {"messages": HI},
-    "responses": {"input": HI},
+    "chat/completions": {"messages": HI, "max_tokens": 16},
+    "responses": {"input": HI, "max_output_tokens": 16},
     "messages": {"messages": HI, "max_tokens": 16},
 }
 

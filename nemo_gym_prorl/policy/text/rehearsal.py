@@ -194,8 +194,8 @@ class _Seam:
         text = self._tokenizer.decode(got.ids, ids[-1])
         self._holds(got.ids == whole[len(turn) :], f"after {sampled!r} there would be {text!r} and not {right!r}")
         text = self._tokenizer.decode(ids, behind)
-        # Spaces beside special tokens may be the tokenizer's own.
-        self._holds(not returned or text.split() == sampled.split(), f"the tokenizer gives {sampled!r} back as {text!r}")
+        same = text.split() == sampled.split()  # Spaces beside special tokens may be the tokenizer's own.
+        self._holds(not returned or same, f"the tokenizer gives {sampled!r} back as {text!r}")
 
     def _holds(self, true: bool, otherwise: str) -> None:
         if not true:
