@@ -90,9 +90,11 @@ NO_CODE = {
     ("docs/api.md", "queued →"),
     ("docs/architecture.md", "NeMo RL,"),
     ("docs/policy.md", "callers"),
+    ("docs/recipes.md", "− Σ"),
+    ("docs/recipes.md", "++data"),
     ("docs/tools.md", "OUTPUT"),
 }
-"""Indented blocks that are diagrams or formats."""
+"""Blocks that are diagrams or formats."""
 
 
 @dataclass(frozen=True)

@@ -145,7 +145,7 @@ async def test_a_connection_that_a_tool_drops_is_no_reward() -> None:
 async def test_one_500_of_a_tool_is_an_observation_and_a_tool_that_gives_no_other_is_broken() -> None:
     environment = Environment(instead={"/count": status(500)})
     async with deployment(environment, Policy(turns=2)) as at:
-        for _ in range(2):
+        for _ in range(tool_answers.BROKEN_FOR_ALL_AFTER - 1):
             done = await at.run(ROW)
             assert done["reward"] == 1.0
             assert done["response"]["output"][1]["output"] == "status 500"
