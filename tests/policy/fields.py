@@ -31,7 +31,7 @@ TEMPLATE = """{% if tools %}[tools {{ tools | tojson }}]{% endif %}\
 {% if enable_thinking is defined %}[enable_thinking {{ enable_thinking }}]{% endif %}\
 {% for m in messages %}<{{ m.role }}>{{ m.content }}\
 {% for c in m.tool_calls or [] %}<tool_call>{{ c.function | tojson }}\
-</tool_call>{% endfor %}\n{% endfor %}{% if add_generation_prompt %}<assistant>{% endif %}"""
+</tool_call>{% endfor %}<|im_end|>\n{% endfor %}{% if add_generation_prompt %}<assistant>{% endif %}"""
 CALL = '<tool_call>{"name": "look", "arguments": {"what": "box"}}</tool_call>'
 
 KNOWN = {
@@ -52,10 +52,11 @@ KNOWN = {
 
 
 def tokenizer() -> Tokenizer:
-    """Every byte is a token."""
+    """Every byte is a token, and the end of a turn."""
     fast = Tokenizer(models.BPE({c: i for i, c in enumerate(sorted(pre_tokenizers.ByteLevel.alphabet()))}, []))
     fast.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
     fast.decoder = decoders.ByteLevel()
+    fast.add_special_tokens(["<|im_end|>"])
     return fast
 
 
