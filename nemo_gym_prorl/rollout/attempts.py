@@ -19,9 +19,9 @@ LOGGER = logging.getLogger(__name__)
 _RECHECK_S = 1.0
 """Least extension of a budget, so that a rollout that waits at its very end is not asked about all the time."""
 
-_UNANSWERED = 60
-"""How often in a row nobody may know for how long a rollout has waited before its budget is over all the same. They
-who know may be busy, most of all where thousands wait."""
+_UNKNOWN_S = 180.0
+"""For how long nobody may know for how long a rollout has waited before its budget is over all the same. They who know
+may be busy, most of all where thousands wait."""
 
 
 class Attempt:
@@ -98,7 +98,7 @@ class Attempt:
         agent cannot act, or the job's servers do not answer."""
         ends: set[asyncio.Future[Any]] = {task, self._interrupt}
         budget = self._job.budgets.of(self._stage)
-        started, left, out_before, unanswered = self._clock(), budget, self._out_s(), 0
+        started, left, out_before, known_s = self._clock(), budget, self._out_s(), budget
         while left > 0:
             done, _ = await asyncio.wait(ends, timeout=left, return_when=asyncio.FIRST_COMPLETED)
             if done:
@@ -114,8 +114,8 @@ class Attempt:
             elapsed = self._clock() - started
             self.idle_s = min(max((waited or 0.0) + self._out_s() - out_before, self.idle_s), elapsed)
             left = budget + self.idle_s - elapsed
-            unanswered = unanswered + 1 if waited is None else 0
-            if 0 < left < _RECHECK_S or (left <= 0 and 0 < unanswered <= _UNANSWERED):
+            known_s = elapsed if waited is not None else known_s
+            if 0 < left < _RECHECK_S or (left <= 0 and waited is None and elapsed - known_s <= _UNKNOWN_S):
                 left = _RECHECK_S
 
     def _came_late(self, task: asyncio.Task[Any]) -> None:

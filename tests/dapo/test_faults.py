@@ -321,7 +321,7 @@ async def test_what_an_earlier_runner_was_cancelling_is_cancelled_again() -> Non
         assert await first.batch() is not None
         state = first.state()
         await kill(first)
-        assert state["sampler"]["ending"]
+        assert state["sampler"]["flight"]["ending"]
         await up[0].stop()
         await up[0].start()
         async with runner(up, dataset, config, state=state) as second:

@@ -147,7 +147,7 @@ async def test_a_timeout_before_the_first_turn_is_masked_whatever_is_asked_for(o
 @pytest.mark.parametrize("on_timeout", ["score", "zero"])
 async def test_a_timeout_whose_tokens_do_not_come_is_masked(on_timeout: str) -> None:
     swe = {**SWE, "budgets": {"run": 1.0}, "on_timeout": on_timeout}
-    policy = Policy(instead={"GET /v1/rollouts/*": hang(60)})
+    policy = Policy(instead={"GET /v1/rollouts/*tokens*": hang(60)})
     async with deployment(
         policy=policy, further={"swe_server": slow_tool()}, environments={"swe": swe}, cancel_grace_s=1.0
     ) as at:

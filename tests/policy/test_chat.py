@@ -184,9 +184,9 @@ def test_only_what_is_new_is_tokenised_late_in_a_conversation(turns: int) -> Non
     encoded: list[str] = []
     original = renderer.tokenizer.encode_observed
 
-    def counting(text: str, places: Sequence[tuple[int, int]]) -> tuple[list[int], int]:
+    def counting(text: str, places: Sequence[tuple[int, int]], behind: int | None = None) -> tuple[list[int], int]:
         encoded.append(text)
-        return original(text, places)
+        return original(text, places, behind)
 
     rendered: list[str] = []
     write = renderer.template.writer

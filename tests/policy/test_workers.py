@@ -134,8 +134,9 @@ def marks(pid: int) -> str:
 
 
 def tokenizer(folder: Path) -> str:
-    words = {"?": 0, "hi": 1, "ho": 2, "u": 3, "a": 4}
-    fast = FastTokenizer(WordLevel(words, unk_token="?"))
+    words = ["?", "hi", "ho", "u", "a", "s"]
+    rehearsed = ["Rules", "Askone", "Sayone", "Asktwo", "Saytwo", "Askthree"]  # tried out at the start
+    fast = FastTokenizer(WordLevel({word: at for at, word in enumerate([*words, *rehearsed])}, unk_token="?"))
     fast.pre_tokenizer = Whitespace()
     fast.save(str(folder / "tokenizer.json"))
     ended = "{% if add_generation_prompt %}a {% endif %}"

@@ -179,7 +179,7 @@ def _ending(
     opening = _after(full, render([*history, *new], False))
     found = []
     for role in ("", "assistant", "user", "tool"):
-        if role == new[0]["role"]:
+        if new and role == new[0]["role"]:
             continue
         other: Conversation = [{"role": role, "tool_call_id": "sentinel0", "content": "o"}] if role else []
         try:
@@ -249,8 +249,11 @@ def _unsaid(tail: str, ending: str, new: Conversation, said: Said, special: re.P
 
 def _end_at(tail: str, new: Conversation, end: str) -> int:
     """Where the turn's end is in what follows it, before anything that the next message says."""
-    at, said = tail.find(end), str(new[0].get("content") or "").strip().partition("\n")[0]
-    return at if at <= 0 or at < tail.find(said) else -1
+    at = tail.find(end)
+    if at <= 0 or not new:
+        return at
+    said = str(new[0].get("content") or "").strip().partition("\n")[0]
+    return at if at < tail.find(said) else -1
 
 
 def _shared(one: str, other: str, special: re.Pattern[str]) -> str:

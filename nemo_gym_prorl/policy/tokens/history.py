@@ -101,7 +101,8 @@ class Match:
     Attributes:
         point: the turn that it continues; ``None`` if it continues none.
         new: the messages after that.
-        ambiguous: other turns with other tokens would have fitted as well.
+        ambiguous: other turns with other tokens would have fitted as well, or there is nothing to see in the turn, and it
+            is not among the messages.
     """
 
     point: Point | None
@@ -146,11 +147,12 @@ class History:
         """
         for index, key, carried, own in reversed(list(self._places(messages, tools))):
             alike = self._points.get(key, [])
+            sent = messages[index]["role"] == "assistant"
             if carried is not None:
                 alike = [point for point in alike if _continues(point.turn, carried, by_none=own)]
             if alike:
                 chosen, ambiguous = self._choose(alike, messages)
-                return Match(chosen, tuple(map(_plain, messages[index + 1 :])), ambiguous)
+                return Match(chosen, tuple(map(_plain, messages[index + 1 :])), ambiguous or not sent)
         return Match(None, tuple(map(_plain, messages)))
 
     def retokenised(self, messages: Sequence[Message]) -> int:
@@ -166,10 +168,11 @@ class History:
         """
         visible, key, carried, latest = _BEGINNING, _BEGINNING.key, None, None
         known, self._steps = self._steps, {}
+        drops = not any(message["role"] == "assistant" and _nothing_to_see(message) for message in messages)
         for index, message in enumerate(messages):
             visible, key = self._step(known, visible, key, message)
             if message["role"] != "assistant":
-                if index + 1 < len(messages) and messages[index + 1]["role"] != "assistant":
+                if drops and index + 1 < len(messages) and messages[index + 1]["role"] != "assistant":
                     # A turn in which there is nothing to see may have been here, and was dropped on the way.
                     yield index, key, carried, False
                 continue
@@ -245,6 +248,10 @@ def _told(message: Message) -> Iterator[object]:
         function = call.get("function") if isinstance(call, dict) else None
         for name in ("name", "arguments"):
             yield function.get(name) if isinstance(function, dict) else None
+
+
+def _nothing_to_see(message: Message) -> bool:
+    return not message.get("tool_calls") and not text_of(message.get("content")).strip()
 
 
 def _squeezed(text: str) -> str:
