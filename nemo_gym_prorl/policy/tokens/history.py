@@ -101,7 +101,7 @@ class Match:
     Attributes:
         point: the turn that it continues; ``None`` if it continues none.
         new: the messages after that.
-        ambiguous: other turns with other tokens would have fitted as well, or there is nothing to see in the turn, and it
+        ambiguous: other turns with other tokens would have fitted as well, or nothing is to be seen in the turn, and it
             is not among the messages.
     """
 
