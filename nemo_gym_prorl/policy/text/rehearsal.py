@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator, Sequence
+from datetime import datetime
 
 from nemo_gym_prorl.failures import CallerError
 from nemo_gym_prorl.policy.generation import Finish
@@ -20,6 +21,10 @@ from nemo_gym_prorl.policy.text.messages import Message, Tools
 from nemo_gym_prorl.policy.text.parsers import FORMATS, ToolCall, parse
 from nemo_gym_prorl.policy.text.renderer import PROBE, PROBE_NAME, Renderer
 from nemo_gym_prorl.policy.text.seam import end_of_turn
+
+
+_NOW = datetime(2000, 1, 1)
+"""As in a rollout, it does not get later from turn to turn."""
 
 
 class CannotFollow(CallerError):
@@ -96,8 +101,8 @@ def _play(
     for at, end in zip(turns, [*turns[1:], len(conversation)], strict=True):
         history, new = conversation[: at + 1], conversation[at + 1 : end]
         try:
-            prompt = renderer.template.render(history[:-1], tools, prompt=True)
-            full = renderer.template.render([*history, *new], tools, prompt=True)
+            prompt = renderer.template.render(history[:-1], tools, prompt=True, now=_NOW)
+            full = renderer.template.render([*history, *new], tools, prompt=True, now=_NOW)
         except CallerError:
             return  # It says itself, and by name, what it does not take.
         _Seam(renderer, history, new, tools, prompt, full).check(tool_format, thoughts=thoughts)
@@ -190,7 +195,9 @@ class _Seam:
         if turn[: len(prompt)] != prompt or whole[: len(turn)] != turn:
             return  # A token lies across the seam, as none does that is sampled.
         ids, behind = turn[len(prompt) :], prompt[-1]
-        got = self._renderer.next(self._history, self._new, self._tools, sampled=ids, finish=finish, behind=behind)
+        got = self._renderer.next(
+            self._history, self._new, self._tools, sampled=ids, finish=finish, behind=behind, now=_NOW
+        )
         text = self._tokenizer.decode(got.ids, ids[-1])
         self._holds(got.ids == whole[len(turn) :], f"after {sampled!r} there would be {text!r} and not {right!r}")
         text = self._tokenizer.decode(ids, behind)

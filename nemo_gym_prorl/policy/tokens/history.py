@@ -101,8 +101,8 @@ class Match:
     Attributes:
         point: the turn that it continues; ``None`` if it continues none.
         new: the messages after that.
-        ambiguous: other turns with other tokens would have fitted as well, or nothing is to be seen in the turn, and it
-            is not among the messages.
+        ambiguous: other turns with other tokens would have fitted as well, or the turn is not among the messages, as
+            nothing is to be seen in it.
     """
 
     point: Point | None
