@@ -202,10 +202,10 @@ async def test_a_template_that_tells_the_time_tells_that_of_the_rollouts_beginni
         answer = await agent.ask("lamp")
         agent.messages.append({"role": "user", "content": "and?"})
         assert service.renderer is not None
-        times.add(service.renderer.tokenizer.decode(answer.turn.prompt()).partition("<|im_end|>")[0])
+        times.add(service.renderer.tokenizer.decode(answer.turn.prompt()).splitlines()[1])
     assert (len(times), service.counts("r").rewrites, service.ledger("r").branches) == (1, 0, 1)
     # Another beginning, and another branch of the same rollout: still the same time.
     answer = await service.turn(TurnRequest("r", agent.messages[2:3], sampling=Sampling(max_tokens=2)))
     assert answer.turn.parent is None
-    assert service.renderer.tokenizer.decode(answer.turn.prompt()).partition("<|im_end|>")[0] in times
+    assert service.renderer.tokenizer.decode(answer.turn.prompt()).splitlines()[1] in times
     await host.aclose()
