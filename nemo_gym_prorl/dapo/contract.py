@@ -61,14 +61,21 @@ class SamplerConfig:
     first_version: int = 0
 
     def __post_init__(self) -> None:
+        if self.agent_failures not in (names := [*AgentFailures]):
+            raise CallerError(f"it must be one of {', '.join(names)}", field="agent_failures")
+        if not isinstance(self.in_order, bool):
+            raise CallerError("it must be True or False", field="in_order")
+        if not isinstance(self.reference_share, int | float) or not 0 <= self.reference_share <= 1:
+            raise CallerError("it must be a share, from 0 to 1", field="reference_share")
         least = {"groups_per_batch": 1, "group_size": 2, "max_in_flight": 1, "max_fruitless": 1, "max_dropped": 1}
         for name in ("max_staleness", "max_failures", "max_restarts"):
             least[name] = 0
         for name, bound in least.items():
-            if (value := getattr(self, name)) is not None and value < bound:
-                raise CallerError(f"it must be at least {bound}", field=name)
-        if not 0 <= self.reference_share <= 1:
-            raise CallerError("it must be a share, from 0 to 1", field="reference_share")
+            value = getattr(self, name)
+            if value is None and name == "max_in_flight":
+                continue
+            if type(value) is not int or value < bound:
+                raise CallerError(f"it must be a whole number, at least {bound}", field=name)
 
 
 class NothingToLearn(CallerError):

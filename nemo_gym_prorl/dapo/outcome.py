@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from nemo_gym_prorl.dapo.fates import Usage
-from nemo_gym_prorl.failures import CallerError, Origin
+from nemo_gym_prorl.failures import CallerError, Origin, Stage
 from nemo_gym_prorl.rollout.job import JobState
 from nemo_gym_prorl.rollout.masks import is_masked
 from nemo_gym_prorl.rollout.schemas import JobView
@@ -49,7 +49,11 @@ def outcome_of(job: JobView, filter_on: str | None) -> Outcome | Origin:
     """
     result = job.result or {}
     if job.state is JobState.SUCCEEDED and job.reward is not None:
-        return Outcome(job.reward, _accuracy(result, job.reward, filter_on), is_masked(result))
+        verified = (time := job.timings.get(Stage.EVAL)) is not None and time.attempts
+        # Out of time, where that counts as 0: nobody verified it, and the result has the row's own fields only.
+        in_vain = job.finish_reason == "timeout" and not verified
+        accuracy = 0.0 if in_vain else _accuracy(result, job.reward, filter_on)
+        return Outcome(job.reward, accuracy, is_masked(result))
     if job.state is JobState.CANCELLED or job.failure is None:
         return Origin.INFRASTRUCTURE
     return job.failure.origin

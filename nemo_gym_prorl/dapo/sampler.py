@@ -140,7 +140,7 @@ class DynamicSampler:
     def failed(self, rollout: str, origin: Origin, usage: Usage = Usage(), why: str = "") -> None:
         """A rollout ended without a reward: for the machines' sake, the policy's, or since its row can't be run."""
         if origin is Origin.AGENT:
-            masked = self.config.agent_failures is AgentFailures.MASK
+            masked = self.config.agent_failures == AgentFailures.MASK
             self.scored(rollout, 0.0, usage, accuracy=0.0, masked=masked)
             return
         if (landed := self._flight.landed(rollout, usage)) is None:

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import re
 import time
 from collections.abc import Callable, Coroutine
 from typing import Any
@@ -128,6 +129,7 @@ class Backends:
         run: str | None = None,
     ) -> dict[str, Any]:
         """Add a backend, for the rollouts of a run; it gets its own key, and never one that was configured for others.
+        One that the run has at that URL already stays the one that it is, with the new label and key.
 
         Raises:
             AlreadyThere: there is one of that id, or another run has one at that URL.
@@ -135,12 +137,17 @@ class Backends:
         """
         url = checked_url(url)
         check_host(url, self.config)
-        self._check_free(backend_id, url, run)
+        known = self._known(backend_id, url, run)
         if self.protocol is not None:
             await self._check_protocol(url, self.protocol)
-            self._check_free(backend_id, url, run)
+            known = self._known(backend_id, url, run)
         if api_key is not None:
             self.by_origin[origin_of(url)] = bearer(api_key)
+        if known is not None:
+            if weight_version is not None:
+                self.pool.label(weight_version, known.id, run)
+                self.apply([])
+            return described(known)
         backend_id = backend_id or f"backend{time.monotonic_ns():x}"
         self.apply(self.pool.add(backend_id, url, weight_version, run))
         return described(self.pool.backends[backend_id])
@@ -173,9 +180,9 @@ class Backends:
         """Start nothing there until :meth:`resume`; returns when nothing runs there, or the time is over.
 
         Raises:
-            NoSuchBackend: it is not there.
+            NoSuchBackend: it is not there, or the run has none.
         """
-        self._check_there(backend_id)
+        self._check_there(backend_id, run)
         if self.dispatcher is None:
             self.pool.pause(backend_id, run)
             return {"drained": True}
@@ -187,9 +194,9 @@ class Backends:
         """Go on, with a new label if the weights are new.
 
         Raises:
-            NoSuchBackend: it is not there.
+            NoSuchBackend: it is not there, or the run has none.
         """
-        self._check_there(backend_id)
+        self._check_there(backend_id, run)
         self.apply(self.pool.resume(backend_id, weight_version, run))
         return await self.listing(run)
 
@@ -199,9 +206,9 @@ class Backends:
         """Label the weights, without a pause.
 
         Raises:
-            NoSuchBackend: it is not there.
+            NoSuchBackend: it is not there, or the run has none.
         """
-        self._check_there(backend_id)
+        self._check_there(backend_id, run)
         self.pool.label(weight_version, backend_id, run)
         self.apply([])
         return await self.listing(run)
@@ -210,22 +217,28 @@ class Backends:
         """The metrics in Prometheus text format, of all processes that share the backends."""
         return self.metrics.exposition()
 
-    def _check_there(self, backend_id: str | None) -> None:
+    def _check_there(self, backend_id: str | None, run: str | None = None) -> None:
+        if run is not None and not self.pool.of_run(run):
+            raise NoSuchBackend(f"run {run!r} has no backend: register them first", field="run")
         if backend_id is not None and backend_id not in self.pool.backends:
             known = ", ".join(self.pool.backends) or "none"
             raise NoSuchBackend(f"no backend {backend_id!r}; there are: {known}", field="id")
 
-    def _check_free(self, backend_id: str | None, url: str, run: str | None) -> None:
+    def _known(self, backend_id: str | None, url: str, run: str | None) -> Backend | None:
+        """The backend that this run has at that URL: an engine has one policy, and one limit."""
+        # Who is there first keeps it: the other may mean a host of its own network.
+        known = next((one for one in self.pool.backends.values() if _address(one.url) == _address(url)), None)
+        if known is not None and known.run == run and backend_id in (None, known.id) and not known.draining:
+            return known
         if backend_id in self.pool.backends:
             raise AlreadyThere(f"there is a backend {backend_id!r} already", field="id")
-        # An engine has one policy. Who is there first keeps it: the other may mean a host of its own network.
-        for other in self.pool.backends.values():
-            if other.run != run and root_of(other.url) == root_of(url):
-                whose = f"run {other.run!r}" if other.run else "rollouts that name no run"
-                raise AlreadyThere(
-                    f"{url} is backend {other.id!r} of {whose}; if that is over, DELETE /v1/backends/{other.id} first",
-                    field="url",
-                )
+        if known is None:
+            return None
+        whose = f"run {known.run!r}" if known.run else "rollouts that name no run"
+        raise AlreadyThere(
+            f"{url} is backend {known.id!r} of {whose}; if that is over, DELETE /v1/backends/{known.id} first",
+            field="url",
+        )
 
     async def _check_protocol(self, url: str, protocol: str) -> None:
         """Refuse a backend that says that it is something else; one that says nothing is found out by its answers."""
@@ -331,6 +344,11 @@ def described(backend: Backend) -> dict[str, Any]:
         "live_tokens": backend.demand,
         "capacity": backend.capacity,
     }
+
+
+def _address(url: str) -> str:
+    """Where an engine is, by one of the names that this machine has for itself."""
+    return re.sub(r"^(\w+://)(localhost|\[::1\])(?=[:/]|$)", r"\g<1>127.0.0.1", root_of(url))
 
 
 def _nothing(*_: object) -> None:

@@ -13,7 +13,7 @@ from itertools import islice
 from typing import Annotated
 
 import orjson
-from fastapi import APIRouter, Query, Request, Response
+from fastapi import APIRouter, Depends, Query, Request, Response
 from fastapi.responses import PlainTextResponse
 from sse_starlette import EventSourceResponse, ServerSentEvent
 
@@ -38,7 +38,7 @@ from nemo_gym_prorl.rollout.schemas import (
     TokenForm,
     job_json,
 )
-from nemo_gym_prorl.serving.problems import ProblemError, problem_of, problem_responses
+from nemo_gym_prorl.serving.problems import ProblemError, no_other_parameters, problem_of, problem_responses
 
 
 Wait = Annotated[float, Query(ge=0, le=MAX_WAIT_S, description="Seconds to wait for news (long-poll).")]
@@ -51,7 +51,7 @@ def rollout_router(pipeline: Pipeline, metrics: PipelineMetrics) -> APIRouter:
         pipeline: whose jobs.
         metrics: served at ``/metrics``.
     """
-    router = APIRouter(route_class=JsonRoute)
+    router = APIRouter(route_class=JsonRoute, dependencies=[Depends(no_other_parameters)])
 
     def find(rollout_id: str) -> Job:
         job = pipeline.store.get(rollout_id)

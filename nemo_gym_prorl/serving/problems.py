@@ -108,7 +108,7 @@ def problem_of(error: RolloutError) -> ProblemError:
 
 def problem_responses(*statuses: int) -> dict[int | str, dict[str, Any]]:
     """What a route declares (``responses=``) for the problems that it answers with, and for a missing key."""
-    return {status: {"model": Problem, "description": DESCRIPTIONS[status]} for status in (401, *statuses)}
+    return {status: {"model": Problem, "description": DESCRIPTIONS[status]} for status in (401, 422, *statuses)}
 
 
 def invalid_body(error: ValidationError | RequestValidationError | ValueError) -> ProblemError:
@@ -134,6 +134,23 @@ class ProblemRoute(APIRoute):
                 return answer_to(error)
 
         return handle
+
+
+def no_other_parameters(request: Request) -> None:
+    """A dependency of control routes: what is misspelt, or in the body where it belongs into the query, would be
+    passed over, and the request carried out for others than those that were meant.
+
+    Raises:
+        CallerError: the request has a parameter, or a body, that its route does not read.
+    """
+    route = request.scope["route"]
+    known = [param.alias for param in route.dependant.query_params]
+    for name in request.query_params:
+        if name not in known:
+            raise CallerError(f"no such parameter here; there are: {', '.join(known) or 'none'}", field=name)
+    empty = request.headers.get("content-length", "0") == "0" and "transfer-encoding" not in request.headers
+    if request.method == "DELETE" and route.body_field is None and not empty:
+        raise CallerError("it is not read here; parameters are in the query", field="body")
 
 
 class Declared(NamedTuple):

@@ -150,8 +150,10 @@ async def test_an_engine_is_one_runs(at: Crowd) -> None:
     engine = at.engine("first")
     with in_thread(engine) as url:
         assert (await at.model.ask("POST", "/v1/backends", {"url": f"{url}/v1", "run": "first", "id": "e"}))[0] == 201
-        for run in ("second", None):
-            status, said = await at.model.ask("POST", "/v1/backends", {"url": url, "run": run})
+        again = {"url": f"{url}/v1", "run": "first", "weight_version": "1"}
+        assert (await at.model.ask("POST", "/v1/backends", again))[1]["id"] == "e", "it is the same one"
+        for run, there in (("second", url), (None, url), ("second", url.replace("127.0.0.1", "localhost"))):
+            status, said = await at.model.ask("POST", "/v1/backends", {"url": there, "run": run})
             assert (status, said["errors"][0]["field"]) == (409, "url")
             assert "is backend 'e' of run 'first'" in said["detail"]
         servers = with_engines(Servers((), (at.model.url,)), [url], "second")
@@ -159,12 +161,31 @@ async def test_an_engine_is_one_runs(at: Crowd) -> None:
             await asyncio.to_thread(servers.announce, 1, needed=True)
         await asyncio.to_thread(servers.withdraw)
         [kept] = (await at.model.ask("GET", "/v1/backends"))[1]["backends"]
-        assert (kept["run"], kept["weight_version"]) == ("first", None)
+        assert (kept["run"], kept["weight_version"]) == ("first", "1")
         headers = {"X-Rollout-Id": "r", "X-Rollout-Run": "first"}
         body = {"input": "run:first;", "max_output_tokens": 99}
         assert (await at.model.ask("POST", "/v1/responses", body, headers))[0] == 200
         status, said = await at.model.ask("POST", "/v1/responses", body, headers | {"X-Rollout-Run": "second"})
         assert (status, said["errors"][0]["field"]) == (422, "X-Rollout-Run"), "a rollout has one run"
+
+
+@pytest.mark.parametrize(
+    ("method", "path", "body", "said"),
+    [
+        ("DELETE", "/v1/backends?run=first&url=x", None, (422, "url")),
+        ("DELETE", "/v1/backends", {"run": "first"}, (422, "body")),
+        ("POST", "/v1/backends/weight_version?run=first", {"weight_version": "2"}, (422, "run")),
+        ("POST", "/v1/backends/weight_version", {"weight_version": "2", "run": "frist"}, (404, "run")),
+        ("POST", "/v1/backends/pause", {"run": "frist"}, (404, "run")),
+    ],
+)
+async def test_what_names_no_run_in_its_place_is_carried_out_for_none(
+    at: Crowd, method: str, path: str, body: dict[str, Any] | None, said: tuple[int, str]
+) -> None:
+    before = (await at.model.ask("GET", "/v1/backends"))[1]
+    status, problem = await at.model.ask(method, path, body)
+    assert (status, problem["errors"][0]["field"]) == said
+    assert (await at.model.ask("GET", "/v1/backends"))[1] == before
 
 
 async def test_a_model_server_that_begins_anew_is_told_of_engines(at: Crowd, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -13,7 +13,7 @@ from dataclasses import asdict
 from typing import Annotated, Any
 
 import orjson
-from fastapi import APIRouter, FastAPI, Response
+from fastapi import APIRouter, Depends, FastAPI, Response
 from fastapi.responses import PlainTextResponse
 from fastapi.routing import APIRoute
 from pydantic import BaseModel, ConfigDict, Field
@@ -23,7 +23,7 @@ from nemo_gym_prorl.policy.host import PolicyHost
 from nemo_gym_prorl.policy.service import PolicyService
 from nemo_gym_prorl.policy.turns import RolloutGone
 from nemo_gym_prorl.serving.problem_document import Problem
-from nemo_gym_prorl.serving.problems import ProblemRoute, add_problem_handlers
+from nemo_gym_prorl.serving.problems import ProblemRoute, add_problem_handlers, no_other_parameters
 
 
 __all__ = ["PolicyConfig", "PolicyHost", "add_control_routes", "trajectory"]
@@ -79,7 +79,7 @@ def problems(*statuses: int) -> dict[int | str, dict[str, Any]]:
     """What a route may answer besides success, for its OpenAPI document."""
     schema = Problem.model_json_schema()
     content = {"application/problem+json": {"schema": schema}}
-    return {status: {"description": _PROBLEMS[status], "content": content} for status in (401, *statuses)}
+    return {status: {"description": _PROBLEMS[status], "content": content} for status in (401, 422, *statuses)}
 
 
 def with_problems(app: FastAPI, *statuses: int) -> None:
@@ -102,7 +102,7 @@ def with_problems(app: FastAPI, *statuses: int) -> None:
 def add_control_routes(app: FastAPI, host: PolicyHost) -> None:
     """Add ``/v1/backends``, ``/v1/rollouts`` and ``/metrics`` to an application, the error handlers, and the start and
     end of the service."""
-    router = APIRouter(route_class=ProblemRoute)
+    router = APIRouter(route_class=ProblemRoute, dependencies=[Depends(no_other_parameters)])
 
     def known(rollout: str) -> PolicyService:
         if host.ready is None:
