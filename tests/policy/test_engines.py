@@ -549,7 +549,7 @@ async def test_the_control_routes(session: aiohttp.ClientSession) -> None:
             "POST", "/v1/backends", {"url": "http://127.0.0.1:1", "id": "a", "weight_version": "1"}
         )
         assert (status, said["weight_version"]) == (201, "1")
-        status, said = await call("POST", "/v1/backends", {"url": "http://127.0.0.1:1", "id": "a"})
+        status, said = await call("POST", "/v1/backends", {"url": "http://127.0.0.1:2", "id": "a"})
         assert (status, said["detail"]) == (409, "id: there is a backend 'a' already")
         assert await call("POST", "/v1/backends/pause", {}) == (200, {"drained": True})
         _, said = await call("POST", "/v1/backends/resume", {"weight_version": "2"})
