@@ -277,6 +277,7 @@ class Sandboxes:
             sandbox.stage = Stage.CLOSING
             sandbox.closing_since = self._loop.now()
             self._closing[sandbox.name] = sandbox
+            self._creation.look_for_first(sandbox)
             if sandbox.space:
                 self._inits[sandbox.space.init] = sandbox
                 self._watchdog.tell({"forget": sandbox.name})
