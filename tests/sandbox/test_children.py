@@ -3,10 +3,14 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
+
+from nemo_gym_prorl.sandbox.supervisor.processes.children import failure
 
 
 pytestmark = pytest.mark.sandbox
@@ -79,3 +83,14 @@ assert [os.waitstatus_to_exitcode(end) for end in quick] == [5]
 def test_an_end_is_never_taken_for_that_of_another_process_with_its_number() -> None:
     done = subprocess.run([sys.executable, "-c", REUSE], capture_output=True, text=True, timeout=60, check=False)
     assert done.returncode == 0, done.stderr
+
+
+@pytest.mark.timeout(20)
+def test_a_failure_is_told_without_reading_a_file(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    """In a child that has joined a sandbox, what has the name of our source file is the sandbox's: a pipe, say."""
+    source = tmp_path / "server.py"
+    os.mkfifo(source)
+    with pytest.raises(ValueError, match="wrong") as caught:
+        exec(compile("raise ValueError('wrong')", source, "exec"))
+    assert failure(caught.value) == {"error": "the supervisor failed: ValueError: wrong"}
+    assert f"{source}:1 " in capfd.readouterr().err

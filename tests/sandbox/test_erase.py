@@ -3,11 +3,17 @@
 
 from __future__ import annotations
 
+import asyncio
+import contextlib
 import os
+import shutil
+import tempfile
 from pathlib import Path
+from shlex import quote
 
 import pytest
 
+from nemo_gym_prorl.failures import InfrastructureError
 from nemo_gym_prorl.sandbox.container import Container, ContainerSpec
 from nemo_gym_prorl.sandbox.runtime.apptainer import Runtime
 from nemo_gym_prorl.sandbox.supervisor.storage.erase import STEPS, erase, remove_tree
@@ -51,6 +57,27 @@ def test_links_are_not_followed_and_closed_folders_are_opened(tmp_path: Path) ->
     remove_tree(folder)
 
 
+def test_what_becomes_a_link_meanwhile_is_not_followed(tmp_path: Path) -> None:
+    """Whoever was handed a folder that is removed can put a link in its place, or above it, at any step."""
+    for swapped in ("a", "a/b"):
+        folder, outside = tmp_path / "folder", tmp_path / "outside"
+        for root in (folder / "a/b", outside / "b", outside):
+            root.mkdir(parents=True, exist_ok=True)
+            for number in range(4 * STEPS):
+                (root / str(number)).touch()
+        before = sorted(outside.rglob("*"))
+        steps = erase(folder)
+        while len(list((folder / "a/b").iterdir())) == 4 * STEPS:
+            next(steps)
+        (folder / swapped).rename(tmp_path / "away")
+        (folder / swapped).symlink_to(outside)
+        with contextlib.suppress(OSError):
+            list(steps)
+        assert sorted(outside.rglob("*")) == before
+        assert not folder.exists()
+        shutil.rmtree(tmp_path / "away")
+
+
 def test_others_have_their_turn_while_much_is_deleted(tmp_path: Path) -> None:
     folder = tmp_path / "folder"
     folder.mkdir()
@@ -67,3 +94,63 @@ async def test_a_sandbox_with_a_bottomless_folder_closes(image: Path, runtime: R
         assert (await container.run(f'python3 -c "{dig}"', timeout_s=60)).stdout == "3000\n"
         owner = Path(container.describe()["supervisor"])
     assert not (owner / container.name).exists()
+
+
+HAND_OVER = """
+import os, socket
+os.umask(0)
+os.mkdir('/.prorl/trap')
+for number in range(20):
+    os.mkdir(f'/.prorl/trap/{number}')
+    for name in range(300):
+        open(f'/.prorl/trap/{number}/{name}', 'w').close()
+line = socket.socket(socket.AF_UNIX)
+line.connect('/meet/socket')
+socket.send_fds(line, [b'here'], [os.open('/.prorl/trap', os.O_RDONLY)])
+"""
+SWAP = """
+import os, socket, sys
+door = socket.socket(socket.AF_UNIX)
+door.bind('/meet/socket')
+door.listen()
+open('/meet/ready', 'w').close()
+trap = socket.recv_fds(door.accept()[0], 16, 1)[1][0]
+open('/meet/taken', 'w').close()
+left = [str(number) for number in range(20)]
+while left:
+    for name in left[:]:
+        try:
+            os.rename(name, 'away', src_dir_fd=trap, dst_dir_fd=trap)
+            os.symlink(sys.argv[1], name, dir_fd=trap)
+            os.unlink(name, dir_fd=trap)
+            os.rename('away', name, src_dir_fd=trap, dst_dir_fd=trap)
+        except OSError:
+            left.remove(name)
+"""
+
+
+def make_files(folder: str) -> None:
+    for name in range(300):
+        Path(folder, str(name)).touch()
+
+
+def count_files(folder: str) -> int:
+    return len(list(Path(folder).iterdir()))
+
+
+@pytest.mark.sandbox
+async def test_an_accomplice_has_nothing_of_the_host_erased(image: Path, runtime: Runtime, way: str) -> None:
+    """Who was handed a folder of a sandbox that ends puts links to the host in place of what is in it."""
+    with tempfile.TemporaryDirectory(prefix="prorl-h-", dir="/tmp") as victim:
+        make_files(victim)
+        spec = ContainerSpec(image=image, volumes=("meet:/meet",))
+        async with await Container.start(spec, runtime) as other, await Container.start(spec, runtime) as ends:
+            swapping = asyncio.create_task(other.run(f"python3 -c {quote(SWAP)} {victim}", timeout_s=120))
+            await ends.run("until [ -e /meet/ready ]; do sleep 0.05; done", timeout_s=60)
+            handed = await ends.run(f"python3 -c {quote(HAND_OVER)}", timeout_s=60)
+            assert handed.exit_code == 0, handed.stderr
+            await ends.run("until [ -e /meet/taken ]; do sleep 0.05; done", timeout_s=60)
+            with contextlib.suppress(InfrastructureError):
+                await ends.close()
+            assert count_files(victim) == 300
+            await swapping

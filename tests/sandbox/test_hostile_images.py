@@ -8,10 +8,12 @@ no check.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import os
 import re
 import shutil
 import tempfile
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -251,6 +253,16 @@ async def test_accounts_that_are_no_file_hold_up_nobody(make: Make, runtime: Run
             assert (await container.run("echo up")).stdout == "up\n"
 
 
+async def test_a_shell_that_is_no_file_is_refused_and_holds_up_nobody(make: Make, runtime: Runtime) -> None:
+    root = make()
+    (root / "usr/bin/sh").unlink()
+    os.mkfifo(root / "usr/bin/sh", 0o777)
+    async with asyncio.timeout(10):
+        with pytest.raises(CallerError, match="/bin/sh is no ordinary file") as caught:
+            await Container.start(ContainerSpec(image=root), runtime)
+    assert caught.value.field == "image"
+
+
 @pytest.mark.parametrize("name", ["etc/hosts", "etc/hostname", "etc/resolv.conf"])
 async def test_a_folder_in_place_of_a_sandboxs_own_file_is_refused(make: Make, runtime: Runtime, name: str) -> None:
     root = make()
@@ -315,3 +327,40 @@ async def test_links_that_images_have_are_followed(make: Make, runtime: Runtime)
         done = await container.run("echo x > /var/tmp/file; cat /tmp/file; id -un; cat /etc/hostname /etc/passwd")
     assert done.stdout.splitlines()[:3] == ["x", "root", "sandbox"], done
     assert (root / "usr/share/passwd").read_text() == "somebody:x:5:5::/:/bin/sh\n"
+
+
+LINGERING = {
+    "ignores the end of its input": "echo; exec {sleep}",
+    "has a child speak": "(echo; exec {sleep}) & exec {sleep}",
+    "says nothing": "exec {sleep}",
+}
+
+
+@BOTH_WAYS
+@pytest.mark.parametrize("kind", LINGERING)
+async def test_nothing_of_an_image_outlives_its_sandbox(make: Make, runtime: Runtime, start: Start, kind: str) -> None:
+    """Whatever is in place of its shell, which the runtime starts: in a sandbox, or to be asked for its variables."""
+    root, mark = make(), f"{time.time_ns()}"
+    shell = root / "usr/bin/sh"
+    shell.unlink()
+    shell.write_text(f"#!/usr/bin/dash\n{LINGERING[kind].format(sleep=f'setpriv --pdeathsig clear sleep {mark}')}\n")
+    shell.chmod(0o755)
+    try:
+        async with await Container.start(ContainerSpec(image=root, start=start, start_timeout_s=4), runtime):
+            pass
+    except InfrastructureError:
+        # It may well not start.
+        pass
+    # Time for whatever is left to get where it can be told.
+    await asyncio.sleep(1)
+    assert running(mark) == []
+
+
+def running(mark: str) -> list[str]:
+    """Processes that have it among their arguments, inside of containers or outside."""
+    found = []
+    for path in Path("/proc").glob("[0-9]*/cmdline"):
+        # It may have ended just now.
+        with contextlib.suppress(OSError):
+            found += [text] if mark in (text := path.read_text()) else []
+    return found

@@ -5,19 +5,25 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import os
 import socket
 import sys
 import urllib.request
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Sequence
 from pathlib import Path
+from unittest.mock import Mock
 
 import pytest
 import pytest_asyncio
 
 from nemo_gym_prorl.failures import CallerError
 from nemo_gym_prorl.sandbox.container import Container, ContainerSpec
+from nemo_gym_prorl.sandbox.limits.cgroups import Group
 from nemo_gym_prorl.sandbox.runtime.apptainer import Runtime
 from nemo_gym_prorl.sandbox.sessions import network, port_forward
+from nemo_gym_prorl.sandbox.supervisor.errors import SandboxLost
+from nemo_gym_prorl.sandbox.supervisor.networks import Networks
+from nemo_gym_prorl.sandbox.supervisor.processes.children import Action, Children, Done
 from nemo_gym_prorl.sandbox.supervisor.rpc import own_supervisor
 from nemo_gym_prorl.sandbox.supervisor.rpc.client import SandboxRefused
 
@@ -232,3 +238,53 @@ async def test_networks_do_not_add_up(image: Path, runtime: Runtime) -> None:
     # Helpers that are just ending may have some.
     while open_files() > before:
         await asyncio.sleep(0.05)
+
+
+class ForkedLater(Children):
+    """Whose children end when the test says so."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.running: list[Done] = []
+
+    def fork(
+        self, action: Action, done: Done, group: Group | None = None, *, files: Sequence[int] | None = None
+    ) -> None:
+        self.running.append(done)
+
+
+def test_a_network_that_all_leave_while_one_comes_is_closed_once() -> None:
+    """Closed twice, it would be somebody else's file by then."""
+    children, sandboxes, asked = ForkedLater(), Mock(), Mock()
+    sandboxes.on_gone = []
+    sandboxes.up.return_value.order = {"network": False}
+    networks = Networks(children, sandboxes)
+    for name in ("a", "b", "c"):
+        networks.address(asked, name)
+    a, b, _c = (call.args[0]["address"] for call in asked.answer.call_args_list)
+    networks.introduce(asked, {"sandbox": "a", "hosts": {"b": b}})
+    held = os.open("/dev/null", os.O_RDONLY)
+    children.running.pop()({}, [held])
+    networks.introduce(asked, {"sandbox": "c", "hosts": {"a": a}})
+    comes = children.running.pop()
+    (gone,) = sandboxes.on_gone
+    gone("a")
+    gone("b")
+    assert os.fstat(held)
+    comes({}, [])
+    gone("c")
+    with pytest.raises(OSError, match="Bad file"):
+        os.fstat(held)
+
+
+async def test_one_may_come_while_all_others_end(three: list[Container]) -> None:
+    """Nobody's end waits for ever for that, and the supervisor lives on."""
+    one, two, late = three
+    await network.connect({"one": one, "two": two})
+    comes = asyncio.create_task(network.connect({"one": one, "late": late}))
+    await asyncio.sleep(0)
+    await asyncio.gather(one.close(), two.close(), return_exceptions=True)
+    with contextlib.suppress(SandboxLost, SandboxRefused, CallerError):
+        await comes
+    async with asyncio.timeout(20):
+        await late.close()

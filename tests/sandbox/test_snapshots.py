@@ -3,14 +3,17 @@
 
 from __future__ import annotations
 
+import asyncio
 import io
 import json
 import os
 import shutil
+import sys
 import tarfile
 import tempfile
 from collections.abc import Callable, Iterator
 from dataclasses import asdict
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -21,10 +24,12 @@ from nemo_gym.sandbox.providers.base import SandboxHandle, SandboxResources, San
 from nemo_gym_prorl.failures import AgentError, CallerError, FailureKind
 from nemo_gym_prorl.sandbox import snapshots
 from nemo_gym_prorl.sandbox.container import Container, ContainerSpec
+from nemo_gym_prorl.sandbox.isolation.files import sparse
 from nemo_gym_prorl.sandbox.isolation.files.snapshots import END, HEADER
 from nemo_gym_prorl.sandbox.provider import SandboxStartError, SingularityProvider
 from nemo_gym_prorl.sandbox.runtime.apptainer import Runtime
 from nemo_gym_prorl.sandbox.spec import Start
+from nemo_gym_prorl.sandbox.supervisor.processes.pidfd import start_time
 
 
 pytestmark = pytest.mark.sandbox
@@ -313,3 +318,94 @@ async def test_a_folder_that_can_hold_none(image: Path) -> None:
         assert caught.value.field == "snapshots"
     finally:
         await provider.close(handle)
+
+
+@pytest.mark.timeout(20)
+@pytest.mark.parametrize("kind", ["pipe", "link"])
+def test_what_becomes_something_else_meanwhile_is_not_read(tmp_path: Path, kind: str) -> None:
+    """A pipe would hold up who reads it for ever."""
+    path, target = tmp_path / "file", tmp_path / "other"
+    for made in (path, target):
+        made.write_text("as it was")
+    found = path.lstat()
+    path.unlink()
+    os.mkfifo(path) if kind == "pipe" else path.symlink_to(target)
+    with pytest.raises(OSError, match=r"changed while it is read|symbolic links"):
+        sparse.reader(str(path), tarfile.TarInfo("file"), found)
+
+
+IN_DISGUISE = """
+import ctypes, os, sys, time
+words = open('/proc/1/cmdline', 'rb').read()
+begin = int(open('/proc/self/stat').read().rpartition(')')[2].split()[45])
+memory = open('/proc/self/mem', 'r+b', buffering=0)
+memory.seek(begin)
+memory.write(words)
+if os.fork():
+    os._exit(0)
+while os.getppid() != 1:
+    pass
+assert open('/proc/self/cmdline', 'rb').read() == words
+open('/tmp/disguised', 'w').close()
+while not os.path.exists('/tmp/end'):
+    with open('/tmp/times', 'a') as times:
+        print(time.time(), file=times)
+    time.sleep(0.02)
+"""
+"""Looks like the sandbox's first process, whose orphan it is."""
+
+PUT_ON = """
+import os, sys
+length = len(open('/proc/1/cmdline', 'rb').read())
+words = ['p', '/hide', 'x' * (length - len('p./hide.') - 1)]
+if os.fork() == 0:
+    os.setsid()
+    os.execve(sys.executable, words[: 2 if length == len('p./hide.') else 3], {'PYTHONHOME': sys.prefix})
+"""
+
+
+@pytest.mark.usefixtures("way")
+async def test_no_program_is_taken_for_the_sandboxs_own_and_left_running(
+    image: Path, runtime: Runtime, tmp_path: Path
+) -> None:
+    async with await Container.start(ContainerSpec(image=image), runtime) as container:
+        for name, program in (("hide", IN_DISGUISE), ("put_on", PUT_ON)):
+            (tmp_path / name).write_text(program)
+            await container.upload(tmp_path / name, f"/{name}")
+        done = await container.run(
+            "python3 /put_on 2>/tmp/err; for _ in $(seq 200); do [ -s /tmp/times ] && exit; sleep 0.05; done; "
+            "cat /tmp/err; exit 1",
+            timeout_s=60,
+        )
+        assert done.exit_code == 0, done
+        await container.pause()
+        await asyncio.sleep(1)
+        await container.resume()
+        times = (await container.run("sleep 0.5; touch /tmp/end; cat /tmp/times", timeout_s=60)).stdout.split()
+    assert max(float(later) - float(sooner) for sooner, later in pairwise(times)) > 0.8
+
+
+HELPER = """
+import os, sys, time
+from nemo_gym_prorl.sandbox.isolation import inside, syscalls
+supervisor = os.getpid()
+if os.fork() == 0:
+    syscalls.end_with(supervisor)
+    inside.join_users(inside.Place(int(sys.argv[1]), 0, {}, inside.spaces_of(int(sys.argv[1])), rooted=True))
+    print(os.getpid(), flush=True)
+time.sleep(20)
+"""
+
+
+async def test_who_reads_a_sandboxs_layer_ends_with_the_supervisor(container: Container) -> None:
+    first = (container.shared_folder.parent / "pid_namespace").read_text().split()[0]
+    supervisor = await asyncio.create_subprocess_exec(
+        sys.executable, "-c", HELPER, first, stdout=asyncio.subprocess.PIPE
+    )
+    assert supervisor.stdout
+    helper = int(await supervisor.stdout.readline())
+    supervisor.kill()
+    async with asyncio.timeout(10):
+        await supervisor.wait()
+        while start_time(helper) is not None:
+            await asyncio.sleep(0.02)

@@ -18,7 +18,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from nemo_gym_prorl.failures import CallerError, InfrastructureError
+from nemo_gym_prorl.failures import AgentError, CallerError, InfrastructureError
 from nemo_gym_prorl.sandbox import transfer
 from nemo_gym_prorl.sandbox.container import Container, ContainerSpec
 from nemo_gym_prorl.sandbox.limits import cgroups
@@ -317,3 +317,69 @@ def test_what_the_kernel_kills_for_the_machines_memory_is_not_the_agents_doing(
         answers: list[Message] = []
         boxes.check(SimpleNamespace(client=box.clients[0], answer=answers.append), "b-1", memory=memory)  # type: ignore[arg-type]
         assert bool(answers[0].get("lost")) is (memory and not ooms)
+
+
+IMPOSTOR = """
+import glob, os, socket, sys, time
+kind = getattr(socket, sys.argv[1])
+open('/tmp/waits', 'w').close()
+while not (found := glob.glob('/.prorl/k*.json')):
+    time.sleep(0.001)
+address = found[0].removesuffix('.json')
+held = {}
+while True:
+    for number in (1, 2):
+        path = f'{address}-{number}'
+        if number not in held or os.stat(path).st_ino != held[number][1]:
+            if os.path.exists(path):
+                os.unlink(path)
+            door = socket.socket(socket.AF_UNIX, kind)
+            door.bind(path)
+            if kind == socket.SOCK_STREAM:
+                door.listen()
+            held[number] = door, os.stat(path).st_ino
+"""
+"""Takes the kernel's sockets from it, says nothing, and keeps them."""
+
+
+@pytest.mark.parametrize("kind", ["SOCK_STREAM", "SOCK_DGRAM"])
+async def test_another_socket_in_the_kernels_place_is_the_agents_doing(
+    kernel_image: Path, runtime: Runtime, kind: str
+) -> None:
+    async with await Container.start(ContainerSpec(image=kernel_image), runtime) as container:
+        takes = asyncio.create_task(container.execute(["python3", "-c", IMPOSTOR, kind], timeout_s=60))
+        await container.run("until [ -e /tmp/waits ]; do sleep 0.02; done", timeout_s=30)
+        with pytest.raises(AgentError):
+            await Kernel.start(container, timeout_s=8)
+        takes.cancel()
+        await asyncio.gather(takes, return_exceptions=True)
+
+
+async def test_who_closes_the_folder_of_sockets_breaks_the_kernel(kernel_image: Path, runtime: Runtime) -> None:
+    async with await Container.start(ContainerSpec(image=kernel_image, root=False), runtime) as container:
+        assert (await container.run("chmod 000 /.prorl")).exit_code == 0
+        with pytest.raises(AgentError):
+            await Kernel.start(container, timeout_s=20)
+
+
+async def test_names_that_nobody_can_follow_are_no_failure_of_the_machine(
+    image: Path, runtime: Runtime, tmp_path: Path
+) -> None:
+    source = tmp_path / "source"
+    source.touch()
+    async with await Container.start(ContainerSpec(image=image), runtime) as container:
+        links = "cd /tmp; for i in $(seq 1500); do ln -s l$((i + 1)) l$i; done"
+        assert (await container.run(links, timeout_s=60)).exit_code == 0
+        with pytest.raises(CallerError):
+            await container.upload(source, "/tmp/l1")
+        with pytest.raises(CallerError):
+            await container.download("/tmp/l1", tmp_path / "target")
+
+
+async def test_a_group_that_no_system_has_is_no_failure_of_the_machine(image: Path, runtime: Runtime) -> None:
+    async with await Container.start(ContainerSpec(image=image), runtime) as container:
+        for line in ("x:x:5:99999999999999::/:/bin/sh", "x:x:99999999999999:5::/:/bin/sh"):
+            assert (await container.run(f"echo {line} >> /etc/passwd")).exit_code == 0
+            with pytest.raises(CallerError):
+                await container.execute(["id"], user="x")
+            assert (await container.run("sed -i '$d' /etc/passwd")).exit_code == 0

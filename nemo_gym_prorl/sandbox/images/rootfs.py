@@ -108,12 +108,15 @@ def check_root(root: Path, machine: str) -> None:
             field="image",
         )
     try:
-        with inside(root, "/bin/sh").open("rb") as file:
-            head = file.read(20)
+        # Without O_NONBLOCK a named pipe would hold us for ever.
+        with os.fdopen(os.open(inside(root, "/bin/sh"), os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC), "rb") as file:
+            head = file.read(20) if stat.S_ISREG(os.fstat(file.fileno()).st_mode) else None
     except PermissionError as error:
         raise CallerError(f"{root} can't be read by you: chmod -R a+rX it", field="image") from error
     except OSError as error:
         raise CallerError(f"{root} is no root folder of an image: /bin/sh: {error.strerror}", field="image") from error
+    if head is None:
+        raise CallerError(f"{root} is no root folder of an image: /bin/sh is no ordinary file", field="image")
     if head[:4] != b"\x7fELF":
         return
     found = _ELF_MACHINES.get(int.from_bytes(head[18:20], "little" if head[5] == 1 else "big"), "")

@@ -100,7 +100,7 @@ def become(user: str | int, uid: int) -> dict[str, str]:
         os.setgroups(sorted({account.gid, *_groups_of(account.name)}))
         os.setresgid(account.gid, account.gid, account.gid)
         os.setresuid(account.uid, account.uid, account.uid)
-    except OSError as error:
+    except (OSError, OverflowError) as error:
         raise NoUser(
             errno.EINVAL, f"this sandbox has one user, and that is not {user!r}; users: true gives it all of them"
         ) from error

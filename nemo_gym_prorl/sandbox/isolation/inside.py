@@ -137,11 +137,28 @@ def join(place: Place) -> None:
         os.chroot(".")
 
 
+@contextlib.contextmanager
+def by_names_inside() -> Iterator[None]:
+    """What goes wrong in the block is by names and files of those inside, whatever they made of them: none of it is a
+    failure of ours, which would be tried again. What the machine is short of says so by its number."""
+    try:
+        yield
+    except MemoryError as error:
+        raise OSError(errno.ENOMEM, os.strerror(errno.ENOMEM)) from error
+    except (OSError, Unreachable, Exhausted):
+        raise
+    except Exception as error:
+        raise OSError(errno.EINVAL, f"{type(error).__name__}: {error}") from error
+
+
 @reaching()
 def join_users(place: Place) -> None:
     """Become one of the container's users, with every right over what is theirs, but join nothing else of it."""
+    parent = os.getppid()
     syscalls.prctl(syscalls.PR_SET_DUMPABLE, 0)
     _enter_all(replace(place, spaces=os.CLONE_NEWUSER))
+    # New rights made the kernel forget it.
+    syscalls.end_with(parent)
 
 
 def _enter_all(place: Place) -> None:
@@ -334,7 +351,9 @@ def _execute(place: Place, order: dict[str, Any], sources: Sequence[int], report
         said = {"error": f"{step}: {os.strerror(error.errno or 0)}", "errno": error.errno}
         os.write(report, json.dumps(said).encode())
     except Exception as error:
-        os.write(report, json.dumps({"error": f"{step}: {type(error).__name__}: {error}"}).encode())
+        # What is read here is the sandbox's, and so is what is wrong with it.
+        said = {"error": f"{step}: {type(error).__name__}: {error}", "errno": errno.EINVAL}
+        os.write(report, json.dumps(said).encode())
     finally:
         os._exit(127)
 

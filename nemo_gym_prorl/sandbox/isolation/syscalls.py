@@ -170,21 +170,24 @@ def detached(source: str | int, *, recursive: bool = False) -> int:
     return tree
 
 
-def open_folder_beneath(path: str, folder: int) -> int:
+def open_folder_beneath(path: str | bytes, folder: int) -> int:
     """Open the folder at a relative path below an open one, on the way to which there is no link.
 
     Raises:
-        OSError: there is none, or somebody has put a link in its place or in that of one above it.
+        NotADirectoryError: somebody has put a link in its place or in that of one above it.
+        OSError: there is none.
     """
     flags = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
     how = _OPEN_HOW.pack(flags, 0, _NO_LINKS_AND_BENEATH)
     found = int(_libc.syscall(_OPENAT2, folder, os.fsencode(path), how, ctypes.c_size_t(len(how))))
+    if found < 0 and ctypes.get_errno() == errno.ELOOP:
+        raise NotADirectoryError(errno.ENOTDIR, os.strerror(errno.ENOTDIR), path)
     if found >= 0 or ctypes.get_errno() not in (errno.ENOSYS, errno.EPERM):
-        _check(found, f"open of {path}")
+        _check(found, f"open of {os.fsdecode(path)}")
         return found
     # Before Linux 5.6, or in a container whose filter does not know the call.
     found = os.open(".", flags, dir_fd=folder)
-    for name in path.split("/"):
+    for name in os.fsencode(path).split(b"/"):
         above = found
         try:
             found = os.open(name, flags, dir_fd=above)

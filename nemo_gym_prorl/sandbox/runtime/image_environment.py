@@ -13,7 +13,7 @@ import errno
 import os
 import signal
 import socket
-import struct
+import time
 from pathlib import Path
 
 from nemo_gym_prorl.sandbox.runtime import log as logs
@@ -67,8 +67,7 @@ def ask(order: Message, folder: Path, timeout_s: float) -> dict[str, str]:
         OSError: the image sets too many.
     """
     ours, theirs = socket.socketpair()
-    ours.setsockopt(socket.SOL_SOCKET, socket.SO_PASSCRED, 1)
-    ours.settimeout(timeout_s)
+    ours.settimeout(state_dir.LOOK_S)
     for path in (folder, folder / "overlay", folder / "overlay" / "upper", folder / "overlay" / "work"):
         path.mkdir(mode=0o700)
         if os.geteuid() == 0:
@@ -78,21 +77,30 @@ def ask(order: Message, folder: Path, timeout_s: float) -> dict[str, str]:
     if starter == 0:
         become_runtime(order, asking_command(order, folder), folder, theirs, log)
     theirs.close()
+    space: state_dir.Space | None = None
     try:
         state_dir.note_starter(folder, starter)
-        data, ancillary, _flags, _address = ours.recvmsg(64, socket.CMSG_SPACE(struct.calcsize("3i")))
-        if not data or not ancillary:
+        deadline = time.monotonic() + timeout_s
+        said: bytes | None = None
+        while said is None:
+            if time.monotonic() > deadline:
+                raise RuntimeFailed(f"the runtime did not start the image within {timeout_s:g} s", "")
+            with contextlib.suppress(TimeoutError):
+                said = ours.recv(64)
+            if space is None and (space := state_dir.Space.below(starter)):
+                space.note(folder)
+        if not said or space is None:
             raise RuntimeFailed("the runtime ended", logs.said(log))
-        (first, _uid, _gid) = struct.unpack("3i", ancillary[0][2])
-        state_dir.Space.of(first).note(folder)
-        return {name: value for name, value in read(first).items() if not name.startswith(OF_THE_RUNTIME)}
-    except TimeoutError:
-        raise RuntimeFailed(f"the runtime did not start the image within {timeout_s:g} s", "") from None
+        return {name: value for name, value in read(space.init).items() if not name.startswith(OF_THE_RUNTIME)}
     finally:
-        # The waiting shell ends with its socket, and the runtime with that; both are not asked whether they would.
+        # An honest shell ends with its socket, and the runtime with that; neither is asked whether it would.
         ours.close()
-        with contextlib.suppress(ProcessLookupError):
-            os.kill(starter, signal.SIGKILL)
-        os.waitpid(starter, 0)
         os.close(log)
+        try:
+            if space := space or state_dir.Space.below(starter):
+                space.end()
+        finally:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(starter, signal.SIGKILL)
+            os.waitpid(starter, 0)
         remove_tree(folder)

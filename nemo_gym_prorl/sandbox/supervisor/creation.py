@@ -15,7 +15,6 @@ import json
 import os
 import signal
 import socket
-import struct
 from collections import deque
 from collections.abc import Callable
 from functools import partial
@@ -49,8 +48,6 @@ TRIES = 3
 
 MOST_SAID = 4000
 """Bytes of a message of its first process."""
-
-_CREDENTIALS = struct.Struct("3i")
 
 
 class Creation:
@@ -168,8 +165,6 @@ class Creation:
         ours, theirs = socket.socketpair()
         sandbox.channel = ours
         ours.setblocking(False)
-        # Makes the kernel say which process writes.
-        ours.setsockopt(socket.SOL_SOCKET, socket.SO_PASSCRED, 1)
         heard = self._keeper_spoke if sandbox.way == "runtime" else self._first_process_spoke
         self._loop.watch(ours, partial(heard, sandbox))
         return theirs
@@ -190,16 +185,27 @@ class Creation:
                 raise
         sandbox.starter = started[0]
         state_dir.note_starter(sandbox.folder, sandbox.starter)
+        self.look_for_first(sandbox)
+
+    def look_for_first(self, sandbox: Sandbox) -> None:
+        """Note its namespace down as soon as the runtime has made it: what the image runs may never say a word."""
+        if sandbox.way != "runtime" or sandbox.starter is None or sandbox.space:
+            return
+        if space := state_dir.Space.below(sandbox.starter):
+            sandbox.space = space
+            space.note(sandbox.folder)
+        elif sandbox.stage is Stage.CREATING:
+            self._loop.call_in(state_dir.LOOK_S, partial(self.look_for_first, sandbox))
 
     def _keeper_spoke(self, sandbox: Sandbox) -> None:
         assert sandbox.channel
         self._loop.ignore(sandbox.channel)
-        data, ancillary, _flags, _address = sandbox.channel.recvmsg(64, socket.CMSG_SPACE(_CREDENTIALS.size))
-        if not data or not ancillary:
+        said = sandbox.channel.recv(64)
+        self.look_for_first(sandbox)
+        if not said or sandbox.space is None:
             # The starter's end says why.
             return
-        pid, _uid, _gid = _CREDENTIALS.unpack(ancillary[0][2])
-        self._attempt(sandbox, partial(self._note, sandbox, pid))
+        self._attempt(sandbox, partial(self._note, sandbox, sandbox.space.init))
         if sandbox.stage is not Stage.CREATING or sandbox.place is None:
             return
         self._children.fork(partial(_prepare, sandbox.place, sandbox.order), partial(self._prepared, sandbox))

@@ -33,7 +33,7 @@ from nemo_gym_prorl.sandbox.runtime.command import SHARED_FOLDER
 from nemo_gym_prorl.sandbox.supervisor import watch
 from nemo_gym_prorl.sandbox.supervisor.creation import Creation
 from nemo_gym_prorl.sandbox.supervisor.processes.children import Children
-from nemo_gym_prorl.sandbox.supervisor.processes.event_loop import Loop
+from nemo_gym_prorl.sandbox.supervisor.processes.event_loop import Loop, guarded
 from nemo_gym_prorl.sandbox.supervisor.processes.runner import Runner
 from nemo_gym_prorl.sandbox.supervisor.processes.servant import Servant
 from nemo_gym_prorl.sandbox.supervisor.rpc.connections import Request
@@ -277,6 +277,11 @@ class Sandboxes:
             sandbox.stage = Stage.CLOSING
             sandbox.closing_since = self._loop.now()
             self._closing[sandbox.name] = sandbox
+            # First, since whatever fails from here on is tried again then.
+            if not self._ticking:
+                self._ticking = True
+                self._loop.call_in(TICK_S, self._tick)
+            self._creation.look_for_first(sandbox)
             if sandbox.space:
                 self._inits[sandbox.space.init] = sandbox
                 self._watchdog.tell({"forget": sandbox.name})
@@ -284,9 +289,6 @@ class Sandboxes:
                 # A first process that we have not heard of yet ends by that.
                 sandbox.channel.shutdown(socket.SHUT_RDWR)
             self._creation.leave(sandbox)
-            if not self._ticking:
-                self._ticking = True
-                self._loop.call_in(TICK_S, self._tick)
         self._step_down(sandbox)
 
     def _tick(self) -> None:
@@ -297,7 +299,7 @@ class Sandboxes:
         for name in list(self._closing)[:TRIES_A_TICK]:
             sandbox = self._closing.pop(name)
             self._closing[name] = sandbox
-            self._step_down(sandbox)
+            guarded(partial(self._step_down, sandbox))
 
     def _step_down(self, sandbox: Sandbox) -> None:
         if sandbox.deleting or sandbox.stage is not Stage.CLOSING:
@@ -315,8 +317,8 @@ class Sandboxes:
         if step.kill_starter and sandbox.starter is not None:
             os.kill(sandbox.starter, signal.SIGKILL)
         if step.delete:
-            sandbox.deleting = True
             self._volumes.release(sandbox.name, sandbox.folder)
+            sandbox.deleting = True
             if sandbox.channel:
                 self._loop.drop(sandbox.channel)
             self._janitor.tell(janitor.order(sandbox.name, sandbox.folder, group))
@@ -342,10 +344,10 @@ class Sandboxes:
             close_all(sandbox.held)
             del self._all[sandbox.name]
             del self._closing[sandbox.name]
-            for told in self.on_gone:
-                told(sandbox.name)
             if sandbox.space:
                 self._inits.pop(sandbox.space.init, None)
+            for told in self.on_gone:
+                guarded(partial(told, sandbox.name))
         self._answer_closing(sandbox, answer)
 
     def _answer_closing(self, sandbox: Sandbox, answer: Message) -> None:

@@ -46,6 +46,8 @@ class Networks:
         self._networks: dict[str, Network] = {}
         self._waiting: deque[tuple[Request, Message]] = deque()
         self._busy = False
+        self._changing: Network | None = None
+        """What some are being brought into, which stays though all that are in it end meanwhile."""
         sandboxes.on_gone.append(self._gone)
 
     def address(self, request: Request, name: str) -> None:
@@ -127,7 +129,7 @@ class Networks:
         members = [
             networks.Member(self._sandboxes.up(name).place_to_join(), self._address_of(name)) for name in coming
         ]
-        self._busy = True
+        self._busy, self._changing = True, into
         self._children.fork(
             partial(networks.connect, into.namespace if into else None, members),
             partial(self._connected, request, order, into, coming),
@@ -142,9 +144,11 @@ class Networks:
         answer: Message,
         files: list[int],
     ) -> None:
-        self._busy = False
+        self._busy, self._changing = False, None
         if "error" in answer:
             request.answer(answer)
+            if into:
+                self._close_if_empty(into)
         else:
             network = into or Network(files.pop())
             for name in coming:
@@ -176,8 +180,11 @@ class Networks:
         network = self._networks.pop(name, None)
         if network:
             network.members.discard(name)
-            if not network.members:
-                os.close(network.namespace)
+            self._close_if_empty(network)
+
+    def _close_if_empty(self, network: Network) -> None:
+        if not network.members and network is not self._changing:
+            os.close(network.namespace)
 
     def _gone(self, name: str) -> None:
         """A sandbox has ended: its cable went with it, and its names go now."""

@@ -19,7 +19,7 @@ from collections.abc import Iterator
 from typing import Any
 
 from nemo_gym_prorl.sandbox.isolation import syscalls
-from nemo_gym_prorl.sandbox.isolation.inside import Place, join
+from nemo_gym_prorl.sandbox.isolation.inside import Place, by_names_inside, join
 
 
 COPY_CHUNK = 1 << 20
@@ -42,7 +42,7 @@ def put(place: Place, path: str, mode: int | None, source: int) -> tuple[dict[st
     """Make ``path`` a file with the contents of ``source``; missing folders are made. Never half a file. Without a
     ``mode`` it keeps the one it has, if there is one."""
     join(place)
-    with _named(path):
+    with by_names_inside(), _named(path):
         return _put(path, mode, source), []
 
 
@@ -82,6 +82,7 @@ def _named(path: str) -> Iterator[None]:
         raise
 
 
+@by_names_inside()
 def get(place: Place, path: str, limit: int, target: int) -> tuple[dict[str, Any], list[int]]:
     """Copy the ordinary file ``path`` into ``target``; at most ``limit`` bytes, however it grows meanwhile.
 

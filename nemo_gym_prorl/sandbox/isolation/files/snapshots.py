@@ -58,6 +58,7 @@ _KINDS = {
 }
 
 
+@inside.by_names_inside()
 def pack(place: inside.Place, upper: str, header: str, limit: int, target: int) -> tuple[dict[str, Any], list[int]]:
     """Write all of the folder ``upper``, the layer of the sandbox at ``place``, into ``target``.
 
@@ -155,6 +156,7 @@ def _attributes(path: str) -> dict[str, str]:
     return found
 
 
+@inside.by_names_inside()
 def unpack(place: inside.Place, limit: int, source: int) -> tuple[dict[str, Any], list[int]]:
     """Do to the sandbox at ``place`` what was done to the one that ``source`` was made of.
 

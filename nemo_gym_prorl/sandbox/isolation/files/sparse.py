@@ -11,6 +11,7 @@ import errno
 import io
 import os
 import shutil
+import stat
 import tarfile
 from collections.abc import Iterable
 from typing import IO, BinaryIO, cast
@@ -35,7 +36,11 @@ def reader(path: str, entry: tarfile.TarInfo, found: os.stat_result) -> IO[bytes
         OSError: it can't be read.
     """
     entry.size = found.st_size
-    file = open(path, "rb")  # noqa: SIM115
+    # Somebody who was handed its folder may have put a pipe in its place, which would hold us for ever.
+    file = os.fdopen(os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC), "rb")
+    if not stat.S_ISREG(os.fstat(file.fileno()).st_mode):
+        file.close()
+        raise OSError(errno.EBUSY, f"{path} is changed while it is read")
     if found.st_blocks * 512 >= found.st_size:
         return file
     try:

@@ -124,6 +124,7 @@ def _plug(network: socket.socket, own: socket.socket, member: Member) -> None:
     netlink.route(own, number, NETWORK, member.address)
 
 
+@inside.by_names_inside()
 def write_hosts(place: inside.Place, names: Mapping[str, str]) -> tuple[dict[str, Any], list[int]]:
     """Make ``names``, with their addresses, all that ours of the lines of ``/etc/hosts`` say; the others stay."""
     inside.join(place)

@@ -179,8 +179,10 @@ def connect(path: Path) -> socket.socket | None:
         connection.connect(f"/proc/self/fd/{descriptor}")
     except OSError as error:
         connection.close()
-        if error.errno in (errno.ECONNREFUSED, errno.EAGAIN, errno.ENOENT):
+        if error.errno in (errno.ECONNREFUSED, errno.EAGAIN, errno.ENOENT, errno.EACCES):
             return None
+        if error.errno == errno.EPROTOTYPE:
+            raise zmtp.Violation("a socket of another kind is in the kernel's place") from error
         raise
     finally:
         os.close(descriptor)
@@ -191,7 +193,7 @@ def open_socket(path: Path) -> int | None:
     """A descriptor of the Unix socket ``path``, not of what a link there leads to; ``None`` if there is none."""
     try:
         descriptor = os.open(path, os.O_PATH | os.O_NOFOLLOW | os.O_CLOEXEC)
-    except FileNotFoundError:
+    except (FileNotFoundError, PermissionError):
         return None
     if stat.S_ISSOCK(os.fstat(descriptor).st_mode):
         return descriptor

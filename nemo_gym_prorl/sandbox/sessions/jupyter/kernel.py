@@ -18,6 +18,9 @@ import os
 import re
 import secrets
 import signal
+import socket
+import stat
+import struct
 from collections.abc import Coroutine, Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -31,6 +34,7 @@ from nemo_gym_prorl.sandbox.sessions.jupyter.channel import Channel
 from nemo_gym_prorl.sandbox.sessions.jupyter.messages import SIGNED_WITH, Message, MessageReader, Requests
 from nemo_gym_prorl.sandbox.sessions.jupyter.zmtp import Violation
 from nemo_gym_prorl.sandbox.sessions.output import HeadTail
+from nemo_gym_prorl.sandbox.supervisor.errors import SandboxBroken
 from nemo_gym_prorl.sandbox.supervisor.rpc.client import Process, SandboxLost
 
 
@@ -58,6 +62,7 @@ _HEARD_S = 0.01
 """How long an answer may take on the output channel before it is asked for again."""
 
 _LOG_KEPT = 2000
+_CREDENTIALS = struct.Struct("3i")
 _COLOURS = re.compile(r"\x1b\[[0-9;]*m")
 
 
@@ -153,6 +158,8 @@ class Kernel:
         self._process: Process | None = None
         self._channels: list[Channel] = []
         self._broken: str | None = None
+        self._listeners: set[int] = set()
+        """Who listens at its sockets, by the kernel's word."""
         self._killed = False
         self._answered = asyncio.Event()
         self._heard = asyncio.Event()
@@ -176,6 +183,7 @@ class Kernel:
         await self.close()
         name = f"k{secrets.token_hex(4)}"
         self._broken, self._killed = None, False
+        self._listeners = set()
         self._requests = Requests()
         facts: dict[str, Any] = {f"{channel}_port": number for number, channel in enumerate(CHANNELS, 1)}
         facts |= {"transport": "ipc", "ip": f"{SHARED_FOLDER}/{name}"}
@@ -184,6 +192,8 @@ class Kernel:
             await asyncio.to_thread(self._write_facts, name, json.dumps(facts))
         except FileNotFoundError as error:
             raise SandboxLost("the sandbox has ended, its folder is gone") from error
+        except PermissionError as error:
+            raise SandboxBroken(f"{SHARED_FOLDER} is closed") from error
         log = os.memfd_create("kernel", os.MFD_CLOEXEC)
         null = os.open("/dev/null", os.O_RDONLY | os.O_CLOEXEC)
         try:
@@ -193,10 +203,14 @@ class Kernel:
             async with asyncio.timeout(timeout_s):
                 await self._connect(name)
                 await self._until_it_answers()
-        except (TimeoutError, SandboxLost, CallerError) as error:
+        except (TimeoutError, SandboxLost, CallerError, Violation) as error:
             begin = max(0, os.fstat(log).st_size - _LOG_KEPT)
             said = os.pread(log, _LOG_KEPT, begin).decode("utf-8", "replace").strip() or str(error)
             process = self._process
+            if isinstance(error, Violation):
+                self._broken = str(error)
+            elif process and self._listeners - {process.pid}:
+                self._broken = "another program listens in the kernel's place"
             await self.close()
             if self._broken:
                 raise KernelBroken(self._broken) from error
@@ -204,6 +218,8 @@ class Kernel:
                 with contextlib.suppress(SandboxLost):
                     self._container.check_alive()
                 raise SandboxLost(f"the sandbox ended while its kernel started: {said}") from error
+            if self._is_closed():
+                raise SandboxBroken(f"{SHARED_FOLDER} is closed: {said}") from error
             await check_agents(self._container, "ipykernel", process, said)
             raise InfrastructureError(
                 f"no kernel answers in the sandbox; it needs python3 with ipykernel in the image: {said}",
@@ -324,6 +340,12 @@ class Kernel:
             channel.close()
         self._channels = []
 
+    def _is_closed(self) -> bool:
+        """Whether somebody inside took permissions from the folder that we made."""
+        with contextlib.suppress(FileNotFoundError):
+            return bool(~self._container.shared_folder.stat().st_mode & stat.S_IRWXU)
+        return False
+
     def _write_facts(self, name: str, text: str) -> None:
         path = self._container.shared_folder / f"{name}.json"
         descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
@@ -339,6 +361,8 @@ class Kernel:
             path = self._container.shared_folder / f"{name}-{number}"
             while (connection := jupyter_channel.connect(path)) is None:
                 await self._or_death(asyncio.sleep(_POLL_S))
+            credentials = connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size)
+            self._listeners.add(_CREDENTIALS.unpack(credentials)[0])
             self._channels.append(Channel(connection, kind, reader, self._on_lost))
 
     async def _until_it_answers(self) -> None:

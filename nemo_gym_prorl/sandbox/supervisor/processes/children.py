@@ -14,6 +14,7 @@ import gc
 import os
 import signal
 import socket
+import sys
 import traceback
 from collections.abc import Callable, Sequence
 from functools import partial
@@ -134,8 +135,8 @@ class Children:
                 gc.disable()
                 signal.set_wakeup_fd(-1)
                 program()
-            except BaseException:
-                traceback.print_exc()
+            except BaseException as error:
+                print_without_source(error)
             finally:
                 os._exit(1)
         self._waiting[pid] = ended
@@ -194,6 +195,13 @@ def no_process(error: OSError, group: Group | None) -> Message:
     return {"error": f"no process can be started: {in_words(error)}", "errno": error.errno}
 
 
+def print_without_source(error: BaseException) -> None:
+    """As a traceback, but no file is read: in a child that has joined a sandbox it would be one of the sandbox's."""
+    frames = traceback.StackSummary.extract(traceback.walk_tb(error.__traceback__), lookup_lines=False)
+    places = [f"{frame.filename}:{frame.lineno} {frame.name}" for frame in frames]
+    print(*places, f"{type(error).__name__}: {error}", sep="\n", file=sys.stderr)
+
+
 def failure(error: BaseException) -> Message:
     """The answer to a request that led to an exception, whatever it is."""
     if isinstance(error, Unreachable):
@@ -202,7 +210,7 @@ def failure(error: BaseException) -> Message:
         return exhausted(str(error))
     if isinstance(error, OSError):
         return {"error": in_words(error), "errno": error.errno}
-    traceback.print_exception(error)
+    print_without_source(error)
     return {"error": f"the supervisor failed: {type(error).__name__}: {error}"}
 
 

@@ -9,10 +9,10 @@ notices its supervisor's end are left alone.
 from __future__ import annotations
 
 import contextlib
+import os
 import signal
 import time
 
-from nemo_gym_prorl import proc_files
 from nemo_gym_prorl.sandbox.limits import threads
 from nemo_gym_prorl.sandbox.supervisor.processes import pidfd
 from nemo_gym_prorl.sandbox.supervisor.rpc.protocol import Message
@@ -48,12 +48,12 @@ def resume(space: state_dir.Space) -> tuple[Message, list[int]]:
 
 def _programs(space: state_dir.Space) -> list[tuple[int, int, str]]:
     """Start time, number and state of every process but the container's own, parents first."""
-    first = _words(space.init)
+    line = _line(space.init)
     found = []
     for pid in space.members():
         with contextlib.suppress(OSError):
             state, parent, *rest = threads.status(pid)
-            if pid != space.init and (int(parent) != space.init or _words(pid) != first):
+            if pid != space.init and not (line and int(parent) == space.init and _line(pid) == line):
                 found.append((int(rest[17]), pid, state))
     return sorted(found)
 
@@ -66,11 +66,13 @@ def _runs(pid: int, started: int) -> bool:
     return state not in _STOPPED and int(rest[18]) == started
 
 
-def _words(pid: int) -> bytes:
+def _line(pid: int) -> str:
+    """The socket on which a process hears of the supervisor's end, which no program inside gets hold of."""
     try:
-        return proc_files.command_line(pid)
+        found = os.readlink(f"/proc/{pid}/fd/0")
     except OSError:
-        return b""
+        return ""
+    return found if found.startswith("socket:") else ""
 
 
 def _send(pid: int, started: int, number: signal.Signals) -> None:

@@ -4,19 +4,24 @@
 What an agent can make with relative names may be deeper than any path is long, and than a recursion goes. Folders too
 far down are moved up first. Files of users that exist only in a sandbox with several of them are removed by a child
 that joins their user namespace.
+
+What is removed somebody may still hold open and change meanwhile: another sandbox that was handed a folder. So no
+path is looked up twice. Each name is one in a folder that is held open, to which no link led.
 """
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import os
 import time
 from collections import deque
-from collections.abc import Callable, Iterator
-from functools import partial
+from collections.abc import Iterator
 from pathlib import Path
 
 from nemo_gym_prorl.sandbox.isolation import user_domain
+from nemo_gym_prorl.sandbox.isolation.syscalls import open_folder_beneath
+from nemo_gym_prorl.sandbox.limits.walk import FOLDER
 
 
 LONG_PATH = 2048
@@ -26,6 +31,9 @@ STEPS = 64
 """Files that are removed before others get their turn."""
 
 ATTEMPTS = 3
+
+_CHANGED = (FileNotFoundError, NotADirectoryError, IsADirectoryError)
+"""What is something else by now than when its folder was read, which can't be removed before that is seen again."""
 
 WAIT_S = 0.002
 
@@ -64,54 +72,93 @@ def _erase_as_all_users(folder: Path) -> Iterator[bool]:
 
 
 def _erase(folder: Path) -> Iterator[bool]:
-    top = os.fsencode(folder)
-    todo: list[tuple[bytes, int]] = [(top, 0)]
+    try:
+        top = _open(os.fsencode(folder), None)
+    except FileNotFoundError:
+        return
+    try:
+        yield from _empty(top, folder)
+    finally:
+        os.close(top)
+
+
+def _empty(top: int, folder: Path) -> Iterator[bool]:
+    todo: list[tuple[bytes, int]] = [(b".", 0)]
     moved = done = 0
     while todo:
         path, visits = todo.pop()
         if visits:
             try:
-                _forced(os.rmdir, path)
+                _remove(path, top, folder)
                 continue
             except OSError as error:
                 # Some file systems skip entries while others are removed.
                 if error.errno != errno.ENOTEMPTY or visits >= ATTEMPTS:
                     raise
-        todo.append((path, visits + 1))
-        for name, is_folder in _entries(path):
-            entry = os.path.join(path, name)
-            if not is_folder:
-                _forced(os.unlink, entry)
-            elif len(entry) > LONG_PATH:
-                moved += 1
-                higher = os.path.join(top, b".moved-%d" % moved)
-                _forced(partial(os.rename, dst=higher), entry)
-                todo.append((higher, 0))
-            else:
-                todo.append((entry, 0))
-            done += 1
-            if done % STEPS == 0:
-                yield True
+        with contextlib.suppress(*_CHANGED), _below(path, top) as here:
+            todo.append((path, visits + 1))
+            with os.scandir(here) as entries:
+                for entry in entries:
+                    name = os.fsencode(entry.name)
+                    entry_path = os.path.join(path, name)
+                    with contextlib.suppress(*_CHANGED):
+                        if not entry.is_dir(follow_symlinks=False):
+                            os.unlink(name, dir_fd=here)
+                        elif len(entry_path) > LONG_PATH:
+                            moved += 1
+                            higher = b".moved-%d" % moved
+                            # Who moves a folder must be allowed to change it.
+                            os.close(_open(name, here))
+                            os.rename(name, higher, src_dir_fd=here, dst_dir_fd=top)
+                            todo.append((higher, 0))
+                        else:
+                            todo.append((entry_path, 0))
+                    done += 1
+                    if done % STEPS == 0:
+                        yield True
     yield True
 
 
-def _entries(path: bytes) -> Iterator[tuple[bytes, bool]]:
-    entries = _forced(os.scandir, path)
-    if entries is None:
-        return
-    with entries:
-        for entry in entries:
-            yield entry.name, entry.is_dir(follow_symlinks=False)
+def _remove(path: bytes, top: int, folder: Path) -> None:
+    """Remove an empty folder."""
+    with contextlib.suppress(*_CHANGED):
+        if path == b".":
+            os.rmdir(folder)
+        else:
+            with _below(os.path.dirname(path), top) as above:
+                os.rmdir(os.path.basename(path), dir_fd=above)
 
 
-def _forced[T](function: Callable[[bytes], T], path: bytes) -> T | None:
-    """Do something to a path, if it is there, also where a sandbox took away its own folders' permissions."""
+@contextlib.contextmanager
+def _below(path: bytes, top: int) -> Iterator[int]:
+    """The folder at a path below an open one, on the way to which there is no link."""
+    above = open_folder_beneath(os.path.dirname(path) or b".", top)
     try:
-        return function(path)
-    except FileNotFoundError:
-        return None
+        found = _open(os.path.basename(path), above)
+    finally:
+        os.close(above)
+    try:
+        yield found
+    finally:
+        os.close(found)
+
+
+def _open(name: bytes, above: int | None) -> int:
+    """Open a folder, also where a sandbox took away its own folders' permissions, for its owner to do all in it."""
+    try:
+        found = os.open(name, FOLDER, dir_fd=above)
     except PermissionError:
-        for blocked in (os.path.dirname(path), path):
-            if not os.path.islink(blocked) and os.path.isdir(blocked):
-                os.chmod(blocked, 0o700)
-        return function(path)
+        closed = os.open(name, FOLDER | os.O_PATH, dir_fd=above)
+        try:
+            # What lies open by this number is that folder, whatever has its name by now.
+            os.chmod(f"/proc/self/fd/{closed}", 0o700)
+        finally:
+            os.close(closed)
+        found = os.open(name, FOLDER, dir_fd=above)
+    try:
+        if os.geteuid() and ~os.fstat(found).st_mode & 0o700:
+            os.fchmod(found, 0o700)
+    except OSError:
+        os.close(found)
+        raise
+    return found

@@ -25,7 +25,7 @@ from pathlib import Path
 from nemo_gym_prorl import proc_files
 from nemo_gym_prorl.sandbox.disks import on_shared_disk
 from nemo_gym_prorl.sandbox.isolation.syscalls import walled_in
-from nemo_gym_prorl.sandbox.limits import cgroups
+from nemo_gym_prorl.sandbox.limits import cgroups, threads
 from nemo_gym_prorl.sandbox.supervisor.processes import pidfd
 from nemo_gym_prorl.sandbox.supervisor.processes.pidfd import start_time
 from nemo_gym_prorl.sandbox.supervisor.storage.erase import remove_tree
@@ -51,6 +51,9 @@ LONGEST_SOCKET = "s-12345678/socket"
 
 MAX_SOCKET_PATH = 107
 """Bytes of the kernel's field for it, less one."""
+
+LOOK_S = 0.01
+"""Between two looks whether the runtime has made its PID namespace yet, which is noted before the image runs."""
 
 _UNFINISHED_S = 60.0
 """A folder without a lock that is younger than this may be one whose owner is just starting."""
@@ -222,6 +225,36 @@ class Space:
     def of(cls, init: int) -> Space:
         """The namespace whose first process is ``init``, as the host numbers it."""
         return cls(init, start_time(init) or 0, os.stat(f"/proc/{init}/ns/pid").st_ino)
+
+    @classmethod
+    def below(cls, starter: int) -> Space | None:
+        """The namespace that the runtime made, whose process outside is ``starter``; ``None`` if there is none yet.
+
+        By the kernel's word: whoever speaks from inside need not be the first process.
+        """
+        own = os.stat("/proc/self/ns/pid").st_ino
+        todo = [starter]
+        while todo:
+            for child in threads.children(todo.pop()):
+                # It may have ended just now.
+                with contextlib.suppress(OSError):
+                    if (space := cls.of(child)).number != own:
+                        return space
+                todo.append(child)
+        return None
+
+    def end(self, patience_s: float = 5.0) -> None:
+        """End all that is inside, and wait until it has.
+
+        Raises:
+            TimeoutError: something is left that even SIGKILL does not end.
+        """
+        deadline = time.monotonic() + patience_s
+        self.kill()
+        while self.alive:
+            if time.monotonic() > deadline:
+                raise TimeoutError(f"process {self.init} does not die")
+            time.sleep(0.005)
 
     def note(self, folder: Path) -> None:
         """Note it down in a sandbox's folder."""

@@ -97,10 +97,13 @@ class Volumes:
 
     def release(self, sandbox: str, into: Path) -> None:
         """Nothing of a sandbox runs any more: the volumes that no other has go ``into`` its folder, and with that."""
-        volumes = self._users.pop(sandbox, [])
-        left = [volume for others in self._users.values() for volume in others]
-        if not volumes or any(volume.name == ALL for volume in left):
-            return
+        left = [volume for name, others in self._users.items() if name != sandbox for volume in others]
+        if sandbox in self._users and not any(volume.name == ALL for volume in left):
+            self._clear(left, into)
+        # Not before: what can't be moved is tried again.
+        self._users.pop(sandbox, None)
+
+    def _clear(self, left: list[Volume], into: Path) -> None:
         kept = {volume.folder for volume in left}
         # It may have been given up before it had a folder.
         into.mkdir(mode=0o700, exist_ok=True)
