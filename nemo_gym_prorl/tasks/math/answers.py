@@ -18,6 +18,9 @@ from fractions import Fraction
 MAX_ANSWER_CHARS = 1000
 """A longer answer is none: no published one comes near."""
 
+SEEN_CHARS = 20_000
+"""How much of the end of a message is looked at."""
+
 LAST_LINES = 3
 """Where an answer without a box is looked for: so many last lines that are not empty."""
 
@@ -59,6 +62,7 @@ _CHARACTERS = str.maketrans(
         "¾": r"\frac{3}{4}",
         "²": "^2",
         "³": "^3",
+        "¢": r"\text{ cents}",
         "~": " ",
         "\u00a0": " ",
         "\u202f": " ",
@@ -76,6 +80,16 @@ _DECORATION = re.compile(
 _RELATIONS = (("!=", r"\ne "), ("<=", r"\le "), (">=", r"\ge "))
 _GROUPED = re.compile(r"(?<![\d.,])([1-9]\d{0,2})((?:(?:\{,\}|,?\\[,!;: ]|,\s*\\!| )\s*\d{3})+)(?![\d])")
 _ROOT = re.compile(r"(?<![a-zA-Z\\])sqrt\s*\(([^()]*)\)")
+_CHOOSE = re.compile(r"\{\s*([^{}\\]+?)\s*\\choose\s*([^{}\\]+?)\s*\}")
+_ARGUMENT = r"\s*(\{[^{}]*\}|[a-zA-Z0-9])"
+_BINOMIAL = re.compile(rf"\\[dt]?binom(?![a-zA-Z]){_ARGUMENT}{_ARGUMENT}")
+_COMBINATIONS = re.compile(
+    r"(?<![a-zA-Z\\_])C\s*(?:\(([^(),]+),([^(),]+)\)|_\s*(\{[^{}]*\}|\w)\s*\^\s*(\{[^{}]*\}|\w))"
+)
+_OF_BASE = re.compile(
+    r"(?<=[\dA-F])\s*(?:_\s*\{\s*\\text\s*\{\s*base\s*(\w+)\s*\}\s*\}|\\text\s*\{\s*\(?\s*(?:in\s+)?base\s*[\s}]\s*(\w+)\s*\)?\s*\}?)$"
+)
+_IN_BRACKETS = re.compile(r"\(\s*(\d[0-9A-F]*)\s*\)\s*_")
 _PERCENT = re.compile(
     r"(?i)\\(?:text[a-z]*|mathrm|mbox)\s*\{\s*(?:\\?%|percent(?:age)?|per cent|pct)\.?\s*\}"
     r"|(?<=[\d\s}$])(?:percent(?:age)?|per\s+cent|pct)(?![a-z])"
@@ -99,6 +113,7 @@ _OPERATOR = re.compile(r"[+\-*/^!]|\\(?:frac|sqrt|times|cdot|div|binom|sum|int|p
 
 def final_answer(message: str) -> str | None:
     """The answer that a message gives, as it is written there; ``None`` if it gives none."""
+    message = message[-SEEN_CHARS:]
     boxes = list(_BOX.finditer(message))[-MAX_ANSWER_CHARS:]
     if boxes:
         content = closed_from(message, boxes[-1].end())
@@ -138,6 +153,9 @@ def tidy(answer: str) -> str:
     if r"\begin" not in text:
         text = re.sub(r"\\\\(?=[a-zA-Z(){}])", r"\\", text)
     text = _ROOT.sub(r"\\sqrt{\1}", text)
+    text = _CHOOSE.sub(r"\\binom{\1}{\2}", text)
+    text = _BINOMIAL.sub(lambda found: rf"\binom{{{found[1].strip('{}')}}}{{{found[2].strip('{}')}}}", text)
+    text = _OF_BASE.sub(lambda found: f"_{{{found[1] or found[2]}}}", _IN_BRACKETS.sub(r"\1_", text))
     text = _PERCENT.sub(r"\\% ", text)
     for written, meant in _RELATIONS:
         text = text.replace(written, meant)
@@ -148,6 +166,14 @@ def tidy(answer: str) -> str:
     if number := _SCIENTIFIC.fullmatch(text):
         text = rf"{number[1]} \times 10^{{{number[2]}}}"
     return text
+
+
+def combinations(answer: str) -> str:
+    """An answer with ``C(n, k)`` and ``C_n^k`` as binomials, which is what they are where there are others."""
+    return _COMBINATIONS.sub(
+        lambda found: rf"\binom{{{(found[1] or found[3]).strip('{}')}}}{{{(found[2] or found[4]).strip('{}')}}}",
+        answer,
+    )
 
 
 def unwrapped(answer: str) -> str:

@@ -7,8 +7,8 @@ memory. Nothing of a policy's sandbox comes near them: an answer is text.
 
 A comparison that ends without a word is blamed as code is in ``tasks/humaneval/grading.py``. What no answer can bring
 about (a worker is gone, a process was killed from outside, nothing came long after the CPU time was over) is the
-machine's. Anything else the answer may have done: it is compared once more, and then the expected answer with
-itself. If that is fine, the answer is to blame and has no reward; if not, nobody could be graded on the row.
+machine's. Anything else the answer may have done: it is compared once more, unless it has used up its CPU time, and
+then the expected answer with itself. If that is fine, the answer is to blame and has no reward; if not, nobody could be graded on the row.
 """
 
 from __future__ import annotations
@@ -120,7 +120,7 @@ class MathChecker:
         outcome = await self._compared(expected, answer, question)
         if isinstance(outcome, _Lost):
             await self.require_gradeable(expected)
-            return Checked(False, outcome.verdict, answer, f"twice: {outcome.why}")
+            return Checked(False, outcome.verdict, answer, outcome.why)
         verdict, why = outcome
         return Checked(verdict is Verdict.RIGHT, verdict, answer, why)
 
@@ -169,6 +169,8 @@ class MathChecker:
             if not isinstance(outcome, _Lost):
                 return outcome
             losses[outcome.by_machine] += 1
+            if outcome.verdict is Verdict.TIMED_OUT and not outcome.by_machine:
+                break
             if losses[outcome.by_machine] == TRIES:
                 break
         if outcome.by_machine:

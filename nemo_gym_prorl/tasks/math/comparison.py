@@ -17,6 +17,7 @@ And it is too strict with sets of numbers (:mod:`.real_sets`).
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import re
 from collections.abc import Sequence
@@ -24,19 +25,21 @@ from functools import lru_cache
 from typing import Any
 
 import sympy
-from latex2sympy2_extended import NormalizationConfig
+from latex2sympy2_extended import NormalizationConfig, latex2sympy, normalize_latex
 from latex2sympy2_extended.antlr_parser import PSParser
-from math_verify import LatexExtractionConfig, parse
+from latex2sympy2_extended.latex2sympy2 import ConversionConfig
+from math_verify.parser import get_last_eq, should_treat_as_complex
 
 from nemo_gym_prorl.tasks.math import real_sets, shapes
-from nemo_gym_prorl.tasks.math.answers import canonical, restates, side_by_side, tidy
-from nemo_gym_prorl.tasks.math.measures import Measure, another_unit, measure_of, other_words, stray_words
+from nemo_gym_prorl.tasks.math.answers import canonical, combinations, restates, side_by_side, tidy
+from nemo_gym_prorl.tasks.math.measures import Measure, another_unit, in_cents, measure_of, other_words, stray_words
 from nemo_gym_prorl.tasks.math.notation import another_order, symbols
 from nemo_gym_prorl.tasks.math.shapes import CLOSED, LIST, MATRIX, SET, TUPLE, VECTOR, Shape
 from nemo_gym_prorl.tasks.math.unfinished import computing, in_final_form, leaves, unfinished
+from nemo_gym_prorl.tasks.math.unit_words import nouns_of
 from nemo_gym_prorl.tasks.math.values import near_numbers, other_sides, same
 from nemo_gym_prorl.tasks.math.verdicts import Verdict
-from nemo_gym_prorl.tasks.math.words import another_base, another_text, label_and_rest
+from nemo_gym_prorl.tasks.math.words import another_base, another_text, congruence, label_and_rest
 
 
 # Its warnings repeat what policies say.
@@ -51,12 +54,11 @@ ABOUT = sympy.Float("1e-2")
 """Relative difference of a value from what an answer says that it is about."""
 
 # Units are looked at here; math-verify would take the letters of `2ab` for one.
-_CONFIG = LatexExtractionConfig(
-    boxed_match_priority=0,
-    normalization_config=NormalizationConfig(
-        basic_latex=True, units=False, malformed_operators=True, nits=True, boxed="all", equations=False
-    ),
+_NORMALIZED = NormalizationConfig(
+    basic_latex=True, units=False, malformed_operators=True, nits=True, boxed="last", equations=False
 )
+# Its `parse` has no way to say this: to it R and r are one letter.
+_CONVERTED = ConversionConfig(lowercase_symbols=False)
 _APPROXIMATELY = re.compile(r"\\(?:approx|simeq|doteq)")
 _NAME = re.compile(r"\s*(?![ei]\s*$)[a-zA-Z]+(?:_\{?\w+\}?)?\s*")
 _DECIMAL = re.compile(r"\s*-?\d+(?:\.(\d+))?\s*")
@@ -85,6 +87,8 @@ def judge(expected: str, said: str, question: str = "") -> Judged:
         The verdict, and why, for a person.
     """
     gold_text, text = tidy(expected), tidy(said)
+    if r"\binom" in gold_text + text:
+        gold_text, text = combinations(gold_text), combinations(text)
     if not text:
         return Verdict.NO_ANSWER, "the box is empty"
     if canonical(text) == canonical(gold_text):
@@ -118,11 +122,23 @@ def _compared(gold: str, text: str, question: str) -> Judged:
             return Verdict.RIGHT, "the same set of numbers"
     if word := other_words(gold, text):
         return Verdict.WRONG, f"one says {word!r}"
+    if (one := congruence(gold)) and (other := congruence(text)):
+        if one.modulus != other.modulus or (one.name and other.name and one.name != other.name):
+            return Verdict.WRONG, "another congruence"
+        numbers = [_number(one.residue), _number(other.residue)]
+        if all(isinstance(number, sympy.Integer) for number in numbers):
+            same_class = (numbers[0] - numbers[1]) % one.modulus == 0
+            return (Verdict.RIGHT if same_class else Verdict.WRONG), "numbers modulo another"
+        return _compared(one.residue, other.residue, question)
     if (trouble := another_text(gold, text, question)) is not None:
         return (Verdict.WRONG, trouble) if trouble else (Verdict.RIGHT, "the same words")
     if shapes.goes_on(gold) != shapes.goes_on(text):
         return Verdict.WRONG, "only one of them goes on and on"
     wanted_shape, given_shape = shapes.shape_of(gold), shapes.shape_of(text)
+    if wanted_shape is None and (given_shape or shapes.chained(text)):
+        wanted_shape = shapes.chained(gold)
+    if given_shape is None and wanted_shape is not None:
+        given_shape = shapes.chained(text)
     if (wanted_shape is None) != (given_shape is None) and real_sets.is_empty_set(gold):
         return _other_kind()
     if _is_set_of_one(wanted_shape) != _is_set_of_one(given_shape):
@@ -248,7 +264,8 @@ def _valued(gold_text: str, text: str, question: str) -> Judged:
     gold_text, text = label_and_rest(gold_text, text)
     if canonical(text) == canonical(gold_text):
         return Verdict.RIGHT, "the same text"
-    wanted, said = measure_of(gold_text), measure_of(text)
+    nouns = nouns_of(f"{question} {gold_text}")
+    wanted, said = in_cents(measure_of(gold_text, nouns), measure_of(text, nouns))
     if another_unit(wanted, said):
         return Verdict.WRONG, "another unit"
     for value in (said.value, wanted.value):
@@ -258,9 +275,11 @@ def _valued(gold_text: str, text: str, question: str) -> Judged:
         return Verdict.WRONG, "another product: of vectors and operators the order matters"
     if trouble := another_base(wanted.value, said.value, question):
         return Verdict.WRONG, trouble
-    golds, answers = _readings(wanted.value), _readings(said.value)
+    # What a value is called is not worked out: \tan\theta = 1/3.
+    value = said.value if "=" in wanted.value else said.value.rpartition("=")[2]
+    golds, answers = _readings(wanted.value), _readings(said.value) or _readings(value)
     is_number = bool(golds) and isinstance(golds[0], sympy.Basic) and not golds[0].free_symbols
-    if left := computing(wanted.value, said.value, number=is_number):
+    if left := computing(wanted.value, value, number=is_number):
         return Verdict.UNFINISHED, f"it leaves {left} to be worked out"
     if not answers:
         return Verdict.UNREADABLE, "it is no mathematics that can be read"
@@ -293,7 +312,7 @@ def _meant(
     if wanted.scale == said.scale:
         return golds, answers
     word = wanted.scale_word or said.scale_word
-    kept = bool(word) and word in question.lower()
+    kept = bool(word) and word in question.lower() and "cent" not in said.unit
     return _scaled(golds, wanted.scale, kept=kept), _scaled(answers, said.scale, kept=kept)
 
 
@@ -319,16 +338,19 @@ def _readings(text: str) -> list[Any]:
 
 @lru_cache(maxsize=1000)
 def _parsed(text: str) -> tuple[Any, ...]:
-    return tuple(
-        parse(
-            f"\\boxed{{{text}}}",
-            (_CONFIG,),
-            fallback_mode="no_fallback",
-            extraction_mode="first_match",
-            parsing_timeout=None,
-            raise_on_error=False,
-        )
-    )
+    latex = normalize_latex(f"\\boxed{{{text}}}", config=_NORMALIZED)
+    for one in dict.fromkeys((latex, get_last_eq(latex))):
+        with contextlib.suppress(Exception):  # whatever its parser raises of a text: it can't be read
+            return (
+                latex2sympy(
+                    one,
+                    is_real=not should_treat_as_complex(one),
+                    convert_degrees=False,
+                    normalization_config=None,
+                    conversion_config=_CONVERTED,
+                ),
+            )
+    return ()
 
 
 def _number(text: str) -> Any:

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from nemo_gym_prorl.tasks.math.notation import symbols
 from nemo_gym_prorl.tasks.math.unit_words import ALIASES, CURRENCY, FILLING, PER_HOUR, SCALES, UNITS, is_unit, singular
@@ -42,7 +42,13 @@ _TRAILING = re.compile(
 )
 _LEADING = re.compile(
     rf"\s*(?:{_COMMAND}\s*\{{\s*)?(?:(?:the|final|answer|value|result|is|equals|approximately|about|exactly|roughly"
-    r"|around|approx\.?|there|are|it|so|thus|therefore)\b[\s:,]*)+\}?",
+    r"|around|approx\.?|there|are|it|so|thus|therefore|minimum|maximum|smallest|largest|greatest|total|area|perimeter"
+    r"|volume|probability)\b[\s:,]*)+(?:\}[\s:]*)?",
+    re.IGNORECASE,
+)
+_CLOSING = re.compile(
+    rf"{_COMMAND}\s*\{{\s*is\s+(?:the\s+)?(?:(?:final|correct|only|smallest|largest|greatest|minimum|maximum)\s*)*"
+    r"(?:(?:answer|result|value|solution|number|one)\s*)?\.?\s*\}\s*$",
     re.IGNORECASE,
 )
 _MONEY = re.compile(r"\s*(?P<sign>-?)\s*(?P<money>\\\$|€|£|\\euro(?![a-z])|\\pounds(?![a-z]))\s*(?=[-\d.\\({])")
@@ -79,21 +85,33 @@ class Measure:
         return next((word for word, factor in SCALES.items() if factor == self.scale), "")
 
 
-def measure_of(text: str) -> Measure:
-    """Take an answer apart. What is no number with a unit is its own value."""
+def measure_of(text: str, nouns: frozenset[str] = frozenset()) -> Measure:
+    """Take an answer apart; ``nouns`` may be counted. What is no number with a unit is its own value."""
+    text = _CLOSING.sub("", text)
     if leading := _LEADING.match(text):
         text = text[leading.end() :]
     unit: dict[str, int] = {}
     if money := _MONEY.match(text):
         unit[CURRENCY[money["money"]]] = 1
         text = money["sign"] + text[money.end() :]
-    begin = _unit_at(text, after_unit=bool(unit))
+    begin = _unit_at(text, nouns, after_unit=bool(unit))
     if begin == len(text):
         return Measure(text.strip(), unit)
     powers, scale = _read(text[begin:])
     for name, power in powers.items():
         unit[name] = unit.get(name, 0) + power
     return Measure(_END_SPACES.sub("", text[:begin]), unit, scale)
+
+
+def in_cents(expected: Measure, said: Measure) -> tuple[Measure, Measure]:
+    """Both, with dollars as cents if the other one is in cents."""
+    if {*expected.unit.items(), *said.unit.items()} != {("dollar", 1), ("cent", 1)}:
+        return expected, said
+    one, other = (
+        replace(one, unit={"cent": 1}, scale=one.scale * 100) if "dollar" in one.unit else one
+        for one in (expected, said)
+    )
+    return one, other
 
 
 def another_unit(expected: Measure, said: Measure) -> bool:
@@ -132,7 +150,7 @@ def stray_words(expected: str, value: str) -> str:
     return next((word for word in words if word not in FILLING), "")
 
 
-def _unit_at(text: str, *, after_unit: bool) -> int:
+def _unit_at(text: str, nouns: frozenset[str], *, after_unit: bool) -> int:
     """Where the unit at the end of a text begins; its end if there is none. A stroke is part of one only behind
     another."""
     found = _TRAILING.fullmatch(text)
@@ -146,7 +164,7 @@ def _unit_at(text: str, *, after_unit: bool) -> int:
         scale = inner.strip() in ("C", "F") and _DEGREES_BEFORE.search(before)
         follows = begin < len(text)
         if not (part["angle"] or scale) and not is_unit(
-            inner, in_text="\\" in part[0], glued=glued, below=part[0][0] == "/", follows=follows
+            inner, nouns, in_text="\\" in part[0], glued=glued, below=part[0][0] == "/", follows=follows
         ):
             break
         if part[0][0] != "/" or (after_unit and part.start() == found.start("unit")):

@@ -81,7 +81,9 @@ def readings(text: str) -> list[str]:
 def plain_brackets(text: str) -> str:
     """Without sizes of brackets, and with one spelling for each."""
     text = _SIZES.sub("", text)
-    text = re.sub(r"^\s*[\[(]\s*(\\begin\s*\{array\}.*\\end\s*\{array\})\s*[\])]\s*$", r"\1", text, flags=re.DOTALL)
+    text = re.sub(
+        r"^\s*[\[(]\s*(\\begin\s*\{(array|matrix)\}.*\\end\s*\{\2\})\s*[\])]\s*$", r"\1", text, flags=re.DOTALL
+    )
     for pattern, replacement in _SPELLED[:4]:
         text = pattern.sub(replacement, text)
     if _SPELLED[4][0].search(text):
@@ -113,9 +115,9 @@ def shape_of(text: str) -> Shape | None:
         columns = len(rows[0])
         vector = columns == 1 or len(rows) == 1
         return Shape(VECTOR if vector else MATRIX, tuple(cell for row in rows for cell in row), columns)
-    if both := signs(text)[1:]:
-        return Shape(LIST, (signs(text)[0], *both))
     around = _pair(text)
+    if len(both := signs(text)) > 1 and (around is None or around[0] != SET):
+        return Shape(LIST, tuple(both))
     if around is None:
         return None
     brackets, inner_text = around
@@ -129,6 +131,14 @@ def shape_of(text: str) -> Shape | None:
     if brackets not in (LIST, SET, TUPLE, CLOSED, *HALF_OPEN, VECTOR):
         return None
     return Shape(brackets, members)
+
+
+def chained(text: str) -> Shape | None:
+    """``x = y = 1`` as ``x = 1, y = 1``."""
+    *names, value = (part.strip() for part in text.split("="))
+    if len(names) < 2 or not value or not all(map(_IS_NAME.fullmatch, names)):
+        return None
+    return Shape(LIST, tuple(f"{name}={value}" for name in names))
 
 
 def goes_on(text: str) -> bool:

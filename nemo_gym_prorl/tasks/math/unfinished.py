@@ -23,6 +23,9 @@ _COMPUTING = re.compile(
     r"(?![a-zA-Z])|(?<![a-zA-Z])(max|min|gcd|lcm|mod|floor|ceil)(?=[\s(]|$)|\\begin\s*\{([vV]matrix)\}"
     r"|(?<![a-zA-Z\\])([CP])(?=\s*\(\s*\d+\s*,\s*\d+\s*\))|[_^]\{?\d+\}?\s*([CP])\s*_|!(?!=)"
 )
+_COUNTING = frozenset(("binom", "a factorial"))
+"""One of them is as good as the other, and both are as good as a polynomial."""
+
 _FUNCTIONS = {
     "a logarithm": re.compile(r"\\?(?<![a-zA-Z])(?:log|ln|lg)(?![a-zA-Z])"),
     "an angle's function": re.compile(
@@ -38,7 +41,9 @@ _LOWEST = re.compile(r"-?\\frac\{(\d{1,20})\}\{(\d{1,20})\}|-?(\d{1,20})/(\d{1,2
 
 def computing(gold: str, text: str, *, number: bool) -> str:
     """What a text has to be worked out by and the expected one has not; functions only where that is a number."""
-    more = _computing(text) - _computing(gold)
+    more, wanted = _computing(text) - _computing(gold), _computing(gold)
+    if not number or wanted & _COUNTING:
+        more -= _COUNTING
     if number:
         more |= {name for name, pattern in _FUNCTIONS.items() if pattern.search(text) and not pattern.search(gold)}
     return ", ".join(sorted(more))

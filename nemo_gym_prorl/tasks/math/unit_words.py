@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """The words of units, and which words are some.
 
-A word that is not known is a counted noun (apples) if it can be nothing else: whatever multiplies, compares, counts or
-joins is none, nor are letters that may be a product.
+Another word is what is counted (apples) only if the question or the expected answer has it, or it is one of a few:
+12 pairs are not 12. Whatever multiplies, compares, counts or joins is none, nor are letters that may be a product.
 """
 
 from __future__ import annotations
@@ -83,17 +83,27 @@ _NO_NOUNS = frozenset(
     omega phi psi rho tau mu nu eta xi kappa zeta epsilon score gross so
     """.split()  # noqa: SIM905
 )
+_COUNTED = frozenset("people person student child children way point solution value element digit unit".split())  # noqa: SIM905
+"""What may be counted though the question does not say so; all else is no unit: a pair is two."""
+
 _ORDINAL = re.compile(r"\w+(?:ths?|teen)|first")
 _WORD = re.compile(r"[A-Za-z]+")
-_VOWEL = re.compile(r"[aeiou]")
 _UNIT_TEXT = re.compile(r"(?:[\s/.^{}-]|\\[,;:! ])*(?:[A-Za-z]+\.?(?:\^?\{?-?[1-9]\}?)?(?:[\s/^{}·*-]|\\[,;:! ])*)+")
 
 
-def is_unit(text: str, *, in_text: bool, glued: bool = False, below: bool = False, follows: bool = False) -> bool:
+def nouns_of(text: str) -> frozenset[str]:
+    """What a text may count: its words, in the singular."""
+    return frozenset(form for word in _WORD.findall(text) for form in _forms(word.lower()))
+
+
+def is_unit(
+    text: str, nouns: frozenset[str], *, in_text: bool, glued: bool = False, below: bool = False, follows: bool = False
+) -> bool:
     """Whether a text is a unit, or what is counted, and nothing else.
 
     Args:
         text: it, powers included.
+        nouns: what is counted, besides what always may be.
         in_text: it stands in ``\\text{}`` or the like, where letters are words.
         glued: it stands at a number without a space.
         below: it stands behind a stroke.
@@ -110,7 +120,7 @@ def is_unit(text: str, *, in_text: bool, glued: bool = False, below: bool = Fals
         known = _is_known(word) and not (len(word) == 1 and not (in_text or below or "/" in text))
         if glued and not in_text and len(word) < 4 and word not in _GLUED_SYMBOLS:
             return False
-        if not (known or _is_counted(word, in_text=in_text)):
+        if not (known or _is_counted(word, nouns, in_text=in_text)):
             return False
     # Powers are those of units: apples squared are none.
     if not words or (words[-1].lower() in _BEFORE_UNITS and not follows):
@@ -127,7 +137,7 @@ def _is_known(word: str) -> bool:
     )
 
 
-def _is_counted(word: str, *, in_text: bool) -> bool:
+def _is_counted(word: str, nouns: frozenset[str], *, in_text: bool) -> bool:
     lower = word.lower()
     if in_text and lower in FILLING - {"is", "are", "a"}:
         return True
@@ -135,10 +145,14 @@ def _is_counted(word: str, *, in_text: bool) -> bool:
     return (
         len(word) >= least
         and word[1:].islower()
-        and _VOWEL.search(lower) is not None
+        and not _forms(lower).isdisjoint(_COUNTED | nouns)
         and lower not in _NO_NOUNS
         and _ORDINAL.fullmatch(lower) is None
     )
+
+
+def _forms(word: str) -> frozenset[str]:
+    return frozenset((word, singular(word), word.removesuffix("s")))
 
 
 def singular(word: str) -> str:

@@ -110,6 +110,8 @@ def _complex_numbers(gold: Any, answer: Any) -> tuple[Any, Any] | None:
 
 def _same_relation(gold: Any, answer: Any) -> bool:
     """Of relations with the same solutions: whether they differ by a factor, or have solutions at all."""
+    if not all(isinstance(side, sympy.Expr) for side in (*gold.args, *answer.args)):
+        return bool(gold == answer)  # of sets or tuples, which have no difference
     one, other = (relation.lhs - relation.rhs for relation in (gold, answer))
     wanted, given = (sympy.fraction(sympy.together(side))[0] for side in (one, other))
     ratio = sympy.cancel(wanted / given) if given != 0 else sympy.Integer(0)

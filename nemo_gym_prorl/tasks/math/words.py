@@ -8,10 +8,13 @@ the question: where each of its letters is a symbol there, it is a product.
 from __future__ import annotations
 
 import re
+from dataclasses import dataclass
 
 
 _COMMAND = re.compile(r"\\(?:text[a-z]*|math(?:rm|bf|it|sf)|mbox|operatorname)(?![a-zA-Z])")
 _WORDS = re.compile(r"[^\W\d_]+(?:[\s\-'.,!?]+[^\W\d_]+)*[\s.!?]*")
+_DIFFERENCE = re.compile(r"(?<![^\W\d_])[^\W\d_]{1,2}\s*-|-\s*[^\W\d_]{1,2}(?![^\W\d_])")
+_SYMBOLS = re.compile(r"\w*[a-z][A-Z]\w*")
 _MATHEMATICAL = re.compile(
     r"(?i)(?<![a-z])(?:pi|infinity|inf|oo|sin|cos|tan|cot|sec|csc|ln|log|exp|sqrt|real|reals|empty|"
     r"no\s+(?:real\s+)?solutions?)(?![a-z])"
@@ -25,6 +28,12 @@ _LABELLED = re.compile(
 )
 _OPTION = re.compile(r"(?i)(?<![a-z\\])(?:option|choice)\s+(?=\(?[A-H](?![a-zA-Z]))")
 _BASED = re.compile(r"\(?\s*([0-9A-Fa-f]+)\s*\)?\s*_\s*\{?\s*(?:\\text\s*\{)?\s*(\d+|[a-z]+)\s*\}?\}?")
+_GAP = r"(?:\s|\\[,;:! ])*"
+_MODULO = r"(?:\\[pb]?mod|\\(?:text|mathrm)\s*\{\s*\(?\s*mod\s*\}|(?<![a-zA-Z])mod)(?![a-zA-Z])"
+_CONGRUENCE = re.compile(
+    rf"(?:(?P<name>[a-zA-Z])\s*\\equiv)?\s*(?P<residue>[^=,]+?){_GAP}\(?\s*{_MODULO}{_GAP}"
+    r"\{?\s*(?P<modulus>[1-9]\d{0,8})\s*\}?\s*(?:\)|\\text\{\s*\)\s*\})?"
+)
 _BASES = {
     "two": 2, "three": 3, "four": 4, "five": 5, "six": 6, "seven": 7, "eight": 8, "nine": 9, "ten": 10, "eleven": 11,
     "twelve": 12, "sixteen": 16, "binary": 2, "octal": 8, "decimal": 10, "hexadecimal": 16,
@@ -36,8 +45,11 @@ def another_text(expected: str, said: str, question: str) -> str | None:
     wanted = _plain(expected)
     if _WORDS.fullmatch(wanted) is None or len(re.sub(r"\W", "", wanted)) < 2 or _MATHEMATICAL.search(wanted):
         return None
-    if _COMMAND.search(expected) is None and wanted.isalpha() and _is_product(wanted, question):
-        return None
+    if _COMMAND.search(expected) is None:
+        if _DIFFERENCE.search(wanted) or (wanted.isalpha() and _is_product(wanted, question)):
+            return None
+        if _SYMBOLS.fullmatch(wanted) and wanted.casefold() == _plain(said).casefold() and wanted != _plain(said):
+            return "letters in another case"
     return "" if _listed(wanted) == _listed(_plain(said)) else "other words than expected"
 
 
@@ -57,6 +69,21 @@ def label_and_rest(expected: str, said: str) -> tuple[str, str]:
         wanted["rest"] if wanted and wanted["rest"] else expected,
         given["rest"] if given and given["rest"] else said,
     )
+
+
+@dataclass(frozen=True, slots=True)
+class Congruence:
+    """``x \\equiv 3 \\pmod 7``; the name may be empty."""
+
+    name: str
+    residue: str
+    modulus: int
+
+
+def congruence(text: str) -> Congruence | None:
+    """The congruence that a text is; ``None`` if it is none."""
+    found = _CONGRUENCE.fullmatch(text.strip())
+    return found and Congruence(found["name"] or "", found["residue"], int(found["modulus"]))
 
 
 def another_base(expected: str, said: str, question: str) -> str:

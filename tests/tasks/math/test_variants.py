@@ -5,11 +5,15 @@ import os
 
 import pytest
 
-from nemo_gym_prorl.tasks.math.comparison import judge
+from nemo_gym_prorl.tasks.math.comparison import judge, try_out
 from nemo_gym_prorl.tasks.math.verdicts import Verdict
 from tests.tasks.math.forms import FORMS
 from tests.tasks.math.near_forms import NEAR_FORMS
+from tests.tasks.math.spellings import SPELLINGS
 from tests.tasks.math.variants import FAMILIES, variants
+
+
+ALL_FORMS = FORMS | NEAR_FORMS | SPELLINGS
 
 
 @pytest.mark.longer("thirty draws of each family's values, else two")
@@ -73,7 +77,13 @@ def test_what_the_question_decides(question: str, expected: str, answer: str, ve
     assert judge(expected, answer, question)[0] is verdict
 
 
-@pytest.mark.parametrize("kind", FORMS | NEAR_FORMS)
+@pytest.mark.parametrize("kind", ALL_FORMS)
 def test_forms_that_mean_the_same_and_forms_that_only_look_like_it(kind: str) -> None:
-    judged = [(*form, *judge(form[0], form[1], form[3])) for form in (FORMS | NEAR_FORMS)[kind]]
+    judged = [(*form, *judge(form[0], form[1], form[3])) for form in ALL_FORMS[kind]]
     assert [one for one in judged if (one[4] is Verdict.RIGHT) != one[2]] == []
+
+
+@pytest.mark.parametrize("kind", SPELLINGS)
+def test_golds_as_data_sets_spell_them_are_taken(kind: str) -> None:
+    for expected, *_form in SPELLINGS[kind]:
+        try_out(expected)
