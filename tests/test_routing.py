@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What routers are compared on: engines that share prefixes as real ones do, and goals that say when they are missed."""
+"""What routers are compared on: engines that share prefixes as real ones do, goals that say when they are missed."""
 
 from __future__ import annotations
 
