@@ -4,8 +4,9 @@
 Time is virtual. An engine works on all its requests at once: prefill at a fixed rate shared by the requests in it,
 decoding at a rate that falls with the batch and is halved while it prefills. Its KV cache holds what requests in
 flight need (a request that does not fit waits at the engine) and, in what is left, prefixes in the order of their last
-use: the system prompt, one prefix per group, one per rollout, each there once however many requests use it, as in
-paged engines. A prefix that was evicted is prefilled again.
+use: the system prompt, one prefix per group, one per rollout. A prefix that was evicted is prefilled again. As in
+paged engines each is there once however many requests use it, and stays while one does; and as vLLM names a block when
+it is scheduled, what one request reads the next ones find: they wait at the engine until it has been read.
 
 A router answers two questions: which engine takes a turn now (or none yet), and nothing else.
 """
@@ -15,7 +16,7 @@ from __future__ import annotations
 import heapq
 import itertools
 import math
-from collections import OrderedDict, deque
+from collections import Counter, OrderedDict, deque
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Protocol
@@ -61,7 +62,6 @@ class Request:
     engine: int = -1
     prefill: float = 0.0
     decode: float = 0.0
-    held: int = 0
 
     @property
     def prompt(self) -> int:
@@ -109,7 +109,12 @@ class Engine:
     waiting: deque[Request] = field(default_factory=deque)
     cache: OrderedDict[str, int] = field(default_factory=OrderedDict)
     cached: int = 0
+    used: Counter[str] = field(default_factory=Counter)
+    """How many running requests use each prefix that is shared; none of those can be evicted."""
+    readers: dict[str, Request] = field(default_factory=dict)
+    """Which request reads a prefix, or was the first to."""
     pinned: int = 0
+    """Tokens of running requests, what they share counted once."""
     updated_s: float = 0.0
     busy_s: float = 0.0
     """How long it had any request."""
@@ -161,45 +166,64 @@ class Engine:
 
     def admit(self, trace: Trace) -> Iterator[tuple[Request, int]]:
         """Start waiting requests that fit; yields each with its cached prompt tokens."""
-        while self.waiting and (not self.running or self.pinned + self.waiting[0].footprint <= self.capacity):
-            request = self.waiting.popleft()
-            hit, shared = self.lookup(request, trace)
+        while self.waiting:
+            request = self.waiting[0]
+            shared = shared_by(request, trace)
+            readers = [self.readers[key] for key in shared if key in self.readers]
+            needed = request.footprint - sum([size for key, size in shared.items() if self.used[key]])
+            full = bool(self.running) and self.pinned + needed > self.capacity
+            if full or any(reader.prefill > 0 for reader in readers):
+                return
+            self.waiting.popleft()
+            hit = self.use(request, shared)
             request.prefill = float(request.prompt - hit)
             request.decode = float(request.rollout.turns[request.index].written)
-            # Blocks of a prefix that others share are there once.
-            request.held = request.footprint - shared
-            self.pinned += request.held
+            self.pinned += needed
             self.evict()
             self.running.append(request)
             yield request, hit
 
-    def lookup(self, request: Request, trace: Trace) -> tuple[int, int]:
-        """Cached tokens of a request's prompt, and how many of them others use as well.
+    def use(self, request: Request, shared: dict[str, int]) -> int:
+        """Take a request's prefixes out of the cache; how many tokens of its prompt that saves.
 
         The first prefix that is missing ends the match.
         """
-        shared = 0
-        for key, size in (("system", trace.system), (request.rollout.group, trace.prompt)):
-            if self.cache.get(key, 0) < size:
-                shared += self.cache.get(key, 0)
-                return min(shared, request.prompt - 1), shared
-            self.cache.move_to_end(key)
-            shared += size
-        own = self.cache.pop(request.rollout.id, 0)
-        self.cached -= own
-        return min(shared + own, request.prompt - 1), shared
+        hit, whole = 0, True
+        for key in (*shared, request.rollout.id):
+            cached = self.cache.pop(key, 0)
+            self.cached -= cached
+            there = shared[key] if self.used[key] else cached
+            hit += there if whole else 0
+            if key in shared:
+                self.used[key] += 1
+                whole = whole and there == shared[key]
+                if not whole:
+                    self.readers[key] = request
+        return min(hit, request.prompt - 1)
 
-    def keep(self, request: Request, trace: Trace) -> None:
-        """A finished request's tokens stay as long as there is room."""
-        for key, size in (("system", trace.system), (request.rollout.group, trace.prompt)):
-            self.cached += size - self.cache.get(key, 0)
-            self.cache[key] = size
-            self.cache.move_to_end(key)
-        own = request.footprint - trace.system - trace.prompt
-        self.cached += own - self.cache.get(request.rollout.id, 0)
-        self.cache[request.rollout.id] = own
-        self.cache.move_to_end(request.rollout.id)
+    def release(self, request: Request, trace: Trace) -> None:
+        """A request is over. What it used, and has read, stays as long as there is room."""
+        shared = shared_by(request, trace)
+        own = request.footprint - sum(shared.values())
+        for key, size in (shared | {request.rollout.id: own}).items():
+            self.used[key] -= key in shared
+            if self.readers.get(key) is request:
+                del self.readers[key]
+            if not self.used[key]:
+                del self.used[key]
+                self.pinned -= size
+                if request.prefill == 0:
+                    self.cached += size
+                    self.cache[key] = size
         self.evict()
+
+    def cut_off(self) -> list[Request]:
+        """All its requests, none of which it has any longer."""
+        lost = [*self.running, *self.waiting]
+        self.running, self.waiting, self.pinned = [], deque(), 0
+        self.used.clear()
+        self.readers.clear()
+        return lost
 
     def evict(self) -> None:
         """Forget what was used longest ago, from its end, until the cache fits."""
@@ -222,6 +246,11 @@ class Engine:
     def kv_use(self) -> float:
         """Share of the cache that requests in flight hold."""
         return self.pinned / self.capacity
+
+
+def shared_by(request: Request, trace: Trace) -> dict[str, int]:
+    """The prefixes that a request shares with others, in the order of its prompt, and their tokens."""
+    return {"system": trace.system, request.rollout.group: trace.prompt}
 
 
 class Engines:
@@ -298,7 +327,7 @@ class Engines:
             engine.advance(self.now)
             if request in engine.running:
                 engine.running.remove(request)
-                engine.pinned -= request.held
+                engine.release(request, self.trace)
             else:
                 engine.waiting.remove(request)
             self.work(engine)
@@ -316,8 +345,7 @@ class Engines:
         if done:
             engine.running = [r for r in engine.running if not (r.prefill == 0 and r.decode <= 1e-6)]
         for request in done:
-            engine.pinned -= request.held
-            engine.keep(request, self.trace)
+            engine.release(request, self.trace)
         for request, hit in engine.admit(self.trace):
             self.hits += hit
             self.prompts += request.prompt

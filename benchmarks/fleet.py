@@ -6,7 +6,6 @@ from __future__ import annotations
 
 import math
 import random
-from collections import deque
 from dataclasses import dataclass
 
 from benchmarks.engines import Engines, Request, Rollout, Router, Trace, Turn
@@ -45,6 +44,7 @@ def agent_trace(
     window_s: float = 0.0,
     bursts: int | None = None,
     system: int = SYSTEM,
+    prompt: int = PROMPT,
     tool_s: float = 1.5,
     tool_spread: float = 1.4,
     tool_at_most_s: float = 300.0,
@@ -60,6 +60,7 @@ def agent_trace(
         window_s: groups arrive evenly over this time; 0 is one burst, as a synchronous trainer sends it.
         bursts: they arrive in so many bursts, evenly over the window, instead.
         system: tokens of the prompt that all share.
+        prompt: tokens that a group shares beyond that.
         tool_s: median of the time that a tool takes.
         tool_spread: of its logarithm.
         tool_at_most_s: the longest a tool takes.
@@ -72,7 +73,7 @@ def agent_trace(
         for sibling in range(siblings):
             steps = drawn_turns(rng, turns, tool_s, tool_spread, tool_at_most_s)
             rollouts.append(Rollout(f"g{group}s{sibling}", f"g{group}", start_s, steps))
-    return Trace(name, system=system, prompt=PROMPT, rollouts=tuple(rollouts))
+    return Trace(name, system=system, prompt=prompt, rollouts=tuple(rollouts))
 
 
 @dataclass(frozen=True, slots=True)
@@ -155,7 +156,6 @@ class Fleet(Engines):
         if incident.kind == "join":
             engine.alive = True
             engine.forget()
-            engine.pinned = 0
             self.router.joined(engine.index)
             self.retry()
         elif incident.kind == "slow":
@@ -164,8 +164,7 @@ class Fleet(Engines):
         else:
             engine.alive = False
             engine.version += 1
-            lost = [*engine.running, *engine.waiting]
-            engine.running, engine.waiting = [], deque()
+            lost = engine.cut_off()
             if incident.kind == "die":
                 self.router.died(engine.index)
             else:
@@ -183,5 +182,5 @@ def best_hit_rate(trace: Trace, engines: int, router: Router) -> float:
     """
     fleet = Fleet(trace, engines, router, capacity=10**12)
     for engine in fleet.engines[1:]:
-        engine.cache = fleet.engines[0].cache
+        engine.cache, engine.used = fleet.engines[0].cache, fleet.engines[0].used
     return fleet.run().hit_rate

@@ -48,6 +48,8 @@ class Figure:
         interval: the lowest and the highest of several runs, or an interval of confidence.
         peer_intervals: those of peers.
         goal_interval: half the width of the 95 % confidence interval of what the goal speaks of.
+        undecided: the goal was not reached, but that interval does not lie beyond it either. Only where a benchmark
+            says beforehand that it judges so.
     """
 
     name: str
@@ -59,6 +61,7 @@ class Figure:
     interval: tuple[float, float] | None = None
     peer_intervals: dict[str, tuple[float, float]] = field(default_factory=dict)
     goal_interval: float | None = None
+    undecided: bool = False
 
     @classmethod
     def of(
@@ -83,8 +86,8 @@ class Figure:
 
     @property
     def met(self) -> bool | None:
-        """Whether the goal was reached; ``None`` without one."""
-        if self.goal is None:
+        """Whether the goal was reached; ``None`` without one, or where that is undecided."""
+        if self.goal is None or self.undecided:
             return None
         sign, bound = self.goal.split()
         judged = self.value if self.goal_value is None else self.goal_value
@@ -144,7 +147,7 @@ def _table(figures: list[Figure]) -> str:
         if figure.goal_value is not None:
             spread = "" if figure.goal_interval is None else f" ± {figure.goal_interval:.2g}"
             goal += f" (is {_number(figure.goal_value)}{spread})"
-        met = {True: "yes", False: "**missed**", None: "—"}[figure.met]
+        met = "undecided" if figure.undecided else {True: "yes", False: "**missed**", None: "—"}[figure.met]
         ours = f"{_number(figure.value)}{_between(figure.interval)} {figure.unit}".rstrip()
         lines.append(f"| {figure.name} | {ours} | {', '.join(theirs) or '—'} | {goal} | {met} |")
     return "\n".join(lines)

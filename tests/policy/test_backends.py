@@ -344,12 +344,21 @@ def test_siblings_stay_together_within_the_margin(backends: int, groups: int, si
     assert max(counts) - min(counts) <= margin + 1
 
 
-@pytest.mark.parametrize(("capacity", "backends"), [(None, 4), (400_000, 4), (100_000, 1)])
-def test_groups_stay_whole_where_their_prompt_is_a_large_part_of_a_cache(capacity: int | None, backends: int) -> None:
+@pytest.mark.parametrize(("prompt", "own", "backends"), [(30_000, 0, 1), (30_000, 40_000, 4), (1_000, 0, 4)])
+def test_groups_stay_whole_where_their_prompt_is_long_beside_what_rollouts_own(
+    prompt: int, own: int, backends: int
+) -> None:
     load = Load(4)
-    for backend_id in load.pool.backends:
-        load.pool.report(backend_id, waiting=0, kv_use=0.0, capacity=capacity)
-    assert len({load.where[load.start("g", tokens=4_000)] for _ in range(8)}) == backends
+    for _ in range(16):
+        load.turn(load.start(), tokens=own)
+    assert len({load.where[load.start("g", tokens=prompt)] for _ in range(32)}) == backends
+
+
+def test_no_prompt_is_worth_that_all_siblings_crowd_one_backend() -> None:
+    load = Load(4)
+    for _ in range(128):
+        load.start("g", tokens=8_000)
+    assert max(load.live().values()) - min(load.live().values()) <= 8_000 / 500 + 1
 
 
 @given(st.lists(st.lists(st.integers(0, 2), max_size=5), max_size=8), st.lists(st.integers(0, 2), max_size=5))

@@ -5,10 +5,11 @@ What is balanced is the number of live rollouts, as engines slow down with each.
 difference:
 
 - A new rollout goes to the backend with the fewest live ones; equal ones take turns.
-- A sibling joins its group's backend, where their prompt is cached, while that is within a margin. The margin grows
-  with the share of a cache that a second copy of the prompt would take: where caches are ample, siblings spread and
-  decode faster; where they are small, groups stay whole and more rollouts fit. What a prompt shares with those of
-  other groups is not copied, but there already.
+- A sibling joins its group's backend, where their prompt is cached, while that is within a margin: as many rollouts
+  as a second copy of the prompt is worth, in tokens that live rollouts have for themselves in the mean. So much room
+  it takes, and so much work it is to read. Where prompts are short, siblings spread and decode faster; where they are
+  long, or few have come far yet, groups stay whole, and who is crowded then leaves while it has little to lose. What a
+  prompt shares with those of other groups is not copied, but there already.
 - A rollout leaves a backend that is gone, far slower than the others, or crowded; and, if it is no longer than most
   there, one whose rollouts do not fit into its cache, for one where they do: there it is evicted once more, here again
   and again. Its prefix is lost either way, so it settles where the most of a cache stays free for others, among those
@@ -30,8 +31,9 @@ from nemo_gym_prorl.policy.pool.tickets import Rollout
 _CROWDED = 2.0
 """How many times the least loaded backend's load, plus the escape margin, a rollout bears before it leaves."""
 
-_PER_CACHE = 200
-"""The sibling margin if a copy of the prompt filled a whole cache; so one rollout for each half percent."""
+_BEGUN = 500
+"""Tokens that live rollouts are taken to have for themselves in the mean, at least. Those that have just begun have
+none yet, and no prompt is worth that all crowd one backend."""
 
 _OVERFULL = 1.1
 """How many times its cache a backend's rollouts may need before some leave. Above 1: some wait for tools for long."""
@@ -68,7 +70,7 @@ def choose(rollout: Rollout, backends: Collection[Backend], margins: Margins) ->
         bearable = [backend for backend in roomy if backend.weight < _bearable(backend, least.weight, margins)]
         return min(bearable or roomy, key=lambda b: (b.demand + b.needs(rollout), b.weight, b.last_placed, b.order))
     if rollout.group is not None:
-        bound = least.weight + max(margins.sibling, _PER_CACHE * _copy(rollout, roomy))
+        bound = least.weight + max(margins.sibling, _copy(rollout, roomy))
         siblings = [backend for backend in roomy if backend.groups[rollout.group] and backend.weight <= bound]
         if siblings:
             return min(siblings, key=lambda backend: (backend.weight, backend.order))
@@ -90,13 +92,12 @@ def must_leave(rollout: Rollout, home: Backend, backends: Iterable[Backend], mar
     return carried >= _bearable(home, least, margins)
 
 
-def _copy(rollout: Rollout, backends: Iterable[Backend]) -> float:
-    """The share of a cache that a second copy of the rollout's prompt takes, away from its siblings, where it takes
-    least. What is there without them is shared more widely, and will be everywhere."""
-    return min(
-        (b.lacks(rollout) / b.capacity for b in backends if b.capacity and not b.groups[rollout.group or ""]),
-        default=0.0,
-    )
+def _copy(rollout: Rollout, backends: Collection[Backend]) -> float:
+    """How many rollouts a second copy of the rollout's prompt is worth, away from its siblings, where it takes least.
+    What is there without them is shared more widely, and will be everywhere."""
+    copy = min((backend.lacks(rollout) for backend in backends if not backend.groups[rollout.group or ""]), default=0)
+    own = sum(backend.own for backend in backends) / max(1, sum(len(backend.live) for backend in backends))
+    return copy / max(_BEGUN, own)
 
 
 def _fills(backend: Backend, rollout: Rollout) -> float:
