@@ -8,7 +8,8 @@ memory. Nothing of a policy's sandbox comes near them: an answer is text.
 A comparison that ends without a word is blamed as code is in ``tasks/humaneval/grading.py``. What no answer can bring
 about (a worker is gone, a process was killed from outside, nothing came long after the CPU time was over) is the
 machine's. Anything else the answer may have done: it is compared once more, unless it has used up its CPU time, and
-then the expected answer with itself. If that is fine, the answer is to blame and has no reward; if not, nobody could be graded on the row.
+then the expected answer with itself. If that is fine, the answer is to blame and has no reward; if not, nobody could
+be graded on the row.
 """
 
 from __future__ import annotations

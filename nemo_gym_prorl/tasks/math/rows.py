@@ -6,6 +6,7 @@ Whoever has rows for that server can use them here as they are; those made here 
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from typing import Any
 
@@ -28,6 +29,12 @@ MAX_ANSWER_CHARS = 2000
 """Longest expected answer."""
 
 _PROBLEM = ("problem", "question")
+_DAPO = re.compile(
+    r"\ASolve the following math problem step by step\. The last line[^\n]*\n+"
+    r'|\n+Remember to put your answer on its own line after "Answer:"\.\s*\Z'
+)
+"""What DAPO-Math-17k says around each problem of where the answer goes; here it goes into a box."""
+
 _ANSWER = ("answer", "expected_answer")
 
 
@@ -35,12 +42,13 @@ def row_of(record: Mapping[str, Any]) -> dict[str, Any]:
     """The row of a dataset's record.
 
     Args:
-        record: has ``problem`` (or ``question``) and ``answer`` (or ``expected_answer``); the latter may
-            be a number.
+        record: has ``problem`` (or ``question``) and ``answer`` (or ``expected_answer``), with or without
+            capitals, or verl's ``prompt`` (a chat) and ``reward_model.ground_truth``; an answer may be a number.
 
     Raises:
         CallerError: one is missing or empty; names it.
     """
+    record = _plain(record)
     question = _text(record, _PROBLEM)
     answer = _text(record, _ANSWER)
     return {
@@ -68,10 +76,33 @@ def expected_answer(row: Mapping[str, Any]) -> str:
     return _text(row, ("expected_answer",))
 
 
+def _plain(record: Mapping[str, Any]) -> dict[str, Any]:
+    """A record with the names of its fields in lower case, and with verl's as fields like any other."""
+    plain = {str(name).lower(): value for name, value in record.items()}
+    if (said := asked_in(plain.get("prompt"))) is not None:
+        plain.setdefault("problem", _DAPO.sub("", said) if isinstance(said, str) else said)
+    if (truth := truth_of(plain)) is not None:
+        plain.setdefault("answer", truth)
+    return plain
+
+
+def asked_in(prompt: object) -> object:
+    """The last message of a user in a chat, as verl's records have it; ``None`` if there is none."""
+    turns = prompt if isinstance(prompt, list) else []
+    said = [turn.get("content") for turn in turns if isinstance(turn, Mapping) and turn.get("role") == "user"]
+    return said[-1] if said else None
+
+
+def truth_of(record: Mapping[str, Any]) -> object:
+    """The answer in a record of verl's; ``None`` if there is none."""
+    rewards = record.get("reward_model")
+    return rewards.get("ground_truth") if isinstance(rewards, Mapping) else None
+
+
 def _text(record: Mapping[str, Any], names: tuple[str, ...]) -> str:
     name = next((name for name in names if record.get(name) is not None), None)
     if name is None:
-        raise CallerError("missing", field=names[0])
+        raise CallerError(f"missing; there are {', '.join(map(str, record)) or 'no fields'}", field=names[0])
     value = record[name]
     if isinstance(value, int | float) and not isinstance(value, bool) and name in _ANSWER:
         value = repr(value)

@@ -12,6 +12,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from nemo_gym_prorl.failures import CallerError
+from nemo_gym_prorl.tasks.math.rows import asked_in, truth_of
 from nemo_gym_prorl.tasks.stem.answers import final_answer
 from nemo_gym_prorl.tasks.stem.choices import chosen
 from nemo_gym_prorl.tasks.stem.problems import problem_of, row_for
@@ -89,10 +90,9 @@ def _question(record: Mapping[str, Any]) -> str:
     name = next((name for name in (*_QUESTION, _CHAT) if record.get(name) is not None), _QUESTION[0])
     question = record.get(name)
     if name == _CHAT and isinstance(question, list):
-        said = [turn.get("content") for turn in question if isinstance(turn, Mapping) and turn.get("role") == "user"]
-        if not said:
+        question = asked_in(question)
+        if question is None:
             raise CallerError("has no message of a user", field=name)
-        question = said[-1]
     if not isinstance(question, str):
         raise CallerError("missing" if question is None else "must be text", field=name)
     return question
@@ -103,8 +103,8 @@ def _answer(record: Mapping[str, Any]) -> Any:
         if record.get(name) is not None:
             return record[name]
     # As verl has it.
-    if isinstance(rewards := record.get("reward_model"), Mapping) and rewards.get("ground_truth") is not None:
-        return rewards["ground_truth"]
+    if (truth := truth_of(record)) is not None:
+        return truth
     for name in _SOLUTION:
         if isinstance(solution := record.get(name), str):
             if (answer := answer_in(solution)) is None:

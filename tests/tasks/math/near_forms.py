@@ -33,6 +33,7 @@ _SAME_TO_5 = (
     r"5\text{ years old}",
     r"5\text{ white balls}",
 )
+_COUNTED = "How many of the white balls, of the cards and of the apples are there, and how many years old is he?"
 _NOT_5 = (
     r"5\text{6}",
     r"5\mathrm{0}",
@@ -111,7 +112,7 @@ NEAR_FORMS: dict[str, list[Form]] = {
             )
         ),
     ],
-    "around": [("5", said, True, "") for said in _SAME_TO_5] + [("5", said, False, "") for said in _NOT_5],
+    "around": [("5", said, True, _COUNTED) for said in _SAME_TO_5] + [("5", said, False, "") for said in _NOT_5],
     "letters_around": [
         *(
             (one, other, False, "")

@@ -82,8 +82,8 @@ def test_records_that_make_no_row_are_named_and_the_others_written(tmp_path: Pat
     assert done.exit_code == 1
     assert len(output.read_text().splitlines()) == 1
     for said in (
-        "line 1: answer: missing",
-        "line 2: problem: missing",
+        "line 1: answer: missing; there are problem",
+        "line 2: problem: missing; there are answer",
         "line 3: problem: must be",
         "line 5: is",
     ):
@@ -154,3 +154,34 @@ def test_the_field_that_is_wrong_is_named(record: dict[str, Any], field: str) ->
     with pytest.raises(CallerError) as refusal:
         row_of(record)
     assert refusal.value.field == field
+
+
+DAPO = (
+    "Solve the following math problem step by step. The last line of your response should be of the form Answer: "
+    "$Answer (without quotes) where $Answer is the answer to the problem.\n\nWhat is $5 + 6$?\n\n"
+    'Remember to put your answer on its own line after "Answer:".'
+)
+
+
+@pytest.mark.parametrize(
+    ("record", "question", "answer"),
+    [
+        ({"ID": "2024-I-1", "Problem": "What is $2 + 2$?", "Solution": "Four.", "Answer": 4}, "What is $2 + 2$?", "4"),
+        (
+            {
+                "data_source": "math_dapo",
+                "prompt": [{"role": "user", "content": DAPO}],
+                "ability": "MATH",
+                "reward_model": {"ground_truth": "11", "style": "rule-lighteval/MATH_v2"},
+                "extra_info": {"index": "1"},
+            },
+            "What is $5 + 6$?",
+            "11",
+        ),
+    ],
+    ids=["AIME with capitals", "DAPO-Math-17k"],
+)
+def test_records_in_another_shape(record: dict[str, Any], question: str, answer: str) -> None:
+    row = row_of(record)
+    assert (row["question"], row["expected_answer"]) == (question, answer)
+    assert row["responses_create_params"]["input"][-1]["content"] == question
