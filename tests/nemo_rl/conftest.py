@@ -121,7 +121,7 @@ def trainer(nemo_rl: Path, engine_url: str, state: Path) -> Iterator["Trainer"]:
 
     venvs = str(nemo_rl / "venvs")
     exec(documented("python")[0].replace(VENVS, venvs), {})
-    [block] = documented("yaml")
+    block, *_ = documented("yaml")
     config = OmegaConf.to_container(OmegaConf.create(block.replace(VENVS, venvs)))["env"]["nemo_gym"]
     config["config_paths"].append(str(nemo_rl / "resources_servers/counting/counting.yaml"))
     trainer = Trainer([engine_url], nemo_rl, config)

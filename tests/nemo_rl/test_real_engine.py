@@ -111,7 +111,7 @@ def gym_servers(engine: str, folder: Path, model: Path, log: Path) -> Iterator[A
 
     venvs = str(folder / "venvs-of-the-real-engine")
     exec(documented("python")[0].replace(VENVS, venvs), {})
-    [block] = documented("yaml")
+    block, *_ = documented("yaml")
     config = OmegaConf.to_container(OmegaConf.create(block.replace(VENVS, venvs)))["env"]["nemo_gym"]
     config["config_paths"].append(str(folder / "resources_servers/counting/counting.yaml"))
     # Of a CPU that samples for all at once.
