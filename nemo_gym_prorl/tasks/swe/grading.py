@@ -114,8 +114,8 @@ class Grader:
         fields["patch_left_out"] |= _named(dict.fromkeys(too_long, whole))
         fields["test_log"] = run.log[-(self._limits.log_field_kib << 10) :]
         fields["test_report"] = report.as_fields() if report else {}
-        verdict, why = _judged(row, solution, run, report, by_dataset)
-        fields |= {"resolved_by_dataset": by_dataset, "strict_verdict": _strictly(verdict, run, report).value}
+        verdict, why = judged(row, solution, run, report, by_dataset)
+        fields |= {"resolved_by_dataset": by_dataset, "strict_verdict": strictly(verdict, run, report).value}
         if verdict in (Verdict.FAILED, Verdict.CRASHED, Verdict.BROKE) and not (report and report.seen):
             await self._require_gradable(row, open_sandbox)
         return Grade(float(verdict is Verdict.RESOLVED), verdict, why, fields)
@@ -132,11 +132,10 @@ class Grader:
             run = await self._run(sandbox, instance, work, files)
         if run.timed_out or run.problem or run.ended_early:
             return patch, run, None, False
-        logs = [run.log] if run.told is None else [run.log, run.told.as_log()]
         try:
             parsed = await log_parsing.parse(
                 instance,
-                logs,
+                run.logs,
                 self._limits.parse_timeout_s,
                 exit_code=run.exit_code,
                 instance_id=row.instance_id,
@@ -186,7 +185,7 @@ class Grader:
         return by_dataset or (report is not None and report.seen > 0)
 
 
-def _judged(row: Row, solution: Solution, run: Run, report: Report | None, by_dataset: bool) -> tuple[Verdict, str]:
+def judged(row: Row, solution: Solution, run: Run, report: Report | None, by_dataset: bool) -> tuple[Verdict, str]:
     """What the dataset's own harness says, unless the witness in the runner says otherwise."""
     if run.ended_early:
         return Verdict.CRASHED, run.ended_early
@@ -209,7 +208,7 @@ def _judged(row: Row, solution: Solution, run: Run, report: Report | None, by_da
     return verdict, "; ".join(tests[:5])[:1000]
 
 
-def _strictly(verdict: Verdict, run: Run, report: Report | None) -> Verdict:
+def strictly(verdict: Verdict, run: Run, report: Report | None) -> Verdict:
     """As a verdict without a witness would be if a runner that ends with a failure had to have one in the lists."""
     alone = report is not None and run.told is None and run.exit_code and not _failure_is_in(report)
     return Verdict.CRASHED if alone else verdict

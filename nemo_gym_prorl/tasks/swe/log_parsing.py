@@ -14,6 +14,7 @@ import os
 import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import orjson
 
@@ -56,9 +57,7 @@ async def parse(
         CallerError: there is no such parser; names the row's field.
         InfrastructureError: the process failed.
     """
-    fields = {"repo", "version", "FAIL_TO_PASS", "PASS_TO_PASS", "log_parser", "eval_type", "expected_output"}
-    task = {"instance_id": instance_id} | instance.model_dump(mode="json", include=fields)
-    job = {"task": task, "exit_code": exit_code, "logs": list(logs)}
+    job = job_of(instance, logs, exit_code, instance_id)
     process = await asyncio.create_subprocess_exec(
         sys.executable,
         "-I",
@@ -83,3 +82,10 @@ async def parse(
         reason = f"the log parser ended with {process.returncode}: {err.decode(errors='replace')[-500:]}"
         raise InfrastructureError(reason, kind=FailureKind.VERIFIER_ERROR)
     return Parsed(**orjson.loads(out))
+
+
+def job_of(instance: SweInstance, logs: Sequence[str], exit_code: int, instance_id: str) -> dict[str, Any]:
+    """What :mod:`.parser_process` is asked."""
+    fields = {"repo", "version", "FAIL_TO_PASS", "PASS_TO_PASS", "log_parser", "eval_type", "expected_output"}
+    task = {"instance_id": instance_id} | instance.model_dump(mode="json", include=fields)
+    return {"task": task, "exit_code": exit_code, "logs": list(logs)}

@@ -15,6 +15,7 @@ import re
 import sys
 import tempfile
 from collections.abc import Callable, Mapping
+from functools import cache
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -63,9 +64,13 @@ def resolved_by_swebench(spec: Any, exit_code: int, log: str) -> bool:
 
 
 def find_parser(name: str) -> Parser | None:
-    """By its name. The packages around swebench's parsers become stand-ins: they import Docker and data sets."""
-    if name == R2E_PARSER:
-        return parse_r2e
+    """By its name."""
+    return parse_r2e if name == R2E_PARSER else _registry().get(name)
+
+
+@cache
+def _registry() -> Mapping[str, Parser]:
+    """swebench's. The packages around its parsers become stand-ins: they import Docker and data sets."""
     root = importlib.util.find_spec("swebench")
     assert root is not None
     places = [Path(path) for path in root.submodule_search_locations or ()]
@@ -73,28 +78,35 @@ def find_parser(name: str) -> Parser | None:
         stand_in = ModuleType(package)
         stand_in.__path__ = [str(place.joinpath(*package.split(".")[1:])) for place in places]
         sys.modules[package] = stand_in
-    registry: dict[str, Any] = importlib.import_module("swebench.harness.log_parsers").PARSER_REGISTRY
-    return registry.get(name)
+    registry: Mapping[str, Parser] = importlib.import_module("swebench.harness.log_parsers").PARSER_REGISTRY
+    return registry
+
+
+def answer(job: Mapping[str, Any]) -> dict[str, Any] | None:
+    """What is printed; ``None`` if there is no such parser."""
+    task, logs = job["task"], job["logs"]
+    parser = find_parser(task["log_parser"])
+    if parser is None:
+        return None
+    if task["log_parser"] == R2E_PARSER:
+        maps = [parser(log, None) for log in logs]
+        return {"maps": maps, "resolved": r2e_names(maps[0]) == r2e_names(task["expected_output"])}
+    known = ("instance_id", "repo", "version", "FAIL_TO_PASS", "PASS_TO_PASS", "log_parser", "eval_type")
+    make_spec = importlib.import_module("swebench.types").TestSpec
+    spec = make_spec(image="", eval_script_list=[], **{name: task[name] for name in known})
+    logs = [log.replace("\r\n", "\n").replace("\r", "\n") for log in logs]  # as it reads a file
+    return {
+        "maps": [dict(parser(log, spec)) for log in logs],
+        "resolved": resolved_by_swebench(spec, job["exit_code"], logs[0]),
+    }
 
 
 def main() -> int:
     """See the module."""
-    job = json.loads(sys.stdin.buffer.read())
-    task, logs = job["task"], job["logs"]
-    parser = find_parser(task["log_parser"])
-    if parser is None:
+    said = answer(json.loads(sys.stdin.buffer.read()))
+    if said is None:
         return UNKNOWN_PARSER
-    if task["log_parser"] == R2E_PARSER:
-        maps = [parser(log, None) for log in logs]
-        resolved = r2e_names(maps[0]) == r2e_names(task["expected_output"])
-    else:
-        known = ("instance_id", "repo", "version", "FAIL_TO_PASS", "PASS_TO_PASS", "log_parser", "eval_type")
-        make_spec = importlib.import_module("swebench.types").TestSpec
-        spec = make_spec(image="", eval_script_list=[], **{name: task[name] for name in known})
-        logs = [log.replace("\r\n", "\n").replace("\r", "\n") for log in logs]  # as it reads a file
-        maps = [dict(parser(log, spec)) for log in logs]
-        resolved = resolved_by_swebench(spec, job["exit_code"], logs[0])
-    sys.stdout.buffer.write(json.dumps({"maps": maps, "resolved": resolved}).encode())
+    sys.stdout.buffer.write(json.dumps(said).encode())
     return 0
 
 

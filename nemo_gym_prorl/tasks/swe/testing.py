@@ -125,6 +125,11 @@ class Run:
     problem: str | None = None
     ended_early: str | None = None
 
+    @property
+    def logs(self) -> list[str]:
+        """For the log parser: what was printed, and what the plugin told in the same words."""
+        return [self.log] if self.told is None else [self.log, self.told.as_log()]
+
 
 @dataclass(frozen=True, slots=True)
 class Laid:
