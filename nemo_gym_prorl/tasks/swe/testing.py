@@ -48,7 +48,12 @@ _PLUGIN = (
 _SETUP = """\
 work=$1 repo=$2
 cd "$repo" || exit 90
-grep -qs LANG= /.singularity.d/env/* || unset LANG  # the sandbox's own, which no image of a dataset has
+LANG=$(unset LANG  # the sandbox's: tests have the image's, or none
+    for file in /.singularity.d/env/10-docker2singularity.sh /.singularity.d/env/90-environment.sh; do
+        [ ! -r "$file" ] || . "$file"
+    done
+    printf %s "${LANG-}")
+[ -n "$LANG" ] || unset LANG
 { . "$work/setup"; } > /dev/null 2>&1
 """
 
@@ -56,7 +61,9 @@ _BEFORE = (
     _SETUP
     + """\
 export PIP_RETRIES=1  # most sandboxes have no network, and all that is needed
-exec timeout -k 10 "$3" bash --noprofile --norc "$work/before" > "$work/before.log" 2>&1 < /dev/null
+exec 7< "$work/before"
+rm -f "$work/before"  # nothing that it runs writes the rest of it
+exec timeout -k 10 "$3" bash --noprofile --norc /dev/fd/7 > "$work/before.log" 2>&1 < /dev/null
 """
 )
 

@@ -16,9 +16,15 @@ from typer.testing import CliRunner
 
 from nemo_gym_prorl.cli_data import app
 from nemo_gym_prorl.commands.images import wanted_images
-from nemo_gym_prorl.failures import CallerError
+from nemo_gym_prorl.failures import CallerError, InfrastructureError
+from nemo_gym_prorl.tasks.swe.changes import Change, Solution
 from nemo_gym_prorl.tasks.swe.datasets import CONVERTERS
+from nemo_gym_prorl.tasks.swe.grading import GradingLimits
 from nemo_gym_prorl.tasks.swe.instance import row_of
+from nemo_gym_prorl.tasks.swe.repository import PatchLimits
+from nemo_gym_prorl.tasks.swe.task import SoftwareEngineering
+from nemo_gym_prorl.tasks.task import SandboxNeeds
+from nemo_gym_prorl.tasks.workbench.workspace import ToolLimits
 from tests.tasks.swe import records
 
 
@@ -265,3 +271,19 @@ def test_an_unknown_dataset_is_refused(tmp_path: Path) -> None:
     done = CliRunner().invoke(app, ["swe", str(file), "--dataset", "swe-lean"])
     assert isinstance(done.exception, CallerError)
     assert done.exception.field == "--dataset"
+
+
+async def test_the_tests_reach_the_network_and_the_policy_does_not() -> None:
+    asked: list[SandboxNeeds | None] = []
+
+    def open_sandbox(needs: SandboxNeeds | None = None) -> Any:
+        asked.append(needs)
+        raise InfrastructureError("there is none")
+
+    task = SoftwareEngineering(ToolLimits(), PatchLimits(), GradingLimits())
+    for repo in ("psf/requests", "pallets/flask"):
+        row = CONVERTERS["swe-bench"](records.swe_bench(repo=repo), None)
+        assert task.needs(row).network is None
+        with pytest.raises(InfrastructureError):
+            await task.grade(row, Solution((Change("a.py", None, False),)), {}, open_sandbox)
+    assert [needs.network if needs else None for needs in asked] == [True, None]

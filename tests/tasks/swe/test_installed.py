@@ -61,8 +61,9 @@ COMPILED = {
     "test_patch": hidden_tests("import tally", "assert tally.add(2, 3) == 5"),
 }
 OWN_TESTS = hidden_tests(
-    "import pathlib",
+    "import os, pathlib",
     "import tally",
+    'assert "LANG" not in os.environ',
     'assert tally.MODE == "exact"',
     'assert parse(pathlib.Path("amount.txt").read_text()) == 100050',
 )
@@ -129,6 +130,14 @@ async def play(name: str, command: str) -> Grade:
     return await task.grade(row, taken, {}, opened)
 
 
+REWRITES = """
+import glob, os
+for path in [*glob.glob("/tmp/prorl-*/*"), "/testbed/checks/test_tally.py"]:
+    if os.path.isfile(path):
+        with open(path, "w") as file:
+            file.write("def test_new(): pass\\ndef test_plain(): pass\\n")
+"""
+
 LISTS = {"FAIL_TO_PASS": "test_new", "PASS_TO_PASS": "test_plain"}
 
 
@@ -138,8 +147,23 @@ async def test_the_fix_earns_one_and_nothing_earns_nothing(name: str) -> None:
     fixed = await play(name, f"echo {patch} | base64 -d | git apply --unidiff-zero")
     assert (fixed.verdict, fixed.reward) == ("resolved", 1.0), fixed
     assert fixed.fields["resolved_by_dataset"] is True
-    left = await play(name, "echo '# nothing' >> tally/money.py")
+    left = await play(name, "printf '# Betr\\344ge\\n' >> tally/money.py && seq 100000 > amounts.txt")
     assert (left.verdict, left.reward, left.fields["resolved_by_dataset"]) == ("failed", 0.0, False), left
     assert list(left.fields["test_report"]["FAIL_TO_PASS"]["failures"]) == [
         "test_tally.py::test_new" if name == "own script" else f"{TESTS}::test_new"
     ]
+    patch = left.fields["patch"]
+    assert len(patch) > 256 << 10
+    assert "\nGIT binary patch\n" in patch[patch.index("b/tally/money.py") :]
+    assert patch[: patch.index("diff --git a/tally/money.py")].endswith("\n+100000\n")
+
+
+async def test_an_installation_that_rewrites_the_tests_wins_nothing() -> None:
+    grade = await play("copied", f"cat >> setup.py <<'END'\n{REWRITES}END\n")
+    assert (grade.verdict, grade.reward) == ("failed", 0.0), grade
+
+
+async def test_set_up_that_does_not_come_to_its_end_is_a_crash() -> None:
+    grade = await play("own script", "echo 'import os; os.kill(os.getppid(), 15)' >> setup.py")
+    assert (grade.verdict, grade.reward) == ("crashed", 0.0), grade
+    assert "what comes before the tests" in grade.detail
