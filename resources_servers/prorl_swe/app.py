@@ -23,7 +23,7 @@ class ProRLSweConfig(TaskServerConfig):
     before_tests_timeout_s: float = Field(default=900.0, gt=0)
     log_kib: int = Field(default=32_768, ge=16)
     parse_timeout_s: float = Field(default=60.0, gt=0)
-    patch_field_kib: int = Field(default=256, ge=1)
+    patch_field_kib: int = Field(default=4096, ge=1)
     log_field_kib: int = Field(default=8, ge=0)
 
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Callable, Mapping
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
 from pydantic import (
     AfterValidator,
@@ -23,13 +23,16 @@ from pydantic import (
 )
 
 from nemo_gym_prorl.failures import CallerError
-from nemo_gym_prorl.tasks.swe import test_commands
+from nemo_gym_prorl.tasks.swe import eval_script, test_commands
 from nemo_gym_prorl.tasks.swe.instance import SweInstance, TestStatus
-from nemo_gym_prorl.tasks.swe.parser_process import R2E_PARSER
+from nemo_gym_prorl.tasks.swe.parser_process import R2E_PARSER, r2e_names
 from nemo_gym_prorl.tasks.swe.r2e_commits import Commit
 from nemo_gym_prorl.tasks.swe.rows import make_row
 from nemo_gym_prorl.tasks.swe.test_commands import How
 
+
+R2E_TIMEOUT_S = 300.0
+"""How long R2E-Gym lets the tests of a row run, in seconds."""
 
 Record = Mapping[str, Any]
 Converter = Callable[[Record, str | None], dict[str, Any]]
@@ -45,12 +48,6 @@ def _names(value: object) -> object:
     return value
 
 
-def _plain(expected: dict[str, TestStatus]) -> dict[str, TestStatus]:
-    """Names as they are compared: without colours, and without what a failed test said. Some lines had no name."""
-    names = {re.sub(r"\x1b\[\d+m", "", name).split(" - ")[0]: status for name, status in expected.items()}
-    return {name: status for name, status in names.items() if name}
-
-
 Text = Annotated[str, StringConstraints(strict=True, min_length=1)]
 Names = Annotated[tuple[Text, ...], BeforeValidator(_names)]
 InstanceId = Annotated[str, StringConstraints(strict=True, pattern=r"^[\w.-]+$", max_length=200)]
@@ -64,8 +61,8 @@ class _Record(BaseModel):
 class SweBenchRecord(_Record):
     """A record of SWE-bench in all its editions, and of SWE-Gym.
 
-    ``image``, ``eval_script`` and ``log_parser`` are in the newer ones only; there they say what is known of the
-    repositories otherwise.
+    ``image``, ``eval_script``, ``log_parser`` and ``eval_type`` are in the newer ones only; there they say what is
+    known of the repositories otherwise.
     """
 
     instance_id: InstanceId
@@ -80,6 +77,7 @@ class SweBenchRecord(_Record):
     image: Text | None = None
     eval_script: Text | None = None
     log_parser: Text | None = None
+    eval_type: Literal["pass_and_fail", "fail_only"] = "pass_and_fail"
 
 
 class R2eGymRecord(_Record):
@@ -90,7 +88,7 @@ class R2eGymRecord(_Record):
     commit_hash: CommitId
     problem_statement: Text
     parsed_commit_content: Json[Commit]
-    expected_output_json: Json[Annotated[dict[str, TestStatus], AfterValidator(_plain), Field(min_length=1)]]
+    expected_output_json: Json[Annotated[dict[str, TestStatus], AfterValidator(r2e_names), Field(min_length=1)]]
 
 
 def swe_bench(record: Record, prefix: str | None) -> dict[str, Any]:
@@ -114,7 +112,7 @@ def swe_gym(record: Record, prefix: str | None) -> dict[str, Any]:
     """As :func:`swe_bench`, of SWE-Gym."""
     read = _read(SweBenchRecord, record)
     name = f"sweb.eval.x86_64.{read.instance_id.replace('__', '_s_')}:latest".lower()
-    how = test_commands.swe_gym(read.repo, read.test_patch)
+    how = test_commands.swe_gym(read.repo, read.version, read.test_patch)
     return _swe_bench_row(read, "swe-gym", f"{prefix or 'docker.io/xingyaoww'}/{name}", how)
 
 
@@ -136,6 +134,7 @@ def r2e_gym(record: Record, prefix: str | None) -> dict[str, Any]:
         test_command="bash run_tests.sh",
         log_parser=R2E_PARSER,
         expected_output=read.expected_output_json,
+        test_timeout_s=R2E_TIMEOUT_S,
     )
     return make_row(f"{read.repo_name}__{read.commit_hash}", f"docker://{image}", instance)
 
@@ -155,23 +154,21 @@ def _swe_bench_row(read: SweBenchRecord, dataset: str, image: str, how: How) -> 
         test_patch=read.test_patch,
         FAIL_TO_PASS=read.FAIL_TO_PASS,
         PASS_TO_PASS=read.PASS_TO_PASS,
+        before_tests=how.before,
         test_command=how.command,
+        tests_network=how.network,
         log_parser=how.parser,
+        eval_type=read.eval_type,
     )
     return make_row(read.instance_id, f"docker://{image.removeprefix('docker://')}", instance)
 
 
 def _own_script(read: SweBenchRecord) -> How | None:
-    """What a record's own script runs between the marks of the tests' output."""
+    """What a record's own script runs."""
     if read.eval_script is None or read.log_parser is None:
         return None
-    marks = ">>>>> Start Test Output", ">>>>> End Test Output"
-    lines = read.eval_script.splitlines()
-    places = [next((number for number, line in enumerate(lines) if mark in line), None) for mark in marks]
-    start, end = places
-    if start is None or end is None or not (command := "\n".join(lines[start + 1 : end]).strip()):
-        raise CallerError("runs nothing between the marks of the tests' output", field="eval_script")
-    return How(command, read.log_parser)
+    before, command = eval_script.read(read.eval_script)
+    return How(command, read.log_parser, before, network=eval_script.may_download(f"{before}\n{command}"))
 
 
 def _read[Model: BaseModel](model: type[Model], record: Record) -> Model:

@@ -18,13 +18,15 @@ from enum import StrEnum
 from typing import Any
 
 from nemo_gym_prorl.failures import AgentError, CallerError, TaskError
+from nemo_gym_prorl.tasks.sandbox import Sandbox
 from nemo_gym_prorl.tasks.swe import log_parsing
-from nemo_gym_prorl.tasks.swe.changes import Solution, shown
-from nemo_gym_prorl.tasks.swe.instance import Row, TestStatus
+from nemo_gym_prorl.tasks.swe.changes import Entry, Solution, shown
+from nemo_gym_prorl.tasks.swe.instance import Row, SweInstance, TestStatus
+from nemo_gym_prorl.tasks.swe.patches import Patch
 from nemo_gym_prorl.tasks.swe.paths import Protection
 from nemo_gym_prorl.tasks.swe.report import Report, compare
 from nemo_gym_prorl.tasks.swe.repository import NotTaken, Repositories
-from nemo_gym_prorl.tasks.swe.testing import Laid, Run, TestLimits, run_tests
+from nemo_gym_prorl.tasks.swe.testing import Laid, Run, TestLimits, run_before, run_tests
 from nemo_gym_prorl.tasks.task import EXHAUSTED, Grade, OpenSandbox
 from nemo_gym_prorl.tasks.workbench.workspace import ToolLimits, Workspace
 
@@ -44,7 +46,7 @@ class Verdict(StrEnum):
     TAMPERED = "tampered"
     """The solution changed the test runner or the tests while they ran."""
     CRASHED = "crashed"
-    """The test runner did not come to its end."""
+    """The test runner, or what the row has before it, did not come to its end, or not to the one that it tells of."""
     TIMED_OUT = "timed_out"
     LOG_UNREADABLE = "log_unreadable"
     """What the tests printed is too long, or never comes to an end for its parser."""
@@ -58,13 +60,13 @@ class GradingLimits:
     Attributes:
         tests: of the tests.
         parse_timeout_s: seconds for the log parser.
-        patch_field_kib: longest patch in the rollout's row.
+        patch_field_kib: longest patch in the rollout's row; it has only whole files.
         log_field_kib: how much of the log's end is in the rollout's row.
     """
 
     tests: TestLimits = field(default_factory=TestLimits)
     parse_timeout_s: float = 60.0
-    patch_field_kib: int = 256
+    patch_field_kib: int = 4096
     log_field_kib: int = 8
 
 
@@ -100,37 +102,62 @@ class Grader:
         if not solution.changes:
             return Grade(0.0, Verdict.NO_PATCH, "nothing was changed", fields)
         try:
-            patch, run, report = await self._tried(row, solution, open_sandbox)
+            patch, run, report, by_dataset = await self._tried(row, solution, open_sandbox)
         except AgentError as error:
             return Grade(0.0, Verdict.EXHAUSTED, error.reason, fields)
         except CallerError as error:
             # The image was as it should be when the policy began.
             raise TaskError(error.reason) from error
-        fields |= {"patch": _shortened(patch, self._limits.patch_field_kib << 10), "test_exit_code": run.exit_code}
+        text, too_long = patch.within(self._limits.patch_field_kib << 10)
+        whole = f"the patch is longer than {self._limits.patch_field_kib} KiB"
+        fields |= {"patch": text, "test_exit_code": run.exit_code}
+        fields["patch_left_out"] |= _named(dict.fromkeys(too_long, whole))
         fields["test_log"] = run.log[-(self._limits.log_field_kib << 10) :]
         fields["test_report"] = report.as_fields() if report else {}
-        verdict, why = _judged(row, solution, run, report)
-        if verdict in (Verdict.FAILED, Verdict.CRASHED, Verdict.BROKE) and (report is None or not report.seen):
+        verdict, why = judged(row, solution, run, report, by_dataset)
+        fields |= {"resolved_by_dataset": by_dataset, "strict_verdict": strictly(verdict, run, report).value}
+        if verdict in (Verdict.FAILED, Verdict.CRASHED, Verdict.BROKE) and not (report and report.seen):
             await self._require_gradable(row, open_sandbox)
         return Grade(float(verdict is Verdict.RESOLVED), verdict, why, fields)
 
-    async def _tried(self, row: Row, solution: Solution, open_sandbox: OpenSandbox) -> tuple[str, Run, Report | None]:
+    async def _tried(
+        self, row: Row, solution: Solution, open_sandbox: OpenSandbox
+    ) -> tuple[Patch, Run, Report | None, bool]:
+        """The solution as a patch, what there is of its run, how the tests compare, and what the dataset's own harness
+        says."""
         instance = row.swe
         async with open_sandbox() as sandbox:
             base, work = await self._repositories.prepare(sandbox, instance, hide=False)
             patch, files = await self._repositories.lay(sandbox, work, instance, base, solution)
-            tests = Protection(instance).tests
-            run = await run_tests(sandbox, instance, Laid(work, files, tests), self._limits.tests)
-        if run.timed_out or run.problem:
-            return patch, run, None
-        logs = [run.log] if run.told is None else [run.log, run.told.as_log()]
+            run = await self._run(sandbox, instance, work, files)
+        if run.timed_out or run.problem or run.ended_early:
+            return patch, run, None, False
         try:
-            maps = await log_parsing.parse(instance.log_parser, logs, self._limits.parse_timeout_s)
+            parsed = await log_parsing.parse(
+                instance,
+                run.logs,
+                self._limits.parse_timeout_s,
+                exit_code=run.exit_code,
+                instance_id=row.instance_id,
+            )
         except log_parsing.ParserTimeout as error:
-            return patch, Run(exit_code=run.exit_code, log=run.log, problem=str(error)), None
+            return patch, Run(exit_code=run.exit_code, log=run.log, problem=str(error)), None, False
         except CallerError as error:
             raise TaskError(error.reason) from error
-        return patch, run, compare(instance, maps)
+        return patch, run, compare(instance, parsed.maps), parsed.resolved
+
+    async def _run(self, sandbox: Sandbox, instance: SweInstance, work: str, files: Mapping[str, Entry]) -> Run:
+        tests = Protection(instance).tests
+        if ended := await run_before(sandbox, instance, work, self._limits.tests):
+            return ended
+        if instance.before_tests:
+            hidden = {path: entry for path, entry in files.items() if path in tests}
+            try:
+                await self._repositories.restore_tests(sandbox, work, instance, hidden)
+            except NotTaken as error:
+                return Run(ended_early=f"the hidden tests could not be laid: {error}")
+        laid = Laid(work, {path: entry.blob for path, entry in files.items()}, tests)
+        return await run_tests(sandbox, instance, laid, self._limits.tests)
 
     async def _require_gradable(self, row: Row, open_sandbox: OpenSandbox) -> None:
         """Raise if the row's own fix has no tests either."""
@@ -154,11 +181,14 @@ class Grader:
             if done.return_code:
                 raise TaskError(f"{row.instance_id}: swe.patch does not apply: {(done.stderr or '')[-500:]}")
             fix = await self._repositories.take(sandbox, row.swe, base, Protection(row.swe))
-        _, _, report = await self._tried(row, fix, open_sandbox)
-        return report is not None and report.seen > 0
+        _, _, report, by_dataset = await self._tried(row, fix, open_sandbox)
+        return by_dataset or (report is not None and report.seen > 0)
 
 
-def _judged(row: Row, solution: Solution, run: Run, report: Report | None) -> tuple[Verdict, str]:
+def judged(row: Row, solution: Solution, run: Run, report: Report | None, by_dataset: bool) -> tuple[Verdict, str]:
+    """What the dataset's own harness says, unless the witness in the runner says otherwise."""
+    if run.ended_early:
+        return Verdict.CRASHED, run.ended_early
     if run.timed_out:
         return Verdict.TIMED_OUT, run.problem or "the tests used up their time"
     if run.problem:
@@ -168,7 +198,7 @@ def _judged(row: Row, solution: Solution, run: Run, report: Report | None) -> tu
         return Verdict.TAMPERED, tampering
     if run.told is not None and not (run.told.begun and run.told.ended):
         return Verdict.CRASHED, f"the test runner ended with {run.exit_code} before it was done"
-    if run.told is None and run.exit_code and not _failure_is_in(report):
+    if report.resolved and not by_dataset:
         return Verdict.CRASHED, f"the log tells of no failure, but the runner ended with {run.exit_code}"
     if report.resolved:
         return Verdict.RESOLVED, "all tests are as they should be"
@@ -176,6 +206,12 @@ def _judged(row: Row, solution: Solution, run: Run, report: Report | None) -> tu
     verdict = Verdict.BROKE if regressed else Verdict.FAILED
     tests = [f"{test}: {was}" for wrong in report.wrong.values() for test, was in wrong.items()]
     return verdict, "; ".join(tests[:5])[:1000]
+
+
+def strictly(verdict: Verdict, run: Run, report: Report | None) -> Verdict:
+    """As a verdict without a witness would be if a runner that ends with a failure had to have one in the lists."""
+    alone = report is not None and run.told is None and run.exit_code and not _failure_is_in(report)
+    return Verdict.CRASHED if alone else verdict
 
 
 def _first_wrong(report: Report) -> bool:
@@ -213,6 +249,7 @@ def _about(solution: Solution) -> dict[str, Any]:
         "patch_files": [shown(change.path)[:300] for change in solution.changes[:200]],
         "patch_ignored": _named(solution.ignored),
         "patch_left_out": _named(solution.left_out),
+        "resolved_by_dataset": False,
         "test_report": {},
         "test_log": "",
     }
@@ -220,7 +257,3 @@ def _about(solution: Solution) -> dict[str, Any]:
 
 def _named(reasons: Mapping[str, str]) -> dict[str, str]:
     return {shown(path)[:300]: why for path, why in list(reasons.items())[:50]}
-
-
-def _shortened(text: str, limit: int) -> str:
-    return text if len(text) <= limit else f"{text[:limit]}\n[... {len(text) - limit} characters left out ...]\n"

@@ -76,8 +76,14 @@ class SweInstance(BaseModel):
         environment_setup: shell lines that come before every command, of the policy's too: they activate what the
             image has. ``None``: conda's environment ``testbed`` and a ``.venv`` in the repository, if they are there.
         before_tests: shell lines run once before the tests, such as ``pip install -e .``; they run the policy's code.
+            What they export, their folder, functions and options of the shell are the test command's, too.
         log_parser: a name in ``swebench``'s registry, e.g. ``"parse_log_pytest"``, or ``"r2e_gym"``,
             which is R2E-Gym's and none of SWE-bench's.
+        eval_type: as in SWE-bench's rows: ``"fail_only"`` where the runner prints only what fails, so that a test that
+            it does not name has passed.
+        tests_network: the tests, and what comes before them, reach the network. The policy does only if ``network`` of
+            the row says so.
+        test_timeout_s: seconds for the tests, if the dataset has less than the server.
         runner: what runs the tests. ``None``: read from ``test_command``.
         expected_output: R2E-Gym's map of test to status, in place of the two lists.
         hidden_paths: absolute paths that the policy must not see; grading finds them. Default: by dataset.
@@ -101,8 +107,11 @@ class SweInstance(BaseModel):
     environment_setup: str | None = None
     before_tests: str = ""
     log_parser: str = Field(default="parse_log_pytest", min_length=1)
+    eval_type: Literal["pass_and_fail", "fail_only"] = "pass_and_fail"
+    tests_network: bool = False
+    test_timeout_s: float | None = Field(default=None, gt=0)
     runner: Runner | None = None
-    expected_output: Mapping[TestId, TestStatus] | None = None
+    expected_output: Mapping[str, TestStatus] | None = None
     hidden_paths: tuple[Folder, ...] | None = None
     protected_paths: tuple[RepoPath, ...] = ()
 

@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Statuses of tests out of logs, by the parsers of the ``swebench`` package, in a process of its own.
+"""Statuses of tests out of logs, by the parsers of the ``swebench`` package, and what the dataset's own harness makes
+of them, in a process of its own.
 
 Logs are what a policy's code printed, and parsers search them with regular expressions that a hostile log can make
 run for ever; so a parser has a process with a time limit, off the event loop: :mod:`.parser_process`.
@@ -12,30 +13,51 @@ import json
 import os
 import sys
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
 
 import orjson
 
 from nemo_gym_prorl.failures import CallerError, FailureKind, InfrastructureError
 from nemo_gym_prorl.tasks.swe import parser_process
+from nemo_gym_prorl.tasks.swe.instance import SweInstance
 
 
 class ParserTimeout(Exception):
     """The log is such that its parser does not come to an end."""
 
 
-async def parse(parser: str, logs: Sequence[str], timeout_s: float) -> list[Mapping[str, str]]:
-    """Statuses by test, for each of some logs.
+@dataclass(frozen=True, slots=True)
+class Parsed:
+    """What logs say.
+
+    Attributes:
+        maps: test to status, of each.
+        resolved: the dataset's own harness would say of the first that all is as it should be.
+    """
+
+    maps: Sequence[Mapping[str, str]]
+    resolved: bool
+
+
+async def parse(
+    instance: SweInstance, logs: Sequence[str], timeout_s: float, *, exit_code: int = 0, instance_id: str = "a__b-1"
+) -> Parsed:
+    """Read what runners printed.
 
     Args:
-        parser: a name in swebench's registry, or :data:`.parser_process.R2E_PARSER`.
-        logs: what runners printed.
+        instance: the task.
+        logs: of one run: what it printed, and what else tells of it, in the same words.
         timeout_s: for all of them.
+        exit_code: of the test command.
+        instance_id: the task's name, by which some parsers go.
 
     Raises:
         ParserTimeout: they took longer.
         CallerError: there is no such parser; names the row's field.
         InfrastructureError: the process failed.
     """
+    job = job_of(instance, logs, exit_code, instance_id)
     process = await asyncio.create_subprocess_exec(
         sys.executable,
         "-I",
@@ -47,18 +69,23 @@ async def parse(parser: str, logs: Sequence[str], timeout_s: float) -> list[Mapp
     )
     try:
         async with asyncio.timeout(timeout_s):
-            job = await asyncio.to_thread(json.dumps, {"parser": parser, "logs": list(logs)})
-            out, err = await process.communicate(job.encode())
+            out, err = await process.communicate((await asyncio.to_thread(json.dumps, job)).encode())
     except TimeoutError as error:
-        raise ParserTimeout(f"{parser} did not read the log within {timeout_s:g} s") from error
+        raise ParserTimeout(f"{instance.log_parser} did not read the log within {timeout_s:g} s") from error
     finally:
         if process.returncode is None:
             process.kill()
             await process.wait()
     if process.returncode == parser_process.UNKNOWN_PARSER:
-        raise CallerError(f"swebench has no parser {parser!r:.100}", field="swe.log_parser")
+        raise CallerError(f"swebench has no parser {instance.log_parser!r:.100}", field="swe.log_parser")
     if process.returncode:
         reason = f"the log parser ended with {process.returncode}: {err.decode(errors='replace')[-500:]}"
         raise InfrastructureError(reason, kind=FailureKind.VERIFIER_ERROR)
-    maps: list[Mapping[str, str]] = orjson.loads(out)
-    return maps
+    return Parsed(**orjson.loads(out))
+
+
+def job_of(instance: SweInstance, logs: Sequence[str], exit_code: int, instance_id: str) -> dict[str, Any]:
+    """What :mod:`.parser_process` is asked."""
+    fields = {"repo", "version", "FAIL_TO_PASS", "PASS_TO_PASS", "log_parser", "eval_type", "expected_output"}
+    task = {"instance_id": instance_id} | instance.model_dump(mode="json", include=fields)
+    return {"task": task, "exit_code": exit_code, "logs": list(logs)}

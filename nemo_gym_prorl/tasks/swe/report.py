@@ -15,7 +15,8 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from nemo_gym_prorl.tasks.swe.instance import SweInstance, TestStatus
+from nemo_gym_prorl.tasks.swe.instance import Runner, SweInstance, TestStatus
+from nemo_gym_prorl.tasks.swe.parser_process import r2e_names
 
 
 PASSING = frozenset({TestStatus.PASSED, TestStatus.XFAIL})
@@ -165,19 +166,26 @@ def compare(instance: SweInstance, witnesses: Iterable[Mapping[str, str]]) -> Re
         # A test that is skipped now is no regression, as in SWE-bench's own grading.
         "PASS_TO_PASS": (instance.PASS_TO_PASS, PASSING | {TestStatus.SKIPPED}),
     }
+    by_failures = instance.eval_type == "fail_only"
     wrong: dict[str, dict[str, str]] = {}
     right: dict[str, int] = {}
     seen = 0
     for name, (tests, good) in lists.items():
-        found = {test: [status_of(test, statuses) for statuses in maps] for test in tests}
-        wrong[name] = {
-            test: next(status or "missing" for status in said if status not in good)
-            for test, said in found.items()
-            if any(status not in good for status in said)
-        }
+        wrong[name] = {}
+        for test in tests:
+            said = [status_of(test, statuses) for statuses in maps[: None if _is_a_test(test, instance) else 1]]
+            bad = [was for was in said if (was == TestStatus.FAILED if by_failures else was not in good)]
+            if bad:
+                wrong[name][test] = bad[0] or "missing"
+            seen += any(said)
         right[name] = len(tests) - len(wrong[name])
-        seen += sum(any(said) for said in found.values())
     return Report(wrong, right, seen)
+
+
+def _is_a_test(name: str, instance: SweInstance) -> bool:
+    """Lists of SWE-bench have names that its parsers found in a log of pytest's and that no test has, as ``[100%]``:
+    only a log can have them."""
+    return instance.kind_of_runner is not Runner.PYTEST or "::" in name
 
 
 def status_of(test: str, statuses: Mapping[str, str]) -> str | None:
@@ -190,13 +198,12 @@ def status_of(test: str, statuses: Mapping[str, str]) -> str | None:
 
 
 def _compare_maps(expected: Mapping[str, TestStatus], maps: list[Mapping[str, str]]) -> Report:
-    """R2E-Gym's rule: the same tests with the same statuses."""
-    wanted = {name.split(" - ")[0]: status for name, status in expected.items()}
+    """R2E-Gym's rule: the same tests with the same statuses. What else is in its log, only the log has to have."""
+    wanted = r2e_names(expected)
     wrong: dict[str, str] = {}
-    for statuses in maps:
-        named = {name.split(" - ")[0]: status for name, status in statuses.items() if name}
-        for test in wanted.keys() | named.keys():
-            if wanted.get(test) != named.get(test):
-                wrong[test] = f"{named.get(test, 'missing')}, not {wanted.get(test, 'missing')}"
+    for number, statuses in enumerate(map(r2e_names, maps)):
+        for test in {name for name in wanted if name} if number else wanted.keys() | statuses.keys():
+            if wanted.get(test) != statuses.get(test):
+                wrong[test] = f"{statuses.get(test, 'missing')}, not {wanted.get(test, 'missing')}"
     seen = sum(any(test in statuses for statuses in maps) for test in wanted)
     return Report({"expected_output": wrong}, {"expected_output": len(wanted.keys() - wrong.keys())}, seen)

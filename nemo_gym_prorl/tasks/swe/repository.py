@@ -23,9 +23,10 @@ from weakref import WeakValueDictionary
 
 from nemo_gym_prorl.failures import CallerError, InfrastructureError
 from nemo_gym_prorl.tasks.sandbox import ExecResult, KnowsWhoseDoing, Sandbox
-from nemo_gym_prorl.tasks.swe import changes
+from nemo_gym_prorl.tasks.swe import changes, patches
 from nemo_gym_prorl.tasks.swe.changes import Entry, Solution
 from nemo_gym_prorl.tasks.swe.instance import SweInstance
+from nemo_gym_prorl.tasks.swe.patches import Patch
 from nemo_gym_prorl.tasks.swe.paths import JUNK, Places, Protection, places
 from nemo_gym_prorl.tasks.workbench.workspace import ToolLimits, Workspace
 
@@ -165,6 +166,16 @@ done
 """
 )
 
+_RESTORE = (
+    _ALONE
+    + """\
+cd "$repo"
+export GIT_INDEX_FILE="$work/tests.index"
+git update-index --index-info < "$work/tests"
+git checkout-index -f -a
+"""
+)
+
 _VARIABLES = """\
 cd "$2" && env > "$1/before"
 { . "$1/setup"; } > /dev/null 2>&1
@@ -261,9 +272,7 @@ class Repositories:
                 "attributes": _RAW,
                 "junk": "\n".join(JUNK) + "\n",
                 "test.patch": instance.test_patch,
-                "setup": _SETUP.format(
-                    DEFAULT_SETUP if instance.environment_setup is None else instance.environment_setup
-                ),
+                "setup": _setup(instance),
             }
         )
         arguments = (work, instance.repo_folder, instance.base_commit, *instance.hidden)
@@ -321,11 +330,11 @@ class Repositories:
 
     async def lay(
         self, sandbox: Sandbox, work: str, instance: SweInstance, base: Base, solution: Solution
-    ) -> tuple[str, Mapping[str, str]]:
+    ) -> tuple[Patch, Mapping[str, Entry]]:
         """Lay what counts of a solution, and the hidden tests, over the base in a sandbox that was made ready.
 
         Returns:
-            The whole solution as a patch in git's format, and path to hash of every file as it should be.
+            The whole solution as a patch, and every file as it should be.
 
         Raises:
             InfrastructureError: the sandbox did not do it.
@@ -338,7 +347,21 @@ class Repositories:
             raise InfrastructureError(f"the solution could not be laid over the base: {_end(done)}")
         patch = await files.take("patch", limit=4 * self._limits.total_kib << 10)
         laid = changes.read_listing(await self._text(files, "laid"))
-        return (patch.content or b"").decode("utf-8", "backslashreplace"), {p: entry.blob for p, entry in laid.items()}
+        return patches.read(patch.content or b"", solution, base.listing), laid
+
+    async def restore_tests(
+        self, sandbox: Sandbox, work: str, instance: SweInstance, tests: Mapping[str, Entry]
+    ) -> None:
+        """Lay hidden tests once more, and what activates the environment, after code of the policy has run.
+
+        Raises:
+            NotTaken: it can't be done, by the policy's doing.
+            AgentError: the policy used up its sandbox.
+            InfrastructureError: the sandbox is gone.
+        """
+        listing = "".join(f"{entry.mode} {entry.blob} 0\t{path}\n" for path, entry in tests.items())
+        await self._files(sandbox, work).write({"tests": listing, "setup": _setup(instance)})
+        await self._step(sandbox, _RESTORE, (work, instance.repo_folder))
 
     async def _listing(self, files: Workspace, commit: str) -> Listing:
         known = self._listings.get(commit)
@@ -401,6 +424,10 @@ class Repositories:
 
     def _files(self, sandbox: Sandbox, work: str) -> Workspace:
         return Workspace(sandbox, work, ToolLimits())
+
+
+def _setup(instance: SweInstance) -> str:
+    return _SETUP.format(DEFAULT_SETUP if instance.environment_setup is None else instance.environment_setup)
 
 
 def _is_missing(change: changes.Change, contents: Mapping[str, bytes]) -> bool:

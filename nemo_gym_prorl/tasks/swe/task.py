@@ -4,6 +4,8 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
+from functools import partial
 from typing import Any
 
 from nemo_gym_prorl.tasks.extras import require_extra
@@ -74,4 +76,6 @@ class SoftwareEngineering:
         open_sandbox: OpenSandbox,
     ) -> Grade:
         """Run the hidden tests; see :mod:`.grading`."""
-        return await self._grader.grade(row_of(row), artefacts, open_sandbox)
+        asked = row_of(row)
+        needs = replace(self.needs(row), network=True) if asked.swe.tests_network else None
+        return await self._grader.grade(asked, artefacts, partial(open_sandbox, needs))

@@ -31,6 +31,7 @@ TIMED_OUT = frozenset({124, 137})
 """Exit codes of ``timeout``."""
 
 LONGEST_RECORDS = 64 << 20
+LONGEST_STATE = 4 << 20
 LARGEST_TEST_FILE = 8 << 20
 MOST_TEST_FILES = 300
 
@@ -47,21 +48,40 @@ _PLUGIN = (
 _SETUP = """\
 work=$1 repo=$2
 cd "$repo" || exit 90
+LANG=$(unset LANG  # the sandbox's: tests have the image's, or none
+    for file in /.singularity.d/env/10-docker2singularity.sh /.singularity.d/env/90-environment.sh; do
+        [ ! -r "$file" ] || . "$file"
+    done
+    printf %s "${LANG-}")
+[ -n "$LANG" ] || unset LANG
 { . "$work/setup"; } > /dev/null 2>&1
 """
 
 _BEFORE = (
     _SETUP
     + """\
-exec timeout -k 10 "$3" bash --noprofile --norc "$work/before" > "$work/before.log" 2>&1 < /dev/null
+export PIP_RETRIES=1  # most sandboxes have no network, and all that is needed
+exec 7< "$work/before"
+rm -f "$work/before"  # nothing that it runs writes the rest of it
+exec timeout -k 10 "$3" bash --noprofile --norc /dev/fd/7 > "$work/before.log" 2>&1 < /dev/null
 """
 )
+
+_STATE = """
+{{ unset PIP_RETRIES
+prorl_options=$(shopt -p; set +o); set +x
+{{ export -p; printf 'cd %q\\n' "$PWD"; }} > {work}/state
+{{ declare -f; printf '%s\\n' "$prorl_options"; }} > {work}/options
+}} 2> /dev/null
+"""
+"""What a script leaves to the next, as if both were one."""
 
 _RUN = (
     _SETUP
     + """\
+[ ! -e "$work/state" ] || . "$work/state"
 case $5 in
-pytest) export PYTEST_ADDOPTS="-p $4.pytest_plugin $PYTEST_ADDOPTS" ;;
+pytest) export PYTEST_ADDOPTS="-p $4.pytest_plugin ${PYTEST_ADDOPTS:-}" ;;
 unittest) export PRORL_STARTS="$4.unittest_plugin" ;;
 esac
 : > "$work/records"
@@ -101,6 +121,7 @@ class Run:
         told: what the plugin told; ``None`` if the runner has none.
         rewritten: files of tests that are not as they were laid.
         problem: why there is no log.
+        ended_early: why there are no tests.
     """
 
     timed_out: bool = False
@@ -109,6 +130,12 @@ class Run:
     told: Told | None = None
     rewritten: tuple[str, ...] = ()
     problem: str | None = None
+    ended_early: str | None = None
+
+    @property
+    def logs(self) -> list[str]:
+        """For the log parser: what was printed, and what the plugin told in the same words."""
+        return [self.log] if self.told is None else [self.log, self.told.as_log()]
 
 
 @dataclass(frozen=True, slots=True)
@@ -126,6 +153,33 @@ class Laid:
     tests: frozenset[str] = field(default_factory=frozenset)
 
 
+async def run_before(sandbox: Sandbox, instance: SweInstance, work: str, limits: TestLimits) -> Run | None:
+    """Run what the row has before its tests, such as the installation of what was changed.
+
+    Returns:
+        ``None`` if the tests may follow; that lines of it fail is nothing, as in the datasets' own harnesses.
+
+    Raises:
+        AgentError: the candidate used up the sandbox.
+        InfrastructureError: the sandbox is gone or did not do it.
+    """
+    if not instance.before_tests:
+        return None
+    files = Workspace(sandbox, work, ToolLimits())
+    state = _STATE.format(work=shlex.quote(work))
+    await files.write({"before": f"{instance.before_tests}\n{state}", "before.sh": _BEFORE})
+    done = await _bash(sandbox, work, "before.sh", instance.repo_folder, limits.before_timeout_s)
+    if _timed_out(done):
+        return Run(timed_out=True, problem=f"what comes before the tests took {limits.before_timeout_s:g} s")
+    if (await files.take("options", limit=LONGEST_STATE)).content is None:
+        if isinstance(sandbox, KnowsWhoseDoing):
+            await sandbox.check()
+        log = await files.take("before.log", limit=limits.log_kib << 10)
+        ended = f"what comes before the tests did not come to its end, but ended with {done.return_code}"
+        return Run(exit_code=done.return_code, log=_text(log.content), ended_early=ended)
+    return None
+
+
 async def run_tests(sandbox: Sandbox, instance: SweInstance, laid: Laid, limits: TestLimits) -> Run:
     """Run what the row says.
 
@@ -136,22 +190,18 @@ async def run_tests(sandbox: Sandbox, instance: SweInstance, laid: Laid, limits:
     files = Workspace(sandbox, laid.work, ToolLimits())
     package, secret = f"prorl_{secrets.token_hex(6)}", secrets.token_hex(32)
     runner = instance.kind_of_runner
+    timeout_s = min(limits.timeout_s, instance.test_timeout_s or limits.timeout_s)
+    options = f". {shlex.quote(laid.work)}/options 2> /dev/null\n" if instance.before_tests else ""
     await files.write(
         {
             **{f"plugins/{package}/{name}": _source(name) for name in _PLUGIN},
             **({"plugins/sitecustomize.py": _source("sitecustomize.py")} if runner is Runner.UNITTEST else {}),
-            "command": instance.test_command + "\n",
-            "before": instance.before_tests + "\n",
-            "before.sh": _BEFORE,
+            "command": f"{options}{instance.test_command}\n",
             "run.sh": _RUN,
+            "secret": f"{secret}\n{json.dumps(_read_first(instance, laid))}",
         }
     )
-    if instance.before_tests:
-        done = await _bash(sandbox, laid.work, "before.sh", instance.repo_folder, limits.before_timeout_s)
-        if _timed_out(done):
-            return Run(timed_out=True, problem=f"what comes before the tests took {limits.before_timeout_s:g} s")
-    await files.write({"secret": f"{secret}\n{json.dumps(_read_first(instance, laid))}"})
-    done = await _bash(sandbox, laid.work, "run.sh", instance.repo_folder, limits.timeout_s, package, runner.value)
+    done = await _bash(sandbox, laid.work, "run.sh", instance.repo_folder, timeout_s, package, runner.value)
     if isinstance(sandbox, KnowsWhoseDoing):
         await sandbox.check()
     if done.error_type == "sandbox":
@@ -165,8 +215,11 @@ async def run_tests(sandbox: Sandbox, instance: SweInstance, laid: Laid, limits:
         else:
             told = read_records(records.content, secret)
     rewritten = await _rewritten(files, instance, laid, told)
-    text = (log.content or b"").decode("utf-8", "replace").replace("\r\n", "\n")
-    return Run(_timed_out(done), done.return_code, text, told, rewritten, log.problem)
+    return Run(_timed_out(done), done.return_code, _text(log.content), told, rewritten, log.problem)
+
+
+def _text(content: bytes | None) -> str:
+    return (content or b"").decode("utf-8", "replace").replace("\r\n", "\n")
 
 
 def _read_first(instance: SweInstance, laid: Laid) -> list[str]:

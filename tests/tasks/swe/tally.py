@@ -1,7 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """A small repository in an image of its own, its task, and what policies do to it."""
 
-import asyncio
 import base64
 import shlex
 import zlib
@@ -19,7 +18,6 @@ from nemo_gym_prorl.tasks.swe import log_parsing
 from nemo_gym_prorl.tasks.swe.bench import Bench, tool_schemas
 from nemo_gym_prorl.tasks.swe.grading import GradingLimits
 from nemo_gym_prorl.tasks.swe.instance import SweInstance
-from nemo_gym_prorl.tasks.swe.report import compare
 from nemo_gym_prorl.tasks.swe.repository import PatchLimits
 from nemo_gym_prorl.tasks.swe.task import SoftwareEngineering
 from nemo_gym_prorl.tasks.swe.testing import TestLimits
@@ -157,5 +155,4 @@ async def graded_naively(bench: Bench, instance: SweInstance) -> bool:
     tests = f"git checkout -q -- tests; echo {encoded} | base64 -d | git apply"
     command = f"cd /testbed && {tests}; {instance.test_command} 2>&1"
     done = await bench.sandbox.exec(f"sh -c {shlex.quote(command)}", cwd="/", timeout_s=60)
-    [statuses] = await log_parsing.parse(instance.log_parser, [done.stdout or ""], 60)
-    return await asyncio.to_thread(lambda: compare(instance, [statuses]).resolved)
+    return (await log_parsing.parse(instance, [done.stdout or ""], 60)).resolved

@@ -16,9 +16,15 @@ from typer.testing import CliRunner
 
 from nemo_gym_prorl.cli_data import app
 from nemo_gym_prorl.commands.images import wanted_images
-from nemo_gym_prorl.failures import CallerError
+from nemo_gym_prorl.failures import CallerError, InfrastructureError
+from nemo_gym_prorl.tasks.swe.changes import Change, Solution
 from nemo_gym_prorl.tasks.swe.datasets import CONVERTERS
+from nemo_gym_prorl.tasks.swe.grading import GradingLimits
 from nemo_gym_prorl.tasks.swe.instance import row_of
+from nemo_gym_prorl.tasks.swe.repository import PatchLimits
+from nemo_gym_prorl.tasks.swe.task import SoftwareEngineering
+from nemo_gym_prorl.tasks.task import SandboxNeeds
+from nemo_gym_prorl.tasks.workbench.workspace import ToolLimits
 from tests.tasks.swe import records
 
 
@@ -63,7 +69,8 @@ def test_records_become_rows(dataset: str, instance: str, image: str, command: s
     assert row["responses_create_params"]["input"][-1]["content"] == "Sums are differences."
     assert "return a + b" in read.swe.patch
     if dataset == "r2e-gym":
-        assert read.swe.expected_output == {"test_add": "PASSED", "TestAll.test_zero": "FAILED"}
+        assert read.swe.expected_output == {"": "PASSED", "test_add": "PASSED", "TestAll.test_zero": "FAILED"}
+        assert read.swe.test_timeout_s == 300
     else:
         assert "def test_add" in read.swe.test_patch
         assert all("test_" in test for test in read.swe.FAIL_TO_PASS + read.swe.PASS_TO_PASS)
@@ -120,16 +127,95 @@ def test_what_is_wrong_with_a_record_is_named(dataset: str, name: str, value: An
     assert (caught.value.field or "").split(".")[0] == name
 
 
+OWN_SCRIPT = """\
+#!/bin/bash
+set -uxo pipefail
+source /opt/miniconda3/bin/activate
+export TZ=UTC
+cd /testbed
+git config --global --add safe.directory /testbed
+git status
+git show
+git -c core.fileMode=false diff 0123456
+cat > settings.txt <<EOF
+git checkout of words
+EOF
+python -m pip install -e .
+git checkout 0123456 lib/tests/test_sums.py
+git apply -v - <<'EOF_114329324912'
+diff --git a/lib/tests/test_sums.py b/lib/tests/test_sums.py
++make -j
+EOF_114329324912
+make build
+: '>>>>> Start Test Output'
+cd lib
+pytest -rA one.py
+: '>>>>> End Test Output'
+git checkout 0123456 lib/tests/test_sums.py
+"""
+
+
 def test_a_records_own_script_says_how_it_is_tested() -> None:
-    script = "cd /testbed\n: '>>>>> Start Test Output'\npytest -rA one.py\n: '>>>>> End Test Output'\ngit checkout x\n"
     image = "registry.example/one:latest"
-    record = records.swe_bench(repo="new/one", image=image, eval_script=script, log_parser="parse_log_pytest")
-    read = row_of(CONVERTERS["swe-bench"](record, None))
-    assert (read.swe.test_command, read.swe.log_parser, read.image) == (
-        "pytest -rA one.py",
-        "parse_log_pytest",
-        f"docker://{image}",
-    )
+    own = {"image": image, "eval_script": OWN_SCRIPT, "log_parser": "parse_log_pytest", "eval_type": "fail_only"}
+    read = row_of(CONVERTERS["swe-bench"](records.swe_bench(repo="new/one", **own), None))
+    assert read.image == f"docker://{image}"
+    assert (read.swe.test_command, read.swe.log_parser) == ("cd lib\npytest -rA one.py", "parse_log_pytest")
+    assert (read.swe.eval_type, read.swe.tests_network, read.network) == ("fail_only", True, None)
+    assert read.swe.before_tests.splitlines() == [
+        "set -uxo pipefail",
+        "source /opt/miniconda3/bin/activate",
+        "export TZ=UTC",
+        "cd /testbed",
+        "git config --global --add safe.directory /testbed",
+        "cat > settings.txt <<EOF",
+        "git checkout of words",
+        "EOF",
+        "python -m pip install -e .",
+        "make build",
+    ]
+
+
+def test_a_script_without_its_marks_is_refused() -> None:
+    for script in (
+        OWN_SCRIPT.replace(">>>>> Start", ""),
+        OWN_SCRIPT.replace(">>>>> End", ""),
+        ">>>>> Start Test Output",
+    ):
+        with pytest.raises(CallerError, match="between the marks"):
+            CONVERTERS["swe-bench"](records.swe_bench(eval_script=script, log_parser="parse_log_pytest"), None)
+
+
+@pytest.mark.parametrize(
+    ("dataset", "repo", "version", "before", "command", "network"),
+    [
+        ("swe-bench", "django/django", "1.6", "setup.py install", "./tests/runtests.py", False),
+        ("swe-bench", "django/django", "2.2", "export LC_ALL=en_US.UTF-8", "./tests/runtests.py", False),
+        ("swe-bench", "django/django", "1.9", "setup.py install", "./tests/runtests.py --verbosity 2 lib", False),
+        ("swe-bench", "django/django", "3.1", "locale-gen", "./tests/runtests.py", False),
+        ("swe-bench", "django/django", "4.2", "pip install -e .", "./tests/runtests.py", False),
+        ("swe-bench", "matplotlib/matplotlib", "2.2", "python setup.py install", "pytest -rA", False),
+        ("swe-bench", "matplotlib/matplotlib", "3.5", "pip install -e .", "pytest -rA", True),
+        ("swe-bench", "scikit-learn/scikit-learn", "0.22", "--no-build-isolation -e .", "pytest -rA", False),
+        ("swe-bench", "astropy/astropy", "1.3", "-e .[test] --verbose", "--tb=no -p no:nose lib", True),
+        ("swe-bench", "astropy/astropy", "v5.3", "-e .[test] --verbose", "pytest -rA lib", True),
+        ("swe-bench", "sphinx-doc/sphinx", "3.5", "-e .[test]", "tox --current-env -epy39 -v -- -rA lib", False),
+        ("swe-bench", "psf/requests", "2.31", "pip install .", "pytest -rA", True),
+        ("swe-gym", "pandas-dev/pandas", "1.5", "-ve . --no-build-isolation", "pytest -rA --tb=long", False),
+        ("swe-gym", "conan-io/conan", "2.0", "PIP_CONSTRAINT", "pytest -n0 -rA", False),
+        ("swe-gym", "conan-io/conan", "1.62", "export PYTHONPATH=", "pytest -n0 -rA", False),
+    ],
+)
+def test_what_the_datasets_harnesses_run_before_the_tests_is_in_the_row(
+    dataset: str, repo: str, version: str, before: str, command: str, network: bool
+) -> None:
+    read = row_of(CONVERTERS[dataset](RECORDS[dataset](repo=repo, version=version), None))
+    assert read.swe.before_tests.startswith("set -uxo pipefail\n")
+    assert before in read.swe.before_tests
+    assert command in read.swe.test_command
+    assert "LANG" not in read.swe.test_command
+    assert ("LANG" in read.swe.before_tests) is (repo == "django/django" and version in ("1.9", "2.2", "3.1"))
+    assert (read.swe.tests_network, read.network) == (network, None)
 
 
 def test_tests_of_django_are_modules_and_of_mypy_cases() -> None:
@@ -139,6 +225,7 @@ def test_tests_of_django_are_modules_and_of_mypy_cases() -> None:
         repo="python/mypy", test_patch="diff --git a/x.test b/x.test\n+[case testA]\n+[case testB]\n"
     )
     assert CONVERTERS["swe-gym"](mypy, None)["swe"]["test_command"] == "pytest -n0 -rA -k 'testA or testB'"
+    assert CONVERTERS["swe-gym"](mypy | {"version": "1.7"}, None)["swe"]["test_command"].startswith("pytest -rA -k ")
 
 
 def test_the_fix_of_a_taken_apart_commit_applies(tmp_path: Path) -> None:
@@ -184,3 +271,19 @@ def test_an_unknown_dataset_is_refused(tmp_path: Path) -> None:
     done = CliRunner().invoke(app, ["swe", str(file), "--dataset", "swe-lean"])
     assert isinstance(done.exception, CallerError)
     assert done.exception.field == "--dataset"
+
+
+async def test_the_tests_reach_the_network_and_the_policy_does_not() -> None:
+    asked: list[SandboxNeeds | None] = []
+
+    def open_sandbox(needs: SandboxNeeds | None = None) -> Any:
+        asked.append(needs)
+        raise InfrastructureError("there is none")
+
+    task = SoftwareEngineering(ToolLimits(), PatchLimits(), GradingLimits())
+    for repo in ("psf/requests", "pallets/flask"):
+        row = CONVERTERS["swe-bench"](records.swe_bench(repo=repo), None)
+        assert task.needs(row).network is None
+        with pytest.raises(InfrastructureError):
+            await task.grade(row, Solution((Change("a.py", None, False),)), {}, open_sandbox)
+    assert [needs.network if needs else None for needs in asked] == [True, None]

@@ -1,0 +1,91 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Verdicts as the datasets' own harnesses give them, and where ours are stricter."""
+
+import asyncio
+import random
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from nemo_gym_prorl.tasks.swe import log_parsing
+from nemo_gym_prorl.tasks.swe.changes import Solution
+from nemo_gym_prorl.tasks.swe.grading import Verdict, judged, strictly
+from nemo_gym_prorl.tasks.swe.instance import Row, SweInstance
+from nemo_gym_prorl.tasks.swe.report import compare
+from nemo_gym_prorl.tasks.swe.testing import Run
+from tests.tasks.swe.runner_logs import KINDS, draw_run
+
+
+SCRIPT = Path(__file__).parents[3] / "scripts/compare_swebench.py"
+
+
+def test_each_difference_from_swebench_has_a_reason() -> None:
+    """The table of docs/swe.md, of fewer logs."""
+    done = subprocess.run([sys.executable, SCRIPT, "--logs", "400", "--seed", "7"], capture_output=True, text=True)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "nobody knows why" not in done.stdout
+
+
+async def verdicts(instance: SweInstance, log: str, exit_code: int) -> tuple[Verdict, Verdict, bool]:
+    """Of a run without a witness: ours, our stricter one, and the dataset's own."""
+    run = Run(exit_code=exit_code, log=log)
+    parsed = await log_parsing.parse(instance, run.logs, 60, exit_code=exit_code)
+    report = compare(instance, parsed.maps)
+    verdict, _ = judged(Row(instance_id="a__b-1", image="x", swe=instance), Solution(), run, report, parsed.resolved)
+    return verdict, strictly(verdict, run, report), parsed.resolved
+
+
+def instance_of(kind: str) -> SweInstance:
+    _, instance, _ = draw_run(KINDS[kind], random.Random(0))
+    first, second = map(KINDS[kind].listed, ("test_1", "test_2"))
+    return instance.model_copy(update={"FAIL_TO_PASS": (first,), "PASS_TO_PASS": (second,)})
+
+
+async def test_a_failure_outside_of_the_lists_is_no_crash() -> None:
+    instance, good = instance_of("sympy"), "test_1 ok\ntest_2 ok\n"
+    one, other = await asyncio.gather(verdicts(instance, f"{good}test_3 F\n", 1), verdicts(instance, good, 1))
+    assert one == (Verdict.RESOLVED, Verdict.CRASHED, True)
+    assert other == (Verdict.CRASHED, Verdict.CRASHED, False)
+
+
+async def test_where_only_failures_are_printed_the_others_have_passed() -> None:
+    instance = instance_of("eslint")
+    assert (instance.eval_type, instance.kind_of_runner) == ("fail_only", "log")
+    passed, failed, never_ran = await asyncio.gather(
+        verdicts(instance, "  5 passing (1s)\n", 0),
+        verdicts(instance, "  4 passing (1s)\n  1) test_1:\n     AssertionError: 1\n", 1),
+        verdicts(instance, "npm: command not found\n", 127),
+    )
+    assert passed == (Verdict.RESOLVED, Verdict.RESOLVED, True)
+    assert failed == (Verdict.FAILED, Verdict.FAILED, False)
+    assert never_ran[0] is Verdict.CRASHED
+
+
+SUMMARY = "=== short test summary info ===\n"
+
+
+@pytest.mark.parametrize(
+    ("expected", "lines"),
+    [
+        # Of names that are one without what follows a dash, the last in the order of names counts.
+        ({"test_a[1": "PASSED"}, "PASSED t.py::test_a[1 - 2]\nFAILED t.py::test_a[1 - 1] - no\n"),
+        ({"test_a": "PASSED", "": "ERROR"}, "SKIPPED [1] t.py:3: on ERROR only\nPASSED t.py::test_a\n"),
+        ({"test_a": "PASSED"}, "\x1b[32mPASSED\x1b[0m t.py::\x1b[1mtest_a\x1b[0m\r\n"),
+        ({"test_a": "PASSED"}, f"PASSED t.py::test_a\n{SUMMARY}FAILED t.py::test_b\n"),
+    ],
+    ids=["order of names", "a status in what a skipped test says", "colours", "one summary"],
+)
+async def test_results_are_compared_as_r2e_gym_does(expected: dict[str, str], lines: str) -> None:
+    instance = SweInstance(
+        dataset="r2e-gym",
+        repo="a",
+        problem_statement="x",
+        test_command="bash run_tests.sh",
+        log_parser="r2e_gym",
+        expected_output=expected,
+    )
+    parsed = await log_parsing.parse(instance, [SUMMARY + lines], 60)
+    assert parsed.resolved
+    assert compare(instance, parsed.maps).resolved
