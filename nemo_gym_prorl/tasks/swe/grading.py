@@ -2,7 +2,8 @@
 """From what a policy changed to a verdict, in a sandbox of the task's image that it never touched.
 
 What counts of its changes is laid over the base together with the hidden tests, whatever the policy did to those; the
-tests run; two witnesses tell of them (:mod:`.report`). What is no statement about the policy is raised:
+tests run; two witnesses tell of them (:mod:`.report`). If all is as it should be, it is tried once more, with tests
+that ask for something else (:mod:`.canaries`). What is no statement about the policy is raised:
 
 - The sandbox, the machine or the log parser fails: an :class:`InfrastructureError`.
 - No test of the row ran at all, and with the row's own fix none does either: a :class:`TaskError`, since nobody could
@@ -11,20 +12,23 @@ tests run; two witnesses tell of them (:mod:`.report`). What is no statement abo
 
 from __future__ import annotations
 
+import secrets
 from collections import OrderedDict
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import Any
 
 from nemo_gym_prorl.failures import AgentError, CallerError, TaskError
 from nemo_gym_prorl.tasks.swe import log_parsing
+from nemo_gym_prorl.tasks.swe.canaries import Canaries, canaries_of
 from nemo_gym_prorl.tasks.swe.changes import Solution, shown
 from nemo_gym_prorl.tasks.swe.instance import Row, TestStatus
 from nemo_gym_prorl.tasks.swe.paths import Protection
 from nemo_gym_prorl.tasks.swe.report import Report, compare
 from nemo_gym_prorl.tasks.swe.repository import NotTaken, Repositories
-from nemo_gym_prorl.tasks.swe.testing import Laid, Run, TestLimits, run_tests
+from nemo_gym_prorl.tasks.swe.suspicion import doubts
+from nemo_gym_prorl.tasks.swe.testing import Laid, Run, TestLimits, lay_canaries, run_tests
 from nemo_gym_prorl.tasks.task import EXHAUSTED, Grade, OpenSandbox
 from nemo_gym_prorl.tasks.workbench.workspace import ToolLimits, Workspace
 
@@ -43,6 +47,8 @@ class Verdict(StrEnum):
     """What was changed can't be taken out: too much, or a repository that git can't read."""
     TAMPERED = "tampered"
     """The solution changed the test runner or the tests while they ran."""
+    ANY_ANSWER = "any_answer"
+    """It passes tests whatever they ask for."""
     CRASHED = "crashed"
     """The test runner did not come to its end."""
     TIMED_OUT = "timed_out"
@@ -74,6 +80,23 @@ NEVER_OWN = frozenset({"a failure that it expects", "the function of a test"})
 """In these a solution has no part, even if the real fix changes what takes part in a runner."""
 
 
+@dataclass(frozen=True, slots=True)
+class Trial:
+    """A solution's tests.
+
+    Attributes:
+        patch: the whole solution.
+        run: of the tests.
+        maps: what each witness says of them; ``None`` if there is nothing to read.
+        changed: those that asked for something else.
+    """
+
+    patch: str
+    run: Run
+    maps: Sequence[Mapping[str, str]] | None = None
+    changed: frozenset[str] = frozenset()
+
+
 class Grader:
     """See the module.
 
@@ -86,6 +109,8 @@ class Grader:
         self._repositories = repositories
         self._limits = limits
         self._gradable: OrderedDict[str, bool] = OrderedDict()
+        self._blunt: OrderedDict[str, frozenset[str]] = OrderedDict()
+        self._seed = secrets.token_hex()
 
     async def grade(self, row: Row, solution: Solution | NotTaken, open_sandbox: OpenSandbox) -> Grade:
         """Judge.
@@ -100,37 +125,70 @@ class Grader:
         if not solution.changes:
             return Grade(0.0, Verdict.NO_PATCH, "nothing was changed", fields)
         try:
-            patch, run, report = await self._tried(row, solution, open_sandbox)
+            trial = await self._tried(row, solution, open_sandbox)
         except AgentError as error:
             return Grade(0.0, Verdict.EXHAUSTED, error.reason, fields)
         except CallerError as error:
             # The image was as it should be when the policy began.
             raise TaskError(error.reason) from error
-        fields |= {"patch": _shortened(patch, self._limits.patch_field_kib << 10), "test_exit_code": run.exit_code}
+        run, report = trial.run, compare(row.swe, trial.maps) if trial.maps else None
+        fields |= {"patch": _shortened(trial.patch, self._limits.patch_field_kib << 10)}
+        fields["test_exit_code"] = run.exit_code
         fields["test_log"] = run.log[-(self._limits.log_field_kib << 10) :]
         fields["test_report"] = report.as_fields() if report else {}
         verdict, why = _judged(row, solution, run, report)
         if verdict in (Verdict.FAILED, Verdict.CRASHED, Verdict.BROKE) and (report is None or not report.seen):
             await self._require_gradable(row, open_sandbox)
+        if verdict is Verdict.RESOLVED:
+            failed, passed = await self._asked_for_something_else(row, solution, open_sandbox)
+            if passed and row.swe.patch:
+                verdict, why = Verdict.ANY_ANSWER, f"passes whatever a test asks for: {', '.join(passed[:5])}"[:1000]
+            suspicions = doubts(row.swe, trial.patch, solution.ignored, failed, passed)
+            fields |= {"canaries_failed": failed, "suspicious": int(bool(suspicions)), "suspicions": suspicions}
         return Grade(float(verdict is Verdict.RESOLVED), verdict, why, fields)
 
-    async def _tried(self, row: Row, solution: Solution, open_sandbox: OpenSandbox) -> tuple[str, Run, Report | None]:
+    async def _tried(
+        self, row: Row, solution: Solution, open_sandbox: OpenSandbox, canaries: Canaries | None = None
+    ) -> Trial:
         instance = row.swe
+        changed = frozenset[str]()
         async with open_sandbox() as sandbox:
             base, work = await self._repositories.prepare(sandbox, instance, hide=False)
             patch, files = await self._repositories.lay(sandbox, work, instance, base, solution)
-            tests = Protection(instance).tests
-            run = await run_tests(sandbox, instance, Laid(work, files, tests), self._limits.tests)
+            laid = Laid(work, files, Protection(instance).tests)
+            if canaries is not None:
+                laid, changed = await lay_canaries(sandbox, instance, laid, canaries)
+                if not changed:
+                    return Trial(patch, Run())
+            run = await run_tests(sandbox, instance, laid, self._limits.tests)
         if run.timed_out or run.problem:
-            return patch, run, None
+            return Trial(patch, run)
         logs = [run.log] if run.told is None else [run.log, run.told.as_log()]
         try:
             maps = await log_parsing.parse(instance.log_parser, logs, self._limits.parse_timeout_s)
         except log_parsing.ParserTimeout as error:
-            return patch, Run(exit_code=run.exit_code, log=run.log, problem=str(error)), None
+            return Trial(patch, Run(exit_code=run.exit_code, log=run.log, problem=str(error)))
         except CallerError as error:
             raise TaskError(error.reason) from error
-        return patch, run, compare(instance, maps)
+        return Trial(patch, run, maps, changed)
+
+    async def _asked_for_something_else(
+        self, row: Row, solution: Solution, open_sandbox: OpenSandbox
+    ) -> tuple[int, list[str]]:
+        """How many tests failed then, and which passed that fail with the row's fix, or may do so."""
+        name = row.instance_id
+        canaries = canaries_of(row.swe.deciding, f"{self._seed} {name}")
+        try:
+            trial = await self._tried(row, solution, open_sandbox, canaries)
+        except AgentError:
+            return 0, []  # it says nothing
+        passed = canaries.passing(trial.changed, trial.maps) if trial.maps else frozenset()
+        if passed - self._blunt.get(name, frozenset()) and row.swe.patch:
+            fix = await self._tried(row, await self._fix(row, open_sandbox), open_sandbox, canaries)
+            known = canaries.passing(fix.changed, fix.maps) if fix.maps else passed
+            _remember(self._blunt, name, known | self._blunt.get(name, frozenset()))
+        real = passed - self._blunt.get(name, frozenset())
+        return len(trial.changed - passed) if trial.maps else 0, sorted(real)
 
     async def _require_gradable(self, row: Row, open_sandbox: OpenSandbox) -> None:
         """Raise if the row's own fix has no tests either."""
@@ -139,13 +197,16 @@ class Grader:
         known = self._gradable.get(row.instance_id)
         if known is None:
             known = await self._fix_is_seen(row, open_sandbox)
-            self._gradable[row.instance_id] = known
-            while len(self._gradable) > REMEMBERED_ROWS:
-                self._gradable.popitem(last=False)
+            _remember(self._gradable, row.instance_id, known)
         if not known:
             raise TaskError(f"{row.instance_id}: none of its tests runs, with its own fix neither")
 
     async def _fix_is_seen(self, row: Row, open_sandbox: OpenSandbox) -> bool:
+        trial = await self._tried(row, await self._fix(row, open_sandbox), open_sandbox)
+        return trial.maps is not None and compare(row.swe, trial.maps).seen > 0
+
+    async def _fix(self, row: Row, open_sandbox: OpenSandbox) -> Solution:
+        """The row's own."""
         async with open_sandbox() as sandbox:
             base, work = await self._repositories.prepare(sandbox, row.swe, hide=False)
             await Workspace(sandbox, work, ToolLimits()).write({"fix.patch": row.swe.patch})
@@ -153,9 +214,13 @@ class Grader:
             done = await sandbox.exec(command, cwd=row.swe.repo_folder, timeout_s=60.0)
             if done.return_code:
                 raise TaskError(f"{row.instance_id}: swe.patch does not apply: {(done.stderr or '')[-500:]}")
-            fix = await self._repositories.take(sandbox, row.swe, base, Protection(row.swe))
-        _, _, report = await self._tried(row, fix, open_sandbox)
-        return report is not None and report.seen > 0
+            return await self._repositories.take(sandbox, row.swe, base, Protection(row.swe))
+
+
+def _remember[Known](rows: OrderedDict[str, Known], name: str, known: Known) -> None:
+    rows[name] = known
+    while len(rows) > REMEMBERED_ROWS:
+        rows.popitem(last=False)
 
 
 def _judged(row: Row, solution: Solution, run: Run, report: Report | None) -> tuple[Verdict, str]:
@@ -215,6 +280,9 @@ def _about(solution: Solution) -> dict[str, Any]:
         "patch_left_out": _named(solution.left_out),
         "test_report": {},
         "test_log": "",
+        "canaries_failed": 0,
+        "suspicious": 0,
+        "suspicions": [],
     }
 
 

@@ -7,17 +7,19 @@ command line, environment or file when code of the policy runs.
 
 from __future__ import annotations
 
+import asyncio
 import json
 import posixpath
 import secrets
 import shlex
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cache
 from importlib.resources import files as package_files
 
 from nemo_gym_prorl.failures import FailureKind, InfrastructureError
 from nemo_gym_prorl.tasks.sandbox import ExecResult, KnowsWhoseDoing, Sandbox
+from nemo_gym_prorl.tasks.swe.canaries import LARGEST_FILE, Canaries
 from nemo_gym_prorl.tasks.swe.changes import hash_of
 from nemo_gym_prorl.tasks.swe.instance import Runner, SweInstance
 from nemo_gym_prorl.tasks.swe.report import Told, read_records
@@ -124,6 +126,30 @@ class Laid:
     work: str
     files: Mapping[str, str]
     tests: frozenset[str] = field(default_factory=frozenset)
+
+
+async def lay_canaries(
+    sandbox: Sandbox, instance: SweInstance, laid: Laid, canaries: Canaries
+) -> tuple[Laid, frozenset[str]]:
+    """Have the hidden tests ask for something else, before anything of the solution has run.
+
+    Returns:
+        What is laid now, and the tests that were changed.
+
+    Raises:
+        InfrastructureError: the sandbox did not do it.
+    """
+    files, hashes, changed = Workspace(sandbox, instance.repo_folder, ToolLimits()), dict(laid.files), frozenset[str]()
+    for path in sorted(laid.tests & laid.files.keys())[:MOST_TEST_FILES]:
+        taken = await files.take(path, limit=LARGEST_FILE)
+        if not path.endswith(".py") or taken.content is None:
+            continue
+        content, tests = await asyncio.to_thread(canaries.changed, path, taken.content)
+        if content != taken.content:
+            await files.write({path: content.decode()})
+            hashes[path] = hash_of(content)
+            changed |= tests
+    return replace(laid, files=hashes), changed
 
 
 async def run_tests(sandbox: Sandbox, instance: SweInstance, laid: Laid, limits: TestLimits) -> Run:
