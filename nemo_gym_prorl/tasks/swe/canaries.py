@@ -151,22 +151,20 @@ def _asked(roots: Iterable[ast.expr], names: Mapping[str, ast.expr]) -> Iterator
     """What assertions compare with."""
     for root in roots:
         for node in ast.walk(root):
-            asked = None
-            if isinstance(node, ast.Compare) and len(node.ops) == 1:
-                if isinstance(node.ops[0], (ast.Eq, ast.Is)):
-                    asked = _one_of(node.left, node.comparators[0], names)
-                elif isinstance(node.ops[0], ast.In):
-                    asked = node.left if _is_literal(node.left) else None
+            operands: Sequence[ast.expr] = ()
+            if isinstance(node, ast.Compare) and isinstance(node.ops[0], ast.Eq | ast.Is | ast.In):
+                operands = [node.left, node.comparators[0]]
             elif isinstance(node, ast.Call) and _COMPARES.search(_name(node)):
-                if len(node.args) > 1:
-                    asked = _one_of(node.args[0], node.args[1], names)
-                elif node.args and _ONE_ARGUMENT.search(_name(node)) and _is_literal(node.args[0]):
-                    asked = node.args[0]
-            if asked is not None:
-                yield asked
+                operands = node.args[: 1 if _ONE_ARGUMENT.search(_name(node)) else 2]
+            if _name(node) == "assertIn" or (isinstance(node, ast.Compare) and isinstance(node.ops[0], ast.In)):
+                operands = operands[:1]
+            if len(operands) == 2:
+                yield _one_of(operands[0], operands[1], names)
+            elif operands and _is_literal(operands[0]):
+                yield operands[0]
 
 
-def _one_of(left: ast.expr, right: ast.expr, names: Mapping[str, ast.expr]) -> ast.expr | None:
+def _one_of(left: ast.expr, right: ast.expr, names: Mapping[str, ast.expr]) -> ast.expr:
     """Of two operands the one that is asked for."""
     for node in (right, left):
         if _is_literal(node):
@@ -257,6 +255,6 @@ def _is_literal(node: ast.expr) -> bool:
     return True
 
 
-def _name(node: ast.expr) -> str:
+def _name(node: ast.AST) -> str:
     node = node.func if isinstance(node, ast.Call) else node
     return node.attr if isinstance(node, ast.Attribute) else getattr(node, "id", "")
