@@ -25,7 +25,9 @@ _COMPARES = re.compile(r"(?<!not)(?<!not_)equal|close|approx|regex|called|^asser
 _ONE_ARGUMENT = re.compile(r"approx|called")
 _RAISES = re.compile(r"raises|warns", re.IGNORECASE)
 _ASKED = re.compile(r"expect|exp(_|$)|want|desired|correct|answer", re.IGNORECASE)
-_COLUMN = re.compile(_ASKED.pattern + "|result|output", re.IGNORECASE)
+_MAKES = re.compile(r"[A-Z].*|array|asarray|approx|set|frozenset|dict|list|tuple|date|datetime|timedelta|dedent")
+"""Calls that make a value of what they are given, and are not what is tested."""
+
 _OTHER_EXCEPTION = "BufferError"
 _LETTERS = "bcdfghjkmnpqrstvwxz"
 LARGEST_FILE = 4 << 20
@@ -54,7 +56,7 @@ class Canaries:
             tree = ast.parse(source.decode())  # places are counted in UTF-8
         except (SyntaxError, ValueError, RecursionError, MemoryError):
             return source, frozenset()
-        text = _Text(source)
+        text, tables = _Text(source), _set_once(tree)
         dice = Random(f"{self.seed} {path}")
         words = {word: test for test in self.tests for word in (*re.findall(r"\w+", test), test)}
         edits, changed = list[Edit](), set[str]()
@@ -63,7 +65,7 @@ class Canaries:
             if test is None:
                 edits += text.hiding(function)
                 continue
-            if places := list(_places(function, text, dice)):
+            if places := _places(function, tables, text, dice):
                 edits += dice.choice(places)
                 changed |= {name for name in self.tests if name == test or function.name in re.findall(r"\w+", name)}
         return (text.edited(edits), frozenset(changed)) if changed else (source, frozenset())
@@ -109,7 +111,8 @@ class _Text:
 
     def edited(self, edits: Iterable[Edit]) -> bytes:
         source = self._source
-        for start, end, text in sorted(edits, reverse=True):
+        # Tests share tables.
+        for (start, end), text in sorted({(start, end): text for start, end, text in edits}.items(), reverse=True):
             source = source[:start] + text + source[end:]
         # Of another length, or compiled files of the same second are taken for it.
         return source + (b"\n" if len(source) == len(self._source) else b"")
@@ -123,32 +126,23 @@ def _tests(tree: ast.Module | ast.ClassDef) -> Iterator[Function]:
             yield node
 
 
-def _places(function: Function, text: _Text, dice: Random) -> Iterator[list[Edit]]:
+def _places(function: Function, tables: Mapping[str, ast.expr], text: _Text, dice: Random) -> list[list[Edit]]:
     """Ways to have it ask for something else, each a list of edits."""
-    names = _values(function)
     roots = [node.test for node in ast.walk(function) if isinstance(node, ast.Assert)]
     calls = [node for node in ast.walk(function) if isinstance(node, ast.Call) and "assert" in _name(node)]
-    found = False
-    for table in _tables(function):
-        if edits := [edit for asked in table for edit in _other(asked, text, dice)]:
-            found = True
-            yield edits
-    for asked in _asked([*roots, *calls], names):
-        if edits := _other(asked, text, dice):
-            found = True
-            yield edits
+    asked = _asked([*roots, *calls], _values(function, tables))
+    places = [[edit for value in values for edit in _other(value, text, dice)] for values in asked]
     for node in ast.walk(function):
         if isinstance(node, ast.Call) and _RAISES.search(_name(node)) and node.args:
-            found = True
-            yield [text.to(node.args[0], _OTHER_EXCEPTION)]
-    if not found:
-        truths = [call.args[0] for call in calls if call.args and _name(call) in ("assertTrue", "assertFalse")]
-        for root in [*roots, *truths]:
-            yield [text.negated(root)]
+            places.append([text.to(node.args[0], _OTHER_EXCEPTION)])
+    if found := [edits for edits in places if edits]:
+        return found
+    truths = [call.args[0] for call in calls if call.args and _name(call) in ("assertTrue", "assertFalse")]
+    return [[text.negated(root)] for root in [*roots, *truths]]
 
 
-def _asked(roots: Iterable[ast.expr], names: Mapping[str, ast.expr]) -> Iterator[ast.expr]:
-    """What assertions compare with."""
+def _asked(roots: Iterable[ast.expr], names: Mapping[str, list[ast.expr]]) -> Iterator[list[ast.expr]]:
+    """What assertions compare with; more than one value where they are a table's."""
     for root in roots:
         for node in ast.walk(root):
             operands: Sequence[ast.expr] = ()
@@ -161,34 +155,23 @@ def _asked(roots: Iterable[ast.expr], names: Mapping[str, ast.expr]) -> Iterator
             if len(operands) == 2:
                 yield _one_of(operands[0], operands[1], names)
             elif operands and _is_literal(operands[0]):
-                yield operands[0]
+                yield [operands[0]]
 
 
-def _one_of(left: ast.expr, right: ast.expr, names: Mapping[str, ast.expr]) -> ast.expr:
-    """Of two operands the one that is asked for."""
+def _one_of(left: ast.expr, right: ast.expr, names: Mapping[str, list[ast.expr]]) -> list[ast.expr]:
+    """Of two operands the one that is asked for; never what is given to the code under test."""
     for node in (right, left):
         if _is_literal(node):
-            return node
+            return [node]
     for node in (right, left):
-        if isinstance(node, ast.Name) and _ASKED.search(node.id) and node.id in names:
+        if isinstance(node, ast.Name) and node.id in names:
             return names[node.id]
-    return right
+    return [node for node in (right, left) if _is_made(node)][:1]
 
 
-def _values(function: Function) -> dict[str, ast.expr]:
-    """What names are set to that are set once."""
-    stored = [node.id for node in ast.walk(function) if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store)]
-    return {
-        node.targets[0].id: node.value
-        for node in ast.walk(function)
-        if isinstance(node, ast.Assign)
-        and isinstance(node.targets[0], ast.Name)
-        and stored.count(node.targets[0].id) == 1
-    }
-
-
-def _tables(function: Function) -> Iterator[list[ast.expr]]:
-    """The column that is asked for: of ``parametrize``, and of a loop over rows that are written there."""
+def _values(function: Function, tables: Mapping[str, ast.expr]) -> dict[str, list[ast.expr]]:
+    """What is asked for by a name: a column of a table, or what it is set to if it is called so."""
+    found = {name: [value] for name, value in _set_once(function).items() if _ASKED.search(name) and _is_made(value)}
     for node in [*function.decorator_list, *ast.walk(function)]:
         if isinstance(node, ast.Call) and _name(node) == "parametrize" and len(node.args) > 1:
             names, rows = _column_names(node.args[0]), node.args[1]
@@ -196,11 +179,25 @@ def _tables(function: Function) -> Iterator[list[ast.expr]]:
             names, rows = [getattr(part, "id", "") for part in node.target.elts], node.iter
         else:
             continue
-        if not isinstance(rows, ast.List | ast.Tuple) or not any(map(_COLUMN.search, names)):
-            continue
-        column = next(number for number, name in enumerate(names) if _COLUMN.search(name))
-        cells = [_cells(row) if len(names) > 1 else [row] for row in rows.elts]
-        yield [row[column] for row in cells if column < len(row)]
+        cells = [_cells(row) if len(names) > 1 else [row] for row in _rows(rows, tables)]
+        for column, name in enumerate(names):
+            found[name] = [row[column] for row in cells if column < len(row) and _is_made(row[column])]
+    return found
+
+
+def _set_once(node: ast.AST) -> dict[str, ast.expr]:
+    stored = [part.id for part in ast.walk(node) if isinstance(part, ast.Name) and isinstance(part.ctx, ast.Store)]
+    found = [part for part in ast.walk(node) if isinstance(part, ast.Assign)]
+    values = {target.id: part.value for part in found for target in part.targets if isinstance(target, ast.Name)}
+    return {name: value for name, value in values.items() if stored.count(name) == 1}
+
+
+def _rows(node: ast.expr, tables: Mapping[str, ast.expr]) -> list[ast.expr]:
+    if isinstance(node, ast.Name):
+        node = tables.get(node.id, node)
+    if isinstance(node, ast.BinOp):
+        return [*_rows(node.left, tables), *_rows(node.right, tables)]
+    return node.elts if isinstance(node, ast.List | ast.Tuple) else []
 
 
 def _column_names(node: ast.expr) -> list[str]:
@@ -212,6 +209,12 @@ def _cells(row: ast.expr) -> list[ast.expr]:
     if isinstance(row, ast.List | ast.Tuple):
         return row.elts
     return row.args if isinstance(row, ast.Call) else []  # pytest.param
+
+
+def _is_made(node: ast.expr) -> bool:
+    calls = [part.func for part in ast.walk(node) if isinstance(part, ast.Call)]
+    of_texts = [call for call in calls if isinstance(call, ast.Attribute) and isinstance(call.value, ast.Constant)]
+    return all(call in of_texts or _MAKES.fullmatch(_name(call)) for call in calls) and any(_constants(node))
 
 
 def _other(asked: ast.expr, text: _Text, dice: Random) -> list[Edit]:

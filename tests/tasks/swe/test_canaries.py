@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Cheats that make right of whatever a test asks: its other half, with other values asked for, shows them."""
 
+import re
 import unittest
 from dataclasses import dataclass, field
 from functools import cache
@@ -208,6 +209,7 @@ FORMS = [
     "self.assertRegex('abc', r'^a')",
     "expected = [4]\n    assert [f(2)] == expected",
     "for given, expected in [(1, 2), (2, 4)]:\n        assert f(given) == expected",
+    "expected = ', '.join(['a', 'b'])\n    assert expected == 'a, b'",
     "with pytest.raises(ZeroDivisionError): 1 / 0",
     "self.assertRaises(ZeroDivisionError, lambda: 1 / 0)",
     "assert f(0.1) == pytest.approx(0.2)",
@@ -227,6 +229,7 @@ def test_a_test_that_passes_fails_when_it_asks_for_something_else(form: str, see
     content, tests = canaries.changed("a.py", source.encode())
     assert tests == {"a.py::TestAll::test_it"}
     assert b"test_other" not in content
+    assert all(given in content for given in re.findall(rb"f\([^)]*\)", source.encode())), "not what is given"
     play(source)
     with pytest.raises((AssertionError, ZeroDivisionError)):
         play(content.decode())
