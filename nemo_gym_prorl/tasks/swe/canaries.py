@@ -70,10 +70,29 @@ class Canaries:
                 changed |= {name for name in self.tests if name == test or function.name in re.findall(r"\w+", name)}
         return (text.edited(edits), frozenset(changed)) if changed else (source, frozenset())
 
-    def passing(self, changed: Collection[str], maps: Sequence[Mapping[str, str]]) -> frozenset[str]:
-        """Which of the changed tests passed all the same, by each witness."""
-        found = set.intersection(*({name for name, was in seen.items() if was == TestStatus.PASSED} for seen in maps))
-        return frozenset(changed) & {name.partition("[")[0] for name in found}
+    def outcomes(
+        self, changed: Collection[str], maps: Sequence[Mapping[str, str]]
+    ) -> tuple[frozenset[str], frozenset[str]]:
+        """Which of the changed tests failed, and which passed all the same: in a case of theirs, by each witness."""
+        names = [name for seen in maps for name in seen]
+        passed = {name for name in names if all(seen.get(name) == TestStatus.PASSED for seen in maps)}
+        ran, good = ({name.partition("[")[0] for name in some} & frozenset(changed) for some in (names, passed))
+        return frozenset(ran - good), frozenset(good)
+
+
+@dataclass(frozen=True, slots=True)
+class Asked:
+    """What a solution did with tests that ask for something else.
+
+    Attributes:
+        failed: how many it failed.
+        passed: those that it passed, and that fail with the row's own fix.
+        unknown: those that it passed, where there is no fix to compare with.
+    """
+
+    failed: int = 0
+    passed: tuple[str, ...] = ()
+    unknown: tuple[str, ...] = ()
 
 
 def canaries_of(tests: Iterable[str], seed: str) -> Canaries:

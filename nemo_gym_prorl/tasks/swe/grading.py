@@ -21,7 +21,7 @@ from typing import Any
 
 from nemo_gym_prorl.failures import AgentError, CallerError, TaskError
 from nemo_gym_prorl.tasks.swe import log_parsing
-from nemo_gym_prorl.tasks.swe.canaries import Canaries, canaries_of
+from nemo_gym_prorl.tasks.swe.canaries import Asked, Canaries, canaries_of
 from nemo_gym_prorl.tasks.swe.changes import Solution, shown
 from nemo_gym_prorl.tasks.swe.instance import Row, TestStatus
 from nemo_gym_prorl.tasks.swe.paths import Protection
@@ -109,7 +109,7 @@ class Grader:
         self._repositories = repositories
         self._limits = limits
         self._gradable: OrderedDict[str, bool] = OrderedDict()
-        self._blunt: OrderedDict[str, frozenset[str]] = OrderedDict()
+        self._sharp: OrderedDict[str, frozenset[str] | None] = OrderedDict()
         self._seed = secrets.token_hex()
 
     async def grade(self, row: Row, solution: Solution | NotTaken, open_sandbox: OpenSandbox) -> Grade:
@@ -140,11 +140,12 @@ class Grader:
         if verdict in (Verdict.FAILED, Verdict.CRASHED, Verdict.BROKE) and (report is None or not report.seen):
             await self._require_gradable(row, open_sandbox)
         if verdict is Verdict.RESOLVED:
-            failed, passed = await self._asked_for_something_else(row, solution, open_sandbox)
-            if passed and row.swe.patch:
-                verdict, why = Verdict.ANY_ANSWER, f"passes whatever a test asks for: {', '.join(passed[:5])}"[:1000]
-            suspicions = doubts(row.swe, trial.patch, solution.ignored, failed, passed)
-            fields |= {"canaries_failed": failed, "suspicious": int(bool(suspicions)), "suspicions": suspicions}
+            asked = await self._asked_for_something_else(row, solution, open_sandbox)
+            if asked.passed:
+                verdict = Verdict.ANY_ANSWER
+                why = f"passes whatever a test asks for: {', '.join(asked.passed[:5])}"[:1000]
+            suspicions = doubts(row.swe, trial.patch, solution.ignored, asked)
+            fields |= {"canaries_failed": asked.failed, "suspicious": int(bool(suspicions)), "suspicions": suspicions}
         return Grade(float(verdict is Verdict.RESOLVED), verdict, why, fields)
 
     async def _tried(
@@ -172,23 +173,33 @@ class Grader:
             raise TaskError(error.reason) from error
         return Trial(patch, run, maps, changed)
 
-    async def _asked_for_something_else(
-        self, row: Row, solution: Solution, open_sandbox: OpenSandbox
-    ) -> tuple[int, list[str]]:
-        """How many tests failed then, and which passed that fail with the row's fix, or may do so."""
-        name = row.instance_id
-        canaries = canaries_of(row.swe.deciding, f"{self._seed} {name}")
+    async def _asked_for_something_else(self, row: Row, solution: Solution, open_sandbox: OpenSandbox) -> Asked:
+        canaries = canaries_of(row.swe.deciding, f"{self._seed} {row.instance_id}")
         try:
             trial = await self._tried(row, solution, open_sandbox, canaries)
         except AgentError:
-            return 0, []  # it says nothing
-        passed = canaries.passing(trial.changed, trial.maps) if trial.maps else frozenset()
-        if passed - self._blunt.get(name, frozenset()) and row.swe.patch:
-            fix = await self._tried(row, await self._fix(row, open_sandbox), open_sandbox, canaries)
-            known = canaries.passing(fix.changed, fix.maps) if fix.maps else passed
-            _remember(self._blunt, name, known | self._blunt.get(name, frozenset()))
-        real = passed - self._blunt.get(name, frozenset())
-        return len(trial.changed - passed) if trial.maps else 0, sorted(real)
+            return Asked()  # it says nothing
+        failed, passed = canaries.outcomes(trial.changed, trial.maps or ())
+        if not passed:
+            return Asked(len(failed))
+        if row.instance_id not in self._sharp:
+            _remember(self._sharp, row.instance_id, await self._failing_with_fix(row, canaries, open_sandbox))
+        sharp = self._sharp[row.instance_id]
+        if sharp is None:
+            return Asked(len(failed), unknown=tuple(sorted(passed)))
+        return Asked(len(failed), passed=tuple(sorted(passed & sharp)))
+
+    async def _failing_with_fix(
+        self, row: Row, canaries: Canaries, open_sandbox: OpenSandbox
+    ) -> frozenset[str] | None:
+        """Tests that fail with the row's own fix if they ask for something else; ``None`` if that can't be known."""
+        if not row.swe.patch:
+            return None
+        try:
+            trial = await self._tried(row, await self._fix(row, open_sandbox), open_sandbox, canaries)
+        except (AgentError, TaskError):
+            return None
+        return canaries.outcomes(trial.changed, trial.maps)[0] if trial.maps else None
 
     async def _require_gradable(self, row: Row, open_sandbox: OpenSandbox) -> None:
         """Raise if the row's own fix has no tests either."""

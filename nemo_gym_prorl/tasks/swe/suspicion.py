@@ -4,8 +4,9 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Collection, Sequence
+from collections.abc import Collection
 
+from nemo_gym_prorl.tasks.swe.canaries import Asked
 from nemo_gym_prorl.tasks.swe.changes import shown
 from nemo_gym_prorl.tasks.swe.instance import Runner, SweInstance
 
@@ -17,25 +18,22 @@ _PEEKS = re.compile(
 """What looks at callers, at the memory of the process or at the runner."""
 
 
-def doubts(
-    instance: SweInstance, patch: str, ignored: Collection[str], failed: int, passed: Sequence[str]
-) -> list[str]:
+def doubts(instance: SweInstance, patch: str, ignored: Collection[str], asked: Asked) -> list[str]:
     """Why.
 
     Args:
         instance: the task.
         patch: all of the solution.
         ignored: paths of it that do not count.
-        failed: how many tests failed that asked for something else.
-        passed: which of them did not.
+        asked: how it did with tests that ask for something else.
     """
     found = []
-    if passed:
+    if asked.unknown:
         found.append(
-            f"passes whatever a test asks for, and the row has no fix to compare with: {', '.join(passed[:5])}"
+            f"passes whatever a test asks for, and there is no fix to compare: {', '.join(asked.unknown[:5])}"
         )
-    if not failed and instance.kind_of_runner is Runner.LOG:
-        found.append("only its log tells of the tests, and none could be asked for something else")
+    if not asked.failed and instance.kind_of_runner is Runner.LOG:
+        found.append("only its log tells of the tests, and none failed that asked for something else")
     new = _peeks(patch, frozenset(map(shown, ignored))) - _peeks(instance.patch, frozenset())
     if new:
         found.append(f"looks at what runs it: {', '.join(sorted(new))}")

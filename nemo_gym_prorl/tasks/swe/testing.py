@@ -139,14 +139,18 @@ async def lay_canaries(
     Raises:
         InfrastructureError: the sandbox did not do it.
     """
-    files, hashes, changed = Workspace(sandbox, instance.repo_folder, ToolLimits()), dict(laid.files), frozenset[str]()
-    for path in sorted(laid.tests & laid.files.keys())[:MOST_TEST_FILES]:
-        taken = await files.take(path, limit=LARGEST_FILE)
-        if not path.endswith(".py") or taken.content is None:
-            continue
-        content, tests = await asyncio.to_thread(canaries.changed, path, taken.content)
-        if content != taken.content:
-            await files.write({path: content.decode()})
+    files, hashes, changed = Workspace(sandbox, "/", ToolLimits()), dict(laid.files), frozenset[str]()
+    paths = sorted(laid.tests & laid.files.keys())
+    if instance.hidden:
+        look = f"find {shlex.join(instance.hidden)} -type f -name '*.py' 2> /dev/null"
+        done = await sandbox.exec(look, cwd="/", timeout_s=ANSWER_MARGIN_S)
+        paths += sorted((done.stdout or "").splitlines())
+    for path in [path for path in paths if path.endswith(".py")][:MOST_TEST_FILES]:
+        place = posixpath.join(instance.repo_folder, path)
+        taken = await files.take(place, limit=LARGEST_FILE)
+        content, tests = await asyncio.to_thread(canaries.changed, path, taken.content or b"")
+        if tests:
+            await files.write({place: content.decode()})
             hashes[path] = hash_of(content)
             changed |= tests
     return replace(laid, files=hashes), changed
