@@ -76,10 +76,12 @@ class Outcome:
     reward: float | None
     verdict: str
     seconds: float
+    canaries: int = 0
+    suspicious: int = 0
 
     @property
     def as_expected(self) -> bool:
-        return self.reward == EXPECTED[self.attempt.kind]
+        return self.reward == EXPECTED[self.attempt.kind] and not self.suspicious
 
 
 def attempts(folder: Path, packages: list[str]) -> list[Attempt]:
@@ -151,7 +153,7 @@ async def attempt(base_url: str, tried: Attempt) -> Outcome:
         finally:
             async with http.post("/close_session", json={}):
                 pass
-    return Outcome(tried, graded["reward"], graded["verdict"], time.monotonic() - started)
+    return outcome_of(tried, graded, time.monotonic() - started)
 
 
 async def verify(tried: list[Attempt], in_flight: int, unpack: bool) -> list[Outcome]:
@@ -161,8 +163,8 @@ async def verify(tried: list[Attempt], in_flight: int, unpack: bool) -> list[Out
         async def one(each: Attempt) -> Outcome:
             async with places:
                 outcome = await attempt(base_url, each)
-            name, seconds = each.row["instance_id"], outcome.seconds
-            print(f"{name:24} {each.kind:8} {outcome.reward} {outcome.verdict} {seconds:.1f} s", flush=True)
+            name, told = each.row["instance_id"], f"{outcome.reward} {outcome.verdict}, {outcome.canaries} canaries"
+            print(f"{name:24} {each.kind:8} {told} {outcome.seconds:.1f} s", flush=True)
             return outcome
 
         return await asyncio.gather(*map(one, tried))
@@ -205,23 +207,28 @@ def turns(tried: Attempt) -> list[dict[str, Any]]:
     return patching(tried.patch) if tried.patch else VARIANTS["null"]("")
 
 
-def outcome_of(tried: Attempt, row: dict[str, Any] | None) -> Outcome:
+def outcome_of(tried: Attempt, row: dict[str, Any] | None, seconds: float | None = None) -> Outcome:
     if row is None:
         return Outcome(tried, None, "Gym wrote no row of it", 0.0)
-    seconds = sum(stage["worked"] for stage in row.get("rollout", {}).get("seconds", {}).values())
+    if seconds is None:
+        seconds = sum(stage["worked"] for stage in row.get("rollout", {}).get("seconds", {}).values())
     if row.get("mask_sample"):
         return Outcome(tried, None, f"{row['failure_kind']}: {row['failure_reason']}"[:500], seconds)
-    return Outcome(tried, row["reward"], row["verdict"], seconds)
+    return Outcome(tried, row["reward"], row["verdict"], seconds, row["canaries_failed"], row["suspicious"])
 
 
 def table(outcomes: list[Outcome]) -> Table:
-    shown = Table("package", "tasks", "fix resolved", "nothing resolved", "halves resolved", box=None, pad_edge=False)
+    titles = ("fix resolved", "nothing resolved", "halves resolved", "fix with a canary", "fix suspicious")
+    shown = Table("package", "tasks", *titles, box=None, pad_edge=False)
     packages = dict.fromkeys(package_of(outcome.attempt.row) for outcome in outcomes)
     for package in [*packages, "all"]:
         own = [outcome for outcome in outcomes if package in (package_of(outcome.attempt.row), "all")]
         tried = Counter(outcome.attempt.kind for outcome in own)
         solved = Counter(outcome.attempt.kind for outcome in own if outcome.reward == 1.0)
-        shown.add_row(package, str(tried["fix"]), *(f"{solved[kind]}/{tried[kind]}" for kind in EXPECTED))
+        fixes = [outcome for outcome in own if outcome.attempt.kind == "fix"]
+        doubts = (sum(outcome.canaries > 0 for outcome in fixes), sum(outcome.suspicious for outcome in fixes))
+        counts = [*(f"{solved[kind]}/{tried[kind]}" for kind in EXPECTED), *(f"{n}/{len(fixes)}" for n in doubts)]
+        shown.add_row(package, str(tried["fix"]), *counts)
     return shown
 
 

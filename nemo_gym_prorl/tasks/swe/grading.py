@@ -2,7 +2,8 @@
 """From what a policy changed to a verdict, in a sandbox of the task's image that it never touched.
 
 What counts of its changes is laid over the base together with the hidden tests, whatever the policy did to those; the
-tests run; two witnesses tell of them (:mod:`.report`). What is no statement about the policy is raised:
+tests run; two witnesses tell of them (:mod:`.report`). If all is as it should be, it is tried once more, with tests
+that ask for something else (:mod:`.canaries`). What is no statement about the policy is raised:
 
 - The sandbox, the machine or the log parser fails: an :class:`InfrastructureError`.
 - No test of the row ran at all, and with the row's own fix none does either: a :class:`TaskError`, since nobody could
@@ -11,8 +12,9 @@ tests run; two witnesses tell of them (:mod:`.report`). What is no statement abo
 
 from __future__ import annotations
 
+import secrets
 from collections import OrderedDict
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import Any
@@ -20,13 +22,15 @@ from typing import Any
 from nemo_gym_prorl.failures import AgentError, CallerError, TaskError
 from nemo_gym_prorl.tasks.sandbox import Sandbox
 from nemo_gym_prorl.tasks.swe import log_parsing
+from nemo_gym_prorl.tasks.swe.canaries import Asked, Canaries, canaries_of
 from nemo_gym_prorl.tasks.swe.changes import Entry, Solution, shown
 from nemo_gym_prorl.tasks.swe.instance import Row, SweInstance, TestStatus
 from nemo_gym_prorl.tasks.swe.patches import Patch
 from nemo_gym_prorl.tasks.swe.paths import Protection
 from nemo_gym_prorl.tasks.swe.report import Report, compare
 from nemo_gym_prorl.tasks.swe.repository import NotTaken, Repositories
-from nemo_gym_prorl.tasks.swe.testing import Laid, Run, TestLimits, run_before, run_tests
+from nemo_gym_prorl.tasks.swe.suspicion import doubts
+from nemo_gym_prorl.tasks.swe.testing import Laid, Run, TestLimits, lay_canaries, run_before, run_tests
 from nemo_gym_prorl.tasks.task import EXHAUSTED, Grade, OpenSandbox
 from nemo_gym_prorl.tasks.workbench.workspace import ToolLimits, Workspace
 
@@ -45,6 +49,8 @@ class Verdict(StrEnum):
     """What was changed can't be taken out: too much, or a repository that git can't read."""
     TAMPERED = "tampered"
     """The solution changed the test runner or the tests while they ran."""
+    ANY_ANSWER = "any_answer"
+    """It passes tests whatever they ask for."""
     CRASHED = "crashed"
     """The test runner, or what the row has before it, did not come to its end, or not to the one that it tells of."""
     TIMED_OUT = "timed_out"
@@ -76,6 +82,25 @@ NEVER_OWN = frozenset({"a failure that it expects", "the function of a test"})
 """In these a solution has no part, even if the real fix changes what takes part in a runner."""
 
 
+@dataclass(frozen=True, slots=True)
+class Trial:
+    """A solution's tests.
+
+    Attributes:
+        patch: the whole solution.
+        run: of the tests.
+        maps: what each witness says of them; ``None`` if there is nothing to read.
+        by_dataset: the dataset's own harness would say that all is as it should be.
+        changed: those that asked for something else.
+    """
+
+    patch: Patch
+    run: Run
+    maps: Sequence[Mapping[str, str]] | None = None
+    by_dataset: bool = False
+    changed: frozenset[str] = frozenset()
+
+
 class Grader:
     """See the module.
 
@@ -88,6 +113,8 @@ class Grader:
         self._repositories = repositories
         self._limits = limits
         self._gradable: OrderedDict[str, bool] = OrderedDict()
+        self._sharp: OrderedDict[str, frozenset[str] | None] = OrderedDict()
+        self._seed = secrets.token_hex()
 
     async def grade(self, row: Row, solution: Solution | NotTaken, open_sandbox: OpenSandbox) -> Grade:
         """Judge.
@@ -102,36 +129,42 @@ class Grader:
         if not solution.changes:
             return Grade(0.0, Verdict.NO_PATCH, "nothing was changed", fields)
         try:
-            patch, run, report, by_dataset = await self._tried(row, solution, open_sandbox)
+            trial = await self._tried(row, solution, open_sandbox)
         except AgentError as error:
             return Grade(0.0, Verdict.EXHAUSTED, error.reason, fields)
         except CallerError as error:
             # The image was as it should be when the policy began.
             raise TaskError(error.reason) from error
-        text, too_long = patch.within(self._limits.patch_field_kib << 10)
+        run, report = trial.run, compare(row.swe, trial.maps) if trial.maps else None
+        text, too_long = trial.patch.within(self._limits.patch_field_kib << 10)
         whole = f"the patch is longer than {self._limits.patch_field_kib} KiB"
         fields |= {"patch": text, "test_exit_code": run.exit_code}
         fields["patch_left_out"] |= _named(dict.fromkeys(too_long, whole))
         fields["test_log"] = run.log[-(self._limits.log_field_kib << 10) :]
         fields["test_report"] = report.as_fields() if report else {}
-        verdict, why = judged(row, solution, run, report, by_dataset)
-        fields |= {"resolved_by_dataset": by_dataset, "strict_verdict": strictly(verdict, run, report).value}
+        verdict, why = judged(row, solution, run, report, trial.by_dataset)
+        fields |= {"resolved_by_dataset": trial.by_dataset, "strict_verdict": strictly(verdict, run, report).value}
         if verdict in (Verdict.FAILED, Verdict.CRASHED, Verdict.BROKE) and not (report and report.seen):
             await self._require_gradable(row, open_sandbox)
+        if verdict is Verdict.RESOLVED:
+            asked = await self._asked_for_something_else(row, solution, open_sandbox)
+            if asked.passed:
+                verdict = Verdict.ANY_ANSWER
+                why = f"passes whatever a test asks for: {', '.join(asked.passed[:5])}"[:1000]
+            suspicions = doubts(row.swe, "".join(trial.patch.parts.values()), solution.ignored, asked)
+            fields |= {"canaries_failed": asked.failed, "suspicious": int(bool(suspicions)), "suspicions": suspicions}
         return Grade(float(verdict is Verdict.RESOLVED), verdict, why, fields)
 
     async def _tried(
-        self, row: Row, solution: Solution, open_sandbox: OpenSandbox
-    ) -> tuple[Patch, Run, Report | None, bool]:
-        """The solution as a patch, what there is of its run, how the tests compare, and what the dataset's own harness
-        says."""
+        self, row: Row, solution: Solution, open_sandbox: OpenSandbox, canaries: Canaries | None = None
+    ) -> Trial:
         instance = row.swe
         async with open_sandbox() as sandbox:
             base, work = await self._repositories.prepare(sandbox, instance, hide=False)
             patch, files = await self._repositories.lay(sandbox, work, instance, base, solution)
-            run = await self._run(sandbox, instance, work, files)
-        if run.timed_out or run.problem or run.ended_early:
-            return patch, run, None, False
+            run, changed = await self._run(sandbox, instance, work, files, canaries)
+        if run.timed_out or run.problem or run.ended_early or (canaries and not changed):
+            return Trial(patch, run)
         try:
             parsed = await log_parsing.parse(
                 instance,
@@ -141,23 +174,58 @@ class Grader:
                 instance_id=row.instance_id,
             )
         except log_parsing.ParserTimeout as error:
-            return patch, Run(exit_code=run.exit_code, log=run.log, problem=str(error)), None, False
+            return Trial(patch, Run(exit_code=run.exit_code, log=run.log, problem=str(error)))
         except CallerError as error:
             raise TaskError(error.reason) from error
-        return patch, run, compare(instance, parsed.maps), parsed.resolved
+        return Trial(patch, run, parsed.maps, parsed.resolved, changed)
 
-    async def _run(self, sandbox: Sandbox, instance: SweInstance, work: str, files: Mapping[str, Entry]) -> Run:
+    async def _run(
+        self, sandbox: Sandbox, instance: SweInstance, work: str, files: Mapping[str, Entry], canaries: Canaries | None
+    ) -> tuple[Run, frozenset[str]]:
+        """The tests, and which of them ask for something else; if none can, none is run."""
         tests = Protection(instance).tests
         if ended := await run_before(sandbox, instance, work, self._limits.tests):
-            return ended
+            return ended, frozenset()
         if instance.before_tests:
             hidden = {path: entry for path, entry in files.items() if path in tests}
             try:
                 await self._repositories.restore_tests(sandbox, work, instance, hidden)
             except NotTaken as error:
-                return Run(ended_early=f"the hidden tests could not be laid: {error}")
-        laid = Laid(work, {path: entry.blob for path, entry in files.items()}, tests)
-        return await run_tests(sandbox, instance, laid, self._limits.tests)
+                return Run(ended_early=f"the hidden tests could not be laid: {error}"), frozenset()
+        laid, changed = Laid(work, {path: entry.blob for path, entry in files.items()}, tests), frozenset[str]()
+        if canaries is not None:
+            laid, changed = await lay_canaries(sandbox, instance, laid, canaries)
+            if not changed:
+                return Run(), changed
+        return await run_tests(sandbox, instance, laid, self._limits.tests), changed
+
+    async def _asked_for_something_else(self, row: Row, solution: Solution, open_sandbox: OpenSandbox) -> Asked:
+        canaries = canaries_of(row.swe.deciding, f"{self._seed} {row.instance_id}")
+        try:
+            trial = await self._tried(row, solution, open_sandbox, canaries)
+        except AgentError:
+            return Asked()  # it says nothing
+        failed, passed = canaries.outcomes(trial.changed, trial.maps or ())
+        if not passed:
+            return Asked(len(failed))
+        if row.instance_id not in self._sharp:
+            _remember(self._sharp, row.instance_id, await self._failing_with_fix(row, canaries, open_sandbox))
+        sharp = self._sharp[row.instance_id]
+        if sharp is None:
+            return Asked(len(failed), unknown=tuple(sorted(passed)))
+        return Asked(len(failed), passed=tuple(sorted(passed & sharp)))
+
+    async def _failing_with_fix(
+        self, row: Row, canaries: Canaries, open_sandbox: OpenSandbox
+    ) -> frozenset[str] | None:
+        """Tests that fail with the row's own fix if they ask for something else; ``None`` if that can't be known."""
+        if not row.swe.patch:
+            return None
+        try:
+            trial = await self._tried(row, await self._fix(row, open_sandbox), open_sandbox, canaries)
+        except (AgentError, TaskError):
+            return None
+        return canaries.outcomes(trial.changed, trial.maps)[0] if trial.maps else None
 
     async def _require_gradable(self, row: Row, open_sandbox: OpenSandbox) -> None:
         """Raise if the row's own fix has no tests either."""
@@ -166,13 +234,16 @@ class Grader:
         known = self._gradable.get(row.instance_id)
         if known is None:
             known = await self._fix_is_seen(row, open_sandbox)
-            self._gradable[row.instance_id] = known
-            while len(self._gradable) > REMEMBERED_ROWS:
-                self._gradable.popitem(last=False)
+            _remember(self._gradable, row.instance_id, known)
         if not known:
             raise TaskError(f"{row.instance_id}: none of its tests runs, with its own fix neither")
 
     async def _fix_is_seen(self, row: Row, open_sandbox: OpenSandbox) -> bool:
+        trial = await self._tried(row, await self._fix(row, open_sandbox), open_sandbox)
+        return trial.by_dataset or (trial.maps is not None and compare(row.swe, trial.maps).seen > 0)
+
+    async def _fix(self, row: Row, open_sandbox: OpenSandbox) -> Solution:
+        """The row's own."""
         async with open_sandbox() as sandbox:
             base, work = await self._repositories.prepare(sandbox, row.swe, hide=False)
             await Workspace(sandbox, work, ToolLimits()).write({"fix.patch": row.swe.patch})
@@ -180,9 +251,13 @@ class Grader:
             done = await sandbox.exec(command, cwd=row.swe.repo_folder, timeout_s=60.0)
             if done.return_code:
                 raise TaskError(f"{row.instance_id}: swe.patch does not apply: {(done.stderr or '')[-500:]}")
-            fix = await self._repositories.take(sandbox, row.swe, base, Protection(row.swe))
-        _, _, report, by_dataset = await self._tried(row, fix, open_sandbox)
-        return by_dataset or (report is not None and report.seen > 0)
+            return await self._repositories.take(sandbox, row.swe, base, Protection(row.swe))
+
+
+def _remember[Known](rows: OrderedDict[str, Known], name: str, known: Known) -> None:
+    rows[name] = known
+    while len(rows) > REMEMBERED_ROWS:
+        rows.popitem(last=False)
 
 
 def judged(row: Row, solution: Solution, run: Run, report: Report | None, by_dataset: bool) -> tuple[Verdict, str]:
@@ -252,6 +327,9 @@ def _about(solution: Solution) -> dict[str, Any]:
         "resolved_by_dataset": False,
         "test_report": {},
         "test_log": "",
+        "canaries_failed": 0,
+        "suspicious": 0,
+        "suspicions": [],
     }
 
 

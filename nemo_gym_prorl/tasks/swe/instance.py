@@ -137,6 +137,12 @@ class SweInstance(BaseModel):
         return R2E_HIDDEN if self.dataset == "r2e-gym" else ()
 
     @property
+    def deciding(self) -> tuple[str, ...]:
+        """The tests that tell a fix from none; of a map of statuses all that should pass."""
+        expected = self.expected_output or {}
+        return self.FAIL_TO_PASS or tuple(test for test, was in expected.items() if was == TestStatus.PASSED)
+
+    @property
     def kind_of_runner(self) -> Runner:
         """What runs the tests: as the row says, else as its command looks."""
         if self.runner is not None:

@@ -84,7 +84,11 @@ _RUNNERS = frozenset(
 """What pytest's versions import, some of it only if it is there."""
 
 _METADATA = (".egg-info", ".dist-info", ".pth")
-_HELPERS = frozenset({"testing", "testing.py", "_testing", "_testing.py", "runtests.py"})
+_HELPERS = re.compile(
+    r"test|_?testing(\.py)?|runtests\.py|_?test(s|ing)?_?(utils?|helpers?|lib|support|tools?|common|cases?)(\.py)?"
+)
+"""Folders and files; ``test.py`` may be a command."""
+
 _ODD_LINES = re.compile(r"\r(?!\n)|[\v\f\x1c-\x1e\x85\u2028\u2029\ufeff]")
 _MODULE_FILES = (".py", ".so")
 
@@ -181,7 +185,7 @@ class Protection:
             return "in a folder of tests"
         if _TEST_FILE.fullmatch(pure.name):
             return "a test"
-        if _HELPERS & set(pure.parts):
+        if (helps := _helpers(pure)) and not any(f"{name}/".startswith(f"{helps}/") for name in self.fix):
             return "helps tests"
         if pure.name in _RUNNER_FILES:
             return "configures a test runner"
@@ -215,6 +219,14 @@ def _pytest_settings(path: str, content: bytes | None) -> Any:
         raise ValueError("lines end in ways on which parsers differ")
     sections = re.split(r"^(?=\[)", text, flags=re.MULTILINE)
     return [section.rstrip() for section in sections if "pytest" in section.partition("\n")[0].lower()]
+
+
+def _helpers(path: PurePosixPath) -> str | None:
+    """The folder of helpers that it lies in, or itself if it is a file of such; a fix of one may be in any of them."""
+    for number, part in enumerate(path.parts, start=1):
+        if _HELPERS.fullmatch(part):
+            return "/".join(path.parts[:number])
+    return None
 
 
 def _module(path: str, folder: str) -> str | None:

@@ -7,17 +7,19 @@ command line, environment or file when code of the policy runs.
 
 from __future__ import annotations
 
+import asyncio
 import json
 import posixpath
 import secrets
 import shlex
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cache
 from importlib.resources import files as package_files
 
 from nemo_gym_prorl.failures import FailureKind, InfrastructureError
 from nemo_gym_prorl.tasks.sandbox import ExecResult, KnowsWhoseDoing, Sandbox
+from nemo_gym_prorl.tasks.swe.canaries import LARGEST_FILE, Canaries
 from nemo_gym_prorl.tasks.swe.changes import hash_of
 from nemo_gym_prorl.tasks.swe.instance import Runner, SweInstance
 from nemo_gym_prorl.tasks.swe.report import Told, read_records
@@ -178,6 +180,34 @@ async def run_before(sandbox: Sandbox, instance: SweInstance, work: str, limits:
         ended = f"what comes before the tests did not come to its end, but ended with {done.return_code}"
         return Run(exit_code=done.return_code, log=_text(log.content), ended_early=ended)
     return None
+
+
+async def lay_canaries(
+    sandbox: Sandbox, instance: SweInstance, laid: Laid, canaries: Canaries
+) -> tuple[Laid, frozenset[str]]:
+    """Have the hidden tests ask for something else.
+
+    Returns:
+        What is laid now, and the tests that were changed.
+
+    Raises:
+        InfrastructureError: the sandbox did not do it.
+    """
+    files, hashes, changed = Workspace(sandbox, "/", ToolLimits()), dict(laid.files), frozenset[str]()
+    paths = sorted(laid.tests & laid.files.keys())
+    if instance.hidden:
+        look = f"find {shlex.join(instance.hidden)} -type f -name '*.py' 2> /dev/null"
+        done = await sandbox.exec(look, cwd="/", timeout_s=ANSWER_MARGIN_S)
+        paths += sorted((done.stdout or "").splitlines())
+    for path in [path for path in paths if path.endswith(".py")][:MOST_TEST_FILES]:
+        place = posixpath.join(instance.repo_folder, path)
+        taken = await files.take(place, limit=LARGEST_FILE)
+        content, tests = await asyncio.to_thread(canaries.changed, path, taken.content or b"")
+        if tests:
+            await files.write({place: content.decode()})
+            hashes[path] = hash_of(content)
+            changed |= tests
+    return replace(laid, files=hashes), changed
 
 
 async def run_tests(sandbox: Sandbox, instance: SweInstance, laid: Laid, limits: TestLimits) -> Run:

@@ -6,7 +6,7 @@ import shlex
 import zlib
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
-from functools import cache
+from functools import cache, partial
 from pathlib import Path
 from typing import Any
 
@@ -123,9 +123,9 @@ def make_task(
 
 
 @asynccontextmanager
-async def open_sandbox(needs: object = None) -> AsyncIterator[StartedSandbox]:
+async def open_sandbox(needs: object = None, image_path: str | None = None) -> AsyncIterator[StartedSandbox]:
     """A fresh sandbox of the image."""
-    sandbox = await containers.start_with_sessions(image())
+    sandbox = await containers.start_with_sessions(image_path or image())
     try:
         yield sandbox
     finally:
@@ -133,11 +133,15 @@ async def open_sandbox(needs: object = None) -> AsyncIterator[StartedSandbox]:
 
 
 async def play(
-    *commands: str, task: SoftwareEngineering | None = None, naive: bool = False, **swe: Any
+    *commands: str,
+    task: SoftwareEngineering | None = None,
+    naive: bool = False,
+    image_path: str | None = None,
+    **swe: Any,
 ) -> tuple[Grade, bool | None]:
     """What a policy earns that runs these commands; and whether the obvious way to grade would have given it 1."""
-    task, given = task or make_task(), row(**swe)
-    async with open_sandbox() as sandbox:
+    task, given, opened = task or make_task(), row(**swe), partial(open_sandbox, image_path=image_path)
+    async with opened() as sandbox:
         bench = await task.tools.open(sandbox, task.needs(given))
         await task.prepare(given, bench)
         for command in commands:
@@ -146,7 +150,7 @@ async def play(
         taken = await task.artefacts(given, bench)
         resolved = await graded_naively(bench, SweInstance(**given["swe"])) if naive else None
         await bench.close()
-    return await task.grade(given, taken, {}, open_sandbox), resolved
+    return await task.grade(given, taken, {}, opened), resolved
 
 
 async def graded_naively(bench: Bench, instance: SweInstance) -> bool:

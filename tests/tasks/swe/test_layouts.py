@@ -92,3 +92,5 @@ async def test_what_the_image_has_is_active_for_the_policy_and_for_the_tests(mak
             await bench.close()
         grade = await task.grade(row, taken, {}, lambda needs=None: opened(row))
         assert (grade.verdict, grade.fields["patch_files"]) == (verdict, ["tally/money.py"]), grade
+        # All three of either, asked for something else.
+        assert grade.fields["canaries_failed"] == (3 if verdict == "resolved" else 0)

@@ -66,10 +66,26 @@ def test_settings_are_looked_at_in_any_folder(folder: str, name: str) -> None:
         ("bin/check", False),
         ("checks/sums.py", False),
         ("checks", False),
+        ("lib/test/checks.py", False),
+        ("lib/deep/testutils/base.py", False),
+        ("lib/testing_utils.py", False),
+        ("lib/_testlib.py", False),
+        ("lib/commands/test.py", True),
+        ("lib/contest.py", True),
     ],
 )
 def test_a_module_in_the_place_of_an_installed_one_does_not_count(path: str, counts: bool) -> None:
     assert (Protection(INSTANCE).why(path, BASE) is None) is counts
+
+
+def test_helpers_count_if_the_fix_is_in_one_of_them() -> None:
+    for path in ("lib/test/client.py", "lib/testutils/deep/base.py"):
+        row = INSTANCE.model_copy(update={"patch": records.PATCH.replace("lib/sums.py", path)})
+        folder = "/".join(path.split("/")[:2])
+        assert Protection(row).why(path, BASE) is None
+        assert Protection(row).why(f"{folder}/other.py", BASE) is None
+        assert Protection(row).why(f"{folder}/pytest.ini", BASE) is not None
+        assert Protection(row).why("deep/test/other.py", BASE) is not None
 
 
 BEFORE = b"[metadata]\nname = a\n\n[tool:pytest]\naddopts = -q\n"

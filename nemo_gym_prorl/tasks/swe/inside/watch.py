@@ -18,7 +18,7 @@ MODULES = """
 _pytest.runner _pytest.python _pytest.unittest _pytest.reports _pytest.outcomes _pytest.main _pytest.nodes
 _pytest.skipping _pytest._code.code pluggy pluggy._callers pluggy._hooks pluggy._manager pluggy._result
 pluggy.callers pluggy.hooks pluggy.manager unittest.case unittest.result unittest.loader unittest.runner
-unittest.suite
+unittest.suite math cmath operator
 """.split()
 
 DECIDING = """
