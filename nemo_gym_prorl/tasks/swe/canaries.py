@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import ast
 import re
+from collections import Counter
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from random import Random
@@ -30,7 +31,7 @@ _MAKES = re.compile(r"[A-Z].*|array|asarray|approx|set|frozenset|dict|list|tuple
 
 _OTHER_EXCEPTION = "BufferError"
 _LETTERS = "bcdfghjkmnpqrstvwxz"
-LARGEST_FILE = 4 << 20
+LARGEST_FILE = 1 << 20
 
 Function = ast.FunctionDef | ast.AsyncFunctionDef
 Edit = tuple[int, int, bytes]
@@ -106,6 +107,7 @@ class _Text:
     def __init__(self, source: bytes) -> None:
         self._source = source
         self._lines = [0, *(found.end() for found in re.finditer(rb"\r\n|\r|\n", source))]
+        self._words = Counter(re.findall(r"\w+", source.decode()))
 
     def at(self, node: ast.expr | Function) -> tuple[int, int]:
         assert node.end_lineno is not None
@@ -122,17 +124,18 @@ class _Text:
 
     def hiding(self, function: Function) -> list[Edit]:
         """No runner takes it for a test; only if nothing else speaks of it."""
-        name = function.name.encode()
-        if len(re.findall(rb"\b%s\b" % name, self._source)) > 1 or "fixture" in map(_name, function.decorator_list):
+        if self._words[function.name] > 1 or "fixture" in map(_name, function.decorator_list):
             return []
-        start = self._source.index(name, self.at(function)[0])
+        start = self._source.index(function.name.encode(), self.at(function)[0])
         return [(start, start + 1, b"_")]
 
     def edited(self, edits: Iterable[Edit]) -> bytes:
-        source = self._source
+        parts, at = list[bytes](), 0
         # Tests share tables.
-        for (start, end), text in sorted({(start, end): text for start, end, text in edits}.items(), reverse=True):
-            source = source[:start] + text + source[end:]
+        for (start, end), text in sorted({(start, end): text for start, end, text in edits}.items()):
+            parts += [self._source[at:start], text]
+            at = end
+        source = b"".join([*parts, self._source[at:]])
         # Of another length, or compiled files of the same second are taken for it.
         return source + (b"\n" if len(source) == len(self._source) else b"")
 
@@ -205,10 +208,11 @@ def _values(function: Function, tables: Mapping[str, ast.expr]) -> dict[str, lis
 
 
 def _set_once(node: ast.AST) -> dict[str, ast.expr]:
-    stored = [part.id for part in ast.walk(node) if isinstance(part, ast.Name) and isinstance(part.ctx, ast.Store)]
+    named = [part for part in ast.walk(node) if isinstance(part, ast.Name)]
+    stored = Counter(part.id for part in named if isinstance(part.ctx, ast.Store))
     found = [part for part in ast.walk(node) if isinstance(part, ast.Assign)]
     values = {target.id: part.value for part in found for target in part.targets if isinstance(target, ast.Name)}
-    return {name: value for name, value in values.items() if stored.count(name) == 1}
+    return {name: value for name, value in values.items() if stored[name] == 1}
 
 
 def _rows(node: ast.expr, tables: Mapping[str, ast.expr]) -> list[ast.expr]:

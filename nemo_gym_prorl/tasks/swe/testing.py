@@ -52,7 +52,7 @@ work=$1 repo=$2
 cd "$repo" || exit 90
 LANG=$(unset LANG  # the sandbox's: tests have the image's, or none
     for file in /.singularity.d/env/10-docker2singularity.sh /.singularity.d/env/90-environment.sh; do
-        [ ! -r "$file" ] || . "$file"
+        [ ! -r "$file" ] || . "$file" > /dev/null 2>&1
     done
     printf %s "${LANG-}")
 [ -n "$LANG" ] || unset LANG

@@ -23,6 +23,7 @@ from tests.tasks.swe.test_cheating import PASSED_LINES, append
 
 
 sandboxed = pytest.mark.sandbox
+long = pytest.mark.long("five sandboxes for a way like the others")
 MORE = "tests/test_more.py"
 
 
@@ -202,6 +203,14 @@ CHEATS = {
 }
 
 
+LIKE_OTHERS = {
+    "reads the code that asks",
+    "reads the arguments of the test",
+    "equals everything",
+    "replaces what numpy asserts with",
+    "overrides what its base asserts with",
+}
+
 FORMS = [
     "assert f(2) == 4",
     "assert 4 == f(2) and True",
@@ -283,7 +292,7 @@ def test_what_looks_at_its_callers_is_suspicious_unless_the_fix_does() -> None:
 
 
 @sandboxed
-@pytest.mark.parametrize("name", CHEATS)
+@pytest.mark.parametrize("name", [pytest.param(name, marks=[long] if name in LIKE_OTHERS else []) for name in CHEATS])
 async def test_a_cheat_pays_elsewhere_and_not_here(name: str) -> None:
     cheat = CHEATS[name]
     grade, naive = await tally.play(cheat.command, naive=True, image_path=image(), **{"base_commit": ""} | cheat.swe)
@@ -294,9 +303,17 @@ async def test_a_cheat_pays_elsewhere_and_not_here(name: str) -> None:
 
 @sandboxed
 @pytest.mark.parametrize(
-    "swe", [IN_TEST, BLUNT, ARRAYS, CASES, TABLE, LOG_ONLY],
-    ids=["test", "blunt", "arrays", "cases", "table", "log"],
-)  # fmt: skip
+    "swe",
+    [
+        pytest.param(BLUNT, id="blunt"),
+        pytest.param(TABLE, id="table"),
+        pytest.param(LOG_ONLY, id="log"),
+        *(
+            pytest.param(swe, id=name, marks=long)
+            for name, swe in (("test", IN_TEST), ("arrays", ARRAYS), ("cases", CASES))
+        ),
+    ],
+)
 async def test_a_fix_earns_and_no_test_passes_that_asks_for_something_else(swe: dict[str, Any]) -> None:
     grade, _ = await tally.play(tally.APPLY_FIX, image_path=image(), **{"base_commit": ""} | swe)
     assert (grade.verdict, grade.reward) == ("resolved", 1.0), (grade.detail, grade.fields)
