@@ -140,16 +140,6 @@ def parse(text):
         return Cents()
 """
 
-FORGES = f"""
-import atexit, sys
-atexit.register(print, "\\n{PASSED_LINES}")
-for name, module in list(sys.modules.items()):
-    if name.endswith(".channel") and hasattr(module, "CHANNEL"):
-        def send(kind, *values, send=module.CHANNEL.send):
-            send(kind, *["passed" if (kind, value) == ("report", "failed") else value for value in values])
-        module.CHANNEL.send = send
-"""
-
 PRINTS = f"""
 import atexit, os
 @atexit.register
@@ -157,6 +147,18 @@ def leave():
     os.write(1, b"\\n{PASSED_LINES}")
     os._exit(0)
 """
+
+FORGES = (
+    PRINTS
+    + """
+import sys
+for name, module in list(sys.modules.items()):
+    if name.endswith(".channel") and hasattr(module, "CHANNEL"):
+        def send(kind, *values, send=module.CHANNEL.send):
+            send(kind, *["passed" if (kind, value) == ("report", "failed") else value for value in values])
+        module.CHANNEL.send = send
+"""
+)
 
 REPLACED_IN_PLACE = """
 import numpy.testing
