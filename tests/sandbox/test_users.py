@@ -14,8 +14,11 @@ import pytest
 from nemo_gym_prorl.failures import CallerError
 from nemo_gym_prorl.sandbox.container import Container, ContainerSpec
 from nemo_gym_prorl.sandbox.isolation import user_domain
+from nemo_gym_prorl.sandbox.limits import usage
 from nemo_gym_prorl.sandbox.runtime.apptainer import Runtime
+from nemo_gym_prorl.sandbox.supervisor.errors import SandboxExhausted
 from nemo_gym_prorl.sandbox.supervisor.rpc import own_supervisor
+from nemo_gym_prorl.sandbox.supervisor.storage import state_dir
 
 
 pytestmark = pytest.mark.sandbox
@@ -55,6 +58,36 @@ async def test_everybody_has_temporary_files(tiny_root: Path, runtime: Runtime, 
     (root / "tmp").chmod(0o755)  # as ordinary users' builders leave it
     async with await Container.start(ContainerSpec(image=root, users=True), runtime) as container:
         assert (await container.run("mkdir /tmp/own && ls -d /tmp/own", user=33, cwd="/")).stdout == "/tmp/own\n"
+
+
+MANY = """
+import os, time
+for uid in range(1000, 1010):
+    if not os.fork():
+        os.setuid(uid)
+        try:
+            while os.fork():
+                pass
+        except OSError:
+            pass
+        time.sleep(60)
+time.sleep(60)
+"""
+
+
+@HAVE_THEM
+async def test_processes_of_all_users_together_are_bounded(image: Path, runtime: Runtime) -> None:
+    spec = ContainerSpec(image=image, users=True, processes=50)
+    async with await Container.start(spec, runtime) as container, await Container.start(spec, runtime) as neighbour:
+        await container.run(f"cat > /tmp/many.py << 'END'\n{MANY}\nEND\nsetsid python3 /tmp/many.py >/dev/null 2>&1 &")
+        await asyncio.sleep(1)
+        space = int((container.shared_folder.parent / state_dir.SPACE_FILE).read_text().split()[2])
+        assert 20 < usage.threads_in(space) <= 50
+        for user in (None, 33):
+            with pytest.raises(SandboxExhausted) as full:
+                await container.run("true", user=user)
+            assert full.value.resource == "processes"
+        assert (await neighbour.run("id -u", user=33)).stdout == "33\n", "of others it is no part"
 
 
 CLOSED = "mkdir -p /tmp/theirs/deep/er && touch /tmp/theirs/deep/er/x && chmod 0 /tmp/theirs"
