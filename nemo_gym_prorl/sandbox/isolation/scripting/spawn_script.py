@@ -16,7 +16,6 @@ import signal
 import struct
 from collections.abc import Sequence
 from functools import cache, partial
-from pathlib import Path
 from typing import Any
 
 from nemo_gym_prorl.sandbox.isolation import seccomp, syscalls
@@ -174,9 +173,8 @@ def _strings(made: Script, texts: Sequence[str]) -> int:
 
 @cache
 def _dropped(added: frozenset[int]) -> tuple[int, ...]:
-    last = int(Path("/proc/sys/kernel/cap_last_cap").read_text())
     kept = added.union(KEPT.values())
-    return tuple(number for number in range(last + 1) if number not in kept)
+    return tuple(number for number in range(syscalls.last_capability() + 1) if number not in kept)
 
 
 def failure(script: Script, said: dict[str, Any]) -> dict[str, Any]:
