@@ -27,6 +27,7 @@ from nemo_gym_prorl.sandbox.isolation.mould.root_fs import Bind, Layout
 from nemo_gym_prorl.sandbox.isolation.scripting import scripts
 from nemo_gym_prorl.sandbox.isolation.scripting.scripts import Script
 from nemo_gym_prorl.sandbox.isolation.user_domain import Span
+from nemo_gym_prorl.sandbox.limits import kernel_shares
 
 
 USERS = (0, 1000)
@@ -140,7 +141,9 @@ def cast(mould: Mould, order: dict[str, Any], folder: str, first: int) -> Script
         # In the namespace that is made now all users together can have no more.
         hard = resource.getrlimit(resource.RLIMIT_NPROC)[1]
         most = order["limits"][str(resource.RLIMIT_NPROC)]
-        script.limit(resource.RLIMIT_NPROC, *[most if hard == resource.RLIM_INFINITY else min(most, hard)] * 2)
+        processes = most if hard == resource.RLIM_INFINITY else min(most, hard)
+        for limit, value in {resource.RLIMIT_NPROC: processes, **kernel_shares.limits()}.items():
+            script.limit(limit, value, value)
     script.step = "namespaces"
     flags = scripts.clone_arguments(FRESH | (0 if order["network"] else os.CLONE_NEWNET))
     pid = script.call("clone3", script.data(flags), len(flags))
