@@ -41,8 +41,14 @@ MIN_GYM = (0, 4)
 COMFORTABLE_DISK_GB = 5.0
 """Free space of the cache folder below which a warning is due: set-up takes 0.6 GB, task images and overlays more."""
 
+SINGULARITY_WITH_AUTHFILE = (4, 1)
+"""The first SingularityCE that takes ``--authfile``, by which pulls and builds send no stored logins."""
+
 ROLLOUTS = 1_000
 """Rollouts at once for which the limit of open files is judged."""
+
+SELINUX = Path("/sys/fs/selinux/enforce")
+"""There where the kernel has it switched on; says 1 if what it denies is refused."""
 
 PROBE = ". /etc/os-release; echo $PRETTY_NAME; touch /probe && cut -d: -f1 -s /proc/net/dev"
 """Run in a sandbox: says which system it has, writes to its root, and names its network devices."""
@@ -86,6 +92,8 @@ def examine() -> Iterator[Check]:
     yield _runtime(runtime)
     namespaces = user_namespaces_check(Attempt.here())
     yield namespaces
+    if selinux := selinux_check(SELINUX.read_text() if SELINUX.exists() else ""):
+        yield selinux
     image = default_image_path()
     yield _image(image)
     if runtime and image.is_dir() and namespaces.level is Level.OK:
@@ -123,6 +131,8 @@ def _runtime(runtime: Runtime | None) -> Check:
         return Check(name, Level.MISSING, "no apptainer", f"{_SETUP} (on Debian), or {HOW_TO_GET_IT}")
     if runtime.flavor != "apptainer":
         found = f"SingularityCE {runtime.version_text}, {runtime.path}: untested, only Apptainer is"
+        if runtime.version < SINGULARITY_WITH_AUTHFILE:
+            found += "; before 4.1 it knows no --authfile, and pulls and builds no images"
         return Check(name, Level.WARN, found, f"{_SETUP} (on Debian), or {HOW_TO_GET_IT}")
     extra = "".join(f", with {key}={value}" for key, value in runtime.env.items())
     return Check(name, Level.OK, f"{runtime.flavor} {runtime.version_text}, {runtime.path}{extra}")
@@ -136,6 +146,15 @@ def user_namespaces_check(attempt: Attempt) -> Check:
     found = "can't be made" if attempt.ending is Ending.MAKE else "can be made, but give no rights"
     fix = _administrator("; ".join(remedies(attempt)))
     return Check(name, Level.MISSING, f"{found}: sandboxes can't run, also not with a setuid Apptainer", fix)
+
+
+def selinux_check(enforcing: str) -> Check | None:
+    """The finding about SELinux, by the text of :data:`SELINUX`; nothing is said of one that refuses nothing."""
+    if enforcing.strip() != "1":
+        return None
+    found = "enforcing: sandboxes are untested under it, and have the server's label, which confines them no further"
+    fix = "where sandboxes fail, 'ausearch -m avc -ts recent' says what was denied"
+    return Check("SELinux", Level.WARN, found, _administrator(fix))
 
 
 def _image(image: Path) -> Check:

@@ -44,7 +44,9 @@ def state() -> Iterator[Path]:
     else:
         os.environ["PRORL_STATE"] = before
     for owner in folder.iterdir():
-        assert [entry.name for entry in owner.iterdir() if entry.is_dir()] == [], "a test left a sandbox"
+        # Zygotes last as long as their supervisor, which is this process's.
+        left = [entry.name for entry in owner.iterdir() if entry.is_dir() and not entry.name.startswith("z-")]
+        assert left == [], "a test left a sandbox"
     shutil.rmtree(folder, ignore_errors=True)
 
 

@@ -56,10 +56,11 @@ class Server:
         self.facts: dict[str, Any] = json.loads(self.line())
         self.folder = Path(self.facts["folder"])
         members = [pid for space in state_dir.spaces_of(self.folder) for pid in space.members()]
-        self.inside = {pid: state_dir.start_time(pid) for pid in members}
         assert len(self.facts["inits"]) == sandboxes
         assert len(state_dir.helpers_of(self.folder)) == (sandboxes if start == "runtime" else 0)
-        self.inside |= {pid: state_dir.start_time(pid) for pid in state_dir.helpers_of(self.folder)}
+        living = {pid: state_dir.start_time(pid) for pid in (*members, *state_dir.helpers_of(self.folder))}
+        # One that has ended meanwhile has no time, as it will have none later.
+        self.inside = {pid: started for pid, started in living.items() if started is not None}
         assert len(self.inside) > 4 * sandboxes
         assert not GROUPS or self.remains()["groups"]
 

@@ -90,6 +90,14 @@ os.chmod("/tmp/closed", 0o400)
 time.sleep(60)
 """
 
+WITH_THE_SERVER = """
+import time
+for number in range(4):
+    with open(f"/.prorl/{number}", "wb") as file:
+        file.write(b"x" * (8 << 20))
+time.sleep(60)
+"""
+
 FULL = """
 import os, time
 try:
@@ -105,6 +113,17 @@ import os, time
 files = [os.memfd_create(str(number)) for number in range(30)]
 for file in files:
     os.write(file, bytes(10 << 20))
+time.sleep(60)
+"""
+
+TABLES = """
+import mmap, time
+MAP_NORESERVE = 0x4000
+# What is read of it is the one page of zeros: all that it costs is the table that says so, for each 2 MiB.
+span = mmap.mmap(-1, 128 << 30, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | MAP_NORESERVE)
+span.madvise(mmap.MADV_NOHUGEPAGE)
+for place in range(0, len(span), 2 << 20):
+    span[place]
 time.sleep(60)
 """
 
@@ -128,7 +147,7 @@ def program(text: str) -> str:
     return f"python3 - <<'END'\n{text}\nEND"
 
 
-@pytest.mark.parametrize("evasion", [WITHOUT_A_NAME, DEEP, DEEPEST, EMPTY, CLOSED, UNSEARCHABLE])
+@pytest.mark.parametrize("evasion", [WITHOUT_A_NAME, DEEP, DEEPEST, EMPTY, CLOSED, UNSEARCHABLE, WITH_THE_SERVER])
 async def test_nothing_that_is_written_goes_uncounted(image: Path, runtime: Runtime, evasion: str) -> None:
     async with await Container.start(ContainerSpec(image=image, disk_mib=20), runtime) as container:
         with pytest.raises(SandboxExhausted, match="disk") as ended:
@@ -146,6 +165,13 @@ async def test_many_closed_folders_take_no_longer_than_open_ones(image: Path, ru
 async def test_files_of_memory_count_as_memory(image: Path, runtime: Runtime) -> None:
     async with await Container.start(ContainerSpec(image=image, memory_mib=100), runtime) as container:
         done = await container.run(program(MEMORY_FILES), timeout_s=40)
+        assert (done.exit_code, done.timed_out) == (137, False)
+        assert any("memory" in note for note in container.notes), container.notes
+
+
+async def test_page_tables_count_as_memory(image: Path, runtime: Runtime) -> None:
+    async with await Container.start(ContainerSpec(image=image, memory_mib=100), runtime) as container:
+        done = await container.run(program(TABLES), timeout_s=40)
         assert (done.exit_code, done.timed_out) == (137, False)
         assert any("memory" in note for note in container.notes), container.notes
 

@@ -164,6 +164,7 @@ REFUSED: dict[str, tuple[str, tuple[int, ...]]] = {
     "unshare": ("unshare", (0,)),
     "clone with a new user namespace": ("clone", (0x10000200, 0, 0, 0, 0)),
     "clone3": ("clone3", (0, 0)),
+    "io_setup": ("io_setup", (0, 0)),
     "io_uring_enter": ("io_uring_enter", (-1, 0, 0, 0, 0, 0)),
     "io_uring_register": ("io_uring_register", (-1, 0, 0, 0)),
     "open_by_handle_at": ("open_by_handle_at", (-1, 0, 0)),

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import asyncio
 import os
+import resource
 import shutil
 import signal
 from pathlib import Path
@@ -14,8 +15,11 @@ import pytest
 from nemo_gym_prorl.failures import CallerError
 from nemo_gym_prorl.sandbox.container import Container, ContainerSpec
 from nemo_gym_prorl.sandbox.isolation import user_domain
+from nemo_gym_prorl.sandbox.limits import kernel_shares, usage
 from nemo_gym_prorl.sandbox.runtime.apptainer import Runtime
+from nemo_gym_prorl.sandbox.supervisor.errors import SandboxExhausted
 from nemo_gym_prorl.sandbox.supervisor.rpc import own_supervisor
+from nemo_gym_prorl.sandbox.supervisor.storage import state_dir
 
 
 pytestmark = pytest.mark.sandbox
@@ -55,6 +59,61 @@ async def test_everybody_has_temporary_files(tiny_root: Path, runtime: Runtime, 
     (root / "tmp").chmod(0o755)  # as ordinary users' builders leave it
     async with await Container.start(ContainerSpec(image=root, users=True), runtime) as container:
         assert (await container.run("mkdir /tmp/own && ls -d /tmp/own", user=33, cwd="/")).stdout == "/tmp/own\n"
+
+
+MANY = """
+import os, time
+for uid in range(1000, 1010):
+    if not os.fork():
+        os.setuid(uid)
+        try:
+            while os.fork():
+                pass
+        except OSError:
+            pass
+        time.sleep(60)
+time.sleep(60)
+"""
+
+
+@HAVE_THEM
+async def test_processes_of_all_users_together_are_bounded(image: Path, runtime: Runtime) -> None:
+    spec = ContainerSpec(image=image, users=True, processes=50)
+    async with await Container.start(spec, runtime) as container, await Container.start(spec, runtime) as neighbour:
+        await container.run(f"cat > /tmp/many.py << 'END'\n{MANY}\nEND\nsetsid python3 /tmp/many.py >/dev/null 2>&1 &")
+        await asyncio.sleep(1)
+        space = int((container.shared_folder.parent / state_dir.SPACE_FILE).read_text().split()[2])
+        assert 20 < usage.threads_in(space) <= 50
+        for user in (None, 33):
+            with pytest.raises(SandboxExhausted) as full:
+                await container.run("true", user=user)
+            assert full.value.resource == "processes"
+        assert (await neighbour.run("id -u", user=33)).stdout == "33\n", "of others it is no part"
+
+
+TIMERS = """
+import ctypes, os, time
+libc, kept, most = ctypes.CDLL(None), ctypes.create_string_buffer(8), 100_000
+ends = os.pipe()
+for uid in range(1000, 1004):
+    if not os.fork():
+        os.setuid(uid)
+        taken = 0
+        while taken < most and libc.timer_create(1, None, kept) == 0:
+            taken += 1
+        os.write(ends[1], taken.to_bytes(8))
+        time.sleep(10)
+        os._exit(0)
+print(sum(int.from_bytes(os.read(ends[0], 8)) for _ in range(4)), flush=True)
+os.killpg(0, 9)
+"""
+
+
+@HAVE_THEM
+async def test_what_the_kernel_counts_for_a_user_all_users_of_a_sandbox_share(image: Path, runtime: Runtime) -> None:
+    async with await Container.start(ContainerSpec(image=image, users=True), runtime) as container:
+        done = await container.run(f"timeout 20 python3 - <<'END'\n{TIMERS}\nEND", timeout_s=30)
+        assert 100 < int(done.stdout) <= kernel_shares.limits()[resource.RLIMIT_SIGPENDING]
 
 
 CLOSED = "mkdir -p /tmp/theirs/deep/er && touch /tmp/theirs/deep/er/x && chmod 0 /tmp/theirs"

@@ -24,6 +24,7 @@ from nemo_gym_prorl.doctor import (
     _state,
     examine,
     limits_check,
+    selinux_check,
     state_check,
     user_namespaces_check,
 )
@@ -242,6 +243,22 @@ def test_singularity_is_said_to_be_untested() -> None:
     check = _runtime(Runtime(Path("/usr/bin/singularity"), "singularity", (4, 1, 0), "path", {}))
     assert check.level is Level.WARN
     assert "untested" in check.found
+
+
+@pytest.mark.parametrize(("version", "pulls"), [((4, 0, 3), False), ((3, 11, 5), False), ((4, 1, 0), True)])
+def test_a_singularity_that_can_pull_nothing_is_named(version: tuple[int, ...], pulls: bool) -> None:
+    check = _runtime(Runtime(Path("/usr/bin/singularity"), "singularity", version, "path", {}))
+    assert check.level is Level.WARN
+    assert ("--authfile" in check.found) is not pulls
+
+
+def test_an_selinux_that_enforces_is_named() -> None:
+    assert selinux_check("") is selinux_check("0") is None
+    check = selinux_check("1\n")
+    assert check is not None
+    assert check.level is Level.WARN
+    assert "untested" in check.found
+    assert "ausearch" in check.fix
 
 
 def test_what_the_state_folder_lies_on_is_told() -> None:

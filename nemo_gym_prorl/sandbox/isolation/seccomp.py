@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Which system calls a sandbox has: those that Docker gives a container with the same capabilities, less two.
+"""Which system calls a sandbox has: those that Docker gives a container with the same capabilities, and fewer.
 
 The kernel is one for all sandboxes and the host; most ways out of a container that were ever found begin with a call
 that ordinary programs never make. Everything that is executed in a sandbox therefore runs under a filter, from its
@@ -8,9 +8,11 @@ refuses as the kernel refuses users without a right (``EPERM``); what is newer t
 (``ENOSYS``), and so does ``clone3``, whose flags no filter can read: the C library then calls ``clone``.
 
 The table follows the profile that Moby maintains (https://github.com/moby/profiles, as of Linux 6.13). Stricter than
-it are two things: a terminal's input can't be forged (``TIOCSTI``, ``TIOCLINUX``), since a shell's input is the
-agent's own, and calls of other architectures (32 bit programs) end the process. No capability that a task may ask for
-makes a filter longer: tracing one's own processes is allowed to everybody.
+it are four things: a terminal's input can't be forged (``TIOCSTI``, ``TIOCLINUX``), since a shell's input is the
+agent's own; the sandbox's first process can be neither limited nor traced; ``io_setup`` is refused, since what it
+takes is counted for the machine (``fs.aio-max-nr``) and one sandbox could take it all; and calls of other
+architectures (32 bit programs) end the process. No capability that a task may ask for makes a filter longer: tracing
+one's own processes is allowed to everybody.
 """
 
 from __future__ import annotations
@@ -100,6 +102,7 @@ _REFUSED_ON_BOTH = {
     "mbind": (237, 235),
     "set_mempolicy": (238, 237),
     "get_mempolicy": (239, 236),
+    "io_setup": (206, 0),
     "kexec_load": (246, 104),
     "add_key": (248, 217),
     "request_key": (249, 218),
@@ -200,6 +203,15 @@ NUMBER = TABLES[_MACHINE].seccomp if _MACHINE in TABLES else 0
 
 FILTER = program(TABLES[_MACHINE].audit, TABLES[_MACHINE].verdicts(), LAST) if _MACHINE in TABLES else b""
 """This machine's, made once: the children that install it are forked."""
+
+
+def filter_allowing(name: str) -> bytes:
+    """As :data:`FILTER`, but for one call that is refused there."""
+    if not FILTER:
+        return b""
+    table = TABLES[_MACHINE]
+    verdicts = {number: verdict for number, verdict in table.verdicts().items() if number != table.refused[name]}
+    return program(table.audit, verdicts, LAST)
 
 
 def install(rules: bytes = FILTER) -> None:

@@ -64,6 +64,8 @@ _SEALS = fcntl.F_SEAL_SEAL | fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_S
 _PIVOT_ROOT = {"x86_64": 155, "aarch64": 41}
 _NO_CAPABILITIES = (0x20080522, 0), (0,) * 6
 
+_PR_CAP_AMBIENT, _AMBIENT_RAISE = 47, 2
+
 _KCMP = {"x86_64": 312, "aarch64": 272}
 _KCMP_FILES = 2
 
@@ -102,11 +104,15 @@ def prctl(option: int, value: int) -> None:
     _check(_libc.prctl(option, ctypes.c_ulong(value), 0, 0, 0), f"prctl {option}")
 
 
+def last_capability() -> int:
+    """The highest number of a capability that this kernel has."""
+    return int(Path("/proc/sys/kernel/cap_last_cap").read_text())
+
+
 def drop_capabilities(added: frozenset[int] = frozenset()) -> None:
     """Make sure that nothing this process executes ever has more than the usual capabilities and those ``added``."""
-    last = int(Path("/proc/sys/kernel/cap_last_cap").read_text())
     kept = added.union(KEPT.values())
-    for number in range(last + 1):
+    for number in range(last_capability() + 1):
         if number not in kept:
             prctl(PR_CAPBSET_DROP, number)
     prctl(PR_SET_NO_NEW_PRIVS, 1)
@@ -149,6 +155,24 @@ def keep_capabilities(added: frozenset[int]) -> None:
     low, high = kept & 0xFFFFFFFF, kept >> 32
     header = struct.pack("Ii", *_NO_CAPABILITIES[0])
     _check(_libc.capset(header, struct.pack("6I", low, low, 0, high, high, 0)), "capset")
+
+
+def become_with(uid: int, capability: int, last: int) -> None:
+    """As a root: become another user, with one capability, also of what is executed, and with no way to another.
+
+    ``last`` is the :func:`last_capability`, which there may be no ``/proc`` to ask for by now.
+    """
+    prctl(PR_SET_SECUREBITS, NO_SETUID_FIXUP)
+    os.setresgid(uid, uid, uid)
+    os.setresuid(uid, uid, uid)
+    prctl(PR_SET_SECUREBITS, 0)
+    for number in range(last + 1):
+        if number != capability:
+            prctl(PR_CAPBSET_DROP, number)
+    prctl(PR_SET_NO_NEW_PRIVS, 1)
+    header, low, high = struct.pack("Ii", *_NO_CAPABILITIES[0]), 1 << capability & 0xFFFFFFFF, 1 << capability >> 32
+    _check(_libc.capset(header, struct.pack("6I", low, low, low, high, high, high)), "capset")
+    _check(_libc.prctl(_PR_CAP_AMBIENT, ctypes.c_ulong(_AMBIENT_RAISE), ctypes.c_ulong(capability), 0, 0), "prctl")
 
 
 def no_capability_sets() -> tuple[bytes, bytes]:

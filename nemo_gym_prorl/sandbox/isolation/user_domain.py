@@ -144,6 +144,17 @@ def join(domain: int) -> None:
     syscalls.prctl(syscalls.PR_SET_DUMPABLE, 1)
 
 
+def domain_below(domain: int, ranges: Sequence[Sequence[Span]]) -> int:
+    """A user namespace with all ids of a domain, as a descriptor; this process joins the domain.
+
+    Namespaces of sandboxes that are made in it have a count of processes in common that is nobody else's: that of all
+    their users together.
+    """
+    join(domain)
+    maps = [[(own, own, count) for own, _outside, count in spans] for spans in ranges]
+    return namespace(lambda pid: write_maps(pid, *maps))
+
+
 def fork_as_all_users(action: Callable[[], object]) -> int:
     """As an ordinary user: do something to what belongs to users of his range, as the root of them all, who is
     himself. Returns the child that does it, whose end :func:`raise_for` understands."""

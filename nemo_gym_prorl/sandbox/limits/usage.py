@@ -16,6 +16,7 @@ PAGE = os.sysconf("SC_PAGE_SIZE")
 
 _PSS = re.compile(rb"^Pss:\s+(\d+) kB$", re.MULTILINE)
 _PSS_OF_FILES_OF_MEMORY = re.compile(rb"^Pss_Shmem:\s+(\d+) kB$", re.MULTILINE)
+_PAGE_TABLES = re.compile(rb"^VmPTE:\s+(\d+) kB$", re.MULTILINE)
 _OOM_KILLS = re.compile(rb"^oom_kill (\d+)$", re.MULTILINE)
 _AVAILABLE = re.compile(rb"^MemAvailable:\s+(\d+) kB$", re.MULTILINE)
 
@@ -28,7 +29,7 @@ class Process:
         pid: its number on the host.
         started: when it was started, which makes the number unique.
         ticks: processor time it has used.
-        resident: bytes of memory, those that it shares counted in full.
+        resident: bytes of memory, those that it shares counted in full, and the tables that say where they are.
         threads: how many it has.
     """
 
@@ -51,7 +52,7 @@ def look(pid: int) -> Process | None:
         pid,
         started=int(found[threads.STARTED]),
         ticks=int(found[threads.USER_TICKS]) + int(found[threads.SYSTEM_TICKS]),
-        resident=int(found[threads.PAGES]) * PAGE,
+        resident=int(found[threads.PAGES]) * PAGE + _page_tables(pid),
         threads=int(found[threads.THREADS]),
     )
 
@@ -68,21 +69,42 @@ def census(spaces: Iterable[int]) -> dict[int, set[int]]:
     return found
 
 
+def threads_in(space: int) -> int:
+    """Processes and threads in a PID namespace; looks at every process of the machine."""
+    return sum(process.threads for pid in census([space])[space] if (process := look(pid)))
+
+
 def proportional(pid: int) -> tuple[int, int]:
     """Bytes of memory of a process, what it shares divided by those who share it, and how many of them are in files of
     memory. Slow."""
-    text = _maps(f"/proc/{pid}")
-    if not text:
-        # Its first thread has ended, and the memory is the others'.
-        text = next(filter(None, map(_maps, threads.threads(pid))), b"")
-    found = [pattern.search(text) for pattern in (_PSS, _PSS_OF_FILES_OF_MEMORY)]
-    total, shared = (int(one[1]) << 10 if one else 0 for one in found)
-    return total, shared
+    text = _of_memory(pid, "smaps_rollup", b"\nPss:")
+    total, shared = (_bytes(pattern, text) for pattern in (_PSS, _PSS_OF_FILES_OF_MEMORY))
+    return total + _page_tables(pid), shared
 
 
-def _maps(folder: str) -> bytes:
+def _page_tables(pid: int) -> int:
+    """Bytes of the tables that say where a process's memory is: 4 KiB for each 2 MiB in which it has read a byte."""
+    return _bytes(_PAGE_TABLES, _of_memory(pid, "status", b"\nVmPTE:"))
+
+
+def _of_memory(pid: int, name: str, mark: bytes) -> bytes:
+    """What a file in ``/proc`` says of a process, with ``mark`` in it as all have it that have memory."""
+    text = _read(f"/proc/{pid}/{name}")
+    if mark in text:
+        return text
+    # Its first thread has ended, and the memory is the others'.
+    others = (_read(f"{folder}/{name}") for folder in threads.threads(pid))
+    return next((text for text in others if mark in text), b"")
+
+
+def _bytes(pattern: re.Pattern[bytes], text: bytes) -> int:
+    found = pattern.search(text)
+    return int(found[1]) << 10 if found else 0
+
+
+def _read(path: str) -> bytes:
     try:
-        with open(f"{folder}/smaps_rollup", "rb") as file:
+        with open(path, "rb") as file:
             return file.read()
     except OSError:
         return b""

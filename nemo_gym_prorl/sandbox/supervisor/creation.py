@@ -324,7 +324,8 @@ class Creation:
             script = cast(mould, sandbox.order, str(sandbox.folder), self._runner.first_file(sandbox.group))
             with self._open_channel(sandbox) as channel:
                 sandbox.casting, sandbox.script = True, script
-                given = [mould.domain, channel.fileno(), self._moulds.program(), *files]
+                domain, *volumes = files if sandbox.order["users"] else [mould.domain, *files]
+                given = [domain, channel.fileno(), self._moulds.program(), *volumes]
                 self._runner.run(script, given, sandbox.group, done, lost)
         except RunnerLostError:
             give_up("the supervisor has no runner")

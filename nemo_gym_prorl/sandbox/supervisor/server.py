@@ -55,10 +55,11 @@ class Supervisor:
         self._children = Children()
         self._loop = Loop(self._reap, self.end)
         self._runner = Runner(self._loop, self._children)
-        self._sandboxes = Sandboxes(folder, self._loop, self._children, _groups(), self._runner)
+        groups = _groups()
+        self._sandboxes = Sandboxes(folder, self._loop, self._children, groups, self._runner)
         self._networks = Networks(self._children, self._sandboxes)
         self._spawns = Spawns(self._loop, self._children, self._runner)
-        self._zygotes = Zygotes(self._loop, self._children)
+        self._zygotes = Zygotes(folder, self._loop, self._children, groups)
         self._sessions = Sessions(self._loop, self._spawns, self._sandboxes)
         self._handlers: dict[str, Handler] = {
             name.removeprefix("_do_"): getattr(self, name) for name in dir(self) if name.startswith("_do_")

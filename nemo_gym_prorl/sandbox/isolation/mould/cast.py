@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import errno
 import os
+import resource
 import signal
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -26,6 +27,7 @@ from nemo_gym_prorl.sandbox.isolation.mould.root_fs import Bind, Layout
 from nemo_gym_prorl.sandbox.isolation.scripting import scripts
 from nemo_gym_prorl.sandbox.isolation.scripting.scripts import Script
 from nemo_gym_prorl.sandbox.isolation.user_domain import Span
+from nemo_gym_prorl.sandbox.limits import kernel_shares
 
 
 USERS = (0, 1000)
@@ -71,29 +73,32 @@ class Mould:
 
 
 def preliminaries(mould: Mould, order: dict[str, Any]) -> Callable[[], tuple[dict[str, Any], list[int]]] | None:
-    """What has to be made by root for a sandbox before it can be cast, in a child forked for that; mostly nothing.
+    """What has to be made for a sandbox before it can be cast, in a child forked for that; mostly nothing.
 
     Answers with whether there is, first, the user namespace whose ids the image's owners are to have, where that is
-    not the sandbox's own; what follows are its volumes, as mounts.
+    not the sandbox's own. What follows is, for one with several users, a domain of its own, and by root its volumes,
+    as mounts.
     """
-    if os.geteuid() != 0:
-        return None
+    root, several = os.geteuid() == 0, order["users"]
     host = order["host_uid"], order["host_gid"]
-    owned = not order["users"] and mould.owner != (order["uid"], order["uid"])
-    if not owned and not order["volumes"]:
+    owned = root and not several and mould.owner != (order["uid"], order["uid"])
+    volumes = order["volumes"] if root else []
+    if not owned and not several and not volumes:
         return None
 
     def make() -> tuple[dict[str, Any], list[int]]:
-        files = []
+        files = _volumes(volumes, host, several=several)
         if owned:
-            files.append(user_domain.user_namespace(mould.owner[0], *host, group=mould.owner[1]))
-        return {"owners": owned}, files + _volumes(order["volumes"], host, several=order["users"])
+            files.insert(0, user_domain.user_namespace(mould.owner[0], *host, group=mould.owner[1]))
+        if several:
+            files.insert(0, user_domain.domain_below(mould.domain, mould.ranges))
+        return {"owners": owned}, files
 
     return make
 
 
 FILES = 4
-"""Those that a cast is always given: where to answer, the domain, the channel of the first process, its program."""
+"""Those that a cast is always given: where to answer, its domain, the channel of the first process, its program."""
 
 
 def cast(mould: Mould, order: dict[str, Any], folder: str, first: int) -> Script:
@@ -132,6 +137,13 @@ def cast(mould: Mould, order: dict[str, Any], folder: str, first: int) -> Script
     script.call("setresuid", 0, 0, 0)
     # A changed id closes what lies in /proc of us and our children, from where they are mapped.
     script.call("prctl", syscalls.PR_SET_DUMPABLE, 1)
+    if several:
+        # In the namespace that is made now all users together can have no more.
+        hard = resource.getrlimit(resource.RLIMIT_NPROC)[1]
+        most = order["limits"][str(resource.RLIMIT_NPROC)]
+        processes = most if hard == resource.RLIM_INFINITY else min(most, hard)
+        for limit, value in {resource.RLIMIT_NPROC: processes, **kernel_shares.limits()}.items():
+            script.limit(limit, value, value)
     script.step = "namespaces"
     flags = scripts.clone_arguments(FRESH | (0 if order["network"] else os.CLONE_NEWNET))
     pid = script.call("clone3", script.data(flags), len(flags))

@@ -2,10 +2,17 @@
 """Kernels that are forked from a process which has imported what they need: the *zygote* of a mould.
 
 Importing takes ten times longer than all the rest of a kernel's start. A zygote runs the image's own Python in the
-image's own files, read-only and without network, as the first user of the mould's domain: so it has the right to enter
-the sandboxes that descend from that domain, and no other right. It is the image's code, which agents can't change; on
-the host it is a user id that nobody has. For that it must be in the host's process numbers, so there is one only
-where the server is root: an ordinary user's would have the right to signal his other processes.
+image's own files, read-only and without network. It is the image's code, which agents can't change, and it has walls:
+
+- on the host it is a user id that nobody has, another one for each, so that it can signal no process but its own;
+- of all capabilities it has one, in the mould's domain: so it has the right to enter the sandboxes that descend from
+  that domain, and no other right;
+- it is under the filter of sandboxes, but for the call by which it enters them;
+- it is in a control group of its own, with all that it forks and that does not become a kernel. With that, and so with
+  the supervisor, it ends. Where there are no groups, there are no zygotes.
+
+It has no process numbers of its own: the kernel lets nobody enter a sandbox's who is not in those above them. So there
+is one only where the server is root: an ordinary user's would have the right to signal his other processes.
 
 Nothing that it says is believed: the process that enters a sandbox, and the one that it starts there, are those that
 the kernel names as the speakers. Where it does not work, the kernel is started as any program. What an agent changes
@@ -36,6 +43,12 @@ from nemo_gym_prorl.sandbox.supervisor.processes.children import tell
 ANSWER_S = 5.0
 """How long a zygote may take to fork a process that enters a sandbox."""
 
+ENTERING = 21
+"""``SYS_ADMIN``: who has it in a user namespace may enter those below it."""
+
+MEMORY_MIB, PROCESSES = 1024, 32
+"""What a zygote may use, with those that it has forked and that are not in a sandbox's group yet."""
+
 _FOLDER = Path(__file__).parent
 _KERNEL_PROGRAM = (_FOLDER / "kernel_program.py").read_text()
 _PROGRAM = _KERNEL_PROGRAM + (_FOLDER / "zygote_program.py").read_text()
@@ -59,6 +72,7 @@ def stands_for(argv: Sequence[str]) -> bool:
 
 def become(mould: Mould, channel: socket.socket) -> NoReturn:
     """In a child forked for it: become the zygote of a mould, which takes requests from ``channel``."""
+    uid, last = user_domain.draw(several=False) - user_domain.FIRST_ID, syscalls.last_capability()
     parent = os.getppid()
     tree = syscalls.detached(mould.image)
     syscalls.restrict(tree, syscalls.ATTRIBUTE_RDONLY | syscalls.ATTRIBUTE_NOSUID | syscalls.ATTRIBUTE_NODEV)
@@ -70,8 +84,6 @@ def become(mould: Mould, channel: socket.socket) -> NoReturn:
     os.setsid()
     user_domain.join(mould.domain)
     os.setgroups([])
-    # Changed ids made the kernel forget it.
-    syscalls.end_with(parent)
     os.unshare(os.CLONE_NEWNS | os.CLONE_NEWNET | os.CLONE_NEWIPC | os.CLONE_NEWUTS)
     syscalls.mount("none", "/", "", syscalls.MS_REC | syscalls.MS_PRIVATE)
     root = os.dup(tree)
@@ -92,6 +104,10 @@ def become(mould: Mould, channel: socket.socket) -> NoReturn:
         os.dup2(source, number)
     os.closerange(len(sources), resource.getrlimit(resource.RLIMIT_NOFILE)[0])
     descriptors.usual_limit()
+    syscalls.become_with(uid, ENTERING, last)
+    # Changed ids made the kernel forget it.
+    syscalls.end_with(parent)
+    seccomp.install(seccomp.filter_allowing("setns"))
     os.execvpe("python3", ["python3", "-c", "exec(open(4).read())"], mould.environment)
 
 
@@ -175,7 +191,7 @@ def _request(place: inside.Place, order: dict[str, Any], spaces: int) -> dict[st
         "connection_file": order["argv"][-1],
         "limits": limits,
         "capabilities": sorted(place.capabilities.union(KEPT.values())),
-        "last_capability": int(Path("/proc/sys/kernel/cap_last_cap").read_text()),
+        "last_capability": syscalls.last_capability(),
         "filter": base64.b64encode(seccomp.FILTER).decode(),
         "seccomp": seccomp.NUMBER,
     }

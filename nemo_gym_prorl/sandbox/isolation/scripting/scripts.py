@@ -188,6 +188,11 @@ class Script:
         self._words.append(self.step)
         return result
 
+    def limit(self, which: int, soft: int, hard: int) -> None:
+        """Add a step that sets a limit of the process, ``resource.RLIMIT_*``."""
+        limits = struct.pack("=2Q", *(value & 0xFFFFFFFFFFFFFFFF for value in (soft, hard)))
+        self.call("prlimit64", 0, which, self.data(limits), 0)
+
     def call_or_end(self, name: str, *arguments: Argument, last: tuple[Argument, bytes] | None = None) -> At:
         """Add a step that ends the script if its result is 0, with a ``last`` message on a channel."""
         result = self.call(name, *arguments)

@@ -16,7 +16,6 @@ import signal
 import struct
 from collections.abc import Sequence
 from functools import cache, partial
-from pathlib import Path
 from typing import Any
 
 from nemo_gym_prorl.sandbox.isolation import seccomp, syscalls
@@ -105,7 +104,7 @@ def _start_within(made: Script, limits: dict[int, int], channel: int) -> tuple[l
     soft, hard = resource.getrlimit(resource.RLIMIT_NPROC)
     most = limits[resource.RLIMIT_NPROC] if Facts.here(frozenset()).kernel >= COUNTED_PER_NAMESPACE else soft
     # We are counted as long as we are here.
-    _limit(made, resource.RLIMIT_NPROC, most if hard == resource.RLIM_INFINITY else min(most, hard), hard)
+    made.limit(resource.RLIMIT_NPROC, most if hard == resource.RLIM_INFINITY else min(most, hard), hard)
     started = made.here() + (4 * len(START_PAUSES_S) + 4) * scripts.SIZE
     attempts = []
     for pause_s in START_PAUSES_S:
@@ -114,7 +113,7 @@ def _start_within(made: Script, limits: dict[int, int], channel: int) -> tuple[l
         made.call("jump", started)
         # Others like us, or what has just ended, may be about to go.
         made.call("nanosleep", made.data(struct.pack("=2q", 0, int(pause_s * 1e9))), 0)
-    _limit(made, resource.RLIMIT_NPROC, soft, hard)
+    made.limit(resource.RLIMIT_NPROC, soft, hard)
     # That there is room without the sandbox's own limit is all that is asked: the process ends.
     start(on_zero=1)
     made.tell(channel, json.dumps(EXHAUSTED).encode())
@@ -143,12 +142,12 @@ def _execute(
     made.call("chdir", os.fsencode(order["cwd"]))
     made.step = "limits"
     if files_allowed := descriptors.of_commands():
-        _limit(made, resource.RLIMIT_NOFILE, *files_allowed)
+        made.limit(resource.RLIMIT_NOFILE, *files_allowed)
     for number in _dropped(place.capabilities):
         made.call("prctl", syscalls.PR_CAPBSET_DROP, number)
     made.call("prctl", syscalls.PR_SET_NO_NEW_PRIVS, 1)
     for limit, value in place.limits.items():
-        _limit(made, limit, value, value)
+        made.limit(limit, value, value)
     made.call("prctl", syscalls.PR_SET_SECUREBITS, 0)
     seccomp.add_to(made)
     made.step = order["argv"][0]
@@ -163,11 +162,6 @@ def _execute(
     made.call("execve", paths[-1], argv, env)
 
 
-def _limit(made: Script, which: int, soft: int, hard: int) -> None:
-    limits = struct.pack("=2Q", *(value & 0xFFFFFFFFFFFFFFFF for value in (soft, hard)))
-    made.call("prlimit64", 0, which, made.data(limits), 0)
-
-
 def _strings(made: Script, texts: Sequence[str]) -> int:
     encoded = [os.fsencode(text) for text in texts]
     for text in encoded:
@@ -179,9 +173,8 @@ def _strings(made: Script, texts: Sequence[str]) -> int:
 
 @cache
 def _dropped(added: frozenset[int]) -> tuple[int, ...]:
-    last = int(Path("/proc/sys/kernel/cap_last_cap").read_text())
     kept = added.union(KEPT.values())
-    return tuple(number for number in range(last + 1) if number not in kept)
+    return tuple(number for number in range(syscalls.last_capability() + 1) if number not in kept)
 
 
 def failure(script: Script, said: dict[str, Any]) -> dict[str, Any]:

@@ -15,6 +15,7 @@ from __future__ import annotations
 import contextlib
 import errno
 import os
+import resource
 import signal
 import socket
 from collections.abc import Callable
@@ -25,6 +26,7 @@ from typing import NoReturn
 from nemo_gym_prorl.sandbox.isolation import inside
 from nemo_gym_prorl.sandbox.isolation.scripting import spawn_script
 from nemo_gym_prorl.sandbox.isolation.scripting.scripts import Script, UnfitError
+from nemo_gym_prorl.sandbox.limits import usage
 from nemo_gym_prorl.sandbox.limits.cgroups import Group
 from nemo_gym_prorl.sandbox.supervisor.processes.children import EXHAUSTED, KILLED, Children, Done, no_process
 from nemo_gym_prorl.sandbox.supervisor.processes.event_loop import Loop
@@ -37,6 +39,7 @@ class Spawn:
     """One program. ``joiner`` and ``process`` are the numbers of unreaped children of ours."""
 
     name: str
+    place: inside.Place
     channel: socket.socket | None
     started: Done
     ended: Callable[[int], None]
@@ -85,7 +88,7 @@ class Spawns:
         """
         if name in self._all:
             raise OSError(f"there is a program {name} already")
-        spawn = Spawn(name, None, started, ended, group)
+        spawn = Spawn(name, place, None, started, ended, group)
         by_fork = partial(joiner, place, order)
         try:
             if joiner is not inside.spawn or not self._by_script(spawn, place, order, files, by_fork):
@@ -235,7 +238,7 @@ class Spawns:
             answer = KILLED
         if "error" in answer:
             close_all(spawn.files)
-            if answer.get("errno") == errno.EAGAIN and spawn.group and spawn.group.full():
+            if answer.get("errno") == errno.EAGAIN and _is_full(spawn):
                 answer = EXHAUSTED
             self._all.pop(spawn.name, None)
             spawn.started(answer, [])
@@ -255,3 +258,14 @@ class Spawns:
         # One that never ran has been forgotten, and only had to be reaped.
         if self._all.pop(spawn.name, None) and spawn.status is not None:
             spawn.ended(spawn.status)
+
+
+def _is_full(spawn: Spawn) -> bool:
+    """Whether its sandbox has as many processes as it may; of all users together, where there are several."""
+    if spawn.group and spawn.group.full():
+        return True
+    with contextlib.suppress(FileNotFoundError):
+        space = os.stat(f"/proc/{spawn.place.pid}/ns/pid").st_ino
+        # With one left no command could be started that starts another.
+        return usage.threads_in(space) >= spawn.place.limits[resource.RLIMIT_NPROC] - 1
+    return False
