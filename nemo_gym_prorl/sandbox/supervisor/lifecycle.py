@@ -80,7 +80,15 @@ class Sandboxes:
         self.on_gone: list[Callable[[str], None]] = []
         """Told the name of each sandbox that is gone."""
         self._creation = Creation(
-            folder, loop, children, groups, runner, up=self._is_up, failed=self._give_up, ended=self._starter_ended
+            folder,
+            loop,
+            children,
+            groups,
+            runner,
+            held=lambda: (sandbox.mould for sandbox in self._all.values()),
+            up=self._is_up,
+            failed=self._give_up,
+            ended=self._starter_ended,
         )
         self._janitor = Servant(loop, children, janitor.serve, self._deleted, self._deletions)
         self._janitor.start()
