@@ -20,7 +20,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from nemo_gym_prorl.sandbox.isolation import user_domain
-from nemo_gym_prorl.sandbox.isolation.syscalls import open_folder_beneath
+from nemo_gym_prorl.sandbox.isolation.syscalls import change_mode, open_folder_beneath
 from nemo_gym_prorl.sandbox.limits.walk import FOLDER
 
 
@@ -148,12 +148,7 @@ def _open(name: bytes, above: int | None) -> int:
     try:
         found = os.open(name, FOLDER, dir_fd=above)
     except PermissionError:
-        closed = os.open(name, FOLDER | os.O_PATH, dir_fd=above)
-        try:
-            # What lies open by this number is that folder, whatever has its name by now.
-            os.chmod(f"/proc/self/fd/{closed}", 0o700)
-        finally:
-            os.close(closed)
+        change_mode(name, above, 0o700, os.O_DIRECTORY)
         found = os.open(name, FOLDER, dir_fd=above)
     try:
         if os.geteuid() and ~os.fstat(found).st_mode & 0o700:
