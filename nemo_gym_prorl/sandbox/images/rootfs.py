@@ -52,8 +52,8 @@ def settle(root: Path) -> int:
     return _settle(root, os.geteuid(), os.getegid())
 
 
-def everything(root: Path) -> Iterator[tuple[str, int]]:
-    """All that there is, ``.`` first: relative paths, each with the open folder that its last name is in. A folder
+def everything(root: Path) -> Iterator[tuple[str, str, int]]:
+    """All that there is, itself first: relative path, last name, and the open folder that this one is in. A folder
     comes before what is in it, and is not looked into before the next is asked for.
 
     Raises:
@@ -62,7 +62,7 @@ def everything(root: Path) -> Iterator[tuple[str, int]]:
     """
     top = os.open(root, FOLDER)
     try:
-        yield ".", top
+        yield ".", ".", top
         todo = [""]
         while todo:
             path = todo.pop()
@@ -70,7 +70,7 @@ def everything(root: Path) -> Iterator[tuple[str, int]]:
             try:
                 with os.scandir(here) as entries:
                     for entry in entries:
-                        yield f"{path}{entry.name}", here
+                        yield f"{path}{entry.name}", entry.name, here
                         if entry.is_dir(follow_symlinks=False):
                             todo.append(f"{path}{entry.name}/")
             finally:
@@ -80,7 +80,7 @@ def everything(root: Path) -> Iterator[tuple[str, int]]:
 
 
 def _settle(root: Path, uid: int, gid: int) -> int:
-    return sum(_settle_one(os.path.basename(path), folder, uid, gid) for path, folder in everything(root))
+    return sum(_settle_one(name, folder, uid, gid) for _path, name, folder in everything(root))
 
 
 def _settle_one(name: str, folder: int, uid: int, gid: int) -> int:
@@ -104,9 +104,9 @@ def copy(root: Path, target: Path) -> Path:
     Raises:
         CallerError: something in it can't be read; for the field ``base``.
     """
-    for path, folder in everything(root):
+    for path, name, folder in everything(root):
         try:
-            _copy_one(os.path.basename(path), folder, target / path)
+            _copy_one(name, folder, target / path)
         except OSError as error:
             if error.errno in OF_THE_MACHINE:
                 raise

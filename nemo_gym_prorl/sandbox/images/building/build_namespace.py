@@ -89,12 +89,12 @@ def _become(command: Sequence[str]) -> NoReturn:
 
 
 def _give(work: Path, owner: int) -> None:
-    for path, folder in everything(work):
-        os.chown(os.path.basename(path), owner, owner, dir_fd=folder, follow_symlinks=False)
+    for _path, name, folder in everything(work):
+        os.chown(name, owner, owner, dir_fd=folder, follow_symlinks=False)
 
 
 def take_back(work: Path) -> None:
-    """By root: close a folder that :func:`confined` gave away, so that nobody who was handed it names what is in it."""
+    """By root: close a folder that was given away, so that nobody who was handed it names what is in it."""
     os.chown(work, os.geteuid(), os.getegid())
     work.chmod(0o700)
 
