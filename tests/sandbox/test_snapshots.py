@@ -385,6 +385,34 @@ async def test_no_program_is_taken_for_the_sandboxs_own_and_left_running(
     assert max(float(later) - float(sooner) for sooner, later in pairwise(times)) > 0.8
 
 
+CHAIN = """
+import os, time
+last = 0
+os.setsid()
+while not os.path.exists('/tmp/end'):
+    if os.fork():
+        os._exit(0)
+    if time.time() - last > 0.02:
+        last = time.time()
+        with open('/tmp/times', 'a') as times:
+            print(last, file=times)
+"""
+"""Each forks the next and ends."""
+
+
+@pytest.mark.usefixtures("way")
+async def test_what_forks_for_ever_is_paused(image: Path, runtime: Runtime, tmp_path: Path) -> None:
+    async with await Container.start(ContainerSpec(image=image), runtime) as container:
+        (tmp_path / "chain").write_text(CHAIN)
+        await container.upload(tmp_path / "chain", "/chain")
+        await container.run("for _ in 1 2 3; do python3 /chain; done; sleep 0.5", timeout_s=60)
+        await container.pause()
+        await asyncio.sleep(1)
+        await container.resume()
+        times = (await container.run("sleep 0.5; touch /tmp/end; sort -n /tmp/times", timeout_s=60)).stdout.split()
+    assert max(float(later) - float(sooner) for sooner, later in pairwise(times)) > 0.8
+
+
 HELPER = """
 import os, sys, time
 from nemo_gym_prorl.sandbox.isolation import inside, syscalls

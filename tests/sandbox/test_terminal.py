@@ -110,8 +110,7 @@ async def test_another_process_takes_a_terminal_over_and_gives_it_back(container
     program = (
         "import asyncio, json, sys\n"
         "from nemo_gym_prorl.sandbox.container import Container\n"
-        "from nemo_gym_prorl.sandbox.sessions import pty
-from nemo_gym_prorl.sandbox.sessions.pty import Terminal\n"
+        "from nemo_gym_prorl.sandbox.sessions.pty import Terminal\n"
         "async def main():\n"
         "    container = await Container.attach(json.loads(sys.argv[1]))\n"
         "    terminal = await Terminal.attach(container, sys.argv[2], since=0)\n"

@@ -4,16 +4,16 @@
 The supervisor keeps the controlling end. Who attaches gets one end of a packet socket; each packet is one byte of what
 it is, and its contents:
 
-- to the holder: ``o`` output, ``e`` errors, ``w`` a word of the program's own, ``x`` the exit status once all output before it is through, ``t`` that
-  somebody else took the session over;
+- to the holder: ``o`` output, ``e`` errors, ``w`` a word of the program's own, ``x`` the exit status once all output
+  before it is through, ``t`` that somebody else took the session over;
 - from the holder: ``i`` input, ``r`` rows and columns.
 
 One holder at a time. What was put into its socket counts as read; of that, and of what nobody has read yet, up to
 :data:`KEPT` bytes stay for the next holder. A program that has written more while nobody reads waits, as it would on
 any terminal.
 
-A *word* is a mark and a status, ``/MARK/STATUS``, in what the program itself writes to its file 3, a socket: the kernel
-says who writes there, so no other has the program say anything (:meth:`..sessions.pty.Terminal.run_detached`).
+A *word* is a mark and a status, ``/MARK/STATUS``, in what the program itself writes to its file 3, a socket: the
+kernel says who writes there, so no other has the program say anything (:meth:`..sessions.pty.Terminal.run_detached`).
 """
 
 from __future__ import annotations
