@@ -178,7 +178,7 @@ async def test_an_accomplice_has_nothing_of_the_host_erased(image: Path, runtime
 @pytest.mark.sandbox
 @pytest.mark.skipif(os.geteuid() != 0, reason="an ordinary user's sandboxes are all the same owner's")
 @pytest.mark.parametrize("where", ["/.prorl", ""])
-async def test_an_accomplice_holds_up_no_end(image: Path, runtime: Runtime, way: str, where: str) -> None:
+async def test_an_accomplice_holds_up_no_end(image: Path, runtime: Runtime, where: str) -> None:
     """Nor writes what nobody counts: who was handed a folder of a sandbox that ends makes no more in it."""
     spec = ContainerSpec(image=image, volumes=("meet:/meet",))
     async with await Container.start(spec, runtime) as other, await Container.start(spec, runtime) as ends:

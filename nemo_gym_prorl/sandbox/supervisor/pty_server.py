@@ -275,7 +275,8 @@ class Sessions:
         def started(answer: Message, returned: list[int]) -> None:
             nonlocal session
             if "error" in answer:
-                for end in (words, *ours.values()):
+                words.close()
+                for end in ours.values():
                     end.close()
                 request.answer(answer)
                 return
