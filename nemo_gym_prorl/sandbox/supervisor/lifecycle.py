@@ -289,15 +289,18 @@ class Sandboxes:
             if not self._ticking:
                 self._ticking = True
                 self._loop.call_in(TICK_S, self._tick)
-            self._creation.look_for_first(sandbox)
-            if sandbox.space:
-                self._inits[sandbox.space.init] = sandbox
-                self._watchdog.tell({"forget": sandbox.name})
-            if sandbox.channel:
-                # A first process that we have not heard of yet ends by that.
-                sandbox.channel.shutdown(socket.SHUT_RDWR)
+            guarded(partial(self._take_leave, sandbox))
             self._creation.leave(sandbox)
         self._step_down(sandbox)
+
+    def _take_leave(self, sandbox: Sandbox) -> None:
+        if sandbox.channel:
+            # A first process that we have not heard of yet ends by that.
+            sandbox.channel.shutdown(socket.SHUT_RDWR)
+        self._creation.look_for_first(sandbox)
+        if sandbox.space:
+            self._inits[sandbox.space.init] = sandbox
+            self._watchdog.tell({"forget": sandbox.name})
 
     def _tick(self) -> None:
         """Try again to finish those that are to end, each in its turn."""
