@@ -12,6 +12,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator
+from operator import attrgetter
 from pathlib import Path
 from typing import Any
 from unittest.mock import Mock
@@ -284,7 +285,8 @@ def _parent(pid: int) -> int:
         return 0
 
 
-def test_an_end_goes_on_whatever_fails_at_its_begin(tmp_path: Path) -> None:
+@pytest.mark.parametrize("fails", ["_creation.look_for_first", "_watchdog.tell"])
+def test_an_end_goes_on_whatever_fails_at_its_begin(tmp_path: Path, fails: str) -> None:
     """Others have their turn, and it is tried again until nothing is left, where there is no room for a note, say."""
     box = sandbox.Sandbox("b-1", tmp_path, {}, [], None, stage=sandbox.Stage.CREATING)
     boxes = lifecycle.Sandboxes.__new__(lifecycle.Sandboxes)
@@ -297,7 +299,8 @@ def test_an_end_goes_on_whatever_fails_at_its_begin(tmp_path: Path) -> None:
     )
     boxes._ticking, boxes._closing, boxes._inits = False, {}, {}
     boxes._loop.now.return_value = 1.0
-    boxes._creation.look_for_first.side_effect = OSError(errno.ENOSPC, "full")
+    box.space = Mock(init=1, alive=False)
+    attrgetter(fails)(boxes).side_effect = OSError(errno.ENOSPC, "full")
     boxes._close(box)
     boxes._creation.leave.assert_called_once_with(box)
     boxes._janitor.tell.assert_called_once()
