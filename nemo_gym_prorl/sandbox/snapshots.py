@@ -38,7 +38,9 @@ FIELD = "snapshot_id"
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.-]{0,99}")
 
 
-_OF_THE_AGENT = (errno.EFBIG, errno.ENAMETOOLONG)
+_NOT_THE_AGENTS = (*OF_THE_MACHINE, errno.EOPNOTSUPP)
+"""Why none can be taken: all else is of names and files of those inside, which others may have changed meanwhile. The
+last is of how the sandbox was made."""
 
 LONGEST_HEADER = 1 << 16
 """Bytes at the beginning that say what it is of."""
@@ -122,7 +124,7 @@ async def take(container: Container, folder: Path, name: str) -> str:
         try:
             await container.ask("snapshot", [target], header=json.dumps(asdict(origin)))
         except SandboxRefused as error:
-            if error.number in _OF_THE_AGENT:
+            if error.number and error.number not in _NOT_THE_AGENTS:
                 raise AgentError(f"no snapshot can be taken: {error.reason}") from error
             raise
         finally:

@@ -129,6 +129,25 @@ while left:
 """
 
 
+FILL = """
+import itertools, os, socket
+door = socket.socket(socket.AF_UNIX)
+door.bind('/meet/socket')
+door.listen()
+open('/meet/ready', 'w').close()
+trap = socket.recv_fds(door.accept()[0], 16, 1)[1][0]
+open('/meet/taken', 'w').close()
+os.fork()
+for number in itertools.cycle(range(200)):
+    try:
+        os.mkdir(f'{os.getpid()} {number}', dir_fd=trap)
+    except FileExistsError:
+        pass
+    except OSError:
+        break
+"""
+
+
 def make_files(folder: str) -> None:
     for name in range(300):
         Path(folder, str(name)).touch()
@@ -154,3 +173,22 @@ async def test_an_accomplice_has_nothing_of_the_host_erased(image: Path, runtime
                 await ends.close()
             assert count_files(victim) == 300
             await swapping
+
+
+@pytest.mark.sandbox
+@pytest.mark.skipif(os.geteuid() != 0, reason="an ordinary user's sandboxes are all the same owner's")
+@pytest.mark.parametrize("where", ["/.prorl", ""])
+async def test_an_accomplice_holds_up_no_end(image: Path, runtime: Runtime, where: str) -> None:
+    """Nor writes what nobody counts: who was handed a folder of a sandbox that ends makes no more in it."""
+    spec = ContainerSpec(image=image, volumes=("meet:/meet",))
+    async with await Container.start(spec, runtime) as other, await Container.start(spec, runtime) as ends:
+        filling = asyncio.create_task(other.run(f"python3 -c {quote(FILL)}", timeout_s=60))
+        await ends.run("until [ -e /meet/ready ]; do sleep 0.05; done", timeout_s=60)
+        handed = await ends.run(f"python3 -c {quote(HAND_OVER.replace('/.prorl', where))}", timeout_s=60)
+        assert handed.exit_code == 0, handed.stderr
+        await ends.run("until [ -e /meet/taken ]; do sleep 0.05; done", timeout_s=60)
+        async with asyncio.timeout(30):
+            await ends.close()
+        # It may go on with names that are known to its mount only.
+        filling.cancel()
+        await asyncio.wait([filling])

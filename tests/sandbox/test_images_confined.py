@@ -8,10 +8,14 @@ import stat
 import tempfile
 import time
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
+from nemo_gym_prorl.failures import InfrastructureError
+from nemo_gym_prorl.sandbox.images import rootfs
+from nemo_gym_prorl.sandbox.images.building import tool
 from nemo_gym_prorl.sandbox.images.building.builder import Order, build
 from nemo_gym_prorl.sandbox.images.cache import machine, silent
 from nemo_gym_prorl.sandbox.images.pull import Puller
@@ -155,6 +159,44 @@ def test_nobody_else_gets_at_an_image_before_it_is_settled(
             (root / "go").touch()
         built = building.result()
     assert stat.S_IMODE((built / "mine").stat().st_mode) == 0o755
+
+
+@pytest.mark.parametrize("unpacked", [True, False])
+def test_a_link_in_place_of_what_was_built_is_not_followed(runtime: Runtime, tmp_path: Path, unpacked: bool) -> None:
+    """What a recipe's ``%setup`` left running can put one there while the builder clears up. This one always does."""
+    with tempfile.TemporaryDirectory(dir="/var/tmp") as folder:
+        Path(folder).chmod(0o755)
+        file, program = Path(folder, "file"), Path(folder, "program")
+        file.touch()
+        file.chmod(0o4000)
+        program.write_text(f"#!/bin/sh\nln -s {folder if unpacked else file} {tmp_path}/made\n")
+        program.chmod(0o755)
+        with pytest.raises(InfrastructureError, match="something else in place of the image"):
+            tool.runtime_build(replace(runtime, path=program), tmp_path, "x.def", timeout_s=60, unpacked=unpacked)
+        assert stat.S_IMODE(file.stat().st_mode) == 0o4000
+    assert (tmp_path.stat().st_uid, stat.S_IMODE(tmp_path.stat().st_mode)) == (os.geteuid(), 0o700)
+
+
+def test_a_folder_that_becomes_a_link_is_not_settled_through_it(tmp_path: Path) -> None:
+    """Somebody outside may have been handed a folder that a recipe opened to all."""
+    outside, root = tmp_path / "outside", tmp_path / "root"
+    for folder in (outside, root / "a"):
+        folder.mkdir(parents=True)
+        (folder / "file").touch()
+        (folder / "file").chmod(0o4000)
+    away = tmp_path / "away"
+
+    steps = rootfs.everything(root)
+    assert [next(steps)[0], next(steps)[0]] == [".", "a"]
+    (root / "a").rename(away)
+    (root / "a").symlink_to(outside)
+    with pytest.raises(NotADirectoryError):
+        next(steps)
+    with pytest.raises(NotADirectoryError):
+        rootfs.settle(root / "a")
+    (root / "b").symlink_to(outside / "file")
+    rootfs.settle(root)
+    assert stat.S_IMODE((outside / "file").stat().st_mode) == 0o4000
 
 
 @as_root

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import errno
 import fcntl
+import json
 import os
 import stat
 import subprocess
@@ -19,6 +20,8 @@ import pytest
 
 from nemo_gym_prorl.sandbox.images import content_dir as shelf_module
 from nemo_gym_prorl.sandbox.images.content_dir import Shelf
+from nemo_gym_prorl.sandbox.images.entry import INFO_FILE, ROOT
+from nemo_gym_prorl.sandbox.images.store import ImageStore
 
 
 REPOSITORY = Path(__file__).parents[2]
@@ -241,3 +244,14 @@ def test_somebody_elses_shelf_can_be_used_but_not_cleared(tmp_path: Path) -> Non
     finally:
         tmp_path.chmod(0o755)
         (tmp_path / ".locks").chmod(0o755)
+
+
+def test_a_note_of_another_version_breaks_no_command(store: ImageStore) -> None:
+    """A later one may have noted down more, an older one less, and a disk may have lost it."""
+    now = {"kind": "image", "source": "", "format": "folder", "bytes": 1, "made": 1.0, "key": "k"}
+    old = {name: now[name] for name in ("kind", "source")}
+    for name, note in (("now", now), ("later", {**now, "more": 1}), ("older", old), ("lost", None)):
+        (store.images.path(name) / ROOT).mkdir(parents=True)
+        (store.images.path(name) / INFO_FILE).write_text(json.dumps(note) if note else "")
+    assert [image.entry.name for image in store.all()] == ["later", "now"]
+    assert {built.entry for built in store.built()} == {"later", "now"}

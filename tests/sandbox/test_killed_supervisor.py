@@ -253,7 +253,7 @@ def test_an_image_that_is_asked_for_its_variables_ends_when_its_asker_is_killed(
     folder, lock = state_dir.take(state_dir.state_root())
     spec = ContainerSpec(image=silent_image, start="mould", start_timeout_s=60)
     children, answers = Children(), []
-    moulds = Moulds(folder, children)
+    moulds = Moulds(folder, children, list)
     moulds.get(order("b-1", draw(several=False), spec, runtime), lambda _mould, answer: answers.append(answer))
     try:
         deadline = time.monotonic() + 60

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import asyncio
+import errno
 import json
 import os
 import signal
@@ -11,8 +12,10 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator
+from operator import attrgetter
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 from hypothesis import HealthCheck, given, settings
@@ -23,6 +26,7 @@ from nemo_gym_prorl.sandbox.limits import cgroups
 from nemo_gym_prorl.sandbox.runtime.apptainer import Runtime
 from nemo_gym_prorl.sandbox.sessions.bash import Shell
 from nemo_gym_prorl.sandbox.sessions.jupyter.kernel import Kernel
+from nemo_gym_prorl.sandbox.supervisor import lifecycle, sandbox
 from nemo_gym_prorl.sandbox.supervisor.rpc import own_supervisor
 from nemo_gym_prorl.sandbox.supervisor.rpc.client import SandboxLost
 from nemo_gym_prorl.sandbox.supervisor.storage import state_dir
@@ -280,3 +284,25 @@ def _parent(pid: int) -> int:
         return int(Path(f"/proc/{pid}/stat").read_text(errors="replace").rpartition(")")[2].split()[1])
     except OSError:
         return 0
+
+
+@pytest.mark.parametrize("fails", ["_creation.look_for_first", "_watchdog.tell"])
+def test_an_end_goes_on_whatever_fails_at_its_begin(tmp_path: Path, fails: str) -> None:
+    """Others have their turn, and it is tried again until nothing is left, where there is no room for a note, say."""
+    box = sandbox.Sandbox("b-1", tmp_path, {}, [], None, stage=sandbox.Stage.CREATING)
+    boxes = lifecycle.Sandboxes.__new__(lifecycle.Sandboxes)
+    boxes._loop, boxes._creation, boxes._watchdog, boxes._janitor, boxes._volumes = (
+        Mock(),
+        Mock(),
+        Mock(),
+        Mock(),
+        Mock(),
+    )
+    boxes._ticking, boxes._closing, boxes._inits = False, {}, {}
+    boxes._loop.now.return_value = 1.0
+    box.space = Mock(init=1, alive=False)
+    attrgetter(fails)(boxes).side_effect = OSError(errno.ENOSPC, "full")
+    boxes._close(box)
+    boxes._creation.leave.assert_called_once_with(box)
+    boxes._janitor.tell.assert_called_once()
+    assert box.deleting

@@ -8,7 +8,7 @@ import logging
 import os
 import shutil
 import stat
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import pytest
@@ -16,8 +16,12 @@ import pytest
 from nemo_gym_prorl.failures import CallerError, InfrastructureError
 from nemo_gym_prorl.sandbox.container import Container, ContainerSpec
 from nemo_gym_prorl.sandbox.isolation.mould import idle_program
+from nemo_gym_prorl.sandbox.isolation.mould.cast import Mould
 from nemo_gym_prorl.sandbox.limits import report
+from nemo_gym_prorl.sandbox.limits.cgroups import Group
 from nemo_gym_prorl.sandbox.runtime.apptainer import Runtime
+from nemo_gym_prorl.sandbox.supervisor import moulds
+from nemo_gym_prorl.sandbox.supervisor.processes.children import Action, Children, Done
 from nemo_gym_prorl.sandbox.supervisor.storage import state_dir
 from tests.sandbox.test_abuse import without
 
@@ -210,3 +214,43 @@ def test_the_program_waits_and_is_known_for_the_usual_machines() -> None:
         os.kill(pid, 9)
         os.close(program)
     assert os.WTERMSIG(os.waitpid(pid, 0)[1]) == 9
+
+
+class ForkedAtOnce(Children):
+    """Whose children have made a mould, or whatever else, as soon as they are forked."""
+
+    def fork(
+        self, action: Action, done: Done, group: Group | None = None, *, files: Sequence[int] | None = None
+    ) -> None:
+        made = {"environment": {}, "owner": [0, 0], "one_user": "", "ranges": [], "accounts": {}}
+        done(made, [os.open("/", os.O_PATH), os.open("/", os.O_PATH)])
+
+
+def open_files() -> int:
+    return len(list(Path("/proc/self/fd").iterdir()))
+
+
+def test_a_mould_is_kept_as_long_as_a_sandbox_has_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its files are used when a sandbox is made, a while after it was asked for, and when its zygote is."""
+    monkeypatch.setattr(moulds, "MOST", 2)
+    held: list[Mould] = []
+    kept = moulds.Moulds(tmp_path, ForkedAtOnce(), lambda: held)
+
+    def ask(image: str) -> Mould:
+        got: list[Mould] = []
+        kept.get({"image_identity": image}, lambda mould, _answer: got.append(mould) if mould else None)
+        return got[0]
+
+    before = open_files()
+    held.append(ask("held"))
+    for number in range(4):
+        ask(f"other {number}")
+    assert open_files() - before == 2 * (1 + 2)
+    assert ask("held") is held[0]
+    held.clear()
+    ask("last")
+    ask("very last")
+    assert open_files() - before == 4
+    for mould in (ask("last"), ask("very last")):
+        os.close(mould.image)
+        os.close(mould.domain)

@@ -6,6 +6,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import os
+import resource
 import socket
 import sys
 import urllib.request
@@ -288,3 +289,39 @@ async def test_one_may_come_while_all_others_end(three: list[Container]) -> None
         await comes
     async with asyncio.timeout(20):
         await late.close()
+
+
+async def test_a_relay_outlives_a_moment_without_open_files() -> None:
+    """Whoever connected meanwhile is served when there are some again."""
+    listener, client = socket.create_server((port_forward.HOST, 0)), socket.socket()
+    client.setblocking(False)
+    ours, theirs = socket.socketpair()
+    theirs.setblocking(False)
+    loop = asyncio.get_running_loop()
+
+    async def dial() -> socket.socket:
+        return theirs
+
+    relay = port_forward.Relay(listener, dial)
+    limits = resource.getrlimit(resource.RLIMIT_NOFILE)
+    try:
+        with ours, client:
+            await asyncio.sleep(0)
+            # No number below is free.
+            filled = [os.open("/dev/null", os.O_RDONLY)]
+            while filled[-1] < 256:
+                filled.append(os.dup(filled[0]))
+            resource.setrlimit(resource.RLIMIT_NOFILE, (256, limits[1]))
+            try:
+                await loop.sock_connect(client, listener.getsockname())
+                await asyncio.sleep(0.2)
+            finally:
+                resource.setrlimit(resource.RLIMIT_NOFILE, limits)
+                for descriptor in filled:
+                    os.close(descriptor)
+            await loop.sock_sendall(client, b"here")
+            async with asyncio.timeout(10):
+                ours.setblocking(False)
+                assert await loop.sock_recv(ours, 4) == b"here"
+    finally:
+        relay.close()

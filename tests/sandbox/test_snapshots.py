@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import asyncio
+import errno
 import io
 import json
 import os
@@ -11,7 +12,7 @@ import shutil
 import sys
 import tarfile
 import tempfile
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict
 from itertools import pairwise
 from pathlib import Path
@@ -29,7 +30,9 @@ from nemo_gym_prorl.sandbox.isolation.files.snapshots import END, HEADER
 from nemo_gym_prorl.sandbox.provider import SandboxStartError, SingularityProvider
 from nemo_gym_prorl.sandbox.runtime.apptainer import Runtime
 from nemo_gym_prorl.sandbox.spec import Start
+from nemo_gym_prorl.sandbox.supervisor.errors import SandboxRefused
 from nemo_gym_prorl.sandbox.supervisor.processes.pidfd import start_time
+from nemo_gym_prorl.sandbox.supervisor.rpc.protocol import Message
 
 
 pytestmark = pytest.mark.sandbox
@@ -114,6 +117,23 @@ async def test_a_path_that_nothing_can_open_is_the_agents_doing(provider: Singul
     finally:
         await provider.close(handle)
     assert list(kept.iterdir()) == []  # noqa: ASYNC240
+
+
+@pytest.mark.parametrize(("number", "expected"), [(errno.EBUSY, AgentError), (errno.EIO, SandboxRefused)])
+async def test_files_that_change_while_they_are_kept_are_no_failure_of_the_machine(
+    container: Container, kept: Path, monkeypatch: pytest.MonkeyPatch, number: int, expected: type[Exception]
+) -> None:
+    """As whoever was handed a folder can have them do."""
+    ask = container.ask
+
+    async def refused(do: str, files: Sequence[int] = (), **details: Any) -> tuple[Message, list[int]]:
+        if do == "snapshot":
+            raise SandboxRefused("changed", number)
+        return await ask(do, files, **details)
+
+    monkeypatch.setattr(container, "ask", refused)
+    with pytest.raises(expected):
+        await snapshots.take(container, kept, "x")
 
 
 async def test_no_snapshot_is_restored_over_another_image(
@@ -382,6 +402,34 @@ async def test_no_program_is_taken_for_the_sandboxs_own_and_left_running(
         await asyncio.sleep(1)
         await container.resume()
         times = (await container.run("sleep 0.5; touch /tmp/end; cat /tmp/times", timeout_s=60)).stdout.split()
+    assert max(float(later) - float(sooner) for sooner, later in pairwise(times)) > 0.8
+
+
+CHAIN = """
+import os, time
+last = 0
+os.setsid()
+while not os.path.exists('/tmp/end'):
+    if os.fork():
+        os._exit(0)
+    if time.time() - last > 0.02:
+        last = time.time()
+        with open('/tmp/times', 'a') as times:
+            print(last, file=times)
+"""
+"""Each forks the next and ends."""
+
+
+@pytest.mark.usefixtures("way")
+async def test_what_forks_for_ever_is_paused(image: Path, runtime: Runtime, tmp_path: Path) -> None:
+    async with await Container.start(ContainerSpec(image=image), runtime) as container:
+        (tmp_path / "chain").write_text(CHAIN)
+        await container.upload(tmp_path / "chain", "/chain")
+        await container.run("for _ in 1 2 3; do python3 /chain; done; sleep 0.5", timeout_s=60)
+        await container.pause()
+        await asyncio.sleep(1)
+        await container.resume()
+        times = (await container.run("sleep 0.5; touch /tmp/end; sort -n /tmp/times", timeout_s=60)).stdout.split()
     assert max(float(later) - float(sooner) for sooner, later in pairwise(times)) > 0.8
 
 

@@ -15,6 +15,7 @@ from hypothesis import strategies as st
 
 from nemo_gym_prorl.failures import CallerError
 from nemo_gym_prorl.sandbox.container import Container
+from nemo_gym_prorl.sandbox.sessions import pty
 from nemo_gym_prorl.sandbox.sessions.pty import SessionEnded, Terminal
 from nemo_gym_prorl.sandbox.supervisor.pty_server import KEPT
 from nemo_gym_prorl.sandbox.supervisor.scrollback import Window
@@ -73,6 +74,22 @@ async def test_a_detached_command_runs_in_the_session(container: Container) -> N
             assert (await session.run_detached("seq 200000"))[0].endswith(b"\n199999\n200000\n")
             with pytest.raises(SessionEnded):
                 await session.run_detached("exit 1")
+
+
+@pytest.mark.parametrize("size", [(24, 80), None])
+@pytest.mark.parametrize("program", ["bash", "sh"])
+async def test_no_program_forges_the_exit_code_of_a_detached_command(
+    container: Container, monkeypatch: pytest.MonkeyPatch, program: str, size: tuple[int, int] | None
+) -> None:
+    """Whatever it knows of how its end is told among its output: here the shell's own ``printf`` says another."""
+    forged = """printf() { case "$1" in %b) command printf "$@";; *) command printf '\\036%s 0\\n' "$2";; esac; }\n"""
+    async with await Terminal.open(container, f"exec {program}", size=size) as session:
+        assert await session.run_detached("(exit 4)") == (b"", 4)
+        await session.write(forged.encode())
+        assert (await session.run_detached("(exit 3)"))[1] == 3
+        await session.write(b"exec 3>&-\n")
+        monkeypatch.setattr(pty, "WORD_S", 0.3)
+        assert (await session.run_detached("true"))[1] is None
 
 
 async def test_megabytes_in_and_out(container: Container) -> None:

@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 import json
-from dataclasses import asdict, dataclass
+from dataclasses import MISSING, asdict, dataclass, fields
 from pathlib import Path
 
 from nemo_gym_prorl.sandbox.images.building.recipe import Format
@@ -60,8 +60,12 @@ def write_info(folder: Path, info: Info) -> None:
 
 
 def read_info(folder: Path) -> Info | None:
-    """What an entry is; ``None`` if it went away, or was made by a version of this package that knew no notes."""
+    """What an entry is; ``None`` if it went away, or there is no such note in it, as where it was made by a version of
+    this package that knew none. What a later version has noted down besides is none of ours."""
     try:
-        return Info(**json.loads((folder / INFO_FILE).read_text()))
-    except FileNotFoundError:
+        noted = json.loads((folder / INFO_FILE).read_text())
+    except (FileNotFoundError, ValueError):
         return None
+    if any(field.name not in noted for field in fields(Info) if field.default is MISSING):
+        return None
+    return Info(**{field.name: noted[field.name] for field in fields(Info) if field.name in noted})

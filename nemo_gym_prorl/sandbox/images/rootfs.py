@@ -8,6 +8,10 @@ What is unpacked from a foreign image lies on the host as files of its user. Inv
 - nothing is setuid or setgid, and nothing is a device: a stranger's program with root's rights, or a disk as a file,
   in a cache folder would be a gift to an intruder;
 - the caller can read everything and enter every folder, so it can be used, copied and removed.
+
+Somebody else may still hold a folder of it open, and put links in place of what is in it: a stranger whom a recipe
+handed it, or the owner of a folder that is copied. So nothing is named but in a folder that is open, to which no link
+led (:func:`everything`).
 """
 
 from __future__ import annotations
@@ -16,10 +20,13 @@ import errno
 import os
 import shutil
 import stat
+from collections.abc import Iterator
 from pathlib import Path
 
-from nemo_gym_prorl.failures import CallerError
+from nemo_gym_prorl.failures import OF_THE_MACHINE, CallerError
 from nemo_gym_prorl.sandbox.isolation import user_domain
+from nemo_gym_prorl.sandbox.isolation.syscalls import change_mode, open_folder_beneath
+from nemo_gym_prorl.sandbox.limits.walk import FOLDER
 
 
 _ELF_MACHINES = {3: "i686", 21: "ppc64le", 22: "s390x", 40: "armv7l", 62: "x86_64", 183: "aarch64", 243: "riscv64"}
@@ -45,27 +52,49 @@ def settle(root: Path) -> int:
     return _settle(root, os.geteuid(), os.getegid())
 
 
+def everything(root: Path) -> Iterator[tuple[str, str, int]]:
+    """All that there is, itself first: relative path, last name, and the open folder that this one is in. A folder
+    comes before what is in it, and is not looked into before the next is asked for.
+
+    Raises:
+        NotADirectoryError: somebody puts a link in place of a folder just now.
+        OSError: something can't be read.
+    """
+    top = os.open(root, FOLDER)
+    try:
+        yield ".", ".", top
+        todo = [""]
+        while todo:
+            path = todo.pop()
+            here = open_folder_beneath(path or ".", top)
+            try:
+                with os.scandir(here) as entries:
+                    for entry in entries:
+                        yield f"{path}{entry.name}", entry.name, here
+                        if entry.is_dir(follow_symlinks=False):
+                            todo.append(f"{path}{entry.name}/")
+            finally:
+                os.close(here)
+    finally:
+        os.close(top)
+
+
 def _settle(root: Path, uid: int, gid: int) -> int:
-    total = _settle_one(root, uid, gid)
-    # Folders are settled before they are looked into.
-    for folder, folders, files in os.walk(root):
-        for name in (*folders, *files):
-            total += _settle_one(Path(folder, name), uid, gid)
-    return total
+    return sum(_settle_one(name, folder, uid, gid) for _path, name, folder in everything(root))
 
 
-def _settle_one(path: Path, uid: int, gid: int) -> int:
-    found = path.lstat()
+def _settle_one(name: str, folder: int, uid: int, gid: int) -> int:
+    found = os.stat(name, dir_fd=folder, follow_symlinks=False)
     if (found.st_uid, found.st_gid) != (uid, gid):
-        os.lchown(path, uid, gid)
+        os.chown(name, uid, gid, dir_fd=folder, follow_symlinks=False)
     mode = found.st_mode
     if stat.S_ISCHR(mode) or stat.S_ISBLK(mode):
-        path.unlink()
+        os.unlink(name, dir_fd=folder)
         return 0
     if not stat.S_ISLNK(mode):
         wanted = (stat.S_IMODE(mode) | (0o700 if stat.S_ISDIR(mode) else 0o400)) & ~0o6000
         if wanted != stat.S_IMODE(mode):
-            path.chmod(wanted)
+            change_mode(name, folder, wanted)
     return found.st_blocks * 512
 
 
@@ -75,22 +104,31 @@ def copy(root: Path, target: Path) -> Path:
     Raises:
         CallerError: something in it can't be read; for the field ``base``.
     """
-
-    def special(folder: str, names: list[str]) -> list[str]:
-        kinds = {name: Path(folder, name).lstat().st_mode for name in names}
-        return [
-            name
-            for name, mode in kinds.items()
-            if not (stat.S_ISREG(mode) or stat.S_ISDIR(mode) or stat.S_ISLNK(mode))
-        ]
-
-    try:
-        shutil.copytree(root, target, symlinks=True, ignore=special)
-    except shutil.Error as error:
-        where, _copy, reason = error.args[0][0]
-        raise CallerError(f"{where} can't be copied: {reason}", field="base") from error
+    for path, name, folder in everything(root):
+        try:
+            _copy_one(name, folder, target / path)
+        except OSError as error:
+            if error.errno in OF_THE_MACHINE:
+                raise
+            raise CallerError(f"{root / path} can't be copied: {error.strerror}", field="base") from error
     settle(target)
     return target
+
+
+def _copy_one(name: str, folder: int, target: Path) -> None:
+    found = os.stat(name, dir_fd=folder, follow_symlinks=False)
+    if stat.S_ISLNK(found.st_mode):
+        target.symlink_to(os.readlink(name, dir_fd=folder))
+    elif stat.S_ISDIR(found.st_mode):
+        target.mkdir()
+        target.chmod(stat.S_IMODE(found.st_mode) | 0o700)
+    elif stat.S_ISREG(found.st_mode):
+        # It may be a pipe by now.
+        flags = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
+        with os.fdopen(os.open(name, flags, dir_fd=folder), "rb") as source, target.open("xb") as copied:
+            shutil.copyfileobj(source, copied)
+            os.fchmod(copied.fileno(), stat.S_IMODE(found.st_mode))
+        os.utime(target, ns=(found.st_atime_ns, found.st_mtime_ns))
 
 
 def check_root(root: Path, machine: str) -> None:

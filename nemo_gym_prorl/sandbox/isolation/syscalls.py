@@ -220,6 +220,23 @@ def open_folder_beneath(path: str | bytes, folder: int) -> int:
     return found
 
 
+def change_mode(name: str | bytes, folder: int | None, mode: int, kind: int = 0) -> None:
+    """``chmod(2)`` of what a name in an open folder is, and never of what a link leads to.
+
+    Args:
+        name: of it.
+        folder: the open folder.
+        mode: what it gets.
+        kind: ``os.O_DIRECTORY`` if it has to be a folder.
+    """
+    held = os.open(name, os.O_PATH | os.O_NOFOLLOW | os.O_CLOEXEC | kind, dir_fd=folder)
+    try:
+        # What lies open by this number is that one, whatever has its name by now.
+        os.chmod(f"/proc/self/fd/{held}", mode)
+    finally:
+        os.close(held)
+
+
 def have_same_files(one: int, other: int) -> bool:
     """Whether two threads share their open files; ``False`` also where the kernel does not say."""
     number = _KCMP.get(os.uname().machine)

@@ -33,6 +33,9 @@ BURST = 64
 """Each new connection costs the supervisor a process, and it has other sandboxes: so many at once, and so many a
 second after the first ones."""
 
+PAUSE_S = 0.1
+"""After a connection that could not be taken, as where no more files may be open: it waits meanwhile."""
+
 _CHUNK = 1 << 16
 
 
@@ -64,7 +67,12 @@ class Relay:
         free_at = 0.0
         while True:
             await self._slots.acquire()
-            outside, _address = await loop.sock_accept(self._listener)
+            try:
+                outside, _address = await loop.sock_accept(self._listener)
+            except OSError:
+                self._slots.release()
+                await asyncio.sleep(PAUSE_S)
+                continue
             free_at = max(free_at, loop.time() - BURST / JOINED_PER_S) + 1 / JOINED_PER_S
             await asyncio.sleep(free_at - loop.time())
             task = asyncio.create_task(self._join(outside))

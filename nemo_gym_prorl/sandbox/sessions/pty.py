@@ -8,6 +8,7 @@ closes it, or the sandbox goes. So another process can take it over by its id, a
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import secrets
 import signal
 import socket
@@ -19,7 +20,7 @@ from nemo_gym.sandbox.providers import base
 
 from nemo_gym_prorl.failures import CallerError, InfrastructureError
 from nemo_gym_prorl.sandbox.container import Container
-from nemo_gym_prorl.sandbox.supervisor.pty_server import PACKET, SIZE
+from nemo_gym_prorl.sandbox.supervisor.pty_server import PACKET, SIZE, WORD
 from nemo_gym_prorl.sandbox.supervisor.rpc.client import SandboxLost, SandboxRefused
 
 
@@ -28,6 +29,9 @@ BUFFERED = 1 << 20
 
 DETACHED_LIMIT = 16 << 20
 """Bytes of output that a detached command may have."""
+
+WORD_S = 3.0
+"""How long the word of a session's shell, that a command has ended, may take once the end of its output is there."""
 
 _GymError: type[Exception] = getattr(base, "SandboxPtyError", InfrastructureError)
 
@@ -54,6 +58,8 @@ class Terminal:
         self._waiting: dict[str, deque[bytes]] = {"o": deque(), "e": deque()}
         self._buffered = 0
         self._code: int | None = None
+        self._word: tuple[bytes, int] = (b"", 0)
+        """The last that the program itself has said of a command: its mark and its status."""
         self._why = ""
         self._changed = asyncio.Condition()
         self._writing = asyncio.Lock()
@@ -162,6 +168,10 @@ class Terminal:
     async def run_detached(self, command: str, *, poll_interval_s: float = 15.0) -> tuple[bytes, int | None]:
         """Run one command in the session's shell; its output and exit code. Nothing polls here.
 
+        The output ends where the shell says so among what it writes, which a program may say as well if it finds out
+        how. The exit code is the shell's own word, by a way of its own (:mod:`.pty_server`): in place of the name of a
+        file that it can't open. It is ``None`` where the shell does not say it, since its file 3 was changed, say.
+
         Raises:
             InfrastructureError: its output was larger than what is kept.
             SessionEnded: the shell ended first.
@@ -169,9 +179,10 @@ class Terminal:
         # Nobody can know the mark, and a shell's echo of what is typed shows it in another form.
         mark = secrets.token_hex(16)
         begin, end = b"\x1e%s\n" % mark.encode(), b"\x1e%s " % mark.encode()
+        # What can't be read can't be run: neither is there a program in it, nor what could stand for one.
+        told = f"{{ :; }} 2>&3 <\"/{mark}/$?\" || printf '\\036%s \\n' {mark}"
         await self.write(
-            f"printf '\\036%s\\n' {mark}; eval \"$(printf %b '{_typed(command)}')\" </dev/null; "
-            f"printf '\\036%s %d\\n' {mark} $?\n".encode()
+            f"printf '\\036%s\\n' {mark}; eval \"$(printf %b '{_typed(command)}')\" </dev/null 3>&-; {told}\n".encode()
         )
         seen = bytearray()
         while (at := seen.find(end)) < 0 or b"\n" not in seen[at:]:
@@ -183,7 +194,13 @@ class Terminal:
                 raise InfrastructureError(f"a detached command's output is limited to {DETACHED_LIMIT} bytes")
         output = bytes(seen[:at])
         output = output[output.find(begin) + len(begin) :]
-        return output, int(seen[at + len(end) :].split(b"\n", 1)[0])
+        return output, await self._status_of(mark.encode())
+
+    async def _status_of(self, mark: bytes) -> int | None:
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(WORD_S), self._changed:
+                await self._changed.wait_for(lambda: self._word[0] == mark or self._code is not None or self._why)
+        return self._word[1] if self._word[0] == mark else None
 
     async def close(self) -> None:
         """Let go of the session, and end it if it is this object's own. May be called again."""
@@ -223,6 +240,8 @@ class Terminal:
             match packet[:1]:
                 case b"o" | b"e":
                     await self._note(stream=packet[:1].decode(), data=packet[1:])
+                case b"w" if word := WORD.fullmatch(packet[1:]):
+                    await self._note(word=(word[1], int(word[2])))
                 case b"x":
                     await self._note(code=int(packet[1:]))
                 case b"t":
@@ -230,8 +249,16 @@ class Terminal:
                 case _:
                     await self._note(why="the session is lost, and its sandbox with it")
 
-    async def _note(self, stream: str = "o", data: bytes = b"", code: int | None = None, why: str = "") -> None:
+    async def _note(
+        self,
+        stream: str = "o",
+        data: bytes = b"",
+        code: int | None = None,
+        why: str = "",
+        word: tuple[bytes, int] | None = None,
+    ) -> None:
         async with self._changed:
+            self._word = word or self._word
             if data:
                 self._waiting[stream].append(data)
                 self._buffered += len(data)

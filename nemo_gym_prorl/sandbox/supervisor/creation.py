@@ -16,7 +16,7 @@ import os
 import signal
 import socket
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from functools import partial
 from pathlib import Path
 
@@ -59,6 +59,7 @@ class Creation:
         children: its children.
         groups: where control groups are made, if they can be.
         runner: what carries out scripts.
+        held: the moulds of all sandboxes that are not gone yet.
         up: told of each that is up, with the variables that its image sets.
         failed: told of each that can't be created, and why.
         ended: told when our child for one that is not being created any more has ended, and with which status;
@@ -73,6 +74,7 @@ class Creation:
         groups: Path | None,
         runner: Runner,
         *,
+        held: Callable[[], Iterable[Mould | None]],
         up: Callable[[Sandbox, dict[str, str]], None],
         failed: Callable[[Sandbox, Message], None],
         ended: Callable[[Sandbox, int | None], None],
@@ -87,7 +89,7 @@ class Creation:
         self._waiting: deque[Sandbox] = deque()
         self._creating: set[Sandbox] = set()
         self._beginning = False
-        self._moulds = Moulds(folder, children)
+        self._moulds = Moulds(folder, children, held)
 
     def begin(self, sandbox: Sandbox) -> None:
         """Create one when it is its turn."""

@@ -80,7 +80,15 @@ class Sandboxes:
         self.on_gone: list[Callable[[str], None]] = []
         """Told the name of each sandbox that is gone."""
         self._creation = Creation(
-            folder, loop, children, groups, runner, up=self._is_up, failed=self._give_up, ended=self._starter_ended
+            folder,
+            loop,
+            children,
+            groups,
+            runner,
+            held=lambda: (sandbox.mould for sandbox in self._all.values()),
+            up=self._is_up,
+            failed=self._give_up,
+            ended=self._starter_ended,
         )
         self._janitor = Servant(loop, children, janitor.serve, self._deleted, self._deletions)
         self._janitor.start()
@@ -281,15 +289,18 @@ class Sandboxes:
             if not self._ticking:
                 self._ticking = True
                 self._loop.call_in(TICK_S, self._tick)
-            self._creation.look_for_first(sandbox)
-            if sandbox.space:
-                self._inits[sandbox.space.init] = sandbox
-                self._watchdog.tell({"forget": sandbox.name})
-            if sandbox.channel:
-                # A first process that we have not heard of yet ends by that.
-                sandbox.channel.shutdown(socket.SHUT_RDWR)
+            guarded(partial(self._take_leave, sandbox))
             self._creation.leave(sandbox)
         self._step_down(sandbox)
+
+    def _take_leave(self, sandbox: Sandbox) -> None:
+        if sandbox.channel:
+            # A first process that we have not heard of yet ends by that.
+            sandbox.channel.shutdown(socket.SHUT_RDWR)
+        self._creation.look_for_first(sandbox)
+        if sandbox.space:
+            self._inits[sandbox.space.init] = sandbox
+            self._watchdog.tell({"forget": sandbox.name})
 
     def _tick(self) -> None:
         """Try again to finish those that are to end, each in its turn."""

@@ -11,7 +11,7 @@ from __future__ import annotations
 import os
 import secrets
 import signal
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -29,7 +29,7 @@ OVERTIME_S = 2.0
 """How much longer than a start may take its mould may take to be made, which first ends in its own way."""
 
 MOST = 256
-"""Moulds that are kept; the one that was not used for longest goes first."""
+"""Moulds that are kept; the one that was not used for longest goes first, of those of which no sandbox is left."""
 
 Waiting = Callable[[Mould | None, Message], None]
 """Is told the mould, or else why there is none."""
@@ -43,11 +43,18 @@ class _Entry:
 
 
 class Moulds:
-    """See the module. ``folder`` is the owner's."""
+    """See the module.
 
-    def __init__(self, folder: Path, children: Children) -> None:
+    Args:
+        folder: the owner's.
+        children: its children.
+        held: those from which sandboxes were made that are not gone yet.
+    """
+
+    def __init__(self, folder: Path, children: Children, held: Callable[[], Iterable[Mould | None]]) -> None:
         self._folder = folder
         self._children = children
+        self._held = held
         self._all: dict[str, _Entry] = {}
         self._program: int | None = None
 
@@ -93,16 +100,20 @@ class Moulds:
             del self._all[key]
         else:
             entry.mould = moulds.received(answer, files)
-            self._forget_oldest()
         for then in waiting:
             then(entry.mould, answer)
+        self._forget_oldest()
 
     def _forget_oldest(self) -> None:
         known = [(key, entry.mould) for key, entry in self._all.items() if entry.mould]
+        if len(known) <= MOST:
+            return
+        held = {id(mould) for mould in self._held()}
         for key, mould in known[:-MOST]:
-            os.close(mould.image)
-            os.close(mould.domain)
-            del self._all[key]
+            if id(mould) not in held:
+                os.close(mould.image)
+                os.close(mould.domain)
+                del self._all[key]
 
 
 def _discard(folder: Path) -> tuple[Message, list[int]]:

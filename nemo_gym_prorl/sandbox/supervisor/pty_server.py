@@ -4,19 +4,23 @@
 The supervisor keeps the controlling end. Who attaches gets one end of a packet socket; each packet is one byte of what
 it is, and its contents:
 
-- to the holder: ``o`` output, ``e`` errors, ``x`` the exit status once all output before it is through, ``t`` that
-  somebody else took the session over;
+- to the holder: ``o`` output, ``e`` errors, ``w`` a word of the program's own, ``x`` the exit status once all output
+  before it is through, ``t`` that somebody else took the session over;
 - from the holder: ``i`` input, ``r`` rows and columns.
 
 One holder at a time. What was put into its socket counts as read; of that, and of what nobody has read yet, up to
 :data:`KEPT` bytes stay for the next holder. A program that has written more while nobody reads waits, as it would on
 any terminal.
+
+A *word* is a mark and a status, ``/MARK/STATUS``, in what the program itself writes to its file 3, a socket: the
+kernel says who writes there, so no other has the program say anything (:meth:`..sessions.pty.Terminal.run_detached`).
 """
 
 from __future__ import annotations
 
 import contextlib
 import os
+import re
 import signal
 import socket
 import struct
@@ -41,6 +45,11 @@ MOST_A_TURN = 8
 
 SIZE = struct.Struct("!HH")
 
+WORD = re.compile(rb"/([0-9a-f]{32})/([0-9]{1,3})")
+
+_CREDENTIALS = struct.Struct("3i")
+_LARGEST_WORD = 4096
+
 
 class Session:
     """One program with its terminal or its three pipes.
@@ -49,9 +58,10 @@ class Session:
         group: the program, whose number is that of its process group.
         sandbox: where it runs.
         ends: our ends of its files: ``i`` input, ``o`` output, ``e`` errors. A terminal is both ``i`` and ``o``.
+        words: our end of where it says its words, which has the kernel say who does.
     """
 
-    def __init__(self, group: int, sandbox: str, ends: dict[str, FileIO], loop: Loop) -> None:
+    def __init__(self, group: int, sandbox: str, ends: dict[str, FileIO], words: socket.socket, loop: Loop) -> None:
         self.group = group
         self.sandbox = sandbox
         self.mode = "pipe" if "e" in ends else "pty"
@@ -61,6 +71,11 @@ class Session:
         self._window = Window(KEPT)
         self._input = b""
         self._holder: socket.socket | None = None
+        self._words = words
+        self._word = b""
+        """The last, until a holder has it."""
+        words.setblocking(False)
+        loop.watch(words, self._hear)
         for end in ends.values():
             os.set_blocking(end.fileno(), False)
         self.turn()
@@ -92,6 +107,7 @@ class Session:
     def close(self) -> None:
         """Hang up."""
         self._let_go()
+        self._loop.drop(self._words)
         while self._ends:
             self._finish(next(iter(self._ends)))
 
@@ -102,13 +118,31 @@ class Session:
         self._take_input()
         if self._holder:
             # Output, or the exit status that its socket had no room for.
-            waits = self._window.next() is not None or (quiet and self.status is not None)
+            waits = bool(self._word) or self._window.next() is not None or (quiet and self.status is not None)
             self._loop.attend(self._holder, self.turn, read=not self._input, write=waits)
         typed = self._ends.get("i")
         outputs = [self._ends.get("o"), self._ends.get("e")]
         for end in set(self._ends.values()):
             reads = end in outputs and not self._window.full
             self._loop.attend(end, self.turn, read=reads, write=end is typed and bool(self._input))
+
+    def _hear(self) -> None:
+        for _ in range(MOST_A_TURN):
+            try:
+                said, ancillary, _flags, _address = self._words.recvmsg(
+                    _LARGEST_WORD, socket.CMSG_SPACE(_CREDENTIALS.size)
+                )
+            except BlockingIOError:
+                return
+            except ConnectionError:
+                said, ancillary = b"", []
+            if not ancillary:
+                # Nobody has the other end any more.
+                self._loop.ignore(self._words)
+                return
+            if _CREDENTIALS.unpack(ancillary[0][2])[0] == self.group and (word := WORD.search(said)):
+                self._word = word[0]
+                self.turn()
 
     def _take_output(self) -> bool:
         """Read as long as there is room; whether there is nothing more for now."""
@@ -131,6 +165,8 @@ class Session:
         return True
 
     def _hand_on(self, quiet: bool) -> None:
+        if self._holder and self._word and self._send(b"w" + self._word):
+            self._word = b""
         for _ in range(2 * MOST_A_TURN):
             if not self._holder or not (piece := self._window.next()):
                 break
@@ -230,12 +266,16 @@ class Sessions:
                 os.fchown(its, sandbox.order["host_uid"], sandbox.order["host_gid"])
                 theirs.append(its)
                 ours[stream] = FileIO(mine, "w" if stream == "i" else "r")
+        words, its_words = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        words.setsockopt(socket.SOL_SOCKET, socket.SO_PASSCRED, 1)
+        theirs.append(its_words.detach())
 
         session: Session | None = None
 
         def started(answer: Message, returned: list[int]) -> None:
             nonlocal session
             if "error" in answer:
+                words.close()
                 for end in ours.values():
                     end.close()
                 request.answer(answer)
@@ -243,7 +283,7 @@ class Sessions:
             if returned:
                 terminal = FileIO(returned[0], "r+")
                 ours.update(i=terminal, o=terminal)
-            session = Session(answer["pid"], sandbox.name, ours, self._loop)
+            session = Session(answer["pid"], sandbox.name, ours, words, self._loop)
             self._all[order["session"]] = session
             self._sandboxes.process_started(sandbox.name, session.group)
             request.answer({"group": session.group})

@@ -188,6 +188,7 @@ class Supervisor:
     def _do_pause(self, request: Request, order: Message, _files: list[int]) -> None:
         sandbox = self._sandboxes.up(order["sandbox"])
         assert sandbox.space
+        assert sandbox.place
         # From now on, or what is started meanwhile would run on.
         sandbox.paused = True
 
@@ -195,7 +196,7 @@ class Supervisor:
             sandbox.paused = "error" not in answer
             request.answer(answer)
 
-        self._children.fork(partial(freezer.pause, sandbox.space), done)
+        self._children.fork(partial(freezer.pause, sandbox.space, sandbox.place), done)
 
     def _do_resume(self, request: Request, order: Message, _files: list[int]) -> None:
         sandbox = self._sandboxes.up(order["sandbox"])

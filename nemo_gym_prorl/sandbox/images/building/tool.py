@@ -12,6 +12,7 @@ import os
 import re
 import secrets
 import shutil
+import stat
 import subprocess
 import sys
 import tempfile
@@ -77,8 +78,9 @@ def run(
     # The two with prefixes are passed on to what runs in containers.
     marked = {f"{prefix}{mark.name}": mark.value for prefix in ("", "APPTAINERENV_", "SINGULARITYENV_")}
     temporary = {f"{prefix}TMPDIR": str(scratch) for prefix in ("", "APPTAINER_", "SINGULARITY_")}
-    if reads is not None and cwd and os.geteuid() == 0:
-        command = build_namespace.confined(command, cwd, reads)
+    given = cwd if reads is not None and os.geteuid() == 0 else None
+    if given and reads is not None:
+        command = build_namespace.confined(command, given, reads)
         # There is no home folder for it, and no capability is missing.
         environ = {name: value for name, value in environ.items() if not name.endswith("_USERNS")} | {"HOME": "/"}
     try:
@@ -104,6 +106,8 @@ def run(
             finally:
                 _live.discard(keeper)
     finally:
+        if given:
+            build_namespace.take_back(given)
         remove_tree(scratch)
     if keeper.returncode not in fine:
         said = " / ".join(line.strip() for line in (errors or output).splitlines() if _is_news(line))
@@ -153,6 +157,9 @@ def runtime_build(
         run([*command, *what], environ, timeout_s, work, reads=[*closed_parts(runtime), *reads])
     else:
         _build_as_user(command, what, environ, timeout_s, work)
+    kind = target.lstat().st_mode if os.path.lexists(target) else 0
+    if not (stat.S_ISDIR(kind) if unpacked else stat.S_ISREG(kind)):
+        raise InfrastructureError(f"{source} put something else in place of the image that was made of it")
     if unpacked:
         rootfs.settle(target)
     else:

@@ -2,17 +2,21 @@
 """Stop everything that runs in a sandbox, and let it go on: for rollouts that wait for something else meanwhile.
 
 A shell must not see that a program of its was stopped, or it takes it for a background job: parents have stopped
-before their children are told to, and continue after them. The container's first process and the child by which it
-notices its supervisor's end are left alone.
+before their children are told to, and continue after them. What forks faster than anybody looks is stopped by the
+kernel after that, which signals all processes of a namespace in one step, in which none is forked. The container's
+first process and the child by which it notices its supervisor's end are left alone.
 """
 
 from __future__ import annotations
 
 import contextlib
 import os
+import select
 import signal
 import time
+from collections.abc import Iterator
 
+from nemo_gym_prorl.sandbox.isolation import inside
 from nemo_gym_prorl.sandbox.limits import threads
 from nemo_gym_prorl.sandbox.supervisor.processes import pidfd
 from nemo_gym_prorl.sandbox.supervisor.rpc.protocol import Message
@@ -24,9 +28,21 @@ PATIENCE_S = 5.0
 _STOPPED = "TtZX"
 
 
-def pause(space: state_dir.Space) -> tuple[Message, list[int]]:
+def pause(space: state_dir.Space, place: inside.Place) -> tuple[Message, list[int]]:
     """Stop what runs, until nothing does: it may start more meanwhile."""
     deadline = time.monotonic() + PATIENCE_S
+    _stop_each(space, deadline)
+    while not _stop_at_once(space, place, deadline):
+        if time.monotonic() > deadline:
+            resume(space)
+            raise OSError("its processes can't be stopped")
+    for pid, started in _own(space):
+        _send(pid, started, signal.SIGCONT)
+    _stop_each(space, deadline)
+    return {}, []
+
+
+def _stop_each(space: state_dir.Space, deadline: float) -> None:
     while running := [(pid, started) for started, pid, state in _programs(space) if state not in _STOPPED]:
         for pid, started in running:
             _send(pid, started, signal.SIGSTOP)
@@ -36,7 +52,33 @@ def pause(space: state_dir.Space) -> tuple[Message, list[int]]:
         if time.monotonic() > deadline:
             resume(space)
             raise OSError(f"processes {[pid for pid, _started in running]} do not stop")
-    return {}, []
+
+
+def _stop_at_once(space: state_dir.Space, place: inside.Place, deadline: float) -> bool:
+    """Have the kernel stop all in the PID namespace but its first process; whether that was done.
+
+    By a process in there, which those inside can stop or kill before it has done so.
+    """
+    done, its = os.pipe()
+    # Or the namespace of who has its number by now would be meant.
+    space_lives = space.alive
+    child = os.fork()
+    if child == 0:
+        try:
+            inside.join(place)
+            if space_lives and os.fork() == 0:
+                os.kill(-1, signal.SIGSTOP)
+                os.write(its, b".")
+        finally:
+            os._exit(0)
+    os.close(its)
+    os.waitpid(child, 0)
+    poll = select.poll()
+    poll.register(done, select.POLLIN)
+    try:
+        return bool(poll.poll(max(0.0, deadline - time.monotonic()) * 1000) and os.read(done, 1))
+    finally:
+        os.close(done)
 
 
 def resume(space: state_dir.Space) -> tuple[Message, list[int]]:
@@ -48,14 +90,22 @@ def resume(space: state_dir.Space) -> tuple[Message, list[int]]:
 
 def _programs(space: state_dir.Space) -> list[tuple[int, int, str]]:
     """Start time, number and state of every process but the container's own, parents first."""
+    return sorted((started, pid, state) for started, pid, state, own in _all(space) if not own)
+
+
+def _own(space: state_dir.Space) -> list[tuple[int, int]]:
+    """Number and start time of what is the container's own beside its first process."""
+    return [(pid, started) for started, pid, _state, own in _all(space) if own and pid != space.init]
+
+
+def _all(space: state_dir.Space) -> Iterator[tuple[int, int, str, bool]]:
+    """Start time, number and state of every process, and whether it is the container's own."""
     line = _line(space.init)
-    found = []
     for pid in space.members():
         with contextlib.suppress(OSError):
             state, parent, *rest = threads.status(pid)
-            if pid != space.init and not (line and int(parent) == space.init and _line(pid) == line):
-                found.append((int(rest[17]), pid, state))
-    return sorted(found)
+            own = pid == space.init or (bool(line) and int(parent) == space.init and _line(pid) == line)
+            yield int(rest[17]), pid, state, own
 
 
 def _runs(pid: int, started: int) -> bool:

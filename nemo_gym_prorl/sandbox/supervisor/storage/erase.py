@@ -6,7 +6,9 @@ far down are moved up first. Files of users that exist only in a sandbox with se
 that joins their user namespace.
 
 What is removed somebody may still hold open and change meanwhile: another sandbox that was handed a folder. So no
-path is looked up twice. Each name is one in a folder that is held open, to which no link led.
+path is looked up twice. Each name is one in a folder that is held open, to which no link led. And as root each folder
+is taken from its owner first, or he could fill it faster than it is emptied, with what is counted as nobody's. An
+ordinary user's sandboxes are all the same owner's: there, who was handed a folder can do so for as long as he lives.
 """
 
 from __future__ import annotations
@@ -20,7 +22,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from nemo_gym_prorl.sandbox.isolation import user_domain
-from nemo_gym_prorl.sandbox.isolation.syscalls import open_folder_beneath
+from nemo_gym_prorl.sandbox.isolation.syscalls import change_mode, open_folder_beneath
 from nemo_gym_prorl.sandbox.limits.walk import FOLDER
 
 
@@ -148,15 +150,14 @@ def _open(name: bytes, above: int | None) -> int:
     try:
         found = os.open(name, FOLDER, dir_fd=above)
     except PermissionError:
-        closed = os.open(name, FOLDER | os.O_PATH, dir_fd=above)
-        try:
-            # What lies open by this number is that folder, whatever has its name by now.
-            os.chmod(f"/proc/self/fd/{closed}", 0o700)
-        finally:
-            os.close(closed)
+        change_mode(name, above, 0o700, os.O_DIRECTORY)
         found = os.open(name, FOLDER, dir_fd=above)
     try:
-        if os.geteuid() and ~os.fstat(found).st_mode & 0o700:
+        status = os.fstat(found)
+        if os.geteuid() == 0 and (status.st_uid or status.st_mode & 0o022):
+            os.fchown(found, 0, 0)
+            os.fchmod(found, 0o700)
+        elif os.geteuid() and ~status.st_mode & 0o700:
             os.fchmod(found, 0o700)
     except OSError:
         os.close(found)
