@@ -10,9 +10,9 @@ The candidate's process is forked before the tester has read its job, so nothing
 it waits. The tester first does everything that could be turned against it: it makes itself undumpable, reads the job
 (the tests and the nonce are then only in its memory), imports whatever the tests import, and shuts the import system,
 so that a changed standard library is never loaded. Only then it hands over the source. The candidate runs without
-capabilities, under resource limits, behind a filter of system calls (no signals: a tester that is stopped holds a place
-for as long as it may take), in a session of its own. Two lines start with the nonce: that the candidate's
-source is about to be run, and the verdict.
+capabilities, under resource limits, behind a filter of system calls (no signals: a tester that is stopped holds its
+place for as long as it may take), in a session of its own. Two lines start with the nonce: that the candidate's source
+is about to be run, and the verdict.
 
 Called as ``python3 -I -c PROGRAM`` (:mod:`nemo_gym_prorl.tasks.program`) with the job as JSON on standard input. What
 it imports is paid for with each rollout, hence as little as will do.
