@@ -7,6 +7,9 @@ from functools import cache
 from importlib.resources import files
 
 
+BYTE_ORDER_MARK = "\ufeff"
+"""Python skips it at a file's beginning, and takes none at that of a text."""
+
 _LOADER = """\
 import sys, types
 def load(name, source):

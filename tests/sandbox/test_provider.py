@@ -10,6 +10,7 @@ import subprocess
 import sys
 from collections.abc import AsyncIterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import aiohttp
@@ -23,6 +24,7 @@ from nemo_gym_prorl.failures import CallerError
 from nemo_gym_prorl.sandbox.gym.spec import container_spec
 from nemo_gym_prorl.sandbox.provider import SandboxStartError, SingularityProvider, close_pools
 from nemo_gym_prorl.sandbox.runtime.apptainer import Runtime
+from nemo_gym_prorl.sandbox.sessions import exec as exec_sessions
 from nemo_gym_prorl.sandbox.sessions import port_forward
 from nemo_gym_prorl.sandbox.sessions.bash import Shell
 
@@ -68,6 +70,20 @@ async def test_gyms_facade_from_start_to_stop(provider: SingularityProvider, tmp
         unknown = await sandbox.exec("true", user="somebody")
         assert (unknown.return_code, unknown.error_type) == (125, "sandbox")
     assert await sandbox.status() == SandboxStatus.STOPPED
+
+
+async def test_a_command_that_is_to_have_no_time_limit_has_none(
+    provider: SingularityProvider, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As Gym's Compose starts its services; others have Gym's 180 s. Here limits are a hundred times shorter."""
+    short = SimpleNamespace(**{**vars(asyncio), "timeout": lambda limit: asyncio.timeout(limit and limit / 100)})
+    async with await AsyncSandbox(provider, SandboxSpec()).start() as sandbox:
+        monkeypatch.setattr(exec_sessions, "asyncio", short)
+        service, other = await asyncio.gather(
+            sandbox.exec("sleep 2.5; echo served", timeout_s=None), sandbox.exec("sleep 100")
+        )
+    assert (service.stdout, service.error_type) == ("served\n", None)
+    assert other.error_type == "timeout"
 
 
 def test_gyms_blocking_facade(image: Path, runtime: Runtime) -> None:

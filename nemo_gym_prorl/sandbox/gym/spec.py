@@ -19,7 +19,7 @@ from pydantic import TypeAdapter
 from nemo_gym_prorl.failures import CallerError
 from nemo_gym_prorl.sandbox import fields
 from nemo_gym_prorl.sandbox.arguments import MOST_OUTPUT, Argv
-from nemo_gym_prorl.sandbox.container import DEFAULT_EXEC_TIMEOUT_S, OUTPUT_LIMIT, ContainerSpec
+from nemo_gym_prorl.sandbox.container import OUTPUT_LIMIT, ContainerSpec
 from nemo_gym_prorl.sandbox.gym.capabilities import required
 from nemo_gym_prorl.sandbox.snapshots import FIELD as SNAPSHOT
 from nemo_gym_prorl.sandbox.spec import MOST_CPUS, MOST_START_TIMEOUT_S, check_fields
@@ -41,7 +41,8 @@ class Settings:
 
     Attributes:
         image: for sandboxes that name none; the default image if not given.
-        exec_timeout_s: for commands without a time limit of their own.
+        exec_timeout_s: for commands without a time limit of their own; none if not given. Gym itself gives a command
+            180 s, unless it is told that there is no limit, as for the services of its Compose.
         output_limit: bytes kept of each output stream of a command.
         warm: sandboxes to keep started ahead, of each of the specifications that were asked for last; see
             :mod:`.warm_pool`.
@@ -51,7 +52,7 @@ class Settings:
     """
 
     image: fields.Text | None = None
-    exec_timeout_s: fields.Seconds = DEFAULT_EXEC_TIMEOUT_S
+    exec_timeout_s: fields.Seconds | None = None
     output_limit: Annotated[fields.Whole, fields.between(0, MOST_OUTPUT)] = OUTPUT_LIMIT
     warm: Annotated[fields.Whole, fields.between(0, MOST_WARM)] = 0
     pull: fields.Flag = True

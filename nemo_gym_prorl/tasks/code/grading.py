@@ -15,7 +15,7 @@ from typing import Any, Literal
 
 from nemo_gym_prorl.failures import AgentError, TaskError
 from nemo_gym_prorl.tasks.code.rows import Problem
-from nemo_gym_prorl.tasks.program import program
+from nemo_gym_prorl.tasks.program import BYTE_ORDER_MARK, program
 from nemo_gym_prorl.tasks.sandbox import Sandbox
 from nemo_gym_prorl.tasks.task import EXHAUSTED, Grade
 from nemo_gym_prorl.tasks.trials import Lost, TakenDown, attempt, settle
@@ -25,7 +25,9 @@ _INSIDE = "nemo_gym_prorl.tasks.code.inside"
 _GRADER = (
     f"{_INSIDE}.grader",
     "nemo_gym_prorl.tasks.inside.privileges",
-    *(f"{_INSIDE}.{name}" for name in ("walls", "zygote", "checkers")),
+    "nemo_gym_prorl.tasks.inside.walls",
+    f"{_INSIDE}.zygote",
+    f"{_INSIDE}.checkers",
 )
 """What runs in the sandbox, as :func:`.program` takes it."""
 
@@ -129,7 +131,7 @@ async def grade_in(
     for name, own in (("time_s", problem.time_limit_s), ("memory_mib", problem.memory_limit_mib)):
         bounds[name] = min(bounds[name], own or bounds[name])
     job = {
-        "source": source,
+        "source": source.removeprefix(BYTE_ORDER_MARK),
         "function": problem.function,
         "tests": [{"input": test.input, "expected": test.expected} for test in problem.tests],
         "checker": problem.checker,
@@ -146,7 +148,7 @@ async def grade_in(
             timeout_s=CLOCK_FACTOR * limits.total_s,
             root=root,
             doubtful=lambda report: bool(report.get("killed")) or report.get("verdict") == Verdict.CRASHED,
-            before=f"ulimit -s {STACK_KIB} 2>/dev/null; ",
+            before=f"ulimit -S -s {STACK_KIB} 2>/dev/null; ",
         )
     except AgentError as error:
         return failed(Verdict.EXHAUSTED, error.reason)

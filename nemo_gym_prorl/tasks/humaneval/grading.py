@@ -15,7 +15,7 @@ from enum import StrEnum
 
 from nemo_gym_prorl.failures import AgentError
 from nemo_gym_prorl.tasks.humaneval.problems import Problem
-from nemo_gym_prorl.tasks.program import program
+from nemo_gym_prorl.tasks.program import BYTE_ORDER_MARK, program
 from nemo_gym_prorl.tasks.sandbox import Sandbox
 from nemo_gym_prorl.tasks.task import EXHAUSTED, Grade
 from nemo_gym_prorl.tasks.trials import Lost, TakenDown, attempt, settle
@@ -96,14 +96,18 @@ async def grade_in(sandbox: Sandbox, problem: Problem, source: str, limits: Grad
         "reference": problem.reference_source,
         "test": problem.test,
         "entry_point": problem.entry_point,
-        "source": source,
+        "source": source.removeprefix(BYTE_ORDER_MARK),
         "timeout_s": limits.timeout_s,
         "limits": asdict(limits) | {"cpu_s": math.ceil(limits.timeout_s) + 1},
     }
     try:
         told = await attempt(
             sandbox,
-            program("nemo_gym_prorl.tasks.humaneval.inside.grader", "nemo_gym_prorl.tasks.inside.privileges"),
+            program(
+                "nemo_gym_prorl.tasks.humaneval.inside.grader",
+                "nemo_gym_prorl.tasks.inside.privileges",
+                "nemo_gym_prorl.tasks.inside.walls",
+            ),
             job,
             timeout_s=limits.timeout_s,
             root=root,

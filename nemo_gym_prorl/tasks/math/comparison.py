@@ -38,7 +38,7 @@ from nemo_gym_prorl.tasks.math.shapes import CLOSED, LIST, MATRIX, SET, TUPLE, V
 from nemo_gym_prorl.tasks.math.unfinished import computing, in_final_form, leaves, unfinished
 from nemo_gym_prorl.tasks.math.unit_words import nouns_of
 from nemo_gym_prorl.tasks.math.values import near_numbers, other_sides, same
-from nemo_gym_prorl.tasks.math.verdicts import Verdict
+from nemo_gym_prorl.tasks.math.verdicts import ANOTHER_VALUE, Verdict
 from nemo_gym_prorl.tasks.math.words import another_base, another_text, congruence, label_and_rest
 
 
@@ -289,7 +289,7 @@ def _valued(gold_text: str, text: str, question: str) -> Judged:
         return Verdict.CONTRADICTORY, f"it also says {others[0]}"
     golds, answers = _meant(golds, answers, wanted, said, question)
     if not any(same(gold, answer) for gold in golds for answer in answers):
-        return Verdict.WRONG, "another value"
+        return Verdict.WRONG, ANOTHER_VALUE
     if left := unfinished(golds[0], answers[0]):
         return Verdict.UNFINISHED, left
     plain = canonical(said.value)

@@ -110,8 +110,8 @@ def _text(record: Mapping[str, Any], names: tuple[str, ...]) -> str:
         raise CallerError("must be text that is not empty", field=name)
     if not is_text(value):
         raise CallerError("holds half a surrogate pair, which is no character", field=name)
-    if name in _ANSWER and not unwrapped(value):
-        raise CallerError("has nothing in its box", field=name)
     if name in _ANSWER and len(value) > MAX_ANSWER_CHARS:
         raise CallerError(f"is longer than {MAX_ANSWER_CHARS} characters", field=name)
+    if name in _ANSWER and not unwrapped(value):
+        raise CallerError("has nothing in its box", field=name)
     return value.strip()

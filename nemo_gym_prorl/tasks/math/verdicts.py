@@ -6,6 +6,10 @@ from __future__ import annotations
 from enum import StrEnum
 
 
+ANOTHER_VALUE = "another value"
+"""Why an answer is wrong if both could be read, and are not the same."""
+
+
 class Verdict(StrEnum):
     """What became of an answer; only the first has a reward."""
 

@@ -126,12 +126,12 @@ def _text(row: Mapping[str, Any], name: str, limit: int) -> str:
         raise CallerError("must be text that is not empty", field=name)
     if not is_text(value):
         raise CallerError("holds half a surrogate pair, which is no character", field=name)
+    if len(value) > limit:
+        raise CallerError(f"is longer than {limit} characters", field=name)
     if name == "expected_answer":
         value = without_box(value)
         if not plain(value):
             raise CallerError("has nothing in its box", field=name)
-    if len(value) > limit:
-        raise CallerError(f"is longer than {limit} characters", field=name)
     return value.strip()
 
 

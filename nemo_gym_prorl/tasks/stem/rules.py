@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """The check by rules, which comes first: it is quick, says why, and nobody can talk it round.
 
-It may leave an answer undecided, which is then for a judge; a choice or a quantity that is plainly another one is
-wrong, and no judge is asked to be generous.
+It may leave an answer undecided, which is then for a judge; a choice, a quantity or a formula of the same letters that
+is plainly another one is wrong, and no judge is asked to be generous.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from enum import StrEnum
 
 from nemo_gym_prorl.tasks.math.checker import MathChecker
-from nemo_gym_prorl.tasks.math.verdicts import Verdict
+from nemo_gym_prorl.tasks.math.verdicts import ANOTHER_VALUE, Verdict
 from nemo_gym_prorl.tasks.stem import quantities
 from nemo_gym_prorl.tasks.stem.answers import plain, words
 from nemo_gym_prorl.tasks.stem.choices import chosen, letter_of
@@ -49,6 +49,7 @@ _GREEK = frozenset(f"\\{name}" for name in _NAMES.split())
 
 
 _CHEMICAL = re.compile(r"(?:(?:[A-Z][a-z]?|\))[0-9]*|[(=-]|\\equiv){2,}")
+_NAME = re.compile(r"(\\[A-Za-z]+|[^\W\d_])(?:_(?:\{[^{}]*\}|\w))?")
 _OPERATORS = re.compile(r"\\nabla(?:\\(?:cdot|times)|\^2)?")
 
 
@@ -125,7 +126,8 @@ class Rules:
                 return Ruled(Ruling.RIGHT, "an equal formula")
             return Ruled(Ruling.UNDECIDED, "an equal formula but for some letters")
         why = f"{checked.verdict}: {checked.detail}"
-        return Ruled(Ruling.WRONG if checked.verdict in _WRONG else Ruling.UNDECIDED, why)
+        wrong = checked.verdict in _WRONG or (checked.detail == ANOTHER_VALUE and _same_terms(problem, answer))
+        return Ruled(Ruling.WRONG if wrong else Ruling.UNDECIDED, why)
 
     def _same(self, option: str, said: str) -> bool:
         one, other = quantities.read(option), quantities.read(said)
@@ -151,10 +153,17 @@ def _marks(text: str) -> list[str]:
 
 def _apart(expected: str, answer: str) -> bool:
     """Whether one is a formula whose parts do not commute, and the other is not the same text."""
-    texts = [re.sub(r"[\s{}_]", "", plain(text).rpartition("=")[2]) for text in (expected, answer)]
-    chemical = any(_CHEMICAL.fullmatch(text) and re.search(r"[2-9]", text) for text in texts)
+    texts = [_bare(text) for text in (expected, answer)]
     operators = [_OPERATORS.findall(text) for text in texts]
-    return (chemical and texts[0] != texts[1]) or operators[0] != operators[1]
+    return (any(map(_is_chemical, texts)) and texts[0] != texts[1]) or operators[0] != operators[1]
+
+
+def _bare(formula: str) -> str:
+    return re.sub(r"[\s{}_]", "", plain(formula).rpartition("=")[2])
+
+
+def _is_chemical(bare: str) -> bool:
+    return _CHEMICAL.fullmatch(bare) is not None and re.search(r"[2-9]", bare) is not None
 
 
 def _letters(formula: str) -> set[str]:
@@ -162,6 +171,25 @@ def _letters(formula: str) -> set[str]:
     right = plain(formula).rpartition("=")[2]
     letters = set(re.findall(r"[^\W\d_]", _COMMAND.sub(" ", right))) - {"e"}  # which stands for exp as well
     return letters | (set(_COMMAND.findall(right)) & _GREEK)
+
+
+def _same_terms(problem: Problem, answer: str) -> bool:
+    """Whether nothing but mathematics is between an answer and the expected one: it uses no other names (but for
+    their case), so it is no other way to call something, and no measured value is expected, which may be rounded."""
+    if problem.kind is Kind.QUANTITY:
+        expected = quantities.read(problem.expected)
+        return expected is not None and expected.digits is None and not _names_in(answer)
+    if any(_is_chemical(_bare(text)) for text in (problem.expected, answer)):
+        return False
+    names, said = _names_in(problem.expected), _names_in(answer)
+    return said <= names or {name.casefold() for name in said} == {name.casefold() for name in names}
+
+
+def _names_in(formula: str) -> set[str]:
+    """Names of variables on the right side, with their indices, and of logarithms, whose base not everybody says."""
+    found = _NAME.finditer(plain(formula).rpartition("=")[2])
+    kept = _GREEK | {r"\ln", r"\log", r"\lg"}
+    return {re.sub(r"[{}]", "", name[0]) for name in found if name[1] in kept or name[1][0] != "\\"}
 
 
 def _is_long(answer: str) -> bool:

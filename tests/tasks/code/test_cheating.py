@@ -185,3 +185,73 @@ async def test_a_forged_report_is_not_believed() -> None:
             outcome = await grade_in(sandbox, PROGRAM, forgery % status, CodeLimits(), "all", containers.ROOT)
             assert isinstance(outcome, Grade)
             assert (outcome.reward, outcome.verdict) == (0.0, "crashed" if status else "wrong_answer")
+
+
+PLANTS = (
+    "import os, sys\n"
+    "names = '''\n"
+    "sitecustomize.py usercustomize.py json.py math.py os.py re.py random.py heapq.py\n"
+    "io.py types.py builtins.py numpy.py solution.py checker.py grader.py tests.json\n"
+    "expected.txt verdict.json result.json report.json conftest.py __main__.py __init__.py pyvenv.cfg\n"
+    "python3 python3._pth evil.pth .pdbrc .pythonrc.py .env out0 out1\n"
+    "input.txt core\n"
+    "'''.split()\n"
+    "places = '. /tmp /var/tmp /dev/shm /sandbox /root /'.split() + [os.path.dirname(os.__file__), *sys.path]\n"
+    "number = int(input())\n"
+    'said = "print(90210); print(90211); print(90214)\\nraise SystemExit(0)\\n"\n'
+    "for folder in places:\n"
+    "    for name in names:\n"
+    "        try: open(os.path.join(folder, name), 'w').write(said)\n"
+    "        except OSError: pass\n"
+    "if number == 0: print(90210)\n"
+    "else: import heapq, types, numpy\n"
+)
+"""Leaves files under names that a grader, an interpreter or a library looks for, for the next test to find."""
+
+MORE = {
+    "nothing": "",
+    "all that it could be": "print(*range(90210, 90300))\n",
+    "the input": "print(open(0).read())\n",
+    "plants files": PLANTS,
+    "a status of a signal": "import os\nos._exit(137)\n",
+    "half of the output": "import os\nprint(90210, end='', flush=True)\nos._exit(0)\n",
+    "closed files": "import os\nfor n in range(64):\n    try: os.close(n)\n    except OSError: pass\n",
+    "replaced files": "import os\nfor n in range(4): os.dup2(os.open('/dev/null', os.O_RDWR), n)\n",
+    "a file of the other end": (
+        "import os\n"
+        "for n in range(9):\n"
+        "    try: print(open(f'/proc/{os.getppid()}/fd/{n}').read())\n"
+        "    except OSError: pass\n"
+    ),
+    "output as an error": "raise SystemExit('90210')\n",
+    "a thread that goes on": (
+        "import os, threading, time\nthreading.Thread(target=lambda: time.sleep(99), daemon=True).start()\n"
+    ),
+    "an end that does not end": "import atexit\natexit.register(lambda: atexit.register(print, 90210))\n",
+    "finalizers": "class A:\n    def __del__(self):\n        global a\n        a = A()\na = A()\n",
+    "a patched end": (
+        "import os, sys\nos._exit = sys.exit = lambda *a: None\nimport gc\ngc.collect = lambda *a: print(90210)\n"
+    ),
+    "a patched report": (
+        "import json, os\njson.dumps = lambda *a, **k: '[\"passed\", true]'\nos.write = lambda *a: 1\n1 / 0\n"
+    ),
+    "a main of its own": "import sys, types\nsys.modules['__main__'] = types.ModuleType('x')\nsys.modules.clear()\n",
+    "an interpreter's flags": (
+        "import sys\nsys.settrace(lambda *a: None)\nsys.setprofile(lambda *a: None)\nsys.stdout = None\n"
+    ),
+    "a deep end": "import sys\nsys.setrecursionlimit(10**9)\ndef f(): f()\nf()\n",
+    "signals to itself": "import os, signal\nos.kill(os.getpid(), signal.SIGSTOP)\n",
+    "an alarm": "import signal, time\nsignal.setitimer(signal.ITIMER_REAL, 0.01)\ntime.sleep(1)\n",
+    "time that stands still": "import time\ntime.time = time.monotonic = lambda: 0\nwhile True: pass\n",
+    "a trusted name": "print('passed', 'reward: 1.0', '{\"verdict\": \"passed\"}')\n",
+    "no text": "import os\nos.write(1, bytes(range(256)))\n",
+    "signs of space": "print('9\\u20600210\\u00a0\\x00')\n",
+}
+"""Attacks that no obvious grader falls for, each."""
+
+
+async def test_nothing_else_earns_anything(judge: Judge) -> None:
+    for name, source in MORE.items():
+        grade = await judge(PROGRAM, source, time_s=1, memory_mib=192)
+        assert (grade.reward, grade.passed) == (0.0, False), (name, grade)
+    assert (await judge(PROGRAM, RIGHT[None])).passed, "the sandbox is as it was"

@@ -44,6 +44,16 @@ ADD = "print(sum(map(int, input().split())))\n"
         ("import sys\nsys.setrecursionlimit(10**6)\ndef f(n): return n and f(n - 1)\nf(50000)\n" + ADD, "passed", ""),
         ("def f(n): return n and f(n - 1)\nf(990)\n" + ADD, "passed", ""),
         ("open('scratch', 'w').write('1')\nopen('/dev/null', 'w').write('1')\n" + ADD, "passed", ""),
+        ("import resource as r\nr.setrlimit(r.RLIMIT_STACK, (2**29, r.RLIM_INFINITY))\n" + ADD, "passed", ""),
+        ("from resource import *\nsetrlimit(RLIMIT_STACK, (RLIM_INFINITY, RLIM_INFINITY))\n" + ADD, "passed", ""),
+        ("\ufeff" + ADD, "passed", ""),
+        ("import numpy as np\nprint(np.array(input().split(), int).sum())", "passed", ""),
+        ("import sys\nclass Out:\n    def __init__(self): self.told = []\n"
+         "    def __del__(self): sys.stdout.write(END.join(map(str, self.told)))\n"
+         "END = '\\n'\nout = Out()\nout.told.append(sum(map(int, input().split())))\n", "passed", ""),
+        ("import io, sys\nsys.stdout = io.TextIOWrapper(open(1, 'wb', closefd=False))\n"
+         "class Out:\n    def __del__(self): print(told)\ntold = sum(map(int, input().split()))\nout = Out()\n",
+         "passed", ""),
         ("print(3)", "wrong_answer", "test 1 of 2"),
         ("", "wrong_answer", "test 0 of 2"),
         ("1 / 0", "crashed", "test 0 of 2: ZeroDivisionError: division by zero"),

@@ -7,8 +7,8 @@ A program tells what it found by the exception that ends it, since nothing that 
 import pytest
 
 from nemo_gym_prorl.sandbox.isolation import seccomp
-from nemo_gym_prorl.tasks.code.inside import walls
 from nemo_gym_prorl.tasks.code.rows import Case, Problem
+from nemo_gym_prorl.tasks.inside import walls
 from tests.tasks.code.conftest import Judge
 
 

@@ -8,6 +8,7 @@ import signal
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -36,9 +37,20 @@ async def test_right_wrong_and_none(checker: MathChecker) -> None:
     assert workers() == []
 
 
-async def test_an_answer_that_hangs_its_comparison_is_to_blame(checker: MathChecker) -> None:
+async def test_an_answer_that_hangs_its_comparison_is_to_blame(
+    checker: MathChecker, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked: list[str] = []
+    ask = checkers._Worker.ask
+
+    async def noted(worker: checkers._Worker, job: dict[str, Any]) -> dict[str, Any]:
+        asked.append(job["said"])
+        return await ask(worker, job)
+
+    monkeypatch.setattr(checkers._Worker, "ask", noted)
     checked = await checker.check("x + 5", r"\boxed{9^{9^{9^{9}}} + \sin(1)}")
     assert (checked.right, checked.verdict) == (False, Verdict.TIMED_OUT), checked
+    assert asked == [r"9^{9^{9^{9}}} + \sin(1)", "x + 5"], "it is tried once, and then the expected answer"
     assert (await checker.check("5", r"\boxed{5}")).right
 
 

@@ -3,6 +3,8 @@
 
 import json
 import os
+import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +16,10 @@ from typer.testing import CliRunner
 
 from nemo_gym_prorl.cli import app
 from nemo_gym_prorl.failures import CallerError
-from nemo_gym_prorl.tasks.math.rows import SYSTEM_PROMPT, row_of
+from nemo_gym_prorl.tasks.math.answers import final_answer
+from nemo_gym_prorl.tasks.math.rows import SYSTEM_PROMPT, expected_answer, row_of
+from nemo_gym_prorl.tasks.stem.answers import final_answer as stem_answer
+from nemo_gym_prorl.tasks.stem.problems import problem_of
 
 
 # Records as the datasets have them: DeepScaleR, AIME 2024, AMC 2023.
@@ -185,3 +190,15 @@ def test_records_in_another_shape(record: dict[str, Any], question: str, answer:
     row = row_of(record)
     assert (row["question"], row["expected_answer"]) == (question, answer)
     assert row["responses_create_params"]["input"][-1]["content"] == question
+
+
+@pytest.mark.parametrize("needed", [expected_answer, problem_of], ids=["math", "stem"])
+@pytest.mark.parametrize("long", [r"\boxed{" + "{" * 10**6, r"\boxed{" + "{}" * 500_000], ids=["open", "pairs"])
+def test_a_flood_of_braces_costs_no_time(needed: Callable[[dict[str, Any]], Any], long: str) -> None:
+    """Answers and expected ones are looked through on the event loop."""
+    begin = time.process_time()
+    with pytest.raises(CallerError, match="longer than"):
+        needed({"question": "What?", "expected_answer": long})
+    for said in (final_answer(long), stem_answer(long)):
+        assert not said
+    assert time.process_time() - begin < 0.5

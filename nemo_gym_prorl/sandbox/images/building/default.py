@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """The images that come with the package: *default*, for tasks that bring no image of their own; *kernel*, which is
-that one with IPython's kernel in it; *math*, which is *kernel* with numpy, scipy and sympy. They are recipes as any
+that one with IPython's kernel and numpy in it; *math*, which is *kernel* with scipy and sympy. They are recipes as any
 other; only who builds them when is said here.
 
 The default image is made of the machine's own distribution's packages where apt is at hand, in seconds and with no
@@ -29,7 +29,7 @@ REGISTRY_BASE = "docker://docker.io/library/python:3.12-slim"
 
 DEFAULT, KERNEL, MATH = "default", "kernel", "math"
 
-KERNEL_WHEELS = ("ipykernel>=6.29,<8",)
+KERNEL_WHEELS = ("ipykernel>=6.29,<8", "numpy>=2,<3")
 
 MATH_WHEELS = ("numpy>=2,<3", "scipy>=1.14,<2", "sympy>=1.13,<2")
 

@@ -26,7 +26,7 @@ import sys
 import types
 from typing import Any, NoReturn
 
-from nemo_gym_prorl.tasks.code.inside import walls
+from nemo_gym_prorl.tasks.inside import walls
 from nemo_gym_prorl.tasks.inside.privileges import drop_privileges
 
 
@@ -153,15 +153,17 @@ def zygote_main(channel: socket.socket) -> None:
     walls.filter_calls(walls.strict(machine))
     os.chdir(job["folder"])
     os.environ["TMPDIR"] = job["folder"]
+    os.environ["OPENBLAS_NUM_THREADS"] = "1"  # numpy's: one for each processor takes all the address space there is
     for what, value in (
         (resource.RLIMIT_AS, job["memory_mib"] << 20),
         (resource.RLIMIT_FSIZE, job["file_mib"] << 20),
         (resource.RLIMIT_NPROC, job["threads"]),
         (resource.RLIMIT_NOFILE, MOST_FILES),
         (resource.RLIMIT_CORE, 0),
-        (resource.RLIMIT_STACK, STACK_BYTES),
     ):
         walls.limit(what, value)
+    # Many a program begins by raising this one; its memory is bounded as it is.
+    walls.limit(resource.RLIMIT_STACK, STACK_BYTES, for_good=False)
     walls.limit_thread_stacks(THREAD_STACK_BYTES)
     try:
         code, granted = get_ready(job)
@@ -284,10 +286,10 @@ def open_standard_files() -> None:
 
 def run_program(job: dict[str, Any], code: types.CodeType) -> int:
     """Run the source as a program; returns its exit status."""
-    module = main_module("__main__", job["name"], {})
+    main_module("__main__", job["name"], {})
     status = 0
     try:
-        exec(code, module.__dict__)
+        exec(code, sys.modules["__main__"].__dict__)
     except SystemExit as error:
         status = 0 if error.code is None else error.code & 0xFF if isinstance(error.code, int) else 1
         if status:
@@ -296,20 +298,22 @@ def run_program(job: dict[str, Any], code: types.CodeType) -> int:
         status = 1
         report_error(error)
     try:
-        finish(module)
+        finish()
     except BaseException as error:
         status = status or 1
         report_error(error)
     return status
 
 
-def finish(module: types.ModuleType) -> None:
-    """What an interpreter does at its end, as far as output depends on it."""
+def finish() -> None:
+    """What an interpreter does at its end, as far as output depends on it. What only the program's module holds goes
+    with it, so that a ``__del__`` still finds the names that it uses."""
     if "threading" in sys.modules:
         sys.modules["threading"]._shutdown()  # waits for threads
     atexit._run_exitfuncs()
     sys.stdout.flush()
-    module.__dict__.clear()
+    sys.stdout = sys.__stdout__
+    sys.modules.pop("__main__", None)
     gc.collect()  # files that nobody closed write what they hold
     if sys.__stdout__ is not None:
         sys.__stdout__.flush()

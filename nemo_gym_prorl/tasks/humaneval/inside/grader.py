@@ -10,8 +10,9 @@ The candidate's process is forked before the tester has read its job, so nothing
 it waits. The tester first does everything that could be turned against it: it makes itself undumpable, reads the job
 (the tests and the nonce are then only in its memory), imports whatever the tests import, and shuts the import system,
 so that a changed standard library is never loaded. Only then it hands over the source. The candidate runs without
-capabilities, under resource limits, in a session of its own. Two lines start with the nonce: that the candidate's
-source is about to be run, and the verdict.
+capabilities, under resource limits, behind a filter of system calls (no signals: a tester that is stopped holds its
+place for as long as it may take), in a session of its own. Two lines start with the nonce: that the candidate's source
+is about to be run, and the verdict.
 
 Called as ``python3 -I -c PROGRAM`` (:mod:`nemo_gym_prorl.tasks.program`) with the job as JSON on standard input. What
 it imports is paid for with each rollout, hence as little as will do.
@@ -29,6 +30,7 @@ import struct
 import sys
 from typing import Any, NoReturn  # most solutions import it: here once for both processes
 
+from nemo_gym_prorl.tasks.inside import walls
 from nemo_gym_prorl.tasks.inside.privileges import drop_privileges, hide
 
 
@@ -163,10 +165,7 @@ def limit_resources(limits: dict[str, int]) -> None:
         (resource.RLIMIT_NOFILE, 256),
         (resource.RLIMIT_CORE, 0),
     ):
-        hard = resource.getrlimit(name)[1]
-        if hard != resource.RLIM_INFINITY:
-            value = min(value, hard)
-        resource.setrlimit(name, (value, value))
+        walls.limit(name, value)
 
 
 def candidate_main(requests: Any, answers: Any) -> None:
@@ -174,6 +173,7 @@ def candidate_main(requests: Any, answers: Any) -> None:
     job = receive(requests)
     limit_resources(job["limits"])
     drop_privileges()
+    walls.filter_calls(walls.strict(os.uname().machine))
     os.chdir(job["folder"])
     try:
         code = compile(job["source"], "solution.py", "exec", dont_inherit=True)

@@ -2,7 +2,8 @@
 """What a process that runs submitted source may not do, though it has its grader's user id.
 
 Without user ids to tell grader and candidate apart, the kernel would let the candidate kill the grader, lower its
-limits, or leave notes for the next test. So three walls go up, and none can be taken down again:
+limits, or leave notes for the next test. So three walls go up, and none can be taken down again
+(a candidate for HumanEval's tests has the first two, and may have children):
 
 - It has no capabilities (:mod:`~nemo_gym_prorl.tasks.inside.privileges`).
 - A filter of system calls: no new processes (threads are fine), hence no fork bombs and nothing that outlives a test;
@@ -90,12 +91,12 @@ def end_with_parent() -> None:
     LIBC.prctl(PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
 
 
-def limit(what: int, value: int) -> None:
-    """Bound a resource of this process and its descendants for good, as far as it is not bounded already."""
+def limit(what: int, value: int, *, for_good: bool = True) -> None:
+    """Bound a resource of this process and its descendants, for good or not, as far as it is not bounded already."""
     hard = resource.getrlimit(what)[1]
     if hard != resource.RLIM_INFINITY:
         value = min(value, hard)
-    resource.setrlimit(what, (value, value))
+    resource.setrlimit(what, (value, value if for_good else hard))
 
 
 def limit_thread_stacks(size: int) -> None:
