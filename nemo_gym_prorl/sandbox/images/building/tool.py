@@ -22,6 +22,7 @@ from nemo_gym_prorl.failures import InfrastructureError
 from nemo_gym_prorl.processes import ProcessMark, keeper_command
 from nemo_gym_prorl.sandbox.images import rootfs
 from nemo_gym_prorl.sandbox.images.building import build_namespace
+from nemo_gym_prorl.sandbox.isolation import user_domain
 from nemo_gym_prorl.sandbox.isolation.syscalls import walled_in
 from nemo_gym_prorl.sandbox.runtime.apptainer import Runtime, private_prefix
 from nemo_gym_prorl.sandbox.supervisor.storage.erase import remove_tree
@@ -152,6 +153,9 @@ def runtime_build(
         reads = [path for path in (base, Path(source)) if path and path.is_dir() and not path.is_relative_to(work)]
         run([*command, *what], environ, timeout_s, work, reads=[*closed_parts(runtime), *reads])
     else:
+        if runtime.flavor == "apptainer" and not all(map(shutil.which, user_domain.HELPERS)):
+            # It insists on them for who has a range of ids, as each account of some distributions, and can do without.
+            command.append("--ignore-subuid")
         _build_as_user(command, what, environ, timeout_s, work)
     if unpacked:
         rootfs.settle(target)
