@@ -101,7 +101,7 @@ class HttpAnswer:
         return _cut(self.body.decode(errors="replace"), limit)
 
     def said(self, limit: int) -> str:
-        """What an error says, for a person: a problem document's detail, else its text; ``limit`` characters at most."""
+        """What an error says, for a person: a problem document's detail or its text, at most ``limit`` characters."""
         try:
             return _cut(Problem.model_validate_json(self.body).detail, limit)
         except ValidationError:
