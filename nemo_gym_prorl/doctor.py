@@ -22,6 +22,7 @@ from enum import StrEnum
 from pathlib import Path
 
 from nemo_gym_prorl.failures import InfrastructureError
+from nemo_gym_prorl.gym.venvs import cut_at_a_space
 from nemo_gym_prorl.sandbox.container import Container, ContainerSpec
 from nemo_gym_prorl.sandbox.disks import in_memory, kind_under
 from nemo_gym_prorl.sandbox.images.building.default import default_image_path
@@ -109,9 +110,11 @@ def examine() -> Iterator[Check]:
 
 def _python() -> Check:
     found = f"{'.'.join(map(str, sys.version_info[:3]))} in {sys.prefix}"
-    if sys.version_info >= MIN_PYTHON:
-        return Check("Python", Level.OK, found)
-    return Check("Python", Level.MISSING, found, "make the environment with Python 3.12 or newer")
+    if sys.version_info < MIN_PYTHON:
+        return Check("Python", Level.MISSING, found, "make the environment with Python 3.12 or newer")
+    if trouble := cut_at_a_space(sys.executable):
+        return Check("Python", Level.MISSING, trouble, "install into a folder whose path has none")
+    return Check("Python", Level.OK, found)
 
 
 def _gym() -> Check:

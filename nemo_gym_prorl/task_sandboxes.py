@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import asyncio
 import dataclasses
-import logging
 from collections.abc import Awaitable, Callable, Mapping
 from typing import Any
 
@@ -24,7 +23,8 @@ from nemo_gym_prorl.sandbox.runtime.apptainer import require_runtime
 from nemo_gym_prorl.tasks.task import SandboxNeeds
 
 
-logger = logging.getLogger(__name__)
+PROGRESS = "prorl: "
+"""How a line in a server's output begins that says what it is about."""
 
 OURS = "singularity"
 """Our own provider."""
@@ -79,9 +79,13 @@ class TaskSandboxes:
         if self._name in LOCAL_PROVIDERS:
             require_runtime().activate()
         if self._image is None and not self._rows_name_images:
-            self._image = str(await asyncio.to_thread(ENSURE[self._own_image], logger.info))
+            self._image = str(await asyncio.to_thread(ENSURE[self._own_image], self._say))
         if self._starter is None:
             self._starter = started.Starter(self._provider)
+
+    def _say(self, message: str) -> None:
+        """Of what may take minutes before the server answers: into its output, where ``prorl serve`` finds it."""
+        print(f"{PROGRESS}sandbox image {self._own_image}: {message}", flush=True)
 
     async def fetch_image(self, needs: SandboxNeeds) -> None:
         """Have the image here that a sandbox starts from.

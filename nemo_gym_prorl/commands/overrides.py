@@ -21,6 +21,7 @@ from omegaconf import DictConfig, OmegaConf
 from nemo_gym_prorl.failures import CallerError
 from nemo_gym_prorl.handlers.service_config import BudgetsConfig, StagesConfig
 from nemo_gym_prorl.sandbox.gym import spec as gym_spec
+from nemo_gym_prorl.tasks.extras import require_extras
 
 
 _KEY = re.compile(r"(?:\+\+|\+|~)?([^=/@]+)=")
@@ -45,6 +46,17 @@ def check_overrides(overrides: Sequence[str], environments: Sequence[str], model
     for override in overrides:
         if found := _KEY.match(override):
             _check(found[1].split("."), known)
+
+
+def check_extras(environments: Sequence[str]) -> None:
+    """Refuse environments of which a server lacks packages that it needs.
+
+    Raises:
+        InfrastructureError: some are not installed; has the command that installs those of all servers.
+    """
+    known = _configuration([f"environments/{name}/config.yaml" for name in environments])
+    servers = [name for value in known.values() for name in value.get("resources_servers", ())]
+    require_extras(*(name.removeprefix("prorl_") for name in servers if name.startswith("prorl_")))
 
 
 def _check(path: list[str], known: Mapping[str, Any]) -> None:

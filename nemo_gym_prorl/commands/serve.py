@@ -12,18 +12,23 @@ import contextlib
 import errno
 import signal
 import socket
+import time
 from collections.abc import Sequence
 from pathlib import Path
 
 from rich.console import Console
 from rich.table import Table
 
-from nemo_gym_prorl.commands.overrides import check_overrides
+from nemo_gym_prorl.commands.overrides import check_extras, check_overrides
 from nemo_gym_prorl.failures import CallerError
 from nemo_gym_prorl.gym.deployment import Death, GymDeployment
+from nemo_gym_prorl.task_sandboxes import PROGRESS
 
 
 START_TIMEOUT_S = 900.0
+
+WAITING_S = 15.0
+"""So often it says which servers do not answer yet."""
 
 
 def serve(
@@ -52,6 +57,7 @@ def serve(
     Raises:
         CallerError: no environment was named, an override can't be one, the head server's port is taken, or the model
             server needs an endpoint.
+        InfrastructureError: packages that a server needs are not installed.
         DeploymentError: the servers do not come up, or Gym itself dies.
     """
     environments = [word for word in words if "=" not in word]
@@ -61,6 +67,7 @@ def serve(
         raise CallerError(f"{model_type} cannot be given engines later: name its endpoint", field="--policy-url")
     overrides = [word for word in words if "=" in word]
     check_overrides(overrides, environments, model_type)
+    check_extras(environments)
     with socket.socket() as probe:
         probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         try:
@@ -85,6 +92,23 @@ def serve(
         asyncio.run(_serve(deployment, console))
 
 
+async def _tell(deployment: GymDeployment, console: Console) -> None:
+    """While it starts: what servers say that they are about, and now and then which of them are waited for."""
+    told, began = 0, time.monotonic()
+    while True:
+        for _ in range(round(WAITING_S)):
+            await asyncio.sleep(1)
+            with contextlib.suppress(FileNotFoundError):
+                said = [
+                    line for line in deployment.log_path.read_text(errors="replace").splitlines() if PROGRESS in line
+                ]
+                for line in said[told:]:
+                    console.print(line.partition(PROGRESS)[2], markup=False, soft_wrap=True)
+                told = len(said)
+        waited_for = ", ".join(deployment.waiting) or "Gym to launch them"
+        console.print(f"{time.monotonic() - began:.0f} s, waiting for {waited_for}", markup=False, soft_wrap=True)
+
+
 async def _serve(deployment: GymDeployment, console: Console) -> None:
     task = asyncio.current_task()
     assert task is not None
@@ -99,7 +123,9 @@ async def _serve(deployment: GymDeployment, console: Console) -> None:
             soft_wrap=True,
         )
 
+    telling = asyncio.create_task(_tell(deployment, console))
     async with deployment:
+        telling.cancel()
         table = Table("Server", "", "URL", box=None, pad_edge=False)
         for instance in deployment.instances.values():
             table.add_row(instance.name, instance.server, instance.url)

@@ -8,6 +8,7 @@ obey, are made visible.
 from __future__ import annotations
 
 import re
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -154,10 +155,10 @@ class Page:
             self._body(f"{key}: {value}", "")
         if job is None:
             return
-        for failure in job.failed_attempts:
-            self._failure("an attempt failed", failure)
-        if job.failure is not None:
-            self._failure(job.state.value.replace("_", " "), job.failure)
+        for failure, times in told_once(job):
+            ended = failure == job.failure
+            title = job.state.value.replace("_", " ") if ended else "an attempt failed"
+            self._failure(title if times == 1 else f"{title}, {times} attempts", failure)
         if not job.state.terminal:
             self._say("it has not ended; what it did is shown when it has", "yellow")
 
@@ -179,6 +180,14 @@ class Page:
     def _body(self, text: str, style: str, indent: int = 2) -> None:
         shown = text if self._full else shorten(text)
         self._console.print(Padding(Text(visible(shown.rstrip("\n")), style=style), (0, 0, 0, indent)))
+
+
+def told_once(job: JobView) -> list[tuple[FailureView, int]]:
+    """What went wrong, oldest first, and how many attempts ended so; why the rollout has failed comes last."""
+    times = Counter(failure.model_dump_json() for failure in job.failed_attempts)
+    last = [] if job.failure is None else [job.failure]
+    told = {failure.model_dump_json(): failure for failure in [*job.failed_attempts, *last]}
+    return sorted(((failure, times[key] or 1) for key, failure in told.items()), key=lambda each: each[0] in last)
 
 
 def turns(output: Sequence[Mapping[str, Any]]) -> Iterator[list[Mapping[str, Any]]]:

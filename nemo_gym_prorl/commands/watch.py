@@ -15,7 +15,7 @@ from rich.table import Table
 from rich.text import Text
 
 from nemo_gym_prorl.commands.jobs import connect
-from nemo_gym_prorl.commands.show import visible
+from nemo_gym_prorl.commands.show import told_once, visible
 from nemo_gym_prorl.failures import CallerError, InfrastructureError, Stage
 from nemo_gym_prorl.rollout.client import ApiError, RolloutClient
 from nemo_gym_prorl.rollout.job import JobState
@@ -102,10 +102,10 @@ def _cells(job: JobView) -> tuple[str, ...]:
 
 
 def _print_failed(console: Console, job: JobView) -> None:
-    """An entry for each attempt that failed: the last one is why the rollout has."""
+    """An entry for each thing that went wrong: the last one is why the rollout has failed."""
     console.print(f"[bold]{escape(job.id)}[/] [red]{job.state}[/]", soft_wrap=True)
-    for failure in [*job.failed_attempts, *([job.failure] if job.failure else [])]:
-        where = f" in {failure.stage}" if failure.stage else ""
+    for failure, times in told_once(job):
+        where = (f" in {failure.stage}" if failure.stage else "") + (f", {times} attempts" if times > 1 else "")
         console.print(
             Padding(Text(visible(f"{failure.kind}{where} ({failure.origin}): {failure.reason}")), (0, 0, 0, 2))
         )

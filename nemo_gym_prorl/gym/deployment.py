@@ -30,6 +30,7 @@ from yarl import URL
 
 from nemo_gym_prorl.gym.command_line import LOG_TAIL_LINES, DeploymentError, GymCli, GymResult
 from nemo_gym_prorl.gym.server_keeper import keeper_program
+from nemo_gym_prorl.gym.venvs import cut_at_a_space
 from nemo_gym_prorl.processes import INTERRUPT_GRACE_S, KILL_S, SETTLE_S, keeper_command, somebody_else_listens
 
 
@@ -121,6 +122,8 @@ class GymDeployment:
             server_python=self._keeper if supervised else None,
         )
         self.instances: dict[str, Instance] = {}
+        self.waiting: list[str] = []
+        """While it starts: instances that do not answer yet, once Gym has launched them."""
         self.start_s = 0.0
         """How long the start took, in seconds."""
         self._config_paths = [str(path) for path in config_paths]
@@ -238,11 +241,8 @@ class GymDeployment:
             await self._wait_ready()
 
     async def _launch(self) -> None:
-        if any(map(str.isspace, self._python)):
-            raise DeploymentError(
-                f"Gym starts its servers by a shell line in which a path ends at a space, and {self._python} has one: "
-                "install into a folder whose path has none"
-            )
+        if trouble := cut_at_a_space(self._python):
+            raise DeploymentError(f"{trouble}: install into a folder whose path has none")
         for folder in (self.work_dir, self._ray_dir):
             folder.mkdir(mode=0o700, parents=True, exist_ok=True)
         for left in (self._up, self._events):
@@ -315,6 +315,7 @@ class GymDeployment:
                         if answered:
                             await self._require_own(name, item.url, "start again, with other ports")
                     waiting = {name: item for (name, item), answered in pairs if not answered}
+                self.waiting = list(waiting or ())
                 await asyncio.sleep(0.2)
 
     async def _require_own(self, name: str, url: str, fix: str) -> None:

@@ -45,6 +45,13 @@ take minutes and then lack this very package, which need not be in any index.
 """
 
 
+def cut_at_a_space(python: str) -> str:
+    """What keeps Gym from starting servers with this interpreter; empty if nothing does."""
+    if not any(map(str.isspace, python)):
+        return ""
+    return f"Gym starts its servers by a shell line in which a path ends at a space, and {python} has one"
+
+
 @dataclass(frozen=True, slots=True)
 class Installation:
     """Where things lie for one interpreter.

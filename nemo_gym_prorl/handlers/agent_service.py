@@ -205,9 +205,9 @@ class ModelBackends:
                 f"model server {self._model.name!r} has a fixed list of backends; use prorl_model to change them",
             )
         if answer.status in (403, 422):  # its own key would be 401
-            raise CallerError(f"{self._model.name} refuses it: {answer.text(2000)}", field="address")
+            raise CallerError(f"{self._model.name} refuses it: {answer.said(2000)}", field="address")
         if not answer.ok:
-            raise ProblemError(502, "model-server-refused", f"{self._model.name}: {answer.text(2000)}")
+            raise ProblemError(502, "model-server-refused", f"{self._model.name}: {answer.said(2000)}")
 
 
 def gym_row(job: Job) -> bytes:

@@ -24,6 +24,7 @@ from urllib.parse import quote
 
 import aiohttp
 import orjson
+from pydantic import ValidationError
 
 from nemo_gym_prorl.failures import (
     FAILURE_KIND_HEADER,
@@ -35,6 +36,7 @@ from nemo_gym_prorl.failures import (
 )
 from nemo_gym_prorl.serving import open_files
 from nemo_gym_prorl.serving.keys import authorization
+from nemo_gym_prorl.serving.problem_document import Problem
 
 
 SERVERS_KINDS = frozenset(FailureKind) - {
@@ -96,8 +98,14 @@ class HttpAnswer:
 
     def text(self, limit: int | None = None) -> str:
         """The body as text; at most ``limit`` characters."""
-        text = self.body.decode(errors="replace")
-        return text if limit is None or len(text) <= limit else text[:limit] + "…"
+        return _cut(self.body.decode(errors="replace"), limit)
+
+    def said(self, limit: int) -> str:
+        """What an error says, for a person: a problem document's detail or its text, at most ``limit`` characters."""
+        try:
+            return _cut(Problem.model_validate_json(self.body).detail, limit)
+        except ValidationError:
+            return self.text(limit)
 
     def json(self) -> Any:
         """The body as JSON.
@@ -194,7 +202,7 @@ class GymServer:
         answer = HttpAnswer(response.status, content, response.headers)
         if (kind := response.headers.get(FAILURE_KIND_HEADER)) is not None:
             blame = TaskError if answer.status in ROWS_FAULT else InfrastructureError
-            raise blame(f"{self.name} {path}: {answer.text(2000)}", kind=_known_kind(kind))
+            raise blame(f"{self.name} {path}: {answer.said(2000)}", kind=_known_kind(kind))
         return answer
 
     async def _request(
@@ -284,7 +292,7 @@ def require_ok(answer: HttpAnswer, what: str, kind: FailureKind, refusal: type[R
     """
     if answer.ok:
         return
-    reason = f"{what}: HTTP {answer.status}: {answer.text(2000)}"
+    reason = f"{what}: HTTP {answer.status}: {answer.said(2000)}"
     if answer.status in ROWS_FAULT:
         raise refusal(reason)
     raise InfrastructureError(reason, kind=FailureKind.SESSION_LOST if answer.status == 410 else kind)
@@ -300,6 +308,10 @@ def json_of(answer: HttpAnswer, what: str, kind: FailureKind) -> Any:
         return answer.json()
     except orjson.JSONDecodeError as error:
         raise InfrastructureError(f"{what} answered no JSON: {answer.text(500)}", kind=kind) from error
+
+
+def _cut(text: str, limit: int | None) -> str:
+    return text if limit is None or len(text) <= limit else text[:limit] + "…"
 
 
 def _known_kind(kind: str) -> FailureKind:

@@ -85,7 +85,7 @@ class ToolAnswers:
             trouble.refused_s += pause
             await asyncio.sleep(pause)
         if answer.status in _REFUSALS | _GATEWAYS:
-            raise InfrastructureError(f"tool {tool!r}: HTTP {answer.status}: {answer.text(500)}")
+            raise InfrastructureError(f"tool {tool!r}: HTTP {answer.status}: {answer.said(500)}")
         for count in (self._in_row, trouble.in_row):
             count[tool] = count[tool] + 1 if answer.status == 500 else 0
             if not count[tool]:
@@ -94,6 +94,6 @@ class ToolAnswers:
         if trouble.in_row[tool] >= BROKEN_AFTER or self._in_row[tool] >= BROKEN_FOR_ALL_AFTER:
             raise InfrastructureError(
                 f"tool {tool!r} is broken: it has answered with HTTP 500 {failed} times in a row, and now: "
-                f"{answer.text(500)}"
+                f"{answer.said(500)}"
             )
         return answer

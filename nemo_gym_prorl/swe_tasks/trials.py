@@ -81,7 +81,7 @@ async def bench(package: Package, tree: Path, image: Path) -> AsyncIterator[Benc
         try:
             assert isinstance(sandbox, HasFiles)
             await sandbox.write_file("/tmp/tree.tar", await asyncio.to_thread(_packed, tree))
-            done = await sandbox.exec(f"mkdir {REPOSITORY} && tar xf /tmp/tree.tar -C {REPOSITORY}")
+            done = await sandbox.exec(f"mkdir {REPOSITORY} && tar xf /tmp/tree.tar --no-same-owner -C {REPOSITORY}")
             if done.return_code:
                 raise InfrastructureError(f"{package.name} can't be unpacked in a sandbox: {done.stderr}")
             yield Bench(package, tree, sandbox)

@@ -2,6 +2,12 @@
 """Mathematical problems with Python in sandboxes, as a Gym resources server: its settings and its task, served by
 ``nemo_gym_prorl``."""
 
+from nemo_gym_prorl.tasks.extras import start_with
+
+
+if __name__ == "__main__":
+    start_with("math")
+
 from typing import ClassVar
 
 from pydantic import Field

@@ -1,6 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
 """Questions of science with search and Python, as a Gym resources server: its settings and its task."""
 
+from nemo_gym_prorl.tasks.extras import require_extras, start_with
+
+
+if __name__ == "__main__":
+    start_with("stem")
+
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -17,7 +23,7 @@ from nemo_gym_prorl.tasks.stem.quantities import RELATIVE_TOLERANCE
 from nemo_gym_prorl.tasks.stem.rules import Rules
 from nemo_gym_prorl.tasks.stem.search.settings import SearchSettings, engine_of
 from nemo_gym_prorl.tasks.stem.search.tool import SearchTool
-from nemo_gym_prorl.tasks.stem.task import Stem, require_packages
+from nemo_gym_prorl.tasks.stem.task import Stem
 from nemo_gym_prorl.tasks.task import HasEnd
 
 
@@ -47,7 +53,7 @@ class ProRLStemServer(TaskServer):
 
     def make_task(self) -> Stem:
         """The task with its search engine, its checker of formulas and its judge, if there is one."""
-        require_packages()
+        require_extras("stem")
         config = self.config
         engine = engine_of(config.search, SAMPLE)
         formulas = MathChecker(CheckLimits(config.checking_cpu_s, config.checking_memory_mib, config.checking_workers))

@@ -1,6 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
 """Software engineering in sandboxes, as a Gym resources server: its settings and its task."""
 
+from nemo_gym_prorl.tasks.extras import start_with
+
+
+if __name__ == "__main__":
+    start_with("swe")
+
 from typing import ClassVar
 
 from pydantic import Field

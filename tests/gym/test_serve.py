@@ -5,6 +5,7 @@
 """
 
 import asyncio
+import io
 import os
 import re
 import shutil
@@ -18,8 +19,11 @@ from typing import Any
 
 import aiohttp
 import pytest
+from rich.console import Console
 
+from nemo_gym_prorl.commands import serve
 from nemo_gym_prorl.failures import InfrastructureError
+from nemo_gym_prorl.gym.deployment import GymDeployment
 from nemo_gym_prorl.handlers.service_config import StagesConfig
 from nemo_gym_prorl.nemo_rl.services import Servers, with_engines
 from nemo_gym_prorl.processes import ProcessMark
@@ -259,3 +263,23 @@ async def test_what_it_cannot_do_it_says_in_a_line(service: Service, tmp_path: P
         assert f"port {port} is taken" in await said("prorl_code", "--head-port", port)
     unknown = await said("no_such_environment", "--head-port", str(service.head_port))
     assert "no_such_environment" in unknown
+
+
+async def test_while_it_starts_it_says_what_is_built_and_who_is_waited_for(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setattr(serve, "WAITING_S", 1.0)
+    deployment = GymDeployment(work_dir=tmp_path / "gym")
+    page = io.StringIO()
+    telling = asyncio.create_task(serve._tell(deployment, Console(file=page, width=200)))
+    await asyncio.sleep(1.5)
+    assert "1 s, waiting for Gym to launch them" in page.getvalue()
+    (tmp_path / "gym").mkdir()
+    deployment.log_path.write_text("(prorl_math) prorl: sandbox image math: building math\nsomething else\n")
+    deployment.waiting = ["prorl_math"]
+    await asyncio.sleep(1.5)
+    telling.cancel()
+    said = page.getvalue().splitlines()
+    assert said.count("sandbox image math: building math") == 1
+    assert said[-1].endswith(" s, waiting for prorl_math")
+    assert "something else" not in said

@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 from nemo_gym_prorl.failures import CallerError, FailureKind, InfrastructureError, TaskError
 from nemo_gym_prorl.handlers import tool_answers
 from nemo_gym_prorl.handlers.gym_http import Address, HttpAnswer, addresses, in_header, in_path, require_ok
+from nemo_gym_prorl.serving.problems import ProblemError
 from tests.handlers.peers import COLLECTED, ROW, Environment, Policy, deployment, once, reference, status, until
 
 
@@ -26,6 +27,15 @@ def test_a_status_is_an_answer_or_somebodys_fault(code: int) -> None:
         assert isinstance(raised.value, InfrastructureError) == (code not in (400, 413, 415, 422))
     if code == 410:
         assert raised.value.kind is FailureKind.SESSION_LOST
+
+
+@pytest.mark.parametrize("code", [422, 500])
+def test_of_a_problem_document_what_it_says_is_told(code: int) -> None:
+    document = ProblemError(code, "invalid-request", "image: there is none", errors=[{"field": "image"}]).problem
+    answer = HttpAnswer(code, document.model_dump_json().encode(), {})
+    with pytest.raises((CallerError, InfrastructureError)) as raised:
+        require_ok(answer, "prorl_swe /seed_session", FailureKind.VERIFIER_ERROR)
+    assert raised.value.reason == f"prorl_swe /seed_session: HTTP {code}: image: there is none"
 
 
 @pytest.mark.parametrize("code", [301, 307, 401, 403, 404, 405, 408, 409, 410, 429, 500, 503])

@@ -129,13 +129,16 @@ async def test_rollouts_of_a_service_by_id_group_state_and_failure() -> None:
         await client.submit({**params, "plan": retried}, id="late", group="h")
         await client.submit({**params, "plan": {"run": [{"seconds": 600}]}}, id="live")
         await client.submit({**params, "plan": {"run": [{"how": "defect"}]}}, id="bug", max_attempts=1)
+        twice = {"init": [{"how": "infrastructure"}, {"how": "infrastructure"}]}
+        await client.submit({**params, "plan": twice}, id="gone", max_attempts=2)
         async with asyncio.timeout(30):
-            for ends in ("good", "bad", "late", "bug"):
+            for ends in ("good", "bad", "late", "bug", "gone"):
                 await client.wait(ends)
         shown = {
             "show good": ["good: succeeded, reward 1", "stage", "run"],
             "show bad": ["bad: failed", "agent_run_error (agent)", "the agent gave up"],
             "show late": ["late: succeeded", "an attempt failed in init", "the sandbox is gone"],
+            "show gone": ["failed, 2 attempts in init", "the sandbox is gone"],
             "show bug": ["bug: failed", "KeyError: 'a bug'", "Traceback (most recent call last)"],
             "show live": ["live: ", "it has not ended"],
             "status --group g": ["good", "bad", "2 rollouts"],
@@ -144,13 +147,16 @@ async def test_rollouts_of_a_service_by_id_group_state_and_failure() -> None:
                 "bad failed",
                 "agent_run_error in run (agent): the agent gave up",
                 "Traceback",
-                "2 rollouts",
+                "in init, 2 attempts (infrastructure): the sandbox is gone",
+                "3 rollouts",
             ],
         }
         for command, parts in shown.items():
             code, output = await prorl(*command.split(), url=url)
             assert code == 0, output
             assert [part for part in parts if part not in output] == [], (command, output)
+            assert output.count("the agent gave up") <= 1, output
+            assert output.count("the sandbox is gone") <= 1, output
         assert "live" not in (await prorl("status", "--group", "g", url=url))[1]
         code, output = await prorl("status", "--state", "sleeping", url=url)
         assert (code, "state" in output, "Traceback" in output) == (1, True, False)

@@ -14,12 +14,14 @@ import shutil
 import subprocess
 import sys
 import tempfile
+from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
 
 from nemo_gym_prorl.failures import InfrastructureError
 from nemo_gym_prorl.sandbox.images.cache import cache_dir
+from nemo_gym_prorl.sandbox.isolation.user_domain import HELPERS
 from nemo_gym_prorl.sandbox.runtime.apptainer import Runtime
 from tests.sandbox.database import ensure_database_image
 
@@ -87,17 +89,35 @@ def test_everything_works_for_an_ordinary_user(image: Path, runtime: Runtime, pa
     with contextlib.suppress(InfrastructureError):
         # The user can't make images in root's cache.
         ensure_database_image(runtime)
+    _run_tests(runtime, *chosen, *map(str, files_of(part)))
+
+
+@pytest.mark.sandbox
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root can give this user a range")
+def test_a_user_with_a_range_and_without_the_programs_for_it_builds_images(runtime: Runtime, tmp_path: Path) -> None:
+    """As Debian's ``useradd`` makes accounts, where the package ``uidmap`` is not installed."""
+    table = tmp_path / "range"
+    table.write_text(f"{ACCOUNT.pw_name}:100000:65536\n")
+    covered = [f"mount --bind {table} /etc/sub{kind}" for kind in ("uid", "gid")]
+    covered += [f"mount --bind /dev/null {found}" for name in HELPERS if (found := shutil.which(name))]
+    first = ("unshare", "--mount", "sh", "-ec", "; ".join([*covered, 'exec "$@"']), "sh")
+    test = "test_a_template_becomes_an_image_that_starts_by_its_name"
+    _run_tests(runtime, f"{HERE / 'test_images_build.py'}::{test}", first=first)
+
+
+def _run_tests(runtime: Runtime, *words: str, first: Sequence[str] = ()) -> None:
+    """Run pytest with these words as the user, in a folder of his own; ``first`` is what starts that as root."""
     home = Path(tempfile.mkdtemp(prefix="prorl-u-"))
     # Who is in a sandbox with several users has no rights by a group that none of them is in.
     os.chown(home, USER, ACCOUNT.pw_gid)
     try:
         done = subprocess.run(
             [
+                *first,
                 *(sys.executable, str(HERE / "as_user.py"), str(USER)),
                 *(sys.executable, "-m", "pytest", "-q", "-x", "--reruns=1", "-p", "no:cacheprovider"),
                 *("--basetemp", str(home / "t")),
-                *chosen,
-                *map(str, files_of(part)),
+                *words,
             ],
             cwd=HERE.parents[1],
             env={

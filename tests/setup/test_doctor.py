@@ -7,6 +7,8 @@ import os
 import re
 import subprocess
 import sys
+import sysconfig
+import venv
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -49,6 +51,17 @@ def test_after_setup_nothing_is_missing(image: Path) -> None:
     healthy = prorl("doctor")
     assert healthy.returncode == 0, healthy.stdout
     assert str(image) in healthy.stdout.replace("\n", "")
+
+
+def test_a_folder_in_whose_path_servers_do_not_start_is_named(tmp_path: Path) -> None:
+    folder = tmp_path / "my files"
+    venv.create(folder, symlinks=True)
+    code = "from nemo_gym_prorl.doctor import _python; check = _python(); print(check.level, check.found, check.fix)"
+    paths = [str(Path(__file__).parents[2]), sysconfig.get_path("purelib")]
+    environ = {**os.environ, "PYTHONPATH": os.pathsep.join(paths)}
+    said = subprocess.check_output([folder / "bin/python", "-c", code], env=environ, text=True)
+    assert said.startswith("missing Gym starts its servers by a shell line")
+    assert f"{folder}/bin/python has one install into a folder whose path has none" in said
 
 
 def test_on_a_bare_machine_it_says_what_to_do(empty_cache: Path) -> None:

@@ -6,6 +6,7 @@ from __future__ import annotations
 import hashlib
 import io
 import json
+import os
 import subprocess
 import tarfile
 from pathlib import Path
@@ -20,7 +21,7 @@ from nemo_gym_prorl.swe_tasks.making import MAKING, PARTIAL, ROWS, make
 from nemo_gym_prorl.swe_tasks.mutations import Mutation
 from nemo_gym_prorl.swe_tasks.outcomes import Effect
 from nemo_gym_prorl.swe_tasks.packages import Package
-from nemo_gym_prorl.swe_tasks.trials import Bug
+from nemo_gym_prorl.swe_tasks.trials import Bug, bench
 from nemo_gym_prorl.tasks.swe.instance import row_of
 from scripts.verify_swe_tasks import attempts, verify
 
@@ -98,6 +99,16 @@ async def test_a_package_becomes_tasks_that_are_graded_as_they_should(tmp_path: 
     assert sorted(outcome.attempt.kind for outcome in outcomes) == ["fix"] * 3 + ["half"] * 2 + ["nothing"] * 3
     # Made once: what was interrupted goes on where it was.
     assert await make([package], 2, tmp_path, require_runtime(), silent) == [made]
+
+
+@pytest.mark.sandbox
+async def test_the_files_of_an_ordinary_user_are_unpacked_in_a_sandbox_too(tmp_path: Path, image: Path) -> None:
+    package = distribution(tmp_path / "sources")
+    tree = packages.unpack(package, tmp_path / "sources", tmp_path / "tree")
+    for path in (tree, *tree.iterdir()):
+        os.chown(path, *((1001, 1001) if os.geteuid() == 0 else (-1, -1)))
+    async with bench(package, tree, image):
+        pass
 
 
 def test_a_repository_has_the_bug_and_not_its_tests(tmp_path: Path) -> None:

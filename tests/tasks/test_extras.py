@@ -2,11 +2,15 @@
 """What a server says whose extra is not installed, and that it says so before anything else."""
 
 import importlib.util
+import subprocess
+import sys
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
 
+from nemo_gym_prorl.commands.overrides import check_extras
 from nemo_gym_prorl.failures import InfrastructureError
 from nemo_gym_prorl.tasks import extras
 from nemo_gym_prorl.tasks.math.checker import MathChecker
@@ -16,6 +20,9 @@ from nemo_gym_prorl.tasks.swe.repository import PatchLimits
 from nemo_gym_prorl.tasks.swe.task import SoftwareEngineering
 from nemo_gym_prorl.tasks.workbench.workspace import ToolLimits
 from resources_servers.prorl_stem.app import ProRLStemServer
+
+
+APP = Path(__file__).parents[2] / "resources_servers/prorl_math/app.py"
 
 
 def without(module: str) -> Callable[[str], Any]:
@@ -41,3 +48,37 @@ def test_software_engineering_without_log_parsers_says_how_to_get_them(monkeypat
     monkeypatch.setattr(extras.importlib.util, "find_spec", without("swebench"))
     with pytest.raises(InfrastructureError, match=r"swebench\. pip install 'nemo-gym-prorl\[swe\]'"):
         SoftwareEngineering(ToolLimits(), PatchLimits(), GradingLimits(testing.TestLimits()))
+
+
+HIDDEN = (
+    "import importlib.util, runpy, sys; found = importlib.util.find_spec\n"
+    "importlib.util.find_spec = lambda name, *of: None if name == 'math_verify' else found(name, *of)\n"
+)
+
+
+@pytest.mark.parametrize(
+    ("started", "says"),
+    [
+        (
+            "sys.argv = ['prorl', 'serve', 'prorl_math', '--policy-model=m']; from nemo_gym_prorl.cli import main",
+            "prorl",
+        ),
+        (f"main = lambda: runpy.run_path({str(APP)!r}, run_name='__main__')", "prorl_math"),
+    ],
+    ids=["prorl serve", "the server itself"],
+)
+def test_what_is_started_without_it_says_so_in_a_line(started: str, says: str, tmp_path: Path) -> None:
+    code = f"{HIDDEN}{started}\nmain()"
+    done = subprocess.run(
+        [sys.executable, "-c", code], cwd=tmp_path, capture_output=True, text=True, check=False, timeout=200
+    )
+    assert (done.returncode, done.stdout) == (1, "")
+    assert done.stderr == f"{says}: not installed: math_verify. pip install 'nemo-gym-prorl[math]'\n"
+
+
+def test_what_servers_of_a_mixture_lack_is_said_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    check_extras(["prorl_mixture", "prorl_code", "no_such_environment"])
+    monkeypatch.setattr(extras.importlib.util, "find_spec", lambda name: None)
+    check_extras(["prorl_code"])
+    with pytest.raises(InfrastructureError, match=r"math_verify, bm25s.*swebench\. pip install '.*\[math,stem,swe\]'"):
+        check_extras(["prorl_mixture"])

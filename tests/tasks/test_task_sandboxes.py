@@ -1,11 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
 """What rows ask of their sandboxes: had, or refused in the row's own words; the server's mistakes stay its own."""
 
+from pathlib import Path
 from typing import Any
 
 import pytest
 
+from nemo_gym_prorl import task_sandboxes
 from nemo_gym_prorl.failures import CallerError, InfrastructureError
+from nemo_gym_prorl.sandbox.images.cache import Progress
 from nemo_gym_prorl.task_sandboxes import TaskSandboxes
 from nemo_gym_prorl.tasks.task import SandboxNeeds
 from tests.tasks import containers
@@ -16,6 +19,20 @@ pytestmark = pytest.mark.sandbox
 
 def ours(image: str | None = None, **options: Any) -> TaskSandboxes:
     return TaskSandboxes({"singularity": options}, image or containers.image(), rows_name_images=False)
+
+
+async def test_while_its_image_is_built_it_says_so(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def build(say: Progress) -> Path:
+        say("building kernel")
+        return Path(containers.image())
+
+    monkeypatch.setattr(task_sandboxes, "ENSURE", {"kernel": build})
+    sandboxes = TaskSandboxes({"singularity": {}}, None, rows_name_images=False)
+    await sandboxes.get_ready()
+    await sandboxes.aclose()
+    assert capsys.readouterr().out == "prorl: sandbox image kernel: building kernel\n"
 
 
 async def test_what_a_row_does_not_ask_for_is_as_configured() -> None:

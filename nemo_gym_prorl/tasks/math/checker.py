@@ -25,7 +25,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from nemo_gym_prorl.failures import FailureKind, InfrastructureError, TaskError
-from nemo_gym_prorl.tasks.extras import require_extra
+from nemo_gym_prorl.tasks.extras import require_extras
 from nemo_gym_prorl.tasks.math.answers import MAX_ANSWER_CHARS, final_answer, unwrapped
 from nemo_gym_prorl.tasks.math.verdicts import Verdict
 
@@ -92,7 +92,7 @@ class MathChecker:
     """
 
     def __init__(self, limits: CheckLimits | None = None) -> None:
-        require_extra("math", "math_verify")
+        require_extras("math")
         self._limits = limits or CheckLimits()
         self._workers = [_Worker() for _ in range(self._limits.workers)]
         self._free: asyncio.LifoQueue[_Worker] = asyncio.LifoQueue()

@@ -76,6 +76,11 @@ def expected_answer(row: Mapping[str, Any]) -> str:
     return _text(row, ("expected_answer",))
 
 
+def missing(record: Mapping[str, Any], name: str) -> CallerError:
+    """What is said of a record without a field that has to be there."""
+    return CallerError(f"missing; there are {', '.join(map(str, record)) or 'no fields'}", field=name)
+
+
 def _plain(record: Mapping[str, Any]) -> dict[str, Any]:
     """A record with the names of its fields in lower case, and with verl's as fields like any other."""
     plain = {str(name).lower(): value for name, value in record.items()}
@@ -102,7 +107,7 @@ def truth_of(record: Mapping[str, Any]) -> object:
 def _text(record: Mapping[str, Any], names: tuple[str, ...]) -> str:
     name = next((name for name in names if record.get(name) is not None), None)
     if name is None:
-        raise CallerError(f"missing; there are {', '.join(map(str, record)) or 'no fields'}", field=names[0])
+        raise missing(record, names[0])
     value = record[name]
     if isinstance(value, int | float) and not isinstance(value, bool) and name in _ANSWER:
         value = repr(value)

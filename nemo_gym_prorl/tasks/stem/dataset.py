@@ -12,7 +12,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from nemo_gym_prorl.failures import CallerError
-from nemo_gym_prorl.tasks.math.rows import asked_in, truth_of
+from nemo_gym_prorl.tasks.math.rows import asked_in, missing, truth_of
 from nemo_gym_prorl.tasks.stem.answers import final_answer
 from nemo_gym_prorl.tasks.stem.choices import chosen
 from nemo_gym_prorl.tasks.stem.problems import problem_of, row_for
@@ -93,8 +93,10 @@ def _question(record: Mapping[str, Any]) -> str:
         question = asked_in(question)
         if question is None:
             raise CallerError("has no message of a user", field=name)
+    if question is None:
+        raise missing(record, name)
     if not isinstance(question, str):
-        raise CallerError("missing" if question is None else "must be text", field=name)
+        raise CallerError("must be text", field=name)
     return question
 
 
@@ -110,4 +112,4 @@ def _answer(record: Mapping[str, Any]) -> Any:
             if (answer := answer_in(solution)) is None:
                 raise CallerError("its final answer is not plain to see; give it as `answer`", field=name)
             return answer
-    raise CallerError("missing", field=_ANSWER[1])
+    raise missing(record, _ANSWER[1])

@@ -10,7 +10,6 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from nemo_gym_prorl.failures import CallerError
-from nemo_gym_prorl.tasks.extras import require_extra
 from nemo_gym_prorl.tasks.final_message import final_message
 from nemo_gym_prorl.tasks.stem.answers import MAX_ANSWER_CHARS, final_answer
 from nemo_gym_prorl.tasks.stem.judge import Judge, Verdict
@@ -26,15 +25,6 @@ from nemo_gym_prorl.tasks.workbench.workspace import ToolLimits, Workspace
 QUESTION_FILE = "question.txt"
 
 Tools = OpenTogether[Workspace, OpenSearch]
-
-
-def require_packages() -> None:
-    """See that the extra ``stem`` is installed.
-
-    Raises:
-        InfrastructureError: it is not, or not all of it.
-    """
-    require_extra("stem", "math_verify", "bm25s", "numpy", "pint", "Stemmer")
 
 
 class Stem:

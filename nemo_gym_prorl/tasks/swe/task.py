@@ -8,7 +8,7 @@ from dataclasses import replace
 from functools import partial
 from typing import Any
 
-from nemo_gym_prorl.tasks.extras import require_extra
+from nemo_gym_prorl.tasks.extras import require_extras
 from nemo_gym_prorl.tasks.swe.bench import Bench, Benches
 from nemo_gym_prorl.tasks.swe.changes import Solution
 from nemo_gym_prorl.tasks.swe.grading import Grader, GradingLimits
@@ -32,7 +32,7 @@ class SoftwareEngineering:
     """
 
     def __init__(self, tools: ToolLimits, patches: PatchLimits, grading: GradingLimits) -> None:
-        require_extra("swe", "swebench")
+        require_extras("swe")
         self._repositories = Repositories(patches)
         self._grader = Grader(self._repositories, grading)
         self.tools = Benches(tools)

@@ -96,7 +96,7 @@ def test_commands(tmp_path: Path) -> None:
     source.write_bytes(orjson.dumps(SCP) + b"\n" + orjson.dumps({"problem": "?"}) + b"\n")
     result = CliRunner().invoke(app, ["data", "stem", str(source), "-o", str(output)])
     assert result.exit_code == 1
-    assert "line 2: answer: missing" in result.stderr
+    assert "line 2: answer: missing; there are problem" in result.stderr
     assert [orjson.loads(line)["expected_answer"] for line in output.read_bytes().splitlines()] == ["19.8"]
 
     corpus, text = tmp_path / "corpus.jsonl", tmp_path / "notes.txt"

@@ -23,6 +23,7 @@ from nemo_gym_prorl.failures import InfrastructureError
 from nemo_gym_prorl.processes import ProcessMark, keeper_command
 from nemo_gym_prorl.sandbox.images import rootfs
 from nemo_gym_prorl.sandbox.images.building import build_namespace
+from nemo_gym_prorl.sandbox.isolation import user_domain
 from nemo_gym_prorl.sandbox.isolation.syscalls import walled_in
 from nemo_gym_prorl.sandbox.runtime.apptainer import Runtime, private_prefix
 from nemo_gym_prorl.sandbox.supervisor.storage.erase import remove_tree
@@ -156,6 +157,9 @@ def runtime_build(
         reads = [path for path in (base, Path(source)) if path and path.is_dir() and not path.is_relative_to(work)]
         run([*command, *what], environ, timeout_s, work, reads=[*closed_parts(runtime), *reads])
     else:
+        if runtime.flavor == "apptainer" and not all(map(shutil.which, user_domain.HELPERS)):
+            # It insists on them for who has a range of ids, as each account of some distributions, and can do without.
+            command.append("--ignore-subuid")
         _build_as_user(command, what, environ, timeout_s, work)
     kind = target.lstat().st_mode if os.path.lexists(target) else 0
     if not (stat.S_ISDIR(kind) if unpacked else stat.S_ISREG(kind)):
