@@ -18,6 +18,7 @@ from nemo_gym_prorl.nemo_rl.configuration import RECIPES, file_of, names_of
 from nemo_gym_prorl.nemo_rl.groups import group_of
 from nemo_gym_prorl.nemo_rl.settings import settings_of
 from nemo_gym_prorl.nemo_rl.shaping import Shaping
+from nemo_gym_prorl.rollout.tokens import take_tokens
 from tests.nemo_rl.mistakes import MISTAKES, Mistake, changed
 
 
@@ -133,7 +134,7 @@ def test_a_rollout_that_is_cut_by_its_limit_has_the_whole_penalty(name: str, row
                 )
                 seen = prompt + answer
             assert len(seen) == length
-            rollout = TrainedRollout("a", {}, 1.0, 0, {"response": {"output": output}})
+            rollout = TrainedRollout("a", {}, 1.0, 0, False, take_tokens({"output": output}))
             [member] = group_of([rollout], Shaping.of(settings)).members
             assert member.reward == 1.0 - lost
 
