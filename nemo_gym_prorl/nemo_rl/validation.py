@@ -19,7 +19,7 @@ from typing import Any
 
 import aiohttp
 
-from nemo_gym_prorl.failures import InfrastructureError
+from nemo_gym_prorl.failures import InfrastructureError, Origin
 from nemo_gym_prorl.rollout.client import ApiError, RolloutClient
 from nemo_gym_prorl.rollout.job import JobState
 from nemo_gym_prorl.rollout.schemas import JobView
@@ -107,14 +107,21 @@ async def validated(
                 return None
 
         jobs = await asyncio.gather(*map(outcome, range(len(rows))))
-    scored = [job for job in jobs if job and job.state is JobState.SUCCEEDED and job.reward is not None]
+    scored = [(job, reward) for job in jobs if job and (reward := _reward_of(job)) is not None]
     found = {
         "validation/weight_version": float(version),
         "validation/rollouts": float(len(jobs)),
         "validation/without_reward": float(len(jobs) - len(scored)),
     }
     if scored:
-        found["validation/reward"] = statistics.fmean(job.reward for job in scored if job.reward is not None)
-        found["validation/turns"] = statistics.fmean(job.turns for job in scored)
+        found["validation/reward"] = statistics.fmean(reward for _, reward in scored)
+        found["validation/turns"] = statistics.fmean(job.turns for job, _ in scored)
     LOG.info("validation: %s", found)
     return found
+
+
+def _reward_of(job: JobView) -> float | None:
+    """An agent's bad end is worth 0: a mean of those that came to an end would be that of the quick ones."""
+    if job.failure is not None and job.failure.origin is Origin.AGENT:
+        return 0.0
+    return job.reward if job.state is JobState.SUCCEEDED else None

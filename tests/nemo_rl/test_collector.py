@@ -144,8 +144,9 @@ async def test_a_new_run_goes_on_from_the_batch_that_was_trained_on_last(tempera
 
 async def test_validation_is_told_once_and_is_not_trained_on() -> None:
     """Weights that are due are validated beside the sampling, and others have to wait for it."""
-    held = [{**row, "rewards": [place % 2], "number": "held out"} for place, row in enumerate(rows(6))]
+    held = [{**row, "rewards": [place % 2], "number": "held out"} for place, row in enumerate(rows(7))]
     held[5] = {"responses_create_params": None}  # refused
+    held[6]["plan"] = {"run": [{"how": "agent"}]}  # its agent's bad end is worth 0, and no reason to leave it out
     validation = Validation([{**row, "late": [0], "late_s": 0.3} for row in held], period=2, at_start=False, last=4)
     async with nodes() as [node]:
         collector = Collector(plan(node, rows(40), SamplerConfig(2, 2, 8, max_staleness=1), validation=validation))
@@ -164,8 +165,8 @@ async def test_validation_is_told_once_and_is_not_trained_on() -> None:
     # Neither the first weights are due, nor the last.
     assert [bool(one) for one in of_weights] == [False, False, False, True, False]
     assert of_weights[3]["validation/weight_version"] == 2
-    assert of_weights[3]["validation/reward"] == pytest.approx(2 / 5)
-    assert (of_weights[3]["validation/rollouts"], of_weights[3]["validation/without_reward"]) == (6, 1)
+    assert of_weights[3]["validation/reward"] == pytest.approx(2 / 6)
+    assert (of_weights[3]["validation/rollouts"], of_weights[3]["validation/without_reward"]) == (7, 1)
     assert "prorl/in_flight" in metrics
 
 

@@ -19,6 +19,7 @@ from nemo_gym_prorl.nemo_rl.mini_batches import MiniBatches
 from nemo_gym_prorl.nemo_rl.rollouts import GroupAdvantages
 from nemo_gym_prorl.nemo_rl.settings import ProrlSettings, settings_of
 from nemo_gym_prorl.nemo_rl.shaping import Shaping
+from nemo_gym_prorl.rollout.tokens import take_tokens
 from tests.nemo_rl.conftest import ROOT, _reason_to_skip
 
 
@@ -123,7 +124,7 @@ def batch(rows: list[list[Row]], shape: Any, plane: Any) -> tuple[Any, list[str]
         found = []
         for number, group in enumerate(rows):
             rollouts = [
-                TrainedRollout(f"g{number}:{member}:0", {}, row.reward, 0, {"response": {"output": row.output}})
+                TrainedRollout(f"g{number}:{member}:0", {}, row.reward, 0, False, take_tokens({"output": row.output}))
                 for member, row in enumerate(group)
             ]
             record = record_of(group_of(rollouts, shape), number)

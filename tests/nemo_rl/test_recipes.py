@@ -18,6 +18,7 @@ from nemo_gym_prorl.nemo_rl.configuration import RECIPES, file_of, names_of
 from nemo_gym_prorl.nemo_rl.groups import group_of
 from nemo_gym_prorl.nemo_rl.settings import settings_of
 from nemo_gym_prorl.nemo_rl.shaping import Shaping
+from nemo_gym_prorl.rollout.tokens import take_tokens
 from tests.nemo_rl.mistakes import MISTAKES, Mistake, changed
 
 
@@ -108,6 +109,7 @@ def test_the_papers_numbers(name: str, importable: Path, rows: Path) -> None:
 
 
 @needs_nemo_rl
+@pytest.mark.usefixtures("importable")
 @pytest.mark.parametrize("name", NAMES)
 def test_a_rollout_that_is_cut_by_its_limit_has_the_whole_penalty(name: str, rows: Path) -> None:
     """However little of the sequence the policy said, and the penalty begins where rollouts get to."""
@@ -117,9 +119,9 @@ def test_a_rollout_that_is_cut_by_its_limit_has_the_whole_penalty(name: str, row
         assert settings.overlong is not None
         agent = gym[f"prorl_{name.split('-')[1]}_agent"]["responses_api_agents"]["prorl_agent"]
         limit, turns = agent["max_total_sequence_length"], agent["max_steps"]
-        # Tools write nine tenths.
-        said, observed = limit // turns // 10, limit // turns * 9 // 10
         for length, lost in ((limit, 1.0), (limit - settings.overlong.buffer_length - 1, 0.0)):
+            # Tools write nine tenths.
+            said, observed = length // turns // 10, length // turns * 9 // 10
             output: list[dict[str, Any]] = []
             seen: list[int] = [7] * (length - turns * (said + observed))
             for _ in range(turns):
@@ -133,7 +135,7 @@ def test_a_rollout_that_is_cut_by_its_limit_has_the_whole_penalty(name: str, row
                 )
                 seen = prompt + answer
             assert len(seen) == length
-            rollout = TrainedRollout("a", {}, 1.0, 0, {"response": {"output": output}})
+            rollout = TrainedRollout("a", {}, 1.0, 0, False, take_tokens({"output": output}))
             [member] = group_of([rollout], Shaping.of(settings)).members
             assert member.reward == 1.0 - lost
 
