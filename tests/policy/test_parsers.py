@@ -91,8 +91,8 @@ def test_several_calls_and_content_around_them() -> None:
 
 
 def test_later_mistral_calls_have_an_id_between_name_and_arguments() -> None:
-    text = "[TOOL_CALLS]look[CALL_ID]abcdefgh1[ARGS]{}[TOOL_CALLS]see[CALL_ID]abcdefgh1[ARGS]{}[TOOL_CALLS]f[CALL_ID]1[ARGS]{"
-    calls = parse(f"So {text}", "mistral").calls
+    written = ["look[CALL_ID]abcdefgh1[ARGS]{}", "see[CALL_ID]abcdefgh1[ARGS]{}", "f[CALL_ID]1[ARGS]{"]
+    calls = parse("[TOOL_CALLS]".join(["So ", *written]), "mistral").calls
     assert [(call.name, call.id, bool(call.malformed)) for call in calls] == [
         ("look", "abcdefgh1", False),
         ("see", None, False),
@@ -100,7 +100,10 @@ def test_later_mistral_calls_have_an_id_between_name_and_arguments() -> None:
     ]
 
 
-LOOK, SEE = '{"name": "look", "parameters": {"what": "a; {b}"}}', '{"type": "function", "name": "see", "parameters": {}}'
+LOOK, SEE = (
+    '{"name": "look", "parameters": {"what": "a; {b}"}}',
+    '{"type": "function", "name": "see", "parameters": {}}',
+)
 
 
 @pytest.mark.parametrize("between", ["; ", ";", "\n", ", ", " "])

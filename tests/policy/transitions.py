@@ -294,19 +294,28 @@ def outcome(source: str, kind: str, shapes: Sequence[str] = ("ac", "ta")) -> Out
 
 def _stops(renderer: Renderer) -> list[str]:
     """The token at which answers and calls of a template end."""
-    asked, special, stops = {"role": "user", "content": "Askone"}, renderer.tokenizer.special_pattern, []
+    asked, stops = {"role": "user", "content": "Askone"}, []
     function = {"name": "look", "arguments": '{"what": "Sayone"}'}
-    called = [{"id": "callid001", "type": "function", "function": function}]
-    call = {"role": "assistant", "content": "", "tool_calls": called}
+    calls = [{"id": "callid001", "type": "function", "function": function}]
+    call = {"role": "assistant", "content": "", "tool_calls": calls}
     result = {"role": "tool", "tool_call_id": "callid001", "name": "look", "content": "Askone"}
-    for turn, new, which in (({"role": "assistant", "content": "Sayone"}, asked, 0), (call, result, -1)):
+
+    def behind(*messages: dict[str, Any], tools: Sequence[dict[str, Any]], prompt: bool) -> list[str]:
         try:
-            last = renderer.template.render([asked, turn], TOOLS, prompt=False).rpartition("Sayone")[2]
-            gap = renderer.template.render([asked, turn, new], TOOLS, prompt=True).rpartition("Sayone")[2]
+            _, found, tail = renderer.template.render(messages, tools, prompt=prompt).rpartition("Sayone")
         except CallerError:
-            continue
-        found = [one for one in special.findall(last) if one in gap.partition("Askone")[0]]
-        stops += [one for one in found[which:][:1] if one not in stops]
+            return []
+        return renderer.tokenizer.special_pattern.findall(tail.partition("Askone")[0]) if found else []
+
+    for turn, new, tools, which in (
+        ({"role": "assistant", "content": "Sayone"}, asked, (), 0),
+        (call, result, TOOLS, -1),
+    ):
+        gap = behind(asked, turn, new, tools=tools, prompt=True)
+        last = behind(asked, turn, tools=tools, prompt=False)
+        # Some close a conversation's last turn only where another one is opened.
+        ends = [one for one in last if one in gap] or behind(asked, turn, tools=tools, prompt=True)[:1]
+        stops += [one for one in ends[which:][:1] if one in gap and one not in stops]
     return stops
 
 
@@ -316,7 +325,14 @@ def main(folder: str, *kinds: str) -> None:
         total, followed, faulty = Tally(), Counter[str](), 0
         for file in sorted(Path(folder).glob("*.jinja")):
             found = outcome(file.read_text(), kind)
-            print(kind, file.stem, found.followed or "refused", found.tally if found.followed else "", found.why, flush=True)
+            print(
+                kind,
+                file.stem,
+                found.followed or "refused",
+                found.tally if found.followed else "",
+                found.why,
+                flush=True,
+            )
             total += found.tally
             followed[found.followed or "refused"] += 1
             faulty += found.tally.faults > 0

@@ -242,7 +242,10 @@ def mistral(text: str) -> tuple[str, list[ToolCall]]:
     except ValueError:
         return content, [_json_call(body)]
     return content, _with_own_ids(
-        (_object_call(value, json.dumps(value, ensure_ascii=False)), value.get("id") if isinstance(value, dict) else "")
+        (
+            _object_call(value, json.dumps(value, ensure_ascii=False)),
+            value.get("id") if isinstance(value, dict) else "",
+        )
         for value in (values if isinstance(values, list) else [values])
     )
 
