@@ -123,7 +123,7 @@ FOLLOWED = {
     "qwen3_coder": ["Qwen3-Coder", "Qwen3.5-4B"],
     "llama_json": ["meta-llama-Llama-3.1-8B-Instruct", "meta-llama-Llama-3.2-3B-Instruct"],
     "mistral": ["mistralai-Mistral-Nemo-Instruct-2407", "Mistral-Small-3.2-24B-Instruct-2506"],
-    "pythonic": ["tool_chat_template_llama3.2_pythonic"],
+    "pythonic": ["tool_chat_template_llama4_pythonic"],
 }
 """Files of families that the docs name, by the parser with which they must be followed."""
 

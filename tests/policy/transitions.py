@@ -314,7 +314,7 @@ def _stops(renderer: Renderer) -> list[str]:
         gap = behind(asked, turn, new, tools=tools, prompt=True)
         last = behind(asked, turn, tools=tools, prompt=False)
         # Some close a conversation's last turn only where another one is opened.
-        ends = [one for one in last if one in gap] or behind(asked, turn, tools=tools, prompt=True)[:1]
+        ends = [one for one in last if one in gap] or behind(asked, turn, tools=tools, prompt=True)[:1] or gap[:1]
         stops += [one for one in ends[which:][:1] if one in gap and one not in stops]
     return stops
 
