@@ -250,6 +250,11 @@ class PolicyService:
     def _rollout(self, request: TurnRequest) -> _Rollout:
         self._forget()
         name = request.rollout
+        if "/" in name or name in (".", ".."):
+            raise CallerError(
+                "cannot be part of a path, by which its tokens are asked for: no '/', nor '.' or '..' alone",
+                field="X-Rollout-Id",
+            )
         if name in self._forgotten and name not in self._rollouts:
             said = [message for message in request.messages if message["role"] == "assistant"]
             if request.after is not None or any(not message.get("generation_token_ids") for message in said):

@@ -317,7 +317,10 @@ class ProrlModel(SimpleResponsesAPIModel):
             # Halves of characters, and what is nested without end, would fail wherever they are met first.
             orjson.dumps((messages, tools, instructions))
         metadata = chat.get("metadata") or {}
-        variables = deepcopy(self.config.chat_template_kwargs or {}) | (chat.get("chat_template_kwargs") or {})
+        given = chat.get("chat_template_kwargs") or {}
+        if not isinstance(given, dict):
+            raise CallerError("must be an object", field="chat_template_kwargs")
+        variables = deepcopy(self.config.chat_template_kwargs or {}) | given
         variables |= _settings(metadata, "chat_template_kwargs")
         extra = deepcopy(self.config.extra_body or {}) | _settings(metadata, "extra_body")
         extra |= {name: chat[name] for name in FOR_ENGINES if chat.get(name) is not None}

@@ -86,11 +86,47 @@ def test_several_calls_and_content_around_them() -> None:
     ]
     ids = [call.id for call in parse(f"[TOOL_CALLS]{json.dumps(odd)}", "mistral").calls]
     assert ids == ["abcdefgh1", None, None, None, None], "Mistral's templates take nothing else"
-    assert [
-        c.name for c in parse('{"name": "a", "parameters": {}}; {"name": "b", "parameters": {}}', "llama_json").calls
-    ]
     later = parse('[TOOL_CALLS]look[ARGS]{"what": "x"}', "mistral").calls
     assert (later[0].name, later[0].arguments) == ("look", '{"what": "x"}')
+
+
+def test_later_mistral_calls_have_an_id_between_name_and_arguments() -> None:
+    written = ["look[CALL_ID]abcdefgh1[ARGS]{}", "see[CALL_ID]abcdefgh1[ARGS]{}", "f[CALL_ID]1[ARGS]{"]
+    calls = parse("[TOOL_CALLS]".join(["So ", *written]), "mistral").calls
+    assert [(call.name, call.id, bool(call.malformed)) for call in calls] == [
+        ("look", "abcdefgh1", False),
+        ("see", None, False),
+        ("f", None, True),
+    ]
+
+
+LOOK, SEE = (
+    '{"name": "look", "parameters": {"what": "a; {b}"}}',
+    '{"type": "function", "name": "see", "parameters": {}}',
+)
+
+
+@pytest.mark.parametrize("between", ["; ", ";", "\n", ", ", " "])
+def test_several_calls_of_llama(between: str) -> None:
+    parsed = parse(f"{LOOK}{between}{SEE}", "llama_json")
+    assert [(call.name, call.malformed) for call in parsed.calls] == [("look", None), ("see", None)]
+    assert json.loads(parsed.calls[0].arguments) == {"what": "a; {b}"}
+    assert parsed.content == ""
+
+
+@pytest.mark.parametrize(
+    ("text", "content", "calls"),
+    [
+        (f"I look.\n{LOOK}", "I look.\n", 1),
+        (f"I look.<|python_tag|>{LOOK}; {SEE}", "I look.", 2),
+        (f"{LOOK}\nDone.", "\nDone.", 1),
+        (f"I look. {LOOK[:30]}", "I look. ", 1),
+        ('The owner is {"name": "Bob", "age": 3}.', 'The owner is {"name": "Bob", "age": 3}.', 0),
+    ],
+)
+def test_a_call_of_llama_may_have_text_around_it(text: str, content: str, calls: int) -> None:
+    parsed = parse(text, "llama_json")
+    assert (parsed.content, len(parsed.calls)) == (content, calls)
 
 
 def test_calls_in_python_have_literals_of_python_and_of_json() -> None:

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import aiohttp
 import pytest
-from fastapi import FastAPI
+from fastapi import Body, FastAPI
 from nemo_gym.config_types import BaseServerConfig
 from nemo_gym.server_utils import ServerClient
 from omegaconf import DictConfig
@@ -256,6 +256,41 @@ async def test_a_malformed_call_is_flagged_and_answered_like_any_other(http: aio
     assert item["generation_token_ids"] == [7]
 
 
+@pytest.mark.parametrize("arguments", ['{"what": ', "look", "[1]", ""])
+async def test_a_malformed_or_cut_call_is_an_input_of_the_messages_api(
+    http: aiohttp.ClientSession, arguments: str
+) -> None:
+    """There it is an object, whatever the policy wrote; and the conversation goes on behind it."""
+    app = FastAPI()
+
+    @app.post("/v1/chat/completions")
+    async def answer(asked: dict = Body()) -> dict:
+        call = {"id": "c1", "type": "function", "function": {"name": "look", "arguments": arguments}}
+        later = len(asked["messages"]) > 1
+        message = {"role": "assistant", "content": "ok" if later else None, "tool_calls": [] if later else [call]}
+        message["prompt_token_ids"] = [1, 7, 2] if later else [1]
+        logged = {"content": [{"token": "token_id:7", "logprob": -0.5}]}
+        return {"choices": [{"message": message, "logprobs": logged, "finish_reason": "length"}]}
+
+    body: dict = {"model": "m", "max_tokens": 9, "messages": [{"role": "user", "content": "?"}]}
+    async with serving(app) as engine, serving(server(engine, Path(), policy={}).setup_webserver()) as address:
+        for expected in ("tool_use", "text"):
+            async with http.post(f"{address}/v1/messages", json=body, headers={"X-Rollout-Id": "r"}) as response:
+                said = await response.json()
+                assert response.status == 200, said
+            (block,) = said["content"]
+            assert block["type"] == expected
+            if expected == "tool_use":
+                assert block["input"] == ({"malformed": arguments} if arguments else {})
+            result = {"type": "tool_result", "tool_use_id": block.get("id"), "content": "no"}
+            body["messages"] += [
+                {"role": "assistant", "content": said["content"]},
+                {"role": "user", "content": [result]},
+            ]
+        async with http.get(f"{address}/v1/rollouts/r/tokens") as response:
+            assert len((await response.json())["sequences"]) == 1
+
+
 async def test_a_caller_that_hangs_up_stops_its_engine(http: aiohttp.ClientSession, url: str, engine_url: str) -> None:
     body = {"messages": [{"role": "user", "content": "Hello"}], "max_tokens": 4000}
     endless = body | {"metadata": {"extra_body": '{"ignore_eos": true}'}}
@@ -311,6 +346,9 @@ NONSENSE = {
         CHAT,
         b'{%s, "tools": [{"type": "function", "function": {"name": "f", "description": "\\ud800"}}]}' % ASKED,
     ),
+    "template variables as text": (CHAT, b'{%s, "chat_template_kwargs": "x"}' % ASKED),
+    "a number as a stop": (MESSAGES, b'{"model": "m", "max_tokens": 9, %s, "stop_sequences": 5}' % ASKED),
+    "stops by name": (MESSAGES, b'{"model": "m", "max_tokens": 9, %s, "stop_sequences": {"a": 1}}' % ASKED),
     "no messages": (MESSAGES, b"{}"),
     "messages as text": (MESSAGES, b'{"messages": "hi"}'),
     "deep messages": (MESSAGES, b'{"messages": %s}' % DEEP),

@@ -46,6 +46,16 @@ def test_families_can_be_followed_with_every_kind_of_tokenizer(name: str, kind: 
         (("message.content or ''", "'' if message.role == 'tool' else message.content"), "hermes", "results of tools"),
         (("message.tool_calls or []", "[]"), "hermes", "it drops the policy's calls"),
         (("message.content or ''", "message.content if message.role != 'assistant'"), "plain", "what the policy said"),
+        (
+            ("message.content or ''", "message.parts[0].text"),
+            "plain",
+            "it does not take an answer and another question",
+        ),
+        (
+            ("call.function.arguments}", "call.nothing.at.all}"),
+            "hermes",
+            "it does not take a call and its result: messages: the chat template refuses",
+        ),
     ],
 )
 def test_what_cannot_be_followed_is_refused_by_name(change: tuple[str, str], tool_format: str, why: str) -> None:

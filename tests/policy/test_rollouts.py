@@ -267,6 +267,14 @@ async def test_ids_as_raw_bytes_keep_their_tokens(raw: bytes) -> None:
         assert (status, len(told["answers"])) == (200, 1)
 
 
+@pytest.mark.parametrize("name", ["a/b", "a%2Fb", "."])
+async def test_a_name_that_no_path_can_hold_is_refused(name: str) -> None:
+    """Its tokens could not be asked for, nor its slot given back."""
+    async with serve() as engine, client(engine) as agent:
+        status, problem = await agent.turn(name)
+        assert (status, problem["errors"][0]["field"]) == (422, "X-Rollout-Id")
+
+
 async def test_a_turn_that_waits_for_longer_than_rollouts_are_kept_is_no_disuse() -> None:
     async with serve() as engine, client(engine, keep_s=2.0) as agent:
         _, first = await agent.turn("r")

@@ -2,31 +2,41 @@
 """What stands between two turns, for any template: every transition of many conversations, and what is right there.
 
 What is right is said by the template alone: its rendering of the whole conversation, cut behind what the policy would
-have sampled. Where that rendering does not begin with the prompt of the turn, the template rewrites history, and there
-is no right answer.
+have sampled. Where that rendering does not begin with the prompt of the turn, or has no thought of it, the template
+rewrites history, and there is no right answer.
+
+``python -m tests.policy.transitions FOLDER`` prints what becomes of each template in a folder (``.jinja`` files, as
+public collections hold them), with each kind of tokenizer: not followed and why, or its transitions.
 """
 
 from __future__ import annotations
 
 import itertools
 import json
+import sys
+from collections import Counter
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
+from pathlib import Path
 from typing import Any
 
 from nemo_gym_prorl.failures import CallerError
 from nemo_gym_prorl.policy.generation import Finish
+from nemo_gym_prorl.policy.text.parsers import FORMATS
+from nemo_gym_prorl.policy.text.rehearsal import rehearse
 from nemo_gym_prorl.policy.text.renderer import Renderer
 from nemo_gym_prorl.policy.text.template import ChatTemplate
 from nemo_gym_prorl.policy.text.tokenizer import Tokenizer
 from tests.policy.families import TOOLS
-from tests.policy.tokenizers import tokenizer_of
+from tests.policy.tokenizers import KINDS, tokenizer_of
 
 
 SHAPES = ["aa", "ac", "ca", "cc", "ta", "tc"]
 """Turns of a conversation before its last answer: an answer, a call, or two calls at once."""
 SETTINGS = list(itertools.product((False, True), (1, 3), (False, True)))
 """System message or none, questions asked before, short texts or long ones: eight conversations of each shape."""
+THOUGHT = "hm {}"
+"""What the policy thinks before the turn of that number, where it thinks."""
 
 
 @dataclass(frozen=True)
@@ -52,7 +62,9 @@ class Transition:
     right: str | None
 
 
-def conversations(shape: str, system: bool, questions: int, long: bool) -> Iterator[list[dict[str, Any]]]:
+def conversations(
+    shape: str, system: bool, questions: int, long: bool, thinks: bool = False
+) -> Iterator[list[dict[str, Any]]]:
     """One conversation of the shape; its turns are numbered, so that no two of them say the same."""
     messages: list[dict[str, Any]] = [{"role": "system", "content": "Be kind."}] if system else []
     number = itertools.count()
@@ -63,8 +75,11 @@ def conversations(shape: str, system: bool, questions: int, long: bool) -> Itera
     def ask() -> None:
         messages.append({"role": "user", "content": words("question")})
 
+    def thought() -> str:
+        return f"<think>\n{THOUGHT.format(len(messages))}\n</think>\n\n" if thinks else ""
+
     def answer() -> None:
-        messages.append({"role": "assistant", "content": words("answer")})
+        messages.append({"role": "assistant", "content": thought() + words("answer")})
 
     def call(count: int) -> None:
         ids = [f"callid{next(number):03}" for _ in range(count)]
@@ -72,7 +87,7 @@ def conversations(shape: str, system: bool, questions: int, long: bool) -> Itera
             {"id": one, "type": "function", "function": {"name": "look", "arguments": json.dumps({"what": f"w{one}"})}}
             for one in ids
         ]
-        messages.append({"role": "assistant", "content": "", "tool_calls": calls})
+        messages.append({"role": "assistant", "content": thought(), "tool_calls": calls})
         messages.extend(
             {"role": "tool", "tool_call_id": one, "name": "look", "content": words("result")} for one in ids
         )
@@ -92,10 +107,16 @@ def conversations(shape: str, system: bool, questions: int, long: bool) -> Itera
     yield messages
 
 
-def transitions(template: ChatTemplate, stops: Sequence[str], shapes: Sequence[str] = SHAPES) -> Iterator[Transition]:
+def transitions(
+    template: ChatTemplate,
+    stops: Sequence[str],
+    shapes: Sequence[str] = SHAPES,
+    settings: Sequence[tuple[bool, ...]] = SETTINGS,
+    offered: Sequence[Sequence[dict[str, Any]]] = ((), TOOLS),
+) -> Iterator[Transition]:
     """The last two turns of every conversation, where the template takes it: stopped by themselves and cut short,
     as the template writes them and a little otherwise (a space more)."""
-    for shape, setting, tools in itertools.product(shapes, SETTINGS, ((), TOOLS)):
+    for shape, setting, tools in itertools.product(shapes, settings, offered):
         for messages in conversations(shape, *setting):
             turns = [index for index, message in enumerate(messages) if message["role"] == "assistant"]
             for index in turns[-2:]:
@@ -122,8 +143,9 @@ def _transition(
     except CallerError:
         return None
     turn = history[-1]
+    thought, _, said = turn["content"].rpartition("</think>\n\n")
     marks = [json.loads(call["function"]["arguments"])["what"] for call in turn.get("tool_calls", ())]
-    written = turn["content"] if not marks else marks[-1]
+    written = said if not marks else marks[-1]
     at = full.find(written)
     if at < 0:
         # A template that knows no calls: the turn is empty in it, and there is nowhere to look.
@@ -133,9 +155,13 @@ def _transition(
         return None
     end, stop = ends[0] if ends else (at + len(written), "")
     sampled = full[len(before) : end] + (stop if finish is Finish.STOP else "")
-    right = full[len(before) + len(sampled) :] if full.startswith(before) else None
+    kept = full.startswith(before) and (not thought or thought.split("\n")[1] in full[len(before) : end])
+    right = full[len(before) + len(sampled) :] if kept else None
     if right is None:
-        sampled = written + (stop if finish is Finish.STOP else "")
+        thinks = "" if not thought else f"{thought}</think>\n\n"
+        if before.rstrip().endswith("<think>"):
+            thinks = thinks.removeprefix("<think>\n")
+        sampled = thinks + written + (stop if finish is Finish.STOP else "")
     if not verbatim:
         sampled = sampled.replace(written, f" {written}")
     return Transition(history, new, tools, before, sampled, finish, right)
@@ -143,17 +169,32 @@ def _transition(
 
 @dataclass
 class Tally:
-    """Transitions of one template."""
+    """Transitions of one template.
+
+    Attributes:
+        right: to the token what the template says.
+        wrong: not.
+        false_rewrites: told as a rewriting of history, which it is not.
+        rewritten: history is rewritten.
+        noticed: and that is told.
+        differences: corrected by the real rendering.
+        injected: a control token that an observation spells is read as one.
+    """
 
     right: int = 0
     wrong: int = 0
+    false_rewrites: int = 0
     rewritten: int = 0
     noticed: int = 0
     differences: int = 0
+    injected: int = 0
 
     @property
-    def checked(self) -> int:
-        return self.right + self.wrong
+    def faults(self) -> int:
+        return self.wrong + self.false_rewrites + self.rewritten - self.noticed + self.injected
+
+    def __add__(self, other: Tally) -> Tally:
+        return Tally(*(getattr(self, each.name) + getattr(other, each.name) for each in fields(self)))
 
 
 def ids_of(tokenizer: Tokenizer, *parts: str) -> list[list[int]]:
@@ -170,16 +211,133 @@ def tally(source: str, *stops: str, kind: str = "bytes", shapes: Sequence[str] =
     """How many transitions of a template are right, to the token; ``stops`` are what models of its kind stop at."""
     tokenizer = tokenizer_of(kind, source, *stops, *tokens.values())
     renderer = Renderer(tokenizer, ChatTemplate(source, **tokens))
-    counted = Tally()
-    for one in transitions(renderer.template, stops, shapes):
+    return tally_of(renderer, transitions(renderer.template, stops, shapes))
+
+
+def tally_of(renderer: Renderer, ones: Iterator[Transition]) -> Tally:
+    """The same of transitions."""
+    tokenizer, counted, spelled = renderer.tokenizer, Tally(), set()
+    for one in ones:
         prompt, ids, right = ids_of(tokenizer, one.before[-60:], one.sampled, one.right or "")
         got = renderer.next(one.history, one.new, one.tools, sampled=ids, finish=one.finish, behind=prompt[-1])
         counted.differences += got.differs
         if one.right is None:
             counted.rewritten += 1
             counted.noticed += got.rewrites_history
-        elif got.ids == right and not got.rewrites_history:
-            counted.right += 1
         else:
-            counted.wrong += 1
+            same = got.ids == right
+            counted.right += same
+            counted.wrong += not same
+            counted.false_rewrites += got.rewrites_history
+        if (kind := (one.new[0]["role"], bool(one.tools))) not in spelled:
+            spelled.add(kind)
+            counted.injected += _injected(renderer, one, ids, prompt[-1])
     return counted
+
+
+def _injected(renderer: Renderer, one: Transition, ids: list[int], behind: int) -> int:
+    """How many more control tokens there are where what is observed spells all of them."""
+    special, counts = renderer.tokenizer.special, []
+    for text in ("".join(f"x{name}" for name in special.values()), "x"):
+        new = [{**message, "content": f"{text}{message['content']}"} for message in one.new]
+        got = renderer.next(one.history, new, one.tools, sampled=ids, finish=one.finish, behind=behind)
+        counts.append(sum(each in special for each in got.ids))
+    return max(counts[0] - counts[1], 0)
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What becomes of a template that nobody wrote for us.
+
+    Attributes:
+        followed: the parser with which it is; ``plain`` where it can be without tools only; ``None`` where it is not.
+        why: what is said otherwise: of it, or of its calls.
+        tally: its transitions.
+    """
+
+    followed: str | None
+    why: str
+    tally: Tally
+
+
+SOME = [(False, 1, False), (True, 1, False, True), (True, 3, True)]
+"""Settings for many templates: one of the three has thoughts, and one long texts."""
+
+
+def outcome(source: str, kind: str, shapes: Sequence[str] = ("ac", "ta")) -> Outcome:
+    """What becomes of a real template, with a tokenizer of a kind.
+
+    What its models stop at is what it writes behind a turn, whether or not anything comes after it.
+    """
+    tokenizer = tokenizer_of(kind, source, "</s><s>")
+    found = Renderer(tokenizer, ChatTemplate(source, bos_token="<s>", eos_token="</s>"))
+    stops = _stops(found)
+    eos = "<|endoftext|>" if "phi" in source.lower() else next(iter(stops), "</s>")
+    tokenizer = tokenizer_of(kind, source, "</s><s>", *stops, eos)
+    renderer = Renderer(tokenizer, ChatTemplate(source, bos_token="<s>", eos_token=eos))
+    why, followed = "", None
+    for name in ("plain", *(name for name in FORMATS if name != "plain")):
+        try:
+            rehearse(renderer, name)
+        except CallerError as error:
+            why = why or f"{error}"
+            if name == "plain":
+                return Outcome(None, why, Tally())
+        else:
+            followed = name
+            if name != "plain" or not renderer.shows_tools:
+                break
+    offered = ((),) if followed == "plain" else ((), TOOLS)
+    calls = [shape for shape in shapes if followed != "plain"] or ["aa"]
+    return Outcome(followed, why, tally_of(renderer, transitions(renderer.template, stops, calls, SOME, offered)))
+
+
+def _stops(renderer: Renderer) -> list[str]:
+    """The token at which answers and calls of a template end."""
+    asked, stops = {"role": "user", "content": "Askone"}, []
+    function = {"name": "look", "arguments": '{"what": "Sayone"}'}
+    calls = [{"id": "callid001", "type": "function", "function": function}]
+    call = {"role": "assistant", "content": "", "tool_calls": calls}
+    result = {"role": "tool", "tool_call_id": "callid001", "name": "look", "content": "Askone"}
+
+    def behind(*messages: dict[str, Any], tools: Sequence[dict[str, Any]], prompt: bool) -> list[str]:
+        try:
+            _, found, tail = renderer.template.render(messages, tools, prompt=prompt).rpartition("Sayone")
+        except CallerError:
+            return []
+        return renderer.tokenizer.special_pattern.findall(tail.partition("Askone")[0]) if found else []
+
+    for turn, new, tools, which in (
+        ({"role": "assistant", "content": "Sayone"}, asked, (), 0),
+        (call, result, TOOLS, -1),
+    ):
+        gap = behind(asked, turn, new, tools=tools, prompt=True)
+        last = behind(asked, turn, tools=tools, prompt=False)
+        # Some close a conversation's last turn only where another one is opened.
+        ends = [one for one in last if one in gap] or behind(asked, turn, tools=tools, prompt=True)[:1] or gap[:1]
+        stops += [one for one in ends[which:][:1] if one in gap and one not in stops]
+    return stops
+
+
+def main(folder: str, *kinds: str) -> None:
+    """Print what becomes of the templates in a folder."""
+    for kind in kinds or KINDS:
+        total, followed, faulty = Tally(), Counter[str](), 0
+        for file in sorted(Path(folder).glob("*.jinja")):
+            found = outcome(file.read_text(), kind)
+            print(
+                kind,
+                file.stem,
+                found.followed or "refused",
+                found.tally if found.followed else "",
+                found.why,
+                flush=True,
+            )
+            total += found.tally
+            followed[found.followed or "refused"] += 1
+            faulty += found.tally.faults > 0
+        print(f"{kind}: {dict(followed)}, {faulty} with faults: {total}", flush=True)
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])

@@ -141,6 +141,9 @@ def of_messages(body: Mapping[str, Any]) -> dict[str, Any]:
         CallerError: one cannot be served.
     """
     check(body, {*_BY_GYM, *_OF_MESSAGES, "metadata", "thinking", "output_config"}, (None, "custom"))
+    stops = body.get("stop_sequences")
+    if stops is not None and not (isinstance(stops, list) and all(isinstance(one, str) for one in stops)):
+        raise CallerError("must be a list of texts", field="stop_sequences")
     chat = {ours: body[name] for name, ours in _OF_MESSAGES.items() if body.get(name) is not None}
     about, config, thinking = (_object(body, name) for name in ("metadata", "output_config", "thinking"))
     if (user := about.pop("user_id", None)) is not None:

@@ -12,7 +12,7 @@ import ast
 import json
 import re
 import warnings
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -185,14 +185,36 @@ def _xml_call(raw: str) -> ToolCall:
     return _call(function[1].strip(), arguments, raw)
 
 
+_LLAMA_ALONE = re.compile(r'\s*\{\s*"(?:name|type)"')
+_LLAMA_IN_TEXT = re.compile(
+    r'\{\s*(?:"type"\s*:\s*"function"\s*,\s*)?"name"\s*:\s*"[^"]*"\s*,\s*"(?:parameters|arguments)"\s*:'
+)
+_BETWEEN = re.compile(r"[\s;,]*(?=\{)")
+_JSON = json.JSONDecoder()
+
+
 def llama_json(text: str) -> tuple[str, list[ToolCall]]:
-    """``{"name": …, "parameters": {…}}`` as the whole turn, perhaps after ``<|python_tag|>``: Llama 3.1 and later."""
-    body = text.strip()
-    tagged = body.startswith("<|python_tag|>")
-    body = body.removeprefix("<|python_tag|>").strip()
-    if not tagged and not re.match(r'\{\s*"(?:name|type)"', body):
-        return text, []
-    return "", [_json_call(part.strip()) for part in re.split(r";\s*(?=\{)", body) if part.strip()]
+    """``{"name": …, "parameters": {…}}``, perhaps several, and after ``<|python_tag|>``: Llama 3.1 and later.
+
+    Text may stand around them. An object behind text is a call if it has arguments.
+    """
+    content, tag, body = text.partition("<|python_tag|>")
+    if not tag:
+        found = _LLAMA_ALONE.match(text) or _LLAMA_IN_TEXT.search(text)
+        if found is None:
+            return text, []
+        content, body = text[: found.start()], text[found.start() :]
+    calls, body = [], body.strip()
+    while body and (not calls or body.startswith("{")):
+        try:
+            end = _JSON.raw_decode(body)[1]
+        except (ValueError, RecursionError):
+            end = len(body)
+        calls.append(_json_call(body[:end]))
+        between = _BETWEEN.match(body, end)
+        body = body[between.end() if between else end :]
+    content += body
+    return content if content.strip(" \n;") else "", calls
 
 
 _MISTRAL_ID = re.compile(r"[A-Za-z0-9]{9}")
@@ -201,8 +223,8 @@ _MISTRAL_ID = re.compile(r"[A-Za-z0-9]{9}")
 def mistral(text: str) -> tuple[str, list[ToolCall]]:
     """``[TOOL_CALLS][{"name": …, "arguments": {…}}, …]``, or ``[TOOL_CALLS]name[ARGS]{…}`` of later versions.
 
-    A call keeps the id that the policy gave it if it is of Mistral's kind, which its templates insist on, and no other
-    call of the turn has it.
+    There may be ``[CALL_ID]…`` behind the name. A call keeps the id that the policy gave it if it is of Mistral's
+    kind, which its templates insist on, and no other call of the turn has it.
     """
     content, marker, body = text.partition("[TOOL_CALLS]")
     if not marker:
@@ -211,22 +233,31 @@ def mistral(text: str) -> tuple[str, list[ToolCall]]:
     if "[ARGS]" in body:
         calls = []
         for part in body.split("[TOOL_CALLS]"):
-            name, _, arguments = part.partition("[ARGS]")
-            calls.append(_call(name.strip(), arguments.strip(), part))
-        return content, calls
+            head, _, arguments = part.partition("[ARGS]")
+            name, _, own = head.partition("[CALL_ID]")
+            calls.append((_call(name.strip(), arguments.strip(), part), own.strip()))
+        return content, _with_own_ids(calls)
     try:
         values = read_json(body)
     except ValueError:
         return content, [_json_call(body)]
-    calls, taken = [], set()
-    for value in values if isinstance(values, list) else [values]:
-        call = _object_call(value, json.dumps(value, ensure_ascii=False))
-        own = value.get("id") if isinstance(value, dict) else None
-        if isinstance(own, str) and _MISTRAL_ID.fullmatch(own) and own not in taken:
-            taken.add(own)
-            call = replace(call, id=own)
-        calls.append(call)
-    return content, calls
+    return content, _with_own_ids(
+        (
+            _object_call(value, json.dumps(value, ensure_ascii=False)),
+            value.get("id") if isinstance(value, dict) else "",
+        )
+        for value in (values if isinstance(values, list) else [values])
+    )
+
+
+def _with_own_ids(calls: Iterable[tuple[ToolCall, object]]) -> list[ToolCall]:
+    known: list[ToolCall] = []
+    for call, own in calls:
+        if isinstance(own, str) and _MISTRAL_ID.fullmatch(own) and all(own != other.id for other in known):
+            known.append(replace(call, id=own))
+        else:
+            known.append(call)
+    return known
 
 
 _PYTHON_LIST = re.compile(r"\[\s*([^\W\d][\w.-]*)\s*\(")

@@ -103,8 +103,11 @@ def _play(
         try:
             prompt = renderer.template.render(history[:-1], tools, prompt=True, now=_NOW)
             full = renderer.template.render([*history, *new], tools, prompt=True, now=_NOW)
-        except CallerError:
-            return  # It says itself, and by name, what it does not take.
+        except CallerError as error:
+            if conversation[0]["role"] == "system":
+                return  # It says itself, and by name, that it takes no system's messages.
+            said = "a call and its result" if tools else "an answer and another question"
+            raise _cannot_follow(f"it does not take {said}: {error.reason}") from error
         _Seam(renderer, history, new, tools, prompt, full).check(tool_format, thoughts=thoughts)
 
 
@@ -180,10 +183,14 @@ class _Seam:
             self._holds(text == turn["content"], f"an answer would be read as {text!r}")
             return
         self._holds(
-            _named(parsed.calls) == _wanted(turn),
+            self._reads(parsed.content, parsed.calls),
             f"tool_call_parser {tool_format!r} does not read its calls"
-            + "".join(f", {name!r} does" for name in FORMATS if _named(FORMATS[name](body)[1]) == _wanted(turn)),
+            + "".join(f", {name!r} does" for name in FORMATS if self._reads(*FORMATS[name](body))),
         )
+
+    def _reads(self, content: str, calls: Sequence[ToolCall]) -> bool:
+        """Whether the turn's calls are read, and nothing is left of what they are written in."""
+        return _named(calls) == _wanted(self._history[-1]) and not self._tokenizer.without_special(content).strip()
 
     def _follows(self, sampled: str, right: str, *, finish: Finish = Finish.STOP, returned: bool = False) -> None:
         """What is put after a sampled text is what the template puts there, to the token.
@@ -206,11 +213,15 @@ class _Seam:
 
     def _holds(self, true: bool, otherwise: str) -> None:
         if not true:
-            raise CannotFollow(
-                f"it cannot be followed turn by turn: {otherwise}. Give another template or another tool_call_parser "
-                "(plain where no tools are offered), or let the engine render and read its turns (engine: vllm_chat)",
-                field="chat_template",
-            )
+            raise _cannot_follow(otherwise)
+
+
+def _cannot_follow(why: str) -> CannotFollow:
+    return CannotFollow(
+        f"it cannot be followed turn by turn: {why}. Give another template or another tool_call_parser "
+        "(plain where no tools are offered), or let the engine render and read its turns (engine: vllm_chat)",
+        field="chat_template",
+    )
 
 
 def _named(calls: Sequence[ToolCall]) -> list[tuple[str, object]]:
