@@ -32,7 +32,7 @@ def pause(space: state_dir.Space, place: inside.Place) -> tuple[Message, list[in
     """Stop what runs, until nothing does: it may start more meanwhile."""
     deadline = time.monotonic() + PATIENCE_S
     _stop_each(space, deadline)
-    while not _stop_at_once(space, place, deadline):
+    while space.alive and not _stop_at_once(place, deadline):
         if time.monotonic() > deadline:
             resume(space)
             raise OSError("its processes can't be stopped")
@@ -54,19 +54,17 @@ def _stop_each(space: state_dir.Space, deadline: float) -> None:
             raise OSError(f"processes {[pid for pid, _started in running]} do not stop")
 
 
-def _stop_at_once(space: state_dir.Space, place: inside.Place, deadline: float) -> bool:
+def _stop_at_once(place: inside.Place, deadline: float) -> bool:
     """Have the kernel stop all in the PID namespace but its first process; whether that was done.
 
     By a process in there, which those inside can stop or kill before it has done so.
     """
     done, its = os.pipe()
-    # Or the namespace of who has its number by now would be meant.
-    space_lives = space.alive
     child = os.fork()
     if child == 0:
         try:
             inside.join(place)
-            if space_lives and os.fork() == 0:
+            if os.fork() == 0:
                 os.kill(-1, signal.SIGSTOP)
                 os.write(its, b".")
         finally:
