@@ -101,7 +101,7 @@ def once(space):
         return looks[0]
     return []
 freezer._programs = once
-freezer._stop_at_once = lambda space, place, deadline: True
+freezer._stop_at_once = lambda place, deadline: True
 freezer.pause(space, None)
 assert [pid for _started, pid, _state in looks[0]] == [meant]
 """,

@@ -25,24 +25,30 @@ from nemo_gym_prorl.sandbox.supervisor.storage import state_dir
 
 PATIENCE_S = 5.0
 
+EACH_S = 1.0
+"""For how long they are stopped one after the other, before all are at once."""
+
 _STOPPED = "TtZX"
 
 
 def pause(space: state_dir.Space, place: inside.Place) -> tuple[Message, list[int]]:
     """Stop what runs, until nothing does: it may start more meanwhile."""
     deadline = time.monotonic() + PATIENCE_S
-    _stop_each(space, deadline)
-    while not _stop_at_once(space, place, deadline):
-        if time.monotonic() > deadline:
-            resume(space)
-            raise OSError("its processes can't be stopped")
+    _stop_each(space, time.monotonic() + EACH_S)
+    stopped = False
+    while space.alive and not stopped and time.monotonic() < deadline:
+        stopped = _stop_at_once(place, deadline)
     for pid, started in _own(space):
         _send(pid, started, signal.SIGCONT)
-    _stop_each(space, deadline)
+    running = _stop_each(space, deadline)
+    if running or (space.alive and not stopped):
+        resume(space)
+        raise OSError(f"processes {running or 'of it'} do not stop")
     return {}, []
 
 
-def _stop_each(space: state_dir.Space, deadline: float) -> None:
+def _stop_each(space: state_dir.Space, deadline: float) -> list[int]:
+    """Stop what is seen to run, until nothing does; the numbers of what still ran when time was up."""
     while running := [(pid, started) for started, pid, state in _programs(space) if state not in _STOPPED]:
         for pid, started in running:
             _send(pid, started, signal.SIGSTOP)
@@ -50,23 +56,21 @@ def _stop_each(space: state_dir.Space, deadline: float) -> None:
             while _runs(pid, started) and time.monotonic() < deadline:
                 time.sleep(0.0002)
         if time.monotonic() > deadline:
-            resume(space)
-            raise OSError(f"processes {[pid for pid, _started in running]} do not stop")
+            return [pid for pid, _started in running]
+    return []
 
 
-def _stop_at_once(space: state_dir.Space, place: inside.Place, deadline: float) -> bool:
+def _stop_at_once(place: inside.Place, deadline: float) -> bool:
     """Have the kernel stop all in the PID namespace but its first process; whether that was done.
 
     By a process in there, which those inside can stop or kill before it has done so.
     """
     done, its = os.pipe()
-    # Or the namespace of who has its number by now would be meant.
-    space_lives = space.alive
     child = os.fork()
     if child == 0:
         try:
             inside.join(place)
-            if space_lives and os.fork() == 0:
+            if os.fork() == 0:
                 os.kill(-1, signal.SIGSTOP)
                 os.write(its, b".")
         finally:
