@@ -77,7 +77,7 @@ _DECORATION = re.compile(
     r"|\\(?:large|Large|LARGE|huge|Huge|small|normalsize|bf|rm|it|displaystyle|textstyle)(?![a-zA-Z])\s*"
     r"|\\(?:underline|mathtt|boldsymbol|bm)\s*\{\s*(?=-?[\d.]+\s*\}\s*$)"
 )
-_RELATIONS = (("!=", r"\ne "), ("<=", r"\le "), (">=", r"\ge "))
+_RELATIONS = ((r"\colon ", ":"), ("!=", r"\ne "), ("<=", r"\le "), (">=", r"\ge "))
 _GROUPED = re.compile(r"(?<![\d.,])([1-9]\d{0,2})((?:(?:\{,\}|,?\\[,!;: ]|,\s*\\!| )\s*\d{3})+)(?![\d])")
 _ROOT = re.compile(r"(?<![a-zA-Z\\])sqrt\s*\(([^()]*)\)")
 _CHOOSE = re.compile(r"\{\s*([^{}\\]+?)\s*\\choose\s*([^{}\\]+?)\s*\}")
@@ -184,7 +184,8 @@ def unwrapped(answer: str) -> str:
         text = text.rstrip(".,;").rstrip() if not text.endswith(("\\,", "..")) else text
         for start, end in _WRAPPED:
             inner = text[len(start) : -len(end)]
-            if len(text) > len(start + end) and text.startswith(start) and text.endswith(end) and start not in inner:
+            around = len(text) > len(start + end) and text.startswith(start) and text.endswith(end)
+            if around and start not in inner.replace(r"\$", ""):
                 text = inner.strip()
         if (box := _BOX.search(text)) and (content := closed_from(text, box.end())) is not None:
             text = text[: box.start()] + content + text[box.end() + len(content) + 1 :]

@@ -128,6 +128,12 @@ SPELLINGS: dict[str, list[Form]] = {
         (r"\$50", r"50\text{ cents}", False, ""),
         (r"50\text{ cents}", r"\$50", False, ""),
         (r"\$1.25", "125¢", True, ""),
+        (r"$\$66.50$", r"66.50\text{ cents}", False, "What does it cost?"),
+        (r"$\$66.50$", r"\$66.50", True, "What does it cost?"),
+    ],
+    "ratios": [
+        ("5:7", r"5\colon 7", True, ""),
+        ("5:7", r"7\colon 5", False, ""),
     ],
     "counted": [
         ("12", r"12\text{ pairs}", False, ""),
