@@ -221,7 +221,9 @@ def configuration(rows: Sequence[Mapping[str, Any]], folder: Path, **overrides: 
         "checkpointing.checkpoint_dir": str(folder / "checkpoints"),
         "prorl": {},
     }
-    for name, value in (given | {key.replace("__", "."): value for key, value in overrides.items()}).items():
+    given |= {key.replace("__", "."): value for key, value in overrides.items()}
+    given["prorl"] = {"filter_on": "reward", **given["prorl"]}  # tenths, where rows count
+    for name, value in given.items():
         OmegaConf.update(config, name, value, merge=False)
     resolved = OmegaConf.to_container(config, resolve=True)
     assert isinstance(resolved, dict)

@@ -26,6 +26,7 @@ SMALLER = [
     "++grpo.num_generations_per_prompt=4",
     f"++grpo.max_num_steps={STEPS}",
     "++prorl.mini_batches=2",
+    "++prorl.filter_on=reward",  # a tenth of a number
     "++async_rl.max_inflight_prompts=4",
     "++policy.max_total_sequence_length=65536",
     "++policy.generation.max_new_tokens=4096",
