@@ -66,6 +66,15 @@ def test_what_cannot_be_followed_is_refused_by_name(change: tuple[str, str], too
     assert why in str(refused.value)
 
 
+def test_a_template_that_is_for_tools_only_is_tried_out_with_tools() -> None:
+    text = CHATML.replace(
+        "{%- if tools %}", "{%- if not tools %}{{ raise_exception('tools!') }}{% endif %}{%- if tools %}"
+    )
+    rehearse(renderer(text), "hermes")
+    with pytest.raises(CannotFollow, match=r"it does not take an answer and another question: .*tools!"):
+        rehearse(renderer(text), "plain")
+
+
 def test_a_tokenizer_that_gives_another_text_back_is_refused() -> None:
     chat = renderer(CHATML)
     chat.tokenizer._fast.decoder = None

@@ -281,12 +281,14 @@ def outcome(source: str, kind: str, shapes: Sequence[str] = ("ac", "ta")) -> Out
             rehearse(renderer, name)
         except CallerError as error:
             why = why or f"{error}"
-            if name == "plain":
+            if name == "plain" and not renderer.wants_tools:
                 return Outcome(None, why, Tally())
         else:
             followed = name
             if name != "plain" or not renderer.shows_tools:
                 break
+    if followed is None:
+        return Outcome(None, why, Tally())
     offered = ((),) if followed == "plain" else ((), TOOLS)
     calls = [shape for shape in shapes if followed != "plain"] or ["aa"]
     return Outcome(followed, why, tally_of(renderer, transitions(renderer.template, stops, calls, SOME, offered)))

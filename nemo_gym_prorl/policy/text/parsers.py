@@ -204,7 +204,8 @@ def llama_json(text: str) -> tuple[str, list[ToolCall]]:
         if found is None:
             return text, []
         content, body = text[: found.start()], text[found.start() :]
-    calls, body = [], body.strip()
+    calls: list[ToolCall] = []
+    body = body.strip()
     while body and (not calls or body.startswith("{")):
         try:
             end = _JSON.raw_decode(body)[1]

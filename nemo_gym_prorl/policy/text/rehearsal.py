@@ -44,8 +44,9 @@ def rehearse(renderer: Renderer, tool_format: str, *, thoughts: bool = True) -> 
     Raises:
         CannotFollow: it says what goes wrong.
     """
+    always: Tools = PROBE if tool_format != "plain" and renderer.wants_tools else ()
     for conversation in _answers():
-        _play(renderer, conversation, (), "plain", thoughts=thoughts)
+        _play(renderer, conversation, always, "plain", thoughts=thoughts)
     if tool_format == "plain" or not renderer.shows_tools:
         return
     for conversation in _calls():
@@ -106,7 +107,8 @@ def _play(
         except CallerError as error:
             if conversation[0]["role"] == "system":
                 return  # It says itself, and by name, that it takes no system's messages.
-            said = "a call and its result" if tools else "an answer and another question"
+            called = any("tool_calls" in message for message in conversation)
+            said = "a call and its result" if called else "an answer and another question"
             raise _cannot_follow(f"it does not take {said}: {error.reason}") from error
         _Seam(renderer, history, new, tools, prompt, full).check(tool_format, thoughts=thoughts)
 
@@ -183,14 +185,15 @@ class _Seam:
             self._holds(text == turn["content"], f"an answer would be read as {text!r}")
             return
         self._holds(
-            self._reads(parsed.content, parsed.calls),
+            self._reads(parsed.content, parsed.calls, whole=whole),
             f"tool_call_parser {tool_format!r} does not read its calls"
-            + "".join(f", {name!r} does" for name in FORMATS if self._reads(*FORMATS[name](body))),
+            + "".join(f", {name!r} does" for name in FORMATS if self._reads(*FORMATS[name](body), whole=whole)),
         )
 
-    def _reads(self, content: str, calls: Sequence[ToolCall]) -> bool:
+    def _reads(self, content: str, calls: Sequence[ToolCall], *, whole: bool) -> bool:
         """Whether the turn's calls are read, and nothing is left of what they are written in."""
-        return _named(calls) == _wanted(self._history[-1]) and not self._tokenizer.without_special(content).strip()
+        left = whole and self._tokenizer.without_special(content).strip()
+        return _named(calls) == _wanted(self._history[-1]) and not left
 
     def _follows(self, sampled: str, right: str, *, finish: Finish = Finish.STOP, returned: bool = False) -> None:
         """What is put after a sampled text is what the template puts there, to the token.

@@ -123,6 +123,15 @@ class Renderer:
         except CallerError:
             return True
 
+    @property
+    def wants_tools(self) -> bool:
+        """Whether nothing can be asked without tools, as with a template that is for tools only."""
+        try:
+            self.template.render([{"role": "user", "content": "u"}], prompt=True)
+        except CallerError:
+            return self.shows_tools
+        return False
+
     def first(
         self,
         messages: Sequence[Message],
