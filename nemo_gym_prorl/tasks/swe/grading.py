@@ -143,7 +143,6 @@ class Grader:
         fields["test_log"] = run.log[-(self._limits.log_field_kib << 10) :]
         fields["test_report"] = report.as_fields() if report else {}
         verdict, why = judged(row, solution, run, report, trial.by_dataset)
-        fields |= {"resolved_by_dataset": trial.by_dataset, "strict_verdict": strictly(verdict, run, report).value}
         if verdict in (Verdict.FAILED, Verdict.CRASHED, Verdict.BROKE) and not (report and report.seen):
             await self._require_gradable(row, open_sandbox)
         if verdict is Verdict.RESOLVED:
@@ -153,6 +152,7 @@ class Grader:
                 why = f"passes whatever a test asks for: {', '.join(asked.passed[:5])}"[:1000]
             suspicions = doubts(row.swe, "".join(trial.patch.parts.values()), solution.ignored, asked)
             fields |= {"canaries_failed": asked.failed, "suspicious": int(bool(suspicions)), "suspicions": suspicions}
+        fields |= {"resolved_by_dataset": trial.by_dataset, "strict_verdict": strictly(verdict, run, report).value}
         return Grade(float(verdict is Verdict.RESOLVED), verdict, why, fields)
 
     async def _tried(
