@@ -59,16 +59,19 @@ class Canaries:
             return source, frozenset()
         text, tables = _Text(source), _set_once(tree)
         dice = Random(f"{self.seed} {path}")
-        words = {word: test for test in self.tests for word in (*re.findall(r"\w+", test), test)}
+        words: dict[str, dict[str, None]] = {}
+        for test in self.tests:
+            for word in (*re.findall(r"\w+", test), test):
+                words.setdefault(word, {})[test] = None
         edits, changed = list[Edit](), set[str]()
         for function in _tests(tree):
-            test = words.get(function.name) or words.get((ast.get_docstring(function) or "").partition("\n")[0])
-            if test is None:
+            tests = words.get(function.name) or words.get((ast.get_docstring(function) or "").partition("\n")[0])
+            if tests is None:
                 edits += text.hiding(function)
                 continue
             if places := _places(function, tables, text, dice):
                 edits += dice.choice(places)
-                changed |= {name for name in self.tests if name == test or function.name in re.findall(r"\w+", name)}
+                changed |= tests.keys()
         return (text.edited(edits), frozenset(changed)) if changed else (source, frozenset())
 
     def outcomes(
