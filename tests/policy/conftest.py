@@ -16,9 +16,25 @@ import pytest
 from tests.policy.engines import tiny_model, vllm
 
 
+_failed: dict[str, BaseException] = {}
+
+
+@contextlib.contextmanager
+def _tried_once(what: str) -> Iterator[None]:
+    """What takes minutes to fail is not tried anew by each test that gets a second try: that took CI hours."""
+    if what in _failed:
+        raise RuntimeError(f"{what} failed before") from _failed[what]
+    try:
+        yield
+    except BaseException as error:
+        _failed[what] = error
+        raise
+
+
 @pytest.fixture(scope="session")
 def model_folder() -> Path:
-    return tiny_model()
+    with _tried_once("making the tiny model"):
+        return tiny_model()
 
 
 @pytest.fixture(scope="package")
@@ -29,7 +45,8 @@ def engine_url(model_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> 
         return
     with contextlib.ExitStack() as stack:
         log = tmp_path_factory.mktemp("vllm") / "engine.log"
-        url, _ = stack.enter_context(vllm(model_folder, log, "--trust-request-chat-template"))
+        with _tried_once("starting vLLM"):
+            url, _ = stack.enter_context(vllm(model_folder, log, "--trust-request-chat-template"))
         yield url
 
 
