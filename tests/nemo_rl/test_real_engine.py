@@ -156,7 +156,7 @@ def test_the_first_steps_of_a_recipe(
     assert told["prorl/turns"][-1] > 1
     assert told["prorl/tool_calls"][-1] > 0
     assert told["prorl/without_loss_share"][-1] == 0
-    assert told["prorl/reward/counting_agent"][-1] > 0
+    assert told["prorl/reward/counting"][-1] > 0
 
     from transformers import AutoTokenizer
 
