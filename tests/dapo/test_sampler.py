@@ -479,7 +479,7 @@ def test_prompts_end() -> None:
 
 @pytest.mark.parametrize("field", ["groups_per_batch", "group_size", "max_in_flight"])
 def test_settings_that_make_no_sense_are_refused_by_name(field: str) -> None:
-    with pytest.raises(CallerError, match=f"{field}: it must be at least"):
+    with pytest.raises(CallerError, match=f"{field}: it must be a whole number, at least"):
         replace(SamplerConfig(1, 2, 1), **{field: 0})  # type: ignore[arg-type]
 
 
