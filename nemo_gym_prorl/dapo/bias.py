@@ -148,7 +148,7 @@ class BiasMeter:
         return self._ratio(settled, lambda sums: sums.length)
 
     def accuracy(self, settled: int) -> Estimate | None:
-        """Mean accuracy of what is trained on over that of first tries."""
+        """Mean accuracy of what is trained on over that of first tries; ``None`` where either is not above 0."""
         return self._ratio(settled, lambda sums: sums.accuracy)
 
     def _ratio(self, settled: int, of: Callable[[Sums], float]) -> Estimate | None:
@@ -161,10 +161,11 @@ class BiasMeter:
         weight = len(cut) / len(sample) if sample else 0.0
         rollouts = sum(s.rollouts for s in whole.values()) + weight * sum(s.rollouts for s in sample)
         total = sum(map(of, whole.values())) + weight * sum(map(of, sample))
-        if not rollouts or not trained or not total:
+        learnt = sum(map(of, trained.values()))
+        if total <= 0 or learnt <= 0:  # no ratio: nobody said a length, say, or what was right is masked
             return None
         true = total / rollouts
-        ratio = sum(map(of, trained.values())) / sum(sums.rollouts for sums in trained.values()) / true
+        ratio = learnt / sum(sums.rollouts for sums in trained.values()) / true
 
         def spread(known: Iterable[Sums]) -> float:
             return statistics.stdev(of(sums) - true * sums.rollouts for sums in known)

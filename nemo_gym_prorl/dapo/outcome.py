@@ -50,8 +50,9 @@ def outcome_of(job: JobView, filter_on: str | None) -> Outcome | Origin:
     result = job.result or {}
     if job.state is JobState.SUCCEEDED and job.reward is not None:
         verified = (time := job.timings.get(Stage.EVAL)) is not None and time.attempts
-        # Out of time, where that counts as 0: nobody verified it, and the result has the row's own fields only.
-        in_vain = job.finish_reason == "timeout" and not verified
+        # Out of time, where that counts as 0: the result has the row's own fields only. Nobody verified it, or it was
+        # for the sake of siblings that are scored together.
+        in_vain = job.finish_reason == "timeout" and (not verified or (not job.reward and filter_on not in result))
         accuracy = 0.0 if in_vain else _accuracy(result, job.reward, filter_on)
         return Outcome(job.reward, accuracy, is_masked(result))
     if job.state is JobState.CANCELLED or job.failure is None:

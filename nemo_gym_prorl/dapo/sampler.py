@@ -324,6 +324,8 @@ class DynamicSampler:
             raise CallerError(f"groups that were saved have {sizes.pop()} rollouts", field="group_size")
         self._flight = Flight(self._run, self._bias, self.fates)
         again = self._flight.restore(state["flight"], groups)
+        if not self.config.in_order:  # it may have been until now
+            self._settle_fruitless(math.inf)
         self._end_stale()
         decision, self._decision = self._decision, Decision()
         stale = {*decision.cancel}

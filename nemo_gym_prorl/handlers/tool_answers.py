@@ -14,6 +14,7 @@ makes the policy fail its task, and that is trained on as a reward of 0. So here
 from __future__ import annotations
 
 import asyncio
+import time
 from collections import Counter
 from dataclasses import dataclass, field
 
@@ -45,6 +46,14 @@ class Trouble:
 
     in_row: Counter[str] = field(default_factory=Counter)
     refused_s: float = 0.0
+    _until: float = 0.0
+
+    async def pause(self, seconds: float) -> None:
+        """Wait after a refusal. Calls of one turn may wait at the same time, which is one time."""
+        now = time.monotonic()
+        self.refused_s += max(0.0, now + seconds - max(now, self._until))
+        self._until = max(self._until, now + seconds)
+        await asyncio.sleep(seconds)
 
 
 class ToolAnswers:
@@ -82,8 +91,7 @@ class ToolAnswers:
                 break
             asked = answer.headers.get("Retry-After", "")
             pause = min(max(pause, float(asked) if asked.isdecimal() else 0.0), _LONGEST_S)
-            trouble.refused_s += pause
-            await asyncio.sleep(pause)
+            await trouble.pause(pause)
         if answer.status in _REFUSALS | _GATEWAYS:
             raise InfrastructureError(f"tool {tool!r}: HTTP {answer.status}: {answer.said(500)}")
         for count in (self._in_row, trouble.in_row):

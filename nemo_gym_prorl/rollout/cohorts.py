@@ -65,12 +65,12 @@ class Cohorts:
         return sum(len(group.gathered) + len(group.complete[1:]) for group in self._groups.values())
 
     def missing(self, job_id: str) -> tuple[int, frozenset[str]] | None:
-        """How many siblings a gathered job lacks of which none is on its way, and those there are; ``None`` if it does
-        not wait for any."""
+        """How many siblings a waiting job lacks of which none is on its way, and those there are; ``None`` if it does
+        not wait for any, nor for a slot with those that it had: they may be too few again before there is one."""
         if job_id not in self._keys:
             return None
         group, size = self._of(job_id)
-        if job_id not in group.gathered:
+        if job_id not in group.gathered and job_id not in group.complete:
             return None
         return max(0, size - len(group.live)), frozenset(group.live)
 

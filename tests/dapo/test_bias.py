@@ -73,6 +73,18 @@ def test_where_nothing_is_cut_off_the_bias_is_known(tries: list[tuple[float, flo
         assert estimate.low == pytest.approx(estimate.high)
 
 
+@pytest.mark.parametrize(("right", "wrong"), [(1.0, 0.0), (-0.5, -1.0)])
+def test_accuracies_of_which_there_is_no_ratio_have_no_bias(right: float, wrong: float) -> None:
+    """All that was right is masked, or what groups are filtered on is a penalty."""
+    meter = BiasMeter(0.1, "run")
+    meter.opened(0, 2)
+    meter.ended(0, 0, 10.0, right)
+    meter.ended(0, 1, 20.0, wrong)
+    meter.emitted(0, [(20.0, wrong)])
+    assert meter.accuracy(1) is None
+    assert meter.length(1) is not None
+
+
 def test_a_reference_runs_to_its_end_and_others_are_cut_off() -> None:
     meter = BiasMeter(0.5, "run")
     for number in range(200):

@@ -30,6 +30,8 @@ def job(result: dict[str, Any], reward: float, *, evaluated: bool = True, finish
 def test_a_time_out_that_counts_as_0_needs_no_field_of_a_verdict() -> None:
     late = job({"question": "q", "accuracy": 1.0}, 0.0, evaluated=False, finish_reason="timeout")
     assert outcome_of(late, "accuracy") == Outcome(0.0, 0.0, False)
+    for_its_siblings = job({"question": "q", "reward": 0.0}, 0.0, finish_reason="timeout")
+    assert outcome_of(for_its_siblings, "accuracy") == Outcome(0.0, 0.0, False)
     scored = job({"accuracy": 1.0, "reward": 0.7}, 0.7, finish_reason="timeout")
     assert outcome_of(scored, "accuracy") == Outcome(0.7, 1.0, False)
 

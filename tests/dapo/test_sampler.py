@@ -522,6 +522,24 @@ def test_what_was_in_flight_when_a_trainer_left_is_not_sampled_again_alone() -> 
     assert again.fates[Fate.FAILED].rollouts == 1
 
 
+def test_the_order_may_be_another_after_a_restart() -> None:
+    prompts = Epochs(ROWS, seed=None)
+    config = SamplerConfig(1, 2, 4, max_staleness=0, max_restarts=0)
+    first = eager(config, prompts)
+    one, two, three, four = first.decide().submit
+    first.scored(three.rollout, 0.0)
+    first.scored(four.rollout, 0.0)
+    assert {*first.decide().forget} == {three.rollout, four.rollout}
+    again = eager(replace(config, in_order=False), prompts)
+    again.restore(first.state())
+    again.ask()
+    again.scored(one.rollout, 1.0)
+    again.scored(two.rollout, 0.0)
+    decision = again.decide()
+    assert decision.batches
+    assert not {*decision.forget} & {three.rollout, four.rollout}, "nobody has their results any more"
+
+
 def test_a_state_of_another_version_is_refused() -> None:
     state = eager(SamplerConfig(1, 2, 2), Epochs(ROWS)).state()
     del state["queue"]

@@ -2,6 +2,7 @@
 """Whose fault an answer of a server is, and what a server may not make the agent do."""
 
 import asyncio
+import time
 
 import pytest
 from aiohttp import web
@@ -135,6 +136,14 @@ async def test_a_pause_after_a_refusal_is_not_the_agents_time() -> None:
         done = await at.run(ROW)
     assert (done["reward"], done["rollout"]["finish_reason"]) == (1.0, "stop")
     assert done["rollout"]["seconds"]["run"]["waited"] >= 1.4, "as far as it had gone when the budget was used up"
+
+
+async def test_pauses_at_the_same_time_are_one_pause() -> None:
+    trouble = tool_answers.Trouble()
+    began = time.monotonic()
+    await asyncio.gather(*(trouble.pause(0.1) for _ in range(8)), trouble.pause(0.2))
+    await trouble.pause(0.1)
+    assert 0.29 <= trouble.refused_s <= time.monotonic() - began
 
 
 async def test_a_connection_that_a_tool_drops_is_no_reward() -> None:

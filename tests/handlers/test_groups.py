@@ -25,11 +25,12 @@ def row(prompt: object) -> dict[str, Any]:
     return {"responses_create_params": {"input": [{"role": "user", "content": f"prompt {prompt}"}]}}
 
 
-async def submit(at: Deployment, *ids: str) -> None:
+async def submit(at: Deployment, *ids: str, **options: Any) -> None:
     """Rollouts ``PROMPT:MEMBER``, at once."""
     for rollout in ids:
         prompt = rollout.partition(":")[0]
-        code, said, _ = await at.post("/v1/rollouts", {"row": row(prompt), "id": rollout, "group": f"group-{prompt}"})
+        body = {"row": row(prompt), "id": rollout, "group": f"group-{prompt}", **options}
+        code, said, _ = await at.post("/v1/rollouts", body)
         assert code == 202, said
 
 
@@ -142,6 +143,32 @@ async def test_a_member_whose_time_is_up_takes_part_for_its_siblings_sake(on_tim
         if job["masked"]:
             assert (job["failure"]["kind"], job["failure"]["origin"]) == ("agent_timeout", "agent")
             assert job["result"]["mask_sample"] is True
+
+
+async def test_a_cohort_that_loses_one_while_it_waits_for_a_slot_does_not_wait_for_ever() -> None:
+    environment, gate = Together(), asyncio.Event()
+
+    async def when_open() -> dict[str, float]:
+        await gate.wait()
+        return {"reward": 1.0}
+
+    environment.instead["/verify"] = when_open
+    async with deployment(environment, Policy(turns=1), **TOGETHER, budgets={"eval": 0.3}) as at:
+        first, second = ([f"{prompt}:{member}" for member in range(4)] for prompt in (0, 1))
+        await submit(at, *first, budgets={"eval": 60.0})
+        while (await at.get("/status"))["stages"]["eval"]["working"] < 1:
+            await asyncio.sleep(0.02)
+        await submit(at, *second)
+        while (await at.get("/status"))["stages"]["eval"]["waiting"] < 4:
+            await asyncio.sleep(0.02)
+        await asyncio.sleep(1.0)  # whole, so nobody of them has to be looked after
+        async with at.http.delete(f"{at.url}/v1/rollouts/1:1") as answer:
+            assert (await answer.json())["state"] == "cancelled"
+        async with asyncio.timeout(10):
+            left = await ended(at, "1:0", "1:2", "1:3")
+        assert {job["failure"]["kind"] for job in left.values()} == {"cohort_incomplete"}
+        gate.set()
+        assert {job["reward"] for job in (await ended(at, *first)).values()} == {1.0}
 
 
 async def test_a_group_that_is_not_whole() -> None:
