@@ -14,7 +14,9 @@ from dataclasses import dataclass
 _COMMAND = re.compile(r"\\(?:text[a-z]*|math(?:rm|bf|it|sf)|mbox|operatorname)(?![a-zA-Z])")
 _WORDS = re.compile(r"[^\W\d_]+(?:[\s\-'.,!?]+[^\W\d_]+)*[\s.!?]*")
 _DIFFERENCE = re.compile(r"(?<![^\W\d_])[^\W\d_]{1,2}\s*-|-\s*[^\W\d_]{1,2}(?![^\W\d_])")
-_SYMBOLS = re.compile(r"\w*[a-z][A-Z]\w*")
+_SYMBOLS = re.compile(r"\w*[a-z][A-Z]\w*|(?:(?![aeiouyAEIOUY])[^\W\d_]){2,4}")
+"""Letters that are no word as they stand: of both cases, or without a vowel."""
+
 _MATHEMATICAL = re.compile(
     r"(?i)(?<![a-z])(?:pi|infinity|inf|oo|sin|cos|tan|cot|sec|csc|ln|log|exp|sqrt|real|reals|empty|"
     r"no\s+(?:real\s+)?solutions?)(?![a-z])"

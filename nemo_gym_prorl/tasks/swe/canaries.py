@@ -6,13 +6,15 @@ everything, replaces what compares, forges records, prints a runner's lines) pas
 too. So one value in each deciding test is changed where the test says what it expects: an operand of ``==``, ``is`` or
 ``in`` of an assertion, what an asserting call compares with, a table's column, an exception. A place that a test does
 not reach changes nothing: so a test that passes all the same says something only if it fails with the row's own fix.
+And another right solution may take another way through a test than that fix: so nothing is changed that hangs on the
+way, such as one side of ``or``, a branch, a callback, or a bound.
 """
 
 from __future__ import annotations
 
 import ast
 import re
-from collections import Counter
+from collections import Counter, deque
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from random import Random
@@ -20,8 +22,13 @@ from random import Random
 from nemo_gym_prorl.tasks.swe.instance import TestStatus
 
 
-_COMPARES = re.compile(r"(?<!not)(?<!not_)equal|close|approx|regex|called|^assertIs$|^assertIn$", re.IGNORECASE)
+_COMPARES = re.compile(
+    r"^(?!.*(?:Not[A-Z]|not_|(?i:less|greater)))(?:.*(?i:equal|close|approx|regex|called)|assertIs$|assertIn$)"
+)
 """Calls that compare their first two arguments. Who names something ``check`` may ask for a truth about an input."""
+
+_ABOUT = re.compile(r"close|approx|almost", re.IGNORECASE)
+"""Of them, those that allow for a difference."""
 
 _ONE_ARGUMENT = re.compile(r"approx|called")
 _RAISES = re.compile(r"raises|warns", re.IGNORECASE)
@@ -30,8 +37,14 @@ _MAKES = re.compile(r"[A-Z].*|array|asarray|approx|set|frozenset|dict|list|tuple
 """Calls that make a value of what they are given, and are not what is tested."""
 
 _OTHER_EXCEPTION = "BufferError"
+_MAYBE = ast.If | ast.IfExp | ast.Match | ast.While | ast.ExceptHandler | ast.ClassDef | ast.Lambda
+_JOINS = ast.Or | ast.Not | ast.comprehension
+"""What has or joins parts that a right solution may never reach, or that need not be true."""
+
 _LETTERS = "bcdfghjkmnpqrstvwxz"
 LARGEST_FILE = 1 << 20
+_LARGEST_NUMBER = 10_000
+"""In bits; Python writes no much larger one."""
 
 Function = ast.FunctionDef | ast.AsyncFunctionDef
 Edit = tuple[int, int, bytes]
@@ -129,8 +142,8 @@ class _Text:
         """No runner takes it for a test; only if nothing else speaks of it."""
         if self._words[function.name] > 1 or "fixture" in map(_name, function.decorator_list):
             return []
-        start = self._source.index(function.name.encode(), self.at(function)[0])
-        return [(start, start + 1, b"_")]
+        start = self._source.find(function.name.encode(), self.at(function)[0])
+        return [(start, start + 1, b"_")] if start >= 0 else []  # names may be written in other letters
 
     def edited(self, edits: Iterable[Edit]) -> bytes:
         parts, at = list[bytes](), 0
@@ -153,11 +166,13 @@ def _tests(tree: ast.Module | ast.ClassDef) -> Iterator[Function]:
 
 def _places(function: Function, tables: Mapping[str, ast.expr], text: _Text, dice: Random) -> list[list[Edit]]:
     """Ways to have it ask for something else, each a list of edits."""
-    roots = [node.test for node in ast.walk(function) if isinstance(node, ast.Assert)]
-    calls = [node for node in ast.walk(function) if isinstance(node, ast.Call) and "assert" in _name(node)]
-    asked = _asked([*roots, *calls], _values(function, tables))
-    places = [[edit for value in values for edit in _other(value, text, dice)] for values in asked]
-    for node in ast.walk(function):
+    reached = list(_reached(function))
+    roots = [node.test for node in reached if isinstance(node, ast.Assert)]
+    calls = [node for node in reached if isinstance(node, ast.Call) and "assert" in _name(node)]
+    wanted = [*roots, *(call for call in calls if _name(call) != "assertFalse")]
+    asked = _asked(wanted, _values(function, tables))
+    places = [[edit for value in values for edit in _other(value, text, dice, about)] for values, about in asked]
+    for node in reached:
         if isinstance(node, ast.Call) and _RAISES.search(_name(node)) and node.args:
             places.append([text.to(node.args[0], _OTHER_EXCEPTION)])
     if found := [edits for edits in places if edits]:
@@ -166,10 +181,24 @@ def _places(function: Function, tables: Mapping[str, ast.expr], text: _Text, dic
     return [[text.negated(root)] for root in [*roots, *truths]]
 
 
-def _asked(roots: Iterable[ast.expr], names: Mapping[str, list[ast.expr]]) -> Iterator[list[ast.expr]]:
-    """What assertions compare with; more than one value where they are a table's."""
+def _reached(root: ast.AST) -> Iterator[ast.AST]:
+    """What a test that passes has come to, whatever the code under test gave it, and what it can't do without."""
+    called = {
+        node.func.id for node in ast.walk(root) if isinstance(node, ast.Call) and isinstance(node.func, ast.Name)
+    }
+    waiting = deque([root])
+    while waiting:
+        yield (node := waiting.popleft())
+        parts = list(ast.iter_child_nodes(node))
+        callback = isinstance(node, Function) and node is not root and node.name not in called
+        if not (callback or isinstance(node, _MAYBE) or any(isinstance(part, _JOINS) for part in parts)):
+            waiting += parts
+
+
+def _asked(roots: Iterable[ast.expr], names: Mapping[str, list[ast.expr]]) -> Iterator[tuple[list[ast.expr], bool]]:
+    """What assertions compare with, more than one value where they are a table's, and whether it is about that."""
     for root in roots:
-        for node in ast.walk(root):
+        for node in _reached(root):
             operands: Sequence[ast.expr] = ()
             if isinstance(node, ast.Compare) and isinstance(node.ops[0], ast.Eq | ast.Is | ast.In):
                 operands = [node.left, node.comparators[0]]
@@ -177,10 +206,11 @@ def _asked(roots: Iterable[ast.expr], names: Mapping[str, list[ast.expr]]) -> It
                 operands = node.args[: 1 if _ONE_ARGUMENT.search(_name(node)) else 2]
             if _name(node) == "assertIn" or (isinstance(node, ast.Compare) and isinstance(node.ops[0], ast.In)):
                 operands = operands[:1]
+            about = any(_ABOUT.search(_name(part)) for part in (node, *operands))
             if len(operands) == 2:
-                yield _one_of(operands[0], operands[1], names)
+                yield _one_of(operands[0], operands[1], names), about
             elif operands and _is_literal(operands[0]):
-                yield [operands[0]]
+                yield [operands[0]], about
 
 
 def _one_of(left: ast.expr, right: ast.expr, names: Mapping[str, list[ast.expr]]) -> list[ast.expr]:
@@ -228,7 +258,9 @@ def _rows(node: ast.expr, tables: Mapping[str, ast.expr]) -> list[ast.expr]:
 
 def _column_names(node: ast.expr) -> list[str]:
     said = ast.literal_eval(node) if _is_literal(node) else ""
-    return re.findall(r"\w+", said) if isinstance(said, str) else [str(name) for name in said or ()]
+    if isinstance(said, str):
+        return re.findall(r"\w+", said)
+    return [str(name) for name in said] if isinstance(said, list | tuple) else []
 
 
 def _cells(row: ast.expr) -> list[ast.expr]:
@@ -243,36 +275,42 @@ def _is_made(node: ast.expr) -> bool:
     return all(call in of_texts or _MAKES.fullmatch(_name(call)) for call in calls) and any(_constants(node))
 
 
-def _other(asked: ast.expr, text: _Text, dice: Random) -> list[Edit]:
+def _other(asked: ast.expr, text: _Text, dice: Random, about: bool) -> list[Edit]:
     constants = list(_constants(asked))
     if not constants:
         return []
     chosen = dice.choice(constants)
-    return [text.to(chosen, repr(_other_value(chosen.value, dice)))]
+    return [text.to(chosen, repr(_other_value(chosen.value, dice, about)))]
 
 
 def _constants(node: ast.AST) -> Iterator[ast.Constant]:
-    if isinstance(node, ast.Constant) and node.value is not ...:
-        yield node
-    elif not isinstance(node, ast.JoinedStr):
-        for part in ast.iter_child_nodes(node):
-            yield from _constants(part)
+    waiting = [node]
+    while waiting:
+        node = waiting.pop()
+        if isinstance(node, ast.Constant) and node.value is not ...:
+            if not isinstance(node.value, int) or node.value.bit_length() <= _LARGEST_NUMBER:
+                yield node
+        elif isinstance(node, ast.Call) and _ONE_ARGUMENT.search(_name(node)):
+            waiting += node.args[:1]
+        elif not isinstance(node, ast.JoinedStr):
+            waiting += ast.iter_child_nodes(node)
 
 
-def _other_value(value: object, dice: Random) -> object:
+def _other_value(value: object, dice: Random, about: bool = False) -> object:
     if isinstance(value, bool) or value is None:
         return not value
+    if isinstance(value, float | complex) or (isinstance(value, int) and about):
+        return value + (abs(value) + 1) * dice.randint(103, 997)  # out of what a comparison may allow
     if isinstance(value, int):
         return value + dice.randint(3, 97)
-    if isinstance(value, float | complex):
-        return value + (abs(value) + 1) * dice.randint(3, 97)
     if isinstance(value, bytes):
         return str(_other_value(value.decode("latin-1"), dice)).encode("latin-1")
     said = str(value)
     digits = [found.start() for found in re.finditer("[0-9]", said)]
     at = dice.choice(digits) if digits else dice.randint(0, len(said))
-    if digits:  # a number stays one
-        return said[:at] + dice.choice(sorted(set("123456789") - {said[at]})) + said[at + 1 :]
+    if digits:  # a number stays one; what is short may well stand in a long text
+        others = sorted(set("123456789") - {said[at]})
+        return said[:at] + "".join(dice.choices(others, k=1 if len(said) > 3 else 3)) + said[at + 1 :]
     return said[:at] + "".join(dice.choices(_LETTERS, k=3)) + said[at:]
 
 

@@ -9,7 +9,7 @@ hidden tests and shows what was changed: the environment lays them itself, and i
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator, Sequence
 
 from nemo_gym_prorl.failures import CallerError
 
@@ -19,7 +19,7 @@ OPTIONS = "set -uxo pipefail"
 
 START, END = ">>>>> Start Test Output", ">>>>> End Test Output"
 
-_OPENED = re.compile(r"<<-?\s*(['\"]?)(\w+)\1")
+_OPENED = re.compile(r"(?<!<)<<(?P<tabs>-?)[ \t]*(?:\\?(?P<bare>[\w.-]+)|(['\"])(?P<quoted>[\w. -]+)\3)")
 _GIT = re.compile(r"\s*git (?:-c \S+ )*(?:apply|checkout|status|show|diff)\b[^&|;]*(?:<<.*)?")
 _DOWNLOADS = re.compile(
     r"\b(?:pip3?|uv|conda|mamba|apt-get|apt|npm|npx|yarn|pnpm|bun|go|cargo|mvnw?|gradlew?|ant|bundle|gem|composer|curl|"
@@ -46,16 +46,23 @@ def may_download(before: str) -> bool:
     return bool(_DOWNLOADS.search(before))
 
 
-def _without_gits_part(lines: Iterable[str]) -> Iterator[str]:
-    rest = iter(lines)
-    for line in rest:
-        kept = not _GIT.fullmatch(line)
-        opened = _OPENED.search(line)
-        inside = [line]
-        if opened:
-            for line in rest:
-                inside.append(line)
-                if line.strip() == opened[2]:
-                    break
-        if kept:
-            yield from inside
+def _without_gits_part(lines: Sequence[str]) -> Iterator[str]:
+    rest = list(lines)
+    while rest:
+        end = _end_of_command(rest)
+        command, rest = rest[:end], rest[end:]
+        if _GIT.fullmatch(re.sub(r"\\\n", " ", "\n".join(command)).partition("\n")[0]):
+            yield ":"  # it may be all that a branch or a function has
+        else:
+            yield from command
+
+
+def _end_of_command(lines: Sequence[str]) -> int:
+    """How many lines the first command has, with its continuations and its here-document."""
+    head = next((number for number, line in enumerate(lines) if not line.endswith("\\")), len(lines) - 1) + 1
+    if opened := _OPENED.search("\n".join(lines[:head])):
+        word = opened["bare"] or opened["quoted"]
+        for number, line in enumerate(lines[head:], head + 1):
+            if (line.lstrip("\t") if opened["tabs"] else line) == word:
+                return number
+    return head  # what has no end is a shift of bits

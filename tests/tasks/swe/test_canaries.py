@@ -255,10 +255,66 @@ def test_a_test_that_passes_fails_when_it_asks_for_something_else(form: str, see
         play(content.decode())
 
 
-def play(source: str) -> None:
-    found: dict[str, Any] = {"f": lambda number: number * 2, "g": lambda: None, "pytest": pytest}
+def play(source: str, **names: Any) -> None:
+    found: dict[str, Any] = {"f": lambda number: number * 2, "g": lambda: None, "pytest": pytest} | names
     exec(source, found)
     type("Case", (found["TestAll"], unittest.TestCase), {})("test_it").test_it()
+
+
+OTHER_WAYS: list[tuple[str, object, object]] = [
+    ("assert f() == 1 or f() == 2", 1, 2),
+    ("assert f() == 1 if f() == 1 else f() == 2", 1, 2),
+    ("assert not f() == 3", 1, 2),
+    ("assert any(one == 3 for one in f())", [3], [3, 60]),
+    ("self.assertFalse(f() == 3)", 1, 2),
+    ("self.assertGreaterEqual(f(), 10)", 11, 500),
+    ("self.assertLessEqual(1, f())", 1, 500),
+    ("self.assertNotAlmostEqual(f(), 10)", 11, 500),
+    ("self.assertAlmostEqual(f(), 100, delta=60)", 41, 159),
+    ("assert f() == pytest.approx(100, abs=60)", 41, 159),
+    ("assert '1' in f()", "1", "1 of 987654321"),
+    ("if isinstance(f(), list): assert f() == [1]\n    else: assert f() == (1,)", [1], (1,)),
+    ("match f():\n        case 1: assert f() == 1\n        case _: assert f() == 2", 1, 2),
+    ("try: f()[0]\n    except IndexError as error: assert str(error) == 'list index out of range'", [], [1]),
+    ("def told(one): assert one == 1\n    for one in f(): told(one)\n    list(map(told, f()))", [1], [1, 1]),
+    ("def told(one): assert one == 1\n    list(map(told, f()))", [1], []),
+    ("list(map(lambda one: self.assertEqual(one, 1), f()))", [1], []),
+]
+"""What a test does, what the row's fix gives it, and what another right solution may."""
+
+
+@pytest.mark.parametrize(("form", "fix", "other"), OTHER_WAYS)
+def test_a_right_solution_passes_nothing_that_the_fix_fails(form: str, fix: object, other: object) -> None:
+    source = f"class TestAll:\n  def test_it(self):\n    {form}\n"
+    assert passes(source, fix)
+    assert passes(source, other)
+    for seed in range(30):
+        content, _ = canaries_of(["a.py::TestAll::test_it"], str(seed)).changed("a.py", source.encode())
+        assert passes(content.decode(), fix) or not passes(content.decode(), other), content.decode()
+
+
+def passes(source: str, given: object) -> bool:
+    try:
+        play(source, f=lambda: given)
+    except AssertionError:
+        return False
+    return True
+
+
+@pytest.mark.parametrize(
+    "source",
+    [
+        "def test_\ufb01(): pass\ndef test_it(): assert f() == 1",
+        "def test_it():\n    expected = " + " + ".join(["'a'"] * 1500) + "\n    assert f() == expected",
+        "def test_it(): assert f() == [0x" + "f" * 4000 + ", 1]",
+        "@parametrize(5, [1])\ndef test_it(a): assert f(a) == 1",
+    ],
+    ids=["a ligature in a name", "a long sum", "a long number", "a table of something else"],
+)
+def test_odd_tests_ask_for_something_else_too(source: str) -> None:
+    content, tests = canaries_of(["a.py::test_it"], "").changed("a.py", source.encode())
+    assert tests == {"a.py::test_it"}
+    compile(content, "a.py", "exec")
 
 
 @given(

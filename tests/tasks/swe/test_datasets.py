@@ -17,6 +17,7 @@ from typer.testing import CliRunner
 from nemo_gym_prorl.cli_data import app
 from nemo_gym_prorl.commands.images import wanted_images
 from nemo_gym_prorl.failures import CallerError, InfrastructureError
+from nemo_gym_prorl.tasks.swe import eval_script
 from nemo_gym_prorl.tasks.swe.changes import Change, Solution
 from nemo_gym_prorl.tasks.swe.datasets import CONVERTERS
 from nemo_gym_prorl.tasks.swe.grading import GradingLimits
@@ -168,12 +169,53 @@ def test_a_records_own_script_says_how_it_is_tested() -> None:
         "export TZ=UTC",
         "cd /testbed",
         "git config --global --add safe.directory /testbed",
+        *(":", ":", ":"),
         "cat > settings.txt <<EOF",
         "git checkout of words",
         "EOF",
         "python -m pip install -e .",
+        *(":", ":"),
         "make build",
     ]
+
+
+ODD_SCRIPT = """\
+if true; then
+  git checkout 0123456 lib/tests/test_sums.py
+fi
+lay() {
+  git status
+}
+bits=$((1 << 3))
+cat <<< "word" > /dev/null
+git apply -v - <<'EOF_1'
++++ b/lib/tests/test_sums.py
+EOF_1
+git checkout 0123456 \\
+  lib/tests/test_sums.py
+git apply - <<< "$patch"
+cat <<-'END-OF'
+\tgit diff of words
+\tEND-OF
+cat <<EOF
+ EOF
+git status of words
+EOF
+cat <<\\EOF
+git show $of words
+EOF
+: '>>>>> Start Test Output'
+pytest
+: '>>>>> End Test Output'
+"""
+
+
+def test_only_gits_part_is_left_out_of_an_odd_script() -> None:
+    before, _ = eval_script.read(ODD_SCRIPT)
+    git = "git() { echo called; }"
+    done = subprocess.run(["bash", "-c", f"{git}\n{before}\nlay"], capture_output=True, text=True, check=True)
+    words = ["git diff of words", " EOF", "git status of words", "git show $of words"]
+    assert done.stdout.splitlines() == words
 
 
 def test_a_script_without_its_marks_is_refused() -> None:
