@@ -121,6 +121,11 @@ def serve(
     log_dir: Annotated[Path | None, typer.Option(help="Folder for the log. Default: a temporary one.")] = None,
 ) -> None:
     """Serve environments: agent, job API, model server; a server that dies is started again. Ctrl-C ends it."""
+    from nemo_gym_prorl.commands.environments import check_extras
+
+    # Before all else is imported, which takes seconds.
+    check_extras([word for word in words if "=" not in word])
+
     from rich.console import Console
 
     from nemo_gym_prorl.commands import serve as command

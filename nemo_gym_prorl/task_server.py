@@ -45,6 +45,7 @@ from nemo_gym_prorl.serving import open_files
 from nemo_gym_prorl.serving.access import KeyGuard, check_exposure
 from nemo_gym_prorl.serving.problems import add_problem_handlers
 from nemo_gym_prorl.serving.server_config import ServerConfig
+from nemo_gym_prorl.serving.starter import end_with_starter
 from nemo_gym_prorl.task_sandboxes import TaskSandboxes
 from nemo_gym_prorl.tasks.sessions import SessionLimits, Sessions
 from nemo_gym_prorl.tasks.task import TOOL_NUMBERS, TOOL_USE, HasEnd, SandboxNeeds, Task
@@ -133,6 +134,7 @@ class TaskServer(SimpleResourcesServer):  # type: ignore[misc]
 
     def setup_webserver(self) -> FastAPI:
         """Gym's routes, ours, and one for each tool."""
+        end_with_starter()
         open_files.raise_limit()
         check_exposure(self.config.host, self.config.control_token)
         app: FastAPI = super().setup_webserver()

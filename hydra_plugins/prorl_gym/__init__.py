@@ -4,7 +4,8 @@
 Gym reads its command line with Hydra, and Hydra loads what lies in ``hydra_plugins``. In a process of Gym this sets
 two environment variables that our configuration files name for ``uv_venv_dir`` and ``skip_venv_if_present``
 (see :mod:`nemo_gym_prorl.gym.venvs`); they have no effect on configurations without our servers. What is given on the
-command line wins.
+command line wins. A third one names this process to our servers, which end with it
+(:mod:`nemo_gym_prorl.serving.starter`).
 """
 
 import os
@@ -13,7 +14,9 @@ import sys
 
 def _share_environment() -> None:
     from nemo_gym_prorl.gym import venvs
+    from nemo_gym_prorl.serving.starter import STARTER_VARIABLE
 
+    os.environ[STARTER_VARIABLE] = str(os.getpid())
     try:
         os.environ[venvs.VENVS_VARIABLE] = str(venvs.shared_folder())
     except (OSError, ModuleNotFoundError) as error:

@@ -12,16 +12,12 @@ from __future__ import annotations
 import difflib
 import re
 from collections.abc import Iterable, Mapping, Sequence
-from importlib.util import find_spec
-from pathlib import Path
 from typing import Any
 
-from omegaconf import DictConfig, OmegaConf
-
+from nemo_gym_prorl.commands.environments import configuration
 from nemo_gym_prorl.failures import CallerError
 from nemo_gym_prorl.handlers.service_config import BudgetsConfig, StagesConfig
 from nemo_gym_prorl.sandbox.gym import spec as gym_spec
-from nemo_gym_prorl.tasks.extras import require_extras
 
 
 _KEY = re.compile(r"(?:\+\+|\+|~)?([^=/@]+)=")
@@ -38,7 +34,7 @@ def check_overrides(overrides: Sequence[str], environments: Sequence[str], model
     Raises:
         CallerError: a key is unknown; names it, and the nearest that there is.
     """
-    known = _configuration([f"environments/{name}/config.yaml" for name in environments])
+    known = configuration([f"environments/{name}/config.yaml" for name in environments])
     if not known:
         # Gym says what is wrong with them.
         return
@@ -46,17 +42,6 @@ def check_overrides(overrides: Sequence[str], environments: Sequence[str], model
     for override in overrides:
         if found := _KEY.match(override):
             _check(found[1].split("."), known)
-
-
-def check_extras(environments: Sequence[str]) -> None:
-    """Refuse environments of which a server lacks packages that it needs.
-
-    Raises:
-        InfrastructureError: some are not installed; has the command that installs those of all servers.
-    """
-    known = _configuration([f"environments/{name}/config.yaml" for name in environments])
-    servers = [name for value in known.values() for name in value.get("resources_servers", ())]
-    require_extras(*(name.removeprefix("prorl_") for name in servers if name.startswith("prorl_")))
 
 
 def _check(path: list[str], known: Mapping[str, Any]) -> None:
@@ -92,30 +77,3 @@ def _refuse(path: list[str], place: int, known: Iterable[str]) -> None:
     near = difflib.get_close_matches(path[place], known, 1, 0.0)
     nearest = f"; the nearest that there is: {above}{near[0]}" if near else ""
     raise CallerError(f"there is no {above}{path[place]}{nearest}", field=".".join(path))
-
-
-def _configuration(paths: Sequence[str]) -> dict[str, Any]:
-    """What files say that Gym finds from here, and those that they name; nothing of one that is not found."""
-    known: dict[str, Any] = {}
-    for path in paths:
-        place = next((root / path for root in _roots() if (root / path).is_file()), None)
-        if place is None:
-            return {}
-        loaded = OmegaConf.load(place)
-        if not isinstance(loaded, DictConfig):
-            return {}
-        content = OmegaConf.to_container(loaded, resolve=False)
-        assert isinstance(content, dict)
-        inner = content.pop("config_paths", [])
-        if inner and not (below := _configuration(inner)):
-            return {}
-        known |= (below if inner else {}) | {
-            str(name): value for name, value in content.items() if isinstance(value, dict)
-        }
-    return known
-
-
-def _roots() -> list[Path]:
-    places = [find_spec(name) for name in ("nemo_gym_prorl", "nemo_gym")]
-    found = [Path(next(iter(place.submodule_search_locations or []))).parent for place in places if place]
-    return [Path.cwd(), *found]

@@ -18,8 +18,10 @@ from typing import Any, Self
 
 import orjson
 from pydantic import BaseModel, ValidationError
+from pydantic_core import ErrorDetails
 
 from nemo_gym_prorl.failures import CallerError, InfrastructureError
+from nemo_gym_prorl.rollout.rows import WISHES
 from nemo_gym_prorl.rollout.schemas import JobView, SubmitRequest
 from nemo_gym_prorl.serving.problem_document import field_errors, in_words
 
@@ -68,7 +70,7 @@ def read_rows(path: Path) -> tuple[dict[int, dict[str, Any]], list[Refusal]]:
                 except orjson.JSONDecodeError as error:
                     refused.append(Refusal(number, f"is not JSON: {error}"))
                 except ValidationError as error:
-                    refused.append(Refusal(number, in_words(field_errors(error.errors()))))
+                    refused.append(Refusal(number, in_words(field_errors([*map(_in_the_row, error.errors())]))))
                 else:
                     rows[number] = row
     except OSError as error:
@@ -76,6 +78,12 @@ def read_rows(path: Path) -> tuple[dict[int, dict[str, Any]], list[Refusal]]:
     if not rows and not refused:
         raise CallerError("has no rows", field=str(path))
     return rows, refused
+
+
+def _in_the_row(error: ErrorDetails) -> dict[str, Any]:
+    """An error with its place in the row: what a row wishes is judged as if it stood beside it."""
+    place = error["loc"]
+    return {**error, "loc": place if place[:1] == ("row",) else ("row", WISHES, *place)}
 
 
 def digest(row: dict[str, Any]) -> str:

@@ -19,7 +19,7 @@ from pathlib import Path
 from rich.console import Console
 from rich.table import Table
 
-from nemo_gym_prorl.commands.overrides import check_extras, check_overrides
+from nemo_gym_prorl.commands.overrides import check_overrides
 from nemo_gym_prorl.failures import CallerError
 from nemo_gym_prorl.gym.deployment import Death, GymDeployment
 from nemo_gym_prorl.task_sandboxes import PROGRESS
@@ -57,7 +57,6 @@ def serve(
     Raises:
         CallerError: no environment was named, an override can't be one, the head server's port is taken, or the model
             server needs an endpoint.
-        InfrastructureError: packages that a server needs are not installed.
         DeploymentError: the servers do not come up, or Gym itself dies.
     """
     environments = [word for word in words if "=" not in word]
@@ -67,7 +66,6 @@ def serve(
         raise CallerError(f"{model_type} cannot be given engines later: name its endpoint", field="--policy-url")
     overrides = [word for word in words if "=" in word]
     check_overrides(overrides, environments, model_type)
-    check_extras(environments)
     with socket.socket() as probe:
         probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         try:

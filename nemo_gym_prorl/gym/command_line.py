@@ -34,6 +34,9 @@ MARK_NAME = "PRORL_GYM_DEPLOYMENT"
 LOG_TAIL_LINES = 80
 """Of what Gym printed, this much goes into an error."""
 
+RAY_START_S = 90
+"""How long Ray's own processes may take to start. Its default, 30 s, is short on a machine that has work."""
+
 _HEAD_PORTS = range(20_001, 32_000)
 """Head server ports: outside Gym's own range for servers (10001-20000) and below the kernel's for outgoing
 connections, from which Ray would otherwise take our port between our choice and Gym's use of it."""
@@ -202,6 +205,7 @@ class GymCli:
             "RAY_DEFAULT_OBJECT_STORE_MAX_MEMORY_BYTES": str(80 * 1024 * 1024),
             "RAY_enable_worker_prestart": "0",
             "RAY_prestart_worker_first_driver": "0",
+            "RAY_raylet_start_wait_time_s": str(RAY_START_S),
             "PYTHONUNBUFFERED": "1",
         }
         if checkout := installation.checkout:

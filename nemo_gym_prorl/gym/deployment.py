@@ -28,7 +28,7 @@ import orjson
 from omegaconf import OmegaConf
 from yarl import URL
 
-from nemo_gym_prorl.gym.command_line import LOG_TAIL_LINES, DeploymentError, GymCli, GymResult
+from nemo_gym_prorl.gym.command_line import LOG_TAIL_LINES, RAY_START_S, DeploymentError, GymCli, GymResult
 from nemo_gym_prorl.gym.server_keeper import keeper_program
 from nemo_gym_prorl.gym.venvs import cut_at_a_space
 from nemo_gym_prorl.processes import INTERRUPT_GRACE_S, KILL_S, SETTLE_S, keeper_command, somebody_else_listens
@@ -37,7 +37,8 @@ from nemo_gym_prorl.processes import INTERRUPT_GRACE_S, KILL_S, SETTLE_S, keeper
 _KEEPER_GRACE_S = INTERRUPT_GRACE_S + SETTLE_S + KILL_S + 5.0
 _WATCH_S = 0.5
 _RAY_LATE = "The current node timed out during startup"
-"""Ray gives its own processes a fixed 30 s. On a busy machine that fails now and then; a second try is worth it."""
+"""Ray's own processes were not up within :data:`~.command_line.RAY_START_S`. On a busy machine that may be: a second
+try is worth it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -230,15 +231,21 @@ class GymDeployment:
             await asyncio.to_thread(shutil.rmtree, self.work_dir, ignore_errors=True)
 
     async def _start(self) -> None:
-        await self._launch()
-        try:
-            await self._wait_ready()
-        except DeploymentError:
-            if _RAY_LATE not in self.log_path.read_text(errors="replace"):
-                raise
-            await self._end()
+        for last in (False, True):
             await self._launch()
-            await self._wait_ready()
+            try:
+                await self._wait_ready()
+            except DeploymentError as error:
+                if _RAY_LATE not in self.log_path.read_text(errors="replace"):
+                    raise
+                await self._end()
+                if last:
+                    raise DeploymentError(
+                        f"Ray did not start, twice, in the {RAY_START_S} s that it has: this machine is too busy or "
+                        f"short of memory. Start again when it is less so. Log: {self.log_path}"
+                    ) from error
+            else:
+                return
 
     async def _launch(self) -> None:
         if trouble := cut_at_a_space(self._python):

@@ -12,6 +12,9 @@ from pydantic import BaseModel, Field
 _MOST_ERRORS = 20
 """Fields that one document names; whoever sends ten thousand wrong ones learns enough from the first."""
 
+_NO_OBJECT = frozenset({"dict_type", "model_type", "model_attributes_type"})
+"""What pydantic tells with the name of a class of ours."""
+
 
 class Problem(BaseModel):
     """An RFC 9457 problem document."""
@@ -31,7 +34,10 @@ def field_errors(errors: Sequence[Mapping[str, Any]], *, outer: int = 0) -> list
         outer: so many steps of a field's place are none of the caller's.
     """
     return [
-        {"field": ".".join(str(part) for part in error["loc"][outer:]) or "body", "message": error["msg"]}
+        {
+            "field": ".".join(str(part) for part in error["loc"][outer:]) or "body",
+            "message": "must be an object" if error["type"] in _NO_OBJECT else error["msg"],
+        }
         for error in errors[:_MOST_ERRORS]
     ]
 

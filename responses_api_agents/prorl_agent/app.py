@@ -20,6 +20,7 @@ from nemo_gym_prorl.serving.access import KeyGuard, check_exposure
 from nemo_gym_prorl.serving.direct_routes import DirectRoutes, put_in_front
 from nemo_gym_prorl.serving.problems import Declared, add_problem_handlers, invalid_body
 from nemo_gym_prorl.serving.server_config import ServerConfig
+from nemo_gym_prorl.serving.starter import end_with_starter
 
 
 class VerifiedRollout(BaseModel):
@@ -73,6 +74,7 @@ class ProRLAgent(SimpleResponsesAPIAgent):
             CallerError: the server would listen beyond loopback without a key, or a setting cannot work.
         """
         check_exposure(self.config.host, self.config.control_token)
+        end_with_starter()
         open_files.raise_limit()
         memory.map_large_blocks()
         self._service = AgentService(

@@ -60,6 +60,7 @@ from nemo_gym_prorl.serving import memory, open_files
 from nemo_gym_prorl.serving.access import KeyGuard, check_exposure
 from nemo_gym_prorl.serving.direct_routes import put_in_front
 from nemo_gym_prorl.serving.server_config import ServerConfig
+from nemo_gym_prorl.serving.starter import end_with_starter
 
 
 TOKEN_FIELDS = ("prompt_token_ids", "generation_token_ids", "generation_log_probs")
@@ -163,6 +164,7 @@ class ProrlModel(SimpleResponsesAPIModel):
     @classmethod
     def run_webserver(cls) -> FastAPI | None:
         """With ``num_workers``, this process or a worker of it; Gym's own way needs no rollout's turns to meet."""
+        end_with_starter()
         config = cls.load_config_from_global_config()
         workers = getattr(config, "num_workers", None) or 1
         if workers == 1 or get_global_config_dict()[DRY_RUN_KEY_NAME]:

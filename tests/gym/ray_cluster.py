@@ -19,6 +19,7 @@ from pathlib import Path
 
 import pytest
 
+from nemo_gym_prorl.gym.command_line import RAY_START_S
 from nemo_gym_prorl.processes import ProcessMark, keeper_command
 
 
@@ -33,6 +34,7 @@ SETTINGS = {
     "RAY_DEFAULT_OBJECT_STORE_MAX_MEMORY_BYTES": str(80 * 1024 * 1024),
     "RAY_enable_worker_prestart": "0",
     "RAY_prestart_worker_first_driver": "0",
+    "RAY_raylet_start_wait_time_s": str(RAY_START_S),
 }
 TRIES = 3
 

@@ -98,6 +98,7 @@ async def test_each_refused_row_is_named_by_its_line_and_the_others_run(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     rows = write(tmp_path / "rows.jsonl", GOOD, "{oops", {"task_id": 7}, "", "[1]", '{"a": "\\ud800"}', GOOD)
+    write(rows, *rows.read_text().splitlines(), GOOD | {"rollout": {"priority": "high"}})
     output = tmp_path / "not" / "there" / "results.jsonl"
     async with service() as (url, bench):
         assert not await submit(Order(rows, run="r", output=output), url, TOKEN)
@@ -105,9 +106,10 @@ async def test_each_refused_row_is_named_by_its_line_and_the_others_run(
         said = capsys.readouterr().out
         assert "rows.jsonl:2: is not JSON" in said
         assert "rows.jsonl:3: row.responses_create_params: Field required" in said
-        assert "rows.jsonl:5: row: " in said
+        assert "rows.jsonl:5: row: must be an object" in said
         assert "rows.jsonl:6: " in said
-        assert "2 succeeded, 4 rows refused" in said
+        assert "rows.jsonl:8: row.rollout.priority: Input should be a valid integer" in said
+        assert "2 succeeded, 5 rows refused" in said
         assert [line["rollout"]["source"]["line"] for line in lines_of(output)] in ([1, 7], [7, 1])
 
         # What only the service can refuse: the id belongs to another row.

@@ -48,9 +48,9 @@ def row_of(record: Mapping[str, Any]) -> dict[str, Any]:
     Raises:
         CallerError: one is missing or empty; names it.
     """
-    record = _plain(record)
-    question = _text(record, _PROBLEM)
-    answer = _text(record, _ANSWER)
+    plain = _plain(record)
+    question = _text(plain, _PROBLEM, record)
+    answer = _text(plain, _ANSWER, record)
     return {
         "responses_create_params": {
             "input": [
@@ -72,8 +72,8 @@ def expected_answer(row: Mapping[str, Any]) -> str:
     Raises:
         CallerError: there is none; names the field.
     """
-    _text(row, ("question",))
-    return _text(row, ("expected_answer",))
+    _text(row, ("question",), row)
+    return _text(row, ("expected_answer",), row)
 
 
 def missing(record: Mapping[str, Any], name: str) -> CallerError:
@@ -104,10 +104,11 @@ def truth_of(record: Mapping[str, Any]) -> object:
     return rewards.get("ground_truth") if isinstance(rewards, Mapping) else None
 
 
-def _text(record: Mapping[str, Any], names: tuple[str, ...]) -> str:
+def _text(record: Mapping[str, Any], names: tuple[str, ...], given: Mapping[str, Any]) -> str:
+    """The text of the first of these fields that there is; ``given`` is the record as its owner knows it."""
     name = next((name for name in names if record.get(name) is not None), None)
     if name is None:
-        raise missing(record, names[0])
+        raise missing(given, names[0])
     value = record[name]
     if isinstance(value, int | float) and not isinstance(value, bool) and name in _ANSWER:
         value = repr(value)

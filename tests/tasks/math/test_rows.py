@@ -81,6 +81,7 @@ def test_what_is_no_file_is_written_into_and_stays(tmp_path: Path) -> None:
 
 def test_records_that_make_no_row_are_named_and_the_others_written(tmp_path: Path) -> None:
     bad = [{"problem": "?"}, {"answer": "2"}, {"problem": " ", "answer": "2"}, {"problem": "?", "answer": ""}, 7]
+    bad.append({"Frage": "?", "Antwort": "2"})
     file = written(tmp_path / "data.jsonl", [*bad, RECORDS[0]])
     output = tmp_path / "rows.jsonl"
     done = CliRunner().invoke(app, ["data", "math", str(file), "-o", str(output)])
@@ -91,9 +92,10 @@ def test_records_that_make_no_row_are_named_and_the_others_written(tmp_path: Pat
         "line 2: problem: missing; there are answer",
         "line 3: problem: must be",
         "line 5: is",
+        "line 6: problem: missing; there are Frage, Antwort",
     ):
         assert said in done.output
-    assert "1 rows, 5 lines refused" in done.output
+    assert "1 rows, 6 lines refused" in done.output
 
 
 def test_a_line_that_is_no_json_is_named_and_costs_the_others_nothing(tmp_path: Path) -> None:
