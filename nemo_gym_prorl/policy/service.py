@@ -177,7 +177,7 @@ class PolicyService:
             empty: Message = {"role": "assistant", "content": ""}
             return PolicyAnswer(_new_id(), empty, Parsed(None, "", ()), None, Finish.CONTEXT, len(prompt))
         parsed, text, began = self._parse(generation, request, rollout.recall, prompt)
-        if not request.parallel:
+        if not request.parallel or (self.renderer is not None and self.renderer.one_call):
             parsed = replace(parsed, calls=parsed.calls[:1])
         if generation.prompt_ids is not None:
             parent, observed = ledger.place(generation.prompt_ids, point.turn if point else None)

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -119,13 +120,18 @@ def test_the_conversation_goes_on_whatever_the_policy_wrote(name: str, where: in
     call = family.call % "日本"
     text = call[:where] + what + call[max(where, to) :]
     parsed = parse(text, family.tool_format)
-    message = as_message(parsed)
+    message = as_message(replace(parsed, calls=parsed.calls[:1]) if renderer.one_call else parsed)
     calls = message.get("tool_calls", [])
     new: list[Message] = [{"role": "tool", "tool_call_id": call["id"], "content": "r"} for call in calls] or [USER]
     history = [USER, message]
     sampled = renderer.tokenizer.encode(text + family.stop)
     renderer.next(history, new, TOOLS, sampled=sampled, finish=Finish.STOP)
     renderer.first([*history, *new], TOOLS)
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_a_template_that_takes_one_call_at_a_time_is_known(name: str) -> None:
+    assert FAMILIES[name].renderer(tokenizer()).one_call == (name == "headers")
 
 
 def rewrites(name: str, history: list[Message], new: list[Message], *, thoughts: bool = False) -> bool:

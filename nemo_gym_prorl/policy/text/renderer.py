@@ -123,6 +123,25 @@ class Renderer:
         except CallerError:
             return True
 
+    @cached_property
+    def one_call(self) -> bool:
+        """Whether the template refuses a turn of several calls, as Llama 3's does: it has room for the first."""
+        return self._takes_calls(1) and not self._takes_calls(2)
+
+    def _takes_calls(self, count: int) -> bool:
+        ids = [f"probe{number:04}" for number in range(count)]
+        function = {"name": PROBE_NAME, "arguments": json.dumps({"part": "p"})}
+        calls = [{"id": name, "type": "function", "function": function} for name in ids]
+        results: list[Message] = [{"role": "tool", "tool_call_id": name, "content": "r"} for name in ids]
+        asked: Message = {"role": "user", "content": "u"}
+        try:
+            self.template.render(
+                [asked, {"role": "assistant", "content": "", "tool_calls": calls}, *results], PROBE, prompt=True
+            )
+        except CallerError:
+            return False
+        return True
+
     @property
     def wants_tools(self) -> bool:
         """Whether nothing can be asked without tools, as with a template that is for tools only."""
