@@ -91,9 +91,7 @@ def test_without_its_parser_nothing_is_scored(trainer: "Trainer", engine_url: st
 
 def test_validation_on_the_single_controller(trainer: "Trainer", engine_url: str, tmp_path: Path) -> None:
     """By NeMo RL's own settings; its log has what the environment gave, and no step has such a row."""
-    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
-
-    from tests.nemo_rl.controller import Lent, trained
+    from tests.nemo_rl.controller import Lent, logged, trained
 
     held = tmp_path / "held.jsonl"
     held.write_text("".join(json.dumps(counting(number, name=" Held out.")) + "\n" for number in (2, 4, 9)))
@@ -111,11 +109,9 @@ def test_validation_on_the_single_controller(trainer: "Trainer", engine_url: str
     tokens = [tokens for groups in got.steps for group in groups for tokens in group.tokens]
     assert tokens
     assert not any(b"Held out." in sequence for sequence in tokens)
-    [events] = (tmp_path / "logs").rglob("events.out.tfevents.*")
-    told = EventAccumulator(str(events.parent)).Reload()
-    rewards = [event.value for event in told.Scalars("validation/reward")]
-    assert rewards == pytest.approx([0.5] * (STEPS - 1))
-    assert [event.value for event in told.Scalars("validation/weight_version")] == [1, 2]
+    told = logged(tmp_path / "logs")
+    assert told["validation/reward"] == pytest.approx([0.5] * (STEPS - 1))
+    assert told["validation/weight_version"] == [1, 2]
 
 
 @pytest.mark.usefixtures("own_ray")
