@@ -61,7 +61,7 @@ bench-%: setup-bench ## run benchmarks/%.py (ARGS=--quick for the short form)
 	@$(BIN)/python -m benchmarks.$* $(ARGS)
 
 swe-tasks: setup-dev ## software-engineering tasks of well-known packages, with an image each (ARGS= for the script)
-	@$(BIN)/python scripts/make_swe_tasks.py $(ARGS)
+	@$(BIN)/python -m scripts.make_swe_tasks $(ARGS)
 
 gym-matrix: setup-dev ## the wheel under Gym's command line on Gym 0.4.0 and 0.7.0 (ARGS= for other GYM=PYTHON pairs)
 	@$(BIN)/python scripts/gym_matrix.py $(ARGS)

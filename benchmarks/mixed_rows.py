@@ -13,15 +13,15 @@ from collections.abc import Callable, Iterator, Mapping
 from itertools import count, cycle, islice
 from typing import Any
 
-from nemo_gym_prorl.swe_tasks.making import ROWS, default_folder
 from nemo_gym_prorl.tasks.code import prompts
-from nemo_gym_prorl.tasks.code import scripts as code_scripts
 from nemo_gym_prorl.tasks.humaneval import problems as humaneval
-from nemo_gym_prorl.tasks.humaneval import scripts as humaneval_scripts
-from nemo_gym_prorl.tasks.math import scripts as math_scripts
 from nemo_gym_prorl.tasks.stem import problems as stem
-from nemo_gym_prorl.tasks.stem import scripts as stem_scripts
-from nemo_gym_prorl.tasks.swe import scripts as swe_scripts
+from scripts.scripted_turns import code as code_scripts
+from scripts.scripted_turns import humaneval as humaneval_scripts
+from scripts.scripted_turns import math as math_scripts
+from scripts.scripted_turns import stem as stem_scripts
+from scripts.scripted_turns import swe as swe_scripts
+from scripts.swe_tasks.making import ROWS, default_folder
 from tests.tasks.code.problems import CONTESTS
 
 

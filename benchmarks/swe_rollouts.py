@@ -33,11 +33,11 @@ from nemo_gym_prorl.tasks.sessions import SessionLimits, Sessions
 from nemo_gym_prorl.tasks.swe.grading import GradingLimits
 from nemo_gym_prorl.tasks.swe.instance import row_of
 from nemo_gym_prorl.tasks.swe.repository import PatchLimits
-from nemo_gym_prorl.tasks.swe.scripts import patching
 from nemo_gym_prorl.tasks.swe.task import SoftwareEngineering
 from nemo_gym_prorl.tasks.swe.testing import TestLimits
 from nemo_gym_prorl.tasks.task import OpenSandbox, SandboxNeeds
 from nemo_gym_prorl.tasks.workbench.workspace import ToolLimits
+from scripts.scripted_turns.swe import patching
 
 
 Row = Mapping[str, Any]

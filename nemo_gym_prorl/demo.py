@@ -26,6 +26,7 @@ from rich.live import Live
 from rich.table import Table
 from rich.text import Text
 
+from nemo_gym_prorl.demo_scripts import script_for
 from nemo_gym_prorl.failures import CallerError, InfrastructureError, RolloutError, Stage
 from nemo_gym_prorl.gym.deployment import GymDeployment
 from nemo_gym_prorl.rollout.client import RolloutClient
@@ -36,7 +37,6 @@ from nemo_gym_prorl.sandbox.runtime.install import ensure_runtime
 from nemo_gym_prorl.scripted import server as scripted
 from nemo_gym_prorl.scripted.text import MODEL_NAME
 from nemo_gym_prorl.tasks.humaneval.problems import problems, row_for
-from nemo_gym_prorl.tasks.humaneval.scripts import script_for
 
 
 AGENT = "prorl_code_agent"

@@ -1,4 +1,3 @@
-#!/usr/bin/env python3
 # SPDX-License-Identifier: Apache-2.0
 """Makes software-engineering tasks of well-known packages, without a registry; see docs/swe.md.
 
@@ -16,8 +15,8 @@ from pathlib import Path
 
 from nemo_gym_prorl.failures import RolloutError
 from nemo_gym_prorl.sandbox.runtime.apptainer import require_runtime
-from nemo_gym_prorl.swe_tasks.making import IMAGES, ROWS, default_folder, image_path, make
-from nemo_gym_prorl.swe_tasks.packages import PACKAGES
+from scripts.swe_tasks.making import IMAGES, ROWS, default_folder, image_path, make
+from scripts.swe_tasks.packages import PACKAGES
 
 
 def main() -> int:

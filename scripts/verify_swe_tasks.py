@@ -1,4 +1,3 @@
-#!/usr/bin/env python3
 # SPDX-License-Identifier: Apache-2.0
 """Grades made tasks for real: the fix, nothing at all, and each half of a double bug.
 
@@ -31,17 +30,13 @@ from omegaconf import OmegaConf
 from rich.console import Console
 from rich.table import Table
 
-
-REPOSITORY = Path(__file__).parents[1]
-sys.path.insert(0, str(REPOSITORY))
-
-from nemo_gym_prorl.gym.deployment import GymDeployment  # noqa: E402
-from nemo_gym_prorl.sandbox.runtime.apptainer import require_runtime  # noqa: E402
-from nemo_gym_prorl.scripted.server import serve  # noqa: E402
-from nemo_gym_prorl.scripted.text import MODEL_NAME  # noqa: E402
-from nemo_gym_prorl.swe_tasks.making import PARTIAL, ROWS, default_folder  # noqa: E402
-from nemo_gym_prorl.tasks.swe.scripts import VARIANTS, patching, with_turns  # noqa: E402
-from resources_servers.prorl_swe.app import ProRLSweConfig, ProRLSweServer  # noqa: E402
+from nemo_gym_prorl.gym.deployment import GymDeployment
+from nemo_gym_prorl.sandbox.runtime.apptainer import require_runtime
+from nemo_gym_prorl.scripted.server import serve
+from nemo_gym_prorl.scripted.text import MODEL_NAME
+from resources_servers.prorl_swe.app import ProRLSweConfig, ProRLSweServer
+from scripts.scripted_turns.swe import VARIANTS, patching, with_turns
+from scripts.swe_tasks.making import PARTIAL, ROWS, default_folder
 
 
 RESPONSE = {
@@ -54,6 +49,7 @@ RESPONSE = {
     "tool_choice": "auto",
     "tools": [],
 }
+REPOSITORY = Path(__file__).parents[1]
 EXPECTED = {"fix": 1.0, "nothing": 0.0, "half": 0.0}
 ENVIRONMENT, AGENT = "prorl_swe", "prorl_swe_agent"
 LONGEST_S = 4 * 3600.0

@@ -9,11 +9,11 @@ import orjson
 import pytest
 import yaml
 
+from nemo_gym_prorl.demo_scripts import script_for
 from nemo_gym_prorl.gym.deployment import GymDeployment
 from nemo_gym_prorl.scripted.text import MODEL_NAME
 from nemo_gym_prorl.tasks.humaneval.problems import problems, row_for
-from nemo_gym_prorl.tasks.humaneval.scripts import script_for
-from nemo_gym_prorl.tasks.swe.scripts import scripted_row
+from scripts.scripted_turns.swe import scripted_row
 from tests.tasks.swe import tally
 
 

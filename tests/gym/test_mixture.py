@@ -23,7 +23,7 @@ from nemo_gym_prorl.rollout.job import JobState
 from nemo_gym_prorl.rollout.schemas import JobView
 from nemo_gym_prorl.scripted.text import MODEL_NAME
 from nemo_gym_prorl.tasks.stem import problems as stem
-from nemo_gym_prorl.tasks.stem.scripts import script_for
+from scripts.scripted_turns.stem import script_for
 from tests.faulty_family.app import ANSWERS
 from tests.rollout.serving import serve
 from tests.tasks import containers

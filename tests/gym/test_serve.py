@@ -22,6 +22,7 @@ import pytest
 from rich.console import Console
 
 from nemo_gym_prorl.commands import serve
+from nemo_gym_prorl.demo_scripts import script_for
 from nemo_gym_prorl.failures import InfrastructureError
 from nemo_gym_prorl.gym.deployment import GymDeployment
 from nemo_gym_prorl.handlers.service_config import StagesConfig
@@ -31,7 +32,6 @@ from nemo_gym_prorl.rollout.client import ApiError, RolloutClient
 from nemo_gym_prorl.rollout.schemas import JobView
 from nemo_gym_prorl.scripted.text import MODEL_NAME
 from nemo_gym_prorl.tasks.humaneval.problems import problems, row_for
-from nemo_gym_prorl.tasks.humaneval.scripts import script_for
 
 
 pytestmark = [pytest.mark.gym, pytest.mark.sandbox]

@@ -7,10 +7,10 @@ from typing import Any
 
 import pytest
 
+from nemo_gym_prorl.scripted.turns import Script
 from nemo_gym_prorl.tasks.code import convert
 from nemo_gym_prorl.tasks.code.prompts import row_for
-from nemo_gym_prorl.tasks.code.scripts import null, oracle
-from nemo_gym_prorl.tasks.scripted_turns import Script
+from scripts.scripted_turns.code import null, oracle
 from tests.prorl_code.conftest import RESPONSE, Client, serving
 from tests.tasks import containers
 

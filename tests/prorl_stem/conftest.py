@@ -12,8 +12,8 @@ from nemo_gym.server_utils import ServerClient
 from omegaconf import OmegaConf
 
 from nemo_gym_prorl.tasks.stem.problems import problem_of, row_for
-from nemo_gym_prorl.tasks.stem.scripts import script_for
 from resources_servers.prorl_stem.app import ProRLStemConfig, ProRLStemServer
+from scripts.scripted_turns.stem import script_for
 from tests.prorl_code.conftest import RESPONSE, Client
 from tests.rollout.serving import serve
 from tests.tasks import containers

@@ -9,7 +9,7 @@ import pytest
 
 from nemo_gym_prorl.tasks.humaneval.problems import write_rows
 from nemo_gym_prorl.tasks.stem.problems import Kind, problem_of, row_for
-from nemo_gym_prorl.tasks.stem.scripts import script_for
+from scripts.scripted_turns.stem import script_for
 
 
 DATA = Path(__file__).parents[2] / "resources_servers/prorl_stem/data"

@@ -16,13 +16,13 @@ import pytest
 from nemo_gym_prorl.failures import InfrastructureError
 from nemo_gym_prorl.sandbox.images.cache import silent
 from nemo_gym_prorl.sandbox.runtime.apptainer import require_runtime
-from nemo_gym_prorl.swe_tasks import packages, repositories
-from nemo_gym_prorl.swe_tasks.making import MAKING, PARTIAL, ROWS, make
-from nemo_gym_prorl.swe_tasks.mutations import Mutation
-from nemo_gym_prorl.swe_tasks.outcomes import Effect
-from nemo_gym_prorl.swe_tasks.packages import Package
-from nemo_gym_prorl.swe_tasks.trials import Bug, bench
 from nemo_gym_prorl.tasks.swe.instance import row_of
+from scripts.swe_tasks import packages, repositories
+from scripts.swe_tasks.making import MAKING, PARTIAL, ROWS, make
+from scripts.swe_tasks.mutations import Mutation
+from scripts.swe_tasks.outcomes import Effect
+from scripts.swe_tasks.packages import Package
+from scripts.swe_tasks.trials import Bug, bench
 from scripts.verify_swe_tasks import attempts, verify
 
 

@@ -12,10 +12,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import nemo_gym_prorl
-from nemo_gym_prorl.swe_tasks import hiding, outcomes
-from nemo_gym_prorl.swe_tasks.mutations import Mutation, apply, drawn, mutations
-from nemo_gym_prorl.swe_tasks.outcomes import Outcomes, effect, read
-from nemo_gym_prorl.swe_tasks.statements import statement
+from scripts.swe_tasks import hiding, outcomes
+from scripts.swe_tasks.mutations import Mutation, apply, drawn, mutations
+from scripts.swe_tasks.outcomes import Outcomes, effect, read
+from scripts.swe_tasks.statements import statement
 
 
 SOURCES = sorted(Path(nemo_gym_prorl.__file__).parent.rglob("*.py"))

@@ -19,9 +19,9 @@ from nemo_gym_prorl.sandbox.started import SandboxWithSessions
 from nemo_gym_prorl.sandbox.supervisor.rpc import own_supervisor
 from nemo_gym_prorl.tasks.humaneval.grading import GradingLimits, Lost, Reason, grade, grade_in, judged
 from nemo_gym_prorl.tasks.humaneval.problems import Problem, problems
-from nemo_gym_prorl.tasks.humaneval.scripts import CHEATS
 from nemo_gym_prorl.tasks.sandbox import Sandbox
 from nemo_gym_prorl.tasks.task import Grade
+from scripts.scripted_turns.humaneval import CHEATS
 from tests.tasks import containers
 
 

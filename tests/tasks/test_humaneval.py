@@ -9,11 +9,11 @@ from pathlib import Path
 import pytest
 from nemo_gym.openai_utils import NeMoGymResponseCreateParamsNonStreaming
 
+from nemo_gym_prorl.demo_scripts import seeded_mistake
 from nemo_gym_prorl.failures import CallerError
 from nemo_gym_prorl.tasks.arguments import MAX_ARGUMENT_BYTES, BadArguments, parse_arguments
 from nemo_gym_prorl.tasks.humaneval.grading import GradingLimits
 from nemo_gym_prorl.tasks.humaneval.problems import problem_for, problems, row_for, write_rows
-from nemo_gym_prorl.tasks.humaneval.scripts import VARIANTS, script_for, seeded_mistake
 from nemo_gym_prorl.tasks.humaneval.task import HumanEval
 from nemo_gym_prorl.tasks.sandbox import Sandbox
 from nemo_gym_prorl.tasks.task import Grade, SandboxNeeds
@@ -26,6 +26,7 @@ from nemo_gym_prorl.tasks.workbench.tools import (
 )
 from nemo_gym_prorl.tasks.workbench.workbench import workbench_schemas
 from nemo_gym_prorl.tasks.workbench.workspace import Taken, ToolLimits
+from scripts.scripted_turns.humaneval import VARIANTS, script_for
 
 
 def test_all_problems_are_there_and_well_formed() -> None:

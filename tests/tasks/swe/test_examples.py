@@ -8,9 +8,9 @@ import pytest
 
 from nemo_gym_prorl.failures import CallerError
 from nemo_gym_prorl.sandbox.images.reference import CACHED
-from nemo_gym_prorl.swe_tasks.packages import PACKAGES
 from nemo_gym_prorl.tasks.swe.instance import row_of
-from nemo_gym_prorl.tasks.swe.scripts import scripted_row
+from scripts.scripted_turns.swe import scripted_row
+from scripts.swe_tasks.packages import PACKAGES
 
 
 DATA = Path(__file__).parents[3] / "resources_servers/prorl_swe/data"

@@ -14,8 +14,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from nemo_gym_prorl.failures import InfrastructureError
-from nemo_gym_prorl.swe_tasks import hiding
-from nemo_gym_prorl.swe_tasks.trials import Bug, mistaken
+from scripts.swe_tasks import hiding
+from scripts.swe_tasks.trials import Bug, mistaken
 
 
 _WHO = {

@@ -23,15 +23,15 @@ from nemo_gym_prorl.sandbox.images.cache import Progress, cache_dir
 from nemo_gym_prorl.sandbox.images.content_dir import Shelf
 from nemo_gym_prorl.sandbox.images.reference import written
 from nemo_gym_prorl.sandbox.runtime.apptainer import Runtime
-from nemo_gym_prorl.swe_tasks import packages as packages_module
-from nemo_gym_prorl.swe_tasks import repositories
-from nemo_gym_prorl.swe_tasks.hiding import by_file
-from nemo_gym_prorl.swe_tasks.images import Stack, ensure_base
-from nemo_gym_prorl.swe_tasks.packages import Package
-from nemo_gym_prorl.swe_tasks.statements import statement
-from nemo_gym_prorl.swe_tasks.trials import Bug, bench, pytest_command
 from nemo_gym_prorl.tasks.swe.instance import SweInstance
 from nemo_gym_prorl.tasks.swe.rows import make_row
+from scripts.swe_tasks import packages as packages_module
+from scripts.swe_tasks import repositories
+from scripts.swe_tasks.hiding import by_file
+from scripts.swe_tasks.images import Stack, ensure_base
+from scripts.swe_tasks.packages import Package
+from scripts.swe_tasks.statements import statement
+from scripts.swe_tasks.trials import Bug, bench, pytest_command
 
 
 ROWS, PARTIAL, IMAGES, MAKING = "rows.jsonl", "partial.jsonl", "images", "making"

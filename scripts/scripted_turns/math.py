@@ -11,8 +11,8 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from nemo_gym_prorl.scripted.turns import Turn, call, script_of, turn
 from nemo_gym_prorl.tasks.math.rows import row_of
-from nemo_gym_prorl.tasks.scripted_turns import Turn, call, script_of, turn
 
 
 @dataclass(frozen=True, slots=True)

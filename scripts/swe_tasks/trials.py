@@ -20,11 +20,11 @@ from nemo_gym.sandbox import SandboxSpec
 
 from nemo_gym_prorl.failures import InfrastructureError
 from nemo_gym_prorl.sandbox.started import Starter
-from nemo_gym_prorl.swe_tasks import hiding, outcomes
-from nemo_gym_prorl.swe_tasks.mutations import Mutation, apply, drawn
-from nemo_gym_prorl.swe_tasks.outcomes import Effect, Outcomes
-from nemo_gym_prorl.swe_tasks.packages import Package, sources
 from nemo_gym_prorl.tasks.sandbox import HasFiles, Sandbox
+from scripts.swe_tasks import hiding, outcomes
+from scripts.swe_tasks.mutations import Mutation, apply, drawn
+from scripts.swe_tasks.outcomes import Effect, Outcomes
+from scripts.swe_tasks.packages import Package, sources
 
 
 REPOSITORY = "/testbed"

@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Scripted turns for problems with tests (:mod:`nemo_gym_prorl.tasks.scripted_turns`)."""
+"""Scripted turns for problems with tests (:mod:`nemo_gym_prorl.scripted.turns`)."""
 
 from __future__ import annotations
 
+from nemo_gym_prorl.scripted.turns import Script, call, turn
 from nemo_gym_prorl.tasks.humaneval.problems import SOLUTION_FILE
-from nemo_gym_prorl.tasks.scripted_turns import Script, call, turn
 
 
 def oracle(source: str) -> Script:

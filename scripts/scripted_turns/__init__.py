@@ -1,0 +1,2 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Scripts of environments, for machines without a model: what a policy that knows the answer would say, or a cheat."""
