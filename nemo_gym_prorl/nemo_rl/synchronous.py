@@ -23,7 +23,7 @@ from typing import Any
 from nemo_gym_prorl.dapo.runner import Runner, TrainedRollout
 from nemo_gym_prorl.failures import CallerError
 from nemo_gym_prorl.nemo_rl.checks.gym_files import read_gym
-from nemo_gym_prorl.nemo_rl.checks.servers import agent_of
+from nemo_gym_prorl.nemo_rl.checks.silent import agent_of
 from nemo_gym_prorl.nemo_rl.collector import JOIN_S, Plan, metrics_of
 from nemo_gym_prorl.nemo_rl.groups import Group, Sampled, group_of, with_loss
 from nemo_gym_prorl.nemo_rl.services import started_by_gym

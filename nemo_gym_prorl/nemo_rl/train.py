@@ -21,13 +21,13 @@ from pydantic import ValidationError
 
 from nemo_gym_prorl.failures import CallerError, RolloutError
 from nemo_gym_prorl.gym.venvs import running_installation, shared_folder
-from nemo_gym_prorl.nemo_rl.checks import check, surroundings
+from nemo_gym_prorl.nemo_rl.checkout import ROOT_VARIABLE, checkout, mentions
+from nemo_gym_prorl.nemo_rl.checks import around, check
 from nemo_gym_prorl.nemo_rl.checks.finding import Finding, at, of_validation
 from nemo_gym_prorl.nemo_rl.checks.gym_files import ROOTS_VARIABLE, read_gym
 from nemo_gym_prorl.nemo_rl.checks.keys import Keys, keys_of_file, keys_of_model, merged
 from nemo_gym_prorl.nemo_rl.configuration import Configuration, names_of, read
 from nemo_gym_prorl.nemo_rl.settings import ProrlSettings, Runtime, settings_of
-from nemo_gym_prorl.nemo_rl.versions import ROOT_VARIABLE, checkout, mentions
 
 
 REFUSED = 2
@@ -69,13 +69,13 @@ def find(configuration: Configuration, root: Path) -> list[Finding]:
         settings = settings_of(config)
     except ValidationError:
         return findings  # told above
-    findings += surroundings.check(config, settings, gym, root)
+    findings += around.check(config, settings)
     try:
         validated = model(**config)
     except ValidationError as error:
         return [*findings, *of_validation("", error)]
     if not any(finding.fatal for finding in findings):
-        # Its own comparisons; those that matter here were made above, in words of ours.
+        # Its own comparisons; those that matter here were made above,.
         findings += _cross_check(validated, settings)
     return findings
 

@@ -11,8 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from pydantic import BaseModel
 
-from nemo_gym_prorl.nemo_rl import single_controller
-from nemo_gym_prorl.nemo_rl.checks import Finding, check, servers, surroundings
+from nemo_gym_prorl.nemo_rl.checks import Finding, around, check
 from nemo_gym_prorl.nemo_rl.checks.finding import at
 from nemo_gym_prorl.nemo_rl.checks.gym_files import GymBlocks, read_gym
 from nemo_gym_prorl.nemo_rl.checks.keys import Keys, keys_of_file, keys_of_model, merged, unknown_keys
@@ -41,7 +40,7 @@ def test_a_mistake_is_named_by_its_field(mistake: Mistake) -> None:
 
 
 def test_all_mistakes_are_told_at_once() -> None:
-    several = ["grpo.num_prompt_per_step", "loss_fn.token_level_loss", "data_plane.enabled", "prorl.agent"]
+    several = ["grpo.num_prompt_per_step", "loss_fn.token_level_loss", "grpo.val_at_end", "prorl.agent"]
     made = [next(mistake for mistake in MISTAKES if mistake.named == field) for field in several]
     config = good()
     for mistake in made:
@@ -78,12 +77,8 @@ def test_keys_of_models_and_files() -> None:
     good_ones = {"inner": {"size": 1, "own": 2, "more": {"anything": 1}}, "free": {"a": {"b": 1}}, "either": {"a": 1}}
     assert list(unknown_keys(good_ones | {"maybe": {"size": 1}}, known, lambda key: False)) == []
     wrong = {"iner": 1, "inner": {"siz": 1}, "maybe": {"sise": 1}}
-    found = {finding.field: finding.fix for finding in unknown_keys(wrong, known, lambda key: False)}
-    assert {field: fix.rsplit(" ", 1)[-1] for field, fix in found.items()} == {
-        "iner": "inner",
-        "inner.siz": "inner.size",
-        "maybe.sise": "maybe.size",
-    }
+    found = {finding.field for finding in unknown_keys(wrong, known, lambda key: False)}
+    assert found == {"iner", "inner.siz", "maybe.sise"}
 
 
 def test_a_sampler_of_somebodys_own_has_any_keys() -> None:
@@ -125,7 +120,7 @@ def test_rows_are_looked_at(tmp_path: Path) -> None:
     config = changed(good(), {"data.train.data_path": str(rows)})
 
     def found() -> dict[str, str]:
-        return {finding.field: str(finding) for finding in surroundings.rows(config, settings_of(config))}
+        return {finding.field: str(finding) for finding in around.rows(config, settings_of(config))}
 
     assert "No such file" in found()["data.train.data_path"]
     rows.write_text("")
@@ -169,7 +164,7 @@ def test_rows_with_tools_need_parsers(tmp_path: Path, said: Any, lacking: list[s
     config = changed(good(), {"data.train.data_path": str(rows), field: said})
 
     def found() -> list[str]:
-        return [finding.field for finding in surroundings.rows(config, settings_of(config)) if finding.fatal]
+        return [finding.field for finding in around.rows(config, settings_of(config)) if finding.fatal]
 
     rows.write_text('{"responses_create_params": {"tools": []}}\n' * 4)
     assert found() == []
@@ -178,30 +173,10 @@ def test_rows_with_tools_need_parsers(tmp_path: Path, said: Any, lacking: list[s
     assert found() == [f"{field}.{name}" for name in lacking]
 
 
-def test_servers_need_an_environment(tmp_path: Path) -> None:
-    blocks = gym_of(good())
-    blocks.merged |= {"uv_venv_dir": str(tmp_path), "skip_venv_if_present": True}
-    lacking, *more = surroundings.environments(blocks)
-    assert not more
-    assert lacking.field == "env.nemo_gym.uv_venv_dir"
-    assert "resources_servers/prorl_swe, responses_api_agents/prorl_agent" in lacking.what
-    for server in (
-        "resources_servers/prorl_swe",
-        "responses_api_agents/prorl_agent",
-        "responses_api_models/prorl_model",
-    ):
-        (tmp_path / server / ".venv/bin").mkdir(parents=True)
-        (tmp_path / server / ".venv/bin/activate").touch()
-    assert list(surroundings.environments(blocks)) == []
-    blocks.merged["skip_venv_if_present"] = False
-    [anew] = surroundings.environments(blocks)
-    assert anew.field == "env.nemo_gym.skip_venv_if_present"
-
-
 async def test_services_that_do_not_answer_are_told_in_seconds(
     monkeypatch: pytest.MonkeyPatch, unused_tcp_port: int
 ) -> None:
-    monkeypatch.setattr(surroundings, "ANSWER_S", 0.5)
+    monkeypatch.setattr(around, "ANSWER_S", 0.5)
     monkeypatch.setenv("PRORL_ANY_KEY", "right")
 
     async def guarded(request: web.Request) -> web.Response:
@@ -233,8 +208,8 @@ async def test_services_that_do_not_answer_are_told_in_seconds(
         return ProrlSettings(services=services, models=(f"{url}/right",), key_env=key_env)
 
     try:
-        assert await surroundings.services(asked("PRORL_ANY_KEY", f"{url}/right")) == []
-        found = await surroundings.services(asked(None, nobody, f"{url}/hangs", f"{url}/other", f"{url}/right"))
+        assert await around.services(asked("PRORL_ANY_KEY", f"{url}/right")) == []
+        found = await around.services(asked(None, nobody, f"{url}/hangs", f"{url}/other", f"{url}/right"))
         told = {finding.field: finding.what for finding in found}
         assert "can't be reached" in told["prorl.services[0]"]
         assert "within 0.5 s" in told["prorl.services[1]"]
@@ -247,17 +222,17 @@ async def test_services_that_do_not_answer_are_told_in_seconds(
 
 @pytest.mark.parametrize("variant", [None, "service"])
 def test_a_key_that_is_not_set_is_told_wherever_the_servers_are(
-    variant: str | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    variant: str | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.delenv("PRORL_NO_SUCH_KEY", raising=False)
     config = changed(good(variant), {"prorl.key_env": "PRORL_NO_SUCH_KEY"})
-    findings = surroundings.check(config, settings_of(config), gym_of(config), tmp_path)
+    findings = around.check(config, settings_of(config))
     assert "prorl.key_env" in {finding.field for finding in findings if finding.fatal}
 
 
 def test_a_key_that_is_not_set_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("PRORL_NO_SUCH_KEY", raising=False)
-    [finding] = surroundings.key(ProrlSettings(key_env="PRORL_NO_SUCH_KEY"))
+    [finding] = around.key(ProrlSettings(key_env="PRORL_NO_SUCH_KEY"))
     assert finding.field == "prorl.key_env"
 
 
@@ -292,7 +267,8 @@ def test_no_block_is_the_default() -> None:
 
 def test_no_servers_at_all() -> None:
     found = {finding.what for finding in check(good(), GymBlocks(), KNOWN)}
-    assert {"none of the files has a prorl_agent", "none of the files has a prorl_model"} <= found
+    assert any(what.startswith("there is no such prorl_agent") for what in found)
+    assert "none of the files has a prorl_model" in found
 
 
 # Whatever stands there
@@ -315,7 +291,3 @@ def test_anything_anywhere_gives_findings_and_no_traceback(variant: str | None, 
         wrong = changed(config, {path: garbage})
         found = check(wrong, read_gym(wrong, []), KNOWN)
         assert all(finding.field and finding.what and finding.fix for finding in found)
-
-
-def test_the_environment_that_does_nothing_has_one_name() -> None:
-    assert servers.NO_ENVIRONMENT == single_controller.ENVIRONMENT

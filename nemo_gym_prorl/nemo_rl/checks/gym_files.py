@@ -56,6 +56,12 @@ def read_gym(config: Mapping[str, Any], roots: Sequence[Path] | None = None) -> 
     return found
 
 
+def servers_of(gym: Mapping[str, Any], kind: str, implementation: str) -> dict[str, Mapping[str, Any]]:
+    """Blocks of one server folder by the names of its instances."""
+    blocks = {str(name): block_at(block, f"{kind}.{implementation}") for name, block in gym.items()}
+    return {name: block for name, block in blocks.items() if block}
+
+
 def gym_roots() -> list[Path]:
     """Folders that Gym's servers and files are below, the first one before others."""
     here = running_installation()

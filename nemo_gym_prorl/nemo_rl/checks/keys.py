@@ -6,7 +6,6 @@ What NeMo RL reads is what its models declare, and what the files say that a rec
 
 from __future__ import annotations
 
-import difflib
 import functools
 import types
 from collections.abc import Callable, Iterator, Mapping
@@ -26,13 +25,11 @@ OURS = "prorl"
 GYMS = "env"
 """Gym's configuration stands in there."""
 
-_NEAR = 0.6
-
 
 def unknown_keys(
     config: Mapping[str, Any], known: Keys, mentioned: Callable[[str], bool], path: str = ""
 ) -> Iterator[Finding]:
-    """A finding for each setting that nobody reads, with the nearest that there is.
+    """A finding for each setting that nobody reads.
 
     Args:
         config: the configuration, or a part of it.
@@ -47,14 +44,11 @@ def unknown_keys(
         if here in (OURS, GYMS):
             continue
         if key not in known:
-            near = difflib.get_close_matches(str(key), [*known, *([] if path else [OURS])], 1, _NEAR)
-            nearest = f"{path}.{near[0]}" if near and path else next(iter(near), "")
-            fix = f"The nearest that there is: {nearest}" if near else "Take it out"
             if mentioned(str(key)):
                 what = "NeMo RL declares no such setting, though its sources have the name"
-                yield Finding(here, what, fix, fatal=False)
+                yield Finding(here, what, "Look whether it is read", fatal=False)
             else:
-                yield Finding(here, "NeMo RL has no such setting", fix)
+                yield Finding(here, "NeMo RL has no such setting", "Correct it, or take it out")
         elif isinstance(value, Mapping) and not _free(here, value):
             yield from unknown_keys(value, known[key], mentioned, here)
 

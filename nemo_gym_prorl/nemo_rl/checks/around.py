@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a training finds around it: rows, servers' environments, services, versions. Looks, and starts nothing."""
+"""What a training finds around it: its rows, and services that run elsewhere. Looks, and starts nothing."""
 
 from __future__ import annotations
 
@@ -13,10 +13,7 @@ from typing import Any
 import aiohttp
 
 from nemo_gym_prorl.nemo_rl.checks.finding import MISSING, Finding, at, block_at, count_at, number_at
-from nemo_gym_prorl.nemo_rl.checks.gym_files import GymBlocks
-from nemo_gym_prorl.nemo_rl.checks.servers import TYPES
 from nemo_gym_prorl.nemo_rl.settings import ProrlSettings, Rollouts, Runtime
-from nemo_gym_prorl.nemo_rl.versions import TESTED_GYM, TESTED_NEMO_RL, commit_of, gym_version
 from nemo_gym_prorl.serving.keys import authorization
 
 
@@ -27,38 +24,10 @@ _ROWS = "data.train.data_path"
 _PARSERS = "policy.generation.vllm_cfg.http_server_serving_chat_kwargs"
 
 
-def check(config: Mapping[str, Any], settings: ProrlSettings, gym: GymBlocks, root: Path) -> list[Finding]:
-    """Look at all of it.
-
-    Args:
-        config: the resolved configuration.
-        settings: its block ``prorl:``.
-        gym: Gym's configuration.
-        root: the NeMo RL checkout.
-    """
-    findings = [*_versions(root), *rows(config, settings), *key(settings)]
-    if settings.rollouts is Rollouts.SERVICE:
-        return [*findings, *asyncio.run(services(settings))]
-    return [*findings, *environments(gym)]
-
-
-def _versions(root: Path) -> Iterator[Finding]:
-    commit = commit_of(root)
-    if commit is None or not commit.startswith(TESTED_NEMO_RL):
-        yield Finding(
-            "NRL_ROOT",
-            f"{root} is NeMo RL {commit or 'of an unknown commit'}, and this was tried with {TESTED_NEMO_RL}",
-            f"If something fails: git -C {root} checkout {TESTED_NEMO_RL}",
-            fatal=False,
-        )
-    installed = gym_version()
-    if installed != TESTED_GYM:
-        yield Finding(
-            "nemo-gym",
-            f"{installed or 'none'} is installed, and this was tried with {TESTED_GYM}",
-            f"If something fails: pip install nemo-gym=={TESTED_GYM}",
-            fatal=False,
-        )
+def check(config: Mapping[str, Any], settings: ProrlSettings) -> list[Finding]:
+    """Look at all of it."""
+    findings = [*rows(config, settings), *key(settings)]
+    return [*findings, *asyncio.run(services(settings))] if settings.rollouts is Rollouts.SERVICE else findings
 
 
 def rows(config: Mapping[str, Any], settings: ProrlSettings) -> Iterator[Finding]:
@@ -140,30 +109,6 @@ def _params_of(line: str) -> dict[str, Any]:
     if longest is not None and (type(longest) is not int or longest < 1):
         raise ValueError(f"has a max_output_tokens that is no number of tokens: {longest!r}")
     return params
-
-
-def environments(gym: GymBlocks) -> Iterator[Finding]:
-    """Without an environment Gym has uv build one for each server: minutes, gigabytes, and none for a package that no
-    registry has."""
-    folder = gym.merged.get("uv_venv_dir")
-    servers = {
-        f"{kind}/{server}"
-        for block in gym.merged.values()
-        for kind in TYPES
-        for server, settings in block_at(block, kind).items()
-        if isinstance(settings, Mapping) and "entrypoint" in settings
-    }
-    lacking = sorted(server for server in servers if not Path(str(folder), server, ".venv/bin/activate").exists())
-    if lacking:
-        yield Finding(
-            "env.nemo_gym.uv_venv_dir",
-            f"no Python environment in {folder} for {', '.join(lacking)}",
-            "Leave it out, so that the running one is linked; what a server asks for must be installed here then",
-        )
-    elif servers and gym.merged.get("skip_venv_if_present") is not True:
-        yield Finding(
-            "env.nemo_gym.skip_venv_if_present", "Gym would build each server's environment anew", "Set it to true"
-        )
 
 
 def key(settings: ProrlSettings) -> Iterator[Finding]:
