@@ -78,7 +78,7 @@ MISTAKES = [
     one("grpo.reward_shaping.enabled", True, "prorl.overlong"),
     # Batch arithmetic
     one("policy.train_global_batch_size", 48, "num_prompts_per_step times"),
-    one("policy.train_global_batch_size", 64, "grpo.num_prompts_per_step times", variant="synchronous"),
+    one("policy.train_global_batch_size", 48, "grpo.num_prompts_per_step times", variant="synchronous"),
     one("prorl.mini_batches", 3, "can't be divided by it"),
     # Checkpoints
     # Loss

@@ -244,14 +244,9 @@ def _models(gym: Mapping[str, Any]) -> Iterator[Finding]:
 def _blocks(config: Mapping[str, Any], files: Mapping[str, Any]) -> Iterator[Finding]:
     """Gym lets a block pass that goes over none of the files' and starts no server itself: nobody reads it."""
     for name, block in block_at(config, "env.nemo_gym").items():
-        servers = [
-            (kind, server, settings)
-            for kind in (AGENT, MODEL, "resources_servers")
-            for server, settings in block_at(block, kind).items()
-        ]
-        for kind, server, settings in servers:
-            own = isinstance(settings, Mapping) and "entrypoint" in settings
-            if not own and at(files, f"{name}.{kind}.{server}") is None:
-                yield Finding(
-                    f"env.nemo_gym.{name}.{kind}.{server}", "no file in config_paths has that", "Correct the name"
-                )
+        for kind in (AGENT, MODEL, "resources_servers"):
+            for server, settings in block_at(block, kind).items():
+                started = isinstance(settings, Mapping) and "entrypoint" in settings
+                if settings is not None and not started and at(files, f"{name}.{kind}.{server}") is None:
+                    field = f"env.nemo_gym.{name}.{kind}.{server}"
+                    yield Finding(field, "no file in config_paths has that", "Correct the name, or set it to null")
