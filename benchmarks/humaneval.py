@@ -33,7 +33,7 @@ from nemo_gym_prorl.sandbox.images.building.default import ensure_kernel_image
 from nemo_gym_prorl.sandbox.runtime.install import ensure_runtime
 from nemo_gym_prorl.scripted import server as scripted
 from nemo_gym_prorl.scripted.text import MODEL_NAME
-from nemo_gym_prorl.tasks.humaneval.problems import Problem, problems, row_for
+from nemo_gym_prorl.tasks.code.humaneval import Problem, problems, row_for
 
 
 AGENT = "prorl_code_agent"

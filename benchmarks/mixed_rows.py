@@ -13,8 +13,7 @@ from collections.abc import Callable, Iterator, Mapping
 from itertools import count, cycle, islice
 from typing import Any
 
-from nemo_gym_prorl.tasks.code import prompts
-from nemo_gym_prorl.tasks.humaneval import problems as humaneval
+from nemo_gym_prorl.tasks.code import humaneval, prompts
 from nemo_gym_prorl.tasks.stem import problems as stem
 from scripts.scripted_turns import code as code_scripts
 from scripts.scripted_turns import humaneval as humaneval_scripts

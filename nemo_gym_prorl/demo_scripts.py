@@ -9,7 +9,7 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from nemo_gym_prorl.scripted.turns import Script, Turn, call, script_of, turn
-from nemo_gym_prorl.tasks.humaneval.problems import SOLUTION_FILE, Problem
+from nemo_gym_prorl.tasks.code.humaneval import SOLUTION_FILE, Problem
 
 
 def script_for(problem: Problem, variant: str) -> Script:

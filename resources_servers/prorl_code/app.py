@@ -7,9 +7,9 @@ from pydantic import Field
 
 from nemo_gym_prorl.task_server import TaskServer, TaskServerConfig
 from nemo_gym_prorl.tasks.code.grading import CodeLimits, RewardRule
+from nemo_gym_prorl.tasks.code.humaneval_grading import GradingLimits
+from nemo_gym_prorl.tasks.code.humaneval_task import HumanEval
 from nemo_gym_prorl.tasks.code.task import ProgrammingProblems
-from nemo_gym_prorl.tasks.humaneval.grading import GradingLimits
-from nemo_gym_prorl.tasks.humaneval.task import HumanEval
 
 
 class ProRLCodeConfig(TaskServerConfig):

@@ -8,7 +8,7 @@ from collections.abc import Callable, Mapping
 from nemo_gym_prorl import demo_scripts
 from nemo_gym_prorl.demo_scripts import create
 from nemo_gym_prorl.scripted.turns import Script, Turn, call, script_of, turn
-from nemo_gym_prorl.tasks.humaneval.problems import Problem
+from nemo_gym_prorl.tasks.code.humaneval import Problem
 
 
 def script_for(problem: Problem, variant: str) -> Script:

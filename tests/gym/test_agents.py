@@ -12,7 +12,7 @@ import yaml
 from nemo_gym_prorl.demo_scripts import script_for
 from nemo_gym_prorl.gym.deployment import GymDeployment
 from nemo_gym_prorl.scripted.text import MODEL_NAME
-from nemo_gym_prorl.tasks.humaneval.problems import problems, row_for
+from nemo_gym_prorl.tasks.code.humaneval import problems, row_for
 from scripts.scripted_turns.swe import scripted_row
 from tests.tasks.swe import tally
 

@@ -31,7 +31,7 @@ from nemo_gym_prorl.processes import ProcessMark
 from nemo_gym_prorl.rollout.client import ApiError, RolloutClient
 from nemo_gym_prorl.rollout.schemas import JobView
 from nemo_gym_prorl.scripted.text import MODEL_NAME
-from nemo_gym_prorl.tasks.humaneval.problems import problems, row_for
+from nemo_gym_prorl.tasks.code.humaneval import problems, row_for
 
 
 pytestmark = [pytest.mark.gym, pytest.mark.sandbox]

@@ -13,7 +13,7 @@ from urllib.request import Request, urlopen
 import pytest
 
 from nemo_gym_prorl.rollout.client import RolloutClient
-from nemo_gym_prorl.tasks.humaneval.problems import problems, row_for
+from nemo_gym_prorl.tasks.code.humaneval import problems, row_for
 from tests.nemo_rl.conftest import KEY, NODE_ADDRESS, documented
 from tests.tasks import containers
 

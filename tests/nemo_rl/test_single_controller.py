@@ -19,7 +19,7 @@ from nemo_gym_prorl.dapo.contract import NothingToLearn
 from nemo_gym_prorl.rollout.client import RolloutClient
 from nemo_gym_prorl.rollout.job import JobState
 from nemo_gym_prorl.rollout.schemas import JobView
-from nemo_gym_prorl.tasks.humaneval.problems import problems, row_for
+from nemo_gym_prorl.tasks.code.humaneval import problems, row_for
 from tests.nemo_rl.conftest import KEY
 from tests.tasks import containers
 

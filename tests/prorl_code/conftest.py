@@ -12,7 +12,7 @@ from nemo_gym.config_types import BaseServerConfig
 from nemo_gym.server_utils import ServerClient
 from omegaconf import OmegaConf
 
-from nemo_gym_prorl.tasks.humaneval.problems import problems, row_for
+from nemo_gym_prorl.tasks.code.humaneval import problems, row_for
 from resources_servers.prorl_code.app import ProRLCodeConfig, ProRLCodeServer
 from tests.rollout.serving import serve
 from tests.tasks import containers

@@ -8,7 +8,7 @@ from pathlib import Path
 import aiohttp
 import pytest
 
-from nemo_gym_prorl.tasks.humaneval.problems import problems
+from nemo_gym_prorl.tasks.code.humaneval import problems
 from scripts.scripted_turns.humaneval import script_for
 from tests.prorl_code.conftest import RESPONSE, Client, build, row, serving
 from tests.tasks import containers

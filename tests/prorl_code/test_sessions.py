@@ -6,9 +6,9 @@ import asyncio
 import pytest
 
 from nemo_gym_prorl.failures import InfrastructureError
-from nemo_gym_prorl.tasks.humaneval.grading import GradingLimits
-from nemo_gym_prorl.tasks.humaneval.problems import problems, row_for
-from nemo_gym_prorl.tasks.humaneval.task import HumanEval
+from nemo_gym_prorl.tasks.code.humaneval import problems, row_for
+from nemo_gym_prorl.tasks.code.humaneval_grading import GradingLimits
+from nemo_gym_prorl.tasks.code.humaneval_task import HumanEval
 from nemo_gym_prorl.tasks.sandbox import Sandbox
 from nemo_gym_prorl.tasks.sessions import SessionLimits, Sessions
 from nemo_gym_prorl.tasks.task import SandboxNeeds

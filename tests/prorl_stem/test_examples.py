@@ -7,7 +7,7 @@ from pathlib import Path
 import orjson
 import pytest
 
-from nemo_gym_prorl.tasks.humaneval.problems import write_rows
+from nemo_gym_prorl.tasks.code.humaneval import write_rows
 from nemo_gym_prorl.tasks.stem.problems import Kind, problem_of, row_for
 from scripts.scripted_turns.stem import script_for
 

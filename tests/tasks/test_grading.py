@@ -2,7 +2,6 @@
 """Verdicts, in real containers: right ones for right and wrong solutions, and none that can be had by cheating."""
 
 import asyncio
-import contextlib
 import os
 import signal
 import time
@@ -17,8 +16,8 @@ from nemo_gym.sandbox import AsyncSandbox
 from nemo_gym_prorl.failures import FailureKind, InfrastructureError
 from nemo_gym_prorl.sandbox.started import SandboxWithSessions
 from nemo_gym_prorl.sandbox.supervisor.rpc import own_supervisor
-from nemo_gym_prorl.tasks.humaneval.grading import GradingLimits, Lost, Reason, grade, grade_in, judged
-from nemo_gym_prorl.tasks.humaneval.problems import Problem, problems
+from nemo_gym_prorl.tasks.code.humaneval import Problem, problems
+from nemo_gym_prorl.tasks.code.humaneval_grading import GradingLimits, Lost, Reason, grade, grade_in, judged
 from nemo_gym_prorl.tasks.sandbox import Sandbox
 from nemo_gym_prorl.tasks.task import Grade
 from scripts.scripted_turns.humaneval import CHEATS
@@ -165,7 +164,12 @@ async def test_the_candidate_has_no_capabilities_and_sees_no_tests(sandbox: Asyn
 
 
 async def test_what_the_candidate_started_is_gone_afterwards(sandbox: AsyncSandbox) -> None:
-    source = "import subprocess\nsubprocess.Popen(['sleep', '7654'])\ndef truncate_number(x): return x % 1\n"
+    source = (
+        "import subprocess\n"
+        "try: subprocess.Popen(['sleep', '7654'])\n"
+        "except OSError: pass\n"
+        "def truncate_number(x): return x % 1\n"
+    )
     assert (await judge(sandbox, TRUNCATE, source)).passed
     listing = await sandbox.exec("ps -eo args")
     assert "sleep 7654" not in (listing.stdout or "")
@@ -192,10 +196,10 @@ async def test_a_candidate_that_has_its_tester_killed_is_to_blame() -> None:
 
     async def kill_when_told(sandbox: SandboxWithSessions) -> None:
         while True:
-            with contextlib.suppress(FileNotFoundError):
-                if tester := await sandbox.read_file("/tmp/tester", limit=9):
-                    await sandbox.exec(f"kill -9 {int(tester)}")
-                    return
+            told = await sandbox.exec("cat /tmp/work-*/tester")
+            if tester := (told.stdout or "").strip():
+                await sandbox.exec(f"kill -9 {int(tester)}")
+                return
             await asyncio.sleep(0.01)
 
     @asynccontextmanager
@@ -208,7 +212,12 @@ async def test_a_candidate_that_has_its_tester_killed_is_to_blame() -> None:
                 killing.cancel()
                 await asyncio.wait([killing])
 
-    source = "import os, time\nprint(os.getppid(), file=open('/tmp/tester', 'w'))\ntime.sleep(100)\n"
+    source = (
+        "import re, os, time\n"
+        "tester = re.search(r'PPid:\\s(\\d+)', open('/proc/%d/status' % os.getppid()).read())[1]\n"
+        "print(tester, file=open('tester', 'w'), flush=True)\n"
+        "time.sleep(100)\n"
+    )
     verdict = await grade(open_sandbox, problems()[TRUNCATE], source, LIMITS, containers.ROOT)
     assert verdict.verdict == Reason.CRASHED
     assert "taken down, twice" in verdict.detail
@@ -246,7 +255,7 @@ async def test_machines_that_never_answer_are_infrastructure_and_no_reward() -> 
     assert caught.value.kind is FailureKind.VERIFIER_ERROR
 
 
-NEVER = "import time\nopen('/tmp/begun', 'w').close()\ndef truncate_number(x): time.sleep(1000)\n"
+NEVER = "import time\nopen('begun', 'w').close()\ndef truncate_number(x): time.sleep(1000)\n"
 
 
 @pytest.mark.parametrize("killed", ["sandbox", "supervisor"])
@@ -256,11 +265,9 @@ async def test_what_the_machine_ends_while_a_solution_runs_is_no_verdict_though_
 
     async def kill_when_begun(sandbox: SandboxWithSessions) -> None:
         while True:
-            try:
-                await sandbox.read_file("/tmp/begun", limit=1)
+            if (await sandbox.exec("ls /tmp/work-*/begun")).return_code == 0:
                 break
-            except FileNotFoundError:
-                await asyncio.sleep(0.01)
+            await asyncio.sleep(0.01)
         if killed == "sandbox":
             containers.kill_instance(sandbox.sandbox_id)
         else:

@@ -12,9 +12,9 @@ from nemo_gym.openai_utils import NeMoGymResponseCreateParamsNonStreaming
 from nemo_gym_prorl.demo_scripts import seeded_mistake
 from nemo_gym_prorl.failures import CallerError
 from nemo_gym_prorl.tasks.arguments import MAX_ARGUMENT_BYTES, BadArguments, parse_arguments
-from nemo_gym_prorl.tasks.humaneval.grading import GradingLimits
-from nemo_gym_prorl.tasks.humaneval.problems import problem_for, problems, row_for, write_rows
-from nemo_gym_prorl.tasks.humaneval.task import HumanEval
+from nemo_gym_prorl.tasks.code.humaneval import problem_for, problems, row_for, write_rows
+from nemo_gym_prorl.tasks.code.humaneval_grading import GradingLimits
+from nemo_gym_prorl.tasks.code.humaneval_task import HumanEval
 from nemo_gym_prorl.tasks.sandbox import Sandbox
 from nemo_gym_prorl.tasks.task import Grade, SandboxNeeds
 from nemo_gym_prorl.tasks.workbench.tools import (

@@ -26,6 +26,7 @@ _GRADER = (
     f"{_INSIDE}.grader",
     "nemo_gym_prorl.tasks.inside.privileges",
     "nemo_gym_prorl.tasks.inside.walls",
+    f"{_INSIDE}.calls",
     f"{_INSIDE}.zygote",
     f"{_INSIDE}.checkers",
 )
@@ -141,15 +142,7 @@ async def grade_in(
         "stop_at_failure": rule == "all",
     }
     try:
-        told = await attempt(
-            sandbox,
-            program(*_GRADER),
-            job,
-            timeout_s=CLOCK_FACTOR * limits.total_s,
-            root=root,
-            doubtful=lambda report: bool(report.get("killed")) or report.get("verdict") == Verdict.CRASHED,
-            before=f"ulimit -S -s {STACK_KIB} 2>/dev/null; ",
-        )
+        told = await told_of(sandbox, job, CLOCK_FACTOR * limits.total_s, root)
     except AgentError as error:
         return failed(Verdict.EXHAUSTED, error.reason)
     if isinstance(told, Lost):
@@ -157,6 +150,23 @@ async def grade_in(
     if "row" in told:
         raise TaskError(f"verifier_metadata.checker: {told['row']}")
     return _grade(told, rule)
+
+
+async def told_of(sandbox: Sandbox, job: Mapping[str, Any], timeout_s: float, root: str) -> Any | Lost:
+    """What the grader says of a job, run once in the given sandbox.
+
+    Raises:
+        AgentError: the candidate used up the sandbox.
+    """
+    return await attempt(
+        sandbox,
+        program(*_GRADER),
+        job,
+        timeout_s=timeout_s,
+        root=root,
+        doubtful=lambda report: bool(report.get("killed")) or report.get("verdict") == Verdict.CRASHED,
+        before=f"ulimit -S -s {STACK_KIB} 2>/dev/null; ",
+    )
 
 
 def _grade(told: Mapping[str, Any], rule: RewardRule) -> Grade:

@@ -7,8 +7,8 @@ import json
 from collections.abc import Mapping
 from typing import Any
 
+from nemo_gym_prorl.tasks.code.humaneval import HANDING_IN, SOLUTION_FILE, TOOLS
 from nemo_gym_prorl.tasks.code.rows import METADATA
-from nemo_gym_prorl.tasks.humaneval.problems import HANDING_IN, SOLUTION_FILE, TOOLS
 from nemo_gym_prorl.tasks.workbench.workbench import workbench_schemas
 
 

@@ -14,10 +14,10 @@ from pathlib import Path
 from typing import Any
 
 from nemo_gym_prorl.tasks.code.grading import CodeLimits, RewardRule, Verdict, failed, grade
+from nemo_gym_prorl.tasks.code.humaneval import SOLUTION_FILE
+from nemo_gym_prorl.tasks.code.humaneval_task import MAX_SOLUTION_BYTES, HumanEval
 from nemo_gym_prorl.tasks.code.rows import find_tests_file, has_tests, read_metadata, read_problem
 from nemo_gym_prorl.tasks.final_message import final_message
-from nemo_gym_prorl.tasks.humaneval.problems import SOLUTION_FILE
-from nemo_gym_prorl.tasks.humaneval.task import MAX_SOLUTION_BYTES, HumanEval
 from nemo_gym_prorl.tasks.task import Grade, OpenSandbox, SandboxNeeds
 from nemo_gym_prorl.tasks.workbench.workspace import Taken, Workspace
 

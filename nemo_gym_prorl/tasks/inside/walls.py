@@ -2,8 +2,7 @@
 """What a process that runs submitted source may not do, though it has its grader's user id.
 
 Without user ids to tell grader and candidate apart, the kernel would let the candidate kill the grader, lower its
-limits, or leave notes for the next test. So three walls go up, and none can be taken down again
-(a candidate for HumanEval's tests has the first two, and may have children):
+limits, or leave notes for the next test. So three walls go up, and none can be taken down again:
 
 - It has no capabilities (:mod:`~nemo_gym_prorl.tasks.inside.privileges`).
 - A filter of system calls: no new processes (threads are fine), hence no fork bombs and nothing that outlives a test;

@@ -5,7 +5,7 @@ Comparing is done by ``math-verify`` and sympy, which some answers keep busy for
 happens in children of a few worker processes (:mod:`.worker`), off the event loop and within bounds of CPU time and
 memory. Nothing of a policy's sandbox comes near them: an answer is text.
 
-A comparison that ends without a word is blamed as code is in ``tasks/humaneval/grading.py``. What no answer can bring
+A comparison that ends without a word is blamed as code is in ``tasks/code/grading.py``. What no answer can bring
 about (a worker is gone, a process was killed from outside, nothing came long after the CPU time was over) is the
 machine's. Anything else the answer may have done: it is compared once more, unless it has used up its CPU time, and
 then the expected answer with itself. If that is fine, the answer is to blame and has no reward; if not, nobody could

@@ -7,8 +7,9 @@ runs nothing of the candidate's, nobody can look into it, and no signal of a can
 only. A second zygote has the row's checker, if there is one: there the checker runs as warily as a candidate does,
 since the candidate wrote what it reads.
 
-What a child prints and returns comes over pipes as text and is compared here. Two lines on our own standard output
-start with the nonce: that the candidate's source is about to be run, and the report.
+What a child prints and returns comes over pipes as text and is compared here. Tests that are a program themselves,
+as HumanEval's, run here and call the candidate's function in a child (:mod:`.calls`). Two lines on our own standard
+output start with the nonce: that the candidate's source is about to be run, and the report.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ import sys
 import time
 from typing import Any
 
-from nemo_gym_prorl.tasks.code.inside import checkers
+from nemo_gym_prorl.tasks.code.inside import calls, checkers
 from nemo_gym_prorl.tasks.code.inside.zygote import Unexpected, Zygote, file_of, receive, send, waiting_s
 from nemo_gym_prorl.tasks.inside.privileges import hide
 
@@ -72,13 +73,22 @@ class BrokenChecker(Exception):
 class Runner:
     """A zygote with a source, and the bounds of its children."""
 
-    def __init__(self, zygote: Zygote, limits: dict[str, Any], source: str, function: str | None, name: str) -> None:
+    def __init__(
+        self,
+        zygote: Zygote,
+        limits: dict[str, Any],
+        source: str,
+        function: str | None,
+        name: str,
+        place: Place,
+        serves: str | None = None,
+    ) -> None:
         self.channel = zygote.channel
         self.limits = limits
         self.called = function is not None
         self.time_s = limits["time_s"]
-        self.place = Place()
-        told = {"source": source, "function": function, "name": name, "folder": self.place.folder}
+        self.place = place
+        told = {"source": source, "function": function, "name": name, "folder": place.folder, "serves": serves}
         # The kernel counts ticks here, and a little too much; whether it was too long is told by what it took.
         given = file_of(json.dumps({**told, **limits, "cpu_s": math.ceil(1.25 * self.time_s) + 1}).encode())
         send(self.channel, "load", (given,))
@@ -117,6 +127,15 @@ class Runner:
                 os.close(descriptor)
         self.place.renew()
         return ended
+
+    def serve(self) -> tuple[int, int]:
+        """One child that answers calls of its function until it is killed: where to write them, where answers come."""
+        given, requests = os.pipe()
+        answers, said_to = os.pipe()
+        send(self.channel, "run", (given, self.null, said_to))
+        os.close(given)
+        os.close(said_to)
+        return requests, answers
 
     def _attend(self, ended: Ended, into: dict[int, tuple[bytearray, int]]) -> None:
         channel = self.channel.fileno()
@@ -236,7 +255,7 @@ class Checker:
         self._sane: bool | None = None
         if self._checker["kind"] == "program":
             limits = {**job["limits"], **job["checker_limits"]}
-            self._program = Runner(zygote, limits, self._checker["source"], "check", "checker.py")
+            self._program = Runner(zygote, limits, self._checker["source"], "check", "checker.py", Place())
             answer = self._program.ready(deadline_s(limits["time_s"]))
             if "refused" in answer:
                 raise BrokenChecker(f"it is no Python: {answer['refused']}")
@@ -310,11 +329,11 @@ class Report:
             fields["failures"].append({"test": index, "verdict": verdict, "why": why})
 
 
-def examine(job: dict[str, Any], candidate: Zygote, checker: Checker) -> Report:
+def examine(job: dict[str, Any], candidate: Zygote, checker: Checker, place: Place) -> Report:
     """Run the tests."""
     tests, report = job["tests"], Report(len(job["tests"]))
     spent_s = 0.0
-    runner = Runner(candidate, job["limits"], job["source"], job["function"], "solution.py")
+    runner = Runner(candidate, job["limits"], job["source"], job["function"], "solution.py", place)
     answer = runner.ready(deadline_s(runner.time_s))
     if "refused" in answer:
         report.verdict, report.detail = "syntax_error", answer["refused"]
@@ -350,11 +369,20 @@ def main() -> None:
     hide()
     zygotes = Zygote(), Zygote()
     job = json.loads(sys.stdin.buffer.read())
+    if "check" in job:
+        calls.import_ahead(job["reference"], job["check"])
     sys.meta_path.clear()  # a changed standard library is never loaded
+    place = Place()
     # From here on it may be the candidate's doing if there is no verdict.
     tell(job["nonce"], "begun")
+    if "check" in job:
+        sys.stdout = open(os.devnull, "w")  # noqa: SIM115 - for the rest of the process
+        runner = Runner(zygotes[0], job["limits"], job["source"], None, "solution.py", place, job["serves"])
+        verdict, detail = calls.examine(job, runner)
+        tell(job["nonce"], {"verdict": verdict, "detail": detail[:WHY_CHARS]})
+        return
     try:
-        report = examine(job, zygotes[0], Checker(job, zygotes[1]))
+        report = examine(job, zygotes[0], Checker(job, zygotes[1]), place)
     except BrokenChecker as error:
         tell(job["nonce"], {"row": str(error)})
         return

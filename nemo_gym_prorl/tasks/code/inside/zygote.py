@@ -26,6 +26,7 @@ import sys
 import types
 from typing import Any, NoReturn
 
+from nemo_gym_prorl.tasks.code.inside import calls
 from nemo_gym_prorl.tasks.inside import walls
 from nemo_gym_prorl.tasks.inside.privileges import drop_privileges
 
@@ -243,7 +244,10 @@ def be_a_child(
         os.closerange(REPORT + 1, MOST_FILES)
         walls.limit(resource.RLIMIT_CPU, job["cpu_s"])
         walls.filter_calls(alone)
-        status = call_function(job, code, granted) if job["function"] else run_program(job, code)
+        if job["serves"]:
+            status = serve_calls(job, code)
+        else:
+            status = call_function(job, code, granted) if job["function"] else run_program(job, code)
     finally:
         os._exit(status)
 
@@ -340,6 +344,15 @@ def call_function(job: dict[str, Any], code: types.CodeType, granted: dict[str, 
         report("returned", answer)
     except (TypeError, ValueError, RecursionError) as error:
         report("no_data", f"{type(error).__name__}: {error}"[:WHY_CHARS])
+    return 0
+
+
+def serve_calls(job: dict[str, Any], code: types.CodeType) -> int:
+    """Answer calls of the function, which come where a program's input does; returns the exit status."""
+    requests, answers = os.fdopen(os.dup(0), "rb"), os.fdopen(os.dup(REPORT), "wb")
+    null = os.open(os.devnull, os.O_RDONLY)
+    os.dup2(null, 0)
+    calls.serve(requests, answers, main_module("solution", job["name"], {}).__dict__, code, job["serves"])
     return 0
 
 

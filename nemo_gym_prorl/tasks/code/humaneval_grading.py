@@ -1,24 +1,21 @@
 # SPDX-License-Identifier: Apache-2.0
-"""From a candidate's source to a verdict, in sandboxes that its author never touched; see :mod:`..trials`.
+"""HumanEval's form of a test, a program that calls the submitted function: from source to grade as in :mod:`.grading`.
 
-A verdict is a statement about the candidate: a slow, crashing or unparsable solution has one, with reward 0. Where a
-candidate may have taken its grader down, the problem's own reference is the control.
+Where a candidate may have taken its grader down, the problem's own reference is the control.
 """
 
 from __future__ import annotations
 
-import math
-from collections.abc import Callable
-from contextlib import AbstractAsyncContextManager
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from enum import StrEnum
 
 from nemo_gym_prorl.failures import AgentError
-from nemo_gym_prorl.tasks.humaneval.problems import Problem
-from nemo_gym_prorl.tasks.program import BYTE_ORDER_MARK, program
+from nemo_gym_prorl.tasks.code.grading import OpenSandbox, told_of
+from nemo_gym_prorl.tasks.code.humaneval import Problem
+from nemo_gym_prorl.tasks.program import BYTE_ORDER_MARK
 from nemo_gym_prorl.tasks.sandbox import Sandbox
 from nemo_gym_prorl.tasks.task import EXHAUSTED, Grade
-from nemo_gym_prorl.tasks.trials import Lost, TakenDown, attempt, settle
+from nemo_gym_prorl.tasks.trials import Lost, TakenDown, settle
 
 
 class Reason(StrEnum):
@@ -49,18 +46,14 @@ class GradingLimits:
     Attributes:
         timeout_s: seconds for all tests of the problem, start of both processes included.
         memory_mib: address space of a process of the candidate, in MiB.
-        processes: how many processes and threads the candidate may have.
+        threads: how many threads it may have, about.
         file_mib: largest file that it may write, in MiB.
     """
 
     timeout_s: float = 20.0
     memory_mib: int = 1024
-    processes: int = 64
+    threads: int = 64
     file_mib: int = 64
-
-
-OpenSandbox = Callable[[], AbstractAsyncContextManager[Sandbox]]
-"""Starts a fresh sandbox and stops it in the end."""
 
 
 async def grade(open_sandbox: OpenSandbox, problem: Problem, source: str, limits: GradingLimits, root: str) -> Grade:
@@ -93,26 +86,20 @@ async def grade(open_sandbox: OpenSandbox, problem: Problem, source: str, limits
 async def grade_in(sandbox: Sandbox, problem: Problem, source: str, limits: GradingLimits, root: str) -> Grade | Lost:
     """Grade a candidate once in the given sandbox."""
     job = {
-        "reference": problem.reference_source,
-        "test": problem.test,
-        "entry_point": problem.entry_point,
         "source": source.removeprefix(BYTE_ORDER_MARK),
-        "timeout_s": limits.timeout_s,
-        "limits": asdict(limits) | {"cpu_s": math.ceil(limits.timeout_s) + 1},
+        "serves": problem.entry_point,
+        "reference": problem.reference_source,
+        "check": problem.test,
+        "limits": {
+            "time_s": limits.timeout_s,
+            "memory_mib": limits.memory_mib,
+            "file_mib": limits.file_mib,
+            "threads": limits.threads,
+        },
+        "total_s": limits.timeout_s,
     }
     try:
-        told = await attempt(
-            sandbox,
-            program(
-                "nemo_gym_prorl.tasks.humaneval.inside.grader",
-                "nemo_gym_prorl.tasks.inside.privileges",
-                "nemo_gym_prorl.tasks.inside.walls",
-            ),
-            job,
-            timeout_s=limits.timeout_s,
-            root=root,
-            doubtful=lambda verdict: verdict["reason"] == Reason.CRASHED,
-        )
+        told = await told_of(sandbox, job, limits.timeout_s, root)
     except AgentError as error:
         return judged(Reason.EXHAUSTED, error.reason)
-    return told if isinstance(told, Lost) else judged(Reason(told["reason"]), told["detail"])
+    return told if isinstance(told, Lost) else judged(Reason(told["verdict"]), told["detail"])

@@ -6,8 +6,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from nemo_gym_prorl.tasks.humaneval.grading import GradingLimits, Reason, grade, judged
-from nemo_gym_prorl.tasks.humaneval.problems import HANDING_IN, SOLUTION_FILE, TOOLS, problem_for
+from nemo_gym_prorl.tasks.code.humaneval import HANDING_IN, SOLUTION_FILE, TOOLS, problem_for
+from nemo_gym_prorl.tasks.code.humaneval_grading import GradingLimits, Reason, grade, judged
 from nemo_gym_prorl.tasks.task import Grade, OpenSandbox, SandboxNeeds
 from nemo_gym_prorl.tasks.workbench.workbench import Workbench
 from nemo_gym_prorl.tasks.workbench.workspace import Taken, ToolLimits, Workspace

@@ -1,2 +1,0 @@
-# SPDX-License-Identifier: Apache-2.0
-"""Programs that run inside a sandbox: standard library only, Python 3.8 or later."""
