@@ -11,7 +11,7 @@ from nemo_gym import global_config
 from pydantic import BaseModel, ValidationError
 
 from nemo_gym_prorl.handlers.service_config import ServiceConfig
-from nemo_gym_prorl.nemo_rl.checks.finding import Finding, at, block_at, number_at, of_validation
+from nemo_gym_prorl.nemo_rl.checks.finding import Finding, at, block_at, count_at, number_at, of_validation
 from nemo_gym_prorl.nemo_rl.checks.gym_files import GymBlocks
 from nemo_gym_prorl.nemo_rl.settings import ProrlSettings, Rollouts
 from nemo_gym_prorl.policy.config import PolicyConfig
@@ -130,6 +130,35 @@ def _agents(config: Mapping[str, Any], settings: ProrlSettings, gym: Mapping[str
         yield from _agent_lengths(config, path, block)
         if name == agent_of(settings, gym):
             yield from _deadline(config, path, block)
+            yield from _verdicts(config, settings, gym, path, block)
+
+
+def _verdicts(
+    config: Mapping[str, Any], settings: ProrlSettings, gym: Mapping[str, Any], path: str, block: Mapping[str, Any]
+) -> Iterator[Finding]:
+    """Whether each of its environments scores what groups are of, by what they may vary by."""
+    further = block_at(block, "environments")
+    own = {f"{path}.environments.{name}": block_at(further, str(name)) for name in further}
+    environments = {path: block} | {where: {**block, **said} for where, said in own.items()}
+    size = count_at(config, "grpo.num_generations_per_prompt")
+    for where, environment in environments.items():
+        name = at(environment, "resources_server.name")
+        server = next(iter(block_at(gym, f"{name}.resources_servers").values()), None) or {}
+        together = count_at(environment, "scores_groups_of", count_at(server, "num_rollouts_per_prompt"))
+        if size % together:
+            yield Finding(
+                "grpo.num_generations_per_prompt",
+                f"rollouts of a prompt are scored {together} at a time ({where}: scores_groups_of, or {name}: "
+                f"num_rollouts_per_prompt), and of {size} some would wait for others that never come",
+                f"A multiple of {together}, or correct the other",
+            )
+        if settings.filter_on is None and at(server, "reward") == "fraction":
+            yield Finding(
+                "prorl.filter_on",
+                f"{name} gives the share of the tests that pass (reward: fraction), which does not say whether a "
+                "rollout was right",
+                f"Set it to reward, so that groups vary by that share, or {name}'s reward to all",
+            )
 
 
 def _settings_of(path: str, model: type[BaseModel], block: Mapping[str, Any]) -> Iterator[Finding]:
