@@ -27,8 +27,8 @@ class SamplerConfig:
     Attributes:
         groups_per_batch: prompts of a batch.
         group_size: rollouts of each prompt, at least 2: one alone has no variance.
-        max_in_flight: rollouts that may be submitted and have no outcome: what the services run at once, if it is
-            known. ``None``: as many as can still be trained on.
+        max_in_flight: rollouts that may be submitted and have no outcome, at least a group: what the services run at
+            once, if it is known. ``None``: as many as can still be trained on.
         max_staleness: weight versions between a rollout's first token and the batch that uses it.
         max_failures: tries of a member that the machines may break; one more drops its group.
         max_restarts: tries of a member that may become too old; one more drops its group. Not ``in_order``.
@@ -76,6 +76,13 @@ class SamplerConfig:
                 continue
             if type(value) is not int or value < bound:
                 raise CallerError(f"it must be a whole number, at least {bound}", field=name)
+        if self.max_in_flight is not None and self.max_in_flight < self.group_size:
+            # Where a verifier compares siblings, those that are there would wait for the others for ever.
+            raise CallerError(
+                f"{self.max_in_flight} rollouts are fewer than a group of {self.group_size}; at least "
+                f"{self.group_size} (group_size): what the services do not run at once waits there",
+                field="max_in_flight",
+            )
 
 
 class NothingToLearn(CallerError):

@@ -18,13 +18,13 @@ from typing import Any
 
 from nemo_gym_prorl.failures import FAILURE_KIND_HEADER, Failure, FailureKind, Origin, Stage
 from nemo_gym_prorl.rollout.masks import masked
+from nemo_gym_prorl.rollout.rows import FAILURE_CLASS, as_submitted
 from nemo_gym_prorl.serving.problems import ProblemError
 
 
 COLLECTOR_FIELDS = ("_ng_task_index", "_ng_rollout_index")
 """What Gym's own collector puts on a row; NeMo RL sets at most the first."""
 
-_MARKS = frozenset({"_ng_no_persist", "_ng_failure_terminal"})
 _NEVER_HAPPENED = frozenset({FailureKind.CANCELLED, FailureKind.KILL_SHAPED, FailureKind.SHUTDOWN})
 _TRY_AGAIN_S = 5
 
@@ -49,14 +49,13 @@ def failure_row(row: Mapping[str, Any], response: dict[str, Any], failure: Failu
         marks["_ng_no_persist"] = True
     elif failure.origin in (Origin.CALLER, Origin.TASK):
         marks["_ng_failure_terminal"] = True
-    # A row that comes out of a failures file brings the marks of another failure along.
     return {
-        **masked({name: value for name, value in row.items() if name not in _MARKS}),
+        **masked(as_submitted(row)),
         "response": response,
         "reward": 0.0,  # the row's schema needs a number; the mask says that it is none
         "failure_kind": failure.kind.value,
         "failure_reason": failure.reason,
-        "_ng_failure_class": failure.kind.value,
+        FAILURE_CLASS: failure.kind.value,
         **marks,
     }
 

@@ -18,7 +18,7 @@ from pydantic import ValidationError
 from nemo_gym_prorl.failures import CallerError
 from nemo_gym_prorl.rollout.callers import row_key
 from nemo_gym_prorl.rollout.request import JobRequest
-from nemo_gym_prorl.rollout.rows import WISHES, check_row
+from nemo_gym_prorl.rollout.rows import WISHES, as_submitted, check_row
 from nemo_gym_prorl.rollout.schemas import SubmitRequest
 
 
@@ -46,6 +46,7 @@ def run_request(row: Any, body: bytes) -> RunRequest:
         CallerError: names the field that is wrong, ``rollout.group`` say.
     """
     check_row(row)
+    row = as_submitted(row)
     wishes = row.get(WISHES, {})
     if not isinstance(wishes, dict):
         raise CallerError("must be an object", field=WISHES)

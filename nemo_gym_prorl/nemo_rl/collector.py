@@ -214,10 +214,13 @@ class Collector:
         once."""
         with self._lock:
             found, self._found = self._found, {}
+        if found:
+            self._validated.set()
         return self._metrics | found
 
     def finish_validation(self) -> None:
-        """Wait until the engines may have other weights: none are validated any more."""
+        """Wait until the engines may have other weights: none are validated any more, and what was found is told. A
+        trainer that logs now and then would else not have what was found since the last time before its end."""
         self._validated.wait()
 
     # In the thread
@@ -264,15 +267,16 @@ class Collector:
 
     def _validate(self, version: int) -> None:
         self._validated.clear()
-        self._validating = asyncio.create_task(self._plan.validated(version))
+        self._validating = asyncio.create_task(self._plan.validated(version), name=f"validation of weights {version}")
         self._validating.add_done_callback(self._has_validated)
 
     def _has_validated(self, task: asyncio.Task[dict[str, float]]) -> None:
         if not task.cancelled() and (error := task.exception()) is not None:
             self._end(error)
-        elif not task.cancelled():
+        elif not task.cancelled() and task.result():
             with self._lock:
-                self._found |= task.result()
+                self._found = task.result()
+            return  # until it is told
         self._validated.set()
 
     @contextlib.asynccontextmanager
@@ -282,8 +286,10 @@ class Collector:
             yield
         finally:
             if self._validating is not None and not self._validating.done():
+                LOG.warning("the %s is cancelled: the run has ended", self._validating.get_name())
                 self._validating.cancel()
                 await asyncio.to_thread(self._plan.servers.end_all, self._plan.client)
+            self._validated.set()
 
     # Between the threads
 

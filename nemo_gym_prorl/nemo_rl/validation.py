@@ -2,7 +2,7 @@
 """Validation on NeMo RL's SingleController, which has none: rows that are never trained on, by the rollout services.
 
 It begins when the engines have weights that are due, ahead of what else is in the queues, and goes on beside training.
-The next weights wait for it, so one policy has sampled all of it.
+The next weights wait for it and until it is told, so one policy has sampled all of it, and none is lost at the end.
 """
 
 from __future__ import annotations

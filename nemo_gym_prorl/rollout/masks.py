@@ -26,3 +26,13 @@ def masked(result: Mapping[str, Any]) -> dict[str, Any]:
     """The row with the mask in both places."""
     nested = result.get(_NESTED)
     return {**result, _FLAG: True, _NESTED: {**(nested if isinstance(nested, Mapping) else {}), _FLAG: True}}
+
+
+def unmasked(row: Mapping[str, Any]) -> dict[str, Any]:
+    """The row without it in either place."""
+    bare = {name: value for name, value in row.items() if name != _FLAG}
+    if isinstance(nested := row.get(_NESTED), Mapping):
+        bare[_NESTED] = {name: value for name, value in nested.items() if name != _FLAG}
+        if not bare[_NESTED]:
+            del bare[_NESTED]
+    return bare

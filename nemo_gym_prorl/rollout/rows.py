@@ -11,18 +11,27 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import Any, NoReturn
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from nemo_gym_prorl.failures import CallerError, is_text
+from nemo_gym_prorl.rollout.masks import unmasked
 from nemo_gym_prorl.serving.problem_document import field_errors
 
 
 WISHES = "rollout"
 """The row's field with what ``POST /v1/rollouts`` takes besides ``row``."""
 
+
+FAILURE_CLASS = "_ng_failure_class"
+"""The field by which Gym knows the row of a failed rollout."""
+_OF_FAILURES = frozenset(
+    {FAILURE_CLASS, "_ng_no_persist", "_ng_failure_terminal", "failure_kind", "failure_reason", "response", "reward"}
+)
+_WISHES_AGAIN = frozenset({"environment", "group", "client", "run", "priority"})
+"""What an answer says of a rollout, and a submission may say as well. Not its id, which is that of the failed one."""
 
 MAX_DEPTH = 200
 """Nesting that is taken; orjson writes 254 levels, and a row is wrapped a few times on its way."""
@@ -46,6 +55,17 @@ class Row(BaseModel):
     model_config = ConfigDict(extra="allow")
 
     responses_create_params: CreateParams
+
+
+def as_submitted(row: Mapping[str, Any]) -> dict[str, Any]:
+    """A row out of a failures file as it was before it failed: without verdict, marks and mask, and of how the rollout
+    went only what was wished of it. Any other row as it is."""
+    if FAILURE_CLASS not in row:
+        return dict(row)
+    bare = {name: value for name, value in unmasked(row).items() if name not in _OF_FAILURES}
+    if isinstance(about := bare.get(WISHES), Mapping) and "state" in about:
+        bare[WISHES] = {name: value for name, value in about.items() if name in _WISHES_AGAIN and value is not None}
+    return bare
 
 
 def read_json(body: bytes) -> Any:

@@ -16,7 +16,7 @@ from nemo_gym_prorl.rollout.cursors import Cursor
 from nemo_gym_prorl.rollout.job import Job, JobState
 from nemo_gym_prorl.rollout.pipeline import Pipeline
 from nemo_gym_prorl.rollout.request import JobRequest
-from nemo_gym_prorl.rollout.rows import WISHES, Row
+from nemo_gym_prorl.rollout.rows import WISHES, Row, as_submitted
 from nemo_gym_prorl.rollout.store import Transition
 from nemo_gym_prorl.rollout.tokens import NO_TOKENS
 from nemo_gym_prorl.serving.known_keys import KnownKeys
@@ -78,8 +78,11 @@ class SubmitRequest(KnownKeys):
     def _wishes_of_the_row(cls, given: Any) -> Any:
         """A row may bring all this itself, as with ``/run``; what stands beside it wins."""
         row = given.get("row") if isinstance(given, dict) else None
-        if not isinstance(row, dict) or WISHES not in row:
+        if not isinstance(row, dict):
             return given
+        row = as_submitted(row)
+        if WISHES not in row:
+            return {**given, "row": row}
         wishes = row[WISHES]
         if not isinstance(wishes, dict):
             wrong = InitErrorDetails(type="dict_type", loc=("row", WISHES), input=wishes)

@@ -54,7 +54,7 @@ class Sampling(RuleBasedStateMachine):
         self.config = SamplerConfig(
             groups,
             size,
-            in_flight,
+            max(in_flight, size),
             staleness,
             failures,
             restarts,
@@ -251,7 +251,7 @@ def eager(config: SamplerConfig, prompts: Epochs, curriculum: SkipSolved | None 
 @settings(max_examples=60, deadline=None)
 def test_in_order_the_batches_are_the_same_whatever_ends_first(seed: int, size: int, groups: int, cap: int) -> None:
     def batches(driver: random.Random) -> list[list[tuple[int, list[float]]]]:
-        config = SamplerConfig(groups, size, cap, max_staleness=driver.randrange(3), in_order=True)
+        config = SamplerConfig(groups, size, max(cap, size), max_staleness=driver.randrange(3), in_order=True)
         sampler = eager(config, Epochs(ROWS, seed=seed))
         made: list[list[tuple[int, list[float]]]] = []
         live: list[str] = []
@@ -480,7 +480,14 @@ def test_prompts_end() -> None:
 @pytest.mark.parametrize("field", ["groups_per_batch", "group_size", "max_in_flight"])
 def test_settings_that_make_no_sense_are_refused_by_name(field: str) -> None:
     with pytest.raises(CallerError, match=f"{field}: it must be a whole number, at least"):
-        replace(SamplerConfig(1, 2, 1), **{field: 0})  # type: ignore[arg-type]
+        replace(SamplerConfig(1, 2, 2), **{field: 0})  # type: ignore[arg-type]
+
+
+def test_a_group_that_is_never_under_way_as_a_whole_is_refused() -> None:
+    """A verifier that compares siblings would wait for those that wait for its answer."""
+    with pytest.raises(CallerError, match="max_in_flight: 7 rollouts are fewer than a group of 8; at least 8"):
+        SamplerConfig(1, 8, 7)
+    assert SamplerConfig(1, 8, 8).max_in_flight == 8
 
 
 def test_what_can_be_no_reward_or_no_version_is_refused() -> None:
@@ -497,7 +504,7 @@ def test_another_group_size_is_refused_where_groups_are_open() -> None:
     sampler = eager(SamplerConfig(1, 2, 2), Epochs(ROWS))
     sampler.decide()
     with pytest.raises(CallerError, match="group_size"):
-        DynamicSampler(SamplerConfig(1, 3, 2), Epochs(ROWS)).restore(sampler.state())
+        DynamicSampler(SamplerConfig(1, 3, 3), Epochs(ROWS)).restore(sampler.state())
 
 
 def test_what_was_in_flight_when_a_trainer_left_is_not_sampled_again_alone() -> None:

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from nemo_gym_prorl.failures import Failure, FailureKind, Origin, Stage
 from nemo_gym_prorl.handlers.failure_rows import failure_row, run_status
-from tests.handlers.peers import COLLECTED, ROW, Environment, Policy, deployment, hang, status, until
+from tests.handlers.peers import COLLECTED, ROW, Environment, Policy, deployment, hang, once, status, until
 
 
 TOKENS = {"output": [{"type": "message", "generation_token_ids": [1]}]}
@@ -92,6 +92,32 @@ async def test_each_kind_of_failed_row(
         assert masked["instance_config"] == {"image": "x", "mask_sample": True}
         assert masked["failure_kind"] == kind
         assert masked.get("_ng_failure_terminal", False) == (expected == 422)
+
+
+@pytest.mark.parametrize("by", ["run", "api"])
+async def test_a_row_of_a_failures_file_can_be_submitted_as_it_is(by: str) -> None:
+    """It is sampled again, and nothing of the failure goes along: neither its mask nor its id."""
+    environment = Environment(instead={"/verify": once(status(503))})
+    sent = {**COLLECTED, "task": 7, "instance_config": {"image": "x"}, "rollout": {"group": "mine", "priority": 3}}
+    async with deployment(environment, max_attempts=1) as at:
+        failed = await at.run(sent)
+        assert (failed["failure_kind"], failed["mask_sample"]) == ("verifier_error", True)
+        if by == "run":
+            again = await at.run(failed)
+            about = again["rollout"]
+        else:
+            code, about, _ = await at.post("/v1/rollouts", {"row": failed, "id": "again"})
+            assert code == 202, about
+            while about["state"] != "succeeded":
+                about = await at.get("/v1/rollouts/again?wait=10")
+            again = about["result"]
+    calls = zip(environment.calls, environment.bodies, strict=True)
+    seeded = [body for (_, path), body in calls if path == "/seed_session"]
+    assert (again["reward"], about["group"], about["environment"]) == (1.0, "mine", failed["rollout"]["environment"])
+    assert about["id"] != failed["rollout"]["id"]
+    assert not {"mask_sample", "failure_kind", "failure_reason", "_ng_failure_class"} & again.keys()
+    assert again["instance_config"] == {"image": "x"}
+    assert seeded == [{name: value for name, value in sent.items() if name != "rollout"}] * 2
 
 
 async def test_a_row_that_is_none_is_a_masked_row_for_the_collector() -> None:

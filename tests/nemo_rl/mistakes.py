@@ -14,6 +14,7 @@ from nemo_gym_prorl.nemo_rl.checks.gym_files import GymBlocks
 
 AGENT = "env.nemo_gym.prorl_swe_agent.responses_api_agents.prorl_agent"
 MODEL = "env.nemo_gym.policy_model.responses_api_models.prorl_model"
+SERVER = "env.nemo_gym.prorl_swe.resources_servers.prorl_swe"
 DEADLINE = "async_rl.rollout_failure.nemo_gym.rollout_timeout_s"
 
 
@@ -121,6 +122,15 @@ MISTAKES = [
         {"uses_reasoning_parser": True},
         "no file in config_paths has",
     ),
+    one(f"{AGENT}.scores_groups_of", 3, "scored 3 at a time", field="grpo.num_generations_per_prompt"),
+    one(f"{SERVER}.num_rollouts_per_prompt", 16, "scored 16 at a time", field="grpo.num_generations_per_prompt"),
+    one(
+        f"{AGENT}.environments",
+        {"other": {"resources_server": {"name": "prorl_swe"}, "scores_groups_of": 16}},
+        "environments.other",
+        field="grpo.num_generations_per_prompt",
+    ),
+    one(f"{SERVER}.reward", "fraction", "share of the tests", field="prorl.filter_on"),
     # Services that run elsewhere
     one("prorl.services", [], "prorl.rollouts is service, and addresses", variant="service"),
     one("prorl.models", [], "prorl.rollouts is service, and addresses", variant="service"),
@@ -258,6 +268,7 @@ _GOOD: dict[str, Any] = {
             "prorl_swe_agent": {
                 "responses_api_agents": {
                     "prorl_agent": {
+                        "resources_server": {"type": "resources_servers", "name": "prorl_swe"},
                         "budgets": {"init": 600, "run": 900, "eval": 600},
                         "max_attempts": 3,
                         "max_total_sequence_length": 4096,

@@ -4,11 +4,13 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import copy
 import json
 import pickle
 import threading
 import time
+from collections.abc import AsyncIterator
 from typing import Any
 
 import pytest
@@ -142,6 +144,24 @@ async def test_a_new_run_goes_on_from_the_batch_that_was_trained_on_last(tempera
     assert seen == [0, 1, 2, 3, 4, 5]
 
 
+@contextlib.asynccontextmanager
+async def watched(collector: Collector) -> AsyncIterator[list[dict[str, float]]]:
+    """What NeMo RL's watchdog is told of validations, which looks at the metrics now and then."""
+    told: list[dict[str, float]] = []
+
+    async def look() -> None:
+        while True:
+            found = {name: value for name, value in collector.metrics().items() if name.startswith("validation/")}
+            told.extend([found] if found else [])
+            await asyncio.sleep(0.05)
+
+    looking = asyncio.create_task(look())
+    try:
+        yield told
+    finally:
+        looking.cancel()
+
+
 async def test_validation_is_told_once_and_is_not_trained_on() -> None:
     """Weights that are due are validated beside the sampling, and others have to wait for it."""
     held = [{**row, "rewards": [place % 2], "number": "held out"} for place, row in enumerate(rows(7))]
@@ -150,27 +170,43 @@ async def test_validation_is_told_once_and_is_not_trained_on() -> None:
     validation = Validation([{**row, "late": [0], "late_s": 0.3} for row in held], period=2, at_start=False, last=4)
     async with nodes() as [node]:
         collector = Collector(plan(node, rows(40), SamplerConfig(2, 2, 8, max_staleness=1), validation=validation))
-        told = []
         try:
-            for version in range(5):
-                await asyncio.to_thread(collector.finish_validation)
-                told.append(metrics := collector.metrics())
-                collector.weights(version)
-                groups = await taken(collector, 2)
-                assert all(group.row.get("number") is None for group in groups)
+            async with watched(collector) as told:
+                for version in range(5):
+                    await asyncio.to_thread(collector.finish_validation)
+                    assert len(told) == (version > 2), "neither the first weights are due, nor the last"
+                    collector.weights(version)
+                    groups = await taken(collector, 2)
+                    assert all(group.row.get("number") is None for group in groups)
         finally:
             await asyncio.to_thread(collector.close)
         assert not live(node)
-    of_weights = [{name: value for name, value in one.items() if name.startswith("validation/")} for one in told]
-    # Neither the first weights are due, nor the last.
-    assert [bool(one) for one in of_weights] == [False, False, False, True, False]
-    assert of_weights[3]["validation/weight_version"] == 2
-    assert of_weights[3]["validation/reward"] == pytest.approx(2 / 6)
-    assert (of_weights[3]["validation/rollouts"], of_weights[3]["validation/without_reward"]) == (7, 1)
-    assert "prorl/in_flight" in metrics
+    [found] = told
+    assert found["validation/weight_version"] == 2
+    assert found["validation/reward"] == pytest.approx(2 / 6)
+    assert (found["validation/rollouts"], found["validation/without_reward"]) == (7, 1)
+    assert "prorl/in_flight" in collector.metrics()
 
 
-async def test_no_rollout_of_a_validation_outlives_a_run() -> None:
+async def test_weights_wait_until_a_validation_is_told() -> None:
+    """NeMo RL logs every 30 s: what is found after the last time before the end, or before more is
+    found, would be told to nobody."""
+    async with nodes() as [node]:
+        validation = Validation(rows(3), period=1, at_start=True, last=10)
+        collector = Collector(plan(node, rows(40), SamplerConfig(2, 2, 4), validation=validation))
+        try:
+            collector.weights(0)
+            await taken(collector, 2)
+            waiting = asyncio.ensure_future(asyncio.to_thread(collector.finish_validation))
+            await asyncio.sleep(1.0)  # it takes a few hundredths
+            assert not waiting.done()
+            assert collector.metrics()["validation/weight_version"] == 0
+            await asyncio.wait_for(waiting, 5)
+        finally:
+            await asyncio.to_thread(collector.close)
+
+
+async def test_no_rollout_of_a_validation_outlives_a_run(caplog: pytest.LogCaptureFixture) -> None:
     long = [{**row, "late": [0, 1], "late_s": 3600.0} for row in rows(3)]
     async with nodes() as [node]:
         validation = Validation(long, period=1, at_start=True, last=10)
@@ -183,6 +219,7 @@ async def test_no_rollout_of_a_validation_outlives_a_run() -> None:
         await asyncio.to_thread(collector.close)
         await waiting
         assert not live(node)
+    assert "the validation of weights 0 is cancelled: the run has ended" in caplog.text
 
 
 async def test_a_service_that_hangs_holds_the_end_up_for_a_while_only(monkeypatch: pytest.MonkeyPatch) -> None:

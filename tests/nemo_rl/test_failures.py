@@ -68,7 +68,7 @@ def test_refused_sampling_costs_one_row_and_not_the_engine(trainer: "Trainer") -
     from tests.nemo_rl.trainer import counting_row, solving_row, turn
 
     refused = counting_row(turn("Done."))
-    refused["responses_create_params"]["metadata"]["extra_body"] = '{"top_p": 0.5}'
+    refused["responses_create_params"]["metadata"]["extra_body"] = '{"top_k": 5}'
     got = trainer.run(refused)
     assert got.results == {}
     assert got.error is not None

@@ -172,7 +172,8 @@ def test_no_sandbox_outlives_a_run(trainer: "Trainer", engine: "Engine", engine_
     config = configuration(
         rows,
         tmp_path,
-        prorl={"agent": "prorl_code_agent", "key_env": "PRORL_TEST_KEY"},
+        # In order, a batch would wait for that prompt until its budget is used up.
+        prorl={"agent": "prorl_code_agent", "key_env": "PRORL_TEST_KEY", "in_order": False},
         async_rl__max_inflight_prompts=3,
     )
     lent = Lent(trainer.actor)

@@ -93,7 +93,8 @@ def test_engines_sleep_only_when_every_sandbox_is_gone(trainer: "Trainer", engin
     before, aborted, known = containers.instances(), engine.aborted, {job.id for job in jobs(url, KEY)}
     rows = [solving(number) for number in range(8)]
     rows.insert(2, thinking())
-    config = _configuration(rows, tmp_path, agent="prorl_code_agent", key_env="PRORL_TEST_KEY")
+    # In order, a batch would wait for that prompt until its budget is used up.
+    config = _configuration(rows, tmp_path, agent="prorl_code_agent", key_env="PRORL_TEST_KEY", in_order=False)
     got = trained(config, engine, _lent(trainer), 4)
     assert len(got.batches) == STEPS
     assert [asleep.sandboxes - before for asleep in got.generation.asleep] == [set()] * STEPS

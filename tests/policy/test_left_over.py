@@ -88,14 +88,20 @@ LEFT = {"content": f"<think>where?</think>{CALL}"}
 
 
 @pytest.mark.parametrize("kind", ["nemo_rl", "vllm_chat"])
-async def test_an_engine_without_its_parser_is_an_error_of_the_deployment(kind: str) -> None:
-    async with serving(engine([LEFT])) as url:
-        host = PolicyHost(PolicyConfig(base_url=[url], model=MODEL, engine=kind))  # type: ignore[arg-type]
+@pytest.mark.parametrize("tool_format", GOOD)
+async def test_an_engine_without_its_parser_is_an_error_of_the_deployment(kind: Any, tool_format: str) -> None:
+    """`tool_call_parser` is the format in which a call is looked for; with `plain` none is."""
+    request = TurnRequest("r", [{"role": "user", "content": "?"}], tools=TOOLS)
+    async with serving(engine([{"content": GOOD[tool_format]}] * 2)) as url:
+        config = PolicyConfig(base_url=[url], model=MODEL, engine=kind, tool_call_parser=tool_format)
+        host, plain = PolicyHost(config), PolicyHost(config.model_copy(update={"tool_call_parser": "plain"}))
         try:
             with pytest.raises(Misconfigured, match=r"tool_parser: .*call of look.*chat_kwargs\.tool_parser"):
-                await (await host.service()).turn(TurnRequest("r", [{"role": "user", "content": "?"}], tools=TOOLS))
+                await (await host.service()).turn(request)
+            assert (await (await plain.service()).turn(request)).parsed.content == GOOD[tool_format]
         finally:
             await host.aclose()
+            await plain.aclose()
 
 
 @pytest.mark.parametrize(

@@ -206,6 +206,7 @@ def _agents(config: Mapping[str, Any], settings: ProrlSettings, gym: Mapping[str
             f"it has no such bound as the trainer's {longest:g} tokens (policy.max_total_sequence_length)",
             "Set it to ${policy.max_total_sequence_length}",
         )
+    yield from _verdicts(config, settings, gym, path, block)
     deadline = number_at(config, _DEADLINE)
     try:
         known = {key: block[key] for key in ("budgets", "max_attempts") if key in block}
@@ -221,6 +222,36 @@ def _agents(config: Mapping[str, Any], settings: ProrlSettings, gym: Mapping[str
             f"{budgets.init:g} + {budgets.run:g} + {budgets.eval:g} s ({path}.max_attempts and budgets)",
             f"Above {needed:g}, with room for queues, or lower the budgets",
         )
+
+
+def _verdicts(
+    config: Mapping[str, Any], settings: ProrlSettings, gym: Mapping[str, Any], path: str, block: Mapping[str, Any]
+) -> Iterator[Finding]:
+    """Whether each of an agent's environments scores what groups are of, by what they may vary by."""
+    further = block_at(block, "environments")
+    environments = {
+        path: block,
+        **{f"{path}.environments.{name}": {**block, **block_at(further, str(name))} for name in further},
+    }
+    size = count_at(config, "grpo.num_generations_per_prompt")
+    for where, environment in environments.items():
+        name = at(environment, "resources_server.name")
+        server = next(iter(block_at(gym, f"{name}.resources_servers").values()), None) or {}
+        together = count_at(environment, "scores_groups_of", count_at(server, "num_rollouts_per_prompt"))
+        if size % together:
+            yield Finding(
+                "grpo.num_generations_per_prompt",
+                f"rollouts of a prompt are scored {together} at a time ({where}: scores_groups_of, or {name}: "
+                f"num_rollouts_per_prompt), and of {size} some would wait for others that never come",
+                f"A multiple of {together}, or correct the other",
+            )
+        if settings.filter_on is None and at(server, "reward") == "fraction":
+            yield Finding(
+                "prorl.filter_on",
+                f"{name} gives the share of the tests that pass (reward: fraction), which does not say whether a "
+                "rollout was right",
+                f"Set it to reward, so that groups vary by that share, or {name}'s reward to all",
+            )
 
 
 def _models(gym: Mapping[str, Any]) -> Iterator[Finding]:
