@@ -188,8 +188,10 @@ def submit(
     environment: Annotated[
         str | None, typer.Option(help="Environment of all rows; by default each goes where its data_source says.")
     ] = None,
-    client: Annotated[str, typer.Option(help="Name under which the service shares its slots fairly.")] = "cli",
-    priority: Annotated[int, typer.Option(help="Higher goes first.")] = 0,
+    client: Annotated[
+        str | None, typer.Option(help="Name under which the service shares its slots fairly; by default a row's own.")
+    ] = None,
+    priority: Annotated[int | None, typer.Option(help="Higher goes first; by default a row's own.")] = None,
     output: Annotated[
         Path | None, typer.Option(help="JSONL file for results, as they come. What is in it is not run again.")
     ] = None,

@@ -13,7 +13,7 @@ import asyncio
 import contextlib
 import secrets
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -31,6 +31,7 @@ from nemo_gym_prorl.commands.watch import pools
 from nemo_gym_prorl.failures import CallerError, FailureKind, InfrastructureError
 from nemo_gym_prorl.rollout.client import ApiError, RolloutClient
 from nemo_gym_prorl.rollout.job import JobState
+from nemo_gym_prorl.rollout.rows import WISHES
 from nemo_gym_prorl.rollout.schemas import JobView, StatusView, SubmitRequest
 from nemo_gym_prorl.serving.problem_document import field_errors, in_words
 
@@ -57,8 +58,8 @@ class Order:
         repeats: rollouts per row.
         run: name of the run, the beginning of every id; ``None`` goes on with the run of ``output``, or makes a name.
         environment: of all rows; ``None`` leaves it to each row's ``data_source``.
-        client: under which the service shares its slots.
-        priority: higher goes first.
+        client: under which the service shares its slots; ``None``: as a row says, else "cli".
+        priority: higher goes first; ``None``: as a row says, else 0.
         output: JSONL file for the results.
         detach: leave when all is submitted.
         patience_s: how long the service may be away in mid-run.
@@ -68,8 +69,8 @@ class Order:
     repeats: int = 1
     run: str | None = None
     environment: str | None = None
-    client: str = "cli"
-    priority: int = 0
+    client: str | None = None
+    priority: int | None = None
     output: Path | None = None
     detach: bool = False
     patience_s: float = PATIENCE_S
@@ -152,15 +153,18 @@ def _check_options(run: str, order: Order) -> None:
     row = {"responses_create_params": {"input": ""}}
     last = f"{run}-{2**31}-{order.repeats}"
     try:
-        SubmitRequest.model_validate({"row": row, "id": last, "group": last, **_wishes(order)})
+        SubmitRequest.model_validate({"row": row, "id": last, "group": last, **_wishes(order, row)})
     except ValidationError as error:
         wrong = in_words(field_errors(error.errors()))
         raise CallerError(f"--run, --client or --priority is wrong: {wrong}") from None
 
 
-def _wishes(order: Order) -> dict[str, Any]:
-    """What the order says of each of its rollouts."""
-    return {"environment": order.environment, "client": order.client, "priority": order.priority}
+def _wishes(order: Order, row: Mapping[str, Any]) -> dict[str, Any]:
+    """What the order says of its rollouts, and else the row of its own."""
+    said = {"environment": order.environment, "client": order.client, "priority": order.priority}
+    own = row.get(WISHES)
+    of_row = {name: own[name] for name in said if name in own} if isinstance(own, Mapping) else {}
+    return {"client": "cli", **of_row, **{name: value for name, value in said.items() if value is not None}}
 
 
 @dataclass(slots=True)
@@ -317,7 +321,8 @@ class Run:
 
     async def _post(self, rollout: _Rollout) -> JobView:
         group = f"{self.name}-{rollout.place.line}"
-        return await self._client.submit(rollout.row, id=self._id(rollout), group=group, **_wishes(self._order))
+        wishes = _wishes(self._order, rollout.row)
+        return await self._client.submit(rollout.row, id=self._id(rollout), group=group, **wishes)
 
     def _id(self, rollout: _Rollout) -> str:
         base = f"{self.name}-{rollout.place.line}-{rollout.place.repeat}"

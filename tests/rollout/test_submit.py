@@ -154,6 +154,15 @@ async def test_the_repeats_of_a_row_are_a_group_and_different_rows_are_not(tmp_p
             assert ids == {f"r-{line}-{repeat}" for repeat in range(3)}
 
 
+async def test_what_a_row_says_of_its_rollout_holds_unless_the_command_says_more(tmp_path: Path) -> None:
+    rows = write(tmp_path / "rows.jsonl", GOOD | {"rollout": {"client": "theirs", "priority": 3}}, GOOD | {"n": 2})
+    async with service() as (url, _), RolloutClient(url, TOKEN) as client:
+        assert await submit(Order(rows, run="own"), url, TOKEN)
+        assert await submit(Order(rows, run="ours", client="ours", priority=1), url, TOKEN)
+        told = {job.id: (job.client, job.priority) for job in (await client.list()).rollouts}
+    assert told == {"own-1-0": ("theirs", 3), "own-2-0": ("cli", 0), "ours-1-0": ("ours", 1), "ours-2-0": ("ours", 1)}
+
+
 async def test_what_is_in_the_output_is_not_run_again(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     rows = write(tmp_path / "rows.jsonl", GOOD, DEFECT, GOOD)
     output = tmp_path / "results.jsonl"
