@@ -266,7 +266,8 @@ def test_a_test_that_passes_fails_when_it_asks_for_something_else(form: str, see
     canaries = canaries_of(["a.py::TestAll::test_it[x]"], seed)
     content, tests = canaries.changed("a.py", source.encode())
     assert tests == {"a.py::TestAll::test_it"}
-    assert b"test_other" not in content
+    assert b"def test_other" not in content
+    assert b"_other(): pass" in content, "as a helper"
     assert all(given in content for given in re.findall(rb"f\([^)]*\)", source.encode())), "not what is given"
     play(source)
     with pytest.raises((AssertionError, ZeroDivisionError)):
