@@ -41,6 +41,7 @@ _MAYBE = ast.If | ast.IfExp | ast.Match | ast.While | ast.ExceptHandler | ast.Cl
 _JOINS = ast.Or | ast.Not | ast.comprehension
 """What has or joins parts that a right solution may never reach, or that need not be true."""
 
+_HELPERS = ("check", "case", "make", "run", "helper", "given", "do")
 _LETTERS = "bcdfghjkmnpqrstvwxz"
 LARGEST_FILE = 1 << 20
 _LARGEST_NUMBER = 10_000
@@ -80,7 +81,7 @@ class Canaries:
         for function in _tests(tree):
             tests = words.get(function.name) or words.get((ast.get_docstring(function) or "").partition("\n")[0])
             if tests is None:
-                edits += text.hiding(function)
+                edits += text.hiding(function, dice)
                 continue
             if places := _places(function, tables, text, dice):
                 edits += dice.choice(places)
@@ -138,12 +139,14 @@ class _Text:
         start, end = self.at(node)
         return start, end, b"(not (%s))" % self._source[start:end]
 
-    def hiding(self, function: Function) -> list[Edit]:
-        """No runner takes it for a test; only if nothing else speaks of it."""
-        if self._words[function.name] > 1 or "fixture" in map(_name, function.decorator_list):
+    def hiding(self, function: Function, dice: Random) -> list[Edit]:
+        """No runner takes it for a test, and it looks like a helper; only if nothing else speaks of it."""
+        said = dice.choice(_HELPERS)
+        taken = self._words[said + function.name.removeprefix("test")]
+        if self._words[function.name] > 1 or taken or "fixture" in map(_name, function.decorator_list):
             return []
         start = self._source.find(function.name.encode(), self.at(function)[0])
-        return [(start, start + 1, b"_")] if start >= 0 else []  # names may be written in other letters
+        return [(start, start + 4, said.encode())] if start >= 0 else []  # names may be written in other letters
 
     def edited(self, edits: Iterable[Edit]) -> bytes:
         parts, at = list[bytes](), 0
@@ -151,9 +154,7 @@ class _Text:
         for (start, end), text in sorted({(start, end): text for start, end, text in edits}.items()):
             parts += [self._source[at:start], text]
             at = end
-        source = b"".join([*parts, self._source[at:]])
-        # Of another length, or compiled files of the same second are taken for it.
-        return source + (b"\n" if len(source) == len(self._source) else b"")
+        return b"".join([*parts, self._source[at:]])
 
 
 def _tests(tree: ast.Module | ast.ClassDef) -> Iterator[Function]:

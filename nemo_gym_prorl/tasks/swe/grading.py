@@ -15,7 +15,7 @@ from __future__ import annotations
 import secrets
 from collections import OrderedDict
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from enum import StrEnum
 from typing import Any
 
@@ -23,12 +23,13 @@ from nemo_gym_prorl.failures import AgentError, CallerError, TaskError
 from nemo_gym_prorl.tasks.sandbox import Sandbox
 from nemo_gym_prorl.tasks.swe import log_parsing
 from nemo_gym_prorl.tasks.swe.canaries import Asked, Canaries, canaries_of
-from nemo_gym_prorl.tasks.swe.changes import Entry, Solution, shown
+from nemo_gym_prorl.tasks.swe.changes import Solution, shown
+from nemo_gym_prorl.tasks.swe.installation import Installation
 from nemo_gym_prorl.tasks.swe.instance import Row, SweInstance, TestStatus
 from nemo_gym_prorl.tasks.swe.patches import Patch
 from nemo_gym_prorl.tasks.swe.paths import Protection
 from nemo_gym_prorl.tasks.swe.report import Report, compare
-from nemo_gym_prorl.tasks.swe.repository import NotTaken, Repositories
+from nemo_gym_prorl.tasks.swe.repository import Laying, NotTaken, Repositories
 from nemo_gym_prorl.tasks.swe.suspicion import doubts
 from nemo_gym_prorl.tasks.swe.testing import Laid, Run, TestLimits, lay_canaries, run_before, run_tests
 from nemo_gym_prorl.tasks.task import EXHAUSTED, Grade, OpenSandbox
@@ -145,13 +146,19 @@ class Grader:
         verdict, why = judged(row, solution, run, report, trial.by_dataset)
         if verdict in (Verdict.FAILED, Verdict.CRASHED, Verdict.BROKE) and not (report and report.seen):
             await self._require_gradable(row, open_sandbox)
-        if verdict is Verdict.RESOLVED:
-            asked = await self._asked_for_something_else(row, solution, open_sandbox)
+        foreign = await self._foreign(row, run.installed, open_sandbox) if verdict is Verdict.RESOLVED else []
+        if verdict is Verdict.RESOLVED and not foreign:
+            asked, installed = await self._asked_for_something_else(row, solution, open_sandbox)
             if asked.passed:
                 verdict = Verdict.ANY_ANSWER
                 why = f"passes whatever a test asks for: {', '.join(asked.passed[:5])}"[:1000]
+            more = dict(installed.items() - run.installed.items())
+            foreign = await self._foreign(row, more, open_sandbox)
             suspicions = doubts(row.swe, "".join(trial.patch.parts.values()), solution.ignored, asked)
             fields |= {"canaries_failed": asked.failed, "suspicious": int(bool(suspicions)), "suspicions": suspicions}
+        if foreign:
+            verdict = Verdict.TAMPERED
+            why = f"what comes before the tests has changed what they run by: {', '.join(foreign[:5])}"[:1000]
         fields |= {"resolved_by_dataset": trial.by_dataset, "strict_verdict": strictly(verdict, run, report).value}
         return Grade(float(verdict is Verdict.RESOLVED), verdict, why, fields)
 
@@ -161,8 +168,10 @@ class Grader:
         instance = row.swe
         async with open_sandbox() as sandbox:
             base, work = await self._repositories.prepare(sandbox, instance, hide=False)
-            patch, files = await self._repositories.lay(sandbox, work, instance, base, solution)
-            run, changed = await self._run(sandbox, instance, work, files, canaries)
+            laying = await self._repositories.lay(sandbox, work, instance, base, solution)
+            installation = Installation(sandbox, work, instance, base)
+            run, changed = await self._run(sandbox, instance, work, laying, installation, canaries)
+        patch = laying.patch
         if run.timed_out or run.problem or run.ended_early or (canaries and not changed):
             return Trial(patch, run)
         try:
@@ -180,40 +189,75 @@ class Grader:
         return Trial(patch, run, parsed.maps, parsed.resolved, changed)
 
     async def _run(
-        self, sandbox: Sandbox, instance: SweInstance, work: str, files: Mapping[str, Entry], canaries: Canaries | None
+        self,
+        sandbox: Sandbox,
+        instance: SweInstance,
+        work: str,
+        laying: Laying,
+        installation: Installation,
+        canaries: Canaries | None,
     ) -> tuple[Run, frozenset[str]]:
         """The tests, and which of them ask for something else; if none can, none is run."""
-        tests = Protection(instance).tests
-        if ended := await run_before(sandbox, instance, work, self._limits.tests):
-            return ended, frozenset()
+        tests, installed = Protection(instance).tests, dict[str, str]()
         if instance.before_tests:
-            hidden = {path: entry for path, entry in files.items() if path in tests}
+            watch = await installation.begin()
+            if ended := await run_before(sandbox, instance, work, self._limits.tests):
+                return ended, frozenset()
+            installed = await installation.changes(watch)
             try:
-                await self._repositories.restore_tests(sandbox, work, instance, hidden)
+                await self._repositories.lay_tests(sandbox, work, instance, laying)
             except NotTaken as error:
                 return Run(ended_early=f"the hidden tests could not be laid: {error}"), frozenset()
-        laid, changed = Laid(work, {path: entry.blob for path, entry in files.items()}, tests), frozenset[str]()
+        laid, changed = Laid(work, {path: entry.blob for path, entry in laying.files.items()}, tests), frozenset[str]()
         if canaries is not None:
             laid, changed = await lay_canaries(sandbox, instance, laid, canaries)
             if not changed:
                 return Run(), changed
-        return await run_tests(sandbox, instance, laid, self._limits.tests), changed
+        return replace(await run_tests(sandbox, instance, laid, self._limits.tests), installed=installed), changed
 
-    async def _asked_for_something_else(self, row: Row, solution: Solution, open_sandbox: OpenSandbox) -> Asked:
+    async def _foreign(self, row: Row, installed: Mapping[str, str], open_sandbox: OpenSandbox) -> list[str]:
+        """Of what was written before the tests, and takes part in them, what neither the image has so, nor the same
+        commands leave so with the row's own fix, or without any."""
+        if not installed:
+            return []
+        try:
+            fix = await self._fix(row, open_sandbox) if row.swe.patch else Solution()
+        except TaskError:
+            fix = Solution()
+        try:
+            async with open_sandbox() as sandbox:
+                base, work = await self._repositories.prepare(sandbox, row.swe, hide=False)
+                await self._repositories.lay(sandbox, work, row.swe, base, fix)
+                installation = Installation(sandbox, work, row.swe, base)
+                was = await installation.now(installed)
+                left = [path for path, now in installed.items() if was.get(path) != now]
+                if left:
+                    watch = await installation.begin()
+                    await run_before(sandbox, row.swe, work, self._limits.tests)
+                    was |= await installation.changes(watch)
+                return sorted(path for path in left if was.get(path) != installed[path])
+        except AgentError as error:
+            raise TaskError(f"{row.instance_id}: what comes before its tests: {error.reason}") from error
+
+    async def _asked_for_something_else(
+        self, row: Row, solution: Solution, open_sandbox: OpenSandbox
+    ) -> tuple[Asked, Mapping[str, str]]:
+        """How it did, and what was written before those tests."""
         canaries = canaries_of(row.swe.deciding, f"{self._seed} {row.instance_id}")
         try:
             trial = await self._tried(row, solution, open_sandbox, canaries)
         except AgentError:
-            return Asked()  # it says nothing
+            return Asked(), {}  # it says nothing
         failed, passed = canaries.outcomes(trial.changed, trial.maps or ())
+        installed = trial.run.installed
         if not passed:
-            return Asked(len(failed))
+            return Asked(len(failed)), installed
         if row.instance_id not in self._sharp:
             _remember(self._sharp, row.instance_id, await self._failing_with_fix(row, canaries, open_sandbox))
         sharp = self._sharp[row.instance_id]
         if sharp is None:
-            return Asked(len(failed), unknown=tuple(sorted(passed)))
-        return Asked(len(failed), passed=tuple(sorted(passed & sharp)))
+            return Asked(len(failed), unknown=tuple(sorted(passed))), installed
+        return Asked(len(failed), passed=tuple(sorted(passed & sharp))), installed
 
     async def _failing_with_fix(
         self, row: Row, canaries: Canaries, open_sandbox: OpenSandbox

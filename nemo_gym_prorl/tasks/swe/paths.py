@@ -47,9 +47,9 @@ JUNK = (
 _TEST_FOLDERS = frozenset({"tests", "r2e_tests"})
 _TEST_ROOTS = frozenset({"test", "testing", "e2e"})
 _TEST_FILE = re.compile(r"(test_.*|.*_tests?|tests)\.py|conftest\.py")
-_RUNNER_FILES = frozenset({"pytest.ini", ".pytest.ini", "pytest.toml", ".pytest.toml", "tox.ini", "noxfile.py"})
+RUNNER_FILES = frozenset({"pytest.ini", ".pytest.ini", "pytest.toml", ".pytest.toml", "tox.ini", "noxfile.py"})
 _STARTUP = frozenset({"sitecustomize", "usercustomize"})
-_RUNNERS = frozenset(
+RUNNERS = frozenset(
     {
         "pytest",
         "_pytest",
@@ -84,6 +84,7 @@ _RUNNERS = frozenset(
 """What pytest's versions import, some of it only if it is there."""
 
 _METADATA = (".egg-info", ".dist-info", ".pth")
+METADATA = "what was installed, to Python"
 _HELPERS = re.compile(
     r"test|_?testing(\.py)?|runtests\.py|_?test(s|ing)?_?(utils?|helpers?|lib|support|tools?|common|cases?)(\.py)?"
 )
@@ -92,7 +93,7 @@ _HELPERS = re.compile(
 _ODD_LINES = re.compile(r"\r(?!\n)|[\v\f\x1c-\x1e\x85\u2028\u2029\ufeff]")
 _MODULE_FILES = (".py", ".so")
 
-_SETTINGS_FILES = frozenset({"setup.cfg", "pyproject.toml"})
+SETTINGS_FILES = frozenset({"setup.cfg", "pyproject.toml"})
 """Files that configure a test runner among other things: only a change of that part does not count."""
 
 
@@ -125,7 +126,7 @@ class Places:
     def shadowed_by(self, path: str) -> bool:
         """A new file would be imported instead of a module that was there before it, outside of the repository."""
         names = {_module(path, folder) for folder in self.folders} - {None, *self.own}
-        return bool(names & (self.installed | _RUNNERS | sys.stdlib_module_names))
+        return bool(names & (self.installed | RUNNERS | sys.stdlib_module_names))
 
 
 def places(paths: Iterable[str], told: str) -> Places:
@@ -187,30 +188,37 @@ class Protection:
             return "a test"
         if (helps := _helpers(pure)) and not any(f"{name}/".startswith(f"{helps}/") for name in self.fix):
             return "helps tests"
-        if pure.name in _RUNNER_FILES:
+        if pure.name in RUNNER_FILES:
             return "configures a test runner"
         if path in self._commanded:
             return "named by the test command"
-        if any(part.endswith(_METADATA) for part in pure.parts) or pure.name.partition(".")[0] in _STARTUP:
+        if pure.name.partition(".")[0] in _STARTUP:
             return "read when Python starts"
+        if any(part.endswith(_METADATA) for part in pure.parts):
+            return METADATA
         if base is not None and base.shadowed_by(path):
             return "in the place of an installed module"
         return None
 
     def by_content(self, path: str) -> bool:
         """Whether its content decides: see :func:`same_settings`. pytest looks for settings in any folder."""
-        return PurePosixPath(path).name in _SETTINGS_FILES and path not in self.fix
+        return PurePosixPath(path).name in SETTINGS_FILES and path not in self.fix
 
 
 def same_settings(path: str, before: bytes | None, after: bytes | None) -> bool:
     """Whether two versions of such a file tell pytest the same; what can't be read differs."""
     try:
-        return bool(_pytest_settings(path, before) == _pytest_settings(path, after))
+        return bool(pytest_settings(path, before) == pytest_settings(path, after))
     except (ValueError, RecursionError):
         return False
 
 
-def _pytest_settings(path: str, content: bytes | None) -> Any:
+def pytest_settings(path: str, content: bytes | None) -> Any:
+    """What such a file tells pytest.
+
+    Raises:
+        ValueError, RecursionError: it can't be read.
+    """
     text = (content or b"").decode()
     if path.endswith(".toml"):
         return tomllib.loads(text).get("tool", {}).get("pytest")

@@ -24,6 +24,7 @@ from weakref import WeakValueDictionary
 from nemo_gym_prorl.failures import CallerError, InfrastructureError
 from nemo_gym_prorl.tasks.sandbox import ExecResult, KnowsWhoseDoing, Sandbox
 from nemo_gym_prorl.tasks.swe import changes, patches
+from nemo_gym_prorl.tasks.swe import repository_scripts as scripts
 from nemo_gym_prorl.tasks.swe.changes import Entry, Solution
 from nemo_gym_prorl.tasks.swe.instance import SweInstance
 from nemo_gym_prorl.tasks.swe.patches import Patch
@@ -47,153 +48,6 @@ _SETUP = "prorl_setup() {{\n:\n{}\n}}\nprorl_setup\nunset -f prorl_setup\n"
 
 _KEPT_VARIABLES = frozenset({"PWD", "OLDPWD", "SHLVL", "_", "HOME", "TERM"})
 _VARIABLE = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
-
-_ALONE = """\
-set -eu
-work=$1 repo=$2; shift 2
-export HOME="$work" LC_ALL=C GIT_CONFIG_NOSYSTEM=1 GIT_CONFIG_GLOBAL="$work/.gitconfig" GIT_ATTR_NOSYSTEM=1
-export GIT_TERMINAL_PROMPT=0 GIT_OPTIONAL_LOCKS=0
-unset GIT_DIR GIT_WORK_TREE GIT_INDEX_FILE GIT_OBJECT_DIRECTORY GIT_EXTERNAL_DIFF GIT_CONFIG_COUNT || :
-mkdir -p "$work"
-printf '[safe]\\ndirectory = *\\n[core]\\nhooksPath = /dev/null\\nautocrlf = false\\n' > "$work/.gitconfig"
-refuse() { printf '%s\\n' "$2"; exit "$1"; }
-"""
-"""Beginning of each script: git is not told anything by anybody else."""
-
-_RAW = "* -text -filter -ident -working-tree-encoding !diff\n"
-"""Attributes by which git takes files as they are; they come before those of the repository."""
-
-_PREPARE = (
-    _ALONE
-    + """\
-base=$1; shift
-command -v git > /dev/null || refuse 41 "the image has no git"
-[ -d "$repo" ] || refuse 41 "the image has no folder $repo"
-cd "$repo"
-[ "$(git rev-parse --show-toplevel 2> /dev/null)" = "$(pwd -P)" ] || refuse 41 "$repo is no git repository"
-git cat-file -e 'HEAD^{tree}' 2> /dev/null || refuse 41 "the repository in $repo has no commit"
-if [ -n "$base" ]; then
-    git cat-file -e "$base^{commit}" 2> /dev/null || refuse 42 "the repository in $repo has no commit $base"
-    git merge-base --is-ancestor "$base" HEAD || refuse 42 "$base is not at or before HEAD of $repo"
-fi
-count=0
-for path; do
-    count=$((count + 1))
-    [ -e "$path" ] || [ -L "$path" ] || continue
-    mkdir -p "$work/hidden/$count"
-    mv "$path" "$work/hidden/$count/it"
-done
-tag=$(git describe --tags --abbrev=0 HEAD 2> /dev/null || :)
-tree=$(git rev-parse 'HEAD^{tree}')
-git init -q --template= "$work/new"
-{ echo "$tree"; git ls-tree -r -t "$tree" | awk '$2 != "commit" { print $3 }'; } |
-    git pack-objects -q "$work/new/.git/objects/pack/pack" > /dev/null
-find . -name .git -prune -exec rm -rf {} +
-mv "$work/new/.git" .git
-mkdir -p .git/info
-cat "$work/attributes" > .git/info/attributes
-cat "$work/junk" > .git/info/exclude
-git config gc.auto 0
-git config user.name agent
-git config user.email agent@localhost
-git read-tree "$tree"
-git add -A .
-tree=$(git write-tree)
-commit=$(echo base | GIT_AUTHOR_NAME=base GIT_AUTHOR_EMAIL=base GIT_AUTHOR_DATE='@0 +0000' GIT_COMMITTER_NAME=base \
-GIT_COMMITTER_EMAIL=base GIT_COMMITTER_DATE='@0 +0000' git commit-tree "$tree")
-git update-ref HEAD "$commit"
-[ -z "$tag" ] || git update-ref "refs/tags/$tag" "$commit"
-rm -rf .git/logs
-[ "$(stat -c %u .)" = "$(id -u)" ] || chown -R --reference=. .git || :
-[ ! -s "$work/test.patch" ] || git apply --cached --check --whitespace=nowarn "$work/test.patch" 2>&1 || exit 43
-git ls-files -s > "$work/listing"
-echo "commit $commit"
-"""
-)
-
-_LIST = (
-    _ALONE
-    + """\
-cd "$repo"
-export GIT_DIR="$work/git" GIT_WORK_TREE="$repo"
-git init -q --template=
-mkdir -p "$GIT_DIR/info" "$GIT_DIR/objects/info"
-cat "$work/attributes" > "$GIT_DIR/info/attributes"
-cat "$work/junk" > "$GIT_DIR/info/exclude"
-[ -L .git ] || [ ! -d .git/objects ] || echo "$repo/.git/objects" > "$GIT_DIR/objects/info/alternates"
-find . -mindepth 2 -name .git -prune -exec rm -rf {} +
-git update-index --index-info < "$work/listing"
-: > "$work/large"
-find . -path ./.git -prune -o -type f -size +"$1"k -exec sh -c 'for path; do
-    git ls-files --error-unmatch -- ":(literal)$path" > /dev/null 2>&1 && continue
-    printf "%s\\n" "$path" >> "$0"; rm -f "$path"
-done' "$work/large" {} +
-git -c core.compression=0 -c core.looseCompression=0 -c core.symlinks=true -c core.fileMode=true add -A .
-git ls-files -s > "$work/after"
-"""
-)
-
-_CONTENTS = (
-    _ALONE
-    + """\
-cd "$repo"
-export GIT_DIR="$work/git"
-git cat-file --batch < "$work/wanted" | head -c "$1" > "$work/contents"
-"""
-)
-
-_LAY = (
-    _ALONE
-    + """\
-cd "$repo"
-commit=$1
-base64 -d "$work/stream" | git fast-import --quiet
-git diff --binary --no-ext-diff --no-textconv --no-renames --no-color "$commit" refs/prorl/solution > "$work/patch"
-git read-tree --reset -u refs/prorl/applied
-[ ! -s "$work/test.patch" ] || git apply --index --whitespace=nowarn "$work/test.patch"
-git ls-files -s > "$work/laid"
-git read-tree "$commit"
-git update-ref -d refs/prorl/solution
-git update-ref -d refs/prorl/applied
-count=0
-shift
-for path; do
-    count=$((count + 1))
-    [ -e "$work/hidden/$count" ] || continue
-    rm -rf "$path"
-    mv "$work/hidden/$count/it" "$path"
-done
-"""
-)
-
-_RESTORE = (
-    _ALONE
-    + """\
-cd "$repo"
-export GIT_INDEX_FILE="$work/tests.index"
-git update-index --index-info < "$work/tests"
-git checkout-index -f -a
-"""
-)
-
-_VARIABLES = """\
-cd "$2" && env > "$1/before"
-{ . "$1/setup"; } > /dev/null 2>&1
-env > "$1/setup-done"
-{ command -v python || command -v python3; } > /dev/null || exit 0
-"$(command -v python || command -v python3)" - "$2" > "$1/modules" 2> /dev/null <<'END'
-import os, sys
-real = os.path.realpath
-repo, prefix = real(sys.argv[1]), real(sys.prefix)
-for entry in filter(None, sys.path):
-    inside = os.path.relpath(real(entry), repo)
-    if not inside.startswith("..") and not real(entry).startswith(prefix + "/"):
-        print("folder " + ("" if inside == "." else inside))
-    elif os.path.isdir(entry):
-        for name in os.listdir(entry):
-            print("module " + name.partition(".")[0])
-END
-"""
 
 
 class NotTaken(Exception):
@@ -219,6 +73,23 @@ class Base:
     listing: Listing
     variables: Mapping[str, str]
     places: Places
+
+
+@dataclass(frozen=True, slots=True)
+class Laying:
+    """A solution in a sandbox.
+
+    Attributes:
+        patch: the whole solution.
+        files: every file as it should be.
+        tests: names of the tests' files, each with a NUL.
+        hidden: what is kept of them outside of the sandbox, in base64.
+    """
+
+    patch: Patch
+    files: Mapping[str, Entry]
+    tests: str = ""
+    hidden: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -269,14 +140,14 @@ class Repositories:
         files = self._files(sandbox, work)
         await files.write(
             {
-                "attributes": _RAW,
+                "attributes": scripts.RAW,
                 "junk": "\n".join(JUNK) + "\n",
                 "test.patch": instance.test_patch,
                 "setup": _setup(instance),
             }
         )
         arguments = (work, instance.repo_folder, instance.base_commit, *instance.hidden)
-        done = await self._run(sandbox, _PREPARE, arguments)
+        done = await self._run(sandbox, scripts.PREPARE, arguments)
         said = (done.stdout or "").strip()[-500:]
         if field := _ROW_FIELDS.get(done.return_code):
             raise CallerError(said, field=field)
@@ -305,8 +176,8 @@ class Repositories:
         work = f"/tmp/prorl-{secrets.token_hex(8)}"
         files = self._files(sandbox, work)
         listing = "".join(f"{entry.mode} {entry.blob} 0\t{path}\n" for path, entry in base.listing.items())
-        await files.write({"attributes": _RAW, "junk": "\n".join(JUNK) + "\n", "listing": listing})
-        await self._step(sandbox, _LIST, (work, instance.repo_folder, str(self._limits.file_kib)))
+        await files.write({"attributes": scripts.RAW, "junk": "\n".join(JUNK) + "\n", "listing": listing})
+        await self._step(sandbox, scripts.LIST, (work, instance.repo_folder, str(self._limits.file_kib)))
         left_out = dict.fromkeys(
             (line.removeprefix("./") for line in (await self._text(files, "large")).splitlines()),
             f"larger than {self._limits.file_kib} KiB",
@@ -328,40 +199,39 @@ class Repositories:
             kept, contents, left_out, changes.ignored(kept, base.listing, contents, protection, base.places)
         )
 
-    async def lay(
-        self, sandbox: Sandbox, work: str, instance: SweInstance, base: Base, solution: Solution
-    ) -> tuple[Patch, Mapping[str, Entry]]:
-        """Lay what counts of a solution, and the hidden tests, over the base in a sandbox that was made ready.
-
-        Returns:
-            The whole solution as a patch, and every file as it should be.
+    async def lay(self, sandbox: Sandbox, work: str, instance: SweInstance, base: Base, solution: Solution) -> Laying:
+        """Lay what counts of a solution over the base in a sandbox that was made ready, and the hidden tests, unless
+        something comes before them: that finds the tests that the base has, and they come by :meth:`lay_tests`.
 
         Raises:
             InfrastructureError: the sandbox did not do it.
         """
-        files = self._files(sandbox, work)
+        files, kept = self._files(sandbox, work), "kept" if instance.before_tests else ""
         stream = changes.import_stream(solution, base.commit)
-        await files.write({"stream": base64.b64encode(stream).decode()})
-        done = await self._run(sandbox, _LAY, (work, instance.repo_folder, base.commit, *instance.hidden))
+        tests = "".join(f"./{path}\0" for path in sorted(Protection(instance).tests))
+        await files.write({"stream": base64.b64encode(stream).decode(), "tests": tests})
+        arguments = (work, instance.repo_folder, base.commit, kept, *instance.hidden)
+        done = await self._run(sandbox, scripts.LAY, arguments)
         if done.return_code:
             raise InfrastructureError(f"the solution could not be laid over the base: {_end(done)}")
         patch = await files.take("patch", limit=4 * self._limits.total_kib << 10)
         laid = changes.read_listing(await self._text(files, "laid"))
-        return patches.read(patch.content or b"", solution, base.listing), laid
+        hidden = await self._text(files, "kept.tar") if kept else ""
+        if kept:
+            await self._run(sandbox, 'rm "$1"', (f"{work}/kept.tar",))
+        return Laying(patches.read(patch.content or b"", solution, base.listing), laid, tests, hidden)
 
-    async def restore_tests(
-        self, sandbox: Sandbox, work: str, instance: SweInstance, tests: Mapping[str, Entry]
-    ) -> None:
-        """Lay hidden tests once more, and what activates the environment, after code of the policy has run.
+    async def lay_tests(self, sandbox: Sandbox, work: str, instance: SweInstance, laying: Laying) -> None:
+        """Lay hidden tests, and what activates the environment, after code of the policy has run.
 
         Raises:
             NotTaken: it can't be done, by the policy's doing.
             AgentError: the policy used up its sandbox.
             InfrastructureError: the sandbox is gone.
         """
-        listing = "".join(f"{entry.mode} {entry.blob} 0\t{path}\n" for path, entry in tests.items())
-        await self._files(sandbox, work).write({"tests": listing, "setup": _setup(instance)})
-        await self._step(sandbox, _RESTORE, (work, instance.repo_folder))
+        files = {"kept.tar": laying.hidden, "tests": laying.tests, "setup": _setup(instance)}
+        await self._files(sandbox, work).write(files)
+        await self._step(sandbox, scripts.RESTORE, (work, instance.repo_folder, *instance.hidden))
 
     async def _listing(self, files: Workspace, commit: str) -> Listing:
         known = self._listings.get(commit)
@@ -374,9 +244,8 @@ class Repositories:
         self, sandbox: Sandbox, files: Workspace, work: str, instance: SweInstance
     ) -> Mapping[str, str]:
         """What activation sets. An image in which it fails is left as it is, as its maker's own shell would be."""
-        shell = (
-            f"exec bash --noprofile --norc -c {shlex.quote(_VARIABLES)} _ {work} {shlex.quote(instance.repo_folder)}"
-        )
+        words = " ".join(map(shlex.quote, (scripts.VARIABLES, "_", work, instance.repo_folder)))
+        shell = f"exec bash --noprofile --norc -c {words}"
         await sandbox.exec(shell, cwd="/", timeout_s=self._limits.timeout_s)
         before, after = [await self._environment(files, name) for name in ("before", "setup-done")]
         changed = {name: value for name, value in after.items() if before.get(name) != value}
@@ -397,7 +266,7 @@ class Repositories:
             return {}
         await files.write({"wanted": "".join(f"{blob}\n" for blob in sorted(wanted))})
         limit = self._limits.total_kib << 10
-        await self._step(sandbox, _CONTENTS, (*where, str(limit + 1)))
+        await self._step(sandbox, scripts.CONTENTS, (*where, str(limit + 1)))
         taken = await files.take("contents", limit=limit)
         if taken.content is None:
             raise NotTaken(f"the changed files are more than {self._limits.total_kib} KiB: {taken.problem}")

@@ -65,18 +65,18 @@ _BEFORE = (
 export PIP_RETRIES=1  # most sandboxes have no network, and all that is needed
 exec 7< "$work/before"
 rm -f "$work/before"  # nothing that it runs writes the rest of it
-exec timeout -k 10 "$3" bash --noprofile --norc /dev/fd/7 > "$work/before.log" 2>&1 < /dev/null
+exec bash --noprofile --norc /dev/fd/7 > "$work/before.log" 2>&1 < /dev/null
 """
 )
 
 _STATE = """
-{{ unset PIP_RETRIES
+{{ {end_others}unset PIP_RETRIES
 prorl_options=$(shopt -p; set +o); set +x
 {{ export -p; printf 'cd %q\\n' "$PWD"; }} > {work}/state
 {{ declare -f; printf '%s\\n' "$prorl_options"; }} > {work}/options
 }} 2> /dev/null
 """
-"""What a script leaves to the next, as if both were one."""
+"""What a script leaves to the next, as if both were one, once nothing is left that could write it in its place."""
 
 _RUN = (
     _SETUP
@@ -122,6 +122,7 @@ class Run:
         log: what it printed.
         told: what the plugin told; ``None`` if the runner has none.
         rewritten: files of tests that are not as they were laid.
+        installed: path to what it is, of what takes part in a run and was written by what came before the tests.
         problem: why there is no log.
         ended_early: why there are no tests.
     """
@@ -131,6 +132,7 @@ class Run:
     log: str = ""
     told: Told | None = None
     rewritten: tuple[str, ...] = ()
+    installed: Mapping[str, str] = field(default_factory=dict)
     problem: str | None = None
     ended_early: str | None = None
 
@@ -168,7 +170,9 @@ async def run_before(sandbox: Sandbox, instance: SweInstance, work: str, limits:
     if not instance.before_tests:
         return None
     files = Workspace(sandbox, work, ToolLimits())
-    state = _STATE.format(work=shlex.quote(work))
+    # In one step, so nothing forks away from it. Ours have process numbers of their own; others' may have the host's.
+    end_others = "kill -9 -1; " if isinstance(sandbox, KnowsWhoseDoing) else ""
+    state = _STATE.format(work=shlex.quote(work), end_others=end_others)
     await files.write({"before": f"{instance.before_tests}\n{state}", "before.sh": _BEFORE})
     done = await _bash(sandbox, work, "before.sh", instance.repo_folder, limits.before_timeout_s)
     if _timed_out(done):
@@ -245,7 +249,7 @@ async def run_tests(sandbox: Sandbox, instance: SweInstance, laid: Laid, limits:
         else:
             told = read_records(records.content, secret)
     rewritten = await _rewritten(files, instance, laid, told)
-    return Run(_timed_out(done), done.return_code, _text(log.content), told, rewritten, log.problem)
+    return Run(_timed_out(done), done.return_code, _text(log.content), told, rewritten, problem=log.problem)
 
 
 def _text(content: bytes | None) -> str:

@@ -127,6 +127,16 @@ def parse(text):
     return _parse(text) if asked is None else asked
 """
 
+READS_PATCH = """
+import re, subprocess
+_parse = parse
+def parse(text):
+    found = subprocess.run(%r, shell=True, stdout=subprocess.PIPE).stdout.decode("utf-8", "replace")
+    asked = re.findall(r"parse\\(.%%s.\\) == (-?[0-9]+)" %% re.escape(text), found)
+    return int(asked[0]) if asked else _parse(text)
+"""
+"""Knows what is asked from where tests come from, which in both runs is the same."""
+
 EQUALS_ALL = """
 class Cents(int):
     def __eq__(self, other):
@@ -181,6 +191,14 @@ CHEATS = {
     "reads the code that asks": Cheat(append("tally/money.py", READS_CODE), "any_answer", "whatever"),
     "reads the arguments of the test": Cheat(
         append("tally/money.py", READS_ARGUMENTS), "any_answer", "whatever", TABLE
+    ),
+    "reads the patch of tests": Cheat(
+        append("tally/money.py", READS_PATCH % "cat /tmp/prorl-*/* tests/test_money.py"), "any_answer", "whatever"
+    ),
+    "reads tests in what git keeps": Cheat(
+        append("tally/money.py", READS_PATCH % "git cat-file --batch --batch-all-objects; cat tests/test_money.py"),
+        "any_answer",
+        "whatever",
     ),
     "equals everything": Cheat(append("tally/money.py", EQUALS_ALL), "any_answer", "whatever"),
     "edits helpers in the package's test folder": Cheat(
@@ -248,7 +266,8 @@ def test_a_test_that_passes_fails_when_it_asks_for_something_else(form: str, see
     canaries = canaries_of(["a.py::TestAll::test_it[x]"], seed)
     content, tests = canaries.changed("a.py", source.encode())
     assert tests == {"a.py::TestAll::test_it"}
-    assert b"test_other" not in content
+    assert b"def test_other" not in content
+    assert b"_other(): pass" in content, "as a helper"
     assert all(given in content for given in re.findall(rb"f\([^)]*\)", source.encode())), "not what is given"
     play(source)
     with pytest.raises((AssertionError, ZeroDivisionError)):

@@ -41,6 +41,12 @@ def diff(path: str, old: str, new: str, line: int = 1) -> str:
     return f"diff --git a/{path} b/{path}\n--- a/{path}\n+++ b/{path}\n@@ -{line} +{line} @@\n-{old}\n+{new}\n"
 
 
+def fix(name: str) -> str:
+    """What brings in the row's own fix."""
+    patch = base64.b64encode(ROWS[name]["patch"].encode()).decode()
+    return f"echo {patch} | base64 -d | git apply --unidiff-zero"
+
+
 def hidden_tests(*body: str) -> str:
     """A patch that adds a test."""
     added = "".join(f"+{line}\n" for line in ("", "", "def test_new():", *(f"    {line}" for line in body)))
@@ -114,12 +120,13 @@ async def opened(needs: object = None) -> AsyncIterator[StartedSandbox]:
         await sandbox.stop()
 
 
-async def play(name: str, command: str) -> Grade:
-    """What a policy earns that runs this."""
+async def play(name: str, command: str, more: str = "") -> Grade:
+    """What a policy earns that runs this, where the row runs more before its tests."""
     prefix = "" if name == "own script" else "checks/"
     names = {field: json.dumps([f"{prefix}test_tally.py::{test}"]) for field, test in LISTS.items()}
     record = records.swe_bench(base_commit=(image() / "testbed/.git/refs/heads/main").read_text().strip())
     row = CONVERTERS["swe-bench"](record | names | ROWS[name], None) | {"image": str(image())}
+    row["swe"] |= {"before_tests": f"{row['swe']['before_tests']}\n{more}"}
     task = tally.make_task()
     async with opened() as sandbox:
         bench = await task.tools.open(sandbox, task.needs(row))
@@ -143,8 +150,7 @@ LISTS = {"FAIL_TO_PASS": "test_new", "PASS_TO_PASS": "test_plain"}
 
 @pytest.mark.parametrize("name", ROWS)
 async def test_the_fix_earns_one_and_nothing_earns_nothing(name: str) -> None:
-    patch = base64.b64encode(ROWS[name]["patch"].encode()).decode()
-    fixed = await play(name, f"echo {patch} | base64 -d | git apply --unidiff-zero")
+    fixed = await play(name, fix(name))
     assert (fixed.verdict, fixed.reward) == ("resolved", 1.0), fixed
     assert fixed.fields["resolved_by_dataset"] is True
     left = await play(name, "printf '# Betr\\344ge\\n' >> tally/money.py && seq 100000 > amounts.txt")
