@@ -2,8 +2,7 @@
 """Owns the pool of backends: what they are is found out, who may join is checked, and weights are swapped here.
 
 With ``engine: auto`` the protocol is found in the background once a backend answers. Everything can be asked of it at
-any time, also before. Where several processes share one pool, this object is in the process that owns the pool, and
-the others have a stand-in with the same methods (:mod:`.workers.remote`).
+any time, also before.
 """
 
 from __future__ import annotations
@@ -84,10 +83,10 @@ class Backends:
         self.engine: HttpEngine | None = None
         self.dispatcher: Dispatcher | None = None
         self.on_change: Callable[[], None] = _nothing
-        self.by_origin: dict[str, dict[str, str]] = {}
+        self._by_origin: dict[str, dict[str, str]] = {}
         for index, (given, key) in enumerate(zip(config.base_url, config.keys(), strict=True)):
             url = checked_url(given, "base_url")
-            self.by_origin[origin_of(url)] = config.headers | bearer(key)
+            self._by_origin[origin_of(url)] = config.headers | bearer(key)
             self.pool.add(f"backend{index}", url)
         self._session: aiohttp.ClientSession | None = None
         self._connections = KeepAlive()
@@ -142,7 +141,7 @@ class Backends:
             await self._check_protocol(url, self.protocol)
             known = self._known(backend_id, url, run)
         if api_key is not None:
-            self.by_origin[origin_of(url)] = bearer(api_key)
+            self._by_origin[origin_of(url)] = bearer(api_key)
         if known is not None:
             if weight_version is not None:
                 self.pool.label(weight_version, known.id, run)
@@ -212,10 +211,6 @@ class Backends:
         self.pool.label(weight_version, backend_id, run)
         self.apply([])
         return await self.listing(run)
-
-    async def exposition(self) -> bytes:
-        """The metrics in Prometheus text format, of all processes that share the backends."""
-        return self.metrics.exposition()
 
     def _check_there(self, backend_id: str | None, run: str | None = None) -> None:
         if run is not None and not self.pool.of_run(run):
@@ -288,17 +283,14 @@ class Backends:
 
     def _found(self, protocol: str) -> None:
         self.engine = self._engine(protocol)
-        self.dispatcher = self._dispatcher(self.engine)
+        self.dispatcher = Dispatcher(self.pool, self.engine, waits=self.waits)
         self.dispatcher.start()
         self.protocol, self.trouble = protocol, None
-
-    def _dispatcher(self, engine: HttpEngine) -> Dispatcher:
-        return Dispatcher(self.pool, engine, waits=self.waits)
 
     def _engine(self, protocol: str) -> HttpEngine:
         assert self._session is not None
         return ENGINES[protocol](
-            self._session, self.config.model, by_origin=self.by_origin, connections=self._connections
+            self._session, self.config.model, by_origin=self._by_origin, connections=self._connections
         )
 
     async def _look_over(self) -> None:

@@ -1,10 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Owns a policy service: what must be there before the first turn is checked at the start, and what may come later
-(the engines) is waited for.
-
-The backends are a :class:`~.backends.Backends` of its own, or, in one of several worker processes, the stand-in for
-that of the process that owns the pool.
-"""
+(the engines) is waited for."""
 
 from __future__ import annotations
 
@@ -32,17 +28,16 @@ class PolicyHost:
 
     Args:
         config: see there.
-        backends: those of another process, if they are not this one's own.
 
     Raises:
         CallerError: the configuration cannot work.
     """
 
-    def __init__(self, config: PolicyConfig, backends: Backends | None = None) -> None:
+    def __init__(self, config: PolicyConfig) -> None:
         if config.tool_call_parser not in FORMATS:
             raise CallerError(f"{config.tool_call_parser!r} is none of {', '.join(FORMATS)}", field="tool_call_parser")
         self.config = config
-        self.backends = backends if backends is not None else Backends(config)
+        self.backends = Backends(config)
         self.backends.on_change = self._look
         self._lock = asyncio.Lock()
         self._changed = asyncio.Event()

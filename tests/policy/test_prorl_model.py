@@ -407,6 +407,11 @@ def test_without_a_key_nobody_else_can_reach_it(model_folder: Path) -> None:
         server("http://127.0.0.1:1", model_folder, host="0.0.0.0").setup_webserver()
 
 
+def test_workers_of_earlier_versions_are_refused_with_what_to_configure() -> None:
+    with pytest.raises(CallerError, match=r"^num_workers: must be 1: .* the agent's further_model_servers"):
+        server("http://127.0.0.1:1", Path(), num_workers=4).setup_webserver()
+
+
 async def test_backends_are_added_as_the_configuration_allows(http: aiohttp.ClientSession) -> None:
     async with scripted() as engine:
         model = server(engine, Path(), model=ScriptedConfig().model, policy={"backend_hosts": ["gpu*"]})
