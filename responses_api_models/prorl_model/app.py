@@ -278,7 +278,7 @@ class ProrlModel(SimpleResponsesAPIModel):
     ) -> PolicyAnswer:
         rollout = _rollout_id(request)
         asked = self._turn_request(chat, chat["messages"], instructions)
-        service = await self._host.service(rollout)
+        service = await self._host.service()
         group, run = _text(request, "x-rollout-group"), _text(request, "x-rollout-run") or None
         return await service.turn(replace(asked, rollout=rollout, group=group, run=run, after=after))
 

@@ -247,7 +247,7 @@ async def test_a_malformed_call_is_flagged_and_answered_like_any_other(http: aio
         return {"choices": [{"message": message, "logprobs": logged, "finish_reason": "tool_calls"}]}
 
     async with serving(app) as engine:
-        model = server(engine, Path(), policy={})
+        model = server(engine, Path(), policy={"engine": "vllm_chat"})
         async with serving(model.setup_webserver()) as address:
             answered = await respond(http, address, [{"role": "user", "content": "?"}])
     (item,) = answered["output"]
@@ -273,7 +273,10 @@ async def test_a_malformed_or_cut_call_is_an_input_of_the_messages_api(
         return {"choices": [{"message": message, "logprobs": logged, "finish_reason": "length"}]}
 
     body: dict = {"model": "m", "max_tokens": 9, "messages": [{"role": "user", "content": "?"}]}
-    async with serving(app) as engine, serving(server(engine, Path(), policy={}).setup_webserver()) as address:
+    async with (
+        serving(app) as engine,
+        serving(server(engine, Path(), policy={"engine": "vllm_chat"}).setup_webserver()) as address,
+    ):
         for expected in ("tool_use", "text"):
             async with http.post(f"{address}/v1/messages", json=body, headers={"X-Rollout-Id": "r"}) as response:
                 said = await response.json()

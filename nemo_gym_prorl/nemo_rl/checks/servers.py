@@ -197,8 +197,7 @@ def _models(gym: Mapping[str, Any]) -> Iterator[Finding]:
             said = policy.get("engine")
             yield Finding(
                 f"{path}.policy.engine",
-                f"it is {said or 'not given'}: behind a router, or before it is up, NeMo RL's engine can't be told "
-                "from others by asking",
+                f"it is {said or 'not given'}, and the trainer's engine is NeMo RL's",
                 "Set it to nemo_rl",
             )
         if block.get("return_token_id_information", True) is not True:
