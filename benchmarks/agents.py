@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Two thousand agents at one model server: whether all are answered, and how much later than by the engine alone.
+"""Two thousand agents at four model servers: whether all are answered, and how much later than by the engine alone.
 
 Each agent plays 50 turns with 20 s between them, as one that waits for its tools does. The stand-in engine, which is
 eight backends to the server, takes a second for each turn. What is added is the latency at the agent over that second:
@@ -8,7 +8,7 @@ it holds what the server, the engine's process and the agents' own need on the c
 ``vllm_model`` echo all ids, as ``simple_agent`` does. The peer plays as many agents for the first 5 turns only, since
 what it has to carry grows with the square of the turns; ours is told for those 5 turns, too.
 
-Run with ``python -m benchmarks.agents [--quick] [--workers N]``; quick takes 160 agents that wait for less than a
+Run with ``python -m benchmarks.agents [--quick] [--servers N]``; quick takes 160 agents that wait for less than a
 second, which makes as many turns a second.
 """
 
@@ -17,6 +17,7 @@ from __future__ import annotations
 import argparse
 import asyncio
 import collections
+import contextlib
 import gc
 import os
 import random
@@ -44,7 +45,7 @@ BACKENDS = 8
 SIBLINGS = 8
 ANSWER_S = 300.0
 """An agent that has no answer by then gives up, which is an error."""
-WORKERS = 4
+SERVERS = 4
 
 
 @dataclass(frozen=True, slots=True)
@@ -96,7 +97,9 @@ def _percentile(values: list[float], which: int) -> float:
     return statistics.quantiles(values, n=100)[which - 1] if len(values) > 1 else float("nan")
 
 
-async def crowd(scale: Scale, turns: int, server: Process, backend: Process, make: Callable[[int], Agent]) -> Crowd:
+async def crowd(
+    scale: Scale, turns: int, servers: list[Process], backend: Process, make: Callable[[int], Agent]
+) -> Crowd:
     """All agents, each begun at a moment of its own."""
     met, draw = Crowd(), random.Random(0)
     cycle = scale.pause_s + ENGINE_S
@@ -116,7 +119,8 @@ async def crowd(scale: Scale, turns: int, server: Process, backend: Process, mak
             met.errors[f"{type(error).__name__}: {str(error)[:200]}"] += 1
 
     def used() -> tuple[float, float, float]:
-        return server.core_seconds(), backend.core_seconds(), processes.precise_core_seconds(os.getpid())
+        of_servers = sum(server.core_seconds() for server in servers)
+        return of_servers, backend.core_seconds(), processes.precise_core_seconds(os.getpid())
 
     before, began = used(), time.perf_counter()
     async with asyncio.TaskGroup() as group:
@@ -125,7 +129,7 @@ async def crowd(scale: Scale, turns: int, server: Process, backend: Process, mak
     met.seconds = time.perf_counter() - began
     server_s, engine_s, agents_s = (after - earlier for after, earlier in zip(used(), before, strict=True))
     met.cpu = (server_s, engine_s, agents_s)
-    met.memory_mib = processes.memory_mib(processes.below(server.pid))
+    met.memory_mib = sum(processes.memory_mib(processes.below(server.pid)) for server in servers)
     client = KeepAliveClient(backend.urls[0])
     met.late = [1000 * late for late in orjson.loads((await client.call("GET", "/late")).body)]
     client.close()
@@ -134,7 +138,7 @@ async def crowd(scale: Scale, turns: int, server: Process, backend: Process, mak
     return met
 
 
-async def measure(scale: Scale, workers: int) -> list[Figure]:
+async def measure(scale: Scale, servers: int) -> list[Figure]:
     """The peer, then ours, each with an engine of its own."""
     open_files.raise_limit()
     found: dict[str, Crowd] = {}
@@ -143,21 +147,28 @@ async def measure(scale: Scale, workers: int) -> list[Figure]:
             folder = Path(name)
             async with (
                 engine(folder, ENGINE_S, BACKENDS) as backend,
-                model_server(kind, backend.urls, folder, workers if kind == OURS else 1) as server,
+                contextlib.AsyncExitStack() as stack,
             ):
+                started = [
+                    await stack.enter_async_context(model_server(kind, backend.urls, folder))
+                    for _ in range(servers if kind == OURS else 1)
+                ]
                 observed = pieces(Tokenizer.from_file(str(folder / "tokenizer.json")), OBSERVED - 10, seed=2)
-                client = KeepAliveClient(server.urls[0])
+                clients = [KeepAliveClient(server.urls[0]) for server in started]
 
                 def sharing(number: int) -> Agent:
-                    return SharingAgent(client, observed, f"rollout-{number}", f"group-{number // SIBLINGS}")  # noqa: B023
+                    group = number // SIBLINGS
+                    client = clients[group % len(clients)]  # noqa: B023
+                    return SharingAgent(client, observed, f"rollout-{number}", f"group-{group}")  # noqa: B023
 
                 def echoing(_: int) -> Agent:
-                    return EchoingAgent(client, observed)  # noqa: B023
+                    return EchoingAgent(clients[0], observed)  # noqa: B023
 
                 gc.collect()
                 gc.freeze()  # else each collection looks through all that thousands of agents hold
-                met = found[kind] = await crowd(scale, turns, server, backend, sharing if kind == OURS else echoing)
-                client.close()
+                met = found[kind] = await crowd(scale, turns, started, backend, sharing if kind == OURS else echoing)
+                for client in clients:
+                    client.close()
         cores = ", ".join(
             f"{who} {spent / met.seconds:.2f}"
             for who, spent in zip(("server", "engine", "agents"), met.cpu, strict=True)
@@ -165,11 +176,11 @@ async def measure(scale: Scale, workers: int) -> list[Figure]:
         print(
             f"{kind}: {met.turns} turns in {met.seconds:.0f} s; cores of {cores}; p99 {met.quantile(99, turns):.1f} ms"
         )
-    return _figures(scale, workers, found[OURS], found[PEER])
+    return _figures(scale, servers, found[OURS], found[PEER])
 
 
-def _figures(scale: Scale, workers: int, ours: Crowd, peer: Crowd) -> list[Figure]:
-    all_of_it = f"{scale.agents} agents of {scale.turns} turns, {scale.pause_s:g} s between, num_workers {workers}"
+def _figures(scale: Scale, servers: int, ours: Crowd, peer: Crowd) -> list[Figure]:
+    all_of_it = f"{scale.agents} agents of {scale.turns} turns, {scale.pause_s:g} s between, {servers} servers"
     first = f"their first {scale.peer_turns} turns"
     each = 1000 / max(1, ours.turns)
     theirs = 1000 / max(1, peer.turns)
@@ -205,11 +216,9 @@ def main() -> None:
     """The command line."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--quick", action="store_true", help="160 agents of 5 turns; under a minute; writes nothing")
-    parser.add_argument(
-        "--workers", type=int, default=WORKERS, help="num_workers of prorl_model (default: %(default)s)"
-    )
+    parser.add_argument("--servers", type=int, default=SERVERS, help="how many prorl_model (default: %(default)s)")
     arguments = parser.parse_args()
-    figures = asyncio.run(measure(QUICK if arguments.quick else FULL, arguments.workers))
+    figures = asyncio.run(measure(QUICK if arguments.quick else FULL, arguments.servers))
     publish("agents", figures, quick=arguments.quick)
 
 

@@ -68,21 +68,19 @@ async def engine(folder: Path, delay_s: float = 0.0, addresses: int = 1) -> Asyn
 
 
 @contextlib.asynccontextmanager
-async def model_server(kind: str, engines: list[str], folder: Path, workers: int = 1) -> AsyncIterator[Process]:
+async def model_server(kind: str, engines: list[str], folder: Path) -> AsyncIterator[Process]:
     """A model server.
 
     Args:
         kind: :data:`OURS` or :data:`PEER`.
         engines: its backends.
         folder: has the tokenizer.
-        workers: Gym's ``num_workers``.
     """
     port = free_port()
     settings = {
         "entrypoint": "app.py",
         "host": "127.0.0.1",
         "port": port,
-        "num_workers": workers,
         "base_url": [f"{url}/v1" for url in engines],
         "api_key": "none",
         "model": MODEL,

@@ -3,7 +3,7 @@
 
 ``prorl_model`` with agents that share its ledger (what is new goes there, tokens are read once, at the end), and with
 agents that echo all ids each turn, as Gym's ``simple_agent`` does; Gym's ``vllm_model``, which knows only the latter,
-with the same. Both servers run in the same round as processes of their own with one worker, and in front of the same
+with the same. Both servers run in the same round as processes of their own, and in front of the same
 stand-in engine, which answers at once and says all that vLLM says. CPU is that of all of a server's processes.
 
 Several rollouts take their turns side by side; what is told of a length is the mean of the turns before, at and after

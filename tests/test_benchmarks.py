@@ -56,7 +56,7 @@ def test_a_turn_is_judged_at_its_length() -> None:
 @pytest.mark.timeout(600)
 async def test_agents_of_both_servers_are_answered() -> None:
     """Real servers over the stand-in engine, whose answers both take for vLLM's."""
-    figures = {figure.name: figure for figure in await agents.measure(agents.Scale(4, 3, 2, 0.1), workers=1)}
+    figures = {figure.name: figure for figure in await agents.measure(agents.Scale(4, 3, 2, 0.1), servers=2)}
     errors = [figure for name, figure in figures.items() if "errors" in name]
     assert [figure.value for figure in errors] == [0, 0]
     cost = figures["server CPU per turn"]

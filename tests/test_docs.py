@@ -89,7 +89,6 @@ PYTHON_NOT_RUN = {
 NO_CODE = {
     ("docs/api.md", "queued →"),
     ("docs/architecture.md", "NeMo RL,"),
-    ("docs/policy.md", "callers"),
     ("docs/recipes.md", "− Σ"),
     ("docs/recipes.md", "++data"),
     ("docs/tools.md", "OUTPUT"),

@@ -8,6 +8,7 @@ client posts a call again when its connection drops, an identical row that arriv
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any, cast
 
 import orjson
@@ -70,9 +71,12 @@ class AgentService:
         self._servers = GymServers(
             cast("dict[str, Any]", OmegaConf.to_container(gym_config, resolve=True)), self._http
         )
-        self._model = self._servers.get("responses_api_models", model, "model_server")
+        names = {"model_server": model} | {
+            f"further_model_servers.{index}": name for index, name in enumerate(config.further_model_servers)
+        }
+        self._models = [self._servers.get("responses_api_models", name, field) for field, name in names.items()]
         self._farewells = Farewells()
-        base = GymContext(None, self._model, farewells=self._farewells)
+        base = GymContext(None, self._models[0], farewells=self._farewells, further_models=tuple(self._models[1:]))
         self.pipeline = Pipeline(gym_environments(config, self._servers, base), config.pipeline_settings())
         self.metrics = PipelineMetrics(self.pipeline)
         self._callers = CallerWatch(self.pipeline, config.caller_grace_s)
@@ -81,7 +85,7 @@ class AgentService:
         """The job API and, if configured, the original ProRL wire format."""
         router = APIRouter()
         if self._config.prorl_wire:
-            router.include_router(wire_router(self.pipeline, self._callers, ModelBackends(self._model)))
+            router.include_router(wire_router(self.pipeline, self._callers, ModelBackends(self._models)))
         router.include_router(rollout_router(self.pipeline, self.metrics))
         return router
 
@@ -180,34 +184,38 @@ class AgentService:
 
 
 class ModelBackends:
-    """Backends of the policy's model server, where that has a pool (``prorl_model`` has, Gym's own has not).
+    """Backends of the policy's model servers, where those have a pool (``prorl_model`` has, Gym's own has not).
 
     Args:
-        model: the model server.
+        models: the model servers; each is told.
     """
 
-    def __init__(self, model: GymServer) -> None:
-        self._model = model
+    def __init__(self, models: Sequence[GymServer]) -> None:
+        self._models = models
 
     async def add(self, address: str) -> None:
         """Add a backend by its base URL."""
-        self._check(await self._model.call("POST", "/v1/backends", {"url": address}, CookieJar()))
+        await self._tell("POST", {"url": address})
 
     async def clear(self) -> None:
         """Remove all of them."""
-        self._check(await self._model.call("DELETE", "/v1/backends", None, CookieJar()))
+        await self._tell("DELETE", None)
 
-    def _check(self, answer: HttpAnswer) -> None:
+    async def _tell(self, method: str, body: Any) -> None:
+        for model in self._models:
+            self._check(model.name, await model.call(method, "/v1/backends", body, CookieJar()))
+
+    def _check(self, model: str, answer: HttpAnswer) -> None:
         if answer.status in (404, 405):
             raise ProblemError(
                 501,
                 "no-backend-pool",
-                f"model server {self._model.name!r} has a fixed list of backends; use prorl_model to change them",
+                f"model server {model!r} has a fixed list of backends; use prorl_model to change them",
             )
         if answer.status in (403, 422):  # its own key would be 401
-            raise CallerError(f"{self._model.name} refuses it: {answer.said(2000)}", field="address")
+            raise CallerError(f"{model} refuses it: {answer.said(2000)}", field="address")
         if not answer.ok:
-            raise ProblemError(502, "model-server-refused", f"{self._model.name}: {answer.said(2000)}")
+            raise ProblemError(502, "model-server-refused", f"{model}: {answer.said(2000)}")
 
 
 def gym_row(job: Job) -> bytes:

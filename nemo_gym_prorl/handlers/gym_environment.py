@@ -23,6 +23,7 @@ import re
 import uuid
 from collections.abc import Collection
 from dataclasses import dataclass, field
+from hashlib import sha256
 from typing import Any
 
 from nemo_gym_prorl.failures import (
@@ -60,6 +61,7 @@ class GymContext:
     Attributes:
         resources: the resources server; ``None`` where the environment names none.
         model: the policy.
+        further_models: other servers of it, which share its rollouts (:meth:`model_of`).
         environment: its name in the service.
         config: the handler's own configuration, as its ``Config`` has it.
         limits: of the tool loop.
@@ -81,6 +83,18 @@ class GymContext:
     settle_s: float = 3.0
     farewells: Farewells = field(default_factory=Farewells)
     tools: ToolAnswers = field(default_factory=ToolAnswers)
+    further_models: tuple[GymServer, ...] = ()
+
+    @property
+    def models(self) -> tuple[GymServer, ...]:
+        """All servers of the policy."""
+        return (self.model, *self.further_models)
+
+    def model_of(self, job: Job) -> GymServer:
+        """The model server that keeps a rollout's tokens. Siblings meet at one, since they share a prompt; which one
+        the hash of their name with the server's says, so that one server more moves few of them."""
+        name = job.group or job.id
+        return max(self.models, key=lambda server: sha256(f"{server.name} {name}".encode(errors="replace")).digest())
 
 
 @dataclass(slots=True)
@@ -146,7 +160,7 @@ class GymEnvironmentHandler:
         if the model server gives them in time."""
         params = job.row["responses_create_params"]
         job.trajectory = trajectory = Trajectory(empty_response(params), evidence=session)
-        conversation = Conversation(self.context.model, self._attempt_id(job), job.group, job.run)
+        conversation = Conversation(self.context.model_of(job), self._attempt_id(job), job.group, job.run)
         loop = ToolLoop(
             self._server,
             session.cookies,
@@ -187,7 +201,7 @@ class GymEnvironmentHandler:
             InfrastructureError: it cannot be reached.
         """
         refused_s: float = job.session.trouble.refused_s
-        return refused_s + await waited(self.context.model, self._attempt_id(job))
+        return refused_s + await waited(self.context.model_of(job), self._attempt_id(job))
 
     async def release(self, job: Job, session: GymSession) -> None:
         """Tell a server that asked for it that the agent is done; where nothing will be scored, that all is over."""
@@ -243,7 +257,7 @@ class GymEnvironmentHandler:
         """Which of the servers do not answer now, and what needs them."""
         needed: list[tuple[GymServer, Collection[Stage]]] = [
             (self._server, [*Stage]),
-            (self.context.model, [Stage.RUN]),
+            *((model, [Stage.RUN]) for model in self.context.models),
         ]
         answering = await asyncio.gather(*(server.answers() for server, _ in needed))
         return {

@@ -105,6 +105,8 @@ class ServiceConfig(EnvironmentSettings):
         own = EnvironmentConfig.model_fields.keys() - cls.model_fields.keys()
         return dict.fromkeys(own, "to one of the `environments`: the default one takes what no other does")
 
+    further_model_servers: list[str] = Field(default_factory=list)
+    """Instances that share the rollouts with the one in ``model_server``, each rollout staying at one of them."""
     stages: StagesConfig = StagesConfig()
     budgets: BudgetsConfig = BudgetsConfig()
     release_timeout_s: Seconds = _BOUNDS.release_s

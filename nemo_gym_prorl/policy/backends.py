@@ -1,10 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Owns the pool of backends: what they are is found out, who may join is checked, and weights are swapped here.
-
-With ``engine: auto`` the protocol is found in the background once a backend answers. Everything can be asked of it at
-any time, also before. Where several processes share one pool, this object is in the process that owns the pool, and
-the others have a stand-in with the same methods (:mod:`.workers.remote`).
-"""
+"""Owns the pool of backends: who may join is checked, and weights are swapped here."""
 
 from __future__ import annotations
 
@@ -12,18 +7,14 @@ import asyncio
 import logging
 import re
 import time
-from collections.abc import Callable, Coroutine
 from typing import Any
-
-import aiohttp
 
 from nemo_gym_prorl.failures import CallerError
 from nemo_gym_prorl.policy.config import PolicyConfig, check_host
 from nemo_gym_prorl.policy.engines.addresses import bearer, checked_url, origin_of, root_of
-from nemo_gym_prorl.policy.engines.detection import detect, published, speaks
+from nemo_gym_prorl.policy.engines.connections import Connections
 from nemo_gym_prorl.policy.engines.engine import BackendFailed, Misconfigured
 from nemo_gym_prorl.policy.engines.http_engine import HttpEngine
-from nemo_gym_prorl.policy.engines.keep_alive import KeepAlive
 from nemo_gym_prorl.policy.engines.registry import ENGINES
 from nemo_gym_prorl.policy.metrics import PolicyMetrics
 from nemo_gym_prorl.policy.pool.backend import Backend, Decision
@@ -33,9 +24,6 @@ from nemo_gym_prorl.policy.pool.waits import Waits
 
 
 _log = logging.getLogger(__name__)
-
-_SEARCH_S = 1.0
-"""Interval at which backends are asked what they are, until one answers."""
 
 
 class AlreadyThere(CallerError):
@@ -53,7 +41,7 @@ class NoSuchBackend(CallerError):
 
 
 class Backends:
-    """The pool, its connections, and what the backends turned out to be.
+    """The pool and its connections.
 
     Args:
         config: see there.
@@ -62,59 +50,56 @@ class Backends:
         pool: the decisions.
         waits: how long rollouts have waited for a backend.
         metrics: what is counted in this process.
-        protocol: which of ``ENGINES`` the backends speak, as soon as that is known.
-        trouble: why it cannot be told; ``None`` while nothing is wrong.
-        engine: speaks it; there as soon as ``protocol`` is.
+        engine: how backends are asked; there after :meth:`start`.
         dispatcher: runs requests; likewise.
-        on_change: called when ``protocol`` or ``trouble`` is known.
 
     Raises:
         CallerError: the configuration cannot work.
     """
 
     def __init__(self, config: PolicyConfig) -> None:
-        if config.engine != "auto" and ENGINES[config.engine].takes_tokens and config.tokenizer_folder is None:
-            raise CallerError(f"engine {config.engine!r} takes tokens, so it needs a tokenizer", field="tokenizer")
+        if ENGINES[config.protocol].takes_tokens and config.tokenizer_folder is None:
+            raise CallerError(f"engine {config.protocol!r} takes tokens, so it needs a tokenizer", field="tokenizer")
         self.config = config
         self.pool = BackendPool(limit=config.limit, unreachable_s=config.unreachable_s)
         self.waits = Waits()
         self.metrics = PolicyMetrics(self.pool)
-        self.protocol: str | None = None
-        self.trouble: str | None = None
         self.engine: HttpEngine | None = None
         self.dispatcher: Dispatcher | None = None
-        self.on_change: Callable[[], None] = _nothing
-        self.by_origin: dict[str, dict[str, str]] = {}
+        self._by_origin: dict[str, dict[str, str]] = {}
         for index, (given, key) in enumerate(zip(config.base_url, config.keys(), strict=True)):
             url = checked_url(given, "base_url")
-            self.by_origin[origin_of(url)] = config.headers | bearer(key)
+            self._by_origin[origin_of(url)] = config.headers | bearer(key)
             self.pool.add(f"backend{index}", url)
-        self._session: aiohttp.ClientSession | None = None
-        self._connections = KeepAlive()
-        self._work: set[asyncio.Task[None]] = set()
+        self._connections: Connections | None = None
+        self._looking: asyncio.Task[None] | None = None
 
     async def start(self) -> None:
-        """Find out what the backends are, in the background where they must be asked."""
-        if self._session is not None:
+        """Open what needs a running loop, and look at the backends in the background."""
+        if self._connections is not None:
             return
-        self._session = aiohttp.ClientSession(connector=aiohttp.TCPConnector(limit=0))
-        if self.config.engine != "auto":
-            self._found(self.config.engine)
-        self._spawn(self._search() if self.config.engine == "auto" else self._look_over())
+        self._connections = Connections()
+        self.engine = ENGINES[self.config.protocol](
+            self._connections,
+            self.config.model,
+            by_origin=self._by_origin,
+            named=self.config.engine is not None,
+        )
+        self.dispatcher = Dispatcher(self.pool, self.engine, waits=self.waits)
+        self.dispatcher.start()
+        self._looking = asyncio.create_task(self._look_over(self.engine))
 
     async def aclose(self) -> None:
         """Stop background work and close connections."""
-        for task in list(self._work):
-            task.cancel()
-        await asyncio.gather(*self._work, return_exceptions=True)
-        if self.dispatcher is not None:
-            await self.dispatcher.aclose()
-        self._connections.close()
-        if self._session is not None:
-            await self._session.close()
+        if self._connections is None or self.dispatcher is None or self._looking is None:
+            return
+        self._looking.cancel()
+        await asyncio.gather(self._looking, return_exceptions=True)
+        await self.dispatcher.aclose()
+        await self._connections.aclose()
 
     def apply(self, decisions: list[Decision]) -> None:
-        """Carry out what the pool decided; before the protocol is known, nothing waits for anything."""
+        """Carry out what the pool decided; before the start nothing waits for anything."""
         if self.dispatcher is not None:
             self.dispatcher.apply(decisions)
 
@@ -138,11 +123,11 @@ class Backends:
         url = checked_url(url)
         check_host(url, self.config)
         known = self._known(backend_id, url, run)
-        if self.protocol is not None:
-            await self._check_protocol(url, self.protocol)
+        if self.engine is not None:
+            await self._check_protocol(self.engine, url)
             known = self._known(backend_id, url, run)
         if api_key is not None:
-            self.by_origin[origin_of(url)] = bearer(api_key)
+            self._by_origin[origin_of(url)] = bearer(api_key)
         if known is not None:
             if weight_version is not None:
                 self.pool.label(weight_version, known.id, run)
@@ -213,10 +198,6 @@ class Backends:
         self.apply([])
         return await self.listing(run)
 
-    async def exposition(self) -> bytes:
-        """The metrics in Prometheus text format, of all processes that share the backends."""
-        return self.metrics.exposition()
-
     def _check_there(self, backend_id: str | None, run: str | None = None) -> None:
         if run is not None and not self.pool.of_run(run):
             raise NoSuchBackend(f"run {run!r} has no backend: register them first", field="run")
@@ -240,75 +221,24 @@ class Backends:
             field="url",
         )
 
-    async def _check_protocol(self, url: str, protocol: str) -> None:
-        """Refuse a backend that says that it is something else; one that says nothing is found out by its answers."""
-        assert self._session is not None
+    @staticmethod
+    async def _check_protocol(engine: HttpEngine, url: str) -> None:
+        """Refuse a backend that is of another kind; one that does not answer yet is looked at when it is first met."""
         try:
-            routes = await published(self._session, url)
-        except (OSError, TimeoutError, aiohttp.ClientError):
-            return
-        if routes is not None and not speaks(routes, protocol):
-            raise CallerError(f"{url} does not speak {protocol!r}, as the other backends do", field="url")
-
-    # What the backends are
-
-    async def _search(self) -> None:
-        """Ask the backends what they are until that is known."""
-        while self.protocol is None:
-            urls = [backend.url for backend in self.pool.backends.values()]
-            found = dict(zip(urls, await asyncio.gather(*map(self._detected, urls)), strict=True))
-            protocols = {protocol for protocol in found.values() if protocol is not None}
-            if len(protocols) > 1:
-                self._says(f"the backends are of different kinds: {found}")
-            elif protocols and (protocol := protocols.pop()):
-                if ENGINES[protocol].takes_tokens and self.config.tokenizer_folder is None:
-                    self._says(f"the backends are {protocol!r}, which takes tokens: set policy.tokenizer")
-                else:
-                    self._found(protocol)
-                    self._spawn(self._look_over())
-            self.on_change()
-            if self.protocol is None:
-                await asyncio.sleep(_SEARCH_S)
-
-    async def _detected(self, url: str) -> str | None:
-        assert self._session is not None
-        tokenizer = self.config.tokenizer_folder is not None
-        try:
-            return await detect(self._session, url, self._engine, tokenizer=tokenizer)
+            await engine.check_protocol(url)
         except Misconfigured as error:
-            self._says(error.reason.removeprefix("policy.engine: "))
-        except (BackendFailed, OSError, TimeoutError, aiohttp.ClientError):
-            pass  # not there yet
-        return None
+            raise CallerError(error.reason, field="url") from error
+        except BackendFailed:
+            return
 
-    def _says(self, trouble: str) -> None:
-        if trouble != self.trouble:
-            _log.error("policy.engine: %s", trouble)
-        self.trouble = trouble
-
-    def _found(self, protocol: str) -> None:
-        self.engine = self._engine(protocol)
-        self.dispatcher = self._dispatcher(self.engine)
-        self.dispatcher.start()
-        self.protocol, self.trouble = protocol, None
-
-    def _dispatcher(self, engine: HttpEngine) -> Dispatcher:
-        return Dispatcher(self.pool, engine, waits=self.waits)
-
-    def _engine(self, protocol: str) -> HttpEngine:
-        assert self._session is not None
-        return ENGINES[protocol](
-            self._session, self.config.model, by_origin=self.by_origin, connections=self._connections
-        )
-
-    async def _look_over(self) -> None:
+    async def _look_over(self, engine: HttpEngine) -> None:
         """Say early what every turn would fail with; engines may also come later, so nothing ends for it."""
-        assert self.engine is not None
         for backend in list(self.pool.backends.values()):
             try:
-                served = [str(card.get("id")) for card in await self.engine.models(backend.url)]
+                await engine.check_protocol(backend.url)
+                served = [str(card.get("id")) for card in await engine.models(backend.url)]
             except Misconfigured as error:
-                _log.warning("%s", error.reason)
+                _log.error("%s", error.reason)
             except BackendFailed as error:
                 _log.warning("policy_base_url: %s: not there yet", error.reason)
             else:
@@ -316,16 +246,6 @@ class Backends:
                     _log.warning(
                         "policy_model_name: %s serves %s, not %r", backend.url, ", ".join(served), self.config.model
                     )
-
-    def _spawn(self, work: Coroutine[Any, Any, None]) -> None:
-        def over(task: asyncio.Task[None]) -> None:
-            self._work.discard(task)
-            if not task.cancelled() and (error := task.exception()) is not None:
-                _log.error("work in the background ended", exc_info=error)
-
-        task = asyncio.ensure_future(work)
-        self._work.add(task)
-        task.add_done_callback(over)
 
 
 def described(backend: Backend) -> dict[str, Any]:
@@ -349,7 +269,3 @@ def described(backend: Backend) -> dict[str, Any]:
 def _address(url: str) -> str:
     """Where an engine is, by one of the names that this machine has for itself."""
     return re.sub(r"^(\w+://)(localhost|\[::1\])(?=[:/]|$)", r"\g<1>127.0.0.1", root_of(url))
-
-
-def _nothing(*_: object) -> None:
-    pass

@@ -24,7 +24,8 @@ class PolicyConfig(KnownKeys):
             with the runs that use them.
         api_key: bearer token for these backends, or one for each of them; empty for none.
         model: model name as the backends serve it.
-        engine: wire protocol; ``auto`` asks the backends, and waits until one answers.
+        engine: wire protocol; ``null`` is vLLM's, by tokens where there is a tokenizer, else by messages. An engine
+            that is of another kind is refused when it is first met.
         tokenizer: folder or Hugging Face name; ``null`` takes ``model`` if that is a folder with a tokenizer.
         chat_template: file of a Jinja template that replaces the tokenizer's own.
         tool_call_parser: how the model writes tool calls (vLLM's word). Where the engine takes turns apart itself
@@ -50,7 +51,7 @@ class PolicyConfig(KnownKeys):
     base_url: list[str]
     api_key: str | list[str] = ""
     model: str
-    engine: Literal["auto", "vllm", "vllm_chat", "nemo_rl", "sglang"] = "auto"
+    engine: Literal["vllm", "vllm_chat", "nemo_rl", "sglang"] | None = None
     tokenizer: str | None = None
     chat_template: str | None = None
     tool_call_parser: str = "hermes"
@@ -67,6 +68,11 @@ class PolicyConfig(KnownKeys):
     def tokenizer_folder(self) -> str | None:
         """Where the tokenizer is, or its name; ``None`` if there is none."""
         return self.tokenizer or (self.model if Path(self.model, "tokenizer.json").is_file() else None)
+
+    @property
+    def protocol(self) -> str:
+        """Which of ``ENGINES`` the backends speak."""
+        return self.engine or ("vllm" if self.tokenizer_folder is not None else "vllm_chat")
 
     def keys(self) -> list[str]:
         """The key of each backend in ``base_url``.

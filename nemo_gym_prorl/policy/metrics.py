@@ -1,18 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Prometheus metrics of the policy side, one registry per server so that several can live in one process.
-
-What is counted turn by turn (:class:`PolicyMetrics`) is counted where the turn runs. Where worker processes share a
-pool, each tells its :meth:`PolicyMetrics.samples`, and the owner of the pool publishes their sums beside its own
-gauges (:class:`SharedMetrics`). A worker that died has counted what it had told last: sums never fall.
-"""
+"""Prometheus metrics of the policy side, one registry per server so that several can live in one process."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
-
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
 from prometheus_client.exposition import generate_latest
-from prometheus_client.metrics_core import Metric
 
 from nemo_gym_prorl.policy.generation import Generation
 from nemo_gym_prorl.policy.pool.dispatcher import Placed
@@ -21,12 +13,9 @@ from nemo_gym_prorl.policy.pool.pool import BackendPool
 
 _SECONDS = (0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120, 300, 600)
 
-type Family = tuple[str, str, str, list[tuple[str, dict[str, str], float]]]
-"""Name, documentation and type of a metric, and its samples: name, labels, value."""
 
-
-class PoolMetrics:
-    """Gauges that are read from a pool."""
+class PolicyMetrics:
+    """Counters of a policy service and gauges read from its pool."""
 
     def __init__(self, pool: BackendPool) -> None:
         self._pool = pool
@@ -45,34 +34,6 @@ class PoolMetrics:
         self._migrations = Gauge(
             "prorl_policy_migrations", "Rollouts that moved to another backend", registry=registry
         )
-
-    def exposition(self) -> bytes:
-        """What the pool says now, in Prometheus text format."""
-        at_backends = (self._live, self._tokens, self._in_flight, self._up, self._limit, self._failovers, self._held)
-        for gauge in (*at_backends, self._waiting):
-            gauge.clear()
-        for backend in self._pool.backends.values():
-            at = backend.id, backend.run or ""
-            self._live.labels(*at).set(len(backend.live))
-            self._tokens.labels(*at).set(backend.demand)
-            self._in_flight.labels(*at).set(len(backend.in_flight))
-            self._up.labels(*at).set(backend.health == "up")
-            self._limit.labels(*at).set(backend.limit)
-            self._failovers.labels(*at).set(backend.failovers)
-            self._held.labels(*at).set(self._pool.held(backend.id))
-        for run, waiting in self._pool.waiting_of.items():
-            self._waiting.labels(run or "").set(waiting)
-        self._migrations.set(self._pool.migrations)
-        return generate_latest(self._registry)
-
-
-class PolicyMetrics:
-    """Counters of a policy service and gauges read from its pool."""
-
-    def __init__(self, pool: BackendPool) -> None:
-        self._pool = PoolMetrics(pool)
-        registry = self._registry = CollectorRegistry()
-        at = ("backend", "run")
         self._prompt = Counter("prorl_policy_prompt_tokens", "Prompt tokens sent", at, registry=registry)
         self._sampled = Counter("prorl_policy_sampled_tokens", "Tokens sampled", at, registry=registry)
         self._cached = Counter("prorl_policy_cached_prompt_tokens", "Prefix-cache hits", at, registry=registry)
@@ -134,73 +95,19 @@ class PolicyMetrics:
 
     def exposition(self) -> bytes:
         """The metrics in Prometheus text format."""
-        return self._pool.exposition() + generate_latest(self._registry)
-
-    def samples(self) -> list[Family]:
-        """What was counted here, and nothing of the pool."""
-        return list(map(_family, self._registry.collect()))
-
-
-class SharedMetrics:
-    """Those of worker processes that share a pool: sums over all workers there ever were, and what the pool says."""
-
-    def __init__(self, pool: BackendPool) -> None:
-        self._pool = PoolMetrics(pool)
-        self._of: dict[int, list[Family]] = {}
-        self._gone: dict[str, Metric] = {}
-        registry = self._registry = CollectorRegistry()
-        at = ("process",)
-        self._memory = Gauge(
-            "prorl_policy_process_memory_bytes", "Resident memory of each process", at, registry=registry
-        )
-        self._restarts = Gauge("prorl_policy_worker_restarts", "Workers that were started again", registry=registry)
-        registry.register(self)
-
-    def told(self, worker: int, families: list[Family]) -> None:
-        """What a living worker has counted by now."""
-        self._of[worker] = families
-
-    def gone(self, worker: int) -> None:
-        """The worker died; what it counted stays counted."""
-        _add(self._gone, self._of.pop(worker, []))
-
-    def collect(self) -> Iterator[Metric]:
-        """The sums; what ``prometheus_client`` calls."""
-        sums: dict[str, Metric] = {}
-        for families in [list(map(_family, self._gone.values())), *self._of.values()]:
-            _add(sums, families)
-        yield from sums.values()
-
-    def exposition(self, memory: Mapping[str, int], restarts: int) -> bytes:
-        """The metrics in Prometheus text format.
-
-        Args:
-            memory: resident bytes of each process, by its name.
-            restarts: how many workers were started again.
-        """
-        for process, resident in memory.items():
-            self._memory.labels(process).set(resident)
-        self._restarts.set(restarts)
-        return self._pool.exposition() + generate_latest(self._registry)
-
-
-def _family(metric: Metric) -> Family:
-    return (metric.name, metric.documentation, metric.type, [(s.name, s.labels, s.value) for s in metric.samples])
-
-
-def _add(sums: dict[str, Metric], families: Iterable[Family]) -> None:
-    for name, documentation, kind, samples in families:
-        earlier = sums.get(name)
-        values: dict[tuple[str, tuple[tuple[str, str], ...]], float] = {}
-        for sample, labels, value in [
-            *((s.name, s.labels, s.value) for s in (earlier.samples if earlier else ())),
-            *samples,
-        ]:
-            key = sample, tuple(labels.items())
-            # When something was counted first is a time, not a count.
-            values[key] = (
-                min(values.get(key, value), value) if sample.endswith("_created") else (values.get(key, 0.0) + value)
-            )
-        merged = sums[name] = Metric(name, documentation, kind)
-        for (sample, labels_of), value in values.items():
-            merged.add_sample(sample, dict(labels_of), value)
+        at_backends = (self._live, self._tokens, self._in_flight, self._up, self._limit, self._failovers, self._held)
+        for gauge in (*at_backends, self._waiting):
+            gauge.clear()
+        for backend in self._pool.backends.values():
+            at = backend.id, backend.run or ""
+            self._live.labels(*at).set(len(backend.live))
+            self._tokens.labels(*at).set(backend.demand)
+            self._in_flight.labels(*at).set(len(backend.in_flight))
+            self._up.labels(*at).set(backend.health == "up")
+            self._limit.labels(*at).set(backend.limit)
+            self._failovers.labels(*at).set(backend.failovers)
+            self._held.labels(*at).set(self._pool.held(backend.id))
+        for run, waiting in self._pool.waiting_of.items():
+            self._waiting.labels(run or "").set(waiting)
+        self._migrations.set(self._pool.migrations)
+        return generate_latest(self._registry)

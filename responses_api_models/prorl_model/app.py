@@ -9,7 +9,6 @@ once, at the end, from ``GET /v1/rollouts/{id}/tokens``.
 from __future__ import annotations
 
 import json
-import sys
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from copy import deepcopy
@@ -22,7 +21,6 @@ import orjson
 from fastapi import Body, FastAPI, Request
 from nemo_gym.anthropic_converter import AnthropicConverter
 from nemo_gym.base_responses_api_model import BaseResponsesAPIModelConfig, SimpleResponsesAPIModel
-from nemo_gym.global_config import DRY_RUN_KEY_NAME, get_global_config_dict
 from nemo_gym.openai_utils import (
     NeMoGymChatCompletion,
     NeMoGymChatCompletionCreateParamsNonStreaming,
@@ -32,11 +30,7 @@ from nemo_gym.openai_utils import (
     NeMoGymResponseFunctionToolCall,
 )
 from nemo_gym.responses_converter import VLLMConverter
-from nemo_gym.server_utils import (
-    SESSION_ID_KEY,
-    is_nemo_gym_fastapi_entrypoint,
-    set_is_nemo_gym_fastapi_worker,
-)
+from nemo_gym.server_utils import SESSION_ID_KEY, is_nemo_gym_fastapi_entrypoint
 from pydantic import ConfigDict, Field
 from starlette.types import ASGIApp
 
@@ -53,9 +47,6 @@ from nemo_gym_prorl.policy.http.turn_route import Sessions, TurnRoute
 from nemo_gym_prorl.policy.text.messages import Message, arguments_of
 from nemo_gym_prorl.policy.text.parsers import Parsed
 from nemo_gym_prorl.policy.turns import PolicyAnswer, TurnRequest
-from nemo_gym_prorl.policy.workers.server import Session, serve
-from nemo_gym_prorl.policy.workers.shards import OwnSessions
-from nemo_gym_prorl.policy.workers.worker import this_worker
 from nemo_gym_prorl.serving import memory, open_files
 from nemo_gym_prorl.serving.access import KeyGuard, check_exposure
 from nemo_gym_prorl.serving.direct_routes import put_in_front
@@ -100,6 +91,12 @@ class ProrlModelConfig(BaseResponsesAPIModelConfig, ServerConfig):
             **self.policy,
         )
         check_exposure(self.host, policy.control_token, field="policy.control_token")
+        if (getattr(self, "num_workers", None) or 1) > 1:
+            raise CallerError(
+                "must be 1: a rollout's tokens live in one process; configure several model servers, and name them in "
+                "the agent's further_model_servers (docs/policy.md, Several servers)",
+                field="num_workers",
+            )
         Sampling(extra=self.extra_body or {})
         return policy
 
@@ -125,13 +122,14 @@ class ProrlModel(SimpleResponsesAPIModel):
     config: ProrlModelConfig
 
     def setup_webserver(self) -> FastAPI:
+        policy = self.config.checked_policy()
+        end_with_starter()
         open_files.raise_limit()
         memory.recycle_large_blocks()
         app = super().setup_webserver()
         with_problems(app, 400, 410, 422, 500)
         config = self.config
-        policy, worker = config.checked_policy(), this_worker()
-        self._host = PolicyHost(policy, worker and worker.backends(policy))
+        self._host = PolicyHost(policy)
         self._converter = VLLMConverter(
             return_token_id_information=config.return_token_id_information,
             uses_reasoning_parser=config.uses_reasoning_parser,
@@ -154,27 +152,6 @@ class ProrlModel(SimpleResponsesAPIModel):
 
         put_in_front(app, in_front)
         memory.collect_rarely()
-        return app
-
-    def setup_session_middleware(self, app: FastAPI) -> None:
-        if (worker := this_worker()) is not None:
-            app.add_middleware(OwnSessions, shard=worker.shard, session_key=SESSION_ID_KEY)
-        super().setup_session_middleware(app)
-
-    @classmethod
-    def run_webserver(cls) -> FastAPI | None:
-        """With ``num_workers``, this process or a worker of it; Gym's own way needs no rollout's turns to meet."""
-        end_with_starter()
-        config = cls.load_config_from_global_config()
-        workers = getattr(config, "num_workers", None) or 1
-        if workers == 1 or get_global_config_dict()[DRY_RUN_KEY_NAME]:
-            return super().run_webserver()
-        if (worker := this_worker()) is None:
-            session = Session(f"{cls.__name__}___{config.name}", SESSION_ID_KEY)
-            sys.exit(serve(config.checked_policy(), config.host, config.port, workers, session))
-        set_is_nemo_gym_fastapi_worker()  # Gym then makes the application, and leaves serving it to us
-        app = super().run_webserver()
-        worker.serve(app)
         return app
 
     async def responses(
@@ -301,7 +278,7 @@ class ProrlModel(SimpleResponsesAPIModel):
     ) -> PolicyAnswer:
         rollout = _rollout_id(request)
         asked = self._turn_request(chat, chat["messages"], instructions)
-        service = await self._host.service(rollout)
+        service = await self._host.service()
         group, run = _text(request, "x-rollout-group"), _text(request, "x-rollout-run") or None
         return await service.turn(replace(asked, rollout=rollout, group=group, run=run, after=after))
 

@@ -10,7 +10,7 @@ import json
 import threading
 import time
 from collections import Counter
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -26,7 +26,7 @@ from nemo_gym_prorl.handlers.agent_service import AgentService
 from nemo_gym_prorl.handlers.service_config import ServiceConfig
 from nemo_gym_prorl.rollout.client import RolloutClient
 from tests.policy.engines import free_port
-from tests.policy.test_workers import Server, started
+from tests.policy.model_process import Server, started
 from tests.rollout.serving import serve
 
 
@@ -125,13 +125,22 @@ def world() -> tuple[FastAPI, Counter[str]]:
 
 @dataclass
 class Crowd:
-    """The service, its model server, and what its environment was asked."""
+    """The service, its model servers, of which most tests have one, and what its environment was asked."""
 
     service: RolloutClient
     url: str
-    model: Server
+    models: Sequence[Server]
     tokenizer: Tokenizer
     asked: Counter[str]
+
+    @property
+    def model(self) -> Server:
+        return self.models[0]
+
+    async def tell(self, method: str, path: str, body: Any = None) -> None:
+        for model in self.models:
+            status, said = await model.ask(method, path, body)
+            assert status in (200, 201), said
 
     def engine(self, name: str, **settings: Any) -> Engine:
         return Engine(self.tokenizer, name, **settings)
@@ -156,26 +165,26 @@ def model_server(folder: Path, **settings: Any) -> Iterator[Server]:
 
     Args:
         folder: for the tokenizer and logs.
-        settings: of its policy, and how many workers it has.
+        settings: of its policy.
     """
     make_tokenizer(folder)
     model = started(None, folder, **settings)
     try:
         yield model
     finally:
-        model.process.kill()
-        model.process.wait()
+        model.kill()
 
 
 @contextlib.asynccontextmanager
-async def crowd(model: Server, **settings: Any) -> AsyncIterator[Crowd]:
-    """A service before a model server.
+async def crowd(*models: Server, **settings: Any) -> AsyncIterator[Crowd]:
+    """A service before its model servers.
 
     Args:
-        model: it.
+        models: they.
         settings: of the service.
     """
-    tokenizer = Tokenizer.from_file(str(model.log.parent / "tokenizer.json"))
+    tokenizer = Tokenizer.from_file(str(models[0].log.parent / "tokenizer.json"))
+    names = [f"policy_model_{index}" for index in range(len(models))]
     environment, asked = world()
 
     def block(kind: str, url: str) -> dict[str, Any]:
@@ -185,16 +194,19 @@ async def crowd(model: Server, **settings: Any) -> AsyncIterator[Crowd]:
     with in_thread(environment) as at:
         known = {
             "world": block("resources_servers", at),
-            "policy_model": block("responses_api_models", model.url),
+            **{name: block("responses_api_models", model.url) for name, model in zip(names, models, strict=True)},
         }
         config = ServiceConfig(
-            resources_server={"type": "resources_servers", "name": "world"}, max_steps=TURNS, **settings
+            resources_server={"type": "resources_servers", "name": "world"},
+            max_steps=TURNS,
+            further_model_servers=names[1:],
+            **settings,
         )
-        service = AgentService(config, OmegaConf.create(known), model="policy_model")
+        service = AgentService(config, OmegaConf.create(known), model=names[0])
         app = FastAPI()
         app.include_router(service.router())
         async with serve(app) as url, RolloutClient(url) as client:
             try:
-                yield Crowd(client, url, model, tokenizer, asked)
+                yield Crowd(client, url, models, tokenizer, asked)
             finally:
                 await service.close()

@@ -1,26 +1,32 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Several trainers on one service, each with engines of its own: no turn crosses, whatever comes and goes."""
+"""Several trainers on one service, each with engines of its own: no turn crosses, whatever comes and goes. And one
+service over several model servers."""
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
+import itertools
 import json
+from collections import Counter
 from collections.abc import AsyncIterator, Iterator
 from typing import Any
 
+import aiohttp
 import pytest
 
 from nemo_gym_prorl.dapo.contract import SamplerConfig
 from nemo_gym_prorl.failures import CallerError
+from nemo_gym_prorl.handlers.gym_environment import GymContext
+from nemo_gym_prorl.handlers.gym_http import Address, GymServer, HttpClient
 from nemo_gym_prorl.nemo_rl import collector as collecting
 from nemo_gym_prorl.nemo_rl.collector import Collector, Plan
 from nemo_gym_prorl.nemo_rl.groups import Group
 from nemo_gym_prorl.nemo_rl.services import Servers, with_engines
 from nemo_gym_prorl.nemo_rl.shaping import Shaping
-from nemo_gym_prorl.rollout.job import JobState
+from nemo_gym_prorl.rollout.job import Job, JobState
 from tests.handlers.crowd import TURNS, Crowd, Engine, crowd, in_thread, model_server, row
-from tests.policy.test_workers import Server, started
+from tests.policy.model_process import Server, started
 
 
 GROUPS, SIZE = 5, 4
@@ -30,9 +36,25 @@ POLICY = {"limit": 16}
 
 @pytest.fixture(scope="module")
 def model(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
-    """Without engines, and in two processes."""
-    with model_server(tmp_path_factory.mktemp("runs"), workers=2, **POLICY) as running:
+    """Without engines."""
+    with model_server(tmp_path_factory.mktemp("runs"), **POLICY) as running:
         yield running
+
+
+@pytest.fixture(scope="module")
+def another(model: Server) -> Iterator[Server]:
+    """One more, with the same tokenizer."""
+    with model_server(model.log.parent, **POLICY) as running:
+        yield running
+
+
+@pytest.fixture
+async def pair(model: Server, another: Server) -> AsyncIterator[Crowd]:
+    async with crowd(model, another, stages=STAGES, prorl_wire=True) as running:
+        yield running
+        for server in running.models:
+            for left in (await server.ask("GET", "/v1/backends"))[1]["backends"]:
+                assert (await server.ask("DELETE", f"/v1/backends/{left['id']}"))[0] == 200
 
 
 @pytest.fixture
@@ -48,7 +70,7 @@ class Trainer:
 
     def __init__(self, at: Crowd, name: str, url: str, engine: Engine) -> None:
         self.name, self.engine, self.tokenizer = name, engine, at.tokenizer
-        self.servers = with_engines(Servers((at.url,), (at.model.url,)), [url], name)
+        self.servers = with_engines(Servers((at.url,), tuple(model.url for model in at.models)), [url], name)
         config = SamplerConfig(GROUPS, SIZE, 40, max_staleness=1)
         rows = [row(name) | {"number": number} for number in range(200)]
         self.collector = Collector(Plan(rows, config, self.servers, Shaping(), client=name))
@@ -90,10 +112,10 @@ def calls(job: Any) -> list[dict[str, Any]]:
 
 
 @pytest.mark.parametrize("batches", [3, pytest.param(15, marks=pytest.mark.long("300 rollouts each"))])
-async def test_no_turn_crosses_between_two_trainers_and_the_servers_own_policy(batches: int, at: Crowd) -> None:
-    count, own = batches * GROUPS * SIZE, at.engine("own")
+async def test_no_turn_crosses_between_two_trainers_and_the_servers_own_policy(batches: int, pair: Crowd) -> None:
+    count, at, own = batches * GROUPS * SIZE, pair, pair.engine("own")
     with in_thread(own) as own_url:
-        assert (await at.model.ask("POST", "/v1/backends", {"url": own_url}))[0] == 201
+        await at.tell("POST", "/v1/backends", {"url": own_url})
         async with trainer(at, "A") as first, trainer(at, "B") as second:
             for number in range(count):
                 await at.service.submit(row(), id=f"own-{number}")
@@ -104,7 +126,7 @@ async def test_no_turn_crosses_between_two_trainers_and_the_servers_own_policy(b
 
             await asyncio.gather(train(first, range(batches)), train(second, range(100, 100 + batches)))
             own_jobs = [await at.service.wait(f"own-{number}") for number in range(count)]
-            _, metrics = await at.model.text("/metrics")
+            metrics = [(await model.text("/metrics"))[1] for model in at.models]
             assert (first.sampled_by(), second.sampled_by()) == ({"A"}, {"B"})
         jobs = [job for job in await at.ended(2 * count) if job.state is JobState.SUCCEEDED]
     assert {call["by"] for job in own_jobs for call in calls(job)} == {"own"}
@@ -116,7 +138,7 @@ async def test_no_turn_crosses_between_two_trainers_and_the_servers_own_policy(b
             labels = {f"{call['weights']}", f"{call['weights'] - 1}"} if job.run else {None}
             assert labels & {*job.weight_versions}, job
     for run in ("A", "B", ""):
-        assert f'prorl_policy_waiting{{run="{run}"}}' in metrics
+        assert all(f'prorl_policy_waiting{{run="{run}"}}' in text for text in metrics)
 
 
 async def test_a_run_whose_engines_are_gone_waits_and_falls_to_nobody(at: Crowd) -> None:
@@ -195,13 +217,93 @@ async def test_a_model_server_that_begins_anew_is_told_of_engines(at: Crowd, mon
     async with trainer(at, "A") as training:
         await training.batch(0)
         training.engine.delay_s = 0.1
-        at.model.process.kill()
-        at.model.process.wait()
+        at.model.kill()
         port = int(at.model.url.rpartition(":")[2])
         begun = asyncio.create_task(training.batch(1))
-        at.model.process = (await asyncio.to_thread(started, None, folder, workers=2, port=port, **POLICY)).process
+        at.model.process = (await asyncio.to_thread(started, None, folder, port, **POLICY)).process
         await begun
         assert training.sampled_by() == {"A"}
         [backend] = (await at.model.ask("GET", "/v1/backends?run=A"))[1]["backends"]
         assert backend["weight_version"] == "1"
     assert (await at.model.ask("GET", "/v1/backends"))[1]["backends"] == []
+
+
+# Several model servers
+
+
+def turns_of(metrics: str) -> float:
+    """How many turns a model server has taken."""
+    said = [line for line in metrics.splitlines() if line.startswith("prorl_policy_turn_seconds_count")]
+    return sum(float(line.split()[-1]) for line in said)
+
+
+async def test_rollouts_are_shared_and_one_that_is_killed_costs_its_own_no_outcome(pair: Crowd) -> None:
+    """Its rollouts begin anew, with tokens of one life only; those of the other go on."""
+    engine = pair.engine("own", delay_s=0.5)
+    with in_thread(engine) as url:
+        await pair.tell("POST", "/v1/backends", {"url": url})
+        before = [turns_of((await model.text("/metrics"))[1]) for model in pair.models]
+        for number in range(24):
+            await pair.service.submit(row(), id=f"s{number}", group=f"group-{number // 2}")
+        async with asyncio.timeout(60):
+            for model, earlier in zip(pair.models, before, strict=True):
+                while turns_of((await model.text("/metrics"))[1]) <= earlier:
+                    await asyncio.sleep(0.05)
+        victim = pair.models[1]
+        victim.kill()
+        port = int(victim.url.rpartition(":")[2])
+        victim.process = (await asyncio.to_thread(started, None, victim.log.parent, port, **POLICY)).process
+        assert (await victim.ask("POST", "/v1/backends", {"url": url}))[0] == 201
+        jobs = [await pair.service.wait(f"s{number}") for number in range(24)]
+    assert {job.state for job in jobs} == {JobState.SUCCEEDED}
+    again = {job.timings["run"].attempts > 1 for job in jobs}
+    assert again == {True, False}, "some were its own, some were not"
+    for job in jobs:
+        turns = [item for item in job.result["response"]["output"] if item.get("generation_token_ids")]
+        assert len(turns) == TURNS
+        for earlier, later in itertools.pairwise(turns):
+            chain = earlier["prompt_token_ids"] + earlier["generation_token_ids"]
+            assert later["prompt_token_ids"][: len(chain)] == chain
+    for text in [(await model.text("/metrics"))[1] for model in pair.models]:
+        # A turn that came to the other one would be read from text there.
+        assert "prorl_policy_retokenised_tokens_total 0.0" in text
+
+
+async def test_each_model_server_is_told_of_backends_and_pauses(pair: Crowd) -> None:
+    engine = pair.engine("own")
+
+    async def wire(path: str, **body: Any) -> None:
+        async with aiohttp.ClientSession() as http, http.post(f"{pair.url}{path}", json=body) as said:
+            assert said.status == 200, await said.text()
+
+    with in_thread(engine) as url:
+        await wire("/add_llm_server", address=url)
+        for model in pair.models:
+            assert [b["url"].rstrip("/") for b in (await model.ask("GET", "/v1/backends"))[1]["backends"]] == [url]
+        await pair.tell("POST", "/v1/backends/pause", {})
+        for number in range(8):
+            await pair.service.submit(row(), id=f"p{number}", group=f"group-{number}")
+        async with asyncio.timeout(30):
+            while sum([(await model.ask("GET", "/v1/backends"))[1]["waiting"] for model in pair.models]) < 8:
+                await asyncio.sleep(0.05)
+        assert not engine.prompts
+        await pair.tell("POST", "/v1/backends/resume", {"weight_version": "7"})
+        jobs = [await pair.service.wait(f"p{number}") for number in range(8)]
+        assert {label for job in jobs for label in job.weight_versions} == {"7"}
+        await wire("/clear_llm_server")
+    for model in pair.models:
+        assert (await model.ask("GET", "/v1/backends"))[1]["backends"] == []
+
+
+def test_siblings_meet_and_one_server_more_moves_its_share_only() -> None:
+    http = HttpClient()
+    named = [GymServer(f"policy_model_{index}", Address("http://h"), http) for index in range(4)]
+    jobs = [Job(f"j{number}", {}, b"", "e", "h", 0.0, group=f"g{number // 2}") for number in range(4000)]
+    three, four = (GymContext(None, named[0], further_models=tuple(named[1:count])) for count in (3, 4))
+    placed = [three.model_of(job).name for job in jobs]
+    assert placed[::2] == placed[1::2]
+    assert max(Counter(placed).values()) < 4000 / 3 * 1.15
+    moved = [(before, four.model_of(job).name) for before, job in zip(placed, jobs, strict=True)]
+    moved = [(before, after) for before, after in moved if before != after]
+    assert {after for _, after in moved} == {"policy_model_3"}
+    assert 4000 / 4 * 0.85 < len(moved) < 4000 / 4 * 1.15

@@ -22,7 +22,7 @@ async def test_rollouts_wait_for_one_backend_as_long_as_it_takes(
     stages = {"init": rollouts, "ready": rollouts, "run": rollouts, "eval": 64}
     policy = {"limit": limit, "unreachable_s": 4 * turn_s}
     budgets = {"run": budget_s}
-    with model_server(tmp_path, workers=1, **policy) as model:
+    with model_server(tmp_path, **policy) as model:
         async with crowd(model, stages=stages, budgets=budgets) as at:
             engine = at.engine("own", delay_s=turn_s)
             with in_thread(engine) as url:

@@ -115,8 +115,8 @@ MISTAKES = [
     # Gym servers
     one("prorl.services", ["http://127.0.0.1:1"], "prorl.rollouts is gym"),
     one("prorl.agent", "prorl_sve_agent", "there is no such prorl_agent, or it is not"),
-    one(f"{MODEL}.policy.engine", "auto", "by asking, NeMo RL's can't be told from"),
-    one(f"{MODEL}.policy.engine", REMOVED, "by asking, NeMo RL's can't be told from", field=f"{MODEL}.policy.engine"),
+    one(f"{MODEL}.policy.engine", "auto", "the trainer's engine is NeMo RL's"),
+    one(f"{MODEL}.policy.engine", REMOVED, "the trainer's engine is NeMo RL's", field=f"{MODEL}.policy.engine"),
     one(
         "env.nemo_gym.policy_model.responses_api_models.vllm_model",
         {"uses_reasoning_parser": True},

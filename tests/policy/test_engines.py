@@ -20,7 +20,7 @@ from tokenizers import Tokenizer as FastTokenizer
 from tokenizers.models import WordLevel
 
 from nemo_gym_prorl.failures import CallerError, RolloutError
-from nemo_gym_prorl.policy.engines import keep_alive
+from nemo_gym_prorl.policy.engines.connections import Connections
 from nemo_gym_prorl.policy.engines.engine import (
     BackendErred,
     BackendFailed,
@@ -29,7 +29,6 @@ from nemo_gym_prorl.policy.engines.engine import (
     Misconfigured,
     RequestRefused,
 )
-from nemo_gym_prorl.policy.engines.keep_alive import KeepAlive
 from nemo_gym_prorl.policy.engines.nemo_rl import NemoRl
 from nemo_gym_prorl.policy.engines.sampling import Sampling
 from nemo_gym_prorl.policy.engines.sglang import SglangGenerate
@@ -52,9 +51,9 @@ def unrehearsed(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.fixture
-async def session() -> AsyncIterator[aiohttp.ClientSession]:
-    async with aiohttp.ClientSession() as session:
-        yield session
+async def connections() -> AsyncIterator[Connections]:
+    async with Connections() as connections:
+        yield connections
 
 
 def says(path: str, answer: Callable[[dict[str, Any]], Any], seen: list[dict[str, Any]] | None = None) -> FastAPI:
@@ -90,10 +89,8 @@ async def test_a_wrong_model_name_is_said_at_the_first_call(engine_url: str, mod
 
 
 @pytest.mark.engine
-async def test_a_prompt_with_ids_that_the_engine_does_not_know(
-    engine_url: str, session: aiohttp.ClientSession
-) -> None:
-    engine = VllmCompletions(session, MODEL)
+async def test_a_prompt_with_ids_that_the_engine_does_not_know(engine_url: str, connections: Connections) -> None:
+    engine = VllmCompletions(connections, MODEL)
     with pytest.raises(RequestRefused, match="out of vocabulary"):
         await engine.generate(engine_url, [4_000_000], ChatPrompt([]), Sampling(max_tokens=1))
 
@@ -129,9 +126,9 @@ async def test_a_tokenizer_that_does_not_know_what_was_sampled(tmp_path: Path) -
 
 
 @pytest.mark.engine
-async def test_a_prompt_that_fills_the_context_ends_typed(engine_url: str, session: aiohttp.ClientSession) -> None:
-    engine = VllmCompletions(session, MODEL)
-    async with session.get(f"{engine_url}/v1/models") as response:
+async def test_a_prompt_that_fills_the_context_ends_typed(engine_url: str, connections: Connections) -> None:
+    engine = VllmCompletions(connections, MODEL)
+    async with connections.control.get(f"{engine_url}/v1/models") as response:
         room = (await response.json())["data"][0]["max_model_len"]
     for length in (room, room + 1000):
         generation = await engine.generate(engine_url, [5] * length, ChatPrompt([]), Sampling(max_tokens=4))
@@ -171,7 +168,8 @@ async def test_a_rollout_that_is_over_holds_nothing_until_the_collector_comes(
             service.finish("r")
             await asyncio.sleep(0.05)
             assert gone() is None
-            assert not any(isinstance(one, keep_alive._Answer) for one in gc.get_objects())
+            held = [one for one in gc.get_objects() if isinstance(one, aiohttp.ClientRequest | aiohttp.ClientResponse)]
+            assert not held
         finally:
             gc.enable()
             await host.aclose()
@@ -207,11 +205,11 @@ WRONG = [
 
 @pytest.mark.parametrize(("answer", "error", "said"), WRONG)
 async def test_an_answer_that_is_no_trajectory_is_an_error(
-    session: aiohttp.ClientSession, answer: Callable[[Any], Any], error: type[Exception], said: str
+    connections: Connections, answer: Callable[[Any], Any], error: type[Exception], said: str
 ) -> None:
     async with serving(says("/v1/completions", answer)) as url:
         with pytest.raises(error, match=said):
-            await VllmCompletions(session, MODEL).generate(url, [7], ChatPrompt([]), Sampling(max_tokens=8))
+            await VllmCompletions(connections, MODEL).generate(url, [7], ChatPrompt([]), Sampling(max_tokens=8))
 
 
 async def test_missing_and_broken_log_probs_never_reach_the_ledger(model_folder: Path) -> None:
@@ -242,21 +240,23 @@ def test_what_a_row_must_not_ask_for(wrong: dict[str, Any], field: str) -> None:
     assert refused.value.field == field
 
 
-async def test_cached_tokens_below_none_are_none(session: aiohttp.ClientSession) -> None:
+async def test_cached_tokens_below_none_are_none(connections: Connections) -> None:
     answer = completion() | {"usage": {"prompt_tokens_details": {"cached_tokens": -7}}}
     async with serving(says("/v1/completions", lambda _: answer)) as url:
-        generation = await VllmCompletions(session, MODEL).generate(url, [7], ChatPrompt([]), Sampling(max_tokens=8))
+        generation = await VllmCompletions(connections, MODEL).generate(
+            url, [7], ChatPrompt([]), Sampling(max_tokens=8)
+        )
     assert generation.cached_tokens == 0
 
 
 @pytest.mark.parametrize("number", ["1e999", "e", "--", "1.2.3"])
-async def test_gauges_that_are_no_numbers_are_no_load(session: aiohttp.ClientSession, number: str) -> None:
+async def test_gauges_that_are_no_numbers_are_no_load(connections: Connections, number: str) -> None:
     """One that raised would end the reports of all backends."""
     app = FastAPI()
     gauges = "".join(f"vllm:{name} {number}\n" for name in ("num_requests_running", "num_requests_waiting"))
     app.add_api_route("/metrics", lambda: Response(b"\xff\n" + gauges.encode() + b"vllm:kv_cache_usage_perc 1\n"))
     async with serving(app) as url:
-        assert await VllmCompletions(session, MODEL).load(url) is None
+        assert await VllmCompletions(connections, MODEL).load(url) is None
 
 
 class Replaced:
@@ -383,10 +383,10 @@ async def test_an_engine_swapped_as_a_connection_is_used_is_looked_at_again(tmp_
     async with policy_at(f"http://127.0.0.1:{port}", tmp_path) as service:
         async with serving(old.app(), port):
             await service.turn(HI)
-            (line,) = next(iter(service.engine._connections._idle.values()))
-            line._transport.pause_reading()
+            [[(idle, _)]] = service.engine._connections.kept.connector._conns.values()
+            idle.transport.pause_reading()
         async with serving(new.app(), port):
-            asyncio.get_running_loop().call_later(0.2, line._transport.resume_reading)
+            asyncio.get_running_loop().call_later(0.2, idle.transport.resume_reading)
             assert (await service.turn(HI)).turn is not None
     assert [body["max_tokens"] for body in new.seen] == [49]
 
@@ -422,12 +422,12 @@ async def test_two_who_pause_are_both_told_when_nothing_runs(tmp_path: Path) -> 
         assert await asyncio.wait_for(asyncio.gather(*pauses), 60) == [True, True]
 
 
-async def test_nobody_there(session: aiohttp.ClientSession) -> None:
+async def test_nobody_there(connections: Connections) -> None:
     url = f"http://127.0.0.1:{free_port()}"
     with pytest.raises(BackendFailed, match="Cannot connect"):
-        await VllmCompletions(session, MODEL).generate(url, [7], ChatPrompt([]), Sampling())
-    assert not await VllmCompletions(session, MODEL).healthy(url)
-    assert await VllmCompletions(session, MODEL).load(url) is None
+        await VllmCompletions(connections, MODEL).generate(url, [7], ChatPrompt([]), Sampling())
+    assert not await VllmCompletions(connections, MODEL).healthy(url)
+    assert await VllmCompletions(connections, MODEL).load(url) is None
 
 
 async def test_a_connection_closed_while_idle_is_not_a_dead_engine() -> None:
@@ -437,30 +437,34 @@ async def test_a_connection_closed_while_idle_is_not_a_dead_engine() -> None:
     asked: list[str] = []
 
     async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        for said in (known, completion(), None):
-            head = await reader.readuntil(b"\r\n\r\n")
-            length = next(line for line in head.lower().split(b"\r\n") if line.startswith(b"content-length"))
-            await reader.readexactly(int(length.partition(b":")[2]))
-            asked.append(head.split()[1].decode())
-            if said is not None:
-                content = json.dumps(said).encode()
-                writer.write(b"HTTP/1.1 200 OK\r\nContent-Length: %d\r\n\r\n%s" % (len(content), content))
-                await writer.drain()
+        with contextlib.suppress(asyncio.IncompleteReadError):
+            for said in (known, completion(), None):
+                head = await reader.readuntil(b"\r\n\r\n")
+                if head.startswith(b"GET"):
+                    writer.write(b"HTTP/1.1 404 Not Found\r\nContent-Length: 0\r\n\r\n")
+                    break
+                length = next(line for line in head.lower().split(b"\r\n") if line.startswith(b"content-length"))
+                await reader.readexactly(int(length.partition(b":")[2]))
+                asked.append(head.split()[1].decode())
+                if said is not None:
+                    content = json.dumps(said).encode()
+                    writer.write(b"HTTP/1.1 200 OK\r\nContent-Length: %d\r\n\r\n%s" % (len(content), content))
+                    await writer.drain()
         writer.close()
 
-    async with await asyncio.start_server(serve, "127.0.0.1", 0) as server, aiohttp.ClientSession() as session:
+    async with await asyncio.start_server(serve, "127.0.0.1", 0) as server, Connections() as connections:
         url = f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}/v1"
-        connections = KeepAlive()
-        engine = VllmCompletions(session, MODEL, connections=connections)
-        turns = [await engine.generate(url, [7], ChatPrompt([]), Sampling()) for _ in range(3)]
-        connections.close()
-    assert turns[0] == turns[1] == turns[2]
-    assert asked == ["/tokenize", *["/v1/completions"] * 2] * 2 + ["/tokenize", "/v1/completions"]
+        engine = VllmCompletions(connections, MODEL)
+        turns = [await engine.generate(url, [7], ChatPrompt([]), Sampling()) for _ in range(4)]
+    assert turns == turns[:1] * 4
+    known_and_asked = ["/tokenize", "/v1/completions"]
+    # The third request of a connection is dropped, and sent again over one of its own.
+    assert asked == [*known_and_asked, "/v1/completions", *known_and_asked] * 2
 
 
 @pytest.mark.engine
-async def test_an_engine_says_how_much_its_cache_holds(engine_url: str, session: aiohttp.ClientSession) -> None:
-    load = await VllmCompletions(session, MODEL).load(engine_url)
+async def test_an_engine_says_how_much_its_cache_holds(engine_url: str, connections: Connections) -> None:
+    load = await VllmCompletions(connections, MODEL).load(engine_url)
     assert load is not None
     assert load.capacity is not None
     assert load.capacity > 16_384, "two contexts at least"
@@ -469,16 +473,16 @@ async def test_an_engine_says_how_much_its_cache_holds(engine_url: str, session:
     text = "".join(f'sglang:{name}{{model_name="m"}} {float(value)}\n' for name, value in gauges.items())
     app.add_api_route("/metrics", lambda: Response(text))
     async with serving(app) as url:
-        assert await SglangGenerate(session, MODEL).load(url) == Load(1, 2, 0.5, 161721)
+        assert await SglangGenerate(connections, MODEL).load(url) == Load(1, 2, 0.5, 161721)
 
 
-async def test_sglang_speaks_tokens(session: aiohttp.ClientSession) -> None:
+async def test_sglang_speaks_tokens(connections: Connections) -> None:
     seen: list[dict[str, Any]] = []
     about = {"output_token_logprobs": [[-0.5, 3, None], [-1.5, 4, None]], "finish_reason": {"type": "length"}}
     app = says("/generate", lambda _: {"text": "x", "meta_info": about | {"cached_tokens": 5}}, seen)
     async with serving(app) as url:
         sampling = Sampling(max_tokens=2, temperature=0.5, stop=("!",))
-        generation = await SglangGenerate(session, MODEL).generate(f"{url}/v1", [7, 8], ChatPrompt([]), sampling)
+        generation = await SglangGenerate(connections, MODEL).generate(f"{url}/v1", [7, 8], ChatPrompt([]), sampling)
     assert (generation.ids, generation.log_probs) == ([3, 4], [-0.5, -1.5])
     assert (generation.finish, generation.cached_tokens) == (Finish.LENGTH, 5)
     assert seen[0]["input_ids"] == [7, 8]
@@ -502,7 +506,7 @@ def nemo_rl_server(seen: list[dict[str, Any]]) -> FastAPI:
 async def test_nemo_rl_is_told_the_prefix_and_keeps_it() -> None:
     seen: list[dict[str, Any]] = []
     async with serving(nemo_rl_server(seen)) as url:
-        host = PolicyHost(PolicyConfig(base_url=[f"{url}/v1"], model=MODEL))
+        host = PolicyHost(PolicyConfig(base_url=[f"{url}/v1"], model=MODEL, engine="nemo_rl"))
         service = await host.service()
         assert isinstance(service.engine, NemoRl)
         messages: list[dict[str, Any]] = [{"role": "user", "content": "hi"}]
@@ -534,7 +538,7 @@ async def test_an_engine_that_rewrites_history_gives_a_branch_and_no_wrong_chain
     assert b"prorl_policy_history_rewrites_total 1.0" in host.metrics.exposition()
 
 
-async def test_the_control_routes(session: aiohttp.ClientSession) -> None:
+async def test_the_control_routes(connections: Connections) -> None:
     host = PolicyHost(PolicyConfig(base_url=[], model=MODEL, engine="vllm_chat", control_token="secret"))
     app = FastAPI()
     add_control_routes(app, host)
@@ -542,7 +546,7 @@ async def test_the_control_routes(session: aiohttp.ClientSession) -> None:
 
         async def call(method: str, path: str, body: Any = None, token: str = "secret") -> tuple[int, Any]:
             headers = {"Authorization": f"Bearer {token}"}
-            async with session.request(method, f"{url}{path}", json=body, headers=headers) as response:
+            async with connections.control.request(method, f"{url}{path}", json=body, headers=headers) as response:
                 return response.status, await response.json()
 
         status, said = await call(
@@ -560,7 +564,7 @@ async def test_the_control_routes(session: aiohttp.ClientSession) -> None:
         assert (await call("GET", "/v1/rollouts/r/tokens"))[0] == 410
         assert await call("DELETE", "/v1/rollouts/r") == (200, {"rollout": "r"})
         assert await call("DELETE", "/v1/backends") == (200, {"backends": []})
-        async with session.get(f"{url}/metrics") as response:
+        async with connections.control.get(f"{url}/metrics") as response:
             assert 'prorl_policy_waiting{run=""} 0.0' in await response.text()
     await host.aclose()
 

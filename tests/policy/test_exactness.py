@@ -14,6 +14,7 @@ import aiohttp
 import pytest
 from tokenizers import Tokenizer as FastTokenizer
 
+from nemo_gym_prorl.policy.engines.connections import Connections
 from nemo_gym_prorl.policy.engines.sampling import Sampling
 from nemo_gym_prorl.policy.engines.vllm_completions import VllmCompletions
 from nemo_gym_prorl.policy.generation import Finish
@@ -72,11 +73,11 @@ async def play_all(engine_url: str, model_folder: Path) -> list[Run]:
     """All rollouts, a few dozen at a time, over all template families in turn."""
     tokenizer = Tokenizer(FastTokenizer.from_file(str(model_folder / "tokenizer.json")))
     gate = asyncio.Semaphore(32)
-    async with aiohttp.ClientSession() as session:
+    async with Connections() as connections:
         services = {}
         for family in FAMILIES.values():
             pool = BackendPool()
-            engine = VllmCompletions(session, MODEL)
+            engine = VllmCompletions(connections, MODEL)
             dispatcher = Dispatcher(pool, engine)
             dispatcher.apply(pool.add("a", engine_url))
             renderer = family.renderer(tokenizer)

@@ -22,11 +22,7 @@ from nemo_gym_prorl.failures import CallerError
 from nemo_gym_prorl.policy.config import HostRefused
 from nemo_gym_prorl.policy.engines.addresses import checked_url
 from nemo_gym_prorl.policy.engines.engine import BackendFailed, Misconfigured, RequestRefused
-from nemo_gym_prorl.policy.engines.nemo_rl import NemoRl
 from nemo_gym_prorl.policy.engines.sampling import Sampling
-from nemo_gym_prorl.policy.engines.sglang import SglangGenerate
-from nemo_gym_prorl.policy.engines.vllm_chat import VllmChat
-from nemo_gym_prorl.policy.engines.vllm_completions import VllmCompletions
 from nemo_gym_prorl.policy.http.api import PolicyConfig, PolicyHost
 from nemo_gym_prorl.policy.pool.backend import Health
 from nemo_gym_prorl.policy.turns import TurnRequest
@@ -96,36 +92,17 @@ async def answer_later(host: PolicyHost) -> asyncio.Task[Any]:
     turn = TurnRequest("r", HI, sampling=Sampling(max_tokens=4, temperature=1.0))
 
     async def ask() -> Any:
-        return await (await host.service("r")).turn(turn)
+        return await (await host.service()).turn(turn)
 
     asked = asyncio.create_task(ask())
     await asyncio.sleep(0.5)
     return asked
 
 
-async def test_an_engine_that_is_not_up_yet_is_waited_for_and_then_told_right() -> None:
-    """Old code took whatever did not answer for vLLM, for good."""
-    port = free_port()
-    async with hosted(f"http://127.0.0.1:{port}/v1") as host:
-        asked = await answer_later(host)
-        assert not asked.done()
-        assert host.ready is None
-        config = uvicorn.Config(nemo_rl_server([]), host="127.0.0.1", port=port, log_level="warning")
-        served = uvicorn.Server(config)
-        running = asyncio.create_task(served.serve())
-        try:
-            answer = await asyncio.wait_for(asked, 20)
-        finally:
-            served.should_exit = True
-            await running
-        assert isinstance(host.ready.engine, NemoRl)
-        assert list(answer.turn.sampled) == [3, 4]
-
-
 async def test_an_engine_that_never_comes_fails_a_turn_in_time() -> None:
     async with hosted(f"http://127.0.0.1:{free_port()}", unreachable_s=0.3) as host:
-        with pytest.raises(BackendFailed, match=r"no backend answered for 0\.3 s"):
-            await host.service("r")
+        with pytest.raises(BackendFailed, match=r"no backend served for 0\.3 s"):
+            await asyncio.wait_for(await answer_later(host), 20)
 
 
 def router(inner: FastAPI) -> FastAPI:
@@ -137,51 +114,63 @@ def router(inner: FastAPI) -> FastAPI:
     return app
 
 
-async def test_behind_a_router_nothing_is_guessed() -> None:
-    async with serving(router(nemo_rl_server([]))) as url:
+def sglang() -> FastAPI:
+    about = {"output_token_logprobs": [[-0.5, 1, None]], "finish_reason": {"type": "length"}}
+    return says("/generate", lambda _: {"meta_info": about})
+
+
+def vllm() -> FastAPI:
+    return says("/v1/completions", lambda _: completion(token_ids=[1, 1]))
+
+
+@pytest.mark.parametrize("routed", [False, True], ids=["engine", "router"])
+async def test_an_engine_that_nobody_named_is_vllm_or_refused(
+    routed: bool, words: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    """By tokens where there are any. Chat completions alone are NeMo RL's, which would sample after other tokens."""
+
+    def there(app: FastAPI) -> FastAPI:
+        return router(app) if routed else app
+
+    async with serving(there(nemo_rl_server([]))) as url:
         async with hosted(url) as host:
-            with pytest.raises(Misconfigured, match=r"policy\.engine: .* publishes no list of its routes"):
-                await asyncio.wait_for(host.service("r"), 20)
+            with pytest.raises(Misconfigured, match=r"policy\.engine: .* has no /v1/completions, .* not 'vllm_chat'"):
+                await asyncio.wait_for(await answer_later(host), 20)
+        assert "so it is not 'vllm_chat'" in caplog.text, "said at the start"
         async with hosted(url, engine="nemo_rl") as host:
             assert list((await (await answer_later(host))).turn.sampled) == [3, 4]
-
-
-async def test_what_publishes_no_routes_is_asked_for_a_token(words: str) -> None:
-    asked: list[dict[str, Any]] = []
-
-    async with serving(router(says("/v1/completions", lambda _: completion(), asked))) as url:
+    async with serving(there(sglang())) as url:
         async with hosted(url, tokenizer=words) as host:
-            assert isinstance((await asyncio.wait_for(host.service(), 20)).engine, VllmCompletions)
-        assert asked[0]["max_tokens"] == 1
-    about = {"output_token_logprobs": [[-0.5, 1, None]], "finish_reason": {"type": "length"}}
-    async with (
-        serving(router(says("/generate", lambda _: {"meta_info": about}))) as url,
-        hosted(url, tokenizer=words) as host,
-    ):
-        assert isinstance((await asyncio.wait_for(host.service(), 20)).engine, SglangGenerate)
+            with pytest.raises(Misconfigured, match="does not serve" if routed else "so it is not 'vllm'"):
+                await asyncio.wait_for(await answer_later(host), 20)
+        async with hosted(url, tokenizer=words, engine="sglang") as host:
+            assert list((await (await answer_later(host))).turn.sampled) == [1]
+    async with serving(there(vllm())) as url, hosted(url, tokenizer=words) as host:
+        assert list((await (await answer_later(host))).turn.sampled) == [1, 1]
     config = ScriptedConfig()
     async with serve(config) as url, hosted(url, model=config.model) as host:
-        assert isinstance((await asyncio.wait_for(host.service(), 20)).engine, VllmChat)
+        assert (await (await answer_later(host))).turn.sampled
 
 
-async def test_a_backend_of_another_kind_is_refused(words: str) -> None:
+async def test_a_backend_of_another_kind_is_refused() -> None:
+    both = says("/v1/completions", lambda _: completion())
+    both.add_api_route("/v1/chat/completions", lambda: {}, methods=["POST"])
     async with (
         serving(nemo_rl_server([])) as nemo_rl,
-        serving(says("/v1/completions", lambda _: completion())) as vllm,
+        serving(vllm()) as other,
+        serving(both) as real,
+        hosted(nemo_rl, engine="nemo_rl") as host,
     ):
-        async with hosted(nemo_rl) as host:
-            await asyncio.wait_for(host.service(), 20)
-            with pytest.raises(CallerError, match="does not speak 'nemo_rl', as the other backends do"):
-                await host.backends.add(vllm)
-            assert list(host.pool.backends) == ["backend0"]
-        async with hosted(nemo_rl, vllm, tokenizer=words) as host:
-            with pytest.raises(Misconfigured, match=r"policy\.engine: the backends are of different kinds"):
-                await asyncio.wait_for(host.service(), 20)
+        for url in (other, real):
+            with pytest.raises(CallerError, match=r"url: policy\.engine: .*, so it is not 'nemo_rl'"):
+                await host.backends.add(url)
+        assert list(host.pool.backends) == ["backend0"]
 
 
 async def test_a_wrong_name_and_a_wrong_key_are_said_at_the_start(caplog: pytest.LogCaptureFixture) -> None:
     locked = FastAPI()
     locked.add_api_route("/v1/models", lambda: Response("who are you?", status_code=401))
+    locked.add_api_route("/v1/chat/completions", lambda: {}, methods=["POST"])
     async with serve() as scripted, serving(locked) as url, hosted(scripted, url, engine="vllm_chat"):
         async with asyncio.timeout(20):
             while len(caplog.messages) < 2:
@@ -221,8 +210,8 @@ async def test_engines_that_take_tokens_are_told_what_is_left_of_the_context(wor
 async def test_a_refused_sampling_parameter_is_the_requests_fault_and_takes_nothing_down() -> None:
     """NeMo RL's engine asserts its profile (HTTP 500), and has no /health."""
     asked: list[dict[str, Any]] = []
-    async with serving(nemo_rl_server(asked)) as url, hosted(url) as host:
-        service = await asyncio.wait_for(host.service(), 20)
+    async with serving(nemo_rl_server(asked)) as url, hosted(url, engine="nemo_rl") as host:
+        service = await host.service()
         wrong = TurnRequest("wrong", HI, sampling=Sampling(temperature=0.1))
         with pytest.raises(RequestRefused, match="sampling parameters differ from the training profile"):
             await asyncio.wait_for(service.turn(wrong), 20)
@@ -241,7 +230,7 @@ async def test_one_500_is_passed_over() -> None:
 
     app.router.routes.pop()
     app.add_api_route("/v1/chat/completions", now_and_then, methods=["POST"])
-    async with serving(app) as url, hosted(url) as host:
+    async with serving(app) as url, hosted(url, engine="nemo_rl") as host:
         assert list((await asyncio.wait_for(await answer_later(host), 20)).turn.sampled) == [3, 4]
         assert host.pool.backends["backend0"].health is Health.UP
 

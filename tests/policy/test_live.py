@@ -14,6 +14,7 @@ import aiohttp
 import pytest
 from tokenizers import Tokenizer as FastTokenizer
 
+from nemo_gym_prorl.policy.engines.connections import Connections
 from nemo_gym_prorl.policy.engines.engine import Misconfigured
 from nemo_gym_prorl.policy.engines.sampling import Sampling
 from nemo_gym_prorl.policy.engines.vllm_completions import VllmCompletions
@@ -50,9 +51,9 @@ def other_engine(
 class Policy:
     """A policy service and its parts."""
 
-    def __init__(self, session: aiohttp.ClientSession, folder: Path) -> None:
+    def __init__(self, connections: Connections, folder: Path) -> None:
         self.pool = BackendPool(probe_after_s=0.2)
-        self.dispatcher = Dispatcher(self.pool, VllmCompletions(session, MODEL, KEY), tick_s=0.1, report_s=0.5)
+        self.dispatcher = Dispatcher(self.pool, VllmCompletions(connections, MODEL, KEY), tick_s=0.1, report_s=0.5)
         tokenizer = Tokenizer(FastTokenizer.from_file(str(folder / "tokenizer.json")))
         self.family = FAMILIES["thinking"]
         self.metrics = PolicyMetrics(self.pool)
@@ -69,8 +70,8 @@ class Policy:
 
 @pytest.fixture
 async def policy(model_folder: Path) -> AsyncIterator[Policy]:
-    async with aiohttp.ClientSession() as session:
-        policy = Policy(session, model_folder)
+    async with Connections() as connections:
+        policy = Policy(connections, model_folder)
         policy.dispatcher.start()
         yield policy
         await policy.dispatcher.aclose()

@@ -247,7 +247,7 @@ async def test_a_malformed_call_is_flagged_and_answered_like_any_other(http: aio
         return {"choices": [{"message": message, "logprobs": logged, "finish_reason": "tool_calls"}]}
 
     async with serving(app) as engine:
-        model = server(engine, Path(), policy={})
+        model = server(engine, Path(), policy={"engine": "vllm_chat"})
         async with serving(model.setup_webserver()) as address:
             answered = await respond(http, address, [{"role": "user", "content": "?"}])
     (item,) = answered["output"]
@@ -273,7 +273,10 @@ async def test_a_malformed_or_cut_call_is_an_input_of_the_messages_api(
         return {"choices": [{"message": message, "logprobs": logged, "finish_reason": "length"}]}
 
     body: dict = {"model": "m", "max_tokens": 9, "messages": [{"role": "user", "content": "?"}]}
-    async with serving(app) as engine, serving(server(engine, Path(), policy={}).setup_webserver()) as address:
+    async with (
+        serving(app) as engine,
+        serving(server(engine, Path(), policy={"engine": "vllm_chat"}).setup_webserver()) as address,
+    ):
         for expected in ("tool_use", "text"):
             async with http.post(f"{address}/v1/messages", json=body, headers={"X-Rollout-Id": "r"}) as response:
                 said = await response.json()
@@ -405,6 +408,11 @@ async def test_with_a_key_every_route_needs_it(http: aiohttp.ClientSession) -> N
 def test_without_a_key_nobody_else_can_reach_it(model_folder: Path) -> None:
     with pytest.raises(CallerError, match=r"policy\.control_token: the server would listen on 0\.0\.0\.0"):
         server("http://127.0.0.1:1", model_folder, host="0.0.0.0").setup_webserver()
+
+
+def test_workers_of_earlier_versions_are_refused_with_what_to_configure() -> None:
+    with pytest.raises(CallerError, match=r"^num_workers: must be 1: .* the agent's further_model_servers"):
+        server("http://127.0.0.1:1", Path(), num_workers=4).setup_webserver()
 
 
 async def test_backends_are_added_as_the_configuration_allows(http: aiohttp.ClientSession) -> None:

@@ -108,8 +108,12 @@ async def test_waiting_for_the_first_engine_counts_too() -> None:
         await agent.until(lambda: agent.model._host.waits.of("r") is not None)
         await agent.until_waited("r", 0.3)
         # What such a rollout has is known without an engine, and it can be given up.
-        assert (await agent.call("GET", "/v1/rollouts/r/tokens"))[0] == 410
-        assert (await agent.call("DELETE", "/v1/rollouts/r"))[0] == 200
+        status, kept = await agent.call("GET", "/v1/rollouts/r/tokens")
+        assert (status, kept["answers"]) == (200, {})
+        given_up = asyncio.create_task(agent.turn("given up"))
+        await agent.until(lambda: agent.model._host.waits.of("given up") is not None)
+        assert (await agent.call("DELETE", "/v1/rollouts/given up"))[0] == 200
+        assert (await given_up)[0] == 410
         async with serve() as engine:
             assert (await agent.call("POST", "/v1/backends", {"url": engine}))[0] == 201
             assert (await turn)[0] == 200

@@ -265,9 +265,7 @@ def _models(gym: Mapping[str, Any]) -> Iterator[Finding]:
     for name, block in models.items():
         path = f"env.nemo_gym.{name}.{MODEL}.prorl_model"
         if block_at(block, "policy").get("engine") != "nemo_rl":
-            yield Finding(
-                f"{path}.policy.engine", "by asking, NeMo RL's can't be told from others", "Set it to nemo_rl"
-            )
+            yield Finding(f"{path}.policy.engine", "the trainer's engine is NeMo RL's", "Set it to nemo_rl")
         if block.get("return_token_id_information", True) is not True:
             yield Finding(f"{path}.return_token_id_information", "there is nothing to train on", "Set it to true")
 

@@ -1,21 +1,20 @@
 # SPDX-License-Identifier: Apache-2.0
 """What the wire protocols have in common: keys, who is there, load, and whose fault a refusal is.
 
-Another engine may answer at an address that was known. It can only do so over a new connection, so what is at the
-other end of each is asked over that very connection before the first request: how it reads a text, and how long its
-context is. What samples is what was asked.
+Another engine may answer at an address that was known. It can only do so over a new connection, and none is opened for
+a request for samples: what opens it asks who is there, how it reads a text, and how long its context is. What samples
+is what was asked.
 
-A wrong model name, a wrong key, an answer that is not JSON each end in an error that says so.
+A wrong protocol, model name or key, an answer that is not JSON each end in an error that says so.
 """
 
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import re
-from collections.abc import AsyncIterator, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import aiohttp
@@ -23,6 +22,7 @@ import orjson
 
 from nemo_gym_prorl.failures import FailureKind
 from nemo_gym_prorl.policy.engines.addresses import bearer, origin_of, root_of
+from nemo_gym_prorl.policy.engines.connections import Connections, Dropped, NotOpen, post
 from nemo_gym_prorl.policy.engines.engine import (
     BackendErred,
     BackendFailed,
@@ -31,7 +31,6 @@ from nemo_gym_prorl.policy.engines.engine import (
     Misconfigured,
     RequestRefused,
 )
-from nemo_gym_prorl.policy.engines.keep_alive import Dropped, KeepAlive, Line, Unreachable
 from nemo_gym_prorl.policy.engines.sampling import Sampling
 from nemo_gym_prorl.policy.generation import Generation, checked
 from nemo_gym_prorl.policy.tokens.prompt import json_of_ids
@@ -54,31 +53,45 @@ _CACHE_CONFIG = re.compile(
 )
 
 
+_CHAT, _COMPLETIONS = "/v1/chat/completions", "/v1/completions"
+
+
 @dataclass(frozen=True, slots=True)
-class Met:
-    """What an engine says of itself, over a connection to it.
+class Asked:
+    """How one request for samples is sent.
 
     Attributes:
-        context: how many tokens prompt and answer may have, if it says so.
+        url: of the backend.
+        session: over whose connections.
+        context: how many tokens prompt and answer may have, if the engine says so.
+        opens: whether a connection may be opened for it.
     """
 
+    url: str
+    session: aiohttp.ClientSession
     context: int | None
+    opens: bool = False
 
 
 class HttpEngine:
     """What the protocols have in common.
 
     Args:
-        session: asks for all but samples; its owner closes it.
+        connections: to all engines; their owner closes them.
         model: model name as the backend serves it.
         api_key: sent to every backend as a bearer token; empty for none.
         headers: further headers for every backend.
         by_origin: headers for the backends of one origin (see :func:`origin_of`) only.
-        connections: asks for samples; its owner closes it. By default one of its own.
-        connect_timeout_s: how long a connection may take; sampling itself is not limited here.
+        named: whether the configuration says that this protocol is the engines', rather than leaving it open.
     """
 
+    name: str
+    """In a configuration."""
     takes_tokens = True
+    _route: str
+    """Where it is asked for samples."""
+    _foreign: str | None = None
+    """A route that only engines of other protocols have."""
     _load_names: tuple[str, str, str] = (
         "vllm:num_requests_running",
         "vllm:num_requests_waiting",
@@ -89,21 +102,21 @@ class HttpEngine:
 
     def __init__(
         self,
-        session: aiohttp.ClientSession,
+        connections: Connections,
         model: str,
         api_key: str = "",
         headers: Mapping[str, str] | None = None,
         *,
         by_origin: Mapping[str, Mapping[str, str]] | None = None,
-        connections: KeepAlive | None = None,
-        connect_timeout_s: float = 5.0,
+        named: bool = True,
     ) -> None:
-        self._session = session
-        self._connections = connections or KeepAlive(connect_timeout_s)
+        self._connections = connections
+        self._named = named
         self.model = model
         self._headers = dict(headers or {}) | bearer(api_key)
         self._by_origin = by_origin if by_origin is not None else {}
-        self._brief = aiohttp.ClientTimeout(total=connect_timeout_s)
+        self._contexts: dict[str, int | None] = {}
+        """Of the engines that were met: how many tokens prompt and answer may have, if they say so."""
         self._text = _TEXT
         self._ids: list[int] | None = None
         self._accepted: dict[str, Sampling] = {}
@@ -118,11 +131,11 @@ class HttpEngine:
             RequestRefused: no backend would.
         """
         try:
-            generation = checked(await self._over_a_line(url, prompt, conversation, sampling))
+            generation = checked(await self._known(url, prompt, conversation, sampling))
         except BackendFailed:
-            self._connections.leave(url)  # a router's outlive the engines behind it
+            self._contexts.pop(url, None)  # a router's connections outlive the engines behind it
             raise
-        except (TimeoutError, ConnectionError) as error:
+        except (TimeoutError, OSError, aiohttp.ClientError) as error:
             raise _no_answer(url, error) from error
         except (AttributeError, LookupError, TypeError, ValueError) as error:
             raise Misconfigured(
@@ -131,24 +144,36 @@ class HttpEngine:
         self._accepted[url] = Sampling(max_tokens=1, temperature=sampling.temperature, top_p=sampling.top_p)
         return generation
 
-    async def _over_a_line(
+    async def _known(
         self, url: str, prompt: Sequence[int], conversation: ChatPrompt, sampling: Sampling
     ) -> Generation:
-        """Engines close a connection that was idle for some seconds (vLLM: 5), perhaps just as it is used again. That
-        says nothing about their health, and sampling may be asked for twice: so an answer that never began is asked
-        for once more. An engine that died refuses the new connection; one that took its place is met there.
+        """Samples of an engine that was met over the same connection.
+
+        One that was closed as it was used again is no failure: it is asked once more, over a new one. An engine that
+        died refuses that; one that took its place is met there, and one that answers once over each is believed.
         """
+        kept = self._connections.kept
         try:
-            async with self._line(url) as line:
-                return await self._generate(line, url, prompt, conversation, sampling)
+            if url in self._contexts:
+                try:
+                    return await self._generate(Asked(url, kept, self._contexts[url]), prompt, conversation, sampling)
+                except NotOpen:
+                    pass
+            return await self._generate(await self._meet(url, kept), prompt, conversation, sampling)
+        except NotOpen:
+            pass  # others were quicker, or it answers once over each
         except Dropped as dropped:
             if dropped.begun:
                 raise
-        async with self._line(url, fresh=True) as line:
-            return await self._generate(line, url, prompt, conversation, sampling)
+        async with self._connections.single() as session:
+            asked = await self._meet(url, session)
+            try:
+                return await self._generate(asked, prompt, conversation, sampling)
+            except NotOpen:
+                return await self._generate(replace(asked, opens=True), prompt, conversation, sampling)
 
     async def _generate(
-        self, line: Line, url: str, prompt: Sequence[int], conversation: ChatPrompt, sampling: Sampling
+        self, asked: Asked, prompt: Sequence[int], conversation: ChatPrompt, sampling: Sampling
     ) -> Generation:
         raise NotImplementedError
 
@@ -156,31 +181,58 @@ class HttpEngine:
         """How engines must read a text; by default as the first one that is met reads some other."""
         self._text, self._ids = text, list(ids)
 
-    @contextlib.asynccontextmanager
-    async def _line(self, url: str, *, fresh: bool = False) -> AsyncIterator[Line]:
-        """A connection to an engine that is known over it.
+    async def _meet(self, url: str, session: aiohttp.ClientSession) -> Asked:
+        """Ask who is there.
 
         Raises:
-            BackendFailed: it does not say who it is.
-            Misconfigured: its tokenizer is another one, or its key.
+            BackendFailed: it does not say.
+            Misconfigured: it speaks another protocol, its tokenizer is another one, or its key.
         """
-        line = await self._connections.take(url, fresh=fresh)
-        try:
-            if line.met is None:
-                met = Met(await self._context(line, url))
-                if not line.usable():  # of an engine that answers once over each
-                    line = await self._connections.take(url, fresh=True)
-                line.met = met
-            yield line
-        finally:
-            self._connections.keep(url, line)
+        if url not in self._contexts:
+            await self.check_protocol(url)
+        self._contexts[url] = context = await self._context(url, session)
+        return Asked(url, session, context)
 
-    async def _context(self, line: Line, url: str) -> int | None:
+    async def check_protocol(self, url: str) -> None:
+        """Refuse an engine whose routes are not this protocol's. One that publishes none is found out by its answers.
+        Where no protocol was named, chat completions alone are not taken for vLLM's: NeMo RL's engine has those, and
+        its prompts must be told where to start.
+
+        Raises:
+            Misconfigured: names the setting.
+            BackendFailed: no answer.
+        """
+        needed = [self._route] if self._named or self.takes_tokens else [_CHAT, _COMPLETIONS]
+        try:
+            routes = await self._routes(url, needed)
+        except (aiohttp.ClientError, TimeoutError, OSError) as error:
+            raise _no_answer(url, error) from error
+        missing = [f"has no {route}" for route in needed if route not in routes]
+        missing += [f"has {self._foreign}"] if self._foreign in routes else []
+        if missing:
+            raise Misconfigured(f"{url} {missing[0]}, so it is not {self.name!r}", field="policy.engine")
+
+    async def _routes(self, url: str, needed: Sequence[str]) -> Collection[str]:
+        """Those that a server publishes; else those that are needed, less one that it does not know when asked."""
+        async with self._get(f"{root_of(url)}/openapi.json") as response:
+            if response.status in (502, 503, 504):
+                raise BackendFailed(f"{url} answered {response.status}")
+            try:
+                return list((await response.json(content_type=None))["paths"])
+            except (KeyError, TypeError, ValueError):
+                pass
+        if len(needed) == 1:
+            return needed
+        ask = self._connections.control.post
+        async with ask(f"{root_of(url)}{_COMPLETIONS}", json={}, headers=self._headers_for(url)) as response:
+            return needed if response.status not in (404, 405, 501) else [_CHAT]
+
+    async def _context(self, url: str, session: aiohttp.ClientSession) -> int | None:
         """How long the engine's context is, which reads texts as it must."""
         body = orjson.dumps({"model": self.model, "prompt": self._text, "add_special_tokens": False})
         there = f"{root_of(url)}/tokenize"
         async with asyncio.timeout(_MEETING_S):
-            status, raw = await self._connections.post(line, there, self._headers_for(there), [body])
+            status, raw = await post(session, there, self._headers_for(there), [body])
         if status >= 500 and status != 501:
             raise BackendFailed(f"{url} answered {status}: {_said(raw)}")
         said = _fields(raw) if status == 200 else {}
@@ -207,7 +259,7 @@ class HttpEngine:
             return False
         return True
 
-    def room(self, line: Line, url: str, prompt: int, asked: int | None) -> int:
+    def room(self, asked: Asked, prompt: int, wanted: int | None) -> int:
         """How many tokens may be sampled after so many: what was asked for, and at most what is left of the context.
 
         An engine that is not told stops after a number of its own (vLLM: 16), and one that is told too many refuses.
@@ -215,17 +267,16 @@ class HttpEngine:
         Raises:
             Misconfigured: nobody says.
         """
-        assert isinstance(line.met, Met)
-        if line.met.context is None:
-            line.met = None  # it may say so by the next turn
-            if asked is None:
+        if asked.context is None:
+            self._contexts.pop(asked.url, None)  # it may say so by the next turn
+            if wanted is None:
                 raise Misconfigured(
-                    f"{url} does not say how long its context is (max_model_len in /v1/models): rows need it",
+                    f"{asked.url} does not say how long its context is (max_model_len in /v1/models): rows need it",
                     field="max_output_tokens",
                 )
-            return asked
-        left = line.met.context - prompt - self._kept_free
-        return left if asked is None else min(asked, left)
+            return wanted
+        left = asked.context - prompt - self._kept_free
+        return left if wanted is None else min(wanted, left)
 
     async def models(self, url: str) -> list[dict[str, Any]]:
         """What the backend says of its models; nothing if it has no ``/v1/models``.
@@ -251,7 +302,7 @@ class HttpEngine:
 
     async def _post(
         self,
-        line: Line,
+        asked: Asked,
         url: str,
         body: Mapping[str, Any],
         ids: tuple[str, Sequence[int]] | None = None,
@@ -261,14 +312,15 @@ class HttpEngine:
         """The JSON answer; ``None`` if the prompt does not fit into the engine's context.
 
         Args:
-            line: the connection.
+            asked: of whom, and over which connections.
             url: the route.
             body: the request.
             ids: a field more of it, with the ids of the prompt.
             echoed: where the answer repeats them to the letter they are left out of it.
 
         Raises:
-            TimeoutError, ConnectionError: no answer.
+            NotOpen: the connection over which it was asked who it is is gone.
+            TimeoutError, aiohttp.ClientError, Dropped: no answer.
             BackendFailed: a server error.
             Misconfigured: not what this protocol, model name and key expect.
             RequestRefused: the engine refuses the request, or no JSON can carry it.
@@ -281,7 +333,8 @@ class HttpEngine:
         if ids is not None:
             parts = [b'{"%b":' % ids[0].encode(), *prompt, b"," + parts[0][1:]]
         echo = prompt if echoed else ()
-        status, raw = await self._connections.post(line, url, self._headers_for(url), parts, echo=echo)
+        headers = self._headers_for(url)
+        status, raw = await post(asked.session, url, headers, parts, echo=echo, opens=asked.opens)
         if status == 200:
             try:
                 answer = orjson.loads(raw)
@@ -309,7 +362,7 @@ class HttpEngine:
         raise BackendFailed(f"{url} answered {status}: {said}")
 
     def _get(self, url: str) -> AbstractAsyncContextManager[aiohttp.ClientResponse]:
-        return self._session.get(url, headers=self._headers_for(url), timeout=self._brief, allow_redirects=False)
+        return self._connections.control.get(url, headers=self._headers_for(url), allow_redirects=False)
 
     def _headers_for(self, url: str) -> dict[str, str]:
         return self._headers | dict(self._by_origin.get(origin_of(url), {}))
@@ -346,7 +399,7 @@ class HttpEngine:
 def _no_answer(url: str, error: Exception) -> BackendFailed:
     if isinstance(error, TimeoutError):
         return BackendFailed(f"{url}: no connection in time", kind=FailureKind.TRANSPORT_TIMEOUT)
-    if isinstance(error, aiohttp.ClientConnectorError | Unreachable):
+    if isinstance(error, aiohttp.ClientConnectorError):
         return BackendFailed(f"{url}: {error}", kind=FailureKind.TRANSPORT_UNREACHABLE)
     return BackendFailed(f"{url}: {error!r}", kind=FailureKind.TRANSPORT_PEER_DROP)
 

@@ -20,6 +20,9 @@ class NemoRl(VllmChat):
     ``top_p`` spelled out.
     """
 
+    name = "nemo_rl"
+    _foreign = "/v1/completions"
+
     def _body(self, conversation: ChatPrompt, sampling: Sampling) -> dict[str, Any]:
         body = super()._body(conversation, sampling)
         body["return_tokens_as_token_ids"] = True

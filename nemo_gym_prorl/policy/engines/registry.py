@@ -10,9 +10,6 @@ from nemo_gym_prorl.policy.engines.vllm_completions import VllmCompletions
 
 
 ENGINES: dict[str, type[VllmCompletions] | type[VllmChat] | type[NemoRl] | type[SglangGenerate]] = {
-    "vllm": VllmCompletions,
-    "vllm_chat": VllmChat,
-    "nemo_rl": NemoRl,
-    "sglang": SglangGenerate,
+    engine.name: engine for engine in (VllmCompletions, VllmChat, NemoRl, SglangGenerate)
 }
 """Protocols by the name that a configuration gives them."""

@@ -13,8 +13,7 @@ from typing import Any
 from nemo_gym_prorl.policy.engines.addresses import root_of
 from nemo_gym_prorl.policy.engines.answers import finish, required
 from nemo_gym_prorl.policy.engines.engine import ChatPrompt
-from nemo_gym_prorl.policy.engines.http_engine import HttpEngine, metric
-from nemo_gym_prorl.policy.engines.keep_alive import Line
+from nemo_gym_prorl.policy.engines.http_engine import Asked, HttpEngine, metric
 from nemo_gym_prorl.policy.engines.sampling import Sampling
 from nemo_gym_prorl.policy.generation import Finish, Generation
 
@@ -33,13 +32,15 @@ def _parameters(extra: Mapping[str, Any]) -> dict[str, Any]:
 class SglangGenerate(HttpEngine):
     """SGLang, tokens in and tokens out, over ``POST /generate``."""
 
+    name = "sglang"
+    _route = "/generate"
     _load_names = ("sglang:num_running_reqs", "sglang:num_queue_reqs", "sglang:token_usage")
     _kept_free = 1
 
     async def _generate(
-        self, line: Line, url: str, prompt: Sequence[int], conversation: ChatPrompt, sampling: Sampling
+        self, asked: Asked, prompt: Sequence[int], conversation: ChatPrompt, sampling: Sampling
     ) -> Generation:
-        room = self.room(line, url, len(prompt), sampling.max_tokens)
+        room = self.room(asked, len(prompt), sampling.max_tokens)
         if room < 1:
             return Generation((), (), Finish.CONTEXT)
         parameters = {
@@ -55,13 +56,15 @@ class SglangGenerate(HttpEngine):
             "sampling_params": parameters,
             "return_logprob": True,
         }
-        answer = await self._post(line, f"{root_of(url)}/generate", body, ("input_ids", prompt))
+        answer = await self._post(asked, f"{root_of(asked.url)}{self._route}", body, ("input_ids", prompt))
         if answer is None:
             return Generation((), (), Finish.CONTEXT)
-        about = required(answer, "meta_info", url)
-        pairs = required(about, "output_token_logprobs", url)
+        about = required(answer, "meta_info", asked.url)
+        pairs = required(about, "output_token_logprobs", asked.url)
         ids, log_probs = [pair[1] for pair in pairs], [pair[0] for pair in pairs]
-        return Generation(ids, log_probs, finish(about["finish_reason"]["type"], url), about.get("cached_tokens"))
+        return Generation(
+            ids, log_probs, finish(about["finish_reason"]["type"], asked.url), about.get("cached_tokens")
+        )
 
     def _capacity(self, metrics: str) -> int | None:
         tokens = metric(metrics, "sglang:max_total_num_tokens")

@@ -9,8 +9,7 @@ from typing import Any
 from nemo_gym_prorl.policy.engines.addresses import root_of
 from nemo_gym_prorl.policy.engines.answers import cached_tokens, finish, only_choice, required
 from nemo_gym_prorl.policy.engines.engine import ChatPrompt, Misconfigured
-from nemo_gym_prorl.policy.engines.http_engine import HttpEngine
-from nemo_gym_prorl.policy.engines.keep_alive import Line
+from nemo_gym_prorl.policy.engines.http_engine import Asked, HttpEngine
 from nemo_gym_prorl.policy.engines.sampling import Sampling
 from nemo_gym_prorl.policy.generation import Finish, Generation
 
@@ -22,7 +21,9 @@ class VllmChat(HttpEngine):
     the request has no ``max_tokens``, chat completions sample into what is left of the context.
     """
 
+    name = "vllm_chat"
     takes_tokens = False
+    _route = "/v1/chat/completions"
 
     def _body(self, conversation: ChatPrompt, sampling: Sampling) -> dict[str, Any]:
         body: dict[str, Any] = {
@@ -44,30 +45,30 @@ class VllmChat(HttpEngine):
         return body
 
     async def _generate(
-        self, line: Line, url: str, prompt: Sequence[int], conversation: ChatPrompt, sampling: Sampling
+        self, asked: Asked, prompt: Sequence[int], conversation: ChatPrompt, sampling: Sampling
     ) -> Generation:
-        answer = await self._post(line, f"{root_of(url)}/v1/chat/completions", self._body(conversation, sampling))
+        answer = await self._post(asked, f"{root_of(asked.url)}{self._route}", self._body(conversation, sampling))
         if answer is None:
             return Generation((), (), Finish.CONTEXT)
-        choice = only_choice(answer, url)
-        message = required(choice, "message", url)
+        choice = only_choice(answer, asked.url)
+        message = required(choice, "message", asked.url)
         prompt_ids = message.get("prompt_token_ids") or answer.get("prompt_token_ids")
         ids = message.get("generation_token_ids", choice.get("token_ids"))
         log_probs = message.get("generation_log_probs")
         if log_probs is None:
-            content = required(choice.get("logprobs") or {}, "content", url)
+            content = required(choice.get("logprobs") or {}, "content", asked.url)
             log_probs = [token["logprob"] for token in content]
             if ids is None and all(token["token"].startswith("token_id:") for token in content):
                 ids = [int(token["token"].removeprefix("token_id:")) for token in content]
         if prompt_ids is None or ids is None:
             raise Misconfigured(
-                f"{url} returned no token ids: it must understand return_token_ids (vLLM 0.10.2 or later)",
+                f"{asked.url} returned no token ids: it must understand return_token_ids (vLLM 0.10.2 or later)",
                 field="policy_base_url",
             )
         return Generation(
             ids,
             log_probs,
-            finish(choice.get("finish_reason"), url),
+            finish(choice.get("finish_reason"), asked.url),
             cached_tokens(answer),
             prompt_ids=prompt_ids,
             message=message,

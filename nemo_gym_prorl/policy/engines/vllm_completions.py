@@ -12,8 +12,7 @@ from dataclasses import replace
 from nemo_gym_prorl.policy.engines.addresses import root_of
 from nemo_gym_prorl.policy.engines.answers import cached_tokens, finish, only_choice, required
 from nemo_gym_prorl.policy.engines.engine import ChatPrompt, Misconfigured
-from nemo_gym_prorl.policy.engines.http_engine import HttpEngine
-from nemo_gym_prorl.policy.engines.keep_alive import Line
+from nemo_gym_prorl.policy.engines.http_engine import Asked, HttpEngine
 from nemo_gym_prorl.policy.engines.sampling import Sampling
 from nemo_gym_prorl.policy.generation import Finish, Generation
 
@@ -21,10 +20,13 @@ from nemo_gym_prorl.policy.generation import Finish, Generation
 class VllmCompletions(HttpEngine):
     """Stock vLLM, tokens in and tokens out, over ``POST /v1/completions``."""
 
+    name = "vllm"
+    _route = "/v1/completions"
+
     async def _generate(
-        self, line: Line, url: str, prompt: Sequence[int], conversation: ChatPrompt, sampling: Sampling
+        self, asked: Asked, prompt: Sequence[int], conversation: ChatPrompt, sampling: Sampling
     ) -> Generation:
-        room = self.room(line, url, len(prompt), sampling.max_tokens)
+        room = self.room(asked, len(prompt), sampling.max_tokens)
         if room < 1:
             return Generation((), (), Finish.CONTEXT)
         body = {
@@ -34,13 +36,13 @@ class VllmCompletions(HttpEngine):
             "skip_special_tokens": False,
             **replace(sampling, max_tokens=room).as_openai(),
         }
-        answer = await self._post(line, f"{root_of(url)}/v1/completions", body, ("prompt", prompt), echoed=True)
+        answer = await self._post(asked, f"{root_of(asked.url)}{self._route}", body, ("prompt", prompt), echoed=True)
         if answer is None:
             return Generation((), (), Finish.CONTEXT)
-        choice = only_choice(answer, url)
-        sampled = required(choice, "token_ids", url)
+        choice = only_choice(answer, asked.url)
+        sampled = required(choice, "token_ids", asked.url)
         echoed = choice.get("prompt_token_ids")
         if echoed and list(echoed) != list(prompt):
-            raise Misconfigured(f"{url} sampled after other tokens than it was given", field="tokenizer")
-        log_probs = required(choice.get("logprobs") or {}, "token_logprobs", url)
-        return Generation(sampled, log_probs, finish(choice.get("finish_reason"), url), cached_tokens(answer))
+            raise Misconfigured(f"{asked.url} sampled after other tokens than it was given", field="tokenizer")
+        log_probs = required(choice.get("logprobs") or {}, "token_logprobs", asked.url)
+        return Generation(sampled, log_probs, finish(choice.get("finish_reason"), asked.url), cached_tokens(answer))

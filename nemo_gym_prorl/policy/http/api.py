@@ -170,7 +170,7 @@ def add_control_routes(app: FastAPI, host: PolicyHost) -> None:
     @router.get("/metrics", response_class=PlainTextResponse, responses=problems())
     async def metrics() -> Response:
         """Prometheus metrics."""
-        return PlainTextResponse(await host.backends.exposition(), media_type="text/plain; version=0.0.4")
+        return PlainTextResponse(host.metrics.exposition(), media_type="text/plain; version=0.0.4")
 
     app.include_router(router)
     add_problem_handlers(app)

@@ -79,6 +79,7 @@ def test_impossible_settings_name_the_field(settings: dict[str, Any], field: str
         ({"num_workers": 2}, DEPLOYMENT, "num_workers"),
         ({"handler": "nope"}, DEPLOYMENT, "handler"),
         ({}, {"environment": DEPLOYMENT["environment"]}, "model_server"),
+        ({"further_model_servers": ["nobody"]}, DEPLOYMENT, "further_model_servers.0"),
     ],
 )
 def test_a_deployment_that_cannot_work_is_refused_at_start(

@@ -1,0 +1,51 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Backends of several runs: what is asked of one run, and where its turns go."""
+
+from __future__ import annotations
+
+import asyncio
+
+import pytest
+
+from nemo_gym_prorl.policy.backends import AlreadyThere, Backends
+from nemo_gym_prorl.policy.config import PolicyConfig
+from nemo_gym_prorl.policy.engines.engine import BackendFailed
+from nemo_gym_prorl.policy.pool.backend import Backend
+
+
+async def url_of(backend: Backend) -> str:
+    return backend.url
+
+
+async def test_a_turn_runs_at_its_rollouts_run_only() -> None:
+    backends = Backends(PolicyConfig(base_url=[], model="m", engine="vllm_chat", unreachable_s=1.0))
+    await backends.start()
+    dispatcher = backends.dispatcher
+    assert dispatcher is not None
+    try:
+        for run in ("x", "y"):
+            await backends.add(f"http://127.0.0.1:1/{run}", run=run, weight_version="1")
+        with pytest.raises(AlreadyThere, match="of run 'x'"):
+            await backends.add("http://127.0.0.1:1/x/v1", run="y")
+        await backends.label("2", run="y")
+        for number in range(6):
+            run = "xy"[number % 2]
+            placed = await dispatcher.run(f"r{number}", None, url_of, run=run)
+            assert placed.result.endswith(f"/{run}")
+            assert placed.weight_version == {"x": "1", "y": "2"}[run]
+        assert await backends.pause(run="x") == {"drained": True}
+        paused = asyncio.ensure_future(dispatcher.run("r0", None, url_of, run="x"))
+        assert (await dispatcher.run("r1", None, url_of, run="y")).result.endswith("/y")
+        assert not paused.done()
+        await backends.resume(run="x", weight_version="3")
+        assert (await paused).weight_version == "3"
+        await backends.clear(run="x")
+        assert [backend["run"] for backend in (await backends.listing())["backends"]] == ["y"]
+        waits = asyncio.ensure_future(dispatcher.run("r0", None, url_of, run="x"))
+        await asyncio.sleep(0.2)
+        assert (await backends.listing(run="x"))["waiting"] == 1
+        with pytest.raises(BackendFailed, match=r"no backend of run 'x' served for 1 s \(there is none\)"):
+            await waits
+        assert (await backends.listing())["waiting"] == 0
+    finally:
+        await backends.aclose()
