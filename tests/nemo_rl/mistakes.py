@@ -88,7 +88,7 @@ MISTAKES = [
     one("policy.megatron_cfg.tensor_model_parallel_size", 3, "can't be divided by"),
     one("policy.generation.colocated.resources.num_nodes", 4, "0 for training"),
     one("policy.generation.vllm_cfg.tensor_parallel_size", 3, "can't be divided by 3"),
-    one("policy.train_global_batch_size", 64, "2 mini-batches", variant="synchronous"),
+    one("policy.train_global_batch_size", 96, "mini-batches (prorl.mini_batches) of 96", variant="synchronous"),
     one("prorl.mini_batches", 3, "can't be divided into 3"),
     # Checkpoints
     one("checkpointing.save_period", 0, "divide by it"),
