@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from nemo_gym_prorl.rollout.masks import is_masked, masked
+from nemo_gym_prorl.rollout.masks import is_masked, masked, unmasked
 from tests.handlers.peers import ROW, Environment, deployment
 
 
@@ -30,6 +30,9 @@ def test_a_row_that_was_masked_is_masked_and_keeps_all_else(row: dict[str, Any])
     assert once.get("reward") == row.get("reward")
     if isinstance(row.get("instance_config"), dict):
         assert once["instance_config"].get("image") == row["instance_config"].get("image")
+    bare = unmasked(once)
+    assert not is_masked(bare)
+    assert masked(bare) == once
     assert is_masked({"mask_sample": row.get("mask_sample")}) == bool(row.get("mask_sample"))
 
 
