@@ -90,6 +90,15 @@ _OF_BASE = re.compile(
     r"(?<=[\dA-F])\s*(?:_\s*\{\s*\\text\s*\{\s*base\s*(\w+)\s*\}\s*\}|\\text\s*\{\s*\(?\s*(?:in\s+)?base\s*[\s}]\s*(\w+)\s*\)?\s*\}?)$"
 )
 _IN_BRACKETS = re.compile(r"\(\s*(\d[0-9A-F]*)\s*\)\s*_")
+_FACTOR = re.compile(r"(?<![\d.,/^_}])(\d+)/(\d+)(?=\s+[a-zA-Z\\(])")
+"""``1/2 mv^2``, which the parser takes for one over all that follows."""
+
+_FUNCTION = re.compile(
+    r"\\(?:text[a-z]*|math[a-z]+|mbox|operatorname)\*?\s*\{[^{}]*\}"
+    r"|(?<![\\a-zA-Z])((?:arc)?(?:sin|cos|tan)|(?:sin|cos|tan)h|cot|csc|ln|log|exp)(?![a-zA-Z])"
+)
+"""Spelled without a backslash; ``sec`` is a unit."""
+
 _PERCENT = re.compile(
     r"(?i)\\(?:text[a-z]*|mathrm|mbox)\s*\{\s*(?:\\?%|percent(?:age)?|per cent|pct)\.?\s*\}"
     r"|(?<=[\d\s}$])(?:percent(?:age)?|per\s+cent|pct)(?![a-z])"
@@ -162,6 +171,8 @@ def tidy(answer: str) -> str:
     text = re.sub(r"\\(?:mathrm|textrm|rm)\s*\{([ei])\}", r" \1", text)
     text = _GROUPED.sub(lambda found: found[1] + re.sub(r"\D", "", found[2]), text)
     text = _MIXED.sub(r"\1\\frac{\2}{\3}", text)
+    text = _FACTOR.sub(r"\\frac{\1}{\2}", text)
+    text = _FUNCTION.sub(lambda found: rf"\{found[1]} " if found[1] else found[0], text)
     text = _REPEATING.sub(_fraction, text)
     if number := _SCIENTIFIC.fullmatch(text):
         text = rf"{number[1]} \times 10^{{{number[2]}}}"

@@ -32,7 +32,15 @@ from math_verify.parser import get_last_eq, should_treat_as_complex
 
 from nemo_gym_prorl.tasks.math import real_sets, shapes
 from nemo_gym_prorl.tasks.math.answers import canonical, combinations, restates, side_by_side, tidy
-from nemo_gym_prorl.tasks.math.measures import Measure, another_unit, in_cents, measure_of, other_words, stray_words
+from nemo_gym_prorl.tasks.math.measures import (
+    Measure,
+    another_time,
+    another_unit,
+    in_cents,
+    measure_of,
+    other_words,
+    stray_words,
+)
 from nemo_gym_prorl.tasks.math.notation import another_order, symbols
 from nemo_gym_prorl.tasks.math.shapes import CLOSED, LIST, MATRIX, SET, TUPLE, VECTOR, Shape
 from nemo_gym_prorl.tasks.math.unfinished import computing, in_final_form, leaves, unfinished
@@ -271,6 +279,10 @@ def _valued(gold_text: str, text: str, question: str) -> Judged:
     for value in (said.value, wanted.value):
         if stray := stray_words(gold_text, value):
             return Verdict.UNREADABLE, f"{stray!r} stands beside the value"
+    if another_time(wanted.value, said.value, question):
+        return Verdict.WRONG, "another time"
+    if (inner := shapes.in_square(text)) and not shapes.in_square(gold_text) and _number(inner) is not None:
+        return _other_kind()
     if another_order(wanted.value, said.value):
         return Verdict.WRONG, "another product: of vectors and operators the order matters"
     if trouble := another_base(wanted.value, said.value, question):

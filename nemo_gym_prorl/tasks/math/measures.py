@@ -15,6 +15,7 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
+from math import gcd
 
 from nemo_gym_prorl.tasks.math.notation import symbols
 from nemo_gym_prorl.tasks.math.unit_words import ALIASES, CURRENCY, FILLING, PER_HOUR, SCALES, UNITS, is_unit, singular
@@ -62,6 +63,7 @@ _QUALIFYING = re.compile(
 )
 _WORDY = re.compile(rf"{_COMMAND}\s*\{{([^{{}}\\$]*)\}}")
 _TEXT = re.compile(rf"{_COMMAND}\s*\{{([^{{}}]*)")
+_CLOCK = re.compile(r"\s*(\d{1,2})\s*:\s*([0-5]\d)\s*")
 _LONG_WORD = re.compile(rf"(?<![\\a-zA-Z_^{{])(?!(?:{_FUNCTIONS})(?![a-zA-Z]))[a-z]{{3,}}(?![a-zA-Z])")
 
 
@@ -112,6 +114,14 @@ def in_cents(expected: Measure, said: Measure) -> tuple[Measure, Measure]:
         for one in (expected, said)
     )
     return one, other
+
+
+def another_time(expected: str, said: str, question: str) -> bool:
+    """Whether a time of day is expected, and not said. Who expects a ratio expects it in lowest terms."""
+    wanted, given = _CLOCK.fullmatch(expected), _CLOCK.fullmatch(said)
+    if wanted is None or gcd(int(wanted[1]), int(wanted[2])) == 1 or "ratio" in question.lower():
+        return False
+    return given is None or [int(part) for part in wanted.groups()] != [int(part) for part in given.groups()]
 
 
 def another_unit(expected: Measure, said: Measure) -> bool:

@@ -133,6 +133,12 @@ def shape_of(text: str) -> Shape | None:
     return Shape(brackets, members)
 
 
+def in_square(text: str) -> str | None:
+    """What stands in square brackets around a whole text."""
+    around = _pair(text.strip())
+    return around[1] if around is not None and around[0] == CLOSED else None
+
+
 def chained(text: str) -> Shape | None:
     """``x = y = 1`` as ``x = 1, y = 1``."""
     *names, value = (part.strip() for part in text.split("="))

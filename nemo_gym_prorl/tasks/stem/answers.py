@@ -26,7 +26,12 @@ _BOX = re.compile(r"\\(?:boxed|fbox)\s*\{")
 _BRACES = re.compile(r"\\(?:boxed|fbox)\s*\{|(?<!\\)[{}]")
 _LINE = re.compile(r"(?:final\s+)?answer(?:\s+is)?\s*[:=]\s*(\S.*)", re.IGNORECASE)
 _EMPHASIS = re.compile(r"\*\*|__(?=\W|$)|`")
-_SYMBOLS = re.compile(r"[0-9=<>^\\]")
+_SYMBOLS = re.compile(r"[0-9=<>^\\]|(?<![^\W_])[^\W\d_]!")
+_INDEX = re.compile(r"_(?:\{([0-9]+)\}|(?=[0-9]))")
+_SHORT_WORDS = frozenset(
+    ("yes", "no", "not", "and", "or", "the", "of", "is", "it", "all", "one", "two", "six", "ten", "odd")
+)
+"""Such that nobody takes for symbols, but for ``NO`` or ``OR``."""
 _WORD = re.compile(r"[^\W_]+|[^\w\s.,;:!?'\"()\[\]-]|(?<![^\W_])-|-(?![^\W_])")
 _SUPERSCRIPTS = dict(zip("⁰¹²³⁴⁵⁶⁷⁸⁹⁻⁺ⁿ", "0123456789-+n", strict=True))
 _SUPERSCRIPT_RUN = re.compile(f"[{''.join(_SUPERSCRIPTS)}]+")
@@ -91,12 +96,17 @@ def words(text: str) -> str:
     """Text in the form in which it is compared: without punctuation, and in lower case where that means nothing.
 
     Signs stay, and so does the case of short words: ``Cl-`` is not ``Cl``, nor ``CO`` cobalt. With digits in it text
-    is compared as it stands, but for spaces: 5 mW are not 5 MW.
+    is compared as it stands, but for spaces and how an index is set: 5 mW are not 5 MW, but H_2O is H2O.
     """
     text = plain(text)
     if _SYMBOLS.search(text):
-        return "".join(text.split())
-    return " ".join(word.casefold() if len(word) > LONGEST_SYMBOL else word for word in _WORD.findall(text))
+        return _INDEX.sub(r"\1", "".join(text.split()))
+    return " ".join(word.casefold() if _is_plain(word) else word for word in _WORD.findall(text))
+
+
+def _is_plain(word: str) -> bool:
+    """Whether its case means nothing."""
+    return len(word) > LONGEST_SYMBOL or (word.casefold() in _SHORT_WORDS and not word.isupper())
 
 
 def _undelimited(text: str) -> str:

@@ -32,7 +32,7 @@ You answer questions of science. The tool `search` finds passages in a library o
 persistent Python for computing. Give the final answer, and nothing but the answer, in \\boxed{}: of a multiple \
 choice the letter, of a quantity the number with its unit."""
 
-_MATHEMATICS = re.compile(r"[\\^_=+*/<>]|(?<![A-Za-z])[a-zA-Z]\s*\(")
+_MATHEMATICS = re.compile(r"[\\^_=+*/<>]|(?<![A-Za-z])(?:[a-zA-Z]\s*[(!]|(?:sin|cos|tan|ln|log|exp|sqrt)(?![A-Za-z]))")
 _COMMAND = re.compile(r"\\[A-Za-z]+|\\.")
 _PROSE = re.compile(r"[^\W\d_]{4,}")
 

@@ -212,8 +212,10 @@ def _compare(expected: Quantity, said: Quantity, tolerance: float) -> Comparison
     if not expected.unit or not said.unit:
         agree = _numbers(expected, said.value, tolerance, rounding=_rounding(said)) is Comparison.SAME
         return Comparison.UNIT_MISSING if agree else Comparison.DIFFERENT
+    # To pint it is one of another system of units.
+    systems = ("Gaussian",) if "gauss" in f"{expected.unit} {said.unit}" else ()
     try:
-        converted = _registry().Quantity(float(said.value), said.unit).to(expected.unit).magnitude
+        converted = _registry().Quantity(float(said.value), said.unit).to(expected.unit, *systems).magnitude
     except (_pint().DimensionalityError, _pint().OffsetUnitCalculusError, _pint().LogarithmicUnitCalculusError):
         return Comparison.DIFFERENT
     except (OverflowError, ZeroDivisionError):

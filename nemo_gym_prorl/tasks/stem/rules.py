@@ -11,6 +11,7 @@ import re
 from dataclasses import dataclass
 from enum import StrEnum
 
+from nemo_gym_prorl.tasks.math.answers import tidy
 from nemo_gym_prorl.tasks.math.checker import MathChecker
 from nemo_gym_prorl.tasks.math.verdicts import ANOTHER_VALUE, Verdict
 from nemo_gym_prorl.tasks.stem import quantities
@@ -168,7 +169,7 @@ def _is_chemical(bare: str) -> bool:
 
 def _letters(formula: str) -> set[str]:
     """Names of variables on the right side."""
-    right = plain(formula).rpartition("=")[2]
+    right = plain(tidy(formula)).rpartition("=")[2]
     letters = set(re.findall(r"[^\W\d_]", _COMMAND.sub(" ", right))) - {"e"}  # which stands for exp as well
     return letters | (set(_COMMAND.findall(right)) & _GREEK)
 

@@ -82,6 +82,7 @@ async def test_programs(judge: Judge, source: str, verdict: str, detail: str) ->
     [
         ("def push(items, item): return items + [item]", "passed", ""),
         ("def push(items, item): return (*items, item)", "passed", ""),
+        ("import numpy\ndef push(items, item): return [*map(numpy.int64, items), numpy.int64(item)]", "passed", ""),
         ("def push(items, item):\n    print('noise' * 10**6)\n    return items + [item]", "passed", ""),
         ("class Solution:\n    def push(self, items: List[int], item: int) -> List[int]: return items + [item]",
          "passed", ""),

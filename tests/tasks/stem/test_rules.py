@@ -52,6 +52,27 @@ FORMULAS: tuple[tuple[str, tuple[str, ...], tuple[str, ...]], ...] = (
 )
 
 
+SPELLED = [
+    ("yes", "Yes", Ruling.RIGHT),
+    ("NO", "No", Ruling.UNDECIDED),
+    ("H2O", "H_{2}O", Ruling.RIGHT),
+    ("H2O", "H_2O_2", Ruling.UNDECIDED),
+    ("n!", "n", Ruling.WRONG),
+    ("n", "n!", Ruling.UNDECIDED),
+    ("5", "[5]", Ruling.UNDECIDED),
+    ("1 T", "10^4 G", Ruling.RIGHT),
+    ("1 T", "10^3 G", Ruling.WRONG),
+    ("sin(x)", r"\sin x", Ruling.RIGHT),
+    ("1/2 mv^2", r"\frac{1}{2}mv^2", Ruling.RIGHT),
+    ("1/2 mv^2", r"\frac{1}{2mv^2}", Ruling.WRONG),
+]
+
+
+@pytest.mark.parametrize(("expected", "answer", "ruling"), SPELLED)
+async def test_ways_to_spell_it(rules: Rules, expected: str, answer: str, ruling: Ruling) -> None:
+    assert (await rules.check(problem(expected), answer)).ruling is ruling
+
+
 async def test_no_judge_is_asked_about_a_formula_that_is_plainly_another(rules: Rules) -> None:
     mistakes = []
     for expected, wrong, open_to_doubt in FORMULAS:

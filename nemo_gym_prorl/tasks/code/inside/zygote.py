@@ -254,9 +254,16 @@ def be_a_child(
 
 def report(kind: str, value: Any) -> None:
     """Say what became of it."""
-    data = json.dumps([kind, value]).encode()
+    data = json.dumps([kind, value], default=of_numpy).encode()
     while data:
         data = data[os.write(REPORT, data) :]
+
+
+def of_numpy(value: Any) -> Any:
+    """A number of numpy's, which is equal to Python's but none of JSON's."""
+    if type(value).__module__ == "numpy" and getattr(value, "shape", None) == ():
+        return value.item()
+    raise TypeError(f"Object of type {type(value).__name__} is not JSON serializable")
 
 
 def report_error(error: BaseException) -> None:
