@@ -13,43 +13,40 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from copy import deepcopy
 from dataclasses import replace
-from itertools import pairwise
 from time import time
 from typing import Any
 
 import orjson
-from fastapi import Body, FastAPI, Request
+from fastapi import Body, FastAPI, Request, Response
+from fastapi.encoders import jsonable_encoder
 from nemo_gym.anthropic_converter import AnthropicConverter
 from nemo_gym.base_responses_api_model import BaseResponsesAPIModelConfig, SimpleResponsesAPIModel
 from nemo_gym.openai_utils import (
     NeMoGymChatCompletion,
     NeMoGymChatCompletionCreateParamsNonStreaming,
-    NeMoGymEasyInputMessage,
     NeMoGymResponse,
     NeMoGymResponseCreateParamsNonStreaming,
     NeMoGymResponseFunctionToolCall,
 )
 from nemo_gym.responses_converter import VLLMConverter
 from nemo_gym.server_utils import SESSION_ID_KEY, is_nemo_gym_fastapi_entrypoint
-from pydantic import ConfigDict, Field
-from starlette.types import ASGIApp
+from pydantic import ConfigDict, Field, ValidationError
 
-from nemo_gym_prorl.failures import CallerError, RolloutError
+from nemo_gym_prorl.failures import CallerError
 from nemo_gym_prorl.policy.engines.sampling import Sampling
 from nemo_gym_prorl.policy.generation import Finish
-from nemo_gym_prorl.policy.header_text import header_text
 from nemo_gym_prorl.policy.http.api import PolicyConfig, PolicyHost, add_control_routes, with_problems
-from nemo_gym_prorl.policy.http.asgi import AnswerHeaders, CancelOnDisconnect, put_header
+from nemo_gym_prorl.policy.http.callers import DEFERRAL, Caller, Sessions
 from nemo_gym_prorl.policy.http.fields import FOR_ENGINES, check, of_messages, of_responses
 from nemo_gym_prorl.policy.http.items import Forms
-from nemo_gym_prorl.policy.http.short_turns import DEFERRAL, Dialect, ShortTurns, Terms, about
-from nemo_gym_prorl.policy.http.turn_route import Sessions, TurnRoute
+from nemo_gym_prorl.policy.http.turn_requests import Dialect, Terms, TurnRequests, about, read_object
 from nemo_gym_prorl.policy.text.messages import Message, arguments_of
 from nemo_gym_prorl.policy.text.parsers import Parsed
 from nemo_gym_prorl.policy.turns import PolicyAnswer, TurnRequest
 from nemo_gym_prorl.serving import memory, open_files
 from nemo_gym_prorl.serving.access import KeyGuard, check_exposure
-from nemo_gym_prorl.serving.direct_routes import put_in_front
+from nemo_gym_prorl.serving.direct_routes import DirectRoutes, put_in_front
+from nemo_gym_prorl.serving.problems import invalid_body
 from nemo_gym_prorl.serving.server_config import ServerConfig
 from nemo_gym_prorl.serving.starter import end_with_starter
 
@@ -112,6 +109,7 @@ class ChatRequest(NeMoGymChatCompletionCreateParamsNonStreaming):
     model_config = ConfigDict(extra="allow")
 
 
+_CALLER = "caller"
 _OF_MESSAGES = "of_messages"
 """On a request: what it asks for as one of the Messages API, beyond what Gym reads of it."""
 
@@ -135,9 +133,6 @@ class ProrlModel(SimpleResponsesAPIModel):
             uses_reasoning_parser=config.uses_reasoning_parser,
         )
         add_control_routes(app, self._host)
-        app.add_middleware(CancelOnDisconnect)
-        app.add_middleware(AnswerHeaders)
-        sessions = Sessions(self.get_session_middleware_key(), SESSION_ID_KEY)
         dialect = Dialect(
             self._terms,
             self._roles,
@@ -145,35 +140,49 @@ class ProrlModel(SimpleResponsesAPIModel):
             tokens=config.return_token_id_information,
             thoughts=config.uses_reasoning_parser,
         )
-        turns = ShortTurns(self._host, dialect)
+        self._turns = TurnRequests(self._host, dialect)
+        sessions = Sessions(self.get_session_middleware_key(), SESSION_ID_KEY)
+        routes = {
+            "/v1/responses": sessions.route(self._on_responses),
+            "/v1/chat/completions": sessions.route(self._on_chat_completions),
+            "/v1/messages": sessions.route(self._on_messages),
+        }
 
-        def in_front(rest: ASGIApp) -> ASGIApp:
-            return KeyGuard(TurnRoute(rest, "/v1/responses", turns, sessions), key=policy.control_token)
-
-        put_in_front(app, in_front)
+        put_in_front(app, lambda rest: KeyGuard(DirectRoutes(rest, routes), key=policy.control_token))
         memory.collect_rarely()
         return app
 
+    # Turns, in front of the application
+
+    async def _on_responses(self, _: Request, caller: Caller, body: bytes) -> Response:
+        return _json(await self._turns.answer(caller, body), caller)
+
+    async def _on_chat_completions(self, _: Request, caller: Caller, body: bytes) -> Response:
+        try:
+            asked = ChatRequest.model_validate(read_object(body))
+        except ValidationError as error:
+            raise invalid_body(error) from error
+        completion = await self._complete(caller, asked)
+        return _json(completion.model_dump_json(by_alias=True).encode(), caller)
+
+    async def _on_messages(self, request: Request, caller: Caller, body: bytes) -> Response:
+        setattr(request.state, _CALLER, caller)
+        answer = await self.messages(request, read_object(body))
+        return answer if isinstance(answer, Response) else _json(orjson.dumps(jsonable_encoder(answer)), caller)
+
+    # The same as routes of Gym's application, which describes them and may call them from others of its own
+
     async def responses(
-        self,
-        request: Request,
-        body: NeMoGymResponseCreateParamsNonStreaming = Body(),
+        self, request: Request, body: NeMoGymResponseCreateParamsNonStreaming = Body()
     ) -> NeMoGymResponse:
-        after = body.previous_response_id
-        given = (
-            body.input if isinstance(body.input, list) else [NeMoGymEasyInputMessage(role="user", content=body.input)]
+        params = body.model_dump(exclude_unset=True, exclude={"input"})
+        items = body.input
+        if not isinstance(items, str):
+            items = [item if isinstance(item, dict) else item.model_dump(exclude_none=True) for item in items]
+        answer = await self._turns.answer(
+            _caller(request), orjson.dumps(params | {"input": items}), getattr(request.state, _OF_MESSAGES, {})
         )
-        chat = self._asked(body) | getattr(request.state, _OF_MESSAGES, {})
-        with _readable():
-            chat["messages"] = self._messages(given)
-        answer = await self._turn(request, chat, after, body.instructions)
-        choice = NeMoGymChatCompletion.model_validate(self._completion(request, answer)).choices[0]
-        output = [item.model_dump() for item in self._converter.postprocess_chat_response(choice)]
-        malformed = {call["id"] for call, parsed in _calls(answer) if parsed.malformed}
-        for item in output:
-            if item.get("call_id") in malformed:
-                item["status"] = "incomplete"
-        return NeMoGymResponse.model_validate(self._envelope(body) | about(answer, after) | {"output": output})
+        return NeMoGymResponse.model_validate_json(answer)
 
     def _envelope(self, body: NeMoGymResponseCreateParamsNonStreaming) -> dict[str, Any]:
         """What an answer says of its request."""
@@ -182,13 +191,13 @@ class ProrlModel(SimpleResponsesAPIModel):
         echoed += ("text", "reasoning", "service_tier", "truncation")
         return {name: getattr(body, name) for name in echoed} | {"model": self.config.model, "object": "response"}
 
-    def _terms(self, params: dict[str, Any]) -> Terms | None:
+    def _terms(self, params: dict[str, Any], more: Mapping[str, Any]) -> Terms:
         """A request without its input, read and answered by Gym's own classes."""
         try:
             body = NeMoGymResponseCreateParamsNonStreaming.model_validate(params | {"input": []})
-            asked = self._turn_request(self._asked(body), (), body.instructions)
-        except (RolloutError, *_UNREADABLE):
-            return None
+        except ValidationError as error:
+            raise invalid_body(error) from error
+        asked = self._turn_request(self._asked(body) | more, (), body.instructions)
         empty = PolicyAnswer("", {}, Parsed(None, "", ()), None, Finish.STOP, 0)
         response = NeMoGymResponse.model_validate(self._envelope(body) | about(empty, None) | {"output": []})
         return Terms(asked, orjson.loads(response.model_dump_json(by_alias=True)))
@@ -229,37 +238,14 @@ class ProrlModel(SimpleResponsesAPIModel):
         return response
 
     async def chat_completions(self, request: Request, body: ChatRequest = Body()) -> NeMoGymChatCompletion:
+        return await self._complete(_caller(request), body)
+
+    async def _complete(self, caller: Caller, body: ChatRequest) -> NeMoGymChatCompletion:
         chat = body.model_dump(exclude_unset=True)
-        answer = await self._turn(request, chat)
-        return NeMoGymChatCompletion.model_validate(self._completion(request, answer, logprobs=chat.get("logprobs")))
-
-    def _messages(self, items: list[Any]) -> list[dict[str, Any]]:
-        """Input items as chat messages, each sampled turn as one of its own.
-
-        Gym's converter joins neighbouring assistant items and drops those in which there is nothing to see. Where that
-        happened to sampled turns, they are converted one by one: a turn ends with the item that has its tokens.
-        """
-        messages = self._converted(items)
-        ends = [index for index, item in enumerate(items, 1) if getattr(item, "generation_token_ids", None)]
-        kept = [message["prompt_token_ids"] for message in messages if message.get("generation_token_ids")]
-        if all(items[end - 1].prompt_token_ids in kept for end in ends):
-            return messages
-        messages = []
-        for start, end in pairwise([0, *ends]):
-            turn = self._converted(items[start:end])
-            messages += turn
-            if not turn or turn[-1]["role"] != "assistant":
-                fields = {name: getattr(items[end - 1], name) for name in TOKEN_FIELDS}
-                messages.append({"role": "assistant", "content": "", **fields})
-        return messages + self._converted(items[ends[-1] :])
-
-    def _converted(self, items: list[Any]) -> list[dict[str, Any]]:
-        if not items:
-            return []
-        messages: list[dict[str, Any]] = self._chat_of(
-            NeMoGymResponseCreateParamsNonStreaming.model_construct(input=items)
-        )["messages"]
-        return messages
+        asked = self._turn_request(chat, chat["messages"], None)
+        service = await self._host.service()
+        answer = await service.turn(replace(asked, rollout=caller.rollout, group=caller.group, run=caller.run))
+        return NeMoGymChatCompletion.model_validate(self._completion(caller, answer, logprobs=chat.get("logprobs")))
 
     def _asked(self, body: NeMoGymResponseCreateParamsNonStreaming) -> dict[str, Any]:
         """A request of the Responses API, but for its conversation, in the fields of chat completions."""
@@ -272,15 +258,6 @@ class ProrlModel(SimpleResponsesAPIModel):
         converted = self._converter.responses_to_chat_completion_create_params(params)
         chat: dict[str, Any] = converted.model_dump(exclude_unset=True)
         return chat
-
-    async def _turn(
-        self, request: Request, chat: dict[str, Any], after: str | None = None, instructions: str | None = None
-    ) -> PolicyAnswer:
-        rollout = _rollout_id(request)
-        asked = self._turn_request(chat, chat["messages"], instructions)
-        service = await self._host.service()
-        group, run = _text(request, "x-rollout-group"), _text(request, "x-rollout-run") or None
-        return await service.turn(replace(asked, rollout=rollout, group=group, run=run, after=after))
 
     def _turn_request(
         self, chat: Mapping[str, Any], messages: Sequence[Message], instructions: str | None
@@ -331,11 +308,9 @@ class ProrlModel(SimpleResponsesAPIModel):
             return messages
         return [{**m, "role": "system"} if m["role"] == "developer" else m for m in messages]
 
-    def _completion(self, request: Request, answer: PolicyAnswer, *, logprobs: bool | None = False) -> dict[str, Any]:
+    def _completion(self, caller: Caller, answer: PolicyAnswer, *, logprobs: bool | None) -> dict[str, Any]:
         message = dict(answer.message)
-        if _deferred(request):
-            put_header(request, DEFERRAL, "deferred")  # tells the agent that the tokens are kept here
-        elif self.config.return_token_id_information and answer.turn is not None:
+        if not caller.deferred and self.config.return_token_id_information and answer.turn is not None:
             message |= {
                 "prompt_token_ids": answer.turn.prompt(),
                 "generation_token_ids": list(answer.turn.sampled),
@@ -407,17 +382,16 @@ def _first(*values: Any) -> Any:
     return next((value for value in values if value is not None), None)
 
 
-def _text(request: Request, header: str) -> str | None:
-    value = request.headers.get(header)
-    return None if value is None else header_text(value)
+def _caller(request: Request) -> Caller:
+    """Of a request that came through Gym's application."""
+    known: Caller | None = getattr(request.state, _CALLER, None)
+    return known or Caller(str(request.session[SESSION_ID_KEY]), None, None, deferred=False)
 
 
-def _rollout_id(request: Request) -> str:
-    return _text(request, "x-rollout-id") or str(request.session[SESSION_ID_KEY])
-
-
-def _deferred(request: Request) -> bool:
-    return request.headers.get(DEFERRAL) == "deferred"
+def _json(body: bytes, caller: Caller) -> Response:
+    """An answer; the header tells an agent that the tokens are kept here."""
+    headers = {DEFERRAL: "deferred"} if caller.deferred else None
+    return Response(body, media_type="application/json", headers=headers)
 
 
 def _offered(chat: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
@@ -431,10 +405,6 @@ def _offered(chat: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
         if not function.get("name"):
             raise CallerError("a tool needs a name", field=f"tools.{index}.name")
         yield {**tool, "function": {name: value for name, value in function.items() if name != "strict"}}
-
-
-def _calls(answer: PolicyAnswer) -> list[tuple[dict[str, Any], Any]]:
-    return list(zip(answer.message.get("tool_calls", ()), answer.parsed.calls, strict=True))
 
 
 def _sampled(answer: PolicyAnswer) -> int:

@@ -1,6 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The short way of a turn beside the long one: items and messages as Gym's own converter makes them, and tokens known
-by their bytes."""
+"""Items and messages as Gym's own converter makes them, and tokens known by their bytes."""
 
 from __future__ import annotations
 
@@ -18,9 +17,10 @@ from nemo_gym.openai_utils import (
     NeMoGymResponseCreateParamsNonStreaming,
 )
 
+from nemo_gym_prorl.failures import CallerError
 from nemo_gym_prorl.policy.generation import Finish, Generation
-from nemo_gym_prorl.policy.http.items import Unusual, messages_of
-from nemo_gym_prorl.policy.http.short_turns import about
+from nemo_gym_prorl.policy.http.items import messages_of
+from nemo_gym_prorl.policy.http.turn_requests import about
 from nemo_gym_prorl.policy.text.messages import as_message
 from nemo_gym_prorl.policy.text.parsers import Parsed, ToolCall
 from nemo_gym_prorl.policy.tokens.echo import MARK, without_tokens
@@ -76,26 +76,51 @@ ITEMS = st.one_of(
 def test_messages_are_those_of_gyms_converter(model: ProrlModel, items: list[dict[str, Any]]) -> None:
     read = messages_of(items)
     body = NeMoGymResponseCreateParamsNonStreaming.model_validate({"input": items})
-    assert read == model._messages(list(body.input))
+    assert read == model._chat_of(body)["messages"]
+
+
+def test_each_sampled_turn_is_a_message_of_its_own() -> None:
+    """Gym's converter would join the first to the second and drop the last."""
+    tokens = {"prompt_token_ids": [1], "generation_token_ids": [2], "generation_log_probs": [-0.5]}
+    said = {"role": "assistant", "content": "a"}
+    items = [
+        said | tokens,
+        said,
+        said | tokens | {"routed_experts": None},
+        {"role": "assistant", "content": ""} | tokens,
+    ]
+    assert [(m["content"], "generation_token_ids" in m) for m in messages_of(items)] == [
+        ("a", True),
+        ("aa", True),
+        ("", True),
+    ]
+    assert [m["content"] for m in messages_of([said | tokens, said])] == ["a", "a"]
 
 
 @pytest.mark.parametrize(
-    "item",
+    ("item", "field"),
     [
-        {"role": "user"},
-        {"role": "user", "content": 5},
-        {"role": "tool", "content": "x"},
-        {"role": "user", "content": "x", "colour": "red"},
-        {"role": "user", "content": [{"type": "input_image", "image_url": "x"}]},
-        {"type": "function_call", "call_id": "c", "name": "f"},
-        {"type": "function_call_output", "call_id": "c", "output": "x", "status": "done"},
-        {"type": "web_search_call", "id": "w"},
-        "text",
+        ({"role": "user"}, "content"),
+        ({"role": "user", "content": 5}, "content"),
+        ({"role": "tool", "content": "x"}, "role"),
+        ({"role": "user", "content": "x", "colour": "red"}, "colour"),
+        ({"role": "user", "content": [{"type": "input_image", "image_url": "x"}]}, "content.0.type"),
+        ({"role": "assistant", "content": [{"type": "refusal", "refusal": "no"}]}, "content.0.type"),
+        ({"type": "function_call", "call_id": "c", "name": "f"}, "arguments"),
+        ({"type": "function_call_output", "call_id": "c", "output": "x", "status": "done"}, "status"),
+        ({"type": "reasoning", "id": "r", "summary": [], "encrypted_content": "x"}, "encrypted_content"),
+        ({"type": "web_search_call", "id": "w"}, "type"),
+        ({"role": "assistant", "content": "x", "generation_token_ids": ["1"]}, "generation_token_ids"),
+        ({"role": "assistant", "content": "x", "generation_log_probs": 5}, "generation_log_probs"),
+        ({"role": "assistant", "content": "x", "routed_experts": [[1]]}, "routed_experts"),
+        ({"role": "user", "content": "x", "generation_token_ids": [1]}, None),
+        ("text", None),
     ],
 )
-def test_what_is_unusual_is_left_to_the_long_way(item: object) -> None:
-    with pytest.raises(Unusual):
-        messages_of([item])
+def test_what_cannot_be_shown_to_the_policy_is_refused_by_its_name(item: object, field: str | None) -> None:
+    with pytest.raises(CallerError) as refused:
+        messages_of([{"role": "user", "content": "x"}, item])
+    assert refused.value.field == (f"input.1.{field}" if field else "input.1")
 
 
 PARSED = st.builds(
@@ -176,8 +201,7 @@ def test_known_tokens_are_cut_out_and_no_others(steps: list[Any], again: int, cu
         assert changed is None or changed[0] != raw
 
 
-async def test_both_ways_give_the_same_answer() -> None:
-    """The short way reads an ordinary content type alone; a caller without a name gets a cookie."""
+async def test_a_caller_is_known_by_its_cookie_or_its_name_and_answered_the_same() -> None:
     script = {"turns": [{"content": "one"}, {"tool_calls": [{"name": "look", "arguments": {"what": "box"}}]}]}
     body = {"input": "hi", "tools": TOOLS, "metadata": {"script": orjson.dumps(script).decode()}, "temperature": 1}
     async with scripted() as engine:
@@ -185,14 +209,12 @@ async def test_both_ways_give_the_same_answer() -> None:
         async with serving(made.setup_webserver()) as url:
             jar = aiohttp.CookieJar(unsafe=True)
             async with aiohttp.ClientSession(cookie_jar=jar) as http, aiohttp.ClientSession() as named:
-                long = await _turns(http, url, body, {"Content-Type": "Application/JSON"})
+                by_cookie = await _turns(http, url, body, {"Content-Type": "Application/JSON"})
                 assert len(jar) == 1
-                with pytest.MonkeyPatch.context() as patch:
-                    patch.setattr(made, "_turn", None)  # of the long way
-                    short = await _turns(named, url, body, {"X-Rollout-Id": "r"})
+                by_name = await _turns(named, url, body, {"X-Rollout-Id": "r"})
         await made._host.aclose()
-    assert short == long
-    assert [item["type"] for answer in short for item in answer["output"]] == ["message", "function_call"]
+    assert by_name == by_cookie
+    assert [item["type"] for answer in by_name for item in answer["output"]] == ["message", "function_call"]
 
 
 async def _turns(

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The short way of a turn believes a session's cookie where the long way does, whatever stands beside it."""
+"""A turn's route believes a session's cookie where Starlette's middleware does, whatever stands beside it."""
 
 from __future__ import annotations
 
@@ -12,16 +12,16 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 from starlette.middleware.sessions import SessionMiddleware
 
-from nemo_gym_prorl.policy.http.turn_route import Sessions
+from nemo_gym_prorl.policy.http.callers import Sessions
 
 
 NAME, FIELD = "policy_model", "session_id"
-SHORT = Sessions(NAME, FIELD)
+OURS = Sessions(NAME, FIELD)
 SIGNED = itsdangerous.TimestampSigner(NAME).sign(b64encode(b'{"session_id": "s"}')).decode()
 GOOD = f"{NAME}={SIGNED}"
 
 
-def long_way(cookies: str) -> Any:
+def starlettes(cookies: str) -> Any:
     """The session id that Starlette's own middleware reads."""
     seen = {}
 
@@ -34,7 +34,7 @@ def long_way(cookies: str) -> Any:
 
 
 def test_a_session_alone_is_believed() -> None:
-    assert SHORT.read(GOOD) == long_way(GOOD) == "s"
+    assert OURS.read(GOOD) == starlettes(GOOD) == "s"
 
 
 @given(
@@ -47,4 +47,4 @@ def test_a_session_alone_is_believed() -> None:
 @example(f'{NAME}="{SIGNED}"')
 @example(f"a=b; {GOOD}; {NAME}=x")
 def test_both_ways_believe_the_same(cookies: str) -> None:
-    assert SHORT.read(cookies) == long_way(cookies)
+    assert OURS.read(cookies) == starlettes(cookies)

@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """The wire form of a conversation in OpenAI's Responses API: what agents send as chat messages, and turns as items.
 
-This is the short form of what Gym's converter does through models of everything, for the items that agents send:
-texts, calls and their results, thoughts, and turns of ours that they send back. Whatever else an item may be, or
-hold, is not read here: :class:`Unusual` says so, and the long way takes the request. Where something is read, it is
-read as Gym's converter reads it (``tests/policy/test_items.py`` holds one against the other).
+Agents send texts, calls and their results, thoughts, and turns of ours that they send back, with their tokens or
+without. These are read as Gym's converter reads them (``tests/policy/test_items.py`` holds one against the other), but
+each sampled turn stays a message of its own, also where the converter would join it to its neighbours or drop it.
+Whatever else an item may be, or hold, is refused by its name.
 
 Items of an answer have the fields that the installed Gym gives them: they are filled into forms that its own classes
 made.
@@ -14,10 +14,11 @@ from __future__ import annotations
 
 import re
 import uuid
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from nemo_gym_prorl.failures import CallerError
 from nemo_gym_prorl.policy.text.messages import Message
 from nemo_gym_prorl.policy.text.parsers import Parsed
 from nemo_gym_prorl.policy.tokens.echo import MARK
@@ -26,11 +27,9 @@ from nemo_gym_prorl.policy.tokens.ledger import Turn
 
 
 _THOUGHT = re.compile(r"<think>(.*?)</think>", re.DOTALL)
-_STATUSES = ("in_progress", "completed", "incomplete")
-
-
-class Unusual(ValueError):
-    """It is not among the forms that are read here."""
+_STATUSES = ("in_progress", "completed", "incomplete", None)
+_TOKENS = ("prompt_token_ids", "generation_token_ids", "generation_log_probs")
+_STATE = ("id", "status")
 
 
 def messages_of(items: object, turns: Sequence[Turn] = ()) -> list[Message]:
@@ -41,71 +40,62 @@ def messages_of(items: object, turns: Sequence[Turn] = ()) -> list[Message]:
         turns: those that have marks in their last items.
 
     Raises:
-        Unusual: they have other forms than the usual ones, or none.
+        CallerError: they have other forms than these; names the field.
     """
-    if isinstance(items, str):
-        if turns:
-            raise Unusual
-        return [{"content": items, "role": "user"}]
-    if not isinstance(items, list):
-        raise Unusual
     messages: list[Message] = []
     said, marks = _Said(), 0
-    for item in items:
-        if not isinstance(item, dict):
-            raise Unusual
-        item = dict(item)
-        kind, turn = item.pop("type", "message"), item.pop(MARK, None)
-        if turn is not None and item.pop("routed_experts", None) is not None:
-            raise Unusual
+    if isinstance(items, str):
+        messages.append({"content": items, "role": "user"})
+    elif not isinstance(items, list):
+        raise CallerError("must be a text or a list of items", field="input")
+    for index, given in enumerate(items if isinstance(items, list) else ()):
+        at = f"input.{index}"
+        if not isinstance(given, dict):
+            raise CallerError("must be an object", field=at)
+        item = dict(given)
+        kind, tokens = item.pop("type", "message"), _tokens(item, turns, at)
+        marks += CARRIED in tokens
         if kind == "function_call_output":
-            new: Message | None = _result(item)
+            new: Message | None = _result(item, at)
         elif kind == "message" and item.get("role") in ("user", "system", "developer"):
-            new = _text(item)
+            new = _text(item, at)
         else:
             new = None
-            said.add(kind, item)
+            said.add(kind, item, at)
         if new is not None:
-            if turn is not None or said.after_turn:
-                raise Unusual
-            messages += said.message()
-            messages.append(new)
+            if tokens:
+                raise CallerError("only what the policy said has tokens", field=at)
+            messages += [*said.message(), new]
             said = _Said()
-        elif turn is not None:
+        elif tokens:
             messages += said.message() or [{"role": "assistant", "content": ""}]
-            messages[-1] = {**messages[-1], CARRIED: turns[turn]}
-            marks += 1
-            said = _Said(sampled=True)
-    if said.after_turn or marks != len(turns):
-        raise Unusual
+            messages[-1] = {**messages[-1], **tokens}
+            said = _Said()
+    if marks != len(turns):
+        raise CallerError("token ids stand where they are no item's", field="input")
     return [*messages, *said.message()]
 
 
 class _Said:
     """What the policy said since the last message of others, or since its last turn."""
 
-    def __init__(self, *, sampled: bool = False) -> None:
-        self._sampled = sampled
+    def __init__(self) -> None:
         self._content = ""
         self._calls: list[dict[str, Any]] = []
-        self._any = False
 
-    @property
-    def after_turn(self) -> bool:
-        """Something stands behind a sampled turn, of which Gym's converter would make a part of it."""
-        return self._sampled and self._any
-
-    def add(self, kind: object, item: dict[str, Any]) -> None:
-        self._any = True
+    def add(self, kind: object, item: dict[str, Any], at: str) -> None:
         match kind:
             case "message" if item.get("role") == "assistant":
-                self._content += _own_text(item)
+                self._content += _own_text(item, at)
             case "reasoning":
-                self._content += "".join(f"<think>{text}</think>" for text in _thoughts(item) if text)
+                self._content += "".join(f"<think>{text}</think>" for text in _thoughts(item, at) if text)
             case "function_call":
-                self._calls.append(_call(item))
+                self._calls.append(_call(item, at))
+            case "message":
+                raise CallerError("must be user, system, developer or assistant", field=f"{at}.role")
             case _:
-                raise Unusual
+                known = "message, reasoning, function_call or function_call_output"
+                raise CallerError(f"{kind!r:.100} is none of {known}", field=f"{at}.type")
 
     def message(self) -> list[Message]:
         if not (self._content or self._calls):
@@ -113,80 +103,82 @@ class _Said:
         return [{"content": self._content or None, "role": "assistant", "tool_calls": self._calls}]
 
 
-def _only(item: Mapping[str, Any], texts: Sequence[str], free: Sequence[str] = ()) -> None:
-    """Its fields are these texts, all of them, and perhaps the others."""
-    if not all(isinstance(item.get(name), str) for name in texts) or not item.keys() <= {*texts, *free}:
-        raise Unusual
+def _tokens(item: dict[str, Any], turns: Sequence[Turn], at: str) -> dict[str, Any]:
+    """What an item says of the turn that ends with it, taken out of it: a turn of ours, or one's tokens."""
+    mark, given = item.pop(MARK, None), {name: item.pop(name, None) for name in _TOKENS}
+    if item.pop("routed_experts", None) is not None:
+        raise CallerError("no engine here can be told: leave it out", field=f"{at}.routed_experts")
+    if mark is not None:
+        return {CARRIED: turns[mark]}
+    for name, kinds in zip(_TOKENS, ((int,), (int,), (int, float)), strict=True):
+        numbers = given[name]
+        if numbers is not None and not (isinstance(numbers, list) and all(type(one) in kinds for one in numbers)):
+            raise CallerError("must be a list of numbers", field=f"{at}.{name}")
+    return {name: numbers for name, numbers in given.items() if numbers}
 
 
-def _known_state(item: Mapping[str, Any], *, optional: bool) -> None:
-    status, name = item.get("status", "completed"), item.get("id", "")
-    if status not in _STATUSES and not (optional and status is None):
-        raise Unusual
-    if not isinstance(name, str) and not (optional and name is None):
-        raise Unusual
+def _only(item: Mapping[str, Any], at: str, texts: Sequence[str], free: Sequence[str] = ()) -> None:
+    """Its fields are these texts, all of them, and perhaps the others; of any other nothing is asked.
+
+    Raises:
+        CallerError: names the field.
+    """
+    for name in texts:
+        if not isinstance(item.get(name), str):
+            raise CallerError("must be a text", field=f"{at}.{name}")
+    for name, value in item.items():
+        if value is not None and name not in texts and name not in free:
+            raise CallerError("cannot be shown to the policy: leave it out", field=f"{at}.{name}")
+    if not isinstance(item.get("id"), str | None):
+        raise CallerError("must be a text", field=f"{at}.id")
+    if item.get("status") not in _STATUSES:
+        raise CallerError("must be in_progress, completed or incomplete", field=f"{at}.status")
 
 
-def _text(item: Mapping[str, Any]) -> Message:
+def _parts(parts: object, at: str, kinds: Sequence[str]) -> list[str]:
+    """The texts of a list of parts."""
+    if not isinstance(parts, list):
+        raise CallerError("must be a text or a list of parts", field=at)
+    for index, part in enumerate(parts):
+        kind = part.get("type") if isinstance(part, dict) else None
+        if kind not in kinds:
+            wanted = " or ".join(kinds)
+            raise CallerError(f"only text is supported ({wanted}), not {kind!r:.100}", field=f"{at}.{index}.type")
+        _only(part, f"{at}.{index}", ("text", "type"), () if part.get("annotations") else ("annotations",))
+    return [part["text"] for part in parts]
+
+
+def _text(item: Mapping[str, Any], at: str) -> Message:
     content = item.get("content")
-    if isinstance(content, list):
-        parts = []
-        for part in content:
-            if not isinstance(part, dict) or part.get("type") != "input_text":
-                raise Unusual
-            _only(part, ("text", "type"))
-            parts.append({"text": part["text"], "type": "text"})
-        content = parts
-    elif not isinstance(content, str):
-        raise Unusual
-    if not item.keys() <= {"content", "role"}:
-        raise Unusual
+    _only(item, at, ("role",), ("content", *_STATE))
+    if not isinstance(content, str):
+        texts = _parts(content, f"{at}.content", ("input_text",))
+        content = [{"text": text, "type": "text"} for text in texts]
     return {"content": content, "role": item["role"]}
 
 
-def _result(item: Mapping[str, Any]) -> Message:
-    _only(item, ("call_id", "output"), ("id", "status"))
-    _known_state(item, optional=True)
+def _result(item: Mapping[str, Any], at: str) -> Message:
+    _only(item, at, ("call_id", "output"), _STATE)
     return {"content": item["output"], "role": "tool", "tool_call_id": item["call_id"]}
 
 
-def _call(item: Mapping[str, Any]) -> dict[str, Any]:
-    _only(item, ("arguments", "call_id", "name"), ("id", "status"))
-    _known_state(item, optional=True)
+def _call(item: Mapping[str, Any], at: str) -> dict[str, Any]:
+    _only(item, at, ("arguments", "call_id", "name"), _STATE)
     function = {"arguments": item["arguments"], "name": item["name"]}
     return {"id": item["call_id"], "function": function, "type": "function"}
 
 
-def _own_text(item: Mapping[str, Any]) -> str:
+def _own_text(item: Mapping[str, Any], at: str) -> str:
     content = item.get("content")
+    _only(item, at, ("role",), ("content", *_STATE))
     if isinstance(content, str):
-        _only(item, ("content", "role"))
         return content
-    _only(item, ("id", "role"), ("content", "status"))
-    _known_state(item, optional=False)
-    if not isinstance(content, list):
-        raise Unusual
-    for part in content:
-        if not isinstance(part, dict) or part.get("type") != "output_text" or part.get("annotations") != []:
-            raise Unusual
-        _only(part, ("text", "type"), ("annotations", "logprobs"))
-        if part.get("logprobs") is not None:
-            raise Unusual
-    return "".join(part["text"] for part in content)
+    return "".join(_parts(content, f"{at}.content", ("output_text", "input_text")))
 
 
-def _thoughts(item: Mapping[str, Any]) -> Iterator[str]:
-    _only(item, ("id",), ("summary", "encrypted_content", "status", "content"))
-    if any(item.get(name) is not None for name in ("encrypted_content", "content", "status")):
-        raise Unusual
-    summary = item.get("summary")
-    if not isinstance(summary, list):
-        raise Unusual
-    for part in summary:
-        if not isinstance(part, dict) or part.get("type") != "summary_text":
-            raise Unusual
-        _only(part, ("text", "type"))
-        yield part["text"]
+def _thoughts(item: Mapping[str, Any], at: str) -> list[str]:
+    _only(item, at, (), ("summary", *_STATE))
+    return _parts(item.get("summary"), f"{at}.summary", ("summary_text",))
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""An ordinary turn of the Responses API from bytes to bytes.
+"""A turn of the Responses API from bytes to bytes.
 
-What a rollout's requests have in common (tools, sampling, metadata) is checked and converted once by those who know
-all of it, and known by its bytes from then on. What differs is the input, of which only the usual items are read here.
-In the answer the tokens are the text that they were all along.
+What a rollout's requests have in common (tools, sampling, metadata) is checked and converted once by Gym's own
+classes, and known by its bytes from then on. What differs is the input, whose items are read here. In the answer the
+tokens are the text that they were all along.
 """
 
 from __future__ import annotations
@@ -12,25 +12,24 @@ from collections import OrderedDict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from time import time
+from types import MappingProxyType
 from typing import Any
 
 import orjson
 
+from nemo_gym_prorl.failures import CallerError
 from nemo_gym_prorl.policy.generation import Finish
-from nemo_gym_prorl.policy.header_text import header_text
 from nemo_gym_prorl.policy.host import PolicyHost
+from nemo_gym_prorl.policy.http.callers import Caller
 from nemo_gym_prorl.policy.http.items import Forms, messages_of
-from nemo_gym_prorl.policy.http.turn_route import Answer
 from nemo_gym_prorl.policy.service import PolicyService
 from nemo_gym_prorl.policy.text.messages import Message
 from nemo_gym_prorl.policy.turns import PolicyAnswer, TurnRequest
+from nemo_gym_prorl.serving.problems import invalid_body
 
 
 _REMEMBERED = 512
 """Kinds of requests that are known by their bytes."""
-
-DEFERRAL = "X-Rollout-Tokens"
-_DEFERRED = (DEFERRAL.lower().encode(), b"deferred")
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,22 +50,23 @@ class Dialect:
     """How a server reads requests and writes answers.
 
     Attributes:
-        terms: reads a request without its input; ``None`` if something is wrong with it.
+        terms: reads a request without its input, and what else it asks for in the fields of chat completions; raises
+            where something is wrong.
         roles: messages with the roles that the policy knows.
         forms: the items of answers.
         tokens: whether items carry tokens.
         thoughts: whether thoughts are items of their own.
     """
 
-    terms: Callable[[dict[str, Any]], Terms | None]
+    terms: Callable[[dict[str, Any], Mapping[str, Any]], Terms]
     roles: Callable[[Sequence[Message]], Sequence[Message]]
     forms: Forms
     tokens: bool
     thoughts: bool
 
 
-class ShortTurns:
-    """Answers ordinary turns.
+class TurnRequests:
+    """Answers turns.
 
     Args:
         host: the policy.
@@ -78,50 +78,58 @@ class ShortTurns:
         self._dialect = dialect
         self._terms: OrderedDict[bytes, Terms] = OrderedDict()
 
-    async def answer(self, rollout: str, headers: Mapping[str, str], body: bytes) -> Answer | None:
-        """The answer to a turn of a rollout; ``None`` for a request that is not an ordinary one.
+    async def answer(self, caller: Caller, body: bytes, more: Mapping[str, Any] = MappingProxyType({})) -> bytes:
+        """The answer to a request.
+
+        Args:
+            caller: whose.
+            body: of it.
+            more: what else it asks for, which this API has no words for.
 
         Raises:
-            RolloutError: the turn failed.
+            RolloutError: the turn failed, or something is wrong with the request; names the field.
+            ProblemError: it is no JSON, or Gym's classes do not take a field.
         """
-        service, dialect = self._host.ready, self._dialect
-        if service is None or (found := service.without_tokens(rollout, body)) is None:
-            return None
-        raw, turns = found
-        try:
-            params = orjson.loads(raw)
-            messages = messages_of(params.pop("input"), turns)
-            after = params.pop("previous_response_id", None)
-            key = orjson.dumps(params)  # fails where it is nested without end
-        except (ValueError, LookupError, TypeError, AttributeError):
-            return None
-        terms = self._known(key, params)
-        if terms is None or not (after is None or isinstance(after, str)):
-            return None
+        service = await self._host.service()
+        raw, turns = service.without_tokens(caller.rollout, body) or (body, [])
+        params = read_object(raw)
+        if "input" not in params:
+            raise CallerError("Field required", field="input")
+        messages = messages_of(params.pop("input"), turns)
+        after = params.pop("previous_response_id", None)
+        if not (after is None or isinstance(after, str)):
+            raise CallerError("must be a text", field="previous_response_id")
+        return await self._turn(service, caller, self._known(params, more), messages, after)
+
+    async def _turn(
+        self, service: PolicyService, caller: Caller, terms: Terms, messages: Sequence[Message], after: str | None
+    ) -> bytes:
+        dialect = self._dialect
         asked = replace(
             terms.asked,
-            rollout=rollout,
-            group=None if (group := headers.get("x-rollout-group")) is None else header_text(group),
-            run=header_text(headers.get("x-rollout-run", "")) or None,
+            rollout=caller.rollout,
+            group=caller.group,
+            run=caller.run,
             messages=dialect.roles(messages),
             after=after,
         )
         answer = await service.turn(asked)
         items = dialect.forms.items(answer.message, answer.parsed, thoughts=dialect.thoughts)
-        deferred = headers.get(DEFERRAL.lower()) == "deferred"
-        if dialect.tokens and not deferred and answer.turn is not None:
-            items[-1] |= self._tokens(service, rollout, answer)
-        said = {**terms.envelope, **about(answer, after), "output": items}
-        return Answer(orjson.dumps(said), (_DEFERRED,) if deferred else ())
+        if dialect.tokens and not caller.deferred and answer.turn is not None:
+            items[-1] |= self._tokens(service, caller.rollout, answer)
+        return orjson.dumps({**terms.envelope, **about(answer, after), "output": items})
 
-    def _known(self, key: bytes, params: dict[str, Any]) -> Terms | None:
+    def _known(self, params: dict[str, Any], more: Mapping[str, Any]) -> Terms:
+        try:
+            key = orjson.dumps((params, {**more}))
+        except orjson.JSONEncodeError as error:
+            raise invalid_body(ValueError(f"it is nested too deep: {error}")) from error
         if (terms := self._terms.get(key)) is not None:
             self._terms.move_to_end(key)
             return terms
-        if (terms := self._dialect.terms(params)) is not None:
-            self._terms[key] = terms
-            if len(self._terms) > _REMEMBERED:
-                self._terms.popitem(last=False)
+        terms = self._terms[key] = self._dialect.terms(params, more)
+        if len(self._terms) > _REMEMBERED:
+            self._terms.popitem(last=False)
         return terms
 
     def _tokens(self, service: PolicyService, rollout: str, answer: PolicyAnswer) -> dict[str, Any]:
@@ -129,6 +137,22 @@ class ShortTurns:
         assert answer.turn is not None
         prompt, rest = service.token_fields(rollout, answer.turn)
         return {"prompt_token_ids": orjson.Fragment(prompt + rest), **self._dialect.forms.tokens}
+
+
+def read_object(body: bytes) -> dict[str, Any]:
+    """A body that is a JSON object.
+
+    Raises:
+        ProblemError: it is no JSON.
+        CallerError: it is no object.
+    """
+    try:
+        params = orjson.loads(body)
+    except orjson.JSONDecodeError as error:
+        raise invalid_body(error) from error
+    if not isinstance(params, dict):
+        raise CallerError("must be a JSON object", field="body")
+    return params
 
 
 def about(answer: PolicyAnswer, after: str | None) -> dict[str, Any]:
