@@ -7,7 +7,7 @@
 #   scripts/bootstrap.sh bench    also what the benchmarks measure beside us
 #
 # PYTHON=/path/to/python chooses the interpreter. Only .venv and the user's cache folder are written. A second run
-# finds its stamp and returns at once; a changed pyproject.toml or interpreter makes it work again.
+# finds its stamp and returns at once; a changed pyproject.toml, launcher or interpreter makes it work again.
 #
 # The package is installed editable. NeMo Gym looks for the folders of servers beside its own package, which an
 # editable install leaves out, so they are linked there: they are found from any working directory.
@@ -62,7 +62,11 @@ find_uv() {
     echo "$cache/uv/bin/uv"
 }
 
-stamp_text() { "$venv/bin/python" -c 'import sys; print(sys.version, sys.base_prefix)' && cat pyproject.toml; }
+# What an installation depends on: the interpreter, the project, and the program that is compiled for it.
+stamp_text() {
+    "$venv/bin/python" -c 'import sys; print(sys.version, sys.base_prefix)' && cat pyproject.toml || return
+    cat setup.py nemo_gym_prorl/sandbox/launcher/*.c 2>/dev/null || true
+}
 
 is_current() {
     [ -f "$1" ] && stamp_text 2>/dev/null | cmp -s - "$1"
@@ -117,7 +121,8 @@ if [ ! -e "$venv" ]; then
         fail "no Python 3.12 or newer: install one, or name it with PYTHON=/path/to/python"
 fi
 say "Installing nemo-gym-prorl${extra:+ with the extra '$extra'} (1.4 GB the first time)"
-"$uv" pip install --python "$venv/bin/python" --editable ".${extra:+[$extra]}"
+# Built anew each time: uv does not know of the launcher, which an editable install has beside its source.
+"$uv" pip install --python "$venv/bin/python" --reinstall-package nemo-gym-prorl --editable ".${extra:+[$extra]}"
 link_servers
 stamp_text > "$stamp"
 say "$venv is ready after $(($(date +%s) - started)) s"

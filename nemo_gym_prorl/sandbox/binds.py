@@ -24,7 +24,7 @@ from typing import Literal
 
 from nemo_gym_prorl.failures import CallerError
 from nemo_gym_prorl.sandbox.isolation import accounts
-from nemo_gym_prorl.sandbox.isolation.mould.root_fs import Bind
+from nemo_gym_prorl.sandbox.isolation.mounts import Bind
 from nemo_gym_prorl.sandbox.isolation.syscalls import walled_in
 from nemo_gym_prorl.sandbox.runtime.command import SHARED_FOLDER
 from nemo_gym_prorl.sandbox.supervisor.storage.volumes import Volume

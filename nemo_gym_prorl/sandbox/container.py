@@ -273,7 +273,7 @@ class Container:
         env: Mapping[str, str] | None = None,
         user: str | int | None = None,
     ) -> dict[str, Any]:
-        """What :func:`.inside.spawn` is told of a program: with the sandbox's own variables and folder."""
+        """What :func:`.requests.spawn` is told of a program: with the sandbox's own variables and folder."""
         check_program(argv, cwd, env, user)
         variables = {**self.environment, **(env or {})}
         return {"argv": list(argv), "env": variables, "cwd": cwd or self.workdir, "user": user}

@@ -20,7 +20,7 @@ from nemo_gym_prorl.failures import CallerError, InfrastructureError
 from nemo_gym_prorl.sandbox import fields
 from nemo_gym_prorl.sandbox.images.validate import check_image
 from nemo_gym_prorl.sandbox.isolation import capabilities
-from nemo_gym_prorl.sandbox.isolation.mould.root_fs import Bind
+from nemo_gym_prorl.sandbox.isolation.mounts import Bind
 from nemo_gym_prorl.sandbox.isolation.syscalls import walled_in
 from nemo_gym_prorl.sandbox.isolation.user_domain import no_several_users
 from nemo_gym_prorl.sandbox.limits.process_count import process_limit_here

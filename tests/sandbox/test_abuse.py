@@ -3,7 +3,7 @@
 
 Each is tried twice: as things are, when it must fail, and with one protection switched off, when it must succeed; so a
 test that would pass whatever happens is noticed. Nothing in the product can switch them off: an option that there is
-anyway leaves one out, or the supervisor is started with one step of it replaced.
+anyway leaves one out, or the supervisor is started with one step of it, or of its launcher's source, replaced.
 
 | protection | abuse | switched off by |
 |---|---|---|
@@ -35,7 +35,7 @@ import os
 import socket
 import subprocess
 import time
-from collections.abc import AsyncIterator, Callable, Iterator
+from collections.abc import AsyncIterator, Callable, Iterable, Iterator
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -47,6 +47,8 @@ from nemo_gym_prorl.failures import InfrastructureError
 from nemo_gym_prorl.sandbox import container as containers
 from nemo_gym_prorl.sandbox.container import Container, ContainerSpec
 from nemo_gym_prorl.sandbox.isolation import user_domain
+from nemo_gym_prorl.sandbox.launcher import program
+from nemo_gym_prorl.sandbox.launcher.compiling import compile_for
 from nemo_gym_prorl.sandbox.runtime.apptainer import Runtime
 from nemo_gym_prorl.sandbox.supervisor.errors import SandboxExhausted
 from nemo_gym_prorl.sandbox.supervisor.rpc import own_supervisor
@@ -58,23 +60,52 @@ pytestmark = [pytest.mark.sandbox, pytest.mark.usefixtures("way")]
 WITH_AND_WITHOUT = pytest.mark.parametrize("protected", [True, False], ids=["protected", "unprotected"])
 
 
+@dataclass(frozen=True)
+class Off:
+    """What switches a protection off.
+
+    Attributes:
+        supervisor: Python that it runs before it starts, with ``joining`` and ``syscalls`` at hand.
+        launcher: texts of the launcher's source, and what stands in their places where it is compiled.
+    """
+
+    supervisor: str = ""
+    launcher: tuple[tuple[str, str], ...] = ()
+
+
+Without = Callable[..., None]
+
+
+def compiled_with(changes: Iterable[tuple[str, str]], target: Path) -> None:
+    source = program.path().with_name("launcher.c").read_text()
+    for text, other in changes:
+        assert text in source, text
+        source = source.replace(text, other)
+    changed = target.with_suffix(".c")
+    changed.write_text(source)
+    compile_for(os.uname().machine, changed, target)
+
+
 @pytest.fixture
-def without(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[str], None]]:
-    """Replaces one step of the supervisor: the next sandboxes of the test are those of one that ran this Python before
-    it started, with ``inside`` and ``syscalls`` at hand."""
+def without(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[Without]:
+    """Replaces a step of the supervisor or its launcher: the next sandboxes of the test are those of such a one."""
     started: list[own_supervisor.Supervisor] = []
 
-    def replace(step: str) -> None:
+    def replace(*offs: Off) -> None:
         real = subprocess.Popen
+        steps = [off.supervisor for off in offs]
+        if changes := [change for off in offs for change in off.launcher]:
+            compiled_with(changes, tmp_path / "other")
+            steps.append(f"program.path = lambda: Path({str(tmp_path / 'other')!r})")
 
         def popen(argv: list[str], *rest: Any, **options: Any) -> subprocess.Popen[bytes]:
-            rooms = {
-                "isolation": "inside, syscalls",
-                "isolation.mould": "first_process, root_fs",
-                "isolation.scripting": "scripts, spawn_script",
-            }
-            imported = [f"from nemo_gym_prorl.sandbox.{room} import {names}" for room, names in rooms.items()]
-            before = "\n".join(["import os", *imported]) + f"\n{REPLACE}\n{step}\nserver.main()"
+            imported = [
+                "import os",
+                "from pathlib import Path",
+                "from nemo_gym_prorl.sandbox.isolation import joining, syscalls",
+                "from nemo_gym_prorl.sandbox.launcher import program",
+            ]
+            before = "\n".join([*imported, *steps, "server.main()"])
             return real([part.replace("server.main()", before) for part in argv], *rest, **options)
 
         with monkeypatch.context() as patch:
@@ -102,55 +133,31 @@ class Abuse:
 
     Attributes:
         command: run with ``sh`` as root inside.
-        off: Python that switches the protection off in the supervisor.
+        off: switches the protection off.
         off_in_mould: the same for sandboxes that are made from a mould, where that is another protection.
     """
 
     command: str
-    off: str
-    off_in_mould: str = ""
+    off: Off
+    off_in_mould: Off | None = None
 
 
-REPLACE = """
-def replace(name, change):
-    real = scripts.Script.call
-    def call(self, called, *arguments, **how):
-        if called == name:
-            arguments = change(self, *arguments)
-        if arguments is None:
-            called, arguments = "store", (0, self.data(bytes(8)))
-        return real(self, called, *arguments, **how)
-    scripts.Script.call = call
-"""
-"""Has steps of scripts that make one system call made with other arguments, or not at all."""
-
-NO_FILTER = "inside.seccomp.install = inside.seccomp.add_to = lambda *a: None"
-NO_DROP = "syscalls.drop_capabilities = lambda *a: None\nspawn_script._dropped = lambda *a: ()"
-NO_SIZE = """
-mount = syscalls.mount
-syscalls.mount = lambda *a: mount(*a[:4]) if a[2] == 'tmpfs' else mount(*a)
-replace("mount", lambda script, *a: (*a[:4], 0) if a[2] == b"tmpfs" else a)
-"""
-NO_SYS = "mount = syscalls.mount\nsyscalls.mount = lambda *a: None if a[2] == 'sysfs' else mount(*a)"
-NO_FLAG = """
-set = syscalls.prctl
-syscalls.prctl = lambda n, v: None if n == syscalls.PR_SET_NO_NEW_PRIVS else set(n, v)
-replace("prctl", lambda script, *a: None if a[0] == syscalls.PR_SET_NO_NEW_PRIVS else a)
-"""
-OF_THE_HOST = """
-root_fs._sys = lambda script, layout: root_fs.detached(script, "/sys", recursive=True)
-"""
-NO_LIMIT = """
-inside.open = lambda path, *a: open("/dev/null" if path.endswith("max_user_namespaces") else path, *a)
-first_process.forbid_user_namespaces = lambda *a: None
-"""
-READABLE = "change = os.fchmod\nos.fchmod = lambda file, mode: change(file, 0o555 if mode == 0o111 else mode)"
-NOT_JOINED = """
-join = os.setns
-os.setns = lambda file, spaces=0: join(file, spaces & ~{space})
-replace("setns", lambda script, file, spaces: (file, spaces & ~{space}))
-"""
-LEAKY = """
+NO_FILTER = Off(launcher=(("    must(CALL(seccomp,", "    if (0) must(CALL(seccomp,"),))
+NO_DROP = Off(launcher=(("if (!(kept >> number & 1))", "if (0 && kept)"),))
+NO_SIZE = Off(
+    "mount = syscalls.mount\nsyscalls.mount = lambda *a: mount(*a[:4]) if a[2] == 'tmpfs' else mount(*a)",
+    (("target, kind, flags, data));", 'target, kind, flags, same(kind, "tmpfs", 5) ? "" : data));'),),
+)
+NO_SYS = Off("mount = syscalls.mount\nsyscalls.mount = lambda *a: None if a[2] == 'sysfs' else mount(*a)")
+NO_FLAG = Off(launcher=(("must(CALL(prctl, PR_SET_NO_NEW_PRIVS, 1, 0, 0, 0));", ""),))
+OF_THE_HOST = Off(launcher=(("int sys = host_network ?", "int sys = 1 ?"),))
+NO_LIMIT = Off(
+    "joining.open = lambda path, *a: open('/dev/null' if path.endswith('max_user_namespaces') else path, *a)",
+    (('write_to(must(setting(proc, "sys/user/max_user_namespaces")), "0", 1);', ""),),
+)
+READABLE = Off("change = os.fchmod\nos.fchmod = lambda file, mode: change(file, 0o555 if mode == 0o111 else mode)")
+LEAKY = Off(
+    """
 from nemo_gym_prorl.sandbox.runtime import image_environment, launch
 from nemo_gym_prorl.sandbox.supervisor import creation
 def leak(real):
@@ -161,14 +168,21 @@ image_environment.asking_command = leak(image_environment.asking_command)
 clean = launch.runtime_environment
 launch.runtime_environment = lambda folder: {**clean(folder), "HOST_SECRET": "hidden"}
 """
-NO_CLOSE = """
-os.closerange = lambda *a: os.set_inheritable(os.open('/', 0), True)
-def leave_open(script, *arguments):
-    for number in (50, 51):
-        script.call("fcntl", 0, 0, number)
-    return arguments
-replace("umask", leave_open)
-"""
+)
+
+
+def not_joined(space: str) -> Off:
+    return Off(launcher=(("CALL(setns, held, spaces)", f"CALL(setns, held, spaces & ~(uint64_t){space})"),))
+
+
+NO_CLOSE = Off(
+    launcher=(
+        (
+            'doing("working folder", folder);',
+            'doing("working folder", folder), CALL(dup3, 0, 50, 0), CALL(dup3, 0, 51, 0);',
+        ),
+    )
+)
 
 
 def call(function: str, *arguments: object) -> str:
@@ -200,28 +214,23 @@ ABUSES = {
 
 
 @WITH_AND_WITHOUT
-@pytest.mark.parametrize("user", [None, "root"], ids=["by script", "by fork"])
 @pytest.mark.parametrize("name", ABUSES)
 async def test_abuse(
     image: Path,
     runtime: Runtime,
-    without: Callable[[str], None],
+    without: Without,
     way: str,
     name: str,
-    user: str | None,
     protected: bool,
 ) -> None:
-    """Where there is a script for starting a command, one as a named user is started without."""
-    if way == "runtime" and user is None:
-        pytest.skip("there is no script for it")
     abuse = ABUSES[name]
     wall = abuse.off_in_mould if way == "mould" and abuse.off_in_mould else abuse.off
     # The filter refuses some of the others, too; each wall is to stand by itself.
     off = {NO_FILTER} - {wall} if protected else {NO_FILTER, wall}
     if off:
-        without("\n".join(sorted(off)))
+        without(*off)
     async with sandbox(image, runtime) as container:
-        done = await container.run(abuse.command, user=user)
+        done = await container.run(abuse.command)
     assert (done.exit_code != 0) is protected, done
 
 
@@ -257,7 +266,7 @@ async def test_no_path_of_the_host(image: Path, runtime: Runtime, tmp_path: Path
 
 @WITH_AND_WITHOUT
 async def test_no_variable_of_the_server(
-    image: Path, runtime: Runtime, monkeypatch: pytest.MonkeyPatch, without: Callable[[str], None], protected: bool
+    image: Path, runtime: Runtime, monkeypatch: pytest.MonkeyPatch, without: Without, protected: bool
 ) -> None:
     monkeypatch.setenv("HOST_SECRET", "hidden")
     if not protected:
@@ -269,11 +278,11 @@ async def test_no_variable_of_the_server(
 
 @WITH_AND_WITHOUT
 async def test_no_signal_reaches_a_process_of_the_host(
-    image: Path, runtime: Runtime, without: Callable[[str], None], protected: bool
+    image: Path, runtime: Runtime, without: Without, protected: bool
 ) -> None:
     """The bystander runs under the sandbox's own user id, so that it is the namespace alone that protects it."""
     if not protected:
-        without(NOT_JOINED.format(space="os.CLONE_NEWPID"))
+        without(not_joined("CLONE_NEWPID"))
     async with sandbox(image, runtime) as container:
         own = {"user": container._host_id} if os.geteuid() == 0 else {}
         bystander = await asyncio.create_subprocess_exec("sleep", "1000", **own)
@@ -289,7 +298,7 @@ async def test_no_signal_reaches_a_process_of_the_host(
             await bystander.wait()
 
 
-ANY_BIND = "from nemo_gym_prorl.sandbox.supervisor import lifecycle; lifecycle.checked = lambda binds, *_: binds"
+ANY_BIND = Off("from nemo_gym_prorl.sandbox.supervisor import lifecycle; lifecycle.checked = lambda binds, *_: binds")
 
 
 @WITH_AND_WITHOUT
@@ -298,7 +307,7 @@ async def test_no_file_of_another_sandbox(
     runtime: Runtime,
     state: Path,
     monkeypatch: pytest.MonkeyPatch,
-    without: Callable[[str], None],
+    without: Without,
     protected: bool,
 ) -> None:
     if not protected:
@@ -318,7 +327,7 @@ async def test_no_file_of_another_sandbox(
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="all sandboxes of an ordinary user run under its own id")
 async def test_sandboxes_of_root_have_ids_of_their_own(
-    image: Path, runtime: Runtime, monkeypatch: pytest.MonkeyPatch, without: Callable[[str], None]
+    image: Path, runtime: Runtime, monkeypatch: pytest.MonkeyPatch, without: Without
 ) -> None:
     """One that is shown another's folder, as in the control above, may not enter."""
     without(ANY_BIND)
@@ -351,10 +360,10 @@ async def test_no_socket_of_another_sandbox(image: Path, runtime: Runtime, prote
 
 @WITH_AND_WITHOUT
 async def test_no_shared_memory_of_another_sandbox(
-    image: Path, runtime: Runtime, without: Callable[[str], None], protected: bool
+    image: Path, runtime: Runtime, without: Without, protected: bool
 ) -> None:
     if not protected:
-        without(NOT_JOINED.format(space="os.CLONE_NEWIPC"))
+        without(not_joined("CLONE_NEWIPC"))
     async with sandbox(image, runtime) as victim, sandbox(image, runtime) as other:
         made = (await victim.run("ipcmk -M 100")).stdout.split()[-1]
         try:
@@ -364,20 +373,19 @@ async def test_no_shared_memory_of_another_sandbox(
             await victim.run(f"ipcrm -m {made}")
 
 
-NOT_CLOSED = """
-def keep(script, *arguments):
-    script.call("openat", -100, KEPT.encode(), os.O_PATH, 0, tolerate=[scripts.ANY])
-    return arguments
-replace("umask", keep)
-"""
+def not_closed(folder: Path) -> Off:
+    """The runtime gets what the supervisor has, and the first process a folder of the host."""
+    kept = f'CALL(openat, AT_FDCWD, "{folder}", O_PATH, 0);'
+    before = "    become_user(uid, gid);\n    doing"
+    return Off("os.set_inheritable = os.closerange = lambda *a: None", ((before, kept + before),))
 
 
 @WITH_AND_WITHOUT
 async def test_no_process_holds_a_file_of_the_host(
-    image: Path, runtime: Runtime, state: Path, without: Callable[[str], None], protected: bool
+    image: Path, runtime: Runtime, state: Path, without: Without, protected: bool
 ) -> None:
     if not protected:
-        without(f"os.set_inheritable = os.closerange = lambda *a: None\nKEPT = {str(state)!r}\n{NOT_CLOSED}")
+        without(not_closed(state))
     async with sandbox(image, runtime) as container:
         await container.run("(setsid sleep 1000 >/dev/null 2>&1 &)")
         (space,) = await asyncio.to_thread(spaces)

@@ -22,11 +22,10 @@ import pytest
 from nemo_gym_prorl.failures import CallerError, InfrastructureError
 from nemo_gym_prorl.sandbox.container import Container, ContainerSpec
 from nemo_gym_prorl.sandbox.images import validate
-from nemo_gym_prorl.sandbox.isolation.mould import idle_program
-from nemo_gym_prorl.sandbox.isolation.scripting import tiny_elf
 from nemo_gym_prorl.sandbox.runtime.apptainer import Runtime
 from nemo_gym_prorl.sandbox.spec import Start
 from nemo_gym_prorl.sandbox.supervisor.creation import AT_ONCE
+from tests.sandbox import elf
 from tests.sandbox.tiny import pack
 
 
@@ -288,8 +287,7 @@ async def test_an_image_whose_sandboxes_never_come_up_holds_up_its_own_only(
     root = make()
     shell = root / "usr/bin/dash"
     shell.unlink()
-    machine = os.uname().machine
-    shell.write_bytes(tiny_elf.image(tiny_elf.MACHINES[machine], idle_program._CODE[machine]))
+    shell.write_bytes(elf.waiting())
     shell.chmod(0o755)
     spec = ContainerSpec(image=root, start=start, start_timeout_s=8)
     slow = [asyncio.create_task(Container.start(spec, runtime)) for _ in range(2 * AT_ONCE)]

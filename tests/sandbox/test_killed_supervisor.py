@@ -27,12 +27,10 @@ from typing import Any
 import pytest
 
 from nemo_gym_prorl.sandbox.container import Container, ContainerSpec
-from nemo_gym_prorl.sandbox.isolation import syscalls
-from nemo_gym_prorl.sandbox.isolation.mould import first_process, idle_program
-from nemo_gym_prorl.sandbox.isolation.mould.root_fs import Layout
-from nemo_gym_prorl.sandbox.isolation.scripting import tiny_elf
-from nemo_gym_prorl.sandbox.isolation.scripting.scripts import Script
+from nemo_gym_prorl.sandbox.isolation import syscalls, user_domain
+from nemo_gym_prorl.sandbox.isolation.mould.cast import Mould, cast
 from nemo_gym_prorl.sandbox.isolation.user_domain import draw
+from nemo_gym_prorl.sandbox.launcher import requests
 from nemo_gym_prorl.sandbox.limits import cgroups
 from nemo_gym_prorl.sandbox.runtime.apptainer import Runtime
 from nemo_gym_prorl.sandbox.spec import order
@@ -40,11 +38,12 @@ from nemo_gym_prorl.sandbox.supervisor.moulds import Moulds
 from nemo_gym_prorl.sandbox.supervisor.processes import pidfd
 from nemo_gym_prorl.sandbox.supervisor.processes.children import KILLED, Children
 from nemo_gym_prorl.sandbox.supervisor.processes.event_loop import Loop
-from nemo_gym_prorl.sandbox.supervisor.processes.runner import Runner
-from nemo_gym_prorl.sandbox.supervisor.rpc import own_supervisor
+from nemo_gym_prorl.sandbox.supervisor.processes.launcher import Launcher
+from nemo_gym_prorl.sandbox.supervisor.rpc import own_supervisor, protocol
 from nemo_gym_prorl.sandbox.supervisor.rpc.client import SandboxLost
 from nemo_gym_prorl.sandbox.supervisor.storage import state_dir
 from nemo_gym_prorl.sandbox.supervisor.storage.erase import remove_tree
+from tests.sandbox import elf
 
 
 REPOSITORY = Path(__file__).parents[2]
@@ -192,26 +191,30 @@ def test_a_supervisor_of_many_that_is_killed_leaves_nothing(image: Path, runtime
     print(f"{KILLS} kills under {SANDBOXES}: processes gone in {max(processes):.2f} s, all in {max(files):.2f} s")
 
 
-def test_a_first_process_whose_supervisor_died_before_it_could_tell_ends(tmp_path: Path) -> None:
+def test_a_first_process_whose_supervisor_died_before_it_could_tell_ends(runtime: Runtime, tmp_path: Path) -> None:
+    domain, _trouble = user_domain.make_domain()
+    ranges = [user_domain.ranges(kind, own) for kind, own in (("uid", os.geteuid()), ("gid", os.getegid()))]
+    mould = Mould(domain, (0, 0), domain, "", {}, ranges, {"0": []})
+    given = order("b-1", draw(several=False), ContainerSpec(image=tmp_path), runtime) | {"volumes": []}
     alive, lives = os.pipe()
     supervisor = os.fork()
     if supervisor == 0:
         try:
-            _ours, theirs = socket.socketpair()
-            runner = Runner(Loop(print, print), Children())
-            channel, program, held = range(runner.first_file(None), runner.first_file(None) + 3)
-            script = Script(320)
-            script.call("write", held, b"!", 1)
-            layout = Layout(str(tmp_path), "", (), 64, False, "", False)
-            first_process.add_to(script, layout, 0, 0, channel, program, [], given_image=False)
-            files = [theirs.fileno(), os.open("/dev/null", os.O_RDWR), lives]
-            runner.start(script, files, None, begun=print, ended=print, failed=print, lost=print)
+            (ours, answered), (_channel, theirs) = protocol.socket_pair(), socket.socketpair()
+            ours.setblocking(True)
+            launcher = Launcher(Loop(print, print), Children(), tmp_path)
+            files = [answered.fileno(), domain, theirs.fileno(), launcher.program(), lives]
+            request = cast(mould, given, str(tmp_path))
+            launcher.start(request, files, None, begun=print, ended=print, failed=print, lost=print)
+            assert requests.receive(ours)[0]["pid"]
+            os.write(lives, b"!")
             time.sleep(100)
         except BaseException:
             traceback.print_exc()
         finally:
             os._exit(1)
     os.close(lives)
+    os.close(domain)
     assert os.read(alive, 1) == b"!"
     os.kill(supervisor, signal.SIGKILL)
     os.waitpid(supervisor, 0)
@@ -238,9 +241,9 @@ def silent_image(tiny_root: Path) -> Iterator[Path]:
         shutil.copytree(tiny_root, root, symlinks=True, copy_function=os.link)
         for folder in ("proc", "sys", "dev"):
             (root / folder).mkdir()
-        shell, machine = root / "usr/bin/dash", os.uname().machine
+        shell = root / "usr/bin/dash"
         shell.unlink()
-        shell.write_bytes(tiny_elf.image(tiny_elf.MACHINES[machine], idle_program._CODE[machine]))
+        shell.write_bytes(elf.waiting())
         shell.chmod(0o755)
         yield root
 

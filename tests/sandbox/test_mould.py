@@ -8,22 +8,22 @@ import logging
 import os
 import shutil
 import stat
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
 
 from nemo_gym_prorl.failures import CallerError, InfrastructureError
 from nemo_gym_prorl.sandbox.container import Container, ContainerSpec
-from nemo_gym_prorl.sandbox.isolation.mould import idle_program
 from nemo_gym_prorl.sandbox.isolation.mould.cast import Mould
+from nemo_gym_prorl.sandbox.launcher import program as launching
 from nemo_gym_prorl.sandbox.limits import report
 from nemo_gym_prorl.sandbox.limits.cgroups import Group
 from nemo_gym_prorl.sandbox.runtime.apptainer import Runtime
 from nemo_gym_prorl.sandbox.supervisor import moulds
 from nemo_gym_prorl.sandbox.supervisor.processes.children import Action, Children, Done
 from nemo_gym_prorl.sandbox.supervisor.storage import state_dir
-from tests.sandbox.test_abuse import without
+from tests.sandbox.test_abuse import Off, Without, without
 
 
 __all__ = ["without"]
@@ -79,18 +79,12 @@ async def test_what_the_runtime_says_of_a_broken_image_is_told(other_image: Path
 async def test_where_a_mould_does_not_work_the_runtime_starts_it_and_the_reason_is_logged_once(
     image: Path,
     runtime: Runtime,
-    without: Callable[[str], None],
+    without: Without,
     monkeypatch: pytest.MonkeyPatch,
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     monkeypatch.setattr(report, "_said_why_slow", False)
-    without(
-        "def enter(script, *_):\n"
-        "    script.step = 'mounts are forbidden here'\n"
-        "    script.call('mount', b'none', b'/nowhere', b'none', 0, 0)\n"
-        "    return root_fs.Kernels(scripts.At(0), scripts.At(0))\n"
-        "root_fs.enter = enter"
-    )
+    without(Off(launcher=(('doing("pivot_root", "");', 'doing("mounts are forbidden here", ""), must(-EPERM);'),)))
     with caplog.at_level(logging.WARNING):
         for _ in range(2):
             async with await Container.start(ContainerSpec(image=image), runtime) as container:
@@ -104,16 +98,18 @@ async def test_where_a_mould_does_not_work_the_runtime_starts_it_and_the_reason_
 
 
 async def test_a_kill_while_one_is_made_is_no_fault_of_the_mould(
-    image: Path, runtime: Runtime, without: Callable[[str], None]
+    image: Path, runtime: Runtime, without: Without
 ) -> None:
     without(
-        "from nemo_gym_prorl.sandbox.supervisor.creation import Creation\n"
-        "hand_over = Creation._hand_over\n"
-        "def kill_first(creation, sandbox, mould, pid, owners):\n"
-        "    Creation._hand_over = hand_over\n"
-        "    creation._note(sandbox, pid)\n"
-        "    os.kill(pid, 9)\n"
-        "Creation._hand_over = kill_first"
+        Off(
+            "from nemo_gym_prorl.sandbox.supervisor.creation import Creation\n"
+            "hand_over = Creation._hand_over\n"
+            "def kill_first(creation, sandbox, mould, pid, owners):\n"
+            "    Creation._hand_over = hand_over\n"
+            "    creation._note(sandbox, pid)\n"
+            "    os.kill(pid, 9)\n"
+            "Creation._hand_over = kill_first"
+        )
     )
     for way in ("runtime", "mould"):
         async with await Container.start(ContainerSpec(image=image), runtime) as container:
@@ -202,12 +198,14 @@ async def test_an_idle_sandbox_is_one_small_process(image: Path, runtime: Runtim
         assert int(used) * os.sysconf("SC_PAGE_SIZE") < 256 << 10
 
 
-def test_the_program_waits_and_is_known_for_the_usual_machines() -> None:
-    assert set(idle_program._CODE) == {"x86_64", "aarch64"}
-    program = idle_program.make()
+def test_the_program_waits_and_is_there_for_the_usual_machines(tmp_path: Path) -> None:
+    assert {f"launcher-{machine}" for machine in launching.MACHINES} == {
+        file.name for file in launching.path().parent.glob("launcher-*")
+    }
+    program = launching.load(tmp_path)
     pid = os.fork()
     if pid == 0:
-        os.execve(program, [idle_program.NAME], {})
+        os.execve(program, [launching.FIRST_PROCESS], {})
     try:
         assert os.waitpid(pid, os.WNOHANG) == (0, 0)
     finally:

@@ -259,7 +259,7 @@ def test_a_network_that_all_leave_while_one_comes_is_closed_once() -> None:
     children, sandboxes, asked = ForkedLater(), Mock(), Mock()
     sandboxes.on_gone = []
     sandboxes.up.return_value.order = {"network": False}
-    networks = Networks(children, sandboxes)
+    networks = Networks(children, Mock(), sandboxes)
     for name in ("a", "b", "c"):
         networks.address(asked, name)
     a, b, _c = (call.args[0]["address"] for call in asked.answer.call_args_list)

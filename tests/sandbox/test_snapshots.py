@@ -435,11 +435,11 @@ async def test_what_forks_for_ever_is_paused(image: Path, runtime: Runtime, tmp_
 
 HELPER = """
 import os, sys, time
-from nemo_gym_prorl.sandbox.isolation import inside, syscalls
+from nemo_gym_prorl.sandbox.isolation import joining, syscalls
 supervisor = os.getpid()
 if os.fork() == 0:
     syscalls.end_with(supervisor)
-    inside.join_users(inside.Place(int(sys.argv[1]), 0, {}, inside.spaces_of(int(sys.argv[1])), rooted=True))
+    joining.join_users(joining.Place(int(sys.argv[1]), 0, {}, joining.spaces_of(int(sys.argv[1])), rooted=True))
     print(os.getpid(), flush=True)
 time.sleep(20)
 """

@@ -70,7 +70,7 @@ async def test_a_supervisor_that_can_start_no_process_lives_on(image: Path, runt
     supervisor = own_supervisor._current.popen.pid
     children = children_of(supervisor)
     before = resource.prlimit(supervisor, resource.RLIMIT_NPROC)
-    # The runner among them starts processes in the supervisor's place.
+    # The launcher among them starts processes in the supervisor's place.
     for pid in (supervisor, *children):
         with contextlib.suppress(OSError):
             resource.prlimit(pid, resource.RLIMIT_NPROC, (1, before[1]))

@@ -53,15 +53,12 @@ def kill_joiners(supervisor: int, known: set[int], ended: asyncio.Event) -> None
                     os.kill(pid, signal.SIGKILL)
 
 
-@pytest.mark.parametrize("user", [None, "root"])
 @pytest.mark.parametrize("start", ["mould", "runtime"])
-async def test_a_killed_helper_is_no_result(image: Path, runtime: Runtime, start: Start, user: str | None) -> None:
-    """Also where it was killed between the two words that it says: which process it started, and that this may begin.
-
-    With a ``user`` named no script fits, and a forked Python does what one would do.
-    """
+async def test_a_killed_helper_is_no_result(image: Path, runtime: Runtime, start: Start) -> None:
+    """Also where it was killed between the two words that it says: which process it started, and that this may
+    begin."""
     async with await Container.start(ContainerSpec(image=image, start=start), runtime) as container:
-        await container.run("true", user=user)
+        await container.run("true")
         assert own_supervisor._current
         supervisor = own_supervisor._current.popen.pid
         ended, refused = asyncio.Event(), list[str]()
@@ -71,7 +68,7 @@ async def test_a_killed_helper_is_no_result(image: Path, runtime: Runtime, start
             deadline = asyncio.get_running_loop().time() + 60
             while len(refused) < 10 and asyncio.get_running_loop().time() < deadline:
                 try:
-                    done = await container.run("echo ok; exit 7", user=user)
+                    done = await container.run("echo ok; exit 7")
                     assert (done.exit_code, done.stdout) == (7, "ok\n")
                 except InfrastructureError as error:
                     refused.append(error.reason)

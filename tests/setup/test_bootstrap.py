@@ -68,11 +68,18 @@ def test_environment_is_made_once_and_again_when_the_project_changes(project: Pa
     assert bootstrap(project).stdout == ""
     assert subprocess.run([python, "-c", code], cwd="/", capture_output=True, check=False).returncode != 0
 
-    (project / "pyproject.toml").write_text(PROJECT.replace('version = "0"', 'version = "1"'))
-    changed = bootstrap(project)
-    assert changed.returncode == 0, changed.stderr
-    assert "Making" not in changed.stdout
-    assert "Installing" in changed.stdout
+    launcher = project / "nemo_gym_prorl" / "sandbox" / "launcher" / "launcher.c"
+    launcher.parent.mkdir(parents=True)
+    for file, text in (
+        (project / "pyproject.toml", PROJECT.replace('version = "0"', 'version = "1"')),
+        (launcher, "/* compiled by the build */"),
+    ):
+        file.write_text(text)
+        changed = bootstrap(project)
+        assert changed.returncode == 0, changed.stderr
+        assert "Making" not in changed.stdout
+        assert "Installing" in changed.stdout
+        assert bootstrap(project).stdout == ""
 
 
 def test_a_wrong_python_is_refused_by_name(project: Path) -> None:

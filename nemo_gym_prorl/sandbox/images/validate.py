@@ -14,7 +14,7 @@ from nemo_gym_prorl.failures import CallerError, InfrastructureError
 from nemo_gym_prorl.sandbox.images import rootfs, sif
 from nemo_gym_prorl.sandbox.images.cache import machine
 from nemo_gym_prorl.sandbox.isolation import accounts
-from nemo_gym_prorl.sandbox.isolation.mould.root_fs import KERNELS
+from nemo_gym_prorl.sandbox.isolation.mounts import KERNELS
 
 
 UNPACK = "apptainer build --sandbox FOLDER"

@@ -21,11 +21,9 @@ import ctypes
 import errno
 import json
 import os
-import struct
 from dataclasses import dataclass
 
 from nemo_gym_prorl.sandbox.isolation.bpf import ALLOW, REFUSE, UNKNOWN, ByArgument, Verdict, program
-from nemo_gym_prorl.sandbox.isolation.scripting.scripts import Script
 
 
 LAST = 466
@@ -226,14 +224,6 @@ def install(rules: bytes = FILTER) -> None:
     if _libc.syscall(TABLES[_MACHINE].seccomp, _SET_MODE_FILTER, _SPEC_ALLOW, ctypes.byref(given)) < 0:
         number = ctypes.get_errno()
         raise OSError(number, f"filter of system calls: {os.strerror(number)}")
-
-
-def add_to(script: Script, rules: bytes = FILTER) -> None:
-    """As :func:`install`, as a step of a script."""
-    if not rules:
-        raise OSError(errno.ENOSYS, f"there is no filter of system calls for {_MACHINE}")
-    given = script.data(struct.pack("=HxxxxxxQ", len(rules) // 8, script.data(rules)))
-    script.call("seccomp", _SET_MODE_FILTER, _SPEC_ALLOW, given)
 
 
 def profile() -> str:

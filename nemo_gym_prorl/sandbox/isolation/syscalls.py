@@ -42,8 +42,6 @@ NO_SETUID_FIXUP = 4
 _OPEN_TREE, _MOVE_MOUNT, _MOUNT_SETATTR = 428, 429, 442
 CLONE_TREE = 1
 FROM_EMPTY_PATH = 4
-TO_LINKS = 0x10
-TO_EMPTY_PATH = 0x40
 EMPTY_PATH = 0x1000
 RECURSIVE = 0x8000
 _DETACH = 2
@@ -51,7 +49,6 @@ _DETACH = 2
 ATTRIBUTE_RDONLY = 1
 ATTRIBUTE_NOSUID = 2
 ATTRIBUTE_NODEV = 4
-ATTRIBUTE_NOEXEC = 8
 _ATTRIBUTE_IDMAP = 0x100000
 
 _OPENAT2 = 437
@@ -62,15 +59,13 @@ _MFD_EXEC = 0x10
 _SEALS = fcntl.F_SEAL_SEAL | fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_WRITE
 
 _PIVOT_ROOT = {"x86_64": 155, "aarch64": 41}
-_NO_CAPABILITIES = (0x20080522, 0), (0,) * 6
+_CAPABILITY_HEADER = struct.pack("Ii", 0x20080522, 0)
 
 _PR_CAP_AMBIENT, _AMBIENT_RAISE = 47, 2
 
 _KCMP = {"x86_64": 312, "aarch64": 272}
 _KCMP_FILES = 2
 
-CLONE_PARENT = 0x8000
-_CLONE = {"x86_64": 56, "aarch64": 220}
 _CLONE3 = 435
 _CLONE_INTO_CGROUP = 0x200000000
 _CLONE_ARGUMENTS = struct.Struct("11Q")
@@ -109,15 +104,6 @@ def last_capability() -> int:
     return int(Path("/proc/sys/kernel/cap_last_cap").read_text())
 
 
-def drop_capabilities(added: frozenset[int] = frozenset()) -> None:
-    """Make sure that nothing this process executes ever has more than the usual capabilities and those ``added``."""
-    kept = added.union(KEPT.values())
-    for number in range(last_capability() + 1):
-        if number not in kept:
-            prctl(PR_CAPBSET_DROP, number)
-    prctl(PR_SET_NO_NEW_PRIVS, 1)
-
-
 def end_with(parent: int) -> None:
     """Have this process end with its parent, which is ``parent``; if that has ended already, end now."""
     prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
@@ -136,24 +122,11 @@ def fork_into(group: int) -> int:
     return pid
 
 
-def fork_beside() -> int:
-    """``fork(2)`` whose child is a child of our parent, as soon as it is there; or of ours, on machines we don't know.
-
-    The one system call that can do so on any kernel has another number on each machine.
-    """
-    number = _CLONE.get(os.uname().machine)
-    if number is None:
-        return os.fork()
-    pid = int(_libc_locked.syscall(number, ctypes.c_ulong(CLONE_PARENT | signal.SIGCHLD), 0, 0, 0, 0))
-    _check(pid, "clone")
-    return pid
-
-
 def keep_capabilities(added: frozenset[int]) -> None:
     """Give up every capability but the usual ones and those ``added``, until something is executed."""
     kept = sum(1 << number for number in added.union(KEPT.values()))
     low, high = kept & 0xFFFFFFFF, kept >> 32
-    header = struct.pack("Ii", *_NO_CAPABILITIES[0])
+    header = _CAPABILITY_HEADER
     _check(_libc.capset(header, struct.pack("6I", low, low, 0, high, high, 0)), "capset")
 
 
@@ -170,14 +143,9 @@ def become_with(uid: int, capability: int, last: int) -> None:
         if number != capability:
             prctl(PR_CAPBSET_DROP, number)
     prctl(PR_SET_NO_NEW_PRIVS, 1)
-    header, low, high = struct.pack("Ii", *_NO_CAPABILITIES[0]), 1 << capability & 0xFFFFFFFF, 1 << capability >> 32
+    header, low, high = _CAPABILITY_HEADER, 1 << capability & 0xFFFFFFFF, 1 << capability >> 32
     _check(_libc.capset(header, struct.pack("6I", low, low, low, high, high, high)), "capset")
     _check(_libc.prctl(_PR_CAP_AMBIENT, ctypes.c_ulong(_AMBIENT_RAISE), ctypes.c_ulong(capability), 0, 0), "prctl")
-
-
-def no_capability_sets() -> tuple[bytes, bytes]:
-    """Of a process that gives up every capability, as the kernel takes them."""
-    return struct.pack("Ii", *_NO_CAPABILITIES[0]), struct.pack("6I", *_NO_CAPABILITIES[1])
 
 
 def detached(source: str | int, *, recursive: bool = False) -> int:
@@ -243,14 +211,9 @@ def have_same_files(one: int, other: int) -> bool:
     return number is not None and _libc.syscall(number, one, other, _KCMP_FILES, 0, 0) == 0
 
 
-def mount_attributes(attributes: int) -> bytes:
-    """``ATTRIBUTE_*`` as the kernel takes them."""
-    return struct.pack("4Q", attributes, 0, 0, 0)
-
-
 def restrict(tree: int, attributes: int, *, recursive: bool = False) -> None:
     """Set ``ATTRIBUTE_*`` of a detached mount."""
-    given = mount_attributes(attributes)
+    given = struct.pack("4Q", attributes, 0, 0, 0)
     flags = EMPTY_PATH | (RECURSIVE if recursive else 0)
     _check(_libc.syscall(_MOUNT_SETATTR, tree, b"", flags, given, len(given)), "mount_setattr")
 

@@ -10,8 +10,6 @@ whose sandboxes come up slowly, or never, holds up its own: the first of another
 
 from __future__ import annotations
 
-import contextlib
-import json
 import os
 import signal
 import socket
@@ -20,10 +18,9 @@ from collections.abc import Callable, Iterable
 from functools import partial
 from pathlib import Path
 
-from nemo_gym_prorl.sandbox.isolation import inside
-from nemo_gym_prorl.sandbox.isolation.mould import first_process
+from nemo_gym_prorl.sandbox.isolation import joining
 from nemo_gym_prorl.sandbox.isolation.mould.cast import Mould, cast, image_for, preliminaries
-from nemo_gym_prorl.sandbox.isolation.scripting.scripts import UnfitError
+from nemo_gym_prorl.sandbox.launcher import requests
 from nemo_gym_prorl.sandbox.limits import cgroups, kernel_shares
 from nemo_gym_prorl.sandbox.runtime import image_environment
 from nemo_gym_prorl.sandbox.runtime import log as logs
@@ -32,8 +29,8 @@ from nemo_gym_prorl.sandbox.runtime.launch import become_runtime
 from nemo_gym_prorl.sandbox.supervisor.moulds import Moulds
 from nemo_gym_prorl.sandbox.supervisor.processes.children import Children, failure, in_words
 from nemo_gym_prorl.sandbox.supervisor.processes.event_loop import Loop
-from nemo_gym_prorl.sandbox.supervisor.processes.runner import Runner, RunnerLostError
-from nemo_gym_prorl.sandbox.supervisor.rpc.protocol import Message, close_all
+from nemo_gym_prorl.sandbox.supervisor.processes.launcher import TRIES, Launcher
+from nemo_gym_prorl.sandbox.supervisor.rpc.protocol import Message, PeerGone, close_all
 from nemo_gym_prorl.sandbox.supervisor.sandbox import Sandbox, Stage
 from nemo_gym_prorl.sandbox.supervisor.storage import state_dir
 from nemo_gym_prorl.sandbox.supervisor.storage.erase import remove_tree
@@ -42,12 +39,6 @@ from nemo_gym_prorl.sandbox.supervisor.storage.erase import remove_tree
 AT_ONCE = 2 * (os.cpu_count() or 1)
 """Sandboxes that are created at a time: more would only slow each other, and whoever waits for a command. Beyond them
 as many again may be, each the only one of its image."""
-
-TRIES = 3
-"""To have a script carried out, each time by another runner."""
-
-MOST_SAID = 4000
-"""Bytes of a message of its first process."""
 
 
 class Creation:
@@ -58,7 +49,7 @@ class Creation:
         loop: its loop.
         children: its children.
         groups: where control groups are made, if they can be.
-        runner: what carries out scripts.
+        launcher: what starts first processes.
         held: the moulds of all sandboxes that are not gone yet.
         up: told of each that is up, with the variables that its image sets.
         failed: told of each that can't be created, and why.
@@ -72,7 +63,7 @@ class Creation:
         loop: Loop,
         children: Children,
         groups: Path | None,
-        runner: Runner,
+        launcher: Launcher,
         *,
         held: Callable[[], Iterable[Mould | None]],
         up: Callable[[Sandbox, dict[str, str]], None],
@@ -82,7 +73,7 @@ class Creation:
         self._loop = loop
         self._children = children
         self._groups = groups
-        self._runner = runner
+        self._launcher = launcher
         self._up = up
         self._failed = failed
         self._ended = ended
@@ -164,7 +155,8 @@ class Creation:
         """Make its channel, in place of one that there may be; returns the first process's end."""
         if sandbox.channel:
             self._loop.drop(sandbox.channel)
-        ours, theirs = socket.socketpair()
+        kind = socket.SOCK_STREAM if sandbox.way == "runtime" else socket.SOCK_SEQPACKET
+        ours, theirs = socket.socketpair(socket.AF_UNIX, kind)
         sandbox.channel = ours
         ours.setblocking(False)
         heard = self._keeper_spoke if sandbox.way == "runtime" else self._first_process_spoke
@@ -220,10 +212,10 @@ class Creation:
             raise OSError(f"process {pid} is none of a sandbox's")
         sandbox.space = space
         space.note(sandbox.folder)
-        spaces = inside.spaces_of(pid)
+        spaces = joining.spaces_of(pid)
         added = frozenset(sandbox.order["capabilities"])
         rooted = sandbox.way == "mould"
-        sandbox.place = inside.Place(pid, sandbox.order["uid"], limits, spaces, rooted=rooted, capabilities=added)
+        sandbox.place = joining.Place(pid, sandbox.order["uid"], limits, spaces, rooted=rooted, capabilities=added)
 
     def _prepared(self, sandbox: Sandbox, answer: Message, _files: list[int]) -> None:
         if sandbox.stage is not Stage.CREATING:
@@ -236,7 +228,6 @@ class Creation:
         if sandbox.fallback:
             # With the runtime it works: the mould need not be tried for each.
             self._moulds.mark_broken(sandbox.order, sandbox.fallback)
-        sandbox.script = None
         self._up(sandbox, sandbox.environment)
         self.leave(sandbox)
 
@@ -300,7 +291,7 @@ class Creation:
     def _carry_out(
         self, sandbox: Sandbox, mould: Mould, owners: list[int], files: list[int], tries: int = TRIES
     ) -> None:
-        """Have its script carried out; ``owners`` and ``files`` are closed after that."""
+        """Have its first process started; ``owners`` and ``files`` are closed after that."""
 
         def give_up(error: str) -> None:
             sandbox.casting = False
@@ -316,33 +307,26 @@ class Creation:
             self._has_first(sandbox, mould, answer, owners)
 
         def lost() -> None:
-            # Of what the runner may have begun nothing goes on: this channel of the sandbox's is closed.
+            # Of what the launcher may have begun nothing goes on: this channel of the sandbox's is closed.
             if tries > 1 and sandbox.stage is Stage.CREATING:
                 self._carry_out(sandbox, mould, owners, files, tries - 1)
             else:
-                give_up("the supervisor's runner was killed")
+                give_up("the supervisor's launcher was killed")
 
         try:
-            script = cast(mould, sandbox.order, str(sandbox.folder), self._runner.first_file(sandbox.group))
+            request = cast(mould, sandbox.order, str(sandbox.folder))
             with self._open_channel(sandbox) as channel:
-                sandbox.casting, sandbox.script = True, script
+                sandbox.casting, sandbox.ready = True, False
                 domain, *volumes = files if sandbox.order["users"] else [mould.domain, *files]
-                given = [domain, channel.fileno(), self._moulds.program(), *volumes]
-                self._runner.run(script, given, sandbox.group, done, lost)
-        except RunnerLostError:
-            give_up("the supervisor has no runner")
+                given = [domain, channel.fileno(), self._launcher.program(), *volumes]
+                self._launcher.run(request, given, sandbox.group, done, lost)
         except OSError as error:
             give_up(in_words(error))
-        except UnfitError as error:
-            give_up(str(error))
 
     def _has_first(self, sandbox: Sandbox, mould: Mould, answer: Message, owners: list[int]) -> None:
         """The first process is there, and waits for the image."""
         sandbox.casting = False
         try:
-            if "step" in answer:
-                assert sandbox.script
-                answer = {"error": sandbox.script.trouble(answer)}
             if "error" in answer:
                 if sandbox.stage is Stage.CREATING:
                     self._fall_back(sandbox, answer)
@@ -376,18 +360,19 @@ class Creation:
     def _first_process_spoke(self, sandbox: Sandbox) -> None:
         """It is up once its channel is closed, if nothing but the word was said."""
         assert sandbox.channel
-        # Its end of the channel may have been reset: it was killed with something unread there.
-        with contextlib.suppress(ConnectionResetError):
-            if said := sandbox.channel.recv(MOST_SAID):
-                sandbox.said += said
-                return
-        self._loop.ignore(sandbox.channel)
-        if sandbox.said == first_process.READY:
-            self._prepared(sandbox, {}, [])
-        elif sandbox.said:
-            assert sandbox.script
-            said = json.loads(sandbox.said.removeprefix(first_process.READY))
-            self._fall_back(sandbox, {"error": "it can't be made", "log": sandbox.script.trouble(said)})
+        try:
+            answer, _files = requests.receive(sandbox.channel)
+        except BlockingIOError:
+            return
+        except PeerGone:
+            self._loop.ignore(sandbox.channel)
+            if sandbox.ready:
+                self._prepared(sandbox, {}, [])
+            return
+        sandbox.ready = "ready" in answer
+        if not sandbox.ready:
+            self._loop.ignore(sandbox.channel)
+            self._fall_back(sandbox, {"error": "it can't be made", "log": answer["error"]})
 
     def _fall_back(self, sandbox: Sandbox, answer: Message, *, by_mould: bool = True) -> None:
         """Let the runtime try, if the order leaves it open and nothing of the try with the mould is left.
@@ -424,9 +409,9 @@ def _own(path: Path, order: Message) -> None:
         os.chown(path, order["host_uid"], order["host_gid"])
 
 
-def _prepare(place: inside.Place, order: Message) -> tuple[Message, list[int]]:
+def _prepare(place: joining.Place, order: Message) -> tuple[Message, list[int]]:
     """In a child forked for it, since it depends on what the image has for a shell."""
     signal.setitimer(signal.ITIMER_REAL, order["start_timeout_s"])
     environment = image_environment.read(place.pid)
-    inside.prepare(place, order["shared_memory_mib"], order["network"], order["image"])
+    joining.prepare(place, order["shared_memory_mib"], order["network"], order["image"])
     return {"environment": environment}, []

@@ -34,7 +34,7 @@ from nemo_gym_prorl.sandbox.supervisor import watch
 from nemo_gym_prorl.sandbox.supervisor.creation import Creation
 from nemo_gym_prorl.sandbox.supervisor.processes.children import Children
 from nemo_gym_prorl.sandbox.supervisor.processes.event_loop import Loop, guarded
-from nemo_gym_prorl.sandbox.supervisor.processes.runner import Runner
+from nemo_gym_prorl.sandbox.supervisor.processes.launcher import Launcher
 from nemo_gym_prorl.sandbox.supervisor.processes.servant import Servant
 from nemo_gym_prorl.sandbox.supervisor.rpc.connections import Request
 from nemo_gym_prorl.sandbox.supervisor.rpc.protocol import Message, close_all
@@ -67,7 +67,7 @@ class NoSandbox(Exception):
 class Sandboxes:
     """All sandboxes of one supervisor; each is here from its creation until it is gone."""
 
-    def __init__(self, folder: Path, loop: Loop, children: Children, groups: Path | None, runner: Runner) -> None:
+    def __init__(self, folder: Path, loop: Loop, children: Children, groups: Path | None, launcher: Launcher) -> None:
         """``groups`` is where control groups are made, if they can be."""
         self._folder = folder
         self._loop = loop
@@ -84,7 +84,7 @@ class Sandboxes:
             loop,
             children,
             groups,
-            runner,
+            launcher,
             held=lambda: (sandbox.mould for sandbox in self._all.values()),
             up=self._is_up,
             failed=self._give_up,

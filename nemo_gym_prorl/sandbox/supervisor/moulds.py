@@ -17,7 +17,6 @@ from functools import partial
 from pathlib import Path
 
 from nemo_gym_prorl.sandbox.isolation.mould import cast as moulds
-from nemo_gym_prorl.sandbox.isolation.mould import idle_program
 from nemo_gym_prorl.sandbox.isolation.mould.cast import Mould
 from nemo_gym_prorl.sandbox.runtime import image_environment
 from nemo_gym_prorl.sandbox.supervisor.processes.children import Children
@@ -56,17 +55,6 @@ class Moulds:
         self._children = children
         self._held = held
         self._all: dict[str, _Entry] = {}
-        self._program: int | None = None
-
-    def program(self) -> int:
-        """What first processes become at last, as a descriptor.
-
-        Raises:
-            OSError: this machine can't have it.
-        """
-        if self._program is None:
-            self._program = idle_program.make()
-        return self._program
 
     def broken(self, order: Message) -> str:
         """Why sandboxes of that image can't be made from a mould; empty if that is not known."""

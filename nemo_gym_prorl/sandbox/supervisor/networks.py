@@ -17,10 +17,11 @@ from functools import partial
 from ipaddress import IPv4Address, ip_address
 from itertools import count
 
-from nemo_gym_prorl.sandbox.isolation import inside
 from nemo_gym_prorl.sandbox.isolation.network import router as networks
+from nemo_gym_prorl.sandbox.launcher import requests
 from nemo_gym_prorl.sandbox.supervisor.lifecycle import NoSandbox, Sandboxes
 from nemo_gym_prorl.sandbox.supervisor.processes.children import Children
+from nemo_gym_prorl.sandbox.supervisor.processes.launcher import Launcher
 from nemo_gym_prorl.sandbox.supervisor.rpc.connections import Request
 from nemo_gym_prorl.sandbox.supervisor.rpc.protocol import Message
 
@@ -36,8 +37,9 @@ class Network:
 class Networks:
     """All networks of one supervisor."""
 
-    def __init__(self, children: Children, sandboxes: Sandboxes) -> None:
+    def __init__(self, children: Children, launcher: Launcher, sandboxes: Sandboxes) -> None:
         self._children = children
+        self._launcher = launcher
         self._sandboxes = sandboxes
         self._numbers = count(1)
         self._addresses: dict[str, IPv4Address] = {}
@@ -61,9 +63,9 @@ class Networks:
         self._begin()
 
     def reach(self, request: Request, order: Message) -> None:
-        """As :func:`.inside.connect`, to a port of the sandbox behind an address in the same network."""
+        """As :func:`.requests.connect`, to a port of the sandbox behind an address in the same network."""
         place = self._sandboxes.up(self._fellow(order)).place_to_join()
-        self._children.fork(partial(inside.connect, place, order["port"]), request.answer)
+        self._launcher.ask(requests.connect(place, order["port"]), request.answer)
 
     def listen(self, request: Request, order: Message) -> None:
         """Answer with what listens on a port of the sandbox's loopback device, for one behind an address in the same

@@ -253,7 +253,7 @@ class Sessions:
 
         Args:
             request: who asked.
-            order: as for :func:`.inside.spawn`, and ``session``, the name to attach by.
+            order: as for :func:`.requests.spawn`, and ``session``, the name to attach by.
         """
         sandbox = self._sandboxes.up(order["sandbox"])
         theirs: list[int] = []

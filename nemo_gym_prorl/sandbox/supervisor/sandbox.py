@@ -9,9 +9,8 @@ from dataclasses import dataclass, field
 from enum import StrEnum
 from pathlib import Path
 
-from nemo_gym_prorl.sandbox.isolation import inside
+from nemo_gym_prorl.sandbox.isolation import joining
 from nemo_gym_prorl.sandbox.isolation.mould.cast import Mould
-from nemo_gym_prorl.sandbox.isolation.scripting.scripts import Script
 from nemo_gym_prorl.sandbox.limits import cgroups
 from nemo_gym_prorl.sandbox.runtime import log as logs
 from nemo_gym_prorl.sandbox.supervisor.processes.children import in_words
@@ -74,8 +73,8 @@ class Sandbox:
 
     ``place`` and ``space`` are known once its first process has spoken. ``starter`` is our own child for it as long as
     it is not reaped: the runtime's process outside of it, or the first process itself where that is our child. ``way``
-    is how it is made, ``mould`` what from, ``fallback`` why not from one, ``said`` what its first process said
-    meanwhile, ``script`` what makes it, ``log`` where the runtime complains until it is up.
+    is how it is made, ``mould`` what from, ``fallback`` why not from one, ``ready`` that its first process said so,
+    ``log`` where the runtime complains until it is up.
     """
 
     name: str
@@ -95,7 +94,7 @@ class Sandbox:
     """That it used more memory than it may, in words; and when that was last so."""
     over_memory_at: float = 0.0
     stage: Stage = Stage.WAITING
-    place: inside.Place | None = None
+    place: joining.Place | None = None
     space: state_dir.Space | None = None
     closing_since: float = 0.0
     closing: list[tuple[Request, Message]] = field(default_factory=list)
@@ -104,14 +103,13 @@ class Sandbox:
     held: list[int] = field(default_factory=list)
     way: str = "runtime"
     mould: Mould | None = None
-    script: Script | None = None
     fallback: str = ""
-    said: bytes = b""
+    ready: bool = False
     log: int | None = None
     noted: set[str] = field(default_factory=set)
     environment: dict[str, str] = field(default_factory=dict)
 
-    def place_to_join(self) -> inside.Place:
+    def place_to_join(self) -> joining.Place:
         """Where to join it, when it is up.
 
         Raises:

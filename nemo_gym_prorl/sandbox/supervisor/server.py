@@ -26,15 +26,16 @@ from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 
-from nemo_gym_prorl.sandbox.isolation import inside, syscalls
+from nemo_gym_prorl.sandbox.isolation import syscalls
 from nemo_gym_prorl.sandbox.isolation.files import copies, snapshots
+from nemo_gym_prorl.sandbox.launcher import requests
 from nemo_gym_prorl.sandbox.limits import cgroups, descriptors
 from nemo_gym_prorl.sandbox.supervisor.lifecycle import NoSandbox, Sandboxes
 from nemo_gym_prorl.sandbox.supervisor.networks import Networks
 from nemo_gym_prorl.sandbox.supervisor.processes import freezer
 from nemo_gym_prorl.sandbox.supervisor.processes.children import Children, failure
 from nemo_gym_prorl.sandbox.supervisor.processes.event_loop import Loop
-from nemo_gym_prorl.sandbox.supervisor.processes.runner import Runner
+from nemo_gym_prorl.sandbox.supervisor.processes.launcher import Launcher
 from nemo_gym_prorl.sandbox.supervisor.processes.spawns import Spawns
 from nemo_gym_prorl.sandbox.supervisor.pty_server import Sessions
 from nemo_gym_prorl.sandbox.supervisor.rpc import peers
@@ -54,11 +55,11 @@ class Supervisor:
         self.folder = folder
         self._children = Children()
         self._loop = Loop(self._reap, self.end)
-        self._runner = Runner(self._loop, self._children)
+        self._launcher = Launcher(self._loop, self._children, folder)
         groups = _groups()
-        self._sandboxes = Sandboxes(folder, self._loop, self._children, groups, self._runner)
-        self._networks = Networks(self._children, self._sandboxes)
-        self._spawns = Spawns(self._loop, self._children, self._runner)
+        self._sandboxes = Sandboxes(folder, self._loop, self._children, groups, self._launcher)
+        self._networks = Networks(self._children, self._launcher, self._sandboxes)
+        self._spawns = Spawns(self._loop, self._children, self._launcher)
         self._zygotes = Zygotes(folder, self._loop, self._children, groups)
         self._sessions = Sessions(self._loop, self._spawns, self._sandboxes)
         self._handlers: dict[str, Handler] = {
@@ -167,7 +168,7 @@ class Supervisor:
             elif "exhausted" in answer:
                 self._sandboxes.start_refused(sandbox.name, answer["exhausted"])
 
-        joiner = self._zygotes.joiner(sandbox, order) or inside.spawn
+        joiner = self._zygotes.joiner(sandbox, order)
         place = sandbox.place_to_join()
         self._spawns.start(name, place, order, files, sandbox.group, started, ended, joiner)
 
@@ -206,7 +207,7 @@ class Supervisor:
 
     def _do_connect(self, request: Request, order: Message, _files: list[int]) -> None:
         place = self._sandboxes.up(order["sandbox"]).place_to_join()
-        self._children.fork(partial(inside.connect, place, order["port"]), request.answer)
+        self._launcher.ask(requests.connect(place, order["port"]), request.answer)
 
     def _do_address(self, request: Request, order: Message, _files: list[int]) -> None:
         self._networks.address(request, order["sandbox"])

@@ -56,7 +56,7 @@ class Zygotes:
         """By the identity of the mould. The last in order was used last."""
 
     def joiner(self, sandbox: Sandbox, order: Message) -> Joiner | None:
-        """What starts that program from a zygote, in place of :func:`.inside.spawn`; ``None`` if none is there."""
+        """What starts that program from a zygote, in place of the launcher; ``None`` if none is there."""
         mould = sandbox.mould
         if mould is None or os.geteuid() != 0 or order["tty"] or order["user"] is not None:
             return None

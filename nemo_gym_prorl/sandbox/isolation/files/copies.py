@@ -19,7 +19,7 @@ from collections.abc import Iterator
 from typing import Any
 
 from nemo_gym_prorl.sandbox.isolation import syscalls
-from nemo_gym_prorl.sandbox.isolation.inside import Place, by_names_inside, join
+from nemo_gym_prorl.sandbox.isolation.joining import Place, by_names_inside, join
 
 
 COPY_CHUNK = 1 << 20

@@ -28,7 +28,7 @@ import tarfile
 from typing import IO, Any
 from urllib.parse import quote_from_bytes, unquote_to_bytes
 
-from nemo_gym_prorl.sandbox.isolation import inside, syscalls
+from nemo_gym_prorl.sandbox.isolation import joining, syscalls
 from nemo_gym_prorl.sandbox.isolation.files import sparse
 
 
@@ -58,8 +58,8 @@ _KINDS = {
 }
 
 
-@inside.by_names_inside()
-def pack(place: inside.Place, upper: str, header: str, limit: int, target: int) -> tuple[dict[str, Any], list[int]]:
+@joining.by_names_inside()
+def pack(place: joining.Place, upper: str, header: str, limit: int, target: int) -> tuple[dict[str, Any], list[int]]:
     """Write all of the folder ``upper``, the layer of the sandbox at ``place``, into ``target``.
 
     Raises:
@@ -70,7 +70,7 @@ def pack(place: inside.Place, upper: str, header: str, limit: int, target: int) 
         raise OSError(errno.EOPNOTSUPP, "the runtime's own file system holds its layer; a snapshot needs start: mould")
     layer = os.open(upper, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
     _import_no_more()
-    inside.join_users(place)
+    joining.join_users(place)
     os.fchdir(layer)
     os.chroot(".")
     links: dict[int, str] = {}
@@ -156,8 +156,8 @@ def _attributes(path: str) -> dict[str, str]:
     return found
 
 
-@inside.by_names_inside()
-def unpack(place: inside.Place, limit: int, source: int) -> tuple[dict[str, Any], list[int]]:
+@joining.by_names_inside()
+def unpack(place: joining.Place, limit: int, source: int) -> tuple[dict[str, Any], list[int]]:
     """Do to the sandbox at ``place`` what was done to the one that ``source`` was made of.
 
     Raises:
@@ -167,7 +167,7 @@ def unpack(place: inside.Place, limit: int, source: int) -> tuple[dict[str, Any]
     if limit and os.fstat(source).st_size > limit:
         raise _too_large(limit)
     _import_no_more()
-    inside.join(place)
+    joining.join(place)
     os.umask(0)
     resource.setrlimit(resource.RLIMIT_AS, (MEMORY, MEMORY))
     try:

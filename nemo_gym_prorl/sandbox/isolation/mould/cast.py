@@ -1,14 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Making a sandbox from a mould: what is known of its image, and the helper that starts its first process.
+"""Making a sandbox from a mould: what is known of its image, and what the launcher is asked.
 
 A mould is what all sandboxes of an image share: the variables that the image sets, as the container runtime was asked
 once, and the domain of their user ids. From it a sandbox is made with a handful of system calls and no program:
 
-1. a helper, a script that the supervisor has carried out, joins the domain and starts the first process in namespaces
-   of its own, as the *supervisor's* child, so that its end is told there; maps its user ids, and ends;
+1. a helper that the launcher forks joins the domain and starts the first process in namespaces of its own, as the
+   *supervisor's* child, so that its end is told there; maps its user ids, and ends;
 2. the supervisor sends the first process the image as a mount. Where root shows an image under the sandbox's own ids,
    only root can make that mount, and by now there is the user namespace whose ids they are;
-3. the first process does the rest (:mod:`.first_process`).
+3. the first process does the rest (``launcher/launcher.c``), and then only waits.
 """
 
 from __future__ import annotations
@@ -16,37 +16,21 @@ from __future__ import annotations
 import errno
 import os
 import resource
-import signal
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
 from nemo_gym_prorl.sandbox.isolation import accounts, syscalls, user_domain
-from nemo_gym_prorl.sandbox.isolation.mould import first_process
-from nemo_gym_prorl.sandbox.isolation.mould.root_fs import Bind, Layout
-from nemo_gym_prorl.sandbox.isolation.scripting import scripts
-from nemo_gym_prorl.sandbox.isolation.scripting.scripts import Script
+from nemo_gym_prorl.sandbox.isolation.mounts import SMALL_TMPFS, Bind, terminal_options
 from nemo_gym_prorl.sandbox.isolation.user_domain import Span
+from nemo_gym_prorl.sandbox.launcher.requests import Kind, Request
 from nemo_gym_prorl.sandbox.limits import kernel_shares
 
 
 USERS = (0, 1000)
 """The numbers that a sandbox's own user can have inside."""
 
-_ROOM = 320
-"""Steps of a cast, most of which are for mounts; each bind takes some eight."""
-
-_AT_FDCWD = -100
-
-FRESH = (
-    os.CLONE_NEWUSER
-    | os.CLONE_NEWNS
-    | os.CLONE_NEWPID
-    | os.CLONE_NEWIPC
-    | os.CLONE_NEWUTS
-    | os.CLONE_NEWCGROUP
-    | syscalls.CLONE_PARENT
-)
+FRESH = os.CLONE_NEWUSER | os.CLONE_NEWNS | os.CLONE_NEWPID | os.CLONE_NEWIPC | os.CLONE_NEWUTS | os.CLONE_NEWCGROUP
 
 
 @dataclass(frozen=True, slots=True)
@@ -97,74 +81,63 @@ def preliminaries(mould: Mould, order: dict[str, Any]) -> Callable[[], tuple[dic
     return make
 
 
-FILES = 4
-"""Those that a cast is always given: where to answer, its domain, the channel of the first process, its program."""
-
-
-def cast(mould: Mould, order: dict[str, Any], folder: str, first: int) -> Script:
+def cast(mould: Mould, order: dict[str, Any], folder: str) -> Request:
     """Start the first process of a sandbox, as a child of the supervisor's. Answers with its number on the host.
+
+    Goes with where to answer, its domain, the channel of the first process, the launcher, and volumes. On that channel
+    the first process waits for word, by root with the image as a mount; it is closed when the sandbox is ready.
 
     Args:
         mould: of the sandbox.
         order: what it is to be.
-        folder: the sandbox's own.
-        first: the number of the first of its :data:`FILES`; volumes follow.
+        folder: the sandbox's own, with ``overlay`` for its layer.
     """
-    uid = gid = order["uid"]
-    several, root = order["users"], os.geteuid() == 0
+    uid = order["uid"]
+    several, root, network = order["users"], os.geteuid() == 0, order["network"]
     if several and mould.one_user:
         raise PermissionError(errno.EPERM, mould.one_user)
-    answer, domain, channel, program = range(first, first + FILES)
     binds = [Bind.parse(text) for text in (*order["binds"], *(() if root else order["volumes"]))]
     volumes = [Bind.parse(text).target for text in order["volumes"]] if root else []
-    layout = Layout(
-        folder=folder,
-        image=order["image"],
-        binds=binds,
-        shared_memory_mib=order["shared_memory_mib"],
-        host_network=order["network"],
-        resolver=accounts.resolver(order["network"]),
-        several_users=several,
-        shown=[(first + FILES + index, target) for index, target in enumerate(volumes)],
-    )
-    script = Script(_ROOM)
-    script.call("prctl", syscalls.PR_SET_PDEATHSIG, signal.SIGKILL)
-    script.catch(answer)
-    script.call("close_range", scripts.CHANNEL, first - 1, 0)
-    script.step = "domain"
-    script.call("setns", domain, os.CLONE_NEWUSER)
-    script.call("setresgid", 0, 0, 0)
-    script.call("setresuid", 0, 0, 0)
-    # A changed id closes what lies in /proc of us and our children, from where they are mapped.
-    script.call("prctl", syscalls.PR_SET_DUMPABLE, 1)
-    if several:
-        # In the namespace that is made now all users together can have no more.
-        hard = resource.getrlimit(resource.RLIMIT_NPROC)[1]
-        most = order["limits"][str(resource.RLIMIT_NPROC)]
-        processes = most if hard == resource.RLIM_INFINITY else min(most, hard)
-        for limit, value in {resource.RLIMIT_NPROC: processes, **kernel_shares.limits()}.items():
-            script.limit(limit, value, value)
-    script.step = "namespaces"
-    flags = scripts.clone_arguments(FRESH | (0 if order["network"] else os.CLONE_NEWNET))
-    pid = script.call("clone3", script.data(flags), len(flags))
-    for index, kind in enumerate(("uid", "gid")):
-        script.step = f"{kind}s"
-        own = order[f"host_{kind}"]
-        spans = user_domain.spans(own, uid, several=several, ranges=mould.ranges[index])
-        text = user_domain.map_of(spans)
-        path = script.number_in(f"/proc/#/{kind}_map".encode(), pid)
-        table = script.call("openat", _AT_FDCWD, path, os.O_WRONLY | os.O_CLOEXEC, 0)
-        script.call("write", table, script.data(text), len(text))
-    script.tell(answer, b'{"pid": #}', pid)
-    script.call("exit_group", 0)
-    script.land(pid)
     covered = {bind.target.rstrip("/") for bind in binds} | set(volumes)
-    added = [
-        (path, line) for path, line in mould.accounts[str(uid)] if not covered & {path, os.path.dirname(path), ""}
-    ]
-    script.call("close_range", answer, domain, 0)
-    first_process.add_to(script, layout, uid, gid, channel, program, added, given_image=root)
-    return script
+    request = Request(Kind.MAKE)
+    request.limits(_of_all_users(order) if several else [])
+    for kind, ranges in zip(("uid", "gid"), mould.ranges, strict=True):
+        request.text(user_domain.map_of(user_domain.spans(order[f"host_{kind}"], uid, several=several, ranges=ranges)))
+    request.words(FRESH | (0 if network else os.CLONE_NEWNET))
+    request.words(uid, uid, network, several)
+    request.text(folder, order["image"])
+    request.words(len(binds))
+    for bind in binds:
+        request.words(bind.attributes)
+        request.text(bind.source, bind.target)
+    request.text(f"{SMALL_TMPFS},mode=755", terminal_options(several_users=several))
+    request.text(f"{kernel_shares.shared_memory_options(order['shared_memory_mib'])},mode=1777")
+    request.texts(volumes)
+    request.text(accounts.HOST_NAME)
+    settings = kernel_shares.settings(order["shared_memory_mib"])
+    request.words(len(settings))
+    for setting in settings.items():
+        request.text(f"sys/{setting[0]}", setting[1])
+    files = [(False, path, text) for path, text in accounts.own(accounts.resolver(network))]
+    for path, line in mould.accounts[str(uid)]:
+        if not covered & {path, os.path.dirname(path), ""}:
+            files.append((True, path, line))
+    request.words(len(files))
+    for added, path, text in files:
+        request.words(added)
+        request.text(path)
+        request.content(text.encode("utf-8", "surrogateescape"))
+    request.rules()
+    return request
+
+
+def _of_all_users(order: dict[str, Any]) -> list[tuple[int, int, int]]:
+    """Limits with which the user namespace of several users is made: all of them together can have no more."""
+    hard = resource.getrlimit(resource.RLIMIT_NPROC)[1]
+    most = order["limits"][str(resource.RLIMIT_NPROC)]
+    processes = most if hard == resource.RLIM_INFINITY else min(most, hard)
+    limits = {resource.RLIMIT_NPROC: processes, **kernel_shares.limits()}
+    return [(limit, value, value) for limit, value in limits.items()]
 
 
 def _volumes(binds: list[str], host: tuple[int, int], *, several: bool) -> list[int]:

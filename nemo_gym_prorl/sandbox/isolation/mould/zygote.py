@@ -32,12 +32,13 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NoReturn
 
-from nemo_gym_prorl.sandbox.isolation import inside, seccomp, syscalls, user_domain
+from nemo_gym_prorl.sandbox.isolation import seccomp, syscalls, user_domain
 from nemo_gym_prorl.sandbox.isolation.capabilities import KEPT
+from nemo_gym_prorl.sandbox.isolation.joining import NAMESPACES, Place
 from nemo_gym_prorl.sandbox.isolation.mould.cast import Mould
+from nemo_gym_prorl.sandbox.launcher.requests import Answer, Said
 from nemo_gym_prorl.sandbox.limits import descriptors
 from nemo_gym_prorl.sandbox.limits.cgroups import Group
-from nemo_gym_prorl.sandbox.supervisor.processes.children import tell
 
 
 ANSWER_S = 5.0
@@ -114,30 +115,31 @@ def become(mould: Mould, channel: socket.socket) -> NoReturn:
 def spawn(
     zygote: int,
     group: Group | None,
-    place: inside.Place,
+    place: Place,
     order: dict[str, Any],
     files: Sequence[int],
     channel: socket.socket,
 ) -> NoReturn:
-    """As :func:`.inside.spawn`, by way of the zygote that takes requests at ``zygote``, if it can."""
+    """As :func:`.requests.spawn`, by way of the zygote that takes requests at ``zygote``; answers with nothing done if
+    that can't."""
     try:
         descriptors.close_all_but([0, 1, 2, *files, channel.fileno(), zygote])
         trouble = _ask(socket.socket(fileno=zygote), group, place, order, files, channel)
     except (_NoZygote, OSError):
-        inside.spawn(place, order, files, channel)
+        trouble = Answer(Said.DONE)
     if trouble:
-        tell(channel, trouble, [])
+        channel.send(trouble.packed())
     os._exit(0)
 
 
 def _ask(
     zygote: socket.socket,
     group: Group | None,
-    place: inside.Place,
+    place: Place,
     order: dict[str, Any],
     files: Sequence[int],
     channel: socket.socket,
-) -> dict[str, Any] | None:
+) -> Answer | None:
     """Have it done; tells the process's number, and returns why it does not run, if so.
 
     Raises:
@@ -145,7 +147,7 @@ def _ask(
     """
     spaces = [
         os.open(f"/proc/{place.pid}/ns/{name}", os.O_RDONLY | os.O_CLOEXEC)
-        for name, flag in inside.NAMESPACES.items()
+        for name, flag in NAMESPACES.items()
         if flag & place.spaces
     ]
     ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
@@ -157,7 +159,7 @@ def _ask(
     _speaker(ours)
     ours.send(b"go")
     pid = _speaker(ours)
-    tell(channel, {"pid": pid}, [])
+    channel.send(Answer(Said.STARTED, pid).packed())
     # Those inside may stop it now.
     ours.settimeout(None)
     ours.send(b"go")
@@ -168,7 +170,7 @@ def _ask(
     if not said:
         return None
     trouble = json.loads(said)
-    return {"error": str(trouble["error"]), "errno": int(trouble["errno"])}
+    return Answer(Said.FAILED, int(trouble["errno"]), str(trouble["step"]))
 
 
 def _speaker(ours: socket.socket) -> int:
@@ -179,7 +181,7 @@ def _speaker(ours: socket.socket) -> int:
     return int(_CREDENTIALS.unpack(ancillary[0][2])[0])
 
 
-def _request(place: inside.Place, order: dict[str, Any], spaces: int) -> dict[str, Any]:
+def _request(place: Place, order: dict[str, Any], spaces: int) -> dict[str, Any]:
     descriptors.usual_limit()
     limits = [(resource.RLIMIT_NOFILE, resource.getrlimit(resource.RLIMIT_NOFILE))]
     limits += [(name, (value, value)) for name, value in place.limits.items()]

@@ -103,7 +103,7 @@ def serve() -> str:
                 begin(answer)
                 become(order, files[1 + order["spaces"] :], answer)
             except OSError as error:
-                answer.send(json.dumps({"error": error.strerror or str(error), "errno": error.errno}).encode())
+                answer.send(json.dumps({"step": error.filename or "start", "errno": error.errno}).encode())
                 os._exit(127)
             except Exception:
                 traceback.print_exc()
@@ -160,7 +160,8 @@ def become(order: dict[str, Any], files: list[int], answer: socket.socket) -> No
     try:
         os.chdir(order["cwd"])
     except OSError as error:
-        raise OSError(error.errno, "working folder {}: {}".format(order["cwd"], error.strerror)) from error
+        error.filename = "working folder {}".format(order["cwd"])
+        raise
     for number in range(order["last_capability"] + 1):
         if number not in order["capabilities"]:
             prctl(PR_CAPBSET_DROP, number)

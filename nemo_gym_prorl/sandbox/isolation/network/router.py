@@ -22,7 +22,7 @@ from dataclasses import dataclass
 from ipaddress import IPv4Address, IPv4Network
 from typing import Any
 
-from nemo_gym_prorl.sandbox.isolation import inside
+from nemo_gym_prorl.sandbox.isolation import joining
 from nemo_gym_prorl.sandbox.isolation.network import netlink
 from nemo_gym_prorl.sandbox.supervisor.processes.children import Unreachable
 
@@ -44,7 +44,7 @@ LARGEST_HOSTS = 1 << 20
 class Member:
     """A sandbox that is to be in a network: where to join it, and its address."""
 
-    place: inside.Place
+    place: joining.Place
     address: IPv4Address
 
     @property
@@ -66,7 +66,7 @@ def connect(network: int | None, members: Sequence[Member]) -> tuple[dict[str, A
         network = os.dup(made.fileno())
     with socket.socket(fileno=network) as namespace:
         for member in members:
-            with _opened(inside.join, member.place) as own:
+            with _opened(joining.join, member.place) as own:
                 _plug(namespace, own, member)
     return {}, [made.detach()] if made else []
 
@@ -124,10 +124,10 @@ def _plug(network: socket.socket, own: socket.socket, member: Member) -> None:
     netlink.route(own, number, NETWORK, member.address)
 
 
-@inside.by_names_inside()
-def write_hosts(place: inside.Place, names: Mapping[str, str]) -> tuple[dict[str, Any], list[int]]:
+@joining.by_names_inside()
+def write_hosts(place: joining.Place, names: Mapping[str, str]) -> tuple[dict[str, Any], list[int]]:
     """Make ``names``, with their addresses, all that ours of the lines of ``/etc/hosts`` say; the others stay."""
-    inside.join(place)
+    joining.join(place)
     file = os.open(HOSTS, os.O_RDWR | os.O_CREAT | os.O_NONBLOCK | os.O_NOCTTY | os.O_CLOEXEC, 0o644)
     if not stat.S_ISREG(os.fstat(file).st_mode):
         raise OSError(errno.EINVAL, f"{HOSTS} is not an ordinary file")
@@ -141,9 +141,9 @@ def write_hosts(place: inside.Place, names: Mapping[str, str]) -> tuple[dict[str
     return {}, []
 
 
-def listen(place: inside.Place, port: int) -> tuple[dict[str, Any], list[int]]:
+def listen(place: joining.Place, port: int) -> tuple[dict[str, Any], list[int]]:
     """Listen on a port of the sandbox's own loopback device, as one of its programs would; on both kinds if it can."""
-    inside.join(place)
+    joining.join(place)
     return {}, [listener.detach() for listener in _listeners(port)]
 
 

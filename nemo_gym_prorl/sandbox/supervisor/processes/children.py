@@ -35,11 +35,10 @@ class Unreachable(Exception):
     """What an action was to act on has ended, or is about to; nobody's request was wrong."""
 
 
-class Exhausted(Exception):
-    """The sandbox has all of something that it may have: ``processes`` or ``terminals``."""
-
-
 Done = Callable[[Message, list[int]], None]
+
+Take = Callable[[socket.socket], tuple[Message, list[int]]]
+"""How an answer is read."""
 
 KILLED: Message = {"error": "the supervisor's helper was killed", "killed": True}
 
@@ -106,10 +105,10 @@ class Children:
         finally:
             theirs.close()
 
-    def answered(self, channel: socket.socket, which: int, done: Done) -> None:
+    def answered(self, channel: socket.socket, which: int, done: Done, take: Take = receive) -> None:
         """Have ``done`` told what the child number ``which``, which has ended, said on a channel, and close that."""
         try:
-            answer, files = receive(channel)
+            answer, files = take(channel)
         except (BlockingIOError, PeerGone):
             answer, files = KILLED, []
         finally:
@@ -206,8 +205,6 @@ def failure(error: BaseException) -> Message:
     """The answer to a request that led to an exception, whatever it is."""
     if isinstance(error, Unreachable):
         return {"error": str(error), "lost": True}
-    if isinstance(error, Exhausted):
-        return exhausted(str(error))
     if isinstance(error, OSError):
         return {"error": in_words(error), "errno": error.errno}
     print_without_source(error)

@@ -16,7 +16,7 @@ import signal
 import time
 from collections.abc import Iterator
 
-from nemo_gym_prorl.sandbox.isolation import inside
+from nemo_gym_prorl.sandbox.isolation import joining
 from nemo_gym_prorl.sandbox.limits import threads
 from nemo_gym_prorl.sandbox.supervisor.processes import pidfd
 from nemo_gym_prorl.sandbox.supervisor.rpc.protocol import Message
@@ -31,7 +31,7 @@ EACH_S = 1.0
 _STOPPED = "TtZX"
 
 
-def pause(space: state_dir.Space, place: inside.Place) -> tuple[Message, list[int]]:
+def pause(space: state_dir.Space, place: joining.Place) -> tuple[Message, list[int]]:
     """Stop what runs, until nothing does: it may start more meanwhile."""
     deadline = time.monotonic() + PATIENCE_S
     _stop_each(space, time.monotonic() + EACH_S)
@@ -60,7 +60,7 @@ def _stop_each(space: state_dir.Space, deadline: float) -> list[int]:
     return []
 
 
-def _stop_at_once(place: inside.Place, deadline: float) -> bool:
+def _stop_at_once(place: joining.Place, deadline: float) -> bool:
     """Have the kernel stop all in the PID namespace but its first process; whether that was done.
 
     By a process in there, which those inside can stop or kill before it has done so.
@@ -69,7 +69,7 @@ def _stop_at_once(place: inside.Place, deadline: float) -> bool:
     child = os.fork()
     if child == 0:
         try:
-            inside.join(place)
+            joining.join(place)
             if os.fork() == 0:
                 os.kill(-1, signal.SIGSTOP)
                 os.write(its, b".")

@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """Programs on their way into a sandbox, and in it: each can be killed at any stage, by the name that its asker chose.
 
-A forked *joiner* enters the sandbox's namespaces, starts one process there as our own child, says which one it is,
-lets it begin, and ends. That process executes the program. Whatever is inside may stop it before (``kill -STOP -1``),
-for ever: nobody waits for it but who asked. The channel tells what became of it: a complaint, or nothing when the
-program was executed and the channel so closed.
+A *joiner* that the launcher forks enters the sandbox's namespaces, starts one process there as our own child, says
+which one it is, lets it begin, and ends. That process executes the program. Whatever is inside may stop it before
+(``kill -STOP -1``), for ever: nobody waits for it but who asked. The channel tells what became of it: a complaint, or
+nothing when the program was executed and the channel so closed.
 
 So a kill is effective whenever it comes: the joiner is ended, and what it started, known or not, begins nothing
 without its joiner's word.
@@ -23,28 +23,34 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import NoReturn
 
-from nemo_gym_prorl.sandbox.isolation import inside
-from nemo_gym_prorl.sandbox.isolation.scripting import spawn_script
-from nemo_gym_prorl.sandbox.isolation.scripting.scripts import Script, UnfitError
+from nemo_gym_prorl.sandbox.isolation.joining import Place
+from nemo_gym_prorl.sandbox.launcher import requests
+from nemo_gym_prorl.sandbox.launcher.requests import Request
 from nemo_gym_prorl.sandbox.limits import usage
 from nemo_gym_prorl.sandbox.limits.cgroups import Group
 from nemo_gym_prorl.sandbox.supervisor.processes.children import EXHAUSTED, KILLED, Children, Done, no_process
 from nemo_gym_prorl.sandbox.supervisor.processes.event_loop import Loop
-from nemo_gym_prorl.sandbox.supervisor.processes.runner import Runner, RunnerLostError
-from nemo_gym_prorl.sandbox.supervisor.rpc.protocol import Message, PeerGone, close_all, receive, socket_pair
+from nemo_gym_prorl.sandbox.supervisor.processes.launcher import TRIES, Launcher
+from nemo_gym_prorl.sandbox.supervisor.rpc.protocol import Message, PeerGone, close_all, socket_pair
 
 
 @dataclass(slots=True, eq=False)
 class Spawn:
-    """One program. ``joiner`` and ``process`` are the numbers of unreaped children of ours."""
+    """One program.
+
+    ``joiner`` and ``process`` are the numbers of unreaped children of ours, ``request`` and the files ``given`` are
+    for the launcher if the joiner is not of its making.
+    """
 
     name: str
-    place: inside.Place
+    place: Place
     channel: socket.socket | None
     started: Done
     ended: Callable[[int], None]
     group: Group | None
-    script: Script | None = None
+    request: Request | None = None
+    given: list[int] = field(default_factory=list)
+    tries: int = TRIES
     joiner: int | None = None
     which: int = 0
     process: int | None = None
@@ -57,43 +63,48 @@ class Spawn:
 class Spawns:
     """All programs that run, or are to run, in the sandboxes of a supervisor."""
 
-    def __init__(self, loop: Loop, children: Children, runner: Runner) -> None:
+    def __init__(self, loop: Loop, children: Children, launcher: Launcher) -> None:
         self._loop = loop
         self._children = children
-        self._runner = runner
+        self._launcher = launcher
         self._all: dict[str, Spawn] = {}
 
     def start(
         self,
         name: str,
-        place: inside.Place,
+        place: Place,
         order: Message,
         files: list[int],
         group: Group | None,
         started: Done,
         ended: Callable[[int], None],
-        joiner: Callable[..., NoReturn] = inside.spawn,
+        joiner: Callable[..., NoReturn] | None = None,
     ) -> None:
         """Start a program.
 
         Args:
             name: by which it can be signalled.
             place: where.
-            order: as for :func:`.inside.spawn`.
+            order: as for :func:`.requests.spawn`.
             files: its open files; the caller's.
             group: the control group it is to be in.
             started: told once that it runs (``pid``), with its terminal if it has one, or why not (``error``).
             ended: told its status, after ``started``, if it ran.
-            joiner: what enters the sandbox and starts it there.
+            joiner: what else may enter the sandbox and start it there, forked; if it says that nothing was done, the
+                launcher has its turn.
         """
         if name in self._all:
             raise OSError(f"there is a program {name} already")
         spawn = Spawn(name, place, None, started, ended, group)
-        by_fork = partial(joiner, place, order)
         try:
-            if joiner is not inside.spawn or not self._by_script(spawn, place, order, files, by_fork):
-                self._by_fork(spawn, by_fork, files)
+            spawn.request = requests.spawn(place, order)
+            if joiner:
+                spawn.given = [os.dup(file) for file in files]
+                self._by_fork(spawn, partial(joiner, place, order), files)
+            else:
+                self._launch(spawn, files)
         except OSError as error:
+            close_all(spawn.given)
             started(no_process(error, group), [])
             return
         self._all[name] = spawn
@@ -103,70 +114,67 @@ class Spawns:
         with theirs:
             try:
                 spawn.joiner, spawn.which = self._children.start(
-                    partial(joiner, files, theirs), partial(self._joiner_ended, spawn), spawn.group
+                    partial(joiner, files, theirs), partial(self._joiner_ended, spawn, ours), spawn.group
                 )
             except OSError:
                 ours.close()
                 raise
-        self._listen(spawn, ours, None)
+        self._listen(spawn, ours)
 
-    def _by_script(
-        self, spawn: Spawn, place: inside.Place, order: Message, files: list[int], by_fork: Callable[..., NoReturn]
-    ) -> bool:
-        """Have the runner start it, if that can; returns whether it was asked."""
-        if not spawn_script.fits(place, order):
-            return False
-        try:
-            script = spawn_script.script(place, order, len(files), self._runner.first_file(spawn.group))
-        except UnfitError:
-            return False
+    def _launch(self, spawn: Spawn, files: list[int]) -> None:
+        assert spawn.request
         ours, theirs = socket_pair()
         with theirs:
             # Of both ends only this one is waited on.
             theirs.setblocking(True)
             try:
-                spawn.which = self._runner.start(
-                    script,
+                spawn.which = self._launcher.start(
+                    spawn.request,
                     [theirs.fileno(), *files],
                     spawn.group,
                     begun=partial(self._begun, spawn, ours),
-                    ended=partial(self._joiner_ended, spawn),
+                    ended=partial(self._joiner_ended, spawn, ours),
                     failed=partial(self._failed, spawn, ours),
-                    lost=partial(self._lost, spawn, ours, by_fork),
+                    lost=partial(self._lost, spawn, ours),
                 )
-            except (UnfitError, RunnerLostError):
-                ours.close()
-                return False
             except OSError:
                 ours.close()
                 raise
-        self._listen(spawn, ours, script)
-        return True
+        self._listen(spawn, ours)
 
-    def _listen(self, spawn: Spawn, channel: socket.socket, script: Script | None) -> None:
-        spawn.channel, spawn.script = channel, script
+    def _listen(self, spawn: Spawn, channel: socket.socket) -> None:
+        spawn.channel = channel
         self._loop.watch(channel, partial(self._heard, spawn))
 
     def _begun(self, spawn: Spawn, channel: socket.socket, joiner: int) -> None:
-        """The runner has started what joins, which goes on if it is wanted still, and ends otherwise."""
+        """The launcher has started what joins, which goes on if it is wanted still, and ends otherwise."""
         if spawn.channel is channel:
             spawn.joiner = joiner
             with contextlib.suppress(ConnectionError):
                 # It may have failed already, and says why.
-                channel.send(spawn_script.GO)
+                channel.send(requests.GO)
 
     def _failed(self, spawn: Spawn, channel: socket.socket, error: OSError) -> None:
         if spawn.channel is channel:
             self._settle(spawn, no_process(error, spawn.group))
 
-    def _lost(self, spawn: Spawn, channel: socket.socket, by_fork: Callable[..., NoReturn], files: list[int]) -> None:
-        """The runner has been killed. What it may have started gets no word, and begins nothing."""
+    def _lost(self, spawn: Spawn, channel: socket.socket, files: list[int]) -> None:
+        """The launcher has been killed. What it may have started gets no word, and begins nothing."""
         if spawn.channel is not channel:
             return
-        self._loop.drop(channel)
+        spawn.tries -= 1
+        if spawn.tries:
+            self._again(spawn, files[1:])
+        else:
+            self._settle(spawn, KILLED)
+
+    def _again(self, spawn: Spawn, files: list[int]) -> None:
+        """Nothing of it has begun: have it launched, once more or after all."""
+        assert spawn.channel
+        self._loop.drop(spawn.channel)
         spawn.channel = None
         try:
-            self._by_fork(spawn, by_fork, files[1:])
+            self._launch(spawn, files)
         except OSError as error:
             del self._all[spawn.name]
             spawn.started(no_process(error, spawn.group), [])
@@ -198,7 +206,10 @@ class Spawns:
             # Nothing will ever run, though it may lie there stopped until its sandbox ends.
             self._settle(spawn, KILLED)
 
-    def _joiner_ended(self, spawn: Spawn, _status: int) -> None:
+    def _joiner_ended(self, spawn: Spawn, channel: socket.socket, _status: int) -> None:
+        if spawn.channel not in (channel, None):
+            # Another has its place.
+            return
         spawn.joiner = None
         while spawn.channel is not None and spawn.process is None:
             if not self._take(spawn):
@@ -213,7 +224,7 @@ class Spawns:
         """Take one message off the channel; whether there was any."""
         assert spawn.channel is not None
         try:
-            message, files = receive(spawn.channel)
+            message, files = requests.receive(spawn.channel)
         except BlockingIOError:
             return False
         except PeerGone:
@@ -223,9 +234,12 @@ class Spawns:
             spawn.answer, spawn.files = message, files
             spawn.process = message["pid"]
             self._children.adopt(message["pid"], partial(self._ended, spawn), spawn.which)
-        else:
+        elif "error" in message or spawn.doomed:
             close_all(files)
-            self._settle(spawn, spawn_script.failure(spawn.script, message) if spawn.script else message)
+            self._settle(spawn, message)
+        else:
+            self._again(spawn, spawn.given)
+            close_all(spawn.given)
         return True
 
     def _settle(self, spawn: Spawn, answer: Message) -> None:
@@ -233,6 +247,7 @@ class Spawns:
         assert spawn.channel is not None
         self._loop.drop(spawn.channel)
         spawn.channel = None
+        close_all(spawn.given)
         if spawn.doomed:
             # Whether it had begun or not, nobody is to take it for running.
             answer = KILLED
@@ -243,7 +258,6 @@ class Spawns:
             self._all.pop(spawn.name, None)
             spawn.started(answer, [])
             return
-        spawn.script = None
         spawn.started(answer, spawn.files)
         if spawn.status is not None:
             self._finish(spawn)

@@ -18,7 +18,6 @@ from pathlib import Path
 
 import nemo_gym_prorl
 from nemo_gym_prorl.failures import InfrastructureError
-from nemo_gym_prorl.sandbox.isolation.sealed_interpreter import library_path, sealed_interpreter
 from nemo_gym_prorl.sandbox.supervisor.rpc.protocol import socket_pair
 from nemo_gym_prorl.sandbox.supervisor.storage import state_dir
 from nemo_gym_prorl.sandbox.supervisor.storage.erase import remove_tree
@@ -68,21 +67,19 @@ def running_supervisor() -> Path:
         program = (
             "import sys; sys.path.insert(0, sys.argv.pop(1)); from nemo_gym_prorl.sandbox.supervisor import server; "
         )
-        with sealed_interpreter(folder) as python:
-            popen = subprocess.Popen(
-                [
-                    *(sys.executable, "-ISc", program + "server.main()", package),
-                    *(str(folder), str(theirs.fileno()), str(listener.fileno())),
-                ],
-                executable=f"/proc/self/fd/{python}",
-                pass_fds=[theirs.fileno(), listener.fileno(), lock, python],
-                stdin=subprocess.DEVNULL,
-                stdout=subprocess.DEVNULL,
-                # In a session of its own, so that Ctrl-C at a terminal does not reach it before the server has ended.
-                start_new_session=True,
-                cwd="/",
-                env={"PATH": os.environ.get("PATH", os.defpath), **library_path()},
-            )
+        popen = subprocess.Popen(
+            [
+                *(sys.executable, "-ISc", program + "server.main()", package),
+                *(str(folder), str(theirs.fileno()), str(listener.fileno())),
+            ],
+            pass_fds=[theirs.fileno(), listener.fileno(), lock],
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.DEVNULL,
+            # In a session of its own, so that Ctrl-C at a terminal does not reach it before the server has ended.
+            start_new_session=True,
+            cwd="/",
+            env={"PATH": os.environ.get("PATH", os.defpath)},
+        )
         theirs.close()
         listener.close()
         os.close(lock)

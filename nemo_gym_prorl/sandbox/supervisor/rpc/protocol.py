@@ -127,6 +127,33 @@ def _send_files(connection: socket.socket, packet: Packet) -> None:
             resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
 
 
+def receive_packet(connection: socket.socket, largest: int) -> tuple[bytes, list[int], bool]:
+    """Take the next packet, of ``largest`` bytes at most, with its files, which are the caller's to close.
+
+    Returns:
+        The packet, the files, and whether those are all: this process may not be allowed to open more.
+
+    Raises:
+        BlockingIOError: there is none now.
+        PeerGone: there never will be.
+    """
+    try:
+        # Not socket.recv_fds, which ignores its flags: every program that is executed would inherit the files.
+        data, ancillary, flags, _address = connection.recvmsg(largest, _ROOM_FOR_FILES, socket.MSG_CMSG_CLOEXEC)
+    except ConnectionError as error:
+        raise PeerGone(*error.args) from None
+    numbers = array("i")
+    for level, kind, content in ancillary:
+        if (level, kind) == (socket.SOL_SOCKET, socket.SCM_RIGHTS):
+            # Of one that was cut off there may be a part.
+            numbers.frombytes(content[: len(content) // numbers.itemsize * numbers.itemsize])
+    files = list(numbers)
+    if not data or flags & socket.MSG_TRUNC:
+        close_all(files)
+        raise PeerGone(errno.EPIPE, "closed")
+    return data, files, not flags & socket.MSG_CTRUNC
+
+
 def receive(connection: socket.socket) -> tuple[Message, list[int]]:
     """Take the next message, with its files, which are the caller's to close.
 
@@ -136,29 +163,15 @@ def receive(connection: socket.socket) -> tuple[Message, list[int]]:
         BlockingIOError: there is none now.
         PeerGone: there never will be.
     """
+    data, files, whole = receive_packet(connection, LARGEST_INLINE + _ENVELOPE)
     try:
-        # Not socket.recv_fds, which ignores its flags: every program that is executed would inherit the files.
-        data, ancillary, flags, _address = connection.recvmsg(
-            LARGEST_INLINE + _ENVELOPE, _ROOM_FOR_FILES, socket.MSG_CMSG_CLOEXEC
-        )
-    except ConnectionError as error:
-        raise PeerGone(*error.args) from None
-    numbers = array("i")
-    for level, kind, content in ancillary:
-        if (level, kind) == (socket.SOL_SOCKET, socket.SCM_RIGHTS):
-            # Of one that was cut off there may be a part.
-            numbers.frombytes(content[: len(content) // numbers.itemsize * numbers.itemsize])
-    files = list(numbers)
-    try:
-        if not data or flags & socket.MSG_TRUNC:
-            raise PeerGone(errno.EPIPE, "closed")
         message = json.loads(data)
-        if flags & socket.MSG_CTRUNC:
+        if not whole:
             message["torn"] = True
         elif "size" in message:
             message = json.loads(_read(files[-1], message["size"]))
             os.close(files.pop())
-    except (PeerGone, ValueError, LookupError, TypeError, RecursionError) as error:
+    except (ValueError, LookupError, TypeError, RecursionError) as error:
         close_all(files)
         raise PeerGone(errno.EPROTO, f"no message: {error}") from error
     if "torn" in message:

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The supervisor's runner: a tiny process that forks others in its place, each to carry out a script.
+"""The supervisor's launcher: a tiny process that forks others in its place, each to do one thing in a sandbox.
 
 To fork the supervisor takes the kernel a millisecond, and both sides as long again to make memory theirs that they had
-in common. The runner has nothing but a few pages (:mod:`..isolation.scripts`). What it forks are children of the
+in common. The launcher (``launcher/launcher.c``) has nothing but a few pages. What it forks are children of the
 supervisor's, born in the sandbox's control group. It is not to be seen from inside any sandbox, holds no file but its
 channel, and ends with the supervisor. One that was killed, or does not answer, is replaced when it is needed.
 """
@@ -13,31 +13,34 @@ import fcntl
 import os
 import signal
 import socket
+import struct
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
+from pathlib import Path
 
-from nemo_gym_prorl.sandbox.isolation.scripting import scripts
-from nemo_gym_prorl.sandbox.isolation.scripting.scripts import (
-    CHANNEL,
-    CLONE_INTO_CGROUP,
-    CLONE_PARENT,
-    FIRST_FILE,
-    Script,
-)
+from nemo_gym_prorl.sandbox.launcher import program
+from nemo_gym_prorl.sandbox.launcher.requests import Request, receive
 from nemo_gym_prorl.sandbox.limits.cgroups import Group
-from nemo_gym_prorl.sandbox.supervisor.processes.children import Children, Done, no_process
+from nemo_gym_prorl.sandbox.supervisor.processes.children import KILLED, Children, Done, no_process
 from nemo_gym_prorl.sandbox.supervisor.processes.event_loop import Loop, guarded
-from nemo_gym_prorl.sandbox.supervisor.rpc.protocol import Outbox, Packet, PeerGone, close_all, socket_pair
+from nemo_gym_prorl.sandbox.supervisor.rpc.protocol import Outbox, PeerGone, close_all, socket_pair
 
 
 ANSWER_S = 5.0
 """How long it may say nothing while it is asked to fork, which takes a fraction of a millisecond, before it counts as
 dead."""
 
-NAME = "script"
+TRIES = 3
+"""To have something done, each time by another launcher."""
+
+CHANNEL = 3
+"""The open file over which the launcher is asked."""
+
+_STARTED = struct.Struct("=q")
+"""What it says of each request: the number of the process, or less than 0 for an error."""
 
 _OUT_OF_THE_WAY = 64
 
@@ -45,21 +48,17 @@ _IGNORED = (signal.SIGINT, signal.SIGPIPE, signal.SIGXFSZ)
 """Signals that Python, or the supervisor, ignores; what is started here is not to."""
 
 
-class RunnerLostError(Exception):
-    """There is none, and none can be started."""
-
-
 @dataclass(slots=True, eq=False)
 class Task:
-    """One script, from when it was asked for until it is known who carries it out.
+    """One request, from when it was asked until it is known who carries it out.
 
     Attributes:
         begun: told the number of the process.
         ended: told the process's status, after that.
         failed: told why no process can be started.
-        lost: told that the runner died first, with the files in time to give them to somebody else. What it may have
+        lost: told that the launcher died first, with the files in time to give them to somebody else. What it may have
             begun gets no word of anybody's.
-        files: what the script is sent with, its own copies.
+        files: what the request goes with, its own copies.
         which: counts what was started, as :meth:`.Children.expect` does.
     """
 
@@ -71,10 +70,11 @@ class Task:
     which: int
 
 
-class Runner:
-    """See the module."""
+class Launcher:
+    """See the module. ``folder`` is the supervisor's."""
 
-    def __init__(self, loop: Loop, children: Children) -> None:
+    def __init__(self, loop: Loop, children: Children, folder: Path) -> None:
+        self._folder = folder
         self._loop = loop
         self._children = children
         self._program: int | None = None
@@ -86,13 +86,9 @@ class Runner:
         """When it last answered."""
         children.shed(self._close_files)
 
-    def first_file(self, group: Group | None) -> int:
-        """The number that the first of the files has which a script is sent with."""
-        return FIRST_FILE + (group is not None)
-
     def start(
         self,
-        script: Script,
+        request: Request,
         files: Sequence[int],
         group: Group | None,
         *,
@@ -101,52 +97,45 @@ class Runner:
         failed: Callable[[OSError], None],
         lost: Callable[[list[int]], None],
     ) -> int:
-        """Have a script carried out by a child in ``group``; see :class:`Task`. Returns which child it is.
+        """Have a request carried out by a child in ``group``; see :class:`Task`. Returns which child it is.
 
         Raises:
-            RunnerLostError: it has to be done in another way.
-            OSError: no process can be started.
-            UnfitError: the script is too large.
+            OSError: no process can be started, or no launcher.
         """
-        flags = CLONE_PARENT | (CLONE_INTO_CGROUP if group else 0)
-        message = scripts.clone_arguments(flags, FIRST_FILE).ljust(2 * scripts.SIZE, b"\0") + script.packed()
         outbox = self._running()
         task = Task(begun, ended, failed, lost, [], self._children.expect())
-        given: list[int] = []
         try:
             for file in files:
                 task.files.append(fcntl.fcntl(file, fcntl.F_DUPFD_CLOEXEC, 0))
-            if group:
-                given.append(os.open(group.path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC))
+            place = os.open(group.path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC) if group else None
+            packet = request.packet(place, task.files, partial(self._unsent, task))
         except OSError:
             close_all(task.files)
             raise
         self._asked.append(task)
-        outbox.put(Packet(message, given + task.files, given, partial(self._unsent, task)))
+        outbox.put(packet)
         self._loop.call_in(ANSWER_S, partial(self._overdue, task))
         self._flush()
         return task.which
 
     def run(
         self,
-        script: Script,
+        request: Request,
         files: Sequence[int],
         group: Group | None,
         done: Done,
         lost: Callable[[], None],
     ) -> None:
-        """As :meth:`.Children.fork`, for a script; the first of the files that it has is where it answers.
+        """As :meth:`.Children.fork`, for a request; the first of the files that go with it is where it answers.
 
         Raises:
-            RunnerLostError: it has to be done in another way.
-            OSError: no process can be started.
-            UnfitError: the script is too large.
+            OSError: no process can be started, or no launcher.
         """
         ours, theirs = socket_pair()
         which = 0
 
         def ended(_status: int) -> None:
-            self._children.answered(ours, which, done)
+            self._children.answered(ours, which, done, receive)
 
         def failed(error: OSError) -> None:
             ours.close()
@@ -159,7 +148,7 @@ class Runner:
         with theirs:
             try:
                 which = self.start(
-                    script,
+                    request,
                     [theirs.fileno(), *files],
                     group,
                     begun=lambda _pid: None,
@@ -171,8 +160,22 @@ class Runner:
                 ours.close()
                 raise
 
+    def ask(self, request: Request, done: Done, tries: int = TRIES) -> None:
+        """As :meth:`run`, for what can be done again where its launcher was killed."""
+
+        def lost() -> None:
+            if tries > 1:
+                self.ask(request, done, tries - 1)
+            else:
+                done(KILLED, [])
+
+        try:
+            self.run(request, [], None, done, lost)
+        except OSError as error:
+            done(no_process(error, None), [])
+
     def _close_files(self) -> None:
-        """In a forked child, to which they mean nothing: that a script's channel closes says that it is done."""
+        """In a forked child, to which they mean nothing: that a request's channel closes says that it is done."""
         for task in self._asked:
             close_all(task.files)
 
@@ -191,16 +194,16 @@ class Runner:
         self._flush()
         while self._channel is not None and self._channel is channel:
             try:
-                answer = channel.recv(scripts.ANSWER.size)
+                answer = channel.recv(_STARTED.size)
             except BlockingIOError:
                 return
             except OSError:
                 answer = b""
-            if len(answer) != scripts.ANSWER.size or not self._asked:
+            if len(answer) != _STARTED.size or not self._asked:
                 self._lose(channel)
                 return
             self._heard = time.monotonic()
-            self._settle(self._asked.popleft(), *scripts.ANSWER.unpack(answer))
+            self._settle(self._asked.popleft(), *_STARTED.unpack(answer))
 
     def _settle(self, task: Task, pid: int) -> None:
         close_all(task.files)
@@ -227,30 +230,36 @@ class Runner:
         else:
             self._loop.call_in(max(ANSWER_S - waited, ANSWER_S / 10), partial(self._overdue, task))
 
+    def program(self) -> int:
+        """It as a descriptor, to be executed. First processes of sandboxes become it, too.
+
+        Raises:
+            OSError: there is none for this machine.
+        """
+        if self._program is None:
+            made = program.load(self._folder)
+            # Whom it is executed by gets its own files by number, of which this is to be none.
+            self._program = fcntl.fcntl(made, fcntl.F_DUPFD_CLOEXEC, _OUT_OF_THE_WAY)
+            os.close(made)
+        return self._program
+
     def _running(self) -> Outbox:
         if self._outbox is not None:
             return self._outbox
-        try:
-            if self._program is None:
-                made = scripts.make()
-                # It gets its own files by number, of which this is to be none.
-                self._program = fcntl.fcntl(made, fcntl.F_DUPFD_CLOEXEC, _OUT_OF_THE_WAY)
-                os.close(made)
-            ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-        except OSError as error:
-            raise RunnerLostError from error
+        executable = self.program()
+        ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         with theirs:
             try:
                 self._pid = os.posix_spawn(
-                    f"/proc/self/fd/{self._program}",
-                    [NAME],
+                    f"/proc/self/fd/{executable}",
+                    [program.LAUNCHER],
                     {},
                     file_actions=[(os.POSIX_SPAWN_DUP2, theirs.fileno(), CHANNEL)],
                     setsigdef=_IGNORED,
                 )
-            except OSError as error:
+            except OSError:
                 ours.close()
-                raise RunnerLostError from error
+                raise
         self._children.adopt(self._pid, partial(self._ended, ours), self._children.expect())
         ours.setblocking(False)
         self._channel, self._outbox = ours, Outbox(ours)

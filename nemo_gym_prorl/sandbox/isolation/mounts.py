@@ -1,0 +1,66 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What is mounted in a sandbox, whoever made it: files of the host, and the options of file systems in memory."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Self
+
+from nemo_gym_prorl.failures import CallerError
+from nemo_gym_prorl.sandbox.isolation import syscalls
+from nemo_gym_prorl.sandbox.isolation.syscalls import ATTRIBUTE_NODEV, ATTRIBUTE_NOSUID, ATTRIBUTE_RDONLY
+from nemo_gym_prorl.sandbox.limits.kernel_shares import TERMINALS
+
+
+KERNELS = ("/proc", "/sys", "/dev")
+"""Where each sandbox has file systems of the kernel's."""
+
+SMALL_TMPFS = "size=16m,nr_inodes=16k"
+"""Bound of each memory file system without a size of its own, which would otherwise hold half the machine's memory."""
+
+_TERMINAL_GROUP = 5
+"""``tty`` of every distribution: owner of terminals, where it exists."""
+
+
+def terminal_options(*, several_users: bool = False) -> str:
+    """Of the mount at ``/dev/pts``."""
+    return f"mode=620,ptmxmode=666,max={TERMINALS}" + (f",gid={_TERMINAL_GROUP}" if several_users else "")
+
+
+@dataclass(frozen=True, slots=True)
+class Bind:
+    """A file or folder of the host that is to be seen inside.
+
+    Attributes:
+        source: where it lies.
+        target: where it is to be seen.
+        read_only: whether it can't be changed there.
+    """
+
+    source: str
+    target: str
+    read_only: bool
+
+    @classmethod
+    def parse(cls, text: str) -> Self:
+        """``HOST``, ``HOST:INSIDE`` or ``HOST:INSIDE:ro``, as the runtime has it.
+
+        Raises:
+            CallerError: it is none of these.
+        """
+        source, _, rest = text.partition(":")
+        target, _, options = (rest or source).partition(":")
+        if not source.startswith("/") or not target.startswith("/") or options not in ("", "ro", "rw"):
+            raise CallerError(f"{text!r} is not HOST:INSIDE or HOST:INSIDE:ro with absolute paths", field="binds")
+        return cls(source, target, options == "ro")
+
+    def take_hold(self) -> int:
+        """A descriptor of it as a mount that is nowhere yet."""
+        tree = syscalls.detached(self.source, recursive=True)
+        syscalls.restrict(tree, self.attributes, recursive=True)
+        return tree
+
+    @property
+    def attributes(self) -> int:
+        """``ATTRIBUTE_*`` of its mount: devices and changes of user mean nothing in it."""
+        return ATTRIBUTE_NOSUID | ATTRIBUTE_NODEV | (ATTRIBUTE_RDONLY if self.read_only else 0)

@@ -1,0 +1,224 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What the launcher is asked, and what it answers: the supervisor's side of ``launcher.c``, which has the same order.
+
+A request is words of eight bytes and texts that end with a zero. One that does not fit into a packet goes in a memory
+file, the last of the descriptors beside it. An answer is two numbers, and what was being done in words.
+"""
+
+from __future__ import annotations
+
+import errno
+import os
+import resource
+import socket
+import struct
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from enum import IntEnum
+from typing import Any
+
+from nemo_gym_prorl.sandbox.isolation import seccomp
+from nemo_gym_prorl.sandbox.isolation.capabilities import KEPT
+from nemo_gym_prorl.sandbox.isolation.joining import Place
+from nemo_gym_prorl.sandbox.limits import descriptors
+from nemo_gym_prorl.sandbox.limits.report import COUNTED_PER_NAMESPACE, Facts
+from nemo_gym_prorl.sandbox.supervisor.processes.children import KILLED, exhausted
+from nemo_gym_prorl.sandbox.supervisor.rpc.protocol import Message, Packet, PeerGone, close_all, receive_packet
+
+
+class Kind(IntEnum):
+    """What is asked for."""
+
+    MAKE = 1
+    SPAWN = 2
+    CONNECT = 3
+
+
+class Said(IntEnum):
+    """What is answered."""
+
+    STARTED = 1
+    READY = 2
+    DONE = 3
+    FAILED = 4
+    LOST = 5
+    EXHAUSTED = 6
+    KILLED = 7
+    NO_USER = 8
+    OTHER_USER = 9
+
+
+LARGEST_INLINE = 60_000
+"""Bytes of a request that go in a packet."""
+
+_HEADER = struct.Struct("=IIQ")
+_WORD = struct.Struct("=Q")
+_ANSWER = struct.Struct("=ii")
+_LARGEST_WORDS = 4096
+
+GO = b"g"
+"""The word that a process waits for before it goes on: the supervisor knows of it."""
+
+
+class Request:
+    """One request, as it is put together."""
+
+    def __init__(self, kind: Kind) -> None:
+        self._kind = kind
+        self._body = bytearray()
+
+    def words(self, *numbers: int) -> None:
+        """Add numbers; -1 is the largest."""
+        for number in numbers:
+            self._body += _WORD.pack(number & 0xFFFFFFFFFFFFFFFF)
+
+    def text(self, *texts: str | bytes) -> None:
+        """Add texts.
+
+        Raises:
+            OSError: there is a zero in one, where it would end.
+        """
+        for each in texts:
+            encoded = os.fsencode(each)
+            if b"\0" in encoded:
+                raise OSError(errno.EINVAL, "there is a NUL in it")
+            self._body += encoded + b"\0"
+
+    def texts(self, texts: Sequence[str | bytes]) -> None:
+        """Add how many there are, and each."""
+        self.words(len(texts))
+        self.text(*texts)
+
+    def content(self, content: bytes) -> None:
+        """Add how many bytes there are, and them."""
+        self.words(len(content))
+        self._body += content
+
+    def limits(self, limits: Iterable[tuple[int, int, int]]) -> None:
+        """Add limits of a process: ``resource.RLIMIT_*``, soft, hard."""
+        given = list(limits)
+        self.words(len(given))
+        for limit in given:
+            self.words(*limit)
+
+    def rules(self) -> None:
+        """Add the filter of system calls.
+
+        Raises:
+            OSError: there is none for this machine.
+        """
+        if not seccomp.FILTER:
+            raise OSError(errno.ENOSYS, f"there is no filter of system calls for {os.uname().machine}")
+        self.content(seccomp.FILTER)
+
+    def packet(self, group: int | None, files: Sequence[int], failed: Callable[[OSError], None]) -> Packet:
+        """As it is sent. What is sent with it stays open, but for ``group``: the folder of the control group in which
+        its process is to be born."""
+        own = [] if group is None else [group]
+        header = _HEADER.pack(self._kind, len(own), len(self._body))
+        body, more = bytes(self._body), []
+        if len(body) > LARGEST_INLINE:
+            memory = os.memfd_create("request", os.MFD_CLOEXEC)
+            with os.fdopen(memory, "wb", closefd=False) as file:
+                file.write(body)
+            body, more = b"", [memory]
+        return Packet(header + body, [*own, *files, *more], [*own, *more], failed)
+
+
+def _place(request: Request, place: Place) -> None:
+    request.words(place.uid, place.pid, place.spaces, place.rooted)
+
+
+def spawn(place: Place, order: Mapping[str, Any]) -> Request:
+    """Start ``order["argv"]`` in a session of its own, as the supervisor's child.
+
+    Goes with its channel and files. With ``order["tty"]`` (rows and columns) the first three files of the program are
+    a terminal of the sandbox, and those that go with it follow as 3, 4, ...; without, they are its files from 0 on.
+
+    On the channel it waits for :data:`GO`, tells the new process's number (``pid``) with the controlling end of its
+    terminal; then why it could not execute its program, or nothing but its end. If it is killed before the program
+    begins, it says so or ends, and nothing was executed.
+    """
+    request = Request(Kind.SPAWN)
+    _place(request, place)
+    bounded = Facts.here(frozenset()).kernel >= COUNTED_PER_NAMESPACE
+    request.words(place.limits[resource.RLIMIT_NPROC] if bounded else 0)
+    rows, columns = order["tty"] or (0, 0)
+    request.words(order["tty"] is not None, rows, columns, order.get("echo", True))
+    request.text(order["cwd"])
+    request.words(sum(1 << number for number in place.capabilities.union(KEPT.values())))
+    files = descriptors.of_commands()
+    limits = [(resource.RLIMIT_NOFILE, *files)] if files else []
+    request.limits([*limits, *((name, most, most) for name, most in place.limits.items())])
+    request.words(order["user"] is not None)
+    if order["user"] is not None:
+        request.text(str(order["user"]))
+    request.rules()
+    request.texts(order["argv"])
+    request.texts([f"{name}={value}" for name, value in order["env"].items()])
+    program = os.fsencode(order["argv"][0])
+    folders = [b""] if b"/" in program else map(os.fsencode, os.get_exec_path(order["env"]))
+    request.texts([os.path.join(folder, program) for folder in folders])
+    return request
+
+
+def connect(place: Place, port: int) -> Request:
+    """Connect to what listens on the sandbox's loopback device; the answer's file is the connection, which stays
+    there, whoever holds it."""
+    request = Request(Kind.CONNECT)
+    _place(request, place)
+    request.words(port)
+    return request
+
+
+@dataclass(frozen=True, slots=True)
+class Answer:
+    """One answer."""
+
+    said: Said
+    number: int = 0
+    words: str = ""
+
+    def packed(self) -> bytes:
+        """As the launcher would send it."""
+        return _ANSWER.pack(self.said, self.number) + os.fsencode(self.words)
+
+    def message(self) -> Message:
+        """What is told of it."""
+        match self.said:
+            case Said.STARTED:
+                return {"pid": self.number}
+            case Said.READY:
+                return {"ready": True}
+            case Said.DONE:
+                return {}
+            case Said.EXHAUSTED:
+                return exhausted(self.words)
+            case Said.KILLED:
+                return KILLED
+            case Said.NO_USER:
+                return {"error": f"there is no user {self.words!r} in this sandbox", "errno": self.number}
+            case Said.OTHER_USER:
+                error = f"this sandbox has one user, and that is not {self.words!r}; users: true gives it all of them"
+                return {"error": error, "errno": self.number}
+        error = ": ".join(filter(None, [self.words, os.strerror(self.number)]))
+        return {"error": error, "lost": True} if self.said is Said.LOST else {"error": error, "errno": self.number}
+
+
+def receive(channel: socket.socket) -> tuple[Message, list[int]]:
+    """Take the next answer, with its files, which are the caller's to close.
+
+    Raises:
+        BlockingIOError: there is none now.
+        PeerGone: there never will be.
+    """
+    data, files, whole = receive_packet(channel, _ANSWER.size + _LARGEST_WORDS)
+    try:
+        said, number = _ANSWER.unpack_from(data)
+        message = Answer(Said(said), number, os.fsdecode(data[_ANSWER.size :])).message()
+    except (struct.error, ValueError) as error:
+        close_all(files)
+        raise PeerGone(errno.EPROTO, f"no answer: {error}") from error
+    if not whole:
+        close_all(files)
+    return message, files
