@@ -12,10 +12,10 @@ Hit rates are by the engines' own counters.
 One engine is slow in one repeat, the other in the next, since a router that fills one engine first would else win or
 lose by which one that is. Each repeat has a trace of its own.
 
-Hit rates are means, and held against the best peer's. Seconds scatter far more than goals allow for, and the best of
-five peers would often be the luckiest. So one peer is named beforehand, the p99 is that of the turns of all repeats,
-and a goal is missed if the 95 % confidence interval of the ratio lies above it, undecided if it only reaches that far
-down. The figures below are older than that: four repeats, their means, against the best peer of each line.
+Hit rates are means, and held against the best peer's of the same repeats. Seconds scatter far more than goals allow
+for, and the best of five peers would often be the luckiest. So one peer is named beforehand, the p99 is that of the
+turns of all repeats, and a goal is missed if the 95 % confidence interval of the ratio lies above it, undecided if it
+only reaches that far down. The others, whom no seconds are held against, play in each fourth repeat.
 
 Run with ``python -m benchmarks.routing_real [--quick]``; quick plays a fraction of a tuning trace once, with no slow
 engine, and takes as long as two engines take to start.
@@ -76,6 +76,10 @@ REPORT_SEEDS = tuple(range(201, 213))
 NAMED = "session hash (Gym)"
 """Whose seconds ours are held against: what a Gym server with several engines does, and of all peers the one with the
 best makespans and p99 in the runs before it was named, both scenarios taken together."""
+OTHERS = 4
+"""In each so many-th repeat all routers play."""
+GROUPS = 6
+"""Prompts of a trace, 4 rollouts each."""
 SCENARIOS = {"2 real engines": False, "2 real engines, one is slow": True}
 """Whether one of them is slow."""
 SAMPLED = 8
@@ -137,16 +141,21 @@ class Measured:
         latencies_s: seconds that each turn took.
     """
 
-    hit_rates: list[float] = field(default_factory=list)
-    makespans_s: list[float] = field(default_factory=list)
-    latencies_s: list[list[float]] = field(default_factory=list)
+    hit_rates: dict[int, float] = field(default_factory=dict)
+    makespans_s: dict[int, float] = field(default_factory=dict)
+    latencies_s: dict[int, list[float]] = field(default_factory=dict)
 
-    async def add(self, replay: Replay, urls: list[str], send: Send) -> None:
+    @property
+    def repeats(self) -> list[int]:
+        """Those in which it played."""
+        return [*self.makespans_s]
+
+    async def add(self, repeat: int, replay: Replay, urls: list[str], send: Send) -> None:
         before = await asyncio.to_thread(_counters, urls)
-        self.makespans_s.append(await replay.run(send))
+        self.makespans_s[repeat] = await replay.run(send)
         after = await asyncio.to_thread(_counters, urls)
-        self.hit_rates.append((after[0] - before[0]) / (after[1] - before[1]))
-        self.latencies_s.append(replay.latencies)
+        self.hit_rates[repeat] = (after[0] - before[0]) / (after[1] - before[1])
+        self.latencies_s[repeat] = replay.latencies
 
     def makespan_s(self, repeats: Sequence[int]) -> float:
         """The mean of these repeats."""
@@ -192,7 +201,7 @@ async def _measure(
     servers: dict[str, subprocess.Popen[bytes]], routers: dict[str, str], model: str, quick: bool
 ) -> Results:
     urls = list(servers)
-    seeds, groups = ((TUNING_SEED,), 2) if quick else (REPORT_SEEDS, 12)
+    seeds, groups = ((TUNING_SEED,), 2) if quick else (REPORT_SEEDS, GROUPS)
     async with aiohttp.ClientSession(connector=aiohttp.TCPConnector(limit=0)) as session:
         turns = itertools.count()
 
@@ -218,7 +227,7 @@ async def _measure(
             order = list(found)
             for repeat, seed in enumerate(seeds):
                 random.Random(repeat).shuffle(order)
-                for name in order:
+                for name in order if repeat % OTHERS == 0 else [one for one in order if one in (OURS, NAMED)]:
                     replay = Replay(trace(seed, groups), repeat, f"{label} {repeat} {name}")
                     async with contextlib.AsyncExitStack() as stack:
                         if name == OURS:
@@ -230,8 +239,8 @@ async def _measure(
                         await send([{"role": "user", "content": f"{label} {repeat} {name}"}], "first")
                         if slow:
                             stack.enter_context(slowed(servers[urls[repeat % len(urls)]]))
-                        await found[name].add(replay, urls, send)
-                    print(f"{label}, repeat {repeat + 1}, {name}: {found[name].makespans_s[-1]:.1f} s", flush=True)
+                        await found[name].add(repeat, replay, urls, send)
+                    print(f"{label}, repeat {repeat + 1}, {name}: {found[name].makespans_s[repeat]:.1f} s", flush=True)
     return results
 
 
@@ -277,18 +286,18 @@ def figures(results: Results) -> list[Figure]:
     """Of all repeats."""
     made = []
     for label, measured in results.items():
-        hits = {name: statistics.mean(each.hit_rates) for name, each in measured.items()}
+        everybody = measured.values()
+        shared = [repeat for repeat in measured[OURS].repeats if all(repeat in each.repeats for each in everybody)]
+        hits = {name: statistics.mean(each.hit_rates[repeat] for repeat in shared) for name, each in measured.items()}
         own = hits.pop(OURS)
         best = max(hits, key=lambda peer: hits[peer])
-        pairs = zip(measured[OURS].hit_rates, measured[best].hit_rates, strict=True)
-        spread = interval([ours / other for ours, other in pairs])
+        spread = interval([measured[OURS].hit_rates[one] / measured[best].hit_rates[one] for one in shared])
         made.append(
             Figure(f"{label}: hit rate", own, "", f">= {HIT_RATE}", own / hits[best], hits, goal_interval=spread)
         )
-        repeats = range(len(measured[OURS].makespans_s))
         made.append(_against_named(f"{label}: makespan", measured, Measured.makespan_s))
         made.append(_against_named(f"{label}: p99 turn", measured, lambda each, of: each.turn_s(0.99, of)))
-        medians = {name: each.turn_s(0.5, repeats) for name, each in measured.items()}
+        medians = {name: each.turn_s(0.5, each.repeats) for name, each in measured.items()}
         made.append(Figure(f"{label}: p50 turn", medians.pop(OURS), "s", peers=medians))
     return made
 
@@ -297,11 +306,10 @@ def _against_named(
     name: str, measured: dict[str, Measured], seconds: Callable[[Measured, Sequence[int]], float]
 ) -> Figure:
     """Ours over the named peer."""
-    repeats = range(len(measured[OURS].makespans_s))
     ratio, spread = jackknife(
-        lambda chosen: seconds(measured[OURS], chosen) / seconds(measured[NAMED], chosen), len(repeats)
+        lambda chosen: seconds(measured[OURS], chosen) / seconds(measured[NAMED], chosen), len(measured[OURS].repeats)
     )
-    values = {router: seconds(each, repeats) for router, each in measured.items()}
+    values = {router: seconds(each, each.repeats) for router, each in measured.items()}
     figure = Figure(f"{name}, over {NAMED}", values.pop(OURS), "s", f"<= {BOUND}", ratio, values, goal_interval=spread)
     figure.undecided = figure.met is False and spread is not None and ratio - spread <= BOUND
     return figure
