@@ -142,7 +142,7 @@ MISTAKES = [
     one("env.should_use_nemo_gym", False, "Gym servers"),
     one("prorl.services", ["http://127.0.0.1:1"], "prorl.rollouts is gym"),
     one("prorl.agent", "prorl_sve_agent", "there is no prorl_sve_agent"),
-    one(f"{MODEL}.policy.engine", "auto", "behind a router"),
+    one(f"{MODEL}.policy.engine", "vllm", "the trainer's engine is NeMo RL's"),
     one(f"{MODEL}.policy.engine", REMOVED, "not given", field=f"{MODEL}.policy.engine"),
     one(f"{MODEL}.policy.unreachable", 5, "unreachable_s"),
     one("env.nemo_gym.policy_model.responses_api_models.vllm_model", {"uses_reasoning_parser": True}, "null"),
