@@ -36,7 +36,7 @@ from nemo_gym_prorl.failures import CallerError
 from nemo_gym_prorl.policy.engines.sampling import Sampling
 from nemo_gym_prorl.policy.generation import Finish
 from nemo_gym_prorl.policy.http.api import PolicyConfig, PolicyHost, add_control_routes, with_problems
-from nemo_gym_prorl.policy.http.callers import DEFERRAL, Caller, Sessions
+from nemo_gym_prorl.policy.http.callers import DEFERRAL, Caller, EndsWithCaller, Sessions, caller_of
 from nemo_gym_prorl.policy.http.fields import FOR_ENGINES, check, of_messages, of_responses
 from nemo_gym_prorl.policy.http.items import Forms
 from nemo_gym_prorl.policy.http.turn_requests import Dialect, Terms, TurnRequests, about, read_object
@@ -133,6 +133,7 @@ class ProrlModel(SimpleResponsesAPIModel):
             uses_reasoning_parser=config.uses_reasoning_parser,
         )
         add_control_routes(app, self._host)
+        app.add_middleware(EndsWithCaller)
         dialect = Dialect(
             self._terms,
             self._roles,
@@ -154,10 +155,14 @@ class ProrlModel(SimpleResponsesAPIModel):
 
     # Turns, in front of the application
 
-    async def _on_responses(self, _: Request, caller: Caller, body: bytes) -> Response:
+    async def _on_responses(self, request: Request, caller: Caller, body: bytes) -> Response:
+        if (streamed := await self._streamed(request, caller, body, "responses")) is not None:
+            return streamed
         return _json(await self._turns.answer(caller, body), caller)
 
-    async def _on_chat_completions(self, _: Request, caller: Caller, body: bytes) -> Response:
+    async def _on_chat_completions(self, request: Request, caller: Caller, body: bytes) -> Response:
+        if (streamed := await self._streamed(request, caller, body, "chat_completions")) is not None:
+            return streamed
         try:
             asked = ChatRequest.model_validate(read_object(body))
         except ValidationError as error:
@@ -169,6 +174,16 @@ class ProrlModel(SimpleResponsesAPIModel):
         setattr(request.state, _CALLER, caller)
         answer = await self.messages(request, read_object(body))
         return answer if isinstance(answer, Response) else _json(orjson.dumps(jsonable_encoder(answer)), caller)
+
+    async def _streamed(self, request: Request, caller: Caller, body: bytes, api: str) -> Response | None:
+        """Recent Gyms write a whole answer as a stream, where that is asked for; ``None`` where it is not, or by older
+        ones, of which the field is refused."""
+        dispatch = getattr(self, f"{api}_dispatch", None)
+        if dispatch is None or b'"stream"' not in body or (asked := read_object(body)).get("stream") is not True:
+            return None
+        setattr(request.state, _CALLER, caller)
+        answer: Response = await dispatch(request, asked)
+        return answer
 
     # The same as routes of Gym's application, which describes them and may call them from others of its own
 
@@ -385,7 +400,7 @@ def _first(*values: Any) -> Any:
 def _caller(request: Request) -> Caller:
     """Of a request that came through Gym's application."""
     known: Caller | None = getattr(request.state, _CALLER, None)
-    return known or Caller(str(request.session[SESSION_ID_KEY]), None, None, deferred=False)
+    return known or caller_of(request.headers, str(request.session[SESSION_ID_KEY]))
 
 
 def _json(body: bytes, caller: Caller) -> Response:

@@ -17,9 +17,10 @@ from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 
 import itsdangerous
+from starlette.datastructures import Headers
 from starlette.requests import Request, cookie_parser
 from starlette.responses import Response
-from starlette.types import Message, Receive
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from nemo_gym_prorl.policy.header_text import header_text
 from nemo_gym_prorl.serving.problems import KNOWN_ERRORS, answer_to
@@ -45,6 +46,17 @@ class Caller:
     group: str | None
     run: str | None
     deferred: bool
+
+
+def caller_of(headers: Headers, session: str) -> Caller:
+    """Who says so in these headers, or else has this session."""
+    group = headers.get("x-rollout-group")
+    return Caller(
+        header_text(headers.get("x-rollout-id", "")) or session,
+        None if group is None else header_text(group),
+        header_text(headers.get("x-rollout-run", "")) or None,
+        headers.get(DEFERRAL) == "deferred",
+    )
 
 
 class Sessions:
@@ -85,16 +97,10 @@ class Sessions:
 
         async def route(request: Request) -> Response:
             headers = request.headers
-            session, named = self.read(headers.get("cookie", "")), header_text(headers.get("x-rollout-id", ""))
-            if not (session or named):
+            session = self.read(headers.get("cookie", ""))
+            if session is None and not headers.get("x-rollout-id"):
                 session = str(uuid.uuid4())
-            group = headers.get("x-rollout-group")
-            caller = Caller(
-                named or session or "",
-                None if group is None else header_text(group),
-                header_text(headers.get("x-rollout-run", "")) or None,
-                headers.get(DEFERRAL) == "deferred",
-            )
+            caller = caller_of(headers, session or "")
             body = await request.body()
             try:
                 response = await _while_listened(answer(request, caller, body), request.receive)
@@ -107,6 +113,33 @@ class Sessions:
             return response
 
         return route
+
+
+class EndsWithCaller:
+    """ASGI middleware that does the same for all other routes: those of Gym's application, that is.
+
+    Nobody reads an answer then, but middleware further out takes it for a defect if there is none.
+    """
+
+    def __init__(self, app: ASGIApp) -> None:
+        self._app = app
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """One request."""
+        if scope["type"] != "http":
+            await self._app(scope, receive, send)
+            return
+        read: list[Message] = []
+        while not read or (read[-1]["type"] == "http.request" and read[-1].get("more_body")):
+            read.append(await receive())
+
+        async def again() -> Message:
+            return read.pop(0) if read else await receive()
+
+        try:
+            await _while_listened(self._app(scope, again, send), receive)
+        except _HungUp:
+            await Response(status_code=499)(scope, receive, send)
 
 
 class _HungUp(Exception):

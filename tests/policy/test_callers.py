@@ -1,0 +1,47 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What the model server's middleware does beyond its handlers."""
+
+import asyncio
+from collections.abc import Awaitable, Callable
+
+import aiohttp
+import pytest
+from fastapi import FastAPI, Request, Response
+
+from nemo_gym_prorl.policy.http.callers import EndsWithCaller
+from tests.rollout.serving import serve
+
+
+async def test_a_caller_that_hangs_up_is_no_defect_to_the_middleware_around() -> None:
+    """Gym's middleware prints two tracebacks for each request that ends without an answer."""
+    begun, cancelled, seen = asyncio.Event(), asyncio.Event(), asyncio.Queue[int | Exception]()
+    app = FastAPI()
+    app.add_middleware(EndsWithCaller)
+
+    @app.middleware("http")
+    async def around(request: Request, call_next: Callable[[Request], Awaitable[Response]]) -> Response:
+        try:
+            response = await call_next(request)
+        except Exception as error:
+            seen.put_nowait(error)
+            raise
+        seen.put_nowait(response.status_code)
+        return response
+
+    @app.post("/sample")
+    async def sample() -> None:
+        begun.set()
+        try:
+            await asyncio.sleep(600)
+        finally:
+            cancelled.set()
+
+    async with serve(app) as url, aiohttp.ClientSession() as http:
+        asking = asyncio.create_task(http.post(f"{url}/sample", json={}))
+        async with asyncio.timeout(60):
+            await begun.wait()
+            asking.cancel()
+            with pytest.raises(asyncio.CancelledError):
+                await asking
+            await cancelled.wait()
+            assert await seen.get() == 499
