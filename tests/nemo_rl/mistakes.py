@@ -115,7 +115,7 @@ MISTAKES = [
     # Gym servers
     one("prorl.services", ["http://127.0.0.1:1"], "prorl.rollouts is gym"),
     one("prorl.agent", "prorl_sve_agent", "there is no such prorl_agent, or it is not"),
-    one(f"{MODEL}.policy.engine", "auto", "the trainer's engine is NeMo RL's"),
+    one(f"{MODEL}.policy.engine", "vllm", "the trainer's engine is NeMo RL's"),
     one(f"{MODEL}.policy.engine", REMOVED, "the trainer's engine is NeMo RL's", field=f"{MODEL}.policy.engine"),
     one(
         "env.nemo_gym.policy_model.responses_api_models.vllm_model",
