@@ -136,10 +136,18 @@ class EndsWithCaller:
         async def again() -> Message:
             return read.pop(0) if read else await receive()
 
+        answered = False
+
+        async def answer(message: Message) -> None:
+            nonlocal answered
+            answered = True
+            await send(message)
+
         try:
-            await _while_listened(self._app(scope, again, send), receive)
+            await _while_listened(self._app(scope, again, answer), receive)
         except _HungUp:
-            await Response(status_code=499)(scope, receive, send)
+            if not answered:
+                await Response(status_code=499)(scope, receive, send)
 
 
 class _HungUp(Exception):
