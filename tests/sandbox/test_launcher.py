@@ -282,3 +282,16 @@ async def test_a_command_that_is_larger_than_a_packet(container: Container) -> N
     assert told.stdout.strip() == "200000"
     with pytest.raises(CallerError, match="Argument list too long"):
         await container.execute(["true", "x" * 200_000])
+
+
+@pytest.mark.sandbox
+@pytest.mark.usefixtures("way")
+async def test_no_open_file_of_the_way_in_is_a_folder_that_a_link_inside_leads_to(container: Container) -> None:
+    """Names are looked up when it has files of the supervisor's still, which only its own program's start closes."""
+    numbers = [*range(3, 12), *range(128, 134)]
+    await container.run(f"for n in {' '.join(map(str, numbers))}; do ln -s /proc/self/fd/$n /tmp/$n; done")
+    for number in numbers:
+        with pytest.raises(CallerError, match=r"working folder .*(Not a directory|No such file)"):
+            await container.execute(["true"], cwd=f"/tmp/{number}")
+        with pytest.raises(CallerError, match=r"Not a directory|No such file"):
+            await container.execute([f"/tmp/{number}/../../bin/true"])

@@ -386,8 +386,12 @@ static void join(unsigned uid) {
     must(CALL(prctl, PR_SET_DUMPABLE, 0, 0, 0, 0));
     if (!rooted) {
         /* Only now: a root that the runtime mounted with FUSE is open to nobody but the sandbox's user. */
-        must(CALL(fchdir, must(CALL(openat, base, "root", O_RDONLY | O_DIRECTORY | O_CLOEXEC, 0))));
+        long root = must(CALL(openat, base, "root", O_RDONLY | O_DIRECTORY | O_CLOEXEC, 0));
+        must(CALL(fchdir, root));
         must(CALL(chroot, "."));
+        /* A link inside to /proc/self/fd would lead what is started here out by them. */
+        CALL(close, root);
+        CALL(close, base);
     }
 }
 
