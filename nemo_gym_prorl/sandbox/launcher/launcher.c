@@ -38,6 +38,8 @@
 #define SIGKILL 9
 #define SIGCHLD 17
 #define SIG_IGN 1
+#define SIG_SETMASK 2
+#define LAST_SIGNAL 64
 
 /* Structures of the kernel's for which there is no header without a C library. */
 struct vector { void *base; size_t length; };
@@ -134,7 +136,7 @@ static int same(const char *one, const char *other, size_t count) {
 
 enum { STARTED = 1, READY, DONE, FAILED, LOST, EXHAUSTED, KILLED, NO_USER, OTHER_USER };
 
-enum { CHANNEL = 3, MOST_FILES = 64, HIGH = 128, WORDS = 4096 };
+enum { CHANNEL = 3, MOST_FILES = 64, HIGH = 128, WORDS = 4096, LONGEST_PATH = 4096 };
 
 static struct answer { int32_t kind, number; char words[WORDS]; } answer;
 static int report;             /* where this process answers */
@@ -598,6 +600,20 @@ static void bound_rights(uint64_t kept) {
     must(CALL(prctl, PR_SET_NO_NEW_PRIVS, 1, 0, 0, 0));
 }
 
+/* The program of that name in a folder, as a shell looks for it; here, as there can be as many folders as names have
+   bytes. */
+static long execute_in(const char *folder, const char **argv, const char **env) {
+    char path[LONGEST_PATH];
+    size_t above = length(folder), size = length(argv[0]) + 1;
+    if (above + 1 + size > sizeof path)
+        return -ENAMETOOLONG;
+    memcpy(path, folder, above);
+    if (above && path[above - 1] != '/')
+        path[above++] = '/';
+    memcpy(path + above, argv[0], size);
+    return CALL(execve, path, argv, env);
+}
+
 /* The new process, in the sandbox's process numbers: become the program. Its files are the sources from 0 on. */
 static void execute(unsigned uid, int *sources, int count, int has_terminal) {
     doing("start", "");
@@ -629,10 +645,12 @@ static void execute(unsigned uid, int *sources, int count, int has_terminal) {
         become_account(user, uid, env, variables);
     must(CALL(prctl, PR_SET_SECUREBITS, 0, 0, 0, 0));
     install_filter(rules, size);
-    doing(argv[0] ? argv[0] : "", "");
+    if (!argv[0])
+        fail(FAILED, EBADMSG);
+    doing(argv[0], "");
     long last = -ENOENT, trouble = 0;
-    for (size_t tries = several(); tries--;) {
-        last = CALL(execve, text(), argv, env);
+    for (size_t folders = several(); folders--;) {
+        last = execute_in(text(), argv, env);
         if (!trouble && last != -ENOENT && last != -ENOTDIR)
             trouble = last;
     }
@@ -713,7 +731,6 @@ static void connect_to(void) {
 
 /* Make: mounts. */
 
-enum { LONGEST_PATH = 4096 };
 enum { CLONED = OPEN_TREE_CLONE | OPEN_TREE_CLOEXEC, WHOLE = CLONED | AT_RECURSIVE };
 
 /* A copy of a mount that is nowhere to be seen yet. */
@@ -1119,6 +1136,11 @@ static void serve(void) {
     must(CALL(prctl, PR_SET_PDEATHSIG, SIGKILL, 0, 0, 0));
     must(CALL(prctl, PR_SET_DUMPABLE, 0, 0, 0, 0));
     CALL(close_range, CHANNEL + 1, ~0U, 0);
+    /* What is started here ignores no signal and holds none back, whatever our own parents do: nohup is one. */
+    unsigned long usual[4] = {0, 0, 0, 0};
+    for (int number = 1; number <= LAST_SIGNAL; number++)
+        CALL(rt_sigaction, number, usual, 0, 8);
+    must(CALL(rt_sigprocmask, SIG_SETMASK, usual, 0, 8));
     for (;;) {
         struct header header;
         struct vector vector = {packet, sizeof packet};
