@@ -586,6 +586,8 @@ static void become_account(const char *wanted, unsigned uid, const char **variab
     if (unknown || is_error(CALL(setgroups, found, groups)) || is_error(CALL(setresgid, gid, gid, gid)) ||
         is_error(CALL(setresuid, own, own, own)))
         fail(OTHER_USER, EINVAL);
+    /* As in join. */
+    must(CALL(prctl, PR_SET_DUMPABLE, 0, 0, 0, 0));
     static const struct field root = {"/", 1};
     count = tell_in(variables, count, "HOME=", user[5].size ? user[5] : root);
     count = tell_in(variables, count, "USER=", user[0]);
