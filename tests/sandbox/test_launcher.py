@@ -282,3 +282,56 @@ async def test_a_command_that_is_larger_than_a_packet(container: Container) -> N
     assert told.stdout.strip() == "200000"
     with pytest.raises(CallerError, match="Argument list too long"):
         await container.execute(["true", "x" * 200_000])
+
+
+@pytest.mark.sandbox
+@pytest.mark.usefixtures("way")
+async def test_no_open_file_of_the_way_in_is_a_folder_that_a_link_inside_leads_to(container: Container) -> None:
+    """Names are looked up when it has files of the supervisor's still, which only its own program's start closes."""
+    numbers = [*range(3, 12), *range(128, 134)]
+    await container.run(f"for n in {' '.join(map(str, numbers))}; do ln -s /proc/self/fd/$n /tmp/$n; done")
+    for number in numbers:
+        with pytest.raises(CallerError, match=r"working folder .*(Not a directory|No such file)"):
+            await container.execute(["true"], cwd=f"/tmp/{number}")
+        with pytest.raises(CallerError, match=r"Not a directory|No such file"):
+            await container.execute([f"/tmp/{number}/../../bin/true"])
+
+
+@pytest.mark.sandbox
+@pytest.mark.usefixtures("way")
+async def test_no_signal_is_ignored_or_held_back_inside_that_is_where_the_supervisor_comes_from(
+    image: Path, runtime: Runtime, without: Without
+) -> None:
+    """As under ``nohup``, and in a thread that leaves signals to others."""
+    without(
+        Off(
+            "import signal\n"
+            "signal.signal(signal.SIGHUP, signal.SIG_IGN)\n"
+            "signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGUSR1])"
+        )
+    )
+    async with await Container.start(ContainerSpec(image=image), runtime) as container:
+        told = (await container.run("cat /proc/self/status")).stdout
+        assert {line.split()[1] for line in told.splitlines() if line.startswith(("SigBlk", "SigIgn"))} == {"0" * 16}
+
+
+@pytest.mark.sandbox
+async def test_a_program_is_looked_for_in_many_folders_without_as_many_copies_of_its_name(
+    image: Path, runtime: Runtime, without: Without, tmp_path: Path
+) -> None:
+    """In the supervisor, whose memory that would be: some 200 MB."""
+    without(Off(TELL.format(path=str(tmp_path / "pid"))))
+    async with await Container.start(ContainerSpec(image=image, start="mould"), runtime) as container:
+        await container.run("true")
+        supervisor = (await asyncio.to_thread(Path(f"/proc/{told(tmp_path / 'pid')}/stat").read_text)).split()[3]
+        status = Path(f"/proc/{supervisor}/status")
+        before = peak_kib(await asyncio.to_thread(status.read_text))
+        with pytest.raises(CallerError, match="No such file"):
+            await container.execute(["a" * 200], env={"PATH": "::" * 60_000})
+        for name, path in (("true", "/etc/passwd:/nowhere::/usr/bin/"), ("id", "x" * 5000 + ":/root:/usr/bin:/bin")):
+            assert (await container.execute([name], env={"PATH": path})).exit_code == 0
+        assert peak_kib(await asyncio.to_thread(status.read_text)) - before < 20_000
+
+
+def peak_kib(status: str) -> int:
+    return next(int(line.split()[1]) for line in status.splitlines() if line.startswith("VmHWM"))

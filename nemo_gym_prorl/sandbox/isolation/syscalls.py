@@ -220,7 +220,8 @@ def restrict(tree: int, attributes: int, *, recursive: bool = False) -> None:
 
 def show_as(tree: int, owner: int) -> None:
     """Have a detached mount show other owners: who has a file's owner's number in the user namespace ``owner``."""
-    given = struct.pack("4Q", _ATTRIBUTE_IDMAP, 0, 0, owner)
+    # What is mounted below it on the host from now on, with other owners, is not to appear there, too.
+    given = struct.pack("4Q", _ATTRIBUTE_IDMAP, 0, MS_PRIVATE, owner)
     done = _libc.syscall(_MOUNT_SETATTR, tree, b"", EMPTY_PATH, given, len(given))
     _check(done, "the image with other owners (needs Linux 5.19, and a file system that can)")
 

@@ -38,6 +38,8 @@
 #define SIGKILL 9
 #define SIGCHLD 17
 #define SIG_IGN 1
+#define SIG_SETMASK 2
+#define LAST_SIGNAL 64
 
 /* Structures of the kernel's for which there is no header without a C library. */
 struct vector { void *base; size_t length; };
@@ -134,7 +136,7 @@ static int same(const char *one, const char *other, size_t count) {
 
 enum { STARTED = 1, READY, DONE, FAILED, LOST, EXHAUSTED, KILLED, NO_USER, OTHER_USER };
 
-enum { CHANNEL = 3, MOST_FILES = 64, HIGH = 128, WORDS = 4096 };
+enum { CHANNEL = 3, MOST_FILES = 64, HIGH = 128, WORDS = 4096, LONGEST_PATH = 4096 };
 
 static struct answer { int32_t kind, number; char words[WORDS]; } answer;
 static int report;             /* where this process answers */
@@ -386,8 +388,12 @@ static void join(unsigned uid) {
     must(CALL(prctl, PR_SET_DUMPABLE, 0, 0, 0, 0));
     if (!rooted) {
         /* Only now: a root that the runtime mounted with FUSE is open to nobody but the sandbox's user. */
-        must(CALL(fchdir, must(CALL(openat, base, "root", O_RDONLY | O_DIRECTORY | O_CLOEXEC, 0))));
+        long root = must(CALL(openat, base, "root", O_RDONLY | O_DIRECTORY | O_CLOEXEC, 0));
+        must(CALL(fchdir, root));
         must(CALL(chroot, "."));
+        /* A link inside to /proc/self/fd would lead what is started here out by them. */
+        CALL(close, root);
+        CALL(close, base);
     }
 }
 
@@ -580,6 +586,8 @@ static void become_account(const char *wanted, unsigned uid, const char **variab
     if (unknown || is_error(CALL(setgroups, found, groups)) || is_error(CALL(setresgid, gid, gid, gid)) ||
         is_error(CALL(setresuid, own, own, own)))
         fail(OTHER_USER, EINVAL);
+    /* As in join. */
+    must(CALL(prctl, PR_SET_DUMPABLE, 0, 0, 0, 0));
     static const struct field root = {"/", 1};
     count = tell_in(variables, count, "HOME=", user[5].size ? user[5] : root);
     count = tell_in(variables, count, "USER=", user[0]);
@@ -592,6 +600,20 @@ static void bound_rights(uint64_t kept) {
         if (!(kept >> number & 1))
             must(CALL(prctl, PR_CAPBSET_DROP, number, 0, 0, 0));
     must(CALL(prctl, PR_SET_NO_NEW_PRIVS, 1, 0, 0, 0));
+}
+
+/* The program of that name in a folder, as a shell looks for it; here, as there can be as many folders as names have
+   bytes. */
+static long execute_in(const char *folder, const char **argv, const char **env) {
+    char path[LONGEST_PATH];
+    size_t above = length(folder), size = length(argv[0]) + 1;
+    if (above + 1 + size > sizeof path)
+        return -ENAMETOOLONG;
+    memcpy(path, folder, above);
+    if (above && path[above - 1] != '/')
+        path[above++] = '/';
+    memcpy(path + above, argv[0], size);
+    return CALL(execve, path, argv, env);
 }
 
 /* The new process, in the sandbox's process numbers: become the program. Its files are the sources from 0 on. */
@@ -625,10 +647,12 @@ static void execute(unsigned uid, int *sources, int count, int has_terminal) {
         become_account(user, uid, env, variables);
     must(CALL(prctl, PR_SET_SECUREBITS, 0, 0, 0, 0));
     install_filter(rules, size);
-    doing(argv[0] ? argv[0] : "", "");
+    if (!argv[0])
+        fail(FAILED, EBADMSG);
+    doing(argv[0], "");
     long last = -ENOENT, trouble = 0;
-    for (size_t tries = several(); tries--;) {
-        last = CALL(execve, text(), argv, env);
+    for (size_t folders = several(); folders--;) {
+        last = execute_in(text(), argv, env);
         if (!trouble && last != -ENOENT && last != -ENOTDIR)
             trouble = last;
     }
@@ -709,7 +733,6 @@ static void connect_to(void) {
 
 /* Make: mounts. */
 
-enum { LONGEST_PATH = 4096 };
 enum { CLONED = OPEN_TREE_CLONE | OPEN_TREE_CLOEXEC, WHOLE = CLONED | AT_RECURSIVE };
 
 /* A copy of a mount that is nowhere to be seen yet. */
@@ -1115,6 +1138,11 @@ static void serve(void) {
     must(CALL(prctl, PR_SET_PDEATHSIG, SIGKILL, 0, 0, 0));
     must(CALL(prctl, PR_SET_DUMPABLE, 0, 0, 0, 0));
     CALL(close_range, CHANNEL + 1, ~0U, 0);
+    /* What is started here ignores no signal and holds none back, whatever our own parents do: nohup is one. */
+    unsigned long usual[4] = {0, 0, 0, 0};
+    for (int number = 1; number <= LAST_SIGNAL; number++)
+        CALL(rt_sigaction, number, usual, 0, 8);
+    must(CALL(rt_sigprocmask, SIG_SETMASK, usual, 0, 8));
     for (;;) {
         struct header header;
         struct vector vector = {packet, sizeof packet};

@@ -156,9 +156,7 @@ def spawn(place: Place, order: Mapping[str, Any]) -> Request:
     request.rules()
     request.texts(order["argv"])
     request.texts([f"{name}={value}" for name, value in order["env"].items()])
-    program = os.fsencode(order["argv"][0])
-    folders = [b""] if b"/" in program else map(os.fsencode, os.get_exec_path(order["env"]))
-    request.texts([os.path.join(folder, program) for folder in folders])
+    request.texts([""] if "/" in order["argv"][0] else os.get_exec_path(order["env"]))
     return request
 
 

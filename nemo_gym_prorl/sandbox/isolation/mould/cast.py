@@ -105,7 +105,8 @@ def cast(mould: Mould, order: dict[str, Any], folder: str) -> Request:
         request.text(user_domain.map_of(user_domain.spans(order[f"host_{kind}"], uid, several=several, ranges=ranges)))
     request.words(FRESH | (0 if network else os.CLONE_NEWNET))
     request.words(uid, uid, network, several)
-    request.text(folder, order["image"])
+    # Root's is given it, and must not find it by itself, with owners that are nobody there.
+    request.text(folder, "" if root else order["image"])
     request.words(len(binds))
     for bind in binds:
         request.words(bind.attributes)

@@ -44,9 +44,6 @@ _STARTED = struct.Struct("=q")
 
 _OUT_OF_THE_WAY = 64
 
-_IGNORED = (signal.SIGINT, signal.SIGPIPE, signal.SIGXFSZ)
-"""Signals that Python, or the supervisor, ignores; what is started here is not to."""
-
 
 @dataclass(slots=True, eq=False)
 class Task:
@@ -255,7 +252,6 @@ class Launcher:
                     [program.LAUNCHER],
                     {},
                     file_actions=[(os.POSIX_SPAWN_DUP2, theirs.fileno(), CHANNEL)],
-                    setsigdef=_IGNORED,
                 )
             except OSError:
                 ours.close()
