@@ -15,7 +15,8 @@ lose by which one that is. Each repeat has a trace of its own.
 Hit rates are means, and held against the best peer's of the same repeats. Seconds scatter far more than goals allow
 for, and the best of five peers would often be the luckiest. So one peer is named beforehand, the p99 is that of the
 turns of all repeats, and a goal is missed if the 95 % confidence interval of the ratio lies above it, undecided if it
-only reaches that far down. The others, whom no seconds are held against, play in each fourth repeat.
+only reaches that far down. The others, whom no seconds are held against, play in each fourth repeat. The figures below
+are older than that: four repeats of traces twice as long, their means, against the best peer of each line.
 
 Run with ``python -m benchmarks.routing_real [--quick]``; quick plays a fraction of a tuning trace once, with no slow
 engine, and takes as long as two engines take to start.

@@ -983,8 +983,8 @@ static void raise_loopback(void) {
  * The root file system: an image, a layer of its own over it, and what is Linux's. The image is a stranger's, and its
  * links are followed as those inside would follow them. So that they lead nowhere else, what of the host is to be seen
  * inside is taken hold of first, and the host's root is gone, with no open file that leads back, before the first name
- * of the image is looked up. What can be read inside in /proc/self/mountinfo is no path of the host: names in options
- * are relative to the sandbox's folder.
+ * of the image is looked up. In /proc/self/mountinfo names in options are relative to the sandbox's folder; of what is
+ * bound it tells which folder of its file system it is, since the kernel does.
  */
 static void change_root(int image, const int *devices, int many_users, size_t first_volume) {
     const char *folder = text(), *lower = text();
