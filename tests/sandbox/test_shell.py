@@ -358,6 +358,17 @@ async def test_an_interrupt_does_not_run_what_a_command_says(container: Containe
     assert (await container.run("ls /tmp/executed")).exit_code != 0
 
 
+async def test_an_interrupt_as_a_command_ends_is_none_of_the_next(shell: Shell) -> None:
+    """Bash took it with the next command, which was told to have ended well and had never run."""
+    for attempt in range(300):
+        running = asyncio.create_task(shell.run("sleep 0.01", timeout_s=10, silence_s=None))
+        await asyncio.sleep(attempt % 3 * 0.001 if attempt % 2 else 0.010 + attempt / 30_000)
+        await shell.interrupt()
+        assert (await running).exit_code in (0, 130)
+        after = await shell.run(f"echo next {attempt}; (exit 44)", timeout_s=10)
+        assert (after.output[-len(f"next {attempt}\n") :], after.exit_code) == (f"next {attempt}\n", 44)
+
+
 async def test_a_hasty_hand_on_the_interrupt_does_not_end_a_shell_with_a_slow_hook(shell: Shell) -> None:
     await shell.run("trap 'sleep 0.1' DEBUG")
     running = asyncio.create_task(shell.run("sleep 100; (exit 3)", timeout_s=30, silence_s=None))

@@ -114,6 +114,8 @@ class Shell:
         self._output = BashOutput(OUTPUT_LIMIT)
         self._code: int | None = None
         self._killing: asyncio.Future[None] | None = None
+        self._pressed = False
+        """Whether Ctrl-C was pressed since bash last took it, if it did."""
         self.running = False
         """Whether a command has not ended yet."""
         self.cwd = ""
@@ -140,7 +142,7 @@ class Shell:
     async def restart(self) -> None:
         """End bash, if it lives, with everything that runs in its session, and start a fresh one."""
         await self.close()
-        self._killed = False
+        self._killed = self._pressed = False
         self._status = BashStatus(self._on_end, self._on_lost_line, self._on_unusable)
         self._commands = BashCommands(self._status)
         try:
@@ -207,18 +209,34 @@ class Shell:
             raise CallerError("must not hold a NUL character", field="command")
         if self.exited:
             raise self._over()
+        self.running = True
+        if self._pressed:
+            await self._take_interrupt()
+        await self._send(command)
+        self._output.limit_to(output_limit)
+        return await self.wait(timeout_s=timeout_s, silence_s=silence_s)
+
+    async def _send(self, command: str) -> None:
+        """Hand a command over."""
         assert self._status
         assert self._commands
+        self._code = None
         try:
             self._commands.send(self._status.line(command))
         except SandboxBroken as error:
+            self.running = False
             if self._bash:
                 await asyncio.wait([self._bash.ended], timeout=INTERRUPT_GRACE_S)
             raise self._over() from error
-        self.running = True
-        self._code = None
-        self._output.limit_to(output_limit)
-        return await self.wait(timeout_s=timeout_s, silence_s=silence_s)
+
+    async def _take_interrupt(self) -> None:
+        """Have bash take a Ctrl-C that came just as its command ended: it would throw the next one away. Be it this."""
+        assert self._status
+        self._pressed = False
+        last = self._status.last
+        await self._send("")
+        await self._settled(START_TIMEOUT_S)
+        self._status.last = last
 
     async def wait(self, *, timeout_s: float = HARD_TIMEOUT_S, silence_s: float | None = SOFT_TIMEOUT_S) -> Action:
         """Wait for the command that runs; as :meth:`run` otherwise, with all of its output so far."""
@@ -246,10 +264,11 @@ class Shell:
                 raise self._over() from error
 
     async def interrupt(self) -> None:
-        """Press Ctrl-C. A command that is on its way begins first, or what it says could be taken for commands:
-        bash forgets what it has read of a line, and goes on with the rest."""
+        """Press Ctrl-C, if a command runs. One that is on its way begins first, or what it says could be taken for
+        commands: bash forgets what it has read of a line, and goes on with the rest."""
         await self._arrival()
-        self.terminal.press_control("c")
+        if self.running and not self._over_with():
+            self._press()
 
     async def eof(self) -> None:
         """Press Ctrl-D: what reads the terminal comes to an end of its input."""
@@ -350,7 +369,7 @@ class Shell:
 
     def _press(self) -> int | None:
         """Press Ctrl-C; who was in the foreground then."""
-        running = self.terminal.foreground()
+        running, self._pressed = self.terminal.foreground(), True
         self.terminal.press_control("c")
         return running
 

@@ -84,7 +84,8 @@ class BashStatus:
         """Its folder under ``/proc``, which stays this process's, whoever gets its number later."""
         self._mark: re.Pattern[bytes] | None = None
         self._nonce = ""
-        self._status = 0
+        self.last = 0
+        """What ``$?`` is at the next command's beginning."""
         self._begun = False
         self._thrown: int | None = None
         """The status of a line that was thrown away, until its end is told."""
@@ -113,7 +114,7 @@ class BashStatus:
         self._begun = False
         self._thrown = None
         # Neither an error of ours nor, where somebody has redefined ``exit``, a success may end the line or the shell.
-        status = f"(exit {self._status}) && ((0)) ||" if self._status else "((1)) &&"
+        status = f"(exit {self.last}) && ((0)) ||" if self.last else "((1)) &&"
         return (
             f'<&0; ((1)) <"/{self._nonce}/begin" || {status} \\eval -- {shlex.quote(command)} </dev/tty 2>/dev/tty; '
             f'((1)) <"/{self._nonce}/$?" || ((1))\n'
@@ -188,5 +189,5 @@ class BashStatus:
 
     def _tell_end(self, status: int) -> None:
         self._mark = None
-        self._status = status
+        self.last = status
         self._ended(status)
