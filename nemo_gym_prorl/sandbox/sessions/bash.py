@@ -230,7 +230,7 @@ class Shell:
             raise self._over() from error
 
     async def _take_interrupt(self) -> None:
-        """Have bash take a Ctrl-C that came just as its command ended: it would throw the next one away. Be it this."""
+        """Have bash take a Ctrl-C that came just as its command ended: it would throw away the next. Be it this."""
         assert self._status
         self._pressed = False
         last = self._status.last
