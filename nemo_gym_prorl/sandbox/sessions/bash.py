@@ -234,8 +234,9 @@ class Shell:
         assert self._status
         self._pressed = False
         last = self._status.last
-        await self._send("")
-        await self._settled(START_TIMEOUT_S)
+        for _ in range(3):  # one may be told to have ended before bash has taken it
+            await self._send("")
+            await self._settled(START_TIMEOUT_S)
         self._status.last = last
 
     async def wait(self, *, timeout_s: float = HARD_TIMEOUT_S, silence_s: float | None = SOFT_TIMEOUT_S) -> Action:
