@@ -160,11 +160,11 @@ def _check_options(run: str, order: Order) -> None:
 
 
 def _wishes(order: Order, row: Mapping[str, Any]) -> dict[str, Any]:
-    """What the order says of its rollouts, and else the row of its own."""
-    said = {"environment": order.environment, "client": order.client, "priority": order.priority}
+    """What the order says of its rollouts; where it says nothing, the service takes what the row says of its own."""
     own = row.get(WISHES)
-    of_row = {name: own[name] for name in said if name in own} if isinstance(own, Mapping) else {}
-    return {"client": "cli", **of_row, **{name: value for name, value in said.items() if value is not None}}
+    usual = {} if isinstance(own, Mapping) and "client" in own else {"client": "cli"}
+    said = {"environment": order.environment, "client": order.client, "priority": order.priority}
+    return {**usual, **{name: value for name, value in said.items() if value is not None}}
 
 
 @dataclass(slots=True)

@@ -230,13 +230,15 @@ class Shell:
             raise self._over() from error
 
     async def _take_interrupt(self) -> None:
-        """Have bash take a Ctrl-C that came just as its command ended: it would throw away the next. Be it this."""
+        """Have bash take a Ctrl-C that came as its command ended, with empty ones: it would throw away the next."""
         assert self._status
         self._pressed = False
         last = self._status.last
         for _ in range(3):  # one may be told to have ended before bash has taken it
             await self._send("")
-            await self._settled(START_TIMEOUT_S)
+            await self._settled(ENDING_S)
+            if not self._over_with():
+                break  # busy with a hook of its own; the command's time limit is there for that
         self._status.last = last
 
     async def wait(self, *, timeout_s: float = HARD_TIMEOUT_S, silence_s: float | None = SOFT_TIMEOUT_S) -> Action:

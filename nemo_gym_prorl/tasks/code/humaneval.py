@@ -97,7 +97,7 @@ def row_for(problem: Problem, script: Mapping[str, Any] | None = None) -> dict[s
 
     Args:
         problem: the problem.
-        script: turns for a model server that plays back scripts (see ``scripts``); ``None`` for a real model.
+        script: turns for a model server that plays back scripts (``scripted/turns.py``); ``None`` for a real model.
     """
     user_prompt = (
         f"Implement the function `{problem.entry_point}` in `{SOLUTION_FILE}`. The file now reads:\n\n"
