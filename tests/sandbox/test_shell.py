@@ -360,11 +360,16 @@ async def test_an_interrupt_does_not_run_what_a_command_says(container: Containe
 
 async def test_an_interrupt_as_a_command_ends_is_none_of_the_next(shell: Shell) -> None:
     """Bash took it with the next command, which was told to have ended well and had never run."""
-    for attempt in range(60):
+    loop, patience = asyncio.get_running_loop(), 0.012
+    for attempt in range(200):
         running = asyncio.create_task(shell.run("sleep 0.01", timeout_s=10, silence_s=None))
-        await asyncio.sleep(attempt % 3 * 0.001 if attempt % 2 else 0.010 + attempt / 6_000)
+        press_at = loop.time() + patience
+        while loop.time() < press_at:
+            await asyncio.sleep(0)
         await shell.interrupt()
-        assert (await running).exit_code in (0, 130)
+        code = (await running).exit_code
+        assert code in (0, 130)
+        patience += 0.0003 if code else -0.0003  # so each is pressed about when its command ends
         after = await shell.run(f"echo next {attempt}; (exit 44)", timeout_s=10)
         assert (after.output[-len(f"next {attempt}\n") :], after.exit_code) == (f"next {attempt}\n", 44)
 

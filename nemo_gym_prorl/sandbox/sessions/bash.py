@@ -68,6 +68,9 @@ VARIABLES = {"PS1": PROMPT, "PS2": "", "PAGER": "cat", "GIT_PAGER": "cat"}
 _PREPARE = b"exec 2>&4 4>&-; set +o history +H; unset HISTFILE\n"
 """Bash's own errors and prompts go to the status socket; those of commands go to the terminal."""
 
+_THROWN_AWAY = b"((1))\n" * 2
+"""What a Ctrl-C that bash got as a command ended may end in place of the next: a line, or the rest of one."""
+
 
 @dataclass(frozen=True, slots=True)
 class Action:
@@ -209,37 +212,19 @@ class Shell:
             raise CallerError("must not hold a NUL character", field="command")
         if self.exited:
             raise self._over()
-        self.running = True
-        if self._pressed:
-            await self._take_interrupt()
-        await self._send(command)
-        self._output.limit_to(output_limit)
-        return await self.wait(timeout_s=timeout_s, silence_s=silence_s)
-
-    async def _send(self, command: str) -> None:
-        """Hand a command over."""
         assert self._status
         assert self._commands
-        self._code = None
+        self.running, self._code = True, None
+        before, self._pressed = _THROWN_AWAY if self._pressed else b"", False
         try:
-            self._commands.send(self._status.line(command))
+            self._commands.send(before + self._status.line(command))
         except SandboxBroken as error:
             self.running = False
             if self._bash:
                 await asyncio.wait([self._bash.ended], timeout=INTERRUPT_GRACE_S)
             raise self._over() from error
-
-    async def _take_interrupt(self) -> None:
-        """Have bash take a Ctrl-C that came as its command ended, with empty ones: it would throw away the next."""
-        assert self._status
-        self._pressed = False
-        last = self._status.last
-        for _ in range(3):  # one may be told to have ended before bash has taken it
-            await self._send("")
-            await self._settled(ENDING_S)
-            if not self._over_with():
-                break  # busy with a hook of its own; the command's time limit is there for that
-        self._status.last = last
+        self._output.limit_to(output_limit)
+        return await self.wait(timeout_s=timeout_s, silence_s=silence_s)
 
     async def wait(self, *, timeout_s: float = HARD_TIMEOUT_S, silence_s: float | None = SOFT_TIMEOUT_S) -> Action:
         """Wait for the command that runs; as :meth:`run` otherwise, with all of its output so far."""

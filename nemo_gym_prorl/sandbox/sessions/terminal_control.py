@@ -10,11 +10,17 @@ process that is no child of ours: it can be neither waited for nor killed from h
 from __future__ import annotations
 
 import contextlib
+import fcntl
 import os
+import select
 
 from ptyprocess import PtyProcess
 
 from nemo_gym_prorl.sandbox.supervisor.processes.foreground import Session
+
+
+_TIOCGPTPEER = 0x5441
+"""Opens the other end of a terminal, by no name. Python knows it from 3.13 on, Linux from 4.13."""
 
 
 class ContainerTerminal(PtyProcess):  # type: ignore[misc]  # has no types
@@ -27,9 +33,28 @@ class ContainerTerminal(PtyProcess):  # type: ignore[misc]  # has no types
         os.set_blocking(fd, False)
 
     def press_control(self, key: str) -> None:
-        """Press Ctrl and a key. It is lost where nobody has read what was typed before and no more fits."""
+        """Press Ctrl and a key; who is in the foreground has the signal of it when this returns.
+
+        It is lost where nobody has read what was typed before and no more fits.
+        """
         with contextlib.suppress(BlockingIOError):
             self.sendcontrol(key)
+            self._take_typed()
+
+    def _take_typed(self) -> None:
+        """Have the kernel take what was typed, which it else does in its own time.
+
+        A Ctrl-C that is late by a millisecond strikes bash between two commands, or in the middle of the next one's
+        line. The kernel takes what it has at once where somebody looks, at the other end, whether there is input.
+        """
+        with contextlib.suppress(OSError):  # nobody has the terminal any more, or the kernel is too old
+            other_end = fcntl.ioctl(self.fd, _TIOCGPTPEER, os.O_RDWR | os.O_NOCTTY | os.O_NONBLOCK | os.O_CLOEXEC)
+            try:
+                look = select.poll()
+                look.register(other_end, select.POLLIN)
+                look.poll(0)
+            finally:
+                os.close(other_end)
 
     def foreground(self) -> int | None:
         """The process group in the foreground; ``None`` for the first process itself, or nobody."""
