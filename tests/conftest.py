@@ -91,7 +91,6 @@ GYMS = "tests/gym/"
 """These tests start Gym's servers on a Ray that they share, which two cores do not carry several times either."""
 
 WHOLE_GYMS = (
-    "tests/gym/test_demo.py",
     "tests/gym/test_journey.py",
     "tests/gym/test_serve.py",
     "tests/setup/test_readme.py",

@@ -2,8 +2,8 @@
 """One Ray for all of a test process' Gym deployments, as a training job has it before Gym comes.
 
 A third of what a deployment costs to start is a Ray of its own, and on a busy machine Ray's processes miss the fixed
-time that it gives them. Whole deployments from nothing are in the tests of ``prorl demo``, of ``prorl serve``, of the
-README's lines and of an owner that is killed.
+time that it gives them. Whole deployments from nothing are in the tests of ``prorl serve``, of the README's lines and
+of an owner that is killed.
 """
 
 from __future__ import annotations

@@ -1,73 +1,88 @@
 # SPDX-License-Identifier: Apache-2.0
 """Environments whose sandboxes hold what is graded, under our agent and under Gym's own, which never heard of release;
-started and used with Gym's command line."""
+our agent over several model servers."""
 
+import json
+import re
 from pathlib import Path
 from typing import Any
 
-import orjson
+import aiohttp
 import pytest
-import yaml
 
 from nemo_gym_prorl.demo_scripts import script_for
-from nemo_gym_prorl.gym.deployment import GymDeployment
-from nemo_gym_prorl.scripted.text import MODEL_NAME
 from nemo_gym_prorl.tasks.code.humaneval import problems, row_for
 from scripts.scripted_turns.swe import scripted_row
+from tests.gym.families import MIXTURE, MODELS, WITH_GYMS_AGENT, Families
+from tests.policy.test_gym import assert_chain, trained
 from tests.tasks.swe import tally
 
 
-FAMILIES = ("prorl_code", "prorl_swe")
+pytestmark = [pytest.mark.gym, pytest.mark.timeout(900), pytest.mark.asyncio(loop_scope="package")]
+
+TOOL = {
+    "type": "function",
+    "name": "get_weather",
+    "description": "",
+    "strict": False,
+    "parameters": {"type": "object", "properties": {"city": {"type": "string"}}},
+}
 
 
-def simple_agent(family: str) -> dict[str, Any]:
-    """Gym's agent for a family."""
-    servers = {
-        "resources_server": ("resources_servers", family),
-        "model_server": ("responses_api_models", "policy_model"),
-    }
-    named = {key: {"type": kind, "name": name} for key, (kind, name) in servers.items()}
-    return {"responses_api_agents": {"simple_agent": {"entrypoint": "app.py", "host": "127.0.0.1", **named}}}
-
-
-@pytest.mark.gym
 @pytest.mark.sandbox
-@pytest.mark.timeout(900)
-async def test_both_agents_earn_the_same(scripted_policy: str, shared_ray: str, tmp_path: Path) -> None:
-    config = tmp_path / "simple.yaml"
-    config.write_text(yaml.safe_dump({f"{family}_simple_agent": simple_agent(family) for family in FAMILIES}))
+async def test_both_agents_earn_the_same(families: Families, tmp_path: Path) -> None:
     problem = next(iter(problems().values()))
     given = {
         "prorl_code": [(row_for(problem, script_for(problem, name)), name) for name in ("reference", "stub")],
         "prorl_swe": [(scripted_row(tally.row(), name), name) for name in ("oracle", "null")],
     }
     rows = [
-        row | {"agent_ref": {"type": "responses_api_agents", "name": f"{family}_{agent}"}, "plays": plays}
-        for family in FAMILIES
-        for agent in ("agent", "simple_agent")
+        row
+        | {"agent_ref": {"type": "responses_api_agents", "name": agent}, "plays": plays}
+        | {"data_source": family.removeprefix("prorl_")}
+        for family in WITH_GYMS_AGENT
+        for agent in (MIXTURE, f"{family}_simple_agent")
         for row, plays in given[family]
     ]
-    source, results = tmp_path / "rows.jsonl", tmp_path / "results.jsonl"
-    source.write_bytes(b"".join(orjson.dumps(row) + b"\n" for row in rows))
-    async with GymDeployment(
-        config_paths=[*(f"resources_servers/{name}/configs/{name}.yaml" for name in FAMILIES), config],
-        model_type="prorl_model",
-        policy_base_url=scripted_policy,
-        policy_model_name=MODEL_NAME,
-        overrides=[shared_ray],
-        work_dir=tmp_path / "gym",
-        start_timeout_s=500,
-    ) as gym:
-        await gym.run_gym("eval", "run", "--no-serve", "-i", str(source), "-o", str(results))
-    done = [orjson.loads(line) for line in results.read_bytes().splitlines()]
+    done = await families.collect(rows, tmp_path)
     earned = {(row["agent_ref"]["name"], row["plays"]): (row["reward"], row["verdict"]) for row in done}
     assert earned == {
-        (f"{family}_{agent}", plays): outcome
-        for agent in ("agent", "simple_agent")
+        (agent, plays): outcome
         for family, plays, outcome in (
             ("prorl_code", "reference", (1.0, "passed")),
             ("prorl_code", "stub", (0.0, "failed")),
             ("prorl_swe", "oracle", (1.0, "resolved")),
             ("prorl_swe", "null", (0.0, "no_patch")),
         )
+        for agent in (MIXTURE, f"{family}_simple_agent")
     }
+
+
+async def test_each_of_several_model_servers_takes_rollouts(families: Families, tmp_path: Path) -> None:
+    """As docs/policy.md configures them, started by Gym's own command line."""
+    turns = [{"tool_calls": [{"name": "get_weather", "arguments": {"city": "x"}}]}, {"content": "done"}]
+    script = {"metadata": {"script": json.dumps({"turns": turns})}, "tools": [TOOL]}
+    asked = [{"input": [{"role": "user", "content": f"how is it in {n}?"}], **script} for n in range(24)]
+    rows: list[dict[str, Any]] = [{"responses_create_params": row, "data_source": "weather"} for row in asked]
+    before = [await turns_of(families, name) for name in MODELS]
+    done = await families.collect(rows, tmp_path, "--agent", MIXTURE)
+    assert [row["reward"] for row in done] == [1.0] * 24
+    for row in done:
+        assert len(trained(row)) == 2
+        assert_chain(trained(row))
+    for (taken, retokenised), name in zip(before, MODELS, strict=True):
+        now, retokenised_now = await turns_of(families, name)
+        assert now > taken, "each has taken turns"
+        # A turn that came to another server would be another rollout there, its past read from text.
+        assert retokenised_now == retokenised
+
+
+async def turns_of(families: Families, model: str) -> tuple[float, float]:
+    """How many turns a model server has taken, and how many tokens it had to read from text."""
+    async with aiohttp.ClientSession() as http, http.get(f"{families.gym.url(model)}/metrics") as answer:
+        said = await answer.text()
+
+    def total(name: str) -> float:
+        return sum(float(found) for found in re.findall(rf"^{name}(?:{{.*}})? (\S+)$", said, re.MULTILINE))
+
+    return total("prorl_policy_turn_seconds_count"), total("prorl_policy_retokenised_tokens_total")

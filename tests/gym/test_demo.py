@@ -62,9 +62,9 @@ class Demo:
         return found
 
 
-async def test_it_ends_in_a_table_and_a_file_and_says_that_it_was_scripted(tmp_path):
+async def test_it_ends_in_a_table_and_a_file_and_says_that_it_was_scripted(shared_ray: str, tmp_path: Path):
     demo = Demo(tmp_path)
-    process = await demo.start("--rollouts", "8", RUN_SLOTS)
+    process = await demo.start("--rollouts", "8", RUN_SLOTS, shared_ray)
     status = await asyncio.wait_for(process.wait(), 280)
     printed = demo.log.read_text()
     assert status == 0, printed

@@ -159,8 +159,8 @@ from pathlib import Path
 from nemo_gym_prorl.gym.deployment import GymDeployment
 async def main():
     gym = GymDeployment(**{settings!r}, work_dir=Path({str(tmp_path)!r}))
+    print(gym.cli.mark.value, gym._ray_dir, flush=True)
     async with gym:
-        print(gym.cli.mark.value, gym._ray_dir, flush=True)
         await asyncio.sleep(600)
 asyncio.run(main())
 """
@@ -169,6 +169,11 @@ asyncio.run(main())
     try:
         value, scratch = (await asyncio.wait_for(owner.stdout.readline(), 200)).decode().split()
         mark = ProcessMark(MARK_NAME, value)
+        async with asyncio.timeout(200):
+            # Ray comes first, and each server is a process that ends nothing by itself.
+            while not any(command.endswith("app.py") for command in mark.processes().values()):
+                assert owner.returncode is None
+                await asyncio.sleep(0.1)
         assert any("gcs_server" in command for command in mark.processes().values())
         assert await asyncio.to_thread(Path(scratch).is_dir)
         owner.kill()

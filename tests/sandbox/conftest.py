@@ -3,7 +3,7 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -18,8 +18,10 @@ from nemo_gym_prorl.sandbox.images.cache import silent
 from nemo_gym_prorl.sandbox.images.store import ImageStore
 from nemo_gym_prorl.sandbox.runtime.apptainer import Runtime
 from nemo_gym_prorl.sandbox.sessions.bash import Shell
+from nemo_gym_prorl.sandbox.supervisor.rpc import own_supervisor
 from nemo_gym_prorl.sandbox.supervisor.rpc.protocol import Message
 from tests.sandbox.tiny import make_tiny_root
+from tests.sandbox.without import Off, Supervisors, Without
 
 
 @pytest.fixture(scope="session")
@@ -62,6 +64,24 @@ def way(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
 
     monkeypatch.setattr(containers, "order", by_it)
     return chosen
+
+
+@pytest.fixture(scope="module")
+def changed_supervisors(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Supervisors]:
+    """Those of a file of tests that lack something."""
+    made = Supervisors(tmp_path_factory.mktemp("changed"))
+    yield made
+    made.end()
+
+
+@pytest.fixture
+def without(changed_supervisors: Supervisors, monkeypatch: pytest.MonkeyPatch) -> Without:
+    """Has the next sandboxes of the test be those of a supervisor that lacks something."""
+
+    def switch(*offs: Off) -> None:
+        monkeypatch.setattr(own_supervisor, "_current", changed_supervisors.lacking(offs))
+
+    return switch
 
 
 @pytest_asyncio.fixture

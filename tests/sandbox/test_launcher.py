@@ -26,10 +26,7 @@ from nemo_gym_prorl.sandbox.supervisor.processes import launcher
 from nemo_gym_prorl.sandbox.supervisor.processes.children import Children
 from nemo_gym_prorl.sandbox.supervisor.processes.launcher import Launcher
 from nemo_gym_prorl.sandbox.supervisor.rpc.protocol import Message, PeerGone, socket_pair
-from tests.sandbox.test_abuse import Off, Without, without
-
-
-__all__ = ["without"]
+from tests.sandbox.without import Off, Without
 
 
 class Turns:

@@ -23,10 +23,7 @@ from nemo_gym_prorl.sandbox.runtime.apptainer import Runtime
 from nemo_gym_prorl.sandbox.supervisor import moulds
 from nemo_gym_prorl.sandbox.supervisor.processes.children import Action, Children, Done
 from nemo_gym_prorl.sandbox.supervisor.storage import state_dir
-from tests.sandbox.test_abuse import Off, Without, without
-
-
-__all__ = ["without"]
+from tests.sandbox.without import Off, Without
 
 
 pytestmark = pytest.mark.sandbox

@@ -22,10 +22,7 @@ from nemo_gym_prorl.sandbox.container import Container, ContainerSpec
 from nemo_gym_prorl.sandbox.launcher import program
 from nemo_gym_prorl.sandbox.runtime.apptainer import Runtime
 from tests.sandbox.elf import executable
-from tests.sandbox.test_abuse import Off, Without, without
-
-
-__all__ = ["without"]
+from tests.sandbox.without import Off, Without
 
 
 pytestmark = pytest.mark.sandbox
