@@ -25,7 +25,6 @@ REPOSITORY = Path(__file__).parents[1]
 sys.path.insert(0, str(REPOSITORY))
 
 from nemo_gym_prorl.tasks.swe import parser_process  # noqa: E402
-from nemo_gym_prorl.tasks.swe.changes import Solution  # noqa: E402
 from nemo_gym_prorl.tasks.swe.grading import Verdict, judged  # noqa: E402
 from nemo_gym_prorl.tasks.swe.instance import Row, SweInstance  # noqa: E402
 from nemo_gym_prorl.tasks.swe.log_parsing import job_of  # noqa: E402
@@ -50,7 +49,7 @@ def compared(kind: str, way: str, instance: SweInstance, run: Run) -> Compared:
     said = parser_process.answer(job_of(instance, run.logs, run.exit_code, row.instance_id))
     assert said is not None
     report = compare(instance, said["maps"])
-    ours = judged(row, Solution(), run, report, said["resolved"])[0] is Verdict.RESOLVED
+    ours = judged(run, report, said["resolved"])[0] is Verdict.RESOLVED
     theirs = resolved_by_swebench(instance, run)
     return Compared(kind, way, ours, theirs, reason(instance, run, said["maps"]) if ours != theirs else None)
 

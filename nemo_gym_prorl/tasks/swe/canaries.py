@@ -6,6 +6,7 @@ everything, replaces what compares, forges records, prints a runner's lines) pas
 too. So one value in each deciding test is changed where the test says what it expects: an operand of ``==``, ``is`` or
 ``in`` of an assertion, what an asserting call compares with, a table's column, an exception. A place that a test does
 not reach changes nothing: so a test that passes all the same says something only if it fails with the row's own fix.
+A test that does not say what it expects, but leaves that to a helper of its own, gets a failure for its last line.
 And another right solution may take another way through a test than that fix: so nothing is changed that hangs on the
 way, such as one side of ``or``, a branch, a callback, or a bound.
 """
@@ -19,7 +20,7 @@ from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from random import Random
 
-from nemo_gym_prorl.tasks.swe.instance import TestStatus
+from nemo_gym_prorl.tasks.swe.report import PASSING
 
 
 _COMPARES = re.compile(
@@ -32,6 +33,7 @@ _ABOUT = re.compile(r"close|approx|almost", re.IGNORECASE)
 
 _ONE_ARGUMENT = re.compile(r"approx|called")
 _RAISES = re.compile(r"raises|warns", re.IGNORECASE)
+_EXPECTED_TO_FAIL = re.compile(r"xfail|expected_?failure", re.IGNORECASE)
 _ASKED = re.compile(r"expect|exp(_|$)|want|desired|correct|answer", re.IGNORECASE)
 _MAKES = re.compile(r"[A-Z].*|array|asarray|approx|set|frozenset|dict|list|tuple|date|datetime|timedelta|dedent")
 """Calls that make a value of what they are given, and are not what is tested."""
@@ -59,10 +61,12 @@ class Canaries:
     Attributes:
         tests: deciding tests by their names in the row, without parameters.
         seed: for what is drawn.
+        at_their_end: no value is changed; each ends with a failure, so that none that came to it can pass.
     """
 
     tests: tuple[str, ...]
     seed: str
+    at_their_end: bool = False
 
     def changed(self, path: str, source: bytes) -> tuple[bytes, frozenset[str]]:
         """A file of tests that asks for something else, and which of :attr:`tests` do; tests that decide nothing are
@@ -83,7 +87,8 @@ class Canaries:
             if tests is None:
                 edits += text.hiding(function, dice)
                 continue
-            if places := _places(function, tables, text, dice):
+            places = [] if self.at_their_end else _places(function, tables, text, dice)
+            if places := places or text.failing_at_its_end(function):
                 edits += dice.choice(places)
                 changed |= tests.keys()
         return (text.edited(edits), frozenset(changed)) if changed else (source, frozenset())
@@ -93,7 +98,7 @@ class Canaries:
     ) -> tuple[frozenset[str], frozenset[str]]:
         """Which of the changed tests failed, and which passed all the same: in a case of theirs, by each witness."""
         names = [name for seen in maps for name in seen]
-        passed = {name for name in names if all(seen.get(name) == TestStatus.PASSED for seen in maps)}
+        passed = {name for name in names if all(seen.get(name) in PASSING for seen in maps)}
         ran, good = ({name.partition("[")[0] for name in some} & frozenset(changed) for some in (names, passed))
         return frozenset(ran - good), frozenset(good)
 
@@ -126,7 +131,7 @@ class _Text:
         self._lines = [0, *(found.end() for found in re.finditer(rb"\r\n|\r|\n", source))]
         self._words = Counter(re.findall(r"\w+", source.decode()))
 
-    def at(self, node: ast.expr | Function) -> tuple[int, int]:
+    def at(self, node: ast.expr | ast.stmt) -> tuple[int, int]:
         assert node.end_lineno is not None
         assert node.end_col_offset is not None
         start = self._lines[node.lineno - 1] + node.col_offset
@@ -147,6 +152,17 @@ class _Text:
             return []
         start = self._source.find(function.name.encode(), self.at(function)[0])
         return [(start, start + 4, said.encode())] if start >= 0 else []  # names may be written in other letters
+
+    def failing_at_its_end(self, function: Function) -> list[list[Edit]]:
+        """What a test has for a last line, if every way through it leads there and no failure is expected of it."""
+        nodes = list(ast.walk(function))
+        ends = any(isinstance(node, ast.Return | ast.Yield | ast.YieldFrom) for node in nodes)
+        if ends or any(_EXPECTED_TO_FAIL.search(_name(node)) for node in nodes):
+            return []
+        start, end = self.at(last := function.body[-1])
+        has_a_block = hasattr(last, "body") or isinstance(last, ast.Match)
+        line = b"\n" + self._source[self._lines[last.lineno - 1] : start] if has_a_block else b"; "
+        return [[(end, end, line + b"assert 0")]]
 
     def edited(self, edits: Iterable[Edit]) -> bytes:
         parts, at = list[bytes](), 0

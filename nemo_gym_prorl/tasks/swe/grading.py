@@ -79,9 +79,6 @@ class GradingLimits:
 
 REMEMBERED_ROWS = 10_000
 
-NEVER_OWN = frozenset({"a failure that it expects", "the function of a test"})
-"""In these a solution has no part, even if the real fix changes what takes part in a runner."""
-
 
 @dataclass(frozen=True, slots=True)
 class Trial:
@@ -143,7 +140,7 @@ class Grader:
         fields["patch_left_out"] |= _named(dict.fromkeys(too_long, whole))
         fields["test_log"] = run.log[-(self._limits.log_field_kib << 10) :]
         fields["test_report"] = report.as_fields() if report else {}
-        verdict, why = judged(row, solution, run, report, trial.by_dataset)
+        verdict, why = judged(run, report, trial.by_dataset)
         if verdict in (Verdict.FAILED, Verdict.CRASHED, Verdict.BROKE) and not (report and report.seen):
             await self._require_gradable(row, open_sandbox)
         foreign = await self._foreign(row, run.installed, open_sandbox) if verdict is Verdict.RESOLVED else []
@@ -252,6 +249,9 @@ class Grader:
         installed = trial.run.installed
         if not passed:
             return Asked(len(failed)), installed
+        if not row.swe.patch:
+            surely = await self._passing_what_must_fail(row, solution, canaries, open_sandbox)
+            return Asked(len(failed), tuple(sorted(surely)), tuple(sorted(passed - surely))), installed
         if row.instance_id not in self._sharp:
             _remember(self._sharp, row.instance_id, await self._failing_with_fix(row, canaries, open_sandbox))
         sharp = self._sharp[row.instance_id]
@@ -259,12 +259,20 @@ class Grader:
             return Asked(len(failed), unknown=tuple(sorted(passed))), installed
         return Asked(len(failed), passed=tuple(sorted(passed & sharp))), installed
 
+    async def _passing_what_must_fail(
+        self, row: Row, solution: Solution, canaries: Canaries, open_sandbox: OpenSandbox
+    ) -> frozenset[str]:
+        """Without a fix to compare with: tests that pass although they end with a failure."""
+        try:
+            trial = await self._tried(row, solution, open_sandbox, replace(canaries, at_their_end=True))
+        except AgentError:
+            return frozenset()
+        return canaries.outcomes(trial.changed, trial.maps or ())[1]
+
     async def _failing_with_fix(
         self, row: Row, canaries: Canaries, open_sandbox: OpenSandbox
     ) -> frozenset[str] | None:
         """Tests that fail with the row's own fix if they ask for something else; ``None`` if that can't be known."""
-        if not row.swe.patch:
-            return None
         try:
             trial = await self._tried(row, await self._fix(row, open_sandbox), open_sandbox, canaries)
         except (AgentError, TaskError):
@@ -304,7 +312,7 @@ def _remember[Known](rows: OrderedDict[str, Known], name: str, known: Known) -> 
         rows.popitem(last=False)
 
 
-def judged(row: Row, solution: Solution, run: Run, report: Report | None, by_dataset: bool) -> tuple[Verdict, str]:
+def judged(run: Run, report: Report | None, by_dataset: bool) -> tuple[Verdict, str]:
     """What the dataset's own harness says, unless the witness in the runner says otherwise."""
     if run.ended_early:
         return Verdict.CRASHED, run.ended_early
@@ -313,7 +321,7 @@ def judged(row: Row, solution: Solution, run: Run, report: Report | None, by_dat
     if run.problem:
         return Verdict.LOG_UNREADABLE, run.problem
     assert report is not None
-    if tampering := _tampering(row, solution, run):
+    if tampering := _tampering(run):
         return Verdict.TAMPERED, tampering
     if run.told is not None and not (run.told.begun and run.told.ended):
         return Verdict.CRASHED, f"the test runner ended with {run.exit_code} before it was done"
@@ -342,24 +350,12 @@ def _failure_is_in(report: Report) -> bool:
     return any(was.startswith(bad) for wrong in report.wrong.values() for was in wrong.values())
 
 
-def _tampering(row: Row, solution: Solution, run: Run) -> str | None:
+def _tampering(run: Run) -> str | None:
     if run.rewritten:
         return f"files of tests were changed while they ran: {', '.join(run.rewritten[:5])}"
     if run.told is None:
         return None
-    if run.told.forged or run.told.tampering:
-        return run.told.forged or "; ".join(run.told.tampering[:5])
-    root = row.swe.repo_folder.rstrip("/") + "/"
-    fix = Protection(row.swe).fix
-    counting = {shown(change.path) for change in solution.changes if change.path not in solution.ignored}
-    for path, hook, genuine in run.told.hooks:
-        inside = path.removeprefix(root)
-        own_runner = inside.startswith(("_pytest/", "src/_pytest/")) or (inside in fix and hook not in NEVER_OWN)
-        if inside in counting and not own_runner:
-            return f"{inside} takes part in the test runner: {hook}"
-        if not genuine:
-            return f"something that says it is of {inside}, and is not, takes part in the test runner: {hook}"
-    return None
+    return run.told.forged or "; ".join(run.told.tampering[:5])
 
 
 def _about(solution: Solution) -> dict[str, Any]:

@@ -8,7 +8,7 @@ from collections.abc import Collection
 
 from nemo_gym_prorl.tasks.swe.canaries import Asked
 from nemo_gym_prorl.tasks.swe.changes import shown
-from nemo_gym_prorl.tasks.swe.instance import Runner, SweInstance
+from nemo_gym_prorl.tasks.swe.instance import SweInstance
 
 
 _PEEKS = re.compile(
@@ -32,8 +32,8 @@ def doubts(instance: SweInstance, patch: str, ignored: Collection[str], asked: A
         found.append(
             f"passes whatever a test asks for, and there is no fix to compare: {', '.join(asked.unknown[:5])}"
         )
-    if not asked.failed and instance.kind_of_runner is Runner.LOG:
-        found.append("only its log tells of the tests, and none failed that asked for something else")
+    elif not asked.failed:
+        found.append("no test of it failed that asked for something else")
     new = _peeks(patch, frozenset(map(shown, ignored))) - _peeks(instance.patch, frozenset())
     if new:
         found.append(f"looks at what runs it: {', '.join(sorted(new))}")

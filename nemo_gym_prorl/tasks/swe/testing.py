@@ -8,7 +8,6 @@ command line, environment or file when code of the policy runs.
 from __future__ import annotations
 
 import asyncio
-import json
 import posixpath
 import secrets
 import shlex
@@ -37,15 +36,7 @@ LONGEST_STATE = 4 << 20
 LARGEST_TEST_FILE = 8 << 20
 MOST_TEST_FILES = 300
 
-_PLUGIN = (
-    "__init__.py",
-    "channel.py",
-    "items.py",
-    "originals.py",
-    "pytest_plugin.py",
-    "unittest_plugin.py",
-    "watch.py",
-)
+_PLUGIN = ("__init__.py", "channel.py", "pytest_plugin.py", "unittest_plugin.py", "watch.py")
 
 _SETUP = """\
 work=$1 repo=$2
@@ -232,7 +223,7 @@ async def run_tests(sandbox: Sandbox, instance: SweInstance, laid: Laid, limits:
             **({"plugins/sitecustomize.py": _source("sitecustomize.py")} if runner is Runner.UNITTEST else {}),
             "command": f"{options}{instance.test_command}\n",
             "run.sh": _RUN,
-            "secret": f"{secret}\n{json.dumps(_read_first(instance, laid))}",
+            "secret": secret,
         }
     )
     done = await _bash(sandbox, laid.work, "run.sh", instance.repo_folder, timeout_s, package, runner.value)
@@ -248,7 +239,7 @@ async def run_tests(sandbox: Sandbox, instance: SweInstance, laid: Laid, limits:
             told = Told(forged=f"the test runner's records can't be had: {records.problem}")
         else:
             told = read_records(records.content, secret)
-    rewritten = await _rewritten(files, instance, laid, told)
+    rewritten = await _rewritten(files, instance, laid)
     return Run(_timed_out(done), done.return_code, _text(log.content), told, rewritten, problem=log.problem)
 
 
@@ -256,22 +247,13 @@ def _text(content: bytes | None) -> str:
     return (content or b"").decode("utf-8", "replace").replace("\r\n", "\n")
 
 
-def _read_first(instance: SweInstance, laid: Laid) -> list[str]:
-    """What the plugin reads before anything of the repository runs: files of tests and of their fixtures."""
-    fixtures = [path for path in laid.files if posixpath.basename(path) == "conftest.py"]
-    tests = [path for path in sorted(laid.tests & laid.files.keys()) if path.endswith(".py")]
-    return [posixpath.join(instance.repo_folder, path) for path in (*tests, *fixtures)][:MOST_TEST_FILES]
-
-
-async def _rewritten(files: Workspace, instance: SweInstance, laid: Laid, told: Told | None) -> tuple[str, ...]:
-    root = instance.repo_folder.rstrip("/") + "/"
-    read = {path.removeprefix(root): blob for path, blob in (told.files if told else {}).items()}
-    found = [path for path, blob in read.items() if laid.files.get(path, blob) != blob]
-    for path in sorted((laid.tests | read.keys()) & laid.files.keys())[:MOST_TEST_FILES]:
-        taken = await files.take(posixpath.join(root, path), limit=LARGEST_TEST_FILE)
+async def _rewritten(files: Workspace, instance: SweInstance, laid: Laid) -> tuple[str, ...]:
+    found = []
+    for path in sorted(laid.tests & laid.files.keys())[:MOST_TEST_FILES]:
+        taken = await files.take(posixpath.join(instance.repo_folder, path), limit=LARGEST_TEST_FILE)
         if taken.content is None or hash_of(taken.content) != laid.files[path]:
             found.append(path)
-    return tuple(dict.fromkeys(found))
+    return tuple(found)
 
 
 async def _bash(sandbox: Sandbox, work: str, script: str, repo: str, timeout_s: float, *more: str) -> ExecResult:

@@ -10,9 +10,8 @@ from pathlib import Path
 import pytest
 
 from nemo_gym_prorl.tasks.swe import log_parsing
-from nemo_gym_prorl.tasks.swe.changes import Solution
 from nemo_gym_prorl.tasks.swe.grading import Verdict, judged, strictly
-from nemo_gym_prorl.tasks.swe.instance import Row, SweInstance
+from nemo_gym_prorl.tasks.swe.instance import SweInstance
 from nemo_gym_prorl.tasks.swe.report import compare
 from nemo_gym_prorl.tasks.swe.testing import Run
 from tests.tasks.swe.runner_logs import KINDS, draw_run
@@ -33,7 +32,7 @@ async def verdicts(instance: SweInstance, log: str, exit_code: int) -> tuple[Ver
     run = Run(exit_code=exit_code, log=log)
     parsed = await log_parsing.parse(instance, run.logs, 60, exit_code=exit_code)
     report = compare(instance, parsed.maps)
-    verdict, _ = judged(Row(instance_id="a__b-1", image="x", swe=instance), Solution(), run, report, parsed.resolved)
+    verdict, _ = judged(run, report, parsed.resolved)
     return verdict, strictly(verdict, run, report), parsed.resolved
 
 

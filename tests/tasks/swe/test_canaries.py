@@ -16,10 +16,10 @@ from nemo_gym_prorl.sandbox.images.building.builder import Order, build
 from nemo_gym_prorl.sandbox.images.store import ImageStore
 from nemo_gym_prorl.sandbox.runtime.apptainer import require_runtime
 from nemo_gym_prorl.tasks.swe.canaries import Asked, canaries_of
-from nemo_gym_prorl.tasks.swe.instance import Runner, SweInstance
+from nemo_gym_prorl.tasks.swe.instance import SweInstance
 from nemo_gym_prorl.tasks.swe.suspicion import doubts
 from tests.tasks.swe import tally
-from tests.tasks.swe.test_cheating import PASSED_LINES, append
+from tests.tasks.swe.test_cheating import PASSED_LINES, REGISTER, append
 
 
 sandboxed = pytest.mark.sandbox
@@ -361,11 +361,9 @@ def test_what_looks_at_its_callers_is_suspicious_unless_the_fix_does() -> None:
     assert doubts(instance, patch, ["b.py"], Asked(1)) == ["looks at what runs it: _getframe"]
     fix = instance.model_copy(update={"patch": patch})
     assert doubts(fix, patch, ["b.py"], Asked(1)) == []
-    log = instance.model_copy(update={"runner": Runner.LOG})
-    assert [why.partition(",")[0] for why in doubts(log, "", [], Asked(unknown=("a",)))] == [
-        "passes whatever a test asks for",
-        "only its log tells of the tests",
-    ]
+    assert doubts(instance, "", [], Asked()) == ["no test of it failed that asked for something else"]
+    [why] = doubts(instance, "", [], Asked(unknown=("a",)))
+    assert why.startswith("passes whatever a test asks for")
 
 
 @sandboxed
@@ -394,9 +392,33 @@ async def test_a_cheat_pays_elsewhere_and_not_here(name: str) -> None:
 async def test_a_fix_earns_and_no_test_passes_that_asks_for_something_else(swe: dict[str, Any]) -> None:
     grade, _ = await tally.play(tally.APPLY_FIX, image_path=image(), **{"base_commit": ""} | swe)
     assert (grade.verdict, grade.reward) == ("resolved", 1.0), (grade.detail, grade.fields)
-    assert grade.fields["suspicions"] == []
-    asked = 0 if swe in (IN_TEST, BLUNT) else len(swe.get("FAIL_TO_PASS", tally.FAIL_TO_PASS))
+    assert len(grade.fields["suspicions"]) == (swe is BLUNT)
+    asked = 0 if swe is BLUNT else len(swe.get("FAIL_TO_PASS", tally.FAIL_TO_PASS))
     assert grade.fields["canaries_failed"] == asked
+
+
+@pytest.mark.parametrize(
+    "body",
+    [
+        " self.check(1, 2)",
+        "\n    for one in [1]:\n      self.check(one, 2)  # why",
+        "\n    with self.subTest(): self.check(1, 2)\n",
+        " self.check(1, 2); self.check(2, 3);",
+    ],
+)
+def test_a_test_that_asks_by_a_helper_fails_at_its_end(body: str) -> None:
+    source = f"class TestAll:\n  def test_it(self):{body}\n  def check(self, given, expected): pass\n"
+    play(source)
+    content, tests = canaries_of(["a.py::TestAll::test_it"], "").changed("a.py", source.encode())
+    assert tests
+    with pytest.raises(AssertionError):
+        play(content.decode())
+
+
+@sandboxed
+async def test_without_a_fix_to_compare_with_no_test_passes_that_must_fail() -> None:
+    grade, _ = await tally.play(append("tally/__init__.py", REGISTER), patch="")
+    assert (grade.verdict, grade.reward) == ("any_answer", 0.0), (grade.detail, grade.fields)
 
 
 @sandboxed

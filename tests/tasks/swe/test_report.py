@@ -54,7 +54,7 @@ PHASES = st.tuples(
     st.just("report"),
     st.sampled_from(FAIL),
     st.sampled_from(["setup", "call", "teardown"]),
-    st.sampled_from(["passed", "failed", "skipped", "xfailed", "expected late", "unseen"]),
+    st.sampled_from(["passed", "failed", "skipped", "xfailed", "unseen"]),
 )
 
 

@@ -21,14 +21,10 @@ class Channel:
     Args:
         named: ``SECRET:INODE:RECORDS``, two descriptors and what the first should be. The pipe has the secret, and on
             a line of its own the JSON of a list.
-
-    Attributes:
-        files: paths of the tests' own files.
     """
 
     def __init__(self, named):
         self._pid = None
-        self.files = []
         try:
             secret, inode, records = [int(part) for part in named.split(":")]
             if os.fstat(secret).st_ino != inode:
@@ -42,8 +38,6 @@ class Channel:
             os.close(secret)
             if not self._secret:
                 return
-            self._secret, _, files = self._secret.partition(b"\n")
-            self.files = json.loads(files.decode("ascii"))
             self._records = os.dup(records)  # and closed when another program is started
             os.close(records)
         except (ValueError, OSError):

@@ -2,23 +2,14 @@
 """Tells outcomes of unittest through the channel: of whatever runner gives them to a ``unittest.TestResult``."""
 
 import atexit
-import os
-import sys
-import unittest.case
-import unittest.loader
-import unittest.result
-import unittest.runner
-import unittest.suite
-from unittest.result import TestResult
+from unittest import TestResult
 
 from .channel import CHANNEL
-from .originals import Originals, find
 from .watch import Watch
 
 
 WATCH = Watch()
-ORIGINALS = Originals()
-_seen = {"changed": set(), "tests": 0}
+_seen = {"begun": False}
 
 
 def _name(result, test):
@@ -44,52 +35,21 @@ def _subtest(self, test, subtest, err, _original=TestResult.addSubTest):
     return _original(self, test, subtest, err)
 
 
-def _look(test):
-    found = WATCH.changed()
-    module = sys.modules.get(type(test).__module__)
-    if module is not None:
-        path = getattr(module, "__file__", None) or ""
-        names = list(ORIGINALS.changed(path, vars(module)))
-        method = getattr(test, "_testMethodName", "")
-        name = "{}.{}".format(type(test).__name__, method)
-        if ORIGINALS.defines(path, name) and find(vars(module), name) is not vars(type(test)).get(method):
-            names.append(name)
-        found += ["{} of {}".format(name, module.__name__) for name in names]
-    for name in found:
-        if name not in _seen["changed"]:
-            _seen["changed"].add(name)
-            CHANNEL.send("changed", name)
-
-
 def _start(self, test, _original=TestResult.startTest):
-    _look(test)
+    WATCH.tell(CHANNEL)
     return _original(self, test)
 
 
 def _stop(self, test, _original=TestResult.stopTest):
-    _look(test)
+    WATCH.tell(CHANNEL)
     return _original(self, test)
 
 
 def _start_run(self, _original=TestResult.startTestRun):
-    if not _seen["tests"]:
+    if not _seen["begun"]:
         CHANNEL.send("begin", "unittest")
-        CHANNEL.send("canary", _canary())
-    _seen["tests"] += 1
+    _seen["begun"] = True
     return _original(self)
-
-
-class _Canary(unittest.case.TestCase):
-    def runTest(self):
-        self.assertEqual(os.getpid(), -1)
-
-
-def _canary():
-    """What becomes of a test that can only fail."""
-    result = unittest.result.TestResult.__new__(TestResult)
-    TestResult.__init__(result)
-    unittest.case.TestCase.run(_Canary(), result)
-    return "failed" if result.failures else "passed"
 
 
 if CHANNEL.open:
@@ -106,7 +66,5 @@ if CHANNEL.open:
     TestResult.startTest = _start
     TestResult.stopTest = _stop
     TestResult.startTestRun = _start_run
-    for _path in CHANNEL.files:
-        ORIGINALS.read(_path)
     WATCH = Watch()
     atexit.register(CHANNEL.send, "end")

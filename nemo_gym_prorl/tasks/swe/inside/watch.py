@@ -55,6 +55,7 @@ class Watch:
         self._held = []
         self._states = {}
         self._modules = []
+        self._told = set()
         self._add(MODULES)
         self._builtins = {name: getattr(builtins, name) for name in BUILTINS}
 
@@ -62,7 +63,15 @@ class Watch:
         """Remember :data:`DECIDING` too."""
         self._add(DECIDING)
 
-    def changed(self):
+    def tell(self, channel):
+        """Tell what is not as it was, each once."""
+        if channel.open:
+            for name in self._changed():
+                if name not in self._told:
+                    self._told.add(name)
+                    channel.send("changed", name)
+
+    def _changed(self):
         """Names of what is not as it was; what was added is none of them."""
         found = [
             "builtins." + name for name, was in self._builtins.items() if getattr(builtins, name, None) is not was
