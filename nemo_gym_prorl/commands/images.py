@@ -19,7 +19,7 @@ from nemo_gym_prorl.sandbox.images.building.default import (
     kernel_image_path,
     math_image_path,
 )
-from nemo_gym_prorl.sandbox.images.entry import Image
+from nemo_gym_prorl.sandbox.images.info import Image
 from nemo_gym_prorl.sandbox.images.pull import Puller, PullOutcome, images_of, pull_all
 from nemo_gym_prorl.sandbox.images.reference import Registry, registry
 from nemo_gym_prorl.sandbox.images.store import ImageStore

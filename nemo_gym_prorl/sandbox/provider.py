@@ -35,7 +35,7 @@ from nemo_gym_prorl.sandbox.compose.provider import ComposeSupport
 from nemo_gym_prorl.sandbox.container import Container, ContainerSpec
 from nemo_gym_prorl.sandbox.gym import options as gym_options
 from nemo_gym_prorl.sandbox.gym.options import container_of
-from nemo_gym_prorl.sandbox.images.node_cache import NodeImages
+from nemo_gym_prorl.sandbox.images.async_store import AsyncImageStore
 from nemo_gym_prorl.sandbox.images.reference import Reference, parse
 from nemo_gym_prorl.sandbox.images.store import ImageStore
 from nemo_gym_prorl.sandbox.runtime.apptainer import Runtime, require_runtime
@@ -88,7 +88,7 @@ class SingularityProvider(ComposeSupport):
         self._settings, self._defaults = gym_options.settings(options)
         self._runtime: Runtime | None = None
         self._kept = self._settings.snapshots
-        self._images = NodeImages(ImageStore(), pull=self._settings.pull, unpack=self._settings.unpack)
+        self._images = AsyncImageStore(ImageStore(), pull=self._settings.pull, unpack=self._settings.unpack)
 
     async def create(self, spec: SandboxSpec) -> SandboxHandle:
         """Start a sandbox.

@@ -17,7 +17,7 @@ from nemo_gym_prorl.sandbox.images import sif
 from nemo_gym_prorl.sandbox.images.building.builder import Order, build
 from nemo_gym_prorl.sandbox.images.building.default import ensure_default_image
 from nemo_gym_prorl.sandbox.images.cache import Progress, machine
-from nemo_gym_prorl.sandbox.images.content_dir import Shelf
+from nemo_gym_prorl.sandbox.images.entries import Entries
 from nemo_gym_prorl.sandbox.images.store import ImageStore
 from nemo_gym_prorl.sandbox.runtime.apptainer import Runtime
 
@@ -56,7 +56,7 @@ class Stack:
     def __init__(self, base: Path, folder: Path, runtime: Runtime) -> None:
         self._base = base
         self._packed = folder / f"{base.parent.name}.squashfs"
-        self._shelf = Shelf(folder / "packing")
+        self._packing = Entries(folder / "packing")
         self._runtime = runtime
 
     def add(self, tree: Path, target: Path, work: Path) -> None:
@@ -85,8 +85,8 @@ class Stack:
         """Pack what is shared, unless that was done."""
         if self._packed.exists():
             return
-        self._shelf.sweep()
-        with self._shelf.making(self._packed.name) as work:
+        self._packing.sweep()
+        with self._packing.making(self._packed.name) as work:
             assert work is not None, "nothing is published there"
             if not self._packed.exists():
                 part = work / self._packed.name

@@ -76,11 +76,11 @@ async def test_what_a_sandbox_uses_outlives_the_object_that_asked_for_it(
     handle = await provider.create(SandboxSpec(image=str(tiny_sif)))
     opened = {os.readlink(entry) for entry in Path("/proc/self/fd").iterdir() if entry.is_symlink()}  # noqa: PTH115, ASYNC240
     assert not any(".locks" in name and "unpacked" in name for name in opened)
-    shelf = ImageStore(tmp_path / "images", tmp_path / "unpacked").copies
-    (entry,) = shelf.entries()
-    assert not shelf.remove(entry.name)
+    copies = ImageStore(tmp_path / "images", tmp_path / "unpacked").copies
+    (entry,) = copies.all()
+    assert not copies.remove(entry.name)
     await provider.close(handle)
-    assert shelf.remove(entry.name)
+    assert copies.remove(entry.name)
 
 
 def test_an_unpacked_copy_is_the_callers_own_and_harmless(

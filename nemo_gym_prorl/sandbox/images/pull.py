@@ -23,7 +23,7 @@ from nemo_gym_prorl.sandbox.images import rootfs, sif
 from nemo_gym_prorl.sandbox.images.building import tool
 from nemo_gym_prorl.sandbox.images.building.recipe import Format
 from nemo_gym_prorl.sandbox.images.cache import Progress, machine, silent
-from nemo_gym_prorl.sandbox.images.entry import Info
+from nemo_gym_prorl.sandbox.images.info import Info
 from nemo_gym_prorl.sandbox.images.reference import Registry, registry
 from nemo_gym_prorl.sandbox.images.store import ImageStore
 from nemo_gym_prorl.sandbox.runtime.apptainer import Runtime

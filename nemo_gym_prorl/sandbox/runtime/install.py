@@ -24,7 +24,7 @@ from pathlib import Path
 
 from nemo_gym_prorl.failures import InfrastructureError
 from nemo_gym_prorl.sandbox.images.cache import Progress
-from nemo_gym_prorl.sandbox.images.content_dir import Shelf
+from nemo_gym_prorl.sandbox.images.entries import Entries
 from nemo_gym_prorl.sandbox.runtime import debian, pinned
 from nemo_gym_prorl.sandbox.runtime.apptainer import (
     HOW_TO_GET_IT,
@@ -55,13 +55,13 @@ def ensure_runtime(progress: Progress) -> Runtime:
     if runtime := find_runtime():
         return runtime
     prefix = private_prefix()
-    shelf = Shelf(prefix.parent)
+    entries = Entries(prefix.parent)
     if prefix.is_dir() and find_runtime() is None:
         # Of a cache folder that was moved here.
-        shelf.remove(prefix.name)
-    with shelf.making(prefix.name, progress) as work:
+        entries.remove(prefix.name)
+    with entries.making(prefix.name, progress) as work:
         if work is not None:
-            shelf.publish(_install(prefix, work, progress), prefix.name)
+            entries.publish(_install(prefix, work, progress), prefix.name)
     return require_runtime()
 
 

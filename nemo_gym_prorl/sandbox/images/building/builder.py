@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Carrying out a recipe: from a template and a base to an image on the shelf.
+"""Carrying out a recipe: from a template and a base to an image in the store.
 
 Every step happens in a folder beside the image's place, and nothing of it is seen before it is complete: a build that
 fails, is interrupted or killed leaves no image. The runtime always builds from a root folder or a registry, never from
@@ -30,8 +30,8 @@ from nemo_gym_prorl.sandbox.images.building.recipe import (
     template_text,
 )
 from nemo_gym_prorl.sandbox.images.cache import Progress, machine
-from nemo_gym_prorl.sandbox.images.content_dir import free_bytes
-from nemo_gym_prorl.sandbox.images.entry import ROOT, SIF, Info
+from nemo_gym_prorl.sandbox.images.entries import free_bytes
+from nemo_gym_prorl.sandbox.images.info import ROOT, SIF, Info
 from nemo_gym_prorl.sandbox.images.reference import Local, Named, Registry, check_name, parse
 from nemo_gym_prorl.sandbox.images.store import ImageStore, Start
 from nemo_gym_prorl.sandbox.runtime.apptainer import Runtime
