@@ -13,7 +13,7 @@ from pathlib import Path
 from benchmarks.report import Figure, publish
 from nemo_gym_prorl.sandbox.container import Container, ContainerSpec
 from nemo_gym_prorl.sandbox.images.building import tool
-from nemo_gym_prorl.sandbox.images.building.default import ensure_default_image
+from nemo_gym_prorl.sandbox.images.building.default import DEFAULT, ensure_image
 from nemo_gym_prorl.sandbox.images.store import ImageStore
 from nemo_gym_prorl.sandbox.provider import STARTS
 from nemo_gym_prorl.sandbox.runtime.apptainer import Runtime
@@ -50,7 +50,7 @@ async def together(image: Path, runtime: Runtime, count: int, places: int) -> tu
 
 async def measure(runtime: Runtime, folder: Path, quick: bool) -> list[Figure]:
     """All figures."""
-    default = ensure_default_image(print)
+    default = ensure_image(DEFAULT, print)
     work = folder / "work"
     work.mkdir()
     print("packing the default image", flush=True)

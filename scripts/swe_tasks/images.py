@@ -15,7 +15,7 @@ from pathlib import Path
 from nemo_gym_prorl.failures import InfrastructureError
 from nemo_gym_prorl.sandbox.images import sif
 from nemo_gym_prorl.sandbox.images.building.builder import Order, build
-from nemo_gym_prorl.sandbox.images.building.default import ensure_default_image
+from nemo_gym_prorl.sandbox.images.building.default import DEFAULT, ensure_image
 from nemo_gym_prorl.sandbox.images.cache import Progress, machine
 from nemo_gym_prorl.sandbox.images.entries import Entries
 from nemo_gym_prorl.sandbox.images.store import ImageStore
@@ -39,7 +39,7 @@ def ensure_base(runtime: Runtime, progress: Progress) -> Path:
     Raises:
         InfrastructureError: it can't be built.
     """
-    base = ensure_default_image(progress)
+    base = ensure_image(DEFAULT, progress)
     order = Order(str(TEMPLATE), str(base), "swe-tasks", wheels=WHEELS, format="folder")
     return build(order, ImageStore(), runtime, progress)
 

@@ -13,7 +13,7 @@ import pytest_asyncio
 from nemo_gym_prorl.sandbox import container as containers
 from nemo_gym_prorl.sandbox.container import Container, ContainerSpec
 from nemo_gym_prorl.sandbox.images.building import tool
-from nemo_gym_prorl.sandbox.images.building.default import ensure_kernel_image
+from nemo_gym_prorl.sandbox.images.building.default import KERNEL, ensure_image
 from nemo_gym_prorl.sandbox.images.cache import silent
 from nemo_gym_prorl.sandbox.images.store import ImageStore
 from nemo_gym_prorl.sandbox.runtime.apptainer import Runtime
@@ -47,7 +47,7 @@ def store(tmp_path: Path) -> ImageStore:
 
 @pytest.fixture(scope="session")
 def kernel_image(image: Path) -> Path:
-    return ensure_kernel_image(silent)
+    return ensure_image(KERNEL, silent)
 
 
 @pytest.fixture(params=["mould", "runtime"])

@@ -228,7 +228,7 @@ def test_without_locks_whatever_was_first_stays_and_recent_things_count_as_used(
 
 
 @pytest.mark.skipif(os.geteuid() == 0, reason="root may write everywhere")
-def test_somebody_elses_shelf_can_be_used_but_not_cleared(tmp_path: Path) -> None:
+def test_somebody_elses_folder_can_be_used_but_not_cleared(tmp_path: Path) -> None:
     entries = Entries(tmp_path)
     put(entries, "thing")
     before = entries.use("thing")

@@ -3,8 +3,9 @@
 
 Two folders of entries (:mod:`.entries`): *images*, in the cache folder, which machines may share, and *copies*,
 unpacked ones on this machine's own disk. A root folder starts in half of the time that mounting a SIF and an overlay
-over it takes, and needs no FUSE; but many small files are the worst that a shared file system can be given. So
-images travel and are stored as one file where the cache is shared, and are unpacked once per machine, as far as there is room.
+over it takes, and needs no FUSE; but many small files are the worst that a shared file system can be given. So images
+travel and are stored as one file where the cache is shared, and are unpacked once per machine, as far as there is
+room.
 
 What an entry of either is, is written down in it (:mod:`.info`).
 """
