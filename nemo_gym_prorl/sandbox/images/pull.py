@@ -20,7 +20,7 @@ import tenacity
 
 from nemo_gym_prorl.failures import CallerError, InfrastructureError, RolloutError
 from nemo_gym_prorl.sandbox.images import rootfs, sif
-from nemo_gym_prorl.sandbox.images.building import tool
+from nemo_gym_prorl.sandbox.images.building import programs, runtime_build
 from nemo_gym_prorl.sandbox.images.building.recipe import Format
 from nemo_gym_prorl.sandbox.images.cache import Progress, machine, silent
 from nemo_gym_prorl.sandbox.images.info import Info
@@ -100,7 +100,7 @@ class Puller:
         self.store.publish(work, made, entry, Info("pulled", wanted.uri, kind, 0, time.time()))
 
     def _try(self, wanted: Registry, work: Path, unpacked: bool) -> Path:
-        return tool.runtime_build(
+        return runtime_build.build(
             self.runtime,
             work,
             wanted.uri,
@@ -140,7 +140,7 @@ def pull_all(puller: Puller, wanted: Iterable[Registry], jobs: int) -> Generator
                 yield future.result()
         except BaseException:
             pool.shutdown(wait=False, cancel_futures=True)
-            tool.stop_all()
+            programs.stop_all()
             raise
 
 

@@ -23,7 +23,7 @@ from pathlib import Path
 from nemo_gym_prorl.failures import CallerError, InfrastructureError
 from nemo_gym_prorl.sandbox.disks import on_shared_disk
 from nemo_gym_prorl.sandbox.images import rootfs, sif
-from nemo_gym_prorl.sandbox.images.building import tool
+from nemo_gym_prorl.sandbox.images.building import programs, runtime_build
 from nemo_gym_prorl.sandbox.images.building.recipe import Built, Format
 from nemo_gym_prorl.sandbox.images.cache import Progress, cache_dir, machine, silent
 from nemo_gym_prorl.sandbox.images.entries import Entries, Hold, flush, free_bytes
@@ -264,7 +264,7 @@ class ImageStore:
 
     def _unpack(self, image: Path, found: sif.Sif, entry: str, runtime: Runtime, progress: Progress) -> Start | str:
         """Make the unpacked copy; or say why that is not possible, so that the image is mounted instead."""
-        program = tool.find_unsquashfs(runtime)
+        program = runtime_build.find_unsquashfs(runtime)
         if program is None:
             return "there is no unsquashfs (package squashfs-tools) to unpack it with"
         if found.offset is None:
@@ -281,10 +281,10 @@ class ImageStore:
                 command = [program, "-no-progress", "-no-xattrs", "-offset", str(found.offset)]
                 try:
                     # 2: owners and devices, which are not wanted, could not be made.
-                    environ = tool.build_environ(runtime, work, credentials=False)
-                    reads = [image, *tool.closed_parts(runtime)]
+                    environ = runtime_build.build_environ(runtime, work, credentials=False)
+                    reads = [image, *runtime_build.closed_parts(runtime)]
                     command += ["-dest", str(root), str(image)]
-                    tool.run(command, environ, UNPACK_TIMEOUT_S, work, fine=(0, 2), reads=reads)
+                    programs.run(command, environ, UNPACK_TIMEOUT_S, work, fine=(0, 2), reads=reads)
                 except InfrastructureError as error:
                     if free_bytes(work) < LEAST_FREE:
                         return f"the disk of {self.copies.folder} is full"

@@ -18,7 +18,7 @@ from pathlib import Path
 
 from nemo_gym_prorl.failures import CallerError, InfrastructureError
 from nemo_gym_prorl.sandbox.images import rootfs
-from nemo_gym_prorl.sandbox.images.building import apt_base, tool, wheels
+from nemo_gym_prorl.sandbox.images.building import apt_base, runtime_build, wheels
 from nemo_gym_prorl.sandbox.images.building.recipe import (
     LAYER_TEMPLATE,
     Format,
@@ -254,7 +254,7 @@ def _run_build(recipe: Recipe, template: str, source: _Source, runtime: Runtime,
         wheels.unpack(recipe.wheels, source.root, work / "wheels")
     definition = work / "image.def"
     definition.write_text(render(template, source.header, recipe))
-    made = tool.runtime_build(
+    made = runtime_build.build(
         runtime, work, str(definition), timeout_s=BUILD_TIMEOUT_S, unpacked=unpacked, base=source.root
     )
     if unpacked:

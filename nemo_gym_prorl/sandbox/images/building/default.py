@@ -16,7 +16,7 @@ import os
 from pathlib import Path
 
 from nemo_gym_prorl.failures import InfrastructureError
-from nemo_gym_prorl.sandbox.images.building import tool
+from nemo_gym_prorl.sandbox.images.building import programs
 from nemo_gym_prorl.sandbox.images.building.builder import APT_BASE, Order, build, place
 from nemo_gym_prorl.sandbox.images.cache import Progress
 from nemo_gym_prorl.sandbox.images.store import ImageStore
@@ -83,7 +83,7 @@ def try_image(image: Path, runtime: Runtime) -> str:
     Raises:
         InfrastructureError: the container does not start, or something is missing in it.
     """
-    return tool.run([str(runtime.path), "test", "--containall", str(image)], runtime.environ(), TRIAL_TIMEOUT_S)
+    return programs.run([str(runtime.path), "test", "--containall", str(image)], runtime.environ(), TRIAL_TIMEOUT_S)
 
 
 def _named(name: str, image: Path) -> Path:
