@@ -30,7 +30,7 @@ from nemo_gym_prorl.sandbox.images.entries import Entries, Hold, flush, free_byt
 from nemo_gym_prorl.sandbox.images.gc import least_used
 from nemo_gym_prorl.sandbox.images.info import INFO_FILE, ROOT, SIF, Image, Info, read_info, write_info
 from nemo_gym_prorl.sandbox.images.reference import Local, Named, Reference, Registry, parse
-from nemo_gym_prorl.sandbox.images.validate import fuse_trouble
+from nemo_gym_prorl.sandbox.images.validate import check_made, fuse_trouble
 from nemo_gym_prorl.sandbox.runtime.apptainer import Runtime
 
 
@@ -136,7 +136,7 @@ class ImageStore:
             InfrastructureError: a SIF can neither be unpacked nor mounted here; says why.
         """
         if image.is_dir():
-            rootfs.check_root(image, machine())
+            check_made(image)
             return Start(image, self._hold(image))
         found = sif.read(image, machine())
         if unpack:
@@ -290,7 +290,7 @@ class ImageStore:
                         return f"the disk of {self.copies.folder} is full"
                     raise CallerError(f"{image} can't be unpacked: {error.reason}", field="image") from error
                 info = Info("copy", str(image), "folder", rootfs.settle(root), started)
-                rootfs.check_root(root, machine())
+                check_made(root)
                 write_info(root.parent, info)
                 self.copies.publish(root.parent, entry)
         start = self._copy(entry)

@@ -34,6 +34,7 @@ from nemo_gym_prorl.sandbox.images.entries import free_bytes
 from nemo_gym_prorl.sandbox.images.info import ROOT, SIF, Info
 from nemo_gym_prorl.sandbox.images.reference import Local, Named, Registry, check_name, parse
 from nemo_gym_prorl.sandbox.images.store import ImageStore, Start
+from nemo_gym_prorl.sandbox.images.validate import check_made
 from nemo_gym_prorl.sandbox.runtime.apptainer import Runtime
 
 
@@ -258,7 +259,7 @@ def _run_build(recipe: Recipe, template: str, source: _Source, runtime: Runtime,
         runtime, work, str(definition), timeout_s=BUILD_TIMEOUT_S, unpacked=unpacked, base=source.root
     )
     if unpacked:
-        rootfs.check_root(made, machine())
+        check_made(made)
     return made
 
 
