@@ -39,8 +39,8 @@ MOST_START_TIMEOUT_S = 86400.0
 
 @dataclass(frozen=True, slots=True)
 class ContainerSpec:
-    """What a sandbox is to be. A limit is the kernel's where this machine lets us have that, and watched otherwise, which
-    is no wall; what holds here is said when the first sandbox starts (:mod:`.limits.report`).
+    """What a sandbox is to be. A limit is the kernel's where this machine lets us have that, and watched otherwise,
+    which is no wall; what holds here is said when the first sandbox starts (:mod:`.limits.report`).
 
     Attributes:
         image: path of an unpacked root folder (fastest) or of a SIF.
