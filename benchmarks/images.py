@@ -12,8 +12,8 @@ from pathlib import Path
 
 from benchmarks.report import Figure, publish
 from nemo_gym_prorl.sandbox.container import Container, ContainerSpec
-from nemo_gym_prorl.sandbox.images.building import tool
-from nemo_gym_prorl.sandbox.images.building.default import ensure_default_image
+from nemo_gym_prorl.sandbox.images.building import runtime_build
+from nemo_gym_prorl.sandbox.images.building.default import DEFAULT, ensure_image
 from nemo_gym_prorl.sandbox.images.store import ImageStore
 from nemo_gym_prorl.sandbox.provider import STARTS
 from nemo_gym_prorl.sandbox.runtime.apptainer import Runtime
@@ -50,11 +50,12 @@ async def together(image: Path, runtime: Runtime, count: int, places: int) -> tu
 
 async def measure(runtime: Runtime, folder: Path, quick: bool) -> list[Figure]:
     """All figures."""
-    default = ensure_default_image(print)
+    default = ensure_image(DEFAULT, print)
     work = folder / "work"
     work.mkdir()
     print("packing the default image", flush=True)
-    sif = tool.runtime_build(runtime, work, str(default), timeout_s=600, unpacked=False).rename(folder / "default.sif")
+    sif = runtime_build.build(runtime, work, str(default), timeout_s=600, unpacked=False)
+    sif = sif.rename(folder / "default.sif")
     store = ImageStore(folder / "images", folder / "unpacked")
     begun = time.perf_counter()
     start = store.open(sif, runtime)

@@ -32,7 +32,7 @@ from nemo_gym_prorl.gym.deployment import GymDeployment
 from nemo_gym_prorl.rollout.client import RolloutClient
 from nemo_gym_prorl.rollout.job import JobState
 from nemo_gym_prorl.rollout.schemas import JobView
-from nemo_gym_prorl.sandbox.images.building.default import ensure_kernel_image
+from nemo_gym_prorl.sandbox.images.building.default import KERNEL, ensure_image
 from nemo_gym_prorl.sandbox.runtime.install import ensure_runtime
 from nemo_gym_prorl.sandbox.supervisor.storage.state_dir import SPACE_FILE
 from nemo_gym_prorl.scripted import server as scripted
@@ -299,7 +299,7 @@ async def main() -> None:
     quick = options.quick
     processes.subreaper()
     ensure_runtime(print).activate()
-    await asyncio.to_thread(ensure_kernel_image, print)
+    await asyncio.to_thread(ensure_image, KERNEL, print)
     figures = []
     if options.only != "shared":
         figures += await said({name: most // 10 if quick else most for name, most in SAID.items()})

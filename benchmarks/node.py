@@ -38,7 +38,7 @@ from benchmarks.crowd import (
 )
 from benchmarks.report import Figure, publish
 from benchmarks.shell import ECHO, latencies, quantile
-from nemo_gym_prorl.sandbox.images.building.default import ensure_default_image
+from nemo_gym_prorl.sandbox.images.building.default import DEFAULT, ensure_image
 from nemo_gym_prorl.sandbox.runtime.install import ensure_runtime
 from nemo_gym_prorl.sandbox.sessions.bash import Shell
 
@@ -258,7 +258,7 @@ async def main() -> None:
     scale = QUICK if arguments.quick else Scale()
     if arguments.own:
         scale = Scale(alive=arguments.own)
-    bench = Bench(ensure_default_image(lambda _line: None), runtime, scale)
+    bench = Bench(ensure_image(DEFAULT, lambda _line: None), runtime, scale)
     if arguments.own:
         await own(bench)
         return

@@ -28,7 +28,7 @@ from benchmarks import processes
 from benchmarks.report import Figure, publish
 from nemo_gym_prorl.failures import InfrastructureError
 from nemo_gym_prorl.sandbox.container import Container, ContainerSpec
-from nemo_gym_prorl.sandbox.images.building.default import ensure_default_image, ensure_kernel_image
+from nemo_gym_prorl.sandbox.images.building.default import DEFAULT, KERNEL, ensure_image
 from nemo_gym_prorl.sandbox.runtime.apptainer import Runtime
 from nemo_gym_prorl.sandbox.runtime.install import ensure_runtime
 from nemo_gym_prorl.sandbox.sessions.bash import Shell
@@ -234,7 +234,7 @@ async def warm_starts(image: Path, runtime: Runtime, quick: bool) -> list[Figure
 
 async def cells(_image: Path, runtime: Runtime, quick: bool) -> list[Figure]:
     """A kernel's start in a fresh sandbox, and one cell in it."""
-    image = await asyncio.to_thread(ensure_kernel_image, print)
+    image = await asyncio.to_thread(ensure_image, KERNEL, print)
     started = []
     for _ in range(5 if quick else 30):
         async with await Container.start(ContainerSpec(image=image), runtime) as container:
@@ -351,7 +351,7 @@ async def main() -> None:
     processes.subreaper()
     runtime = ensure_runtime(print)
     runtime.activate()
-    image = ensure_default_image(print)
+    image = ensure_image(DEFAULT, print)
     figures = []
     for part in (actions, cells, starts, sif_starts, warm_starts, together, cycles):
         figures += await part(image, runtime, quick)

@@ -38,7 +38,7 @@ from benchmarks.report import Figure, publish
 from benchmarks.swe_rollouts import PARTS, Policy, Way
 from nemo_gym_prorl.rollout.scheduler import PoolSizes
 from nemo_gym_prorl.sandbox import started
-from nemo_gym_prorl.sandbox.images.building.default import ensure_kernel_image
+from nemo_gym_prorl.sandbox.images.building.default import KERNEL, ensure_image
 from nemo_gym_prorl.sandbox.runtime.install import ensure_runtime
 from nemo_gym_prorl.tasks.code.grading import CodeLimits, grade_in
 from nemo_gym_prorl.tasks.code.rows import Case, Problem
@@ -143,7 +143,7 @@ async def tests_per_core_second(
 
 async def code_figures(*, quick: bool) -> list[Figure]:
     """What is said of programs with tests."""
-    image = str(await asyncio.to_thread(ensure_kernel_image, print))
+    image = str(await asyncio.to_thread(ensure_image, KERNEL, print))
     starter = started.Starter({"singularity": {"memory_mib": 4096, "processes": 256, "disk_mib": 2048}})
     figures = []
     # What comes first pays for the supervisor and the image's mould.

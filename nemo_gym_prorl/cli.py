@@ -39,9 +39,10 @@ def setup() -> None:
 
     from nemo_gym_prorl.commands.steps import shown_step
     from nemo_gym_prorl.sandbox.images.building.default import (
+        DEFAULT,
+        KERNEL,
         default_image_path,
-        ensure_default_image,
-        ensure_kernel_image,
+        ensure_image,
         try_image,
     )
     from nemo_gym_prorl.sandbox.runtime.install import ensure_runtime
@@ -51,9 +52,9 @@ def setup() -> None:
         runtime = ensure_runtime(say)
         say(f"{runtime.flavor} {runtime.version_text}, {runtime.path}")
     with shown_step(console, "Default sandbox image") as say:
-        say(str(ensure_default_image(say)))
+        say(str(ensure_image(DEFAULT, say)))
     with shown_step(console, "Sandbox image with IPython") as say:
-        say(str(ensure_kernel_image(say)))
+        say(str(ensure_image(KERNEL, say)))
     with shown_step(console, "A first container") as say:
         say(", ".join(try_image(default_image_path(), runtime).splitlines()))
 

@@ -52,13 +52,13 @@ def build_image(
     from nemo_gym_prorl.failures import CallerError
     from nemo_gym_prorl.sandbox.images.building import builder as build
     from nemo_gym_prorl.sandbox.images.building import recipe
-    from nemo_gym_prorl.sandbox.images.building.default import ENSURE
+    from nemo_gym_prorl.sandbox.images.building.default import SHIPPED, ensure_image
     from nemo_gym_prorl.sandbox.images.store import ImageStore
     from nemo_gym_prorl.sandbox.runtime.apptainer import require_runtime
 
-    if name is None and base is None and template in ENSURE:
+    if name is None and base is None and template in SHIPPED:
         with shown_step(Console(highlight=False), template) as say:
-            say(str(ENSURE[template](say)))
+            say(str(ensure_image(template, say)))
         return
     if name is None or base is None:
         raise CallerError("is missing", field="--name" if name is None else "--base")

@@ -32,7 +32,7 @@ from nemo_gym_prorl.gym.deployment import GymDeployment
 from nemo_gym_prorl.rollout.client import RolloutClient
 from nemo_gym_prorl.rollout.job import JobState
 from nemo_gym_prorl.rollout.schemas import JobView, StatusView
-from nemo_gym_prorl.sandbox.images.building.default import ensure_kernel_image
+from nemo_gym_prorl.sandbox.images.building.default import KERNEL, ensure_image
 from nemo_gym_prorl.sandbox.runtime.install import ensure_runtime
 from nemo_gym_prorl.scripted import server as scripted
 from nemo_gym_prorl.scripted.text import MODEL_NAME
@@ -161,7 +161,7 @@ class Demo:
         runtime = ensure_runtime(say)
         # Gym's servers find it through the environment that they inherit.
         runtime.activate()
-        image = ensure_kernel_image(say)
+        image = ensure_image(KERNEL, say)
         self.console.print(f"Sandboxes: {runtime.flavor} {runtime.version_text}, image {image}", soft_wrap=True)
 
     def _introduce(self, endpoint: Endpoint) -> None:

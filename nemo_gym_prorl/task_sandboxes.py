@@ -17,8 +17,8 @@ from nemo_gym.sandbox.providers.base import SandboxResources
 
 from nemo_gym_prorl.failures import CallerError, InfrastructureError
 from nemo_gym_prorl.sandbox import started
-from nemo_gym_prorl.sandbox.gym import spec as gym_spec
-from nemo_gym_prorl.sandbox.images.building.default import DEFAULT, ENSURE, KERNEL
+from nemo_gym_prorl.sandbox.gym import options as gym_options
+from nemo_gym_prorl.sandbox.images.building.default import DEFAULT, KERNEL, ensure_image
 from nemo_gym_prorl.sandbox.runtime.apptainer import require_runtime
 from nemo_gym_prorl.tasks.task import SandboxNeeds
 
@@ -58,7 +58,7 @@ class TaskSandboxes:
     ) -> None:
         [self._name] = provider
         if self._name == OURS:
-            gym_spec.settings(provider[OURS] or {})  # refuses what every sandbox would be refused for
+            gym_options.settings(provider[OURS] or {})  # refuses what every sandbox would be refused for
         if image is None and not rows_name_images and self._name not in LOCAL_PROVIDERS:
             raise ValueError(f"image: name one, the sandbox provider {self._name!r} has no default")
         self._provider = provider
@@ -79,7 +79,7 @@ class TaskSandboxes:
         if self._name in LOCAL_PROVIDERS:
             require_runtime().activate()
         if self._image is None and not self._rows_name_images:
-            self._image = str(await asyncio.to_thread(ENSURE[self._own_image], self._say))
+            self._image = str(await asyncio.to_thread(ensure_image, self._own_image, self._say))
         if self._starter is None:
             self._starter = started.Starter(self._provider)
 

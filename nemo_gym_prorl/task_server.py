@@ -109,7 +109,7 @@ class TaskServer(SimpleResourcesServer):  # type: ignore[misc]
     rows_name_images: ClassVar[bool] = False
     """Every row names an image of its own, so the server needs no default image."""
     own_image: ClassVar[str] = KERNEL
-    """Which of :data:`.default.ENSURE` rows have that name none; built when the server starts."""
+    """Which of :data:`.default.SHIPPED` rows have that name none; built when the server starts."""
 
     _task: Task[Any, Any] = PrivateAttr()
     _sandboxes: TaskSandboxes | None = PrivateAttr(default=None)

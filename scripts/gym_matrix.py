@@ -19,7 +19,7 @@ from rich.table import Table
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
-from nemo_gym_prorl.sandbox.images.building.default import ensure_kernel_image
+from nemo_gym_prorl.sandbox.images.building.default import KERNEL, ensure_image
 from nemo_gym_prorl.sandbox.runtime.apptainer import Runtime
 from nemo_gym_prorl.sandbox.runtime.install import ensure_runtime
 from tests.gym import journey
@@ -37,7 +37,7 @@ def main() -> None:
     console = Console(highlight=False)
     runtime = ensure_runtime(console.print)
     runtime.activate()
-    ensure_kernel_image(console.print)
+    ensure_image(KERNEL, console.print)
     results, failures = {}, {}
     for gym_version, python in pairs:
         title = f"nemo-gym {gym_version}, {python}"

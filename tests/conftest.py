@@ -16,7 +16,7 @@ from typing import Any
 import pytest
 from hypothesis import HealthCheck, settings
 
-from nemo_gym_prorl.sandbox.images.building.default import ensure_default_image
+from nemo_gym_prorl.sandbox.images.building.default import DEFAULT, ensure_image
 from nemo_gym_prorl.sandbox.images.cache import silent
 from nemo_gym_prorl.sandbox.runtime.apptainer import Runtime
 from nemo_gym_prorl.sandbox.runtime.install import ensure_runtime
@@ -63,7 +63,7 @@ def runtime() -> Runtime:
 
 @pytest.fixture(scope="session")
 def image(runtime: Runtime) -> Path:
-    return ensure_default_image(silent)
+    return ensure_image(DEFAULT, silent)
 
 
 @pytest.fixture(scope="session")

@@ -32,7 +32,7 @@ from nemo_gym_prorl.cli import app
 from nemo_gym_prorl.handlers.service_config import ServiceConfig
 from nemo_gym_prorl.rollout.client import RolloutClient
 from nemo_gym_prorl.sandbox.container import Container, ContainerSpec
-from nemo_gym_prorl.sandbox.images.building.default import ensure_kernel_image
+from nemo_gym_prorl.sandbox.images.building.default import KERNEL, ensure_image
 from nemo_gym_prorl.sandbox.images.cache import silent
 from nemo_gym_prorl.sandbox.isolation.user_domain import no_several_users
 from nemo_gym_prorl.scripted.policy import ScriptedConfig, ScriptedPolicy
@@ -444,7 +444,7 @@ async def test_python_of_sandboxes(snippet: Snippet, image: Path) -> None:
     if "users=True" in snippet.text and (trouble := no_several_users()):
         pytest.skip(trouble)
     if 'image="kernel"' in snippet.text:
-        await asyncio.to_thread(ensure_kernel_image, silent)
+        await asyncio.to_thread(ensure_image, KERNEL, silent)
     spec = ContainerSpec(image=image)
     async with await Container.start(spec) as database, await Container.start(spec) as server:
         await execute(snippet.text, database=database, server=server)

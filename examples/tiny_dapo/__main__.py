@@ -25,7 +25,7 @@ from examples.tiny_dapo.curves import draw, logs, table
 from examples.tiny_dapo.learning import Arm
 from examples.tiny_dapo.warm_start import tokenizer_in
 from nemo_gym_prorl.gym.deployment import GymDeployment
-from nemo_gym_prorl.sandbox.images.building.default import ensure_default_image
+from nemo_gym_prorl.sandbox.images.building.default import DEFAULT, ensure_image
 from nemo_gym_prorl.sandbox.runtime.install import ensure_runtime
 
 
@@ -140,7 +140,7 @@ def main() -> None:
     if plot.suffix != ".png" or not plot.parent.is_dir():
         parser.error(f"--plot: {plot} is no PNG file in a folder that is there")
     ensure_runtime(print).activate()
-    ensure_default_image(print)
+    ensure_image(DEFAULT, print)
     try:
         asyncio.run(train(options, console))
     except ChildProcessError as error:

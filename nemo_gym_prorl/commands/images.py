@@ -14,12 +14,8 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from rich.table import Table
 
 from nemo_gym_prorl.failures import CallerError
-from nemo_gym_prorl.sandbox.images.building.default import (
-    default_image_path,
-    kernel_image_path,
-    math_image_path,
-)
-from nemo_gym_prorl.sandbox.images.entry import Image
+from nemo_gym_prorl.sandbox.images.building.default import SHIPPED, image_path
+from nemo_gym_prorl.sandbox.images.info import Image
 from nemo_gym_prorl.sandbox.images.pull import Puller, PullOutcome, images_of, pull_all
 from nemo_gym_prorl.sandbox.images.reference import Registry, registry
 from nemo_gym_prorl.sandbox.images.store import ImageStore
@@ -93,7 +89,7 @@ def collect(
     store: ImageStore, max_gb: float | None, older_than: float | None, dry_run: bool, console: Console
 ) -> None:
     """Remove what is neither used nor one of today's default images."""
-    today = [default_image_path(), kernel_image_path(), math_image_path()]
+    today = map(image_path, SHIPPED)
     removed, swept = store.collect(
         [path.parent.name for path in today if path],
         max_bytes=None if max_gb is None else int(max_gb * GIB),

@@ -17,7 +17,7 @@ from typing import Any
 from nemo_gym_prorl.commands.environments import configuration
 from nemo_gym_prorl.failures import CallerError
 from nemo_gym_prorl.handlers.service_config import BudgetsConfig, StagesConfig
-from nemo_gym_prorl.sandbox.gym import spec as gym_spec
+from nemo_gym_prorl.sandbox.gym import options as gym_options
 
 
 _KEY = re.compile(r"(?:\+\+|\+|~)?([^=/@]+)=")
@@ -55,7 +55,7 @@ def _check(path: list[str], known: Mapping[str, Any]) -> None:
     server = known[head]
     if "singularity" in server:
         if len(path) > 2 and path[1] == "singularity":
-            _require(path, 2, gym_spec.OPTIONS)
+            _require(path, 2, gym_options.OPTIONS)
         return
     kind = next((kind for kind in _KINDS if kind in server), None)
     if kind is None:

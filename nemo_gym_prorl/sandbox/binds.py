@@ -23,6 +23,7 @@ from pathlib import Path
 from typing import Literal
 
 from nemo_gym_prorl.failures import CallerError
+from nemo_gym_prorl.sandbox.images import rootfs
 from nemo_gym_prorl.sandbox.isolation import accounts
 from nemo_gym_prorl.sandbox.isolation.mounts import Bind
 from nemo_gym_prorl.sandbox.isolation.syscalls import walled_in
@@ -38,9 +39,6 @@ SOCKETS = Path("/run")
 
 OWN = ("/proc", "/sys", "/dev", SHARED_FOLDER)
 """What a sandbox has of its own, and all below."""
-
-MOST_LINKS = 40
-"""As many as the kernel follows."""
 
 _OF_THE_RUNTIME = re.compile(r'[,"\\\n]')
 """What means something else on the runtime's command line."""
@@ -93,6 +91,13 @@ class _Shown:
     def is_folder(self) -> bool:
         """Whether it is one."""
         return self.source is None or self.source.is_dir()
+
+    def led(self, root: Path, path: str) -> str:
+        """Where a path in an image or another folder leads, with all links followed, none of which leads out of it."""
+        try:
+            return str("/" / rootfs.inside(root, path).relative_to(root))
+        except OSError as error:
+            raise self.refused(f"{path} leads nowhere in {root}: {error.strerror}") from error
 
     def refused(self, reason: str) -> CallerError:
         """The error that names it."""
@@ -163,7 +168,7 @@ def _target(shown: _Shown, path: str, image: Path, taken: dict[str, _Shown]) -> 
             raise shown.refused(f"is to be seen where {there.text!r} is: name another place")
         if other.startswith(f"{target}/"):
             raise shown.refused(f"would hide {there.text!r}: name that after this")
-    for place in {target, _resolved(image, target)}:
+    for place in {target, shown.led(image, target)}:
         _check_place(shown, place)
     above = max((other for other in taken if target.startswith(f"{other}/")), key=len, default="")
     below = taken[above].source if above else image
@@ -199,7 +204,7 @@ def _check_kind(shown: _Shown, target: str, root: Path, path: str, *, of_the_ima
         of_the_image: which of both; only there can something be made to mount on.
     """
     where = "in the image" if of_the_image else f"in {root}"
-    place = _resolved(root, path)
+    place = shown.led(root, path)
     found = _kind_at(root, place)
     for parent in Path(place).parents:
         if _kind_at(root, str(parent)) == "file":
@@ -211,7 +216,7 @@ def _check_kind(shown: _Shown, target: str, root: Path, path: str, *, of_the_ima
         raise shown.refused(f"{target} is a file {where}, and this is a folder: name a folder, or what is not there")
     if not found and not of_the_image:
         raise shown.refused(f"there is no {path} {where}, and nothing is made there for it: make it first")
-    shell = _resolved(root, "/bin/sh") if of_the_image else ""
+    shell = shown.led(root, "/bin/sh") if of_the_image else ""
     hidden = shell.startswith(f"{place}/") and shown.is_folder
     if hidden and not (shown.source and os.path.lexists(f"{shown.source}{shell.removeprefix(place)}")):
         raise shown.refused(f"would hide the image's {shell}, without which nothing runs")
@@ -223,24 +228,3 @@ def _kind_at(root: Path, path: str) -> Literal["file", "folder", ""]:
         return "folder" if stat.S_ISDIR(Path(f"{root}{path}").lstat().st_mode) else "file"
     except OSError:
         return ""
-
-
-def _resolved(image: Path, path: str) -> str:
-    """What a path in an image means with all links followed, none of which leads out of it."""
-    left, done, links = path.strip("/").split("/"), "", 0
-    while left:
-        part = left.pop(0)
-        if part == "..":
-            done = done.rpartition("/")[0]
-        elif part not in ("", "."):
-            try:
-                link = str(Path(f"{image}{done}/{part}").readlink()) if links < MOST_LINKS else ""
-            except OSError:
-                link = ""
-            if link:
-                links += 1
-                done = "" if link.startswith("/") else done
-                left[:0] = link.split("/")
-            else:
-                done = f"{done}/{part}"
-    return done or "/"

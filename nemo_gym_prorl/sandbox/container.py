@@ -25,7 +25,6 @@ from typing import Any, Literal
 from nemo_gym_prorl.failures import AgentError, CallerError
 from nemo_gym_prorl.sandbox import transfer
 from nemo_gym_prorl.sandbox.arguments import check_bounds, check_path, check_port, check_program, check_variables
-from nemo_gym_prorl.sandbox.binds import checked
 from nemo_gym_prorl.sandbox.isolation import user_domain
 from nemo_gym_prorl.sandbox.limits import report
 from nemo_gym_prorl.sandbox.runtime.apptainer import Runtime, require_runtime
@@ -95,7 +94,6 @@ class Container:
             runtime = await asyncio.to_thread(require_runtime)
         await asyncio.to_thread(check, spec, runtime)
         link = await Link.get()
-        await asyncio.to_thread(checked, spec.binds, link.folder.parent, spec.image, spec.volumes)
         host_id = user_domain.draw(several=spec.users)
         container = cls(f"b-{secrets.token_hex(6)}", spec, link, host_id)
         try:

@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """NeMo Gym's ``SandboxProvider`` named ``singularity``: Gym's words on one side, :mod:`.container` on the other.
 
-What the installed Gym defines beyond the common core (terminals, endpoints, reconnecting) is there as methods of the
-same names; Gym finds capabilities by looking for them.
+What Gym defines beyond the common core is there as methods of the same names, since Gym finds capabilities by looking
+for them: here what concerns one sandbox, in :mod:`.compose.provider` what Gym's Compose, checkpoints and terminals
+want.
 
 A command that ran has ``error_type`` ``None`` and its own exit code. One that was stopped when its time was up has
 ``timeout``, 124 and the output so far; one that could not run has ``sandbox``, 125 and the reason as its stderr.
@@ -15,12 +16,11 @@ import contextlib
 import os
 import socket
 import weakref
-from collections.abc import AsyncIterator, Mapping
+from collections.abc import AsyncIterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from nemo_gym.sandbox.providers import base
 from nemo_gym.sandbox.providers.base import (
     SandboxCreateError,
     SandboxExecResult,
@@ -30,21 +30,23 @@ from nemo_gym.sandbox.providers.base import (
 )
 
 from nemo_gym_prorl.failures import AgentError, CallerError, InfrastructureError, RolloutError
-from nemo_gym_prorl.sandbox import snapshots, transfer
-from nemo_gym_prorl.sandbox.arguments import check_port, check_window
+from nemo_gym_prorl.sandbox import transfer
+from nemo_gym_prorl.sandbox.compose.provider import ComposeSupport
 from nemo_gym_prorl.sandbox.container import Container, ContainerSpec
-from nemo_gym_prorl.sandbox.gym import spec as gym_spec
-from nemo_gym_prorl.sandbox.gym.capabilities import GymCapabilities, container_of
-from nemo_gym_prorl.sandbox.images.node_cache import NodeImages
+from nemo_gym_prorl.sandbox.gym import options as gym_options
+from nemo_gym_prorl.sandbox.gym.options import container_of
+from nemo_gym_prorl.sandbox.images.async_store import AsyncImageStore
 from nemo_gym_prorl.sandbox.images.reference import Reference, parse
 from nemo_gym_prorl.sandbox.images.store import ImageStore
 from nemo_gym_prorl.sandbox.runtime.apptainer import Runtime, require_runtime
-from nemo_gym_prorl.sandbox.sessions import port_forward
 from nemo_gym_prorl.sandbox.sessions.bash import Shell
 from nemo_gym_prorl.sandbox.sessions.jupyter.kernel import Kernel
-from nemo_gym_prorl.sandbox.sessions.pty import Terminal
 from nemo_gym_prorl.sandbox.supervisor.errors import SandboxLost, SandboxRefused
 from nemo_gym_prorl.sandbox.warm_pool import WarmPools
+
+
+if TYPE_CHECKING:
+    from nemo_gym_prorl.sandbox.compose.snapshots import Snapshot
 
 
 TIMED_OUT = 124
@@ -69,12 +71,12 @@ async def close_pools() -> None:
         await pools.close()
 
 
-class SingularityProvider(GymCapabilities):
+class SingularityProvider(ComposeSupport):
     """See the module.
 
     Args:
-        options: of :class:`.gym.spec.Settings`, and as defaults for every sandbox those in
-            :data:`.gym.spec.SPEC_OPTIONS`.
+        options: of :class:`.gym.options.Settings`, and as defaults for every sandbox those in
+            :data:`.gym.options.SPEC_OPTIONS`.
 
     Raises:
         CallerError: an option is unknown, and which there are; or is wrong, and what it could be.
@@ -83,10 +85,10 @@ class SingularityProvider(GymCapabilities):
     name = "singularity"
 
     def __init__(self, **options: Any) -> None:
-        self._settings, self._defaults = gym_spec.settings(options)
+        self._settings, self._defaults = gym_options.settings(options)
         self._runtime: Runtime | None = None
         self._kept = self._settings.snapshots
-        self._images = NodeImages(ImageStore(), pull=self._settings.pull, unpack=self._settings.unpack)
+        self._images = AsyncImageStore(ImageStore(), pull=self._settings.pull, unpack=self._settings.unpack)
 
     async def create(self, spec: SandboxSpec) -> SandboxHandle:
         """Start a sandbox.
@@ -98,27 +100,20 @@ class SingularityProvider(GymCapabilities):
             wanted, snapshot, image = await self._wanted(spec)
             runtime = await self._require_runtime()
             wanted = replace(wanted, image=await self._images.locate(image, runtime))
-            if snapshot:
-                snapshot.origin.check(await asyncio.to_thread(snapshots.Origin.of, wanted.image, wanted))
             pooled = self._settings.warm and not wanted.volumes
             container = await self._take(wanted) if pooled else await self._start(wanted)
             # It may have been started from an unpacked copy, which comes and goes.
             container.image = wanted.image
-            if snapshot:
-                await self._restore(container, snapshot)
+            try:
+                if snapshot:
+                    await snapshot.restore(container)
+                if spec.entrypoint:
+                    await self._enter(container, spec.entrypoint)
+            except BaseException:
+                await container.close()
+                raise
         except RolloutError as error:
             raise SandboxStartError(error.reason, kind=error.kind, field=error.field) from error
-        if spec.entrypoint:
-            try:
-                null = os.open("/dev/null", os.O_RDWR | os.O_CLOEXEC)
-                try:
-                    await container.spawn(spec.entrypoint, [null] * 3)
-                finally:
-                    os.close(null)
-            except RolloutError as error:
-                await container.close()
-                field = "entrypoint" if isinstance(error, CallerError) else None
-                raise SandboxStartError(f"entrypoint: {error.reason}", kind=error.kind, field=field) from error
         return SandboxHandle(sandbox_id=container.name, provider_name=self.name, raw=container)
 
     async def fetch_image(self, spec: SandboxSpec) -> None:
@@ -255,34 +250,6 @@ class SingularityProvider(GymCapabilities):
         container = await Container.attach(descriptor)
         return SandboxHandle(sandbox_id=container.name, provider_name=self.name, raw=container)
 
-    async def create_pty(self, handle: SandboxHandle, spec: Any) -> Terminal:
-        """Open a terminal, by Gym's ``SandboxPtySpec``; see :class:`.pty.Terminal`."""
-        container = container_of(handle)
-        if spec.pty:
-            check_window(spec.rows, spec.cols)
-        return await Terminal.open(
-            container,
-            spec.command,
-            cwd=spec.cwd,
-            env=spec.env,
-            size=(spec.rows, spec.cols) if spec.pty else None,
-            user=spec.user,
-        )
-
-    async def attach_pty(
-        self, handle: SandboxHandle, session_id: str, *, takeover: bool = True, since: int | None = None
-    ) -> Terminal:
-        """Hold a session that was opened before, here or by another process; see :meth:`.pty.Terminal.attach`."""
-        return await Terminal.attach(container_of(handle), session_id, takeover=takeover, since=since)
-
-    async def endpoint(self, handle: SandboxHandle, port: int) -> Any:
-        """Where a port of the sandbox's own loopback device can be reached, as Gym's ``SandboxEndpoint``.
-
-        A port of this machine's loopback device, open for as long as the sandbox lives; see :mod:`.port_forward`.
-        """
-        check_port(port)
-        return base.SandboxEndpoint(f"http://{port_forward.HOST}:{port_forward.expose(container_of(handle), port)}")
-
     async def exec_with_background_services(
         self, handle: SandboxHandle, command: str, *, cwd: str | None = None, timeout_s: int | float | None = None
     ) -> SandboxExecResult:
@@ -298,11 +265,11 @@ class SingularityProvider(GymCapabilities):
         finally:
             await self.close(handle)
 
-    async def _wanted(self, spec: SandboxSpec) -> tuple[ContainerSpec, snapshots.Snapshot | None, Reference | None]:
+    async def _wanted(self, spec: SandboxSpec) -> tuple[ContainerSpec, Snapshot | None, Reference | None]:
         """What a specification asks for: a container, what to put into it, and the name of its image."""
-        wanted = gym_spec.container_spec(spec, self._defaults)
+        wanted = gym_options.container_spec(spec, self._defaults)
         snapshot = await asyncio.to_thread(self.snapshot_to_restore, spec)
-        named = (snapshot.origin.image if snapshot else spec.image) or self._settings.image
+        named = (snapshot.base.image if snapshot else spec.image) or self._settings.image
         return wanted, snapshot, parse(named) if named else None
 
     async def _require_runtime(self) -> Runtime:
@@ -310,12 +277,15 @@ class SingularityProvider(GymCapabilities):
             self._runtime = await asyncio.to_thread(require_runtime)
         return self._runtime
 
-    async def _restore(self, container: Container, snapshot: snapshots.Snapshot) -> None:
+    async def _enter(self, container: Container, argv: Sequence[str]) -> None:
+        """Start the program that is to run beside the commands."""
+        null = os.open("/dev/null", os.O_RDWR | os.O_CLOEXEC)
         try:
-            await snapshots.restore(container, snapshot)
-        except BaseException:
-            await container.close()
-            raise
+            await container.spawn(argv, [null] * 3)
+        except CallerError as error:
+            raise CallerError(f"entrypoint: {error.reason}", field="entrypoint") from error
+        finally:
+            os.close(null)
 
     async def _start(self, spec: ContainerSpec) -> Container:
         assert self._runtime

@@ -20,14 +20,12 @@ from nemo_gym_prorl.failures import CallerError, InfrastructureError
 from nemo_gym_prorl.sandbox import fields
 from nemo_gym_prorl.sandbox.images.validate import check_image
 from nemo_gym_prorl.sandbox.isolation import capabilities
-from nemo_gym_prorl.sandbox.isolation.mounts import Bind
 from nemo_gym_prorl.sandbox.isolation.syscalls import walled_in
 from nemo_gym_prorl.sandbox.isolation.user_domain import no_several_users
 from nemo_gym_prorl.sandbox.limits.process_count import process_limit_here
 from nemo_gym_prorl.sandbox.runtime.apptainer import Runtime
 from nemo_gym_prorl.sandbox.runtime.command import OF_THE_RUNTIME
 from nemo_gym_prorl.sandbox.supervisor.rpc.protocol import Message
-from nemo_gym_prorl.sandbox.supervisor.storage.volumes import Volume
 
 
 Start = Literal["auto", "mould", "runtime"]
@@ -41,7 +39,8 @@ MOST_START_TIMEOUT_S = 86400.0
 
 @dataclass(frozen=True, slots=True)
 class ContainerSpec:
-    """What a sandbox is to be.
+    """What a sandbox is to be. A limit is the kernel's where this machine lets us have that, and watched otherwise,
+    which is no wall; what holds here is said when the first sandbox starts (:mod:`.limits.report`).
 
     Attributes:
         image: path of an unpacked root folder (fastest) or of a SIF.
@@ -119,10 +118,6 @@ def check(spec: ContainerSpec, runtime: Runtime) -> None:
         if trouble := no_several_users():
             raise CallerError(trouble, field="users")
     check_image(spec.image)
-    for bind in spec.binds:
-        Bind.parse(bind)
-    for volume in spec.volumes:
-        Volume.parse(volume)
     if _may_trace(spec) and (spec.start == "runtime" or not spec.image.is_dir()):
         raise CallerError("SYS_PTRACE needs an unpacked image, and not start: runtime", field="capabilities")
 

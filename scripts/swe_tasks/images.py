@@ -15,9 +15,9 @@ from pathlib import Path
 from nemo_gym_prorl.failures import InfrastructureError
 from nemo_gym_prorl.sandbox.images import sif
 from nemo_gym_prorl.sandbox.images.building.builder import Order, build
-from nemo_gym_prorl.sandbox.images.building.default import ensure_default_image
+from nemo_gym_prorl.sandbox.images.building.default import DEFAULT, ensure_image
 from nemo_gym_prorl.sandbox.images.cache import Progress, machine
-from nemo_gym_prorl.sandbox.images.content_dir import Shelf
+from nemo_gym_prorl.sandbox.images.entries import Entries
 from nemo_gym_prorl.sandbox.images.store import ImageStore
 from nemo_gym_prorl.sandbox.runtime.apptainer import Runtime
 
@@ -39,7 +39,7 @@ def ensure_base(runtime: Runtime, progress: Progress) -> Path:
     Raises:
         InfrastructureError: it can't be built.
     """
-    base = ensure_default_image(progress)
+    base = ensure_image(DEFAULT, progress)
     order = Order(str(TEMPLATE), str(base), "swe-tasks", wheels=WHEELS, format="folder")
     return build(order, ImageStore(), runtime, progress)
 
@@ -56,7 +56,7 @@ class Stack:
     def __init__(self, base: Path, folder: Path, runtime: Runtime) -> None:
         self._base = base
         self._packed = folder / f"{base.parent.name}.squashfs"
-        self._shelf = Shelf(folder / "packing")
+        self._packing = Entries(folder / "packing")
         self._runtime = runtime
 
     def add(self, tree: Path, target: Path, work: Path) -> None:
@@ -85,8 +85,8 @@ class Stack:
         """Pack what is shared, unless that was done."""
         if self._packed.exists():
             return
-        self._shelf.sweep()
-        with self._shelf.making(self._packed.name) as work:
+        self._packing.sweep()
+        with self._packing.making(self._packed.name) as work:
             assert work is not None, "nothing is published there"
             if not self._packed.exists():
                 part = work / self._packed.name

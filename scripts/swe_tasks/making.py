@@ -20,7 +20,7 @@ import orjson
 
 from nemo_gym_prorl.failures import InfrastructureError
 from nemo_gym_prorl.sandbox.images.cache import Progress, cache_dir
-from nemo_gym_prorl.sandbox.images.content_dir import Shelf
+from nemo_gym_prorl.sandbox.images.entries import Entries
 from nemo_gym_prorl.sandbox.images.reference import written
 from nemo_gym_prorl.sandbox.runtime.apptainer import Runtime
 from nemo_gym_prorl.tasks.swe.instance import SweInstance
@@ -77,15 +77,15 @@ async def make(
     base = await asyncio.to_thread(ensure_base, runtime, progress)
     stack = Stack(base, default_folder(), runtime)
     await asyncio.to_thread(stack.pack)
-    shelf = Shelf(folder / MAKING)
-    await asyncio.to_thread(shelf.sweep)
+    being_made = Entries(folder / MAKING)
+    await asyncio.to_thread(being_made.sweep)
     places = asyncio.Semaphore(at_once)
 
     async def one(package: Package) -> Tasks:
         kept = folder / "packages" / f"{package.name}-{_key(package, singles, base)}.json"
         async with places:
             with ExitStack() as held:
-                work = await asyncio.to_thread(held.enter_context, shelf.making(package.name, progress))
+                work = await asyncio.to_thread(held.enter_context, being_made.making(package.name, progress))
                 assert work is not None, "nothing is published there"
                 if not kept.exists():
                     done = await _tasks(package, singles, folder, work, stack, base, progress)

@@ -12,8 +12,8 @@ import pytest_asyncio
 
 from nemo_gym_prorl.sandbox import container as containers
 from nemo_gym_prorl.sandbox.container import Container, ContainerSpec
-from nemo_gym_prorl.sandbox.images.building import tool
-from nemo_gym_prorl.sandbox.images.building.default import ensure_kernel_image
+from nemo_gym_prorl.sandbox.images.building import runtime_build
+from nemo_gym_prorl.sandbox.images.building.default import KERNEL, ensure_image
 from nemo_gym_prorl.sandbox.images.cache import silent
 from nemo_gym_prorl.sandbox.images.store import ImageStore
 from nemo_gym_prorl.sandbox.runtime.apptainer import Runtime
@@ -37,7 +37,7 @@ def tiny_sif(tiny_root: Path, runtime: Runtime) -> Path:
     """A SIF of it."""
     work = tiny_root.parent / "work"
     work.mkdir()
-    made = tool.runtime_build(runtime, work, str(tiny_root), timeout_s=60, unpacked=False)
+    made = runtime_build.build(runtime, work, str(tiny_root), timeout_s=60, unpacked=False)
     return made.rename(tiny_root.parent / "tiny.sif")
 
 
@@ -49,7 +49,7 @@ def store(tmp_path: Path) -> ImageStore:
 
 @pytest.fixture(scope="session")
 def kernel_image(image: Path) -> Path:
-    return ensure_kernel_image(silent)
+    return ensure_image(KERNEL, silent)
 
 
 @pytest.fixture(params=["mould", "runtime"])

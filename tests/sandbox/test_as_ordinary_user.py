@@ -38,7 +38,7 @@ OTHER_FOR_A_USER = {
     # To a sandbox and out of it: moulds, mounts, networks, processes that end, files that are erased.
     "ways": ("bad_binds", "bad_input", "mould", "network", "life", "erase", "trouble", "supervisor_boundary"),
     # Who may build, unpack, own and remove them.
-    "images": ("images_build", "images_confined", "images_shelf", "images_start", "hostile_images"),
+    "images": ("images_build", "images_confined", "images_entries", "images_start", "hostile_images"),
     # One of each that is used as root uses it: files and commands, a kernel (never forked), layers.
     "uses": ("container", "kernel", "snapshots"),
 }

@@ -146,7 +146,7 @@ def test_links_of_an_image_are_followed_inside_of_it(tmp_path: Path, host: Path)
         ("/r", "hide the image"),
         ("/conf", "made for each"),
         ("/p", "/proc"),
-        ("/l1", "is a file"),
+        ("/l1", "leads nowhere"),
     ):
         with pytest.raises(CallerError, match=reason):
             checked([f"{host}/folder:{bind}"], tmp_path / "state", image)

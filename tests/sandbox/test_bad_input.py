@@ -19,7 +19,7 @@ import pytest
 from nemo_gym_prorl.failures import CallerError, InfrastructureError
 from nemo_gym_prorl.sandbox import disks
 from nemo_gym_prorl.sandbox.container import Container, ContainerSpec
-from nemo_gym_prorl.sandbox.images.building import tool
+from nemo_gym_prorl.sandbox.images.building import runtime_build
 from nemo_gym_prorl.sandbox.images.cache import cache_dir
 from nemo_gym_prorl.sandbox.images.validate import fuse_trouble
 from nemo_gym_prorl.sandbox.runtime.apptainer import Runtime
@@ -67,7 +67,7 @@ def sif(tiny: Path, runtime: Runtime) -> Path:
     """The same as a file."""
     work = tiny.with_name("work")
     work.mkdir()
-    made = tool.runtime_build(runtime, work, str(tiny), timeout_s=60, unpacked=False)
+    made = runtime_build.build(runtime, work, str(tiny), timeout_s=60, unpacked=False)
     return made.rename(tiny.with_name("tiny.sif"))
 
 

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 from nemo_gym.sandbox.providers import base
 
-from nemo_gym_prorl.sandbox.gym.capabilities import container_of
+from nemo_gym_prorl.sandbox.compose.provider import container_of
 from nemo_gym_prorl.sandbox.provider import SingularityProvider
 
 

@@ -20,11 +20,11 @@ import pytest
 import pytest_asyncio
 
 from nemo_gym_prorl.failures import InfrastructureError
+from nemo_gym_prorl.sandbox.compose import network
 from nemo_gym_prorl.sandbox.container import Completed, Container, ContainerSpec
 from nemo_gym_prorl.sandbox.isolation import user_domain
 from nemo_gym_prorl.sandbox.runtime import debian
 from nemo_gym_prorl.sandbox.runtime.apptainer import Runtime
-from nemo_gym_prorl.sandbox.sessions import network
 from nemo_gym_prorl.sandbox.sessions.bash import Shell
 from tests.sandbox.database import ensure_database_image
 

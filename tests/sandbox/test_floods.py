@@ -19,10 +19,10 @@ from typing import Any
 
 import pytest
 
+from nemo_gym_prorl.sandbox.compose.terminal import Terminal
 from nemo_gym_prorl.sandbox.container import Container, ContainerSpec
 from nemo_gym_prorl.sandbox.runtime.apptainer import Runtime
 from nemo_gym_prorl.sandbox.sessions.bash import Shell
-from nemo_gym_prorl.sandbox.sessions.pty import Terminal
 
 
 pytestmark = pytest.mark.sandbox

@@ -16,7 +16,9 @@ from nemo_gym_prorl.sandbox.disks import kind_of_disk
 from nemo_gym_prorl.sandbox.images import sif
 from nemo_gym_prorl.sandbox.images.building import recipe as recipes
 from nemo_gym_prorl.sandbox.images.building.recipe import Built, Plan, Recipe, Reuse, decide, render, template_text
-from nemo_gym_prorl.sandbox.images.gc import Candidate, least_used
+from nemo_gym_prorl.sandbox.images.entries import Entry
+from nemo_gym_prorl.sandbox.images.gc import least_used
+from nemo_gym_prorl.sandbox.images.info import Image, Info
 from nemo_gym_prorl.sandbox.images.reference import Local, Named, Registry, parse, registry, written
 
 
@@ -137,7 +139,7 @@ def test_a_changed_lock_file_or_layer_template_is_seen(monkeypatch: pytest.Monke
 
 
 @st.composite
-def shelves(draw: st.DrawFn) -> tuple[Recipe, list[Built]]:
+def what_is_there(draw: st.DrawFn) -> tuple[Recipe, list[Built]]:
     """A recipe, and things that were built of it and of others."""
     known = draw(st.lists(recipe_strategy, min_size=1, max_size=4))
     kinds = draw(st.lists(st.tuples(st.sampled_from(known), st.sampled_from(["image", "layer"])), max_size=6))
@@ -148,9 +150,9 @@ def shelves(draw: st.DrawFn) -> tuple[Recipe, list[Built]]:
     return known[0], built
 
 
-@given(shelves(), st.sampled_from(Reuse))
-def test_nothing_is_reused_that_does_not_fit_and_what_fits_is(shelf: tuple[Recipe, list[Built]], reuse: Reuse) -> None:
-    wanted, built = shelf
+@given(what_is_there(), st.sampled_from(Reuse))
+def test_nothing_is_reused_that_does_not_fit_and_what_fits_is(there: tuple[Recipe, list[Built]], reuse: Reuse) -> None:
+    wanted, built = there
     plan = decide(reuse, wanted, built)
     same = [one for one in built if (one.kind, one.key) == ("image", wanted.lock_key)]
     layers = [one for one in built if (one.kind, one.key) == ("layer", wanted.version_key)]
@@ -262,28 +264,33 @@ def test_unusable_image_files_are_refused(tmp_path: Path, data: bytes, reason: s
 
 # What is removed
 
-candidates = st.lists(
-    st.builds(Candidate, st.uuids().map(str), st.integers(0, 100), st.floats(0, 100), st.booleans()), max_size=12
+
+def image_of(name: str, size: int, last_use: float, used: bool) -> Image:
+    return Image(Entry(name, Path(name), last_use, used), Info("image", "", "sif", size, 0.0))
+
+
+images = st.lists(
+    st.builds(image_of, st.uuids().map(str), st.integers(0, 100), st.floats(0, 100), st.booleans()), max_size=12
 )
 
 
-@given(candidates, st.none() | st.integers(0, 500), st.none() | st.floats(0, 100))
-def test_only_what_must_go_goes(given_: list[Candidate], most: int | None, before: float | None) -> None:
-    gone = set(least_used(given_, max_bytes=most, before=before))
-    left = [one for one in given_ if one.name not in gone]
-    assert not any(one.kept for one in given_ if one.name in gone)
-    free = [one for one in left if not one.kept]
+@given(images, st.none() | st.integers(0, 500), st.none() | st.floats(0, 100))
+def test_only_what_must_go_goes(given_: list[Image], most: int | None, before: float | None) -> None:
+    protected = {image.entry.name for image in given_ if image.info.bytes % 7 == 0}
+    gone = least_used(given_, protected, max_bytes=most, before=before)
+    left = [image for image in given_ if image not in gone]
+    assert not any(image.entry.used or image.entry.name in protected for image in gone)
+    free = [image for image in left if not image.entry.used and image.entry.name not in protected]
     if most is not None:
-        assert sum(one.bytes for one in left) <= most or not free
+        assert sum(image.info.bytes for image in left) <= most or not free
     if before is not None:
-        assert all(one.last_use >= before for one in free)
-    for one in given_:
-        old = before is not None and one.last_use < before
-        if one.name in gone and not old:
+        assert all(image.entry.last_use >= before for image in free)
+    for image in gone:
+        if before is None or image.entry.last_use >= before:
             assert most is not None
-            assert all(other.last_use >= one.last_use for other in free), "the least recently used first"
-            newer = [other for other in given_ if other.name not in gone or other.last_use >= one.last_use]
-            assert sum(other.bytes for other in newer) > most, "and no more than needed"
+            assert all(other.entry.last_use >= image.entry.last_use for other in free), "the least recently used first"
+            newer = [other for other in given_ if other in left or other.entry.last_use >= image.entry.last_use]
+            assert sum(other.info.bytes for other in newer) > most, "and no more than needed"
 
 
 def test_kinds_of_disks() -> None:

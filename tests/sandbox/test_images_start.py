@@ -16,7 +16,7 @@ from nemo_gym.sandbox.providers.base import SandboxCreateError, SandboxSpec
 from nemo_gym_prorl.failures import CallerError, InfrastructureError
 from nemo_gym_prorl.sandbox.images import rootfs
 from nemo_gym_prorl.sandbox.images import store as images_module
-from nemo_gym_prorl.sandbox.images.building import tool
+from nemo_gym_prorl.sandbox.images.building import runtime_build
 from nemo_gym_prorl.sandbox.images.building.builder import Order, build
 from nemo_gym_prorl.sandbox.images.cache import machine, silent
 from nemo_gym_prorl.sandbox.images.store import ImageStore
@@ -76,11 +76,11 @@ async def test_what_a_sandbox_uses_outlives_the_object_that_asked_for_it(
     handle = await provider.create(SandboxSpec(image=str(tiny_sif)))
     opened = {os.readlink(entry) for entry in Path("/proc/self/fd").iterdir() if entry.is_symlink()}  # noqa: PTH115, ASYNC240
     assert not any(".locks" in name and "unpacked" in name for name in opened)
-    shelf = ImageStore(tmp_path / "images", tmp_path / "unpacked").copies
-    (entry,) = shelf.entries()
-    assert not shelf.remove(entry.name)
+    copies = ImageStore(tmp_path / "images", tmp_path / "unpacked").copies
+    (entry,) = copies.all()
+    assert not copies.remove(entry.name)
     await provider.close(handle)
-    assert shelf.remove(entry.name)
+    assert copies.remove(entry.name)
 
 
 def test_an_unpacked_copy_is_the_callers_own_and_harmless(
@@ -212,7 +212,7 @@ def test_somebody_elses_root_folder_is_refused_with_the_way_out(store: ImageStor
 def test_without_unsquashfs_the_reason_is_said(
     store: ImageStore, tiny_sif: Path, runtime: Runtime, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(tool, "find_unsquashfs", lambda runtime: None)
+    monkeypatch.setattr(runtime_build, "find_unsquashfs", lambda runtime: None)
     monkeypatch.setattr(images_module, "fuse_trouble", lambda: "no FUSE")
     with pytest.raises(InfrastructureError, match=r"no unsquashfs \(package squashfs-tools\).*no FUSE"):
         store.open(tiny_sif, runtime)

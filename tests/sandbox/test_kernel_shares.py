@@ -16,12 +16,12 @@ from pathlib import Path
 
 import pytest
 
+from nemo_gym_prorl.sandbox.compose.terminal import Terminal
 from nemo_gym_prorl.sandbox.container import Container, ContainerSpec
 from nemo_gym_prorl.sandbox.isolation.capabilities import KEPT
 from nemo_gym_prorl.sandbox.limits import kernel_shares
 from nemo_gym_prorl.sandbox.runtime.apptainer import Runtime
 from nemo_gym_prorl.sandbox.sessions.bash import Shell
-from nemo_gym_prorl.sandbox.sessions.pty import Terminal
 from nemo_gym_prorl.sandbox.supervisor.errors import SandboxExhausted
 
 

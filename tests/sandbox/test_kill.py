@@ -11,9 +11,9 @@ from pathlib import Path
 
 import pytest
 
+from nemo_gym_prorl.sandbox.compose.terminal import Terminal
 from nemo_gym_prorl.sandbox.container import Container, ContainerSpec
 from nemo_gym_prorl.sandbox.runtime.apptainer import Runtime
-from nemo_gym_prorl.sandbox.sessions.pty import Terminal
 from nemo_gym_prorl.sandbox.spec import Start
 from nemo_gym_prorl.sandbox.supervisor.rpc import own_supervisor
 

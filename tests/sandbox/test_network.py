@@ -18,10 +18,10 @@ import pytest
 import pytest_asyncio
 
 from nemo_gym_prorl.failures import CallerError
+from nemo_gym_prorl.sandbox.compose import network, port_forward
 from nemo_gym_prorl.sandbox.container import Container, ContainerSpec
 from nemo_gym_prorl.sandbox.limits.cgroups import Group
 from nemo_gym_prorl.sandbox.runtime.apptainer import Runtime
-from nemo_gym_prorl.sandbox.sessions import network, port_forward
 from nemo_gym_prorl.sandbox.supervisor.errors import SandboxLost
 from nemo_gym_prorl.sandbox.supervisor.networks import Networks
 from nemo_gym_prorl.sandbox.supervisor.processes.children import Action, Children, Done
@@ -188,7 +188,7 @@ SERVER = """
 import asyncio, sys
 from pathlib import Path
 from nemo_gym_prorl.sandbox.container import Container, ContainerSpec
-from nemo_gym_prorl.sandbox.sessions import network
+from nemo_gym_prorl.sandbox.compose import network
 from nemo_gym_prorl.sandbox.supervisor.rpc import client, own_supervisor
 
 async def main():

@@ -13,7 +13,7 @@ from typing import Any
 from nemo_gym.sandbox.providers.base import SandboxResources, SandboxSpec
 
 from nemo_gym_prorl.sandbox.container import ContainerSpec
-from nemo_gym_prorl.sandbox.gym.spec import SPEC_OPTIONS, Settings
+from nemo_gym_prorl.sandbox.gym.options import SPEC_OPTIONS, Settings
 
 
 TEXT = (Path(__file__).parents[2] / "docs" / "sandbox.md").read_text()

@@ -21,11 +21,11 @@ from nemo_gym.sandbox.providers import base
 from nemo_gym.sandbox.providers.base import SandboxCreateError, SandboxHandle, SandboxSpec, SandboxStatus
 
 from nemo_gym_prorl.failures import CallerError
-from nemo_gym_prorl.sandbox.gym.spec import container_spec
+from nemo_gym_prorl.sandbox.compose import port_forward
+from nemo_gym_prorl.sandbox.gym.options import container_spec
 from nemo_gym_prorl.sandbox.provider import SandboxStartError, SingularityProvider, close_pools
 from nemo_gym_prorl.sandbox.runtime.apptainer import Runtime
 from nemo_gym_prorl.sandbox.sessions import exec as exec_sessions
-from nemo_gym_prorl.sandbox.sessions import port_forward
 from nemo_gym_prorl.sandbox.sessions.bash import Shell
 
 
@@ -150,6 +150,13 @@ async def test_bad_specs_are_refused_at_create(
     assert isinstance(caught.value, SandboxStartError)
     assert caught.value.field == field
     assert not any(state.glob("*/b-*"))  # noqa: ASYNC240
+
+
+def test_single_sandboxes_import_nothing_of_compose() -> None:
+    program = "import sys, nemo_gym_prorl.sandbox.provider; print(*sys.modules)"
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
+    ours = [name for name in done.stdout.split() if name.startswith("nemo_gym_prorl.sandbox.compose.")]
+    assert ours == ["nemo_gym_prorl.sandbox.compose.provider"]
 
 
 def test_unknown_options_are_named() -> None:

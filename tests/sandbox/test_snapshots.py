@@ -23,7 +23,7 @@ import pytest_asyncio
 from nemo_gym.sandbox.providers.base import SandboxHandle, SandboxResources, SandboxSpec
 
 from nemo_gym_prorl.failures import AgentError, CallerError, FailureKind
-from nemo_gym_prorl.sandbox import snapshots
+from nemo_gym_prorl.sandbox.compose import snapshots
 from nemo_gym_prorl.sandbox.container import Container, ContainerSpec
 from nemo_gym_prorl.sandbox.isolation.files import sparse
 from nemo_gym_prorl.sandbox.isolation.files.snapshots import END, HEADER
@@ -152,7 +152,7 @@ async def test_no_snapshot_is_restored_over_another_image(
         await provider.close(handle)
         async with await Container.start(ContainerSpec(image=image), runtime) as other:
             with pytest.raises(CallerError) as caught:
-                await snapshots.restore(other, snapshots.read(kept / snapshot))
+                await snapshots.read(kept / snapshot).restore(other)
             assert str(mine) in caught.value.reason
             assert str(image) in caught.value.reason
             assert caught.value.field == "snapshot_id"
@@ -171,7 +171,7 @@ async def test_no_snapshot_is_restored_over_another_image(
 
 def archive(image: Path, entries: Entries, *, end: int | None = -1, header: Any = None) -> bytes:
     """A snapshot as we make them, with these entries; ``end`` is the count that it claims, ``None`` for no end."""
-    origin = asdict(snapshots.Origin.of(image, ContainerSpec(image=image)))
+    origin = asdict(snapshots.Base.of(image, ContainerSpec(image=image)))
     said = {HEADER: json.dumps(origin) if header is None else header}
     file = io.BytesIO()
     with tarfile.open(fileobj=file, mode="w", format=tarfile.PAX_FORMAT, pax_headers=said) as made:

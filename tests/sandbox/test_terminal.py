@@ -14,9 +14,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from nemo_gym_prorl.failures import CallerError
+from nemo_gym_prorl.sandbox.compose.terminal import SessionEnded, Terminal
 from nemo_gym_prorl.sandbox.container import Container
-from nemo_gym_prorl.sandbox.sessions import pty
-from nemo_gym_prorl.sandbox.sessions.pty import SessionEnded, Terminal
 from nemo_gym_prorl.sandbox.supervisor.pty_server import KEPT
 from nemo_gym_prorl.sandbox.supervisor.scrollback import Window
 
@@ -88,7 +87,7 @@ async def test_no_program_forges_the_exit_code_of_a_detached_command(
         await session.write(forged.encode())
         assert (await session.run_detached("(exit 3)"))[1] == 3
         await session.write(b"exec 3>&-\n")
-        monkeypatch.setattr(pty, "WORD_S", 0.3)
+        monkeypatch.setattr("nemo_gym_prorl.sandbox.compose.terminal.WORD_S", 0.3)
         assert (await session.run_detached("true"))[1] is None
 
 
@@ -110,7 +109,7 @@ async def test_another_process_takes_a_terminal_over_and_gives_it_back(container
     program = (
         "import asyncio, json, sys\n"
         "from nemo_gym_prorl.sandbox.container import Container\n"
-        "from nemo_gym_prorl.sandbox.sessions.pty import Terminal\n"
+        "from nemo_gym_prorl.sandbox.compose.terminal import Terminal\n"
         "async def main():\n"
         "    container = await Container.attach(json.loads(sys.argv[1]))\n"
         "    terminal = await Terminal.attach(container, sys.argv[2], since=0)\n"

@@ -6,7 +6,6 @@ from __future__ import annotations
 import re
 import stat
 import subprocess
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -16,13 +15,8 @@ from nemo_gym.sandbox.providers.base import SandboxSpec
 from nemo_gym_prorl.failures import InfrastructureError
 from nemo_gym_prorl.sandbox.container import Container, ContainerSpec
 from nemo_gym_prorl.sandbox.images.building import apt_base
-from nemo_gym_prorl.sandbox.images.building.default import (
-    default_image_path,
-    ensure_default_image,
-    ensure_kernel_image,
-    try_image,
-)
-from nemo_gym_prorl.sandbox.images.cache import Progress, silent
+from nemo_gym_prorl.sandbox.images.building.default import DEFAULT, KERNEL, default_image_path, ensure_image, try_image
+from nemo_gym_prorl.sandbox.images.cache import silent
 from nemo_gym_prorl.sandbox.images.store import ImageStore
 from nemo_gym_prorl.sandbox.runtime.apptainer import Runtime
 
@@ -58,7 +52,7 @@ def test_nothing_in_it_is_privileged_or_unreadable(image: Path) -> None:
 
 def test_a_second_call_builds_nothing(image: Path) -> None:
     said: list[str] = []
-    assert ensure_default_image(said.append) == image
+    assert ensure_image(DEFAULT, said.append) == image
     assert said == []
 
 
@@ -76,16 +70,16 @@ def test_a_broken_image_fails_its_trial(runtime: Runtime, tmp_path: Path) -> Non
 
 def test_without_a_runtime_nothing_is_built(empty_cache: Path) -> None:
     with pytest.raises(InfrastructureError, match="prorl setup"):
-        ensure_default_image(silent)
+        ensure_image(DEFAULT, silent)
 
 
-@pytest.mark.parametrize("ensure", [ensure_default_image, ensure_kernel_image])
-async def test_a_fresh_sandbox_compiles_no_python(ensure: Callable[[Progress], Path], runtime: Runtime) -> None:
+@pytest.mark.parametrize("name", [DEFAULT, KERNEL])
+async def test_a_fresh_sandbox_compiles_no_python(name: str, runtime: Runtime) -> None:
     modules = "asyncio, email.message, http.server, json, sqlite3, ssl, subprocess, unittest, xml.etree.ElementTree"
-    if ensure is ensure_kernel_image:
+    if name == KERNEL:
         modules += ", ipykernel.kernelapp, zmq"
     script = f"python3 -v -c 'import {modules}' 2>&1"
-    async with await Container.start(ContainerSpec(image=ensure(silent)), runtime) as container:
+    async with await Container.start(ContainerSpec(image=ensure_image(name, silent)), runtime) as container:
         done = await container.run(script, timeout_s=60)
     assert done.exit_code == 0, done.stdout[-2000:]
     told = done.stdout.splitlines()
@@ -94,7 +88,7 @@ async def test_a_fresh_sandbox_compiles_no_python(ensure: Callable[[Progress], P
 
 
 def test_they_are_images_as_any_other(image: Path) -> None:
-    kernel = ensure_kernel_image(silent)
+    kernel = ensure_image(KERNEL, silent)
     known = {name: one for one in ImageStore().all() for name in one.names}
     for name, path in (("default", image), ("kernel", kernel)):
         assert path.parent.name == known[name].entry.name
@@ -105,7 +99,7 @@ def test_they_are_images_as_any_other(image: Path) -> None:
 def test_set_up_gives_the_names_back_to_its_own_images(
     image: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    kernel = ensure_kernel_image(silent)
+    kernel = ensure_image(KERNEL, silent)
     # A cache of its own, since other tests use these names meanwhile.
     folder = tmp_path / "images"
     folder.mkdir()
@@ -118,8 +112,8 @@ def test_set_up_gives_the_names_back_to_its_own_images(
     store.name("default", kernel.parent.name)
     store.name("kernel", image.parent.name)
     assert (store.find("default"), store.find("kernel")) == (kernel, image)
-    ensure_kernel_image(silent)
-    ensure_default_image(silent)
+    ensure_image(KERNEL, silent)
+    ensure_image(DEFAULT, silent)
     assert (store.find("default"), store.find("kernel")) == (image, kernel)
 
 

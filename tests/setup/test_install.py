@@ -17,7 +17,7 @@ from typing import Any
 import pytest
 
 from nemo_gym_prorl.failures import InfrastructureError
-from nemo_gym_prorl.sandbox.images.building.default import ensure_default_image, try_image
+from nemo_gym_prorl.sandbox.images.building.default import DEFAULT, ensure_image, try_image
 from nemo_gym_prorl.sandbox.images.cache import silent
 from nemo_gym_prorl.sandbox.runtime import debian, pinned
 from nemo_gym_prorl.sandbox.runtime.apptainer import MARKER, find_runtime, private_prefix
@@ -57,7 +57,7 @@ def test_an_ordinary_user_sets_up_from_nothing_and_runs_containers(
 ) -> None:
     def set_up(home: Path) -> tuple[int, str, str, str]:
         runtime = ensure_runtime(silent)
-        image = ensure_default_image(silent)
+        image = ensure_image(DEFAULT, silent)
         runtime.activate()
         script = "id -u; cut -d: -f1 -s /proc/net/dev; touch /made-here && echo writable"
         options = ["--containall", "--fakeroot", "--net", "--network", "none", "--writable-tmpfs"]

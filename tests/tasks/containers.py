@@ -13,7 +13,7 @@ from nemo_gym.sandbox import AsyncSandbox, SandboxSpec
 from omegaconf import OmegaConf
 
 from nemo_gym_prorl.sandbox import started
-from nemo_gym_prorl.sandbox.images.building.default import ensure_kernel_image
+from nemo_gym_prorl.sandbox.images.building.default import KERNEL, ensure_image
 from nemo_gym_prorl.sandbox.runtime.apptainer import require_runtime
 from nemo_gym_prorl.sandbox.supervisor.storage.state_dir import SPACE_FILE, state_root
 
@@ -26,7 +26,7 @@ ROOT = "/sandbox"
 def image() -> str:
     """The image with a kernel, built if it is not there."""
     require_runtime().activate()
-    return str(ensure_kernel_image(print))
+    return str(ensure_image(KERNEL, print))
 
 
 @cache

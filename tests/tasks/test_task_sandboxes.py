@@ -24,11 +24,11 @@ def ours(image: str | None = None, **options: Any) -> TaskSandboxes:
 async def test_while_its_image_is_built_it_says_so(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    def build(say: Progress) -> Path:
-        say("building kernel")
+    def build(name: str, say: Progress) -> Path:
+        say(f"building {name}")
         return Path(containers.image())
 
-    monkeypatch.setattr(task_sandboxes, "ENSURE", {"kernel": build})
+    monkeypatch.setattr(task_sandboxes, "ensure_image", build)
     sandboxes = TaskSandboxes({"singularity": {}}, None, rows_name_images=False)
     await sandboxes.get_ready()
     await sandboxes.aclose()

@@ -2,7 +2,7 @@
 """The user's cache folder: where everything lies that set-up builds and that can be built again.
 
 Several set-ups may run at once (two shells, a test run beside a demo, nodes that share a home folder), and any of
-them may be killed at any moment: :mod:`.content_dir` keeps what is in it sound all the same.
+them may be killed at any moment: :mod:`.entries` keeps what is in it sound all the same.
 """
 
 from __future__ import annotations

@@ -19,13 +19,13 @@ from typing import Any
 import tenacity
 
 from nemo_gym_prorl.failures import CallerError, InfrastructureError, RolloutError
-from nemo_gym_prorl.sandbox.images import rootfs, sif
-from nemo_gym_prorl.sandbox.images.building import tool
+from nemo_gym_prorl.sandbox.images.building import programs, runtime_build
 from nemo_gym_prorl.sandbox.images.building.recipe import Format
 from nemo_gym_prorl.sandbox.images.cache import Progress, machine, silent
-from nemo_gym_prorl.sandbox.images.entry import Info
+from nemo_gym_prorl.sandbox.images.info import Info
 from nemo_gym_prorl.sandbox.images.reference import Registry, registry
 from nemo_gym_prorl.sandbox.images.store import ImageStore
+from nemo_gym_prorl.sandbox.images.validate import check_made
 from nemo_gym_prorl.sandbox.runtime.apptainer import Runtime
 
 
@@ -93,14 +93,11 @@ class Puller:
             made: Path = retrying(self._try, wanted, work, kind == "folder")
         except InfrastructureError as error:
             raise _explained(wanted, error, self.credentials) from error
-        if kind == "folder":
-            rootfs.check_root(made, machine())
-        else:
-            sif.read(made, machine())
+        check_made(made)
         self.store.publish(work, made, entry, Info("pulled", wanted.uri, kind, 0, time.time()))
 
     def _try(self, wanted: Registry, work: Path, unpacked: bool) -> Path:
-        return tool.runtime_build(
+        return runtime_build.build(
             self.runtime,
             work,
             wanted.uri,
@@ -140,7 +137,7 @@ def pull_all(puller: Puller, wanted: Iterable[Registry], jobs: int) -> Generator
                 yield future.result()
         except BaseException:
             pool.shutdown(wait=False, cancel_futures=True)
-            tool.stop_all()
+            programs.stop_all()
             raise
 
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Root folders of images: making them safe to keep on the host, and looking whether they can be started.
+"""Root folders of images: making them safe to keep on the host, copying them, and where paths in them lead.
 
 What is unpacked from a foreign image lies on the host as files of its user. Invariants of :func:`settle`:
 
@@ -28,9 +28,6 @@ from nemo_gym_prorl.sandbox.isolation import user_domain
 from nemo_gym_prorl.sandbox.isolation.syscalls import change_mode, open_folder_beneath
 from nemo_gym_prorl.sandbox.limits.walk import FOLDER
 
-
-_ELF_MACHINES = {3: "i686", 21: "ppc64le", 22: "s390x", 40: "armv7l", 62: "x86_64", 183: "aarch64", 243: "riscv64"}
-"""By the number in the header of programs."""
 
 _MAX_LINKS = 40
 
@@ -129,37 +126,6 @@ def _copy_one(name: str, folder: int, target: Path) -> None:
             shutil.copyfileobj(source, copied)
             os.fchmod(copied.fileno(), stat.S_IMODE(found.st_mode))
         os.utime(target, ns=(found.st_atime_ns, found.st_mtime_ns))
-
-
-def check_root(root: Path, machine: str) -> None:
-    """See whether a root folder can be started as a sandbox on this ``machine``; takes some 50 µs.
-
-    Raises:
-        CallerError: it can't; for the field ``image``.
-    """
-    owner = root.stat().st_uid
-    # Root's sandboxes see whoever owns an image as themselves.
-    if os.geteuid() not in (0, owner):
-        raise CallerError(
-            f"{root} belongs to user {owner}, not to you ({os.geteuid()}), and a sandbox could not change its files: "
-            f"'prorl image build plain --base {root}' makes an image of your own, or use a SIF",
-            field="image",
-        )
-    try:
-        # Without O_NONBLOCK a named pipe would hold us for ever.
-        with os.fdopen(os.open(inside(root, "/bin/sh"), os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC), "rb") as file:
-            head = file.read(20) if stat.S_ISREG(os.fstat(file.fileno()).st_mode) else None
-    except PermissionError as error:
-        raise CallerError(f"{root} can't be read by you: chmod -R a+rX it", field="image") from error
-    except OSError as error:
-        raise CallerError(f"{root} is no root folder of an image: /bin/sh: {error.strerror}", field="image") from error
-    if head is None:
-        raise CallerError(f"{root} is no root folder of an image: /bin/sh is no ordinary file", field="image")
-    if head[:4] != b"\x7fELF":
-        return
-    found = _ELF_MACHINES.get(int.from_bytes(head[18:20], "little" if head[5] == 1 else "big"), "")
-    if found and found != machine:
-        raise CallerError(f"{root} is for {found}, but this machine is {machine}", field="image")
 
 
 def inside(root: Path, path: str) -> Path:

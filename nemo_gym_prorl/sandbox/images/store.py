@@ -1,12 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
 """The images of a user, and what a sandbox on this machine starts from.
 
-Two shelves (:mod:`.content_dir`): *images*, in the cache folder, which machines may share, and *copies*, unpacked
-ones on this machine's own disk. A root folder starts in half of the time that mounting a SIF and an overlay over it
-takes, and needs no FUSE; but many small files are the worst that a shared file system can be given. So images travel
-and are stored as one file where the cache is shared, and are unpacked once per machine, as far as there is room.
+Two folders of entries (:mod:`.entries`): *images*, in the cache folder, which machines may share, and *copies*,
+unpacked ones on this machine's own disk. A root folder starts in half of the time that mounting a SIF and an overlay
+over it takes, and needs no FUSE; but many small files are the worst that a shared file system can be given. So images
+travel and are stored as one file where the cache is shared, and are unpacked once per machine, as far as there is
+room.
 
-What an entry of either shelf is, is written down in it (:mod:`.entry`).
+What an entry of either is, is written down in it (:mod:`.info`).
 """
 
 from __future__ import annotations
@@ -22,14 +23,14 @@ from pathlib import Path
 from nemo_gym_prorl.failures import CallerError, InfrastructureError
 from nemo_gym_prorl.sandbox.disks import on_shared_disk
 from nemo_gym_prorl.sandbox.images import rootfs, sif
-from nemo_gym_prorl.sandbox.images.building import tool
+from nemo_gym_prorl.sandbox.images.building import programs, runtime_build
 from nemo_gym_prorl.sandbox.images.building.recipe import Built, Format
 from nemo_gym_prorl.sandbox.images.cache import Progress, cache_dir, machine, silent
-from nemo_gym_prorl.sandbox.images.content_dir import Hold, Shelf, flush, free_bytes
-from nemo_gym_prorl.sandbox.images.entry import INFO_FILE, ROOT, SIF, Image, Info, read_info, write_info
-from nemo_gym_prorl.sandbox.images.gc import Candidate, least_used
+from nemo_gym_prorl.sandbox.images.entries import Entries, Hold, flush, free_bytes
+from nemo_gym_prorl.sandbox.images.gc import least_used
+from nemo_gym_prorl.sandbox.images.info import INFO_FILE, ROOT, SIF, Image, Info, read_info, write_info
 from nemo_gym_prorl.sandbox.images.reference import Local, Named, Reference, Registry, parse
-from nemo_gym_prorl.sandbox.images.validate import fuse_trouble
+from nemo_gym_prorl.sandbox.images.validate import check_made, fuse_trouble
 from nemo_gym_prorl.sandbox.runtime.apptainer import Runtime
 
 
@@ -68,18 +69,18 @@ class ImageStore:
     """
 
     def __init__(self, images: Path | None = None, copies: Path | None = None, room: int | None = None) -> None:
-        self.images = Shelf(images or cache_dir() / "images")
+        self.images = Entries(images or cache_dir() / "images")
         self._copies_folder = copies
         self._room = room
 
     @property
-    def copies(self) -> Shelf:
-        """The shelf of unpacked copies.
+    def copies(self) -> Entries:
+        """The unpacked copies.
 
         Raises:
             InfrastructureError: its folder belongs to somebody else.
         """
-        return Shelf(self._copies_folder or copies_dir())
+        return Entries(self._copies_folder or copies_dir())
 
     def default_format(self) -> Format:
         """How an image is best kept here: as one file where other machines may share it."""
@@ -135,7 +136,7 @@ class ImageStore:
             InfrastructureError: a SIF can neither be unpacked nor mounted here; says why.
         """
         if image.is_dir():
-            rootfs.check_root(image, machine())
+            check_made(image)
             return Start(image, self._hold(image))
         found = sif.read(image, machine())
         if unpack:
@@ -163,7 +164,7 @@ class ImageStore:
         return not image.is_file() or self.copies.path(copy_name(image)).is_dir()
 
     def publish(self, work: Path, made: Path, entry: str, info: Info) -> Path:
-        """Put what was made in ``work`` onto the shelf of images, settled; gives where it lies."""
+        """Put what was made in ``work`` among the images, settled; gives where it lies."""
         folder = work / "entry"
         folder.mkdir()
         target = folder / (ROOT if info.format == "folder" else SIF)
@@ -200,7 +201,7 @@ class ImageStore:
         for name, named in self._names().items():
             names.setdefault(named, []).append(name)
         found = []
-        for entry in self.images.entries():
+        for entry in self.images.all():
             info = read_info(entry.path)
             if info is None:
                 continue
@@ -211,7 +212,7 @@ class ImageStore:
 
     def all_copies(self) -> list[Image]:
         """All unpacked copies of this machine."""
-        infos = ((entry, read_info(entry.path)) for entry in self.copies.entries())
+        infos = ((entry, read_info(entry.path)) for entry in self.copies.all())
         return [Image(entry, info, unpacked=True) for entry, info in infos if info]
 
     def collect(
@@ -226,27 +227,21 @@ class ImageStore:
 
         Args:
             protected: entries that stay in any case.
-            max_bytes: what images, and what copies, may take; each shelf is on a disk of its own.
+            max_bytes: what images, and what copies, may take; each may be on a disk of its own.
             older_than_s: remove what was not used for so long.
             dry_run: only say what would go.
 
         Returns:
             What was removed, and what else was swept: besides that, images that an older version of this package made.
         """
+        protected, before = set(protected), None if older_than_s is None else time.time() - older_than_s
         removed = []
-        for shelf, images in ((self.images, self.all()), (self.copies, self.all_copies())):
-            by_name = {image.entry.name: image for image in images}
-            doomed = least_used(
-                [
-                    Candidate(name, image.info.bytes, image.entry.last_use, image.entry.used or name in set(protected))
-                    for name, image in by_name.items()
-                ],
-                max_bytes=max_bytes,
-                before=None if older_than_s is None else time.time() - older_than_s,
-            )
-            removed += [by_name[name] for name in doomed if dry_run or shelf.remove(name)]
+        for entries, images in ((self.images, self.all()), (self.copies, self.all_copies())):
+            for image in least_used(images, protected, max_bytes=max_bytes, before=before):
+                if dry_run or entries.remove(image.entry.name):
+                    removed.append(image)
         swept = self.images.sweep(dry_run=dry_run) + self.copies.sweep(dry_run=dry_run)
-        for entry in self.images.entries():
+        for entry in self.images.all():
             unknown = not entry.used and read_info(entry.path) is None
             if unknown and (dry_run or self.images.remove(entry.name)):
                 swept.append(entry.path)
@@ -269,7 +264,7 @@ class ImageStore:
 
     def _unpack(self, image: Path, found: sif.Sif, entry: str, runtime: Runtime, progress: Progress) -> Start | str:
         """Make the unpacked copy; or say why that is not possible, so that the image is mounted instead."""
-        program = tool.find_unsquashfs(runtime)
+        program = runtime_build.find_unsquashfs(runtime)
         if program is None:
             return "there is no unsquashfs (package squashfs-tools) to unpack it with"
         if found.offset is None:
@@ -286,16 +281,16 @@ class ImageStore:
                 command = [program, "-no-progress", "-no-xattrs", "-offset", str(found.offset)]
                 try:
                     # 2: owners and devices, which are not wanted, could not be made.
-                    environ = tool.build_environ(runtime, work, credentials=False)
-                    reads = [image, *tool.closed_parts(runtime)]
+                    environ = runtime_build.build_environ(runtime, work, credentials=False)
+                    reads = [image, *runtime_build.closed_parts(runtime)]
                     command += ["-dest", str(root), str(image)]
-                    tool.run(command, environ, UNPACK_TIMEOUT_S, work, fine=(0, 2), reads=reads)
+                    programs.run(command, environ, UNPACK_TIMEOUT_S, work, fine=(0, 2), reads=reads)
                 except InfrastructureError as error:
                     if free_bytes(work) < LEAST_FREE:
                         return f"the disk of {self.copies.folder} is full"
                     raise CallerError(f"{image} can't be unpacked: {error.reason}", field="image") from error
                 info = Info("copy", str(image), "folder", rootfs.settle(root), started)
-                rootfs.check_root(root, machine())
+                check_made(root)
                 write_info(root.parent, info)
                 self.copies.publish(root.parent, entry)
         start = self._copy(entry)
@@ -305,23 +300,18 @@ class ImageStore:
 
     def _make_room(self, work: Path, wanted: int) -> bool:
         """Reserve so many bytes for what is made in ``work``, at the cost of copies that nobody uses."""
-        shelf = self.copies
-        with shelf.making(".room"):
+        with self.copies.making(".room"):
             copies = self.all_copies()
             taken = sum(image.info.bytes for image in copies)
-            reserved = sum(int(note.read_text()) for note in shelf.folder.glob(f".*/{_RESERVED}"))
-            free = free_bytes(shelf.folder)
+            reserved = sum(int(note.read_text()) for note in self.copies.folder.glob(f".*/{_RESERVED}"))
+            free = free_bytes(self.copies.folder)
             room = self._room if self._room is not None else (free + taken) // 2
             # What others have reserved is partly written already; counting it twice only errs on the safe side.
             limit = min(room, free + taken) - reserved - wanted
             if limit < 0:
                 return False
-            candidates = [
-                Candidate(image.entry.name, image.info.bytes, image.entry.last_use, image.entry.used)
-                for image in copies
-            ]
-            for name in least_used(candidates, max_bytes=limit):
-                shelf.remove(name)
+            for image in least_used(copies, max_bytes=limit):
+                self.copies.remove(image.entry.name)
             if sum(image.info.bytes for image in self.all_copies()) > limit:
                 return False
             (work / _RESERVED).write_text(str(wanted))

@@ -17,11 +17,27 @@ from nemo_gym_prorl.sandbox.isolation import accounts
 from nemo_gym_prorl.sandbox.isolation.mounts import KERNELS
 
 
+_ELF_MACHINES = {3: "i686", 21: "ppc64le", 22: "s390x", 40: "armv7l", 62: "x86_64", 183: "aarch64", 243: "riscv64"}
+"""By the number in the header of programs."""
+
 UNPACK = "apptainer build --sandbox FOLDER"
 """How to unpack an image; its source follows."""
 
 FOLDERS = ("/etc", "/tmp", "/root", "/var", "/var/tmp")
 """What each sandbox has besides; links of an image may lead from there to other folders of it."""
+
+
+def check_made(image: Path) -> None:
+    """Refuse a root folder or SIF, just made or about to be used, that is damaged or not for us; takes some 50 µs.
+
+    Raises:
+        CallerError: it is no image, cut off, not readable, somebody else's, or for another processor; for the field
+            ``image``.
+    """
+    if image.is_dir():
+        _check_root(image)
+    else:
+        sif.read(image, machine())
 
 
 def check_image(image: Path) -> None:
@@ -33,13 +49,16 @@ def check_image(image: Path) -> None:
         InfrastructureError: this machine can't mount it; says what to use instead.
     """
     try:
-        if image.is_dir():
-            rootfs.check_root(image, machine())
-            _check_places(image)
-        elif image.exists():
-            _check_file(image)
-        else:
+        if not image.exists():
             raise CallerError(f"there is no {image}; 'prorl setup' builds the default image", field="image")
+        check_made(image)
+        if image.is_dir():
+            _check_places(image)
+        elif trouble := fuse_trouble():
+            raise InfrastructureError(
+                f"image: {image} is a SIF, which can't be mounted: {trouble}; or unpack it with '{UNPACK} {image}' "
+                "and name FOLDER"
+            )
     except PermissionError as error:
         raise CallerError(f"{image} is closed to you: chmod a+rX it and the folders above", field="image") from error
 
@@ -53,6 +72,34 @@ def fuse_trouble() -> str | None:
     if os.geteuid() and not os.access(device, os.R_OK | os.W_OK):
         return "/dev/fuse is closed to ordinary users (chmod 666 /dev/fuse, by the machine's administrator)"
     return None
+
+
+def _check_root(root: Path) -> None:
+    owner = root.stat().st_uid
+    # Root's sandboxes see whoever owns an image as themselves.
+    if os.geteuid() not in (0, owner):
+        raise CallerError(
+            f"{root} belongs to user {owner}, not to you ({os.geteuid()}), and a sandbox could not change its files: "
+            f"'prorl image build plain --base {root}' makes an image of your own, or use a SIF",
+            field="image",
+        )
+    try:
+        # Without O_NONBLOCK a named pipe would hold us for ever.
+        with os.fdopen(
+            os.open(rootfs.inside(root, "/bin/sh"), os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC), "rb"
+        ) as file:
+            head = file.read(20) if stat.S_ISREG(os.fstat(file.fileno()).st_mode) else None
+    except PermissionError as error:
+        raise CallerError(f"{root} can't be read by you: chmod -R a+rX it", field="image") from error
+    except OSError as error:
+        raise CallerError(f"{root} is no root folder of an image: /bin/sh: {error.strerror}", field="image") from error
+    if head is None:
+        raise CallerError(f"{root} is no root folder of an image: /bin/sh is no ordinary file", field="image")
+    if head[:4] != b"\x7fELF":
+        return
+    found = _ELF_MACHINES.get(int.from_bytes(head[18:20], "little" if head[5] == 1 else "big"), "")
+    if found and found != machine():
+        raise CallerError(f"{root} is for {found}, but this machine is {machine()}", field="image")
 
 
 def _check_places(root: Path) -> None:
@@ -106,12 +153,3 @@ def _kind(root: Path, place: str, path: str) -> int:
 
 def _unfit(root: Path, path: str, reason: str) -> CallerError:
     return CallerError(f"{root} can't be a sandbox's root: its {path} {reason}", field="image")
-
-
-def _check_file(image: Path) -> None:
-    sif.read(image, machine())
-    if trouble := fuse_trouble():
-        raise InfrastructureError(
-            f"image: {image} is a SIF, which can't be mounted: {trouble}; or unpack it with '{UNPACK} {image}' and "
-            "name FOLDER"
-        )

@@ -24,6 +24,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from nemo_gym_prorl.failures import InfrastructureError
+from nemo_gym_prorl.sandbox.images.building import programs
 from nemo_gym_prorl.sandbox.images.cache import Progress
 
 
@@ -63,10 +64,7 @@ def host_sources() -> list[Source]:
     Raises:
         InfrastructureError: apt is absent, fails, or has no source at all.
     """
-    if missing := missing_tools():
-        raise InfrastructureError(f"{', '.join(missing)} not found: this needs a Debian-like machine")
-    listing = _run(["apt-get", "indextargets", "--format", "$(SITE) $(RELEASE) $(COMPONENT)", "Created-By: Packages"])
-    return parse_sources(listing)
+    return parse_sources(_apt("indextargets", "--format", "$(SITE) $(RELEASE) $(COMPONENT)", "Created-By: Packages"))
 
 
 def parse_sources(listing: str) -> list[Source]:
@@ -105,9 +103,9 @@ def fetch(packages: Sequence[str], sources: Iterable[Source], work: Path, progre
     """
     config = private_apt(sources, work)
     progress("reading the package lists")
-    _run(["apt-get", "-q", "-c", str(config), "update"])
+    _apt("update", "-c", config)
     progress("downloading packages")
-    _run(["apt-get", "-q", "-c", str(config), "--no-install-recommends", "--download-only", "install", *packages])
+    _apt("install", "-c", config, "--no-install-recommends", "--download-only", *packages)
     archives = sorted((work / "cache" / "archives").glob("*.deb"))
     if not archives:
         raise InfrastructureError("apt downloaded nothing and did not say why")
@@ -120,8 +118,7 @@ def closure(packages: Sequence[str], work: Path) -> set[str]:
     Raises:
         InfrastructureError: they can't be resolved; with apt's own words.
     """
-    config = str(work / _CONFIG)
-    said = _run(["apt-get", "-q", "-c", config, "--no-install-recommends", "--simulate", "install", *packages])
+    said = _apt("install", "-c", work / _CONFIG, "--no-install-recommends", "--simulate", *packages)
     return {words[1] for line in said.splitlines() if (words := line.split())[:1] == ["Inst"]}
 
 
@@ -144,7 +141,7 @@ def unpack(archives: Iterable[Path], root: Path) -> dict[Path, list[str]]:
             tar += ["--quoting-style=literal"]
             writer = subprocess.run(tar, stdin=reader.stdout, capture_output=True, text=True, check=False)
         if reader.returncode or writer.returncode:
-            raise InfrastructureError(f"{archive.name} could not be unpacked: {_last_lines(writer.stderr)}")
+            raise InfrastructureError(f"{archive.name} could not be unpacked: {writer.stderr[-800:]}")
         unpacked[archive] = writer.stdout.splitlines()
     _settle_modes(root)
     return unpacked
@@ -201,27 +198,14 @@ def private_apt(sources: Iterable[Source], work: Path, architecture: str | None 
     return config
 
 
-def _run(command: list[str]) -> str:
-    """Run an apt command; returns its output, or raises with its last words."""
-    try:
-        done = subprocess.run(
-            command,
-            env={**os.environ, "LC_ALL": "C.UTF-8"},  # its messages end up in ours, which are English
-            stdin=subprocess.DEVNULL,
-            capture_output=True,
-            text=True,
-            timeout=APT_TIMEOUT_S,
-            check=False,
-        )
-    except FileNotFoundError as error:
-        raise InfrastructureError(f"{command[0]} not found: this needs a Debian-like machine") from error
-    except subprocess.TimeoutExpired as error:
-        raise InfrastructureError(f"{command[0]} was not done after {APT_TIMEOUT_S:g} s: is the mirror up?") from error
-    if done.returncode:
-        verb = next(word for word in command if word in ("indextargets", "install", "update"))
-        raise InfrastructureError(f"{command[0]} {verb} failed: {_last_lines(done.stderr or done.stdout)}")
-    return done.stdout
+def _apt(do: str, *arguments: str | Path) -> str:
+    """Run ``apt-get``; what it said.
 
-
-def _last_lines(text: str, count: int = 4) -> str:
-    return " / ".join(line.strip() for line in text.strip().splitlines()[-count:]) or "no output"
+    Raises:
+        InfrastructureError: it is absent, or failed; with its last words.
+    """
+    if missing := missing_tools():
+        raise InfrastructureError(f"{', '.join(missing)} not found: this needs a Debian-like machine")
+    # Its words end up in ours, which are English.
+    environ = {**os.environ, "LC_ALL": "C.UTF-8"}
+    return programs.run(["apt-get", do, "-q", *map(str, arguments)], environ, APT_TIMEOUT_S)

@@ -17,14 +17,14 @@ import hashlib
 import json
 import os
 import shutil
-import subprocess
 import sys
 from collections.abc import Mapping
 from pathlib import Path
 
 from nemo_gym_prorl.failures import InfrastructureError
+from nemo_gym_prorl.sandbox.images.building import programs
 from nemo_gym_prorl.sandbox.images.cache import Progress
-from nemo_gym_prorl.sandbox.images.content_dir import Shelf
+from nemo_gym_prorl.sandbox.images.entries import Entries
 from nemo_gym_prorl.sandbox.runtime import debian, pinned
 from nemo_gym_prorl.sandbox.runtime.apptainer import (
     HOW_TO_GET_IT,
@@ -41,6 +41,9 @@ SUITE = "sid"
 """The only suite of Debian that carries Apptainer. It moves, so it is the last resort: what is wanted is in
 :mod:`.pinned`."""
 
+STEP_TIMEOUT_S = 60.0
+"""For a program that works on the disk only."""
+
 PACKAGES = ("apptainer", "squashfs-tools", "squashfuse", "fuse-overlayfs", "fuse2fs")
 HELPERS = ("fuse2fs", "unsquashfs", "mksquashfs", "fuse-overlayfs", "squashfuse", "squashfuse_ll")
 """Programs that Apptainer starts: for images in one file, and for overlays."""
@@ -55,13 +58,13 @@ def ensure_runtime(progress: Progress) -> Runtime:
     if runtime := find_runtime():
         return runtime
     prefix = private_prefix()
-    shelf = Shelf(prefix.parent)
+    entries = Entries(prefix.parent)
     if prefix.is_dir() and find_runtime() is None:
         # Of a cache folder that was moved here.
-        shelf.remove(prefix.name)
-    with shelf.making(prefix.name, progress) as work:
+        entries.remove(prefix.name)
+    with entries.making(prefix.name, progress) as work:
         if work is not None:
-            shelf.publish(_install(prefix, work, progress), prefix.name)
+            entries.publish(_install(prefix, work, progress), prefix.name)
     return require_runtime()
 
 
@@ -142,18 +145,9 @@ def _patch(built: Path, prefix: Path) -> None:
     libraries = starter.parent.parent.parent
     loader = _one(built, f"usr/lib/{libraries.name}/ld-linux-*.so.*")
     final = prefix / "usr" / "lib" / libraries.name
-    programs = [built / "usr" / "bin" / "apptainer", *starter.parent.iterdir()]
-    command = [
-        str(_patchelf()),
-        "--set-interpreter",
-        f"{final / loader.name}",
-        "--force-rpath",
-        "--set-rpath",
-        f"{final}",
-    ]
-    done = subprocess.run([*command, *programs], stdin=subprocess.DEVNULL, capture_output=True, text=True, check=False)
-    if done.returncode:
-        raise InfrastructureError(f"patchelf failed: {done.stderr.strip() or done.returncode}")
+    patched = [str(path) for path in (built / "usr" / "bin" / "apptainer", *starter.parent.iterdir())]
+    command = ["--set-interpreter", f"{final / loader.name}", "--force-rpath", "--set-rpath", f"{final}"]
+    programs.run([str(_patchelf()), *command, *patched], None, STEP_TIMEOUT_S)
 
 
 def _patchelf() -> Path:
@@ -168,19 +162,13 @@ def _seal(built: Path, prefix: Path, origin: Mapping[str, object]) -> None:
     """See that the program runs, then mark the prefix as complete, with what it was made of."""
     # Not by itself yet, since it looks for its C library where it will be.
     loader = _one(built, "usr/lib/*/ld-linux-*.so.*")
-    command: list[str | Path] = [
-        loader,
-        "--library-path",
-        loader.parent,
-        built / "usr" / "bin" / "apptainer",
-        "--version",
-    ]
-    done = subprocess.run(command, stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=60, check=False)
-    parsed = parse_version(done.stdout)
-    if done.returncode or parsed is None:
-        raise InfrastructureError(
-            f"the private Apptainer does not run ({done.stderr.strip() or done.stdout.strip()}): {HOW_TO_GET_IT}"
-        )
+    command = [loader, "--library-path", loader.parent, built / "usr" / "bin" / "apptainer", "--version"]
+    try:
+        parsed = parse_version(said := programs.run([str(word) for word in command], None, STEP_TIMEOUT_S))
+    except InfrastructureError as error:
+        parsed, said = None, error.reason
+    if parsed is None:
+        raise InfrastructureError(f"the private Apptainer does not run ({said}): {HOW_TO_GET_IT}")
     _, version = parsed
     (built / MARKER).write_text(json.dumps({"prefix": str(prefix), "version": version, **origin}, indent=1))
 

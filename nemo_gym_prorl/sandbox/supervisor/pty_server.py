@@ -13,7 +13,8 @@ One holder at a time. What was put into its socket counts as read; of that, and 
 any terminal.
 
 A *word* is a mark and a status, ``/MARK/STATUS``, in what the program itself writes to its file 3, a socket: the
-kernel says who writes there, so no other has the program say anything (:meth:`..sessions.pty.Terminal.run_detached`).
+kernel says who writes there, so no other has the program say anything (``run_detached`` of
+:class:`..compose.terminal.Terminal`).
 """
 
 from __future__ import annotations

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Carrying out a recipe: from a template and a base to an image on the shelf.
+"""Carrying out a recipe: from a template and a base to an image in the store.
 
 Every step happens in a folder beside the image's place, and nothing of it is seen before it is complete: a build that
 fails, is interrupted or killed leaves no image. The runtime always builds from a root folder or a registry, never from
@@ -18,7 +18,7 @@ from pathlib import Path
 
 from nemo_gym_prorl.failures import CallerError, InfrastructureError
 from nemo_gym_prorl.sandbox.images import rootfs
-from nemo_gym_prorl.sandbox.images.building import apt_base, tool, wheels
+from nemo_gym_prorl.sandbox.images.building import apt_base, runtime_build, wheels
 from nemo_gym_prorl.sandbox.images.building.recipe import (
     LAYER_TEMPLATE,
     Format,
@@ -30,10 +30,11 @@ from nemo_gym_prorl.sandbox.images.building.recipe import (
     template_text,
 )
 from nemo_gym_prorl.sandbox.images.cache import Progress, machine
-from nemo_gym_prorl.sandbox.images.content_dir import free_bytes
-from nemo_gym_prorl.sandbox.images.entry import ROOT, SIF, Info
+from nemo_gym_prorl.sandbox.images.entries import free_bytes
+from nemo_gym_prorl.sandbox.images.info import ROOT, SIF, Info
 from nemo_gym_prorl.sandbox.images.reference import Local, Named, Registry, check_name, parse
 from nemo_gym_prorl.sandbox.images.store import ImageStore, Start
+from nemo_gym_prorl.sandbox.images.validate import check_made
 from nemo_gym_prorl.sandbox.runtime.apptainer import Runtime
 
 
@@ -254,11 +255,11 @@ def _run_build(recipe: Recipe, template: str, source: _Source, runtime: Runtime,
         wheels.unpack(recipe.wheels, source.root, work / "wheels")
     definition = work / "image.def"
     definition.write_text(render(template, source.header, recipe))
-    made = tool.runtime_build(
+    made = runtime_build.build(
         runtime, work, str(definition), timeout_s=BUILD_TIMEOUT_S, unpacked=unpacked, base=source.root
     )
     if unpacked:
-        rootfs.check_root(made, machine())
+        check_made(made)
     return made
 
 

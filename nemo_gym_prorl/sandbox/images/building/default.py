@@ -13,11 +13,10 @@ package share a cache, the names ``default``, ``kernel`` and ``math`` are those 
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Mapping
 from pathlib import Path
 
 from nemo_gym_prorl.failures import InfrastructureError
-from nemo_gym_prorl.sandbox.images.building import tool
+from nemo_gym_prorl.sandbox.images.building import programs
 from nemo_gym_prorl.sandbox.images.building.builder import APT_BASE, Order, build, place
 from nemo_gym_prorl.sandbox.images.cache import Progress
 from nemo_gym_prorl.sandbox.images.store import ImageStore
@@ -29,9 +28,13 @@ REGISTRY_BASE = "docker://docker.io/library/python:3.12-slim"
 
 DEFAULT, KERNEL, MATH = "default", "kernel", "math"
 
-KERNEL_WHEELS = ("ipykernel>=6.29,<8", "numpy>=2,<3")
+SHIPPED = (DEFAULT, KERNEL, MATH)
 
-MATH_WHEELS = ("numpy>=2,<3", "scipy>=1.14,<2", "sympy>=1.13,<2")
+ON_OTHERS = {
+    KERNEL: (DEFAULT, ("ipykernel>=6.29,<8", "numpy>=2,<3")),
+    MATH: (KERNEL, ("numpy>=2,<3", "scipy>=1.14,<2", "sympy>=1.13,<2")),
+}
+"""Those that are made of another one, and the wheels that are added."""
 
 TRIAL_TIMEOUT_S = 120.0
 
@@ -43,69 +46,35 @@ def default_image_path() -> Path:
     return next((path for path in places if path.is_dir()), places[0])
 
 
-def ensure_default_image(progress: Progress) -> Path:
-    """Build the default image unless it is there, and give it its name. About 10 s with apt; at once afterwards.
+def image_path(name: str) -> Path | None:
+    """Where the image of that name lies; ``None`` if it is not built."""
+    if name == DEFAULT:
+        path = default_image_path()
+    elif base := image_path(ON_OTHERS[name][0]):
+        path = place(_order_on(base, name), ImageStore())
+    else:
+        return None
+    return path if path.is_dir() else None
+
+
+def ensure_image(name: str, progress: Progress) -> Path:
+    """Build the image of that name unless it is there, and those that it is made of, and give it its name. Takes about
+    10 s with apt, and 10 s for each that is made of it; at once afterwards.
 
     Raises:
-        InfrastructureError: no runtime, or no way to build worked; the message says why for each way tried.
+        InfrastructureError: no runtime, no wheels, or no way to build worked; the message says why for each way tried.
     """
-    path = default_image_path()
-    if path.is_dir():
-        return _named(DEFAULT, path)
+    if path := image_path(name):
+        return _named(name, path)
+    orders = _default_orders() if name == DEFAULT else [_order_on(ensure_image(ON_OTHERS[name][0], progress), name)]
     runtime = require_runtime()
     reasons = []
-    for order in _default_orders():
+    for order in orders:
         try:
             return build(order, ImageStore(), runtime, progress)
         except InfrastructureError as error:
             reasons.append(f"from {order.base}: {error.reason}")
-    raise InfrastructureError("the default sandbox image could not be built; " + "; ".join(reasons))
-
-
-def kernel_image_path() -> Path | None:
-    """Where the kernel image lies; ``None`` if it is not built."""
-    base = default_image_path()
-    path = place(_kernel_order(base), ImageStore()) if base.is_dir() else base
-    return path if path.is_dir() else None
-
-
-def ensure_kernel_image(progress: Progress) -> Path:
-    """Build the kernel image unless it is there, and give it its name; some 20 s, and at once afterwards.
-
-    Raises:
-        InfrastructureError: the default image or the wheels can't be had; the message says why.
-    """
-    if path := kernel_image_path():
-        return _named(KERNEL, path)
-    base = ensure_default_image(progress)
-    return build(_kernel_order(base), ImageStore(), require_runtime(), progress)
-
-
-def math_image_path() -> Path | None:
-    """Where the math image lies; ``None`` if it is not built."""
-    base = kernel_image_path()
-    path = place(_math_order(base), ImageStore()) if base else None
-    return path if path and path.is_dir() else None
-
-
-def ensure_math_image(progress: Progress) -> Path:
-    """Build the math image unless it is there, and give it its name; some 30 s, and at once afterwards.
-
-    Raises:
-        InfrastructureError: the kernel image or the wheels can't be had; the message says why.
-    """
-    if path := math_image_path():
-        return _named(MATH, path)
-    base = ensure_kernel_image(progress)
-    return build(_math_order(base), ImageStore(), require_runtime(), progress)
-
-
-ENSURE: Mapping[str, Callable[[Progress], Path]] = {
-    DEFAULT: ensure_default_image,
-    KERNEL: ensure_kernel_image,
-    MATH: ensure_math_image,
-}
-"""How to have each of them, by name."""
+    raise InfrastructureError(f"the {name} sandbox image could not be built; " + "; ".join(reasons))
 
 
 def try_image(image: Path, runtime: Runtime) -> str:
@@ -114,7 +83,7 @@ def try_image(image: Path, runtime: Runtime) -> str:
     Raises:
         InfrastructureError: the container does not start, or something is missing in it.
     """
-    return tool.run([str(runtime.path), "test", "--containall", str(image)], runtime.environ(), TRIAL_TIMEOUT_S)
+    return programs.run([str(runtime.path), "test", "--containall", str(image)], runtime.environ(), TRIAL_TIMEOUT_S)
 
 
 def _named(name: str, image: Path) -> Path:
@@ -129,12 +98,8 @@ def _named(name: str, image: Path) -> Path:
 def _default_orders() -> list[Order]:
     """The ways to make it, the best one first."""
     bases = [REGISTRY_BASE] if debian.missing_tools() else [APT_BASE, REGISTRY_BASE]
-    return [Order("default", base, "default", format="folder") for base in bases]
+    return [Order(DEFAULT, base, DEFAULT, format="folder") for base in bases]
 
 
-def _kernel_order(base: Path) -> Order:
-    return Order("kernel", str(base), KERNEL, wheels=KERNEL_WHEELS, format="folder")
-
-
-def _math_order(base: Path) -> Order:
-    return Order("math", str(base), MATH, wheels=MATH_WHEELS, format="folder")
+def _order_on(base: Path, name: str) -> Order:
+    return Order(name, str(base), name, wheels=ON_OTHERS[name][1], format="folder")

@@ -111,7 +111,7 @@ class Built:
     """An image or layer that is there.
 
     Attributes:
-        entry: its name on the shelf.
+        entry: its name among the images.
         kind: ``image``, ``layer`` or ``pulled``.
         key: the lock key of an image, the version key of a layer.
         made: when; the newest is taken.

@@ -9,7 +9,6 @@ version. Only wheels: nothing of them is run on the host.
 from __future__ import annotations
 
 import importlib.util
-import subprocess
 import sys
 from collections.abc import Iterable
 from pathlib import Path
@@ -17,6 +16,7 @@ from pathlib import Path
 import uv
 
 from nemo_gym_prorl.failures import InfrastructureError
+from nemo_gym_prorl.sandbox.images.building import programs
 
 
 TIMEOUT_S = 600.0
@@ -39,10 +39,6 @@ def unpack(packages: Iterable[str], root: Path, target: Path) -> None:
     command += ["--quiet", "--only-binary=:all:", f"--python-version={version}", f"--target={target}"]
     command += sorted(packages)
     try:
-        done = subprocess.run(
-            command, stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=TIMEOUT_S, check=False
-        )
-    except subprocess.TimeoutExpired as error:
-        raise InfrastructureError(f"the wheels were not there after {TIMEOUT_S:g} s") from error
-    if done.returncode:
-        raise InfrastructureError(f"the wheels can't be had: {done.stderr.strip()[-600:]}")
+        programs.run(command, None, TIMEOUT_S)
+    except InfrastructureError as error:
+        raise InfrastructureError(f"the wheels can't be had: {error.reason}") from error

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What one entry on a shelf is: a folder with the image, ``root`` or ``image.sif``, and ``image.json`` beside it."""
+"""What an entry among the images is: a folder with the image, ``root`` or ``image.sif``, and ``image.json``."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from dataclasses import MISSING, asdict, dataclass, fields
 from pathlib import Path
 
 from nemo_gym_prorl.sandbox.images.building.recipe import Format
-from nemo_gym_prorl.sandbox.images.content_dir import Entry
+from nemo_gym_prorl.sandbox.images.entries import Entry
 
 
 INFO_FILE = "image.json"
@@ -42,7 +42,7 @@ class Image:
     """One image that is there.
 
     Attributes:
-        entry: its entry on its shelf.
+        entry: where it lies, and when it was used.
         info: what was noted down about it.
         names: what users call it.
         unpacked: this machine has an unpacked copy of it, or it is a folder.

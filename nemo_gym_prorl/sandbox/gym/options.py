@@ -1,27 +1,26 @@
 # SPDX-License-Identifier: Apache-2.0
 """What a configuration and NeMo Gym's ``SandboxSpec`` ask for, as the provider's settings and a ``ContainerSpec``.
 
-Gym's classes hold whatever they were made with. So here is the border: from here on every value has its type and can
-be had, and a wrong one is refused by the name under which its author knows it.
+Gym's classes, its handles among them, hold whatever they were made with. So here is the border: from here on every
+value has its type and can be had, and a wrong one is refused by the name under which its author knows it.
 """
 
 from __future__ import annotations
 
 import difflib
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any
 
-from nemo_gym.sandbox.providers.base import SandboxSpec
+from nemo_gym.sandbox.providers.base import SandboxHandle, SandboxSpec
 from pydantic import TypeAdapter
 
 from nemo_gym_prorl.failures import CallerError
 from nemo_gym_prorl.sandbox import fields
 from nemo_gym_prorl.sandbox.arguments import MOST_OUTPUT, Argv
-from nemo_gym_prorl.sandbox.container import OUTPUT_LIMIT, ContainerSpec
-from nemo_gym_prorl.sandbox.gym.capabilities import required
-from nemo_gym_prorl.sandbox.snapshots import FIELD as SNAPSHOT
+from nemo_gym_prorl.sandbox.container import OUTPUT_LIMIT, Container, ContainerSpec
 from nemo_gym_prorl.sandbox.spec import MOST_CPUS, MOST_START_TIMEOUT_S, check_fields
 
 
@@ -32,7 +31,15 @@ SPEC_OPTIONS = (
 """Options of :class:`.container.ContainerSpec` that can be set for the provider, and per sandbox in
 ``provider_options``."""
 
+SNAPSHOT = "snapshot_id"
+"""The option of a specification that names a snapshot, as Gym's checkpoints give it."""
+
+CAPABILITIES, SHARED_MEMORY = "prorl.capabilities", "prorl.shm_size"
+"""Metadata of a specification that Gym carries from ``validate_runtime_requirements`` to ``create``."""
+
 MOST_WARM = 1024
+
+_BYTES = re.compile(r"[0-9]{1,15}")
 
 
 @dataclass(frozen=True, slots=True)
@@ -127,7 +134,7 @@ def container_spec(spec: SandboxSpec, defaults: Mapping[str, Any]) -> ContainerS
     if snapshot is not None and not isinstance(snapshot, str):
         raise CallerError(f"must be the name of a snapshot, not {snapshot!r}", field=f"provider_options.{SNAPSHOT}")
     check_fields(options, inside="provider_options")
-    wanted: dict[str, Any] = {**defaults, **required(asked.metadata), **options}
+    wanted: dict[str, Any] = {**defaults, **_required(asked.metadata), **options}
     limits = {
         "cpus": resources.cpu,
         "memory_mib": resources.memory_mib,
@@ -136,6 +143,31 @@ def container_spec(spec: SandboxSpec, defaults: Mapping[str, Any]) -> ContainerS
     }
     wanted |= {name: value for name, value in limits.items() if value is not None}
     return ContainerSpec(image=Path(), env=dict(asked.env), workdir=asked.workdir, ttl_s=asked.ttl_s, **wanted)
+
+
+def container_of(handle: SandboxHandle) -> Container:
+    """Our own object behind Gym's handle.
+
+    Raises:
+        CallerError: it is another provider's.
+    """
+    container = handle.raw
+    if not isinstance(container, Container):
+        raise CallerError(f"{handle.sandbox_id} is not a sandbox of this provider", field="handle")
+    return container
+
+
+def _required(metadata: Mapping[str, str]) -> dict[str, Any]:
+    """The options of :class:`.spec.ContainerSpec` that a specification's metadata stands for."""
+    found: dict[str, Any] = {}
+    if named := metadata.get(CAPABILITIES):
+        found["capabilities"] = tuple(str(named).split(","))
+    if size := metadata.get(SHARED_MEMORY):
+        if not _BYTES.fullmatch(str(size)):
+            raise CallerError(f"must be a number of bytes, not {size!r}", field=f"metadata.{SHARED_MEMORY}")
+        found["shared_memory_mib"] = -(-int(size) // (1 << 20))
+    check_fields(found, inside="metadata")
+    return found
 
 
 def _refuse_unknown(options: Mapping[str, Any], known: set[str], inside: str = "") -> None:

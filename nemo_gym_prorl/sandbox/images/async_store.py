@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Images for the sandboxes of one event loop: whatever takes long happens in threads, and once for all who wait.
+"""The store of images as an event loop asks it: whatever takes long happens in threads, and once for all who wait.
 
 A caller who goes away leaves the pulling or unpacking going: it is of use to the next one. It ends with the process,
 and nothing of it is left under a name that means complete.
@@ -9,8 +9,8 @@ from __future__ import annotations
 
 import asyncio
 import threading
-import weakref
 from collections.abc import AsyncIterator, Callable
+from concurrent.futures import Future
 from contextlib import asynccontextmanager
 from pathlib import Path
 
@@ -22,16 +22,14 @@ from nemo_gym_prorl.sandbox.images.store import ImageStore, Start
 from nemo_gym_prorl.sandbox.runtime.apptainer import Runtime
 
 
-_running: weakref.WeakKeyDictionary[asyncio.AbstractEventLoop, dict[str, asyncio.Future[None]]] = (
-    weakref.WeakKeyDictionary()
-)
-
+_running: dict[str, Future[None]] = {}
+"""What is being pulled or unpacked, and who waits for it."""
 
 _places = threading.Semaphore(4)
 """Images that are pulled or unpacked at a time: more only share the same line and disk."""
 
 
-class NodeImages:
+class AsyncImageStore:
     """See the module.
 
     Args:
@@ -107,36 +105,30 @@ class NodeImages:
 
 async def _once(what: str, work: Callable[[], object]) -> None:
     """Do ``work`` in a thread, unless that is being done: then wait for its end. Either way with its outcome."""
-    loop = asyncio.get_running_loop()
-    running = _running.setdefault(loop, {})
-    if what not in running:
-        future = running[what] = loop.create_future()
-        # Nobody may be left to hear of it.
-        future.add_done_callback(lambda done: (running.pop(what), done.cancelled() or done.exception()))
-
-        def run() -> None:
-            error: Exception | None = None
-            try:
-                with _places:
-                    work()
-            except Exception as caught:
-                error = caught
-            if not loop.is_closed():
-                loop.call_soon_threadsafe(_settle, future, error)
-
+    future = _running.get(what)
+    if future is None:
+        future = _running[what] = Future()
+        # Who goes away cancels nothing.
+        future.set_running_or_notify_cancel()
         # Not one of the loop's own threads: those are few, and waited for when the process ends.
-        threading.Thread(target=run, name=f"image {what}", daemon=True).start()
-    await asyncio.shield(running[what])
+        threading.Thread(target=_do, args=(what, work, future), name=f"image {what}", daemon=True).start()
+    await asyncio.wrap_future(future)
+
+
+def _do(what: str, work: Callable[[], object], future: Future[None]) -> None:
+    error: Exception | None = None
+    try:
+        with _places:
+            work()
+    except Exception as caught:
+        error = caught
+    del _running[what]
+    if error:
+        future.set_exception(error)
+    else:
+        future.set_result(None)
 
 
 def _drop(opening: asyncio.Future[Start]) -> None:
     if not opening.cancelled() and opening.exception() is None:
         opening.result().let_go()
-
-
-def _settle(future: asyncio.Future[None], error: Exception | None) -> None:
-    if not future.done():
-        if error:
-            future.set_exception(error)
-        else:
-            future.set_result(None)

@@ -48,7 +48,7 @@ _NO_LOCKS = {errno.ENOSYS, errno.ENOLCK, errno.EOPNOTSUPP}
 
 @dataclass(frozen=True, slots=True)
 class Entry:
-    """One thing on a shelf.
+    """One thing that is there.
 
     Attributes:
         name: its name.
@@ -75,7 +75,7 @@ class Hold:
         os.close(self.descriptor)
 
 
-class Shelf:
+class Entries:
     """See the module. The folder is made when something is."""
 
     def __init__(self, folder: Path) -> None:
@@ -92,7 +92,7 @@ class Shelf:
         What is made is kept with :meth:`publish`; everything else in that folder goes.
 
         Raises:
-            InfrastructureError: the shelf can't be written.
+            InfrastructureError: the folder can't be written.
         """
         try:
             (self.folder / _LOCKS).mkdir(parents=True, exist_ok=True)
@@ -135,12 +135,12 @@ class Shelf:
         if not self.path(name).is_dir():
             hold.release()
             return None
-        # Somebody else's shelf can be used, but not written.
+        # Somebody else's folder can be used, but not written.
         with contextlib.suppress(PermissionError):
             os.utime(hold.descriptor)
         return hold
 
-    def entries(self) -> list[Entry]:
+    def all(self) -> list[Entry]:
         """Everything that is there, by name."""
         if not self.folder.is_dir():
             return []
@@ -227,7 +227,7 @@ class Shelf:
         return Hold(descriptor, certain=True)
 
     def _lock_of_others(self, path: Path, how: int) -> Hold | None:
-        """On somebody else's shelf, share the lock where it can be read; what needs it alone is not for us to do."""
+        """In somebody else's folder, share the lock where it can be read; what needs it alone is not for us to do."""
         if not how & fcntl.LOCK_SH:
             return None
         try:

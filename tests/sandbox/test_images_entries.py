@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A shelf that several processes fill, use and clear at once, some of which are killed."""
+"""A entries that several processes fill, use and clear at once, some of which are killed."""
 
 from __future__ import annotations
 
@@ -18,9 +18,9 @@ from pathlib import Path
 
 import pytest
 
-from nemo_gym_prorl.sandbox.images import content_dir as shelf_module
-from nemo_gym_prorl.sandbox.images.content_dir import Shelf
-from nemo_gym_prorl.sandbox.images.entry import INFO_FILE, ROOT
+from nemo_gym_prorl.sandbox.images import entries as entries_module
+from nemo_gym_prorl.sandbox.images.entries import Entries
+from nemo_gym_prorl.sandbox.images.info import INFO_FILE, ROOT
 from nemo_gym_prorl.sandbox.images.store import ImageStore
 
 
@@ -29,9 +29,9 @@ REPOSITORY = Path(__file__).parents[2]
 MAKE = """
 import sys, time
 from pathlib import Path
-from nemo_gym_prorl.sandbox.images.content_dir import Shelf
-shelf = Shelf(Path(sys.argv[1]))
-with shelf.making("thing") as work:
+from nemo_gym_prorl.sandbox.images.entries import Entries
+entries = Entries(Path(sys.argv[1]))
+with entries.making("thing") as work:
     if work is None:
         print("there")
     else:
@@ -42,7 +42,7 @@ with shelf.making("thing") as work:
             if number == 100 and sys.argv[2:] == ["hang"]:
                 print("half", flush=True)
                 time.sleep(1000)
-        shelf.publish(made, "thing")
+        entries.publish(made, "thing")
         print("made")
 """
 
@@ -62,12 +62,12 @@ def made_by(process: subprocess.Popen[str]) -> str:
     return process.communicate(timeout=60)[0].strip()
 
 
-def put(shelf: Shelf, name: str) -> None:
-    with shelf.making(name) as work:
+def put(entries: Entries, name: str) -> None:
+    with entries.making(name) as work:
         assert work is not None
         (work / "made").mkdir()
         (work / "made" / "file").write_text(name)
-        shelf.publish(work / "made", name)
+        entries.publish(work / "made", name)
 
 
 def names(folder: Path) -> list[str]:
@@ -76,45 +76,45 @@ def names(folder: Path) -> list[str]:
 
 def test_a_thing_is_as_old_as_its_making_whatever_date_it_brought(tmp_path: Path) -> None:
     """An archive's top folder has a date of its own, and what counts as unused for long would go first."""
-    shelf = Shelf(tmp_path)
-    with shelf.making("thing") as work:
+    entries = Entries(tmp_path)
+    with entries.making("thing") as work:
         assert work is not None
         (work / "made").mkdir()
         os.utime(work / "made", (0, 0))
-        shelf.publish(work / "made", "thing")
-    [entry] = shelf.entries()
+        entries.publish(work / "made", "thing")
+    [entry] = entries.all()
     assert time.time() - entry.last_use < 3600
 
 
 def test_what_is_being_made_or_removed_is_closed_to_others(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     modes = []
-    remove_tree = shelf_module.remove_tree
+    remove_tree = entries_module.remove_tree
 
     def look(folder: Path) -> None:
         modes.append(stat.S_IMODE(folder.stat().st_mode))
         remove_tree(folder)
 
-    monkeypatch.setattr(shelf_module, "remove_tree", look)
-    shelf = Shelf(tmp_path)
-    put(shelf, "thing")
-    assert shelf.remove("thing")
+    monkeypatch.setattr(entries_module, "remove_tree", look)
+    entries = Entries(tmp_path)
+    put(entries, "thing")
+    assert entries.remove("thing")
     assert modes == [0o700, 0o700]
 
 
 def test_a_shared_disk_is_never_told_to_hurry(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Every machine that uses it would wait."""
     told = []
-    monkeypatch.setattr(shelf_module.ctypes, "CDLL", lambda *_arguments, **_options: told.append("syncfs"))
+    monkeypatch.setattr(entries_module.ctypes, "CDLL", lambda *_arguments, **_options: told.append("syncfs"))
     monkeypatch.setattr(os, "sync", lambda: told.append("sync"))
-    monkeypatch.setattr(shelf_module, "on_shared_disk", lambda _path: True)
-    shelf_module.flush(tmp_path)
+    monkeypatch.setattr(entries_module, "on_shared_disk", lambda _path: True)
+    entries_module.flush(tmp_path)
     assert told == []
 
 
 def test_a_local_disk_writes_down_what_it_was_given(tmp_path: Path) -> None:
-    shelf_module.flush(tmp_path)
+    entries_module.flush(tmp_path)
     with pytest.raises(FileNotFoundError):
-        shelf_module.flush(tmp_path / "nothing")
+        entries_module.flush(tmp_path / "nothing")
 
 
 def test_of_many_processes_one_makes_a_thing(tmp_path: Path) -> None:
@@ -125,74 +125,74 @@ def test_of_many_processes_one_makes_a_thing(tmp_path: Path) -> None:
 
 
 def test_a_killed_maker_leaves_nothing_that_is_used_and_the_next_one_makes_it(tmp_path: Path) -> None:
-    shelf = Shelf(tmp_path)
+    entries = Entries(tmp_path)
     with maker(tmp_path, "hang") as hung:
         assert hung.stdout
         assert hung.stdout.readline() == "half\n"
-        assert shelf.sweep() == [], "it lives"
-        assert shelf.use("thing") is None
-        assert shelf.entries() == []
+        assert entries.sweep() == [], "it lives"
+        assert entries.use("thing") is None
+        assert entries.all() == []
     assert len(names(tmp_path)) == 2, "its remains are there"
     with maker(tmp_path) as other:
         assert made_by(other) == "made"
-    assert len(shelf.sweep(dry_run=True)) == 1
-    assert len(shelf.sweep()) == 1
+    assert len(entries.sweep(dry_run=True)) == 1
+    assert len(entries.sweep()) == 1
     assert names(tmp_path) == [".locks", "thing"]
     assert len(names(tmp_path / "thing")) == 200
 
 
 def test_what_is_used_stays(tmp_path: Path) -> None:
-    shelf = Shelf(tmp_path)
-    put(shelf, "thing")
-    first, second = shelf.use("thing"), shelf.use("thing")
+    entries = Entries(tmp_path)
+    put(entries, "thing")
+    first, second = entries.use("thing"), entries.use("thing")
     assert first
     assert second
-    assert [(entry.name, entry.used) for entry in shelf.entries()] == [("thing", True)]
+    assert [(entry.name, entry.used) for entry in entries.all()] == [("thing", True)]
     first.release()
-    assert not shelf.remove("thing")
+    assert not entries.remove("thing")
     # As the supervisor of a sandbox has it.
     copy = os.dup(second.descriptor)
     second.release()
-    assert not shelf.remove("thing")
-    assert (shelf.path("thing") / "file").read_text() == "thing"
+    assert not entries.remove("thing")
+    assert (entries.path("thing") / "file").read_text() == "thing"
     os.close(copy)
-    assert [entry.used for entry in shelf.entries()] == [False]
-    assert shelf.remove("thing")
-    assert shelf.use("thing") is None
+    assert [entry.used for entry in entries.all()] == [False]
+    assert entries.remove("thing")
+    assert entries.use("thing") is None
     assert names(tmp_path) == [".locks"]
 
 
 def test_using_a_thing_is_remembered(tmp_path: Path) -> None:
-    shelf = Shelf(tmp_path)
-    put(shelf, "thing")
+    entries = Entries(tmp_path)
+    put(entries, "thing")
     os.utime(tmp_path / "thing", (1, 1))
     for _ in range(2):
-        assert shelf.entries()[0].last_use == 1, "looking is no use"
-    hold = shelf.use("thing")
+        assert entries.all()[0].last_use == 1, "looking is no use"
+    hold = entries.use("thing")
     assert hold
     hold.release()
-    assert shelf.entries()[0].last_use > 1e9
+    assert entries.all()[0].last_use > 1e9
 
 
 def test_users_and_removers_at_once_meet_a_whole_thing_or_none(tmp_path: Path) -> None:
-    shelf = Shelf(tmp_path)
+    entries = Entries(tmp_path)
 
     def use(_number: int) -> str:
-        hold = shelf.use("thing")
+        hold = entries.use("thing")
         if hold is None:
             return "none"
         try:
-            return (shelf.path("thing") / "file").read_text()
+            return (entries.path("thing") / "file").read_text()
         finally:
             hold.release()
 
     def make_and_remove(_number: int) -> None:
-        with shelf.making("thing") as work:
+        with entries.making("thing") as work:
             if work is not None:
                 (work / "made").mkdir()
                 (work / "made" / "file").write_text("whole")
-                shelf.publish(work / "made", "thing")
-        shelf.remove("thing")
+                entries.publish(work / "made", "thing")
+        entries.remove("thing")
 
     with ThreadPoolExecutor(6) as pool:
         changes = pool.map(make_and_remove, range(100))
@@ -208,39 +208,39 @@ def test_without_locks_whatever_was_first_stays_and_recent_things_count_as_used(
         raise OSError(errno.ENOSYS, "Function not implemented")
 
     monkeypatch.setattr(fcntl, "flock", no_locks)
-    shelf = Shelf(tmp_path)
-    with shelf.making("thing") as one, shelf.making("thing") as other:
+    entries = Entries(tmp_path)
+    with entries.making("thing") as one, entries.making("thing") as other:
         assert one
         assert other
         for work, text in ((one, "first"), (other, "second")):
             (work / "made").mkdir()
             (work / "made" / "file").write_text(text)
-            shelf.publish(work / "made", "thing")
-        assert shelf.sweep() == [], "somebody may be at it"
+            entries.publish(work / "made", "thing")
+        assert entries.sweep() == [], "somebody may be at it"
     assert (tmp_path / "thing" / "file").read_text() == "first"
     assert names(tmp_path) == [".locks", "thing"]
-    hold = shelf.use("thing")
+    hold = entries.use("thing")
     assert hold
     hold.release()
-    assert [entry.used for entry in shelf.entries()] == [True]
-    monkeypatch.setattr(shelf_module, "UNSEEN_S", -1.0)
-    assert [entry.used for entry in shelf.entries()] == [False]
+    assert [entry.used for entry in entries.all()] == [True]
+    monkeypatch.setattr(entries_module, "UNSEEN_S", -1.0)
+    assert [entry.used for entry in entries.all()] == [False]
 
 
 @pytest.mark.skipif(os.geteuid() == 0, reason="root may write everywhere")
-def test_somebody_elses_shelf_can_be_used_but_not_cleared(tmp_path: Path) -> None:
-    shelf = Shelf(tmp_path)
-    put(shelf, "thing")
-    before = shelf.use("thing")
+def test_somebody_elses_folder_can_be_used_but_not_cleared(tmp_path: Path) -> None:
+    entries = Entries(tmp_path)
+    put(entries, "thing")
+    before = entries.use("thing")
     assert before
     before.release()
     for path in (tmp_path / ".locks" / "thing.use", tmp_path / ".locks", tmp_path):
         path.chmod(0o555 if path.is_dir() else 0o444)
     try:
-        hold = shelf.use("thing")
+        hold = entries.use("thing")
         assert hold
         hold.release()
-        assert not shelf.remove("thing")
+        assert not entries.remove("thing")
     finally:
         tmp_path.chmod(0o755)
         (tmp_path / ".locks").chmod(0o755)

@@ -1,85 +1,91 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What Gym's ``AsyncSandboxCompose`` and its checkpoints ask of a provider beyond single sandboxes.
+"""What Gym asks of a provider beyond single sandboxes: for ``AsyncSandboxCompose``, its checkpoints and its terminals.
 
-Gym finds each of these by its methods, so on a Gym that does not know one its methods are simply there:
+Gym finds each of these by its methods (0.7: ``SupportsSandboxPtyAttach``, ``SupportsSandboxEndpoint``,
 ``SupportsSandboxNetwork``, ``SupportsSandboxPortForwarding``, ``SupportsSandboxSharedStorage``,
-``SupportsSandboxRuntimeRequirements`` (0.7), ``SupportsSandboxSnapshot`` (after 0.7).
+``SupportsSandboxRuntimeRequirements``; later ``SupportsSandboxSnapshot``), so on a Gym that does not know one its
+methods are simply there.
 
-All stays closed that nobody asks for: a sandbox is in no network until it is introduced to others.
+All stays closed that nobody asks for: a sandbox is in no network until it is introduced to others. And what does the
+work is imported when somebody asks, so single sandboxes neither wait for it nor depend on it.
 """
 
 from __future__ import annotations
 
-import re
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
+from nemo_gym.sandbox.providers import base
 from nemo_gym.sandbox.providers.base import SandboxHandle, SandboxSpec
 
 from nemo_gym_prorl.failures import CallerError
-from nemo_gym_prorl.sandbox import snapshots
-from nemo_gym_prorl.sandbox.arguments import check_path, check_port
-from nemo_gym_prorl.sandbox.container import Container
+from nemo_gym_prorl.sandbox.arguments import check_path, check_port, check_window
+from nemo_gym_prorl.sandbox.gym.options import CAPABILITIES, SHARED_MEMORY, SNAPSHOT, container_of
 from nemo_gym_prorl.sandbox.isolation import capabilities
-from nemo_gym_prorl.sandbox.sessions import network, port_forward
-from nemo_gym_prorl.sandbox.spec import check_fields
 from nemo_gym_prorl.sandbox.supervisor.storage.volumes import ALL, Volume
 
 
-CAPABILITIES, SHARED_MEMORY = "prorl.capabilities", "prorl.shm_size"
-"""Metadata of a sandbox's specification that Gym carries from :meth:`GymCapabilities.validate_runtime_requirements` to
-``create``."""
+if TYPE_CHECKING:
+    from nemo_gym_prorl.sandbox.compose import snapshots
+    from nemo_gym_prorl.sandbox.compose.terminal import Terminal
+
 
 _MIB = 1 << 20
 
-_BYTES = re.compile(r"[0-9]{1,15}")
 
-
-def container_of(handle: SandboxHandle) -> Container:
-    """Our own object behind Gym's handle.
-
-    Raises:
-        CallerError: it is another provider's.
-    """
-    container = handle.raw
-    if not isinstance(container, Container):
-        raise CallerError(f"{handle.sandbox_id} is not a sandbox of this provider", field="handle")
-    return container
-
-
-def required(metadata: Mapping[str, str]) -> dict[str, Any]:
-    """The options of :class:`.spec.ContainerSpec` that a specification's metadata stands for.
-
-    Raises:
-        CallerError: it is none that :meth:`GymCapabilities.validate_runtime_requirements` gave.
-    """
-    found: dict[str, Any] = {}
-    if named := metadata.get(CAPABILITIES):
-        found["capabilities"] = tuple(str(named).split(","))
-    if size := metadata.get(SHARED_MEMORY):
-        if not _BYTES.fullmatch(str(size)):
-            raise CallerError(f"must be a number of bytes, not {size!r}", field=f"metadata.{SHARED_MEMORY}")
-        found["shared_memory_mib"] = -(-int(size) // _MIB)
-    check_fields(found, inside="metadata")
-    return found
-
-
-class GymCapabilities:
+class ComposeSupport:
     """See the module; a part of :class:`.provider.SingularityProvider`."""
 
     _kept: str | None
     """Folder of snapshots, if not the usual one."""
 
+    async def create_pty(self, handle: SandboxHandle, spec: Any) -> Terminal:
+        """Open a terminal, by Gym's ``SandboxPtySpec``; see :class:`.terminal.Terminal`."""
+        from nemo_gym_prorl.sandbox.compose.terminal import Terminal
+
+        if spec.pty:
+            check_window(spec.rows, spec.cols)
+        return await Terminal.open(
+            container_of(handle),
+            spec.command,
+            cwd=spec.cwd,
+            env=spec.env,
+            size=(spec.rows, spec.cols) if spec.pty else None,
+            user=spec.user,
+        )
+
+    async def attach_pty(
+        self, handle: SandboxHandle, session_id: str, *, takeover: bool = True, since: int | None = None
+    ) -> Terminal:
+        """Hold a session that was opened before, here or by another process; see :meth:`.terminal.Terminal.attach`."""
+        from nemo_gym_prorl.sandbox.compose.terminal import Terminal
+
+        return await Terminal.attach(container_of(handle), session_id, takeover=takeover, since=since)
+
+    async def endpoint(self, handle: SandboxHandle, port: int) -> Any:
+        """Where a port of the sandbox's own loopback device can be reached, as Gym's ``SandboxEndpoint``.
+
+        A port of this machine's loopback device, open for as long as the sandbox lives; see :mod:`.port_forward`.
+        """
+        from nemo_gym_prorl.sandbox.compose import port_forward
+
+        check_port(port)
+        return base.SandboxEndpoint(f"http://{port_forward.HOST}:{port_forward.expose(container_of(handle), port)}")
+
     def validate_networking(self) -> None:
         """Nothing needs to be set up; a kernel without the devices for it says so when the first network is made."""
 
     async def network_address(self, handle: SandboxHandle) -> str:
-        """Where others find the sandbox once it is introduced to them; see :mod:`.sessions.network`."""
+        """Where others find the sandbox once it is introduced to them; see :mod:`.network`."""
+        from nemo_gym_prorl.sandbox.compose import network
+
         return await network.address(container_of(handle))
 
     async def set_hosts(self, handle: SandboxHandle, hosts: Mapping[str, str]) -> None:
         """Introduce the sandbox to those behind the addresses, by these names. All of them are in one network then."""
+        from nemo_gym_prorl.sandbox.compose import network
+
         await network.set_hosts(container_of(handle), hosts)
 
     def validate_port_forwarding(self) -> None:
@@ -93,6 +99,8 @@ class GymCapabilities:
         Raises:
             CallerError: what is no port, path or address.
         """
+        from nemo_gym_prorl.sandbox.compose import network, port_forward
+
         for port in ports:
             check_port(port, "ports")
         check_path(ready_file, "ready_file")
@@ -144,13 +152,16 @@ class GymCapabilities:
     async def snapshot(self, handle: SandboxHandle, name: str = "snapshot") -> str:
         """Keep what the sandbox has written; it stands still meanwhile. ``create`` takes the result as the option
         ``snapshot_id``, in place of an image; see :mod:`.snapshots`."""
-        container = container_of(handle)
-        return await snapshots.take(container, self._folder(), name)
+        from nemo_gym_prorl.sandbox.compose import snapshots
+
+        return await snapshots.take(container_of(handle), self._snapshots_folder(), name)
 
     async def delete_snapshot(self, snapshot_id: str) -> None:
         """Delete a snapshot; one that is not there is deleted already."""
+        from nemo_gym_prorl.sandbox.compose import snapshots
+
         try:
-            snapshots.find(self._folder(), snapshot_id).unlink(missing_ok=True)
+            snapshots.find(self._snapshots_folder(), snapshot_id).unlink(missing_ok=True)
         except CallerError:
             return
 
@@ -160,11 +171,15 @@ class GymCapabilities:
         Raises:
             CallerError: there is none, or there is an image besides.
         """
-        if (named := spec.provider_options.get(snapshots.FIELD)) is None:
+        if (named := spec.provider_options.get(SNAPSHOT)) is None:
             return None
         if spec.image:
-            raise CallerError("a snapshot stands in place of an image; give one of both", field=snapshots.FIELD)
-        return snapshots.read(snapshots.find(self._folder(), named))
+            raise CallerError("a snapshot stands in place of an image; give one of both", field=SNAPSHOT)
+        from nemo_gym_prorl.sandbox.compose import snapshots
 
-    def _folder(self) -> Path:
+        return snapshots.read(snapshots.find(self._snapshots_folder(), named))
+
+    def _snapshots_folder(self) -> Path:
+        from nemo_gym_prorl.sandbox.compose import snapshots
+
         return Path(self._kept) if self._kept else snapshots.default_folder()

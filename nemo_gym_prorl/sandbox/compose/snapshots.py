@@ -26,14 +26,12 @@ from pydantic import Strict, TypeAdapter
 
 from nemo_gym_prorl.failures import OF_THE_MACHINE, AgentError, CallerError
 from nemo_gym_prorl.sandbox.container import Container, ContainerSpec
+from nemo_gym_prorl.sandbox.gym.options import SNAPSHOT
 from nemo_gym_prorl.sandbox.images.store import ImageStore
 from nemo_gym_prorl.sandbox.isolation.files.snapshots import HEADER
 from nemo_gym_prorl.sandbox.supervisor.errors import SandboxRefused
 from nemo_gym_prorl.sandbox.supervisor.storage.state_dir import state_root
 
-
-FIELD = "snapshot_id"
-"""The option of a specification that names a snapshot, as Gym's checkpoints give it."""
 
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.-]{0,99}")
 
@@ -47,7 +45,7 @@ LONGEST_HEADER = 1 << 16
 
 
 @dataclass(frozen=True, slots=True)
-class Origin:
+class Base:
     """What a snapshot was taken of.
 
     Attributes:
@@ -67,8 +65,8 @@ class Origin:
         """That of a sandbox of ``image`` that was ordered as ``spec``."""
         return cls(str(image), ImageStore().identity(image), spec.root, spec.users)
 
-    def check(self, other: Origin) -> None:
-        """Refuse to go on from here in a sandbox of other origin.
+    def check(self, other: Base) -> None:
+        """Refuse to go on from here in a sandbox of another base.
 
         Raises:
             CallerError: that would be no continuation; names both.
@@ -76,14 +74,14 @@ class Origin:
         if self.identity != other.identity:
             same = self.image == other.image
             reason = f"the image at {self.image} was changed since" if same else f"this sandbox is of {other.image}"
-            raise CallerError(f"the snapshot was taken over {self.image}; {reason}", field=FIELD)
+            raise CallerError(f"the snapshot was taken over {self.image}; {reason}", field=SNAPSHOT)
         for name in ("root", "users"):
             if getattr(self, name) != getattr(other, name):
                 was = str(getattr(self, name)).lower()
-                raise CallerError(f"the snapshot is of a sandbox with {name}: {was}; ask for the same", field=FIELD)
+                raise CallerError(f"the snapshot is of a sandbox with {name}: {was}; ask for the same", field=SNAPSHOT)
 
 
-_ORIGIN = TypeAdapter(Origin)
+_BASE = TypeAdapter(Base)
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,11 +90,29 @@ class Snapshot:
 
     Attributes:
         path: where it lies.
-        origin: what of.
+        base: what of.
     """
 
     path: Path
-    origin: Origin
+    base: Base
+
+    async def restore(self, container: Container) -> None:
+        """Do to a fresh sandbox of the same image what was done to the one that this was taken of.
+
+        Raises:
+            CallerError: it is damaged, of another image, or has more than the sandbox may write.
+            SandboxRefused: the machine has no room for it.
+        """
+        self.base.check(await asyncio.to_thread(Base.of, container.image, container.spec))
+        source = os.open(self.path, os.O_RDONLY | os.O_CLOEXEC)
+        try:
+            await container.ask("restore", [source])
+        except SandboxRefused as error:
+            if error.number and error.number not in OF_THE_MACHINE:
+                raise CallerError(f"{self.path} can't be restored: {error.reason}", field=SNAPSHOT) from error
+            raise
+        finally:
+            os.close(source)
 
 
 def default_folder() -> Path:
@@ -115,14 +131,14 @@ async def take(container: Container, folder: Path, name: str) -> str:
     stem = re.sub(r"[^A-Za-z0-9_.-]", "-", name).lstrip("-._")[:80] or "snapshot"
     snapshot = f"{stem}-{secrets.token_hex(6)}"
     fresh = folder / f".{snapshot}"
-    origin = await asyncio.to_thread(Origin.of, container.image, container.spec)
+    base = await asyncio.to_thread(Base.of, container.image, container.spec)
     target = await asyncio.to_thread(_open_fresh, fresh)
     try:
         was_paused = container.paused
         if not was_paused:
             await container.pause()
         try:
-            await container.ask("snapshot", [target], header=json.dumps(asdict(origin)))
+            await container.ask("snapshot", [target], header=json.dumps(asdict(base)))
         except SandboxRefused as error:
             if error.number and error.number not in _NOT_THE_AGENTS:
                 raise AgentError(f"no snapshot can be taken: {error.reason}") from error
@@ -156,7 +172,7 @@ def find(folder: Path, snapshot: str) -> Path:
         CallerError: there is none of that name.
     """
     if not isinstance(snapshot, str) or not _NAME.fullmatch(snapshot) or not (folder / snapshot).is_file():
-        raise CallerError(f"there is no snapshot {snapshot!r} in {folder}", field=FIELD)
+        raise CallerError(f"there is no snapshot {snapshot!r} in {folder}", field=SNAPSHOT)
     return folder / snapshot
 
 
@@ -175,27 +191,8 @@ def read(path: Path) -> Snapshot:
             file.seek(0)
             with tarfile.open(fileobj=file, mode="r:") as archive:
                 told = archive.pax_headers[HEADER]
-        return Snapshot(path, _ORIGIN.validate_json(told))
+        return Snapshot(path, _BASE.validate_json(told))
     except OSError as error:
-        raise CallerError(f"{path} can't be read: {error.strerror}", field=FIELD) from error
+        raise CallerError(f"{path} can't be read: {error.strerror}", field=SNAPSHOT) from error
     except (tarfile.TarError, EOFError, KeyError, ValueError) as error:
-        raise CallerError(f"{path} is no snapshot of a sandbox", field=FIELD) from error
-
-
-async def restore(container: Container, snapshot: Snapshot) -> None:
-    """Do to a fresh sandbox of the same image what was done to the one that the snapshot was taken of.
-
-    Raises:
-        CallerError: it is damaged, of another image, or has more than the sandbox may write.
-        SandboxRefused: the machine has no room for it.
-    """
-    snapshot.origin.check(await asyncio.to_thread(Origin.of, container.image, container.spec))
-    source = os.open(snapshot.path, os.O_RDONLY | os.O_CLOEXEC)
-    try:
-        await container.ask("restore", [source])
-    except SandboxRefused as error:
-        if error.number and error.number not in OF_THE_MACHINE:
-            raise CallerError(f"{snapshot.path} can't be restored: {error.reason}", field=FIELD) from error
-        raise
-    finally:
-        os.close(source)
+        raise CallerError(f"{path} is no snapshot of a sandbox", field=SNAPSHOT) from error
