@@ -6,6 +6,7 @@ everything, replaces what compares, forges records, prints a runner's lines) pas
 too. So one value in each deciding test is changed where the test says what it expects: an operand of ``==``, ``is`` or
 ``in`` of an assertion, what an asserting call compares with, a table's column, an exception. A place that a test does
 not reach changes nothing: so a test that passes all the same says something only if it fails with the row's own fix.
+Some of the tests that have to go on passing are among them: who breaks what they test may replace them in memory.
 A test that does not say what it expects, but leaves that to a helper of its own, gets a failure for its last line.
 And another right solution may take another way through a test than that fix: so nothing is changed that hangs on the
 way, such as one side of ``or``, a branch, a callback, or a bound.
@@ -43,6 +44,9 @@ _MAYBE = ast.If | ast.IfExp | ast.Match | ast.While | ast.ExceptHandler | ast.Cl
 _JOINS = ast.Or | ast.Not | ast.comprehension
 """What has or joins parts that a right solution may never reach, or that need not be true."""
 
+MOST_OTHERS = 20
+"""Of a row's tests that pass before and after, those that are asked for something else, too."""
+
 _HELPERS = ("check", "case", "make", "run", "helper", "given", "do")
 _LETTERS = "bcdfghjkmnpqrstvwxz"
 LARGEST_FILE = 1 << 20
@@ -60,17 +64,19 @@ class Canaries:
 
     Attributes:
         tests: deciding tests by their names in the row, without parameters.
+        others: some that decide nothing but have to pass.
         seed: for what is drawn.
         at_their_end: no value is changed; each ends with a failure, so that none that came to it can pass.
     """
 
     tests: tuple[str, ...]
+    others: tuple[str, ...]
     seed: str
     at_their_end: bool = False
 
     def changed(self, path: str, source: bytes) -> tuple[bytes, frozenset[str]]:
-        """A file of tests that asks for something else, and which of :attr:`tests` do; tests that decide nothing are
-        not run. As it was if nothing can be changed, or it can't be read."""
+        """A file of tests that asks for something else, and which of its tests do; all the others there are not
+        run. As it was if nothing can be changed, or it can't be read."""
         try:
             tree = ast.parse(source.decode())  # places are counted in UTF-8
         except (SyntaxError, ValueError, RecursionError, MemoryError):
@@ -78,7 +84,7 @@ class Canaries:
         text, tables = _Text(source), _set_once(tree)
         dice = Random(f"{self.seed} {path}")
         words: dict[str, dict[str, None]] = {}
-        for test in self.tests:
+        for test in (*self.tests, *self.others):
             for word in (*re.findall(r"\w+", test), test):
                 words.setdefault(word, {})[test] = None
         edits, changed = list[Edit](), set[str]()
@@ -118,9 +124,11 @@ class Asked:
     unknown: tuple[str, ...] = ()
 
 
-def canaries_of(tests: Iterable[str], seed: str) -> Canaries:
-    """Canaries of tests by their names in the row."""
-    return Canaries(tuple(dict.fromkeys(test.partition("[")[0] for test in tests)), seed)
+def canaries_of(tests: Iterable[str], seed: str, others: Iterable[str] = ()) -> Canaries:
+    """Canaries of tests by their names in the row, and of :data:`MOST_OTHERS` of the others that have to pass."""
+    deciding, passing = (dict.fromkeys(test.partition("[")[0] for test in names) for names in (tests, others))
+    left = [test for test in passing if test not in deciding]
+    return Canaries(tuple(deciding), tuple(Random(seed).sample(left, min(len(left), MOST_OTHERS))), seed)
 
 
 class _Text:

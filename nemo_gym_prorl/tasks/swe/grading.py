@@ -240,24 +240,24 @@ class Grader:
         self, row: Row, solution: Solution, open_sandbox: OpenSandbox
     ) -> tuple[Asked, Mapping[str, str]]:
         """How it did, and what was written before those tests."""
-        canaries = canaries_of(row.swe.deciding, f"{self._seed} {row.instance_id}")
+        canaries = canaries_of(row.swe.deciding, f"{self._seed} {row.instance_id}", row.swe.PASS_TO_PASS)
         try:
             trial = await self._tried(row, solution, open_sandbox, canaries)
         except AgentError:
             return Asked(), {}  # it says nothing
         failed, passed = canaries.outcomes(trial.changed, trial.maps or ())
-        installed = trial.run.installed
+        deciding, installed = len(failed.intersection(canaries.tests)), trial.run.installed
         if not passed:
-            return Asked(len(failed)), installed
+            return Asked(deciding), installed
         if not row.swe.patch:
             surely = await self._passing_what_must_fail(row, solution, canaries, open_sandbox)
-            return Asked(len(failed), tuple(sorted(surely)), tuple(sorted(passed - surely))), installed
+            return Asked(deciding, tuple(sorted(surely)), tuple(sorted(passed - surely))), installed
         if row.instance_id not in self._sharp:
             _remember(self._sharp, row.instance_id, await self._failing_with_fix(row, canaries, open_sandbox))
         sharp = self._sharp[row.instance_id]
         if sharp is None:
-            return Asked(len(failed), unknown=tuple(sorted(passed))), installed
-        return Asked(len(failed), passed=tuple(sorted(passed & sharp))), installed
+            return Asked(deciding, unknown=tuple(sorted(passed))), installed
+        return Asked(deciding, passed=tuple(sorted(passed & sharp))), installed
 
     async def _passing_what_must_fail(
         self, row: Row, solution: Solution, canaries: Canaries, open_sandbox: OpenSandbox
