@@ -25,7 +25,7 @@ from dataclasses import dataclass, replace
 from nemo_gym_prorl.sandbox.isolation import accounts, syscalls
 from nemo_gym_prorl.sandbox.isolation.mounts import KERNELS, SMALL_TMPFS, terminal_options
 from nemo_gym_prorl.sandbox.limits import kernel_shares
-from nemo_gym_prorl.sandbox.supervisor.processes.children import Unreachable
+from nemo_gym_prorl.sandbox.supervisor.rpc.answers import Unreachable
 
 
 NAMESPACES = {

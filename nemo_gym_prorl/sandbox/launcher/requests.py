@@ -12,7 +12,7 @@ import os
 import resource
 import socket
 import struct
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from enum import IntEnum
 from typing import Any
@@ -22,7 +22,7 @@ from nemo_gym_prorl.sandbox.isolation.capabilities import KEPT
 from nemo_gym_prorl.sandbox.isolation.joining import Place
 from nemo_gym_prorl.sandbox.limits import descriptors
 from nemo_gym_prorl.sandbox.limits.report import COUNTED_PER_NAMESPACE, Facts
-from nemo_gym_prorl.sandbox.supervisor.processes.children import KILLED, exhausted
+from nemo_gym_prorl.sandbox.supervisor.rpc.answers import KILLED, exhausted
 from nemo_gym_prorl.sandbox.supervisor.rpc.protocol import Message, Packet, PeerGone, close_all, receive_packet
 
 
@@ -111,7 +111,7 @@ class Request:
             raise OSError(errno.ENOSYS, f"there is no filter of system calls for {os.uname().machine}")
         self.content(seccomp.FILTER)
 
-    def packet(self, group: int | None, files: Sequence[int], failed: Callable[[OSError], None]) -> Packet:
+    def packet(self, group: int | None, files: Sequence[int]) -> Packet:
         """As it is sent. What is sent with it stays open, but for ``group``: the folder of the control group in which
         its process is to be born."""
         own = [] if group is None else [group]
@@ -122,7 +122,7 @@ class Request:
             with os.fdopen(memory, "wb", closefd=False) as file:
                 file.write(body)
             body, more = b"", [memory]
-        return Packet(header + body, [*own, *files, *more], [*own, *more], failed)
+        return Packet(header + body, [*own, *files, *more], [*own, *more])
 
 
 def _place(request: Request, place: Place) -> None:

@@ -10,8 +10,8 @@ One change at a time: each is made by a forked child from what is known when its
 
 from __future__ import annotations
 
+import asyncio
 import os
-from collections import deque
 from dataclasses import dataclass, field
 from functools import partial
 from ipaddress import IPv4Address, ip_address
@@ -19,10 +19,10 @@ from itertools import count
 
 from nemo_gym_prorl.sandbox.isolation.network import router as networks
 from nemo_gym_prorl.sandbox.launcher import requests
-from nemo_gym_prorl.sandbox.supervisor.lifecycle import NoSandbox, Sandboxes
-from nemo_gym_prorl.sandbox.supervisor.processes.children import Children
+from nemo_gym_prorl.sandbox.supervisor.lifecycle import Sandboxes
+from nemo_gym_prorl.sandbox.supervisor.processes import background
+from nemo_gym_prorl.sandbox.supervisor.processes.children import Answer, Children
 from nemo_gym_prorl.sandbox.supervisor.processes.launcher import Launcher
-from nemo_gym_prorl.sandbox.supervisor.rpc.connections import Request
 from nemo_gym_prorl.sandbox.supervisor.rpc.protocol import Message
 
 
@@ -46,33 +46,32 @@ class Networks:
         self._names: dict[str, dict[str, str]] = {}
         """Of each sandbox that was told any: the names it knows, and their addresses."""
         self._networks: dict[str, Network] = {}
-        self._waiting: deque[tuple[Request, Message]] = deque()
-        self._busy = False
+        self._change = asyncio.Lock()
         self._changing: Network | None = None
         """What some are being brought into, which stays though all that are in it end meanwhile."""
         sandboxes.on_gone.append(self._gone)
 
-    def address(self, request: Request, name: str) -> None:
-        """Answer with the address that a sandbox has in whatever network it comes into."""
-        request.answer({"address": str(self._address_of(name))})
+    def address(self, name: str) -> Answer:
+        """The address that a sandbox has in whatever network it comes into."""
+        return {"address": str(self._address_of(name))}, []
 
-    def introduce(self, request: Request, order: Message) -> None:
+    async def introduce(self, order: Message) -> Answer:
         """Let a sandbox see those behind the addresses of ``order["hosts"]`` under these names, and them see it."""
         self._sandboxes.up(order["sandbox"])
-        self._waiting.append((request, order))
-        self._begin()
+        async with self._change:
+            await self._bring_together(order)
+        return await self._tell(order["sandbox"], order["hosts"])
 
-    def reach(self, request: Request, order: Message) -> None:
+    async def reach(self, order: Message) -> Answer:
         """As :func:`.requests.connect`, to a port of the sandbox behind an address in the same network."""
         place = self._sandboxes.up(self._fellow(order)).place_to_join()
-        self._launcher.ask(requests.connect(place, order["port"]), request.answer)
+        return await self._launcher.run(requests.connect(place, order["port"]))
 
-    def listen(self, request: Request, order: Message) -> None:
-        """Answer with what listens on a port of the sandbox's loopback device, for one behind an address in the same
-        network."""
+    async def listen(self, order: Message) -> Answer:
+        """What listens on a port of the sandbox's loopback device, for one behind an address in the same network."""
         self._fellow(order)
         place = self._sandboxes.up(order["sandbox"]).place_to_join()
-        self._children.fork(partial(networks.listen, place, order["port"]), request.answer)
+        return await self._children.run(partial(networks.listen, place, order["port"]))
 
     def _fellow(self, order: Message) -> str:
         """Who is behind the address, in a network with the sandbox."""
@@ -102,17 +101,8 @@ class Networks:
     def _behind(self, address: str) -> str | None:
         return next((name for name, own in self._addresses.items() if str(own) == address), None)
 
-    def _begin(self) -> None:
-        while self._waiting and not self._busy:
-            request, order = self._waiting.popleft()
-            try:
-                self._connect(request, order)
-            except NoSandbox as error:
-                request.answer({"error": str(error), "lost": True})
-            except OSError as error:
-                request.answer({"error": error.strerror or str(error)})
-
-    def _connect(self, request: Request, order: Message) -> None:
+    async def _bring_together(self, order: Message) -> None:
+        """Have one network of all that are to be introduced, directly or not."""
         together = {order["sandbox"]}
         for name, address in order["hosts"].items():
             behind = self._behind(address)
@@ -126,57 +116,36 @@ class Networks:
             together |= network.members
         coming = sorted(together - into.members if into else together)
         if not coming:
-            self._tell(order["sandbox"], order["hosts"], request)
             return
         members = [
             networks.Member(self._sandboxes.up(name).place_to_join(), self._address_of(name)) for name in coming
         ]
-        self._busy, self._changing = True, into
-        self._children.fork(
-            partial(networks.connect, into.namespace if into else None, members),
-            partial(self._connected, request, order, into, coming),
-        )
-
-    def _connected(
-        self,
-        request: Request,
-        order: Message,
-        into: Network | None,
-        coming: list[str],
-        answer: Message,
-        files: list[int],
-    ) -> None:
-        self._busy, self._changing = False, None
-        if "error" in answer:
-            request.answer(answer)
+        namespace = into.namespace if into else None
+        self._changing = into
+        try:
+            _answer, files = await self._children.run(
+                partial(networks.connect, namespace, members), [] if namespace is None else [namespace]
+            )
+        except BaseException:
+            self._changing = None
             if into:
                 self._close_if_empty(into)
-        else:
-            network = into or Network(files.pop())
-            for name in coming:
-                self._leave(name)
-                network.members.add(name)
-                self._networks[name] = network
-            # Those that ended meanwhile.
-            for name in [name for name in network.members if name not in self._addresses]:
-                self._leave(name)
-            self._tell(order["sandbox"], order["hosts"], request)
-        self._begin()
+            raise
+        self._changing = None
+        network = into or Network(files.pop())
+        for name in coming:
+            self._leave(name)
+            network.members.add(name)
+            self._networks[name] = network
+        # Those that ended meanwhile.
+        for name in [name for name in network.members if name not in self._addresses]:
+            self._leave(name)
 
-    def _tell(self, sandbox: str, names: dict[str, str], request: Request | None = None) -> None:
+    async def _tell(self, sandbox: str, names: dict[str, str]) -> Answer:
         """Have a sandbox know these names and no others."""
-
-        def told(answer: Message, _files: list[int]) -> None:
-            if request:
-                request.answer(answer)
-
-        try:
-            place = self._sandboxes.up(sandbox).place_to_join()
-        except (NoSandbox, OSError) as error:
-            told({"error": str(error), "lost": isinstance(error, NoSandbox)}, [])
-            return
+        place = self._sandboxes.up(sandbox).place_to_join()
         self._names[sandbox] = names
-        self._children.fork(partial(networks.write_hosts, place, names), told)
+        return await self._children.run(partial(networks.write_hosts, place, names))
 
     def _leave(self, name: str) -> None:
         network = self._networks.pop(name, None)
@@ -198,4 +167,5 @@ class Networks:
         for other in others:
             names = self._names.get(other, {})
             if address in names.values():
-                self._tell(other, {known: place for known, place in names.items() if place != address})
+                left = {known: place for known, place in names.items() if place != address}
+                background.begin(self._tell(other, left))

@@ -32,7 +32,7 @@ from nemo_gym_prorl.sandbox.limits.watchdog import (
 )
 from nemo_gym_prorl.sandbox.supervisor.processes import pidfd
 from nemo_gym_prorl.sandbox.supervisor.processes.children import tell
-from nemo_gym_prorl.sandbox.supervisor.processes.servant import wait_for
+from nemo_gym_prorl.sandbox.supervisor.processes.worker import wait_for
 from nemo_gym_prorl.sandbox.supervisor.rpc.protocol import Message, PeerGone, receive
 from nemo_gym_prorl.sandbox.supervisor.sandbox import Sandbox
 
@@ -184,7 +184,7 @@ class Watch:
                     self._tell(box, "file size", file_size_reached(box.disk_limit >> 20), ended=False)
 
     def _tell(self, box: Watched, resource: str, reason: str, *, ended: bool) -> None:
-        tell(self._channel, {"sandbox": box.name, "resource": resource, "reason": reason, "ended": ended}, [])
+        tell(self._channel, {"sandbox": box.name, "resource": resource, "reason": reason, "ended": ended})
 
 
 def _shared_memory_free(box: Watched) -> int:

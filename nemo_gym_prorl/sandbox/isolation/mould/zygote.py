@@ -123,7 +123,6 @@ def spawn(
     """As :func:`.requests.spawn`, by way of the zygote that takes requests at ``zygote``; answers with nothing done if
     that can't."""
     try:
-        descriptors.close_all_but([0, 1, 2, *files, channel.fileno(), zygote])
         trouble = _ask(socket.socket(fileno=zygote), group, place, order, files, channel)
     except (_NoZygote, OSError):
         trouble = Answer(Said.DONE)

@@ -24,7 +24,7 @@ from typing import Any
 
 from nemo_gym_prorl.sandbox.isolation import joining
 from nemo_gym_prorl.sandbox.isolation.network import netlink
-from nemo_gym_prorl.sandbox.supervisor.processes.children import Unreachable
+from nemo_gym_prorl.sandbox.supervisor.rpc.answers import Unreachable
 
 
 NETWORK = IPv4Network("10.99.0.0/16")

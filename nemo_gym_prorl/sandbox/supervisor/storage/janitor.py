@@ -15,8 +15,9 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from nemo_gym_prorl.sandbox.limits import cgroups
-from nemo_gym_prorl.sandbox.supervisor.processes.children import in_words, tell
-from nemo_gym_prorl.sandbox.supervisor.processes.servant import wait_for
+from nemo_gym_prorl.sandbox.supervisor.processes.children import tell
+from nemo_gym_prorl.sandbox.supervisor.processes.worker import wait_for
+from nemo_gym_prorl.sandbox.supervisor.rpc.answers import in_words
 from nemo_gym_prorl.sandbox.supervisor.rpc.protocol import Message, PeerGone, receive
 from nemo_gym_prorl.sandbox.supervisor.storage.erase import erase
 
@@ -65,6 +66,6 @@ def serve(channel: socket.socket) -> None:
             jobs.append((name, steps))
         except StopIteration:
             idle = 0
-            tell(channel, {"sandbox": name}, [])
+            tell(channel, {"sandbox": name})
         except OSError as error:
-            tell(channel, {"sandbox": name, "error": in_words(error)}, [])
+            tell(channel, {"sandbox": name, "error": in_words(error)})
