@@ -36,10 +36,10 @@ from nemo_gym_prorl.sandbox.runtime.apptainer import Runtime
 from nemo_gym_prorl.sandbox.spec import order
 from nemo_gym_prorl.sandbox.supervisor.moulds import Moulds
 from nemo_gym_prorl.sandbox.supervisor.processes import pidfd
-from nemo_gym_prorl.sandbox.supervisor.processes.children import KILLED, Children
-from nemo_gym_prorl.sandbox.supervisor.processes.event_loop import Loop
+from nemo_gym_prorl.sandbox.supervisor.processes.children import Children
 from nemo_gym_prorl.sandbox.supervisor.processes.launcher import Launcher
 from nemo_gym_prorl.sandbox.supervisor.rpc import own_supervisor, protocol
+from nemo_gym_prorl.sandbox.supervisor.rpc.answers import Refused
 from nemo_gym_prorl.sandbox.supervisor.rpc.client import SandboxLost
 from nemo_gym_prorl.sandbox.supervisor.storage import state_dir
 from nemo_gym_prorl.sandbox.supervisor.storage.erase import remove_tree
@@ -202,13 +202,16 @@ def test_a_first_process_whose_supervisor_died_before_it_could_tell_ends(runtime
         try:
             (ours, answered), (_channel, theirs) = protocol.socket_pair(), socket.socketpair()
             ours.setblocking(True)
-            launcher = Launcher(Loop(print, print), Children(), tmp_path)
-            files = [answered.fileno(), domain, theirs.fileno(), launcher.program(), lives]
-            request = cast(mould, given, str(tmp_path))
-            launcher.start(request, files, None, begun=print, ended=print, failed=print, lost=print)
-            assert requests.receive(ours)[0]["pid"]
-            os.write(lives, b"!")
-            time.sleep(100)
+
+            async def begin() -> None:
+                launcher = Launcher(Children(), tmp_path)
+                files = [answered.fileno(), domain, theirs.fileno(), launcher.program(), lives]
+                await launcher.start(cast(mould, given, str(tmp_path)), files, None)
+                assert requests.receive(ours)[0]["pid"]
+                os.write(lives, b"!")
+                time.sleep(100)  # noqa: ASYNC251
+
+            asyncio.run(begin())
         except BaseException:
             traceback.print_exc()
         finally:
@@ -250,36 +253,35 @@ def silent_image(tiny_root: Path) -> Iterator[Path]:
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="only root sees for whom the shell of a container that starts runs")
 @pytest.mark.parametrize("owner", ["lives", "died, too"])
-def test_an_image_that_is_asked_for_its_variables_ends_when_its_asker_is_killed(
+async def test_an_image_that_is_asked_for_its_variables_ends_when_its_asker_is_killed(
     silent_image: Path, runtime: Runtime, owner: str
 ) -> None:
     folder, lock = state_dir.take(state_dir.state_root())
     spec = ContainerSpec(image=silent_image, start="mould", start_timeout_s=60)
-    children, answers = Children(), []
-    moulds = Moulds(folder, children, list)
-    moulds.get(order("b-1", draw(several=False), spec, runtime), lambda _mould, answer: answers.append(answer))
+    children = Children()
+    asking = asyncio.create_task(Moulds(folder, children, list).get(order("b-1", draw(several=False), spec, runtime)))
     try:
-        deadline = time.monotonic() + 60
-        while not runs_its_shell(folder):
-            assert time.monotonic() < deadline
-            children.reap()
-            assert not answers, answers
-            time.sleep(0.02)
+        async with asyncio.timeout(60):
+            while not runs_its_shell(folder):
+                assert not asking.done()
+                await asyncio.sleep(0.02)
         known = processes_of(folder)
-        (asker,) = children._waiting
-        os.kill(asker, signal.SIGKILL)
+        (asker,) = children._known.values()
+        asker.kill()
         if owner == "lives":
-            while not (answers and not children._waiting):
-                children.reap()
-                time.sleep(0.01)
-            assert answers == [KILLED]
+            with pytest.raises(Refused, match="helper was killed"):
+                await asking
+            while children._known:
+                await asyncio.sleep(0.01)
             assert [entry.name for entry in folder.iterdir()] == [state_dir.LOCK_FILE]
         else:
-            os.waitpid(asker, 0)
+            asyncio.get_running_loop().remove_signal_handler(signal.SIGCHLD)
+            os.waitpid(asker.pid, 0)  # noqa: ASYNC222
             state_dir.clear(folder)
             assert not folder.exists()
         seconds_until_gone(folder, known, time.monotonic())
     finally:
+        asking.cancel()
         for pid, started in processes_of(folder).items():
             assert started
             pidfd.kill(pid, started)

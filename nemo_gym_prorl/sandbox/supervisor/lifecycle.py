@@ -21,7 +21,6 @@ import os
 import re
 import signal
 import socket
-import traceback
 from collections.abc import Callable
 from pathlib import Path
 
@@ -35,6 +34,7 @@ from nemo_gym_prorl.sandbox.runtime.command import SHARED_FOLDER
 from nemo_gym_prorl.sandbox.supervisor import watch
 from nemo_gym_prorl.sandbox.supervisor.creation import Creation, Turns, look_for_first
 from nemo_gym_prorl.sandbox.supervisor.processes import background
+from nemo_gym_prorl.sandbox.supervisor.processes.background import guarded
 from nemo_gym_prorl.sandbox.supervisor.processes.children import Answer, Children
 from nemo_gym_prorl.sandbox.supervisor.processes.launcher import Launcher
 from nemo_gym_prorl.sandbox.supervisor.processes.worker import Worker
@@ -302,24 +302,28 @@ class Sandboxes:
     async def _end(self, sandbox: Sandbox) -> None:
         """From the beginning of its end until nothing of it is left. Whatever fails is tried again."""
         since = self._loop.time()
-        self._watchdog.tell({"forget": sandbox.name})
-        if sandbox.channel:
-            with contextlib.suppress(OSError):
+        with guarded():
+            self._watchdog.tell({"forget": sandbox.name})
+        with guarded():
+            if sandbox.channel:
                 # A first process that we have not heard of yet ends by that.
                 sandbox.channel.shutdown(socket.SHUT_RDWR)
         await sandbox.created.wait()
+        with guarded():
+            look_for_first(sandbox)
         if sandbox.starter:
             sandbox.starter.ended.add_done_callback(lambda _status: sandbox.changed.set())
+        if sandbox.space:
+            self._inits[sandbox.space.init] = sandbox
         while True:
             sandbox.changed.clear()
-            try:
-                if self._take_down(sandbox, self._loop.time() - since):
-                    await self._delete(sandbox)
-                    break
-            except Refused as error:
-                sandbox.tell_gone(error)
-            except Exception:
-                traceback.print_exc()
+            with guarded():
+                try:
+                    if self._take_down(sandbox, self._loop.time() - since):
+                        await self._delete(sandbox)
+                        break
+                except Refused as error:
+                    sandbox.tell_gone(error)
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout(TICK_S):
                     await sandbox.changed.wait()
@@ -329,7 +333,8 @@ class Sandboxes:
         if sandbox.space:
             self._inits.pop(sandbox.space.init, None)
         for told in self.on_gone:
-            told(sandbox.name)
+            with guarded():
+                told(sandbox.name)
         sandbox.tell_gone()
 
     def _take_down(self, sandbox: Sandbox, closing_s: float) -> bool:
@@ -338,10 +343,7 @@ class Sandboxes:
         Raises:
             Refused: it takes too long.
         """
-        look_for_first(sandbox)
         group, space, starter = sandbox.group, sandbox.space, sandbox.starter
-        if space:
-            self._inits[space.init] = sandbox
         if group:
             group.kill()
         step = step_down(

@@ -4,8 +4,9 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import traceback
-from collections.abc import Coroutine
+from collections.abc import Coroutine, Iterator
 from typing import Any
 
 from nemo_gym_prorl.sandbox.supervisor.rpc.answers import Refused
@@ -30,6 +31,15 @@ def _ended(task: asyncio.Task[Any]) -> None:
     _running.discard(task)
     if not task.cancelled() and (error := task.exception()) and not isinstance(error, Refused):
         traceback.print_exception(error)
+
+
+@contextlib.contextmanager
+def guarded() -> Iterator[None]:
+    """What goes wrong in the block is told to whoever reads our errors; what comes after it goes on."""
+    try:
+        yield
+    except Exception:
+        traceback.print_exc()
 
 
 async def to_its_end[T](work: Coroutine[Any, Any, T]) -> T:
