@@ -14,7 +14,7 @@ import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
-from unittest.mock import Mock
+from unittest.mock import AsyncMock, Mock
 
 import pytest
 from hypothesis import HealthCheck, given, settings
@@ -294,9 +294,8 @@ async def test_an_end_goes_on_whatever_fails_at_its_begin(
     box.created.set()
     box.space = Mock(init=1, alive=False)
     boxes = lifecycle.Sandboxes.__new__(lifecycle.Sandboxes)
-    boxes._loop, boxes._all, boxes._inits, boxes._deletions = asyncio.get_running_loop(), {"b-1": box}, {}, {}
-    boxes._watchdog, boxes._janitor, boxes._volumes, boxes.on_gone = Mock(), Mock(), Mock(), []
-    boxes._janitor.tell.side_effect = lambda _order: boxes._deleted({"sandbox": "b-1"})
+    boxes._loop, boxes._all, boxes._inits = asyncio.get_running_loop(), {"b-1": box}, {}
+    boxes._watchdog, boxes._launcher, boxes._volumes, boxes.on_gone = Mock(), AsyncMock(), Mock(), []
     failing = Mock(side_effect=OSError(errno.ENOSPC, "full"))
     if fails == "looking":
         monkeypatch.setattr(lifecycle, "look_for_first", failing)

@@ -8,8 +8,11 @@
  *   make     start the first process of a new sandbox, in namespaces of its own, which makes the sandbox from inside
  *   spawn    join a sandbox, start a process there, and become the program that is asked for
  *   connect  join a sandbox, and connect to what listens there
+ *   put, get join a sandbox, and copy a file in or out
+ *   erase    remove what an ended sandbox left
  *
- * As "sandbox" it is the first process of a sandbox for the rest of its life: it waits, and does nothing else.
+ * As "sandbox" it is the first process of a sandbox for the rest of its life: it waits, and does nothing else. As
+ * "eraser" it removes a folder for anybody.
  *
  * There is no C library in it, no memory that is allocated but in whole mappings, and no thread. A request is words of
  * eight bytes and texts that end with a zero, in the order in which they are read here, with descriptors beside it;
@@ -88,9 +91,9 @@ static long call6(long number, long a, long b, long c, long d, long e, long f) {
 }
 
 #if defined(__x86_64__)
-__asm__(".globl _start\n_start:\n xor %ebp, %ebp\n mov 8(%rsp), %rdi\n and $-16, %rsp\n call begin\n hlt\n");
+__asm__(".globl _start\n_start:\n xor %ebp, %ebp\n lea 8(%rsp), %rdi\n and $-16, %rsp\n call begin\n hlt\n");
 #else
-__asm__(".globl _start\n_start:\n ldr x0, [sp, 8]\n bl begin\n brk 1\n");
+__asm__(".globl _start\n_start:\n add x0, sp, 8\n bl begin\n brk 1\n");
 #endif
 
 #define PICK(_0, _1, _2, _3, _4, _5, _6, name, ...) name
@@ -139,7 +142,7 @@ enum { STARTED = 1, READY, DONE, FAILED, LOST, EXHAUSTED, KILLED, NO_USER, OTHER
 enum { CHANNEL = 3, MOST_FILES = 64, HIGH = 128, WORDS = 4096, LONGEST_PATH = 4096 };
 
 static struct answer { int32_t kind, number; char words[WORDS]; } answer;
-static int report;             /* where this process answers */
+static int report;             /* where this process answers; less than 0 if only its end does, by the error */
 static const char *step, *of; /* what it is at, in words */
 static int joining;            /* whether a failure is but the sandbox's end, which nothing depends on */
 
@@ -173,6 +176,8 @@ static long tell(int kind, long number, int file) {
 
 static void fail(int kind, long number) __attribute__((noreturn));
 static void fail(int kind, long number) {
+    if (report < 0)
+        end((int)number);
     tell(kind, number, -1);
     end(127);
 }
@@ -319,18 +324,35 @@ static int open_own(const char *path, int flags) {
 static struct statx about(long file) {
     struct statx found;
     memset(&found, 0, sizeof found);
-    must(CALL(statx, file, "", AT_EMPTY_PATH, STATX_TYPE | STATX_SIZE, &found));
+    must(CALL(statx, file, "", AT_EMPTY_PATH, STATX_BASIC_STATS, &found));
     return found;
 }
 
-/* What a name inside leads to, by no link of the kernel's own to open files, and without waiting for it. */
-static long open_inside(const char *path, int flags) {
+/* What a name in an open folder leads to, by no link of the kernel's own to open files, and without waiting for it. */
+static long open_in(long folder, const char *path, int flags) {
     flags |= O_CLOEXEC | (flags & O_PATH ? 0 : O_NONBLOCK | O_NOCTTY);
     struct open_how how = {(uint64_t)flags, 0, RESOLVE_NO_MAGICLINKS};
-    long found = CALL(openat2, AT_FDCWD, path, &how, sizeof how);
+    long found = CALL(openat2, folder, path, &how, sizeof how);
     if (found == -ENOSYS || found == -EPERM) /* before Linux 5.6, or in a container whose filter does not know it */
-        found = CALL(openat, AT_FDCWD, path, how.flags, 0);
+        found = CALL(openat, folder, path, how.flags, 0);
     return found;
+}
+
+static long open_inside(const char *path, int flags) {
+    return open_in(AT_FDCWD, path, flags);
+}
+
+static void pause_ms(long milliseconds) {
+    struct moment pause = {0, milliseconds * 1000000};
+    CALL(nanosleep, &pause, 0);
+}
+
+/* Have these capabilities and no others, until something is executed. */
+static void keep_rights(uint64_t kept) {
+    struct __user_cap_header_struct version = {_LINUX_CAPABILITY_VERSION_3, 0};
+    uint32_t low = (uint32_t)kept, high = (uint32_t)(kept >> 32);
+    struct __user_cap_data_struct rights[2] = {{low, low, 0}, {high, high, 0}};
+    must(CALL(capset, &version, rights));
 }
 
 /* Join. */
@@ -369,9 +391,11 @@ static void enter(unsigned long process, uint64_t spaces) {
             must(CALL(setns, doors[index], 0));
 }
 
-/* Become a process in a sandbox's namespaces and root, by its own user. What is forked then has its numbers. */
-static void join(unsigned uid) {
+/* Become a process in a sandbox's namespaces and root, by its own user, which is returned. What is forked then has its
+   numbers. */
+static unsigned join(void) {
     char path[64];
+    unsigned uid = (unsigned)word();
     unsigned long process = word();
     uint64_t spaces = word();
     int rooted = (int)word();
@@ -395,16 +419,10 @@ static void join(unsigned uid) {
         CALL(close, root);
         CALL(close, base);
     }
+    return uid;
 }
 
 /* Spawn. */
-
-/* The supervisor says so once it knows of us. If our launcher was killed before it could tell, another does it. */
-static void wait_for_word(int channel) {
-    char word;
-    if (CALL(read, channel, &word, 1) != 1)
-        end(127);
-}
 
 /* A new terminal of the sandbox's own: both ends. Without echo line ends, too, are as they are written. */
 static int open_terminal(int *controlling, unsigned rows, unsigned columns, int echo) {
@@ -450,8 +468,7 @@ static long start_within(uint64_t most) {
         if (!pauses_ms[index])
             break;
         /* Others like us, or what has just ended, may be about to go. */
-        struct moment pause = {0, pauses_ms[index] * 1000000};
-        CALL(nanosleep, &pause, 0);
+        pause_ms(pauses_ms[index]);
     }
     joining = 0;
     doing("start", "");
@@ -661,9 +678,7 @@ static void execute(unsigned uid, int *sources, int count, int has_terminal) {
 
 static void spawn(void) {
     int sources[MOST_FILES + 3], count = 0, controlling = -1, pipe[2];
-    unsigned uid = (unsigned)word();
-    join(uid);
-    wait_for_word(report);
+    unsigned uid = join();
     uint64_t most = word();
     int has_terminal = (int)word();
     unsigned rows = (unsigned)word(), columns = (unsigned)word();
@@ -721,8 +736,7 @@ static long connected(int family, unsigned port) {
 }
 
 static void connect_to(void) {
-    unsigned uid = (unsigned)word();
-    join(uid);
+    join();
     joining = 0;
     doing("connection", "");
     unsigned port = (unsigned)word();
@@ -730,6 +744,8 @@ static void connect_to(void) {
     must(tell(DONE, 0, (int)(is_error(found) ? must(first) : found)));
     end(0);
 }
+
+#include "files.c"
 
 /* Make: mounts. */
 
@@ -1055,11 +1071,9 @@ static void first_process(int channel, int program) {
     show_kernels(proc, sys);
     size_t size;
     const char *rules = bytes(&size);
-    struct __user_cap_header_struct version = {_LINUX_CAPABILITY_VERSION_3, 0};
-    struct __user_cap_data_struct none[2] = {{0, 0, 0}, {0, 0, 0}};
     doing("rights", "");
     must(CALL(prctl, PR_SET_NO_NEW_PRIVS, 1, 0, 0, 0));
-    must(CALL(capset, &version, none));
+    keep_rights(0);
     install_filter(rules, size);
     /* Children that nobody waits for are reaped by the kernel then, also after it has become the idle program. */
     unsigned long ignored[4] = {SIG_IGN, 0, 0, 0};
@@ -1073,16 +1087,21 @@ static void first_process(int channel, int program) {
     must(CALL(execveat, program, "", arguments, variables, AT_EMPTY_PATH));
 }
 
+/* Become the first user of a domain, who may make user namespaces in it and map them. */
+static void join_domain(int domain) {
+    doing("domain", "");
+    must(CALL(setns, domain, CLONE_NEWUSER));
+    must(CALL(setresgid, 0, 0, 0));
+    must(CALL(setresuid, 0, 0, 0));
+}
+
 /* Its files: the domain of its user ids, the channel of the first process, the program that this is to become, and
    volumes. The answer is the first process's number. */
 static void make(void) {
     char path[64];
     int domain = file(1), channel = file(2), program = file(3);
     must(CALL(close, CHANNEL));
-    doing("domain", "");
-    must(CALL(setns, domain, CLONE_NEWUSER));
-    must(CALL(setresgid, 0, 0, 0));
-    must(CALL(setresuid, 0, 0, 0));
+    join_domain(domain);
     /* A changed id closes what lies in /proc of us and our children, from where they are mapped. */
     must(CALL(prctl, PR_SET_DUMPABLE, 1, 0, 0, 0));
     doing("limits", "");
@@ -1106,13 +1125,17 @@ static void make(void) {
 
 /* The launcher, and the program. */
 
-enum { MAKE = 1, SPAWN, CONNECT };
+enum { MAKE = 1, SPAWN, CONNECT, PUT, GET, ERASE };
 
 struct header { uint32_t kind, grouped; uint64_t size; };
 
-/* In a child: do what was asked. A request that is larger than a packet is in the last of its files. */
+/* In a child: do what was asked, once the supervisor knows of us and says so: if our launcher was killed before it could
+   tell, another does it. A request that is larger than a packet is in the last of its files. */
 static void carry_out(struct header header, size_t size) {
+    char go;
     report = files[0];
+    if (CALL(read, report, &go, 1) != 1)
+        end(127);
     if (header.size != size) {
         int held = file(count_of_files - 1);
         if (about(held).stx_size < header.size)
@@ -1128,6 +1151,12 @@ static void carry_out(struct header header, size_t size) {
         spawn();
     if (header.kind == CONNECT)
         connect_to();
+    if (header.kind == PUT)
+        put();
+    if (header.kind == GET)
+        get();
+    if (header.kind == ERASE)
+        remove_left();
     fail(FAILED, EBADMSG);
 }
 
@@ -1180,11 +1209,28 @@ static void serve(void) {
     }
 }
 
-void begin(const char *name) __attribute__((noreturn));
-void begin(const char *name) {
-    if (name && is_text((struct field){name, length(name)}, "sandbox"))
+/* "eraser", a folder, and the number of an open file, if one is the domain of those whose files are in it. */
+static void erase_as_told(const char **arguments) {
+    report = -1;
+    doing("start", "");
+    if (!arguments[1])
+        fail(FAILED, EBADMSG);
+    if (arguments[2])
+        join_domain((int)number_of((struct field){arguments[2], length(arguments[2])}));
+    erase(arguments[1]);
+    end(0);
+}
+
+void begin(const char **arguments) __attribute__((noreturn));
+void begin(const char **arguments) {
+    struct field role = {"", 0};
+    if (arguments[0])
+        role = (struct field){arguments[0], length(arguments[0])};
+    if (is_text(role, "sandbox"))
         for (;;)
             CALL(ppoll, 0, 0, 0, 0, 0);
+    if (is_text(role, "eraser"))
+        erase_as_told(arguments);
     serve();
     end(0);
 }

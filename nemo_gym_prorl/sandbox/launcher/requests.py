@@ -15,6 +15,7 @@ import struct
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from enum import IntEnum
+from pathlib import Path
 from typing import Any
 
 from nemo_gym_prorl.sandbox.isolation import seccomp
@@ -32,6 +33,9 @@ class Kind(IntEnum):
     MAKE = 1
     SPAWN = 2
     CONNECT = 3
+    PUT = 4
+    GET = 5
+    ERASE = 6
 
 
 class Said(IntEnum):
@@ -146,7 +150,7 @@ def spawn(place: Place, order: Mapping[str, Any]) -> Request:
     rows, columns = order["tty"] or (0, 0)
     request.words(order["tty"] is not None, rows, columns, order.get("echo", True))
     request.text(order["cwd"])
-    request.words(sum(1 << number for number in place.capabilities.union(KEPT.values())))
+    request.words(_rights(place))
     files = descriptors.of_commands()
     limits = [(resource.RLIMIT_NOFILE, *files)] if files else []
     request.limits([*limits, *((name, most, most) for name, most in place.limits.items())])
@@ -169,6 +173,37 @@ def connect(place: Place, port: int) -> Request:
     return request
 
 
+def put(place: Place, path: str, mode: int | None) -> Request:
+    """Make ``path`` inside a file with the contents of the one that goes with it; missing folders are made. Never half
+    a file. Without a ``mode`` it keeps the one it has, if there is one. Answers with how many there were before."""
+    request = Request(Kind.PUT)
+    _place(request, place)
+    request.text(path)
+    request.words(-1 if mode is None else mode)
+    return request
+
+
+def get(place: Place, path: str, most: int) -> Request:
+    """Copy the ordinary file ``path`` of at most so many bytes into the one that goes with it."""
+    request = Request(Kind.GET)
+    _place(request, place)
+    request.words(_rights(place), most)
+    request.text(path)
+    return request
+
+
+def erase(folder: Path, group: Path | None) -> Request:
+    """Remove what an ended sandbox left: its control group, when nothing is left in it, and then its folder."""
+    request = Request(Kind.ERASE)
+    request.text(str(group or ""), str(folder))
+    return request
+
+
+def _rights(place: Place) -> int:
+    """The capabilities that a sandbox's commands can have."""
+    return sum(1 << number for number in place.capabilities.union(KEPT.values()))
+
+
 @dataclass(frozen=True, slots=True)
 class Answer:
     """One answer."""
@@ -189,7 +224,7 @@ class Answer:
             case Said.READY:
                 return {"ready": True}
             case Said.DONE:
-                return {}
+                return {"number": self.number}
             case Said.EXHAUSTED:
                 return exhausted(self.words)
             case Said.KILLED:

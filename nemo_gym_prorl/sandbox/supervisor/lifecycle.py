@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import errno
 import os
 import re
 import signal
@@ -27,6 +28,7 @@ from pathlib import Path
 from nemo_gym_prorl.failures import CallerError
 from nemo_gym_prorl.sandbox.binds import check_image_folder, checked
 from nemo_gym_prorl.sandbox.disks import in_memory, kind_under
+from nemo_gym_prorl.sandbox.launcher import requests
 from nemo_gym_prorl.sandbox.limits import descriptors, usage
 from nemo_gym_prorl.sandbox.limits.kernel_shares import TERMINALS
 from nemo_gym_prorl.sandbox.limits.report import file_size_reached
@@ -41,8 +43,8 @@ from nemo_gym_prorl.sandbox.supervisor.processes.worker import Worker
 from nemo_gym_prorl.sandbox.supervisor.rpc.answers import Refused, in_words
 from nemo_gym_prorl.sandbox.supervisor.rpc.connection import drop
 from nemo_gym_prorl.sandbox.supervisor.rpc.protocol import Message, close_all
-from nemo_gym_prorl.sandbox.supervisor.sandbox import Client, NoSandbox, Sandbox, Stage, step_down
-from nemo_gym_prorl.sandbox.supervisor.storage import janitor
+from nemo_gym_prorl.sandbox.supervisor.sandbox import STUCK_S, Client, NoSandbox, Sandbox, Stage, step_down
+from nemo_gym_prorl.sandbox.supervisor.storage import erase
 from nemo_gym_prorl.sandbox.supervisor.storage.volumes import Volumes
 
 
@@ -70,8 +72,6 @@ class Sandboxes:
         self._all: dict[str, Sandbox] = {}
         self._inits: dict[int, Sandbox] = {}
         """By the number of their first process, those that close."""
-        self._deletions: dict[str, tuple[Message, asyncio.Future[Message]]] = {}
-        """What the janitor has to do, and who waits for it."""
         self._volumes = Volumes(folder)
         self.on_gone: list[Callable[[str], object]] = []
         """Told the name of each sandbox that is gone."""
@@ -79,12 +79,10 @@ class Sandboxes:
         self._creation = Creation(
             folder, children, groups, launcher, lambda: (sandbox.mould for sandbox in self._all.values())
         )
-        self._janitor = Worker(
-            children, janitor.serve, self._deleted, lambda: [order for order, _done in self._deletions.values()]
-        )
+        self._children = children
+        self._launcher = launcher
         self._watchdog = Worker(children, watch.serve, self._overran, self._watches)
         # Later there may be no process to be had.
-        background.begin(self._janitor.run())
         background.begin(self._watchdog.run())
         self._in_memory = in_memory(kind_under(folder))
         self._active: dict[str, list[int]] = {}
@@ -323,7 +321,9 @@ class Sandboxes:
                         await self._delete(sandbox)
                         break
                 except Refused as error:
-                    sandbox.tell_gone(error)
+                    # As long as no process can be had that removes what is left, somebody may wait.
+                    if error.answer.get("errno") != errno.EAGAIN or self._loop.time() - since > STUCK_S:
+                        sandbox.tell_gone(error)
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout(TICK_S):
                     await sandbox.changed.wait()
@@ -371,16 +371,15 @@ class Sandboxes:
             drop(sandbox.channel)
             sandbox.channel = None
         sandbox.take_log()
-        order = janitor.order(sandbox.name, sandbox.folder, sandbox.group)
-        done: asyncio.Future[Message] = self._loop.create_future()
-        self._deletions[sandbox.name] = order, done
-        self._janitor.tell(order)
-        answer = await done
-        del self._deletions[sandbox.name]
-        if "error" in answer:
-            raise Refused(answer)
+        request = requests.erase(sandbox.folder, sandbox.group.path if sandbox.group else None)
+        try:
+            await self._launcher.run(request)
+        except Refused as error:
+            if error.answer.get("errno") not in erase.OTHERS or os.geteuid() == 0:
+                raise
+            await self._children.run(partial(_remove_tree, sandbox.folder))
 
-    def _deleted(self, answer: Message) -> None:
-        _order, done = self._deletions.get(answer.pop("sandbox"), ({}, None))
-        if done and not done.done():
-            done.set_result(answer)
+
+def _remove_tree(folder: Path) -> Answer:
+    erase.remove_tree(folder)
+    return {}, []

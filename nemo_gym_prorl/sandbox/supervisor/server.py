@@ -29,7 +29,7 @@ from functools import partial
 from pathlib import Path
 
 from nemo_gym_prorl.sandbox.isolation import syscalls
-from nemo_gym_prorl.sandbox.isolation.files import copies, snapshots
+from nemo_gym_prorl.sandbox.isolation.files import snapshots
 from nemo_gym_prorl.sandbox.launcher import requests
 from nemo_gym_prorl.sandbox.limits import cgroups, descriptors
 from nemo_gym_prorl.sandbox.supervisor.lifecycle import Sandboxes
@@ -232,13 +232,11 @@ class Supervisor:
 
     async def _do_put(self, _client: Client, order: Message, files: list[int]) -> Answer:
         place = self._sandboxes.up(order["sandbox"]).place_to_join()
-        action = partial(copies.put, place, order["path"], order["mode"], files[0])
-        return await self._children.run(action, files[:1])
+        return await self._launcher.run(requests.put(place, order["path"], order["mode"]), files[:1])
 
     async def _do_get(self, _client: Client, order: Message, files: list[int]) -> Answer:
         place = self._sandboxes.up(order["sandbox"]).place_to_join()
-        action = partial(copies.get, place, order["path"], order["limit"], files[0])
-        return await self._children.run(action, files[:1])
+        return await self._launcher.run(requests.get(place, order["path"], order["limit"]), files[:1])
 
 
 async def _send(client: Client, answer: Message, files: list[int]) -> None:

@@ -10,6 +10,7 @@ channel, and ends with the supervisor. One that was killed, or does not answer, 
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import fcntl
 import os
 import socket
@@ -19,7 +20,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from nemo_gym_prorl.sandbox.launcher import program
-from nemo_gym_prorl.sandbox.launcher.requests import Request, receive
+from nemo_gym_prorl.sandbox.launcher.requests import GO, Request, receive
 from nemo_gym_prorl.sandbox.limits.cgroups import Group
 from nemo_gym_prorl.sandbox.supervisor.processes.background import begin
 from nemo_gym_prorl.sandbox.supervisor.processes.children import Answer, Child, Children
@@ -99,7 +100,11 @@ class Launcher:
             raise no_process(error, group) from error
         with ours:
             with theirs:
+                theirs.setblocking(True)
                 child = await self.start(request, [theirs.fileno(), *files], group)
+            with contextlib.suppress(ConnectionError):
+                # It may have been killed already.
+                ours.send(GO)
             return await self._children.answer(child, ours, receive)
 
     async def run(self, request: Request, files: Sequence[int] = (), group: Group | None = None) -> Answer:
