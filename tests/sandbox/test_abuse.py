@@ -144,17 +144,11 @@ class Abuse:
 
 NO_FILTER = Off(launcher=(("    must(CALL(seccomp,", "    if (0) must(CALL(seccomp,"),))
 NO_DROP = Off(launcher=(("if (!(kept >> number & 1))", "if (0 && kept)"),))
-NO_SIZE = Off(
-    "mount = syscalls.mount\nsyscalls.mount = lambda *a: mount(*a[:4]) if a[2] == 'tmpfs' else mount(*a)",
-    (("target, kind, flags, data));", 'target, kind, flags, same(kind, "tmpfs", 5) ? "" : data));'),),
-)
-NO_SYS = Off("mount = syscalls.mount\nsyscalls.mount = lambda *a: None if a[2] == 'sysfs' else mount(*a)")
+NO_SIZE = Off(launcher=((" flags, data)", ' flags, same(kind, "tmpfs", 5) ? "" : data)'),))
+NO_SYS = Off(launcher=(('if_allowed(CALL(mount, "sysfs", "/sys", "sysfs", MS_RDONLY, 0));', ""),))
 NO_FLAG = Off(launcher=(("must(CALL(prctl, PR_SET_NO_NEW_PRIVS, 1, 0, 0, 0));", ""),))
 OF_THE_HOST = Off(launcher=(("int sys = host_network ?", "int sys = 1 ?"),))
-NO_LIMIT = Off(
-    "joining.open = lambda path, *a: open('/dev/null' if path.endswith('max_user_namespaces') else path, *a)",
-    (('write_to(must(setting(proc, "sys/user/max_user_namespaces")), "0", 1);', ""),),
-)
+NO_LIMIT = Off(launcher=(('write_to(must(setting(proc, "sys/user/max_user_namespaces")), "0", 1);', ""),))
 READABLE = Off("change = os.fchmod\nos.fchmod = lambda file, mode: change(file, 0o555 if mode == 0o111 else mode)")
 LEAKY = Off(
     """

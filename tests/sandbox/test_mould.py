@@ -218,7 +218,7 @@ def open_files() -> int:
 async def test_a_mould_is_kept_as_long_as_a_sandbox_has_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Its files are used when a sandbox is made, a while after it was asked for, and when its zygote is."""
     monkeypatch.setattr(moulds, "MOST", 2)
-    made = {"environment": {}, "owner": [0, 0], "one_user": "", "ranges": [], "accounts": {}}
+    made = {"environment": {}, "owner": [0, 0], "one_user": "", "ranges": []}
     children = Mock()
     held: list[Mould] = []
     children.run = AsyncMock(side_effect=lambda _action: (made, [os.open("/", os.O_PATH), os.open("/", os.O_PATH)]))

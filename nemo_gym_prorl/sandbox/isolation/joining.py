@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a forked child of the supervisor does to work in a container, and how one from the runtime is set up.
+"""What a forked child of the supervisor does to work in a container.
 
 Joining the namespaces of a running container takes well under a millisecond, where a second ``apptainer exec`` takes
 fifty. Every function here runs in a child that was forked for it and ends with it. None executes anything inside: what
@@ -18,13 +18,10 @@ from __future__ import annotations
 import contextlib
 import errno
 import os
-import stat
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
-from nemo_gym_prorl.sandbox.isolation import accounts, syscalls
-from nemo_gym_prorl.sandbox.isolation.mounts import KERNELS, SMALL_TMPFS, terminal_options
-from nemo_gym_prorl.sandbox.limits import kernel_shares
+from nemo_gym_prorl.sandbox.isolation import syscalls
 from nemo_gym_prorl.sandbox.supervisor.rpc.answers import Unreachable
 
 
@@ -38,9 +35,6 @@ NAMESPACES = {
     "cgroup": os.CLONE_NEWCGROUP,
 }
 """The user namespace comes first: it gives the right to join the others."""
-
-MOUNTS_FIELD_TARGET = 1
-MOUNTS_FIELD_KIND = 2
 
 
 @dataclass(frozen=True, slots=True)
@@ -152,46 +146,3 @@ def _enter_all(place: Place) -> None:
         ]
         for door in doors:
             os.setns(door)
-
-
-def prepare(place: Place, shared_memory_mib: int, host_network: bool, image: str) -> None:
-    """Close what the runtime leaves open: unbounded memory file systems, and further user namespaces.
-
-    Take away what it shows of the host: accounts, hosts, nameservers where the network is not the host's, time zone.
-    """
-    resolver = accounts.resolver(host_network)
-    copied = [path for path in accounts.COPIED_BY_THE_RUNTIME if not os.path.lexists(image + path)]
-    join(place)
-    for path in KERNELS:
-        # What the runtime mounted by way of a link may hide the settings below, or be nothing of the kernel's.
-        if not stat.S_ISDIR(os.lstat(path).st_mode):
-            raise NotADirectoryError(errno.ENOTDIR, "the image has no folder of its own there", path)
-    # Not /proc/self: this process is in the mount namespace, but not in the PID namespace that /proc shows.
-    with open("/proc/1/mounts") as table:
-        mounts = [line.split() for line in table]
-    for fields in mounts:
-        target, kind = fields[MOUNTS_FIELD_TARGET], fields[MOUNTS_FIELD_KIND]
-        if kind == "tmpfs" and not target.startswith("/sys"):
-            size = kernel_shares.shared_memory_options(shared_memory_mib) if target == "/dev/shm" else SMALL_TMPFS
-            # One of the host that is bound in, as is ours where the sandboxes' folder is on one, has its own bound.
-            with contextlib.suppress(PermissionError):
-                syscalls.mount("tmpfs", target, "tmpfs", syscalls.MS_REMOUNT, size)
-        if kind == "devpts":
-            flags = syscalls.MS_REMOUNT | syscalls.MS_NOSUID | syscalls.MS_NOEXEC
-            with contextlib.suppress(PermissionError):
-                syscalls.mount("devpts", target, "devpts", flags, terminal_options())
-    # The runtime's shows the network devices and control groups of the host. Some machines let nobody mount another.
-    with contextlib.suppress(PermissionError):
-        syscalls.mount("sysfs", "/sys", "sysfs", syscalls.MS_RDONLY)
-    for path in accounts.OF_THE_RUNTIME:
-        # Nothing is mounted there if the runtime was set up not to.
-        with contextlib.suppress(OSError):
-            syscalls.unmount(path)
-    for path in copied:
-        with contextlib.suppress(FileNotFoundError):
-            os.unlink(path)
-    accounts.write(place.uid, place.uid, resolver)
-    # In a user namespace of its own a process would have every capability again.
-    with open("/proc/sys/user/max_user_namespaces", "w") as setting:
-        setting.write("0")
-    kernel_shares.settle(shared_memory_mib)

@@ -10,6 +10,7 @@
  *   connect  join a sandbox, and connect to what listens there
  *   put, get join a sandbox, and copy a file in or out
  *   erase    remove what an ended sandbox left
+ *   prepare  join what the container runtime has started, and make it as others are
  *
  * As "sandbox" it is the first process of a sandbox for the rest of its life: it waits, and does nothing else. As
  * "eraser" it removes a folder for anybody.
@@ -508,13 +509,13 @@ static struct table table_of(const char *path) {
 }
 
 /* The fields of the next line, and how many there are; none at the end. */
-static int line_of(struct table *table, struct field *fields) {
+static int line_of(struct table *table, struct field *fields, char between) {
     int count = 0;
     if (table->at == table->end)
         return 0;
     for (const char *begin = table->at;; table->at++) {
         int last = table->at == table->end || *table->at == '\n';
-        if (!last && *table->at != ':')
+        if (!last && *table->at != between)
             continue;
         if (count < FIELDS)
             fields[count] = (struct field){begin, (size_t)(table->at - begin)};
@@ -574,7 +575,7 @@ static void become_account(const char *wanted, unsigned uid, const char **variab
     struct table table = table_of("/etc/passwd");
     long own = -1, gid = -1;
     doing(wanted, "");
-    for (int fields; (fields = line_of(&table, user));) {
+    for (int fields; (fields = line_of(&table, user, ':'));) {
         long number = fields < 6 ? -1 : number_of(user[2]);
         gid = number < 0 ? -1 : number_of(user[3]);
         if (gid < 0)
@@ -595,7 +596,7 @@ static void become_account(const char *wanted, unsigned uid, const char **variab
     long other, unknown = own == UINT32_MAX || gid == UINT32_MAX;
     groups[found++] = (uint32_t)gid;
     table = table_of("/etc/group");
-    for (int fields; (fields = line_of(&table, group));)
+    for (int fields; (fields = line_of(&table, group, ':'));)
         if (fields == 4 && (other = number_of(group[2])) >= 0 && is_member(group[3], user[0]) && found < MOST_GROUPS) {
             groups[found++] = (uint32_t)other;
             unknown |= other == UINT32_MAX;
@@ -860,26 +861,52 @@ static void settle_shares(int proc) {
     }
 }
 
-/* Files of /etc that are the sandbox's own, in place of what is there, and lines that are added to others. One that
-   is a pipe holds up nobody: where it can't be had, the user has no name, and the sandbox all else. */
+/* Files of /etc that are the sandbox's own, in place of what is there. */
 static void write_files(void) {
     make_folder("/etc", 4);
     for (size_t count = several(), size; count--;) {
-        int added = (int)word();
         const char *path = text(), *content = bytes(&size);
         doing("", path);
-        if (added) {
-            int flags = O_WRONLY | O_CREAT | O_APPEND | O_NONBLOCK | O_NOCTTY | O_CLOEXEC;
-            long opened = CALL(openat, AT_FDCWD, path, flags, 0666);
-            if (!is_error(opened))
-                write_to(opened, content, size);
-        } else {
-            /* A link in its place is none that anybody should follow. */
-            unless(ENOENT, CALL(unlinkat, AT_FDCWD, path, 0));
-            int flags = O_WRONLY | O_CREAT | O_EXCL | O_CLOEXEC;
-            write_to(must(CALL(openat, AT_FDCWD, path, flags, 0666)), content, size);
-        }
+        /* A link in its place is none that anybody should follow. */
+        unless(ENOENT, CALL(unlinkat, AT_FDCWD, path, 0));
+        int flags = O_WRONLY | O_CREAT | O_EXCL | O_CLOEXEC;
+        write_to(must(CALL(openat, AT_FDCWD, path, flags, 0666)), content, size);
     }
+}
+
+/* Give the sandbox's user a name: lines for tables that have none with his number, and none of the first who has. One
+   that is a pipe holds up nobody: where it can't be had, he has no name, and the sandbox all else. */
+static void name_user(void) {
+    struct field fields[FIELDS];
+    int known = 0;
+    for (size_t tables = several(); tables--;) {
+        const char *path = text(), *line = text();
+        long number = (long)word();
+        struct table table = table_of(path);
+        int whole = table.at == table.end || table.end[-1] == '\n';
+        for (int count; (count = line_of(&table, fields, ':'));)
+            known |= count > 3 && number_of(fields[2]) == number;
+        int flags = O_WRONLY | O_CREAT | O_APPEND | O_NONBLOCK | O_NOCTTY | O_CLOEXEC;
+        long opened = known ? -EEXIST : CALL(openat, AT_FDCWD, path, flags, 0666);
+        if (is_error(opened))
+            continue;
+        if (S_ISREG(about(opened).stx_mode)) {
+            /* The last one may be no whole one. */
+            if (!whole)
+                CALL(write, opened, "\n", 1);
+            CALL(write, opened, line, length(line));
+        }
+        CALL(close, opened);
+    }
+}
+
+/* What each sandbox has of its own, whoever made it. */
+static void settle(int proc) {
+    /* In a user namespace of its own a process would have every capability again. */
+    write_to(must(setting(proc, "sys/user/max_user_namespaces")), "0", 1);
+    settle_shares(proc);
+    write_files();
+    name_user();
 }
 
 /* What every image has, by mode; the terminals' group may use what an ordinary user's builder left closed. */
@@ -1064,10 +1091,7 @@ static void first_process(int channel, int program) {
     must(CALL(sethostname, name, length(name)));
     if (!host_network)
         raise_loopback();
-    /* In a user namespace of its own a process would have every capability again. */
-    write_to(must(setting(proc, "sys/user/max_user_namespaces")), "0", 1);
-    settle_shares(proc);
-    write_files();
+    settle(proc);
     show_kernels(proc, sys);
     size_t size;
     const char *rules = bytes(&size);
@@ -1123,9 +1147,85 @@ static void make(void) {
     end(0);
 }
 
+/*
+ * Prepare: what the container runtime has started, so that from now on it is as one that was made here. It leaves open
+ * file systems in memory without bounds, and further user namespaces; and it shows accounts, hosts, nameservers, time
+ * zone, network devices and control groups of the host.
+ */
+
+/* Some machines let nobody change a mount, or mount another; one of the host that is bound in has its own bound. */
+static void if_allowed(long result) {
+    if (result != -EPERM && result != -EACCES)
+        must(result);
+}
+
+static void bound_memory(const char *small, const char *shared, const char *terminals) {
+    struct field fields[FIELDS];
+    /* Not /proc/self: this process has none of the numbers that /proc shows. */
+    struct table mounts = table_of("/proc/1/mounts");
+    for (int count; (count = line_of(&mounts, fields, ' '));) {
+        char target[LONGEST_PATH];
+        if (count < 3 || fields[1].size >= sizeof target)
+            continue;
+        memcpy(target, fields[1].text, fields[1].size);
+        target[fields[1].size] = 0;
+        doing("bounds of", target);
+        int terminal = is_text(fields[2], "devpts");
+        const char *kind = terminal ? "devpts" : "tmpfs", *data = terminal ? terminals : small;
+        if (same(target, "/dev/shm", sizeof "/dev/shm"))
+            data = shared;
+        unsigned long flags = terminal ? MS_NOSUID | MS_NOEXEC : 0;
+        if (is_text(fields[2], kind) && (terminal || !same(target, "/sys", 4)))
+            if_allowed(CALL(mount, kind, target, kind, MS_REMOUNT | flags, data));
+    }
+}
+
+/* Its files: where to write the variables of its first process, which may say of any part of its memory that they are
+   there, and be read for ever: not for longer than so many seconds. */
+static void prepare(void) {
+    static const char *const KERNELS[] = {"/proc", "/sys", "/dev"};
+    struct { struct { long seconds, microseconds; } again, first; } timer = {{0, 0}, {0, 0}};
+    struct statx found;
+    long reading, writing, proc = -1;
+    join();
+    joining = 0;
+    timer.first.seconds = (long)word();
+    must(CALL(setitimer, 0, &timer, 0));
+    CALL(umask, 022);
+    for (size_t index = 0; index < sizeof KERNELS / sizeof *KERNELS; index++) {
+        const char *path = KERNELS[index];
+        doing(path, "");
+        memset(&found, 0, sizeof found);
+        must(CALL(statx, AT_FDCWD, path, AT_SYMLINK_NOFOLLOW, STATX_TYPE, &found));
+        /* What the runtime mounted by way of a link may hide the settings below, or be nothing of the kernel's. */
+        if (!S_ISDIR(found.stx_mode))
+            refuse(path, "of the image is no folder of its own", ENOTDIR);
+    }
+    doing("its variables", "");
+    proc = must(open_inside("/proc", O_PATH | O_DIRECTORY | O_NOFOLLOW));
+    uint64_t most = word();
+    if (!copy(must(open_in(proc, "1/environ", O_RDONLY)), file(1), most, &reading, &writing))
+        refuse("the image sets more than 2 MiB of variables", "", E2BIG);
+    must(reading);
+    must(writing);
+    const char *small = text(), *shared = text(), *terminals = text();
+    bound_memory(small, shared, terminals);
+    doing("mount on", "/sys");
+    if_allowed(CALL(mount, "sysfs", "/sys", "sysfs", MS_RDONLY, 0));
+    /* What it mounted with contents of the host; nothing is there if it was set up not to. */
+    for (size_t count = several(); count--;)
+        CALL(umount2, text(), MNT_DETACH);
+    /* What it copied. */
+    for (size_t count = several(); count--;)
+        CALL(unlinkat, AT_FDCWD, text(), 0);
+    settle((int)proc);
+    must(tell(DONE, 0, -1));
+    end(0);
+}
+
 /* The launcher, and the program. */
 
-enum { MAKE = 1, SPAWN, CONNECT, PUT, GET, ERASE };
+enum { MAKE = 1, SPAWN, CONNECT, PUT, GET, ERASE, PREPARE };
 
 struct header { uint32_t kind, grouped; uint64_t size; };
 
@@ -1157,6 +1257,8 @@ static void carry_out(struct header header, size_t size) {
         get();
     if (header.kind == ERASE)
         remove_left();
+    if (header.kind == PREPARE)
+        prepare();
     fail(FAILED, EBADMSG);
 }
 

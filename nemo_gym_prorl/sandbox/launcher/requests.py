@@ -8,6 +8,7 @@ file, the last of the descriptors beside it. An answer is two numbers, and what 
 from __future__ import annotations
 
 import errno
+import math
 import os
 import resource
 import socket
@@ -18,10 +19,11 @@ from enum import IntEnum
 from pathlib import Path
 from typing import Any
 
-from nemo_gym_prorl.sandbox.isolation import seccomp
+from nemo_gym_prorl.sandbox.isolation import accounts, seccomp
 from nemo_gym_prorl.sandbox.isolation.capabilities import KEPT
 from nemo_gym_prorl.sandbox.isolation.joining import Place
-from nemo_gym_prorl.sandbox.limits import descriptors
+from nemo_gym_prorl.sandbox.isolation.mounts import SMALL_TMPFS, terminal_options
+from nemo_gym_prorl.sandbox.limits import descriptors, kernel_shares
 from nemo_gym_prorl.sandbox.limits.report import COUNTED_PER_NAMESPACE, Facts
 from nemo_gym_prorl.sandbox.supervisor.rpc.answers import KILLED, exhausted
 from nemo_gym_prorl.sandbox.supervisor.rpc.protocol import Message, Packet, PeerGone, close_all, receive_packet
@@ -36,6 +38,7 @@ class Kind(IntEnum):
     PUT = 4
     GET = 5
     ERASE = 6
+    PREPARE = 7
 
 
 class Said(IntEnum):
@@ -59,6 +62,9 @@ _HEADER = struct.Struct("=IIQ")
 _WORD = struct.Struct("=Q")
 _ANSWER = struct.Struct("=ii")
 _LARGEST_WORDS = 4096
+
+MOST_VARIABLES = 2 << 20
+"""Bytes of variables that an image may set: as much as the kernel takes for a program, arguments included."""
 
 GO = b"g"
 """The word that a process waits for before it goes on: the supervisor knows of it."""
@@ -114,6 +120,23 @@ class Request:
         if not seccomp.FILTER:
             raise OSError(errno.ENOSYS, f"there is no filter of system calls for {os.uname().machine}")
         self.content(seccomp.FILTER)
+
+    def settings(self, order: Mapping[str, Any]) -> None:
+        """Add what each sandbox has of its own, whoever makes it: bounds of the kernel's, and files of ``/etc``."""
+        settings = kernel_shares.settings(order["shared_memory_mib"])
+        self.words(len(settings))
+        for name, value in settings.items():
+            self.text(f"sys/{name}", value)
+        files = list(accounts.own(accounts.resolver(order["network"])))
+        self.words(len(files))
+        for path, content in files:
+            self.text(path)
+            self.content(os.fsencode(content))
+        names = list(accounts.names(order["uid"], order["uid"]))
+        self.words(len(names))
+        for path, line, number in names:
+            self.text(path, line)
+            self.words(number)
 
     def packet(self, group: int | None, files: Sequence[int]) -> Packet:
         """As it is sent. What is sent with it stays open, but for ``group``: the folder of the control group in which
@@ -189,6 +212,19 @@ def get(place: Place, path: str, most: int) -> Request:
     _place(request, place)
     request.words(_rights(place), most)
     request.text(path)
+    return request
+
+
+def prepare(place: Place, order: Mapping[str, Any]) -> Request:
+    """Make what the container runtime has started as others are. Goes with a file for the variables that it has by the
+    image's own doing."""
+    request = Request(Kind.PREPARE)
+    _place(request, place)
+    request.words(math.ceil(order["start_timeout_s"]), MOST_VARIABLES)
+    request.text(SMALL_TMPFS, kernel_shares.shared_memory_options(order["shared_memory_mib"]), terminal_options())
+    request.texts(accounts.OF_THE_RUNTIME)
+    request.texts([path for path in accounts.COPIED_BY_THE_RUNTIME if not os.path.lexists(order["image"] + path)])
+    request.settings(order)
     return request
 
 

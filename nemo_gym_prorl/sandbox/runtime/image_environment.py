@@ -16,16 +16,13 @@ import socket
 import time
 from pathlib import Path
 
+from nemo_gym_prorl.sandbox.launcher.requests import MOST_VARIABLES
 from nemo_gym_prorl.sandbox.runtime import log as logs
 from nemo_gym_prorl.sandbox.runtime.command import OF_THE_RUNTIME, asking_command
 from nemo_gym_prorl.sandbox.runtime.launch import become_runtime
 from nemo_gym_prorl.sandbox.supervisor.rpc.protocol import Message
 from nemo_gym_prorl.sandbox.supervisor.storage import state_dir
 from nemo_gym_prorl.sandbox.supervisor.storage.erase import remove_tree
-
-
-MOST = 2 << 20
-"""Bytes of variables that an image may set: as much as the kernel takes for a program, arguments included."""
 
 
 class RuntimeFailed(OSError):
@@ -40,16 +37,16 @@ class RuntimeFailed(OSError):
         self.log = log
 
 
-def read(first: int) -> dict[str, str]:
-    """The variables of an image's waiting shell, which may say of any part of its memory that they are there.
+def read(path: str) -> dict[str, str]:
+    """The variables in a file, as the kernel has a process's.
 
     Raises:
-        OSError: they are more than :data:`MOST`.
+        OSError: they are more than :data:`MOST_VARIABLES`.
     """
-    with Path(f"/proc/{first}/environ").open("rb") as file:
-        variables = file.read(MOST + 1)
-    if len(variables) > MOST:
-        raise OSError(errno.E2BIG, f"the image sets more than {MOST >> 20} MiB of variables")
+    with Path(path).open("rb") as file:
+        variables = file.read(MOST_VARIABLES + 1)
+    if len(variables) > MOST_VARIABLES:
+        raise OSError(errno.E2BIG, f"the image sets more than {MOST_VARIABLES >> 20} MiB of variables")
     pairs = variables.decode("utf-8", "surrogateescape").split("\0")
     return dict(pair.split("=", 1) for pair in pairs if "=" in pair)
 
@@ -91,7 +88,11 @@ def ask(order: Message, folder: Path, timeout_s: float) -> dict[str, str]:
                 space.note(folder)
         if not said or space is None:
             raise RuntimeFailed("the runtime ended", logs.said(log))
-        return {name: value for name, value in read(space.init).items() if not name.startswith(OF_THE_RUNTIME)}
+        return {
+            name: value
+            for name, value in read(f"/proc/{space.init}/environ").items()
+            if not name.startswith(OF_THE_RUNTIME)
+        }
     finally:
         # An honest shell ends with its socket, and the runtime with that; neither is asked whether it would.
         ours.close()

@@ -29,14 +29,13 @@ from nemo_gym_prorl.sandbox.runtime.command import runtime_command
 from nemo_gym_prorl.sandbox.runtime.launch import become_runtime
 from nemo_gym_prorl.sandbox.supervisor.moulds import Moulds
 from nemo_gym_prorl.sandbox.supervisor.processes.background import to_its_end
-from nemo_gym_prorl.sandbox.supervisor.processes.children import Answer, Child, Children
+from nemo_gym_prorl.sandbox.supervisor.processes.children import Child, Children
 from nemo_gym_prorl.sandbox.supervisor.processes.launcher import TRIES, Launcher, LauncherLost
 from nemo_gym_prorl.sandbox.supervisor.rpc.answers import Refused, failure, in_words
 from nemo_gym_prorl.sandbox.supervisor.rpc.connection import drop, ready
 from nemo_gym_prorl.sandbox.supervisor.rpc.protocol import Message, PeerGone, close_all
 from nemo_gym_prorl.sandbox.supervisor.sandbox import Sandbox
 from nemo_gym_prorl.sandbox.supervisor.storage import state_dir
-from nemo_gym_prorl.sandbox.supervisor.storage.erase import remove_tree
 
 
 AT_ONCE = 2 * (os.cpu_count() or 1)
@@ -193,7 +192,7 @@ class Creation:
         (sandbox.folder / state_dir.SPACE_FILE).unlink(missing_ok=True)
         for entry in sandbox.folder.iterdir():
             if entry.is_dir():
-                remove_tree(entry)
+                await self._launcher.run(requests.erase(entry, None))
         _lay_out(sandbox)
 
     # By the container runtime
@@ -219,9 +218,17 @@ class Creation:
         with sandbox.step("setup inside"), _setting_up():
             self._note(sandbox, sandbox.space.init)
             assert sandbox.place
-            answer, _files = await self._children.run(partial(_prepare, sandbox.place, order))
+            sandbox.environment = await self._prepare(sandbox.place, order)
         sandbox.take_log()
-        sandbox.environment = answer["environment"]
+
+    async def _prepare(self, place: joining.Place, order: Message) -> dict[str, str]:
+        """Have it made as others are; the variables that its image sets."""
+        variables = os.memfd_create("variables", os.MFD_CLOEXEC)
+        try:
+            await self._launcher.run(requests.prepare(place, order), [variables])
+            return image_environment.read(f"/proc/self/fd/{variables}")
+        finally:
+            os.close(variables)
 
     def _note(self, sandbox: Sandbox, pid: int) -> None:
         """Its first process is known."""
@@ -309,11 +316,3 @@ def _lay_out(sandbox: Sandbox) -> None:
 def _own(path: Path, order: Message) -> None:
     if os.geteuid() == 0:
         os.chown(path, order["host_uid"], order["host_gid"])
-
-
-def _prepare(place: joining.Place, order: Message) -> Answer:
-    """In a child forked for it, since it depends on what the image has for a shell."""
-    signal.setitimer(signal.ITIMER_REAL, order["start_timeout_s"])
-    environment = image_environment.read(place.pid)
-    joining.prepare(place, order["shared_memory_mib"], order["network"], order["image"])
-    return {"environment": environment}, []

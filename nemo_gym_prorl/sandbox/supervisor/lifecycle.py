@@ -23,6 +23,7 @@ import re
 import signal
 import socket
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
 from nemo_gym_prorl.failures import CallerError
