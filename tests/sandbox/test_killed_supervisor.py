@@ -30,7 +30,6 @@ from nemo_gym_prorl.sandbox.container import Container, ContainerSpec
 from nemo_gym_prorl.sandbox.isolation import syscalls, user_domain
 from nemo_gym_prorl.sandbox.isolation.mould.cast import Mould, cast
 from nemo_gym_prorl.sandbox.isolation.user_domain import draw
-from nemo_gym_prorl.sandbox.launcher import requests
 from nemo_gym_prorl.sandbox.limits import cgroups
 from nemo_gym_prorl.sandbox.runtime.apptainer import Runtime
 from nemo_gym_prorl.sandbox.spec import order
@@ -38,7 +37,7 @@ from nemo_gym_prorl.sandbox.supervisor.moulds import Moulds
 from nemo_gym_prorl.sandbox.supervisor.processes import pidfd
 from nemo_gym_prorl.sandbox.supervisor.processes.children import Children
 from nemo_gym_prorl.sandbox.supervisor.processes.launcher import Launcher
-from nemo_gym_prorl.sandbox.supervisor.rpc import own_supervisor, protocol
+from nemo_gym_prorl.sandbox.supervisor.rpc import own_supervisor
 from nemo_gym_prorl.sandbox.supervisor.rpc.answers import Refused
 from nemo_gym_prorl.sandbox.supervisor.rpc.client import SandboxLost
 from nemo_gym_prorl.sandbox.supervisor.storage import state_dir
@@ -200,14 +199,12 @@ def test_a_first_process_whose_supervisor_died_before_it_could_tell_ends(runtime
     supervisor = os.fork()
     if supervisor == 0:
         try:
-            (ours, answered), (_channel, theirs) = protocol.socket_pair(), socket.socketpair()
-            ours.setblocking(True)
+            _channel, theirs = socket.socketpair()
 
             async def begin() -> None:
                 launcher = Launcher(Children(), tmp_path)
-                files = [answered.fileno(), domain, theirs.fileno(), launcher.program(), lives]
-                await launcher.start(cast(mould, given, str(tmp_path)), files, None)
-                assert requests.receive(ours)[0]["pid"]
+                files = [domain, theirs.fileno(), launcher.program(), lives]
+                assert (await launcher.run(cast(mould, given, str(tmp_path)), files))[0]["pid"]
                 os.write(lives, b"!")
                 time.sleep(100)  # noqa: ASYNC251
 

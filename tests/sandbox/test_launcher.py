@@ -17,12 +17,12 @@ import pytest_asyncio
 from nemo_gym_prorl.failures import CallerError
 from nemo_gym_prorl.sandbox.container import Container, ContainerSpec
 from nemo_gym_prorl.sandbox.launcher import program
-from nemo_gym_prorl.sandbox.launcher.requests import GO, Kind, Request, receive
+from nemo_gym_prorl.sandbox.launcher.requests import Kind, Request, receive
 from nemo_gym_prorl.sandbox.runtime.apptainer import Runtime
 from nemo_gym_prorl.sandbox.supervisor.processes import launcher
 from nemo_gym_prorl.sandbox.supervisor.processes.children import Children
 from nemo_gym_prorl.sandbox.supervisor.processes.launcher import Launcher
-from nemo_gym_prorl.sandbox.supervisor.rpc.protocol import Message, PeerGone, socket_pair
+from nemo_gym_prorl.sandbox.supervisor.rpc.protocol import Message, PeerGone
 from tests.sandbox.test_abuse import Off, Without, without
 
 
@@ -44,15 +44,11 @@ class Bench:
 
     async def answer(self, request: Request) -> tuple[int, Message]:
         """How its process ended, and what it said."""
-        ours, theirs = socket_pair()
-        with ours:
-            with theirs:
-                theirs.setblocking(True)
-                child = await self.launcher.start(request, [theirs.fileno()], None)
-            ours.send(GO)
+        child, channel = await self.launcher.begin(request, [], None)
+        with channel:
             code = await child.wait()
             try:
-                return code, receive(ours)[0]
+                return code, receive(channel)[0]
             except PeerGone:
                 return code, {}
 
@@ -123,25 +119,16 @@ async def test_a_launcher_that_does_not_answer_is_told_of_and_the_next_works(
     pid = bench.pid
     os.kill(pid, deed)
     with pytest.raises(launcher.LauncherLost):
-        await bench.launcher.start(request, [0], None)
+        await bench.launcher.begin(request, [], None)
     assert await bench.answer(request) == (127, NOTHING)
     assert bench.pid != pid
 
 
 async def test_many_are_asked_for_before_the_first_is_answered(bench: Bench) -> None:
     """More than its socket holds: others wait here."""
-    ours, theirs = socket_pair()
-    with ours, theirs:
-        for end in (ours, theirs):
-            end.setblocking(True)
-        request = made_of(Kind.MAKE, bytes(20_000))
-        begun = await asyncio.gather(*(bench.launcher.start(request, [theirs.fileno()], None) for _ in range(100)))
-        assert len({child.pid for child in begun}) == 100
-        for _ in begun:
-            ours.send(GO)
-        for child in begun:
-            await child.wait()
-        assert [receive(ours)[0] for _ in begun] == [NOTHING] * 100, "it had one file of four"
+    request = made_of(Kind.MAKE, bytes(20_000))
+    answers = await asyncio.gather(*(bench.answer(request) for _ in range(100)))
+    assert answers == [(127, NOTHING)] * 100, "it had one file of four"
 
 
 TELL = """

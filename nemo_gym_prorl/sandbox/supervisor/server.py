@@ -62,7 +62,7 @@ class Supervisor:
         self._sandboxes = Sandboxes(folder, self._children, groups, self._launcher)
         self._networks = Networks(self._children, self._launcher, self._sandboxes)
         self._programs = Programs(self._children, self._launcher)
-        self._zygotes = Zygotes(folder, self._children, groups)
+        self._zygotes = Zygotes(folder, self._children, self._launcher, groups)
         self._sessions = Sessions(self._programs, self._sandboxes)
         self._handlers: dict[str, Handler] = {
             name.removeprefix("_do_"): getattr(self, name) for name in dir(self) if name.startswith("_do_")
@@ -105,10 +105,11 @@ class Supervisor:
                 # Where no more files may be open it waits.
                 await asyncio.sleep(PAUSE_S)
                 continue
-            if peers.trusted(connection, owner):
-                self._add_client(connection, lambda: None)
-            else:
-                connection.close()
+            with background.guarded():
+                if peers.trusted(connection, owner):
+                    self._add_client(connection, lambda: None)
+                else:
+                    connection.close()
 
     async def _answer(self, client: Client, message: Message, files: list[int]) -> None:
         """Answer one question of a client's, whatever happens; one without a number wants no answer."""

@@ -17,16 +17,17 @@ from pathlib import Path
 
 from nemo_gym_prorl.sandbox.isolation.mould import zygote
 from nemo_gym_prorl.sandbox.isolation.mould.cast import Mould
+from nemo_gym_prorl.sandbox.launcher import requests
 from nemo_gym_prorl.sandbox.limits import cgroups
 from nemo_gym_prorl.sandbox.supervisor.processes import background
-from nemo_gym_prorl.sandbox.supervisor.processes.children import Answer, Child, Children
+from nemo_gym_prorl.sandbox.supervisor.processes.children import Child, Children
+from nemo_gym_prorl.sandbox.supervisor.processes.launcher import Launcher
 from nemo_gym_prorl.sandbox.supervisor.processes.programs import Joiner
 from nemo_gym_prorl.sandbox.supervisor.rpc.answers import Refused
 from nemo_gym_prorl.sandbox.supervisor.rpc.connection import ready
 from nemo_gym_prorl.sandbox.supervisor.rpc.protocol import Message, socket_pair
 from nemo_gym_prorl.sandbox.supervisor.sandbox import Sandbox
 from nemo_gym_prorl.sandbox.supervisor.storage import state_dir
-from nemo_gym_prorl.sandbox.supervisor.storage.erase import remove_tree
 
 
 MOST = 4
@@ -46,10 +47,11 @@ class _Zygote:
 class Zygotes:
     """See the module. ``folder`` is the owner's, ``groups`` where control groups are made, if they can be."""
 
-    def __init__(self, folder: Path, children: Children, groups: Path | None) -> None:
+    def __init__(self, folder: Path, children: Children, launcher: Launcher, groups: Path | None) -> None:
         self._folder = folder
         self._groups = groups
         self._children = children
+        self._launcher = launcher
         self._all: dict[int, _Zygote] = {}
         """By the identity of the mould. The last in order was used last."""
 
@@ -67,9 +69,11 @@ class Zygotes:
             return None
         asked, place = found.channel.fileno(), sandbox.place_to_join()
 
-        def join(files: list[int], channel: socket.socket) -> Child:
-            program = partial(zygote.spawn, asked, sandbox.group, place, order, files, channel)
-            return self._children.fork(program, [*files, channel.fileno(), asked], sandbox.group)
+        def join(files: list[int]) -> tuple[Child, socket.socket]:
+            ours, theirs = socket_pair()
+            with theirs:
+                program = partial(zygote.spawn, asked, sandbox.group, place, order, files, theirs)
+                return self._children.fork(program, [*files, theirs.fileno(), asked], sandbox.group), ours
 
         return join
 
@@ -104,20 +108,14 @@ class Zygotes:
         finally:
             which.channel = None
             which.group.kill()
-            await self._children.run(partial(_remove, which.folder, which.group))
+            # What can't be removed is left to the end of the supervisor's own folder.
+            await self._launcher.run(requests.erase(which.folder, which.group.path))
 
     def _end(self, which: _Zygote) -> None:
         which.channel = None
         if which.process:
             which.process.kill()
         self._all = {key: other for key, other in self._all.items() if other is not which}
-
-
-def _remove(folder: Path, group: cgroups.Group) -> Answer:
-    """What can't be removed is left to the end of the supervisor's own folder."""
-    group.remove()
-    remove_tree(folder)
-    return {}, []
 
 
 def _python_of(environment: Mapping[str, str]) -> dict[str, str]:

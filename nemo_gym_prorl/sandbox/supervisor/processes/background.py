@@ -44,9 +44,9 @@ def guarded() -> Iterator[None]:
 
 async def to_its_end[T](work: Coroutine[Any, Any, T]) -> T:
     """Wait for work that must not be left half done: who is cancelled meanwhile ends after it."""
-    task = asyncio.ensure_future(work)
+    task = asyncio.eager_task_factory(asyncio.get_running_loop(), work)
     try:
         return await asyncio.shield(task)
     except asyncio.CancelledError:
-        await asyncio.wait([task])
+        await asyncio.gather(task, return_exceptions=True)
         raise

@@ -69,46 +69,47 @@ class Launcher:
         """At so many looks in a row it had said nothing."""
         self._looking = begin(self._look())
 
-    async def start(self, request: Request, files: Sequence[int], group: Group | None) -> Child:
-        """Have a request carried out by a child in ``group``; returns that as soon as it is there.
+    async def begin(self, request: Request, files: Sequence[int], group: Group | None) -> tuple[Child, socket.socket]:
+        """Have a request carried out by a child in ``group``; returns that, and the channel on which it answers, the
+        caller's to close.
 
         Raises:
             LauncherLost: see there.
             Refused: no process can be started, or no launcher.
         """
         try:
-            with self._children.starting() as adopt:
-                pid = await self._ask(request, files, group)
-                if pid < 0:
-                    raise OSError(-pid, os.strerror(-pid))
-                return adopt(pid)
-        except PeerGone:
-            raise LauncherLost from None
+            ours, theirs = socket_pair()
         except OSError as error:
             raise no_process(error, group) from error
+        try:
+            with theirs, self._children.starting() as adopt:
+                # Of both ends only this one is waited on.
+                theirs.setblocking(True)
+                child = adopt(await self._ask(request, [theirs.fileno(), *files], group))
+            with contextlib.suppress(ConnectionError):
+                # It may have failed already, and says why.
+                ours.send(GO)
+        except BaseException as error:
+            ours.close()
+            if isinstance(error, OSError):
+                raise (LauncherLost() if isinstance(error, PeerGone) else no_process(error, group)) from error
+            raise
+        return child, ours
 
     async def run_once(self, request: Request, files: Sequence[int] = (), group: Group | None = None) -> Answer:
-        """As :meth:`.Children.run`, for a request; the first of the files that go with it is where it answers.
+        """As :meth:`.Children.run`, for a request.
 
         Raises:
             LauncherLost: it may be done by another.
             Refused: it failed, or no process can be started.
         """
-        try:
-            ours, theirs = socket_pair()
-        except OSError as error:
-            raise no_process(error, group) from error
-        with ours:
-            with theirs:
-                theirs.setblocking(True)
-                child = await self.start(request, [theirs.fileno(), *files], group)
-            with contextlib.suppress(ConnectionError):
-                # It may have been killed already.
-                ours.send(GO)
-            return await self._children.answer(child, ours, receive)
+        child, channel = await self.begin(request, files, group)
+        with channel:
+            return await self._children.answer(child, channel, receive)
 
     async def run(self, request: Request, files: Sequence[int] = (), group: Group | None = None) -> Answer:
-        """As :meth:`run_once`, for what can be done again where its launcher was killed."""
+        """As :meth:`run_once`, and once more where its launcher was killed: what joins a sandbox waits for our word
+        there, and what erases can do so twice."""
         for _ in range(TRIES - 1):
             try:
                 return await self.run_once(request, files, group)
@@ -130,11 +131,11 @@ class Launcher:
         return self._program
 
     async def _ask(self, request: Request, files: Sequence[int], group: Group | None) -> int:
-        """What it says to a request.
+        """The number of the process that carries out a request.
 
         Raises:
             PeerGone: it was killed.
-            OSError: it can't be asked.
+            OSError: there is none.
         """
         connection = self._running()
         place = os.open(group.path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC) if group else None
@@ -152,6 +153,8 @@ class Launcher:
                 self._asked.remove(answer)
         if pid is None:
             raise PeerGone
+        if pid < 0:
+            raise OSError(-pid, os.strerror(-pid))
         return pid
 
     def _running(self) -> Connection[int]:

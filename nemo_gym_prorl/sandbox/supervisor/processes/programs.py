@@ -29,11 +29,11 @@ from nemo_gym_prorl.sandbox.supervisor.processes.children import Adopt, Child, C
 from nemo_gym_prorl.sandbox.supervisor.processes.launcher import TRIES, Launcher, LauncherLost
 from nemo_gym_prorl.sandbox.supervisor.rpc.answers import EXHAUSTED, KILLED, Refused, no_process
 from nemo_gym_prorl.sandbox.supervisor.rpc.connection import ready
-from nemo_gym_prorl.sandbox.supervisor.rpc.protocol import Message, PeerGone, close_all, socket_pair
+from nemo_gym_prorl.sandbox.supervisor.rpc.protocol import Message, PeerGone, close_all
 
 
-Joiner = Callable[[list[int], socket.socket], Child]
-"""What else may enter the sandbox and start a program with those files there, and say so on a channel."""
+Joiner = Callable[[list[int]], tuple[Child, socket.socket]]
+"""What else may enter the sandbox and start a program with those files there; says so on the channel."""
 
 
 class Program:
@@ -131,14 +131,12 @@ class Programs:
     async def _start(
         self, program: Program, request: requests.Request, files: list[int], group: Group | None, joiner: Joiner | None
     ) -> list[int]:
-        async def launch(channel: socket.socket) -> Child:
-            # Of both ends only this one is waited on.
-            channel.setblocking(True)
-            return await self._launcher.start(request, [channel.fileno(), *files], group)
+        async def launch() -> tuple[Child, socket.socket]:
+            return await self._launcher.begin(request, files, group)
 
-        async def fork(channel: socket.socket) -> Child:
+        async def fork() -> tuple[Child, socket.socket]:
             assert joiner
-            return joiner(files, channel)
+            return joiner(files)
 
         for way in [*([fork] if joiner else []), *([launch] * TRIES)]:
             with contextlib.suppress(LauncherLost):
@@ -146,27 +144,25 @@ class Programs:
                     return started
         raise Refused(KILLED)
 
-    async def _begin(self, program: Program, join: Callable[[socket.socket], Awaitable[Child]]) -> list[int] | None:
+    async def _begin(
+        self, program: Program, join: Callable[[], Awaitable[tuple[Child, socket.socket]]]
+    ) -> list[int] | None:
         """Have a program started; returns its terminal, or nothing if nothing was done."""
-        ours, theirs = socket_pair()
-        with ours, self._children.starting() as adopt:
-            try:
-                with theirs:
-                    program.joiner = await join(theirs)
-                with contextlib.suppress(ConnectionError):
-                    # It may have failed already, and says why.
-                    ours.send(requests.GO)
-                return await _until_it_runs(program, ours, adopt)
-            except asyncio.CancelledError:
-                await _give_up(program, ours, adopt)
-                raise
+        with self._children.starting() as adopt:
+            program.joiner, channel = await join()
+            with channel:
+                try:
+                    return await _until_it_runs(program, channel, adopt)
+                except asyncio.CancelledError:
+                    await _give_up(program, channel, adopt)
+                    raise
 
 
 async def _give_up(program: Program, channel: socket.socket, adopt: Adopt) -> None:
     """Have nothing run of it. It may lie there stopped until its sandbox ends."""
-    if program.joiner:
-        program.joiner.kill()
-        await program.joiner.wait()
+    assert program.joiner
+    program.joiner.kill()
+    await program.joiner.wait()
     # It may have said what it started; what it has not said does not begin.
     with contextlib.suppress(BlockingIOError, PeerGone):
         message, files = requests.receive(channel)

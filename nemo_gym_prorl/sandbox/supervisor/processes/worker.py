@@ -13,6 +13,7 @@ import select
 import socket
 from collections.abc import Callable
 
+from nemo_gym_prorl.sandbox.supervisor.processes.background import guarded
 from nemo_gym_prorl.sandbox.supervisor.processes.children import Children
 from nemo_gym_prorl.sandbox.supervisor.rpc.answers import Refused
 from nemo_gym_prorl.sandbox.supervisor.rpc.connection import Connection
@@ -54,7 +55,7 @@ class Worker:
     async def run(self) -> None:
         """Have it there, for ever."""
         while True:
-            with contextlib.suppress(OSError, Refused):
+            with guarded(), contextlib.suppress(OSError, Refused):
                 await self._run_once()
             await asyncio.sleep(RETRY_S)
 
