@@ -19,11 +19,11 @@ from nemo_gym_prorl.failures import CallerError, FailureKind, InfrastructureErro
 from nemo_gym_prorl.sandbox import spec as specs
 from nemo_gym_prorl.sandbox.container import Container, ContainerSpec
 from nemo_gym_prorl.sandbox.runtime.apptainer import Runtime
+from nemo_gym_prorl.sandbox.supervisor import watch
 from nemo_gym_prorl.sandbox.supervisor.errors import SandboxLost, SandboxRefused
-from nemo_gym_prorl.sandbox.supervisor.processes.worker import wait_for
 from nemo_gym_prorl.sandbox.supervisor.rpc import own_supervisor
 from nemo_gym_prorl.sandbox.supervisor.rpc.client import Link
-from nemo_gym_prorl.sandbox.supervisor.rpc.protocol import socket_pair
+from nemo_gym_prorl.sandbox.supervisor.rpc.protocol import pack, send, socket_pair
 
 
 pytestmark = pytest.mark.sandbox
@@ -171,12 +171,12 @@ async def test_who_takes_no_answers_is_asked_for_no_more_questions_and_holds_up_
         assert (await container.run("echo alive")).stdout == "alive\n"
 
 
-def test_a_worker_hears_whatever_number_its_channel_has() -> None:
+def test_the_watchdog_hears_whatever_number_its_channel_has() -> None:
     """``select`` knows none beyond 1023, and a supervisor of many sandboxes has thousands."""
     ours, theirs = socket_pair()
-    with ours, theirs:
+    with theirs:
         high = fcntl.fcntl(theirs, fcntl.F_DUPFD_CLOEXEC, 1500)
         with socket.socket(fileno=high) as channel:
-            assert not wait_for(channel, 0.0)
-            ours.send(b"x")
-            assert wait_for(channel, None)
+            send(ours, pack({"forget": "none"}))
+            ours.close()
+            watch.serve(channel)

@@ -40,7 +40,6 @@ from nemo_gym_prorl.sandbox.supervisor.processes import background
 from nemo_gym_prorl.sandbox.supervisor.processes.background import guarded
 from nemo_gym_prorl.sandbox.supervisor.processes.children import Answer, Children
 from nemo_gym_prorl.sandbox.supervisor.processes.launcher import Launcher
-from nemo_gym_prorl.sandbox.supervisor.processes.worker import Worker
 from nemo_gym_prorl.sandbox.supervisor.rpc.answers import Refused, in_words
 from nemo_gym_prorl.sandbox.supervisor.rpc.connection import drop
 from nemo_gym_prorl.sandbox.supervisor.rpc.protocol import Message, close_all
@@ -82,7 +81,7 @@ class Sandboxes:
         )
         self._children = children
         self._launcher = launcher
-        self._watchdog = Worker(children, watch.serve, self._overran, self._watches)
+        self._watchdog = watch.Watchdog(children, self._overran, self._watches)
         # Later there may be no process to be had.
         background.begin(self._watchdog.run())
         self._in_memory = in_memory(kind_under(folder))
