@@ -152,13 +152,12 @@ NO_LIMIT = Off(launcher=(('write_to(must(setting(proc, "sys/user/max_user_namesp
 READABLE = Off("change = os.fchmod\nos.fchmod = lambda file, mode: change(file, 0o555 if mode == 0o111 else mode)")
 LEAKY = Off(
     """
-from nemo_gym_prorl.sandbox.runtime import image_environment, launch
-from nemo_gym_prorl.sandbox.supervisor import creation
+from nemo_gym_prorl.sandbox.runtime import launch
+from nemo_gym_prorl.sandbox.supervisor import runtime_start
 def leak(real):
     other = {"--cleanenv": [], "--containall": ["--contain", "--pid", "--ipc"]}
     return lambda *a: [part for word in real(*a) for part in other.get(word, [word])]
-creation.runtime_command = leak(creation.runtime_command)
-image_environment.asking_command = leak(image_environment.asking_command)
+runtime_start.runtime_command = leak(runtime_start.runtime_command)
 clean = launch.runtime_environment
 launch.runtime_environment = lambda folder: {**clean(folder), "HOST_SECRET": "hidden"}
 """

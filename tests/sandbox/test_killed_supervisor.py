@@ -26,6 +26,7 @@ from typing import Any
 
 import pytest
 
+from nemo_gym_prorl.failures import InfrastructureError
 from nemo_gym_prorl.sandbox.container import Container, ContainerSpec
 from nemo_gym_prorl.sandbox.isolation import syscalls, user_domain
 from nemo_gym_prorl.sandbox.isolation.mould.cast import Mould, cast
@@ -33,15 +34,11 @@ from nemo_gym_prorl.sandbox.isolation.user_domain import draw
 from nemo_gym_prorl.sandbox.limits import cgroups
 from nemo_gym_prorl.sandbox.runtime.apptainer import Runtime
 from nemo_gym_prorl.sandbox.spec import order
-from nemo_gym_prorl.sandbox.supervisor.moulds import Moulds
-from nemo_gym_prorl.sandbox.supervisor.processes import pidfd
 from nemo_gym_prorl.sandbox.supervisor.processes.children import Children
 from nemo_gym_prorl.sandbox.supervisor.processes.launcher import Launcher
 from nemo_gym_prorl.sandbox.supervisor.rpc import own_supervisor
-from nemo_gym_prorl.sandbox.supervisor.rpc.answers import Refused
 from nemo_gym_prorl.sandbox.supervisor.rpc.client import SandboxLost
 from nemo_gym_prorl.sandbox.supervisor.storage import state_dir
-from nemo_gym_prorl.sandbox.supervisor.storage.erase import remove_tree
 from tests.sandbox import elf
 
 
@@ -249,41 +246,22 @@ def silent_image(tiny_root: Path) -> Iterator[Path]:
 
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="only root sees for whom the shell of a container that starts runs")
-@pytest.mark.parametrize("owner", ["lives", "died, too"])
-async def test_an_image_that_is_asked_for_its_variables_ends_when_its_asker_is_killed(
-    silent_image: Path, runtime: Runtime, owner: str
+async def test_an_image_that_is_asked_for_its_variables_ends_with_its_asker(
+    silent_image: Path, runtime: Runtime, container: Container
 ) -> None:
-    folder, lock = state_dir.take(state_dir.state_root())
+    folder = Path(container.describe()["supervisor"])
     spec = ContainerSpec(image=silent_image, start="mould", start_timeout_s=60)
-    children = Children()
-    asking = asyncio.create_task(Moulds(folder, children, list).get(order("b-1", draw(several=False), spec, runtime)))
-    try:
-        async with asyncio.timeout(60):
-            while not runs_its_shell(folder):
-                assert not asking.done()
-                await asyncio.sleep(0.02)
-        known = processes_of(folder)
-        (asker,) = children._known.values()
-        asker.kill()
-        if owner == "lives":
-            with pytest.raises(Refused, match="helper was killed"):
-                await asking
-            while children._known:
-                await asyncio.sleep(0.01)
-            assert [entry.name for entry in folder.iterdir()] == [state_dir.LOCK_FILE]
-        else:
-            asyncio.get_running_loop().remove_signal_handler(signal.SIGCHLD)
-            os.waitpid(asker.pid, 0)  # noqa: ASYNC222
-            state_dir.clear(folder)
-            assert not folder.exists()
-        seconds_until_gone(folder, known, time.monotonic())
-    finally:
-        asking.cancel()
-        for pid, started in processes_of(folder).items():
-            assert started
-            pidfd.kill(pid, started)
-        remove_tree(folder)
-        os.close(lock)
+    asking = asyncio.create_task(Container.start(spec, runtime))
+    async with asyncio.timeout(60):
+        while not runs_its_shell(folder):
+            assert not asking.done()
+            await asyncio.sleep(0.02)
+    known = processes_of(folder)
+    assert own_supervisor._current
+    os.kill(own_supervisor._current.popen.pid, signal.SIGKILL)
+    seconds_until_gone(folder, known, time.monotonic())
+    with pytest.raises(InfrastructureError):
+        await asking
 
 
 @pytest.mark.parametrize("alive", [True, False])

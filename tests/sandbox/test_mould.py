@@ -218,11 +218,12 @@ def open_files() -> int:
 async def test_a_mould_is_kept_as_long_as_a_sandbox_has_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Its files are used when a sandbox is made, a while after it was asked for, and when its zygote is."""
     monkeypatch.setattr(moulds, "MOST", 2)
-    made = {"environment": {}, "owner": [0, 0], "one_user": "", "ranges": []}
+    made = {"owner": [0, 0], "one_user": "", "ranges": []}
     children = Mock()
     held: list[Mould] = []
     children.run = AsyncMock(side_effect=lambda _action: (made, [os.open("/", os.O_PATH), os.open("/", os.O_PATH)]))
-    kept = moulds.Moulds(tmp_path, children, lambda: held)
+    kept = moulds.Moulds(tmp_path, children, Mock(), lambda: held)
+    monkeypatch.setattr(kept, "_variables", AsyncMock(return_value={}))
 
     async def ask(image: str) -> Mould:
         return await kept.get({"image_identity": image})

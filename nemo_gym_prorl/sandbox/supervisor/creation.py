@@ -16,7 +16,6 @@ import os
 import signal
 import socket
 from collections.abc import AsyncIterator, Callable, Iterable, Iterator
-from functools import partial
 from pathlib import Path
 
 from nemo_gym_prorl.sandbox.isolation import joining
@@ -24,15 +23,13 @@ from nemo_gym_prorl.sandbox.isolation.mould.cast import Mould, cast, image_for, 
 from nemo_gym_prorl.sandbox.launcher import requests
 from nemo_gym_prorl.sandbox.limits import cgroups, kernel_shares
 from nemo_gym_prorl.sandbox.runtime import image_environment
-from nemo_gym_prorl.sandbox.runtime import log as logs
-from nemo_gym_prorl.sandbox.runtime.command import runtime_command
-from nemo_gym_prorl.sandbox.runtime.launch import become_runtime
+from nemo_gym_prorl.sandbox.supervisor import runtime_start
 from nemo_gym_prorl.sandbox.supervisor.moulds import Moulds
 from nemo_gym_prorl.sandbox.supervisor.processes.background import to_its_end
 from nemo_gym_prorl.sandbox.supervisor.processes.children import Child, Children
 from nemo_gym_prorl.sandbox.supervisor.processes.launcher import TRIES, Launcher, LauncherLost
 from nemo_gym_prorl.sandbox.supervisor.rpc.answers import Refused, failure, in_words
-from nemo_gym_prorl.sandbox.supervisor.rpc.connection import drop, ready
+from nemo_gym_prorl.sandbox.supervisor.rpc.connection import ready
 from nemo_gym_prorl.sandbox.supervisor.rpc.protocol import Message, PeerGone, close_all
 from nemo_gym_prorl.sandbox.supervisor.sandbox import Sandbox
 from nemo_gym_prorl.sandbox.supervisor.storage import state_dir
@@ -100,7 +97,7 @@ class Creation:
         self._children = children
         self._groups = groups
         self._launcher = launcher
-        self._moulds = Moulds(folder, children, held)
+        self._moulds = Moulds(folder, children, launcher, held)
 
     async def create(self, sandbox: Sandbox) -> None:
         """Have a sandbox come up. Who is cancelled, or fails, leaves ``starter`` and ``space`` to be ended.
@@ -111,13 +108,12 @@ class Creation:
         """
         order = sandbox.order
         with sandbox.step("folder"):
-            sandbox.folder.mkdir(mode=0o700)
-            _own(sandbox.folder, order)
+            runtime_start.make_folder(sandbox.folder, order)
             if self._groups:
                 path = self._groups / cgroups.name_of(sandbox.folder)
                 state_dir.note_group(sandbox.folder, path)
                 sandbox.group = cgroups.Group.make(path)
-            _lay_out(sandbox)
+            runtime_start.lay_out(sandbox)
         broken = self._moulds.broken.get(order["image_identity"], "")
         if order["start"] == "runtime" or (broken and order["start"] == "auto"):
             sandbox.fallback = broken
@@ -169,7 +165,10 @@ class Creation:
         request = cast(mould, sandbox.order, str(sandbox.folder))
         domain, *volumes = files if sandbox.order["users"] else [mould.domain, *files]
         for left in reversed(range(TRIES)):
-            with _channel(sandbox, socket.SOCK_SEQPACKET) as channel, self._children.starting() as adopt:
+            with (
+                runtime_start.open_channel(sandbox, socket.SOCK_SEQPACKET) as channel,
+                self._children.starting() as adopt,
+            ):
                 given = [domain, channel.fileno(), self._launcher.program(), *volumes]
                 try:
                     answer, _files = await self._launcher.run_once(request, given, sandbox.group)
@@ -193,32 +192,18 @@ class Creation:
         for entry in sandbox.folder.iterdir():
             if entry.is_dir():
                 await self._launcher.run(requests.erase(entry, None))
-        _lay_out(sandbox)
+        runtime_start.lay_out(sandbox)
 
     # By the container runtime
 
     async def _by_runtime(self, sandbox: Sandbox) -> None:
-        sandbox.way, sandbox.mould, order = "runtime", None, sandbox.order
-        with sandbox.step("runtime"), _channel(sandbox, socket.SOCK_STREAM) as theirs:
-            sandbox.log = logs.create()
-            command = runtime_command(order, sandbox.folder)
-            program = partial(become_runtime, order, command, sandbox.folder, theirs, sandbox.log)
-            starter = self._children.fork(program, [theirs.fileno(), sandbox.log], sandbox.group)
-        sandbox.starter = starter
-        state_dir.note_starter(sandbox.folder, starter.pid)
+        sandbox.way, sandbox.mould = "runtime", None
         with sandbox.step("runtime"):
-            # What the image runs may never say a word.
-            while starter.alive and not look_for_first(sandbox):  # noqa: ASYNC110  # only the kernel knows
-                await asyncio.sleep(state_dir.LOOK_S)
-            assert sandbox.channel
-            await ready(sandbox.channel, unless=starter.ended)
-            if sandbox.space is None or not starter.alive or not sandbox.channel.recv(64):
-                code = await starter.wait()
-                raise Refused({"error": f"the runtime ended with {code}", "log": sandbox.take_log()})
+            space = await runtime_start.start(self._children, sandbox)
         with sandbox.step("setup inside"), _setting_up():
-            self._note(sandbox, sandbox.space.init)
+            self._note(sandbox, space.init)
             assert sandbox.place
-            sandbox.environment = await self._prepare(sandbox.place, order)
+            sandbox.environment = await self._prepare(sandbox.place, sandbox.order)
         sandbox.take_log()
 
     async def _prepare(self, place: joining.Place, order: Message) -> dict[str, str]:
@@ -257,15 +242,6 @@ def _setting_up() -> Iterator[None]:
         raise Refused({"error": f"it can't be set up: {failure(error)['error']}"}) from error
 
 
-def look_for_first(sandbox: Sandbox) -> bool:
-    """Note the namespace that the runtime has made down, if it has."""
-    if sandbox.way == "runtime" and sandbox.starter and sandbox.starter.alive and sandbox.space is None:
-        sandbox.space = state_dir.Space.below(sandbox.starter.pid)
-        if sandbox.space:
-            sandbox.space.note(sandbox.folder)
-    return sandbox.space is not None
-
-
 def _hand_over(sandbox: Sandbox, mould: Mould, owners: int | None) -> None:
     """Send the first process its word, by root with the image."""
     assert sandbox.channel
@@ -293,26 +269,3 @@ async def _until_ready(sandbox: Sandbox, first: Child) -> None:
             error = {"error": f"its first process ended with {code}"}
             raise (_FirstKilled(error) if code == -signal.SIGKILL else Refused(error)) from None
     raise Refused({"error": "it can't be made", "log": said["error"]})
-
-
-def _channel(sandbox: Sandbox, kind: int) -> socket.socket:
-    """Make its channel, in place of one that there may be; returns the first process's end."""
-    if sandbox.channel:
-        drop(sandbox.channel)
-    sandbox.channel, theirs = socket.socketpair(socket.AF_UNIX, kind)
-    sandbox.channel.setblocking(False)
-    return theirs
-
-
-def _lay_out(sandbox: Sandbox) -> None:
-    """Make what is on disk of it."""
-    overlay = sandbox.folder / "overlay"
-    for path in (overlay, overlay / "upper", overlay / "work", sandbox.folder / "shared"):
-        path.mkdir(mode=0o700)
-        _own(path, sandbox.order)
-    (overlay / "upper").chmod(0o755)
-
-
-def _own(path: Path, order: Message) -> None:
-    if os.geteuid() == 0:
-        os.chown(path, order["host_uid"], order["host_gid"])

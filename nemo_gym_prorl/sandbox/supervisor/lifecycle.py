@@ -35,7 +35,7 @@ from nemo_gym_prorl.sandbox.limits.kernel_shares import TERMINALS
 from nemo_gym_prorl.sandbox.limits.report import file_size_reached
 from nemo_gym_prorl.sandbox.runtime.command import SHARED_FOLDER
 from nemo_gym_prorl.sandbox.supervisor import watch
-from nemo_gym_prorl.sandbox.supervisor.creation import Creation, Turns, look_for_first
+from nemo_gym_prorl.sandbox.supervisor.creation import Creation, Turns
 from nemo_gym_prorl.sandbox.supervisor.processes import background
 from nemo_gym_prorl.sandbox.supervisor.processes.background import guarded
 from nemo_gym_prorl.sandbox.supervisor.processes.children import Answer, Children
@@ -43,6 +43,7 @@ from nemo_gym_prorl.sandbox.supervisor.processes.launcher import Launcher
 from nemo_gym_prorl.sandbox.supervisor.rpc.answers import Refused, in_words
 from nemo_gym_prorl.sandbox.supervisor.rpc.connection import drop
 from nemo_gym_prorl.sandbox.supervisor.rpc.protocol import Message, close_all
+from nemo_gym_prorl.sandbox.supervisor.runtime_start import look_for_first
 from nemo_gym_prorl.sandbox.supervisor.sandbox import STUCK_S, Client, NoSandbox, Sandbox, Stage, step_down
 from nemo_gym_prorl.sandbox.supervisor.storage import erase
 from nemo_gym_prorl.sandbox.supervisor.storage.volumes import Volumes
@@ -137,7 +138,7 @@ class Sandboxes:
         except Refused as error:
             trouble = error
         except TimeoutError:
-            trouble = Refused({"error": f"the sandbox was not up within {timeout_s:g} s"})
+            trouble = Refused({"error": f"the sandbox was not up within {timeout_s:g} s: {sandbox.steps()}"})
         except OSError as error:
             trouble = Refused({"error": f"it can't be prepared: {in_words(error)}"})
         except Exception as error:
@@ -185,7 +186,7 @@ class Sandboxes:
             "start": sandbox.way,
             "fallback": sandbox.fallback,
             "in_memory": self._in_memory,
-            "took": sandbox.took,
+            "steps": sandbox.steps(),
         }
 
     def _watches(self) -> list[Message]:

@@ -145,6 +145,10 @@ class Sandbox:
         finally:
             self.took[name] = self.took.get(name, 0.0) + time.monotonic() - begin
 
+    def steps(self) -> str:
+        """How long what took, in words."""
+        return ", ".join(f"{name} {seconds:.3f} s" for name, seconds in self.took.items())
+
     async def gone(self) -> None:
         """Wait until nothing of it is left.
 

@@ -161,24 +161,18 @@ def image_for(mould: Mould, pid: int, owners: int | None) -> int | None:
     return tree
 
 
-def open_mould(image: str, learn: Callable[[], dict[str, str]]) -> tuple[dict[str, Any], list[int]]:
-    """In a child forked for it: what a mould is made of, as an answer for :func:`received`."""
+def open_mould(image: str) -> tuple[dict[str, Any], list[int]]:
+    """In a child forked for it: what a mould is made of beside its variables, as an answer for :func:`received`."""
     found = os.stat(image)
-    environment = learn()
     descriptor = os.open(image, os.O_PATH | os.O_DIRECTORY | os.O_CLOEXEC)
     domain, one_user = user_domain.make_domain()
     ranges = [user_domain.ranges(kind, own) for kind, own in (("uid", os.geteuid()), ("gid", os.getegid()))]
-    return {
-        "environment": environment,
-        "owner": [found.st_uid, found.st_gid],
-        "one_user": one_user,
-        "ranges": ranges,
-    }, [descriptor, domain]
+    owner = [found.st_uid, found.st_gid]
+    return {"owner": owner, "one_user": one_user, "ranges": ranges}, [descriptor, domain]
 
 
-def received(answer: dict[str, Any], files: list[int]) -> Mould:
+def received(environment: dict[str, str], answer: dict[str, Any], files: list[int]) -> Mould:
     """The mould that :func:`open_mould` made in a child."""
     image, domain = files
     owner = answer["owner"][0], answer["owner"][1]
-    known = (answer[name] for name in ("one_user", "environment", "ranges"))
-    return Mould(image, owner, domain, *known)
+    return Mould(image, owner, domain, answer["one_user"], environment, answer["ranges"])
