@@ -61,7 +61,8 @@ async def bench(tmp_path: Path) -> AsyncIterator[Bench]:
         made.launcher._connection.close()
         # Its end is its parent's.
         assert await made.launcher._process.wait() == 0
-    asyncio.get_running_loop().remove_signal_handler(signal.SIGCHLD)
+    signal.set_wakeup_fd(-1)
+    signal.signal(signal.SIGCHLD, signal.SIG_DFL)
 
 
 def made_of(kind: Kind, body: bytes) -> Request:

@@ -311,7 +311,7 @@ class Sandboxes:
         with guarded():
             look_for_first(sandbox)
         if sandbox.starter:
-            sandbox.starter.ended.add_done_callback(lambda _status: sandbox.changed.set())
+            sandbox.starter.wait().add_done_callback(lambda _status: sandbox.changed.set())
         if sandbox.space:
             self._inits[sandbox.space.init] = sandbox
         while True:

@@ -63,7 +63,7 @@ async def start(children: Children, sandbox: Sandbox) -> state_dir.Space:
     while starter.alive and not look_for_first(sandbox):  # noqa: ASYNC110  # only the kernel knows
         await asyncio.sleep(state_dir.LOOK_S)
     assert sandbox.channel
-    await ready(sandbox.channel, unless=starter.ended)
+    await ready(sandbox.channel, unless=starter.wait())
     if sandbox.space is None or not starter.alive or not sandbox.channel.recv(64):
         code = await starter.wait()
         raise Refused({"error": f"the runtime ended with {code}", "log": sandbox.take_log()})

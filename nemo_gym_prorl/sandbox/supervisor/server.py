@@ -73,7 +73,8 @@ class Supervisor:
 
     async def run(self) -> None:
         """Serve until the owner is gone and everything is cleaned up."""
-        asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, self._ending.set)
+        loop = asyncio.get_running_loop()
+        signal.signal(signal.SIGTERM, lambda _number, _frame: loop.call_soon_threadsafe(self._ending.set))
         background.begin(self._children.run(partial(_sweep, self.folder.parent)))
         self._add_client(self._owner, self._ending.set)
         background.begin(self._accept(peers.peer(self._owner)[0]))

@@ -99,7 +99,7 @@ class Zygotes:
                     program = partial(zygote.become, which.mould, theirs)
                     files = [which.mould.image, which.mould.domain, theirs.fileno()]
                     which.process = self._children.fork(program, files, which.group)
-                await ready(ours, unless=which.process.ended)
+                await ready(ours, unless=which.process.wait())
                 which.channel = ours if ours.recv(16) == b"ready" else None
                 await which.process.wait()
         except (OSError, Refused):

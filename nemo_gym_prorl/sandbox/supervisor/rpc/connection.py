@@ -51,6 +51,8 @@ class Connection[*Taken]:
     ) -> None:
         ours.setblocking(False)
         self._ours = ours
+        # Its number, since the loop asks the kernel for a socket's addresses to say that it does not know it.
+        self._number = ours.fileno()
         self._heard = heard
         self._gone = gone
         self._take = take
@@ -58,8 +60,9 @@ class Connection[*Taken]:
         self._loop = asyncio.get_running_loop()
         self._waiting: deque[Packet] = deque()
         self._reads = True
+        self._writes = False
         self.closed = False
-        self._loop.add_reader(ours, self._read)
+        self._loop.add_reader(self._number, self._read)
 
     def post(self, message: Message) -> None:
         """Send a message as soon as there is room; nobody is told if that never happens."""
@@ -80,10 +83,10 @@ class Connection[*Taken]:
         if self.closed:
             packet.close()
             raise PeerGone
-        packet.waiter = self._loop.create_future()
+        waiter = packet.waiter = self._loop.create_future()
         self._put(packet)
         try:
-            await packet.waiter
+            await waiter
         finally:
             if packet in self._waiting:
                 self._waiting.remove(packet)
@@ -93,8 +96,8 @@ class Connection[*Taken]:
         """Let go of it; nothing more is told. What waits is not sent."""
         if not self.closed:
             self.closed = True
-            self._loop.remove_reader(self._ours)
-            self._loop.remove_writer(self._ours)
+            self._loop.remove_reader(self._number)
+            self._loop.remove_writer(self._number)
             self._ours.close()
             while self._waiting:
                 self._done(PeerGone())
@@ -119,7 +122,8 @@ class Connection[*Taken]:
             try:
                 protocol.send(self._ours, self._waiting[0])
             except BlockingIOError:
-                self._loop.add_writer(self._ours, self._flush)
+                self._writes = True
+                self._loop.add_writer(self._number, self._flush)
                 return
             except PeerGone:
                 # Whoever asks for this is told later.
@@ -129,14 +133,16 @@ class Connection[*Taken]:
                 self._done(error)
             else:
                 self._done()
-        self._loop.remove_writer(self._ours)
+        if self._writes:
+            self._writes = False
+            self._loop.remove_writer(self._number)
         if not self._reads:
             self._listen()
 
     def _listen(self) -> None:
         if not self.closed:
             self._reads = True
-            self._loop.add_reader(self._ours, self._read)
+            self._loop.add_reader(self._number, self._read)
 
     def _read(self) -> None:
         for _ in range(READS_A_TURN):
@@ -144,7 +150,7 @@ class Connection[*Taken]:
                 return
             if self._bounded and len(self._waiting) > MOST_WAITING:
                 self._reads = False
-                self._loop.remove_reader(self._ours)
+                self._loop.remove_reader(self._number)
                 return
             try:
                 taken = self._take(self._ours)
@@ -154,7 +160,7 @@ class Connection[*Taken]:
                 self._end()
                 return
             except Exception:
-                self._loop.remove_reader(self._ours)
+                self._loop.remove_reader(self._number)
                 self._loop.call_later(PAUSE_S, self._listen)
                 raise
             self._heard(*taken)
@@ -166,8 +172,9 @@ class Connection[*Taken]:
 
 
 async def ready(file: File | int, *, write: bool = False, unless: asyncio.Future[int] | None = None) -> None:
-    """Wait until a file can be read, or takes more; or until something else has happened."""
-    loop = asyncio.get_running_loop()
+    """Wait until a file can be read, or takes more; or until something else has happened, which is only waited for
+    here."""
+    loop, number = asyncio.get_running_loop(), file if isinstance(file, int) else file.fileno()
     waiter = loop.create_future()
 
     def wake(*_: object) -> None:
@@ -175,20 +182,20 @@ async def ready(file: File | int, *, write: bool = False, unless: asyncio.Future
             waiter.set_result(None)
 
     begin, end = (loop.add_writer, loop.remove_writer) if write else (loop.add_reader, loop.remove_reader)
-    begin(file, wake)
+    begin(number, wake)
     if unless:
         unless.add_done_callback(wake)
     try:
         await waiter
     finally:
-        end(file)
+        end(number)
         if unless:
-            unless.remove_done_callback(wake)
+            unless.cancel()
 
 
 def drop(file: File) -> None:
     """Attend to a file no longer, and close it."""
     loop = asyncio.get_running_loop()
-    loop.remove_reader(file)
-    loop.remove_writer(file)
+    loop.remove_reader(file.fileno())
+    loop.remove_writer(file.fileno())
     file.close()
