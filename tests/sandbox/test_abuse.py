@@ -165,7 +165,7 @@ launch.runtime_environment = lambda folder: {**clean(folder), "HOST_SECRET": "hi
 
 
 def not_joined(space: str) -> Off:
-    return Off(launcher=(("CALL(setns, held, spaces)", f"CALL(setns, held, spaces & ~(uint64_t){space})"),))
+    return Off(launcher=(("(spaces & SPACES[index].flag)", f"(spaces & SPACES[index].flag & ~(uint64_t){space})"),))
 
 
 NO_CLOSE = Off(

@@ -19,6 +19,8 @@ import pytest_asyncio
 
 from nemo_gym_prorl.failures import CallerError
 from nemo_gym_prorl.sandbox.container import Container, ContainerSpec
+from nemo_gym_prorl.sandbox.isolation.joining import Place, ProcessFolder
+from nemo_gym_prorl.sandbox.launcher.requests import Kind, Request
 from nemo_gym_prorl.sandbox.runtime.apptainer import Runtime
 from nemo_gym_prorl.sandbox.sessions import network, port_forward
 from nemo_gym_prorl.sandbox.supervisor.errors import SandboxLost
@@ -242,12 +244,19 @@ async def test_networks_do_not_add_up(image: Path, runtime: Runtime) -> None:
 
 async def test_a_network_that_all_leave_while_one_comes_is_closed_once() -> None:
     """Closed twice, it would be somebody else's file by then."""
-    children, sandboxes = Mock(), Mock(on_gone=[])
+    children, launcher, sandboxes = Mock(), Mock(), Mock(on_gone=[])
     sandboxes.up.return_value.order = {"network": False}
-    networks = Networks(children, Mock(), sandboxes)
+    sandboxes.up.return_value.place_to_join.return_value = Place(ProcessFolder(os.getpid()), 0, {}, 0)
+    networks = Networks(children, launcher, sandboxes)
     a, b, _c = (networks.address(name)[0]["address"] for name in ("a", "b", "c"))
     held = os.open("/dev/null", os.O_RDONLY)
-    children.run = AsyncMock(return_value=({}, [held]))
+
+    async def carry_out(request: Request, _files: object = ()) -> tuple[Message, list[int]]:
+        kind = request._kind
+        return {}, [held] if kind is Kind.NETWORK else [os.open("/dev/null", os.O_RDONLY)] * (kind is Kind.SOCKET)
+
+    launcher.run = carry_out
+    children.run = AsyncMock(return_value=({}, []))
     await networks.introduce({"sandbox": "a", "hosts": {"b": b}})
     comes: asyncio.Future[tuple[Message, list[int]]] = asyncio.get_running_loop().create_future()
     children.run = Mock(return_value=comes)

@@ -134,7 +134,7 @@ static void put(void) {
     draw_name(fresh);
     int flags = O_WRONLY | O_CREAT | O_EXCL | O_NOFOLLOW | O_CLOEXEC;
     long target = with_room(CALL(openat, folder, fresh, flags, 0600), folder, path), reading, writing;
-    copy(file(1), target, UINT64_MAX, &reading, &writing);
+    copy(file(2), target, UINT64_MAX, &reading, &writing);
     long done = is_error(reading) ? reading : writing;
     if (!is_error(done))
         done = CALL(fchmod, target, mode);
@@ -201,7 +201,7 @@ static void get(void) {
     if (!S_ISREG(found.stx_mode))
         refuse(path, "is not an ordinary file", EINVAL);
     /* Said before a gigabyte of it, or of its holes, was copied. */
-    if (found.stx_size > most || !copy(source, file(1), most, &reading, &writing)) {
+    if (found.stx_size > most || !copy(source, file(2), most, &reading, &writing)) {
         char limit[64] = "has more than the limit of ";
         memcpy(digits(limit + length(limit), most), " bytes", sizeof " bytes");
         refuse(path, limit, EFBIG);

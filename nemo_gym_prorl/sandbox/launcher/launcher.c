@@ -7,10 +7,12 @@
  *
  *   make     start the first process of a new sandbox, in namespaces of its own, which makes the sandbox from inside
  *   spawn    join a sandbox, start a process there, and become the program that is asked for
- *   connect  join a sandbox, and connect to what listens there
- *   put, get join a sandbox, and copy a file in or out
- *   erase    remove what an ended sandbox left
  *   prepare  join what the container runtime has started, and make it as others are
+ *   connect  join a sandbox, and connect to what listens there
+ *   socket   join a sandbox, and open a socket; network: one in a network namespace of its own
+ *   put, get join a sandbox, and copy a file in or out
+ *   stop     join a sandbox, and stop all that runs in it
+ *   erase    remove what an ended sandbox left
  *
  * As "sandbox" it is the first process of a sandbox for the rest of its life: it waits, and does nothing else. As
  * "eraser" it removes a folder for anybody.
@@ -41,6 +43,7 @@
 
 #define SIGKILL 9
 #define SIGCHLD 17
+#define SIGSTOP 19
 #define SIG_IGN 1
 #define SIG_SETMASK 2
 #define LAST_SIGNAL 64
@@ -64,10 +67,11 @@ struct address { uint16_t family, port; uint32_t v4_or_flow; uint32_t v6[4]; uin
 struct interface { char name[16]; short flags; char rest[22]; };
 struct window { uint16_t rows, columns, x, y; };
 
-enum { SOL_SOCKET = 1, SCM_RIGHTS = 1, SO_ERROR = 4 };
+enum { SOL_SOCKET = 1, SCM_RIGHTS = 1, SO_REUSEADDR = 2, SO_ERROR = 4 };
 enum { MSG_CTRUNC = 8, MSG_NOSIGNAL = 0x4000, MSG_CMSG_CLOEXEC = 0x40000000 };
-enum { AF_INET = 2, AF_INET6 = 10, SOCK_STREAM = 1, SOCK_DGRAM = 2, SOCK_NONBLOCK = 04000, SOCK_CLOEXEC = 02000000 };
-enum { PROT_READ = 1, PROT_WRITE = 2, MAP_PRIVATE = 2, MAP_ANONYMOUS = 0x20, POLLOUT = 4, RLIMIT_NPROC = 6 };
+enum { AF_INET = 2, AF_INET6 = 10, AF_NETLINK = 16 };
+enum { SOCK_STREAM = 1, SOCK_DGRAM = 2, SOCK_RAW = 3, SOCK_NONBLOCK = 04000, SOCK_CLOEXEC = 02000000 };
+enum { PROT_READ = 1, PROT_WRITE = 2, MAP_PRIVATE = 2, MAP_ANONYMOUS = 0x20, POLLIN = 1, POLLOUT = 4, RLIMIT_NPROC = 6 };
 enum { MNT_DETACH = 2, SIOCSIFFLAGS = 0x8914, IFF_UP = 1 };
 
 /* The architecture: a system call, and the first instructions. */
@@ -359,52 +363,43 @@ static void keep_rights(uint64_t kept) {
 /* Join. */
 
 static const struct { const char *path; uint64_t flag; } SPACES[] = {
-    {"/ns/user", CLONE_NEWUSER}, /* first: it gives the right to join the others */
-    {"/ns/mnt", CLONE_NEWNS},
-    {"/ns/pid", CLONE_NEWPID},
-    {"/ns/ipc", CLONE_NEWIPC},
-    {"/ns/net", CLONE_NEWNET},
-    {"/ns/uts", CLONE_NEWUTS},
-    {"/ns/cgroup", CLONE_NEWCGROUP},
+    {"ns/user", CLONE_NEWUSER}, /* first: it gives the right to join the others */
+    {"ns/mnt", CLONE_NEWNS},
+    {"ns/pid", CLONE_NEWPID},
+    {"ns/ipc", CLONE_NEWIPC},
+    {"ns/net", CLONE_NEWNET},
+    {"ns/uts", CLONE_NEWUTS},
+    {"ns/cgroup", CLONE_NEWCGROUP},
 };
 
 enum { COUNT_OF_SPACES = sizeof SPACES / sizeof *SPACES };
 
-static void enter(unsigned long process, uint64_t spaces) {
-    char path[64];
+/* Join namespaces of a process, whose folder in /proc is open: whoever has its number by now, they are of that one. All
+   are opened while there is a /proc of ours. */
+static void enter(int process, uint64_t spaces) {
+    int doors[COUNT_OF_SPACES];
     if (!(spaces & CLONE_NEWUSER)) /* no sandbox is without */
         fail(FAILED, EBADMSG);
-    long held = CALL(pidfd_open, process, 0);
-    long done = is_error(held) ? held : CALL(setns, held, spaces);
-    if (!is_error(held))
-        CALL(close, held);
-    if (done != -ENOSYS && done != -EINVAL) {
-        must(done);
-        return;
-    }
-    /* Before Linux 5.8: one after the other, all of which are opened while there is a /proc of ours. */
-    int doors[COUNT_OF_SPACES];
     for (int index = 0; index < COUNT_OF_SPACES; index++)
         if (spaces & SPACES[index].flag)
-            doors[index] = open_own(of_process(path, process, SPACES[index].path), O_RDONLY);
+            doors[index] = (int)must(CALL(openat, process, SPACES[index].path, O_RDONLY | O_CLOEXEC, 0));
     for (int index = 0; index < COUNT_OF_SPACES; index++)
-        if (spaces & SPACES[index].flag)
-            must(CALL(setns, doors[index], 0));
+        if (spaces & SPACES[index].flag) {
+            must(CALL(setns, doors[index], SPACES[index].flag));
+            CALL(close, doors[index]);
+        }
 }
 
 /* Become a process in a sandbox's namespaces and root, by its own user, which is returned. What is forked then has its
    numbers. */
 static unsigned join(void) {
-    char path[64];
     unsigned uid = (unsigned)word();
-    unsigned long process = word();
     uint64_t spaces = word();
-    int rooted = (int)word();
+    int process = file(1), rooted = (int)word();
     doing("the sandbox can't be joined", "");
     joining = 1;
     /* What is stopped in there for ever must not keep what is the supervisor's. */
     must(CALL(close, CHANNEL));
-    int base = rooted ? 0 : open_own(of_process(path, process, ""), O_RDONLY | O_DIRECTORY);
     /* Before it is in there, nobody in there may trace it, read its memory or open its files. */
     must(CALL(prctl, PR_SET_DUMPABLE, 0, 0, 0, 0));
     enter(process, spaces);
@@ -413,13 +408,13 @@ static unsigned join(void) {
     must(CALL(prctl, PR_SET_DUMPABLE, 0, 0, 0, 0));
     if (!rooted) {
         /* Only now: a root that the runtime mounted with FUSE is open to nobody but the sandbox's user. */
-        long root = must(CALL(openat, base, "root", O_RDONLY | O_DIRECTORY | O_CLOEXEC, 0));
+        long root = must(CALL(openat, process, "root", O_RDONLY | O_DIRECTORY | O_CLOEXEC, 0));
         must(CALL(fchdir, root));
         must(CALL(chroot, "."));
-        /* A link inside to /proc/self/fd would lead what is started here out by them. */
         CALL(close, root);
-        CALL(close, base);
     }
+    /* A link inside to /proc/self/fd would lead what is started here out by it. */
+    CALL(close, process);
     return uid;
 }
 
@@ -687,7 +682,7 @@ static void spawn(void) {
     if (has_terminal)
         for (int terminal = open_terminal(&controlling, rows, columns, echo); count < 3;)
             sources[count++] = terminal;
-    for (int index = 1; index < count_of_files; index++)
+    for (int index = 2; index < count_of_files; index++)
         sources[count++] = files[index];
     must(CALL(pipe2, pipe, O_CLOEXEC));
     long process = start_within(most);
@@ -709,18 +704,25 @@ static void spawn(void) {
 
 /* Connect. */
 
-enum { CONNECT_S = 5 };
+enum { CONNECT_S = 5, STOP_S = 5, WAITING = 128 };
 
-static long connected(int family, unsigned port) {
+#define SIZE_OF_ADDRESS(family) ((family) == AF_INET ? 16 : 28)
+
+static struct address loopback(int family, unsigned port) {
     struct address address = {(uint16_t)family, (uint16_t)(port >> 8 | port << 8), 0, {0, 0, 0, 0}, 0};
     if (family == AF_INET)
         address.v4_or_flow = 0x0100007F;
     else
         address.v6[3] = 0x01000000;
+    return address;
+}
+
+static long connected(int family, unsigned port) {
+    struct address address = loopback(family, port);
     long opened = CALL(socket, family, SOCK_STREAM | SOCK_NONBLOCK | SOCK_CLOEXEC, 0);
     if (is_error(opened))
         return opened;
-    long done = CALL(connect, opened, &address, family == AF_INET ? 16 : 28);
+    long done = CALL(connect, opened, &address, SIZE_OF_ADDRESS(family));
     if (done == -EINPROGRESS) {
         /* One that does not accept must not hold us for ever. */
         struct polled polled = {(int)opened, POLLOUT, 0};
@@ -743,6 +745,57 @@ static void connect_to(void) {
     unsigned port = (unsigned)word();
     long first = connected(AF_INET, port), found = is_error(first) ? connected(AF_INET6, port) : first;
     must(tell(DONE, 0, (int)(is_error(found) ? must(first) : found)));
+    end(0);
+}
+
+/* A socket in there: one that listens on a port of the loopback device, as a program of the sandbox's would, or one of
+   the kernel's routes. */
+static void open_socket(void) {
+    join();
+    joining = 0;
+    int family = (int)word(), yes = 1;
+    unsigned port = (unsigned)word();
+    doing("socket", "");
+    long opened = must(CALL(socket, family, (family == AF_NETLINK ? SOCK_RAW : SOCK_STREAM) | SOCK_CLOEXEC, 0));
+    if (family != AF_NETLINK) {
+        struct address address = loopback(family, port);
+        must(CALL(setsockopt, opened, SOL_SOCKET, SO_REUSEADDR, &yes, sizeof yes));
+        must(CALL(bind, opened, &address, SIZE_OF_ADDRESS(family)));
+        must(CALL(listen, opened, WAITING));
+    }
+    must(tell(DONE, 0, (int)opened));
+    end(0);
+}
+
+/* A network namespace in which nothing runs, as a socket of it. */
+static void make_network(void) {
+    doing("network namespace", "");
+    must(CALL(unshare, CLONE_NEWUSER | CLONE_NEWNET));
+    must(tell(DONE, 0, (int)must(CALL(socket, AF_NETLINK, SOCK_RAW | SOCK_CLOEXEC, 0))));
+    end(0);
+}
+
+/* Stop all that runs in there but the first process, in one step, in which none is forked: by a process in there, which
+   those inside can stop or kill before it has done so. The answer is whether it has. */
+static void stop(void) {
+    int pipe[2];
+    join();
+    joining = 0;
+    doing("stop", "");
+    must(CALL(pipe2, pipe, O_CLOEXEC));
+    long process = must(CALL(clone, SIGCHLD, 0, 0, 0, 0));
+    if (process == 0) {
+        unless(ESRCH, CALL(kill, -1, SIGSTOP));
+        CALL(write, pipe[1], "", 1);
+        end(0);
+    }
+    struct polled polled = {pipe[0], POLLIN, 0};
+    struct moment patience = {STOP_S, 0};
+    char word;
+    CALL(close, pipe[1]);
+    int stopped = CALL(ppoll, &polled, 1, &patience, 0, 8) > 0 && CALL(read, pipe[0], &word, 1) == 1;
+    CALL(kill, process, SIGKILL);
+    must(tell(DONE, stopped, -1));
     end(0);
 }
 
@@ -1204,7 +1257,7 @@ static void prepare(void) {
     doing("its variables", "");
     proc = must(open_inside("/proc", O_PATH | O_DIRECTORY | O_NOFOLLOW));
     uint64_t most = word();
-    if (!copy(must(open_in(proc, "1/environ", O_RDONLY)), file(1), most, &reading, &writing))
+    if (!copy(must(open_in(proc, "1/environ", O_RDONLY)), file(2), most, &reading, &writing))
         refuse("the image sets more than 2 MiB of variables", "", E2BIG);
     must(reading);
     must(writing);
@@ -1225,7 +1278,7 @@ static void prepare(void) {
 
 /* The launcher, and the program. */
 
-enum { MAKE = 1, SPAWN, CONNECT, PUT, GET, ERASE, PREPARE };
+enum { MAKE = 1, SPAWN, CONNECT, PUT, GET, ERASE, PREPARE, SOCKET, NETWORK, STOP };
 
 struct header { uint32_t kind, grouped; uint64_t size; };
 
@@ -1245,20 +1298,12 @@ static void carry_out(struct header header, size_t size) {
         CALL(close, held);
         count_of_files--;
     }
-    if (header.kind == MAKE)
-        make();
-    if (header.kind == SPAWN)
-        spawn();
-    if (header.kind == CONNECT)
-        connect_to();
-    if (header.kind == PUT)
-        put();
-    if (header.kind == GET)
-        get();
-    if (header.kind == ERASE)
-        remove_left();
-    if (header.kind == PREPARE)
-        prepare();
+    static void (*const KINDS[])(void) = {
+        [MAKE] = make, [SPAWN] = spawn, [CONNECT] = connect_to, [PUT] = put, [GET] = get, [ERASE] = remove_left,
+        [PREPARE] = prepare, [SOCKET] = open_socket, [NETWORK] = make_network, [STOP] = stop,
+    };
+    if (header.kind < sizeof KINDS / sizeof *KINDS && KINDS[header.kind])
+        KINDS[header.kind]();
     fail(FAILED, EBADMSG);
 }
 

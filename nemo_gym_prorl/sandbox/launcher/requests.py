@@ -39,6 +39,9 @@ class Kind(IntEnum):
     GET = 5
     ERASE = 6
     PREPARE = 7
+    SOCKET = 8
+    NETWORK = 9
+    STOP = 10
 
 
 class Said(IntEnum):
@@ -76,6 +79,8 @@ class Request:
     def __init__(self, kind: Kind) -> None:
         self._kind = kind
         self._body = bytearray()
+        self.place: Place | None = None
+        """What it joins, which goes with it."""
 
     def words(self, *numbers: int) -> None:
         """Add numbers; -1 is the largest."""
@@ -142,6 +147,7 @@ class Request:
         """As it is sent. What is sent with it stays open, but for ``group``: the folder of the control group in which
         its process is to be born."""
         own = [] if group is None else [group]
+        joined = [self.place.process.number] if self.place else []
         header = _HEADER.pack(self._kind, len(own), len(self._body))
         body, more = bytes(self._body), []
         if len(body) > LARGEST_INLINE:
@@ -149,11 +155,12 @@ class Request:
             with os.fdopen(memory, "wb", closefd=False) as file:
                 file.write(body)
             body, more = b"", [memory]
-        return Packet(header + body, [*own, *files, *more], [*own, *more])
+        return Packet(header + body, [*own, *files[:1], *joined, *files[1:], *more], [*own, *more])
 
 
 def _place(request: Request, place: Place) -> None:
-    request.words(place.uid, place.pid, place.spaces, place.rooted)
+    request.place = place
+    request.words(place.uid, place.spaces, place.rooted)
 
 
 def spawn(place: Place, order: Mapping[str, Any]) -> Request:
@@ -193,6 +200,27 @@ def connect(place: Place, port: int) -> Request:
     request = Request(Kind.CONNECT)
     _place(request, place)
     request.words(port)
+    return request
+
+
+def open_socket(place: Place, family: socket.AddressFamily, port: int = 0) -> Request:
+    """Open a socket in there: one that listens on a port of the sandbox's own loopback device, as one of its programs
+    would, or one of the kernel's routes."""
+    request = Request(Kind.SOCKET)
+    _place(request, place)
+    request.words(family, port)
+    return request
+
+
+def make_network() -> Request:
+    """Make a network namespace of its own; the answer's file is a socket of it, of the kernel's routes."""
+    return Request(Kind.NETWORK)
+
+
+def stop(place: Place) -> Request:
+    """Have the kernel stop all of it but its first process, in one step. Answers with whether it did."""
+    request = Request(Kind.STOP)
+    _place(request, place)
     return request
 
 

@@ -218,15 +218,18 @@ class Creation:
     def _note(self, sandbox: Sandbox, pid: int) -> None:
         """Its first process is known."""
         limits = {int(key): value for key, value in sandbox.order["limits"].items()} | kernel_shares.limits()
+        process = joining.ProcessFolder(pid)
         space = state_dir.Space.of(pid)
+        if sandbox.space not in (space, None):
+            raise OSError(f"process {pid} has ended")
         if space.number == os.stat("/proc/self/ns/pid").st_ino:
             raise OSError(f"process {pid} is none of a sandbox's")
         sandbox.space = space
         space.note(sandbox.folder)
-        spaces = joining.spaces_of(pid)
+        spaces = joining.spaces_of(process)
         added = frozenset(sandbox.order["capabilities"])
         rooted = sandbox.way == "mould"
-        sandbox.place = joining.Place(pid, sandbox.order["uid"], limits, spaces, rooted=rooted, capabilities=added)
+        sandbox.place = joining.Place(process, sandbox.order["uid"], limits, spaces, rooted=rooted, capabilities=added)
 
 
 class _FirstKilled(Refused):

@@ -5,13 +5,16 @@ A sandbox gets an address when somebody asks for it, and a network when it is in
 introduced to each other, directly or not, are in one network. Nobody else is: one that was never introduced is alone.
 Each is told names of its own choosing; a name goes from everybody's list when the sandbox behind it has ended.
 
-One change at a time: each is made by a forked child from what is known when its turn comes.
+One change at a time: each is made from what is known when its turn comes.
 """
 
 from __future__ import annotations
 
 import asyncio
+import contextlib
+import errno
 import os
+import socket
 from dataclasses import dataclass, field
 from functools import partial
 from ipaddress import IPv4Address, ip_address
@@ -23,7 +26,8 @@ from nemo_gym_prorl.sandbox.supervisor.lifecycle import Sandboxes
 from nemo_gym_prorl.sandbox.supervisor.processes import background
 from nemo_gym_prorl.sandbox.supervisor.processes.children import Answer, Children
 from nemo_gym_prorl.sandbox.supervisor.processes.launcher import Launcher
-from nemo_gym_prorl.sandbox.supervisor.rpc.protocol import Message
+from nemo_gym_prorl.sandbox.supervisor.rpc.answers import Refused
+from nemo_gym_prorl.sandbox.supervisor.rpc.protocol import Message, close_all
 
 
 @dataclass(slots=True, eq=False)
@@ -71,7 +75,15 @@ class Networks:
         """What listens on a port of the sandbox's loopback device, for one behind an address in the same network."""
         self._fellow(order)
         place = self._sandboxes.up(order["sandbox"]).place_to_join()
-        return await self._children.run(partial(networks.listen, place, order["port"]))
+        _answer, files = await self._launcher.run(requests.open_socket(place, socket.AF_INET, order["port"]))
+        try:
+            with contextlib.suppress(Refused):
+                # It may have one kind of address only.
+                files += (await self._launcher.run(requests.open_socket(place, socket.AF_INET6, order["port"])))[1]
+        except BaseException:
+            close_all(files)
+            raise
+        return {}, files
 
     def _fellow(self, order: Message) -> str:
         """Who is behind the address, in a network with the sandbox."""
@@ -117,22 +129,14 @@ class Networks:
         coming = sorted(together - into.members if into else together)
         if not coming:
             return
-        members = [
-            networks.Member(self._sandboxes.up(name).place_to_join(), self._address_of(name)) for name in coming
-        ]
-        namespace = into.namespace if into else None
-        self._changing = into
+        network = self._changing = into or Network((await self._launcher.run(requests.make_network()))[1][0])
         try:
-            _answer, files = await self._children.run(
-                partial(networks.connect, namespace, members), [] if namespace is None else [namespace]
-            )
+            await self._plug(network, coming)
         except BaseException:
             self._changing = None
-            if into:
-                self._close_if_empty(into)
+            self._close_if_empty(network)
             raise
         self._changing = None
-        network = into or Network(files.pop())
         for name in coming:
             self._leave(name)
             network.members.add(name)
@@ -141,11 +145,36 @@ class Networks:
         for name in [name for name in network.members if name not in self._addresses]:
             self._leave(name)
 
+    async def _plug(self, network: Network, coming: list[str]) -> None:
+        members: list[networks.Member] = []
+        try:
+            for name in coming:
+                request = requests.open_socket(self._sandboxes.up(name).place_to_join(), socket.AF_NETLINK)
+                _answer, files = await self._launcher.run(request)
+                members.append(networks.Member(files[0], self._address_of(name)))
+            given = [network.namespace, *(member.namespace for member in members)]
+            await self._children.run(partial(networks.connect, network.namespace, members), given)
+        finally:
+            close_all([member.namespace for member in members])
+
     async def _tell(self, sandbox: str, names: dict[str, str]) -> Answer:
         """Have a sandbox know these names and no others."""
         place = self._sandboxes.up(sandbox).place_to_join()
         self._names[sandbox] = names
-        return await self._children.run(partial(networks.write_hosts, place, names))
+        hosts = os.memfd_create("hosts", os.MFD_CLOEXEC)
+        try:
+            try:
+                await self._launcher.run(requests.get(place, networks.HOSTS, networks.LARGEST_HOSTS), [hosts])
+            except Refused as error:
+                if error.answer.get("errno") != errno.ENOENT:
+                    raise
+            text = networks.with_names(os.pread(hosts, networks.LARGEST_HOSTS, 0), names)
+            os.truncate(hosts, 0)
+            os.pwrite(hosts, text, 0)
+            os.lseek(hosts, 0, os.SEEK_SET)
+            return await self._launcher.run(requests.put(place, networks.HOSTS, None), [hosts])
+        finally:
+            os.close(hosts)
 
     def _leave(self, name: str) -> None:
         network = self._networks.pop(name, None)

@@ -190,7 +190,7 @@ class Supervisor:
         # From now on, or what is started meanwhile would run on.
         sandbox.paused = True
         try:
-            return await self._children.run(partial(freezer.pause, sandbox.space, sandbox.place))
+            return await freezer.pause(self._children, self._launcher, sandbox.space, sandbox.place)
         except BaseException:
             sandbox.paused = False
             raise
@@ -224,13 +224,14 @@ class Supervisor:
             raise OSError("only a sandbox that is paused can be copied")
         layer, limit = str(sandbox.folder / "overlay" / "upper"), sandbox.order["disk_mib"] << 20
         action = partial(snapshots.pack, sandbox.place, layer, order["header"], limit, files[0])
-        return await self._children.run(action, files[:1])
+        return await self._children.run(action, [files[0], sandbox.place.process.number])
 
     async def _do_restore(self, _client: Client, order: Message, files: list[int]) -> Answer:
         sandbox = self._sandboxes.up(order["sandbox"])
         limit = sandbox.order["disk_mib"] << 20
-        action = partial(snapshots.unpack, sandbox.place_to_join(), limit, files[0])
-        return await self._children.run(action, files[:1], sandbox.group)
+        place = sandbox.place_to_join()
+        action = partial(snapshots.unpack, place, limit, files[0])
+        return await self._children.run(action, [files[0], place.process.number], sandbox.group)
 
     async def _do_put(self, _client: Client, order: Message, files: list[int]) -> Answer:
         place = self._sandboxes.up(order["sandbox"]).place_to_join()

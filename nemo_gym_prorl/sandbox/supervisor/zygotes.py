@@ -73,7 +73,8 @@ class Zygotes:
             ours, theirs = socket_pair()
             with theirs:
                 program = partial(zygote.spawn, asked, sandbox.group, place, order, files, theirs)
-                return self._children.fork(program, [*files, theirs.fileno(), asked], sandbox.group), ours
+                given = [*files, theirs.fileno(), asked, place.process.number]
+                return self._children.fork(program, given, sandbox.group), ours
 
         return join
 

@@ -15,7 +15,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import errno
-import os
 import resource
 import signal
 import socket
@@ -211,7 +210,7 @@ def _is_full(place: Place, group: Group | None) -> bool:
     if group and group.full():
         return True
     with contextlib.suppress(FileNotFoundError):
-        space = os.stat(f"/proc/{place.pid}/ns/pid").st_ino
+        space = place.process.namespace("pid")
         # With one left no command could be started that starts another.
         return usage.threads_in(space) >= place.limits[resource.RLIMIT_NPROC] - 1
     return False
