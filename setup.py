@@ -44,7 +44,7 @@ class BuildLauncher(Command):
         return {}
 
     def get_source_files(self) -> list[str]:
-        return [str(FOLDER / "launcher.c")]
+        return [str(FOLDER / name) for name in ("launcher.c", "files.c")]
 
 
 build.sub_commands.append(("build_launcher", None))

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import logging
 import os
 import secrets
 import signal
@@ -45,6 +46,8 @@ from nemo_gym_prorl.sandbox.transfer import FILE_LIMIT
 
 
 __all__ = ["DEFAULT_EXEC_TIMEOUT_S", "OUTPUT_LIMIT", "SHARED_FOLDER", "Completed", "Container", "ContainerSpec"]
+
+LOGGER = logging.getLogger(__name__)
 
 LITTLE_ROOM = 16 << 20
 """With fewer bytes free than that a disk counts as full: what failed in a sandbox then may have failed for that."""
@@ -106,6 +109,7 @@ class Container:
             await container.close()
             raise
         try:
+            LOGGER.debug("sandbox %s is up: %s", container.name, answer["steps"])
             report.say_once(frozenset(answer["controllers"]), in_memory=answer["in_memory"])
             container.way, container.fallback = answer["start"], answer["fallback"]
             report.say_once_why_slow(container.fallback)

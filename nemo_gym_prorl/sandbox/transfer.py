@@ -4,7 +4,7 @@
 What comes from memory, or stays there, never touches the host's disk. What is wrong with a path or a file is the
 caller's, who named it; that the machine has no room is the machine's.
 
-The other side is :mod:`.inside`, where names are looked up inside of the sandbox.
+The other side is ``launcher/files.c``, where names are looked up inside of the sandbox.
 """
 
 from __future__ import annotations
@@ -152,7 +152,7 @@ async def write_file(container: Container, path: str, data: bytes) -> bool:
     source = os.memfd_create("write", os.MFD_CLOEXEC)
     try:
         os.pwrite(source, data, 0)
-        return bool((await _ask(container, "put", [source], path=path, mode=None))["existed"])
+        return bool((await _ask(container, "put", [source], path=path, mode=None))["number"])
     finally:
         os.close(source)
 

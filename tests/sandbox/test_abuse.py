@@ -80,27 +80,20 @@ class Abuse:
 
 NO_FILTER = Off(launcher=(("    must(CALL(seccomp,", "    if (0) must(CALL(seccomp,"),))
 NO_DROP = Off(launcher=(("if (!(kept >> number & 1))", "if (0 && kept)"),))
-NO_SIZE = Off(
-    "mount = syscalls.mount\nsyscalls.mount = lambda *a: mount(*a[:4]) if a[2] == 'tmpfs' else mount(*a)",
-    (("target, kind, flags, data));", 'target, kind, flags, same(kind, "tmpfs", 5) ? "" : data));'),),
-)
-NO_SYS = Off("mount = syscalls.mount\nsyscalls.mount = lambda *a: None if a[2] == 'sysfs' else mount(*a)")
+NO_SIZE = Off(launcher=((" flags, data)", ' flags, same(kind, "tmpfs", 5) ? "" : data)'),))
+NO_SYS = Off(launcher=(('if_allowed(CALL(mount, "sysfs", "/sys", "sysfs", MS_RDONLY, 0));', ""),))
 NO_FLAG = Off(launcher=(("must(CALL(prctl, PR_SET_NO_NEW_PRIVS, 1, 0, 0, 0));", ""),))
 OF_THE_HOST = Off(launcher=(("int sys = host_network ?", "int sys = 1 ?"),))
-NO_LIMIT = Off(
-    "joining.open = lambda path, *a: open('/dev/null' if path.endswith('max_user_namespaces') else path, *a)",
-    (('write_to(must(setting(proc, "sys/user/max_user_namespaces")), "0", 1);', ""),),
-)
+NO_LIMIT = Off(launcher=(('write_to(must(setting(proc, "sys/user/max_user_namespaces")), "0", 1);', ""),))
 READABLE = Off("change = os.fchmod\nos.fchmod = lambda file, mode: change(file, 0o555 if mode == 0o111 else mode)")
 LEAKY = Off(
     """
-from nemo_gym_prorl.sandbox.runtime import image_environment, launch
-from nemo_gym_prorl.sandbox.supervisor import creation
+from nemo_gym_prorl.sandbox.runtime import launch
+from nemo_gym_prorl.sandbox.supervisor import runtime_start
 def leak(real):
     other = {"--cleanenv": [], "--containall": ["--contain", "--pid", "--ipc"]}
     return lambda *a: [part for word in real(*a) for part in other.get(word, [word])]
-creation.runtime_command = leak(creation.runtime_command)
-image_environment.asking_command = leak(image_environment.asking_command)
+runtime_start.runtime_command = leak(runtime_start.runtime_command)
 clean = launch.runtime_environment
 launch.runtime_environment = lambda folder: {**clean(folder), "HOST_SECRET": "hidden"}
 """
@@ -108,7 +101,7 @@ launch.runtime_environment = lambda folder: {**clean(folder), "HOST_SECRET": "hi
 
 
 def not_joined(space: str) -> Off:
-    return Off(launcher=(("CALL(setns, held, spaces)", f"CALL(setns, held, spaces & ~(uint64_t){space})"),))
+    return Off(launcher=(("(spaces & SPACES[index].flag)", f"(spaces & SPACES[index].flag & ~(uint64_t){space})"),))
 
 
 NO_CLOSE = Off(

@@ -78,7 +78,9 @@ def nothing_is_left(state: Path) -> Iterator[None]:
     assert not any(state.glob("*/b-*"))
     for owner in state.glob("s-*"):
         groups = [group for group in state_dir.groups_of(owner) if "-z-" not in group.path.name]
-        assert not state_dir.processes_of(owner, groups)
+        assert not state_dir.helpers_of(owner)
+        assert not any(space.alive for space in state_dir.spaces_of(owner))
+        assert not any(group.processes() for group in groups)
 
 
 def contents(path: Path) -> bytearray:

@@ -10,13 +10,13 @@ from pathlib import Path
 
 import pytest
 
-from nemo_gym_prorl.sandbox.supervisor.processes.children import failure
+from nemo_gym_prorl.sandbox.supervisor.rpc.answers import failure
 
 
 pytestmark = pytest.mark.sandbox
 
 REUSE = """
-import os, sys, time
+import asyncio, os, sys
 from pathlib import Path
 from nemo_gym_prorl.sandbox.supervisor.processes.children import Children
 
@@ -24,8 +24,6 @@ from nemo_gym_prorl.sandbox.supervisor.processes.children import Children
 os.unshare(os.CLONE_NEWUSER | os.CLONE_NEWPID)
 if child := os.fork():
     sys.exit(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]))
-
-children, ends, answers = Children(), [], []
 
 def starts(status, gate=None):
     def action():
@@ -37,46 +35,29 @@ def starts(status, gate=None):
         return {"pid": pid}, []
     return action
 
-def until(test):
-    while not test():
-        children.reap()
-        time.sleep(0.001)
+async def main():
+    children = Children()
+    # A stranger, of whose end nobody asks.
+    stranger = (await children.run(starts(7)))[0]["pid"]
+    await asyncio.sleep(0.05)
+    # Its number is given to one that is asked about.
+    Path("/proc/sys/kernel/ns_last_pid").write_text(str(stranger - 2))
+    waiting, go = os.pipe()
+    with children.starting() as adopt:
+        pid = (await children.run(starts(3, waiting), [waiting]))[0]["pid"]
+        assert pid == stranger
+        adopted = adopt(pid)
+    await asyncio.sleep(0.05)
+    assert adopted.alive, "that was the end of the stranger"
+    os.write(go, b"x")
+    assert await adopted.wait() == 3
+    # One that ends before its starter has answered is known all the same.
+    with children.starting() as adopt:
+        pid = (await children.run(starts(5)))[0]["pid"]
+        await asyncio.sleep(0.05)
+        assert await adopt(pid).wait() == 5
 
-# A stranger, of whose end nobody asks.
-children.fork(starts(7), lambda answer, _files: answers.append(answer["pid"]))
-until(lambda: answers)
-time.sleep(0.05)
-children.reap()
-
-def adopted(answer, _files):
-    answers.append(answer["pid"])
-    children.adopt(answer["pid"], ends.append)
-
-# Its number is given to one that is asked about.
-Path("/proc/sys/kernel/ns_last_pid").write_text(str(answers[0] - 2))
-waiting, go = os.pipe()
-children.fork(starts(3, waiting), adopted)
-until(lambda: len(answers) == 2)
-assert answers[0] == answers[1], answers
-for _ in range(20):
-    children.reap()
-    time.sleep(0.001)
-assert ends == [], "it lives; that was the end of the stranger"
-os.write(go, b"x")
-until(lambda: ends)
-assert [os.waitstatus_to_exitcode(end) for end in ends] == [3]
-
-# One that ends before its starter has answered is known all the same.
-quick = []
-
-def late(answer, _files):
-    time.sleep(0.05)
-    children.reap()
-    children.adopt(answer["pid"], quick.append)
-
-children.fork(starts(5), late)
-until(lambda: quick)
-assert [os.waitstatus_to_exitcode(end) for end in quick] == [5]
+asyncio.run(main())
 """
 
 

@@ -26,23 +26,19 @@ from typing import Any
 
 import pytest
 
+from nemo_gym_prorl.failures import InfrastructureError
 from nemo_gym_prorl.sandbox.container import Container, ContainerSpec
 from nemo_gym_prorl.sandbox.isolation import syscalls, user_domain
 from nemo_gym_prorl.sandbox.isolation.mould.cast import Mould, cast
 from nemo_gym_prorl.sandbox.isolation.user_domain import draw
-from nemo_gym_prorl.sandbox.launcher import requests
 from nemo_gym_prorl.sandbox.limits import cgroups
 from nemo_gym_prorl.sandbox.runtime.apptainer import Runtime
 from nemo_gym_prorl.sandbox.spec import order
-from nemo_gym_prorl.sandbox.supervisor.moulds import Moulds
-from nemo_gym_prorl.sandbox.supervisor.processes import pidfd
-from nemo_gym_prorl.sandbox.supervisor.processes.children import KILLED, Children
-from nemo_gym_prorl.sandbox.supervisor.processes.event_loop import Loop
+from nemo_gym_prorl.sandbox.supervisor.processes.children import Children
 from nemo_gym_prorl.sandbox.supervisor.processes.launcher import Launcher
-from nemo_gym_prorl.sandbox.supervisor.rpc import own_supervisor, protocol
+from nemo_gym_prorl.sandbox.supervisor.rpc import own_supervisor
 from nemo_gym_prorl.sandbox.supervisor.rpc.client import SandboxLost
 from nemo_gym_prorl.sandbox.supervisor.storage import state_dir
-from nemo_gym_prorl.sandbox.supervisor.storage.erase import remove_tree
 from tests.sandbox import elf
 
 
@@ -200,15 +196,16 @@ def test_a_first_process_whose_supervisor_died_before_it_could_tell_ends(runtime
     supervisor = os.fork()
     if supervisor == 0:
         try:
-            (ours, answered), (_channel, theirs) = protocol.socket_pair(), socket.socketpair()
-            ours.setblocking(True)
-            launcher = Launcher(Loop(print, print), Children(), tmp_path)
-            files = [answered.fileno(), domain, theirs.fileno(), launcher.program(), lives]
-            request = cast(mould, given, str(tmp_path))
-            launcher.start(request, files, None, begun=print, ended=print, failed=print, lost=print)
-            assert requests.receive(ours)[0]["pid"]
-            os.write(lives, b"!")
-            time.sleep(100)
+            _channel, theirs = socket.socketpair()
+
+            async def begin() -> None:
+                launcher = Launcher(Children(), tmp_path)
+                files = [domain, theirs.fileno(), launcher.program(), lives]
+                assert (await launcher.run(cast(mould, given, str(tmp_path)), files))[0]["pid"]
+                os.write(lives, b"!")
+                time.sleep(100)  # noqa: ASYNC251
+
+            asyncio.run(begin())
         except BaseException:
             traceback.print_exc()
         finally:
@@ -249,42 +246,22 @@ def silent_image(tiny_root: Path) -> Iterator[Path]:
 
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="only root sees for whom the shell of a container that starts runs")
-@pytest.mark.parametrize("owner", ["lives", "died, too"])
-def test_an_image_that_is_asked_for_its_variables_ends_when_its_asker_is_killed(
-    silent_image: Path, runtime: Runtime, owner: str
+async def test_an_image_that_is_asked_for_its_variables_ends_with_its_asker(
+    silent_image: Path, runtime: Runtime, container: Container
 ) -> None:
-    folder, lock = state_dir.take(state_dir.state_root())
+    folder = Path(container.describe()["supervisor"])
     spec = ContainerSpec(image=silent_image, start="mould", start_timeout_s=60)
-    children, answers = Children(), []
-    moulds = Moulds(folder, children, list)
-    moulds.get(order("b-1", draw(several=False), spec, runtime), lambda _mould, answer: answers.append(answer))
-    try:
-        deadline = time.monotonic() + 60
+    asking = asyncio.create_task(Container.start(spec, runtime))
+    async with asyncio.timeout(60):
         while not runs_its_shell(folder):
-            assert time.monotonic() < deadline
-            children.reap()
-            assert not answers, answers
-            time.sleep(0.02)
-        known = processes_of(folder)
-        (asker,) = children._waiting
-        os.kill(asker, signal.SIGKILL)
-        if owner == "lives":
-            while not (answers and not children._waiting):
-                children.reap()
-                time.sleep(0.01)
-            assert answers == [KILLED]
-            assert [entry.name for entry in folder.iterdir()] == [state_dir.LOCK_FILE]
-        else:
-            os.waitpid(asker, 0)
-            state_dir.clear(folder)
-            assert not folder.exists()
-        seconds_until_gone(folder, known, time.monotonic())
-    finally:
-        for pid, started in processes_of(folder).items():
-            assert started
-            pidfd.kill(pid, started)
-        remove_tree(folder)
-        os.close(lock)
+            assert not asking.done()
+            await asyncio.sleep(0.02)
+    known = processes_of(folder)
+    assert own_supervisor._current
+    os.kill(own_supervisor._current.popen.pid, signal.SIGKILL)
+    seconds_until_gone(folder, known, time.monotonic())
+    with pytest.raises(InfrastructureError):
+        await asking
 
 
 @pytest.mark.parametrize("alive", [True, False])

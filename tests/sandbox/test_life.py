@@ -12,10 +12,9 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator
-from operator import attrgetter
 from pathlib import Path
 from typing import Any
-from unittest.mock import Mock
+from unittest.mock import AsyncMock, Mock
 
 import pytest
 from hypothesis import HealthCheck, given, settings
@@ -286,23 +285,22 @@ def _parent(pid: int) -> int:
         return 0
 
 
-@pytest.mark.parametrize("fails", ["_creation.look_for_first", "_watchdog.tell"])
-def test_an_end_goes_on_whatever_fails_at_its_begin(tmp_path: Path, fails: str) -> None:
+@pytest.mark.parametrize("fails", ["looking", "telling"])
+async def test_an_end_goes_on_whatever_fails_at_its_begin(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, fails: str
+) -> None:
     """Others have their turn, and it is tried again until nothing is left, where there is no room for a note, say."""
-    box = sandbox.Sandbox("b-1", tmp_path, {}, [], None, stage=sandbox.Stage.CREATING)
-    boxes = lifecycle.Sandboxes.__new__(lifecycle.Sandboxes)
-    boxes._loop, boxes._creation, boxes._watchdog, boxes._janitor, boxes._volumes = (
-        Mock(),
-        Mock(),
-        Mock(),
-        Mock(),
-        Mock(),
-    )
-    boxes._ticking, boxes._closing, boxes._inits = False, {}, {}
-    boxes._loop.now.return_value = 1.0
+    box = sandbox.Sandbox("b-1", tmp_path, {}, [], [], stage=sandbox.Stage.UP)
+    box.created.set()
     box.space = Mock(init=1, alive=False)
-    attrgetter(fails)(boxes).side_effect = OSError(errno.ENOSPC, "full")
+    boxes = lifecycle.Sandboxes.__new__(lifecycle.Sandboxes)
+    boxes._loop, boxes._all, boxes._inits = asyncio.get_running_loop(), {"b-1": box}, {}
+    boxes._watchdog, boxes._launcher, boxes._volumes, boxes.on_gone = Mock(), AsyncMock(), Mock(), []
+    failing = Mock(side_effect=OSError(errno.ENOSPC, "full"))
+    if fails == "looking":
+        monkeypatch.setattr(lifecycle, "look_for_first", failing)
+    else:
+        boxes._watchdog.tell = failing
     boxes._close(box)
-    boxes._creation.leave.assert_called_once_with(box)
-    boxes._janitor.tell.assert_called_once()
-    assert box.deleting
+    failing.assert_called_once()
+    assert not boxes._all

@@ -8,8 +8,8 @@ import logging
 import os
 import shutil
 import stat
-from collections.abc import Sequence
 from pathlib import Path
+from unittest.mock import AsyncMock, Mock
 
 import pytest
 
@@ -18,10 +18,8 @@ from nemo_gym_prorl.sandbox.container import Container, ContainerSpec
 from nemo_gym_prorl.sandbox.isolation.mould.cast import Mould
 from nemo_gym_prorl.sandbox.launcher import program as launching
 from nemo_gym_prorl.sandbox.limits import report
-from nemo_gym_prorl.sandbox.limits.cgroups import Group
 from nemo_gym_prorl.sandbox.runtime.apptainer import Runtime
 from nemo_gym_prorl.sandbox.supervisor import moulds
-from nemo_gym_prorl.sandbox.supervisor.processes.children import Action, Children, Done
 from nemo_gym_prorl.sandbox.supervisor.storage import state_dir
 from tests.sandbox.without import Off, Without
 
@@ -99,13 +97,12 @@ async def test_a_kill_while_one_is_made_is_no_fault_of_the_mould(
 ) -> None:
     without(
         Off(
-            "from nemo_gym_prorl.sandbox.supervisor.creation import Creation\n"
-            "hand_over = Creation._hand_over\n"
-            "def kill_first(creation, sandbox, mould, pid, owners):\n"
-            "    Creation._hand_over = hand_over\n"
-            "    creation._note(sandbox, pid)\n"
-            "    os.kill(pid, 9)\n"
-            "Creation._hand_over = kill_first"
+            "from nemo_gym_prorl.sandbox.supervisor import creation\n"
+            "hand_over = creation._hand_over\n"
+            "def kill_first(sandbox, mould, owners):\n"
+            "    creation._hand_over = hand_over\n"
+            "    sandbox.starter.kill()\n"
+            "creation._hand_over = kill_first"
         )
     )
     for way in ("runtime", "mould"):
@@ -211,41 +208,33 @@ def test_the_program_waits_and_is_there_for_the_usual_machines(tmp_path: Path) -
     assert os.WTERMSIG(os.waitpid(pid, 0)[1]) == 9
 
 
-class ForkedAtOnce(Children):
-    """Whose children have made a mould, or whatever else, as soon as they are forked."""
-
-    def fork(
-        self, action: Action, done: Done, group: Group | None = None, *, files: Sequence[int] | None = None
-    ) -> None:
-        made = {"environment": {}, "owner": [0, 0], "one_user": "", "ranges": [], "accounts": {}}
-        done(made, [os.open("/", os.O_PATH), os.open("/", os.O_PATH)])
-
-
 def open_files() -> int:
     return len(list(Path("/proc/self/fd").iterdir()))
 
 
-def test_a_mould_is_kept_as_long_as_a_sandbox_has_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_mould_is_kept_as_long_as_a_sandbox_has_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Its files are used when a sandbox is made, a while after it was asked for, and when its zygote is."""
     monkeypatch.setattr(moulds, "MOST", 2)
+    made = {"owner": [0, 0], "one_user": "", "ranges": []}
+    children = Mock()
     held: list[Mould] = []
-    kept = moulds.Moulds(tmp_path, ForkedAtOnce(), lambda: held)
+    children.run = AsyncMock(side_effect=lambda _action: (made, [os.open("/", os.O_PATH), os.open("/", os.O_PATH)]))
+    kept = moulds.Moulds(tmp_path, children, Mock(), lambda: held)
+    monkeypatch.setattr(kept, "_variables", AsyncMock(return_value={}))
 
-    def ask(image: str) -> Mould:
-        got: list[Mould] = []
-        kept.get({"image_identity": image}, lambda mould, _answer: got.append(mould) if mould else None)
-        return got[0]
+    async def ask(image: str) -> Mould:
+        return await kept.get({"image_identity": image})
 
     before = open_files()
-    held.append(ask("held"))
+    held.append(await ask("held"))
     for number in range(4):
-        ask(f"other {number}")
+        await ask(f"other {number}")
     assert open_files() - before == 2 * (1 + 2)
-    assert ask("held") is held[0]
+    assert await ask("held") is held[0]
     held.clear()
-    ask("last")
-    ask("very last")
+    await ask("last")
+    await ask("very last")
     assert open_files() - before == 4
-    for mould in (ask("last"), ask("very last")):
+    for mould in (await ask("last"), await ask("very last")):
         os.close(mould.image)
         os.close(mould.domain)

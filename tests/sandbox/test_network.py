@@ -10,9 +10,9 @@ import resource
 import socket
 import sys
 import urllib.request
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator
 from pathlib import Path
-from unittest.mock import Mock
+from unittest.mock import AsyncMock, Mock
 
 import pytest
 import pytest_asyncio
@@ -20,13 +20,14 @@ import pytest_asyncio
 from nemo_gym_prorl.failures import CallerError
 from nemo_gym_prorl.sandbox.compose import network, port_forward
 from nemo_gym_prorl.sandbox.container import Container, ContainerSpec
-from nemo_gym_prorl.sandbox.limits.cgroups import Group
+from nemo_gym_prorl.sandbox.isolation.joining import Place, ProcessFolder
+from nemo_gym_prorl.sandbox.launcher.requests import Kind, Request
 from nemo_gym_prorl.sandbox.runtime.apptainer import Runtime
 from nemo_gym_prorl.sandbox.supervisor.errors import SandboxLost
 from nemo_gym_prorl.sandbox.supervisor.networks import Networks
-from nemo_gym_prorl.sandbox.supervisor.processes.children import Action, Children, Done
 from nemo_gym_prorl.sandbox.supervisor.rpc import own_supervisor
 from nemo_gym_prorl.sandbox.supervisor.rpc.client import SandboxRefused
+from nemo_gym_prorl.sandbox.supervisor.rpc.protocol import Message
 
 
 pytestmark = [pytest.mark.sandbox, pytest.mark.timeout(120)]
@@ -241,38 +242,32 @@ async def test_networks_do_not_add_up(image: Path, runtime: Runtime) -> None:
         await asyncio.sleep(0.05)
 
 
-class ForkedLater(Children):
-    """Whose children end when the test says so."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.running: list[Done] = []
-
-    def fork(
-        self, action: Action, done: Done, group: Group | None = None, *, files: Sequence[int] | None = None
-    ) -> None:
-        self.running.append(done)
-
-
-def test_a_network_that_all_leave_while_one_comes_is_closed_once() -> None:
+async def test_a_network_that_all_leave_while_one_comes_is_closed_once() -> None:
     """Closed twice, it would be somebody else's file by then."""
-    children, sandboxes, asked = ForkedLater(), Mock(), Mock()
-    sandboxes.on_gone = []
+    children, launcher, sandboxes = Mock(), Mock(), Mock(on_gone=[])
     sandboxes.up.return_value.order = {"network": False}
-    networks = Networks(children, Mock(), sandboxes)
-    for name in ("a", "b", "c"):
-        networks.address(asked, name)
-    a, b, _c = (call.args[0]["address"] for call in asked.answer.call_args_list)
-    networks.introduce(asked, {"sandbox": "a", "hosts": {"b": b}})
+    sandboxes.up.return_value.place_to_join.return_value = Place(ProcessFolder(os.getpid()), 0, {}, 0)
+    networks = Networks(children, launcher, sandboxes)
+    a, b, _c = (networks.address(name)[0]["address"] for name in ("a", "b", "c"))
     held = os.open("/dev/null", os.O_RDONLY)
-    children.running.pop()({}, [held])
-    networks.introduce(asked, {"sandbox": "c", "hosts": {"a": a}})
-    comes = children.running.pop()
+
+    async def carry_out(request: Request, _files: object = ()) -> tuple[Message, list[int]]:
+        kind = request._kind
+        return {}, [held] if kind is Kind.NETWORK else [os.open("/dev/null", os.O_RDONLY)] * (kind is Kind.SOCKET)
+
+    launcher.run = carry_out
+    children.run = AsyncMock(return_value=({}, []))
+    await networks.introduce({"sandbox": "a", "hosts": {"b": b}})
+    comes: asyncio.Future[tuple[Message, list[int]]] = asyncio.get_running_loop().create_future()
+    children.run = Mock(return_value=comes)
+    coming = asyncio.create_task(networks.introduce({"sandbox": "c", "hosts": {"a": a}}))
+    await asyncio.sleep(0)
     (gone,) = sandboxes.on_gone
     gone("a")
     gone("b")
     assert os.fstat(held)
-    comes({}, [])
+    comes.set_result(({}, []))
+    await coming
     gone("c")
     with pytest.raises(OSError, match="Bad file"):
         os.fstat(held)

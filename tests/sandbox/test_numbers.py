@@ -101,8 +101,7 @@ def once(space):
         return looks[0]
     return []
 freezer._programs = once
-freezer._stop_at_once = lambda place, deadline: True
-freezer.pause(space, None)
+assert freezer._stop_each(space, time.monotonic() + 1) == ({"running": []}, [])
 assert [pid for _started, pid, _state in looks[0]] == [meant]
 """,
     "the end of a pause": """

@@ -15,11 +15,11 @@ import pytest
 from nemo_gym_prorl.sandbox.container import Container, ContainerSpec
 from nemo_gym_prorl.sandbox.runtime.apptainer import Runtime
 from nemo_gym_prorl.sandbox.supervisor.rpc import own_supervisor
+from nemo_gym_prorl.sandbox.supervisor.rpc.connection import Connection, ready
 from nemo_gym_prorl.sandbox.supervisor.rpc.protocol import (
     LARGEST_INLINE,
     LARGEST_MESSAGE,
     MAX_FILES,
-    Outbox,
     PeerGone,
     close_all,
     pack,
@@ -37,11 +37,12 @@ def test_a_message_of_any_size_comes_as_it_was_sent_with_its_files(message: dict
     here, there = socket_pair()
     with here, there:
         given = [os.open("/dev/null", os.O_RDONLY) for _ in range(MAX_FILES)]
-        send(here, pack(message, given, own=True))
+        send(here, pack(message, given))
         got, files = receive(there)
         assert got == message
         assert len(files) == MAX_FILES
         close_all(files)
+        close_all(given)
 
 
 def test_what_is_too_large_is_refused_before_anything_is_sent() -> None:
@@ -78,22 +79,46 @@ def test_what_is_no_message_ends_the_connection(garbage: bytes) -> None:
             receive(there)
 
 
-def test_what_waits_for_room_comes_later_in_order_and_can_be_withdrawn() -> None:
+async def test_what_waits_for_room_comes_later_in_order_unless_its_sender_gives_up() -> None:
     here, there = socket_pair()
-    with here, there:
+    with there:
         here.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 1)
-        outbox = Outbox(here)
-        packets = [pack({"id": number, "text": "x" * 2000}) for number in range(20)]
-        for packet in packets:
-            outbox.put(packet)
-        assert not outbox.flush()
-        assert outbox.withdraw(packets[-2])
-        assert not outbox.withdraw(packets[0]), "it is sent"
+        connection = Connection(here, print, print)
+        sending = [asyncio.create_task(connection.send({"id": number, "text": "x" * 2000})) for number in range(20)]
+        await asyncio.sleep(0.01)
+        assert sending[0].done()
+        sending[-2].cancel()
         got = []
         while len(got) < 19:
-            outbox.flush()
+            await ready(there)
             got.append(receive(there)[0]["id"])
         assert got == [*range(18), 19]
+        connection.close()
+
+
+async def test_an_exception_of_one_connection_reaches_no_other_and_is_not_met_all_the_time() -> None:
+    reads: list[str] = []
+    loop = asyncio.get_running_loop()
+    loop.set_exception_handler(lambda _loop, context: reads.append(type(context["exception"]).__name__))
+
+    def fail(_end: socket.socket) -> tuple[()]:
+        raise MemoryError
+
+    pairs = [socket_pair() for _ in range(3)]
+    handlers = [lambda *_: reads.append("heard"), lambda *_: reads[len(reads) + 1], lambda *_: None]
+    takers = [receive, receive, fail]
+    connections = [
+        Connection(ours, heard, print, take)  # type: ignore[arg-type]
+        for (ours, _theirs), heard, take in zip(pairs, handlers, takers, strict=True)
+    ]
+    for _ours, theirs in pairs:
+        send(theirs, pack({"id": 1}))
+        send(theirs, pack({"id": 2}))
+    await asyncio.sleep(0.1)
+    assert sorted(reads) == ["IndexError", "IndexError", "MemoryError", "heard", "heard"]
+    for connection, (_ours, theirs) in zip(connections, pairs, strict=True):
+        connection.close()
+        theirs.close()
 
 
 @pytest.mark.sandbox

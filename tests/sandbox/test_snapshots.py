@@ -439,7 +439,8 @@ from nemo_gym_prorl.sandbox.isolation import joining, syscalls
 supervisor = os.getpid()
 if os.fork() == 0:
     syscalls.end_with(supervisor)
-    joining.join_users(joining.Place(int(sys.argv[1]), 0, {}, joining.spaces_of(int(sys.argv[1])), rooted=True))
+    process = joining.ProcessFolder(int(sys.argv[1]))
+    joining.join_users(joining.Place(process, 0, {}, joining.spaces_of(process), rooted=True))
     print(os.getpid(), flush=True)
 time.sleep(20)
 """

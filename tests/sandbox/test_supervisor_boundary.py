@@ -7,12 +7,9 @@ import asyncio
 import fcntl
 import os
 import resource
-import signal
 import socket
 import subprocess
 import sys
-from collections.abc import Iterator
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -22,12 +19,11 @@ from nemo_gym_prorl.failures import CallerError, FailureKind, InfrastructureErro
 from nemo_gym_prorl.sandbox import spec as specs
 from nemo_gym_prorl.sandbox.container import Container, ContainerSpec
 from nemo_gym_prorl.sandbox.runtime.apptainer import Runtime
+from nemo_gym_prorl.sandbox.supervisor import watch
 from nemo_gym_prorl.sandbox.supervisor.errors import SandboxLost, SandboxRefused
-from nemo_gym_prorl.sandbox.supervisor.processes.event_loop import Loop
-from nemo_gym_prorl.sandbox.supervisor.processes.servant import wait_for
 from nemo_gym_prorl.sandbox.supervisor.rpc import own_supervisor
 from nemo_gym_prorl.sandbox.supervisor.rpc.client import Link
-from nemo_gym_prorl.sandbox.supervisor.rpc.protocol import socket_pair
+from nemo_gym_prorl.sandbox.supervisor.rpc.protocol import pack, send, socket_pair
 
 
 pytestmark = pytest.mark.sandbox
@@ -160,41 +156,6 @@ async def test_no_bind_shows_the_way_to_the_host(
         assert (await live.run("ls -d /outside")).stdout == "/outside\n"
 
 
-@pytest.fixture
-def loop() -> Iterator[Loop]:
-    """One of our own; the process's signals are as before afterwards."""
-    before = {number: signal.getsignal(number) for number in (signal.SIGCHLD, signal.SIGTERM, signal.SIGINT)}
-    wakeup = signal.set_wakeup_fd(-1)
-    yield Loop(lambda: None, lambda: None)
-    signal.set_wakeup_fd(wakeup)
-    for number, handler in before.items():
-        signal.signal(number, handler)
-
-
-def test_an_exception_of_one_callback_reaches_no_other(loop: Loop) -> None:
-    calls: list[str] = []
-
-    def fail() -> None:
-        calls.append("failed")
-        raise MemoryError
-
-    ends = [socket_pair() for _ in range(2)]
-    loop.watch(ends[0][0], fail)
-    loop.watch(ends[1][0], partial(calls.append, "file"))
-    loop.call_in(0, fail)
-    loop.call_in(0, partial(calls.append, "time"))
-    for _ours, theirs in ends:
-        theirs.send(b"x")
-    for _ in range(20):
-        loop.turn()
-    assert calls.count("file") == 20
-    assert calls.count("time") == 1
-    assert calls.count("failed") == 2, "a file whose callback fails is let be for a while"
-    for pair in ends:
-        for end in pair:
-            end.close()
-
-
 async def test_who_takes_no_answers_is_asked_for_no_more_questions_and_holds_up_nobody(container: Container) -> None:
     link = await Link.to(Path(container.describe()["supervisor"]))
     deaf = await Link._connect(link.folder)
@@ -210,12 +171,12 @@ async def test_who_takes_no_answers_is_asked_for_no_more_questions_and_holds_up_
         assert (await container.run("echo alive")).stdout == "alive\n"
 
 
-def test_a_servant_hears_whatever_number_its_channel_has() -> None:
+def test_the_watchdog_hears_whatever_number_its_channel_has() -> None:
     """``select`` knows none beyond 1023, and a supervisor of many sandboxes has thousands."""
     ours, theirs = socket_pair()
-    with ours, theirs:
+    with theirs:
         high = fcntl.fcntl(theirs, fcntl.F_DUPFD_CLOEXEC, 1500)
         with socket.socket(fileno=high) as channel:
-            assert not wait_for(channel, 0.0)
-            ours.send(b"x")
-            assert wait_for(channel, None)
+            send(ours, pack({"forget": "none"}))
+            ours.close()
+            watch.serve(channel)

@@ -79,12 +79,15 @@ async def test_a_supervisor_that_can_start_no_process_lives_on(image: Path, runt
             await container.run("true")
         with pytest.raises(InfrastructureError, match="can't be prepared"):
             await Container.start(ContainerSpec(image=image), runtime)
-        # Who removes what is left is there already.
-        await container.close()
+        closing = asyncio.create_task(container.close())
+        # Its end waits for a process that removes what is left.
+        await asyncio.sleep(1)
+        assert not closing.done()
     finally:
         for pid in (supervisor, *children):
             with contextlib.suppress(OSError):
                 resource.prlimit(pid, resource.RLIMIT_NPROC, before)
+    await closing
     async with await Container.start(ContainerSpec(image=image), runtime) as another:
         assert (await another.run("echo alive")).stdout == "alive\n"
     while sandboxes(Path(another.describe()["supervisor"])):

@@ -15,6 +15,7 @@ import signal
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
@@ -29,7 +30,6 @@ from nemo_gym_prorl.sandbox.spec import Start
 from nemo_gym_prorl.sandbox.supervisor import lifecycle, sandbox
 from nemo_gym_prorl.sandbox.supervisor.errors import SandboxBroken, SandboxLost, SandboxRefused
 from nemo_gym_prorl.sandbox.supervisor.rpc import own_supervisor
-from nemo_gym_prorl.sandbox.supervisor.rpc.protocol import Message
 from nemo_gym_prorl.sandbox.supervisor.storage import state_dir
 
 
@@ -293,16 +293,16 @@ class MemoryGroup(cgroups.Group):
 
 
 @pytest.mark.parametrize(("ooms", "whose"), [(0, "the machine ran out of memory"), (1, "memory: all of 9 MiB used")])
-def test_what_the_kernel_kills_for_the_machines_memory_is_not_the_agents_doing(
+async def test_what_the_kernel_kills_for_the_machines_memory_is_not_the_agents_doing(
     tmp_path: Path, ooms: int, whose: str
 ) -> None:
     (tmp_path / "memory.events").write_text(f"low 0\nhigh 0\nmax 5\noom {ooms}\noom_kill 1\noom_group_kill 0\n")
     told: list[str] = []
-    box = sandbox.Sandbox("b-1", tmp_path, {"memory_mib": 9}, [], None, stage=sandbox.Stage.UP)
+    client: Any = SimpleNamespace(post=lambda message: told.append(message["reason"]))
+    box = sandbox.Sandbox("b-1", tmp_path, {"memory_mib": 9}, [client], [], stage=sandbox.Stage.UP)
     box.group = MemoryGroup(tmp_path, frozenset({"memory"}))
-    box.clients = [SimpleNamespace(send=lambda message, files: told.append(message["reason"]))]  # type: ignore[list-item]
     boxes = lifecycle.Sandboxes.__new__(lifecycle.Sandboxes)
-    boxes._loop = SimpleNamespace(now=lambda: 1.0)  # type: ignore[assignment]
+    boxes._loop = asyncio.get_running_loop()
     boxes._look_at_kills(box)
     assert len(told) == 1
     assert whose in told[0]
@@ -310,10 +310,9 @@ def test_what_the_kernel_kills_for_the_machines_memory_is_not_the_agents_doing(
 
     # That is no fault of a program that was killed by something else since.
     boxes._all = {"b-1": box}
-    for memory in (False, True):
-        answers: list[Message] = []
-        boxes.check(SimpleNamespace(client=box.clients[0], answer=answers.append), "b-1", memory=memory)  # type: ignore[arg-type]
-        assert bool(answers[0].get("lost")) is (memory and not ooms)
+    await boxes.check(client, "b-1", memory=False)
+    with contextlib.nullcontext() if ooms else pytest.raises(sandbox.NoSandbox):
+        await boxes.check(client, "b-1", memory=True)
 
 
 IMPOSTOR = """

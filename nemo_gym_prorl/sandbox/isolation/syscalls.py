@@ -16,14 +16,10 @@ import stat
 import struct
 from pathlib import Path
 
-from nemo_gym_prorl.sandbox.isolation.capabilities import KEPT
 
-
-MS_RDONLY = 1
 MS_NOSUID = 2
 MS_NODEV = 4
 MS_NOEXEC = 8
-MS_REMOUNT = 32
 MS_BIND = 4096
 MS_REC = 16384
 MS_PRIVATE = 1 << 18
@@ -122,14 +118,6 @@ def fork_into(group: int) -> int:
     return pid
 
 
-def keep_capabilities(added: frozenset[int]) -> None:
-    """Give up every capability but the usual ones and those ``added``, until something is executed."""
-    kept = sum(1 << number for number in added.union(KEPT.values()))
-    low, high = kept & 0xFFFFFFFF, kept >> 32
-    header = _CAPABILITY_HEADER
-    _check(_libc.capset(header, struct.pack("6I", low, low, 0, high, high, 0)), "capset")
-
-
 def become_with(uid: int, capability: int, last: int) -> None:
     """As a root: become another user, with one capability, also of what is executed, and with no way to another.
 
@@ -143,8 +131,8 @@ def become_with(uid: int, capability: int, last: int) -> None:
         if number != capability:
             prctl(PR_CAPBSET_DROP, number)
     prctl(PR_SET_NO_NEW_PRIVS, 1)
-    header, low, high = _CAPABILITY_HEADER, 1 << capability & 0xFFFFFFFF, 1 << capability >> 32
-    _check(_libc.capset(header, struct.pack("6I", low, low, low, high, high, high)), "capset")
+    low, high = 1 << capability & 0xFFFFFFFF, 1 << capability >> 32
+    _check(_libc.capset(_CAPABILITY_HEADER, struct.pack("6I", low, low, low, high, high, high)), "capset")
     _check(_libc.prctl(_PR_CAP_AMBIENT, ctypes.c_ulong(_AMBIENT_RAISE), ctypes.c_ulong(capability), 0, 0), "prctl")
 
 

@@ -46,6 +46,7 @@ def compile_for(machine: str, source: Path, target: Path) -> None:
         subprocess.run(
             [
                 *(sys.executable, "-m", "ziglang", "cc", "-target", f"{machine}-linux-musl", *_FLAGS),
+                *("-iquote", str(Path(__file__).parent)),
                 *(word for folder in includes for word in ("-isystem", str(library / folder))),
                 *("-o", str(target), str(source)),
             ],

@@ -7,9 +7,15 @@
  *
  *   make     start the first process of a new sandbox, in namespaces of its own, which makes the sandbox from inside
  *   spawn    join a sandbox, start a process there, and become the program that is asked for
+ *   prepare  join what the container runtime has started, and make it as others are
  *   connect  join a sandbox, and connect to what listens there
+ *   socket   join a sandbox, and open a socket; network: one in a network namespace of its own
+ *   put, get join a sandbox, and copy a file in or out
+ *   stop     join a sandbox, and stop all that runs in it
+ *   erase    remove what an ended sandbox left
  *
- * As "sandbox" it is the first process of a sandbox for the rest of its life: it waits, and does nothing else.
+ * As "sandbox" it is the first process of a sandbox for the rest of its life: it waits, and does nothing else. As
+ * "eraser" it removes a folder for anybody.
  *
  * There is no C library in it, no memory that is allocated but in whole mappings, and no thread. A request is words of
  * eight bytes and texts that end with a zero, in the order in which they are read here, with descriptors beside it;
@@ -37,6 +43,7 @@
 
 #define SIGKILL 9
 #define SIGCHLD 17
+#define SIGSTOP 19
 #define SIG_IGN 1
 #define SIG_SETMASK 2
 #define LAST_SIGNAL 64
@@ -60,10 +67,11 @@ struct address { uint16_t family, port; uint32_t v4_or_flow; uint32_t v6[4]; uin
 struct interface { char name[16]; short flags; char rest[22]; };
 struct window { uint16_t rows, columns, x, y; };
 
-enum { SOL_SOCKET = 1, SCM_RIGHTS = 1, SO_ERROR = 4 };
+enum { SOL_SOCKET = 1, SCM_RIGHTS = 1, SO_REUSEADDR = 2, SO_ERROR = 4 };
 enum { MSG_CTRUNC = 8, MSG_NOSIGNAL = 0x4000, MSG_CMSG_CLOEXEC = 0x40000000 };
-enum { AF_INET = 2, AF_INET6 = 10, SOCK_STREAM = 1, SOCK_DGRAM = 2, SOCK_NONBLOCK = 04000, SOCK_CLOEXEC = 02000000 };
-enum { PROT_READ = 1, PROT_WRITE = 2, MAP_PRIVATE = 2, MAP_ANONYMOUS = 0x20, POLLOUT = 4, RLIMIT_NPROC = 6 };
+enum { AF_INET = 2, AF_INET6 = 10, AF_NETLINK = 16 };
+enum { SOCK_STREAM = 1, SOCK_DGRAM = 2, SOCK_RAW = 3, SOCK_NONBLOCK = 04000, SOCK_CLOEXEC = 02000000 };
+enum { PROT_READ = 1, PROT_WRITE = 2, MAP_PRIVATE = 2, MAP_ANONYMOUS = 0x20, POLLIN = 1, POLLOUT = 4, RLIMIT_NPROC = 6 };
 enum { MNT_DETACH = 2, SIOCSIFFLAGS = 0x8914, IFF_UP = 1 };
 
 /* The architecture: a system call, and the first instructions. */
@@ -88,9 +96,9 @@ static long call6(long number, long a, long b, long c, long d, long e, long f) {
 }
 
 #if defined(__x86_64__)
-__asm__(".globl _start\n_start:\n xor %ebp, %ebp\n mov 8(%rsp), %rdi\n and $-16, %rsp\n call begin\n hlt\n");
+__asm__(".globl _start\n_start:\n xor %ebp, %ebp\n lea 8(%rsp), %rdi\n and $-16, %rsp\n call begin\n hlt\n");
 #else
-__asm__(".globl _start\n_start:\n ldr x0, [sp, 8]\n bl begin\n brk 1\n");
+__asm__(".globl _start\n_start:\n add x0, sp, 8\n bl begin\n brk 1\n");
 #endif
 
 #define PICK(_0, _1, _2, _3, _4, _5, _6, name, ...) name
@@ -139,7 +147,7 @@ enum { STARTED = 1, READY, DONE, FAILED, LOST, EXHAUSTED, KILLED, NO_USER, OTHER
 enum { CHANNEL = 3, MOST_FILES = 64, HIGH = 128, WORDS = 4096, LONGEST_PATH = 4096 };
 
 static struct answer { int32_t kind, number; char words[WORDS]; } answer;
-static int report;             /* where this process answers */
+static int report;             /* where this process answers; less than 0 if only its end does, by the error */
 static const char *step, *of; /* what it is at, in words */
 static int joining;            /* whether a failure is but the sandbox's end, which nothing depends on */
 
@@ -173,6 +181,8 @@ static long tell(int kind, long number, int file) {
 
 static void fail(int kind, long number) __attribute__((noreturn));
 static void fail(int kind, long number) {
+    if (report < 0)
+        end((int)number);
     tell(kind, number, -1);
     end(127);
 }
@@ -319,67 +329,77 @@ static int open_own(const char *path, int flags) {
 static struct statx about(long file) {
     struct statx found;
     memset(&found, 0, sizeof found);
-    must(CALL(statx, file, "", AT_EMPTY_PATH, STATX_TYPE | STATX_SIZE, &found));
+    must(CALL(statx, file, "", AT_EMPTY_PATH, STATX_BASIC_STATS, &found));
     return found;
 }
 
-/* What a name inside leads to, by no link of the kernel's own to open files, and without waiting for it. */
-static long open_inside(const char *path, int flags) {
+/* What a name in an open folder leads to, by no link of the kernel's own to open files, and without waiting for it. */
+static long open_in(long folder, const char *path, int flags) {
     flags |= O_CLOEXEC | (flags & O_PATH ? 0 : O_NONBLOCK | O_NOCTTY);
     struct open_how how = {(uint64_t)flags, 0, RESOLVE_NO_MAGICLINKS};
-    long found = CALL(openat2, AT_FDCWD, path, &how, sizeof how);
+    long found = CALL(openat2, folder, path, &how, sizeof how);
     if (found == -ENOSYS || found == -EPERM) /* before Linux 5.6, or in a container whose filter does not know it */
-        found = CALL(openat, AT_FDCWD, path, how.flags, 0);
+        found = CALL(openat, folder, path, how.flags, 0);
     return found;
+}
+
+static long open_inside(const char *path, int flags) {
+    return open_in(AT_FDCWD, path, flags);
+}
+
+static void pause_ms(long milliseconds) {
+    struct moment pause = {0, milliseconds * 1000000};
+    CALL(nanosleep, &pause, 0);
+}
+
+/* Have these capabilities and no others, until something is executed. */
+static void keep_rights(uint64_t kept) {
+    struct __user_cap_header_struct version = {_LINUX_CAPABILITY_VERSION_3, 0};
+    uint32_t low = (uint32_t)kept, high = (uint32_t)(kept >> 32);
+    struct __user_cap_data_struct rights[2] = {{low, low, 0}, {high, high, 0}};
+    must(CALL(capset, &version, rights));
 }
 
 /* Join. */
 
 static const struct { const char *path; uint64_t flag; } SPACES[] = {
-    {"/ns/user", CLONE_NEWUSER}, /* first: it gives the right to join the others */
-    {"/ns/mnt", CLONE_NEWNS},
-    {"/ns/pid", CLONE_NEWPID},
-    {"/ns/ipc", CLONE_NEWIPC},
-    {"/ns/net", CLONE_NEWNET},
-    {"/ns/uts", CLONE_NEWUTS},
-    {"/ns/cgroup", CLONE_NEWCGROUP},
+    {"ns/user", CLONE_NEWUSER}, /* first: it gives the right to join the others */
+    {"ns/mnt", CLONE_NEWNS},
+    {"ns/pid", CLONE_NEWPID},
+    {"ns/ipc", CLONE_NEWIPC},
+    {"ns/net", CLONE_NEWNET},
+    {"ns/uts", CLONE_NEWUTS},
+    {"ns/cgroup", CLONE_NEWCGROUP},
 };
 
 enum { COUNT_OF_SPACES = sizeof SPACES / sizeof *SPACES };
 
-static void enter(unsigned long process, uint64_t spaces) {
-    char path[64];
+/* Join namespaces of a process, whose folder in /proc is open: whoever has its number by now, they are of that one. All
+   are opened while there is a /proc of ours. */
+static void enter(int process, uint64_t spaces) {
+    int doors[COUNT_OF_SPACES];
     if (!(spaces & CLONE_NEWUSER)) /* no sandbox is without */
         fail(FAILED, EBADMSG);
-    long held = CALL(pidfd_open, process, 0);
-    long done = is_error(held) ? held : CALL(setns, held, spaces);
-    if (!is_error(held))
-        CALL(close, held);
-    if (done != -ENOSYS && done != -EINVAL) {
-        must(done);
-        return;
-    }
-    /* Before Linux 5.8: one after the other, all of which are opened while there is a /proc of ours. */
-    int doors[COUNT_OF_SPACES];
     for (int index = 0; index < COUNT_OF_SPACES; index++)
         if (spaces & SPACES[index].flag)
-            doors[index] = open_own(of_process(path, process, SPACES[index].path), O_RDONLY);
+            doors[index] = (int)must(CALL(openat, process, SPACES[index].path, O_RDONLY | O_CLOEXEC, 0));
     for (int index = 0; index < COUNT_OF_SPACES; index++)
-        if (spaces & SPACES[index].flag)
-            must(CALL(setns, doors[index], 0));
+        if (spaces & SPACES[index].flag) {
+            must(CALL(setns, doors[index], SPACES[index].flag));
+            CALL(close, doors[index]);
+        }
 }
 
-/* Become a process in a sandbox's namespaces and root, by its own user. What is forked then has its numbers. */
-static void join(unsigned uid) {
-    char path[64];
-    unsigned long process = word();
+/* Become a process in a sandbox's namespaces and root, by its own user, which is returned. What is forked then has its
+   numbers. */
+static unsigned join(void) {
+    unsigned uid = (unsigned)word();
     uint64_t spaces = word();
-    int rooted = (int)word();
+    int process = file(1), rooted = (int)word();
     doing("the sandbox can't be joined", "");
     joining = 1;
     /* What is stopped in there for ever must not keep what is the supervisor's. */
     must(CALL(close, CHANNEL));
-    int base = rooted ? 0 : open_own(of_process(path, process, ""), O_RDONLY | O_DIRECTORY);
     /* Before it is in there, nobody in there may trace it, read its memory or open its files. */
     must(CALL(prctl, PR_SET_DUMPABLE, 0, 0, 0, 0));
     enter(process, spaces);
@@ -388,23 +408,17 @@ static void join(unsigned uid) {
     must(CALL(prctl, PR_SET_DUMPABLE, 0, 0, 0, 0));
     if (!rooted) {
         /* Only now: a root that the runtime mounted with FUSE is open to nobody but the sandbox's user. */
-        long root = must(CALL(openat, base, "root", O_RDONLY | O_DIRECTORY | O_CLOEXEC, 0));
+        long root = must(CALL(openat, process, "root", O_RDONLY | O_DIRECTORY | O_CLOEXEC, 0));
         must(CALL(fchdir, root));
         must(CALL(chroot, "."));
-        /* A link inside to /proc/self/fd would lead what is started here out by them. */
         CALL(close, root);
-        CALL(close, base);
     }
+    /* A link inside to /proc/self/fd would lead what is started here out by it. */
+    CALL(close, process);
+    return uid;
 }
 
 /* Spawn. */
-
-/* The supervisor says so once it knows of us. If our launcher was killed before it could tell, another does it. */
-static void wait_for_word(int channel) {
-    char word;
-    if (CALL(read, channel, &word, 1) != 1)
-        end(127);
-}
 
 /* A new terminal of the sandbox's own: both ends. Without echo line ends, too, are as they are written. */
 static int open_terminal(int *controlling, unsigned rows, unsigned columns, int echo) {
@@ -450,8 +464,7 @@ static long start_within(uint64_t most) {
         if (!pauses_ms[index])
             break;
         /* Others like us, or what has just ended, may be about to go. */
-        struct moment pause = {0, pauses_ms[index] * 1000000};
-        CALL(nanosleep, &pause, 0);
+        pause_ms(pauses_ms[index]);
     }
     joining = 0;
     doing("start", "");
@@ -491,13 +504,13 @@ static struct table table_of(const char *path) {
 }
 
 /* The fields of the next line, and how many there are; none at the end. */
-static int line_of(struct table *table, struct field *fields) {
+static int line_of(struct table *table, struct field *fields, char between) {
     int count = 0;
     if (table->at == table->end)
         return 0;
     for (const char *begin = table->at;; table->at++) {
         int last = table->at == table->end || *table->at == '\n';
-        if (!last && *table->at != ':')
+        if (!last && *table->at != between)
             continue;
         if (count < FIELDS)
             fields[count] = (struct field){begin, (size_t)(table->at - begin)};
@@ -557,7 +570,7 @@ static void become_account(const char *wanted, unsigned uid, const char **variab
     struct table table = table_of("/etc/passwd");
     long own = -1, gid = -1;
     doing(wanted, "");
-    for (int fields; (fields = line_of(&table, user));) {
+    for (int fields; (fields = line_of(&table, user, ':'));) {
         long number = fields < 6 ? -1 : number_of(user[2]);
         gid = number < 0 ? -1 : number_of(user[3]);
         if (gid < 0)
@@ -578,7 +591,7 @@ static void become_account(const char *wanted, unsigned uid, const char **variab
     long other, unknown = own == UINT32_MAX || gid == UINT32_MAX;
     groups[found++] = (uint32_t)gid;
     table = table_of("/etc/group");
-    for (int fields; (fields = line_of(&table, group));)
+    for (int fields; (fields = line_of(&table, group, ':'));)
         if (fields == 4 && (other = number_of(group[2])) >= 0 && is_member(group[3], user[0]) && found < MOST_GROUPS) {
             groups[found++] = (uint32_t)other;
             unknown |= other == UINT32_MAX;
@@ -661,9 +674,7 @@ static void execute(unsigned uid, int *sources, int count, int has_terminal) {
 
 static void spawn(void) {
     int sources[MOST_FILES + 3], count = 0, controlling = -1, pipe[2];
-    unsigned uid = (unsigned)word();
-    join(uid);
-    wait_for_word(report);
+    unsigned uid = join();
     uint64_t most = word();
     int has_terminal = (int)word();
     unsigned rows = (unsigned)word(), columns = (unsigned)word();
@@ -671,7 +682,7 @@ static void spawn(void) {
     if (has_terminal)
         for (int terminal = open_terminal(&controlling, rows, columns, echo); count < 3;)
             sources[count++] = terminal;
-    for (int index = 1; index < count_of_files; index++)
+    for (int index = 2; index < count_of_files; index++)
         sources[count++] = files[index];
     must(CALL(pipe2, pipe, O_CLOEXEC));
     long process = start_within(most);
@@ -693,18 +704,25 @@ static void spawn(void) {
 
 /* Connect. */
 
-enum { CONNECT_S = 5 };
+enum { CONNECT_S = 5, STOP_S = 5, WAITING = 128 };
 
-static long connected(int family, unsigned port) {
+#define SIZE_OF_ADDRESS(family) ((family) == AF_INET ? 16 : 28)
+
+static struct address loopback(int family, unsigned port) {
     struct address address = {(uint16_t)family, (uint16_t)(port >> 8 | port << 8), 0, {0, 0, 0, 0}, 0};
     if (family == AF_INET)
         address.v4_or_flow = 0x0100007F;
     else
         address.v6[3] = 0x01000000;
+    return address;
+}
+
+static long connected(int family, unsigned port) {
+    struct address address = loopback(family, port);
     long opened = CALL(socket, family, SOCK_STREAM | SOCK_NONBLOCK | SOCK_CLOEXEC, 0);
     if (is_error(opened))
         return opened;
-    long done = CALL(connect, opened, &address, family == AF_INET ? 16 : 28);
+    long done = CALL(connect, opened, &address, SIZE_OF_ADDRESS(family));
     if (done == -EINPROGRESS) {
         /* One that does not accept must not hold us for ever. */
         struct polled polled = {(int)opened, POLLOUT, 0};
@@ -721,8 +739,7 @@ static long connected(int family, unsigned port) {
 }
 
 static void connect_to(void) {
-    unsigned uid = (unsigned)word();
-    join(uid);
+    join();
     joining = 0;
     doing("connection", "");
     unsigned port = (unsigned)word();
@@ -730,6 +747,59 @@ static void connect_to(void) {
     must(tell(DONE, 0, (int)(is_error(found) ? must(first) : found)));
     end(0);
 }
+
+/* A socket in there: one that listens on a port of the loopback device, as a program of the sandbox's would, or one of
+   the kernel's routes. */
+static void open_socket(void) {
+    join();
+    joining = 0;
+    int family = (int)word(), yes = 1;
+    unsigned port = (unsigned)word();
+    doing("socket", "");
+    long opened = must(CALL(socket, family, (family == AF_NETLINK ? SOCK_RAW : SOCK_STREAM) | SOCK_CLOEXEC, 0));
+    if (family != AF_NETLINK) {
+        struct address address = loopback(family, port);
+        must(CALL(setsockopt, opened, SOL_SOCKET, SO_REUSEADDR, &yes, sizeof yes));
+        must(CALL(bind, opened, &address, SIZE_OF_ADDRESS(family)));
+        must(CALL(listen, opened, WAITING));
+    }
+    must(tell(DONE, 0, (int)opened));
+    end(0);
+}
+
+/* A network namespace in which nothing runs, as a socket of it. */
+static void make_network(void) {
+    doing("network namespace", "");
+    must(CALL(unshare, CLONE_NEWUSER | CLONE_NEWNET));
+    must(tell(DONE, 0, (int)must(CALL(socket, AF_NETLINK, SOCK_RAW | SOCK_CLOEXEC, 0))));
+    end(0);
+}
+
+/* Stop all that runs in there but the first process, in one step, in which none is forked: by a process in there, which
+   those inside can stop or kill before it has done so. The answer is whether it has. */
+static void stop(void) {
+    int pipe[2];
+    join();
+    joining = 0;
+    doing("stop", "");
+    must(CALL(pipe2, pipe, O_CLOEXEC));
+    long process = must(CALL(clone, SIGCHLD, 0, 0, 0, 0));
+    if (process == 0) {
+        unless(ESRCH, CALL(kill, -1, SIGSTOP));
+        CALL(write, pipe[1], "", 1);
+        end(0);
+    }
+    struct polled polled = {pipe[0], POLLIN, 0};
+    struct moment patience = {STOP_S, 0};
+    char word;
+    CALL(close, pipe[1]);
+    int stopped = CALL(ppoll, &polled, 1, &patience, 0, 8) > 0 && CALL(read, pipe[0], &word, 1) == 1;
+    CALL(kill, process, SIGKILL);
+    must(tell(DONE, stopped, -1));
+    end(0);
+}
+
+#include "files.c"
 
 /* Make: mounts. */
 
@@ -844,26 +914,52 @@ static void settle_shares(int proc) {
     }
 }
 
-/* Files of /etc that are the sandbox's own, in place of what is there, and lines that are added to others. One that
-   is a pipe holds up nobody: where it can't be had, the user has no name, and the sandbox all else. */
+/* Files of /etc that are the sandbox's own, in place of what is there. */
 static void write_files(void) {
     make_folder("/etc", 4);
     for (size_t count = several(), size; count--;) {
-        int added = (int)word();
         const char *path = text(), *content = bytes(&size);
         doing("", path);
-        if (added) {
-            int flags = O_WRONLY | O_CREAT | O_APPEND | O_NONBLOCK | O_NOCTTY | O_CLOEXEC;
-            long opened = CALL(openat, AT_FDCWD, path, flags, 0666);
-            if (!is_error(opened))
-                write_to(opened, content, size);
-        } else {
-            /* A link in its place is none that anybody should follow. */
-            unless(ENOENT, CALL(unlinkat, AT_FDCWD, path, 0));
-            int flags = O_WRONLY | O_CREAT | O_EXCL | O_CLOEXEC;
-            write_to(must(CALL(openat, AT_FDCWD, path, flags, 0666)), content, size);
-        }
+        /* A link in its place is none that anybody should follow. */
+        unless(ENOENT, CALL(unlinkat, AT_FDCWD, path, 0));
+        int flags = O_WRONLY | O_CREAT | O_EXCL | O_CLOEXEC;
+        write_to(must(CALL(openat, AT_FDCWD, path, flags, 0666)), content, size);
     }
+}
+
+/* Give the sandbox's user a name: lines for tables that have none with his number, and none of the first who has. One
+   that is a pipe holds up nobody: where it can't be had, he has no name, and the sandbox all else. */
+static void name_user(void) {
+    struct field fields[FIELDS];
+    int known = 0;
+    for (size_t tables = several(); tables--;) {
+        const char *path = text(), *line = text();
+        long number = (long)word();
+        struct table table = table_of(path);
+        int whole = table.at == table.end || table.end[-1] == '\n';
+        for (int count; (count = line_of(&table, fields, ':'));)
+            known |= count > 3 && number_of(fields[2]) == number;
+        int flags = O_WRONLY | O_CREAT | O_APPEND | O_NONBLOCK | O_NOCTTY | O_CLOEXEC;
+        long opened = known ? -EEXIST : CALL(openat, AT_FDCWD, path, flags, 0666);
+        if (is_error(opened))
+            continue;
+        if (S_ISREG(about(opened).stx_mode)) {
+            /* The last one may be no whole one. */
+            if (!whole)
+                CALL(write, opened, "\n", 1);
+            CALL(write, opened, line, length(line));
+        }
+        CALL(close, opened);
+    }
+}
+
+/* What each sandbox has of its own, whoever made it. */
+static void settle(int proc) {
+    /* In a user namespace of its own a process would have every capability again. */
+    write_to(must(setting(proc, "sys/user/max_user_namespaces")), "0", 1);
+    settle_shares(proc);
+    write_files();
+    name_user();
 }
 
 /* What every image has, by mode; the terminals' group may use what an ordinary user's builder left closed. */
@@ -1048,18 +1144,13 @@ static void first_process(int channel, int program) {
     must(CALL(sethostname, name, length(name)));
     if (!host_network)
         raise_loopback();
-    /* In a user namespace of its own a process would have every capability again. */
-    write_to(must(setting(proc, "sys/user/max_user_namespaces")), "0", 1);
-    settle_shares(proc);
-    write_files();
+    settle(proc);
     show_kernels(proc, sys);
     size_t size;
     const char *rules = bytes(&size);
-    struct __user_cap_header_struct version = {_LINUX_CAPABILITY_VERSION_3, 0};
-    struct __user_cap_data_struct none[2] = {{0, 0, 0}, {0, 0, 0}};
     doing("rights", "");
     must(CALL(prctl, PR_SET_NO_NEW_PRIVS, 1, 0, 0, 0));
-    must(CALL(capset, &version, none));
+    keep_rights(0);
     install_filter(rules, size);
     /* Children that nobody waits for are reaped by the kernel then, also after it has become the idle program. */
     unsigned long ignored[4] = {SIG_IGN, 0, 0, 0};
@@ -1073,16 +1164,21 @@ static void first_process(int channel, int program) {
     must(CALL(execveat, program, "", arguments, variables, AT_EMPTY_PATH));
 }
 
+/* Become the first user of a domain, who may make user namespaces in it and map them. */
+static void join_domain(int domain) {
+    doing("domain", "");
+    must(CALL(setns, domain, CLONE_NEWUSER));
+    must(CALL(setresgid, 0, 0, 0));
+    must(CALL(setresuid, 0, 0, 0));
+}
+
 /* Its files: the domain of its user ids, the channel of the first process, the program that this is to become, and
    volumes. The answer is the first process's number. */
 static void make(void) {
     char path[64];
     int domain = file(1), channel = file(2), program = file(3);
     must(CALL(close, CHANNEL));
-    doing("domain", "");
-    must(CALL(setns, domain, CLONE_NEWUSER));
-    must(CALL(setresgid, 0, 0, 0));
-    must(CALL(setresuid, 0, 0, 0));
+    join_domain(domain);
     /* A changed id closes what lies in /proc of us and our children, from where they are mapped. */
     must(CALL(prctl, PR_SET_DUMPABLE, 1, 0, 0, 0));
     doing("limits", "");
@@ -1104,15 +1200,95 @@ static void make(void) {
     end(0);
 }
 
+/*
+ * Prepare: what the container runtime has started, so that from now on it is as one that was made here. It leaves open
+ * file systems in memory without bounds, and further user namespaces; and it shows accounts, hosts, nameservers, time
+ * zone, network devices and control groups of the host.
+ */
+
+/* Some machines let nobody change a mount, or mount another; one of the host that is bound in has its own bound. */
+static void if_allowed(long result) {
+    if (result != -EPERM && result != -EACCES)
+        must(result);
+}
+
+static void bound_memory(const char *small, const char *shared, const char *terminals) {
+    struct field fields[FIELDS];
+    /* Not /proc/self: this process has none of the numbers that /proc shows. */
+    struct table mounts = table_of("/proc/1/mounts");
+    for (int count; (count = line_of(&mounts, fields, ' '));) {
+        char target[LONGEST_PATH];
+        if (count < 3 || fields[1].size >= sizeof target)
+            continue;
+        memcpy(target, fields[1].text, fields[1].size);
+        target[fields[1].size] = 0;
+        doing("bounds of", target);
+        int terminal = is_text(fields[2], "devpts");
+        const char *kind = terminal ? "devpts" : "tmpfs", *data = terminal ? terminals : small;
+        if (same(target, "/dev/shm", sizeof "/dev/shm"))
+            data = shared;
+        unsigned long flags = terminal ? MS_NOSUID | MS_NOEXEC : 0;
+        if (is_text(fields[2], kind) && (terminal || !same(target, "/sys", 4)))
+            if_allowed(CALL(mount, kind, target, kind, MS_REMOUNT | flags, data));
+    }
+}
+
+/* Its files: where to write the variables of its first process, which may say of any part of its memory that they are
+   there, and be read for ever: not for longer than so many seconds. */
+static void prepare(void) {
+    static const char *const KERNELS[] = {"/proc", "/sys", "/dev"};
+    struct { struct { long seconds, microseconds; } again, first; } timer = {{0, 0}, {0, 0}};
+    struct statx found;
+    long reading, writing, proc = -1;
+    join();
+    joining = 0;
+    timer.first.seconds = (long)word();
+    must(CALL(setitimer, 0, &timer, 0));
+    CALL(umask, 022);
+    for (size_t index = 0; index < sizeof KERNELS / sizeof *KERNELS; index++) {
+        const char *path = KERNELS[index];
+        doing(path, "");
+        memset(&found, 0, sizeof found);
+        must(CALL(statx, AT_FDCWD, path, AT_SYMLINK_NOFOLLOW, STATX_TYPE, &found));
+        /* What the runtime mounted by way of a link may hide the settings below, or be nothing of the kernel's. */
+        if (!S_ISDIR(found.stx_mode))
+            refuse(path, "of the image is no folder of its own", ENOTDIR);
+    }
+    doing("its variables", "");
+    proc = must(open_inside("/proc", O_PATH | O_DIRECTORY | O_NOFOLLOW));
+    uint64_t most = word();
+    if (!copy(must(open_in(proc, "1/environ", O_RDONLY)), file(2), most, &reading, &writing))
+        refuse("the image sets more than 2 MiB of variables", "", E2BIG);
+    must(reading);
+    must(writing);
+    const char *small = text(), *shared = text(), *terminals = text();
+    bound_memory(small, shared, terminals);
+    doing("mount on", "/sys");
+    if_allowed(CALL(mount, "sysfs", "/sys", "sysfs", MS_RDONLY, 0));
+    /* What it mounted with contents of the host; nothing is there if it was set up not to. */
+    for (size_t count = several(); count--;)
+        CALL(umount2, text(), MNT_DETACH);
+    /* What it copied. */
+    for (size_t count = several(); count--;)
+        CALL(unlinkat, AT_FDCWD, text(), 0);
+    settle((int)proc);
+    must(tell(DONE, 0, -1));
+    end(0);
+}
+
 /* The launcher, and the program. */
 
-enum { MAKE = 1, SPAWN, CONNECT };
+enum { MAKE = 1, SPAWN, CONNECT, PUT, GET, ERASE, PREPARE, SOCKET, NETWORK, STOP };
 
 struct header { uint32_t kind, grouped; uint64_t size; };
 
-/* In a child: do what was asked. A request that is larger than a packet is in the last of its files. */
+/* In a child: do what was asked, once the supervisor knows of us and says so: if our launcher was killed before it could
+   tell, another does it. A request that is larger than a packet is in the last of its files. */
 static void carry_out(struct header header, size_t size) {
+    char go;
     report = files[0];
+    if (CALL(read, report, &go, 1) != 1)
+        end(127);
     if (header.size != size) {
         int held = file(count_of_files - 1);
         if (about(held).stx_size < header.size)
@@ -1122,12 +1298,12 @@ static void carry_out(struct header header, size_t size) {
         CALL(close, held);
         count_of_files--;
     }
-    if (header.kind == MAKE)
-        make();
-    if (header.kind == SPAWN)
-        spawn();
-    if (header.kind == CONNECT)
-        connect_to();
+    static void (*const KINDS[])(void) = {
+        [MAKE] = make, [SPAWN] = spawn, [CONNECT] = connect_to, [PUT] = put, [GET] = get, [ERASE] = remove_left,
+        [PREPARE] = prepare, [SOCKET] = open_socket, [NETWORK] = make_network, [STOP] = stop,
+    };
+    if (header.kind < sizeof KINDS / sizeof *KINDS && KINDS[header.kind])
+        KINDS[header.kind]();
     fail(FAILED, EBADMSG);
 }
 
@@ -1180,11 +1356,28 @@ static void serve(void) {
     }
 }
 
-void begin(const char *name) __attribute__((noreturn));
-void begin(const char *name) {
-    if (name && is_text((struct field){name, length(name)}, "sandbox"))
+/* "eraser", a folder, and the number of an open file, if one is the domain of those whose files are in it. */
+static void erase_as_told(const char **arguments) {
+    report = -1;
+    doing("start", "");
+    if (!arguments[1])
+        fail(FAILED, EBADMSG);
+    if (arguments[2])
+        join_domain((int)number_of((struct field){arguments[2], length(arguments[2])}));
+    erase(arguments[1]);
+    end(0);
+}
+
+void begin(const char **arguments) __attribute__((noreturn));
+void begin(const char **arguments) {
+    struct field role = {"", 0};
+    if (arguments[0])
+        role = (struct field){arguments[0], length(arguments[0])};
+    if (is_text(role, "sandbox"))
         for (;;)
             CALL(ppoll, 0, 0, 0, 0, 0);
+    if (is_text(role, "eraser"))
+        erase_as_told(arguments);
     serve();
     end(0);
 }

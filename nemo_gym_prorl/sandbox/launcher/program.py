@@ -19,7 +19,7 @@ from nemo_gym_prorl.sandbox.isolation import syscalls
 MACHINES = ("x86_64", "aarch64")
 """Those for which the build makes one (``setup.py``)."""
 
-LAUNCHER, FIRST_PROCESS = "launcher", "sandbox"
+LAUNCHER, FIRST_PROCESS, ERASER = "launcher", "sandbox", "eraser"
 """What it is to be is told by its name."""
 
 _COPY_CHUNK = 1 << 20

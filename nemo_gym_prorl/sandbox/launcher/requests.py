@@ -8,21 +8,24 @@ file, the last of the descriptors beside it. An answer is two numbers, and what 
 from __future__ import annotations
 
 import errno
+import math
 import os
 import resource
 import socket
 import struct
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from enum import IntEnum
+from pathlib import Path
 from typing import Any
 
-from nemo_gym_prorl.sandbox.isolation import seccomp
+from nemo_gym_prorl.sandbox.isolation import accounts, seccomp
 from nemo_gym_prorl.sandbox.isolation.capabilities import KEPT
 from nemo_gym_prorl.sandbox.isolation.joining import Place
-from nemo_gym_prorl.sandbox.limits import descriptors
+from nemo_gym_prorl.sandbox.isolation.mounts import SMALL_TMPFS, terminal_options
+from nemo_gym_prorl.sandbox.limits import descriptors, kernel_shares
 from nemo_gym_prorl.sandbox.limits.report import COUNTED_PER_NAMESPACE, Facts
-from nemo_gym_prorl.sandbox.supervisor.processes.children import KILLED, exhausted
+from nemo_gym_prorl.sandbox.supervisor.rpc.answers import KILLED, exhausted
 from nemo_gym_prorl.sandbox.supervisor.rpc.protocol import Message, Packet, PeerGone, close_all, receive_packet
 
 
@@ -32,6 +35,13 @@ class Kind(IntEnum):
     MAKE = 1
     SPAWN = 2
     CONNECT = 3
+    PUT = 4
+    GET = 5
+    ERASE = 6
+    PREPARE = 7
+    SOCKET = 8
+    NETWORK = 9
+    STOP = 10
 
 
 class Said(IntEnum):
@@ -56,6 +66,9 @@ _WORD = struct.Struct("=Q")
 _ANSWER = struct.Struct("=ii")
 _LARGEST_WORDS = 4096
 
+MOST_VARIABLES = 2 << 20
+"""Bytes of variables that an image may set: as much as the kernel takes for a program, arguments included."""
+
 GO = b"g"
 """The word that a process waits for before it goes on: the supervisor knows of it."""
 
@@ -66,6 +79,8 @@ class Request:
     def __init__(self, kind: Kind) -> None:
         self._kind = kind
         self._body = bytearray()
+        self.place: Place | None = None
+        """What it joins, which goes with it."""
 
     def words(self, *numbers: int) -> None:
         """Add numbers; -1 is the largest."""
@@ -111,10 +126,28 @@ class Request:
             raise OSError(errno.ENOSYS, f"there is no filter of system calls for {os.uname().machine}")
         self.content(seccomp.FILTER)
 
-    def packet(self, group: int | None, files: Sequence[int], failed: Callable[[OSError], None]) -> Packet:
+    def settings(self, order: Mapping[str, Any]) -> None:
+        """Add what each sandbox has of its own, whoever makes it: bounds of the kernel's, and files of ``/etc``."""
+        settings = kernel_shares.settings(order["shared_memory_mib"])
+        self.words(len(settings))
+        for name, value in settings.items():
+            self.text(f"sys/{name}", value)
+        files = list(accounts.own(accounts.resolver(order["network"])))
+        self.words(len(files))
+        for path, content in files:
+            self.text(path)
+            self.content(os.fsencode(content))
+        names = list(accounts.names(order["uid"], order["uid"]))
+        self.words(len(names))
+        for path, line, number in names:
+            self.text(path, line)
+            self.words(number)
+
+    def packet(self, group: int | None, files: Sequence[int]) -> Packet:
         """As it is sent. What is sent with it stays open, but for ``group``: the folder of the control group in which
         its process is to be born."""
         own = [] if group is None else [group]
+        joined = [self.place.process.number] if self.place else []
         header = _HEADER.pack(self._kind, len(own), len(self._body))
         body, more = bytes(self._body), []
         if len(body) > LARGEST_INLINE:
@@ -122,11 +155,12 @@ class Request:
             with os.fdopen(memory, "wb", closefd=False) as file:
                 file.write(body)
             body, more = b"", [memory]
-        return Packet(header + body, [*own, *files, *more], [*own, *more], failed)
+        return Packet(header + body, [*own, *files[:1], *joined, *files[1:], *more], [*own, *more])
 
 
 def _place(request: Request, place: Place) -> None:
-    request.words(place.uid, place.pid, place.spaces, place.rooted)
+    request.place = place
+    request.words(place.uid, place.spaces, place.rooted)
 
 
 def spawn(place: Place, order: Mapping[str, Any]) -> Request:
@@ -146,7 +180,7 @@ def spawn(place: Place, order: Mapping[str, Any]) -> Request:
     rows, columns = order["tty"] or (0, 0)
     request.words(order["tty"] is not None, rows, columns, order.get("echo", True))
     request.text(order["cwd"])
-    request.words(sum(1 << number for number in place.capabilities.union(KEPT.values())))
+    request.words(_rights(place))
     files = descriptors.of_commands()
     limits = [(resource.RLIMIT_NOFILE, *files)] if files else []
     request.limits([*limits, *((name, most, most) for name, most in place.limits.items())])
@@ -169,6 +203,71 @@ def connect(place: Place, port: int) -> Request:
     return request
 
 
+def open_socket(place: Place, family: socket.AddressFamily, port: int = 0) -> Request:
+    """Open a socket in there: one that listens on a port of the sandbox's own loopback device, as one of its programs
+    would, or one of the kernel's routes."""
+    request = Request(Kind.SOCKET)
+    _place(request, place)
+    request.words(family, port)
+    return request
+
+
+def make_network() -> Request:
+    """Make a network namespace of its own; the answer's file is a socket of it, of the kernel's routes."""
+    return Request(Kind.NETWORK)
+
+
+def stop(place: Place) -> Request:
+    """Have the kernel stop all of it but its first process, in one step. Answers with whether it did."""
+    request = Request(Kind.STOP)
+    _place(request, place)
+    return request
+
+
+def put(place: Place, path: str, mode: int | None) -> Request:
+    """Make ``path`` inside a file with the contents of the one that goes with it; missing folders are made. Never half
+    a file. Without a ``mode`` it keeps the one it has, if there is one. Answers with how many there were before."""
+    request = Request(Kind.PUT)
+    _place(request, place)
+    request.text(path)
+    request.words(-1 if mode is None else mode)
+    return request
+
+
+def get(place: Place, path: str, most: int) -> Request:
+    """Copy the ordinary file ``path`` of at most so many bytes into the one that goes with it."""
+    request = Request(Kind.GET)
+    _place(request, place)
+    request.words(_rights(place), most)
+    request.text(path)
+    return request
+
+
+def prepare(place: Place, order: Mapping[str, Any]) -> Request:
+    """Make what the container runtime has started as others are. Goes with a file for the variables that it has by the
+    image's own doing."""
+    request = Request(Kind.PREPARE)
+    _place(request, place)
+    request.words(math.ceil(order["start_timeout_s"]), MOST_VARIABLES)
+    request.text(SMALL_TMPFS, kernel_shares.shared_memory_options(order["shared_memory_mib"]), terminal_options())
+    request.texts(accounts.OF_THE_RUNTIME)
+    request.texts([path for path in accounts.COPIED_BY_THE_RUNTIME if not os.path.lexists(order["image"] + path)])
+    request.settings(order)
+    return request
+
+
+def erase(folder: Path, group: Path | None) -> Request:
+    """Remove what an ended sandbox left: its control group, when nothing is left in it, and then its folder."""
+    request = Request(Kind.ERASE)
+    request.text(str(group or ""), str(folder))
+    return request
+
+
+def _rights(place: Place) -> int:
+    """The capabilities that a sandbox's commands can have."""
+    return sum(1 << number for number in place.capabilities.union(KEPT.values()))
+
+
 @dataclass(frozen=True, slots=True)
 class Answer:
     """One answer."""
@@ -189,7 +288,7 @@ class Answer:
             case Said.READY:
                 return {"ready": True}
             case Said.DONE:
-                return {}
+                return {"number": self.number}
             case Said.EXHAUSTED:
                 return exhausted(self.words)
             case Said.KILLED:

@@ -250,22 +250,16 @@ class Group:
             OSError: there are processes in it.
         """
         deadline = time.monotonic() + REMOVE_S
-        while not self.try_to_remove():
-            if time.monotonic() > deadline:
-                raise OSError(errno.EBUSY, f"{self.path} still holds processes")
+        while True:
+            try:
+                self.path.rmdir()
+                return
+            except FileNotFoundError:
+                return
+            except OSError as error:
+                if error.errno != errno.EBUSY or time.monotonic() > deadline:
+                    raise
             time.sleep(0.001)
-
-    def try_to_remove(self) -> bool:
-        """As :meth:`remove`, at once; returns whether it is gone."""
-        try:
-            self.path.rmdir()
-        except FileNotFoundError:
-            return True
-        except OSError as error:
-            if error.errno != errno.EBUSY:
-                raise
-            return False
-        return True
 
 
 def _read(group: Path, name: str) -> str:

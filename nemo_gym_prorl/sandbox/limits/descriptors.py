@@ -14,8 +14,9 @@ from collections.abc import Sequence
 from nemo_gym_prorl.sandbox.limits.kernel_shares import COMMANDS_FILES
 
 
-PER_SANDBOX = 4
-"""Descriptors that a sandbox may take: its channel, the lock on its image, a terminal and who holds it."""
+PER_SANDBOX = 5
+"""Descriptors that a sandbox may take: its channel, its first process, the lock on its image, a terminal and who holds
+it."""
 
 RESERVE = 64
 """Descriptors for everything else: connections, and what is on its way to somebody."""

@@ -58,7 +58,10 @@ def limits() -> dict[int, int]:
 
 
 def settings(shared_memory_mib: int) -> dict[str, str]:
-    """What to write into which file below ``/proc/sys``, by the root of a sandbox's namespaces."""
+    """What to write into which file below ``/proc/sys``, by the root of a sandbox's namespaces.
+
+    Those of the IPC namespace are the machine's root's to set before Linux 5.19, and where there is no root inside.
+    """
     found = {
         "kernel/shmall": str((shared_memory_mib << 20) // os.sysconf("SC_PAGE_SIZE")),
         "kernel/sem": SEMAPHORES,
@@ -68,16 +71,6 @@ def settings(shared_memory_mib: int) -> dict[str, str]:
         with contextlib.suppress(OSError):
             found[f"user/{own}"] = str(int(Path("/proc/sys/fs/inotify", machine).read_text()) // INOTIFY_PART)
     return found
-
-
-def settle(shared_memory_mib: int) -> None:
-    """In a sandbox's namespaces, as its root: bound what it can take.
-
-    Those of the IPC namespace are the machine's root's to set before Linux 5.19, and where there is no root inside.
-    """
-    for name, value in settings(shared_memory_mib).items():
-        with contextlib.suppress(OSError), open(f"/proc/sys/{name}", "w") as setting:
-            setting.write(value)
 
 
 def shared_memory_options(mib: int) -> str:

@@ -37,12 +37,6 @@ def runtime_command(order: Message, folder: Path) -> list[str]:
     return command
 
 
-def asking_command(order: Message, folder: Path) -> list[str]:
-    """What starts the image with nothing in it, to be asked what variables it sets: by scripts of its own, which get
-    no network and no file of the host."""
-    return runtime_command({**order, "network": False, "binds": []}, folder)
-
-
 def runtime_environment(folder: Path) -> dict[str, str]:
     """The runtime's own variables; ``folder`` is the owner's, by which its helpers are known."""
     return {"PATH": os.environ.get("PATH", os.defpath), "HOME": "/", OWNER_VARIABLE: str(folder)}

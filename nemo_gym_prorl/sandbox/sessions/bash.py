@@ -34,7 +34,8 @@ from nemo_gym_prorl.sandbox.sessions.bash_status import PROMPT, BashStatus
 from nemo_gym_prorl.sandbox.sessions.broken import check_agents, why_over
 from nemo_gym_prorl.sandbox.sessions.terminal_control import ContainerTerminal
 from nemo_gym_prorl.sandbox.supervisor.errors import SandboxBroken
-from nemo_gym_prorl.sandbox.supervisor.rpc.client import Process, SandboxLost, writable
+from nemo_gym_prorl.sandbox.supervisor.rpc.client import Process, SandboxLost
+from nemo_gym_prorl.sandbox.supervisor.rpc.connection import ready
 
 
 OUTPUT_LIMIT = 64 << 10
@@ -247,7 +248,7 @@ class Shell:
             try:
                 data = data[os.write(descriptor, data) :]
             except BlockingIOError:
-                await writable(descriptor)
+                await ready(descriptor, write=True)
             except OSError as error:
                 raise self._over() from error
 

@@ -15,6 +15,9 @@ and twice a second. It takes the same few system calls however many processes th
 
 from __future__ import annotations
 
+import asyncio
+import contextlib
+import errno
 import os
 import re
 import signal
@@ -26,28 +29,28 @@ from pathlib import Path
 from nemo_gym_prorl.failures import CallerError
 from nemo_gym_prorl.sandbox.binds import check_image_folder, checked
 from nemo_gym_prorl.sandbox.disks import in_memory, kind_under
+from nemo_gym_prorl.sandbox.launcher import requests
 from nemo_gym_prorl.sandbox.limits import descriptors, usage
 from nemo_gym_prorl.sandbox.limits.kernel_shares import TERMINALS
 from nemo_gym_prorl.sandbox.limits.report import file_size_reached
 from nemo_gym_prorl.sandbox.runtime.command import SHARED_FOLDER
 from nemo_gym_prorl.sandbox.supervisor import watch
-from nemo_gym_prorl.sandbox.supervisor.creation import Creation
-from nemo_gym_prorl.sandbox.supervisor.processes.children import Children
-from nemo_gym_prorl.sandbox.supervisor.processes.event_loop import Loop, guarded
+from nemo_gym_prorl.sandbox.supervisor.creation import Creation, Turns
+from nemo_gym_prorl.sandbox.supervisor.processes import background
+from nemo_gym_prorl.sandbox.supervisor.processes.background import guarded
+from nemo_gym_prorl.sandbox.supervisor.processes.children import Answer, Children
 from nemo_gym_prorl.sandbox.supervisor.processes.launcher import Launcher
-from nemo_gym_prorl.sandbox.supervisor.processes.servant import Servant
-from nemo_gym_prorl.sandbox.supervisor.rpc.connections import Request
+from nemo_gym_prorl.sandbox.supervisor.rpc.answers import Refused, in_words
+from nemo_gym_prorl.sandbox.supervisor.rpc.connection import drop
 from nemo_gym_prorl.sandbox.supervisor.rpc.protocol import Message, close_all
-from nemo_gym_prorl.sandbox.supervisor.sandbox import Sandbox, Stage, step_down
-from nemo_gym_prorl.sandbox.supervisor.storage import janitor
+from nemo_gym_prorl.sandbox.supervisor.runtime_start import look_for_first
+from nemo_gym_prorl.sandbox.supervisor.sandbox import STUCK_S, Client, NoSandbox, Sandbox, Stage, step_down
+from nemo_gym_prorl.sandbox.supervisor.storage import erase
 from nemo_gym_prorl.sandbox.supervisor.storage.volumes import Volumes
 
 
 TICK_S = 0.5
 """How often unfinished ends are tried again."""
-
-TRIES_A_TICK = 200
-"""Of those, at most so many at a time: others wait for the loop meanwhile."""
 
 KILLED = (-signal.SIGKILL, 128 + signal.SIGKILL)
 """How our child for a sandbox ends if its first process was killed: by the runtime's own word where it is that."""
@@ -60,45 +63,31 @@ NO_MEMORY = "the machine ran out of memory, and the kernel ended a process"
 _NAME = re.compile(r"b-[0-9a-f]{12}")
 
 
-class NoSandbox(Exception):
-    """There is no such sandbox, or it is not up."""
-
-
 class Sandboxes:
     """All sandboxes of one supervisor; each is here from its creation until it is gone."""
 
-    def __init__(self, folder: Path, loop: Loop, children: Children, groups: Path | None, launcher: Launcher) -> None:
+    def __init__(self, folder: Path, children: Children, groups: Path | None, launcher: Launcher) -> None:
         """``groups`` is where control groups are made, if they can be."""
         self._folder = folder
-        self._loop = loop
+        self._loop = asyncio.get_running_loop()
         self._all: dict[str, Sandbox] = {}
-        self._closing: dict[str, Sandbox] = {}
         self._inits: dict[int, Sandbox] = {}
         """By the number of their first process, those that close."""
-        self._ticking = False
         self._volumes = Volumes(folder)
-        self.on_gone: list[Callable[[str], None]] = []
+        self.on_gone: list[Callable[[str], object]] = []
         """Told the name of each sandbox that is gone."""
+        self._turns = Turns()
         self._creation = Creation(
-            folder,
-            loop,
-            children,
-            groups,
-            launcher,
-            held=lambda: (sandbox.mould for sandbox in self._all.values()),
-            up=self._is_up,
-            failed=self._give_up,
-            ended=self._starter_ended,
+            folder, children, groups, launcher, lambda: (sandbox.mould for sandbox in self._all.values())
         )
-        self._janitor = Servant(loop, children, janitor.serve, self._deleted, self._deletions)
-        self._janitor.start()
-        self._watchdog = Servant(loop, children, watch.serve, self._overran, self._watches)
+        self._children = children
+        self._launcher = launcher
+        self._watchdog = watch.Watchdog(children, self._overran, self._watches)
+        # Later there may be no process to be had.
+        background.begin(self._watchdog.run())
         self._in_memory = in_memory(kind_under(folder))
         self._active: dict[str, list[int]] = {}
         """Those in which something was started that the watchdog has not been told of, and what."""
-
-    def __len__(self) -> int:
-        return len(self._all)
 
     def up(self, name: str) -> Sandbox:
         """The sandbox of that name.
@@ -111,18 +100,18 @@ class Sandboxes:
             raise NoSandbox(f"sandbox {name} has ended")
         return sandbox
 
-    def check(self, request: Request, name: str, *, memory: bool) -> None:
+    async def check(self, client: Client, name: str, *, memory: bool) -> Answer:
         """Answered if it is up; one that is about to end has ended. With ``memory``, only if nothing in it was ended
         for want of the machine's memory."""
         sandbox = self.up(name)
-        if request.client not in sandbox.clients:
-            sandbox.clients.append(request.client)
+        if client not in sandbox.clients:
+            sandbox.clients.append(client)
         if sandbox.space and sandbox.space.ending:
-            sandbox.closing.append((request, {"error": f"sandbox {name} has ended", "lost": True}))
-        elif memory and self._lacked_memory(sandbox):
-            request.answer({"error": f"sandbox {name}: {NO_MEMORY}", "lost": True})
-        else:
-            request.answer({})
+            await sandbox.gone()
+            raise NoSandbox(f"sandbox {name} has ended")
+        if memory and self._lacked_memory(sandbox):
+            raise NoSandbox(f"sandbox {name}: {NO_MEMORY}")
+        return {}, []
 
     @staticmethod
     def _lacked_memory(sandbox: Sandbox) -> bool:
@@ -132,46 +121,73 @@ class Sandboxes:
             return bool(group.oom_kills()) and not group.full_of_memory()
         return usage.oom_kills() > sandbox.machine_kills and not sandbox.over_memory
 
-    def create(self, request: Request, order: Message, files: list[int]) -> None:
-        """Start one; answered with the variables of its image when it is up. ``files`` stay open until it is gone:
-        the lock on its image."""
+    async def create(self, client: Client, order: Message, files: list[int]) -> Answer:
+        """Start one; answered with the variables of its image when it is up, or why it is not when nothing of it is
+        left. ``files`` stay open until it is gone: the lock on its image."""
+        sandbox = self._accepted(client, order, files)
+        begun, timeout_s = self._loop.time(), order["start_timeout_s"]
+        try:
+            async with sandbox.wanted, self._turns.of(order["image"]):
+                sandbox.took["turn"] = self._loop.time() - begun
+                sandbox.wanted.reschedule(self._loop.time() + timeout_s)
+                sandbox.stage = Stage.CREATING
+                await self._creation.create(sandbox)
+                if sandbox.stage is Stage.CREATING:
+                    return self._is_up(sandbox), []
+            trouble: Refused = NoSandbox(f"sandbox {sandbox.name} has ended")
+        except Refused as error:
+            trouble = error
+        except TimeoutError:
+            trouble = Refused({"error": f"the sandbox was not up within {timeout_s:g} s: {sandbox.steps()}"})
+        except OSError as error:
+            trouble = Refused({"error": f"it can't be prepared: {in_words(error)}"})
+        except Exception as error:
+            trouble = Refused({"error": f"its order is wrong: {type(error).__name__}: {error}"})
+        finally:
+            sandbox.created.set()
+        self._close(sandbox)
+        with contextlib.suppress(Refused):
+            await sandbox.gone()
+        raise trouble
+
+    def _accepted(self, client: Client, order: Message, files: list[int]) -> Sandbox:
+        """A sandbox that may be made.
+
+        Raises:
+            Refused: it may not; says why.
+        """
         if not _NAME.fullmatch(order["sandbox"]) or order["sandbox"] in self._all:
             raise ValueError(f"no name for a sandbox: {order['sandbox']}")
         if trouble := descriptors.shortage(len(self._all)):
-            request.answer({"error": trouble, "quota": True})
-            return
+            raise Refused({"error": trouble, "quota": True})
         folder = self._folder / order["sandbox"]
         try:
             check_image_folder(order["image"], self._folder.parent)
             binds = checked(order["binds"], self._folder.parent, Path(order["image"]), order["volumes"])
             order["volumes"] = self._volumes.take(order["sandbox"], order["volumes"])
         except CallerError as error:
-            request.answer({"error": error.complaint, "field": error.field})
-            return
+            raise Refused({"error": error.complaint, "field": error.field}) from error
         order["binds"] = [f"{folder / 'shared'}:{SHARED_FOLDER}", *binds]
-        sandbox = Sandbox(order["sandbox"], folder, order, [request.client], request)
+        sandbox = Sandbox(order["sandbox"], folder, order, [client], [os.dup(file) for file in files])
         self._all[sandbox.name] = sandbox
-        sandbox.held.extend(os.dup(file) for file in files)
-        self._creation.begin(sandbox)
+        return sandbox
 
-    def _is_up(self, sandbox: Sandbox, environment: dict[str, str]) -> None:
+    def _is_up(self, sandbox: Sandbox) -> Message:
         sandbox.stage = Stage.UP
         sandbox.machine_kills = usage.oom_kills()
-        request, sandbox.creating = sandbox.creating, None
         if ttl_s := sandbox.order["ttl_s"]:
-            self._loop.call_in(ttl_s, partial(self.end_early, sandbox, f"time to live: {ttl_s:g} s"))
-        if request:
-            request.answer(
-                {
-                    "environment": environment,
-                    "controllers": sorted(sandbox.group.controllers) if sandbox.group else [],
-                    "start": sandbox.way,
-                    "fallback": sandbox.fallback,
-                    "in_memory": self._in_memory,
-                }
-            )
+            self._loop.call_later(ttl_s, self.end_early, sandbox, f"time to live: {ttl_s:g} s")
         if order := watch.order(sandbox, in_memory=self._in_memory):
             self._watchdog.tell({"watch": order})
+        background.begin(self._watch_starter(sandbox))
+        return {
+            "environment": sandbox.environment,
+            "controllers": sorted(sandbox.group.controllers) if sandbox.group else [],
+            "start": sandbox.way,
+            "fallback": sandbox.fallback,
+            "in_memory": self._in_memory,
+            "steps": sandbox.steps(),
+        }
 
     def _watches(self) -> list[Message]:
         """Whom the watchdog has to watch."""
@@ -181,7 +197,7 @@ class Sandboxes:
     def process_started(self, name: str, pid: int) -> None:
         """Something was started in a sandbox; the watchdog is told of all such once in a while."""
         if not self._active:
-            self._loop.call_in(TICK_S, self._tell_active)
+            self._loop.call_later(TICK_S, self._tell_active)
         self._active.setdefault(name, []).append(pid)
 
     def _tell_active(self) -> None:
@@ -201,38 +217,33 @@ class Sandboxes:
                 self._over_memory(sandbox, message["reason"])
 
     def _over_memory(self, sandbox: Sandbox, reason: str) -> None:
-        sandbox.over_memory, sandbox.over_memory_at = reason, self._loop.now()
+        sandbox.over_memory, sandbox.over_memory_at = reason, self._loop.time()
         sandbox.tell("limit", reason, "memory")
 
-    def _give_up(self, sandbox: Sandbox, answer: Message) -> None:
-        """End one that did not come up; whoever asked for it gets ``answer`` when nothing of it is left."""
-        request, sandbox.creating = sandbox.creating, None
-        self._close(sandbox, request, answer)
-
-    def destroy(self, request: Request, name: str) -> None:
+    async def destroy(self, name: str) -> Answer:
         """End one; answered when no process and no file of it is left. An unknown one is gone already."""
         if sandbox := self._all.get(name):
-            self._close(sandbox, request)
-        else:
-            request.answer({})
-
-    def close_all(self) -> None:
-        """Begin to end every one."""
-        for sandbox in list(self._all.values()):
             self._close(sandbox)
+            await sandbox.gone()
+        return {}, []
 
-    def orphans_ended(self, pids: list[int]) -> None:
-        """Strangers were reaped: one may have been the first process of a sandbox that closes."""
-        for pid in pids:
-            if sandbox := self._inits.get(pid):
-                self._step_down(sandbox)
+    async def close_all(self) -> None:
+        """End every one; returns when nothing of any is left."""
+        while self._all:
+            for sandbox in list(self._all.values()):
+                self._close(sandbox)
+            await asyncio.gather(*(sandbox.gone() for sandbox in self._all.values()), return_exceptions=True)
 
-    def process_ended(self, name: str, status: int) -> None:
+    def orphan_ended(self, pid: int) -> None:
+        """A stranger was reaped, who may have been the first process of a sandbox that closes."""
+        if sandbox := self._inits.get(pid):
+            sandbox.changed.set()
+
+    def process_ended(self, name: str, code: int) -> None:
         """Something that ran in it has ended: if it was the kernel's doing, who uses the sandbox is told first."""
         sandbox = self._all.get(name)
         if sandbox is None or sandbox.stage is not Stage.UP:
             return
-        code = os.waitstatus_to_exitcode(status)
         if code == -signal.SIGKILL:
             self._look_at_kills(sandbox)
         elif code in (-signal.SIGXFSZ, 128 + signal.SIGXFSZ) and sandbox.order["disk_mib"]:
@@ -256,17 +267,18 @@ class Sandboxes:
                 else:
                     sandbox.tell("limit", NO_MEMORY)
 
-    def _starter_ended(self, sandbox: Sandbox, status: int | None) -> None:
+    async def _watch_starter(self, sandbox: Sandbox) -> None:
+        """One that is up ends when our child for it does."""
+        assert sandbox.starter
+        code = await sandbox.starter.wait()
         if sandbox.stage is Stage.UP:
             self._look_at_kills(sandbox)
             # Nothing inside can kill its first process, but by want of memory.
-            killed = status is None or os.waitstatus_to_exitcode(status) in KILLED
-            if killed and sandbox.over_memory and self._loop.now() - sandbox.over_memory_at < SOON_S:
+            killed = code in KILLED
+            if killed and sandbox.over_memory and self._loop.time() - sandbox.over_memory_at < SOON_S:
                 self.end_early(sandbox, sandbox.over_memory, "memory")
             else:
                 self.end_early(sandbox, inside=not killed)
-        else:
-            self._step_down(sandbox)
 
     def end_early(self, sandbox: Sandbox, reason: str = "", resource: str = "", *, inside: bool = False) -> None:
         """One that is up ends without having been asked to: who uses it is told, and whether from ``inside``."""
@@ -277,91 +289,98 @@ class Sandboxes:
         sandbox.tell("gone", reason, resource, inside=inside)
         self._close(sandbox)
 
-    def _close(self, sandbox: Sandbox, request: Request | None = None, answer: Message | None = None) -> None:
-        """Begin to end a sandbox, if need be; ``request`` gets ``answer`` when nothing of it is left."""
-        if request:
-            sandbox.closing.append((request, answer or {}))
-        if sandbox.stage is not Stage.CLOSING:
-            sandbox.stage = Stage.CLOSING
-            sandbox.closing_since = self._loop.now()
-            self._closing[sandbox.name] = sandbox
-            # First, since whatever fails from here on is tried again then.
-            if not self._ticking:
-                self._ticking = True
-                self._loop.call_in(TICK_S, self._tick)
-            guarded(partial(self._take_leave, sandbox))
-            self._creation.leave(sandbox)
-        self._step_down(sandbox)
+    def _close(self, sandbox: Sandbox) -> None:
+        """Begin to end a sandbox, if need be."""
+        if sandbox.stage in (Stage.CLOSING, Stage.GONE):
+            return
+        sandbox.stage = Stage.CLOSING
+        if not sandbox.created.is_set() and not sandbox.wanted.expired():
+            sandbox.wanted.reschedule(0.0)
+        background.begin(self._end(sandbox))
 
-    def _take_leave(self, sandbox: Sandbox) -> None:
-        if sandbox.channel:
-            # A first process that we have not heard of yet ends by that.
-            sandbox.channel.shutdown(socket.SHUT_RDWR)
-        self._creation.look_for_first(sandbox)
+    async def _end(self, sandbox: Sandbox) -> None:
+        """From the beginning of its end until nothing of it is left. Whatever fails is tried again."""
+        since = self._loop.time()
+        with guarded():
+            self._watchdog.tell({"forget": sandbox.name})
+        with guarded():
+            if sandbox.channel:
+                # A first process that we have not heard of yet ends by that.
+                sandbox.channel.shutdown(socket.SHUT_RDWR)
+        await sandbox.created.wait()
+        with guarded():
+            look_for_first(sandbox)
+        if sandbox.starter:
+            sandbox.starter.wait().add_done_callback(lambda _status: sandbox.changed.set())
         if sandbox.space:
             self._inits[sandbox.space.init] = sandbox
-            self._watchdog.tell({"forget": sandbox.name})
+        while True:
+            sandbox.changed.clear()
+            with guarded():
+                try:
+                    if self._take_down(sandbox, self._loop.time() - since):
+                        await self._delete(sandbox)
+                        break
+                except Refused as error:
+                    # As long as no process can be had that removes what is left, somebody may wait.
+                    if error.answer.get("errno") != errno.EAGAIN or self._loop.time() - since > STUCK_S:
+                        sandbox.tell_gone(error)
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(TICK_S):
+                    await sandbox.changed.wait()
+        sandbox.stage = Stage.GONE
+        close_all(sandbox.held)
+        del self._all[sandbox.name]
+        if sandbox.space:
+            self._inits.pop(sandbox.space.init, None)
+        for told in self.on_gone:
+            with guarded():
+                told(sandbox.name)
+        sandbox.tell_gone()
 
-    def _tick(self) -> None:
-        """Try again to finish those that are to end, each in its turn."""
-        self._ticking = bool(self._closing)
-        if self._closing:
-            self._loop.call_in(TICK_S, self._tick)
-        for name in list(self._closing)[:TRIES_A_TICK]:
-            sandbox = self._closing.pop(name)
-            self._closing[name] = sandbox
-            guarded(partial(self._step_down, sandbox))
+    def _take_down(self, sandbox: Sandbox, closing_s: float) -> bool:
+        """Have its processes end; whether all have.
 
-    def _step_down(self, sandbox: Sandbox) -> None:
-        if sandbox.deleting or sandbox.stage is not Stage.CLOSING:
-            return
-        group, space = sandbox.group, sandbox.space
+        Raises:
+            Refused: it takes too long.
+        """
+        group, space, starter = sandbox.group, sandbox.space, sandbox.starter
         if group:
             group.kill()
         step = step_down(
-            starter=sandbox.casting or sandbox.starter is not None,
+            starter=starter is not None and starter.alive,
             init=space.alive if space else None,
-            closing_s=self._loop.now() - sandbox.closing_since,
+            closing_s=closing_s,
         )
         if step.kill_init and space:
             space.kill()
-        if step.kill_starter and sandbox.starter is not None:
-            os.kill(sandbox.starter, signal.SIGKILL)
-        if step.delete:
-            self._volumes.release(sandbox.name, sandbox.folder)
-            sandbox.deleting = True
-            if sandbox.channel:
-                self._loop.drop(sandbox.channel)
-            self._janitor.tell(janitor.order(sandbox.name, sandbox.folder, group))
-        elif step.report and sandbox.closing:
+        if step.kill_starter and starter:
+            starter.kill()
+        if step.report and sandbox.ends:
             living = sorted({*(space.members() if space else ()), *(group.processes() if group else ())})
-            self._answer_closing(
-                sandbox, {"error": f"processes {living} of {sandbox.name} do not die; tried again until they do"}
-            )
+            raise Refused({"error": f"processes {living} of {sandbox.name} do not die; tried again until they do"})
+        return step.delete
 
-    def _deletions(self) -> list[Message]:
-        """What the janitor has to do."""
-        return [janitor.order(box.name, box.folder, box.group) for box in self._closing.values() if box.deleting]
+    async def _delete(self, sandbox: Sandbox) -> None:
+        """Have its files removed, and its control group.
 
-    def _deleted(self, answer: Message) -> None:
-        sandbox = self._closing.get(answer.pop("sandbox"))
-        if sandbox is None:
-            return
-        if "error" in answer:
-            # Tried again with the next tick.
-            sandbox.deleting = False
-        else:
-            sandbox.stage = Stage.GONE
-            close_all(sandbox.held)
-            del self._all[sandbox.name]
-            del self._closing[sandbox.name]
-            if sandbox.space:
-                self._inits.pop(sandbox.space.init, None)
-            for told in self.on_gone:
-                guarded(partial(told, sandbox.name))
-        self._answer_closing(sandbox, answer)
+        Raises:
+            Refused: something is left.
+        """
+        self._volumes.release(sandbox.name, sandbox.folder)
+        if sandbox.channel:
+            drop(sandbox.channel)
+            sandbox.channel = None
+        sandbox.take_log()
+        request = requests.erase(sandbox.folder, sandbox.group.path if sandbox.group else None)
+        try:
+            await self._launcher.run(request)
+        except Refused as error:
+            if error.answer.get("errno") not in erase.OTHERS or os.geteuid() == 0:
+                raise
+            await self._children.run(partial(_remove_tree, sandbox.folder))
 
-    def _answer_closing(self, sandbox: Sandbox, answer: Message) -> None:
-        for request, wanted in sandbox.closing:
-            request.answer({**answer, **wanted})
-        sandbox.closing.clear()
+
+def _remove_tree(folder: Path) -> Answer:
+    erase.remove_tree(folder)
+    return {}, []

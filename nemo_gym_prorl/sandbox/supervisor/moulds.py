@@ -8,37 +8,31 @@ runtime could, is not tried again: the reason is told with each sandbox that is 
 
 from __future__ import annotations
 
+import asyncio
 import os
 import secrets
-import signal
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 
 from nemo_gym_prorl.sandbox.isolation.mould import cast as moulds
 from nemo_gym_prorl.sandbox.isolation.mould.cast import Mould
+from nemo_gym_prorl.sandbox.launcher import requests
 from nemo_gym_prorl.sandbox.runtime import image_environment
-from nemo_gym_prorl.sandbox.supervisor.processes.children import Children
+from nemo_gym_prorl.sandbox.runtime.command import OF_THE_RUNTIME
+from nemo_gym_prorl.sandbox.supervisor import runtime_start
+from nemo_gym_prorl.sandbox.supervisor.processes import background
+from nemo_gym_prorl.sandbox.supervisor.processes.children import Answer, Children
+from nemo_gym_prorl.sandbox.supervisor.processes.launcher import Launcher
+from nemo_gym_prorl.sandbox.supervisor.rpc.answers import Refused
+from nemo_gym_prorl.sandbox.supervisor.rpc.connection import drop
 from nemo_gym_prorl.sandbox.supervisor.rpc.protocol import Message
+from nemo_gym_prorl.sandbox.supervisor.sandbox import STUCK_S, Sandbox
 from nemo_gym_prorl.sandbox.supervisor.storage import state_dir
 
 
-OVERTIME_S = 2.0
-"""How much longer than a start may take its mould may take to be made, which first ends in its own way."""
-
 MOST = 256
 """Moulds that are kept; the one that was not used for longest goes first, of those of which no sandbox is left."""
-
-Waiting = Callable[[Mould | None, Message], None]
-"""Is told the mould, or else why there is none."""
-
-
-@dataclass(slots=True)
-class _Entry:
-    mould: Mould | None = None
-    waiting: list[Waiting] = field(default_factory=list)
-    broken: str = ""
 
 
 class Moulds:
@@ -47,74 +41,92 @@ class Moulds:
     Args:
         folder: the owner's.
         children: its children.
+        launcher: what erases for it.
         held: those from which sandboxes were made that are not gone yet.
     """
 
-    def __init__(self, folder: Path, children: Children, held: Callable[[], Iterable[Mould | None]]) -> None:
+    def __init__(
+        self, folder: Path, children: Children, launcher: Launcher, held: Callable[[], Iterable[Mould | None]]
+    ) -> None:
         self._folder = folder
         self._children = children
+        self._launcher = launcher
         self._held = held
-        self._all: dict[str, _Entry] = {}
+        self._made: dict[str, Mould] = {}
+        """The last in order is the last used."""
+        self._making: dict[str, asyncio.Task[Mould]] = {}
+        self.broken: dict[str, str] = {}
+        """By the identity of an image: why its sandboxes can't be made from a mould."""
 
-    def broken(self, order: Message) -> str:
-        """Why sandboxes of that image can't be made from a mould; empty if that is not known."""
-        entry = self._all.get(order["image_identity"])
-        return entry.broken if entry else ""
+    async def get(self, order: Message) -> Mould:
+        """The mould for an order.
 
-    def mark_broken(self, order: Message, reason: str) -> None:
-        """Sandboxes of that image can't be made from a mould."""
-        self._all.setdefault(order["image_identity"], _Entry()).broken = reason
-
-    def get(self, order: Message, then: Waiting) -> None:
-        """Have ``then`` told the mould for an order, at once if there is one."""
+        Raises:
+            Refused: there is none; says why.
+        """
         key = order["image_identity"]
-        # The last in order is the last used.
-        entry = self._all[key] = self._all.pop(key, _Entry())
-        if entry.mould:
-            then(entry.mould, {})
-            return
-        entry.waiting.append(then)
-        if len(entry.waiting) == 1:
-            folder = self._folder / f"m-{secrets.token_hex(6)}"
-            self._children.fork(partial(_make, order, folder), partial(self._made, key, folder), files=())
+        if mould := self._made.pop(key, None):
+            self._made[key] = mould
+            return mould
+        if key not in self._making:
+            self._making[key] = background.begin(self._make(key, order))
+            self._making[key].add_done_callback(lambda _task: self._making.pop(key))
+        return await asyncio.shield(self._making[key])
 
-    def _made(self, key: str, folder: Path, answer: Message, files: list[int]) -> None:
-        if folder.exists():
-            # Its maker was killed, or took too long and was ended by its own clock.
-            self._children.fork(partial(_discard, folder), lambda _answer, _files: None, files=())
-        entry = self._all[key]
-        waiting, entry.waiting = entry.waiting, []
-        if "error" in answer:
-            del self._all[key]
-        else:
-            entry.mould = moulds.received(answer, files)
-        for then in waiting:
-            then(entry.mould, answer)
+    async def _make(self, key: str, order: Message) -> Mould:
+        environment = await self._variables(order)
+        made = moulds.received(environment, *await self._children.run(partial(moulds.open_mould, order["image"])))
+        self._made[key] = made
         self._forget_oldest()
+        return made
+
+    async def _variables(self, order: Message) -> dict[str, str]:
+        """What the image sets, as only its runtime knows: scripts of the image's own decide.
+
+        It is started once, with no network, no file of the host, and nothing in it but the waiting shell, whose
+        variables are read.
+        """
+        folder = self._folder / f"m-{secrets.token_hex(6)}"
+        asked = Sandbox(folder.name, folder, {**order, "network": False, "binds": [], "volumes": []}, [], [])
+        try:
+            async with asyncio.timeout(order["start_timeout_s"]):
+                runtime_start.make_folder(folder, order)
+                runtime_start.lay_out(asked)
+                space = await runtime_start.start(self._children, asked)
+                return (await self._children.run(partial(_read, space.init)))[0]
+        except TimeoutError:
+            raise Refused(
+                {"error": f"the runtime did not start the image within {order['start_timeout_s']:g} s"}
+            ) from None
+        finally:
+            with background.guarded():
+                await background.to_its_end(self._end(asked))
+
+    async def _end(self, asked: Sandbox) -> None:
+        """An honest shell ends with its socket, and the runtime with that; neither is asked whether it would."""
+        if asked.channel:
+            drop(asked.channel)
+        runtime_start.look_for_first(asked)
+        async with asyncio.timeout(STUCK_S):
+            while asked.space and asked.space.alive:  # only the kernel knows
+                asked.space.kill()
+                await asyncio.sleep(state_dir.LOOK_S)
+        if asked.starter:
+            asked.starter.kill()
+            await asked.starter.wait()
+        asked.take_log()
+        await self._launcher.run(requests.erase(asked.folder, None))
 
     def _forget_oldest(self) -> None:
-        known = [(key, entry.mould) for key, entry in self._all.items() if entry.mould]
-        if len(known) <= MOST:
-            return
         held = {id(mould) for mould in self._held()}
-        for key, mould in known[:-MOST]:
+        for key, mould in list(self._made.items())[:-MOST]:
             if id(mould) not in held:
                 os.close(mould.image)
                 os.close(mould.domain)
-                del self._all[key]
+                del self._made[key]
 
 
-def _discard(folder: Path) -> tuple[Message, list[int]]:
-    state_dir.discard(folder)
-    return {}, []
-
-
-def _make(order: Message, folder: Path) -> tuple[Message, list[int]]:
-    # Nobody waits for it any longer, whatever holds it up.
-    signal.setitimer(signal.ITIMER_REAL, order["start_timeout_s"] + OVERTIME_S)
-    try:
-        return moulds.open_mould(
-            order["image"], lambda: image_environment.ask(order, folder, order["start_timeout_s"])
-        )
-    except image_environment.RuntimeFailed as error:
-        return {"error": str(error), "log": error.log}, []
+def _read(first: int) -> Answer:
+    """In a child forked for it: the shell may say of any part of its memory that they are there."""
+    variables = image_environment.read(f"/proc/{first}/environ")
+    return {name: value for name, value in variables.items() if not name.startswith(OF_THE_RUNTIME)}, []

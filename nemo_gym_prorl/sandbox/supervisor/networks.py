@@ -5,13 +5,16 @@ A sandbox gets an address when somebody asks for it, and a network when it is in
 introduced to each other, directly or not, are in one network. Nobody else is: one that was never introduced is alone.
 Each is told names of its own choosing; a name goes from everybody's list when the sandbox behind it has ended.
 
-One change at a time: each is made by a forked child from what is known when its turn comes.
+One change at a time: each is made from what is known when its turn comes.
 """
 
 from __future__ import annotations
 
+import asyncio
+import contextlib
+import errno
 import os
-from collections import deque
+import socket
 from dataclasses import dataclass, field
 from functools import partial
 from ipaddress import IPv4Address, ip_address
@@ -19,11 +22,12 @@ from itertools import count
 
 from nemo_gym_prorl.sandbox.isolation.network import router as networks
 from nemo_gym_prorl.sandbox.launcher import requests
-from nemo_gym_prorl.sandbox.supervisor.lifecycle import NoSandbox, Sandboxes
-from nemo_gym_prorl.sandbox.supervisor.processes.children import Children
+from nemo_gym_prorl.sandbox.supervisor.lifecycle import Sandboxes
+from nemo_gym_prorl.sandbox.supervisor.processes import background
+from nemo_gym_prorl.sandbox.supervisor.processes.children import Answer, Children
 from nemo_gym_prorl.sandbox.supervisor.processes.launcher import Launcher
-from nemo_gym_prorl.sandbox.supervisor.rpc.connections import Request
-from nemo_gym_prorl.sandbox.supervisor.rpc.protocol import Message
+from nemo_gym_prorl.sandbox.supervisor.rpc.answers import Refused
+from nemo_gym_prorl.sandbox.supervisor.rpc.protocol import Message, close_all
 
 
 @dataclass(slots=True, eq=False)
@@ -46,33 +50,40 @@ class Networks:
         self._names: dict[str, dict[str, str]] = {}
         """Of each sandbox that was told any: the names it knows, and their addresses."""
         self._networks: dict[str, Network] = {}
-        self._waiting: deque[tuple[Request, Message]] = deque()
-        self._busy = False
+        self._change = asyncio.Lock()
         self._changing: Network | None = None
         """What some are being brought into, which stays though all that are in it end meanwhile."""
         sandboxes.on_gone.append(self._gone)
 
-    def address(self, request: Request, name: str) -> None:
-        """Answer with the address that a sandbox has in whatever network it comes into."""
-        request.answer({"address": str(self._address_of(name))})
+    def address(self, name: str) -> Answer:
+        """The address that a sandbox has in whatever network it comes into."""
+        return {"address": str(self._address_of(name))}, []
 
-    def introduce(self, request: Request, order: Message) -> None:
+    async def introduce(self, order: Message) -> Answer:
         """Let a sandbox see those behind the addresses of ``order["hosts"]`` under these names, and them see it."""
         self._sandboxes.up(order["sandbox"])
-        self._waiting.append((request, order))
-        self._begin()
+        async with self._change:
+            await self._bring_together(order)
+        return await self._tell(order["sandbox"], order["hosts"])
 
-    def reach(self, request: Request, order: Message) -> None:
+    async def reach(self, order: Message) -> Answer:
         """As :func:`.requests.connect`, to a port of the sandbox behind an address in the same network."""
         place = self._sandboxes.up(self._fellow(order)).place_to_join()
-        self._launcher.ask(requests.connect(place, order["port"]), request.answer)
+        return await self._launcher.run(requests.connect(place, order["port"]))
 
-    def listen(self, request: Request, order: Message) -> None:
-        """Answer with what listens on a port of the sandbox's loopback device, for one behind an address in the same
-        network."""
+    async def listen(self, order: Message) -> Answer:
+        """What listens on a port of the sandbox's loopback device, for one behind an address in the same network."""
         self._fellow(order)
         place = self._sandboxes.up(order["sandbox"]).place_to_join()
-        self._children.fork(partial(networks.listen, place, order["port"]), request.answer)
+        _answer, files = await self._launcher.run(requests.open_socket(place, socket.AF_INET, order["port"]))
+        try:
+            with contextlib.suppress(Refused):
+                # It may have one kind of address only.
+                files += (await self._launcher.run(requests.open_socket(place, socket.AF_INET6, order["port"])))[1]
+        except BaseException:
+            close_all(files)
+            raise
+        return {}, files
 
     def _fellow(self, order: Message) -> str:
         """Who is behind the address, in a network with the sandbox."""
@@ -102,17 +113,8 @@ class Networks:
     def _behind(self, address: str) -> str | None:
         return next((name for name, own in self._addresses.items() if str(own) == address), None)
 
-    def _begin(self) -> None:
-        while self._waiting and not self._busy:
-            request, order = self._waiting.popleft()
-            try:
-                self._connect(request, order)
-            except NoSandbox as error:
-                request.answer({"error": str(error), "lost": True})
-            except OSError as error:
-                request.answer({"error": error.strerror or str(error)})
-
-    def _connect(self, request: Request, order: Message) -> None:
+    async def _bring_together(self, order: Message) -> None:
+        """Have one network of all that are to be introduced, directly or not."""
         together = {order["sandbox"]}
         for name, address in order["hosts"].items():
             behind = self._behind(address)
@@ -126,57 +128,53 @@ class Networks:
             together |= network.members
         coming = sorted(together - into.members if into else together)
         if not coming:
-            self._tell(order["sandbox"], order["hosts"], request)
             return
-        members = [
-            networks.Member(self._sandboxes.up(name).place_to_join(), self._address_of(name)) for name in coming
-        ]
-        self._busy, self._changing = True, into
-        self._children.fork(
-            partial(networks.connect, into.namespace if into else None, members),
-            partial(self._connected, request, order, into, coming),
-        )
-
-    def _connected(
-        self,
-        request: Request,
-        order: Message,
-        into: Network | None,
-        coming: list[str],
-        answer: Message,
-        files: list[int],
-    ) -> None:
-        self._busy, self._changing = False, None
-        if "error" in answer:
-            request.answer(answer)
-            if into:
-                self._close_if_empty(into)
-        else:
-            network = into or Network(files.pop())
-            for name in coming:
-                self._leave(name)
-                network.members.add(name)
-                self._networks[name] = network
-            # Those that ended meanwhile.
-            for name in [name for name in network.members if name not in self._addresses]:
-                self._leave(name)
-            self._tell(order["sandbox"], order["hosts"], request)
-        self._begin()
-
-    def _tell(self, sandbox: str, names: dict[str, str], request: Request | None = None) -> None:
-        """Have a sandbox know these names and no others."""
-
-        def told(answer: Message, _files: list[int]) -> None:
-            if request:
-                request.answer(answer)
-
+        network = self._changing = into or Network((await self._launcher.run(requests.make_network()))[1][0])
         try:
-            place = self._sandboxes.up(sandbox).place_to_join()
-        except (NoSandbox, OSError) as error:
-            told({"error": str(error), "lost": isinstance(error, NoSandbox)}, [])
-            return
+            await self._plug(network, coming)
+        except BaseException:
+            self._changing = None
+            self._close_if_empty(network)
+            raise
+        self._changing = None
+        for name in coming:
+            self._leave(name)
+            network.members.add(name)
+            self._networks[name] = network
+        # Those that ended meanwhile.
+        for name in [name for name in network.members if name not in self._addresses]:
+            self._leave(name)
+
+    async def _plug(self, network: Network, coming: list[str]) -> None:
+        members: list[networks.Member] = []
+        try:
+            for name in coming:
+                request = requests.open_socket(self._sandboxes.up(name).place_to_join(), socket.AF_NETLINK)
+                _answer, files = await self._launcher.run(request)
+                members.append(networks.Member(files[0], self._address_of(name)))
+            given = [network.namespace, *(member.namespace for member in members)]
+            await self._children.run(partial(networks.connect, network.namespace, members), given)
+        finally:
+            close_all([member.namespace for member in members])
+
+    async def _tell(self, sandbox: str, names: dict[str, str]) -> Answer:
+        """Have a sandbox know these names and no others."""
+        place = self._sandboxes.up(sandbox).place_to_join()
         self._names[sandbox] = names
-        self._children.fork(partial(networks.write_hosts, place, names), told)
+        hosts = os.memfd_create("hosts", os.MFD_CLOEXEC)
+        try:
+            try:
+                await self._launcher.run(requests.get(place, networks.HOSTS, networks.LARGEST_HOSTS), [hosts])
+            except Refused as error:
+                if error.answer.get("errno") != errno.ENOENT:
+                    raise
+            text = networks.with_names(os.pread(hosts, networks.LARGEST_HOSTS, 0), names)
+            os.truncate(hosts, 0)
+            os.pwrite(hosts, text, 0)
+            os.lseek(hosts, 0, os.SEEK_SET)
+            return await self._launcher.run(requests.put(place, networks.HOSTS, None), [hosts])
+        finally:
+            os.close(hosts)
 
     def _leave(self, name: str) -> None:
         network = self._networks.pop(name, None)
@@ -198,4 +196,5 @@ class Networks:
         for other in others:
             names = self._names.get(other, {})
             if address in names.values():
-                self._tell(other, {known: place for known, place in names.items() if place != address})
+                left = {known: place for known, place in names.items() if place != address}
+                background.begin(self._tell(other, left))

@@ -19,6 +19,7 @@ kernel says who writes there, so no other has the program say anything (``run_de
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import os
 import re
@@ -28,11 +29,13 @@ import struct
 import termios
 from io import FileIO
 
-from nemo_gym_prorl.sandbox.supervisor.lifecycle import NoSandbox, Sandboxes
-from nemo_gym_prorl.sandbox.supervisor.processes.event_loop import Loop
-from nemo_gym_prorl.sandbox.supervisor.processes.spawns import Spawns
-from nemo_gym_prorl.sandbox.supervisor.rpc.connections import Request
+from nemo_gym_prorl.sandbox.supervisor.lifecycle import Sandboxes
+from nemo_gym_prorl.sandbox.supervisor.processes import background
+from nemo_gym_prorl.sandbox.supervisor.processes.children import Answer
+from nemo_gym_prorl.sandbox.supervisor.processes.programs import Programs
+from nemo_gym_prorl.sandbox.supervisor.rpc.connection import PAUSE_S, File, drop
 from nemo_gym_prorl.sandbox.supervisor.rpc.protocol import Message, close_all
+from nemo_gym_prorl.sandbox.supervisor.sandbox import NoSandbox
 from nemo_gym_prorl.sandbox.supervisor.scrollback import Window
 
 
@@ -62,13 +65,13 @@ class Session:
         words: our end of where it says its words, which has the kernel say who does.
     """
 
-    def __init__(self, group: int, sandbox: str, ends: dict[str, FileIO], words: socket.socket, loop: Loop) -> None:
+    def __init__(self, group: int, sandbox: str, ends: dict[str, FileIO], words: socket.socket) -> None:
         self.group = group
         self.sandbox = sandbox
         self.mode = "pipe" if "e" in ends else "pty"
         self.status: int | None = None
         self._ends = ends
-        self._loop = loop
+        self._loop = asyncio.get_running_loop()
         self._window = Window(KEPT)
         self._input = b""
         self._holder: socket.socket | None = None
@@ -76,7 +79,7 @@ class Session:
         self._word = b""
         """The last, until a holder has it."""
         words.setblocking(False)
-        loop.watch(words, self._hear)
+        self._loop.add_reader(words, self._hear)
         for end in ends.values():
             os.set_blocking(end.fileno(), False)
         self.turn()
@@ -108,24 +111,46 @@ class Session:
     def close(self) -> None:
         """Hang up."""
         self._let_go()
-        self._loop.drop(self._words)
+        drop(self._words)
         while self._ends:
             self._finish(next(iter(self._ends)))
 
     def turn(self) -> None:
         """Do whatever can be done without waiting, and wait for the rest."""
+        try:
+            self._turn()
+        except Exception:
+            # It would be its turn again at once, and fail again.
+            for file in [*self._ends.values(), self._holder]:
+                if file:
+                    self._attend(file, read=False, write=False)
+            self._loop.call_later(PAUSE_S, self.turn)
+            raise
+
+    def _turn(self) -> None:
         quiet = self._take_output()
         self._hand_on(quiet)
         self._take_input()
         if self._holder:
             # Output, or the exit status that its socket had no room for.
             waits = bool(self._word) or self._window.next() is not None or (quiet and self.status is not None)
-            self._loop.attend(self._holder, self.turn, read=not self._input, write=waits)
+            self._attend(self._holder, read=not self._input, write=waits)
         typed = self._ends.get("i")
         outputs = [self._ends.get("o"), self._ends.get("e")]
         for end in set(self._ends.values()):
             reads = end in outputs and not self._window.full
-            self._loop.attend(end, self.turn, read=reads, write=end is typed and bool(self._input))
+            self._attend(end, read=reads, write=end is typed and bool(self._input))
+
+    def _attend(self, file: File, *, read: bool, write: bool) -> None:
+        """Have its turn when a file can be read, or written, as wanted, whatever was wanted before."""
+        if read:
+            self._loop.add_reader(file, self.turn)
+        else:
+            self._loop.remove_reader(file)
+        if write:
+            self._loop.add_writer(file, self.turn)
+        else:
+            self._loop.remove_writer(file)
 
     def _hear(self) -> None:
         for _ in range(MOST_A_TURN):
@@ -139,7 +164,7 @@ class Session:
                 said, ancillary = b"", []
             if not ancillary:
                 # Nobody has the other end any more.
-                self._loop.ignore(self._words)
+                self._loop.remove_reader(self._words)
                 return
             if _CREDENTIALS.unpack(ancillary[0][2])[0] == self.group and (word := WORD.search(said)):
                 self._word = word[0]
@@ -229,7 +254,7 @@ class Session:
             if last:
                 with contextlib.suppress(OSError):
                     self._holder.send(last)
-            self._loop.drop(self._holder)
+            drop(self._holder)
             self._holder = None
 
     def _finish(self, stream: str) -> None:
@@ -237,23 +262,21 @@ class Session:
         end = self._ends.pop(stream)
         if end in self._ends.values():
             self._ends = {other: file for other, file in self._ends.items() if file is not end}
-        self._loop.drop(end)
+        drop(end)
 
 
 class Sessions:
     """All sessions of one supervisor. One is here until it is closed, or until its sandbox has ended."""
 
-    def __init__(self, loop: Loop, spawns: Spawns, sandboxes: Sandboxes) -> None:
-        self._loop = loop
-        self._spawns = spawns
+    def __init__(self, programs: Programs, sandboxes: Sandboxes) -> None:
+        self._programs = programs
         self._sandboxes = sandboxes
         self._all: dict[str, Session] = {}
 
-    def open(self, request: Request, order: Message) -> None:
+    async def open(self, order: Message) -> Answer:
         """Start a program, with a terminal or with pipes; answered when it runs.
 
         Args:
-            request: who asked.
             order: as for :func:`.requests.spawn`, and ``session``, the name to attach by.
         """
         sandbox = self._sandboxes.up(order["sandbox"])
@@ -271,46 +294,37 @@ class Sessions:
         words.setsockopt(socket.SOL_SOCKET, socket.SO_PASSCRED, 1)
         theirs.append(its_words.detach())
 
-        session: Session | None = None
-
-        def started(answer: Message, returned: list[int]) -> None:
-            nonlocal session
-            if "error" in answer:
-                words.close()
-                for end in ours.values():
-                    end.close()
-                request.answer(answer)
-                return
-            if returned:
-                terminal = FileIO(returned[0], "r+")
-                ours.update(i=terminal, o=terminal)
-            session = Session(answer["pid"], sandbox.name, ours, words, self._loop)
-            self._all[order["session"]] = session
-            self._sandboxes.process_started(sandbox.name, session.group)
-            request.answer({"group": session.group})
-
-        def ended(status: int) -> None:
-            if session:
-                self._exited(session, status)
-
         try:
-            self._spawns.start(order["session"], sandbox.place_to_join(), order, theirs, sandbox.group, started, ended)
+            place = sandbox.place_to_join()
+            group, returned = await self._programs.start(order["session"], place, order, theirs, sandbox.group)
+        except BaseException:
+            words.close()
+            for end in ours.values():
+                end.close()
+            raise
         finally:
             close_all(theirs)
+        if returned:
+            terminal = FileIO(returned[0], "r+")
+            ours.update(i=terminal, o=terminal)
+        session = self._all[order["session"]] = Session(group, sandbox.name, ours, words)
+        self._sandboxes.process_started(sandbox.name, group)
+        background.begin(self._wait(session, order["session"]))
+        return {"group": group}, []
 
-    def attach(self, request: Request, order: Message) -> None:
+    def attach(self, order: Message) -> Answer:
         """Answered with the holder's socket, and whether the session has a terminal."""
         session = self._find(order)
         if session.held and not order["takeover"]:
             raise OSError(f"session {order['session']} is held by somebody else")
-        request.answer({"group": session.group, "mode": session.mode}, [session.hold(order["since"])])
+        return {"group": session.group, "mode": session.mode}, [session.hold(order["since"])]
 
-    def close(self, request: Request, order: Message) -> None:
+    def close(self, order: Message) -> Answer:
         """End a session, with its process group; harmless if it has ended."""
-        self._spawns.signal(order["session"], signal.SIGKILL)
+        self._programs.signal(order["session"], signal.SIGKILL)
         if session := self._all.pop(order["session"], None):
             session.close()
-        request.answer({})
+        return {}, []
 
     def _find(self, order: Message) -> Session:
         session = self._all.get(order["session"])
@@ -318,12 +332,14 @@ class Sessions:
             raise NoSandbox(f"there is no session {order['session']} in sandbox {order['sandbox']}")
         return session
 
-    def _exited(self, session: Session, status: int) -> None:
-        self._sandboxes.process_ended(session.sandbox, status)
-        session.exited(os.waitstatus_to_exitcode(status))
-        for name, other in list(self._all.items()):
+    async def _wait(self, session: Session, name: str) -> None:
+        """Until its program has ended."""
+        code = await self._programs.ended(name)
+        self._sandboxes.process_ended(session.sandbox, code)
+        session.exited(code)
+        for other_name, other in list(self._all.items()):
             try:
                 self._sandboxes.up(other.sandbox)
             except NoSandbox:
                 other.close()
-                del self._all[name]
+                del self._all[other_name]

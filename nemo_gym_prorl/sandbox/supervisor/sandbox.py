@@ -3,8 +3,12 @@
 
 from __future__ import annotations
 
+import asyncio
+import contextlib
 import os
 import socket
+import time
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from enum import StrEnum
 from pathlib import Path
@@ -13,11 +17,15 @@ from nemo_gym_prorl.sandbox.isolation import joining
 from nemo_gym_prorl.sandbox.isolation.mould.cast import Mould
 from nemo_gym_prorl.sandbox.limits import cgroups
 from nemo_gym_prorl.sandbox.runtime import log as logs
-from nemo_gym_prorl.sandbox.supervisor.processes.children import in_words
-from nemo_gym_prorl.sandbox.supervisor.rpc.connections import Client, Request
+from nemo_gym_prorl.sandbox.supervisor.processes.children import Child
+from nemo_gym_prorl.sandbox.supervisor.rpc.answers import Refused
+from nemo_gym_prorl.sandbox.supervisor.rpc.connection import Connection
 from nemo_gym_prorl.sandbox.supervisor.rpc.protocol import Message
 from nemo_gym_prorl.sandbox.supervisor.storage import state_dir
 
+
+Client = Connection[Message, list[int]]
+"""A server that asks, and is told."""
 
 STUCK_S = 5.0
 """After this long a container that does not die is reported as such; it is tried again for ever."""
@@ -67,56 +75,108 @@ def step_down(*, starter: bool, init: bool | None, closing_s: float) -> Step:
     return Step(kill_init=bool(init), kill_starter=kill_starter, report=late)
 
 
+class NoSandbox(Refused):
+    """There is no such sandbox, or it is not up."""
+
+    def __init__(self, reason: str) -> None:
+        super().__init__({"error": reason, "lost": True})
+
+
 @dataclass(slots=True, eq=False)
 class Sandbox:
     """One container.
 
-    ``place`` and ``space`` are known once its first process has spoken. ``starter`` is our own child for it as long as
-    it is not reaped: the runtime's process outside of it, or the first process itself where that is our child. ``way``
-    is how it is made, ``mould`` what from, ``fallback`` why not from one, ``ready`` that its first process said so,
-    ``log`` where the runtime complains until it is up.
+    Attributes:
+        name: as its asker chose it.
+        folder: with what it leaves on disk.
+        order: what it is to be.
+        clients: who is told of it.
+        held: files that stay open until it is gone.
+        wanted: the time in which it is created, which its end cuts short.
+        took: seconds that each step of its creation took.
+        way: how it is made; ``mould`` what from, ``fallback`` why not from one.
+        channel: to its first process.
+        starter: our own child for it: the runtime's process outside of it, or its first process where that is ours.
+        group: its control group, if it can have one.
+        place: where it is joined, known once its first process has spoken; ``space`` the same for its end.
+        log: where the runtime complains until it is up.
+        environment: the variables that its image sets.
+        machine_kills: what the machine's kernel had killed for want of memory when it came up.
+        over_memory: that it used more memory than it may, in words; and when that was last so.
+        changed: something that its end waits for has happened.
+        ends: who waits for its end.
     """
 
     name: str
     folder: Path
     order: Message
     clients: list[Client]
-    creating: Request | None
-    channel: socket.socket | None = None
-    starter: int | None = None
-    casting: bool = False
-    """Whether a helper is about to start the first process: then there will be a starter."""
-    group: cgroups.Group | None = None
-    oom_kills: int = 0
-    machine_kills: int = 0
-    """What the machine's kernel had killed for want of memory when it came up."""
-    over_memory: str = ""
-    """That it used more memory than it may, in words; and when that was last so."""
-    over_memory_at: float = 0.0
+    held: list[int]
     stage: Stage = Stage.WAITING
-    place: joining.Place | None = None
-    space: state_dir.Space | None = None
-    closing_since: float = 0.0
-    closing: list[tuple[Request, Message]] = field(default_factory=list)
-    deleting: bool = False
-    paused: bool = False
-    held: list[int] = field(default_factory=list)
+    wanted: asyncio.Timeout = field(default_factory=lambda: asyncio.timeout(None))
+    created: asyncio.Event = field(default_factory=asyncio.Event)
+    """Or it never will be."""
+    took: dict[str, float] = field(default_factory=dict)
     way: str = "runtime"
     mould: Mould | None = None
     fallback: str = ""
-    ready: bool = False
+    channel: socket.socket | None = None
+    starter: Child | None = None
+    group: cgroups.Group | None = None
+    place: joining.Place | None = None
+    space: state_dir.Space | None = None
     log: int | None = None
-    noted: set[str] = field(default_factory=set)
     environment: dict[str, str] = field(default_factory=dict)
+    paused: bool = False
+    noted: set[str] = field(default_factory=set)
+    oom_kills: int = 0
+    machine_kills: int = 0
+    over_memory: str = ""
+    over_memory_at: float = 0.0
+    changed: asyncio.Event = field(default_factory=asyncio.Event)
+    ends: list[asyncio.Future[None]] = field(default_factory=list)
+
+    @contextlib.contextmanager
+    def step(self, name: str) -> Iterator[None]:
+        """One step of its creation: how long it took is told with the sandbox."""
+        begin = time.monotonic()
+        try:
+            yield
+        finally:
+            self.took[name] = self.took.get(name, 0.0) + time.monotonic() - begin
+
+    def steps(self) -> str:
+        """How long what took, in words."""
+        return ", ".join(f"{name} {seconds:.3f} s" for name, seconds in self.took.items())
+
+    async def gone(self) -> None:
+        """Wait until nothing of it is left.
+
+        Raises:
+            Refused: that takes too long; it is tried again until nothing is.
+        """
+        end: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        self.ends.append(end)
+        await end
+
+    def tell_gone(self, error: Refused | None = None) -> None:
+        """Tell those who wait for its end, or that it takes too long."""
+        ends, self.ends = self.ends, []
+        for end in ends:
+            if not end.done():
+                if error:
+                    end.set_exception(error)
+                else:
+                    end.set_result(None)
 
     def place_to_join(self) -> joining.Place:
         """Where to join it, when it is up.
 
         Raises:
-            OSError: it is paused.
+            Refused: it is paused.
         """
         if self.paused:
-            raise OSError("the sandbox is paused; resume it first")
+            raise Refused({"error": "the sandbox is paused; resume it first"})
         assert self.place
         return self.place
 
@@ -130,15 +190,11 @@ class Sandbox:
         finally:
             os.close(log)
 
-    def bound(self) -> str:
-        """Set the limits of its control group, if it has one; returns what went wrong."""
+    def bound(self) -> None:
+        """Set the limits of its control group, if it has one."""
         memory, processes, cpus = (self.order[name] for name in ("memory_mib", "processes", "cpus"))
-        try:
-            if self.group:
-                self.group.bound(memory=memory << 20, processes=processes, cpus=cpus)
-        except OSError as error:
-            return in_words(error)
-        return ""
+        if self.group:
+            self.group.bound(memory=memory << 20, processes=processes, cpus=cpus)
 
     def note(self, reason: str, resource: str) -> None:
         """Have everybody know once that it ran into a limit."""
@@ -150,4 +206,4 @@ class Sandbox:
         """Have everybody who uses the sandbox know."""
         for client in self.clients:
             message = {"event": event, "sandbox": self.name, "reason": reason, "resource": resource, "inside": inside}
-            client.send(message, [])
+            client.post(message)

@@ -9,43 +9,46 @@ child of a small single-threaded process. It is started by :mod:`.own_supervisor
   killed by the kernel; the server's :mod:`.client` removes the files;
 - both die at once: the same, and the files go with the next start of any supervisor (:func:`.state_dir.sweep`).
 
-One loop, no threads, no blocking call: what may take long (joining, copying, deleting) happens in forked children.
+One loop, no threads, no blocking call: what may take long (joining, copying, deleting) happens in children.
 This module takes the questions, and answers each, with an error if need be: none of them, and nothing that goes wrong
 for one sandbox, ends the others. What becomes of a sandbox is :mod:`.lifecycle`'s.
 """
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import errno
 import gc
 import os
+import signal
 import socket
 import sys
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
 from functools import partial
 from pathlib import Path
 
 from nemo_gym_prorl.sandbox.isolation import syscalls
-from nemo_gym_prorl.sandbox.isolation.files import copies, snapshots
+from nemo_gym_prorl.sandbox.isolation.files import snapshots
 from nemo_gym_prorl.sandbox.launcher import requests
 from nemo_gym_prorl.sandbox.limits import cgroups, descriptors
-from nemo_gym_prorl.sandbox.supervisor.lifecycle import NoSandbox, Sandboxes
+from nemo_gym_prorl.sandbox.supervisor.lifecycle import Sandboxes
 from nemo_gym_prorl.sandbox.supervisor.networks import Networks
-from nemo_gym_prorl.sandbox.supervisor.processes import freezer
-from nemo_gym_prorl.sandbox.supervisor.processes.children import Children, failure
-from nemo_gym_prorl.sandbox.supervisor.processes.event_loop import Loop
+from nemo_gym_prorl.sandbox.supervisor.processes import background, freezer
+from nemo_gym_prorl.sandbox.supervisor.processes.children import Answer, Children
 from nemo_gym_prorl.sandbox.supervisor.processes.launcher import Launcher
-from nemo_gym_prorl.sandbox.supervisor.processes.spawns import Spawns
+from nemo_gym_prorl.sandbox.supervisor.processes.programs import Programs
 from nemo_gym_prorl.sandbox.supervisor.pty_server import Sessions
 from nemo_gym_prorl.sandbox.supervisor.rpc import peers
-from nemo_gym_prorl.sandbox.supervisor.rpc.connections import Client, Request
-from nemo_gym_prorl.sandbox.supervisor.rpc.protocol import Message, PeerGone, close_all, receive
+from nemo_gym_prorl.sandbox.supervisor.rpc.answers import Refused, failure
+from nemo_gym_prorl.sandbox.supervisor.rpc.connection import PAUSE_S, Connection, ready
+from nemo_gym_prorl.sandbox.supervisor.rpc.protocol import Message, PeerGone, close_all
+from nemo_gym_prorl.sandbox.supervisor.sandbox import Client
 from nemo_gym_prorl.sandbox.supervisor.storage import state_dir
 from nemo_gym_prorl.sandbox.supervisor.zygotes import Zygotes
 
 
-Handler = Callable[[Request, Message, list[int]], None]
+Handler = Callable[[Client, Message, list[int]], Awaitable[Answer]]
 
 
 class Supervisor:
@@ -53,198 +56,200 @@ class Supervisor:
 
     def __init__(self, folder: Path, owner: socket.socket, listener: socket.socket) -> None:
         self.folder = folder
-        self._children = Children()
-        self._loop = Loop(self._reap, self.end)
-        self._launcher = Launcher(self._loop, self._children, folder)
+        self._children = Children(self._orphan_ended)
+        self._launcher = Launcher(self._children, folder)
         groups = _groups()
-        self._sandboxes = Sandboxes(folder, self._loop, self._children, groups, self._launcher)
+        self._sandboxes = Sandboxes(folder, self._children, groups, self._launcher)
         self._networks = Networks(self._children, self._launcher, self._sandboxes)
-        self._spawns = Spawns(self._loop, self._children, self._launcher)
-        self._zygotes = Zygotes(folder, self._loop, self._children, groups)
-        self._sessions = Sessions(self._loop, self._spawns, self._sandboxes)
+        self._programs = Programs(self._children, self._launcher)
+        self._zygotes = Zygotes(folder, self._children, self._launcher, groups)
+        self._sessions = Sessions(self._programs, self._sandboxes)
         self._handlers: dict[str, Handler] = {
             name.removeprefix("_do_"): getattr(self, name) for name in dir(self) if name.startswith("_do_")
         }
-        self._ending = False
+        self._ending = asyncio.Event()
+        self._owner = owner
         self._listener = listener
-        self._listener.setblocking(False)
-        self._loop.watch(self._listener, self._accept)
-        self._owner_pid = peers.peer(owner)[0]
-        self._owner = self._add_client(owner)
 
-    def run(self) -> None:
+    async def run(self) -> None:
         """Serve until the owner is gone and everything is cleaned up."""
-        self._children.fork(partial(_sweep, self.folder.parent), lambda _answer, _files: None, files=())
+        loop = asyncio.get_running_loop()
+        signal.signal(signal.SIGTERM, lambda _number, _frame: loop.call_soon_threadsafe(self._ending.set))
+        background.begin(self._children.run(partial(_sweep, self.folder.parent)))
+        self._add_client(self._owner, self._ending.set)
+        background.begin(self._accept(peers.peer(self._owner)[0]))
         # What is there by now stays as it is: a forked child is to copy none of it for want of counting it.
         gc.collect()
         gc.freeze()
-        while not (self._ending and not self._sandboxes):
-            self._loop.turn()
+        await self._ending.wait()
+        await self._sandboxes.close_all()
         state_dir.clear(self.folder)
 
-    def _reap(self) -> None:
-        self._sandboxes.orphans_ended(self._children.reap())
-
-    def end(self) -> None:
-        """Take everything down; :meth:`run` returns when it is."""
-        if not self._ending:
-            self._ending = True
-            self._sandboxes.close_all()
+    def _orphan_ended(self, pid: int) -> None:
+        self._sandboxes.orphan_ended(pid)
 
     # Clients
 
-    def _add_client(self, connection: socket.socket) -> Client:
-        client = Client(connection, self._loop)
-        self._loop.watch(connection, partial(self._serve, client))
-        return client
+    def _add_client(self, connection: socket.socket, gone: Callable[[], None]) -> None:
+        def heard(message: Message, files: list[int]) -> None:
+            background.begin(self._answer(client, message, files))
 
-    def _accept(self) -> None:
-        with contextlib.suppress(BlockingIOError):
-            connection, _address = self._listener.accept()
-            if peers.trusted(connection, self._owner_pid):
-                self._add_client(connection)
-            else:
-                connection.close()
+        client: Client = Connection(connection, heard, gone, bounded=True)
 
-    def _serve(self, client: Client) -> None:
-        """Take one question of a client; others have their turn before the next."""
-        client.flush()
+    async def _accept(self, owner: int) -> None:
+        self._listener.setblocking(False)
+        while True:
+            await ready(self._listener)
+            try:
+                connection, _address = self._listener.accept()
+            except OSError:
+                # Where no more files may be open it waits.
+                await asyncio.sleep(PAUSE_S)
+                continue
+            with background.guarded():
+                if peers.trusted(connection, owner):
+                    self._add_client(connection, lambda: None)
+                else:
+                    connection.close()
+
+    async def _answer(self, client: Client, message: Message, files: list[int]) -> None:
+        """Answer one question of a client's, whatever happens; one without a number wants no answer."""
+        answer: Message
+        returned: list[int] = []
         try:
-            if client.gone:
-                raise PeerGone
-            if client.behind:
-                return
-            message, files = receive(client.connection)
-        except BlockingIOError:
-            return
-        except PeerGone:
-            client.close()
-            if client is self._owner:
-                self.end()
-            return
-        number = message.get("id")
-        request = Request(client, number if isinstance(number, int) else None)
-        try:
-            if message.get("torn"):
-                raise OSError(errno.EMFILE, os.strerror(errno.EMFILE))
-            handler = self._handlers.get(str(message.get("do")))
-            if handler is None:
-                request.answer({"error": f"there is no request {message.get('do')!r}"})
-            else:
-                handler(request, message, files)
-        except NoSandbox as error:
-            request.answer({"error": str(error), "lost": True})
-        except Exception as error:
-            request.answer(failure(error))
+            try:
+                answer, returned = await self._do(client, message, files)
+            except Exception as error:
+                answer = failure(error)
+            finally:
+                close_all(files)
+            if isinstance(message.get("id"), int):
+                await _send(client, {**answer, "id": message["id"]}, returned)
         finally:
-            close_all(files)
+            close_all(returned)
+
+    async def _do(self, client: Client, message: Message, files: list[int]) -> Answer:
+        if message.get("torn"):
+            raise OSError(errno.EMFILE, os.strerror(errno.EMFILE))
+        handler = self._handlers.get(str(message.get("do")))
+        if handler is None:
+            raise Refused({"error": f"there is no request {message.get('do')!r}"})
+        return await handler(client, message, files)
 
     # Their questions
 
-    def _do_create(self, request: Request, order: Message, files: list[int]) -> None:
-        if self._ending:
+    async def _do_create(self, client: Client, order: Message, files: list[int]) -> Answer:
+        if self._ending.is_set():
             raise OSError("the supervisor is ending")
-        self._sandboxes.create(request, order, files)
+        return await self._sandboxes.create(client, order, files)
 
-    def _do_check(self, request: Request, order: Message, _files: list[int]) -> None:
+    async def _do_check(self, client: Client, order: Message, _files: list[int]) -> Answer:
         """Whoever asks is told of its end."""
-        self._sandboxes.check(request, order["sandbox"], memory=order.get("memory", False))
+        return await self._sandboxes.check(client, order["sandbox"], memory=order.get("memory", False))
 
-    def _do_destroy(self, request: Request, order: Message, _files: list[int]) -> None:
-        self._sandboxes.destroy(request, order["sandbox"])
+    async def _do_destroy(self, _client: Client, order: Message, _files: list[int]) -> Answer:
+        return await self._sandboxes.destroy(order["sandbox"])
 
-    def _do_spawn(self, request: Request, order: Message, files: list[int]) -> None:
+    async def _do_spawn(self, client: Client, order: Message, files: list[int]) -> Answer:
         """Answered with the process's number; its end is told by an ``exit`` event under the name that was chosen."""
         name, sandbox = str(order["spawn"]), self._sandboxes.up(order["sandbox"])
+        place, joiner = sandbox.place_to_join(), self._zygotes.joiner(sandbox, order)
+        try:
+            pid, returned = await self._programs.start(name, place, order, files, sandbox.group, joiner)
+        except Refused as error:
+            if "exhausted" in error.answer:
+                self._sandboxes.start_refused(sandbox.name, error.answer["exhausted"])
+            raise
+        self._sandboxes.process_started(sandbox.name, pid)
+        background.begin(self._tell_end(client, name, sandbox.name))
+        return {"pid": pid}, returned
 
-        def ended(status: int) -> None:
-            self._sandboxes.process_ended(sandbox.name, status)
-            request.client.send({"event": "exit", "spawn": name, "status": os.waitstatus_to_exitcode(status)}, [])
+    async def _tell_end(self, client: Client, name: str, sandbox: str) -> None:
+        code = await self._programs.ended(name)
+        self._sandboxes.process_ended(sandbox, code)
+        client.post({"event": "exit", "spawn": name, "status": code})
 
-        def started(answer: Message, returned: list[int]) -> None:
-            request.answer(answer, returned)
-            if "pid" in answer:
-                self._sandboxes.process_started(sandbox.name, answer["pid"])
-            elif "exhausted" in answer:
-                self._sandboxes.start_refused(sandbox.name, answer["exhausted"])
-
-        joiner = self._zygotes.joiner(sandbox, order)
-        place = sandbox.place_to_join()
-        self._spawns.start(name, place, order, files, sandbox.group, started, ended, joiner)
-
-    def _do_signal(self, request: Request, order: Message, _files: list[int]) -> None:
+    async def _do_signal(self, _client: Client, order: Message, _files: list[int]) -> Answer:
         """Signal the process group of a program by its name; SIGKILL also if it is only on its way."""
-        self._spawns.signal(order["spawn"], order["signal"])
-        request.answer({})
+        self._programs.signal(order["spawn"], order["signal"])
+        return {}, []
 
-    def _do_open(self, request: Request, order: Message, _files: list[int]) -> None:
-        self._sessions.open(request, order)
+    async def _do_open(self, _client: Client, order: Message, _files: list[int]) -> Answer:
+        return await self._sessions.open(order)
 
-    def _do_attach(self, request: Request, order: Message, _files: list[int]) -> None:
-        self._sessions.attach(request, order)
+    async def _do_attach(self, _client: Client, order: Message, _files: list[int]) -> Answer:
+        return self._sessions.attach(order)
 
-    def _do_hang_up(self, request: Request, order: Message, _files: list[int]) -> None:
-        self._sessions.close(request, order)
+    async def _do_hang_up(self, _client: Client, order: Message, _files: list[int]) -> Answer:
+        return self._sessions.close(order)
 
-    def _do_pause(self, request: Request, order: Message, _files: list[int]) -> None:
+    async def _do_pause(self, _client: Client, order: Message, _files: list[int]) -> Answer:
         sandbox = self._sandboxes.up(order["sandbox"])
         assert sandbox.space
         assert sandbox.place
         # From now on, or what is started meanwhile would run on.
         sandbox.paused = True
+        try:
+            return await freezer.pause(self._children, self._launcher, sandbox.space, sandbox.place)
+        except BaseException:
+            sandbox.paused = False
+            raise
 
-        def done(answer: Message, _files: list[int]) -> None:
-            sandbox.paused = "error" not in answer
-            request.answer(answer)
-
-        self._children.fork(partial(freezer.pause, sandbox.space, sandbox.place), done)
-
-    def _do_resume(self, request: Request, order: Message, _files: list[int]) -> None:
+    async def _do_resume(self, _client: Client, order: Message, _files: list[int]) -> Answer:
         sandbox = self._sandboxes.up(order["sandbox"])
         assert sandbox.space
         sandbox.paused = False
-        self._children.fork(partial(freezer.resume, sandbox.space), request.answer)
+        return await self._children.run(partial(freezer.resume, sandbox.space))
 
-    def _do_connect(self, request: Request, order: Message, _files: list[int]) -> None:
+    async def _do_connect(self, _client: Client, order: Message, _files: list[int]) -> Answer:
         place = self._sandboxes.up(order["sandbox"]).place_to_join()
-        self._launcher.ask(requests.connect(place, order["port"]), request.answer)
+        return await self._launcher.run(requests.connect(place, order["port"]))
 
-    def _do_address(self, request: Request, order: Message, _files: list[int]) -> None:
-        self._networks.address(request, order["sandbox"])
+    async def _do_address(self, _client: Client, order: Message, _files: list[int]) -> Answer:
+        return self._networks.address(order["sandbox"])
 
-    def _do_introduce(self, request: Request, order: Message, _files: list[int]) -> None:
-        self._networks.introduce(request, order)
+    async def _do_introduce(self, _client: Client, order: Message, _files: list[int]) -> Answer:
+        return await self._networks.introduce(order)
 
-    def _do_reach(self, request: Request, order: Message, _files: list[int]) -> None:
-        self._networks.reach(request, order)
+    async def _do_reach(self, _client: Client, order: Message, _files: list[int]) -> Answer:
+        return await self._networks.reach(order)
 
-    def _do_listen(self, request: Request, order: Message, _files: list[int]) -> None:
-        self._networks.listen(request, order)
+    async def _do_listen(self, _client: Client, order: Message, _files: list[int]) -> Answer:
+        return await self._networks.listen(order)
 
-    def _do_snapshot(self, request: Request, order: Message, files: list[int]) -> None:
+    async def _do_snapshot(self, _client: Client, order: Message, files: list[int]) -> Answer:
         """Of one that is paused, or it would change meanwhile."""
         sandbox = self._sandboxes.up(order["sandbox"])
         if not sandbox.paused or sandbox.place is None:
             raise OSError("only a sandbox that is paused can be copied")
         layer, limit = str(sandbox.folder / "overlay" / "upper"), sandbox.order["disk_mib"] << 20
         action = partial(snapshots.pack, sandbox.place, layer, order["header"], limit, files[0])
-        self._children.fork(action, request.answer, files=files[:1])
+        return await self._children.run(action, [files[0], sandbox.place.process.number])
 
-    def _do_restore(self, request: Request, order: Message, files: list[int]) -> None:
+    async def _do_restore(self, _client: Client, order: Message, files: list[int]) -> Answer:
         sandbox = self._sandboxes.up(order["sandbox"])
         limit = sandbox.order["disk_mib"] << 20
-        action = partial(snapshots.unpack, sandbox.place_to_join(), limit, files[0])
-        self._children.fork(action, request.answer, sandbox.group, files=files[:1])
+        place = sandbox.place_to_join()
+        action = partial(snapshots.unpack, place, limit, files[0])
+        return await self._children.run(action, [files[0], place.process.number], sandbox.group)
 
-    def _do_put(self, request: Request, order: Message, files: list[int]) -> None:
+    async def _do_put(self, _client: Client, order: Message, files: list[int]) -> Answer:
         place = self._sandboxes.up(order["sandbox"]).place_to_join()
-        action = partial(copies.put, place, order["path"], order["mode"], files[0])
-        self._children.fork(action, request.answer, files=files[:1])
+        return await self._launcher.run(requests.put(place, order["path"], order["mode"]), files[:1])
 
-    def _do_get(self, request: Request, order: Message, files: list[int]) -> None:
+    async def _do_get(self, _client: Client, order: Message, files: list[int]) -> Answer:
         place = self._sandboxes.up(order["sandbox"]).place_to_join()
-        action = partial(copies.get, place, order["path"], order["limit"], files[0])
-        self._children.fork(action, request.answer, files=files[:1])
+        return await self._launcher.run(requests.get(place, order["path"], order["limit"]), files[:1])
+
+
+async def _send(client: Client, answer: Message, files: list[int]) -> None:
+    try:
+        await client.send(answer, files)
+    except PeerGone:
+        # Nobody wants to know any more.
+        pass
+    except OSError as error:
+        client.post({"id": answer["id"], "error": str(error), "errno": error.errno})
 
 
 def _groups() -> Path | None:
@@ -256,7 +261,7 @@ def _groups() -> Path | None:
     return granted.base
 
 
-def _sweep(root: Path) -> tuple[Message, list[int]]:
+def _sweep(root: Path) -> Answer:
     state_dir.sweep(root)
     return {}, []
 
@@ -269,8 +274,13 @@ def main() -> None:
     for inherited in os.listdir("/proc/self/fd"):
         with contextlib.suppress(OSError):
             os.set_inheritable(int(inherited), int(inherited) <= 2)
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
     owner, listener = (socket.socket(fileno=int(number)) for number in sys.argv[2:])
-    Supervisor(Path(sys.argv[1]), owner, listener).run()
+
+    async def serve() -> None:
+        await Supervisor(Path(sys.argv[1]), owner, listener).run()
+
+    asyncio.run(serve())
 
 
 if __name__ == "__main__":

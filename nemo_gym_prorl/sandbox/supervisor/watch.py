@@ -7,12 +7,16 @@ sandbox that has to go is the supervisor's to end. What it decides by is :mod:`.
 
 from __future__ import annotations
 
+import asyncio
+import contextlib
+import math
 import os
+import select
 import signal
 import socket
 import time
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from functools import partial
 
 from nemo_gym_prorl.sandbox.limits import threads, usage
@@ -31,10 +35,16 @@ from nemo_gym_prorl.sandbox.limits.watchdog import (
     goes_fast,
 )
 from nemo_gym_prorl.sandbox.supervisor.processes import pidfd
-from nemo_gym_prorl.sandbox.supervisor.processes.children import tell
-from nemo_gym_prorl.sandbox.supervisor.processes.servant import wait_for
-from nemo_gym_prorl.sandbox.supervisor.rpc.protocol import Message, PeerGone, receive
+from nemo_gym_prorl.sandbox.supervisor.processes.background import guarded
+from nemo_gym_prorl.sandbox.supervisor.processes.children import Children, tell
+from nemo_gym_prorl.sandbox.supervisor.rpc.answers import Refused
+from nemo_gym_prorl.sandbox.supervisor.rpc.connection import Connection
+from nemo_gym_prorl.sandbox.supervisor.rpc.protocol import Message, PeerGone, receive, socket_pair
 from nemo_gym_prorl.sandbox.supervisor.sandbox import Sandbox
+
+
+RETRY_S = 0.5
+"""Pause before one that was killed is started again."""
 
 
 def order(sandbox: Sandbox, *, in_memory: bool) -> Message | None:
@@ -47,7 +57,7 @@ def order(sandbox: Sandbox, *, in_memory: bool) -> Message | None:
         "name": sandbox.name,
         "space": sandbox.space.number,
         "init": sandbox.space.init,
-        "outside": sandbox.starter if sandbox.way == "runtime" and not sandbox.group else None,
+        "outside": sandbox.starter.pid if sandbox.starter and sandbox.way == "runtime" and not sandbox.group else None,
         "group": str(sandbox.group.path) if sandbox.group else "",
         "folder": str(sandbox.folder / "overlay" / "upper"),
         "memory_limit": memory,
@@ -59,14 +69,63 @@ def order(sandbox: Sandbox, *, in_memory: bool) -> Message | None:
     }
 
 
+class Watchdog:
+    """The supervisor's side: it, which is forked again when it was killed, and then told anew whom to watch.
+
+    Args:
+        children: the supervisor's.
+        heard: gets what it says.
+        orders: what it must be told when it starts.
+    """
+
+    def __init__(
+        self, children: Children, heard: Callable[[Message], None], orders: Callable[[], list[Message]]
+    ) -> None:
+        self._children = children
+        self._heard = heard
+        self._orders = orders
+        self._connection: Connection[Message, list[int]] | None = None
+
+    def tell(self, message: Message) -> None:
+        """Tell it something that is among its ``orders``; while it is not there, it will be told those."""
+        if self._connection:
+            self._connection.post(message)
+
+    async def run(self) -> None:
+        """Have it there, for ever."""
+        while True:
+            with guarded(), contextlib.suppress(OSError, Refused):
+                await self._run_once()
+            await asyncio.sleep(RETRY_S)
+
+    async def _run_once(self) -> None:
+        ours, theirs = socket_pair()
+        connection = Connection(ours, lambda message, _files: self._heard(message), lambda: None)
+        try:
+            with theirs:
+                child = self._children.fork(partial(serve, theirs), [theirs.fileno()])
+            self._connection = connection
+            for message in self._orders():
+                connection.post(message)
+            await child.wait()
+        finally:
+            self._connection = None
+            connection.close()
+
+
 def serve(channel: socket.socket) -> None:
-    """Until the supervisor is gone: take orders (``watch``, ``forget``, ``active``), and tell of what went over."""
+    """In the child, until the supervisor is gone: take orders (``watch``, ``forget``, ``active``), and tell what went
+    over its limits."""
+    channel.setblocking(True)
+    # Not select, which knows no file beyond number 1023.
+    poll = select.poll()
+    poll.register(channel, select.POLLIN)
     watch = Watch(channel)
     due = 0.0
     while True:
         wait_s = max(0.0, due - time.monotonic()) if watch.rota.all else None
         try:
-            while wait_for(channel, wait_s):
+            while poll.poll(None if wait_s is None else math.ceil(wait_s * 1000)):
                 message, _files = receive(channel)
                 watch.told(message)
                 wait_s = 0.0
@@ -184,7 +243,7 @@ class Watch:
                     self._tell(box, "file size", file_size_reached(box.disk_limit >> 20), ended=False)
 
     def _tell(self, box: Watched, resource: str, reason: str, *, ended: bool) -> None:
-        tell(self._channel, {"sandbox": box.name, "resource": resource, "reason": reason, "ended": ended}, [])
+        tell(self._channel, {"sandbox": box.name, "resource": resource, "reason": reason, "ended": ended})
 
 
 def _shared_memory_free(box: Watched) -> int:

@@ -66,7 +66,7 @@ def pack(place: joining.Place, upper: str, header: str, limit: int, target: int)
         OSError: ``EFBIG``: it would be larger than ``limit``, the sandbox's own (0 for none), or have too many files;
             ``ENAMETOOLONG``: a path is longer than the kernel takes.
     """
-    if not place.rooted and _kind_of_root(place.pid).startswith("fuse"):
+    if not place.rooted and _kind_of_root(place.process.number).startswith("fuse"):
         raise OSError(errno.EOPNOTSUPP, "the runtime's own file system holds its layer; a snapshot needs start: mould")
     layer = os.open(upper, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
     _import_no_more()
@@ -107,9 +107,9 @@ def _fail(error: OSError) -> None:
     raise error
 
 
-def _kind_of_root(pid: int) -> str:
-    """What kind of file system a process has its root on."""
-    with open(f"/proc/{pid}/mounts") as table:
+def _kind_of_root(process: int) -> str:
+    """What kind of file system a process has its root on, by its folder in ``/proc``."""
+    with open(os.open("mounts", os.O_RDONLY | os.O_CLOEXEC, dir_fd=process)) as table:
         # What was mounted last is on top.
         return [fields[2] for line in table if (fields := line.split())[1] == "/"][-1]
 

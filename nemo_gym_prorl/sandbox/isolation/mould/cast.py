@@ -27,9 +27,6 @@ from nemo_gym_prorl.sandbox.launcher.requests import Kind, Request
 from nemo_gym_prorl.sandbox.limits import kernel_shares
 
 
-USERS = (0, 1000)
-"""The numbers that a sandbox's own user can have inside."""
-
 FRESH = os.CLONE_NEWUSER | os.CLONE_NEWNS | os.CLONE_NEWPID | os.CLONE_NEWIPC | os.CLONE_NEWUTS | os.CLONE_NEWCGROUP
 
 
@@ -44,7 +41,6 @@ class Mould:
         one_user: why there can be only one user inside; empty if there can be several.
         environment: the variables that the image sets, by the runtime's word.
         ranges: the ids of the domain, users and groups.
-        accounts: for each of :data:`USERS`, files of the image and what has to be added to them to give him a name.
     """
 
     image: int
@@ -53,7 +49,6 @@ class Mould:
     one_user: str
     environment: dict[str, str]
     ranges: list[list[Span]]
-    accounts: dict[str, list[tuple[str, str]]]
 
 
 def preliminaries(mould: Mould, order: dict[str, Any]) -> Callable[[], tuple[dict[str, Any], list[int]]] | None:
@@ -98,7 +93,6 @@ def cast(mould: Mould, order: dict[str, Any], folder: str) -> Request:
         raise PermissionError(errno.EPERM, mould.one_user)
     binds = [Bind.parse(text) for text in (*order["binds"], *(() if root else order["volumes"]))]
     volumes = [Bind.parse(text).target for text in order["volumes"]] if root else []
-    covered = {bind.target.rstrip("/") for bind in binds} | set(volumes)
     request = Request(Kind.MAKE)
     request.limits(_of_all_users(order) if several else [])
     for kind, ranges in zip(("uid", "gid"), mould.ranges, strict=True):
@@ -115,19 +109,7 @@ def cast(mould: Mould, order: dict[str, Any], folder: str) -> Request:
     request.text(f"{kernel_shares.shared_memory_options(order['shared_memory_mib'])},mode=1777")
     request.texts(volumes)
     request.text(accounts.HOST_NAME)
-    settings = kernel_shares.settings(order["shared_memory_mib"])
-    request.words(len(settings))
-    for setting in settings.items():
-        request.text(f"sys/{setting[0]}", setting[1])
-    files = [(False, path, text) for path, text in accounts.own(accounts.resolver(network))]
-    for path, line in mould.accounts[str(uid)]:
-        if not covered & {path, os.path.dirname(path), ""}:
-            files.append((True, path, line))
-    request.words(len(files))
-    for added, path, text in files:
-        request.words(added)
-        request.text(path)
-        request.content(text.encode("utf-8", "surrogateescape"))
+    request.settings(order)
     request.rules()
     return request
 
@@ -179,30 +161,18 @@ def image_for(mould: Mould, pid: int, owners: int | None) -> int | None:
     return tree
 
 
-def open_mould(image: str, learn: Callable[[], dict[str, str]]) -> tuple[dict[str, Any], list[int]]:
-    """In a child forked for it: what a mould is made of, as an answer for :func:`received`."""
+def open_mould(image: str) -> tuple[dict[str, Any], list[int]]:
+    """In a child forked for it: what a mould is made of beside its variables, as an answer for :func:`received`."""
     found = os.stat(image)
-    environment = learn()
     descriptor = os.open(image, os.O_PATH | os.O_DIRECTORY | os.O_CLOEXEC)
     domain, one_user = user_domain.make_domain()
     ranges = [user_domain.ranges(kind, own) for kind, own in (("uid", os.geteuid()), ("gid", os.getegid()))]
-    if os.geteuid() != 0:
-        # Who may change his root, there.
-        user_domain.join(domain)
-    os.fchdir(descriptor)
-    os.chroot(".")
-    return {
-        "environment": environment,
-        "owner": [found.st_uid, found.st_gid],
-        "one_user": one_user,
-        "ranges": ranges,
-        "accounts": {uid: list(accounts.additions(uid, uid)) for uid in USERS},
-    }, [descriptor, domain]
+    owner = [found.st_uid, found.st_gid]
+    return {"owner": owner, "one_user": one_user, "ranges": ranges}, [descriptor, domain]
 
 
-def received(answer: dict[str, Any], files: list[int]) -> Mould:
+def received(environment: dict[str, str], answer: dict[str, Any], files: list[int]) -> Mould:
     """The mould that :func:`open_mould` made in a child."""
     image, domain = files
     owner = answer["owner"][0], answer["owner"][1]
-    known = (answer[name] for name in ("one_user", "environment", "ranges", "accounts"))
-    return Mould(image, owner, domain, *known)
+    return Mould(image, owner, domain, answer["one_user"], environment, answer["ranges"])

@@ -34,7 +34,7 @@ from typing import Any, NoReturn
 
 from nemo_gym_prorl.sandbox.isolation import seccomp, syscalls, user_domain
 from nemo_gym_prorl.sandbox.isolation.capabilities import KEPT
-from nemo_gym_prorl.sandbox.isolation.joining import NAMESPACES, Place
+from nemo_gym_prorl.sandbox.isolation.joining import Place, doors
 from nemo_gym_prorl.sandbox.isolation.mould.cast import Mould
 from nemo_gym_prorl.sandbox.launcher.requests import Answer, Said
 from nemo_gym_prorl.sandbox.limits import descriptors
@@ -123,7 +123,6 @@ def spawn(
     """As :func:`.requests.spawn`, by way of the zygote that takes requests at ``zygote``; answers with nothing done if
     that can't."""
     try:
-        descriptors.close_all_but([0, 1, 2, *files, channel.fileno(), zygote])
         trouble = _ask(socket.socket(fileno=zygote), group, place, order, files, channel)
     except (_NoZygote, OSError):
         trouble = Answer(Said.DONE)
@@ -145,11 +144,7 @@ def _ask(
     Raises:
         _NoZygote: nothing was started.
     """
-    spaces = [
-        os.open(f"/proc/{place.pid}/ns/{name}", os.O_RDONLY | os.O_CLOEXEC)
-        for name, flag in NAMESPACES.items()
-        if flag & place.spaces
-    ]
+    spaces = doors(place, place.spaces)
     ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     ours.setsockopt(socket.SOL_SOCKET, socket.SO_PASSCRED, 1)
     ours.settimeout(ANSWER_S)

@@ -48,11 +48,6 @@ class End:
     name: str
 
 
-def open_here() -> socket.socket:
-    """A socket of the network namespace that this process is in."""
-    return socket.socket(socket.AF_NETLINK, socket.SOCK_RAW | socket.SOCK_CLOEXEC, socket.NETLINK_ROUTE)
-
-
 def make_pair(one: End, other: End, hardware: bytes) -> None:
     """Connect two namespaces: what is sent into either device comes out of the other.
 

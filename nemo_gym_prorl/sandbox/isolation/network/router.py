@@ -16,15 +16,12 @@ import contextlib
 import errno
 import os
 import socket
-import stat
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from ipaddress import IPv4Address, IPv4Network
 from typing import Any
 
-from nemo_gym_prorl.sandbox.isolation import joining
 from nemo_gym_prorl.sandbox.isolation.network import netlink
-from nemo_gym_prorl.sandbox.supervisor.processes.children import Unreachable
 
 
 NETWORK = IPv4Network("10.99.0.0/16")
@@ -42,9 +39,9 @@ LARGEST_HOSTS = 1 << 20
 
 @dataclass(frozen=True, slots=True)
 class Member:
-    """A sandbox that is to be in a network: where to join it, and its address."""
+    """A sandbox that is to be in a network: a socket of its own network namespace, and its address."""
 
-    place: joining.Place
+    namespace: int
     address: IPv4Address
 
     @property
@@ -58,52 +55,13 @@ class Member:
         return f"m{int(self.address) - int(NETWORK.network_address)}"
 
 
-def connect(network: int | None, members: Sequence[Member]) -> tuple[dict[str, Any], list[int]]:
-    """Put sandboxes into a network, or into a new one, which is returned; out of the one where they were."""
-    made = None
-    if network is None:
-        made = _opened(_enter_new)
-        network = os.dup(made.fileno())
-    with socket.socket(fileno=network) as namespace:
+def connect(network: int, members: Sequence[Member]) -> tuple[dict[str, Any], list[int]]:
+    """Put sandboxes into a network, out of the one where they were. Blocks, as the kernel answers."""
+    with socket.socket(fileno=os.dup(network)) as namespace:
         for member in members:
-            with _opened(joining.join, member.place) as own:
+            with socket.socket(fileno=os.dup(member.namespace)) as own:
                 _plug(namespace, own, member)
-    return {}, [made.detach()] if made else []
-
-
-def _enter_new() -> None:
-    os.unshare(os.CLONE_NEWUSER | os.CLONE_NEWNET)
-
-
-def _opened(enter: Any, *details: Any) -> socket.socket:
-    """A netlink socket of the network namespace that ``enter`` leads to, from a child: there would be no way back."""
-    ours, theirs = socket.socketpair()
-    with ours, theirs:
-        pid = os.fork()
-        if pid == 0:
-            status = 1
-            try:
-                enter(*details)
-                with netlink.open_here() as opened:
-                    socket.send_fds(theirs, [b"."], [opened.fileno()])
-                status = 0
-            except OSError as error:
-                theirs.send(f"{error.errno or errno.EIO} {error.strerror}".encode())
-            except Unreachable as error:
-                theirs.send(f"0 {error}".encode())
-            finally:
-                os._exit(status)
-        os.waitpid(pid, 0)
-        theirs.close()
-        said, files, _flags, _address = socket.recv_fds(ours, 4096, 1)
-    if files:
-        # As it came, every program that is executed would inherit it.
-        os.set_inheritable(files[0], False)
-        return socket.socket(fileno=files[0])
-    number, _, reason = said.decode().partition(" ")
-    if number == "0":
-        raise Unreachable(reason)
-    raise OSError(int(number or errno.EIO), f"a network namespace: {reason}")
+    return {}, []
 
 
 def _plug(network: socket.socket, own: socket.socket, member: Member) -> None:
@@ -124,31 +82,8 @@ def _plug(network: socket.socket, own: socket.socket, member: Member) -> None:
     netlink.route(own, number, NETWORK, member.address)
 
 
-@joining.by_names_inside()
-def write_hosts(place: joining.Place, names: Mapping[str, str]) -> tuple[dict[str, Any], list[int]]:
-    """Make ``names``, with their addresses, all that ours of the lines of ``/etc/hosts`` say; the others stay."""
-    joining.join(place)
-    file = os.open(HOSTS, os.O_RDWR | os.O_CREAT | os.O_NONBLOCK | os.O_NOCTTY | os.O_CLOEXEC, 0o644)
-    if not stat.S_ISREG(os.fstat(file).st_mode):
-        raise OSError(errno.EINVAL, f"{HOSTS} is not an ordinary file")
-    with os.fdopen(file, "r+b") as hosts:
-        found = hosts.read(LARGEST_HOSTS).splitlines()
-        lines = [line for line in found if not line.endswith(MARK.encode())]
-        lines += [f"{address}\t{name}\t{MARK}".encode() for name, address in names.items()]
-        hosts.seek(0)
-        hosts.truncate()
-        hosts.write(b"\n".join([*lines, b""]))
-    return {}, []
-
-
-def listen(place: joining.Place, port: int) -> tuple[dict[str, Any], list[int]]:
-    """Listen on a port of the sandbox's own loopback device, as one of its programs would; on both kinds if it can."""
-    joining.join(place)
-    return {}, [listener.detach() for listener in _listeners(port)]
-
-
-def _listeners(port: int) -> Iterator[socket.socket]:
-    yield socket.create_server(("127.0.0.1", port))
-    if socket.has_ipv6:
-        with contextlib.suppress(OSError):
-            yield socket.create_server(("::1", port), family=socket.AF_INET6)
+def with_names(hosts: bytes, names: Mapping[str, str]) -> bytes:
+    """A text of ``/etc/hosts`` in which ``names``, with their addresses, are all that ours of its lines say."""
+    lines = [line for line in hosts.splitlines() if not line.endswith(MARK.encode())]
+    lines += [f"{address}\t{name}\t{MARK}".encode() for name, address in names.items()]
+    return b"\n".join([*lines, b""])

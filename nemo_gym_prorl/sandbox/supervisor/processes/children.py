@@ -1,229 +1,226 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The supervisor's children: every process that ends with it, and who is told of its end.
+"""The supervisor's children: every process that ends with it, and what became of each. They are reaped here only.
 
 What may take long, or must join a container, runs in a child that was forked for it. It sends one message and ends;
-its end is what counts, so no message is ever waited for.
+its end is what counts, so no message is ever waited for. It has no open file but those it was given: that a file
+closes is waited for elsewhere.
 
-The kernel gives a process's number away again as soon as it is reaped, on some machines after 32,768 others. So an end
-is never taken for that of another process which bore the number before: see :meth:`Children.adopt`.
+The kernel gives a process's number away again as soon as it is reaped, on some machines after 32,768 others. So a
+signal goes to a :class:`Child` that is not reaped yet, and an end is never taken for that of another process which
+bore the number before (:meth:`Children.starting`).
 """
 
 from __future__ import annotations
 
+import asyncio
+import contextlib
 import gc
 import os
 import signal
 import socket
-import sys
-import traceback
-from collections.abc import Callable, Sequence
-from functools import partial
-from typing import NoReturn
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, NoReturn
 
 from nemo_gym_prorl.sandbox.isolation import syscalls
 from nemo_gym_prorl.sandbox.limits import descriptors
 from nemo_gym_prorl.sandbox.limits.cgroups import Group
-from nemo_gym_prorl.sandbox.supervisor.processes.event_loop import guarded
+from nemo_gym_prorl.sandbox.supervisor.rpc.answers import KILLED, Refused, failure, no_process, print_without_source
 from nemo_gym_prorl.sandbox.supervisor.rpc.protocol import Message, PeerGone, pack, receive, send, socket_pair
 
 
-Action = Callable[[], tuple[Message, list[int]]]
-"""What a forked child does; the message and open files are its answer."""
+Answer = tuple[Message, list[int]]
+"""A message, and open files that go with it."""
+
+Action = Callable[[], Answer]
+"""What a forked child does, and answers."""
+
+Adopt = Callable[[int], "Child"]
 
 
-class Unreachable(Exception):
-    """What an action was to act on has ended, or is about to; nobody's request was wrong."""
+class Child:
+    """A process of ours. Its number is its own until it is reaped, which is when it has a ``status``."""
 
+    def __init__(self, pid: int) -> None:
+        self.pid = pid
+        self.status: int | None = None
+        self._waiting: list[asyncio.Future[int]] = []
 
-Done = Callable[[Message, list[int]], None]
+    @property
+    def alive(self) -> bool:
+        """Whether it has not been reaped."""
+        return self.status is None
 
-Take = Callable[[socket.socket], tuple[Message, list[int]]]
-"""How an answer is read."""
+    def signal(self, number: int, *, group: bool = False) -> None:
+        """Send it a signal, or its process group; does nothing if it has ended."""
+        if self.alive:
+            with contextlib.suppress(ProcessLookupError):
+                (os.killpg if group else os.kill)(self.pid, number)
 
-KILLED: Message = {"error": "the supervisor's helper was killed", "killed": True}
+    def kill(self) -> None:
+        """End it."""
+        self.signal(signal.SIGKILL)
 
+    def wait(self) -> asyncio.Future[int]:
+        """Its exit code when it has ended, negative for a signal; to be cancelled by whoever asks."""
+        end: asyncio.Future[int] = asyncio.get_running_loop().create_future()
+        self._waiting.append(end)
+        if self.status is not None:
+            self.reaped(self.status)
+        return end
 
-def exhausted(what: str) -> Message:
-    """The answer to a request for one more of what a sandbox has all of."""
-    return {"error": f"the sandbox has as many {what} as it may have", "exhausted": what}
-
-
-EXHAUSTED = exhausted("processes")
-
-MOST_UNCLAIMED = 1024
-"""Ends of strangers that are remembered: orphans of containers come here too, and nobody asks for those."""
+    def reaped(self, status: int) -> None:
+        """It has ended."""
+        self.status = status
+        while self._waiting:
+            end = self._waiting.pop()
+            if not end.done():
+                end.set_result(os.waitstatus_to_exitcode(status))
 
 
 class Children:
-    """All children of a single-threaded process, which are reaped here and nowhere else."""
+    """All children of a single-threaded process.
 
-    def __init__(self) -> None:
-        self._waiting: dict[int, Callable[[int], None]] = {}
-        self._forked = 0
-        """How many were forked here so far."""
-        self._answering = 0
-        """Which of them, counted from 1, is the one whose answer is being told."""
-        self._shed: list[Callable[[], None]] = []
-        self._unclaimed: dict[int, tuple[int, int]] = {}
-        """Number to status of those that were reaped unknown, and how many had been forked by then."""
+    Args:
+        stranger: told the number of each that was reaped and that nobody knows: orphans of containers come here, too.
+    """
 
-    def __contains__(self, pid: int) -> bool:
-        """Whether somebody waits for that child, which therefore has not been reaped."""
-        return pid in self._waiting
+    def __init__(self, stranger: Callable[[int], object] = lambda pid: None) -> None:
+        self._stranger = stranger
+        self._known: dict[int, Child] = {}
+        self._starting: dict[int, dict[int, int]] = {}
+        """Of each start by somebody else that is under way: number to status of the strangers reaped since."""
+        # Not by the loop's own way, which takes two turns more for each.
+        self._woken, self._wakeup = socket.socketpair()
+        self._woken.setblocking(False)
+        self._wakeup.setblocking(False)
+        signal.signal(signal.SIGCHLD, lambda _number, _frame: None)
+        signal.set_wakeup_fd(self._wakeup.fileno(), warn_on_full_buffer=False)
+        asyncio.get_running_loop().add_reader(self._woken.fileno(), self._wake)
 
-    def shed(self, files: Callable[[], None]) -> None:
-        """Have each forked child call ``files`` first, which closes what is held for somebody else on the way there.
+    def fork(self, program: Callable[[], Any], files: Sequence[int] = (), group: Group | None = None) -> Child:
+        """Fork a child that runs ``program``, with these ``files`` and no others, in the control group ``group``.
 
-        A child may last, and what it holds does not close, which is waited for.
+        Raises:
+            Refused: none can be forked.
         """
-        self._shed.append(files)
+        parent = os.getpid()
+        try:
+            pid = group.fork() if group else os.fork()
+        except OSError as error:
+            raise no_process(error, group) from error
+        if pid == 0:
+            _become(program, files, parent)
+        child = self._known[pid] = Child(pid)
+        return child
 
-    def fork(
-        self, action: Action, done: Done, group: Group | None = None, *, files: Sequence[int] | None = None
-    ) -> None:
-        """Run ``action`` in a forked child; ``done`` gets what it returns, or ``{"error": ...}``, also if none can be
-        forked.
+    async def run(self, action: Action, files: Sequence[int] = (), group: Group | None = None) -> Answer:
+        """Run ``action`` in a forked child, with these ``files`` and no others; returns what that does.
 
-        What the child starts is in the control group ``group``, as it is itself. One that may last says which
-        ``files`` it needs, and keeps no others open: that they close is waited for elsewhere.
+        What the child starts is in the control group ``group``, as it is itself.
+
+        Raises:
+            Refused: it failed, or none can be forked.
         """
         try:
             ours, theirs = socket_pair()
         except OSError as error:
-            done(no_process(error, group), [])
-            return
-        which = 0
+            raise no_process(error, group) from error
+        with ours:
+            with theirs:
+                child = self.fork(lambda: _answer(action, theirs), [*files, theirs.fileno()], group)
+            return await self.answer(child, ours)
 
-        def ended(_status: int) -> None:
-            self.answered(ours, which, done)
+    async def answer(
+        self, child: Child, channel: socket.socket, take: Callable[[socket.socket], Answer] = receive
+    ) -> Answer:
+        """What a child said on a channel, once it has ended; it does so if nobody waits any more.
 
+        Raises:
+            Refused: it failed.
+        """
         try:
-            which = self.start(partial(_run, action, theirs, files), ended, group)[1]
-        except OSError as error:
-            ours.close()
-            done(no_process(error, group), [])
-        finally:
-            theirs.close()
-
-    def answered(self, channel: socket.socket, which: int, done: Done, take: Take = receive) -> None:
-        """Have ``done`` told what the child number ``which``, which has ended, said on a channel, and close that."""
+            await child.wait()
+        except asyncio.CancelledError:
+            child.kill()
+            raise
         try:
             answer, files = take(channel)
         except (BlockingIOError, PeerGone):
-            answer, files = KILLED, []
+            raise Refused(KILLED) from None
+        if "error" in answer:
+            raise Refused(answer)
+        return answer, files
+
+    @contextlib.contextmanager
+    def starting(self) -> Iterator[Adopt]:
+        """Within the block somebody else starts a child of ours, which may be reaped before its number is heard of.
+
+        Yields what makes a :class:`Child` of such a number. What was reaped before the block is another that bore it.
+        """
+        reaped: dict[int, int] = {}
+        self._starting[id(reaped)] = reaped
+
+        def adopt(pid: int) -> Child:
+            child = Child(pid)
+            if pid in reaped:
+                child.reaped(reaped[pid])
+            else:
+                self._known[pid] = child
+            return child
+
+        try:
+            yield adopt
         finally:
-            channel.close()
-        self._answering = which
-        done(answer, files)
+            del self._starting[id(reaped)]
 
-    def start(
-        self, program: Callable[[], NoReturn], ended: Callable[[int], None], group: Group | None = None
-    ) -> tuple[int, int]:
-        """Fork a child that runs ``program``; ``ended`` gets its status. Returns its number, and how many there were.
+    def _wake(self) -> None:
+        with contextlib.suppress(BlockingIOError):
+            self._woken.recv(4096)
+        self.reap()
 
-        Raises:
-            OSError: none can be forked.
-        """
-        parent = os.getpid()
-        pid = group.fork() if group else os.fork()
-        if pid == 0:
-            try:
-                syscalls.end_with(parent)
-                for close in self._shed:
-                    close()
-                gc.disable()
-                signal.set_wakeup_fd(-1)
-                program()
-            except BaseException as error:
-                print_without_source(error)
-            finally:
-                os._exit(1)
-        self._waiting[pid] = ended
-        return pid, self.expect()
-
-    def expect(self) -> int:
-        """A child is being started by somebody else, who will be told its number: returns how many there were."""
-        self._forked += 1
-        return self._forked
-
-    def adopt(self, pid: int, ended: Callable[[int], None], since: int | None = None) -> None:
-        """Have ``ended`` called with the status of a process that a forked child started.
-
-        Such a process is or becomes ours, and may be reaped before we have heard of it. What was reaped before the
-        child was even forked is another one that had its number.
-
-        Args:
-            pid: the process.
-            ended: gets its status.
-            since: which child it was, as :meth:`start` says; that whose ``done`` calls this, if not given.
-        """
-        status, forked = self._unclaimed.pop(pid, (0, 0))
-        if forked >= (self._answering if since is None else since):
-            ended(status)
-        else:
-            self._waiting[pid] = ended
-
-    def reap(self) -> list[int]:
-        """Collect every dead child; returns the numbers of those that nobody waits for, or not yet."""
-        strangers: list[int] = []
+    def reap(self) -> None:
+        """Collect every dead child."""
         while True:
             try:
                 pid, status = os.waitpid(-1, os.WNOHANG)
             except ChildProcessError:
-                return strangers
+                return
             if pid == 0:
-                return strangers
-            if ended := self._waiting.pop(pid, None):
-                guarded(partial(ended, status))
+                return
+            if child := self._known.pop(pid, None):
+                child.reaped(status)
             else:
-                strangers.append(pid)
-                self._unclaimed[pid] = status, self._forked
-                if len(self._unclaimed) > MOST_UNCLAIMED:
-                    del self._unclaimed[next(iter(self._unclaimed))]
+                for reaped in self._starting.values():
+                    reaped[pid] = status
+                self._stranger(pid)
 
 
-def in_words(error: OSError) -> str:
-    """What an error says, and of which file."""
-    return f"{error.filename}: {error.strerror}" if error.filename else error.strerror or str(error)
-
-
-def no_process(error: OSError, group: Group | None) -> Message:
-    """The answer when none can be started, by whose doing it is."""
-    if isinstance(error, BlockingIOError) and group and group.full():
-        return EXHAUSTED
-    return {"error": f"no process can be started: {in_words(error)}", "errno": error.errno}
-
-
-def print_without_source(error: BaseException) -> None:
-    """As a traceback, but no file is read: in a child that has joined a sandbox it would be one of the sandbox's."""
-    frames = traceback.StackSummary.extract(traceback.walk_tb(error.__traceback__), lookup_lines=False)
-    places = [f"{frame.filename}:{frame.lineno} {frame.name}" for frame in frames]
-    print(*places, f"{type(error).__name__}: {error}", sep="\n", file=sys.stderr)
-
-
-def failure(error: BaseException) -> Message:
-    """The answer to a request that led to an exception, whatever it is."""
-    if isinstance(error, Unreachable):
-        return {"error": str(error), "lost": True}
-    if isinstance(error, OSError):
-        return {"error": in_words(error), "errno": error.errno}
-    print_without_source(error)
-    return {"error": f"the supervisor failed: {type(error).__name__}: {error}"}
-
-
-def tell(channel: socket.socket, message: Message, files: list[int]) -> None:
+def tell(channel: socket.socket, message: Message, files: Sequence[int] = ()) -> None:
     """In a forked child: send a message, which there is always room for."""
     send(channel, pack(message, files))
 
 
-def _run(action: Action, channel: socket.socket, files: Sequence[int] | None) -> NoReturn:
-    """In a forked child: run ``action``, send what it returns, and end."""
-    if files is not None:
-        descriptors.close_all_but([0, 1, 2, *files, channel.fileno()])
+def _become(program: Callable[[], object], files: Sequence[int], parent: int) -> NoReturn:
+    """In a forked child, which has a copy of our loop, and never returns to it."""
     try:
-        answer, passed = action()
+        syscalls.end_with(parent)
+        gc.disable()
+        signal.set_wakeup_fd(-1)
+        signal.signal(signal.SIGTERM, signal.SIG_DFL)
+        descriptors.close_all_but([0, 1, 2, *files])
+        program()
+        os._exit(0)
+    except BaseException as error:
+        print_without_source(error)
+    finally:
+        os._exit(1)
+
+
+def _answer(action: Action, channel: socket.socket) -> None:
+    """In a forked child: run ``action``, and send what it returns."""
+    try:
+        answer, files = action()
     except Exception as error:
-        answer, passed = failure(error), []
+        answer, files = failure(error), []
     channel.setblocking(True)
-    tell(channel, answer, passed)
-    os._exit(0)
+    tell(channel, answer, files)

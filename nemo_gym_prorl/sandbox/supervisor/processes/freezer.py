@@ -11,15 +11,17 @@ from __future__ import annotations
 
 import contextlib
 import os
-import select
 import signal
 import time
 from collections.abc import Iterator
+from functools import partial
 
-from nemo_gym_prorl.sandbox.isolation import joining
+from nemo_gym_prorl.sandbox.isolation.joining import Place
+from nemo_gym_prorl.sandbox.launcher import requests
 from nemo_gym_prorl.sandbox.limits import threads
 from nemo_gym_prorl.sandbox.supervisor.processes import pidfd
-from nemo_gym_prorl.sandbox.supervisor.rpc.protocol import Message
+from nemo_gym_prorl.sandbox.supervisor.processes.children import Answer, Children
+from nemo_gym_prorl.sandbox.supervisor.processes.launcher import Launcher
 from nemo_gym_prorl.sandbox.supervisor.storage import state_dir
 
 
@@ -31,24 +33,34 @@ EACH_S = 1.0
 _STOPPED = "TtZX"
 
 
-def pause(space: state_dir.Space, place: joining.Place) -> tuple[Message, list[int]]:
-    """Stop what runs, until nothing does: it may start more meanwhile."""
+async def pause(children: Children, launcher: Launcher, space: state_dir.Space, place: Place) -> Answer:
+    """Stop what runs, until nothing does: it may start more meanwhile.
+
+    Raises:
+        Refused: it does not stop.
+    """
     deadline = time.monotonic() + PATIENCE_S
-    _stop_each(space, time.monotonic() + EACH_S)
+    await children.run(partial(_stop_each, space, time.monotonic() + EACH_S))
     stopped = False
     while space.alive and not stopped and time.monotonic() < deadline:
-        stopped = _stop_at_once(place, deadline)
+        answer, _files = await launcher.run(requests.stop(place))
+        stopped = bool(answer["number"])
+    return await children.run(partial(_settle, space, deadline, stopped=stopped))
+
+
+def _settle(space: state_dir.Space, deadline: float, *, stopped: bool) -> Answer:
+    """Let go on what is the container's own, and stop what was not there yet."""
     for pid, started in _own(space):
         _send(pid, started, signal.SIGCONT)
-    running = _stop_each(space, deadline)
-    if running or (space.alive and not stopped):
+    answer, _files = _stop_each(space, deadline)
+    if answer["running"] or (space.alive and not stopped):
         resume(space)
-        raise OSError(f"processes {running or 'of it'} do not stop")
+        raise OSError(f"processes {answer['running'] or 'of it'} do not stop")
     return {}, []
 
 
-def _stop_each(space: state_dir.Space, deadline: float) -> list[int]:
-    """Stop what is seen to run, until nothing does; the numbers of what still ran when time was up."""
+def _stop_each(space: state_dir.Space, deadline: float) -> Answer:
+    """Stop what is seen to run, until nothing does; with the numbers of what still ran when time was up."""
     while running := [(pid, started) for started, pid, state in _programs(space) if state not in _STOPPED]:
         for pid, started in running:
             _send(pid, started, signal.SIGSTOP)
@@ -56,36 +68,11 @@ def _stop_each(space: state_dir.Space, deadline: float) -> list[int]:
             while _runs(pid, started) and time.monotonic() < deadline:
                 time.sleep(0.0002)
         if time.monotonic() > deadline:
-            return [pid for pid, _started in running]
-    return []
+            return {"running": [pid for pid, _started in running]}, []
+    return {"running": []}, []
 
 
-def _stop_at_once(place: joining.Place, deadline: float) -> bool:
-    """Have the kernel stop all in the PID namespace but its first process; whether that was done.
-
-    By a process in there, which those inside can stop or kill before it has done so.
-    """
-    done, its = os.pipe()
-    child = os.fork()
-    if child == 0:
-        try:
-            joining.join(place)
-            if os.fork() == 0:
-                os.kill(-1, signal.SIGSTOP)
-                os.write(its, b".")
-        finally:
-            os._exit(0)
-    os.close(its)
-    os.waitpid(child, 0)
-    poll = select.poll()
-    poll.register(done, select.POLLIN)
-    try:
-        return bool(poll.poll(max(0.0, deadline - time.monotonic()) * 1000) and os.read(done, 1))
-    finally:
-        os.close(done)
-
-
-def resume(space: state_dir.Space) -> tuple[Message, list[int]]:
+def resume(space: state_dir.Space) -> Answer:
     """Let everything go on."""
     for started, pid, _state in reversed(_programs(space)):
         _send(pid, started, signal.SIGCONT)

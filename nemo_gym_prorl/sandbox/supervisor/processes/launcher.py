@@ -9,29 +9,32 @@ channel, and ends with the supervisor. One that was killed, or does not answer, 
 
 from __future__ import annotations
 
+import asyncio
+import contextlib
 import fcntl
 import os
-import signal
 import socket
 import struct
-import time
 from collections import deque
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
-from functools import partial
+from collections.abc import Sequence
 from pathlib import Path
 
 from nemo_gym_prorl.sandbox.launcher import program
-from nemo_gym_prorl.sandbox.launcher.requests import Request, receive
+from nemo_gym_prorl.sandbox.launcher.requests import GO, Request, receive
 from nemo_gym_prorl.sandbox.limits.cgroups import Group
-from nemo_gym_prorl.sandbox.supervisor.processes.children import KILLED, Children, Done, no_process
-from nemo_gym_prorl.sandbox.supervisor.processes.event_loop import Loop, guarded
-from nemo_gym_prorl.sandbox.supervisor.rpc.protocol import Outbox, PeerGone, close_all, socket_pair
+from nemo_gym_prorl.sandbox.supervisor.processes.background import begin
+from nemo_gym_prorl.sandbox.supervisor.processes.children import Answer, Child, Children
+from nemo_gym_prorl.sandbox.supervisor.rpc.answers import KILLED, Refused, no_process
+from nemo_gym_prorl.sandbox.supervisor.rpc.connection import Connection
+from nemo_gym_prorl.sandbox.supervisor.rpc.protocol import PeerGone, receive_packet, socket_pair
 
 
 ANSWER_S = 5.0
 """How long it may say nothing while it is asked to fork, which takes a fraction of a millisecond, before it counts as
 dead."""
+
+LOOKS = 10
+"""In that time, at what it has said: on a busy machine we are the slow one."""
 
 TRIES = 3
 """To have something done, each time by another launcher."""
@@ -45,187 +48,74 @@ _STARTED = struct.Struct("=q")
 _OUT_OF_THE_WAY = 64
 
 
-@dataclass(slots=True, eq=False)
-class Task:
-    """One request, from when it was asked until it is known who carries it out.
+class LauncherLost(Refused):
+    """The launcher was killed first. What it may have begun has no word of anybody's to go on."""
 
-    Attributes:
-        begun: told the number of the process.
-        ended: told the process's status, after that.
-        failed: told why no process can be started.
-        lost: told that the launcher died first, with the files in time to give them to somebody else. What it may have
-            begun gets no word of anybody's.
-        files: what the request goes with, its own copies.
-        which: counts what was started, as :meth:`.Children.expect` does.
-    """
-
-    begun: Callable[[int], None]
-    ended: Callable[[int], None]
-    failed: Callable[[OSError], None]
-    lost: Callable[[list[int]], None]
-    files: list[int]
-    which: int
+    def __init__(self) -> None:
+        super().__init__(KILLED)
 
 
 class Launcher:
     """See the module. ``folder`` is the supervisor's."""
 
-    def __init__(self, loop: Loop, children: Children, folder: Path) -> None:
+    def __init__(self, children: Children, folder: Path) -> None:
         self._folder = folder
-        self._loop = loop
         self._children = children
         self._program: int | None = None
-        self._pid: int | None = None
-        self._channel: socket.socket | None = None
-        self._outbox: Outbox | None = None
-        self._asked: deque[Task] = deque()
-        self._heard = 0.0
-        """When it last answered."""
-        children.shed(self._close_files)
+        self._process: Child | None = None
+        self._connection: Connection[int] | None = None
+        self._asked: deque[asyncio.Future[int | None]] = deque()
+        self._silent = 0
+        """At so many looks in a row it had said nothing."""
+        self._looking = begin(self._look())
 
-    def start(
-        self,
-        request: Request,
-        files: Sequence[int],
-        group: Group | None,
-        *,
-        begun: Callable[[int], None],
-        ended: Callable[[int], None],
-        failed: Callable[[OSError], None],
-        lost: Callable[[list[int]], None],
-    ) -> int:
-        """Have a request carried out by a child in ``group``; see :class:`Task`. Returns which child it is.
+    async def begin(self, request: Request, files: Sequence[int], group: Group | None) -> tuple[Child, socket.socket]:
+        """Have a request carried out by a child in ``group``; returns that, and the channel on which it answers, the
+        caller's to close.
 
         Raises:
-            OSError: no process can be started, or no launcher.
+            LauncherLost: see there.
+            Refused: no process can be started, or no launcher.
         """
-        outbox = self._running()
-        task = Task(begun, ended, failed, lost, [], self._children.expect())
         try:
-            for file in files:
-                task.files.append(fcntl.fcntl(file, fcntl.F_DUPFD_CLOEXEC, 0))
-            place = os.open(group.path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC) if group else None
-            packet = request.packet(place, task.files, partial(self._unsent, task))
-        except OSError:
-            close_all(task.files)
-            raise
-        self._asked.append(task)
-        outbox.put(packet)
-        self._loop.call_in(ANSWER_S, partial(self._overdue, task))
-        self._flush()
-        return task.which
-
-    def run(
-        self,
-        request: Request,
-        files: Sequence[int],
-        group: Group | None,
-        done: Done,
-        lost: Callable[[], None],
-    ) -> None:
-        """As :meth:`.Children.fork`, for a request; the first of the files that go with it is where it answers.
-
-        Raises:
-            OSError: no process can be started, or no launcher.
-        """
-        ours, theirs = socket_pair()
-        which = 0
-
-        def ended(_status: int) -> None:
-            self._children.answered(ours, which, done, receive)
-
-        def failed(error: OSError) -> None:
-            ours.close()
-            done(no_process(error, group), [])
-
-        def given_up(_files: list[int]) -> None:
-            ours.close()
-            lost()
-
-        with theirs:
-            try:
-                which = self.start(
-                    request,
-                    [theirs.fileno(), *files],
-                    group,
-                    begun=lambda _pid: None,
-                    ended=ended,
-                    failed=failed,
-                    lost=given_up,
-                )
-            except BaseException:
-                ours.close()
-                raise
-
-    def ask(self, request: Request, done: Done, tries: int = TRIES) -> None:
-        """As :meth:`run`, for what can be done again where its launcher was killed."""
-
-        def lost() -> None:
-            if tries > 1:
-                self.ask(request, done, tries - 1)
-            else:
-                done(KILLED, [])
-
-        try:
-            self.run(request, [], None, done, lost)
+            ours, theirs = socket_pair()
         except OSError as error:
-            done(no_process(error, None), [])
-
-    def _close_files(self) -> None:
-        """In a forked child, to which they mean nothing: that a request's channel closes says that it is done."""
-        for task in self._asked:
-            close_all(task.files)
-
-    def _flush(self) -> None:
-        if self._channel is None or self._outbox is None:
-            return
+            raise no_process(error, group) from error
         try:
-            self._loop.expect(self._channel, write=not self._outbox.flush())
-        except PeerGone:
-            # Not from within a question: whoever asks is told later.
-            self._loop.call_in(0.0, partial(self._lose, self._channel))
+            with theirs, self._children.starting() as adopt:
+                # Of both ends only this one is waited on.
+                theirs.setblocking(True)
+                child = adopt(await self._ask(request, [theirs.fileno(), *files], group))
+            with contextlib.suppress(ConnectionError):
+                # It may have failed already, and says why.
+                ours.send(GO)
+        except BaseException as error:
+            ours.close()
+            if isinstance(error, OSError):
+                raise (LauncherLost() if isinstance(error, PeerGone) else no_process(error, group)) from error
+            raise
+        return child, ours
 
-    def _turn(self) -> None:
-        """Take its answers."""
-        channel = self._channel
-        self._flush()
-        while self._channel is not None and self._channel is channel:
+    async def run_once(self, request: Request, files: Sequence[int] = (), group: Group | None = None) -> Answer:
+        """As :meth:`.Children.run`, for a request.
+
+        Raises:
+            LauncherLost: it may be done by another.
+            Refused: it failed, or no process can be started.
+        """
+        child, channel = await self.begin(request, files, group)
+        with channel:
+            return await self._children.answer(child, channel, receive)
+
+    async def run(self, request: Request, files: Sequence[int] = (), group: Group | None = None) -> Answer:
+        """As :meth:`run_once`, and once more where its launcher was killed: what joins a sandbox waits for our word
+        there, and what erases can do so twice."""
+        for _ in range(TRIES - 1):
             try:
-                answer = channel.recv(_STARTED.size)
-            except BlockingIOError:
-                return
-            except OSError:
-                answer = b""
-            if len(answer) != _STARTED.size or not self._asked:
-                self._lose(channel)
-                return
-            self._heard = time.monotonic()
-            self._settle(self._asked.popleft(), *_STARTED.unpack(answer))
-
-    def _settle(self, task: Task, pid: int) -> None:
-        close_all(task.files)
-        if pid < 0:
-            guarded(partial(task.failed, OSError(-pid, os.strerror(-pid))))
-            return
-        guarded(partial(task.begun, pid))
-        # It may have ended already.
-        self._children.adopt(pid, task.ended, task.which)
-
-    def _unsent(self, task: Task, error: OSError) -> None:
-        self._asked.remove(task)
-        close_all(task.files)
-        self._loop.call_in(0.0, partial(task.failed, error))
-
-    def _overdue(self, task: Task) -> None:
-        # What it said, if only to others, may be here unheard: on a busy machine we are the slow one.
-        self._turn()
-        waited = time.monotonic() - self._heard
-        if task not in self._asked or self._channel is None or self._outbox is None:
-            return
-        if len(self._asked) > len(self._outbox) and waited >= ANSWER_S:
-            self._lose(self._channel)
-        else:
-            self._loop.call_in(max(ANSWER_S - waited, ANSWER_S / 10), partial(self._overdue, task))
+                return await self.run_once(request, files, group)
+            except LauncherLost:
+                continue
+        return await self.run_once(request, files, group)
 
     def program(self) -> int:
         """It as a descriptor, to be executed. First processes of sandboxes become it, too.
@@ -240,14 +130,42 @@ class Launcher:
             os.close(made)
         return self._program
 
-    def _running(self) -> Outbox:
-        if self._outbox is not None:
-            return self._outbox
+    async def _ask(self, request: Request, files: Sequence[int], group: Group | None) -> int:
+        """The number of the process that carries out a request.
+
+        Raises:
+            PeerGone: it was killed.
+            OSError: there is none.
+        """
+        connection = self._running()
+        place = os.open(group.path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC) if group else None
+        packet = request.packet(place, files)
+        # Before it is sent, since what it says comes in that order.
+        answer: asyncio.Future[int | None] = asyncio.get_running_loop().create_future()
+        self._asked.append(answer)
+        if self._looking.done():
+            self._looking = begin(self._look())
+        try:
+            await connection.send_packet(packet)
+            pid = await answer
+        finally:
+            if not packet.sent and answer in self._asked:
+                self._asked.remove(answer)
+        if pid is None:
+            raise PeerGone
+        if pid < 0:
+            raise OSError(-pid, os.strerror(-pid))
+        return pid
+
+    def _running(self) -> Connection[int]:
+        if self._connection:
+            return self._connection
         executable = self.program()
-        ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-        with theirs:
+        ours, theirs = socket_pair()
+        with theirs, self._children.starting() as adopt:
+            theirs.setblocking(True)
             try:
-                self._pid = os.posix_spawn(
+                pid = os.posix_spawn(
                     f"/proc/self/fd/{executable}",
                     [program.LAUNCHER],
                     {},
@@ -256,32 +174,38 @@ class Launcher:
             except OSError:
                 ours.close()
                 raise
-        self._children.adopt(self._pid, partial(self._ended, ours), self._children.expect())
-        ours.setblocking(False)
-        self._channel, self._outbox = ours, Outbox(ours)
-        self._loop.watch(ours, self._turn)
-        return self._outbox
+            self._process = adopt(pid)
+        self._connection = Connection(ours, self._answered, self._lose, _started)
+        return self._connection
 
-    def _ended(self, channel: socket.socket, _status: int) -> None:
-        if self._channel is channel:
-            self._pid = None
-            # What it said before is heard first.
-            self._turn()
-            self._lose(channel)
+    def _answered(self, pid: int) -> None:
+        self._silent = 0
+        if self._asked and not (answer := self._asked.popleft()).done():
+            answer.set_result(pid)
 
-    def _lose(self, channel: socket.socket) -> None:
+    async def _look(self) -> None:
+        """See that it answers while it is asked."""
+        self._silent = 0
+        while self._asked:
+            await asyncio.sleep(ANSWER_S / LOOKS)
+            self._silent += 1
+            if self._silent > LOOKS:
+                self._lose()
+
+    def _lose(self) -> None:
         """What does not answer does not live; the next is another."""
-        if self._channel is not channel or self._outbox is None:
-            return
-        self._outbox.close()
-        self._loop.drop(channel)
-        self._channel = self._outbox = None
-        if self._pid is not None:
-            os.kill(self._pid, signal.SIGKILL)
-            self._pid = None
+        if self._connection and self._process:
+            self._process.kill()
+            self._connection.close()
+            self._connection = None
         asked, self._asked = self._asked, deque()
-        for task in asked:
-            try:
-                guarded(partial(task.lost, task.files))
-            finally:
-                close_all(task.files)
+        for answer in asked:
+            if not answer.done():
+                answer.set_result(None)
+
+
+def _started(channel: socket.socket) -> tuple[int]:
+    data, _files, _whole = receive_packet(channel, _STARTED.size)
+    if len(data) != _STARTED.size:
+        raise PeerGone
+    return _STARTED.unpack(data)

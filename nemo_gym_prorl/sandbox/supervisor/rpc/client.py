@@ -16,29 +16,18 @@ import socket
 import weakref
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 from typing import Any
 
 from nemo_gym_prorl.failures import CallerError, FailureKind, RolloutError
 from nemo_gym_prorl.sandbox.supervisor.errors import SHORTAGES, SandboxExhausted, SandboxLost, SandboxRefused
 from nemo_gym_prorl.sandbox.supervisor.rpc import own_supervisor
-from nemo_gym_prorl.sandbox.supervisor.rpc.protocol import (
-    Message,
-    Outbox,
-    Packet,
-    PeerGone,
-    close_all,
-    pack,
-    receive,
-)
+from nemo_gym_prorl.sandbox.supervisor.rpc.connection import Connection
+from nemo_gym_prorl.sandbox.supervisor.rpc.protocol import Message, PeerGone, close_all
 
 
-__all__ = ["Link", "Process", "SandboxExhausted", "SandboxLost", "SandboxRefused", "writable"]
+__all__ = ["Link", "Process", "SandboxExhausted", "SandboxLost", "SandboxRefused"]
 
-
-READS_A_TURN = 64
-"""Messages before other tasks of the loop get a turn."""
 
 RETRY_S = 0.05
 """Pause before a message is sent again that the kernel did not take for now."""
@@ -73,16 +62,18 @@ class Link:
 
     def __init__(self, connection: socket.socket, folder: Path) -> None:
         self.folder = folder
-        self.lost = False
-        self._connection = connection
-        self._outbox = Outbox(connection)
+        self._connection = Connection(connection, self._heard, self._lose)
         self._loop = asyncio.get_running_loop()
         self._number = 0
         self._name = secrets.token_hex(6)
         self._answers: dict[int, asyncio.Future[tuple[Message, list[int]]]] = {}
         self._exits: dict[str, asyncio.Future[int]] = {}
         self._watchers: dict[str, Callable[[Message], None]] = {}
-        self._loop.add_reader(connection, self._receive)
+
+    @property
+    def lost(self) -> bool:
+        """Whether the supervisor is gone."""
+        return self._connection.closed
 
     @classmethod
     async def get(cls) -> Link:
@@ -133,22 +124,17 @@ class Link:
         return await self._ask(message, files)
 
     async def _ask(self, message: Message, files: Sequence[int]) -> tuple[Message, list[int]]:
-        if self.lost:
-            raise SandboxLost("the sandbox supervisor is gone, and its sandboxes with it")
         self._number += 1
         number = self._number
         future = self._answers[number] = self._loop.create_future()
         try:
-            packet = pack({**message, "id": number}, files)
-        except OSError as error:
-            del self._answers[number]
-            raise _not_asked(error) from error
-        packet.failed = partial(self._unsent, future)
-        try:
-            self._send(packet)
+            await self._connection.send({**message, "id": number}, files)
             answer, received = await future
+        except PeerGone as error:
+            raise SandboxLost("the sandbox supervisor is gone, and its sandboxes with it") from error
+        except OSError as error:
+            raise _not_asked(error) from error
         finally:
-            self._outbox.withdraw(packet)
             self._answers.pop(number, None)
         if "error" in answer:
             raise _refusal(answer)
@@ -156,8 +142,7 @@ class Link:
 
     def post(self, message: Message) -> None:
         """Have something done, and wait for nothing; if the supervisor is gone, so is what it was to be done to."""
-        if not self.lost:
-            self._send(pack(message))
+        self._connection.post(message)
 
     async def spawn(self, message: Message, files: Sequence[int]) -> Process:
         """As :meth:`ask`, for what starts a process. If this is cancelled, it will not run."""
@@ -185,47 +170,16 @@ class Link:
         else:
             self._watchers.pop(sandbox, None)
 
-    def _send(self, packet: Packet) -> None:
-        self._outbox.put(packet)
-        self._flush()
-
-    def _flush(self) -> None:
-        try:
-            done = self._outbox.flush()
-        except PeerGone:
-            self._lose()
-            return
-        if not self.lost:
-            if done:
-                self._loop.remove_writer(self._connection)
-            else:
-                self._loop.add_writer(self._connection, self._flush)
-
-    @staticmethod
-    def _unsent(future: asyncio.Future[tuple[Message, list[int]]], error: OSError) -> None:
-        if not future.done():
-            future.set_exception(_not_asked(error))
-
-    def _receive(self) -> None:
-        for _ in range(READS_A_TURN):
-            if self.lost:
-                return
-            try:
-                message, files = receive(self._connection)
-            except BlockingIOError:
-                return
-            except PeerGone:
-                self._lose()
-                return
-            if message.get("event") == "exit":
-                future = self._exits.pop(message["spawn"], None)
-                if future and not future.done():
-                    future.set_result(message["status"])
-            elif "event" in message:
-                if watcher := self._watchers.get(message["sandbox"]):
-                    watcher(message)
-            else:
-                self._settle(message, files)
+    def _heard(self, message: Message, files: list[int]) -> None:
+        if message.get("event") == "exit":
+            future = self._exits.pop(message["spawn"], None)
+            if future and not future.done():
+                future.set_result(message["status"])
+        elif "event" in message:
+            if watcher := self._watchers.get(message["sandbox"]):
+                watcher(message)
+        else:
+            self._settle(message, files)
 
     def _settle(self, message: Message, files: list[int]) -> None:
         if message.get("torn"):
@@ -238,13 +192,6 @@ class Link:
         close_all(files)
 
     def _lose(self) -> None:
-        if self.lost:
-            return
-        self.lost = True
-        self._loop.remove_reader(self._connection)
-        self._loop.remove_writer(self._connection)
-        self._outbox.close()
-        self._connection.close()
         reason = SandboxLost("the sandbox supervisor died, and its sandboxes with it")
         futures: list[asyncio.Future[Any]] = [*self._answers.values(), *self._exits.values()]
         for future in futures:
@@ -287,14 +234,3 @@ def _refusal(answer: Message) -> RolloutError:
         # No number: that would be the request's fault.
         return SandboxRefused(f"{answer['error']}: {shortage}", kind=kind or FailureKind.PROVIDER_UNAVAILABLE)
     return SandboxRefused(answer["error"], answer.get("errno") or 0, answer.get("log", ""), kind=kind)
-
-
-async def writable(descriptor: socket.socket | int) -> None:
-    """Wait until a non-blocking file takes more."""
-    loop = asyncio.get_running_loop()
-    ready = asyncio.Event()
-    loop.add_writer(descriptor, ready.set)
-    try:
-        await ready.wait()
-    finally:
-        loop.remove_writer(descriptor)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Messages between a server and its supervisor: one packet each, JSON, with open files beside it.
+"""Messages between a server, its supervisor and that one's helpers: one packet each, JSON, with open files beside it.
 
 The socket keeps packets apart (``SOCK_SEQPACKET``): one is sent whole or not at all, so whoever is cancelled or killed
 while sending leaves nothing that others could trip over. A message that no packet holds travels as a file of memory
@@ -8,14 +8,14 @@ while sending leaves nothing that others could trip over. A message that no pack
 
 from __future__ import annotations
 
+import asyncio
 import errno
 import json
 import os
 import resource
 import socket
 from array import array
-from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -57,13 +57,15 @@ class Packet:
         data: its packet.
         files: to go with it.
         own: those of them that are closed here once it is sent, or will not be.
-        failed: told when the kernel refuses just this one, for want of memory or descriptors.
+        sent: whether it is.
+        waiter: who waits for that.
     """
 
     data: bytes
     files: list[int]
     own: list[int] = field(default_factory=list)
-    failed: Callable[[OSError], None] | None = None
+    sent: bool = False
+    waiter: asyncio.Future[None] | None = None
 
     def close(self) -> None:
         """Close the files that are ours to close."""
@@ -71,17 +73,16 @@ class Packet:
             os.close(self.own.pop())
 
 
-def pack(message: Message, files: Sequence[int] = (), *, own: bool = False) -> Packet:
-    """A message with its files, ready to send; ``own`` to have them closed with it.
+def pack(message: Message, files: Sequence[int] = ()) -> Packet:
+    """A message with its files, ready to send.
 
     Raises:
         OSError: it is too large, or there is no memory for it.
     """
     body = json.dumps(message, separators=(",", ":")).encode()
-    packet = Packet(body, list(files), list(files) if own else [])
+    packet = Packet(body, list(files))
     if len(body) > LARGEST_INLINE:
         if len(body) > LARGEST_MESSAGE:
-            packet.close()
             raise OSError(errno.E2BIG, f"a request of {len(body)} bytes; {LARGEST_MESSAGE} at most")
         memory = os.memfd_create("message", os.MFD_CLOEXEC)
         packet.own.append(memory)
@@ -183,58 +184,6 @@ def _read(memory: int, size: int) -> bytes:
     if size > LARGEST_MESSAGE:
         raise ValueError(f"{size} bytes")
     return os.pread(memory, size, 0)
-
-
-class Outbox:
-    """Messages that wait for room in one non-blocking socket, in order."""
-
-    def __init__(self, connection: socket.socket) -> None:
-        self._connection = connection
-        self._waiting: deque[Packet] = deque()
-
-    def __len__(self) -> int:
-        return len(self._waiting)
-
-    def put(self, packet: Packet) -> None:
-        """Have it sent after those that wait."""
-        self._waiting.append(packet)
-
-    def withdraw(self, packet: Packet) -> bool:
-        """Don't send it after all; returns whether it was still here."""
-        try:
-            self._waiting.remove(packet)
-        except ValueError:
-            return False
-        packet.close()
-        return True
-
-    def flush(self) -> bool:
-        """Send what there is room for; returns whether that was all.
-
-        Raises:
-            PeerGone: nobody will take the rest, which is forgotten.
-        """
-        while self._waiting:
-            packet = self._waiting[0]
-            try:
-                send(self._connection, packet)
-            except BlockingIOError:
-                return False
-            except PeerGone:
-                self.close()
-                raise
-            except OSError as error:
-                self._waiting.popleft().close()
-                if packet.failed:
-                    packet.failed(error)
-                continue
-            self._waiting.popleft().close()
-        return True
-
-    def close(self) -> None:
-        """Forget everything that waits."""
-        while self._waiting:
-            self._waiting.popleft().close()
 
 
 def close_all(files: list[int]) -> None:

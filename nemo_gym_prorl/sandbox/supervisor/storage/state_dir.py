@@ -183,31 +183,6 @@ def _kill_all(folder: Path, groups: Sequence[cgroups.Group]) -> dict[int, int]:
     return known
 
 
-def discard(folder: Path, patience_s: float = 5.0) -> None:
-    """Kill what was noted down in one folder of a live owner's, and remove it; its maker has ended.
-
-    Raises:
-        TimeoutError: a process is left that even SIGKILL does not end; the folder stays, for :func:`clear`.
-    """
-    deadline = time.monotonic() + patience_s
-    for note in (SPACE_FILE, STARTER_FILE):
-        with contextlib.suppress(FileNotFoundError):
-            pid, started = map(int, (folder / note).read_text().split()[:2])
-            pidfd.kill(pid, started)
-            while start_time(pid) == started:
-                if time.monotonic() > deadline:
-                    raise TimeoutError(f"process {pid} of {folder} does not die")
-                time.sleep(0.005)
-    remove_tree(folder)
-
-
-def processes_of(folder: Path, groups: Sequence[cgroups.Group]) -> list[int]:
-    """The live processes that belong to the owner's ``folder``, in whatever way they are known."""
-    inside = {pid for space in spaces_of(folder) for pid in space.members()}
-    grouped = {pid for group in groups for pid in group.processes()}
-    return sorted({*helpers_of(folder), *inside, *grouped})
-
-
 @dataclass(frozen=True, slots=True)
 class Space:
     """A container's PID namespace.
@@ -242,19 +217,6 @@ class Space:
                         return space
                 todo.append(child)
         return None
-
-    def end(self, patience_s: float = 5.0) -> None:
-        """End all that is inside, and wait until it has.
-
-        Raises:
-            TimeoutError: something is left that even SIGKILL does not end.
-        """
-        deadline = time.monotonic() + patience_s
-        self.kill()
-        while self.alive:
-            if time.monotonic() > deadline:
-                raise TimeoutError(f"process {self.init} does not die")
-            time.sleep(0.005)
 
     def note(self, folder: Path) -> None:
         """Note it down in a sandbox's folder."""

@@ -1,0 +1,216 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Programs on their way into a sandbox, and in it: each can be killed at any stage, by the name that its asker chose.
+
+A *joiner* that the launcher forks enters the sandbox's namespaces, starts one process there as our own child, says
+which one it is, lets it begin, and ends. That process executes the program. Whatever is inside may stop it before
+(``kill -STOP -1``), for ever: nobody waits for it but who asked. The channel tells what became of it: a complaint, or
+nothing when the program was executed and the channel so closed.
+
+So a kill is effective whenever it comes: the joiner is ended, and what it started, known or not, begins nothing
+without its joiner's word.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import errno
+import resource
+import signal
+import socket
+from collections.abc import Awaitable, Callable
+
+from nemo_gym_prorl.sandbox.isolation.joining import Place
+from nemo_gym_prorl.sandbox.launcher import requests
+from nemo_gym_prorl.sandbox.limits import usage
+from nemo_gym_prorl.sandbox.limits.cgroups import Group
+from nemo_gym_prorl.sandbox.supervisor.processes.children import Adopt, Child, Children
+from nemo_gym_prorl.sandbox.supervisor.processes.launcher import TRIES, Launcher, LauncherLost
+from nemo_gym_prorl.sandbox.supervisor.rpc.answers import EXHAUSTED, KILLED, Refused, no_process
+from nemo_gym_prorl.sandbox.supervisor.rpc.connection import ready
+from nemo_gym_prorl.sandbox.supervisor.rpc.protocol import Message, PeerGone, close_all
+
+
+Joiner = Callable[[list[int]], tuple[Child, socket.socket]]
+"""What else may enter the sandbox and start a program with those files there; says so on the channel."""
+
+
+class Program:
+    """One program.
+
+    Attributes:
+        joiner: what starts it.
+        process: it, once it is known.
+        wanted: the time in which it is started, which a kill ends; ``None`` when it has begun.
+    """
+
+    def __init__(self) -> None:
+        self.joiner: Child | None = None
+        self.process: Child | None = None
+        self.wanted: asyncio.Timeout | None = asyncio.timeout(None)
+
+    def kill(self) -> None:
+        """End it with its process group, or see that it does not begin."""
+        if self.wanted is None:
+            self.strike()
+        elif not self.wanted.expired():
+            self.wanted.reschedule(0.0)
+
+    def strike(self) -> None:
+        """Kill its process, if that is known; as long as it is in our session, it has no group."""
+        if self.process:
+            self.process.signal(signal.SIGKILL, group=True)
+            self.process.kill()
+
+
+class Programs:
+    """All programs that run, or are to run, in the sandboxes of a supervisor."""
+
+    def __init__(self, children: Children, launcher: Launcher) -> None:
+        self._children = children
+        self._launcher = launcher
+        self._all: dict[str, Program] = {}
+
+    async def start(
+        self,
+        name: str,
+        place: Place,
+        order: Message,
+        files: list[int],
+        group: Group | None,
+        joiner: Joiner | None = None,
+    ) -> tuple[int, list[int]]:
+        """Start a program; its number when it runs, with its terminal if it has one. :meth:`ended` is to be awaited.
+
+        Args:
+            name: by which it can be signalled.
+            place: where.
+            order: as for :func:`.requests.spawn`.
+            files: its open files; the caller's.
+            group: the control group it is to be in.
+            joiner: what may start it; if that says that nothing was done, the launcher has its turn.
+
+        Raises:
+            Refused: it does not run.
+        """
+        if name in self._all:
+            raise OSError(f"there is a program {name} already")
+        program = self._all[name] = Program()
+        try:
+            request = requests.spawn(place, order)
+            assert program.wanted
+            async with program.wanted:
+                terminal = await self._start(program, request, files, group, joiner)
+        except BaseException as error:
+            del self._all[name]
+            if (refusal := _refusal(error, program, place, group)) is error:
+                raise
+            raise refusal from error
+        program.wanted = None
+        assert program.process
+        return program.process.pid, terminal
+
+    async def ended(self, name: str) -> int:
+        """Wait for the end of a program that runs; its exit code, negative for a signal."""
+        program = self._all[name]
+        assert program.process
+        try:
+            return await program.process.wait()
+        finally:
+            del self._all[name]
+
+    def signal(self, name: str, number: int) -> None:
+        """Signal a program and its process group; nothing happens if it has ended. SIGKILL works before it runs."""
+        program = self._all.get(name)
+        if program and number == signal.SIGKILL:
+            program.kill()
+        elif program and program.process:
+            program.process.signal(number, group=True)
+
+    async def _start(
+        self, program: Program, request: requests.Request, files: list[int], group: Group | None, joiner: Joiner | None
+    ) -> list[int]:
+        async def launch() -> tuple[Child, socket.socket]:
+            return await self._launcher.begin(request, files, group)
+
+        async def fork() -> tuple[Child, socket.socket]:
+            assert joiner
+            return joiner(files)
+
+        for way in [*([fork] if joiner else []), *([launch] * TRIES)]:
+            with contextlib.suppress(LauncherLost):
+                if (started := await self._begin(program, way)) is not None:
+                    return started
+        raise Refused(KILLED)
+
+    async def _begin(
+        self, program: Program, join: Callable[[], Awaitable[tuple[Child, socket.socket]]]
+    ) -> list[int] | None:
+        """Have a program started; returns its terminal, or nothing if nothing was done."""
+        with self._children.starting() as adopt:
+            program.joiner, channel = await join()
+            with channel:
+                try:
+                    return await _until_it_runs(program, channel, adopt)
+                except asyncio.CancelledError:
+                    await _give_up(program, channel, adopt)
+                    raise
+
+
+async def _give_up(program: Program, channel: socket.socket, adopt: Adopt) -> None:
+    """Have nothing run of it. It may lie there stopped until its sandbox ends."""
+    assert program.joiner
+    program.joiner.kill()
+    await program.joiner.wait()
+    # It may have said what it started; what it has not said does not begin.
+    with contextlib.suppress(BlockingIOError, PeerGone):
+        message, files = requests.receive(channel)
+        close_all(files)
+        if "pid" in message:
+            program.process = adopt(message["pid"])
+    program.strike()
+
+
+async def _until_it_runs(program: Program, channel: socket.socket, adopt: Adopt) -> list[int] | None:
+    await ready(channel)
+    try:
+        message, files = requests.receive(channel)
+    except PeerGone:
+        raise Refused(KILLED) from None
+    if "error" in message:
+        raise Refused(message)
+    if "pid" not in message:
+        return None
+    program.process = adopt(message["pid"])
+    try:
+        await ready(channel)
+        message, _files = requests.receive(channel)
+    except PeerGone:
+        return files
+    except BaseException:
+        close_all(files)
+        raise
+    close_all(files)
+    raise Refused(message)
+
+
+def _refusal(error: BaseException, program: Program, place: Place, group: Group | None) -> BaseException:
+    """What a program's start failed by, as it is told."""
+    if program.wanted and program.wanted.expired():
+        return Refused(KILLED)
+    if isinstance(error, OSError):
+        return no_process(error, group)
+    if isinstance(error, Refused) and error.answer.get("errno") == errno.EAGAIN and _is_full(place, group):
+        return Refused(EXHAUSTED)
+    return error
+
+
+def _is_full(place: Place, group: Group | None) -> bool:
+    """Whether a sandbox has as many processes as it may; of all users together, where there are several."""
+    if group and group.full():
+        return True
+    with contextlib.suppress(FileNotFoundError):
+        space = place.process.namespace("pid")
+        # With one left no command could be started that starts another.
+        return usage.threads_in(space) >= place.limits[resource.RLIMIT_NPROC] - 1
+    return False
