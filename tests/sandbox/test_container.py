@@ -45,10 +45,6 @@ async def test_variables_and_folders(image: Path, runtime: Runtime, monkeypatch:
             await container.run("true", env={"A=B": "c"})
 
 
-async def test_a_command_of_a_mebibyte(container: Container) -> None:
-    assert (await container.run(f": {'x' * (1 << 20)}; echo done")).stdout == "done\n"
-
-
 async def test_the_time_limit_ends_the_command_and_keeps_its_output(container: Container) -> None:
     done = await container.run("echo begun; sleep 1000 & sleep 1000", timeout_s=2)
     assert done.timed_out
@@ -66,11 +62,6 @@ async def test_output_is_bounded(container: Container) -> None:
     assert done.omitted == 30_000_000 + 4 - 2000
     assert done.stdout.endswith("end\n")
     assert len(done.stdout) < 2100
-
-
-async def test_many_commands_at_once(container: Container) -> None:
-    done = await asyncio.gather(*(container.run(f"sleep 0.2; echo {number}") for number in range(32)))
-    assert [result.stdout for result in done] == [f"{number}\n" for number in range(32)]
 
 
 SLEEPS = "ps -A -o args= | grep -q '[s]leep 1234'"

@@ -12,7 +12,8 @@ import os
 import re
 import shutil
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
@@ -33,7 +34,7 @@ from nemo_gym_prorl.sandbox.images.cache import Progress, machine
 from nemo_gym_prorl.sandbox.images.entries import free_bytes
 from nemo_gym_prorl.sandbox.images.info import ROOT, SIF, Info
 from nemo_gym_prorl.sandbox.images.reference import Local, Named, Registry, check_name, parse
-from nemo_gym_prorl.sandbox.images.store import ImageStore, Start
+from nemo_gym_prorl.sandbox.images.store import ImageStore
 from nemo_gym_prorl.sandbox.images.validate import check_made
 from nemo_gym_prorl.sandbox.runtime.apptainer import Runtime
 
@@ -87,26 +88,24 @@ class Order:
 
 @dataclass(frozen=True, slots=True)
 class _Base:
-    """What to build on: an address of a registry, a path, what debootstrap makes, or packages where there is none."""
+    """What to build on, and what names its content: an image of a registry, one that lies here, the first lines of a
+    definition file, or packages where there is nothing."""
 
     identity: str
-    registry: Registry | None = None
-    path: Path | None = None
-    bootstrap: str | None = None
+    what: Registry | Path | str | None
 
 
 @dataclass(frozen=True, slots=True)
 class _Source:
-    """What a template is built on: the first lines of a definition file, the root folder that they name if they do,
-    and the lock that keeps it there."""
+    """What a template is built on: the first lines of a definition file, and the root folder that they name if they
+    do."""
 
     header: str
     root: Path | None = None
-    start: Start | None = None
 
     @classmethod
-    def folder(cls, root: Path, start: Start | None = None) -> _Source:
-        return cls(f"Bootstrap: localimage\nFrom: {root}", root, start)
+    def folder(cls, root: Path) -> _Source:
+        return cls(f"Bootstrap: localimage\nFrom: {root}", root)
 
 
 def recipe_of(order: Order, store: ImageStore) -> Recipe:
@@ -156,127 +155,125 @@ def build(order: Order, store: ImageStore, runtime: Runtime, progress: Progress)
     recipe = recipe_of(order, store)
     # What is wrong with the template is better known now than after the packages.
     render(recipe.template, "Bootstrap: none", recipe)
-    plan = decide(order.reuse, recipe, store.built())
-    entry = plan.image or f"{order.name}-{_entry_key(recipe.lock_key, order.reuse)}"
-    with store.images.making(entry, progress) as work:
-        if work is not None:
+    return _Build(order, recipe, store, runtime, progress).image()
+
+
+@dataclass(frozen=True, slots=True)
+class _Build:
+    """The making of one image, and of its layer."""
+
+    order: Order
+    recipe: Recipe
+    store: ImageStore
+    runtime: Runtime
+    progress: Progress
+
+    def image(self) -> Path:
+        plan = decide(self.order.reuse, self.recipe, self.store.built())
+        entry = plan.image or f"{self.order.name}-{self._entry_key(self.recipe.lock_key)}"
+
+        def make(work: Path, held: ExitStack) -> Path:
             _check_space(work)
-            source = _source(recipe, order, plan.layer, store, runtime, work, progress)
-            try:
-                progress(f"building {order.name}")
-                made = _run_build(recipe, recipe.template, source, runtime, work, recipe.format == "folder")
-            finally:
-                if source.start:
-                    source.start.let_go()
-            about = f"{order.template} on {order.base}"
-            info = Info("image", about, recipe.format, 0, time.time(), recipe.lock_key)
-            store.publish(work, made, entry, info)
-    store.name(order.name, entry)
-    path = store.payload(entry)
-    if path is None:
-        raise InfrastructureError(f"{order.name} was removed as soon as it was built")
-    return path
+            layered = self.recipe.layered
+            source = self._layer(plan.layer, held) if layered else self._base(work, (), held)
+            self.progress(f"building {self.order.name}")
+            return self._run(self.recipe, self.recipe.template, source, work, self.recipe.format == "folder")
 
+        about = f"{self.order.template} on {self.order.base}"
+        path = self._ensure(entry, Info("image", about, self.recipe.format, 0, 0.0, self.recipe.lock_key), make)
+        self.store.name(self.order.name, entry)
+        return path
 
-def _source(
-    recipe: Recipe,
-    order: Order,
-    layer: str | None,
-    store: ImageStore,
-    runtime: Runtime,
-    work: Path,
-    progress: Progress,
-) -> _Source:
-    if recipe.layered:
-        entry = layer or f"layer-{_entry_key(recipe.version_key, order.reuse)}"
-        with store.images.making(entry, progress) as layer_work:
-            if layer_work is not None:
-                _make_layer(recipe, order, entry, store, runtime, layer_work, progress)
-        path = store.payload(entry)
+    def _layer(self, entry: str | None, held: ExitStack) -> _Source:
+        """The base with packages, made unless it is there as ``entry``."""
+        recipe, apt, pip = self.recipe, sorted(self.recipe.apt), sorted(self.recipe.pip)
+
+        def make(work: Path, held: ExitStack) -> Path:
+            source = self._base(work, apt, held)
+            # There they are in it already.
+            rest = frozenset[str]() if self.order.base == APT_BASE else recipe.apt
+            only = replace(recipe, apt=rest, locks={}, wheels=frozenset())
+            self.progress(f"installing {', '.join([*apt, *pip])}")
+            return self._run(only, template_text(LAYER_TEMPLATE), source, work, True)
+
+        about = " ".join([self.order.base, "+", *apt, *pip])
+        entry = entry or f"layer-{self._entry_key(recipe.version_key)}"
+        path = self._ensure(entry, Info("layer", about, "folder", 0, 0.0, recipe.version_key), make)
+        return self._open(path, held)
+
+    def _ensure(self, entry: str, info: Info, make: Callable[[Path, ExitStack], Path]) -> Path:
+        """Where an entry lies: made in a folder, with what has to stay meanwhile held, unless it is there."""
+        with self.store.images.making(entry, self.progress) as work, ExitStack() as held:
+            if work is not None:
+                self.store.publish(work, make(work, held), entry, replace(info, made=time.time()))
+        path = self.store.payload(entry)
         if path is None:
             raise InfrastructureError(f"{entry} was removed as soon as it was made")
-        return _open(path, store, runtime, progress)
-    return _base_source(order, store, runtime, work, progress, ())
+        return path
 
+    def _base(self, work: Path, apt: Sequence[str], held: ExitStack) -> _Source:
+        """What the order names as the base; with packages, where it is made of those."""
+        base = _resolve(self.order.base, self.store).what
+        if isinstance(base, Registry) and self.order.reuse is not Reuse.SCRATCH:
+            base = self.store.locate(base) or base
+        match base:
+            case Path() if base.is_dir() and base.stat().st_uid != os.geteuid():
+                self.progress(f"copying {base}, which is another user's")
+                return _Source.folder(rootfs.copy(base, work / "base"))
+            case Path():
+                return self._open(base, held)
+            case Registry(uri):
+                return _Source(f"Bootstrap: docker\nFrom: {uri.removeprefix('docker://')}")
+            case str():
+                return _Source(base)
+            case None:
+                return _Source.folder(apt_base.make_root(apt, work, self.progress))
 
-def _make_layer(
-    recipe: Recipe, order: Order, entry: str, store: ImageStore, runtime: Runtime, work: Path, progress: Progress
-) -> None:
-    source = _base_source(order, store, runtime, work, progress, sorted(recipe.apt))
-    # There they are in it already.
-    apt = frozenset[str]() if order.base == APT_BASE else recipe.apt
-    rest = replace(recipe, apt=apt, locks={}, wheels=frozenset())
-    try:
-        progress(f"installing {', '.join([*sorted(recipe.apt), *sorted(recipe.pip)])}")
-        made = _run_build(rest, template_text(LAYER_TEMPLATE), source, runtime, work, True)
-    finally:
-        if source.start:
-            source.start.let_go()
-    about = " ".join([order.base, "+", *sorted(recipe.apt), *sorted(recipe.pip)])
-    store.publish(work, made, entry, Info("layer", about, "folder", 0, time.time(), recipe.version_key))
+    def _open(self, path: Path, held: ExitStack) -> _Source:
+        start = self.store.open(path, self.runtime, progress=self.progress)
+        held.callback(start.let_go)
+        if not start.path.is_dir():
+            raise InfrastructureError(f"{path} can't be unpacked here, and only a root folder can be built on")
+        return _Source.folder(start.path)
 
+    def _run(self, recipe: Recipe, template: str, source: _Source, work: Path, unpacked: bool) -> Path:
+        """Let the runtime build from a template in ``work``."""
+        if recipe.locks:
+            (work / "locks").mkdir()
+            for name, data in recipe.locks.items():
+                (work / "locks" / name).write_bytes(data)
+        if recipe.wheels:
+            if source.root is None:
+                raise CallerError("it takes a root folder to know for which Python", field="base")
+            wheels.unpack(recipe.wheels, source.root, work / "wheels")
+        definition = work / "image.def"
+        definition.write_text(render(template, source.header, recipe))
+        made = runtime_build.build(
+            self.runtime, work, str(definition), timeout_s=BUILD_TIMEOUT_S, unpacked=unpacked, base=source.root
+        )
+        if unpacked:
+            check_made(made)
+        return made
 
-def _base_source(
-    order: Order, store: ImageStore, runtime: Runtime, work: Path, progress: Progress, apt: Sequence[str]
-) -> _Source:
-    base = _resolve(order.base, store)
-    path = base.path
-    if base.registry and order.reuse is not Reuse.SCRATCH:
-        path = store.locate(base.registry)
-    if path and path.is_dir() and path.stat().st_uid != os.geteuid():
-        progress(f"copying {path}, which is another user's")
-        return _Source.folder(rootfs.copy(path, work / "base"))
-    if path:
-        return _open(path, store, runtime, progress)
-    if base.registry:
-        return _Source(f"Bootstrap: docker\nFrom: {base.registry.uri.removeprefix('docker://')}")
-    if base.bootstrap:
-        return _Source(base.bootstrap)
-    return _Source.folder(apt_base.make_root(apt, work, progress))
-
-
-def _open(path: Path, store: ImageStore, runtime: Runtime, progress: Progress) -> _Source:
-    start = store.open(path, runtime, progress=progress)
-    if not start.path.is_dir():
-        start.let_go()
-        raise InfrastructureError(f"{path} can't be unpacked here, and only a root folder can be built on")
-    return _Source.folder(start.path, start)
-
-
-def _run_build(recipe: Recipe, template: str, source: _Source, runtime: Runtime, work: Path, unpacked: bool) -> Path:
-    locks = work / "locks"
-    if recipe.locks:
-        locks.mkdir()
-        for name, data in recipe.locks.items():
-            (locks / name).write_bytes(data)
-    if recipe.wheels:
-        if source.root is None:
-            raise CallerError("it takes a root folder to know for which Python", field="base")
-        wheels.unpack(recipe.wheels, source.root, work / "wheels")
-    definition = work / "image.def"
-    definition.write_text(render(template, source.header, recipe))
-    made = runtime_build.build(
-        runtime, work, str(definition), timeout_s=BUILD_TIMEOUT_S, unpacked=unpacked, base=source.root
-    )
-    if unpacked:
-        check_made(made)
-    return made
+    def _entry_key(self, key: str) -> str:
+        """From scratch is another one each time; else all who build the same at the same time meet at one name."""
+        return f"{key}-{time.time_ns():x}" if self.order.reuse is Reuse.SCRATCH else key
 
 
 def _resolve(base: str, store: ImageStore) -> _Base:
     """Understand what a user gave as the base, and name its content as well as can be known."""
     if base == APT_BASE:
-        return _Base(apt_base.identity())
+        return _Base(apt_base.identity(), None)
     if base.startswith(DEBOOTSTRAP_BASE):
         return _debootstrap(base.removeprefix(DEBOOTSTRAP_BASE))
     reference = parse(base, "base")
     match reference:
         case Registry():
-            return _Base(reference.uri, registry=reference)
+            return _Base(reference.uri, reference)
         case Local() | Named():
             path = store.locate(reference)
             assert path is not None
-            return _Base(store.identity(path), path=path)
+            return _Base(store.identity(path), path)
 
 
 def _debootstrap(wanted: str) -> _Base:
@@ -287,12 +284,7 @@ def _debootstrap(wanted: str) -> _Base:
     if shutil.which("debootstrap") is None:
         raise CallerError("the program debootstrap is not installed (package 'debootstrap')", field="base")
     bootstrap = f"Bootstrap: debootstrap\nOSVersion: {suite}\nMirrorURL: {mirror}"
-    return _Base(bootstrap, bootstrap=bootstrap)
-
-
-def _entry_key(key: str, reuse: Reuse) -> str:
-    """From scratch is another one each time; otherwise all who build the same at the same time meet at one name."""
-    return f"{key}-{time.time_ns():x}" if reuse is Reuse.SCRATCH else key
+    return _Base(bootstrap, bootstrap)
 
 
 def _read_template(template: str) -> str:
