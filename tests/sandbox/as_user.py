@@ -11,17 +11,65 @@ from __future__ import annotations
 
 import os
 import pwd
+import shutil
+import subprocess
 import sys
 import tempfile
+from collections.abc import Sequence
 from pathlib import Path
 
 from nemo_gym_prorl.sandbox.images.cache import cache_dir
 from nemo_gym_prorl.sandbox.isolation.syscalls import mount, mount_for, private_mounts, walled_in
 from nemo_gym_prorl.sandbox.isolation.user_domain import user_namespace
+from nemo_gym_prorl.sandbox.runtime.apptainer import Runtime
 
+
+ACCOUNT = pwd.getpwnam("games")
+USER = ACCOUNT.pw_uid
+"""Somebody every system knows, since Apptainer wants to know its user, and nobody who runs anything."""
+
+HERE = Path(__file__).parent
 
 OTHER_GROUP = 1_999_999_999
 """Nobody's."""
+
+
+def run_tests(runtime: Runtime, *words: str, first: Sequence[str] = ()) -> str:
+    """Run pytest with these words as the user, in a folder of his own; ``first`` is what starts that as root.
+
+    Returns:
+        What it says.
+    """
+    home = Path(tempfile.mkdtemp(prefix="prorl-u-", dir="/tmp"))
+    # Who is in a sandbox with several users has no rights by a group that none of them is in.
+    os.chown(home, USER, ACCOUNT.pw_gid)
+    try:
+        done = subprocess.run(
+            [
+                *first,
+                *(sys.executable, __file__, str(USER)),
+                *(sys.executable, "-m", "pytest", "-q", "-x", "--reruns=1", "-p", "no:cacheprovider"),
+                *("--basetemp", str(home / "t")),
+                *words,
+            ],
+            cwd=HERE.parents[1],
+            env={
+                "PATH": os.pathsep.join([str(runtime.path.parent), os.environ["PATH"]]),
+                "HOME": str(home),
+                "TMPDIR": str(home),
+                "PRORL_CACHE": str(cache_dir()),
+                "PYTHONPATH": str(HERE.parents[1]),
+                "PYTHONDONTWRITEBYTECODE": "1",
+                "HYPOTHESIS_STORAGE_DIRECTORY": str(home / "hypothesis"),
+            },
+            capture_output=True,
+            text=True,
+            check=False,
+        )
+        assert done.returncode == 0, done.stdout[-6000:] + done.stderr[-2000:]
+        return done.stdout
+    finally:
+        shutil.rmtree(home)
 
 
 def main() -> None:

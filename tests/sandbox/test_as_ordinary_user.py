@@ -2,35 +2,24 @@
 """The tests of this folder once more, as a user without any right; in parts, that run beside each other.
 
 ``make test`` runs those of :data:`OTHER_FOR_A_USER` but :data:`SAME_FOR_A_USER`, ``make test-long`` all of them.
-Whoever adds a branch on the user to the sandbox side names the file that tries it there.
+Whoever adds a branch on the user to the sandbox side names the file that tries it there, or the one test.
 """
 
 from __future__ import annotations
 
 import contextlib
 import os
-import pwd
 import shutil
-import subprocess
-import sys
-import tempfile
-from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
 
 from nemo_gym_prorl.failures import InfrastructureError
-from nemo_gym_prorl.sandbox.images.cache import cache_dir
 from nemo_gym_prorl.sandbox.isolation.user_domain import HELPERS
 from nemo_gym_prorl.sandbox.runtime.apptainer import Runtime
+from tests.sandbox.as_user import ACCOUNT, HERE, run_tests
 from tests.sandbox.database import ensure_database_image
 
-
-ACCOUNT = pwd.getpwnam("games")
-USER = ACCOUNT.pw_uid
-"""Somebody every system knows, since Apptainer wants to know its user, and nobody who runs anything."""
-
-HERE = Path(__file__).parent
 
 OTHER_FOR_A_USER = {
     # Which domain a sandbox gets, whose its processes and files are, what is hidden, what it may use up.
@@ -45,16 +34,55 @@ OTHER_FOR_A_USER = {
 """Of what the code branches on the user, the files that try it, without ``test_`` and ``.py``; parts that take about
 as long as each other."""
 
+ONLY = {
+    # What is refused before anything is made is refused by the same lines, but for what others own.
+    "bad_binds": ("what_can_be_bound_is",),
+    "bad_input": (
+        "a_damaged_sif",
+        "a_sif_is_as_good_as_a_folder",
+        "a_sif_without_fuse",
+        "an_image_of_somebody_else",
+        "an_image_that_cannot_be_read",
+        "a_state_folder_of_somebody_else",
+        "a_state_folder_that_was_closed_meanwhile",
+    ),
+    # One of each that is used: what is counted, cut and kept of what is said is the server's affair.
+    "container": (
+        "output_errors_and_exit_code",
+        "a_cancelled_command_is_ended",
+        "files_go_in_and_come_out_unchanged",
+        "links_lead_nowhere_outside",
+        "without_root",
+    ),
+    "kernel": (
+        "a_kernel_is_told_nothing_of_the_host",
+        "a_kernel_has_the_rights_of_any_program",
+        "cells_share_state_and_say_what_happened",
+        "time_limit_interrupt_and_death",
+        "its_sockets_are_its_sandboxes_own",
+    ),
+    "images_shelf": ("somebody_elses_shelf_can_be_used_but_not_cleared",),
+    "old_kernel": ("a_sandbox_of_an_ordinary_user_lacks_nothing",),
+}
+"""Of some of these files the tests that try it, without ``test_``."""
+
 SAME_FOR_A_USER = (
     # That an abuse succeeds where its wall is missing says something of the abuse.
     "unprotected",
-    # What a kernel says is read as bytes by the server, and bounded there; a user's kernels are forked by nobody, and
-    # so say it as root's do that aren't.
-    "test_a_flood_of_messages_does_not_hide_the_end",
-    "test_rich_results_and_tracebacks_are_bounded",
-    "test_cells_take_turns_and_one_that_nobody_waits_for_is_interrupted",
-    "test_what_is_no_message_harms_nobody",
-    "test_a_message_of_too_many_values_holds_up_nobody_and_is_counted",
+    # Images are looked at before there is anything of a user's.
+    "refused_by_name",
+    "in_place_of_a",
+    "test_a_shell_that_is_no_file",
+    # Accounts are read by the server, or looked for inside.
+    "test_an_unknown_user_is_a_result",
+    "test_a_line_that_is_no_account_is_nobodys",
+    # What the server counts, cuts and keeps; what it asks the runtime once.
+    "test_output_is_bounded",
+    "test_the_runtime_is_asked_once_until_the_image_changes",
+    "test_what_the_runtime_says_of_a_broken_image_is_told",
+    # What is built already is found by what it is built of; who builds is tried by what is built.
+    "test_the_same_recipe_is_built_once_and_a_changed_one_again",
+    "test_the_command_line_builds_and_shows",
 )
 """Tests of these files that say nothing of the user, by parts of their names."""
 
@@ -66,6 +94,16 @@ def files_of(part: str) -> list[Path]:
     every = {file for file in HERE.glob("test_*.py") if file != Path(__file__)}
     named = {part: [HERE / f"test_{name}.py" for name in names] for part, names in OTHER_FOR_A_USER.items()}
     return named.get(part) or sorted(every.difference(*named.values()))
+
+
+def tests_of(part: str) -> list[str]:
+    """What pytest is given of a part."""
+    if LONG:
+        return [*map(str, files_of(part))]
+    files = {file: ONLY.get(file.stem.removeprefix("test_"), ()) for file in files_of(part)}
+    return [f"{file}::test_{name}" for file, names in files.items() for name in names] + [
+        str(file) for file, names in files.items() if not names
+    ]
 
 
 def test_what_root_skips_is_run_as_a_user() -> None:
@@ -89,7 +127,7 @@ def test_everything_works_for_an_ordinary_user(image: Path, runtime: Runtime, pa
     with contextlib.suppress(InfrastructureError):
         # The user can't make images in root's cache.
         ensure_database_image(runtime)
-    _run_tests(runtime, *chosen, *map(str, files_of(part)))
+    run_tests(runtime, *chosen, *tests_of(part))
 
 
 @pytest.mark.sandbox
@@ -102,37 +140,4 @@ def test_a_user_with_a_range_and_without_the_programs_for_it_builds_images(runti
     covered += [f"mount --bind /dev/null {found}" for name in HELPERS if (found := shutil.which(name))]
     first = ("unshare", "--mount", "sh", "-ec", "; ".join([*covered, 'exec "$@"']), "sh")
     test = "test_a_template_becomes_an_image_that_starts_by_its_name"
-    _run_tests(runtime, f"{HERE / 'test_images_build.py'}::{test}", first=first)
-
-
-def _run_tests(runtime: Runtime, *words: str, first: Sequence[str] = ()) -> None:
-    """Run pytest with these words as the user, in a folder of his own; ``first`` is what starts that as root."""
-    home = Path(tempfile.mkdtemp(prefix="prorl-u-"))
-    # Who is in a sandbox with several users has no rights by a group that none of them is in.
-    os.chown(home, USER, ACCOUNT.pw_gid)
-    try:
-        done = subprocess.run(
-            [
-                *first,
-                *(sys.executable, str(HERE / "as_user.py"), str(USER)),
-                *(sys.executable, "-m", "pytest", "-q", "-x", "--reruns=1", "-p", "no:cacheprovider"),
-                *("--basetemp", str(home / "t")),
-                *words,
-            ],
-            cwd=HERE.parents[1],
-            env={
-                "PATH": os.pathsep.join([str(runtime.path.parent), os.environ["PATH"]]),
-                "HOME": str(home),
-                "TMPDIR": str(home),
-                "PRORL_CACHE": str(cache_dir()),
-                "PYTHONPATH": str(HERE.parents[1]),
-                "PYTHONDONTWRITEBYTECODE": "1",
-                "HYPOTHESIS_STORAGE_DIRECTORY": str(home / "hypothesis"),
-            },
-            capture_output=True,
-            text=True,
-            check=False,
-        )
-        assert done.returncode == 0, done.stdout[-6000:] + done.stderr[-2000:]
-    finally:
-        shutil.rmtree(home)
+    run_tests(runtime, f"{HERE / 'test_images_build.py'}::{test}", first=first)

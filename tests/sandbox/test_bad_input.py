@@ -8,9 +8,7 @@ import os
 import pwd
 import re
 import shutil
-import subprocess
 import sys
-import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -20,13 +18,13 @@ from nemo_gym_prorl.failures import CallerError, InfrastructureError
 from nemo_gym_prorl.sandbox import disks
 from nemo_gym_prorl.sandbox.container import Container, ContainerSpec
 from nemo_gym_prorl.sandbox.images.building import runtime_build
-from nemo_gym_prorl.sandbox.images.cache import cache_dir
 from nemo_gym_prorl.sandbox.images.validate import fuse_trouble
 from nemo_gym_prorl.sandbox.runtime.apptainer import Runtime
 from nemo_gym_prorl.sandbox.sessions.bash import Shell
 from nemo_gym_prorl.sandbox.sessions.jupyter.kernel import Kernel
 from nemo_gym_prorl.sandbox.supervisor.rpc import own_supervisor
 from nemo_gym_prorl.sandbox.supervisor.storage import state_dir
+from tests.sandbox.as_user import HERE, USER, run_tests
 
 
 pytestmark = pytest.mark.sandbox
@@ -154,33 +152,12 @@ async def test_a_sif_without_fuse(runtime: Runtime, sif: Path) -> None:
 
 @as_root
 @with_fuse
-def test_sif_files_of_an_ordinary_user_with_fuse(runtime: Runtime) -> None:
+def test_sif_files_of_an_ordinary_user_with_fuse(runtime: Runtime, tmp_path: Path) -> None:
     """The tests above, and those of hostile ones, as :mod:`test_as_ordinary_user` does, with a device for the user."""
-    user, here = pwd.getpwnam("games").pw_uid, Path(__file__)
-    with tempfile.TemporaryDirectory(prefix="prorl-u-", dir="/tmp") as home:
-        os.chown(home, user, user)
-        done = subprocess.run(
-            [
-                *(sys.executable, str(here.with_name("with_fuse.py")), str(user), f"{home}/fuse"),
-                *(sys.executable, str(here.with_name("as_user.py")), str(user)),
-                *(sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "--basetemp", f"{home}/t"),
-                *(str(here), str(here.with_name("test_hostile_images.py")), "-k", "sif"),
-            ],
-            cwd=here.parents[2],
-            env={
-                "PATH": os.pathsep.join([str(runtime.path.parent), os.environ["PATH"]]),
-                "HOME": home,
-                "TMPDIR": home,
-                "PRORL_CACHE": str(cache_dir()),
-                "PYTHONPATH": str(here.parents[2]),
-                "PYTHONDONTWRITEBYTECODE": "1",
-            },
-            capture_output=True,
-            text=True,
-            check=False,
-        )
-    assert done.returncode == 0, done.stdout[-6000:] + done.stderr[-2000:]
-    assert "9 passed" in done.stdout, done.stdout
+    files = [str(HERE / f"test_{name}.py") for name in ("bad_input", "hostile_images")]
+    first = (sys.executable, str(HERE / "with_fuse.py"), str(USER), str(tmp_path / "fuse"))
+    said = run_tests(runtime, *files, "-k", "sif", first=first)
+    assert "9 passed" in said, said
 
 
 @as_user

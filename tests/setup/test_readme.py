@@ -20,7 +20,7 @@ from nemo_gym_prorl.processes import ProcessMark
 from nemo_gym_prorl.sandbox.images.cache import cache_dir
 from nemo_gym_prorl.sandbox.runtime.apptainer import Runtime
 from tests.gym import journey
-from tests.sandbox.test_as_ordinary_user import USER
+from tests.sandbox.as_user import USER
 
 
 AS_USER = Path(__file__).parents[1] / "sandbox" / "as_user.py"
