@@ -36,6 +36,7 @@ from nemo_gym_prorl.sandbox.images.building.default import KERNEL, ensure_image
 from nemo_gym_prorl.sandbox.runtime.install import ensure_runtime
 from nemo_gym_prorl.scripted import server as scripted
 from nemo_gym_prorl.scripted.text import MODEL_NAME
+from nemo_gym_prorl.serving.keys import authorization
 from nemo_gym_prorl.tasks.code.humaneval import problems, row_for
 
 
@@ -244,7 +245,7 @@ async def _only_model(url: str, api_key: str) -> str:
     try:
         async with (
             aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(total=30)) as session,
-            session.get(f"{url}/models", headers={"Authorization": f"Bearer {api_key}"}) as response,
+            session.get(f"{url}/models", headers=authorization(api_key)) as response,
         ):
             response.raise_for_status()
             names = [str(card["id"]) for card in orjson.loads(await response.read())["data"]]

@@ -11,7 +11,7 @@ from typing import Any
 
 from nemo_gym_prorl.failures import CallerError
 from nemo_gym_prorl.policy.config import PolicyConfig, check_host
-from nemo_gym_prorl.policy.engines.addresses import bearer, checked_url, origin_of, root_of
+from nemo_gym_prorl.policy.engines.addresses import checked_url, origin_of, root_of
 from nemo_gym_prorl.policy.engines.connections import Connections
 from nemo_gym_prorl.policy.engines.engine import BackendFailed, Misconfigured
 from nemo_gym_prorl.policy.engines.http_engine import HttpEngine
@@ -21,6 +21,7 @@ from nemo_gym_prorl.policy.pool.backend import Backend, Decision
 from nemo_gym_prorl.policy.pool.dispatcher import Dispatcher
 from nemo_gym_prorl.policy.pool.pool import BackendPool
 from nemo_gym_prorl.policy.pool.waits import Waits
+from nemo_gym_prorl.serving.keys import authorization
 
 
 _log = logging.getLogger(__name__)
@@ -69,7 +70,7 @@ class Backends:
         self._by_origin: dict[str, dict[str, str]] = {}
         for index, (given, key) in enumerate(zip(config.base_url, config.keys(), strict=True)):
             url = checked_url(given, "base_url")
-            self._by_origin[origin_of(url)] = config.headers | bearer(key)
+            self._by_origin[origin_of(url)] = config.headers | authorization(key)
             self.pool.add(f"backend{index}", url)
         self._connections: Connections | None = None
         self._looking: asyncio.Task[None] | None = None
@@ -127,7 +128,7 @@ class Backends:
             await self._check_protocol(self.engine, url)
             known = self._known(backend_id, url, run)
         if api_key is not None:
-            self._by_origin[origin_of(url)] = bearer(api_key)
+            self._by_origin[origin_of(url)] = authorization(api_key)
         if known is not None:
             if weight_version is not None:
                 self.pool.label(weight_version, known.id, run)

@@ -4,7 +4,6 @@
 from __future__ import annotations
 
 from fnmatch import fnmatchcase
-from ipaddress import ip_address
 from pathlib import Path
 from typing import Annotated, ClassVar, Literal
 from urllib.parse import urlsplit
@@ -13,6 +12,7 @@ from pydantic import Field
 
 from nemo_gym_prorl.failures import CallerError
 from nemo_gym_prorl.policy.service import Rewriting
+from nemo_gym_prorl.serving.access import is_loopback
 from nemo_gym_prorl.serving.known_keys import KnownKeys
 
 
@@ -102,15 +102,10 @@ def check_host(url: str, config: PolicyConfig) -> None:
     """
     host = urlsplit(url).hostname or ""
     known = {urlsplit(known).hostname for known in config.base_url}
-    if host in known or _loopback(host) or any(fnmatchcase(host, pattern.lower()) for pattern in config.backend_hosts):
+    if (
+        host in known
+        or is_loopback(host)
+        or any(fnmatchcase(host, pattern.lower()) for pattern in config.backend_hosts)
+    ):
         return
     raise HostRefused(f"{host} is not among the hosts in policy.backend_hosts", field="url")
-
-
-def _loopback(host: str) -> bool:
-    if host == "localhost":
-        return True
-    try:
-        return ip_address(host).is_loopback
-    except ValueError:
-        return False

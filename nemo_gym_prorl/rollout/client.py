@@ -72,7 +72,7 @@ class RolloutClient:
 
     def __init__(self, url: str, token: str | None = None, *, patience_s: float = 120.0) -> None:
         self.url = url.rstrip("/")
-        self._headers = authorization(token or None)
+        self._headers = authorization(token)
         self._patience_s = patience_s
         self._session: aiohttp.ClientSession | None = None
 

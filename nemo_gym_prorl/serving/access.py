@@ -66,13 +66,14 @@ def check_exposure(host: str | None, key: str | None, *, field: str = "control_t
     """
     if key is not None and not (key and key.isascii() and key.isprintable() and " " not in key):
         raise CallerError("must be a non-empty word of ASCII characters", field=field)
-    if key is None and not _loopback(host):
+    if key is None and not is_loopback(host):
         raise CallerError(
             f"the server would listen on {host} for everybody: set a key, or listen on 127.0.0.1", field=field
         )
 
 
-def _loopback(host: str | None) -> bool:
+def is_loopback(host: str | None) -> bool:
+    """Whether nobody else's machine can be meant by it; ``None`` is what Gym listens on."""
     if host in (None, "localhost"):
         return True
     try:

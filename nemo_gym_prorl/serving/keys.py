@@ -5,5 +5,5 @@ from __future__ import annotations
 
 
 def authorization(key: str | None) -> dict[str, str]:
-    """The header by which a caller shows a key; none without one."""
-    return {} if key is None else {"Authorization": f"Bearer {key}"}
+    """The header by which a caller shows a key; none without one, or for an empty one."""
+    return {"Authorization": f"Bearer {key}"} if key else {}

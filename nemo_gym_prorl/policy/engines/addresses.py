@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Addresses of backends, and what is shown to them."""
+"""Addresses of backends."""
 
 from __future__ import annotations
 
@@ -37,8 +37,3 @@ def origin_of(url: str) -> str:
     parts = urlsplit(url)
     port = parts.port or (443 if parts.scheme == "https" else 80)
     return f"{parts.scheme}://{parts.hostname}:{port}"
-
-
-def bearer(key: str) -> dict[str, str]:
-    """The header that shows a backend its key; none for an empty one."""
-    return {"Authorization": f"Bearer {key}"} if key else {}

@@ -21,7 +21,7 @@ import aiohttp
 import orjson
 
 from nemo_gym_prorl.failures import FailureKind
-from nemo_gym_prorl.policy.engines.addresses import bearer, origin_of, root_of
+from nemo_gym_prorl.policy.engines.addresses import origin_of, root_of
 from nemo_gym_prorl.policy.engines.connections import Connections, Dropped, NotOpen, post
 from nemo_gym_prorl.policy.engines.engine import (
     BackendErred,
@@ -34,6 +34,7 @@ from nemo_gym_prorl.policy.engines.engine import (
 from nemo_gym_prorl.policy.engines.sampling import Sampling
 from nemo_gym_prorl.policy.generation import Generation, checked
 from nemo_gym_prorl.policy.tokens.prompt import json_of_ids
+from nemo_gym_prorl.serving.keys import authorization
 
 
 CONTEXT_OVERFLOW = re.compile(
@@ -113,7 +114,7 @@ class HttpEngine:
         self._connections = connections
         self._named = named
         self.model = model
-        self._headers = dict(headers or {}) | bearer(api_key)
+        self._headers = dict(headers or {}) | authorization(api_key)
         self._by_origin = by_origin if by_origin is not None else {}
         self._contexts: dict[str, int | None] = {}
         """Of the engines that were met: how many tokens prompt and answer may have, if they say so."""

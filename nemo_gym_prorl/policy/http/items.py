@@ -12,21 +12,19 @@ made.
 
 from __future__ import annotations
 
-import re
 import uuid
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from nemo_gym_prorl.failures import CallerError
-from nemo_gym_prorl.policy.text.messages import Message
+from nemo_gym_prorl.policy.text.messages import THOUGHT, Message
 from nemo_gym_prorl.policy.text.parsers import Parsed
 from nemo_gym_prorl.policy.tokens.echo import MARK
 from nemo_gym_prorl.policy.tokens.history import CARRIED
 from nemo_gym_prorl.policy.tokens.ledger import Turn
 
 
-_THOUGHT = re.compile(r"<think>(.*?)</think>", re.DOTALL)
 _STATUSES = ("in_progress", "completed", "incomplete", None)
 _TOKENS = ("prompt_token_ids", "generation_token_ids", "generation_log_probs")
 _STATE = ("id", "status")
@@ -207,7 +205,7 @@ class Forms:
         """
         content, found = message["content"] or "", []
         if thoughts:
-            found, content = _THOUGHT.findall(content), _THOUGHT.sub("", content)
+            found, content = THOUGHT.findall(content), THOUGHT.sub("", content)
         items: list[dict[str, Any]] = []
         if found:
             (part,) = self.thought["summary"]

@@ -4,6 +4,7 @@ sampled turns on their way back."""
 
 from __future__ import annotations
 
+import re
 import uuid
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -18,6 +19,9 @@ type Message = Mapping[str, Any]
 type Tools = Sequence[Mapping[str, Any]]
 """Tools in OpenAI's chat format."""
 
+
+THOUGHT = re.compile(r"<think>(.*?)</think>", re.DOTALL)
+"""A thought in a turn's text, as vLLM's clients write it."""
 
 _MALFORMED = "malformed"
 

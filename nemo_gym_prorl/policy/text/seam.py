@@ -32,13 +32,13 @@ from dataclasses import dataclass
 from typing import Any
 
 from nemo_gym_prorl.failures import CallerError
+from nemo_gym_prorl.policy.text.messages import THOUGHT
 from nemo_gym_prorl.policy.text.prompts import Conversation, Written
 
 
 type Render = Callable[[Conversation, bool], str]
 """The text of messages, with or without the opening of an assistant turn after them."""
 
-_THOUGHT = re.compile(r"<think>(.*?)</think>", re.DOTALL)
 _LONGEST_END = 200
 """Characters that a sampled text and what follows it may share at most."""
 
@@ -164,7 +164,7 @@ def _by_stand_ins(
 def _drops(written: str, message: Mapping[str, Any]) -> bool:
     """Whether a thought of the message, or what it says besides calls, is nowhere in what was written of it."""
     content, squeezed = str(message.get("content") or ""), "".join(written.split())
-    said = [*_THOUGHT.findall(content), _THOUGHT.sub("", content)]
+    said = [*THOUGHT.findall(content), THOUGHT.sub("", content)]
     return any("".join(part.split()) not in squeezed for part in said)
 
 
@@ -221,7 +221,7 @@ def _corrected(
 ) -> str:
     """What follows the turn in the rendering of the real conversation, where it begins at ``start``."""
     if not full.endswith(tail):
-        content = _THOUGHT.sub("", str(said.get("content") or "")).strip()
+        content = THOUGHT.sub("", str(said.get("content") or "")).strip()
         at = full.find(content, start) if content and not said.get("tool_calls") else -1
         return tail if at < 0 else full[at + len(content) :]
     turn = full[start : len(full) - len(tail)]

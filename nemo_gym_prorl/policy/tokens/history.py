@@ -21,7 +21,6 @@ Pure: no task, socket, clock or thread.
 from __future__ import annotations
 
 import json
-import re
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -32,11 +31,10 @@ import orjson
 
 from nemo_gym_prorl.failures import CallerError
 from nemo_gym_prorl.policy.generation import Finish, Generation
-from nemo_gym_prorl.policy.text.messages import Message, Tools, arguments_of, text_of
+from nemo_gym_prorl.policy.text.messages import THOUGHT, Message, Tools, arguments_of, text_of
 from nemo_gym_prorl.policy.tokens.ledger import TokenLedger, TokenMismatch, Turn, packed_ids
 
 
-_THOUGHT = re.compile(r"<think>(.*?)</think>", re.DOTALL)
 _TOKEN_FIELDS = ("prompt_token_ids", "generation_token_ids", "generation_log_probs")
 
 CARRIED = "nemo_gym_prorl.turn"
@@ -60,7 +58,7 @@ class Visible:
     @classmethod
     def of(cls, message: Message) -> Visible:
         """What can be seen of an assistant message alone."""
-        return cls(said=_squeezed(_THOUGHT.sub("", text_of(message.get("content")))), calls=_calls(message))
+        return cls(said=_squeezed(THOUGHT.sub("", text_of(message.get("content")))), calls=_calls(message))
 
     def saying(self, own: Visible) -> Visible:
         """With an assistant message more, of which that can be seen."""
@@ -269,7 +267,7 @@ def _marks(message: Message) -> Iterator[str]:
     """What an assistant message says of the turn that it echoes, beyond what is visible."""
     for call in message.get("tool_calls") or ():
         yield f"call {call.get('id')}"
-    for thought in _THOUGHT.findall(text_of(message.get("content"))):
+    for thought in THOUGHT.findall(text_of(message.get("content"))):
         yield f"thought {digest(b'', _squeezed(thought)).hex()}"
 
 

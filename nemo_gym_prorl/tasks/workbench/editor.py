@@ -1,18 +1,15 @@
 # SPDX-License-Identifier: Apache-2.0
-"""``str_replace_editor`` of a sandbox whose files can be had without a program in it: a tenth of the CPU of one.
-
-What it does to a text, and what it says, is the toolbox's: the same to the byte where there is no such sandbox.
-"""
+"""``str_replace_editor``: what it does to a text, here and not in the sandbox, and what it says."""
 
 from __future__ import annotations
 
 import errno
 import posixpath
 from collections import deque
+from collections.abc import Sequence
 
 from nemo_gym_prorl.failures import OF_THE_MACHINE
 from nemo_gym_prorl.tasks.sandbox import HasFiles
-from nemo_gym_prorl.tasks.workbench.inside import toolbox
 from nemo_gym_prorl.tasks.workbench.one_off import Ask
 from nemo_gym_prorl.tasks.workbench.tools import EditorArguments
 
@@ -22,6 +19,7 @@ UNDO = "undo_edit"
 MOST_UNDOS = 30
 """So many edits of a session can be taken back."""
 
+MAX_FILE_CHARS = 1 << 20
 LONGEST_CHARACTER = 4
 """Bytes of it in UTF-8."""
 
@@ -46,18 +44,18 @@ class Editor:
         self._before: deque[tuple[str, bytes | None]] = deque(maxlen=MOST_UNDOS)
 
     async def call(self, arguments: EditorArguments) -> dict[str, object] | None:
-        """One call: an answer as the toolbox gives it.
+        """One call: ``text`` for the model, or the toolbox's ``problem``; ``None`` if that was killed.
 
         Raises:
             RolloutError: the sandbox could not be asked.
             OSError: the machine fails; what the file does is an answer.
         """
-        request = {"limit": self._limit} | arguments.model_dump()
+        path = posixpath.join(self._folder, arguments.path)
         try:
-            return {"text": await self._edited(arguments, request)}
+            return {"text": await self._edited(arguments, path)}
         except IsADirectoryError:
             if arguments.command == "view":
-                return await self._ask({"op": "edit"} | request, 0.0)
+                return await self._ask({"op": "entries", "path": path}, 0.0)
             reason = NO_ORDINARY_FILE
         except UnicodeDecodeError:
             return {"text": f"Error: {arguments.path} is not a text file."}
@@ -69,8 +67,7 @@ class Editor:
             reason = _KNOWN.get(error.errno or 0) or error.strerror or str(error)
         return {"text": f"Error: {arguments.path}: {reason}"}
 
-    async def _edited(self, arguments: EditorArguments, request: dict[str, object]) -> str:
-        path = posixpath.join(self._folder, arguments.path)
+    async def _edited(self, arguments: EditorArguments, path: str) -> str:
         if "\0" in path:
             raise ValueError("a path holds no NUL")
         if arguments.command == UNDO:
@@ -79,12 +76,14 @@ class Editor:
             before = await self._before_create(path)
             existed = await self._write(path, arguments.file_text or "")
             self._before.append((path, before if existed else None))
-            return toolbox.created(arguments.path, existed)
-        data = await self._files.read_file(path, limit=LONGEST_CHARACTER * toolbox.MAX_FILE_CHARS)
-        text = toolbox.checked(data.decode())
+            return f"{'Overwrote' if existed else 'Created'} {arguments.path}."
+        data = await self._files.read_file(path, limit=LONGEST_CHARACTER * MAX_FILE_CHARS)
+        text = data.decode()
+        if len(text) > MAX_FILE_CHARS:
+            raise ValueError(_KNOWN[errno.EFBIG])
         if arguments.command == "view":
-            return toolbox.shown(text, request)
-        text, said = toolbox.changed(text, request)
+            return _shown(text, arguments.view_range, self._limit)
+        text, said = _changed(text, arguments)
         await self._write(path, text)
         self._before.append((path, data))
         return said
@@ -92,7 +91,7 @@ class Editor:
     async def _before_create(self, path: str) -> bytes | None:
         """What is about to be overwritten, if it is there and can be read at all."""
         try:
-            return await self._files.read_file(path, limit=LONGEST_CHARACTER * toolbox.MAX_FILE_CHARS)
+            return await self._files.read_file(path, limit=LONGEST_CHARACTER * MAX_FILE_CHARS)
         except OSError as error:
             if error.errno in OF_THE_MACHINE:
                 raise
@@ -116,5 +115,49 @@ class Editor:
 
 _KNOWN = {
     errno.EINVAL: NO_ORDINARY_FILE,
-    errno.EFBIG: f"is longer than {toolbox.MAX_FILE_CHARS} characters; use bash",
+    errno.EFBIG: f"is longer than {MAX_FILE_CHARS} characters; use bash",
 }
+
+
+def _shown(text: str, view_range: Sequence[int] | None, limit: int) -> str:
+    """Numbered lines of a text.
+
+    Raises:
+        ValueError: there are no such lines.
+    """
+    lines = text.split("\n")
+    count = len(lines) - (lines[-1] == "")
+    first, last = view_range or (1, -1)
+    last = count if last == -1 else min(last, count)
+    if count == 0:
+        return "[empty file]"
+    if not 1 <= first <= last:
+        raise ValueError(f"view_range must lie within the file's {count} lines")
+    numbered = "\n".join(f"{number:6d}\t{line}" for number, line in enumerate(lines[first - 1 : last], start=first))
+    half = limit // 2
+    if len(numbered) > 2 * half:
+        return f"{numbered[:half]}\n[... {len(numbered) - 2 * half} characters left out ...]\n{numbered[-half:]}"
+    return numbered
+
+
+def _changed(text: str, arguments: EditorArguments) -> tuple[str, str]:
+    """The text after ``str_replace`` or ``insert``, and what is said of it.
+
+    Raises:
+        ValueError: it can't be done.
+    """
+    if arguments.command == "str_replace":
+        found = text.count(arguments.old_str) if arguments.old_str else 0
+        if found != 1:
+            raise ValueError(f"old_str occurs {found} times, it must occur exactly once")
+        replaced = text.replace(arguments.old_str or "", arguments.new_str or "")
+        return replaced, f"Replaced one occurrence in {arguments.path}."
+    lines = text.split("\n")
+    at, count = arguments.insert_line or 0, len(lines) - (lines[-1] == "")
+    if at > count:
+        raise ValueError(f"insert_line is {at}, but the file has {count} lines")
+    added = (arguments.new_str or "").split("\n")
+    if len(added) > 1 and added[-1] == "":
+        added.pop()
+    inserted = "\n".join(lines[:at] + added + lines[at:])
+    return inserted, f"Inserted {len(added)} lines into {arguments.path} after line {at}."

@@ -9,9 +9,8 @@ is blamed.
 ``bash`` and ``python`` are sessions where the sandbox has them (:mod:`.consoles`), else each call is a process of its
 own (:mod:`.one_off`). A session begins with the first call that needs it: most rollouts never use one of the two.
 
-Files are had from the sandbox itself where it :class:`.HasFiles`, which looks names up inside. Elsewhere only a
-program inside touches them, never the provider's upload and download: with a provider that shares a folder with the
-host those would follow a symlink of the agent's on the *host*. What that program answers is the agent's word, since
+Files are had from the sandbox itself where it :class:`.HasFiles`, which looks names up inside: a tenth of the CPU of
+a program there, which is what others have (:mod:`.inside_files`). What that program answers is the agent's word, since
 the agent can answer in its place: it is read with care.
 """
 
@@ -35,7 +34,8 @@ from nemo_gym_prorl.tasks.arguments import Arguments, BadArguments, parse_argume
 from nemo_gym_prorl.tasks.sandbox import HasFiles, HasSessions, Sandbox
 from nemo_gym_prorl.tasks.workbench import observations
 from nemo_gym_prorl.tasks.workbench.consoles import ANSWER_MARGIN_S, Bash, Python
-from nemo_gym_prorl.tasks.workbench.editor import UNDO, Editor
+from nemo_gym_prorl.tasks.workbench.editor import Editor
+from nemo_gym_prorl.tasks.workbench.inside_files import InsideFiles, NotAnswered
 from nemo_gym_prorl.tasks.workbench.observations import Output
 from nemo_gym_prorl.tasks.workbench.one_off import Processes
 from nemo_gym_prorl.tasks.workbench.tally import Tally
@@ -168,8 +168,8 @@ class Workspace:
         self._submitted = submitted
         self._models = models
         self._processes = Processes(self._ask, limits.output_bytes)
-        self._files = sandbox if isinstance(sandbox, HasFiles) else None
-        self._editor = Editor(self._files, folder, self._ask, limits.output_bytes) if self._files else None
+        self._files = sandbox if isinstance(sandbox, HasFiles) else InsideFiles(self._ask)
+        self._editor = Editor(self._files, folder, self._ask, limits.output_bytes)
         self._bash: Bash | None = None
         self._python: Python | None = None
         if isinstance(sandbox, HasSessions):
@@ -184,12 +184,6 @@ class Workspace:
         Raises:
             InfrastructureError: the sandbox did not do it.
         """
-        if self._files is None:
-            answer = await self._ask({"op": "write", "files": dict(contents)}, timeout_s=0.0)
-            if answer is None or "problem" in answer:
-                problem = "no answer" if answer is None else answer["problem"]
-                raise InfrastructureError(f"could not set up the workspace: {problem}")
-            return
         try:
             for name, text in contents.items():
                 await self._files.write_file(f"{self.folder}/{name}", text.encode())
@@ -265,15 +259,16 @@ class Workspace:
             InfrastructureError: ``session_lost``, the sandbox is gone.
         """
         try:
-            content = await (self._take_out(path, limit) if self._files is None else self._read(path, limit))
+            content = await self._read(path, limit)
         except _NotTaken as error:
             return Taken(None, f"{path} {error}"[:MAX_PROBLEM])
         return Taken(content)
 
     async def _read(self, path: str, limit: int) -> bytes:
-        assert self._files is not None
         try:
             return await self._bounded(self._files.read_file(posixpath.join(self.folder, path), limit=limit))
+        except NotAnswered as error:
+            raise _NotTaken(f"could not be read: {error}") from error
         except OSError as error:
             if error.errno == errno.EFBIG:
                 raise _NotTaken(f"is longer than {limit} bytes") from error
@@ -282,24 +277,7 @@ class Workspace:
             require_machine(error)
             raise _NotTaken("is not there") from error
 
-    async def _take_out(self, path: str, limit: int) -> bytes:
-        request = {"op": "read", "path": path, "limit": limit}
-        answer = await self._ask(request, timeout_s=0.0)
-        if answer is None:
-            raise _NotTaken("could not be read: the reader was killed inside the sandbox")
-        if "problem" in answer:
-            raise _NotTaken(answer["problem"])
-        try:
-            return base64.b64decode(answer["content"], validate=True)[:limit]
-        except (KeyError, TypeError, ValueError) as error:
-            raise _NotTaken("could not be read: something else answered for the reader") from error
-
     async def _edit(self, arguments: EditorArguments) -> dict[str, Any] | None:
-        if self._editor is None:
-            if arguments.command == UNDO:
-                return {"text": f"Error: {arguments.path}: edits can't be taken back here"}
-            request = {"op": "edit", "limit": self._limits.output_bytes} | arguments.model_dump()
-            return await self._ask(request, 0.0)
         try:
             return await self._bounded(self._editor.call(arguments))
         except OSError as error:

@@ -5,15 +5,13 @@ It is passed as ``python3 -c SOURCE REQUEST`` with each call, so the agent finds
 files are touched only from inside: a symlink that the agent plants leads nowhere outside its own sandbox. Output is
 bounded here, before it reaches anybody's memory. The request is base64 of a JSON object with ``op``; the answer is one
 JSON line on stdout behind the request's ``mark``.
-
-What the editor does to a text (:func:`shown`, :func:`changed`) is done by the service itself where it can have the
-file without a program inside.
 """
 
 from __future__ import annotations
 
 import base64
 import contextlib
+import errno
 import json
 import os
 import select
@@ -26,7 +24,6 @@ from pathlib import Path
 from typing import Any
 
 
-MAX_FILE_CHARS = 1 << 20
 MAX_ENTRIES = 500
 
 
@@ -81,134 +78,34 @@ def run(request: dict[str, Any]) -> dict[str, Any]:
 
 
 def write(request: dict[str, Any]) -> dict[str, Any]:
-    """Write ``files`` (path to text) below ``cwd``, which is made."""
-    folder = Path(request["cwd"])
-    folder.mkdir(parents=True, exist_ok=True)
-    for path, text in request["files"].items():
-        save(folder / path, text)
-    return {}
+    """Write base64 to ``path``, whose folders are made, or with ``more`` to its end; says whether it was there."""
+    path = Path(request["path"])
+    existed = path.exists()
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with path.open("ab" if request["more"] else "wb") as file:
+        file.write(base64.b64decode(request["content"]))
+    return {"existed": existed}
 
 
 def read(request: dict[str, Any]) -> dict[str, Any]:
-    """Return the regular file ``path`` as base64, or ``problem`` that says why not."""
-    path = Path(request["cwd"], request["path"])
-    if not path.is_file():
-        return {"problem": "is not there"}
+    """Return a part of the regular file ``path`` as base64."""
+    path = Path(request["path"])
+    if path.exists() and not (path.is_file() or path.is_dir()):
+        raise OSError(errno.EINVAL, "is not a regular file")
     with path.open("rb") as file:
-        data = file.read(request["limit"] + 1)
-    if len(data) > request["limit"]:
-        return {"problem": f"is longer than {request['limit']} bytes"}
-    return {"content": base64.b64encode(data).decode()}
+        file.seek(request["from"])
+        return {"content": base64.b64encode(file.read(request["size"])).decode()}
 
 
-def edit(request: dict[str, Any]) -> dict[str, Any]:
-    """One command of the editor; ``text`` is what the model reads."""
-    path = Path(request["cwd"], request["path"])
-    try:
-        return {"text": edited(path, request)}
-    except UnicodeDecodeError:
-        return {"text": f"Error: {request['path']} is not a text file."}
-    except (OSError, ValueError) as error:
-        return {"text": f"Error: {request['path']}: {getattr(error, 'strerror', None) or error}"}
-
-
-def edited(path: Path, request: dict[str, Any]) -> str:
-    """Do it, and say what was done."""
-    if request["command"] == "create":
-        existed = path.exists()
-        path.parent.mkdir(parents=True, exist_ok=True)
-        save(path, request["file_text"])
-        return created(request["path"], existed)
-    if request["command"] == "view":
-        return listed(path) if path.is_dir() else shown(load(path), request)
-    text, said = changed(load(path), request)
-    save(path, text)
-    return said
-
-
-def listed(folder: Path) -> str:
-    """The entries of a folder."""
-    names = sorted(entry.name + "/" if entry.is_dir() else entry.name for entry in folder.iterdir())
+def entries(request: dict[str, Any]) -> dict[str, Any]:
+    """The entries of the folder ``path``."""
+    names = sorted(entry.name + "/" if entry.is_dir() else entry.name for entry in Path(request["path"]).iterdir())
     if len(names) > MAX_ENTRIES:
         names[MAX_ENTRIES:] = [f"[... {len(names) - MAX_ENTRIES} more ...]"]
-    return "\n".join(names) or "[empty folder]"
+    return {"text": "\n".join(names) or "[empty folder]"}
 
 
-def created(path: str, existed: bool) -> str:
-    """What is said of a file that was written as a whole."""
-    return f"{'Overwrote' if existed else 'Created'} {path}."
-
-
-def shown(text: str, request: dict[str, Any]) -> str:
-    """Numbered lines of a text.
-
-    Raises:
-        ValueError: there are no such lines.
-    """
-    lines = text.split("\n")
-    count = len(lines) - (lines[-1] == "")
-    first, last = request["view_range"] or (1, -1)
-    last = count if last == -1 else min(last, count)
-    if count == 0:
-        return "[empty file]"
-    if not 1 <= first <= last:
-        raise ValueError(f"view_range must lie within the file's {count} lines")
-    numbered = "\n".join(f"{number:6d}\t{line}" for number, line in enumerate(lines[first - 1 : last], start=first))
-    half = request["limit"] // 2
-    if len(numbered) > 2 * half:
-        return f"{numbered[:half]}\n[... {len(numbered) - 2 * half} characters left out ...]\n{numbered[-half:]}"
-    return numbered
-
-
-def changed(text: str, request: dict[str, Any]) -> tuple[str, str]:
-    """The text after ``str_replace`` or ``insert``, and what is said of it.
-
-    Raises:
-        ValueError: it can't be done.
-    """
-    if request["command"] == "str_replace":
-        found = text.count(request["old_str"]) if request["old_str"] else 0
-        if found != 1:
-            raise ValueError(f"old_str occurs {found} times, it must occur exactly once")
-        replaced = text.replace(request["old_str"], request["new_str"] or "")
-        return replaced, f"Replaced one occurrence in {request['path']}."
-    lines = text.split("\n")
-    at, count = request["insert_line"], len(lines) - (lines[-1] == "")
-    if at > count:
-        raise ValueError(f"insert_line is {at}, but the file has {count} lines")
-    added = request["new_str"].split("\n")
-    if len(added) > 1 and added[-1] == "":
-        added.pop()
-    inserted = "\n".join(lines[:at] + added + lines[at:])
-    return inserted, f"Inserted {len(added)} lines into {request['path']} after line {at}."
-
-
-def checked(text: str) -> str:
-    """The text of a file, if it is not too long for an editor.
-
-    Raises:
-        ValueError: it is.
-    """
-    if len(text) > MAX_FILE_CHARS:
-        raise ValueError(f"is longer than {MAX_FILE_CHARS} characters; use bash")
-    return text
-
-
-def load(path: Path) -> str:
-    """Read a text file of bounded size; newlines stay as they are."""
-    if path.exists() and not path.is_file():
-        raise ValueError("is not a regular file")
-    with path.open(encoding="utf-8", newline="") as file:
-        return checked(file.read(MAX_FILE_CHARS + 1))
-
-
-def save(path: Path, text: str) -> None:
-    """Write a text file; newlines stay as they are."""
-    with path.open("w", encoding="utf-8", errors="replace", newline="") as file:
-        file.write(text)
-
-
-OPERATIONS = {"run": run, "write": write, "read": read, "edit": edit}
+OPERATIONS = {"run": run, "write": write, "read": read, "entries": entries}
 
 
 if __name__ == "__main__":
@@ -216,5 +113,5 @@ if __name__ == "__main__":
     try:
         answer = OPERATIONS[asked["op"]](asked)
     except OSError as failure:
-        answer = {"problem": str(failure)}
+        answer = {"problem": failure.strerror or str(failure), "errno": failure.errno or 0}
     sys.stdout.write("\n" + asked["mark"] + json.dumps(answer) + "\n")
