@@ -30,7 +30,7 @@ from nemo_gym_prorl.commands.report import Tally, print_refused, print_report
 from nemo_gym_prorl.commands.rows import Place, Refusal, Results, read_rows
 from nemo_gym_prorl.commands.watch import pools
 from nemo_gym_prorl.failures import CallerError, FailureKind, InfrastructureError
-from nemo_gym_prorl.rollout.carrier import NO_ANSWER, Carrier, Loss
+from nemo_gym_prorl.rollout.carrier import Carrier, Loss
 from nemo_gym_prorl.rollout.client import ApiError, RolloutClient
 from nemo_gym_prorl.rollout.job import JobState
 from nemo_gym_prorl.rollout.rows import WISHES
@@ -246,7 +246,9 @@ class Run:
                     f"--run {self.name} goes on",
                     kind=FailureKind.TRANSPORT_UNREACHABLE,
                 )
-            with contextlib.suppress(ApiError, *NO_ANSWER):  # the carrier meets the same, and tells
+            with contextlib.suppress(
+                ApiError, InfrastructureError, TimeoutError
+            ):  # the carrier meets the same, and tells
                 async with asyncio.timeout(_STATUS_S):
                     if show is not None:
                         show(await self._client.status())

@@ -19,8 +19,6 @@ from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import Any
 
-import aiohttp
-
 from nemo_gym_prorl.failures import FailureKind, InfrastructureError
 from nemo_gym_prorl.rollout.client import ApiError, RolloutClient
 from nemo_gym_prorl.rollout.schemas import JobView, TokenForm
@@ -35,8 +33,6 @@ RESULT_S = 30.0
 _FOLLOW_S = 30.0
 _AT_ONCE = 64
 """Calls of one kind at a time."""
-NO_ANSWER = (InfrastructureError, aiohttp.ClientError, TimeoutError)
-"""What a call raises that got no answer, or half of one."""
 _LATER = (408, 425, 429)
 """Besides 5xx: whoever asks again may be answered."""
 
@@ -174,7 +170,7 @@ class Carrier:
             try:
                 async with self._gets:
                     job = await self.client.get(rollout, tokens=self._tokens)
-            except (ApiError, *NO_ANSWER) as error:
+            except (ApiError, InfrastructureError) as error:
                 known = not isinstance(error, ApiError) or _is_passing(error)
                 if known and time.monotonic() < deadline:
                     await asyncio.sleep(RETRY_S)
@@ -221,7 +217,7 @@ class Carrier:
                 pause = error.retry_after_s or RETRY_S
             except TypeError as error:
                 return self._settle(it, Loss.REFUSED, f"its row is no JSON: {error}")
-            except NO_ANSWER as error:
+            except InfrastructureError as error:
                 self._is_away(error)
                 if self._is_hopeless(it):
                     return self._give_up(it)
@@ -260,7 +256,7 @@ class Carrier:
                 if error.problem.status >= 500 and self._is_hopeless(it):
                     return not self._give_up(it)
                 await asyncio.sleep(error.retry_after_s or RETRY_S)
-            except NO_ANSWER as error:
+            except InfrastructureError as error:
                 it.news.set()
                 self._is_away(error)
                 if self._is_hopeless(it):
@@ -339,7 +335,7 @@ class Carrier:
                     self._is_away(error)
                     self._ask_all()
                 await asyncio.sleep(0 if error.problem.status == 410 else error.retry_after_s or RETRY_S)
-            except NO_ANSWER as error:
+            except InfrastructureError as error:
                 cursor = None
                 self._is_away(error)
                 self._ask_all()
@@ -357,7 +353,7 @@ class Carrier:
     def _is_away(self, error: BaseException, *, refuses: bool = False) -> None:
         """Note that it does not answer, or that it takes nothing new on."""
         if not self.away:
-            self._say(f"waiting for the service at {self.client.url}: {str(error) or type(error).__name__}")
+            self._say(f"waiting for the service at {self.client.url}: {error}")
         self._refuses = self._refuses or refuses
         self._silent = self._silent or not refuses
 
