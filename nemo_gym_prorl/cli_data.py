@@ -1,11 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
-"""``prorl data``: a command for each family of tasks. As in ``cli.py``, modules are imported by the command that needs
-them. A family's own part is ``commands/data_FAMILY.py``, what all share is ``commands/data.py``."""
+"""``prorl data``: a command for each family of tasks, whose own part is a function from a record to a row. As in
+``cli.py``, modules are imported by the command that needs them."""
 
 from __future__ import annotations
 
+from collections.abc import Callable, Mapping
+from functools import partial
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
@@ -33,9 +35,9 @@ def math(file: Source, output: Output = None, data_source: DataSource = None) ->
 
     Exit code 1 if a record made no row.
     """
-    from nemo_gym_prorl.commands import data_math as command
+    from nemo_gym_prorl.tasks.math.rows import row_of
 
-    _exit(command.convert_math(file, output, data_source))
+    _convert(file, output, row_of, data_source)
 
 
 @app.command("stem")
@@ -44,9 +46,9 @@ def stem(file: Source, output: Output = None, data_source: DataSource = None) ->
 
     Exit code 1 if a record made no row.
     """
-    from nemo_gym_prorl.commands import data_stem as command
+    from nemo_gym_prorl.tasks.stem.dataset import row_of
 
-    _exit(command.convert_stem(file, output, data_source))
+    _convert(file, output, row_of, data_source)
 
 
 @app.command("index")
@@ -63,9 +65,9 @@ def index(
     output: Annotated[Path, typer.Option("--output", "-o", help="Folder for the index.")],
 ) -> None:
     """Make an offline search index, for the `search` of prorl_stem."""
-    from nemo_gym_prorl.commands import data_stem as command
+    from nemo_gym_prorl.commands.data_index import make_index
 
-    command.make_index(files, output)
+    make_index(files, output)
 
 
 @app.command("code")
@@ -88,9 +90,9 @@ def code(
 
     Exit code 1 if a record made no row.
     """
-    from nemo_gym_prorl.commands import data_code as command
+    from nemo_gym_prorl.tasks.code.convert import row_of
 
-    _exit(command.convert_code(file, output, tests_folder, time_factor, data_source))
+    _convert(file, output, partial(row_of, tests_folder=tests_folder, time_factor=time_factor), data_source)
 
 
 @app.command("swe")
@@ -107,11 +109,29 @@ def swe(
 
     `prorl image pull --from ROWS` fetches their images. Exit code 1 if a record made no row.
     """
-    from nemo_gym_prorl.commands import data_swe as command
+    from nemo_gym_prorl.failures import CallerError
+    from nemo_gym_prorl.sandbox.images.reference import registry
+    from nemo_gym_prorl.tasks.swe.datasets import CONVERTERS
 
-    _exit(command.convert_swe(file, dataset, images, output, data_source))
+    if dataset not in CONVERTERS:
+        raise CallerError(f"{dataset!r} is none of {', '.join(CONVERTERS)}", field="--dataset")
+    prefix = images.rstrip("/") if images else None
+
+    def row_of(record: Mapping[str, Any]) -> Mapping[str, Any]:
+        row = CONVERTERS[dataset](record, prefix)
+        registry(row["image"])  # raises what says that it is none
+        return row
+
+    _convert(file, output, row_of, data_source)
 
 
-def _exit(complete: bool) -> None:
-    if not complete:
+def _convert(
+    file: Path,
+    output: Path | None,
+    row_of: Callable[[Mapping[str, Any]], Mapping[str, Any]],
+    data_source: str | None,
+) -> None:
+    from nemo_gym_prorl.commands.data import convert
+
+    if not convert(file, output, row_of, data_source):
         raise typer.Exit(1)

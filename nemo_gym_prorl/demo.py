@@ -29,7 +29,7 @@ from rich.text import Text
 from nemo_gym_prorl.demo_scripts import script_for
 from nemo_gym_prorl.failures import CallerError, InfrastructureError, RolloutError, Stage
 from nemo_gym_prorl.gym.deployment import GymDeployment
-from nemo_gym_prorl.rollout.client import RolloutClient
+from nemo_gym_prorl.rollout.client import ApiError, RolloutClient
 from nemo_gym_prorl.rollout.job import JobState
 from nemo_gym_prorl.rollout.schemas import JobView, StatusView
 from nemo_gym_prorl.sandbox.images.building.default import KERNEL, ensure_image
@@ -187,7 +187,7 @@ class Demo:
                 entry.job = await client.get(entry.rollout_id)
         except BaseException:
             # Give the sandboxes back in order before the servers are stopped.
-            with contextlib.suppress(RolloutError, aiohttp.ClientError, TimeoutError):
+            with contextlib.suppress(RolloutError, ApiError, TimeoutError):
                 await asyncio.wait_for(client.cancel(group=GROUP), 10)
             raise
         return entries

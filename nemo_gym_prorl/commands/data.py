@@ -20,8 +20,6 @@ from nemo_gym_prorl.commands.rows import Refusal
 from nemo_gym_prorl.failures import CallerError
 
 
-Record = Mapping[str, Any]
-
 SHOWN = 20
 """So many refusals are printed in full."""
 
@@ -29,17 +27,15 @@ SHOWN = 20
 def convert(
     file: Path,
     output: Path | None,
-    row_of: Callable[[Record], Mapping[str, Any]],
-    console: Console,
+    row_of: Callable[[Mapping[str, Any]], Mapping[str, Any]],
     data_source: str | None = None,
 ) -> bool:
-    """Write the rows that a dataset's records make, and name the records that make none.
+    """Write the rows that a dataset's records make, and name the records that make none, on standard error.
 
     Args:
         file: ``.jsonl``, ``.json`` (an array) or ``.parquet``.
         output: a JSONL file, which is there when it is complete; ``None`` for standard output.
         row_of: makes a row, or raises :class:`CallerError`, which says what field keeps it from that.
-        console: for what is said of it.
         data_source: what all rows have in that field; ``None`` for what ``row_of`` puts there.
 
     Returns:
@@ -52,6 +48,7 @@ def convert(
     # Resolved as it will be for writing: a path through a folder that is not there names the same file all the same.
     if output is not None and (target := output.resolve()).exists() and target.samefile(file):
         raise CallerError("is the dataset itself", field="--output")
+    console = Console(stderr=True, highlight=False)
     unit = "line" if file.suffix == ".jsonl" else "record"
     made, refused = 0, list[Refusal]()
     with _written(output) as lines:

@@ -2,7 +2,7 @@
 """A running service from the command line: which one it is, and ``prorl cancel``.
 
 The service is found by ``--url``, else ``PRORL_URL``, else by asking Gym's head server which of its servers is a
-``prorl_agent``. Whatever goes wrong with it is one error of ours, which the command line prints as one line.
+``prorl_agent``.
 """
 
 from __future__ import annotations
@@ -13,7 +13,6 @@ from contextlib import asynccontextmanager
 
 import aiohttp
 import orjson
-from pydantic import ValidationError
 from rich.console import Console
 
 from nemo_gym_prorl.failures import CallerError, FailureKind, InfrastructureError
@@ -31,25 +30,11 @@ async def connect(url: str | None, token: str | None) -> AsyncIterator[RolloutCl
     """A client of the service at ``url``, or of the one that Gym's head server knows.
 
     Raises:
-        CallerError: the address is none.
-        InfrastructureError: what answers is no rollout service, or the connection breaks while it is used.
+        InfrastructureError, CallerError: see :func:`find_service`.
     """
     found = url or await find_service(os.environ.get("PRORL_HEAD", DEFAULT_HEAD))
     async with RolloutClient(found, token) as client:
-        try:
-            yield client
-        except aiohttp.InvalidURL as error:
-            raise CallerError(f"{found!r} is no address; it begins with http://", field="--url") from error
-        except (aiohttp.ClientError, TimeoutError) as error:
-            raise InfrastructureError(
-                f"the connection to {found} broke: {error or type(error).__name__}",
-                kind=FailureKind.TRANSPORT_PEER_DROP,
-            ) from error
-        except (orjson.JSONDecodeError, ValidationError) as error:
-            raise InfrastructureError(
-                f"what answers at {found} is no rollout service of this version",
-                kind=FailureKind.TRANSPORT_UNREACHABLE,
-            ) from error
+        yield client
 
 
 async def find_service(head: str) -> str:

@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """``prorl submit``: a file of rows becomes rollouts, each of which ends with one outcome, whatever happens between.
 
-A rollout's id says where it comes from: ``<run>-<line>-<repeat>``. Submitting is therefore safe to repeat, and it is
-the answer to everything that can happen: when the service went away, or has forgotten what was followed, whatever has
-no outcome yet is submitted again. What still runs is joined, what is lost begins anew. The repeats of a row are one
-group, since they answer the same prompt.
+A rollout's id says where it comes from: ``<run>-<line>-<repeat>``. Submitting is therefore safe to repeat: what still
+runs is joined, what is lost begins anew, and :mod:`nemo_gym_prorl.rollout.carrier` does so whenever the service went
+away. An id that is over without an outcome, since its rollout was cancelled or is forgotten, is followed by the next
+one, ``<run>-<line>-<repeat>.2``. The repeats of a row are one group, since they answer the same prompt.
 """
 
 from __future__ import annotations
@@ -13,12 +13,13 @@ import asyncio
 import contextlib
 import secrets
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
+from collections import deque
+from collections.abc import AsyncIterator, Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from types import TracebackType
+from typing import Any, Self
 
-import aiohttp
 from pydantic import ValidationError
 from rich.console import Console, Group
 from rich.live import Live
@@ -29,24 +30,22 @@ from nemo_gym_prorl.commands.report import Tally, print_refused, print_report
 from nemo_gym_prorl.commands.rows import Place, Refusal, Results, read_rows
 from nemo_gym_prorl.commands.watch import pools
 from nemo_gym_prorl.failures import CallerError, FailureKind, InfrastructureError
+from nemo_gym_prorl.rollout.carrier import Carrier, Loss
 from nemo_gym_prorl.rollout.client import ApiError, RolloutClient
 from nemo_gym_prorl.rollout.job import JobState
 from nemo_gym_prorl.rollout.rows import WISHES
-from nemo_gym_prorl.rollout.schemas import JobView, StatusView, SubmitRequest
+from nemo_gym_prorl.rollout.schemas import JobView, StatusView, SubmitRequest, TokenForm
 from nemo_gym_prorl.serving.problem_document import field_errors, in_words
 
 
 PATIENCE_S = 600.0
 """How long a service may be away in mid-run. One that is started again by its keeper is back within a minute."""
 
-_POLL_S = 0.5
-_ANSWER_S = 60.0
+_LOOK_S = 0.5
+_STATUS_S = 5.0
 _CANCEL_S = 30.0
-_PAGE = 1000
-_AT_ONCE = 8
-_AWAY = frozenset({502, 503, 504})
-_FATAL = frozenset({401, 403, 404, 405})
-"""Refusals that have nothing to do with the row."""
+_AT_ONCE = 10_000
+"""Rollouts under way: enough for any service, and each costs some memory here."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -105,8 +104,7 @@ async def submit(order: Order, url: str | None, token: str | None) -> bool:
         if tally.ended:
             say(f"{tally.ended} results are in {order.output} already")
         if wanted:
-            async with connect(url, token) as client:
-                run = Run(client, name, order, tally, results, say)
+            async with connect(url, token) as client, Run(client, name, order, tally, results, say) as run:
                 await (_detach(run, wanted, console) if order.detach else _follow(run, wanted, console))
         print_refused(console, str(order.rows), tally.refused[len(refused) :])
         if not order.detach:
@@ -116,9 +114,9 @@ async def submit(order: Order, url: str | None, token: str | None) -> bool:
 
 async def _detach(run: Run, wanted: dict[Place, dict[str, Any]], console: Console) -> None:
     async with _cancelled_with(run, console):
-        await run.submit(wanted)
-    for rollout_id in sorted(run.open, key=lambda rollout_id: run.open[rollout_id].place):
-        console.print(rollout_id, highlight=False, soft_wrap=True)
+        await run.to_the_end(wanted)
+    for rollout in sorted(run.left, key=lambda rollout: rollout.place):
+        console.print(run.id_of(rollout), highlight=False, soft_wrap=True)
     console.print(f"run {run.name}; the same command with --run {run.name} follows it", style="dim", soft_wrap=True)
 
 
@@ -167,7 +165,7 @@ def _wishes(order: Order, row: Mapping[str, Any]) -> dict[str, Any]:
     return {**usual, **{name: value for name, value in said.items() if value is not None}}
 
 
-@dataclass(slots=True)
+@dataclass(eq=False, slots=True)
 class _Rollout:
     place: Place
     row: dict[str, Any]
@@ -178,7 +176,7 @@ class _Rollout:
 
 
 class Run:
-    """The rollouts of one run at one service.
+    """The rollouts of one run at one service. An async context manager; the service is told nothing on leaving.
 
     Args:
         client: of the service.
@@ -187,6 +185,9 @@ class Run:
         tally: counts the outcomes.
         results: takes them.
         say: is told when the service is away, and when it is back.
+
+    Attributes:
+        left: rollouts that the service has, where they are not followed.
     """
 
     def __init__(
@@ -199,197 +200,139 @@ class Run:
         say: Callable[[str], None],
     ) -> None:
         self.name, self.tally = name, tally
-        self.open: dict[str, _Rollout] = {}
-        """Rollouts that may be at the service and have no outcome yet, by id."""
+        self.left: list[_Rollout] = []
         self._client, self._order, self._results = client, order, results
-        self._say = say
-        self._away_since: float | None = None
-        self._outages = 0
-        """After each, the service may be another one, which knows nothing of this run."""
-        self._queue: asyncio.Queue[_Rollout] = asyncio.Queue()
-        self._left = 0
-        self._gate = asyncio.Semaphore(_AT_ONCE)
+        self._carrier = Carrier(
+            client,
+            tokens=TokenForm.ITEMS,
+            ended=self._ended,
+            lost=self._lost,
+            broke=self._broke,
+            say=say,
+            follows=self._follows,
+        )
+        self._waiting: deque[_Rollout] = deque()
+        self._open: dict[str, _Rollout] = {}
+        """Rollouts that may be at the service and have no outcome yet, by id."""
+        self._cancelled = False
+        self._broken: BaseException | None = None
+        self._over = asyncio.Event()
 
-    async def submit(self, wanted: dict[Place, dict[str, Any]]) -> None:
-        """Submit and leave them."""
+    async def __aenter__(self) -> Self:
         await self._client.list(limit=1)  # a service that is not there is told at once
-        await self._with_submitters(wanted, self._queue.join)
+        self._carrier.start()
+        return self
 
-    async def to_the_end(self, wanted: dict[Place, dict[str, Any]], show: Callable[[StatusView], None]) -> None:
-        """Submit, and return when each has its outcome. ``show`` is told the service's state now and then."""
-        # The log is followed from before the first submission, so that no outcome can be missed.
-        cursor = (await self._client.list(limit=1)).cursor
-
-        async def follow() -> None:
-            place, outages = cursor, 0
-            while self._left:
-                if outages != self._outages:
-                    outages = self._outages
-                    # Behind the new cursor nothing is missed; what ended before it is in the submissions' answers.
-                    place = (await self._patiently(lambda: self._client.list(limit=1))).cursor
-                    for rollout in self.open.values():
-                        if rollout.known:  # the others are being submitted
-                            self._queue.put_nowait(rollout)
-                try:
-                    async with asyncio.timeout(_ANSWER_S):
-                        page = await self._client.ended(place, wait=_POLL_S, limit=_PAGE)
-                        show(await self._client.status())
-                except (ApiError, InfrastructureError, aiohttp.ClientError, TimeoutError) as error:
-                    if isinstance(error, ApiError) and error.problem.status not in _AWAY | {410}:
-                        raise
-                    self._outages += 1
-                    await asyncio.sleep(_POLL_S)
-                    continue
-                place = page.cursor
-                ours = [(self.open[job.id], job) for job in page.rollouts if job.id in self.open]
-                await asyncio.gather(*(self._take(rollout, job) for rollout, job in ours))
-
-        await self._with_submitters(wanted, follow)
-
-    async def cancel(self) -> None:
-        """Cancel what has no outcome; bounded in time, and no error if the service is not there."""
-        ids = list(self.open)
-        with contextlib.suppress(ApiError, InfrastructureError, aiohttp.ClientError, TimeoutError):
-            async with asyncio.timeout(_CANCEL_S):
-                unknown = await self._cancel(ids)
-                if unknown:  # a submission may have been under way
-                    await asyncio.sleep(_POLL_S)
-                    await self._cancel(unknown)
-
-    async def _cancel(self, ids: list[str]) -> list[str]:
-        pages = [ids[start : start + _PAGE] for start in range(0, len(ids), _PAGE)]
-        answers = await asyncio.gather(*(self._client.cancel(page) for page in pages))
-        return [rollout_id for answer in answers for rollout_id in answer.unknown]
-
-    async def _with_submitters(
-        self, wanted: dict[Place, dict[str, Any]], until: Callable[[], Awaitable[None]]
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        for place, row in wanted.items():
-            self._queue.put_nowait(_Rollout(place, row))
-        self._left = len(wanted)
-        try:
-            async with asyncio.TaskGroup() as group:
-                submitters = [group.create_task(self._submit_from_queue()) for _ in range(_AT_ONCE)]
-                await until()
-                for submitter in submitters:
-                    submitter.cancel()
-        except ExceptionGroup as several:
-            raise _first(several) from None
+        await self._carrier.close()
 
-    async def _submit_from_queue(self) -> None:
-        while True:
-            rollout = await self._queue.get()
-            await self._submit(rollout)
-            self._queue.task_done()
+    async def to_the_end(
+        self, wanted: dict[Place, dict[str, Any]], show: Callable[[StatusView], None] | None = None
+    ) -> None:
+        """Submit, and return when each has its outcome, or is with the service, where no outcome is waited for.
 
-    async def _submit(self, rollout: _Rollout) -> None:
-        while not rollout.known or self._id(rollout) in self.open:
-            rollout_id = self._id(rollout)
-            self.open[rollout_id] = rollout  # before it is sent: it may be there though no answer comes
-            try:
-                job = await self._patiently(lambda: self._post(rollout))
-            except ApiError as error:
-                if error.problem.status in _FATAL:
-                    raise
-                if error.problem.status == 410:
-                    self._anew(rollout)  # it has ended, and its result is forgotten
-                    continue
-                if self.open.pop(rollout_id, None) is not None:
-                    self._refuse(rollout, error)
-                return
-            if rollout_id not in self.open:
-                return  # it has ended meanwhile
-            if _shut_down(job) or (job.state is JobState.CANCELLED and not rollout.known):
-                self._anew(rollout)  # remembered from an earlier interruption, ours or the service's
-                continue
-            rollout.known = True
-            if job.state.terminal and not self._order.detach:
-                await self._take(rollout, job)
-            return
-
-    def _anew(self, rollout: _Rollout) -> None:
-        """That id is over, the rollout is not: it takes the next one."""
-        self.open.pop(self._id(rollout), None)
-        rollout.take += 1
-        rollout.known = False
-
-    def _refuse(self, rollout: _Rollout, error: ApiError) -> None:
-        self._left -= 1
-        refusal = Refusal(rollout.place.line, error.problem.detail)
-        if refusal not in self.tally.refused:  # the repeats of a row are refused alike
-            self.tally.refused.append(refusal)
-
-    async def _post(self, rollout: _Rollout) -> JobView:
-        group = f"{self.name}-{rollout.place.line}"
-        wishes = _wishes(self._order, rollout.row)
-        return await self._client.submit(rollout.row, id=self._id(rollout), group=group, **wishes)
-
-    def _id(self, rollout: _Rollout) -> str:
-        base = f"{self.name}-{rollout.place.line}-{rollout.place.repeat}"
-        return base if rollout.take == 1 else f"{base}.{rollout.take}"
-
-    async def _take(self, rollout: _Rollout, job: JobView) -> None:
-        """An outcome. It is read whether it is written or not: a service keeps what its submitter has not read."""
-        if _shut_down(job):
-            self._queue.put_nowait(rollout)  # the service ended, not the rollout
-            return
-        try:
-            async with self._gate:
-                job = await self._patiently(lambda: self._client.get(job.id))
-        except ApiError as error:
-            if error.problem.status not in (404, 410):
-                raise
-            self._queue.put_nowait(rollout)  # gone before it was read: there is no other way to have it
-            return
-        if not job.state.terminal or self.open.pop(job.id, None) is None:
-            return  # it runs again, or somebody else has taken it
-        if self._results is not None:
-            self._results.write(self.name, rollout.place, job)
-        rollout.row = {}
-        self._left -= 1
-        self.tally.add(rollout.place, job)
-
-    def _back(self) -> None:
-        """The service has answered."""
-        if self._away_since is not None:
-            self._away_since = None
-            self._outages += 1
-            self._say("the service is back")
-
-    async def _patiently[T](self, call: Callable[[], Awaitable[T]]) -> T:
-        """What a call answers; a service that is away or going away is waited for."""
-        pause = _POLL_S
-        while True:
-            try:
-                answer = await call()
-            except ApiError as error:
-                if error.problem.status not in _AWAY:
-                    self._back()
-                    raise
-                why = str(error)
-            except (InfrastructureError, aiohttp.ClientError, TimeoutError) as error:
-                why = str(error) or type(error).__name__
-            else:
-                self._back()
-                return answer
-            now = time.monotonic()
-            if self._away_since is None:
-                self._away_since = now
-                self._say(f"waiting for the service: {why}")
-            if now - self._away_since > self._order.patience_s:
+        ``show`` is told the service's state now and then.
+        """
+        self._waiting.extend(_Rollout(place, row) for place, row in wanted.items())
+        self._go_on()
+        away_since: float | None = None
+        while not self._over.is_set():
+            away_since = (away_since or time.monotonic()) if self._carrier.away else None
+            if away_since is not None and time.monotonic() - away_since > self._order.patience_s:
                 raise InfrastructureError(
-                    f"the service has been away for {self._order.patience_s:g} s: {why}; the same command with "
+                    f"the service has been away for {self._order.patience_s:g} s; the same command with "
                     f"--run {self.name} goes on",
                     kind=FailureKind.TRANSPORT_UNREACHABLE,
                 )
-            await asyncio.sleep(pause)
-            pause = min(2 * pause, 5.0)
+            with contextlib.suppress(
+                ApiError, InfrastructureError, TimeoutError
+            ):  # the carrier meets the same, and tells
+                async with asyncio.timeout(_STATUS_S):
+                    if show is not None:
+                        show(await self._client.status())
+            with contextlib.suppress(TimeoutError):
+                await asyncio.wait_for(self._over.wait(), _LOOK_S)
+        if self._broken is not None:
+            raise self._broken
+
+    async def cancel(self) -> None:
+        """Cancel what has no outcome; bounded in time, and no error if the service is not there."""
+        self._cancelled = True
+        self._over.clear()
+        for rollout_id in self._open:
+            self._carrier.cancel(rollout_id)
+        for rollout in self.left:
+            self._open[self.id_of(rollout)] = rollout
+            self._carrier.cancel_unknown(self.id_of(rollout))
+        deadline = time.monotonic() + _CANCEL_S
+        while self._open and not self._carrier.away and time.monotonic() < deadline:
+            with contextlib.suppress(TimeoutError):
+                await asyncio.wait_for(self._over.wait(), _LOOK_S)
+
+    def id_of(self, rollout: _Rollout) -> str:
+        """The id that it has now."""
+        base = f"{self.name}-{rollout.place.line}-{rollout.place.repeat}"
+        return base if rollout.take == 1 else f"{base}.{rollout.take}"
+
+    def _go_on(self) -> None:
+        """Hand over what is next; once nothing is left, it is over."""
+        while self._waiting and self._carrier.load < _AT_ONCE and not self._cancelled:
+            rollout = self._waiting.popleft()
+            self._open[self.id_of(rollout)] = rollout
+            group = f"{self.name}-{rollout.place.line}"
+            body = {"row": rollout.row, "group": group, **_wishes(self._order, rollout.row)}
+            self._carrier.submit(self.id_of(rollout), body)
+        if not self._open:
+            self._over.set()
+
+    def _again(self, rollout: _Rollout, *, anew: bool) -> None:
+        """Its id is over, or at least its job; the rollout is not."""
+        if anew:
+            rollout.take += 1
+            rollout.known = False
+        self._waiting.appendleft(rollout)
+
+    # What the carrier tells
+
+    def _follows(self, job: JobView) -> bool:
+        rollout = self._open[job.id]
+        if _shut_down(job) or (job.state is JobState.CANCELLED and not rollout.known):
+            self._again(rollout, anew=True)  # remembered from an earlier interruption, ours or the service's
+        elif self._order.detach:
+            self.left.append(rollout)
+        else:
+            rollout.known = True
+            return True
+        del self._open[job.id]
+        self._go_on()
+        return False
+
+    def _ended(self, job: JobView) -> None:
+        rollout = self._open.pop(job.id)
+        if _shut_down(job):
+            self._again(rollout, anew=False)  # the service ended, not the rollout
+        elif not (self._cancelled and job.state is JobState.CANCELLED):
+            if self._results is not None:
+                self._results.write(self.name, rollout.place, job)
+            self.tally.add(rollout.place, job)
+        self._go_on()
+
+    def _lost(self, rollout_id: str, loss: Loss, why: str) -> None:
+        rollout = self._open.pop(rollout_id)
+        if loss is Loss.FORGOTTEN:
+            self._again(rollout, anew=True)
+        elif loss in (Loss.REFUSED, Loss.TAKEN):
+            refusal = Refusal(rollout.place.line, why)
+            if refusal not in self.tally.refused:  # the repeats of a row are refused alike
+                self.tally.refused.append(refusal)
+        self._go_on()
+
+    def _broke(self, error: BaseException) -> None:
+        self._broken = self._broken or error
+        self._over.set()
 
 
 def _shut_down(job: JobView) -> bool:
     return job.failure is not None and job.failure.kind is FailureKind.SHUTDOWN
-
-
-def _first(several: ExceptionGroup[Exception]) -> Exception:
-    error = several.exceptions[0]
-    return _first(error) if isinstance(error, ExceptionGroup) else error

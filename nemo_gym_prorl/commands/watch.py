@@ -7,7 +7,6 @@ import asyncio
 import time
 from collections.abc import AsyncIterator
 
-import aiohttp
 from rich.console import Console
 from rich.markup import escape
 from rich.padding import Padding
@@ -130,8 +129,8 @@ async def tail(url: str | None, token: str | None, after: str | None, group: str
                 if error.problem.status != 410:
                     raise
                 why, seen = f"{error.problem.detail}; going on with what comes now", None
-            except (InfrastructureError, aiohttp.ClientError) as error:
-                why = str(error) or type(error).__name__
+            except InfrastructureError as error:
+                why = str(error)
             console.print(f"{why}; trying again", style="yellow", markup=False)
             await asyncio.sleep(_RECONNECT_S)
 

@@ -30,11 +30,11 @@ from nemo_gym_prorl.dapo.outcome import Outcome, outcome_of, usage_of
 from nemo_gym_prorl.dapo.prompts import PromptStream
 from nemo_gym_prorl.dapo.rollout_metrics import RolloutMetrics
 from nemo_gym_prorl.dapo.sampler import DynamicSampler
-from nemo_gym_prorl.dapo.service import Service
 from nemo_gym_prorl.failures import CallerError, FailureKind, InfrastructureError, Origin
+from nemo_gym_prorl.rollout.carrier import Carrier, Loss
 from nemo_gym_prorl.rollout.client import RolloutClient
 from nemo_gym_prorl.rollout.job import JobState
-from nemo_gym_prorl.rollout.schemas import JobView
+from nemo_gym_prorl.rollout.schemas import JobView, TokenForm
 from nemo_gym_prorl.rollout.tokens import Turn
 
 
@@ -120,11 +120,13 @@ class Runner:
         self._state = state
         self._open = AsyncExitStack()
         self._services = [
-            Service(
+            Carrier(
                 service,
+                tokens=TokenForm.PACKED,
                 ended=self._ended,
                 lost=self._lost,
                 broke=partial(self._broke, place),
+                say=LOG.warning,
                 replaceable=lambda: not all(other.away for other in self._services),
             )
             for place, service in enumerate(services)
@@ -295,7 +297,9 @@ class Runner:
                 return f"weights {label!r} sampled it, which are none of run {run!r}"
         return None
 
-    def _lost(self, rollout: str, origin: Origin, why: str) -> None:
+    def _lost(self, rollout: str, loss: Loss, why: str) -> None:
+        # An id that is another run's is that of an earlier life of this one, which other weights sampled.
+        origin = Origin.CALLER if loss in (Loss.REFUSED, Loss.CANCELLED) else Origin.INFRASTRUCTURE
         LOG.warning("%s has no outcome: %s", rollout, why)
         if rollout in self._resumed and origin is Origin.INFRASTRUCTURE:
             self.sampler.interrupted(rollout)

@@ -6,15 +6,18 @@
         done = await client.wait(job.id)
         print(done.reward, done.failure)
 
-It returns the same models that the service sends, and raises :class:`ApiError` with the service's problem document. A
-service that asks to come back (``Retry-After``) is asked again then; a submission with an id is safe to repeat.
+It returns the same models that the service sends, and raises :class:`ApiError` with the service's problem document, or
+:class:`~nemo_gym_prorl.failures.InfrastructureError` where there is no answer, or half of one, or something else
+answers. A service that asks to come back (``Retry-After``) is asked again then; a submission with an id is safe to
+repeat.
 """
 
 from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import AsyncIterator, Iterable
+from collections.abc import AsyncIterator, Iterable, Iterator
+from contextlib import contextmanager
 from email.utils import parsedate_to_datetime
 from types import TracebackType
 from typing import Any, Self
@@ -22,9 +25,10 @@ from urllib.parse import quote, urlencode
 
 import aiohttp
 import orjson
+from pydantic import BaseModel, ValidationError
 from yarl import URL
 
-from nemo_gym_prorl.failures import FailureKind, InfrastructureError
+from nemo_gym_prorl.failures import CallerError, FailureKind, InfrastructureError
 from nemo_gym_prorl.rollout.schemas import (
     MAX_WAIT_S,
     CancelAnswer,
@@ -99,17 +103,17 @@ class RolloutClient:
         Raises:
             ApiError: the service refuses it for any other reason.
         """
-        return JobView.model_validate(await self._call("POST", "/v1/rollouts", {"row": row, **options}))
+        return await self._call(JobView, "POST", "/v1/rollouts", {"row": row, **options})
 
     async def submit_once(self, row: dict[str, Any], **options: Any) -> JobView:
         """The same without waiting: a service that asks to come back is an :class:`ApiError` that says when."""
-        return JobView.model_validate(await self._once("POST", "/v1/rollouts", {"row": row, **options}, {}))
+        return await self._once(JobView, "POST", "/v1/rollouts", {"row": row, **options}, {})
 
     async def get(self, rollout_id: str, wait: float = 0.0, tokens: TokenForm = TokenForm.ITEMS) -> JobView:
         """The rollout as it is now, or within ``wait`` seconds (at most 60) when it ends; with its tokens in which
         form."""
         query = {"wait": wait, "tokens": tokens.value}
-        return JobView.model_validate(await self._call("GET", _path(rollout_id), query=query))
+        return await self._call(JobView, "GET", _path(rollout_id), query=query)
 
     async def wait(self, rollout_id: str) -> JobView:
         """The rollout when it has its outcome, however long that takes."""
@@ -123,31 +127,31 @@ class RolloutClient:
         """Rollouts, oldest first: the first ``limit`` (at most 1,000), or those from ``page``, ``next`` of the page
         before."""
         query = {"state": state, "group": group, "limit": limit, "from": page}
-        return Listing.model_validate(await self._call("GET", "/v1/rollouts", query=query))
+        return await self._call(Listing, "GET", "/v1/rollouts", query=query)
 
     async def ended(
         self, after: str, *, group: str | None = None, wait: float = 0.0, results: bool = False, limit: int = 100
     ) -> Listing:
         """Terminal outcomes from cursor ``after`` on, in the order in which they ended."""
         query = {"after": after, "group": group, "wait": wait, "results": str(results).lower(), "limit": limit}
-        return Listing.model_validate(await self._call("GET", "/v1/rollouts", query=query))
+        return await self._call(Listing, "GET", "/v1/rollouts", query=query)
 
     async def cancel(self, ids: Iterable[str] | None = None, *, group: str | None = None) -> CancelAnswer:
         """Cancel by id or by group; returns when the sandboxes are gone."""
         body = {"group": group} if ids is None else {"ids": [*ids]}
-        return CancelAnswer.model_validate(await self._call("POST", "/v1/rollouts/cancel", body))
+        return await self._call(CancelAnswer, "POST", "/v1/rollouts/cancel", body)
 
     async def drain(self, timeout_s: float = 0.0) -> DrainAnswer:
         """Have the service take no new rollouts; returns when none is left, or after ``timeout_s`` (at most 60)."""
-        return DrainAnswer.model_validate(await self._call("POST", "/v1/drain", {"timeout_s": timeout_s}))
+        return await self._call(DrainAnswer, "POST", "/v1/drain", {"timeout_s": timeout_s})
 
     async def resume(self) -> DrainAnswer:
         """Have it take rollouts again."""
-        return DrainAnswer.model_validate(await self._call("POST", "/v1/resume"))
+        return await self._call(DrainAnswer, "POST", "/v1/resume")
 
     async def status(self) -> StatusView:
         """Counts per stage, pool and state."""
-        return StatusView.model_validate(await self._call("GET", "/status"))
+        return await self._call(StatusView, "GET", "/status")
 
     async def events(self, after: str | None = None) -> AsyncIterator[EventView]:
         """Transitions as they happen, until the caller stops or the service goes away.
@@ -159,17 +163,18 @@ class RolloutClient:
             ApiError: some behind ``after`` are forgotten, or this reader was too slow.
         """
         query = {} if after is None else {"after": after}
-        async with self._open.get(f"{self.url}/v1/events", params=query) as response:
-            if response.status >= 400:
-                raise ApiError(_problem(response.status, await response.read()))
-            kind = b""
-            async for line in response.content:
-                if line.startswith(b"event: "):
-                    kind = line[7:].strip()
-                elif line.startswith(b"data: ") and kind == b"problem":
-                    raise ApiError(_problem(response.status, line[6:]))
-                elif line.startswith(b"data: "):
-                    yield EventView.model_validate_json(line[6:])
+        with self._told():
+            async with self._open.get(f"{self.url}/v1/events", params=query) as response:
+                if response.status >= 400:
+                    raise ApiError(_problem(response.status, await response.read()))
+                kind = b""
+                async for line in response.content:
+                    if line.startswith(b"event: "):
+                        kind = line[7:].strip()
+                    elif line.startswith(b"data: ") and kind == b"problem":
+                        raise ApiError(_problem(response.status, line[6:]))
+                    elif line.startswith(b"data: "):
+                        yield EventView.model_validate_json(line[6:])
 
     @property
     def _open(self) -> aiohttp.ClientSession:
@@ -177,12 +182,14 @@ class RolloutClient:
             raise RuntimeError("use the client as an async context manager")
         return self._session
 
-    async def _call(self, method: str, path: str, body: Any = None, query: dict[str, Any] | None = None) -> Any:
+    async def _call[M: BaseModel](
+        self, model: type[M], method: str, path: str, body: Any = None, query: dict[str, Any] | None = None
+    ) -> M:
         """The answer to a call. A service that asks to come back later (429 or 503 with ``Retry-After``) is obeyed."""
         started = time.monotonic()
         while True:
             try:
-                return await self._once(method, path, body, query or {})
+                return await self._once(model, method, path, body, query or {})
             except ApiError as error:
                 delay = error.retry_after_s
                 if delay is None or error.problem.status not in (429, 503):
@@ -191,21 +198,39 @@ class RolloutClient:
                     raise
             await asyncio.sleep(delay)
 
-    async def _once(self, method: str, path: str, body: Any, query: dict[str, Any]) -> Any:
+    async def _once[M: BaseModel](self, model: type[M], method: str, path: str, body: Any, query: dict[str, Any]) -> M:
         params = {key: value for key, value in query.items() if value is not None}
         data = None if body is None else orjson.dumps(body)
         headers = {"Content-Type": "application/json"} if data else {}
-        url = URL(self.url + path + (f"?{urlencode(params)}" if params else ""), encoded=True)
-        try:
+        with self._told():
+            url = URL(self.url + path + (f"?{urlencode(params)}" if params else ""), encoded=True)
             async with self._open.request(method, url, data=data, headers=headers, timeout=_TIMEOUT) as response:
                 content = await response.read()
+            if response.status >= 400:
+                raise ApiError(_problem(response.status, content), _retry_after(response.headers.get("Retry-After")))
+            return model.model_validate(orjson.loads(content))
+
+    @contextmanager
+    def _told(self) -> Iterator[None]:
+        """What may go wrong with a connection, as errors of ours."""
+        try:
+            yield
+        except aiohttp.InvalidURL as error:
+            raise CallerError(f"{self.url!r} is no address; it begins with http://", field="url") from error
         except aiohttp.ClientConnectorError as error:
             raise InfrastructureError(
                 f"no rollout service answers at {self.url}: {error}", kind=FailureKind.TRANSPORT_UNREACHABLE
             ) from error
-        if response.status >= 400:
-            raise ApiError(_problem(response.status, content), _retry_after(response.headers.get("Retry-After")))
-        return orjson.loads(content)
+        except (aiohttp.ClientError, TimeoutError) as error:
+            raise InfrastructureError(
+                f"the connection to {self.url} broke: {str(error) or type(error).__name__}",
+                kind=FailureKind.TRANSPORT_PEER_DROP,
+            ) from error
+        except (orjson.JSONDecodeError, ValidationError) as error:
+            raise InfrastructureError(
+                f"what answers at {self.url} is no rollout service of this version",
+                kind=FailureKind.TRANSPORT_UNREACHABLE,
+            ) from error
 
 
 def _path(rollout_id: str) -> str:

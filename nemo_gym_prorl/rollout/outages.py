@@ -4,11 +4,8 @@
 A dead server fails every rollout that meets it within milliseconds, so a queue of hours would be gone in seconds.
 While one cannot be reached, no rollout of the environment begins, and none goes on into a stage in which that server
 failed one. A server that hangs fails nothing and keeps everything: if its handler says twice that it does not answer,
-it is out as well, for the stages that need it. There are two ways back:
-
-- a handler that can ask its servers whether they answer (``unreachable``) is asked, and one that answers is in again;
-- where it cannot, one job is let through as a trial, now and then and ever more rarely: if the stage in which the
-  server failed goes well for it, the server is in again.
+it is out as well, for the stages that need it. The handler is asked (``unreachable``), and a server that answers is in
+again. Where a handler cannot tell, only the job that met the server waits, and comes again ever more rarely.
 
 Each environment of a service is held up by its own servers only. A server that several share is found dead by each for
 itself, with its first rollout that meets it.
@@ -33,8 +30,6 @@ LOGGER = logging.getLogger(__name__)
 
 LOOK_S = 5.0
 """Pause between two questions whether all servers answer, while a stage works."""
-FIRST_S, LONGEST_S = 1.0, 60.0
-"""Pause before the first trial, and the longest between two."""
 
 
 @dataclass(slots=True)
@@ -50,64 +45,6 @@ class Outage:
     since: float
     reason: str
     stages: set[Stage] = field(default_factory=set)
-
-
-@dataclass(slots=True)
-class Outages:
-    """Those of one environment. Pure: it has no clock, and what follows is carried out elsewhere.
-
-    Attributes:
-        servers: that are out.
-        trial: the job that was let through, while it is on its way.
-    """
-
-    servers: dict[str, Outage] = field(default_factory=dict)
-    trial: str | None = None
-    _next_trial: float = 0.0
-
-    @property
-    def since(self) -> float | None:
-        """Since when any server has been out; ``None`` if all are in."""
-        return min((out.since for out in self.servers.values()), default=None)
-
-    @property
-    def held(self) -> frozenset[Stage]:
-        """The stages in which nothing may start: INIT as long as any server is out, and where jobs have met that."""
-        return frozenset({Stage.INIT}.union(*(out.stages for out in self.servers.values())) if self.servers else ())
-
-    def wants_trial(self, now: float) -> bool:
-        """It is time to let one job through, and none is on its way."""
-        return bool(self.servers) and self.trial is None and now >= self._next_trial
-
-    def out(self, server: str, stages: Iterable[Stage], reason: str, now: float, job_id: str | None = None) -> None:
-        """A server cannot be reached, since a job has met it or its handler says so. If that job was the trial, the
-        next one comes after as long a pause as the outage has lasted."""
-        first = not self.servers
-        self.servers.setdefault(server, Outage(now, reason)).stages.update(stages)
-        if first or (job_id is not None and job_id == self.trial):
-            self._pause(now)
-
-    def ended(self, job_id: str, stage: Stage, now: float, *, well: bool) -> None:
-        """A stage's work on a job ended without such a failure. Only the trial says anything about a server, and only
-        if the work went well and was of the kind that failed before."""
-        if job_id != self.trial:
-            return
-        self.trial = None
-        if well:
-            self.answered([name for name, out in self.servers.items() if stage in out.stages])
-        else:
-            self._pause(now)
-
-    def answered(self, servers: Iterable[str]) -> None:
-        """These servers can be reached again."""
-        for server in servers:
-            self.servers.pop(server, None)
-        if not self.servers:
-            self.trial = None
-
-    def _pause(self, now: float) -> None:
-        assert self.since is not None, "there is something to try out"
-        self.trial, self._next_trial = None, now + min(max(now - self.since, FIRST_S), LONGEST_S)
 
 
 @dataclass(frozen=True, slots=True)
@@ -126,7 +63,7 @@ class HeldUp:
 
 
 class OutageWatch:
-    """Puts stages on hold, asks handlers for their servers, lets trials through, for one pipeline.
+    """Puts stages on hold, and asks handlers for their servers, for one pipeline.
 
     Args:
         calls: asks handlers.
@@ -148,7 +85,8 @@ class OutageWatch:
     ) -> None:
         self._calls, self._scheduler, self._carry_out = calls, scheduler, carry_out
         self._tick, self._clock, self._probe_s = tick, clock, probe_s
-        self._outages: defaultdict[str, Outages] = defaultdict(Outages)
+        self._out: defaultdict[str, dict[str, Outage]] = defaultdict(dict)
+        """Servers that are out, by environment and name."""
         self._watches: dict[str, asyncio.Task[None]] = {}
         self._out_since: dict[str, float] = {}
         self._was_out_s: defaultdict[str, float] = defaultdict(float)
@@ -159,8 +97,8 @@ class OutageWatch:
         """Each server that is out for some environment."""
         ago = time.time() - self._clock()
         found: dict[str, HeldUp] = {}
-        for environment, outages in self._outages.items():
-            for server, out in outages.servers.items():
+        for environment, servers in self._out.items():
+            for server, out in servers.items():
                 known = found.get(server, HeldUp(out.reason, ago + out.since, ()))
                 first = min(known.since, ago + out.since)
                 found[server] = HeldUp(known.reason, first, (*known.environments, environment))
@@ -168,11 +106,11 @@ class OutageWatch:
 
     def since(self, environment: str) -> float | None:
         """Since when any server of an environment has been out, by the pipeline's clock; ``None`` if all are in."""
-        return self._outages[environment].since
+        return min((out.since for out in self._out[environment].values()), default=None)
 
     def reason(self, environment: str) -> tuple[str, str]:
         """A server of the environment that is out, and what the first job met."""
-        server, out = next(iter(self._outages[environment].servers.items()))
+        server, out = next(iter(self._out[environment].items()))
         return server, out.reason
 
     def out_s(self, environment: str) -> float:
@@ -189,21 +127,19 @@ class OutageWatch:
     async def met(self, job: Job, stage: Stage, failure: Failure) -> bool:
         """A job lost its connection: ``True`` if the server is out, so that it is not the job's attempt that failed.
 
-        A server that answers all the same has dropped this one call, and may do so again whenever it gets it.
+        A server that answers all the same has dropped this one call, and may do so again whenever it gets it. Where
+        nobody can tell, one that takes no connection is out.
         """
         server, environment = failure.server, job.environment
         assert server is not None, "only a connection to a server that has a name is looked at"
-        if server not in self._outages[environment].servers:
+        if server not in self._out[environment]:
             down = await self._calls.unreachable(environment)
-            if not (server in down if down is not None else failure.kind is not FailureKind.TRANSPORT_PEER_DROP):
+            if down is None:
+                return failure.kind is not FailureKind.TRANSPORT_PEER_DROP
+            if server not in down:
                 return False
-        self._is_out(environment, server, {stage}, failure.reason, job.id)
+        self._is_out(environment, server, {stage}, failure.reason)
         return True
-
-    def ended(self, job: Job, stage: Stage, *, well: bool) -> None:
-        """A stage's work on a job ended without losing a server."""
-        self._outages[job.environment].ended(job.id, stage, self._clock(), well=well)
-        self._hold(job.environment)
 
     async def close(self) -> None:
         """Look no more."""
@@ -212,17 +148,17 @@ class OutageWatch:
         if self._watches:
             await asyncio.wait(self._watches.values())
 
-    def _is_out(
-        self, environment: str, server: str, stages: Iterable[Stage], reason: str, job_id: str | None = None
-    ) -> None:
-        outages = self._outages[environment]
-        if server not in outages.servers:
+    def _is_out(self, environment: str, server: str, stages: Iterable[Stage], reason: str) -> None:
+        servers = self._out[environment]
+        if server not in servers:
             LOGGER.warning("%s is out, no rollout of %s begins until it answers: %s", server, environment, reason)
-        outages.out(server, stages, reason, self._clock(), job_id)
+        servers.setdefault(server, Outage(self._clock(), reason)).stages.update(stages)
         self._hold(environment)
 
     def _hold(self, environment: str) -> None:
-        held, now = self._outages[environment].held, self._clock()
+        """Have nothing start in INIT as long as any server is out, nor in stages in which jobs have met that."""
+        servers, now = self._out[environment], self._clock()
+        held = frozenset({Stage.INIT}.union(*(out.stages for out in servers.values())) if servers else ())
         if held:
             self._out_since.setdefault(environment, now)
             self.look_at(environment)
@@ -233,23 +169,18 @@ class OutageWatch:
 
     async def _watch(self, environment: str) -> None:
         """Ask as long as a stage works or a server is out. One that keeps silent may be busy: twice counts."""
-        outages, silent = self._outages[environment], frozenset[str]()
-        while outages.servers or self._scheduler.works_on(environment):
-            await asyncio.sleep(self._probe_s if outages.servers or silent else LOOK_S)
+        servers, silent = self._out[environment], frozenset[str]()
+        while servers or self._scheduler.works_on(environment):
+            await asyncio.sleep(self._probe_s if servers or silent else LOOK_S)
             down = await self._calls.unreachable(environment)
-            if down is None and not outages.servers:
+            if down is None and not servers:
                 return  # nobody can tell
             if down is not None:
-                back = outages.servers.keys() - down.keys()
-                for server in back:
+                for server in servers.keys() - down.keys():
                     LOGGER.warning("%s answers again", server)
-                outages.answered(back)
-                for server in silent & (down.keys() - outages.servers.keys()):
+                    del servers[server]
+                for server in silent & (down.keys() - servers.keys()):
                     self._is_out(environment, server, down[server], "it does not answer")
-                silent = frozenset(down.keys() - outages.servers.keys())
+                silent = frozenset(down.keys() - servers.keys())
             self._hold(environment)
             self._tick(environment)
-            if down is None and outages.wants_trial(self._clock()):
-                for start in self._scheduler.admit(environment):
-                    outages.trial = start.job_id
-                    self._carry_out([start])

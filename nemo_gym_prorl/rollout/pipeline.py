@@ -60,6 +60,8 @@ _WORKING_STATE = {
 }
 
 
+_SOONEST_S, _LATEST_S = 1.0, 60.0
+"""When a job comes again that met a server of which nobody can tell whether it answers."""
 _SESSION_GONE = frozenset({FailureKind.SESSION_LOST, FailureKind.SESSION_EXPIRED})
 
 
@@ -272,9 +274,6 @@ class Pipeline:
         spent = job.times[stage]
         spent.attempts += 1
         spent.waited_s += self._clock() - control.since
-        since = self._outages.since(job.environment)
-        if since is not None and stage in self.scheduler.held(job.environment):  # let through as a trial
-            control.held_up.setdefault(stage, max(since, control.since))
         if job.state is not _WORKING_STATE[stage]:
             self._move(job, _WORKING_STATE[stage])
         control.since = started = self._clock()
@@ -311,8 +310,6 @@ class Pipeline:
         counts = True
         if failure is not None and failure.connection_lost and control.cancelled is None:
             counts = not await self._outages.met(job, stage, failure)
-        if counts:
-            self._outages.ended(job, stage, well=failure is None and control.cancelled is None)
         if control.cancelled is not None:
             failure = classify(control.cancelled, stage)
         control.since = self._clock()
@@ -363,11 +360,15 @@ class Pipeline:
         LOGGER.info(
             "job %s: %s in %s (%s), try %d in %.1f s", job.id, failure.kind, stage, failure.reason, tries + 1, delay
         )
-        control.retry = asyncio.get_running_loop().call_later(delay, self._requeue, job, again)
+        self._set_aside(job, again, delay)
+
+    def _set_aside(self, job: Job, again: Stage, delay: float) -> None:
+        self._controls[job.id].retry = asyncio.get_running_loop().call_later(delay, self._requeue, job, again)
         self._carry_out(self.scheduler.set_aside(job.id))
 
     def _hold_up(self, job: Job, stage: Stage, failure: Failure, started: float) -> None:
-        """A server is out, which is no attempt of the job: it waits in the queue of a stage that is on hold."""
+        """A server is out, which is no attempt of the job: it waits in the queue of a stage that is on hold, or, where
+        nobody can tell when the server is back, for itself."""
         control = self._controls[job.id]
         job.failures.append(failure)
         again = Stage.EVAL if stage is Stage.EVAL else Stage.INIT
@@ -377,8 +378,21 @@ class Pipeline:
             control.held_up.clear()  # it got on for long, so that is another matter
         control.held_up.setdefault(stage, now)
         self._start_over(job, control, again)
-        self._carry_out(self.scheduler.worked(job.id, again))
-        self._await_siblings(job.id, job.budgets.eval)
+        waited = now - min(control.held_up.values())
+        if self._outages.since(job.environment) is not None:
+            self._carry_out(self.scheduler.worked(job.id, again))
+            self._await_siblings(job.id, job.budgets.eval)
+        elif waited < self.settings.unreachable_s:
+            self._set_aside(job, again, min(max(waited, _SOONEST_S), _LATEST_S))
+        else:
+            assert failure.server is not None, "it is a server that is out"
+            given_up = classify(self._unreachable(failure.server, failure.reason), stage)
+            self._finish_failed(job, given_up, stage)
+            self._carry_out(self.scheduler.worked(job.id, None))
+
+    def _unreachable(self, server: str, met: str) -> InfrastructureError:
+        reason = f"{server} could not be reached for {self.settings.unreachable_s:g} s: {met}"
+        return InfrastructureError(reason, kind=FailureKind.TRANSPORT_UNREACHABLE, server=server)
 
     def _start_over(self, job: Job, control: _Control, again: Stage) -> None:
         if again is Stage.INIT:
@@ -392,9 +406,7 @@ class Pipeline:
         since, now, bound = self._outages.since(environment), self._clock(), self.settings.unreachable_s
         if since is None:
             return
-        server, met = self._outages.reason(environment)
-        reason = f"{server} could not be reached for {bound:g} s: {met}"
-        error = InfrastructureError(reason, kind=FailureKind.TRANSPORT_UNREACHABLE, server=server)
+        error = self._unreachable(*self._outages.reason(environment))
         for job_id, control in [*self._controls.items()]:
             job = self.store.get(job_id)
             assert job is not None, "a live job is never forgotten"

@@ -20,8 +20,8 @@ Invariants:
 - A slot is taken by `Start` and given back by exactly one later event of that job.
 - Siblings that are scored together (:mod:`.cohorts`) start EVAL at once, in one slot: what a verifier does for all of
   them is one piece of work, and those that wait for the others hold nothing.
-- A stage that is on hold for an environment (:meth:`StageScheduler.hold`) starts nothing of it but what
-  :meth:`StageScheduler.admit` lets past. Rows of other environments go on as if those on hold were not there.
+- A stage that is on hold for an environment (:meth:`StageScheduler.hold`) starts nothing of it. Rows of other
+  environments go on as if those on hold were not there.
 - Among waiting jobs the order is that of :mod:`.fair_queue`. What an environment has is counted in slots of the stage,
   but for INIT in sessions: else one whose rows start quickly would fill READY, and RUN with it.
 """
@@ -237,15 +237,6 @@ class StageScheduler:
                 self._transfer(waiting, self._on_hold.pop((environment, stage)), self._queues[stage])
         return self._fill()
 
-    def admit(self, environment: str) -> list[Start]:
-        """Start one job of an environment that waits for a stage on hold, the most downstream one, if there is a slot
-        for it."""
-        for stage in (Stage.EVAL, Stage.RUN, Stage.INIT):
-            queue = self._on_hold.get((environment, stage))
-            if queue is not None and len(queue) and self._free(stage) > 0:
-                return self._start_next(stage, queue)
-        return []
-
     # -- inside --------------------------------------------------------------------------------------------------
 
     def _enqueue(self, job_id: str, stage: Stage) -> list[Start]:
@@ -396,16 +387,11 @@ class StageScheduler:
     def _fill_stage(self, stage: Stage) -> list[Start]:
         queue, starts = self._queues[stage], []
         while len(queue) and (may := self._may_start(stage)):
-            starts += self._start_next(stage, queue, may if may < queue.environments else None)
+            starts += self._start(queue.pop(may if may < queue.environments else None), stage)
         return starts
 
-    def _start_next(self, stage: Stage, queue: FairQueue, among: Set[str] | None = None) -> list[Start]:
-        job_id = queue.pop(among)
-        place = self._jobs[job_id]
-        if queue is not self._queues[stage]:
-            queue.give_back(place.client)
-            self._queues[stage].lend(place.client)
-        self._moves(place, stage, _Where.WORKING)
+    def _start(self, job_id: str, stage: Stage) -> list[Start]:
+        self._moves(self._jobs[job_id], stage, _Where.WORKING)
         if stage is not Stage.EVAL or job_id not in self._cohorts:
             return [Start(job_id, stage)]
         members = self._cohorts.start(job_id)

@@ -9,16 +9,17 @@ import contextlib
 import aiohttp
 import pytest
 
-from nemo_gym_prorl.dapo import service as service_module
 from nemo_gym_prorl.dapo.contract import NothingToLearn, SamplerConfig
 from nemo_gym_prorl.dapo.prompts import Epochs
 from nemo_gym_prorl.dapo.runner import Runner
 from nemo_gym_prorl.dapo.sampler import DynamicSampler
-from nemo_gym_prorl.dapo.service import Service
 from nemo_gym_prorl.failures import CallerError
+from nemo_gym_prorl.rollout import carrier as carrier_module
 from nemo_gym_prorl.rollout import client as client_module
+from nemo_gym_prorl.rollout.carrier import Carrier
 from nemo_gym_prorl.rollout.client import ApiError, RolloutClient
 from nemo_gym_prorl.rollout.scheduler import PoolSizes
+from nemo_gym_prorl.rollout.schemas import TokenForm
 from nemo_gym_prorl.rollout.settings import PipelineSettings
 from tests.dapo.test_runner import SETTINGS, Fault, kill, nodes, rows, runner
 
@@ -71,8 +72,8 @@ def once(status: int, method: str, begins: str) -> tuple[Fault, list[str]]:
 
 
 def impatient(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(service_module, "GIVE_UP_S", 0.3)
-    monkeypatch.setattr(service_module, "RETRY_S", 0.05)
+    monkeypatch.setattr(carrier_module, "GIVE_UP_S", 0.3)
+    monkeypatch.setattr(carrier_module, "RETRY_S", 0.05)
 
 
 @pytest.mark.parametrize("staleness", [0, 4])
@@ -186,10 +187,10 @@ async def test_submissions_that_wait_for_room_do_not_keep_results_from_being_rea
 @pytest.mark.parametrize("how", ["dies", "freezes", "was never there"])
 @pytest.mark.parametrize("staleness", [0, 1])
 async def test_one_of_two_services_never_comes_back(staleness: int, how: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(service_module, "GIVE_UP_S", 1.0)
+    monkeypatch.setattr(carrier_module, "GIVE_UP_S", 1.0)
     timeout = aiohttp.ClientTimeout(total=None, sock_connect=1.0, sock_read=2.0)
     monkeypatch.setattr(client_module, "_TIMEOUT", timeout)
-    monkeypatch.setattr(service_module, "_FOLLOW_S", 0.5)
+    monkeypatch.setattr(carrier_module, "_FOLLOW_S", 0.5)
     async with nodes(2) as up:
         relay = Relay(up[1].url)
         clients = [RolloutClient(up[0].url), RolloutClient(await relay.start())]
@@ -246,12 +247,13 @@ async def test_what_was_cancelled_does_not_run_behind_its_back() -> None:
             await asyncio.sleep(1.5)
 
     async with nodes(settings=settings) as up, RolloutClient(up[0].url) as client:
-        service = Service(
+        service = Carrier(
             client,
+            tokens=TokenForm.PACKED,
             ended=lambda job: told.add(job.id),
             lost=lambda rollout, *_: told.add(rollout),
             broke=lambda error: pytest.fail(repr(error)),
-            replaceable=lambda: False,
+            say=lambda _: None,
         )
         service.start()
         ids = [f"run:{number}:0:0" for number in range(100)]
@@ -280,7 +282,7 @@ async def test_a_start_that_fails_leaves_nothing_behind() -> None:
         with pytest.raises(CallerError, match="group_size"):
             await second.__aenter__()
         await asyncio.sleep(0.1)
-        assert not [task for task in asyncio.all_tasks() - before if "Service" in repr(task.get_coro())]
+        assert not [task for task in asyncio.all_tasks() - before if "Carrier" in repr(task.get_coro())]
 
 
 async def test_a_runner_that_broke_says_so_each_time() -> None:

@@ -32,7 +32,7 @@ class Groups(RuleBasedStateMachine):
         self.slots = slots
         self.scheduler = StageScheduler(PoolSizes(8, 8, 8, slots), cohorts={"judged": SIZE})
 
-    def apply(self, starts: list[Start], *, trial: bool = False) -> None:
+    def apply(self, starts: list[Start]) -> None:
         together = Counter[int]()
         before = {self.group[job] for job in self.scoring}
         for start in starts:
@@ -40,7 +40,7 @@ class Groups(RuleBasedStateMachine):
                 self.upstream[start.job_id] = start.stage
                 continue
             assert start.member is not None
-            assert trial or not self.held
+            assert not self.held
             assert start.member.cohort not in self.cohorts, "a number of its own"
             assert start.member.index == together[start.member.cohort]
             assert self.group[start.job_id] not in before, "one cohort of a group at a time"
@@ -100,11 +100,6 @@ class Groups(RuleBasedStateMachine):
         self.held = not self.held
         self.apply(self.scheduler.hold("judged", frozenset({Stage.EVAL} if self.held else ())))
         self.overflow = max(0, len({*self.scoring.values()}) - self.slots)
-
-    @precondition(lambda self: self.held)
-    @rule()
-    def trial(self) -> None:
-        self.apply(self.scheduler.admit("judged"), trial=True)
 
     @invariant()
     def a_cohort_takes_one_slot(self) -> None:

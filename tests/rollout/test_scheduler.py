@@ -62,14 +62,6 @@ class Schedules(RuleBasedStateMachine):
         # What stands in a stage that was on hold counts again, beside what took its place meanwhile.
         self.overflow = self.counted - self.bounds
 
-    @rule(environment=st.sampled_from(ENVIRONMENTS))
-    def a_trial_is_let_through(self, environment: str) -> None:
-        for start in self.scheduler.admit(environment):
-            assert start.stage in self.held[environment]
-            assert environment_of(start.job_id) == environment
-            assert self.waiting.pop(start.job_id) is start.stage
-            self.working[start.job_id] = start.stage
-
     @precondition(lambda self: self.working)
     @rule(data=st.data())
     def stage_works(self, data: st.DataObject) -> None:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""One rollout service as the runner sees it: carries rollouts there, and tells the outcome of each, once.
+"""Carries rollouts to a service, and tells the outcome of each, once.
 
 A service may be away for a while, break connections, or begin a new life that remembers nothing. So each rollout has a
 task of its own that goes on until it knows an outcome: it submits (the same id again is the same rollout), waits for
@@ -13,36 +13,47 @@ there: a submission that was sent is never given up half-way.
 from __future__ import annotations
 
 import asyncio
-import logging
 import time
 from collections.abc import Callable, Coroutine, Mapping
 from dataclasses import dataclass, field
+from enum import StrEnum
 from typing import Any
 
-import aiohttp
-
-from nemo_gym_prorl.failures import FailureKind, InfrastructureError, Origin
+from nemo_gym_prorl.failures import FailureKind, InfrastructureError
 from nemo_gym_prorl.rollout.client import ApiError, RolloutClient
 from nemo_gym_prorl.rollout.schemas import JobView, TokenForm
 
-
-LOG = logging.getLogger(__name__)
 
 RETRY_S = 1.0
 """Pause before something that failed is tried again."""
 GIVE_UP_S = 120.0
 """How long a service may be away before its rollouts are begun elsewhere, where that is possible."""
 RESULT_S = 30.0
-"""How long to try to have an earlier runner's result."""
+"""How long to try to have the result of a rollout that ended under an earlier process."""
 _FOLLOW_S = 30.0
 _AT_ONCE = 64
 """Calls of one kind at a time."""
-_AWAY = (InfrastructureError, aiohttp.ClientError, TimeoutError)
-"""No answer, or half of one."""
 _LATER = (408, 425, 429)
 """Besides 5xx: whoever asks again may be answered."""
-_ROWS_FAULT = (400, 413, 415, 422)
-"""The same as an environment's, see ``handlers/gym_http.py``."""
+
+
+class Loss(StrEnum):
+    """Why a rollout has no outcome."""
+
+    REFUSED = "refused"
+    """Its row is to blame."""
+    TAKEN = "taken"
+    """Its id is another rollout's."""
+    FORGOTTEN = "forgotten"
+    """It has ended, and its result is gone."""
+    CANCELLED = "cancelled"
+    """Before it began."""
+    AWAY = "away"
+    """The service was away for too long, and another one is there."""
+
+
+# The row's fault are the same statuses as of an environment, see ``handlers/gym_http.py``.
+_LOSSES = dict.fromkeys((400, 413, 415, 422), Loss.REFUSED) | {409: Loss.TAKEN, 410: Loss.FORGOTTEN}
 
 
 @dataclass(eq=False, slots=True)
@@ -68,15 +79,18 @@ class _Carried:
         return self.cancelling
 
 
-class Service:
+class Carrier:
     """See the module.
 
     Args:
-        client: an open client.
+        client: a client; open before :meth:`start`.
+        tokens: the form in which results have their tokens.
         ended: told of every rollout that has an outcome.
-        lost: told of every rollout that has none: it was refused, forgotten, or cancelled before it began. With whose
-            doing that is, and why.
+        lost: told of every rollout that has none, and why.
         broke: told of an error that ends it: a defect of ours, or a service that refuses us altogether.
+        say: told when the service is away, and when it is back.
+        follows: asked of each rollout that the service has taken on, or has had: whether its outcome is wanted. If
+            not, it is dropped here.
         replaceable: whether its rollouts could be begun elsewhere now.
     """
 
@@ -84,17 +98,23 @@ class Service:
         self,
         client: RolloutClient,
         *,
+        tokens: TokenForm,
         ended: Callable[[JobView], None],
-        lost: Callable[[str, Origin, str], None],
+        lost: Callable[[str, Loss, str], None],
         broke: Callable[[BaseException], None],
-        replaceable: Callable[[], bool],
+        say: Callable[[str], None],
+        follows: Callable[[JobView], bool] = lambda _: True,
+        replaceable: Callable[[], bool] = lambda: False,
     ) -> None:
         self.client = client
-        self._ended, self._lost, self._broke, self._replaceable = ended, lost, broke, replaceable
+        self._tokens = tokens
+        self._ended, self._lost, self._broke, self._say = ended, lost, broke, say
+        self._follows, self._replaceable = follows, replaceable
         self._carried: dict[str, _Carried] = {}
         self._ghosts: set[str] = set()
         """Given up here, and to be cancelled when the service is back."""
-        self._away_since: float | None = None
+        self._silent = False
+        """It did not answer when it was asked last."""
         self._refuses = False
         """It took no new rollout when it was asked last, since it drains, say."""
         self._posts, self._gets = asyncio.Semaphore(_AT_ONCE), asyncio.Semaphore(_AT_ONCE)
@@ -105,7 +125,7 @@ class Service:
     @property
     def away(self) -> bool:
         """It did not answer when it was asked last, or does not take what is new."""
-        return self._away_since is not None or self._refuses
+        return self._silent or self._refuses
 
     @property
     def load(self) -> int:
@@ -135,12 +155,12 @@ class Service:
             carried.news.set()
 
     def cancel_unknown(self, rollout: str) -> None:
-        """Cancel what an earlier runner submitted."""
+        """Cancel what an earlier process submitted."""
         self._carried[rollout] = carried = _Carried(rollout, {}, sent=True, cancelling=True)
         self._spawn(self._carry(carried))
 
     async def result(self, rollout: str) -> JobView:
-        """A rollout that had its outcome under an earlier runner.
+        """A rollout that had its outcome under an earlier process.
 
         Raises:
             InfrastructureError: the service has no result of it.
@@ -149,8 +169,8 @@ class Service:
         while True:
             try:
                 async with self._gets:
-                    job = await self.client.get(rollout, tokens=TokenForm.PACKED)
-            except (ApiError, *_AWAY) as error:
+                    job = await self.client.get(rollout, tokens=self._tokens)
+            except (ApiError, InfrastructureError) as error:
                 known = not isinstance(error, ApiError) or _is_passing(error)
                 if known and time.monotonic() < deadline:
                     await asyncio.sleep(RETRY_S)
@@ -177,32 +197,32 @@ class Service:
                         break
                     it.sent = True
                     job = await self.client.submit_once(dict(it.body["row"]), id=it.id, **options)
-                self._is_back(it)
-                self._refuses = False
-                if job.state.terminal:  # under an earlier runner; the log may have told of it long ago
+                self._is_back(it, takes=True)
+                if not self._follows(job):
+                    self._carried.pop(it.id, None)
+                    return False
+                if job.state.terminal:  # under an earlier process; the log may have told of it long ago
                     it.news.set()
                 return True
             except ApiError as error:
                 it.sent = before or error.problem.status >= 500
-                if error.problem.status in (409, 410, *_ROWS_FAULT):
-                    # An id that is another run's: an earlier life of this one, which other weights sampled.
-                    origin = Origin.CALLER if error.problem.status in _ROWS_FAULT else Origin.INFRASTRUCTURE
-                    return self._settle(it, origin, error.problem.detail)
+                if (loss := _LOSSES.get(error.problem.status)) is not None:
+                    return self._settle(it, loss, error.problem.detail)
                 if not _is_passing(error):
                     raise
                 if error.problem.status >= 500:
-                    self._refuses = True
+                    self._is_away(error, refuses=True)
                     if self._is_hopeless(it):
                         return self._give_up(it)
                 pause = error.retry_after_s or RETRY_S
             except TypeError as error:
-                return self._settle(it, Origin.CALLER, f"its row is no JSON: {error}")
-            except _AWAY as error:
+                return self._settle(it, Loss.REFUSED, f"its row is no JSON: {error}")
+            except InfrastructureError as error:
                 self._is_away(error)
                 if self._is_hopeless(it):
                     return self._give_up(it)
             await self._pause(it, pause)
-        return it.sent or self._settle(it, Origin.CALLER, "cancelled before it was submitted")
+        return it.sent or self._settle(it, Loss.CANCELLED, "cancelled before it was submitted")
 
     async def _settled(self, it: _Carried) -> bool:
         """Whether its outcome is known; else the service does not know it."""
@@ -211,14 +231,14 @@ class Service:
                 if it.is_unwanted():
                     job = await self._cancelled(it.id)
                     if job is None:
-                        return not self._settle(it, Origin.CALLER, "cancelled before it began")
+                        return not self._settle(it, Loss.CANCELLED, "cancelled before it began")
                 else:
                     await it.news.wait()
                     it.news.clear()
                     if it.is_unwanted():
                         continue
                     async with self._gets:
-                        job = await self.client.get(it.id, tokens=TokenForm.PACKED)
+                        job = await self.client.get(it.id, tokens=self._tokens)
                 self._is_back(it)
                 if job.state.terminal:
                     if self._carried.pop(it.id, None) is not None:
@@ -229,14 +249,14 @@ class Service:
                     it.sent = False
                     return False
                 if error.problem.status == 410:
-                    return not self._settle(it, Origin.INFRASTRUCTURE, error.problem.detail)
+                    return not self._settle(it, Loss.FORGOTTEN, error.problem.detail)
                 if not _is_passing(error):
                     raise
                 it.news.set()
                 if error.problem.status >= 500 and self._is_hopeless(it):
                     return not self._give_up(it)
                 await asyncio.sleep(error.retry_after_s or RETRY_S)
-            except _AWAY as error:
+            except InfrastructureError as error:
                 it.news.set()
                 self._is_away(error)
                 if self._is_hopeless(it):
@@ -253,16 +273,16 @@ class Service:
             pass
         it.news.set()
 
-    def _settle(self, it: _Carried, origin: Origin, why: str) -> bool:
+    def _settle(self, it: _Carried, loss: Loss, why: str) -> bool:
         """It has no outcome. Always false."""
         if self._carried.pop(it.id, None) is not None:
-            self._lost(it.id, origin, why)
+            self._lost(it.id, loss, why)
         return False
 
     def _give_up(self, it: _Carried) -> bool:
         if it.sent:
             self._ghosts.add(it.id)
-        return self._settle(it, Origin.INFRASTRUCTURE, f"{self.client.url} does not answer")
+        return self._settle(it, Loss.AWAY, f"{self.client.url} does not answer")
 
     # All of them
 
@@ -302,7 +322,7 @@ class Service:
                 page = await self.client.ended(cursor, wait=_FOLLOW_S, limit=1000)
                 self._is_back()
                 if self._refuses:
-                    self._refuses = (await self.client.status()).draining
+                    self._is_back(takes=not (await self.client.status()).draining)
                 cursor = page.cursor
                 for job in page.rollouts:
                     if job.id in self._carried:
@@ -315,7 +335,7 @@ class Service:
                     self._is_away(error)
                     self._ask_all()
                 await asyncio.sleep(0 if error.problem.status == 410 else error.retry_after_s or RETRY_S)
-            except _AWAY as error:
+            except InfrastructureError as error:
                 cursor = None
                 self._is_away(error)
                 self._ask_all()
@@ -330,11 +350,12 @@ class Service:
             await self.client.cancel(ghosts)
             self._ghosts.difference_update(ghosts)
 
-    def _is_away(self, error: BaseException) -> None:
-        """Note that it does not answer."""
-        if self._away_since is None:
-            LOG.warning("%s does not answer, asking again every %s s: %s", self.client.url, RETRY_S, error)
-            self._away_since = time.monotonic()
+    def _is_away(self, error: BaseException, *, refuses: bool = False) -> None:
+        """Note that it does not answer, or that it takes nothing new on."""
+        if not self.away:
+            self._say(f"waiting for the service at {self.client.url}: {error}")
+        self._refuses = self._refuses or refuses
+        self._silent = self._silent or not refuses
 
     def _is_hopeless(self, it: _Carried) -> bool:
         """Note that a call for it failed. Whether they have for too long: others, for others, may succeed."""
@@ -342,12 +363,15 @@ class Service:
             it.failing_since = time.monotonic()
         return time.monotonic() - it.failing_since > GIVE_UP_S and self._replaceable()
 
-    def _is_back(self, it: _Carried | None = None) -> None:
+    def _is_back(self, it: _Carried | None = None, *, takes: bool = False) -> None:
+        """Note that it answers, or even that it takes on what is new."""
         if it is not None:
             it.failing_since = None
-        if self._away_since is not None:
-            LOG.warning("%s answers again", self.client.url)
-        self._away_since = None
+        was_away = self.away
+        self._silent = False
+        self._refuses = self._refuses and not takes
+        if was_away and not self.away:
+            self._say(f"the service at {self.client.url} is back")
 
     def _spawn(self, work: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
         task = asyncio.create_task(work)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""``prorl data stem`` and ``prorl data index``."""
+"""``prorl data index``: a corpus as an offline search index."""
 
 from __future__ import annotations
 
@@ -8,24 +8,14 @@ from pathlib import Path
 
 from rich.console import Console
 
-from nemo_gym_prorl.commands.data import convert, records
+from nemo_gym_prorl.commands.data import records
 from nemo_gym_prorl.failures import CallerError
-from nemo_gym_prorl.tasks.stem.dataset import row_of
 from nemo_gym_prorl.tasks.stem.search.engine import Passage
 from nemo_gym_prorl.tasks.stem.search.index import build
 
 
 _TEXT = ("text", "contents", "passage")
 _SOURCE = ("source", "url", "id")
-
-
-def convert_stem(file: Path, output: Path | None, data_source: str | None = None) -> bool:
-    """Write the rows of a file; says whether every record made one.
-
-    Raises:
-        CallerError: see :func:`.data.convert`.
-    """
-    return convert(file, output, row_of, Console(stderr=True, highlight=False), data_source)
 
 
 def make_index(files: Sequence[Path], folder: Path) -> None:
