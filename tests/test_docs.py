@@ -89,6 +89,7 @@ PYTHON_NOT_RUN = {
 NO_CODE = {
     ("docs/api.md", "queued →"),
     ("docs/architecture.md", "NeMo RL,"),
+    ("docs/architecture.md", "nemo_gym_prorl/"),
     ("docs/recipes.md", "− Σ"),
     ("docs/recipes.md", "++data"),
     ("docs/tools.md", "OUTPUT"),
@@ -468,3 +469,17 @@ def test_every_block_is_either_run_or_known_to_be_none() -> None:
         (snippet.file, begin) for snippet in left for file, begin in NO_CODE if snippet.text.startswith(begin)
     } == NO_CODE
     assert len(left) == len(NO_CODE)
+
+
+def test_the_house_has_the_rooms_that_its_plan_names() -> None:
+    plan = (ROOT / "docs/architecture.md").read_text().partition("```text\n")[2].partition("```")[0]
+    folders, named = [ROOT], 0
+    assert len(plan.splitlines()) < 40, "one screen"
+    for line in filter(None, plan.splitlines()):
+        depth = (len(line) - len(line.lstrip())) // 2
+        names = re.findall(r"\S+(?:/|\.py)(?= )", re.split(r"  +", line.strip())[0] + " ")
+        for name in names:
+            assert (folders[depth] / name).exists(), name
+        folders[depth + 1 :] = [folders[depth] / names[0]]
+        named += len(names)
+    assert named > 40
