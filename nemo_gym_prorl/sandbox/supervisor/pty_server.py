@@ -30,9 +30,8 @@ import termios
 from io import FileIO
 
 from nemo_gym_prorl.sandbox.supervisor.lifecycle import Sandboxes
-from nemo_gym_prorl.sandbox.supervisor.processes import background
 from nemo_gym_prorl.sandbox.supervisor.processes.children import Answer
-from nemo_gym_prorl.sandbox.supervisor.processes.programs import Programs
+from nemo_gym_prorl.sandbox.supervisor.programs import Programs
 from nemo_gym_prorl.sandbox.supervisor.rpc.connection import PAUSE_S, File, drop
 from nemo_gym_prorl.sandbox.supervisor.rpc.protocol import Message, close_all
 from nemo_gym_prorl.sandbox.supervisor.sandbox import NoSandbox
@@ -294,9 +293,11 @@ class Sessions:
         words.setsockopt(socket.SOL_SOCKET, socket.SO_PASSCRED, 1)
         theirs.append(its_words.detach())
 
+        name = order["session"]
         try:
-            place = sandbox.place_to_join()
-            group, returned = await self._programs.start(order["session"], place, order, theirs, sandbox.group)
+            group, returned = await self._programs.start(
+                name, sandbox, order, theirs, lambda code: self._exited(name, code)
+            )
         except BaseException:
             words.close()
             for end in ours.values():
@@ -307,9 +308,7 @@ class Sessions:
         if returned:
             terminal = FileIO(returned[0], "r+")
             ours.update(i=terminal, o=terminal)
-        session = self._all[order["session"]] = Session(group, sandbox.name, ours, words)
-        self._sandboxes.process_started(sandbox.name, group)
-        background.begin(self._wait(session, order["session"]))
+        self._all[name] = Session(group, sandbox.name, ours, words)
         return {"group": group}, []
 
     def attach(self, order: Message) -> Answer:
@@ -332,11 +331,9 @@ class Sessions:
             raise NoSandbox(f"there is no session {order['session']} in sandbox {order['sandbox']}")
         return session
 
-    async def _wait(self, session: Session, name: str) -> None:
-        """Until its program has ended."""
-        code = await self._programs.ended(name)
-        self._sandboxes.process_ended(session.sandbox, code)
-        session.exited(code)
+    def _exited(self, name: str, code: int) -> None:
+        if session := self._all.get(name):
+            session.exited(code)
         for other_name, other in list(self._all.items()):
             try:
                 self._sandboxes.up(other.sandbox)

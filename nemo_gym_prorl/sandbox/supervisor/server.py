@@ -30,6 +30,7 @@ from pathlib import Path
 
 from nemo_gym_prorl.sandbox.isolation import syscalls
 from nemo_gym_prorl.sandbox.isolation.files import snapshots
+from nemo_gym_prorl.sandbox.isolation.joining import Place
 from nemo_gym_prorl.sandbox.launcher import requests
 from nemo_gym_prorl.sandbox.limits import cgroups, descriptors
 from nemo_gym_prorl.sandbox.supervisor.lifecycle import Sandboxes
@@ -37,7 +38,7 @@ from nemo_gym_prorl.sandbox.supervisor.networks import Networks
 from nemo_gym_prorl.sandbox.supervisor.processes import background, freezer
 from nemo_gym_prorl.sandbox.supervisor.processes.children import Answer, Children
 from nemo_gym_prorl.sandbox.supervisor.processes.launcher import Launcher
-from nemo_gym_prorl.sandbox.supervisor.processes.programs import Programs
+from nemo_gym_prorl.sandbox.supervisor.programs import Programs
 from nemo_gym_prorl.sandbox.supervisor.pty_server import Sessions
 from nemo_gym_prorl.sandbox.supervisor.rpc import peers
 from nemo_gym_prorl.sandbox.supervisor.rpc.answers import Refused, failure
@@ -61,7 +62,7 @@ class Supervisor:
         groups = _groups()
         self._sandboxes = Sandboxes(folder, self._children, groups, self._launcher)
         self._networks = Networks(self._children, self._launcher, self._sandboxes)
-        self._programs = Programs(self._children, self._launcher)
+        self._programs = Programs(self._children, self._launcher, self._sandboxes)
         self._zygotes = Zygotes(folder, self._children, self._launcher, groups)
         self._sessions = Sessions(self._programs, self._sandboxes)
         self._handlers: dict[str, Handler] = {
@@ -153,21 +154,16 @@ class Supervisor:
     async def _do_spawn(self, client: Client, order: Message, files: list[int]) -> Answer:
         """Answered with the process's number; its end is told by an ``exit`` event under the name that was chosen."""
         name, sandbox = str(order["spawn"]), self._sandboxes.up(order["sandbox"])
-        place, joiner = sandbox.place_to_join(), self._zygotes.joiner(sandbox, order)
-        try:
-            pid, returned = await self._programs.start(name, place, order, files, sandbox.group, joiner)
-        except Refused as error:
-            if "exhausted" in error.answer:
-                self._sandboxes.start_refused(sandbox.name, error.answer["exhausted"])
-            raise
-        self._sandboxes.process_started(sandbox.name, pid)
-        background.begin(self._tell_end(client, name, sandbox.name))
-        return {"pid": pid}, returned
 
-    async def _tell_end(self, client: Client, name: str, sandbox: str) -> None:
-        code = await self._programs.ended(name)
-        self._sandboxes.process_ended(sandbox, code)
-        client.post({"event": "exit", "spawn": name, "status": code})
+        def ended(code: int) -> None:
+            client.post({"event": "exit", "spawn": name, "status": code})
+
+        joiner = self._zygotes.joiner(sandbox, order)
+        pid, terminal = await self._programs.start(name, sandbox, order, files, ended, joiner)
+        return {"pid": pid}, terminal
+
+    def _place(self, order: Message) -> Place:
+        return self._sandboxes.up(order["sandbox"]).place_to_join()
 
     async def _do_signal(self, _client: Client, order: Message, _files: list[int]) -> Answer:
         """Signal the process group of a program by its name; SIGKILL also if it is only on its way."""
@@ -202,8 +198,7 @@ class Supervisor:
         return await self._children.run(partial(freezer.resume, sandbox.space))
 
     async def _do_connect(self, _client: Client, order: Message, _files: list[int]) -> Answer:
-        place = self._sandboxes.up(order["sandbox"]).place_to_join()
-        return await self._launcher.run(requests.connect(place, order["port"]))
+        return await self._launcher.run(requests.connect(self._place(order), order["port"]))
 
     async def _do_address(self, _client: Client, order: Message, _files: list[int]) -> Answer:
         return self._networks.address(order["sandbox"])
@@ -234,12 +229,10 @@ class Supervisor:
         return await self._children.run(action, [files[0], place.process.number], sandbox.group)
 
     async def _do_put(self, _client: Client, order: Message, files: list[int]) -> Answer:
-        place = self._sandboxes.up(order["sandbox"]).place_to_join()
-        return await self._launcher.run(requests.put(place, order["path"], order["mode"]), files[:1])
+        return await self._launcher.run(requests.put(self._place(order), order["path"], order["mode"]), files[:1])
 
     async def _do_get(self, _client: Client, order: Message, files: list[int]) -> Answer:
-        place = self._sandboxes.up(order["sandbox"]).place_to_join()
-        return await self._launcher.run(requests.get(place, order["path"], order["limit"]), files[:1])
+        return await self._launcher.run(requests.get(self._place(order), order["path"], order["limit"]), files[:1])
 
 
 async def _send(client: Client, answer: Message, files: list[int]) -> None:

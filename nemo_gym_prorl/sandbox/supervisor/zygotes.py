@@ -22,7 +22,7 @@ from nemo_gym_prorl.sandbox.limits import cgroups
 from nemo_gym_prorl.sandbox.supervisor.processes import background
 from nemo_gym_prorl.sandbox.supervisor.processes.children import Child, Children
 from nemo_gym_prorl.sandbox.supervisor.processes.launcher import Launcher
-from nemo_gym_prorl.sandbox.supervisor.processes.programs import Joiner
+from nemo_gym_prorl.sandbox.supervisor.programs import Joiner
 from nemo_gym_prorl.sandbox.supervisor.rpc.answers import Refused
 from nemo_gym_prorl.sandbox.supervisor.rpc.connection import ready
 from nemo_gym_prorl.sandbox.supervisor.rpc.protocol import Message, socket_pair

@@ -24,11 +24,13 @@ from nemo_gym_prorl.sandbox.isolation.joining import Place
 from nemo_gym_prorl.sandbox.launcher import requests
 from nemo_gym_prorl.sandbox.limits import usage
 from nemo_gym_prorl.sandbox.limits.cgroups import Group
+from nemo_gym_prorl.sandbox.supervisor.lifecycle import Sandboxes
 from nemo_gym_prorl.sandbox.supervisor.processes.children import Adopt, Child, Children
 from nemo_gym_prorl.sandbox.supervisor.processes.launcher import TRIES, Launcher, LauncherLost
 from nemo_gym_prorl.sandbox.supervisor.rpc.answers import EXHAUSTED, KILLED, Refused, no_process
 from nemo_gym_prorl.sandbox.supervisor.rpc.connection import ready
 from nemo_gym_prorl.sandbox.supervisor.rpc.protocol import Message, PeerGone, close_all
+from nemo_gym_prorl.sandbox.supervisor.sandbox import Sandbox
 
 
 Joiner = Callable[[list[int]], tuple[Child, socket.socket]]
@@ -66,28 +68,29 @@ class Program:
 class Programs:
     """All programs that run, or are to run, in the sandboxes of a supervisor."""
 
-    def __init__(self, children: Children, launcher: Launcher) -> None:
+    def __init__(self, children: Children, launcher: Launcher, sandboxes: Sandboxes) -> None:
         self._children = children
         self._launcher = launcher
+        self._sandboxes = sandboxes
         self._all: dict[str, Program] = {}
 
     async def start(
         self,
         name: str,
-        place: Place,
+        sandbox: Sandbox,
         order: Message,
         files: list[int],
-        group: Group | None,
+        ended: Callable[[int], object],
         joiner: Joiner | None = None,
     ) -> tuple[int, list[int]]:
-        """Start a program; its number when it runs, with its terminal if it has one. :meth:`ended` is to be awaited.
+        """Start a program; its number when it runs, with its terminal if it has one.
 
         Args:
             name: by which it can be signalled.
-            place: where.
+            sandbox: where, which is told of it, and of its end.
             order: as for :func:`.requests.spawn`.
             files: its open files; the caller's.
-            group: the control group it is to be in.
+            ended: told its exit code, negative for a signal, after this.
             joiner: what may start it; if that says that nothing was done, the launcher has its turn.
 
         Raises:
@@ -95,29 +98,32 @@ class Programs:
         """
         if name in self._all:
             raise OSError(f"there is a program {name} already")
+        place = sandbox.place_to_join()
         program = self._all[name] = Program()
         try:
             request = requests.spawn(place, order)
             assert program.wanted
             async with program.wanted:
-                terminal = await self._start(program, request, files, group, joiner)
+                terminal = await self._start(program, request, files, sandbox.group, joiner)
         except BaseException as error:
             del self._all[name]
-            if (refusal := _refusal(error, program, place, group)) is error:
+            refusal = _refusal(error, program, place, sandbox.group)
+            if isinstance(refusal, Refused) and "exhausted" in refusal.answer:
+                self._sandboxes.start_refused(sandbox.name, refusal.answer["exhausted"])
+            if refusal is error:
                 raise
             raise refusal from error
         program.wanted = None
         assert program.process
-        return program.process.pid, terminal
+        self._sandboxes.process_started(sandbox.name, program.process.pid)
 
-    async def ended(self, name: str) -> int:
-        """Wait for the end of a program that runs; its exit code, negative for a signal."""
-        program = self._all[name]
-        assert program.process
-        try:
-            return await program.process.wait()
-        finally:
+        def note(end: asyncio.Future[int]) -> None:
             del self._all[name]
+            self._sandboxes.process_ended(sandbox.name, end.result())
+            ended(end.result())
+
+        program.process.wait().add_done_callback(note)
+        return program.process.pid, terminal
 
     def signal(self, name: str, number: int) -> None:
         """Signal a program and its process group; nothing happens if it has ended. SIGKILL works before it runs."""
