@@ -223,7 +223,7 @@ async def test_a_mould_is_kept_as_long_as_a_sandbox_has_it(tmp_path: Path, monke
     monkeypatch.setattr(kept, "_variables", AsyncMock(return_value={}))
 
     async def ask(image: str) -> Mould:
-        return await kept.get({"image_identity": image})
+        return await kept.get({"image": image, "image_identity": image})
 
     before = open_files()
     held.append(await ask("held"))

@@ -25,6 +25,7 @@ from nemo_gym_prorl.sandbox.launcher import requests
 from nemo_gym_prorl.sandbox.limits import usage
 from nemo_gym_prorl.sandbox.limits.cgroups import Group
 from nemo_gym_prorl.sandbox.supervisor.lifecycle import Sandboxes
+from nemo_gym_prorl.sandbox.supervisor.processes.background import guarded
 from nemo_gym_prorl.sandbox.supervisor.processes.children import Adopt, Child, Children
 from nemo_gym_prorl.sandbox.supervisor.processes.launcher import TRIES, Launcher, LauncherLost
 from nemo_gym_prorl.sandbox.supervisor.rpc.answers import EXHAUSTED, KILLED, Refused, no_process
@@ -119,7 +120,8 @@ class Programs:
 
         def note(end: asyncio.Future[int]) -> None:
             del self._all[name]
-            self._sandboxes.process_ended(sandbox.name, end.result())
+            with guarded():
+                self._sandboxes.process_ended(sandbox.name, end.result())
             ended(end.result())
 
         program.process.wait().add_done_callback(note)
