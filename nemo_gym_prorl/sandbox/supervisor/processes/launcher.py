@@ -36,7 +36,7 @@ dead."""
 LOOKS = 10
 """In that time, at what it has said: on a busy machine we are the slow one."""
 
-TRIES = 3
+TRIES = 5
 """To have something done, each time by another launcher."""
 
 CHANNEL = 3
