@@ -2,8 +2,8 @@
 """Where a sandbox is: by whom it can be joined, and how, by what is not the launcher's.
 
 Joining the namespaces of a running container takes well under a millisecond, where a second ``apptainer exec`` takes
-fifty. It is the launcher that joins, for whatever is done in a sandbox (``launcher/launcher.c``): but for who packs and
-unpacks its layer (:mod:`.files.snapshots`), children forked for that, with the same invariants against a container whose
+fifty. The launcher does so for whatever is done in a sandbox (``launcher/launcher.c``), but for packing and unpacking
+its layer: that do children forked for it (:mod:`.files.snapshots`), with the same invariants against a container whose
 every process is hostile:
 
 - The child makes itself undumpable *before* it joins, so nothing inside can trace it, read its memory or open its
