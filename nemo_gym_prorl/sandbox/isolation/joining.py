@@ -1,16 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a forked child of the supervisor does to work in a container.
+"""Where a sandbox is: by whom it can be joined, and how, by what is not the launcher's.
 
 Joining the namespaces of a running container takes well under a millisecond, where a second ``apptainer exec`` takes
-fifty. Every function here runs in a child that was forked for it and ends with it. None executes anything inside: what
-is started there, the launcher starts (``launcher/launcher.c``), with the same invariants.
-
-Invariants, against a container whose every process is hostile:
+fifty. The launcher does so for whatever is done in a sandbox (``launcher/launcher.c``), but for packing and unpacking
+its layer: that do children forked for it (:mod:`.files.snapshots`), with the same invariants against a container whose
+every process is hostile:
 
 - The child makes itself undumpable *before* it joins, so nothing inside can trace it, read its memory or open its
   files.
 - Names are looked up by the kernel inside the container's root: no link, ``..`` or mount leads out of it.
-- Files are copied by a process that is outside of the container's PID namespace, so ``/proc/self`` leads nowhere.
 """
 
 from __future__ import annotations

@@ -8,7 +8,7 @@
  * such a file can be told by is said here, as an error that is the file's.
  */
 
-enum { CHUNK = 1 << 20, MOST_LINKS = 40, SIZE_OF_NAME = 34, SIGXFSZ = 25 };
+enum { CHUNK = 1 << 20, MOST_LINKS = 40, SIZE_OF_NAME = 34 };
 enum { LOOKS = 20 };                           /* at a file that can't be opened, before that is the disk's fault */
 enum { LEASED_MS = 1000, LEASED_PAUSE_MS = 20 }; /* for somebody inside to give up a lease, as the kernel tells him to */
 
@@ -39,6 +39,8 @@ static int is_in_file_system_of(const struct statx *found, const char *path) {
 static int copy(long source, long target, uint64_t most, long *reading, long *writing) {
     char *chunk = room(CHUNK);
     *writing = 0;
+    /* That a file may be no larger is an error like others. */
+    ignore(SIGXFSZ);
     while ((*reading = CALL(read, source, chunk, CHUNK)) > 0) {
         if ((uint64_t)*reading > most)
             return 0;
@@ -63,12 +65,13 @@ static long with_room(long result, long folder, const char *path) {
     return must(result);
 }
 
-/* Put: the folder that so much of a name leads to from an open one; where a path is given, which it is of, those that
-   are missing are made. Step by step, so that no link that changes is followed to another one when it is asked whose
-   error there was. */
+/* Put: the folder that so much of a name leads to from an open one, or from the root; where a path is given, which it is
+   of, those that are missing are made. Step by step, so that no link that changes is followed to another one when it is
+   asked whose error there was. */
 static long folder_of(long from, const char *name, size_t size, const char *path) {
     char each[LONGEST_PATH];
-    long here = must(*name == '/' ? open_inside("/", O_PATH | O_DIRECTORY) : CALL(fcntl, from, F_DUPFD_CLOEXEC, 0));
+    int top = *name == '/' || from < 0;
+    long here = must(top ? open_inside("/", O_PATH | O_DIRECTORY) : CALL(fcntl, from, F_DUPFD_CLOEXEC, 0));
     for (size_t begin = 0, end; begin < size; begin = end + 1) {
         for (end = begin; end < size && name[end] != '/'; end++)
             ;

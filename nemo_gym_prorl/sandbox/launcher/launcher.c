@@ -44,6 +44,7 @@
 #define SIGKILL 9
 #define SIGCHLD 17
 #define SIGSTOP 19
+#define SIGXFSZ 25
 #define SIG_IGN 1
 #define SIG_SETMASK 2
 #define LAST_SIGNAL 64
@@ -345,6 +346,11 @@ static long open_in(long folder, const char *path, int flags) {
 
 static long open_inside(const char *path, int flags) {
     return open_in(AT_FDCWD, path, flags);
+}
+
+static void ignore(int signal) {
+    unsigned long ignored[4] = {SIG_IGN, 0, 0, 0};
+    must(CALL(rt_sigaction, signal, ignored, 0, 8));
 }
 
 static void pause_ms(long milliseconds) {
@@ -1153,8 +1159,7 @@ static void first_process(int channel, int program) {
     keep_rights(0);
     install_filter(rules, size);
     /* Children that nobody waits for are reaped by the kernel then, also after it has become the idle program. */
-    unsigned long ignored[4] = {SIG_IGN, 0, 0, 0};
-    must(CALL(rt_sigaction, SIGCHLD, ignored, 0, 8));
+    ignore(SIGCHLD);
     /* Those that are not closed by themselves; an ordinary user's sandbox could count them. */
     for (int index = 0; index < 3; index++)
         CALL(close, index);
