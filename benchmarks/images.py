@@ -68,7 +68,7 @@ async def measure(runtime: Runtime, folder: Path, quick: bool) -> list[Figure]:
     await together(start.path, runtime, 2, STARTS)
     gated, gated_half = await together(start.path, runtime, count, STARTS)
     free, free_half = await together(start.path, runtime, count, 10_000)
-    start.let_go()
+    start.release()
     return [
         Figure("create to first answer, from an unpacked copy, p50", unpacked, "ms", "<= 100"),
         Figure("create to first answer, from a mounted SIF, p50", mounted, "ms", "<= 250"),

@@ -35,7 +35,7 @@ DINSTALL = timedelta(hours=6)
 
 def main() -> None:
     """Write the list."""
-    sources = [debian.Source(pinned.ARCHIVE, suite) for suite in (STABLE, "sid")]
+    sources = [debian.AptSource(pinned.ARCHIVE, suite) for suite in (STABLE, "sid")]
     packages: dict[str, dict[str, str]] = {}
     with tempfile.TemporaryDirectory() as folder:
         for machine, architecture in ARCHITECTURES.items():

@@ -290,7 +290,7 @@ class SingularityProvider(ComposeSupport):
     async def _start(self, spec: ContainerSpec) -> Container:
         assert self._runtime
         async with self._images.start(spec.image, self._runtime) as start:
-            held = [start.hold.descriptor] if start.hold else []
+            held = [start.lock.descriptor] if start.lock else []
             async with _starts.setdefault(asyncio.get_running_loop(), asyncio.Semaphore(STARTS)):
                 return await Container.start(replace(spec, image=start.path), self._runtime, held)
 

@@ -28,7 +28,7 @@ MOST_POOLS = 8
 IDLE_S = 600.0
 """A pool that nobody has asked for so long, in seconds, ends."""
 
-Start = Callable[[ContainerSpec], Awaitable[Container]]
+StartOne = Callable[[ContainerSpec], Awaitable[Container]]
 
 
 class WarmPool:
@@ -40,7 +40,7 @@ class WarmPool:
         start: starts one.
     """
 
-    def __init__(self, spec: ContainerSpec, size: int, start: Start) -> None:
+    def __init__(self, spec: ContainerSpec, size: int, start: StartOne) -> None:
         self._spec = replace(spec, env={}, workdir=None)
         self._size = size
         self._start = start
@@ -118,7 +118,7 @@ class WarmPools:
     def __len__(self) -> int:
         return len(self._pools)
 
-    async def take(self, spec: ContainerSpec, size: int, start: Start) -> Container:
+    async def take(self, spec: ContainerSpec, size: int, start: StartOne) -> Container:
         """A sandbox as :meth:`WarmPool.take`; the first of its kind makes a pool of ``size``."""
         key = repr(replace(spec, env={}, workdir=None))
         if key not in self._pools:

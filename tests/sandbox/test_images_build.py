@@ -107,7 +107,7 @@ def test_a_sif_of_a_sif(order: Order, store: ImageStore, tiny_sif: Path, runtime
     assert built.name == "image.sif"
     start = store.open(built, runtime)
     assert (start.path / "made" / "word").read_text() == "hello\n"
-    start.let_go()
+    start.release()
     built_on_it = build(replace(order, base="mine", name="next", format="folder"), store, runtime, silent)
     assert (built_on_it / "usr/bin/sh").exists()
 
@@ -122,7 +122,7 @@ def test_a_copy_of_somebody_elses_root_folder(
         os.lchown(path, 1234, 1234)
     os.mkfifo(theirs / "pipe")
     built = build(replace(order, template="plain", base=str(theirs)), store, runtime, silent)
-    store.open(built, runtime).let_go()
+    store.open(built, runtime).release()
     assert {path.lstat().st_uid for path in built.rglob("*")} == {0}
 
 

@@ -112,10 +112,10 @@ def test_another_file_of_the_same_path_has_another_copy(
         starts = list(pool.map(lambda _: store.open(image, runtime), range(3)))
     assert len({start.path for start in starts}) == 1
     for start in starts:
-        start.let_go()
+        start.release()
     image.touch()
     again = store.open(image, runtime)
-    again.let_go()
+    again.release()
     assert again.path != starts[0].path
     assert len(store.all_copies()) == 2
 
@@ -145,8 +145,8 @@ def test_room_is_made_by_removing_what_was_used_least_and_never_what_is_used(
     first = one.open(files[0], runtime)
     size = one.all_copies()[0].info.bytes
     two_fit = ImageStore(tmp_path / "images", tmp_path / "unpacked", room=size + max(size, wanted))
-    two_fit.open(files[1], runtime).let_go()
-    two_fit.open(files[2], runtime).let_go()
+    two_fit.open(files[1], runtime).release()
+    two_fit.open(files[2], runtime).release()
     assert {Path(image.info.source).name for image in one.all_copies()} == {"a.sif", "c.sif"}
     none_fits = ImageStore(tmp_path / "images", tmp_path / "unpacked", room=size)
     if trouble := images_module.fuse_trouble():
@@ -157,7 +157,7 @@ def test_room_is_made_by_removing_what_was_used_least_and_never_what_is_used(
         mounted = none_fits.open(files[1], runtime)
         assert mounted.path == files[1]
     assert first.path.is_dir()
-    first.let_go()
+    first.release()
     assert {entry.name for entry in (tmp_path / "unpacked").glob(".*")} == {".locks"}
 
 

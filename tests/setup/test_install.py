@@ -145,7 +145,7 @@ def test_an_unknown_package_fails_with_apts_own_words(tmp_path: Path) -> None:
 
 @needs_debian
 def test_a_dead_mirror_is_an_error_and_not_an_empty_result(tmp_path: Path) -> None:
-    dead = [debian.Source("http://127.0.0.1:9/debian", "sid")]
+    dead = [debian.AptSource("http://127.0.0.1:9/debian", "sid")]
     with pytest.raises(InfrastructureError, match=r"apt-get update failed: .*127\.0\.0\.1"):
         debian.fetch(["apptainer"], dead, tmp_path, silent)
 
@@ -160,11 +160,11 @@ https://packages.example/apt tools main
 https://flat.example/repo /
 """
     assert debian.parse_sources(listing) == [
-        debian.Source("http://mirror.example/debian", "bookworm"),
-        debian.Source("http://mirror.example/debian-security", "bookworm-security"),
+        debian.AptSource("http://mirror.example/debian", "bookworm"),
+        debian.AptSource("http://mirror.example/debian-security", "bookworm-security"),
     ]
     assert debian.parse_sources("https://odd.example/archive stable main") == [
-        debian.Source("https://odd.example/archive", "stable")
+        debian.AptSource("https://odd.example/archive", "stable")
     ]
     with pytest.raises(InfrastructureError, match=r"sources\.list"):
         debian.parse_sources("")

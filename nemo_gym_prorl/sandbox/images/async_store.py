@@ -18,7 +18,7 @@ from nemo_gym_prorl.failures import CallerError
 from nemo_gym_prorl.sandbox.images.building.default import default_image_path
 from nemo_gym_prorl.sandbox.images.pull import Puller
 from nemo_gym_prorl.sandbox.images.reference import Reference, Registry
-from nemo_gym_prorl.sandbox.images.store import ImageStore, Start
+from nemo_gym_prorl.sandbox.images.store import ImageStore, OpenImage
 from nemo_gym_prorl.sandbox.runtime.apptainer import Runtime
 
 
@@ -72,7 +72,7 @@ class AsyncImageStore:
 
     async def _unpack_once(self, image: Path, runtime: Runtime) -> None:
         if self._unpack and not await asyncio.to_thread(self._store.is_ready, image):
-            await _once(str(image), lambda: self._store.open(image, runtime).let_go())
+            await _once(str(image), lambda: self._store.open(image, runtime).release())
 
     def _find_default(self) -> Path:
         # Once, since working out its name takes milliseconds.
@@ -83,7 +83,7 @@ class AsyncImageStore:
         return self._default
 
     @asynccontextmanager
-    async def start(self, image: Path, runtime: Runtime) -> AsyncIterator[Start]:
+    async def start(self, image: Path, runtime: Runtime) -> AsyncIterator[OpenImage]:
         """What a sandbox of ``image`` starts from; kept there for the block, and by whoever got a copy of the lock.
 
         Raises:
@@ -100,7 +100,7 @@ class AsyncImageStore:
         try:
             yield start
         finally:
-            start.let_go()
+            start.release()
 
 
 async def _once(what: str, work: Callable[[], object]) -> None:
@@ -129,6 +129,6 @@ def _do(what: str, work: Callable[[], object], future: Future[None]) -> None:
         future.set_result(None)
 
 
-def _drop(opening: asyncio.Future[Start]) -> None:
+def _drop(opening: asyncio.Future[OpenImage]) -> None:
     if not opening.cancelled() and opening.exception() is None:
-        opening.result().let_go()
+        opening.result().release()

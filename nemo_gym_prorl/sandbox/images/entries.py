@@ -64,7 +64,7 @@ class Entry:
 
 
 @dataclass(slots=True)
-class Hold:
+class Lock:
     """A lock that is held. ``certain`` is false where the file system has none: others may hold it as well."""
 
     descriptor: int
@@ -125,7 +125,7 @@ class Entries:
                 raise
         return self.path(name)
 
-    def use(self, name: str) -> Hold | None:
+    def use(self, name: str) -> Lock | None:
         """Keep a thing from being removed until the lock is let go of; ``None`` if it is not there. May block while
         it is being made or removed."""
         if not self.path(name).is_dir():
@@ -205,7 +205,7 @@ class Entries:
     def _make_lock(self, name: str) -> Path:
         return self.folder / _LOCKS / f"{name}.make"
 
-    def _lock(self, path: Path, how: int) -> Hold | None:
+    def _lock(self, path: Path, how: int) -> Lock | None:
         """Lock a file; ``None`` if that is not to be waited for and somebody else holds it."""
         try:
             path.parent.mkdir(parents=True, exist_ok=True)
@@ -221,22 +221,22 @@ class Entries:
             return None
         except OSError as error:
             if error.errno in _NO_LOCKS:
-                return Hold(descriptor, certain=False)
+                return Lock(descriptor, certain=False)
             os.close(descriptor)
             raise
-        return Hold(descriptor, certain=True)
+        return Lock(descriptor, certain=True)
 
-    def _lock_of_others(self, path: Path, how: int) -> Hold | None:
+    def _lock_of_others(self, path: Path, how: int) -> Lock | None:
         """In somebody else's folder, share the lock where it can be read; what needs it alone is not for us to do."""
         if not how & fcntl.LOCK_SH:
             return None
         try:
             descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
         except OSError:
-            return Hold(os.open("/dev/null", os.O_RDONLY | os.O_CLOEXEC), certain=False)
+            return Lock(os.open("/dev/null", os.O_RDONLY | os.O_CLOEXEC), certain=False)
         with contextlib.suppress(OSError):
             fcntl.flock(descriptor, how)
-        return Hold(descriptor, certain=False)
+        return Lock(descriptor, certain=False)
 
 
 @contextmanager

@@ -26,7 +26,7 @@ from nemo_gym_prorl.sandbox.images import rootfs, sif
 from nemo_gym_prorl.sandbox.images.building import programs, runtime_build
 from nemo_gym_prorl.sandbox.images.building.recipe import Built, Format
 from nemo_gym_prorl.sandbox.images.cache import Progress, cache_dir, machine, silent
-from nemo_gym_prorl.sandbox.images.entries import Entries, Hold, flush, free_bytes
+from nemo_gym_prorl.sandbox.images.entries import Entries, Lock, flush, free_bytes
 from nemo_gym_prorl.sandbox.images.gc import least_used
 from nemo_gym_prorl.sandbox.images.info import INFO_FILE, ROOT, SIF, Image, Info, read_info, write_info
 from nemo_gym_prorl.sandbox.images.reference import Local, Named, Reference, Registry, parse
@@ -47,16 +47,16 @@ _NAMES = ".names"
 
 
 @dataclass(frozen=True, slots=True)
-class Start:
+class OpenImage:
     """What a sandbox starts from: ``path``, and the lock that keeps it there, if it can be removed at all."""
 
     path: Path
-    hold: Hold | None
+    lock: Lock | None
 
-    def let_go(self) -> None:
+    def release(self) -> None:
         """Let go of the lock; whoever was given a copy of it goes on holding it."""
-        if self.hold:
-            self.hold.release()
+        if self.lock:
+            self.lock.release()
 
 
 class ImageStore:
@@ -128,7 +128,7 @@ class ImageStore:
             return None
         return folder / ROOT if (folder / ROOT).is_dir() else folder / SIF
 
-    def open(self, image: Path, runtime: Runtime, *, unpack: bool = True, progress: Progress = silent) -> Start:
+    def open(self, image: Path, runtime: Runtime, *, unpack: bool = True, progress: Progress = silent) -> OpenImage:
         """What to start a sandbox of ``image`` from on this machine: itself, or its unpacked copy, made if need be.
 
         Raises:
@@ -137,18 +137,18 @@ class ImageStore:
         """
         if image.is_dir():
             check_made(image)
-            return Start(image, self._hold(image))
+            return OpenImage(image, self._lock(image))
         found = sif.read(image, machine())
         if unpack:
             entry = copy_name(image)
             start = self._copy(entry) or self._unpack(image, found, entry, runtime, progress)
-            if isinstance(start, Start):
+            if isinstance(start, OpenImage):
                 return start
         else:
             start = "unpacking is switched off"
         if trouble := fuse_trouble():
             raise InfrastructureError(f"{image} can't be started: {start}, and it can't be mounted: {trouble}")
-        return Start(image, self._hold(image))
+        return OpenImage(image, self._lock(image))
 
     def identity(self, image: Path) -> str:
         """What tells the image at a path from any other, as well as can be known without reading all of it: its entry,
@@ -249,7 +249,7 @@ class ImageStore:
             self._forget_names()
         return removed, swept
 
-    def _hold(self, image: Path) -> Hold | None:
+    def _lock(self, image: Path) -> Lock | None:
         """Keep an image of ours from being removed; others are none of our business."""
         if not image.is_relative_to(self.images.folder):
             return None
@@ -258,11 +258,13 @@ class ImageStore:
             raise InfrastructureError(f"{image} was removed just now")
         return hold
 
-    def _copy(self, entry: str) -> Start | None:
+    def _copy(self, entry: str) -> OpenImage | None:
         hold = self.copies.use(entry)
-        return Start(self.copies.path(entry) / ROOT, hold) if hold else None
+        return OpenImage(self.copies.path(entry) / ROOT, hold) if hold else None
 
-    def _unpack(self, image: Path, found: sif.Sif, entry: str, runtime: Runtime, progress: Progress) -> Start | str:
+    def _unpack(
+        self, image: Path, found: sif.Sif, entry: str, runtime: Runtime, progress: Progress
+    ) -> OpenImage | str:
         """Make the unpacked copy; or say why that is not possible, so that the image is mounted instead."""
         program = runtime_build.find_unsquashfs(runtime)
         if program is None:

@@ -37,7 +37,7 @@ _TOOLS = ("apt-get", "dpkg-deb", "tar")
 
 
 @dataclass(frozen=True, slots=True)
-class Source:
+class AptSource:
     """One line of a sources list: a mirror, a suite of it, and the component that we take."""
 
     uri: str
@@ -58,7 +58,7 @@ def missing_tools() -> list[str]:
     return [tool for tool in _TOOLS if shutil.which(tool) is None]
 
 
-def host_sources() -> list[Source]:
+def host_sources() -> list[AptSource]:
     """The distribution's own archives among the machine's apt sources, without third parties.
 
     Raises:
@@ -67,14 +67,14 @@ def host_sources() -> list[Source]:
     return parse_sources(_apt("indextargets", "--format", "$(SITE) $(RELEASE) $(COMPONENT)", "Created-By: Packages"))
 
 
-def parse_sources(listing: str) -> list[Source]:
+def parse_sources(listing: str) -> list[AptSource]:
     """Choose from lines of ``SITE SUITE COMPONENT``.
 
     Raises:
         InfrastructureError: no line has the component ``main``.
     """
     sources = [
-        Source(fields[0], fields[1])
+        AptSource(fields[0], fields[1])
         for fields in (line.split() for line in listing.splitlines())
         if len(fields) == 3 and fields[2] == "main"
     ]
@@ -85,7 +85,7 @@ def parse_sources(listing: str) -> list[Source]:
     return [source for source in unique if _ARCHIVE.search(source.uri)] or unique
 
 
-def fetch(packages: Sequence[str], sources: Iterable[Source], work: Path, progress: Progress) -> list[Path]:
+def fetch(packages: Sequence[str], sources: Iterable[AptSource], work: Path, progress: Progress) -> list[Path]:
     """Download packages and everything that they depend on.
 
     Args:
@@ -160,7 +160,7 @@ def _settle_modes(root: Path) -> None:
             path.chmod(wanted)
 
 
-def private_apt(sources: Iterable[Source], work: Path, architecture: str | None = None) -> Path:
+def private_apt(sources: Iterable[AptSource], work: Path, architecture: str | None = None) -> Path:
     """Write apt's private state into ``work``; returns the configuration file. For this machine's architecture, or
     another one."""
     for folder in ("lists/partial", "cache/archives/partial", "dpkg"):

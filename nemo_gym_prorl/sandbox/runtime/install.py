@@ -97,7 +97,7 @@ def _packages(work: Path, progress: Progress) -> tuple[str, list[Path]]:
             raise InfrastructureError(f"{error.reason}; if this stays so, {HOW_TO_GET_IT}") from error
         progress(f"{error.reason}; taking what Debian has today")
     try:
-        return SUITE, debian.fetch(PACKAGES, [debian.Source(mirror[0], SUITE)], work / "apt", progress)
+        return SUITE, debian.fetch(PACKAGES, [debian.AptSource(mirror[0], SUITE)], work / "apt", progress)
     except InfrastructureError as error:
         raise InfrastructureError(f"{error.reason}; if this stays so, {HOW_TO_GET_IT}") from error
 

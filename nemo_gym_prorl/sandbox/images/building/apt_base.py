@@ -102,7 +102,7 @@ def make_root(more: Sequence[str], work: Path, progress: Progress) -> Path:
     return root
 
 
-def _finish(root: Path, sources: Iterable[debian.Source]) -> None:
+def _finish(root: Path, sources: Iterable[debian.AptSource]) -> None:
     """Do by hand the little that matters of what the packages' set-up scripts would do."""
     for name, mode in FOLDERS.items():
         (root / name).mkdir(parents=True, exist_ok=True)
@@ -153,7 +153,7 @@ def _prepare_logins(etc: Path) -> None:
         (etc / "pam.d" / f"common-{name}").write_text("".join(f"{rule}\n" for rule in rules))
 
 
-def _prepare_apt(root: Path, sources: Iterable[debian.Source]) -> None:
+def _prepare_apt(root: Path, sources: Iterable[debian.AptSource]) -> None:
     """Name the distribution's public archives; and no user to become for downloads, for there may be none."""
     public = [source for source in sources if (urlsplit(source.uri).hostname or "").endswith(ARCHIVE_HOSTS)]
     keyring = f"usr/share/keyrings/{debian.distribution()}-archive-keyring.gpg"

@@ -231,7 +231,7 @@ class _Build:
 
     def _open(self, path: Path, held: ExitStack) -> _Source:
         start = self.store.open(path, self.runtime, progress=self.progress)
-        held.callback(start.let_go)
+        held.callback(start.release)
         if not start.path.is_dir():
             raise InfrastructureError(f"{path} can't be unpacked here, and only a root folder can be built on")
         return _Source.folder(start.path)
