@@ -16,7 +16,7 @@ from typing import IO, Any
 import orjson
 from rich.console import Console
 
-from nemo_gym_prorl.commands.rows import Refusal
+from nemo_gym_prorl.commands.rows import Refusal, json_lines
 from nemo_gym_prorl.failures import CallerError
 
 
@@ -93,23 +93,13 @@ def records(file: Path) -> Iterator[tuple[int, Any]]:
                     raise CallerError("is no array of records", field=str(file))
                 yield from enumerate(data, 1)
             case ".jsonl":
-                yield from _lines(file)
+                yield from json_lines(file)
             case other:
                 raise CallerError(f"{other or 'no suffix'!r} is none of .jsonl, .json, .parquet", field=str(file))
     except orjson.JSONDecodeError as error:
         raise CallerError(f"is not JSON: {error}", field=str(file)) from error
     except OSError as error:
         raise CallerError(f"cannot be read: {error.strerror or error}", field=str(file)) from error
-
-
-def _lines(file: Path) -> Iterator[tuple[int, Any]]:
-    with file.open("rb") as lines:
-        for number, line in enumerate(lines, 1):
-            if line.strip():
-                try:
-                    yield number, orjson.loads(line)
-                except orjson.JSONDecodeError as error:
-                    yield number, CallerError(f"is not JSON: {error}")
 
 
 def _parquet(file: Path) -> Iterator[Any]:

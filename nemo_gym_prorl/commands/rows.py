@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import fcntl
 import hashlib
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
@@ -59,25 +60,39 @@ def read_rows(path: Path) -> tuple[dict[int, dict[str, Any]], list[Refusal]]:
     """
     rows: dict[int, dict[str, Any]] = {}
     refused: list[Refusal] = []
-    try:
-        with path.open("rb") as lines:
-            for number, line in enumerate(lines, 1):
-                if not line.strip():
-                    continue
-                try:
-                    row = orjson.loads(line)
-                    SubmitRequest.model_validate({"row": row})
-                except orjson.JSONDecodeError as error:
-                    refused.append(Refusal(number, f"is not JSON: {error}"))
-                except ValidationError as error:
-                    refused.append(Refusal(number, in_words(field_errors([*map(_in_the_row, error.errors())]))))
-                else:
-                    rows[number] = row
-    except OSError as error:
-        raise CallerError(f"cannot be read: {error.strerror}", field=str(path)) from error
+    for number, row in json_lines(path):
+        try:
+            if isinstance(row, CallerError):
+                raise row
+            SubmitRequest.model_validate({"row": row})
+        except CallerError as error:
+            refused.append(Refusal(number, error.reason))
+        except ValidationError as error:
+            refused.append(Refusal(number, in_words(field_errors([*map(_in_the_row, error.errors())]))))
+        else:
+            rows[number] = row
     if not rows and not refused:
         raise CallerError("has no rows", field=str(path))
     return rows, refused
+
+
+def json_lines(path: Path) -> Iterator[tuple[int, Any]]:
+    """The values of a JSONL file with their lines, counted from 1, without the empty ones. In place of a line that is
+    no JSON stands the error that says so.
+
+    Raises:
+        CallerError: it cannot be read.
+    """
+    try:
+        with path.open("rb") as lines:
+            for number, line in enumerate(lines, 1):
+                if line.strip():
+                    try:
+                        yield number, orjson.loads(line)
+                    except orjson.JSONDecodeError as error:
+                        yield number, CallerError(f"is not JSON: {error}")
+    except OSError as error:
+        raise CallerError(f"cannot be read: {error.strerror or error}", field=str(path)) from error
 
 
 def _in_the_row(error: ErrorDetails) -> dict[str, Any]:

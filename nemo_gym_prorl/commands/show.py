@@ -22,6 +22,7 @@ from rich.table import Table
 from rich.text import Text
 
 from nemo_gym_prorl.commands.jobs import connect
+from nemo_gym_prorl.commands.rows import json_lines
 from nemo_gym_prorl.failures import CallerError
 from nemo_gym_prorl.rollout.schemas import FailureView, JobView
 
@@ -280,17 +281,12 @@ def _file(what: str) -> tuple[Path | None, int | None]:
 
 def _read(path: Path) -> dict[int, dict[str, Any]]:
     found: dict[int, dict[str, Any]] = {}
-    with path.open("rb") as lines:
-        for number, line in enumerate(lines, 1):
-            if not line.strip():
-                continue
-            try:
-                row = orjson.loads(line)
-            except orjson.JSONDecodeError as error:
-                raise CallerError(f"is not JSON: {error}", field=f"{path}:{number}") from None
-            if not isinstance(row, dict) or not row.keys() & {"response", "rollout"}:
-                raise CallerError("is no rollout", field=f"{path}:{number}")
-            found[number] = row
+    for number, row in json_lines(path):
+        if isinstance(row, CallerError):
+            raise CallerError(row.reason, field=f"{path}:{number}")
+        if not isinstance(row, dict) or not row.keys() & {"response", "rollout"}:
+            raise CallerError("is no rollout", field=f"{path}:{number}")
+        found[number] = row
     return found
 
 

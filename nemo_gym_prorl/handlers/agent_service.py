@@ -35,14 +35,14 @@ from nemo_gym_prorl.handlers.run_request import run_request
 from nemo_gym_prorl.handlers.seeded_session import SeededSessionHandler, responses_answer, responses_request
 from nemo_gym_prorl.handlers.service_config import ServiceConfig
 from nemo_gym_prorl.rollout.api import rollout_router
-from nemo_gym_prorl.rollout.callers import CallerGone, CallerWatch
+from nemo_gym_prorl.rollout.callers import CallerWatch
 from nemo_gym_prorl.rollout.job import Job
 from nemo_gym_prorl.rollout.metrics import PipelineMetrics
 from nemo_gym_prorl.rollout.pipeline import Pipeline
 from nemo_gym_prorl.rollout.request import Draining, JobConflict
 from nemo_gym_prorl.rollout.rows import WISHES, read_json
 from nemo_gym_prorl.rollout.wire import wire_router
-from nemo_gym_prorl.serving.problems import ProblemError, problem_of
+from nemo_gym_prorl.serving.problems import ProblemError
 
 
 _FAREWELL_S = 5.0
@@ -97,12 +97,15 @@ class AgentService:
 
     async def run(self, request: Request) -> Response:
         """Gym's ``/run``: 200 with a verified row or a masked failure row; for a trainer, an error where
-        :func:`run_status` says so. What is no row at all is refused with 422 and the field that is wrong."""
+        :func:`run_status` says so.
+
+        Raises:
+            ProblemError: that error.
+            CallerError: what was sent is no row at all, or cannot be taken on; names the field.
+            CallerGone: there is nobody to answer.
+        """
         body = await request.body()
-        try:
-            row = read_json(body)
-        except CallerError as error:
-            return problem_of(error).response()
+        row = read_json(body)
         collector = isinstance(row, dict) and from_collector(row)
         try:
             asked = run_request(row, body)
@@ -110,14 +113,10 @@ class AgentService:
                 asked.job, asked.key, request, lambda job: _answer(job, collector=collector)
             )
             return _json(answer)
-        except CallerGone:
-            return Response(status_code=499)  # nobody reads it
-        except ProblemError as error:
-            return error.response()
         except CallerError as error:
             error = _in_row(error)
             if not collector:
-                return problem_of(error).response()
+                raise error from None
             kind = FailureKind.SHUTDOWN if isinstance(error, Draining) else error.kind
             return _json(_refused_row(row, Failure(kind, Origin.CALLER, None, error.reason)))
 
@@ -134,18 +133,17 @@ class AgentService:
         return _json(_refused_row(row, failure))
 
     async def responses(self, request: Request) -> Response:
-        """Gym's ``/v1/responses`` of an agent: the tool loop in a session that the caller has seeded."""
-        try:
-            if SeededSessionHandler.name not in self.pipeline.environments.names:
-                raise CallerError("whose session is it? Set resources_server to serve /v1/responses, or post to /run")
-            wanted = responses_request(read_json(await request.body()), dict(request.cookies))
-            answer = await self._callers.run(wanted, None, request, responses_answer)
-        except CallerGone:
-            return Response(status_code=499)  # nobody reads it
-        except ProblemError as error:
-            return error.response()
-        except CallerError as error:
-            return problem_of(error).response()
+        """Gym's ``/v1/responses`` of an agent: the tool loop in a session that the caller has seeded.
+
+        Raises:
+            ProblemError: the job failed.
+            CallerError: there is no such session, or what was sent is no request; names the field.
+            CallerGone: there is nobody to answer.
+        """
+        if SeededSessionHandler.name not in self.pipeline.environments.names:
+            raise CallerError("whose session is it? Set resources_server to serve /v1/responses, or post to /run")
+        wanted = responses_request(read_json(await request.body()), dict(request.cookies))
+        answer = await self._callers.run(wanted, None, request, responses_answer)
         cookies, response = answer.split(b"\n", 1)
         good = _json(response)
         for name, value in orjson.loads(cookies).items():

@@ -21,8 +21,9 @@ from nemo_gym_prorl.handlers.seeded_session import SeededSessionHandler
 from nemo_gym_prorl.handlers.service_config import EnvironmentSettings, ServiceConfig
 from nemo_gym_prorl.handlers.timeouts import OnTimeout
 from nemo_gym_prorl.handlers.tool_answers import ToolAnswers
-from nemo_gym_prorl.rollout.environments import Environment, Environments, near
+from nemo_gym_prorl.rollout.environments import Environment, Environments
 from nemo_gym_prorl.rollout.handler import AgentHandler, EndsTimeouts, HandlerRegistry
+from nemo_gym_prorl.serving.known_keys import near
 
 
 _SETTLE_SHARE = 0.6
@@ -82,60 +83,56 @@ def gym_environments(config: ServiceConfig, servers: GymServers, base: GymContex
     registry = HandlerRegistry({GymEnvironmentHandler.name: GymEnvironmentHandler})
     base = replace(base, settle_s=config.cancel_grace_s * _SETTLE_SHARE)
     top = EnvironmentSettings.model_validate({key: getattr(config, key) for key in EnvironmentSettings.model_fields})
+
+    def environment(name: str, settings: EnvironmentSettings, field: str = "", **more: Any) -> Environment:
+        context = _context(settings, name, field, servers, base)
+        build = _builder(registry, settings, context, field)
+        return Environment(
+            name,
+            settings.handler,
+            build,
+            scores_groups_of=context.scores_groups_of,
+            tool_errors=context.tools.errors,
+            **{"data_sources": frozenset({name}), **more},
+        )
+
     described: list[Environment] = []
     default = None
     if top.resources_server is not None or top.handler != GymEnvironmentHandler.name:
         default = top.handler if top.resources_server is None else top.resources_server.name
-        context = _context(top, default, "", servers, base)
-        described.append(
-            Environment(
-                default,
-                top.handler,
-                _builder(registry, top, context, ""),
-                frozenset({default}),
-                scores_groups_of=context.scores_groups_of,
-                tool_errors=context.tools.errors,
-            )
-        )
+        described.append(environment(default, top))
     elif not config.environments:
         raise CallerError("name one, here or for each of `environments`", field="resources_server")
     for name, own in config.environments.items():
-        settings, field = config.of_environment(name), f"environments.{name}."
-        context = _context(settings, name, field, servers, base)
-        build = _builder(registry, settings, context, field)
+        sources = frozenset({name, *own.data_sources})
         described.append(
-            Environment(
+            environment(
                 name,
-                settings.handler,
-                build,
-                frozenset({name, *own.data_sources}),
+                config.of_environment(name),
+                f"environments.{name}.",
+                data_sources=sources,
                 budgets=config.budgets_of(name),
                 share=own.share,
-                scores_groups_of=context.scores_groups_of,
-                tool_errors=context.tools.errors,
             )
         )
-    taken = {name for environment in described for name in (environment.handler, environment.name)}
-    further = []
-    for name in sorted(registry.plugins.keys() - taken):
-        own_way: dict[str, Any] = {"handler_config": {}, "on_timeout": OnTimeout.MASK, "scores_groups_of": 1}
-        settings = top.model_copy(update={"handler": name, **own_way})
-        context = _context(settings, name, "", servers, base)
-        build = _builder(registry, settings, context, "")
-        further.append(Environment(name, name, build, frozenset({name}), tool_errors=context.tools.errors))
+    # What the default environment says of its handler and verdicts is none of a plug-in's, nor of a session that a
+    # caller brings along.
+    plain = top.model_copy(update={"handler_config": {}, "on_timeout": OnTimeout.MASK, "scores_groups_of": 1})
+    taken = {name for one in described for name in (one.handler, one.name)}
+    further = [
+        environment(name, plain.model_copy(update={"handler": name}))
+        for name in sorted(registry.plugins.keys() - taken)
+    ]
     if top.resources_server is not None:
-        further.append(_seeded(_context(top, SeededSessionHandler.name, "", servers, base)))
+        seeded = SeededSessionHandler.name
+        context = _context(plain, seeded, "", servers, base)
+        further.append(
+            Environment(seeded, seeded, lambda: SeededSessionHandler(context), tool_errors=context.tools.errors)
+        )
     environments = Environments([*described, *further], default)
-    for environment in described:
-        environments.get(environment.name)
+    for one in described:
+        environments.get(one.name)
     return environments
-
-
-def _seeded(context: GymContext) -> Environment:
-    """Sessions that callers bring along, at the default environment's server; what they are worth is theirs to say."""
-    name = SeededSessionHandler.name
-    seeded = replace(context, on_timeout=OnTimeout.MASK, scores_groups_of=1)
-    return Environment(name, name, lambda: SeededSessionHandler(seeded), tool_errors=seeded.tools.errors)
 
 
 def _context(

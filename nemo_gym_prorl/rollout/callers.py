@@ -20,7 +20,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any
 
-from fastapi import Request
+from fastapi import HTTPException, Request
 
 from nemo_gym_prorl.failures import JobCancelled
 from nemo_gym_prorl.rollout.job import Job
@@ -29,8 +29,11 @@ from nemo_gym_prorl.rollout.request import JobConflict, JobRequest
 from nemo_gym_prorl.rollout.tasks import begin
 
 
-class CallerGone(Exception):
-    """The caller of this connection is gone; there is nobody to answer."""
+class CallerGone(HTTPException):
+    """The caller of this connection is gone; nobody reads what a route makes of this."""
+
+    def __init__(self) -> None:
+        super().__init__(499, "the caller is gone")
 
 
 @dataclass(slots=True)

@@ -11,7 +11,6 @@ that knows how to run its rows, and the budgets that hold where a job brings non
 
 from __future__ import annotations
 
-import difflib
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -19,6 +18,7 @@ from typing import Any
 from nemo_gym_prorl.failures import CallerError
 from nemo_gym_prorl.rollout.handler import AgentHandler
 from nemo_gym_prorl.rollout.job import Budgets
+from nemo_gym_prorl.serving.known_keys import near
 
 
 @dataclass(frozen=True, slots=True)
@@ -127,11 +127,3 @@ class Environments:
             known = near(source if isinstance(source, str) else "", self._by_source)
             raise CallerError(f"{said}, and the service has no default one{known}", field="row.data_source")
         return self._all[found]
-
-
-def near(name: str, known: Iterable[str]) -> str:
-    """The end of a complaint about a name: the nearest that there is, and all of them."""
-    known = sorted(known)
-    nearest = difflib.get_close_matches(name, known, 1, 0.5)
-    hint = f"; the nearest: {nearest[0]}" if nearest else ""
-    return f"{hint}; there are: {', '.join(known) or 'none'}"

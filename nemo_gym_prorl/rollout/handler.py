@@ -9,7 +9,6 @@ and may give it a configuration of its own.
 
 from __future__ import annotations
 
-import difflib
 from collections.abc import Callable, Collection, Iterable, Mapping
 from importlib.metadata import EntryPoint, entry_points
 from typing import Any, Protocol, runtime_checkable
@@ -18,7 +17,7 @@ from pydantic import BaseModel, ValidationError
 
 from nemo_gym_prorl.failures import CallerError, Failure, Stage
 from nemo_gym_prorl.rollout.job import Job, Outcome, Trajectory, Verdict
-from nemo_gym_prorl.serving.known_keys import refuse_unknown
+from nemo_gym_prorl.serving.known_keys import near, refuse_unknown
 
 
 ENTRY_POINT_GROUP = "nemo_gym_prorl.agent_handlers"
@@ -126,11 +125,9 @@ class HandlerRegistry:
             CallerError: with ``field``, and the nearest of those that are.
         """
         if name not in self._builtin and name not in self.plugins:
-            nearest = difflib.get_close_matches(name, self.names, 1, 0.5)
-            hint = f"; the nearest: {nearest[0]}" if nearest else ""
             raise CallerError(
-                f"no agent handler {name!r} is installed{hint}; installed are {', '.join(self.names) or 'none'}. A "
-                f"package registers one in its entry-point group {ENTRY_POINT_GROUP!r}",
+                f"no agent handler {name!r} is installed{near(name, self.names)}. A package registers one in its "
+                f"entry-point group {ENTRY_POINT_GROUP!r}",
                 field=field,
             )
 

@@ -11,7 +11,7 @@ import orjson
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationError, model_validator
 from pydantic_core import InitErrorDetails
 
-from nemo_gym_prorl.failures import Failure, FailureKind, Origin, Stage
+from nemo_gym_prorl.failures import FailureKind, Origin, Stage
 from nemo_gym_prorl.rollout.cursors import Cursor
 from nemo_gym_prorl.rollout.job import Job, JobState
 from nemo_gym_prorl.rollout.pipeline import Pipeline
@@ -108,6 +108,8 @@ class SubmitRequest(KnownKeys):
 class FailureView(BaseModel):
     """Why a job, or one of its attempts, failed."""
 
+    model_config = ConfigDict(from_attributes=True)
+
     kind: FailureKind
     origin: Origin
     stage: Stage | None
@@ -117,6 +119,8 @@ class FailureView(BaseModel):
 
 class StageTimeView(BaseModel):
     """Seconds in one stage over all attempts."""
+
+    model_config = ConfigDict(from_attributes=True)
 
     waited_s: float
     worked_s: float
@@ -190,18 +194,15 @@ class JobView(BaseModel):
             priority=job.priority,
             submitted_at=job.submitted_at,
             finished_at=job.finished_at,
-            timings={
-                stage: StageTimeView(waited_s=time.waited_s, worked_s=time.worked_s, attempts=time.attempts)
-                for stage, time in job.times.items()
-            },
+            timings={stage: StageTimeView.model_validate(time) for stage, time in job.times.items()},
             turns=job.progress.turns,
             tool_calls=job.progress.tool_calls,
             finish_reason=job.progress.finish_reason,
             weight_versions=job.progress.labels,
             reward=outcome.reward if outcome else None,
             masked=outcome.masked if outcome else False,
-            failure=_failure_view(outcome.failure) if outcome and outcome.failure else None,
-            failed_attempts=[_failure_view(failure) for failure in job.failures],
+            failure=FailureView.model_validate(outcome.failure) if outcome and outcome.failure else None,
+            failed_attempts=[FailureView.model_validate(failure) for failure in job.failures],
         )
 
 
@@ -372,13 +373,3 @@ class EventView(BaseModel):
         """The view of a transition."""
         fields = asdict(transition)
         return cls(id=fields.pop("job_id"), cursor=str(cursor), **fields)
-
-
-def _failure_view(failure: Failure) -> FailureView:
-    return FailureView(
-        kind=failure.kind,
-        origin=failure.origin,
-        stage=failure.stage,
-        reason=failure.reason,
-        traceback=failure.traceback,
-    )

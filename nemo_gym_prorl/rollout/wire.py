@@ -18,7 +18,7 @@ from fastapi import APIRouter, Request, Response
 from pydantic import BaseModel, ConfigDict, Field, HttpUrl
 
 from nemo_gym_prorl.failures import CallerError, FailureKind, Stage
-from nemo_gym_prorl.rollout.callers import CallerGone, CallerWatch
+from nemo_gym_prorl.rollout.callers import CallerWatch
 from nemo_gym_prorl.rollout.job import Job, JobState
 from nemo_gym_prorl.rollout.json_route import JsonRoute
 from nemo_gym_prorl.rollout.pipeline import Pipeline
@@ -131,8 +131,6 @@ def wire_router(pipeline: Pipeline, callers: CallerWatch, backends: BackendContr
             if error.field is None or not error.field.startswith("row."):
                 raise
             raise CallerError(error.complaint, field=f"instance.{error.field.removeprefix('row.')}") from None
-        except CallerGone:
-            return Response(status_code=499)
         return Response(answer, media_type="application/json")
 
     @router.post("/cancel", responses=problem_responses(404, 422))

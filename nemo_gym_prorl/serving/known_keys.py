@@ -78,8 +78,16 @@ def _no_such(
         return PydanticCustomError("renamed_key", "{key}: is called {name} here", {"key": key, "name": renamed[key]})
     if key in misplaced:
         return PydanticCustomError("misplaced_key", "{key}: belongs {where}", {"key": key, "where": misplaced[key]})
-    near = difflib.get_close_matches(key, config.model_fields, 1, 0.5)
-    nearest = f"; the nearest that there is: {near[0]}" if near else ""
+    found = difflib.get_close_matches(key, config.model_fields, 1, 0.5)
+    nearest = f"; the nearest that there is: {found[0]}" if found else ""
     return PydanticCustomError(
         "unknown_key", "{key}: there is no such setting{nearest}", {"key": key, "nearest": nearest}
     )
+
+
+def near(name: str, known: Iterable[str]) -> str:
+    """The end of a complaint about a name: the nearest that there is, and all of them."""
+    known = sorted(known)
+    nearest = difflib.get_close_matches(name, known, 1, 0.5)
+    hint = f"; the nearest: {nearest[0]}" if nearest else ""
+    return f"{hint}; there are: {', '.join(known) or 'none'}"
