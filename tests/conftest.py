@@ -100,7 +100,7 @@ WHOLE_GYMS = (
 AS_ORDINARY_USER = "tests/sandbox/test_as_ordinary_user.py"
 
 LONGEST_FIRST = (
-    *(WHOLE_GYMS[0], ENGINES, GYMS, AS_ORDINARY_USER, "tests/test_benchmarks.py", "tests/setup/test_install.py"),
+    *(WHOLE_GYMS[0], ENGINES, GYMS, AS_ORDINARY_USER, "tests/setup/test_install.py"),
     *("tests/rollout/", "tests/prorl_code/"),
 )
 """What begins first where the suite runs in several processes, so that none waits for another at the end."""

@@ -53,7 +53,7 @@ def test_a_turn_is_judged_at_its_length() -> None:
     assert shared.at(1_920, shared.cpu) == pytest.approx(0.003)
 
 
-@pytest.mark.timeout(600)
+@pytest.mark.long("four processes of servers that a benchmark measures; what they answer is asked in tests/policy")
 async def test_agents_of_both_servers_are_answered() -> None:
     """Real servers over the stand-in engine, whose answers both take for vLLM's."""
     figures = {figure.name: figure for figure in await agents.measure(agents.Scale(4, 3, 2, 0.1), servers=2)}

@@ -42,6 +42,7 @@ from tests.handlers.gym_host import hosting, instance, url_of
 from tests.handlers.test_gym_environment import counting, gym_rows, scripted
 
 
+PRORL = typer.main.get_command(app)
 ROOT = Path(__file__).parents[1]
 ENVIRONMENT = "example_session_state_mgmt"
 
@@ -171,7 +172,7 @@ PYTHON = [snippet for snippet in ALL if snippet.language == "python"]
 
 def parse(words: list[str]) -> None:
     """Have click parse a ``prorl`` command line, as it stands, without running it."""
-    command: Any = typer.main.get_command(app)
+    command: Any = PRORL
     context = click.Context(command, info_name="prorl")
     rest = words[1:]
     while isinstance(command, click.Group) or hasattr(command, "commands"):
@@ -199,7 +200,7 @@ def test_every_prorl_command_in_a_sentence_has_commands_and_options_that_exist()
     assert len(found) > 8
     for path, code in found:
         words = code.replace("[", "").replace("]", "").split()[1:]
-        command: Any = typer.main.get_command(app)
+        command: Any = PRORL
         for word in words:
             if not hasattr(command, "commands") or word == "|":
                 break

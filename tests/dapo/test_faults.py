@@ -179,7 +179,7 @@ async def test_submissions_that_wait_for_room_do_not_keep_results_from_being_rea
     settings = PipelineSettings(stages=PoolSizes(64, 64, 64, 64), max_attempts=1, retain_bytes=3000)
     async with (
         nodes(settings=settings) as up,
-        runner(up, rows(200), SamplerConfig(20, 8, 400, reference_share=0.0)) as driver,
+        runner(up, rows(200), SamplerConfig(6, 8, 120, reference_share=0.0)) as driver,
     ):
         assert await driver.batch() is not None
 

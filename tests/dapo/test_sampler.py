@@ -5,11 +5,12 @@ from __future__ import annotations
 
 import json
 import math
+import os
 import random
 from dataclasses import replace
 
 import pytest
-from hypothesis import HealthCheck, given, settings
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
@@ -233,10 +234,8 @@ class Sampling(RuleBasedStateMachine):
         assert self.sampler.submitted == self.sampler.fates.rollouts
 
 
-TestSampling = Sampling.TestCase
-TestSampling.settings = settings(
-    max_examples=150, stateful_step_count=60, deadline=None, suppress_health_check=[HealthCheck.too_slow]
-)
+TestSampling = pytest.mark.longer("150 examples")(Sampling.TestCase)
+TestSampling.settings = settings(max_examples=150 if os.environ.get("PRORL_TEST_LONG") else 50, stateful_step_count=60)
 
 
 def eager(config: SamplerConfig, prompts: Epochs, curriculum: SkipSolved | None = None) -> DynamicSampler:
@@ -248,7 +247,7 @@ def eager(config: SamplerConfig, prompts: Epochs, curriculum: SkipSolved | None 
 
 
 @given(seed=st.integers(0, 10**6), size=st.integers(2, 4), groups=st.integers(1, 4), cap=st.integers(1, 40))
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 def test_in_order_the_batches_are_the_same_whatever_ends_first(seed: int, size: int, groups: int, cap: int) -> None:
     def batches(driver: random.Random) -> list[list[tuple[int, list[float]]]]:
         config = SamplerConfig(groups, size, max(cap, size), max_staleness=driver.randrange(3), in_order=True)

@@ -98,7 +98,7 @@ async def test_a_row_without_a_riddle_is_refused_by_its_field(base_url: str) -> 
 
 
 @given(seed=st.integers(0, 10**9))
-@settings(max_examples=50, deadline=None)
+@settings(max_examples=50)
 def test_a_careful_demonstrator_is_right_and_a_careless_one_now_and_then(seed: int) -> None:
     rng = random.Random(seed)
     riddle = Riddle.draw(rng)
@@ -114,7 +114,7 @@ def test_held_out_riddles_share_nothing_with_those_of_the_training() -> None:
 
 
 @given(seed=st.integers(0, 10**6), cuts=st.sampled_from([0.0, 1.0]))
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 def test_a_lesson_is_the_conversation_as_the_template_writes_it(
     tmp_path_factory: pytest.TempPathFactory, seed: int, cuts: float
 ) -> None:

@@ -61,7 +61,7 @@ def test_what_makes_no_mistake_worth_looking_for(body: str, kind: str) -> None:
 
 
 @given(st.sampled_from(SOURCES))
-@settings(max_examples=5, deadline=None)
+@settings(max_examples=5)
 def test_any_file_with_a_mistake_is_python_and_another_program(path: Path) -> None:
     source = path.read_text()
     found = mutations(source)
