@@ -38,8 +38,7 @@ from nemo_gym_prorl.tasks.math.measures import (
     another_unit,
     in_cents,
     measure_of,
-    other_words,
-    stray_words,
+    stray_text,
 )
 from nemo_gym_prorl.tasks.math.notation import another_order, symbols
 from nemo_gym_prorl.tasks.math.shapes import CLOSED, LIST, MATRIX, SET, TUPLE, VECTOR, Shape
@@ -128,8 +127,6 @@ def _compared(gold: str, text: str, question: str) -> Judged:
             if real_sets.left_to_work_out(wanted, given):
                 return Verdict.UNFINISHED, "its sets are to be put together"
             return Verdict.RIGHT, "the same set of numbers"
-    if word := other_words(gold, text):
-        return Verdict.WRONG, f"one says {word!r}"
     if (one := congruence(gold)) and (other := congruence(text)):
         if one.modulus != other.modulus or (one.name and other.name and one.name != other.name):
             return Verdict.WRONG, "another congruence"
@@ -277,7 +274,7 @@ def _valued(gold_text: str, text: str, question: str) -> Judged:
     if another_unit(wanted, said):
         return Verdict.WRONG, "another unit"
     for value in (said.value, wanted.value):
-        if stray := stray_words(gold_text, value):
+        if stray := stray_text(value):
             return Verdict.UNREADABLE, f"{stray!r} stands beside the value"
     if another_time(wanted.value, said.value, question):
         return Verdict.WRONG, "another time"

@@ -1,13 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-r"""What stands around a number and is not part of it: units, currencies, what is counted, and words that change what
-is said. Pure, and about text only.
+r"""What stands around a number and is not part of it: units, currencies, what is counted. Pure, and about text only.
 
 What stands behind a number is a unit only if it is known for one (:mod:`.unit_words`). All else is part of the value:
 ``3/x`` is no 3, nor is ``5\text{ thirds}`` 5.
 
 ``math-verify`` drops them, so that 5 oranges are 5 apples and 5 million are 5. The rule here: a unit that only one of
 two answers has is no matter, since questions mostly name it; where both have one they must be the same. Words that
-multiply (million) do so, and words that say something else (not, at least, or more) must stand in both or in neither.
+multiply (million) do so, and any other text leaves no value.
 """
 
 from __future__ import annotations
@@ -55,16 +54,9 @@ _CLOSING = re.compile(
 _MONEY = re.compile(r"\s*(?P<sign>-?)\s*(?P<money>\\\$|€|£|\\euro(?![a-z])|\\pounds(?![a-z]))\s*(?=[-\d.\\({])")
 _ONE_OF_IT = re.compile(rf"(?P<angle>{_DEGREE}|{_PRIME})|{_IN_COMMAND}|{_SPEED}|{_BARE}|{_SLASHED}", re.DOTALL)
 _PART = re.compile(r"[a-zA-Z]+|\^\s*\{?\s*(-?\d)\s*\}?|/")
-_QUALIFYING = re.compile(
-    r"(?<!\\)\b(?!(?-i:NO|IF)\b)(?:not|no|never|neither|nor|except|wrong|false|incorrect|wait|rather|instead|least|most|more|less|greater|fewer"
-    r"|larger|smaller|under|over|below|above|than|between|non|without|unless|if|either|maybe|possibly|\w+n't)\b"
-    r"|\\not(?![a-zA-Z])|\\neg(?![a-zA-Z])",
-    re.IGNORECASE,
-)
 _WORDY = re.compile(rf"{_COMMAND}\s*\{{([^{{}}\\$]*)\}}")
 _TEXT = re.compile(rf"{_COMMAND}\s*\{{([^{{}}]*)")
 _CLOCK = re.compile(r"\s*(\d{1,2})\s*:\s*([0-5]\d)\s*")
-_LONG_WORD = re.compile(rf"(?<![\\a-zA-Z_^{{])(?!(?:{_FUNCTIONS})(?![a-zA-Z]))[a-z]{{3,}}(?![a-zA-Z])")
 
 
 @dataclass(frozen=True, slots=True)
@@ -140,24 +132,11 @@ def another_unit(expected: Measure, said: Measure) -> bool:
     return not (set(wanted) <= set(given) or set(given) <= set(wanted))
 
 
-def other_words(expected: str, said: str) -> str:
-    """What an answer says beside its value that the expected one does not, or the other way round."""
-    for text, other in ((said, expected), (expected, said)):
-        if more := _qualifying(text) - _qualifying(other):
-            return min(more)
-    return ""
-
-
-def stray_words(expected: str, value: str) -> str:
-    """Words within a value, where units are gone; such as the expected answer has are none unless they are text."""
+def stray_text(value: str) -> str:
+    """Text within a value, where units are gone: what it is called may be one, and a number may stand in one."""
     left, _, right = symbols(value).rpartition("=")
-    texts = [*_TEXT.findall(right), *(_TEXT.findall(left) if re.search(r"\d", left) else ())]
-    if texts:
-        return texts[0].strip() or "text"
-    if re.search(r"[a-zA-Z]", re.sub(r"\\[a-zA-Z]+", "", expected)):
-        return ""
-    words = re.findall(r"[a-zA-Z]{2,}", " ".join(_LONG_WORD.findall(right)))
-    return next((word for word in words if word not in FILLING), "")
+    texts = [*_TEXT.findall(right), *(_TEXT.findall(left) if re.search(r"\d|\bnot\b", left) else ())]
+    return texts[0].strip() or "text" if texts else ""
 
 
 def _unit_at(text: str, nouns: frozenset[str], *, after_unit: bool) -> int:
@@ -180,10 +159,6 @@ def _unit_at(text: str, nouns: frozenset[str], *, after_unit: bool) -> int:
         if part[0][0] != "/" or (after_unit and part.start() == found.start("unit")):
             begin = part.start()
     return begin
-
-
-def _qualifying(text: str) -> set[str]:
-    return {found[0].lower() for found in _QUALIFYING.finditer(text)}
 
 
 def _read(written: str) -> tuple[dict[str, int], int]:

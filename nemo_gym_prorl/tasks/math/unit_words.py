@@ -81,6 +81,8 @@ _NO_NOUNS = frozenset(
     arcsin arccos arctan ln log lg exp sqrt max gcd lcm pi infinity inf equals equal is are was if when where
     then else only between through exactly roughly until till about alpha beta gamma delta theta lambda sigma
     omega phi psi rho tau mu nu eta xi kappa zeta epsilon score gross so
+    never neither either except unless wrong false incorrect wait rather instead under over above greater fewer
+    larger smaller maybe possibly
     """.split()  # noqa: SIM905
 )
 _COUNTED = frozenset("people person student child children way point solution value element digit unit".split())  # noqa: SIM905

@@ -126,7 +126,7 @@ def receive(stream: Any) -> Any:
 
 
 def bounded_int(digits: str) -> int:
-    """Read an integer, but not one whose reading alone would take the tester's time."""
+    """Read an integer, but not one whose reading alone would take the grader's time."""
     if len(digits) > MAX_INT_DIGITS:
         raise ValueError("too many digits")
     return int(digits)

@@ -25,7 +25,7 @@ import time
 from typing import Any
 
 from nemo_gym_prorl.tasks.code.inside import calls, checkers
-from nemo_gym_prorl.tasks.code.inside.zygote import Unexpected, Zygote, file_of, receive, send, waiting_s
+from nemo_gym_prorl.tasks.code.inside.zygote import WHY_CHARS, Unexpected, Zygote, file_of, receive, send, waiting_s
 from nemo_gym_prorl.tasks.inside.privileges import hide
 
 
@@ -33,11 +33,9 @@ CHUNK = 1 << 16
 ANSWER_BYTES = 8 << 20
 """Longest JSON of what a function returns."""
 
-MAX_INT_DIGITS = 4000
 FAILURES = 20
 """So many failed tests are told of one by one."""
 
-WHY_CHARS = 300
 WALL_FACTOR = 3
 WALL_EXTRA_S = 2.0
 """A test may take so much longer by the clock than in processor time: machines are shared, and programs sleep."""
@@ -210,17 +208,10 @@ def deadline_s(time_s: float) -> float:
 def said(report: bytes | bytearray) -> tuple[str, Any]:
     """A child's report, if it is one."""
     try:
-        kind, value = json.loads(report.decode("ascii"), parse_int=bounded_int)
+        kind, value = json.loads(report.decode("ascii"), parse_int=calls.bounded_int)
     except (ValueError, TypeError, RecursionError):
         return "", ""
     return (kind, value) if isinstance(kind, str) else ("", "")
-
-
-def bounded_int(digits: str) -> int:
-    """Read an integer, but not one whose reading alone would take our time."""
-    if len(digits) > MAX_INT_DIGITS:
-        raise ValueError("too many digits")
-    return int(digits)
 
 
 class Place:
