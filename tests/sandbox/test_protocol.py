@@ -70,13 +70,25 @@ def test_who_may_open_no_more_files_still_hears_whose_message_it_was() -> None:
             close_all(taken)
 
 
-@pytest.mark.parametrize("garbage", [b"{", b"\xff\xfe", b'{"size": 5}', b"[" * 50_000])
-def test_what_is_no_message_ends_the_connection(garbage: bytes) -> None:
+NOT_READ_AT = [b'{"size": 5}', b'{"size": -1}', b'{"size": -99999999999999999999}', b'{"size": "5"}']
+"""With a pipe in place of a file of memory."""
+
+
+@pytest.mark.parametrize(
+    ("garbage", "with_pipe"),
+    [(text, False) for text in (b"{", b"\xff\xfe", b'{"size": 5}', b"[" * 50_000)]
+    + [(text, True) for text in (*NOT_READ_AT, b"[]", b'"size"')],
+)
+def test_what_is_no_message_ends_the_connection_and_leaves_no_file(garbage: bytes, with_pipe: bool) -> None:
     here, there = socket_pair()
+    pipe = os.pipe() if with_pipe else ()
     with here, there:
-        here.send(garbage)
+        before = os.listdir("/proc/self/fd")  # noqa: PTH208
+        socket.send_fds(here, [garbage], pipe)
         with pytest.raises(PeerGone):
             receive(there)
+        assert os.listdir("/proc/self/fd") == before  # noqa: PTH208
+    close_all([*pipe])
 
 
 async def test_what_waits_for_room_comes_later_in_order_unless_its_sender_gives_up() -> None:

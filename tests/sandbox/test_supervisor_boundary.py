@@ -57,6 +57,27 @@ async def test_no_request_ends_the_supervisor(container: Container) -> None:
     assert (await container.run("echo alive")).stdout == "alive\n"
 
 
+async def test_an_order_that_lacks_a_part_leaves_no_sandbox(image: Path, runtime: Runtime, container: Container) -> None:
+    """One that could never be ended would keep its supervisor from ending."""
+    link, wanted = await Link.get(), ContainerSpec(image=image, volumes=("lent:/lent",))
+    whole = specs.order("b-000000000002", container._host_id, wanted, runtime)
+    # In the order in which they are read, the last last.
+    for lacking in ("image", "volumes", "binds", "start_timeout_s", "memory_mib"):
+        with pytest.raises(SandboxRefused):
+            await link.ask({key: value for key, value in whole.items() if key != lacking})
+        async with asyncio.timeout(20):
+            await link.ask({"do": "destroy", "sandbox": whole["sandbox"]})
+        assert not (link.folder / whole["sandbox"]).exists()
+
+
+async def test_a_sandbox_that_had_long_to_live_is_forgotten_when_it_is_closed(image: Path, runtime: Runtime) -> None:
+    async with await Container.start(ContainerSpec(image=image), runtime):
+        before = len(list(Path(f"/proc/{supervisor()}/fd").iterdir()))  # noqa: ASYNC240
+        for _ in range(3):
+            await (await Container.start(ContainerSpec(image=image, ttl_s=3600.0), runtime)).close()
+        assert len(list(Path(f"/proc/{supervisor()}/fd").iterdir())) == before  # noqa: ASYNC240
+
+
 def supervisor() -> int:
     """Its process."""
     assert own_supervisor._current

@@ -123,9 +123,9 @@ class Sandboxes:
 
     async def create(self, client: Client, order: Message, files: list[int]) -> Answer:
         """Start one; answered with the variables of its image when it is up, or why it is not when nothing of it is
-        left. ``files`` stay open until it is gone: the lock on its image."""
-        sandbox = self._accepted(client, order, files)
+        left. ``files`` are taken, and stay open until it is gone: the lock on its image."""
         begun, timeout_s = self._loop.time(), order["start_timeout_s"]
+        sandbox = self._accepted(client, order, files)
         try:
             async with sandbox.wanted, self._turns.of(order["image"]):
                 sandbox.took["turn"] = self._loop.time() - begun
@@ -168,7 +168,8 @@ class Sandboxes:
         except CallerError as error:
             raise Refused({"error": error.complaint, "field": error.field}) from error
         order["binds"] = [f"{folder / 'shared'}:{SHARED_FOLDER}", *binds]
-        sandbox = Sandbox(order["sandbox"], folder, order, [client], [os.dup(file) for file in files])
+        sandbox = Sandbox(order["sandbox"], folder, order, [client], files.copy())
+        files.clear()
         self._all[sandbox.name] = sandbox
         return sandbox
 
@@ -176,7 +177,7 @@ class Sandboxes:
         sandbox.stage = Stage.UP
         sandbox.machine_kills = usage.oom_kills()
         if ttl_s := sandbox.order["ttl_s"]:
-            self._loop.call_later(ttl_s, self.end_early, sandbox, f"time to live: {ttl_s:g} s")
+            sandbox.expiry = self._loop.call_later(ttl_s, self.end_early, sandbox, f"time to live: {ttl_s:g} s")
         if order := watch.order(sandbox, in_memory=self._in_memory):
             self._watchdog.tell({"watch": order})
         background.begin(self._watch_starter(sandbox))
@@ -294,6 +295,9 @@ class Sandboxes:
         if sandbox.stage in (Stage.CLOSING, Stage.GONE):
             return
         sandbox.stage = Stage.CLOSING
+        if sandbox.expiry:
+            # Else it would keep all that is known of the sandbox until then.
+            sandbox.expiry.cancel()
         if not sandbox.created.is_set() and not sandbox.wanted.expired():
             sandbox.wanted.reschedule(0.0)
         background.begin(self._end(sandbox))

@@ -101,6 +101,7 @@ class Sandbox:
         place: where it is joined, known once its first process has spoken; ``space`` the same for its end.
         log: where the runtime complains until it is up.
         environment: the variables that its image sets.
+        expiry: when its time to live is up.
         machine_kills: what the machine's kernel had killed for want of memory when it came up.
         over_memory: that it used more memory than it may, in words; and when that was last so.
         changed: something that its end waits for has happened.
@@ -127,6 +128,7 @@ class Sandbox:
     space: state_dir.Space | None = None
     log: int | None = None
     environment: dict[str, str] = field(default_factory=dict)
+    expiry: asyncio.TimerHandle | None = None
     paused: bool = False
     noted: set[str] = field(default_factory=set)
     oom_kills: int = 0

@@ -172,7 +172,10 @@ def receive(connection: socket.socket) -> tuple[Message, list[int]]:
         elif "size" in message:
             message = json.loads(_read(files[-1], message["size"]))
             os.close(files.pop())
-    except (ValueError, LookupError, TypeError, RecursionError) as error:
+        if not isinstance(message, dict):
+            raise TypeError(type(message).__name__)
+    except Exception as error:
+        # Whatever was sent in place of one, such as a pipe for a file of memory.
         close_all(files)
         raise PeerGone(errno.EPROTO, f"no message: {error}") from error
     if "torn" in message:

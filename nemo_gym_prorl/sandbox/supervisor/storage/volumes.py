@@ -88,9 +88,9 @@ class Volumes:
         if not volumes:
             return []
         self._folder.mkdir(mode=0o700, exist_ok=True)
-        self._users[sandbox] = volumes
         for volume in volumes:
             (self._folder / volume.folder).mkdir(mode=0o755, exist_ok=True)
+        self._users[sandbox] = volumes
         return [
             f"{self._folder / volume.folder}:{volume.target}{':ro' if volume.read_only else ''}" for volume in volumes
         ]
