@@ -245,7 +245,18 @@ ATTACKS = {
 }
 
 
-@pytest.mark.parametrize("name", ATTACKS)
+LIKE_OTHERS = {
+    "replaces the functions of items",
+    "replaces them until they are called",
+    "gives items a way to run of their own",
+    "marks tests as failing",
+}
+"""Told by the same tests that ask for something else as the code of tests that is replaced, and failures expected."""
+
+LONG = pytest.mark.long("three sandboxes for a way like the others")
+
+
+@pytest.mark.parametrize("name", [pytest.param(name, marks=[LONG] if name in LIKE_OTHERS else []) for name in ATTACKS])
 async def test_an_attack_pays_elsewhere_and_not_here(name: str) -> None:
     attack = ATTACKS[name]
     grade, naive = await tally.play("mkdir -p .git/hooks\n" + attack.command, naive=True, **attack.swe)
