@@ -305,16 +305,33 @@ class Load:
         return {backend.id: len(backend.live) for backend in self.pool.backends.values()}
 
 
-@given(backends=st.integers(1, 8), before=st.integers(0, 60))
-def test_a_late_joiner_is_given_what_is_new_until_it_carries_as_much(backends: int, before: int) -> None:
+@given(backends=st.integers(1, 8), before=st.integers(0, 60), after=st.integers(1, 60))
+def test_a_late_joiner_gets_its_share_of_the_new_and_no_burst(backends: int, before: int, after: int) -> None:
     load = Load(backends)
     for _ in range(before):
         load.start()
+    behind = before - min(load.live().values()) * backends
     load.pool.add("late", "http://localhost")
-    for _ in range(max(load.live().values())):
+    for _ in range(after):
+        load.start()
+    share = (after + behind) / (backends + 1)
+    assert abs(load.live()["late"] - share) <= 1
+
+
+@given(backends=st.integers(1, 8), rollouts=st.integers(10, 80), seed=st.randoms(use_true_random=False))
+def test_a_late_joiner_carries_its_fair_share_once_the_old_load_is_gone(
+    backends: int, rollouts: int, seed: object
+) -> None:
+    load = Load(backends)
+    elders = [load.start() for _ in range(rollouts)]
+    load.pool.add("late", "http://localhost")
+    seed.shuffle(elders)
+    for elder in elders:
+        load.pool.finish(elder)
         load.start()
     counts = load.live().values()
-    assert max(counts) - min(counts) <= 1
+    assert abs(load.live()["late"] - rollouts / (backends + 1)) <= 1 + (max(counts) - min(counts)) / 2
+    assert max(counts) - min(counts) <= max(3, rollouts // backends)
 
 
 @given(backends=st.integers(2, 8), groups=st.integers(1, 12), size=st.integers(1, 16), margin=st.integers(0, 4))
@@ -456,6 +473,7 @@ def test_a_hot_backend_takes_less_and_lets_rollouts_go() -> None:
     pool.add("b", "http://localhost")
     for index in range(5, 10):
         pool.finish(f"r{index}")
+    pool.backends["b"].elders_left = 0
     for index in (10, 11):
         assert pool.request(index, f"r{index}") == [Assign(index, "b", None)]
         pool.done(index, RequestOutcome.OK, 0.0)
@@ -547,7 +565,7 @@ def test_rollouts_leave_a_crowd_for_an_empty_backend() -> None:
 def test_tickets_wait_in_the_order_of_a_plain_list(events: list[tuple[str, int, bool]]) -> None:
     queues: tuple[Queue, Queue] = (OrderedDict(), OrderedDict())
     lists: tuple[list[int], list[int]] = ([], [])
-    rollout = Rollout("r", None)
+    rollout = Rollout("r", None, 0)
     tickets: dict[int, Ticket] = {}
     for number, (event, which, other) in enumerate(events):
         queue, plain = queues[other], lists[other]

@@ -108,6 +108,9 @@ class Backend:
     pace_s: float = 1.0
     """How long from the end of one turn to that of the next, in the mean, while it has any."""
     slowness: float = 1.0
+    head_start: int = 0
+    elders: int = 0
+    elders_left: int = 0
 
     @property
     def demand(self) -> int:
@@ -148,5 +151,7 @@ class Backend:
 
     @property
     def weight(self) -> float:
-        """Live rollouts, as this backend feels them."""
-        return (len(self.live) + 1) * self.slowness - 1
+        """Live rollouts, plus what a late joiner is given for the load that it did not see, as this backend feels
+        it."""
+        unseen = self.head_start * self.elders_left / self.elders if self.elders else 0.0
+        return (len(self.live) + unseen + 1) * self.slowness - 1

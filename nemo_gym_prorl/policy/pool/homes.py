@@ -86,9 +86,10 @@ def must_leave(rollout: Rollout, home: Backend, backends: Iterable[Backend], mar
     if _fills(home, rollout) > _OVERFULL and home.needs(rollout) * len(home.live) <= home.demand and any(roomy):
         return True
     least = min((backend.weight for backend in peers), default=home.weight)
+    carried = (len(home.live) + 1) * home.slowness - 1
     if home.slowness > 1.0:
-        return home.weight > least + 1
-    return home.weight >= _bearable(home, least, margins)
+        return carried > least + 1
+    return carried >= _bearable(home, least, margins)
 
 
 def _copy(rollout: Rollout, backends: Collection[Backend]) -> float:

@@ -3,9 +3,11 @@
 
 Rollouts are placed, not requests. A rollout's prefix is cached where its last turn ran, so it stays there until it may
 not: its backend is dead, gone, or hot past a margin. What is balanced is the number of *live* rollouts, which falls
-when they finish, so a long past does not distort it:
+when they finish, so neither a long past nor a late start distorts it:
 
 - where a rollout lives, and when it leaves, is decided in :mod:`.homes`;
+- a late joiner counts as if it carried the load that was there when it joined, until that load has finished: it gets
+  its share of the new rollouts and no burst of cold prefixes;
 - a backend whose turns take far longer than the others' counts as more loaded by that factor;
 - at most ``limit`` rollouts are live per backend; the rest wait in *one* queue, first come first served, and a backend
   that has room takes from it. Private queues behind a full engine never form.
@@ -104,7 +106,12 @@ class BackendPool:
         """
         if backend_id in self.backends:
             raise CallerError(f"there is a backend {backend_id!r} already", field="id")
-        self.backends[backend_id] = Backend(backend_id, url, weight_version, self.limit, self._tick(), run)
+        peers = self.of_run(run)
+        backend = Backend(backend_id, url, weight_version, self.limit, self._tick(), run)
+        if taking := [peer for peer in peers if health.takes_new(peer)]:
+            backend.head_start = min(len(peer.live) for peer in taking)
+            backend.elders = backend.elders_left = sum(len(peer.live) for peer in peers)
+        self.backends[backend_id] = backend
         self._held[backend_id] = OrderedDict()
         return self._dispatch()
 
@@ -219,7 +226,7 @@ class BackendPool:
         if rollout is None:
             rollout = self._resting.pop(rollout_id, None)
             if rollout is None or rollout.run != run:
-                rollout = Rollout(rollout_id, group, run, blocks=blocks)
+                rollout = Rollout(rollout_id, group, self._tick(), run, blocks=blocks)
             self._rollouts[rollout_id] = rollout
         ticket = self._tickets[ticket_id] = Ticket(ticket_id, rollout, since=now)
         rollout.tickets.add(ticket_id)
@@ -424,6 +431,9 @@ class BackendPool:
         del self._rollouts[rollout.id]
         rollout.idle_since = None
         self._leave(rollout)
+        for peer in self.of_run(rollout.run):
+            if peer.elders_left and rollout.born < peer.order:
+                peer.elders_left -= 1
         self._resting[rollout.id] = rollout
         while len(self._resting) > self._remembered:
             self._resting.popitem(last=False)

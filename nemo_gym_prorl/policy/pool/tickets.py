@@ -21,6 +21,7 @@ class Rollout:
         id: its name.
         group: shared by the rollouts of one prompt.
         run: whose backends it may live on.
+        born: when it was first seen, by the pool's own count.
         backend: where its prefix is, once it had one.
         tickets: its turns that wait or run.
         idle_since: since when it has had none.
@@ -31,6 +32,7 @@ class Rollout:
 
     id: str
     group: str | None
+    born: int
     run: str | None = None
     backend: str | None = None
     tickets: set[int] = field(default_factory=set)
