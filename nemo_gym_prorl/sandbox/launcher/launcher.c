@@ -149,6 +149,7 @@ enum { CHANNEL = 3, MOST_FILES = 64, HIGH = 128, WORDS = 4096, LONGEST_PATH = 40
 
 static struct answer { int32_t kind, number; char words[WORDS]; } answer;
 static int report;             /* where this process answers; less than 0 if only its end does, by the error */
+static int has_word;           /* whether the supervisor has had us go on */
 static const char *step, *of; /* what it is at, in words */
 static int joining;            /* whether a failure is but the sandbox's end, which nothing depends on */
 
@@ -180,10 +181,21 @@ static long tell(int kind, long number, int file) {
     return send_message(report, &answer, offsetof(struct answer, words) + size, file);
 }
 
+/* The supervisor says so once it knows of us. If our launcher was killed before it could tell, another does it. */
+static void wait_for_word(void) {
+    char word;
+    if (CALL(read, report, &word, 1) != 1)
+        end(127);
+    has_word = 1;
+}
+
 static void fail(int kind, long number) __attribute__((noreturn));
 static void fail(int kind, long number) {
     if (report < 0)
         end((int)number);
+    /* Unread, it would take what we say with it. */
+    if (!has_word)
+        wait_for_word();
     tell(kind, number, -1);
     end(127);
 }
@@ -681,6 +693,7 @@ static void execute(unsigned uid, int *sources, int count, int has_terminal) {
 static void spawn(void) {
     int sources[MOST_FILES + 3], count = 0, controlling = -1, pipe[2];
     unsigned uid = join();
+    wait_for_word();
     uint64_t most = word();
     int has_terminal = (int)word();
     unsigned rows = (unsigned)word(), columns = (unsigned)word();
@@ -1287,13 +1300,12 @@ enum { MAKE = 1, SPAWN, CONNECT, PUT, GET, ERASE, PREPARE, SOCKET, NETWORK, STOP
 
 struct header { uint32_t kind, grouped; uint64_t size; };
 
-/* In a child: do what was asked, once the supervisor knows of us and says so: if our launcher was killed before it could
-   tell, another does it. A request that is larger than a packet is in the last of its files. */
+/* In a child: do what was asked. A request that is larger than a packet is in the last of its files. */
 static void carry_out(struct header header, size_t size) {
-    char go;
     report = files[0];
-    if (CALL(read, report, &go, 1) != 1)
-        end(127);
+    /* It joins the sandbox meanwhile. */
+    if (header.kind != SPAWN)
+        wait_for_word();
     if (header.size != size) {
         int held = file(count_of_files - 1);
         if (about(held).stx_size < header.size)
