@@ -32,7 +32,6 @@ class Attempt:
         stage: which.
         calls: the handlers.
         clock: monotonic seconds.
-        cancel_grace_s: how long it may take to come back when it is cancelled, before it is abandoned.
         spawn: runs what an abandoned work leaves to do.
         out_s: for how many seconds so far the job's servers have not answered.
     """
@@ -43,7 +42,6 @@ class Attempt:
         stage: Stage,
         calls: HandlerCalls,
         clock: Callable[[], float],
-        cancel_grace_s: float,
         spawn: Callable[[Coroutine[Any, Any, Any]], None],
         out_s: Callable[[], float],
     ) -> None:
@@ -51,7 +49,6 @@ class Attempt:
         self._stage = stage
         self._calls = calls
         self._clock = clock
-        self._cancel_grace_s = cancel_grace_s
         self._spawn = spawn
         self._out_s = out_s
         self._interrupt: asyncio.Future[RolloutError] = asyncio.get_running_loop().create_future()
@@ -82,11 +79,8 @@ class Attempt:
             await self._until_due(task)
         if task.done():
             return self._calls.result_of(task, job, stage)
-        task.cancel()
-        await asyncio.wait({task}, timeout=self._cancel_grace_s)
-        if not task.done():
+        if not await self._calls.call_off(task):
             self.abandoned = True
-            self._calls.abandoned += 1
             LOGGER.error("%s of job %s ignores its cancellation and was abandoned", stage, job.id)
             task.add_done_callback(self._came_late)
         elif not task.cancelled() and task.exception() is None and stage is Stage.INIT:

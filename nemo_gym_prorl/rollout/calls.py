@@ -48,7 +48,7 @@ class HandlerCalls:
     Args:
         handlers: them, by environment.
         release_s: how long a session may take to be released.
-        cancel_grace_s: how long a release that was cancelled may take to come back.
+        cancel_grace_s: how long a call that was cancelled may take to come back before it is abandoned.
     """
 
     def __init__(self, handlers: Environments, release_s: float, cancel_grace_s: float) -> None:
@@ -90,6 +90,13 @@ class HandlerCalls:
             raise _no_exception(error, job, stage) from error
         return task.result()
 
+    async def call_off(self, task: asyncio.Task[Any]) -> bool:
+        """Cancel a call; whether it has come back then. One that ignores that is counted, and not waited for."""
+        task.cancel()
+        await asyncio.wait({task}, timeout=self._cancel_grace_s)
+        self.abandoned += not task.done()
+        return task.done()
+
     async def release(self, job: Job, session: Any) -> RolloutError | None:
         """Release a session within its bound; the error if that did not work."""
         task = begin(self._release(job, session))
@@ -97,10 +104,7 @@ class HandlerCalls:
         if not task.done():
             await asyncio.wait({task}, timeout=bound)
         if not task.done():
-            task.cancel()
-            await asyncio.wait({task}, timeout=self._cancel_grace_s)
-            if not task.done():
-                self.abandoned += 1
+            await self.call_off(task)
             reason = f"the session was not released within {bound:g} s"
         elif task.cancelled():
             reason = "the release was cancelled"

@@ -277,9 +277,8 @@ class Pipeline:
         if job.state is not _WORKING_STATE[stage]:
             self._move(job, _WORKING_STATE[stage])
         control.since = started = self._clock()
-        grace = self.settings.cancel_grace_s
         out_s = partial(self._outages.out_s, job.environment)
-        control.attempt = attempt = Attempt(job, stage, self._calls, self._clock, grace, self._spawn, out_s)
+        control.attempt = attempt = Attempt(job, stage, self._calls, self._clock, self._spawn, out_s)
         self._outages.look_at(job.environment)
         if control.cancelled is not None:
             attempt.interrupt(control.cancelled)
