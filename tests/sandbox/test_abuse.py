@@ -43,7 +43,6 @@ from typing import Any
 import pytest
 
 from nemo_gym_prorl.failures import InfrastructureError
-from nemo_gym_prorl.sandbox import container as containers
 from nemo_gym_prorl.sandbox.container import Container, ContainerSpec
 from nemo_gym_prorl.sandbox.isolation import user_domain
 from nemo_gym_prorl.sandbox.runtime.apptainer import Runtime
@@ -244,7 +243,6 @@ async def test_no_file_of_another_sandbox(
         # For root there are three walls: such binds are refused, what is not bound is not seen, and what is another
         # user's is not read.
         without(ANY_BIND)
-        monkeypatch.setattr(containers, "checked", lambda binds, *_: binds)
         monkeypatch.setattr(user_domain, "HOST_IDS", 1)
     async with sandbox(image, runtime) as victim:
         await victim.run("echo secret > /tmp/file; echo evil > /usr/bin/evil")
@@ -256,12 +254,9 @@ async def test_no_file_of_another_sandbox(
 
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="all sandboxes of an ordinary user run under its own id")
-async def test_sandboxes_of_root_have_ids_of_their_own(
-    image: Path, runtime: Runtime, monkeypatch: pytest.MonkeyPatch, without: Without
-) -> None:
+async def test_sandboxes_of_root_have_ids_of_their_own(image: Path, runtime: Runtime, without: Without) -> None:
     """One that is shown another's folder, as in the control above, may not enter."""
     without(ANY_BIND)
-    monkeypatch.setattr(containers, "checked", lambda binds, *_: binds)
     async with sandbox(image, runtime) as victim:
         spec = ContainerSpec(image=image, binds=[f"{victim.shared_folder.parent}/overlay:/other"])
         with pytest.raises(InfrastructureError, match=r"(?i)permission denied"):

@@ -61,7 +61,7 @@ ONLY = {
         "time_limit_interrupt_and_death",
         "its_sockets_are_its_sandboxes_own",
     ),
-    "images_shelf": ("somebody_elses_shelf_can_be_used_but_not_cleared",),
+    "images_entries": ("somebody_elses_folder_can_be_used_but_not_cleared",),
     "old_kernel": ("a_sandbox_of_an_ordinary_user_lacks_nothing",),
 }
 """Of some of these files the tests that try it, without ``test_``."""
@@ -115,6 +115,12 @@ def test_what_root_skips_is_run_as_a_user() -> None:
 def test_what_is_left_out_is_there() -> None:
     texts = [file.read_text() for part in OTHER_FOR_A_USER for file in files_of(part)]
     assert [name for name in SAME_FOR_A_USER if not any(name in text for text in texts)] == []
+
+
+def test_what_is_run_alone_is_there() -> None:
+    named = [(HERE / f"test_{file}.py", name) for file, names in ONLY.items() for name in names]
+    assert {file for file, _ in named} <= {file for part in OTHER_FOR_A_USER for file in files_of(part)}
+    assert [name for file, name in named if f" test_{name}(" not in file.read_text()] == []
 
 
 @pytest.mark.longer("all files, all of their tests")
