@@ -57,7 +57,9 @@ async def test_no_request_ends_the_supervisor(container: Container) -> None:
     assert (await container.run("echo alive")).stdout == "alive\n"
 
 
-async def test_an_order_that_lacks_a_part_leaves_no_sandbox(image: Path, runtime: Runtime, container: Container) -> None:
+async def test_an_order_that_lacks_a_part_leaves_no_sandbox(
+    image: Path, runtime: Runtime, container: Container
+) -> None:
     """One that could never be ended would keep its supervisor from ending."""
     link, wanted = await Link.get(), ContainerSpec(image=image, volumes=("lent:/lent",))
     whole = specs.order("b-000000000002", container._host_id, wanted, runtime)
