@@ -96,7 +96,7 @@ def files_of(part: str) -> list[Path]:
     return named.get(part) or sorted(every.difference(*named.values()))
 
 
-def tests_of(part: str) -> list[str]:
+def arguments_of(part: str) -> list[str]:
     """What pytest is given of a part."""
     if LONG:
         return [*map(str, files_of(part))]
@@ -133,7 +133,7 @@ def test_everything_works_for_an_ordinary_user(image: Path, runtime: Runtime, pa
     with contextlib.suppress(InfrastructureError):
         # The user can't make images in root's cache.
         ensure_database_image(runtime)
-    run_tests(runtime, *chosen, *tests_of(part))
+    run_tests(runtime, *chosen, *arguments_of(part))
 
 
 @pytest.mark.sandbox
