@@ -180,7 +180,7 @@ REFUSED: dict[str, tuple[str, tuple[int, ...]]] = {
     "the same with something in the upper half": ("socket", (1 << 32 | 40, 1, 0)),
     "input of a terminal": ("ioctl", (0, 0x5412, 0)),
     "input of a console": ("ioctl", (0, 0x541C, 0)),
-    "limits of the first process": ("prlimit64", (1, 99, 0, 0)),
+    "limits of another process": ("prlimit64", (2, 99, 0, 0)),
     "tracing the first process": ("ptrace", (99, 1, 0, 0)),
 }
 """Calls that root on the host is answered otherwise without a filter: most are nonsense, so that nothing happens."""

@@ -31,6 +31,7 @@ from nemo_gym_prorl.sandbox.supervisor import lifecycle, sandbox
 from nemo_gym_prorl.sandbox.supervisor.errors import SandboxBroken, SandboxLost, SandboxRefused
 from nemo_gym_prorl.sandbox.supervisor.rpc import own_supervisor
 from nemo_gym_prorl.sandbox.supervisor.storage import state_dir
+from tests.sandbox.without import Off, Without
 
 
 pytestmark = pytest.mark.sandbox
@@ -227,6 +228,60 @@ for number in [*range(1, 65)] * 3:
     time.sleep(0.01)
 """
 """The runtime's first process is a shell, which some signals end."""
+
+
+LIMIT_NEWCOMERS = """
+import os, resource, signal
+open("/tmp/watching", "w").close()
+while True:
+    for number in range(os.getpid() + 1, os.getpid() + 20):
+        try:
+            os.kill(number, signal.SIGSTOP)
+            try: resource.prlimit(number, resource.RLIMIT_AS, (0, 0))
+            finally: os.kill(number, signal.SIGCONT)
+        except OSError: pass
+"""
+
+
+@pytest.mark.usefixtures("way")
+async def test_nobody_inside_has_what_begins_there_fail_as_if_the_machine_lacked_something(container: Container) -> None:
+    """A process has a number inside some time before it is the program: whoever limits it then, stopped, would have
+    the machine lack memory."""
+    watching = asyncio.create_task(container.execute(["python3", "-c", LIMIT_NEWCOMERS], timeout_s=60))
+    await container.run("until [ -e /tmp/watching ]; do :; done", timeout_s=30)
+    for _ in range(10):
+        assert (await container.execute(["true"], timeout_s=30)).exit_code == 0
+    watching.cancel()
+    await asyncio.wait([watching])
+
+
+KEEP_TERMINAL = """
+import fcntl, os
+open("/tmp/watching", "w").close()
+while True:
+    try:
+        file = os.open("/dev/pts/0", os.O_RDWR | os.O_NOCTTY)
+        fcntl.ioctl(file, 0x540C)
+        break
+    except OSError: pass
+input()
+"""
+"""For itself alone, as soon as it can be opened: ``TIOCEXCL``."""
+
+
+async def test_a_terminal_that_a_program_inside_takes_first_is_no_lost_sandbox(
+    image: Path, runtime: Runtime, without: Without
+) -> None:
+    """Between two steps of who opens it, which are far apart here."""
+    opening = "    int terminal = (int)must(CALL(ioctl, opened, TIOCGPTPEER"
+    without(Off(launcher=((opening, "    pause_ms(300);\n" + opening),)))
+    async with await Container.start(ContainerSpec(image=image), runtime) as container:
+        taking = asyncio.create_task(container.execute(["python3", "-c", KEEP_TERMINAL], timeout_s=60))
+        await container.run("until [ -e /tmp/watching ]; do :; done", timeout_s=30)
+        with pytest.raises(CallerError, match="terminal: Device or resource busy"):
+            await container.spawn(["true"], terminal=(24, 80))
+        taking.cancel()
+        await asyncio.wait([taking])
 
 
 async def test_a_sandbox_that_was_ended_from_inside_is_the_agents_doing(kernel_image: Path, runtime: Runtime) -> None:

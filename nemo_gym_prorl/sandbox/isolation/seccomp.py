@@ -9,8 +9,8 @@ refuses as the kernel refuses users without a right (``EPERM``); what is newer t
 
 The table follows the profile that Moby maintains (https://github.com/moby/profiles, as of Linux 6.13). Stricter than
 it are four things: a terminal's input can't be forged (``TIOCSTI``, ``TIOCLINUX``), since a shell's input is the
-agent's own; the sandbox's first process can be neither limited nor traced; ``io_setup`` is refused, since what it
-takes is counted for the machine (``fs.aio-max-nr``) and one sandbox could take it all; and calls of other
+agent's own; nobody traces the sandbox's first process, or limits any but himself; ``io_setup`` is refused, since what
+it takes is counted for the machine (``fs.aio-max-nr``) and one sandbox could take it all; and calls of other
 architectures (32 bit programs) end the process. No capability that a task may ask for makes a filter longer: tracing
 one's own processes is allowed to everybody.
 """
@@ -43,15 +43,19 @@ TERMINAL_FORGERIES = frozenset({0x5412, 0x541C})
 """``TIOCSTI`` puts characters into a terminal's input, ``TIOCLINUX`` pastes a selection there."""
 
 FIRST_PROCESS = frozenset({1})
-"""Who can bring it about that the kernel ends a sandbox's first process (a limit of its processor time, an option of
-its tracer) makes an end from inside look like one from outside."""
+"""Who can bring it about that the kernel ends a sandbox's first process (an option of its tracer, as a limit of its
+processor time) makes an end from inside look like one from outside."""
+
+ONESELF = frozenset({0})
+"""And who can limit what is about to begin has it fail as if the machine lacked memory: a process has a number inside
+before it is the program that was asked for."""
 
 BY_ARGUMENT: dict[str, ByArgument] = {
     "clone": ByArgument(0, frozenset({0}), ALLOW, REFUSE, mask=NEW_NAMESPACES),
     "socket": ByArgument(0, ADDRESS_FAMILIES, REFUSE, ALLOW),
     "personality": ByArgument(0, PERSONALITIES, ALLOW, REFUSE),
     "ioctl": ByArgument(1, TERMINAL_FORGERIES, REFUSE, ALLOW),
-    "prlimit64": ByArgument(0, FIRST_PROCESS, REFUSE, ALLOW),
+    "prlimit64": ByArgument(0, ONESELF, ALLOW, REFUSE),
     "ptrace": ByArgument(1, FIRST_PROCESS, REFUSE, ALLOW),
 }
 

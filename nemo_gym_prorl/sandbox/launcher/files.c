@@ -108,7 +108,6 @@ static void put(void) {
     char link[LONGEST_PATH], fresh[SIZE_OF_NAME];
     struct statx found;
     join();
-    joining = 0;
     const char *path = text(), *name = last_name(path);
     unsigned mode = (unsigned)word();
     doing(path, "");
@@ -190,7 +189,6 @@ static long open_to_read(const char *path) {
 /* Copy an ordinary file out, of at most so many bytes, however it grows meanwhile. */
 static void get(void) {
     join();
-    joining = 0;
     uint64_t rights = word(), most = word();
     const char *path = text();
     long reading, writing;

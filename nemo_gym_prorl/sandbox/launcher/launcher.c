@@ -433,6 +433,7 @@ static unsigned join(void) {
     }
     /* A link inside to /proc/self/fd would lead what is started here out by it. */
     CALL(close, process);
+    joining = 0;
     return uid;
 }
 
@@ -443,6 +444,8 @@ static int open_terminal(int *controlling, unsigned rows, unsigned columns, int 
     int unlocked = 0;
     struct window window = {(uint16_t)rows, (uint16_t)columns, 0, 0};
     struct termios mode;
+    /* Whatever goes wrong with it: those inside can have it, too, as soon as it is unlocked. */
+    doing("terminal", "");
     long opened = open_inside("/dev/pts/ptmx", O_RDWR);
     if (opened == -ENOSPC) {
         doing("terminals", "");
@@ -470,22 +473,25 @@ static long fork_beside(void) {
 static long start_within(uint64_t most) {
     static const long pauses_ms[] = {5, 15, 30, 0};
     struct limit before;
+    doing("start", "");
     must(CALL(prlimit64, 0, RLIMIT_NPROC, 0, &before));
     if (most) /* we are counted as long as we are here */
         set_limit(RLIMIT_NPROC, most < before.hard ? most : before.hard, before.hard);
     for (int index = 0;; index++) {
-        long process = unless(EAGAIN, fork_beside());
+        long process = fork_beside();
         if (process == 0 && most)
             set_limit(RLIMIT_NPROC, before.soft, before.hard);
         if (process >= 0)
             return process;
+        if (process != -EAGAIN) {
+            doing("the sandbox has ended", "");
+            fail(LOST, -process);
+        }
         if (!pauses_ms[index])
             break;
         /* Others like us, or what has just ended, may be about to go. */
         pause_ms(pauses_ms[index]);
     }
-    joining = 0;
-    doing("start", "");
     if (most)
         set_limit(RLIMIT_NPROC, before.soft, before.hard);
     /* That there is room without the sandbox's own limit is all that is asked. */
@@ -705,7 +711,6 @@ static void spawn(void) {
         sources[count++] = files[index];
     must(CALL(pipe2, pipe, O_CLOEXEC));
     long process = start_within(most);
-    joining = 0;
     if (process == 0) {
         char word;
         CALL(close, pipe[1]);
@@ -759,7 +764,6 @@ static long connected(int family, unsigned port) {
 
 static void connect_to(void) {
     join();
-    joining = 0;
     doing("connection", "");
     unsigned port = (unsigned)word();
     long first = connected(AF_INET, port), found = is_error(first) ? connected(AF_INET6, port) : first;
@@ -771,7 +775,6 @@ static void connect_to(void) {
    the kernel's routes. */
 static void open_socket(void) {
     join();
-    joining = 0;
     int family = (int)word(), yes = 1;
     unsigned port = (unsigned)word();
     doing("socket", "");
@@ -799,7 +802,6 @@ static void make_network(void) {
 static void stop(void) {
     int pipe[2];
     join();
-    joining = 0;
     doing("stop", "");
     must(CALL(pipe2, pipe, O_CLOEXEC));
     long process = must(CALL(clone, SIGCHLD, 0, 0, 0, 0));
@@ -1259,7 +1261,6 @@ static void prepare(void) {
     struct statx found;
     long reading, writing, proc = -1;
     join();
-    joining = 0;
     timer.first.seconds = (long)word();
     must(CALL(setitimer, 0, &timer, 0));
     CALL(umask, 022);
