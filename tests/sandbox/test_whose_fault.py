@@ -244,7 +244,7 @@ while True:
 
 
 @pytest.mark.usefixtures("way")
-async def test_nobody_inside_has_what_begins_there_fail_as_if_the_machine_lacked_something(container: Container) -> None:
+async def test_nobody_inside_has_what_begins_there_fail_for_want_of_memory(container: Container) -> None:
     """A process has a number inside some time before it is the program: whoever limits it then, stopped, would have
     the machine lack memory."""
     watching = asyncio.create_task(container.execute(["python3", "-c", LIMIT_NEWCOMERS], timeout_s=60))
