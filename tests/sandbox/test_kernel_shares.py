@@ -16,6 +16,7 @@ from pathlib import Path
 
 import pytest
 
+from nemo_gym_prorl.failures import InfrastructureError
 from nemo_gym_prorl.sandbox.compose.terminal import Terminal
 from nemo_gym_prorl.sandbox.container import Container, ContainerSpec
 from nemo_gym_prorl.sandbox.isolation.capabilities import KEPT
@@ -23,6 +24,7 @@ from nemo_gym_prorl.sandbox.limits import kernel_shares
 from nemo_gym_prorl.sandbox.runtime.apptainer import Runtime
 from nemo_gym_prorl.sandbox.sessions.bash import Shell
 from nemo_gym_prorl.sandbox.supervisor.errors import SandboxExhausted
+from tests.sandbox.without import Off, Without
 
 
 pytestmark = [pytest.mark.sandbox, pytest.mark.timeout(180)]
@@ -154,6 +156,20 @@ async def test_who_has_all_terminals_is_told_so_as_the_agents_doing(image: Path,
         with pytest.raises(SandboxExhausted):
             await Terminal.open(container, None)
         assert any("terminals" in note for note in container.notes), container.notes
+
+
+async def test_that_the_machine_has_no_terminal_left_is_no_agents_doing(
+    image: Path, runtime: Runtime, without: Without, tmp_path: Path
+) -> None:
+    """24 sandboxes that take all of theirs leave the others none, who took none."""
+    for name, number in {"nr": 3072, "max": 4096, "reserve": 1024}.items():
+        (tmp_path / name).write_text(f"{number}\n")
+    found = "from nemo_gym_prorl.sandbox.limits import kernel_shares\n"
+    without(Off(f"{found}kernel_shares.TERMINALS_OF_ALL = Path({str(tmp_path)!r})"))
+    async with await Container.start(ContainerSpec(image=image), runtime) as container:
+        await take_all(container, TERMINALS)
+        with pytest.raises(InfrastructureError, match=r"no terminal left .*kernel\.pty\.max"):
+            await Shell.start(container)
 
 
 @pytest.mark.usefixtures("way")

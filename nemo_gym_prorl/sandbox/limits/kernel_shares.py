@@ -48,6 +48,16 @@ SEMAPHORES = "32000 32000 500 1024"
 MESSAGE_QUEUES = 256
 
 
+TERMINALS_OF_ALL = Path("/proc/sys/kernel/pty")
+"""How many there are, and may be; of these the kernel keeps a reserve for the host."""
+
+
+def no_terminal_left() -> bool:
+    """Whether all sandboxes together have taken those that the machine has for them."""
+    taken, most, reserve = (int((TERMINALS_OF_ALL / name).read_text()) for name in ("nr", "max", "reserve"))
+    return taken >= most - reserve
+
+
 def limits() -> dict[int, int]:
     """Limits of every process inside, by ``resource.RLIMIT_*``; parts of this process's own."""
     found = {}

@@ -22,13 +22,13 @@ from collections.abc import Awaitable, Callable
 
 from nemo_gym_prorl.sandbox.isolation.joining import Place
 from nemo_gym_prorl.sandbox.launcher import requests
-from nemo_gym_prorl.sandbox.limits import usage
+from nemo_gym_prorl.sandbox.limits import kernel_shares, usage
 from nemo_gym_prorl.sandbox.limits.cgroups import Group
 from nemo_gym_prorl.sandbox.supervisor.lifecycle import Sandboxes
 from nemo_gym_prorl.sandbox.supervisor.processes.background import guarded
 from nemo_gym_prorl.sandbox.supervisor.processes.children import Adopt, Child, Children
 from nemo_gym_prorl.sandbox.supervisor.processes.launcher import TRIES, Launcher, LauncherLost
-from nemo_gym_prorl.sandbox.supervisor.rpc.answers import EXHAUSTED, KILLED, Refused, no_process
+from nemo_gym_prorl.sandbox.supervisor.rpc.answers import EXHAUSTED, KILLED, Refused, exhausted, no_process
 from nemo_gym_prorl.sandbox.supervisor.rpc.connection import ready
 from nemo_gym_prorl.sandbox.supervisor.rpc.protocol import Message, PeerGone, close_all
 from nemo_gym_prorl.sandbox.supervisor.sandbox import Sandbox
@@ -210,6 +210,8 @@ def _refusal(error: BaseException, program: Program, place: Place, group: Group 
         return no_process(error, group)
     if isinstance(error, Refused) and error.answer.get("errno") == errno.EAGAIN and _is_full(place, group):
         return Refused(EXHAUSTED)
+    if isinstance(error, Refused) and error.answer == exhausted("terminals") and kernel_shares.no_terminal_left():
+        return Refused({"error": "this machine has no terminal left for sandboxes (kernel.pty.max)", "quota": True})
     return error
 
 
