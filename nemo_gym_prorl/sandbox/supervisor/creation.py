@@ -24,6 +24,7 @@ from nemo_gym_prorl.sandbox.launcher import requests
 from nemo_gym_prorl.sandbox.limits import cgroups, kernel_shares
 from nemo_gym_prorl.sandbox.runtime import image_environment
 from nemo_gym_prorl.sandbox.supervisor import runtime_start
+from nemo_gym_prorl.sandbox.supervisor.errors import SHORTAGES
 from nemo_gym_prorl.sandbox.supervisor.moulds import Moulds
 from nemo_gym_prorl.sandbox.supervisor.processes.background import to_its_end
 from nemo_gym_prorl.sandbox.supervisor.processes.children import Child, Children
@@ -125,7 +126,7 @@ class Creation:
                 trouble = error.answer if isinstance(error, Refused) else {"error": in_words(error)}
                 if order["start"] != "auto":
                     raise Refused(trouble) from error
-                if not isinstance(error, _FirstKilled):
+                if not _of_the_machine(failure(error)):
                     sandbox.fallback = str(trouble.get("log") or trouble["error"])
                 with sandbox.step("undoing"):
                     await self._undo(sandbox)
@@ -232,8 +233,10 @@ class Creation:
         sandbox.place = joining.Place(process, sandbox.order["uid"], limits, spaces, rooted=rooted, capabilities=added)
 
 
-class _FirstKilled(Refused):
-    """The first process was killed by somebody, which says nothing about the mould, from which others are made."""
+def _of_the_machine(trouble: Message) -> bool:
+    """Whether something was killed, or could not be had for now: that says nothing about the mould, from which others
+    are made."""
+    return bool(trouble.get("killed")) or trouble.get("errno") in SHORTAGES
 
 
 @contextlib.contextmanager
@@ -269,6 +272,6 @@ async def _until_ready(sandbox: Sandbox, first: Child) -> None:
             if "ready" in said:
                 return
             code = await first.wait()
-            error = {"error": f"its first process ended with {code}"}
-            raise (_FirstKilled(error) if code == -signal.SIGKILL else Refused(error)) from None
+            error = f"its first process ended with {code}"
+            raise Refused({"error": error, "killed": code == -signal.SIGKILL}) from None
     raise Refused({"error": "it can't be made", "log": said["error"]})
