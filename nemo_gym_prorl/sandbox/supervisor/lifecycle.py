@@ -100,15 +100,24 @@ class Sandboxes:
             raise NoSandbox(f"sandbox {name} has ended")
         return sandbox
 
+    async def living(self, name: str) -> None:
+        """Whether it is up and stays so; the end of one that is about to end is waited for.
+
+        Raises:
+            NoSandbox: it has ended.
+        """
+        sandbox = self.up(name)
+        if sandbox.space and sandbox.space.ending:
+            await sandbox.gone()
+            raise NoSandbox(f"sandbox {name} has ended")
+
     async def check(self, client: Client, name: str, *, memory: bool) -> Answer:
         """Answered if it is up; one that is about to end has ended. With ``memory``, only if nothing in it was ended
         for want of the machine's memory."""
         sandbox = self.up(name)
         if client not in sandbox.clients:
             sandbox.clients.append(client)
-        if sandbox.space and sandbox.space.ending:
-            await sandbox.gone()
-            raise NoSandbox(f"sandbox {name} has ended")
+        await self.living(name)
         if memory and self._lacked_memory(sandbox):
             raise NoSandbox(f"sandbox {name}: {NO_MEMORY}")
         return {}, []
