@@ -94,6 +94,7 @@ async def test_where_a_mould_does_not_work_the_runtime_starts_it_and_the_reason_
 
 PASSING = {
     "the first process was killed": "sandbox.starter.kill()",
+    "it was killed before it was known": "sandbox.starter.kill(); time.sleep(0.2); raise FileNotFoundError(2, 'gone')",
     "a helper was killed": "raise creation.Refused({'error': 'killed', 'killed': True})",
     "no process could be had": "raise creation.Refused({'error': 'none', 'errno': 11})",
     "no file could be opened": "raise OSError(24, 'Too many open files')",
@@ -106,6 +107,7 @@ async def test_what_passes_while_one_is_made_is_no_fault_of_the_mould(
 ) -> None:
     without(
         Off(
+            "import time\n"
             "from nemo_gym_prorl.sandbox.supervisor import creation\n"
             "hand_over = creation._hand_over\n"
             "def fail(sandbox, mould, owners):\n"

@@ -26,6 +26,7 @@ from nemo_gym_prorl.sandbox.runtime import image_environment
 from nemo_gym_prorl.sandbox.supervisor import runtime_start
 from nemo_gym_prorl.sandbox.supervisor.errors import SHORTAGES
 from nemo_gym_prorl.sandbox.supervisor.moulds import Moulds
+from nemo_gym_prorl.sandbox.supervisor.processes import pidfd
 from nemo_gym_prorl.sandbox.supervisor.processes.background import to_its_end
 from nemo_gym_prorl.sandbox.supervisor.processes.children import Child, Children
 from nemo_gym_prorl.sandbox.supervisor.processes.launcher import TRIES, Launcher, LauncherLost
@@ -153,8 +154,13 @@ class Creation:
         try:
             with sandbox.step("first process"):
                 first = await to_its_end(self._start_first(sandbox, mould, files))
-                self._note(sandbox, first.pid)
-                _hand_over(sandbox, mould, owners[0] if owners else None)
+                try:
+                    self._note(sandbox, first.pid)
+                    _hand_over(sandbox, mould, owners[0] if owners else None)
+                except OSError as error:
+                    if first.alive and not pidfd.is_exiting(first.pid):
+                        raise
+                    raise await _end_of(first) from error
         finally:
             close_all(owners)
             close_all(files)
@@ -271,7 +277,11 @@ async def _until_ready(sandbox: Sandbox, first: Child) -> None:
         except PeerGone:
             if "ready" in said:
                 return
-            code = await first.wait()
-            error = f"its first process ended with {code}"
-            raise Refused({"error": error, "killed": code == -signal.SIGKILL}) from None
+            raise await _end_of(first) from None
     raise Refused({"error": "it can't be made", "log": said["error"]})
+
+
+async def _end_of(first: Child) -> Refused:
+    """How a first process ended that never was ready, as it is told."""
+    code = await first.wait()
+    return Refused({"error": f"its first process ended with {code}", "killed": code == -signal.SIGKILL})
