@@ -20,6 +20,7 @@ from nemo_gym_prorl.sandbox.container import Container, ContainerSpec
 from nemo_gym_prorl.sandbox.launcher import program
 from nemo_gym_prorl.sandbox.runtime.apptainer import Runtime
 from nemo_gym_prorl.sandbox.supervisor.storage.erase import remove_tree
+from tests.sandbox.without import Off, Without
 
 
 def make_deep(folder: Path, depth: int, name: str) -> None:
@@ -189,3 +190,34 @@ async def test_an_accomplice_holds_up_no_end(image: Path, runtime: Runtime, wher
         # It may go on with names that are known to its mount only.
         filling.cancel()
         await asyncio.wait([filling])
+
+
+async def test_who_closes_a_sandbox_is_not_told_of_a_helper_that_was_killed(
+    image: Path, runtime: Runtime, without: Without
+) -> None:
+    without(
+        Off(
+            "from nemo_gym_prorl.sandbox.supervisor import lifecycle\n"
+            "delete = lifecycle.Sandboxes._delete\n"
+            "async def killed(self, sandbox):\n"
+            "    lifecycle.Sandboxes._delete = delete\n"
+            "    raise lifecycle.Refused({'error': 'killed', 'killed': True})\n"
+            "lifecycle.Sandboxes._delete = killed"
+        )
+    )
+    container = await Container.start(ContainerSpec(image=image), runtime)
+    await container.close()
+    assert not container.shared_folder.exists()
+
+
+async def test_who_closes_a_sandbox_is_told_that_its_files_do_not_go(image: Path, runtime: Runtime) -> None:
+    container = await Container.start(ContainerSpec(image=image, volumes=("kept:/kept",)), runtime)
+    obstacle = container.shared_folder.parent / "volumekept" / "file"
+    obstacle.parent.mkdir()
+    obstacle.touch()
+    with pytest.raises(InfrastructureError, match="not empty"):
+        async with asyncio.timeout(30):
+            await container.close()
+    obstacle.unlink()
+    await container.close()
+    assert not container.shared_folder.exists()

@@ -92,17 +92,28 @@ async def test_where_a_mould_does_not_work_the_runtime_starts_it_and_the_reason_
         await Container.start(ContainerSpec(image=image, start="mould"), runtime)
 
 
-async def test_a_kill_while_one_is_made_is_no_fault_of_the_mould(
-    image: Path, runtime: Runtime, without: Without
+PASSING = {
+    "the first process was killed": "sandbox.starter.kill()",
+    "it was killed before it was known": "sandbox.starter.kill(); time.sleep(0.2); raise FileNotFoundError(2, 'gone')",
+    "a helper was killed": "raise creation.Refused({'error': 'killed', 'killed': True})",
+    "no process could be had": "raise creation.Refused({'error': 'none', 'errno': 11})",
+    "no file could be opened": "raise OSError(24, 'Too many open files')",
+}
+
+
+@pytest.mark.parametrize("trouble", PASSING.values(), ids=PASSING)
+async def test_what_passes_while_one_is_made_is_no_fault_of_the_mould(
+    image: Path, runtime: Runtime, without: Without, trouble: str
 ) -> None:
     without(
         Off(
+            "import time\n"
             "from nemo_gym_prorl.sandbox.supervisor import creation\n"
             "hand_over = creation._hand_over\n"
-            "def kill_first(sandbox, mould, owners):\n"
+            "def fail(sandbox, mould, owners):\n"
             "    creation._hand_over = hand_over\n"
-            "    sandbox.starter.kill()\n"
-            "creation._hand_over = kill_first"
+            f"    {trouble}\n"
+            "creation._hand_over = fail"
         )
     )
     for way in ("runtime", "mould"):

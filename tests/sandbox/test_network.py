@@ -126,6 +126,17 @@ async def test_names_go_with_the_sandbox_and_come_with_it(three: list[Container]
     assert all(name in gone.stdout for name in ("mine", "localhost", "two"))
 
 
+async def test_names_of_many_that_end_at_once_go(image: Path, runtime: Runtime, three: list[Container]) -> None:
+    others = await asyncio.gather(*(Container.start(ContainerSpec(image=image), runtime) for _ in range(8)))
+    named = {f"other-{number}": box for number, box in enumerate(others)}
+    await network.set_hosts(three[0], {name: await network.address(box) for name, box in named.items()})
+    assert "other-7" in (await three[0].run("cat /etc/hosts")).stdout
+    await asyncio.gather(*(box.close() for box in others))
+    async with asyncio.timeout(20):
+        while "sandbox network" in (await three[0].run("cat /etc/hosts")).stdout:
+            await asyncio.sleep(0.05)
+
+
 async def test_networks_become_one_when_their_members_are_introduced(three: list[Container]) -> None:
     one, two, other = three
     await network.connect({"one": one, "two": two})

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import fcntl
 import os
 import resource
@@ -74,10 +75,10 @@ async def test_an_order_that_lacks_a_part_leaves_no_sandbox(
 
 async def test_a_sandbox_that_had_long_to_live_is_forgotten_when_it_is_closed(image: Path, runtime: Runtime) -> None:
     async with await Container.start(ContainerSpec(image=image), runtime):
-        before = len(list(Path(f"/proc/{supervisor()}/fd").iterdir()))  # noqa: ASYNC240
+        before = len(open_files())
         for _ in range(3):
             await (await Container.start(ContainerSpec(image=image, ttl_s=3600.0), runtime)).close()
-        assert len(list(Path(f"/proc/{supervisor()}/fd").iterdir())) == before  # noqa: ASYNC240
+        assert len(open_files()) == before
 
 
 def supervisor() -> int:
@@ -90,10 +91,7 @@ async def test_a_supervisor_without_descriptors_lives_on_and_says_so(image: Path
     async with await Container.start(ContainerSpec(image=image), runtime) as container:
         before = resource.prlimit(supervisor(), resource.RLIMIT_NOFILE)
         for free in (40, 0):
-            used = {int(entry.name) for entry in Path(f"/proc/{supervisor()}/fd").iterdir()}  # noqa: ASYNC240
-            # Numbers that were given back are free too, however large the largest in use is.
-            limit = len(used) + free if free else next(number for number in range(len(used) + 1) if number not in used)
-            resource.prlimit(supervisor(), resource.RLIMIT_NOFILE, (limit, before[1]))
+            resource.prlimit(supervisor(), resource.RLIMIT_NOFILE, (limit_with_free(free), before[1]))
             try:
                 with pytest.raises(InfrastructureError, match="limit of open files") as refused:
                     await Container.start(ContainerSpec(image=image), runtime)
@@ -106,6 +104,42 @@ async def test_a_supervisor_without_descriptors_lives_on_and_says_so(image: Path
             finally:
                 resource.prlimit(supervisor(), resource.RLIMIT_NOFILE, before)
             assert (await container.run("echo alive")).stdout == "alive\n"
+
+
+def open_files() -> list[int]:
+    return sorted(int(entry.name) for entry in Path(f"/proc/{supervisor()}/fd").iterdir())
+
+
+def limit_with_free(free: int) -> int:
+    """The limit below which so many numbers are free."""
+    used = open_files()
+    unused = [number for number in range(len(used) + free + 1) if number not in used]
+    return unused[free]
+
+
+async def test_sessions_leave_no_file_open(image: Path, runtime: Runtime, container: Container) -> None:
+    """Neither those that did not begin, nor those that ended before their sandbox."""
+
+    async def begin(where: Container, name: str, *argv: str) -> None:
+        await where.ask("open", session=name, tty=None, **where.program(argv))
+
+    before, files = resource.prlimit(supervisor(), resource.RLIMIT_NOFILE), open_files()
+    for free in range(12):
+        resource.prlimit(supervisor(), resource.RLIMIT_NOFILE, (limit_with_free(free), before[1]))
+        try:
+            with contextlib.suppress(InfrastructureError):
+                await begin(container, f"scarce-{free}", "true")
+            with contextlib.suppress(InfrastructureError):
+                await container.ask("hang_up", session=f"scarce-{free}")
+        finally:
+            resource.prlimit(supervisor(), resource.RLIMIT_NOFILE, before)
+        await container.ask("hang_up", session=f"scarce-{free}")
+    async with await Container.start(ContainerSpec(image=image), runtime) as other:
+        await begin(other, "ended", "sh", "-c", "touch /tmp/begun")
+        await other.run("until test -e /tmp/begun; do sleep 0.01; done; sleep 0.2")
+    async with asyncio.timeout(10):
+        while len(open_files()) > len(files):
+            await asyncio.sleep(0.05)
 
 
 async def test_descriptors_are_the_supervisors_and_not_the_sandboxs(container: Container) -> None:

@@ -434,3 +434,30 @@ async def test_a_group_that_no_system_has_is_no_failure_of_the_machine(image: Pa
             with pytest.raises(CallerError):
                 await container.execute(["id"], user="x")
             assert (await container.run("sed -i '$d' /etc/passwd")).exit_code == 0
+
+
+async def test_a_program_that_goes_with_its_sandbox_on_its_way_in_is_no_killed_helper(
+    image: Path, runtime: Runtime, without: Without
+) -> None:
+    """Whose doing that is, the sandbox's end tells: an agent's own is not to be tried again as the machine's."""
+    without(
+        Off(
+            "import os\n"
+            "from nemo_gym_prorl.sandbox.supervisor import programs\n"
+            "from nemo_gym_prorl.sandbox.supervisor.processes import pidfd\n"
+            "async def go_with_it(self, program, request, *_):\n"
+            "    folder = os.readlink(f'/proc/self/fd/{request.place.process.number}')\n"
+            "    first = int(folder.rpartition('/')[2])\n"
+            "    os.kill(first, 9)\n"
+            "    while not pidfd.is_exiting(first):\n"
+            "        pass\n"
+            "    raise programs.Refused(programs.KILLED)\n"
+            "programs.Programs._start = go_with_it"
+        )
+    )
+    for details in ({"do": "spawn", "spawn": "x"}, {"do": "open", "session": "x"}):
+        async with await Container.start(ContainerSpec(image=image), runtime) as container:
+            with pytest.raises(SandboxLost):
+                await container._link.ask(
+                    {**details, "sandbox": container.name, "tty": None, **container.program(["true"])}
+                )

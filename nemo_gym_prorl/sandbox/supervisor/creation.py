@@ -24,7 +24,9 @@ from nemo_gym_prorl.sandbox.launcher import requests
 from nemo_gym_prorl.sandbox.limits import cgroups, kernel_shares
 from nemo_gym_prorl.sandbox.runtime import image_environment
 from nemo_gym_prorl.sandbox.supervisor import runtime_start
+from nemo_gym_prorl.sandbox.supervisor.errors import SHORTAGES
 from nemo_gym_prorl.sandbox.supervisor.moulds import Moulds
+from nemo_gym_prorl.sandbox.supervisor.processes import pidfd
 from nemo_gym_prorl.sandbox.supervisor.processes.background import to_its_end
 from nemo_gym_prorl.sandbox.supervisor.processes.children import Child, Children
 from nemo_gym_prorl.sandbox.supervisor.processes.launcher import TRIES, Launcher, LauncherLost
@@ -125,7 +127,7 @@ class Creation:
                 trouble = error.answer if isinstance(error, Refused) else {"error": in_words(error)}
                 if order["start"] != "auto":
                     raise Refused(trouble) from error
-                if not isinstance(error, _FirstKilled):
+                if not _of_the_machine(failure(error)):
                     sandbox.fallback = str(trouble.get("log") or trouble["error"])
                 with sandbox.step("undoing"):
                     await self._undo(sandbox)
@@ -152,8 +154,13 @@ class Creation:
         try:
             with sandbox.step("first process"):
                 first = await to_its_end(self._start_first(sandbox, mould, files))
-                self._note(sandbox, first.pid)
-                _hand_over(sandbox, mould, owners[0] if owners else None)
+                try:
+                    self._note(sandbox, first.pid)
+                    _hand_over(sandbox, mould, owners[0] if owners else None)
+                except OSError as error:
+                    if first.alive and not pidfd.is_exiting(first.pid):
+                        raise
+                    raise await _end_of(first) from error
         finally:
             close_all(owners)
             close_all(files)
@@ -232,8 +239,10 @@ class Creation:
         sandbox.place = joining.Place(process, sandbox.order["uid"], limits, spaces, rooted=rooted, capabilities=added)
 
 
-class _FirstKilled(Refused):
-    """The first process was killed by somebody, which says nothing about the mould, from which others are made."""
+def _of_the_machine(trouble: Message) -> bool:
+    """Whether something was killed, or could not be had for now: that says nothing about the mould, from which others
+    are made."""
+    return bool(trouble.get("killed")) or trouble.get("errno") in SHORTAGES
 
 
 @contextlib.contextmanager
@@ -268,7 +277,11 @@ async def _until_ready(sandbox: Sandbox, first: Child) -> None:
         except PeerGone:
             if "ready" in said:
                 return
-            code = await first.wait()
-            error = {"error": f"its first process ended with {code}"}
-            raise (_FirstKilled(error) if code == -signal.SIGKILL else Refused(error)) from None
+            raise await _end_of(first) from None
     raise Refused({"error": "it can't be made", "log": said["error"]})
+
+
+async def _end_of(first: Child) -> Refused:
+    """How a first process ended that never was ready, as it is told."""
+    code = await first.wait()
+    return Refused({"error": f"its first process ended with {code}", "killed": code == -signal.SIGKILL})

@@ -40,7 +40,7 @@ from nemo_gym_prorl.sandbox.supervisor.processes import background
 from nemo_gym_prorl.sandbox.supervisor.processes.background import guarded
 from nemo_gym_prorl.sandbox.supervisor.processes.children import Answer, Children
 from nemo_gym_prorl.sandbox.supervisor.processes.launcher import Launcher
-from nemo_gym_prorl.sandbox.supervisor.rpc.answers import Refused, in_words
+from nemo_gym_prorl.sandbox.supervisor.rpc.answers import Refused, failure, in_words
 from nemo_gym_prorl.sandbox.supervisor.rpc.connection import drop
 from nemo_gym_prorl.sandbox.supervisor.rpc.protocol import Message, close_all
 from nemo_gym_prorl.sandbox.supervisor.runtime_start import look_for_first
@@ -100,15 +100,24 @@ class Sandboxes:
             raise NoSandbox(f"sandbox {name} has ended")
         return sandbox
 
+    async def living(self, name: str) -> None:
+        """Whether it is up and stays so; the end of one that is about to end is waited for.
+
+        Raises:
+            NoSandbox: it has ended.
+        """
+        sandbox = self.up(name)
+        if sandbox.space and sandbox.space.ending:
+            await sandbox.gone()
+            raise NoSandbox(f"sandbox {name} has ended")
+
     async def check(self, client: Client, name: str, *, memory: bool) -> Answer:
         """Answered if it is up; one that is about to end has ended. With ``memory``, only if nothing in it was ended
         for want of the machine's memory."""
         sandbox = self.up(name)
         if client not in sandbox.clients:
             sandbox.clients.append(client)
-        if sandbox.space and sandbox.space.ending:
-            await sandbox.gone()
-            raise NoSandbox(f"sandbox {name} has ended")
+        await self.living(name)
         if memory and self._lacked_memory(sandbox):
             raise NoSandbox(f"sandbox {name}: {NO_MEMORY}")
         return {}, []
@@ -325,10 +334,12 @@ class Sandboxes:
                     if self._take_down(sandbox, self._loop.time() - since):
                         await self._delete(sandbox)
                         break
-                except Refused as error:
-                    # As long as no process can be had that removes what is left, somebody may wait.
-                    if error.answer.get("errno") != errno.EAGAIN or self._loop.time() - since > STUCK_S:
-                        sandbox.tell_gone(error)
+                except (Refused, OSError) as error:
+                    trouble = failure(error)
+                    # As long as what removes what is left can't be had, or is killed, somebody may wait.
+                    passes = isinstance(error, OSError) or trouble.get("errno") == errno.EAGAIN
+                    if not (passes or trouble.get("killed")) or self._loop.time() - since > STUCK_S:
+                        sandbox.tell_gone(Refused(trouble))
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout(TICK_S):
                     await sandbox.changed.wait()

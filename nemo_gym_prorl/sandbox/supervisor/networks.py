@@ -5,7 +5,7 @@ A sandbox gets an address when somebody asks for it, and a network when it is in
 introduced to each other, directly or not, are in one network. Nobody else is: one that was never introduced is alone.
 Each is told names of its own choosing; a name goes from everybody's list when the sandbox behind it has ended.
 
-One change at a time: each is made from what is known when its turn comes.
+One change at a time, of networks and of what a sandbox is told: each is made from what is known when its turn comes.
 """
 
 from __future__ import annotations
@@ -15,11 +15,13 @@ import contextlib
 import errno
 import os
 import socket
+from collections import defaultdict
 from dataclasses import dataclass, field
 from functools import partial
 from ipaddress import IPv4Address, ip_address
 from itertools import count
 
+from nemo_gym_prorl.sandbox.isolation.joining import Place
 from nemo_gym_prorl.sandbox.isolation.network import router as networks
 from nemo_gym_prorl.sandbox.launcher import requests
 from nemo_gym_prorl.sandbox.supervisor.lifecycle import Sandboxes
@@ -49,6 +51,7 @@ class Networks:
         self._addresses: dict[str, IPv4Address] = {}
         self._names: dict[str, dict[str, str]] = {}
         """Of each sandbox that was told any: the names it knows, and their addresses."""
+        self._telling: defaultdict[str, asyncio.Lock] = defaultdict(asyncio.Lock)
         self._networks: dict[str, Network] = {}
         self._change = asyncio.Lock()
         self._changing: Network | None = None
@@ -159,8 +162,13 @@ class Networks:
 
     async def _tell(self, sandbox: str, names: dict[str, str]) -> Answer:
         """Have a sandbox know these names and no others."""
-        place = self._sandboxes.up(sandbox).place_to_join()
+        self._sandboxes.up(sandbox)
         self._names[sandbox] = names
+        async with self._telling[sandbox]:
+            # What it is to know by now, so that whoever writes last writes the last.
+            return await self._write(self._sandboxes.up(sandbox).place_to_join(), self._names[sandbox])
+
+    async def _write(self, place: Place, names: dict[str, str]) -> Answer:
         hosts = os.memfd_create("hosts", os.MFD_CLOEXEC)
         try:
             try:
@@ -190,6 +198,7 @@ class Networks:
         """A sandbox has ended: its cable went with it, and its names go now."""
         address = str(self._addresses.pop(name, ""))
         self._names.pop(name, None)
+        self._telling.pop(name, None)
         network = self._networks.get(name)
         others = network.members - {name} if network else set()
         self._leave(name)

@@ -111,6 +111,9 @@ class Programs:
             refusal = _refusal(error, program, place, sandbox.group)
             if isinstance(refusal, Refused) and "exhausted" in refusal.answer:
                 self._sandboxes.start_refused(sandbox.name, refusal.answer["exhausted"])
+            if isinstance(refusal, Refused) and refusal.answer.get("killed"):
+                # Its sandbox's end may have done that, and is told first.
+                await self._sandboxes.living(sandbox.name)
             if refusal is error:
                 raise
             raise refusal from error

@@ -271,6 +271,7 @@ class Sessions:
         self._programs = programs
         self._sandboxes = sandboxes
         self._all: dict[str, Session] = {}
+        sandboxes.on_gone.append(self._gone)
 
     async def open(self, order: Message) -> Answer:
         """Start a program, with a terminal or with pipes; answered when it runs.
@@ -281,30 +282,27 @@ class Sessions:
         sandbox = self._sandboxes.up(order["sandbox"])
         theirs: list[int] = []
         ours: dict[str, FileIO] = {}
-        if not order["tty"]:
-            for stream in "ioe":
-                reader, writer = os.pipe()
-                mine, its = (writer, reader) if stream == "i" else (reader, writer)
-                # So that the program can open them by name, as /dev/stdout.
-                os.fchown(its, sandbox.order["host_uid"], sandbox.order["host_gid"])
-                theirs.append(its)
-                ours[stream] = FileIO(mine, "w" if stream == "i" else "r")
-        words, its_words = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-        words.setsockopt(socket.SOL_SOCKET, socket.SO_PASSCRED, 1)
-        theirs.append(its_words.detach())
-
-        name = order["session"]
-        try:
-            group, returned = await self._programs.start(
-                name, sandbox, order, theirs, lambda code: self._exited(name, code)
-            )
-        except BaseException:
-            words.close()
-            for end in ours.values():
-                end.close()
-            raise
-        finally:
-            close_all(theirs)
+        with contextlib.ExitStack() as unless_it_runs:
+            try:
+                if not order["tty"]:
+                    for stream in "ioe":
+                        reader, writer = os.pipe()
+                        mine, its = (writer, reader) if stream == "i" else (reader, writer)
+                        theirs.append(its)
+                        ours[stream] = unless_it_runs.enter_context(FileIO(mine, "w" if stream == "i" else "r"))
+                        # So that the program can open them by name, as /dev/stdout.
+                        os.fchown(its, sandbox.order["host_uid"], sandbox.order["host_gid"])
+                words, its_words = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+                theirs.append(its_words.detach())
+                unless_it_runs.enter_context(words)
+                words.setsockopt(socket.SOL_SOCKET, socket.SO_PASSCRED, 1)
+                name = order["session"]
+                group, returned = await self._programs.start(
+                    name, sandbox, order, theirs, lambda code: self._exited(name, code)
+                )
+                unless_it_runs.pop_all()
+            finally:
+                close_all(theirs)
         if returned:
             terminal = FileIO(returned[0], "r+")
             ours.update(i=terminal, o=terminal)
@@ -334,9 +332,7 @@ class Sessions:
     def _exited(self, name: str, code: int) -> None:
         if session := self._all.get(name):
             session.exited(code)
-        for other_name, other in list(self._all.items()):
-            try:
-                self._sandboxes.up(other.sandbox)
-            except NoSandbox:
-                other.close()
-                del self._all[other_name]
+
+    def _gone(self, sandbox: str) -> None:
+        for name in [name for name, session in self._all.items() if session.sandbox == sandbox]:
+            self._all.pop(name).close()
