@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import fcntl
 import json
 import os
 import random
@@ -15,6 +16,7 @@ import select
 import shutil
 import signal
 import socket
+import struct
 import subprocess
 import sys
 import tempfile
@@ -58,6 +60,9 @@ FILES_GONE_WITHIN_S = 120.0
 
 GROUPS = granted.base if (granted := cgroups.delegation()) else None
 """Where sandboxes get control groups, if they can have any."""
+
+SET_FLAGS, IMMUTABLE = 0x40086602, 0x10
+"""``FS_IOC_SETFLAGS`` and ``FS_IMMUTABLE_FL``."""
 
 Processes = dict[int, int | None]
 """Numbers and start times."""
@@ -185,6 +190,45 @@ def test_a_supervisor_of_many_that_is_killed_leaves_nothing(image: Path, runtime
     finally:
         crowd.end()
     print(f"{KILLS} kills under {SANDBOXES}: processes gone in {max(processes):.2f} s, all in {max(files):.2f} s")
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root can make a file that nobody can remove")
+def test_a_supervisor_ends_though_a_file_cannot_be_removed(image: Path, runtime: Runtime, state: Path) -> None:
+    """Without its server it would try for ever, and take the processor's time for it."""
+    serve = """
+import asyncio, json, sys
+from pathlib import Path
+from nemo_gym_prorl.sandbox.container import Container, ContainerSpec
+from nemo_gym_prorl.sandbox.runtime.apptainer import require_runtime
+from nemo_gym_prorl.sandbox.supervisor.rpc import own_supervisor
+
+async def main():
+    box = await Container.start(ContainerSpec(image=Path(sys.argv[1])), require_runtime())
+    await box.run("touch /root/kept")
+    print(json.dumps([own_supervisor._current.popen.pid, str(own_supervisor._current.folder)]), flush=True)
+    await asyncio.sleep(60)
+
+asyncio.run(main())
+"""
+    command = [sys.executable, "-c", serve, str(image)]
+    environment = {**os.environ, "PYTHONPATH": str(REPOSITORY)}
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=environment) as server:
+        assert server.stdout
+        supervisor, folder = json.loads(server.stdout.readline())
+        [kept] = Path(folder).glob("*/overlay/upper/root/kept")
+        with kept.open() as file:
+            fcntl.ioctl(file, SET_FLAGS, struct.pack("l", IMMUTABLE))
+            try:
+                server.kill()
+                deadline = time.monotonic() + 30
+                while state_dir.start_time(supervisor) is not None:
+                    assert time.monotonic() < deadline
+                    time.sleep(0.1)
+                assert kept.exists(), "or it was none"
+            finally:
+                fcntl.ioctl(file, SET_FLAGS, struct.pack("l", 0))
+    state_dir.sweep(Path(folder).parent)
+    assert not Path(folder).exists()
 
 
 def test_a_first_process_whose_supervisor_died_before_it_could_tell_ends(runtime: Runtime, tmp_path: Path) -> None:

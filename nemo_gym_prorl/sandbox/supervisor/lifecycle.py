@@ -71,6 +71,7 @@ class Sandboxes:
         self._folder = folder
         self._loop = asyncio.get_running_loop()
         self._all: dict[str, Sandbox] = {}
+        self._leaving = False
         self._inits: dict[int, Sandbox] = {}
         """By the number of their first process, those that close."""
         self._volumes = Volumes(folder)
@@ -238,7 +239,8 @@ class Sandboxes:
         return {}, []
 
     async def close_all(self) -> None:
-        """End every one; returns when nothing of any is left."""
+        """End every one; returns when no process of any is left, nor a file that can be removed."""
+        self._leaving = True
         while self._all:
             for sandbox in list(self._all.values()):
                 self._close(sandbox)
@@ -327,19 +329,22 @@ class Sandboxes:
             sandbox.starter.wait().add_done_callback(lambda _status: sandbox.changed.set())
         if sandbox.space:
             self._inits[sandbox.space.init] = sandbox
+        ended = False
         while True:
             sandbox.changed.clear()
             with guarded():
                 try:
-                    if self._take_down(sandbox, self._loop.time() - since):
+                    if ended := self._take_down(sandbox, self._loop.time() - since):
                         await self._delete(sandbox)
                         break
                 except (Refused, OSError) as error:
-                    trouble = failure(error)
+                    trouble, late = failure(error), self._loop.time() - since > STUCK_S
                     # As long as what removes what is left can't be had, or is killed, somebody may wait.
                     passes = isinstance(error, OSError) or trouble.get("errno") == errno.EAGAIN
-                    if not (passes or trouble.get("killed")) or self._loop.time() - since > STUCK_S:
+                    if not (passes or trouble.get("killed")) or late:
                         sandbox.tell_gone(Refused(trouble))
+                    if ended and late and self._leaving:
+                        break  # its files are left to the next start of a supervisor
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout(TICK_S):
                     await sandbox.changed.wait()
