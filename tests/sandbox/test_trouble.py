@@ -77,7 +77,7 @@ async def test_a_supervisor_that_can_start_no_process_lives_on(image: Path, runt
     try:
         with pytest.raises(SandboxRefused, match="no process can be started"):
             await container.run("true")
-        with pytest.raises(InfrastructureError, match="can't be prepared"):
+        with pytest.raises(InfrastructureError, match="no further process can be started"):
             await Container.start(ContainerSpec(image=image), runtime)
         closing = asyncio.create_task(container.close())
         # Its end waits for a process that removes what is left.
