@@ -23,6 +23,7 @@ from nemo_gym_prorl.handlers.service_config import ServiceConfig
 from nemo_gym_prorl.scripted.server import ScriptedConfig
 from nemo_gym_prorl.scripted.server import serve as serve_scripted
 from nemo_gym_prorl.scripted.text import MODEL_NAME
+from nemo_gym_prorl.serving.problems import add_problem_handlers
 from tests.handlers.gym_host import hosting, instance, url_of
 from tests.rollout.serving import serve
 
@@ -78,6 +79,7 @@ class Stage:
         service = AgentService(config, OmegaConf.create(self.config), model=model)
         app = FastAPI()
         app.include_router(service.router())
+        add_problem_handlers(app)
 
         @app.post("/run")
         async def run(request: Request) -> Response:
