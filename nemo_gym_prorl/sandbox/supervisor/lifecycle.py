@@ -72,6 +72,7 @@ class Sandboxes:
         self._loop = asyncio.get_running_loop()
         self._all: dict[str, Sandbox] = {}
         self._leaving = False
+        """All end, since their server has."""
         self._inits: dict[int, Sandbox] = {}
         """By the number of their first process, those that close."""
         self._volumes = Volumes(folder)
