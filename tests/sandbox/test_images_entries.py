@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A entries that several processes fill, use and clear at once, some of which are killed."""
+"""A folder of entries that several processes fill, use and clear at once, some of which are killed."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ import errno
 import fcntl
 import json
 import os
+import shutil
 import stat
 import subprocess
 import sys
@@ -199,6 +200,26 @@ def test_users_and_removers_at_once_meet_a_whole_thing_or_none(tmp_path: Path) -
         seen = set(pool.map(use, range(300)))
         list(changes)
     assert seen <= {"none", "whole"}
+
+
+def test_makers_at_once_replace_what_is_good_for_nothing_and_only_that(tmp_path: Path) -> None:
+    entries = Entries(tmp_path)
+
+    def make(number: int) -> bool:
+        with entries.making("thing", sound=(entries.path("thing") / "file").exists) as work:
+            if work is None:
+                return False
+            (work / "made").mkdir()
+            (work / "made" / "file").write_text(str(number))
+            entries.publish(work / "made", "thing")
+            return True
+
+    for _ in range(50):
+        shutil.rmtree(entries.path("thing"), ignore_errors=True)
+        entries.path("thing").mkdir()
+        with ThreadPoolExecutor(6) as pool:
+            assert sum(pool.map(make, range(6))) == 1
+        assert (entries.path("thing") / "file").exists()
 
 
 def test_without_locks_whatever_was_first_stays_and_recent_things_count_as_used(

@@ -27,7 +27,7 @@ import os
 import shutil
 import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -86,10 +86,17 @@ class Entries:
         return self.folder / name
 
     @contextmanager
-    def making(self, name: str, progress: Progress = silent) -> Iterator[Path | None]:
+    def making(
+        self, name: str, progress: Progress = silent, sound: Callable[[], bool] = lambda: True
+    ) -> Iterator[Path | None]:
         """Wait until nobody makes the thing; an empty folder to make it in, or ``None`` if it is there by now.
 
         What is made is kept with :meth:`publish`; everything else in that folder goes.
+
+        Args:
+            name: of the thing.
+            progress: told if somebody else is waited for.
+            sound: whether what is there is good for anything; if not, it is removed first, by its one maker.
 
         Raises:
             InfrastructureError: the folder can't be written.
@@ -107,6 +114,8 @@ class Entries:
             hold = self._lock(lock, fcntl.LOCK_EX)
         assert hold is not None
         try:
+            if self.path(name).is_dir() and not sound():
+                self.remove(name)
             if self.path(name).is_dir():
                 yield None
             else:

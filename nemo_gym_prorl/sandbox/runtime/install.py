@@ -59,10 +59,8 @@ def ensure_runtime(progress: Progress) -> Runtime:
         return runtime
     prefix = private_prefix()
     entries = Entries(prefix.parent)
-    if prefix.is_dir() and find_runtime() is None:
-        # Of a cache folder that was moved here.
-        entries.remove(prefix.name)
-    with entries.making(prefix.name, progress) as work:
+    # One that is there and no runtime is of a cache folder that was moved here.
+    with entries.making(prefix.name, progress, sound=lambda: find_runtime() is not None) as work:
         if work is not None:
             entries.publish(_install(prefix, work, progress), prefix.name)
     return require_runtime()
