@@ -24,7 +24,7 @@ from nemo_gym_prorl.sandbox.runtime.apptainer import Runtime
 from nemo_gym_prorl.sandbox.sessions.bash import Shell
 
 
-MOULD, RUNTIME = "mould", "runtime"
+DIRECT, RUNTIME = "direct", "runtime"
 GYM, SWE_REX = "Gym apptainer", "SWE-ReX"
 
 AT_A_TIME = 4
@@ -37,7 +37,7 @@ class Scale:
 
     Attributes:
         starts: sandboxes started one after the other.
-        alive: sandboxes that live at once, from a mould.
+        alive: sandboxes that live at once, made directly.
         alive_runtime: the same, made by the runtime.
         peers_s: seconds in which a peer starts as many as it can.
         idle_s: seconds in which nothing is done.
@@ -140,7 +140,7 @@ async def alive(bench: Bench) -> list[Figure]:
     scale = bench.scale
     theirs: dict[str, dict[str, float]] = {}
     theirs[RUNTIME], _count = await _crowd(bench, RUNTIME, scale.alive_runtime)
-    ours, count = await _crowd(bench, MOULD, scale.alive)
+    ours, count = await _crowd(bench, DIRECT, scale.alive)
     for name, maker in PEERS.items():
         try:
             async with asyncio.timeout(PEER_TIMEOUT_S):

@@ -151,10 +151,10 @@ class Mixture:
 
 
 def server_process(gym: GymDeployment, name: str) -> int:
-    """The process of a server now: in a supervised deployment the instance's own is its keeper."""
+    """The process of a server now: in a supervised deployment the instance's own is its restarter."""
     wanted = f"NEMO_GYM_CONFIG_PATH={name}".encode()
     for pid, command in gym.cli.mark.processes().items():
-        if not command.endswith("app.py") or "server_keeper" in command or command.startswith("/bin/bash"):
+        if not command.endswith("app.py") or "restarter" in command or command.startswith("/bin/bash"):
             continue
         if wanted in Path(f"/proc/{pid}/environ").read_bytes().split(b"\0"):
             return pid

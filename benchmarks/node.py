@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """One node full of sandboxes: what the next one costs, how it is to live beside 2,000, and how all of them end.
 
-Sandboxes are made both ways, from a mould and by the runtime. Peers do what they can in the same run: NeMo Gym's
+Sandboxes are made both ways, directly and by the runtime. Peers do what they can in the same run: NeMo Gym's
 ``apptainer`` provider with as many containers as it starts in a minute, SWE-ReX with as many of its local sessions,
 which have no container and so are flattered. Everything ends with this process, however it ends.
 """
@@ -24,8 +24,8 @@ from typing import Any
 from benchmarks import processes
 from benchmarks.crowd import (
     AT_A_TIME,
+    DIRECT,
     GYM,
-    MOULD,
     PEERS,
     QUICK,
     RUNTIME,
@@ -62,7 +62,7 @@ async def starts(bench: Bench) -> list[Figure]:
         return Peer(act, box.close)
 
     makers: dict[str, tuple[Callable[[], Awaitable[Peer]], int]] = {
-        how: (lambda how=how: ours(how), bench.scale.starts) for how in (MOULD, RUNTIME)
+        how: (lambda how=how: ours(how), bench.scale.starts) for how in (DIRECT, RUNTIME)
     } | {name: (lambda maker=maker: maker(bench), max(3, bench.scale.starts // 4)) for name, maker in PEERS.items()}
     for name, (make, count) in makers.items():
         warm = await make()
@@ -79,12 +79,12 @@ async def starts(bench: Bench) -> list[Figure]:
         # At once: a peer takes 10 s for each.
         await asyncio.gather(*(box.end() for box in live))
         ends[name] = (processes.core_seconds(os.getpid()) - after) / len(live)
-    others = {name: value for name, value in wall.items() if name != MOULD}
-    used = {name: value for name, value in cores.items() if name != MOULD}
+    others = {name: value for name, value in wall.items() if name != DIRECT}
+    used = {name: value for name, value in cores.items() if name != DIRECT}
     return [
-        Figure("create to first answer from a mould, p50", wall[MOULD], "ms", goal="<= 15", peers=others),
-        Figure("create to first answer from a mould", cores[MOULD], "core-s", goal="<= 0.02", peers=used),
-        Figure("end of a sandbox", ends.pop(MOULD), "core-s", peers=ends),
+        Figure("create to first answer, directly, p50", wall[DIRECT], "ms", goal="<= 15", peers=others),
+        Figure("create to first answer, directly", cores[DIRECT], "core-s", goal="<= 0.02", peers=used),
+        Figure("end of a sandbox", ends.pop(DIRECT), "core-s", peers=ends),
     ]
 
 
@@ -123,7 +123,7 @@ def _lives(pid: int) -> bool:
 
 async def own(bench: Bench) -> None:
     """What the owner does: it has sandboxes, says where, and waits to be killed."""
-    boxes = await bench.many(MOULD, bench.scale.alive)
+    boxes = await bench.many(DIRECT, bench.scale.alive)
     print(boxes[0].describe()["supervisor"], flush=True)
     await asyncio.sleep(PART_TIMEOUT_S)
     await close_all(boxes)
@@ -132,18 +132,18 @@ async def own(bench: Bench) -> None:
 async def mass_closing(bench: Bench) -> list[Figure]:
     """Sandboxes with a shell and three processes each close at once, beside idle processes; one beside them works."""
     seconds, bystander = {}, {}
-    for how in (MOULD, RUNTIME):
+    for how in (DIRECT, RUNTIME):
         seconds[how, 0], _late = await _close_busy(bench, how)
     with _idle_processes(bench.scale.bystanders):
-        for how in (MOULD, RUNTIME):
+        for how in (DIRECT, RUNTIME):
             seconds[how, 1], bystander[how] = await _close_busy(bench, how)
     count, beside = bench.scale.closing, bench.scale.bystanders
     return [
-        Figure(f"closing {count} busy ones", seconds[MOULD, 0], "s", peers={RUNTIME: seconds[RUNTIME, 0]}),
+        Figure(f"closing {count} busy ones", seconds[DIRECT, 0], "s", peers={RUNTIME: seconds[RUNTIME, 0]}),
         Figure(
-            f"the same beside {beside} idle processes", seconds[MOULD, 1], "s", peers={RUNTIME: seconds[RUNTIME, 1]}
+            f"the same beside {beside} idle processes", seconds[DIRECT, 1], "s", peers={RUNTIME: seconds[RUNTIME, 1]}
         ),
-        Figure("a bystander's exec meanwhile, p99", bystander[MOULD], "ms", peers={RUNTIME: bystander[RUNTIME]}),
+        Figure("a bystander's exec meanwhile, p99", bystander[DIRECT], "ms", peers={RUNTIME: bystander[RUNTIME]}),
     ]
 
 
@@ -179,7 +179,7 @@ async def churn(bench: Bench) -> list[Figure]:
     """Create, use, destroy, over and over."""
     rates = {}
     makers: dict[str, Callable[[], Awaitable[Any]]] = {
-        how: (lambda how=how: _use(bench, how)) for how in (MOULD, RUNTIME)
+        how: (lambda how=how: _use(bench, how)) for how in (DIRECT, RUNTIME)
     }
 
     async def peers_use() -> None:
@@ -202,7 +202,7 @@ async def churn(bench: Bench) -> list[Figure]:
 
         done = sum(await asyncio.gather(*(again() for _ in range(AT_A_TIME))))
         rates[name] = done / (time.perf_counter() - begin)
-    ours = rates.pop(MOULD)
+    ours = rates.pop(DIRECT)
     return [Figure(f"create, use, destroy, {AT_A_TIME} at a time", ours, "1/s", goal=">= 100", peers=rates)]
 
 
@@ -215,8 +215,8 @@ async def flood(bench: Bench) -> list[Figure]:
     """A shell beside one whose program prints without end."""
     late = {}
     async with (
-        await bench.start(MOULD) as loud,
-        await bench.start(MOULD) as quiet,
+        await bench.start(DIRECT) as loud,
+        await bench.start(DIRECT) as quiet,
         await Shell.start(loud) as flooding,
         await Shell.start(quiet) as shell,
     ):

@@ -146,7 +146,7 @@ async def code_figures(*, quick: bool) -> list[Figure]:
     image = str(await asyncio.to_thread(ensure_image, KERNEL, print))
     starter = started.Starter({"singularity": {"memory_mib": 4096, "processes": 256, "disk_mib": 2048}})
     figures = []
-    # What comes first pays for the supervisor and the image's mould.
+    # What comes first pays for the supervisor and the image being prepared.
     await tests_per_core_second(starter, image, candidates(5), by_us)
     for tests, goal in ((20, None), (100 if quick else 500, ">= 150")):
         chosen = candidates(tests)

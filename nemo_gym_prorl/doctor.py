@@ -172,9 +172,9 @@ def _sandbox(runtime: Runtime, image: Path) -> Check:
     except InfrastructureError as error:
         return Check(name, Level.MISSING, error.reason, "what the message asks for")
     if slow:
-        fix = "nothing to do: it only takes longer; root's moulds need Linux 5.19, other users' 5.12"
-        return Check(name, Level.WARN, f"{said}; by the runtime, not from a mould: {slow}", fix)
-    return Check(name, Level.OK, f"{said}; from a mould")
+        fix = "nothing to do: it only takes longer; to make them directly, root needs Linux 5.19, others 5.12"
+        return Check(name, Level.WARN, f"{said}; sandboxes are made by the runtime: {slow}", fix)
+    return Check(name, Level.OK, f"{said}; sandboxes are made directly")
 
 
 async def _try_sandbox(runtime: Runtime, image: Path) -> tuple[str, str]:

@@ -5,7 +5,7 @@ Servers daemonise, orphans are adopted by init, Ray starts sessions of its own: 
 names find them all again. What every descendant does inherit is the environment, so a tree is marked with one unique
 variable at its root and found by reading ``/proc``. Linux only, like the sandboxes.
 
-:class:`ProcessMark` finds and ends such a tree from outside. Run as a program, this module is its *keeper*: it starts
+:class:`ProcessMark` finds and ends such a tree from outside. Run as a program, this module is its *reaper*: it starts
 a command and ends everything that carries the mark when the command ends, when it is told to (SIGTERM, SIGINT), and
 when its own parent dies, however it dies. The tree's scratch folder goes with it.
 """
@@ -123,8 +123,8 @@ def _open_files(pid: int) -> set[str]:
     return found
 
 
-def keeper_command(mark: ProcessMark, command: list[str], python: str, scratch: Path) -> list[str]:
-    """The command line that runs ``command`` under a keeper; the environment has to carry the mark.
+def reaper_command(mark: ProcessMark, command: list[str], python: str, scratch: Path) -> list[str]:
+    """The command line that runs ``command`` under a reaper; the environment has to carry the mark.
 
     Args:
         mark: what the whole tree carries.
@@ -144,7 +144,7 @@ def _stop(signum: int, frame: FrameType | None) -> NoReturn:
     raise _Stop
 
 
-def _keep(mark: ProcessMark, scratch: Path, command: list[str]) -> int:
+def _reap(mark: ProcessMark, scratch: Path, command: list[str]) -> int:
     ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, int(signal.SIGTERM), 0, 0, 0)
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, _stop)
@@ -170,4 +170,4 @@ def _keep(mark: ProcessMark, scratch: Path, command: list[str]) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(_keep(ProcessMark(sys.argv[1], sys.argv[2]), Path(sys.argv[3]), sys.argv[4:]))
+    sys.exit(_reap(ProcessMark(sys.argv[1], sys.argv[2]), Path(sys.argv[3]), sys.argv[4:]))

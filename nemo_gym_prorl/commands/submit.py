@@ -39,7 +39,7 @@ from nemo_gym_prorl.serving.problem_document import field_errors, in_words
 
 
 PATIENCE_S = 600.0
-"""How long a service may be away in mid-run. One that is started again by its keeper is back within a minute."""
+"""How long a service may be away in mid-run. One that is started again by its restarter is back within a minute."""
 
 _LOOK_S = 0.5
 _STATUS_S = 5.0

@@ -29,9 +29,9 @@ from omegaconf import OmegaConf
 from yarl import URL
 
 from nemo_gym_prorl.gym.command_line import LOG_TAIL_LINES, RAY_START_S, DeploymentError, GymCli, GymResult
-from nemo_gym_prorl.gym.server_keeper import keeper_program
+from nemo_gym_prorl.gym.restarter import restarter_program
 from nemo_gym_prorl.gym.venvs import cut_at_a_space
-from nemo_gym_prorl.processes import INTERRUPT_GRACE_S, KILL_S, SETTLE_S, keeper_command, somebody_else_listens
+from nemo_gym_prorl.processes import INTERRUPT_GRACE_S, KILL_S, SETTLE_S, reaper_command, somebody_else_listens
 
 
 _KEEPER_GRACE_S = INTERRUPT_GRACE_S + SETTLE_S + KILL_S + 5.0
@@ -120,7 +120,7 @@ class GymDeployment:
             cwd=cwd,
             env={"RAY_TMPDIR": str(self._ray_dir), **(env or {})},
             head_port=head_port,
-            server_python=self._keeper if supervised else None,
+            server_python=self._restarter if supervised else None,
         )
         self.instances: dict[str, Instance] = {}
         self.waiting: list[str] = []
@@ -265,7 +265,7 @@ class GymDeployment:
         mark = self.cli.mark
         with self._open_log() as log:
             self._process = await asyncio.create_subprocess_exec(
-                *keeper_command(mark, [*words, *self._overrides], sys.executable, self._ray_dir),
+                *reaper_command(mark, [*words, *self._overrides], sys.executable, self._ray_dir),
                 cwd=cwd,
                 env=env | {mark.name: mark.value},
                 stdin=asyncio.subprocess.DEVNULL,
@@ -282,8 +282,8 @@ class GymDeployment:
     def _events(self) -> Path:
         return self.work_dir.absolute() / "deaths.jsonl"
 
-    def _keeper(self, python: Path) -> str:
-        return keeper_program(python, self._up, self._events)
+    def _restarter(self, python: Path) -> str:
+        return restarter_program(python, self._up, self._events)
 
     def _deaths(self) -> list[Death]:
         lines = self._events.read_bytes().splitlines(keepends=True) if self._events.exists() else []
@@ -353,7 +353,7 @@ class GymDeployment:
     async def _end_now(self) -> None:
         process = self._process
         if process is not None and process.returncode is None:
-            # The keeper interrupts Gym, waits, and ends whatever Gym forgot.
+            # The reaper interrupts Gym, waits, and ends whatever Gym forgot.
             with contextlib.suppress(ProcessLookupError):
                 process.terminate()
             try:

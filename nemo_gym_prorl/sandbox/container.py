@@ -26,7 +26,7 @@ from typing import Any, Literal
 from nemo_gym_prorl.failures import AgentError, CallerError
 from nemo_gym_prorl.sandbox import transfer
 from nemo_gym_prorl.sandbox.arguments import check_bounds, check_path, check_port, check_program, check_variables
-from nemo_gym_prorl.sandbox.isolation import user_domain
+from nemo_gym_prorl.sandbox.isolation import user_ids
 from nemo_gym_prorl.sandbox.limits import report
 from nemo_gym_prorl.sandbox.runtime.apptainer import Runtime, require_runtime
 from nemo_gym_prorl.sandbox.runtime.command import SHARED_FOLDER
@@ -68,7 +68,7 @@ class Container:
         """As it was named, wherever it was started from."""
         self.notes: list[str] = []
         """Limits that the sandbox ran into, as told by the supervisor."""
-        self.way: Literal["mould", "runtime"] = "runtime"
+        self.way: Literal["direct", "runtime"] = "runtime"
         """How it was made."""
         self.alive = True
         self._fault: AgentError | None = None
@@ -79,14 +79,14 @@ class Container:
         self.environment: dict[str, str] = {}
         self.workdir = "/root" if spec.root else "/tmp"
         self.fallback = ""
-        """Why it was not made from a mould, which would be faster."""
+        """Why it was not made directly, which would be faster."""
         self._on_end: list[Callable[[], None]] = []
         self._link = link
         link.watch(name, self._on_event)
 
     @classmethod
     async def start(cls, spec: ContainerSpec, runtime: Runtime | None = None, held: Sequence[int] = ()) -> Container:
-        """Start a sandbox; some 20 ms from a mould, 90 by the runtime. Files that are ``held`` stay open
+        """Start a sandbox; some 20 ms directly, 90 by the runtime. Files that are ``held`` stay open
         until it is gone.
 
         Raises:
@@ -97,7 +97,7 @@ class Container:
             runtime = await asyncio.to_thread(require_runtime)
         await asyncio.to_thread(check, spec, runtime)
         link = await Link.get()
-        host_id = user_domain.draw(several=spec.users)
+        host_id = user_ids.draw(several=spec.users)
         container = cls(f"b-{secrets.token_hex(6)}", spec, link, host_id)
         try:
             start = order(container.name, container._host_id, spec, runtime)

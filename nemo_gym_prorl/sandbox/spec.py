@@ -21,14 +21,14 @@ from nemo_gym_prorl.sandbox import fields
 from nemo_gym_prorl.sandbox.images.validate import check_image
 from nemo_gym_prorl.sandbox.isolation import capabilities
 from nemo_gym_prorl.sandbox.isolation.syscalls import walled_in
-from nemo_gym_prorl.sandbox.isolation.user_domain import no_several_users
+from nemo_gym_prorl.sandbox.isolation.user_ids import no_several_users
 from nemo_gym_prorl.sandbox.limits.process_count import process_limit_here
 from nemo_gym_prorl.sandbox.runtime.apptainer import Runtime
 from nemo_gym_prorl.sandbox.runtime.command import OF_THE_RUNTIME
 from nemo_gym_prorl.sandbox.supervisor.rpc.protocol import Message
 
 
-Start = Literal["auto", "mould", "runtime"]
+Start = Literal["auto", "direct", "runtime"]
 
 MOST_CPUS = 4096
 MOST_PROCESSES = 1 << 22
@@ -56,10 +56,10 @@ class ContainerSpec:
         shared_memory_mib: size of ``/dev/shm``.
         ttl_s: seconds after which the sandbox is ended, however busy it is.
         start_timeout_s: how long the runtime may take to start it.
-        start: ``mould``: made by ourselves, of what the runtime said once of the image, which is fastest; ``runtime``:
+        start: ``direct``: made by ourselves, by what the runtime said once of the image, fastest; ``runtime``:
             one process of the runtime's for each sandbox; ``auto``: the former where it works.
         users: have all user ids inside, not only one: for package managers, services, files of several users. Needs
-            an unpacked image, and of an ordinary user a range of ids; see :mod:`.user_domain`.
+            an unpacked image, and of an ordinary user a range of ids; see :mod:`.user_ids`.
         capabilities: of the kernel, that root inside is to have beyond the usual: ``SYS_PTRACE``, ``NET_ADMIN``.
         volumes: folders that are shared with other sandboxes, as ``NAME:INSIDE`` or ``NAME:INSIDE:ro``.
     """
@@ -110,8 +110,8 @@ def check(spec: ContainerSpec, runtime: Runtime) -> None:
             f"sandboxes of root run under unprivileged user ids, which can't enter {wall} to run {runtime.path}; set "
             "PRORL_CACHE to a folder that all may enter and run 'prorl setup'"
         )
-    if spec.start == "mould" and spec.image.is_file():
-        raise CallerError("only an unpacked image can be made a mould of", field="start")
+    if spec.start == "direct" and spec.image.is_file():
+        raise CallerError("only an unpacked image can be started directly", field="start")
     if spec.users:
         if spec.start == "runtime" or spec.image.is_file():
             raise CallerError("several users need an unpacked image, and not start: runtime", field="users")
@@ -131,7 +131,7 @@ def order(name: str, host_id: int, spec: ContainerSpec, runtime: Runtime) -> Mes
         spec: what it is to be; checked.
         runtime: what starts it, or says what the image sets.
     """
-    start = "mould" if spec.users or _may_trace(spec) else spec.start if spec.image.is_dir() else "runtime"
+    start = "direct" if spec.users or _may_trace(spec) else spec.start if spec.image.is_dir() else "runtime"
     limits = {resource.RLIMIT_NPROC: process_limit_here(spec.processes), resource.RLIMIT_CORE: 0}
     if spec.disk_mib:
         limits[resource.RLIMIT_FSIZE] = spec.disk_mib << 20
@@ -163,7 +163,7 @@ def order(name: str, host_id: int, spec: ContainerSpec, runtime: Runtime) -> Mes
 
 def _may_trace(spec: ContainerSpec) -> bool:
     """Whether what runs inside may take over any process there. A runtime's first process has every right inside and
-    no filter of system calls; a mould's has no right and is under the filter.
+    no filter of system calls; one that is made directly has no right and is under the filter.
 
     Raises:
         CallerError: capabilities that can't be had.

@@ -20,7 +20,7 @@ from pathlib import Path
 import pytest
 
 from nemo_gym_prorl.gym.command_line import RAY_START_S
-from nemo_gym_prorl.processes import ProcessMark, keeper_command
+from nemo_gym_prorl.processes import ProcessMark, reaper_command
 
 
 PROGRAM = """
@@ -53,10 +53,10 @@ def ray_cluster() -> Iterator[str]:
 @contextlib.contextmanager
 def _started() -> Iterator[str]:
     mark = ProcessMark("PRORL_TEST_RAY", os.urandom(8).hex())
-    # Not below pytest's folder: the path of a Unix socket must be short. The keeper removes it.
+    # Not below pytest's folder: the path of a Unix socket must be short. The reaper removes it.
     folder = Path(tempfile.mkdtemp(prefix="prorl-ray-", dir="/tmp"))
     process = subprocess.Popen(
-        keeper_command(mark, [sys.executable, "-c", PROGRAM], sys.executable, folder),
+        reaper_command(mark, [sys.executable, "-c", PROGRAM], sys.executable, folder),
         env=os.environ | SETTINGS | {"RAY_TMPDIR": str(folder), mark.name: mark.value},
         stdout=subprocess.PIPE,
         stderr=subprocess.DEVNULL,

@@ -94,10 +94,10 @@ class Service:
         return await asyncio.wait_for(self.process.wait(), 90)
 
     def pid(self, name: str) -> int | None:
-        """Process id of a server, which is not its keeper's; ``None`` while there is none."""
+        """Process id of a server, which is not its restarter's; ``None`` while there is none."""
         wanted = f"NEMO_GYM_CONFIG_PATH={name}".encode()
         for pid, command in self.mark.processes().items():
-            if command.endswith("app.py") and "server_keeper" not in command and not command.startswith("/bin/bash"):
+            if command.endswith("app.py") and "restarter" not in command and not command.startswith("/bin/bash"):
                 environ = Path(f"/proc/{pid}/environ")
                 if environ.exists() and wanted in environ.read_bytes().split(b"\0"):
                     return pid

@@ -52,7 +52,7 @@ def kernel_image(image: Path) -> Path:
     return ensure_image(KERNEL, silent)
 
 
-@pytest.fixture(params=["mould", "runtime"])
+@pytest.fixture(params=["direct", "runtime"])
 def way(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
     """How the sandboxes of a test are made that leave it open. For tests that are to pass in both ways."""
     order = containers.order

@@ -101,7 +101,7 @@ class Busy:
             "shell": [session.shell._bash.pid for session in self.sessions if session.shell._bash],
             "kernel": [session.kernel._process.pid for session in self.sessions if session.kernel._process],
             "helper": [] if supervisor is None else state_dir.helpers_of(supervisor.folder),
-            "servant": [] if supervisor is None else servants(supervisor.popen.pid, inits),
+            "launcher": [] if supervisor is None else launchers(supervisor.popen.pid, inits),
         }
         return {
             kind: [(pid, started) for pid in pids if (started := state_dir.start_time(pid))]
@@ -109,7 +109,7 @@ class Busy:
         }
 
 
-def servants(supervisor: int, inits: list[int]) -> list[int]:
+def launchers(supervisor: int, inits: list[int]) -> list[int]:
     """What the supervisor has forked for itself, for a while or for ever: not what it has started in sandboxes."""
     found = []
     # Some end while we look.

@@ -44,7 +44,7 @@ import pytest
 
 from nemo_gym_prorl.failures import InfrastructureError
 from nemo_gym_prorl.sandbox.container import Container, ContainerSpec
-from nemo_gym_prorl.sandbox.isolation import user_domain
+from nemo_gym_prorl.sandbox.isolation import user_ids
 from nemo_gym_prorl.sandbox.runtime.apptainer import Runtime
 from nemo_gym_prorl.sandbox.supervisor.errors import SandboxExhausted
 from nemo_gym_prorl.sandbox.supervisor.storage import state_dir
@@ -69,12 +69,12 @@ class Abuse:
     Attributes:
         command: run with ``sh`` as root inside.
         off: switches the protection off.
-        off_in_mould: the same for sandboxes that are made from a mould, where that is another protection.
+        off_if_direct: the same for sandboxes that are made directly, where that is another protection.
     """
 
     command: str
     off: Off
-    off_in_mould: Off | None = None
+    off_if_direct: Off | None = None
 
 
 NO_FILTER = Off(launcher=(("    must(CALL(seccomp,", "    if (0) must(CALL(seccomp,"),))
@@ -157,7 +157,7 @@ async def test_an_abuse_succeeds_unprotected(
     image: Path, runtime: Runtime, without: Without, way: str, name: str
 ) -> None:
     abuse = ABUSES[name]
-    without(*{NO_FILTER, abuse.off_in_mould if way == "mould" and abuse.off_in_mould else abuse.off})
+    without(*{NO_FILTER, abuse.off_if_direct if way == "direct" and abuse.off_if_direct else abuse.off})
     async with sandbox(image, runtime) as container:
         done = await container.run(abuse.command)
     assert done.exit_code == 0, done
@@ -243,7 +243,7 @@ async def test_no_file_of_another_sandbox(
         # For root there are three walls: such binds are refused, what is not bound is not seen, and what is another
         # user's is not read.
         without(ANY_BIND)
-        monkeypatch.setattr(user_domain, "HOST_IDS", 1)
+        monkeypatch.setattr(user_ids, "HOST_IDS", 1)
     async with sandbox(image, runtime) as victim:
         await victim.run("echo secret > /tmp/file; echo evil > /usr/bin/evil")
         (overlay,) = await asyncio.to_thread(lambda: list(state.glob(f"*/{victim.name}/overlay")))

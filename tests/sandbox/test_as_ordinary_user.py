@@ -15,17 +15,17 @@ from pathlib import Path
 import pytest
 
 from nemo_gym_prorl.failures import InfrastructureError
-from nemo_gym_prorl.sandbox.isolation.user_domain import HELPERS
+from nemo_gym_prorl.sandbox.isolation.user_ids import HELPERS
 from nemo_gym_prorl.sandbox.runtime.apptainer import Runtime
 from tests.sandbox.as_user import ACCOUNT, HERE, run_tests
 from tests.sandbox.database import ensure_database_image
 
 
 OTHER_FOR_A_USER = {
-    # Which domain a sandbox gets, whose its processes and files are, what is hidden, what it may use up.
+    # Which ids a sandbox gets, whose its processes and files are, what is hidden, what it may use up.
     "walls": ("abuse", "nothing_of_the_host", "users", "old_kernel", "kernel_shares", "cgroup"),
-    # To a sandbox and out of it: moulds, mounts, networks, processes that end, files that are erased.
-    "ways": ("bad_binds", "bad_input", "mould", "network", "life", "erase", "trouble", "supervisor_boundary"),
+    # To a sandbox and out of it: how it starts, mounts, networks, processes that end, files that are erased.
+    "ways": ("bad_binds", "bad_input", "direct", "network", "life", "erase", "trouble", "supervisor_boundary"),
     # Who may build, unpack, own and remove them.
     "images": ("images_build", "images_confined", "images_entries", "images_start", "hostile_images"),
     # One of each that is used as root uses it: files and commands, a kernel (never forked), layers.

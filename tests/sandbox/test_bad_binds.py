@@ -21,7 +21,7 @@ from nemo_gym_prorl.sandbox.spec import Start
 
 pytestmark = pytest.mark.sandbox
 
-WAYS: tuple[Start, ...] = ("mould", "runtime")
+WAYS: tuple[Start, ...] = ("direct", "runtime")
 
 
 @pytest.fixture

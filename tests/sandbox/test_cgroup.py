@@ -110,7 +110,7 @@ def groups_of(container: Container) -> list[Path]:
 
 @pytest.mark.sandbox
 @with_group
-@pytest.mark.parametrize("start", ["mould", "runtime"])
+@pytest.mark.parametrize("start", ["direct", "runtime"])
 async def test_every_process_of_a_sandbox_is_in_its_group_and_the_group_goes_with_it(
     image: Path, runtime: Runtime, start: Start
 ) -> None:

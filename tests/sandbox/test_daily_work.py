@@ -22,7 +22,7 @@ import pytest_asyncio
 from nemo_gym_prorl.failures import InfrastructureError
 from nemo_gym_prorl.sandbox.compose import network
 from nemo_gym_prorl.sandbox.container import Completed, Container, ContainerSpec
-from nemo_gym_prorl.sandbox.isolation import user_domain
+from nemo_gym_prorl.sandbox.isolation import user_ids
 from nemo_gym_prorl.sandbox.runtime import debian
 from nemo_gym_prorl.sandbox.runtime.apptainer import Runtime
 from nemo_gym_prorl.sandbox.sessions.bash import Shell
@@ -31,7 +31,7 @@ from tests.sandbox.database import ensure_database_image
 
 pytestmark = [pytest.mark.sandbox, pytest.mark.timeout(300)]
 
-WHY_NOT = user_domain.no_several_users()
+WHY_NOT = user_ids.no_several_users()
 SEVERAL_USERS = pytest.mark.skipif(bool(WHY_NOT), reason=WHY_NOT)
 DEBIAN = pytest.mark.skipif(bool(debian.missing_tools()), reason="needs apt and dpkg")
 
@@ -156,7 +156,7 @@ INSTALLED = "hello there\nStatus: install ok installed\n"
 
 
 @DEBIAN
-@pytest.mark.parametrize("way", ["users", "mould", "runtime"])
+@pytest.mark.parametrize("way", ["users", "direct", "runtime"])
 async def test_apt_installs_from_a_mirror_that_is_bound_in(
     image: Path, runtime: Runtime, mirror: Path, way: str
 ) -> None:
@@ -229,7 +229,7 @@ stat -c %U $config/pg_hba.conf /var/lib/postgresql/*/main
 async def test_a_database_serves_its_own_sandbox_and_another(database_image: Path, runtime: Runtime) -> None:
     async with contextlib.AsyncExitStack() as stack:
         several, one = ContainerSpec(image=database_image, users=True), ContainerSpec(image=database_image)
-        specs = [several, replace(one, start="mould"), replace(one, start="runtime"), one]
+        specs = [several, replace(one, start="direct"), replace(one, start="runtime"), one]
         started = await asyncio.gather(*(Container.start(spec, runtime) for spec in specs))
         for container in started:
             await stack.enter_async_context(container)

@@ -31,7 +31,7 @@ from tests.sandbox.tiny import pack
 
 pytestmark = pytest.mark.sandbox
 
-WAYS: tuple[Start, ...] = ("mould", "runtime")
+WAYS: tuple[Start, ...] = ("direct", "runtime")
 FUSE_TROUBLE = validate.fuse_trouble()
 with_fuse = pytest.mark.skipif(bool(FUSE_TROUBLE), reason=str(FUSE_TROUBLE))
 BOTH_WAYS = pytest.mark.parametrize("start", WAYS)
@@ -321,7 +321,7 @@ async def test_links_that_images_have_are_followed(make: Make, runtime: Runtime)
     }.items():
         put(root, name, link)
     (root / "usr/share/passwd").write_text("somebody:x:5:5::/:/bin/sh\n")
-    async with await Container.start(ContainerSpec(image=root, start="mould", workdir="/tmp"), runtime) as container:
+    async with await Container.start(ContainerSpec(image=root, start="direct", workdir="/tmp"), runtime) as container:
         done = await container.run("echo x > /var/tmp/file; cat /tmp/file; id -un; cat /etc/hostname /etc/passwd")
     assert done.stdout.splitlines()[:3] == ["x", "root", "sandbox"], done
     assert (root / "usr/share/passwd").read_text() == "somebody:x:5:5::/:/bin/sh\n"

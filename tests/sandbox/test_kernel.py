@@ -17,7 +17,7 @@ import pytest_asyncio
 
 from nemo_gym_prorl.failures import InfrastructureError
 from nemo_gym_prorl.sandbox.container import Container, ContainerSpec
-from nemo_gym_prorl.sandbox.isolation.mould import zygote
+from nemo_gym_prorl.sandbox.isolation.zygote import zygote
 from nemo_gym_prorl.sandbox.limits import cgroups
 from nemo_gym_prorl.sandbox.runtime.apptainer import Runtime
 from nemo_gym_prorl.sandbox.sessions.jupyter.channel import open_socket
@@ -44,8 +44,10 @@ async def kernel(
 ) -> AsyncIterator[Kernel]:
     """A kernel that was forked from its image's zygote, and one that was not."""
     forked = request.param == "forked"
-    if forked and (os.geteuid() != 0 or way != "mould" or cgroups.delegation() is None):
-        pytest.skip("only root's kernels, in sandboxes from a mould, are forked, and where there are control groups")
+    if forked and (os.geteuid() != 0 or way != "direct" or cgroups.delegation() is None):
+        pytest.skip(
+            "only root's kernels, in sandboxes that are made directly, are forked, and where there are control groups"
+        )
     container = await Container.start(ContainerSpec(image=kernel_image, env={} if forked else PLAIN), runtime)
     async with container, await Kernel.start(container) as live:
         for _ in range(ZYGOTE_TRIES):

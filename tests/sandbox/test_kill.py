@@ -24,7 +24,7 @@ FREEZE = "(setsid sh -c 'while :; do kill -STOP -1; done' >/dev/null 2>&1 &)"
 """Stops whatever comes, itself and the container's first process excepted."""
 
 
-@pytest.mark.parametrize("start", ["mould", "runtime"])
+@pytest.mark.parametrize("start", ["direct", "runtime"])
 async def test_a_time_limit_is_kept_where_newcomers_are_stopped(image: Path, runtime: Runtime, start: Start) -> None:
     async with await Container.start(ContainerSpec(image=image, start=start), runtime) as container:
         # It may stop the shell that starts it, too.

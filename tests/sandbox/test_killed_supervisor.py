@@ -30,9 +30,9 @@ import pytest
 
 from nemo_gym_prorl.failures import InfrastructureError
 from nemo_gym_prorl.sandbox.container import Container, ContainerSpec
-from nemo_gym_prorl.sandbox.isolation import syscalls, user_domain
-from nemo_gym_prorl.sandbox.isolation.mould.cast import Mould, cast
-from nemo_gym_prorl.sandbox.isolation.user_domain import draw
+from nemo_gym_prorl.sandbox.isolation import syscalls, user_ids
+from nemo_gym_prorl.sandbox.isolation.prepared_image import PreparedImage, make
+from nemo_gym_prorl.sandbox.isolation.user_ids import draw
 from nemo_gym_prorl.sandbox.limits import cgroups
 from nemo_gym_prorl.sandbox.runtime.apptainer import Runtime
 from nemo_gym_prorl.sandbox.spec import order
@@ -232,9 +232,9 @@ asyncio.run(main())
 
 
 def test_a_first_process_whose_supervisor_died_before_it_could_tell_ends(runtime: Runtime, tmp_path: Path) -> None:
-    domain, _trouble = user_domain.make_domain()
-    ranges = [user_domain.ranges(kind, own) for kind, own in (("uid", os.geteuid()), ("gid", os.getegid()))]
-    mould = Mould(domain, (0, 0), domain, "", {}, ranges)
+    parent, _trouble = user_ids.make_parent_namespace()
+    ranges = [user_ids.ranges(kind, own) for kind, own in (("uid", os.geteuid()), ("gid", os.getegid()))]
+    prepared = PreparedImage(parent, (0, 0), parent, "", {}, ranges)
     given = order("b-1", draw(several=False), ContainerSpec(image=tmp_path), runtime) | {"volumes": []}
     alive, lives = os.pipe()
     supervisor = os.fork()
@@ -244,8 +244,8 @@ def test_a_first_process_whose_supervisor_died_before_it_could_tell_ends(runtime
 
             async def begin() -> None:
                 launcher = Launcher(Children(), tmp_path)
-                files = [domain, theirs.fileno(), launcher.program(), lives]
-                assert (await launcher.run(cast(mould, given, str(tmp_path)), files))[0]["pid"]
+                files = [parent, theirs.fileno(), launcher.program(), lives]
+                assert (await launcher.run(make(prepared, given, str(tmp_path)), files))[0]["pid"]
                 os.write(lives, b"!")
                 time.sleep(100)  # noqa: ASYNC251
 
@@ -255,7 +255,7 @@ def test_a_first_process_whose_supervisor_died_before_it_could_tell_ends(runtime
         finally:
             os._exit(1)
     os.close(lives)
-    os.close(domain)
+    os.close(parent)
     assert os.read(alive, 1) == b"!"
     os.kill(supervisor, signal.SIGKILL)
     os.waitpid(supervisor, 0)
@@ -294,7 +294,7 @@ async def test_an_image_that_is_asked_for_its_variables_ends_with_its_asker(
     silent_image: Path, runtime: Runtime, container: Container
 ) -> None:
     folder = Path(container.describe()["supervisor"])
-    spec = ContainerSpec(image=silent_image, start="mould", start_timeout_s=60)
+    spec = ContainerSpec(image=silent_image, start="direct", start_timeout_s=60)
     asking = asyncio.create_task(Container.start(spec, runtime))
     async with asyncio.timeout(60):
         while not runs_its_shell(folder):

@@ -164,7 +164,7 @@ async def test_whenever_the_launcher_is_killed_sandboxes_come_up_and_commands_ru
 ) -> None:
     rng = random.Random(1)
     without(Off(TELL.format(path=str(tmp_path / "pid"))))
-    async with await Container.start(ContainerSpec(image=image, start="mould"), runtime) as container:
+    async with await Container.start(ContainerSpec(image=image, start="direct"), runtime) as container:
         killed = 0
 
         async def kill() -> None:
@@ -200,7 +200,7 @@ async def test_no_process_inside_knows_of_the_launcher(
     image: Path, runtime: Runtime, without: Without, tmp_path: Path
 ) -> None:
     without(Off(TELL.format(path=str(tmp_path / "pid"))))
-    async with await Container.start(ContainerSpec(image=image, start="mould"), runtime) as container:
+    async with await Container.start(ContainerSpec(image=image, start="direct"), runtime) as container:
         pid = told(tmp_path / "pid")
         assert pid is not None
         seen = await container.run(f"ls /proc; cat /proc/{pid}/cmdline; kill -9 {pid}")
@@ -259,7 +259,7 @@ async def test_a_program_is_looked_for_in_many_folders_without_as_many_copies_of
 ) -> None:
     """In the supervisor, whose memory that would be: some 200 MB."""
     without(Off(TELL.format(path=str(tmp_path / "pid"))))
-    async with await Container.start(ContainerSpec(image=image, start="mould"), runtime) as container:
+    async with await Container.start(ContainerSpec(image=image, start="direct"), runtime) as container:
         await container.run("true")
         supervisor = (await asyncio.to_thread(Path(f"/proc/{told(tmp_path / 'pid')}/stat").read_text)).split()[3]
         status = Path(f"/proc/{supervisor}/status")

@@ -98,7 +98,7 @@ class Server:
         assert not any(self.remains().values())
 
 
-@pytest.fixture(params=["mould", "runtime"])
+@pytest.fixture(params=["direct", "runtime"])
 def server(image: Path, request: pytest.FixtureRequest) -> Iterator[Server]:
     live = Server(image, 2, request.param)
     yield live
@@ -156,7 +156,7 @@ def test_a_killed_first_process_ends_only_its_own_sandbox(server: Server) -> Non
 
 @settings(max_examples=4, suppress_health_check=list(HealthCheck))
 @given(
-    start=st.sampled_from(["mould", "runtime"]),
+    start=st.sampled_from(["direct", "runtime"]),
     victims=st.lists(st.sampled_from(["server", "supervisor", "init", "anything"]), min_size=1, max_size=3),
     pause=st.floats(0, 0.05),
 )

@@ -36,7 +36,7 @@ FETCH = "import sys, urllib.request as u; print(u.urlopen(sys.argv[1], timeout=5
 SECRET = "only for members"
 
 
-@pytest_asyncio.fixture(params=["mould", "runtime"])
+@pytest_asyncio.fixture(params=["direct", "runtime"])
 async def three(image: Path, runtime: Runtime, request: pytest.FixtureRequest) -> AsyncIterator[list[Container]]:
     async with contextlib.AsyncExitStack() as stack:
         spec = ContainerSpec(image=image, start=request.param)
@@ -173,7 +173,7 @@ async def test_what_can_not_be_is_refused(three: list[Container]) -> None:
 
 
 async def test_a_hosts_file_that_is_none_is_refused(image: Path, runtime: Runtime) -> None:
-    spec = ContainerSpec(image=image, start="mould")
+    spec = ContainerSpec(image=image, start="direct")
     async with await Container.start(spec, runtime) as one, await Container.start(spec, runtime) as two:
         await two.execute(["python3", "-c", "import os; os.unlink('/etc/hosts'); os.mkfifo('/etc/hosts')"])
         with pytest.raises(SandboxRefused, match="not an ordinary file"):

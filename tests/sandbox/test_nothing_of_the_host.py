@@ -12,7 +12,7 @@ import pytest
 
 from nemo_gym_prorl.failures import CallerError
 from nemo_gym_prorl.sandbox.container import Container, ContainerSpec
-from nemo_gym_prorl.sandbox.isolation.user_domain import no_several_users
+from nemo_gym_prorl.sandbox.isolation.user_ids import no_several_users
 from nemo_gym_prorl.sandbox.provider import SingularityProvider
 from nemo_gym_prorl.sandbox.runtime.apptainer import Runtime
 
@@ -62,11 +62,13 @@ async def test_the_account_that_serves_is_not_named(image: Path, runtime: Runtim
         assert account.pw_dir not in fields or line in (image / "etc/passwd").read_text()
 
 
-async def test_no_path_of_the_host_in_a_moulds_mounts(image: Path, runtime: Runtime, state: Path, way: str) -> None:
+async def test_no_path_of_the_host_in_a_direct_ones_mounts(
+    image: Path, runtime: Runtime, state: Path, way: str
+) -> None:
     async with await Container.start(ContainerSpec(image=image), runtime) as container:
         mounts = (await container.run("cat /proc/self/mountinfo")).stdout.splitlines()
     told = [line for line in mounts if str(state) in line or str(image) in line]
-    if way == "mould":
+    if way == "direct":
         # A bind says where it comes from, and there is one.
         assert [line.split()[4] for line in told] == ["/.prorl"]
         assert any("lowerdir=image,upperdir=overlay/upper" in line for line in mounts)

@@ -52,7 +52,7 @@ def python_of_ones_own(folder: Path) -> Path:
 
 async def attack(image: Path, loader: Path, script: Path) -> None:
     """In a process of its own, whose Python is the victim."""
-    for start in ("mould", "runtime"):
+    for start in ("direct", "runtime"):
         async with await Container.start(ContainerSpec(image=image, start=start)) as container:  # type: ignore[arg-type]
             await container.upload(loader, LOADER)
             await container.upload(script, "/bin/sh")
@@ -111,7 +111,7 @@ def test_without_memory_files_it_is_a_file_without_a_name(tmp_path: Path, monkey
 
 async def test_sandboxes_start_without_memory_files(image: Path, runtime: Runtime, without: Without) -> None:
     without(Off("def forbidden(*_):\n    raise PermissionError\nsyscalls.executable_memory = forbidden"))
-    async with await Container.start(ContainerSpec(image=image, start="mould"), runtime) as container:
+    async with await Container.start(ContainerSpec(image=image, start="direct"), runtime) as container:
         assert (await container.run("echo works")).stdout == "works\n"
 
 

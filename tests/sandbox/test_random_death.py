@@ -45,7 +45,7 @@ REPOSITORY = Path(__file__).parents[2]
 GONE_WITHIN_S = 5.0
 """Invariant 4 of the architecture."""
 
-KINDS = ("server", "supervisor", "init", "shell", "kernel", "helper", "servant")
+KINDS = ("server", "supervisor", "init", "shell", "kernel", "helper", "launcher")
 
 LONG = bool(os.environ.get("PRORL_TEST_LONG"))
 EXAMPLES = int(os.environ.get("PRORL_DEATHS", "200" if LONG else "6" if os.geteuid() == 0 else "2"))
@@ -109,7 +109,7 @@ class Service:
         if not owner_too:
             with urllib.request.urlopen(f"{self.url}/victims") as answer:
                 victims = json.load(answer)
-                mine |= {pid for kind in ("supervisor", "servant") for pid, _started in victims[kind]}
+                mine |= {pid for kind in ("supervisor", "launcher") for pid, _started in victims[kind]}
         alive = [
             f"process {pid}" for pid, started in self.seen if pid not in mine and state_dir.start_time(pid) == started
         ]
@@ -164,7 +164,7 @@ def service(image: Path, kernel_image: Path, state: Path) -> Iterator[Service]:
 @example(deaths=[(0.5, "init", 0)], turns=[2], attempts=1)
 @example(deaths=[(0.5, "shell", 0)], turns=[2], attempts=2)
 @example(deaths=[(0.5, "kernel", 0)], turns=[2], attempts=1)
-@example(deaths=[(0.3, "servant", 0), (0.1, "servant", 1), (0.1, "servant", 2)], turns=[2, 2], attempts=1)
+@example(deaths=[(0.3, "launcher", 0), (0.1, "launcher", 1), (0.1, "launcher", 2)], turns=[2, 2], attempts=1)
 def test_whatever_is_killed_each_rollout_has_one_outcome_and_nothing_is_left(
     service: Service, deaths: list[tuple[float, str, int]], turns: list[int], attempts: int
 ) -> None:

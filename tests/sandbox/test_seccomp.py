@@ -219,7 +219,7 @@ async def make_calls(container: Container, given: str) -> list[int]:
 
 
 @pytest.mark.sandbox
-@pytest.mark.parametrize("start", ["mould", "runtime"])
+@pytest.mark.parametrize("start", ["direct", "runtime"])
 @pytest.mark.parametrize("root", [True, False], ids=["root", "user"])
 async def test_a_sandbox_is_refused_what_the_table_refuses(
     image: Path, runtime: Runtime, root: bool, start: Start
@@ -277,7 +277,7 @@ print("taken" if libc.ptrace(16, 1, 0, 0) == 0 else "refused", open("/proc/1/sta
 
 
 @pytest.mark.sandbox
-@pytest.mark.parametrize("start", ["mould", "runtime"])
+@pytest.mark.parametrize("start", ["direct", "runtime"])
 @pytest.mark.parametrize("root", [True, False], ids=["root", "user"])
 async def test_who_takes_over_the_first_process_gets_no_more(
     image: Path, runtime: Runtime, root: bool, start: Start

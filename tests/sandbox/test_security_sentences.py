@@ -144,7 +144,7 @@ time.sleep(2)
 
 
 async def test_16_users_of_one_take_all_of_inotify(image: Path, runtime: Runtime) -> None:
-    spec = ContainerSpec(image=image, users=True, start="mould")
+    spec = ContainerSpec(image=image, users=True, start="direct")
     try:
         live = await Container.start(spec, runtime)
     except CallerError as error:
@@ -233,7 +233,7 @@ from nemo_gym_prorl.sandbox.runtime.apptainer import require_runtime
 from nemo_gym_prorl.sandbox.sessions.jupyter.kernel import Kernel
 async def main():
     assert cgroups.delegation() is None
-    spec = ContainerSpec(image=Path(sys.argv[1]), start="mould")
+    spec = ContainerSpec(image=Path(sys.argv[1]), start="direct")
     async with await Container.start(spec, require_runtime()) as container, await Kernel.start(container) as kernel:
         for _ in range(3):
             print((await kernel.run("print(open('/proc/self/cmdline').read())")).output)
@@ -256,7 +256,7 @@ def test_no_kernel_is_forked_without_control_groups(kernel_image: Path) -> None:
 @pytest.mark.skipif(not {"memory", "pids"} <= CONTROLLERS, reason="no controllers of memory and processes here")
 async def test_a_zygotes_memory_and_processes_are_bounded(kernel_image: Path, runtime: Runtime) -> None:
     assert GRANTED
-    spec = ContainerSpec(image=kernel_image, start="mould")
+    spec = ContainerSpec(image=kernel_image, start="direct")
     async with await Container.start(spec, runtime) as container, await Kernel.start(container):
         groups = [group for group in GRANTED.base.glob("prorl-*") if "-z-" in group.name]
         assert groups

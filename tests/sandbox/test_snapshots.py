@@ -37,7 +37,7 @@ from nemo_gym_prorl.sandbox.supervisor.rpc.protocol import Message
 
 pytestmark = pytest.mark.sandbox
 
-WAYS: tuple[Start, ...] = ("mould", "runtime")
+WAYS: tuple[Start, ...] = ("direct", "runtime")
 
 Entries = list[tuple[tarfile.TarInfo, bytes]]
 

@@ -14,7 +14,7 @@ import pytest
 
 from nemo_gym_prorl.failures import CallerError
 from nemo_gym_prorl.sandbox.container import Container, ContainerSpec
-from nemo_gym_prorl.sandbox.isolation import user_domain
+from nemo_gym_prorl.sandbox.isolation import user_ids
 from nemo_gym_prorl.sandbox.limits import kernel_shares, usage
 from nemo_gym_prorl.sandbox.runtime.apptainer import Runtime
 from nemo_gym_prorl.sandbox.supervisor.errors import SandboxExhausted
@@ -24,7 +24,7 @@ from nemo_gym_prorl.sandbox.supervisor.storage import state_dir
 
 pytestmark = pytest.mark.sandbox
 
-WHY_NOT = user_domain.no_several_users()
+WHY_NOT = user_ids.no_several_users()
 HAVE_THEM = pytest.mark.skipif(bool(WHY_NOT), reason=WHY_NOT)
 
 
@@ -149,7 +149,7 @@ async def test_without_a_range_the_fix_is_named(
 ) -> None:
     if os.geteuid() == 0:
         pytest.skip("root has ids enough")
-    monkeypatch.setattr(user_domain, "HELPERS", ("no-such-program",))
+    monkeypatch.setattr(user_ids, "HELPERS", ("no-such-program",))
     with pytest.raises(CallerError, match=r"users: .*/etc/subuid and /etc/subgid.*newuidmap.*uidmap"):
         await Container.start(ContainerSpec(image=image, users=True), runtime)
 
@@ -167,33 +167,33 @@ async def test_one_user_is_the_rule(image: Path, runtime: Runtime) -> None:
 
 def test_a_range_is_read_by_name_or_number(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(os, "geteuid", lambda: 4242)
-    monkeypatch.setattr(user_domain.pwd, "getpwuid", lambda uid: type("Entry", (), {"pw_name": "someone"}))
+    monkeypatch.setattr(user_ids.pwd, "getpwuid", lambda uid: type("Entry", (), {"pw_name": "someone"}))
     table = tmp_path / "subuid"
     table.write_text("root:1:2\nsomeone:100000:65536\n# note\nsomeone:nonsense\n4242:300000:10\n")
-    assert list(user_domain.subordinate(table)) == [(100000, 65536), (300000, 10)]
-    assert list(user_domain.subordinate(tmp_path / "none")) == []
+    assert list(user_ids.subordinate(table)) == [(100000, 65536), (300000, 10)]
+    assert list(user_ids.subordinate(tmp_path / "none")) == []
 
 
 def test_where_ids_of_a_sandbox_lie(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(os, "geteuid", lambda: 1000)
-    domain = [(0, 1000, 1), (1, 100000, 65536)]
-    assert user_domain.spans(1000, 0, several=False, ranges=domain) == [(0, 0, 1)]
-    assert user_domain.spans(1000, 1000, several=False, ranges=domain) == [(1000, 0, 1)]
-    assert user_domain.spans(1000, 0, several=True, ranges=domain) == [(0, 0, 1), (1, 1, 65536)]
+    parent = [(0, 1000, 1), (1, 100000, 65536)]
+    assert user_ids.spans(1000, 0, several=False, ranges=parent) == [(0, 0, 1)]
+    assert user_ids.spans(1000, 1000, several=False, ranges=parent) == [(1000, 0, 1)]
+    assert user_ids.spans(1000, 0, several=True, ranges=parent) == [(0, 0, 1), (1, 1, 65536)]
     monkeypatch.setattr(os, "geteuid", lambda: 0)
-    domain = user_domain.ranges("uid", 0)
-    assert user_domain.spans(user_domain.FIRST_ID + 7, 0, several=False, ranges=domain) == [(0, 7, 1)]
-    one, block = user_domain.draw(several=False), user_domain.draw(several=True)
-    assert user_domain.spans(block, 0, several=True, ranges=domain)[0][2] == user_domain.BLOCK
-    assert (block - user_domain.FIRST_ID) % user_domain.BLOCK == 0
-    assert not block <= one < block + user_domain.BLOCK
+    parent = user_ids.ranges("uid", 0)
+    assert user_ids.spans(user_ids.FIRST_ID + 7, 0, several=False, ranges=parent) == [(0, 7, 1)]
+    one, block = user_ids.draw(several=False), user_ids.draw(several=True)
+    assert user_ids.spans(block, 0, several=True, ranges=parent)[0][2] == user_ids.BLOCK
+    assert (block - user_ids.FIRST_ID) % user_ids.BLOCK == 0
+    assert not block <= one < block + user_ids.BLOCK
 
 
 def test_a_failing_helper_leaves_a_domain_of_one(monkeypatch: pytest.MonkeyPatch) -> None:
     if os.geteuid() == 0:
         pytest.skip("root needs no helper")
-    monkeypatch.setattr(user_domain, "ranges", lambda kind, own: [(0, own, 1), (1, 100000, 65536)])
-    monkeypatch.setattr(user_domain, "HELPERS", ("false", "false"))
-    domain, one_user = user_domain.make_domain()
-    os.close(domain)
+    monkeypatch.setattr(user_ids, "ranges", lambda kind, own: [(0, own, 1), (1, 100000, 65536)])
+    monkeypatch.setattr(user_ids, "HELPERS", ("false", "false"))
+    parent, one_user = user_ids.make_parent_namespace()
+    os.close(parent)
     assert one_user

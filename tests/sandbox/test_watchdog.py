@@ -16,7 +16,14 @@ from nemo_gym_prorl.sandbox.isolation import syscalls
 from nemo_gym_prorl.sandbox.limits import walk as walk_module
 from nemo_gym_prorl.sandbox.limits.usage import Process
 from nemo_gym_prorl.sandbox.limits.walk import LEAST_SIZE, WIDE, Found, walk
-from nemo_gym_prorl.sandbox.limits.watchdog import MOST_LOOKS_OVER, MOST_WALK_S, WALK_PAUSE_S, Rota, Watched, goes_fast
+from nemo_gym_prorl.sandbox.limits.watchdog import (
+    MOST_LOOKS_OVER,
+    MOST_WALK_S,
+    WALK_PAUSE_S,
+    Watched,
+    WatchList,
+    goes_fast,
+)
 
 
 MIB = 1 << 20
@@ -51,14 +58,14 @@ def test_hot_is_what_used_processor_time_or_was_started_or_ended() -> None:
 
 
 def test_the_cold_have_their_turn_one_after_the_other() -> None:
-    rota = Rota()
+    watched = WatchList()
     for name in "abcd":
-        rota.all[name] = box(name)
-        rota.all[name].hot = name == "d"
-    assert [one.name for one in rota.hot()] == ["d"]
+        watched.all[name] = box(name)
+        watched.all[name].hot = name == "d"
+    assert [one.name for one in watched.hot()] == ["d"]
     turns = []
     for _ in range(5):
-        turns.append(next(rota.cold()).name)
+        turns.append(next(watched.cold()).name)
     assert "".join(turns) == "abcab"
 
 
@@ -142,22 +149,22 @@ def test_a_layer_in_memory_is_memory() -> None:
 
 
 def test_disks_are_walked_where_something_happened_longest_ago_first() -> None:
-    rota = Rota()
+    watched = WatchList()
     for number, name in enumerate("abc"):
-        rota.all[name] = box(name)
-        rota.all[name].walked = 10.0 - number
-    rota.all["c"].unmeasured = False
-    rota.all["n"] = box("n", memory=0, disk=0)
-    chosen = rota.to_walk(100.0)
+        watched.all[name] = box(name)
+        watched.all[name].walked = 10.0 - number
+    watched.all["c"].unmeasured = False
+    watched.all["n"] = box("n", memory=0, disk=0)
+    chosen = watched.to_walk(100.0)
     assert chosen
     assert chosen.name == "b"
-    assert rota.to_walk(10.0 - 1 + WALK_PAUSE_S / 2) is None
+    assert watched.to_walk(10.0 - 1 + WALK_PAUSE_S / 2) is None
     chosen.walking = True
-    again = rota.to_walk(100.0)
+    again = watched.to_walk(100.0)
     assert again
     assert again.name == "a"
-    assert not rota.all["a"].overran(Found(50 * MIB))
-    assert rota.all["a"].overran(Found(51 * MIB)) == "disk: wrote 51 MiB of 50 MiB"
+    assert not watched.all["a"].overran(Found(50 * MIB))
+    assert watched.all["a"].overran(Found(51 * MIB)) == "disk: wrote 51 MiB of 50 MiB"
 
 
 def test_what_takes_too_long_to_walk_ends() -> None:

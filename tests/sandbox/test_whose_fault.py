@@ -54,7 +54,7 @@ def kill_joiners(supervisor: int, known: set[int], ended: asyncio.Event) -> None
                     os.kill(pid, signal.SIGKILL)
 
 
-@pytest.mark.parametrize("start", ["mould", "runtime"])
+@pytest.mark.parametrize("start", ["direct", "runtime"])
 async def test_a_killed_helper_is_no_result(image: Path, runtime: Runtime, start: Start) -> None:
     """Also where it was killed between the two words that it says: which process it started, and that this may
     begin."""
@@ -159,7 +159,7 @@ def with_shell(root: Path, text: str, made: Path) -> Path:
     return made
 
 
-@pytest.mark.parametrize("start", ["mould", "runtime"])
+@pytest.mark.parametrize("start", ["direct", "runtime"])
 async def test_an_image_that_sets_too_many_variables_is_refused(
     tiny_root: Path, runtime: Runtime, tmp_path: Path, start: Start
 ) -> None:
@@ -181,10 +181,10 @@ async def test_what_an_image_complains_of_is_bounded(tiny_root: Path, runtime: R
 async def test_no_file_of_the_host_is_to_be_had_from_the_first_process(
     image: Path, runtime: Runtime, root: bool
 ) -> None:
-    """Nor one of a mould that the supervisor has."""
+    """Nor one of a prepared image that the supervisor has."""
     spec = ContainerSpec(image=image, root=root)
     async with (
-        await Container.start(replace(spec, start="mould"), runtime),
+        await Container.start(replace(spec, start="direct"), runtime),
         await Container.start(replace(spec, start="runtime"), runtime) as container,
     ):
         found = (await container.run("ls /proc/1/fd; readlink /proc/1/fd/*")).stdout.split()
@@ -298,15 +298,17 @@ async def test_a_sandbox_that_was_ended_from_inside_is_the_agents_doing(kernel_i
             await container.run("true")
 
 
-async def test_a_first_process_from_a_mould_cannot_be_ended_from_inside(kernel_image: Path, runtime: Runtime) -> None:
-    async with await Container.start(ContainerSpec(image=kernel_image, start="mould"), runtime) as container:
+async def test_a_first_process_from_a_prepared_image_cannot_be_ended_from_inside(
+    kernel_image: Path, runtime: Runtime
+) -> None:
+    async with await Container.start(ContainerSpec(image=kernel_image, start="direct"), runtime) as container:
         await container.execute(["python3", "-c", END_FROM_INSIDE], timeout_s=30)
         await container.run("for number in $(seq 64); do kill -$number 1; done")
         await container.check()
         assert (await container.run("echo alive")).stdout == "alive\n"
 
 
-@pytest.mark.parametrize("start", ["mould", "runtime"])
+@pytest.mark.parametrize("start", ["direct", "runtime"])
 async def test_a_sandbox_that_was_killed_from_outside_is_not(
     kernel_image: Path, runtime: Runtime, start: Start
 ) -> None:

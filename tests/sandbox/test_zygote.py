@@ -18,8 +18,8 @@ from typing import Any
 import pytest
 
 from nemo_gym_prorl.sandbox.container import Container, ContainerSpec
-from nemo_gym_prorl.sandbox.isolation import user_domain
-from nemo_gym_prorl.sandbox.isolation.mould.zygote import ENTERING
+from nemo_gym_prorl.sandbox.isolation import user_ids
+from nemo_gym_prorl.sandbox.isolation.zygote.zygote import ENTERING
 from nemo_gym_prorl.sandbox.limits import cgroups, threads
 from nemo_gym_prorl.sandbox.runtime.apptainer import Runtime
 from nemo_gym_prorl.sandbox.sessions.jupyter.kernel import Kernel
@@ -95,7 +95,7 @@ def supervisor(monkeypatch: pytest.MonkeyPatch) -> Iterator[own_supervisor.Super
 @contextlib.asynccontextmanager
 async def forked(image: Path, runtime: Runtime) -> AsyncIterator[tuple[Kernel, dict[str, Any]]]:
     """A kernel that was forked by the zygote of an image, and what the image's code has found out there."""
-    container = await Container.start(ContainerSpec(image=image, start="mould"), runtime)
+    container = await Container.start(ContainerSpec(image=image, start="direct"), runtime)
     async with container, await Kernel.start(container) as kernel:
         for _ in range(TRIES):
             if ZYGOTES in (await kernel.run("print(open('/proc/self/cmdline').read())")).output:
@@ -128,7 +128,7 @@ async def test_an_images_code_outside_of_sandboxes_has_their_walls(
                 assert zygotes(supervisor) == {victim, found["zygote"]}
                 owners = {user_of(pid) for pid in (victim, child)}
                 assert len(owners) == 2
-                assert min(owners) > user_domain.FIRST_ID
+                assert min(owners) > user_ids.FIRST_ID
                 (hostile_image / "victim").write_text(str(victim))
                 await asyncio.sleep(1)
                 assert zygotes(supervisor) == {victim, found["zygote"]}

@@ -177,7 +177,7 @@ def test_a_user_is_not_told_to_be_root(as_ordinary_user: Callable[[Callable[[Pat
 def test_one_sandbox_is_started_as_servers_do(image: Path) -> None:
     check = next(check for check in examine() if check.name == "Sandbox")
     assert check.level is Level.OK, check
-    assert check.found.endswith("; from a mould")
+    assert check.found.endswith("; sandboxes are made directly")
 
 
 NONE_LEFT = (

@@ -367,7 +367,7 @@ os.kill(os.getppid(), signal.SIGKILL)
 }
 
 
-@pytest.mark.parametrize("start", ["mould", "runtime"])
+@pytest.mark.parametrize("start", ["direct", "runtime"])
 @pytest.mark.parametrize("attack", TAKE_DOWN)
 async def test_a_solution_that_takes_its_sandbox_down_has_its_zero(attack: str, start: str) -> None:
     """It has no way to be taken for a victim of the machine, which would be tried again and left out in the end."""

@@ -24,7 +24,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from nemo_gym_prorl.failures import OF_THE_MACHINE, CallerError
-from nemo_gym_prorl.sandbox.isolation import user_domain
+from nemo_gym_prorl.sandbox.isolation import user_ids
 from nemo_gym_prorl.sandbox.isolation.syscalls import change_mode, open_folder_beneath
 from nemo_gym_prorl.sandbox.limits.walk import FOLDER
 
@@ -44,8 +44,8 @@ def settle(root: Path) -> int:
         if os.geteuid() == 0:
             raise
     # What a build gave to users of the caller's range.
-    child = user_domain.fork_as_all_users(lambda: _settle(root, 0, 0))
-    user_domain.raise_for(os.waitpid(child, 0)[1], root)
+    child = user_ids.fork_as_all_users(lambda: _settle(root, 0, 0))
+    user_ids.raise_for(os.waitpid(child, 0)[1], root)
     return _settle(root, os.geteuid(), os.getegid())
 
 

@@ -2,8 +2,8 @@
 """What a sandbox reads in ``/etc`` about users, hosts and names: the image's own, and nothing of the host.
 
 The launcher writes it, in the sandbox's mounts under its own user id, so that it lies in its own layer. Runtimes show
-the host's account, nameservers, hosts and time zone there; a mould's sandbox never has them, and from another they are
-taken away.
+the host's account, nameservers, hosts and time zone there; what we make directly never has them, and from others they
+are taken away.
 """
 
 from __future__ import annotations

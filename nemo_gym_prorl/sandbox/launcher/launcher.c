@@ -1184,21 +1184,21 @@ static void first_process(int channel, int program) {
     must(CALL(execveat, program, "", arguments, variables, AT_EMPTY_PATH));
 }
 
-/* Become the first user of a domain, who may make user namespaces in it and map them. */
-static void join_domain(int domain) {
-    doing("domain", "");
-    must(CALL(setns, domain, CLONE_NEWUSER));
+/* Become the first user of a parent namespace, who may make user namespaces in it and map them. */
+static void join_parent(int parent) {
+    doing("parent namespace", "");
+    must(CALL(setns, parent, CLONE_NEWUSER));
     must(CALL(setresgid, 0, 0, 0));
     must(CALL(setresuid, 0, 0, 0));
 }
 
-/* Its files: the domain of its user ids, the channel of the first process, the program that this is to become, and
+/* Its files: the parent namespace of its user ids, the channel of the first process, the program that this is to become, and
    volumes. The answer is the first process's number. */
 static void make(void) {
     char path[64];
-    int domain = file(1), channel = file(2), program = file(3);
+    int parent = file(1), channel = file(2), program = file(3);
     must(CALL(close, CHANNEL));
-    join_domain(domain);
+    join_parent(parent);
     /* A changed id closes what lies in /proc of us and our children, from where they are mapped. */
     must(CALL(prctl, PR_SET_DUMPABLE, 1, 0, 0, 0));
     doing("limits", "");
@@ -1209,7 +1209,7 @@ static void make(void) {
     long process = must(CALL(clone, spaces | CLONE_PARENT | SIGCHLD, 0, 0, 0, 0));
     if (process == 0) {
         CALL(close, report);
-        CALL(close, domain);
+        CALL(close, parent);
         first_process(channel, program);
     }
     doing("users", "");
@@ -1374,14 +1374,14 @@ static void serve(void) {
     }
 }
 
-/* "eraser", a folder, and the number of an open file, if one is the domain of those whose files are in it. */
+/* "eraser", a folder, and the number of an open file, if one is the parent namespace of those whose files are in it. */
 static void erase_as_told(const char **arguments) {
     report = -1;
     doing("start", "");
     if (!arguments[1])
         fail(FAILED, EBADMSG);
     if (arguments[2])
-        join_domain((int)number_of((struct field){arguments[2], length(arguments[2])}));
+        join_parent((int)number_of((struct field){arguments[2], length(arguments[2])}));
     erase(arguments[1]);
     end(0);
 }

@@ -199,7 +199,7 @@ class Watched:
         return processes + (self.disk if self.in_memory else 0)
 
 
-class Rota:
+class WatchList:
     """Whose turn it is."""
 
     def __init__(self) -> None:

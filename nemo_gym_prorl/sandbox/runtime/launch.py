@@ -14,13 +14,13 @@ from pathlib import Path
 from typing import NoReturn
 
 from nemo_gym_prorl.sandbox.isolation import seccomp, syscalls
-from nemo_gym_prorl.sandbox.isolation.user_domain import user_namespace
+from nemo_gym_prorl.sandbox.isolation.user_ids import user_namespace
 from nemo_gym_prorl.sandbox.limits import descriptors, kernel_shares
 from nemo_gym_prorl.sandbox.runtime.command import runtime_environment
 from nemo_gym_prorl.sandbox.supervisor.rpc.protocol import Message
 
 
-KEEPER = "exec 3<&0 2>/dev/null; echo; while :; do (read -r _) <&3 & wait $!; case $? in 1) exit;; esac; done"
+IDLE = "exec 3<&0 2>/dev/null; echo; while :; do (read -r _) <&3 & wait $!; case $? in 1) exit;; esac; done"
 """The container's PID 1, in plain ``sh``: reaps whatever loses its parent, and exits when its input ends. A child does
 the reading because ``wait`` reaps and ``read`` does not; that child may be killed from inside, and is replaced. What
 it has open of the host's are sockets, which can't be opened again by a name in ``/proc`` as a file of it could be."""
@@ -72,7 +72,7 @@ def become_runtime(order: Message, command: Sequence[str], folder: Path, channel
         descriptors.usual_limit(kernel_shares.RUNTIMES_FILES)
         for limit, value in kernel_shares.limits().items():
             resource.setrlimit(limit, (value, value))
-        words = [*command, *(f"--bind={bind}" for bind in binds), *bounds, image, "/bin/sh", "-c", KEEPER]
+        words = [*command, *(f"--bind={bind}" for bind in binds), *bounds, image, "/bin/sh", "-c", IDLE]
         os.execve(command[0], words, runtime_environment(folder.parent))
     except OSError as error:
         os.write(log, str(error).encode())

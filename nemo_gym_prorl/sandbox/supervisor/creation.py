@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How a sandbox comes up, by either way: from the mould of its image, or by the container runtime.
+"""How a sandbox comes up, by either way: directly, from what is prepared of its image, or by the container runtime.
 
 Both end alike: the first process says so on the sandbox's channel, it is noted down, limits are set, and the sandbox
-is up. Where a mould does not work and the order leaves the way open, the runtime has its turn, and the reason is told.
+is up. Where that does not work and the order leaves the way open, the runtime has its turn, and the reason is told.
 
 Only so many are created at a time (:data:`AT_ONCE`); others wait, and commands in other sandboxes go between. An image
 whose sandboxes come up slowly, or never, holds up its own: the first of another goes before them.
@@ -19,13 +19,13 @@ from collections.abc import AsyncIterator, Callable, Iterable, Iterator
 from pathlib import Path
 
 from nemo_gym_prorl.sandbox.isolation import joining
-from nemo_gym_prorl.sandbox.isolation.mould.cast import Mould, cast, image_for, preliminaries
+from nemo_gym_prorl.sandbox.isolation.prepared_image import PreparedImage, image_for, make, preliminaries
 from nemo_gym_prorl.sandbox.launcher import requests
 from nemo_gym_prorl.sandbox.limits import cgroups, kernel_shares
 from nemo_gym_prorl.sandbox.runtime import image_environment
 from nemo_gym_prorl.sandbox.supervisor import runtime_start
 from nemo_gym_prorl.sandbox.supervisor.errors import SHORTAGES
-from nemo_gym_prorl.sandbox.supervisor.moulds import Moulds
+from nemo_gym_prorl.sandbox.supervisor.prepared_images import PreparedImages
 from nemo_gym_prorl.sandbox.supervisor.processes import pidfd
 from nemo_gym_prorl.sandbox.supervisor.processes.background import to_its_end
 from nemo_gym_prorl.sandbox.supervisor.processes.children import Child, Children
@@ -85,7 +85,7 @@ class Creation:
         children: its children.
         groups: where control groups are made, if they can be.
         launcher: what starts first processes.
-        held: the moulds of all sandboxes that are not gone yet.
+        held: the prepared images of all sandboxes that are not gone yet.
     """
 
     def __init__(
@@ -94,12 +94,12 @@ class Creation:
         children: Children,
         groups: Path | None,
         launcher: Launcher,
-        held: Callable[[], Iterable[Mould | None]],
+        held: Callable[[], Iterable[PreparedImage | None]],
     ) -> None:
         self._children = children
         self._groups = groups
         self._launcher = launcher
-        self._moulds = Moulds(folder, children, launcher, held)
+        self._prepared = PreparedImages(folder, children, launcher, held)
 
     async def create(self, sandbox: Sandbox) -> None:
         """Have a sandbox come up. Who is cancelled, or fails, leaves ``starter`` and ``space`` to be ended.
@@ -116,13 +116,13 @@ class Creation:
                 state_dir.note_group(sandbox.folder, path)
                 sandbox.group = cgroups.Group.make(path)
             runtime_start.lay_out(sandbox)
-        broken = self._moulds.broken.get(order["image_identity"], "")
+        broken = self._prepared.broken.get(order["image_identity"], "")
         if order["start"] == "runtime" or (broken and order["start"] == "auto"):
             sandbox.fallback = broken
             await self._by_runtime(sandbox)
         else:
             try:
-                await self._from_mould(sandbox)
+                await self._directly(sandbox)
             except (Refused, OSError) as error:
                 trouble = error.answer if isinstance(error, Refused) else {"error": in_words(error)}
                 if order["start"] != "auto":
@@ -135,28 +135,28 @@ class Creation:
         with sandbox.step("limits"), _setting_up():
             sandbox.bound()
         if sandbox.fallback:
-            # With the runtime it works: the mould need not be tried for each.
-            self._moulds.broken[order["image_identity"]] = sandbox.fallback
+            # With the runtime it works: the direct way need not be tried for each.
+            self._prepared.broken[order["image_identity"]] = sandbox.fallback
 
-    # From the mould
+    # Directly
 
-    async def _from_mould(self, sandbox: Sandbox) -> None:
-        sandbox.way, order = "mould", sandbox.order
-        with sandbox.step("mould"):
-            mould = sandbox.mould = await self._moulds.get(order)
-        sandbox.environment = mould.environment
+    async def _directly(self, sandbox: Sandbox) -> None:
+        sandbox.way, order = "direct", sandbox.order
+        with sandbox.step("direct"):
+            prepared = sandbox.prepared = await self._prepared.get(order)
+        sandbox.environment = prepared.environment
         answer: Message = {}
         files: list[int] = []
-        if action := preliminaries(mould, order):
+        if action := preliminaries(prepared, order):
             with sandbox.step("ids and volumes"):
-                answer, files = await self._children.run(action, [mould.image, mould.domain])
+                answer, files = await self._children.run(action, [prepared.image, prepared.parent_namespace])
         owners = [files.pop(0)] if answer.get("owners") else []
         try:
             with sandbox.step("first process"):
-                first = await to_its_end(self._start_first(sandbox, mould, files))
+                first = await to_its_end(self._start_first(sandbox, prepared, files))
                 try:
                     self._note(sandbox, first.pid)
-                    _hand_over(sandbox, mould, owners[0] if owners else None)
+                    _hand_over(sandbox, prepared, owners[0] if owners else None)
                 except OSError as error:
                     if first.alive and not pidfd.is_exiting(first.pid):
                         raise
@@ -167,16 +167,16 @@ class Creation:
         with sandbox.step("its own setup"):
             await _until_ready(sandbox, first)
 
-    async def _start_first(self, sandbox: Sandbox, mould: Mould, files: list[int]) -> Child:
+    async def _start_first(self, sandbox: Sandbox, prepared: PreparedImage, files: list[int]) -> Child:
         """Have its first process started, which waits for the image then."""
-        request = cast(mould, sandbox.order, str(sandbox.folder))
-        domain, *volumes = files if sandbox.order["users"] else [mould.domain, *files]
+        request = make(prepared, sandbox.order, str(sandbox.folder))
+        parent, *volumes = files if sandbox.order["users"] else [prepared.parent_namespace, *files]
         for left in reversed(range(TRIES)):
             with (
                 runtime_start.open_channel(sandbox, socket.SOCK_SEQPACKET) as channel,
                 self._children.starting() as adopt,
             ):
-                given = [domain, channel.fileno(), self._launcher.program(), *volumes]
+                given = [parent, channel.fileno(), self._launcher.program(), *volumes]
                 try:
                     answer, _files = await self._launcher.run_once(request, given, sandbox.group)
                 except LauncherLost:
@@ -189,7 +189,7 @@ class Creation:
         raise AssertionError
 
     async def _undo(self, sandbox: Sandbox) -> None:
-        """Have nothing left of a try with a mould."""
+        """Have nothing left of a direct try."""
         if sandbox.starter:
             sandbox.starter.kill()
             await sandbox.starter.wait()
@@ -204,7 +204,7 @@ class Creation:
     # By the container runtime
 
     async def _by_runtime(self, sandbox: Sandbox) -> None:
-        sandbox.way, sandbox.mould = "runtime", None
+        sandbox.way, sandbox.prepared = "runtime", None
         with sandbox.step("runtime"):
             space = await runtime_start.start(self._children, sandbox)
         with sandbox.step("setup inside"), _setting_up():
@@ -235,12 +235,12 @@ class Creation:
         space.note(sandbox.folder)
         spaces = joining.spaces_of(process)
         added = frozenset(sandbox.order["capabilities"])
-        rooted = sandbox.way == "mould"
+        rooted = sandbox.way == "direct"
         sandbox.place = joining.Place(process, sandbox.order["uid"], limits, spaces, rooted=rooted, capabilities=added)
 
 
 def _of_the_machine(trouble: Message) -> bool:
-    """Whether something was killed, or could not be had for now: that says nothing about the mould, from which others
+    """Whether something was killed, or could not be had for now: that says nothing about the image, from which others
     are made."""
     return bool(trouble.get("killed")) or trouble.get("errno") in SHORTAGES
 
@@ -254,11 +254,11 @@ def _setting_up() -> Iterator[None]:
         raise Refused({"error": f"it can't be set up: {failure(error)['error']}"}) from error
 
 
-def _hand_over(sandbox: Sandbox, mould: Mould, owners: int | None) -> None:
+def _hand_over(sandbox: Sandbox, prepared: PreparedImage, owners: int | None) -> None:
     """Send the first process its word, by root with the image."""
     assert sandbox.channel
     assert sandbox.starter
-    image = image_for(mould, sandbox.starter.pid, owners)
+    image = image_for(prepared, sandbox.starter.pid, owners)
     try:
         socket.send_fds(sandbox.channel, [b"go"], [] if image is None else [image])
     finally:

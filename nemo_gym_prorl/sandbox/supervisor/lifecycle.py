@@ -80,7 +80,7 @@ class Sandboxes:
         """Told the name of each sandbox that is gone."""
         self._turns = Turns()
         self._creation = Creation(
-            folder, children, groups, launcher, lambda: (sandbox.mould for sandbox in self._all.values())
+            folder, children, groups, launcher, lambda: (sandbox.prepared for sandbox in self._all.values())
         )
         self._children = children
         self._launcher = launcher

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """What each sandbox has on disk, and how the container runtime starts one: up to its first process's word.
 
-The same is done for a sandbox that is asked for the variables of its image, and for nothing else (:mod:`.moulds`).
+The same is done for a sandbox that is asked for its image's variables, and for nothing else (:mod:`.prepared_images`).
 """
 
 from __future__ import annotations

@@ -14,7 +14,7 @@ from enum import StrEnum
 from pathlib import Path
 
 from nemo_gym_prorl.sandbox.isolation import joining
-from nemo_gym_prorl.sandbox.isolation.mould.cast import Mould
+from nemo_gym_prorl.sandbox.isolation.prepared_image import PreparedImage
 from nemo_gym_prorl.sandbox.limits import cgroups
 from nemo_gym_prorl.sandbox.runtime import log as logs
 from nemo_gym_prorl.sandbox.supervisor.processes.children import Child
@@ -94,7 +94,7 @@ class Sandbox:
         held: files that stay open until it is gone.
         wanted: the time in which it is created, which its end cuts short.
         took: seconds that each step of its creation took.
-        way: how it is made; ``mould`` what from, ``fallback`` why not from one.
+        way: how it is made; ``prepared`` its image, if directly; ``fallback`` why not.
         channel: to its first process.
         starter: our own child for it: the runtime's process outside of it, or its first process where that is ours.
         group: its control group, if it can have one.
@@ -119,7 +119,7 @@ class Sandbox:
     """Or it never will be."""
     took: dict[str, float] = field(default_factory=dict)
     way: str = "runtime"
-    mould: Mould | None = None
+    prepared: PreparedImage | None = None
     fallback: str = ""
     channel: socket.socket | None = None
     starter: Child | None = None

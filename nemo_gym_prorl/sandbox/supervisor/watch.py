@@ -30,8 +30,8 @@ from nemo_gym_prorl.sandbox.limits.watchdog import (
     MOST_WALKS,
     TICK_S,
     WALK_SHARE_S,
-    Rota,
     Watched,
+    WatchList,
     goes_fast,
 )
 from nemo_gym_prorl.sandbox.supervisor.processes import pidfd
@@ -123,7 +123,7 @@ def serve(channel: socket.socket) -> None:
     watch = Watch(channel)
     due = 0.0
     while True:
-        wait_s = max(0.0, due - time.monotonic()) if watch.rota.all else None
+        wait_s = max(0.0, due - time.monotonic()) if watch.watched.all else None
         try:
             while poll.poll(None if wait_s is None else math.ceil(wait_s * 1000)):
                 message, _files = receive(channel)
@@ -140,7 +140,7 @@ class Watch:
     """Looks, and tells."""
 
     def __init__(self, channel: socket.socket) -> None:
-        self.rota = Rota()
+        self.watched = WatchList()
         self._channel = channel
         self._available = usage.available()
         self._total = os.sysconf("SC_PHYS_PAGES") * usage.PAGE
@@ -150,11 +150,11 @@ class Watch:
     def told(self, message: Message) -> None:
         """Take an order of the supervisor's."""
         if "watch" in message:
-            self.rota.all[message["watch"]["name"]] = Watched(**message["watch"])
+            self.watched.all[message["watch"]["name"]] = Watched(**message["watch"])
         elif "forget" in message:
-            self.rota.all.pop(message["forget"], None)
+            self.watched.all.pop(message["forget"], None)
         for name, started in message.get("active", {}).items():
-            if box := self.rota.all.get(name):
+            if box := self.watched.all.get(name):
                 box.hot = box.unmeasured = True
                 box.members.update(started)
 
@@ -162,11 +162,11 @@ class Watch:
         """Look at whoever's turn it is."""
         before, self._available = self._available, usage.available()
         self._census()
-        for box in self.rota.hot():
+        for box in self.watched.hot():
             self._look(box)
         end = time.monotonic() + COLD_SHARE_S
         everybody = goes_fast(before, self._available, self._total)
-        for box in self.rota.cold():
+        for box in self.watched.cold():
             self._look(box)
             if not everybody and time.monotonic() > end:
                 break
@@ -176,7 +176,7 @@ class Watch:
 
     def _census(self) -> None:
         """Learn which processes are whose, where no control group tells."""
-        unlisted = {box.space: box for box in self.rota.all.values() if not box.group}
+        unlisted = {box.space: box for box in self.watched.all.values() if not box.group}
         begin = time.monotonic()
         if not unlisted or begin < self._next_census:
             return
@@ -222,7 +222,7 @@ class Watch:
     def _measure(self, until: float) -> None:
         """Go on with the walks that there are, some files of each at a time."""
         while (now := time.monotonic()) < until:
-            if len(self._walks) < MOST_WALKS and (box := self.rota.to_walk(now)):
+            if len(self._walks) < MOST_WALKS and (box := self.watched.to_walk(now)):
                 # What it does from now on is for the next walk.
                 box.unmeasured, box.walked, box.walking = False, now, True
                 found = Found()
@@ -230,7 +230,7 @@ class Watch:
             if not self._walks:
                 return
             box, found, steps = self._walks.popleft()
-            if self.rota.all.get(box.name) is not box:
+            if self.watched.all.get(box.name) is not box:
                 continue
             more = next(steps, self) is None
             if reason := box.overran(found):

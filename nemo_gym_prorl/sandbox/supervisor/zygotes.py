@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The zygotes of a supervisor: one per mould in whose sandboxes kernels are started, a few at most.
+"""The zygotes of a supervisor: one per prepared image in whose sandboxes kernels are started, a few at most.
 
-The first kernel of a mould is started as any program, and its zygote begins to import meanwhile: nobody waits for it.
+The first kernel of an image is started as any program, and its zygote begins to import meanwhile: nobody waits for it.
 Each is in a control group, noted down as those of sandboxes are: whatever it has forked ends with it.
 """
 
@@ -15,8 +15,8 @@ from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
-from nemo_gym_prorl.sandbox.isolation.mould import zygote
-from nemo_gym_prorl.sandbox.isolation.mould.cast import Mould
+from nemo_gym_prorl.sandbox.isolation.prepared_image import PreparedImage
+from nemo_gym_prorl.sandbox.isolation.zygote import zygote
 from nemo_gym_prorl.sandbox.launcher import requests
 from nemo_gym_prorl.sandbox.limits import cgroups
 from nemo_gym_prorl.sandbox.supervisor.processes import background
@@ -36,7 +36,7 @@ MOST = 4
 
 @dataclass(slots=True)
 class _Zygote:
-    mould: Mould
+    prepared: PreparedImage
     folder: Path
     group: cgroups.Group
     process: Child | None = None
@@ -53,18 +53,18 @@ class Zygotes:
         self._children = children
         self._launcher = launcher
         self._all: dict[int, _Zygote] = {}
-        """By the identity of the mould. The last in order was used last."""
+        """By the identity of the prepared image. The last in order was used last."""
 
     def joiner(self, sandbox: Sandbox, order: Message) -> Joiner | None:
         """What starts that program from a zygote, in place of the launcher; ``None`` if none is there."""
-        mould, groups = sandbox.mould, self._groups
-        if mould is None or groups is None or os.geteuid() != 0 or order["tty"] or order["user"] is not None:
+        prepared, groups = sandbox.prepared, self._groups
+        if prepared is None or groups is None or os.geteuid() != 0 or order["tty"] or order["user"] is not None:
             return None
-        if not zygote.stands_for(order["argv"]) or _python_of(order["env"]) != _python_of(mould.environment):
+        if not zygote.stands_for(order["argv"]) or _python_of(order["env"]) != _python_of(prepared.environment):
             return None
-        found = self._all.pop(id(mould), None) or self._start(mould, groups)
+        found = self._all.pop(id(prepared), None) or self._start(prepared, groups)
         if found.process:
-            self._all[id(mould)] = found
+            self._all[id(prepared)] = found
         if found.channel is None:
             return None
         asked, place = found.channel.fileno(), sandbox.place_to_join()
@@ -78,9 +78,9 @@ class Zygotes:
 
         return join
 
-    def _start(self, mould: Mould, groups: Path) -> _Zygote:
+    def _start(self, prepared: PreparedImage, groups: Path) -> _Zygote:
         folder = self._folder / f"z-{secrets.token_hex(6)}"
-        started = _Zygote(mould, folder, cgroups.Group(groups / cgroups.name_of(folder), frozenset()))
+        started = _Zygote(prepared, folder, cgroups.Group(groups / cgroups.name_of(folder), frozenset()))
         living = [other for other in self._all.values() if other.process and other.process.alive]
         for other in living[: len(living) + 1 - MOST]:
             self._end(other)
@@ -97,8 +97,8 @@ class Zygotes:
             ours, theirs = socket_pair()
             with ours:
                 with theirs:
-                    program = partial(zygote.become, which.mould, theirs)
-                    files = [which.mould.image, which.mould.domain, theirs.fileno()]
+                    program = partial(zygote.become, which.prepared, theirs)
+                    files = [which.prepared.image, which.prepared.parent_namespace, theirs.fileno()]
                     which.process = self._children.fork(program, files, which.group)
                 await ready(ours, unless=which.process.wait())
                 which.channel = ours if ours.recv(16) == b"ready" else None

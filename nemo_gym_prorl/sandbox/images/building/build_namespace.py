@@ -26,7 +26,7 @@ from pathlib import Path
 from typing import NoReturn
 
 from nemo_gym_prorl.sandbox.images.rootfs import everything
-from nemo_gym_prorl.sandbox.isolation import syscalls, user_domain
+from nemo_gym_prorl.sandbox.isolation import syscalls, user_ids
 
 
 _PACKAGES = str(Path(__file__).parents[4])
@@ -55,9 +55,9 @@ def main(arguments: Sequence[str]) -> int:
     split = arguments.index("--")
     work, *seen = map(Path, arguments[:split])
     # As a sandbox with several users has.
-    first = user_domain.draw(several=True)
-    ids = [(0, first, user_domain.BLOCK)]
-    owner = user_domain.namespace(lambda pid: user_domain.write_maps(pid, ids, ids))
+    first = user_ids.draw(several=True)
+    ids = [(0, first, user_ids.BLOCK)]
+    owner = user_ids.namespace(lambda pid: user_ids.write_maps(pid, ids, ids))
     _give(work, first)
     syscalls.private_mounts()
     _show(work, seen, owner)

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Running the programs that make images and the private runtime, so that nothing of them outlives whoever wanted that.
 
-They start helpers and containers of their own, and a builder may be killed. So they run under a keeper
+They start helpers and containers of their own, and a builder may be killed. So they run under a reaper
 (:mod:`nemo_gym_prorl.processes`), which ends everything that they started when they end, and when we do; and what
 root runs has no right of root's (:mod:`.build_namespace`).
 """
@@ -17,7 +17,7 @@ from collections.abc import Container, Mapping, Sequence
 from pathlib import Path
 
 from nemo_gym_prorl.failures import InfrastructureError
-from nemo_gym_prorl.processes import ProcessMark, keeper_command
+from nemo_gym_prorl.processes import ProcessMark, reaper_command
 from nemo_gym_prorl.sandbox.images.building import build_namespace
 from nemo_gym_prorl.sandbox.supervisor.storage.erase import remove_tree
 
@@ -30,8 +30,8 @@ _live: set[subprocess.Popen[str]] = set()
 
 def stop_all() -> None:
     """End whatever :meth:`run` runs, in whichever threads; they raise."""
-    for keeper in list(_live):
-        keeper.terminate()
+    for reaper in list(_live):
+        reaper.terminate()
 
 
 def run(
@@ -60,7 +60,7 @@ def run(
     what = " ".join([Path(command[0]).name, *(word for word in command[1:2] if not word.startswith("-"))])
     environ = os.environ if environ is None else environ
     mark = ProcessMark("PRORL_IMAGE_TOOL", secrets.token_hex(8))
-    # Who has become another user may not reach the interpreter any more, and has to do without a keeper.
+    # Who has become another user may not reach the interpreter any more, and has to do without a reaper.
     kept = os.access(sys.executable, os.X_OK)
     scratch = Path(tempfile.mkdtemp(prefix="tool-", dir=cwd))
     # The two with prefixes are passed on to what runs in containers.
@@ -73,7 +73,7 @@ def run(
         environ = {name: value for name, value in environ.items() if not name.endswith("_USERNS")} | {"HOME": "/"}
     try:
         with subprocess.Popen(
-            keeper_command(mark, list(command), sys.executable, scratch) if kept else command,
+            reaper_command(mark, list(command), sys.executable, scratch) if kept else command,
             env={**environ, **temporary, **marked},
             cwd=cwd,
             stdin=subprocess.DEVNULL,
@@ -81,25 +81,25 @@ def run(
             stderr=subprocess.PIPE,
             text=True,
             errors="replace",
-        ) as keeper:
-            _live.add(keeper)
+        ) as reaper:
+            _live.add(reaper)
             try:
-                output, errors = keeper.communicate(timeout=timeout_s)
+                output, errors = reaper.communicate(timeout=timeout_s)
             except subprocess.TimeoutExpired as error:
-                keeper.terminate()
+                reaper.terminate()
                 raise InfrastructureError(f"{what} was not done after {timeout_s:g} s") from error
             except BaseException:
-                keeper.terminate()
+                reaper.terminate()
                 raise
             finally:
-                _live.discard(keeper)
+                _live.discard(reaper)
     finally:
         if given:
             build_namespace.take_back(given)
         remove_tree(scratch)
-    if keeper.returncode not in fine:
+    if reaper.returncode not in fine:
         said = " / ".join(line.strip() for line in (errors or output).splitlines() if _is_news(line))
-        raise InfrastructureError(f"{what} failed: {said[-WORDS_KEPT:] or f'exit code {keeper.returncode}'}")
+        raise InfrastructureError(f"{what} failed: {said[-WORDS_KEPT:] or f'exit code {reaper.returncode}'}")
     return output.strip()
 
 

@@ -13,7 +13,7 @@ from pathlib import Path
 from nemo_gym_prorl.failures import InfrastructureError
 from nemo_gym_prorl.sandbox.images import rootfs
 from nemo_gym_prorl.sandbox.images.building import programs
-from nemo_gym_prorl.sandbox.isolation import user_domain
+from nemo_gym_prorl.sandbox.isolation import user_ids
 from nemo_gym_prorl.sandbox.isolation.syscalls import walled_in
 from nemo_gym_prorl.sandbox.runtime.apptainer import Runtime, private_prefix
 from nemo_gym_prorl.sandbox.supervisor.storage.erase import remove_tree
@@ -67,7 +67,7 @@ def build(
         reads = [path for path in (base, Path(source)) if path and path.is_dir() and not path.is_relative_to(work)]
         programs.run([*command, *what], environ, timeout_s, work, reads=[*closed_parts(runtime), *reads])
     else:
-        if runtime.flavor == "apptainer" and not all(map(shutil.which, user_domain.HELPERS)):
+        if runtime.flavor == "apptainer" and not all(map(shutil.which, user_ids.HELPERS)):
             # It insists on them for who has a range of ids, as each account of some distributions, and can do without.
             command.append("--ignore-subuid")
         _build_as_user(command, what, environ, timeout_s, work)

@@ -67,7 +67,9 @@ def pack(place: joining.Place, upper: str, header: str, limit: int, target: int)
             ``ENAMETOOLONG``: a path is longer than the kernel takes.
     """
     if not place.rooted and _kind_of_root(place.process.number).startswith("fuse"):
-        raise OSError(errno.EOPNOTSUPP, "the runtime's own file system holds its layer; a snapshot needs start: mould")
+        raise OSError(
+            errno.EOPNOTSUPP, "the runtime's own file system holds its layer; a snapshot needs start: direct"
+        )
     layer = os.open(upper, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
     _import_no_more()
     joining.join_users(place)

@@ -27,7 +27,7 @@ from typing import Any
 
 from nemo_gym_prorl.failures import AgentError, CallerError, FailureKind, InfrastructureError
 from nemo_gym_prorl.sandbox.container import SHARED_FOLDER, Container
-from nemo_gym_prorl.sandbox.isolation.mould import zygote
+from nemo_gym_prorl.sandbox.isolation.zygote import zygote
 from nemo_gym_prorl.sandbox.sessions.broken import check_agents, why_over
 from nemo_gym_prorl.sandbox.sessions.jupyter import channel as jupyter_channel
 from nemo_gym_prorl.sandbox.sessions.jupyter.channel import Channel

@@ -12,7 +12,7 @@ import os
 import subprocess
 from pathlib import Path
 
-from nemo_gym_prorl.sandbox.isolation import user_domain
+from nemo_gym_prorl.sandbox.isolation import user_ids
 from nemo_gym_prorl.sandbox.launcher import program
 
 
@@ -28,17 +28,17 @@ def remove_tree(folder: Path) -> None:
     """
     number = _erase(folder)
     if number in OTHERS and os.geteuid():
-        domain, one_user = user_domain.make_domain()
+        parent, one_user = user_ids.make_parent_namespace()
         try:
-            number = number if one_user else _erase(folder, domain)
+            number = number if one_user else _erase(folder, parent)
         finally:
-            os.close(domain)
+            os.close(parent)
     if number:
         raise OSError(number, os.strerror(number), str(folder))
 
 
-def _erase(folder: Path, *domain: int) -> int:
+def _erase(folder: Path, *parent: int) -> int:
     """The number of the error, or 0."""
-    arguments = [program.ERASER, os.fspath(folder), *map(str, domain)]
-    ended = subprocess.run(arguments, executable=program.path(), pass_fds=domain, env={}, check=False).returncode
+    arguments = [program.ERASER, os.fspath(folder), *map(str, parent)]
+    ended = subprocess.run(arguments, executable=program.path(), pass_fds=parent, env={}, check=False).returncode
     return ended if ended >= 0 else errno.EINTR

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The moulds of a supervisor, each made when a sandbox of its image is first asked for.
+"""The prepared images of a supervisor, each made when a sandbox of its image is first asked for.
 
 Whoever asks for the same image meanwhile waits for the one that is being made. An image is told by the path and by
-what changes when it is another (``order["image_identity"]``). A mould with which no sandbox could be made, where the
+what changes when it is another (``order["image_identity"]``). One with which no sandbox could be made, where the
 runtime could, is not tried again: the reason is told with each sandbox that is made in the other way instead.
 """
 
@@ -15,8 +15,7 @@ from collections.abc import Callable, Iterable
 from functools import partial
 from pathlib import Path
 
-from nemo_gym_prorl.sandbox.isolation.mould import cast as moulds
-from nemo_gym_prorl.sandbox.isolation.mould.cast import Mould
+from nemo_gym_prorl.sandbox.isolation.prepared_image import PreparedImage, open_image, received
 from nemo_gym_prorl.sandbox.launcher import requests
 from nemo_gym_prorl.sandbox.runtime import image_environment
 from nemo_gym_prorl.sandbox.runtime.command import OF_THE_RUNTIME
@@ -32,10 +31,10 @@ from nemo_gym_prorl.sandbox.supervisor.storage import state_dir
 
 
 MOST = 256
-"""Moulds that are kept; the one that was not used for longest goes first, of those of which no sandbox is left."""
+"""That are kept; the one that was not used for longest goes first, of those of which no sandbox is left."""
 
 
-class Moulds:
+class PreparedImages:
     """See the module.
 
     Args:
@@ -46,36 +45,36 @@ class Moulds:
     """
 
     def __init__(
-        self, folder: Path, children: Children, launcher: Launcher, held: Callable[[], Iterable[Mould | None]]
+        self, folder: Path, children: Children, launcher: Launcher, held: Callable[[], Iterable[PreparedImage | None]]
     ) -> None:
         self._folder = folder
         self._children = children
         self._launcher = launcher
         self._held = held
-        self._made: dict[str, Mould] = {}
+        self._made: dict[str, PreparedImage] = {}
         """The last in order is the last used."""
-        self._making: dict[str, asyncio.Task[Mould]] = {}
+        self._making: dict[str, asyncio.Task[PreparedImage]] = {}
         self.broken: dict[str, str] = {}
-        """By the identity of an image: why its sandboxes can't be made from a mould."""
+        """By the identity of an image: why its sandboxes can't be made directly."""
 
-    async def get(self, order: Message) -> Mould:
-        """The mould for an order.
+    async def get(self, order: Message) -> PreparedImage:
+        """The prepared image for an order.
 
         Raises:
             Refused: there is none; says why.
         """
         key = order["image_identity"]
-        if mould := self._made.pop(key, None):
-            self._made[key] = mould
-            return mould
+        if prepared := self._made.pop(key, None):
+            self._made[key] = prepared
+            return prepared
         if key not in self._making:
             self._making[key] = background.begin(self._make(key, order))
             self._making[key].add_done_callback(lambda _task: self._making.pop(key))
         return await asyncio.shield(self._making[key])
 
-    async def _make(self, key: str, order: Message) -> Mould:
+    async def _make(self, key: str, order: Message) -> PreparedImage:
         environment = await self._variables(order)
-        made = moulds.received(environment, *await self._children.run(partial(moulds.open_mould, order["image"])))
+        made = received(environment, *await self._children.run(partial(open_image, order["image"])))
         self._made[key] = made
         self._forget_oldest()
         return made
@@ -118,11 +117,11 @@ class Moulds:
         await self._launcher.run(requests.erase(asked.folder, None))
 
     def _forget_oldest(self) -> None:
-        held = {id(mould) for mould in self._held()}
-        for key, mould in list(self._made.items())[:-MOST]:
-            if id(mould) not in held:
-                os.close(mould.image)
-                os.close(mould.domain)
+        held = {id(prepared) for prepared in self._held()}
+        for key, prepared in list(self._made.items())[:-MOST]:
+            if id(prepared) not in held:
+                os.close(prepared.image)
+                os.close(prepared.parent_namespace)
                 del self._made[key]
 
 

@@ -1,11 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Making a sandbox from a mould: what is known of its image, and what the launcher is asked.
+"""Sandboxes that are made directly, not by the runtime: what is known of an image, and what the launcher is asked.
 
-A mould is what all sandboxes of an image share: the variables that the image sets, as the container runtime was asked
-once, and the domain of their user ids. From it a sandbox is made with a handful of system calls and no program:
+A *prepared image* is what all sandboxes of one image share: the variables that it sets, as the container runtime was
+asked once, and the parent namespace of their user ids. A sandbox then takes a handful of system calls, and no program:
 
-1. a helper that the launcher forks joins the domain and starts the first process in namespaces of its own, as the
-   *supervisor's* child, so that its end is told there; maps its user ids, and ends;
+1. a helper that the launcher forks joins the parent namespace and starts the first process in namespaces of its own,
+   as the *supervisor's* child, so that its end is told there; maps its user ids, and ends;
 2. the supervisor sends the first process the image as a mount. Where root shows an image under the sandbox's own ids,
    only root can make that mount, and by now there is the user namespace whose ids they are;
 3. the first process does the rest (``launcher/launcher.c``), and then only waits.
@@ -20,9 +20,9 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-from nemo_gym_prorl.sandbox.isolation import accounts, syscalls, user_domain
+from nemo_gym_prorl.sandbox.isolation import accounts, syscalls, user_ids
 from nemo_gym_prorl.sandbox.isolation.mounts import SMALL_TMPFS, Bind, terminal_options
-from nemo_gym_prorl.sandbox.isolation.user_domain import Span
+from nemo_gym_prorl.sandbox.isolation.user_ids import Span
 from nemo_gym_prorl.sandbox.launcher.requests import Kind, Request
 from nemo_gym_prorl.sandbox.limits import kernel_shares
 
@@ -31,36 +31,38 @@ FRESH = os.CLONE_NEWUSER | os.CLONE_NEWNS | os.CLONE_NEWPID | os.CLONE_NEWIPC | 
 
 
 @dataclass(frozen=True, slots=True)
-class Mould:
+class PreparedImage:
     """What the sandboxes of one image share.
 
     Attributes:
         image: its root folder, as an open descriptor.
         owner: user and group that it belongs to on the host.
-        domain: the user namespace that theirs descend from, as an open descriptor.
+        parent_namespace: the user namespace that theirs descend from, as an open descriptor.
         one_user: why there can be only one user inside; empty if there can be several.
         environment: the variables that the image sets, by the runtime's word.
-        ranges: the ids of the domain, users and groups.
+        ranges: the ids of the parent namespace, users and groups.
     """
 
     image: int
     owner: tuple[int, int]
-    domain: int
+    parent_namespace: int
     one_user: str
     environment: dict[str, str]
     ranges: list[list[Span]]
 
 
-def preliminaries(mould: Mould, order: dict[str, Any]) -> Callable[[], tuple[dict[str, Any], list[int]]] | None:
-    """What has to be made for a sandbox before it can be cast, in a child forked for that; mostly nothing.
+def preliminaries(
+    prepared: PreparedImage, order: dict[str, Any]
+) -> Callable[[], tuple[dict[str, Any], list[int]]] | None:
+    """What has to be there before a sandbox can be made, in a child forked for that; mostly nothing.
 
     Answers with whether there is, first, the user namespace whose ids the image's owners are to have, where that is
-    not the sandbox's own. What follows is, for one with several users, a domain of its own, and by root its volumes,
-    as mounts.
+    not the sandbox's own. What follows is, for one with several users, a parent namespace of its own, and by
+    root its volumes, as mounts.
     """
     root, several = os.geteuid() == 0, order["users"]
     host = order["host_uid"], order["host_gid"]
-    owned = root and not several and mould.owner != (order["uid"], order["uid"])
+    owned = root and not several and prepared.owner != (order["uid"], order["uid"])
     volumes = order["volumes"] if root else []
     if not owned and not several and not volumes:
         return None
@@ -68,35 +70,36 @@ def preliminaries(mould: Mould, order: dict[str, Any]) -> Callable[[], tuple[dic
     def make() -> tuple[dict[str, Any], list[int]]:
         files = _volumes(volumes, host, several=several)
         if owned:
-            files.insert(0, user_domain.user_namespace(mould.owner[0], *host, group=mould.owner[1]))
+            files.insert(0, user_ids.user_namespace(prepared.owner[0], *host, group=prepared.owner[1]))
         if several:
-            files.insert(0, user_domain.domain_below(mould.domain, mould.ranges))
+            files.insert(0, user_ids.parent_namespace_below(prepared.parent_namespace, prepared.ranges))
         return {"owners": owned}, files
 
     return make
 
 
-def cast(mould: Mould, order: dict[str, Any], folder: str) -> Request:
+def make(prepared: PreparedImage, order: dict[str, Any], folder: str) -> Request:
     """Start the first process of a sandbox, as a child of the supervisor's. Answers with its number on the host.
 
-    Goes with where to answer, its domain, the channel of the first process, the launcher, and volumes. On that channel
-    the first process waits for word, by root with the image as a mount; it is closed when the sandbox is ready.
+    Goes with where to answer, its parent namespace, the channel of the first process, the launcher, and volumes. On
+    that channel the first process waits for word, by root with the image as a mount; it is closed when that is
+    ready.
 
     Args:
-        mould: of the sandbox.
+        prepared: of the sandbox.
         order: what it is to be.
         folder: the sandbox's own, with ``overlay`` for its layer.
     """
     uid = order["uid"]
     several, root, network = order["users"], os.geteuid() == 0, order["network"]
-    if several and mould.one_user:
-        raise PermissionError(errno.EPERM, mould.one_user)
+    if several and prepared.one_user:
+        raise PermissionError(errno.EPERM, prepared.one_user)
     binds = [Bind.parse(text) for text in (*order["binds"], *(() if root else order["volumes"]))]
     volumes = [Bind.parse(text).target for text in order["volumes"]] if root else []
     request = Request(Kind.MAKE)
     request.limits(_of_all_users(order) if several else [])
-    for kind, ranges in zip(("uid", "gid"), mould.ranges, strict=True):
-        request.text(user_domain.map_of(user_domain.spans(order[f"host_{kind}"], uid, several=several, ranges=ranges)))
+    for kind, ranges in zip(("uid", "gid"), prepared.ranges, strict=True):
+        request.text(user_ids.map_of(user_ids.spans(order[f"host_{kind}"], uid, several=several, ranges=ranges)))
     request.words(FRESH | (0 if network else os.CLONE_NEWNET))
     request.words(uid, uid, network, several)
     # Root's is given it, and must not find it by itself, with owners that are nobody there.
@@ -127,9 +130,9 @@ def _volumes(binds: list[str], host: tuple[int, int], *, several: bool) -> list[
     """By root: volumes as mounts for a sandbox, in which what is root's on the host is the sandbox's own."""
     if not binds:
         return []
-    count = user_domain.BLOCK if several else 1
+    count = user_ids.BLOCK if several else 1
     maps = [[(0, first, count)] for first in host]
-    space = user_domain.namespace(lambda pid: user_domain.write_maps(pid, *maps))
+    space = user_ids.namespace(lambda pid: user_ids.write_maps(pid, *maps))
     shown = []
     for bind in map(Bind.parse, binds):
         tree = bind.take_hold()
@@ -138,17 +141,17 @@ def _volumes(binds: list[str], host: tuple[int, int], *, several: bool) -> list[
     return shown
 
 
-def image_for(mould: Mould, pid: int, owners: int | None) -> int | None:
+def image_for(prepared: PreparedImage, pid: int, owners: int | None) -> int | None:
     """By root: the image as a mount for the sandbox whose first process is ``pid``; others make their own.
 
     Args:
-        mould: of the sandbox.
+        prepared: of the sandbox.
         pid: its first process.
         owners: the user namespace whose ids the image's owners are to have, if not that of ``pid``.
     """
     if os.geteuid() != 0:
         return None
-    tree = syscalls.detached(mould.image)
+    tree = syscalls.detached(prepared.image)
     space = os.open(f"/proc/{pid}/ns/user", os.O_RDONLY | os.O_CLOEXEC) if owners is None else owners
     try:
         syscalls.show_as(tree, space)
@@ -161,18 +164,18 @@ def image_for(mould: Mould, pid: int, owners: int | None) -> int | None:
     return tree
 
 
-def open_mould(image: str) -> tuple[dict[str, Any], list[int]]:
-    """In a child forked for it: what a mould is made of beside its variables, as an answer for :func:`received`."""
+def open_image(image: str) -> tuple[dict[str, Any], list[int]]:
+    """In a child forked for it: what is prepared of an image but its variables, as an answer for :func:`received`."""
     found = os.stat(image)
     descriptor = os.open(image, os.O_PATH | os.O_DIRECTORY | os.O_CLOEXEC)
-    domain, one_user = user_domain.make_domain()
-    ranges = [user_domain.ranges(kind, own) for kind, own in (("uid", os.geteuid()), ("gid", os.getegid()))]
+    parent, one_user = user_ids.make_parent_namespace()
+    ranges = [user_ids.ranges(kind, own) for kind, own in (("uid", os.geteuid()), ("gid", os.getegid()))]
     owner = [found.st_uid, found.st_gid]
-    return {"owner": owner, "one_user": one_user, "ranges": ranges}, [descriptor, domain]
+    return {"owner": owner, "one_user": one_user, "ranges": ranges}, [descriptor, parent]
 
 
-def received(environment: dict[str, str], answer: dict[str, Any], files: list[int]) -> Mould:
-    """The mould that :func:`open_mould` made in a child."""
-    image, domain = files
+def received(environment: dict[str, str], answer: dict[str, Any], files: list[int]) -> PreparedImage:
+    """The image that :func:`open_image` prepared in a child."""
+    image, parent = files
     owner = answer["owner"][0], answer["owner"][1]
-    return Mould(image, owner, domain, answer["one_user"], environment, answer["ranges"])
+    return PreparedImage(image, owner, parent, answer["one_user"], environment, answer["ranges"])

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from nemo_gym_prorl.gym.server_keeper import keeper_program
+from nemo_gym_prorl.gym.restarter import restarter_program
 from nemo_gym_prorl.processes import ProcessMark
 
 
@@ -18,7 +18,7 @@ SERVER = "import os, time; open('pids', 'a').write(f'{os.getpid()}\\n'); time.sl
 
 
 class Kept:
-    """A server under a keeper, in a folder of its own."""
+    """A server under a restarter, in a folder of its own."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
@@ -26,7 +26,7 @@ class Kept:
         self.up, self.events = folder / "up", folder / "deaths.jsonl"
         (folder / "bin").mkdir()
         self.python = folder / "bin" / "python"
-        self.python.write_text(keeper_program(Path(sys.executable), self.up, self.events))
+        self.python.write_text(restarter_program(Path(sys.executable), self.up, self.events))
         self.python.chmod(0o755)
 
     async def start(self, code: str = SERVER) -> asyncio.subprocess.Process:
@@ -50,7 +50,7 @@ def kept(tmp_path: Path) -> Kept:
 
 
 async def test_a_server_that_is_killed_is_started_again_with_growing_pauses(kept: Kept):
-    keeper = await kept.start()
+    restarter = await kept.start()
     await kept.pid(1)
     kept.up.touch()
     for number in (1, 2):
@@ -59,37 +59,37 @@ async def test_a_server_that_is_killed_is_started_again_with_growing_pauses(kept
     deaths = [json.loads(line) for line in kept.events.read_text().splitlines()]
     assert [(death["name"], death["how"]) for death in deaths] == [("mine", "killed by signal 9")] * 2
     assert [death["pause_s"] for death in deaths] == [0.5, 1.0]
-    keeper.send_signal(signal.SIGTERM)
-    await asyncio.wait_for(keeper.wait(), 60)
+    restarter.send_signal(signal.SIGTERM)
+    await asyncio.wait_for(restarter.wait(), 60)
     assert await kept.mark.wait_gone(30) == {}
 
 
 async def test_before_the_deployment_is_up_an_end_is_final(kept: Kept):
-    keeper = await kept.start("raise SystemExit(3)")
-    assert await asyncio.wait_for(keeper.wait(), 60) == 3
+    restarter = await kept.start("raise SystemExit(3)")
+    assert await asyncio.wait_for(restarter.wait(), 60) == 3
     assert not kept.events.exists()
 
 
 async def test_told_to_end_while_it_pauses_it_starts_nothing_more(kept: Kept):
     kept.up.touch()
-    keeper = await kept.start("open('pids', 'a').write('1\\n')")
+    restarter = await kept.start("open('pids', 'a').write('1\\n')")
     while not kept.events.exists():
         await asyncio.sleep(0.02)
-    keeper.send_signal(signal.SIGINT)
-    await asyncio.wait_for(keeper.wait(), 60)
+    restarter.send_signal(signal.SIGINT)
+    await asyncio.wait_for(restarter.wait(), 60)
     assert await kept.mark.wait_gone(30) == {}
 
 
-async def test_killing_the_keeper_ends_its_server(kept: Kept):
-    keeper = await kept.start()
+async def test_killing_the_restarter_ends_its_server(kept: Kept):
+    restarter = await kept.start()
     await kept.pid(1)
-    keeper.kill()
-    await keeper.wait()
+    restarter.kill()
+    await restarter.wait()
     assert await kept.mark.wait_gone(30) == {}
 
 
 async def test_what_a_server_starts_by_name_is_not_kept(kept: Kept):
     code = "import shutil; open('found', 'w').write(shutil.which('python') or '')"
-    keeper = await kept.start(code)
-    await asyncio.wait_for(keeper.wait(), 60)
+    restarter = await kept.start(code)
+    await asyncio.wait_for(restarter.wait(), 60)
     assert (kept.folder / "found").read_text() != str(kept.python)

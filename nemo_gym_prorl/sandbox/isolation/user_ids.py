@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The user ids that sandboxes of one image get: a user namespace, their *domain*, that all of theirs descend from.
+"""The user ids that sandboxes of one image get, by the *parent namespace* that all their user namespaces descend from.
 
 Root has a range of ids that nobody else has, of which each sandbox gets one, or a block of 65,536 if there are to be
 several users in it. An ordinary user has his own id, and with ``/etc/subuid`` and ``/etc/subgid`` a range beside it,
@@ -27,8 +27,8 @@ from nemo_gym_prorl.sandbox.limits import kernel_shares
 FIRST_ID = 1_879_048_192
 BLOCK = 65_536
 BLOCKS = 4094
-"""Where the server is root: ids that systemd leaves unused. The first is the domain's own, the first half of the
-blocks is for sandboxes with one user, the second for those with several, which get a block each."""
+"""Where the server is root: ids that systemd leaves unused. The first is the parent namespace's own, the first half of
+the blocks is for sandboxes with one user, the second for those with several, which get a block each."""
 
 HOST_IDS = BLOCK * (BLOCKS // 2 - 1)
 """How many there are for sandboxes with one user."""
@@ -73,13 +73,13 @@ def no_several_users() -> str:
 
 
 def spans(uid: int, inside: int, *, several: bool, ranges: Sequence[Span]) -> list[Span]:
-    """Which ids a sandbox has, by their numbers in its domain.
+    """Which ids a sandbox has, by their numbers in its parent namespace.
 
     Args:
         uid: its own id on the host.
         inside: its number inside, if there is only one.
         several: whether all are to be there.
-        ranges: of the domain.
+        ranges: of the parent namespace.
     """
     first = next(own + uid - outside for own, outside, count in ranges if outside <= uid < outside + count)
     if not several:
@@ -90,7 +90,7 @@ def spans(uid: int, inside: int, *, several: bool, ranges: Sequence[Span]) -> li
 
 
 def ranges(kind: str, own: int) -> list[Span]:
-    """What a domain of this process's user maps.
+    """What a parent namespace of this process's user maps.
 
     Args:
         kind: ``uid`` or ``gid``.
@@ -119,8 +119,8 @@ def subordinate(table: Path) -> Iterator[tuple[int, int]]:
             yield int(first), int(count)
 
 
-def make_domain() -> tuple[int, str]:
-    """A new domain of this process's user, as a descriptor, and why it has only his own id; empty if it has more.
+def make_parent_namespace() -> tuple[int, str]:
+    """A new parent namespace of this process's user, as a descriptor, and why it has his own id only; or empty.
 
     Blocks for some milliseconds.
     """
@@ -135,22 +135,22 @@ def make_domain() -> tuple[int, str]:
     return namespace(lambda pid: write_maps(pid, uids[:1], gids[:1], deny_groups=os.geteuid() != 0), own), trouble
 
 
-def join(domain: int) -> None:
-    """Become the first user of a domain, who may make user namespaces in it and map them."""
-    os.setns(domain, os.CLONE_NEWUSER)
+def join(parent: int) -> None:
+    """Become the first user of a parent namespace, who may make user namespaces in it and map them."""
+    os.setns(parent, os.CLONE_NEWUSER)
     os.setresgid(0, 0, 0)
     os.setresuid(0, 0, 0)
     # A changed id closes what lies in /proc of us and our children, from where they are mapped.
     syscalls.prctl(syscalls.PR_SET_DUMPABLE, 1)
 
 
-def domain_below(domain: int, ranges: Sequence[Sequence[Span]]) -> int:
-    """A user namespace with all ids of a domain, as a descriptor; this process joins the domain.
+def parent_namespace_below(parent: int, ranges: Sequence[Sequence[Span]]) -> int:
+    """A user namespace with all ids of a parent namespace, as a descriptor; this process joins the parent namespace.
 
     Namespaces of sandboxes that are made in it have a count of processes in common that is nobody else's: that of all
     their users together.
     """
-    join(domain)
+    join(parent)
     maps = [[(own, own, count) for own, _outside, count in spans] for spans in ranges]
     return namespace(lambda pid: write_maps(pid, *maps))
 
@@ -162,9 +162,9 @@ def fork_as_all_users(action: Callable[[], object]) -> int:
     if child == 0:
         number = errno.EPERM
         try:
-            domain, one_user = make_domain()
+            parent, one_user = make_parent_namespace()
             if not one_user:
-                join(domain)
+                join(parent)
                 action()
                 number = 0
         except OSError as error:

@@ -1,12 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Kernels that are forked from a process which has imported what they need: the *zygote* of a mould.
+"""Kernels that are forked from a process which has imported what they need: the *zygote* of a prepared image.
 
 Importing takes ten times longer than all the rest of a kernel's start. A zygote runs the image's own Python in the
 image's own files, read-only and without network. It is the image's code, which agents can't change, and it has walls:
 
 - on the host it is a user id that nobody has, another one for each, so that it can signal no process but its own;
-- of all capabilities it has one, in the mould's domain: so it has the right to enter the sandboxes that descend from
-  that domain, and no other right;
+- of all capabilities it has one, in the image's parent namespace: so it may enter the sandboxes that descend from it,
+  and nothing else;
 - it is under the filter of sandboxes, but for the call by which it enters them;
 - it is in a control group of its own, with all that it forks and that does not become a kernel. With that, and so with
   the supervisor, it ends. Where there are no groups, there are no zygotes.
@@ -32,10 +32,10 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NoReturn
 
-from nemo_gym_prorl.sandbox.isolation import seccomp, syscalls, user_domain
+from nemo_gym_prorl.sandbox.isolation import seccomp, syscalls, user_ids
 from nemo_gym_prorl.sandbox.isolation.capabilities import KEPT
 from nemo_gym_prorl.sandbox.isolation.joining import Place, doors
-from nemo_gym_prorl.sandbox.isolation.mould.cast import Mould
+from nemo_gym_prorl.sandbox.isolation.prepared_image import PreparedImage
 from nemo_gym_prorl.sandbox.launcher.requests import Answer, Said
 from nemo_gym_prorl.sandbox.limits import descriptors
 from nemo_gym_prorl.sandbox.limits.cgroups import Group
@@ -71,11 +71,11 @@ def stands_for(argv: Sequence[str]) -> bool:
     return tuple(argv[:-1]) == KERNEL
 
 
-def become(mould: Mould, channel: socket.socket) -> NoReturn:
-    """In a child forked for it: become the zygote of a mould, which takes requests from ``channel``."""
-    uid, last = user_domain.draw(several=False) - user_domain.FIRST_ID, syscalls.last_capability()
+def become(prepared: PreparedImage, channel: socket.socket) -> NoReturn:
+    """In a child forked for it: become the zygote of a prepared image, which takes requests from ``channel``."""
+    uid, last = user_ids.draw(several=False) - user_ids.FIRST_ID, syscalls.last_capability()
     parent = os.getppid()
-    tree = syscalls.detached(mould.image)
+    tree = syscalls.detached(prepared.image)
     syscalls.restrict(tree, syscalls.ATTRIBUTE_RDONLY | syscalls.ATTRIBUTE_NOSUID | syscalls.ATTRIBUTE_NODEV)
     shown = {name: syscalls.detached(f"/proc/{name}") for name in _READ_OF_PROC}
     program = os.memfd_create("zygote", os.MFD_CLOEXEC)
@@ -83,7 +83,7 @@ def become(mould: Mould, channel: socket.socket) -> NoReturn:
     os.lseek(program, 0, os.SEEK_SET)
     null = os.open("/dev/null", os.O_RDWR | os.O_CLOEXEC)
     os.setsid()
-    user_domain.join(mould.domain)
+    user_ids.join(prepared.parent_namespace)
     os.setgroups([])
     os.unshare(os.CLONE_NEWNS | os.CLONE_NEWNET | os.CLONE_NEWIPC | os.CLONE_NEWUTS)
     syscalls.mount("none", "/", "", syscalls.MS_REC | syscalls.MS_PRIVATE)
@@ -109,7 +109,7 @@ def become(mould: Mould, channel: socket.socket) -> NoReturn:
     # Changed ids made the kernel forget it.
     syscalls.end_with(parent)
     seccomp.install(seccomp.filter_allowing("setns"))
-    os.execvpe("python3", ["python3", "-c", "exec(open(4).read())"], mould.environment)
+    os.execvpe("python3", ["python3", "-c", "exec(open(4).read())"], prepared.environment)
 
 
 def spawn(

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Sandboxes that are made from a mould: what the runtime is asked, what they are made of, and the way out."""
+"""Sandboxes that are made directly: what the runtime is asked, what they are made of, and the way out."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ import pytest
 
 from nemo_gym_prorl.failures import CallerError, InfrastructureError
 from nemo_gym_prorl.sandbox.container import Container, ContainerSpec
-from nemo_gym_prorl.sandbox.isolation.mould.cast import Mould
+from nemo_gym_prorl.sandbox.isolation.prepared_image import PreparedImage
 from nemo_gym_prorl.sandbox.launcher import program as launching
 from nemo_gym_prorl.sandbox.limits import report
 from nemo_gym_prorl.sandbox.runtime.apptainer import Runtime
-from nemo_gym_prorl.sandbox.supervisor import moulds
+from nemo_gym_prorl.sandbox.supervisor import prepared_images
 from nemo_gym_prorl.sandbox.supervisor.storage import state_dir
 from tests.sandbox.without import Off, Without
 
@@ -40,7 +40,7 @@ def other_image(image: Path, tmp_path: Path) -> Path:
 
 async def test_both_ways_give_the_same_variables(other_image: Path, runtime: Runtime) -> None:
     found = []
-    for start in ("mould", "runtime"):
+    for start in ("direct", "runtime"):
         spec = ContainerSpec(image=other_image, start=start)  # type: ignore[arg-type]
         async with await Container.start(spec, runtime) as container:
             assert container.way == start
@@ -53,7 +53,7 @@ async def test_the_runtime_is_asked_once_until_the_image_changes(other_image: Pa
     """Each start of the runtime runs the image's script, which has no file to write to but says when it ran."""
     script = other_image / ".singularity.d" / "env" / "95-own.sh"
     script.write_text("export OF_THE_IMAGE=$(cat /proc/sys/kernel/random/uuid)\n")
-    spec = ContainerSpec(image=other_image, start="mould")
+    spec = ContainerSpec(image=other_image, start="direct")
     first = await asyncio.gather(*(Container.start(spec, runtime) for _ in range(4)))
     told = {container.environment["OF_THE_IMAGE"] for container in first}
     await asyncio.gather(*(container.close() for container in first))
@@ -65,13 +65,13 @@ async def test_the_runtime_is_asked_once_until_the_image_changes(other_image: Pa
 
 async def test_what_the_runtime_says_of_a_broken_image_is_told(other_image: Path, runtime: Runtime) -> None:
     next((other_image / "usr/lib").rglob("libc.so.6")).unlink()
-    for start in ("auto", "mould"):
+    for start in ("auto", "direct"):
         spec = ContainerSpec(image=other_image, start=start)  # type: ignore[arg-type]
         with pytest.raises(InfrastructureError, match=r"libc\.so\.6"):
             await Container.start(spec, runtime)
 
 
-async def test_where_a_mould_does_not_work_the_runtime_starts_it_and_the_reason_is_logged_once(
+async def test_where_it_cannot_be_made_directly_the_runtime_starts_it_and_the_reason_is_logged_once(
     image: Path,
     runtime: Runtime,
     without: Without,
@@ -89,7 +89,7 @@ async def test_where_a_mould_does_not_work_the_runtime_starts_it_and_the_reason_
     assert len(told) == 1
     assert "mounts are forbidden here" in told[0]
     with pytest.raises(InfrastructureError, match="mounts are forbidden here"):
-        await Container.start(ContainerSpec(image=image, start="mould"), runtime)
+        await Container.start(ContainerSpec(image=image, start="direct"), runtime)
 
 
 PASSING = {
@@ -102,7 +102,7 @@ PASSING = {
 
 
 @pytest.mark.parametrize("trouble", PASSING.values(), ids=PASSING)
-async def test_what_passes_while_one_is_made_is_no_fault_of_the_mould(
+async def test_what_passes_while_one_is_made_is_no_fault_of_the_image(
     image: Path, runtime: Runtime, without: Without, trouble: str
 ) -> None:
     without(
@@ -110,13 +110,13 @@ async def test_what_passes_while_one_is_made_is_no_fault_of_the_mould(
             "import time\n"
             "from nemo_gym_prorl.sandbox.supervisor import creation\n"
             "hand_over = creation._hand_over\n"
-            "def fail(sandbox, mould, owners):\n"
+            "def fail(sandbox, prepared, owners):\n"
             "    creation._hand_over = hand_over\n"
             f"    {trouble}\n"
             "creation._hand_over = fail"
         )
     )
-    for way in ("runtime", "mould"):
+    for way in ("runtime", "direct"):
         async with await Container.start(ContainerSpec(image=image), runtime) as container:
             assert (await container.run("echo works")).stdout == "works\n"
             assert container.way == way
@@ -124,7 +124,7 @@ async def test_what_passes_while_one_is_made_is_no_fault_of_the_mould(
 
 async def test_an_image_file_starts_by_the_runtime(tiny_sif: Path, runtime: Runtime) -> None:
     with pytest.raises(CallerError, match="start"):
-        await Container.start(ContainerSpec(image=tiny_sif, start="mould"), runtime)
+        await Container.start(ContainerSpec(image=tiny_sif, start="direct"), runtime)
     with pytest.raises(CallerError, match="start"):
         await Container.start(ContainerSpec(image=tiny_sif, start="mold"), runtime)  # type: ignore[arg-type]
 
@@ -140,7 +140,7 @@ async def test_links_of_the_image_lead_nowhere_outside(other_image: Path, runtim
         else:
             path.unlink(missing_ok=True)
         path.symlink_to(outside / Path(name).name)
-    spec = ContainerSpec(image=other_image, start="mould", workdir="/tmp")
+    spec = ContainerSpec(image=other_image, start="direct", workdir="/tmp")
     async with await Container.start(spec, runtime) as container:
         assert (await container.run("echo x > /root/file; cat /etc/hosts")).stdout.startswith("127.0.0.1")
     assert list(outside.iterdir()) == []
@@ -150,7 +150,7 @@ DEVICES = {"null", "zero", "full", "random", "urandom", "tty"}
 
 
 async def test_what_linux_brings_is_there(image: Path, runtime: Runtime) -> None:
-    spec = ContainerSpec(image=image, start="mould", shared_memory_mib=32)
+    spec = ContainerSpec(image=image, start="direct", shared_memory_mib=32)
     async with await Container.start(spec, runtime) as container:
         said = await container.run("cd /dev; for i in *; do [ -c $i ] && echo $i; done")
         assert set(said.stdout.split()) >= DEVICES
@@ -165,7 +165,7 @@ async def test_what_linux_brings_is_there(image: Path, runtime: Runtime) -> None
     "path", ["/proc/kcore", "/proc/keys", "/proc/timer_list", "/proc/kallsyms", "/proc/interrupts", "/sys/firmware/*"]
 )
 async def test_what_tells_of_the_machine_is_hidden(image: Path, runtime: Runtime, path: str) -> None:
-    async with await Container.start(ContainerSpec(image=image, start="mould"), runtime) as container:
+    async with await Container.start(ContainerSpec(image=image, start="direct"), runtime) as container:
         assert (await container.run(f"head -c 10 {path}")).stdout == ""
         for setting in ("/proc/sys/net/ipv4/ip_forward", "/proc/sysrq-trigger", "/proc/irq"):
             assert (await container.run(f"[ -e {setting} ] && touch {setting}")).exit_code != 0
@@ -179,7 +179,7 @@ async def test_binds_show_what_they_name_and_only_as_they_say(image: Path, runti
         if folder.stat().st_uid == os.geteuid():
             folder.chmod(folder.stat().st_mode | stat.S_IXOTH | stat.S_IROTH)
     binds = [f"{shown}:/made/for/it:ro", f"{shown}/file:/etc/other-name", str(shown)]
-    async with await Container.start(ContainerSpec(image=image, start="mould", binds=binds), runtime) as container:
+    async with await Container.start(ContainerSpec(image=image, start="direct", binds=binds), runtime) as container:
         read = f"cat /made/for/it/file /etc/other-name {shown}/file"
         assert (await container.run(read)).stdout == "of the host" * 3
         assert (await container.run("echo x > /made/for/it/new")).exit_code != 0
@@ -193,7 +193,7 @@ async def test_binds_show_what_they_name_and_only_as_they_say(image: Path, runti
 
 
 async def test_an_idle_sandbox_is_one_small_process(image: Path, runtime: Runtime, state: Path) -> None:
-    async with await Container.start(ContainerSpec(image=image, start="mould"), runtime) as container:
+    async with await Container.start(ContainerSpec(image=image, start="direct"), runtime) as container:
         (folder,) = await asyncio.to_thread(lambda: list(state.glob(f"*/{container.name}")))
         note = (folder / state_dir.SPACE_FILE).read_text().split()
         (space,) = [box for box in state_dir.spaces_of(folder.parent) if str(box.init) == note[0]]
@@ -223,17 +223,19 @@ def open_files() -> int:
     return len(list(Path("/proc/self/fd").iterdir()))
 
 
-async def test_a_mould_is_kept_as_long_as_a_sandbox_has_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_prepared_image_is_kept_as_long_as_a_sandbox_has_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Its files are used when a sandbox is made, a while after it was asked for, and when its zygote is."""
-    monkeypatch.setattr(moulds, "MOST", 2)
+    monkeypatch.setattr(prepared_images, "MOST", 2)
     made = {"owner": [0, 0], "one_user": "", "ranges": []}
     children = Mock()
-    held: list[Mould] = []
+    held: list[PreparedImage] = []
     children.run = AsyncMock(side_effect=lambda _action: (made, [os.open("/", os.O_PATH), os.open("/", os.O_PATH)]))
-    kept = moulds.Moulds(tmp_path, children, Mock(), lambda: held)
+    kept = prepared_images.PreparedImages(tmp_path, children, Mock(), lambda: held)
     monkeypatch.setattr(kept, "_variables", AsyncMock(return_value={}))
 
-    async def ask(image: str) -> Mould:
+    async def ask(image: str) -> PreparedImage:
         return await kept.get({"image": image, "image_identity": image})
 
     before = open_files()
@@ -246,6 +248,6 @@ async def test_a_mould_is_kept_as_long_as_a_sandbox_has_it(tmp_path: Path, monke
     await ask("last")
     await ask("very last")
     assert open_files() - before == 4
-    for mould in (await ask("last"), await ask("very last")):
-        os.close(mould.image)
-        os.close(mould.domain)
+    for prepared in (await ask("last"), await ask("very last")):
+        os.close(prepared.image)
+        os.close(prepared.parent_namespace)
