@@ -6,7 +6,7 @@ deployment (:class:`~nemo_gym_prorl.gym.deployment.GymDeployment`) therefore let
 interpreter's place. Gym gives a server its configuration, host and port in environment variables, so the server that
 is started again is the same one at the same address.
 
-Until the deployment is up, a server that ends takes its restarter with it, so that a wrong configuration is reported as
+Until the deployment is up, a server that ends takes this program with it, so that a wrong configuration is reported as
 ever. Afterwards it is started again after a pause that doubles with every early death. Standard library only: this
 runs once more for every server.
 """
