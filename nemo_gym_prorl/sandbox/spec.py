@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import dataclasses
 import os
-import resource
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -22,7 +21,7 @@ from nemo_gym_prorl.sandbox.images.validate import check_image
 from nemo_gym_prorl.sandbox.isolation import capabilities
 from nemo_gym_prorl.sandbox.isolation.syscalls import walled_in
 from nemo_gym_prorl.sandbox.isolation.user_ids import no_several_users
-from nemo_gym_prorl.sandbox.limits.process_count import process_limit_here
+from nemo_gym_prorl.sandbox.limits import rlimits
 from nemo_gym_prorl.sandbox.runtime.apptainer import Runtime
 from nemo_gym_prorl.sandbox.runtime.command import OF_THE_RUNTIME
 from nemo_gym_prorl.sandbox.supervisor.rpc.protocol import Message
@@ -132,9 +131,6 @@ def order(name: str, host_id: int, spec: ContainerSpec, runtime: Runtime) -> Mes
         runtime: what starts it, or says what the image sets.
     """
     start = "direct" if spec.users or _may_trace(spec) else spec.start if spec.image.is_dir() else "runtime"
-    limits = {resource.RLIMIT_NPROC: process_limit_here(spec.processes), resource.RLIMIT_CORE: 0}
-    if spec.disk_mib:
-        limits[resource.RLIMIT_FSIZE] = spec.disk_mib << 20
     return {
         "do": "create",
         "sandbox": name,
@@ -148,7 +144,7 @@ def order(name: str, host_id: int, spec: ContainerSpec, runtime: Runtime) -> Mes
         "uid": 0 if spec.root else 1000,
         "host_uid": host_id,
         "host_gid": os.getegid() if os.geteuid() else host_id,
-        "limits": limits,
+        "limits": rlimits.of_programs(spec.processes, spec.disk_mib),
         "memory_mib": spec.memory_mib,
         "cpus": spec.cpus,
         "processes": spec.processes,

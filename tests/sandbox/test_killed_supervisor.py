@@ -40,7 +40,7 @@ from nemo_gym_prorl.sandbox.supervisor.processes.children import Children
 from nemo_gym_prorl.sandbox.supervisor.processes.launcher import Launcher
 from nemo_gym_prorl.sandbox.supervisor.rpc import own_supervisor
 from nemo_gym_prorl.sandbox.supervisor.rpc.client import SandboxLost
-from nemo_gym_prorl.sandbox.supervisor.storage import state_dir
+from nemo_gym_prorl.sandbox.supervisor.storage import cleanup, state_dir
 from tests.sandbox import elf
 
 
@@ -176,7 +176,7 @@ def test_a_supervisor_of_many_that_is_killed_leaves_nothing(image: Path, runtime
             while crowd.folder.exists():
                 assert time.monotonic() - begin < FILES_GONE_WITHIN_S, list(crowd.folder.iterdir())
                 if with_server:
-                    state_dir.sweep(state)
+                    cleanup.sweep(state)
                 time.sleep(0.01)
             files.append(time.monotonic() - begin)
             assert not groups_of(crowd.folder)
@@ -227,7 +227,7 @@ asyncio.run(main())
                 assert kept.exists(), "or it was none"
             finally:
                 fcntl.ioctl(file, SET_FLAGS, struct.pack("l", 0))
-    state_dir.sweep(Path(folder).parent)
+    cleanup.sweep(Path(folder).parent)
     assert not Path(folder).exists()
 
 

@@ -28,7 +28,7 @@ from nemo_gym_prorl.sandbox.sessions.jupyter.kernel import Kernel
 from nemo_gym_prorl.sandbox.supervisor import lifecycle, sandbox
 from nemo_gym_prorl.sandbox.supervisor.rpc import own_supervisor
 from nemo_gym_prorl.sandbox.supervisor.rpc.client import SandboxLost
-from nemo_gym_prorl.sandbox.supervisor.storage import state_dir
+from nemo_gym_prorl.sandbox.supervisor.storage import cleanup, state_dir
 
 
 SERVER = Path(__file__).with_name("server.py")
@@ -93,7 +93,7 @@ class Server:
         self.process.stdout.close()
         deadline = time.monotonic() + gone_within_s()
         while (self.folder.exists() or any(self.remains().values())) and time.monotonic() < deadline:
-            state_dir.sweep(self.folder.parent)
+            cleanup.sweep(self.folder.parent)
             time.sleep(0.02)
         assert not any(self.remains().values())
 
@@ -137,7 +137,7 @@ def test_a_terminated_supervisor_cleans_up(server: Server) -> None:
 
 
 def test_a_sweep_touches_nothing_of_a_live_owner(server: Server, state: Path) -> None:
-    assert state_dir.sweep(state) == []
+    assert cleanup.sweep(state) == []
     # Others come and go by themselves.
     assert all(state_dir.start_time(pid) == server.inside[pid] for pid in server.facts["inits"])
     assert len(list(server.folder.glob("b-*"))) == len(server.facts["inits"])

@@ -24,10 +24,10 @@ from nemo_gym_prorl.sandbox.isolation.joining import Place, ProcessFolder
 from nemo_gym_prorl.sandbox.launcher.requests import Kind, Request
 from nemo_gym_prorl.sandbox.runtime.apptainer import Runtime
 from nemo_gym_prorl.sandbox.supervisor.errors import SandboxLost
-from nemo_gym_prorl.sandbox.supervisor.networks import Networks
 from nemo_gym_prorl.sandbox.supervisor.rpc import own_supervisor
 from nemo_gym_prorl.sandbox.supervisor.rpc.client import SandboxRefused
 from nemo_gym_prorl.sandbox.supervisor.rpc.protocol import Message
+from nemo_gym_prorl.sandbox.supervisor.shared_networks import Networks
 
 
 pytestmark = [pytest.mark.sandbox, pytest.mark.timeout(120)]

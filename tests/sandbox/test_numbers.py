@@ -22,7 +22,7 @@ from pathlib import Path
 from nemo_gym_prorl.sandbox.isolation import syscalls
 from nemo_gym_prorl.sandbox.sessions import terminal_control
 from nemo_gym_prorl.sandbox.supervisor.processes import freezer, pidfd
-from nemo_gym_prorl.sandbox.supervisor.storage import state_dir
+from nemo_gym_prorl.sandbox.supervisor.storage import cleanup, state_dir
 
 os.unshare(os.CLONE_NEWUSER | os.CLONE_NEWPID | os.CLONE_NEWNS)
 if child := os.fork():
@@ -89,7 +89,7 @@ def late(pid, started):
 pidfd.kill = late
 (folder / "b-1").mkdir()
 state_dir.note_starter(folder / "b-1", meant)
-state_dir.clear(folder)
+cleanup.clear(folder)
 """,
     "a pause": """
 space = state_dir.Space(1, pidfd.start_time(1), os.stat("/proc/1/ns/pid").st_ino)

@@ -17,8 +17,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from nemo_gym_prorl.sandbox.limits.process_count import process_limit, process_limit_here
 from nemo_gym_prorl.sandbox.limits.report import By, Facts, limits
+from nemo_gym_prorl.sandbox.limits.rlimits import process_limit, process_limit_here
 from nemo_gym_prorl.sandbox.runtime.apptainer import Runtime
 
 

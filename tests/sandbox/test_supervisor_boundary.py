@@ -20,7 +20,7 @@ from nemo_gym_prorl.failures import CallerError, FailureKind, InfrastructureErro
 from nemo_gym_prorl.sandbox import spec as specs
 from nemo_gym_prorl.sandbox.container import Container, ContainerSpec
 from nemo_gym_prorl.sandbox.runtime.apptainer import Runtime
-from nemo_gym_prorl.sandbox.supervisor import watch
+from nemo_gym_prorl.sandbox.supervisor import limit_watch
 from nemo_gym_prorl.sandbox.supervisor.errors import SandboxLost, SandboxRefused
 from nemo_gym_prorl.sandbox.supervisor.rpc import own_supervisor
 from nemo_gym_prorl.sandbox.supervisor.rpc.client import Link
@@ -238,4 +238,4 @@ def test_the_watchdog_hears_whatever_number_its_channel_has() -> None:
         with socket.socket(fileno=high) as channel:
             send(ours, pack({"forget": "none"}))
             ours.close()
-            watch.serve(channel)
+            limit_watch.serve(channel)

@@ -2,7 +2,7 @@
 """Sandboxes that see each other by name, and nothing else.
 
 Each has a loopback device of its own in any case. Those that are introduced to each other get one more, and names for
-the others in ``/etc/hosts``; see :mod:`.isolation.network.router` for what holds them together and apart.
+the others in ``/etc/hosts``; see :mod:`.isolation.shared_network.router` for what holds them together and apart.
 """
 
 from __future__ import annotations

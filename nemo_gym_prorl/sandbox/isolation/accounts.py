@@ -8,9 +8,7 @@ are taken away.
 
 from __future__ import annotations
 
-import contextlib
 from collections.abc import Iterator
-from pathlib import Path
 
 
 HOST_NAME = "sandbox"
@@ -25,14 +23,6 @@ OF_ACCOUNTS = ("/etc/passwd", "/etc/group")
 
 COPIED_BY_THE_RUNTIME = ("/etc/localtime",)
 """What they copy from the host besides, into images that have none."""
-
-
-def resolver(host_network: bool) -> str:
-    """Text of ``/etc/resolv.conf``: the host's for a sandbox on its network, else empty."""
-    with contextlib.suppress(OSError):
-        if host_network:
-            return Path("/etc/resolv.conf").read_text()
-    return ""
 
 
 def own(resolver: str) -> Iterator[tuple[str, str]]:

@@ -20,7 +20,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-from nemo_gym_prorl.sandbox.isolation import accounts, syscalls, user_ids
+from nemo_gym_prorl.sandbox.isolation import accounts, network, syscalls, user_ids
 from nemo_gym_prorl.sandbox.isolation.mounts import SMALL_TMPFS, Bind, terminal_options
 from nemo_gym_prorl.sandbox.isolation.user_ids import Span
 from nemo_gym_prorl.sandbox.launcher.requests import Kind, Request
@@ -91,7 +91,7 @@ def make(prepared: PreparedImage, order: dict[str, Any], folder: str) -> Request
         folder: the sandbox's own, with ``overlay`` for its layer.
     """
     uid = order["uid"]
-    several, root, network = order["users"], os.geteuid() == 0, order["network"]
+    several, root, host_network = order["users"], os.geteuid() == 0, order["network"]
     if several and prepared.one_user:
         raise PermissionError(errno.EPERM, prepared.one_user)
     binds = [Bind.parse(text) for text in (*order["binds"], *(() if root else order["volumes"]))]
@@ -100,8 +100,8 @@ def make(prepared: PreparedImage, order: dict[str, Any], folder: str) -> Request
     request.limits(_of_all_users(order) if several else [])
     for kind, ranges in zip(("uid", "gid"), prepared.ranges, strict=True):
         request.text(user_ids.map_of(user_ids.spans(order[f"host_{kind}"], uid, several=several, ranges=ranges)))
-    request.words(FRESH | (0 if network else os.CLONE_NEWNET))
-    request.words(uid, uid, network, several)
+    request.words(FRESH | network.namespace(host_network))
+    request.words(uid, uid, host_network, several)
     # Root's is given it, and must not find it by itself, with owners that are nobody there.
     request.text(folder, "" if root else order["image"])
     request.words(len(binds))

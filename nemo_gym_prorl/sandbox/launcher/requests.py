@@ -19,7 +19,7 @@ from enum import IntEnum
 from pathlib import Path
 from typing import Any
 
-from nemo_gym_prorl.sandbox.isolation import accounts, seccomp
+from nemo_gym_prorl.sandbox.isolation import accounts, network, seccomp
 from nemo_gym_prorl.sandbox.isolation.capabilities import KEPT
 from nemo_gym_prorl.sandbox.isolation.joining import Place
 from nemo_gym_prorl.sandbox.isolation.mounts import SMALL_TMPFS, terminal_options
@@ -132,7 +132,7 @@ class Request:
         self.words(len(settings))
         for name, value in settings.items():
             self.text(f"sys/{name}", value)
-        files = list(accounts.own(accounts.resolver(order["network"])))
+        files = list(accounts.own(network.resolver(order["network"])))
         self.words(len(files))
         for path, content in files:
             self.text(path)

@@ -8,6 +8,9 @@ many sites link ``singularity`` to Apptainer.
 Root is not always root. In a container, root often lacks some capabilities, and Apptainer's path for root then fails
 ("Requesting capability set ..."), while its rootless path works. So root with less than all capabilities is sent
 down the rootless path by an environment variable.
+
+How one is started is in :mod:`.command` (its words) and :mod:`.launch` (what becomes of it); another runtime would be
+told from the others here, and have words of its own there.
 """
 
 from __future__ import annotations

@@ -9,6 +9,7 @@ from __future__ import annotations
 import os
 from pathlib import Path
 
+from nemo_gym_prorl.sandbox.isolation import network
 from nemo_gym_prorl.sandbox.supervisor.rpc.protocol import Message
 from nemo_gym_prorl.sandbox.supervisor.storage.state_dir import OWNER_VARIABLE
 
@@ -31,7 +32,7 @@ def runtime_command(order: Message, folder: Path) -> list[str]:
     """
     command = [order["runtime"], *_EXEC, "--hostname", "sandbox", "--overlay", str(folder / "overlay")]
     if not order["network"]:
-        command += ["--net", "--network", "none"]
+        command += network.NONE_BY_THE_RUNTIME
     for bind in order["binds"]:
         command += ["--bind", bind]
     return command

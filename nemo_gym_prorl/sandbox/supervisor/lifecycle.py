@@ -34,7 +34,7 @@ from nemo_gym_prorl.sandbox.limits import descriptors, usage
 from nemo_gym_prorl.sandbox.limits.kernel_shares import TERMINALS
 from nemo_gym_prorl.sandbox.limits.report import file_size_reached
 from nemo_gym_prorl.sandbox.runtime.command import SHARED_FOLDER
-from nemo_gym_prorl.sandbox.supervisor import watch
+from nemo_gym_prorl.sandbox.supervisor import limit_watch
 from nemo_gym_prorl.sandbox.supervisor.creation import Creation, Turns
 from nemo_gym_prorl.sandbox.supervisor.processes import background
 from nemo_gym_prorl.sandbox.supervisor.processes.background import guarded
@@ -84,7 +84,7 @@ class Sandboxes:
         )
         self._children = children
         self._launcher = launcher
-        self._watchdog = watch.Watchdog(children, self._overran, self._watches)
+        self._watchdog = limit_watch.Watchdog(children, self._overran, self._watches)
         # Later there may be no process to be had.
         background.begin(self._watchdog.run())
         self._in_memory = in_memory(kind_under(folder))
@@ -189,7 +189,7 @@ class Sandboxes:
         sandbox.machine_kills = usage.oom_kills()
         if ttl_s := sandbox.order["ttl_s"]:
             sandbox.expiry = self._loop.call_later(ttl_s, self.end_early, sandbox, f"time to live: {ttl_s:g} s")
-        if order := watch.order(sandbox, in_memory=self._in_memory):
+        if order := limit_watch.order(sandbox, in_memory=self._in_memory):
             self._watchdog.tell({"watch": order})
         background.begin(self._watch_starter(sandbox))
         return {
@@ -204,7 +204,7 @@ class Sandboxes:
     def _watches(self) -> list[Message]:
         """Whom the watchdog has to watch."""
         up = (box for box in self._all.values() if box.stage is Stage.UP)
-        return [{"watch": order} for box in up if (order := watch.order(box, in_memory=self._in_memory))]
+        return [{"watch": order} for box in up if (order := limit_watch.order(box, in_memory=self._in_memory))]
 
     def process_started(self, name: str, pid: int) -> None:
         """Something was started in a sandbox; the watchdog is told of all such once in a while."""

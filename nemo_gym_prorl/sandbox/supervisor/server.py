@@ -7,7 +7,7 @@ child of a small single-threaded process. It is started by :mod:`.own_supervisor
 - the *server* dies: the socket closes; every container is killed, proven gone, its files removed; then this ends too;
 - this process dies: each container's PID 1 sees its end of a socket close and exits, and the runtime's starter is
   killed by the kernel; the server's :mod:`.client` removes the files;
-- both die at once: the same, and the files go with the next start of any supervisor (:func:`.state_dir.sweep`).
+- both die at once: the same, and the files go with the next start of any supervisor (:func:`.cleanup.sweep`).
 
 One loop, no threads, no blocking call: what may take long (joining, copying, deleting) happens in children.
 This module takes the questions, and answers each, with an error if need be: none of them, and nothing that goes wrong
@@ -34,7 +34,6 @@ from nemo_gym_prorl.sandbox.isolation.joining import Place
 from nemo_gym_prorl.sandbox.launcher import requests
 from nemo_gym_prorl.sandbox.limits import cgroups, descriptors
 from nemo_gym_prorl.sandbox.supervisor.lifecycle import Sandboxes
-from nemo_gym_prorl.sandbox.supervisor.networks import Networks
 from nemo_gym_prorl.sandbox.supervisor.processes import background, freezer
 from nemo_gym_prorl.sandbox.supervisor.processes.children import Answer, Children
 from nemo_gym_prorl.sandbox.supervisor.processes.launcher import Launcher
@@ -45,7 +44,8 @@ from nemo_gym_prorl.sandbox.supervisor.rpc.answers import Refused, failure
 from nemo_gym_prorl.sandbox.supervisor.rpc.connection import PAUSE_S, Connection, ready
 from nemo_gym_prorl.sandbox.supervisor.rpc.protocol import Message, PeerGone, close_all
 from nemo_gym_prorl.sandbox.supervisor.sandbox import Client
-from nemo_gym_prorl.sandbox.supervisor.storage import state_dir
+from nemo_gym_prorl.sandbox.supervisor.shared_networks import Networks
+from nemo_gym_prorl.sandbox.supervisor.storage import cleanup
 from nemo_gym_prorl.sandbox.supervisor.zygotes import Zygotes
 
 
@@ -84,7 +84,7 @@ class Supervisor:
         gc.freeze()
         await self._ending.wait()
         await self._sandboxes.close_all()
-        state_dir.clear(self.folder)
+        cleanup.clear(self.folder)
 
     def _orphan_ended(self, pid: int) -> None:
         self._sandboxes.orphan_ended(pid)
@@ -255,7 +255,7 @@ def _groups() -> Path | None:
 
 
 def _sweep(root: Path) -> Answer:
-    state_dir.sweep(root)
+    cleanup.sweep(root)
     return {}, []
 
 

@@ -19,7 +19,7 @@ from pathlib import Path
 import nemo_gym_prorl
 from nemo_gym_prorl.failures import InfrastructureError
 from nemo_gym_prorl.sandbox.supervisor.rpc.protocol import socket_pair
-from nemo_gym_prorl.sandbox.supervisor.storage import state_dir
+from nemo_gym_prorl.sandbox.supervisor.storage import cleanup, state_dir
 from nemo_gym_prorl.sandbox.supervisor.storage.erase import remove_tree
 
 
@@ -119,5 +119,5 @@ def _take_folder() -> tuple[Path, int, socket.socket]:
 def bury(folder: Path) -> None:
     """Remove what a dead supervisor left. It may take a moment until the last child it forked lets go of the lock."""
     deadline = time.monotonic() + BURY_S
-    while not state_dir.bury(folder, patience_s=1.0) and time.monotonic() < deadline:
+    while not cleanup.bury(folder, patience_s=1.0) and time.monotonic() < deadline:
         time.sleep(0.1)

@@ -3,7 +3,7 @@
 
 Each supervisor has one folder with everything its sandboxes leave on disk. The folder's ``lock`` file is locked for as
 long as the supervisor lives; the kernel lets go of it at its death, however it dies. So a folder whose lock can be had
-is a dead one's, with no doubt about reused process numbers or reboots, and :func:`sweep` may take it.
+is a dead one's, with no doubt about reused process numbers or reboots, and :mod:`.cleanup` may take it.
 
 Processes are found by what was noted down (the runtime's parent), by a variable in their environment (its helpers, for
 file systems), by their PID namespace (everything inside) and by their control group, where there are any. A number
@@ -17,8 +17,7 @@ import fcntl
 import os
 import stat
 import tempfile
-import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -28,7 +27,6 @@ from nemo_gym_prorl.sandbox.isolation.syscalls import walled_in
 from nemo_gym_prorl.sandbox.limits import cgroups, threads
 from nemo_gym_prorl.sandbox.supervisor.processes import pidfd
 from nemo_gym_prorl.sandbox.supervisor.processes.pidfd import start_time
-from nemo_gym_prorl.sandbox.supervisor.storage.erase import remove_tree
 
 
 OWNER_VARIABLE = "PRORL_SANDBOX_OWNER"
@@ -54,9 +52,6 @@ MAX_SOCKET_PATH = 107
 
 LOOK_S = 0.01
 """Between two looks whether the runtime has made its PID namespace yet, which is noted before the image runs."""
-
-_UNFINISHED_S = 60.0
-"""A folder without a lock that is younger than this may be one whose owner is just starting."""
 
 
 def state_root() -> Path:
@@ -103,84 +98,6 @@ def take(root: Path) -> tuple[Path, int]:
         raise
     fcntl.flock(lock, fcntl.LOCK_EX)
     return folder, lock
-
-
-def sweep(root: Path) -> list[Path]:
-    """Remove what dead owners left: processes, then files. Returns their folders; live ones are not touched."""
-    # What can't be removed is the next sweep's; the others need not wait for it.
-    return [folder for folder in sorted(root.glob("s-*")) if folder.exists() and bury(folder)]
-
-
-def bury(folder: Path, patience_s: float = 5.0) -> bool:
-    """Remove what the owner of ``folder`` left, if it is dead; returns whether nothing of it is left."""
-    try:
-        lock = _lock_of_the_dead(folder)
-    except FileNotFoundError:
-        return True
-    if lock is None:
-        return False
-    try:
-        clear(folder, patience_s)
-    except OSError:
-        # Processes that do not die, or a file that came while its folder was emptied.
-        return False
-    finally:
-        os.close(lock)
-    return True
-
-
-def _lock_of_the_dead(folder: Path) -> int | None:
-    try:
-        lock = os.open(folder / LOCK_FILE, os.O_RDWR | os.O_CLOEXEC)
-    except FileNotFoundError:
-        if time.time() - folder.stat().st_mtime < _UNFINISHED_S:
-            return None
-        lock = os.open(folder / LOCK_FILE, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
-    try:
-        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
-        os.close(lock)
-        return None
-    return lock
-
-
-def clear(folder: Path, patience_s: float = 5.0) -> None:
-    """Kill every process that belongs to the owner's ``folder``, then remove it.
-
-    Raises:
-        TimeoutError: processes are left that even SIGKILL does not end, waiting for a device, say; the folder stays.
-    """
-    deadline = time.monotonic() + patience_s
-    groups = groups_of(folder)
-    while remains := _kill_all(folder, groups):
-        while living := [pid for pid, started in remains.items() if start_time(pid) == started]:
-            if time.monotonic() > deadline:
-                raise TimeoutError(f"processes {living} of {folder} do not die")
-            time.sleep(0.005)
-    for group in groups:
-        group.remove()
-    # The lock goes last: whoever is killed on the way leaves a folder that can be told to be a dead one's.
-    for entry in folder.iterdir():
-        if entry.name != LOCK_FILE:
-            remove_tree(entry) if entry.is_dir() and not entry.is_symlink() else entry.unlink()
-    remove_tree(folder)
-
-
-def _kill_all(folder: Path, groups: Sequence[cgroups.Group]) -> dict[int, int]:
-    """Kill what there is; returns the numbers and start times of those that had to be killed.
-
-    The first process of each sandbox ends all others inside, and only after them. One look at all processes of the
-    machine finds the runtime's helpers, however many sandboxes there were.
-    """
-    for group in groups:
-        group.kill()
-    known = {space.init: space.started for space in spaces_of(folder) if space.alive}
-    known |= {pid: started for pid in helpers_of(folder) if (started := start_time(pid)) is not None}
-    grouped = [pid for group in groups for pid in group.processes()]
-    known |= {pid: started for pid in grouped if (started := start_time(pid)) is not None}
-    for pid, started in known.items():
-        pidfd.kill(pid, started)
-    return known
 
 
 @dataclass(frozen=True, slots=True)

@@ -22,7 +22,7 @@ from ipaddress import IPv4Address, ip_address
 from itertools import count
 
 from nemo_gym_prorl.sandbox.isolation.joining import Place
-from nemo_gym_prorl.sandbox.isolation.network import router as networks
+from nemo_gym_prorl.sandbox.isolation.shared_network import router as networks
 from nemo_gym_prorl.sandbox.launcher import requests
 from nemo_gym_prorl.sandbox.supervisor.lifecycle import Sandboxes
 from nemo_gym_prorl.sandbox.supervisor.processes import background

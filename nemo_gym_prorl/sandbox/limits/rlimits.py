@@ -1,7 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How many processes a sandbox may have where no control group counts them: what ``RLIMIT_NPROC`` is to be.
+"""The kernel's limits of a sandbox's programs (``RLIMIT_*``), by what was asked for; another one is added here.
 
-From Linux 5.14 on the kernel counts a user's processes in each user namespace apart, and the limit is the sandbox's
+What counts for a sandbox as a whole stands elsewhere: :mod:`.cgroups` and :mod:`.watchdog`. Open files are limited
+when a program starts (:func:`.descriptors.of_commands`), since the supervisor raises its own.
+
+Processes: from Linux 5.14 on the kernel counts a user's in each user namespace apart, and the limit is the sandbox's
 own. Before, it counts all that the user has on the machine, a trainer's threads and other sandboxes included, against
 the limit of whoever forks. A limit of 512 would then forbid every fork inside as soon as the user has 512 threads
 outside, which one Ray node has; and no limit would let a sandbox use up what the user's own programs need to go on.
@@ -39,3 +42,16 @@ def process_limit_here(wanted: int) -> int:
     machine = min(int(Path("/proc/sys/kernel", name).read_text()) for name in ("pid_max", "threads-max"))
     own, _hard = resource.getrlimit(resource.RLIMIT_NPROC)
     return process_limit(wanted, kernel, machine if own == resource.RLIM_INFINITY else min(own, machine))
+
+
+def of_programs(processes: int, disk_mib: int) -> dict[int, int]:
+    """``RLIMIT_*`` to the hard limit of whatever is executed in a sandbox.
+
+    Args:
+        processes: how many it may have.
+        disk_mib: what it may write, and so the largest file; 0 for any.
+    """
+    limits = {resource.RLIMIT_NPROC: process_limit_here(processes), resource.RLIMIT_CORE: 0}
+    if disk_mib:
+        limits[resource.RLIMIT_FSIZE] = disk_mib << 20
+    return limits

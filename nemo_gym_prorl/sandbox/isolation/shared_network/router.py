@@ -21,7 +21,7 @@ from dataclasses import dataclass
 from ipaddress import IPv4Address, IPv4Network
 from typing import Any
 
-from nemo_gym_prorl.sandbox.isolation.network import netlink
+from nemo_gym_prorl.sandbox.isolation.shared_network import netlink
 
 
 NETWORK = IPv4Network("10.99.0.0/16")
