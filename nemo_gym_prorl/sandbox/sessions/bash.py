@@ -28,7 +28,7 @@ from dataclasses import dataclass
 
 from nemo_gym_prorl.failures import CallerError, FailureKind, InfrastructureError, RolloutError
 from nemo_gym_prorl.sandbox.container import KILLED, Container
-from nemo_gym_prorl.sandbox.sessions.bash_commands import BashCommands
+from nemo_gym_prorl.sandbox.sessions.bash_commands import PREPARE, THROWN_AWAY, BashCommands
 from nemo_gym_prorl.sandbox.sessions.bash_output import BashOutput
 from nemo_gym_prorl.sandbox.sessions.bash_status import PROMPT, BashStatus
 from nemo_gym_prorl.sandbox.sessions.broken import check_agents, why_over
@@ -65,12 +65,6 @@ ROWS, COLUMNS = 50, 200
 """Size of the terminal: wide, since what is folded is harder to read for a model."""
 
 VARIABLES = {"PS1": PROMPT, "PS2": "", "PAGER": "cat", "GIT_PAGER": "cat"}
-
-_PREPARE = b"exec 2>&4 4>&-; set +o history +H; unset HISTFILE\n"
-"""Bash's own errors and prompts go to the status socket; those of commands go to the terminal."""
-
-_THROWN_AWAY = b"((1))\n" * 2
-"""What a Ctrl-C that bash got as a command ended may end in place of the next: a line, or the rest of one."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -167,7 +161,7 @@ class Shell:
         self._bash.ended.add_done_callback(lambda _future: self._output.notify())
         self._output.listen_to(self._terminal)
         try:
-            self._commands.send(_PREPARE, watched=False)
+            self._commands.send(PREPARE, watched=False)
             first = await self.run("command -v bash", timeout_s=START_TIMEOUT_S, silence_s=None)
             trouble = first.output or "no answer" if first.exit_code else ""
         except (SandboxLost, SandboxBroken):
@@ -216,7 +210,7 @@ class Shell:
         assert self._status
         assert self._commands
         self.running, self._code = True, None
-        before, self._pressed = _THROWN_AWAY if self._pressed else b"", False
+        before, self._pressed = THROWN_AWAY if self._pressed else b"", False
         try:
             self._commands.send(before + self._status.line(command))
         except SandboxBroken as error:

@@ -32,6 +32,12 @@ PATIENCE_S = 0.25
 PROBES = 3
 """Lines that may go without an answer."""
 
+PREPARE = b"exec 2>&4 4>&-; set +o history +H; unset HISTFILE\n"
+"""Bash's own errors and prompts go to the status socket; those of commands go to the terminal."""
+
+THROWN_AWAY = b"((1))\n" * 2
+"""What a Ctrl-C that bash got as a command ended may end in place of the next: a line, or the rest of one."""
+
 
 class BashCommands:
     """The commands of one bash. Belongs to one event loop.
