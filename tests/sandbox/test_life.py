@@ -29,6 +29,7 @@ from nemo_gym_prorl.sandbox.supervisor import lifecycle, sandbox
 from nemo_gym_prorl.sandbox.supervisor.rpc import own_supervisor
 from nemo_gym_prorl.sandbox.supervisor.rpc.client import SandboxLost
 from nemo_gym_prorl.sandbox.supervisor.storage import cleanup, state_dir
+from nemo_gym_prorl.sandbox.supervisor.storage.erase import remove_tree
 
 
 SERVER = Path(__file__).with_name("server.py")
@@ -134,6 +135,13 @@ def test_server_and_supervisor_killed_together_leave_no_process_and_the_next_swe
 def test_a_terminated_supervisor_cleans_up(server: Server) -> None:
     os.kill(server.facts["supervisor"], signal.SIGTERM)
     server.wait_until_gone()
+
+
+def test_a_folder_that_somebody_has_cleared_away_is_no_error_at_the_end(state: Path) -> None:
+    folder, lock = state_dir.take(state)
+    remove_tree(folder)
+    cleanup.clear(folder)
+    os.close(lock)
 
 
 def test_a_sweep_touches_nothing_of_a_live_owner(server: Server, state: Path) -> None:

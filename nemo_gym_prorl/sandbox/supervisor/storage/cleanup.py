@@ -79,10 +79,13 @@ def clear(folder: Path, patience_s: float = 5.0) -> None:
             time.sleep(0.005)
     for group in groups:
         group.remove()
+    if not folder.is_dir():
+        # Somebody clears old folders away.
+        return
     # The lock goes last: whoever is killed on the way leaves a folder that can be told to be a dead one's.
     for entry in folder.iterdir():
         if entry.name != state_dir.LOCK_FILE:
-            remove_tree(entry) if entry.is_dir() and not entry.is_symlink() else entry.unlink()
+            remove_tree(entry) if entry.is_dir() and not entry.is_symlink() else entry.unlink(missing_ok=True)
     remove_tree(folder)
 
 
