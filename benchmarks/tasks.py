@@ -108,7 +108,7 @@ def candidates(tests: int) -> list[Candidate]:
 
 async def by_us(sandbox: started.StartedSandbox, candidate: Candidate) -> None:
     """As the server does it."""
-    grade = await grade_in(sandbox, candidate.problem, candidate.source, CodeLimits(), "all", "/sandbox")
+    grade = await grade_in(sandbox, candidate.problem, candidate.source, CodeLimits(), "/sandbox")
     if not isinstance(grade, Grade) or not grade.passed:
         raise RuntimeError(f"a right program was not rewarded: {grade}")
 

@@ -7,8 +7,6 @@ from pydantic import Field
 
 from nemo_gym_prorl.task_server import TaskServer, TaskServerConfig
 from nemo_gym_prorl.tasks.code.grading import CodeLimits, RewardRule
-from nemo_gym_prorl.tasks.code.humaneval_grading import GradingLimits
-from nemo_gym_prorl.tasks.code.humaneval_task import HumanEval
 from nemo_gym_prorl.tasks.code.task import ProgrammingProblems
 
 
@@ -32,15 +30,14 @@ class ProRLCodeServer(TaskServer):
     def make_task(self) -> ProgrammingProblems:
         """HumanEval, and problems with tests, within the configured bounds."""
         config = self.config
-        grading = GradingLimits(config.grading_timeout_s, config.grading_memory_mib)
-        humaneval = HumanEval(config.sandbox_root, config.tool_limits, grading)
         limits = CodeLimits(
             time_s=config.test_time_limit_s,
             memory_mib=config.grading_memory_mib,
             total_s=config.tests_time_limit_s,
+            calls_s=config.grading_timeout_s,
             output_bytes=config.test_output_mib << 20,
         )
-        return ProgrammingProblems(humaneval, config.sandbox_root, limits, config.reward, config.tests_folder)
+        return ProgrammingProblems(config.sandbox_root, config.tool_limits, limits, config.reward, config.tests_folder)
 
 
 if __name__ == "__main__":

@@ -6,9 +6,9 @@ import asyncio
 import pytest
 
 from nemo_gym_prorl.failures import InfrastructureError
+from nemo_gym_prorl.tasks.code.grading import CodeLimits
 from nemo_gym_prorl.tasks.code.humaneval import problems, row_for
-from nemo_gym_prorl.tasks.code.humaneval_grading import GradingLimits
-from nemo_gym_prorl.tasks.code.humaneval_task import HumanEval
+from nemo_gym_prorl.tasks.code.task import ProgrammingProblems
 from nemo_gym_prorl.tasks.sandbox import Sandbox
 from nemo_gym_prorl.tasks.sessions import SessionLimits, Sessions
 from nemo_gym_prorl.tasks.task import SandboxNeeds
@@ -16,7 +16,7 @@ from nemo_gym_prorl.tasks.workbench.workspace import ToolLimits
 
 
 ROW = row_for(problems()["HumanEval/0"])
-TASK = HumanEval("/sandbox", ToolLimits(), GradingLimits())
+TASK = ProgrammingProblems("/sandbox", ToolLimits(), CodeLimits())
 
 
 class Starts:

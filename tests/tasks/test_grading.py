@@ -16,8 +16,8 @@ from nemo_gym.sandbox import AsyncSandbox
 from nemo_gym_prorl.failures import FailureKind, InfrastructureError
 from nemo_gym_prorl.sandbox.started import SandboxWithSessions
 from nemo_gym_prorl.sandbox.supervisor.rpc import own_supervisor
+from nemo_gym_prorl.tasks.code.grading import CodeLimits, Lost, Verdict, grade, grade_in
 from nemo_gym_prorl.tasks.code.humaneval import Problem, problems
-from nemo_gym_prorl.tasks.code.humaneval_grading import GradingLimits, Lost, Reason, grade, grade_in, judged
 from nemo_gym_prorl.tasks.sandbox import Sandbox
 from nemo_gym_prorl.tasks.task import Grade
 from scripts.scripted_turns.humaneval import CHEATS
@@ -25,12 +25,12 @@ from tests.tasks import containers
 
 
 pytestmark = pytest.mark.sandbox
-LIMITS = GradingLimits(timeout_s=20)
+LIMITS = CodeLimits(calls_s=20)
 TRUNCATE = "HumanEval/2"  # truncate_number(number): float
 INTERSPERSE = "HumanEval/5"  # intersperse(numbers, delimiter): list
 
 
-async def judge(sandbox: Sandbox, task: str, source: str, limits: GradingLimits = LIMITS) -> Grade:
+async def judge(sandbox: Sandbox, task: str, source: str, limits: CodeLimits = LIMITS) -> Grade:
     outcome = await grade_in(sandbox, problems()[task], source, limits, containers.ROOT)
     assert isinstance(outcome, Grade), outcome
     return outcome
@@ -55,12 +55,12 @@ async def test_all_references_pass(sandbox: AsyncSandbox) -> None:
 
 async def test_no_stub_passes(sandbox: AsyncSandbox) -> None:
     verdicts = await grade_all(sandbox, lambda problem: problem.stub)
-    assert {task: verdict for task, verdict in verdicts.items() if verdict.verdict != Reason.FAILED} == {}
+    assert {task: verdict for task, verdict in verdicts.items() if verdict.verdict != Verdict.FAILED} == {}
 
 
 async def test_no_function_that_returns_nothing_passes(sandbox: AsyncSandbox) -> None:
     verdicts = await grade_all(sandbox, lambda problem: f"{problem.prompt.rstrip()}\n    return None\n")
-    assert {task: verdict for task, verdict in verdicts.items() if verdict.verdict != Reason.FAILED} == {}
+    assert {task: verdict for task, verdict in verdicts.items() if verdict.verdict != Verdict.FAILED} == {}
 
 
 # One that compares floats, strings, lists, booleans, whose tests call helpers, or the function by its name, and
@@ -82,33 +82,33 @@ async def test_no_cheat_passes(task: str) -> None:
 @pytest.mark.parametrize(
     ("source", "reason", "detail"),
     [
-        ("def truncate_number(x): return x % 1", Reason.PASSED, ""),
-        ("def truncate_number(x): return x", Reason.FAILED, "AssertionError:  at line"),
-        ("def truncate_number(x): raise KeyError('k')", Reason.FAILED, "CandidateRaised: KeyError: 'k'"),
-        ("def truncate_number(x):\n  import sys; sys.exit(0)", Reason.FAILED, "CandidateRaised: SystemExit: 0"),
-        ("def truncate_number(x): return object()", Reason.FAILED, "a value of type object cannot leave"),
-        ("def truncate_number(x): return truncate_number(x)", Reason.FAILED, "RecursionError"),
-        ("\ufeffdef truncate_number(x): return x % 1", Reason.PASSED, ""),
-        ("def truncate_number(x: return", Reason.SYNTAX_ERROR, "SyntaxError"),
-        ("x = '\0'", Reason.SYNTAX_ERROR, "null bytes"),
-        ("", Reason.NO_SOLUTION, "solution.py defines no function truncate_number"),
-        ("truncate_number = 3", Reason.NO_SOLUTION, "solution.py defines no function"),
-        ("import nothing_like_it", Reason.CRASHED, "on import: ModuleNotFoundError"),
-        ("import sys; sys.exit(0)", Reason.CRASHED, "on import: SystemExit: 0"),
-        ("import os; os._exit(0)", Reason.CRASHED, "the candidate's process ended"),
-        ("def truncate_number(x):\n  import os; os._exit(0)", Reason.CRASHED, "the candidate's process ended"),
-        ("while True: pass", Reason.TIMED_OUT, "after 2 s"),
-        ("def truncate_number(x):\n  while True: pass", Reason.TIMED_OUT, "after 2 s at line"),
-        ("def truncate_number(x): return 'a' * (1 << 32)", Reason.FAILED, "MemoryError"),
-        ("def truncate_number(x): return 'a' * (17 << 20)", Reason.FAILED, "too large"),
-        ("def truncate_number(x):\n  print('noise' * 10**6); return x % 1", Reason.PASSED, ""),
+        ("def truncate_number(x): return x % 1", Verdict.PASSED, ""),
+        ("def truncate_number(x): return x", Verdict.FAILED, "AssertionError:  at line"),
+        ("def truncate_number(x): raise KeyError('k')", Verdict.FAILED, "CandidateRaised: KeyError: 'k'"),
+        ("def truncate_number(x):\n  import sys; sys.exit(0)", Verdict.FAILED, "CandidateRaised: SystemExit: 0"),
+        ("def truncate_number(x): return object()", Verdict.FAILED, "a value of type object cannot leave"),
+        ("def truncate_number(x): return truncate_number(x)", Verdict.FAILED, "RecursionError"),
+        ("\ufeffdef truncate_number(x): return x % 1", Verdict.PASSED, ""),
+        ("def truncate_number(x: return", Verdict.SYNTAX_ERROR, "SyntaxError"),
+        ("x = '\0'", Verdict.SYNTAX_ERROR, "null bytes"),
+        ("", Verdict.NO_SOLUTION, "solution.py defines no function truncate_number"),
+        ("truncate_number = 3", Verdict.NO_SOLUTION, "solution.py defines no function"),
+        ("import nothing_like_it", Verdict.CRASHED, "on import: ModuleNotFoundError"),
+        ("import sys; sys.exit(0)", Verdict.CRASHED, "on import: SystemExit: 0"),
+        ("import os; os._exit(0)", Verdict.CRASHED, "the candidate's process ended"),
+        ("def truncate_number(x):\n  import os; os._exit(0)", Verdict.CRASHED, "the candidate's process ended"),
+        ("while True: pass", Verdict.TIMED_OUT, "after 2 s"),
+        ("def truncate_number(x):\n  while True: pass", Verdict.TIMED_OUT, "after 2 s at line"),
+        ("def truncate_number(x): return 'a' * (1 << 32)", Verdict.FAILED, "MemoryError"),
+        ("def truncate_number(x): return 'a' * (17 << 20)", Verdict.FAILED, "too large"),
+        ("def truncate_number(x):\n  print('noise' * 10**6); return x % 1", Verdict.PASSED, ""),
     ],
 )
-async def test_reasons(sandbox: AsyncSandbox, source: str, reason: Reason, detail: str) -> None:
-    verdict = await judge(sandbox, TRUNCATE, source, GradingLimits(timeout_s=2))
+async def test_reasons(sandbox: AsyncSandbox, source: str, reason: Verdict, detail: str) -> None:
+    verdict = await judge(sandbox, TRUNCATE, source, CodeLimits(calls_s=2))
     assert verdict.verdict == reason, verdict
     assert detail in verdict.detail
-    assert verdict.reward == (1.0 if reason is Reason.PASSED else 0.0)
+    assert verdict.reward == (1.0 if reason is Verdict.PASSED else 0.0)
 
 
 async def test_values_keep_their_types(sandbox: AsyncSandbox) -> None:
@@ -134,7 +134,7 @@ async def test_values_keep_their_types(sandbox: AsyncSandbox) -> None:
     )
     problem = Problem("made/0", "same", source, "", test)
     outcome = await grade_in(sandbox, problem, source, LIMITS, containers.ROOT)
-    assert outcome == judged(Reason.PASSED)
+    assert outcome == Grade(1.0, "passed")
 
 
 async def test_the_candidate_has_no_capabilities_and_sees_no_tests(sandbox: AsyncSandbox) -> None:
@@ -160,7 +160,7 @@ async def test_the_candidate_has_no_capabilities_and_sees_no_tests(sandbox: Asyn
     )
     test = "def check(candidate):\n    assert candidate() == (True, False, True), 'NEEDLE-7'\n"
     outcome = await grade_in(sandbox, Problem("made/1", "look", source, "", test), source, LIMITS, containers.ROOT)
-    assert outcome == judged(Reason.PASSED)
+    assert outcome == Grade(1.0, "passed")
 
 
 async def test_what_the_candidate_started_is_gone_afterwards(sandbox: AsyncSandbox) -> None:
@@ -187,7 +187,7 @@ async def test_a_candidate_can_not_hold_up_its_tester(sandbox: AsyncSandbox) -> 
     )
     begin = time.monotonic()
     assert (await judge(sandbox, TRUNCATE, source)).passed
-    assert time.monotonic() - begin < LIMITS.timeout_s
+    assert time.monotonic() - begin < LIMITS.calls_s
 
 
 async def test_a_candidate_that_has_its_tester_killed_is_to_blame() -> None:
@@ -219,7 +219,7 @@ async def test_a_candidate_that_has_its_tester_killed_is_to_blame() -> None:
         "time.sleep(100)\n"
     )
     verdict = await grade(open_sandbox, problems()[TRUNCATE], source, LIMITS, containers.ROOT)
-    assert verdict.verdict == Reason.CRASHED
+    assert verdict.verdict == Verdict.CRASHED
     assert "taken down, twice" in verdict.detail
     assert containers.instances() == before
 
@@ -374,7 +374,7 @@ async def test_a_solution_that_takes_its_sandbox_down_has_its_zero(attack: str, 
     source = f"import os, resource, signal, time\ndef truncate_number(x):\n{indent(TAKE_DOWN[attack], '    ')}"
     options = {"start": start, "memory_mib": 1024, "processes": 128}
     problem = problems()[TRUNCATE]
-    limits = GradingLimits(timeout_s=10, memory_mib=512)
+    limits = CodeLimits(calls_s=10, memory_mib=512)
     verdict = await grade(lambda: containers.running_ours(**options), problem, source, limits, containers.ROOT)
-    assert verdict.verdict in (Reason.CRASHED, Reason.EXHAUSTED, Reason.FAILED, Reason.TIMED_OUT)
+    assert verdict.verdict in (Verdict.CRASHED, Verdict.EXHAUSTED, Verdict.FAILED, Verdict.TIMED_OUT)
     assert verdict.reward == 0.0

@@ -12,9 +12,9 @@ from nemo_gym.openai_utils import NeMoGymResponseCreateParamsNonStreaming
 from nemo_gym_prorl.demo_scripts import seeded_mistake
 from nemo_gym_prorl.failures import CallerError
 from nemo_gym_prorl.tasks.arguments import MAX_ARGUMENT_BYTES, BadArguments, parse_arguments
+from nemo_gym_prorl.tasks.code.grading import CodeLimits
 from nemo_gym_prorl.tasks.code.humaneval import problem_for, problems, row_for, write_rows
-from nemo_gym_prorl.tasks.code.humaneval_grading import GradingLimits
-from nemo_gym_prorl.tasks.code.humaneval_task import HumanEval
+from nemo_gym_prorl.tasks.code.task import ProgrammingProblems
 from nemo_gym_prorl.tasks.sandbox import Sandbox
 from nemo_gym_prorl.tasks.task import Grade, SandboxNeeds
 from nemo_gym_prorl.tasks.workbench.tools import (
@@ -154,6 +154,6 @@ async def test_a_file_that_is_no_solution_is_judged_without_a_sandbox(taken: Tak
     def no_sandbox(needs: SandboxNeeds | None = None) -> AbstractAsyncContextManager[Sandbox]:
         raise AssertionError("nobody needs one")
 
-    task = HumanEval("/sandbox", ToolLimits(), GradingLimits())
+    task = ProgrammingProblems("/sandbox", ToolLimits(), CodeLimits())
     grade = await task.grade({"task_id": "HumanEval/0"}, taken, {}, no_sandbox)
     assert grade == Grade(0.0, "no_solution", detail)

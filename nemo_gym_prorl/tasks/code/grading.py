@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """From a candidate's source to a grade: one fresh sandbox, in which a grader runs all tests; see :mod:`..trials`.
 
-The control, where a candidate may have taken its grader down, is a program that does nothing: any verdict on it shows
-that machine and row are fine.
+Where a candidate may have taken its grader down, a control tells whether machine and row are fine: HumanEval's
+reference has to pass, and of a program that does nothing any verdict will do.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from enum import StrEnum
 from typing import Any, Literal
 
 from nemo_gym_prorl.failures import AgentError, TaskError
-from nemo_gym_prorl.tasks.code.rows import Problem
+from nemo_gym_prorl.tasks.code import humaneval, rows
 from nemo_gym_prorl.tasks.program import BYTE_ORDER_MARK, program
 from nemo_gym_prorl.tasks.sandbox import Sandbox
 from nemo_gym_prorl.tasks.task import EXHAUSTED, Grade
@@ -36,6 +36,7 @@ CLOCK_FACTOR = 10
 """All tests may take so much longer by the clock: waiting for a processor is no fault of a candidate's."""
 
 RewardRule = Literal["all", "fraction"]
+Problem = rows.Problem | humaneval.Problem
 
 CHECKER_LIMITS = {"time_s": 10.0, "memory_mib": 1024}
 NOTHING = "pass\n"
@@ -48,16 +49,18 @@ class Verdict(StrEnum):
 
     PASSED = "passed"
     WRONG_ANSWER = "wrong_answer"
+    FAILED = "failed"
+    """One of HumanEval's tests failed, or the function raised."""
     TIMED_OUT = "timed_out"
     MEMORY = "memory"
     OUTPUT_LIMIT = "output_limit"
     CRASHED = "crashed"
-    """It raised, ended with an exit status other than 0, or was ended by a signal."""
+    """It raised, ended with an exit status other than 0, was ended by a signal, or took the grader down with it."""
     NO_SOLUTION = "no_solution"
     """There is no file that can be read, nothing is in it, or it defines no such function."""
     SYNTAX_ERROR = "syntax_error"
     EXHAUSTED = EXHAUSTED
-    """The agent, or its solution when it was tested, used up its sandbox's disk."""
+    """The agent, or its solution when it was tested, used up its sandbox's disk, memory or processes."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,6 +71,7 @@ class CodeLimits:
         time_s: processor time of one test, where the row says nothing, and the most that it may say.
         memory_mib: address space of one test's process, the same.
         total_s: all tests together, without the time for which they waited for a processor.
+        calls_s: all of HumanEval's tests of a problem, by the clock.
         output_bytes: longest output of one test.
         file_mib: largest file that a test may write, in MiB.
         threads: how many threads it may have, about.
@@ -76,6 +80,7 @@ class CodeLimits:
     time_s: float = 10.0
     memory_mib: int = 1024
     total_s: float = 300.0
+    calls_s: float = 20.0
     output_bytes: int = 16 << 20
     file_mib: int = 64
     threads: int = 64
@@ -91,7 +96,7 @@ def failed(verdict: Verdict, detail: str = "") -> Grade:
 
 
 async def grade(
-    open_sandbox: OpenSandbox, problem: Problem, source: str, limits: CodeLimits, rule: RewardRule, root: str
+    open_sandbox: OpenSandbox, problem: Problem, source: str, limits: CodeLimits, root: str, rule: RewardRule = "all"
 ) -> Grade:
     """Grade a candidate, each try in a fresh sandbox.
 
@@ -100,8 +105,8 @@ async def grade(
         problem: what to test with.
         source: the submitted file.
         limits: bounds of the candidate.
-        rule: ``all``: 1 if all tests pass, and the rest is not run once one fails; ``fraction``: the share that pass.
         root: a folder of the sandbox that uploads reach.
+        rule: ``all``: 1 if all tests pass, and the rest is not run once one fails; ``fraction``: the share that pass.
 
     Raises:
         TaskError: the row's checker judges nothing.
@@ -111,38 +116,43 @@ async def grade(
 
     async def graded(source: str) -> Grade | Lost:
         async with open_sandbox() as sandbox:
-            return await grade_in(sandbox, problem, source, limits, rule, root)
+            return await grade_in(sandbox, problem, source, limits, root, rule)
 
     async def control() -> bool:
-        return isinstance(await graded(NOTHING), Grade)
+        if isinstance(problem, rows.Problem):
+            return isinstance(await graded(NOTHING), Grade)
+        outcome = await graded(problem.reference_source)
+        return isinstance(outcome, Grade) and outcome.passed
 
     outcome = await settle(lambda: graded(source), control)
     return failed(Verdict.CRASHED, outcome.why) if isinstance(outcome, TakenDown) else outcome
 
 
 async def grade_in(
-    sandbox: Sandbox, problem: Problem, source: str, limits: CodeLimits, rule: RewardRule, root: str
+    sandbox: Sandbox, problem: Problem, source: str, limits: CodeLimits, root: str, rule: RewardRule = "all"
 ) -> Grade | Lost:
     """Grade a candidate once in the given sandbox.
 
     Raises:
         TaskError: the row's checker judges nothing.
     """
-    bounds = asdict(limits)
-    for name, own in (("time_s", problem.time_limit_s), ("memory_mib", problem.memory_limit_mib)):
-        bounds[name] = min(bounds[name], own or bounds[name])
-    job = {
-        "source": source.removeprefix(BYTE_ORDER_MARK),
-        "function": problem.function,
-        "tests": [{"input": test.input, "expected": test.expected} for test in problem.tests],
-        "checker": problem.checker,
-        "checker_limits": CHECKER_LIMITS,
-        "limits": bounds,
-        "total_s": limits.total_s,
-        "stop_at_failure": rule == "all",
-    }
+    job = {"source": source.removeprefix(BYTE_ORDER_MARK), "stop_at_failure": rule == "all"}
+    if isinstance(problem, rows.Problem):
+        job |= _tests(problem, limits)
+        timeout_s = CLOCK_FACTOR * limits.total_s
+    else:
+        job |= _calls(problem, limits)
+        timeout_s = limits.calls_s
     try:
-        told = await told_of(sandbox, job, CLOCK_FACTOR * limits.total_s, root)
+        told = await attempt(
+            sandbox,
+            program(*_GRADER),
+            job,
+            timeout_s=timeout_s,
+            root=root,
+            doubtful=lambda report: bool(report.get("killed")) or report.get("verdict") == Verdict.CRASHED,
+            before=f"ulimit -S -s {STACK_KIB} 2>/dev/null; ",
+        )
     except AgentError as error:
         return failed(Verdict.EXHAUSTED, error.reason)
     if isinstance(told, Lost):
@@ -152,26 +162,35 @@ async def grade_in(
     return _grade(told, rule)
 
 
-async def told_of(sandbox: Sandbox, job: Mapping[str, Any], timeout_s: float, root: str) -> Any | Lost:
-    """What the grader says of a job, run once in the given sandbox.
+def _tests(problem: rows.Problem, limits: CodeLimits) -> dict[str, Any]:
+    """What the grader is told of a problem that brings its tests."""
+    bounds = asdict(limits)
+    for name, own in (("time_s", problem.time_limit_s), ("memory_mib", problem.memory_limit_mib)):
+        bounds[name] = min(bounds[name], own or bounds[name])
+    return {
+        "function": problem.function,
+        "tests": [{"input": test.input, "expected": test.expected} for test in problem.tests],
+        "checker": problem.checker,
+        "checker_limits": CHECKER_LIMITS,
+        "limits": bounds,
+        "total_s": limits.total_s,
+    }
 
-    Raises:
-        AgentError: the candidate used up the sandbox.
-    """
-    return await attempt(
-        sandbox,
-        program(*_GRADER),
-        job,
-        timeout_s=timeout_s,
-        root=root,
-        doubtful=lambda report: bool(report.get("killed")) or report.get("verdict") == Verdict.CRASHED,
-        before=f"ulimit -S -s {STACK_KIB} 2>/dev/null; ",
-    )
+
+def _calls(problem: humaneval.Problem, limits: CodeLimits) -> dict[str, Any]:
+    """And of one of HumanEval's, whose tests are a program that calls the function."""
+    return {
+        "serves": problem.entry_point,
+        "reference": problem.reference_source,
+        "check": problem.test,
+        "limits": {**asdict(limits), "time_s": limits.calls_s},
+        "total_s": limits.calls_s,
+    }
 
 
 def _grade(told: Mapping[str, Any], rule: RewardRule) -> Grade:
-    verdict, tests = Verdict(told["verdict"]), told["tests"]
-    reward = float(verdict is Verdict.PASSED)
-    if rule == "fraction":
-        reward = tests["passed"] / tests["total"]
+    verdict, tests = Verdict(told["verdict"]), told.get("tests")
+    if tests is None:
+        return Grade(float(verdict is Verdict.PASSED), verdict.value, told["detail"])
+    reward = tests["passed"] / tests["total"] if rule == "fraction" else float(verdict is Verdict.PASSED)
     return Grade(reward, verdict.value, told["detail"], {"tests": tests})

@@ -97,28 +97,36 @@ def row_for(problem: Problem, script: Mapping[str, Any] | None = None) -> dict[s
 
     Args:
         problem: the problem.
-        script: turns for a model server that plays back scripts (``scripted/turns.py``); ``None`` for a real model.
+        script: see :func:`params`.
     """
-    user_prompt = (
+    asked = (
         f"Implement the function `{problem.entry_point}` in `{SOLUTION_FILE}`. The file now reads:\n\n"
         f"```python\n{problem.stub}```"
     )
-    params: dict[str, Any] = {
-        "input": [
-            {"role": "system", "content": SYSTEM_PROMPT},
-            {"role": "user", "content": user_prompt},
-        ],
+    return {
+        "responses_create_params": params(SYSTEM_PROMPT, asked, script),
+        "task_id": problem.task_id,
+        "verifier_metadata": {"dataset": "HumanEval", "entry_point": problem.entry_point},
+    }
+
+
+def params(system: str, asked: str, script: Mapping[str, Any] | None = None) -> dict[str, Any]:
+    """What a policy is told, and what it may call.
+
+    Args:
+        system: what it is.
+        asked: what it is to do.
+        script: turns for a model server that plays back scripts (``scripted/turns.py``); ``None`` for a real model.
+    """
+    made: dict[str, Any] = {
+        "input": [{"role": "system", "content": system}, {"role": "user", "content": asked}],
         "tools": workbench_schemas(TOOLS, HANDING_IN),
         "parallel_tool_calls": True,
     }
     if script is not None:
         # Gym's metadata maps strings to strings, so the script travels as JSON text.
-        params["metadata"] = {"script": json.dumps(script, sort_keys=True)}
-    return {
-        "responses_create_params": params,
-        "task_id": problem.task_id,
-        "verifier_metadata": {"dataset": "HumanEval", "entry_point": problem.entry_point},
-    }
+        made["metadata"] = {"script": json.dumps(script, sort_keys=True)}
+    return made
 
 
 def write_rows(path: Path, rows: Iterable[Mapping[str, Any]]) -> int:

@@ -3,13 +3,11 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping
 from typing import Any
 
-from nemo_gym_prorl.tasks.code.humaneval import HANDING_IN, SOLUTION_FILE, TOOLS
+from nemo_gym_prorl.tasks.code.humaneval import SOLUTION_FILE, params
 from nemo_gym_prorl.tasks.code.rows import METADATA
-from nemo_gym_prorl.tasks.workbench.workbench import workbench_schemas
 
 
 _SYSTEM = """\
@@ -35,21 +33,11 @@ def row_for(
         statement: the problem's text.
         metadata: ``verifier_metadata``, see :mod:`.rows`.
         function: the function that is called; ``None`` for a program.
-        script: turns for a model server that plays back scripts; ``None`` for a real model.
+        script: see :func:`.humaneval.params`.
         more: further fields of the row.
     """
     asked = statement.strip()
     if function is not None:
         asked += f"\n\nImplement the function `{function}` (or a class `Solution` with it) in `{SOLUTION_FILE}`."
-    params: dict[str, Any] = {
-        "input": [
-            {"role": "system", "content": FUNCTION if function is not None else PROGRAM},
-            {"role": "user", "content": asked},
-        ],
-        "tools": workbench_schemas(TOOLS, HANDING_IN),
-        "parallel_tool_calls": True,
-    }
-    if script is not None:
-        # Gym's metadata maps strings to strings, so the script travels as JSON text.
-        params["metadata"] = {"script": json.dumps(script, sort_keys=True)}
-    return {"responses_create_params": params, METADATA: dict(metadata), **more}
+    system = FUNCTION if function is not None else PROGRAM
+    return {"responses_create_params": params(system, asked, script), METADATA: dict(metadata), **more}

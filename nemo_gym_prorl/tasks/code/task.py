@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Problems with tests as a :class:`~nemo_gym_prorl.tasks.task.Task`, beside HumanEval's in one environment.
+"""Programming problems as a :class:`~nemo_gym_prorl.tasks.task.Task`: HumanEval's, and those that bring their tests.
 
-A row with tools has its solution in a file. A row without is answered in text, as NeMo Gym's ``code_gen`` rows are:
-the last block of code counts.
+A row with tools has its solution in a file, which the policy finds with a stub of HumanEval's function, or empty. A
+row without is answered in text, as NeMo Gym's ``code_gen`` rows are: the last block of code counts.
 """
 
 from __future__ import annotations
@@ -10,20 +10,26 @@ from __future__ import annotations
 import asyncio
 import re
 from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from nemo_gym_prorl.tasks.code.grading import CodeLimits, RewardRule, Verdict, failed, grade
-from nemo_gym_prorl.tasks.code.humaneval import SOLUTION_FILE
-from nemo_gym_prorl.tasks.code.humaneval_task import MAX_SOLUTION_BYTES, HumanEval
+from nemo_gym_prorl.tasks.code.grading import CodeLimits, Problem, RewardRule, Verdict, failed, grade
+from nemo_gym_prorl.tasks.code.humaneval import HANDING_IN, SOLUTION_FILE, TOOLS, problem_for
 from nemo_gym_prorl.tasks.code.rows import find_tests_file, has_tests, read_metadata, read_problem
 from nemo_gym_prorl.tasks.final_message import final_message
 from nemo_gym_prorl.tasks.task import Grade, OpenSandbox, SandboxNeeds
-from nemo_gym_prorl.tasks.workbench.workspace import Taken, Workspace
+from nemo_gym_prorl.tasks.workbench.workbench import Workbench
+from nemo_gym_prorl.tasks.workbench.workspace import Taken, ToolLimits, Workspace
 
+
+MAX_SOLUTION_BYTES = 256 * 1024
+"""Longest solution that is graded."""
 
 MAX_SOLUTION_FIELD = 64 * 1024
 """Characters of the solution in the rollout's row."""
+
+HANDED_IN = f"Submitted. {SOLUTION_FILE} is tested as it is now. The task is over: answer without calling a tool."
 
 _BLOCK = re.compile(r"```[^\n`]*\n(.*?)```", re.DOTALL)
 
@@ -32,22 +38,26 @@ class ProgrammingProblems:
     """The task.
 
     Args:
-        humaneval: has the tools, and the rows that name their problem.
-        root: a folder of each sandbox that uploads reach.
+        root: a folder of each sandbox that uploads reach; the agent works in ``<root>/workspace``.
+        tools: bounds of one tool call.
         limits: bounds of one candidate.
         rule: what part of the tests earns what.
         tests_folder: where the files are that rows name.
     """
 
     def __init__(
-        self, humaneval: HumanEval, root: str, limits: CodeLimits, rule: RewardRule, tests_folder: Path | None
+        self,
+        root: str,
+        tools: ToolLimits,
+        limits: CodeLimits,
+        rule: RewardRule = "all",
+        tests_folder: Path | None = None,
     ) -> None:
-        self._humaneval = humaneval
-        self._root = root
+        self._root = root.rstrip("/")
         self._limits = limits
         self._rule: RewardRule = rule
         self._tests_folder = tests_folder
-        self.tools = humaneval.tools
+        self.tools = Workbench(TOOLS, f"{self._root}/workspace", tools, handing_in=HANDING_IN, handed_in=HANDED_IN)
 
     def needs(self, row: Mapping[str, Any]) -> SandboxNeeds:
         """One like any other.
@@ -56,20 +66,16 @@ class ProgrammingProblems:
             CallerError: the row is no problem of either kind.
         """
         if not has_tests(row):
-            return self._humaneval.needs(row)
-        metadata = read_metadata(row)
-        if metadata.tests_file is None:
+            problem_for(row)
+        elif (metadata := read_metadata(row)).tests_file is None:
             read_problem(metadata, None)
         else:
             find_tests_file(metadata, self._tests_folder)
         return SandboxNeeds()
 
     async def prepare(self, row: Mapping[str, Any], tools: Workspace) -> None:
-        """Put the stub there, if there is one."""
-        if has_tests(row):
-            await tools.write({SOLUTION_FILE: ""})
-        else:
-            await self._humaneval.prepare(row, tools)
+        """Put the file there."""
+        await tools.write({SOLUTION_FILE: "" if has_tests(row) else problem_for(row).stub})
 
     async def artefacts(self, row: Mapping[str, Any], tools: Workspace) -> Taken:
         """The solution's file."""
@@ -79,16 +85,20 @@ class ProgrammingProblems:
         self, row: Mapping[str, Any], artefacts: Taken, response: Mapping[str, Any], open_sandbox: OpenSandbox
     ) -> Grade:
         """Run the problem's tests; see :mod:`.grading`."""
-        if not has_tests(row):
-            return await self._humaneval.grade(row, artefacts, response, open_sandbox)
-        source = _source(artefacts) if _has_tools(row) else last_block(final_message(response))
+        try:
+            source = (artefacts.content or b"").decode()
+        except UnicodeDecodeError:
+            return failed(Verdict.NO_SOLUTION, f"{SOLUTION_FILE} is not UTF-8 text")
+        if has_tests(row) and not _has_tools(row):
+            source = last_block(final_message(response))
         if not source.strip():
             return failed(Verdict.NO_SOLUTION, artefacts.problem or f"{SOLUTION_FILE} holds no Python")
-        problem = await asyncio.to_thread(read_problem, read_metadata(row), self._tests_folder)
-        graded = await grade(open_sandbox, problem, source, self._limits, self._rule, self._root)
-        return Grade(
-            graded.reward, graded.verdict, graded.detail, {**graded.fields, "solution": source[:MAX_SOLUTION_FIELD]}
-        )
+        problem = await asyncio.to_thread(self._problem, row)
+        graded = await grade(open_sandbox, problem, source, self._limits, self._root, self._rule)
+        return replace(graded, fields={**graded.fields, "solution": source[:MAX_SOLUTION_FIELD]})
+
+    def _problem(self, row: Mapping[str, Any]) -> Problem:
+        return read_problem(read_metadata(row), self._tests_folder) if has_tests(row) else problem_for(row)
 
 
 def last_block(text: str) -> str:
@@ -99,10 +109,3 @@ def last_block(text: str) -> str:
 
 def _has_tools(row: Mapping[str, Any]) -> bool:
     return bool((row.get("responses_create_params") or {}).get("tools"))
-
-
-def _source(artefacts: Taken) -> str:
-    try:
-        return (artefacts.content or b"").decode()
-    except UnicodeDecodeError:
-        return ""

@@ -21,7 +21,7 @@ async def judge() -> AsyncIterator[Judge]:
     async with containers.running_ours() as sandbox:
 
         async def graded(problem: Problem, source: str, *, rule: RewardRule = "all", **limits: Any) -> Grade:
-            outcome = await grade_in(sandbox, problem, source, CodeLimits(**limits), rule, containers.ROOT)
+            outcome = await grade_in(sandbox, problem, source, CodeLimits(**limits), containers.ROOT, rule)
             assert isinstance(outcome, Grade), outcome
             return outcome
 

@@ -182,7 +182,7 @@ async def test_a_forged_report_is_not_believed() -> None:
     )
     async with containers.running_ours() as sandbox:
         for status in (0, 3):
-            outcome = await grade_in(sandbox, PROGRAM, forgery % status, CodeLimits(), "all", containers.ROOT)
+            outcome = await grade_in(sandbox, PROGRAM, forgery % status, CodeLimits(), containers.ROOT)
             assert isinstance(outcome, Grade)
             assert (outcome.reward, outcome.verdict) == (0.0, "crashed" if status else "wrong_answer")
 

@@ -197,10 +197,10 @@ async def test_a_lost_sandbox_costs_a_try_and_no_reward() -> None:
         async with containers.running(Dying if opened == 1 else AsyncSandbox) as sandbox:
             yield sandbox
 
-    assert (await grade(open_sandbox, SUM, ADD, CodeLimits(), "all", containers.ROOT)).passed
+    assert (await grade(open_sandbox, SUM, ADD, CodeLimits(), containers.ROOT)).passed
     assert opened == 2
     with pytest.raises(InfrastructureError) as caught:
-        await grade(lambda: containers.running(Dying), SUM, "print(3)", CodeLimits(), "all", containers.ROOT)
+        await grade(lambda: containers.running(Dying), SUM, "print(3)", CodeLimits(), containers.ROOT)
     assert caught.value.kind is FailureKind.VERIFIER_ERROR
 
 
@@ -224,7 +224,7 @@ async def test_a_sandbox_that_is_killed_in_the_middle_is_no_verdict() -> None:
                 await killing
 
     with pytest.raises(InfrastructureError) as caught:
-        await grade(open_sandbox, SUM, "import time\ntime.sleep(9)", CodeLimits(), "all", containers.ROOT)
+        await grade(open_sandbox, SUM, "import time\ntime.sleep(9)", CodeLimits(), containers.ROOT)
     assert caught.value.kind is FailureKind.VERIFIER_ERROR
     assert opened == 2
 
@@ -235,7 +235,7 @@ async def test_a_disk_that_a_solution_fills_is_its_own_doing() -> None:
     def open_sandbox() -> Any:
         return containers.running_ours(disk_mib=64)
 
-    graded = await grade(open_sandbox, SUM, source, CodeLimits(time_s=9), "all", containers.ROOT)
+    graded = await grade(open_sandbox, SUM, source, CodeLimits(time_s=9), containers.ROOT)
     assert (graded.reward, graded.verdict) == (0.0, "exhausted")
 
 

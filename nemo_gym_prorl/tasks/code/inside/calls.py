@@ -3,8 +3,8 @@
 
 The tests run in the grader, which executes only what the data set brings. Each call of the function goes to a child of
 a :mod:`.zygote` and back, over two pipes and as plain data: the candidate's objects, with whatever ``__eq__`` they
-define, never reach the grader, which rebuilds built-in values from JSON. Nothing is pickled or marshalled. The
-candidate gets copies of the arguments, so it cannot change what the tests hold.
+define, never reach the grader, which rebuilds built-in values from lines of JSON. Nothing is pickled or marshalled.
+The candidate gets copies of the arguments, so it cannot change what the tests hold.
 """
 
 from __future__ import annotations
@@ -13,11 +13,10 @@ import ast
 import json
 import os
 import signal
-import struct
 from typing import Any
 
 
-MAX_FRAME_BYTES = 16 << 20
+MAX_LINE_BYTES = 16 << 20
 MAX_INT_DIGITS = 4000
 DETAIL_CHARS = 500
 
@@ -86,39 +85,28 @@ def decode(value: Any) -> Any:
         raise CandidateGone(f"the candidate broke the protocol: {error!r}") from None
 
 
-def frame(message: Any) -> bytes:
-    """A message as it goes over a pipe.
+def line_of(message: Any) -> bytes:
+    """A message as it goes over a pipe, a line of JSON.
 
     Raises:
         ValueError: it is too large.
     """
-    data = json.dumps(message).encode()
-    if len(data) > MAX_FRAME_BYTES:
+    data = json.dumps(message).encode() + b"\n"
+    if len(data) > MAX_LINE_BYTES:
         raise ValueError(f"a value of {len(data)} bytes is too large")
-    return struct.pack(">I", len(data)) + data
-
-
-def send(stream: Any, message: Any) -> None:
-    """Write one frame."""
-    stream.write(frame(message))
-    stream.flush()
+    return data
 
 
 def receive(stream: Any) -> Any:
-    """Read one frame.
+    """The next message.
 
     Raises:
         CandidateGone: the other side closed the pipe or sent something else.
     """
-    header = stream.read(4)
-    size = struct.unpack(">I", header)[0] if len(header) == 4 else 0
-    if not header:
-        raise CandidateGone("the candidate's process ended")
-    if not 0 < size <= MAX_FRAME_BYTES:
-        raise CandidateGone("the candidate broke the protocol")
-    data = stream.read(size)
-    if len(data) < size:
-        raise CandidateGone("the candidate's process ended")
+    data = stream.readline(MAX_LINE_BYTES)
+    if not data.endswith(b"\n"):
+        broken = len(data) == MAX_LINE_BYTES
+        raise CandidateGone("the candidate broke the protocol" if broken else "the candidate's process ended")
     try:
         return json.loads(data.decode("ascii"), parse_int=bounded_int)
     except (ValueError, RecursionError):
@@ -135,29 +123,36 @@ def bounded_int(digits: str) -> int:
 # --- in the candidate's process ---
 
 
-def serve(requests: Any, answers: Any, namespace: dict[str, Any], code: Any, name: str) -> None:
-    """Run the source, then answer calls until the grader closes the pipe."""
+def serve(requests: Any, answer: Any, namespace: dict[str, Any], code: Any, name: str) -> None:
+    """Run the source, then answer calls until the grader closes the pipe.
+
+    Args:
+        requests: the pipe on which calls come.
+        answer: sends a message.
+        namespace: where the source runs.
+        code: the source, compiled.
+        name: the function's.
+    """
     try:
         exec(code, namespace)
     except BaseException as error:  # SystemExit too
-        send(answers, ["refused", "crashed", f"on import: {type(error).__name__}: {error}"])
+        answer(line_of(["refused", "crashed", f"on import: {type(error).__name__}: {error}"]))
         return
     function = namespace.get(name)
     if not callable(function):
-        send(answers, ["refused", "no_solution", f"solution.py defines no function {name}"])
+        answer(line_of(["refused", "no_solution", f"solution.py defines no function {name}"]))
         return
-    send(answers, ["ready"])
+    answer(line_of(["ready"]))
     while True:
         try:
             arguments, keywords = decode(receive(requests))
         except CandidateGone:
             return
         try:
-            answer = frame(["returned", encode(function(*arguments, **keywords))])
+            said = line_of(["returned", encode(function(*arguments, **keywords))])
         except BaseException as error:
-            answer = frame(["raised", f"{type(error).__name__}: {str(error)[:DETAIL_CHARS]}"])
-        answers.write(answer)
-        answers.flush()
+            said = line_of(["raised", f"{type(error).__name__}: {str(error)[:DETAIL_CHARS]}"])
+        answer(said)
 
 
 # --- in the grader ---
@@ -171,12 +166,13 @@ class Candidate:
         self._answers = os.fdopen(answers, "rb")
 
     def answer(self) -> Any:
-        """The next frame."""
+        """The next message."""
         return receive(self._answers)
 
     def __call__(self, *arguments: Any, **keywords: Any) -> Any:
         try:
-            send(self._requests, encode((arguments, keywords)))
+            self._requests.write(line_of(encode((arguments, keywords))))
+            self._requests.flush()
         except BrokenPipeError:
             raise CandidateGone("the candidate's process ended") from None
         answer = self.answer()

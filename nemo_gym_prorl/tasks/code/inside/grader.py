@@ -25,7 +25,16 @@ import time
 from typing import Any
 
 from nemo_gym_prorl.tasks.code.inside import calls, checkers
-from nemo_gym_prorl.tasks.code.inside.zygote import WHY_CHARS, Unexpected, Zygote, file_of, receive, send, waiting_s
+from nemo_gym_prorl.tasks.code.inside.zygote import (
+    WHY_CHARS,
+    Unexpected,
+    Zygote,
+    file_of,
+    receive,
+    send,
+    waiting_s,
+    write_all,
+)
 from nemo_gym_prorl.tasks.inside.privileges import hide
 
 
@@ -350,9 +359,7 @@ def examine(job: dict[str, Any], candidate: Zygote, checker: Checker, place: Pla
 
 def tell(nonce: str, what: Any) -> None:
     """One line for who asked for a verdict."""
-    data = f"\n{nonce} {json.dumps(what)}\n".encode()
-    while data:
-        data = data[os.write(1, data) :]
+    write_all(1, f"\n{nonce} {json.dumps(what)}\n".encode())
 
 
 def main() -> None:

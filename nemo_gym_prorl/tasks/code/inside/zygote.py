@@ -17,6 +17,7 @@ import ast
 import atexit
 import builtins
 import fcntl
+import functools
 import gc
 import json
 import os
@@ -94,12 +95,17 @@ def receive(channel: socket.socket) -> tuple[Any, list[int]]:
     return json.loads(data), list(descriptors)
 
 
+def write_all(descriptor: int, data: bytes) -> None:
+    """All of it, however much at once is taken."""
+    view = memoryview(data)
+    while view:
+        view = view[os.write(descriptor, view) :]
+
+
 def file_of(data: bytes) -> int:
     """A file in memory that only says what it holds, whoever has it."""
     writable = os.memfd_create("input", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
-    view = memoryview(data)
-    while view:
-        view = view[os.write(writable, view) :]
+    write_all(writable, data)
     fcntl.fcntl(writable, ADD_SEALS, 0b1111)
     readable = os.open(f"/proc/self/fd/{writable}", os.O_RDONLY | os.O_CLOEXEC)
     os.close(writable)
@@ -254,9 +260,7 @@ def be_a_child(
 
 def report(kind: str, value: Any) -> None:
     """Say what became of it."""
-    data = json.dumps([kind, value], default=of_numpy).encode()
-    while data:
-        data = data[os.write(REPORT, data) :]
+    write_all(REPORT, json.dumps([kind, value], default=of_numpy).encode())
 
 
 def of_numpy(value: Any) -> Any:
@@ -356,10 +360,11 @@ def call_function(job: dict[str, Any], code: types.CodeType, granted: dict[str, 
 
 def serve_calls(job: dict[str, Any], code: types.CodeType) -> int:
     """Answer calls of the function, which come where a program's input does; returns the exit status."""
-    requests, answers = os.fdopen(os.dup(0), "rb"), os.fdopen(os.dup(REPORT), "wb")
+    requests, report_end = os.fdopen(os.dup(0), "rb"), os.dup(REPORT)
     null = os.open(os.devnull, os.O_RDONLY)
     os.dup2(null, 0)
-    calls.serve(requests, answers, main_module("solution", job["name"], {}).__dict__, code, job["serves"])
+    module = main_module("solution", job["name"], {})
+    calls.serve(requests, functools.partial(write_all, report_end), module.__dict__, code, job["serves"])
     return 0
 
 
