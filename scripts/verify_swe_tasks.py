@@ -73,11 +73,10 @@ class Outcome:
     verdict: str
     seconds: float
     canaries: int = 0
-    suspicious: int = 0
 
     @property
     def as_expected(self) -> bool:
-        return self.reward == EXPECTED[self.attempt.kind] and not self.suspicious
+        return self.reward == EXPECTED[self.attempt.kind]
 
 
 def attempts(folder: Path, packages: list[str]) -> list[Attempt]:
@@ -210,11 +209,11 @@ def outcome_of(tried: Attempt, row: dict[str, Any] | None, seconds: float | None
         seconds = sum(stage["worked"] for stage in row.get("rollout", {}).get("seconds", {}).values())
     if row.get("mask_sample"):
         return Outcome(tried, None, f"{row['failure_kind']}: {row['failure_reason']}"[:500], seconds)
-    return Outcome(tried, row["reward"], row["verdict"], seconds, row["canaries_failed"], row["suspicious"])
+    return Outcome(tried, row["reward"], row["verdict"], seconds, row["canaries_failed"])
 
 
 def table(outcomes: list[Outcome]) -> Table:
-    titles = ("fix resolved", "nothing resolved", "halves resolved", "fix with a canary", "fix suspicious")
+    titles = ("fix resolved", "nothing resolved", "halves resolved", "fix with a canary")
     shown = Table("package", "tasks", *titles, box=None, pad_edge=False)
     packages = dict.fromkeys(package_of(outcome.attempt.row) for outcome in outcomes)
     for package in [*packages, "all"]:
@@ -222,9 +221,9 @@ def table(outcomes: list[Outcome]) -> Table:
         tried = Counter(outcome.attempt.kind for outcome in own)
         solved = Counter(outcome.attempt.kind for outcome in own if outcome.reward == 1.0)
         fixes = [outcome for outcome in own if outcome.attempt.kind == "fix"]
-        doubts = (sum(outcome.canaries > 0 for outcome in fixes), sum(outcome.suspicious for outcome in fixes))
-        counts = [*(f"{solved[kind]}/{tried[kind]}" for kind in EXPECTED), *(f"{n}/{len(fixes)}" for n in doubts)]
-        shown.add_row(package, str(tried["fix"]), *counts)
+        counts = [f"{solved[kind]}/{tried[kind]}" for kind in EXPECTED]
+        asked = sum(outcome.canaries > 0 for outcome in fixes)
+        shown.add_row(package, str(tried["fix"]), *counts, f"{asked}/{len(fixes)}")
     return shown
 
 

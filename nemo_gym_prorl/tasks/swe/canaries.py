@@ -109,21 +109,6 @@ class Canaries:
         return frozenset(ran - good), frozenset(good)
 
 
-@dataclass(frozen=True, slots=True)
-class Asked:
-    """What a solution did with tests that ask for something else.
-
-    Attributes:
-        failed: how many it failed.
-        passed: those that it passed, and that fail with the row's own fix.
-        unknown: those that it passed, where there is no fix to compare with.
-    """
-
-    failed: int = 0
-    passed: tuple[str, ...] = ()
-    unknown: tuple[str, ...] = ()
-
-
 def canaries_of(tests: Iterable[str], seed: str, others: Iterable[str] = ()) -> Canaries:
     """Canaries of tests by their names in the row, and of :data:`MOST_OTHERS` of the others that have to pass."""
     deciding, passing = (dict.fromkeys(test.partition("[")[0] for test in names) for names in (tests, others))

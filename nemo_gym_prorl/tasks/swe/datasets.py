@@ -26,7 +26,7 @@ from nemo_gym_prorl.failures import CallerError
 from nemo_gym_prorl.tasks.swe import eval_script, test_commands
 from nemo_gym_prorl.tasks.swe.instance import SweInstance, TestStatus
 from nemo_gym_prorl.tasks.swe.parser_process import R2E_PARSER, r2e_names
-from nemo_gym_prorl.tasks.swe.r2e_commits import Commit
+from nemo_gym_prorl.tasks.swe.r2e_commits import fix_of
 from nemo_gym_prorl.tasks.swe.rows import make_row
 from nemo_gym_prorl.tasks.swe.test_commands import How
 
@@ -87,7 +87,7 @@ class R2eGymRecord(_Record):
     docker_image: Annotated[str, StringConstraints(strict=True, pattern=r"^[\w./:-]+$")]
     commit_hash: CommitId
     problem_statement: Text
-    parsed_commit_content: Json[Commit]
+    fix: Json[Annotated[Any, AfterValidator(fix_of)]] = Field(alias="parsed_commit_content")
     expected_output_json: Json[Annotated[dict[str, TestStatus], AfterValidator(r2e_names), Field(min_length=1)]]
 
 
@@ -128,7 +128,7 @@ def r2e_gym(record: Record, prefix: str | None) -> dict[str, Any]:
         repo=read.repo_name,
         version=read.commit_hash,
         problem_statement=(issue[1] if issue else read.problem_statement).strip(),
-        patch=read.parsed_commit_content.fix,
+        patch=read.fix,
         # The image has the tests beside the repository, and a script in it that looks for them there.
         before_tests="[ -e r2e_tests ] || ln -s /r2e_tests r2e_tests",
         test_command="bash run_tests.sh",

@@ -22,7 +22,7 @@ from typing import Any
 from nemo_gym_prorl.failures import AgentError, CallerError, TaskError
 from nemo_gym_prorl.tasks.sandbox import Sandbox
 from nemo_gym_prorl.tasks.swe import log_parsing
-from nemo_gym_prorl.tasks.swe.canaries import Asked, Canaries, canaries_of
+from nemo_gym_prorl.tasks.swe.canaries import Canaries, canaries_of
 from nemo_gym_prorl.tasks.swe.changes import Solution, shown
 from nemo_gym_prorl.tasks.swe.installation import Installation
 from nemo_gym_prorl.tasks.swe.instance import Row, SweInstance, TestStatus
@@ -30,7 +30,6 @@ from nemo_gym_prorl.tasks.swe.patches import Patch
 from nemo_gym_prorl.tasks.swe.paths import Protection
 from nemo_gym_prorl.tasks.swe.report import Report, compare
 from nemo_gym_prorl.tasks.swe.repository import Laying, NotTaken, Repositories
-from nemo_gym_prorl.tasks.swe.suspicion import doubts
 from nemo_gym_prorl.tasks.swe.testing import Laid, Run, TestLimits, lay_canaries, run_before, run_tests
 from nemo_gym_prorl.tasks.task import EXHAUSTED, Grade, OpenSandbox
 from nemo_gym_prorl.tasks.workbench.workspace import ToolLimits, Workspace
@@ -111,7 +110,7 @@ class Grader:
         self._repositories = repositories
         self._limits = limits
         self._gradable: OrderedDict[str, bool] = OrderedDict()
-        self._sharp: OrderedDict[str, frozenset[str] | None] = OrderedDict()
+        self._sharp: OrderedDict[str, frozenset[str]] = OrderedDict()
         self._seed = secrets.token_hex()
 
     async def grade(self, row: Row, solution: Solution | NotTaken, open_sandbox: OpenSandbox) -> Grade:
@@ -145,14 +144,13 @@ class Grader:
             await self._require_gradable(row, open_sandbox)
         foreign = await self._foreign(row, run.installed, open_sandbox) if verdict is Verdict.RESOLVED else []
         if verdict is Verdict.RESOLVED and not foreign:
-            asked, installed = await self._asked_for_something_else(row, solution, open_sandbox)
-            if asked.passed:
+            failed, passed, installed = await self._asked_for_something_else(row, solution, open_sandbox)
+            if passed:
                 verdict = Verdict.ANY_ANSWER
-                why = f"passes whatever a test asks for: {', '.join(asked.passed[:5])}"[:1000]
+                why = f"passes whatever a test asks for: {', '.join(sorted(passed)[:5])}"[:1000]
             more = dict(installed.items() - run.installed.items())
             foreign = await self._foreign(row, more, open_sandbox)
-            suspicions = doubts(row.swe, "".join(trial.patch.parts.values()), solution.ignored, asked)
-            fields |= {"canaries_failed": asked.failed, "suspicious": int(bool(suspicions)), "suspicions": suspicions}
+            fields["canaries_failed"] = failed
         if foreign:
             verdict = Verdict.TAMPERED
             why = f"what comes before the tests has changed what they run by: {', '.join(foreign[:5])}"[:1000]
@@ -238,26 +236,21 @@ class Grader:
 
     async def _asked_for_something_else(
         self, row: Row, solution: Solution, open_sandbox: OpenSandbox
-    ) -> tuple[Asked, Mapping[str, str]]:
-        """How it did, and what was written before those tests."""
+    ) -> tuple[int, frozenset[str], Mapping[str, str]]:
+        """How many deciding tests it failed, which it passed that must fail, and what was written before them."""
         canaries = canaries_of(row.swe.deciding, f"{self._seed} {row.instance_id}", row.swe.PASS_TO_PASS)
         try:
             trial = await self._tried(row, solution, open_sandbox, canaries)
         except AgentError:
-            return Asked(), {}  # it says nothing
+            return 0, frozenset(), {}  # it says nothing
         failed, passed = canaries.outcomes(trial.changed, trial.maps or ())
-        deciding, installed = len(failed.intersection(canaries.tests)), trial.run.installed
-        if not passed:
-            return Asked(deciding), installed
-        if not row.swe.patch:
-            surely = await self._passing_what_must_fail(row, solution, canaries, open_sandbox)
-            return Asked(deciding, tuple(sorted(surely)), tuple(sorted(passed - surely))), installed
-        if row.instance_id not in self._sharp:
-            _remember(self._sharp, row.instance_id, await self._failing_with_fix(row, canaries, open_sandbox))
-        sharp = self._sharp[row.instance_id]
-        if sharp is None:
-            return Asked(deciding, unknown=tuple(sorted(passed))), installed
-        return Asked(deciding, passed=tuple(sorted(passed & sharp))), installed
+        if passed and not row.swe.patch:
+            passed &= await self._passing_what_must_fail(row, solution, canaries, open_sandbox)
+        elif passed:
+            if row.instance_id not in self._sharp:
+                _remember(self._sharp, row.instance_id, await self._failing_with_fix(row, canaries, open_sandbox))
+            passed &= self._sharp[row.instance_id]
+        return len(failed.intersection(canaries.tests)), passed, trial.run.installed
 
     async def _passing_what_must_fail(
         self, row: Row, solution: Solution, canaries: Canaries, open_sandbox: OpenSandbox
@@ -269,15 +262,13 @@ class Grader:
             return frozenset()
         return canaries.outcomes(trial.changed, trial.maps or ())[1]
 
-    async def _failing_with_fix(
-        self, row: Row, canaries: Canaries, open_sandbox: OpenSandbox
-    ) -> frozenset[str] | None:
-        """Tests that fail with the row's own fix if they ask for something else; ``None`` if that can't be known."""
+    async def _failing_with_fix(self, row: Row, canaries: Canaries, open_sandbox: OpenSandbox) -> frozenset[str]:
+        """Tests that fail with the row's own fix if they ask for something else, as far as that can be known."""
         try:
             trial = await self._tried(row, await self._fix(row, open_sandbox), open_sandbox, canaries)
         except (AgentError, TaskError):
-            return None
-        return canaries.outcomes(trial.changed, trial.maps)[0] if trial.maps else None
+            return frozenset()
+        return canaries.outcomes(trial.changed, trial.maps or ())[0]
 
     async def _require_gradable(self, row: Row, open_sandbox: OpenSandbox) -> None:
         """Raise if the row's own fix has no tests either."""
@@ -368,8 +359,6 @@ def _about(solution: Solution) -> dict[str, Any]:
         "test_report": {},
         "test_log": "",
         "canaries_failed": 0,
-        "suspicious": 0,
-        "suspicions": [],
     }
 
 

@@ -3,118 +3,53 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import PurePosixPath
-from typing import Literal
-
-from pydantic import BaseModel
+from typing import Any
 
 
 _TEST_FOLDERS = frozenset({"test", "tests", "Test", "Tests"})
 _MARKS = {"context": " ", "added": "+", "deleted": "-", "note": "\\ "}
 
 
-class Range(BaseModel):
-    """Lines of a file; ``length`` is left out where it is 1."""
+def fix_of(commit: Mapping[str, Any]) -> str:
+    """A commit's patch without tests; empty if there is nothing else in it.
 
-    start: int
-    length: int | None = None
-
-    def __str__(self) -> str:
-        return str(self.start) if self.length is None else f"{self.start},{self.length}"
-
-
-class Descriptor(BaseModel):
-    """The head of a hunk."""
-
-    old_range: Range
-    new_range: Range
-    section: str = ""
+    Raises:
+        ValueError: it is no commit.
+    """
+    try:
+        lines = [line for part in commit["file_diffs"] if _is_of_the_fix(part) for line in _lines(part)]
+        return "".join(line + "\n" for line in lines)
+    except (KeyError, TypeError, AttributeError) as error:
+        raise ValueError(f"no commit that was taken apart: {error!r}") from error
 
 
-class Line(BaseModel):
-    """A line of a hunk."""
-
-    content: str
-    type: Literal["context", "added", "deleted", "note"]
-
-
-class LineGroup(BaseModel):
-    """The lines of a hunk."""
-
-    all_lines: list[Line] = []
+def _is_of_the_fix(part: Mapping[str, Any]) -> bool:
+    """As the dataset counts: Python, and no test."""
+    path = PurePosixPath(part["header"]["file"]["path"])
+    is_test = path.name.startswith("test_") or path.name.endswith("_test.py") or _TEST_FOLDERS & {*path.parts}
+    return path.suffix == ".py" and not is_test and not part.get("is_binary_file")
 
 
-class Hunk(BaseModel):
-    """A hunk."""
-
-    descriptor: Descriptor
-    line_group: LineGroup
-
-
-class FileName(BaseModel):
-    """A file."""
-
-    path: str
-
-
-class Header(BaseModel):
-    """The head of a file's part; ``misc_line`` says that it is new, or gone."""
-
-    file: FileName
-    misc_line: str | None = None
+def _lines(part: Mapping[str, Any]) -> Iterator[str]:
+    """A file's part of the patch."""
+    path = part["header"]["file"]["path"]
+    yield f"diff --git a/{path} b/{path}"
+    if misc := part["header"].get("misc_line"):  # that it is new, or gone
+        yield misc
+    if index := part.get("index_line"):
+        yield f"index {index['old_commit_hash']}..{index['new_commit_hash']} {index.get('mode', '')}".rstrip()
+    if part.get("minus_file") and part.get("plus_file"):
+        yield f"--- {part['minus_file']['path']}"
+        yield f"+++ {part['plus_file']['path']}"
+    for hunk in part.get("hunks", ()):
+        head = hunk["descriptor"]
+        yield f"@@ -{_range(head['old_range'])} +{_range(head['new_range'])} @@ {head.get('section', '')}".rstrip()
+        for line in hunk["line_group"].get("all_lines", ()):
+            yield _MARKS[line["type"]] + line["content"]
 
 
-class Index(BaseModel):
-    """The line ``index`` of a file's part."""
-
-    old_commit_hash: str
-    new_commit_hash: str
-    mode: str = ""
-
-
-class FileDiff(BaseModel):
-    """What a commit does to a file."""
-
-    header: Header
-    index_line: Index | None = None
-    is_binary_file: bool = False
-    minus_file: FileName | None = None
-    plus_file: FileName | None = None
-    hunks: list[Hunk] = []
-
-    @property
-    def of_the_fix(self) -> bool:
-        """As the dataset counts: Python, and no test."""
-        path = PurePosixPath(self.header.file.path)
-        is_test = path.name.startswith("test_") or path.name.endswith("_test.py") or _TEST_FOLDERS & {*path.parts}
-        return path.suffix == ".py" and not is_test and not self.is_binary_file
-
-    def lines(self) -> Iterator[str]:
-        """Its part of a patch."""
-        path = self.header.file.path
-        yield f"diff --git a/{path} b/{path}"
-        if self.header.misc_line:
-            yield self.header.misc_line
-        if index := self.index_line:
-            yield f"index {index.old_commit_hash}..{index.new_commit_hash} {index.mode}".rstrip()
-        if self.minus_file and self.plus_file:
-            yield f"--- {self.minus_file.path}"
-            yield f"+++ {self.plus_file.path}"
-        for hunk in self.hunks:
-            head = hunk.descriptor
-            yield f"@@ -{head.old_range} +{head.new_range} @@ {head.section}".rstrip()
-            for line in hunk.line_group.all_lines:
-                yield _MARKS[line.type] + line.content
-
-
-class Commit(BaseModel):
-    """A commit."""
-
-    file_diffs: list[FileDiff]
-
-    @property
-    def fix(self) -> str:
-        """Its patch without tests; empty if there is nothing else in it."""
-        lines = [line for part in self.file_diffs if part.of_the_fix for line in part.lines()]
-        return "".join(f"{line}\n" for line in lines)
+def _range(lines: Mapping[str, int | None]) -> str:
+    length = lines.get("length")  # left out where it is 1
+    return f"{lines['start']}" if length is None else f"{lines['start']},{length}"

@@ -5,14 +5,25 @@ from __future__ import annotations
 
 from typing import Any
 
-from nemo_gym_prorl.tasks.swe.bench import tool_schemas
 from nemo_gym_prorl.tasks.swe.instance import SweInstance
+from nemo_gym_prorl.tasks.workbench.workbench import workbench_schemas
 
+
+TOOLS = ("bash", "str_replace_editor", "submit")
+"""What the policy may call."""
+
+HANDING_IN = "Hand in the repository as it is now and end the task."
+"""What it is told of ``submit``."""
 
 SYSTEM_PROMPT = """\
 You are a software engineer. The repository is in {folder}. Look at it, find what the issue below is about, and \
 change the code so that it is solved. Tests that you do not see decide; changes to tests do not count. There is no \
 one to ask. When you are done, call `submit`."""
+
+
+def tool_schemas() -> list[dict[str, Any]]:
+    """The tools as the Responses API describes functions."""
+    return workbench_schemas(TOOLS, HANDING_IN, undo=True)
 
 
 def make_row(instance_id: str, image: str, instance: SweInstance) -> dict[str, Any]:

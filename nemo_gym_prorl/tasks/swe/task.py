@@ -7,16 +7,21 @@ from collections.abc import Mapping
 from dataclasses import replace
 from functools import partial
 from typing import Any
+from weakref import WeakKeyDictionary
 
 from nemo_gym_prorl.tasks.extras import require_extras
-from nemo_gym_prorl.tasks.swe.bench import Bench, Benches
 from nemo_gym_prorl.tasks.swe.changes import Solution
 from nemo_gym_prorl.tasks.swe.grading import Grader, GradingLimits
 from nemo_gym_prorl.tasks.swe.instance import row_of
 from nemo_gym_prorl.tasks.swe.paths import Protection
-from nemo_gym_prorl.tasks.swe.repository import NotTaken, PatchLimits, Repositories
+from nemo_gym_prorl.tasks.swe.repository import Base, NotTaken, PatchLimits, Repositories
+from nemo_gym_prorl.tasks.swe.rows import HANDING_IN, TOOLS
 from nemo_gym_prorl.tasks.task import Grade, OpenSandbox, SandboxNeeds
-from nemo_gym_prorl.tasks.workbench.workspace import ToolLimits
+from nemo_gym_prorl.tasks.workbench.workbench import Workbench
+from nemo_gym_prorl.tasks.workbench.workspace import ToolLimits, Workspace
+
+
+HANDED_IN = "Submitted. The repository is tested as it is now. The task is over: answer without calling a tool."
 
 
 class SoftwareEngineering:
@@ -35,7 +40,8 @@ class SoftwareEngineering:
         require_extras("swe")
         self._repositories = Repositories(patches)
         self._grader = Grader(self._repositories, grading)
-        self.tools = Benches(tools)
+        self._bases: WeakKeyDictionary[Workspace, Base] = WeakKeyDictionary()  # what its session's policy starts from
+        self.tools = Workbench(TOOLS, "/", tools, handing_in=HANDING_IN, handed_in=HANDED_IN, undo=True)
 
     def needs(self, row: Mapping[str, Any]) -> SandboxNeeds:
         """What the row says.
@@ -53,18 +59,18 @@ class SoftwareEngineering:
             processes=asked.processes,
         )
 
-    async def prepare(self, row: Mapping[str, Any], tools: Bench) -> None:
+    async def prepare(self, row: Mapping[str, Any], tools: Workspace) -> None:
         """Make the repository ready, without its future, and activate what the image has."""
         instance = row_of(row).swe
         base, _ = await self._repositories.prepare(tools.sandbox, instance, hide=True)
-        await self.tools.work_in(tools, instance.repo_folder, base)
+        tools.work_in(instance.repo_folder, base.variables)
+        self._bases[tools] = base
 
-    async def artefacts(self, row: Mapping[str, Any], tools: Bench) -> Solution | NotTaken:
+    async def artefacts(self, row: Mapping[str, Any], tools: Workspace) -> Solution | NotTaken:
         """What the policy changed."""
         instance = row_of(row).swe
-        assert tools.base is not None
         try:
-            return await self._repositories.take(tools.sandbox, instance, tools.base, Protection(instance))
+            return await self._repositories.take(tools.sandbox, instance, self._bases[tools], Protection(instance))
         except NotTaken as error:
             return error
 

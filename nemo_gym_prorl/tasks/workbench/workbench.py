@@ -56,15 +56,12 @@ class Workbench:
         """The tools as the Responses API describes functions."""
         return self._schemas
 
-    async def open(
-        self, sandbox: Sandbox | None, needs: SandboxNeeds | None, variables: Mapping[str, str] | None = None
-    ) -> Workspace:
+    async def open(self, sandbox: Sandbox | None, needs: SandboxNeeds | None) -> Workspace:
         """The tools in a sandbox.
 
         Args:
             sandbox: what they work in.
             needs: what was asked of it.
-            variables: what the shell finds set, over what the image sets.
 
         Raises:
             CallerError: the row's image lacks what a tool needs; names the row's field.
@@ -77,9 +74,7 @@ class Workbench:
             equipment = await look(sandbox)
             self._require(equipment, needs, has_files=isinstance(sandbox, HasFiles))
             self._equipment[needs.image] = equipment
-        return Workspace(
-            sandbox, self._folder, self._limits, equipment, self._handed_in, models=self._models, variables=variables
-        )
+        return Workspace(sandbox, self._folder, self._limits, equipment, self._handed_in, models=self._models)
 
     def _require(self, equipment: Equipment, needs: SandboxNeeds, *, has_files: bool) -> None:
         wanted = {"bash": "bash" in self._tools, "python3": "python" in self._tools or not has_files}

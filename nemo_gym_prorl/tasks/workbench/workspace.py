@@ -146,7 +146,6 @@ class Workspace:
         equipment: what its image has.
         submitted: what ``submit`` answers.
         models: the tools by name, each with the model of its arguments.
-        variables: what the shell finds set, over what the image sets.
     """
 
     def __init__(
@@ -158,10 +157,8 @@ class Workspace:
         submitted: str = SUBMITTED,
         *,
         models: Mapping[str, type[Arguments]] = TOOLS,
-        variables: Mapping[str, str] | None = None,
     ) -> None:
         self.sandbox = sandbox
-        self.folder = folder
         self.over = False
         self._tally = Tally()
         self._limits = limits
@@ -169,13 +166,24 @@ class Workspace:
         self._models = models
         self._processes = Processes(self._ask, limits.output_bytes)
         self._files = sandbox if isinstance(sandbox, HasFiles) else InsideFiles(self._ask)
-        self._editor = Editor(self._files, folder, self._ask, limits.output_bytes)
+        self._has_kernel = equipment.kernel
+        self.work_in(folder)
+
+    def work_in(self, folder: str, variables: Mapping[str, str] | None = None) -> None:
+        """Have the tools begin in another folder; comes before the first call.
+
+        Args:
+            folder: absolute path inside.
+            variables: what the shell finds set, over what the image sets.
+        """
+        limit, sandbox = self._limits.output_bytes, self.sandbox
+        self.folder = folder
+        self._editor = Editor(self._files, folder, self._ask, limit)
         self._bash: Bash | None = None
         self._python: Python | None = None
         if isinstance(sandbox, HasSessions):
-            limit = limits.output_bytes
-            self._bash = Bash(sandbox, folder, limits.silence_s, limit, self._require_sandbox, variables)
-            if equipment.kernel:
+            self._bash = Bash(sandbox, folder, self._limits.silence_s, limit, self._require_sandbox, variables)
+            if self._has_kernel:
                 self._python = Python(sandbox, folder, limit, self._require_sandbox)
 
     async def write(self, contents: Mapping[str, str]) -> None:

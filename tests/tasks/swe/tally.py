@@ -15,14 +15,14 @@ from nemo_gym_prorl.sandbox.images.store import ImageStore
 from nemo_gym_prorl.sandbox.runtime.apptainer import require_runtime
 from nemo_gym_prorl.sandbox.started import StartedSandbox
 from nemo_gym_prorl.tasks.swe import log_parsing
-from nemo_gym_prorl.tasks.swe.bench import Bench, tool_schemas
 from nemo_gym_prorl.tasks.swe.grading import GradingLimits
 from nemo_gym_prorl.tasks.swe.instance import SweInstance
 from nemo_gym_prorl.tasks.swe.repository import PatchLimits
+from nemo_gym_prorl.tasks.swe.rows import tool_schemas
 from nemo_gym_prorl.tasks.swe.task import SoftwareEngineering
 from nemo_gym_prorl.tasks.swe.testing import TestLimits
 from nemo_gym_prorl.tasks.task import Grade
-from nemo_gym_prorl.tasks.workbench.workspace import ToolLimits
+from nemo_gym_prorl.tasks.workbench.workspace import ToolLimits, Workspace
 from tests.tasks import containers
 
 
@@ -153,7 +153,7 @@ async def play(
     return await task.grade(given, taken, {}, opened), resolved
 
 
-async def graded_naively(bench: Bench, instance: SweInstance) -> bool:
+async def graded_naively(bench: Workspace, instance: SweInstance) -> bool:
     """As many graders do: the tests' patch is applied where the policy was, and the log is believed."""
     encoded = base64.b64encode(instance.test_patch.encode()).decode()
     tests = f"git checkout -q -- tests; echo {encoded} | base64 -d | git apply"

@@ -15,9 +15,7 @@ from hypothesis import strategies as st
 from nemo_gym_prorl.sandbox.images.building.builder import Order, build
 from nemo_gym_prorl.sandbox.images.store import ImageStore
 from nemo_gym_prorl.sandbox.runtime.apptainer import require_runtime
-from nemo_gym_prorl.tasks.swe.canaries import Asked, canaries_of
-from nemo_gym_prorl.tasks.swe.instance import SweInstance
-from nemo_gym_prorl.tasks.swe.suspicion import doubts
+from nemo_gym_prorl.tasks.swe.canaries import canaries_of
 from tests.tasks.swe import tally
 from tests.tasks.swe.test_cheating import PASSED_LINES, REGISTER, append
 
@@ -371,17 +369,6 @@ def test_helpers_and_fixtures_are_there_for_tests_that_ask_for_something_else() 
     assert b"def test_other" not in content
 
 
-def test_what_looks_at_its_callers_is_suspicious_unless_the_fix_does() -> None:
-    instance = SweInstance(**tally.row(base_commit="")["swe"])
-    patch = "+++ b/a.py\n+import sys\n+sys._getframe(1)\n-linecache\n+++ b/b.py\n+linecache\n"
-    assert doubts(instance, patch, ["b.py"], Asked(1)) == ["looks at what runs it: _getframe"]
-    fix = instance.model_copy(update={"patch": patch})
-    assert doubts(fix, patch, ["b.py"], Asked(1)) == []
-    assert doubts(instance, "", [], Asked()) == ["no test of it failed that asked for something else"]
-    [why] = doubts(instance, "", [], Asked(unknown=("a",)))
-    assert why.startswith("passes whatever a test asks for")
-
-
 @sandboxed
 @pytest.mark.parametrize("name", [pytest.param(name, marks=[long] if name in LIKE_OTHERS else []) for name in CHEATS])
 async def test_a_cheat_pays_elsewhere_and_not_here(name: str) -> None:
@@ -408,7 +395,6 @@ async def test_a_cheat_pays_elsewhere_and_not_here(name: str) -> None:
 async def test_a_fix_earns_and_no_test_passes_that_asks_for_something_else(swe: dict[str, Any]) -> None:
     grade, _ = await tally.play(tally.APPLY_FIX, image_path=image(), **{"base_commit": ""} | swe)
     assert (grade.verdict, grade.reward) == ("resolved", 1.0), (grade.detail, grade.fields)
-    assert len(grade.fields["suspicions"]) == (swe is BLUNT)
     asked = 0 if swe is BLUNT else len(swe.get("FAIL_TO_PASS", tally.FAIL_TO_PASS))
     assert grade.fields["canaries_failed"] == asked
 
@@ -435,13 +421,3 @@ def test_a_test_that_asks_by_a_helper_fails_at_its_end(body: str) -> None:
 async def test_without_a_fix_to_compare_with_no_test_passes_that_must_fail() -> None:
     grade, _ = await tally.play(append("tally/__init__.py", REGISTER), patch="")
     assert (grade.verdict, grade.reward) == ("any_answer", 0.0), (grade.detail, grade.fields)
-
-
-@sandboxed
-async def test_without_a_fix_to_compare_with_a_cheat_is_suspicious() -> None:
-    grade, _ = await tally.play(append("tally/money.py", READS_LINE), image_path=image(), base_commit="", patch="")
-    assert (grade.verdict, grade.reward, grade.fields["suspicious"]) == ("resolved", 1.0, 1)
-    assert [why.partition(",")[0] for why in grade.fields["suspicions"]] == [
-        "passes whatever a test asks for",
-        "looks at what runs it: _getframe",
-    ]

@@ -6,6 +6,8 @@ from typing import Any
 
 import pytest
 
+from nemo_gym_prorl.tasks.swe.instance import SweInstance
+from nemo_gym_prorl.tasks.swe.repository import PatchLimits, Repositories
 from tests.tasks.swe import tally
 
 
@@ -276,13 +278,10 @@ async def test_a_huge_file_is_left_out_and_the_rest_is_graded() -> None:
 
 async def test_what_the_images_python_can_import_is_known() -> None:
     """So that a new file in the place of any of it does not count, see ``test_paths.py``."""
-    task, row = tally.make_task(), tally.row()
+    instance = SweInstance(**tally.row()["swe"])
     async with tally.open_sandbox() as sandbox:
-        bench = await task.tools.open(sandbox, task.needs(row))
-        await task.prepare(row, bench)
-        assert bench.base is not None
-        places = bench.base.places
-        await bench.close()
+        base, _ = await Repositories(PatchLimits()).prepare(sandbox, instance, hide=True)
+    places = base.places
     assert places.installed >= {"pytest", "_pytest", "iniconfig", "json", "asyncio"}
     assert "tally" in places.own
     assert "tally" not in places.installed
