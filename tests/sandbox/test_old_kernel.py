@@ -27,7 +27,8 @@ import asyncio, os, sys
 from pathlib import Path
 from nemo_gym_prorl.failures import InfrastructureError
 from nemo_gym_prorl.sandbox.container import Container, ContainerSpec
-from nemo_gym_prorl.sandbox.isolation import bpf, seccomp, syscalls
+from nemo_gym_prorl import bpf
+from nemo_gym_prorl.sandbox.isolation import seccomp, syscalls
 from nemo_gym_prorl.sandbox.sessions.bash import Shell
 
 table, last = {"x86_64": (seccomp.TABLES["x86_64"], 334), "aarch64": (seccomp.TABLES["aarch64"], 293)}[

@@ -23,10 +23,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from nemo_gym_prorl import bpf
+from nemo_gym_prorl.bpf import ALLOW, KILL, REFUSE, UNKNOWN, ByArgument, Verdict
 from nemo_gym_prorl.failures import CallerError
 from nemo_gym_prorl.sandbox.container import Container, ContainerSpec
-from nemo_gym_prorl.sandbox.isolation import bpf, seccomp
-from nemo_gym_prorl.sandbox.isolation.bpf import ALLOW, KILL, REFUSE, UNKNOWN, ByArgument, Verdict
+from nemo_gym_prorl.sandbox.isolation import seccomp
 from nemo_gym_prorl.sandbox.runtime.apptainer import Runtime
 from nemo_gym_prorl.sandbox.spec import Start
 

@@ -197,7 +197,9 @@ NO_RIGHTS = (
 )
 """A machine where one can be made, but what needs rights in it is refused, as AppArmor does on Ubuntu."""
 
-PREPARED = "import os\nfrom nemo_gym_prorl.sandbox.isolation import bpf, seccomp, syscalls\n"
+PREPARED = (
+    "import os\nfrom nemo_gym_prorl import bpf\nfrom nemo_gym_prorl.sandbox.isolation import seccomp, syscalls\n"
+)
 
 
 @pytest.mark.parametrize(

@@ -23,7 +23,7 @@ import json
 import os
 from dataclasses import dataclass
 
-from nemo_gym_prorl.sandbox.isolation.bpf import ALLOW, REFUSE, UNKNOWN, ByArgument, Verdict, program
+from nemo_gym_prorl.bpf import ALLOW, REFUSE, UNKNOWN, ByArgument, Verdict, program
 
 
 LAST = 466

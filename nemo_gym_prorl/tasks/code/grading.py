@@ -15,6 +15,7 @@ from typing import Any, Literal
 
 from nemo_gym_prorl.failures import AgentError, TaskError
 from nemo_gym_prorl.tasks.code import humaneval, rows
+from nemo_gym_prorl.tasks.code.filters import filters
 from nemo_gym_prorl.tasks.program import BYTE_ORDER_MARK, program
 from nemo_gym_prorl.tasks.sandbox import Sandbox
 from nemo_gym_prorl.tasks.task import EXHAUSTED, Grade
@@ -24,8 +25,7 @@ from nemo_gym_prorl.tasks.trials import Lost, TakenDown, attempt, settle
 _INSIDE = "nemo_gym_prorl.tasks.code.inside"
 _GRADER = (
     f"{_INSIDE}.grader",
-    "nemo_gym_prorl.tasks.inside.privileges",
-    "nemo_gym_prorl.tasks.inside.walls",
+    f"{_INSIDE}.walls",
     f"{_INSIDE}.calls",
     f"{_INSIDE}.zygote",
     f"{_INSIDE}.checkers",
@@ -164,7 +164,7 @@ async def grade_in(
 
 def _tests(problem: rows.Problem, limits: CodeLimits) -> dict[str, Any]:
     """What the grader is told of a problem that brings its tests."""
-    bounds = asdict(limits)
+    bounds = {**asdict(limits), "filters": filters()}
     for name, own in (("time_s", problem.time_limit_s), ("memory_mib", problem.memory_limit_mib)):
         bounds[name] = min(bounds[name], own or bounds[name])
     return {
@@ -183,7 +183,7 @@ def _calls(problem: humaneval.Problem, limits: CodeLimits) -> dict[str, Any]:
         "serves": problem.entry_point,
         "reference": problem.reference_source,
         "check": problem.test,
-        "limits": {**asdict(limits), "time_s": limits.calls_s},
+        "limits": {**asdict(limits), "time_s": limits.calls_s, "filters": filters()},
         "total_s": limits.calls_s,
     }
 

@@ -7,8 +7,8 @@ A program tells what it found by the exception that ends it, since nothing that 
 import pytest
 
 from nemo_gym_prorl.sandbox.isolation import seccomp
+from nemo_gym_prorl.tasks.code import filters
 from nemo_gym_prorl.tasks.code.rows import Case, Problem
-from nemo_gym_prorl.tasks.inside import walls
 from tests.tasks.code.conftest import Judge
 
 
@@ -193,9 +193,9 @@ async def test_what_a_test_leaves_is_gone_for_the_next_though_it_hides_it(judge:
 def test_numbers_of_calls_are_those_that_sandboxes_know(machine: str) -> None:
     table = seccomp.TABLES[machine]
     known = {**table.refused, **table.conditional}
-    ours = {**walls.COMMON, **walls.CALLS[machine]}
+    ours = {**filters.COMMON, **filters.CALLS[machine]}
     assert len(set(ours.values())) == len(ours)
     assert len(ours.keys() & known.keys()) > 10
     for name in ours.keys() & known.keys():
         assert ours[name] == known[name], name
-    assert walls.ARCHITECTURES[machine] == table.audit
+    assert filters.ARCHITECTURES[machine] == table.audit

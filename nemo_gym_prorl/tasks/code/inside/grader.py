@@ -24,7 +24,7 @@ import sys
 import time
 from typing import Any
 
-from nemo_gym_prorl.tasks.code.inside import calls, checkers
+from nemo_gym_prorl.tasks.code.inside import calls, checkers, walls
 from nemo_gym_prorl.tasks.code.inside.zygote import (
     WHY_CHARS,
     Unexpected,
@@ -35,7 +35,6 @@ from nemo_gym_prorl.tasks.code.inside.zygote import (
     waiting_s,
     write_all,
 )
-from nemo_gym_prorl.tasks.inside.privileges import hide
 
 
 CHUNK = 1 << 16
@@ -364,7 +363,7 @@ def tell(nonce: str, what: Any) -> None:
 
 def main() -> None:
     """Fork the zygotes, read the job, run it, print the report."""
-    hide()
+    walls.hide()
     zygotes = Zygote(), Zygote()
     job = json.loads(sys.stdin.buffer.read())
     if "check" in job:

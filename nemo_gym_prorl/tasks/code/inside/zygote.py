@@ -27,9 +27,7 @@ import sys
 import types
 from typing import Any, NoReturn
 
-from nemo_gym_prorl.tasks.code.inside import calls
-from nemo_gym_prorl.tasks.inside import walls
-from nemo_gym_prorl.tasks.inside.privileges import drop_privileges
+from nemo_gym_prorl.tasks.code.inside import calls, walls
 
 
 MESSAGE_BYTES = 1 << 16
@@ -150,14 +148,13 @@ def zygote_main(channel: socket.socket) -> None:
     _, [given] = receive(channel)
     with os.fdopen(given, "rb") as file:
         job = json.loads(file.read())
-    machine = os.uname().machine
-    alone = walls.lone(machine)
-    drop_privileges()
+    strict, alone = map(bytes.fromhex, job["filters"][os.uname().machine])
+    walls.drop_privileges()
     walls.end_with_parent()
     landlock = walls.landlock_version()
     if landlock:
         walls.write_only_in(job["folder"], landlock)
-    walls.filter_calls(walls.strict(machine))
+    walls.filter_calls(strict)
     os.chdir(job["folder"])
     os.environ["TMPDIR"] = job["folder"]
     os.environ["OPENBLAS_NUM_THREADS"] = "1"  # numpy's: one for each processor takes all the address space there is

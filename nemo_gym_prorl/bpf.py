@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """From a table of verdicts about system calls to a program that the kernel runs before each of them.
 
-Pure: bytes out, nothing is installed here. The kernel's own library for this is not on every machine, and a sandbox
-must not depend on one; what is needed of it is this page. The number of a call is found by binary search, so that a
-call costs the same few instructions wherever it stands in the table; what depends on the number alone, the kernel
-works out once and then does not ask again (Linux 5.11).
+Pure: bytes out, nothing is installed here; for sandboxes, and for what graders run in them. The kernel's own library
+for this is not on every machine, and a sandbox must not depend on one; what is needed of it is this page. The number
+of a call is found by binary search, so that a call costs the same few instructions wherever it stands in the table;
+what depends on the number alone, the kernel works out once and then does not ask again (Linux 5.11).
 
 Arguments are compared by their lower 32 bits, which is all that the kernel itself reads of those we look at: a rule
 over 64 bits could be passed by with something in the upper half. Both architectures store the lower half first.
@@ -52,8 +52,8 @@ class ByArgument:
 
     index: int
     values: frozenset[int]
-    then: int
-    otherwise: int
+    then: Verdict
+    otherwise: Verdict
     mask: int = WORD
 
 
@@ -99,11 +99,11 @@ def _search(spans: Sequence[tuple[int, Verdict]]) -> list[_Instruction]:
 def _leaf(verdict: Verdict) -> list[_Instruction]:
     if isinstance(verdict, int):
         return [(_RETURN, 0, 0, verdict)]
-    values = sorted(verdict.values)
+    values, otherwise = sorted(verdict.values), _leaf(verdict.otherwise)
     return [
         (_LOAD, 0, 0, _ARGUMENTS_AT + 8 * verdict.index),
         (_AND, 0, 0, verdict.mask),
-        *((_IF_EQUAL, len(values) - place, 0, value) for place, value in enumerate(values)),
-        (_RETURN, 0, 0, verdict.otherwise),
-        (_RETURN, 0, 0, verdict.then),
+        *((_IF_EQUAL, len(values[place:]) - 1 + len(otherwise), 0, value) for place, value in enumerate(values)),
+        *otherwise,
+        *_leaf(verdict.then),
     ]

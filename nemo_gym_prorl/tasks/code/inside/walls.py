@@ -1,0 +1,136 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What a process that runs submitted source gives up, though it has its grader's user id.
+
+Without user ids to tell grader and candidate apart, the kernel would let the candidate kill the grader, lower its
+limits, or leave notes for the next test. So three walls go up, and none can be taken down again:
+
+- It has no capabilities.
+- A filter of system calls, which comes with the job (``tasks/code/filters.py``): no new processes, no signals.
+- Landlock: it writes in one folder only. On a kernel without it (before Linux 5.13) files elsewhere stay writable.
+
+All of this but the last filter, by which a child has no children, is paid for once for all tests.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import resource
+import signal
+import struct
+
+
+PR_SET_PDEATHSIG = 1
+PR_SET_DUMPABLE = 4
+PR_SET_SECCOMP = 22
+PR_CAPBSET_DROP = 24
+PR_SET_NO_NEW_PRIVS = 38
+PR_CAP_AMBIENT = 47
+PR_CAP_AMBIENT_CLEAR_ALL = 4
+CAPABILITY_VERSION_3 = 0x20080522
+SECCOMP_MODE_FILTER = 2
+MAX_FILES = 4096
+"""None of ours has a higher number."""
+
+# Of Landlock.
+CREATE_RULESET, ADD_RULE, RESTRICT_SELF = 444, 445, 446
+WRITE_FILE, TRUNCATE, REFER = 1 << 1, 1 << 14, 1 << 13
+MAKE_AND_REMOVE = 0b1_1111_1111 << 4
+DEVICES = ("/dev/null", "/dev/zero", "/dev/full")
+
+LIBC = ctypes.CDLL(None, use_errno=True)
+
+
+def hide() -> None:
+    """Let no process of the same user, without capabilities, look into this one or its descendants.
+
+    Raises:
+        OSError: the kernel refuses.
+    """
+    if LIBC.prctl(PR_SET_DUMPABLE, 0, 0, 0, 0) != 0:
+        raise OSError(ctypes.get_errno(), "prctl")
+
+
+def drop_privileges() -> None:
+    """Give up all capabilities for good: a sandbox may run as root of its own user namespace.
+
+    Raises:
+        OSError: the kernel refuses.
+    """
+    LIBC.prctl(PR_SET_NO_NEW_PRIVS, 1, 0, 0, 0)
+    LIBC.prctl(PR_CAP_AMBIENT, PR_CAP_AMBIENT_CLEAR_ALL, 0, 0, 0)
+    for capability in range(64):
+        LIBC.prctl(PR_CAPBSET_DROP, capability, 0, 0, 0)
+    header = (ctypes.c_uint32 * 2)(CAPABILITY_VERSION_3, 0)
+    nothing = (ctypes.c_uint32 * 6)(*[0] * 6)
+    if LIBC.capset(header, nothing) != 0:
+        raise OSError(ctypes.get_errno(), "capset")
+
+
+def end_with_parent() -> None:
+    """Be killed when the process that forked this one ends."""
+    LIBC.prctl(PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
+
+
+def limit(what: int, value: int, *, for_good: bool = True) -> None:
+    """Bound a resource of this process and its descendants, for good or not, as far as it is not bounded already."""
+    hard = resource.getrlimit(what)[1]
+    if hard != resource.RLIM_INFINITY:
+        value = min(value, hard)
+    resource.setrlimit(what, (value, value if for_good else hard))
+
+
+def limit_thread_stacks(size: int) -> None:
+    """Have threads take so many bytes of address space each, whatever the bound of the first thread's stack."""
+    attributes = (ctypes.c_char * 256)()
+    if hasattr(LIBC, "pthread_setattr_default_np") and LIBC.pthread_attr_init(attributes) == 0:
+        LIBC.pthread_attr_setstacksize(attributes, ctypes.c_size_t(size))
+        LIBC.pthread_setattr_default_np(attributes)
+
+
+class FilterProgram(ctypes.Structure):
+    """As the kernel is given one."""
+
+    _fields_ = (("length", ctypes.c_ushort), ("instructions", ctypes.c_char_p))
+
+
+def filter_calls(program: bytes) -> None:
+    """Be under a filter from now on.
+
+    Raises:
+        OSError: the kernel refuses.
+    """
+    given = FilterProgram(len(program) // 8, program)
+    if LIBC.prctl(PR_SET_SECCOMP, SECCOMP_MODE_FILTER, ctypes.byref(given), 0, 0) != 0:
+        raise OSError(ctypes.get_errno(), "seccomp")
+
+
+def landlock_version() -> int:
+    """Of the kernel's Landlock; 0 if it has none."""
+    return max(0, int(LIBC.syscall(CREATE_RULESET, None, ctypes.c_size_t(0), 1)))
+
+
+def write_only_in(folder: str, version: int) -> None:
+    """Have no file written, made or removed outside ``folder`` from now on, but for devices that keep nothing.
+
+    Raises:
+        OSError: the kernel refuses.
+    """
+    rights = WRITE_FILE | MAKE_AND_REMOVE | (REFER if version >= 2 else 0) | (TRUNCATE if version >= 3 else 0)
+    handled = ctypes.c_uint64(rights)
+    ruleset = LIBC.syscall(CREATE_RULESET, ctypes.byref(handled), ctypes.c_size_t(8), 0)
+    if ruleset < 0:
+        raise OSError(ctypes.get_errno(), "landlock_create_ruleset")
+    for path, allowed in ((folder, rights), *((device, rights & (WRITE_FILE | TRUNCATE)) for device in DEVICES)):
+        try:
+            place = os.open(path, os.O_PATH)
+        except FileNotFoundError:
+            continue
+        rule = struct.pack("=Qi", allowed, place)
+        failed = LIBC.syscall(ADD_RULE, ruleset, 1, rule, 0) != 0
+        os.close(place)
+        if failed:
+            raise OSError(ctypes.get_errno(), "landlock_add_rule")
+    if LIBC.syscall(RESTRICT_SELF, ruleset, 0) != 0:
+        raise OSError(ctypes.get_errno(), "landlock_restrict_self")
+    os.close(ruleset)
