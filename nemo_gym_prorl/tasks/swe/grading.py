@@ -20,7 +20,6 @@ from enum import StrEnum
 from typing import Any
 
 from nemo_gym_prorl.failures import AgentError, CallerError, TaskError
-from nemo_gym_prorl.tasks.sandbox import Sandbox
 from nemo_gym_prorl.tasks.swe import log_parsing
 from nemo_gym_prorl.tasks.swe.canaries import Canaries, canaries_of
 from nemo_gym_prorl.tasks.swe.changes import Solution, shown
@@ -29,10 +28,10 @@ from nemo_gym_prorl.tasks.swe.instance import Row, SweInstance, TestStatus
 from nemo_gym_prorl.tasks.swe.patches import Patch
 from nemo_gym_prorl.tasks.swe.paths import Protection
 from nemo_gym_prorl.tasks.swe.report import Report, compare
-from nemo_gym_prorl.tasks.swe.repository import Laying, NotTaken, Repositories
-from nemo_gym_prorl.tasks.swe.testing import Laid, Run, TestLimits, lay_canaries, run_before, run_tests
+from nemo_gym_prorl.tasks.swe.repository import Laid, Repositories
+from nemo_gym_prorl.tasks.swe.testing import Run, TestLimits, lay_canaries, run_before, run_tests
+from nemo_gym_prorl.tasks.swe.work_folder import NotTaken, end_of
 from nemo_gym_prorl.tasks.task import EXHAUSTED, Grade, OpenSandbox
-from nemo_gym_prorl.tasks.workbench.workspace import ToolLimits, Workspace
 
 
 class Verdict(StrEnum):
@@ -163,10 +162,9 @@ class Grader:
         instance = row.swe
         async with open_sandbox() as sandbox:
             base, work = await self._repositories.prepare(sandbox, instance, hide=False)
-            laying = await self._repositories.lay(sandbox, work, instance, base, solution)
-            installation = Installation(sandbox, work, instance, base)
-            run, changed = await self._run(sandbox, instance, work, laying, installation, canaries)
-        patch = laying.patch
+            laid = await self._repositories.lay(work, instance, base, solution)
+            run, changed = await self._run(instance, laid, Installation(work, instance, base), canaries)
+        patch = laid.patch
         if run.timed_out or run.problem or run.ended_early or (canaries and not changed):
             return Trial(patch, run)
         try:
@@ -184,31 +182,24 @@ class Grader:
         return Trial(patch, run, parsed.maps, parsed.resolved, changed)
 
     async def _run(
-        self,
-        sandbox: Sandbox,
-        instance: SweInstance,
-        work: str,
-        laying: Laying,
-        installation: Installation,
-        canaries: Canaries | None,
+        self, instance: SweInstance, laid: Laid, installation: Installation, canaries: Canaries | None
     ) -> tuple[Run, frozenset[str]]:
         """The tests, and which of them ask for something else; if none can, none is run."""
-        tests, installed = Protection(instance).tests, dict[str, str]()
+        installed, changed = dict[str, str](), frozenset[str]()
         if instance.before_tests:
             watch = await installation.begin()
-            if ended := await run_before(sandbox, instance, work, self._limits.tests):
+            if ended := await run_before(laid.work, instance, self._limits.tests):
                 return ended, frozenset()
             installed = await installation.changes(watch)
             try:
-                await self._repositories.lay_tests(sandbox, work, instance, laying)
+                await self._repositories.lay_tests(laid, instance)
             except NotTaken as error:
                 return Run(ended_early=f"the hidden tests could not be laid: {error}"), frozenset()
-        laid, changed = Laid(work, {path: entry.blob for path, entry in laying.files.items()}, tests), frozenset[str]()
         if canaries is not None:
-            laid, changed = await lay_canaries(sandbox, instance, laid, canaries)
+            laid, changed = await lay_canaries(instance, laid, canaries)
             if not changed:
                 return Run(), changed
-        return replace(await run_tests(sandbox, instance, laid, self._limits.tests), installed=installed), changed
+        return replace(await run_tests(instance, laid, self._limits.tests), installed=installed), changed
 
     async def _foreign(self, row: Row, installed: Mapping[str, str], open_sandbox: OpenSandbox) -> list[str]:
         """Of what was written before the tests, and takes part in them, what neither the image has so, nor the same
@@ -222,13 +213,13 @@ class Grader:
         try:
             async with open_sandbox() as sandbox:
                 base, work = await self._repositories.prepare(sandbox, row.swe, hide=False)
-                await self._repositories.lay(sandbox, work, row.swe, base, fix)
-                installation = Installation(sandbox, work, row.swe, base)
+                await self._repositories.lay(work, row.swe, base, fix)
+                installation = Installation(work, row.swe, base)
                 was = await installation.now(installed)
                 left = [path for path, now in installed.items() if was.get(path) != now]
                 if left:
                     watch = await installation.begin()
-                    await run_before(sandbox, row.swe, work, self._limits.tests)
+                    await run_before(work, row.swe, self._limits.tests)
                     was |= await installation.changes(watch)
                 return sorted(path for path in left if was.get(path) != installed[path])
         except AgentError as error:
@@ -289,11 +280,11 @@ class Grader:
         """The row's own."""
         async with open_sandbox() as sandbox:
             base, work = await self._repositories.prepare(sandbox, row.swe, hide=False)
-            await Workspace(sandbox, work, ToolLimits()).write({"fix.patch": row.swe.patch})
-            command = f"git apply --whitespace=nowarn {work}/fix.patch"
-            done = await sandbox.exec(command, cwd=row.swe.repo_folder, timeout_s=60.0)
+            await work.write({"fix.patch": row.swe.patch})
+            command = 'cd "$2" && git apply --whitespace=nowarn "$1/fix.patch"'
+            done = await work.run(command, row.swe.repo_folder, timeout_s=60.0)
             if done.return_code:
-                raise TaskError(f"{row.instance_id}: swe.patch does not apply: {(done.stderr or '')[-500:]}")
+                raise TaskError(f"{row.instance_id}: swe.patch does not apply: {end_of(done)}")
             return await self._repositories.take(sandbox, row.swe, base, Protection(row.swe))
 
 

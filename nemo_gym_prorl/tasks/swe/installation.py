@@ -22,7 +22,7 @@ from dataclasses import dataclass
 from pathlib import PurePosixPath
 
 from nemo_gym_prorl.failures import CallerError, InfrastructureError
-from nemo_gym_prorl.tasks.sandbox import ExecResult, HasFiles, Sandbox
+from nemo_gym_prorl.tasks.sandbox import HasFiles
 from nemo_gym_prorl.tasks.swe.changes import shown
 from nemo_gym_prorl.tasks.swe.instance import SweInstance
 from nemo_gym_prorl.tasks.swe.paths import (
@@ -34,7 +34,7 @@ from nemo_gym_prorl.tasks.swe.paths import (
     pytest_settings,
 )
 from nemo_gym_prorl.tasks.swe.repository import Base
-from nemo_gym_prorl.tasks.workbench.workspace import ToolLimits, Workspace
+from nemo_gym_prorl.tasks.swe.work_folder import WorkFolder
 
 
 LOOK_TIMEOUT_S = 180.0
@@ -104,20 +104,17 @@ class Installation:
     """An installation in a sandbox with a solution.
 
     Args:
-        sandbox: the sandbox.
         work: the folder beside the repository.
         instance: the task.
         base: what the solution was laid over.
     """
 
-    def __init__(self, sandbox: Sandbox, work: str, instance: SweInstance, base: Base) -> None:
-        self._sandbox = sandbox
+    def __init__(self, work: WorkFolder, instance: SweInstance, base: Base) -> None:
         self._work = work
         self._instance = instance
         self._base = base
         self._protection = Protection(instance)
         self._own = own_modules(base.listing)
-        self._files = Workspace(sandbox, work, ToolLimits())
 
     async def begin(self) -> Watch:
         """Before it.
@@ -126,13 +123,13 @@ class Installation:
             CallerError: the image's programs can't tell what is changed.
             InfrastructureError: the sandbox did not do it.
         """
-        done = await self._run(_BEGIN)
+        done = await self._work.run(_BEGIN, timeout_s=LOOK_TIMEOUT_S)
         if done.return_code == 41:
             raise CallerError("it has no find of GNU, which a row with swe.before_tests takes", field="image")
         begun, *programs = (done.stdout or "").split() or [""]
         if not re.fullmatch(r"\d+\.\d+", begun):
             raise InfrastructureError(f"the sandbox does not say when it began: {done.stderr}"[:600])
-        return Watch(begun, await self._programs(programs if isinstance(self._sandbox, HasFiles) else ()))
+        return Watch(begun, await self._programs(programs if isinstance(self._work.sandbox, HasFiles) else ()))
 
     async def changes(self, watch: Watch) -> dict[str, str]:
         """After it: path to what it is now, of what takes part in a run and was written meanwhile.
@@ -143,17 +140,17 @@ class Installation:
         """
         programs = await self._programs(watch.programs)
         found = {path: now for path, now in programs.items() if now != watch.programs[path]}
-        await self._run(_FIND, self._instance.repo_folder, watch.begun)
+        await self._work.run(_FIND, self._instance.repo_folder, watch.begun, timeout_s=LOOK_TIMEOUT_S)
         return found | await self._told(self._takes_part)
 
     async def now(self, paths: Iterable[str]) -> dict[str, str]:
         """What files are, as :meth:`changes` tells it; those that are not there are left out."""
-        await self._files.write({"names": "".join(f"{path}\0" for path in paths)})
-        await self._run(_TELL)
+        await self._work.write({"names": "".join(f"{path}\0" for path in paths)})
+        await self._work.run(_TELL, timeout_s=LOOK_TIMEOUT_S)
         return await self._told(lambda _: True)
 
     async def _told(self, asked: Callable[[str], bool]) -> dict[str, str]:
-        taken = await self._files.take("told", limit=LONGEST_LIST)
+        taken = await self._work.take("told", limit=LONGEST_LIST)
         found = {}
         for line in (taken.content or b"").decode("utf-8", "backslashreplace").split("\n"):
             now, _, path = line.removeprefix("\\").partition("  ")
@@ -161,7 +158,7 @@ class Installation:
                 found[path] = now
         for path in found:
             if self._is_settings(path):
-                content = (await self._files.take(path, limit=LARGEST_SETTINGS)).content
+                content = (await self._work.take(path, limit=LARGEST_SETTINGS)).content
                 found[path] = found[path] if content is None else _said(path, content)
         return {path: now for path, now in found.items() if now}
 
@@ -191,13 +188,9 @@ class Installation:
     async def _programs(self, paths: Iterable[str]) -> dict[str, str]:
         found = {}
         for path in paths:
-            taken = await self._files.take(path, limit=LARGEST_PROGRAM)
+            taken = await self._work.take(path, limit=LARGEST_PROGRAM)
             found[path] = "" if taken.content is None else hashlib.sha256(taken.content).hexdigest()
         return found
-
-    async def _run(self, script: str, *arguments: str) -> ExecResult:
-        words = " ".join(map(shlex.quote, (script, "_", self._work, *arguments)))
-        return await self._sandbox.exec(f"exec sh -c {words}", cwd="/", timeout_s=LOOK_TIMEOUT_S)
 
 
 def own_modules(paths: Iterable[str]) -> frozenset[str]:

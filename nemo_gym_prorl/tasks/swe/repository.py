@@ -15,25 +15,20 @@ from __future__ import annotations
 import asyncio
 import base64
 import re
-import secrets
-import shlex
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from weakref import WeakValueDictionary
 
 from nemo_gym_prorl.failures import CallerError, InfrastructureError
-from nemo_gym_prorl.tasks.sandbox import ExecResult, KnowsWhoseDoing, Sandbox
+from nemo_gym_prorl.tasks.sandbox import Sandbox
 from nemo_gym_prorl.tasks.swe import changes, patches
 from nemo_gym_prorl.tasks.swe import repository_scripts as scripts
 from nemo_gym_prorl.tasks.swe.changes import Entry, Solution
 from nemo_gym_prorl.tasks.swe.instance import SweInstance
 from nemo_gym_prorl.tasks.swe.patches import Patch
 from nemo_gym_prorl.tasks.swe.paths import JUNK, Places, Protection, places
-from nemo_gym_prorl.tasks.workbench.workspace import ToolLimits, Workspace
+from nemo_gym_prorl.tasks.swe.work_folder import BASH, NotTaken, WorkFolder, end_of
 
-
-LONGEST_LISTING = 64 << 20
-"""Most bytes of a repository's listing: some 500,000 files."""
 
 _ROW_FIELDS = {41: "image", 42: "swe.base_commit", 43: "swe.test_patch"}
 """Exit codes by which a script blames the row."""
@@ -48,10 +43,6 @@ _SETUP = "prorl_setup() {{\n:\n{}\n}}\nprorl_setup\nunset -f prorl_setup\n"
 
 _KEPT_VARIABLES = frozenset({"PWD", "OLDPWD", "SHLVL", "_", "HOME", "TERM"})
 _VARIABLE = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
-
-
-class NotTaken(Exception):
-    """What the policy left can't be taken out, by its own doing; says why."""
 
 
 class Listing(dict[str, Entry]):
@@ -76,20 +67,22 @@ class Base:
 
 
 @dataclass(frozen=True, slots=True)
-class Laying:
-    """A solution in a sandbox.
+class Laid:
+    """A solution in a sandbox, with the tests.
 
     Attributes:
+        work: the folder beside it.
         patch: the whole solution.
-        files: every file as it should be.
-        tests: names of the tests' files, each with a NUL.
-        hidden: what is kept of them outside of the sandbox, in base64.
+        files: path to hash, every file as it should be.
+        tests: files that hold the row's tests.
+        kept: what is kept of hidden files outside of the sandbox, in base64.
     """
 
+    work: WorkFolder
     patch: Patch
-    files: Mapping[str, Entry]
-    tests: str = ""
-    hidden: str = ""
+    files: Mapping[str, str]
+    tests: frozenset[str]
+    kept: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -120,7 +113,7 @@ class Repositories:
         self._limits = limits
         self._listings: WeakValueDictionary[str, Listing] = WeakValueDictionary()
 
-    async def prepare(self, sandbox: Sandbox, instance: SweInstance, *, hide: bool) -> tuple[Base, str]:
+    async def prepare(self, sandbox: Sandbox, instance: SweInstance, *, hide: bool) -> tuple[Base, WorkFolder]:
         """Make the repository ready.
 
         Args:
@@ -136,9 +129,8 @@ class Repositories:
                 the row's field.
             InfrastructureError: the sandbox did not do it.
         """
-        work = f"/tmp/prorl-{secrets.token_hex(8)}"
-        files = self._files(sandbox, work)
-        await files.write(
+        work, timeout_s = WorkFolder(sandbox), self._limits.timeout_s
+        await work.write(
             {
                 "attributes": scripts.RAW,
                 "junk": "\n".join(JUNK) + "\n",
@@ -146,23 +138,21 @@ class Repositories:
                 "setup": _setup(instance),
             }
         )
-        arguments = (work, instance.repo_folder, instance.base_commit, *instance.hidden)
-        done = await self._run(sandbox, scripts.PREPARE, arguments)
+        arguments = (instance.repo_folder, instance.base_commit, *instance.hidden)
+        done = await work.run(scripts.PREPARE, *arguments, timeout_s=timeout_s)
         said = (done.stdout or "").strip()[-500:]
         if field := _ROW_FIELDS.get(done.return_code):
             raise CallerError(said, field=field)
         match = re.fullmatch(r"commit ([0-9a-f]{40})", said.rpartition("\n")[2])
         if done.return_code or match is None:
-            raise InfrastructureError(
-                f"the repository was not made ready: {said} {(done.stderr or '').strip()[-500:]}"
-            )
-        listing = await self._listing(files, match[1])
-        variables = await self._variables(sandbox, files, work, instance)
-        modules = await files.take("modules", limit=1 << 20)
+            raise InfrastructureError(f"the repository was not made ready: {said} {end_of(done)}")
+        listing = await self._listing(work, match[1])
+        await work.run(scripts.VARIABLES, instance.repo_folder, timeout_s=timeout_s, shell=BASH)
+        modules = await work.take("modules", limit=1 << 20)
         told = (modules.content or b"").decode("utf-8", "replace")
-        base = Base(match[1], listing, variables, places(map(changes.shown, listing), told))
+        base = Base(match[1], listing, await _variables(work), places(map(changes.shown, listing), told))
         if hide:
-            await self._run(sandbox, 'rm -rf "$1"', (work,))
+            await work.run('rm -rf "$1"', timeout_s=timeout_s)
         return base, work
 
     async def take(self, sandbox: Sandbox, instance: SweInstance, base: Base, protection: Protection) -> Solution:
@@ -173,55 +163,54 @@ class Repositories:
             AgentError: the policy used up its sandbox.
             InfrastructureError: the sandbox is gone.
         """
-        work = f"/tmp/prorl-{secrets.token_hex(8)}"
-        files = self._files(sandbox, work)
+        work, limits = WorkFolder(sandbox), self._limits
         listing = "".join(f"{entry.mode} {entry.blob} 0\t{path}\n" for path, entry in base.listing.items())
-        await files.write({"attributes": scripts.RAW, "junk": "\n".join(JUNK) + "\n", "listing": listing})
-        await self._step(sandbox, scripts.LIST, (work, instance.repo_folder, str(self._limits.file_kib)))
+        await work.write({"attributes": scripts.RAW, "junk": "\n".join(JUNK) + "\n", "listing": listing})
+        await work.step(scripts.LIST, instance.repo_folder, str(limits.file_kib), timeout_s=limits.timeout_s)
         left_out = dict.fromkeys(
-            (line.removeprefix("./") for line in (await self._text(files, "large")).splitlines()),
-            f"larger than {self._limits.file_kib} KiB",
+            (line.removeprefix("./") for line in (await work.text("large")).splitlines()),
+            f"larger than {limits.file_kib} KiB",
         )
         try:
-            after = await asyncio.to_thread(changes.read_listing, await self._text(files, "after"))
+            after = await asyncio.to_thread(changes.read_listing, await work.text("after"))
         except changes.BadListing as error:
             raise NotTaken(str(error)) from error
         found = changes.changed(base.listing, after)
-        if len(found) > self._limits.files:
-            raise NotTaken(f"{len(found)} files were changed, more than {self._limits.files}")
+        if len(found) > limits.files:
+            raise NotTaken(f"{len(found)} files were changed, more than {limits.files}")
         wanted = {change.entry.blob for change in found if change.entry is not None}
         settings = [change.path for change in found if protection.by_content(changes.shown(change.path))]
         wanted |= {base.listing[path].blob for path in settings if path in base.listing}
-        contents = await self._contents(sandbox, files, (work, instance.repo_folder), wanted)
+        contents = await self._contents(work, instance, wanted) if wanted else {}
         left_out |= {change.path: "its content can't be had" for change in found if _is_missing(change, contents)}
         kept = tuple(change for change in found if change.path not in left_out)
         return Solution(
             kept, contents, left_out, changes.ignored(kept, base.listing, contents, protection, base.places)
         )
 
-    async def lay(self, sandbox: Sandbox, work: str, instance: SweInstance, base: Base, solution: Solution) -> Laying:
+    async def lay(self, work: WorkFolder, instance: SweInstance, base: Base, solution: Solution) -> Laid:
         """Lay what counts of a solution over the base in a sandbox that was made ready, and the hidden tests, unless
         something comes before them: that finds the tests that the base has, and they come by :meth:`lay_tests`.
 
         Raises:
             InfrastructureError: the sandbox did not do it.
         """
-        files, kept = self._files(sandbox, work), "kept" if instance.before_tests else ""
+        kept, tests = "kept" if instance.before_tests else "", Protection(instance).tests
         stream = changes.import_stream(solution, base.commit)
-        tests = "".join(f"./{path}\0" for path in sorted(Protection(instance).tests))
-        await files.write({"stream": base64.b64encode(stream).decode(), "tests": tests})
-        arguments = (work, instance.repo_folder, base.commit, kept, *instance.hidden)
-        done = await self._run(sandbox, scripts.LAY, arguments)
+        await work.write({"stream": base64.b64encode(stream).decode(), "tests": _names(tests)})
+        arguments = (instance.repo_folder, base.commit, kept, *instance.hidden)
+        done = await work.run(scripts.LAY, *arguments, timeout_s=self._limits.timeout_s)
         if done.return_code:
-            raise InfrastructureError(f"the solution could not be laid over the base: {_end(done)}")
-        patch = await files.take("patch", limit=4 * self._limits.total_kib << 10)
-        laid = changes.read_listing(await self._text(files, "laid"))
-        hidden = await self._text(files, "kept.tar") if kept else ""
+            raise InfrastructureError(f"the solution could not be laid over the base: {end_of(done)}")
+        patch = await work.take("patch", limit=4 * self._limits.total_kib << 10)
+        listing = changes.read_listing(await work.text("laid"))
+        hidden = await work.text("kept.tar") if kept else ""
         if kept:
-            await self._run(sandbox, 'rm "$1"', (f"{work}/kept.tar",))
-        return Laying(patches.read(patch.content or b"", solution, base.listing), laid, tests, hidden)
+            await work.run('rm "$1/kept.tar"', timeout_s=self._limits.timeout_s)
+        files = {path: entry.blob for path, entry in listing.items()}
+        return Laid(work, patches.read(patch.content or b"", solution, base.listing), files, tests, hidden)
 
-    async def lay_tests(self, sandbox: Sandbox, work: str, instance: SweInstance, laying: Laying) -> None:
+    async def lay_tests(self, laid: Laid, instance: SweInstance) -> None:
         """Lay hidden tests, and what activates the environment, after code of the policy has run.
 
         Raises:
@@ -229,70 +218,47 @@ class Repositories:
             AgentError: the policy used up its sandbox.
             InfrastructureError: the sandbox is gone.
         """
-        files = {"kept.tar": laying.hidden, "tests": laying.tests, "setup": _setup(instance)}
-        await self._files(sandbox, work).write(files)
-        await self._step(sandbox, scripts.RESTORE, (work, instance.repo_folder, *instance.hidden))
+        await laid.work.write({"kept.tar": laid.kept, "tests": _names(laid.tests), "setup": _setup(instance)})
+        arguments = (instance.repo_folder, *instance.hidden)
+        await laid.work.step(scripts.RESTORE, *arguments, timeout_s=self._limits.timeout_s)
 
-    async def _listing(self, files: Workspace, commit: str) -> Listing:
+    async def _listing(self, work: WorkFolder, commit: str) -> Listing:
         known = self._listings.get(commit)
         if known is None:
-            entries = await asyncio.to_thread(changes.read_listing, await self._text(files, "listing"))
+            entries = await asyncio.to_thread(changes.read_listing, await work.text("listing"))
             known = self._listings.setdefault(commit, Listing(entries))
         return known
 
-    async def _variables(
-        self, sandbox: Sandbox, files: Workspace, work: str, instance: SweInstance
-    ) -> Mapping[str, str]:
-        """What activation sets. An image in which it fails is left as it is, as its maker's own shell would be."""
-        words = " ".join(map(shlex.quote, (scripts.VARIABLES, "_", work, instance.repo_folder)))
-        shell = f"exec bash --noprofile --norc -c {words}"
-        await sandbox.exec(shell, cwd="/", timeout_s=self._limits.timeout_s)
-        before, after = [await self._environment(files, name) for name in ("before", "setup-done")]
-        changed = {name: value for name, value in after.items() if before.get(name) != value}
-        # The repository may belong to another of the image's users, from whom git would take nothing.
-        trust = {"GIT_CONFIG_COUNT": "1", "GIT_CONFIG_KEY_0": "safe.directory", "GIT_CONFIG_VALUE_0": "*"}
-        return trust | changed
-
-    async def _environment(self, files: Workspace, name: str) -> dict[str, str]:
-        taken = await files.take(name, limit=1 << 20)
-        lines = (taken.content or b"").decode("utf-8", "replace").splitlines()
-        pairs = (line.partition("=") for line in lines)
-        return {key: value for key, _, value in pairs if _VARIABLE.fullmatch(key) and key not in _KEPT_VARIABLES}
-
-    async def _contents(
-        self, sandbox: Sandbox, files: Workspace, where: Sequence[str], wanted: set[str]
-    ) -> dict[str, bytes]:
-        if not wanted:
-            return {}
-        await files.write({"wanted": "".join(f"{blob}\n" for blob in sorted(wanted))})
+    async def _contents(self, work: WorkFolder, instance: SweInstance, wanted: set[str]) -> dict[str, bytes]:
+        await work.write({"wanted": "".join(f"{blob}\n" for blob in sorted(wanted))})
         limit = self._limits.total_kib << 10
-        await self._step(sandbox, scripts.CONTENTS, (*where, str(limit + 1)))
-        taken = await files.take("contents", limit=limit)
+        timeout_s = self._limits.timeout_s
+        await work.step(scripts.CONTENTS, instance.repo_folder, str(limit + 1), timeout_s=timeout_s)
+        taken = await work.take("contents", limit=limit)
         if taken.content is None:
             raise NotTaken(f"the changed files are more than {self._limits.total_kib} KiB: {taken.problem}")
         return await asyncio.to_thread(changes.read_contents, taken.content)
 
-    async def _step(self, sandbox: Sandbox, script: str, arguments: Sequence[str]) -> None:
-        """A script where the policy has been: that it fails is the policy's doing if the sandbox lives."""
-        done = await self._run(sandbox, script, arguments)
-        if done.return_code == 0 and done.error_type is None:
-            return
-        if isinstance(sandbox, KnowsWhoseDoing):
-            await sandbox.check()
-        raise NotTaken(f"the repository can't be read: {_end(done)}")
 
-    async def _run(self, sandbox: Sandbox, script: str, arguments: Sequence[str]) -> ExecResult:
-        words = " ".join(shlex.quote(word) for word in (script, "_", *arguments))
-        return await sandbox.exec(f"exec sh -c {words}", cwd="/", timeout_s=self._limits.timeout_s)
+async def _variables(work: WorkFolder) -> Mapping[str, str]:
+    """What activation set. An image in which it fails is left as it is, as its maker's own shell would be."""
+    before, after = [await _environment(work, name) for name in ("before", "setup-done")]
+    changed = {name: value for name, value in after.items() if before.get(name) != value}
+    # The repository may belong to another of the image's users, from whom git would take nothing.
+    trust = {"GIT_CONFIG_COUNT": "1", "GIT_CONFIG_KEY_0": "safe.directory", "GIT_CONFIG_VALUE_0": "*"}
+    return trust | changed
 
-    async def _text(self, files: Workspace, name: str) -> str:
-        taken = await files.take(name, limit=LONGEST_LISTING)
-        if taken.content is None:
-            raise NotTaken(taken.problem or name)
-        return taken.content.decode("utf-8", "backslashreplace")
 
-    def _files(self, sandbox: Sandbox, work: str) -> Workspace:
-        return Workspace(sandbox, work, ToolLimits())
+async def _environment(work: WorkFolder, name: str) -> dict[str, str]:
+    taken = await work.take(name, limit=1 << 20)
+    lines = (taken.content or b"").decode("utf-8", "replace").splitlines()
+    pairs = (line.partition("=") for line in lines)
+    return {key: value for key, _, value in pairs if _VARIABLE.fullmatch(key) and key not in _KEPT_VARIABLES}
+
+
+def _names(paths: Iterable[str]) -> str:
+    """For ``xargs -0``, in the repository."""
+    return "".join(f"./{path}\0" for path in sorted(paths))
 
 
 def _setup(instance: SweInstance) -> str:
@@ -301,7 +267,3 @@ def _setup(instance: SweInstance) -> str:
 
 def _is_missing(change: changes.Change, contents: Mapping[str, bytes]) -> bool:
     return change.entry is not None and change.entry.blob not in contents
-
-
-def _end(done: ExecResult) -> str:
-    return (done.stderr or "").strip()[-500:] or f"exit code {done.return_code}"

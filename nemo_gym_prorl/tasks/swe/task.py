@@ -14,8 +14,9 @@ from nemo_gym_prorl.tasks.swe.changes import Solution
 from nemo_gym_prorl.tasks.swe.grading import Grader, GradingLimits
 from nemo_gym_prorl.tasks.swe.instance import row_of
 from nemo_gym_prorl.tasks.swe.paths import Protection
-from nemo_gym_prorl.tasks.swe.repository import Base, NotTaken, PatchLimits, Repositories
+from nemo_gym_prorl.tasks.swe.repository import Base, PatchLimits, Repositories
 from nemo_gym_prorl.tasks.swe.rows import HANDING_IN, TOOLS
+from nemo_gym_prorl.tasks.swe.work_folder import NotTaken
 from nemo_gym_prorl.tasks.task import Grade, OpenSandbox, SandboxNeeds
 from nemo_gym_prorl.tasks.workbench.workbench import Workbench
 from nemo_gym_prorl.tasks.workbench.workspace import ToolLimits, Workspace

@@ -11,18 +11,19 @@ import asyncio
 import posixpath
 import secrets
 import shlex
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from functools import cache
 from importlib.resources import files as package_files
 
 from nemo_gym_prorl.failures import FailureKind, InfrastructureError
-from nemo_gym_prorl.tasks.sandbox import ExecResult, KnowsWhoseDoing, Sandbox
+from nemo_gym_prorl.tasks.sandbox import ExecResult, KnowsWhoseDoing
 from nemo_gym_prorl.tasks.swe.canaries import LARGEST_FILE, Canaries
 from nemo_gym_prorl.tasks.swe.changes import hash_of
 from nemo_gym_prorl.tasks.swe.instance import Runner, SweInstance
 from nemo_gym_prorl.tasks.swe.report import Told, read_records
-from nemo_gym_prorl.tasks.workbench.workspace import ToolLimits, Workspace
+from nemo_gym_prorl.tasks.swe.repository import Laid
+from nemo_gym_prorl.tasks.swe.work_folder import BASH, WorkFolder
 
 
 ANSWER_MARGIN_S = 30.0
@@ -133,22 +134,7 @@ class Run:
         return [self.log] if self.told is None else [self.log, self.told.as_log()]
 
 
-@dataclass(frozen=True, slots=True)
-class Laid:
-    """A solution in a sandbox.
-
-    Attributes:
-        work: the folder beside it.
-        files: path to hash, as they were laid.
-        tests: files that hold tests.
-    """
-
-    work: str
-    files: Mapping[str, str]
-    tests: frozenset[str] = field(default_factory=frozenset)
-
-
-async def run_before(sandbox: Sandbox, instance: SweInstance, work: str, limits: TestLimits) -> Run | None:
+async def run_before(work: WorkFolder, instance: SweInstance, limits: TestLimits) -> Run | None:
     """Run what the row has before its tests, such as the installation of what was changed.
 
     Returns:
@@ -160,26 +146,23 @@ async def run_before(sandbox: Sandbox, instance: SweInstance, work: str, limits:
     """
     if not instance.before_tests:
         return None
-    files = Workspace(sandbox, work, ToolLimits())
     # In one step, so nothing forks away from it. Ours have process numbers of their own; others' may have the host's.
-    end_others = "kill -9 -1; " if isinstance(sandbox, KnowsWhoseDoing) else ""
-    state = _STATE.format(work=shlex.quote(work), end_others=end_others)
-    await files.write({"before": f"{instance.before_tests}\n{state}", "before.sh": _BEFORE})
-    done = await _bash(sandbox, work, "before.sh", instance.repo_folder, limits.before_timeout_s)
+    end_others = "kill -9 -1; " if isinstance(work.sandbox, KnowsWhoseDoing) else ""
+    state = _STATE.format(work=shlex.quote(work.path), end_others=end_others)
+    await work.write({"before": f"{instance.before_tests}\n{state}"})
+    timeout_s = limits.before_timeout_s
+    done = await work.run(_BEFORE, instance.repo_folder, timeout_s=timeout_s + ANSWER_MARGIN_S, shell=BASH)
     if _timed_out(done):
-        return Run(timed_out=True, problem=f"what comes before the tests took {limits.before_timeout_s:g} s")
-    if (await files.take("options", limit=LONGEST_STATE)).content is None:
-        if isinstance(sandbox, KnowsWhoseDoing):
-            await sandbox.check()
-        log = await files.take("before.log", limit=limits.log_kib << 10)
+        return Run(timed_out=True, problem=f"what comes before the tests took {timeout_s:g} s")
+    if (await work.take("options", limit=LONGEST_STATE)).content is None:
+        await work.require_sandbox()
+        log = await work.take("before.log", limit=limits.log_kib << 10)
         ended = f"what comes before the tests did not come to its end, but ended with {done.return_code}"
         return Run(exit_code=done.return_code, log=_text(log.content), ended_early=ended)
     return None
 
 
-async def lay_canaries(
-    sandbox: Sandbox, instance: SweInstance, laid: Laid, canaries: Canaries
-) -> tuple[Laid, frozenset[str]]:
+async def lay_canaries(instance: SweInstance, laid: Laid, canaries: Canaries) -> tuple[Laid, frozenset[str]]:
     """Have the hidden tests ask for something else.
 
     Returns:
@@ -188,58 +171,57 @@ async def lay_canaries(
     Raises:
         InfrastructureError: the sandbox did not do it.
     """
-    files, hashes, changed = Workspace(sandbox, "/", ToolLimits()), dict(laid.files), frozenset[str]()
+    work, hashes, changed = laid.work, dict(laid.files), frozenset[str]()
     paths = sorted(laid.tests & laid.files.keys())
     if instance.hidden:
         look = f"find {shlex.join(instance.hidden)} -type f -name '*.py' 2> /dev/null"
-        done = await sandbox.exec(look, cwd="/", timeout_s=ANSWER_MARGIN_S)
+        done = await work.run(look, timeout_s=ANSWER_MARGIN_S)
         paths += sorted((done.stdout or "").splitlines())
     for path in [path for path in paths if path.endswith(".py")][:MOST_TEST_FILES]:
         place = posixpath.join(instance.repo_folder, path)
-        taken = await files.take(place, limit=LARGEST_FILE)
+        taken = await work.take(place, limit=LARGEST_FILE)
         content, tests = await asyncio.to_thread(canaries.changed, path, taken.content or b"")
         if tests:
-            await files.write({place: content.decode()})
+            await work.write({place: content.decode()})
             hashes[path] = hash_of(content)
             changed |= tests
     return replace(laid, files=hashes), changed
 
 
-async def run_tests(sandbox: Sandbox, instance: SweInstance, laid: Laid, limits: TestLimits) -> Run:
+async def run_tests(instance: SweInstance, laid: Laid, limits: TestLimits) -> Run:
     """Run what the row says.
 
     Raises:
         AgentError: the candidate used up the sandbox.
         InfrastructureError: the sandbox is gone or did not do it.
     """
-    files = Workspace(sandbox, laid.work, ToolLimits())
+    work = laid.work
     package, secret = f"prorl_{secrets.token_hex(6)}", secrets.token_hex(32)
     runner = instance.kind_of_runner
     timeout_s = min(limits.timeout_s, instance.test_timeout_s or limits.timeout_s)
-    options = f". {shlex.quote(laid.work)}/options 2> /dev/null\n" if instance.before_tests else ""
-    await files.write(
+    options = f". {shlex.quote(work.path)}/options 2> /dev/null\n" if instance.before_tests else ""
+    await work.write(
         {
             **{f"plugins/{package}/{name}": _source(name) for name in _PLUGIN},
             **({"plugins/sitecustomize.py": _source("sitecustomize.py")} if runner is Runner.UNITTEST else {}),
             "command": f"{options}{instance.test_command}\n",
-            "run.sh": _RUN,
             "secret": secret,
         }
     )
-    done = await _bash(sandbox, laid.work, "run.sh", instance.repo_folder, timeout_s, package, runner.value)
-    if isinstance(sandbox, KnowsWhoseDoing):
-        await sandbox.check()
+    arguments = (instance.repo_folder, str(timeout_s), package, runner.value)
+    done = await work.run(_RUN, *arguments, timeout_s=timeout_s + ANSWER_MARGIN_S, shell=BASH)
+    await work.require_sandbox()
     if done.error_type == "sandbox":
         raise InfrastructureError(f"the tests could not run: {done.stderr}"[:600], kind=FailureKind.VERIFIER_ERROR)
-    log = await files.take("log", limit=limits.log_kib << 10)
+    log = await work.take("log", limit=limits.log_kib << 10)
     told = None
     if runner is not Runner.LOG:
-        records = await files.take("records", limit=LONGEST_RECORDS)
+        records = await work.take("records", limit=LONGEST_RECORDS)
         if records.content is None:
             told = Told(forged=f"the test runner's records can't be had: {records.problem}")
         else:
             told = read_records(records.content, secret)
-    rewritten = await _rewritten(files, instance, laid)
+    rewritten = await _rewritten(instance, laid)
     return Run(_timed_out(done), done.return_code, _text(log.content), told, rewritten, problem=log.problem)
 
 
@@ -247,19 +229,13 @@ def _text(content: bytes | None) -> str:
     return (content or b"").decode("utf-8", "replace").replace("\r\n", "\n")
 
 
-async def _rewritten(files: Workspace, instance: SweInstance, laid: Laid) -> tuple[str, ...]:
+async def _rewritten(instance: SweInstance, laid: Laid) -> tuple[str, ...]:
     found = []
     for path in sorted(laid.tests & laid.files.keys())[:MOST_TEST_FILES]:
-        taken = await files.take(posixpath.join(instance.repo_folder, path), limit=LARGEST_TEST_FILE)
+        taken = await laid.work.take(posixpath.join(instance.repo_folder, path), limit=LARGEST_TEST_FILE)
         if taken.content is None or hash_of(taken.content) != laid.files[path]:
             found.append(path)
     return tuple(found)
-
-
-async def _bash(sandbox: Sandbox, work: str, script: str, repo: str, timeout_s: float, *more: str) -> ExecResult:
-    words: Iterable[str] = (f"{work}/{script}", work, repo, str(timeout_s), *more)
-    command = f"exec bash --noprofile --norc {' '.join(map(shlex.quote, words))}"
-    return await sandbox.exec(command, cwd="/", timeout_s=timeout_s + ANSWER_MARGIN_S)
 
 
 def _timed_out(done: ExecResult) -> bool:

@@ -40,7 +40,7 @@ LATER = """
 import glob, os, time
 if os.fork() == 0:
     os.setsid()
-    while not glob.glob("/tmp/prorl-*/run.sh"):
+    while not glob.glob("/tmp/prorl-*/command"):
         time.sleep(0.001)
     rewrite()
     os._exit(0)
