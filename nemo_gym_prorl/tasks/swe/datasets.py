@@ -22,9 +22,8 @@ from pydantic import (
     ValidationError,
 )
 
-from nemo_gym_prorl.failures import CallerError
 from nemo_gym_prorl.tasks.swe import eval_script, test_commands
-from nemo_gym_prorl.tasks.swe.instance import SweInstance, TestStatus
+from nemo_gym_prorl.tasks.swe.instance import SweInstance, TestStatus, refusal
 from nemo_gym_prorl.tasks.swe.parser_process import R2E_PARSER, r2e_names
 from nemo_gym_prorl.tasks.swe.r2e_commits import fix_of
 from nemo_gym_prorl.tasks.swe.rows import make_row
@@ -175,20 +174,11 @@ def _read[Model: BaseModel](model: type[Model], record: Record) -> Model:
     try:
         return model.model_validate(record)
     except ValidationError as error:
-        raise _refusal(error) from error
+        raise refusal(error) from error
 
 
 def _instance(**fields: Any) -> SweInstance:
     try:
         return SweInstance(**fields)
     except ValidationError as error:
-        raise _refusal(error) from error
-
-
-def _refusal(error: ValidationError) -> CallerError:
-    fault = error.errors(include_url=False, include_context=False)[0]
-    path, message = ".".join(map(str, fault["loc"])), fault["msg"]
-    if named := re.fullmatch(r"Value error, (\w+): (.*)", message, re.DOTALL):
-        path, message = named.groups()
-    given = "" if fault["type"] in ("missing", "value_error") else f" (given: {fault['input']!r:.100})"
-    return CallerError(f"{message}{given}", field=path or None)
+        raise refusal(error) from error

@@ -189,10 +189,15 @@ def row_of(row: Mapping[str, Any]) -> Row:
     try:
         return Row.model_validate(row)
     except ValidationError as error:
-        fault = error.errors(include_url=False)[0]
-        path, message = ".".join(map(str, fault["loc"])), fault["msg"]
-        named = re.fullmatch(r"Value error, (\w+): (.*)", message, re.DOTALL)
-        if named:
-            path, message = f"{path}.{named[1]}", named[2]
-        given = "" if fault["type"] in ("missing", "value_error") else f" (given: {fault['input']!r:.100})"
-        raise CallerError(f"{message}{given}", field=path) from error
+        raise refusal(error) from error
+
+
+def refusal(error: ValidationError) -> CallerError:
+    """The first thing that is wrong with a row or a record, by its field, be that one that a validator names."""
+    fault = error.errors(include_url=False, include_context=False)[0]
+    path, message = [str(part) for part in fault["loc"]], fault["msg"]
+    if named := re.fullmatch(r"Value error, (\w+): (.*)", message, re.DOTALL):
+        path.append(named[1])
+        message = named[2]
+    given = "" if fault["type"] in ("missing", "value_error") else f" (given: {fault['input']!r:.100})"
+    return CallerError(f"{message}{given}", field=".".join(path) or None)

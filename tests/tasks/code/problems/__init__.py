@@ -1,11 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Programming problems of our own, each with an answer by brute force, a solution, and wrong programs."""
 
-from tests.tasks.code.problems.choices import CHOICES
-from tests.tasks.code.problems.graphs import GRAPHS
 from tests.tasks.code.problems.numbers import NUMBERS
 from tests.tasks.code.problems.sequences import SEQUENCES
 from tests.tasks.code.problems.words import WORDS
 
 
-CONTESTS = [*NUMBERS, *SEQUENCES, *WORDS, *GRAPHS, *CHOICES]
+CONTESTS = [*NUMBERS, *SEQUENCES, *WORDS]

@@ -66,13 +66,3 @@ def listing(random: Random, most: int = 9, low: int = -9, high: int = 9, least: 
 def word(random: Random, most: int = 8, letters: str = "abc", least: int = 1) -> str:
     """A word of few different letters."""
     return "".join(random.choice(letters) for _ in range(random.randint(least, most)))
-
-
-def graph(random: Random, most: int = 6, weights: int = 0) -> str:
-    """A line with nodes and edges, and one for each edge, which may have a weight."""
-    size = random.randint(2, most)
-    edges = [
-        [random.randint(1, size), random.randint(1, size)] + ([random.randint(1, weights)] if weights else [])
-        for _ in range(random.randint(1, 2 * size))
-    ]
-    return f"{size} {len(edges)}\n" + "".join(f"{joined(edge)}\n" for edge in edges)
