@@ -11,10 +11,12 @@ so with an :class:`AgentError`, whatever it is asked; one that has no process le
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from enum import Enum
 from pathlib import Path
-from typing import Any, Protocol, runtime_checkable
+from typing import Protocol, runtime_checkable
+
+from nemo_gym_prorl.session_results import Action, Cell
 
 
 class ExecResult(Protocol):
@@ -47,28 +49,6 @@ class Sandbox(Protocol):
     async def stop(self) -> None: ...
 
 
-class Action(Protocol):
-    """What became of a shell's command. ``output`` has a line ``[... N bytes omitted ...]`` for what was left out."""
-
-    @property
-    def output(self) -> str: ...
-
-    @property
-    def exit_code(self) -> int | None: ...
-
-    @property
-    def waiting(self) -> bool: ...
-
-    @property
-    def timed_out(self) -> bool: ...
-
-    @property
-    def exited(self) -> bool: ...
-
-    @property
-    def omitted(self) -> int: ...
-
-
 class ShellSession(Protocol):
     """A shell on a terminal; one command at a time."""
 
@@ -91,28 +71,6 @@ class ShellSession(Protocol):
     async def restart(self) -> None: ...
 
     async def close(self) -> None: ...
-
-
-class Cell(Protocol):
-    """What became of a kernel's cell: printed text as of :class:`Action`, results by MIME type, traceback."""
-
-    @property
-    def output(self) -> str: ...
-
-    @property
-    def data(self) -> Sequence[Mapping[str, Any]]: ...
-
-    @property
-    def error(self) -> str | None: ...
-
-    @property
-    def timed_out(self) -> bool: ...
-
-    @property
-    def died(self) -> bool: ...
-
-    @property
-    def omitted(self) -> int: ...
 
 
 class KernelSession(Protocol):

@@ -24,7 +24,6 @@ import asyncio
 import os
 import signal
 from collections.abc import Mapping
-from dataclasses import dataclass
 
 from nemo_gym_prorl.failures import CallerError, FailureKind, InfrastructureError, RolloutError
 from nemo_gym_prorl.sandbox.container import KILLED, Container
@@ -36,6 +35,7 @@ from nemo_gym_prorl.sandbox.sessions.terminal_control import ContainerTerminal
 from nemo_gym_prorl.sandbox.supervisor.errors import SandboxBroken
 from nemo_gym_prorl.sandbox.supervisor.rpc.client import Process, SandboxLost
 from nemo_gym_prorl.sandbox.supervisor.rpc.connection import ready
+from nemo_gym_prorl.session_results import Action
 
 
 OUTPUT_LIMIT = 64 << 10
@@ -65,31 +65,6 @@ ROWS, COLUMNS = 50, 200
 """Size of the terminal: wide, since what is folded is harder to read for a model."""
 
 VARIABLES = {"PS1": PROMPT, "PS2": "", "PAGER": "cat", "GIT_PAGER": "cat"}
-
-
-@dataclass(frozen=True, slots=True)
-class Action:
-    """What became of one command.
-
-    Attributes:
-        output: what the terminal showed, at most the limit, with one line in place of what is left out.
-        exit_code: its exit code; ``None`` if the command goes on running, or the shell ended without one.
-        cwd: the shell's working folder afterwards, without links in its path.
-        waiting: it was silent for the soft time-out and goes on running: it may wait for input.
-        timed_out: its hard time-out was up and it was ended.
-        exited: the shell has ended (``exit``, ``exec``, ``set -e``, or killed); :meth:`Shell.restart` starts another.
-        omitted: bytes of output that were left out.
-        seconds: how long it took.
-    """
-
-    output: str
-    exit_code: int | None
-    cwd: str
-    waiting: bool = False
-    timed_out: bool = False
-    exited: bool = False
-    omitted: int = 0
-    seconds: float = 0.0
 
 
 class ShellBusy(CallerError):

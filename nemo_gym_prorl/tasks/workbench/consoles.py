@@ -19,7 +19,8 @@ from abc import ABC, abstractmethod
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 
 from nemo_gym_prorl.failures import CallerError, RolloutError
-from nemo_gym_prorl.tasks.sandbox import Action, Cell, HasSessions, KernelSession, ShellSession
+from nemo_gym_prorl.session_results import Action, Cell
+from nemo_gym_prorl.tasks.sandbox import HasSessions, KernelSession, ShellSession
 from nemo_gym_prorl.tasks.workbench import observations
 from nemo_gym_prorl.tasks.workbench.observations import Output, observation
 from nemo_gym_prorl.tasks.workbench.tools import BashArguments, PythonArguments

@@ -22,7 +22,6 @@ import socket
 import stat
 import struct
 from collections.abc import Coroutine, Mapping
-from dataclasses import dataclass, field
 from typing import Any
 
 from nemo_gym_prorl.failures import AgentError, CallerError, FailureKind, InfrastructureError
@@ -36,6 +35,7 @@ from nemo_gym_prorl.sandbox.sessions.jupyter.zmtp import Violation
 from nemo_gym_prorl.sandbox.sessions.output import HeadTail
 from nemo_gym_prorl.sandbox.supervisor.errors import SandboxBroken
 from nemo_gym_prorl.sandbox.supervisor.rpc.client import Process, SandboxLost
+from nemo_gym_prorl.session_results import Cell
 
 
 OUTPUT_LIMIT = 64 << 10
@@ -64,27 +64,6 @@ _HEARD_S = 0.01
 _LOG_KEPT = 2000
 _CREDENTIALS = struct.Struct("3i")
 _COLOURS = re.compile(r"\x1b\[[0-9;]*m")
-
-
-@dataclass(frozen=True, slots=True)
-class Cell:
-    """What became of a cell.
-
-    Attributes:
-        output: printed text, at most the limit, with one line in place of what is left out.
-        data: rich results in order, each from MIME type to content (images as base64, objects as JSON).
-        error: the traceback as plain text, or why the kernel was ended; ``None`` if neither.
-        timed_out: it was interrupted because its time was up.
-        died: the kernel has ended; :meth:`Kernel.restart` starts another.
-        omitted: bytes of text, rich results and tracebacks that were left out.
-    """
-
-    output: str
-    data: list[dict[str, str]] = field(default_factory=list)
-    error: str | None = None
-    timed_out: bool = False
-    died: bool = False
-    omitted: int = 0
 
 
 class KernelBroken(AgentError):
