@@ -1,18 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
 """Verdicts and their reasons, checkers of rows, and whose fault it is when there is no verdict; in real containers."""
 
-import asyncio
-from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
 from typing import Any
 
 import pytest
-from nemo_gym.sandbox import AsyncSandbox
 
-from nemo_gym_prorl.failures import FailureKind, InfrastructureError, TaskError
+from nemo_gym_prorl.failures import TaskError
 from nemo_gym_prorl.tasks.code.grading import CodeLimits, grade
 from nemo_gym_prorl.tasks.code.rows import Case, Problem
-from nemo_gym_prorl.tasks.sandbox import Sandbox
 from tests.tasks import containers
 from tests.tasks.code.conftest import Judge
 
@@ -177,56 +172,6 @@ async def test_an_answer_that_attacks_its_checker_gets_nothing_out_of_it(judge: 
 async def test_a_checker_that_judges_nothing_is_the_rows_fault(judge: Judge, source: str) -> None:
     with pytest.raises(TaskError, match=r"verifier_metadata\.checker"):
         await judge(checked(source), "print(9)")
-
-
-class Dying(AsyncSandbox):
-    """A real sandbox whose instance is killed when it is to grade."""
-
-    async def exec(self, *arguments: Any, **options: Any) -> Any:
-        containers.kill_instance(self._require_handle().sandbox_id)
-        return await super().exec(*arguments, **options)
-
-
-async def test_a_lost_sandbox_costs_a_try_and_no_reward() -> None:
-    opened = 0
-
-    @asynccontextmanager
-    async def open_sandbox() -> AsyncIterator[Sandbox]:
-        nonlocal opened
-        opened += 1
-        async with containers.running(Dying if opened == 1 else AsyncSandbox) as sandbox:
-            yield sandbox
-
-    assert (await grade(open_sandbox, SUM, ADD, CodeLimits(), containers.ROOT)).passed
-    assert opened == 2
-    with pytest.raises(InfrastructureError) as caught:
-        await grade(lambda: containers.running(Dying), SUM, "print(3)", CodeLimits(), containers.ROOT)
-    assert caught.value.kind is FailureKind.VERIFIER_ERROR
-
-
-async def test_a_sandbox_that_is_killed_in_the_middle_is_no_verdict() -> None:
-    opened = 0
-
-    @asynccontextmanager
-    async def open_sandbox() -> AsyncIterator[Sandbox]:
-        nonlocal opened
-        opened += 1
-        async with containers.running_ours() as sandbox:
-
-            async def kill() -> None:
-                await asyncio.sleep(0.5)
-                containers.kill_instance(sandbox.sandbox_id)
-
-            killing = asyncio.create_task(kill())
-            try:
-                yield sandbox
-            finally:
-                await killing
-
-    with pytest.raises(InfrastructureError) as caught:
-        await grade(open_sandbox, SUM, "import time\ntime.sleep(9)", CodeLimits(), containers.ROOT)
-    assert caught.value.kind is FailureKind.VERIFIER_ERROR
-    assert opened == 2
 
 
 async def test_a_disk_that_a_solution_fills_is_its_own_doing() -> None:
