@@ -93,7 +93,7 @@ async def test_a_shell_that_something_ended_between_calls_is_replaced(without_ke
     await without_kernel.sandbox.exec(f"kill -9 {pid}")
     console = without_kernel.workspace._bash
     assert console
-    while not console._shell.exited:
+    while not console._session.exited:
         await asyncio.sleep(0.01)
     assert await without_kernel.bash("echo on") == (
         "on\n[exit code: 0; the shell had ended and a new one was started before this call: "
@@ -126,8 +126,8 @@ async def test_programs_are_answered_interrupted_and_waited_for(impatient: Agent
     assert await bash("sleep 4; echo done; (exit 3)") == RUNNING
     console = impatient.workspace._bash
     assert console
-    assert console._shell
-    while console._shell._code is None:
+    assert console._session
+    while console._session._code is None:
         await asyncio.sleep(0.05)
     assert await bash("echo on") == "done\non\n[exit code: 0; the command before has ended with exit code 3]"
 

@@ -17,6 +17,7 @@ import asyncio
 import shlex
 from abc import ABC, abstractmethod
 from collections.abc import Awaitable, Callable, Mapping, Sequence
+from typing import Protocol
 
 from nemo_gym_prorl.failures import CallerError, RolloutError
 from nemo_gym_prorl.session_results import Action, Cell
@@ -56,38 +57,47 @@ class _Unusable(Exception):
     """The session can't be replaced though its sandbox lives; says why."""
 
 
-class _Console(ABC):
+class _Session(Protocol):
+    """A shell or a kernel."""
+
+    async def restart(self) -> None: ...
+
+    async def close(self) -> None: ...
+
+
+class _Console[Session: _Session, Asked](ABC):
     """What both have in common: one call at a time, and replacement.
 
     Args:
         what: ``shell`` or ``kernel``.
+        sandbox: where it runs.
         folder: where it starts.
         limit: bytes of an observation.
         require_sandbox: tells an agent's doing from a lost sandbox.
     """
 
-    def __init__(self, what: str, folder: str, limit: int, require_sandbox: RequireSandbox) -> None:
+    def __init__(
+        self, what: str, sandbox: HasSessions, folder: str, limit: int, require_sandbox: RequireSandbox
+    ) -> None:
         self._what = what
+        self._sandbox = sandbox
         self._folder = folder
         self._limit = limit
         self._require_sandbox = require_sandbox
+        self._session: Session | None = None
         self._lock = asyncio.Lock()
 
-    @abstractmethod
-    async def _restart(self) -> None:
-        """End the session, if there is one, and start a new one."""
+    async def call(self, arguments: Asked, timeout_s: float) -> str:
+        """One call; returns the observation, whatever becomes of the session.
 
-    @abstractmethod
-    async def close(self) -> None:
-        """End the session."""
-
-    async def _guarded(self, work: Callable[[], Awaitable[str]], timeout_s: float) -> str:
-        """One call's observation, whatever becomes of the session."""
+        Raises:
+            InfrastructureError: ``session_lost``.
+        """
         async with self._lock:
             try:
                 try:
                     async with asyncio.timeout(timeout_s + ANSWER_MARGIN_S):
-                        return await work()
+                        return await self._call(arguments, timeout_s)
                 except CallerError as error:
                     return self._error(error.reason)
                 except TimeoutError:
@@ -101,18 +111,42 @@ class _Console(ABC):
             except _Unusable as error:
                 return self._error(str(error))
 
+    async def close(self) -> None:
+        """End the session."""
+        if self._session is not None:
+            await self._session.close()
+
+    @abstractmethod
+    async def _call(self, arguments: Asked, timeout_s: float) -> str:
+        """Carry it out."""
+
+    @abstractmethod
+    async def _open(self) -> Session:
+        """Start the first session."""
+
+    @abstractmethod
+    async def _enter(self, session: Session) -> None:
+        """Have a fresh one work in the folder, which the agent may have removed."""
+
+    async def _begun(self) -> Session:
+        """The session; started if this is the first call."""
+        if self._session is None:
+            await self._renew(f"no {self._what} could be started")
+        assert self._session is not None
+        return self._session
+
     async def _replace(self, output: Output, status: str, notes: Sequence[str] = ()) -> str:
         await self._renew()
         return observation(output, status, notes, limit=self._limit)
 
-    async def _begin(self) -> None:
-        """Start the first session."""
-        await self._renew(f"no {self._what} could be started")
-
     async def _renew(self, trouble: str = "") -> None:
         try:
             async with asyncio.timeout(RENEW_TIMEOUT_S):
-                await self._restart()
+                if self._session is None:
+                    self._session = await self._open()
+                else:
+                    await self._session.restart()
+                await self._enter(self._session)
         except (RolloutError, TimeoutError) as error:
             await self._require_sandbox(error)
             reason = error.reason if isinstance(error, RolloutError) else "it did not answer"
@@ -123,7 +157,7 @@ class _Console(ABC):
         return observations.error(reason, limit=self._limit)
 
 
-class Bash(_Console):
+class Bash(_Console[ShellSession, BashArguments]):
     """The ``bash`` tool.
 
     Args:
@@ -144,33 +178,15 @@ class Bash(_Console):
         require_sandbox: RequireSandbox,
         variables: Mapping[str, str] | None = None,
     ) -> None:
-        super().__init__("shell", folder, limit, require_sandbox)
-        self._sandbox = sandbox
-        self._shell: ShellSession | None = None
+        super().__init__("shell", sandbox, folder, limit, require_sandbox)
         self._silence_s = silence_s
         self._variables = SHELL_VARIABLES | dict(variables or {})
         self._seen = ""
 
-    async def call(self, arguments: BashArguments, timeout_s: float) -> str:
-        """One call; returns the observation.
-
-        Raises:
-            InfrastructureError: ``session_lost``.
-        """
-        return await self._guarded(lambda: self._call(arguments, timeout_s), timeout_s)
-
-    async def close(self) -> None:
-        """End the shell."""
-        if self._shell is not None:
-            await self._shell.close()
-
     async def _call(self, arguments: BashArguments, timeout_s: float) -> str:
         if arguments.restart:
             return await self._replace(Output(), observations.restarted("shell"))
-        if self._shell is None:
-            await self._begin()
-        assert self._shell is not None
-        shell = self._shell
+        shell = await self._begun()
         if arguments.input is not None:
             return await self._type(shell, arguments.input, timeout_s)
         assert arguments.command is not None
@@ -222,60 +238,33 @@ class Bash(_Console):
             return Output.of(text, action.omitted)
         return Output(text[len(seen) :])
 
-    async def _restart(self) -> None:
+    async def _open(self) -> ShellSession:
+        return await self._sandbox.shell(env=self._variables)
+
+    async def _enter(self, session: ShellSession) -> None:
         self._seen = ""
-        if self._shell is None:
-            self._shell = await self._sandbox.shell(env=self._variables)
-        else:
-            await self._shell.restart()
-        # Here and not where the shell starts, since the agent may have removed the folder.
-        await self._shell.run(f"cd -- {shlex.quote(self._folder)}", timeout_s=ANSWER_MARGIN_S, silence_s=None)
+        await session.run(f"cd -- {shlex.quote(self._folder)}", timeout_s=ANSWER_MARGIN_S, silence_s=None)
 
 
-class Python(_Console):
-    """The ``python`` tool.
-
-    Args:
-        sandbox: where it runs.
-        folder: where it works.
-        limit: bytes of an observation.
-        require_sandbox: tells an agent's doing from a lost sandbox.
-    """
+class Python(_Console[KernelSession, PythonArguments]):
+    """The ``python`` tool; arguments as of :class:`_Console`."""
 
     def __init__(self, sandbox: HasSessions, folder: str, limit: int, require_sandbox: RequireSandbox) -> None:
-        super().__init__("kernel", folder, limit, require_sandbox)
-        self._sandbox = sandbox
-        self._kernel: KernelSession | None = None
-
-    async def call(self, arguments: PythonArguments, timeout_s: float) -> str:
-        """One call; returns the observation.
-
-        Raises:
-            InfrastructureError: ``session_lost``.
-        """
-        return await self._guarded(lambda: self._call(arguments, timeout_s), timeout_s)
-
-    async def close(self) -> None:
-        """End the kernel."""
-        if self._kernel is not None:
-            await self._kernel.close()
+        super().__init__("kernel", sandbox, folder, limit, require_sandbox)
 
     async def _call(self, arguments: PythonArguments, timeout_s: float) -> str:
         if arguments.restart:
             return await self._replace(Output(), observations.restarted("kernel"))
         assert arguments.code is not None
-        notes = []
-        if self._kernel is None:
-            await self._begin()
-        assert self._kernel is not None
+        kernel, notes = await self._begun(), []
         try:
-            cell = await self._kernel.run(arguments.code, timeout_s=timeout_s, output_limit=self._limit)
+            cell = await kernel.run(arguments.code, timeout_s=timeout_s, output_limit=self._limit)
         except RolloutError as error:
             # It ended between two calls, by what runs in the background.
             await self._require_sandbox(error)
             await self._renew()
             notes.append(observations.had_ended("kernel"))
-            cell = await self._kernel.run(arguments.code, timeout_s=timeout_s, output_limit=self._limit)
+            cell = await kernel.run(arguments.code, timeout_s=timeout_s, output_limit=self._limit)
         return await self._report(cell, timeout_s, notes)
 
     async def _report(self, cell: Cell, timeout_s: float, notes: list[str]) -> str:
@@ -293,9 +282,8 @@ class Python(_Console):
         await self._require_sandbox(None)
         return await self._replace(output, status, [*notes, observations.ended("kernel")])
 
-    async def _restart(self) -> None:
-        if self._kernel is None:
-            self._kernel = await self._sandbox.kernel()
-        else:
-            await self._kernel.restart()
-        await self._kernel.run(_ENTER_KERNEL.format(folder=self._folder), timeout_s=ANSWER_MARGIN_S)
+    async def _open(self) -> KernelSession:
+        return await self._sandbox.kernel()
+
+    async def _enter(self, session: KernelSession) -> None:
+        await session.run(_ENTER_KERNEL.format(folder=self._folder), timeout_s=ANSWER_MARGIN_S)
