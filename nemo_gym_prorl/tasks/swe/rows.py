@@ -23,7 +23,7 @@ one to ask. When you are done, call `submit`."""
 
 def tool_schemas() -> list[dict[str, Any]]:
     """The tools as the Responses API describes functions."""
-    return workbench_schemas(TOOLS, HANDING_IN, undo=True)
+    return workbench_schemas(TOOLS, HANDING_IN)
 
 
 def make_row(instance_id: str, image: str, instance: SweInstance) -> dict[str, Any]:

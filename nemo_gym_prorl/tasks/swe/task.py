@@ -42,7 +42,7 @@ class SoftwareEngineering:
         self._repositories = Repositories(patches)
         self._grader = Grader(self._repositories, grading)
         self._bases: WeakKeyDictionary[Workspace, Base] = WeakKeyDictionary()  # what its session's policy starts from
-        self.tools = Workbench(TOOLS, "/", tools, handing_in=HANDING_IN, handed_in=HANDED_IN, undo=True)
+        self.tools = Workbench(TOOLS, "/", tools, handing_in=HANDING_IN, handed_in=HANDED_IN)
 
     def needs(self, row: Mapping[str, Any]) -> SandboxNeeds:
         """What the row says.

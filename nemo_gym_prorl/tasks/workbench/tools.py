@@ -62,9 +62,10 @@ printed, the value of the last expression, the traceback if there is one, and a 
 
 class EditorArguments(Arguments):
     """View and edit text files. `view` shows a file with line numbers, or lists a folder; `create` writes a whole \
-file; `str_replace` replaces a string that occurs exactly once; `insert` adds lines after a line."""
+file; `str_replace` replaces a string that occurs exactly once; `insert` adds lines after a line; `undo_edit` takes \
+back the last edit of a file."""
 
-    command: Literal["view", "create", "str_replace", "insert"] = Field(description="What to do.")
+    command: Literal["view", "create", "str_replace", "insert", "undo_edit"] = Field(description="What to do.")
     path: str = Field(min_length=1, description="The file, relative to the working folder or absolute.")
     file_text: str | None = Field(default=None, description="For `create`: the whole content.")
     old_str: str | None = Field(default=None, description="For `str_replace`: the string to replace.")
@@ -82,16 +83,6 @@ file; `str_replace` replaces a string that occurs exactly once; `insert` adds li
         return f"{self.command} needs {' and '.join(missing)}" if missing else None
 
 
-class UndoingEditorArguments(EditorArguments):
-    """View and edit text files. `view` shows a file with line numbers, or lists a folder; `create` writes a whole \
-file; `str_replace` replaces a string that occurs exactly once; `insert` adds lines after a line; `undo_edit` takes \
-back the last edit of a file."""
-
-    command: Literal["view", "create", "str_replace", "insert", "undo_edit"] = Field(  # type: ignore[assignment]
-        description="What to do."
-    )
-
-
 class SubmitArguments(Arguments):
     """Hand in what there is and end the task."""
 
@@ -103,9 +94,6 @@ TOOLS: Mapping[str, type[Arguments]] = {
     "submit": SubmitArguments,
 }
 """The tools by name, each with the model of its arguments."""
-
-UNDOING_TOOLS: Mapping[str, type[Arguments]] = {**TOOLS, "str_replace_editor": UndoingEditorArguments}
-"""The same with an editor that can take edits back."""
 
 _EDITOR_NEEDS = {
     "view": (),

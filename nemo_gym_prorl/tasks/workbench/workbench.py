@@ -14,7 +14,7 @@ from nemo_gym_prorl.failures import CallerError, InfrastructureError
 from nemo_gym_prorl.tasks.arguments import tool_schema
 from nemo_gym_prorl.tasks.sandbox import HasFiles, Sandbox
 from nemo_gym_prorl.tasks.task import SandboxNeeds
-from nemo_gym_prorl.tasks.workbench.tools import TOOLS, UNDOING_TOOLS
+from nemo_gym_prorl.tasks.workbench.tools import TOOLS
 from nemo_gym_prorl.tasks.workbench.workspace import SUBMITTED, Equipment, ToolLimits, Workspace, look
 
 
@@ -30,7 +30,6 @@ class Workbench:
         limits: bounds of tool calls.
         handing_in: what the policy is told ``submit`` does, where that is to be said of the task's own matter.
         handed_in: what ``submit`` answers.
-        undo: the editor can take edits back.
     """
 
     def __init__(
@@ -41,14 +40,12 @@ class Workbench:
         *,
         handing_in: str | None = None,
         handed_in: str = SUBMITTED,
-        undo: bool = False,
     ) -> None:
         self._tools = tuple(tools)
-        self._models = UNDOING_TOOLS if undo else TOOLS
         self._folder = folder
         self._limits = limits
         self._handed_in = handed_in
-        self._schemas = workbench_schemas(tools, handing_in, undo=undo)
+        self._schemas = workbench_schemas(tools, handing_in)
         self._equipment: dict[str | None, Equipment] = {}
 
     @property
@@ -74,7 +71,7 @@ class Workbench:
             equipment = await look(sandbox)
             self._require(equipment, needs, has_files=isinstance(sandbox, HasFiles))
             self._equipment[needs.image] = equipment
-        return Workspace(sandbox, self._folder, self._limits, equipment, self._handed_in, models=self._models)
+        return Workspace(sandbox, self._folder, self._limits, equipment, self._handed_in)
 
     def _require(self, equipment: Equipment, needs: SandboxNeeds, *, has_files: bool) -> None:
         wanted = {"bash": "bash" in self._tools, "python3": "python" in self._tools or not has_files}
@@ -89,9 +86,6 @@ class Workbench:
             logger.warning("%s has no ipykernel: the python tool keeps nothing between calls", named)
 
 
-def workbench_schemas(
-    tools: Sequence[str], handing_in: str | None = None, *, undo: bool = False
-) -> list[dict[str, Any]]:
+def workbench_schemas(tools: Sequence[str], handing_in: str | None = None) -> list[dict[str, Any]]:
     """Tools as the Responses API describes functions; see :class:`Workbench`."""
-    models = UNDOING_TOOLS if undo else TOOLS
-    return [tool_schema(name, models[name], handing_in if name == "submit" else None) for name in tools]
+    return [tool_schema(name, TOOLS[name], handing_in if name == "submit" else None) for name in tools]

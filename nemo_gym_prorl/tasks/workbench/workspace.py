@@ -30,7 +30,7 @@ from importlib.resources import files
 from typing import Any
 
 from nemo_gym_prorl.failures import OF_THE_MACHINE, AgentError, FailureKind, InfrastructureError, RolloutError
-from nemo_gym_prorl.tasks.arguments import Arguments, BadArguments, parse_arguments
+from nemo_gym_prorl.tasks.arguments import BadArguments, parse_arguments
 from nemo_gym_prorl.tasks.sandbox import HasFiles, HasSessions, Sandbox
 from nemo_gym_prorl.tasks.workbench import observations
 from nemo_gym_prorl.tasks.workbench.consoles import ANSWER_MARGIN_S, Bash, Python
@@ -145,7 +145,6 @@ class Workspace:
         limits: bounds of tool calls.
         equipment: what its image has.
         submitted: what ``submit`` answers.
-        models: the tools by name, each with the model of its arguments.
     """
 
     def __init__(
@@ -155,15 +154,12 @@ class Workspace:
         limits: ToolLimits,
         equipment: Equipment = Equipment(),
         submitted: str = SUBMITTED,
-        *,
-        models: Mapping[str, type[Arguments]] = TOOLS,
     ) -> None:
         self.sandbox = sandbox
         self.over = False
         self._tally = Tally()
         self._limits = limits
         self._submitted = submitted
-        self._models = models
         self._processes = Processes(self._ask, limits.output_bytes)
         self._files = sandbox if isinstance(sandbox, HasFiles) else InsideFiles(self._ask)
         self._has_kernel = equipment.kernel
@@ -187,14 +183,14 @@ class Workspace:
                 self._python = Python(sandbox, folder, limit, self._require_sandbox)
 
     async def write(self, contents: Mapping[str, str]) -> None:
-        """Make the folder with these files (path to text).
+        """Make the folder with these files (path in it, or absolute, to text).
 
         Raises:
             InfrastructureError: the sandbox did not do it.
         """
         try:
             for name, text in contents.items():
-                await self._files.write_file(f"{self.folder}/{name}", text.encode())
+                await self._files.write_file(posixpath.join(self.folder, name), text.encode())
         except OSError as error:
             raise InfrastructureError(f"could not set up the workspace: {error}") from error
 
@@ -231,7 +227,7 @@ class Workspace:
     async def _call(self, tool: str, arguments: object) -> str:
         limit = self._limits.output_bytes
         try:
-            parsed = parse_arguments(tool, self._models[tool], arguments)
+            parsed = parse_arguments(tool, TOOLS[tool], arguments)
         except BadArguments as error:
             return str(Output(str(error)).within(limit))
         if isinstance(parsed, EditorArguments):

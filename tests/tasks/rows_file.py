@@ -1,0 +1,15 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Files of rows, as those that ship are written."""
+
+import json
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Any
+
+
+def write_rows(path: Path, rows: Iterable[Mapping[str, Any]]) -> int:
+    """Write rows as JSON lines and return how many there were. Parent folders are made."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    lines = [json.dumps(row, sort_keys=True) + "\n" for row in rows]
+    path.write_text("".join(lines), encoding="utf-8")
+    return len(lines)
