@@ -6,9 +6,11 @@ A program tells what it found by the exception that ends it, since nothing that 
 
 import pytest
 
+from nemo_gym_prorl.bpf import ALLOW, REFUSE
 from nemo_gym_prorl.sandbox.isolation import seccomp
 from nemo_gym_prorl.tasks.code import filters
 from nemo_gym_prorl.tasks.code.rows import Case, Problem
+from tests.sandbox.test_seccomp import judge as judge_call
 from tests.tasks.code.conftest import Judge
 
 
@@ -199,3 +201,18 @@ def test_numbers_of_calls_are_those_that_sandboxes_know(machine: str) -> None:
     for name in ours.keys() & known.keys():
         assert ours[name] == known[name], name
     assert filters.ARCHITECTURES[machine] == table.audit
+
+
+@pytest.mark.parametrize("machine", filters.ARCHITECTURES)
+def test_a_process_may_limit_and_slow_itself_and_a_child_begins_threads_only(machine: str) -> None:
+    strict, lone = map(bytes.fromhex, filters.filters()[machine])
+
+    def said(program: bytes, name: str, *arguments: int) -> int:
+        given = (*arguments, *[0] * (6 - len(arguments)))
+        return judge_call(program, (filters.ARCHITECTURES[machine], filters.CALLS[machine][name], given))
+
+    for which, who, verdict in ((0, 0, ALLOW), (0, 7, REFUSE), (1, 0, REFUSE), (2, 0, REFUSE)):
+        assert said(strict, "setpriority", which, who, 19) == verdict
+    assert [said(strict, "prlimit64", pid) for pid in (0, 7)] == [ALLOW, REFUSE]
+    assert [said(strict, "clone", flags) for flags in (17, 0x10F00)] == [ALLOW, ALLOW]
+    assert [said(lone, "clone", flags) for flags in (17, 0x10F00)] == [REFUSE, ALLOW]
