@@ -90,8 +90,8 @@ _OF_BASE = re.compile(
     r"(?<=[\dA-F])\s*(?:_\s*\{\s*\\text\s*\{\s*base\s*(\w+)\s*\}\s*\}|\\text\s*\{\s*\(?\s*(?:in\s+)?base\s*[\s}]\s*(\w+)\s*\)?\s*\}?)$"
 )
 _IN_BRACKETS = re.compile(r"\(\s*(\d[0-9A-F]*)\s*\)\s*_")
-_FACTOR = re.compile(r"(?<![\d.,/^_}])(\d+)/(\d+)(?=\s+[a-zA-Z\\(])")
-"""``1/2 mv^2``, which the parser takes for one over all that follows."""
+_FACTOR = re.compile(r"(?<![\d.,/^_}])(\d+)/(\d+)(?=\s*[a-zA-Z\\(])")
+"""``1/2mv^2``, which the parser takes for one over all that follows."""
 
 _FUNCTION = re.compile(
     r"\\(?:text[a-z]*|math[a-z]+|mbox|operatorname)\*?\s*\{[^{}]*\}"

@@ -32,9 +32,9 @@ from math_verify.parser import get_last_eq, should_treat_as_complex
 
 from nemo_gym_prorl.tasks.math import real_sets, shapes
 from nemo_gym_prorl.tasks.math.answers import canonical, combinations, restates, side_by_side, tidy
+from nemo_gym_prorl.tasks.math.colons import another_time, asks_for_lowest_terms, asks_for_ratio, ratio_of
 from nemo_gym_prorl.tasks.math.measures import (
     Measure,
-    another_time,
     another_unit,
     in_cents,
     measure_of,
@@ -183,7 +183,7 @@ def _shaped(gold: Shape, said: Shape, question: str) -> Judged:
             return Verdict.WRONG, "other names"
         values = [pair[1] if pair else one for pair, one in zip(pairs, said.members, strict=True)]
         return _each(list(names.values()), values, question) if said.brackets != SET else _other_kind()
-    if gold.brackets == MATRIX or said.brackets == MATRIX:
+    if MATRIX in (gold.brackets, said.brackets) or (gold.columns and said.columns):
         alike = (gold.brackets, gold.columns) == (said.brackets, said.columns)
         return _each(gold.members, said.members, question) if alike else _other_kind()
     if gold.brackets == SET and said.brackets == SET:
@@ -269,6 +269,8 @@ def _valued(gold_text: str, text: str, question: str) -> Judged:
     gold_text, text = label_and_rest(gold_text, text)
     if canonical(text) == canonical(gold_text):
         return Verdict.RIGHT, "the same text"
+    if (trouble := another_time(gold_text, text, question)) is not None:
+        return (Verdict.WRONG, trouble) if trouble else (Verdict.RIGHT, "the same time")
     nouns = nouns_of(f"{question} {gold_text}")
     wanted, said = in_cents(measure_of(gold_text, nouns), measure_of(text, nouns))
     if another_unit(wanted, said):
@@ -276,8 +278,8 @@ def _valued(gold_text: str, text: str, question: str) -> Judged:
     for value in (said.value, wanted.value):
         if stray := stray_text(value):
             return Verdict.UNREADABLE, f"{stray!r} stands beside the value"
-    if another_time(wanted.value, said.value, question):
-        return Verdict.WRONG, "another time"
+    if len(ratio_of(wanted.value)) > 1 or len(ratio_of(said.value)) > 1:
+        return _ratios(ratio_of(wanted.value), ratio_of(said.value), question)
     if (inner := shapes.in_square(text)) and not shapes.in_square(gold_text) and _number(inner) is not None:
         return _other_kind()
     if another_order(wanted.value, said.value):
@@ -305,6 +307,27 @@ def _valued(gold_text: str, text: str, question: str) -> Judged:
     if is_number and _is_rational(golds[0]) and plain in canonical(question) and not in_final_form(plain):
         return Verdict.UNFINISHED, "it stands in the question"
     return Verdict.RIGHT, "the same value"
+
+
+def _ratios(gold: Sequence[str], said: Sequence[str], question: str) -> Judged:
+    """Compare two ratios, or one with the number that it is."""
+    if len(gold) == 1 and not asks_for_ratio(question):
+        return Verdict.WRONG, "a ratio is no number"
+    wanted, given = ([_number(term) for term in ratio] for ratio in (gold, said))
+    if None in wanted or None in given:
+        return Verdict.UNREADABLE, "a ratio of what is no number"
+    left = unfinished(sympy.Tuple(*wanted), sympy.Tuple(*given))
+    if left or computing(":".join(gold), ":".join(said), number=True):
+        return Verdict.UNFINISHED, "its terms are to be worked out"
+    in_lowest_terms = len(given) == 1 or (all(one.is_Integer for one in given) and sympy.igcd(*given) == 1)
+    wanted, given = ([*ratio, sympy.Integer(1)] if len(ratio) == 1 else ratio for ratio in (wanted, given))
+    if len(wanted) != len(given) or not all(
+        near_numbers(one * given[0], other * wanted[0]) for one, other in zip(wanted[1:], given[1:], strict=True)
+    ):
+        return Verdict.WRONG, "another ratio"
+    if not in_lowest_terms and (asks_for_lowest_terms(question) or canonical(":".join(said)) in canonical(question)):
+        return Verdict.UNFINISHED, "it is not in lowest terms"
+    return Verdict.RIGHT, "the same ratio"
 
 
 def _meant(

@@ -14,7 +14,6 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from math import gcd
 
 from nemo_gym_prorl.tasks.math.notation import symbols
 from nemo_gym_prorl.tasks.math.unit_words import ALIASES, CURRENCY, FILLING, PER_HOUR, SCALES, UNITS, is_unit, singular
@@ -56,7 +55,6 @@ _ONE_OF_IT = re.compile(rf"(?P<angle>{_DEGREE}|{_PRIME})|{_IN_COMMAND}|{_SPEED}|
 _PART = re.compile(r"[a-zA-Z]+|\^\s*\{?\s*(-?\d)\s*\}?|/")
 _WORDY = re.compile(rf"{_COMMAND}\s*\{{([^{{}}\\$]*)\}}")
 _TEXT = re.compile(rf"{_COMMAND}\s*\{{([^{{}}]*)")
-_CLOCK = re.compile(r"\s*(\d{1,2})\s*:\s*([0-5]\d)\s*")
 
 
 @dataclass(frozen=True, slots=True)
@@ -106,14 +104,6 @@ def in_cents(expected: Measure, said: Measure) -> tuple[Measure, Measure]:
         for one in (expected, said)
     )
     return one, other
-
-
-def another_time(expected: str, said: str, question: str) -> bool:
-    """Whether a time of day is expected, and not said. Who expects a ratio expects it in lowest terms."""
-    wanted, given = _CLOCK.fullmatch(expected), _CLOCK.fullmatch(said)
-    if wanted is None or gcd(int(wanted[1]), int(wanted[2])) == 1 or "ratio" in question.lower():
-        return False
-    return given is None or [int(part) for part in wanted.groups()] != [int(part) for part in given.groups()]
 
 
 def another_unit(expected: Measure, said: Measure) -> bool:

@@ -65,6 +65,10 @@ SPELLED = [
     ("sin(x)", r"\sin x", Ruling.RIGHT),
     ("1/2 mv^2", r"\frac{1}{2}mv^2", Ruling.RIGHT),
     ("1/2 mv^2", r"\frac{1}{2mv^2}", Ruling.WRONG),
+    ("1/2mv^2", "1/(2mv^2)", Ruling.WRONG),
+    ("1/2mv^2", r"\frac{1}{2}mv^2", Ruling.RIGHT),
+    ("3", "3:1", Ruling.UNDECIDED),
+    ("3", "3:01 a.m.", Ruling.UNDECIDED),
 ]
 
 
