@@ -103,7 +103,7 @@ class Rules:
             return Ruled(Ruling.UNDECIDED, "it has another name than the expected quantity")
         if said is None:
             # What compares formulas does not look at units.
-            if expected.unit or _is_long(answer):
+            if expected.written or _is_long(answer):
                 return Ruled(Ruling.UNDECIDED, "it is no plain quantity")
             return await self._formula(problem, answer)
         match quantities.compare(expected, said, self._tolerance):
