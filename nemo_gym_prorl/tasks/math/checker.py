@@ -26,7 +26,8 @@ from typing import Any
 
 from nemo_gym_prorl.failures import FailureKind, InfrastructureError, TaskError
 from nemo_gym_prorl.tasks.extras import require_extras
-from nemo_gym_prorl.tasks.math.answers import MAX_ANSWER_CHARS, final_answer, unwrapped
+from nemo_gym_prorl.tasks.math.answers import unwrapped
+from nemo_gym_prorl.tasks.math.final_answer import MAX_ANSWER_CHARS, final_answer
 from nemo_gym_prorl.tasks.math.verdicts import Verdict
 
 
@@ -101,7 +102,7 @@ class MathChecker:
         self._controlled: set[str] = set()
 
     async def check(self, expected: str, said: str, question: str = "") -> Checked:
-        """Whether a message gives the expected answer; see :func:`.answers.final_answer` for where it is looked for.
+        """Whether a message gives the expected answer; :mod:`.final_answer` says where it is looked for.
 
         Args:
             expected: the right answer, in LaTeX, with or without delimiters or a box around it.

@@ -15,17 +15,16 @@ from enum import StrEnum
 from typing import Any
 
 from nemo_gym_prorl.failures import CallerError, is_text
+from nemo_gym_prorl.tasks.math.answers import unwrapped
+from nemo_gym_prorl.tasks.math.rows import MAX_ANSWER_CHARS, text_of
 from nemo_gym_prorl.tasks.stem import quantities
-from nemo_gym_prorl.tasks.stem.answers import plain, without_box
+from nemo_gym_prorl.tasks.stem.answers import plain
 from nemo_gym_prorl.tasks.stem.search.tool import SCHEMA
 from nemo_gym_prorl.tasks.workbench.workbench import workbench_schemas
 
 
 WORKBENCH_TOOLS = ("python",)
 """What the policy may call beside ``search``."""
-
-MAX_QUESTION_CHARS = 20_000
-MAX_EXPECTED_CHARS = 2000
 
 SYSTEM_PROMPT = """\
 You answer questions of science. The tool `search` finds passages in a library of texts; the tool `python` is a \
@@ -69,15 +68,15 @@ def problem_of(row: Mapping[str, Any]) -> Problem:
     Raises:
         CallerError: ``question``, ``expected_answer`` or ``options`` is missing or no good; names it.
     """
-    expected = _text(row, "expected_answer", MAX_EXPECTED_CHARS)
+    expected = unwrapped(text_of(row, ("expected_answer",)))
     options = _options(row.get("options"))
     if options:
         # A row of Gym's mcqa has its question only where the policy reads it.
-        question = _text(row, "question", MAX_QUESTION_CHARS) if row.get("question") is not None else ""
+        question = text_of(row, ("question",)) if row.get("question") is not None else ""
         if expected not in options:
             raise CallerError(f"must be one of the options' letters, {', '.join(options)}", field="expected_answer")
         return Problem(question, expected, options, Kind.CHOICE)
-    return Problem(_text(row, "question", MAX_QUESTION_CHARS), expected, {}, kind_of(expected))
+    return Problem(text_of(row, ("question",)), expected, {}, kind_of(expected))
 
 
 def kind_of(expected: str) -> Kind:
@@ -116,25 +115,6 @@ def row_for(
     return row | ({"options": [{letter: text} for letter, text in options.items()]} if options else {})
 
 
-def _text(row: Mapping[str, Any], name: str, limit: int) -> str:
-    value = row.get(name)
-    if value is None:
-        raise CallerError("missing", field=name)
-    if isinstance(value, int | float) and not isinstance(value, bool) and name == "expected_answer":
-        value = repr(value)
-    if not isinstance(value, str) or not value.strip():
-        raise CallerError("must be text that is not empty", field=name)
-    if not is_text(value):
-        raise CallerError("holds half a surrogate pair, which is no character", field=name)
-    if len(value) > limit:
-        raise CallerError(f"is longer than {limit} characters", field=name)
-    if name == "expected_answer":
-        value = without_box(value)
-        if not plain(value):
-            raise CallerError("has nothing in its box", field=name)
-    return value.strip()
-
-
 def _options(given: object) -> dict[str, str]:
     """Gym's list of one-letter objects, or one object of all."""
     if given is None:
@@ -146,8 +126,8 @@ def _options(given: object) -> dict[str, str]:
     for letter, text in (pair for part in parts for pair in part.items()):
         if not isinstance(letter, str) or not re.fullmatch(r"[A-Z]", letter) or letter in options:
             raise CallerError(f"{letter!r} is no letter of its own", field="options")
-        if not isinstance(text, str) or not is_text(text) or not 0 < len(text) <= MAX_EXPECTED_CHARS:
-            raise CallerError(f"{letter} must be a text of at most {MAX_EXPECTED_CHARS} characters", field="options")
+        if not isinstance(text, str) or not is_text(text) or not 0 < len(text) <= MAX_ANSWER_CHARS:
+            raise CallerError(f"{letter} must be a text of at most {MAX_ANSWER_CHARS} characters", field="options")
         options[letter] = text
     if len(options) < 2:
         raise CallerError("there must be two at least", field="options")

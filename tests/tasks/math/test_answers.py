@@ -7,7 +7,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from nemo_gym_prorl.tasks.math.answers import canonical, final_answer, restates, tidy, unwrapped
+from nemo_gym_prorl.tasks.math.answers import canonical, restates, tidy, unwrapped
+from nemo_gym_prorl.tasks.math.final_answer import final_answer
 
 
 TEXT = st.text(alphabet="ab5{}\\ $.=boxed", max_size=60)

@@ -102,7 +102,7 @@ def choice_variants() -> Iterator[Variant]:
         "B": True, "b": True, "(B)": True, "B.": True, "[B]": True, "Option B": True, r"\text{B}": True, "$B$": True,
         "B: 1.5 m/s": True, "(B) 1.5 m/s": True, "1.5 m/s": True, "150 cm/s": True, "1.50 m/s": True,
         "Answer: B": True,
-        "**B**": False, "A": False, "AB": False, "A, B": False, "B or C": False, "A B C D E": False, "ABCDE": False,
+        "**B**": True, "A": False, "AB": False, "A, B": False, "B or C": False, "A B C D E": False, "ABCDE": False,
         "B: 0.5 m/s": False, "A: 1.5 m/s": False, "-1.5 m/s": False, "1.5": False, "F": False, "В": False, "Β": False,
         "all of them": False, "0.5 m/s or 1.5 m/s": False, "not B": False, "15 m/s": False, "alpha decay": False,
     }.items():  # fmt: skip
