@@ -35,7 +35,7 @@ from nemo_gym_prorl.tasks.math import real_sets, shapes
 from nemo_gym_prorl.tasks.math.answers import canonical, combinations, restates, side_by_side, tidy
 from nemo_gym_prorl.tasks.math.colons import another_time, asks_for_lowest_terms, asks_for_ratio, ratio_of
 from nemo_gym_prorl.tasks.math.measures import Measure, another_unit, measure_of, nouns_of, stray_text
-from nemo_gym_prorl.tasks.math.notation import another_order, symbols
+from nemo_gym_prorl.tasks.math.notation import ordered, symbols
 from nemo_gym_prorl.tasks.math.shapes import CLOSED, LIST, MATRIX, SET, TUPLE, VECTOR, Shape
 from nemo_gym_prorl.tasks.math.unfinished import computing, in_final_form, leaves, unfinished
 from nemo_gym_prorl.tasks.math.values import near_numbers, other_sides, same
@@ -274,7 +274,7 @@ def _valued(gold_text: str, text: str, question: str) -> Judged:
         return _ratios(ratio_of(wanted.value), ratio_of(said.value), question)
     if (inner := shapes.in_square(text)) and not shapes.in_square(gold_text) and _number(inner) is not None:
         return _other_kind()
-    if another_order(wanted.value, said.value):
+    if (ordered(wanted.value) or ordered(said.value)) and symbols(wanted.value) != symbols(said.value):
         return Verdict.WRONG, "another product: of vectors and operators the order matters"
     if trouble := another_base(wanted.value, said.value, question):
         return Verdict.WRONG, trouble

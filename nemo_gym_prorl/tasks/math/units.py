@@ -17,95 +17,30 @@ from functools import cache
 
 
 _TABLE = """
-!m meter metre = m
-!g gram gramme = 1/1000 kg
-!s second sec = s
-!A ampere amp = A
-!K kelvin = K
-!mol mole = mol
-!cd candela = cd : luminous intensity
-lm lumen = cd : luminous flux
-lx lux = cd m^-2 : luminous flux
-!N newton = kg m s^-2
-!Pa pascal = N m^-2
-!J joule = N m
-!W watt = J s^-1
-!C coulomb = A s
-!V volt = W A^-1
-!F farad = C V^-1
-!ohm = V A^-1
-!S siemens = A V^-1
-!Wb weber = V s
-!T tesla = Wb m^-2
-!H henry = Wb A^-1
-!Hz hertz = s^-1 : frequency
-!Bq becquerel = s^-1 : activity
-Ci curie = 37000000000 s^-1 : activity
-!Gy gray = J kg^-1 : absorbed dose
-!Sv sievert = J kg^-1 : dose equivalent
-rem = 1/100 J kg^-1 : dose equivalent
+!m meter metre = m; !g gram gramme = 1/1000 kg; !s second sec = s; !A ampere amp = A; !K kelvin = K; !mol mole = mol
+!cd candela = cd : luminous intensity; rad radian = 1 : angle; bit = bit; byte = 8 bit
+!N newton = kg m s^-2; !Pa pascal = N m^-2; !J joule = N m; !W watt = J s^-1; !C coulomb = A s; !V volt = W A^-1
+!F farad = C V^-1; !ohm = V A^-1; !S siemens = A V^-1; !Wb weber = V s; !T tesla = Wb m^-2; !H henry = Wb A^-1
 kat katal = mol s^-1
-!L l liter litre = 1/1000 m^3
-!M molar = 1000 mol m^-3
-!eV electronvolt electron_volt = 1.602176634e-19 J
-!Wh = 3600 J
-!cal calorie = 4.184 J
-erg = 1e-7 J
-BTU Btu btu = 1055.05585262 J
-u amu Da dalton = 1.66053906892e-27 kg
-t tonne = 1000 kg
-lb pound = 0.45359237 kg
-oz ounce = 0.028349523125 kg
-lbf = 4.4482216152605 N
-dyn dyne = 1e-5 N
-!bar = 100000 Pa
-atm atmosphere = 101325 Pa
-Torr torr mmHg = 133.322368421 Pa
-psi = 6894.757293168 Pa
-hp horsepower = 745.69987158227 W
-P poise = 1/10 Pa s
-St stokes = 1e-4 m^2 s^-1
-G gauss = 1e-4 T
-D debye = 3.33564e-30 C m
-angstrom = 1e-10 m
-in inch inche = 0.0254 m
-ft foot feet = 0.3048 m
-yd yard = 0.9144 m
-mi mile = 1609.344 m
-au AU astronomical_unit = 149597870700 m
-ly lightyear light_year = 9460730472580800 m
-!pc parsec = 3.0856775814913673e16 m
-c speed_of_light = 299792458 m s^-1
-kn knot = 1852/3600 m s^-1
-mph = 1609.344/3600 m s^-1
+!Hz hertz = s^-1 : frequency; !Bq becquerel = s^-1 : activity; Ci curie = 37000000000 s^-1 : activity
+!Gy gray = J kg^-1 : absorbed dose; !Sv sievert = J kg^-1 : dose equivalent; rem = 1/100 J kg^-1 : dose equivalent
+lm lumen = cd : luminous flux; lx lux = cd m^-2 : luminous flux
+!L l liter litre = 1/1000 m^3; !M molar = 1000 mol m^-3; t tonne = 1000 kg; u amu Da dalton = 1.66053906892e-27 kg
+!eV electronvolt electron_volt = 1.602176634e-19 J; !Wh = 3600 J; !cal calorie = 4.184 J; erg = 1e-7 J
+BTU Btu btu = 1055.05585262 J; hp horsepower = 745.69987158227 W; dyn dyne = 1e-5 N; lbf = 4.4482216152605 N
+P poise = 1/10 Pa s; St stokes = 1e-4 m^2 s^-1; G gauss = 1e-4 T; D debye = 3.33564e-30 C m
+!bar = 100000 Pa; atm atmosphere = 101325 Pa; Torr torr mmHg = 133.322368421 Pa; psi = 6894.757293168 Pa
+angstrom = 1e-10 m; in inch inche = 0.0254 m; ft foot feet = 0.3048 m; yd yard = 0.9144 m; mi mile = 1609.344 m
+au AU astronomical_unit = 149597870700 m; ly lightyear light_year = 9460730472580800 m
+!pc parsec = 3.0856775814913673e16 m; ha hectare = 10000 m^2; acre = 4046.8564224 m^2; b barn = 1e-28 m^2
+cc = 1e-6 m^3; gal gallon = 0.003785411784 m^3; lb pound = 0.45359237 kg; oz ounce = 0.028349523125 kg
+min minute = 60 s; h hr hour = 3600 s; d day = 86400 s; wk week = 604800 s; month = 2629800 s; yr year = 31557600 s
+c speed_of_light = 299792458 m s^-1; kn knot = 1852/3600 m s^-1; mph = 1609.344/3600 m s^-1
 kmh kph kmph = 1000/3600 m s^-1
-ha hectare = 10000 m^2
-acre = 4046.8564224 m^2
-b barn = 1e-28 m^2
-cc = 1e-6 m^3
-gal gallon = 0.003785411784 m^3
-min minute = 60 s
-h hr hour = 3600 s
-d day = 86400 s
-wk week = 604800 s
-month = 2629800 s
-yr year = 31557600 s
-bit = bit
-byte = 8 bit
-degC celsius = degC
-degF fahrenheit = degF
-rad radian = 1 : angle
-deg degree = pi/180 : angle
-arcmin arcminute = pi/10800 : angle
-arcsec arcsecond = pi/648000 : angle
-turn rev revolution = pi/0.5 : angle
-rpm = pi/30 s^-1 : angle
-sr steradian = 1
-unit = 1
-dollar usd buck = dollar
-cent = 1/100 dollar
-euro eur = euro
-sterling = sterling
+deg degree = pi/180 : angle; arcmin arcminute = pi/10800 : angle; arcsec arcsecond = pi/648000 : angle
+turn rev revolution = pi/0.5 : angle; rpm = pi/30 s^-1 : angle; sr steradian = 1
+degC celsius = degC; degF fahrenheit = degF
+unit = 1; dollar usd buck = dollar; cent = 1/100 dollar; euro eur = euro; sterling = sterling
 """
 """Symbols and names, what one of it is, and what it is a unit of, where others of its dimension are not."""
 
@@ -270,8 +205,8 @@ def _listed() -> dict[str, Unit]:
     units: dict[str, Unit] = {"kg": Unit(powers={"kg": 1})} | {
         name: Unit(count=Fraction(number)) for name, number in _NUMBERS.items()
     }
-    for line in _TABLE.strip().splitlines():
-        names, _, meaning = line.partition(" = ")
+    for entry in re.split(r"[;\n]\s*", _TABLE.strip()):
+        names, _, meaning = entry.partition(" = ")
         meaning, _, kind = meaning.partition(" : ")
         unit = Unit(kinds=frozenset((kind,)) if kind else frozenset())
         for part in meaning.split():
@@ -288,9 +223,7 @@ def _listed() -> dict[str, Unit]:
 
 @cache
 def _with_prefixes() -> frozenset[str]:
-    return frozenset(
-        name for line in _TABLE.splitlines() if line[:1] == "!" for name in line[1:].partition(" = ")[0].split()
-    )
+    return frozenset(name for names in re.findall(r"!(.*?) = ", _TABLE) for name in names.split())
 
 
 def _prefixed(word: str) -> Unit | None:
