@@ -27,7 +27,7 @@ DATA_SOURCE = "math"
 """Of rows made here: a record does not say what set it is of."""
 
 MAX_QUESTION_CHARS = 20_000
-MAX_ANSWER_CHARS = 2000
+MAX_EXPECTED_CHARS = 2000
 """Longest question and expected answer."""
 
 PROBLEM = ("problem", "question")
@@ -120,7 +120,7 @@ def text_of(
         raise CallerError("must be text that is not empty", field=name)
     if not is_text(value):
         raise CallerError("holds half a surrogate pair, which is no character", field=name)
-    limit = MAX_ANSWER_CHARS if is_answer else limit
+    limit = MAX_EXPECTED_CHARS if is_answer else limit
     if len(value) > limit:
         raise CallerError(f"is longer than {limit} characters", field=name)
     if is_answer and not unwrapped(value):

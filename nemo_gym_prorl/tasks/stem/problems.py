@@ -16,7 +16,7 @@ from typing import Any
 
 from nemo_gym_prorl.failures import CallerError, is_text
 from nemo_gym_prorl.tasks.math.answers import unwrapped
-from nemo_gym_prorl.tasks.math.rows import MAX_ANSWER_CHARS, text_of
+from nemo_gym_prorl.tasks.math.rows import MAX_EXPECTED_CHARS, text_of
 from nemo_gym_prorl.tasks.stem import quantities
 from nemo_gym_prorl.tasks.stem.answers import plain
 from nemo_gym_prorl.tasks.stem.search.tool import SCHEMA
@@ -126,8 +126,8 @@ def _options(given: object) -> dict[str, str]:
     for letter, text in (pair for part in parts for pair in part.items()):
         if not isinstance(letter, str) or not re.fullmatch(r"[A-Z]", letter) or letter in options:
             raise CallerError(f"{letter!r} is no letter of its own", field="options")
-        if not isinstance(text, str) or not is_text(text) or not 0 < len(text) <= MAX_ANSWER_CHARS:
-            raise CallerError(f"{letter} must be a text of at most {MAX_ANSWER_CHARS} characters", field="options")
+        if not isinstance(text, str) or not is_text(text) or not 0 < len(text) <= MAX_EXPECTED_CHARS:
+            raise CallerError(f"{letter} must be a text of at most {MAX_EXPECTED_CHARS} characters", field="options")
         options[letter] = text
     if len(options) < 2:
         raise CallerError("there must be two at least", field="options")
