@@ -7,9 +7,9 @@ memory. Nothing of a policy's sandbox comes near them: an answer is text.
 
 A comparison that ends without a word is blamed as code is in ``tasks/code/grading.py``. What no answer can bring
 about (a worker is gone, a process was killed from outside, nothing came long after the CPU time was over) is the
-machine's. Anything else the answer may have done: it is compared once more, unless it has used up its CPU time, and
-then the expected answer with itself. If that is fine, the answer is to blame and has no reward; if not, nobody could
-be graded on the row.
+machine's. Anything else the answer may have done: it is compared again, unless it has used up its CPU time, and then
+the expected answer with itself. If that is fine, the answer is to blame and has no reward; if not, nobody could be
+graded on the row.
 """
 
 from __future__ import annotations
@@ -31,8 +31,8 @@ from nemo_gym_prorl.tasks.math.final_answer import MAX_ANSWER_CHARS, final_answe
 from nemo_gym_prorl.tasks.math.verdicts import Verdict
 
 
-TRIES = 2
-"""So often an answer may break its comparison, and so often the machine may."""
+TRIES = 3
+"""So often a comparison is tried that ends without a word; what became of the last try counts."""
 
 START_TIMEOUT_S = 120.0
 """Seconds that a worker may take to import sympy; about one where the machine is idle."""
@@ -165,17 +165,12 @@ class MathChecker:
             "cpu_s": self._limits.cpu_s,
             "memory_mib": self._limits.memory_mib,
         }
-        losses = {True: 0, False: 0}
-        while True:
+        outcome = await self._tried(job)
+        for _ in range(TRIES - 1):
+            if not isinstance(outcome, _Lost) or (outcome.verdict is Verdict.TIMED_OUT and not outcome.by_machine):
+                break
             outcome = await self._tried(job)
-            if not isinstance(outcome, _Lost):
-                return outcome
-            losses[outcome.by_machine] += 1
-            if outcome.verdict is Verdict.TIMED_OUT and not outcome.by_machine:
-                break
-            if losses[outcome.by_machine] == TRIES:
-                break
-        if outcome.by_machine:
+        if isinstance(outcome, _Lost) and outcome.by_machine:
             raise InfrastructureError(f"no answer could be compared: {outcome.why}", kind=FailureKind.VERIFIER_ERROR)
         return outcome
 

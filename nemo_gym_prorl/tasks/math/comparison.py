@@ -7,7 +7,7 @@ bounded (:mod:`.worker`), and what it raises is that process's end.
 ``math-verify`` compares values. That is not enough for a reward, so these are told from the right answer:
 
 - what is of another kind, in another order, or has other members (:mod:`.shapes`);
-- other units, words and bases (:mod:`.measures`), and words of the same letters;
+- other units (:mod:`.measures`), ratios and times of day (:mod:`.colons`), words and bases (:mod:`.words`);
 - what is left to be worked out (:mod:`.unfinished`), or is as it stands in the question;
 - what contradicts itself: ``6 = 5`` or ``6 \approx 5`` for 5;
 - what is only near, and relations without solutions (:mod:`.values`).
@@ -160,12 +160,10 @@ def _shaped(gold: Shape, said: Shape, question: str) -> Judged:
     if len(gold.members) == 1 and len(said.members) == 1:
         return _compared(gold.members[0], said.members[0], question)
     names, given_names = _named(gold), _named(said)
+    if names and set(names) == set(given_names):
+        return _each(list(names.values()), [given_names[name] for name in names], question)
     if names and given_names and not (_only_indices(names) and _only_indices(given_names)):
-        if set(names) != set(given_names):
-            return Verdict.WRONG, "other names"
-        return _each(list(names.values()), [given_names[name] for name in names], question)
-    if names and given_names and set(names) == set(given_names):
-        return _each(list(names.values()), [given_names[name] for name in names], question)
+        return Verdict.WRONG, "other names"
     if given_names and not _only_indices(given_names) and gold.brackets in (LIST, TUPLE, CLOSED, VECTOR):
         # The question says which comes first, or else the alphabet.
         order = shapes.names_in(question, set(given_names)) or sorted(given_names)

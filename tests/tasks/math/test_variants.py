@@ -93,37 +93,10 @@ def test_many_values(expected: str, answer: str, right: bool) -> None:
         ("5", "6 = 5", Verdict.CONTRADICTORY),
         ("5", "1 = 2 = 3 = 5", Verdict.CONTRADICTORY),
         ("5", r"5 \approx 6", Verdict.CONTRADICTORY),
-        ("33", "m + n = 30 + 3 = 33", Verdict.RIGHT),
-        (r"\pi", r"\pi \approx 3.14", Verdict.RIGHT),
         ("11", "5 6", Verdict.UNREADABLE),
         ("5", r"5 \quad 6", Verdict.UNREADABLE),
         ("5", r"\{", Verdict.UNREADABLE),
-        ("101_2", "101_3", Verdict.WRONG),
-        ("101_2", "101_{2}", Verdict.RIGHT),
-        ("12:30", "12:30", Verdict.RIGHT),
-        ("12:00", "1:00", Verdict.WRONG),
-        ("x + y = 1", "2x + 2y = 2", Verdict.RIGHT),
-        ("x = 3", "x = x", Verdict.WRONG),
-        ("x > 3", "x^2 < 0", Verdict.WRONG),
-        (r"0.\overline{3}", r"\frac{1}{3}", Verdict.RIGHT),
-        (r"\boxed{2}, \boxed{3}", "3, 2", Verdict.RIGHT),
     ],
 )
-def test_what_is_more_or_less_than_the_value(expected: str, answer: str, verdict: Verdict) -> None:
+def test_what_is_wrong_is_told(expected: str, answer: str, verdict: Verdict) -> None:
     assert judge(expected, answer)[0] is verdict
-
-
-@pytest.mark.parametrize(
-    ("question", "expected", "answer", "verdict"),
-    [
-        ("Expand $(x-1)(x+1)(x+2)$.", "x^3+2x^2-x-2", "(x - 1)(x + 1)(x + 2)", Verdict.UNFINISHED),
-        ("Expand it.", "x^3+2x^2-x-2", "(x - 1)(x + 1)(x + 2)", Verdict.RIGHT),
-        ("Which is larger, 3 or 5?", "5", "5.0", Verdict.RIGHT),
-        ("Which is larger, 3 or 5?", "5", "5", Verdict.RIGHT),
-        ("What percent of 50 is 20?", "40", r"40\%", Verdict.RIGHT),
-        ("What is 20 + 20?", "40", r"40\%", Verdict.WRONG),
-        ("What is the probability?", r"\frac{2}{5}", r"40\%", Verdict.RIGHT),
-    ],
-)
-def test_what_the_question_decides(question: str, expected: str, answer: str, verdict: Verdict) -> None:
-    assert judge(expected, answer, question)[0] is verdict
