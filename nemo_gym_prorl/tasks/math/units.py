@@ -75,7 +75,7 @@ _REWRITES = (
 )
 """From what people write to words, powers, strokes and brackets."""
 
-_POWER = r"\s*\^\s*[({]?\s*([+-]?\d{1,2})\s*[)}]?"
+_POWER = r"\s*\^\s*[({]?\s*([+-]?\d)\s*[)}]?(?!\d)"
 _TOKEN = re.compile(rf"\s*(?:([A-Za-zµ_]+)\.?(?:{_POWER}|([+-]?[1-9])(?![\d.]))?|(/)|(\()|(\))(?:{_POWER})?)\s*")
 _SYMBOL = re.compile(r"kmol|mmol|mol|kg|km|cm|mm|nm|kJ|kN|kW|kV|kPa|MPa|MeV|keV|eV|Pa|Hz|Wb|rad|sr|[mgsAKJNWVCTFHL]")
 
@@ -154,9 +154,14 @@ def known_unit(word: str) -> Unit | None:
 
 
 def _product(
-    tokens: Iterator[re.Match[str]], counted: Callable[[str], str | None], *, apart: bool, all_below: bool
+    tokens: Iterator[re.Match[str]],
+    counted: Callable[[str], str | None],
+    *,
+    apart: bool,
+    all_below: bool,
+    inside: bool = False,
 ) -> Unit | None:
-    """Up to the end or the bracket that closes."""
+    """Up to the end or, inside of one, the bracket that closes."""
     product, last, sign, raised = Unit(), Unit(), 1, 1
     for token in tokens:
         word, power = token[1], int(token[2] or token[3] or token[7] or 1)
@@ -164,9 +169,9 @@ def _product(
             sign = -1
             continue
         if token[6]:
-            return product
+            return Unit().times(product, power) if inside else None
         if token[5]:
-            found, power = _product(tokens, counted, apart=apart, all_below=all_below), 1
+            found = _product(tokens, counted, apart=apart, all_below=all_below, inside=True)
         elif (name := word.lower()) in ("square", "sq", "cubic", "cu"):
             raised = 2 if name.startswith("sq") else 3
             continue
@@ -191,7 +196,7 @@ def _product(
         last = Unit().times(found, power * raised * sign)
         product = product.times(last)
         raised, sign = 1, sign if all_below else 1
-    if raised != 1:
+    if raised != 1 or inside:
         return None
     if product.powers.keys() & _DEGREES and product.powers not in ({"degC": 1}, {"degF": 1}):
         for scale, kelvin in _DEGREES.items():
