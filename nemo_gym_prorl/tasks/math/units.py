@@ -19,22 +19,28 @@ from functools import cache
 _TABLE = """
 !m meter metre = m; !g gram gramme = 1/1000 kg; !s second sec = s; !A ampere amp = A; !K kelvin = K; !mol mole = mol
 !cd candela = cd : luminous intensity; rad radian = 1 : angle; bit = bit; byte = 8 bit
+kB = 8e3 bit; MB = 8e6 bit; GB = 8e9 bit; TB = 8e12 bit
 !N newton = kg m s^-2; !Pa pascal = N m^-2; !J joule = N m; !W watt = J s^-1; !C coulomb = A s; !V volt = W A^-1
 !F farad = C V^-1; !ohm = V A^-1; !S siemens = A V^-1; !Wb weber = V s; !T tesla = Wb m^-2; !H henry = Wb A^-1
 kat katal = mol s^-1
 !Hz hertz = s^-1 : frequency; !Bq becquerel = s^-1 : activity; Ci curie = 37000000000 s^-1 : activity
 !Gy gray = J kg^-1 : absorbed dose; !Sv sievert = J kg^-1 : dose equivalent; rem = 1/100 J kg^-1 : dose equivalent
 lm lumen = cd : luminous flux; lx lux = cd m^-2 : luminous flux
-!L l liter litre = 1/1000 m^3; !M molar = 1000 mol m^-3; t tonne = 1000 kg; u amu Da dalton = 1.66053906892e-27 kg
+!L l liter litre = 1/1000 m^3; !M molar = 1000 mol m^-3; t tonne = 1000 kg; u amu = 1.66053906892e-27 kg
+!Da dalton = 1.66053906892e-27 kg; slug = 14.593902937 kg; molal = mol kg^-1
 !eV electronvolt electron_volt = 1.602176634e-19 J; !Wh = 3600 J; !cal calorie = 4.184 J; erg = 1e-7 J
 BTU Btu btu = 1055.05585262 J; hp horsepower = 745.69987158227 W; dyn dyne = 1e-5 N; lbf = 4.4482216152605 N
-P poise = 1/10 Pa s; St stokes = 1e-4 m^2 s^-1; G gauss = 1e-4 T; D debye = 3.33564e-30 C m
+!P poise = 1/10 Pa s; !St stokes = 1e-4 m^2 s^-1; !G gauss = 1e-4 T; D debye = 3.33564e-30 C m
+Oe oersted = 79.577471545948 A m^-1; Mx maxwell = 1e-8 Wb; !Ah = 3600 C; !Jy jansky = 1e-26 W m^-2 Hz^-1
+!Ry rydberg = 13.60569312299 eV; hartree = 27.211386245981 eV; dB decibel = dB
 !bar = 100000 Pa; atm atmosphere = 101325 Pa; Torr torr mmHg = 133.322368421 Pa; psi = 6894.757293168 Pa
 angstrom = 1e-10 m; in inch inche = 0.0254 m; ft foot feet = 0.3048 m; yd yard = 0.9144 m; mi mile = 1609.344 m
 au AU astronomical_unit = 149597870700 m; ly lightyear light_year = 9460730472580800 m
 !pc parsec = 3.0856775814913673e16 m; ha hectare = 10000 m^2; acre = 4046.8564224 m^2; b barn = 1e-28 m^2
+nmi = 1852 m; micron = 1e-6 m; fermi = 1e-15 m; qt quart = 0.000946352946 m^3; pt pint = 0.000473176473 m^3
 cc = 1e-6 m^3; gal gallon = 0.003785411784 m^3; lb pound = 0.45359237 kg; oz ounce = 0.028349523125 kg
 min minute = 60 s; h hr hour = 3600 s; d day = 86400 s; wk week = 604800 s; month = 2629800 s; yr year = 31557600 s
+decade = 315576000 s; century = 3155760000 s
 c speed_of_light = 299792458 m s^-1; kn knot = 1852/3600 m s^-1; mph = 1609.344/3600 m s^-1
 kmh kph kmph = 1000/3600 m s^-1
 deg degree = pi/180 : angle; arcmin arcminute = pi/10800 : angle; arcsec arcsecond = pi/648000 : angle
@@ -45,7 +51,7 @@ unit = 1; dollar usd buck = dollar; cent = 1/100 dollar; euro eur = euro; sterli
 """Symbols and names, what one of it is, and what it is a unit of, where others of its dimension are not."""
 
 _NUMBERS = {
-    "percent": "1/100", "percentage": "1/100", "pct": "1/100", "ppm": "1e-6", "dozen": "12", "hundred": "100",
+    "percent": "1/100", "percentage": "1/100", "pct": "1/100", "ppm": "1e-6", "ppb": "1e-9", "dozen": "12", "hundred": "100",
     "thousand": "1e3", "million": "1e6", "billion": "1e9", "trillion": "1e12",
 }  # fmt: skip
 _PREFIXES = {

@@ -231,6 +231,14 @@ FORMS: dict[str, dict[str, bool]] = {
     "5.0 L": {"5000 cm^3": True},
     "3 x 10^8 m/s": {"3e8 m/s": True},
     "5.0 m/s east": {"5.0 m/s west": False},
+    "0.89 cP": {"8.9e-4 Pa s": True, "0.89 P": False},
+    "66.5 kDa": {"66500 Da": True, "66.5 Da": False},
+    "1.50 Ah": {"5400 C": True, "1500 mAh": True, "1.50 A": False},
+    "13.6 eV": {"1 Ry": True},
+    "12 MB": {"12000 kB": True, "12 Mb": False},
+    "30 dB": {"30 decibels": True, "30": False},
+    "5.0 mG": {"5.0e-7 T": True},
+    "1.2 Jy": {"1.2e-26 W m^-2 Hz^-1": True},
 }
 """Quantities that mean the same, and such as only look like it: other kinds, other scales, units without a space."""
 
