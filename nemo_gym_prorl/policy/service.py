@@ -33,12 +33,12 @@ from nemo_gym_prorl.policy.pool.prefixes import blocks_of
 from nemo_gym_prorl.policy.text.left_over import left_over
 from nemo_gym_prorl.policy.text.messages import Message, as_message, head_of, without_developers
 from nemo_gym_prorl.policy.text.parsers import Parsed, parse, parsed_by_engine
-from nemo_gym_prorl.policy.text.prompts import Prompts
 from nemo_gym_prorl.policy.text.recall import Recall
-from nemo_gym_prorl.policy.text.renderer import Continuation, Renderer
+from nemo_gym_prorl.policy.text.renderer import Renderer
+from nemo_gym_prorl.policy.text.seam import Written
 from nemo_gym_prorl.policy.tokens.echo import without_tokens
 from nemo_gym_prorl.policy.tokens.history import History, Match, Point, digest
-from nemo_gym_prorl.policy.tokens.ledger import TokenLedger, Turn, hash_of_ids
+from nemo_gym_prorl.policy.tokens.ledger import TokenLedger, Turn
 from nemo_gym_prorl.policy.tokens.prompt import IdTexts, Prompt
 from nemo_gym_prorl.policy.turns import Counts, PolicyAnswer, RolloutGone, TurnRequest
 
@@ -61,7 +61,6 @@ class _Rollout:
     counts: Counts = field(default_factory=Counts)
     began: datetime = field(default_factory=datetime.now)
     recall: Recall = field(default_factory=Recall)
-    prompts: Prompts = field(default_factory=Prompts)
     said: tuple[Turn, str] | None = None
     """The last turn, and all that its tokens decode to."""
     turns: set[asyncio.Task[PolicyAnswer]] = field(default_factory=set)
@@ -151,7 +150,7 @@ class PolicyService:
         point, new, ledger = match.point, match.new, rollout.history.ledger
         messages = (*(point.messages if point else ()), *new)
         why = "edited" if match.foreign else "again"
-        prompt, parent = self._render(rollout, match, messages, request)
+        prompt, parent, written = self._render(rollout, match, messages, request)
         observed: Sequence[int] = prompt.new
         conversation = ChatPrompt(
             messages, request.tools, request.template_variables, prompt, request.tool_choice, request.effort
@@ -195,7 +194,7 @@ class PolicyService:
         # Some templates write a thought as they get it: the white space that its prompt held is part of it.
         whole = {**message, "content": message["content"].replace("<think>", f"<think>{began}", 1)}
         kept = whole if began and parsed.thought is not None else message
-        rollout.answers[answer.id] = rollout.history.record(point, new, kept, turn, request.tools)
+        rollout.answers[answer.id] = rollout.history.record(point, new, kept, turn, request.tools, written)
         if not parsed.calls:
             # Most rollouts end like this. One that does not finds its backend again.
             self.dispatcher.apply(self.dispatcher.pool.finish(request.rollout))
@@ -338,8 +337,8 @@ class PolicyService:
 
     def _render(
         self, rollout: _Rollout, match: Match, messages: Sequence[Message], request: TurnRequest
-    ) -> tuple[Prompt, Turn | None]:
-        """The prompt, and the turn that it continues."""
+    ) -> tuple[Prompt, Turn | None, Written | None]:
+        """The prompt, the turn that it continues, and what the template wrote, if that was done here."""
         if match.ambiguous:
             rollout.counts.ambiguous += 1
             self.metrics.ambiguous.inc()
@@ -348,7 +347,7 @@ class PolicyService:
         point, texts = match.point, rollout.texts
         if self.renderer is None or not self.engine.takes_tokens:
             before = point.turn if point else None
-            return texts.prompt(before, ()), before
+            return texts.prompt(before, ()), before, None
         if point is not None:
             turn = point.turn
             continuation = self.renderer.next(
@@ -359,7 +358,7 @@ class PolicyService:
                 finish=turn.finish,
                 behind=_last(turn.observed),
                 text=rollout.said[1] if rollout.said is not None and rollout.said[0] is turn else None,
-                before=rollout.prompts.get(_name(turn.parent, turn.observed)),
+                before=point.written,
                 now=rollout.began,
                 variables=request.template_variables,
                 recall=rollout.recall,
@@ -371,8 +370,8 @@ class PolicyService:
                 rollout.counts.differences += 1
                 self.metrics.differences.inc()
             if not rewrites or self.history == "keep":
-                self._wrote(rollout, continuation, turn)
-                return texts.prompt(turn, continuation.ids), turn
+                self._neutralised(rollout, continuation.neutralised)
+                return texts.prompt(turn, continuation.ids), turn, continuation.written
         first = self.renderer.first(
             messages,
             request.tools,
@@ -380,15 +379,12 @@ class PolicyService:
             variables=request.template_variables,
             recall=rollout.recall,
         )
-        self._wrote(rollout, first, None)
-        return texts.prompt(None, first.ids), None
+        self._neutralised(rollout, first.neutralised)
+        return texts.prompt(None, first.ids), None, first.written
 
-    def _wrote(self, rollout: _Rollout, rendered: Continuation, after: Turn | None) -> None:
-        """A prompt is taken as it was rendered after a turn."""
-        before = _name(after.parent, after.observed) if after is not None else None
-        rollout.prompts.add(_name(after, rendered.ids), rendered.written, before)
-        rollout.counts.neutralised += rendered.neutralised
-        self.metrics.neutralised.inc(rendered.neutralised)
+    def _neutralised(self, rollout: _Rollout, tokens: int) -> None:
+        rollout.counts.neutralised += tokens
+        self.metrics.neutralised.inc(tokens)
 
     def _retokenised(self, rollout: _Rollout, tokens: int) -> None:
         rollout.counts.retokenised += tokens
@@ -446,11 +442,6 @@ class PolicyService:
         thought = parsed.thought and tokenizer.without_special(parsed.thought)
         parsed = Parsed(thought, tokenizer.without_special(parsed.content), parsed.calls)
         return parsed, whole, opened or ""
-
-
-def _name(after: Turn | None, observed: Sequence[int]) -> tuple[Turn | None, int]:
-    """A prompt, by the turn that it continues and what it adds: turns that were sampled from it share it."""
-    return after, hash_of_ids(observed)
 
 
 def _begins(message: Message, lead: Message) -> bool:

@@ -7,7 +7,6 @@ import asyncio
 import contextlib
 import ssl
 from collections.abc import AsyncIterator, Callable
-from itertools import pairwise
 from pathlib import Path
 
 import aiohttp
@@ -16,7 +15,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from nemo_gym_prorl.policy.engines.answers import Content
+from nemo_gym_prorl.policy.engines.answers import without_echo
 from nemo_gym_prorl.policy.engines.connections import Connections, Dropped, NotOpen, post
 from tests.policy.engines import free_port
 
@@ -30,22 +29,15 @@ def _parts(stretches: list[list[int]]) -> list[bytes]:
     return [b"[" + texts[0], *(b"," + text for text in texts[1:]), b"", b"]"]
 
 
-@given(sent=IDS, more=st.sampled_from([b"", b"1", b",1"]), cuts=st.lists(st.integers(0, 200), max_size=6))
-def test_an_echo_is_left_out_wherever_it_is_cut(sent: list[list[int]], more: bytes, cuts: list[int]) -> None:
-    """And only one that is the same to the byte; any other stays, as does one that is not whole."""
+@given(sent=IDS, more=st.sampled_from([b"", b"1", b",1"]))
+def test_an_echo_is_left_out_if_it_is_the_same_to_the_byte(sent: list[list[int]], more: bytes) -> None:
     parts = _parts(sent)
-    echo = b"".join(parts)
-    said = echo[:-1] + more + b"]"
+    said = b"".join(parts)[:-1] + more + b"]"
     raw = b'{"text":"\\"prompt_token_ids\\":[7]","prompt_token_ids":%b,"n":"prompt_token_ids"}' % said
-    borders = sorted({0, len(raw), *(cut % len(raw) for cut in cuts)})
-    content = Content(parts)
-    for start, end in pairwise(borders):
-        content.feed(raw[start:end])
     known = orjson.loads(raw) | ({} if more else {"prompt_token_ids": None})
-    assert orjson.loads(content.whole()) == known
-    cut_off = Content(parts)
-    cut_off.feed(raw[: borders[-2]])
-    assert raw.startswith(bytes(cut_off.whole())) or b"null" in cut_off.whole()
+    assert orjson.loads(without_echo(raw, parts)) == known
+    assert without_echo(raw, ()) == raw
+    assert without_echo(raw[:-9], [*parts, b"1"]) == raw[:-9]
 
 
 class Server:

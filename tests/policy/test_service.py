@@ -234,13 +234,10 @@ async def test_branches_are_counted_by_their_reason(engine_url: str, model_folde
     await host.aclose()
 
 
-@pytest.mark.parametrize("kept", ["all texts are kept", "none but the last"])
 async def test_other_variables_rewrite_the_past_of_a_turn_that_was_continued_before(
-    engine_url: str, model_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kept: str
+    engine_url: str, model_folder: Path, tmp_path: Path
 ) -> None:
     """How a prompt was written is known for as long as its rollout: written once more, it would have today's words."""
-    if kept != "all texts are kept":
-        monkeypatch.setattr("nemo_gym_prorl.policy.text.prompts.ROOM", 0)
     template = tmp_path / "template.jinja"
     template.write_text("{{ greeting or 'none' }}\n" + (TEMPLATES / "chatml.jinja").read_text())
     host = await started(engine_url, model_folder, chat_template=str(template), history="branch")

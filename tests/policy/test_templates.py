@@ -25,8 +25,8 @@ from nemo_gym_prorl.failures import CallerError
 from nemo_gym_prorl.policy.engines.sampling import Sampling
 from nemo_gym_prorl.policy.generation import Finish
 from nemo_gym_prorl.policy.http.api import PolicyConfig, PolicyHost
-from nemo_gym_prorl.policy.text.prompts import Written
 from nemo_gym_prorl.policy.text.renderer import Renderer
+from nemo_gym_prorl.policy.text.seam import Written
 from nemo_gym_prorl.policy.text.template import ChatTemplate
 from nemo_gym_prorl.policy.turns import TurnRequest
 from responses_api_models.prorl_model.app import _offered

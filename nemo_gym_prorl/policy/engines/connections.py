@@ -20,8 +20,6 @@ from typing import Any, Self
 import aiohttp
 from yarl import URL
 
-from nemo_gym_prorl.policy.engines.answers import Content
-
 
 _IDLE_S = 15.0
 """How long an idle connection is used again."""
@@ -99,9 +97,8 @@ async def post(
     headers: Mapping[str, str],
     body: Sequence[bytes],
     *,
-    echo: Sequence[bytes] = (),
     opens: bool = True,
-) -> tuple[int, bytearray]:
+) -> tuple[int, bytes]:
     """Status and content of the answer. Redirects are answers like any other.
 
     Args:
@@ -109,7 +106,6 @@ async def post(
         url: where.
         headers: besides those of the message itself.
         body: JSON, in parts.
-        echo: see :class:`.Content`.
         opens: whether a connection may be opened for it.
 
     Raises:
@@ -119,7 +115,7 @@ async def post(
         Dropped: the connection ended before the answer did, or what came is none.
         ValueError: a header cannot be sent.
     """
-    content, begun = Content(echo), False
+    begun = False
     sent = session.post(
         URL(url, encoded=True),
         data=b"".join(body),
@@ -130,9 +126,7 @@ async def post(
     try:
         async with sent as response:
             begun = True
-            async for piece in response.content.iter_any():
-                content.feed(piece)
-            return response.status, content.whole()
+            return response.status, await response.read()
     except (aiohttp.ClientConnectorError, TimeoutError):
         raise
     except aiohttp.ClientError as error:

@@ -22,6 +22,7 @@ import orjson
 
 from nemo_gym_prorl.failures import FailureKind
 from nemo_gym_prorl.policy.engines.addresses import origin_of, root_of
+from nemo_gym_prorl.policy.engines.answers import without_echo
 from nemo_gym_prorl.policy.engines.connections import Connections, Dropped, NotOpen, post
 from nemo_gym_prorl.policy.engines.engine import (
     BackendErred,
@@ -333,15 +334,14 @@ class HttpEngine:
         prompt = json_of_ids(ids[1]) if ids is not None else ()
         if ids is not None:
             parts = [b'{"%b":' % ids[0].encode(), *prompt, b"," + parts[0][1:]]
-        echo = prompt if echoed else ()
         headers = self._headers_for(url)
-        status, raw = await post(asked.session, url, headers, parts, echo=echo, opens=asked.opens)
+        status, raw = await post(asked.session, url, headers, parts, opens=asked.opens)
         if status == 200:
             try:
-                answer = orjson.loads(raw)
+                answer = orjson.loads(without_echo(raw, prompt if echoed else ()))
             except orjson.JSONDecodeError as error:
                 raise Misconfigured(
-                    f"{url} answered with {bytes(raw[:80])!r}, which is not JSON: is this an inference engine?",
+                    f"{url} answered with {raw[:80]!r}, which is not JSON: is this an inference engine?",
                     field="policy_base_url",
                 ) from error
             if not isinstance(answer, dict):
@@ -405,7 +405,7 @@ def _no_answer(url: str, error: Exception) -> BackendFailed:
     return BackendFailed(f"{url}: {error!r}", kind=FailureKind.TRANSPORT_PEER_DROP)
 
 
-def _fields(raw: bytes | bytearray) -> dict[str, Any]:
+def _fields(raw: bytes) -> dict[str, Any]:
     try:
         value = orjson.loads(raw)
     except orjson.JSONDecodeError:
@@ -417,7 +417,7 @@ def _is_length(value: object) -> bool:
     return isinstance(value, int) and value > 0
 
 
-def _said(raw: bytes | bytearray) -> str:
+def _said(raw: bytes) -> str:
     return raw[:500].decode(errors="replace")
 
 

@@ -28,9 +28,8 @@ from nemo_gym_prorl.failures import CallerError
 from nemo_gym_prorl.policy.generation import Finish
 from nemo_gym_prorl.policy.text.literal import Spelled
 from nemo_gym_prorl.policy.text.messages import Message, Tools, for_template, is_malformed
-from nemo_gym_prorl.policy.text.prompts import Written
 from nemo_gym_prorl.policy.text.recall import Recall
-from nemo_gym_prorl.policy.text.seam import Said, end_of_turn, find_seam, overlap
+from nemo_gym_prorl.policy.text.seam import Said, Written, end_of_turn, find_seam, overlap
 from nemo_gym_prorl.policy.text.template import ChatTemplate
 from nemo_gym_prorl.policy.text.tokenizer import Tokenizer
 
@@ -165,7 +164,7 @@ class Renderer:
         spelled = self._spelled(plain, answered=False)
         text, places = spelled.reveal(self.template.writer(tools, now, variables, recall)(spelled.messages, True))
         ids, neutralised = self.tokenizer.encode_observed(text, places)
-        return Continuation(ids, Written.of(text, tuple(messages), plain), neutralised=neutralised)
+        return Continuation(ids, Written.of(text, plain), neutralised=neutralised)
 
     def next(
         self,
@@ -192,7 +191,8 @@ class Renderer:
             finish: why sampling ended.
             behind: the last id of its prompt.
             text: what the ids decode to, where that is known.
-            before: what was written up to that turn; without it the prompt is rendered again.
+            before: the prompt of that turn, whose messages are the first of the history; without it the prompt is
+                rendered again.
             now: the time as given to :meth:`first`.
             variables: the variables as given to :meth:`first`.
             recall: what this rollout's renderings have written, to which this one's are added.
@@ -200,7 +200,8 @@ class Renderer:
         Raises:
             CallerError: the template refuses the messages.
         """
-        past, coming = _plain(history, before), tuple(map(for_template, new))
+        known = tuple(before.plain) if before is not None else ()
+        past, coming = (*known, *map(for_template, history[len(known) :])), tuple(map(for_template, new))
         spelled = self._spelled(coming, answered=True)
         plain = not any(is_malformed(call["function"]) for call in history[-1].get("tool_calls") or ())
         end = self.tokenizer.special.get(sampled[-1], "") if sampled else ""
@@ -210,7 +211,7 @@ class Renderer:
         seam = find_seam(write, past, spelled.messages, said, self.tokenizer.special_pattern, before)
         last = sampled[-1] if sampled else behind
         ids, neutralised = self.tokenizer.encode_observed(*spelled.reveal(seam.text), last)
-        written = Written.of(spelled.reveal(seam.full)[0], (*history, *new), past + coming)
+        written = Written.of(spelled.reveal(seam.full)[0], past + coming)
         return Continuation(ids, written, seam.rewrites, seam.differs, neutralised)
 
     def said(
@@ -254,14 +255,6 @@ class Renderer:
             recall.opens(tools, variables, opening)
         _, found, behind = opening.rpartition(marker)
         return behind if found and not behind.strip() else None
-
-
-def _plain(history: Sequence[Message], before: Written | None) -> tuple[Message, ...]:
-    """Messages in the form in which templates get them; those that had it before are taken as they are."""
-    known = before.messages if before is not None else ()
-    if before is None or not all(one is other for one, other in zip(history, known, strict=False)):
-        return tuple(map(for_template, history))
-    return (*before.plain[: len(history)], *map(for_template, history[len(known) :]))
 
 
 def _templates(folder: Path, config: object) -> dict[str, str]:
