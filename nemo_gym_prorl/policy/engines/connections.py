@@ -12,6 +12,7 @@ the caller's to say. A request that is cancelled ends its connection, by which e
 from __future__ import annotations
 
 import contextlib
+import functools
 import socket
 from collections.abc import AsyncIterator, Mapping, Sequence
 from types import SimpleNamespace, TracebackType
@@ -23,6 +24,8 @@ from yarl import URL
 
 _IDLE_S = 15.0
 """How long an idle connection is used again."""
+_CONNECT_S = 5.0
+"""How long opening a connection may take; what is asked over it may take any time."""
 _JSON = {"Content-Type": "application/json", "Accept-Encoding": "identity"}
 
 
@@ -43,22 +46,19 @@ class Dropped(ConnectionError):
 
 
 class Connections:
-    """The client sessions of a server's engines; opened in the running loop, and closed as a context manager or by
-    :meth:`aclose`.
+    """The client sessions of a server's engines; each opened in the loop that first uses it, and closed as a context
+    manager or by :meth:`aclose`."""
 
-    Args:
-        connect_timeout_s: how long opening a connection may take; what is asked over it may take any time.
+    @functools.cached_property
+    def kept(self) -> aiohttp.ClientSession:
+        """For samples."""
+        return self._session(0)
 
-    Attributes:
-        kept: for samples.
-        control: for all else, each within that time.
-    """
-
-    def __init__(self, connect_timeout_s: float = 5.0) -> None:
-        self._connect_timeout_s = connect_timeout_s
-        self.kept = self._session(0)
-        self.control = aiohttp.ClientSession(
-            connector=aiohttp.TCPConnector(limit=0), timeout=aiohttp.ClientTimeout(total=connect_timeout_s)
+    @functools.cached_property
+    def control(self) -> aiohttp.ClientSession:
+        """For all else, each within the time that opening a connection may take."""
+        return aiohttp.ClientSession(
+            connector=aiohttp.TCPConnector(limit=0), timeout=aiohttp.ClientTimeout(total=_CONNECT_S)
         )
 
     async def __aenter__(self) -> Self:
@@ -85,7 +85,7 @@ class Connections:
         trace.on_connection_create_start.append(_opens)
         return aiohttp.ClientSession(
             connector=aiohttp.TCPConnector(limit=limit, keepalive_timeout=_IDLE_S, socket_factory=_socket),
-            timeout=aiohttp.ClientTimeout(total=None, connect=self._connect_timeout_s),
+            timeout=aiohttp.ClientTimeout(total=None, connect=_CONNECT_S),
             cookie_jar=aiohttp.DummyCookieJar(),
             trace_configs=[trace],
         )

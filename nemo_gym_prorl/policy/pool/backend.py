@@ -7,8 +7,23 @@ from collections import Counter
 from dataclasses import dataclass, field
 from enum import StrEnum
 
+from nemo_gym_prorl.failures import CallerError
 from nemo_gym_prorl.policy.pool.prefixes import Holdings, tokens_in
 from nemo_gym_prorl.policy.pool.tickets import Rollout
+
+
+class AlreadyThere(CallerError):
+    """What is to be added exists."""
+
+    http_status = 409
+    problem = "already-there"
+
+
+class NoSuchBackend(CallerError):
+    """A backend is asked for that is not there."""
+
+    http_status = 404
+    problem = "no-such-backend"
 
 
 class Health(StrEnum):

@@ -211,12 +211,13 @@ class Dispatcher:
 
     async def pause(self, backend_id: str | None = None, timeout_s: float = 600.0, run: str | None = None) -> bool:
         """Pause one backend or all of a run, and wait until nothing runs there; ``False`` if something still does."""
+        decisions = self.pool.pause(backend_id, run)
         chosen = [backend_id] if backend_id is not None else [backend.id for backend in self.pool.of_run(run)]
         for one in chosen:
             # Somebody may be waiting already.
             if one not in self._quiet or self._quiet[one].is_set():
                 self._quiet[one] = asyncio.Event()
-        self.apply(self.pool.pause(backend_id, run))
+        self.apply(decisions)
         try:
             async with asyncio.timeout(timeout_s):
                 for one in chosen:

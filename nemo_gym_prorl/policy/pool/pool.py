@@ -35,11 +35,13 @@ from nemo_gym_prorl.failures import CallerError
 from nemo_gym_prorl.policy.pool import health, homes
 from nemo_gym_prorl.policy.pool.backend import (
     Abort,
+    AlreadyThere,
     Assign,
     Backend,
     Decision,
     GiveUp,
     Health,
+    NoSuchBackend,
     Probe,
     Quiesced,
     RequestOutcome,
@@ -102,10 +104,10 @@ class BackendPool:
         """A backend joins, for a run.
 
         Raises:
-            CallerError: there is one of that id.
+            AlreadyThere: there is one of that id.
         """
         if backend_id in self.backends:
-            raise CallerError(f"there is a backend {backend_id!r} already", field="id")
+            raise AlreadyThere(f"there is a backend {backend_id!r} already", field="id")
         peers = self.of_run(run)
         backend = Backend(backend_id, url, weight_version, self.limit, self._tick(), run)
         if taking := [peer for peer in peers if health.takes_new(peer)]:
@@ -442,14 +444,17 @@ class BackendPool:
         return self._lines.setdefault(rollout.run, Line(self._now))
 
     def _chosen(self, backend_id: str | None, run: str | None) -> list[Backend]:
-        return [self._get(backend_id)] if backend_id is not None else self.of_run(run)
+        chosen = self.of_run(run)
+        if run is not None and not chosen:
+            raise NoSuchBackend(f"run {run!r} has no backend: register them first", field="run")
+        return chosen if backend_id is None else [self._get(backend_id)]
 
     def _get(self, backend_id: str) -> Backend:
         try:
             return self.backends[backend_id]
         except KeyError:
             known = ", ".join(self.backends) or "none"
-            raise CallerError(f"no backend {backend_id!r}; there are: {known}", field="id") from None
+            raise NoSuchBackend(f"no backend {backend_id!r}; there are: {known}", field="id") from None
 
     def _tick(self) -> int:
         self._clock += 1
