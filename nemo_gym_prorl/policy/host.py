@@ -22,7 +22,6 @@ from nemo_gym_prorl.policy.metrics import PolicyMetrics
 from nemo_gym_prorl.policy.pool.backend import AlreadyThere, Backend
 from nemo_gym_prorl.policy.pool.dispatcher import Dispatcher
 from nemo_gym_prorl.policy.pool.pool import BackendPool
-from nemo_gym_prorl.policy.pool.waits import Waits
 from nemo_gym_prorl.policy.service import PolicyService
 from nemo_gym_prorl.policy.text.parsers import FORMATS
 from nemo_gym_prorl.policy.text.rehearsal import rehearse
@@ -41,7 +40,6 @@ class PolicyHost:
 
     Attributes:
         pool: which backend samples what.
-        waits: how long rollouts have waited for a backend.
         metrics: what is counted in this process.
         engine: how backends are asked.
         dispatcher: runs requests.
@@ -58,7 +56,6 @@ class PolicyHost:
             raise CallerError(f"engine {config.protocol!r} takes tokens, so it needs a tokenizer", field="tokenizer")
         self.config = config
         self.pool = BackendPool(limit=config.limit, unreachable_s=config.unreachable_s)
-        self.waits = Waits()
         self.metrics = PolicyMetrics(self.pool)
         self._by_origin: dict[str, dict[str, str]] = {}
         for index, (given, key) in enumerate(zip(config.base_url, config.keys(), strict=True)):
@@ -69,7 +66,7 @@ class PolicyHost:
         self.engine = ENGINES[config.protocol](
             self._connections, config.model, by_origin=self._by_origin, named=config.engine is not None
         )
-        self.dispatcher = Dispatcher(self.pool, self.engine, waits=self.waits)
+        self.dispatcher = Dispatcher(self.pool, self.engine)
         self.ready: PolicyService | None = None
         self._starting = asyncio.Lock()
         self._looking: asyncio.Task[None] | None = None

@@ -30,6 +30,7 @@ from nemo_gym_prorl.policy.metrics import PolicyMetrics
 from nemo_gym_prorl.policy.pool.backend import Backend
 from nemo_gym_prorl.policy.pool.dispatcher import Dispatcher, cancelling
 from nemo_gym_prorl.policy.pool.prefixes import blocks_of
+from nemo_gym_prorl.policy.pool.waits import Wait
 from nemo_gym_prorl.policy.text.left_over import left_over
 from nemo_gym_prorl.policy.text.messages import Message, as_message, head_of, without_developers
 from nemo_gym_prorl.policy.text.parsers import Parsed, parse, parsed_by_engine
@@ -61,6 +62,7 @@ class _Rollout:
     counts: Counts = field(default_factory=Counts)
     began: datetime = field(default_factory=datetime.now)
     recall: Recall = field(default_factory=Recall)
+    wait: Wait = field(default_factory=Wait)
     said: tuple[Turn, str] | None = None
     """The last turn, and all that its tokens decode to."""
     turns: set[asyncio.Task[PolicyAnswer]] = field(default_factory=set)
@@ -169,13 +171,16 @@ class PolicyService:
         # Rollouts that start with the same messages are siblings, whether or not anybody says so.
         group = request.group or digest(b"", [head_of(message) for message in messages[:2]]).hex()
         blocks = blocks_of(prompt) if point is None else b""
-        placed = await self.dispatcher.run(request.rollout, group, generate, len(prompt), blocks, request.run)
+        placed = await self.dispatcher.run(
+            request.rollout, group, generate, len(prompt), blocks, request.run, rollout.wait
+        )
         generation = placed.result
         self.metrics.turn(placed, time.monotonic() - started, len(prompt), request.run)
         if generation.finish is Finish.CONTEXT:
             empty: Message = {"role": "assistant", "content": ""}
             return PolicyAnswer(_new_id(), empty, Parsed(None, "", ()), None, Finish.CONTEXT, len(prompt))
-        parsed, text, began = self._parse(generation, request, rollout.recall, prompt)
+        opened = written.opened if written is not None and self.thoughts else None
+        parsed, text = self._parse(generation, request, prompt, opened)
         if not request.parallel or (self.renderer is not None and self.renderer.one_call):
             parsed = replace(parsed, calls=parsed.calls[:1])
         if generation.prompt_ids is not None:
@@ -192,8 +197,8 @@ class PolicyService:
         message, cached = as_message(parsed), generation.cached_tokens or 0
         answer = PolicyAnswer(_new_id(), message, parsed, turn, generation.finish, turn.start, cached)
         # Some templates write a thought as they get it: the white space that its prompt held is part of it.
-        whole = {**message, "content": message["content"].replace("<think>", f"<think>{began}", 1)}
-        kept = whole if began and parsed.thought is not None else message
+        whole = {**message, "content": message["content"].replace("<think>", f"<think>{opened}", 1)}
+        kept = whole if opened and parsed.thought is not None else message
         rollout.answers[answer.id] = rollout.history.record(point, new, kept, turn, request.tools, written)
         if not parsed.calls:
             # Most rollouts end like this. One that does not finds its backend again.
@@ -236,13 +241,17 @@ class PolicyService:
         self.ledger(rollout)
         return self._rollouts[rollout].counts
 
+    def waited_s(self, rollout: str) -> float:
+        """For how long turns of a rollout have waited for a backend, the one that waits now included."""
+        self.ledger(rollout)
+        return self._rollouts[rollout].wait.seconds
+
     def finish(self, rollout: str) -> None:
         """Forget a rollout, if it is known; turns of it that wait or run are ended, and its slot is free."""
         gone = self._rollouts.pop(rollout, None)
         for turn in gone.turns if gone is not None else ():
             turn.cancel()
         self.dispatcher.apply(self.dispatcher.pool.drop(rollout, time.monotonic()))
-        self.dispatcher.waits.forget(rollout)
         if gone is not None:
             self.metrics.finished(gone.history.ledger.branches)
 
@@ -412,12 +421,12 @@ class PolicyService:
             )
 
     def _parse(
-        self, generation: Generation, request: TurnRequest, recall: Recall, prompt: Prompt
-    ) -> tuple[Parsed, str | None, str]:
-        """A turn taken apart, all that its tokens decode to unless the engine took it apart, and the white space with
-        which the prompt began its thought."""
+        self, generation: Generation, request: TurnRequest, prompt: Prompt, opened: str | None
+    ) -> tuple[Parsed, str | None]:
+        """A turn taken apart, and all that its tokens decode to unless the engine took it apart; with what its prompt
+        opened its thought, if it did."""
         if generation.message is not None:
-            return parsed_by_engine(generation.message), None, ""
+            return parsed_by_engine(generation.message), None
         assert self.renderer is not None
         tokenizer = self.renderer.tokenizer
         if max(generation.ids, default=0) >= tokenizer.size:
@@ -432,16 +441,10 @@ class PolicyService:
             variables=request.template_variables,
             behind=_last(prompt.new),
         )
-        opened = None
-        if self.thoughts:
-            opened = self.renderer.opens_thought(
-                request.tools, "<think>", variables=request.template_variables, recall=recall
-            )
         tool_format = self.tool_format if request.tools and request.tool_choice != "none" else "plain"
         parsed = parse(text, tool_format, thoughts=self.thoughts, in_thought=opened is not None)
         thought = parsed.thought and tokenizer.without_special(parsed.thought)
-        parsed = Parsed(thought, tokenizer.without_special(parsed.content), parsed.calls)
-        return parsed, whole, opened or ""
+        return Parsed(thought, tokenizer.without_special(parsed.content), parsed.calls), whole
 
 
 def _begins(message: Message, lead: Message) -> bool:

@@ -23,7 +23,6 @@ from nemo_gym_prorl.policy.host import PolicyHost
 from nemo_gym_prorl.policy.pool.backend import Backend
 from nemo_gym_prorl.policy.pool.pool import BackendPool
 from nemo_gym_prorl.policy.service import PolicyService
-from nemo_gym_prorl.policy.turns import RolloutGone
 from nemo_gym_prorl.serving.problem_document import Problem
 from nemo_gym_prorl.serving.problems import ProblemRoute, add_problem_handlers, no_other_parameters
 
@@ -155,10 +154,7 @@ def add_control_routes(app: FastAPI, host: PolicyHost) -> None:
     @router.get("/v1/rollouts/{rollout}/waited", responses=problems(410))
     async def waited(rollout: str) -> dict[str, float]:
         """Seconds for which turns of a rollout have waited for a backend, the one that waits now included."""
-        seconds = host.waits.of(rollout)
-        if seconds is None:
-            raise RolloutGone(f"no rollout {rollout!r} here", field="rollout")
-        return {"waited_s": seconds}
+        return {"waited_s": (await host.service()).waited_s(rollout)}
 
     @router.delete("/v1/rollouts/{rollout}", responses=problems())
     async def finish(rollout: str) -> dict[str, Any]:

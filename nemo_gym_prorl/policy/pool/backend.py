@@ -77,14 +77,7 @@ class Probe:
     backend: str
 
 
-@dataclass(frozen=True, slots=True)
-class Quiesced:
-    """A paused backend has no request in flight any more."""
-
-    backend: str
-
-
-type Decision = Assign | Abort | GiveUp | Probe | Quiesced
+type Decision = Assign | Abort | GiveUp | Probe
 
 
 @dataclass(slots=True)
@@ -117,12 +110,12 @@ class Backend:
     """Requests that failed here and were sent elsewhere."""
     probe_at: float | None = None
     hot: bool = False
+    """It says that it is over capacity."""
     turns: int = 0
     turn_s: float = 1.0
     """How long a turn takes, in the mean."""
-    pace_s: float = 1.0
-    """How long from the end of one turn to that of the next, in the mean, while it has any."""
     slowness: float = 1.0
+    """How many times longer than others' its turns take, if it counts as slow."""
     head_start: int = 0
     elders: int = 0
     elders_left: int = 0

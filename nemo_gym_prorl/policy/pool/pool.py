@@ -43,11 +43,16 @@ from nemo_gym_prorl.policy.pool.backend import (
     Health,
     NoSuchBackend,
     Probe,
-    Quiesced,
     RequestOutcome,
 )
-from nemo_gym_prorl.policy.pool.homes import Margins
 from nemo_gym_prorl.policy.pool.tickets import Line, Queue, Rollout, Ticket, first_of
+
+
+_FULL = 0.9
+"""The share of its cache in use from which an engine has no more to give."""
+
+_REMEMBERED = 100_000
+"""How many resting rollouts keep the memory of their backend."""
 
 
 class BackendPool:
@@ -55,38 +60,17 @@ class BackendPool:
 
     Args:
         limit: live rollouts per backend at most.
-        sibling_margin: see :class:`.homes.Margins`.
-        escape_margin: likewise.
         patience_s: how long a live rollout may be idle before it rests while others wait.
-        probe_after_s: first wait before a failed backend is probed; doubles with each failure.
-        probe_at_most_s: bound of that wait.
-        remembered: how many resting rollouts keep the memory of their backend.
         unreachable_s: how long nothing of a run may be under way before its turns that wait are given up.
     """
 
-    def __init__(
-        self,
-        *,
-        limit: int = 256,
-        sibling_margin: int = 1,
-        escape_margin: int = 4,
-        patience_s: float = 30.0,
-        probe_after_s: float = 1.0,
-        probe_at_most_s: float = 30.0,
-        remembered: int = 100_000,
-        unreachable_s: float = 900.0,
-    ) -> None:
+    def __init__(self, *, limit: int = 256, patience_s: float = 30.0, unreachable_s: float = 900.0) -> None:
         if limit < 1:
             raise CallerError("must be at least 1", field="limit")
         self.limit = limit
-        self._margins = Margins(sibling_margin, escape_margin)
         self._patience = patience_s
-        self._probe_after = probe_after_s
-        self._probe_at_most = probe_at_most_s
-        self._remembered = remembered
         self._unreachable = unreachable_s
         self.backends: dict[str, Backend] = {}
-        self.failovers = 0
         self.migrations = 0
         self._rollouts: dict[str, Rollout] = {}
         self._resting: OrderedDict[str, Rollout] = OrderedDict()
@@ -130,14 +114,16 @@ class BackendPool:
         """Every backend of a run leaves; tickets wait for new ones."""
         return [decision for backend in self.of_run(run) for decision in self._remove(backend)]
 
-    def pause(self, backend_id: str | None = None, run: str | None = None) -> list[Decision]:
-        """Start nothing on the backend, or on any of the run's, until ``resume``; what is under way may finish."""
-        decisions: list[Decision] = []
-        for backend in self._chosen(backend_id, run):
+    def pause(self, backend_id: str | None = None, run: str | None = None) -> list[Backend]:
+        """Start nothing on the backend, or on any of the run's, until ``resume``; what is under way may finish.
+
+        Returns:
+            Those that are meant.
+        """
+        chosen = self._chosen(backend_id, run)
+        for backend in chosen:
             backend.paused = True
-            if not backend.in_flight:
-                decisions.append(Quiesced(backend.id))
-        return decisions
+        return chosen
 
     def resume(
         self, backend_id: str | None = None, weight_version: str | None = None, run: str | None = None
@@ -155,12 +141,12 @@ class BackendPool:
             backend.weight_version = weight_version
 
     def report(self, backend_id: str, *, waiting: int, kv_use: float, capacity: int | None = None) -> list[Decision]:
-        """What the backend says of itself. Its limit falls while it is over capacity and recovers slowly after."""
+        """What the backend says of itself. It is hot while requests wait there and its cache is full."""
         backend = self.backends.get(backend_id)
         if backend is None:
             return []
         backend.capacity = capacity
-        health.reported(backend, self.limit, waiting, kv_use)
+        backend.hot = waiting > 0 and kv_use > _FULL
         return self._dispatch()
 
     def probed(self, backend_id: str, alive: bool, now: float) -> list[Decision]:
@@ -171,7 +157,7 @@ class BackendPool:
         if alive:
             health.recovers(backend)
             return self._dispatch()
-        health.failed(backend, now, self._probe_after, self._probe_at_most)
+        health.failed(backend, now)
         return []
 
     def tick(self, now: float) -> list[Decision]:
@@ -245,23 +231,19 @@ class BackendPool:
         self._now = max(self._now, now)
         ticket = self._tickets[ticket_id]
         backend = self.backends.get(ticket.backend or "")
-        decisions: list[Decision] = []
         if outcome is RequestOutcome.FAILED:
-            self.failovers += 1
             if backend is not None:
                 backend.failovers += 1
-                health.failed(backend, now, self._probe_after, self._probe_at_most)
+                health.failed(backend, now)
                 self._requeue(ticket)
                 self._evacuate(backend)
-            return self._quiesced(backend) + self._dispatch()
+            return self._dispatch()
         if backend is not None:
             if outcome is RequestOutcome.OK:
-                cold, ticket.rollout.settled = not ticket.rollout.settled, True
-                health.answered(backend, now - ticket.since, self.of_run(backend.run), cold=cold)
+                health.answered(backend, now - ticket.since, self.of_run(backend.run))
             backend.in_flight.discard(ticket_id)
-            decisions += self._quiesced(backend)
         self._forget(ticket, now)
-        return decisions + self._dispatch()
+        return self._dispatch()
 
     def withdraw(self, ticket_id: int, now: float) -> list[Decision]:
         """Whoever wanted the turn is gone, whether it waits or runs. A rollout that has no other turn rests at once:
@@ -289,16 +271,14 @@ class BackendPool:
         rollout = self._rollouts.get(rollout_id)
         if rollout is None:
             return []
-        decisions: list[Decision] = []
         for ticket in [self._tickets[ticket_id] for ticket_id in sorted(rollout.tickets)]:
             backend = self.backends.get(ticket.backend or "")
             if backend is not None:
                 backend.in_flight.discard(ticket.id)
-                decisions += self._quiesced(backend)
             ticket.unqueue()
             self._forget(ticket, now)
         self._rest(rollout)
-        return decisions + self._dispatch()
+        return self._dispatch()
 
     # Numbers
 
@@ -334,7 +314,7 @@ class BackendPool:
         rollout = ticket.rollout
         home = self.backends.get(rollout.backend or "")
         if home is not None and rollout.id in home.live:
-            if not homes.must_leave(rollout, home, self.of_run(rollout.run), self._margins):
+            if not homes.must_leave(rollout, home, self.of_run(rollout.run)):
                 ticket.enqueue(self._held[home.id])
                 return self._dispatch()
             self._leave(rollout)
@@ -352,7 +332,7 @@ class BackendPool:
             for queue in (line.returning, line.fresh):
                 while queue:
                     rollout = first_of(queue).rollout
-                    chosen = homes.choose(rollout, peers, self._margins)
+                    chosen = homes.choose(rollout, peers)
                     if chosen is None:
                         break
                     self._settle(rollout, chosen)
@@ -375,7 +355,6 @@ class BackendPool:
         backend.take(rollout)
         backend.last_placed = self._tick()
         self.migrations += rollout.backend not in (None, backend.id)
-        rollout.settled = rollout.settled and rollout.backend == backend.id
         rollout.backend = backend.id
         for ticket_id in sorted(rollout.tickets):
             ticket = self._tickets[ticket_id]
@@ -412,11 +391,6 @@ class BackendPool:
             ticket.unqueue()
             ticket.enqueue(self._line(ticket.rollout).returning)
 
-    def _quiesced(self, backend: Backend | None) -> list[Decision]:
-        if backend is not None and backend.paused and not backend.in_flight:
-            return [Quiesced(backend.id)]
-        return []
-
     def _forget(self, ticket: Ticket, now: float) -> None:
         del self._tickets[ticket.id]
         ticket.rollout.tickets.discard(ticket.id)
@@ -437,7 +411,7 @@ class BackendPool:
             if peer.elders_left and rollout.born < peer.order:
                 peer.elders_left -= 1
         self._resting[rollout.id] = rollout
-        while len(self._resting) > self._remembered:
+        while len(self._resting) > _REMEMBERED:
             self._resting.popitem(last=False)
 
     def _line(self, rollout: Rollout) -> Line:

@@ -30,7 +30,6 @@ OPENED = "add_generation_prompt"
 """The variable that says whether an assistant turn is opened at the end."""
 _LOOP, _TEXT = "prorl_recall_loop", "prorl_recall_text"
 
-_STATEMENTS = (nodes.Output, nodes.If, nodes.Assign, nodes.AssignBlock)
 _EXPRESSIONS = (
     nodes.TemplateData,
     nodes.Const,
@@ -80,7 +79,6 @@ class Recall:
 
     loops: dict[int, _Loop] = field(default_factory=dict)
     _tools: tuple[Tools, Tools] = ((), ())
-    _opening: tuple[Tools, Mapping[str, object] | None, str] | None = None
 
     def tools(self, tools: Tools) -> Tools:
         """Tools in the form in which templates get them, the same objects for the same tools."""
@@ -90,16 +88,6 @@ class Recall:
                 plain = [tool_for_template(tool) for tool in tools]
             self._tools = tools, plain
         return plain
-
-    def opening(self, tools: Tools, variables: Mapping[str, object] | None) -> str | None:
-        """What opened a turn last, if it had the same tools and variables."""
-        if self._opening is None or self._opening[0] is not tools or self._opening[1] is not variables:
-            return None
-        return self._opening[2]
-
-    def opens(self, tools: Tools, variables: Mapping[str, object] | None, text: str) -> None:
-        """This opens a turn with these tools and variables."""
-        self._opening = tools, variables, text
 
 
 class Rendering:

@@ -51,8 +51,6 @@ PROBE: Tools = [
     }
 ]
 """A tool with which a template is tried out."""
-_OPENING = 1000
-"""Characters at the end of a prompt among which the opening of a turn is."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -236,25 +234,6 @@ class Renderer:
 
     def _spelled(self, plain: Sequence[Message], *, answered: bool) -> Spelled:
         return Spelled(plain, self.tokenizer.special_pattern, self._controls, answered=answered)
-
-    def opens_thought(
-        self, tools: Tools, marker: str, variables: Mapping[str, Any] | None = None, recall: Recall | None = None
-    ) -> str | None:
-        """What the opening of an assistant turn writes behind the marker that starts a thought, if it has that.
-
-        Args:
-            tools: the tools of the turn.
-            marker: starts a thought.
-            variables: the template's.
-            recall: of the rollout, which asks once for the same tools and variables.
-        """
-        recall = recall or Recall()
-        if (opening := recall.opening(tools, variables)) is None:
-            asked: list[Message] = [{"role": "user", "content": "u"}]
-            opening = self.template.render(asked, tools, prompt=True, variables=variables)[-_OPENING:]
-            recall.opens(tools, variables, opening)
-        _, found, behind = opening.rpartition(marker)
-        return behind if found and not behind.strip() else None
 
 
 def _templates(folder: Path, config: object) -> dict[str, str]:

@@ -54,17 +54,21 @@ class Written:
     Attributes:
         length: of the text.
         digest: its hash.
+        opened: the white space behind the marker that starts a thought, where the opening of the turn ends with that.
         plain: the messages that it was written of, in the form in which templates get them.
     """
 
     length: int
     digest: int
+    opened: str | None = None
     plain: Conversation = field(default=(), compare=False)
 
     @classmethod
     def of(cls, text: str, plain: Conversation = ()) -> Written:
         """A whole text."""
-        return cls(len(text), hash(text), plain)
+        bare = text.rstrip()
+        opened = text[len(bare) :] if bare.endswith("<think>") else None
+        return cls(len(text), hash(text), opened, plain)
 
     def begins(self, text: str) -> bool:
         """Whether a text begins with what was written then."""
