@@ -24,7 +24,8 @@ from datetime import datetime
 from typing import Literal
 
 from nemo_gym_prorl.failures import CallerError, RolloutError
-from nemo_gym_prorl.policy.engines.engine import BackendFailed, ChatPrompt, Engine, Misconfigured
+from nemo_gym_prorl.policy.engines.engine import BackendFailed, ChatPrompt, Misconfigured
+from nemo_gym_prorl.policy.engines.http_engine import HttpEngine
 from nemo_gym_prorl.policy.generation import Finish, Generation
 from nemo_gym_prorl.policy.metrics import PolicyMetrics
 from nemo_gym_prorl.policy.pool.backend import Backend
@@ -54,7 +55,9 @@ type Rewriting = Literal["keep", "branch"]
 
 
 @dataclass(slots=True)
-class _Rollout:
+class RolloutState:
+    """All that is kept of a rollout."""
+
     run: str | None = None
     history: History = field(default_factory=History)
     texts: IdTexts = field(default_factory=IdTexts)
@@ -69,7 +72,7 @@ class _Rollout:
     used_at: float = 0.0
 
 
-_NOTHING = _Rollout()
+_NOTHING = RolloutState()
 
 
 class PolicyService:
@@ -88,7 +91,7 @@ class PolicyService:
 
     def __init__(
         self,
-        engine: Engine,
+        engine: HttpEngine,
         dispatcher: Dispatcher,
         metrics: PolicyMetrics,
         *,
@@ -112,7 +115,7 @@ class PolicyService:
         self.thoughts = thoughts
         self.history: Rewriting = history
         self._keep_s = keep_s
-        self._rollouts: OrderedDict[str, _Rollout] = OrderedDict()
+        self._rollouts: OrderedDict[str, RolloutState] = OrderedDict()
         self._calling: set[str] = set()
         """Backends that have taken a call out of a turn: what they leave in the text is the policy's mistake."""
         self._forgotten: OrderedDict[str, None] = OrderedDict()
@@ -142,7 +145,7 @@ class PolicyService:
             self._use(request.rollout, rollout)  # it may have waited for long, which is no disuse
             del turn  # what it raised holds this frame, and all that it was about
 
-    async def _turn(self, rollout: _Rollout, request: TurnRequest) -> PolicyAnswer:
+    async def _turn(self, rollout: RolloutState, request: TurnRequest) -> PolicyAnswer:
         request = self._understood(request)
         if request.tools and self.renderer is not None and not self.renderer.shows_tools:
             raise CallerError(
@@ -187,9 +190,9 @@ class PolicyService:
             parent, observed = ledger.place(generation.prompt_ids, point.turn if point else None)
         if point is not None and parent is None:
             why = "rewritten"
-            self._retokenised(rollout, sum(len(turn.sampled) for turn in point.turn.path()))
+            self._count(rollout, "retokenised", sum(len(turn.sampled) for turn in point.turn.path()))
             if generation.prompt_ids is not None:
-                self._rewritten(rollout)
+                self._count(rollout, "rewrites")
         if ledger.forks(parent):
             self.metrics.forks.labels(why).inc()
         turn = ledger.append(parent, observed, generation, placed.weight_version, placed.last_version)
@@ -205,16 +208,20 @@ class PolicyService:
             self.dispatcher.apply(self.dispatcher.pool.finish(request.rollout))
         return answer
 
-    def ledger(self, rollout: str) -> TokenLedger:
-        """The tokens of a rollout.
+    def rollout(self, name: str) -> RolloutState:
+        """What is kept of a rollout.
 
         Raises:
             RolloutGone: it is unknown, or has been forgotten.
         """
         try:
-            return self._rollouts[rollout].history.ledger
+            return self._rollouts[name]
         except KeyError:
-            raise RolloutGone(f"no rollout {rollout!r} here", field="rollout") from None
+            raise RolloutGone(f"no rollout {name!r} here", field="rollout") from None
+
+    def ledger(self, rollout: str) -> TokenLedger:
+        """Its tokens."""
+        return self.rollout(rollout).history.ledger
 
     def without_tokens(self, rollout: str, body: bytes) -> tuple[bytes, list[Turn]] | None:
         """A request without the tokens of this rollout that it repeats; see :func:`.echo.without_tokens`."""
@@ -226,26 +233,6 @@ class PolicyService:
         texts = self._rollouts[rollout].texts
         return texts.before(turn), texts.sampled(turn)
 
-    def run_of(self, rollout: str) -> str | None:
-        """The run of a rollout."""
-        self.ledger(rollout)
-        return self._rollouts[rollout].run
-
-    def answers(self, rollout: str) -> dict[str, Turn]:
-        """The turns of a rollout by the ids of its answers."""
-        self.ledger(rollout)
-        return {answer_id: point.turn for answer_id, point in self._rollouts[rollout].answers.items()}
-
-    def counts(self, rollout: str) -> Counts:
-        """What did not go straight in a rollout."""
-        self.ledger(rollout)
-        return self._rollouts[rollout].counts
-
-    def waited_s(self, rollout: str) -> float:
-        """For how long turns of a rollout have waited for a backend, the one that waits now included."""
-        self.ledger(rollout)
-        return self._rollouts[rollout].wait.seconds
-
     def finish(self, rollout: str) -> None:
         """Forget a rollout, if it is known; turns of it that wait or run are ended, and its slot is free."""
         gone = self._rollouts.pop(rollout, None)
@@ -255,7 +242,7 @@ class PolicyService:
         if gone is not None:
             self.metrics.finished(gone.history.ledger.branches)
 
-    def _rollout(self, request: TurnRequest) -> _Rollout:
+    def _rollout(self, request: TurnRequest) -> RolloutState:
         self._forget()
         name = request.rollout
         if "/" in name or name in (".", ".."):
@@ -271,13 +258,13 @@ class PolicyService:
                     field="rollout",
                 )
             del self._forgotten[name]
-        rollout = self._rollouts.setdefault(name, _Rollout(request.run))
+        rollout = self._rollouts.setdefault(name, RolloutState(request.run))
         if rollout.run != request.run:
             raise CallerError(f"{name!r} is a rollout of {rollout.run or 'no run'!r}", field="X-Rollout-Run")
         self._use(name, rollout)
         return rollout
 
-    def _use(self, name: str, rollout: _Rollout) -> None:
+    def _use(self, name: str, rollout: RolloutState) -> None:
         rollout.used_at = time.monotonic()
         if self._rollouts.get(name) is rollout:
             self._rollouts.move_to_end(name)
@@ -322,7 +309,7 @@ class PolicyService:
             )
         return replace(request, template_variables=said | dict(request.template_variables))
 
-    def _continued(self, rollout: _Rollout, request: TurnRequest) -> Match:
+    def _continued(self, rollout: RolloutState, request: TurnRequest) -> Match:
         """The turn that the request continues, and the messages after it."""
         lead: tuple[Message, ...] = ()
         if request.instructions:
@@ -345,14 +332,13 @@ class PolicyService:
         return messages if "'developer'" in source or '"developer"' in source else without_developers(messages)
 
     def _render(
-        self, rollout: _Rollout, match: Match, messages: Sequence[Message], request: TurnRequest
+        self, rollout: RolloutState, match: Match, messages: Sequence[Message], request: TurnRequest
     ) -> tuple[Prompt, Turn | None, Written | None]:
         """The prompt, the turn that it continues, and what the template wrote, if that was done here."""
         if match.ambiguous:
-            rollout.counts.ambiguous += 1
-            self.metrics.ambiguous.inc()
+            self._count(rollout, "ambiguous")
         if rollout.history.ledger.turns:
-            self._retokenised(rollout, rollout.history.retokenised(match.new))
+            self._count(rollout, "retokenised", rollout.history.retokenised(match.new))
         point, texts = match.point, rollout.texts
         if self.renderer is None or not self.engine.takes_tokens:
             before = point.turn if point else None
@@ -374,12 +360,11 @@ class PolicyService:
             )
             rewrites = continuation.rewrites_history or list(point.tools) != list(request.tools)
             if rewrites:
-                self._rewritten(rollout)
+                self._count(rollout, "rewrites")
             if continuation.differs:
-                rollout.counts.differences += 1
-                self.metrics.differences.inc()
+                self._count(rollout, "differences")
             if not rewrites or self.history == "keep":
-                self._neutralised(rollout, continuation.neutralised)
+                self._count(rollout, "neutralised", continuation.neutralised)
                 return texts.prompt(turn, continuation.ids), turn, continuation.written
         first = self.renderer.first(
             messages,
@@ -388,20 +373,13 @@ class PolicyService:
             variables=request.template_variables,
             recall=rollout.recall,
         )
-        self._neutralised(rollout, first.neutralised)
+        self._count(rollout, "neutralised", first.neutralised)
         return texts.prompt(None, first.ids), None, first.written
 
-    def _neutralised(self, rollout: _Rollout, tokens: int) -> None:
-        rollout.counts.neutralised += tokens
-        self.metrics.neutralised.inc(tokens)
-
-    def _retokenised(self, rollout: _Rollout, tokens: int) -> None:
-        rollout.counts.retokenised += tokens
-        self.metrics.retokenised.inc(tokens)
-
-    def _rewritten(self, rollout: _Rollout) -> None:
-        rollout.counts.rewrites += 1
-        self.metrics.rewrites.inc()
+    def _count(self, rollout: RolloutState, what: str, number: int = 1) -> None:
+        """Something did not go straight in a rollout."""
+        setattr(rollout.counts, what, getattr(rollout.counts, what) + number)
+        self.metrics.counts[what].inc(number)
 
     def _check_calls(self, url: str, generation: Generation, request: TurnRequest) -> None:
         """Whether an engine that takes turns apart itself does so with calls."""

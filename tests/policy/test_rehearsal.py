@@ -94,7 +94,7 @@ async def test_the_server_does_not_start_with_a_template_that_cannot_be_followed
     config = PolicyConfig(base_url=["http://127.0.0.1:9"], model="m", engine="vllm", tokenizer=folder)
     host = PolicyHost(config.model_copy(update={"tool_call_parser": "mistral"}))
     with pytest.raises(CannotFollow, match="'hermes' does"):
-        await host.start()
+        await host.service()
     await host.aclose()
 
 
@@ -102,7 +102,7 @@ async def test_an_engine_that_renders_itself_needs_no_template_that_can_be_follo
     folder = str(folder_of(tmp_path, CHATML))
     config = PolicyConfig(base_url=["http://127.0.0.1:9"], model="m", tokenizer=folder, engine="vllm_chat")
     host = PolicyHost(config.model_copy(update={"tool_call_parser": "mistral"}))
-    await host.start()
+    await host.service()
     await host.aclose()
 
 

@@ -213,8 +213,8 @@ async def test_other_tools_than_before_are_another_history(
     agent.goes_on(await agent.ask())
     await agent.ask(tools=[])
     assert agent.service.ledger("r").branches == branches
-    assert agent.service.counts("r").rewrites == 1
-    assert agent.service.counts("r").retokenised == (0 if history == "keep" else 20)
+    assert agent.service.rollout("r").counts.rewrites == 1
+    assert agent.service.rollout("r").counts.retokenised == (0 if history == "keep" else 20)
     await host.aclose()
 
 
@@ -230,7 +230,7 @@ async def test_branches_are_counted_by_their_reason(engine_url: str, model_folde
     metrics = host.metrics.exposition().decode()
     assert 'prorl_policy_forks_total{why="edited"} 1.0' in metrics
     assert 'prorl_policy_forks_total{why="again"} 1.0' in metrics
-    assert agent.service.counts("r").retokenised == 40, "both turns of the edited history"
+    assert agent.service.rollout("r").counts.retokenised == 40, "both turns of the edited history"
     await host.aclose()
 
 
@@ -252,5 +252,5 @@ async def test_other_variables_rewrite_the_past_of_a_turn_that_was_continued_bef
     other = await agent.ask(messages=new, after=first.id, template_variables={"greeting": "good night"})
     assert other.turn
     assert other.turn.parent is None
-    assert agent.service.counts("r").rewrites == 1
+    assert agent.service.rollout("r").counts.rewrites == 1
     await host.aclose()

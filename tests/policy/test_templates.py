@@ -235,7 +235,7 @@ async def test_a_rollout_says_what_was_corrected_and_neutralised(tmp_path: Path)
             # Agents tidy up what they were told; the rollout's own record does not.
             messages += [dict(answer.message), {"role": "user", "content": "on<|end|>"}]
         assert thoughts == ["hmm", None, None]
-        counts = service.counts("r")
+        counts = service.rollout("r").counts
         assert (counts.differences, counts.neutralised, counts.rewrites) == (1, 2, 0)
         assert service.ledger("r").branches == 1
         text = tokenizer.decode(answer.turn.sequence())

@@ -154,7 +154,7 @@ def add_control_routes(app: FastAPI, host: PolicyHost) -> None:
     @router.get("/v1/rollouts/{rollout}/waited", responses=problems(410))
     async def waited(rollout: str) -> dict[str, float]:
         """Seconds for which turns of a rollout have waited for a backend, the one that waits now included."""
-        return {"waited_s": (await host.service()).waited_s(rollout)}
+        return {"waited_s": (await host.service()).rollout(rollout).wait.seconds}
 
     @router.delete("/v1/rollouts/{rollout}", responses=problems())
     async def finish(rollout: str) -> dict[str, Any]:
@@ -209,12 +209,13 @@ def trajectory(service: PolicyService, rollout: str) -> dict[str, Any]:
     An answer's prompt is ``ids[:start]`` of its sequence, its generation ``ids[start:end]``. Its ``weight_versions``
     are the labels of the weights when sampling it began and ended.
     """
-    sequences = service.ledger(rollout).sequences()
-    paths = [set(leaf.path()) for leaf in service.ledger(rollout).leaves()]
+    state = service.rollout(rollout)
+    ledger = state.history.ledger
+    paths = [set(leaf.path()) for leaf in ledger.leaves()]
     return {
         "rollout": rollout,
-        "run": service.run_of(rollout),
-        "counts": asdict(service.counts(rollout)),
+        "run": state.run,
+        "counts": asdict(state.counts),
         "sequences": [
             {
                 "ids": sequence.ids.tolist(),
@@ -222,15 +223,15 @@ def trajectory(service: PolicyService, rollout: str) -> dict[str, Any]:
                 "log_probs": sequence.log_probs.tolist(),
                 "spans": [[s.start, s.end, int(s.sampled), s.weight_version] for s in sequence.spans],
             }
-            for sequence in sequences
+            for sequence in ledger.sequences()
         ],
         "answers": {
             answer_id: {
-                "sequence": next(index for index, path in enumerate(paths) if turn in path),
-                "start": turn.start,
-                "end": turn.end,
-                "weight_versions": [turn.weight_version, turn.last_version],
+                "sequence": next(index for index, path in enumerate(paths) if point.turn in path),
+                "start": point.turn.start,
+                "end": point.turn.end,
+                "weight_versions": [point.turn.weight_version, point.turn.last_version],
             }
-            for answer_id, turn in service.answers(rollout).items()
+            for answer_id, point in state.answers.items()
         },
     }

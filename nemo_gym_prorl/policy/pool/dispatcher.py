@@ -16,7 +16,8 @@ import time
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, field
 
-from nemo_gym_prorl.policy.engines.engine import BackendErred, BackendFailed, Engine, Misconfigured, RequestRefused
+from nemo_gym_prorl.policy.engines.engine import BackendErred, BackendFailed, Misconfigured, RequestRefused
+from nemo_gym_prorl.policy.engines.http_engine import HttpEngine
 from nemo_gym_prorl.policy.pool.backend import (
     Abort,
     Assign,
@@ -69,7 +70,7 @@ class Dispatcher:
     """
 
     pool: BackendPool
-    engine: Engine
+    engine: HttpEngine
     tick_s: float = 0.5
     report_s: float = 2.0
     _leases: dict[int, _Lease] = field(default_factory=dict)
