@@ -41,7 +41,7 @@ from nemo_gym_prorl.policy.http.api import PolicyConfig, PolicyHost, add_control
 from nemo_gym_prorl.policy.http.callers import DEFERRAL, Caller, EndsWithCaller, caller_of, route_of_callers
 from nemo_gym_prorl.policy.http.fields import FOR_ENGINES, check, of_messages, of_responses
 from nemo_gym_prorl.policy.http.items import Forms
-from nemo_gym_prorl.policy.http.turn_requests import Dialect, Terms, TurnRequests, about, read_object
+from nemo_gym_prorl.policy.http.turn_requests import Terms, TurnRequests, about, read_object
 from nemo_gym_prorl.policy.text.messages import Message, arguments_of
 from nemo_gym_prorl.policy.text.parsers import Parsed
 from nemo_gym_prorl.policy.turns import PolicyAnswer, TurnRequest
@@ -136,14 +136,14 @@ class ProrlModel(SimpleResponsesAPIModel):
         )
         add_control_routes(app, self._host)
         app.add_middleware(EndsWithCaller)
-        dialect = Dialect(
+        self._turns = TurnRequests(
+            self._host,
             self._terms,
             self._roles,
             self._forms(),
             tokens=config.return_token_id_information,
             thoughts=config.uses_reasoning_parser,
         )
-        self._turns = TurnRequests(self._host, dialect)
         turns = {
             "/v1/responses": self._on_responses,
             "/v1/chat/completions": self._on_chat_completions,

@@ -20,7 +20,6 @@ from nemo_gym_prorl.policy.pool.backend import (
     GiveUp,
     Health,
     Probe,
-    RequestOutcome,
 )
 from nemo_gym_prorl.policy.pool.pool import BackendPool
 from nemo_gym_prorl.policy.pool.prefixes import BLOCK, Holdings, blocks_of, tokens_in
@@ -123,15 +122,15 @@ class PoolMachine(RuleBasedStateMachine):
             assert self.flying[self.count] == home.id, "a rollout left its backend without need"
 
     @precondition(lambda self: self.flying)
-    @rule(data=st.data(), outcome=st.sampled_from(RequestOutcome))
-    def done(self, data: st.DataObject, outcome: RequestOutcome) -> None:
+    @rule(data=st.data(), failed=st.booleans())
+    def done(self, data: st.DataObject, failed: bool) -> None:
         ticket = data.draw(st.sampled_from(sorted(self.flying)))
         self.flying.pop(ticket)
-        if outcome is RequestOutcome.FAILED:
+        if failed:
             self.waiting.append(ticket)
         else:
             self.ended.add(ticket)
-        self.carry_out(self.pool.done(ticket, outcome, self.now))
+        self.carry_out((self.pool.failed if failed else self.pool.answered)(ticket, self.now))
 
     @precondition(lambda self: self.flying or self.waiting)
     @rule(data=st.data())
@@ -260,7 +259,7 @@ class PoolMachine(RuleBasedStateMachine):
             for ticket in list(self.flying):
                 self.flying.pop(ticket)
                 self.ended.add(ticket)
-                self.carry_out(self.pool.done(ticket, RequestOutcome.OK, self.now))
+                self.carry_out(self.pool.answered(ticket, self.now))
             self.now += PATIENCE_S
             self.carry_out(self.pool.tick(self.now))
         assert not self.waiting
@@ -290,7 +289,7 @@ class Load:
         (assign,) = self.pool.request(self.count, name, group, 0.0, len(prompt), blocks_of(prompt))
         assert isinstance(assign, Assign)
         self.where[name] = assign.backend
-        self.pool.done(self.count, RequestOutcome.OK, 0.0)
+        self.pool.answered(self.count, 0.0)
         return name
 
     def turn(self, name: str, tokens: int = 0, seconds: Callable[[str], float] = lambda _: 0.0) -> bool:
@@ -299,7 +298,7 @@ class Load:
         self.now += 100.0
         (assign,) = self.pool.request(self.count, name, None, self.now, tokens)
         assert isinstance(assign, Assign)
-        self.pool.done(self.count, RequestOutcome.OK, self.now + seconds(assign.backend))
+        self.pool.answered(self.count, self.now + seconds(assign.backend))
         before, self.where[name] = self.where[name], assign.backend
         return before != assign.backend
 
@@ -428,7 +427,7 @@ def test_a_failed_backend_is_probed_tried_with_one_request_and_trusted_again() -
     pool = BackendPool()
     pool.add("a", "http://localhost")
     pool.request(1, "r1")
-    assert pool.done(1, RequestOutcome.FAILED, 10.0) == []
+    assert pool.failed(1, 10.0) == []
     assert pool.tick(10.5) == []
     assert pool.tick(11.0) == [Probe("a")]
     assert pool.probed("a", False, 11.0) == []
@@ -436,7 +435,7 @@ def test_a_failed_backend_is_probed_tried_with_one_request_and_trusted_again() -
     assert pool.tick(13.0) == [Probe("a")]
     pool.request(2, "r2")
     assert pool.probed("a", True, 13.0) == [Assign(1, "a", None)]
-    assert pool.done(1, RequestOutcome.OK, 14.0) == [Assign(2, "a", None)]
+    assert pool.answered(1, 14.0) == [Assign(2, "a", None)]
     assert pool.backends["a"].health is Health.UP
 
 
@@ -444,13 +443,13 @@ def test_idle_rollouts_make_room_for_those_that_wait() -> None:
     pool = BackendPool(limit=1, patience_s=5.0)
     pool.add("a", "http://localhost")
     pool.request(1, "slow tool")
-    pool.done(1, RequestOutcome.OK, 0.0)
+    pool.answered(1, 0.0)
     assert pool.request(2, "next") == []
     assert pool.tick(4.0) == []
     assert pool.tick(5.0) == [Assign(2, "a", None)]
     assert pool.request(3, "newer") == []
     assert pool.request(4, "slow tool") == []
-    pool.done(2, RequestOutcome.OK, 6.0)
+    pool.answered(2, 6.0)
     assert pool.finish("next") == [Assign(4, "a", None)]
 
 
@@ -544,7 +543,7 @@ def test_pausing_drains_and_resuming_names_the_new_weights() -> None:
     (backend,) = pool.pause()
     assert pool.request(2, "r1") == []
     assert pool.request(3, "r2") == []
-    assert pool.done(1, RequestOutcome.OK, 0.0) == []
+    assert pool.answered(1, 0.0) == []
     assert not backend.in_flight
     assert pool.resume(weight_version="2") == [Assign(2, "a", "2"), Assign(3, "a", "2")]
 
@@ -560,7 +559,7 @@ def test_turns_wait_as_long_as_anything_of_their_run_is_under_way() -> None:
     assert given_up == GiveUp(3, "no backend of run 'y' served for 600 s (there is none)")
     assert pool.withdraw(3, 600.0) == []
     assert pool.tick(100_000.0) == [], "its turn comes"
-    pool.done(1, RequestOutcome.OK, 100_000.0)
+    pool.answered(1, 100_000.0)
     assert pool.finish("r1") == [Assign(2, "a", "7")]
     assert pool.waiting_of == {None: 0, "x": 0}, "nothing is kept of a run without backends and rollouts"
 
@@ -571,7 +570,7 @@ def test_a_run_whose_backends_fail_or_pause_gives_up_only_after_a_while() -> Non
     pool.add("b", "http://localhost")
     pool.request(1, "r1", run="x")
     pool.tick(1000.0)
-    assert pool.done(1, RequestOutcome.FAILED, 1000.0) == []
+    assert pool.failed(1, 1000.0) == []
     assert pool.tick(1599.0) == [Probe("a")]
     assert pool.request(2, "r2", now=1599.0, run="x") == []
     assert [type(decision) for decision in pool.tick(1600.0)] == [GiveUp], "who came later waits as long"

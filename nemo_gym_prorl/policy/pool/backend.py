@@ -35,16 +35,6 @@ class Health(StrEnum):
     DOWN = "down"
 
 
-class RequestOutcome(StrEnum):
-    """How a request at a backend ended."""
-
-    OK = "ok"
-    FAILED = "failed"
-    """The backend's doing. The ticket stays open and is placed again."""
-    ENDED = "ended"
-    """Not the backend's doing: cancelled, or refused as such."""
-
-
 @dataclass(frozen=True, slots=True)
 class Assign:
     """Send the ticket's request to the backend now."""

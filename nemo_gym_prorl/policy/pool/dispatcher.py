@@ -26,7 +26,6 @@ from nemo_gym_prorl.policy.pool.backend import (
     GiveUp,
     Health,
     Probe,
-    RequestOutcome,
 )
 from nemo_gym_prorl.policy.pool.pool import BackendPool
 from nemo_gym_prorl.policy.pool.waits import Wait
@@ -118,7 +117,7 @@ class Dispatcher:
         ticket = next(self._tickets)
         lease = self._leases[ticket] = _Lease()
         wait, queued_s, failovers = wait or Wait(), 0.0, 0
-        outcome = RequestOutcome.ENDED
+        over = False
         try:
             self.apply(self.pool.request(ticket, rollout, group, time.monotonic(), tokens, blocks, run))
             while True:
@@ -139,12 +138,12 @@ class Dispatcher:
                     failovers += 1
                     if backend.health is not Health.DOWN:
                         _log.warning("backend %s is out, its turns wait: %s", backend.id, error.reason)
-                    self.apply(self.pool.done(ticket, RequestOutcome.FAILED, time.monotonic()))
+                    self.apply(self.pool.failed(ticket, time.monotonic()))
                 except asyncio.CancelledError:
                     if not lease.aborted or cancelling():
                         raise
                 else:
-                    outcome = RequestOutcome.OK
+                    over = not lease.aborted
                     last = backend.weight_version
                     return Placed(result, assign.backend, assign.weight_version, last, queued_s)
         finally:
@@ -152,10 +151,7 @@ class Dispatcher:
                 lease.task.cancel()
             lease.task = None  # what it raised holds this frame, and all that it was about
             del self._leases[ticket]
-            if outcome is RequestOutcome.OK and not lease.aborted:
-                self.apply(self.pool.done(ticket, outcome, time.monotonic()))
-            else:
-                self.apply(self.pool.withdraw(ticket, time.monotonic()))
+            self.apply((self.pool.answered if over else self.pool.withdraw)(ticket, time.monotonic()))
 
     async def _ask[T](self, call: Callable[[Backend], Awaitable[T]], backend: Backend) -> T:
         """One request. If the engine answers with an error twice, though not to a request that nothing is wrong with,

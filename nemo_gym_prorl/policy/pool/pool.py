@@ -23,7 +23,7 @@ Waiting is nobody's failure, so it has no bound as long as anything of the run i
 an outage (there is no backend, or none that answers, or all are paused), and turns are given up after a while of it.
 
 Pure: no task, socket, clock or thread. Whoever drives it passes the time and carries out the :class:`Decision` s,
-which every event returns. Every ticket ends in exactly one of ``done`` and ``withdraw``, and gets at most one
+which every event returns. Every ticket ends in exactly one of ``answered`` and ``withdraw``, and gets at most one
 :class:`Assign` at a time.
 """
 
@@ -43,7 +43,6 @@ from nemo_gym_prorl.policy.pool.backend import (
     Health,
     NoSuchBackend,
     Probe,
-    RequestOutcome,
 )
 from nemo_gym_prorl.policy.pool.tickets import Line, Queue, Rollout, Ticket, first_of
 
@@ -226,23 +225,25 @@ class BackendPool:
             rollout.tokens = tokens
         return self._route(ticket)
 
-    def done(self, ticket_id: int, outcome: RequestOutcome, now: float) -> list[Decision]:
-        """The ticket's request at its backend ended. A failed one is placed again, perhaps at once."""
+    def answered(self, ticket_id: int, now: float) -> list[Decision]:
+        """The ticket's request at its backend ended well."""
+        ticket = self._tickets[ticket_id]
+        backend = self.backends.get(ticket.backend or "")
+        if backend is not None:
+            health.answered(backend, now - ticket.since, self.of_run(backend.run))
+        self._end(ticket, now)
+        return self._dispatch()
+
+    def failed(self, ticket_id: int, now: float) -> list[Decision]:
+        """The ticket's request failed by its backend's doing. It is placed again, perhaps at once."""
         self._now = max(self._now, now)
         ticket = self._tickets[ticket_id]
         backend = self.backends.get(ticket.backend or "")
-        if outcome is RequestOutcome.FAILED:
-            if backend is not None:
-                backend.failovers += 1
-                health.failed(backend, now)
-                self._requeue(ticket)
-                self._evacuate(backend)
-            return self._dispatch()
         if backend is not None:
-            if outcome is RequestOutcome.OK:
-                health.answered(backend, now - ticket.since, self.of_run(backend.run))
-            backend.in_flight.discard(ticket_id)
-        self._forget(ticket, now)
+            backend.failovers += 1
+            health.failed(backend, now)
+            self._requeue(ticket)
+            self._evacuate(backend)
         return self._dispatch()
 
     def withdraw(self, ticket_id: int, now: float) -> list[Decision]:
@@ -251,10 +252,7 @@ class BackendPool:
         ticket = self._tickets.get(ticket_id)
         if ticket is None:
             return []
-        if ticket.backend is not None:
-            return self.done(ticket_id, RequestOutcome.ENDED, now) + self.finish(ticket.rollout.id)
-        ticket.unqueue()
-        self._forget(ticket, now)
+        self._end(ticket, now)
         return self._dispatch() + self.finish(ticket.rollout.id)
 
     def finish(self, rollout_id: str) -> list[Decision]:
@@ -267,16 +265,11 @@ class BackendPool:
 
     def drop(self, rollout_id: str, now: float) -> list[Decision]:
         """The rollout is over for good: its turns are withdrawn, wherever they are, and its slot is free."""
-        self._now = max(self._now, now)
         rollout = self._rollouts.get(rollout_id)
         if rollout is None:
             return []
-        for ticket in [self._tickets[ticket_id] for ticket_id in sorted(rollout.tickets)]:
-            backend = self.backends.get(ticket.backend or "")
-            if backend is not None:
-                backend.in_flight.discard(ticket.id)
-            ticket.unqueue()
-            self._forget(ticket, now)
+        for ticket_id in sorted(rollout.tickets):
+            self._end(self._tickets[ticket_id], now)
         self._rest(rollout)
         return self._dispatch()
 
@@ -391,7 +384,12 @@ class BackendPool:
             ticket.unqueue()
             ticket.enqueue(self._line(ticket.rollout).returning)
 
-    def _forget(self, ticket: Ticket, now: float) -> None:
+    def _end(self, ticket: Ticket, now: float) -> None:
+        self._now = max(self._now, now)
+        backend = self.backends.get(ticket.backend or "")
+        if backend is not None:
+            backend.in_flight.discard(ticket.id)
+        ticket.unqueue()
         del self._tickets[ticket.id]
         ticket.rollout.tickets.discard(ticket.id)
         if not ticket.rollout.tickets:
