@@ -66,8 +66,6 @@ class RolloutState:
     began: datetime = field(default_factory=datetime.now)
     recall: Recall = field(default_factory=Recall)
     wait: Wait = field(default_factory=Wait)
-    said: tuple[Turn, str] | None = None
-    """The last turn, and all that its tokens decode to."""
     turns: set[asyncio.Task[PolicyAnswer]] = field(default_factory=set)
     used_at: float = 0.0
 
@@ -183,7 +181,7 @@ class PolicyService:
             empty: Message = {"role": "assistant", "content": ""}
             return PolicyAnswer(_new_id(), empty, Parsed(None, "", ()), None, Finish.CONTEXT, len(prompt))
         opened = written.opened if written is not None and self.thoughts else None
-        parsed, text = self._parse(generation, request, prompt, opened)
+        parsed = self._parse(generation, request, prompt, opened)
         if not request.parallel or (self.renderer is not None and self.renderer.one_call):
             parsed = replace(parsed, calls=parsed.calls[:1])
         if generation.prompt_ids is not None:
@@ -196,7 +194,6 @@ class PolicyService:
         if ledger.forks(parent):
             self.metrics.forks.labels(why).inc()
         turn = ledger.append(parent, observed, generation, placed.weight_version, placed.last_version)
-        rollout.said = (turn, text) if text is not None else None
         message, cached = as_message(parsed), generation.cached_tokens or 0
         answer = PolicyAnswer(_new_id(), message, parsed, turn, generation.finish, turn.start, cached)
         # Some templates write a thought as they get it: the white space that its prompt held is part of it.
@@ -352,7 +349,6 @@ class PolicyService:
                 sampled=turn.sampled,
                 finish=turn.finish,
                 behind=_last(turn.observed),
-                text=rollout.said[1] if rollout.said is not None and rollout.said[0] is turn else None,
                 before=point.written,
                 now=rollout.began,
                 variables=request.template_variables,
@@ -398,13 +394,10 @@ class PolicyService:
                 field="tool_parser",
             )
 
-    def _parse(
-        self, generation: Generation, request: TurnRequest, prompt: Prompt, opened: str | None
-    ) -> tuple[Parsed, str | None]:
-        """A turn taken apart, and all that its tokens decode to unless the engine took it apart; with what its prompt
-        opened its thought, if it did."""
+    def _parse(self, generation: Generation, request: TurnRequest, prompt: Prompt, opened: str | None) -> Parsed:
+        """A turn taken apart, whose prompt opened its thought with this white space, if it did."""
         if generation.message is not None:
-            return parsed_by_engine(generation.message), None
+            return parsed_by_engine(generation.message)
         assert self.renderer is not None
         tokenizer = self.renderer.tokenizer
         if max(generation.ids, default=0) >= tokenizer.size:
@@ -412,7 +405,7 @@ class PolicyService:
                 f"the engine sampled id {max(generation.ids)}, the tokenizer knows {tokenizer.size}: no match",
                 field="tokenizer",
             )
-        whole, text = self.renderer.said(
+        text = self.renderer.said(
             generation.ids,
             generation.finish,
             request.sampling.stop,
@@ -422,7 +415,7 @@ class PolicyService:
         tool_format = self.tool_format if request.tools and request.tool_choice != "none" else "plain"
         parsed = parse(text, tool_format, thoughts=self.thoughts, in_thought=opened is not None)
         thought = parsed.thought and tokenizer.without_special(parsed.thought)
-        return Parsed(thought, tokenizer.without_special(parsed.content), parsed.calls), whole
+        return Parsed(thought, tokenizer.without_special(parsed.content), parsed.calls)
 
 
 def _begins(message: Message, lead: Message) -> bool:

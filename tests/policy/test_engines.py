@@ -36,9 +36,6 @@ from nemo_gym_prorl.policy.engines.vllm_completions import VllmCompletions
 from nemo_gym_prorl.policy.generation import Finish, Generation
 from nemo_gym_prorl.policy.http.api import PolicyConfig, PolicyHost, add_control_routes
 from nemo_gym_prorl.policy.service import PolicyService
-from nemo_gym_prorl.policy.text.renderer import Renderer
-from nemo_gym_prorl.policy.text.template import ChatTemplate
-from nemo_gym_prorl.policy.text.tokenizer import Tokenizer
 from nemo_gym_prorl.policy.tokens.ledger import TokenMismatch
 from nemo_gym_prorl.policy.turns import TurnRequest
 from tests.policy.engines import MODEL, free_port, serving
@@ -83,24 +80,10 @@ async def first_call(engine_url: str, **config: Any) -> Generation:
 
 
 @pytest.mark.engine
-async def test_a_wrong_model_name_is_said_at_the_first_call(engine_url: str, model_folder: Path) -> None:
-    with pytest.raises(Misconfigured, match=r"policy_model_name: .* does not serve 'nope'"):
-        await first_call(engine_url, model="nope", tokenizer=str(model_folder))
-
-
-@pytest.mark.engine
 async def test_a_prompt_with_ids_that_the_engine_does_not_know(engine_url: str, connections: Connections) -> None:
     engine = VllmCompletions(connections, MODEL)
     with pytest.raises(RequestRefused, match="out of vocabulary"):
         await engine.generate(engine_url, [4_000_000], ChatPrompt([]), Sampling(max_tokens=1))
-
-
-@pytest.mark.engine
-async def test_a_tokenizer_that_is_not_the_engines(engine_url: str, tmp_path: Path) -> None:
-    FastTokenizer(WordLevel({"hi": 0, "?": 1}, unk_token="?")).save(str(tmp_path / "tokenizer.json"))
-    (tmp_path / "chat_template.jinja").write_text("{{ messages[0].content }}")
-    with pytest.raises(Misconfigured, match=r"tokenizer: .* reads text as other ids"):
-        await first_call(engine_url, tokenizer=str(tmp_path))
 
 
 @pytest.mark.engine
@@ -335,18 +318,6 @@ async def test_an_engine_that_comes_back_with_another_tokenizer_is_refused(tmp_p
             await asked
 
 
-async def test_an_engine_that_comes_back_with_another_context_is_asked_again(tmp_path: Path) -> None:
-    engine = Replaced()
-    async with policy_before(engine, tmp_path) as service:
-        await service.turn(HI)
-        engine.context, engine.status = 50, 503
-        asked = asyncio.ensure_future(service.turn(HI))
-        await engine.refused()
-        engine.status = 200
-        await asked
-    assert (engine.seen[0]["max_tokens"], engine.seen[-1]["max_tokens"]) == (99, 49)
-
-
 @pytest.mark.parametrize("protocol", ["vllm", "vllm_chat"])
 async def test_an_engine_swapped_between_two_turns_is_noticed_before_its_ids_are_kept(
     tmp_path: Path, protocol: str
@@ -567,15 +538,3 @@ async def test_the_control_routes(connections: Connections) -> None:
         async with connections.control.get(f"{url}/metrics") as response:
             assert 'prorl_policy_waiting{run=""} 0.0' in await response.text()
     await host.aclose()
-
-
-def test_a_configuration_that_cannot_work_is_named(model_folder: Path) -> None:
-    with pytest.raises(CallerError, match=r"tool_call_parser: 'xml' is none of hermes, .*"):
-        PolicyHost(PolicyConfig(base_url=[], model=MODEL, tool_call_parser="xml"))
-    fast = FastTokenizer.from_file(str(model_folder / "tokenizer.json"))
-    assert Renderer(Tokenizer(fast), ChatTemplate("x")).tokenizer.size == 4096
-
-
-async def test_tokens_in_needs_a_tokenizer() -> None:
-    with pytest.raises(CallerError, match="tokenizer: engine 'vllm' takes tokens"):
-        await first_call("http://127.0.0.1:1", engine="vllm")

@@ -71,7 +71,7 @@ def renderer(text: str, *stops: str) -> Renderer:
 def test_every_transition_of_a_template_that_rewrites_nothing(name: str, stops: list[str]) -> None:
     counted = tally(source(name), *stops)
     assert counted.wrong == counted.rewritten == counted.differences == 0
-    assert counted.right >= 384
+    assert counted.right >= 192
 
 
 @pytest.mark.parametrize("kind", [kind for kind in KINDS if kind != "bytes"])
@@ -82,7 +82,7 @@ def test_what_follows_a_turn_is_encoded_as_what_continues_a_text(kind: str, name
     """SentencePiece puts a space before the beginning of a text; what an observation spells is no beginning."""
     counted = tally(source(name), stop, kind=kind, shapes=["ac"])
     assert counted.wrong == counted.differences == 0
-    assert counted.right >= 64
+    assert counted.right >= 32
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -167,8 +167,8 @@ def test_what_the_real_rendering_says_corrects_the_stand_ins_and_is_counted() ->
 def test_an_end_in_plain_text_is_neither_part_of_the_answer_nor_written_twice(end: str) -> None:
     chat = renderer(source("worded"))
     ids = chat.tokenizer.encode(f"a{end}")
-    assert chat.said(ids, Finish.STOP) == (f"a{end}", "a")
-    assert chat.said(ids, Finish.LENGTH) == (f"a{end}", f"a{end}")
+    assert chat.said(ids, Finish.STOP) == "a"
+    assert chat.said(ids, Finish.LENGTH) == f"a{end}"
     more = chat.next([USER, SAID], [AND], sampled=ids, finish=Finish.STOP).ids
     text = chat.tokenizer.decode(ids + more)
     assert text == "a\n### End\n\n### user\nand?\n\n### Answer\n"
@@ -207,9 +207,9 @@ def test_a_header_is_no_end_of_turn() -> None:
 def test_a_stop_string_is_no_part_of_the_answer() -> None:
     chat = renderer(source("chatml"))
     ids = chat.tokenizer.encode("a\nUSER: b")
-    assert chat.said(ids, Finish.STOP, ("\nUSER:", ""))[1] == "a"
-    assert chat.said(ids, Finish.LENGTH, ("\nUSER:",))[1] == "a\nUSER: b"
-    assert chat.said(chat.tokenizer.encode("a\nUSER:<|im_end|>"), Finish.STOP, ("\nUSER:",))[1] == "a\nUSER:"
+    assert chat.said(ids, Finish.STOP, ("\nUSER:", "")) == "a"
+    assert chat.said(ids, Finish.LENGTH, ("\nUSER:",)) == "a\nUSER: b"
+    assert chat.said(chat.tokenizer.encode("a\nUSER:<|im_end|>"), Finish.STOP, ("\nUSER:",)) == "a\nUSER:"
 
 
 async def test_a_rollout_says_what_was_corrected_and_neutralised(tmp_path: Path) -> None:

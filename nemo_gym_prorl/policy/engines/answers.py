@@ -17,6 +17,10 @@ from nemo_gym_prorl.policy.generation import Finish
 _ECHO = b'"prompt_token_ids":'
 
 
+class ContextFull(Exception):
+    """The prompt leaves no room in the engine's context."""
+
+
 def only_choice(answer: Mapping[str, Any], url: str) -> dict[str, Any]:
     """The one choice of an OpenAI-style answer."""
     choices = required(answer, "choices", url)

@@ -22,7 +22,7 @@ import orjson
 
 from nemo_gym_prorl.failures import FailureKind
 from nemo_gym_prorl.policy.engines.addresses import origin_of, root_of
-from nemo_gym_prorl.policy.engines.answers import without_echo
+from nemo_gym_prorl.policy.engines.answers import ContextFull, without_echo
 from nemo_gym_prorl.policy.engines.connections import Connections, Dropped, NotOpen, post
 from nemo_gym_prorl.policy.engines.engine import (
     BackendErred,
@@ -33,7 +33,7 @@ from nemo_gym_prorl.policy.engines.engine import (
     RequestRefused,
 )
 from nemo_gym_prorl.policy.engines.sampling import Sampling
-from nemo_gym_prorl.policy.generation import Generation, checked
+from nemo_gym_prorl.policy.generation import Finish, Generation, checked
 from nemo_gym_prorl.policy.tokens.prompt import json_of_ids
 from nemo_gym_prorl.serving.keys import authorization
 
@@ -134,6 +134,8 @@ class HttpEngine:
         """
         try:
             generation = checked(await self._known(url, prompt, conversation, sampling))
+        except ContextFull:
+            return Generation((), (), Finish.CONTEXT)
         except BackendFailed:
             self._contexts.pop(url, None)  # a router's connections outlive the engines behind it
             raise
@@ -267,6 +269,7 @@ class HttpEngine:
         An engine that is not told stops after a number of its own (vLLM: 16), and one that is told too many refuses.
 
         Raises:
+            ContextFull: none.
             Misconfigured: nobody says.
         """
         if asked.context is None:
@@ -278,6 +281,8 @@ class HttpEngine:
                 )
             return wanted
         left = asked.context - prompt - self._kept_free
+        if left < 1:
+            raise ContextFull
         return left if wanted is None else min(wanted, left)
 
     async def models(self, url: str) -> list[dict[str, Any]]:
@@ -310,8 +315,8 @@ class HttpEngine:
         ids: tuple[str, Sequence[int]] | None = None,
         *,
         echoed: bool = False,
-    ) -> dict[str, Any] | None:
-        """The JSON answer; ``None`` if the prompt does not fit into the engine's context.
+    ) -> dict[str, Any]:
+        """The JSON answer.
 
         Args:
             asked: of whom, and over which connections.
@@ -321,6 +326,7 @@ class HttpEngine:
             echoed: where the answer repeats them to the letter they are left out of it.
 
         Raises:
+            ContextFull: the engine has no room for the prompt.
             NotOpen: the connection over which it was asked who it is is gone.
             TimeoutError, aiohttp.ClientError, Dropped: no answer.
             BackendFailed: a server error.
@@ -349,7 +355,7 @@ class HttpEngine:
             return answer
         said = _said(raw)
         if status == 400 and CONTEXT_OVERFLOW.search(said):
-            return None
+            raise ContextFull
         if status in (400, 413, 415, 422):
             raise RequestRefused(f"{url} refused the request ({status}): {said}", field="request")
         if status in (401, 403):

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How a backend fares: failure and half-open recovery, slowness, and how much it can take.
+"""How a backend fares: failure and half-open recovery, room, and slowness.
 
 A backend that fails is down until a probe finds it alive, then on trial: one request at a time, until one succeeds.
 The wait before a probe doubles with each failure in a row.

@@ -173,7 +173,6 @@ class Renderer:
         sampled: Sequence[int],
         finish: Finish,
         behind: int | None = None,
-        text: str | None = None,
         before: Written | None = None,
         now: datetime | None = None,
         variables: Mapping[str, Any] | None = None,
@@ -188,7 +187,6 @@ class Renderer:
             sampled: the ids of that turn.
             finish: why sampling ended.
             behind: the last id of its prompt.
-            text: what the ids decode to, where that is known.
             before: the prompt of that turn, whose messages are the first of the history; without it the prompt is
                 rendered again.
             now: the time as given to :meth:`first`.
@@ -203,8 +201,7 @@ class Renderer:
         spelled = self._spelled(coming, answered=True)
         plain = not any(is_malformed(call["function"]) for call in history[-1].get("tool_calls") or ())
         end = self.tokenizer.special.get(sampled[-1], "") if sampled else ""
-        text = text if text is not None else self.tokenizer.decode(sampled, behind)
-        said = Said(text, end, finish is Finish.STOP, plain)
+        said = Said(self.tokenizer.decode(sampled, behind), end, finish is Finish.STOP, plain)
         write = self.template.writer(tools, now, variables, recall)
         seam = find_seam(write, past, spelled.messages, said, self.tokenizer.special_pattern, before)
         last = sampled[-1] if sampled else behind
@@ -219,18 +216,18 @@ class Renderer:
         stop: Sequence[str] = (),
         variables: Mapping[str, Any] | None = None,
         behind: int | None = None,
-    ) -> tuple[str, str]:
-        """The text of a sampled turn: all of it, and without what ended it: a token, a stop string, the template's
-        own end. ``behind`` is the last id of its prompt."""
+    ) -> str:
+        """The text of a sampled turn without what ended it: a token, a stop string, the template's own end. ``behind``
+        is the last id of its prompt."""
         text = self.tokenizer.decode(sampled, behind)
         if finish is not Finish.STOP:
-            return text, text
+            return text
         if sampled and sampled[-1] in self.tokenizer.special:
-            return text, self.tokenizer.without_end(sampled, text, behind)
+            return self.tokenizer.without_end(sampled, text, behind)
         cut = min((at for one in stop if one and (at := text.find(one)) >= 0), default=len(text))
         end = end_of_turn(self.template.writer(variables=variables), self.tokenizer.special_pattern)
         shared = overlap(text, end)
-        return text, text[: min(cut, len(text) - shared if end[:shared].strip() else cut)]
+        return text[: min(cut, len(text) - shared if end[:shared].strip() else cut)]
 
     def _spelled(self, plain: Sequence[Message], *, answered: bool) -> Spelled:
         return Spelled(plain, self.tokenizer.special_pattern, self._controls, answered=answered)
