@@ -100,7 +100,6 @@ class PolicyHost:
         self.dispatcher.start()
         self._looking = asyncio.create_task(self._look_over())
         return PolicyService(
-            self.engine,
             self.dispatcher,
             self.metrics,
             renderer=renderer,

@@ -25,7 +25,6 @@ from typing import Literal
 
 from nemo_gym_prorl.failures import CallerError, RolloutError
 from nemo_gym_prorl.policy.engines.engine import BackendFailed, ChatPrompt, Misconfigured
-from nemo_gym_prorl.policy.engines.http_engine import HttpEngine
 from nemo_gym_prorl.policy.generation import Finish, Generation
 from nemo_gym_prorl.policy.metrics import PolicyMetrics
 from nemo_gym_prorl.policy.pool.backend import Backend
@@ -77,10 +76,9 @@ class PolicyService:
     """The policy behind a model server.
 
     Args:
-        engine: the wire protocol of the backends.
-        dispatcher: where requests run.
+        dispatcher: where requests run, and how backends are asked.
         metrics: what is counted.
-        renderer: tokenizer and chat template; needed by engines that take tokens.
+        renderer: tokenizer and chat template, for engines that take tokens.
         tool_format: name in :data:`~nemo_gym_prorl.policy.text.parsers.FORMATS`.
         thoughts: look for ``<think>`` blocks.
         history: see :data:`Rewriting`.
@@ -89,7 +87,6 @@ class PolicyService:
 
     def __init__(
         self,
-        engine: HttpEngine,
         dispatcher: Dispatcher,
         metrics: PolicyMetrics,
         *,
@@ -99,14 +96,11 @@ class PolicyService:
         history: Rewriting = "keep",
         keep_s: float = 3600.0,
     ) -> None:
-        if engine.takes_tokens and renderer is None:
-            raise CallerError("an engine that takes tokens needs a tokenizer and a chat template", field="tokenizer")
-        if engine.takes_tokens and renderer is not None:
+        self.engine, self.dispatcher = dispatcher.engine, dispatcher
+        if renderer is not None:
             # Special tokens and many scripts, read as we do.
             text = renderer.tokenizer.sample_text()
-            engine.expect(text, renderer.tokenizer.encode(text))
-        self.engine = engine
-        self.dispatcher = dispatcher
+            self.engine.expect(text, renderer.tokenizer.encode(text))
         self.metrics = metrics
         self.renderer = renderer
         self.tool_format = tool_format
@@ -287,7 +281,7 @@ class PolicyService:
         Raises:
             CallerError: the template has no word for something, or the engine none.
         """
-        if self.renderer is None or not self.engine.takes_tokens:
+        if self.renderer is None:
             return request
         if request.tool_choice not in (None, "none"):
             raise CallerError(
@@ -323,7 +317,7 @@ class PolicyService:
 
     def _roles(self, messages: Sequence[Message]) -> Sequence[Message]:
         """Messages with the roles that the template knows, by the mark by which vLLM knows it."""
-        if self.renderer is None or not self.engine.takes_tokens:
+        if self.renderer is None:
             return messages
         source = self.renderer.template.source
         return messages if "'developer'" in source or '"developer"' in source else without_developers(messages)
@@ -337,7 +331,7 @@ class PolicyService:
         if rollout.history.ledger.turns:
             self._count(rollout, "retokenised", rollout.history.retokenised(match.new))
         point, texts = match.point, rollout.texts
-        if self.renderer is None or not self.engine.takes_tokens:
+        if self.renderer is None:
             before = point.turn if point else None
             return texts.prompt(before, ()), before, None
         if point is not None:

@@ -16,8 +16,6 @@ from typing import Any
 import aiohttp
 import pytest
 from fastapi import FastAPI, Request, Response
-from tokenizers import Tokenizer as FastTokenizer
-from tokenizers.models import WordLevel
 
 from nemo_gym_prorl.failures import CallerError, RolloutError
 from nemo_gym_prorl.policy.engines.connections import Connections
@@ -39,6 +37,7 @@ from nemo_gym_prorl.policy.service import PolicyService
 from nemo_gym_prorl.policy.tokens.ledger import TokenMismatch
 from nemo_gym_prorl.policy.turns import TurnRequest
 from tests.policy.engines import MODEL, free_port, serving
+from tests.policy.hosts import hosted, words_in
 
 
 @pytest.fixture(autouse=True)
@@ -70,13 +69,9 @@ def says(path: str, answer: Callable[[dict[str, Any]], Any], seen: list[dict[str
 
 async def first_call(engine_url: str, **config: Any) -> Generation:
     """The first turn of a freshly configured policy."""
-    host = PolicyHost(PolicyConfig(base_url=[engine_url], **({"model": MODEL} | config)))
-    try:
-        service = await host.service()
+    async with hosted(engine_url, **config) as host:
         request = TurnRequest("r", [{"role": "user", "content": "hi"}], sampling=Sampling(max_tokens=8))
-        return (await service.turn(request)).turn
-    finally:
-        await host.aclose()
+        return (await (await host.service()).turn(request)).turn
 
 
 @pytest.mark.engine
@@ -101,11 +96,9 @@ async def test_a_tokenizer_of_the_engines_size_with_two_ids_swapped(
 
 async def test_a_tokenizer_that_does_not_know_what_was_sampled(tmp_path: Path) -> None:
     """An engine that does not tokenise for others is found out by what it samples."""
-    FastTokenizer(WordLevel({"hi": 0, "?": 1}, unk_token="?")).save(str(tmp_path / "tokenizer.json"))
-    (tmp_path / "chat_template.jinja").write_text("{{ messages[0].content }}")
     async with serving(says("/v1/completions", lambda _: completion())) as url:
         with pytest.raises(Misconfigured, match=r"tokenizer: the engine sampled id 2, the tokenizer knows 2"):
-            await first_call(url, engine="vllm", tokenizer=str(tmp_path))
+            await first_call(url, engine="vllm", tokenizer=words_in(tmp_path, "hi", "?"))
 
 
 @pytest.mark.engine
@@ -133,13 +126,12 @@ async def test_a_rollout_that_is_over_holds_nothing_until_the_collector_comes(
 ) -> None:
     """Which comes rarely: an engine that is away for minutes would fill the memory with prompts."""
     caplog.set_level(logging.CRITICAL)  # what is captured is kept
-    FastTokenizer(WordLevel({"hi": 0, "?": 1, "x": 2}, unk_token="?")).save(str(tmp_path / "tokenizer.json"))
-    (tmp_path / "chat_template.jinja").write_text("{{ messages[0].content }}")
+    words_in(tmp_path, "hi", "?", "x")
     said = completion() if status == 200 else Response("no", status_code=status)
-    async with serving(says("/v1/completions", lambda _: said)) as url:
-        host = PolicyHost(
-            PolicyConfig(base_url=[url], model=MODEL, tokenizer=str(tmp_path), engine="vllm", unreachable_s=0.2)
-        )
+    async with (
+        serving(says("/v1/completions", lambda _: said)) as url,
+        hosted(url, tokenizer=str(tmp_path), engine="vllm", unreachable_s=0.2) as host,
+    ):
         service, message = await host.service(), Told(role="user", content="hi")
         gone = weakref.ref(message)
         gc.collect()
@@ -155,7 +147,6 @@ async def test_a_rollout_that_is_over_holds_nothing_until_the_collector_comes(
             assert not held
         finally:
             gc.enable()
-            await host.aclose()
 
 
 NO_IDS = [[1, -2], [1.0, 2.0], [True, False], ["1", "2"], [None, 2], "ab", [1, 2**70]]
@@ -287,14 +278,9 @@ class Replaced:
 
 @contextlib.asynccontextmanager
 async def policy_at(url: str, folder: Path, **config: Any) -> AsyncIterator[PolicyService]:
-    FastTokenizer(WordLevel({"hi": 0, "?": 1, "yes": 2}, unk_token="?")).save(str(folder / "tokenizer.json"))
-    (folder / "chat_template.jinja").write_text("{{ messages[0].content }}")
-    settings = {"engine": "vllm", "tokenizer": str(folder), "unreachable_s": 20} | config
-    host = PolicyHost(PolicyConfig(base_url=[url], model=MODEL, **settings))
-    try:
+    settings = {"engine": "vllm", "tokenizer": words_in(folder, "hi", "?", "yes"), "unreachable_s": 20} | config
+    async with hosted(url, **settings) as host:
         yield await host.service()
-    finally:
-        await host.aclose()
 
 
 @contextlib.asynccontextmanager
@@ -476,8 +462,7 @@ def nemo_rl_server(seen: list[dict[str, Any]]) -> FastAPI:
 
 async def test_nemo_rl_is_told_the_prefix_and_keeps_it() -> None:
     seen: list[dict[str, Any]] = []
-    async with serving(nemo_rl_server(seen)) as url:
-        host = PolicyHost(PolicyConfig(base_url=[f"{url}/v1"], model=MODEL, engine="nemo_rl"))
+    async with serving(nemo_rl_server(seen)) as url, hosted(f"{url}/v1", engine="nemo_rl") as host:
         service = await host.service()
         assert isinstance(service.engine, NemoRl)
         messages: list[dict[str, Any]] = [{"role": "user", "content": "hi"}]
@@ -488,7 +473,6 @@ async def test_nemo_rl_is_told_the_prefix_and_keeps_it() -> None:
         assert service.ledger("r").branches == 1
         assert seen[2]["required_prefix_token_ids"] == [101, 3, 4, 103, 3, 4]
         assert list(answer.turn.sampled) == [3, 4]
-        await host.aclose()
 
 
 async def test_an_engine_that_rewrites_history_gives_a_branch_and_no_wrong_chain() -> None:
@@ -497,15 +481,13 @@ async def test_an_engine_that_rewrites_history_gives_a_branch_and_no_wrong_chain
         choice = {"message": {"role": "assistant", "content": "so"}, "logprobs": logged, "token_ids": [3]}
         return {"choices": [choice | {"finish_reason": "stop"}], "prompt_token_ids": [len(body["messages"])]}
 
-    async with serving(says("/v1/chat/completions", answer)) as url:
-        host = PolicyHost(PolicyConfig(base_url=[url], model=MODEL, engine="vllm_chat"))
+    async with serving(says("/v1/chat/completions", answer)) as url, hosted(url, engine="vllm_chat") as host:
         service = await host.service()
         messages: list[dict[str, Any]] = [{"role": "user", "content": "hi"}]
         first = await service.turn(TurnRequest("r", tuple(messages)))
         messages += [dict(first.message), {"role": "user", "content": "on"}]
         await service.turn(TurnRequest("r", tuple(messages)))
         assert [list(sequence.ids) for sequence in service.ledger("r").sequences()] == [[1, 3], [3, 3]]
-        await host.aclose()
     assert b"prorl_policy_history_rewrites_total 1.0" in host.metrics.exposition()
 
 

@@ -6,7 +6,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
 
@@ -15,31 +14,23 @@ import uvicorn
 from fastapi import FastAPI, Request, Response
 from hypothesis import given
 from hypothesis import strategies as st
-from tokenizers import Tokenizer as FastTokenizer
-from tokenizers.models import WordLevel
 
 from nemo_gym_prorl.failures import CallerError
 from nemo_gym_prorl.policy.config import HostRefused
 from nemo_gym_prorl.policy.engines.addresses import checked_url
 from nemo_gym_prorl.policy.engines.engine import BackendFailed, Misconfigured, RequestRefused
 from nemo_gym_prorl.policy.engines.sampling import Sampling
-from nemo_gym_prorl.policy.http.api import PolicyConfig, PolicyHost
+from nemo_gym_prorl.policy.http.api import PolicyHost
 from nemo_gym_prorl.policy.pool.backend import Health
 from nemo_gym_prorl.policy.turns import TurnRequest
 from nemo_gym_prorl.scripted.server import ScriptedConfig, serve
 from tests.policy.engines import MODEL, free_port, serving
+from tests.policy.hosts import hosted, words_in
 from tests.policy.test_engines import completion, nemo_rl_server, says
 from tests.policy.test_prorl_model import server
 
 
 HI = [{"role": "user", "content": "hi"}]
-
-
-@contextlib.asynccontextmanager
-async def hosted(*urls: str, **config: Any) -> AsyncIterator[PolicyHost]:
-    host = PolicyHost(PolicyConfig(base_url=list(urls), **({"model": MODEL} | config)))
-    async with host.lifespan():
-        yield host
 
 
 @pytest.fixture
@@ -48,9 +39,7 @@ def words(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
     monkeypatch.setattr("nemo_gym_prorl.policy.host.rehearse", lambda *_, **__: None)
     folder = tmp_path / "words"
     folder.mkdir()
-    FastTokenizer(WordLevel({"hi": 0, "ho": 1, "?": 2}, unk_token="?")).save(str(folder / "tokenizer.json"))
-    (folder / "chat_template.jinja").write_text("{{ messages[0].content }}")
-    return str(folder)
+    return words_in(folder, "hi", "ho", "?")
 
 
 # What must be there

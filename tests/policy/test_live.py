@@ -55,9 +55,7 @@ class Policy:
         tokenizer = Tokenizer(FastTokenizer.from_file(str(folder / "tokenizer.json")))
         self.family = FAMILIES["thinking"]
         self.metrics = PolicyMetrics(self.pool)
-        self.service = PolicyService(
-            self.dispatcher.engine, self.dispatcher, self.metrics, renderer=self.family.renderer(tokenizer)
-        )
+        self.service = PolicyService(self.dispatcher, self.metrics, renderer=self.family.renderer(tokenizer))
 
     def add(self, name: str, url: str, version: str) -> None:
         self.dispatcher.apply(self.pool.add(name, url, version))

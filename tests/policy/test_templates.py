@@ -24,7 +24,6 @@ from openai.types.responses import FunctionToolParam
 from nemo_gym_prorl.failures import CallerError
 from nemo_gym_prorl.policy.engines.sampling import Sampling
 from nemo_gym_prorl.policy.generation import Finish
-from nemo_gym_prorl.policy.http.api import PolicyConfig, PolicyHost
 from nemo_gym_prorl.policy.text.renderer import Renderer
 from nemo_gym_prorl.policy.text.seam import Written
 from nemo_gym_prorl.policy.text.template import ChatTemplate
@@ -32,6 +31,7 @@ from nemo_gym_prorl.policy.turns import TurnRequest
 from responses_api_models.prorl_model.app import _offered
 from tests.policy.engines import serving
 from tests.policy.families import TEMPLATES
+from tests.policy.hosts import hosted
 from tests.policy.test_engines import completion, says
 from tests.policy.tokenizers import KINDS, tokenizer_of
 from tests.policy.transitions import ids_of, outcome, tally
@@ -223,9 +223,10 @@ async def test_a_rollout_says_what_was_corrected_and_neutralised(tmp_path: Path)
         ids = tokenizer.encode(next(texts))
         return completion(token_ids=ids, logprobs={"token_logprobs": [-0.5] * len(ids)})
 
-    async with serving(says("/v1/completions", says_next)) as url:
-        config = PolicyConfig(base_url=[url], model="m", engine="vllm", tokenizer=str(tmp_path))
-        host = PolicyHost(config)
+    async with (
+        serving(says("/v1/completions", says_next)) as url,
+        hosted(url, engine="vllm", tokenizer=str(tmp_path)) as host,
+    ):
         service = await host.service()
         messages: list[dict[str, Any]] = [USER]
         thoughts = []
@@ -239,7 +240,6 @@ async def test_a_rollout_says_what_was_corrected_and_neutralised(tmp_path: Path)
         assert (counts.differences, counts.neutralised, counts.rewrites) == (1, 2, 0)
         assert service.ledger("r").branches == 1
         text = tokenizer.decode(answer.turn.sequence())
-        await host.aclose()
     said = "<|user|>q<|end|><|assistant|><think>hm<|user|>m</think> a<|end|><|user|>on<|end|><|end|>"
     assert text == f"{said}<|assistant|> a<|end|>!<|user|>on<|end|><|end|><|assistant|>b<|end|>"
     metrics = host.metrics.exposition()
