@@ -247,6 +247,14 @@ async def test_a_rollout_says_what_was_corrected_and_neutralised(tmp_path: Path)
     assert b"prorl_policy_neutralised_tokens_total 2.0" in metrics
 
 
+@given(text=st.text("ab", max_size=6), other=st.text("ab", max_size=6), opened=st.sampled_from(["", "<think>\n"]))
+def test_a_prompt_is_known_again_and_whether_it_opens_a_thought(text: str, other: str, opened: str) -> None:
+    written = Written.of(text + opened)
+    assert written.begins(text + opened + other)
+    assert written.begins(other) == other.startswith(text + opened)
+    assert written.opened == ("\n" if opened else None)
+
+
 def test_a_template_that_tells_the_time_tells_one_time_per_rollout() -> None:
     chat = renderer(source("dated"))
     sampled = chat.tokenizer.encode("a<|im_end|>")

@@ -43,11 +43,15 @@ def without_echo(content: bytes, echo: Sequence[bytes]) -> bytes:
         echo: the list of ids as JSON, in parts; where they stood is ``null`` then.
     """
     # No string can hold the name with bare quotes, so this is a field.
-    _, field, behind = content.partition(_ECHO)
-    sent = b"".join(echo)
-    if not field or not sent or not behind.startswith(sent):
+    field = content.find(_ECHO)
+    if field < 0 or not echo:
         return content
-    return b"%bnull%b" % (content[: -len(behind)], behind[len(sent) :])
+    at = start = field + len(_ECHO)
+    for part in echo:
+        if not content.startswith(part, at):
+            return content
+        at += len(part)
+    return b"%bnull%b" % (content[:start], content[at:])
 
 
 def required(answer: Mapping[str, Any], name: str, url: str) -> Any:
