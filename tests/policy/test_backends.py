@@ -479,6 +479,17 @@ def test_rollouts_leave_a_slow_backend_and_new_ones_avoid_it() -> None:
     assert "b2" not in {load.where[load.start()] for _ in range(6)}
 
 
+def test_a_backend_whose_cache_is_full_is_not_slow() -> None:
+    load = Load(2)
+    names = [load.start(tokens=50) for _ in range(8)]
+    for backend_id in load.pool.backends:
+        load.pool.report(backend_id, waiting=0, kv_use=0.5, capacity=210)
+    for _ in range(10):
+        for name in names:
+            assert not load.turn(name, 50, lambda backend: 9.0 if backend == "b1" else 1.0)
+    assert {backend.slowness for backend in load.pool.backends.values()} == {1.0}
+
+
 def test_short_rollouts_leave_a_cache_that_overflows_for_one_with_room() -> None:
     load = Load(2)
     names = [load.start(tokens=50) for _ in range(8)]

@@ -27,6 +27,9 @@ _OPINION = 12
 _SLOW = 2.0
 """How many times longer than the median backend's a backend's turns must take for it to count as slow."""
 
+_FULL = 0.9
+"""The share of its cache from which a backend's long turns may come of prefixes that were evicted."""
+
 
 def usable(backend: Backend) -> bool:
     """Whether the backend may be sent a request for a rollout that it has."""
@@ -66,7 +69,8 @@ def recovers(backend: Backend) -> None:
 
 def answered(backend: Backend, seconds: float, all_backends: Collection[Backend]) -> None:
     """A request succeeded: the backend is up. Learn how long its turns take, and whether it is slow: it is from when
-    they take far longer than others' until they take no longer."""
+    they take far longer than others' until they take no longer. Rollouts that fill its cache explain that, and are no
+    fault of the backend's."""
     backend.failures, backend.probe_at = 0, None
     backend.health = Health.UP
     backend.turns += 1
@@ -74,7 +78,8 @@ def answered(backend: Backend, seconds: float, all_backends: Collection[Backend]
     backend.turn_s *= (max(seconds, _SHORTEST_S) / backend.turn_s) ** max(1 / backend.turns, _TURN_SMOOTHING)
     known = sorted(peer.turn_s for peer in all_backends if peer.turns and peer.health is Health.UP)
     longer = backend.turn_s / known[(len(known) - 1) // 2]
-    if backend.turns >= _OPINION and longer > _SLOW:
+    full = backend.capacity is not None and backend.demand > _FULL * backend.capacity
+    if not full and backend.turns >= _OPINION and longer > _SLOW:
         backend.slowness = max(backend.slowness, longer)
     elif longer <= 1.0:
         backend.slowness = 1.0
