@@ -8,7 +8,7 @@ import hashlib
 from collections import Counter, defaultdict
 
 from benchmarks.engines import Engines, Request, Rollout, Trace
-from nemo_gym_prorl.policy.pool.backend import Assign, Decision, RequestOutcome
+from nemo_gym_prorl.policy.pool.backend import Assign, Decision
 from nemo_gym_prorl.policy.pool.pool import BackendPool
 from nemo_gym_prorl.policy.pool.prefixes import blocks_of
 
@@ -165,8 +165,8 @@ class Ours:
 
     name = "prorl"
 
-    def __init__(self, **options: float) -> None:
-        self.pool = BackendPool(**options)
+    def __init__(self) -> None:
+        self.pool = BackendPool()
         self._tickets: dict[int, Request] = {}
         self._ticket_of: dict[int, int] = {}
         self._assigned: dict[int, int] = {}
@@ -213,12 +213,12 @@ class Ours:
     def answered(self, request: Request) -> None:
         ticket = self._ticket_of[id(request)]
         del self._ticket_of[id(request)], self._tickets[ticket]
-        self._take(self.pool.done(ticket, RequestOutcome.OK, self._fleet.now))
+        self._take(self.pool.answered(ticket, self._fleet.now))
 
     def cut(self, request: Request) -> None:
         # The pool itself has placed again what ran on a backend that it was told to remove.
         if str(request.engine) in self.pool.backends:
-            self._take(self.pool.done(self._ticket_of[id(request)], RequestOutcome.FAILED, self._fleet.now))
+            self._take(self.pool.failed(self._ticket_of[id(request)], self._fleet.now))
 
     def dropped(self, rollout: Rollout, request: Request | None) -> None:
         if request is not None:

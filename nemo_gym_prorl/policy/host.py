@@ -1,31 +1,49 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Owns a policy service: what must be there before the first turn is checked at the start. Engines may come later."""
+"""Owns the policy side from its start to its end. What must be there before the first turn is checked at the start;
+engines may come later, and which may join is checked here."""
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
+import logging
 import os
+import re
+import time
 from collections.abc import AsyncIterator
 
 from nemo_gym_prorl.failures import CallerError
-from nemo_gym_prorl.policy.backends import Backends
-from nemo_gym_prorl.policy.config import PolicyConfig
+from nemo_gym_prorl.policy.config import PolicyConfig, check_host
+from nemo_gym_prorl.policy.engines.addresses import checked_url, origin_of, root_of
+from nemo_gym_prorl.policy.engines.connections import Connections
+from nemo_gym_prorl.policy.engines.engine import BackendFailed, Misconfigured
 from nemo_gym_prorl.policy.engines.registry import ENGINES
 from nemo_gym_prorl.policy.metrics import PolicyMetrics
+from nemo_gym_prorl.policy.pool.backend import AlreadyThere, Backend
+from nemo_gym_prorl.policy.pool.dispatcher import Dispatcher
 from nemo_gym_prorl.policy.pool.pool import BackendPool
-from nemo_gym_prorl.policy.pool.waits import Waits
 from nemo_gym_prorl.policy.service import PolicyService
 from nemo_gym_prorl.policy.text.parsers import FORMATS
 from nemo_gym_prorl.policy.text.rehearsal import rehearse
 from nemo_gym_prorl.policy.text.renderer import Renderer
+from nemo_gym_prorl.serving.keys import authorization
+
+
+_log = logging.getLogger(__name__)
 
 
 class PolicyHost:
-    """A policy service, its backends and its connections, from start to end.
+    """A policy service, its backends and its connections.
 
     Args:
         config: see there.
+
+    Attributes:
+        pool: which backend samples what.
+        metrics: what is counted in this process.
+        engine: how backends are asked.
+        dispatcher: runs requests.
+        ready: the service, once it runs.
 
     Raises:
         CallerError: the configuration cannot work.
@@ -34,48 +52,62 @@ class PolicyHost:
     def __init__(self, config: PolicyConfig) -> None:
         if config.tool_call_parser not in FORMATS:
             raise CallerError(f"{config.tool_call_parser!r} is none of {', '.join(FORMATS)}", field="tool_call_parser")
+        if ENGINES[config.protocol].takes_tokens and config.tokenizer_folder is None:
+            raise CallerError(f"engine {config.protocol!r} takes tokens, so it needs a tokenizer", field="tokenizer")
         self.config = config
-        self.backends = Backends(config)
-        self._lock = asyncio.Lock()
-        self._service: PolicyService | None = None
+        self.pool = BackendPool(limit=config.limit, unreachable_s=config.unreachable_s)
+        self.metrics = PolicyMetrics(self.pool)
+        self._by_origin: dict[str, dict[str, str]] = {}
+        for index, (given, key) in enumerate(zip(config.base_url, config.keys(), strict=True)):
+            url = checked_url(given, "base_url")
+            self._by_origin[origin_of(url)] = config.headers | authorization(key)
+            self.pool.add(f"backend{index}", url)
+        self._connections = Connections()
+        self.engine = ENGINES[config.protocol](
+            self._connections, config.model, by_origin=self._by_origin, named=config.engine is not None
+        )
+        self.dispatcher = Dispatcher(self.pool, self.engine)
+        self.ready: PolicyService | None = None
+        self._starting = asyncio.Lock()
+        self._looking: asyncio.Task[None] | None = None
 
     @contextlib.asynccontextmanager
     async def lifespan(self) -> AsyncIterator[None]:
         """Start, and end, with an application: one whose tokenizer is missing does not start."""
         try:
-            await self.start()
+            await self.service()
             yield
         finally:
             await self.aclose()
 
-    async def start(self) -> None:
-        """Read the tokenizer, and have the backends looked for.
+    async def service(self) -> PolicyService:
+        """The running service. Who asks first has the tokenizer read, and the backends looked for.
 
         Raises:
             CallerError: the tokenizer or its template cannot be read.
         """
-        async with self._lock:
-            if self._service is not None:
-                return
-            config, renderer = self.config, None
-            if ENGINES[config.protocol].takes_tokens and config.tokenizer_folder is not None:
-                # It tokenises one text at a time: handing that to a pool of threads costs half as much again.
-                os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
-                renderer = await asyncio.to_thread(self._followed, config.tokenizer_folder)
-            await self.backends.start()
-            engine, dispatcher = self.backends.engine, self.backends.dispatcher
-            assert engine is not None
-            assert dispatcher is not None
-            self._service = PolicyService(
-                engine,
-                dispatcher,
-                self.metrics,
-                renderer=renderer,
-                tool_format=config.tool_call_parser,
-                thoughts=config.thoughts,
-                history=config.history,
-                keep_s=config.keep_s,
-            )
+        async with self._starting:
+            if self.ready is None:
+                self.ready = await self._started()
+            return self.ready
+
+    async def _started(self) -> PolicyService:
+        config, renderer = self.config, None
+        if self.engine.takes_tokens and config.tokenizer_folder is not None:
+            # It tokenises one text at a time: handing that to a pool of threads costs half as much again.
+            os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+            renderer = await asyncio.to_thread(self._followed, config.tokenizer_folder)
+        self.dispatcher.start()
+        self._looking = asyncio.create_task(self._look_over())
+        return PolicyService(
+            self.dispatcher,
+            self.metrics,
+            renderer=renderer,
+            tool_format=config.tool_call_parser,
+            thoughts=config.thoughts,
+            history=config.history,
+            keep_s=config.keep_s,
+        )
 
     def _followed(self, folder: str) -> Renderer:
         """Tokenizer and template, once it is known that they can be followed."""
@@ -83,36 +115,80 @@ class PolicyHost:
         rehearse(renderer, self.config.tool_call_parser, thoughts=self.config.thoughts)
         return renderer
 
+    async def _look_over(self) -> None:
+        """Say early what every turn would fail with; engines may also come later, so nothing ends for it."""
+        for backend in list(self.pool.backends.values()):
+            try:
+                await self.engine.check_protocol(backend.url)
+                served = [str(card.get("id")) for card in await self.engine.models(backend.url)]
+            except Misconfigured as error:
+                _log.error("%s", error.reason)
+            except BackendFailed as error:
+                _log.warning("policy_base_url: %s: not there yet", error.reason)
+            else:
+                if served and self.config.model not in served:
+                    _log.warning(
+                        "policy_model_name: %s serves %s, not %r", backend.url, ", ".join(served), self.config.model
+                    )
+
     async def aclose(self) -> None:
         """Stop background work and close connections."""
-        await self.backends.aclose()
+        if self._looking is not None:
+            self._looking.cancel()
+            await asyncio.gather(self._looking, return_exceptions=True)
+        await self.dispatcher.aclose()
+        await self._connections.aclose()
 
-    @property
-    def pool(self) -> BackendPool:
-        """The backends."""
-        return self.backends.pool
+    # Who may join
 
-    @property
-    def metrics(self) -> PolicyMetrics:
-        """What is counted in this process."""
-        return self.backends.metrics
-
-    @property
-    def waits(self) -> Waits:
-        """How long rollouts have waited for a backend."""
-        return self.backends.waits
-
-    @property
-    def ready(self) -> PolicyService | None:
-        """The running service, if it runs already."""
-        return self._service
-
-    async def service(self) -> PolicyService:
-        """The running service.
+    async def add(
+        self,
+        url: str,
+        backend_id: str | None = None,
+        weight_version: str | None = None,
+        api_key: str | None = None,
+        run: str | None = None,
+    ) -> Backend:
+        """Add a backend, for the rollouts of a run; it gets its own key, and never one that was configured for others.
+        One that the run has at that URL already stays the one that it is, with the new label and key.
 
         Raises:
-            CallerError: the configuration cannot work.
+            AlreadyThere: there is one of that id, or another run has one at that URL.
+            CallerError: no URL, no host that is allowed, or an engine of another kind than the others.
         """
-        await self.start()
-        assert self._service is not None
-        return self._service
+        url = checked_url(url)
+        check_host(url, self.config)
+        self._known(backend_id, url, run)
+        try:
+            await self.engine.check_protocol(url)
+        except Misconfigured as error:
+            raise CallerError(error.reason, field="url") from error
+        except BackendFailed:
+            pass  # it is looked at when it is first met
+        known = self._known(backend_id, url, run)
+        if known is None:
+            backend_id = backend_id or f"backend{time.monotonic_ns():x}"
+            self.dispatcher.apply(self.pool.add(backend_id, url, weight_version, run))
+            known = self.pool.backends[backend_id]
+        elif weight_version is not None:
+            self.pool.label(weight_version, known.id)
+        if api_key is not None:
+            self._by_origin[origin_of(url)] = authorization(api_key)
+        return known
+
+    def _known(self, backend_id: str | None, url: str, run: str | None) -> Backend | None:
+        """The backend that this run has at that URL: an engine has one policy, and one limit."""
+        # Who is there first keeps it: the other may mean a host of its own network.
+        known = next((one for one in self.pool.backends.values() if _address(one.url) == _address(url)), None)
+        if known is None or (known.run == run and backend_id in (None, known.id) and not known.draining):
+            return known
+        whose = f"run {known.run!r}" if known.run else "rollouts that name no run"
+        raise AlreadyThere(
+            f"{url} is backend {known.id!r} of {whose}; if that is over, DELETE /v1/backends/{known.id} first",
+            field="url",
+        )
+
+
+def _address(url: str) -> str:
+    """Where an engine is, by one of the names that this machine has for itself."""
+    return re.sub(r"^(\w+://)(localhost|\[::1\])(?=[:/]|$)", r"\g<1>127.0.0.1", root_of(url))

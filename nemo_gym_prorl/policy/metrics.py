@@ -3,14 +3,39 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Mapping
+
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
 from prometheus_client.exposition import generate_latest
 
 from nemo_gym_prorl.policy.generation import Generation
+from nemo_gym_prorl.policy.pool.backend import Backend, Health
 from nemo_gym_prorl.policy.pool.dispatcher import Placed
 from nemo_gym_prorl.policy.pool.pool import BackendPool
 
 
+_OF_BACKENDS: Mapping[str, tuple[str, Callable[[Backend], float]]] = {
+    "live_rollouts": ("Rollouts that live there", lambda backend: len(backend.live)),
+    "live_tokens": ("Tokens of their prompts, shared ones once", lambda backend: backend.demand),
+    "in_flight": ("Requests in flight", lambda backend: len(backend.in_flight)),
+    "up": ("1 while the backend serves", lambda backend: backend.health is Health.UP),
+    "limit": ("Live rollouts allowed there", lambda backend: backend.limit),
+    "failovers": ("Requests that failed there", lambda backend: backend.failovers),
+}
+_OF_ROLLOUTS: Mapping[str, tuple[str, str]] = {
+    "rewrites": ("history_rewrites", "Turns whose template would rewrite history"),
+    "differences": (
+        "template_differences",
+        "Turns after which the template writes otherwise than stand-ins for them showed; corrected",
+    ),
+    "neutralised": (
+        "neutralised_tokens",
+        "Control tokens that observations spelled, encoded as ordinary text",
+    ),
+    "ambiguous": ("ambiguous_turns", "Turns that continue one of several that look the same to the agent"),
+    "retokenised": ("retokenised_tokens", "Sampled tokens that were tokenised again"),
+}
+"""By the field of :class:`.Counts`."""
 _SECONDS = (0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120, 300, 600)
 
 
@@ -21,16 +46,12 @@ class PolicyMetrics:
         self._pool = pool
         registry = self._registry = CollectorRegistry()
         at = ("backend", "run")
-        self._live = Gauge("prorl_policy_live_rollouts", "Rollouts that live there", at, registry=registry)
-        self._tokens = Gauge(
-            "prorl_policy_live_tokens", "Tokens of their prompts, shared ones once", at, registry=registry
-        )
-        self._in_flight = Gauge("prorl_policy_in_flight", "Requests in flight", at, registry=registry)
-        self._up = Gauge("prorl_policy_up", "1 while the backend serves", at, registry=registry)
-        self._limit = Gauge("prorl_policy_limit", "Live rollouts allowed there now", at, registry=registry)
-        self._waiting = Gauge("prorl_policy_waiting", "Turns that wait for a backend", ("run",), registry=registry)
-        self._failovers = Gauge("prorl_policy_failovers", "Requests that failed there", at, registry=registry)
+        self._of_backends = {
+            Gauge(f"prorl_policy_{name}", told, at, registry=registry): value
+            for name, (told, value) in _OF_BACKENDS.items()
+        }
         self._held = Gauge("prorl_policy_held", "Turns that wait for this very backend", at, registry=registry)
+        self._waiting = Gauge("prorl_policy_waiting", "Turns that wait for a backend", ("run",), registry=registry)
         self._migrations = Gauge(
             "prorl_policy_migrations", "Rollouts that moved to another backend", registry=registry
         )
@@ -50,32 +71,15 @@ class PolicyMetrics:
         self._branches = Histogram(
             "prorl_policy_branches", "Branches per rollout", registry=registry, buckets=(1, 2, 3, 5, 10)
         )
-        self.rewrites = Counter(
-            "prorl_policy_history_rewrites", "Turns whose template would rewrite history", registry=registry
-        )
-        self.differences = Counter(
-            "prorl_policy_template_differences",
-            "Turns after which the template writes otherwise than stand-ins for them showed; corrected",
-            registry=registry,
-        )
-        self.neutralised = Counter(
-            "prorl_policy_neutralised_tokens",
-            "Control tokens that observations spelled, encoded as ordinary text",
-            registry=registry,
-        )
+        self.counts = {
+            field: Counter(f"prorl_policy_{name}", told, registry=registry)
+            for field, (name, told) in _OF_ROLLOUTS.items()
+        }
         self.forks = Counter(
             "prorl_policy_forks",
             "Turns that started a branch: sampled again, history edited by the agent, or rewritten by the template",
             ("why",),
             registry=registry,
-        )
-        self.ambiguous = Counter(
-            "prorl_policy_ambiguous_turns",
-            "Turns that continue one of several that look the same to the agent",
-            registry=registry,
-        )
-        self.retokenised = Counter(
-            "prorl_policy_retokenised_tokens", "Sampled tokens that were tokenised again", registry=registry
         )
 
     def turn(self, placed: Placed[Generation], seconds: float, prompt_tokens: int, run: str | None = None) -> None:
@@ -95,17 +99,12 @@ class PolicyMetrics:
 
     def exposition(self) -> bytes:
         """The metrics in Prometheus text format."""
-        at_backends = (self._live, self._tokens, self._in_flight, self._up, self._limit, self._failovers, self._held)
-        for gauge in (*at_backends, self._waiting):
+        for gauge in (*self._of_backends, self._held, self._waiting):
             gauge.clear()
         for backend in self._pool.backends.values():
             at = backend.id, backend.run or ""
-            self._live.labels(*at).set(len(backend.live))
-            self._tokens.labels(*at).set(backend.demand)
-            self._in_flight.labels(*at).set(len(backend.in_flight))
-            self._up.labels(*at).set(backend.health == "up")
-            self._limit.labels(*at).set(backend.limit)
-            self._failovers.labels(*at).set(backend.failovers)
+            for gauge, value in self._of_backends.items():
+                gauge.labels(*at).set(value(backend))
             self._held.labels(*at).set(self._pool.held(backend.id))
         for run, waiting in self._pool.waiting_of.items():
             self._waiting.labels(run or "").set(waiting)

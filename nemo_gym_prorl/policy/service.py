@@ -24,21 +24,22 @@ from datetime import datetime
 from typing import Literal
 
 from nemo_gym_prorl.failures import CallerError, RolloutError
-from nemo_gym_prorl.policy.engines.engine import BackendFailed, ChatPrompt, Engine, Misconfigured
+from nemo_gym_prorl.policy.engines.engine import BackendFailed, ChatPrompt, Misconfigured
 from nemo_gym_prorl.policy.generation import Finish, Generation
 from nemo_gym_prorl.policy.metrics import PolicyMetrics
 from nemo_gym_prorl.policy.pool.backend import Backend
 from nemo_gym_prorl.policy.pool.dispatcher import Dispatcher, cancelling
 from nemo_gym_prorl.policy.pool.prefixes import blocks_of
+from nemo_gym_prorl.policy.pool.waits import Wait
 from nemo_gym_prorl.policy.text.left_over import left_over
 from nemo_gym_prorl.policy.text.messages import Message, as_message, head_of, without_developers
 from nemo_gym_prorl.policy.text.parsers import Parsed, parse, parsed_by_engine
-from nemo_gym_prorl.policy.text.prompts import Prompts
 from nemo_gym_prorl.policy.text.recall import Recall
-from nemo_gym_prorl.policy.text.renderer import Continuation, Renderer
+from nemo_gym_prorl.policy.text.renderer import Renderer
+from nemo_gym_prorl.policy.text.seam import Written
 from nemo_gym_prorl.policy.tokens.echo import without_tokens
 from nemo_gym_prorl.policy.tokens.history import History, Match, Point, digest
-from nemo_gym_prorl.policy.tokens.ledger import TokenLedger, Turn, hash_of_ids
+from nemo_gym_prorl.policy.tokens.ledger import TokenLedger, Turn
 from nemo_gym_prorl.policy.tokens.prompt import IdTexts, Prompt
 from nemo_gym_prorl.policy.turns import Counts, PolicyAnswer, RolloutGone, TurnRequest
 
@@ -53,7 +54,9 @@ type Rewriting = Literal["keep", "branch"]
 
 
 @dataclass(slots=True)
-class _Rollout:
+class RolloutState:
+    """All that is kept of a rollout."""
+
     run: str | None = None
     history: History = field(default_factory=History)
     texts: IdTexts = field(default_factory=IdTexts)
@@ -61,24 +64,21 @@ class _Rollout:
     counts: Counts = field(default_factory=Counts)
     began: datetime = field(default_factory=datetime.now)
     recall: Recall = field(default_factory=Recall)
-    prompts: Prompts = field(default_factory=Prompts)
-    said: tuple[Turn, str] | None = None
-    """The last turn, and all that its tokens decode to."""
+    wait: Wait = field(default_factory=Wait)
     turns: set[asyncio.Task[PolicyAnswer]] = field(default_factory=set)
     used_at: float = 0.0
 
 
-_NOTHING = _Rollout()
+_NOTHING = RolloutState()
 
 
 class PolicyService:
     """The policy behind a model server.
 
     Args:
-        engine: the wire protocol of the backends.
-        dispatcher: where requests run.
+        dispatcher: where requests run, and how backends are asked.
         metrics: what is counted.
-        renderer: tokenizer and chat template; needed by engines that take tokens.
+        renderer: tokenizer and chat template, for engines that take tokens.
         tool_format: name in :data:`~nemo_gym_prorl.policy.text.parsers.FORMATS`.
         thoughts: look for ``<think>`` blocks.
         history: see :data:`Rewriting`.
@@ -87,7 +87,6 @@ class PolicyService:
 
     def __init__(
         self,
-        engine: Engine,
         dispatcher: Dispatcher,
         metrics: PolicyMetrics,
         *,
@@ -97,21 +96,18 @@ class PolicyService:
         history: Rewriting = "keep",
         keep_s: float = 3600.0,
     ) -> None:
-        if engine.takes_tokens and renderer is None:
-            raise CallerError("an engine that takes tokens needs a tokenizer and a chat template", field="tokenizer")
-        if engine.takes_tokens and renderer is not None:
+        self.engine, self.dispatcher = dispatcher.engine, dispatcher
+        if renderer is not None:
             # Special tokens and many scripts, read as we do.
             text = renderer.tokenizer.sample_text()
-            engine.expect(text, renderer.tokenizer.encode(text))
-        self.engine = engine
-        self.dispatcher = dispatcher
+            self.engine.expect(text, renderer.tokenizer.encode(text))
         self.metrics = metrics
         self.renderer = renderer
         self.tool_format = tool_format
         self.thoughts = thoughts
         self.history: Rewriting = history
         self._keep_s = keep_s
-        self._rollouts: OrderedDict[str, _Rollout] = OrderedDict()
+        self._rollouts: OrderedDict[str, RolloutState] = OrderedDict()
         self._calling: set[str] = set()
         """Backends that have taken a call out of a turn: what they leave in the text is the policy's mistake."""
         self._forgotten: OrderedDict[str, None] = OrderedDict()
@@ -141,7 +137,7 @@ class PolicyService:
             self._use(request.rollout, rollout)  # it may have waited for long, which is no disuse
             del turn  # what it raised holds this frame, and all that it was about
 
-    async def _turn(self, rollout: _Rollout, request: TurnRequest) -> PolicyAnswer:
+    async def _turn(self, rollout: RolloutState, request: TurnRequest) -> PolicyAnswer:
         request = self._understood(request)
         if request.tools and self.renderer is not None and not self.renderer.shows_tools:
             raise CallerError(
@@ -151,7 +147,7 @@ class PolicyService:
         point, new, ledger = match.point, match.new, rollout.history.ledger
         messages = (*(point.messages if point else ()), *new)
         why = "edited" if match.foreign else "again"
-        prompt, parent = self._render(rollout, match, messages, request)
+        prompt, parent, written = self._render(rollout, match, messages, request)
         observed: Sequence[int] = prompt.new
         conversation = ChatPrompt(
             messages, request.tools, request.template_variables, prompt, request.tool_choice, request.effort
@@ -170,47 +166,53 @@ class PolicyService:
         # Rollouts that start with the same messages are siblings, whether or not anybody says so.
         group = request.group or digest(b"", [head_of(message) for message in messages[:2]]).hex()
         blocks = blocks_of(prompt) if point is None else b""
-        placed = await self.dispatcher.run(request.rollout, group, generate, len(prompt), blocks, request.run)
+        placed = await self.dispatcher.run(
+            request.rollout, group, generate, len(prompt), blocks, request.run, rollout.wait
+        )
         generation = placed.result
         self.metrics.turn(placed, time.monotonic() - started, len(prompt), request.run)
         if generation.finish is Finish.CONTEXT:
             empty: Message = {"role": "assistant", "content": ""}
             return PolicyAnswer(_new_id(), empty, Parsed(None, "", ()), None, Finish.CONTEXT, len(prompt))
-        parsed, text, began = self._parse(generation, request, rollout.recall, prompt)
+        opened = written.opened if written is not None and self.thoughts else None
+        parsed = self._parse(generation, request, prompt, opened)
         if not request.parallel or (self.renderer is not None and self.renderer.one_call):
             parsed = replace(parsed, calls=parsed.calls[:1])
         if generation.prompt_ids is not None:
             parent, observed = ledger.place(generation.prompt_ids, point.turn if point else None)
         if point is not None and parent is None:
             why = "rewritten"
-            self._retokenised(rollout, sum(len(turn.sampled) for turn in point.turn.path()))
+            self._count(rollout, "retokenised", sum(len(turn.sampled) for turn in point.turn.path()))
             if generation.prompt_ids is not None:
-                self._rewritten(rollout)
+                self._count(rollout, "rewrites")
         if ledger.forks(parent):
             self.metrics.forks.labels(why).inc()
         turn = ledger.append(parent, observed, generation, placed.weight_version, placed.last_version)
-        rollout.said = (turn, text) if text is not None else None
         message, cached = as_message(parsed), generation.cached_tokens or 0
         answer = PolicyAnswer(_new_id(), message, parsed, turn, generation.finish, turn.start, cached)
         # Some templates write a thought as they get it: the white space that its prompt held is part of it.
-        whole = {**message, "content": message["content"].replace("<think>", f"<think>{began}", 1)}
-        kept = whole if began and parsed.thought is not None else message
-        rollout.answers[answer.id] = rollout.history.record(point, new, kept, turn, request.tools)
+        whole = {**message, "content": message["content"].replace("<think>", f"<think>{opened}", 1)}
+        kept = whole if opened and parsed.thought is not None else message
+        rollout.answers[answer.id] = rollout.history.record(point, new, kept, turn, request.tools, written)
         if not parsed.calls:
             # Most rollouts end like this. One that does not finds its backend again.
             self.dispatcher.apply(self.dispatcher.pool.finish(request.rollout))
         return answer
 
-    def ledger(self, rollout: str) -> TokenLedger:
-        """The tokens of a rollout.
+    def rollout(self, name: str) -> RolloutState:
+        """What is kept of a rollout.
 
         Raises:
             RolloutGone: it is unknown, or has been forgotten.
         """
         try:
-            return self._rollouts[rollout].history.ledger
+            return self._rollouts[name]
         except KeyError:
-            raise RolloutGone(f"no rollout {rollout!r} here", field="rollout") from None
+            raise RolloutGone(f"no rollout {name!r} here", field="rollout") from None
+
+    def ledger(self, rollout: str) -> TokenLedger:
+        """Its tokens."""
+        return self.rollout(rollout).history.ledger
 
     def without_tokens(self, rollout: str, body: bytes) -> tuple[bytes, list[Turn]] | None:
         """A request without the tokens of this rollout that it repeats; see :func:`.echo.without_tokens`."""
@@ -222,32 +224,16 @@ class PolicyService:
         texts = self._rollouts[rollout].texts
         return texts.before(turn), texts.sampled(turn)
 
-    def run_of(self, rollout: str) -> str | None:
-        """The run of a rollout."""
-        self.ledger(rollout)
-        return self._rollouts[rollout].run
-
-    def answers(self, rollout: str) -> dict[str, Turn]:
-        """The turns of a rollout by the ids of its answers."""
-        self.ledger(rollout)
-        return {answer_id: point.turn for answer_id, point in self._rollouts[rollout].answers.items()}
-
-    def counts(self, rollout: str) -> Counts:
-        """What did not go straight in a rollout."""
-        self.ledger(rollout)
-        return self._rollouts[rollout].counts
-
     def finish(self, rollout: str) -> None:
         """Forget a rollout, if it is known; turns of it that wait or run are ended, and its slot is free."""
         gone = self._rollouts.pop(rollout, None)
         for turn in gone.turns if gone is not None else ():
             turn.cancel()
         self.dispatcher.apply(self.dispatcher.pool.drop(rollout, time.monotonic()))
-        self.dispatcher.waits.forget(rollout)
         if gone is not None:
             self.metrics.finished(gone.history.ledger.branches)
 
-    def _rollout(self, request: TurnRequest) -> _Rollout:
+    def _rollout(self, request: TurnRequest) -> RolloutState:
         self._forget()
         name = request.rollout
         if "/" in name or name in (".", ".."):
@@ -263,13 +249,13 @@ class PolicyService:
                     field="rollout",
                 )
             del self._forgotten[name]
-        rollout = self._rollouts.setdefault(name, _Rollout(request.run))
+        rollout = self._rollouts.setdefault(name, RolloutState(request.run))
         if rollout.run != request.run:
             raise CallerError(f"{name!r} is a rollout of {rollout.run or 'no run'!r}", field="X-Rollout-Run")
         self._use(name, rollout)
         return rollout
 
-    def _use(self, name: str, rollout: _Rollout) -> None:
+    def _use(self, name: str, rollout: RolloutState) -> None:
         rollout.used_at = time.monotonic()
         if self._rollouts.get(name) is rollout:
             self._rollouts.move_to_end(name)
@@ -295,7 +281,7 @@ class PolicyService:
         Raises:
             CallerError: the template has no word for something, or the engine none.
         """
-        if self.renderer is None or not self.engine.takes_tokens:
+        if self.renderer is None:
             return request
         if request.tool_choice not in (None, "none"):
             raise CallerError(
@@ -314,7 +300,7 @@ class PolicyService:
             )
         return replace(request, template_variables=said | dict(request.template_variables))
 
-    def _continued(self, rollout: _Rollout, request: TurnRequest) -> Match:
+    def _continued(self, rollout: RolloutState, request: TurnRequest) -> Match:
         """The turn that the request continues, and the messages after it."""
         lead: tuple[Message, ...] = ()
         if request.instructions:
@@ -331,24 +317,23 @@ class PolicyService:
 
     def _roles(self, messages: Sequence[Message]) -> Sequence[Message]:
         """Messages with the roles that the template knows, by the mark by which vLLM knows it."""
-        if self.renderer is None or not self.engine.takes_tokens:
+        if self.renderer is None:
             return messages
         source = self.renderer.template.source
         return messages if "'developer'" in source or '"developer"' in source else without_developers(messages)
 
     def _render(
-        self, rollout: _Rollout, match: Match, messages: Sequence[Message], request: TurnRequest
-    ) -> tuple[Prompt, Turn | None]:
-        """The prompt, and the turn that it continues."""
+        self, rollout: RolloutState, match: Match, messages: Sequence[Message], request: TurnRequest
+    ) -> tuple[Prompt, Turn | None, Written | None]:
+        """The prompt, the turn that it continues, and what the template wrote, if that was done here."""
         if match.ambiguous:
-            rollout.counts.ambiguous += 1
-            self.metrics.ambiguous.inc()
+            self._count(rollout, "ambiguous")
         if rollout.history.ledger.turns:
-            self._retokenised(rollout, rollout.history.retokenised(match.new))
+            self._count(rollout, "retokenised", rollout.history.retokenised(match.new))
         point, texts = match.point, rollout.texts
-        if self.renderer is None or not self.engine.takes_tokens:
+        if self.renderer is None:
             before = point.turn if point else None
-            return texts.prompt(before, ()), before
+            return texts.prompt(before, ()), before, None
         if point is not None:
             turn = point.turn
             continuation = self.renderer.next(
@@ -358,21 +343,19 @@ class PolicyService:
                 sampled=turn.sampled,
                 finish=turn.finish,
                 behind=_last(turn.observed),
-                text=rollout.said[1] if rollout.said is not None and rollout.said[0] is turn else None,
-                before=rollout.prompts.get(_name(turn.parent, turn.observed)),
+                before=point.written,
                 now=rollout.began,
                 variables=request.template_variables,
                 recall=rollout.recall,
             )
             rewrites = continuation.rewrites_history or list(point.tools) != list(request.tools)
             if rewrites:
-                self._rewritten(rollout)
+                self._count(rollout, "rewrites")
             if continuation.differs:
-                rollout.counts.differences += 1
-                self.metrics.differences.inc()
+                self._count(rollout, "differences")
             if not rewrites or self.history == "keep":
-                self._wrote(rollout, continuation, turn)
-                return texts.prompt(turn, continuation.ids), turn
+                self._count(rollout, "neutralised", continuation.neutralised)
+                return texts.prompt(turn, continuation.ids), turn, continuation.written
         first = self.renderer.first(
             messages,
             request.tools,
@@ -380,23 +363,13 @@ class PolicyService:
             variables=request.template_variables,
             recall=rollout.recall,
         )
-        self._wrote(rollout, first, None)
-        return texts.prompt(None, first.ids), None
+        self._count(rollout, "neutralised", first.neutralised)
+        return texts.prompt(None, first.ids), None, first.written
 
-    def _wrote(self, rollout: _Rollout, rendered: Continuation, after: Turn | None) -> None:
-        """A prompt is taken as it was rendered after a turn."""
-        before = _name(after.parent, after.observed) if after is not None else None
-        rollout.prompts.add(_name(after, rendered.ids), rendered.written, before)
-        rollout.counts.neutralised += rendered.neutralised
-        self.metrics.neutralised.inc(rendered.neutralised)
-
-    def _retokenised(self, rollout: _Rollout, tokens: int) -> None:
-        rollout.counts.retokenised += tokens
-        self.metrics.retokenised.inc(tokens)
-
-    def _rewritten(self, rollout: _Rollout) -> None:
-        rollout.counts.rewrites += 1
-        self.metrics.rewrites.inc()
+    def _count(self, rollout: RolloutState, what: str, number: int = 1) -> None:
+        """Something did not go straight in a rollout."""
+        setattr(rollout.counts, what, getattr(rollout.counts, what) + number)
+        self.metrics.counts[what].inc(number)
 
     def _check_calls(self, url: str, generation: Generation, request: TurnRequest) -> None:
         """Whether an engine that takes turns apart itself does so with calls."""
@@ -415,13 +388,10 @@ class PolicyService:
                 field="tool_parser",
             )
 
-    def _parse(
-        self, generation: Generation, request: TurnRequest, recall: Recall, prompt: Prompt
-    ) -> tuple[Parsed, str | None, str]:
-        """A turn taken apart, all that its tokens decode to unless the engine took it apart, and the white space with
-        which the prompt began its thought."""
+    def _parse(self, generation: Generation, request: TurnRequest, prompt: Prompt, opened: str | None) -> Parsed:
+        """A turn taken apart, whose prompt opened its thought with this white space, if it did."""
         if generation.message is not None:
-            return parsed_by_engine(generation.message), None, ""
+            return parsed_by_engine(generation.message)
         assert self.renderer is not None
         tokenizer = self.renderer.tokenizer
         if max(generation.ids, default=0) >= tokenizer.size:
@@ -429,28 +399,17 @@ class PolicyService:
                 f"the engine sampled id {max(generation.ids)}, the tokenizer knows {tokenizer.size}: no match",
                 field="tokenizer",
             )
-        whole, text = self.renderer.said(
+        text = self.renderer.said(
             generation.ids,
             generation.finish,
             request.sampling.stop,
             variables=request.template_variables,
             behind=_last(prompt.new),
         )
-        opened = None
-        if self.thoughts:
-            opened = self.renderer.opens_thought(
-                request.tools, "<think>", variables=request.template_variables, recall=recall
-            )
         tool_format = self.tool_format if request.tools and request.tool_choice != "none" else "plain"
         parsed = parse(text, tool_format, thoughts=self.thoughts, in_thought=opened is not None)
         thought = parsed.thought and tokenizer.without_special(parsed.thought)
-        parsed = Parsed(thought, tokenizer.without_special(parsed.content), parsed.calls)
-        return parsed, whole, opened or ""
-
-
-def _name(after: Turn | None, observed: Sequence[int]) -> tuple[Turn | None, int]:
-    """A prompt, by the turn that it continues and what it adds: turns that were sampled from it share it."""
-    return after, hash_of_ids(observed)
+        return Parsed(thought, tokenizer.without_special(parsed.content), parsed.calls)
 
 
 def _begins(message: Message, lead: Message) -> bool:

@@ -29,19 +29,27 @@ class DirectRoutes:
     Args:
         app: gets what is not ours.
         routes: by path, what answers.
+        around: a middleware for these alone.
     """
 
-    def __init__(self, app: ASGIApp, routes: Mapping[str, Callable[[Request], Awaitable[Response]]]) -> None:
+    def __init__(
+        self,
+        app: ASGIApp,
+        routes: Mapping[str, Callable[[Request], Awaitable[Response]]],
+        around: Callable[[ASGIApp], ASGIApp] = lambda answer: answer,
+    ) -> None:
         self._app = app
         self._routes = routes
+        self._direct = around(self._answer)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """One request."""
-        if scope["type"] != "http" or scope["method"] != "POST" or (route := self._routes.get(scope["path"])) is None:
-            await self._app(scope, receive, send)
-            return
+        ours = scope["type"] == "http" and scope["method"] == "POST" and scope["path"] in self._routes
+        await (self._direct if ours else self._app)(scope, receive, send)
+
+    async def _answer(self, scope: Scope, receive: Receive, send: Send) -> None:
         try:
-            response = await route(Request(scope, receive))
+            response = await self._routes[scope["path"]](Request(scope, receive))
         except ClientDisconnect:
             return  # gone before its body was here
         except KNOWN_ERRORS as error:

@@ -13,6 +13,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from copy import deepcopy
 from dataclasses import replace
+from functools import partial
 from time import time
 from typing import Any
 
@@ -31,15 +32,16 @@ from nemo_gym.openai_utils import (
 from nemo_gym.responses_converter import VLLMConverter
 from nemo_gym.server_utils import SESSION_ID_KEY, is_nemo_gym_fastapi_entrypoint
 from pydantic import ConfigDict, Field, ValidationError
+from starlette.middleware.sessions import SessionMiddleware
 
 from nemo_gym_prorl.failures import CallerError
 from nemo_gym_prorl.policy.engines.sampling import Sampling
 from nemo_gym_prorl.policy.generation import Finish
 from nemo_gym_prorl.policy.http.api import PolicyConfig, PolicyHost, add_control_routes, with_problems
-from nemo_gym_prorl.policy.http.callers import DEFERRAL, Caller, EndsWithCaller, Sessions, caller_of
+from nemo_gym_prorl.policy.http.callers import DEFERRAL, Caller, EndsWithCaller, caller_of, route_of_callers
 from nemo_gym_prorl.policy.http.fields import FOR_ENGINES, check, of_messages, of_responses
 from nemo_gym_prorl.policy.http.items import Forms
-from nemo_gym_prorl.policy.http.turn_requests import Dialect, Terms, TurnRequests, about, read_object
+from nemo_gym_prorl.policy.http.turn_requests import Terms, TurnRequests, about, read_object
 from nemo_gym_prorl.policy.text.messages import Message, arguments_of
 from nemo_gym_prorl.policy.text.parsers import Parsed
 from nemo_gym_prorl.policy.turns import PolicyAnswer, TurnRequest
@@ -134,22 +136,23 @@ class ProrlModel(SimpleResponsesAPIModel):
         )
         add_control_routes(app, self._host)
         app.add_middleware(EndsWithCaller)
-        dialect = Dialect(
+        self._turns = TurnRequests(
+            self._host,
             self._terms,
             self._roles,
             self._forms(),
             tokens=config.return_token_id_information,
             thoughts=config.uses_reasoning_parser,
         )
-        self._turns = TurnRequests(self._host, dialect)
-        sessions = Sessions(self.get_session_middleware_key(), SESSION_ID_KEY)
-        routes = {
-            "/v1/responses": sessions.route(self._on_responses),
-            "/v1/chat/completions": sessions.route(self._on_chat_completions),
-            "/v1/messages": sessions.route(self._on_messages),
+        turns = {
+            "/v1/responses": self._on_responses,
+            "/v1/chat/completions": self._on_chat_completions,
+            "/v1/messages": self._on_messages,
         }
-
-        put_in_front(app, lambda rest: KeyGuard(DirectRoutes(rest, routes), key=policy.control_token))
+        routes = {path: route_of_callers(answer, SESSION_ID_KEY) for path, answer in turns.items()}
+        session = self.get_session_middleware_key()  # the cookie's name, and the key that signs it
+        sessions = partial(SessionMiddleware, secret_key=session, session_cookie=session)
+        put_in_front(app, lambda rest: KeyGuard(DirectRoutes(rest, routes, sessions), key=policy.control_token))
         memory.collect_rarely()
         return app
 

@@ -16,8 +16,6 @@ from typing import Any
 import aiohttp
 import pytest
 from fastapi import FastAPI, Request, Response
-from tokenizers import Tokenizer as FastTokenizer
-from tokenizers.models import WordLevel
 
 from nemo_gym_prorl.failures import CallerError, RolloutError
 from nemo_gym_prorl.policy.engines.connections import Connections
@@ -36,12 +34,10 @@ from nemo_gym_prorl.policy.engines.vllm_completions import VllmCompletions
 from nemo_gym_prorl.policy.generation import Finish, Generation
 from nemo_gym_prorl.policy.http.api import PolicyConfig, PolicyHost, add_control_routes
 from nemo_gym_prorl.policy.service import PolicyService
-from nemo_gym_prorl.policy.text.renderer import Renderer
-from nemo_gym_prorl.policy.text.template import ChatTemplate
-from nemo_gym_prorl.policy.text.tokenizer import Tokenizer
 from nemo_gym_prorl.policy.tokens.ledger import TokenMismatch
 from nemo_gym_prorl.policy.turns import TurnRequest
 from tests.policy.engines import MODEL, free_port, serving
+from tests.policy.hosts import hosted, words_in
 
 
 @pytest.fixture(autouse=True)
@@ -73,19 +69,9 @@ def says(path: str, answer: Callable[[dict[str, Any]], Any], seen: list[dict[str
 
 async def first_call(engine_url: str, **config: Any) -> Generation:
     """The first turn of a freshly configured policy."""
-    host = PolicyHost(PolicyConfig(base_url=[engine_url], **({"model": MODEL} | config)))
-    try:
-        service = await host.service()
+    async with hosted(engine_url, **config) as host:
         request = TurnRequest("r", [{"role": "user", "content": "hi"}], sampling=Sampling(max_tokens=8))
-        return (await service.turn(request)).turn
-    finally:
-        await host.aclose()
-
-
-@pytest.mark.engine
-async def test_a_wrong_model_name_is_said_at_the_first_call(engine_url: str, model_folder: Path) -> None:
-    with pytest.raises(Misconfigured, match=r"policy_model_name: .* does not serve 'nope'"):
-        await first_call(engine_url, model="nope", tokenizer=str(model_folder))
+        return (await (await host.service()).turn(request)).turn
 
 
 @pytest.mark.engine
@@ -93,14 +79,6 @@ async def test_a_prompt_with_ids_that_the_engine_does_not_know(engine_url: str, 
     engine = VllmCompletions(connections, MODEL)
     with pytest.raises(RequestRefused, match="out of vocabulary"):
         await engine.generate(engine_url, [4_000_000], ChatPrompt([]), Sampling(max_tokens=1))
-
-
-@pytest.mark.engine
-async def test_a_tokenizer_that_is_not_the_engines(engine_url: str, tmp_path: Path) -> None:
-    FastTokenizer(WordLevel({"hi": 0, "?": 1}, unk_token="?")).save(str(tmp_path / "tokenizer.json"))
-    (tmp_path / "chat_template.jinja").write_text("{{ messages[0].content }}")
-    with pytest.raises(Misconfigured, match=r"tokenizer: .* reads text as other ids"):
-        await first_call(engine_url, tokenizer=str(tmp_path))
 
 
 @pytest.mark.engine
@@ -118,11 +96,9 @@ async def test_a_tokenizer_of_the_engines_size_with_two_ids_swapped(
 
 async def test_a_tokenizer_that_does_not_know_what_was_sampled(tmp_path: Path) -> None:
     """An engine that does not tokenise for others is found out by what it samples."""
-    FastTokenizer(WordLevel({"hi": 0, "?": 1}, unk_token="?")).save(str(tmp_path / "tokenizer.json"))
-    (tmp_path / "chat_template.jinja").write_text("{{ messages[0].content }}")
     async with serving(says("/v1/completions", lambda _: completion())) as url:
         with pytest.raises(Misconfigured, match=r"tokenizer: the engine sampled id 2, the tokenizer knows 2"):
-            await first_call(url, engine="vllm", tokenizer=str(tmp_path))
+            await first_call(url, engine="vllm", tokenizer=words_in(tmp_path, "hi", "?"))
 
 
 @pytest.mark.engine
@@ -150,13 +126,12 @@ async def test_a_rollout_that_is_over_holds_nothing_until_the_collector_comes(
 ) -> None:
     """Which comes rarely: an engine that is away for minutes would fill the memory with prompts."""
     caplog.set_level(logging.CRITICAL)  # what is captured is kept
-    FastTokenizer(WordLevel({"hi": 0, "?": 1, "x": 2}, unk_token="?")).save(str(tmp_path / "tokenizer.json"))
-    (tmp_path / "chat_template.jinja").write_text("{{ messages[0].content }}")
+    words_in(tmp_path, "hi", "?", "x")
     said = completion() if status == 200 else Response("no", status_code=status)
-    async with serving(says("/v1/completions", lambda _: said)) as url:
-        host = PolicyHost(
-            PolicyConfig(base_url=[url], model=MODEL, tokenizer=str(tmp_path), engine="vllm", unreachable_s=0.2)
-        )
+    async with (
+        serving(says("/v1/completions", lambda _: said)) as url,
+        hosted(url, tokenizer=str(tmp_path), engine="vllm", unreachable_s=0.2) as host,
+    ):
         service, message = await host.service(), Told(role="user", content="hi")
         gone = weakref.ref(message)
         gc.collect()
@@ -172,7 +147,6 @@ async def test_a_rollout_that_is_over_holds_nothing_until_the_collector_comes(
             assert not held
         finally:
             gc.enable()
-            await host.aclose()
 
 
 NO_IDS = [[1, -2], [1.0, 2.0], [True, False], ["1", "2"], [None, 2], "ab", [1, 2**70]]
@@ -304,14 +278,9 @@ class Replaced:
 
 @contextlib.asynccontextmanager
 async def policy_at(url: str, folder: Path, **config: Any) -> AsyncIterator[PolicyService]:
-    FastTokenizer(WordLevel({"hi": 0, "?": 1, "yes": 2}, unk_token="?")).save(str(folder / "tokenizer.json"))
-    (folder / "chat_template.jinja").write_text("{{ messages[0].content }}")
-    settings = {"engine": "vllm", "tokenizer": str(folder), "unreachable_s": 20} | config
-    host = PolicyHost(PolicyConfig(base_url=[url], model=MODEL, **settings))
-    try:
+    settings = {"engine": "vllm", "tokenizer": words_in(folder, "hi", "?", "yes"), "unreachable_s": 20} | config
+    async with hosted(url, **settings) as host:
         yield await host.service()
-    finally:
-        await host.aclose()
 
 
 @contextlib.asynccontextmanager
@@ -333,18 +302,6 @@ async def test_an_engine_that_comes_back_with_another_tokenizer_is_refused(tmp_p
         engine.status = 200
         with pytest.raises(Misconfigured, match="reads text as other ids"):
             await asked
-
-
-async def test_an_engine_that_comes_back_with_another_context_is_asked_again(tmp_path: Path) -> None:
-    engine = Replaced()
-    async with policy_before(engine, tmp_path) as service:
-        await service.turn(HI)
-        engine.context, engine.status = 50, 503
-        asked = asyncio.ensure_future(service.turn(HI))
-        await engine.refused()
-        engine.status = 200
-        await asked
-    assert (engine.seen[0]["max_tokens"], engine.seen[-1]["max_tokens"]) == (99, 49)
 
 
 @pytest.mark.parametrize("protocol", ["vllm", "vllm_chat"])
@@ -505,8 +462,7 @@ def nemo_rl_server(seen: list[dict[str, Any]]) -> FastAPI:
 
 async def test_nemo_rl_is_told_the_prefix_and_keeps_it() -> None:
     seen: list[dict[str, Any]] = []
-    async with serving(nemo_rl_server(seen)) as url:
-        host = PolicyHost(PolicyConfig(base_url=[f"{url}/v1"], model=MODEL, engine="nemo_rl"))
+    async with serving(nemo_rl_server(seen)) as url, hosted(f"{url}/v1", engine="nemo_rl") as host:
         service = await host.service()
         assert isinstance(service.engine, NemoRl)
         messages: list[dict[str, Any]] = [{"role": "user", "content": "hi"}]
@@ -517,7 +473,6 @@ async def test_nemo_rl_is_told_the_prefix_and_keeps_it() -> None:
         assert service.ledger("r").branches == 1
         assert seen[2]["required_prefix_token_ids"] == [101, 3, 4, 103, 3, 4]
         assert list(answer.turn.sampled) == [3, 4]
-        await host.aclose()
 
 
 async def test_an_engine_that_rewrites_history_gives_a_branch_and_no_wrong_chain() -> None:
@@ -526,15 +481,13 @@ async def test_an_engine_that_rewrites_history_gives_a_branch_and_no_wrong_chain
         choice = {"message": {"role": "assistant", "content": "so"}, "logprobs": logged, "token_ids": [3]}
         return {"choices": [choice | {"finish_reason": "stop"}], "prompt_token_ids": [len(body["messages"])]}
 
-    async with serving(says("/v1/chat/completions", answer)) as url:
-        host = PolicyHost(PolicyConfig(base_url=[url], model=MODEL, engine="vllm_chat"))
+    async with serving(says("/v1/chat/completions", answer)) as url, hosted(url, engine="vllm_chat") as host:
         service = await host.service()
         messages: list[dict[str, Any]] = [{"role": "user", "content": "hi"}]
         first = await service.turn(TurnRequest("r", tuple(messages)))
         messages += [dict(first.message), {"role": "user", "content": "on"}]
         await service.turn(TurnRequest("r", tuple(messages)))
         assert [list(sequence.ids) for sequence in service.ledger("r").sequences()] == [[1, 3], [3, 3]]
-        await host.aclose()
     assert b"prorl_policy_history_rewrites_total 1.0" in host.metrics.exposition()
 
 
@@ -567,15 +520,3 @@ async def test_the_control_routes(connections: Connections) -> None:
         async with connections.control.get(f"{url}/metrics") as response:
             assert 'prorl_policy_waiting{run=""} 0.0' in await response.text()
     await host.aclose()
-
-
-def test_a_configuration_that_cannot_work_is_named(model_folder: Path) -> None:
-    with pytest.raises(CallerError, match=r"tool_call_parser: 'xml' is none of hermes, .*"):
-        PolicyHost(PolicyConfig(base_url=[], model=MODEL, tool_call_parser="xml"))
-    fast = FastTokenizer.from_file(str(model_folder / "tokenizer.json"))
-    assert Renderer(Tokenizer(fast), ChatTemplate("x")).tokenizer.size == 4096
-
-
-async def test_tokens_in_needs_a_tokenizer() -> None:
-    with pytest.raises(CallerError, match="tokenizer: engine 'vllm' takes tokens"):
-        await first_call("http://127.0.0.1:1", engine="vllm")

@@ -77,12 +77,11 @@ async def play_all(engine_url: str, model_folder: Path) -> list[Run]:
         services = {}
         for family in FAMILIES.values():
             pool = BackendPool()
-            engine = VllmCompletions(connections, MODEL)
-            dispatcher = Dispatcher(pool, engine)
+            dispatcher = Dispatcher(pool, VllmCompletions(connections, MODEL))
             dispatcher.apply(pool.add("a", engine_url))
             renderer = family.renderer(tokenizer)
             services[family.name] = PolicyService(
-                engine, dispatcher, PolicyMetrics(pool), renderer=renderer, tool_format=family.tool_format
+                dispatcher, PolicyMetrics(pool), renderer=renderer, tool_format=family.tool_format
             )
         played = [
             Run(family, services[family.name], f"r{index}")

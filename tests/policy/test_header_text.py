@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from nemo_gym_prorl.handlers.gym_http import in_header
-from nemo_gym_prorl.policy.header_text import header_text
+from nemo_gym_prorl.policy.http.callers import header_text
 
 
 @given(st.text(st.characters(codec="utf-8", exclude_characters="\0\r\n"), min_size=1, max_size=30))

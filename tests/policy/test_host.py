@@ -6,7 +6,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
 
@@ -15,31 +14,23 @@ import uvicorn
 from fastapi import FastAPI, Request, Response
 from hypothesis import given
 from hypothesis import strategies as st
-from tokenizers import Tokenizer as FastTokenizer
-from tokenizers.models import WordLevel
 
 from nemo_gym_prorl.failures import CallerError
 from nemo_gym_prorl.policy.config import HostRefused
 from nemo_gym_prorl.policy.engines.addresses import checked_url
 from nemo_gym_prorl.policy.engines.engine import BackendFailed, Misconfigured, RequestRefused
 from nemo_gym_prorl.policy.engines.sampling import Sampling
-from nemo_gym_prorl.policy.http.api import PolicyConfig, PolicyHost
+from nemo_gym_prorl.policy.http.api import PolicyHost
 from nemo_gym_prorl.policy.pool.backend import Health
 from nemo_gym_prorl.policy.turns import TurnRequest
 from nemo_gym_prorl.scripted.server import ScriptedConfig, serve
 from tests.policy.engines import MODEL, free_port, serving
+from tests.policy.hosts import hosted, words_in
 from tests.policy.test_engines import completion, nemo_rl_server, says
 from tests.policy.test_prorl_model import server
 
 
 HI = [{"role": "user", "content": "hi"}]
-
-
-@contextlib.asynccontextmanager
-async def hosted(*urls: str, **config: Any) -> AsyncIterator[PolicyHost]:
-    host = PolicyHost(PolicyConfig(base_url=list(urls), **({"model": MODEL} | config)))
-    async with host.lifespan():
-        yield host
 
 
 @pytest.fixture
@@ -48,9 +39,7 @@ def words(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
     monkeypatch.setattr("nemo_gym_prorl.policy.host.rehearse", lambda *_, **__: None)
     folder = tmp_path / "words"
     folder.mkdir()
-    FastTokenizer(WordLevel({"hi": 0, "ho": 1, "?": 2}, unk_token="?")).save(str(folder / "tokenizer.json"))
-    (folder / "chat_template.jinja").write_text("{{ messages[0].content }}")
-    return str(folder)
+    return words_in(folder, "hi", "ho", "?")
 
 
 # What must be there
@@ -163,7 +152,7 @@ async def test_a_backend_of_another_kind_is_refused() -> None:
     ):
         for url in (other, real):
             with pytest.raises(CallerError, match=r"url: policy\.engine: .*, so it is not 'nemo_rl'"):
-                await host.backends.add(url)
+                await host.add(url)
         assert list(host.pool.backends) == ["backend0"]
 
 
@@ -261,7 +250,7 @@ async def test_an_engine_that_answers_every_request_with_an_error_is_no_fault_of
         with pytest.raises(BackendFailed, match="answered 500: broken"):
             await asyncio.wait_for(turn, 20)
         async with serving(nemo_rl_server([])) as good:
-            await host.backends.add(good, "good")
+            await host.add(good, "good")
             turns = [TurnRequest(f"r{i}", HI, sampling=Sampling(temperature=1.0)) for i in range(4)]
             service = await host.service()
             answers = await asyncio.gather(*(service.turn(turn) for turn in turns))
@@ -306,8 +295,8 @@ async def test_keys_go_where_they_belong() -> None:
         hosted(one, two, engine="vllm_chat", api_key=["k1", "k2"], headers={"X-Secret": "s"}) as host,
     ):
         service = await host.service()
-        await host.backends.add(added)
-        await host.backends.add(keyed, api_key="k3")
+        await host.add(added)
+        await host.add(keyed, api_key="k3")
         for backend in host.pool.backends.values():
             assert not await service.engine.samples(backend.url)
     assert seen == {
@@ -332,10 +321,10 @@ async def test_backends_may_be_added_on_known_and_allowed_hosts_only() -> None:
             "http://10.1.2.3",
             "http://GPU7:1",
         ):
-            await host.backends.add(allowed)
+            await host.add(allowed)
         for refused in ("http://10.2.0.1:1", "http://evil", "http://trusted.evil", "http://169.254.169.254"):
             with pytest.raises(HostRefused, match=r"not among the hosts in policy\.backend_hosts"):
-                await host.backends.add(refused)
+                await host.add(refused)
 
 
 @pytest.mark.parametrize(

@@ -10,15 +10,14 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from nemo_gym_prorl.policy.config import PolicyConfig
 from nemo_gym_prorl.policy.engines.engine import Misconfigured
-from nemo_gym_prorl.policy.host import PolicyHost
 from nemo_gym_prorl.policy.text.left_over import left_over
 from nemo_gym_prorl.policy.text.parsers import FORMATS
 from nemo_gym_prorl.policy.turns import TurnRequest
 from tests.policy.engines import serving
 from tests.policy.families import TOOLS
-from tests.policy.test_engines import MODEL, says
+from tests.policy.hosts import hosted
+from tests.policy.test_engines import says
 from tests.policy.test_parsers import BAD, GOOD
 from tests.policy.vllm_parser import VllmParser
 
@@ -92,16 +91,14 @@ LEFT = {"content": f"<think>where?</think>{CALL}"}
 async def test_an_engine_without_its_parser_is_an_error_of_the_deployment(kind: Any, tool_format: str) -> None:
     """`tool_call_parser` is the format in which a call is looked for; with `plain` none is."""
     request = TurnRequest("r", [{"role": "user", "content": "?"}], tools=TOOLS)
-    async with serving(engine([{"content": GOOD[tool_format]}] * 2)) as url:
-        config = PolicyConfig(base_url=[url], model=MODEL, engine=kind, tool_call_parser=tool_format)
-        host, plain = PolicyHost(config), PolicyHost(config.model_copy(update={"tool_call_parser": "plain"}))
-        try:
-            with pytest.raises(Misconfigured, match=r"tool_parser: .*call of look.*chat_kwargs\.tool_parser"):
-                await (await host.service()).turn(request)
-            assert (await (await plain.service()).turn(request)).parsed.content == GOOD[tool_format]
-        finally:
-            await host.aclose()
-            await plain.aclose()
+    async with (
+        serving(engine([{"content": GOOD[tool_format]}] * 2)) as url,
+        hosted(url, engine=kind, tool_call_parser=tool_format) as host,
+        hosted(url, engine=kind, tool_call_parser="plain") as plain,
+    ):
+        with pytest.raises(Misconfigured, match=r"tool_parser: .*call of look.*chat_kwargs\.tool_parser"):
+            await (await host.service()).turn(request)
+        assert (await (await plain.service()).turn(request)).parsed.content == GOOD[tool_format]
 
 
 @pytest.mark.parametrize(
@@ -117,25 +114,17 @@ async def test_an_engine_without_its_parser_is_an_error_of_the_deployment(kind: 
 async def test_where_nothing_was_to_be_parsed_nothing_is_left_over(
     turn: dict[str, Any], request_fields: dict[str, Any]
 ) -> None:
-    async with serving(engine([turn])) as url:
-        host = PolicyHost(PolicyConfig(base_url=[url], model=MODEL, engine="nemo_rl"))
-        try:
-            request = TurnRequest("r", [{"role": "user", "content": "?"}], **request_fields)
-            assert not (await (await host.service()).turn(request)).parsed.calls
-        finally:
-            await host.aclose()
+    async with serving(engine([turn])) as url, hosted(url, engine="nemo_rl") as host:
+        request = TurnRequest("r", [{"role": "user", "content": "?"}], **request_fields)
+        assert not (await (await host.service()).turn(request)).parsed.calls
 
 
 async def test_what_an_engine_with_a_parser_leaves_is_the_policys() -> None:
-    async with serving(engine([PARSED, LEFT])) as url:
-        host = PolicyHost(PolicyConfig(base_url=[url], model=MODEL, engine="nemo_rl"))
-        try:
-            service = await host.service()
-            question = [{"role": "user", "content": "?"}]
-            assert (await service.turn(TurnRequest("one", question, tools=TOOLS))).parsed.calls
-            assert not (await service.turn(TurnRequest("two", question, tools=TOOLS))).parsed.calls
-        finally:
-            await host.aclose()
+    async with serving(engine([PARSED, LEFT])) as url, hosted(url, engine="nemo_rl") as host:
+        service = await host.service()
+        question = [{"role": "user", "content": "?"}]
+        assert (await service.turn(TurnRequest("one", question, tools=TOOLS))).parsed.calls
+        assert not (await service.turn(TurnRequest("two", question, tools=TOOLS))).parsed.calls
 
 
 @pytest.mark.engine

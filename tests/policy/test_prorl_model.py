@@ -14,8 +14,6 @@ from fastapi import Body, FastAPI
 from nemo_gym.config_types import BaseServerConfig
 from nemo_gym.server_utils import ServerClient
 from omegaconf import DictConfig
-from tokenizers import Tokenizer as FastTokenizer
-from tokenizers.models import WordLevel
 
 from nemo_gym_prorl.failures import CallerError
 from nemo_gym_prorl.handlers.conversation import Conversation
@@ -24,6 +22,7 @@ from nemo_gym_prorl.scripted.server import ScriptedConfig
 from nemo_gym_prorl.scripted.server import serve as scripted
 from responses_api_models.prorl_model.app import ProrlModel, ProrlModelConfig
 from tests.policy.engines import serving
+from tests.policy.hosts import words_in
 
 
 TOOLS = [
@@ -362,26 +361,24 @@ NONSENSE = {
 
 
 @pytest.mark.parametrize("engine", ["vllm_chat", "vllm"])
-@pytest.mark.parametrize("name", NONSENSE)
 async def test_nonsense_is_answered_with_a_problem_document(
-    http: aiohttp.ClientSession, name: str, engine: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    http: aiohttp.ClientSession, engine: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     # A tokenizer of two words has too few for a rehearsal.
     monkeypatch.setattr("nemo_gym_prorl.policy.host.rehearse", lambda *_, **__: None)
-    FastTokenizer(WordLevel({"hi": 0, "?": 1}, unk_token="?")).save(str(tmp_path / "tokenizer.json"))
-    (tmp_path / "chat_template.jinja").write_text("{{ messages[0].content }}{{ tools | tojson if tools }}")
-    path, body = NONSENSE[name]
+    words_in(tmp_path, "hi", "?", template="{{ messages[0].content }}{{ tools | tojson if tools }}")
+    policy, headers = {"engine": engine, "tokenizer": str(tmp_path)}, {"Content-Type": "application/json"}
     async with scripted() as upstream:
-        policy = {"engine": engine, "tokenizer": str(tmp_path)}
         model = server(upstream, tmp_path, model=ScriptedConfig().model, policy=policy)
-        headers = {"Content-Type": "application/json"}
-        async with serving(model.setup_webserver()) as url, http.post(url + path, data=body, headers=headers) as said:
-            problem = await said.json(content_type=None)
-            assert said.status in (400, 422), problem
-            assert said.content_type == "application/problem+json"
-            assert problem["type"].startswith("urn:nemo-gym-prorl:problem:")
-            assert problem["title"]
-            assert problem["status"] == said.status
+        async with serving(model.setup_webserver()) as url:
+            for name, (path, body) in NONSENSE.items():
+                async with http.post(url + path, data=body, headers=headers) as said:
+                    problem = await said.json(content_type=None)
+                    assert said.status in (400, 422), (name, problem)
+                    assert said.content_type == "application/problem+json"
+                    assert problem["type"].startswith("urn:nemo-gym-prorl:problem:")
+                    assert problem["title"]
+                    assert problem["status"] == said.status
 
 
 async def test_with_a_key_every_route_needs_it(http: aiohttp.ClientSession) -> None:

@@ -11,13 +11,13 @@ import pytest
 
 from nemo_gym_prorl.failures import CallerError
 from nemo_gym_prorl.policy.engines.sampling import Sampling
-from nemo_gym_prorl.policy.http.api import PolicyConfig, PolicyHost
 from nemo_gym_prorl.policy.text.rehearsal import CannotFollow, rehearse
 from nemo_gym_prorl.policy.text.renderer import Renderer
 from nemo_gym_prorl.policy.text.template import ChatTemplate
 from nemo_gym_prorl.policy.turns import TurnRequest
 from tests.policy.engines import serving
 from tests.policy.families import FAMILIES, TEMPLATES, TOOLS
+from tests.policy.hosts import hosted
 from tests.policy.test_engines import completion, says
 from tests.policy.tokenizers import KINDS, tokenizer_of
 
@@ -91,19 +91,15 @@ def folder_of(tmp_path: Path, text: str | None = None) -> Path:
 
 async def test_the_server_does_not_start_with_a_template_that_cannot_be_followed(tmp_path: Path) -> None:
     folder = str(folder_of(tmp_path, CHATML))
-    config = PolicyConfig(base_url=["http://127.0.0.1:9"], model="m", engine="vllm", tokenizer=folder)
-    host = PolicyHost(config.model_copy(update={"tool_call_parser": "mistral"}))
     with pytest.raises(CannotFollow, match="'hermes' does"):
-        await host.start()
-    await host.aclose()
+        async with hosted("http://127.0.0.1:9", engine="vllm", tokenizer=folder, tool_call_parser="mistral"):
+            pass
 
 
 async def test_an_engine_that_renders_itself_needs_no_template_that_can_be_followed(tmp_path: Path) -> None:
     folder = str(folder_of(tmp_path, CHATML))
-    config = PolicyConfig(base_url=["http://127.0.0.1:9"], model="m", tokenizer=folder, engine="vllm_chat")
-    host = PolicyHost(config.model_copy(update={"tool_call_parser": "mistral"}))
-    await host.start()
-    await host.aclose()
+    async with hosted("http://127.0.0.1:9", engine="vllm_chat", tokenizer=folder, tool_call_parser="mistral") as host:
+        assert host.ready is not None
 
 
 async def test_tools_that_the_template_shows_to_nobody_are_refused(tmp_path: Path) -> None:
@@ -111,15 +107,16 @@ async def test_tools_that_the_template_shows_to_nobody_are_refused(tmp_path: Pat
     ids = tokenizer.encode("a<|end|>")
     answer = completion(token_ids=ids, logprobs={"token_logprobs": [-0.5] * len(ids)})
     folder = str(folder_of(tmp_path, WITHOUT_TOOLS))
-    async with serving(says("/v1/completions", lambda _: answer)) as url:
-        host = PolicyHost(PolicyConfig(base_url=[url], model="m", engine="vllm", tokenizer=folder))
+    async with (
+        serving(says("/v1/completions", lambda _: answer)) as url,
+        hosted(url, engine="vllm", tokenizer=folder) as host,
+    ):
         service = await host.service()
         with pytest.raises(CallerError, match="tools: the chat template shows tools to no policy"):
             await service.turn(TurnRequest("r", (USER,), tools=TOOLS, sampling=Sampling(max_tokens=9)))
         assert (await service.turn(TurnRequest("r", (USER,), sampling=Sampling(max_tokens=9)))).message[
             "content"
         ] == "a"
-        await host.aclose()
 
 
 NAMED = {"default": "{{ 'plain ' + messages[0].content }}", "tool_use": "{{ 'tools ' + tools | tojson }}"}

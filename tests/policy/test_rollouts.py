@@ -16,7 +16,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from nemo_gym_prorl.policy.pool.waits import Waits
+from nemo_gym_prorl.policy.pool.waits import Wait
 from nemo_gym_prorl.scripted.server import ScriptedConfig, serve
 from responses_api_models.prorl_model.app import ProrlModel
 from tests.policy.engines import free_port, serving
@@ -105,13 +105,13 @@ async def test_waiting_for_a_backend_and_through_a_pause_is_told_while_it_lasts(
 async def test_waiting_for_the_first_engine_counts_too() -> None:
     async with client(f"http://127.0.0.1:{free_port()}") as agent:
         turn = asyncio.create_task(agent.turn("r"))
-        await agent.until(lambda: agent.model._host.waits.of("r") is not None)
+        await agent.until(lambda: bool(agent.model._host.pool.waiting))
         await agent.until_waited("r", 0.3)
         # What such a rollout has is known without an engine, and it can be given up.
         status, kept = await agent.call("GET", "/v1/rollouts/r/tokens")
         assert (status, kept["answers"]) == (200, {})
         given_up = asyncio.create_task(agent.turn("given up"))
-        await agent.until(lambda: agent.model._host.waits.of("given up") is not None)
+        await agent.until(lambda: agent.model._host.pool.waiting == 2)
         assert (await agent.call("DELETE", "/v1/rollouts/given up"))[0] == 200
         assert (await given_up)[0] == 410
         async with serve() as engine:
@@ -124,7 +124,7 @@ async def test_a_server_without_a_policy_of_its_own_waits_for_runs_that_bring_on
         headers = {"X-Rollout-Id": "of a run", "X-Rollout-Run": "x"}
         mine = asyncio.create_task(agent.call("POST", "/v1/responses", {"input": "hi"}, headers))
         other = asyncio.create_task(agent.turn("of none"))
-        await agent.until(lambda: agent.model._host.waits.of("of none") is not None)
+        await agent.until(lambda: agent.model._host.pool.waiting == 2)
         assert (await agent.call("POST", "/v1/backends", {"url": engine, "run": "x"}))[0] == 201
         assert (await mine)[0] == 200
         assert not other.done()
@@ -134,7 +134,7 @@ async def test_a_server_without_a_policy_of_its_own_waits_for_runs_that_bring_on
 @given(moves=st.lists(st.tuples(st.integers(0, 3), st.sampled_from([1.0, 2.0, 4.0])), max_size=30))
 def test_time_in_which_several_turns_wait_counts_once(moves: list[tuple[int, float]]) -> None:
     """Four turns begin and end to wait in any order; the clock is the test's."""
-    waits, turns, expected = Waits(), dict[int, contextlib.ExitStack](), 0.0
+    wait, turns, expected = Wait(), dict[int, contextlib.ExitStack](), 0.0
     now = 0.0
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("nemo_gym_prorl.policy.pool.waits.time.monotonic", lambda: now)
@@ -143,15 +143,12 @@ def test_time_in_which_several_turns_wait_counts_once(moves: list[tuple[int, flo
                 turns.pop(turn).close()
             else:
                 turns[turn] = contextlib.ExitStack()
-                turns[turn].enter_context(waits.waiting("r"))
+                turns[turn].enter_context(wait.of_a_turn())
             now += seconds
             expected += seconds if turns else 0.0
-            assert waits.of("r") == expected
-        assert (waits.of("r") is None) == (not moves)
-        waits.forget("r")
+            assert wait.seconds == expected
         for turn in turns.values():
             turn.close()
-        assert waits.of("r") is None
 
 
 async def test_the_tokens_of_complete_turns_outlive_one_that_is_cut_short() -> None:

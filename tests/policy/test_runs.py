@@ -7,10 +7,10 @@ import asyncio
 
 import pytest
 
-from nemo_gym_prorl.policy.backends import AlreadyThere, Backends
 from nemo_gym_prorl.policy.config import PolicyConfig
 from nemo_gym_prorl.policy.engines.engine import BackendFailed
-from nemo_gym_prorl.policy.pool.backend import Backend
+from nemo_gym_prorl.policy.host import PolicyHost
+from nemo_gym_prorl.policy.pool.backend import AlreadyThere, Backend
 
 
 async def url_of(backend: Backend) -> str:
@@ -18,34 +18,30 @@ async def url_of(backend: Backend) -> str:
 
 
 async def test_a_turn_runs_at_its_rollouts_run_only() -> None:
-    backends = Backends(PolicyConfig(base_url=[], model="m", engine="vllm_chat", unreachable_s=1.0))
-    await backends.start()
-    dispatcher = backends.dispatcher
-    assert dispatcher is not None
-    try:
+    host = PolicyHost(PolicyConfig(base_url=[], model="m", engine="vllm_chat", unreachable_s=1.0))
+    dispatcher, pool = host.dispatcher, host.pool
+    async with host.lifespan():
         for run in ("x", "y"):
-            await backends.add(f"http://127.0.0.1:1/{run}", run=run, weight_version="1")
+            await host.add(f"http://127.0.0.1:1/{run}", run=run, weight_version="1")
         with pytest.raises(AlreadyThere, match="of run 'x'"):
-            await backends.add("http://127.0.0.1:1/x/v1", run="y")
-        await backends.label("2", run="y")
+            await host.add("http://127.0.0.1:1/x/v1", run="y")
+        pool.label("2", run="y")
         for number in range(6):
             run = "xy"[number % 2]
             placed = await dispatcher.run(f"r{number}", None, url_of, run=run)
             assert placed.result.endswith(f"/{run}")
             assert placed.weight_version == {"x": "1", "y": "2"}[run]
-        assert await backends.pause(run="x") == {"drained": True}
+        assert await dispatcher.pause(run="x")
         paused = asyncio.ensure_future(dispatcher.run("r0", None, url_of, run="x"))
         assert (await dispatcher.run("r1", None, url_of, run="y")).result.endswith("/y")
         assert not paused.done()
-        await backends.resume(run="x", weight_version="3")
+        dispatcher.apply(pool.resume(run="x", weight_version="3"))
         assert (await paused).weight_version == "3"
-        await backends.clear(run="x")
-        assert [backend["run"] for backend in (await backends.listing())["backends"]] == ["y"]
+        dispatcher.apply(pool.clear(run="x"))
+        assert [backend.run for backend in pool.backends.values()] == ["y"]
         waits = asyncio.ensure_future(dispatcher.run("r0", None, url_of, run="x"))
         await asyncio.sleep(0.2)
-        assert (await backends.listing(run="x"))["waiting"] == 1
+        assert pool.waiting_of["x"] == 1
         with pytest.raises(BackendFailed, match=r"no backend of run 'x' served for 1 s \(there is none\)"):
             await waits
-        assert (await backends.listing())["waiting"] == 0
-    finally:
-        await backends.aclose()
+        assert not pool.waiting

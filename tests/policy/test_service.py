@@ -213,8 +213,8 @@ async def test_other_tools_than_before_are_another_history(
     agent.goes_on(await agent.ask())
     await agent.ask(tools=[])
     assert agent.service.ledger("r").branches == branches
-    assert agent.service.counts("r").rewrites == 1
-    assert agent.service.counts("r").retokenised == (0 if history == "keep" else 20)
+    assert agent.service.rollout("r").counts.rewrites == 1
+    assert agent.service.rollout("r").counts.retokenised == (0 if history == "keep" else 20)
     await host.aclose()
 
 
@@ -230,17 +230,14 @@ async def test_branches_are_counted_by_their_reason(engine_url: str, model_folde
     metrics = host.metrics.exposition().decode()
     assert 'prorl_policy_forks_total{why="edited"} 1.0' in metrics
     assert 'prorl_policy_forks_total{why="again"} 1.0' in metrics
-    assert agent.service.counts("r").retokenised == 40, "both turns of the edited history"
+    assert agent.service.rollout("r").counts.retokenised == 40, "both turns of the edited history"
     await host.aclose()
 
 
-@pytest.mark.parametrize("kept", ["all texts are kept", "none but the last"])
 async def test_other_variables_rewrite_the_past_of_a_turn_that_was_continued_before(
-    engine_url: str, model_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kept: str
+    engine_url: str, model_folder: Path, tmp_path: Path
 ) -> None:
     """How a prompt was written is known for as long as its rollout: written once more, it would have today's words."""
-    if kept != "all texts are kept":
-        monkeypatch.setattr("nemo_gym_prorl.policy.text.prompts.ROOM", 0)
     template = tmp_path / "template.jinja"
     template.write_text("{{ greeting or 'none' }}\n" + (TEMPLATES / "chatml.jinja").read_text())
     host = await started(engine_url, model_folder, chat_template=str(template), history="branch")
@@ -255,5 +252,5 @@ async def test_other_variables_rewrite_the_past_of_a_turn_that_was_continued_bef
     other = await agent.ask(messages=new, after=first.id, template_variables={"greeting": "good night"})
     assert other.turn
     assert other.turn.parent is None
-    assert agent.service.counts("r").rewrites == 1
+    assert agent.service.rollout("r").counts.rewrites == 1
     await host.aclose()

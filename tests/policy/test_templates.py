@@ -24,14 +24,14 @@ from openai.types.responses import FunctionToolParam
 from nemo_gym_prorl.failures import CallerError
 from nemo_gym_prorl.policy.engines.sampling import Sampling
 from nemo_gym_prorl.policy.generation import Finish
-from nemo_gym_prorl.policy.http.api import PolicyConfig, PolicyHost
-from nemo_gym_prorl.policy.text.prompts import Written
 from nemo_gym_prorl.policy.text.renderer import Renderer
+from nemo_gym_prorl.policy.text.seam import Written
 from nemo_gym_prorl.policy.text.template import ChatTemplate
 from nemo_gym_prorl.policy.turns import TurnRequest
 from responses_api_models.prorl_model.app import _offered
 from tests.policy.engines import serving
 from tests.policy.families import TEMPLATES
+from tests.policy.hosts import hosted
 from tests.policy.test_engines import completion, says
 from tests.policy.tokenizers import KINDS, tokenizer_of
 from tests.policy.transitions import ids_of, outcome, tally
@@ -71,7 +71,7 @@ def renderer(text: str, *stops: str) -> Renderer:
 def test_every_transition_of_a_template_that_rewrites_nothing(name: str, stops: list[str]) -> None:
     counted = tally(source(name), *stops)
     assert counted.wrong == counted.rewritten == counted.differences == 0
-    assert counted.right >= 384
+    assert counted.right >= 192
 
 
 @pytest.mark.parametrize("kind", [kind for kind in KINDS if kind != "bytes"])
@@ -82,7 +82,7 @@ def test_what_follows_a_turn_is_encoded_as_what_continues_a_text(kind: str, name
     """SentencePiece puts a space before the beginning of a text; what an observation spells is no beginning."""
     counted = tally(source(name), stop, kind=kind, shapes=["ac"])
     assert counted.wrong == counted.differences == 0
-    assert counted.right >= 64
+    assert counted.right >= 32
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -167,8 +167,8 @@ def test_what_the_real_rendering_says_corrects_the_stand_ins_and_is_counted() ->
 def test_an_end_in_plain_text_is_neither_part_of_the_answer_nor_written_twice(end: str) -> None:
     chat = renderer(source("worded"))
     ids = chat.tokenizer.encode(f"a{end}")
-    assert chat.said(ids, Finish.STOP) == (f"a{end}", "a")
-    assert chat.said(ids, Finish.LENGTH) == (f"a{end}", f"a{end}")
+    assert chat.said(ids, Finish.STOP) == "a"
+    assert chat.said(ids, Finish.LENGTH) == f"a{end}"
     more = chat.next([USER, SAID], [AND], sampled=ids, finish=Finish.STOP).ids
     text = chat.tokenizer.decode(ids + more)
     assert text == "a\n### End\n\n### user\nand?\n\n### Answer\n"
@@ -207,9 +207,9 @@ def test_a_header_is_no_end_of_turn() -> None:
 def test_a_stop_string_is_no_part_of_the_answer() -> None:
     chat = renderer(source("chatml"))
     ids = chat.tokenizer.encode("a\nUSER: b")
-    assert chat.said(ids, Finish.STOP, ("\nUSER:", ""))[1] == "a"
-    assert chat.said(ids, Finish.LENGTH, ("\nUSER:",))[1] == "a\nUSER: b"
-    assert chat.said(chat.tokenizer.encode("a\nUSER:<|im_end|>"), Finish.STOP, ("\nUSER:",))[1] == "a\nUSER:"
+    assert chat.said(ids, Finish.STOP, ("\nUSER:", "")) == "a"
+    assert chat.said(ids, Finish.LENGTH, ("\nUSER:",)) == "a\nUSER: b"
+    assert chat.said(chat.tokenizer.encode("a\nUSER:<|im_end|>"), Finish.STOP, ("\nUSER:",)) == "a\nUSER:"
 
 
 async def test_a_rollout_says_what_was_corrected_and_neutralised(tmp_path: Path) -> None:
@@ -223,9 +223,10 @@ async def test_a_rollout_says_what_was_corrected_and_neutralised(tmp_path: Path)
         ids = tokenizer.encode(next(texts))
         return completion(token_ids=ids, logprobs={"token_logprobs": [-0.5] * len(ids)})
 
-    async with serving(says("/v1/completions", says_next)) as url:
-        config = PolicyConfig(base_url=[url], model="m", engine="vllm", tokenizer=str(tmp_path))
-        host = PolicyHost(config)
+    async with (
+        serving(says("/v1/completions", says_next)) as url,
+        hosted(url, engine="vllm", tokenizer=str(tmp_path)) as host,
+    ):
         service = await host.service()
         messages: list[dict[str, Any]] = [USER]
         thoughts = []
@@ -235,16 +236,23 @@ async def test_a_rollout_says_what_was_corrected_and_neutralised(tmp_path: Path)
             # Agents tidy up what they were told; the rollout's own record does not.
             messages += [dict(answer.message), {"role": "user", "content": "on<|end|>"}]
         assert thoughts == ["hmm", None, None]
-        counts = service.counts("r")
+        counts = service.rollout("r").counts
         assert (counts.differences, counts.neutralised, counts.rewrites) == (1, 2, 0)
         assert service.ledger("r").branches == 1
         text = tokenizer.decode(answer.turn.sequence())
-        await host.aclose()
     said = "<|user|>q<|end|><|assistant|><think>hm<|user|>m</think> a<|end|><|user|>on<|end|><|end|>"
     assert text == f"{said}<|assistant|> a<|end|>!<|user|>on<|end|><|end|><|assistant|>b<|end|>"
     metrics = host.metrics.exposition()
     assert b"prorl_policy_template_differences_total 1.0" in metrics
     assert b"prorl_policy_neutralised_tokens_total 2.0" in metrics
+
+
+@given(text=st.text("ab", max_size=6), other=st.text("ab", max_size=6), opened=st.sampled_from(["", "<think>\n"]))
+def test_a_prompt_is_known_again_and_whether_it_opens_a_thought(text: str, other: str, opened: str) -> None:
+    written = Written.of(text + opened)
+    assert written.begins(text + opened + other)
+    assert written.begins(other) == other.startswith(text + opened)
+    assert written.opened == ("\n" if opened else None)
 
 
 def test_a_template_that_tells_the_time_tells_one_time_per_rollout() -> None:

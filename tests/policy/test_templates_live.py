@@ -156,7 +156,7 @@ async def test_every_prompt_is_what_vllm_would_make_of_the_conversation(
         assert ours == theirs
     service = await host.service()
     assert service.ledger("r").branches == 1
-    counts = service.counts("r")
+    counts = service.rollout("r").counts
     assert (counts.rewrites, counts.differences, counts.retokenised, counts.ambiguous) == (0, 0, 0, 0)
     await host.aclose()
 
@@ -181,7 +181,7 @@ async def test_a_tool_result_that_spells_the_end_of_a_turn_stays_text(
     assert page in tokenizer.decode(observed)
     im_end = next(token_id for token_id, name in tokenizer.special.items() if name == "<|im_end|>")
     assert observed.count(im_end) == 1, "the end of the result itself"
-    assert service.counts("r").neutralised == 3
+    assert service.rollout("r").counts.neutralised == 3
     theirs = await rendered_by_vllm(session, engine_url, file.read_text(), agent.messages[:-1])
     assert theirs.count(im_end) - answer.turn.prompt().count(im_end) == 2, "vLLM's own rendering ends turns there"
     assert b"prorl_policy_neutralised_tokens_total 3.0" in host.metrics.exposition()
@@ -203,7 +203,7 @@ async def test_a_template_that_tells_the_time_tells_that_of_the_rollouts_beginni
         agent.messages.append({"role": "user", "content": "and?"})
         assert service.renderer is not None
         times.add(service.renderer.tokenizer.decode(answer.turn.prompt()).splitlines()[1])
-    assert (len(times), service.counts("r").rewrites, service.ledger("r").branches) == (1, 0, 1)
+    assert (len(times), service.rollout("r").counts.rewrites, service.ledger("r").branches) == (1, 0, 1)
     # Another beginning, and another branch of the same rollout: still the same time.
     answer = await service.turn(TurnRequest("r", agent.messages[2:3], sampling=Sampling(max_tokens=2)))
     assert answer.turn.parent is None

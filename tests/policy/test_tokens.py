@@ -106,7 +106,6 @@ def test_ids_as_text_are_those_of_the_ledger_whichever_turn_is_asked_for(
     ledger: TokenLedger, data: st.DataObject
 ) -> None:
     texts = IdTexts()
-    texts._texts._room = data.draw(st.integers(0, 60))
     for turn in data.draw(st.lists(st.sampled_from([None, *ledger.turns]), max_size=12)):
         new = data.draw(IDS)
         prompt = texts.prompt(turn, new)

@@ -33,8 +33,8 @@ from tests.policy.tokenizers import KINDS, tokenizer_of
 
 SHAPES = ["aa", "ac", "ca", "cc", "ta", "tc"]
 """Turns of a conversation before its last answer: an answer, a call, or two calls at once."""
-SETTINGS = list(itertools.product((False, True), (1, 3), (False, True)))
-"""System message or none, questions asked before, short texts or long ones: eight conversations of each shape."""
+SETTINGS = [(False, 1, False), (True, 1, True), (False, 3, True), (True, 3, False)]
+"""System message or none, questions asked before, short texts or long ones: each pair of these is in one of them."""
 THOUGHT = "hm {}"
 """What the policy thinks before the turn of that number, where it thinks."""
 

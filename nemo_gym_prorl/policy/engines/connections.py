@@ -12,6 +12,7 @@ the caller's to say. A request that is cancelled ends its connection, by which e
 from __future__ import annotations
 
 import contextlib
+import functools
 import socket
 from collections.abc import AsyncIterator, Mapping, Sequence
 from types import SimpleNamespace, TracebackType
@@ -20,11 +21,11 @@ from typing import Any, Self
 import aiohttp
 from yarl import URL
 
-from nemo_gym_prorl.policy.engines.answers import Content
-
 
 _IDLE_S = 15.0
 """How long an idle connection is used again."""
+_CONNECT_S = 5.0
+"""How long opening a connection may take; what is asked over it may take any time."""
 _JSON = {"Content-Type": "application/json", "Accept-Encoding": "identity"}
 
 
@@ -45,22 +46,19 @@ class Dropped(ConnectionError):
 
 
 class Connections:
-    """The client sessions of a server's engines; opened in the running loop, and closed as a context manager or by
-    :meth:`aclose`.
+    """The client sessions of a server's engines; each opened in the loop that first uses it, and closed as a context
+    manager or by :meth:`aclose`."""
 
-    Args:
-        connect_timeout_s: how long opening a connection may take; what is asked over it may take any time.
+    @functools.cached_property
+    def kept(self) -> aiohttp.ClientSession:
+        """For samples."""
+        return self._session(0)
 
-    Attributes:
-        kept: for samples.
-        control: for all else, each within that time.
-    """
-
-    def __init__(self, connect_timeout_s: float = 5.0) -> None:
-        self._connect_timeout_s = connect_timeout_s
-        self.kept = self._session(0)
-        self.control = aiohttp.ClientSession(
-            connector=aiohttp.TCPConnector(limit=0), timeout=aiohttp.ClientTimeout(total=connect_timeout_s)
+    @functools.cached_property
+    def control(self) -> aiohttp.ClientSession:
+        """For all else, each within the time that opening a connection may take."""
+        return aiohttp.ClientSession(
+            connector=aiohttp.TCPConnector(limit=0), timeout=aiohttp.ClientTimeout(total=_CONNECT_S)
         )
 
     async def __aenter__(self) -> Self:
@@ -87,7 +85,7 @@ class Connections:
         trace.on_connection_create_start.append(_opens)
         return aiohttp.ClientSession(
             connector=aiohttp.TCPConnector(limit=limit, keepalive_timeout=_IDLE_S, socket_factory=_socket),
-            timeout=aiohttp.ClientTimeout(total=None, connect=self._connect_timeout_s),
+            timeout=aiohttp.ClientTimeout(total=None, connect=_CONNECT_S),
             cookie_jar=aiohttp.DummyCookieJar(),
             trace_configs=[trace],
         )
@@ -99,9 +97,8 @@ async def post(
     headers: Mapping[str, str],
     body: Sequence[bytes],
     *,
-    echo: Sequence[bytes] = (),
     opens: bool = True,
-) -> tuple[int, bytearray]:
+) -> tuple[int, bytes]:
     """Status and content of the answer. Redirects are answers like any other.
 
     Args:
@@ -109,7 +106,6 @@ async def post(
         url: where.
         headers: besides those of the message itself.
         body: JSON, in parts.
-        echo: see :class:`.Content`.
         opens: whether a connection may be opened for it.
 
     Raises:
@@ -119,7 +115,7 @@ async def post(
         Dropped: the connection ended before the answer did, or what came is none.
         ValueError: a header cannot be sent.
     """
-    content, begun = Content(echo), False
+    begun = False
     sent = session.post(
         URL(url, encoded=True),
         data=b"".join(body),
@@ -130,9 +126,7 @@ async def post(
     try:
         async with sent as response:
             begun = True
-            async for piece in response.content.iter_any():
-                content.feed(piece)
-            return response.status, content.whole()
+            return response.status, await response.read()
     except (aiohttp.ClientConnectorError, TimeoutError):
         raise
     except aiohttp.ClientError as error:

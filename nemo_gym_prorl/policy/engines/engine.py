@@ -6,7 +6,7 @@ are :class:`BackendErred`, an error that a running engine answers, which may tur
 :class:`Misconfigured`, a key, name, tokenizer or protocol that is not the engine's. :class:`RequestRefused`: the
 request's, and every backend would refuse it.
 
-An engine holds no state of a rollout. Cancelling the task that awaits :meth:`Engine.generate` closes the connection,
+An engine holds no state of a rollout. Cancelling the task that awaits a sample closes the connection,
 by which the engines here abort the request.
 """
 
@@ -14,11 +14,9 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Any
 
 from nemo_gym_prorl.failures import CallerError, InfrastructureError
-from nemo_gym_prorl.policy.engines.sampling import Sampling
-from nemo_gym_prorl.policy.generation import Generation
 from nemo_gym_prorl.policy.text.messages import Message
 
 
@@ -74,21 +72,3 @@ class ChatPrompt:
     """Ids that the rendered prompt must start with, for engines that can be told."""
     tool_choice: str | Mapping[str, Any] | None = None
     effort: str | None = None
-
-
-class Engine(Protocol):
-    """One wire protocol. ``takes_tokens`` says which of prompt and conversation it reads."""
-
-    takes_tokens: bool
-
-    async def generate(
-        self, url: str, prompt: Sequence[int], conversation: ChatPrompt, sampling: Sampling
-    ) -> Generation: ...
-
-    def expect(self, text: str, ids: Sequence[int]) -> None: ...
-
-    async def samples(self, url: str) -> bool: ...
-
-    async def healthy(self, url: str) -> bool: ...
-
-    async def load(self, url: str) -> Load | None: ...

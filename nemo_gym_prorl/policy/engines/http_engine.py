@@ -22,6 +22,7 @@ import orjson
 
 from nemo_gym_prorl.failures import FailureKind
 from nemo_gym_prorl.policy.engines.addresses import origin_of, root_of
+from nemo_gym_prorl.policy.engines.answers import ContextFull, without_echo
 from nemo_gym_prorl.policy.engines.connections import Connections, Dropped, NotOpen, post
 from nemo_gym_prorl.policy.engines.engine import (
     BackendErred,
@@ -32,7 +33,7 @@ from nemo_gym_prorl.policy.engines.engine import (
     RequestRefused,
 )
 from nemo_gym_prorl.policy.engines.sampling import Sampling
-from nemo_gym_prorl.policy.generation import Generation, checked
+from nemo_gym_prorl.policy.generation import Finish, Generation, checked
 from nemo_gym_prorl.policy.tokens.prompt import json_of_ids
 from nemo_gym_prorl.serving.keys import authorization
 
@@ -133,6 +134,8 @@ class HttpEngine:
         """
         try:
             generation = checked(await self._known(url, prompt, conversation, sampling))
+        except ContextFull:
+            return Generation((), (), Finish.CONTEXT)
         except BackendFailed:
             self._contexts.pop(url, None)  # a router's connections outlive the engines behind it
             raise
@@ -266,6 +269,7 @@ class HttpEngine:
         An engine that is not told stops after a number of its own (vLLM: 16), and one that is told too many refuses.
 
         Raises:
+            ContextFull: none.
             Misconfigured: nobody says.
         """
         if asked.context is None:
@@ -277,6 +281,8 @@ class HttpEngine:
                 )
             return wanted
         left = asked.context - prompt - self._kept_free
+        if left < 1:
+            raise ContextFull
         return left if wanted is None else min(wanted, left)
 
     async def models(self, url: str) -> list[dict[str, Any]]:
@@ -309,8 +315,8 @@ class HttpEngine:
         ids: tuple[str, Sequence[int]] | None = None,
         *,
         echoed: bool = False,
-    ) -> dict[str, Any] | None:
-        """The JSON answer; ``None`` if the prompt does not fit into the engine's context.
+    ) -> dict[str, Any]:
+        """The JSON answer.
 
         Args:
             asked: of whom, and over which connections.
@@ -320,6 +326,7 @@ class HttpEngine:
             echoed: where the answer repeats them to the letter they are left out of it.
 
         Raises:
+            ContextFull: the engine has no room for the prompt.
             NotOpen: the connection over which it was asked who it is is gone.
             TimeoutError, aiohttp.ClientError, Dropped: no answer.
             BackendFailed: a server error.
@@ -333,15 +340,14 @@ class HttpEngine:
         prompt = json_of_ids(ids[1]) if ids is not None else ()
         if ids is not None:
             parts = [b'{"%b":' % ids[0].encode(), *prompt, b"," + parts[0][1:]]
-        echo = prompt if echoed else ()
         headers = self._headers_for(url)
-        status, raw = await post(asked.session, url, headers, parts, echo=echo, opens=asked.opens)
+        status, raw = await post(asked.session, url, headers, parts, opens=asked.opens)
         if status == 200:
             try:
-                answer = orjson.loads(raw)
+                answer = orjson.loads(without_echo(raw, prompt if echoed else ()))
             except orjson.JSONDecodeError as error:
                 raise Misconfigured(
-                    f"{url} answered with {bytes(raw[:80])!r}, which is not JSON: is this an inference engine?",
+                    f"{url} answered with {raw[:80]!r}, which is not JSON: is this an inference engine?",
                     field="policy_base_url",
                 ) from error
             if not isinstance(answer, dict):
@@ -349,7 +355,7 @@ class HttpEngine:
             return answer
         said = _said(raw)
         if status == 400 and CONTEXT_OVERFLOW.search(said):
-            return None
+            raise ContextFull
         if status in (400, 413, 415, 422):
             raise RequestRefused(f"{url} refused the request ({status}): {said}", field="request")
         if status in (401, 403):
@@ -405,7 +411,7 @@ def _no_answer(url: str, error: Exception) -> BackendFailed:
     return BackendFailed(f"{url}: {error!r}", kind=FailureKind.TRANSPORT_PEER_DROP)
 
 
-def _fields(raw: bytes | bytearray) -> dict[str, Any]:
+def _fields(raw: bytes) -> dict[str, Any]:
     try:
         value = orjson.loads(raw)
     except orjson.JSONDecodeError:
@@ -417,7 +423,7 @@ def _is_length(value: object) -> bool:
     return isinstance(value, int) and value > 0
 
 
-def _said(raw: bytes | bytearray) -> str:
+def _said(raw: bytes) -> str:
     return raw[:500].decode(errors="replace")
 
 

@@ -15,7 +15,7 @@ from nemo_gym_prorl.policy.engines.answers import finish, required
 from nemo_gym_prorl.policy.engines.engine import ChatPrompt
 from nemo_gym_prorl.policy.engines.http_engine import Asked, HttpEngine, metric
 from nemo_gym_prorl.policy.engines.sampling import Sampling
-from nemo_gym_prorl.policy.generation import Finish, Generation
+from nemo_gym_prorl.policy.generation import Generation
 
 
 def _parameters(extra: Mapping[str, Any]) -> dict[str, Any]:
@@ -41,8 +41,6 @@ class SglangGenerate(HttpEngine):
         self, asked: Asked, prompt: Sequence[int], conversation: ChatPrompt, sampling: Sampling
     ) -> Generation:
         room = self.room(asked, len(prompt), sampling.max_tokens)
-        if room < 1:
-            return Generation((), (), Finish.CONTEXT)
         parameters = {
             "max_new_tokens": room,
             "temperature": sampling.temperature,
@@ -57,8 +55,6 @@ class SglangGenerate(HttpEngine):
             "return_logprob": True,
         }
         answer = await self._post(asked, f"{root_of(asked.url)}{self._route}", body, ("input_ids", prompt))
-        if answer is None:
-            return Generation((), (), Finish.CONTEXT)
         about = required(answer, "meta_info", asked.url)
         pairs = required(about, "output_token_logprobs", asked.url)
         ids, log_probs = [pair[1] for pair in pairs], [pair[0] for pair in pairs]

@@ -11,7 +11,7 @@ from nemo_gym_prorl.policy.engines.answers import cached_tokens, finish, only_ch
 from nemo_gym_prorl.policy.engines.engine import ChatPrompt, Misconfigured
 from nemo_gym_prorl.policy.engines.http_engine import Asked, HttpEngine
 from nemo_gym_prorl.policy.engines.sampling import Sampling
-from nemo_gym_prorl.policy.generation import Finish, Generation
+from nemo_gym_prorl.policy.generation import Generation
 
 
 class VllmChat(HttpEngine):
@@ -48,8 +48,6 @@ class VllmChat(HttpEngine):
         self, asked: Asked, prompt: Sequence[int], conversation: ChatPrompt, sampling: Sampling
     ) -> Generation:
         answer = await self._post(asked, f"{root_of(asked.url)}{self._route}", self._body(conversation, sampling))
-        if answer is None:
-            return Generation((), (), Finish.CONTEXT)
         choice = only_choice(answer, asked.url)
         message = required(choice, "message", asked.url)
         prompt_ids = message.get("prompt_token_ids") or answer.get("prompt_token_ids")

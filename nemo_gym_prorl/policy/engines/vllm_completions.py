@@ -14,7 +14,7 @@ from nemo_gym_prorl.policy.engines.answers import cached_tokens, finish, only_ch
 from nemo_gym_prorl.policy.engines.engine import ChatPrompt, Misconfigured
 from nemo_gym_prorl.policy.engines.http_engine import Asked, HttpEngine
 from nemo_gym_prorl.policy.engines.sampling import Sampling
-from nemo_gym_prorl.policy.generation import Finish, Generation
+from nemo_gym_prorl.policy.generation import Generation
 
 
 class VllmCompletions(HttpEngine):
@@ -27,8 +27,6 @@ class VllmCompletions(HttpEngine):
         self, asked: Asked, prompt: Sequence[int], conversation: ChatPrompt, sampling: Sampling
     ) -> Generation:
         room = self.room(asked, len(prompt), sampling.max_tokens)
-        if room < 1:
-            return Generation((), (), Finish.CONTEXT)
         body = {
             "model": self.model,
             "logprobs": 0,
@@ -37,8 +35,6 @@ class VllmCompletions(HttpEngine):
             **replace(sampling, max_tokens=room).as_openai(),
         }
         answer = await self._post(asked, f"{root_of(asked.url)}{self._route}", body, ("prompt", prompt), echoed=True)
-        if answer is None:
-            return Generation((), (), Finish.CONTEXT)
         choice = only_choice(answer, asked.url)
         sampled = required(choice, "token_ids", asked.url)
         echoed = choice.get("prompt_token_ids")

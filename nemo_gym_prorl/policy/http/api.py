@@ -20,8 +20,9 @@ from pydantic import BaseModel, ConfigDict, Field
 
 from nemo_gym_prorl.policy.config import PolicyConfig
 from nemo_gym_prorl.policy.host import PolicyHost
+from nemo_gym_prorl.policy.pool.backend import Backend
+from nemo_gym_prorl.policy.pool.pool import BackendPool
 from nemo_gym_prorl.policy.service import PolicyService
-from nemo_gym_prorl.policy.turns import RolloutGone
 from nemo_gym_prorl.serving.problem_document import Problem
 from nemo_gym_prorl.serving.problems import ProblemRoute, add_problem_handlers, no_other_parameters
 
@@ -104,67 +105,61 @@ def add_control_routes(app: FastAPI, host: PolicyHost) -> None:
     end of the service."""
     router = APIRouter(route_class=ProblemRoute, dependencies=[Depends(no_other_parameters)])
 
-    def known(rollout: str) -> PolicyService:
-        if host.ready is None:
-            raise RolloutGone(f"no rollout {rollout!r} here", field="rollout")
-        return host.ready
-
     @router.post("/v1/backends", status_code=201, responses=problems(400, 403, 409, 422))
     async def add(body: NewBackend) -> dict[str, Any]:
         """Add a backend for the rollouts of a run. Turns that wait may be placed there at once."""
-        return await host.backends.add(body.url, body.id, body.weight_version, body.api_key, body.run)
+        return _described(await host.add(body.url, body.id, body.weight_version, body.api_key, body.run))
 
     @router.get("/v1/backends", responses=problems(422))
     async def listing(run: _Label | None = None) -> dict[str, Any]:
         """The backends, how they fare, and how many turns wait; of all runs, or of one."""
-        return await host.backends.listing(run)
+        return _listing(host.pool, run)
 
     @router.delete("/v1/backends/{backend_id}", responses=problems(404, 422))
     async def remove(backend_id: str, drain: bool = False) -> dict[str, Any]:
         """Remove a backend: at once, or with `drain` give it no new rollouts."""
-        return await host.backends.remove(backend_id, drain)
+        host.dispatcher.apply(host.pool.drain(backend_id) if drain else host.pool.remove(backend_id))
+        return {"id": backend_id, "draining": drain}
 
     @router.delete("/v1/backends", responses=problems(422))
     async def clear(run: _Label | None = None) -> dict[str, Any]:
         """Remove all backends of a run; turns wait for new ones. Without a run, those of rollouts that name none."""
-        return await host.backends.clear(run)
+        host.dispatcher.apply(host.pool.clear(run))
+        return {"backends": []}
 
     @router.post("/v1/backends/pause", responses=problems(400, 404, 422))
     async def pause(body: Swap) -> dict[str, Any]:
         """Start nothing there until `resume`; answers when nothing runs there, or the time is over."""
-        return await host.backends.pause(body.id, body.timeout_s, body.run)
+        return {"drained": await host.dispatcher.pause(body.id, body.timeout_s, body.run)}
 
     @router.post("/v1/backends/resume", responses=problems(400, 404, 422))
     async def resume(body: Swap) -> dict[str, Any]:
         """Go on, with a new label if the weights are new."""
-        return await host.backends.resume(body.id, body.weight_version, body.run)
+        host.dispatcher.apply(host.pool.resume(body.id, body.weight_version, body.run))
+        return _listing(host.pool, body.run)
 
     @router.post("/v1/backends/weight_version", responses=problems(400, 404, 422))
     async def label(body: Weights) -> dict[str, Any]:
         """Label the weights, without a pause: a turn that is being sampled begins with the old ones and ends with
         these."""
-        return await host.backends.label(body.weight_version, body.id, body.run)
+        host.pool.label(body.weight_version, body.id, body.run)
+        return _listing(host.pool, body.run)
 
     @router.get("/v1/rollouts/{rollout}/tokens", response_model=dict[str, Any], responses=problems(410))
     async def tokens(rollout: str) -> Response:
         """All tokens of a rollout's complete turns."""
         # Written here: the framework would go through a hundred thousand numbers one by one, and all turns wait.
-        return Response(orjson.dumps(trajectory(known(rollout), rollout)), media_type="application/json")
+        return Response(orjson.dumps(trajectory(await host.service(), rollout)), media_type="application/json")
 
     @router.get("/v1/rollouts/{rollout}/waited", responses=problems(410))
     async def waited(rollout: str) -> dict[str, float]:
         """Seconds for which turns of a rollout have waited for a backend, the one that waits now included."""
-        seconds = host.waits.of(rollout)
-        if seconds is None:
-            raise RolloutGone(f"no rollout {rollout!r} here", field="rollout")
-        return {"waited_s": seconds}
+        return {"waited_s": (await host.service()).rollout(rollout).wait.seconds}
 
     @router.delete("/v1/rollouts/{rollout}", responses=problems())
     async def finish(rollout: str) -> dict[str, Any]:
         """Forget a rollout and free its slot at once, whether or not it is known; its turns are ended."""
-        if host.ready is not None:
-            host.ready.finish(rollout)
-        host.waits.forget(rollout)
+        (await host.service()).finish(rollout)
         return {"rollout": rollout}
 
     @router.get("/metrics", response_class=PlainTextResponse, responses=problems())
@@ -184,18 +179,43 @@ def add_control_routes(app: FastAPI, host: PolicyHost) -> None:
     app.router.lifespan_context = lifespan
 
 
+def _listing(pool: BackendPool, run: str | None) -> dict[str, Any]:
+    waiting = pool.waiting_of
+    if run is None:
+        return {"backends": [*map(_described, pool.backends.values())], "waiting": sum(waiting.values())}
+    return {"backends": [*map(_described, pool.of_run(run))], "waiting": waiting.get(run, 0)}
+
+
+def _described(backend: Backend) -> dict[str, Any]:
+    return {
+        "id": backend.id,
+        "url": backend.url,
+        "run": backend.run,
+        "health": backend.health,
+        "draining": backend.draining,
+        "paused": backend.paused,
+        "weight_version": backend.weight_version,
+        "live_rollouts": len(backend.live),
+        "in_flight": len(backend.in_flight),
+        "limit": backend.limit,
+        "live_tokens": backend.demand,
+        "capacity": backend.capacity,
+    }
+
+
 def trajectory(service: PolicyService, rollout: str) -> dict[str, Any]:
     """All tokens of a rollout: its sequences, where in them each answer lies, and what did not go straight.
 
     An answer's prompt is ``ids[:start]`` of its sequence, its generation ``ids[start:end]``. Its ``weight_versions``
     are the labels of the weights when sampling it began and ended.
     """
-    sequences = service.ledger(rollout).sequences()
-    paths = [set(leaf.path()) for leaf in service.ledger(rollout).leaves()]
+    state = service.rollout(rollout)
+    ledger = state.history.ledger
+    paths = [set(leaf.path()) for leaf in ledger.leaves()]
     return {
         "rollout": rollout,
-        "run": service.run_of(rollout),
-        "counts": asdict(service.counts(rollout)),
+        "run": state.run,
+        "counts": asdict(state.counts),
         "sequences": [
             {
                 "ids": sequence.ids.tolist(),
@@ -203,15 +223,15 @@ def trajectory(service: PolicyService, rollout: str) -> dict[str, Any]:
                 "log_probs": sequence.log_probs.tolist(),
                 "spans": [[s.start, s.end, int(s.sampled), s.weight_version] for s in sequence.spans],
             }
-            for sequence in sequences
+            for sequence in ledger.sequences()
         ],
         "answers": {
             answer_id: {
-                "sequence": next(index for index, path in enumerate(paths) if turn in path),
-                "start": turn.start,
-                "end": turn.end,
-                "weight_versions": [turn.weight_version, turn.last_version],
+                "sequence": next(index for index, path in enumerate(paths) if point.turn in path),
+                "start": point.turn.start,
+                "end": point.turn.end,
+                "weight_versions": [point.turn.weight_version, point.turn.last_version],
             }
-            for answer_id, turn in service.answers(rollout).items()
+            for answer_id, point in state.answers.items()
         },
     }

@@ -3,31 +3,25 @@
 
 A turn's work is small beside what a web framework does around it: models of request and answer, dependencies,
 middlewares with a task each. So routes of turns stand in front of all that
-(:mod:`nemo_gym_prorl.serving.direct_routes`), and do what they need of it themselves: a session's cookie, an end when
-a caller hangs up, errors as documents.
+(:mod:`nemo_gym_prorl.serving.direct_routes`), with what they need of it: a session's cookie, an end when a caller
+hangs up, errors as documents.
 """
 
 from __future__ import annotations
 
 import asyncio
-import json
 import uuid
-from base64 import b64decode, b64encode
 from collections.abc import Awaitable, Callable
+from contextlib import suppress
 from dataclasses import dataclass
+from urllib.parse import unquote
 
-import itsdangerous
 from starlette.datastructures import Headers
-from starlette.requests import Request, cookie_parser
+from starlette.requests import Request
 from starlette.responses import Response
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from nemo_gym_prorl.policy.header_text import header_text
-from nemo_gym_prorl.serving.problems import KNOWN_ERRORS, answer_to
 
-
-_SESSION_S = 14 * 24 * 60 * 60
-"""How long a session's cookie holds, as in Starlette's middleware."""
 DEFERRAL = "X-Rollout-Tokens"
 
 
@@ -48,6 +42,19 @@ class Caller:
     deferred: bool
 
 
+def header_text(value: str) -> str:
+    """A header whose value may be any text: percent-encoded, or as the bytes of UTF-8 or Latin-1.
+
+    Args:
+        value: its bytes, read as Latin-1.
+    """
+    if value.isascii() and "%" not in value:
+        return value
+    with suppress(UnicodeDecodeError):
+        value = value.encode("latin-1").decode()
+    return unquote(value)
+
+
 def caller_of(headers: Headers, session: str) -> Caller:
     """Who says so in these headers, or else has this session."""
     group = headers.get("x-rollout-group")
@@ -59,60 +66,31 @@ def caller_of(headers: Headers, session: str) -> Caller:
     )
 
 
-class Sessions:
-    """Gym's session cookie, read and renewed as Starlette's ``SessionMiddleware`` does it.
+def route_of_callers(
+    answer: Callable[[Request, Caller, bytes], Awaitable[Response]], field: str
+) -> Callable[[Request], Awaitable[Response]]:
+    """A route that answers turns: with the caller's name, or else its session, which a new caller is given. It is
+    cancelled when its caller hangs up.
 
     Args:
-        name: of the cookie, which is also the key that signs it.
+        answer: to a request, of whom, with its body.
         field: where in a session its id is.
     """
 
-    def __init__(self, name: str, field: str) -> None:
-        self._signer = itsdangerous.TimestampSigner(name)
-        self._name = name
-        self._field = field
-
-    def read(self, cookies: str) -> str | None:
-        """The session id that a caller shows, if it is one of ours."""
-        shown = cookie_parser(cookies).get(self._name) if self._name in cookies else None
-        if shown is None:
-            return None
+    async def route(request: Request) -> Response:
+        session = request.session.get(field)
+        if session is None and not request.headers.get("x-rollout-id"):
+            session = str(uuid.uuid4())
+        if session is not None:
+            request.session[field] = session  # what is set is sent again: so it does not run out
+        caller = caller_of(request.headers, session or "")
+        body = await request.body()
         try:
-            session = json.loads(b64decode(self._signer.unsign(shown, max_age=_SESSION_S)))
-        except (itsdangerous.BadSignature, ValueError):
-            return None
-        known = session.get(self._field) if isinstance(session, dict) else None
-        return known if isinstance(known, str) else None
+            return await _while_listened(answer(request, caller, body), request.receive)
+        except _HungUp:
+            return Response(status_code=499)
 
-    def cookie(self, session: str) -> bytes:
-        """The header that renews it."""
-        signed = self._signer.sign(b64encode(json.dumps({self._field: session}).encode())).decode()
-        return f"{self._name}={signed}; path=/; Max-Age={_SESSION_S}; httponly; samesite=lax".encode("latin-1")
-
-    def route(
-        self, answer: Callable[[Request, Caller, bytes], Awaitable[Response]]
-    ) -> Callable[[Request], Awaitable[Response]]:
-        """A route that answers turns: with the caller's name, or else its session, which a new caller is given. It is
-        cancelled when its caller hangs up."""
-
-        async def route(request: Request) -> Response:
-            headers = request.headers
-            session = self.read(headers.get("cookie", ""))
-            if session is None and not headers.get("x-rollout-id"):
-                session = str(uuid.uuid4())
-            caller = caller_of(headers, session or "")
-            body = await request.body()
-            try:
-                response = await _while_listened(answer(request, caller, body), request.receive)
-            except _HungUp:
-                return Response(status_code=499)
-            except KNOWN_ERRORS as error:
-                response = answer_to(error)
-            if session is not None:
-                response.raw_headers.append((b"set-cookie", self.cookie(session)))
-            return response
-
-        return route
+    return route
 
 
 class EndsWithCaller:

@@ -42,43 +42,32 @@ _ANYWAY: Mapping[str, Collection[object]] = {
 }
 """What is done whether or not it is asked for."""
 
-_ROUTED = "rollouts go to where their prefixes are cached by themselves: leave it out"
-_TEXT = "text goes in and comes out, and nothing else: leave it out"
-_OURS = "is a service of OpenAI's or Anthropic's own, which no engine here has: leave it out"
-_ONE_TOKEN = "only the log-probs of the tokens that were sampled are known"
+_UNKNOWN = "is not served here; what only the engine knows goes into metadata.extra_body"
+_TEXT = "text goes in and comes out, and nothing else"
+_WHOLE = "answers come whole"
+_SHORTER = "history is never cut: have the agent shorten it"
 _WHY: Mapping[str, str] = {
     "audio": _TEXT,
-    "background": "an answer is waited for: leave it out",
-    "context_management": "the conversation is what the agent sends: have the agent shorten it",
+    "background": "an answer is waited for",
+    "context_management": _SHORTER,
     "conversation": "no conversation is kept under a name: use previous_response_id, or send it whole",
-    "include": "nothing can be added to an answer: leave it out; log-probs of tokens come with their ids",
-    "max_tool_calls": "tools are called by the agent, which can count: leave it out",
+    "include": "nothing can be added to an answer; log-probs of tokens come with their ids",
+    "max_tool_calls": "tools are called by the agent, which can count",
     "modalities": _TEXT,
-    "n": "a rollout has one continuation; ask for n rollouts, not for n choices",
-    "prediction": "only what is sampled can be trained on: leave it out",
+    "n": "a rollout has one continuation: ask for n rollouts, not for n choices",
     "prompt": "there are no stored prompts: send the messages",
-    "prompt_cache_key": _ROUTED,
-    "prompt_cache_retention": _ROUTED,
-    "service_tier": "there is one tier, 'default': leave it out",
-    "store": "nothing is stored beyond the rollout: leave it out",
-    "stream": "answers come whole: leave it out",
-    "stream_options": "answers come whole: leave it out",
-    "top_logprobs": _ONE_TOKEN,
-    "truncation": "history is never cut: only 'disabled' is supported; have the agent shorten it",
+    "store": "nothing is stored beyond the rollout",
+    "stream": _WHOLE,
+    "stream_options": _WHOLE,
+    "top_logprobs": "only the log-probs of the tokens that were sampled are known",
+    "truncation": _SHORTER,
     "verbosity": "no template knows it: ask for it in the messages",
 }
 
 
 def refuse(field: str, why: str | None = None) -> CallerError:
     """The error for a field that nobody here can serve."""
-    reason = why or _WHY.get(field.rpartition(".")[2], _OURS if field in _HOSTED else _UNKNOWN)
-    return CallerError(reason, field=field)
-
-
-_HOSTED = frozenset(
-    {"container", "inference_geo", "mcp_servers", "moderation", "safety_identifier", "web_search_options"}
-)
-_UNKNOWN = "is not known here: leave it out, or put what only the engine knows into metadata.extra_body"
+    return CallerError(why or f"{_WHY.get(field.rpartition('.')[2], _UNKNOWN)}: leave it out", field=field)
 
 
 def check(

@@ -45,11 +45,11 @@ class Terms:
     envelope: Mapping[str, Any]
 
 
-@dataclass(frozen=True, slots=True)
-class Dialect:
-    """How a server reads requests and writes answers.
+class TurnRequests:
+    """Answers turns.
 
-    Attributes:
+    Args:
+        host: the policy.
         terms: reads a request without its input, and what else it asks for in the fields of chat completions; raises
             where something is wrong.
         roles: messages with the roles that the policy knows.
@@ -58,24 +58,19 @@ class Dialect:
         thoughts: whether thoughts are items of their own.
     """
 
-    terms: Callable[[dict[str, Any], Mapping[str, Any]], Terms]
-    roles: Callable[[Sequence[Message]], Sequence[Message]]
-    forms: Forms
-    tokens: bool
-    thoughts: bool
-
-
-class TurnRequests:
-    """Answers turns.
-
-    Args:
-        host: the policy.
-        dialect: see there.
-    """
-
-    def __init__(self, host: PolicyHost, dialect: Dialect) -> None:
+    def __init__(
+        self,
+        host: PolicyHost,
+        terms: Callable[[dict[str, Any], Mapping[str, Any]], Terms],
+        roles: Callable[[Sequence[Message]], Sequence[Message]],
+        forms: Forms,
+        *,
+        tokens: bool,
+        thoughts: bool,
+    ) -> None:
         self._host = host
-        self._dialect = dialect
+        self._read, self._roles, self._forms = terms, roles, forms
+        self._with_tokens, self._thoughts = tokens, thoughts
         self._terms: OrderedDict[bytes, Terms] = OrderedDict()
 
     async def answer(self, caller: Caller, body: bytes, more: Mapping[str, Any] = MappingProxyType({})) -> bytes:
@@ -104,18 +99,17 @@ class TurnRequests:
     async def _turn(
         self, service: PolicyService, caller: Caller, terms: Terms, messages: Sequence[Message], after: str | None
     ) -> bytes:
-        dialect = self._dialect
         asked = replace(
             terms.asked,
             rollout=caller.rollout,
             group=caller.group,
             run=caller.run,
-            messages=dialect.roles(messages),
+            messages=self._roles(messages),
             after=after,
         )
         answer = await service.turn(asked)
-        items = dialect.forms.items(answer.message, answer.parsed, thoughts=dialect.thoughts)
-        if dialect.tokens and not caller.deferred and answer.turn is not None:
+        items = self._forms.items(answer.message, answer.parsed, thoughts=self._thoughts)
+        if self._with_tokens and not caller.deferred and answer.turn is not None:
             items[-1] |= self._tokens(service, caller.rollout, answer)
         return orjson.dumps({**terms.envelope, **about(answer, after), "output": items})
 
@@ -127,7 +121,7 @@ class TurnRequests:
         if (terms := self._terms.get(key)) is not None:
             self._terms.move_to_end(key)
             return terms
-        terms = self._terms[key] = self._dialect.terms(params, more)
+        terms = self._terms[key] = self._read(params, more)
         if len(self._terms) > _REMEMBERED:
             self._terms.popitem(last=False)
         return terms
@@ -136,7 +130,7 @@ class TurnRequests:
         """The token fields: all that follows the name of the first is written as one piece."""
         assert answer.turn is not None
         prompt, rest = service.token_fields(rollout, answer.turn)
-        return {"prompt_token_ids": orjson.Fragment(prompt + rest), **self._dialect.forms.tokens}
+        return {"prompt_token_ids": orjson.Fragment(prompt + rest), **self._forms.tokens}
 
 
 def read_object(body: bytes) -> dict[str, Any]:

@@ -7,8 +7,23 @@ from collections import Counter
 from dataclasses import dataclass, field
 from enum import StrEnum
 
+from nemo_gym_prorl.failures import CallerError
 from nemo_gym_prorl.policy.pool.prefixes import Holdings, tokens_in
 from nemo_gym_prorl.policy.pool.tickets import Rollout
+
+
+class AlreadyThere(CallerError):
+    """What is to be added exists."""
+
+    http_status = 409
+    problem = "already-there"
+
+
+class NoSuchBackend(CallerError):
+    """A backend is asked for that is not there."""
+
+    http_status = 404
+    problem = "no-such-backend"
 
 
 class Health(StrEnum):
@@ -18,16 +33,6 @@ class Health(StrEnum):
     TRIAL = "trial"
     """Answers its probe again after a failure; gets one request at a time until one succeeds."""
     DOWN = "down"
-
-
-class RequestOutcome(StrEnum):
-    """How a request at a backend ended."""
-
-    OK = "ok"
-    FAILED = "failed"
-    """The backend's doing. The ticket stays open and is placed again."""
-    ENDED = "ended"
-    """Not the backend's doing: cancelled, or refused as such."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,14 +67,7 @@ class Probe:
     backend: str
 
 
-@dataclass(frozen=True, slots=True)
-class Quiesced:
-    """A paused backend has no request in flight any more."""
-
-    backend: str
-
-
-type Decision = Assign | Abort | GiveUp | Probe | Quiesced
+type Decision = Assign | Abort | GiveUp | Probe
 
 
 @dataclass(slots=True)
@@ -102,12 +100,12 @@ class Backend:
     """Requests that failed here and were sent elsewhere."""
     probe_at: float | None = None
     hot: bool = False
+    """It says that it is over capacity."""
     turns: int = 0
     turn_s: float = 1.0
     """How long a turn takes, in the mean."""
-    pace_s: float = 1.0
-    """How long from the end of one turn to that of the next, in the mean, while it has any."""
     slowness: float = 1.0
+    """How many times longer than others' its turns take, if it counts as slow."""
     head_start: int = 0
     elders: int = 0
     elders_left: int = 0

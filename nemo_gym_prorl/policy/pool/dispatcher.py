@@ -16,7 +16,8 @@ import time
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, field
 
-from nemo_gym_prorl.policy.engines.engine import BackendErred, BackendFailed, Engine, Misconfigured, RequestRefused
+from nemo_gym_prorl.policy.engines.engine import BackendErred, BackendFailed, Misconfigured, RequestRefused
+from nemo_gym_prorl.policy.engines.http_engine import HttpEngine
 from nemo_gym_prorl.policy.pool.backend import (
     Abort,
     Assign,
@@ -25,14 +26,15 @@ from nemo_gym_prorl.policy.pool.backend import (
     GiveUp,
     Health,
     Probe,
-    Quiesced,
-    RequestOutcome,
 )
 from nemo_gym_prorl.policy.pool.pool import BackendPool
-from nemo_gym_prorl.policy.pool.waits import Waits
+from nemo_gym_prorl.policy.pool.waits import Wait
 
 
 _log = logging.getLogger(__name__)
+
+_FAILOVERS = 8
+"""How often one turn is sent to another backend before it fails."""
 
 
 @dataclass(slots=True)
@@ -53,7 +55,6 @@ class Placed[T]:
     weight_version: str | None
     last_version: str | None
     queued_s: float
-    failovers: int
 
 
 @dataclass(slots=True)
@@ -63,22 +64,18 @@ class Dispatcher:
     Args:
         pool: the decisions; only this object may send it events.
         engine: answers probes and load reports.
-        failovers: how often one turn is sent to another backend before it fails.
         tick_s: interval of probes and idle checks.
         report_s: interval of load reports; 0 for none.
-        waits: where the time that turns wait is booked.
     """
 
     pool: BackendPool
-    engine: Engine
-    failovers: int = 8
+    engine: HttpEngine
     tick_s: float = 0.5
     report_s: float = 2.0
-    waits: Waits = field(default_factory=Waits)
     _leases: dict[int, _Lease] = field(default_factory=dict)
-    _quiet: dict[str, asyncio.Event] = field(default_factory=dict)
     _tickets: itertools.count[int] = field(default_factory=itertools.count)
     _background: set[asyncio.Task[None]] = field(default_factory=set)
+    _moved: asyncio.Event = field(default_factory=asyncio.Event)
 
     def start(self) -> None:
         """Start the background work; needs a running event loop."""
@@ -100,6 +97,7 @@ class Dispatcher:
         tokens: int = 0,
         blocks: bytes = b"",
         run: str | None = None,
+        wait: Wait | None = None,
     ) -> Placed[T]:
         """Run one request where the pool says.
 
@@ -110,20 +108,21 @@ class Dispatcher:
             tokens: length of its prompt, if that is known.
             blocks: of that prompt (:func:`.prefixes.blocks_of`); only a rollout's first are read.
             run: whose backends may carry it out.
+            wait: where it is booked how long it waits.
 
         Raises:
-            BackendFailed: no backend did it within ``failovers``, or there was none for too long.
+            BackendFailed: no backend did it after so many were tried, or there was none for too long.
             RequestRefused: every backend would choke on it.
         """
         ticket = next(self._tickets)
         lease = self._leases[ticket] = _Lease()
-        queued_s, failovers = 0.0, 0
-        outcome = RequestOutcome.ENDED
+        wait, queued_s, failovers = wait or Wait(), 0.0, 0
+        over = False
         try:
             self.apply(self.pool.request(ticket, rollout, group, time.monotonic(), tokens, blocks, run))
             while True:
                 asked = time.monotonic()
-                with self.waits.waiting(rollout):
+                with wait.of_a_turn():
                     assign = await self._assigned(lease)
                 queued_s += time.monotonic() - asked
                 backend = self.pool.backends[assign.backend]
@@ -131,7 +130,7 @@ class Dispatcher:
                 try:
                     result = await lease.task
                 except BackendFailed as error:
-                    if failovers >= self.failovers:
+                    if failovers >= _FAILOVERS:
                         raise
                     # It lives and would fail again: if no other can do it, whoever waits had better know at once.
                     if isinstance(error, BackendErred | Misconfigured) and not self._others(backend):
@@ -139,23 +138,20 @@ class Dispatcher:
                     failovers += 1
                     if backend.health is not Health.DOWN:
                         _log.warning("backend %s is out, its turns wait: %s", backend.id, error.reason)
-                    self.apply(self.pool.done(ticket, RequestOutcome.FAILED, time.monotonic()))
+                    self.apply(self.pool.failed(ticket, time.monotonic()))
                 except asyncio.CancelledError:
                     if not lease.aborted or cancelling():
                         raise
                 else:
-                    outcome = RequestOutcome.OK
+                    over = not lease.aborted
                     last = backend.weight_version
-                    return Placed(result, assign.backend, assign.weight_version, last, queued_s, failovers)
+                    return Placed(result, assign.backend, assign.weight_version, last, queued_s)
         finally:
             if lease.task is not None and not lease.task.done():
                 lease.task.cancel()
             lease.task = None  # what it raised holds this frame, and all that it was about
             del self._leases[ticket]
-            if outcome is RequestOutcome.OK and not lease.aborted:
-                self.apply(self.pool.done(ticket, outcome, time.monotonic()))
-            else:
-                self.apply(self.pool.withdraw(ticket, time.monotonic()))
+            self.apply((self.pool.answered if over else self.pool.withdraw)(ticket, time.monotonic()))
 
     async def _ask[T](self, call: Callable[[Backend], Awaitable[T]], backend: Backend) -> T:
         """One request. If the engine answers with an error twice, though not to a request that nothing is wrong with,
@@ -188,7 +184,8 @@ class Dispatcher:
             await lease.changed.wait()
 
     def apply(self, decisions: list[Decision]) -> None:
-        """Carry out what the pool decided."""
+        """Carry out what the pool decided after something moved."""
+        self._moved.set()
         for decision in decisions:
             match decision:
                 case Assign(ticket=ticket):
@@ -206,21 +203,15 @@ class Dispatcher:
                     lease.changed.set()
                 case Probe(backend=backend_id):
                     self._spawn(self._probe(backend_id))
-                case Quiesced(backend=backend_id):
-                    self._quiet.setdefault(backend_id, asyncio.Event()).set()
 
     async def pause(self, backend_id: str | None = None, timeout_s: float = 600.0, run: str | None = None) -> bool:
         """Pause one backend or all of a run, and wait until nothing runs there; ``False`` if something still does."""
-        chosen = [backend_id] if backend_id is not None else [backend.id for backend in self.pool.of_run(run)]
-        for one in chosen:
-            # Somebody may be waiting already.
-            if one not in self._quiet or self._quiet[one].is_set():
-                self._quiet[one] = asyncio.Event()
-        self.apply(self.pool.pause(backend_id, run))
+        chosen = self.pool.pause(backend_id, run)
         try:
             async with asyncio.timeout(timeout_s):
-                for one in chosen:
-                    await self._quiet[one].wait()
+                while any(backend.in_flight for backend in chosen):
+                    self._moved.clear()
+                    await self._moved.wait()
         except TimeoutError:
             return False
         return True

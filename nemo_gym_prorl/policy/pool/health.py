@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How a backend fares: failure and half-open recovery, slowness, and how much it can take.
+"""How a backend fares: failure and half-open recovery, room, and slowness.
 
 A backend that fails is down until a probe finds it alive, then on trial: one request at a time, until one succeeds.
 The wait before a probe doubles with each failure in a row.
@@ -11,6 +11,9 @@ from collections.abc import Collection
 
 from nemo_gym_prorl.policy.pool.backend import Backend, Health
 
+
+_PROBE_AFTER_S, _PROBE_AT_MOST_S = 1.0, 30.0
+"""The first wait before a failed backend is probed, and the longest."""
 
 _TURN_SMOOTHING = 0.08
 """Weight of the latest turn in a backend's mean turn time."""
@@ -24,14 +27,8 @@ _OPINION = 12
 _SLOW = 2.0
 """How many times longer than the median backend's a backend's turns must take for it to count as slow."""
 
-_FEWER = 1.5
-"""How many times fewer turns than the median backend it must end."""
-
 _FULL = 0.9
 """The share of its cache from which a backend's long turns may come of prefixes that were evicted."""
-
-_FORGIVEN = 0.97
-"""What is left of its slowness after a turn of a backend whose turns take no longer than the median backend's."""
 
 
 def usable(backend: Backend) -> bool:
@@ -45,14 +42,15 @@ def takes_new(backend: Backend) -> bool:
 
 
 def has_room(backend: Backend) -> bool:
-    """Whether the backend can be given a rollout now."""
-    return takes_new(backend) and not backend.paused and len(backend.live) < backend.limit
+    """Whether the backend can be given a rollout now. One that is hot gets no more than it has."""
+    room = len(backend.live) < (1 if backend.hot else backend.limit)
+    return takes_new(backend) and not backend.paused and room
 
 
-def failed(backend: Backend, now: float, probe_after: float, probe_at_most: float) -> None:
+def failed(backend: Backend, now: float) -> None:
     """A request or a probe failed; the next probe is due after a while."""
     backend.health = Health.DOWN
-    backend.probe_at = now + min(probe_after * 2**backend.failures, probe_at_most)
+    backend.probe_at = now + min(_PROBE_AFTER_S * 2**backend.failures, _PROBE_AT_MOST_S)
     backend.failures = min(backend.failures + 1, 16)
 
 
@@ -69,51 +67,19 @@ def recovers(backend: Backend) -> None:
     backend.health, backend.probe_at = Health.TRIAL, None
 
 
-def answered(backend: Backend, seconds: float, all_backends: Collection[Backend], *, cold: bool = False) -> None:
-    """A request succeeded: the backend is up. Learn how long its turns take, and whether it is slow.
-
-    A backend with more to do takes longer for each turn, and is none the worse for it: by Little's law it ends as many
-    turns as others if its turns take as much longer as there are more of them in flight. So it counts as slow if it
-    takes far longer than others *and* ends fewer turns; unless its rollouts fill its cache, which explains both and is
-    no fault of the backend.
-
-    Rollouts leave a slow backend, so its turns become as short as others', and it must not count as fast for that: it
-    would be filled again at once. Its slowness is forgiven little by little, while its turns take no longer than
-    others': it gets the load that makes them equally long.
-
-    A rollout's first turn there is *cold*: it takes long because the whole prompt is read, which is no fault of the
-    backend. A backend that was just given many rollouts would count as slow, and lose them to others where all that is
-    read again.
-    """
+def answered(backend: Backend, seconds: float, all_backends: Collection[Backend]) -> None:
+    """A request succeeded: the backend is up. Learn how long its turns take, and whether it is slow: it is from when
+    they take far longer than others' until they take no longer. Rollouts that fill its cache explain that, and are no
+    fault of the backend's."""
     backend.failures, backend.probe_at = 0, None
     backend.health = Health.UP
-    if cold:
-        return
     backend.turns += 1
-    weight = max(1 / backend.turns, _TURN_SMOOTHING)
     # Turn times are heavy-tailed: in a geometric mean, one long answer says little.
-    spent = max(seconds, _SHORTEST_S)
-    backend.turn_s *= (spent / backend.turn_s) ** weight
-    backend.pace_s *= (spent / len(backend.in_flight) / backend.pace_s) ** weight
-    known = [peer for peer in all_backends if peer.turns and peer.health is Health.UP]
-    longer = backend.turn_s / _usual([peer.turn_s for peer in known])
-    fewer = backend.pace_s / _usual([peer.pace_s for peer in known])
+    backend.turn_s *= (max(seconds, _SHORTEST_S) / backend.turn_s) ** max(1 / backend.turns, _TURN_SMOOTHING)
+    known = sorted(peer.turn_s for peer in all_backends if peer.turns and peer.health is Health.UP)
+    longer = backend.turn_s / known[(len(known) - 1) // 2]
     full = backend.capacity is not None and backend.demand > _FULL * backend.capacity
-    if not full and backend.turns >= _OPINION and longer > _SLOW and fewer > _FEWER:
+    if not full and backend.turns >= _OPINION and longer > _SLOW:
         backend.slowness = max(backend.slowness, longer)
     elif longer <= 1.0:
-        backend.slowness = max(1.0, backend.slowness * _FORGIVEN)
-
-
-def _usual(values: list[float]) -> float:
-    """The lower median."""
-    return sorted(values)[(len(values) - 1) // 2]
-
-
-def reported(backend: Backend, ceiling: int, waiting: int, kv_use: float) -> None:
-    """What the backend says of itself. Its limit falls while it is over capacity and recovers slowly after."""
-    backend.hot = waiting > 0 and kv_use > 0.9
-    if backend.hot:
-        backend.limit = max(1, min(backend.limit, len(backend.live)) * 7 // 8)
-    elif backend.limit < ceiling:
-        backend.limit += 1
+        backend.slowness = 1.0

@@ -21,12 +21,18 @@ Pure functions over what the pool knows.
 from __future__ import annotations
 
 from collections.abc import Collection, Iterable
-from dataclasses import dataclass
 
 from nemo_gym_prorl.policy.pool import health
 from nemo_gym_prorl.policy.pool.backend import Backend
 from nemo_gym_prorl.policy.pool.tickets import Rollout
 
+
+_SIBLINGS = 1
+"""How many live rollouts more than the least loaded backend a group's backend may have for a sibling to join it, at
+least."""
+
+_ESCAPE = 4
+"""How many live rollouts more than the least loaded backend a *hot* one must have for a rollout to leave it."""
 
 _CROWDED = 2.0
 """How many times the least loaded backend's load, plus the escape margin, a rollout bears before it leaves."""
@@ -42,22 +48,7 @@ _ROOM = 0.95
 """The share of its cache that a backend's rollouts may need once another one has come for room."""
 
 
-@dataclass(frozen=True, slots=True)
-class Margins:
-    """How uneven backends may be.
-
-    Attributes:
-        sibling: how many live rollouts more than the least loaded backend a group's backend may have for a sibling to
-            join it, at least.
-        escape: how many live rollouts more than the least loaded backend a *hot* one must have for a rollout to leave
-            it.
-    """
-
-    sibling: int
-    escape: int
-
-
-def choose(rollout: Rollout, backends: Collection[Backend], margins: Margins) -> Backend | None:
+def choose(rollout: Rollout, backends: Collection[Backend]) -> Backend | None:
     """A home with room for the rollout, if there is one."""
     roomy = [backend for backend in backends if health.has_room(backend)]
     if not roomy:
@@ -65,23 +56,23 @@ def choose(rollout: Rollout, backends: Collection[Backend], margins: Margins) ->
     least = min(roomy, key=lambda backend: (backend.weight, backend.last_placed, backend.order))
     if rollout.backend is not None:
         home = next((backend for backend in roomy if backend.id == rollout.backend), None)
-        if home is not None and not must_leave(rollout, home, backends, margins):
+        if home is not None and not must_leave(rollout, home, backends):
             return home
-        bearable = [backend for backend in roomy if backend.weight < _bearable(backend, least.weight, margins)]
+        bearable = [backend for backend in roomy if backend.weight < _bearable(backend, least.weight)]
         return min(bearable or roomy, key=lambda b: (b.demand + b.needs(rollout), b.weight, b.last_placed, b.order))
     if rollout.group is not None:
-        bound = least.weight + max(margins.sibling, _copy(rollout, roomy))
+        bound = least.weight + max(_SIBLINGS, _copy(rollout, roomy))
         siblings = [backend for backend in roomy if backend.groups[rollout.group] and backend.weight <= bound]
         if siblings:
             return min(siblings, key=lambda backend: (backend.weight, backend.order))
     return least
 
 
-def must_leave(rollout: Rollout, home: Backend, backends: Iterable[Backend], margins: Margins) -> bool:
+def must_leave(rollout: Rollout, home: Backend, backends: Iterable[Backend]) -> bool:
     """Whether staying is worse than a cold prefix elsewhere."""
     if not health.usable(home):
         return True
-    peers = [backend for backend in backends if health.has_room(backend) and not backend.hot]
+    peers = [backend for backend in backends if health.has_room(backend)]
     roomy = (peer for peer in peers if peer.capacity and _fills(peer, rollout) <= _ROOM)
     if _fills(home, rollout) > _OVERFULL and home.needs(rollout) * len(home.live) <= home.demand and any(roomy):
         return True
@@ -89,7 +80,7 @@ def must_leave(rollout: Rollout, home: Backend, backends: Iterable[Backend], mar
     carried = (len(home.live) + 1) * home.slowness - 1
     if home.slowness > 1.0:
         return carried > least + 1
-    return carried >= _bearable(home, least, margins)
+    return carried >= _bearable(home, least)
 
 
 def _copy(rollout: Rollout, backends: Collection[Backend]) -> float:
@@ -106,6 +97,6 @@ def _fills(backend: Backend, rollout: Rollout) -> float:
     return (backend.demand + more) / backend.capacity if backend.capacity else 0.0
 
 
-def _bearable(backend: Backend, least: float, margins: Margins) -> float:
+def _bearable(backend: Backend, least: float) -> float:
     """How loaded a backend may be before its rollouts leave it for the least loaded one."""
-    return (1.0 if backend.hot else _CROWDED) * least + margins.escape
+    return (1.0 if backend.hot else _CROWDED) * least + _ESCAPE

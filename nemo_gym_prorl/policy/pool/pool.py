@@ -23,7 +23,7 @@ Waiting is nobody's failure, so it has no bound as long as anything of the run i
 an outage (there is no backend, or none that answers, or all are paused), and turns are given up after a while of it.
 
 Pure: no task, socket, clock or thread. Whoever drives it passes the time and carries out the :class:`Decision` s,
-which every event returns. Every ticket ends in exactly one of ``done`` and ``withdraw``, and gets at most one
+which every event returns. Every ticket ends in exactly one of ``answered`` and ``withdraw``, and gets at most one
 :class:`Assign` at a time.
 """
 
@@ -35,17 +35,23 @@ from nemo_gym_prorl.failures import CallerError
 from nemo_gym_prorl.policy.pool import health, homes
 from nemo_gym_prorl.policy.pool.backend import (
     Abort,
+    AlreadyThere,
     Assign,
     Backend,
     Decision,
     GiveUp,
     Health,
+    NoSuchBackend,
     Probe,
-    Quiesced,
-    RequestOutcome,
 )
-from nemo_gym_prorl.policy.pool.homes import Margins
 from nemo_gym_prorl.policy.pool.tickets import Line, Queue, Rollout, Ticket, first_of
+
+
+_FULL = 0.9
+"""The share of its cache in use from which an engine has no more to give."""
+
+_REMEMBERED = 100_000
+"""How many resting rollouts keep the memory of their backend."""
 
 
 class BackendPool:
@@ -53,38 +59,17 @@ class BackendPool:
 
     Args:
         limit: live rollouts per backend at most.
-        sibling_margin: see :class:`.homes.Margins`.
-        escape_margin: likewise.
         patience_s: how long a live rollout may be idle before it rests while others wait.
-        probe_after_s: first wait before a failed backend is probed; doubles with each failure.
-        probe_at_most_s: bound of that wait.
-        remembered: how many resting rollouts keep the memory of their backend.
         unreachable_s: how long nothing of a run may be under way before its turns that wait are given up.
     """
 
-    def __init__(
-        self,
-        *,
-        limit: int = 256,
-        sibling_margin: int = 1,
-        escape_margin: int = 4,
-        patience_s: float = 30.0,
-        probe_after_s: float = 1.0,
-        probe_at_most_s: float = 30.0,
-        remembered: int = 100_000,
-        unreachable_s: float = 900.0,
-    ) -> None:
+    def __init__(self, *, limit: int = 256, patience_s: float = 30.0, unreachable_s: float = 900.0) -> None:
         if limit < 1:
             raise CallerError("must be at least 1", field="limit")
         self.limit = limit
-        self._margins = Margins(sibling_margin, escape_margin)
         self._patience = patience_s
-        self._probe_after = probe_after_s
-        self._probe_at_most = probe_at_most_s
-        self._remembered = remembered
         self._unreachable = unreachable_s
         self.backends: dict[str, Backend] = {}
-        self.failovers = 0
         self.migrations = 0
         self._rollouts: dict[str, Rollout] = {}
         self._resting: OrderedDict[str, Rollout] = OrderedDict()
@@ -102,10 +87,10 @@ class BackendPool:
         """A backend joins, for a run.
 
         Raises:
-            CallerError: there is one of that id.
+            AlreadyThere: there is one of that id.
         """
         if backend_id in self.backends:
-            raise CallerError(f"there is a backend {backend_id!r} already", field="id")
+            raise AlreadyThere(f"there is a backend {backend_id!r} already", field="id")
         peers = self.of_run(run)
         backend = Backend(backend_id, url, weight_version, self.limit, self._tick(), run)
         if taking := [peer for peer in peers if health.takes_new(peer)]:
@@ -128,14 +113,16 @@ class BackendPool:
         """Every backend of a run leaves; tickets wait for new ones."""
         return [decision for backend in self.of_run(run) for decision in self._remove(backend)]
 
-    def pause(self, backend_id: str | None = None, run: str | None = None) -> list[Decision]:
-        """Start nothing on the backend, or on any of the run's, until ``resume``; what is under way may finish."""
-        decisions: list[Decision] = []
-        for backend in self._chosen(backend_id, run):
+    def pause(self, backend_id: str | None = None, run: str | None = None) -> list[Backend]:
+        """Start nothing on the backend, or on any of the run's, until ``resume``; what is under way may finish.
+
+        Returns:
+            Those that are meant.
+        """
+        chosen = self._chosen(backend_id, run)
+        for backend in chosen:
             backend.paused = True
-            if not backend.in_flight:
-                decisions.append(Quiesced(backend.id))
-        return decisions
+        return chosen
 
     def resume(
         self, backend_id: str | None = None, weight_version: str | None = None, run: str | None = None
@@ -153,12 +140,12 @@ class BackendPool:
             backend.weight_version = weight_version
 
     def report(self, backend_id: str, *, waiting: int, kv_use: float, capacity: int | None = None) -> list[Decision]:
-        """What the backend says of itself. Its limit falls while it is over capacity and recovers slowly after."""
+        """What the backend says of itself. It is hot while requests wait there and its cache is full."""
         backend = self.backends.get(backend_id)
         if backend is None:
             return []
         backend.capacity = capacity
-        health.reported(backend, self.limit, waiting, kv_use)
+        backend.hot = waiting > 0 and kv_use > _FULL
         return self._dispatch()
 
     def probed(self, backend_id: str, alive: bool, now: float) -> list[Decision]:
@@ -169,7 +156,7 @@ class BackendPool:
         if alive:
             health.recovers(backend)
             return self._dispatch()
-        health.failed(backend, now, self._probe_after, self._probe_at_most)
+        health.failed(backend, now)
         return []
 
     def tick(self, now: float) -> list[Decision]:
@@ -238,28 +225,26 @@ class BackendPool:
             rollout.tokens = tokens
         return self._route(ticket)
 
-    def done(self, ticket_id: int, outcome: RequestOutcome, now: float) -> list[Decision]:
-        """The ticket's request at its backend ended. A failed one is placed again, perhaps at once."""
+    def answered(self, ticket_id: int, now: float) -> list[Decision]:
+        """The ticket's request at its backend ended well."""
+        ticket = self._tickets[ticket_id]
+        backend = self.backends.get(ticket.backend or "")
+        if backend is not None:
+            health.answered(backend, now - ticket.since, self.of_run(backend.run))
+        self._end(ticket, now)
+        return self._dispatch()
+
+    def failed(self, ticket_id: int, now: float) -> list[Decision]:
+        """The ticket's request failed by its backend's doing. It is placed again, perhaps at once."""
         self._now = max(self._now, now)
         ticket = self._tickets[ticket_id]
         backend = self.backends.get(ticket.backend or "")
-        decisions: list[Decision] = []
-        if outcome is RequestOutcome.FAILED:
-            self.failovers += 1
-            if backend is not None:
-                backend.failovers += 1
-                health.failed(backend, now, self._probe_after, self._probe_at_most)
-                self._requeue(ticket)
-                self._evacuate(backend)
-            return self._quiesced(backend) + self._dispatch()
         if backend is not None:
-            if outcome is RequestOutcome.OK:
-                cold, ticket.rollout.settled = not ticket.rollout.settled, True
-                health.answered(backend, now - ticket.since, self.of_run(backend.run), cold=cold)
-            backend.in_flight.discard(ticket_id)
-            decisions += self._quiesced(backend)
-        self._forget(ticket, now)
-        return decisions + self._dispatch()
+            backend.failovers += 1
+            health.failed(backend, now)
+            self._requeue(ticket)
+            self._evacuate(backend)
+        return self._dispatch()
 
     def withdraw(self, ticket_id: int, now: float) -> list[Decision]:
         """Whoever wanted the turn is gone, whether it waits or runs. A rollout that has no other turn rests at once:
@@ -267,10 +252,7 @@ class BackendPool:
         ticket = self._tickets.get(ticket_id)
         if ticket is None:
             return []
-        if ticket.backend is not None:
-            return self.done(ticket_id, RequestOutcome.ENDED, now) + self.finish(ticket.rollout.id)
-        ticket.unqueue()
-        self._forget(ticket, now)
+        self._end(ticket, now)
         return self._dispatch() + self.finish(ticket.rollout.id)
 
     def finish(self, rollout_id: str) -> list[Decision]:
@@ -283,20 +265,13 @@ class BackendPool:
 
     def drop(self, rollout_id: str, now: float) -> list[Decision]:
         """The rollout is over for good: its turns are withdrawn, wherever they are, and its slot is free."""
-        self._now = max(self._now, now)
         rollout = self._rollouts.get(rollout_id)
         if rollout is None:
             return []
-        decisions: list[Decision] = []
-        for ticket in [self._tickets[ticket_id] for ticket_id in sorted(rollout.tickets)]:
-            backend = self.backends.get(ticket.backend or "")
-            if backend is not None:
-                backend.in_flight.discard(ticket.id)
-                decisions += self._quiesced(backend)
-            ticket.unqueue()
-            self._forget(ticket, now)
+        for ticket_id in sorted(rollout.tickets):
+            self._end(self._tickets[ticket_id], now)
         self._rest(rollout)
-        return decisions + self._dispatch()
+        return self._dispatch()
 
     # Numbers
 
@@ -332,7 +307,7 @@ class BackendPool:
         rollout = ticket.rollout
         home = self.backends.get(rollout.backend or "")
         if home is not None and rollout.id in home.live:
-            if not homes.must_leave(rollout, home, self.of_run(rollout.run), self._margins):
+            if not homes.must_leave(rollout, home, self.of_run(rollout.run)):
                 ticket.enqueue(self._held[home.id])
                 return self._dispatch()
             self._leave(rollout)
@@ -350,7 +325,7 @@ class BackendPool:
             for queue in (line.returning, line.fresh):
                 while queue:
                     rollout = first_of(queue).rollout
-                    chosen = homes.choose(rollout, peers, self._margins)
+                    chosen = homes.choose(rollout, peers)
                     if chosen is None:
                         break
                     self._settle(rollout, chosen)
@@ -373,7 +348,6 @@ class BackendPool:
         backend.take(rollout)
         backend.last_placed = self._tick()
         self.migrations += rollout.backend not in (None, backend.id)
-        rollout.settled = rollout.settled and rollout.backend == backend.id
         rollout.backend = backend.id
         for ticket_id in sorted(rollout.tickets):
             ticket = self._tickets[ticket_id]
@@ -410,12 +384,12 @@ class BackendPool:
             ticket.unqueue()
             ticket.enqueue(self._line(ticket.rollout).returning)
 
-    def _quiesced(self, backend: Backend | None) -> list[Decision]:
-        if backend is not None and backend.paused and not backend.in_flight:
-            return [Quiesced(backend.id)]
-        return []
-
-    def _forget(self, ticket: Ticket, now: float) -> None:
+    def _end(self, ticket: Ticket, now: float) -> None:
+        self._now = max(self._now, now)
+        backend = self.backends.get(ticket.backend or "")
+        if backend is not None:
+            backend.in_flight.discard(ticket.id)
+        ticket.unqueue()
         del self._tickets[ticket.id]
         ticket.rollout.tickets.discard(ticket.id)
         if not ticket.rollout.tickets:
@@ -435,21 +409,24 @@ class BackendPool:
             if peer.elders_left and rollout.born < peer.order:
                 peer.elders_left -= 1
         self._resting[rollout.id] = rollout
-        while len(self._resting) > self._remembered:
+        while len(self._resting) > _REMEMBERED:
             self._resting.popitem(last=False)
 
     def _line(self, rollout: Rollout) -> Line:
         return self._lines.setdefault(rollout.run, Line(self._now))
 
     def _chosen(self, backend_id: str | None, run: str | None) -> list[Backend]:
-        return [self._get(backend_id)] if backend_id is not None else self.of_run(run)
+        chosen = self.of_run(run)
+        if run is not None and not chosen:
+            raise NoSuchBackend(f"run {run!r} has no backend: register them first", field="run")
+        return chosen if backend_id is None else [self._get(backend_id)]
 
     def _get(self, backend_id: str) -> Backend:
         try:
             return self.backends[backend_id]
         except KeyError:
             known = ", ".join(self.backends) or "none"
-            raise CallerError(f"no backend {backend_id!r}; there are: {known}", field="id") from None
+            raise NoSuchBackend(f"no backend {backend_id!r}; there are: {known}", field="id") from None
 
     def _tick(self) -> int:
         self._clock += 1

@@ -27,7 +27,6 @@ class Rollout:
         idle_since: since when it has had none.
         blocks: of its first turn's prompt (:mod:`.prefixes`), which others may share.
         tokens: of its latest turn's prompt.
-        settled: whether a turn was answered where it lives now, so that its prefix is cached there.
     """
 
     id: str
@@ -39,7 +38,6 @@ class Rollout:
     idle_since: float | None = None
     blocks: bytes = b""
     tokens: int = 0
-    settled: bool = False
 
     @property
     def own(self) -> int:

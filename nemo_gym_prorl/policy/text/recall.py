@@ -30,7 +30,6 @@ OPENED = "add_generation_prompt"
 """The variable that says whether an assistant turn is opened at the end."""
 _LOOP, _TEXT = "prorl_recall_loop", "prorl_recall_text"
 
-_STATEMENTS = (nodes.Output, nodes.If, nodes.Assign, nodes.AssignBlock)
 _EXPRESSIONS = (
     nodes.TemplateData,
     nodes.Const,
@@ -66,21 +65,11 @@ _PLAIN = (str, int, bool, type(None))
 
 
 @dataclass(slots=True)
-class _Loop:
-    """A loop as it was run last."""
-
-    messages: Sequence[object] = ()
-    facts: tuple[object, ...] = ()
-    texts: list[str] = field(default_factory=list)
-
-
-@dataclass(slots=True)
 class Recall:
     """What one conversation's renderings have written. Belongs to one template."""
 
-    loops: dict[int, _Loop] = field(default_factory=dict)
+    loops: dict[int, _Pass] = field(default_factory=dict)
     _tools: tuple[Tools, Tools] = ((), ())
-    _opening: tuple[Tools, Mapping[str, object] | None, str] | None = None
 
     def tools(self, tools: Tools) -> Tools:
         """Tools in the form in which templates get them, the same objects for the same tools."""
@@ -90,16 +79,6 @@ class Recall:
                 plain = [tool_for_template(tool) for tool in tools]
             self._tools = tools, plain
         return plain
-
-    def opening(self, tools: Tools, variables: Mapping[str, object] | None) -> str | None:
-        """What opened a turn last, if it had the same tools and variables."""
-        if self._opening is None or self._opening[0] is not tools or self._opening[1] is not variables:
-            return None
-        return self._opening[2]
-
-    def opens(self, tools: Tools, variables: Mapping[str, object] | None, text: str) -> None:
-        """This opens a turn with these tools and variables."""
-        self._opening = tools, variables, text
 
 
 class Rendering:
@@ -119,8 +98,7 @@ class Rendering:
         """A loop begins."""
         known = self._recall.loops.get(number) if self._recall is not None else None
         told = tuple(messages) if self._recall is not None and isinstance(messages, list | tuple) else ()
-        loop = _Loop(told, (*self._facts, *facts))
-        self._passes[number] = one = _Pass(loop, known or _Loop(), before, behind)
+        self._passes[number] = one = _Pass(told, (*self._facts, *facts), known, before, behind)
         return one
 
     def keep(self) -> None:
@@ -129,21 +107,25 @@ class Rendering:
             return
         for number, one in self._passes.items():
             known = self._recall.loops.get(number)
-            if known is None or one.alike or len(one.loop.messages) >= len(known.messages):
-                self._recall.loops[number] = one.loop
+            if known is None or one.alike or len(one.messages) >= len(known.messages):
+                self._recall.loops[number] = one
 
 
 class _Pass:
-    """A loop that is run: which messages it need not write.
+    """A loop that is run: what it writes of each message, and which it need not write.
 
-    Those have their neighbours, ``before`` so many and ``behind`` so many, among the messages that are the same.
+    Those have their neighbours, ``before`` so many and ``behind`` so many, among the messages that are the same as in
+    the last run.
     """
 
-    def __init__(self, loop: _Loop, known: _Loop, before: int, behind: int) -> None:
-        self.loop = loop
-        self.alike = _alike(loop.messages, known.messages) if _same(loop.facts, known.facts) else 0
+    def __init__(
+        self, messages: Sequence[object], facts: Sequence[object], known: _Pass | None, before: int, behind: int
+    ) -> None:
+        self.messages, self.facts, self.texts = messages, facts, list[str]()
+        same = known is not None and _same(facts, known.facts)
+        self.alike = _alike(messages, known.messages) if known is not None and same else 0
         self._from, self._to = before, max(before, self.alike - behind)
-        self._known = known.texts[self._from : self._to]
+        self._known = known.texts[self._from : self._to] if known is not None else []
         self._at = -1
 
     def due(self) -> bool:
@@ -153,14 +135,14 @@ class _Pass:
 
     def kept(self, text: str) -> str:
         """It was written."""
-        self.loop.texts.append(text)
+        self.texts.append(text)
         return text
 
     def known(self) -> str:
         """What is written instead of one that is not due: the first stands for all."""
         if self._at != self._from:
             return ""
-        self.loop.texts += self._known
+        self.texts += self._known
         return "".join(self._known)
 
 

@@ -28,9 +28,8 @@ from nemo_gym_prorl.failures import CallerError
 from nemo_gym_prorl.policy.generation import Finish
 from nemo_gym_prorl.policy.text.literal import Spelled
 from nemo_gym_prorl.policy.text.messages import Message, Tools, for_template, is_malformed
-from nemo_gym_prorl.policy.text.prompts import Written
 from nemo_gym_prorl.policy.text.recall import Recall
-from nemo_gym_prorl.policy.text.seam import Said, end_of_turn, find_seam, overlap
+from nemo_gym_prorl.policy.text.seam import Said, Written, end_of_turn, find_seam, overlap
 from nemo_gym_prorl.policy.text.template import ChatTemplate
 from nemo_gym_prorl.policy.text.tokenizer import Tokenizer
 
@@ -52,8 +51,6 @@ PROBE: Tools = [
     }
 ]
 """A tool with which a template is tried out."""
-_OPENING = 1000
-"""Characters at the end of a prompt among which the opening of a turn is."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -165,7 +162,7 @@ class Renderer:
         spelled = self._spelled(plain, answered=False)
         text, places = spelled.reveal(self.template.writer(tools, now, variables, recall)(spelled.messages, True))
         ids, neutralised = self.tokenizer.encode_observed(text, places)
-        return Continuation(ids, Written.of(text, tuple(messages), plain), neutralised=neutralised)
+        return Continuation(ids, Written.of(text, plain), neutralised=neutralised)
 
     def next(
         self,
@@ -176,7 +173,6 @@ class Renderer:
         sampled: Sequence[int],
         finish: Finish,
         behind: int | None = None,
-        text: str | None = None,
         before: Written | None = None,
         now: datetime | None = None,
         variables: Mapping[str, Any] | None = None,
@@ -191,8 +187,8 @@ class Renderer:
             sampled: the ids of that turn.
             finish: why sampling ended.
             behind: the last id of its prompt.
-            text: what the ids decode to, where that is known.
-            before: what was written up to that turn; without it the prompt is rendered again.
+            before: the prompt of that turn, whose messages are the first of the history; without it the prompt is
+                rendered again.
             now: the time as given to :meth:`first`.
             variables: the variables as given to :meth:`first`.
             recall: what this rollout's renderings have written, to which this one's are added.
@@ -200,17 +196,17 @@ class Renderer:
         Raises:
             CallerError: the template refuses the messages.
         """
-        past, coming = _plain(history, before), tuple(map(for_template, new))
+        known = tuple(before.plain) if before is not None else ()
+        past, coming = (*known, *map(for_template, history[len(known) :])), tuple(map(for_template, new))
         spelled = self._spelled(coming, answered=True)
         plain = not any(is_malformed(call["function"]) for call in history[-1].get("tool_calls") or ())
         end = self.tokenizer.special.get(sampled[-1], "") if sampled else ""
-        text = text if text is not None else self.tokenizer.decode(sampled, behind)
-        said = Said(text, end, finish is Finish.STOP, plain)
+        said = Said(self.tokenizer.decode(sampled, behind), end, finish is Finish.STOP, plain)
         write = self.template.writer(tools, now, variables, recall)
         seam = find_seam(write, past, spelled.messages, said, self.tokenizer.special_pattern, before)
         last = sampled[-1] if sampled else behind
         ids, neutralised = self.tokenizer.encode_observed(*spelled.reveal(seam.text), last)
-        written = Written.of(spelled.reveal(seam.full)[0], (*history, *new), past + coming)
+        written = Written.of(spelled.reveal(seam.full)[0], past + coming)
         return Continuation(ids, written, seam.rewrites, seam.differs, neutralised)
 
     def said(
@@ -220,48 +216,21 @@ class Renderer:
         stop: Sequence[str] = (),
         variables: Mapping[str, Any] | None = None,
         behind: int | None = None,
-    ) -> tuple[str, str]:
-        """The text of a sampled turn: all of it, and without what ended it: a token, a stop string, the template's
-        own end. ``behind`` is the last id of its prompt."""
+    ) -> str:
+        """The text of a sampled turn without what ended it: a token, a stop string, the template's own end. ``behind``
+        is the last id of its prompt."""
         text = self.tokenizer.decode(sampled, behind)
         if finish is not Finish.STOP:
-            return text, text
+            return text
         if sampled and sampled[-1] in self.tokenizer.special:
-            return text, self.tokenizer.without_end(sampled, text, behind)
+            return self.tokenizer.without_end(sampled, text, behind)
         cut = min((at for one in stop if one and (at := text.find(one)) >= 0), default=len(text))
         end = end_of_turn(self.template.writer(variables=variables), self.tokenizer.special_pattern)
         shared = overlap(text, end)
-        return text, text[: min(cut, len(text) - shared if end[:shared].strip() else cut)]
+        return text[: min(cut, len(text) - shared if end[:shared].strip() else cut)]
 
     def _spelled(self, plain: Sequence[Message], *, answered: bool) -> Spelled:
         return Spelled(plain, self.tokenizer.special_pattern, self._controls, answered=answered)
-
-    def opens_thought(
-        self, tools: Tools, marker: str, variables: Mapping[str, Any] | None = None, recall: Recall | None = None
-    ) -> str | None:
-        """What the opening of an assistant turn writes behind the marker that starts a thought, if it has that.
-
-        Args:
-            tools: the tools of the turn.
-            marker: starts a thought.
-            variables: the template's.
-            recall: of the rollout, which asks once for the same tools and variables.
-        """
-        recall = recall or Recall()
-        if (opening := recall.opening(tools, variables)) is None:
-            asked: list[Message] = [{"role": "user", "content": "u"}]
-            opening = self.template.render(asked, tools, prompt=True, variables=variables)[-_OPENING:]
-            recall.opens(tools, variables, opening)
-        _, found, behind = opening.rpartition(marker)
-        return behind if found and not behind.strip() else None
-
-
-def _plain(history: Sequence[Message], before: Written | None) -> tuple[Message, ...]:
-    """Messages in the form in which templates get them; those that had it before are taken as they are."""
-    known = before.messages if before is not None else ()
-    if before is None or not all(one is other for one, other in zip(history, known, strict=False)):
-        return tuple(map(for_template, history))
-    return (*before.plain[: len(history)], *map(for_template, history[len(known) :]))
 
 
 def _templates(folder: Path, config: object) -> dict[str, str]:

@@ -15,8 +15,8 @@ tools, append a token of its own at the end. So the seam is looked for in its re
    whole conversation is none. What comes out is held against the rendering of the real conversation; if that says
    otherwise, it is right, and the difference is counted.
 
-Cost: one rendering of the conversation as text in the first case, since the prompt before the turn is remembered
-(:mod:`.prompts`), and up to six in the second. Their length grows with the conversation, and must: nothing less than
+Cost: one rendering of the conversation as text in the first case, since the prompt before the turn is known again
+(:class:`Written`), and up to six in the second. Their length grows with the conversation, and must: nothing less than
 all of it says what a template makes of it. But text is cheap, the more so where the template recalls what it wrote
 (:mod:`.recall`). Only what is new is tokenised, which for the same text takes many times as long (figures in
 ``docs/policy.md``).
@@ -27,20 +27,52 @@ Pure: no task, socket, clock or thread.
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 from nemo_gym_prorl.failures import CallerError
 from nemo_gym_prorl.policy.text.messages import THOUGHT
-from nemo_gym_prorl.policy.text.prompts import Conversation, Written
 
+
+type Conversation = Sequence[Mapping[str, Any]]
 
 type Render = Callable[[Conversation, bool], str]
 """The text of messages, with or without the opening of an assistant turn after them."""
 
 _LONGEST_END = 200
 """Characters that a sampled text and what follows it may share at most."""
+
+
+@dataclass(frozen=True, slots=True)
+class Written:
+    """A prompt as the template wrote it, to know it again when its turn goes on.
+
+    Its text would be most of what a rollout keeps. Length and hash are enough to tell whether another text begins with
+    it; written again to find out, it would be written with the tools and variables of today.
+
+    Attributes:
+        length: of the text.
+        digest: its hash.
+        opened: the white space behind the marker that starts a thought, where the opening of the turn ends with that.
+        plain: the messages that it was written of, in the form in which templates get them.
+    """
+
+    length: int
+    digest: int
+    opened: str | None = None
+    plain: Conversation = field(default=(), compare=False)
+
+    @classmethod
+    def of(cls, text: str, plain: Conversation = ()) -> Written:
+        """A whole text."""
+        bare = text.rstrip()
+        opened = text[len(bare) :] if bare.endswith("<think>") else None
+        return cls(len(text), hash(text), opened, plain)
+
+    def begins(self, text: str) -> bool:
+        """Whether a text begins with what was written then."""
+        return len(text) >= self.length and hash(text[: self.length]) == self.digest
 
 
 @dataclass(frozen=True, slots=True)

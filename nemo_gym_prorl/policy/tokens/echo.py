@@ -15,15 +15,13 @@ from collections.abc import Sequence
 from itertools import islice
 
 from nemo_gym_prorl.policy.tokens.ledger import TokenLedger, Turn
-from nemo_gym_prorl.policy.tokens.prompt import IdTexts
+from nemo_gym_prorl.policy.tokens.prompt import BRANCHES, IdTexts
 
 
 MARK = f"turn of {uuid.uuid4().hex}"
 """The field in the place of a known turn's tokens, with its number among those found. No caller knows the name."""
 
 _NAME = b'"prompt_token_ids":'
-_LEAVES = 4
-"""Branches that are tried; an agent goes on from one of the last."""
 
 
 def without_tokens(body: bytes, ledger: TokenLedger, texts: IdTexts) -> tuple[bytes, list[Turn]] | None:
@@ -35,7 +33,7 @@ def without_tokens(body: bytes, ledger: TokenLedger, texts: IdTexts) -> tuple[by
     at = body.find(_NAME)
     if at < 0:
         return body, []
-    for leaf in islice(_latest(ledger), _LEAVES):
+    for leaf in islice(_latest(ledger), BRANCHES):
         if (found := _along(body, at, leaf.path(), texts)) is not None:
             return found
     return None

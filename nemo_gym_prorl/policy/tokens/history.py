@@ -32,6 +32,7 @@ import orjson
 from nemo_gym_prorl.failures import CallerError
 from nemo_gym_prorl.policy.generation import Finish, Generation
 from nemo_gym_prorl.policy.text.messages import THOUGHT, Message, Tools, arguments_of, text_of
+from nemo_gym_prorl.policy.text.seam import Written
 from nemo_gym_prorl.policy.tokens.ledger import TokenLedger, TokenMismatch, Turn, packed_ids
 
 
@@ -83,6 +84,7 @@ class Point:
         visible: the same as an agent sees it.
         tools: what the turn was offered.
         marks: what tells the turn from others that look alike: ids of its calls, its thoughts.
+        written: its prompt as the template wrote it, if that was done here.
     """
 
     turn: Turn
@@ -90,6 +92,7 @@ class Point:
     visible: Visible
     tools: Tools
     marks: tuple[str, ...]
+    written: Written | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -125,7 +128,13 @@ class History:
     """What the conversation that was sent whole last looks like: by the key before, and a message's hash."""
 
     def record(
-        self, before: Point | None, new: Sequence[Message], message: Message, turn: Turn, tools: Tools = ()
+        self,
+        before: Point | None,
+        new: Sequence[Message],
+        message: Message,
+        turn: Turn,
+        tools: Tools = (),
+        written: Written | None = None,
     ) -> Point:
         """A turn was sampled after ``before`` and the new messages."""
         visible, own = before.visible if before else _BEGINNING, Visible.of(message)
@@ -133,9 +142,9 @@ class History:
             visible = visible.then(one)
         visible = visible.saying(own)
         if before is None:
-            return self._add(turn, (*new, message), visible, own, tools)
+            return self._add(turn, (*new, message), visible, own, tools, written)
         tools = before.tools if before.tools == tools else tools
-        return self._add(turn, (*before.messages, *new, message), visible, own, tools)
+        return self._add(turn, (*before.messages, *new, message), visible, own, tools, written)
 
     def find(self, messages: Sequence[Message], tools: Tools = ()) -> Match:
         """The latest turn that the conversation continues, and what is new after it.
@@ -206,8 +215,16 @@ class History:
         self._steps[step] = found
         return found
 
-    def _add(self, turn: Turn, messages: tuple[Message, ...], visible: Visible, own: Visible, tools: Tools) -> Point:
-        point = Point(turn, messages, visible, tools, tuple(_marks(messages[-1])))
+    def _add(
+        self,
+        turn: Turn,
+        messages: tuple[Message, ...],
+        visible: Visible,
+        own: Visible,
+        tools: Tools,
+        written: Written | None = None,
+    ) -> Point:
+        point = Point(turn, messages, visible, tools, tuple(_marks(messages[-1])), written)
         self._points.setdefault(visible.key, []).append(point)
         self._of_turn[turn] = point
         self._said[own.key] = len(turn.sampled)

@@ -11,17 +11,17 @@ Pure: no task, socket, clock or thread.
 
 from __future__ import annotations
 
+from collections import OrderedDict
 from collections.abc import Iterator, Mapping, Sequence
 from typing import overload
 
 import orjson
 
-from nemo_gym_prorl.policy.beginnings import Beginnings
 from nemo_gym_prorl.policy.tokens.ledger import Turn
 
 
-ROOM = 4 << 20
-"""Bytes of texts that a rollout keeps, besides the one that was asked for last."""
+BRANCHES = 4
+"""Of so many branches the texts are kept, those that were asked for last: an agent goes on from one of them."""
 
 
 class Prompt(Sequence[int]):
@@ -68,10 +68,10 @@ def json_of_ids(ids: Sequence[int]) -> Sequence[bytes]:
 
 class IdTexts:
     """The texts of a rollout's sequences, each appended to as its branch grows: a prompt of any length is put together
-    of three pieces. A text that is not kept any more is written again when it is asked for."""
+    of three pieces. A text that is not kept is written again when it is asked for."""
 
     def __init__(self) -> None:
-        self._texts = Beginnings[bytes](ROOM)
+        self._texts: OrderedDict[Turn, bytes] = OrderedDict()
         self._lengths: dict[Turn, int] = {}
         self._sampled: dict[Turn, bytes] = {}
 
@@ -102,13 +102,10 @@ class IdTexts:
         """A list that is not closed, of all ids up to the end of a turn."""
         missing: list[Turn] = []
         turn: Turn | None = tip
-        text: bytes | None = b""
-        while turn is not None and (text := self._texts.get(turn)) is None:
+        while turn is not None and turn not in self._texts:
             missing.append(turn)
             turn = turn.parent
-        if not missing and text is not None:
-            return text
-        parts = [text or b""]
+        parts = [b"" if turn is None else self._texts.pop(turn)]
         length = len(parts[0])
         for one in reversed(missing):
             observed = _added(one.observed.tolist(), first=one.parent is None)
@@ -116,8 +113,9 @@ class IdTexts:
             self._lengths[one] = length + len(observed)
             length = self._lengths[one] + len(sampled)
             parts += (observed, sampled)
-        whole = b"".join(parts)
-        self._texts.add(tip, whole, before=turn)
+        whole = self._texts[tip] = b"".join(parts)
+        if len(self._texts) > BRANCHES:
+            self._texts.popitem(last=False)
         return whole
 
 

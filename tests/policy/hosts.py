@@ -1,0 +1,31 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A policy of a test's own, and the smallest tokenizer that one takes."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import AsyncIterator
+from pathlib import Path
+from typing import Any
+
+from tokenizers import Tokenizer as FastTokenizer
+from tokenizers.models import WordLevel
+
+from nemo_gym_prorl.policy.http.api import PolicyConfig, PolicyHost
+from tests.policy.engines import MODEL
+
+
+@contextlib.asynccontextmanager
+async def hosted(*urls: str, **config: Any) -> AsyncIterator[PolicyHost]:
+    """A policy before these engines, from its start to its end."""
+    host = PolicyHost(PolicyConfig(base_url=list(urls), **({"model": MODEL} | config)))
+    async with host.lifespan():
+        yield host
+
+
+def words_in(folder: Path, *words: str, template: str = "{{ messages[0].content }}") -> str:
+    """A folder with a tokenizer of these words, one of which is a question mark: too few for a rehearsal."""
+    numbered = {word: number for number, word in enumerate(words)}
+    FastTokenizer(WordLevel(numbered, unk_token="?")).save(str(folder / "tokenizer.json"))
+    (folder / "chat_template.jinja").write_text(template)
+    return str(folder)
