@@ -7,10 +7,12 @@ import signal
 import socket
 import sys
 from pathlib import Path
+from typing import Any
 
 import aiohttp
 import orjson
 import pytest
+import yaml
 from aiohttp import web
 from yarl import URL
 
@@ -37,6 +39,19 @@ def deployment(policy: str, *overrides: str, **settings: object) -> GymDeploymen
         overrides=overrides,
         **settings,
     )
+
+
+ASLEEP = "import time; time.sleep(600)"
+"""A server that never answers."""
+
+
+def of_one_server(folder: Path, program: str) -> dict[str, Any]:
+    """Settings of a deployment whose only server is this program: how one begins and ends needs no other."""
+    (folder / "app.py").write_text(program)
+    server = {"entrypoint": str(folder / "app.py"), "host": "127.0.0.1", "domain": "other", "verified": False}
+    config = folder / "one.yaml"
+    config.write_text(yaml.safe_dump({"one": {"resources_servers": {"prorl_code": server}}}))
+    return {"config_paths": [str(config)], "model_type": None}
 
 
 async def test_gyms_own_agent_rolls_out_over_the_scripted_policy_and_a_death_is_noticed(
@@ -105,16 +120,10 @@ def test_a_log_is_told_without_those_who_were_only_interrupted():
     assert without_interrupts(interrupted[:-1]) == interrupted[:-1]
 
 
-async def test_a_server_that_dies_at_start_is_an_error_with_its_log_and_leaves_nothing(
-    scripted_policy, shared_ray, tmp_path
-):
-    gym = deployment(
-        scripted_policy,
-        shared_ray,
-        "++policy_model.responses_api_models.vllm_model.return_token_id_information=perhaps",
-        work_dir=tmp_path,
-    )
-    with pytest.raises(DeploymentError, match=r"(?s)before its servers were up.*return_token_id_information"):
+async def test_a_server_that_dies_at_start_is_an_error_with_its_log_and_leaves_nothing(shared_ray, tmp_path):
+    settings = of_one_server(tmp_path, "raise SystemExit('not today')")
+    gym = GymDeployment(**settings, overrides=[shared_ray], work_dir=tmp_path / "gym")
+    with pytest.raises(DeploymentError, match=r"(?s)before its servers were up.*not today"):
         await gym.__aenter__()
     assert gym.cli.mark.processes() == {}
 
@@ -131,8 +140,8 @@ async def test_a_configuration_that_gym_refuses_is_an_error_with_its_words(tmp_p
         await gym.__aenter__()
 
 
-async def test_cancelled_while_servers_start_nothing_stays(scripted_policy, shared_ray, tmp_path):
-    gym = deployment(scripted_policy, shared_ray, work_dir=tmp_path)
+async def test_cancelled_while_servers_start_nothing_stays(shared_ray, tmp_path):
+    gym = GymDeployment(**of_one_server(tmp_path, ASLEEP), overrides=[shared_ray], work_dir=tmp_path / "gym")
     starting = asyncio.create_task(gym.__aenter__())
     # Servers run as "python app.py"; this is the moment in which an interrupted Gym forgets them.
     while not any(command.endswith("app.py") for command in gym.cli.mark.processes().values()):
@@ -144,21 +153,21 @@ async def test_cancelled_while_servers_start_nothing_stays(scripted_policy, shar
     assert gym.cli.mark.processes() == {}
 
 
-async def test_servers_that_take_too_long_are_given_up(scripted_policy, tmp_path):
-    gym = deployment(scripted_policy, work_dir=tmp_path, start_timeout_s=2)
+async def test_servers_that_take_too_long_are_given_up(tmp_path):
+    gym = GymDeployment(**of_one_server(tmp_path, ASLEEP), work_dir=tmp_path / "gym", start_timeout_s=2)
     with pytest.raises(DeploymentError, match="not up after 2 s"):
         await gym.__aenter__()
     assert gym.cli.mark.processes() == {}
 
 
-async def test_killing_the_owner_ends_the_deployment_and_its_ray(scripted_policy, tmp_path):
-    settings = {"config_paths": [SINGLE_TOOL], "policy_base_url": scripted_policy}
+async def test_killing_the_owner_ends_the_deployment_and_its_ray(tmp_path):
+    settings = of_one_server(tmp_path, ASLEEP)
     program = f"""
 import asyncio
 from pathlib import Path
 from nemo_gym_prorl.gym.deployment import GymDeployment
 async def main():
-    gym = GymDeployment(**{settings!r}, work_dir=Path({str(tmp_path)!r}))
+    gym = GymDeployment(**{settings!r}, work_dir=Path({str(tmp_path / "gym")!r}))
     print(gym.cli.mark.value, gym._ray_dir, flush=True)
     async with gym:
         await asyncio.sleep(600)
