@@ -35,14 +35,14 @@ CONFIGS = [
 ]
 
 
-def servers(policy_url: str, name: str, **policy: Any) -> dict[str, Any]:
-    """Gym's agent and its smallest example, over our model server."""
+def servers(policy_url: str, name: str, server: str = "prorl_model", **settings: Any) -> dict[str, Any]:
+    """Gym's agent and its smallest example, over our model server or Gym's."""
     return {
         "policy_model": instance(
             "responses_api_models",
-            "prorl_model",
+            server,
             **{"base_url": policy_url, "api_key": "none", "model": name},
-            **{"return_token_id_information": True, "uses_reasoning_parser": True, "policy": policy},
+            **{"return_token_id_information": True, "uses_reasoning_parser": True, **settings},
         ),
         "weather": instance("resources_servers", "example_single_tool_call", domain="agent"),
         "agent": instance(
@@ -91,7 +91,7 @@ async def test_gyms_own_agent_over_a_real_engine(engine_url: str, model_folder: 
         for seed in range(20)
     ]
     policy = {"tokenizer": str(model_folder), "chat_template": str(TEMPLATES / "thinking.jinja")}
-    config = servers(f"{engine_url}/v1", MODEL, **policy)
+    config = servers(f"{engine_url}/v1", MODEL, policy=policy)
     async with hosting(config), aiohttp.ClientSession() as http:
         results = await collect(http, config, rows)
         url = url_of(config["policy_model"])
@@ -128,7 +128,9 @@ async def test_gym_does_not_start_a_model_server_without_its_tokenizer(tmp_path:
             pass
 
 
-async def test_a_scripted_policy_needs_no_tokenizer() -> None:
+@pytest.mark.parametrize("server", ["prorl_model", "vllm_model"])
+async def test_a_scripted_policy_needs_no_tokenizer(server: str) -> None:
+    """Nor ours to be the server: Gym's own keeps the prefix chain of what is scripted, too."""
     script = {"turns": [{"tool_calls": [{"name": "get_weather", "arguments": {"city": "x"}}]}, {"content": "done"}]}
     row = {
         "input": [{"role": "user", "content": "how is it?"}],
@@ -144,7 +146,7 @@ async def test_a_scripted_policy_needs_no_tokenizer() -> None:
         "metadata": {"script": json.dumps(script)},
     }
     async with serve(ScriptedConfig()) as url:
-        config = servers(url, ScriptedConfig().model)
+        config = servers(url, ScriptedConfig().model, server)
         async with hosting(config), aiohttp.ClientSession() as http:
             results = await collect(http, config, [row] * 4)
     assert [result["reward"] for result in results] == [1.0] * 4
