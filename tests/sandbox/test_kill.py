@@ -50,13 +50,20 @@ async def gone(container: Container, command: str) -> None:
         await asyncio.sleep(0.05)
 
 
-async def test_a_cancelled_command_never_runs_on(container: Container) -> None:
-    rng = random.Random(0)
+@pytest.mark.parametrize("busy", [False, True])
+async def test_a_cancelled_command_never_runs_on(container: Container, busy: bool) -> None:
+    """Nor where the supervisor hears of that and of the command's begin at once."""
+    assert own_supervisor._current
+    supervisor, rng = own_supervisor._current.popen.pid, random.Random(0)
     for number in range(30):
         task = asyncio.create_task(container.run(f"exec sleep 54{number:02}"))
         await asyncio.sleep(rng.choice([0.0, 0.001, 0.002, 0.004, 0.008, 0.02]))
+        if busy:
+            os.kill(supervisor, signal.SIGSTOP)
+            await asyncio.sleep(0.03)
         task.cancel()
         await asyncio.wait([task])
+        os.kill(supervisor, signal.SIGCONT)
     await gone(container, "sleep 54")
 
 
