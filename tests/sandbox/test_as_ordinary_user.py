@@ -25,7 +25,7 @@ OTHER_FOR_A_USER = {
     # Which ids a sandbox gets, whose its processes and files are, what is hidden, what it may use up.
     "walls": ("abuse", "nothing_of_the_host", "users", "old_kernel", "kernel_shares", "cgroup"),
     # To a sandbox and out of it: how it starts, mounts, networks, processes that end, files that are erased.
-    "ways": ("bad_binds", "bad_input", "direct", "network", "life", "erase", "trouble", "supervisor_boundary"),
+    "ways": ("bad_binds", "bad_input", "direct_start", "network", "life", "erase", "trouble", "supervisor_boundary"),
     # Who may build, unpack, own and remove them.
     "images": ("images_build", "images_confined", "images_entries", "images_start", "hostile_images"),
     # One of each that is used as root uses it: files and commands, a kernel (never forked), layers.
