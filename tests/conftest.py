@@ -24,8 +24,15 @@ from nemo_gym_prorl.scripted.server import ScriptedConfig
 from nemo_gym_prorl.scripted.server import serve as serve_scripted
 
 
+LONG = bool(os.environ.get("PRORL_TEST_LONG"))
+
 # How fast a machine is, is no property of the code.
-settings.register_profile("any machine", deadline=None, suppress_health_check=[HealthCheck.too_slow])
+settings.register_profile(
+    "any machine",
+    deadline=None,
+    suppress_health_check=[HealthCheck.too_slow],
+    max_examples=400 if LONG else 40,
+)
 settings.load_profile("any machine")
 
 
@@ -126,10 +133,11 @@ def _asks_for_an_engine(path: str) -> bool:
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """The order, see :data:`LONGEST_FIRST`, and what ``make test`` leaves to ``make test-long``."""
-    if not os.environ.get("PRORL_TEST_LONG"):
-        for item in items:
-            if mark := item.get_closest_marker("long"):
-                item.add_marker(pytest.mark.skip(f"{mark.args[0]}: make test-long runs it"))
+    for item in items:
+        if getattr(getattr(item, "function", None), "is_hypothesis_test", False):
+            item.add_marker(pytest.mark.longer("ten times the examples"))
+        if (mark := item.get_closest_marker("long")) and not LONG:
+            item.add_marker(pytest.mark.skip(f"{mark.args[0]}: make test-long runs it"))
 
     def turn(item: pytest.Item) -> int:
         starts = [scope_of(item.nodeid).startswith(prefix) for prefix in LONGEST_FIRST]

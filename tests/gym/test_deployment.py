@@ -7,10 +7,10 @@ import signal
 import socket
 import sys
 from pathlib import Path
+from typing import Any
 
-import aiohttp
-import orjson
 import pytest
+import yaml
 from aiohttp import web
 from yarl import URL
 
@@ -23,78 +23,50 @@ from nemo_gym_prorl.scripted.text import MODEL_NAME
 
 pytestmark = pytest.mark.gym
 
-SINGLE_TOOL = "resources_servers/example_single_tool_call/configs/example_single_tool_call.yaml"
-SIMPLE_AGENT = "example_single_tool_call_simple_agent"
+REPOSITORY = Path(__file__).parents[2]
+
+ASLEEP = "import time; time.sleep(600)"
+"""A server that never answers."""
+
+ANSWERS = """
+import http.server, os, yaml
+config = yaml.safe_load(os.environ["NEMO_GYM_CONFIG_DICT"])["one"]["resources_servers"]["prorl_code"]
+server = http.server.HTTPServer((config["host"], config["port"]), http.server.BaseHTTPRequestHandler)
+server.serve_forever()
+"""
+"""One that says to everybody that it can do nothing."""
 
 
-def deployment(policy: str, *overrides: str, **settings: object) -> GymDeployment:
-    """Gym's smallest example over the scripted policy."""
-    return GymDeployment(
-        config_paths=[SINGLE_TOOL],
-        model_type="vllm_model/vllm_model_for_training",
-        policy_base_url=policy,
-        policy_model_name=MODEL_NAME,
-        overrides=overrides,
-        **settings,
-    )
+def of_one_server(folder: Path, program: str) -> dict[str, Any]:
+    """Settings of a deployment whose only server is this program: how one begins and ends needs no other."""
+    (folder / "app.py").write_text(program)
+    # Gym takes no other path, and starts servers in their folders.
+    entrypoint = os.path.relpath(folder / "app.py", REPOSITORY / "resources_servers/prorl_code")
+    server = {"entrypoint": entrypoint, "host": "127.0.0.1", "domain": "other", "verified": False}
+    config = folder / "one.yaml"
+    config.write_text(yaml.safe_dump({"one": {"resources_servers": {"prorl_code": server}}}))
+    return {"config_paths": [str(config)], "model_type": None}
 
 
-async def test_gyms_own_agent_rolls_out_over_the_scripted_policy_and_a_death_is_noticed(
-    scripted_policy, shared_ray, tmp_path
-):
-    script = {"turns": [{"content": None, "tool_calls": [{"name": "get_weather", "arguments": {"city": "Rome"}}]}]}
-    row = {
-        "responses_create_params": {
-            "input": [{"role": "user", "content": "How is the weather in Rome?"}],
-            "metadata": {"script": orjson.dumps(script).decode()},
-        }
-    }
+async def test_a_death_while_it_is_in_use_is_noticed(shared_ray, tmp_path):
     on_interrupt = signal.getsignal(signal.SIGINT)
-    async with deployment(scripted_policy, shared_ray, work_dir=tmp_path / "gym") as gym:
+    settings = of_one_server(tmp_path, ANSWERS)
+    async with GymDeployment(**settings, overrides=[shared_ray], work_dir=tmp_path / "gym") as gym:
         assert signal.getsignal(signal.SIGINT) is on_interrupt
-        assert {"example_single_tool_call", SIMPLE_AGENT, "policy_model"} <= gym.instances.keys()
+        assert gym.instances.keys() == {"one"}
         assert gym.cli.mark.processes()
-        with pytest.raises(DeploymentError, match=r"no instance 'nobody'.*policy_model"):
+        with pytest.raises(DeploymentError, match=r"no instance 'nobody'.* are one"):
             gym.url("nobody")
-        async with (
-            aiohttp.ClientSession() as session,
-            session.post(gym.url(SIMPLE_AGENT) + "/run", json=row) as answer,
-        ):
-            result = await answer.json()
-
-        rows = tmp_path / "rows.jsonl"
-        rows.write_bytes(orjson.dumps(row) + b"\n")
-        results = tmp_path / "results.jsonl"
-        await gym.run_gym(
-            "eval",
-            "run",
-            "--no-serve",
-            "--agent",
-            SIMPLE_AGENT,
-            "-i",
-            str(rows),
-            "-o",
-            str(results),
-            "--num-repeats",
-            "3",
-        )
         assert await gym.guard(asyncio.sleep(0, "the work's own result")) == "the work's own result"
+        async with asyncio.timeout(60):
+            while "All 1 / 1 servers ready" not in gym.log_path.read_text():
+                await asyncio.sleep(0.1)
         victim = next(pid for pid, command in gym.cli.mark.processes().items() if command.endswith("app.py"))
         # Gym would look within a minute, and say nothing to whoever uses the servers.
         os.kill(victim, signal.SIGKILL)
         with pytest.raises(DeploymentError, match=r"of the deployment died; log .*gym\.log"):
             await asyncio.wait_for(gym.guard(asyncio.sleep(600)), 30)
     assert gym.cli.mark.processes() == {}
-    assert "All" in gym.log_path.read_text()
-
-    kinds = [item["type"] for item in result["response"]["output"]]
-    assert kinds == ["function_call", "function_call_output", "message"]
-    called, _, closing = result["response"]["output"]
-    # Gym's own converter kept the prefix chain.
-    chain = called["prompt_token_ids"] + called["generation_token_ids"]
-    assert closing["prompt_token_ids"][: len(chain)] == chain
-    assert len(closing["generation_log_probs"]) == len(closing["generation_token_ids"])
-    assert len(results.read_text().splitlines()) == 3
 
 
 def test_a_log_is_told_without_those_who_were_only_interrupted():
@@ -105,16 +77,10 @@ def test_a_log_is_told_without_those_who_were_only_interrupted():
     assert without_interrupts(interrupted[:-1]) == interrupted[:-1]
 
 
-async def test_a_server_that_dies_at_start_is_an_error_with_its_log_and_leaves_nothing(
-    scripted_policy, shared_ray, tmp_path
-):
-    gym = deployment(
-        scripted_policy,
-        shared_ray,
-        "++policy_model.responses_api_models.vllm_model.return_token_id_information=perhaps",
-        work_dir=tmp_path,
-    )
-    with pytest.raises(DeploymentError, match=r"(?s)before its servers were up.*return_token_id_information"):
+async def test_a_server_that_dies_at_start_is_an_error_with_its_log_and_leaves_nothing(shared_ray, tmp_path):
+    settings = of_one_server(tmp_path, "raise SystemExit('not today')")
+    gym = GymDeployment(**settings, overrides=[shared_ray], work_dir=tmp_path / "gym")
+    with pytest.raises(DeploymentError, match=r"(?s)before its servers were up.*not today"):
         await gym.__aenter__()
     assert gym.cli.mark.processes() == {}
 
@@ -131,8 +97,8 @@ async def test_a_configuration_that_gym_refuses_is_an_error_with_its_words(tmp_p
         await gym.__aenter__()
 
 
-async def test_cancelled_while_servers_start_nothing_stays(scripted_policy, shared_ray, tmp_path):
-    gym = deployment(scripted_policy, shared_ray, work_dir=tmp_path)
+async def test_cancelled_while_servers_start_nothing_stays(shared_ray, tmp_path):
+    gym = GymDeployment(**of_one_server(tmp_path, ASLEEP), overrides=[shared_ray], work_dir=tmp_path / "gym")
     starting = asyncio.create_task(gym.__aenter__())
     # Servers run as "python app.py"; this is the moment in which an interrupted Gym forgets them.
     while not any(command.endswith("app.py") for command in gym.cli.mark.processes().values()):
@@ -144,21 +110,21 @@ async def test_cancelled_while_servers_start_nothing_stays(scripted_policy, shar
     assert gym.cli.mark.processes() == {}
 
 
-async def test_servers_that_take_too_long_are_given_up(scripted_policy, tmp_path):
-    gym = deployment(scripted_policy, work_dir=tmp_path, start_timeout_s=2)
+async def test_servers_that_take_too_long_are_given_up(tmp_path):
+    gym = GymDeployment(**of_one_server(tmp_path, ASLEEP), work_dir=tmp_path / "gym", start_timeout_s=2)
     with pytest.raises(DeploymentError, match="not up after 2 s"):
         await gym.__aenter__()
     assert gym.cli.mark.processes() == {}
 
 
-async def test_killing_the_owner_ends_the_deployment_and_its_ray(scripted_policy, tmp_path):
-    settings = {"config_paths": [SINGLE_TOOL], "policy_base_url": scripted_policy}
+async def test_killing_the_owner_ends_the_deployment_and_its_ray(tmp_path):
+    settings = of_one_server(tmp_path, ASLEEP)
     program = f"""
 import asyncio
 from pathlib import Path
 from nemo_gym_prorl.gym.deployment import GymDeployment
 async def main():
-    gym = GymDeployment(**{settings!r}, work_dir=Path({str(tmp_path)!r}))
+    gym = GymDeployment(**{settings!r}, work_dir=Path({str(tmp_path / "gym")!r}))
     print(gym.cli.mark.value, gym._ray_dir, flush=True)
     async with gym:
         await asyncio.sleep(600)

@@ -20,7 +20,9 @@ from typing import Any
 import aiohttp
 import pytest
 from rich.console import Console
+from typer.testing import CliRunner
 
+from nemo_gym_prorl.cli import app
 from nemo_gym_prorl.commands import serve
 from nemo_gym_prorl.demo_scripts import script_for
 from nemo_gym_prorl.failures import InfrastructureError
@@ -243,26 +245,21 @@ async def test_told_to_end_while_it_starts_it_leaves_nothing(scripted_policy: st
     await _nothing_left(service)
 
 
-async def test_what_it_cannot_do_it_says_in_a_line(service: Service, tmp_path: Path):
-    async def said(*arguments: str, code: int = 1) -> str:
-        process = await asyncio.create_subprocess_exec(
-            *(sys.executable, "-c", "from nemo_gym_prorl.cli import main; main()", "serve", *arguments),
-            *("--policy-model", "m"),
-            stderr=asyncio.subprocess.PIPE,
-            cwd=tmp_path,
-        )
-        _, errors = await asyncio.wait_for(process.communicate(), 60)
-        assert process.returncode == code
-        return errors.decode()
+def test_what_it_cannot_do_it_says_in_a_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.chdir(tmp_path)
 
-    assert "name at least one" in await said("++a=b")
-    assert "--policy-url: vllm_model cannot be given engines" in await said("prorl_code", "--model-type", "vllm_model")
-    assert "'--head-port'" in await said("prorl_code", "--head-port", "118812", code=2)
+    def said(*arguments: str) -> str:
+        done = CliRunner().invoke(app, ["serve", *arguments, "--policy-model", "m"])
+        assert done.exit_code != 0
+        return f"{done.output}{done.exception}"
+
+    assert "name at least one" in said("++a=b")
+    assert "--policy-url: vllm_model cannot be given engines" in said("prorl_code", "--model-type", "vllm_model")
+    assert "'--head-port'" in said("prorl_code", "--head-port", "118812")
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = str(taken.getsockname()[1])
-        assert f"port {port} is taken" in await said("prorl_code", "--head-port", port)
-    unknown = await said("no_such_environment", "--head-port", str(service.head_port))
-    assert "no_such_environment" in unknown
+        assert f"port {port} is taken" in said("prorl_code", "--head-port", port)
+    assert "no_such_environment" in said("no_such_environment", "--head-port", port)
 
 
 async def test_while_it_starts_it_says_what_is_built_and_who_is_waited_for(

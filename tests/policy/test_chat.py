@@ -113,7 +113,6 @@ PIECES = [
 
 @pytest.mark.parametrize("name", FAMILIES)
 @given(where=st.integers(0, 100), to=st.integers(0, 100), what=st.sampled_from(PIECES) | st.text(max_size=3))
-@settings(max_examples=100)
 def test_the_conversation_goes_on_whatever_the_policy_wrote(name: str, where: int, to: int, what: str) -> None:
     family = FAMILIES[name]
     renderer = family.renderer(tokenizer())

@@ -1,5 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Gym's own servers with ``prorl_model`` where ``vllm_model`` would be, before a real engine and a scripted one."""
+"""Gym's own servers with ``prorl_model`` where ``vllm_model`` would be, before a real engine and a scripted one.
+
+How Gym's command line starts it, tests/gym looks at.
+"""
 
 from __future__ import annotations
 
@@ -20,6 +23,7 @@ from nemo_gym_prorl.policy.text.parsers import parse
 from nemo_gym_prorl.policy.text.tokenizer import Tokenizer
 from nemo_gym_prorl.scripted.server import ScriptedConfig, serve
 from tests.handlers.gym_host import hosting, instance, url_of
+from tests.policy.engines import MODEL
 from tests.policy.families import FAMILIES, TEMPLATES, TOOLS, some_words
 
 
@@ -29,16 +33,37 @@ CONFIGS = [
     "responses_api_models/prorl_model/configs/prorl_model.yaml",
     "resources_servers/example_single_tool_call/configs/example_single_tool_call.yaml",
 ]
-AGENT = "example_single_tool_call_simple_agent"
 
 
-def write_rows(path: Path, rows: list[dict[str, Any]]) -> None:
-    path.write_text("\n".join(json.dumps({"responses_create_params": row}) for row in rows))
+def servers(policy_url: str, name: str, server: str = "prorl_model", **settings: Any) -> dict[str, Any]:
+    """Gym's agent and its smallest example, over our model server or Gym's."""
+    return {
+        "policy_model": instance(
+            "responses_api_models",
+            server,
+            **{"base_url": policy_url, "api_key": "none", "model": name},
+            **{"return_token_id_information": True, "uses_reasoning_parser": True, **settings},
+        ),
+        "weather": instance("resources_servers", "example_single_tool_call", domain="agent"),
+        "agent": instance(
+            "responses_api_agents",
+            "simple_agent",
+            max_steps=4,
+            resources_server={"type": "resources_servers", "name": "weather"},
+            model_server={"type": "responses_api_models", "name": "policy_model"},
+        ),
+    }
 
 
-async def collect(deployment: GymDeployment, rows: Path, out: Path) -> list[dict[str, Any]]:
-    await deployment.run_gym("eval", "run", "--no-serve", "--agent", AGENT, "-i", str(rows), "-o", str(out))
-    return [json.loads(line) for line in (await asyncio.to_thread(out.read_text)).splitlines()]
+async def collect(http: aiohttp.ClientSession, config: dict[str, Any], rows: list[dict[str, Any]]) -> list[Any]:
+    """What Gym's agent makes of rows, together."""
+
+    async def run(row: dict[str, Any]) -> Any:
+        async with http.post(f"{url_of(config['agent'])}/run", json={"responses_create_params": row}) as answer:
+            assert answer.status == 200, await answer.text()
+            return await answer.json()
+
+    return await asyncio.gather(*map(run, rows))
 
 
 def trained(result: dict[str, Any]) -> list[dict[str, Any]]:
@@ -53,41 +78,27 @@ def assert_chain(items: list[dict[str, Any]]) -> None:
         assert later["prompt_token_ids"][: len(chain)] == chain
 
 
-async def test_gyms_own_agent_over_a_real_engine(engine_url: str, model_folder: Path, tmp_path: Path) -> None:
+async def test_gyms_own_agent_over_a_real_engine(engine_url: str, model_folder: Path) -> None:
     rng = random.Random(0)
-    tools = [{"type": "function", "strict": False, **TOOLS[0]["function"]}]
     rows = [
         {
             "input": [{"role": "user", "content": some_words(rng)}],
-            "tools": tools,
+            "tools": [{"type": "function", "strict": False, **TOOLS[0]["function"]}],
             "max_output_tokens": 64,
             "temperature": 1,
             "metadata": {"extra_body": json.dumps({"seed": seed})},  # so that a failure can be repeated
         }
         for seed in range(20)
     ]
-    write_rows(tmp_path / "rows.jsonl", rows)
-    agent = f"++{AGENT}.responses_api_agents.simple_agent.max_steps=4"
-    model = "++policy_model.responses_api_models.prorl_model"
-    overrides = [
-        agent,
-        f"{model}.policy.tokenizer={model_folder}",
-        f"{model}.policy.chat_template={TEMPLATES / 'thinking.jinja'}",
-    ]
-    async with GymDeployment(
-        config_paths=CONFIGS,
-        model_type=None,
-        policy_base_url=f"{engine_url}/v1",
-        policy_model_name="tiny",
-        overrides=overrides,
-    ) as deployment:
-        results = await collect(deployment, tmp_path / "rows.jsonl", tmp_path / "results.jsonl")
-        url = deployment.url("policy_model")
-        async with aiohttp.ClientSession() as session:
-            async with session.get(f"{url}/metrics") as response:
-                metrics = await response.text()
-            async with session.get(f"{url}/v1/backends") as response:
-                backends = (await response.json())["backends"]
+    policy = {"tokenizer": str(model_folder), "chat_template": str(TEMPLATES / "thinking.jinja")}
+    config = servers(f"{engine_url}/v1", MODEL, policy=policy)
+    async with hosting(config), aiohttp.ClientSession() as http:
+        results = await collect(http, config, rows)
+        url = url_of(config["policy_model"])
+        async with http.get(f"{url}/metrics") as response:
+            metrics = await response.text()
+        async with http.get(f"{url}/v1/backends") as response:
+            backends = (await response.json())["backends"]
     assert len(results) == 20
     for result in results:
         assert_chain(trained(result))
@@ -117,7 +128,9 @@ async def test_gym_does_not_start_a_model_server_without_its_tokenizer(tmp_path:
             pass
 
 
-async def test_a_scripted_policy_needs_no_tokenizer() -> None:
+@pytest.mark.parametrize("server", ["prorl_model", "vllm_model"])
+async def test_a_scripted_policy_needs_no_tokenizer(server: str) -> None:
+    """Nor ours to be the server: Gym's own keeps the prefix chain of what is scripted, too."""
     script = {"turns": [{"tool_calls": [{"name": "get_weather", "arguments": {"city": "x"}}]}, {"content": "done"}]}
     row = {
         "input": [{"role": "user", "content": "how is it?"}],
@@ -133,29 +146,9 @@ async def test_a_scripted_policy_needs_no_tokenizer() -> None:
         "metadata": {"script": json.dumps(script)},
     }
     async with serve(ScriptedConfig()) as url:
-        config = {
-            "policy_model": instance(
-                "responses_api_models",
-                "prorl_model",
-                **{"base_url": url, "api_key": "none", "model": ScriptedConfig().model},
-                **{"return_token_id_information": True, "uses_reasoning_parser": True},
-            ),
-            "weather": instance("resources_servers", "example_single_tool_call", domain="agent"),
-            "agent": instance(
-                "responses_api_agents",
-                "simple_agent",
-                resources_server={"type": "resources_servers", "name": "weather"},
-                model_server={"type": "responses_api_models", "name": "policy_model"},
-            ),
-        }
-
-        async def run(http: aiohttp.ClientSession) -> dict[str, Any]:
-            async with http.post(f"{url_of(config['agent'])}/run", json={"responses_create_params": row}) as answer:
-                assert answer.status == 200, await answer.text()
-                return dict(await answer.json())
-
+        config = servers(url, ScriptedConfig().model, server)
         async with hosting(config), aiohttp.ClientSession() as http:
-            results = await asyncio.gather(*(run(http) for _ in range(4)))
+            results = await collect(http, config, [row] * 4)
     assert [result["reward"] for result in results] == [1.0] * 4
     for result in results:
         assert len(trained(result)) == 2

@@ -21,7 +21,17 @@ from nemo_gym_prorl.sandbox.sessions.bash import Shell
 from nemo_gym_prorl.sandbox.supervisor.rpc import own_supervisor
 from nemo_gym_prorl.sandbox.supervisor.rpc.protocol import Message
 from tests.sandbox.tiny import make_tiny_root
+from tests.sandbox.ways import is_long
 from tests.sandbox.without import Off, Supervisors, Without
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """See :mod:`tests.sandbox.ways`."""
+    for item in items:
+        parameters = item.callspec.params if hasattr(item, "callspec") else {}
+        if parameters.get("way") == "runtime" and is_long(item.path.stem, item.name):
+            item.add_marker(pytest.mark.long("from its first process on a sandbox is the same by both ways"))
 
 
 @pytest.fixture(scope="session")

@@ -153,11 +153,12 @@ async def test_a_sif_without_fuse(runtime: Runtime, sif: Path) -> None:
 @as_root
 @with_fuse
 def test_sif_files_of_an_ordinary_user_with_fuse(runtime: Runtime, tmp_path: Path) -> None:
-    """The tests above, and those of hostile ones, as :mod:`test_as_ordinary_user` does, with a device for the user."""
+    """The tests above, and of those of hostile ones a link of each kind, with a device for the user."""
     files = [str(HERE / f"test_{name}.py") for name in ("bad_input", "hostile_images")]
     first = (sys.executable, str(HERE / "with_fuse.py"), str(USER), str(tmp_path / "fuse"))
-    said = run_tests(runtime, *files, "-k", "sif", first=first)
-    assert "9 passed" in said, said
+    others = ("etc/passwd", "[tmp", "[sys", "[dev")
+    said = run_tests(runtime, *files, "-k", f"sif and not ({' or '.join(others)})", first=first)
+    assert "5 passed" in said, said
 
 
 @as_user

@@ -5,11 +5,7 @@ from __future__ import annotations
 
 import contextlib
 import os
-import pwd
 import secrets
-import subprocess
-import sys
-import tempfile
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -20,13 +16,13 @@ from hypothesis import strategies as st
 
 from nemo_gym_prorl.failures import CallerError
 from nemo_gym_prorl.sandbox.container import Container, ContainerSpec
-from nemo_gym_prorl.sandbox.images.cache import cache_dir
 from nemo_gym_prorl.sandbox.limits import cgroups, report
 from nemo_gym_prorl.sandbox.limits.report import By, Facts
 from nemo_gym_prorl.sandbox.runtime.apptainer import Runtime
 from nemo_gym_prorl.sandbox.spec import Start
 from nemo_gym_prorl.sandbox.supervisor.sandbox import STUCK_S, step_down
 from nemo_gym_prorl.sandbox.supervisor.storage import state_dir
+from tests.sandbox.as_user import USER, run_tests
 
 
 HERE = Path(__file__)
@@ -181,15 +177,14 @@ def processor_time(group: Path) -> dict[str, int]:
 
 
 @pytest.fixture
-def delegated_to_user() -> Iterator[tuple[Path, int]]:
+def delegated_to_user() -> Iterator[Path]:
     """A group that belongs to an ordinary user, as systemd would delegate one."""
     assert GRANTED
-    user = pwd.getpwnam("games").pw_uid
     group = GRANTED.base / f"prorl-test-{secrets.token_hex(4)}"
     group.mkdir()
     for path in (group, group / "cgroup.procs", group / "cgroup.subtree_control", group / "cgroup.threads"):
-        os.chown(path, user, user)
-    yield group, user
+        os.chown(path, USER, USER)
+    yield group
     deadline = time.monotonic() + 10
     while True:
         for inner in group.iterdir():
@@ -206,33 +201,10 @@ def delegated_to_user() -> Iterator[tuple[Path, int]]:
 @pytest.mark.sandbox
 @pytest.mark.skipif(os.geteuid() != 0 or GRANTED is None, reason="only root with a group can delegate one")
 def test_a_group_that_was_delegated_to_an_ordinary_user_is_used(
-    image: Path, runtime: Runtime, delegated_to_user: tuple[Path, int]
+    image: Path, runtime: Runtime, delegated_to_user: Path
 ) -> None:
-    group, user = delegated_to_user
-    repository = HERE.parents[2]
-    with tempfile.TemporaryDirectory(prefix="prorl-u-", dir="/tmp") as home:
-        os.chown(home, user, user)
-        done = subprocess.run(
-            [
-                *("/bin/sh", "-c", f'echo 0 > {group}/cgroup.procs && exec "$@"', "sh"),
-                *(sys.executable, str(HERE.with_name("as_user.py")), str(user)),
-                *(sys.executable, "-m", "pytest", "-q", "-x", "-p", "no:cacheprovider", "--basetemp", f"{home}/t"),
-                *(str(HERE), str(HERE.with_name("test_life.py")), "-k", "group or killed_together or killed_server"),
-            ],
-            cwd=repository,
-            env={
-                "PATH": os.pathsep.join([str(runtime.path.parent), os.environ["PATH"]]),
-                "HOME": home,
-                "TMPDIR": home,
-                "PRORL_CACHE": str(cache_dir()),
-                "PYTHONPATH": str(repository),
-                "PYTHONDONTWRITEBYTECODE": "1",
-                "HYPOTHESIS_STORAGE_DIRECTORY": f"{home}/hypothesis",
-            },
-            capture_output=True,
-            text=True,
-            check=False,
-        )
-    assert done.returncode == 0, done.stdout[-6000:] + done.stderr[-2000:]
-    assert "no control group is delegated" not in done.stdout
-    assert {inner.name for inner in group.iterdir() if inner.is_dir()} <= {cgroups.LEAF}, "a group is left"
+    first = ("/bin/sh", "-c", f'echo 0 > {delegated_to_user}/cgroup.procs && exec "$@"', "sh")
+    files = (str(HERE), str(HERE.with_name("test_life.py")))
+    said = run_tests(runtime, *files, "-k", "group or killed_together", first=first)
+    assert "no control group is delegated" not in said
+    assert {inner.name for inner in delegated_to_user.iterdir() if inner.is_dir()} <= {cgroups.LEAF}, "a group is left"

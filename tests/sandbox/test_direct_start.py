@@ -21,6 +21,7 @@ from nemo_gym_prorl.sandbox.limits import report
 from nemo_gym_prorl.sandbox.runtime.apptainer import Runtime
 from nemo_gym_prorl.sandbox.supervisor import prepared_images
 from nemo_gym_prorl.sandbox.supervisor.storage import state_dir
+from tests.sandbox.ways import BY_THE_RUNTIME_TOO
 from tests.sandbox.without import Off, Without
 
 
@@ -28,10 +29,12 @@ pytestmark = pytest.mark.sandbox
 
 
 @pytest.fixture
-def other_image(image: Path, tmp_path: Path) -> Path:
+def other_image(tiny_root: Path, tmp_path: Path) -> Path:
     """An image of this test's own, with a script of its own that sets variables."""
     copy = tmp_path / "image"
-    shutil.copytree(image, copy, symlinks=True)
+    shutil.copytree(tiny_root, copy, symlinks=True)
+    for name in ("dev", "proc", "sys", "var/tmp"):
+        (copy / name).mkdir(parents=True)
     scripts = copy / ".singularity.d" / "env"
     scripts.mkdir(parents=True, exist_ok=True)
     (scripts / "95-own.sh").write_text('export OF_THE_IMAGE="it\'s\n$((40 + 2))"\n')
@@ -251,3 +254,9 @@ async def test_a_prepared_image_is_kept_as_long_as_a_sandbox_has_it(
     for prepared in (await ask("last"), await ask("very last")):
         os.close(prepared.image)
         os.close(prepared.parent_namespace)
+
+
+def test_what_is_tried_by_the_runtime_too_is_there() -> None:
+    texts = {file: Path(__file__).with_name(f"test_{file}.py").read_text() for file in BY_THE_RUNTIME_TOO}
+    named = [(file, name.partition("[")[0]) for file, names in BY_THE_RUNTIME_TOO.items() for name in names]
+    assert [(file, name) for file, name in named if f" test_{name}(" not in texts[file]] == []

@@ -34,6 +34,9 @@ ITS_PROGRAM = "print(open('/proc/self/cmdline').read())"
 
 ZYGOTE_TRIES = 40
 
+GRANTED = cgroups.delegation()
+"""Found out by a fork, which a process that has threads by now may not survive."""
+
 PLAIN = {"PYTHONFAULTHANDLER": "1"}
 """With a variable of Python's that its image does not set, a kernel is never forked."""
 
@@ -44,7 +47,7 @@ async def kernel(
 ) -> AsyncIterator[Kernel]:
     """A kernel that was forked from its image's zygote, and one that was not."""
     forked = request.param == "forked"
-    if forked and (os.geteuid() != 0 or way != "direct" or cgroups.delegation() is None):
+    if forked and (os.geteuid() != 0 or way != "direct" or GRANTED is None):
         pytest.skip(
             "only root's kernels, in sandboxes that are made directly, are forked, and where there are control groups"
         )

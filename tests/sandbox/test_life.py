@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import errno
 import json
 import os
@@ -244,9 +245,10 @@ async def test_cancelling_a_start_leaves_nothing(image: Path, runtime: Runtime, 
         task = asyncio.create_task(Container.start(ContainerSpec(image=image), runtime))
         await asyncio.sleep(delay)
         task.cancel()
-        with pytest.raises(asyncio.CancelledError):
-            await task
-    assert sandboxes(state) == []
+        with contextlib.suppress(asyncio.CancelledError):
+            # On a busy machine it may be there by now.
+            await (await task).close()
+        assert sandboxes(state) == []
 
 
 async def test_create_use_destroy_cycles_leave_no_descriptor_process_or_file(

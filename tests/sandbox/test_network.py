@@ -36,10 +36,10 @@ FETCH = "import sys, urllib.request as u; print(u.urlopen(sys.argv[1], timeout=5
 SECRET = "only for members"
 
 
-@pytest_asyncio.fixture(params=["direct", "runtime"])
-async def three(image: Path, runtime: Runtime, request: pytest.FixtureRequest) -> AsyncIterator[list[Container]]:
+@pytest_asyncio.fixture
+async def three(image: Path, runtime: Runtime, way: str) -> AsyncIterator[list[Container]]:
     async with contextlib.AsyncExitStack() as stack:
-        spec = ContainerSpec(image=image, start=request.param)
+        spec = ContainerSpec(image=image)
         containers = await asyncio.gather(*(Container.start(spec, runtime) for _ in range(3)))
         yield [await stack.enter_async_context(container) for container in containers]
 

@@ -45,15 +45,18 @@ class Program:
         joiner: what starts it.
         process: it, once it is known.
         wanted: the time in which it is started, which a kill ends; ``None`` when it has begun.
+        killed: whether it is to end; it may have begun in the moment in which that was said.
     """
 
     def __init__(self) -> None:
         self.joiner: Child | None = None
         self.process: Child | None = None
         self.wanted: asyncio.Timeout | None = asyncio.timeout(None)
+        self.killed = False
 
     def kill(self) -> None:
         """End it with its process group, or see that it does not begin."""
+        self.killed = True
         if self.wanted is None:
             self.strike()
         elif not self.wanted.expired():
@@ -118,6 +121,8 @@ class Programs:
                 raise
             raise refusal from error
         program.wanted = None
+        if program.killed:
+            program.strike()
         assert program.process
         self._sandboxes.process_started(sandbox.name, program.process.pid)
 

@@ -1,0 +1,62 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What is tried in sandboxes of both ways though it begins after their first process.
+
+From there on both ways are the same code: one way to join a sandbox, to start something in it and to end that. So of
+the files about commands, sessions and networks only these tests are run by the runtime, too, where one may see what
+it makes otherwise: users and variables, namespaces to be joined, mounts, terminals. ``make test-long`` runs all.
+"""
+
+BY_THE_RUNTIME_TOO = {
+    "container": (
+        "output_errors_and_exit_code",
+        "variables_and_folders",
+        "the_time_limit_ends_the_command_and_keeps_its_output",
+        "a_cancelled_command_is_ended",
+        "files_go_in_and_come_out_unchanged",
+        "links_lead_nowhere_outside",
+        "without_root",
+        "the_time_to_live",
+    ),
+    "foreground": ("nothing_of_a_command_whose_time_is_up_is_left[runtime-an orphan-this-]",),
+    "kernel": (
+        "a_kernel_is_told_nothing_of_the_host",
+        "a_kernel_has_the_rights_of_any_program",
+        "cells_share_state_and_say_what_happened",
+        "its_sockets_are_its_sandboxes_own",
+    ),
+    "limits_told": (
+        "nothing_that_is_written_goes_uncounted[runtime-evasion0]",
+        "files_of_memory_count_as_memory",
+        "a_full_process_table_is_the_agents_doing",
+        "the_limit_of_a_files_size_leaves_a_note[runtime-head",
+        "full_shared_memory_leaves_a_note",
+    ),
+    "network": (
+        "a_client_reaches_a_server_in_another_sandbox_by_name",
+        "strangers_and_the_host_reach_nobody",
+        "a_member_can_speak_for_no_other",
+        "ports_of_one_appear_on_the_loopback_device_of_another",
+    ),
+    "provider": (
+        "gyms_facade_from_start_to_stop",
+        "an_entrypoint_runs_beside_the_commands",
+        "a_paused_sandbox_does_nothing_until_it_is_resumed",
+        "a_service_of_a_sandbox_without_network_can_be_reached_and_reaches_nothing",
+        "with_the_hosts_network_a_service_is_where_it_says",
+    ),
+    "shell": (
+        "state_lives_from_one_command_to_the_next",
+        "ctrl_c_ends_the_command_and_nothing_else",
+        "the_hard_limit_gives_what_there_is_and_a_usable_shell",
+        "an_end_of_the_shell_is_reported",
+        "no_program_can_open_the_way_of_the_commands",
+        "an_end_of_file_can_be_typed_and_the_window_changed",
+    ),
+}
+"""By the names of files and tests, or what these begin with, without ``test_`` and ``.py``."""
+
+
+def is_long(file: str, test: str) -> bool:
+    """Whether a test of a sandbox that the runtime starts is left to ``make test-long``."""
+    chosen = BY_THE_RUNTIME_TOO.get(file.removeprefix("test_"))
+    return chosen is not None and not any(test.startswith(f"test_{name}") for name in chosen)
