@@ -51,8 +51,8 @@ unit = 1; dollar usd buck = dollar; cent = 1/100 dollar; euro eur = euro; sterli
 """Symbols and names, what one of it is, and what it is a unit of, where others of its dimension are not."""
 
 _NUMBERS = {
-    "percent": "1/100", "percentage": "1/100", "pct": "1/100", "ppm": "1e-6", "ppb": "1e-9", "dozen": "12", "hundred": "100",
-    "thousand": "1e3", "million": "1e6", "billion": "1e9", "trillion": "1e12",
+    "percent": "1/100", "percentage": "1/100", "pct": "1/100", "ppm": "1e-6", "ppb": "1e-9", "dozen": "12",
+    "hundred": "100", "thousand": "1e3", "million": "1e6", "billion": "1e9", "trillion": "1e12",
 }  # fmt: skip
 _PREFIXES = {
     "T": 12, "G": 9, "M": 6, "k": 3, "h": 2, "d": -1, "c": -2, "m": -3, "µ": -6, "u": -6, "n": -9, "p": -12, "f": -15,
