@@ -5,7 +5,7 @@ Rollouts are placed, not requests. A rollout's prefix is cached where its last t
 not: its backend is dead, gone, or hot past a margin. What is balanced is the number of *live* rollouts, which falls
 when they finish, so neither a long past nor a late start distorts it:
 
-- where a rollout lives, and when it leaves, is decided in :mod:`.homes`;
+- where a rollout lives, and when it leaves, is decided in :mod:`.placement`;
 - a late joiner counts as if it carried the load that was there when it joined, until that load has finished: it gets
   its share of the new rollouts and no burst of cold prefixes;
 - a backend whose turns take far longer than the others' counts as more loaded by that factor;
@@ -32,7 +32,7 @@ from __future__ import annotations
 from collections import OrderedDict
 
 from nemo_gym_prorl.failures import CallerError
-from nemo_gym_prorl.policy.pool import health, homes
+from nemo_gym_prorl.policy.pool import health, placement
 from nemo_gym_prorl.policy.pool.backend import (
     Abort,
     AlreadyThere,
@@ -307,7 +307,7 @@ class BackendPool:
         rollout = ticket.rollout
         home = self.backends.get(rollout.backend or "")
         if home is not None and rollout.id in home.live:
-            if not homes.must_leave(rollout, home, self.of_run(rollout.run)):
+            if not placement.must_leave(rollout, home, self.of_run(rollout.run)):
                 ticket.enqueue(self._held[home.id])
                 return self._dispatch()
             self._leave(rollout)
@@ -325,7 +325,7 @@ class BackendPool:
             for queue in (line.returning, line.fresh):
                 while queue:
                     rollout = first_of(queue).rollout
-                    chosen = homes.choose(rollout, peers)
+                    chosen = placement.choose(rollout, peers)
                     if chosen is None:
                         break
                     self._settle(rollout, chosen)
