@@ -21,8 +21,8 @@ from collections.abc import Iterator
 from math_verify import ExprExtractionConfig, LatexExtractionConfig, parse
 from sympy import latex
 
+from nemo_gym_prorl.tasks.math.answers import final_answer
 from nemo_gym_prorl.tasks.math.checker import CheckLimits, MathChecker
-from nemo_gym_prorl.tasks.math.final_answer import final_answer
 
 
 Case = tuple[str, str, str, bool]

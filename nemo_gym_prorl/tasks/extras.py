@@ -12,7 +12,7 @@ from nemo_gym_prorl.failures import InfrastructureError
 
 EXTRAS: Mapping[str, tuple[str, ...]] = {
     "math": ("math_verify",),
-    "stem": ("math_verify", "bm25s", "numpy", "Stemmer"),
+    "stem": ("math_verify", "bm25s", "numpy", "pint", "Stemmer"),
     "swe": ("swebench",),
 }
 """What is imported of each extra of this package, by its name; the server ``prorl_NAME`` needs it."""

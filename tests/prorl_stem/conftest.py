@@ -14,10 +14,9 @@ from omegaconf import OmegaConf
 from nemo_gym_prorl.tasks.stem.problems import problem_of, row_for
 from resources_servers.prorl_stem.app import ProRLStemConfig, ProRLStemServer
 from scripts.scripted_turns.stem import script_for
-from tests.prorl_code.conftest import Client
+from tests.prorl_code.conftest import RESPONSE, Client
 from tests.rollout.serving import serve
 from tests.tasks import containers
-from tests.tasks.math.conftest import said
 
 
 CONFIG = Path(__file__).parents[2] / "resources_servers/prorl_stem/configs/prorl_stem.yaml"
@@ -50,6 +49,13 @@ async def serving(judge_url: str | None = None, **changes: Any) -> AsyncIterator
     assert containers.instances() <= before
 
 
+def saying(text: str) -> dict[str, Any]:
+    """The policy's last Responses object."""
+    content = {"type": "output_text", "text": text, "annotations": []}
+    said = {"id": "m", "type": "message", "role": "assistant", "status": "completed", "content": [content]}
+    return RESPONSE | {"output": [said]}
+
+
 async def play(base_url: str, row: Mapping[str, Any], variant: str) -> dict[str, Any]:
     """A rollout by a script; gives the row as it comes back."""
     async with Client(base_url) as client:
@@ -60,10 +66,10 @@ async def play(base_url: str, row: Mapping[str, Any], variant: str) -> dict[str,
                 observation = await client.tool(call["name"], **call["arguments"])
                 assert not observation.startswith("Error"), observation
         assert (await client.post("/release_session"))[0] == 200
-        status, verdict, _ = await client.post("/verify", row | {"response": said(turns[-1]["content"])})
+        status, verdict, _ = await client.post("/verify", row | {"response": saying(turns[-1]["content"])})
         assert status == 200, verdict
         assert (await client.post("/close_session"))[0] == 200
     return json.loads(json.dumps(verdict))
 
 
-__all__ = ["Client", "build", "play", "row_for", "said", "serving"]
+__all__ = ["Client", "build", "play", "row_for", "saying", "serving"]

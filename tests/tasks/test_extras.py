@@ -37,7 +37,7 @@ def test_a_checker_without_its_package_says_how_to_get_it(monkeypatch: pytest.Mo
         MathChecker()
 
 
-@pytest.mark.parametrize("module", ["math_verify", "bm25s", "Stemmer"])
+@pytest.mark.parametrize("module", ["math_verify", "bm25s", "pint", "Stemmer"])
 def test_a_server_asks_for_its_own_extra_before_anything_else(module: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(extras.importlib.util, "find_spec", without(module))
     with pytest.raises(InfrastructureError, match=rf"{module}\. pip install 'nemo-gym-prorl\[stem\]'"):

@@ -7,9 +7,9 @@ memory. Nothing of a policy's sandbox comes near them: an answer is text.
 
 A comparison that ends without a word is blamed as code is in ``tasks/code/grading.py``. What no answer can bring
 about (a worker is gone, a process was killed from outside, nothing came long after the CPU time was over) is the
-machine's. Anything else the answer may have done: it is compared again, unless it has used up its CPU time, and then
-the expected answer with itself. If that is fine, the answer is to blame and has no reward; if not, nobody could be
-graded on the row.
+machine's. Anything else the answer may have done: it is compared once more, unless it has used up its CPU time, and
+then the expected answer with itself. If that is fine, the answer is to blame and has no reward; if not, nobody could
+be graded on the row.
 """
 
 from __future__ import annotations
@@ -26,13 +26,12 @@ from typing import Any
 
 from nemo_gym_prorl.failures import FailureKind, InfrastructureError, TaskError
 from nemo_gym_prorl.tasks.extras import require_extras
-from nemo_gym_prorl.tasks.math.answers import unwrapped
-from nemo_gym_prorl.tasks.math.final_answer import MAX_ANSWER_CHARS, final_answer
+from nemo_gym_prorl.tasks.math.answers import MAX_ANSWER_CHARS, final_answer, unwrapped
 from nemo_gym_prorl.tasks.math.verdicts import Verdict
 
 
-TRIES = 3
-"""So often a comparison is tried that ends without a word; what became of the last try counts."""
+TRIES = 2
+"""So often an answer may break its comparison, and so often the machine may."""
 
 START_TIMEOUT_S = 120.0
 """Seconds that a worker may take to import sympy; about one where the machine is idle."""
@@ -102,7 +101,7 @@ class MathChecker:
         self._controlled: set[str] = set()
 
     async def check(self, expected: str, said: str, question: str = "") -> Checked:
-        """Whether a message gives the expected answer; :mod:`.final_answer` says where it is looked for.
+        """Whether a message gives the expected answer; see :func:`.answers.final_answer` for where it is looked for.
 
         Args:
             expected: the right answer, in LaTeX, with or without delimiters or a box around it.
@@ -165,12 +164,17 @@ class MathChecker:
             "cpu_s": self._limits.cpu_s,
             "memory_mib": self._limits.memory_mib,
         }
-        outcome = await self._tried(job)
-        for _ in range(TRIES - 1):
-            if not isinstance(outcome, _Lost) or (outcome.verdict is Verdict.TIMED_OUT and not outcome.by_machine):
-                break
+        losses = {True: 0, False: 0}
+        while True:
             outcome = await self._tried(job)
-        if isinstance(outcome, _Lost) and outcome.by_machine:
+            if not isinstance(outcome, _Lost):
+                return outcome
+            losses[outcome.by_machine] += 1
+            if outcome.verdict is Verdict.TIMED_OUT and not outcome.by_machine:
+                break
+            if losses[outcome.by_machine] == TRIES:
+                break
+        if outcome.by_machine:
             raise InfrastructureError(f"no answer could be compared: {outcome.why}", kind=FailureKind.VERIFIER_ERROR)
         return outcome
 

@@ -15,7 +15,7 @@ from nemo_gym_prorl.tasks.math.shapes import split
 
 
 _AROUND = re.compile(r"\\(?:text[a-z]*|math(?:rm|bf)|mbox)\s*\{|[{}\s~]|\\[,;:! ]")
-_CLOCK = re.compile(r"(\d{1,2})(?::([0-5]\d))?(?:([ap])\.?m\.?)?", re.IGNORECASE)
+_CLOCK = re.compile(r"(\d{1,2}):([0-5]\d)(?:([ap])\.?m\.?)?", re.IGNORECASE)
 _RATIO_ASKED = re.compile(r"ratio|proportion|odds|\bscale\b", re.IGNORECASE)
 _LOWEST_ASKED = re.compile(r"simplif|simplest|lowest|reduce", re.IGNORECASE)
 
@@ -27,9 +27,9 @@ def another_time(expected: str, said: str, question: str) -> str | None:
     half_days = [found[3].lower() for found in (wanted, given) if found and found[3]]
     if wanted is None or (asks_for_ratio(question) and not wanted[3]):
         return "a time of day" if half_days else None
-    if not half_days and (not wanted[2] or gcd(int(wanted[1]), int(wanted[2])) == 1):
+    if not half_days and gcd(int(wanted[1]), int(wanted[2])) == 1:
         return None
-    same = given is not None and all(int(wanted[part] or 0) == int(given[part] or 0) for part in (1, 2))
+    same = given is not None and all(int(wanted[part]) == int(given[part]) for part in (1, 2))
     return "" if same and len(set(half_days)) < 2 else "another time"
 
 

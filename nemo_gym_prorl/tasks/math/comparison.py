@@ -7,7 +7,7 @@ bounded (:mod:`.worker`), and what it raises is that process's end.
 ``math-verify`` compares values. That is not enough for a reward, so these are told from the right answer:
 
 - what is of another kind, in another order, or has other members (:mod:`.shapes`);
-- other units (:mod:`.measures`), ratios and times of day (:mod:`.colons`), words and bases (:mod:`.words`);
+- other units, words and bases (:mod:`.measures`), and words of the same letters;
 - what is left to be worked out (:mod:`.unfinished`), or is as it stands in the question;
 - what contradicts itself: ``6 = 5`` or ``6 \approx 5`` for 5;
 - what is only near, and relations without solutions (:mod:`.values`).
@@ -21,7 +21,6 @@ import contextlib
 import logging
 import re
 from collections.abc import Sequence
-from fractions import Fraction
 from functools import lru_cache
 from typing import Any
 
@@ -34,10 +33,17 @@ from math_verify.parser import get_last_eq, should_treat_as_complex
 from nemo_gym_prorl.tasks.math import real_sets, shapes
 from nemo_gym_prorl.tasks.math.answers import canonical, combinations, restates, side_by_side, tidy
 from nemo_gym_prorl.tasks.math.colons import another_time, asks_for_lowest_terms, asks_for_ratio, ratio_of
-from nemo_gym_prorl.tasks.math.measures import Measure, another_unit, measure_of, nouns_of, stray_text
-from nemo_gym_prorl.tasks.math.notation import ordered, symbols
+from nemo_gym_prorl.tasks.math.measures import (
+    Measure,
+    another_unit,
+    in_cents,
+    measure_of,
+    stray_text,
+)
+from nemo_gym_prorl.tasks.math.notation import another_order, symbols
 from nemo_gym_prorl.tasks.math.shapes import CLOSED, LIST, MATRIX, SET, TUPLE, VECTOR, Shape
 from nemo_gym_prorl.tasks.math.unfinished import computing, in_final_form, leaves, unfinished
+from nemo_gym_prorl.tasks.math.unit_words import nouns_of
 from nemo_gym_prorl.tasks.math.values import near_numbers, other_sides, same
 from nemo_gym_prorl.tasks.math.verdicts import ANOTHER_VALUE, Verdict
 from nemo_gym_prorl.tasks.math.words import another_base, another_text, congruence, label_and_rest
@@ -63,6 +69,7 @@ _CONVERTED = ConversionConfig(lowercase_symbols=False)
 _APPROXIMATELY = re.compile(r"\\(?:approx|simeq|doteq)")
 _NAME = re.compile(r"\s*(?![ei]\s*$)[a-zA-Z]+(?:_\{?\w+\}?)?\s*")
 _DECIMAL = re.compile(r"\s*-?\d+(?:\.(\d+))?\s*")
+_PERCENT = re.compile(r"\s*\\?%\s*$")
 
 _WORST_FIRST = (
     Verdict.WRONG,
@@ -160,10 +167,12 @@ def _shaped(gold: Shape, said: Shape, question: str) -> Judged:
     if len(gold.members) == 1 and len(said.members) == 1:
         return _compared(gold.members[0], said.members[0], question)
     names, given_names = _named(gold), _named(said)
-    if names and set(names) == set(given_names):
-        return _each(list(names.values()), [given_names[name] for name in names], question)
     if names and given_names and not (_only_indices(names) and _only_indices(given_names)):
-        return Verdict.WRONG, "other names"
+        if set(names) != set(given_names):
+            return Verdict.WRONG, "other names"
+        return _each(list(names.values()), [given_names[name] for name in names], question)
+    if names and given_names and set(names) == set(given_names):
+        return _each(list(names.values()), [given_names[name] for name in names], question)
     if given_names and not _only_indices(given_names) and gold.brackets in (LIST, TUPLE, CLOSED, VECTOR):
         # The question says which comes first, or else the alphabet.
         order = shapes.names_in(question, set(given_names)) or sorted(given_names)
@@ -263,16 +272,17 @@ def _valued(gold_text: str, text: str, question: str) -> Judged:
     if (trouble := another_time(gold_text, text, question)) is not None:
         return (Verdict.WRONG, trouble) if trouble else (Verdict.RIGHT, "the same time")
     nouns = nouns_of(f"{question} {gold_text}")
-    wanted, said = measure_of(gold_text, nouns), measure_of(text, nouns)
+    wanted, said = in_cents(measure_of(gold_text, nouns), measure_of(text, nouns))
     if another_unit(wanted, said):
         return Verdict.WRONG, "another unit"
-    if stray_text(said.value) or stray_text(wanted.value):
-        return Verdict.UNREADABLE, "text stands beside the value"
+    for value in (said.value, wanted.value):
+        if stray := stray_text(value):
+            return Verdict.UNREADABLE, f"{stray!r} stands beside the value"
     if len(ratio_of(wanted.value)) > 1 or len(ratio_of(said.value)) > 1:
         return _ratios(ratio_of(wanted.value), ratio_of(said.value), question)
     if (inner := shapes.in_square(text)) and not shapes.in_square(gold_text) and _number(inner) is not None:
         return _other_kind()
-    if (ordered(wanted.value) or ordered(said.value)) and symbols(wanted.value) != symbols(said.value):
+    if another_order(wanted.value, said.value):
         return Verdict.WRONG, "another product: of vectors and operators the order matters"
     if trouble := another_base(wanted.value, said.value, question):
         return Verdict.WRONG, trouble
@@ -323,35 +333,39 @@ def _ratios(gold: Sequence[str], said: Sequence[str], question: str) -> Judged:
 def _meant(
     golds: list[Any], answers: list[Any], wanted: Measure, said: Measure, question: str
 ) -> tuple[list[Any], list[Any]]:
-    """Both in one unit. What percent signs and words like million multiply by may be left out where the question asks
+    """What percent signs and words like million may mean: a hundredth and a million, and one where the question asks
     for so many percent or million."""
-    one, other = wanted.unit, said.unit
-    if not (one.plain or other.plain):
-        golds, answers = _scaled(golds, one.factor), _scaled(answers, other.factor)
-    if one.count == other.count:
+    asked = "percent" in question.lower() or "%" in question
+    if len(golds) == len(answers):
+        golds, answers = golds[:1], answers[:1]
+    elif not asked:
+        # An expected percentage says by itself that percents are asked for, unless the question is known.
+        golds, answers = golds[-1:] if question else golds, answers[-1:]
+    if wanted.scale == said.scale:
         return golds, answers
-    asked = nouns_of(question) | ({"%"} if "percent" in question.lower() or "%" in question else set())
-    # An expected percentage says by itself that percents are asked for, unless the question is known.
-    golds_may = not asked.isdisjoint(wanted.words) or (not question and "%" in wanted.words)
-    left_out = [golds if golds_may else [], answers if not asked.isdisjoint(said.words) else []]
-    return [*_scaled(golds, one.count), *left_out[0]], [*_scaled(answers, other.count), *left_out[1]]
+    word = wanted.scale_word or said.scale_word
+    kept = bool(word) and word in question.lower() and "cent" not in said.unit
+    return _scaled(golds, wanted.scale, kept=kept), _scaled(answers, said.scale, kept=kept)
 
 
-def _scaled(values: list[Any], factor: Fraction) -> list[Any]:
-    """Values, or what is said to be one, by a factor; nothing else has one."""
-    number = sympy.Rational(factor)
-    if number == 1:
+def _scaled(values: list[Any], scale: int, *, kept: bool) -> list[Any]:
+    if scale == 1:
         return values
-    expressions = [value.rhs if isinstance(value, sympy.Equality) else value for value in values]
-    return [value * number for value in expressions if isinstance(value, sympy.Expr)]
+    scaled = [value * scale for value in values if isinstance(value, sympy.Expr)]
+    return [*scaled, *values] if kept else scaled
 
 
 def _readings(text: str) -> list[Any]:
-    """The expression that a text is, if it is one."""
+    """The expression that a text is; of a percentage, the number before the sign and its hundredth. Maybe nothing."""
     head, *about = _APPROXIMATELY.split(text)
     head = (about[0] if about and (not head.strip() or _NAME.fullmatch(head)) else head).strip()
-    bare = symbols(head).strip()
-    return list(_parsed(bare)) if bare and not side_by_side(bare) else []
+    bare = symbols(_PERCENT.sub("", head)).strip()
+    if not bare or side_by_side(bare):
+        return []
+    found = _parsed(bare)
+    if not _PERCENT.search(head) or not found or not isinstance(found[0], sympy.Expr):
+        return list(found)
+    return [*found, found[0] / 100]
 
 
 @lru_cache(maxsize=1000)

@@ -29,9 +29,8 @@ _FUNCTION = re.compile(
 )
 _KEPT = frozenset(("mathbb", "mathcal", "mathfrak"))
 _VECTOR = r"(?:\\?[a-zA-Z]+_\{(?:vec|hat|widehat|overrightarrow|bold)\w*\}|\\nabla(?![a-zA-Z]))"
-_PRODUCT = re.compile(
-    rf"{_VECTOR}\s*(?:\\(?:times|cdot|wedge|otimes)(?![a-zA-Z])|[*×⋅])?\s*{_VECTOR}|\\nabla\s*(?:\\(?:times|cdot)|\^)"
-)
+_PRODUCT = re.compile(rf"{_VECTOR}\s*(?:\\(?:times|cdot|wedge|otimes)(?![a-zA-Z])|[*×⋅])?\s*(?={_VECTOR})")
+_OF_PRODUCTS = re.compile(rf"{_VECTOR}|\\(?:times|cdot|wedge|otimes)(?![a-zA-Z])")
 
 
 def symbols(text: str) -> str:
@@ -44,9 +43,12 @@ def symbols(text: str) -> str:
     return _PRIMES.sub(_primed, text)
 
 
-def ordered(text: str) -> bool:
-    """Whether it has a product of vectors or operators, which do not commute: only the same text is the same."""
-    return _PRODUCT.search(symbols(text)) is not None
+def another_order(expected: str, said: str) -> bool:
+    """Whether products of vectors or operators, which do not commute, are not written in the same way."""
+    one, other = symbols(expected), symbols(said)
+    if not (_PRODUCT.search(one) or _PRODUCT.search(other)):
+        return False
+    return _OF_PRODUCTS.findall(one) != _OF_PRODUCTS.findall(other)
 
 
 def _accented(found: re.Match[str]) -> str:

@@ -1,6 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Dataset rows of mathematical problems: those of Gym's ``math_with_judge``, ``question`` and ``expected_answer``; and
-how records of published datasets are read, for those of science too.
+"""Dataset rows of mathematical problems: those of Gym's ``math_with_judge``, ``question`` and ``expected_answer``.
 
 Whoever has rows for that server can use them here as they are; those made here also give the policy its tool.
 """
@@ -26,19 +25,17 @@ compute and to check. End with the final answer, and nothing but the answer, in 
 DATA_SOURCE = "math"
 """Of rows made here: a record does not say what set it is of."""
 
-MAX_QUESTION_CHARS = 20_000
-MAX_EXPECTED_CHARS = 2000
-"""Longest question and expected answer."""
+MAX_ANSWER_CHARS = 2000
+"""Longest expected answer."""
 
-PROBLEM = ("problem", "question")
-ANSWERS = ("answer", "expected_answer", "ground_truth")
-"""What fields are called in records, the likeliest first."""
-
+_PROBLEM = ("problem", "question")
 _DAPO = re.compile(
     r"\ASolve the following math problem step by step\. The last line[^\n]*\n+"
     r'|\n+Remember to put your answer on its own line after "Answer:"\.\s*\Z'
 )
 """What DAPO-Math-17k says around each problem of where the answer goes; here it goes into a box."""
+
+_ANSWER = ("answer", "expected_answer")
 
 
 def row_of(record: Mapping[str, Any]) -> dict[str, Any]:
@@ -51,9 +48,9 @@ def row_of(record: Mapping[str, Any]) -> dict[str, Any]:
     Raises:
         CallerError: one is missing or empty; names it.
     """
-    fields = fields_of(record)
-    question = text_of(fields, PROBLEM, record)
-    answer = text_of(fields, ANSWERS, record)
+    plain = _plain(record)
+    question = _text(plain, _PROBLEM, record)
+    answer = _text(plain, _ANSWER, record)
     return {
         "responses_create_params": {
             "input": [
@@ -75,54 +72,52 @@ def expected_answer(row: Mapping[str, Any]) -> str:
     Raises:
         CallerError: there is none; names the field.
     """
-    text_of(row, ("question",))
-    return text_of(row, ("expected_answer",))
+    _text(row, ("question",), row)
+    return _text(row, ("expected_answer",), row)
 
 
-def fields_of(record: Mapping[str, Any]) -> dict[str, Any]:
-    """A record with the names of its fields in lower case, and with verl's (the last message of a user in a chat, and
-    the rewards' truth) as fields like any other."""
-    fields = {str(name).lower(): value for name, value in record.items()}
-    prompt, rewards = fields.get("prompt"), fields.get("reward_model")
-    turns = [turn for turn in prompt if isinstance(turn, Mapping)] if isinstance(prompt, list) else []
-    for said in [turn.get("content") for turn in turns if turn.get("role") == "user"][-1:]:
-        fields.setdefault("problem", _DAPO.sub("", said) if isinstance(said, str) else said)
-    if isinstance(rewards, Mapping):
-        fields.setdefault("answer", rewards.get("ground_truth"))
-    return fields
+def missing(record: Mapping[str, Any], name: str) -> CallerError:
+    """What is said of a record without a field that has to be there."""
+    return CallerError(f"missing; there are {', '.join(map(str, record)) or 'no fields'}", field=name)
 
 
-def text_of(
-    fields: Mapping[str, Any],
-    names: tuple[str, ...],
-    record: Mapping[str, Any] | None = None,
-    limit: int = MAX_QUESTION_CHARS,
-) -> str:
-    """The text of the first of these fields that there is; of an answer it may be a number.
+def _plain(record: Mapping[str, Any]) -> dict[str, Any]:
+    """A record with the names of its fields in lower case, and with verl's as fields like any other."""
+    plain = {str(name).lower(): value for name, value in record.items()}
+    if (said := asked_in(plain.get("prompt"))) is not None:
+        plain.setdefault("problem", _DAPO.sub("", said) if isinstance(said, str) else said)
+    if (truth := truth_of(plain)) is not None:
+        plain.setdefault("answer", truth)
+    return plain
 
-    Args:
-        fields: of a row or a record.
-        names: the likeliest first.
-        record: the same as its owner knows it.
-        limit: longest text.
 
-    Raises:
-        CallerError: there is none, or it is no good; names it.
-    """
-    name = next((name for name in names if fields.get(name) is not None), None)
+def asked_in(prompt: object) -> object:
+    """The last message of a user in a chat, as verl's records have it; ``None`` if there is none."""
+    turns = prompt if isinstance(prompt, list) else []
+    said = [turn.get("content") for turn in turns if isinstance(turn, Mapping) and turn.get("role") == "user"]
+    return said[-1] if said else None
+
+
+def truth_of(record: Mapping[str, Any]) -> object:
+    """The answer in a record of verl's; ``None`` if there is none."""
+    rewards = record.get("reward_model")
+    return rewards.get("ground_truth") if isinstance(rewards, Mapping) else None
+
+
+def _text(record: Mapping[str, Any], names: tuple[str, ...], given: Mapping[str, Any]) -> str:
+    """The text of the first of these fields that there is; ``given`` is the record as its owner knows it."""
+    name = next((name for name in names if record.get(name) is not None), None)
     if name is None:
-        there = ", ".join(map(str, fields if record is None else record)) or "no fields"
-        raise CallerError(f"missing; there are {there}", field=names[0])
-    value, is_answer = fields[name], name in ANSWERS
-    if isinstance(value, int | float) and not isinstance(value, bool) and is_answer:
+        raise missing(given, names[0])
+    value = record[name]
+    if isinstance(value, int | float) and not isinstance(value, bool) and name in _ANSWER:
         value = repr(value)
     if not isinstance(value, str) or not value.strip():
         raise CallerError("must be text that is not empty", field=name)
     if not is_text(value):
         raise CallerError("holds half a surrogate pair, which is no character", field=name)
-    limit = MAX_EXPECTED_CHARS if is_answer else limit
-    if len(value) > limit:
-        raise CallerError(f"is longer than {limit} characters", field=name)
-    if is_answer and not unwrapped(value):
+    if name in _ANSWER and len(value) > MAX_ANSWER_CHARS:
+        raise CallerError(f"is longer than {MAX_ANSWER_CHARS} characters", field=name)
+    if name in _ANSWER and not unwrapped(value):
         raise CallerError("has nothing in its box", field=name)
     return value.strip()

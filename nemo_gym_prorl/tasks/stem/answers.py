@@ -1,17 +1,31 @@
 # SPDX-License-Identifier: Apache-2.0
-"""An answer's plain form: what is compared as text, and what a judge reads. Pure."""
+"""The policy's final answer: where it stands in its last message, and its plain form. Pure.
+
+Of several answers the last one counts: whoever writes all options down has chosen the last. The search goes backwards
+from the end and a bounded way, so nothing is gained, or slowed, by hiding an answer in a flood of text.
+"""
 
 from __future__ import annotations
 
 import re
 import unicodedata
 
-from nemo_gym_prorl.tasks.math.answers import unwrapped
+from nemo_gym_prorl.tasks.math.answers import closed_from
 
+
+MAX_ANSWER_CHARS = 1000
+"""Longest final answer that is graded."""
+
+SEEN_CHARS = 20_000
+"""How much of the end of a message is looked at."""
 
 LONGEST_SYMBOL = 3
 """A word of so few letters may be a symbol."""
 
+_BOX = re.compile(r"\\(?:boxed|fbox)\s*\{")
+_BRACES = re.compile(r"\\(?:boxed|fbox)\s*\{|(?<!\\)[{}]")
+_LINE = re.compile(r"(?:final\s+)?answer(?:\s+is)?\s*[:=]\s*(\S.*)", re.IGNORECASE)
+_EMPHASIS = re.compile(r"\*\*|__(?=\W|$)|`")
 _SYMBOLS = re.compile(r"[0-9=<>^\\]|(?<![^\W_])[^\W\d_]!")
 _INDEX = re.compile(r"_(?:\{([0-9]+)\}|(?=[0-9]))")
 _SHORT_WORDS = frozenset(
@@ -28,10 +42,37 @@ _UNSEEN = re.compile(
 
 _MINUS = str.maketrans(dict.fromkeys("−‒–—﹣-", "-"))
 _TEXT = re.compile(r"\\(?:text|textbf|textrm|mathrm|mathbf|mathsf|rm|mbox|operatorname)\s*\{((?:[^{}]|\{[^{}]*\})*)\}")
+_DELIMITERS = (("$$", "$$"), ("$", "$"), (r"\(", r"\)"), (r"\[", r"\]"))
+
+
+def final_answer(message: str) -> str | None:
+    """What stands in the last ``\\boxed{}``, else after the last ``Answer:``; ``None`` if the message has neither."""
+    seen = message[-SEEN_CHARS:]
+    opened: list[int] = []
+    last = (-1, -1)
+    for brace in _BRACES.finditer(seen):
+        if brace[0] != "}":
+            opened.append(brace.end() if len(brace[0]) > 1 else -1)
+        elif opened and (begin := opened.pop()) > last[0]:
+            last = (begin, brace.start())
+    if last[0] >= 0:
+        return seen[slice(*last)].strip() or None
+    for line in reversed(_EMPHASIS.sub("", seen).splitlines()):
+        if found := _LINE.match(line.strip()):
+            return found[1].strip()
+    return None
+
+
+def without_box(answer: str) -> str:
+    """An answer without the box that it wholly is; empty if the box is."""
+    text = _undelimited(answer.strip())
+    box = _BOX.match(text)
+    content = None if box is None else closed_from(text, box.end())
+    return content.strip() if box and content is not None and box.end() + len(content) + 1 == len(text) else answer
 
 
 def plain(answer: str) -> str:
-    """An answer as the checks read it: one line, ordinary characters, nothing around it.
+    """An answer as the checks read it: one line, ordinary characters, no delimiters of mathematics around it.
 
     Characters that look alike are the same here only if Unicode says so (full-width digits, ligatures): a Cyrillic A
     stays what it is, and matches nothing. Raised digits become a power, since ``10²`` is not 102.
@@ -47,7 +88,7 @@ def plain(answer: str) -> str:
     before = None
     while before != text:
         before = text
-        text = unwrapped(_TEXT.sub(r"\1", text).strip())
+        text = _undelimited(_TEXT.sub(r"\1", text).strip())
     return text
 
 
@@ -66,3 +107,13 @@ def words(text: str) -> str:
 def _is_plain(word: str) -> bool:
     """Whether its case means nothing."""
     return len(word) > LONGEST_SYMBOL or (word.casefold() in _SHORT_WORDS and not word.isupper())
+
+
+def _undelimited(text: str) -> str:
+    if text.endswith(".") and not text.endswith(".."):
+        text = text[:-1].rstrip()
+    for left, right in _DELIMITERS:
+        inner = text[len(left) : -len(right)]
+        if text.startswith(left) and text.endswith(right) and len(text) > len(left) + len(right) and left not in inner:
+            return inner.strip()
+    return text

@@ -12,8 +12,8 @@ from collections.abc import Mapping
 from typing import Any
 
 from nemo_gym_prorl.failures import CallerError
-from nemo_gym_prorl.tasks.math.final_answer import final_answer
-from nemo_gym_prorl.tasks.math.rows import ANSWERS, PROBLEM, fields_of, text_of
+from nemo_gym_prorl.tasks.math.rows import asked_in, missing, truth_of
+from nemo_gym_prorl.tasks.stem.answers import final_answer
 from nemo_gym_prorl.tasks.stem.choices import chosen
 from nemo_gym_prorl.tasks.stem.problems import problem_of, row_for
 
@@ -24,6 +24,9 @@ DATA_SOURCE = "stem"
 LONGEST_LINE = 120
 """A solution of one line no longer than that is an answer."""
 
+_QUESTION = ("problem", "question")
+_CHAT = "prompt"
+_ANSWER = ("expected_answer", "answer", "ground_truth")
 _SOLUTION = ("matched_solution", "solution")
 _OPTION = re.compile(r"^\s*(?:[\(\[]([A-J])[\)\]]|([A-J])[.):])\s+(\S.*?)\s*$", re.MULTILINE)
 _CLOSING = re.compile(r"(?:answer|option|choice)\s+(?:is|:)\s*:?\s*(\S.*?)\s*\.?\s*$", re.IGNORECASE)
@@ -42,21 +45,15 @@ def row_of(record: Mapping[str, Any]) -> dict[str, Any]:
     Raises:
         CallerError: something is missing or no good; names it.
     """
-    fields = fields_of(record)
-    question, options = text_of(fields, PROBLEM, record), fields.get("options")
-    name = next((name for name in _SOLUTION if isinstance(fields.get(name), str)), None)
-    if name is not None and all(fields.get(answer) is None for answer in ANSWERS):
-        fields["answer"] = answer_in(fields[name])
-        if fields["answer"] is None:
-            raise CallerError("its final answer is not plain to see; give it as `answer`", field=name)
-    expected = text_of(fields, ANSWERS, record)
+    question = _question(record)
+    expected, options = _answer(record), record.get("options")
     if options is None and (found := options_in(question)):
         stem, read = found
         if letter := chosen(read, expected):
             question, expected, options = stem, letter, [read]
     problem = problem_of({"question": question, "expected_answer": expected, "options": options})
     row = row_for(problem.question, problem.expected, problem.options)
-    domain = fields.get("domain")
+    domain = record.get("domain")
     return row | {
         "data_source": DATA_SOURCE,
         "verifier_metadata": {"domain": domain} if isinstance(domain, str) else {},
@@ -78,7 +75,7 @@ def answer_in(solution: str) -> str | None:
     if not lines:
         return None
     if answer := final_answer(solution):
-        return answer.removesuffix(".")
+        return answer
     if closing := _CLOSING.search(lines[-1]):
         return closing[1]
     if len(lines) == 1 and len(lines[0]) <= LONGEST_LINE:
@@ -87,3 +84,32 @@ def answer_in(solution: str) -> str | None:
     if formulas and "=" in formulas[-1] and formulas[-1].strip() in lines[-1]:
         return formulas[-1].rpartition("=")[2].strip() or None
     return None
+
+
+def _question(record: Mapping[str, Any]) -> str:
+    name = next((name for name in (*_QUESTION, _CHAT) if record.get(name) is not None), _QUESTION[0])
+    question = record.get(name)
+    if name == _CHAT and isinstance(question, list):
+        question = asked_in(question)
+        if question is None:
+            raise CallerError("has no message of a user", field=name)
+    if question is None:
+        raise missing(record, name)
+    if not isinstance(question, str):
+        raise CallerError("must be text", field=name)
+    return question
+
+
+def _answer(record: Mapping[str, Any]) -> Any:
+    for name in _ANSWER:
+        if record.get(name) is not None:
+            return record[name]
+    # As verl has it.
+    if (truth := truth_of(record)) is not None:
+        return truth
+    for name in _SOLUTION:
+        if isinstance(solution := record.get(name), str):
+            if (answer := answer_in(solution)) is None:
+                raise CallerError("its final answer is not plain to see; give it as `answer`", field=name)
+            return answer
+    raise missing(record, _ANSWER[1])

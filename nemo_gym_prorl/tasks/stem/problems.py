@@ -15,16 +15,17 @@ from enum import StrEnum
 from typing import Any
 
 from nemo_gym_prorl.failures import CallerError, is_text
-from nemo_gym_prorl.tasks.math.answers import unwrapped
-from nemo_gym_prorl.tasks.math.rows import MAX_EXPECTED_CHARS, text_of
 from nemo_gym_prorl.tasks.stem import quantities
-from nemo_gym_prorl.tasks.stem.answers import plain
+from nemo_gym_prorl.tasks.stem.answers import plain, without_box
 from nemo_gym_prorl.tasks.stem.search.tool import SCHEMA
 from nemo_gym_prorl.tasks.workbench.workbench import workbench_schemas
 
 
 WORKBENCH_TOOLS = ("python",)
 """What the policy may call beside ``search``."""
+
+MAX_QUESTION_CHARS = 20_000
+MAX_EXPECTED_CHARS = 2000
 
 SYSTEM_PROMPT = """\
 You answer questions of science. The tool `search` finds passages in a library of texts; the tool `python` is a \
@@ -68,15 +69,15 @@ def problem_of(row: Mapping[str, Any]) -> Problem:
     Raises:
         CallerError: ``question``, ``expected_answer`` or ``options`` is missing or no good; names it.
     """
-    expected = unwrapped(text_of(row, ("expected_answer",)))
+    expected = _text(row, "expected_answer", MAX_EXPECTED_CHARS)
     options = _options(row.get("options"))
     if options:
         # A row of Gym's mcqa has its question only where the policy reads it.
-        question = text_of(row, ("question",)) if row.get("question") is not None else ""
+        question = _text(row, "question", MAX_QUESTION_CHARS) if row.get("question") is not None else ""
         if expected not in options:
             raise CallerError(f"must be one of the options' letters, {', '.join(options)}", field="expected_answer")
         return Problem(question, expected, options, Kind.CHOICE)
-    return Problem(text_of(row, ("question",)), expected, {}, kind_of(expected))
+    return Problem(_text(row, "question", MAX_QUESTION_CHARS), expected, {}, kind_of(expected))
 
 
 def kind_of(expected: str) -> Kind:
@@ -113,6 +114,25 @@ def row_for(
         params["metadata"] = {"script": json.dumps(script, sort_keys=True)}
     row = {"responses_create_params": params, "question": question, "expected_answer": expected}
     return row | ({"options": [{letter: text} for letter, text in options.items()]} if options else {})
+
+
+def _text(row: Mapping[str, Any], name: str, limit: int) -> str:
+    value = row.get(name)
+    if value is None:
+        raise CallerError("missing", field=name)
+    if isinstance(value, int | float) and not isinstance(value, bool) and name == "expected_answer":
+        value = repr(value)
+    if not isinstance(value, str) or not value.strip():
+        raise CallerError("must be text that is not empty", field=name)
+    if not is_text(value):
+        raise CallerError("holds half a surrogate pair, which is no character", field=name)
+    if len(value) > limit:
+        raise CallerError(f"is longer than {limit} characters", field=name)
+    if name == "expected_answer":
+        value = without_box(value)
+        if not plain(value):
+            raise CallerError("has nothing in its box", field=name)
+    return value.strip()
 
 
 def _options(given: object) -> dict[str, str]:

@@ -1,19 +1,21 @@
 # SPDX-License-Identifier: Apache-2.0
 """Numbers and quantities with units: read, converted, compared. Pure.
 
-A number is read by its notation and never evaluated; its unit is one of :mod:`~..math.units`. What is no
+A number is read by its notation and never evaluated; units are looked up and converted with ``pint``. What is no
 plain quantity (a range, a sum, a list, words) is not read at all, and is for other checks to judge.
 """
 
 from __future__ import annotations
 
 import re
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from decimal import Decimal
 from enum import StrEnum
 from fractions import Fraction
+from functools import cache
+from typing import Any
 
-from nemo_gym_prorl.tasks.math.units import Unit, read_units
+from nemo_gym_prorl.failures import InfrastructureError
 from nemo_gym_prorl.tasks.stem.answers import plain
 
 
@@ -29,10 +31,30 @@ RELATIVE_TOLERANCE = 0.01
 LEAST_DIGITS = 3
 """So many a decimal must have that stands for a fraction."""
 
-_KELVIN = {"K": (Fraction(1), Fraction(0)), "degC": (Fraction(1), Fraction("273.15"))} | {
-    "degF": (Fraction(5, 9), Fraction("459.67") * 5 / 9)
+_COMMON = """
+meter gram second ampere kelvin mole candela hertz newton pascal joule watt coulomb volt farad ohm siemens weber tesla
+henry lumen lux becquerel gray sievert katal liter electron_volt unified_atomic_mass_unit dalton bar
+standard_atmosphere torr millimeter_Hg calorie minute hour day week month year degree radian steradian percent ppm
+angstrom molar dyne erg gauss degree_Celsius degree_Fahrenheit light_year parsec astronomical_unit speed_of_light
+inch foot yard mile pound force_pound pound_force_per_square_inch horsepower gallon metric_ton hectare arcminute
+arcsecond knot curie poise stokes debye barn british_thermal_unit revolutions_per_minute turn bit byte
+"""
+COMMON = frozenset(_COMMON.split())
+"""Units as pint calls them, which may have prefixes. It knows many more, by letters that are mostly variables."""
+
+
+_KINDS = {
+    "dose equivalent": frozenset({"sievert", "rem"}),
+    "absorbed dose": frozenset({"gray", "rads"}),
+    "activity": frozenset({"becquerel", "curie"}),
+    "frequency": frozenset({"hertz"}),
+    "angle": frozenset({"radian", "degree", "turn", "arcminute", "arcsecond", "revolutions_per_minute"}),
+    "luminous flux": frozenset({"lumen", "lux"}),
+    "luminous intensity": frozenset({"candela"}),
 }
-"""A degree of each scale in kelvin, and where its zero is."""
+"""Units of one dimension that measure different things. What has none of them, as 1/s, may be any."""
+
+_OFFSET = frozenset({"degree_Celsius", "degree_Fahrenheit"})
 
 
 class Comparison(StrEnum):
@@ -52,15 +74,17 @@ class Quantity:
         value: the number.
         digits: significant digits; ``None`` if it was given exactly, as a whole number or a fraction.
         half_step: half of what its last digit stands for; 0 if it is exact.
-        units: what its unit may mean, the likeliest first: ``ms^-2`` is meters by square seconds, too.
-        written: the unit as it was written; empty if there is none.
+        unit: as pint writes it; empty if there is none.
+        written: the unit as it was written.
+        others: what the unit may mean as well: ``ms^-2`` is meters by square seconds, too.
     """
 
     value: Fraction
     digits: int | None
     half_step: Fraction
-    units: tuple[Unit, ...]
+    unit: str
     written: str
+    others: tuple[str, ...] = ()
 
 
 _DOLLARS = re.compile(r"\$|\\[()]")
@@ -91,9 +115,50 @@ _UNCERTAINTY = re.compile(r"\s*(?:±|\\pm|\+/-)\s*([0-9]+\.?[0-9]*|\.[0-9]+)([eE
 MOST_UNCERTAIN = Fraction(1, 20)
 """Of its value; who is less sure does not say one."""
 
+_EXPONENT = r"(?:\*\*\(?[+-]?[0-9]{1,2}\)?)?"
+_FACTOR = rf"[A-Za-zµ_]{{1,24}}{_EXPONENT}"
+_PRODUCT = rf"{_FACTOR}(?:[*/]{_FACTOR}){{0,8}}"
+_PART = rf"(?:\({_PRODUCT}\){_EXPONENT}|{_FACTOR})"
+_UNIT = re.compile(rf"(?:1/)?{_PART}(?:[*/]{_PART}){{0,8}}")
+"""What pint is given: names, small powers, one level of brackets."""
+
+_SYMBOL = re.compile(r"kmol|mmol|mol|kg|km|cm|mm|nm|kJ|kN|kW|kV|kPa|MPa|MeV|keV|eV|Pa|Hz|Wb|rad|sr|[mgsAKJNWVCTFHL]")
+_POWER_AND_SYMBOL = re.compile(r"(\*\*[+-]?[0-9])(?=[A-Za-z])")
+_GLUED = re.compile(rf"(?<![A-Za-zµ_])([A-Za-z]{{2,12}})({_EXPONENT})(?![A-Za-z_]|\*\*)")
+_ALIASES = {"AU": "au", "mph": "mile/hour", "cc": "cm^3", "Wh": "W hour", "kWh": "kW hour", "rev": "turn"}
+_REWRITES = (
+    (re.compile(rf"(?<![A-Za-z])(?:{'|'.join(_ALIASES)})(?![A-Za-z])"), lambda found: _ALIASES[found[0]]),
+    (re.compile(r"\\(?:Omega|ohm)(?![A-Za-z])"), "ohm"),
+    (re.compile(r"\\mu(?![A-Za-z])\s*"), "µ"),
+    (re.compile(r"\\(?:AA|angstrom)(?![A-Za-z])"), "angstrom"),
+    (re.compile(r"\\(?:cdot|times)|[·×⋅]"), "*"),
+    (re.compile(r"\\%"), "%"),
+    (re.compile(r"\\frac\s*\{([^{}]*)\}\s*\{([^{}]*)\}"), r"(\1)/(\2)"),
+    (re.compile(r"\^\s*\{\s*([+-]?[0-9]{1,2})\s*\}"), r"^\1"),
+    (re.compile(r"°\s*C(?![A-Za-z])|degrees?\s+(?:C|Celsius)(?![A-Za-z])", re.IGNORECASE), "degC"),
+    (re.compile(r"°\s*F(?![A-Za-z])|degrees?\s+(?:F|Fahrenheit)(?![A-Za-z])", re.IGNORECASE), "degF"),
+    (re.compile(r"°"), "degree"),
+    (re.compile(r"Ω"), "ohm"),
+    (re.compile(r"μ"), "µ"),
+    (re.compile(r"Å"), "angstrom"),
+    (re.compile(r"%"), " percent "),
+    (re.compile(r"(?<![A-Za-z])per(?![A-Za-z])"), "/"),
+    (re.compile(r"(?<=[A-Za-z])([+-]?[1-9])(?![0-9A-Za-z])(?<!\^)"), r"^\1"),
+    (re.compile(r"[{}]"), ""),
+    (re.compile(r"\^"), "**"),
+    (re.compile(r"\s*([*/()])\s*"), r"\1"),
+    (re.compile(r"\)(?=[A-Za-zµ(])|(?<=[A-Za-zµ0-9)])\s+(?=[A-Za-zµ(])|(?<=[A-Za-zµ])\((?=[A-Za-zµ])"), "*"),
+    (re.compile(r"^/"), "1/"),
+)
+"""In this order, from what people write to what pint reads."""
+
 
 def read(text: str) -> Quantity | None:
-    """A quantity in one of its usual notations, LaTeX included; ``None`` if the text is anything else."""
+    """A quantity in one of its usual notations, LaTeX included; ``None`` if the text is anything else.
+
+    Raises:
+        InfrastructureError: ``pint`` is not installed.
+    """
     if len(text) > 2 * MAX_CHARS:
         return None
     text = plain(_DEGREES.sub("°", _SPACE.sub(" ", _DOLLARS.sub("", text).replace("{,}", ","))))
@@ -111,10 +176,10 @@ def read(text: str) -> Quantity | None:
             return None
         rest = rest[uncertainty.end() :]
     written = plain(rest).strip(" .")
-    units = read_units(written)
+    units = _read_units(written)
     if digits is None and value.denominator != 1 and re.fullmatch(r"(?:[A-Za-z](?:\^\{?[0-9]\}?)?\s*){2,}", written):
         return None  # a fraction of a product of letters is a formula
-    return Quantity(value, digits, half_step, tuple(units), written) if units else None
+    return Quantity(value, digits, half_step, units[0], written, tuple(units[1:])) if units else None
 
 
 def compare(expected: Quantity, said: Quantity, tolerance: float = RELATIVE_TOLERANCE) -> Comparison:
@@ -124,41 +189,62 @@ def compare(expected: Quantity, said: Quantity, tolerance: float = RELATIVE_TOLE
     places that were given. A measured value may be off by ``tolerance`` of it, or by half of the last digit of the
     expected value where that has two digits or more.
     """
-    compared = [_compare(expected, one, said, other, tolerance) for one in expected.units for other in said.units]
+    meant = [
+        (replace(expected, unit=one), replace(said, unit=other))
+        for one in (expected.unit, *expected.others)
+        for other in (said.unit, *said.others)
+    ]
+    compared = [_compare(one, other, tolerance) for one, other in meant]
     return next((one for one in Comparison if one in compared), Comparison.DIFFERENT)
 
 
-def _compare(expected: Quantity, unit: Unit, said: Quantity, said_unit: Unit, tolerance: float) -> Comparison:
-    """With each unit read in one way."""
-    if unit.kinds and said_unit.kinds and unit.kinds != said_unit.kinds:
+def _compare(expected: Quantity, said: Quantity, tolerance: float) -> Comparison:
+    if expected.unit == said.unit:
+        return _numbers(expected, said.value, tolerance, rounding=_rounding(said))
+    if _other_kinds(expected.unit, said.unit):
         return Comparison.DIFFERENT
-    if unit.plain and said_unit.plain:
-        factor = said_unit.count / unit.count
-        compared = _numbers(expected, said.value * factor, tolerance, rounding=_rounding(said) * factor)
-        if compared is Comparison.SAME:
-            return compared
-    if not expected.written or not said.written:
+    factor_e, factor_s = _dimensionless(expected), _dimensionless(said)
+    if factor_e is not None and factor_s is not None:
+        factor = factor_s / factor_e
+        converted = _numbers(expected, said.value * factor, tolerance, rounding=_rounding(said) * factor)
+        if converted is Comparison.SAME:
+            return converted
+    if not expected.unit or not said.unit:
         agree = _numbers(expected, said.value, tolerance, rounding=_rounding(said)) is Comparison.SAME
         return Comparison.UNIT_MISSING if agree else Comparison.DIFFERENT
-    scale, said_scale = (next(iter(one.powers), "") for one in (unit, said_unit))
-    alone = unit.powers == {scale: 1} and said_unit.powers == {said_scale: 1}
-    if alone and scale != said_scale and {scale, said_scale} <= _KELVIN.keys():
-        return _temperatures(expected, scale, said, said_scale, tolerance)
-    if unit.powers != said_unit.powers:
+    # To pint it is one of another system of units.
+    systems = ("Gaussian",) if "gauss" in f"{expected.unit} {said.unit}" else ()
+    try:
+        converted = _registry().Quantity(float(said.value), said.unit).to(expected.unit, *systems).magnitude
+    except (_pint().DimensionalityError, _pint().OffsetUnitCalculusError, _pint().LogarithmicUnitCalculusError):
         return Comparison.DIFFERENT
-    factor = said_unit.factor * said_unit.count / (unit.factor * unit.count)
-    return _numbers(expected, said.value * factor, tolerance, rounding=_rounding(said), measured=True)
+    except (OverflowError, ZeroDivisionError):
+        return Comparison.DIFFERENT
+    if _OFFSET & {expected.unit, said.unit}:
+        return _temperatures(expected, said, Fraction(converted), tolerance)
+    return _numbers(expected, Fraction(converted), tolerance, measured=True)
 
 
-def _temperatures(expected: Quantity, scale: str, said: Quantity, said_scale: str, tolerance: float) -> Comparison:
+def _temperatures(expected: Quantity, said: Quantity, converted: Fraction, tolerance: float) -> Comparison:
     """On two scales, of which one does not begin at absolute zero: a hundredth of 293 K is much, of 20 degrees little.
     What counts is the part of the degrees Celsius, or half a degree of whoever gives no decimals."""
-    degree, zero = _KELVIN[scale]
-    said_degree, said_zero = _KELVIN[said_scale]
-    kelvin, said_kelvin = expected.value * degree + zero, said.value * said_degree + said_zero
-    rounding = degree * max(min(one.half_step, Fraction(1, 2)) for one in (expected, said))
-    allowed = max(abs(kelvin - _KELVIN["degC"][1]) * Fraction(tolerance), rounding) + Fraction(1, 10**6)
-    return Comparison.SAME if abs(said_kelvin - kelvin) <= allowed else Comparison.DIFFERENT
+    celsius = _registry().Quantity(float(expected.value), expected.unit).to("degree_Celsius").magnitude
+    degree = Fraction(9, 5) if expected.unit == "degree_Fahrenheit" else Fraction(1)
+    rounding = max(min(one.half_step, Fraction(1, 2)) for one in (expected, said))
+    allowed = degree * max(Fraction(abs(celsius)) * Fraction(tolerance), rounding) + Fraction(1, 10**6)
+    return Comparison.SAME if abs(converted - expected.value) <= allowed else Comparison.DIFFERENT
+
+
+def _other_kinds(one: str, other: str) -> bool:
+    """Whether both units say what they are units of, and it is not the same."""
+    kinds = _kinds(one), _kinds(other)
+    return bool(kinds[0] and kinds[1]) and kinds[0] != kinds[1]
+
+
+@cache
+def _kinds(unit: str) -> frozenset[str]:
+    names = _registry().parse_units(unit)._units if unit else ()
+    return frozenset(kind for kind, known in _KINDS.items() if any(_named(name) & known for name in names))
 
 
 def _rounding(said: Quantity) -> Fraction:
@@ -170,13 +256,13 @@ def _numbers(
     expected: Quantity, said: Fraction, tolerance: float, *, measured: bool = False, rounding: Fraction = Fraction(0)
 ) -> Comparison:
     allowed = Fraction(0)
-    if expected.digits is not None or expected.written or measured:
+    if expected.digits is not None or expected.unit or measured:
         allowed = abs(expected.value) * Fraction(tolerance)
         if (expected.digits or 0) >= 2:
             allowed = max(allowed, expected.half_step)
     elif expected.value.denominator != 1:
         allowed = min(rounding, abs(expected.value) * Fraction(tolerance))
-    # A conversion may be by a number that is not exact, as that of degrees.
+    # A conversion is carried out in floating point.
     allowed += abs(expected.value) / 10**9
     return Comparison.SAME if abs(said - expected.value) <= allowed else Comparison.DIFFERENT
 
@@ -227,3 +313,79 @@ def _read_number(text: str) -> tuple[Fraction, int | None, Fraction, str] | None
 
 def _exponent(*notations: str | None) -> int:
     return int(next(notation for notation in notations if notation is not None))
+
+
+@cache
+def _pint() -> Any:
+    try:
+        import pint
+    except ModuleNotFoundError as error:
+        raise InfrastructureError(f"{error.name} is not installed: pip install 'nemo-gym-prorl[stem]'") from error
+    return pint
+
+
+@cache
+def _registry() -> Any:
+    return _pint().UnitRegistry(autoconvert_offset_to_baseunit=True, cache_folder=None)
+
+
+def load() -> None:
+    """Load the table of units, which takes a while; else the first quantity does."""
+    _registry()
+
+
+def _read_units(text: str) -> list[str]:
+    """What a unit may be in pint's words, the likeliest first: itself empty if there is none; none if it is no unit.
+
+    Symbols that stand side by side are read one by one as well (``Nm``, ``ms^-2``), and of several behind a stroke all
+    may be below it (``J/mol K``).
+    """
+    for pattern, replacement in _REWRITES:
+        text = pattern.sub(replacement, text)
+    text = text.strip()
+    if not text:
+        return [""]
+    above, stroke, below = text.partition("/")
+    texts = [text]
+    if stroke and "/" not in below and "(" not in below and "*" in below.replace("**", ""):
+        texts.append(f"{above}/({below})")
+    texts += [_GLUED.sub(_apart, _POWER_AND_SYMBOL.sub(r"\1*", one)) for one in texts]
+    return list(dict.fromkeys(unit for one in texts if (unit := _read_unit(one)) is not None))
+
+
+def _apart(found: re.Match[str]) -> str:
+    """Symbols one by one; the power is the last one's. What is a unit as it stands is that, but ``ms^-2``."""
+    parts = _SYMBOL.findall(found[1])
+    if len(set(parts)) != len(parts) or ("-" not in found[2] and _read_unit(found[1]) is not None):
+        return found[0]
+    return "*".join(parts) + found[2] if len(parts) > 1 and "".join(parts) == found[1] else found[0]
+
+
+def _read_unit(text: str) -> str | None:
+    if not _UNIT.fullmatch(text):
+        return None
+    try:
+        unit = _registry().parse_units(text)
+    except _pint().PintError:
+        return None
+    return str(unit) if all(_is_common(name) for name in unit._units) else None
+
+
+@cache
+def _is_common(unit: str) -> bool:
+    return bool(_named(unit) & COMMON)
+
+
+@cache
+def _named(unit: str) -> frozenset[str]:
+    """A unit, and without its prefix."""
+    return frozenset((unit, *(name for _, name, _ in _registry().parse_unit_name(unit))))
+
+
+def _dimensionless(quantity: Quantity) -> Fraction | None:
+    """What one of its unit is as a plain number; ``None`` if it is none."""
+    if not quantity.unit:
+        return Fraction(1)
+    if quantity.unit == "percent":
+        return Fraction(1, 100)
+    return None

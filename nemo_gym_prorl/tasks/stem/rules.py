@@ -51,6 +51,7 @@ _GREEK = frozenset(f"\\{name}" for name in _NAMES.split())
 
 _CHEMICAL = re.compile(r"(?:(?:[A-Z][a-z]?|\))[0-9]*|[(=-]|\\equiv){2,}")
 _NAME = re.compile(r"(\\[A-Za-z]+|[^\W\d_])(?:_(?:\{[^{}]*\}|\w))?")
+_OPERATORS = re.compile(r"\\nabla(?:\\(?:cdot|times)|\^2)?")
 
 
 class Rules:
@@ -102,7 +103,7 @@ class Rules:
             return Ruled(Ruling.UNDECIDED, "it has another name than the expected quantity")
         if said is None:
             # What compares formulas does not look at units.
-            if expected.written or _is_long(answer):
+            if expected.unit or _is_long(answer):
                 return Ruled(Ruling.UNDECIDED, "it is no plain quantity")
             return await self._formula(problem, answer)
         match quantities.compare(expected, said, self._tolerance):
@@ -119,10 +120,10 @@ class Rules:
     async def _formula(self, problem: Problem, answer: str) -> Ruled:
         checked = await self._formulas.check(problem.expected, f"\\boxed{{{answer}}}", problem.question)
         if checked.right and _apart(problem.expected, answer):
-            return Ruled(Ruling.UNDECIDED, "formulae of chemistry that differ in their order")
+            return Ruled(Ruling.UNDECIDED, "formulae of chemistry, or of operators, that differ in their order")
         if checked.right:
             # A letter at the end may have been taken for a unit, and left out of the comparison.
-            if _names_in(tidy(answer)) == _names_in(tidy(problem.expected)):
+            if _letters(answer) == _letters(problem.expected):
                 return Ruled(Ruling.RIGHT, "an equal formula")
             return Ruled(Ruling.UNDECIDED, "an equal formula but for some letters")
         why = f"{checked.verdict}: {checked.detail}"
@@ -152,9 +153,10 @@ def _marks(text: str) -> list[str]:
 
 
 def _apart(expected: str, answer: str) -> bool:
-    """Whether one is a formula of chemistry, whose parts do not commute, and the other is not the same text."""
+    """Whether one is a formula whose parts do not commute, and the other is not the same text."""
     texts = [_bare(text) for text in (expected, answer)]
-    return any(map(_is_chemical, texts)) and texts[0] != texts[1]
+    operators = [_OPERATORS.findall(text) for text in texts]
+    return (any(map(_is_chemical, texts)) and texts[0] != texts[1]) or operators[0] != operators[1]
 
 
 def _bare(formula: str) -> str:
@@ -163,6 +165,13 @@ def _bare(formula: str) -> str:
 
 def _is_chemical(bare: str) -> bool:
     return _CHEMICAL.fullmatch(bare) is not None and re.search(r"[2-9]", bare) is not None
+
+
+def _letters(formula: str) -> set[str]:
+    """Names of variables on the right side."""
+    right = plain(tidy(formula)).rpartition("=")[2]
+    letters = set(re.findall(r"[^\W\d_]", _COMMAND.sub(" ", right))) - {"e"}  # which stands for exp as well
+    return letters | (set(_COMMAND.findall(right)) & _GREEK)
 
 
 def _same_terms(problem: Problem, answer: str) -> bool:

@@ -11,7 +11,7 @@ from typing import Any
 
 from nemo_gym_prorl.failures import CallerError
 from nemo_gym_prorl.tasks.final_message import final_message
-from nemo_gym_prorl.tasks.math.final_answer import MAX_ANSWER_CHARS, final_answer
+from nemo_gym_prorl.tasks.stem.answers import MAX_ANSWER_CHARS, final_answer
 from nemo_gym_prorl.tasks.stem.judge import Judge, Verdict
 from nemo_gym_prorl.tasks.stem.problems import WORKBENCH_TOOLS, Kind, problem_of
 from nemo_gym_prorl.tasks.stem.rules import Ruled, Rules, Ruling
@@ -90,8 +90,8 @@ class Stem:
         """
         problem = problem_of(row)
         answer = final_answer(final_message(response))
-        if not answer:
-            return Grade(0.0, "no_answer", "the last message has neither \\boxed{} nor a line with an answer")
+        if answer is None:
+            return Grade(0.0, "no_answer", "the last message has neither \\boxed{} nor a line `Answer: `")
         told: dict[str, Any] = {"extracted_answer": answer[:MAX_ANSWER_CHARS], "checked_by": problem.kind.value}
         if len(answer) > MAX_ANSWER_CHARS:
             return Grade(0.0, "too_long", f"the answer is longer than {MAX_ANSWER_CHARS} characters", told)

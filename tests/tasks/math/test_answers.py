@@ -7,8 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from nemo_gym_prorl.tasks.math.answers import canonical, restates, tidy, unwrapped
-from nemo_gym_prorl.tasks.math.final_answer import final_answer
+from nemo_gym_prorl.tasks.math.answers import canonical, final_answer, restates, tidy, unwrapped
 
 
 TEXT = st.text(alphabet="ab5{}\\ $.=boxed", max_size=60)
@@ -64,6 +63,28 @@ def test_tidying_ends_and_nothing_is_left_to_unwrap(text: str) -> None:
     assert unwrapped(unwrapped(text)) == unwrapped(text)
     tidy(text)
     canonical(text)
+
+
+@pytest.mark.parametrize(
+    ("answer", "tidied"),
+    [
+        ("$5$.", "5"),
+        (r"\( 5 \)", "5"),
+        (r"\[\boxed{5}\]", "5"),
+        ("10 000", "10000"),
+        (r"10{,}000", "10000"),
+        ("1, 234", "1, 234"),
+        ("3.5e-7", r"3.5 \times 10^{-7}"),
+        ("0.\\overline{3}", r"\frac{1}{3}"),
+        ("1.2\\overline{34}", r"\frac{611}{495}"),
+        ("2 1/2", r"2\frac{1}{2}"),
+        ("$1$ or $2$", "$1$ or $2$"),
+        (r"\boxed{}", ""),
+        ("$$", ""),
+    ],
+)
+def test_spelling(answer: str, tidied: str) -> None:
+    assert tidy(answer) == tidied
 
 
 @given(st.integers(1, 9999), st.integers(0, 99), st.integers(1, 999))

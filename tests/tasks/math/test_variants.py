@@ -1,85 +1,33 @@
 # SPDX-License-Identifier: Apache-2.0
-r"""Right answers in other words are right, near misses are wrong.
-
-``forms.txt`` has a line for each expected answer, with what was asked between ‹ and ›, and answers that mean the same
-(✓) or only look like it (✗) between double semicolons; a line that begins with a space goes on. Families that are
-made by rule are those of ``scripts/compare_math.py``.
-"""
+"""Right answers in other words are right, near misses are wrong."""
 
 import os
-import random
-import re
-from collections.abc import Iterator
-from pathlib import Path
 
 import pytest
 
 from nemo_gym_prorl.tasks.math.comparison import judge, try_out
 from nemo_gym_prorl.tasks.math.verdicts import Verdict
-from scripts.compare_math import FAMILIES, Family
+from tests.tasks.math.forms import FORMS
+from tests.tasks.math.near_forms import NEAR_FORMS
+from tests.tasks.math.spellings import SPELLINGS
+from tests.tasks.math.variants import FAMILIES, variants
 
 
-Form = tuple[str, str, str, bool]
-"""What is expected, what was asked, what is answered, whether that is right."""
-
-MANY = ",".join(map(str, range(45)))
+ALL_FORMS = FORMS | NEAR_FORMS | SPELLINGS
 
 
-def forms(text: str) -> Iterator[Form]:
-    """The answers of a table."""
-    expected, question = "", ""
-    for line in text.splitlines():
-        head, *parts = re.split(r" (?=[✓✗] )", line)
-        if head.strip():
-            expected, _, question = head.partition(" ‹")
-        for mark, answers in (part.split(" ", 1) for part in parts):
-            yield from ((expected, question.rstrip("›"), answer, mark == "✓") for answer in answers.split(" ;; "))
+@pytest.mark.longer("thirty draws of each family's values, else two")
+@pytest.mark.parametrize("family", FAMILIES)
+def test_right_answers_in_other_words_and_near_misses(family: str) -> None:
+    drawn = variants(family, 30 if os.environ.get("PRORL_TEST_LONG") else 2)
+    judged = [(expected, answer, right, *judge(expected, answer)) for expected, answer, right in drawn]
+    assert [one for one in judged if (one[3] is Verdict.RIGHT) != one[2]] == []
 
 
-TABLES = {
-    kind: list(forms(table))
-    for kind, _, table in (
-        part.partition("\n") for part in (Path(__file__).parent / "forms.txt").read_text().split("# ")[1:]
-    )
-}
-
-
-def mistakes(judged: list[Form]) -> list[tuple[Form, str, str]]:
-    """Those that are paid though they are wrong, or the other way round, and what they are told."""
-    told = [(form, *judge(form[0], form[2], form[1])) for form in judged]
-    return [one for one in told if (one[1] is Verdict.RIGHT) != one[0][3]]
-
-
-@pytest.mark.parametrize("kind", TABLES)
-def test_forms_that_mean_the_same_and_forms_that_only_look_like_it(kind: str) -> None:
-    assert mistakes(TABLES[kind]) == []
-    for expected in {form[0] for form in TABLES[kind]}:
-        try_out(expected)
-
-
-@pytest.mark.longer("twenty draws of each family's values, else one")
-@pytest.mark.parametrize("family", FAMILIES, ids=lambda family: family.__name__)
-def test_families_made_by_rule(family: Family) -> None:
-    draw = random.Random(12)
-    for _ in range(20 if os.environ.get("PRORL_TEST_LONG") else 1):
-        question, expected, right, wrong = family(draw)
-        made = [(expected, question, answer, True) for answer in (expected, *right)]
-        assert mistakes(made + [(expected, question, answer, False) for answer in wrong]) == []
-
-
-@pytest.mark.parametrize(
-    ("expected", "answer", "right"),
-    [
-        ("5", ",".join(["5"] * 400), False),
-        ("1," * 44 + "2", "2," * 44 + "1", False),
-        (f"({MANY})", rf"\{{{MANY}\}}", False),
-        (MANY, f"{MANY},44", False),
-        (MANY, ",".join(map(str, reversed(range(45)))), True),
-    ],
-    ids=["one value again", "other repetitions", "set for tuple", "one more", "another order"],
-)
-def test_many_values(expected: str, answer: str, right: bool) -> None:
-    assert mistakes([(expected, "", answer, right)]) == []
+def test_they_are_many() -> None:
+    every = [variant for family in FAMILIES for variant in variants(family)]
+    assert len(every) >= 300
+    assert 150 <= sum(right for _expected, _answer, right in every) <= len(every) - 150
 
 
 @pytest.mark.parametrize(
@@ -93,10 +41,49 @@ def test_many_values(expected: str, answer: str, right: bool) -> None:
         ("5", "6 = 5", Verdict.CONTRADICTORY),
         ("5", "1 = 2 = 3 = 5", Verdict.CONTRADICTORY),
         ("5", r"5 \approx 6", Verdict.CONTRADICTORY),
+        ("33", "m + n = 30 + 3 = 33", Verdict.RIGHT),
+        (r"\pi", r"\pi \approx 3.14", Verdict.RIGHT),
         ("11", "5 6", Verdict.UNREADABLE),
         ("5", r"5 \quad 6", Verdict.UNREADABLE),
         ("5", r"\{", Verdict.UNREADABLE),
+        ("101_2", "101_3", Verdict.WRONG),
+        ("101_2", "101_{2}", Verdict.RIGHT),
+        ("12:30", "12:30", Verdict.RIGHT),
+        ("12:00", "1:00", Verdict.WRONG),
+        ("x + y = 1", "2x + 2y = 2", Verdict.RIGHT),
+        ("x = 3", "x = x", Verdict.WRONG),
+        ("x > 3", "x^2 < 0", Verdict.WRONG),
+        (r"0.\overline{3}", r"\frac{1}{3}", Verdict.RIGHT),
+        (r"\boxed{2}, \boxed{3}", "3, 2", Verdict.RIGHT),
     ],
 )
-def test_what_is_wrong_is_told(expected: str, answer: str, verdict: Verdict) -> None:
+def test_what_is_more_or_less_than_the_value(expected: str, answer: str, verdict: Verdict) -> None:
     assert judge(expected, answer)[0] is verdict
+
+
+@pytest.mark.parametrize(
+    ("question", "expected", "answer", "verdict"),
+    [
+        ("Expand $(x-1)(x+1)(x+2)$.", "x^3+2x^2-x-2", "(x - 1)(x + 1)(x + 2)", Verdict.UNFINISHED),
+        ("Expand it.", "x^3+2x^2-x-2", "(x - 1)(x + 1)(x + 2)", Verdict.RIGHT),
+        ("Which is larger, 3 or 5?", "5", "5.0", Verdict.RIGHT),
+        ("Which is larger, 3 or 5?", "5", "5", Verdict.RIGHT),
+        ("What percent of 50 is 20?", "40", r"40\%", Verdict.RIGHT),
+        ("What is 20 + 20?", "40", r"40\%", Verdict.WRONG),
+        ("What is the probability?", r"\frac{2}{5}", r"40\%", Verdict.RIGHT),
+    ],
+)
+def test_what_the_question_decides(question: str, expected: str, answer: str, verdict: Verdict) -> None:
+    assert judge(expected, answer, question)[0] is verdict
+
+
+@pytest.mark.parametrize("kind", ALL_FORMS)
+def test_forms_that_mean_the_same_and_forms_that_only_look_like_it(kind: str) -> None:
+    judged = [(*form, *judge(form[0], form[1], form[3])) for form in ALL_FORMS[kind]]
+    assert [one for one in judged if (one[4] is Verdict.RIGHT) != one[2]] == []
+
+
+@pytest.mark.parametrize("kind", SPELLINGS)
+def test_golds_as_data_sets_spell_them_are_taken(kind: str) -> None:
+    for expected, *_form in SPELLINGS[kind]:
+        try_out(expected)

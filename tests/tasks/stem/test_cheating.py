@@ -16,7 +16,7 @@ from nemo_gym_prorl.tasks.stem.search.tool import PageLimits, SearchTool
 from nemo_gym_prorl.tasks.stem.task import Stem
 from nemo_gym_prorl.tasks.task import Grade
 from nemo_gym_prorl.tasks.workbench.workspace import ToolLimits
-from tests.prorl_stem.conftest import said
+from tests.prorl_stem.conftest import saying
 from tests.tasks.stem.judges import asked, echoing, gullible, honest
 
 
@@ -37,7 +37,7 @@ async def formulas() -> AsyncIterator[MathChecker]:
 async def graded(formulas: MathChecker, ask: AskModel, row: Mapping[str, Any], text: str) -> Grade:
     search = SearchTool(HostedSearch(DIALECTS["tavily"], "no key"), PageLimits())
     task = Stem("/sandbox", ToolLimits(), search, Rules(formulas), Judge(ask))
-    return await task.grade(row, None, said(text), None)  # type: ignore[arg-type]  # takes no sandbox
+    return await task.grade(row, None, saying(text), None)  # type: ignore[arg-type]  # takes no sandbox
 
 
 # Obvious graders.
