@@ -32,7 +32,7 @@ from math_verify.parser import get_last_eq, should_treat_as_complex
 
 from nemo_gym_prorl.tasks.math import real_sets, shapes
 from nemo_gym_prorl.tasks.math.answers import canonical, combinations, restates, side_by_side, tidy
-from nemo_gym_prorl.tasks.math.colons import another_time, asks_for_lowest_terms, asks_for_ratio, ratio_of
+from nemo_gym_prorl.tasks.math.colons import another_time, ratio_verdict
 from nemo_gym_prorl.tasks.math.measures import (
     Measure,
     another_unit,
@@ -45,7 +45,7 @@ from nemo_gym_prorl.tasks.math.shapes import CLOSED, LIST, MATRIX, SET, TUPLE, V
 from nemo_gym_prorl.tasks.math.unfinished import computing, in_final_form, leaves, unfinished
 from nemo_gym_prorl.tasks.math.unit_words import nouns_of
 from nemo_gym_prorl.tasks.math.values import near_numbers, other_sides, same
-from nemo_gym_prorl.tasks.math.verdicts import ANOTHER_VALUE, Verdict
+from nemo_gym_prorl.tasks.math.verdicts import ANOTHER_VALUE, Judged, Verdict
 from nemo_gym_prorl.tasks.math.words import another_base, another_text, congruence, label_and_rest
 
 
@@ -77,9 +77,6 @@ _WORST_FIRST = (
     Verdict.CONTRADICTORY,
     Verdict.UNFINISHED,
 )
-
-
-Judged = tuple[Verdict, str]
 
 
 def judge(expected: str, said: str, question: str = "") -> Judged:
@@ -278,8 +275,8 @@ def _valued(gold_text: str, text: str, question: str) -> Judged:
     for value in (said.value, wanted.value):
         if stray := stray_text(value):
             return Verdict.UNREADABLE, f"{stray!r} stands beside the value"
-    if len(ratio_of(wanted.value)) > 1 or len(ratio_of(said.value)) > 1:
-        return _ratios(ratio_of(wanted.value), ratio_of(said.value), question)
+    if (judged := ratio_verdict(wanted, said, question, _number)) is not None:
+        return judged
     if (inner := shapes.in_square(text)) and not shapes.in_square(gold_text) and _number(inner) is not None:
         return _other_kind()
     if another_order(wanted.value, said.value):
@@ -307,27 +304,6 @@ def _valued(gold_text: str, text: str, question: str) -> Judged:
     if is_number and _is_rational(golds[0]) and plain in canonical(question) and not in_final_form(plain):
         return Verdict.UNFINISHED, "it stands in the question"
     return Verdict.RIGHT, "the same value"
-
-
-def _ratios(gold: Sequence[str], said: Sequence[str], question: str) -> Judged:
-    """Compare two ratios, or one with the number that it is."""
-    if len(gold) == 1 and not asks_for_ratio(question):
-        return Verdict.WRONG, "a ratio is no number"
-    wanted, given = ([_number(term) for term in ratio] for ratio in (gold, said))
-    if None in wanted or None in given:
-        return Verdict.UNREADABLE, "a ratio of what is no number"
-    left = unfinished(sympy.Tuple(*wanted), sympy.Tuple(*given))
-    if left or computing(":".join(gold), ":".join(said), number=True):
-        return Verdict.UNFINISHED, "its terms are to be worked out"
-    in_lowest_terms = len(given) == 1 or (all(one.is_Integer for one in given) and sympy.igcd(*given) == 1)
-    wanted, given = ([*ratio, sympy.Integer(1)] if len(ratio) == 1 else ratio for ratio in (wanted, given))
-    if len(wanted) != len(given) or not all(
-        near_numbers(one * given[0], other * wanted[0]) for one, other in zip(wanted[1:], given[1:], strict=True)
-    ):
-        return Verdict.WRONG, "another ratio"
-    if not in_lowest_terms and (asks_for_lowest_terms(question) or canonical(":".join(said)) in canonical(question)):
-        return Verdict.UNFINISHED, "it is not in lowest terms"
-    return Verdict.RIGHT, "the same ratio"
 
 
 def _meant(

@@ -25,3 +25,7 @@ class Verdict(StrEnum):
     """It says two things."""
     TIMED_OUT = "timed_out"
     """Comparing it took longer than is allowed."""
+
+
+Judged = tuple[Verdict, str]
+"""What an answer is worth, and why, for a person."""
