@@ -25,7 +25,6 @@ from dataclasses import dataclass
 
 from benchmarks import processes
 from benchmarks.report import Figure, publish
-from nemo_gym_prorl.demo_scripts import script_for
 from nemo_gym_prorl.gym.deployment import GymDeployment
 from nemo_gym_prorl.rollout.client import RolloutClient
 from nemo_gym_prorl.rollout.schemas import JobView
@@ -34,6 +33,7 @@ from nemo_gym_prorl.sandbox.runtime.install import ensure_runtime
 from nemo_gym_prorl.scripted import server as scripted
 from nemo_gym_prorl.scripted.text import MODEL_NAME
 from nemo_gym_prorl.tasks.code.humaneval import Problem, problems, row_for
+from scripts.scripted_turns.humaneval import script_for
 
 
 AGENT = "prorl_code_agent"

@@ -11,16 +11,23 @@ from pathlib import Path
 import pytest
 
 import benchmarks
-from benchmarks import agents, report, tokens
+from benchmarks import agents, humaneval, report, tokens
 from benchmarks.keep_alive import KeepAliveClient
 from benchmarks.model_agents import EchoingAgent
 from benchmarks.model_servers import OURS, PEER
 from benchmarks.report import Figure
+from nemo_gym_prorl.tasks.code.humaneval import problems
 
 
 @pytest.mark.parametrize("name", sorted(path.stem for path in Path(benchmarks.__file__).parent.glob("[a-z]*.py")))
 def test_a_benchmark_imports(name: str) -> None:
     importlib.import_module(f"benchmarks.{name}")
+
+
+@pytest.mark.parametrize("played", humaneval.GOALS)
+def test_what_humaneval_plays_is_there(played: str) -> None:
+    problem = next(iter(problems().values()))
+    assert humaneval.script_for(problem, played)
 
 
 def test_several_runs_are_told_as_their_median_and_spread(capsys: pytest.CaptureFixture[str]) -> None:
