@@ -227,7 +227,7 @@ async def in_tree(starter: Starter, rows: Sequence[Row], policy: Policy, slots: 
                 await acting.stop()
                 meter.seconds["policy: RUN"] += acts.take()
                 meter.seconds["grading: idle"] += grades.take()
-                grade = await task.grade(row, solution, {}, _held(grading))
+                grade = await task.grade(row, solution, {}, _held(grading, needs, meter))
             finally:
                 await asyncio.gather(acting.stop(), grading.stop())
             meter.seconds["grading: EVAL"] += grades.take()
@@ -238,12 +238,21 @@ async def in_tree(starter: Starter, rows: Sequence[Row], policy: Policy, slots: 
     return Way(dict(meter.seconds), time.monotonic() - started, meter.most)
 
 
-def _held(sandbox: StartedSandbox) -> OpenSandbox:
-    """Opens the sandbox that is there, and leaves it to its owner."""
+def _held(sandbox: StartedSandbox, usual: SandboxNeeds, meter: Meter) -> OpenSandbox:
+    """Opens the sandbox that is there, and leaves it to its owner; further ones, for which nothing idles, are new."""
+    held = [sandbox]
 
     @asynccontextmanager
     async def opening(needs: SandboxNeeds | None = None) -> AsyncIterator[StartedSandbox]:
-        yield sandbox
+        if held:
+            yield held.pop()
+            return
+        fresh, lives = await meter.start(needs or usual)
+        try:
+            yield fresh
+        finally:
+            await fresh.stop()
+            meter.seconds["grading: EVAL"] += lives.take()
 
     return opening
 
