@@ -46,6 +46,14 @@ SPELLINGS: dict[str, list[Form]] = {
         ("1/2n(n+1)", r"\frac{n(n+1)}{2}", True, ""),
         ("1/(2x)", r"\frac{1}{2x}", True, ""),
     ],
+    "units and multipliers are one's own": [
+        ("6", r"6\text{ dozen eggs}", False, "How many eggs are in the box?"),
+        (r"5\text{ miles}", r"5\text{ thousand miles}", False, "How many miles is it?"),
+        (r"x=90^\circ", r"y=90^\circ", False, ""),
+        (r"r^2=25\text{ cm}^2", r"r=25\text{ cm}^2", False, ""),
+        (r"\frac{\pi}{3}", r"\frac{\pi}{3}\text{ radians}", True, "Express your answer in radians."),
+        (r"355\text{ mL}", r"355.3\text{ mL}", False, ""),
+    ],
     "times of day and ratios": [
         ("3", "3:1", False, ""),
         ("3", "3:1", True, "What is the ratio of $a$ to $b$?"),
