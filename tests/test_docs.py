@@ -83,7 +83,7 @@ PYTHON_NOT_RUN = {
     "docs/dapo.md": "wants a trainer; tests/dapo/test_runner.py makes the same calls",
     "environments/prorl_mixture/README.md": "writes into the current folder, for a deployment of all four families",
     "docs/tasks.md": "is a part of tests/toy_family/app.py, which is served there",
-    "README.md": "is a package of its own; tests/handlers/test_plugins.py installs it and runs rollouts",
+    "docs/handlers.md": "is a package of its own; tests/handlers/test_plugins.py installs it and runs rollouts",
 }
 """Documents whose Python is compiled only, and why."""
 

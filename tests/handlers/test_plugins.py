@@ -53,8 +53,8 @@ class Coin:
 """
 """A kind of task that is no Gym environment."""
 
-[BRIEF] = re.findall(r"^```python\n(.*?)^```", (ROOT / "README.md").read_text(), re.MULTILINE | re.DOTALL)
-"""What the README shows."""
+[BRIEF] = re.findall(r"^```python\n(.*?)^```", (ROOT / "docs" / "handlers.md").read_text(), re.MULTILINE | re.DOTALL)
+"""What the page shows."""
 
 ENTRY_POINTS = """[nemo_gym_prorl.agent_handlers]
 coin = coin_handler:Coin
