@@ -119,7 +119,8 @@ async def test_what_roots_sandboxes_cannot_get_to(image: Path, runtime: Runtime,
 
 @pytest.mark.parametrize("start", WAYS)
 async def test_what_can_be_bound_is(image: Path, runtime: Runtime, host: Path, start: Start) -> None:
-    with socket.socket(socket.AF_UNIX) as service:
+    with socket.socket(socket.AF_UNIX) as service, tempfile.TemporaryDirectory(dir="/dev/shm") as memory:
+        os.chmod(memory, 0o755)  # noqa: PTH101
         service.bind(str(host / "socket"))
         binds = [
             f"{host}/file:/etc/os-release:ro",
@@ -128,6 +129,7 @@ async def test_what_can_be_bound_is(image: Path, runtime: Runtime, host: Path, s
             f"{host}/file:/mnt/deep",
             f"{host}/socket:/opt/socket",
             f"{host}:/var/lock",
+            f"{memory}:/mnt of/memory",
         ]
         spec = ContainerSpec(image=image, start=start, binds=binds)
         async with await Container.start(spec, runtime) as container:

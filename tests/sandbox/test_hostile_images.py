@@ -330,6 +330,41 @@ async def test_links_that_images_have_are_followed(make: Make, runtime: Runtime)
     assert (root / "usr/share/passwd").read_text() == "somebody:x:5:5::/:/bin/sh\n"
 
 
+SHELLS = {
+    # It takes another folder for its root, with a /proc of its own making.
+    "another root": 'chroot /x true && exec chroot /x /usr/bin/dash "$@"',
+    # What the runtime mounted of the host's is taken off again, by its name.
+    "a link where a mount is": "rm -f /etc/passwd /etc/group; ln -s /sys /etc/passwd; ln -s /proc /etc/group",
+}
+"""What an image's shell may do as the first process, before the sandbox is set up around it."""
+
+
+@pytest.mark.parametrize("deed", SHELLS)
+async def test_a_first_process_changes_nothing_of_what_is_set_up_around_it(
+    make: Make, image: Path, runtime: Runtime, deed: str
+) -> None:
+    root = make()
+    shell = root / "usr/bin/sh"
+    shell.unlink()
+    shell.write_text(f'#!/usr/bin/dash\n[ $$ = 1 ] && {{ {SHELLS[deed]}; }} 2>/dev/null\nexec /usr/bin/dash "$@"\n')
+    shell.chmod(0o755)
+    for name in ("bin/ln", "bin/rm", "bin/true", "sbin/chroot"):
+        shutil.copy(image / "usr" / name, root / "usr/bin" / name.partition("/")[2])
+    shutil.copytree(root / "usr", root / "x/usr", symlinks=True, copy_function=os.link)
+    for name in ("lib", "lib64"):
+        (root / "x" / name).symlink_to(f"usr/{name}")
+    for name in ("dev/pts", "dev/shm", "sys", "proc/1", "proc/sys/user"):
+        (root / "x" / name).mkdir(parents=True)
+    for name in ("1/environ", "1/mounts", "sys/user/max_user_namespaces"):
+        (root / "x/proc" / name).touch()
+    looks = "cat /proc/sys/user/max_user_namespaces; ls /sys/class/net"
+    said = []
+    for path in (root, image):
+        async with await Container.start(ContainerSpec(image=path, start="runtime"), runtime) as container:
+            said.append((await container.run(looks)).stdout)
+    assert said[0] == said[1]
+
+
 LINGERING = {
     "ignores the end of its input": "echo; exec {sleep}",
     "has a child speak": "(echo; exec {sleep}) & exec {sleep}",

@@ -8,6 +8,8 @@ import errno
 import os
 import random
 import signal
+import socket
+import sys
 from collections.abc import AsyncIterator
 from pathlib import Path
 
@@ -17,12 +19,12 @@ import pytest_asyncio
 from nemo_gym_prorl.failures import CallerError
 from nemo_gym_prorl.sandbox.container import Container, ContainerSpec
 from nemo_gym_prorl.sandbox.isolation.joining import Place, ProcessFolder
-from nemo_gym_prorl.sandbox.launcher import program
+from nemo_gym_prorl.sandbox.launcher import program, requests
 from nemo_gym_prorl.sandbox.launcher.requests import Kind, Request, receive
 from nemo_gym_prorl.sandbox.runtime.apptainer import Runtime
 from nemo_gym_prorl.sandbox.supervisor.processes import launcher
 from nemo_gym_prorl.sandbox.supervisor.processes.children import Children
-from nemo_gym_prorl.sandbox.supervisor.processes.launcher import Launcher
+from nemo_gym_prorl.sandbox.supervisor.processes.launcher import CHANNEL, Launcher
 from nemo_gym_prorl.sandbox.supervisor.rpc.protocol import Message, PeerGone
 from tests.sandbox.without import Off, Without
 
@@ -112,6 +114,62 @@ async def test_one_that_is_larger_than_a_packet_is_read_from_memory(bench: Bench
         said.append((await bench.answer(request))[1])
     assert said[0]["errno"] == errno.EBADMSG
     assert said[1]["lost"], "that process has ended"
+
+
+async def test_one_that_the_kernel_cut_off_is_refused(bench: Bench) -> None:
+    assert await bench.answer(made_of(Kind.CONNECT, b"")) == (127, NOTHING)
+    connection = bench.launcher._connection
+    assert connection
+    ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    with ours, theirs:
+        answer = asyncio.get_running_loop().create_future()
+        bench.launcher._asked.append(answer)
+        # It says that it is as long as what arrives of it: all that can be in a packet.
+        header = requests._HEADER.pack(Kind.CONNECT, 0, (1 << 16) - requests._HEADER.size)
+        socket.send_fds(connection._ours, [header + bytes(66_000)], [theirs.fileno()])
+        assert await answer == -errno.EBADMSG
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="nobody else may look")
+async def test_who_carries_out_a_request_lets_the_launchers_channel_go(bench: Bench) -> None:
+    """By its end the supervisor sees that the launcher was killed, also while somebody erases for a minute."""
+    ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    with ours, bench.children.starting() as adopt:
+        with theirs:
+            child = adopt(await bench.launcher._ask(requests.erase(Path("/nowhere"), None), [theirs.fileno()], None))
+        async with asyncio.timeout(5):
+            while str(CHANNEL) in await asyncio.to_thread(os.listdir, f"/proc/{child.pid}/fd"):
+                await asyncio.sleep(0.01)
+        # It waits for the word to begin.
+        ours.send(requests.GO)
+        assert await child.wait() == 0
+
+
+IN_A_NETWORK = """
+import fcntl, os, socket, struct, sys
+user, group = os.getuid(), os.getgid()
+os.unshare(os.CLONE_NEWUSER | os.CLONE_NEWNET)
+for name, line in (("setgroups", "deny"), ("uid_map", f"0 {user} 1"), ("gid_map", f"0 {group} 1")):
+    open(f"/proc/self/{name}", "w").write(line)
+fcntl.ioctl(socket.socket(), 0x8914, struct.pack("16sh22x", b"lo", 1))
+open("/proc/sys/net/ipv4/ip_local_port_range", "w").write("40000 40000")
+print(flush=True)
+sys.stdin.read()
+"""
+
+
+async def test_a_port_where_nobody_listens_is_connected_to_nobody_not_even_itself(bench: Bench) -> None:
+    """As the kernel does where it draws that very port for the other end."""
+    pipe = asyncio.subprocess.PIPE
+    inside = await asyncio.create_subprocess_exec(sys.executable, "-c", IN_A_NETWORK, stdin=pipe, stdout=pipe)
+    assert inside.stdin
+    assert inside.stdout
+    assert await inside.stdout.readline()
+    place = Place(ProcessFolder(inside.pid), 0, {}, os.CLONE_NEWUSER | os.CLONE_NEWNET)
+    said = [(await bench.answer(requests.connect(place, port)))[1].get("errno") for port in (40000, 40001)]
+    inside.stdin.close()
+    await inside.wait()
+    assert said == [errno.ECONNREFUSED] * 2
 
 
 @pytest.mark.parametrize("deed", [signal.SIGKILL, signal.SIGSTOP])

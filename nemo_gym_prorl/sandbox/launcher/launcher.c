@@ -68,12 +68,12 @@ struct address { uint16_t family, port; uint32_t v4_or_flow; uint32_t v6[4]; uin
 struct interface { char name[16]; short flags; char rest[22]; };
 struct window { uint16_t rows, columns, x, y; };
 
-enum { SOL_SOCKET = 1, SCM_RIGHTS = 1, SO_REUSEADDR = 2, SO_ERROR = 4 };
-enum { MSG_CTRUNC = 8, MSG_NOSIGNAL = 0x4000, MSG_CMSG_CLOEXEC = 0x40000000 };
+enum { SOL_SOCKET = 1, SCM_RIGHTS = 1, SO_REUSEADDR = 2, SO_ERROR = 4, SO_LINGER = 13 };
+enum { MSG_CTRUNC = 8, MSG_TRUNC = 0x20, MSG_NOSIGNAL = 0x4000, MSG_CMSG_CLOEXEC = 0x40000000 };
 enum { AF_INET = 2, AF_INET6 = 10, AF_NETLINK = 16 };
 enum { SOCK_STREAM = 1, SOCK_DGRAM = 2, SOCK_RAW = 3, SOCK_NONBLOCK = 04000, SOCK_CLOEXEC = 02000000 };
 enum { PROT_READ = 1, PROT_WRITE = 2, MAP_PRIVATE = 2, MAP_ANONYMOUS = 0x20, POLLIN = 1, POLLOUT = 4, RLIMIT_NPROC = 6 };
-enum { MNT_DETACH = 2, SIOCSIFFLAGS = 0x8914, IFF_UP = 1 };
+enum { MNT_DETACH = 2, UMOUNT_NOFOLLOW = 8, PROC_SUPER_MAGIC = 0x9fa0, PROC_ROOT_INODE = 1, SIOCSIFFLAGS = 0x8914, IFF_UP = 1 };
 
 /* The architecture: a system call, and the first instructions. */
 
@@ -416,8 +416,6 @@ static unsigned join(void) {
     int process = file(1), rooted = (int)word();
     doing("the sandbox can't be joined", "");
     joining = 1;
-    /* What is stopped in there for ever must not keep what is the supervisor's. */
-    must(CALL(close, CHANNEL));
     /* Before it is in there, nobody in there may trace it, read its memory or open its files. */
     must(CALL(prctl, PR_SET_DUMPABLE, 0, 0, 0, 0));
     enter(process, spaces);
@@ -755,6 +753,14 @@ static long connected(int family, unsigned port) {
         if (CALL(ppoll, &polled, 1, &patience, 0, 8) > 0)
             must(CALL(getsockopt, opened, SOL_SOCKET, SO_ERROR, &trouble, &size));
         done = -trouble;
+    }
+    /* Where nobody listens, the kernel may draw that very port for our end, and connect it to itself; what is closed by
+       a reset then does not keep the port from who is to listen. */
+    struct address own;
+    int linger[2] = {1, 0}, size = sizeof own;
+    if (!done && CALL(getsockname, opened, &own, &size) == 0 && own.port == address.port) {
+        CALL(setsockopt, opened, SOL_SOCKET, SO_LINGER, linger, sizeof linger);
+        done = -ECONNREFUSED;
     }
     if (!done)
         return opened;
@@ -1197,7 +1203,6 @@ static void join_parent(int parent) {
 static void make(void) {
     char path[64];
     int parent = file(1), channel = file(2), program = file(3);
-    must(CALL(close, CHANNEL));
     join_parent(parent);
     /* A changed id closes what lies in /proc of us and our children, from where they are mapped. */
     must(CALL(prctl, PR_SET_DUMPABLE, 1, 0, 0, 0));
@@ -1232,6 +1237,21 @@ static void if_allowed(long result) {
         must(result);
 }
 
+/* A name as the kernel tells it in a table of mounts: what would end it is a backslash and three digits of eight there. */
+static size_t unescape(char *target, struct field name) {
+    size_t size = 0;
+    for (size_t index = 0; index < name.size; index++) {
+        const char *each = name.text + index;
+        if (*each == '\\' && name.size - index > 3) {
+            target[size++] = (char)((each[1] - '0') << 6 | (each[2] - '0') << 3 | (each[3] - '0'));
+            index += 3;
+        } else {
+            target[size++] = *each;
+        }
+    }
+    return size;
+}
+
 static void bound_memory(const char *small, const char *shared, const char *terminals) {
     struct field fields[FIELDS];
     /* Not /proc/self: this process has none of the numbers that /proc shows. */
@@ -1240,8 +1260,7 @@ static void bound_memory(const char *small, const char *shared, const char *term
         char target[LONGEST_PATH];
         if (count < 3 || fields[1].size >= sizeof target)
             continue;
-        memcpy(target, fields[1].text, fields[1].size);
-        target[fields[1].size] = 0;
+        target[unescape(target, fields[1])] = 0;
         doing("bounds of", target);
         int terminal = is_text(fields[2], "devpts");
         const char *kind = terminal ? "devpts" : "tmpfs", *data = terminal ? terminals : small;
@@ -1259,6 +1278,7 @@ static void prepare(void) {
     static const char *const KERNELS[] = {"/proc", "/sys", "/dev"};
     struct { struct { long seconds, microseconds; } again, first; } timer = {{0, 0}, {0, 0}};
     struct statx found;
+    struct { long kind, rest[14]; } system;
     long reading, writing, proc = -1;
     join();
     timer.first.seconds = (long)word();
@@ -1275,6 +1295,10 @@ static void prepare(void) {
     }
     doing("its variables", "");
     proc = must(open_inside("/proc", O_PATH | O_DIRECTORY | O_NOFOLLOW));
+    /* The image's own shell, which runs already, may have made another folder its root, with one of this name in it. */
+    must(CALL(fstatfs, proc, &system));
+    if (system.kind != PROC_SUPER_MAGIC || about(proc).stx_ino != PROC_ROOT_INODE)
+        refuse("/proc", "of the image is not the kernel's", ENOTDIR);
     uint64_t most = word();
     if (!copy(must(open_in(proc, "1/environ", O_RDONLY)), file(2), most, &reading, &writing))
         refuse("the image sets more than 2 MiB of variables", "", E2BIG);
@@ -1286,7 +1310,7 @@ static void prepare(void) {
     if_allowed(CALL(mount, "sysfs", "/sys", "sysfs", MS_RDONLY, 0));
     /* What it mounted with contents of the host; nothing is there if it was set up not to. */
     for (size_t count = several(); count--;)
-        CALL(umount2, text(), MNT_DETACH);
+        CALL(umount2, text(), MNT_DETACH | UMOUNT_NOFOLLOW);
     /* What it copied. */
     for (size_t count = several(); count--;)
         CALL(unlinkat, AT_FDCWD, text(), 0);
@@ -1304,6 +1328,9 @@ struct header { uint32_t kind, grouped; uint64_t size; };
 /* In a child: do what was asked. A request that is larger than a packet is in the last of its files. */
 static void carry_out(struct header header, size_t size) {
     report = files[0];
+    /* It is the launcher's alone, whose end the supervisor sees by it: what takes long, or is stopped for ever in a sandbox,
+       must not keep it. */
+    must(CALL(close, CHANNEL));
     /* It joins the sandbox meanwhile. */
     if (header.kind != SPAWN)
         wait_for_word();
@@ -1352,7 +1379,7 @@ static void serve(void) {
         int64_t process = -EBADMSG;
         if (message.flags & MSG_CTRUNC)
             process = -EMFILE;
-        else if ((size_t)size >= sizeof header && count_of_files > (header.grouped ? 1 : 0)) {
+        else if ((size_t)size >= sizeof header && !(message.flags & MSG_TRUNC) && count_of_files > (header.grouped ? 1 : 0)) {
             struct clone_args how = {.flags = CLONE_PARENT | CLONE_INTO_CGROUP, .cgroup = (uint64_t)files[0]};
             process = header.grouped ? CALL(clone3, &how, sizeof how) : fork_beside();
             if (process == 0) {

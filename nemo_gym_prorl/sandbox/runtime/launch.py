@@ -26,7 +26,7 @@ the reading because ``wait`` reaps and ``read`` does not; that child may be kill
 it has open of the host's are sockets, which can't be opened again by a name in ``/proc`` as a file of it could be."""
 
 
-DROPPED = ("CAP_NET_ADMIN", "CAP_SYS_PTRACE", "CAP_SYS_RESOURCE", "CAP_DAC_READ_SEARCH")
+DROPPED = ("CAP_NET_ADMIN", "CAP_SYS_PTRACE", "CAP_SYS_RESOURCE", "CAP_DAC_READ_SEARCH", "CAP_SYS_CHROOT")
 """Capabilities that the container's PID 1 loses; the runtime knows them by name however old it is. It needs SYS_ADMIN
 itself, to begin the filter with."""
 
