@@ -13,7 +13,6 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from copy import deepcopy
 from dataclasses import replace
-from functools import partial
 from time import time
 from typing import Any
 
@@ -33,11 +32,14 @@ from nemo_gym.responses_converter import VLLMConverter
 from nemo_gym.server_utils import SESSION_ID_KEY, is_nemo_gym_fastapi_entrypoint
 from pydantic import ConfigDict, Field, ValidationError
 from starlette.middleware.sessions import SessionMiddleware
+from starlette.types import ASGIApp
 
 from nemo_gym_prorl.failures import CallerError
+from nemo_gym_prorl.policy.config import PolicyConfig
 from nemo_gym_prorl.policy.engines.sampling import Sampling
 from nemo_gym_prorl.policy.generation import Finish
-from nemo_gym_prorl.policy.http.api import PolicyConfig, PolicyHost, add_control_routes, with_problems
+from nemo_gym_prorl.policy.host import PolicyHost
+from nemo_gym_prorl.policy.http.api import add_control_routes
 from nemo_gym_prorl.policy.http.callers import DEFERRAL, Caller, EndsWithCaller, caller_of, route_of_callers
 from nemo_gym_prorl.policy.http.fields import FOR_ENGINES, check, of_messages, of_responses
 from nemo_gym_prorl.policy.http.items import Forms
@@ -48,7 +50,7 @@ from nemo_gym_prorl.policy.turns import PolicyAnswer, TurnRequest
 from nemo_gym_prorl.serving import memory, open_files
 from nemo_gym_prorl.serving.access import KeyGuard, check_exposure
 from nemo_gym_prorl.serving.direct_routes import DirectRoutes, put_in_front
-from nemo_gym_prorl.serving.problems import invalid_body
+from nemo_gym_prorl.serving.problems import Declared, invalid_body
 from nemo_gym_prorl.serving.server_config import ServerConfig
 from nemo_gym_prorl.serving.starter import end_with_starter
 
@@ -127,15 +129,12 @@ class ProrlModel(SimpleResponsesAPIModel):
         open_files.raise_limit()
         memory.recycle_large_blocks()
         app = super().setup_webserver()
-        with_problems(app, 400, 410, 422, 500)
         config = self.config
         self._host = PolicyHost(policy)
         self._converter = VLLMConverter(
             return_token_id_information=config.return_token_id_information,
             uses_reasoning_parser=config.uses_reasoning_parser,
         )
-        add_control_routes(app, self._host)
-        app.add_middleware(EndsWithCaller)
         self._turns = TurnRequests(
             self._host,
             self._terms,
@@ -149,10 +148,15 @@ class ProrlModel(SimpleResponsesAPIModel):
             "/v1/chat/completions": self._on_chat_completions,
             "/v1/messages": self._on_messages,
         }
+        add_control_routes(app, self._host, dict.fromkeys(turns, Declared((400, 410, 500))))
+        app.add_middleware(EndsWithCaller)
         routes = {path: route_of_callers(answer, SESSION_ID_KEY) for path, answer in turns.items()}
         session = self.get_session_middleware_key()  # the cookie's name, and the key that signs it
-        sessions = partial(SessionMiddleware, secret_key=session, session_cookie=session)
-        put_in_front(app, lambda rest: KeyGuard(DirectRoutes(rest, routes, sessions), key=policy.control_token))
+
+        def around(route: ASGIApp) -> ASGIApp:
+            return SessionMiddleware(EndsWithCaller(route), secret_key=session, session_cookie=session)
+
+        put_in_front(app, lambda rest: KeyGuard(DirectRoutes(rest, routes, around), key=policy.control_token))
         memory.collect_rarely()
         return app
 
@@ -261,7 +265,7 @@ class ProrlModel(SimpleResponsesAPIModel):
     async def _complete(self, caller: Caller, body: ChatRequest) -> NeMoGymChatCompletion:
         chat = body.model_dump(exclude_unset=True)
         asked = self._turn_request(chat, chat["messages"], None)
-        service = await self._host.service()
+        service = self._host.service
         answer = await service.turn(replace(asked, rollout=caller.rollout, group=caller.group, run=caller.run))
         return NeMoGymChatCompletion.model_validate(self._completion(caller, answer, logprobs=chat.get("logprobs")))
 

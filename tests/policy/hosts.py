@@ -11,7 +11,8 @@ from typing import Any
 from tokenizers import Tokenizer as FastTokenizer
 from tokenizers.models import WordLevel
 
-from nemo_gym_prorl.policy.http.api import PolicyConfig, PolicyHost
+from nemo_gym_prorl.policy.config import PolicyConfig
+from nemo_gym_prorl.policy.host import PolicyHost
 from tests.policy.engines import MODEL
 
 

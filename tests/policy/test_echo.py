@@ -85,7 +85,6 @@ async def test_odd_turns_stay_in_the_chain(model_folder: Path, carries: bool) ->
                 # Without ids nothing is left of a turn in which there is nothing to see: it is sampled once more.
                 straight = carries or not {BLANK, NOTHING} & set(script)
                 check(agent.turns, await agent.tokens(), straight=straight)
-        await model._host.aclose()
 
 
 def check(turns: list[dict[str, Any]], tokens: dict[str, Any], *, straight: bool) -> None:

@@ -18,6 +18,7 @@ import pytest
 from fastapi import FastAPI, Request, Response
 
 from nemo_gym_prorl.failures import CallerError, RolloutError
+from nemo_gym_prorl.policy.config import PolicyConfig
 from nemo_gym_prorl.policy.engines.connections import Connections
 from nemo_gym_prorl.policy.engines.engine import (
     BackendErred,
@@ -32,7 +33,8 @@ from nemo_gym_prorl.policy.engines.sampling import Sampling
 from nemo_gym_prorl.policy.engines.sglang import SglangGenerate
 from nemo_gym_prorl.policy.engines.vllm_completions import VllmCompletions
 from nemo_gym_prorl.policy.generation import Finish, Generation
-from nemo_gym_prorl.policy.http.api import PolicyConfig, PolicyHost, add_control_routes
+from nemo_gym_prorl.policy.host import PolicyHost
+from nemo_gym_prorl.policy.http.api import add_control_routes
 from nemo_gym_prorl.policy.service import PolicyService
 from nemo_gym_prorl.policy.tokens.ledger import TokenMismatch
 from nemo_gym_prorl.policy.turns import TurnRequest
@@ -71,7 +73,7 @@ async def first_call(engine_url: str, **config: Any) -> Generation:
     """The first turn of a freshly configured policy."""
     async with hosted(engine_url, **config) as host:
         request = TurnRequest("r", [{"role": "user", "content": "hi"}], sampling=Sampling(max_tokens=8))
-        return (await (await host.service()).turn(request)).turn
+        return (await host.service.turn(request)).turn
 
 
 @pytest.mark.engine
@@ -132,7 +134,7 @@ async def test_a_rollout_that_is_over_holds_nothing_until_the_collector_comes(
         serving(says("/v1/completions", lambda _: said)) as url,
         hosted(url, tokenizer=str(tmp_path), engine="vllm", unreachable_s=0.2) as host,
     ):
-        service, message = await host.service(), Told(role="user", content="hi")
+        service, message = host.service, Told(role="user", content="hi")
         gone = weakref.ref(message)
         gc.collect()
         gc.disable()
@@ -280,7 +282,7 @@ class Replaced:
 async def policy_at(url: str, folder: Path, **config: Any) -> AsyncIterator[PolicyService]:
     settings = {"engine": "vllm", "tokenizer": words_in(folder, "hi", "?", "yes"), "unreachable_s": 20} | config
     async with hosted(url, **settings) as host:
-        yield await host.service()
+        yield host.service
 
 
 @contextlib.asynccontextmanager
@@ -463,7 +465,7 @@ def nemo_rl_server(seen: list[dict[str, Any]]) -> FastAPI:
 async def test_nemo_rl_is_told_the_prefix_and_keeps_it() -> None:
     seen: list[dict[str, Any]] = []
     async with serving(nemo_rl_server(seen)) as url, hosted(f"{url}/v1", engine="nemo_rl") as host:
-        service = await host.service()
+        service = host.service
         assert isinstance(service.engine, NemoRl)
         messages: list[dict[str, Any]] = [{"role": "user", "content": "hi"}]
         for _ in range(3):
@@ -482,7 +484,7 @@ async def test_an_engine_that_rewrites_history_gives_a_branch_and_no_wrong_chain
         return {"choices": [choice | {"finish_reason": "stop"}], "prompt_token_ids": [len(body["messages"])]}
 
     async with serving(says("/v1/chat/completions", answer)) as url, hosted(url, engine="vllm_chat") as host:
-        service = await host.service()
+        service = host.service
         messages: list[dict[str, Any]] = [{"role": "user", "content": "hi"}]
         first = await service.turn(TurnRequest("r", tuple(messages)))
         messages += [dict(first.message), {"role": "user", "content": "on"}]
@@ -519,4 +521,3 @@ async def test_the_control_routes(connections: Connections) -> None:
         assert await call("DELETE", "/v1/backends") == (200, {"backends": []})
         async with connections.control.get(f"{url}/metrics") as response:
             assert 'prorl_policy_waiting{run=""} 0.0' in await response.text()
-    await host.aclose()

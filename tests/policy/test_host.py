@@ -20,7 +20,7 @@ from nemo_gym_prorl.policy.config import HostRefused
 from nemo_gym_prorl.policy.engines.addresses import checked_url
 from nemo_gym_prorl.policy.engines.engine import BackendFailed, Misconfigured, RequestRefused
 from nemo_gym_prorl.policy.engines.sampling import Sampling
-from nemo_gym_prorl.policy.http.api import PolicyHost
+from nemo_gym_prorl.policy.host import PolicyHost
 from nemo_gym_prorl.policy.pool.backend import Health
 from nemo_gym_prorl.policy.turns import TurnRequest
 from nemo_gym_prorl.scripted.server import ScriptedConfig, serve
@@ -81,7 +81,7 @@ async def answer_later(host: PolicyHost) -> asyncio.Task[Any]:
     turn = TurnRequest("r", HI, sampling=Sampling(max_tokens=4, temperature=1.0))
 
     async def ask() -> Any:
-        return await (await host.service()).turn(turn)
+        return await host.service.turn(turn)
 
     asked = asyncio.create_task(ask())
     await asyncio.sleep(0.5)
@@ -181,7 +181,7 @@ async def test_engines_that_take_tokens_are_told_what_is_left_of_the_context(wor
         cards = {"data": [{"id": "adapter", "max_model_len": 7}, {"id": MODEL, "max_model_len": 100}]}
         app.add_api_route("/v1/models", lambda cards=cards: cards)
         async with serving(app) as url, hosted(url, engine=kind, tokenizer=words) as host:
-            service = await host.service()
+            service = host.service
             for asked in (None, 5, 500):
                 await service.turn(TurnRequest(f"r{asked}", HI, sampling=Sampling(max_tokens=asked)))
         assert [limit(body) for body in seen] == [left, 5, left]
@@ -190,7 +190,7 @@ async def test_engines_that_take_tokens_are_told_what_is_left_of_the_context(wor
         hosted(url, engine="vllm", tokenizer=words) as host,
     ):
         with pytest.raises(Misconfigured, match=r"max_output_tokens: .* does not say how long its context is"):
-            await (await host.service()).turn(TurnRequest("r", HI))
+            await host.service.turn(TurnRequest("r", HI))
 
 
 # Whose fault a 500 is
@@ -200,7 +200,7 @@ async def test_a_refused_sampling_parameter_is_the_requests_fault_and_takes_noth
     """NeMo RL's engine asserts its profile (HTTP 500), and has no /health."""
     asked: list[dict[str, Any]] = []
     async with serving(nemo_rl_server(asked)) as url, hosted(url, engine="nemo_rl") as host:
-        service = await host.service()
+        service = host.service
         wrong = TurnRequest("wrong", HI, sampling=Sampling(temperature=0.1))
         with pytest.raises(RequestRefused, match="sampling parameters differ from the training profile"):
             await asyncio.wait_for(service.turn(wrong), 20)
@@ -246,13 +246,13 @@ async def test_an_engine_without_health_comes_back_after_it_was_gone(caplog: pyt
 async def test_an_engine_that_answers_every_request_with_an_error_is_no_fault_of_any() -> None:
     broken = says("/v1/chat/completions", lambda _: Response("broken", status_code=500))
     async with serving(broken) as url, hosted(url, engine="nemo_rl") as host:
-        turn = (await host.service()).turn(TurnRequest("r", HI))
+        turn = host.service.turn(TurnRequest("r", HI))
         with pytest.raises(BackendFailed, match="answered 500: broken"):
             await asyncio.wait_for(turn, 20)
         async with serving(nemo_rl_server([])) as good:
             await host.add(good, "good")
             turns = [TurnRequest(f"r{i}", HI, sampling=Sampling(temperature=1.0)) for i in range(4)]
-            service = await host.service()
+            service = host.service
             answers = await asyncio.gather(*(service.turn(turn) for turn in turns))
         assert all(list(answer.turn.sampled) == [3, 4] for answer in answers)
 
@@ -264,7 +264,7 @@ async def test_a_backend_with_a_wrong_key_sends_its_rollouts_to_one_with_a_right
         serving(nemo_rl_server([])) as good,
         hosted(bad, good, engine="nemo_rl") as host,
     ):
-        service = await host.service()
+        service = host.service
         for index in range(4):
             request = TurnRequest(f"r{index}", HI, sampling=Sampling(temperature=1.0))
             assert list((await service.turn(request)).turn.sampled) == [3, 4]
@@ -294,7 +294,7 @@ async def test_keys_go_where_they_belong() -> None:
         serving(engine("keyed")) as keyed,
         hosted(one, two, engine="vllm_chat", api_key=["k1", "k2"], headers={"X-Secret": "s"}) as host,
     ):
-        service = await host.service()
+        service = host.service
         await host.add(added)
         await host.add(keyed, api_key="k3")
         for backend in host.pool.backends.values():

@@ -212,7 +212,6 @@ async def test_a_caller_is_known_by_its_cookie_or_its_name_and_answered_the_same
                 by_cookie = await _turns(http, url, body, {"Content-Type": "Application/JSON"})
                 assert len(jar) == 1
                 by_name = await _turns(named, url, body, {"X-Rollout-Id": "r"})
-        await made._host.aclose()
     assert by_name == by_cookie
     assert [item["type"] for answer in by_name for item in answer["output"]] == ["message", "function_call"]
 

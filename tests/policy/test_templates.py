@@ -227,7 +227,7 @@ async def test_a_rollout_says_what_was_corrected_and_neutralised(tmp_path: Path)
         serving(says("/v1/completions", says_next)) as url,
         hosted(url, engine="vllm", tokenizer=str(tmp_path)) as host,
     ):
-        service = await host.service()
+        service = host.service
         messages: list[dict[str, Any]] = [USER]
         thoughts = []
         for _ in range(3):

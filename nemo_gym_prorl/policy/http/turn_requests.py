@@ -85,7 +85,7 @@ class TurnRequests:
             RolloutError: the turn failed, or something is wrong with the request; names the field.
             ProblemError: it is no JSON, or Gym's classes do not take a field.
         """
-        service = await self._host.service()
+        service = self._host.service
         raw, turns = service.without_tokens(caller.rollout, body) or (body, [])
         params = read_object(raw)
         if "input" not in params:
