@@ -63,9 +63,7 @@ class PolicyHost:
             self._by_origin[origin_of(url)] = config.headers | authorization(key)
             self.pool.add(f"backend{index}", url)
         self._connections = Connections()
-        self.engine = ENGINES[config.protocol](
-            self._connections, config.model, by_origin=self._by_origin, named=config.engine is not None
-        )
+        self.engine = ENGINES[config.protocol](self._connections, config.model, self._by_origin)
         self.dispatcher = Dispatcher(self.pool, self.engine)
         self.service: PolicyService
 

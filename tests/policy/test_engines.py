@@ -54,9 +54,15 @@ async def connections() -> AsyncIterator[Connections]:
         yield connections
 
 
-def says(path: str, answer: Callable[[dict[str, Any]], Any], seen: list[dict[str, Any]] | None = None) -> FastAPI:
+def says(
+    path: str,
+    answer: Callable[[dict[str, Any]], Any],
+    seen: list[dict[str, Any]] | None = None,
+    *,
+    published: bool = True,
+) -> FastAPI:
     """An endpoint whose answers we choose: what a misconfigured or foreign server might send."""
-    app = FastAPI()
+    app = FastAPI(openapi_url="/openapi.json" if published else None)
 
     @app.post(path)
     async def respond(request: Request) -> Response:
@@ -229,8 +235,8 @@ async def test_cached_tokens_below_none_are_none(connections: Connections) -> No
 async def test_gauges_that_are_no_numbers_are_no_load(connections: Connections, number: str) -> None:
     """One that raised would end the reports of all backends."""
     app = FastAPI()
-    gauges = "".join(f"vllm:{name} {number}\n" for name in ("num_requests_running", "num_requests_waiting"))
-    app.add_api_route("/metrics", lambda: Response(b"\xff\n" + gauges.encode() + b"vllm:kv_cache_usage_perc 1\n"))
+    gauges = f"vllm:num_requests_waiting {number}\nvllm:kv_cache_usage_perc 1\n"
+    app.add_api_route("/metrics", lambda: Response(b"\xff\n" + gauges.encode()))
     async with serving(app) as url:
         assert await VllmCompletions(connections, MODEL).load(url) is None
 
@@ -428,11 +434,11 @@ async def test_an_engine_says_how_much_its_cache_holds(engine_url: str, connecti
     assert load.capacity is not None
     assert load.capacity > 16_384, "two contexts at least"
     app = FastAPI()
-    gauges = {"num_running_reqs": 1, "num_queue_reqs": 2, "token_usage": 0.5, "max_total_num_tokens": 161721}
+    gauges = {"num_queue_reqs": 2, "token_usage": 0.5, "max_total_num_tokens": 161721}
     text = "".join(f'sglang:{name}{{model_name="m"}} {float(value)}\n' for name, value in gauges.items())
     app.add_api_route("/metrics", lambda: Response(text))
     async with serving(app) as url:
-        assert await SglangGenerate(connections, MODEL).load(url) == Load(1, 2, 0.5, 161721)
+        assert await SglangGenerate(connections, MODEL).load(url) == Load(2, 0.5, 161721)
 
 
 async def test_sglang_speaks_tokens(connections: Connections) -> None:
@@ -483,7 +489,10 @@ async def test_an_engine_that_rewrites_history_gives_a_branch_and_no_wrong_chain
         choice = {"message": {"role": "assistant", "content": "so"}, "logprobs": logged, "token_ids": [3]}
         return {"choices": [choice | {"finish_reason": "stop"}], "prompt_token_ids": [len(body["messages"])]}
 
-    async with serving(says("/v1/chat/completions", answer)) as url, hosted(url, engine="vllm_chat") as host:
+    async with (
+        serving(says("/v1/chat/completions", answer, published=False)) as url,
+        hosted(url, engine="vllm_chat") as host,
+    ):
         service = host.service
         messages: list[dict[str, Any]] = [{"role": "user", "content": "hi"}]
         first = await service.turn(TurnRequest("r", tuple(messages)))

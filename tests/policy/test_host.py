@@ -112,33 +112,32 @@ def vllm() -> FastAPI:
     return says("/v1/completions", lambda _: completion(token_ids=[1, 1]))
 
 
-@pytest.mark.parametrize("routed", [False, True], ids=["engine", "router"])
-async def test_an_engine_that_nobody_named_is_vllm_or_refused(
-    routed: bool, words: str, caplog: pytest.LogCaptureFixture
-) -> None:
+async def test_an_engine_that_nobody_named_is_vllm_or_refused(words: str, caplog: pytest.LogCaptureFixture) -> None:
     """By tokens where there are any. Chat completions alone are NeMo RL's, which would sample after other tokens."""
-
-    def there(app: FastAPI) -> FastAPI:
-        return router(app) if routed else app
-
-    async with serving(there(nemo_rl_server([]))) as url:
+    async with serving(nemo_rl_server([])) as url:
         async with hosted(url) as host:
             with pytest.raises(Misconfigured, match=r"policy\.engine: .* has no /v1/completions, .* not 'vllm_chat'"):
                 await asyncio.wait_for(await answer_later(host), 20)
         assert "so it is not 'vllm_chat'" in caplog.text, "said at the start"
         async with hosted(url, engine="nemo_rl") as host:
             assert list((await (await answer_later(host))).turn.sampled) == [3, 4]
-    async with serving(there(sglang())) as url:
+    async with serving(sglang()) as url:
         async with hosted(url, tokenizer=words) as host:
-            with pytest.raises(Misconfigured, match="does not serve" if routed else "so it is not 'vllm'"):
+            with pytest.raises(Misconfigured, match="so it is not 'vllm'"):
                 await asyncio.wait_for(await answer_later(host), 20)
         async with hosted(url, tokenizer=words, engine="sglang") as host:
             assert list((await (await answer_later(host))).turn.sampled) == [1]
-    async with serving(there(vllm())) as url, hosted(url, tokenizer=words) as host:
+    async with serving(vllm()) as url, hosted(url, tokenizer=words) as host:
         assert list((await (await answer_later(host))).turn.sampled) == [1, 1]
     config = ScriptedConfig()
     async with serve(config) as url, hosted(url, model=config.model) as host:
         assert (await (await answer_later(host))).turn.sampled
+
+
+async def test_an_engine_that_publishes_no_routes_is_found_out_by_its_answers(words: str) -> None:
+    async with serving(router(sglang())) as url, hosted(url, tokenizer=words) as host:
+        with pytest.raises(Misconfigured, match="does not serve"):
+            await asyncio.wait_for(await answer_later(host), 20)
 
 
 async def test_a_backend_of_another_kind_is_refused() -> None:
@@ -157,9 +156,8 @@ async def test_a_backend_of_another_kind_is_refused() -> None:
 
 
 async def test_a_wrong_name_and_a_wrong_key_are_said_at_the_start(caplog: pytest.LogCaptureFixture) -> None:
-    locked = FastAPI()
+    locked = FastAPI(openapi_url=None)
     locked.add_api_route("/v1/models", lambda: Response("who are you?", status_code=401))
-    locked.add_api_route("/v1/chat/completions", lambda: {}, methods=["POST"])
     async with serve() as scripted, serving(locked) as url, hosted(scripted, url, engine="vllm_chat"):
         async with asyncio.timeout(20):
             while len(caplog.messages) < 2:
@@ -277,7 +275,7 @@ async def test_keys_go_where_they_belong() -> None:
     seen: dict[str, str | None] = {}
 
     def engine(name: str) -> FastAPI:
-        app = says("/v1/chat/completions", lambda _: Response("busy", status_code=503))
+        app = says("/v1/chat/completions", lambda _: Response("busy", status_code=503), published=False)
 
         @app.middleware("http")
         async def look(request: Request, call_next: Any) -> Any:

@@ -76,7 +76,7 @@ def engine(turns: list[dict[str, Any]]) -> Any:
         reason = turn.pop("finish", "tool_calls" if turn.get("tool_calls") else "stop")
         return {"choices": [{"message": message, "logprobs": logged, "finish_reason": reason}]}
 
-    return says("/v1/chat/completions", answer)
+    return says("/v1/chat/completions", answer, published=False)
 
 
 PARSED = {

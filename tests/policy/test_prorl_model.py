@@ -236,7 +236,7 @@ def test_a_drop_in_takes_the_keys_of_gyms_own(model_folder: Path) -> None:
 
 async def test_a_malformed_call_is_flagged_and_answered_like_any_other(http: aiohttp.ClientSession) -> None:
     """An engine that writes broken arguments: the agent gets a call that it cannot carry out, not an error."""
-    app = FastAPI()
+    app = FastAPI(openapi_url=None)
 
     @app.post("/v1/chat/completions")
     async def answer() -> dict:
@@ -260,7 +260,7 @@ async def test_a_malformed_or_cut_call_is_an_input_of_the_messages_api(
     http: aiohttp.ClientSession, arguments: str
 ) -> None:
     """There it is an object, whatever the policy wrote; and the conversation goes on behind it."""
-    app = FastAPI()
+    app = FastAPI(openapi_url=None)
 
     @app.post("/v1/chat/completions")
     async def answer(asked: dict = Body()) -> dict:

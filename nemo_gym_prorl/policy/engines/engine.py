@@ -49,13 +49,11 @@ class Load:
     """What a backend says about itself.
 
     Attributes:
-        running: requests that it works on.
         waiting: requests that it has queued.
         kv_use: share of its KV cache in use, 0 to 1.
         capacity: tokens that fit into its KV cache, if it says so.
     """
 
-    running: int
     waiting: int
     kv_use: float
     capacity: int | None = None

@@ -12,9 +12,10 @@ from __future__ import annotations
 
 import asyncio
 import re
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import AbstractAsyncContextManager
 from dataclasses import dataclass, replace
+from types import MappingProxyType
 from typing import Any
 
 import aiohttp
@@ -35,7 +36,6 @@ from nemo_gym_prorl.policy.engines.engine import (
 from nemo_gym_prorl.policy.engines.sampling import Sampling
 from nemo_gym_prorl.policy.generation import Finish, Generation, checked
 from nemo_gym_prorl.policy.tokens.prompt import json_of_ids
-from nemo_gym_prorl.serving.keys import authorization
 
 
 CONTEXT_OVERFLOW = re.compile(
@@ -53,9 +53,6 @@ _TEXT = "The façade's 日本語, Ωmega\n\n\tdef f(x): return 1234567890 # 🙂
 _CACHE_CONFIG = re.compile(
     r'^vllm:cache_config_info\{.*?\bblock_size="(\d+)".*?\bnum_gpu_blocks="(\d+)"', re.MULTILINE
 )
-
-
-_CHAT, _COMPLETIONS = "/v1/chat/completions", "/v1/completions"
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,10 +78,7 @@ class HttpEngine:
     Args:
         connections: to all engines; their owner closes them.
         model: model name as the backend serves it.
-        api_key: sent to every backend as a bearer token; empty for none.
-        headers: further headers for every backend.
-        by_origin: headers for the backends of one origin (see :func:`origin_of`) only.
-        named: whether the configuration says that this protocol is the engines', rather than leaving it open.
+        by_origin: headers for the backends of one origin (see :func:`origin_of`).
     """
 
     name: str
@@ -92,13 +86,11 @@ class HttpEngine:
     takes_tokens = True
     _route: str
     """Where it is asked for samples."""
+    _also: str | None = None
+    """A route that such an engine has, too."""
     _foreign: str | None = None
     """A route that only engines of other protocols have."""
-    _load_names: tuple[str, str, str] = (
-        "vllm:num_requests_running",
-        "vllm:num_requests_waiting",
-        "vllm:kv_cache_usage_perc",
-    )
+    _load_names: tuple[str, str] = ("vllm:num_requests_waiting", "vllm:kv_cache_usage_perc")
     _kept_free = 0
     """Tokens of the context that prompt and answer may not use."""
 
@@ -106,17 +98,11 @@ class HttpEngine:
         self,
         connections: Connections,
         model: str,
-        api_key: str = "",
-        headers: Mapping[str, str] | None = None,
-        *,
-        by_origin: Mapping[str, Mapping[str, str]] | None = None,
-        named: bool = True,
+        by_origin: Mapping[str, Mapping[str, str]] = MappingProxyType({}),
     ) -> None:
         self._connections = connections
-        self._named = named
         self.model = model
-        self._headers = dict(headers or {}) | authorization(api_key)
-        self._by_origin = by_origin if by_origin is not None else {}
+        self._by_origin = by_origin
         self._contexts: dict[str, int | None] = {}
         """Of the engines that were met: how many tokens prompt and answer may have, if they say so."""
         self._text = _TEXT
@@ -198,38 +184,26 @@ class HttpEngine:
         return Asked(url, session, context)
 
     async def check_protocol(self, url: str) -> None:
-        """Refuse an engine whose routes are not this protocol's. One that publishes none is found out by its answers.
-        Where no protocol was named, chat completions alone are not taken for vLLM's: NeMo RL's engine has those, and
-        its prompts must be told where to start.
+        """Refuse an engine that publishes other routes than this protocol's. One that publishes none is found out by
+        its answers.
 
         Raises:
             Misconfigured: names the setting.
             BackendFailed: no answer.
         """
-        needed = [self._route] if self._named or self.takes_tokens else [_CHAT, _COMPLETIONS]
         try:
-            routes = await self._routes(url, needed)
+            async with self._get(f"{root_of(url)}/openapi.json") as response:
+                if response.status in (502, 503, 504):
+                    raise BackendFailed(f"{url} answered {response.status}")
+                routes = list((await response.json(content_type=None))["paths"])
         except (aiohttp.ClientError, TimeoutError, OSError) as error:
             raise _no_answer(url, error) from error
-        missing = [f"has no {route}" for route in needed if route not in routes]
-        missing += [f"has {self._foreign}"] if self._foreign in routes else []
-        if missing:
-            raise Misconfigured(f"{url} {missing[0]}, so it is not {self.name!r}", field="policy.engine")
-
-    async def _routes(self, url: str, needed: Sequence[str]) -> Collection[str]:
-        """Those that a server publishes; else those that are needed, less one that it does not know when asked."""
-        async with self._get(f"{root_of(url)}/openapi.json") as response:
-            if response.status in (502, 503, 504):
-                raise BackendFailed(f"{url} answered {response.status}")
-            try:
-                return list((await response.json(content_type=None))["paths"])
-            except (KeyError, TypeError, ValueError):
-                pass
-        if len(needed) == 1:
-            return needed
-        ask = self._connections.control.post
-        async with ask(f"{root_of(url)}{_COMPLETIONS}", json={}, headers=self._headers_for(url)) as response:
-            return needed if response.status not in (404, 405, 501) else [_CHAT]
+        except (KeyError, TypeError, ValueError):
+            return
+        wrong = [f"has no {route}" for route in (self._route, self._also) if route and route not in routes]
+        wrong += [f"has {self._foreign}"] if self._foreign in routes else []
+        if wrong:
+            raise Misconfigured(f"{url} {wrong[0]}, so it is not {self.name!r}", field="policy.engine")
 
     async def _context(self, url: str, session: aiohttp.ClientSession) -> int | None:
         """How long the engine's context is, which reads texts as it must."""
@@ -372,7 +346,7 @@ class HttpEngine:
         return self._connections.control.get(url, headers=self._headers_for(url), allow_redirects=False)
 
     def _headers_for(self, url: str) -> dict[str, str]:
-        return self._headers | dict(self._by_origin.get(origin_of(url), {}))
+        return dict(self._by_origin.get(origin_of(url), {}))
 
     async def healthy(self, url: str) -> bool:
         """Whether the backend lives: it answers ``/health``, be it that it has no such route (NeMo RL has none)."""
@@ -390,11 +364,10 @@ class HttpEngine:
         except (aiohttp.ClientError, TimeoutError, OSError):
             return None
         try:
-            values = [metric(text, name) for name in self._load_names]
-            running, waiting, kv_use = values
-            if running is None or waiting is None or kv_use is None:
+            waiting, kv_use = (metric(text, name) for name in self._load_names)
+            if waiting is None or kv_use is None:
                 return None
-            return Load(int(running), int(waiting), kv_use, self._capacity(text))
+            return Load(int(waiting), kv_use, self._capacity(text))
         except (ValueError, OverflowError):  # no numbers; nobody would report any load if this ended it
             return None
 

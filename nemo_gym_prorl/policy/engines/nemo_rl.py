@@ -21,7 +21,7 @@ class NemoRl(VllmChat):
     """
 
     name = "nemo_rl"
-    _foreign = "/v1/completions"
+    _also, _foreign = None, "/v1/completions"
 
     def _body(self, conversation: ChatPrompt, sampling: Sampling) -> dict[str, Any]:
         body = super()._body(conversation, sampling)

@@ -34,7 +34,7 @@ class SglangGenerate(HttpEngine):
 
     name = "sglang"
     _route = "/generate"
-    _load_names = ("sglang:num_running_reqs", "sglang:num_queue_reqs", "sglang:token_usage")
+    _load_names = ("sglang:num_queue_reqs", "sglang:token_usage")
     _kept_free = 1
 
     async def _generate(
@@ -50,10 +50,7 @@ class SglangGenerate(HttpEngine):
             "skip_special_tokens": False,
         }
         parameters = _parameters(sampling.extra) | {name: v for name, v in parameters.items() if v is not None}
-        body = {
-            "sampling_params": parameters,
-            "return_logprob": True,
-        }
+        body = {"sampling_params": parameters, "return_logprob": True}
         answer = await self._post(asked, f"{root_of(asked.url)}{self._route}", body, ("input_ids", prompt))
         about = required(answer, "meta_info", asked.url)
         pairs = required(about, "output_token_logprobs", asked.url)

@@ -24,6 +24,7 @@ class VllmChat(HttpEngine):
     name = "vllm_chat"
     takes_tokens = False
     _route = "/v1/chat/completions"
+    _also: str | None = "/v1/completions"  # NeMo RL's engine has none, and must be told where its prompts start
 
     def _body(self, conversation: ChatPrompt, sampling: Sampling) -> dict[str, Any]:
         body: dict[str, Any] = {
