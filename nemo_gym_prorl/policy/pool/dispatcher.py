@@ -170,18 +170,13 @@ class Dispatcher:
         return any(peer is not backend and peer.health is Health.UP for peer in self.pool.of_run(backend.run))
 
     async def _assigned(self, lease: _Lease) -> Assign:
-        if lease.assign is None:  # mostly there is one at once
-            await self._assignment(lease)
-        assign, lease.assign, lease.aborted = lease.assign, None, False
-        assert assign is not None
-        return assign
-
-    async def _assignment(self, lease: _Lease) -> None:
         while lease.assign is None:
             if lease.given_up is not None:
                 raise BackendFailed(lease.given_up)
             lease.changed.clear()
             await lease.changed.wait()
+        assign, lease.assign, lease.aborted = lease.assign, None, False
+        return assign
 
     def apply(self, decisions: list[Decision]) -> None:
         """Carry out what the pool decided after something moved."""
