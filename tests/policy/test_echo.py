@@ -17,9 +17,9 @@ from fastapi import FastAPI
 from tokenizers import Tokenizer as FastTokenizer
 
 from nemo_gym_prorl.policy.text.tokenizer import Tokenizer
-from tests.policy.engines import serving
 from tests.policy.families import TEMPLATES
 from tests.policy.test_prorl_model import TOKEN_FIELDS, TOOLS, server
+from tests.rollout.serving import serve as serving
 
 
 THINKS = "<think>\nhm\n</think>\n\n"

@@ -38,8 +38,9 @@ from nemo_gym_prorl.policy.http.api import add_control_routes
 from nemo_gym_prorl.policy.service import PolicyService
 from nemo_gym_prorl.policy.tokens.ledger import TokenMismatch
 from nemo_gym_prorl.policy.turns import TurnRequest
-from tests.policy.engines import MODEL, free_port, serving
+from tests.policy.engines import MODEL, free_port
 from tests.policy.hosts import hosted, words_in
+from tests.rollout.serving import serve as serving
 
 
 @pytest.fixture(autouse=True)

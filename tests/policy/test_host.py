@@ -24,10 +24,11 @@ from nemo_gym_prorl.policy.host import PolicyHost
 from nemo_gym_prorl.policy.pool.backend import Health
 from nemo_gym_prorl.policy.turns import TurnRequest
 from nemo_gym_prorl.scripted.server import ScriptedConfig, serve
-from tests.policy.engines import MODEL, free_port, serving
+from tests.policy.engines import MODEL, free_port
 from tests.policy.hosts import hosted, words_in
 from tests.policy.test_engines import completion, nemo_rl_server, says
 from tests.policy.test_prorl_model import server
+from tests.rollout.serving import serve as serving
 
 
 HI = [{"role": "user", "content": "hi"}]

@@ -31,8 +31,8 @@ from nemo_gym_prorl.policy.turns import PolicyAnswer
 from nemo_gym_prorl.scripted.server import ScriptedConfig
 from nemo_gym_prorl.scripted.server import serve as scripted
 from responses_api_models.prorl_model.app import ProrlModel
-from tests.policy.engines import serving
 from tests.policy.test_prorl_model import TOOLS, server
+from tests.rollout.serving import serve as serving
 
 
 @pytest.fixture(scope="module")

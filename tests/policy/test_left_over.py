@@ -14,12 +14,12 @@ from nemo_gym_prorl.policy.engines.engine import Misconfigured
 from nemo_gym_prorl.policy.text.left_over import left_over
 from nemo_gym_prorl.policy.text.parsers import FORMATS
 from nemo_gym_prorl.policy.turns import TurnRequest
-from tests.policy.engines import serving
 from tests.policy.families import TOOLS
 from tests.policy.hosts import hosted
 from tests.policy.test_engines import says
 from tests.policy.test_parsers import BAD, GOOD
 from tests.policy.vllm_parser import VllmParser
+from tests.rollout.serving import serve as serving
 
 
 CALL = GOOD["hermes"]

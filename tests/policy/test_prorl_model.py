@@ -21,8 +21,8 @@ from nemo_gym_prorl.handlers.gym_http import Address, GymServer, HttpClient
 from nemo_gym_prorl.scripted.server import ScriptedConfig
 from nemo_gym_prorl.scripted.server import serve as scripted
 from responses_api_models.prorl_model.app import ProrlModel, ProrlModelConfig
-from tests.policy.engines import serving
 from tests.policy.hosts import words_in
+from tests.rollout.serving import serve as serving
 
 
 TOOLS = [

@@ -15,11 +15,11 @@ from nemo_gym_prorl.policy.text.rehearsal import CannotFollow, rehearse
 from nemo_gym_prorl.policy.text.renderer import Renderer
 from nemo_gym_prorl.policy.text.template import ChatTemplate
 from nemo_gym_prorl.policy.turns import TurnRequest
-from tests.policy.engines import serving
 from tests.policy.families import FAMILIES, TEMPLATES, TOOLS
 from tests.policy.hosts import hosted
 from tests.policy.test_engines import completion, says
 from tests.policy.tokenizers import KINDS, tokenizer_of
+from tests.rollout.serving import serve as serving
 
 
 USER = {"role": "user", "content": "q"}

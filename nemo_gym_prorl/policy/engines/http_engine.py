@@ -275,10 +275,7 @@ class HttpEngine:
             raise Misconfigured(f"{url} refused the key", field="policy_api_key")
         if status >= 500:
             raise BackendFailed(f"{url} answered {status}: {_said(raw)}")
-        try:
-            cards = orjson.loads(raw)["data"] if status == 200 else []
-        except (ValueError, KeyError, TypeError):
-            return []
+        cards = _fields(raw).get("data") if status == 200 else None
         return [card for card in cards if isinstance(card, dict)] if isinstance(cards, list) else []
 
     async def _post(
