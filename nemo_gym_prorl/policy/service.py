@@ -221,7 +221,7 @@ class PolicyService:
 
     def token_fields(self, rollout: str, turn: Turn) -> tuple[bytes, bytes]:
         """A turn's three token fields as JSON, but for the name of the first, in two parts: prompt, and the rest."""
-        texts = self._rollouts[rollout].texts
+        texts = self.rollout(rollout).texts
         return texts.before(turn), texts.sampled(turn)
 
     def finish(self, rollout: str) -> None:

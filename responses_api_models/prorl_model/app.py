@@ -42,7 +42,6 @@ from nemo_gym_prorl.policy.host import PolicyHost
 from nemo_gym_prorl.policy.http.api import add_control_routes
 from nemo_gym_prorl.policy.http.callers import DEFERRAL, Caller, EndsWithCaller, caller_of, route_of_callers
 from nemo_gym_prorl.policy.http.fields import FOR_ENGINES, check, of_messages, of_responses
-from nemo_gym_prorl.policy.http.items import Forms
 from nemo_gym_prorl.policy.http.turn_requests import Terms, TurnRequests, about, read_object
 from nemo_gym_prorl.policy.text.messages import Message, arguments_of
 from nemo_gym_prorl.policy.text.parsers import Parsed
@@ -139,9 +138,8 @@ class ProrlModel(SimpleResponsesAPIModel):
             self._host,
             self._terms,
             self._roles,
-            self._forms(),
+            self._items,
             tokens=config.return_token_id_information,
-            thoughts=config.uses_reasoning_parser,
         )
         turns = {
             "/v1/responses": self._on_responses,
@@ -224,22 +222,9 @@ class ProrlModel(SimpleResponsesAPIModel):
         response = NeMoGymResponse.model_validate(self._envelope(body) | about(empty, None) | {"output": []})
         return Terms(asked, orjson.loads(response.model_dump_json(by_alias=True)))
 
-    def _forms(self) -> Forms:
-        """The items of an answer as this Gym writes them, with all of their fields."""
-        call = {"id": "c", "type": "function", "function": {"name": "f", "arguments": "{}"}}
-        message = {"role": "assistant", "content": "<think>t</think>c", "tool_calls": [call]}
-        tokens = {"prompt_token_ids": [0], "generation_token_ids": [0], "generation_log_probs": [0.0]}
-        converter = VLLMConverter(return_token_id_information=True, uses_reasoning_parser=True)
-        body = NeMoGymResponseCreateParamsNonStreaming(input=[])
-        empty = PolicyAnswer("", {}, Parsed(None, "", ()), None, Finish.STOP, 0)
-        written = []
-        for fields in ({}, tokens):
-            output = [item.model_dump() for item in converter.postprocess_assistant_message_dict(message | fields)]
-            response = self._envelope(body) | about(empty, None) | {"output": output}
-            dumped = NeMoGymResponse.model_validate(response).model_dump_json(by_alias=True)
-            written.append(orjson.loads(dumped)["output"])
-        (thought, text, plain), (*_, trained) = written
-        return Forms(text, plain, thought, {n: v for n, v in trained.items() if n not in plain and n not in tokens})
+    def _items(self, message: Message) -> list[dict[str, Any]]:
+        """A turn's items as this Gym writes them."""
+        return [item.model_dump(by_alias=True) for item in self._converter.postprocess_assistant_message_dict(message)]
 
     async def messages(self, request: Request, body: dict[str, Any] = Body()) -> Any:
         with _readable():

@@ -21,7 +21,7 @@ from nemo_gym_prorl.failures import CallerError
 from nemo_gym_prorl.policy.generation import Finish
 from nemo_gym_prorl.policy.host import PolicyHost
 from nemo_gym_prorl.policy.http.callers import Caller
-from nemo_gym_prorl.policy.http.items import Forms, messages_of
+from nemo_gym_prorl.policy.http.items import messages_of
 from nemo_gym_prorl.policy.service import PolicyService
 from nemo_gym_prorl.policy.text.messages import Message
 from nemo_gym_prorl.policy.turns import PolicyAnswer, TurnRequest
@@ -30,6 +30,8 @@ from nemo_gym_prorl.serving.problems import invalid_body
 
 _REMEMBERED = 512
 """Kinds of requests that are known by their bytes."""
+_STAND_INS = {"prompt_token_ids": [0], "generation_token_ids": [0], "generation_log_probs": [0.0]}
+"""Tokens that are shown to Gym's converter in the place of the turn's, which are text already."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,9 +55,8 @@ class TurnRequests:
         terms: reads a request without its input, and what else it asks for in the fields of chat completions; raises
             where something is wrong.
         roles: messages with the roles that the policy knows.
-        forms: the items of answers.
+        items: a turn in chat form as items of an answer.
         tokens: whether items carry tokens.
-        thoughts: whether thoughts are items of their own.
     """
 
     def __init__(
@@ -63,14 +64,13 @@ class TurnRequests:
         host: PolicyHost,
         terms: Callable[[dict[str, Any], Mapping[str, Any]], Terms],
         roles: Callable[[Sequence[Message]], Sequence[Message]],
-        forms: Forms,
+        items: Callable[[Message], list[dict[str, Any]]],
         *,
         tokens: bool,
-        thoughts: bool,
     ) -> None:
         self._host = host
-        self._read, self._roles, self._forms = terms, roles, forms
-        self._with_tokens, self._thoughts = tokens, thoughts
+        self._read, self._roles, self._items = terms, roles, items
+        self._with_tokens = tokens
         self._terms: OrderedDict[bytes, Terms] = OrderedDict()
 
     async def answer(self, caller: Caller, body: bytes, more: Mapping[str, Any] = MappingProxyType({})) -> bytes:
@@ -108,9 +108,16 @@ class TurnRequests:
             after=after,
         )
         answer = await service.turn(asked)
-        items = self._forms.items(answer.message, answer.parsed, thoughts=self._thoughts)
-        if self._with_tokens and not caller.deferred and answer.turn is not None:
-            items[-1] |= self._tokens(service, caller.rollout, answer)
+        turn = answer.turn if self._with_tokens and not caller.deferred else None
+        items = self._items({**answer.message, **_STAND_INS} if turn is not None else answer.message)
+        calls = (item for item in items if item["type"] == "function_call")
+        for item, read in zip(calls, answer.parsed.calls, strict=True):
+            if read.malformed:
+                item["status"] = "incomplete"
+        if turn is not None:
+            # All that follows the name of the first token field is written as one piece.
+            items[-1] = {name: value for name, value in items[-1].items() if name not in _STAND_INS}
+            items[-1]["prompt_token_ids"] = orjson.Fragment(b"".join(service.token_fields(caller.rollout, turn)))
         return orjson.dumps({**terms.envelope, **about(answer, after), "output": items})
 
     def _known(self, params: dict[str, Any], more: Mapping[str, Any]) -> Terms:
@@ -125,12 +132,6 @@ class TurnRequests:
         if len(self._terms) > _REMEMBERED:
             self._terms.popitem(last=False)
         return terms
-
-    def _tokens(self, service: PolicyService, rollout: str, answer: PolicyAnswer) -> dict[str, Any]:
-        """The token fields: all that follows the name of the first is written as one piece."""
-        assert answer.turn is not None
-        prompt, rest = service.token_fields(rollout, answer.turn)
-        return {"prompt_token_ids": orjson.Fragment(prompt + rest), **self._forms.tokens}
 
 
 def read_object(body: bytes) -> dict[str, Any]:
