@@ -86,6 +86,7 @@ class PolicyHost:
                 renderer=renderer,
                 tool_format=config.tool_call_parser,
                 thoughts=config.thoughts,
+                developers=not config.replace_developer_role_with_system,
                 history=config.history,
                 keep_s=config.keep_s,
             )

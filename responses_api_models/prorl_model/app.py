@@ -87,6 +87,7 @@ class ProrlModelConfig(BaseResponsesAPIModelConfig, ServerConfig):
             api_key=self.api_key,
             model=self.model,
             thoughts=self.uses_reasoning_parser,
+            replace_developer_role_with_system=self.replace_developer_role_with_system,
             headers=self.default_headers,
             **self.policy,
         )
@@ -137,7 +138,6 @@ class ProrlModel(SimpleResponsesAPIModel):
         self._turns = TurnRequests(
             self._host,
             self._terms,
-            self._roles,
             self._items,
             tokens=config.return_token_id_information,
         )
@@ -292,7 +292,7 @@ class ProrlModel(SimpleResponsesAPIModel):
         stop = chat.get("stop") or ()
         return TurnRequest(
             rollout="",
-            messages=self._roles(messages),
+            messages=messages,
             instructions=instructions,
             tools=tools,
             tool_choice=_tool_choice(chat, tools),
@@ -308,12 +308,6 @@ class ProrlModel(SimpleResponsesAPIModel):
             ),
             template_variables=variables,
         )
-
-    def _roles(self, messages: Sequence[Message]) -> Sequence[Message]:
-        """Messages with the roles that the policy's template knows."""
-        if not self.config.replace_developer_role_with_system:
-            return messages
-        return [{**m, "role": "system"} if m["role"] == "developer" else m for m in messages]
 
     def _completion(self, caller: Caller, answer: PolicyAnswer, *, logprobs: bool | None) -> dict[str, Any]:
         message = dict(answer.message)

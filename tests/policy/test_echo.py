@@ -18,7 +18,8 @@ from tokenizers import Tokenizer as FastTokenizer
 
 from nemo_gym_prorl.policy.text.tokenizer import Tokenizer
 from tests.policy.families import TEMPLATES
-from tests.policy.test_prorl_model import TOKEN_FIELDS, TOOLS, server
+from tests.policy.hosts import server
+from tests.policy.test_prorl_model import TOKEN_FIELDS, TOOLS
 from tests.rollout.serving import serve as serving
 
 

@@ -25,9 +25,8 @@ from nemo_gym_prorl.policy.pool.backend import Health
 from nemo_gym_prorl.policy.turns import TurnRequest
 from nemo_gym_prorl.scripted.server import ScriptedConfig, serve
 from tests.policy.engines import MODEL, free_port
-from tests.policy.hosts import hosted, words_in
+from tests.policy.hosts import hosted, server, words_in
 from tests.policy.test_engines import completion, nemo_rl_server, says
-from tests.policy.test_prorl_model import server
 from tests.rollout.serving import serve as serving
 
 

@@ -27,7 +27,8 @@ from nemo_gym_prorl.policy.turns import PolicyAnswer
 from nemo_gym_prorl.scripted.server import ScriptedConfig
 from nemo_gym_prorl.scripted.server import serve as scripted
 from responses_api_models.prorl_model.app import ProrlModel
-from tests.policy.test_prorl_model import TOOLS, server
+from tests.policy.hosts import server
+from tests.policy.test_prorl_model import TOOLS
 from tests.rollout.serving import serve as serving
 
 

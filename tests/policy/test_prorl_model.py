@@ -11,17 +11,13 @@ from pathlib import Path
 import aiohttp
 import pytest
 from fastapi import Body, FastAPI
-from nemo_gym.config_types import BaseServerConfig
-from nemo_gym.server_utils import ServerClient
-from omegaconf import DictConfig
 
 from nemo_gym_prorl.failures import CallerError
 from nemo_gym_prorl.handlers.conversation import Conversation
 from nemo_gym_prorl.handlers.gym_http import Address, GymServer, HttpClient
 from nemo_gym_prorl.scripted.server import ScriptedConfig
 from nemo_gym_prorl.scripted.server import serve as scripted
-from responses_api_models.prorl_model.app import ProrlModel, ProrlModelConfig
-from tests.policy.hosts import words_in
+from tests.policy.hosts import server, words_in
 from tests.rollout.serving import serve as serving
 
 
@@ -37,22 +33,6 @@ TOOLS = [
 
 
 TOKEN_FIELDS = {"prompt_token_ids", "generation_token_ids", "generation_log_probs", "routed_experts"}
-
-
-def server(base_url: str | list[str], model_folder: Path, **config: object) -> ProrlModel:
-    settings = {
-        "host": "127.0.0.1",
-        "port": 0,
-        "name": "policy_model",
-        "entrypoint": "app.py",
-        "base_url": base_url,
-        "model": "tiny",
-        "policy": {"tokenizer": str(model_folder)},
-    }
-    client = ServerClient(
-        head_server_config=BaseServerConfig(host="127.0.0.1", port=1), global_config_dict=DictConfig({})
-    )
-    return ProrlModel(config=ProrlModelConfig.model_validate(settings | config), server_client=client)
 
 
 @pytest.fixture

@@ -11,9 +11,9 @@ A wrong protocol, model name or key, an answer that is not JSON each end in an e
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import re
-from collections.abc import Mapping, Sequence
-from contextlib import AbstractAsyncContextManager
+from collections.abc import AsyncIterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from types import MappingProxyType
 from typing import Any
@@ -191,15 +191,13 @@ class HttpEngine:
             Misconfigured: names the setting.
             BackendFailed: no answer.
         """
-        try:
-            async with self._get(f"{root_of(url)}/openapi.json") as response:
-                if response.status in (502, 503, 504):
-                    raise BackendFailed(f"{url} answered {response.status}")
+        async with self._get(url, "/openapi.json") as response:
+            if response.status in (502, 503, 504):
+                raise BackendFailed(f"{url} answered {response.status}")
+            try:
                 routes = list((await response.json(content_type=None))["paths"])
-        except (aiohttp.ClientError, TimeoutError, OSError) as error:
-            raise _no_answer(url, error) from error
-        except (KeyError, TypeError, ValueError):
-            return
+            except (KeyError, TypeError, ValueError):
+                return
         wrong = [f"has no {route}" for route in (self._route, self._also) if route and route not in routes]
         wrong += [f"has {self._foreign}"] if self._foreign in routes else []
         if wrong:
@@ -266,11 +264,8 @@ class HttpEngine:
             BackendFailed: no answer.
             Misconfigured: the key is not the backend's.
         """
-        try:
-            async with self._get(f"{root_of(url)}/v1/models") as response:
-                status, raw = response.status, await response.read()
-        except (aiohttp.ClientError, TimeoutError, OSError) as error:
-            raise _no_answer(url, error) from error
+        async with self._get(url, "/v1/models") as response:
+            status, raw = response.status, await response.read()
         if status in (401, 403):
             raise Misconfigured(f"{url} refused the key", field="policy_api_key")
         if status >= 500:
@@ -339,8 +334,19 @@ class HttpEngine:
             raise Misconfigured(f"{url} answered {status}: {said}", field="policy_base_url")
         raise BackendFailed(f"{url} answered {status}: {said}")
 
-    def _get(self, url: str) -> AbstractAsyncContextManager[aiohttp.ClientResponse]:
-        return self._connections.control.get(url, headers=self._headers_for(url), allow_redirects=False)
+    @contextlib.asynccontextmanager
+    async def _get(self, url: str, path: str) -> AsyncIterator[aiohttp.ClientResponse]:
+        """What a backend answers at a path.
+
+        Raises:
+            BackendFailed: nothing.
+        """
+        ask, there = self._connections.control.get, f"{root_of(url)}{path}"
+        try:
+            async with ask(there, headers=self._headers_for(there), allow_redirects=False) as response:
+                yield response
+        except (aiohttp.ClientError, TimeoutError, OSError) as error:
+            raise _no_answer(url, error) from error
 
     def _headers_for(self, url: str) -> dict[str, str]:
         return dict(self._by_origin.get(origin_of(url), {}))
@@ -348,17 +354,17 @@ class HttpEngine:
     async def healthy(self, url: str) -> bool:
         """Whether the backend lives: it answers ``/health``, be it that it has no such route (NeMo RL has none)."""
         try:
-            async with self._get(f"{root_of(url)}/health") as response:
+            async with self._get(url, "/health") as response:
                 return response.status < 500
-        except (aiohttp.ClientError, TimeoutError, OSError):
+        except BackendFailed:
             return False
 
     async def load(self, url: str) -> Load | None:
         """What the backend publishes on ``/metrics``; ``None`` if it publishes nothing of use."""
         try:
-            async with self._get(f"{root_of(url)}/metrics") as response:
+            async with self._get(url, "/metrics") as response:
                 text = await response.text(errors="replace")
-        except (aiohttp.ClientError, TimeoutError, OSError):
+        except BackendFailed:
             return None
         try:
             waiting, kv_use = (metric(text, name) for name in self._load_names)

@@ -54,7 +54,6 @@ class TurnRequests:
         host: the policy.
         terms: reads a request without its input, and what else it asks for in the fields of chat completions; raises
             where something is wrong.
-        roles: messages with the roles that the policy knows.
         items: a turn in chat form as items of an answer.
         tokens: whether items carry tokens.
     """
@@ -63,13 +62,12 @@ class TurnRequests:
         self,
         host: PolicyHost,
         terms: Callable[[dict[str, Any], Mapping[str, Any]], Terms],
-        roles: Callable[[Sequence[Message]], Sequence[Message]],
         items: Callable[[Message], list[dict[str, Any]]],
         *,
         tokens: bool,
     ) -> None:
         self._host = host
-        self._read, self._roles, self._items = terms, roles, items
+        self._read, self._items = terms, items
         self._with_tokens = tokens
         self._terms: OrderedDict[bytes, Terms] = OrderedDict()
 
@@ -104,7 +102,7 @@ class TurnRequests:
             rollout=caller.rollout,
             group=caller.group,
             run=caller.run,
-            messages=self._roles(messages),
+            messages=messages,
             after=after,
         )
         answer = await service.turn(asked)
