@@ -276,7 +276,6 @@ class HttpEngine:
     async def _post(
         self,
         asked: Asked,
-        url: str,
         body: Mapping[str, Any],
         ids: tuple[str, Sequence[int]] | None = None,
         *,
@@ -286,7 +285,6 @@ class HttpEngine:
 
         Args:
             asked: of whom, and over which connections.
-            url: the route.
             body: the request.
             ids: a field more of it, with the ids of the prompt.
             echoed: where the answer repeats them to the letter they are left out of it.
@@ -306,8 +304,8 @@ class HttpEngine:
         prompt = json_of_ids(ids[1]) if ids is not None else ()
         if ids is not None:
             parts = [b'{"%b":' % ids[0].encode(), *prompt, b"," + parts[0][1:]]
-        headers = self._headers_for(url)
-        status, raw = await post(asked.session, url, headers, parts, opens=asked.opens)
+        url = f"{root_of(asked.url)}{self._route}"
+        status, raw = await post(asked.session, url, self._headers_for(url), parts, opens=asked.opens)
         if status == 200:
             try:
                 answer = orjson.loads(without_echo(raw, prompt if echoed else ()))

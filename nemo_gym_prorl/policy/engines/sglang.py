@@ -10,7 +10,6 @@ import json
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from nemo_gym_prorl.policy.engines.addresses import root_of
 from nemo_gym_prorl.policy.engines.answers import finish, required
 from nemo_gym_prorl.policy.engines.engine import ChatPrompt
 from nemo_gym_prorl.policy.engines.http_engine import Asked, HttpEngine, metric
@@ -51,7 +50,7 @@ class SglangGenerate(HttpEngine):
         }
         parameters = _parameters(sampling.extra) | {name: v for name, v in parameters.items() if v is not None}
         body = {"sampling_params": parameters, "return_logprob": True}
-        answer = await self._post(asked, f"{root_of(asked.url)}{self._route}", body, ("input_ids", prompt))
+        answer = await self._post(asked, body, ("input_ids", prompt))
         about = required(answer, "meta_info", asked.url)
         pairs = required(about, "output_token_logprobs", asked.url)
         ids, log_probs = [pair[1] for pair in pairs], [pair[0] for pair in pairs]

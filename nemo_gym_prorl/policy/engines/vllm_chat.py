@@ -6,7 +6,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from nemo_gym_prorl.policy.engines.addresses import root_of
 from nemo_gym_prorl.policy.engines.answers import cached_tokens, finish, only_choice, required
 from nemo_gym_prorl.policy.engines.engine import ChatPrompt, Misconfigured
 from nemo_gym_prorl.policy.engines.http_engine import Asked, HttpEngine
@@ -48,7 +47,7 @@ class VllmChat(HttpEngine):
     async def _generate(
         self, asked: Asked, prompt: Sequence[int], conversation: ChatPrompt, sampling: Sampling
     ) -> Generation:
-        answer = await self._post(asked, f"{root_of(asked.url)}{self._route}", self._body(conversation, sampling))
+        answer = await self._post(asked, self._body(conversation, sampling))
         choice = only_choice(answer, asked.url)
         message = required(choice, "message", asked.url)
         prompt_ids = message.get("prompt_token_ids") or answer.get("prompt_token_ids")

@@ -9,7 +9,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 
-from nemo_gym_prorl.policy.engines.addresses import root_of
 from nemo_gym_prorl.policy.engines.answers import cached_tokens, finish, only_choice, required
 from nemo_gym_prorl.policy.engines.engine import ChatPrompt, Misconfigured
 from nemo_gym_prorl.policy.engines.http_engine import Asked, HttpEngine
@@ -34,7 +33,7 @@ class VllmCompletions(HttpEngine):
             "skip_special_tokens": False,
             **replace(sampling, max_tokens=room).as_openai(),
         }
-        answer = await self._post(asked, f"{root_of(asked.url)}{self._route}", body, ("prompt", prompt), echoed=True)
+        answer = await self._post(asked, body, ("prompt", prompt), echoed=True)
         choice = only_choice(answer, asked.url)
         sampled = required(choice, "token_ids", asked.url)
         echoed = choice.get("prompt_token_ids")
