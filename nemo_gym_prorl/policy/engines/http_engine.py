@@ -35,6 +35,7 @@ from nemo_gym_prorl.policy.engines.engine import (
 )
 from nemo_gym_prorl.policy.engines.sampling import Sampling
 from nemo_gym_prorl.policy.generation import Finish, Generation, checked
+from nemo_gym_prorl.policy.text.tokenizer import SAMPLE
 from nemo_gym_prorl.policy.tokens.prompt import json_of_ids
 
 
@@ -47,8 +48,6 @@ _CONTROL_S = 60.0
 
 _MEETING_S = 60.0
 """How long an engine, which may be busy, may take to say who it is."""
-_TEXT = "The façade's 日本語, Ωmega\n\n\tdef f(x): return 1234567890 # 🙂"
-"""A text that other tokenizers read as other ids, where there is none of ours to say a better one."""
 
 _CACHE_CONFIG = re.compile(
     r'^vllm:cache_config_info\{.*?\bblock_size="(\d+)".*?\bnum_gpu_blocks="(\d+)"', re.MULTILINE
@@ -105,7 +104,7 @@ class HttpEngine:
         self._by_origin = by_origin
         self._contexts: dict[str, int | None] = {}
         """Of the engines that were met: how many tokens prompt and answer may have, if they say so."""
-        self._text = _TEXT
+        self._text = SAMPLE
         self._ids: list[int] | None = None
         self._accepted: dict[str, Sampling] = {}
 
@@ -168,7 +167,7 @@ class HttpEngine:
         raise NotImplementedError
 
     def expect(self, text: str, ids: Sequence[int]) -> None:
-        """How engines must read a text; by default as the first one that is met reads some other."""
+        """How engines must read a text; by default all as the first one that is met."""
         self._text, self._ids = text, list(ids)
 
     async def _meet(self, url: str, session: aiohttp.ClientSession) -> Asked:
