@@ -24,7 +24,7 @@ from datetime import datetime
 from typing import Literal
 
 from nemo_gym_prorl.failures import CallerError, RolloutError
-from nemo_gym_prorl.policy.engines.engine import BackendFailed, ChatPrompt, Misconfigured
+from nemo_gym_prorl.policy.engines.engine import BackendFailed, Misconfigured, SampleRequest
 from nemo_gym_prorl.policy.generation import Finish, Generation
 from nemo_gym_prorl.policy.metrics import PolicyMetrics
 from nemo_gym_prorl.policy.pool.backend import Backend
@@ -154,13 +154,19 @@ class PolicyService:
         why = "edited" if match.foreign else "again"
         prompt, parent, written = self._render(rollout, match, messages, request)
         observed: Sequence[int] = prompt.new
-        conversation = ChatPrompt(
-            messages, request.tools, request.template_variables, prompt, request.tool_choice, request.effort
+        asked = SampleRequest(
+            prompt,
+            request.sampling,
+            messages,
+            tools=request.tools,
+            template_variables=request.template_variables,
+            tool_choice=request.tool_choice,
+            effort=request.effort,
         )
 
         async def generate(backend: Backend) -> Generation:
             try:
-                generation = await self.engine.generate(backend.url, prompt, conversation, request.sampling)
+                generation = await self.engine.generate(backend.url, asked)
             except BackendFailed:
                 self._calling.discard(backend.url)
                 raise

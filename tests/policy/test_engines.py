@@ -23,10 +23,10 @@ from nemo_gym_prorl.policy.engines.connections import Connections
 from nemo_gym_prorl.policy.engines.engine import (
     BackendErred,
     BackendFailed,
-    ChatPrompt,
     Load,
     Misconfigured,
     RequestRefused,
+    SampleRequest,
 )
 from nemo_gym_prorl.policy.engines.nemo_rl import NemoRl
 from nemo_gym_prorl.policy.engines.sampling import Sampling
@@ -87,7 +87,7 @@ async def first_call(engine_url: str, **config: Any) -> Generation:
 async def test_a_prompt_with_ids_that_the_engine_does_not_know(engine_url: str, connections: Connections) -> None:
     engine = VllmCompletions(connections, MODEL)
     with pytest.raises(RequestRefused, match="out of vocabulary"):
-        await engine.generate(engine_url, [4_000_000], ChatPrompt([]), Sampling(max_tokens=1))
+        await engine.generate(engine_url, SampleRequest([4_000_000], Sampling(max_tokens=1)))
 
 
 @pytest.mark.engine
@@ -116,7 +116,7 @@ async def test_a_prompt_that_fills_the_context_ends_typed(engine_url: str, conne
     async with connections.control.get(f"{engine_url}/v1/models") as response:
         room = (await response.json())["data"][0]["max_model_len"]
     for length in (room, room + 1000):
-        generation = await engine.generate(engine_url, [5] * length, ChatPrompt([]), Sampling(max_tokens=4))
+        generation = await engine.generate(engine_url, SampleRequest([5] * length, Sampling(max_tokens=4)))
         assert generation.finish is Finish.CONTEXT
 
 
@@ -192,7 +192,7 @@ async def test_an_answer_that_is_no_trajectory_is_an_error(
 ) -> None:
     async with serving(says("/v1/completions", answer)) as url:
         with pytest.raises(error, match=said):
-            await VllmCompletions(connections, MODEL).generate(url, [7], ChatPrompt([]), Sampling(max_tokens=8))
+            await VllmCompletions(connections, MODEL).generate(url, SampleRequest([7], Sampling(max_tokens=8)))
 
 
 async def test_missing_and_broken_log_probs_never_reach_the_ledger(model_folder: Path) -> None:
@@ -227,7 +227,7 @@ async def test_cached_tokens_below_none_are_none(connections: Connections) -> No
     answer = completion() | {"usage": {"prompt_tokens_details": {"cached_tokens": -7}}}
     async with serving(says("/v1/completions", lambda _: answer)) as url:
         generation = await VllmCompletions(connections, MODEL).generate(
-            url, [7], ChatPrompt([]), Sampling(max_tokens=8)
+            url, SampleRequest([7], Sampling(max_tokens=8))
         )
     assert generation.cached_tokens == 0
 
@@ -391,7 +391,7 @@ async def test_two_who_pause_are_both_told_when_nothing_runs(tmp_path: Path) -> 
 async def test_nobody_there(connections: Connections) -> None:
     url = f"http://127.0.0.1:{free_port()}"
     with pytest.raises(BackendFailed, match="Cannot connect"):
-        await VllmCompletions(connections, MODEL).generate(url, [7], ChatPrompt([]), Sampling())
+        await VllmCompletions(connections, MODEL).generate(url, SampleRequest([7], Sampling()))
     assert not await VllmCompletions(connections, MODEL).healthy(url)
     assert await VllmCompletions(connections, MODEL).load(url) is None
 
@@ -421,7 +421,7 @@ async def test_a_connection_closed_while_idle_is_not_a_dead_engine() -> None:
     async with await asyncio.start_server(serve, "127.0.0.1", 0) as server, Connections() as connections:
         url = f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}/v1"
         engine = VllmCompletions(connections, MODEL)
-        turns = [await engine.generate(url, [7], ChatPrompt([]), Sampling()) for _ in range(4)]
+        turns = [await engine.generate(url, SampleRequest([7], Sampling())) for _ in range(4)]
     assert turns == turns[:1] * 4
     known_and_asked = ["/tokenize", "/v1/completions"]
     # The third request of a connection is dropped, and sent again over one of its own.
@@ -448,7 +448,7 @@ async def test_sglang_speaks_tokens(connections: Connections) -> None:
     app = says("/generate", lambda _: {"text": "x", "meta_info": about | {"cached_tokens": 5}}, seen)
     async with serving(app) as url:
         sampling = Sampling(max_tokens=2, temperature=0.5, stop=("!",))
-        generation = await SglangGenerate(connections, MODEL).generate(f"{url}/v1", [7, 8], ChatPrompt([]), sampling)
+        generation = await SglangGenerate(connections, MODEL).generate(f"{url}/v1", SampleRequest([7, 8], sampling))
     assert (generation.ids, generation.log_probs) == ([3, 4], [-0.5, -1.5])
     assert (generation.finish, generation.cached_tokens) == (Finish.LENGTH, 5)
     assert seen[0]["input_ids"] == [7, 8]

@@ -28,10 +28,10 @@ from nemo_gym_prorl.policy.engines.connections import Connections, Dropped, NotO
 from nemo_gym_prorl.policy.engines.engine import (
     BackendErred,
     BackendFailed,
-    ChatPrompt,
     Load,
     Misconfigured,
     RequestRefused,
+    SampleRequest,
 )
 from nemo_gym_prorl.policy.engines.sampling import Sampling
 from nemo_gym_prorl.policy.generation import Finish, Generation, checked
@@ -108,17 +108,15 @@ class HttpEngine:
         self._ids: list[int] | None = None
         self._accepted: dict[str, Sampling] = {}
 
-    async def generate(
-        self, url: str, prompt: Sequence[int], conversation: ChatPrompt, sampling: Sampling
-    ) -> Generation:
-        """What the backend samples after the prompt, or after the conversation.
+    async def generate(self, url: str, request: SampleRequest) -> Generation:
+        """What the backend samples.
 
         Raises:
             BackendFailed: the backend cannot, in one of the ways told apart above.
             RequestRefused: no backend would.
         """
         try:
-            generation = checked(await self._known(url, prompt, conversation, sampling))
+            generation = checked(await self._known(url, request))
         except ContextFull:
             return Generation((), (), Finish.CONTEXT)
         except BackendFailed:
@@ -130,12 +128,11 @@ class HttpEngine:
             raise Misconfigured(
                 f"{url} answered in no form of this protocol: {error!r}", field="policy_base_url"
             ) from error
-        self._accepted[url] = Sampling(max_tokens=1, temperature=sampling.temperature, top_p=sampling.top_p)
+        said = request.sampling
+        self._accepted[url] = Sampling(max_tokens=1, temperature=said.temperature, top_p=said.top_p)
         return generation
 
-    async def _known(
-        self, url: str, prompt: Sequence[int], conversation: ChatPrompt, sampling: Sampling
-    ) -> Generation:
+    async def _known(self, url: str, request: SampleRequest) -> Generation:
         """Samples of an engine that was met over the same connection.
 
         One that was closed as it was used again is no failure: it is asked once more, over a new one. An engine that
@@ -145,10 +142,10 @@ class HttpEngine:
         try:
             if url in self._contexts:
                 try:
-                    return await self._generate(Asked(url, kept, self._contexts[url]), prompt, conversation, sampling)
+                    return await self._generate(Asked(url, kept, self._contexts[url]), request)
                 except NotOpen:
                     pass
-            return await self._generate(await self._meet(url, kept), prompt, conversation, sampling)
+            return await self._generate(await self._meet(url, kept), request)
         except NotOpen:
             pass  # others were quicker, or it answers once over each
         except Dropped as dropped:
@@ -157,13 +154,11 @@ class HttpEngine:
         async with self._connections.single() as session:
             asked = await self._meet(url, session)
             try:
-                return await self._generate(asked, prompt, conversation, sampling)
+                return await self._generate(asked, request)
             except NotOpen:
-                return await self._generate(replace(asked, opens=True), prompt, conversation, sampling)
+                return await self._generate(replace(asked, opens=True), request)
 
-    async def _generate(
-        self, asked: Asked, prompt: Sequence[int], conversation: ChatPrompt, sampling: Sampling
-    ) -> Generation:
+    async def _generate(self, asked: Asked, request: SampleRequest) -> Generation:
         raise NotImplementedError
 
     def expect(self, text: str, ids: Sequence[int]) -> None:
@@ -229,7 +224,8 @@ class HttpEngine:
         sampling = self._accepted.get(url, Sampling(max_tokens=1, temperature=1.0, top_p=1.0))
         try:
             async with asyncio.timeout(_CONTROL_S):
-                await self.generate(url, (0,), ChatPrompt([{"role": "user", "content": "hi"}]), sampling)
+                prompt = (0,) if self.takes_tokens else ()
+                await self.generate(url, SampleRequest(prompt, sampling, [{"role": "user", "content": "hi"}]))
         except (BackendFailed, RequestRefused, TimeoutError):
             return False
         return True

@@ -7,13 +7,12 @@ It is always told how many to sample: left alone, it stops after 128.
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any
 
 from nemo_gym_prorl.policy.engines.answers import finish, required
-from nemo_gym_prorl.policy.engines.engine import ChatPrompt
+from nemo_gym_prorl.policy.engines.engine import SampleRequest
 from nemo_gym_prorl.policy.engines.http_engine import Asked, HttpEngine, metric
-from nemo_gym_prorl.policy.engines.sampling import Sampling
 from nemo_gym_prorl.policy.generation import Generation
 
 
@@ -36,9 +35,8 @@ class SglangGenerate(HttpEngine):
     _load_names = ("sglang:num_queue_reqs", "sglang:token_usage")
     _kept_free = 1
 
-    async def _generate(
-        self, asked: Asked, prompt: Sequence[int], conversation: ChatPrompt, sampling: Sampling
-    ) -> Generation:
+    async def _generate(self, asked: Asked, request: SampleRequest) -> Generation:
+        prompt, sampling = request.prompt, request.sampling
         room = self.room(asked, len(prompt), sampling.max_tokens)
         parameters = {
             "max_new_tokens": room,
