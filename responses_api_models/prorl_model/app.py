@@ -12,7 +12,6 @@ import json
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from copy import deepcopy
-from dataclasses import replace
 from time import time
 from typing import Any
 
@@ -250,8 +249,7 @@ class ProrlModel(SimpleResponsesAPIModel):
     async def _complete(self, caller: Caller, body: ChatRequest) -> NeMoGymChatCompletion:
         chat = body.model_dump(exclude_unset=True)
         asked = self._turn_request(chat, chat["messages"], None)
-        service = self._host.service
-        answer = await service.turn(replace(asked, rollout=caller.rollout, group=caller.group, run=caller.run))
+        answer = await self._host.service.turn(caller.asking(asked))
         return NeMoGymChatCompletion.model_validate(self._completion(caller, answer, logprobs=chat.get("logprobs")))
 
     def _asked(self, body: NeMoGymResponseCreateParamsNonStreaming) -> dict[str, Any]:

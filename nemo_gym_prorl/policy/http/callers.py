@@ -13,13 +13,16 @@ import asyncio
 import uuid
 from collections.abc import Awaitable, Callable
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from typing import Any
 from urllib.parse import unquote
 
 from starlette.datastructures import Headers
 from starlette.requests import Request
 from starlette.responses import Response
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from nemo_gym_prorl.policy.turns import TurnRequest
 
 
 DEFERRAL = "X-Rollout-Tokens"
@@ -40,6 +43,10 @@ class Caller:
     group: str | None
     run: str | None
     deferred: bool
+
+    def asking(self, request: TurnRequest, **more: Any) -> TurnRequest:
+        """A request as this caller's, with what more there is to say of it."""
+        return replace(request, rollout=self.rollout, group=self.group, run=self.run, **more)
 
 
 def header_text(value: str) -> str:

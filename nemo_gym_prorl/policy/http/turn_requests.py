@@ -9,8 +9,8 @@ tokens are the text that they were all along.
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from time import time
 from types import MappingProxyType
 from typing import Any
@@ -92,20 +92,13 @@ class TurnRequests:
         after = params.pop("previous_response_id", None)
         if not (after is None or isinstance(after, str)):
             raise CallerError("must be a text", field="previous_response_id")
-        return await self._turn(service, caller, self._known(params, more), messages, after)
+        terms = self._known(params, more)
+        answer = await service.turn(caller.asking(terms.asked, messages=messages, after=after))
+        output = self._output(service, caller, answer)
+        return orjson.dumps({**terms.envelope, **about(answer, after), "output": output})
 
-    async def _turn(
-        self, service: PolicyService, caller: Caller, terms: Terms, messages: Sequence[Message], after: str | None
-    ) -> bytes:
-        asked = replace(
-            terms.asked,
-            rollout=caller.rollout,
-            group=caller.group,
-            run=caller.run,
-            messages=messages,
-            after=after,
-        )
-        answer = await service.turn(asked)
+    def _output(self, service: PolicyService, caller: Caller, answer: PolicyAnswer) -> list[dict[str, Any]]:
+        """A turn's items, with its tokens if the caller wants them."""
         turn = answer.turn if self._with_tokens and not caller.deferred else None
         items = self._items({**answer.message, **_STAND_INS} if turn is not None else answer.message)
         calls = (item for item in items if item["type"] == "function_call")
@@ -116,7 +109,7 @@ class TurnRequests:
             # All that follows the name of the first token field is written as one piece.
             items[-1] = {name: value for name, value in items[-1].items() if name not in _STAND_INS}
             items[-1]["prompt_token_ids"] = orjson.Fragment(b"".join(service.token_fields(caller.rollout, turn)))
-        return orjson.dumps({**terms.envelope, **about(answer, after), "output": items})
+        return items
 
     def _known(self, params: dict[str, Any], more: Mapping[str, Any]) -> Terms:
         try:
