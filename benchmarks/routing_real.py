@@ -278,7 +278,7 @@ def serve(port: int, model: str, urls: list[str]) -> None:
 
     @app.get("/up")
     async def up() -> Response:
-        return Response(status_code=200 if ours._host.ready is not None else 503)
+        return Response()
 
     uvicorn.run(app, host="127.0.0.1", port=port, log_level="warning")
 

@@ -30,8 +30,8 @@ from tokenizers import Tokenizer
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
 from responses_api_models.prorl_model.app import ProrlModel, ProrlModelConfig
-from tests.policy.engines import serving
 from tests.policy.fields import CASES, MODEL, Engine, ask, before, tokenizer_folder
+from tests.rollout.serving import serve as serving
 
 
 def main() -> None:

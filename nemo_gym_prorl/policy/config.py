@@ -31,6 +31,7 @@ class PolicyConfig(KnownKeys):
         tool_call_parser: how the model writes tool calls (vLLM's word). Where the engine takes turns apart itself
             (``nemo_rl``, ``vllm_chat``), it tells whether it does: a call that is left in a final answer is an error.
         thoughts: whether a leading ``<think>`` block is taken as reasoning.
+        replace_developer_role_with_system: also where the template has the role, or the engine renders.
         history: keep tokens as sampled when the template would rewrite them, or start a branch.
         limit: live rollouts per backend at most.
         unreachable_s: how long nothing of a run may be under way, for want of a backend that serves, before its turns
@@ -56,6 +57,7 @@ class PolicyConfig(KnownKeys):
     chat_template: str | None = None
     tool_call_parser: str = "hermes"
     thoughts: bool = True
+    replace_developer_role_with_system: bool = False
     history: Rewriting = "keep"
     limit: Annotated[int, Field(ge=1)] = 256
     unreachable_s: Annotated[float, Field(gt=0)] = 900.0

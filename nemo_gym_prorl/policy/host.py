@@ -43,7 +43,7 @@ class PolicyHost:
         metrics: what is counted in this process.
         engine: how backends are asked.
         dispatcher: runs requests.
-        ready: the service, once it runs.
+        service: the service, from the start on.
 
     Raises:
         CallerError: the configuration cannot work.
@@ -63,51 +63,36 @@ class PolicyHost:
             self._by_origin[origin_of(url)] = config.headers | authorization(key)
             self.pool.add(f"backend{index}", url)
         self._connections = Connections()
-        self.engine = ENGINES[config.protocol](
-            self._connections, config.model, by_origin=self._by_origin, named=config.engine is not None
-        )
+        self.engine = ENGINES[config.protocol](self._connections, config.model, self._by_origin)
         self.dispatcher = Dispatcher(self.pool, self.engine)
-        self.ready: PolicyService | None = None
-        self._starting = asyncio.Lock()
-        self._looking: asyncio.Task[None] | None = None
+        self.service: PolicyService
 
     @contextlib.asynccontextmanager
     async def lifespan(self) -> AsyncIterator[None]:
-        """Start, and end, with an application: one whose tokenizer is missing does not start."""
-        try:
-            await self.service()
-            yield
-        finally:
-            await self.aclose()
-
-    async def service(self) -> PolicyService:
-        """The running service. Who asks first has the tokenizer read, and the backends looked for.
+        """Start, and end, with an application: one whose tokenizer is missing does not start.
 
         Raises:
-            CallerError: the tokenizer or its template cannot be read.
+            CallerError: the tokenizer or its template cannot be read, or not be followed.
         """
-        async with self._starting:
-            if self.ready is None:
-                self.ready = await self._started()
-            return self.ready
-
-    async def _started(self) -> PolicyService:
         config, renderer = self.config, None
-        if self.engine.takes_tokens and config.tokenizer_folder is not None:
-            # It tokenises one text at a time: handing that to a pool of threads costs half as much again.
-            os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
-            renderer = await asyncio.to_thread(self._followed, config.tokenizer_folder)
-        self.dispatcher.start()
-        self._looking = asyncio.create_task(self._look_over())
-        return PolicyService(
-            self.dispatcher,
-            self.metrics,
-            renderer=renderer,
-            tool_format=config.tool_call_parser,
-            thoughts=config.thoughts,
-            history=config.history,
-            keep_s=config.keep_s,
-        )
+        async with self._connections, contextlib.aclosing(self.dispatcher):
+            if self.engine.takes_tokens and config.tokenizer_folder is not None:
+                # It tokenises one text at a time: handing that to a pool of threads costs half as much again.
+                os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+                renderer = await asyncio.to_thread(self._followed, config.tokenizer_folder)
+            self.service = PolicyService(
+                self.dispatcher,
+                self.metrics,
+                renderer=renderer,
+                tool_format=config.tool_call_parser,
+                thoughts=config.thoughts,
+                developers=not config.replace_developer_role_with_system,
+                history=config.history,
+                keep_s=config.keep_s,
+            )
+            self.dispatcher.start()
+            self.dispatcher.spawn(self._look_over())
+            yield
 
     def _followed(self, folder: str) -> Renderer:
         """Tokenizer and template, once it is known that they can be followed."""
@@ -130,14 +115,6 @@ class PolicyHost:
                     _log.warning(
                         "policy_model_name: %s serves %s, not %r", backend.url, ", ".join(served), self.config.model
                     )
-
-    async def aclose(self) -> None:
-        """Stop background work and close connections."""
-        if self._looking is not None:
-            self._looking.cancel()
-            await asyncio.gather(self._looking, return_exceptions=True)
-        await self.dispatcher.aclose()
-        await self._connections.aclose()
 
     # Who may join
 

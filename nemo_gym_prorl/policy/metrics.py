@@ -18,6 +18,7 @@ _OF_BACKENDS: Mapping[str, tuple[str, Callable[[Backend], float]]] = {
     "live_rollouts": ("Rollouts that live there", lambda backend: len(backend.live)),
     "live_tokens": ("Tokens of their prompts, shared ones once", lambda backend: backend.demand),
     "in_flight": ("Requests in flight", lambda backend: len(backend.in_flight)),
+    "held": ("Turns that wait for this very backend", lambda backend: len(backend.held)),
     "up": ("1 while the backend serves", lambda backend: backend.health is Health.UP),
     "limit": ("Live rollouts allowed there", lambda backend: backend.limit),
     "failovers": ("Requests that failed there", lambda backend: backend.failovers),
@@ -50,7 +51,6 @@ class PolicyMetrics:
             Gauge(f"prorl_policy_{name}", told, at, registry=registry): value
             for name, (told, value) in _OF_BACKENDS.items()
         }
-        self._held = Gauge("prorl_policy_held", "Turns that wait for this very backend", at, registry=registry)
         self._waiting = Gauge("prorl_policy_waiting", "Turns that wait for a backend", ("run",), registry=registry)
         self._migrations = Gauge(
             "prorl_policy_migrations", "Rollouts that moved to another backend", registry=registry
@@ -99,13 +99,12 @@ class PolicyMetrics:
 
     def exposition(self) -> bytes:
         """The metrics in Prometheus text format."""
-        for gauge in (*self._of_backends, self._held, self._waiting):
+        for gauge in (*self._of_backends, self._waiting):
             gauge.clear()
         for backend in self._pool.backends.values():
             at = backend.id, backend.run or ""
             for gauge, value in self._of_backends.items():
                 gauge.labels(*at).set(value(backend))
-            self._held.labels(*at).set(self._pool.held(backend.id))
         for run, waiting in self._pool.waiting_of.items():
             self._waiting.labels(run or "").set(waiting)
         self._migrations.set(self._pool.migrations)

@@ -24,7 +24,7 @@ from datetime import datetime
 from typing import Literal
 
 from nemo_gym_prorl.failures import CallerError, RolloutError
-from nemo_gym_prorl.policy.engines.engine import BackendFailed, ChatPrompt, Misconfigured
+from nemo_gym_prorl.policy.engines.engine import BackendFailed, Misconfigured, SampleRequest
 from nemo_gym_prorl.policy.generation import Finish, Generation
 from nemo_gym_prorl.policy.metrics import PolicyMetrics
 from nemo_gym_prorl.policy.pool.backend import Backend
@@ -81,6 +81,7 @@ class PolicyService:
         renderer: tokenizer and chat template, for engines that take tokens.
         tool_format: name in :data:`~nemo_gym_prorl.policy.text.parsers.FORMATS`.
         thoughts: look for ``<think>`` blocks.
+        developers: whether there is a role ``developer``, where the template has it; else that is the system's.
         history: see :data:`Rewriting`.
         keep_s: how long an unused rollout is remembered.
     """
@@ -93,6 +94,7 @@ class PolicyService:
         renderer: Renderer | None = None,
         tool_format: str = "hermes",
         thoughts: bool = True,
+        developers: bool = True,
         history: Rewriting = "keep",
         keep_s: float = 3600.0,
     ) -> None:
@@ -105,6 +107,9 @@ class PolicyService:
         self.renderer = renderer
         self.tool_format = tool_format
         self.thoughts = thoughts
+        # As vLLM knows whether a template has the role, by this mark.
+        source = renderer.template.source if renderer is not None else "'developer'"
+        self._developers = developers and ("'developer'" in source or '"developer"' in source)
         self.history: Rewriting = history
         self._keep_s = keep_s
         self._rollouts: OrderedDict[str, RolloutState] = OrderedDict()
@@ -149,13 +154,19 @@ class PolicyService:
         why = "edited" if match.foreign else "again"
         prompt, parent, written = self._render(rollout, match, messages, request)
         observed: Sequence[int] = prompt.new
-        conversation = ChatPrompt(
-            messages, request.tools, request.template_variables, prompt, request.tool_choice, request.effort
+        asked = SampleRequest(
+            prompt,
+            request.sampling,
+            messages,
+            tools=request.tools,
+            template_variables=request.template_variables,
+            tool_choice=request.tool_choice,
+            effort=request.effort,
         )
 
         async def generate(backend: Backend) -> Generation:
             try:
-                generation = await self.engine.generate(backend.url, prompt, conversation, request.sampling)
+                generation = await self.engine.generate(backend.url, asked)
             except BackendFailed:
                 self._calling.discard(backend.url)
                 raise
@@ -221,7 +232,7 @@ class PolicyService:
 
     def token_fields(self, rollout: str, turn: Turn) -> tuple[bytes, bytes]:
         """A turn's three token fields as JSON, but for the name of the first, in two parts: prompt, and the rest."""
-        texts = self._rollouts[rollout].texts
+        texts = self.rollout(rollout).texts
         return texts.before(turn), texts.sampled(turn)
 
     def finish(self, rollout: str) -> None:
@@ -306,21 +317,17 @@ class PolicyService:
         if request.instructions:
             lead = ({"role": "system", "content": request.instructions},)
         if request.after is None:
-            return rollout.history.find(self._roles((*lead, *request.messages)), request.tools)
+            return rollout.history.find(self._with_roles((*lead, *request.messages)), request.tools)
         point = rollout.answers.get(request.after)
         if point is None:
             raise RolloutGone(f"no answer {request.after!r} in this rollout", field="previous_response_id")
         if lead and not _begins(point.messages[0], lead[0]):
             raise CallerError("not those that the rollout began with", field="instructions")
         # Behind the turn that they continue: none of them begins anything.
-        return Match(point, tuple(self._roles((point.messages[-1], *request.messages))[1:]))
+        return Match(point, tuple(self._with_roles((point.messages[-1], *request.messages))[1:]))
 
-    def _roles(self, messages: Sequence[Message]) -> Sequence[Message]:
-        """Messages with the roles that the template knows, by the mark by which vLLM knows it."""
-        if self.renderer is None:
-            return messages
-        source = self.renderer.template.source
-        return messages if "'developer'" in source or '"developer"' in source else without_developers(messages)
+    def _with_roles(self, messages: Sequence[Message]) -> Sequence[Message]:
+        return messages if self._developers else without_developers(messages)
 
     def _render(
         self, rollout: RolloutState, match: Match, messages: Sequence[Message], request: TurnRequest

@@ -31,6 +31,7 @@ MEDIA_TYPE = "application/problem+json"
 DESCRIPTIONS: dict[int, str] = {
     400: "It cannot be done in this state.",
     401: "The key is missing or wrong.",
+    403: "It is not allowed here.",
     404: "There is no such thing, or it is forgotten.",
     409: "It conflicts with what is there.",
     410: "It was there and is forgotten.",
@@ -158,11 +159,11 @@ class Declared(NamedTuple):
 
     Attributes:
         statuses: of its problems, besides 401 and 422.
-        body: what it takes.
+        body: what it takes, where the route does not say.
     """
 
     statuses: tuple[int, ...]
-    body: type[BaseModel]
+    body: type[BaseModel] | None = None
 
 
 def add_problem_handlers(app: FastAPI, declared: Mapping[str, Declared] | None = None) -> None:
@@ -228,8 +229,9 @@ def _with_problems(document: dict[str, Any], declared: Mapping[str, Declared]) -
         for operation in operations.values():
             answers = operation["responses"]
             if (about := declared.get(path)) is not None:
-                body = {"application/json": {"schema": _referenced(about.body, schemas)}}
-                operation.setdefault("requestBody", {"required": True, "content": body})
+                if about.body is not None:
+                    body = {"application/json": {"schema": _referenced(about.body, schemas)}}
+                    operation.setdefault("requestBody", {"required": True, "content": body})
                 for status in (401, 422, *about.statuses):
                     answers.setdefault(str(status), {"description": ""})
             for status in [status for status in answers if status[0] in "45"]:

@@ -12,8 +12,6 @@ import json
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from copy import deepcopy
-from dataclasses import replace
-from functools import partial
 from time import time
 from typing import Any
 
@@ -33,14 +31,16 @@ from nemo_gym.responses_converter import VLLMConverter
 from nemo_gym.server_utils import SESSION_ID_KEY, is_nemo_gym_fastapi_entrypoint
 from pydantic import ConfigDict, Field, ValidationError
 from starlette.middleware.sessions import SessionMiddleware
+from starlette.types import ASGIApp
 
 from nemo_gym_prorl.failures import CallerError
+from nemo_gym_prorl.policy.config import PolicyConfig
 from nemo_gym_prorl.policy.engines.sampling import Sampling
 from nemo_gym_prorl.policy.generation import Finish
-from nemo_gym_prorl.policy.http.api import PolicyConfig, PolicyHost, add_control_routes, with_problems
+from nemo_gym_prorl.policy.host import PolicyHost
+from nemo_gym_prorl.policy.http.api import add_control_routes
 from nemo_gym_prorl.policy.http.callers import DEFERRAL, Caller, EndsWithCaller, caller_of, route_of_callers
 from nemo_gym_prorl.policy.http.fields import FOR_ENGINES, check, of_messages, of_responses
-from nemo_gym_prorl.policy.http.items import Forms
 from nemo_gym_prorl.policy.http.turn_requests import Terms, TurnRequests, about, read_object
 from nemo_gym_prorl.policy.text.messages import Message, arguments_of
 from nemo_gym_prorl.policy.text.parsers import Parsed
@@ -48,7 +48,7 @@ from nemo_gym_prorl.policy.turns import PolicyAnswer, TurnRequest
 from nemo_gym_prorl.serving import memory, open_files
 from nemo_gym_prorl.serving.access import KeyGuard, check_exposure
 from nemo_gym_prorl.serving.direct_routes import DirectRoutes, put_in_front
-from nemo_gym_prorl.serving.problems import invalid_body
+from nemo_gym_prorl.serving.problems import Declared, invalid_body
 from nemo_gym_prorl.serving.server_config import ServerConfig
 from nemo_gym_prorl.serving.starter import end_with_starter
 
@@ -86,6 +86,7 @@ class ProrlModelConfig(BaseResponsesAPIModelConfig, ServerConfig):
             api_key=self.api_key,
             model=self.model,
             thoughts=self.uses_reasoning_parser,
+            replace_developer_role_with_system=self.replace_developer_role_with_system,
             headers=self.default_headers,
             **self.policy,
         )
@@ -127,32 +128,32 @@ class ProrlModel(SimpleResponsesAPIModel):
         open_files.raise_limit()
         memory.recycle_large_blocks()
         app = super().setup_webserver()
-        with_problems(app, 400, 410, 422, 500)
         config = self.config
         self._host = PolicyHost(policy)
         self._converter = VLLMConverter(
             return_token_id_information=config.return_token_id_information,
             uses_reasoning_parser=config.uses_reasoning_parser,
         )
-        add_control_routes(app, self._host)
-        app.add_middleware(EndsWithCaller)
         self._turns = TurnRequests(
             self._host,
             self._terms,
-            self._roles,
-            self._forms(),
+            self._items,
             tokens=config.return_token_id_information,
-            thoughts=config.uses_reasoning_parser,
         )
         turns = {
             "/v1/responses": self._on_responses,
             "/v1/chat/completions": self._on_chat_completions,
             "/v1/messages": self._on_messages,
         }
+        add_control_routes(app, self._host, dict.fromkeys(turns, Declared((400, 410, 500))))
+        app.add_middleware(EndsWithCaller)
         routes = {path: route_of_callers(answer, SESSION_ID_KEY) for path, answer in turns.items()}
         session = self.get_session_middleware_key()  # the cookie's name, and the key that signs it
-        sessions = partial(SessionMiddleware, secret_key=session, session_cookie=session)
-        put_in_front(app, lambda rest: KeyGuard(DirectRoutes(rest, routes, sessions), key=policy.control_token))
+
+        def around(route: ASGIApp) -> ASGIApp:
+            return SessionMiddleware(EndsWithCaller(route), secret_key=session, session_cookie=session)
+
+        put_in_front(app, lambda rest: KeyGuard(DirectRoutes(rest, routes, around), key=policy.control_token))
         memory.collect_rarely()
         return app
 
@@ -220,22 +221,9 @@ class ProrlModel(SimpleResponsesAPIModel):
         response = NeMoGymResponse.model_validate(self._envelope(body) | about(empty, None) | {"output": []})
         return Terms(asked, orjson.loads(response.model_dump_json(by_alias=True)))
 
-    def _forms(self) -> Forms:
-        """The items of an answer as this Gym writes them, with all of their fields."""
-        call = {"id": "c", "type": "function", "function": {"name": "f", "arguments": "{}"}}
-        message = {"role": "assistant", "content": "<think>t</think>c", "tool_calls": [call]}
-        tokens = {"prompt_token_ids": [0], "generation_token_ids": [0], "generation_log_probs": [0.0]}
-        converter = VLLMConverter(return_token_id_information=True, uses_reasoning_parser=True)
-        body = NeMoGymResponseCreateParamsNonStreaming(input=[])
-        empty = PolicyAnswer("", {}, Parsed(None, "", ()), None, Finish.STOP, 0)
-        written = []
-        for fields in ({}, tokens):
-            output = [item.model_dump() for item in converter.postprocess_assistant_message_dict(message | fields)]
-            response = self._envelope(body) | about(empty, None) | {"output": output}
-            dumped = NeMoGymResponse.model_validate(response).model_dump_json(by_alias=True)
-            written.append(orjson.loads(dumped)["output"])
-        (thought, text, plain), (*_, trained) = written
-        return Forms(text, plain, thought, {n: v for n, v in trained.items() if n not in plain and n not in tokens})
+    def _items(self, message: Message) -> list[dict[str, Any]]:
+        """A turn's items as this Gym writes them."""
+        return [item.model_dump(by_alias=True) for item in self._converter.postprocess_assistant_message_dict(message)]
 
     async def messages(self, request: Request, body: dict[str, Any] = Body()) -> Any:
         with _readable():
@@ -261,8 +249,7 @@ class ProrlModel(SimpleResponsesAPIModel):
     async def _complete(self, caller: Caller, body: ChatRequest) -> NeMoGymChatCompletion:
         chat = body.model_dump(exclude_unset=True)
         asked = self._turn_request(chat, chat["messages"], None)
-        service = await self._host.service()
-        answer = await service.turn(replace(asked, rollout=caller.rollout, group=caller.group, run=caller.run))
+        answer = await self._host.service.turn(caller.asking(asked))
         return NeMoGymChatCompletion.model_validate(self._completion(caller, answer, logprobs=chat.get("logprobs")))
 
     def _asked(self, body: NeMoGymResponseCreateParamsNonStreaming) -> dict[str, Any]:
@@ -303,7 +290,7 @@ class ProrlModel(SimpleResponsesAPIModel):
         stop = chat.get("stop") or ()
         return TurnRequest(
             rollout="",
-            messages=self._roles(messages),
+            messages=messages,
             instructions=instructions,
             tools=tools,
             tool_choice=_tool_choice(chat, tools),
@@ -319,12 +306,6 @@ class ProrlModel(SimpleResponsesAPIModel):
             ),
             template_variables=variables,
         )
-
-    def _roles(self, messages: Sequence[Message]) -> Sequence[Message]:
-        """Messages with the roles that the policy's template knows."""
-        if not self.config.replace_developer_role_with_system:
-            return messages
-        return [{**m, "role": "system"} if m["role"] == "developer" else m for m in messages]
 
     def _completion(self, caller: Caller, answer: PolicyAnswer, *, logprobs: bool | None) -> dict[str, Any]:
         message = dict(answer.message)

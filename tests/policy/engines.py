@@ -1,9 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Real engines and servers for the tests: vLLM on the CPU with a tiny random model, and ASGI apps on loopback."""
+"""Real engines for the tests: vLLM on the CPU with a tiny random model."""
 
 from __future__ import annotations
 
-import asyncio
 import contextlib
 import fcntl
 import hashlib
@@ -13,12 +12,10 @@ import socket
 import subprocess
 import time
 import urllib.request
-from collections.abc import AsyncIterator, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 
 import pytest
-import uvicorn
-from starlette.types import ASGIApp
 
 from tests.policy.families import lessons
 
@@ -118,17 +115,3 @@ def answers(url: str) -> bool:
             return bool(response.status == 200)
     except OSError:
         return False
-
-
-@contextlib.asynccontextmanager
-async def serving(app: ASGIApp, port: int | None = None) -> AsyncIterator[str]:
-    """An ASGI application on a port, by default a free one; yields its URL."""
-    server = uvicorn.Server(uvicorn.Config(app, host="127.0.0.1", port=port or free_port(), log_level="warning"))
-    task = asyncio.create_task(server.serve())
-    while not server.started:
-        await asyncio.sleep(0.01)
-    try:
-        yield f"http://127.0.0.1:{server.config.port}"
-    finally:
-        server.should_exit = True
-        await task

@@ -20,9 +20,10 @@ from starlette.applications import Starlette
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
-from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+from tokenizers import Tokenizer
 
-from tests.policy.engines import serving
+from tests.policy.tokenizers import tokenizer_of
+from tests.rollout.serving import serve as serving
 
 
 MODEL = "tiny"
@@ -53,11 +54,7 @@ KNOWN = {
 
 def tokenizer() -> Tokenizer:
     """Every byte is a token, and the end of a turn."""
-    fast = Tokenizer(models.BPE({c: i for i, c in enumerate(sorted(pre_tokenizers.ByteLevel.alphabet()))}, []))
-    fast.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
-    fast.decoder = decoders.ByteLevel()
-    fast.add_special_tokens(["<|im_end|>"])
-    return fast
+    return tokenizer_of("bytes", "<|im_end|>")._fast
 
 
 def tokenizer_folder(folder: Path) -> Path:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A policy of a test's own, and the smallest tokenizer that one takes."""
+"""A policy of a test's own, bare or as a model server, and the smallest tokenizer that one takes."""
 
 from __future__ import annotations
 
@@ -8,10 +8,15 @@ from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
 
+from nemo_gym.config_types import BaseServerConfig
+from nemo_gym.server_utils import ServerClient
+from omegaconf import DictConfig
 from tokenizers import Tokenizer as FastTokenizer
 from tokenizers.models import WordLevel
 
-from nemo_gym_prorl.policy.http.api import PolicyConfig, PolicyHost
+from nemo_gym_prorl.policy.config import PolicyConfig
+from nemo_gym_prorl.policy.host import PolicyHost
+from responses_api_models.prorl_model.app import ProrlModel, ProrlModelConfig
 from tests.policy.engines import MODEL
 
 
@@ -21,6 +26,23 @@ async def hosted(*urls: str, **config: Any) -> AsyncIterator[PolicyHost]:
     host = PolicyHost(PolicyConfig(base_url=list(urls), **({"model": MODEL} | config)))
     async with host.lifespan():
         yield host
+
+
+def server(base_url: str | list[str], model_folder: Path, **config: object) -> ProrlModel:
+    """The model server as Gym makes it; nothing of it runs yet."""
+    settings = {
+        "host": "127.0.0.1",
+        "port": 0,
+        "name": "policy_model",
+        "entrypoint": "app.py",
+        "base_url": base_url,
+        "model": "tiny",
+        "policy": {"tokenizer": str(model_folder)},
+    }
+    client = ServerClient(
+        head_server_config=BaseServerConfig(host="127.0.0.1", port=1), global_config_dict=DictConfig({})
+    )
+    return ProrlModel(config=ProrlModelConfig.model_validate(settings | config), server_client=client)
 
 
 def words_in(folder: Path, *words: str, template: str = "{{ messages[0].content }}") -> str:

@@ -15,12 +15,9 @@ from typing import Any
 
 import aiohttp
 import uvicorn
-from nemo_gym.config_types import BaseServerConfig
-from nemo_gym.server_utils import ServerClient
-from omegaconf import DictConfig
 
-from responses_api_models.prorl_model.app import ProrlModel, ProrlModelConfig
 from tests.policy.engines import answers, free_port
+from tests.policy.hosts import server
 
 
 START_S = 400
@@ -69,33 +66,20 @@ def started(engine: str | None, folder: Path, port: int | None = None, **policy:
         process = subprocess.Popen(
             [*program, json.dumps(settings)], stdout=out, stderr=out, cwd=Path(__file__).parents[2]
         )
-    server = Server(process, f"http://127.0.0.1:{port}", log)
+    there = Server(process, f"http://127.0.0.1:{port}", log)
     deadline = time.monotonic() + START_S
-    while not answers(f"{server.url}/v1/backends"):
+    while not answers(f"{there.url}/v1/backends"):
         assert process.poll() is None, log.read_text()
         assert time.monotonic() < deadline, log.read_text()
         time.sleep(0.2)
-    return server
+    return there
 
 
 def main(port: int, base_url: str, policy: str = "{}") -> None:
     logging.basicConfig(level=logging.INFO)
     settings = json.loads(policy)
-    config = ProrlModelConfig.model_validate(
-        {
-            "host": "127.0.0.1",
-            "port": port,
-            "name": "policy_model",
-            "entrypoint": "app.py",
-            "base_url": base_url or [],
-            "model": settings.pop("model", "tiny"),
-            "policy": settings,
-        }
-    )
-    client = ServerClient(
-        head_server_config=BaseServerConfig(host="127.0.0.1", port=1), global_config_dict=DictConfig({})
-    )
-    app = ProrlModel(config=config, server_client=client).setup_webserver()
+    model = settings.pop("model", "tiny")
+    app = server(base_url or [], Path(), model=model, port=port, policy=settings).setup_webserver()
     uvicorn.run(app, host="127.0.0.1", port=port, timeout_graceful_shutdown=1, timeout_keep_alive=30)
 
 

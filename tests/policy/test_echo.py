@@ -17,9 +17,10 @@ from fastapi import FastAPI
 from tokenizers import Tokenizer as FastTokenizer
 
 from nemo_gym_prorl.policy.text.tokenizer import Tokenizer
-from tests.policy.engines import serving
 from tests.policy.families import TEMPLATES
-from tests.policy.test_prorl_model import TOKEN_FIELDS, TOOLS, server
+from tests.policy.hosts import server
+from tests.policy.test_prorl_model import TOKEN_FIELDS, TOOLS
+from tests.rollout.serving import serve as serving
 
 
 THINKS = "<think>\nhm\n</think>\n\n"
@@ -85,7 +86,6 @@ async def test_odd_turns_stay_in_the_chain(model_folder: Path, carries: bool) ->
                 # Without ids nothing is left of a turn in which there is nothing to see: it is sampled once more.
                 straight = carries or not {BLANK, NOTHING} & set(script)
                 check(agent.turns, await agent.tokens(), straight=straight)
-        await model._host.aclose()
 
 
 def check(turns: list[dict[str, Any]], tokens: dict[str, Any], *, straight: bool) -> None:

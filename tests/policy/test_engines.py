@@ -18,26 +18,29 @@ import pytest
 from fastapi import FastAPI, Request, Response
 
 from nemo_gym_prorl.failures import CallerError, RolloutError
+from nemo_gym_prorl.policy.config import PolicyConfig
 from nemo_gym_prorl.policy.engines.connections import Connections
 from nemo_gym_prorl.policy.engines.engine import (
     BackendErred,
     BackendFailed,
-    ChatPrompt,
     Load,
     Misconfigured,
     RequestRefused,
+    SampleRequest,
 )
 from nemo_gym_prorl.policy.engines.nemo_rl import NemoRl
 from nemo_gym_prorl.policy.engines.sampling import Sampling
 from nemo_gym_prorl.policy.engines.sglang import SglangGenerate
 from nemo_gym_prorl.policy.engines.vllm_completions import VllmCompletions
 from nemo_gym_prorl.policy.generation import Finish, Generation
-from nemo_gym_prorl.policy.http.api import PolicyConfig, PolicyHost, add_control_routes
+from nemo_gym_prorl.policy.host import PolicyHost
+from nemo_gym_prorl.policy.http.api import add_control_routes
 from nemo_gym_prorl.policy.service import PolicyService
 from nemo_gym_prorl.policy.tokens.ledger import TokenMismatch
 from nemo_gym_prorl.policy.turns import TurnRequest
-from tests.policy.engines import MODEL, free_port, serving
+from tests.policy.engines import MODEL, free_port
 from tests.policy.hosts import hosted, words_in
+from tests.rollout.serving import serve as serving
 
 
 @pytest.fixture(autouse=True)
@@ -52,9 +55,15 @@ async def connections() -> AsyncIterator[Connections]:
         yield connections
 
 
-def says(path: str, answer: Callable[[dict[str, Any]], Any], seen: list[dict[str, Any]] | None = None) -> FastAPI:
+def says(
+    path: str,
+    answer: Callable[[dict[str, Any]], Any],
+    seen: list[dict[str, Any]] | None = None,
+    *,
+    published: bool = True,
+) -> FastAPI:
     """An endpoint whose answers we choose: what a misconfigured or foreign server might send."""
-    app = FastAPI()
+    app = FastAPI(openapi_url="/openapi.json" if published else None)
 
     @app.post(path)
     async def respond(request: Request) -> Response:
@@ -71,14 +80,14 @@ async def first_call(engine_url: str, **config: Any) -> Generation:
     """The first turn of a freshly configured policy."""
     async with hosted(engine_url, **config) as host:
         request = TurnRequest("r", [{"role": "user", "content": "hi"}], sampling=Sampling(max_tokens=8))
-        return (await (await host.service()).turn(request)).turn
+        return (await host.service.turn(request)).turn
 
 
 @pytest.mark.engine
 async def test_a_prompt_with_ids_that_the_engine_does_not_know(engine_url: str, connections: Connections) -> None:
     engine = VllmCompletions(connections, MODEL)
     with pytest.raises(RequestRefused, match="out of vocabulary"):
-        await engine.generate(engine_url, [4_000_000], ChatPrompt([]), Sampling(max_tokens=1))
+        await engine.generate(engine_url, SampleRequest([4_000_000], Sampling(max_tokens=1)))
 
 
 @pytest.mark.engine
@@ -107,7 +116,7 @@ async def test_a_prompt_that_fills_the_context_ends_typed(engine_url: str, conne
     async with connections.control.get(f"{engine_url}/v1/models") as response:
         room = (await response.json())["data"][0]["max_model_len"]
     for length in (room, room + 1000):
-        generation = await engine.generate(engine_url, [5] * length, ChatPrompt([]), Sampling(max_tokens=4))
+        generation = await engine.generate(engine_url, SampleRequest([5] * length, Sampling(max_tokens=4)))
         assert generation.finish is Finish.CONTEXT
 
 
@@ -132,7 +141,7 @@ async def test_a_rollout_that_is_over_holds_nothing_until_the_collector_comes(
         serving(says("/v1/completions", lambda _: said)) as url,
         hosted(url, tokenizer=str(tmp_path), engine="vllm", unreachable_s=0.2) as host,
     ):
-        service, message = await host.service(), Told(role="user", content="hi")
+        service, message = host.service, Told(role="user", content="hi")
         gone = weakref.ref(message)
         gc.collect()
         gc.disable()
@@ -183,7 +192,7 @@ async def test_an_answer_that_is_no_trajectory_is_an_error(
 ) -> None:
     async with serving(says("/v1/completions", answer)) as url:
         with pytest.raises(error, match=said):
-            await VllmCompletions(connections, MODEL).generate(url, [7], ChatPrompt([]), Sampling(max_tokens=8))
+            await VllmCompletions(connections, MODEL).generate(url, SampleRequest([7], Sampling(max_tokens=8)))
 
 
 async def test_missing_and_broken_log_probs_never_reach_the_ledger(model_folder: Path) -> None:
@@ -218,7 +227,7 @@ async def test_cached_tokens_below_none_are_none(connections: Connections) -> No
     answer = completion() | {"usage": {"prompt_tokens_details": {"cached_tokens": -7}}}
     async with serving(says("/v1/completions", lambda _: answer)) as url:
         generation = await VllmCompletions(connections, MODEL).generate(
-            url, [7], ChatPrompt([]), Sampling(max_tokens=8)
+            url, SampleRequest([7], Sampling(max_tokens=8))
         )
     assert generation.cached_tokens == 0
 
@@ -227,8 +236,8 @@ async def test_cached_tokens_below_none_are_none(connections: Connections) -> No
 async def test_gauges_that_are_no_numbers_are_no_load(connections: Connections, number: str) -> None:
     """One that raised would end the reports of all backends."""
     app = FastAPI()
-    gauges = "".join(f"vllm:{name} {number}\n" for name in ("num_requests_running", "num_requests_waiting"))
-    app.add_api_route("/metrics", lambda: Response(b"\xff\n" + gauges.encode() + b"vllm:kv_cache_usage_perc 1\n"))
+    gauges = f"vllm:num_requests_waiting {number}\nvllm:kv_cache_usage_perc 1\n"
+    app.add_api_route("/metrics", lambda: Response(b"\xff\n" + gauges.encode()))
     async with serving(app) as url:
         assert await VllmCompletions(connections, MODEL).load(url) is None
 
@@ -280,7 +289,7 @@ class Replaced:
 async def policy_at(url: str, folder: Path, **config: Any) -> AsyncIterator[PolicyService]:
     settings = {"engine": "vllm", "tokenizer": words_in(folder, "hi", "?", "yes"), "unreachable_s": 20} | config
     async with hosted(url, **settings) as host:
-        yield await host.service()
+        yield host.service
 
 
 @contextlib.asynccontextmanager
@@ -382,7 +391,7 @@ async def test_two_who_pause_are_both_told_when_nothing_runs(tmp_path: Path) -> 
 async def test_nobody_there(connections: Connections) -> None:
     url = f"http://127.0.0.1:{free_port()}"
     with pytest.raises(BackendFailed, match="Cannot connect"):
-        await VllmCompletions(connections, MODEL).generate(url, [7], ChatPrompt([]), Sampling())
+        await VllmCompletions(connections, MODEL).generate(url, SampleRequest([7], Sampling()))
     assert not await VllmCompletions(connections, MODEL).healthy(url)
     assert await VllmCompletions(connections, MODEL).load(url) is None
 
@@ -412,7 +421,7 @@ async def test_a_connection_closed_while_idle_is_not_a_dead_engine() -> None:
     async with await asyncio.start_server(serve, "127.0.0.1", 0) as server, Connections() as connections:
         url = f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}/v1"
         engine = VllmCompletions(connections, MODEL)
-        turns = [await engine.generate(url, [7], ChatPrompt([]), Sampling()) for _ in range(4)]
+        turns = [await engine.generate(url, SampleRequest([7], Sampling())) for _ in range(4)]
     assert turns == turns[:1] * 4
     known_and_asked = ["/tokenize", "/v1/completions"]
     # The third request of a connection is dropped, and sent again over one of its own.
@@ -426,11 +435,11 @@ async def test_an_engine_says_how_much_its_cache_holds(engine_url: str, connecti
     assert load.capacity is not None
     assert load.capacity > 16_384, "two contexts at least"
     app = FastAPI()
-    gauges = {"num_running_reqs": 1, "num_queue_reqs": 2, "token_usage": 0.5, "max_total_num_tokens": 161721}
+    gauges = {"num_queue_reqs": 2, "token_usage": 0.5, "max_total_num_tokens": 161721}
     text = "".join(f'sglang:{name}{{model_name="m"}} {float(value)}\n' for name, value in gauges.items())
     app.add_api_route("/metrics", lambda: Response(text))
     async with serving(app) as url:
-        assert await SglangGenerate(connections, MODEL).load(url) == Load(1, 2, 0.5, 161721)
+        assert await SglangGenerate(connections, MODEL).load(url) == Load(2, 0.5, 161721)
 
 
 async def test_sglang_speaks_tokens(connections: Connections) -> None:
@@ -439,7 +448,7 @@ async def test_sglang_speaks_tokens(connections: Connections) -> None:
     app = says("/generate", lambda _: {"text": "x", "meta_info": about | {"cached_tokens": 5}}, seen)
     async with serving(app) as url:
         sampling = Sampling(max_tokens=2, temperature=0.5, stop=("!",))
-        generation = await SglangGenerate(connections, MODEL).generate(f"{url}/v1", [7, 8], ChatPrompt([]), sampling)
+        generation = await SglangGenerate(connections, MODEL).generate(f"{url}/v1", SampleRequest([7, 8], sampling))
     assert (generation.ids, generation.log_probs) == ([3, 4], [-0.5, -1.5])
     assert (generation.finish, generation.cached_tokens) == (Finish.LENGTH, 5)
     assert seen[0]["input_ids"] == [7, 8]
@@ -463,7 +472,7 @@ def nemo_rl_server(seen: list[dict[str, Any]]) -> FastAPI:
 async def test_nemo_rl_is_told_the_prefix_and_keeps_it() -> None:
     seen: list[dict[str, Any]] = []
     async with serving(nemo_rl_server(seen)) as url, hosted(f"{url}/v1", engine="nemo_rl") as host:
-        service = await host.service()
+        service = host.service
         assert isinstance(service.engine, NemoRl)
         messages: list[dict[str, Any]] = [{"role": "user", "content": "hi"}]
         for _ in range(3):
@@ -481,8 +490,11 @@ async def test_an_engine_that_rewrites_history_gives_a_branch_and_no_wrong_chain
         choice = {"message": {"role": "assistant", "content": "so"}, "logprobs": logged, "token_ids": [3]}
         return {"choices": [choice | {"finish_reason": "stop"}], "prompt_token_ids": [len(body["messages"])]}
 
-    async with serving(says("/v1/chat/completions", answer)) as url, hosted(url, engine="vllm_chat") as host:
-        service = await host.service()
+    async with (
+        serving(says("/v1/chat/completions", answer, published=False)) as url,
+        hosted(url, engine="vllm_chat") as host,
+    ):
+        service = host.service
         messages: list[dict[str, Any]] = [{"role": "user", "content": "hi"}]
         first = await service.turn(TurnRequest("r", tuple(messages)))
         messages += [dict(first.message), {"role": "user", "content": "on"}]
@@ -519,4 +531,3 @@ async def test_the_control_routes(connections: Connections) -> None:
         assert await call("DELETE", "/v1/backends") == (200, {"backends": []})
         async with connections.control.get(f"{url}/metrics") as response:
             assert 'prorl_policy_waiting{run=""} 0.0' in await response.text()
-    await host.aclose()

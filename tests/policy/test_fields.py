@@ -9,7 +9,8 @@ import aiohttp
 import pytest
 
 from tests.policy.fields import CASES, Engine, ask, before, tokenizer_folder
-from tests.policy.test_prorl_model import server, serving
+from tests.policy.hosts import server
+from tests.rollout.serving import serve as serving
 
 
 @pytest.mark.parametrize("protocol", ["vllm", "vllm_chat"])

@@ -17,8 +17,6 @@ import aiohttp
 import pytest
 from tokenizers import Tokenizer as FastTokenizer
 
-from nemo_gym_prorl.gym.command_line import DeploymentError
-from nemo_gym_prorl.gym.deployment import GymDeployment
 from nemo_gym_prorl.policy.text.parsers import parse
 from nemo_gym_prorl.policy.text.tokenizer import Tokenizer
 from nemo_gym_prorl.scripted.server import ScriptedConfig, serve
@@ -28,11 +26,6 @@ from tests.policy.families import FAMILIES, TEMPLATES, TOOLS, some_words
 
 
 pytestmark = [pytest.mark.gym, pytest.mark.engine, pytest.mark.timeout(600)]
-
-CONFIGS = [
-    "responses_api_models/prorl_model/configs/prorl_model.yaml",
-    "resources_servers/example_single_tool_call/configs/example_single_tool_call.yaml",
-]
 
 
 def servers(policy_url: str, name: str, server: str = "prorl_model", **settings: Any) -> dict[str, Any]:
@@ -115,17 +108,6 @@ async def test_gyms_own_agent_over_a_real_engine(engine_url: str, model_folder: 
     assert 'prorl_policy_sampled_tokens_total{backend="backend0",run=""}' in metrics
     assert "prorl_policy_retokenised_tokens_total 0.0" in metrics
     assert [(b["id"], b["health"]) for b in backends] == [("backend0", "up")]
-
-
-@pytest.mark.long("test_host.py (the server) and test_deployment.py (Gym) have a half each")
-async def test_gym_does_not_start_a_model_server_without_its_tokenizer(tmp_path: Path) -> None:
-    override = f"++policy_model.responses_api_models.prorl_model.policy.tokenizer={tmp_path}"
-    deployment = GymDeployment(
-        config_paths=CONFIGS, model_type=None, policy_base_url="http://127.0.0.1:1/v1", overrides=[override]
-    )
-    with pytest.raises(DeploymentError, match=r"tokenizer: no tokenizer\.json in"):
-        async with deployment:
-            pass
 
 
 @pytest.mark.parametrize("server", ["prorl_model", "vllm_model"])

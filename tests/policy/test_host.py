@@ -20,14 +20,14 @@ from nemo_gym_prorl.policy.config import HostRefused
 from nemo_gym_prorl.policy.engines.addresses import checked_url
 from nemo_gym_prorl.policy.engines.engine import BackendFailed, Misconfigured, RequestRefused
 from nemo_gym_prorl.policy.engines.sampling import Sampling
-from nemo_gym_prorl.policy.http.api import PolicyHost
+from nemo_gym_prorl.policy.host import PolicyHost
 from nemo_gym_prorl.policy.pool.backend import Health
 from nemo_gym_prorl.policy.turns import TurnRequest
 from nemo_gym_prorl.scripted.server import ScriptedConfig, serve
-from tests.policy.engines import MODEL, free_port, serving
-from tests.policy.hosts import hosted, words_in
+from tests.policy.engines import MODEL, free_port
+from tests.policy.hosts import hosted, server, words_in
 from tests.policy.test_engines import completion, nemo_rl_server, says
-from tests.policy.test_prorl_model import server
+from tests.rollout.serving import serve as serving
 
 
 HI = [{"role": "user", "content": "hi"}]
@@ -81,7 +81,7 @@ async def answer_later(host: PolicyHost) -> asyncio.Task[Any]:
     turn = TurnRequest("r", HI, sampling=Sampling(max_tokens=4, temperature=1.0))
 
     async def ask() -> Any:
-        return await (await host.service()).turn(turn)
+        return await host.service.turn(turn)
 
     asked = asyncio.create_task(ask())
     await asyncio.sleep(0.5)
@@ -112,33 +112,32 @@ def vllm() -> FastAPI:
     return says("/v1/completions", lambda _: completion(token_ids=[1, 1]))
 
 
-@pytest.mark.parametrize("routed", [False, True], ids=["engine", "router"])
-async def test_an_engine_that_nobody_named_is_vllm_or_refused(
-    routed: bool, words: str, caplog: pytest.LogCaptureFixture
-) -> None:
+async def test_an_engine_that_nobody_named_is_vllm_or_refused(words: str, caplog: pytest.LogCaptureFixture) -> None:
     """By tokens where there are any. Chat completions alone are NeMo RL's, which would sample after other tokens."""
-
-    def there(app: FastAPI) -> FastAPI:
-        return router(app) if routed else app
-
-    async with serving(there(nemo_rl_server([]))) as url:
+    async with serving(nemo_rl_server([])) as url:
         async with hosted(url) as host:
             with pytest.raises(Misconfigured, match=r"policy\.engine: .* has no /v1/completions, .* not 'vllm_chat'"):
                 await asyncio.wait_for(await answer_later(host), 20)
         assert "so it is not 'vllm_chat'" in caplog.text, "said at the start"
         async with hosted(url, engine="nemo_rl") as host:
             assert list((await (await answer_later(host))).turn.sampled) == [3, 4]
-    async with serving(there(sglang())) as url:
+    async with serving(sglang()) as url:
         async with hosted(url, tokenizer=words) as host:
-            with pytest.raises(Misconfigured, match="does not serve" if routed else "so it is not 'vllm'"):
+            with pytest.raises(Misconfigured, match="so it is not 'vllm'"):
                 await asyncio.wait_for(await answer_later(host), 20)
         async with hosted(url, tokenizer=words, engine="sglang") as host:
             assert list((await (await answer_later(host))).turn.sampled) == [1]
-    async with serving(there(vllm())) as url, hosted(url, tokenizer=words) as host:
+    async with serving(vllm()) as url, hosted(url, tokenizer=words) as host:
         assert list((await (await answer_later(host))).turn.sampled) == [1, 1]
     config = ScriptedConfig()
     async with serve(config) as url, hosted(url, model=config.model) as host:
         assert (await (await answer_later(host))).turn.sampled
+
+
+async def test_an_engine_that_publishes_no_routes_is_found_out_by_its_answers(words: str) -> None:
+    async with serving(router(sglang())) as url, hosted(url, tokenizer=words) as host:
+        with pytest.raises(Misconfigured, match="does not serve"):
+            await asyncio.wait_for(await answer_later(host), 20)
 
 
 async def test_a_backend_of_another_kind_is_refused() -> None:
@@ -157,9 +156,8 @@ async def test_a_backend_of_another_kind_is_refused() -> None:
 
 
 async def test_a_wrong_name_and_a_wrong_key_are_said_at_the_start(caplog: pytest.LogCaptureFixture) -> None:
-    locked = FastAPI()
+    locked = FastAPI(openapi_url=None)
     locked.add_api_route("/v1/models", lambda: Response("who are you?", status_code=401))
-    locked.add_api_route("/v1/chat/completions", lambda: {}, methods=["POST"])
     async with serve() as scripted, serving(locked) as url, hosted(scripted, url, engine="vllm_chat"):
         async with asyncio.timeout(20):
             while len(caplog.messages) < 2:
@@ -181,7 +179,7 @@ async def test_engines_that_take_tokens_are_told_what_is_left_of_the_context(wor
         cards = {"data": [{"id": "adapter", "max_model_len": 7}, {"id": MODEL, "max_model_len": 100}]}
         app.add_api_route("/v1/models", lambda cards=cards: cards)
         async with serving(app) as url, hosted(url, engine=kind, tokenizer=words) as host:
-            service = await host.service()
+            service = host.service
             for asked in (None, 5, 500):
                 await service.turn(TurnRequest(f"r{asked}", HI, sampling=Sampling(max_tokens=asked)))
         assert [limit(body) for body in seen] == [left, 5, left]
@@ -190,7 +188,7 @@ async def test_engines_that_take_tokens_are_told_what_is_left_of_the_context(wor
         hosted(url, engine="vllm", tokenizer=words) as host,
     ):
         with pytest.raises(Misconfigured, match=r"max_output_tokens: .* does not say how long its context is"):
-            await (await host.service()).turn(TurnRequest("r", HI))
+            await host.service.turn(TurnRequest("r", HI))
 
 
 # Whose fault a 500 is
@@ -200,7 +198,7 @@ async def test_a_refused_sampling_parameter_is_the_requests_fault_and_takes_noth
     """NeMo RL's engine asserts its profile (HTTP 500), and has no /health."""
     asked: list[dict[str, Any]] = []
     async with serving(nemo_rl_server(asked)) as url, hosted(url, engine="nemo_rl") as host:
-        service = await host.service()
+        service = host.service
         wrong = TurnRequest("wrong", HI, sampling=Sampling(temperature=0.1))
         with pytest.raises(RequestRefused, match="sampling parameters differ from the training profile"):
             await asyncio.wait_for(service.turn(wrong), 20)
@@ -246,13 +244,13 @@ async def test_an_engine_without_health_comes_back_after_it_was_gone(caplog: pyt
 async def test_an_engine_that_answers_every_request_with_an_error_is_no_fault_of_any() -> None:
     broken = says("/v1/chat/completions", lambda _: Response("broken", status_code=500))
     async with serving(broken) as url, hosted(url, engine="nemo_rl") as host:
-        turn = (await host.service()).turn(TurnRequest("r", HI))
+        turn = host.service.turn(TurnRequest("r", HI))
         with pytest.raises(BackendFailed, match="answered 500: broken"):
             await asyncio.wait_for(turn, 20)
         async with serving(nemo_rl_server([])) as good:
             await host.add(good, "good")
             turns = [TurnRequest(f"r{i}", HI, sampling=Sampling(temperature=1.0)) for i in range(4)]
-            service = await host.service()
+            service = host.service
             answers = await asyncio.gather(*(service.turn(turn) for turn in turns))
         assert all(list(answer.turn.sampled) == [3, 4] for answer in answers)
 
@@ -264,7 +262,7 @@ async def test_a_backend_with_a_wrong_key_sends_its_rollouts_to_one_with_a_right
         serving(nemo_rl_server([])) as good,
         hosted(bad, good, engine="nemo_rl") as host,
     ):
-        service = await host.service()
+        service = host.service
         for index in range(4):
             request = TurnRequest(f"r{index}", HI, sampling=Sampling(temperature=1.0))
             assert list((await service.turn(request)).turn.sampled) == [3, 4]
@@ -277,7 +275,7 @@ async def test_keys_go_where_they_belong() -> None:
     seen: dict[str, str | None] = {}
 
     def engine(name: str) -> FastAPI:
-        app = says("/v1/chat/completions", lambda _: Response("busy", status_code=503))
+        app = says("/v1/chat/completions", lambda _: Response("busy", status_code=503), published=False)
 
         @app.middleware("http")
         async def look(request: Request, call_next: Any) -> Any:
@@ -294,7 +292,7 @@ async def test_keys_go_where_they_belong() -> None:
         serving(engine("keyed")) as keyed,
         hosted(one, two, engine="vllm_chat", api_key=["k1", "k2"], headers={"X-Secret": "s"}) as host,
     ):
-        service = await host.service()
+        service = host.service
         await host.add(added)
         await host.add(keyed, api_key="k3")
         for backend in host.pool.backends.values():

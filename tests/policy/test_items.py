@@ -11,11 +11,7 @@ import orjson
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from nemo_gym.openai_utils import (
-    NeMoGymChatCompletion,
-    NeMoGymResponse,
-    NeMoGymResponseCreateParamsNonStreaming,
-)
+from nemo_gym.openai_utils import NeMoGymResponse, NeMoGymResponseCreateParamsNonStreaming
 
 from nemo_gym_prorl.failures import CallerError
 from nemo_gym_prorl.policy.generation import Finish, Generation
@@ -31,8 +27,9 @@ from nemo_gym_prorl.policy.turns import PolicyAnswer
 from nemo_gym_prorl.scripted.server import ScriptedConfig
 from nemo_gym_prorl.scripted.server import serve as scripted
 from responses_api_models.prorl_model.app import ProrlModel
-from tests.policy.engines import serving
-from tests.policy.test_prorl_model import TOOLS, server
+from tests.policy.hosts import server
+from tests.policy.test_prorl_model import TOOLS
+from tests.rollout.serving import serve as serving
 
 
 @pytest.fixture(scope="module")
@@ -132,33 +129,13 @@ PARSED = st.builds(
 
 
 @given(parsed=PARSED)
-def test_items_are_those_of_gyms_converter(model: ProrlModel, parsed: Parsed) -> None:
-    message = as_message(parsed)
-    ledger = TokenLedger()
-    turn = ledger.append(None, [1, 2], Generation([3], [-0.5], Finish.STOP))
-    answer = PolicyAnswer("r", message, parsed, turn, Finish.STOP, 2)
+def test_items_are_written_as_gyms_response_writes_them(model: ProrlModel, parsed: Parsed) -> None:
     fields = {"prompt_token_ids": [1, 2], "generation_token_ids": [3], "generation_log_probs": [-0.5]}
-    choice = {"index": 0, "finish_reason": "stop", "message": message | fields}
-    chat = {"id": "r", "object": "chat.completion", "created": 1, "model": "m", "choices": [choice]}
-    converted = model._converter.postprocess_chat_response(NeMoGymChatCompletion.model_validate(chat).choices[0])
+    items = model._items(as_message(parsed) | fields)
     body = NeMoGymResponseCreateParamsNonStreaming(input=[])
-    long = model._envelope(body) | about(answer, None) | {"output": [item.model_dump() for item in converted]}
-    expected = orjson.loads(NeMoGymResponse.model_validate(long).model_dump_json(by_alias=True))["output"]
-
-    forms = model._forms()
-    items = forms.items(message, parsed, thoughts=model.config.uses_reasoning_parser)
-    items[-1] |= fields | forms.tokens
-    malformed = {
-        call["id"] for call, one in zip(message.get("tool_calls", ()), parsed.calls, strict=True) if one.malformed
-    }
-    for item in expected:
-        if item.get("call_id") in malformed:
-            item["status"] = "incomplete"
-    assert [_unnamed(item) for item in items] == [_unnamed(item) for item in expected]
-
-
-def _unnamed(item: dict[str, Any]) -> dict[str, Any]:
-    return {name: value for name, value in item.items() if name != "id" or item["type"] == "function_call"}
+    answer = PolicyAnswer("r", {}, parsed, None, Finish.STOP, 2)
+    whole = model._envelope(body) | about(answer, None) | {"output": items}
+    assert items == orjson.loads(NeMoGymResponse.model_validate(whole).model_dump_json(by_alias=True))["output"]
 
 
 IDS = st.lists(st.integers(0, 200_000), min_size=1, max_size=5)
@@ -212,7 +189,6 @@ async def test_a_caller_is_known_by_its_cookie_or_its_name_and_answered_the_same
                 by_cookie = await _turns(http, url, body, {"Content-Type": "Application/JSON"})
                 assert len(jar) == 1
                 by_name = await _turns(named, url, body, {"X-Rollout-Id": "r"})
-        await made._host.aclose()
     assert by_name == by_cookie
     assert [item["type"] for answer in by_name for item in answer["output"]] == ["message", "function_call"]
 

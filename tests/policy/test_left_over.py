@@ -14,12 +14,12 @@ from nemo_gym_prorl.policy.engines.engine import Misconfigured
 from nemo_gym_prorl.policy.text.left_over import left_over
 from nemo_gym_prorl.policy.text.parsers import FORMATS
 from nemo_gym_prorl.policy.turns import TurnRequest
-from tests.policy.engines import serving
 from tests.policy.families import TOOLS
 from tests.policy.hosts import hosted
 from tests.policy.test_engines import says
 from tests.policy.test_parsers import BAD, GOOD
 from tests.policy.vllm_parser import VllmParser
+from tests.rollout.serving import serve as serving
 
 
 CALL = GOOD["hermes"]
@@ -76,7 +76,7 @@ def engine(turns: list[dict[str, Any]]) -> Any:
         reason = turn.pop("finish", "tool_calls" if turn.get("tool_calls") else "stop")
         return {"choices": [{"message": message, "logprobs": logged, "finish_reason": reason}]}
 
-    return says("/v1/chat/completions", answer)
+    return says("/v1/chat/completions", answer, published=False)
 
 
 PARSED = {
@@ -97,8 +97,8 @@ async def test_an_engine_without_its_parser_is_an_error_of_the_deployment(kind: 
         hosted(url, engine=kind, tool_call_parser="plain") as plain,
     ):
         with pytest.raises(Misconfigured, match=r"tool_parser: .*call of look.*chat_kwargs\.tool_parser"):
-            await (await host.service()).turn(request)
-        assert (await (await plain.service()).turn(request)).parsed.content == GOOD[tool_format]
+            await host.service.turn(request)
+        assert (await plain.service.turn(request)).parsed.content == GOOD[tool_format]
 
 
 @pytest.mark.parametrize(
@@ -116,12 +116,12 @@ async def test_where_nothing_was_to_be_parsed_nothing_is_left_over(
 ) -> None:
     async with serving(engine([turn])) as url, hosted(url, engine="nemo_rl") as host:
         request = TurnRequest("r", [{"role": "user", "content": "?"}], **request_fields)
-        assert not (await (await host.service()).turn(request)).parsed.calls
+        assert not (await host.service.turn(request)).parsed.calls
 
 
 async def test_what_an_engine_with_a_parser_leaves_is_the_policys() -> None:
     async with serving(engine([PARSED, LEFT])) as url, hosted(url, engine="nemo_rl") as host:
-        service = await host.service()
+        service = host.service
         question = [{"role": "user", "content": "?"}]
         assert (await service.turn(TurnRequest("one", question, tools=TOOLS))).parsed.calls
         assert not (await service.turn(TurnRequest("two", question, tools=TOOLS))).parsed.calls

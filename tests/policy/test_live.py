@@ -14,6 +14,7 @@ import aiohttp
 import pytest
 from tokenizers import Tokenizer as FastTokenizer
 
+from nemo_gym_prorl.policy.engines.addresses import origin_of
 from nemo_gym_prorl.policy.engines.connections import Connections
 from nemo_gym_prorl.policy.engines.engine import Misconfigured
 from nemo_gym_prorl.policy.engines.vllm_completions import VllmCompletions
@@ -51,13 +52,16 @@ class Policy:
 
     def __init__(self, connections: Connections, folder: Path) -> None:
         self.pool = BackendPool()
-        self.dispatcher = Dispatcher(self.pool, VllmCompletions(connections, MODEL, KEY), tick_s=0.1, report_s=0.5)
+        self._keys: dict[str, dict[str, str]] = {}
+        engine = VllmCompletions(connections, MODEL, self._keys)
+        self.dispatcher = Dispatcher(self.pool, engine, tick_s=0.1, report_s=0.5)
         tokenizer = Tokenizer(FastTokenizer.from_file(str(folder / "tokenizer.json")))
         self.family = FAMILIES["thinking"]
         self.metrics = PolicyMetrics(self.pool)
         self.service = PolicyService(self.dispatcher, self.metrics, renderer=self.family.renderer(tokenizer))
 
     def add(self, name: str, url: str, version: str) -> None:
+        self._keys[origin_of(url)] = OPEN
         self.dispatcher.apply(self.pool.add(name, url, version))
 
     def runs(self, count: int) -> list[Run]:

@@ -11,18 +11,14 @@ from pathlib import Path
 import aiohttp
 import pytest
 from fastapi import Body, FastAPI
-from nemo_gym.config_types import BaseServerConfig
-from nemo_gym.server_utils import ServerClient
-from omegaconf import DictConfig
 
 from nemo_gym_prorl.failures import CallerError
 from nemo_gym_prorl.handlers.conversation import Conversation
 from nemo_gym_prorl.handlers.gym_http import Address, GymServer, HttpClient
 from nemo_gym_prorl.scripted.server import ScriptedConfig
 from nemo_gym_prorl.scripted.server import serve as scripted
-from responses_api_models.prorl_model.app import ProrlModel, ProrlModelConfig
-from tests.policy.engines import serving
-from tests.policy.hosts import words_in
+from tests.policy.hosts import server, words_in
+from tests.rollout.serving import serve as serving
 
 
 TOOLS = [
@@ -37,22 +33,6 @@ TOOLS = [
 
 
 TOKEN_FIELDS = {"prompt_token_ids", "generation_token_ids", "generation_log_probs", "routed_experts"}
-
-
-def server(base_url: str | list[str], model_folder: Path, **config: object) -> ProrlModel:
-    settings = {
-        "host": "127.0.0.1",
-        "port": 0,
-        "name": "policy_model",
-        "entrypoint": "app.py",
-        "base_url": base_url,
-        "model": "tiny",
-        "policy": {"tokenizer": str(model_folder)},
-    }
-    client = ServerClient(
-        head_server_config=BaseServerConfig(host="127.0.0.1", port=1), global_config_dict=DictConfig({})
-    )
-    return ProrlModel(config=ProrlModelConfig.model_validate(settings | config), server_client=client)
 
 
 @pytest.fixture
@@ -236,7 +216,7 @@ def test_a_drop_in_takes_the_keys_of_gyms_own(model_folder: Path) -> None:
 
 async def test_a_malformed_call_is_flagged_and_answered_like_any_other(http: aiohttp.ClientSession) -> None:
     """An engine that writes broken arguments: the agent gets a call that it cannot carry out, not an error."""
-    app = FastAPI()
+    app = FastAPI(openapi_url=None)
 
     @app.post("/v1/chat/completions")
     async def answer() -> dict:
@@ -260,7 +240,7 @@ async def test_a_malformed_or_cut_call_is_an_input_of_the_messages_api(
     http: aiohttp.ClientSession, arguments: str
 ) -> None:
     """There it is an object, whatever the policy wrote; and the conversation goes on behind it."""
-    app = FastAPI()
+    app = FastAPI(openapi_url=None)
 
     @app.post("/v1/chat/completions")
     async def answer(asked: dict = Body()) -> dict:

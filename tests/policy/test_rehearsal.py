@@ -15,11 +15,11 @@ from nemo_gym_prorl.policy.text.rehearsal import CannotFollow, rehearse
 from nemo_gym_prorl.policy.text.renderer import Renderer
 from nemo_gym_prorl.policy.text.template import ChatTemplate
 from nemo_gym_prorl.policy.turns import TurnRequest
-from tests.policy.engines import serving
 from tests.policy.families import FAMILIES, TEMPLATES, TOOLS
 from tests.policy.hosts import hosted
 from tests.policy.test_engines import completion, says
 from tests.policy.tokenizers import KINDS, tokenizer_of
+from tests.rollout.serving import serve as serving
 
 
 USER = {"role": "user", "content": "q"}
@@ -99,7 +99,7 @@ async def test_the_server_does_not_start_with_a_template_that_cannot_be_followed
 async def test_an_engine_that_renders_itself_needs_no_template_that_can_be_followed(tmp_path: Path) -> None:
     folder = str(folder_of(tmp_path, CHATML))
     async with hosted("http://127.0.0.1:9", engine="vllm_chat", tokenizer=folder, tool_call_parser="mistral") as host:
-        assert host.ready is not None
+        assert host.service.renderer is None
 
 
 async def test_tools_that_the_template_shows_to_nobody_are_refused(tmp_path: Path) -> None:
@@ -111,7 +111,7 @@ async def test_tools_that_the_template_shows_to_nobody_are_refused(tmp_path: Pat
         serving(says("/v1/completions", lambda _: answer)) as url,
         hosted(url, engine="vllm", tokenizer=folder) as host,
     ):
-        service = await host.service()
+        service = host.service
         with pytest.raises(CallerError, match="tools: the chat template shows tools to no policy"):
             await service.turn(TurnRequest("r", (USER,), tools=TOOLS, sampling=Sampling(max_tokens=9)))
         assert (await service.turn(TurnRequest("r", (USER,), sampling=Sampling(max_tokens=9)))).message[

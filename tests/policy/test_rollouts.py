@@ -19,8 +19,9 @@ from hypothesis import strategies as st
 from nemo_gym_prorl.policy.pool.waits import Wait
 from nemo_gym_prorl.scripted.server import ScriptedConfig, serve
 from responses_api_models.prorl_model.app import ProrlModel
-from tests.policy.engines import free_port, serving
-from tests.policy.test_prorl_model import server
+from tests.policy.engines import free_port
+from tests.policy.hosts import server
+from tests.rollout.serving import serve as serving
 
 
 class Client:

@@ -21,7 +21,7 @@ from schemathesis.specs.openapi.checks import content_type_conformance, status_c
 
 from nemo_gym_prorl.scripted.server import ScriptedConfig, serve
 from tests.policy.engines import free_port
-from tests.policy.test_prorl_model import server
+from tests.policy.hosts import server
 
 
 PATHS = [

@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator
+from contextlib import AbstractAsyncContextManager
 from pathlib import Path
 from typing import Any
 
@@ -14,11 +15,12 @@ import pytest
 from nemo_gym_prorl.failures import CallerError
 from nemo_gym_prorl.policy.engines.sampling import Sampling
 from nemo_gym_prorl.policy.generation import Finish
-from nemo_gym_prorl.policy.http.api import PolicyConfig, PolicyHost, trajectory
+from nemo_gym_prorl.policy.host import PolicyHost
+from nemo_gym_prorl.policy.http.api import trajectory
 from nemo_gym_prorl.policy.service import PolicyService
 from nemo_gym_prorl.policy.turns import PolicyAnswer, TurnRequest
-from tests.policy.engines import MODEL
 from tests.policy.families import TEMPLATES, TOOLS
+from tests.policy.hosts import hosted
 
 
 pytestmark = pytest.mark.engine
@@ -44,16 +46,15 @@ class Agent:
         self.messages += [{**answer.message, **changes}, asked]
 
 
-async def started(engine_url: str, model_folder: Path, **config: Any) -> PolicyHost:
+def started(engine_url: str, model_folder: Path, **config: Any) -> AbstractAsyncContextManager[PolicyHost]:
     settings = {"tokenizer": str(model_folder), "chat_template": str(TEMPLATES / "thinking.jinja")} | config
-    return PolicyHost(PolicyConfig(base_url=[engine_url], model=MODEL, **settings))
+    return hosted(engine_url, **settings)
 
 
 @pytest.fixture
 async def agent(engine_url: str, model_folder: Path) -> AsyncIterator[Agent]:
-    host = await started(engine_url, model_folder)
-    yield Agent(await host.service())
-    await host.aclose()
+    async with started(engine_url, model_folder) as host:
+        yield Agent(host.service)
 
 
 async def test_a_turn_that_is_sampled_twice_gives_two_branches_of_one_prompt(agent: Agent) -> None:
@@ -111,37 +112,35 @@ async def test_a_history_from_elsewhere_is_taken_over_by_its_token_ids(
         "generation_log_probs": list(first.turn.log_probs),
     }
     agent.goes_on(first, **fields)
-    host = await started(engine_url, model_folder)
-    agent.service = await host.service()
-    second = await agent.ask()
-    assert second.turn.prompt()[: first.turn.end] == first.turn.sequence()
-    agent.goes_on(second)
-    assert (await agent.ask()).turn.parent is second.turn
-    await host.aclose()
+    async with started(engine_url, model_folder) as host:
+        agent.service = host.service
+        second = await agent.ask()
+        assert second.turn.prompt()[: first.turn.end] == first.turn.sequence()
+        agent.goes_on(second)
+        assert (await agent.ask()).turn.parent is second.turn
 
 
 @pytest.mark.parametrize(("history", "branches"), [("keep", 1), ("branch", 2)])
 async def test_a_template_that_drops_thoughts(
     engine_url: str, model_folder: Path, history: str, branches: int
 ) -> None:
-    host = await started(
+    async with started(
         engine_url,
         model_folder,
         history=history,
         chat_template=str(TEMPLATES / "opened.jinja"),
         tool_call_parser="plain",
-    )
-    agent = Agent(await host.service())
-    first = await agent.ask()
-    assert first.parsed.thought is not None
-    agent.goes_on(first)
-    await agent.ask()
-    assert agent.service.ledger("r").branches == branches
-    metrics = host.metrics.exposition()
-    assert b"prorl_policy_history_rewrites_total 1.0" in metrics
-    retokenised = 0.0 if history == "keep" else 20.0
-    assert f"prorl_policy_retokenised_tokens_total {retokenised}".encode() in metrics
-    await host.aclose()
+    ) as host:
+        agent = Agent(host.service)
+        first = await agent.ask()
+        assert first.parsed.thought is not None
+        agent.goes_on(first)
+        await agent.ask()
+        assert agent.service.ledger("r").branches == branches
+        metrics = host.metrics.exposition()
+        assert b"prorl_policy_history_rewrites_total 1.0" in metrics
+        retokenised = 0.0 if history == "keep" else 20.0
+        assert f"prorl_policy_retokenised_tokens_total {retokenised}".encode() in metrics
 
 
 async def test_a_full_context_ends_the_rollout_typed_and_without_tokens(agent: Agent) -> None:
@@ -163,32 +162,30 @@ async def test_finished_and_forgotten_rollouts_cost_nothing(agent: Agent, engine
     assert not pool.backends["backend0"].live
     with pytest.raises(CallerError, match="no rollout 'r' here"):
         agent.service.ledger("r")
-    host = await started(engine_url, model_folder, keep_s=0.001)
-    forgetful = Agent(await host.service(), "old")
-    await forgetful.ask()
-    await asyncio.sleep(0.01)
-    forgetful.name = "new"
-    await forgetful.ask()
-    with pytest.raises(CallerError):
-        forgetful.service.ledger("old")
-    await host.aclose()
+    async with started(engine_url, model_folder, keep_s=0.001) as host:
+        forgetful = Agent(host.service, "old")
+        await forgetful.ask()
+        await asyncio.sleep(0.01)
+        forgetful.name = "new"
+        await forgetful.ask()
+        with pytest.raises(CallerError):
+            forgetful.service.ledger("old")
 
 
 async def test_a_forgotten_rollout_is_refused_rather_than_read_from_its_text(
     engine_url: str, model_folder: Path
 ) -> None:
-    host = await started(engine_url, model_folder, keep_s=0.001)
-    agent, other = Agent(await host.service()), Agent(await host.service(), "other")
-    first = await agent.ask()
-    await other.ask()
-    with pytest.raises(CallerError, match=r"rollout: the tokens of 'r' were forgotten after 0\.001 s"):
-        await agent.ask(messages=[{"role": "user", "content": "and?"}], after=first.id)
-    agent.goes_on(first)
-    with pytest.raises(CallerError, match="were forgotten"):
-        await agent.ask()
-    agent.messages = agent.messages[:1]
-    assert (await agent.ask()).turn is not None
-    await host.aclose()
+    async with started(engine_url, model_folder, keep_s=0.001) as host:
+        agent, other = Agent(host.service), Agent(host.service, "other")
+        first = await agent.ask()
+        await other.ask()
+        with pytest.raises(CallerError, match=r"rollout: the tokens of 'r' were forgotten after 0\.001 s"):
+            await agent.ask(messages=[{"role": "user", "content": "and?"}], after=first.id)
+        agent.goes_on(first)
+        with pytest.raises(CallerError, match="were forgotten"):
+            await agent.ask()
+        agent.messages = agent.messages[:1]
+        assert (await agent.ask()).turn is not None
 
 
 async def test_instructions_are_there_once_however_the_conversation_is_sent(agent: Agent) -> None:
@@ -208,30 +205,28 @@ async def test_instructions_are_there_once_however_the_conversation_is_sent(agen
 async def test_other_tools_than_before_are_another_history(
     engine_url: str, model_folder: Path, history: str, branches: int
 ) -> None:
-    host = await started(engine_url, model_folder, history=history)
-    agent = Agent(await host.service())
-    agent.goes_on(await agent.ask())
-    await agent.ask(tools=[])
-    assert agent.service.ledger("r").branches == branches
-    assert agent.service.rollout("r").counts.rewrites == 1
-    assert agent.service.rollout("r").counts.retokenised == (0 if history == "keep" else 20)
-    await host.aclose()
+    async with started(engine_url, model_folder, history=history) as host:
+        agent = Agent(host.service)
+        agent.goes_on(await agent.ask())
+        await agent.ask(tools=[])
+        assert agent.service.ledger("r").branches == branches
+        assert agent.service.rollout("r").counts.rewrites == 1
+        assert agent.service.rollout("r").counts.retokenised == (0 if history == "keep" else 20)
 
 
 async def test_branches_are_counted_by_their_reason(engine_url: str, model_folder: Path) -> None:
-    host = await started(engine_url, model_folder)
-    agent = Agent(await host.service())
-    agent.goes_on(await agent.ask())
-    agent.goes_on(await agent.ask())
-    await agent.ask()
-    agent.messages[0] = {"role": "user", "content": "another question"}
-    await agent.ask()
-    await agent.ask(messages=({"role": "user", "content": "box"},))
-    metrics = host.metrics.exposition().decode()
-    assert 'prorl_policy_forks_total{why="edited"} 1.0' in metrics
-    assert 'prorl_policy_forks_total{why="again"} 1.0' in metrics
-    assert agent.service.rollout("r").counts.retokenised == 40, "both turns of the edited history"
-    await host.aclose()
+    async with started(engine_url, model_folder) as host:
+        agent = Agent(host.service)
+        agent.goes_on(await agent.ask())
+        agent.goes_on(await agent.ask())
+        await agent.ask()
+        agent.messages[0] = {"role": "user", "content": "another question"}
+        await agent.ask()
+        await agent.ask(messages=({"role": "user", "content": "box"},))
+        metrics = host.metrics.exposition().decode()
+        assert 'prorl_policy_forks_total{why="edited"} 1.0' in metrics
+        assert 'prorl_policy_forks_total{why="again"} 1.0' in metrics
+        assert agent.service.rollout("r").counts.retokenised == 40, "both turns of the edited history"
 
 
 async def test_other_variables_rewrite_the_past_of_a_turn_that_was_continued_before(
@@ -240,17 +235,16 @@ async def test_other_variables_rewrite_the_past_of_a_turn_that_was_continued_bef
     """How a prompt was written is known for as long as its rollout: written once more, it would have today's words."""
     template = tmp_path / "template.jinja"
     template.write_text("{{ greeting or 'none' }}\n" + (TEMPLATES / "chatml.jinja").read_text())
-    host = await started(engine_url, model_folder, chat_template=str(template), history="branch")
-    agent = Agent(await host.service())
-    first = await agent.ask(template_variables={"greeting": "good morning"})
-    new = [{"role": "user", "content": "go on"}]
-    same = [
-        await agent.ask(messages=new, after=first.id, template_variables={"greeting": "good morning"})
-        for _ in range(2)
-    ]
-    assert [answer.turn and answer.turn.parent for answer in same] == [first.turn, first.turn]
-    other = await agent.ask(messages=new, after=first.id, template_variables={"greeting": "good night"})
-    assert other.turn
-    assert other.turn.parent is None
-    assert agent.service.rollout("r").counts.rewrites == 1
-    await host.aclose()
+    async with started(engine_url, model_folder, chat_template=str(template), history="branch") as host:
+        agent = Agent(host.service)
+        first = await agent.ask(template_variables={"greeting": "good morning"})
+        new = [{"role": "user", "content": "go on"}]
+        same = [
+            await agent.ask(messages=new, after=first.id, template_variables={"greeting": "good morning"})
+            for _ in range(2)
+        ]
+        assert [answer.turn and answer.turn.parent for answer in same] == [first.turn, first.turn]
+        other = await agent.ask(messages=new, after=first.id, template_variables={"greeting": "good night"})
+        assert other.turn
+        assert other.turn.parent is None
+        assert agent.service.rollout("r").counts.rewrites == 1

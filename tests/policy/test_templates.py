@@ -2,8 +2,7 @@
 """What stands between two turns is what the template says, for templates of every kind.
 
 ``PRORL_TEMPLATES=FOLDER`` adds real ones: ``.jinja`` files as public collections of chat templates hold them (TRL's,
-llama.cpp's, vLLM's). Nothing of theirs is in this repository. ``python -m tests.policy.transitions FOLDER`` prints
-what becomes of each.
+llama.cpp's, vLLM's). Nothing of theirs is in this repository.
 """
 
 from __future__ import annotations
@@ -29,12 +28,12 @@ from nemo_gym_prorl.policy.text.seam import Written
 from nemo_gym_prorl.policy.text.template import ChatTemplate
 from nemo_gym_prorl.policy.turns import TurnRequest
 from responses_api_models.prorl_model.app import _offered
-from tests.policy.engines import serving
 from tests.policy.families import TEMPLATES
 from tests.policy.hosts import hosted
 from tests.policy.test_engines import completion, says
 from tests.policy.tokenizers import KINDS, tokenizer_of
 from tests.policy.transitions import ids_of, outcome, tally
+from tests.rollout.serving import serve as serving
 
 
 USER = {"role": "user", "content": "q"}
@@ -227,7 +226,7 @@ async def test_a_rollout_says_what_was_corrected_and_neutralised(tmp_path: Path)
         serving(says("/v1/completions", says_next)) as url,
         hosted(url, engine="vllm", tokenizer=str(tmp_path)) as host,
     ):
-        service = await host.service()
+        service = host.service
         messages: list[dict[str, Any]] = [USER]
         thoughts = []
         for _ in range(3):

@@ -4,20 +4,14 @@
 What is right is said by the template alone: its rendering of the whole conversation, cut behind what the policy would
 have sampled. Where that rendering does not begin with the prompt of the turn, or has no thought of it, the template
 rewrites history, and there is no right answer.
-
-``python -m tests.policy.transitions FOLDER`` prints what becomes of each template in a folder (``.jinja`` files, as
-public collections hold them), with each kind of tokenizer: not followed and why, or its transitions.
 """
 
 from __future__ import annotations
 
 import itertools
 import json
-import sys
-from collections import Counter
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, fields
-from pathlib import Path
+from dataclasses import dataclass
 from typing import Any
 
 from nemo_gym_prorl.failures import CallerError
@@ -28,7 +22,7 @@ from nemo_gym_prorl.policy.text.renderer import Renderer
 from nemo_gym_prorl.policy.text.template import ChatTemplate
 from nemo_gym_prorl.policy.text.tokenizer import Tokenizer
 from tests.policy.families import TOOLS
-from tests.policy.tokenizers import KINDS, tokenizer_of
+from tests.policy.tokenizers import tokenizer_of
 
 
 SHAPES = ["aa", "ac", "ca", "cc", "ta", "tc"]
@@ -193,9 +187,6 @@ class Tally:
     def faults(self) -> int:
         return self.wrong + self.false_rewrites + self.rewritten - self.noticed + self.injected
 
-    def __add__(self, other: Tally) -> Tally:
-        return Tally(*(getattr(self, each.name) + getattr(other, each.name) for each in fields(self)))
-
 
 def ids_of(tokenizer: Tokenizer, *parts: str) -> list[list[int]]:
     """The ids of each part of a text as they are in the whole text."""
@@ -319,27 +310,3 @@ def _stops(renderer: Renderer) -> list[str]:
         ends = [one for one in last if one in gap] or behind(asked, turn, tools=tools, prompt=True)[:1] or gap[:1]
         stops += [one for one in ends[which:][:1] if one in gap and one not in stops]
     return stops
-
-
-def main(folder: str, *kinds: str) -> None:
-    """Print what becomes of the templates in a folder."""
-    for kind in kinds or KINDS:
-        total, followed, faulty = Tally(), Counter[str](), 0
-        for file in sorted(Path(folder).glob("*.jinja")):
-            found = outcome(file.read_text(), kind)
-            print(
-                kind,
-                file.stem,
-                found.followed or "refused",
-                found.tally if found.followed else "",
-                found.why,
-                flush=True,
-            )
-            total += found.tally
-            followed[found.followed or "refused"] += 1
-            faulty += found.tally.faults > 0
-        print(f"{kind}: {dict(followed)}, {faulty} with faults: {total}", flush=True)
-
-
-if __name__ == "__main__":
-    main(*sys.argv[1:])

@@ -15,8 +15,8 @@ import contextlib
 import functools
 import socket
 from collections.abc import AsyncIterator, Mapping, Sequence
-from types import SimpleNamespace, TracebackType
-from typing import Any, Self
+from types import SimpleNamespace
+from typing import Any
 
 import aiohttp
 from yarl import URL
@@ -45,9 +45,8 @@ class Dropped(ConnectionError):
         self.begun = begun
 
 
-class Connections:
-    """The client sessions of a server's engines; each opened in the loop that first uses it, and closed as a context
-    manager or by :meth:`aclose`."""
+class Connections(contextlib.AbstractAsyncContextManager["Connections"]):
+    """The client sessions of a server's engines; each opened in the loop that first uses it."""
 
     @functools.cached_property
     def kept(self) -> aiohttp.ClientSession:
@@ -61,16 +60,7 @@ class Connections:
             connector=aiohttp.TCPConnector(limit=0), timeout=aiohttp.ClientTimeout(total=_CONNECT_S)
         )
 
-    async def __aenter__(self) -> Self:
-        return self
-
-    async def __aexit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> None:
-        await self.aclose()
-
-    async def aclose(self) -> None:
-        """Close them."""
+    async def __aexit__(self, *_: object) -> None:
         await self.kept.close()
         await self.control.close()
 

@@ -17,6 +17,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from nemo_gym_prorl.failures import CallerError, InfrastructureError
+from nemo_gym_prorl.policy.engines.sampling import Sampling
 from nemo_gym_prorl.policy.text.messages import Message
 
 
@@ -49,26 +50,34 @@ class Load:
     """What a backend says about itself.
 
     Attributes:
-        running: requests that it works on.
         waiting: requests that it has queued.
         kv_use: share of its KV cache in use, 0 to 1.
         capacity: tokens that fit into its KV cache, if it says so.
     """
 
-    running: int
     waiting: int
     kv_use: float
     capacity: int | None = None
 
 
 @dataclass(frozen=True, slots=True)
-class ChatPrompt:
-    """The messages behind a prompt, for engines that render them themselves."""
+class SampleRequest:
+    """What an engine is asked for.
 
-    messages: Sequence[Message]
+    Attributes:
+        prompt: ids after which it samples; where it renders the prompt itself, those with which that must begin.
+        sampling: how.
+        messages: what the prompt says; this and what follows is for engines that render it themselves.
+        tools: that are offered.
+        template_variables: further ones.
+        tool_choice: as :class:`~nemo_gym_prorl.policy.turns.TurnRequest` has it.
+        effort: likewise.
+    """
+
+    prompt: Sequence[int]
+    sampling: Sampling
+    messages: Sequence[Message] = ()
     tools: Sequence[Mapping[str, Any]] = ()
     template_variables: Mapping[str, Any] = field(default_factory=dict)
-    prefix: Sequence[int] = ()
-    """Ids that the rendered prompt must start with, for engines that can be told."""
     tool_choice: str | Mapping[str, Any] | None = None
     effort: str | None = None

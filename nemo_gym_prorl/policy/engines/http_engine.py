@@ -11,10 +11,11 @@ A wrong protocol, model name or key, an answer that is not JSON each end in an e
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import re
-from collections.abc import Collection, Mapping, Sequence
-from contextlib import AbstractAsyncContextManager
+from collections.abc import AsyncIterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from types import MappingProxyType
 from typing import Any
 
 import aiohttp
@@ -27,15 +28,15 @@ from nemo_gym_prorl.policy.engines.connections import Connections, Dropped, NotO
 from nemo_gym_prorl.policy.engines.engine import (
     BackendErred,
     BackendFailed,
-    ChatPrompt,
     Load,
     Misconfigured,
     RequestRefused,
+    SampleRequest,
 )
 from nemo_gym_prorl.policy.engines.sampling import Sampling
 from nemo_gym_prorl.policy.generation import Finish, Generation, checked
+from nemo_gym_prorl.policy.text.tokenizer import SAMPLE
 from nemo_gym_prorl.policy.tokens.prompt import json_of_ids
-from nemo_gym_prorl.serving.keys import authorization
 
 
 CONTEXT_OVERFLOW = re.compile(
@@ -47,15 +48,10 @@ _CONTROL_S = 60.0
 
 _MEETING_S = 60.0
 """How long an engine, which may be busy, may take to say who it is."""
-_TEXT = "The façade's 日本語, Ωmega\n\n\tdef f(x): return 1234567890 # 🙂"
-"""A text that other tokenizers read as other ids, where there is none of ours to say a better one."""
 
 _CACHE_CONFIG = re.compile(
     r'^vllm:cache_config_info\{.*?\bblock_size="(\d+)".*?\bnum_gpu_blocks="(\d+)"', re.MULTILINE
 )
-
-
-_CHAT, _COMPLETIONS = "/v1/chat/completions", "/v1/completions"
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,10 +77,7 @@ class HttpEngine:
     Args:
         connections: to all engines; their owner closes them.
         model: model name as the backend serves it.
-        api_key: sent to every backend as a bearer token; empty for none.
-        headers: further headers for every backend.
-        by_origin: headers for the backends of one origin (see :func:`origin_of`) only.
-        named: whether the configuration says that this protocol is the engines', rather than leaving it open.
+        by_origin: headers for the backends of one origin (see :func:`origin_of`).
     """
 
     name: str
@@ -92,13 +85,11 @@ class HttpEngine:
     takes_tokens = True
     _route: str
     """Where it is asked for samples."""
+    _also: str | None = None
+    """A route that such an engine has, too."""
     _foreign: str | None = None
     """A route that only engines of other protocols have."""
-    _load_names: tuple[str, str, str] = (
-        "vllm:num_requests_running",
-        "vllm:num_requests_waiting",
-        "vllm:kv_cache_usage_perc",
-    )
+    _load_names: tuple[str, str] = ("vllm:num_requests_waiting", "vllm:kv_cache_usage_perc")
     _kept_free = 0
     """Tokens of the context that prompt and answer may not use."""
 
@@ -106,34 +97,26 @@ class HttpEngine:
         self,
         connections: Connections,
         model: str,
-        api_key: str = "",
-        headers: Mapping[str, str] | None = None,
-        *,
-        by_origin: Mapping[str, Mapping[str, str]] | None = None,
-        named: bool = True,
+        by_origin: Mapping[str, Mapping[str, str]] = MappingProxyType({}),
     ) -> None:
         self._connections = connections
-        self._named = named
         self.model = model
-        self._headers = dict(headers or {}) | authorization(api_key)
-        self._by_origin = by_origin if by_origin is not None else {}
+        self._by_origin = by_origin
         self._contexts: dict[str, int | None] = {}
         """Of the engines that were met: how many tokens prompt and answer may have, if they say so."""
-        self._text = _TEXT
+        self._text = SAMPLE
         self._ids: list[int] | None = None
         self._accepted: dict[str, Sampling] = {}
 
-    async def generate(
-        self, url: str, prompt: Sequence[int], conversation: ChatPrompt, sampling: Sampling
-    ) -> Generation:
-        """What the backend samples after the prompt, or after the conversation.
+    async def generate(self, url: str, request: SampleRequest) -> Generation:
+        """What the backend samples.
 
         Raises:
             BackendFailed: the backend cannot, in one of the ways told apart above.
             RequestRefused: no backend would.
         """
         try:
-            generation = checked(await self._known(url, prompt, conversation, sampling))
+            generation = checked(await self._known(url, request))
         except ContextFull:
             return Generation((), (), Finish.CONTEXT)
         except BackendFailed:
@@ -145,12 +128,11 @@ class HttpEngine:
             raise Misconfigured(
                 f"{url} answered in no form of this protocol: {error!r}", field="policy_base_url"
             ) from error
-        self._accepted[url] = Sampling(max_tokens=1, temperature=sampling.temperature, top_p=sampling.top_p)
+        said = request.sampling
+        self._accepted[url] = Sampling(max_tokens=1, temperature=said.temperature, top_p=said.top_p)
         return generation
 
-    async def _known(
-        self, url: str, prompt: Sequence[int], conversation: ChatPrompt, sampling: Sampling
-    ) -> Generation:
+    async def _known(self, url: str, request: SampleRequest) -> Generation:
         """Samples of an engine that was met over the same connection.
 
         One that was closed as it was used again is no failure: it is asked once more, over a new one. An engine that
@@ -160,10 +142,10 @@ class HttpEngine:
         try:
             if url in self._contexts:
                 try:
-                    return await self._generate(Asked(url, kept, self._contexts[url]), prompt, conversation, sampling)
+                    return await self._generate(Asked(url, kept, self._contexts[url]), request)
                 except NotOpen:
                     pass
-            return await self._generate(await self._meet(url, kept), prompt, conversation, sampling)
+            return await self._generate(await self._meet(url, kept), request)
         except NotOpen:
             pass  # others were quicker, or it answers once over each
         except Dropped as dropped:
@@ -172,17 +154,15 @@ class HttpEngine:
         async with self._connections.single() as session:
             asked = await self._meet(url, session)
             try:
-                return await self._generate(asked, prompt, conversation, sampling)
+                return await self._generate(asked, request)
             except NotOpen:
-                return await self._generate(replace(asked, opens=True), prompt, conversation, sampling)
+                return await self._generate(replace(asked, opens=True), request)
 
-    async def _generate(
-        self, asked: Asked, prompt: Sequence[int], conversation: ChatPrompt, sampling: Sampling
-    ) -> Generation:
+    async def _generate(self, asked: Asked, request: SampleRequest) -> Generation:
         raise NotImplementedError
 
     def expect(self, text: str, ids: Sequence[int]) -> None:
-        """How engines must read a text; by default as the first one that is met reads some other."""
+        """How engines must read a text; by default all as the first one that is met."""
         self._text, self._ids = text, list(ids)
 
     async def _meet(self, url: str, session: aiohttp.ClientSession) -> Asked:
@@ -198,38 +178,24 @@ class HttpEngine:
         return Asked(url, session, context)
 
     async def check_protocol(self, url: str) -> None:
-        """Refuse an engine whose routes are not this protocol's. One that publishes none is found out by its answers.
-        Where no protocol was named, chat completions alone are not taken for vLLM's: NeMo RL's engine has those, and
-        its prompts must be told where to start.
+        """Refuse an engine that publishes other routes than this protocol's. One that publishes none is found out by
+        its answers.
 
         Raises:
             Misconfigured: names the setting.
             BackendFailed: no answer.
         """
-        needed = [self._route] if self._named or self.takes_tokens else [_CHAT, _COMPLETIONS]
-        try:
-            routes = await self._routes(url, needed)
-        except (aiohttp.ClientError, TimeoutError, OSError) as error:
-            raise _no_answer(url, error) from error
-        missing = [f"has no {route}" for route in needed if route not in routes]
-        missing += [f"has {self._foreign}"] if self._foreign in routes else []
-        if missing:
-            raise Misconfigured(f"{url} {missing[0]}, so it is not {self.name!r}", field="policy.engine")
-
-    async def _routes(self, url: str, needed: Sequence[str]) -> Collection[str]:
-        """Those that a server publishes; else those that are needed, less one that it does not know when asked."""
-        async with self._get(f"{root_of(url)}/openapi.json") as response:
+        async with self._get(url, "/openapi.json") as response:
             if response.status in (502, 503, 504):
                 raise BackendFailed(f"{url} answered {response.status}")
             try:
-                return list((await response.json(content_type=None))["paths"])
+                routes = list((await response.json(content_type=None))["paths"])
             except (KeyError, TypeError, ValueError):
-                pass
-        if len(needed) == 1:
-            return needed
-        ask = self._connections.control.post
-        async with ask(f"{root_of(url)}{_COMPLETIONS}", json={}, headers=self._headers_for(url)) as response:
-            return needed if response.status not in (404, 405, 501) else [_CHAT]
+                return
+        wrong = [f"has no {route}" for route in (self._route, self._also) if route and route not in routes]
+        wrong += [f"has {self._foreign}"] if self._foreign in routes else []
+        if wrong:
+            raise Misconfigured(f"{url} {wrong[0]}, so it is not {self.name!r}", field="policy.engine")
 
     async def _context(self, url: str, session: aiohttp.ClientSession) -> int | None:
         """How long the engine's context is, which reads texts as it must."""
@@ -258,7 +224,8 @@ class HttpEngine:
         sampling = self._accepted.get(url, Sampling(max_tokens=1, temperature=1.0, top_p=1.0))
         try:
             async with asyncio.timeout(_CONTROL_S):
-                await self.generate(url, (0,), ChatPrompt([{"role": "user", "content": "hi"}]), sampling)
+                prompt = (0,) if self.takes_tokens else ()
+                await self.generate(url, SampleRequest(prompt, sampling, [{"role": "user", "content": "hi"}]))
         except (BackendFailed, RequestRefused, TimeoutError):
             return False
         return True
@@ -292,25 +259,18 @@ class HttpEngine:
             BackendFailed: no answer.
             Misconfigured: the key is not the backend's.
         """
-        try:
-            async with self._get(f"{root_of(url)}/v1/models") as response:
-                status, raw = response.status, await response.read()
-        except (aiohttp.ClientError, TimeoutError, OSError) as error:
-            raise _no_answer(url, error) from error
+        async with self._get(url, "/v1/models") as response:
+            status, raw = response.status, await response.read()
         if status in (401, 403):
             raise Misconfigured(f"{url} refused the key", field="policy_api_key")
         if status >= 500:
             raise BackendFailed(f"{url} answered {status}: {_said(raw)}")
-        try:
-            cards = orjson.loads(raw)["data"] if status == 200 else []
-        except (ValueError, KeyError, TypeError):
-            return []
+        cards = _fields(raw).get("data") if status == 200 else None
         return [card for card in cards if isinstance(card, dict)] if isinstance(cards, list) else []
 
     async def _post(
         self,
         asked: Asked,
-        url: str,
         body: Mapping[str, Any],
         ids: tuple[str, Sequence[int]] | None = None,
         *,
@@ -320,7 +280,6 @@ class HttpEngine:
 
         Args:
             asked: of whom, and over which connections.
-            url: the route.
             body: the request.
             ids: a field more of it, with the ids of the prompt.
             echoed: where the answer repeats them to the letter they are left out of it.
@@ -340,8 +299,8 @@ class HttpEngine:
         prompt = json_of_ids(ids[1]) if ids is not None else ()
         if ids is not None:
             parts = [b'{"%b":' % ids[0].encode(), *prompt, b"," + parts[0][1:]]
-        headers = self._headers_for(url)
-        status, raw = await post(asked.session, url, headers, parts, opens=asked.opens)
+        url = f"{root_of(asked.url)}{self._route}"
+        status, raw = await post(asked.session, url, self._headers_for(url), parts, opens=asked.opens)
         if status == 200:
             try:
                 answer = orjson.loads(without_echo(raw, prompt if echoed else ()))
@@ -368,33 +327,43 @@ class HttpEngine:
             raise Misconfigured(f"{url} answered {status}: {said}", field="policy_base_url")
         raise BackendFailed(f"{url} answered {status}: {said}")
 
-    def _get(self, url: str) -> AbstractAsyncContextManager[aiohttp.ClientResponse]:
-        return self._connections.control.get(url, headers=self._headers_for(url), allow_redirects=False)
+    @contextlib.asynccontextmanager
+    async def _get(self, url: str, path: str) -> AsyncIterator[aiohttp.ClientResponse]:
+        """What a backend answers at a path.
+
+        Raises:
+            BackendFailed: nothing.
+        """
+        ask, there = self._connections.control.get, f"{root_of(url)}{path}"
+        try:
+            async with ask(there, headers=self._headers_for(there), allow_redirects=False) as response:
+                yield response
+        except (aiohttp.ClientError, TimeoutError, OSError) as error:
+            raise _no_answer(url, error) from error
 
     def _headers_for(self, url: str) -> dict[str, str]:
-        return self._headers | dict(self._by_origin.get(origin_of(url), {}))
+        return dict(self._by_origin.get(origin_of(url), {}))
 
     async def healthy(self, url: str) -> bool:
         """Whether the backend lives: it answers ``/health``, be it that it has no such route (NeMo RL has none)."""
         try:
-            async with self._get(f"{root_of(url)}/health") as response:
+            async with self._get(url, "/health") as response:
                 return response.status < 500
-        except (aiohttp.ClientError, TimeoutError, OSError):
+        except BackendFailed:
             return False
 
     async def load(self, url: str) -> Load | None:
         """What the backend publishes on ``/metrics``; ``None`` if it publishes nothing of use."""
         try:
-            async with self._get(f"{root_of(url)}/metrics") as response:
+            async with self._get(url, "/metrics") as response:
                 text = await response.text(errors="replace")
-        except (aiohttp.ClientError, TimeoutError, OSError):
+        except BackendFailed:
             return None
         try:
-            values = [metric(text, name) for name in self._load_names]
-            running, waiting, kv_use = values
-            if running is None or waiting is None or kv_use is None:
+            waiting, kv_use = (metric(text, name) for name in self._load_names)
+            if waiting is None or kv_use is None:
                 return None
-            return Load(int(running), int(waiting), kv_use, self._capacity(text))
+            return Load(int(waiting), kv_use, self._capacity(text))
         except (ValueError, OverflowError):  # no numbers; nobody would report any load if this ended it
             return None
 

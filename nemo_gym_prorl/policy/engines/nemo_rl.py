@@ -7,8 +7,7 @@ from typing import Any
 
 import orjson
 
-from nemo_gym_prorl.policy.engines.engine import ChatPrompt
-from nemo_gym_prorl.policy.engines.sampling import Sampling
+from nemo_gym_prorl.policy.engines.engine import SampleRequest
 from nemo_gym_prorl.policy.engines.vllm_chat import VllmChat
 from nemo_gym_prorl.policy.tokens.prompt import json_of_ids
 
@@ -21,12 +20,12 @@ class NemoRl(VllmChat):
     """
 
     name = "nemo_rl"
-    _foreign = "/v1/completions"
+    _also, _foreign = None, "/v1/completions"
 
-    def _body(self, conversation: ChatPrompt, sampling: Sampling) -> dict[str, Any]:
-        body = super()._body(conversation, sampling)
+    def _body(self, request: SampleRequest) -> dict[str, Any]:
+        body = super()._body(request)
         body["return_tokens_as_token_ids"] = True
         body.setdefault("top_p", 1.0)
-        if conversation.prefix:
-            body["required_prefix_token_ids"] = orjson.Fragment(b"".join(json_of_ids(conversation.prefix)))
+        if request.prompt:
+            body["required_prefix_token_ids"] = orjson.Fragment(b"".join(json_of_ids(request.prompt)))
         return body

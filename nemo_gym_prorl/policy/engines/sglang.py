@@ -7,14 +7,12 @@ It is always told how many to sample: left alone, it stops after 128.
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any
 
-from nemo_gym_prorl.policy.engines.addresses import root_of
 from nemo_gym_prorl.policy.engines.answers import finish, required
-from nemo_gym_prorl.policy.engines.engine import ChatPrompt
+from nemo_gym_prorl.policy.engines.engine import SampleRequest
 from nemo_gym_prorl.policy.engines.http_engine import Asked, HttpEngine, metric
-from nemo_gym_prorl.policy.engines.sampling import Sampling
 from nemo_gym_prorl.policy.generation import Generation
 
 
@@ -34,12 +32,11 @@ class SglangGenerate(HttpEngine):
 
     name = "sglang"
     _route = "/generate"
-    _load_names = ("sglang:num_running_reqs", "sglang:num_queue_reqs", "sglang:token_usage")
+    _load_names = ("sglang:num_queue_reqs", "sglang:token_usage")
     _kept_free = 1
 
-    async def _generate(
-        self, asked: Asked, prompt: Sequence[int], conversation: ChatPrompt, sampling: Sampling
-    ) -> Generation:
+    async def _generate(self, asked: Asked, request: SampleRequest) -> Generation:
+        prompt, sampling = request.prompt, request.sampling
         room = self.room(asked, len(prompt), sampling.max_tokens)
         parameters = {
             "max_new_tokens": room,
@@ -50,11 +47,8 @@ class SglangGenerate(HttpEngine):
             "skip_special_tokens": False,
         }
         parameters = _parameters(sampling.extra) | {name: v for name, v in parameters.items() if v is not None}
-        body = {
-            "sampling_params": parameters,
-            "return_logprob": True,
-        }
-        answer = await self._post(asked, f"{root_of(asked.url)}{self._route}", body, ("input_ids", prompt))
+        body = {"sampling_params": parameters, "return_logprob": True}
+        answer = await self._post(asked, body, ("input_ids", prompt))
         about = required(answer, "meta_info", asked.url)
         pairs = required(about, "output_token_logprobs", asked.url)
         ids, log_probs = [pair[1] for pair in pairs], [pair[0] for pair in pairs]

@@ -3,14 +3,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Any
 
-from nemo_gym_prorl.policy.engines.addresses import root_of
 from nemo_gym_prorl.policy.engines.answers import cached_tokens, finish, only_choice, required
-from nemo_gym_prorl.policy.engines.engine import ChatPrompt, Misconfigured
+from nemo_gym_prorl.policy.engines.engine import Misconfigured, SampleRequest
 from nemo_gym_prorl.policy.engines.http_engine import Asked, HttpEngine
-from nemo_gym_prorl.policy.engines.sampling import Sampling
 from nemo_gym_prorl.policy.generation import Generation
 
 
@@ -24,30 +21,29 @@ class VllmChat(HttpEngine):
     name = "vllm_chat"
     takes_tokens = False
     _route = "/v1/chat/completions"
+    _also: str | None = "/v1/completions"  # NeMo RL's engine has none, and must be told where its prompts start
 
-    def _body(self, conversation: ChatPrompt, sampling: Sampling) -> dict[str, Any]:
+    def _body(self, request: SampleRequest) -> dict[str, Any]:
         body: dict[str, Any] = {
             "model": self.model,
-            "messages": list(conversation.messages),
+            "messages": list(request.messages),
             "logprobs": True,
             "top_logprobs": 0,
             "return_token_ids": True,
-            **sampling.as_openai(),
+            **request.sampling.as_openai(),
         }
-        if conversation.tools:
-            body["tools"] = list(conversation.tools)
-            if conversation.tool_choice is not None:
-                body["tool_choice"] = conversation.tool_choice
-        if conversation.effort is not None:
-            body["reasoning_effort"] = conversation.effort
-        if conversation.template_variables:
-            body["chat_template_kwargs"] = dict(conversation.template_variables)
+        if request.tools:
+            body["tools"] = list(request.tools)
+            if request.tool_choice is not None:
+                body["tool_choice"] = request.tool_choice
+        if request.effort is not None:
+            body["reasoning_effort"] = request.effort
+        if request.template_variables:
+            body["chat_template_kwargs"] = dict(request.template_variables)
         return body
 
-    async def _generate(
-        self, asked: Asked, prompt: Sequence[int], conversation: ChatPrompt, sampling: Sampling
-    ) -> Generation:
-        answer = await self._post(asked, f"{root_of(asked.url)}{self._route}", self._body(conversation, sampling))
+    async def _generate(self, asked: Asked, request: SampleRequest) -> Generation:
+        answer = await self._post(asked, self._body(request))
         choice = only_choice(answer, asked.url)
         message = required(choice, "message", asked.url)
         prompt_ids = message.get("prompt_token_ids") or answer.get("prompt_token_ids")

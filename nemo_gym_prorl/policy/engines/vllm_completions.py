@@ -6,14 +6,11 @@ It is always told how many to sample: left alone, its completions stop after 16.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import replace
 
-from nemo_gym_prorl.policy.engines.addresses import root_of
 from nemo_gym_prorl.policy.engines.answers import cached_tokens, finish, only_choice, required
-from nemo_gym_prorl.policy.engines.engine import ChatPrompt, Misconfigured
+from nemo_gym_prorl.policy.engines.engine import Misconfigured, SampleRequest
 from nemo_gym_prorl.policy.engines.http_engine import Asked, HttpEngine
-from nemo_gym_prorl.policy.engines.sampling import Sampling
 from nemo_gym_prorl.policy.generation import Generation
 
 
@@ -23,9 +20,8 @@ class VllmCompletions(HttpEngine):
     name = "vllm"
     _route = "/v1/completions"
 
-    async def _generate(
-        self, asked: Asked, prompt: Sequence[int], conversation: ChatPrompt, sampling: Sampling
-    ) -> Generation:
+    async def _generate(self, asked: Asked, request: SampleRequest) -> Generation:
+        prompt, sampling = request.prompt, request.sampling
         room = self.room(asked, len(prompt), sampling.max_tokens)
         body = {
             "model": self.model,
@@ -34,7 +30,7 @@ class VllmCompletions(HttpEngine):
             "skip_special_tokens": False,
             **replace(sampling, max_tokens=room).as_openai(),
         }
-        answer = await self._post(asked, f"{root_of(asked.url)}{self._route}", body, ("prompt", prompt), echoed=True)
+        answer = await self._post(asked, body, ("prompt", prompt), echoed=True)
         choice = only_choice(answer, asked.url)
         sampled = required(choice, "token_ids", asked.url)
         echoed = choice.get("prompt_token_ids")

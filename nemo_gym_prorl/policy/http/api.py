@@ -8,37 +8,21 @@ removed, labelled and given new weights while rollouts run.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Mapping
 from dataclasses import asdict
 from typing import Annotated, Any
 
 import orjson
 from fastapi import APIRouter, Depends, FastAPI, Response
 from fastapi.responses import PlainTextResponse
-from fastapi.routing import APIRoute
 from pydantic import BaseModel, ConfigDict, Field
 
-from nemo_gym_prorl.policy.config import PolicyConfig
 from nemo_gym_prorl.policy.host import PolicyHost
 from nemo_gym_prorl.policy.pool.backend import Backend
 from nemo_gym_prorl.policy.pool.pool import BackendPool
 from nemo_gym_prorl.policy.service import PolicyService
-from nemo_gym_prorl.serving.problem_document import Problem
-from nemo_gym_prorl.serving.problems import ProblemRoute, add_problem_handlers, no_other_parameters
+from nemo_gym_prorl.serving.problems import Declared, add_problem_handlers, no_other_parameters, problem_responses
 
-
-__all__ = ["PolicyConfig", "PolicyHost", "add_control_routes", "trajectory"]
-
-_PROBLEMS = {
-    400: "The body is no JSON that can be read.",
-    401: "The control token is missing or wrong.",
-    403: "The host is not among those in `policy.backend_hosts`.",
-    404: "There is no such backend.",
-    409: "There is a backend of that id, or another run has the one at that URL.",
-    410: "The rollout, or the answer that it continues, is not known here.",
-    422: "A field is wrong, or the engine refused the request; `errors` names it.",
-    500: "A backend failed, or the deployment does not fit together; `X-ProRL-Failure-Kind` says how.",
-}
 
 type _Label = Annotated[str, Field(min_length=1, max_length=200, pattern=r"^[^\x00-\x1f\x7f/?#]+$")]
 
@@ -76,99 +60,75 @@ class Weights(BaseModel):
     run: _Label | None = None
 
 
-def problems(*statuses: int) -> dict[int | str, dict[str, Any]]:
-    """What a route may answer besides success, for its OpenAPI document."""
-    schema = Problem.model_json_schema()
-    content = {"application/problem+json": {"schema": schema}}
-    return {status: {"description": _PROBLEMS[status], "content": content} for status in (401, 422, *statuses)}
-
-
-def with_problems(app: FastAPI, *statuses: int) -> None:
-    """Have the routes that an application has already answer with problem documents, and say so.
-
-    Gym sets its own handler for a wrong body after a server has set up its application; a route's own comes first.
-    """
-    for route in [route for route in app.router.routes if type(route) is APIRoute]:
-        app.router.routes.remove(route)
-        app.router.add_api_route(
-            route.path,
-            route.endpoint,
-            methods=sorted(route.methods or ()),
-            response_model=route.response_model,
-            responses=problems(*statuses),
-            route_class_override=ProblemRoute,
-        )
-
-
-def add_control_routes(app: FastAPI, host: PolicyHost) -> None:
+def add_control_routes(app: FastAPI, host: PolicyHost, declared: Mapping[str, Declared] | None = None) -> None:
     """Add ``/v1/backends``, ``/v1/rollouts`` and ``/metrics`` to an application, the error handlers, and the start and
-    end of the service."""
-    router = APIRouter(route_class=ProblemRoute, dependencies=[Depends(no_other_parameters)])
+    end of the service. For ``declared`` see :func:`~nemo_gym_prorl.serving.problems.add_problem_handlers`."""
+    router = APIRouter(dependencies=[Depends(no_other_parameters)])
 
-    @router.post("/v1/backends", status_code=201, responses=problems(400, 403, 409, 422))
+    @router.post("/v1/backends", status_code=201, responses=problem_responses(400, 403, 409))
     async def add(body: NewBackend) -> dict[str, Any]:
         """Add a backend for the rollouts of a run. Turns that wait may be placed there at once."""
         return _described(await host.add(body.url, body.id, body.weight_version, body.api_key, body.run))
 
-    @router.get("/v1/backends", responses=problems(422))
+    @router.get("/v1/backends", responses=problem_responses())
     async def listing(run: _Label | None = None) -> dict[str, Any]:
         """The backends, how they fare, and how many turns wait; of all runs, or of one."""
         return _listing(host.pool, run)
 
-    @router.delete("/v1/backends/{backend_id}", responses=problems(404, 422))
+    @router.delete("/v1/backends/{backend_id}", responses=problem_responses(404))
     async def remove(backend_id: str, drain: bool = False) -> dict[str, Any]:
         """Remove a backend: at once, or with `drain` give it no new rollouts."""
         host.dispatcher.apply(host.pool.drain(backend_id) if drain else host.pool.remove(backend_id))
         return {"id": backend_id, "draining": drain}
 
-    @router.delete("/v1/backends", responses=problems(422))
+    @router.delete("/v1/backends", responses=problem_responses())
     async def clear(run: _Label | None = None) -> dict[str, Any]:
         """Remove all backends of a run; turns wait for new ones. Without a run, those of rollouts that name none."""
         host.dispatcher.apply(host.pool.clear(run))
         return {"backends": []}
 
-    @router.post("/v1/backends/pause", responses=problems(400, 404, 422))
+    @router.post("/v1/backends/pause", responses=problem_responses(400, 404))
     async def pause(body: Swap) -> dict[str, Any]:
         """Start nothing there until `resume`; answers when nothing runs there, or the time is over."""
         return {"drained": await host.dispatcher.pause(body.id, body.timeout_s, body.run)}
 
-    @router.post("/v1/backends/resume", responses=problems(400, 404, 422))
+    @router.post("/v1/backends/resume", responses=problem_responses(400, 404))
     async def resume(body: Swap) -> dict[str, Any]:
         """Go on, with a new label if the weights are new."""
         host.dispatcher.apply(host.pool.resume(body.id, body.weight_version, body.run))
         return _listing(host.pool, body.run)
 
-    @router.post("/v1/backends/weight_version", responses=problems(400, 404, 422))
+    @router.post("/v1/backends/weight_version", responses=problem_responses(400, 404))
     async def label(body: Weights) -> dict[str, Any]:
         """Label the weights, without a pause: a turn that is being sampled begins with the old ones and ends with
         these."""
         host.pool.label(body.weight_version, body.id, body.run)
         return _listing(host.pool, body.run)
 
-    @router.get("/v1/rollouts/{rollout}/tokens", response_model=dict[str, Any], responses=problems(410))
+    @router.get("/v1/rollouts/{rollout}/tokens", response_model=dict[str, Any], responses=problem_responses(410))
     async def tokens(rollout: str) -> Response:
         """All tokens of a rollout's complete turns."""
         # Written here: the framework would go through a hundred thousand numbers one by one, and all turns wait.
-        return Response(orjson.dumps(trajectory(await host.service(), rollout)), media_type="application/json")
+        return Response(orjson.dumps(trajectory(host.service, rollout)), media_type="application/json")
 
-    @router.get("/v1/rollouts/{rollout}/waited", responses=problems(410))
+    @router.get("/v1/rollouts/{rollout}/waited", responses=problem_responses(410))
     async def waited(rollout: str) -> dict[str, float]:
         """Seconds for which turns of a rollout have waited for a backend, the one that waits now included."""
-        return {"waited_s": (await host.service()).rollout(rollout).wait.seconds}
+        return {"waited_s": host.service.rollout(rollout).wait.seconds}
 
-    @router.delete("/v1/rollouts/{rollout}", responses=problems())
+    @router.delete("/v1/rollouts/{rollout}", responses=problem_responses())
     async def finish(rollout: str) -> dict[str, Any]:
         """Forget a rollout and free its slot at once, whether or not it is known; its turns are ended."""
-        (await host.service()).finish(rollout)
+        host.service.finish(rollout)
         return {"rollout": rollout}
 
-    @router.get("/metrics", response_class=PlainTextResponse, responses=problems())
+    @router.get("/metrics", response_class=PlainTextResponse, responses=problem_responses())
     async def metrics() -> Response:
         """Prometheus metrics."""
         return PlainTextResponse(host.metrics.exposition(), media_type="text/plain; version=0.0.4")
 
     app.include_router(router)
-    add_problem_handlers(app)
+    add_problem_handlers(app, declared)
     inner = app.router.lifespan_context
 
     @contextlib.asynccontextmanager

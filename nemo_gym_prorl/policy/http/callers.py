@@ -3,8 +3,8 @@
 
 A turn's work is small beside what a web framework does around it: models of request and answer, dependencies,
 middlewares with a task each. So routes of turns stand in front of all that
-(:mod:`nemo_gym_prorl.serving.direct_routes`), with what they need of it: a session's cookie, an end when a caller
-hangs up, errors as documents.
+(:mod:`nemo_gym_prorl.serving.direct_routes`), with what they need of it: a session's cookie, errors as documents, an
+end when a caller hangs up. The last is for routes of Gym's own as well.
 """
 
 from __future__ import annotations
@@ -13,13 +13,16 @@ import asyncio
 import uuid
 from collections.abc import Awaitable, Callable
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from typing import Any
 from urllib.parse import unquote
 
 from starlette.datastructures import Headers
 from starlette.requests import Request
 from starlette.responses import Response
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from nemo_gym_prorl.policy.turns import TurnRequest
 
 
 DEFERRAL = "X-Rollout-Tokens"
@@ -40,6 +43,10 @@ class Caller:
     group: str | None
     run: str | None
     deferred: bool
+
+    def asking(self, request: TurnRequest, **more: Any) -> TurnRequest:
+        """A request as this caller's, with what more there is to say of it."""
+        return replace(request, rollout=self.rollout, group=self.group, run=self.run, **more)
 
 
 def header_text(value: str) -> str:
@@ -69,8 +76,7 @@ def caller_of(headers: Headers, session: str) -> Caller:
 def route_of_callers(
     answer: Callable[[Request, Caller, bytes], Awaitable[Response]], field: str
 ) -> Callable[[Request], Awaitable[Response]]:
-    """A route that answers turns: with the caller's name, or else its session, which a new caller is given. It is
-    cancelled when its caller hangs up.
+    """A route that answers turns: with the caller's name, or else its session, which a new caller is given.
 
     Args:
         answer: to a request, of whom, with its body.
@@ -83,20 +89,15 @@ def route_of_callers(
             session = str(uuid.uuid4())
         if session is not None:
             request.session[field] = session  # what is set is sent again: so it does not run out
-        caller = caller_of(request.headers, session or "")
-        body = await request.body()
-        try:
-            return await _while_listened(answer(request, caller, body), request.receive)
-        except _HungUp:
-            return Response(status_code=499)
+        return await answer(request, caller_of(request.headers, session or ""), await request.body())
 
     return route
 
 
 class EndsWithCaller:
-    """ASGI middleware that does the same for all other routes: those of Gym's application, that is.
+    """ASGI middleware: what is done for a caller is cancelled when that hangs up.
 
-    Nobody reads an answer then, but middleware further out takes it for a defect if there is none.
+    Nobody reads an answer then, but Gym's middlewares further out take it for a defect if there is none.
     """
 
     def __init__(self, app: ASGIApp) -> None:
@@ -104,7 +105,8 @@ class EndsWithCaller:
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """One request."""
-        if scope["type"] != "http":
+        task = asyncio.current_task()
+        if scope["type"] != "http" or task is None:
             await self._app(scope, receive, send)
             return
         read: list[Message] = []
@@ -114,48 +116,28 @@ class EndsWithCaller:
         async def again() -> Message:
             return read.pop(0) if read else await receive()
 
-        answered = False
+        answered = hung_up = False
 
         async def answer(message: Message) -> None:
             nonlocal answered
             answered = True
             await send(message)
 
+        def over(listener: asyncio.Task[Message]) -> None:
+            nonlocal hung_up
+            if not listener.cancelled():
+                hung_up = True
+                task.cancel()
+
+        listener: asyncio.Task[Message] = asyncio.ensure_future(receive())
+        listener.add_done_callback(over)
         try:
-            await _while_listened(self._app(scope, again, answer), receive)
-        except _HungUp:
+            await self._app(scope, again, answer)
+        except asyncio.CancelledError:
+            if not hung_up or task.uncancel():
+                raise
             if not answered:
                 await Response(status_code=499)(scope, receive, send)
-
-
-class _HungUp(Exception):
-    """Nobody waits for the answer any more."""
-
-
-async def _while_listened[T](work: Awaitable[T], receive: Receive) -> T:
-    """The result of some work, which is cancelled when the caller hangs up.
-
-    Raises:
-        _HungUp: it did.
-    """
-    task = asyncio.current_task()
-    assert task is not None
-    hung_up = False
-
-    def over(listener: asyncio.Task[Message]) -> None:
-        nonlocal hung_up
-        if not listener.cancelled():
-            hung_up = True
-            task.cancel()
-
-    listener: asyncio.Task[Message] = asyncio.ensure_future(receive())
-    listener.add_done_callback(over)
-    try:
-        return await work
-    except asyncio.CancelledError:
-        if hung_up and not task.uncancel():
-            raise _HungUp from None
-        raise
-    finally:
-        listener.remove_done_callback(over)
-        listener.cancel()
+        finally:
+            listener.remove_done_callback(over)
+            listener.cancel()

@@ -1,25 +1,19 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The wire form of a conversation in OpenAI's Responses API: what agents send as chat messages, and turns as items.
+"""What agents send in OpenAI's Responses API, as chat messages.
 
 Agents send texts, calls and their results, thoughts, and turns of ours that they send back, with their tokens or
 without. These are read as Gym's converter reads them (``tests/policy/test_items.py`` holds one against the other), but
 each sampled turn stays a message of its own, also where the converter would join it to its neighbours or drop it.
-Whatever else an item may be, or hold, is refused by its name.
-
-Items of an answer have the fields that the installed Gym gives them: they are filled into forms that its own classes
-made.
+Whatever else an item may be, or hold, is refused by its name. Items of an answer are Gym's converter's.
 """
 
 from __future__ import annotations
 
-import uuid
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 from nemo_gym_prorl.failures import CallerError
-from nemo_gym_prorl.policy.text.messages import THOUGHT, Message
-from nemo_gym_prorl.policy.text.parsers import Parsed
+from nemo_gym_prorl.policy.text.messages import Message
 from nemo_gym_prorl.policy.tokens.echo import MARK
 from nemo_gym_prorl.policy.tokens.history import CARRIED
 from nemo_gym_prorl.policy.tokens.ledger import Turn
@@ -177,52 +171,3 @@ def _own_text(item: Mapping[str, Any], at: str) -> str:
 def _thoughts(item: Mapping[str, Any], at: str) -> list[str]:
     _only(item, at, (), ("summary", *_STATE))
     return _parts(item.get("summary"), f"{at}.summary", ("summary_text",))
-
-
-@dataclass(frozen=True, slots=True)
-class Forms:
-    """Items as the installed Gym writes them, to be filled in.
-
-    Attributes:
-        message: of an assistant, with one text.
-        call: of a function.
-        thought: with one summary.
-        tokens: the fields that an item with tokens has beyond those.
-    """
-
-    message: Mapping[str, Any]
-    call: Mapping[str, Any]
-    thought: Mapping[str, Any]
-    tokens: Mapping[str, Any]
-
-    def items(self, message: Message, parsed: Parsed, *, thoughts: bool) -> list[dict[str, Any]]:
-        """A turn's items.
-
-        Args:
-            message: the turn in chat form.
-            parsed: the same, taken apart.
-            thoughts: whether thoughts become items of their own.
-        """
-        content, found = message["content"] or "", []
-        if thoughts:
-            found, content = THOUGHT.findall(content), THOUGHT.sub("", content)
-        items: list[dict[str, Any]] = []
-        if found:
-            (part,) = self.thought["summary"]
-            summary = [{**part, "text": text} for text in found]
-            items.append({**self.thought, "id": f"rs_{uuid.uuid4().hex}", "summary": summary})
-        calls = message.get("tool_calls") or []
-        if content or not (items or calls):
-            (part,) = self.message["content"]
-            items.append({**self.message, "id": f"msg_{uuid.uuid4().hex}", "content": [{**part, "text": content}]})
-        for call, read in zip(calls, parsed.calls, strict=True):
-            items.append(
-                {
-                    **self.call,
-                    "id": call["id"],
-                    "call_id": call["id"],
-                    **call["function"],
-                    "status": "incomplete" if read.malformed else "completed",
-                }
-            )
-        return items

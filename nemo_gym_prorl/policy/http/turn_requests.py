@@ -9,8 +9,8 @@ tokens are the text that they were all along.
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from time import time
 from types import MappingProxyType
 from typing import Any
@@ -21,7 +21,7 @@ from nemo_gym_prorl.failures import CallerError
 from nemo_gym_prorl.policy.generation import Finish
 from nemo_gym_prorl.policy.host import PolicyHost
 from nemo_gym_prorl.policy.http.callers import Caller
-from nemo_gym_prorl.policy.http.items import Forms, messages_of
+from nemo_gym_prorl.policy.http.items import messages_of
 from nemo_gym_prorl.policy.service import PolicyService
 from nemo_gym_prorl.policy.text.messages import Message
 from nemo_gym_prorl.policy.turns import PolicyAnswer, TurnRequest
@@ -30,6 +30,8 @@ from nemo_gym_prorl.serving.problems import invalid_body
 
 _REMEMBERED = 512
 """Kinds of requests that are known by their bytes."""
+_STAND_INS = {"prompt_token_ids": [0], "generation_token_ids": [0], "generation_log_probs": [0.0]}
+"""Tokens that are shown to Gym's converter in the place of the turn's, which are text already."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,25 +54,21 @@ class TurnRequests:
         host: the policy.
         terms: reads a request without its input, and what else it asks for in the fields of chat completions; raises
             where something is wrong.
-        roles: messages with the roles that the policy knows.
-        forms: the items of answers.
+        items: a turn in chat form as items of an answer.
         tokens: whether items carry tokens.
-        thoughts: whether thoughts are items of their own.
     """
 
     def __init__(
         self,
         host: PolicyHost,
         terms: Callable[[dict[str, Any], Mapping[str, Any]], Terms],
-        roles: Callable[[Sequence[Message]], Sequence[Message]],
-        forms: Forms,
+        items: Callable[[Message], list[dict[str, Any]]],
         *,
         tokens: bool,
-        thoughts: bool,
     ) -> None:
         self._host = host
-        self._read, self._roles, self._forms = terms, roles, forms
-        self._with_tokens, self._thoughts = tokens, thoughts
+        self._read, self._items = terms, items
+        self._with_tokens = tokens
         self._terms: OrderedDict[bytes, Terms] = OrderedDict()
 
     async def answer(self, caller: Caller, body: bytes, more: Mapping[str, Any] = MappingProxyType({})) -> bytes:
@@ -85,7 +83,7 @@ class TurnRequests:
             RolloutError: the turn failed, or something is wrong with the request; names the field.
             ProblemError: it is no JSON, or Gym's classes do not take a field.
         """
-        service = await self._host.service()
+        service = self._host.service
         raw, turns = service.without_tokens(caller.rollout, body) or (body, [])
         params = read_object(raw)
         if "input" not in params:
@@ -94,24 +92,24 @@ class TurnRequests:
         after = params.pop("previous_response_id", None)
         if not (after is None or isinstance(after, str)):
             raise CallerError("must be a text", field="previous_response_id")
-        return await self._turn(service, caller, self._known(params, more), messages, after)
+        terms = self._known(params, more)
+        answer = await service.turn(caller.asking(terms.asked, messages=messages, after=after))
+        output = self._output(service, caller, answer)
+        return orjson.dumps({**terms.envelope, **about(answer, after), "output": output})
 
-    async def _turn(
-        self, service: PolicyService, caller: Caller, terms: Terms, messages: Sequence[Message], after: str | None
-    ) -> bytes:
-        asked = replace(
-            terms.asked,
-            rollout=caller.rollout,
-            group=caller.group,
-            run=caller.run,
-            messages=self._roles(messages),
-            after=after,
-        )
-        answer = await service.turn(asked)
-        items = self._forms.items(answer.message, answer.parsed, thoughts=self._thoughts)
-        if self._with_tokens and not caller.deferred and answer.turn is not None:
-            items[-1] |= self._tokens(service, caller.rollout, answer)
-        return orjson.dumps({**terms.envelope, **about(answer, after), "output": items})
+    def _output(self, service: PolicyService, caller: Caller, answer: PolicyAnswer) -> list[dict[str, Any]]:
+        """A turn's items, with its tokens if the caller wants them."""
+        turn = answer.turn if self._with_tokens and not caller.deferred else None
+        items = self._items({**answer.message, **_STAND_INS} if turn is not None else answer.message)
+        calls = (item for item in items if item["type"] == "function_call")
+        for item, read in zip(calls, answer.parsed.calls, strict=True):
+            if read.malformed:
+                item["status"] = "incomplete"
+        if turn is not None:
+            # All that follows the name of the first token field is written as one piece.
+            items[-1] = {name: value for name, value in items[-1].items() if name not in _STAND_INS}
+            items[-1]["prompt_token_ids"] = orjson.Fragment(b"".join(service.token_fields(caller.rollout, turn)))
+        return items
 
     def _known(self, params: dict[str, Any], more: Mapping[str, Any]) -> Terms:
         try:
@@ -125,12 +123,6 @@ class TurnRequests:
         if len(self._terms) > _REMEMBERED:
             self._terms.popitem(last=False)
         return terms
-
-    def _tokens(self, service: PolicyService, rollout: str, answer: PolicyAnswer) -> dict[str, Any]:
-        """The token fields: all that follows the name of the first is written as one piece."""
-        assert answer.turn is not None
-        prompt, rest = service.token_fields(rollout, answer.turn)
-        return {"prompt_token_ids": orjson.Fragment(prompt + rest), **self._forms.tokens}
 
 
 def read_object(body: bytes) -> dict[str, Any]:

@@ -1,15 +1,39 @@
 # SPDX-License-Identifier: Apache-2.0
-"""One inference endpoint as the pool sees it, and what the pool may decide about it."""
+"""One inference endpoint as the pool sees it: what is placed on it, how it fares, what the pool may decide about it.
+
+A backend that fails is down until a probe finds it alive, then on trial: one request at a time, until one succeeds.
+The wait before a probe doubles with each failure in a row.
+"""
 
 from __future__ import annotations
 
-from collections import Counter
+from collections import Counter, OrderedDict
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from enum import StrEnum
 
 from nemo_gym_prorl.failures import CallerError
 from nemo_gym_prorl.policy.pool.prefixes import Holdings, tokens_in
-from nemo_gym_prorl.policy.pool.tickets import Rollout
+from nemo_gym_prorl.policy.pool.tickets import Queue, Rollout
+
+
+_PROBE_AFTER_S, _PROBE_AT_MOST_S = 1.0, 30.0
+"""The first wait before a failed backend is probed, and the longest."""
+
+_TURN_SMOOTHING = 0.08
+"""Weight of the latest turn in a backend's mean turn time."""
+
+_SHORTEST_S = 0.001
+"""Turns count as at least this long; below it only noise differs."""
+
+_OPINION = 12
+"""How many turns a backend must have had before it can count as slow."""
+
+_SLOW = 2.0
+"""How many times longer than the median backend's a backend's turns must take for it to count as slow."""
+
+_FULL = 0.9
+"""The share of its cache from which a backend's long turns may come of prefixes that were evicted."""
 
 
 class AlreadyThere(CallerError):
@@ -93,6 +117,8 @@ class Backend:
     """Tokens that fit into its KV cache, if it says so."""
     own: int = 0
     """Tokens that each of its live rollouts has for itself."""
+    held: Queue = field(default_factory=OrderedDict)
+    """Tickets that wait for this very backend, where their prefix is."""
     in_flight: set[int] = field(default_factory=set)
     last_placed: int = 0
     failures: int = 0
@@ -153,3 +179,54 @@ class Backend:
         it."""
         unseen = self.head_start * self.elders_left / self.elders if self.elders else 0.0
         return (len(self.live) + unseen + 1) * self.slowness - 1
+
+    # How it fares
+
+    @property
+    def usable(self) -> bool:
+        """Whether it may be sent a request for a rollout that it has."""
+        return self.health is Health.UP or (self.health is Health.TRIAL and not self.in_flight)
+
+    @property
+    def takes_new(self) -> bool:
+        """Whether it may be given a rollout that it does not have."""
+        return not self.draining and self.usable
+
+    @property
+    def has_room(self) -> bool:
+        """Whether it can be given a rollout now. One that is hot gets no more than it has."""
+        return self.takes_new and not self.paused and len(self.live) < (1 if self.hot else self.limit)
+
+    def failed(self, now: float) -> None:
+        """A request or a probe failed; the next probe is due after a while."""
+        self.health = Health.DOWN
+        self.probe_at = now + min(_PROBE_AFTER_S * 2**self.failures, _PROBE_AT_MOST_S)
+        self.failures = min(self.failures + 1, 16)
+
+    def probe_due(self, now: float) -> bool:
+        """Whether to probe it now; says so once."""
+        due = self.probe_at is not None and self.probe_at <= now
+        if due:
+            self.probe_at = None
+        return due
+
+    def recovers(self) -> None:
+        """A probe found it alive."""
+        self.health, self.probe_at = Health.TRIAL, None
+
+    def answered(self, seconds: float, peers: Iterable[Backend]) -> None:
+        """A request succeeded: it is up. Learn how long its turns take, and whether it is slow among its peers, of
+        which it is one: it is from when they take far longer than others' until they take no longer. Rollouts that
+        fill its cache explain that, and are no fault of its own."""
+        self.failures, self.probe_at = 0, None
+        self.health = Health.UP
+        self.turns += 1
+        # Turn times are heavy-tailed: in a geometric mean, one long answer says little.
+        self.turn_s *= (max(seconds, _SHORTEST_S) / self.turn_s) ** max(1 / self.turns, _TURN_SMOOTHING)
+        known = sorted(peer.turn_s for peer in peers if peer.turns and peer.health is Health.UP)
+        longer = self.turn_s / known[(len(known) - 1) // 2]
+        full = self.capacity is not None and self.demand > _FULL * self.capacity
+        if not full and self.turns >= _OPINION and longer > _SLOW:
+            self.slowness = max(self.slowness, longer)
+        elif longer <= 1.0:
+            self.slowness = 1.0

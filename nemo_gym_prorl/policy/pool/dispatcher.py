@@ -79,9 +79,9 @@ class Dispatcher:
 
     def start(self) -> None:
         """Start the background work; needs a running event loop."""
-        self._spawn(self._ticking())
+        self.spawn(self._ticking())
         if self.report_s:
-            self._spawn(self._reporting())
+            self.spawn(self._reporting())
 
     async def aclose(self) -> None:
         """Stop the background work. Requests belong to their callers."""
@@ -170,18 +170,13 @@ class Dispatcher:
         return any(peer is not backend and peer.health is Health.UP for peer in self.pool.of_run(backend.run))
 
     async def _assigned(self, lease: _Lease) -> Assign:
-        if lease.assign is None:  # mostly there is one at once
-            await self._assignment(lease)
-        assign, lease.assign, lease.aborted = lease.assign, None, False
-        assert assign is not None
-        return assign
-
-    async def _assignment(self, lease: _Lease) -> None:
         while lease.assign is None:
             if lease.given_up is not None:
                 raise BackendFailed(lease.given_up)
             lease.changed.clear()
             await lease.changed.wait()
+        assign, lease.assign, lease.aborted = lease.assign, None, False
+        return assign
 
     def apply(self, decisions: list[Decision]) -> None:
         """Carry out what the pool decided after something moved."""
@@ -202,7 +197,7 @@ class Dispatcher:
                     lease.given_up = reason
                     lease.changed.set()
                 case Probe(backend=backend_id):
-                    self._spawn(self._probe(backend_id))
+                    self.spawn(self._probe(backend_id))
 
     async def pause(self, backend_id: str | None = None, timeout_s: float = 600.0, run: str | None = None) -> bool:
         """Pause one backend or all of a run, and wait until nothing runs there; ``False`` if something still does."""
@@ -241,7 +236,8 @@ class Dispatcher:
                 _log.warning("backend %s answers again", backend_id)
             self.apply(self.pool.probed(backend_id, alive, time.monotonic()))
 
-    def _spawn(self, work: Awaitable[None]) -> None:
+    def spawn(self, work: Awaitable[None]) -> None:
+        """Do something in the background, until it is done or this is closed."""
         task = asyncio.ensure_future(work)
         self._background.add(task)
         task.add_done_callback(self._background.discard)

@@ -22,7 +22,6 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterable
 
-from nemo_gym_prorl.policy.pool import health
 from nemo_gym_prorl.policy.pool.backend import Backend
 from nemo_gym_prorl.policy.pool.tickets import Rollout
 
@@ -50,7 +49,7 @@ _ROOM = 0.95
 
 def choose(rollout: Rollout, backends: Collection[Backend]) -> Backend | None:
     """A home with room for the rollout, if there is one."""
-    roomy = [backend for backend in backends if health.has_room(backend)]
+    roomy = [backend for backend in backends if backend.has_room]
     if not roomy:
         return None
     least = min(roomy, key=lambda backend: (backend.weight, backend.last_placed, backend.order))
@@ -70,9 +69,9 @@ def choose(rollout: Rollout, backends: Collection[Backend]) -> Backend | None:
 
 def must_leave(rollout: Rollout, home: Backend, backends: Iterable[Backend]) -> bool:
     """Whether staying is worse than a cold prefix elsewhere."""
-    if not health.usable(home):
+    if not home.usable:
         return True
-    peers = [backend for backend in backends if health.has_room(backend)]
+    peers = [backend for backend in backends if backend.has_room]
     roomy = (peer for peer in peers if peer.capacity and _fills(peer, rollout) <= _ROOM)
     if _fills(home, rollout) > _OVERFULL and home.needs(rollout) * len(home.live) <= home.demand and any(roomy):
         return True

@@ -29,10 +29,10 @@ which every event returns. Every ticket ends in exactly one of ``answered`` and 
 
 from __future__ import annotations
 
-from collections import OrderedDict
+from collections import Counter, OrderedDict
 
 from nemo_gym_prorl.failures import CallerError
-from nemo_gym_prorl.policy.pool import health, placement
+from nemo_gym_prorl.policy.pool import placement
 from nemo_gym_prorl.policy.pool.backend import (
     Abort,
     AlreadyThere,
@@ -44,7 +44,7 @@ from nemo_gym_prorl.policy.pool.backend import (
     NoSuchBackend,
     Probe,
 )
-from nemo_gym_prorl.policy.pool.tickets import Line, Queue, Rollout, Ticket, first_of
+from nemo_gym_prorl.policy.pool.tickets import Line, Rollout, Ticket, first_of
 
 
 _FULL = 0.9
@@ -75,7 +75,6 @@ class BackendPool:
         self._resting: OrderedDict[str, Rollout] = OrderedDict()
         self._tickets: dict[int, Ticket] = {}
         self._lines: dict[str | None, Line] = {}
-        self._held: dict[str, Queue] = {}
         self._clock = 0
         self._now = 0.0
 
@@ -93,11 +92,10 @@ class BackendPool:
             raise AlreadyThere(f"there is a backend {backend_id!r} already", field="id")
         peers = self.of_run(run)
         backend = Backend(backend_id, url, weight_version, self.limit, self._tick(), run)
-        if taking := [peer for peer in peers if health.takes_new(peer)]:
+        if taking := [peer for peer in peers if peer.takes_new]:
             backend.head_start = min(len(peer.live) for peer in taking)
             backend.elders = backend.elders_left = sum(len(peer.live) for peer in peers)
         self.backends[backend_id] = backend
-        self._held[backend_id] = OrderedDict()
         return self._dispatch()
 
     def drain(self, backend_id: str) -> list[Decision]:
@@ -154,15 +152,15 @@ class BackendPool:
         if backend is None or backend.health is not Health.DOWN:
             return []
         if alive:
-            health.recovers(backend)
+            backend.recovers()
             return self._dispatch()
-        health.failed(backend, now)
+        backend.failed(now)
         return []
 
     def tick(self, now: float) -> list[Decision]:
         """Time passes: due probes, rest for the idle while others wait, and an end to outages that last."""
         self._now = max(self._now, now)
-        decisions: list[Decision] = [Probe(b.id) for b in self.backends.values() if health.probe_due(b, now)]
+        decisions: list[Decision] = [Probe(b.id) for b in self.backends.values() if b.probe_due(now)]
         for run, line in self._lines.items():
             if not line:
                 continue
@@ -178,7 +176,7 @@ class BackendPool:
         decisions: list[Decision] = []
         for run, line in [*self._lines.items()]:
             peers = self.of_run(run)
-            waiting = [queue for queue in (line.returning, line.fresh, *(self._held[b.id] for b in peers)) if queue]
+            waiting = [queue for queue in (line.returning, line.fresh, *(b.held for b in peers)) if queue]
             if not waiting and not peers:
                 del self._lines[run]
             if not waiting or any(peer.in_flight for peer in peers):
@@ -218,19 +216,17 @@ class BackendPool:
         ticket = self._tickets[ticket_id] = Ticket(ticket_id, rollout, since=now)
         rollout.tickets.add(ticket_id)
         rollout.idle_since = None
-        home = self.backends.get(rollout.backend or "")
-        if home is not None and rollout.id in home.live:
+        if (home := self._home(rollout)) is not None:
             home.grow(rollout, tokens)
         else:
             rollout.tokens = tokens
-        return self._route(ticket)
+        return self._route(ticket, home)
 
     def answered(self, ticket_id: int, now: float) -> list[Decision]:
         """The ticket's request at its backend ended well."""
         ticket = self._tickets[ticket_id]
-        backend = self.backends.get(ticket.backend or "")
-        if backend is not None:
-            health.answered(backend, now - ticket.since, self.of_run(backend.run))
+        if (backend := self._where(ticket)) is not None:
+            backend.answered(now - ticket.since, self.of_run(backend.run))
         self._end(ticket, now)
         return self._dispatch()
 
@@ -238,10 +234,9 @@ class BackendPool:
         """The ticket's request failed by its backend's doing. It is placed again, perhaps at once."""
         self._now = max(self._now, now)
         ticket = self._tickets[ticket_id]
-        backend = self.backends.get(ticket.backend or "")
-        if backend is not None:
+        if (backend := self._where(ticket)) is not None:
             backend.failovers += 1
-            health.failed(backend, now)
+            backend.failed(now)
             self._requeue(ticket)
             self._evacuate(backend)
         return self._dispatch()
@@ -278,22 +273,20 @@ class BackendPool:
     @property
     def waiting(self) -> int:
         """Tickets that no backend has."""
-        return sum(map(len, self._lines.values())) + sum(map(len, self._held.values()))
+        return sum(self.waiting_of.values())
 
     @property
     def waiting_of(self) -> dict[str | None, int]:
         """The same by run, for each run that there is."""
-        runs = {None, *self._lines, *(backend.run for backend in self.backends.values())}
-        lines = {run: len(self._lines[run]) if run in self._lines else 0 for run in runs}
-        return {run: lines[run] + sum(len(self._held[b.id]) for b in self.of_run(run)) for run in runs}
+        waiting: Counter[str | None] = Counter({None: 0})
+        waiting.update({run: len(line) for run, line in self._lines.items()})
+        for backend in self.backends.values():
+            waiting[backend.run] += len(backend.held)
+        return waiting
 
     def of_run(self, run: str | None) -> list[Backend]:
         """The backends of a run."""
         return [backend for backend in self.backends.values() if backend.run == run]
-
-    def held(self, backend_id: str) -> int:
-        """Tickets that wait for this very backend, where their prefix is."""
-        return len(self._held[backend_id])
 
     def backend_of(self, rollout_id: str) -> str | None:
         """Where a live or resting rollout's prefix is."""
@@ -302,17 +295,15 @@ class BackendPool:
 
     # Decisions
 
-    def _route(self, ticket: Ticket) -> list[Decision]:
+    def _route(self, ticket: Ticket, home: Backend | None) -> list[Decision]:
         """Queue a ticket where it belongs, and hand out what can be."""
         rollout = ticket.rollout
-        home = self.backends.get(rollout.backend or "")
-        if home is not None and rollout.id in home.live:
-            if not placement.must_leave(rollout, home, self.of_run(rollout.run)):
-                ticket.enqueue(self._held[home.id])
-                return self._dispatch()
+        if home is not None and not placement.must_leave(rollout, home, self.of_run(rollout.run)):
+            ticket.enqueue(home.held)
+        else:
             self._leave(rollout)
-        line = self._line(rollout)
-        ticket.enqueue(line.fresh if rollout.backend is None else line.returning)
+            line = self._line(rollout)
+            ticket.enqueue(line.fresh if rollout.backend is None else line.returning)
         return self._dispatch()
 
     def _dispatch(self) -> list[Decision]:
@@ -334,8 +325,8 @@ class BackendPool:
 
     def _serve(self, backend: Backend, decisions: list[Decision]) -> None:
         """Start what waits for this very backend."""
-        held = self._held[backend.id]
-        while held and not backend.paused and health.usable(backend):
+        held = backend.held
+        while held and not backend.paused and backend.usable:
             ticket = first_of(held)
             ticket.unqueue()
             ticket.backend, ticket.since = backend.id, self._now
@@ -353,14 +344,13 @@ class BackendPool:
             ticket = self._tickets[ticket_id]
             if ticket.backend is None:
                 ticket.unqueue()
-                ticket.enqueue(self._held[backend.id])
+                ticket.enqueue(backend.held)
 
     # Bookkeeping
 
     def _requeue(self, ticket: Ticket) -> None:
         """Back to the front of the queue: this turn has waited once already."""
-        backend = self.backends.get(ticket.backend or "")
-        if backend is not None:
+        if (backend := self._where(ticket)) is not None:
             backend.in_flight.discard(ticket.id)
         ticket.backend, ticket.since = None, self._now
         ticket.enqueue(self._line(ticket.rollout).returning, first=True)
@@ -372,7 +362,6 @@ class BackendPool:
             self._requeue(self._tickets[ticket_id])
         self._evacuate(backend)
         del self.backends[backend.id]
-        del self._held[backend.id]
         return decisions
 
     def _evacuate(self, backend: Backend) -> None:
@@ -380,14 +369,13 @@ class BackendPool:
         flying = {self._tickets[ticket_id].rollout.id for ticket_id in backend.in_flight}
         for rollout_id in sorted(backend.live - flying):
             self._leave(self._rollouts[rollout_id])
-        for ticket in list(self._held[backend.id].values()):
+        for ticket in list(backend.held.values()):
             ticket.unqueue()
             ticket.enqueue(self._line(ticket.rollout).returning)
 
     def _end(self, ticket: Ticket, now: float) -> None:
         self._now = max(self._now, now)
-        backend = self.backends.get(ticket.backend or "")
-        if backend is not None:
+        if (backend := self._where(ticket)) is not None:
             backend.in_flight.discard(ticket.id)
         ticket.unqueue()
         del self._tickets[ticket.id]
@@ -397,9 +385,8 @@ class BackendPool:
 
     def _leave(self, rollout: Rollout) -> None:
         """Take the rollout's slot; it keeps the memory of where it was."""
-        backend = self.backends.get(rollout.backend or "")
-        if backend is not None and rollout.id in backend.live:
-            backend.let_go(rollout)
+        if (home := self._home(rollout)) is not None:
+            home.let_go(rollout)
 
     def _rest(self, rollout: Rollout) -> None:
         del self._rollouts[rollout.id]
@@ -411,6 +398,15 @@ class BackendPool:
         self._resting[rollout.id] = rollout
         while len(self._resting) > _REMEMBERED:
             self._resting.popitem(last=False)
+
+    def _home(self, rollout: Rollout) -> Backend | None:
+        """Where the rollout is live, if it is."""
+        backend = self.backends.get(rollout.backend or "")
+        return backend if backend is not None and rollout.id in backend.live else None
+
+    def _where(self, ticket: Ticket) -> Backend | None:
+        """Where the ticket's request is in flight, if it is."""
+        return self.backends.get(ticket.backend or "")
 
     def _line(self, rollout: Rollout) -> Line:
         return self._lines.setdefault(rollout.run, Line(self._now))

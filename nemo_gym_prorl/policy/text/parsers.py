@@ -66,15 +66,18 @@ def parse(text: str, tool_format: str, *, thoughts: bool = True, in_thought: boo
         thoughts: look for a ``<think>`` block.
         in_thought: the prompt had already opened the block.
     """
-    thought = None
-    if thoughts:
-        body = text if in_thought else text.lstrip()
-        if in_thought or body.startswith("<think>"):
-            body = body.removeprefix("<think>")
-            # An unfinished thought is all thought: sampling ended inside it.
-            thought, _, text = body.partition("</think>")
-    content, calls = FORMATS[tool_format](text)
+    thought, rest = _thought_in(text, in_thought=in_thought) if thoughts else (None, text)
+    content, calls = FORMATS[tool_format](rest)
     return Parsed(thought, content, tuple(calls))
+
+
+def _thought_in(text: str, *, in_thought: bool = False) -> tuple[str | None, str]:
+    """The thought with which a text begins, and the rest. An unfinished one is all: sampling ended inside it."""
+    body = text if in_thought else text.lstrip()
+    if not (in_thought or body.startswith("<think>")):
+        return None, text
+    thought, _, rest = body.removeprefix("<think>").partition("</think>")
+    return thought, rest
 
 
 def parsed_by_engine(message: Mapping[str, Any]) -> Parsed:
@@ -85,8 +88,8 @@ def parsed_by_engine(message: Mapping[str, Any]) -> Parsed:
         calls.append(replace(_call(name, arguments, str(arguments)), id=call.get("id")))
     content = message.get("content") or ""
     thought = message.get("reasoning_content") or message.get("reasoning")
-    if thought is None and content.lstrip().startswith("<think>"):
-        thought, _, content = content.lstrip().removeprefix("<think>").partition("</think>")
+    if thought is None:
+        thought, content = _thought_in(content)
     return Parsed(thought, content, tuple(calls))
 
 

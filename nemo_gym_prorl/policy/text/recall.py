@@ -31,23 +31,8 @@ OPENED = "add_generation_prompt"
 _LOOP, _TEXT = "prorl_recall_loop", "prorl_recall_text"
 
 _EXPRESSIONS = (
-    nodes.TemplateData,
-    nodes.Const,
-    nodes.Tuple,
-    nodes.List,
-    nodes.Dict,
-    nodes.Pair,
-    nodes.Keyword,
-    nodes.CondExpr,
-    nodes.Test,
-    nodes.Slice,
-    nodes.Concat,
-    nodes.Compare,
-    nodes.Operand,
-    nodes.BinExpr,
-    nodes.UnaryExpr,
-    nodes.Getitem,
-    nodes.Getattr,
+    *(nodes.Literal, nodes.Pair, nodes.Keyword, nodes.CondExpr, nodes.Test, nodes.Slice, nodes.Concat),
+    *(nodes.Compare, nodes.Operand, nodes.BinExpr, nodes.UnaryExpr, nodes.Getitem, nodes.Getattr),
 )
 _FILTERS = frozenset(
     "capitalize count d default dictsort first float int items join last length list lower replace reverse safe sort"  # noqa: SIM905

@@ -21,6 +21,9 @@ _ANCHORS = ("\n", "a", " ")
 _MERGED = 64
 """Characters of a text that may become one token with what is before it."""
 
+SAMPLE = "The façade's 日本語, Ωmega\n\n\tdef f(x): return 1234567890 # 🙂"
+"""A text that other tokenizers read as other ids: many scripts, code."""
+
 
 class Tokenizer:
     """Ids to text and back, without any token added on the way."""
@@ -129,8 +132,8 @@ class Tokenizer:
         return text.removesuffix(end) if apart else self.decode(ids[:-1], behind)
 
     def sample_text(self) -> str:
-        """A text that hardly any other tokenizer reads as the same ids: special tokens, many scripts, code."""
-        return "".join(self.special.values()) + "The façade's 日本語, Ωmega\n\n\tdef f(x): return 1234567890 # 🙂"
+        """The same for this one: with its special tokens, hardly any other reads it as these ids."""
+        return "".join(self.special.values()) + SAMPLE
 
     def without_special(self, text: str) -> str:
         """The text without what looks like a special token."""

@@ -204,11 +204,7 @@ class History:
         self, known: Mapping[tuple[bytes, int], tuple[Visible, bytes]], visible: Visible, key: bytes, message: Message
     ) -> tuple[Visible, bytes]:
         """What can be seen with one message more, and its key: worked out once for agents that send all each turn."""
-        told = list(_told(message))
-        if not all(type(part) is str for part in told):  # others may be equal and look otherwise
-            then = visible.then(message)
-            return then, then.key
-        step = key, hash(tuple(told))
+        step = key, hash(orjson.dumps([message.get(name) for name in ("role", "content", "tool_calls")]))
         if (found := known.get(step)) is None:
             then = visible.then(message)
             found = then, then.key
@@ -253,16 +249,6 @@ def _continues(turn: Turn | None, earlier: Turn, *, by_none: bool) -> bool:
     while turn is not None and turn.end > earlier.end and not by_none:
         turn = turn.parent
     return turn is not None and (turn is earlier or turn.sequence() == earlier.sequence())
-
-
-def _told(message: Message) -> Iterator[object]:
-    """All of a message that can be seen, as it was sent; something that is no text where it has an odd form."""
-    yield message.get("role")
-    yield message.get("content") or ""
-    for call in (message.get("tool_calls") or ()) if message.get("role") == "assistant" else ():
-        function = call.get("function") if isinstance(call, dict) else None
-        for name in ("name", "arguments"):
-            yield function.get(name) if isinstance(function, dict) else None
 
 
 def _nothing_to_see(message: Message) -> bool:
