@@ -14,7 +14,7 @@ import re
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
-from nemo_gym_prorl.commands.environments import configuration
+from nemo_gym_prorl.commands.environments import blocks_of
 from nemo_gym_prorl.failures import CallerError
 from nemo_gym_prorl.handlers.service_config import BudgetsConfig, StagesConfig
 from nemo_gym_prorl.sandbox.gym import options as gym_options
@@ -34,7 +34,7 @@ def check_overrides(overrides: Sequence[str], environments: Sequence[str], model
     Raises:
         CallerError: a key is unknown; names it, and the nearest that there is.
     """
-    known = configuration([f"environments/{name}/config.yaml" for name in environments])
+    known = blocks_of(environments)
     if not known:
         # Gym says what is wrong with them.
         return

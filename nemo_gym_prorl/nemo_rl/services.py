@@ -213,17 +213,15 @@ def already_running(settings: ProrlSettings) -> Servers:
     """Those that the configuration names. Each is asked, so that a wrong address is met before anything starts.
 
     Raises:
-        CallerError: none is named.
-        InfrastructureError: one does not answer, or refuses the key.
+        CallerError: the key is not there, one refuses it, or is something else.
+        InfrastructureError: one does not answer.
     """
-    for field in ("services", "models"):
-        if not getattr(settings, field):
-            raise CallerError("rollouts: service needs at least one address there", field=f"prorl.{field}")
     servers = Servers(settings.services, settings.models, settings.key_env)
+    key = servers.key
     for url in servers.services:
-        _call("GET", f"{url}/status", servers.key)
+        _call("GET", f"{url}/status", key)
     for url in servers.models:
-        _call("GET", f"{url}/v1/backends", servers.key)
+        _call("GET", f"{url}/v1/backends", key)
     return servers
 
 

@@ -57,7 +57,6 @@ def run(config: Mapping[str, Any]) -> dict[str, Any]:
 
     settings = settings_of(config)
     if settings.rollouts is Rollouts.SERVICE:
-        already_running(settings)
         register_no_environment()
     master = MasterConfig(**copy.deepcopy(dict(config)))
     master.logger["log_dir"] = get_next_experiment_dir(master.logger["log_dir"])
@@ -175,15 +174,7 @@ def put_in_place(
     client: str,
     validation: Validation | None = None,
 ) -> None:
-    """Replace what is ours among the controller's arguments.
-
-    Raises:
-        CallerError: routes of experts are to be replayed, which our model server does not keep.
-    """
-    if (master.policy.get("router_replay") or {}).get("enabled"):
-        raise CallerError(
-            "prorl_model keeps no routes of experts; set it to false", field="policy.router_replay.enabled"
-        )
+    """Replace what is ours among the controller's arguments."""
     grpo = master.grpo
     size = grpo.num_generations_per_prompt
     lines = [json.loads(line) for line in arguments.dataloader.dataset.dataset["extra_env_info"]]

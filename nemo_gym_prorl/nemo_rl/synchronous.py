@@ -22,8 +22,7 @@ from typing import Any
 
 from nemo_gym_prorl.dapo.runner import Runner, TrainedRollout
 from nemo_gym_prorl.failures import CallerError
-from nemo_gym_prorl.nemo_rl.checks.gym_files import read_gym
-from nemo_gym_prorl.nemo_rl.checks.silent import agent_of
+from nemo_gym_prorl.nemo_rl.checks.servers import agent_of, gym_blocks
 from nemo_gym_prorl.nemo_rl.collector import JOIN_S, Plan, metrics_of
 from nemo_gym_prorl.nemo_rl.groups import Group, Sampled, group_of, with_loss
 from nemo_gym_prorl.nemo_rl.services import started_by_gym
@@ -140,7 +139,7 @@ def run(config: Mapping[str, Any]) -> None:
     configure_generation(master, tokenizer)
     setup_nemo_gym_config(master, tokenizer)
     rows, validation = setup_response_data(tokenizer, master.data, env_configs=None)
-    agent = agent_of(settings, read_gym(config).merged)
+    agent = agent_of(settings, gym_blocks(config))
     rows.dataset = with_agent(rows.dataset, agent)
     if validation is None:
         master.grpo.val_period = 0
