@@ -283,6 +283,15 @@ class HeldView(BaseModel):
     since: float = Field(description="Seconds since the epoch.")
     environments: list[str] = Field(description="Those that need it, and whose rollouts do not begin meanwhile.")
 
+    @classmethod
+    def all_of(cls, pipeline: Pipeline) -> dict[str, Self]:
+        """Those of a pipeline, by name; of several environments that need one, the first that met it tells why."""
+        views: dict[str, Self] = {}
+        for outage in sorted(pipeline.held, key=lambda outage: outage.at):
+            view = views.setdefault(outage.server, cls(reason=outage.reason, since=outage.at, environments=[]))
+            view.environments.append(outage.environment)
+        return views
+
 
 class EnvironmentView(BaseModel):
     """An environment of the service, and its rollouts that have no outcome yet."""
@@ -347,7 +356,7 @@ class StatusView(BaseModel):
             ready_slots=scheduler.sizes.ready,
             sessions=scheduler.sessions,
             states={state: store.states[state] for state in JobState},
-            held={name: HeldView(**asdict(held)) for name, held in pipeline.held.items()},
+            held=HeldView.all_of(pipeline),
             retained_bytes=store.retained_bytes,
             unread_bytes=store.unread_bytes,
             abandoned=pipeline.abandoned,
