@@ -16,7 +16,8 @@ from typing import Any
 
 from nemo_gym_prorl.commands.environments import blocks_of
 from nemo_gym_prorl.failures import CallerError
-from nemo_gym_prorl.handlers.service_config import BudgetsConfig, StagesConfig
+from nemo_gym_prorl.handlers.service_config import StagesConfig
+from nemo_gym_prorl.rollout.schemas import BudgetsModel
 from nemo_gym_prorl.sandbox.gym import options as gym_options
 
 
@@ -24,7 +25,7 @@ _KEY = re.compile(r"(?:\+\+|\+|~)?([^=/@]+)=")
 _KINDS = ("responses_api_agents", "responses_api_models", "resources_servers")
 _BELOW_AGENT: Mapping[str, Iterable[str]] = {
     "stages": StagesConfig.model_fields,
-    "budgets": BudgetsConfig.model_fields,
+    "budgets": BudgetsModel.model_fields,
 }
 
 

@@ -18,7 +18,8 @@ from nemo_gym_prorl.commands.show import told_once, visible
 from nemo_gym_prorl.failures import CallerError, InfrastructureError, Stage
 from nemo_gym_prorl.rollout.client import ApiError, RolloutClient
 from nemo_gym_prorl.rollout.job import JobState
-from nemo_gym_prorl.rollout.schemas import EventView, JobView, StatusView
+from nemo_gym_prorl.rollout.schemas import JobView, StatusView
+from nemo_gym_prorl.rollout.store import Transition
 
 
 _PAGE = 1000
@@ -135,7 +136,7 @@ async def tail(url: str | None, token: str | None, after: str | None, group: str
             await asyncio.sleep(_RECONNECT_S)
 
 
-def _transition(event: EventView) -> str:
+def _transition(event: Transition) -> str:
     moment = time.strftime("%H:%M:%S", time.localtime(event.at))
     end = "" if event.reward is None else f" reward {event.reward:g}"
     end += "" if event.failure_kind is None else f" {event.failure_kind}"
