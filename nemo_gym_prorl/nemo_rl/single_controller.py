@@ -17,7 +17,7 @@ import json
 import logging
 import time
 import uuid
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 from nemo_gym_prorl.failures import CallerError, InfrastructureError, RolloutError
@@ -119,7 +119,7 @@ def train(
         finally:
             servers.withdraw()
     finally:
-        _shut_down(arguments)
+        shut_down(arguments.env_handles, (arguments.gen_handle, arguments.trainer_handle))
 
 
 def _controlled(master: Any, arguments: Any, timings: Any, servers: Servers) -> dict[str, Any]:
@@ -149,17 +149,23 @@ def cause_of(error: BaseException | None) -> RolloutError | None:
     return next(filter(None, map(cause_of, [*inner, getattr(error, "cause", None), error.__cause__])), None)
 
 
-def _shut_down(arguments: Any) -> None:
-    """As NeMo RL's own launcher: environments before the engines that they ask."""
+def shut_down(environments: Mapping[str, Any], engines: Iterable[Any], timeout_s: float = SHUTDOWN_S) -> None:
+    """As NeMo RL's own launcher: environments before the engines that they ask.
+
+    Args:
+        environments: handles of actors by name.
+        engines: what samples, and what trains.
+        timeout_s: how long an actor may take.
+    """
     import ray
 
-    for name, actor in arguments.env_handles.items():
+    for name, actor in environments.items():
         try:
-            ray.get(actor.shutdown.remote(), timeout=SHUTDOWN_S)
+            ray.get(actor.shutdown.remote(), timeout=timeout_s)
         except Exception as error:
             LOG.warning("environment %s did not shut down, and is killed: %s", name, error)
             ray.kill(actor)
-    for what in (arguments.gen_handle, arguments.trainer_handle):
+    for what in engines:
         try:
             what.shutdown()
         except Exception as error:

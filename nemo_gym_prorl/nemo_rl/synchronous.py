@@ -14,7 +14,6 @@ from __future__ import annotations
 import asyncio
 import copy
 import json
-import logging
 import uuid
 from collections.abc import AsyncIterator, Mapping, Sequence
 from dataclasses import replace
@@ -28,11 +27,8 @@ from nemo_gym_prorl.nemo_rl.groups import Group, Sampled, group_of, with_loss
 from nemo_gym_prorl.nemo_rl.services import started_by_gym
 from nemo_gym_prorl.nemo_rl.settings import ProrlSettings, settings_of
 from nemo_gym_prorl.nemo_rl.shaping import Shaping
-from nemo_gym_prorl.nemo_rl.single_controller import cause_of, configure_generation
+from nemo_gym_prorl.nemo_rl.single_controller import cause_of, configure_generation, shut_down
 from nemo_gym_prorl.nemo_rl.validation import sampled_row
-
-
-LOG = logging.getLogger(__name__)
 
 
 class Environment:
@@ -215,16 +211,7 @@ def train(master: Any, settings: ProrlSettings, gym: Any, parts: Sequence[Any]) 
             raise ours from error
         raise
     finally:
-        for name, actor in (("environment", environment), ("NeMo RL's Gym actor", gym)):
-            try:
-                ray.get(actor.shutdown.remote(), timeout=JOIN_S)
-            except Exception as error:
-                LOG.warning("%s did not shut down, and is killed: %s", name, error)
-                ray.kill(actor)
-        try:
-            generation.shutdown()
-        except Exception as error:
-            LOG.warning("the engines did not shut down: %s", error)
+        shut_down({"prorl": environment, "nemo_gym": gym}, (generation,), JOIN_S)
 
 
 def with_agent(dataset: Any, agent: str | None) -> Any:

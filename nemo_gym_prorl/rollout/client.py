@@ -50,6 +50,8 @@ _TIMEOUT = aiohttp.ClientTimeout(total=None, sock_connect=10.0, sock_read=MAX_WA
 bound, a connection to a machine that lost its power would be waited for until it comes back."""
 
 _TRANSITION = TypeAdapter(Transition)
+_PAGE = 1000
+"""As many rollouts as a service lists at once."""
 
 
 class ApiError(Exception):
@@ -130,6 +132,16 @@ class RolloutClient:
         before."""
         query = {"state": state, "group": group, "limit": limit, "from": page}
         return await self._call(Listing, "GET", "/v1/rollouts", query=query)
+
+    async def every(self, *, state: str | None = None, group: str | None = None) -> AsyncIterator[JobView]:
+        """All rollouts that the service remembers and that fit, oldest first, page by page; without their results."""
+        page: str | None = None
+        while True:
+            listing = await self.list(state=state, group=group, limit=_PAGE, page=page)
+            for job in listing.rollouts:
+                yield job
+            if (page := listing.next) is None:
+                return
 
     async def ended(
         self, after: str, *, group: str | None = None, wait: float = 0.0, results: bool = False, limit: int = 100
