@@ -9,6 +9,7 @@ exit code 1, without a traceback; anything else is a defect and shows one.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import signal
 import sys
 from collections.abc import Coroutine
@@ -88,11 +89,7 @@ def demo(
     """
     from nemo_gym_prorl.demo import Demo
 
-    try:
-        fine = Demo(rollouts, output, overrides or ()).run()
-    except (KeyboardInterrupt, asyncio.CancelledError):
-        raise typer.Exit(130) from None
-    if not fine:
+    if not _run(Demo(rollouts, output, overrides or ()).run()):
         raise typer.Exit(1)
 
 
@@ -131,7 +128,7 @@ def serve(
 
     from nemo_gym_prorl.commands import serve as command
 
-    command.serve(
+    serving = command.serve(
         words,
         policy_url=policy_url,
         policy_model=policy_model,
@@ -141,6 +138,8 @@ def serve(
         log_dir=log_dir,
         console=Console(highlight=False),
     )
+    with contextlib.suppress(typer.Exit):  # an interrupt is its good end
+        _run(serving)
 
 
 @app.command()
@@ -156,7 +155,8 @@ def scripted(
     from nemo_gym_prorl.commands import scripted as command
     from nemo_gym_prorl.scripted.policy import ScriptedConfig
 
-    command.run(ScriptedConfig(model, max_model_len, latency_s, seed), host, port)
+    with contextlib.suppress(typer.Exit):  # an interrupt is its good end
+        _run(command.run(ScriptedConfig(model, max_model_len, latency_s, seed), host, port))
 
 
 Url = Annotated[

@@ -12,7 +12,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import os
-import signal
 import time
 from collections.abc import AsyncIterator, Sequence
 from dataclasses import dataclass, field
@@ -112,20 +111,13 @@ class Demo:
     overrides: Sequence[str] = ()
     console: Console = field(default_factory=lambda: Console(highlight=False))
 
-    def run(self) -> bool:
-        """Run it; ``True`` if every rollout was scored, and scripted ones as they deserve.
+    async def run(self) -> bool:
+        """Run it; ``True`` if every rollout was scored, and scripted ones as they deserve. Cancelled, it ends all
+        that it has started.
 
         Raises:
             RolloutError: something that the demonstration needs is missing or fails.
-            KeyboardInterrupt: Ctrl-C; everything that was started has ended by then.
         """
-        return asyncio.run(self._run())
-
-    async def _run(self) -> bool:
-        task = asyncio.current_task()
-        assert task is not None
-        # Ended by a time limit or a scheduler, it cleans up just as after Ctrl-C.
-        asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, task.cancel)
         begin = time.monotonic()
         await asyncio.to_thread(self._provide_sandboxes)
         async with _endpoint() as endpoint:
@@ -138,21 +130,10 @@ class Demo:
                 policy_api_key=endpoint.api_key,
                 overrides=self.overrides,
             )
-            with self.console.status(f"Starting Gym servers (log: {deployment.log_path})"):
-                await deployment.__aenter__()
-            error: BaseException | None = None
-            try:
+            self.console.print(f"Starting Gym servers (log: {deployment.log_path})", soft_wrap=True)
+            async with deployment, RolloutClient(deployment.url(AGENT)) as client:
                 self.console.print(f"{len(deployment.instances)} Gym servers up in {deployment.start_s:.1f} s")
-                async with RolloutClient(deployment.url(AGENT)) as client:
-                    entries = await deployment.guard(
-                        self._roll_out(client, _entries(self.rollouts, endpoint.scripted))
-                    )
-            except BaseException as raised:
-                error = raised
-                raise
-            finally:
-                with self.console.status("Stopping Gym servers"):
-                    await deployment.__aexit__(type(error) if error else None, error, None)
+                entries = await deployment.guard(self._roll_out(client, _entries(self.rollouts, endpoint.scripted)))
         return self._report(entries, endpoint, time.monotonic() - begin)
 
     def _provide_sandboxes(self) -> None:

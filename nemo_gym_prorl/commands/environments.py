@@ -4,12 +4,13 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from importlib.util import find_spec
-from pathlib import Path
 from typing import Any
 
-from omegaconf import DictConfig, OmegaConf
+from omegaconf import OmegaConf
+from omegaconf.errors import OmegaConfBaseException
+from yaml import YAMLError
 
+from nemo_gym_prorl.gym.config_files import merged_files
 from nemo_gym_prorl.tasks.extras import require_extras
 
 
@@ -19,33 +20,16 @@ def check_extras(environments: Sequence[str]) -> None:
     Raises:
         InfrastructureError: some are not installed; has the command that installs those of all servers.
     """
-    known = configuration([f"environments/{name}/config.yaml" for name in environments])
-    servers = [name for value in known.values() for name in value.get("resources_servers", ())]
+    servers = [name for block in blocks_of(environments).values() for name in block.get("resources_servers", ())]
     require_extras(*(name.removeprefix("prorl_") for name in servers if name.startswith("prorl_")))
 
 
-def configuration(paths: Sequence[str]) -> dict[str, Any]:
-    """What files say that Gym finds from here, and those that they name; nothing of one that is not found."""
-    known: dict[str, Any] = {}
-    for path in paths:
-        place = next((root / path for root in _roots() if (root / path).is_file()), None)
-        if place is None:
-            return {}
-        loaded = OmegaConf.load(place)
-        if not isinstance(loaded, DictConfig):
-            return {}
-        content = OmegaConf.to_container(loaded, resolve=False)
-        assert isinstance(content, dict)
-        inner = content.pop("config_paths", [])
-        if inner and not (below := configuration(inner)):
-            return {}
-        known |= (below if inner else {}) | {
-            str(name): value for name, value in content.items() if isinstance(value, dict)
-        }
-    return known
-
-
-def _roots() -> list[Path]:
-    places = [find_spec(name) for name in ("nemo_gym_prorl", "nemo_gym")]
-    found = [Path(next(iter(place.submodule_search_locations or []))).parent for place in places if place]
-    return [Path.cwd(), *found]
+def blocks_of(environments: Sequence[str]) -> dict[str, dict[str, Any]]:
+    """The blocks of environments' files by name; none, if one can't be read: Gym says what is wrong with it."""
+    try:
+        files = merged_files(f"environments/{name}/config.yaml" for name in environments)
+    except (OSError, YAMLError, OmegaConfBaseException):
+        return {}
+    found = OmegaConf.to_container(files, resolve=False)
+    assert isinstance(found, dict)
+    return {str(name): block for name, block in found.items() if isinstance(block, dict)}

@@ -14,9 +14,10 @@ import re
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
-from nemo_gym_prorl.commands.environments import configuration
+from nemo_gym_prorl.commands.environments import blocks_of
 from nemo_gym_prorl.failures import CallerError
-from nemo_gym_prorl.handlers.service_config import BudgetsConfig, StagesConfig
+from nemo_gym_prorl.handlers.service_config import StagesConfig
+from nemo_gym_prorl.rollout.schemas import BudgetsModel
 from nemo_gym_prorl.sandbox.gym import options as gym_options
 
 
@@ -24,7 +25,7 @@ _KEY = re.compile(r"(?:\+\+|\+|~)?([^=/@]+)=")
 _KINDS = ("responses_api_agents", "responses_api_models", "resources_servers")
 _BELOW_AGENT: Mapping[str, Iterable[str]] = {
     "stages": StagesConfig.model_fields,
-    "budgets": BudgetsConfig.model_fields,
+    "budgets": BudgetsModel.model_fields,
 }
 
 
@@ -34,7 +35,7 @@ def check_overrides(overrides: Sequence[str], environments: Sequence[str], model
     Raises:
         CallerError: a key is unknown; names it, and the nearest that there is.
     """
-    known = configuration([f"environments/{name}/config.yaml" for name in environments])
+    known = blocks_of(environments)
     if not known:
         # Gym says what is wrong with them.
         return

@@ -10,7 +10,6 @@ for these.
 from __future__ import annotations
 
 import fcntl
-import hashlib
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -22,6 +21,7 @@ from pydantic import BaseModel, ValidationError
 from pydantic_core import ErrorDetails
 
 from nemo_gym_prorl.failures import CallerError, InfrastructureError
+from nemo_gym_prorl.rollout.job import row_digest
 from nemo_gym_prorl.rollout.rows import WISHES
 from nemo_gym_prorl.rollout.schemas import JobView, SubmitRequest
 from nemo_gym_prorl.serving.problem_document import field_errors, in_words
@@ -101,11 +101,6 @@ def _in_the_row(error: ErrorDetails) -> dict[str, Any]:
     return {**error, "loc": place if place[:1] == ("row",) else ("row", WISHES, *place)}
 
 
-def digest(row: dict[str, Any]) -> str:
-    """Tells one row's contents from another's."""
-    return hashlib.sha256(orjson.dumps(row, option=orjson.OPT_SORT_KEYS)).hexdigest()[:16]
-
-
 class Results:
     """A JSONL file of results; a context manager that holds it open and to itself.
 
@@ -120,7 +115,7 @@ class Results:
 
     def __init__(self, path: Path, rows: dict[int, dict[str, Any]], run: str | None) -> None:
         self._path = path
-        self._digests = {line: digest(row) for line, row in rows.items()}
+        self._digests = {line: row_digest(row).hex()[:16] for line, row in rows.items()}
         self.run = run
         self.done: dict[Place, JobView] = {}
         """What was there when it was opened, without the results themselves."""

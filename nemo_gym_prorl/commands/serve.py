@@ -10,7 +10,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import errno
-import signal
 import socket
 import time
 from collections.abc import Sequence
@@ -31,7 +30,7 @@ WAITING_S = 15.0
 """So often it says which servers do not answer yet."""
 
 
-def serve(
+async def serve(
     words: Sequence[str],
     *,
     policy_url: str | None,
@@ -42,7 +41,7 @@ def serve(
     log_dir: Path | None,
     console: Console,
 ) -> None:
-    """Start environments and look after them until SIGINT or SIGTERM; no process is left then.
+    """Start environments and look after them until it is cancelled; no process is left then.
 
     Args:
         words: names of environments, and Hydra overrides (what has an ``=``).
@@ -86,8 +85,7 @@ def serve(
         supervised=True,
         start_timeout_s=START_TIMEOUT_S,
     )
-    with contextlib.suppress(KeyboardInterrupt, asyncio.CancelledError):
-        asyncio.run(_serve(deployment, console))
+    await _look_after(deployment, console)
 
 
 async def _tell(deployment: GymDeployment, console: Console) -> None:
@@ -107,11 +105,7 @@ async def _tell(deployment: GymDeployment, console: Console) -> None:
         console.print(f"{time.monotonic() - began:.0f} s, waiting for {waited_for}", markup=False, soft_wrap=True)
 
 
-async def _serve(deployment: GymDeployment, console: Console) -> None:
-    task = asyncio.current_task()
-    assert task is not None
-    for number in (signal.SIGTERM, signal.SIGINT):
-        asyncio.get_running_loop().add_signal_handler(number, task.cancel)
+async def _look_after(deployment: GymDeployment, console: Console) -> None:
     console.print(f"Starting Gym servers (log: {deployment.log_path})", markup=False, soft_wrap=True)
 
     def say(death: Death) -> None:

@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import AsyncIterator
 
 from rich.console import Console
 from rich.markup import escape
@@ -16,12 +15,12 @@ from rich.text import Text
 from nemo_gym_prorl.commands.jobs import connect
 from nemo_gym_prorl.commands.show import told_once, visible
 from nemo_gym_prorl.failures import CallerError, InfrastructureError, Stage
-from nemo_gym_prorl.rollout.client import ApiError, RolloutClient
+from nemo_gym_prorl.rollout.client import ApiError
 from nemo_gym_prorl.rollout.job import JobState
-from nemo_gym_prorl.rollout.schemas import EventView, JobView, StatusView
+from nemo_gym_prorl.rollout.schemas import JobView, StatusView
+from nemo_gym_prorl.rollout.store import Transition
 
 
-_PAGE = 1000
 _RECONNECT_S = 2.0
 _FAILED = (JobState.FAILED, JobState.TIMED_OUT)
 
@@ -72,7 +71,7 @@ async def show_rollouts(
     count = 0
     async with connect(url, token) as client:
         for wanted in _FAILED if failed else (state,):
-            async for job in rollouts(client, wanted, group):
+            async for job in client.every(state=wanted, group=group):
                 count += 1
                 if failed:
                     _print_failed(console, job)
@@ -81,17 +80,6 @@ async def show_rollouts(
     if table.row_count:
         console.print(table)
     console.print(f"{count} rollouts", style="dim")
-
-
-async def rollouts(client: RolloutClient, state: str | None, group: str | None) -> AsyncIterator[JobView]:
-    """The rollouts that a service remembers and that fit, oldest first, without their results."""
-    page: str | None = None
-    while True:
-        listing = await client.list(state=state, group=group, limit=_PAGE, page=page)
-        for job in listing.rollouts:
-            yield job
-        if (page := listing.next) is None:
-            return
 
 
 def _cells(job: JobView) -> tuple[str, ...]:
@@ -135,7 +123,7 @@ async def tail(url: str | None, token: str | None, after: str | None, group: str
             await asyncio.sleep(_RECONNECT_S)
 
 
-def _transition(event: EventView) -> str:
+def _transition(event: Transition) -> str:
     moment = time.strftime("%H:%M:%S", time.localtime(event.at))
     end = "" if event.reward is None else f" reward {event.reward:g}"
     end += "" if event.failure_kind is None else f" {event.failure_kind}"

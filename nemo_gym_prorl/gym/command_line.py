@@ -24,6 +24,7 @@ import orjson
 
 from nemo_gym_prorl.failures import InfrastructureError
 from nemo_gym_prorl.gym import venvs
+from nemo_gym_prorl.gym.config_files import ROOTS_VARIABLE
 from nemo_gym_prorl.gym.venvs import Installation
 from nemo_gym_prorl.processes import ProcessMark
 
@@ -210,7 +211,7 @@ class GymCli:
         }
         if checkout := installation.checkout:
             # From 0.5 on Gym looks for servers here too; before, the working directory has to be the checkout.
-            env["NEMO_GYM_EXTRA_ROOTS"] = _join_paths(checkout, env.get("NEMO_GYM_EXTRA_ROOTS"))
+            env[ROOTS_VARIABLE] = _join_paths(checkout, env.get(ROOTS_VARIABLE))
             env["PYTHONPATH"] = _join_paths(checkout, env.get("PYTHONPATH"))
         return env | self._given_env
 

@@ -7,6 +7,7 @@ A setting that bounds a pipeline has its default there (:mod:`nemo_gym_prorl.rol
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Annotated, Any, ClassVar
 
 from nemo_gym.config_types import ResourcesServerRef
@@ -26,7 +27,7 @@ Positive = Annotated[int, Field(ge=1)]
 Share = Annotated[float, Field(gt=0, le=1e6, allow_inf_nan=False)]
 
 _BOUNDS = PipelineSettings()
-_POOLS, _BUDGETS = _BOUNDS.stages, _BOUNDS.budgets
+_POOLS = _BOUNDS.stages
 _LIMITS = LoopLimits()
 
 
@@ -37,14 +38,6 @@ class StagesConfig(KnownKeys):
     ready: Annotated[int, Field(ge=0)] = _POOLS.ready
     run: Positive = _POOLS.run
     eval: Positive = _POOLS.eval
-
-
-class BudgetsConfig(KnownKeys):
-    """Seconds that each stage may work on a rollout, per attempt. Time in a queue is free."""
-
-    init: Seconds = _BUDGETS.init
-    run: Seconds = _BUDGETS.run
-    eval: Seconds = _BUDGETS.eval
 
 
 class EnvironmentSettings(KnownKeys):
@@ -108,7 +101,8 @@ class ServiceConfig(EnvironmentSettings):
     further_model_servers: list[str] = Field(default_factory=list)
     """Instances that share the rollouts with the one in ``model_server``, each rollout staying at one of them."""
     stages: StagesConfig = StagesConfig()
-    budgets: BudgetsConfig = BudgetsConfig()
+    budgets: BudgetsModel = BudgetsModel()
+    """Seconds that each stage may work on a rollout, per attempt. Time in a queue is free."""
     release_timeout_s: Seconds = _BOUNDS.release_s
     """How long a resources server may take to give a sandbox back."""
     cancel_grace_s: Seconds = _BOUNDS.cancel_grace_s
@@ -135,7 +129,7 @@ class ServiceConfig(EnvironmentSettings):
         """As the pipeline takes them."""
         return PipelineSettings(
             stages=PoolSizes(**self.stages.model_dump()),
-            budgets=Budgets(**self.budgets.model_dump()),
+            budgets=_within(self.budgets, _BOUNDS.budgets),
             release_s=self.release_timeout_s,
             cancel_grace_s=self.cancel_grace_s,
             max_attempts=self.max_attempts,
@@ -156,4 +150,9 @@ class ServiceConfig(EnvironmentSettings):
 
     def budgets_of(self, name: str) -> Budgets:
         """The budgets of one of the further environments."""
-        return Budgets(**self.budgets.model_dump() | self.environments[name].budgets.model_dump(exclude_none=True))
+        return _within(self.environments[name].budgets, self.pipeline_settings().budgets)
+
+
+def _within(said: BudgetsModel, above: Budgets) -> Budgets:
+    """Those that are said, and for those that are not, what holds above them."""
+    return replace(above, **{stage.value: seconds for stage, seconds in said.given().items()})

@@ -15,8 +15,3 @@ def checkout() -> Path | None:
     """The NeMo RL checkout, where the variable names one."""
     root = os.environ.get(ROOT_VARIABLE)
     return Path(root) if root and Path(root, "nemo_rl", "__init__.py").is_file() else None
-
-
-def mentions(root: Path, key: str) -> bool:
-    """Whether NeMo RL's sources have a key, in quotes, somewhere."""
-    return any(f'"{key}"' in file.read_text(errors="replace") for file in (root / "nemo_rl").rglob("*.py"))

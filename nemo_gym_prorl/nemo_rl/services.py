@@ -31,7 +31,6 @@ from nemo_gym_prorl.failures import CallerError, FailureKind, InfrastructureErro
 from nemo_gym_prorl.nemo_rl.settings import ProrlSettings
 from nemo_gym_prorl.policy.engines.addresses import checked_url
 from nemo_gym_prorl.rollout.client import ApiError, RolloutClient
-from nemo_gym_prorl.rollout.schemas import Listing
 from nemo_gym_prorl.serving.keys import authorization
 
 
@@ -114,11 +113,7 @@ class Servers:
     async def _end_at(self, url: str, client: str) -> None:
         try:
             async with asyncio.timeout(CLOSE_S), RolloutClient(url, self.key) as service:
-                listing = await service.list(limit=1000)
-                running = _running(listing, client)
-                while listing.next is not None:
-                    listing = await service.list(limit=1000, page=listing.next)
-                    running += _running(listing, client)
+                running = [job.id async for job in service.every() if job.client == client and not job.state.terminal]
                 for first in range(0, len(running), 1000):
                     await service.cancel(running[first : first + 1000])
         except (ApiError, RolloutError, aiohttp.ClientError, OSError, ValueError) as error:
@@ -213,17 +208,15 @@ def already_running(settings: ProrlSettings) -> Servers:
     """Those that the configuration names. Each is asked, so that a wrong address is met before anything starts.
 
     Raises:
-        CallerError: none is named.
-        InfrastructureError: one does not answer, or refuses the key.
+        CallerError: the key is not there, one refuses it, or is something else.
+        InfrastructureError: one does not answer.
     """
-    for field in ("services", "models"):
-        if not getattr(settings, field):
-            raise CallerError("rollouts: service needs at least one address there", field=f"prorl.{field}")
     servers = Servers(settings.services, settings.models, settings.key_env)
+    key = servers.key
     for url in servers.services:
-        _call("GET", f"{url}/status", servers.key)
+        _call("GET", f"{url}/status", key)
     for url in servers.models:
-        _call("GET", f"{url}/v1/backends", servers.key)
+        _call("GET", f"{url}/v1/backends", key)
     return servers
 
 
@@ -240,10 +233,6 @@ def with_engines(servers: Servers, engines: Sequence[str | None], run: str) -> S
             field="policy.generation.vllm_cfg",
         )
     return replace(servers, engines=urls, run=run)
-
-
-def _running(listing: Listing, client: str) -> list[str]:
-    return [job.id for job in listing.rollouts if job.client == client and not job.state.terminal]
 
 
 def _call(method: str, url: str, key: str | None = None, body: Any = None) -> Any:

@@ -139,6 +139,15 @@ class ProrlSettings(_Block):
             raise ValueError("an address stands there twice")
         return tuple(url.rstrip("/") for url in urls)
 
+    @model_validator(mode="after")
+    def _goes_together(self) -> Self:
+        for name in ("services", "models"):
+            if bool(getattr(self, name)) is not (self.rollouts is Rollouts.SERVICE):
+                raise ValueError(f"{name} are for rollouts: service, which needs them, and for no other")
+        if self.runtime is Runtime.SYNCHRONOUS and self.max_staleness:
+            raise ValueError("grpo_train waits for all rollouts before it trains: with it max_staleness is 0")
+        return self
+
     def sampler(self, groups_per_batch: int, group_size: int, max_in_flight: int, first_version: int) -> SamplerConfig:
         """What is asked of the sampler; NeMo RL's blocks give the sizes."""
         return SamplerConfig(

@@ -17,7 +17,7 @@ import json
 import logging
 import time
 import uuid
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 from nemo_gym_prorl.failures import CallerError, InfrastructureError, RolloutError
@@ -57,7 +57,6 @@ def run(config: Mapping[str, Any]) -> dict[str, Any]:
 
     settings = settings_of(config)
     if settings.rollouts is Rollouts.SERVICE:
-        already_running(settings)
         register_no_environment()
     master = MasterConfig(**copy.deepcopy(dict(config)))
     master.logger["log_dir"] = get_next_experiment_dir(master.logger["log_dir"])
@@ -120,7 +119,7 @@ def train(
         finally:
             servers.withdraw()
     finally:
-        _shut_down(arguments)
+        shut_down(arguments.env_handles, (arguments.gen_handle, arguments.trainer_handle))
 
 
 def _controlled(master: Any, arguments: Any, timings: Any, servers: Servers) -> dict[str, Any]:
@@ -150,17 +149,23 @@ def cause_of(error: BaseException | None) -> RolloutError | None:
     return next(filter(None, map(cause_of, [*inner, getattr(error, "cause", None), error.__cause__])), None)
 
 
-def _shut_down(arguments: Any) -> None:
-    """As NeMo RL's own launcher: environments before the engines that they ask."""
+def shut_down(environments: Mapping[str, Any], engines: Iterable[Any], timeout_s: float = SHUTDOWN_S) -> None:
+    """As NeMo RL's own launcher: environments before the engines that they ask.
+
+    Args:
+        environments: handles of actors by name.
+        engines: what samples, and what trains.
+        timeout_s: how long an actor may take.
+    """
     import ray
 
-    for name, actor in arguments.env_handles.items():
+    for name, actor in environments.items():
         try:
-            ray.get(actor.shutdown.remote(), timeout=SHUTDOWN_S)
+            ray.get(actor.shutdown.remote(), timeout=timeout_s)
         except Exception as error:
             LOG.warning("environment %s did not shut down, and is killed: %s", name, error)
             ray.kill(actor)
-    for what in (arguments.gen_handle, arguments.trainer_handle):
+    for what in engines:
         try:
             what.shutdown()
         except Exception as error:
@@ -175,15 +180,7 @@ def put_in_place(
     client: str,
     validation: Validation | None = None,
 ) -> None:
-    """Replace what is ours among the controller's arguments.
-
-    Raises:
-        CallerError: routes of experts are to be replayed, which our model server does not keep.
-    """
-    if (master.policy.get("router_replay") or {}).get("enabled"):
-        raise CallerError(
-            "prorl_model keeps no routes of experts; set it to false", field="policy.router_replay.enabled"
-        )
+    """Replace what is ours among the controller's arguments."""
     grpo = master.grpo
     size = grpo.num_generations_per_prompt
     lines = [json.loads(line) for line in arguments.dataloader.dataset.dataset["extra_env_info"]]

@@ -14,7 +14,6 @@ from __future__ import annotations
 import asyncio
 import copy
 import json
-import logging
 import uuid
 from collections.abc import AsyncIterator, Mapping, Sequence
 from dataclasses import replace
@@ -22,18 +21,14 @@ from typing import Any
 
 from nemo_gym_prorl.dapo.runner import Runner, TrainedRollout
 from nemo_gym_prorl.failures import CallerError
-from nemo_gym_prorl.nemo_rl.checks.gym_files import read_gym
-from nemo_gym_prorl.nemo_rl.checks.silent import agent_of
+from nemo_gym_prorl.nemo_rl.checks.servers import agent_of, gym_blocks
 from nemo_gym_prorl.nemo_rl.collector import JOIN_S, Plan, metrics_of
 from nemo_gym_prorl.nemo_rl.groups import Group, Sampled, group_of, with_loss
 from nemo_gym_prorl.nemo_rl.services import started_by_gym
 from nemo_gym_prorl.nemo_rl.settings import ProrlSettings, settings_of
 from nemo_gym_prorl.nemo_rl.shaping import Shaping
-from nemo_gym_prorl.nemo_rl.single_controller import cause_of, configure_generation
+from nemo_gym_prorl.nemo_rl.single_controller import cause_of, configure_generation, shut_down
 from nemo_gym_prorl.nemo_rl.validation import sampled_row
-
-
-LOG = logging.getLogger(__name__)
 
 
 class Environment:
@@ -140,7 +135,7 @@ def run(config: Mapping[str, Any]) -> None:
     configure_generation(master, tokenizer)
     setup_nemo_gym_config(master, tokenizer)
     rows, validation = setup_response_data(tokenizer, master.data, env_configs=None)
-    agent = agent_of(settings, read_gym(config).merged)
+    agent = agent_of(settings, gym_blocks(config))
     rows.dataset = with_agent(rows.dataset, agent)
     if validation is None:
         master.grpo.val_period = 0
@@ -216,16 +211,7 @@ def train(master: Any, settings: ProrlSettings, gym: Any, parts: Sequence[Any]) 
             raise ours from error
         raise
     finally:
-        for name, actor in (("environment", environment), ("NeMo RL's Gym actor", gym)):
-            try:
-                ray.get(actor.shutdown.remote(), timeout=JOIN_S)
-            except Exception as error:
-                LOG.warning("%s did not shut down, and is killed: %s", name, error)
-                ray.kill(actor)
-        try:
-            generation.shutdown()
-        except Exception as error:
-            LOG.warning("the engines did not shut down: %s", error)
+        shut_down({"prorl": environment, "nemo_gym": gym}, (generation,), JOIN_S)
 
 
 def with_agent(dataset: Any, agent: str | None) -> Any:

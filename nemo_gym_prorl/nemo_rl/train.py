@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Trains by a recipe, after a look at everything that can be known before anything heavy starts.
 
-    python -m nemo_gym_prorl.nemo_rl.train --config dapo-swe-qwen3-4b ++data.train.data_path=rows.jsonl
+    python -m nemo_gym_prorl.nemo_rl.train --config dapo-swe-qwen3-4b data.train.data_path=rows.jsonl
 
 Everything that is wrong is told at once, with exit code 2; then Ray, engines and servers have not been started.
 """
@@ -9,24 +9,22 @@ Everything that is wrong is told at once, with exit code 2; then Ray, engines an
 from __future__ import annotations
 
 import argparse
-import functools
 import importlib.util
 import os
 import sys
-from collections.abc import Sequence
-from pathlib import Path
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from pydantic import ValidationError
 
 from nemo_gym_prorl.failures import CallerError, RolloutError
+from nemo_gym_prorl.gym.config_files import ROOTS_VARIABLE
 from nemo_gym_prorl.gym.venvs import running_installation, shared_folder
-from nemo_gym_prorl.nemo_rl.checkout import ROOT_VARIABLE, checkout, mentions
-from nemo_gym_prorl.nemo_rl.checks import around, check
+from nemo_gym_prorl.nemo_rl.checkout import ROOT_VARIABLE, checkout
+from nemo_gym_prorl.nemo_rl.checks import check
 from nemo_gym_prorl.nemo_rl.checks.finding import Finding, at, of_validation
-from nemo_gym_prorl.nemo_rl.checks.gym_files import ROOTS_VARIABLE, read_gym
-from nemo_gym_prorl.nemo_rl.checks.keys import Keys, keys_of_file, keys_of_model, merged
-from nemo_gym_prorl.nemo_rl.configuration import Configuration, names_of, read
+from nemo_gym_prorl.nemo_rl.configuration import names_of, read
+from nemo_gym_prorl.nemo_rl.services import already_running
 from nemo_gym_prorl.nemo_rl.settings import ProrlSettings, Runtime, settings_of
 
 
@@ -38,13 +36,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """The command; gives its exit code."""
     given, overrides = _parser().parse_known_args(arguments)
     try:
-        root = _nemo_rl()
-        configuration = read(given.config, given.variants, overrides)
+        _require_nemo_rl()
+        config = read(given.config, given.variants, overrides)
     except CallerError as error:
         return _tell([Finding(error.field or "--config", error.complaint.rstrip("."), "Correct it")])
-    config = configuration.resolved
     complete(config)
-    findings = find(configuration, root)
+    findings = find(config)
     code = _tell(findings)
     if code or given.check:
         print("" if code else "Nothing stands against a start.", flush=True)
@@ -52,38 +49,29 @@ def main(arguments: Sequence[str] | None = None) -> int:
     return _run(config)
 
 
-def find(configuration: Configuration, root: Path) -> list[Finding]:
-    """Every finding there is.
+def find(config: Mapping[str, Any]) -> list[Finding]:
+    """Every finding there is: ours, those of NeMo RL's models, and what of ours runs elsewhere already.
 
     Args:
-        configuration: as it would be started.
-        root: the NeMo RL checkout.
+        config: as it would be started.
     """
-    config = configuration.resolved
-    model = model_of(config)
-    gym = read_gym(config)
-    findings = check(
-        config, gym, known_settings(model, configuration), functools.cache(functools.partial(mentions, root))
-    )
     try:
         settings = settings_of(config)
-    except ValidationError:
-        return findings  # told above
-    findings += around.check(config, settings)
+    except ValidationError as error:
+        # What the others look for depends on it.
+        return [*of_validation("prorl", error)]
+    findings = check(config, settings)
     try:
-        validated = model(**config)
+        validated = model_of(settings)(**config)
     except ValidationError as error:
         return [*findings, *of_validation("", error)]
-    if not any(finding.fatal for finding in findings):
-        # Its own comparisons; those that matter here were made above,.
-        findings += _cross_check(validated, settings)
-    return findings
+    return [*(findings or _cross_check(validated, settings)), *_running(settings)]
 
 
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="python -m nemo_gym_prorl.nemo_rl.train",
-        description="Train by a recipe. Settings are changed by Hydra's overrides, e.g. ++grpo.max_num_steps=10.",
+        description="Train by a recipe. Settings are changed by Hydra's overrides, e.g. grpo.max_num_steps=10.",
         epilog=f"Recipes: {', '.join(names_of())}. Variants: {', '.join(names_of('variants'))}.",
         allow_abbrev=False,
     )
@@ -100,11 +88,11 @@ def _parser() -> argparse.ArgumentParser:
     return parser
 
 
-def _nemo_rl() -> Path:
-    """The checkout.
+def _require_nemo_rl() -> None:
+    """Refuse to go on without NeMo RL.
 
     Raises:
-        CallerError: it is not named, or not importable.
+        CallerError: its checkout is not named, or not importable.
     """
     root = checkout()
     if root is None:
@@ -117,7 +105,6 @@ def _nemo_rl() -> Path:
             f"{root} on PYTHONPATH",
             field=ROOT_VARIABLE,
         )
-    return root
 
 
 def complete(config: dict[str, Any]) -> None:
@@ -134,24 +121,15 @@ def complete(config: dict[str, Any]) -> None:
             os.environ[ROOTS_VARIABLE] = os.pathsep.join([*roots, str(ours)])
 
 
-def model_of(config: dict[str, Any]) -> Any:
+def model_of(settings: ProrlSettings) -> Any:
     """NeMo RL's model of the configuration for the loop that is meant."""
-    if at(config, "prorl.runtime") == Runtime.SYNCHRONOUS:
+    if settings.runtime is Runtime.SYNCHRONOUS:
         from nemo_rl.algorithms.grpo import MasterConfig as Synchronous
 
         return Synchronous
     from nemo_rl.algorithms.single_controller_utils import MasterConfig
 
     return MasterConfig
-
-
-def known_settings(model: Any, configuration: Configuration) -> Keys:
-    """The settings that NeMo RL declares, or has in the files that the recipe inherits."""
-    from nemo_rl.models.generation.vllm import VllmConfig
-
-    # Its model of a policy declares of generation only what all engines have in common.
-    engine = {"policy": {"generation": keys_of_model(VllmConfig)}}
-    return merged(merged(keys_of_model(model), engine), keys_of_file(configuration.inherited))
 
 
 def _cross_check(validated: Any, settings: ProrlSettings) -> list[Finding]:
@@ -166,13 +144,21 @@ def _cross_check(validated: Any, settings: ProrlSettings) -> list[Finding]:
     return []
 
 
+def _running(settings: ProrlSettings) -> list[Finding]:
+    """The servers' key is there, and services that run elsewhere answer to it."""
+    try:
+        already_running(settings)
+    except RolloutError as error:
+        return [Finding(error.field or "prorl.services", error.reason, "Start it, or correct this")]
+    return []
+
+
 def _tell(findings: Sequence[Finding]) -> int:
-    for finding in sorted(findings, key=lambda finding: not finding.fatal):
-        print(f"{'error' if finding.fatal else 'note'}: {finding}", file=sys.stderr)
-    fatal = sum(finding.fatal for finding in findings)
-    if fatal:
-        print(f"Not started: {fatal} {'error' if fatal == 1 else 'errors'}.", file=sys.stderr)
-    return REFUSED if fatal else 0
+    for finding in findings:
+        print(f"error: {finding}", file=sys.stderr)
+    if findings:
+        print(f"Not started: {len(findings)} {'error' if len(findings) == 1 else 'errors'}.", file=sys.stderr)
+    return REFUSED if findings else 0
 
 
 def _run(config: dict[str, Any]) -> int:

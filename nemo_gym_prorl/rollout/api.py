@@ -30,7 +30,6 @@ from nemo_gym_prorl.rollout.schemas import (
     CancelRequest,
     DrainAnswer,
     DrainRequest,
-    EventView,
     JobView,
     Listing,
     StatusView,
@@ -170,8 +169,7 @@ def rollout_router(pipeline: Pipeline, metrics: PipelineMetrics) -> APIRouter:
         async def stream() -> AsyncIterator[ServerSentEvent]:
             try:
                 async for transition in transitions:
-                    view = EventView.of(transition, pipeline.store.event_cursor(transition))
-                    yield ServerSentEvent(view.model_dump_json(), event="transition", id=view.cursor)
+                    yield ServerSentEvent(orjson.dumps(transition).decode(), event="transition", id=transition.cursor)
             except CursorExpired as error:
                 yield ServerSentEvent(problem_of(error).problem.model_dump_json(exclude_none=True), event="problem")
 

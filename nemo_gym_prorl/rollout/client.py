@@ -25,7 +25,7 @@ from urllib.parse import quote, urlencode
 
 import aiohttp
 import orjson
-from pydantic import BaseModel, ValidationError
+from pydantic import BaseModel, TypeAdapter, ValidationError
 from yarl import URL
 
 from nemo_gym_prorl.failures import CallerError, FailureKind, InfrastructureError
@@ -33,12 +33,12 @@ from nemo_gym_prorl.rollout.schemas import (
     MAX_WAIT_S,
     CancelAnswer,
     DrainAnswer,
-    EventView,
     JobView,
     Listing,
     StatusView,
     TokenForm,
 )
+from nemo_gym_prorl.rollout.store import Transition
 from nemo_gym_prorl.serving.keys import authorization
 from nemo_gym_prorl.serving.problem_document import Problem
 
@@ -48,6 +48,10 @@ _SOONEST_S, _LATEST_S = 0.1, 60.0
 _TIMEOUT = aiohttp.ClientTimeout(total=None, sock_connect=10.0, sock_read=MAX_WAIT_S + 120.0)
 """Of a call. No answer takes longer than a long-poll, or than the release of sandboxes after a cancellation; without a
 bound, a connection to a machine that lost its power would be waited for until it comes back."""
+
+_TRANSITION = TypeAdapter(Transition)
+_PAGE = 1000
+"""As many rollouts as a service lists at once."""
 
 
 class ApiError(Exception):
@@ -129,6 +133,16 @@ class RolloutClient:
         query = {"state": state, "group": group, "limit": limit, "from": page}
         return await self._call(Listing, "GET", "/v1/rollouts", query=query)
 
+    async def every(self, *, state: str | None = None, group: str | None = None) -> AsyncIterator[JobView]:
+        """All rollouts that the service remembers and that fit, oldest first, page by page; without their results."""
+        page: str | None = None
+        while True:
+            listing = await self.list(state=state, group=group, limit=_PAGE, page=page)
+            for job in listing.rollouts:
+                yield job
+            if (page := listing.next) is None:
+                return
+
     async def ended(
         self, after: str, *, group: str | None = None, wait: float = 0.0, results: bool = False, limit: int = 100
     ) -> Listing:
@@ -153,7 +167,7 @@ class RolloutClient:
         """Counts per stage, pool and state."""
         return await self._call(StatusView, "GET", "/status")
 
-    async def events(self, after: str | None = None) -> AsyncIterator[EventView]:
+    async def events(self, after: str | None = None) -> AsyncIterator[Transition]:
         """Transitions as they happen, until the caller stops or the service goes away.
 
         Args:
@@ -174,7 +188,7 @@ class RolloutClient:
                     elif line.startswith(b"data: ") and kind == b"problem":
                         raise ApiError(_problem(response.status, line[6:]))
                     elif line.startswith(b"data: "):
-                        yield EventView.model_validate_json(line[6:])
+                        yield _TRANSITION.validate_json(line[6:])
 
     @property
     def _open(self) -> aiohttp.ClientSession:

@@ -52,9 +52,8 @@ class _Pools(Collector):
             "1 while no rollout of the environment begins since this server is out.",
             labels=["server", "environment"],
         )
-        for server, held in self._pipeline.held.items():
-            for name in held.environments:
-                out.add_metric([server, name], 1)
+        for outage in self._pipeline.held:
+            out.add_metric([outage.server, outage.environment], 1)
         yield out
         yield GaugeMetricFamily("prorl_abandoned", "Calls that ignored cancellation.", value=self._pipeline.abandoned)
 

@@ -17,7 +17,7 @@ import asyncio
 import logging
 import time
 from collections import defaultdict
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Set
 from dataclasses import dataclass, field
 
 from nemo_gym_prorl.failures import Failure, FailureKind, Stage
@@ -34,32 +34,23 @@ LOOK_S = 5.0
 
 @dataclass(slots=True)
 class Outage:
-    """A server that is out.
+    """A server that is out for an environment.
 
     Attributes:
-        since: by the pipeline's clock.
+        server: its name.
+        environment: whose rollouts do not begin meanwhile.
         reason: what the first job met.
+        since: by the pipeline's clock.
+        at: the same, in seconds since the epoch.
         stages: in which nothing may start for its sake.
     """
 
-    since: float
-    reason: str
-    stages: set[Stage] = field(default_factory=set)
-
-
-@dataclass(frozen=True, slots=True)
-class HeldUp:
-    """Why rollouts do not begin: a server is out.
-
-    Attributes:
-        reason: what the first job met.
-        since: seconds since the epoch.
-        environments: those whose rollouts do not begin.
-    """
-
+    server: str
+    environment: str
     reason: str
     since: float
-    environments: tuple[str, ...]
+    at: float = field(default_factory=time.time)
+    stages: frozenset[Stage] = frozenset({Stage.INIT})
 
 
 class OutageWatch:
@@ -86,37 +77,23 @@ class OutageWatch:
         self._calls, self._scheduler, self._carry_out = calls, scheduler, carry_out
         self._tick, self._clock, self._probe_s = tick, clock, probe_s
         self._out: defaultdict[str, dict[str, Outage]] = defaultdict(dict)
-        """Servers that are out, by environment and name."""
+        """By environment and name of the server, the first one first."""
         self._watches: dict[str, asyncio.Task[None]] = {}
-        self._out_since: dict[str, float] = {}
         self._was_out_s: defaultdict[str, float] = defaultdict(float)
-        """Seconds of outages that are over, by environment."""
+        """Seconds by environment; since one began that goes on, less the time of its beginning."""
 
     @property
-    def held(self) -> dict[str, HeldUp]:
-        """Each server that is out for some environment."""
-        ago = time.time() - self._clock()
-        found: dict[str, HeldUp] = {}
-        for environment, servers in self._out.items():
-            for server, out in servers.items():
-                known = found.get(server, HeldUp(out.reason, ago + out.since, ()))
-                first = min(known.since, ago + out.since)
-                found[server] = HeldUp(known.reason, first, (*known.environments, environment))
-        return found
+    def all(self) -> list[Outage]:
+        """Those that there are now."""
+        return [outage for servers in self._out.values() for outage in servers.values()]
 
-    def since(self, environment: str) -> float | None:
-        """Since when any server of an environment has been out, by the pipeline's clock; ``None`` if all are in."""
-        return min((out.since for out in self._out[environment].values()), default=None)
-
-    def reason(self, environment: str) -> tuple[str, str]:
-        """A server of the environment that is out, and what the first job met."""
-        server, out = next(iter(self._out[environment].items()))
-        return server, out.reason
+    def first(self, environment: str) -> Outage | None:
+        """The one of an environment that has lasted the longest."""
+        return next(iter(self._out[environment].values()), None)
 
     def out_s(self, environment: str) -> float:
         """For how many seconds so far rollouts of the environment have been held up."""
-        now = self._clock()
-        return self._was_out_s[environment] + now - self._out_since.get(environment, now)
+        return self._was_out_s[environment] + (self._clock() if self._out[environment] else 0.0)
 
     def look_at(self, environment: str) -> None:
         """A stage works on a job of an environment, or a server of it is out: its servers are asked now and then."""
@@ -143,27 +120,32 @@ class OutageWatch:
 
     async def close(self) -> None:
         """Look no more."""
-        for task in self._watches.values():
+        watches = [*self._watches.values()]
+        for task in watches:
             task.cancel()
-        if self._watches:
-            await asyncio.wait(self._watches.values())
+        await asyncio.gather(*watches, return_exceptions=True)
 
-    def _is_out(self, environment: str, server: str, stages: Iterable[Stage], reason: str) -> None:
+    def _is_out(self, environment: str, server: str, stages: Set[Stage], reason: str) -> None:
         servers = self._out[environment]
+        if not servers:
+            self._was_out_s[environment] -= self._clock()
         if server not in servers:
             LOGGER.warning("%s is out, no rollout of %s begins until it answers: %s", server, environment, reason)
-        servers.setdefault(server, Outage(self._clock(), reason)).stages.update(stages)
+            servers[server] = Outage(server, environment, reason, self._clock())
+        servers[server].stages |= stages
+        self._hold(environment)
+        self.look_at(environment)
+
+    def _is_back(self, environment: str, server: str) -> None:
+        LOGGER.warning("%s answers again", server)
+        del self._out[environment][server]
+        if not self._out[environment]:
+            self._was_out_s[environment] += self._clock()
         self._hold(environment)
 
     def _hold(self, environment: str) -> None:
         """Have nothing start in INIT as long as any server is out, nor in stages in which jobs have met that."""
-        servers, now = self._out[environment], self._clock()
-        held = frozenset({Stage.INIT}.union(*(out.stages for out in servers.values())) if servers else ())
-        if held:
-            self._out_since.setdefault(environment, now)
-            self.look_at(environment)
-        else:
-            self._was_out_s[environment] += now - self._out_since.pop(environment, now)
+        held = frozenset[Stage]().union(*(outage.stages for outage in self._out[environment].values()))
         if self._scheduler.held(environment) != held:
             self._carry_out(self._scheduler.hold(environment, held))
 
@@ -177,10 +159,8 @@ class OutageWatch:
                 return  # nobody can tell
             if down is not None:
                 for server in servers.keys() - down.keys():
-                    LOGGER.warning("%s answers again", server)
-                    del servers[server]
+                    self._is_back(environment, server)
                 for server in silent & (down.keys() - servers.keys()):
                     self._is_out(environment, server, down[server], "it does not answer")
                 silent = frozenset(down.keys() - servers.keys())
-            self._hold(environment)
             self._tick(environment)

@@ -44,7 +44,7 @@ from nemo_gym_prorl.rollout.attempts import Attempt
 from nemo_gym_prorl.rollout.calls import HandlerCalls
 from nemo_gym_prorl.rollout.environments import Environments
 from nemo_gym_prorl.rollout.job import Job, JobState, Outcome, Progress, Trajectory, row_digest
-from nemo_gym_prorl.rollout.outages import HeldUp, OutageWatch
+from nemo_gym_prorl.rollout.outages import Outage, OutageWatch
 from nemo_gym_prorl.rollout.request import Draining, JobConflict, JobRequest, QueueFull, RolloutForgotten
 from nemo_gym_prorl.rollout.scheduler import StageScheduler, Start
 from nemo_gym_prorl.rollout.settings import PipelineSettings
@@ -123,9 +123,9 @@ class Pipeline:
         return self._calls.abandoned
 
     @property
-    def held(self) -> dict[str, HeldUp]:
-        """The servers that cannot be reached, because of which no rollout begins."""
-        return self._outages.held
+    def held(self) -> list[Outage]:
+        """The servers that cannot be reached, each for an environment of which no rollout begins because of that."""
+        return self._outages.all
 
     # -- callers -------------------------------------------------------------------------------------------------
 
@@ -313,7 +313,7 @@ class Pipeline:
             failure = classify(control.cancelled, stage)
         control.since = self._clock()
         if failure is None:
-            if self._outages.since(job.environment) is None:
+            if self._outages.first(job.environment) is None:
                 for passed in [*Stage][: [*Stage].index(stage) + 1]:
                     control.held_up.pop(passed, None)
             self._go_on(job, stage, value)
@@ -378,7 +378,7 @@ class Pipeline:
         control.held_up.setdefault(stage, now)
         self._start_over(job, control, again)
         waited = now - min(control.held_up.values())
-        if self._outages.since(job.environment) is not None:
+        if self._outages.first(job.environment) is not None:
             self._carry_out(self.scheduler.worked(job.id, again))
             self._await_siblings(job.id, job.budgets.eval)
         elif waited < self.settings.unreachable_s:
@@ -402,19 +402,19 @@ class Pipeline:
     def _give_up_waiting(self, environment: str) -> None:
         """Fail the jobs of an environment that one of its servers has held up for too long, be it that they wait or
         that a stage that needs it works on them."""
-        since, now, bound = self._outages.since(environment), self._clock(), self.settings.unreachable_s
-        if since is None:
+        now, outage = self._clock(), self._outages.first(environment)
+        if outage is None:
             return
-        error = self._unreachable(*self._outages.reason(environment))
+        error = self._unreachable(outage.server, outage.reason)
         for job_id, control in [*self._controls.items()]:
             job = self.store.get(job_id)
             assert job is not None, "a live job is never forgotten"
             if job.environment != environment or not self.scheduler.is_held(job_id):
                 continue
-            begun = max(since, control.since)
+            begun = max(outage.since, control.since)
             if self.scheduler.is_waiting(job_id):
                 begun = min(control.held_up.values(), default=begun)
-            if now - begun >= bound:
+            if now - begun >= self.settings.unreachable_s:
                 self.request_cancel(job, error)
 
     def _requeue(self, job: Job, stage: Stage) -> None:

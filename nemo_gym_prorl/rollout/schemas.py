@@ -3,7 +3,7 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict
+from dataclasses import replace
 from enum import StrEnum
 from typing import Annotated, Any, ClassVar, Self
 
@@ -12,12 +12,10 @@ from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationErr
 from pydantic_core import InitErrorDetails
 
 from nemo_gym_prorl.failures import FailureKind, Origin, Stage
-from nemo_gym_prorl.rollout.cursors import Cursor
-from nemo_gym_prorl.rollout.job import Job, JobState
+from nemo_gym_prorl.rollout.job import Job, JobState, StageTime
 from nemo_gym_prorl.rollout.pipeline import Pipeline
 from nemo_gym_prorl.rollout.request import JobRequest
 from nemo_gym_prorl.rollout.rows import WISHES, Row, as_submitted
-from nemo_gym_prorl.rollout.store import Transition
 from nemo_gym_prorl.rollout.tokens import NO_TOKENS
 from nemo_gym_prorl.serving.known_keys import KnownKeys
 
@@ -117,16 +115,6 @@ class FailureView(BaseModel):
     traceback: str | None = Field(default=None, description="Its end, where a handler raised what nobody foresaw.")
 
 
-class StageTimeView(BaseModel):
-    """Seconds in one stage over all attempts."""
-
-    model_config = ConfigDict(from_attributes=True)
-
-    waited_s: float
-    worked_s: float
-    attempts: int
-
-
 class TokenForm(StrEnum):
     """Where the tokens of a result are."""
 
@@ -165,7 +153,7 @@ class JobView(BaseModel):
     priority: int
     submitted_at: float = Field(description="Seconds since the epoch.")
     finished_at: float | None
-    timings: dict[Stage, StageTimeView]
+    timings: dict[Stage, StageTime]
     turns: int
     tool_calls: int
     finish_reason: str | None
@@ -194,7 +182,7 @@ class JobView(BaseModel):
             priority=job.priority,
             submitted_at=job.submitted_at,
             finished_at=job.finished_at,
-            timings={stage: StageTimeView.model_validate(time) for stage, time in job.times.items()},
+            timings={stage: replace(time) for stage, time in job.times.items()},
             turns=job.progress.turns,
             tool_calls=job.progress.tool_calls,
             finish_reason=job.progress.finish_reason,
@@ -283,6 +271,15 @@ class HeldView(BaseModel):
     since: float = Field(description="Seconds since the epoch.")
     environments: list[str] = Field(description="Those that need it, and whose rollouts do not begin meanwhile.")
 
+    @classmethod
+    def all_of(cls, pipeline: Pipeline) -> dict[str, Self]:
+        """Those of a pipeline, by name; of several environments that need one, the first that met it tells why."""
+        views: dict[str, Self] = {}
+        for outage in sorted(pipeline.held, key=lambda outage: outage.at):
+            view = views.setdefault(outage.server, cls(reason=outage.reason, since=outage.at, environments=[]))
+            view.environments.append(outage.environment)
+        return views
+
 
 class EnvironmentView(BaseModel):
     """An environment of the service, and its rollouts that have no outcome yet."""
@@ -347,29 +344,9 @@ class StatusView(BaseModel):
             ready_slots=scheduler.sizes.ready,
             sessions=scheduler.sessions,
             states={state: store.states[state] for state in JobState},
-            held={name: HeldView(**asdict(held)) for name, held in pipeline.held.items()},
+            held=HeldView.all_of(pipeline),
             retained_bytes=store.retained_bytes,
             unread_bytes=store.unread_bytes,
             abandoned=pipeline.abandoned,
             environments=EnvironmentView.all_of(pipeline),
         )
-
-
-class EventView(BaseModel):
-    """One transition, as `/v1/events` sends it."""
-
-    seq: int
-    cursor: str = Field(description="Pass as `after`, or as `Last-Event-ID`, to go on behind this one.")
-    at: float
-    id: str
-    group: str | None
-    client: str
-    state: JobState
-    reward: float | None
-    failure_kind: str | None
-
-    @classmethod
-    def of(cls, transition: Transition, cursor: Cursor) -> Self:
-        """The view of a transition."""
-        fields = asdict(transition)
-        return cls(id=fields.pop("job_id"), cursor=str(cursor), **fields)

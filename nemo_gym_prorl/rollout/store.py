@@ -11,6 +11,7 @@ and the id of a forgotten job, are errors that say so.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import hashlib
 import time
 import uuid
@@ -31,11 +32,13 @@ REMEMBERED_IDS = 100_000
 
 @dataclass(frozen=True, slots=True)
 class Transition:
-    """One entry of the event stream. ``seq`` counts up without gaps; ``at`` is seconds since the epoch."""
+    """One entry of the event stream, as ``/v1/events`` sends it. ``seq`` counts up without gaps, and ``cursor`` is the
+    place behind it; ``at`` is seconds since the epoch; ``id`` is the job's."""
 
     seq: int
+    cursor: str
     at: float
-    job_id: str
+    id: str
     group: str | None
     client: str
     state: JobState
@@ -154,8 +157,9 @@ class JobStore:
         self._events.append(
             Transition(
                 seq=self._seq,
+                cursor=str(Cursor(self.epoch, self._seq)),
                 at=at,
-                job_id=job.id,
+                id=job.id,
                 group=job.group,
                 client=job.client,
                 state=job.state,
@@ -216,11 +220,10 @@ class JobStore:
             CursorExpired, CallerError: as :meth:`ended_after`.
         """
         start = cursor.within(self.epoch, self._expired_before, self._log_length)
-        deadline = asyncio.get_running_loop().time() + timeout
-        while self._log_length <= start:
-            left = deadline - asyncio.get_running_loop().time()
-            if left <= 0 or not await self._news_within(left):
-                return
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(timeout):
+                while self._log_length <= start:
+                    await self._wake.wait()
 
     # -- the stream of transitions -------------------------------------------------------------------------------
 
@@ -235,10 +238,6 @@ class JobStore:
             CallerError: the cursor lies beyond the end, where it would wait for nothing.
         """
         return self._follow(self._seq if after is None else after.within(self.epoch, self._first_event, self._seq))
-
-    def event_cursor(self, transition: Transition) -> Cursor:
-        """The place behind a transition."""
-        return Cursor(self.epoch, transition.seq)
 
     async def _follow(self, seen: int) -> AsyncIterator[Transition]:
         while True:
@@ -267,15 +266,6 @@ class JobStore:
             newer.append(event)
         newer.reverse()
         return newer
-
-    async def _news_within(self, seconds: float) -> bool:
-        wake = self._wake
-        try:
-            async with asyncio.timeout(seconds):
-                await wake.wait()
-        except TimeoutError:
-            return False
-        return True
 
     # -- forgetting ----------------------------------------------------------------------------------------------
 

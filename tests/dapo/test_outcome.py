@@ -10,12 +10,12 @@ import pytest
 from nemo_gym_prorl.dapo.contract import SamplerConfig
 from nemo_gym_prorl.dapo.outcome import Outcome, outcome_of
 from nemo_gym_prorl.failures import CallerError, Stage
-from nemo_gym_prorl.rollout.job import JobState
-from nemo_gym_prorl.rollout.schemas import JobView, StageTimeView
+from nemo_gym_prorl.rollout.job import JobState, StageTime
+from nemo_gym_prorl.rollout.schemas import JobView
 
 
 def job(result: dict[str, Any], reward: float, *, evaluated: bool = True, finish_reason: str = "stop") -> JobView:
-    worked = StageTimeView(waited_s=0.0, worked_s=1.0, attempts=1)
+    worked = StageTime(waited_s=0.0, worked_s=1.0, attempts=1)
     return JobView(
         **{"id": "j", "state": JobState.SUCCEEDED, "environment": "e", "handler": "h", "group": "g", "client": "c"},
         **{"priority": 0, "submitted_at": 0.0, "finished_at": 1.0, "turns": 1, "tool_calls": 0, "failure": None},

@@ -95,7 +95,7 @@ async def test_rollouts_wait_for_a_server_that_was_killed_and_none_is_lost(name:
         assert not await handler.unreachable()
         await servers.kill(name)
         async with asyncio.timeout(30):
-            while name not in pipeline.held:
+            while name not in {outage.server for outage in pipeline.held}:
                 await asyncio.sleep(0.01)
         assert [*await handler.unreachable()] == [name]
         await asyncio.sleep(3)  # three tries of a rollout were over after 1.5 s

@@ -3,28 +3,26 @@
 
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Annotated, Any, Literal, NotRequired, TypedDict
+from typing import Any
 
 import pytest
-from aiohttp import web
 from hypothesis import given
 from hypothesis import strategies as st
-from pydantic import BaseModel
+from pydantic import ValidationError
 
-from nemo_gym_prorl.nemo_rl.checks import Finding, around, check
-from nemo_gym_prorl.nemo_rl.checks.finding import at
-from nemo_gym_prorl.nemo_rl.checks.gym_files import GymBlocks, read_gym
-from nemo_gym_prorl.nemo_rl.checks.keys import Keys, keys_of_file, keys_of_model, merged, unknown_keys
+from nemo_gym_prorl.nemo_rl.checks import Finding, check, rows
+from nemo_gym_prorl.nemo_rl.checks.finding import of_validation
+from nemo_gym_prorl.nemo_rl.checks.servers import gym_blocks
 from nemo_gym_prorl.nemo_rl.settings import ProrlSettings, settings_of
 from nemo_gym_prorl.nemo_rl.shaping import Shaping
-from tests.nemo_rl.mistakes import MISTAKES, Mistake, changed, good, gym_of
-
-
-KNOWN: Keys = keys_of_file(good() | {"env": {}})
+from tests.nemo_rl.mistakes import MISTAKES, Mistake, changed, good
 
 
 def findings_of(config: dict[str, Any]) -> list[Finding]:
-    return check(config, gym_of(config), KNOWN)
+    try:
+        return check(config, settings_of(config))
+    except ValidationError as error:
+        return [*of_validation("prorl", error)]
 
 
 @pytest.mark.parametrize("variant", [None, "synchronous", "service"])
@@ -40,45 +38,11 @@ def test_a_mistake_is_named_by_its_field(mistake: Mistake) -> None:
 
 
 def test_all_mistakes_are_told_at_once() -> None:
-    several = ["grpo.num_prompt_per_step", "loss_fn.token_level_loss", "grpo.val_at_end", "prorl.agent"]
-    made = [next(mistake for mistake in MISTAKES if mistake.named == field) for field in several]
+    several = ["grpo.overlong_filtering", "loss_fn.token_level_loss", "prorl.agent"]
     config = good()
-    for mistake in made:
-        config = changed(config, mistake.changes)
-    assert set(several) <= {finding.field for finding in findings_of(config)}
-
-
-def test_a_key_that_sources_mention_is_told_and_not_refused() -> None:
-    config = changed(good(), {"policy.generation.vllm_cfg.hidden": 1})
-    [finding] = check(config, gym_of(config), KNOWN, lambda key: key == "hidden")
-    assert not finding.fatal
-    assert finding.field == "policy.generation.vllm_cfg.hidden"
-
-
-# What NeMo RL reads
-
-
-class Inner(TypedDict):
-    size: int
-    more: NotRequired[dict[str, Any]]
-
-
-class Model(BaseModel, extra="allow"):
-    inner: Inner
-    maybe: Annotated[Inner | None, "as annotations are"] = None
-    either: dict[str, Any] | bool = False
-    plain: Literal["a", "b"] = "a"
-
-
-def test_keys_of_models_and_files() -> None:
-    known = merged(
-        keys_of_model(Model), keys_of_file({"inner": {"own": 1, "more": {"x": 1}}, "free": {}, "plain": "a"})
-    )
-    good_ones = {"inner": {"size": 1, "own": 2, "more": {"anything": 1}}, "free": {"a": {"b": 1}}, "either": {"a": 1}}
-    assert list(unknown_keys(good_ones | {"maybe": {"size": 1}}, known, lambda key: False)) == []
-    wrong = {"iner": 1, "inner": {"siz": 1}, "maybe": {"sise": 1}}
-    found = {finding.field for finding in unknown_keys(wrong, known, lambda key: False)}
-    assert found == {"iner", "inner.siz", "maybe.sise"}
+    for mistake in MISTAKES:
+        config = changed(config, mistake.changes) if mistake.named in several else config
+    assert {finding.field for finding in findings_of(config)} == {*several}
 
 
 def test_a_sampler_of_somebodys_own_has_any_keys() -> None:
@@ -86,65 +50,45 @@ def test_a_sampler_of_somebodys_own_has_any_keys() -> None:
     assert findings_of(changed(good(), {"async_rl.sampler": sampler})) == []
 
 
-# Gym's files
-
-
-def test_files_are_found_merged_and_missed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_gyms_files_are_merged_with_those_that_they_name_and_with_the_block(tmp_path: Path) -> None:
     (tmp_path / "a.yaml").write_text(
-        "config_paths: [b.yaml]\nagent: {x: {y: {steps: 1, url: '${policy_base_url}'}}}\n"
+        f"config_paths: [{tmp_path / 'b.yaml'}]\nagent: {{x: {{steps: 1, url: '${{policy_base_url}}'}}}}\n"
     )
-    (tmp_path / "b.yaml").write_text("other: {key: '${oc.env:PRORL_THERE_IS_NONE}'}\n")
-    own = {"config_paths": ["a.yaml", "c.yaml"], "agent": {"x": {"y": {"steps": 2}}}}
-    blocks = read_gym({"env": {"nemo_gym": own}}, [tmp_path])
-    assert at(blocks.files, "agent.x.y.steps") == 1
-    assert blocks.merged["agent"] == {"x": {"y": {"steps": 2, "url": ""}}}
-    told = {finding.field: finding.what for finding in blocks.findings}
-    assert "there is no c.yaml" in told["env.nemo_gym.config_paths[1]"]
-    assert "PRORL_THERE_IS_NONE" in told["env.nemo_gym.other"]
+    (tmp_path / "b.yaml").write_text("other: {key: 1}\n")
+    own = {"config_paths": [str(tmp_path / "a.yaml")], "agent": {"x": {"steps": 2}}}
+    blocks = gym_blocks({"env": {"nemo_gym": own}})
+    assert (blocks["agent"], blocks["other"]) == ({"x": {"steps": 2, "url": ""}}, {"key": 1})
 
 
 @pytest.mark.parametrize("domain", ["swe", "math", "stem", "code"])
 def test_our_own_files_are_found(domain: str) -> None:
     path = f"resources_servers/prorl_{domain}/configs/prorl_{domain}.yaml"
-    model = "responses_api_models/prorl_model/configs/prorl_model.yaml"
-    blocks = read_gym({"env": {"nemo_gym": {"config_paths": [path, model]}}})
-    assert blocks.findings == []
-    assert at(blocks.merged, f"prorl_{domain}_agent.responses_api_agents.prorl_agent.entrypoint") == "app.py"
+    blocks = gym_blocks({"env": {"nemo_gym": {"config_paths": [path]}}})
+    assert blocks[f"prorl_{domain}_agent"]["responses_api_agents"]["prorl_agent"]["entrypoint"] == "app.py"
 
 
-# What there is besides
+# Rows
 
 
 def test_rows_are_looked_at(tmp_path: Path) -> None:
-    rows = tmp_path / "rows.jsonl"
-    config = changed(good(), {"data.train.data_path": str(rows)})
+    path = tmp_path / "rows.jsonl"
+    config = changed(good(), {"data.train.data_path": str(path)})
 
     def found() -> dict[str, str]:
-        return {finding.field: str(finding) for finding in around.rows(config, settings_of(config))}
+        return {finding.field: str(finding) for finding in rows.check(config)}
 
     assert "No such file" in found()["data.train.data_path"]
-    rows.write_text("")
+    path.write_text("")
     assert "no rows" in found()["data.train.data_path"]
-    rows.write_text("{]\n")
-    assert "no JSON" in found()["data.train.data_path"]
     good_row = '{"responses_create_params": {"input": []}}\n'
-    for bad in (
-        "\n",
-        "\ufeff",
-        "{",
-        "[1]",
-        '{"input": 1}',
-        '{"responses_create_params": {"max_output_tokens": "many"}}',
-    ):
-        rows.write_text(3 * good_row + bad)
-        assert f"line 4 of {rows}" in found()["data.train.data_path"], bad
-    rows.write_text('{"prompt": "?"}\n')
-    assert "responses_create_params" in found()["data.train.data_path"]
+    for bad in ("\n", "\ufeff", "{", "[1]", "1", '{"input": 1}', '{"responses_create_params": null}'):
+        path.write_text(3 * good_row + bad)
+        assert f"line 4 of {path}" in found()["data.train.data_path"], bad
     # 10 epochs of 3 rows are 3 steps of 8 prompts, and 5 are wanted.
-    rows.write_text('{"responses_create_params": {}}\n' * 3)
+    path.write_text(3 * good_row)
     assert "after 3 of 5 steps" in found()["grpo.max_num_epochs"]
     assert "At least 14" in found()["grpo.max_num_epochs"]
-    rows.write_text('{"responses_create_params": {}}\n' * 4)
+    path.write_text(4 * good_row)
     assert found() == {}
 
 
@@ -159,81 +103,18 @@ def test_rows_are_looked_at(tmp_path: Path) -> None:
     ],
 )
 def test_rows_with_tools_need_parsers(tmp_path: Path, said: Any, lacking: list[str]) -> None:
-    rows = tmp_path / "rows.jsonl"
+    path = tmp_path / "rows.jsonl"
     field = "policy.generation.vllm_cfg.http_server_serving_chat_kwargs"
-    config = changed(good(), {"data.train.data_path": str(rows), field: said})
+    config = changed(good(), {"data.train.data_path": str(path), field: said})
 
     def found() -> list[str]:
-        return [finding.field for finding in around.rows(config, settings_of(config)) if finding.fatal]
+        return [finding.field for finding in rows.check(config)]
 
-    rows.write_text('{"responses_create_params": {"tools": []}}\n' * 4)
+    path.write_text('{"responses_create_params": {"tools": []}}\n' * 4)
     assert found() == []
-    with rows.open("a") as file:
+    with path.open("a") as file:
         file.write('{"responses_create_params": {"tools": [{"type": "function", "name": "f"}]}}\n')
     assert found() == [f"{field}.{name}" for name in lacking]
-
-
-async def test_services_that_do_not_answer_are_told_in_seconds(
-    monkeypatch: pytest.MonkeyPatch, unused_tcp_port: int
-) -> None:
-    monkeypatch.setattr(around, "ANSWER_S", 0.5)
-    monkeypatch.setenv("PRORL_ANY_KEY", "right")
-
-    async def guarded(request: web.Request) -> web.Response:
-        wrong = request.headers.get("Authorization") != "Bearer right"
-        return web.json_response({"stages": {}, "backends": []}, status=401 if wrong else 200)
-
-    async def hangs(request: web.Request) -> web.Response:
-        import asyncio
-
-        await asyncio.sleep(60)
-        return web.Response()
-
-    async def other(request: web.Request) -> web.Response:
-        return web.Response(text="<html>")
-
-    app = web.Application()
-    for path in ("/status", "/v1/backends"):
-        app.router.add_get("/right" + path, guarded)
-        app.router.add_get("/hangs" + path, hangs)
-        app.router.add_get("/other" + path, other)
-    runner = web.AppRunner(app, shutdown_timeout=0.1)
-    await runner.setup()
-    site = web.TCPSite(runner, "127.0.0.1", 0)
-    await site.start()
-    url = f"http://127.0.0.1:{runner.addresses[0][1]}"
-    nobody = f"http://127.0.0.1:{unused_tcp_port}"
-
-    def asked(key_env: str | None, *services: str) -> ProrlSettings:
-        return ProrlSettings(services=services, models=(f"{url}/right",), key_env=key_env)
-
-    try:
-        assert await around.services(asked("PRORL_ANY_KEY", f"{url}/right")) == []
-        found = await around.services(asked(None, nobody, f"{url}/hangs", f"{url}/other", f"{url}/right"))
-        told = {finding.field: finding.what for finding in found}
-        assert "can't be reached" in told["prorl.services[0]"]
-        assert "within 0.5 s" in told["prorl.services[1]"]
-        assert "no prorl_agent" in told["prorl.services[2]"]
-        assert "refuses the key" in told["prorl.services[3]"]
-        assert "refuses the key" in told["prorl.models[0]"]
-    finally:
-        await runner.cleanup()
-
-
-@pytest.mark.parametrize("variant", [None, "service"])
-def test_a_key_that_is_not_set_is_told_wherever_the_servers_are(
-    variant: str | None, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.delenv("PRORL_NO_SUCH_KEY", raising=False)
-    config = changed(good(variant), {"prorl.key_env": "PRORL_NO_SUCH_KEY"})
-    findings = around.check(config, settings_of(config))
-    assert "prorl.key_env" in {finding.field for finding in findings if finding.fatal}
-
-
-def test_a_key_that_is_not_set_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.delenv("PRORL_NO_SUCH_KEY", raising=False)
-    [finding] = around.key(ProrlSettings(key_env="PRORL_NO_SUCH_KEY"))
-    assert finding.field == "prorl.key_env"
 
 
 # Shaping
@@ -266,9 +147,8 @@ def test_no_block_is_the_default() -> None:
 
 
 def test_no_servers_at_all() -> None:
-    found = {finding.what for finding in check(good(), GymBlocks(), KNOWN)}
-    assert any(what.startswith("there is no such prorl_agent") for what in found)
-    assert "none of the files has a prorl_model" in found
+    [finding] = findings_of(changed(good(), {"env": {}}))
+    assert finding.field == "prorl.agent"
 
 
 # Whatever stands there
@@ -287,8 +167,8 @@ def places(config: Any, path: str = "") -> Iterator[str]:
 @pytest.mark.parametrize("variant", [None, "synchronous", "service"])
 def test_anything_anywhere_gives_findings_and_no_traceback(variant: str | None, garbage: Any) -> None:
     config = good(variant)
-    gym = read_gym(config, [])
+    if variant != "service":
+        config = changed(config, {"env.nemo_gym.config_paths": []})  # to read files takes the longest
     for path in places(config):
-        wrong = changed(config, {path: garbage})
-        found = check(wrong, read_gym(wrong, []) if path.startswith("env") else gym, KNOWN)
+        found = findings_of(changed(config, {path: garbage}))
         assert all(finding.field and finding.what and finding.fix for finding in found)

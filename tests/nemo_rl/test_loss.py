@@ -175,8 +175,9 @@ def configured(variant: str | None = None) -> tuple[Any, ProrlSettings, dict[str
     from nemo_gym_prorl.nemo_rl.train import model_of
 
     overrides = ["++data.train.data_path=rows.jsonl", *(SERVICES if variant == "service" else ())]
-    config = read("dapo-swe-qwen3-4b", [variant] if variant else [], overrides).resolved
-    return model_of(config)(**config), settings_of(config), config
+    config = read("dapo-swe-qwen3-4b", [variant] if variant else [], overrides)
+    settings = settings_of(config)
+    return model_of(settings)(**config), settings, config
 
 
 def test_rewards_advantages_and_loss_by_arithmetic_of_our_own(tmp_path: Path) -> None:

@@ -62,7 +62,7 @@ def recipe(folder: Path, *overrides: str) -> dict[str, Any]:
             agent = {"type": "responses_api_agents", "name": "counting_agent"}
             rows.write(json.dumps({"agent_ref": agent, "responses_create_params": asked}) + "\n")
     places = [f"++data.train.data_path={data}", f"++logger.log_dir={folder / 'logs'}"]
-    return read("dapo-code-qwen3-4b", (), [*SMALLER, *places, *overrides]).resolved
+    return read("dapo-code-qwen3-4b", (), [*SMALLER, *places, *overrides])
 
 
 @contextlib.contextmanager

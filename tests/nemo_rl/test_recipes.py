@@ -65,10 +65,11 @@ def test_the_recipes_that_there_are() -> None:
 @needs_nemo_rl
 @pytest.mark.parametrize("variant", VARIANTS)
 @pytest.mark.parametrize("name", NAMES)
-def test_nothing_stands_against_a_recipe(name: str, variant: str | None, importable: Path, rows: Path) -> None:
-    found = [finding for finding in _findings(name, variant, rows, importable) if finding.fatal]
+@pytest.mark.usefixtures("importable")
+def test_nothing_stands_against_a_recipe(name: str, variant: str | None, rows: Path) -> None:
+    found = _findings(name, variant, rows)
     # Nobody listens there.
-    away = {"prorl.services[0]", "prorl.models[0]"} if variant == "service" else set()
+    away = {"prorl.services"} if variant == "service" else set()
     assert {finding.field for finding in found} == away, found
 
 
@@ -85,7 +86,7 @@ def test_each_model_says_how_it_writes_calls_and_thoughts(file: Path) -> None:
 @pytest.mark.parametrize("name", NAMES)
 def test_the_papers_numbers(name: str, importable: Path, rows: Path) -> None:
     for variant in VARIANTS:
-        config = _read(name, variant, rows).resolved
+        config = _read(name, variant, rows)
         assert config["grpo"]["num_generations_per_prompt"] == 8
         prompts, batch = config["grpo"]["num_prompts_per_step"], config["policy"]["train_global_batch_size"]
         staleness = config["prorl"]["max_staleness"]
@@ -114,7 +115,7 @@ def test_the_papers_numbers(name: str, importable: Path, rows: Path) -> None:
 def test_a_rollout_that_is_cut_by_its_limit_has_the_whole_penalty(name: str, rows: Path) -> None:
     """However little of the sequence the policy said, and the penalty begins where rollouts get to."""
     for variant in (variant for variant in VARIANTS if variant != "service"):  # its limits are the service's
-        config = _read(name, variant, rows).resolved
+        config = _read(name, variant, rows)
         settings, gym = settings_of(config), config["env"]["nemo_gym"]
         assert settings.overlong is not None
         agent = gym[f"prorl_{name.split('-')[1]}_agent"]["responses_api_agents"]["prorl_agent"]
@@ -141,14 +142,13 @@ def test_a_rollout_that_is_cut_by_its_limit_has_the_whole_penalty(name: str, row
 
 
 @needs_nemo_rl
+@pytest.mark.usefixtures("importable")
 @pytest.mark.parametrize("mistake", MISTAKES, ids=str)
-def test_a_mistake_in_a_recipe_is_named_by_its_field(mistake: Mistake, importable: Path, rows: Path) -> None:
-    from nemo_gym_prorl.nemo_rl.checks import check
-    from nemo_gym_prorl.nemo_rl.checks.gym_files import read_gym
+def test_a_mistake_in_a_recipe_is_named_by_its_field(mistake: Mistake, rows: Path) -> None:
+    from nemo_gym_prorl.nemo_rl import train
 
-    resolved, known = _once("dapo-swe-qwen3-4b", mistake.variant, rows)
-    config = changed(resolved, mistake.changes)
-    found = {finding.field: str(finding) for finding in check(config, read_gym(config), known)}
+    config = changed(_once("dapo-swe-qwen3-4b", mistake.variant, rows), mistake.changes)
+    found = {finding.field: str(finding) for finding in train.find(config)}
     assert mistake.named in found, found
     assert mistake.says in found[mistake.named]
 
@@ -158,17 +158,16 @@ def test_the_command_tells_everything_before_anything_starts(rows: Path, tmp_pat
     """As a user meets it: a process, its exit code, and how long that takes."""
     began = time.monotonic()
     wrong = _command(
-        f"++data.train.data_path={rows}",
-        "++grpo.num_prompt_per_step=8",
-        "++policy.train_global_batch_size=48",
-        "++loss_fn.token_level_loss=false",
+        f"data.train.data_path={rows}",
+        "grpo.overlong_filtering=true",
+        "loss_fn.token_level_loss=false",
         folder=tmp_path,
     )
     print(f"refused after {time.monotonic() - began:.1f} s")
     assert wrong.returncode == 2
-    for field in ("grpo.num_prompt_per_step", "policy.train_global_batch_size", "loss_fn.token_level_loss"):
+    for field in ("grpo.overlong_filtering", "loss_fn.token_level_loss"):
         assert f"error: {field}: " in wrong.stderr
-    assert "Not started: 3 errors." in wrong.stderr
+    assert "Not started: 2 errors." in wrong.stderr
     assert "Ray" not in wrong.stderr + wrong.stdout
     good = _command(f"++data.train.data_path={rows}", "--check", folder=tmp_path)
     assert (good.returncode, good.stdout.strip()) == (0, "Nothing stands against a start."), good.stderr
@@ -178,7 +177,7 @@ def test_the_command_tells_everything_before_anything_starts(rows: Path, tmp_pat
 def test_services_that_are_not_there_are_told_in_seconds(rows: Path, tmp_path: Path) -> None:
     away = _command(f"++data.train.data_path={rows}", "--with", "service", *SERVICES, folder=tmp_path)
     assert away.returncode == 2
-    assert "error: prorl.services[0]: http://127.0.0.1:1 can't be reached" in away.stderr
+    assert "error: prorl.services: GET http://127.0.0.1:1/status is not answered" in away.stderr
 
 
 @pytest.mark.parametrize(
@@ -197,6 +196,7 @@ def test_without_a_checkout_it_says_so(root: str, says: str, tmp_path: Path) -> 
         (["++grpo=[", "--check"], "overrides"),
         (["grpo.num_prompt_per_step=8"], "num_prompt_per_step"),
         (["--with", "on-polcy"], "the nearest that there is: on-policy"),
+        (["--check"], "data.train.data_path: nobody has given a value"),
     ],
 )
 def test_what_cannot_be_read_is_told(arguments: list[str], says: str, tmp_path: Path) -> None:
@@ -207,16 +207,16 @@ def test_what_cannot_be_read_is_told(arguments: list[str], says: str, tmp_path: 
 
 
 @needs_nemo_rl
-def test_a_recipe_of_ones_own_inherits_from_ours(importable: Path, rows: Path, tmp_path: Path) -> None:
+@pytest.mark.usefixtures("importable")
+def test_a_recipe_of_ones_own_inherits_from_ours(rows: Path, tmp_path: Path) -> None:
     own = tmp_path / "mine.yaml"
     own.write_text(
         f"defaults: {RECIPES}/dapo-math-qwen3-4b.yaml\n"
-        "grpo: {num_prompts_per_step: 16, num_prompt_per_step: 3}\n"
+        "grpo: {num_prompts_per_step: 16, overlong_filtering: true}\n"
         "logger: {wandb: {name: mine}}\n"
     )
-    found = _findings(str(own), None, rows, importable)
-    # The batch follows by itself, and the buffer is large enough.
-    assert {finding.field for finding in found if finding.fatal} == {"grpo.num_prompt_per_step"}
+    # The batch follows by itself.
+    assert {finding.field for finding in _findings(str(own), None, rows)} == {"grpo.overlong_filtering"}
 
 
 def _read(name: str, variant: str | None, rows: Path) -> Any:
@@ -226,21 +226,15 @@ def _read(name: str, variant: str | None, rows: Path) -> Any:
     return read(name, [variant] if variant else [], [f"++data.train.data_path={rows}", *services])
 
 
-def _findings(name: str, variant: str | None, rows: Path, root: Path) -> list[Any]:
+def _findings(name: str, variant: str | None, rows: Path) -> list[Any]:
     from nemo_gym_prorl.nemo_rl import train
 
-    configuration = _read(name, variant, rows)
-    train.complete(configuration.resolved)
-    return train.find(configuration, root)
+    config = _read(name, variant, rows)
+    train.complete(config)
+    return train.find(config)
 
 
-@functools.cache
-def _once(name: str, variant: str | None, rows: Path) -> tuple[dict[str, Any], Any]:
-    """A recipe, and the settings that NeMo RL declares."""
-    from nemo_gym_prorl.nemo_rl import train
-
-    read = _read(name, variant, rows)
-    return read.resolved, train.known_settings(train.model_of(read.resolved), read)
+_once = functools.cache(_read)
 
 
 def _command(*arguments: str, folder: Path, root: str = ROOT) -> subprocess.CompletedProcess[str]:

@@ -50,7 +50,7 @@ def recipe(folder: Path, variant: str | None, *overrides: str) -> dict[str, Any]
     data.write_text("".join(json.dumps(row) + "\n" for row in rows))
     places = [f"++data.train.data_path={data}", f"++logger.log_dir={folder / 'logs'}"]
     variants = [variant] if variant else []
-    return read("dapo-code-qwen3-4b", variants, [*SMALLER, *places, *overrides]).resolved
+    return read("dapo-code-qwen3-4b", variants, [*SMALLER, *places, *overrides])
 
 
 @pytest.mark.parametrize("variant", [None, "on-policy"])

@@ -165,14 +165,38 @@ def test_a_deployment_that_does_not_fit_is_told_by_its_field(
     assert error.value.field == field
 
 
-async def test_services_elsewhere_are_asked_before_anything_starts() -> None:
-    with pytest.raises(CallerError) as missing:
-        already_running(ProrlSettings(rollouts="service", services=("http://127.0.0.1:1",)))
-    assert missing.value.field == "prorl.models"
-    with pytest.raises(InfrastructureError, match=r"127\.0\.0\.1:1/status is not answered"):
-        already_running(
-            ProrlSettings(rollouts="service", services=("http://127.0.0.1:1",), models=("http://127.0.0.1:2",))
-        )
+async def test_services_elsewhere_are_asked_before_anything_starts(monkeypatch: pytest.MonkeyPatch) -> None:
+    app = FastAPI()
+
+    @app.get("/status")
+    @app.get("/v1/backends")
+    async def guarded(request: Request) -> dict[str, Any]:
+        if request.headers.get("Authorization") != "Bearer right":
+            raise HTTPException(401, "send the key")
+        return {}
+
+    async with serve(app) as url:
+
+        async def asked(*services: str, key_env: str | None = "PRORL_ANY_KEY") -> None:
+            elsewhere = ProrlSettings(rollouts="service", services=services, models=(url,), key_env=key_env)
+            await asyncio.to_thread(already_running, elsewhere)
+
+        monkeypatch.setenv("PRORL_ANY_KEY", "right")
+        await asked(url)
+        for services, key_env, error, says in (
+            ((url, "http://127.0.0.1:1"), "PRORL_ANY_KEY", InfrastructureError, "1:1/status is not answered"),
+            ((f"{url}/other",), "PRORL_ANY_KEY", CallerError, "other/status was answered with 404"),
+            ((url,), None, CallerError, "answered with 401: .*send the key"),
+            ((url,), "PRORL_NO_SUCH_KEY", CallerError, "PRORL_NO_SUCH_KEY is not set"),
+        ):
+            with pytest.raises(error, match=says):
+                await asked(*services, key_env=key_env)
+
+
+def test_a_key_that_is_not_set_is_told_wherever_the_servers_are() -> None:
+    with pytest.raises(CallerError, match="is not set") as error:
+        already_running(ProrlSettings(key_env="PRORL_NO_SUCH_KEY"))
+    assert error.value.field == "prorl.key_env"
 
 
 def test_engines_without_a_server_are_told() -> None:

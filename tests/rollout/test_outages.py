@@ -173,7 +173,7 @@ def test_the_dead_server_of_one_environment_holds_up_no_other(kind_of_handler: t
         assert {job.state for job in jobs} == {JobState.SUCCEEDED}
         assert alive.made == len(jobs)
         if kind_of_handler is Probed:
-            assert pipeline.held[server].environments == ("dead",)
+            assert StatusView.of(pipeline).held[server].environments == ["dead"]
         assert not any(job.state in FAILED_STATES for job in stuck)
         del dead.down[server]
         assert await pipeline.drain(timeout=3000)
@@ -211,7 +211,7 @@ def test_a_server_that_hangs_keeps_no_slot_from_another_environment_and_costs_it
         # 80 runs of 5 s in 8 slots, and until it was noticed
         await asyncio.sleep(80)
         assert {job.state for job in jobs} == {JobState.SUCCEEDED}
-        assert pipeline.held[server].environments == ("dead",)
+        assert StatusView.of(pipeline).held[server].environments == ["dead"]
         await asyncio.sleep(600)
         assert not any(job.state in FAILED_STATES for job in stuck)
         made = dead.made
@@ -268,7 +268,7 @@ def test_jobs_held_up_can_be_cancelled_and_the_service_closed() -> None:
         await asyncio.sleep(1)
         handler.down = {"resources": UNREACHABLE, "model": UNREACHABLE}
         await asyncio.sleep(20)
-        assert [*pipeline.held] == ["model", "resources"] or [*pipeline.held] == ["model"]
+        assert "model" in {outage.server for outage in pipeline.held}
         await pipeline.cancel(jobs[-1])
         assert jobs[-1].state is JobState.CANCELLED
         await pipeline.close()

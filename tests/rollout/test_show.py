@@ -15,7 +15,6 @@ from hypothesis import given
 from hypothesis import strategies as st
 from rich.console import Console
 
-from nemo_gym_prorl.commands import watch
 from nemo_gym_prorl.commands.show import SHORT_CHARACTERS, SHORT_LINES, Page, _contents, shorten, turns
 from nemo_gym_prorl.rollout.client import RolloutClient
 from tests.rollout.standalone import standalone
@@ -163,10 +162,10 @@ async def test_rollouts_of_a_service_by_id_group_state_and_failure() -> None:
 
 
 async def test_a_listing_goes_on_behind_its_first_page(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(watch, "_PAGE", 2)
+    monkeypatch.setattr("nemo_gym_prorl.rollout.client._PAGE", 2)
     async with service() as url, RolloutClient(url, TOKEN) as client:
         ids = [(await client.submit({"responses_create_params": {"input": "hi"}}, id=f"r{n}")).id for n in range(5)]
-        assert [job.id async for job in watch.rollouts(client, None, None)] == ids
+        assert [job.id async for job in client.every()] == ids
 
 
 @given(st.text(max_size=5000), st.integers(0, 40))

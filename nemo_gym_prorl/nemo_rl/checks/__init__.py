@@ -1,52 +1,37 @@
 # SPDX-License-Identifier: Apache-2.0
 """What is looked at before a training starts: what would be wrong in silence, every finding at once.
 
-Pure: a resolved configuration in, findings out. But for two: ``gym_files`` reads the files of Gym's servers, and
-``around`` looks at rows and services. What stops a start by itself is for those to say whom it stops.
+A training that starts, goes on, and is not what one believes costs a cluster for days: its gradients are wrong, its
+samples are of the short or of the lucky, no tool is ever called, it waits for ever. Nobody else says so. What stops a
+start by itself is for those to say whom it stops: NeMo RL, Gym, Hydra, and the parts of ours that meet it.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Mapping
 from typing import Any
 
-from pydantic import ValidationError
-
-from nemo_gym_prorl.nemo_rl.checks import silent
-from nemo_gym_prorl.nemo_rl.checks.finding import MISSING, Finding, of_validation
-from nemo_gym_prorl.nemo_rl.checks.gym_files import GymBlocks
-from nemo_gym_prorl.nemo_rl.checks.keys import Keys, unknown_keys
-from nemo_gym_prorl.nemo_rl.settings import settings_of
+from nemo_gym_prorl.failures import CallerError
+from nemo_gym_prorl.nemo_rl.checks import rows, servers, silent
+from nemo_gym_prorl.nemo_rl.checks.finding import Finding
+from nemo_gym_prorl.nemo_rl.settings import ProrlSettings, Rollouts
 
 
-def check(
-    config: Mapping[str, Any], gym: GymBlocks, known: Keys, mentioned: Callable[[str], bool] = lambda key: False
-) -> list[Finding]:
-    """All findings that need nothing but the configuration.
+def check(config: Mapping[str, Any], settings: ProrlSettings) -> list[Finding]:
+    """All findings.
 
     Args:
         config: the resolved configuration.
-        gym: what Gym will make of ``env.nemo_gym``.
-        known: the settings that NeMo RL declares.
-        mentioned: whether its sources have a key somewhere.
+        settings: its block ``prorl:``.
     """
-    findings = [*unknown_keys(config, known, mentioned), *_missing(config)]
+    findings = [*silent.check(config, settings), *rows.check(config)]
+    if settings.rollouts is Rollouts.SERVICE:
+        return findings
     try:
-        settings = settings_of(config)
-    except ValidationError as error:
-        # What the others look for depends on it.
-        return [*findings, *of_validation("prorl", error)]
-    return [*findings, *gym.findings, *silent.check(config, settings, gym)]
-
-
-def _missing(config: Mapping[str, Any], path: str = "") -> Iterator[Finding]:
-    """Values that somebody must give, and nobody gave."""
-    for key, value in config.items():
-        here = f"{path}.{key}" if path else str(key)
-        if value == MISSING:
-            yield Finding(here, "it has no value", f"Give one, e.g. ++{here}=… on the command line")
-        elif isinstance(value, Mapping):
-            yield from _missing(value, here)
+        gym = servers.gym_blocks(config)
+    except CallerError as error:
+        return [*findings, Finding(error.field or "env.nemo_gym", error.complaint, "Correct it")]
+    return [*findings, *servers.check(config, settings, gym)]
 
 
 __all__ = ["Finding", "check"]

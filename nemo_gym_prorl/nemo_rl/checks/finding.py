@@ -11,25 +11,19 @@ from typing import Any
 from pydantic import ValidationError
 
 
-MISSING = "???"
-"""What OmegaConf has in place of a value that somebody must give."""
-
-
 @dataclass(frozen=True, slots=True)
 class Finding:
-    """Something that is wrong with a configuration.
+    """Something for which a training is not to start.
 
     Attributes:
         field: its path, e.g. ``grpo.num_prompts_per_step``.
         what: what is wrong.
         fix: what to do.
-        fatal: the training is not to start. Else it is only told.
     """
 
     field: str
     what: str
     fix: str
-    fatal: bool = True
 
     def __str__(self) -> str:
         return f"{self.field}: {self.what}. {self.fix}."
@@ -45,9 +39,9 @@ def at(config: Mapping[str, Any], path: str, default: Any = None) -> Any:
     return value
 
 
-def block_at(config: Any, path: str) -> Mapping[str, Any]:
+def block_at(config: Mapping[str, Any], path: str) -> Mapping[str, Any]:
     """The block at a path; an empty one, if there is none. What is there instead is for others to refuse."""
-    value = at(config, path) if isinstance(config, Mapping) else None
+    value = at(config, path)
     return value if isinstance(value, Mapping) else {}
 
 
@@ -57,16 +51,9 @@ def number_at(config: Mapping[str, Any], path: str) -> float | None:
     return value if isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value) else None
 
 
-def count_at(config: Mapping[str, Any], path: str, default: int = 1) -> int:
-    """The same for a number of things, of which there is at least one."""
-    return max(int(number_at(config, path) or default), 1)
-
-
 def of_validation(block: str, error: ValidationError) -> Iterator[Finding]:
     """What a model refused, by field."""
     for one in error.errors(include_url=False):
-        if one["input"] == MISSING:
-            continue  # told as such
         key = one["loc"][-1] if one["loc"] else ""
         # The name of a union's member is no part of the path in a file; pydantic writes it as a tag between keys.
         path = ".".join(str(key) for key in one["loc"] if str(key).isidentifier() or isinstance(key, int))
