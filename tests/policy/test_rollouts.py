@@ -88,6 +88,7 @@ async def test_waiting_for_a_backend_and_through_a_pause_is_told_while_it_lasts(
         assert (await agent.turn("r", **at_work))[0] == 200
         before = await agent.waited("r")
         assert before <= time.monotonic() - began - 0.5, "an engine's own time is no waiting"
+        assert (await agent.call("POST", "/v1/backends/pause", {"weight_version": "2"}))[0] == 422
         assert (await agent.call("POST", "/v1/backends/pause", {}))[0] == 200
         began = time.monotonic()
         turn = asyncio.create_task(agent.turn("r"))

@@ -39,25 +39,31 @@ class NewBackend(BaseModel):
     run: _Label | None = None
 
 
-class Swap(BaseModel):
-    """Body of ``pause`` and ``resume``; without an id every backend of the run is meant."""
+class Backends(BaseModel):
+    """Which of them a request means; without an id every backend of the run."""
 
     model_config = ConfigDict(extra="forbid")
 
     id: _Label | None = None
     run: _Label | None = None
-    weight_version: _Label | None = None
+
+
+class Pause(Backends):
+    """Body of ``pause``."""
+
     timeout_s: Annotated[float, Field(gt=0, le=86_400)] = 600.0
 
 
-class Weights(BaseModel):
-    """Body of ``weight_version``; without an id every backend of the run is meant."""
+class Resume(Backends):
+    """Body of ``resume``."""
 
-    model_config = ConfigDict(extra="forbid")
+    weight_version: _Label | None = None
+
+
+class Weights(Backends):
+    """Body of ``weight_version``."""
 
     weight_version: _Label
-    id: _Label | None = None
-    run: _Label | None = None
 
 
 def add_control_routes(app: FastAPI, host: PolicyHost, declared: Mapping[str, Declared] | None = None) -> None:
@@ -88,12 +94,12 @@ def add_control_routes(app: FastAPI, host: PolicyHost, declared: Mapping[str, De
         return {"backends": []}
 
     @router.post("/v1/backends/pause", responses=problem_responses(400, 404))
-    async def pause(body: Swap) -> dict[str, Any]:
+    async def pause(body: Pause) -> dict[str, Any]:
         """Start nothing there until `resume`; answers when nothing runs there, or the time is over."""
         return {"drained": await host.dispatcher.pause(body.id, body.timeout_s, body.run)}
 
     @router.post("/v1/backends/resume", responses=problem_responses(400, 404))
-    async def resume(body: Swap) -> dict[str, Any]:
+    async def resume(body: Resume) -> dict[str, Any]:
         """Go on, with a new label if the weights are new."""
         host.dispatcher.apply(host.pool.resume(body.id, body.weight_version, body.run))
         return _listing(host.pool, body.run)
