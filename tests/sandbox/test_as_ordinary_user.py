@@ -9,92 +9,113 @@ from __future__ import annotations
 
 import contextlib
 import os
+import secrets
 import shutil
+import sys
+import time
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
 from nemo_gym_prorl.failures import InfrastructureError
+from nemo_gym_prorl.sandbox.images.validate import fuse_trouble
 from nemo_gym_prorl.sandbox.isolation.user_ids import HELPERS
+from nemo_gym_prorl.sandbox.limits import cgroups
 from nemo_gym_prorl.sandbox.runtime.apptainer import Runtime
-from tests.sandbox.as_user import ACCOUNT, HERE, run_tests
+from tests.sandbox.as_user import ACCOUNT, HERE, USER, run_tests
 from tests.sandbox.database import ensure_database_image
 
 
-OTHER_FOR_A_USER = {
+OTHER_FOR_A_USER: dict[str, dict[str, tuple[str, ...]]] = {
     # Which ids a sandbox gets, whose its processes and files are, what is hidden, what it may use up.
-    "walls": ("abuse", "nothing_of_the_host", "users", "old_kernel", "kernel_shares", "cgroup"),
+    "walls": {
+        "abuse": (),
+        "nothing_of_the_host": (),
+        "users": (),
+        "old_kernel": ("a_sandbox_of_an_ordinary_user_lacks_nothing",),
+        "kernel_shares": (),
+    },
     # To a sandbox and out of it: how it starts, mounts, networks, processes that end, files that are erased.
-    "ways": ("bad_binds", "bad_input", "direct_start", "network", "life", "erase", "trouble", "supervisor_boundary"),
+    "ways": {
+        # What is refused before anything is made is refused by the same lines, but for what others own.
+        "bad_binds": ("what_can_be_bound_is",),
+        "bad_input": (
+            "a_sif_without_fuse",
+            "an_image_of_somebody_else",
+            "an_image_that_cannot_be_read",
+            "a_state_folder_of_somebody_else",
+            "a_state_folder_that_was_closed_meanwhile",
+        ),
+        "direct_start": (),
+        # What a sandbox's own user namespace may do with devices and addresses; names are kept by the supervisor.
+        "network": (
+            "a_client_reaches_a_server_in_another_sandbox_by_name",
+            "strangers_and_the_host_reach_nobody",
+            "members_reach_neither_host_nor_internet",
+            "a_member_can_speak_for_no_other",
+            "ports_of_one_appear_on_the_loopback_device_of_another",
+            "nothing_is_left_when_the_owner_is_killed",
+        ),
+        # Who may signal and remove what is left of whom; what is counted of it is the supervisor's affair.
+        "life": (
+            "a_killed_server_leaves_nothing",
+            "a_killed_supervisor_leaves_nothing_and_its_sandboxes_end_as_lost",
+            "killing_everything_inside_leaves_the_sandbox_usable",
+            "teardown_ends_daemons_and_leaves_no_file",
+            "cancelling_a_start_leaves_nothing",
+        ),
+        "erase": (
+            "links_are_not_followed_and_closed_folders_are_opened",
+            "a_sandbox_with_a_bottomless_folder_closes",
+            "an_accomplice_has_nothing_of_the_host_erased",
+        ),
+        "trouble": (),
+        "supervisor_boundary": (),
+    },
     # Who may build, unpack, own and remove them.
-    "images": ("images_build", "images_confined", "images_entries", "images_start", "hostile_images"),
-    # One of each that is used as root uses it: files and commands, a kernel (never forked), layers.
-    "uses": ("container", "kernel", "snapshots"),
+    "images": {
+        # One of each that is built on; layers of packages an ordinary user makes in tests/setup/test_install.py.
+        "images_build": (
+            "a_template_becomes_an_image_that_starts_by_its_name",
+            "a_sif_of_a_sif",
+            "an_image_on_one_of_a_registry",
+            "a_failed_build_says_why_and_leaves_nothing",
+        ),
+        "images_confined": (),
+        "images_entries": ("somebody_elses_folder_can_be_used_but_not_cleared",),
+        "images_start": (),
+    },
+    # With a device and a control group of his own, as on most machines: SIF files that are mounted, groups; and one of
+    # each that is used as root uses it, files and commands, a kernel (never forked), layers. What is counted, cut and
+    # kept of what is said is the server's affair.
+    "equipped": {
+        "bad_input": ("a_damaged_sif", "a_sif_is_as_good_as_a_folder"),
+        "hostile_images": (),
+        "cgroup": (),
+        "life": (
+            "server_and_supervisor_killed_together_leave_no_process_and_the_next_sweep_takes_the_files",
+            "whatever_is_killed_nothing_is_left",
+        ),
+        "container": (
+            "output_errors_and_exit_code",
+            "a_cancelled_command_is_ended",
+            "files_go_in_and_come_out_unchanged",
+            "links_lead_nowhere_outside",
+            "without_root",
+        ),
+        "kernel": (
+            "a_kernel_is_told_nothing_of_the_host",
+            "a_kernel_has_the_rights_of_any_program",
+            "cells_share_state_and_say_what_happened",
+            "time_limit_interrupt_and_death",
+            "its_sockets_are_its_sandboxes_own",
+        ),
+        "snapshots": (),
+    },
 }
-"""Of what the code branches on the user, the files that try it, without ``test_`` and ``.py``; parts that take about
-as long as each other."""
-
-ONLY = {
-    # What is refused before anything is made is refused by the same lines, but for what others own.
-    "bad_binds": ("what_can_be_bound_is",),
-    "bad_input": (
-        "a_damaged_sif",
-        "a_sif_is_as_good_as_a_folder",
-        "a_sif_without_fuse",
-        "an_image_of_somebody_else",
-        "an_image_that_cannot_be_read",
-        "a_state_folder_of_somebody_else",
-        "a_state_folder_that_was_closed_meanwhile",
-    ),
-    # One of each that is used: what is counted, cut and kept of what is said is the server's affair.
-    "container": (
-        "output_errors_and_exit_code",
-        "a_cancelled_command_is_ended",
-        "files_go_in_and_come_out_unchanged",
-        "links_lead_nowhere_outside",
-        "without_root",
-    ),
-    "kernel": (
-        "a_kernel_is_told_nothing_of_the_host",
-        "a_kernel_has_the_rights_of_any_program",
-        "cells_share_state_and_say_what_happened",
-        "time_limit_interrupt_and_death",
-        "its_sockets_are_its_sandboxes_own",
-    ),
-    "images_entries": ("somebody_elses_folder_can_be_used_but_not_cleared",),
-    # One of each that is built on; layers of packages an ordinary user makes in tests/setup/test_install.py.
-    "images_build": (
-        "a_template_becomes_an_image_that_starts_by_its_name",
-        "a_sif_of_a_sif",
-        "an_image_on_one_of_a_registry",
-        "a_failed_build_says_why_and_leaves_nothing",
-    ),
-    # Who may signal and remove what is left of whom; what is counted of it is the supervisor's affair.
-    "life": (
-        "a_killed_server_leaves_nothing",
-        "a_killed_supervisor_leaves_nothing_and_its_sandboxes_end_as_lost",
-        "whatever_is_killed_nothing_is_left",
-        "killing_everything_inside_leaves_the_sandbox_usable",
-        "teardown_ends_daemons_and_leaves_no_file",
-        "cancelling_a_start_leaves_nothing",
-    ),
-    # What a sandbox's own user namespace may do with devices and addresses; names are kept by the supervisor.
-    "network": (
-        "a_client_reaches_a_server_in_another_sandbox_by_name",
-        "strangers_and_the_host_reach_nobody",
-        "members_reach_neither_host_nor_internet",
-        "a_member_can_speak_for_no_other",
-        "ports_of_one_appear_on_the_loopback_device_of_another",
-        "nothing_is_left_when_the_owner_is_killed",
-    ),
-    "erase": (
-        "links_are_not_followed_and_closed_folders_are_opened",
-        "a_sandbox_with_a_bottomless_folder_closes",
-        "an_accomplice_has_nothing_of_the_host_erased",
-    ),
-    "old_kernel": ("a_sandbox_of_an_ordinary_user_lacks_nothing",),
-}
-"""Of some of these files the tests that try it, without ``test_``."""
+"""Of what the code branches on the user, the files that try it, without ``test_`` and ``.py``, and which of their
+tests do if not all; parts that take about as long as each other."""
 
 SAME_FOR_A_USER = (
     # That an abuse succeeds where its wall is missing says something of the abuse.
@@ -106,6 +127,24 @@ SAME_FOR_A_USER = (
     # Accounts are read by the server, or looked for inside.
     "test_an_unknown_user_is_a_result",
     "test_a_line_that_is_no_account_is_nobodys",
+    # A limit is kept by the same lines whoever made the sandbox; and that there may be none says nothing of the user.
+    "test_memory_is_bounded[runtime",
+    "test_memory_is_bounded[direct-0",
+    "test_disk_use_is_bounded[runtime",
+    "test_disk_use_is_bounded[direct-0",
+    "test_a_single_file_is_bounded[runtime",
+    "test_processes_are_bounded[runtime",
+    "test_processes_are_bounded[direct-512",
+    "test_a_fork_bomb_ends_with_its_sandbox[runtime",
+    "test_who_takes_all_leaves_a_neighbour_enough[runtime",
+    "test_open_files_on_their_way_hold_up_nobody_else[runtime",
+    "test_who_has_all_terminals_is_told_so_as_the_agents_doing[runtime",
+    "test_what_the_kernel_keeps_for_processes_of_one_namespace_is_bounded[runtime",
+    # Of hostile images with a device, a link of each kind.
+    "of_a_mounted_sif_lead_to_nothing_of_the_host[etc/passwd",
+    "of_a_mounted_sif_lead_to_nothing_of_the_host[tmp",
+    "of_a_mounted_sif_hides_what_is_set[sys",
+    "of_a_mounted_sif_hides_what_is_set[dev",
     # What the server counts, cuts and keeps; what it asks the runtime once.
     "test_output_is_bounded",
     "test_the_runtime_is_asked_once_until_the_image_changes",
@@ -113,6 +152,7 @@ SAME_FOR_A_USER = (
     "test_what_passes_while_one_is_made_is_no_fault_of_the_image",
     "test_accounts_that_are_no_file_hold_up_nobody",
     # One link of each kind: which file of the maker's it goes by is tried for the rest by root.
+    "open_files_lead_to_nothing_of_the_host[etc-runtime",
     "open_files_lead_to_nothing_of_the_host[etc/passwd",
     "open_files_lead_to_nothing_of_the_host[var",
 )
@@ -120,39 +160,54 @@ SAME_FOR_A_USER = (
 
 LONG = bool(os.environ.get("PRORL_TEST_LONG"))
 PARTS = (*OTHER_FOR_A_USER, *(("others",) if LONG else ()))
+NAMED = [(HERE / f"test_{file}.py", names) for part in OTHER_FOR_A_USER.values() for file, names in part.items()]
 
-
-def files_of(part: str) -> list[Path]:
-    every = {file for file in HERE.glob("test_*.py") if file != Path(__file__)}
-    named = {part: [HERE / f"test_{name}.py" for name in names] for part, names in OTHER_FOR_A_USER.items()}
-    return named.get(part) or sorted(every.difference(*named.values()))
+GRANTED = cgroups.delegation()
 
 
 def arguments_of(part: str) -> list[str]:
     """What pytest is given of a part."""
-    if LONG:
-        return [*map(str, files_of(part))]
-    files = {file: ONLY.get(file.stem.removeprefix("test_"), ()) for file in files_of(part)}
-    return [f"{file}::test_{name}" for file, names in files.items() for name in names] + [
-        str(file) for file, names in files.items() if not names
-    ]
+    if part == "others":
+        return [*map(str, sorted({*HERE.glob("test_*.py")}.difference([Path(__file__)], *zip(*NAMED, strict=True))))]
+    files = {str(HERE / f"test_{file}.py"): () if LONG else names for file, names in OTHER_FOR_A_USER[part].items()}
+    return [f"{file}{f'::test_{name}' if name else ''}" for file, names in files.items() for name in names or ("",)]
 
 
 def test_what_root_skips_is_run_as_a_user() -> None:
-    skipped = [file.stem for file in HERE.glob("test_*.py") if "skipif(os.geteuid() == 0" in file.read_text()]
-    named = {f"test_{name}" for names in OTHER_FOR_A_USER.values() for name in names}
-    assert set(skipped) - {Path(__file__).stem} <= named
+    skipped = {file for file in HERE.glob("test_*.py") if "skipif(os.geteuid() == 0" in file.read_text()}
+    assert skipped - {Path(__file__)} <= {file for file, _ in NAMED}
 
 
-def test_what_is_left_out_is_there() -> None:
-    texts = [file.read_text() for part in OTHER_FOR_A_USER for file in files_of(part)]
-    assert [name for name in SAME_FOR_A_USER if not any(name.partition("[")[0] in text for text in texts)] == []
+def test_what_is_left_out_or_run_alone_is_there() -> None:
+    texts = {file: file.read_text() for file, _ in NAMED}
+    every = "".join(texts.values())
+    assert [name for name in SAME_FOR_A_USER if name.partition("[")[0] not in every] == []
+    assert [name for file, names in NAMED for name in names if f" test_{name}(" not in texts[file]] == []
 
 
-def test_what_is_run_alone_is_there() -> None:
-    named = [(HERE / f"test_{file}.py", name) for file, names in ONLY.items() for name in names]
-    assert {file for file, _ in named} <= {file for part in OTHER_FOR_A_USER for file in files_of(part)}
-    assert [name for file, name in named if f" test_{name}(" not in file.read_text()] == []
+@pytest.fixture
+def delegated() -> Iterator[Path | None]:
+    """A control group that belongs to the user, as systemd would delegate one; ``None`` where root has none itself."""
+    if GRANTED is None:
+        yield None
+        return
+    group = GRANTED.base / f"prorl-test-{secrets.token_hex(4)}"
+    group.mkdir()
+    for path in (group, group / "cgroup.procs", group / "cgroup.subtree_control", group / "cgroup.threads"):
+        os.chown(path, USER, USER)
+    yield group
+    assert {inner.name for inner in group.iterdir() if inner.is_dir()} <= {cgroups.LEAF}, "a group is left"
+    deadline = time.monotonic() + 10
+    while True:
+        for inner in group.iterdir():
+            if inner.is_dir():
+                inner.rmdir()
+        try:
+            group.rmdir()
+            return
+        except OSError:
+            assert time.monotonic() < deadline, (group / "cgroup.procs").read_text()
+            time.sleep(0.05)
 
 
 @pytest.mark.longer("all files, all of their tests")
@@ -160,12 +215,24 @@ def test_what_is_run_alone_is_there() -> None:
 @pytest.mark.timeout(3600 if LONG else 900)
 @pytest.mark.skipif(os.geteuid() != 0, reason="this is an ordinary user already")
 @pytest.mark.parametrize("part", PARTS)
-def test_everything_works_for_an_ordinary_user(image: Path, runtime: Runtime, part: str) -> None:
+def test_everything_works_for_an_ordinary_user(
+    image: Path, runtime: Runtime, part: str, tmp_path: Path, delegated: Path | None
+) -> None:
     chosen = () if LONG else ("-k", f"not ({' or '.join(SAME_FOR_A_USER)})")
     with contextlib.suppress(InfrastructureError):
         # The user can't make images in root's cache.
         ensure_database_image(runtime)
-    run_tests(runtime, *chosen, *arguments_of(part))
+    if part != "equipped":
+        run_tests(runtime, *chosen, *arguments_of(part))
+        return
+    first: list[str] = []
+    if not fuse_trouble():
+        first += [sys.executable, str(HERE / "with_fuse.py"), str(USER), str(tmp_path / "fuse")]
+    if delegated:
+        first += ["/bin/sh", "-c", f'echo 0 > {delegated}/cgroup.procs && exec "$@"', "sh"]
+    said = run_tests(runtime, *chosen, *arguments_of(part), first=first)
+    assert not delegated or "no control group is delegated" not in said
+    assert fuse_trouble() or "/dev/fuse is closed" not in said
 
 
 @pytest.mark.sandbox

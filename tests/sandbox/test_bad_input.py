@@ -8,7 +8,6 @@ import os
 import pwd
 import re
 import shutil
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -24,7 +23,6 @@ from nemo_gym_prorl.sandbox.sessions.bash import Shell
 from nemo_gym_prorl.sandbox.sessions.jupyter.kernel import Kernel
 from nemo_gym_prorl.sandbox.supervisor.rpc import own_supervisor
 from nemo_gym_prorl.sandbox.supervisor.storage import state_dir
-from tests.sandbox.as_user import HERE, USER, run_tests
 
 
 pytestmark = pytest.mark.sandbox
@@ -148,17 +146,6 @@ async def test_a_sif_is_as_good_as_a_folder(runtime: Runtime, sif: Path) -> None
 async def test_a_sif_without_fuse(runtime: Runtime, sif: Path) -> None:
     with pytest.raises(InfrastructureError, match=r"tiny\.sif.*/dev/fuse.*build --sandbox"):
         await Container.start(ContainerSpec(image=sif), runtime)
-
-
-@as_root
-@with_fuse
-def test_sif_files_of_an_ordinary_user_with_fuse(runtime: Runtime, tmp_path: Path) -> None:
-    """The tests above, and of those of hostile ones a link of each kind, with a device for the user."""
-    files = [str(HERE / f"test_{name}.py") for name in ("bad_input", "hostile_images")]
-    first = (sys.executable, str(HERE / "with_fuse.py"), str(USER), str(tmp_path / "fuse"))
-    others = ("etc/passwd", "[tmp", "[sys", "[dev")
-    said = run_tests(runtime, *files, "-k", f"sif and not ({' or '.join(others)})", first=first)
-    assert "5 passed" in said, said
 
 
 @as_user

@@ -5,9 +5,7 @@ from __future__ import annotations
 
 import contextlib
 import os
-import secrets
 import time
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -22,10 +20,7 @@ from nemo_gym_prorl.sandbox.runtime.apptainer import Runtime
 from nemo_gym_prorl.sandbox.spec import Start
 from nemo_gym_prorl.sandbox.supervisor.sandbox import STUCK_S, step_down
 from nemo_gym_prorl.sandbox.supervisor.storage import state_dir
-from tests.sandbox.as_user import USER, run_tests
 
-
-HERE = Path(__file__)
 
 GRANTED = cgroups.delegation()
 
@@ -174,37 +169,3 @@ def processor_time(group: Path) -> dict[str, int]:
     return {
         name: int(value) for name, value in (line.split() for line in (group / "cpu.stat").read_text().splitlines())
     }
-
-
-@pytest.fixture
-def delegated_to_user() -> Iterator[Path]:
-    """A group that belongs to an ordinary user, as systemd would delegate one."""
-    assert GRANTED
-    group = GRANTED.base / f"prorl-test-{secrets.token_hex(4)}"
-    group.mkdir()
-    for path in (group, group / "cgroup.procs", group / "cgroup.subtree_control", group / "cgroup.threads"):
-        os.chown(path, USER, USER)
-    yield group
-    deadline = time.monotonic() + 10
-    while True:
-        for inner in group.iterdir():
-            if inner.is_dir():
-                inner.rmdir()
-        try:
-            group.rmdir()
-            return
-        except OSError:
-            assert time.monotonic() < deadline, (group / "cgroup.procs").read_text()
-            time.sleep(0.05)
-
-
-@pytest.mark.sandbox
-@pytest.mark.skipif(os.geteuid() != 0 or GRANTED is None, reason="only root with a group can delegate one")
-def test_a_group_that_was_delegated_to_an_ordinary_user_is_used(
-    image: Path, runtime: Runtime, delegated_to_user: Path
-) -> None:
-    first = ("/bin/sh", "-c", f'echo 0 > {delegated_to_user}/cgroup.procs && exec "$@"', "sh")
-    files = (str(HERE), str(HERE.with_name("test_life.py")))
-    said = run_tests(runtime, *files, "-k", "group or killed_together", first=first)
-    assert "no control group is delegated" not in said
-    assert {inner.name for inner in delegated_to_user.iterdir() if inner.is_dir()} <= {cgroups.LEAF}, "a group is left"

@@ -15,9 +15,10 @@ from nemo_gym_prorl.sandbox.provider import SingularityProvider
 from nemo_gym_prorl.sandbox.runtime.apptainer import Runtime
 
 
-pytestmark = [pytest.mark.sandbox, pytest.mark.usefixtures("way")]
+pytestmark = pytest.mark.sandbox
 
 
+@pytest.mark.usefixtures("way")
 async def test_ours_passes_all(image: Path, runtime: Runtime) -> None:
     runtime.activate()
     outcomes = await conformance.run(SingularityProvider(), str(image))
@@ -25,6 +26,7 @@ async def test_ours_passes_all(image: Path, runtime: Runtime) -> None:
     assert len(outcomes) == len(conformance.CHECKS) + 1
 
 
+@pytest.mark.usefixtures("way")
 async def test_with_the_hosts_network_it_does_not(image: Path, runtime: Runtime) -> None:
     if len(Path("/proc/net/route").read_text().splitlines()) < 2:  # noqa: ASYNC240
         pytest.skip("this machine has no network itself")

@@ -373,20 +373,22 @@ LINGERING = {
 
 
 @BOTH_WAYS
-@pytest.mark.parametrize("kind", LINGERING)
-async def test_nothing_of_an_image_outlives_its_sandbox(make: Make, runtime: Runtime, start: Start, kind: str) -> None:
+async def test_nothing_of_an_image_outlives_its_sandbox(make: Make, runtime: Runtime, start: Start) -> None:
     """Whatever is in place of its shell, which the runtime starts: in a sandbox, or to be asked for its variables."""
-    root, mark = make(), f"{time.time_ns()}"
-    shell = root / "usr/bin/sh"
-    shell.unlink()
-    shell.write_text(f"#!/usr/bin/dash\n{LINGERING[kind].format(sleep=f'setpriv --pdeathsig clear sleep {mark}')}\n")
-    shell.chmod(0o755)
-    try:
-        async with await Container.start(ContainerSpec(image=root, start=start, start_timeout_s=4), runtime):
-            pass
-    except InfrastructureError:
+    mark = f"{time.time_ns()}"
+
+    async def live_and_end(kind: str) -> None:
+        shell = (root := make()) / "usr/bin/sh"
+        shell.unlink()
+        sleep = f"setpriv --pdeathsig clear sleep {mark}"
+        shell.write_text(f"#!/usr/bin/dash\n{LINGERING[kind].format(sleep=sleep)}\n")
+        shell.chmod(0o755)
         # It may well not start.
-        pass
+        with contextlib.suppress(InfrastructureError):
+            async with await Container.start(ContainerSpec(image=root, start=start, start_timeout_s=4), runtime):
+                pass
+
+    await asyncio.gather(*map(live_and_end, LINGERING))
     # Time for whatever is left to get where it can be told.
     await asyncio.sleep(1)
     assert running(mark) == []

@@ -41,7 +41,7 @@ def recipe(tmp_path: Path, root: Path, **sections: str) -> Order:
 
 @as_root
 def test_a_recipe_that_root_builds_has_no_right_of_roots(
-    store: ImageStore, image: Path, runtime: Runtime, tmp_path: Path
+    store: ImageStore, tiny_root: Path, runtime: Runtime, tmp_path: Path
 ) -> None:
     """``%setup`` runs on the host itself, as its author knows."""
     with tempfile.TemporaryDirectory(dir="/var/tmp") as folder:
@@ -50,10 +50,10 @@ def test_a_recipe_that_root_builds_has_no_right_of_roots(
         mine.chmod(0o755)
         (mine / "secret").write_text("secret")
         (mine / "secret").chmod(0o600)
-        try_from_setup(mine, store, image, runtime, tmp_path)
+        try_from_setup(mine, store, tiny_root, runtime, tmp_path)
 
 
-def try_from_setup(mine: Path, store: ImageStore, image: Path, runtime: Runtime, tmp_path: Path) -> None:
+def try_from_setup(mine: Path, store: ImageStore, tiny_root: Path, runtime: Runtime, tmp_path: Path) -> None:
     attempts = f"""
         set +e
         root=${{APPTAINER_ROOTFS:-$SINGULARITY_ROOTFS}}
@@ -72,7 +72,7 @@ def try_from_setup(mine: Path, store: ImageStore, image: Path, runtime: Runtime,
         true
     """
     built = build(
-        recipe(tmp_path, image, setup=attempts, post="cat /proc/self/uid_map > /map"), store, runtime, silent
+        recipe(tmp_path, tiny_root, setup=attempts, post="cat /proc/self/uid_map > /map"), store, runtime, silent
     )
     assert (built / "found").read_text() == ""
     assert [entry.name for entry in mine.iterdir()] == ["secret"]
@@ -201,11 +201,11 @@ def test_a_folder_that_becomes_a_link_is_not_settled_through_it(tmp_path: Path) 
 
 @as_root
 def test_nothing_that_a_recipe_starts_outlives_its_build(
-    store: ImageStore, image: Path, runtime: Runtime, tmp_path: Path
+    store: ImageStore, tiny_root: Path, runtime: Runtime, tmp_path: Path
 ) -> None:
     seconds = f"{os.getpid()}.77"
     commands = f"setsid env -i /usr/bin/sleep {seconds} < /dev/null > /dev/null 2>&1 &"
-    build(recipe(tmp_path, image, post=commands), store, runtime, silent)
+    build(recipe(tmp_path, tiny_root, post=commands), store, runtime, silent)
     left = []
     for entry in Path("/proc").glob("[0-9]*/cmdline"):
         try:

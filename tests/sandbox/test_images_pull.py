@@ -208,7 +208,6 @@ def test_the_command_line_pulls_lists_and_removes(
     shown = prorl(tmp_path, runtime, "gc", "--max-gb", "0", "--dry-run").communicate(timeout=60)[0]
     assert shown.count("pulled") == 2
     prorl(tmp_path, runtime, "gc", "--max-gb", "0").communicate(timeout=60)
-    assert "pulled" not in prorl(tmp_path, runtime, "list").communicate(timeout=60)[0]
     assert [path.name for path in (tmp_path / "cache" / "images").iterdir()] == [".locks"]
 
 
@@ -229,4 +228,4 @@ def test_a_killed_pull_leaves_no_image_no_process_and_is_collected(
     served.hold.set()
     assert "left by a process that was killed" in prorl(tmp_path, runtime, "gc").communicate(timeout=60)[0]
     assert [path.name for path in store.images.folder.iterdir()] == [".locks"]
-    assert "1 pulled" in prorl(tmp_path, runtime, "pull", address).communicate(timeout=60)[0]
+    assert Puller(store, runtime).pull(registry(address)).is_dir()

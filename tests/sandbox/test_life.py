@@ -163,7 +163,7 @@ def test_a_killed_first_process_ends_only_its_own_sandbox(server: Server) -> Non
     assert state_dir.start_time(second)
 
 
-@settings(max_examples=4, suppress_health_check=list(HealthCheck))
+@settings(max_examples=20 if os.environ.get("PRORL_TEST_LONG") else 2, suppress_health_check=list(HealthCheck))
 @given(
     start=st.sampled_from(["direct", "runtime"]),
     victims=st.lists(st.sampled_from(["server", "supervisor", "init", "anything"]), min_size=1, max_size=3),
@@ -266,7 +266,7 @@ async def test_create_use_destroy_cycles_leave_no_descriptor_process_or_file(
 
     await cycle()
     before = counts()
-    for _ in range(10):
+    for _ in range(5):
         await cycle()
     assert counts() == before
 

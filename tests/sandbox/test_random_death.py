@@ -48,7 +48,7 @@ GONE_WITHIN_S = 5.0
 KINDS = ("server", "supervisor", "init", "shell", "kernel", "helper", "launcher")
 
 LONG = bool(os.environ.get("PRORL_TEST_LONG"))
-EXAMPLES = int(os.environ.get("PRORL_DEATHS", "200" if LONG else "6" if os.geteuid() == 0 else "2"))
+EXAMPLES = int(os.environ.get("PRORL_DEATHS", "200" if LONG else "2"))
 
 EXPECTED = {FailureKind.SESSION_LOST, FailureKind.PROVIDER_UNAVAILABLE}
 """What a rollout may fail with when something of its sandboxes was killed."""

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import asyncio
+import os
 from pathlib import Path
 
 import pytest
@@ -18,6 +19,10 @@ from nemo_gym_prorl.sandbox.supervisor.errors import SandboxBroken, SandboxLost
 
 
 pytestmark = [pytest.mark.sandbox, pytest.mark.usefixtures("way")]
+
+LONG = bool(os.environ.get("PRORL_TEST_LONG"))
+ROUNDS = 10 if LONG else 3
+"""How often a race is run; each round meets all of its moments."""
 
 
 async def test_state_lives_from_one_command_to_the_next(shell: Shell) -> None:
@@ -45,23 +50,19 @@ async def test_a_long_command_arrives_whole(shell: Shell) -> None:
     assert (await shell.run(f"printf %s '{text}' | wc -c")).output.strip() == "200000"
 
 
-@settings(max_examples=40, suppress_health_check=list(HealthCheck))
-@given(text=st.text(st.characters(exclude_characters="\0\r", exclude_categories=["Cs", "Cc"]), max_size=80))
-async def test_any_text_comes_back_as_it_was_sent(image: Path, runtime: Runtime, text: str) -> None:
-    global _echo
-    loop = asyncio.get_running_loop()
-    if _echo is None or _echo[0] is not loop:
-        container = await Container.start(ContainerSpec(image=image), runtime)
-        _echo = loop, await Shell.start(container), container
-    try:
-        quoted = text.replace("'", "'\\''")
-        assert (await _echo[1].run(f"printf %s '{quoted}'")).output == text
-    finally:
-        await _echo[2].close()
-        _echo = None
+TEXTS = st.text(st.characters(exclude_characters="\0\r", exclude_categories=["Cs", "Cc"]), max_size=80)
 
 
-_echo: tuple[asyncio.AbstractEventLoop, Shell, Container] | None = None
+@settings(max_examples=20 if LONG else 2, suppress_health_check=list(HealthCheck))
+@given(texts=st.lists(TEXTS, min_size=20, max_size=40))
+async def test_any_text_comes_back_as_it_was_sent(image: Path, runtime: Runtime, texts: list[str]) -> None:
+    async with (
+        await Container.start(ContainerSpec(image=image), runtime) as container,
+        await Shell.start(container) as shell,
+    ):
+        for text in texts:
+            quoted = text.replace("'", "'\\''")
+            assert (await shell.run(f"printf %s '{quoted}'")).output == text
 
 
 async def test_background_jobs_run_on_and_speak_later(container: Container, shell: Shell) -> None:
@@ -107,7 +108,7 @@ async def test_ctrl_c_ends_the_command_and_nothing_else(shell: Shell) -> None:
     ["sleep 1000", "while :; do :; done", "trap '' INT; sleep 1000", "python3 -c 'while True: pass'", "cat", "yes"],
 )
 async def test_the_hard_limit_gives_what_there_is_and_a_usable_shell(shell: Shell, command: str) -> None:
-    stopped = await shell.run(f"echo begun; {command}", timeout_s=1.5, silence_s=None)
+    stopped = await shell.run(f"echo begun; {command}", timeout_s=0.5, silence_s=None)
     assert stopped.timed_out
     assert stopped.output.startswith("begun\n")
     assert not stopped.exited
@@ -120,8 +121,8 @@ async def test_the_hard_limit_gives_what_there_is_and_a_usable_shell(shell: Shel
 )
 async def test_the_hard_limit_ends_a_loop_whatever_runs_in_it_just_then(shell: Shell, loop: str) -> None:
     await shell.run("KEPT=1")
-    for pause_s in range(20):
-        stopped = await shell.run(loop, timeout_s=0.1 + pause_s / 1000, silence_s=None)
+    for pause_s in range(10):
+        stopped = await shell.run(loop, timeout_s=0.05 + pause_s / 500, silence_s=None)
         assert (stopped.timed_out, stopped.exited) == (True, False)
     assert (await shell.run("echo $KEPT")).output == "1\n"
 
@@ -138,8 +139,8 @@ async def test_the_hard_limit_ends_what_comes_after_a_program_that_has_to_be_kil
 
 
 async def test_the_hard_limit_lets_a_program_clean_up(shell: Shell) -> None:
-    program = "try:\n  time.sleep(99)\nexcept KeyboardInterrupt:\n  time.sleep(0.5)\n  print('cleaned up')"
-    stopped = await shell.run(f"python3 -c 'import time\n{program.replace(chr(39), chr(34))}'", timeout_s=1)
+    program = "try:\n  time.sleep(99)\nexcept KeyboardInterrupt:\n  time.sleep(0.2)\n  print('cleaned up')"
+    stopped = await shell.run(f"python3 -c 'import time\n{program.replace(chr(39), chr(34))}'", timeout_s=0.5)
     assert (stopped.output, stopped.timed_out, stopped.exited) == ("cleaned up\n", True, False)
 
 
@@ -271,7 +272,7 @@ async def test_what_throws_a_command_away_ends_it_at_once(shell: Shell, thrown: 
 
 
 async def test_jobs_that_print_after_the_end_are_the_next_commands(shell: Shell) -> None:
-    for number in range(20):
+    for number in range(10):
         first = await shell.run(f"(sleep 0.01; echo late {number}; exit 5) & echo now {number}; false")
         last = await shell.run("wait; true")
         assert (first.exit_code, last.exit_code) == (1, 0)
@@ -341,14 +342,14 @@ async def test_a_time_limit_holds_while_bash_reads_nothing(shell: Shell) -> None
 async def test_an_interrupt_does_not_run_what_a_command_says(container: Container, shell: Shell, size: int) -> None:
     """Bash forgets what it has read of a line, and would go on with the rest, a file's text, as with commands. And one
     that has just started a program comes back to its prompt, and waits for the program with its next command."""
-    for pause_s in (0, 0.001, 0.002, 0.003, 0.004, 0.006, 0.008) * (1 if size else 10):
+    for pause_s in (0, 0.001, 0.002, 0.003, 0.004, 0.006, 0.008) * (1 if size else ROUNDS):
         text = "touch /tmp/executed\n" * (1 + size // 20)
-        running = asyncio.create_task(shell.run(f"cat >/tmp/x <<'E'\n{text}E\nsleep 100", timeout_s=5, silence_s=None))
+        running = asyncio.create_task(shell.run(f"cat >/tmp/x <<'E'\n{text}E\nsleep 100", timeout_s=1, silence_s=None))
         await asyncio.sleep(pause_s)
         while not running.done():
             # Who presses it just as one program has ended and the next has not begun presses it once more.
             await shell.interrupt()
-            await asyncio.wait([running], timeout=0.5)
+            await asyncio.wait([running], timeout=0.2)
         done = await running
         # Pressed while bash forks, it may pass its program by; the time limit is there for that.
         assert done.timed_out or (done.exit_code, done.exited) == (130, False)
@@ -361,7 +362,7 @@ async def test_an_interrupt_does_not_run_what_a_command_says(container: Containe
 async def test_an_interrupt_as_a_command_ends_is_none_of_the_next(shell: Shell) -> None:
     """Bash took it with the next command, which was told to have ended well and had never run."""
     loop, patience = asyncio.get_running_loop(), 0.012
-    for attempt in range(200):
+    for attempt in range(20 * ROUNDS):
         running = asyncio.create_task(shell.run("sleep 0.01", timeout_s=10, silence_s=None))
         press_at = loop.time() + patience
         while loop.time() < press_at:
@@ -387,10 +388,10 @@ async def test_a_hasty_hand_on_the_interrupt_does_not_end_a_shell_with_a_slow_ho
 
 
 async def test_what_has_not_begun_in_its_time_never_does(container: Container, shell: Shell) -> None:
-    await shell.run("PROMPT_COMMAND='sleep 3'")
+    await shell.run("PROMPT_COMMAND='sleep 1.5'")
     stopped = await shell.run("touch /tmp/begun", timeout_s=0.2, silence_s=None)
     assert (stopped.timed_out, stopped.exited) == (True, True)
-    await asyncio.sleep(3)
+    await asyncio.sleep(1.5)
     assert (await container.run("ls /tmp/begun")).exit_code != 0
 
 
@@ -455,7 +456,7 @@ async def test_whatever_a_command_does_to_its_shell_the_next_one_is_told_the_tru
 
     async def attack(command: str) -> None:
         async with await Shell.start(container) as shell:
-            done = await shell.run(command, timeout_s=1, silence_s=None)
+            done = await shell.run(command, timeout_s=0.5, silence_s=None)
             for _ in range(2):
                 if done.exited:
                     await shell.restart()
@@ -469,7 +470,7 @@ async def test_whatever_a_command_does_to_its_shell_the_next_one_is_told_the_tru
                 honest = ("a42b" in done.output and done.exit_code == 3) or "eval: command not found" in done.output
                 assert done.exited or honest, (command, done)
             await shell.restart()
-            fresh = await shell.run("echo fresh; cat", timeout_s=1, silence_s=None)
+            fresh = await shell.run("echo fresh; cat", timeout_s=0.3, silence_s=None)
             assert fresh.output.startswith("fresh\n"), (command, fresh)
 
     await asyncio.gather(*(attack(command) for command in HOSTILE))

@@ -14,7 +14,7 @@ from nemo_gym_prorl.sandbox.images import sif
 from nemo_gym_prorl.sandbox.runtime.apptainer import Runtime
 
 
-PROGRAMS = ("dash", "id", "ls", "mkdir", "cat", "sleep", "cp", "chmod", "chown", "setpriv")
+PROGRAMS = ("dash", "id", "ls", "mkdir", "cat", "sleep", "cp", "chmod", "chown", "setpriv", "setsid", "env")
 
 
 def make_tiny_root(image: Path, root: Path) -> None:

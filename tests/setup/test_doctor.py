@@ -3,6 +3,8 @@
 
 from __future__ import annotations
 
+import ast
+import logging
 import os
 import re
 import subprocess
@@ -16,8 +18,11 @@ from typing import Any
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from rich.console import Console
 
+from nemo_gym_prorl.commands import doctor
 from nemo_gym_prorl.doctor import (
+    Check,
     Level,
     _administrator,
     _fuse,
@@ -34,6 +39,12 @@ from nemo_gym_prorl.sandbox import disks
 from nemo_gym_prorl.sandbox.isolation.user_namespaces import APPARMOR, BY_USERS, MOST, Attempt, Ending, remedies
 from nemo_gym_prorl.sandbox.limits.report import Facts, limits, remedy
 from nemo_gym_prorl.sandbox.runtime.apptainer import Runtime
+
+
+@pytest.fixture(scope="module")
+def found(image: Path) -> dict[str, Check]:
+    """What is found on this machine, by name."""
+    return {check.name: check for check in examine()}
 
 
 def prorl(*arguments: str, **environ: str) -> subprocess.CompletedProcess[str]:
@@ -138,20 +149,26 @@ def test_what_is_advised_for_control_groups_can_help(root: bool, systemd: bool) 
         assert ("--user" in said) is (systemd and not root)
 
 
-def test_the_limits_of_this_machine_are_reported() -> None:
-    said = next(check for check in examine() if check.name == "Sandbox limits")
-    assert "watched: " in said.found
-    assert "disk" in said.found
+def test_the_limits_of_this_machine_are_reported(found: dict[str, Check]) -> None:
+    said = found["Sandbox limits"].found
+    assert "watched: " in said
+    assert "disk" in said
 
 
-def test_at_80_columns_every_finding_can_be_read() -> None:
-    said = prorl("doctor", COLUMNS="80").stdout
+def test_at_80_columns_every_finding_can_be_read(
+    found: dict[str, Check], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(doctor, "examine", found.values)
+    try:
+        doctor.show(Console(width=80))
+    finally:
+        logging.disable(logging.NOTSET)
+    said = capsys.readouterr().out
     lines = said.splitlines()
     assert max(map(len, lines)) <= 80
     # A finding has 50 columns or more, and its remedy stands below it: no column of a word or two.
     assert len(lines) < 45, said
-    for check in examine():
-        assert check.name in said
+    assert all(name in said for name in found)
 
 
 def test_a_low_limit_of_open_files_is_found() -> None:
@@ -174,8 +191,8 @@ def test_a_user_is_not_told_to_be_root(as_ordinary_user: Callable[[Callable[[Pat
 
 
 @pytest.mark.sandbox
-def test_one_sandbox_is_started_as_servers_do(image: Path) -> None:
-    check = next(check for check in examine() if check.name == "Sandbox")
+def test_one_sandbox_is_started_as_servers_do(found: dict[str, Check]) -> None:
+    check = found["Sandbox"]
     assert check.level is Level.OK, check
     assert check.found.endswith("; sandboxes are made directly")
 
@@ -213,18 +230,20 @@ PREPARED = (
 )
 def test_without_user_namespaces_it_says_so_and_who_can_help(machine: str, found: str, fix: str) -> None:
     code = (
-        f"{PREPARED}{machine}from nemo_gym_prorl.cli import main\nimport sys; sys.argv = ['prorl', 'doctor']; main()"
+        f"{PREPARED}{machine}from nemo_gym_prorl.doctor import Attempt, user_namespaces_check\n"
+        "check = user_namespaces_check(Attempt.here()); print(check.level, check.found, check.fix)"
     )
-    environ = {**os.environ, "COLUMNS": "1000", "NO_COLOR": "1"}
-    done = subprocess.run(
-        [sys.executable, "-c", code], env=environ, capture_output=True, text=True, check=False, timeout=100
-    )
-    assert done.returncode == 1
-    assert "Traceback" not in done.stderr
-    said = next(line for line in done.stdout.splitlines() if "User namespaces" in line)
-    assert "missing" in said
+    said = subprocess.check_output([sys.executable, "-c", code], text=True, timeout=100)
+    assert said.startswith("missing ")
     assert f"{found}: sandboxes can't run, also not with a setuid Apptainer" in said
-    assert fix in done.stdout
+    assert fix in said
+
+
+def test_where_no_sandbox_can_be_made_none_is_tried() -> None:
+    code = f"{PREPARED}{FORBIDDEN}from nemo_gym_prorl.doctor import examine\nprint([one.name for one in examine()])"
+    names = ast.literal_eval(subprocess.check_output([sys.executable, "-c", code], text=True, timeout=100))
+    assert "User namespaces" in names
+    assert "Sandbox" not in names
 
 
 REFUSALS = st.builds(
