@@ -36,7 +36,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 @pytest.fixture(scope="session")
 def tiny_root(image: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A root folder of a few megabytes, with a shell, ``id``, ``ls``, ``mkdir``, ``cat`` and ``sleep``."""
+    """A root folder of a few megabytes, with a shell and a few programs, without bash and Python."""
     root = tmp_path_factory.mktemp("tiny") / "root"
     make_tiny_root(image, root)
     return root

@@ -359,7 +359,7 @@ async def test_nothing_of_the_kernel_can_be_set(container: Container) -> None:
 async def test_processes_are_bounded(image: Path, runtime: Runtime, processes: int) -> None:
     async with sandbox(image, runtime, processes=processes) as container:
         done = await container.run(
-            "for i in $(seq 100); do sleep 100 & done; sleep 2; ps -A | grep -c sleep", timeout_s=30
+            "for i in $(seq 100); do sleep 100 & done; sleep 0.5; ps -A | grep -c sleep", timeout_s=30
         )
         assert (done.exit_code == 0 and done.stdout == "100\n") is (processes > 100)
         (space,) = [space for space in await asyncio.to_thread(spaces) if len(space.members()) > 20]
@@ -389,7 +389,7 @@ async def test_a_fork_bomb_ends_with_its_sandbox(image: Path, runtime: Runtime) 
 
 @pytest.mark.parametrize("limit", [64, 0])
 async def test_memory_is_bounded(image: Path, runtime: Runtime, limit: int) -> None:
-    grab = "python3 -c 'import time; x = bytearray(300 << 20); time.sleep(2.5)'"
+    grab = "python3 -c 'import time; x = bytearray(300 << 20); time.sleep(1.5)'"
     async with sandbox(image, runtime, memory_mib=limit) as container:
         done = await container.run(grab, timeout_s=30)
         assert done.exit_code == (137 if limit else 0)

@@ -111,7 +111,16 @@ OTHER_FOR_A_USER: dict[str, dict[str, tuple[str, ...]]] = {
             "time_limit_interrupt_and_death",
             "its_sockets_are_its_sandboxes_own",
         ),
-        "snapshots": (),
+        # Files that are no snapshot are refused by the same lines.
+        "snapshots": (
+            "odd_names_and_attributes_and_holes_are_kept",
+            "no_snapshot_is_restored_over_another_image",
+            "what_is_set_in_a_snapshot_raises_nobody",
+            "what_the_next_sandbox_has_mounted_stays_as_it_is",
+            "no_program_is_taken_for_the_sandboxs_own_and_left_running",
+            "what_forks_for_ever_is_paused",
+            "who_reads_a_sandboxs_layer_ends_with_the_supervisor",
+        ),
     },
 }
 """Of what the code branches on the user, the files that try it, without ``test_`` and ``.py``, and which of their
@@ -150,6 +159,7 @@ SAME_FOR_A_USER = (
     "test_the_runtime_is_asked_once_until_the_image_changes",
     "test_what_the_runtime_says_of_a_broken_image_is_told",
     "test_what_passes_while_one_is_made_is_no_fault_of_the_image",
+    "the_runtime_starts_it_and_the_reason_is_logged_once",
     "test_accounts_that_are_no_file_hold_up_nobody",
     # One link of each kind: which file of the maker's it goes by is tried for the rest by root.
     "open_files_lead_to_nothing_of_the_host[etc-runtime",

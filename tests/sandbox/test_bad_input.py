@@ -16,7 +16,6 @@ import pytest
 from nemo_gym_prorl.failures import CallerError, InfrastructureError
 from nemo_gym_prorl.sandbox import disks
 from nemo_gym_prorl.sandbox.container import Container, ContainerSpec
-from nemo_gym_prorl.sandbox.images.building import runtime_build
 from nemo_gym_prorl.sandbox.images.validate import fuse_trouble
 from nemo_gym_prorl.sandbox.runtime.apptainer import Runtime
 from nemo_gym_prorl.sandbox.sessions.bash import Shell
@@ -31,40 +30,6 @@ as_root = pytest.mark.skipif(os.geteuid() != 0, reason="of root's sandboxes")
 as_user = pytest.mark.skipif(os.geteuid() == 0, reason="of an ordinary user's sandboxes")
 with_fuse = pytest.mark.skipif(bool(fuse_trouble()), reason=str(fuse_trouble()))
 without_fuse = pytest.mark.skipif(not fuse_trouble(), reason="/dev/fuse can be used here")
-
-PARTS = ("usr/bin/sh", "usr/bin/dash", "usr/bin/mkdir", "usr/bin/touch")
-LIBRARIES = ("ld-linux*", "libc.so.*", "libselinux.so.*", "libpcre2-8.so.*")
-
-
-@pytest.fixture(scope="session")
-def tiny(image: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """An image of a few MB: a shell, and neither bash nor Python."""
-    root = tmp_path_factory.mktemp("tiny") / "tiny"
-    for folder in ("etc", "tmp", "root", "proc", "sys", "dev", "usr/bin"):
-        (root / folder).mkdir(parents=True)
-    libraries = [path for pattern in LIBRARIES for path in image.glob(f"usr/lib*/{pattern}")]
-    libraries += [path for pattern in LIBRARIES for path in image.glob(f"usr/lib/*-linux-gnu*/{pattern}")]
-    for path in (*(image / part for part in PARTS), *libraries):
-        target = root / path.relative_to(image)
-        target.parent.mkdir(parents=True, exist_ok=True)
-        shutil.copy2(path, target, follow_symlinks=False)
-    for name in ("bin", "lib", "lib64"):
-        if (root / "usr" / name).is_dir():
-            (root / name).symlink_to(f"usr/{name}")
-    for name in ("passwd", "group", "hosts", "resolv.conf", "localtime"):
-        (root / "etc" / name).touch()
-    for folder in root.parents[:2]:
-        folder.chmod(0o755)
-    return root
-
-
-@pytest.fixture(scope="session")
-def sif(tiny: Path, runtime: Runtime) -> Path:
-    """The same as a file."""
-    work = tiny.with_name("work")
-    work.mkdir()
-    made = runtime_build.build(runtime, work, str(tiny), timeout_s=60, unpacked=False)
-    return made.rename(tiny.with_name("tiny.sif"))
 
 
 @pytest.fixture(autouse=True)
@@ -116,17 +81,17 @@ async def test_what_is_no_image(runtime: Runtime, tmp_path: Path) -> None:
         assert "no usable image" in await refused(tmp_path / name, runtime)
 
 
-async def test_half_a_sif(runtime: Runtime, sif: Path, tmp_path: Path) -> None:
-    whole = contents(sif)
+async def test_half_a_sif(runtime: Runtime, tiny_sif: Path, tmp_path: Path) -> None:
+    whole = contents(tiny_sif)
     half = tmp_path / "half.sif"
     half.write_bytes(whole[: len(whole) // 2])
     assert f"{len(whole) // 2} of {len(whole)} bytes" in await refused(half, runtime)
 
 
 @with_fuse
-async def test_a_damaged_sif(runtime: Runtime, sif: Path, tmp_path: Path) -> None:
+async def test_a_damaged_sif(runtime: Runtime, tiny_sif: Path, tmp_path: Path) -> None:
     damaged = tmp_path / "damaged.sif"
-    content = contents(sif)
+    content = contents(tiny_sif)
     begin = content.index(b"hsqs")
     content[begin : begin + 96] = bytes(96)
     damaged.write_bytes(content)
@@ -135,24 +100,24 @@ async def test_a_damaged_sif(runtime: Runtime, sif: Path, tmp_path: Path) -> Non
 
 
 @with_fuse
-async def test_a_sif_is_as_good_as_a_folder(runtime: Runtime, sif: Path) -> None:
-    async with await Container.start(ContainerSpec(image=sif, workdir="/srv/deep"), runtime) as container:
+async def test_a_sif_is_as_good_as_a_folder(runtime: Runtime, tiny_sif: Path) -> None:
+    async with await Container.start(ContainerSpec(image=tiny_sif, workdir="/srv/deep"), runtime) as container:
         done = await container.run("pwd; touch /tmp/x /root/x /usr/bin/x && echo written; read line < /dev/fuse")
         assert done.stdout == "/srv/deep\nwritten\n"
         assert "/dev/fuse" in done.stderr, "no device of ours is in it"
 
 
 @without_fuse
-async def test_a_sif_without_fuse(runtime: Runtime, sif: Path) -> None:
+async def test_a_sif_without_fuse(runtime: Runtime, tiny_sif: Path) -> None:
     with pytest.raises(InfrastructureError, match=r"tiny\.sif.*/dev/fuse.*build --sandbox"):
-        await Container.start(ContainerSpec(image=sif), runtime)
+        await Container.start(ContainerSpec(image=tiny_sif), runtime)
 
 
 @as_user
-async def test_an_image_that_cannot_be_read(runtime: Runtime, tiny: Path, tmp_path: Path) -> None:
+async def test_an_image_that_cannot_be_read(runtime: Runtime, tiny_root: Path, tmp_path: Path) -> None:
     closed = tmp_path / "closed"
     closed.mkdir()
-    (closed / "image").symlink_to(tiny)
+    (closed / "image").symlink_to(tiny_root)
     (closed / "file.sif").touch()
     (closed / "file.sif").chmod(0)
     assert "chmod" in await refused(closed / "file.sif", runtime)
@@ -169,9 +134,9 @@ async def test_an_image_of_somebody_else(runtime: Runtime) -> None:
 
 
 @as_root
-async def test_root_starts_an_image_of_somebody_else(runtime: Runtime, tiny: Path, tmp_path: Path) -> None:
+async def test_root_starts_an_image_of_somebody_else(runtime: Runtime, tiny_root: Path, tmp_path: Path) -> None:
     theirs = tmp_path / "theirs"
-    shutil.copytree(tiny, theirs, symlinks=True)
+    shutil.copytree(tiny_root, theirs, symlinks=True)
     for path in (theirs, *theirs.rglob("*")):
         os.chown(path, 1001, 1002, follow_symlinks=False)
     async with await Container.start(ContainerSpec(image=theirs), runtime) as container:
@@ -247,8 +212,8 @@ async def test_a_state_folder_that_roots_sandboxes_cannot_enter(
     assert "can't enter" in await start_in(wall / "s", image, runtime, monkeypatch)
 
 
-async def test_no_bash_and_no_python(runtime: Runtime, tiny: Path) -> None:
-    async with await Container.start(ContainerSpec(image=tiny), runtime) as container:
+async def test_no_bash_and_no_python(runtime: Runtime, tiny_root: Path) -> None:
+    async with await Container.start(ContainerSpec(image=tiny_root), runtime) as container:
         with pytest.raises(InfrastructureError, match="needs bash in the image"):
             await Shell.start(container)
         with pytest.raises(InfrastructureError, match="needs python3 with ipykernel in the image"):

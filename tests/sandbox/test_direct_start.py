@@ -33,8 +33,6 @@ def other_image(tiny_root: Path, tmp_path: Path) -> Path:
     """An image of this test's own, with a script of its own that sets variables."""
     copy = tmp_path / "image"
     shutil.copytree(tiny_root, copy, symlinks=True)
-    for name in ("dev", "proc", "sys", "var/tmp"):
-        (copy / name).mkdir(parents=True)
     scripts = copy / ".singularity.d" / "env"
     scripts.mkdir(parents=True, exist_ok=True)
     (scripts / "95-own.sh").write_text('export OF_THE_IMAGE="it\'s\n$((40 + 2))"\n')

@@ -55,8 +55,8 @@ def make(tiny_root: Path, open_folder: Path) -> Make:
     def copy() -> Path:
         made.append(open_folder / f"image-{len(made)}")
         shutil.copytree(tiny_root, made[-1], symlinks=True, copy_function=os.link)
-        for name in ("proc", "sys", "dev", "run", "home", "var/tmp"):
-            (made[-1] / name).mkdir(parents=True)
+        for name in ("run", "home"):
+            (made[-1] / name).mkdir()
         for name in ("passwd", "group"):
             path = made[-1] / "etc" / name
             text = path.read_text()

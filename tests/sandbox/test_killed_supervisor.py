@@ -280,8 +280,6 @@ def silent_image(tiny_root: Path) -> Iterator[Path]:
         Path(name).chmod(0o755)
         root = Path(name, "image")
         shutil.copytree(tiny_root, root, symlinks=True, copy_function=os.link)
-        for folder in ("proc", "sys", "dev"):
-            (root / folder).mkdir()
         shell = root / "usr/bin/dash"
         shell.unlink()
         shell.write_bytes(elf.waiting())

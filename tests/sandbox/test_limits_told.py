@@ -50,7 +50,7 @@ time.sleep(60)
 EMPTY = """
 import os, time
 os.mkdir("/tmp/empty")
-for number in range(8000):
+for number in range(4000):
     os.close(os.open(f"/tmp/empty/{number}", os.O_CREAT))
 time.sleep(60)
 """
@@ -68,16 +68,16 @@ time.sleep(60)
 MANY_CLOSED = """
 import os, time
 os.makedirs("/tmp/closed/within")
-for number in range(3000):
+for number in range(1500):
     os.mkdir(f"/tmp/closed/{number}", 0)
     os.mkdir(f"/tmp/closed/within/{number}", 0)
-time.sleep(3)
+time.sleep(2)
 with open("/root/file", "wb") as file:
     file.write(b"x" * (30 << 20))
 time.sleep(1)
 with open("/root/another", "wb") as file:
     file.write(b"x" * (30 << 20))
-time.sleep(15)
+time.sleep(10)
 """
 
 UNSEARCHABLE = """
@@ -105,7 +105,7 @@ try:
         pass
 except OSError:
     pass
-time.sleep(5)
+time.sleep(2)
 """
 
 MEMORY_FILES = """
@@ -152,7 +152,7 @@ EVASIONS = [WITHOUT_A_NAME, DEEP, DEEPEST, EMPTY, CLOSED, UNSEARCHABLE, WITH_THE
 
 async def test_nothing_that_is_written_goes_uncounted(image: Path, runtime: Runtime) -> None:
     async def writes(evasion: str) -> str:
-        async with await Container.start(ContainerSpec(image=image, disk_mib=20), runtime) as container:
+        async with await Container.start(ContainerSpec(image=image, disk_mib=10), runtime) as container:
             with pytest.raises(SandboxExhausted, match="disk") as ended:
                 await container.run(program(evasion), timeout_s=40)
             return ended.value.resource
@@ -229,7 +229,7 @@ async def test_processes_that_fill_the_table_by_themselves_leave_a_note(image: P
         await noted(container, "processes: all of 60")
 
 
-@pytest.mark.parametrize("command", ["head -c 30000000 /dev/zero > /tmp/f", "truncate -s 20M /tmp/f; sleep 3"])
+@pytest.mark.parametrize("command", ["head -c 30000000 /dev/zero > /tmp/f", "truncate -s 20M /tmp/f; sleep 1"])
 async def test_the_limit_of_a_files_size_leaves_a_note(image: Path, runtime: Runtime, command: str) -> None:
     async with await Container.start(ContainerSpec(image=image, disk_mib=20), runtime) as container:
         try:
@@ -243,7 +243,7 @@ async def test_the_limit_of_a_files_size_leaves_a_note(image: Path, runtime: Run
 
 async def test_full_shared_memory_leaves_a_note(image: Path, runtime: Runtime) -> None:
     async with await Container.start(ContainerSpec(image=image, shared_memory_mib=8), runtime) as container:
-        await container.run("head -c 20000000 /dev/zero > /dev/shm/f; sleep 2")
+        await container.run("head -c 20000000 /dev/zero > /dev/shm/f; sleep 1")
         await noted(container, "shared memory")
 
 

@@ -75,12 +75,12 @@ async def test_gyms_facade_from_start_to_stop(provider: SingularityProvider, tmp
 async def test_a_command_that_is_to_have_no_time_limit_has_none(
     provider: SingularityProvider, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """As Gym's Compose starts its services; others have Gym's 180 s. Here limits are a hundred times shorter."""
-    short = SimpleNamespace(**{**vars(asyncio), "timeout": lambda limit: asyncio.timeout(limit and limit / 100)})
+    """As Gym's Compose starts its services; others have Gym's 180 s. Here limits are 200 times shorter."""
+    short = SimpleNamespace(**{**vars(asyncio), "timeout": lambda limit: asyncio.timeout(limit and limit / 200)})
     async with await AsyncSandbox(provider, SandboxSpec()).start() as sandbox:
         monkeypatch.setattr(exec_sessions, "asyncio", short)
         service, other = await asyncio.gather(
-            sandbox.exec("sleep 2.5; echo served", timeout_s=None), sandbox.exec("sleep 100")
+            sandbox.exec("sleep 1.3; echo served", timeout_s=None), sandbox.exec("sleep 100")
         )
     assert (service.stdout, service.error_type) == ("served\n", None)
     assert other.error_type == "timeout"

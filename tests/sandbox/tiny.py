@@ -14,12 +14,12 @@ from nemo_gym_prorl.sandbox.images import sif
 from nemo_gym_prorl.sandbox.runtime.apptainer import Runtime
 
 
-PROGRAMS = ("dash", "id", "ls", "mkdir", "cat", "sleep", "cp", "chmod", "chown", "setpriv", "setsid", "env")
+PROGRAMS = ("dash", "id", "ls", "mkdir", "cat", "sleep", "cp", "chmod", "chown", "touch", "setpriv", "setsid", "env")
 
 
 def make_tiny_root(image: Path, root: Path) -> None:
     """Fill ``root`` with a few programs of a root folder that has more, and the libraries that they load."""
-    for name in ("usr/bin", "usr/lib", "usr/lib64", "etc", "tmp", "root"):
+    for name in ("usr/bin", "usr/lib", "usr/lib64", "etc", "tmp", "root", "dev", "proc", "sys", "var/tmp"):
         (root / name).mkdir(parents=True)
     for name in ("bin", "lib", "lib64"):
         (root / name).symlink_to(f"usr/{name}")
