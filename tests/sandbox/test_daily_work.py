@@ -226,6 +226,7 @@ stat -c %U $config/pg_hba.conf /var/lib/postgresql/*/main
 
 @DEBIAN
 @SEVERAL_USERS
+@pytest.mark.long("needs an image of its own; packages, accounts and servers of others are each tried above")
 async def test_a_database_serves_its_own_sandbox_and_another(database_image: Path, runtime: Runtime) -> None:
     async with contextlib.AsyncExitStack() as stack:
         several, one = ContainerSpec(image=database_image, users=True), ContainerSpec(image=database_image)
