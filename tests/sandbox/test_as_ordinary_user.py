@@ -75,11 +75,12 @@ OTHER_FOR_A_USER: dict[str, dict[str, tuple[str, ...]]] = {
     },
     # Who may build, unpack, own and remove them.
     "images": {
-        # One of each that is built on; layers of packages an ordinary user makes in tests/setup/test_install.py.
+        # One of each that is built on.
         "images_build": (
             "a_template_becomes_an_image_that_starts_by_its_name",
             "a_sif_of_a_sif",
             "an_image_on_one_of_a_registry",
+            "packages_make_a_layer_that_another_recipe_uses",
             "a_failed_build_says_why_and_leaves_nothing",
         ),
         "images_confined": (),
@@ -137,12 +138,8 @@ SAME_FOR_A_USER = (
     "test_an_unknown_user_is_a_result",
     "test_a_line_that_is_no_account_is_nobodys",
     # A limit is kept by the same lines whoever made the sandbox; and that there may be none says nothing of the user.
-    "test_memory_is_bounded[runtime",
     "test_memory_is_bounded[direct-0",
-    "test_disk_use_is_bounded[runtime",
     "test_disk_use_is_bounded[direct-0",
-    "test_a_single_file_is_bounded[runtime",
-    "test_processes_are_bounded[runtime",
     "test_processes_are_bounded[direct-512",
     "test_a_fork_bomb_ends_with_its_sandbox[runtime",
     "test_who_takes_all_leaves_a_neighbour_enough[runtime",

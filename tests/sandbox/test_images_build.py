@@ -35,6 +35,8 @@ pytestmark = pytest.mark.sandbox
 
 REPOSITORY = Path(__file__).parents[2]
 
+LONG = bool(os.environ.get("PRORL_TEST_LONG"))
+
 TEMPLATE = """\
 {{ base }}
 
@@ -144,6 +146,7 @@ def test_an_image_on_what_debootstrap_makes(order: Order, store: ImageStore, run
     assert (path / "made/word").read_text() == "hello\n"
 
 
+@pytest.mark.skipif(os.geteuid() == 0 and not LONG, reason="slow; by root in make test-long, and as it is set up")
 def test_packages_make_a_layer_that_another_recipe_uses(
     order: Order, store: ImageStore, runtime: Runtime, monkeypatch: pytest.MonkeyPatch
 ) -> None:

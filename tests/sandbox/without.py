@@ -90,4 +90,4 @@ def compiled_with(changes: Iterable[tuple[str, str]], target: Path) -> None:
         source = source.replace(text, other)
     changed = target.with_suffix(".c")
     changed.write_text(source)
-    compile_for(os.uname().machine, changed, target)
+    compile_for(os.uname().machine, changed, target, target.with_name("compiled"))

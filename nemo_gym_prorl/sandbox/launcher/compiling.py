@@ -31,8 +31,8 @@ _FLAGS = (
 )
 
 
-def compile_for(machine: str, source: Path, target: Path) -> None:
-    """Compile the launcher for an architecture of :data:`HEADERS`.
+def compile_for(machine: str, source: Path, target: Path, cache: Path | None = None) -> None:
+    """Compile the launcher for an architecture of :data:`HEADERS`; sooner after others with a ``cache`` that is kept.
 
     Raises:
         subprocess.CalledProcessError: there is an error in it.
@@ -42,7 +42,8 @@ def compile_for(machine: str, source: Path, target: Path) -> None:
     library = Path(ziglang.__file__).parent / "lib"
     includes = ["include", f"libc/include/{machine}-linux-musl", "libc/include/generic-musl"]
     includes += [f"libc/include/{HEADERS[machine]}", "libc/include/any-linux-any"]
-    with tempfile.TemporaryDirectory() as cache:
+    with tempfile.TemporaryDirectory() as passing:
+        kept = str(cache or passing)
         subprocess.run(
             [
                 *(sys.executable, "-m", "ziglang", "cc", "-target", f"{machine}-linux-musl", *_FLAGS),
@@ -51,6 +52,6 @@ def compile_for(machine: str, source: Path, target: Path) -> None:
                 *("-o", str(target), str(source)),
             ],
             # The user's own cache stays as it is.
-            env={**os.environ, "ZIG_GLOBAL_CACHE_DIR": cache, "ZIG_LOCAL_CACHE_DIR": cache},
+            env={**os.environ, "ZIG_GLOBAL_CACHE_DIR": kept, "ZIG_LOCAL_CACHE_DIR": kept},
             check=True,
         )
