@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import encodings.idna  # noqa: F401  who may not read the interpreter's files has what was imported before
 import os
 import pickle
 import shutil
