@@ -26,15 +26,6 @@ async def test_ours_passes_all(image: Path, runtime: Runtime) -> None:
     assert len(outcomes) == len(conformance.CHECKS) + 1
 
 
-@pytest.mark.usefixtures("way")
-async def test_with_the_hosts_network_it_does_not(image: Path, runtime: Runtime) -> None:
-    if len(Path("/proc/net/route").read_text().splitlines()) < 2:  # noqa: ASYNC240
-        pytest.skip("this machine has no network itself")
-    runtime.activate()
-    outcome = await conformance._run_one(conformance.no_network, SingularityProvider(network=True), str(image))
-    assert not outcome.passed
-
-
 @pytest.mark.skipif(os.geteuid() != 0, reason="one peer is enough")
 async def test_gyms_own_provider_falls_short_where_known(image: Path, runtime: Runtime) -> None:
     runtime.activate()

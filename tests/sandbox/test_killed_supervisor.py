@@ -47,7 +47,7 @@ from tests.sandbox import elf
 REPOSITORY = Path(__file__).parents[2]
 
 LONG = bool(os.environ.get("PRORL_TEST_LONG"))
-KILLS, SANDBOXES = (24, 500) if LONG else (2, 20)
+KILLS, SANDBOXES = (24, 500) if LONG else (1, 10)
 
 WITH_ITS_SERVER = 4
 """Each so manieth time the server dies with it, and the next sweep has to take the files."""
