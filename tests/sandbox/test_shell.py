@@ -108,7 +108,7 @@ async def test_ctrl_c_ends_the_command_and_nothing_else(shell: Shell) -> None:
     ["sleep 1000", "while :; do :; done", "trap '' INT; sleep 1000", "python3 -c 'while True: pass'", "cat", "yes"],
 )
 async def test_the_hard_limit_gives_what_there_is_and_a_usable_shell(shell: Shell, command: str) -> None:
-    stopped = await shell.run(f"echo begun; {command}", timeout_s=0.5, silence_s=None)
+    stopped = await shell.run(f"echo begun; {command}", timeout_s=1, silence_s=None)
     assert stopped.timed_out
     assert stopped.output.startswith("begun\n")
     assert not stopped.exited
@@ -140,7 +140,7 @@ async def test_the_hard_limit_ends_what_comes_after_a_program_that_has_to_be_kil
 
 async def test_the_hard_limit_lets_a_program_clean_up(shell: Shell) -> None:
     program = "try:\n  time.sleep(99)\nexcept KeyboardInterrupt:\n  time.sleep(0.2)\n  print('cleaned up')"
-    stopped = await shell.run(f"python3 -c 'import time\n{program.replace(chr(39), chr(34))}'", timeout_s=0.5)
+    stopped = await shell.run(f"python3 -c 'import time\n{program.replace(chr(39), chr(34))}'", timeout_s=1)
     assert (stopped.output, stopped.timed_out, stopped.exited) == ("cleaned up\n", True, False)
 
 
@@ -470,7 +470,7 @@ async def test_whatever_a_command_does_to_its_shell_the_next_one_is_told_the_tru
                 honest = ("a42b" in done.output and done.exit_code == 3) or "eval: command not found" in done.output
                 assert done.exited or honest, (command, done)
             await shell.restart()
-            fresh = await shell.run("echo fresh; cat", timeout_s=0.3, silence_s=None)
+            fresh = await shell.run("echo fresh; cat", timeout_s=0.7, silence_s=None)
             assert fresh.output.startswith("fresh\n"), (command, fresh)
 
     await asyncio.gather(*(attack(command) for command in HOSTILE))
