@@ -120,7 +120,7 @@ async def test_a_runner_that_one_service_refuses_leaves_nothing_behind_at_the_ot
         assert not [*up[0].pipeline.store.live()]
 
 
-@pytest.mark.parametrize("status", [400, 413, 415, 422])
+@pytest.mark.parametrize("status", [400, 422])
 async def test_a_row_that_is_refused_costs_its_group_and_no_more(status: int) -> None:
     met: list[int] = []
 
@@ -163,11 +163,11 @@ async def test_one_call_that_fails_loses_nothing(status: int, method: str, begin
 async def test_an_outcome_before_the_answer_to_its_submission_is_not_missed() -> None:
     async def late(method: str, _: str) -> None:
         if method == "POST":
-            await asyncio.sleep(0.8)
+            await asyncio.sleep(0.4)
 
     async def listed_late(method: str, path: str) -> None:
         if (method, path) == ("GET", "/v1/rollouts"):
-            await asyncio.sleep(0.4)
+            await asyncio.sleep(0.2)
 
     async with nodes() as up:
         up[0].late, up[0].fault = late, listed_late
@@ -175,7 +175,10 @@ async def test_an_outcome_before_the_answer_to_its_submission_is_not_missed() ->
             assert await driver.batch() is not None
 
 
-async def test_submissions_that_wait_for_room_do_not_keep_results_from_being_read() -> None:
+async def test_submissions_that_wait_for_room_do_not_keep_results_from_being_read(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(client_module, "_LATEST_S", 0.2)
     settings = PipelineSettings(stages=PoolSizes(64, 64, 64, 64), max_attempts=1, retain_bytes=3000)
     async with (
         nodes(settings=settings) as up,
@@ -184,8 +187,7 @@ async def test_submissions_that_wait_for_room_do_not_keep_results_from_being_rea
         assert await driver.batch() is not None
 
 
-@pytest.mark.parametrize("how", ["dies", "freezes", "was never there"])
-@pytest.mark.parametrize("staleness", [0, 1])
+@pytest.mark.parametrize(("staleness", "how"), [(1, "dies"), (0, "freezes"), (1, "freezes"), (0, "was never there")])
 async def test_one_of_two_services_never_comes_back(staleness: int, how: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(carrier_module, "GIVE_UP_S", 1.0)
     timeout = aiohttp.ClientTimeout(total=None, sock_connect=1.0, sock_read=2.0)
@@ -244,7 +246,7 @@ async def test_what_was_cancelled_does_not_run_behind_its_back() -> None:
 
     async def slowly(method: str, path: str) -> None:
         if (method, path) == ("POST", "/v1/rollouts"):
-            await asyncio.sleep(1.5)
+            await asyncio.sleep(0.5)
 
     async with nodes(settings=settings) as up, RolloutClient(up[0].url) as client:
         service = Carrier(
@@ -268,7 +270,7 @@ async def test_what_was_cancelled_does_not_run_behind_its_back() -> None:
         await up[0].start()
         while len(told) < 100:
             await asyncio.sleep(0.05)
-        await asyncio.sleep(3.0)
+        await asyncio.sleep(1.0)
         assert not up[0].handler.sessions
         await service.close()
 

@@ -5,7 +5,7 @@ import asyncio
 from collections import defaultdict
 from collections.abc import AsyncIterator, Callable
 from contextlib import AsyncExitStack, asynccontextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from fnmatch import fnmatchcase
 from typing import Any
 from urllib.parse import urlsplit
@@ -17,6 +17,7 @@ from nemo_gym.config_types import BaseServerConfig
 from nemo_gym.server_utils import ServerClient
 from omegaconf import OmegaConf
 
+from nemo_gym_prorl.rollout.settings import PipelineSettings
 from responses_api_agents.prorl_agent.app import ProRLAgent, ProRLAgentConfig
 from tests.rollout.serving import serve
 
@@ -171,6 +172,13 @@ def once(trouble: Callable[[], Any]) -> Callable[[], Any]:
     return lambda: left.pop()() if left else None
 
 
+class Hasty(ProRLAgentConfig):
+    """Retries at once, and looks often whether a server is back."""
+
+    def pipeline_settings(self) -> PipelineSettings:
+        return replace(super().pipeline_settings(), retry_delay_s=0.01, probe_s=0.1)
+
+
 def reference(name: str) -> dict[str, str]:
     """Gym's reference to a resources server."""
     return {"type": "resources_servers", "name": name}
@@ -212,7 +220,7 @@ async def deployment(
     **settings: Any,
 ) -> AsyncIterator[Deployment]:
     """The real agent over the two peers, and further resources servers by name: peers, and addresses ``elsewhere``;
-    retries at once, one try unless told otherwise."""
+    one try unless told otherwise."""
     environment, policy, keys = environment or Environment(), policy or Policy(), keys or {}
     async with AsyncExitStack() as stack:
         blocks = dict(elsewhere or {})
@@ -227,7 +235,7 @@ async def deployment(
             blocks["policy_model"]["policy"] = {"control_token": keys["policy_model"]}
         merged = {name: {"resources_servers": {"some_environment": block}} for name, block in blocks.items()}
         merged["policy_model"] = {"responses_api_models": {"prorl_model": blocks["policy_model"]}}
-        config = ProRLAgentConfig(
+        config = Hasty(
             name="agent",
             entrypoint="app.py",
             host="127.0.0.1",

@@ -39,7 +39,7 @@ def test_of_a_problem_document_what_it_says_is_told(code: int) -> None:
     assert raised.value.reason == f"prorl_swe /seed_session: HTTP {code}: image: there is none"
 
 
-@pytest.mark.parametrize("code", [301, 307, 401, 403, 404, 405, 408, 409, 410, 429, 500, 503])
+@pytest.mark.parametrize("code", [307, 401, 410, 500])
 @pytest.mark.parametrize("path", ["/seed_session", "/v1/responses", "/verify"])
 async def test_what_a_deployment_got_wrong_does_not_discard_the_row(path: str, code: int) -> None:
     """Once wrong, then right: the row is tried again and scored."""
@@ -55,7 +55,7 @@ async def test_what_a_deployment_got_wrong_does_not_discard_the_row(path: str, c
     assert "/elsewhere" not in peer.paths(), "redirects are not followed"
 
 
-@pytest.mark.parametrize("code", [400, 413, 415, 422])
+@pytest.mark.parametrize("code", [400, 422])
 @pytest.mark.parametrize("path", ["/seed_session", "/v1/responses", "/verify"])
 async def test_what_is_wrong_in_the_row_is_not_tried_again(path: str, code: int) -> None:
     environment, policy = Environment(), Policy()
@@ -119,7 +119,7 @@ async def test_a_gateway_before_a_tool_is_no_reward(code: int, calls: int) -> No
 
 
 @pytest.mark.usefixtures("hasty")
-@pytest.mark.parametrize(("code", "attempts"), [(429, 1), (503, 1), (502, 2), (504, 2)])
+@pytest.mark.parametrize(("code", "attempts"), [(429, 1), (502, 2)])
 async def test_a_tool_that_comes_back_costs_no_reward(code: int, attempts: int) -> None:
     """What was refused is asked again; what may have been done begins anew, in a session where it was not."""
     environment = Environment(instead={"/count": once(status(code, Retry_After="0"))})
@@ -194,44 +194,25 @@ async def test_a_tool_that_fails_for_some_arguments_stays_an_observation() -> No
     assert (done["reward"], done["rollout"]["tool_calls"]) == (1.0, 7)
 
 
-@pytest.mark.parametrize("kind", ["cancelled", "shutdown", "kill_shaped", "agent_timeout", "nonsense"])
-async def test_no_environment_makes_a_rollout_vanish(kind: str) -> None:
-    environment = Environment(instead={"/verify": status(500, **{"X_ProRL_Failure_Kind": kind})})
-    async with deployment(environment) as at:
-        done = await at.run(COLLECTED)
-    assert "_ng_no_persist" not in done
-    assert done["failure_kind"] == "provider_unavailable"
-    assert done["rollout"]["state"] == "failed"
+async def test_an_environments_own_kinds_are_believed_and_none_makes_a_rollout_vanish() -> None:
+    own = ("session_lost", "provider_oom_killed", "verifier_error")
+    async with deployment() as at:
+        for kind in (*own, "cancelled", "shutdown", "kill_shaped", "agent_timeout", "nonsense"):
+            at.environment.instead["/verify"] = status(500, **{"X_ProRL_Failure_Kind": kind})
+            done = await at.run(COLLECTED)
+            assert done["failure_kind"] == (kind if kind in own else "provider_unavailable"), kind
+            assert ("_ng_no_persist" in done, done["rollout"]["state"]) == (False, "failed"), kind
 
 
-@pytest.mark.parametrize("kind", ["session_lost", "provider_oom_killed", "verifier_error"])
-async def test_an_environments_own_kinds_are_believed(kind: str) -> None:
-    environment = Environment(instead={"/verify": status(500, **{"X_ProRL_Failure_Kind": kind})})
-    async with deployment(environment) as at:
-        assert (await at.run(COLLECTED))["failure_kind"] == kind
-
-
-@pytest.mark.parametrize(
-    "path",
-    [
-        "@127.0.0.1:9/x",
-        "//127.0.0.1:9/x",
-        "http://127.0.0.1:9/x",
-        "give_back",
-        "/give back",
-        "/a//b",
-        "/x?y",
-        "/%2e",
-        7,
-    ],
-)
-async def test_a_release_path_is_a_path_of_that_server(path: object) -> None:
-    environment = Environment(seeded={"release_path": path})
-    async with deployment(environment) as at:
-        done = await at.run(COLLECTED)
-        assert "release_path" in done["failure_reason"]
-        await until(lambda: "/close_session" in environment.paths())
-    assert environment.paths() == ["/seed_session", "/close_session"], "nobody acted, and the session is over"
+async def test_a_release_path_is_a_path_of_that_server() -> None:
+    elsewhere = ("@127.0.0.1:9/x", "//127.0.0.1:9/x", "http://127.0.0.1:9/x")
+    async with deployment() as at:
+        for path in (*elsewhere, "give_back", "/give back", "/a//b", "/x?y", "/%2e", 7):
+            at.environment.seeded = {"release_path": path}
+            at.environment.calls.clear()
+            assert "release_path" in (await at.run(COLLECTED))["failure_reason"], path
+            await until(lambda: "/close_session" in at.environment.paths())
+            assert at.environment.paths() == ["/seed_session", "/close_session"], "nobody acted, the session is over"
 
 
 async def test_a_release_path_is_no_tool() -> None:
@@ -243,11 +224,11 @@ async def test_a_release_path_is_no_tool() -> None:
     assert at.environment.counts["/give_back"] == 1, "called by the agent alone"
 
 
-@pytest.mark.parametrize("tool", [".", "..", "...", "a/b", ""])
-async def test_a_tools_name_is_no_path(tool: str) -> None:
-    async with deployment(policy=Policy(tool=tool)) as at:
-        done = await at.run(ROW)
-    assert done["rollout"]["tool_calls"] == 0
+async def test_a_tools_name_is_no_path() -> None:
+    async with deployment() as at:
+        for tool in (".", "..", "...", "a/b", ""):
+            at.policy.tool = tool
+            assert (await at.run(ROW))["rollout"]["tool_calls"] == 0, tool
 
 
 async def test_no_proxy_of_the_environment_stands_between(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -159,24 +159,20 @@ async def test_rows_of_one_prompt_are_siblings_and_others_are_not() -> None:
     assert set(groups) <= sent
 
 
-@pytest.mark.parametrize(
-    ("wishes", "field"),
-    [
-        ("me", "rollout"),
-        ({"priority": "high"}, "rollout.priority"),
-        ({"budgets": {"run": -1}}, "rollout.budgets.run"),
-        ({"group": ""}, "rollout.group"),
-        ({"step": 3}, "rollout.step"),
-        ({"row": {}}, "rollout.row"),
-        ({"environment": "nope"}, "environment"),
-        ({"environment": "seeded_session"}, "environment"),
-    ],
-)
-async def test_a_wrong_wish_names_its_field(wishes: Any, field: str) -> None:
+async def test_a_wrong_wish_names_its_field() -> None:
     async with deployment() as at:
-        code, problem, _ = await at.post("/run", {**ROW, "rollout": wishes})
-        assert code == 422
-        assert field in problem["detail"]
+        for wishes, field in [
+            ("me", "rollout"),
+            ({"priority": "high"}, "rollout.priority"),
+            ({"budgets": {"run": -1}}, "rollout.budgets.run"),
+            ({"group": ""}, "rollout.group"),
+            ({"step": 3}, "rollout.step"),
+            ({"row": {}}, "rollout.row"),
+            ({"environment": "nope"}, "environment"),
+            ({"environment": "seeded_session"}, "environment"),
+        ]:
+            code, problem, _ = await at.post("/run", {**ROW, "rollout": wishes})
+            assert (code, field in problem["detail"]) == (422, True), wishes
         assert at.environment.calls == []
 
 

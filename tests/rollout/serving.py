@@ -10,19 +10,39 @@ import uvicorn
 from starlette.types import ASGIApp
 
 
+GRACE_S = 0.2
+
+
 @asynccontextmanager
-async def serve(app: ASGIApp, port: int = 0) -> AsyncIterator[str]:
-    """Yield the base URL; without a port there is a free one in it."""
+async def serve(app: ASGIApp, port: int = 0, grace_s: float = GRACE_S) -> AsyncIterator[str]:
+    """Yield the base URL.
+
+    Uvicorn's own ``serve`` looks several times at its end, a tenth of a second apart, whether nothing is left: with
+    three servers before each other that takes longer than what most tests look at.
+
+    Args:
+        app: to be served.
+        port: of the loopback interface; by default a free one.
+        grace_s: what requests may still take at the end.
+    """
     listener = socket.socket()
     listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
     listener.bind(("127.0.0.1", port))
-    server = uvicorn.Server(uvicorn.Config(app, log_level="warning", timeout_graceful_shutdown=1))
-    running = asyncio.create_task(server.serve([listener]))
-    while not server.started:
-        await asyncio.sleep(0.005)
+    server = uvicorn.Server(uvicorn.Config(app, log_level="warning"))
+    server.config.load()
+    server.lifespan = server.config.lifespan_class(server.config)
+    await server.startup([listener])
     try:
         yield f"http://127.0.0.1:{listener.getsockname()[1]}"
     finally:
-        server.should_exit = True
-        await running
+        for accepting in server.servers:
+            accepting.close()
+        for connection in [*server.server_state.connections]:
+            connection.shutdown()
+        if working := {*server.server_state.tasks}:
+            _, late = await asyncio.wait(working, timeout=grace_s)
+            for task in late:
+                task.cancel()
+            await asyncio.gather(*late, return_exceptions=True)
+        await server.lifespan.shutdown()
         listener.close()

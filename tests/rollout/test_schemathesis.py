@@ -19,6 +19,7 @@ from nemo_gym_prorl.scripted.server import ScriptedConfig
 from nemo_gym_prorl.scripted.server import serve as serve_scripted
 from nemo_gym_prorl.scripted.text import MODEL_NAME
 from nemo_gym_prorl.serving.keys import authorization
+from tests.conftest import LONG
 from tests.handlers.gym_host import hosting, instance, url_of
 
 
@@ -27,7 +28,7 @@ CHECKS = "not_a_server_error,status_code_conformance,content_type_conformance,re
 ENDLESS = "/v1/events"
 """A stream; tests/rollout/test_api.py reads it."""
 
-pytestmark = pytest.mark.asyncio(loop_scope="module")
+pytestmark = [pytest.mark.asyncio(loop_scope="module"), pytest.mark.longer("for a minute each")]
 
 
 def _agent(**settings: Any) -> dict[str, Any]:
@@ -85,7 +86,7 @@ async def attack(url: str, folder: Path, *options: str) -> tuple[int, str]:
     settings.write_text(SETTINGS)
     process = await asyncio.create_subprocess_exec(
         *(sys.executable, "-m", "schemathesis.cli", f"--config-file={settings}", "run", f"{url}/openapi.json"),
-        *("--checks", CHECKS, "--phases", "coverage,fuzzing", "--max-examples", "8", "--max-time", "15"),
+        *("--checks", CHECKS, "--phases", "coverage,fuzzing", *BOUNDS),
         *("--seed", "1", "--no-shrink", "--continue-on-failure", "--request-timeout", "60", "--warnings", "off"),
         *("--exclude-path", ENDLESS, *options),
         cwd=folder,
@@ -96,6 +97,8 @@ async def attack(url: str, folder: Path, *options: str) -> tuple[int, str]:
     assert process.returncode is not None
     return process.returncode, output.decode()
 
+
+BOUNDS = ("--max-examples", *(("8", "--max-time", "60") if LONG else ("4", "--max-time", "8")))
 
 TAKES_AWAY = ("/stop", "/v1/drain", "/add_llm_server", "/clear_llm_server")
 """Routes that leave a service without work, or without a model that answers."""

@@ -48,7 +48,6 @@ async def test_what_a_call_worked_on_goes_with_its_job(
     budget = Budgets(init=0.1, run=0.1, eval=0.1) if how == "used up" else Budgets()
     bench = Bench(PipelineSettings(budgets=budget, max_attempts=1, cancel_grace_s=1.0), Working())
     pipeline = bench.pipeline()
-    gc.collect()
     gc.disable()
     try:
         job = pipeline.submit(JobRequest({"plan": {str(stage): acts}}))
