@@ -62,7 +62,7 @@ def _further(judge_url: str) -> dict[str, Any]:
     mixture = {"environments": {"faulty": faulty, "weather": weather}, "further_model_servers": MODELS[1:]}
     # The folder is that in which Gym starts it.
     entrypoint = {"entrypoint": "../../tests/faulty_family/app.py", "host": "127.0.0.1"}
-    judging = {"judge_model_server": _named("responses_api_models", "judge_model"), "judge_timeout_s": 3}
+    judging = {"judge_model_server": _named("responses_api_models", "judge_model"), "judge_timeout_s": 2}
     judge = LOOPBACK | {
         "base_url": f"{judge_url}/v1",
         "api_key": "none",

@@ -40,7 +40,7 @@ def sleeping(source: str) -> str:
 
 def writing(source: str) -> str:
     """Right, but needs room for a file."""
-    return sleeping(f"open('notes', 'wb').write(bytes(2 << 20))\n{source}")
+    return f"open('notes', 'wb').write(bytes(2 << 20))\n{source}"
 
 
 async def when(client: RolloutClient, job: JobView, state: JobState) -> None:
@@ -75,7 +75,7 @@ async def test_a_full_disk_is_no_reward(families: Families) -> None:
         await all_is_well()
 
         # While the program is tested, which needs room: not its fault.
-        job = await client.submit(solved(writing))
+        job = await client.submit(solved(lambda source: sleeping(writing(source))))
         await when(client, job, JobState.EVALUATING)
         assert masked(await when_full(job)) in ("verifier_error", "provider_unavailable")
         await all_is_well()

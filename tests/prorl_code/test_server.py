@@ -202,7 +202,7 @@ async def test_a_disk_that_was_filled_unseen_is_scored() -> None:
 async def test_processes_that_the_agent_used_up_are_an_observation() -> None:
     async with serving(sandbox_provider=limited(processes=40)) as url, Client(url) as client:
         await client.seed()
-        await client.tool("bash", command="for i in $(seq 200); do sleep 1000 & done", timeout_s=5)
+        await client.tool("bash", command="for i in $(seq 200); do sleep 1000 & done", timeout_s=2)
         assert (await client.tool("python", code="1")).startswith("Error: ")
         await client.tool("str_replace_editor", command="create", path="solution.py", file_text=SOLVED)
         status, verdict, kind = await client.verify()
@@ -219,7 +219,7 @@ GREEDY = {
 @pytest.mark.parametrize("resource", GREEDY)
 async def test_a_solution_that_uses_up_its_sandbox_is_a_wrong_one(resource: str) -> None:
     provider = limited(memory_mib=256, disk_mib=64, processes=40)
-    async with serving(sandbox_provider=provider, grading_timeout_s=8) as url, Client(url) as client:
+    async with serving(sandbox_provider=provider, grading_timeout_s=5) as url, Client(url) as client:
         await client.seed()
         source = GREEDY[resource] + SOLVED
         await client.tool("str_replace_editor", command="create", path="solution.py", file_text=source)
@@ -291,7 +291,7 @@ async def test_a_caller_that_hangs_up_while_seeding_leaves_nothing(base_url: str
 
 
 async def test_a_session_that_nobody_touches_is_swept() -> None:
-    async with serving(session_ttl_s=2) as url, Client(url) as client:
+    async with serving(session_ttl_s=1) as url, Client(url) as client:
         before = containers.instances()
         await client.seed()
         assert containers.instances() > before

@@ -4,7 +4,7 @@
 from collections.abc import AsyncIterator, Awaitable, Callable
 from typing import Any
 
-import pytest
+import pytest_asyncio
 
 from nemo_gym_prorl.tasks.code.grading import CodeLimits, RewardRule, grade_in
 from nemo_gym_prorl.tasks.code.rows import Problem
@@ -15,9 +15,9 @@ from tests.tasks import containers
 Judge = Callable[..., Awaitable[Grade]]
 
 
-@pytest.fixture
+@pytest_asyncio.fixture(scope="module", loop_scope="module")
 async def judge() -> AsyncIterator[Judge]:
-    """Grades sources in one container, which a source must leave as it was."""
+    """Grades sources in one container, which each must leave as it was; its tests share an event loop."""
     async with containers.running_ours() as sandbox:
 
         async def graded(problem: Problem, source: str, *, rule: RewardRule = "all", **limits: Any) -> Grade:

@@ -48,7 +48,7 @@ import json, subprocess, sys
 tests = json.load(open("tests.json"))
 for number, test in enumerate(tests):
     with open(f"out{number}", "wb") as out:
-        subprocess.run([sys.executable, "solution.py"], input=test["input"].encode(), stdout=out, timeout=10)
+        subprocess.run([sys.executable, "solution.py"], input=test["input"].encode(), stdout=out, timeout=4)
 if any(open(f"out{number}").read().split() != test["expected"].split() for number, test in enumerate(tests)):
     print("some failed")
 else:

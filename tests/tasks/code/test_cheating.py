@@ -11,7 +11,7 @@ from tests.tasks.code import naive
 from tests.tasks.code.conftest import Judge
 
 
-pytestmark = pytest.mark.sandbox
+pytestmark = [pytest.mark.sandbox, pytest.mark.asyncio(loop_scope="module")]
 
 LINES = {"kind": "lines"}
 VALUES = {"kind": "lines", "absolute": 1e-6, "relative": 1e-6, "wrapped": False}

@@ -11,7 +11,7 @@ from tests.tasks.code.problems import CONTESTS
 from tests.tasks.code.problems.contest import TESTS, Contest
 
 
-pytestmark = pytest.mark.sandbox
+pytestmark = [pytest.mark.sandbox, pytest.mark.asyncio(loop_scope="module")]
 
 
 async def all_at(limit: int, judge: Judge, programs: list[tuple[Contest, str]]) -> list[str]:
@@ -24,12 +24,9 @@ async def all_at(limit: int, judge: Judge, programs: list[tuple[Contest, str]]) 
     return await asyncio.gather(*(one(contest, source) for contest, source in programs))
 
 
-def test_there_are_enough_and_they_differ() -> None:
+async def test_every_solution_passes_and_they_differ(judge: Judge) -> None:
     assert len({contest.name for contest in CONTESTS}) == len(CONTESTS) >= 35
     assert len({contest.solution for contest in CONTESTS}) == len(CONTESTS)
-
-
-async def test_every_solution_passes(judge: Judge) -> None:
     verdicts = await all_at(2, judge, [(contest, contest.solution) for contest in CONTESTS])
     wrong = {contest.name: verdict for contest, verdict in zip(CONTESTS, verdicts, strict=True) if verdict != "passed"}
     assert wrong == {}

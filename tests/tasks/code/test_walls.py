@@ -14,6 +14,8 @@ from tests.sandbox.test_seccomp import judge as judge_call
 from tests.tasks.code.conftest import Judge
 
 
+of_one_loop = pytest.mark.asyncio(loop_scope="module")
+
 LINES = {"kind": "lines"}
 NEEDLES = Problem([Case(f"NEEDLE-IN-{i}\n", f"NEEDLE-OUT-{i}\n") for i in range(3)], None, LINES)
 ONE = Problem([Case("", "right\n")], None, LINES)
@@ -101,6 +103,7 @@ attempt('pair', lambda: socket.socketpair() and 0)
 """
 
 
+@of_one_loop
 @pytest.mark.sandbox
 @pytest.mark.parametrize(
     ("tried", "allowed"),
@@ -113,6 +116,7 @@ async def test_what_is_refused(judge: Judge, tried: str, allowed: list[str]) -> 
     assert f"Exception: ({allowed}, {refused})" in said
 
 
+@of_one_loop
 @pytest.mark.sandbox
 async def test_nothing_of_other_tests_and_no_expected_output_is_to_be_found(judge: Judge) -> None:
     """In memory, in open files, among objects, in any file, of the last test, which has heard of all before."""
@@ -142,6 +146,7 @@ async def test_nothing_of_other_tests_and_no_expected_output_is_to_be_found(judg
     assert said == "test 2 of 3: Exception: (['NEEDLE-IN-2'], [], [0, 1, 2, 3], True)", said
 
 
+@of_one_loop
 @pytest.mark.sandbox
 async def test_nothing_in_its_own_memory(judge: Judge) -> None:
     """Byte by byte, though it was forked from a process that others were forked from before."""
@@ -163,12 +168,14 @@ async def test_nothing_in_its_own_memory(judge: Judge) -> None:
     assert said == "test 2 of 3: Exception: (['NEEDLE-IN-2'], True)", said
 
 
+@of_one_loop
 @pytest.mark.sandbox
 async def test_it_has_no_capabilities(judge: Judge) -> None:
     source = "raise Exception({line.split()[1] for line in open('/proc/self/status') if line.startswith('Cap')})\n"
     assert "Exception: {'0000000000000000'}" in await told(judge, source)
 
 
+@of_one_loop
 @pytest.mark.sandbox
 async def test_what_a_test_leaves_is_gone_for_the_next_though_it_hides_it(judge: Judge) -> None:
     """Folders in folders, without permissions, with names that are no text."""

@@ -6,6 +6,7 @@ from contextlib import asynccontextmanager
 from typing import Any
 
 import pytest
+import pytest_asyncio
 from nemo_gym.config_types import BaseServerConfig
 from nemo_gym.server_utils import ServerClient
 from omegaconf import OmegaConf
@@ -48,8 +49,9 @@ async def client() -> AsyncIterator[Client]:
         yield made
 
 
-@pytest.fixture
+@pytest_asyncio.fixture(scope="module", loop_scope="module")
 async def checker() -> AsyncIterator[MathChecker]:
+    """Its tests share its workers, of which each takes seconds to start, and an event loop."""
     made = MathChecker(CheckLimits(cpu_s=1))
     yield made
     await made.aclose()

@@ -19,6 +19,8 @@ from tests.prorl_code.conftest import Client
 from tests.tasks.math.conftest import said
 
 
+pytestmark = pytest.mark.asyncio(loop_scope="module")
+
 Naive = Callable[[str, str], bool]
 
 
@@ -88,6 +90,7 @@ async def test_an_empty_answer_is_never_expected(checker: MathChecker) -> None:
 
 
 @pytest.mark.sandbox
+@pytest.mark.asyncio(loop_scope="function")
 async def test_nothing_in_the_sandbox_speaks_for_the_answer(client: Client) -> None:
     row = row_of({"problem": EXAMPLES[0].question, "answer": EXAMPLES[0].answer})
     for name in ("patched_kernel", "forged_library", "printed_answers", "endless_output"):

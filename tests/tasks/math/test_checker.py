@@ -19,6 +19,9 @@ from nemo_gym_prorl.tasks.math.checker import CheckLimits, MathChecker
 from nemo_gym_prorl.tasks.math.verdicts import Verdict
 
 
+pytestmark = pytest.mark.asyncio(loop_scope="module")
+
+
 def workers() -> list[int]:
     """Process ids of this process's workers, and not of their children."""
     ours = Path(f"/proc/self/task/{os.getpid()}/children").read_text().split()
