@@ -100,6 +100,7 @@ async def test_a_worker_that_was_killed_is_replaced_and_nobody_notices(checker: 
 async def test_workers_that_always_die_are_a_failure_and_no_reward(
     checker: MathChecker, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    await checker.aclose()
     monkeypatch.setattr(checkers.sys, "executable", "/bin/false")
     with pytest.raises(InfrastructureError) as failure:
         await checker.check("5", r"\boxed{5.0}")
