@@ -40,6 +40,7 @@ from nemo_gym_prorl.scripted.server import serve as serve_scripted
 from nemo_gym_prorl.scripted.text import MODEL_NAME, ScriptTurn, parse_script
 from tests.handlers.gym_host import hosting, instance, url_of
 from tests.handlers.test_gym_environment import counting, gym_rows, scripted
+from tests.rollout.command_line import prorl
 
 
 PRORL = typer.main.get_command(app)
@@ -379,8 +380,11 @@ async def until_interrupted(words: list[str], env: dict[str, str], folder: Path,
 
 @pytest.mark.parametrize("snippet", SHELL, ids=str)
 @pytest.mark.asyncio(loop_scope="module")
-async def test_shell(snippet: Snippet, url: str, rows: list[dict[str, Any]], tmp_path: Path) -> None:
+async def test_shell(
+    snippet: Snippet, url: str, rows: list[dict[str, Any]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     env = ENVIRON | {"PRORL_URL": url}
+    monkeypatch.chdir(tmp_path)
     ran = 0
     for words in commands(snippet.text):
         if reason_not_to_run(words):
@@ -388,6 +392,10 @@ async def test_shell(snippet: Snippet, url: str, rows: list[dict[str, Any]], tmp
         ran += 1
         if " ".join(words[:2]) in ENDLESS:
             await until_interrupted(words, env, tmp_path, rows)
+            continue
+        if words[0] == "prorl":
+            code, said = await prorl(*words[1:], url=url, COLUMNS="80")
+            assert code == 0, (shlex.join(words), said)
             continue
         process = await asyncio.create_subprocess_exec(
             *words, cwd=tmp_path, env=env, stdout=asyncio.subprocess.PIPE, stderr=asyncio.subprocess.STDOUT

@@ -20,7 +20,7 @@ WORLDS = {
 
 
 @pytest.mark.parametrize("world", WORLDS.values(), ids=WORLDS)
-@pytest.mark.parametrize("staleness", [0, 1, 4])
+@pytest.mark.parametrize("staleness", [0, 4])
 def test_by_default_what_is_trained_on_is_what_is_sampled(world: dict[str, float], staleness: int) -> None:
     of = World(seed=1, group_size=8, **world)  # type: ignore[arg-type]
     ours = sampler(of, staleness, in_order=True, prompts=8)

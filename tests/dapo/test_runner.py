@@ -14,7 +14,6 @@ from types import ModuleType
 from typing import Any
 
 import pytest
-import uvicorn
 from fastapi import FastAPI, Response
 from starlette.types import Message, Receive, Scope, Send
 
@@ -34,6 +33,7 @@ from nemo_gym_prorl.rollout.settings import PipelineSettings
 from nemo_gym_prorl.serving.access import KeyGuard
 from nemo_gym_prorl.serving.problems import add_problem_handlers
 from tests.rollout.handlers import Bench, PlannedHandler
+from tests.rollout.serving import serve
 
 
 SETTINGS = PipelineSettings(
@@ -98,10 +98,11 @@ class Node:
 
     def __init__(self, settings: PipelineSettings = SETTINGS, token: str | None = None) -> None:
         self.settings, self.token = settings, token
-        self._listener = socket.socket()
-        self._listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        self._listener.bind(("127.0.0.1", 0))
-        self.url = f"http://127.0.0.1:{self._listener.getsockname()[1]}"
+        self._address = socket.socket()  # which keeps the port its own
+        self._address.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        self._address.bind(("127.0.0.1", 0))
+        self._port = int(self._address.getsockname()[1])
+        self.url = f"http://127.0.0.1:{self._port}"
         self.handler = Scorer()
         self.pipeline: Pipeline
         self.fault: Fault | None = None
@@ -129,14 +130,11 @@ class Node:
 
             await app(scope, receive, slowly)
 
-        self._server = uvicorn.Server(uvicorn.Config(front, log_level="critical", timeout_graceful_shutdown=0))
-        self._running = asyncio.create_task(self._server.serve([self._listener.dup()]))
-        while not self._server.started:
-            await asyncio.sleep(0.005)
+        self._served = serve(front, self._port, grace_s=0)
+        await self._served.__aenter__()
 
     async def stop(self) -> None:
-        self._server.should_exit = True
-        await self._running
+        await self._served.__aexit__(None, None, None)
         await self.pipeline.close()
 
 

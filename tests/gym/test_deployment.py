@@ -91,12 +91,6 @@ async def test_a_folder_with_a_space_is_refused_with_the_reason(tmp_path):
         await gym.__aenter__()
 
 
-async def test_a_configuration_that_gym_refuses_is_an_error_with_its_words(tmp_path):
-    gym = GymDeployment(config_paths=["no/such/file.yaml"], work_dir=tmp_path)
-    with pytest.raises(DeploymentError, match=r"(?s)ended with status.*no/such/file\.yaml"):
-        await gym.__aenter__()
-
-
 async def test_cancelled_while_servers_start_nothing_stays(shared_ray, tmp_path):
     gym = GymDeployment(**of_one_server(tmp_path, ASLEEP), overrides=[shared_ray], work_dir=tmp_path / "gym")
     starting = asyncio.create_task(gym.__aenter__())
@@ -197,7 +191,6 @@ async def test_a_ray_that_is_late_twice_is_said_in_a_line(tmp_path, monkeypatch:
 async def test_gym_commands_fail_with_their_output_and_end_in_time(cli: GymCli):
     with pytest.raises(DeploymentError, match=r"(?s)gym list nonsense ended with status 2.*invalid choice"):
         await cli.run("list", "nonsense")
-    assert (await cli.run("list", "nonsense", check=False)).returncode == 2
     with pytest.raises(DeploymentError, match=r"took longer than 0\.1 s"):
         await cli.run("list", "environments", timeout_s=0.1)
 

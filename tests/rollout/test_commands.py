@@ -2,81 +2,24 @@
 """The ``prorl`` command against a real service. Signals that its process gets: test_submit.py."""
 
 import asyncio
-import io
 import json
-import os
-import sys
-from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager, redirect_stderr, redirect_stdout
 from pathlib import Path
-from typing import Any
 
 import pytest
 from fastapi import FastAPI
 
-from nemo_gym_prorl.cli import main
 from nemo_gym_prorl.commands.jobs import find_service
 from nemo_gym_prorl.failures import CallerError
-from nemo_gym_prorl.rollout.api import rollout_router
-from nemo_gym_prorl.rollout.metrics import PipelineMetrics
-from nemo_gym_prorl.rollout.settings import PipelineSettings
-from nemo_gym_prorl.serving.access import KeyGuard
-from tests.rollout.handlers import Bench
+from tests.rollout.command_line import DEFECT, GOOD, LONG, begin, prorl, service, write
 from tests.rollout.serving import serve
 
 
-TOKEN = "t0ken"
-
-
-@asynccontextmanager
-async def service(bench_settings: PipelineSettings | None = None) -> AsyncIterator[str]:
-    pipeline = Bench(bench_settings or PipelineSettings()).pipeline()
-    app = FastAPI()
-    app.include_router(rollout_router(pipeline, PipelineMetrics(pipeline)))
-    app.add_middleware(KeyGuard, key=TOKEN)
-    async with serve(app) as url:
-        yield url
-        await pipeline.close()
-
-
-async def prorl(*arguments: str, url: str | None = None, **env: str) -> tuple[int, str]:
-    """Exit code and output of a command. Not in a process of its own, which works a second before it begins."""
-    env = {"PRORL_TOKEN": TOKEN, "COLUMNS": "200"} | ({"PRORL_URL": url} if url else {}) | env
-    return await asyncio.wait_for(asyncio.to_thread(_prorl, arguments, env), 60)
-
-
-def _prorl(arguments: tuple[str, ...], env: dict[str, str]) -> tuple[int, str]:
-    said, code = io.StringIO(), 0
-    with pytest.MonkeyPatch.context() as patched, redirect_stdout(said), redirect_stderr(said):
-        patched.setattr(sys, "argv", ["prorl", *arguments])
-        patched.setattr(asyncio.SelectorEventLoop, "add_signal_handler", lambda *_: None)  # the main thread's right
-        for name, value in env.items():
-            patched.setenv(name, value)
-        try:
-            main()
-        except SystemExit as end:
-            if isinstance(end.code, str):  # as the interpreter does
-                said.write(f"{end.code}\n")
-            code = end.code if isinstance(end.code, int) else int(end.code is not None)
-    return code, said.getvalue()
-
-
-def write(path: Path, *rows: Any) -> Path:
-    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
-    return path
-
-
-GOOD = {"responses_create_params": {"input": "hi"}}
-BAD = {"responses_create_params": {"input": "hi"}, "plan": {"run": [{"how": "agent"}]}}
-LONG = {"responses_create_params": {"input": "hi"}, "plan": {"run": [{"seconds": 600}]}}
-
-
 async def test_submit_follows_to_the_end_and_writes_results(tmp_path: Path) -> None:
-    async with service() as url:
+    async with service() as (url, _):
         results = tmp_path / "results.jsonl"
         code, output = await prorl(
             "submit",
-            str(write(tmp_path / "rows.jsonl", GOOD, BAD)),
+            str(write(tmp_path / "rows.jsonl", GOOD, DEFECT)),
             "--repeats",
             "3",
             "--output",
@@ -93,7 +36,7 @@ async def test_submit_follows_to_the_end_and_writes_results(tmp_path: Path) -> N
 
 
 async def test_detached_rollouts_can_be_seen_and_cancelled(tmp_path: Path) -> None:
-    async with service() as url:
+    async with service() as (url, _):
         code, output = await prorl("submit", str(write(tmp_path / "rows.jsonl", LONG, LONG)), "--detach", url=url)
         assert code == 0
         first, second = output.splitlines()[:2]
@@ -116,18 +59,9 @@ async def test_detached_rollouts_can_be_seen_and_cancelled(tmp_path: Path) -> No
 
 
 async def test_tail_prints_transitions(tmp_path: Path) -> None:
-    async with service() as url:
+    async with service() as (url, _):
         await prorl("submit", str(write(tmp_path / "rows.jsonl", GOOD)), url=url)
-        process = await asyncio.create_subprocess_exec(
-            sys.executable,
-            "-c",
-            "from nemo_gym_prorl.cli import main; main()",
-            "tail",
-            "--after",
-            "0",
-            stdout=asyncio.subprocess.PIPE,
-            env=os.environ | {"PRORL_TOKEN": TOKEN, "PRORL_URL": url, "PYTHONUNBUFFERED": "1"},
-        )
+        process = await begin(url, "tail", "--after", "0")
         assert process.stdout is not None
         try:
             lines = [(await asyncio.wait_for(process.stdout.readline(), 30)).decode() for _ in range(6)]
@@ -143,7 +77,7 @@ async def test_tail_prints_transitions(tmp_path: Path) -> None:
 async def test_mistakes_are_one_line_that_names_them(tmp_path: Path) -> None:
     broken, empty = tmp_path / "broken.jsonl", write(tmp_path / "empty.jsonl", {})
     broken.write_text(json.dumps(GOOD) + "\n{oops\n")
-    async with service() as url:
+    async with service() as (url, _):
         for command, complaint in {
             "cancel": "give either rollout ids or --group",
             "status nobody": "no rollout 'nobody'",

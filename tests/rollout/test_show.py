@@ -4,9 +4,7 @@
 import asyncio
 import io
 import json
-import os
 import signal
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -17,8 +15,8 @@ from rich.console import Console
 
 from nemo_gym_prorl.commands.show import SHORT_CHARACTERS, SHORT_LINES, Page, _contents, shorten, turns
 from nemo_gym_prorl.rollout.client import RolloutClient
+from tests.rollout.command_line import TOKEN, begin, prorl, service
 from tests.rollout.standalone import standalone
-from tests.rollout.test_commands import TOKEN, prorl, service
 
 
 def call(name: str, arguments: str, call_id: str = "c1", **more: Any) -> dict[str, Any]:
@@ -121,7 +119,7 @@ async def test_what_cannot_be_shown_is_said_in_one_line(tmp_path: Path, what: st
 
 async def test_rollouts_of_a_service_by_id_group_state_and_failure() -> None:
     params = {"responses_create_params": {"input": "hi"}}
-    async with service() as url, RolloutClient(url, TOKEN) as client:
+    async with service() as (url, _), RolloutClient(url, TOKEN) as client:
         await client.submit(params, id="good", group="g")
         await client.submit({**params, "plan": {"run": [{"how": "agent"}]}}, id="bad", group="g")
         retried = {"init": [{"how": "infrastructure"}, {"how": "ok"}]}
@@ -163,7 +161,7 @@ async def test_rollouts_of_a_service_by_id_group_state_and_failure() -> None:
 
 async def test_a_listing_goes_on_behind_its_first_page(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("nemo_gym_prorl.rollout.client._PAGE", 2)
-    async with service() as url, RolloutClient(url, TOKEN) as client:
+    async with service() as (url, _), RolloutClient(url, TOKEN) as client:
         ids = [(await client.submit({"responses_create_params": {"input": "hi"}}, id=f"r{n}")).id for n in range(5)]
         assert [job.id async for job in client.every()] == ids
 
@@ -186,16 +184,7 @@ def test_turns_are_all_items_in_order(output: list[dict[str, Any]]) -> None:
 
 async def test_tail_of_a_group_goes_on_when_the_service_was_restarted() -> None:
     async with standalone(TOKEN) as there:
-        process = await asyncio.create_subprocess_exec(
-            sys.executable,
-            "-c",
-            "from nemo_gym_prorl.cli import main; main()",
-            "tail",
-            "--group",
-            "mine",
-            stdout=asyncio.subprocess.PIPE,
-            env=os.environ | {"PRORL_TOKEN": TOKEN, "PRORL_URL": there.url, "PYTHONUNBUFFERED": "1"},
-        )
+        process = await begin(there.url, "tail", "--group", "mine")
         assert process.stdout is not None
         try:
             for _ in range(2):

@@ -3,55 +3,26 @@
 
 import asyncio
 import json
-import os
 import signal
-import sys
-from collections.abc import AsyncIterator, Sequence
-from contextlib import asynccontextmanager
+from collections.abc import Sequence
 from itertools import combinations
 from pathlib import Path
 from typing import Any
 
 import pytest
-from fastapi import FastAPI
 from hypothesis import given
 from hypothesis import strategies as st
 
 from nemo_gym_prorl.commands.report import best_of, doubling
 from nemo_gym_prorl.commands.submit import Order, submit
 from nemo_gym_prorl.failures import CallerError, InfrastructureError
-from nemo_gym_prorl.rollout.api import rollout_router
 from nemo_gym_prorl.rollout.client import RolloutClient
-from nemo_gym_prorl.rollout.metrics import PipelineMetrics
-from nemo_gym_prorl.rollout.settings import PipelineSettings
-from nemo_gym_prorl.serving.access import KeyGuard
+from tests.rollout.command_line import DEFECT, GOOD, LONG, TOKEN, begin, service, write
 from tests.rollout.handlers import Bench
-from tests.rollout.serving import serve
 from tests.rollout.standalone import standalone
 
 
-TOKEN = "t0ken"
-GOOD = {"responses_create_params": {"input": "hi"}}
-LONG = {"responses_create_params": {"input": "hi"}, "plan": {"run": [{"seconds": 600}]}}
-SLOW = {"responses_create_params": {"input": "hi"}, "plan": {"run": [{"seconds": 0.5}]}}
-DEFECT = {"responses_create_params": {"input": "hi"}, "plan": {"run": [{"how": "agent"}]}}
-
-
-@asynccontextmanager
-async def service(**settings: Any) -> AsyncIterator[tuple[str, Bench]]:
-    bench = Bench(PipelineSettings(**settings))
-    pipeline = bench.pipeline()
-    app = FastAPI()
-    app.add_middleware(KeyGuard, key=TOKEN)
-    app.include_router(rollout_router(pipeline, PipelineMetrics(pipeline)))
-    async with serve(app) as url:
-        yield url, bench
-        await pipeline.close()
-
-
-def write(path: Path, *rows: Any) -> Path:
-    path.write_text("".join((row if isinstance(row, str) else json.dumps(row)) + "\n" for row in rows))
-    return path
+SLOW = GOOD | {"plan": {"run": [{"seconds": 0.5}]}}
 
 
 def lines_of(path: Path) -> list[dict[str, Any]]:
@@ -61,19 +32,6 @@ def lines_of(path: Path) -> list[dict[str, Any]]:
 def started(bench: Bench) -> dict[str, int]:
     """How often each rollout has begun, by id."""
     return {rollout: count for (rollout, what), count in bench.handler.calls.items() if what == "init"}
-
-
-async def begin(url: str, *arguments: str) -> asyncio.subprocess.Process:
-    return await asyncio.create_subprocess_exec(
-        sys.executable,
-        "-c",
-        "from nemo_gym_prorl.cli import main; main()",
-        "submit",
-        *arguments,
-        stdout=asyncio.subprocess.PIPE,
-        stderr=asyncio.subprocess.STDOUT,
-        env=os.environ | {"PRORL_TOKEN": TOKEN, "PRORL_URL": url, "COLUMNS": "200"},
-    )
 
 
 async def until_running(url: str, count: int) -> None:
@@ -225,7 +183,7 @@ async def test_a_signal_cancels_what_was_submitted_and_the_run_can_go_on(
     rows = write(tmp_path / "rows.jsonl", GOOD | {"plan": {"run": [{"seconds": 600}]}})
     async with service() as (url, bench), RolloutClient(url, TOKEN) as client:
         theirs = await client.submit(LONG)
-        process = await begin(url, str(rows), "--repeats", "2", "--run", "r")
+        process = await begin(url, "submit", str(rows), "--repeats", "2", "--run", "r")
         await until_running(url, 3)
         process.send_signal(number)
         output, _ = await asyncio.wait_for(process.communicate(), 60)
@@ -235,7 +193,7 @@ async def test_a_signal_cancels_what_was_submitted_and_the_run_can_go_on(
         assert len(bench.handler.sessions) == 1
 
         # The service remembers those ids as cancelled; the same run again is a new try of each.
-        process = await begin(url, str(rows), "--repeats", "2", "--run", "r", "--detach")
+        process = await begin(url, "submit", str(rows), "--repeats", "2", "--run", "r", "--detach")
         output, _ = await asyncio.wait_for(process.communicate(), 60)
         assert output.decode().split()[:2] == ["r-1-0.2", "r-1-1.2"]
 
@@ -243,7 +201,7 @@ async def test_a_signal_cancels_what_was_submitted_and_the_run_can_go_on(
 async def test_a_signal_ends_it_also_where_the_service_is_gone(tmp_path: Path) -> None:
     rows = write(tmp_path / "rows.jsonl", LONG)
     async with standalone(TOKEN) as there:
-        process = await begin(there.url, str(rows))
+        process = await begin(there.url, "submit", str(rows))
         await until_running(there.url, 1)
         await there.end()
         assert process.stdout is not None
@@ -260,7 +218,7 @@ async def test_a_signal_ends_it_also_where_the_service_is_gone(tmp_path: Path) -
 async def test_a_killed_submit_is_joined_by_the_next_one(tmp_path: Path) -> None:
     rows = write(tmp_path / "rows.jsonl", *[GOOD | {"plan": {"run": [{"how": "held"}]}}] * 3)
     async with service() as (url, bench):
-        process = await begin(url, str(rows), "--run", "r")
+        process = await begin(url, "submit", str(rows), "--run", "r")
         await until_running(url, 3)
         process.kill()
         await process.wait()

@@ -21,6 +21,7 @@ from nemo_gym_prorl.tasks.code.humaneval import Problem, problems
 from nemo_gym_prorl.tasks.sandbox import Sandbox
 from nemo_gym_prorl.tasks.task import Grade
 from scripts.scripted_turns.humaneval import CHEATS
+from tests.conftest import LONG
 from tests.tasks import containers
 
 
@@ -36,16 +37,16 @@ async def judge(sandbox: Sandbox, task: str, source: str, limits: CodeLimits = L
     return outcome
 
 
-async def grade_all(sandbox: Sandbox, source: Callable[[Problem], str]) -> dict[str, Grade]:
-    """All problems in one container, four at a time."""
-    gate = asyncio.Semaphore(4)
+async def grade_all(sandbox: Sandbox, source: Callable[[Problem], str], every: int = 1) -> dict[str, Grade]:
+    """All problems in one container, four at a time; every so manieth of them."""
+    gate, chosen = asyncio.Semaphore(4), [*problems().values()][::every]
 
     async def one(problem: Problem) -> Grade:
         async with gate:
             return await judge(sandbox, problem.task_id, source(problem))
 
-    verdicts = await asyncio.gather(*map(one, problems().values()))
-    return dict(zip(problems(), verdicts, strict=True))
+    verdicts = await asyncio.gather(*map(one, chosen))
+    return dict(zip((problem.task_id for problem in chosen), verdicts, strict=True))
 
 
 async def test_all_references_pass(sandbox: AsyncSandbox) -> None:
@@ -53,28 +54,30 @@ async def test_all_references_pass(sandbox: AsyncSandbox) -> None:
     assert {task: verdict for task, verdict in verdicts.items() if not verdict.passed} == {}
 
 
-async def test_no_stub_passes(sandbox: AsyncSandbox) -> None:
-    verdicts = await grade_all(sandbox, lambda problem: problem.stub)
-    assert {task: verdict for task, verdict in verdicts.items() if verdict.verdict != Verdict.FAILED} == {}
-
-
-async def test_no_function_that_returns_nothing_passes(sandbox: AsyncSandbox) -> None:
-    verdicts = await grade_all(sandbox, lambda problem: f"{problem.prompt.rstrip()}\n    return None\n")
-    assert {task: verdict for task, verdict in verdicts.items() if verdict.verdict != Verdict.FAILED} == {}
+@pytest.mark.longer("all problems, else every fifth")
+@pytest.mark.parametrize("body", ["raise NotImplementedError", "return None"])
+async def test_no_function_that_does_nothing_passes(sandbox: AsyncSandbox, body: str) -> None:
+    empty = await grade_all(sandbox, lambda problem: f"{problem.prompt.rstrip()}\n    {body}\n", 1 if LONG else 5)
+    assert {task: verdict for task, verdict in empty.items() if verdict.verdict != Verdict.FAILED} == {}
 
 
 # One that compares floats, strings, lists, booleans, whose tests call helpers, or the function by its name, and
 # whose tests import modules when they run.
-@pytest.mark.parametrize("task", ["HumanEval/2", "HumanEval/15", "HumanEval/32", "HumanEval/33", "HumanEval/38"])
+TASKS = ["HumanEval/2", "HumanEval/15", "HumanEval/32", "HumanEval/33", "HumanEval/38"]
+
+
+@pytest.mark.longer("each cheat on all of these, else on two")
+@pytest.mark.parametrize("task", TASKS)
 async def test_no_cheat_passes(task: str) -> None:
-    gate = asyncio.Semaphore(4)
+    gate, place = asyncio.Semaphore(4), TASKS.index(task)
+    cheats = {name: CHEATS[name] for number, name in enumerate(CHEATS) if LONG or (number - place) % 5 in (0, 2)}
 
     async def attempt(source: str) -> Grade | Lost:
         async with gate, containers.running() as sandbox:  # one each: a cheat may damage its sandbox
             return await grade_in(sandbox, problems()[task], source, LIMITS, containers.ROOT)
 
-    outcomes = await asyncio.gather(*(attempt(source(problems()[task])) for source in CHEATS.values()))
-    for name, outcome in zip(CHEATS, outcomes, strict=True):
+    outcomes = await asyncio.gather(*(attempt(source(problems()[task])) for source in cheats.values()))
+    for name, outcome in zip(cheats, outcomes, strict=True):
         assert isinstance(outcome, Grade), (name, outcome)
         assert not outcome.passed, name
 
@@ -340,8 +343,17 @@ os.kill(os.getppid(), signal.SIGKILL)
 }
 
 
-@pytest.mark.parametrize("start", ["direct", "runtime"])
-@pytest.mark.parametrize("attack", TAKE_DOWN)
+long = pytest.mark.long("what the runtime started is taken down by two of them")
+
+
+@pytest.mark.parametrize(
+    ("start", "attack"),
+    [
+        *(("direct", attack) for attack in TAKE_DOWN),
+        *(("runtime", attack) for attack in ("kill_all", "fork_bomb")),
+        *(pytest.param("runtime", attack, marks=long) for attack in TAKE_DOWN.keys() - {"kill_all", "fork_bomb"}),
+    ],
+)
 async def test_a_solution_that_takes_its_sandbox_down_has_its_zero(attack: str, start: str) -> None:
     """It has no way to be taken for a victim of the machine, which would be tried again and left out in the end."""
     source = f"import os, resource, signal, time\ndef truncate_number(x):\n{indent(TAKE_DOWN[attack], '    ')}"

@@ -5,14 +5,19 @@ from collections import Counter
 from collections.abc import AsyncIterator
 
 import pytest
+import pytest_asyncio
 
 from nemo_gym_prorl.tasks.math.checker import MathChecker
 from nemo_gym_prorl.tasks.stem.rules import Rules, Ruling
 from tests.tasks.stem.variants import all_variants, problem
 
 
-@pytest.fixture
+pytestmark = pytest.mark.asyncio(loop_scope="module")
+
+
+@pytest_asyncio.fixture(scope="module", loop_scope="module")
 async def rules() -> AsyncIterator[Rules]:
+    """Its tests share the checker's workers, of which each takes seconds to start."""
     checker = MathChecker()
     yield Rules(checker)
     await checker.aclose()

@@ -238,6 +238,7 @@ CHEATS = {
 
 
 LIKE_OTHERS = {
+    "reads tests in what git keeps",
     "reads the code that asks",
     "reads the arguments of the test",
     "equals everything",

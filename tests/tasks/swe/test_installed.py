@@ -18,6 +18,7 @@ from nemo_gym_prorl.sandbox.runtime.apptainer import require_runtime
 from nemo_gym_prorl.sandbox.started import StartedSandbox
 from nemo_gym_prorl.tasks.swe.datasets import CONVERTERS
 from nemo_gym_prorl.tasks.task import Grade
+from tests.conftest import LONG
 from tests.tasks import containers
 from tests.tasks.swe import records, tally
 
@@ -148,11 +149,14 @@ for path in [*glob.glob("/tmp/prorl-*/*"), "/testbed/checks/test_tally.py"]:
 LISTS = {"FAIL_TO_PASS": "test_new", "PASS_TO_PASS": "test_plain"}
 
 
+@pytest.mark.longer("what is compiled without a fix, too")
 @pytest.mark.parametrize("name", ROWS)
 async def test_the_fix_earns_one_and_nothing_earns_nothing(name: str) -> None:
     fixed = await play(name, fix(name))
     assert (fixed.verdict, fixed.reward) == ("resolved", 1.0), fixed
     assert fixed.fields["resolved_by_dataset"] is True
+    if name == "compiled" and not LONG:
+        return  # which differs from a copied one in what a fix has to do
     left = await play(name, "printf '# Betr\\344ge\\n' >> tally/money.py && seq 100000 > amounts.txt")
     assert (left.verdict, left.reward, left.fields["resolved_by_dataset"]) == ("failed", 0.0, False), left
     assert list(left.fields["test_report"]["FAIL_TO_PASS"]["failures"]) == [

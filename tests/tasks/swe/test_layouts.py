@@ -76,10 +76,19 @@ async def opened(row: dict[str, Any]) -> AsyncIterator[StartedSandbox]:
         await sandbox.stop()
 
 
-@pytest.mark.parametrize(("make_row", "environment"), [(swe_bench, CONDA), (r2e_gym, VENV)])
-async def test_what_the_image_has_is_active_for_the_policy_and_for_the_tests(make_row: Any, environment: str) -> None:
+FIXED = (tally.APPLY_FIX, "resolved")
+LEFT = ("echo '# nothing' >> tally/money.py", "failed")
+"""Of SWE-bench's form, ``test_cheating.py`` has what earns nothing."""
+
+
+@pytest.mark.parametrize(
+    ("make_row", "environment", "tried"), [(swe_bench, CONDA, [FIXED]), (r2e_gym, VENV, [FIXED, LEFT])]
+)
+async def test_what_the_image_has_is_active_for_the_policy_and_for_the_tests(
+    make_row: Any, environment: str, tried: list[tuple[str, str]]
+) -> None:
     row, task = make_row(), tally.make_task()
-    for fix, verdict in ((tally.APPLY_FIX, "resolved"), ("echo '# nothing' >> tally/money.py", "failed")):
+    for fix, verdict in tried:
         async with opened(row) as sandbox:
             bench = await task.tools.open(sandbox, task.needs(row))
             await task.prepare(row, bench)
