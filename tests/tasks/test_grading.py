@@ -350,8 +350,10 @@ long = pytest.mark.long("what the runtime started is taken down by two of them")
     ("start", "attack"),
     [
         *(("direct", attack) for attack in TAKE_DOWN),
-        *(("runtime", attack) for attack in ("kill_all", "fork_bomb")),
-        *(pytest.param("runtime", attack, marks=long) for attack in TAKE_DOWN.keys() - {"kill_all", "fork_bomb"}),
+        *(
+            pytest.param("runtime", attack, marks=[] if attack in ("kill_all", "fork_bomb") else long)
+            for attack in TAKE_DOWN
+        ),
     ],
 )
 async def test_a_solution_that_takes_its_sandbox_down_has_its_zero(attack: str, start: str) -> None:
@@ -359,7 +361,7 @@ async def test_a_solution_that_takes_its_sandbox_down_has_its_zero(attack: str, 
     source = f"import os, resource, signal, time\ndef truncate_number(x):\n{indent(TAKE_DOWN[attack], '    ')}"
     options = {"start": start, "memory_mib": 1024, "processes": 128}
     problem = problems()[TRUNCATE]
-    limits = CodeLimits(calls_s=10, memory_mib=512)
+    limits = CodeLimits(calls_s=6, memory_mib=512)
     verdict = await grade(lambda: containers.running_ours(**options), problem, source, limits, containers.ROOT)
     assert verdict.verdict in (Verdict.CRASHED, Verdict.EXHAUSTED, Verdict.FAILED, Verdict.TIMED_OUT)
     assert verdict.reward == 0.0
