@@ -67,15 +67,15 @@ TRIES = 60
 
 
 @pytest.fixture(scope="module")
-def hostile_image(kernel_image: Path) -> Iterator[Path]:
-    """The usual image, but for what its Python executes as it starts."""
+def hostile_image(kernel_image: Path, request: pytest.FixtureRequest) -> Iterator[Path]:
+    """The usual image, but for what its Python executes as it starts: :data:`HOSTILE`, or a test's parameter."""
     with tempfile.TemporaryDirectory(prefix="prorl-h-", dir="/tmp") as name:
         Path(name).chmod(0o755)
         image = Path(name, "root")
         same_disk = Path(name).stat().st_dev == kernel_image.stat().st_dev
         subprocess.run(["cp", "-al" if same_disk else "-a", str(kernel_image), str(image)], check=True)
         packages = next(image.glob("usr/**/ipykernel/__init__.py")).parents[1]
-        (image / "hostile.py").write_text(HOSTILE)
+        (image / "hostile.py").write_text(getattr(request, "param", HOSTILE))
         (packages / "hostile.pth").write_text("import os; exec(open('/hostile.py').read(), {})\n")
         yield image
 
@@ -167,3 +167,50 @@ async def gone(*processes: int) -> None:
     while any(start_time(pid) is not None for pid in processes):
         assert time.monotonic() - begin < 5, "it lives on"
         await asyncio.sleep(0.02)
+
+
+LIAR = """
+import os
+if not os.path.exists("/proc/self"):
+    import array, signal, socket, time
+    requests = socket.socket(fileno=3)
+    requests.setblocking(True)
+    signal.signal(signal.SIGCHLD, signal.SIG_IGN)
+    requests.send(b"ready")
+    while True:
+        data, ancillary, *_ = requests.recvmsg(1 << 18, socket.CMSG_SPACE(4 * 32))
+        if not data:
+            os._exit(0)
+        files = array.array("i", ancillary[0][2])
+        if not os.fork():
+            requests.close()
+            answer = socket.socket(fileno=files[0])
+            for _ in range(2):
+                answer.send(b"here")
+                answer.recv(16)
+            LATER
+            os._exit(0)
+        for number in files:
+            os.close(number)
+"""
+"""A zygote whose joiner says that it is the kernel, too: it is no child of the supervisor's, and in no sandbox."""
+
+
+@pytest.mark.parametrize("hostile_image", [LIAR.replace("LATER", "time.sleep(0.3)")], indirect=True, ids=["it ends"])
+async def test_a_process_that_is_not_in_the_sandbox_is_taken_for_no_kernel(
+    hostile_image: Path, runtime: Runtime, supervisor: own_supervisor.Supervisor
+) -> None:
+    """The supervisor would signal its number when it is another's: of anybody on the host."""
+    async with (
+        await Container.start(ContainerSpec(image=hostile_image, start="direct"), runtime) as container,
+        await Kernel.start(container) as kernel,
+    ):
+        async with asyncio.timeout(20):
+            while not zygotes(supervisor):
+                await asyncio.sleep(0.05)
+        # It is asked only when it has said that it is ready.
+        await asyncio.sleep(0.5)
+        await kernel.restart(timeout_s=15)
+        assert kernel._process
+        assert not Path(f"/proc/{kernel._process.pid}/ns/pid").samefile("/proc/self/ns/pid")
+        assert (await kernel.run("1")).data == [{"text/plain": "1"}]
