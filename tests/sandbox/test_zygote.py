@@ -107,8 +107,13 @@ async def forked(image: Path, runtime: Runtime) -> AsyncIterator[tuple[Kernel, d
 
 def zygotes(supervisor: own_supervisor.Supervisor) -> set[int]:
     running = (pid for pid in threads.children(supervisor.popen.pid) if start_time(pid) is not None)
-    outside = (pid for pid in running if Path(f"/proc/{pid}/ns/pid").samefile("/proc/self/ns/pid"))
+    outside = filter(same_numbers, running)
     return {pid for pid in outside if ZYGOTES.encode() in Path(f"/proc/{pid}/cmdline").read_bytes()}
+
+
+def same_numbers(pid: int) -> bool:
+    """Whether a process is in no sandbox."""
+    return Path(f"/proc/{pid}/ns/pid").samefile("/proc/self/ns/pid")
 
 
 def user_of(pid: int) -> int:
@@ -212,5 +217,5 @@ async def test_a_process_that_is_not_in_the_sandbox_is_taken_for_no_kernel(
         await asyncio.sleep(0.5)
         await kernel.restart(timeout_s=15)
         assert kernel._process
-        assert not Path(f"/proc/{kernel._process.pid}/ns/pid").samefile("/proc/self/ns/pid")
+        assert not same_numbers(kernel._process.pid)
         assert (await kernel.run("1")).data == [{"text/plain": "1"}]

@@ -140,9 +140,11 @@ class Sandboxes:
         try:
             async with sandbox.wanted, self._turns.of(order["image"]):
                 sandbox.took["turn"] = self._loop.time() - begun
-                sandbox.wanted.reschedule(self._loop.time() + timeout_s)
-                sandbox.stage = Stage.CREATING
-                await self._creation.create(sandbox)
+                # Its end may have been asked for in the very turn of the loop in which its own turn came.
+                if sandbox.stage is Stage.WAITING:
+                    sandbox.wanted.reschedule(self._loop.time() + timeout_s)
+                    sandbox.stage = Stage.CREATING
+                    await self._creation.create(sandbox)
                 if sandbox.stage is Stage.CREATING:
                     return self._is_up(sandbox), []
             trouble: Refused = NoSandbox(f"sandbox {sandbox.name} has ended")

@@ -150,7 +150,9 @@ def spawn(
     os._exit(0)
 
 
-def _ask(zygote: socket.socket, place: Place, order: dict[str, Any], files: Sequence[int]) -> tuple[int, socket.socket]:
+def _ask(
+    zygote: socket.socket, place: Place, order: dict[str, Any], files: Sequence[int]
+) -> tuple[int, socket.socket]:
     """Have it done; the number of the process that is to be the kernel, and the socket on which it waits for a word.
 
     Raises:
