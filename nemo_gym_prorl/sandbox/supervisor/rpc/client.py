@@ -130,6 +130,11 @@ class Link:
         try:
             await self._connection.send({**message, "id": number}, files)
             answer, received = await future
+        except asyncio.CancelledError:
+            if future.done() and not future.cancelled() and not future.exception():
+                # It was heard in the very turn of the loop.
+                close_all(future.result()[1])
+            raise
         except PeerGone as error:
             raise SandboxLost("the sandbox supervisor is gone, and its sandboxes with it") from error
         except OSError as error:
