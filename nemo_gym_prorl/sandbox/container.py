@@ -378,7 +378,7 @@ class Container:
         await self.ask("check")
 
     async def pause(self) -> None:
-        """Stop everything that runs inside; commands are refused until :meth:`resume`. All goes on if this is cancelled.
+        """Stop all that runs inside; commands are refused until :meth:`resume`. It goes on if this is cancelled.
 
         Raises:
             SandboxRefused: something does not stop.
