@@ -23,6 +23,7 @@ from nemo_gym_prorl.sandbox.isolation.zygote.zygote import ENTERING
 from nemo_gym_prorl.sandbox.limits import cgroups, threads
 from nemo_gym_prorl.sandbox.runtime.apptainer import Runtime
 from nemo_gym_prorl.sandbox.sessions.jupyter.kernel import Kernel
+from nemo_gym_prorl.sandbox.supervisor.errors import SandboxBroken
 from nemo_gym_prorl.sandbox.supervisor.processes.pidfd import start_time
 from nemo_gym_prorl.sandbox.supervisor.rpc import own_supervisor
 
@@ -219,3 +220,35 @@ async def test_a_process_that_is_not_in_the_sandbox_is_taken_for_no_kernel(
         assert kernel._process
         assert not same_numbers(kernel._process.pid)
         assert (await kernel.run("1")).data == [{"text/plain": "1"}]
+
+
+DIES_ON_ITS_WAY = """
+import os, socket, time
+fork, depth = os.fork, 0
+def deeper():
+    global depth
+    pid = fork()
+    if pid == 0:
+        depth += 1
+        if depth == 2:
+            socket.socket.recv = lambda *_: time.sleep(0.2) or os._exit(9)
+    return pid
+if not os.path.exists("/proc/self"):
+    os.fork = deeper
+"""
+"""When it is known, and has not begun, as by a ``kill -9 -1`` inside."""
+
+
+@pytest.mark.parametrize("hostile_image", [DIES_ON_ITS_WAY], indirect=True, ids=["killed"])
+async def test_a_kernel_that_is_killed_on_its_way_is_no_failure_of_the_supervisors(
+    hostile_image: Path, runtime: Runtime, supervisor: own_supervisor.Supervisor
+) -> None:
+    async with (
+        await Container.start(ContainerSpec(image=hostile_image, start="direct"), runtime) as container,
+        await Kernel.start(container) as kernel,
+    ):
+        with pytest.raises(SandboxBroken, match="the kernel has ended"):
+            for _ in range(TRIES):
+                await asyncio.sleep(0.2)
+                await kernel.restart(timeout_s=15)
+        assert zygotes(supervisor)
