@@ -68,17 +68,23 @@ TRIES = 60
 
 
 @pytest.fixture(scope="module")
-def hostile_image(kernel_image: Path, request: pytest.FixtureRequest) -> Iterator[Path]:
-    """The usual image, but for what its Python executes as it starts: :data:`HOSTILE`, or a test's parameter."""
+def changed_image(kernel_image: Path) -> Iterator[Path]:
+    """The usual image, but for a file that its Python executes as it starts."""
     with tempfile.TemporaryDirectory(prefix="prorl-h-", dir="/tmp") as name:
         Path(name).chmod(0o755)
         image = Path(name, "root")
         same_disk = Path(name).stat().st_dev == kernel_image.stat().st_dev
         subprocess.run(["cp", "-al" if same_disk else "-a", str(kernel_image), str(image)], check=True)
         packages = next(image.glob("usr/**/ipykernel/__init__.py")).parents[1]
-        (image / "hostile.py").write_text(getattr(request, "param", HOSTILE))
         (packages / "hostile.pth").write_text("import os; exec(open('/hostile.py').read(), {})\n")
         yield image
+
+
+@pytest.fixture
+def hostile_image(changed_image: Path, request: pytest.FixtureRequest) -> Path:
+    """That, and in its file :data:`HOSTILE`, or the test's parameter."""
+    (changed_image / "hostile.py").write_text(getattr(request, "param", HOSTILE))
+    return changed_image
 
 
 @pytest.fixture
@@ -175,6 +181,14 @@ async def gone(*processes: int) -> None:
         await asyncio.sleep(0.02)
 
 
+async def ready(supervisor: own_supervisor.Supervisor) -> None:
+    """Wait until the next kernel is asked of a zygote: it has imported what one needs."""
+    async with asyncio.timeout(20):
+        while not zygotes(supervisor):
+            await asyncio.sleep(0.05)
+    await asyncio.sleep(2)
+
+
 LIAR = """
 import os
 if not os.path.exists("/proc/self"):
@@ -191,10 +205,10 @@ if not os.path.exists("/proc/self"):
         if not os.fork():
             requests.close()
             answer = socket.socket(fileno=files[0])
-            for _ in range(2):
-                answer.send(b"here")
-                answer.recv(16)
-            LATER
+            answer.send(b"here")
+            answer.recv(16)
+            answer.send(b"here")
+            time.sleep(0.3)
             os._exit(0)
         for number in files:
             os.close(number)
@@ -202,7 +216,7 @@ if not os.path.exists("/proc/self"):
 """A zygote whose joiner says that it is the kernel, too: it is no child of the supervisor's, and in no sandbox."""
 
 
-@pytest.mark.parametrize("hostile_image", [LIAR.replace("LATER", "time.sleep(0.3)")], indirect=True, ids=["it ends"])
+@pytest.mark.parametrize("hostile_image", [LIAR], indirect=True, ids=["a liar"])
 async def test_a_process_that_is_not_in_the_sandbox_is_taken_for_no_kernel(
     hostile_image: Path, runtime: Runtime, supervisor: own_supervisor.Supervisor
 ) -> None:
@@ -211,11 +225,7 @@ async def test_a_process_that_is_not_in_the_sandbox_is_taken_for_no_kernel(
         await Container.start(ContainerSpec(image=hostile_image, start="direct"), runtime) as container,
         await Kernel.start(container) as kernel,
     ):
-        async with asyncio.timeout(20):
-            while not zygotes(supervisor):
-                await asyncio.sleep(0.05)
-        # It is asked only when it has said that it is ready.
-        await asyncio.sleep(0.5)
+        await ready(supervisor)
         await kernel.restart(timeout_s=15)
         assert kernel._process
         assert not same_numbers(kernel._process.pid)
@@ -247,8 +257,6 @@ async def test_a_kernel_that_is_killed_on_its_way_is_no_failure_of_the_superviso
         await Container.start(ContainerSpec(image=hostile_image, start="direct"), runtime) as container,
         await Kernel.start(container) as kernel,
     ):
+        await ready(supervisor)
         with pytest.raises(SandboxBroken, match="the kernel has ended"):
-            for _ in range(TRIES):
-                await asyncio.sleep(0.2)
-                await kernel.restart(timeout_s=15)
-        assert zygotes(supervisor)
+            await kernel.restart(timeout_s=15)
