@@ -13,6 +13,7 @@ from nemo_gym_prorl.sandbox.container import Container, ContainerSpec
 from nemo_gym_prorl.sandbox.runtime.apptainer import Runtime
 from nemo_gym_prorl.sandbox.sessions import bash
 from nemo_gym_prorl.sandbox.sessions.bash import Shell
+from nemo_gym_prorl.sandbox.sessions.jupyter import kernel as kernels
 from nemo_gym_prorl.sandbox.sessions.jupyter.kernel import Kernel
 
 
@@ -36,7 +37,10 @@ async def trace(container: Container, program: str) -> None:
 
 
 @pytest.mark.parametrize("act", ["close", "restart", "time limit"])
-async def test_a_shell_whose_end_is_not_told_is_given_up(kernel_image: Path, runtime: Runtime, act: str) -> None:
+async def test_a_shell_whose_end_is_not_told_is_given_up(
+    kernel_image: Path, runtime: Runtime, act: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(bash, "ENDING_S", 0.5)
     async with await Container.start(ContainerSpec(image=kernel_image), runtime) as container:
         shell = await Shell.start(container)
         await trace(container, "bash")
@@ -52,7 +56,10 @@ async def test_a_shell_whose_end_is_not_told_is_given_up(kernel_image: Path, run
             assert (await shell.run("echo new")).output == "new\n"
 
 
-async def test_a_kernel_whose_end_is_not_told_is_given_up(kernel_image: Path, runtime: Runtime) -> None:
+async def test_a_kernel_whose_end_is_not_told_is_given_up(
+    kernel_image: Path, runtime: Runtime, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(kernels, "INTERRUPT_GRACE_S", 0.5)
     async with await Container.start(ContainerSpec(image=kernel_image), runtime) as container:
         kernel = await Kernel.start(container)
         await trace(container, "python3")
