@@ -31,6 +31,7 @@ from nemo_gym_prorl.sandbox.limits import report
 from nemo_gym_prorl.sandbox.runtime.apptainer import Runtime, require_runtime
 from nemo_gym_prorl.sandbox.runtime.command import SHARED_FOLDER
 from nemo_gym_prorl.sandbox.sessions.exec import (
+    DEATH_S,
     DEFAULT_EXEC_TIMEOUT_S,
     OUTPUT_LIMIT,
     Completed,
@@ -299,6 +300,13 @@ class Container:
         """End a spawned process, with its group, wherever it is on its way; waits for nothing."""
         self._link.kill(process.name)
 
+    async def end(self, process: Process) -> None:
+        """End a spawned process, with its group, and wait until it has ended; not for long, since who traces it inside
+        keeps its end from being told."""
+        if self.alive and not process.ended.done():
+            await self.signal(process, signal.SIGKILL)
+            await asyncio.wait([process.ended], timeout=DEATH_S)
+
     async def upload(self, source: Path, target: str, *, limit: int = FILE_LIMIT) -> None:
         """Copy a file of the host into the sandbox; see :func:`.transfer.upload`."""
         await transfer.upload(self, source, target, limit)
@@ -370,12 +378,17 @@ class Container:
         await self.ask("check")
 
     async def pause(self) -> None:
-        """Stop everything that runs inside; commands are refused until :meth:`resume`.
+        """Stop all that runs inside; commands are refused until :meth:`resume`. It goes on if this is cancelled.
 
         Raises:
             SandboxRefused: something does not stop.
         """
-        await self.ask("pause")
+        try:
+            await self.ask("pause")
+        except asyncio.CancelledError:
+            self.post("resume")
+            self.paused = False
+            raise
         self.paused = True
 
     async def resume(self) -> None:

@@ -338,3 +338,43 @@ def test_daily_work_goes_on_under_it(program: str, tmp_path: Path) -> None:
     command = [sys.executable, "-c", UNDER_FILTER, WORK[program]]
     done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=False, timeout=100)
     assert done.returncode == 0, done.stdout + done.stderr
+
+
+TAKEN_OVER = """
+import glob, os, struct, sys, time
+calls = [tuple(map(int, line.split())) for line in sys.argv[1].split(";")]
+stack, at = (int(number, 16) for number in open("/proc/1/syscall").read().split()[-2:])
+code = b""
+for place, (number, *arguments) in enumerate(calls):
+    for register, value in zip((0xBF, 0xBE, 0xBA, 0xB8), (*arguments, 0, 0, 0)[:3] + (number,)):
+        code += struct.pack("<BI", register, value & 0xFFFFFFFF)
+    code += b"\\x0f\\x05\\x89\\x84\\x24" + struct.pack("<i", 4 * place)
+with open("/proc/1/mem", "r+b", buffering=0) as memory:
+    memory.seek(stack)
+    memory.write(struct.pack("<i", 1) * len(calls))
+    memory.seek(at)
+    memory.write(code + b"\\xeb\\xfe")
+    for path in glob.glob("/proc/[0-9]*"):
+        if int(path[6:]) not in (1, os.getpid(), os.getppid()):
+            os.kill(int(path[6:]), 9)
+    answers = (1,)
+    while 1 in answers:
+        time.sleep(0.01)
+        memory.seek(stack)
+        answers = struct.unpack("<" + "i" * len(calls), memory.read(4 * len(calls)))
+print(*(-answer for answer in answers), sep="\\n")
+"""
+"""Has the first process make calls and tell their answers, and then do nothing else for ever."""
+
+
+@pytest.mark.sandbox
+@pytest.mark.skipif(os.uname().machine != "x86_64", reason="these are instructions of that")
+async def test_a_first_process_with_the_rights_of_commands_is_refused_what_they_are(
+    image: Path, runtime: Runtime
+) -> None:
+    """Without the right to trace it they can still write to its memory, and so have it make any call."""
+    tried = {name: call for name, call in REFUSED.items() if call[0] in seccomp.BY_ARGUMENT}
+    assert {name for name, _ in tried.values()} == set(seccomp.BY_ARGUMENT)
+    async with await Container.start(ContainerSpec(image=image, root=False, start="runtime"), runtime) as container:
+        done = await container.execute(["python3", "-c", TAKEN_OVER, orders(tried)], timeout_s=20)
+        assert done.stdout.split() == [str(errno.EPERM)] * len(tried), done

@@ -16,10 +16,12 @@ from nemo_gym_prorl.failures import CallerError
 from nemo_gym_prorl.sandbox.container import Container, ContainerSpec
 from nemo_gym_prorl.sandbox.isolation import user_ids
 from nemo_gym_prorl.sandbox.limits import kernel_shares, usage
+from nemo_gym_prorl.sandbox.limits.report import COUNTED_PER_NAMESPACE, Facts
 from nemo_gym_prorl.sandbox.runtime.apptainer import Runtime
-from nemo_gym_prorl.sandbox.supervisor.errors import SandboxExhausted
+from nemo_gym_prorl.sandbox.supervisor.errors import SandboxExhausted, SandboxRefused
 from nemo_gym_prorl.sandbox.supervisor.rpc import own_supervisor
 from nemo_gym_prorl.sandbox.supervisor.storage import state_dir
+from tests.sandbox.without import Off, Without
 
 
 pytestmark = pytest.mark.sandbox
@@ -195,3 +197,24 @@ def test_a_failing_helper_leaves_a_domain_of_one(monkeypatch: pytest.MonkeyPatch
     parent, one_user = user_ids.make_parent_namespace()
     os.close(parent)
     assert one_user
+
+
+MOMENT = "from nemo_gym_prorl.sandbox.limits import cgroups, usage\n"
+MOMENT += "usage.threads_in, cgroups.Group.full = lambda space: 1, lambda group: False\n"
+NO_ROOM = "from nemo_gym_prorl.sandbox.supervisor.processes.children import Children\n"
+NO_ROOM += "Children.can_fork = lambda children: False\n"
+
+
+@HAVE_THEM
+@pytest.mark.skipif(Facts.here(frozenset()).kernel < COUNTED_PER_NAMESPACE, reason="sandboxes are not counted apart")
+@pytest.mark.parametrize(("now", "whose"), [(MOMENT, SandboxExhausted), (NO_ROOM, SandboxRefused)])
+async def test_who_takes_all_processes_for_a_moment_is_told_from_a_machine_without_room(
+    image: Path, runtime: Runtime, without: Without, now: str, whose: type[Exception]
+) -> None:
+    """By when anybody looks, the sandbox has room again."""
+    without(Off(now))
+    async with await Container.start(ContainerSpec(image=image, users=True, processes=50), runtime) as container:
+        await container.run(f"cat > /tmp/many.py << 'END'\n{MANY}\nEND\nsetsid python3 /tmp/many.py >/dev/null 2>&1 &")
+        await asyncio.sleep(1)
+        with pytest.raises(whose):
+            await container.run("true")

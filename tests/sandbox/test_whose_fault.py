@@ -21,6 +21,7 @@ import pytest
 
 from nemo_gym_prorl.failures import AgentError, CallerError, InfrastructureError
 from nemo_gym_prorl.sandbox import transfer
+from nemo_gym_prorl.sandbox.compose import network
 from nemo_gym_prorl.sandbox.container import Container, ContainerSpec
 from nemo_gym_prorl.sandbox.limits import cgroups
 from nemo_gym_prorl.sandbox.runtime.apptainer import Runtime
@@ -448,3 +449,49 @@ async def test_a_program_that_goes_with_its_sandbox_on_its_way_in_is_no_killed_h
                 await container._link.ask(
                     {**details, "sandbox": container.name, "tty": None, **container.program(["true"])}
                 )
+
+
+END_AS_IF_KILLED = """
+import glob, os
+at = int(open("/proc/1/syscall").read().split()[-1], 16)
+with open("/proc/1/mem", "r+b", buffering=0) as memory:
+    memory.seek(at)
+    memory.write(b"\\xbf\\x89\\0\\0\\0\\xb8\\xe7\\0\\0\\0\\x0f\\x05")
+for path in glob.glob("/proc/[0-9]*"):
+    number = int(path[6:])
+    if number not in (1, os.getpid(), os.getppid()):
+        os.kill(number, 9)
+"""
+"""Has the first process call ``exit_group(137)`` when the child that it waits for ends."""
+
+
+@pytest.mark.skipif(os.uname().machine != "x86_64", reason="these are instructions of that")
+async def test_a_first_process_that_is_made_to_end_as_if_killed_is_the_agents_doing(
+    kernel_image: Path, runtime: Runtime
+) -> None:
+    """Where commands have its rights they can write to its memory."""
+    spec = ContainerSpec(image=kernel_image, start="runtime", root=False)
+    async with await Container.start(spec, runtime) as container:
+        ended = asyncio.Event()
+        container.on_end(ended.set)
+        with contextlib.suppress(SandboxBroken):
+            await container.execute(["python3", "-c", END_AS_IF_KILLED], timeout_s=30)
+        async with asyncio.timeout(10):
+            await ended.wait()
+        with pytest.raises(SandboxBroken, match="ended from inside"):
+            await container.run("true")
+
+
+@pytest.mark.parametrize(
+    "made",
+    ["mkdir", "mkfifo", "ln -s hosts", "ln -s /dev/zero", "ln -s /proc/1/environ", "truncate -s 3G"],
+)
+async def test_an_unusable_list_of_hosts_is_the_agents_doing(image: Path, runtime: Runtime, made: str) -> None:
+    async with (
+        await Container.start(ContainerSpec(image=image), runtime) as good,
+        await Container.start(ContainerSpec(image=image), runtime) as bad,
+    ):
+        assert (await bad.run(f"rm /etc/hosts; {made} /etc/hosts")).exit_code == 0
+        with pytest.raises(AgentError, match="/etc/hosts"):
+            await network.connect({"good": good, "bad": bad})
+        assert (await good.run("grep -c bad /etc/hosts")).stdout == "1\n"

@@ -23,6 +23,7 @@ from nemo_gym_prorl.sandbox.isolation.zygote.zygote import ENTERING
 from nemo_gym_prorl.sandbox.limits import cgroups, threads
 from nemo_gym_prorl.sandbox.runtime.apptainer import Runtime
 from nemo_gym_prorl.sandbox.sessions.jupyter.kernel import Kernel
+from nemo_gym_prorl.sandbox.supervisor.errors import SandboxBroken
 from nemo_gym_prorl.sandbox.supervisor.processes.pidfd import start_time
 from nemo_gym_prorl.sandbox.supervisor.rpc import own_supervisor
 
@@ -67,17 +68,23 @@ TRIES = 60
 
 
 @pytest.fixture(scope="module")
-def hostile_image(kernel_image: Path) -> Iterator[Path]:
-    """The usual image, but for what its Python executes as it starts."""
+def changed_image(kernel_image: Path) -> Iterator[Path]:
+    """The usual image, but for a file that its Python executes as it starts."""
     with tempfile.TemporaryDirectory(prefix="prorl-h-", dir="/tmp") as name:
         Path(name).chmod(0o755)
         image = Path(name, "root")
         same_disk = Path(name).stat().st_dev == kernel_image.stat().st_dev
         subprocess.run(["cp", "-al" if same_disk else "-a", str(kernel_image), str(image)], check=True)
         packages = next(image.glob("usr/**/ipykernel/__init__.py")).parents[1]
-        (image / "hostile.py").write_text(HOSTILE)
         (packages / "hostile.pth").write_text("import os; exec(open('/hostile.py').read(), {})\n")
         yield image
+
+
+@pytest.fixture
+def hostile_image(changed_image: Path, request: pytest.FixtureRequest) -> Path:
+    """That, and in its file :data:`HOSTILE`, or the test's parameter."""
+    (changed_image / "hostile.py").write_text(getattr(request, "param", HOSTILE))
+    return changed_image
 
 
 @pytest.fixture
@@ -107,8 +114,13 @@ async def forked(image: Path, runtime: Runtime) -> AsyncIterator[tuple[Kernel, d
 
 def zygotes(supervisor: own_supervisor.Supervisor) -> set[int]:
     running = (pid for pid in threads.children(supervisor.popen.pid) if start_time(pid) is not None)
-    outside = (pid for pid in running if Path(f"/proc/{pid}/ns/pid").samefile("/proc/self/ns/pid"))
+    outside = filter(same_numbers, running)
     return {pid for pid in outside if ZYGOTES.encode() in Path(f"/proc/{pid}/cmdline").read_bytes()}
+
+
+def same_numbers(pid: int) -> bool:
+    """Whether a process is in no sandbox."""
+    return Path(f"/proc/{pid}/ns/pid").samefile("/proc/self/ns/pid")
 
 
 def user_of(pid: int) -> int:
@@ -167,3 +179,84 @@ async def gone(*processes: int) -> None:
     while any(start_time(pid) is not None for pid in processes):
         assert time.monotonic() - begin < 5, "it lives on"
         await asyncio.sleep(0.02)
+
+
+async def ready(supervisor: own_supervisor.Supervisor) -> None:
+    """Wait until the next kernel is asked of a zygote: it has imported what one needs."""
+    async with asyncio.timeout(20):
+        while not zygotes(supervisor):
+            await asyncio.sleep(0.05)
+    await asyncio.sleep(2)
+
+
+LIAR = """
+import os
+if not os.path.exists("/proc/self"):
+    import array, signal, socket, time
+    requests = socket.socket(fileno=3)
+    requests.setblocking(True)
+    signal.signal(signal.SIGCHLD, signal.SIG_IGN)
+    requests.send(b"ready")
+    while True:
+        data, ancillary, *_ = requests.recvmsg(1 << 18, socket.CMSG_SPACE(4 * 32))
+        if not data:
+            os._exit(0)
+        files = array.array("i", ancillary[0][2])
+        if not os.fork():
+            requests.close()
+            answer = socket.socket(fileno=files[0])
+            answer.send(b"here")
+            answer.recv(16)
+            answer.send(b"here")
+            time.sleep(0.3)
+            os._exit(0)
+        for number in files:
+            os.close(number)
+"""
+"""A zygote whose joiner says that it is the kernel, too: it is no child of the supervisor's, and in no sandbox."""
+
+
+@pytest.mark.parametrize("hostile_image", [LIAR], indirect=True, ids=["a liar"])
+async def test_a_process_that_is_not_in_the_sandbox_is_taken_for_no_kernel(
+    hostile_image: Path, runtime: Runtime, supervisor: own_supervisor.Supervisor
+) -> None:
+    """The supervisor would signal its number when it is another's: of anybody on the host."""
+    async with (
+        await Container.start(ContainerSpec(image=hostile_image, start="direct"), runtime) as container,
+        await Kernel.start(container) as kernel,
+    ):
+        await ready(supervisor)
+        await kernel.restart(timeout_s=15)
+        assert kernel._process
+        assert not same_numbers(kernel._process.pid)
+        assert (await kernel.run("1")).data == [{"text/plain": "1"}]
+
+
+DIES_ON_ITS_WAY = """
+import os, socket, time
+fork, depth = os.fork, 0
+def deeper():
+    global depth
+    pid = fork()
+    if pid == 0:
+        depth += 1
+        if depth == 2:
+            socket.socket.recv = lambda *_: time.sleep(0.2) or os._exit(9)
+    return pid
+if not os.path.exists("/proc/self"):
+    os.fork = deeper
+"""
+"""When it is known, and has not begun, as by a ``kill -9 -1`` inside."""
+
+
+@pytest.mark.parametrize("hostile_image", [DIES_ON_ITS_WAY], indirect=True, ids=["killed"])
+async def test_a_kernel_that_is_killed_on_its_way_is_no_failure_of_the_supervisors(
+    hostile_image: Path, runtime: Runtime, supervisor: own_supervisor.Supervisor
+) -> None:
+    async with (
+        await Container.start(ContainerSpec(image=hostile_image, start="direct"), runtime) as container,
+        await Kernel.start(container) as kernel,
+    ):
+        await ready(supervisor)
+        with pytest.raises(SandboxBroken, match="the kernel has ended"):
+            await kernel.restart(timeout_s=15)

@@ -39,6 +39,7 @@ async def set_hosts(container: Container, hosts: Mapping[str, str]) -> None:
 
     Raises:
         CallerError: what can't be a name or an address.
+        SandboxBroken: what runs in it has made something else of the list of names.
         SandboxRefused: an address is no sandbox's of the same server, or this machine makes no networks.
     """
     for name, where in hosts.items():

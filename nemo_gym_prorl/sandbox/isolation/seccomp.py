@@ -22,8 +22,11 @@ import errno
 import json
 import os
 from dataclasses import dataclass
+from functools import reduce
+from operator import or_
+from typing import Any
 
-from nemo_gym_prorl.bpf import ALLOW, REFUSE, UNKNOWN, ByArgument, Verdict, program
+from nemo_gym_prorl.bpf import ALLOW, REFUSE, UNKNOWN, WORD, ByArgument, Verdict, program
 
 
 LAST = 466
@@ -231,10 +234,26 @@ def install(rules: bytes = FILTER) -> None:
 
 
 def profile() -> str:
-    """What is refused in whole, in the words of the container runtimes: JSON.
+    """What is refused, in the words of the container runtimes: JSON.
 
     For the first process of a container that a runtime starts, where that has no more rights than those inside: they
     may take it over, and it must be under a filter too. It has no say over ``clone3``, which the runtime itself needs.
     """
-    names = sorted(TABLES[_MACHINE].refused) if _MACHINE in TABLES else []
-    return json.dumps({"defaultAction": "SCMP_ACT_ALLOW", "syscalls": [{"names": names, "action": "SCMP_ACT_ERRNO"}]})
+    table = TABLES.get(_MACHINE)
+    rules: list[dict[str, Any]] = [{"names": sorted(table.refused)}] if table else []
+    for name in table.conditional if table else ():
+        rule = BY_ARGUMENT[name]
+        for mask, value in _refused_by(rule):
+            condition = {"index": rule.index, "value": mask, "valueTwo": value, "op": "SCMP_CMP_MASKED_EQ"}
+            rules.append({"names": [name], "args": [condition]})
+    refused = [{**rule, "action": "SCMP_ACT_ERRNO"} for rule in rules]
+    return json.dumps({"defaultAction": "SCMP_ACT_ALLOW", "syscalls": refused})
+
+
+def _refused_by(rule: ByArgument) -> list[tuple[int, int]]:
+    """Masks, and what an argument is in their bits if it is refused: a runtime knows no "none of these values". So any
+    bit is refused that no allowed value has, but for one of all bits, which no shell ever gives."""
+    if rule.then == REFUSE:
+        return [(rule.mask, value) for value in sorted(rule.values)]
+    usual = reduce(or_, rule.values - {WORD})
+    return [(bit, bit) for shift in range(32) if (bit := 1 << shift) & rule.mask & ~usual]

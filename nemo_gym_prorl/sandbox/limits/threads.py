@@ -12,7 +12,7 @@ from __future__ import annotations
 import os
 
 
-STATE, FLAGS, USER_TICKS, SYSTEM_TICKS, THREADS, STARTED, PAGES = 0, 6, 11, 12, 17, 19, 21
+STATE, PARENT, FLAGS, USER_TICKS, SYSTEM_TICKS, THREADS, STARTED, PAGES = 0, 1, 6, 11, 12, 17, 19, 21
 """Where what is in :func:`status`."""
 
 ENDED = "ZX"

@@ -119,30 +119,26 @@ class Shell:
         self._status = BashStatus(self._on_end, self._on_lost_line, self._on_unusable)
         self._commands = BashCommands(self._status)
         try:
-            self._bash = await self._container.spawn(
-                ["/bin/sh", "-c", "exec bash --noprofile --norc --noediting -i <&3 3<&-"],
-                [self._commands.theirs.fileno(), self._status.theirs.fileno()],
-                cwd=self._start_cwd,
-                env=self._env,
-                terminal=(ROWS, COLUMNS),
-            )
+            # Those inside may stop it on its way in, for ever.
+            async with asyncio.timeout(START_TIMEOUT_S):
+                self._bash = await self._container.spawn(
+                    ["/bin/sh", "-c", "exec bash --noprofile --norc --noediting -i <&3 3<&-"],
+                    [self._commands.theirs.fileno(), self._status.theirs.fileno()],
+                    cwd=self._start_cwd,
+                    env=self._env,
+                    terminal=(ROWS, COLUMNS),
+                )
+            trouble = await self._prepare(self._bash, self._status, self._commands)
+        except TimeoutError as error:
+            self._let_go()
+            raise InfrastructureError(
+                f"no shell starts in the sandbox within {START_TIMEOUT_S:g} s", kind=FailureKind.PROVIDER_UNAVAILABLE
+            ) from error
         except BaseException:
+            if self._bash:
+                self._container.kill(self._bash)
             self._let_go()
             raise
-        self._commands.theirs.close()
-        assert self._bash.terminal is not None
-        self._status.listen_to(self._bash.pid)
-        self._terminal = ContainerTerminal(self._bash.pid, self._bash.terminal)
-        self._bash.ended.add_done_callback(lambda _future: self._output.notify())
-        self._output.listen_to(self._terminal)
-        try:
-            self._commands.send(PREPARE, watched=False)
-            first = await self.run("command -v bash", timeout_s=START_TIMEOUT_S, silence_s=None)
-            trouble = first.output or "no answer" if first.exit_code else ""
-        except (SandboxLost, SandboxBroken):
-            if not self._container.alive:
-                raise
-            trouble = "it ended at once"
         if trouble:
             bash, trouble = self._bash, trouble.strip()[-400:]
             await self.close()
@@ -151,6 +147,23 @@ class Shell:
                 f"a shell session needs bash in the image: {trouble}", kind=FailureKind.PROVIDER_UNAVAILABLE
             )
         self._container.worked.add("bash")
+
+    async def _prepare(self, bash: Process, status: BashStatus, commands: BashCommands) -> str:
+        """Have a fresh bash ready for commands; what is wrong with it, if anything is."""
+        assert bash.terminal is not None
+        commands.theirs.close()
+        status.listen_to(bash.pid)
+        self._terminal = ContainerTerminal(bash.pid, bash.terminal)
+        bash.ended.add_done_callback(lambda _future: self._output.notify())
+        self._output.listen_to(self._terminal)
+        try:
+            commands.send(PREPARE, watched=False)
+            first = await self.run("command -v bash", timeout_s=START_TIMEOUT_S, silence_s=None)
+            return first.output or "no answer" if first.exit_code else ""
+        except (SandboxLost, SandboxBroken):
+            if not self._container.alive:
+                raise
+            return "it ended at once"
 
     async def run(
         self,
@@ -246,9 +259,8 @@ class Shell:
     async def close(self) -> None:
         """End bash and what runs in the foreground. Harmless when it has ended."""
         self._let_go()
-        if self._bash is not None and not self._bash.ended.done() and self._container.alive:
-            await self._container.signal(self._bash, signal.SIGKILL)
-            await asyncio.wait([self._bash.ended])
+        if self._bash is not None:
+            await self._container.end(self._bash)
         self._bash = None
         self.running = False
 
@@ -356,7 +368,8 @@ class Shell:
             cwd=self.cwd,
             waiting=waiting,
             timed_out=timed_out,
-            exited=self.exited,
+            # Its end may be told to nobody, where somebody inside traces it.
+            exited=self.exited or self._killed,
             omitted=kept.omitted,
             seconds=self._loop.time() - begin,
         )

@@ -140,9 +140,11 @@ class Sandboxes:
         try:
             async with sandbox.wanted, self._turns.of(order["image"]):
                 sandbox.took["turn"] = self._loop.time() - begun
-                sandbox.wanted.reschedule(self._loop.time() + timeout_s)
-                sandbox.stage = Stage.CREATING
-                await self._creation.create(sandbox)
+                # Its end may have been asked for in the very turn of the loop in which its own turn came.
+                if sandbox.stage is Stage.WAITING:
+                    sandbox.wanted.reschedule(self._loop.time() + timeout_s)
+                    sandbox.stage = Stage.CREATING
+                    await self._creation.create(sandbox)
                 if sandbox.stage is Stage.CREATING:
                     return self._is_up(sandbox), []
             trouble: Refused = NoSandbox(f"sandbox {sandbox.name} has ended")
@@ -286,12 +288,18 @@ class Sandboxes:
         code = await sandbox.starter.wait()
         if sandbox.stage is Stage.UP:
             self._look_at_kills(sandbox)
-            # Nothing inside can kill its first process, but by want of memory.
-            killed = code in KILLED
-            if killed and sandbox.over_memory and self._loop.time() - sandbox.over_memory_at < SOON_S:
+            if code in KILLED and sandbox.over_memory and self._loop.time() - sandbox.over_memory_at < SOON_S:
                 self.end_early(sandbox, sandbox.over_memory, "memory")
             else:
-                self.end_early(sandbox, inside=not killed)
+                self.end_early(sandbox, inside=not self._was_killed(sandbox, code))
+
+    def _was_killed(self, sandbox: Sandbox, code: int) -> bool:
+        """Whether its first process was killed from outside: nothing inside can kill it, but by want of memory. It may
+        have been made to end as if, where commands have its rights: the runtime can't tell that from a kill."""
+        by_the_runtimes_word = code == 128 + signal.SIGKILL
+        return code in KILLED and (
+            not by_the_runtimes_word or sandbox.order["uid"] == 0 or self._lacked_memory(sandbox)
+        )
 
     def end_early(self, sandbox: Sandbox, reason: str = "", resource: str = "", *, inside: bool = False) -> None:
         """One that is up ends without having been asked to: who uses it is told, and whether from ``inside``."""

@@ -24,6 +24,7 @@ from nemo_gym_prorl.sandbox.isolation.joining import Place
 from nemo_gym_prorl.sandbox.launcher import requests
 from nemo_gym_prorl.sandbox.limits import kernel_shares, usage
 from nemo_gym_prorl.sandbox.limits.cgroups import Group
+from nemo_gym_prorl.sandbox.limits.report import COUNTED_PER_NAMESPACE, Facts
 from nemo_gym_prorl.sandbox.supervisor.lifecycle import Sandboxes
 from nemo_gym_prorl.sandbox.supervisor.processes.background import guarded
 from nemo_gym_prorl.sandbox.supervisor.processes.children import Adopt, Child, Children
@@ -111,7 +112,7 @@ class Programs:
                 terminal = await self._start(program, request, files, sandbox.group, joiner)
         except BaseException as error:
             del self._all[name]
-            refusal = _refusal(error, program, place, sandbox.group)
+            refusal = self._refusal(error, program, place, sandbox.group)
             if isinstance(refusal, Refused) and "exhausted" in refusal.answer:
                 self._sandboxes.start_refused(sandbox.name, refusal.answer["exhausted"])
             if isinstance(refusal, Refused) and refusal.answer.get("killed"):
@@ -172,6 +173,31 @@ class Programs:
                     await _give_up(program, channel, adopt)
                     raise
 
+    def _refusal(self, error: BaseException, program: Program, place: Place, group: Group | None) -> BaseException:
+        """What a program's start failed by, as it is told."""
+        if program.wanted and program.wanted.expired():
+            return Refused(KILLED)
+        if isinstance(error, OSError):
+            return no_process(error, group)
+        if isinstance(error, Refused) and error.answer.get("errno") == errno.EAGAIN and self._is_full(place):
+            return Refused(EXHAUSTED)
+        if isinstance(error, Refused) and error.answer == exhausted("terminals") and kernel_shares.no_terminal_left():
+            return Refused(
+                {"error": "this machine has no terminal left for sandboxes (kernel.pty.max)", "quota": True}
+            )
+        return error
+
+    def _is_full(self, place: Place) -> bool:
+        """Whether it is the sandbox that had no room for a process: it may have some by now, as those inside like it.
+        Where its own are not counted apart, only if it has as many as it may."""
+        if Facts.here(frozenset()).kernel >= COUNTED_PER_NAMESPACE:
+            return self._children.can_fork()
+        with contextlib.suppress(FileNotFoundError):
+            space = place.process.namespace("pid")
+            # With one left no command could be started that starts another.
+            return usage.threads_in(space) >= place.limits[resource.RLIMIT_NPROC] - 1
+        return False
+
 
 async def _give_up(program: Program, channel: socket.socket, adopt: Adopt) -> None:
     """Have nothing run of it. It may lie there stopped until its sandbox ends."""
@@ -208,27 +234,3 @@ async def _until_it_runs(program: Program, channel: socket.socket, adopt: Adopt)
         raise
     close_all(files)
     raise Refused(message)
-
-
-def _refusal(error: BaseException, program: Program, place: Place, group: Group | None) -> BaseException:
-    """What a program's start failed by, as it is told."""
-    if program.wanted and program.wanted.expired():
-        return Refused(KILLED)
-    if isinstance(error, OSError):
-        return no_process(error, group)
-    if isinstance(error, Refused) and error.answer.get("errno") == errno.EAGAIN and _is_full(place, group):
-        return Refused(EXHAUSTED)
-    if isinstance(error, Refused) and error.answer == exhausted("terminals") and kernel_shares.no_terminal_left():
-        return Refused({"error": "this machine has no terminal left for sandboxes (kernel.pty.max)", "quota": True})
-    return error
-
-
-def _is_full(place: Place, group: Group | None) -> bool:
-    """Whether a sandbox has as many processes as it may; of all users together, where there are several."""
-    if group and group.full():
-        return True
-    with contextlib.suppress(FileNotFoundError):
-        space = place.process.namespace("pid")
-        # With one left no command could be started that starts another.
-        return usage.threads_in(space) >= place.limits[resource.RLIMIT_NPROC] - 1
-    return False

@@ -130,6 +130,8 @@ class Sandbox:
     environment: dict[str, str] = field(default_factory=dict)
     expiry: asyncio.TimerHandle | None = None
     paused: bool = False
+    pausing: asyncio.Lock = field(default_factory=asyncio.Lock)
+    """Whoever pauses or resumes it: the one that was asked for last is done last."""
     noted: set[str] = field(default_factory=set)
     oom_kills: int = 0
     machine_kills: int = 0

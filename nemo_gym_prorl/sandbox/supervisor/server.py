@@ -183,19 +183,21 @@ class Supervisor:
         sandbox = self._sandboxes.up(order["sandbox"])
         assert sandbox.space
         assert sandbox.place
-        # From now on, or what is started meanwhile would run on.
-        sandbox.paused = True
-        try:
-            return await freezer.pause(self._children, self._launcher, sandbox.space, sandbox.place)
-        except BaseException:
-            sandbox.paused = False
-            raise
+        async with sandbox.pausing:
+            # From now on, or what is started meanwhile would run on.
+            sandbox.paused = True
+            try:
+                return await freezer.pause(self._children, self._launcher, sandbox.space, sandbox.place)
+            except BaseException:
+                sandbox.paused = False
+                raise
 
     async def _do_resume(self, _client: Client, order: Message, _files: list[int]) -> Answer:
         sandbox = self._sandboxes.up(order["sandbox"])
         assert sandbox.space
-        sandbox.paused = False
-        return await self._children.run(partial(freezer.resume, sandbox.space))
+        async with sandbox.pausing:
+            sandbox.paused = False
+            return await self._children.run(partial(freezer.resume, sandbox.space))
 
     async def _do_connect(self, _client: Client, order: Message, _files: list[int]) -> Answer:
         return await self._launcher.run(requests.connect(self._place(order), order["port"]))

@@ -28,7 +28,7 @@ from nemo_gym_prorl.sandbox.supervisor.lifecycle import Sandboxes
 from nemo_gym_prorl.sandbox.supervisor.processes import background
 from nemo_gym_prorl.sandbox.supervisor.processes.children import Answer, Children
 from nemo_gym_prorl.sandbox.supervisor.processes.launcher import Launcher
-from nemo_gym_prorl.sandbox.supervisor.rpc.answers import Refused
+from nemo_gym_prorl.sandbox.supervisor.rpc.answers import Refused, by_names_inside
 from nemo_gym_prorl.sandbox.supervisor.rpc.protocol import Message, close_all
 
 
@@ -181,6 +181,8 @@ class Networks:
             os.pwrite(hosts, text, 0)
             os.lseek(hosts, 0, os.SEEK_SET)
             return await self._launcher.run(requests.put(place, networks.HOSTS, None), [hosts])
+        except Refused as error:
+            raise by_names_inside(error) from error
         finally:
             os.close(hosts)
 

@@ -15,19 +15,23 @@ It has no process numbers of its own: the kernel lets nobody enter a sandbox's w
 is one only where the server is root: an ordinary user's would have the right to signal his other processes.
 
 Nothing that it says is believed: the process that enters a sandbox, and the one that it starts there, are those that
-the kernel names as the speakers. Where it does not work, the kernel is started as any program. What an agent changes
-in libraries that a kernel imports at its start is not seen by kernels that are forked: they have the image's.
+the kernel names as the speakers. The latter is taken for a kernel only if it is in the sandbox and a child of the
+supervisor's, whose number is nobody else's until that has reaped it. Where it does not work, the kernel is started as
+any program. What an agent changes in libraries that a kernel imports at its start is not seen by kernels that are
+forked: they have the image's.
 """
 
 from __future__ import annotations
 
 import base64
+import contextlib
 import json
 import os
 import resource
 import signal
 import socket
 import struct
+import time
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NoReturn
@@ -37,12 +41,15 @@ from nemo_gym_prorl.sandbox.isolation.capabilities import KEPT
 from nemo_gym_prorl.sandbox.isolation.joining import Place, doors
 from nemo_gym_prorl.sandbox.isolation.prepared_image import PreparedImage
 from nemo_gym_prorl.sandbox.launcher.requests import Answer, Said
-from nemo_gym_prorl.sandbox.limits import descriptors
+from nemo_gym_prorl.sandbox.limits import descriptors, threads
 from nemo_gym_prorl.sandbox.limits.cgroups import Group
 
 
 ANSWER_S = 5.0
 """How long a zygote may take to fork a process that enters a sandbox."""
+
+_LOOK_S = 0.0005
+"""Between two looks at whose child a kernel is."""
 
 ENTERING = 21
 """``SYS_ADMIN``: who has it in a user namespace may enter those below it."""
@@ -123,26 +130,33 @@ def spawn(
     """As :func:`.requests.spawn`, by way of the zygote that takes requests at ``zygote``; answers with nothing done if
     that can't."""
     try:
-        trouble = _ask(socket.socket(fileno=zygote), group, place, order, files, channel)
+        pid, waits = _ask(socket.socket(fileno=zygote), place, order, files)
     except (_NoZygote, OSError):
-        trouble = Answer(Said.DONE)
-    if trouble:
-        channel.send(trouble.packed())
+        channel.send(Answer(Said.DONE).packed())
+        os._exit(0)
+    channel.send(Answer(Said.STARTED, pid).packed())
+    # Those inside may stop it now, or kill it, which its end tells.
+    waits.settimeout(None)
+    said = b""
+    with contextlib.suppress(ConnectionError, ProcessLookupError):
+        waits.send(b"go")
+        if group:
+            # Meanwhile, since it takes some 10 ms; nobody can speak to the kernel before we have ended.
+            (group.path / "cgroup.procs").write_text(str(pid))
+        said = waits.recv(4096)
+    if said:
+        trouble = json.loads(said)
+        channel.send(Answer(Said.FAILED, int(trouble["errno"]), str(trouble["step"])).packed())
     os._exit(0)
 
 
 def _ask(
-    zygote: socket.socket,
-    group: Group | None,
-    place: Place,
-    order: dict[str, Any],
-    files: Sequence[int],
-    channel: socket.socket,
-) -> Answer | None:
-    """Have it done; tells the process's number, and returns why it does not run, if so.
+    zygote: socket.socket, place: Place, order: dict[str, Any], files: Sequence[int]
+) -> tuple[int, socket.socket]:
+    """Have it done; the number of the process that is to be the kernel, and the socket on which it waits for a word.
 
     Raises:
-        _NoZygote: nothing was started.
+        _NoZygote: nothing was started, or what was ends by itself.
     """
     spaces = doors(place, place.spaces)
     ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
@@ -154,18 +168,25 @@ def _ask(
     _speaker(ours)
     ours.send(b"go")
     pid = _speaker(ours)
-    channel.send(Answer(Said.STARTED, pid).packed())
-    # Those inside may stop it now.
-    ours.settimeout(None)
-    ours.send(b"go")
-    if group:
-        # Meanwhile, since it takes some 10 ms; nobody can speak to the kernel before we have ended.
-        (group.path / "cgroup.procs").write_text(str(pid))
-    said = ours.recv(4096)
-    if not said:
-        return None
-    trouble = json.loads(said)
-    return Answer(Said.FAILED, int(trouble["errno"]), str(trouble["step"]))
+    _check_kernel(pid, place)
+    return pid, ours
+
+
+def _check_kernel(pid: int, place: Place) -> None:
+    """Wait until it is a child of the supervisor's, as it is once who forked it has ended; see that it is in the
+    sandbox.
+
+    Raises:
+        _NoZygote: it is not.
+        OSError: it has ended.
+    """
+    deadline = time.monotonic() + ANSWER_S
+    while int(threads.status(pid)[threads.PARENT]) != os.getppid():
+        if time.monotonic() > deadline:
+            raise _NoZygote
+        time.sleep(_LOOK_S)
+    if os.stat(f"/proc/{pid}/ns/pid").st_ino != place.process.namespace("pid"):
+        raise _NoZygote
 
 
 def _speaker(ours: socket.socket) -> int:

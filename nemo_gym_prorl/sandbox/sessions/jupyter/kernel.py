@@ -28,6 +28,7 @@ from nemo_gym_prorl.failures import AgentError, CallerError, FailureKind, Infras
 from nemo_gym_prorl.sandbox.container import SHARED_FOLDER, Container
 from nemo_gym_prorl.sandbox.isolation.zygote import zygote
 from nemo_gym_prorl.sandbox.sessions.broken import check_agents, why_over
+from nemo_gym_prorl.sandbox.sessions.exec import DEATH_S
 from nemo_gym_prorl.sandbox.sessions.jupyter import channel as jupyter_channel
 from nemo_gym_prorl.sandbox.sessions.jupyter.channel import Channel
 from nemo_gym_prorl.sandbox.sessions.jupyter.messages import SIGNED_WITH, Message, MessageReader, Requests
@@ -176,10 +177,10 @@ class Kernel:
         log = os.memfd_create("kernel", os.MFD_CLOEXEC)
         null = os.open("/dev/null", os.O_RDONLY | os.O_CLOEXEC)
         try:
-            self._process = await self._container.spawn(
-                [*zygote.KERNEL, f"{SHARED_FOLDER}/{name}.json"], [null, log, log]
-            )
             async with asyncio.timeout(timeout_s):
+                self._process = await self._container.spawn(
+                    [*zygote.KERNEL, f"{SHARED_FOLDER}/{name}.json"], [null, log, log]
+                )
                 await self._connect(name)
                 await self._until_it_answers()
         except (TimeoutError, SandboxLost, CallerError, Violation) as error:
@@ -199,7 +200,8 @@ class Kernel:
                 raise SandboxLost(f"the sandbox ended while its kernel started: {said}") from error
             if self._is_closed():
                 raise SandboxBroken(f"{SHARED_FOLDER} is closed: {said}") from error
-            await check_agents(self._container, "ipykernel", process, said)
+            if not isinstance(error, TimeoutError):
+                await check_agents(self._container, "ipykernel", process, said)
             raise InfrastructureError(
                 f"no kernel answers in the sandbox; it needs python3 with ipykernel in the image: {said}",
                 kind=FailureKind.PROVIDER_UNAVAILABLE,
@@ -230,7 +232,7 @@ class Kernel:
             process = self._process
             if self._broken:
                 raise KernelBroken(self._broken)
-            if process is None or process.ended.done():
+            if process is None or self._killed or process.ended.done():
                 raise why_over(self._container, "kernel", process, ours=self._killed)
             request = self._ask("execute_request", code=code, allow_stdin=False, stop_on_error=False)
             running = self._running = _Running(request, output_limit)
@@ -255,9 +257,8 @@ class Kernel:
     async def close(self) -> None:
         """End the kernel. Harmless when it has ended."""
         self._hang_up()
-        if self._process is not None and not self._process.ended.done() and self._container.alive:
-            await self._container.signal(self._process, signal.SIGKILL)
-            await asyncio.wait([self._process.ended])
+        if self._process is not None:
+            await self._container.end(self._process)
         self._process = None
 
     async def __aenter__(self) -> Kernel:
@@ -276,7 +277,7 @@ class Kernel:
                 return number == signal.SIGKILL
             self._killed = number == signal.SIGKILL
             await self._container.signal(process, number)
-        await asyncio.wait(ends, return_when=asyncio.FIRST_COMPLETED)
+        await asyncio.wait(ends, timeout=DEATH_S, return_when=asyncio.FIRST_COMPLETED)
         return True
 
     def _ask(self, kind: str, **content: Any) -> str:

@@ -113,6 +113,14 @@ class Children:
         child = self._known[pid] = Child(pid)
         return child
 
+    def can_fork(self) -> bool:
+        """Whether this machine, and its user, have room for a process, by trying."""
+        try:
+            self.fork(lambda: None)
+        except Refused:
+            return False
+        return True
+
     async def run(self, action: Action, files: Sequence[int] = (), group: Group | None = None) -> Answer:
         """Run ``action`` in a forked child, with these ``files`` and no others; returns what that does.
 

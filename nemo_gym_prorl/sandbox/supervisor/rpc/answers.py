@@ -6,7 +6,9 @@ from __future__ import annotations
 import sys
 import traceback
 
+from nemo_gym_prorl.failures import OF_THE_MACHINE
 from nemo_gym_prorl.sandbox.limits.cgroups import Group
+from nemo_gym_prorl.sandbox.supervisor.errors import SHORTAGES
 from nemo_gym_prorl.sandbox.supervisor.rpc.protocol import Message
 
 
@@ -38,6 +40,15 @@ def no_process(error: OSError, group: Group | None) -> Refused:
     if isinstance(error, BlockingIOError) and group and group.full():
         return Refused(EXHAUSTED)
     return Refused({"error": f"no process can be started: {in_words(error)}", "errno": error.errno})
+
+
+def by_names_inside(error: Refused) -> Refused:
+    """That something could not be done to a file of a sandbox which nobody named but us: by its number it is the
+    machine's want, or else the doing of those inside."""
+    number = error.answer.get("errno") or 0
+    if not number or number in OF_THE_MACHINE or number in SHORTAGES:
+        return error
+    return Refused({"error": error.answer["error"], "broken": True})
 
 
 def in_words(error: OSError) -> str:

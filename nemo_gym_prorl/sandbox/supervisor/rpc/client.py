@@ -20,7 +20,13 @@ from pathlib import Path
 from typing import Any
 
 from nemo_gym_prorl.failures import CallerError, FailureKind, RolloutError
-from nemo_gym_prorl.sandbox.supervisor.errors import SHORTAGES, SandboxExhausted, SandboxLost, SandboxRefused
+from nemo_gym_prorl.sandbox.supervisor.errors import (
+    SHORTAGES,
+    SandboxBroken,
+    SandboxExhausted,
+    SandboxLost,
+    SandboxRefused,
+)
 from nemo_gym_prorl.sandbox.supervisor.rpc import own_supervisor
 from nemo_gym_prorl.sandbox.supervisor.rpc.connection import Connection
 from nemo_gym_prorl.sandbox.supervisor.rpc.protocol import Message, PeerGone, close_all
@@ -115,6 +121,7 @@ class Link:
         Raises:
             SandboxRefused: it could not be done.
             SandboxExhausted: not with what the sandbox may use.
+        SandboxBroken: not with what became of it inside.
             SandboxLost: the supervisor is gone.
         """
         for _ in range(RETRIES):
@@ -130,6 +137,11 @@ class Link:
         try:
             await self._connection.send({**message, "id": number}, files)
             answer, received = await future
+        except asyncio.CancelledError:
+            if future.done() and not future.cancelled() and not future.exception():
+                # It was heard in the very turn of the loop.
+                close_all(future.result()[1])
+            raise
         except PeerGone as error:
             raise SandboxLost("the sandbox supervisor is gone, and its sandboxes with it") from error
         except OSError as error:
@@ -222,6 +234,8 @@ def _refusal(answer: Message) -> RolloutError:
         return SandboxLost(answer["error"])
     if answer.get("exhausted"):
         return SandboxExhausted(answer["error"], answer["exhausted"])
+    if answer.get("broken"):
+        return SandboxBroken(answer["error"])
     if answer.get("field"):
         return CallerError(answer["error"], field=answer["field"])
     # Nothing of the agent's kills the helper, which is the machine's.

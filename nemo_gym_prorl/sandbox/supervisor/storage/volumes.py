@@ -23,7 +23,7 @@ ALL = "."
 """The volume of whoever sets up and clears away others: an empty folder, with which none of the others ends."""
 
 LONGEST_NAME = 200
-"""Bytes of a volume's folder's name; the kernel takes 255, and one that goes is moved under a longer name."""
+"""Bytes of a volume's name as that of its folder, which is somewhat longer; the kernel takes 255."""
 
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_./-]{0,199}")
 
@@ -67,8 +67,9 @@ class Volume:
 
     @property
     def folder(self) -> str:
-        """Name of the volume's folder: all are side by side, so none can hold a way into another."""
-        return quote(self.name, safe="") if self.name != ALL else "%"
+        """Name of the volume's folder: all are side by side, so none can hold a way into another. None is
+        called as what is noted down of sandboxes (:mod:`.state_dir`)."""
+        return f"volume{quote(self.name, safe='') if self.name != ALL else '%'}"
 
 
 class Volumes:
@@ -109,6 +110,6 @@ class Volumes:
         into.mkdir(mode=0o700, exist_ok=True)
         for path in self._folder.iterdir():
             if path.name not in kept:
-                path.rename(into / f"volume{path.name}")
+                path.rename(into / path.name)
         if not kept:
             self._folder.rmdir()
