@@ -121,7 +121,7 @@ class Link:
         Raises:
             SandboxRefused: it could not be done.
             SandboxExhausted: not with what the sandbox may use.
-        SandboxBroken: not with what became of it inside.
+            SandboxBroken: not with what became of it inside.
             SandboxLost: the supervisor is gone.
         """
         for _ in range(RETRIES):
