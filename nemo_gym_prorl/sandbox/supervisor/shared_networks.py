@@ -28,7 +28,7 @@ from nemo_gym_prorl.sandbox.supervisor.lifecycle import Sandboxes
 from nemo_gym_prorl.sandbox.supervisor.processes import background
 from nemo_gym_prorl.sandbox.supervisor.processes.children import Answer, Children
 from nemo_gym_prorl.sandbox.supervisor.processes.launcher import Launcher
-from nemo_gym_prorl.sandbox.supervisor.rpc.answers import Refused, by_names_inside
+from nemo_gym_prorl.sandbox.supervisor.rpc.answers import Refused, of_those_inside
 from nemo_gym_prorl.sandbox.supervisor.rpc.protocol import Message, close_all
 
 
@@ -166,7 +166,8 @@ class Networks:
         self._names[sandbox] = names
         async with self._telling[sandbox]:
             # What it is to know by now, so that whoever writes last writes the last.
-            return await self._write(self._sandboxes.up(sandbox).place_to_join(), self._names[sandbox])
+            with of_those_inside():
+                return await self._write(self._sandboxes.up(sandbox).place_to_join(), self._names[sandbox])
 
     async def _write(self, place: Place, names: dict[str, str]) -> Answer:
         hosts = os.memfd_create("hosts", os.MFD_CLOEXEC)
@@ -181,8 +182,6 @@ class Networks:
             os.pwrite(hosts, text, 0)
             os.lseek(hosts, 0, os.SEEK_SET)
             return await self._launcher.run(requests.put(place, networks.HOSTS, None), [hosts])
-        except Refused as error:
-            raise by_names_inside(error) from error
         finally:
             os.close(hosts)
 

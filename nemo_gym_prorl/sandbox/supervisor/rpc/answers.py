@@ -3,8 +3,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import sys
 import traceback
+from collections.abc import Iterator
 
 from nemo_gym_prorl.failures import OF_THE_MACHINE
 from nemo_gym_prorl.sandbox.limits.cgroups import Group
@@ -42,13 +44,17 @@ def no_process(error: OSError, group: Group | None) -> Refused:
     return Refused({"error": f"no process can be started: {in_words(error)}", "errno": error.errno})
 
 
-def by_names_inside(error: Refused) -> Refused:
-    """That something could not be done to a file of a sandbox which nobody named but us: by its number it is the
-    machine's want, or else the doing of those inside."""
-    number = error.answer.get("errno") or 0
-    if not number or number in OF_THE_MACHINE or number in SHORTAGES:
-        return error
-    return Refused({"error": error.answer["error"], "broken": True})
+@contextlib.contextmanager
+def of_those_inside() -> Iterator[None]:
+    """What can't be done in the block to a file of a sandbox, which nobody named but us, is the machine's want by its
+    number, or else the doing of those inside."""
+    try:
+        yield
+    except Refused as error:
+        number = error.answer.get("errno") or 0
+        if not number or number in OF_THE_MACHINE or number in SHORTAGES:
+            raise
+        raise Refused({"error": error.answer["error"], "broken": True}) from error
 
 
 def in_words(error: OSError) -> str:
