@@ -56,7 +56,7 @@ def build_image(
     from nemo_gym_prorl.sandbox.images.store import ImageStore
     from nemo_gym_prorl.sandbox.runtime.apptainer import require_runtime
 
-    if name is None and base is None and template in SHIPPED:
+    if name is None and base is None and template in SHIPPED and not show:
         with shown_step(Console(highlight=False), template) as say:
             say(str(ensure_image(template, say)))
         return

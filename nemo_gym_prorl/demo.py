@@ -232,7 +232,8 @@ async def _only_model(url: str, api_key: str) -> str:
             names = [str(card["id"]) for card in orjson.loads(await response.read())["data"]]
     except (aiohttp.ClientError, TimeoutError, ValueError, KeyError, TypeError) as error:
         raise InfrastructureError(
-            f"can't read the models of {url}: {error!r}; PRORL_MODEL_URL is the base URL, usually ending in /v1"
+            f"can't read the models of {url}: {type(error).__name__}: {error}; "
+            "PRORL_MODEL_URL is the base URL, usually ending in /v1"
         ) from error
     if len(names) != 1:
         raise CallerError(f"{url} serves {', '.join(names) or 'no model'}: name one", field="PRORL_MODEL_NAME")

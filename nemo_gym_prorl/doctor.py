@@ -25,7 +25,7 @@ from nemo_gym_prorl.failures import InfrastructureError
 from nemo_gym_prorl.gym.venvs import cut_at_a_space
 from nemo_gym_prorl.sandbox.container import Container, ContainerSpec
 from nemo_gym_prorl.sandbox.disks import in_memory, kind_under
-from nemo_gym_prorl.sandbox.images.building.default import default_image_path
+from nemo_gym_prorl.sandbox.images.building.default import KERNEL, default_image_path, image_path
 from nemo_gym_prorl.sandbox.images.cache import cache_dir
 from nemo_gym_prorl.sandbox.isolation.user_namespaces import Attempt, Ending, remedies
 from nemo_gym_prorl.sandbox.limits import cgroups
@@ -96,7 +96,8 @@ def examine() -> Iterator[Check]:
     if selinux := selinux_check(SELINUX.read_text() if SELINUX.exists() else ""):
         yield selinux
     image = default_image_path()
-    yield _image(image)
+    yield _image("Default image", image if image.is_dir() else None)
+    yield _image("Image with IPython", image_path(KERNEL))
     if runtime and image.is_dir() and namespaces.level is Level.OK:
         yield _sandbox(runtime, image)
     yield _fuse()
@@ -160,9 +161,8 @@ def selinux_check(enforcing: str) -> Check | None:
     return Check("SELinux", Level.WARN, found, _administrator(fix))
 
 
-def _image(image: Path) -> Check:
-    name = "Default image"
-    return Check(name, Level.OK, str(image)) if image.is_dir() else Check(name, Level.MISSING, "not built", _SETUP)
+def _image(name: str, image: Path | None) -> Check:
+    return Check(name, Level.OK, str(image)) if image else Check(name, Level.MISSING, "not built", _SETUP)
 
 
 def _sandbox(runtime: Runtime, image: Path) -> Check:

@@ -118,7 +118,7 @@ fi
 if [ ! -e "$venv" ]; then
     say "Making $venv with $python"
     "$uv" venv --quiet --seed --python "$python" "$venv" ||
-        fail "no Python 3.12 or newer: install one, or name it with PYTHON=/path/to/python"
+        fail "uv could not make $venv with Python $python, see above; PYTHON=/path/to/python names another"
 fi
 say "Installing nemo-gym-prorl${extra:+ with the extra '$extra'} (1.4 GB the first time)"
 # Built anew each time: uv does not know of the launcher, which an editable install has beside its source.

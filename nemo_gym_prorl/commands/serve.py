@@ -20,7 +20,9 @@ from rich.table import Table
 
 from nemo_gym_prorl.commands.overrides import check_overrides
 from nemo_gym_prorl.failures import CallerError
+from nemo_gym_prorl.gym import config_files
 from nemo_gym_prorl.gym.deployment import Death, GymDeployment
+from nemo_gym_prorl.serving.known_keys import near
 from nemo_gym_prorl.task_sandboxes import PROGRESS
 
 
@@ -61,6 +63,9 @@ async def serve(
     environments = [word for word in words if "=" not in word]
     if not environments:
         raise CallerError("name at least one; `gym list environments` shows them", field="environment")
+    known = await asyncio.to_thread(config_files.environments)
+    if unknown := [name for name in environments if name not in known]:
+        raise CallerError(f"there is no {unknown[0]}{near(unknown[0], known)}", field="environment")
     if policy_url is None and model_type != "prorl_model":
         raise CallerError(f"{model_type} cannot be given engines later: name its endpoint", field="--policy-url")
     overrides = [word for word in words if "=" in word]

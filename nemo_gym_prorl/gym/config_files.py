@@ -36,10 +36,19 @@ def merged_files(paths: Iterable[str]) -> DictConfig:
     return merged
 
 
-def _place_of(path: str) -> Path:
+def environments() -> set[str]:
+    """The names of those that there are."""
+    return {path.parent.name for root in _roots() for path in root.glob("environments/*/config.yaml")}
+
+
+def _roots() -> list[Path]:
     here = running_installation()
     extra = filter(None, os.environ.get(ROOTS_VARIABLE, "").split(os.pathsep))
-    roots = [*map(Path, extra), Path.cwd(), *filter(None, (here.gym_root, here.our_root))]
+    return [*map(Path, extra), Path.cwd(), *filter(None, (here.gym_root, here.our_root))]
+
+
+def _place_of(path: str) -> Path:
+    roots = _roots()
     for root in roots:
         if (root / path).is_file():
             return root / path
