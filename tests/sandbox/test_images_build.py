@@ -17,7 +17,7 @@ import pytest
 from nemo_gym.sandbox.providers.base import SandboxSpec
 
 from nemo_gym_prorl.failures import CallerError, InfrastructureError
-from nemo_gym_prorl.sandbox.images.building import apt_base
+from nemo_gym_prorl.sandbox.images.building import apt_base, wheels
 from nemo_gym_prorl.sandbox.images.building import builder as build_module
 from nemo_gym_prorl.sandbox.images.building.builder import Order, build
 from nemo_gym_prorl.sandbox.images.building.recipe import Reuse
@@ -253,3 +253,15 @@ def test_the_command_line_builds_and_shows(order: Order, runtime: Runtime, tmp_p
         1,
         "prorl: --reuse: 'everything' is not one of scratch, versioned, lock\n",
     )
+
+
+@pytest.mark.parametrize("pip", [True, False], ids=["by pip", "by uv"])
+def test_wheels_leave_nothing_but_packages(
+    image: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, pip: bool
+) -> None:
+    """Recipes move what can be seen, and expect no more."""
+    monkeypatch.setattr(wheels.importlib.util, "find_spec", lambda _name: pip or None)
+    wheels.unpack(["six>=1.16"], image, tmp_path / "new")
+    there = {path.name for path in (tmp_path / "new").iterdir()}
+    assert "six.py" in there
+    assert not [name for name in there if name.startswith(".")]

@@ -16,8 +16,8 @@ _OURS = frozenset(
         *("model", "prompt", "messages", "input_ids", "text", "tools", "tool_choice", "stream", "echo", "n"),
         *("max_tokens", "max_completion_tokens", "max_new_tokens", "truncate_prompt_tokens", "prompt_embeds"),
         *("logprobs", "top_logprobs", "return_logprob", "return_token_ids", "return_tokens_as_token_ids"),
-        *("skip_special_tokens", "detokenize", "required_prefix_token_ids", "use_beam_search", "suffix"),
-        "best_of",
+        *("skip_special_tokens", "detokenize", "required_prefix_token_ids", "use_beam_search"),
+        *("suffix", "best_of"),
     }
 )
 """Fields of a request that make an exact trajectory; a request for something else would not be noticed."""

@@ -73,7 +73,8 @@ enum { MSG_CTRUNC = 8, MSG_TRUNC = 0x20, MSG_NOSIGNAL = 0x4000, MSG_CMSG_CLOEXEC
 enum { AF_INET = 2, AF_INET6 = 10, AF_NETLINK = 16 };
 enum { SOCK_STREAM = 1, SOCK_DGRAM = 2, SOCK_RAW = 3, SOCK_NONBLOCK = 04000, SOCK_CLOEXEC = 02000000 };
 enum { PROT_READ = 1, PROT_WRITE = 2, MAP_PRIVATE = 2, MAP_ANONYMOUS = 0x20, POLLIN = 1, POLLOUT = 4, RLIMIT_NPROC = 6 };
-enum { MNT_DETACH = 2, UMOUNT_NOFOLLOW = 8, PROC_SUPER_MAGIC = 0x9fa0, PROC_ROOT_INODE = 1, SIOCSIFFLAGS = 0x8914, IFF_UP = 1 };
+enum { MNT_DETACH = 2, UMOUNT_NOFOLLOW = 8, PROC_SUPER_MAGIC = 0x9fa0, PROC_ROOT_INODE = 1 };
+enum { SIOCSIFFLAGS = 0x8914, IFF_UP = 1 };
 
 /* The architecture: a system call, and the first instructions. */
 
@@ -1237,7 +1238,7 @@ static void if_allowed(long result) {
         must(result);
 }
 
-/* A name as the kernel tells it in a table of mounts: what would end it is a backslash and three digits of eight there. */
+/* A name as the kernel tells it in a table of mounts: what would end it is a backslash and three octal digits there. */
 static size_t unescape(char *target, struct field name) {
     size_t size = 0;
     for (size_t index = 0; index < name.size; index++) {
@@ -1328,8 +1329,8 @@ struct header { uint32_t kind, grouped; uint64_t size; };
 /* In a child: do what was asked. A request that is larger than a packet is in the last of its files. */
 static void carry_out(struct header header, size_t size) {
     report = files[0];
-    /* It is the launcher's alone, whose end the supervisor sees by it: what takes long, or is stopped for ever in a sandbox,
-       must not keep it. */
+    /* It is the launcher's alone, whose end the supervisor sees by it: what takes long, or is stopped for ever in a
+       sandbox, must not keep it. */
     must(CALL(close, CHANNEL));
     /* It joins the sandbox meanwhile. */
     if (header.kind != SPAWN)
@@ -1379,7 +1380,8 @@ static void serve(void) {
         int64_t process = -EBADMSG;
         if (message.flags & MSG_CTRUNC)
             process = -EMFILE;
-        else if ((size_t)size >= sizeof header && !(message.flags & MSG_TRUNC) && count_of_files > (header.grouped ? 1 : 0)) {
+        else if (!(message.flags & MSG_TRUNC) && (size_t)size >= sizeof header
+                 && count_of_files > (header.grouped ? 1 : 0)) {
             struct clone_args how = {.flags = CLONE_PARENT | CLONE_INTO_CGROUP, .cgroup = (uint64_t)files[0]};
             process = header.grouped ? CALL(clone3, &how, sizeof how) : fork_beside();
             if (process == 0) {

@@ -42,3 +42,5 @@ def unpack(packages: Iterable[str], root: Path, target: Path) -> None:
         programs.run(command, None, TIMEOUT_S)
     except InfrastructureError as error:
         raise InfrastructureError(f"the wheels can't be had: {error.reason}") from error
+    # uv's, which is no package; a recipe that moves those expects nothing else.
+    (target / ".lock").unlink(missing_ok=True)

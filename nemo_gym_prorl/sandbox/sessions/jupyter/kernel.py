@@ -200,6 +200,7 @@ class Kernel:
                 raise SandboxLost(f"the sandbox ended while its kernel started: {said}") from error
             if self._is_closed():
                 raise SandboxBroken(f"{SHARED_FOLDER} is closed: {said}") from error
+            # What is late is no agent's for sure: the machine may be busy.
             if not isinstance(error, TimeoutError):
                 await check_agents(self._container, "ipykernel", process, said)
             raise InfrastructureError(
