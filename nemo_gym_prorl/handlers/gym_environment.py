@@ -67,8 +67,8 @@ class GymContext:
         limits: of the tool loop.
         on_timeout: what becomes of a rollout whose RUN budget is used up.
         scores_groups_of: how many siblings the resources server scores together.
-        settle_s: how long a rollout that was cut short may take to fetch the tokens of its turns; must be less than
-            the pipeline's grace for cancelled stages.
+        settle_s: how long a rollout that was cut short may take to fetch the tokens of its turns, or to give back the
+            session that it was getting; must be less than the pipeline's grace for cancelled stages.
         farewells: what is said to servers behind a rollout's back.
         tools: what the environment's tools answer to all of its rollouts.
     """
@@ -140,7 +140,8 @@ class GymEnvironmentHandler:
         self._life = uuid.uuid4().hex[:12]
 
     async def init(self, job: Job) -> GymSession:
-        """Seed a session.
+        """Seed a session. Cut short, it is given back before this ends, unless the server takes long to seed it: then
+        behind the rollout's back.
 
         Raises:
             CallerError: the server refuses the row; its message is passed on.
@@ -152,7 +153,8 @@ class GymEnvironmentHandler:
         except asyncio.CancelledError:
             if not seeding.cancelled():
                 late = self._take_back(job, seeding)
-                self.context.farewells.start(f"job {job.id}: giving its late session back", late, LATE_SEED_S)
+                back = self.context.farewells.start(f"job {job.id}: giving its late session back", late, LATE_SEED_S)
+                await asyncio.wait({back}, timeout=self.context.settle_s)
             raise
 
     async def run(self, job: Job, session: GymSession) -> Trajectory:

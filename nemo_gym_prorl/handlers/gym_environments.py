@@ -27,7 +27,7 @@ from nemo_gym_prorl.serving.known_keys import near
 
 
 _SETTLE_SHARE = 0.6
-"""Of the grace for a cancelled stage: the time for fetching its tokens. The rest is for everything else."""
+"""Of the grace for a cancelled stage: the time for its tokens or its session. The rest is for everything else."""
 
 
 class GymServers:

@@ -214,7 +214,8 @@ class Pipeline:
         return over
 
     async def cancel(self, job: Job, reason: str = "cancelled by the caller") -> None:
-        """Cancel a job, in whatever state, and return when it has its outcome and its session is gone."""
+        """Cancel a job, in whatever state, and return when it has its outcome. Its session is gone by then; one that
+        takes longer than the grace to come up goes when it is there."""
         self.request_cancel(job, JobCancelled(reason))
         await self.wait(job)
 
