@@ -199,9 +199,9 @@ class Runner:
         self._pump()
 
     async def idle(self) -> None:
-        """When nothing is in flight, and every sandbox is gone (but for those cancelled that took longer than the
-        service's grace to start: they go as soon as they are up). After a strictly on-policy batch that comes by itself;
-        rollouts of the next one begin with :meth:`weights`."""
+        """When nothing is in flight, and every sandbox is gone; one that took longer than the service's grace to start
+        goes when it is up. After a strictly on-policy batch that comes by itself; rollouts of the next one begin with
+        :meth:`weights`."""
         while self.sampler.in_flight:
             if self._broken is not None:
                 raise self._broken

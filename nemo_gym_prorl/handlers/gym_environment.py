@@ -255,6 +255,11 @@ class GymEnvironmentHandler:
             raise unscored
         return unscored or Verdict(float(reward), result)
 
+    async def end_scoring(self, job: Job) -> None:
+        """Close the session: a verdict that nobody waits for any more goes on until then, in sandboxes of its own."""
+        if job.trajectory is not None:
+            await self._close(job.trajectory.evidence)
+
     async def unreachable(self) -> dict[str, Collection[Stage]]:
         """Which of the servers do not answer now, and what needs them."""
         needed: list[tuple[GymServer, Collection[Stage]]] = [

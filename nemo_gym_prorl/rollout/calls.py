@@ -11,7 +11,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import math
-from collections.abc import Coroutine, Mapping
+from collections.abc import Awaitable, Callable, Coroutine, Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -29,7 +29,7 @@ from nemo_gym_prorl.failures import (
     unexpected_kind,
 )
 from nemo_gym_prorl.rollout.environments import Environments
-from nemo_gym_prorl.rollout.handler import EndsTimeouts, TellsUnreachable, TellsWaiting
+from nemo_gym_prorl.rollout.handler import AgentHandler, EndsScoring, EndsTimeouts, TellsUnreachable, TellsWaiting
 from nemo_gym_prorl.rollout.job import FAILED_STATES, Job, JobState, Outcome, Trajectory, Verdict, failure_state
 from nemo_gym_prorl.rollout.masks import is_masked, masked
 from nemo_gym_prorl.rollout.tasks import begin
@@ -99,18 +99,35 @@ class HandlerCalls:
 
     async def release(self, job: Job, session: Any) -> RolloutError | None:
         """Release a session within its bound; the error if that did not work."""
-        task = begin(self._release(job, session))
+        return await self._let_go(job, lambda handler: handler.release(job, session), "the session", "released")
+
+    async def end_scoring(self, job: Job) -> None:
+        """Have scoring end within the same bound, where it may go on by itself; what goes wrong is logged."""
+        if isinstance(handler := self._handlers.get(job.environment), EndsScoring):
+            ending = handler.end_scoring
+            await self._let_go(job, lambda _: ending(job), "scoring", "ended")
+
+    async def _let_go(
+        self, job: Job, let_go: Callable[[AgentHandler], Awaitable[None]], what: str, done: str
+    ) -> RolloutError | None:
+        async def work() -> None:
+            try:
+                await let_go(self._handlers.get(job.environment))
+            except (SystemExit, KeyboardInterrupt) as error:
+                raise RuntimeError(f"it raised {type(error).__name__}") from error
+
+        task = begin(work())
         bound, server = self._release_s, None
         if not task.done():
             await asyncio.wait({task}, timeout=bound)
         if not task.done():
             await self.call_off(task)
-            reason = f"the session was not released within {bound:g} s"
+            reason = f"{what} was not {done} within {bound:g} s"
         elif task.cancelled():
-            reason = "the release was cancelled"
+            reason = f"{what} could not be {done}: that was cancelled"
         elif (error := task.exception()) is not None:
             told = classify(error, None)
-            reason, server = f"the session could not be released: {told.reason}", told.server
+            reason, server = f"{what} could not be {done}: {told.reason}", told.server
         else:
             return None
         LOGGER.warning("job %s: %s", job.id, reason)
@@ -180,12 +197,6 @@ class HandlerCalls:
         except Exception as error:
             LOGGER.warning("unreachable of environment %s failed: %s", environment, classify(error, None).reason)
             return None
-
-    async def _release(self, job: Job, session: Any) -> None:
-        try:
-            await self._handlers.get(job.environment).release(job, session)
-        except (SystemExit, KeyboardInterrupt) as error:
-            raise RuntimeError(f"release raised {type(error).__name__}") from error
 
     def _trajectory(self, job: Job, value: Any) -> Trajectory:
         if not isinstance(value, Trajectory) or not isinstance(value.response, dict):

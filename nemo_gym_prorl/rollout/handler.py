@@ -93,6 +93,16 @@ class EndsTimeouts(Protocol):
         ...
 
 
+@runtime_checkable
+class EndsScoring(Protocol):
+    """Optional: a handler whose scoring may go on though the call was cut short, as where it is a server's."""
+
+    async def end_scoring(self, job: Job) -> None:
+        """End it. Called when EVAL has failed and is not tried again, before the job has its outcome; shielded and
+        bounded in time as ``release`` is."""
+        ...
+
+
 HandlerFactory = Callable[[Any], AgentHandler]
 """Builds a handler from its context (``handlers.gym_environment.GymContext``), of which ``config`` is its own
 configuration. If it has an attribute ``Config``, a pydantic model, the configuration is one of those, else a dict."""

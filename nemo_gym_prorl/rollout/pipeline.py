@@ -319,7 +319,7 @@ class Pipeline:
                     control.held_up.pop(passed, None)
             self._go_on(job, stage, value)
         elif counts or control.cancelled is not None:
-            self._give_up_or_retry(job, stage, failure, error)
+            await self._give_up_or_retry(job, stage, failure, error)
         else:
             self._hold_up(job, stage, failure, started)
         for one in (raised, error, control.cancelled):
@@ -341,7 +341,7 @@ class Pipeline:
             self._finish(job, value)
             self._carry_out(self.scheduler.worked(job.id, None))
 
-    def _give_up_or_retry(self, job: Job, stage: Stage, failure: Failure, error: BaseException | None) -> None:
+    async def _give_up_or_retry(self, job: Job, stage: Stage, failure: Failure, error: BaseException | None) -> None:
         control = self._controls[job.id]
         job.failures.append(failure)
         if failure.traceback is not None:
@@ -352,6 +352,8 @@ class Pipeline:
         if control.timed_out is not None and failure.retryable and (again is Stage.INIT or tries >= job.max_attempts):
             failure = control.timed_out
         if not failure.retryable or tries >= job.max_attempts or control.cancelled is not None:
+            if stage is Stage.EVAL:
+                await self._calls.end_scoring(job)
             self._finish_failed(job, failure, stage)
             self._carry_out(self.scheduler.worked(job.id, None))
             return

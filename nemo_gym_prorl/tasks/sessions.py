@@ -7,7 +7,8 @@ Invariants:
   is gone. A session of a row that needs no sandbox lives the same life without one.
 - Release, verify and close may come in any order, more than once and at the same time; each does its work once.
 - Work on sandboxes runs to its end though its caller is cancelled, since a sandbox whose start was cut off half-way is
-  nobody's any more. A session whose seeding nobody waited for is closed at once.
+  nobody's any more. A session whose seeding nobody waited for is closed at once. One that is closed is graded no
+  further: the sandboxes it is graded in are gone when it is.
 - What the agent did to its sandbox is scored: one that it used up is a reward of 0, never a lost session.
 - A task that raises what it should not is a failure of ours, never a reward.
 - Whoever vanishes is swept: a session that nobody touched for ``ttl_s`` is closed.
@@ -74,6 +75,7 @@ class _Session[Opened: OpenTools, Artefacts]:
     artefacts: Artefacts | None = None
     lost: RolloutError | None = None
     exhausted: str | None = None
+    grading: asyncio.Task[Grade] | None = None
     grade: Grade | None = None
     touched: float = field(default_factory=time.monotonic)
     calls: int = 0
@@ -294,18 +296,38 @@ class Sessions[Opened: OpenTools, Artefacts]:
 
     async def _close(self, key: str) -> None:
         session = self._sessions.get(key)
-        if session is not None:
-            await self._release(session, keep=False)
-            self._sessions.pop(key, None)
+        if session is None:
+            return
+        if session.grading is not None:
+            session.lost = InfrastructureError("closed while it was graded", kind=FailureKind.SESSION_LOST)
+            session.grading.cancel()
+            session.grading = None
+        await self._release(session, keep=False)
+        self._sessions.pop(key, None)
 
     async def _verify(self, session: _Session[Opened, Artefacts], response: Mapping[str, Any]) -> Grade:
-        await self._release(session, keep=True)
-        async with session.lock:
+        session.calls += 1
+        try:
+            await self._release(session, keep=True)
+            async with session.lock:
+                if session.grade is None:
+                    session.grade = await self._graded(session, response)
+                    session.artefacts = None
+                return session.grade
+        finally:
+            session.calls -= 1
             session.touched = time.monotonic()
-            if session.grade is None:
-                session.grade = await self._grade(session, response)
-                session.artefacts = None
-            return session.grade
+
+    async def _graded(self, session: _Session[Opened, Artefacts], response: Mapping[str, Any]) -> Grade:
+        session.grading = grading = self._spawn(self._grade(session, response))
+        try:
+            return await grading
+        except (RolloutError, asyncio.CancelledError):
+            if session.lost is not None:
+                raise session.lost from None
+            raise
+        finally:
+            session.grading = None
 
     async def _start(self, row: Mapping[str, Any], needs: SandboxNeeds | None) -> _Session[Opened, Artefacts]:
         sandbox = None if needs is None else await self._open(needs)
@@ -369,6 +391,11 @@ class Sessions[Opened: OpenTools, Artefacts]:
             if tools is not None:
                 await tools.close()
 
+    async def _stop_opened(self, opening: asyncio.Task[Sandbox]) -> None:
+        await asyncio.wait({opening})
+        if not opening.cancelled() and opening.exception() is None:
+            await self._stop_sandbox(opening.result())
+
     async def _stop_sandbox(self, sandbox: Sandbox) -> None:
         try:
             async with asyncio.timeout(self._limits.stop_timeout_s):
@@ -387,11 +414,11 @@ class Sessions[Opened: OpenTools, Artefacts]:
 
         @asynccontextmanager
         async def open_sandbox(needs: SandboxNeeds | None = None) -> AsyncIterator[Sandbox]:
-            sandbox = await self._open(needs or session.needs or SandboxNeeds())
+            opening = self._spawn(self._open(needs or session.needs or SandboxNeeds()))
             try:
-                yield sandbox
+                yield await asyncio.shield(opening)
             finally:
-                await self._stop_sandbox(sandbox)
+                await asyncio.shield(self._spawn(self._stop_opened(opening)))
 
         with _ours("it could not be graded", FailureKind.VERIFIER_ERROR):
             artefacts = cast(Artefacts, session.artefacts)  # None only if the task's own are

@@ -78,6 +78,7 @@ class Environment(Peer):
     seeded: dict[str, Any] = field(default_factory=lambda: {"release_path": "/give_back"})
     closes: bool = True
     seeds: int = 0
+    closed: int = 0
 
     def answer(self, method: str, path: str, request: Request) -> Any:
         if path == "/seed_session":
@@ -87,6 +88,8 @@ class Environment(Peer):
             return response
         if path == "/close_session" and not self.closes:
             return Response(status_code=404)
+        if path == "/close_session":
+            self.closed += 1
         if path == "/verify":
             return {**self.bodies[-1], "reward": 1.0}
         return {"done": path}

@@ -165,6 +165,27 @@ async def test_a_session_whose_rollout_failed_is_closed_once(path: str) -> None:
     assert environment.counts["/close_session"] == 1
 
 
+@pytest.mark.parametrize(("closes_s", "waited"), [(0.3, True), (30.0, False)])
+async def test_who_cancels_a_rollout_that_is_scored_has_no_sandbox_left(closes_s: float, waited: bool) -> None:
+    """Its verdict goes on behind a caller that is gone, until its session is closed."""
+    environment = Environment(instead={"/verify": hang(30.0), "/close_session": hang(closes_s)})
+    async with deployment(environment, release_timeout_s=1.0, cancel_grace_s=0.5) as at:
+        running = asyncio.ensure_future(at.run({**COLLECTED, "rollout": {"id": "mine"}}))
+        await until(lambda: "/verify" in environment.paths())
+        await at.post("/v1/rollouts/cancel", {"ids": ["mine"]})
+        assert (await running)["rollout"]["state"] == "cancelled"
+        assert environment.counts["/close_session"] == 1
+        assert (environment.closed == 1) == waited
+
+
+async def test_a_verdict_that_takes_too_long_is_waited_for_by_the_next_attempt() -> None:
+    environment = Environment(instead={"/verify": once(hang(30.0))})
+    async with deployment(environment, budgets={"eval": 0.3}, max_attempts=2) as at:
+        assert (await at.run(ROW))["reward"] == 1.0
+        await until(lambda: "/close_session" in environment.paths())
+    assert environment.paths()[-4:] == ["/give_back", "/verify", "/verify", "/close_session"]
+
+
 async def test_each_attempts_session_is_closed() -> None:
     policy = Policy(instead={"/v1/responses": once(status(500))})
     async with deployment(policy=policy, max_attempts=2) as at:

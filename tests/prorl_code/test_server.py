@@ -56,6 +56,21 @@ async def test_verify_without_release_releases_first(client: Client) -> None:
     assert containers.instances() == before
 
 
+async def test_a_session_that_is_closed_is_graded_no_further(client: Client) -> None:
+    """Who cancels a rollout that is being scored frees its sandbox, however long its code would run."""
+    before = containers.instances()
+    await client.seed("HumanEval/0")
+    slow = "import time\ndef has_close_elements(numbers, threshold):\n    time.sleep(60)\n"
+    await client.tool("str_replace_editor", command="create", path="solution.py", file_text=slow)
+    assert (await client.post("/release_session"))[0] == 200
+    verifying = asyncio.ensure_future(client.verify("HumanEval/0"))
+    while not containers.instances() - before:
+        await asyncio.sleep(0.02)
+    assert (await client.post("/close_session"))[0] == 200
+    assert containers.instances() == before
+    assert (await verifying)[2] == "session_lost"
+
+
 @pytest.mark.parametrize("variant", ["reference", "repair", "forge_tests", "exit_hard_on_import", "equal_to_all"])
 async def test_scripts_earn_what_they_should(client: Client, variant: str) -> None:
     task = "HumanEval/0"
