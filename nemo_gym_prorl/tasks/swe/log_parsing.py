@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import asyncio
 import json
-import os
 import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -19,6 +18,7 @@ from typing import Any
 import orjson
 
 from nemo_gym_prorl.failures import CallerError, FailureKind, InfrastructureError
+from nemo_gym_prorl.processes import interpreter_environ
 from nemo_gym_prorl.tasks.swe import parser_process
 from nemo_gym_prorl.tasks.swe.instance import SweInstance
 
@@ -65,7 +65,7 @@ async def parse(
         stdin=asyncio.subprocess.PIPE,
         stdout=asyncio.subprocess.PIPE,
         stderr=asyncio.subprocess.PIPE,
-        env={"PATH": os.environ.get("PATH", "")},
+        env=interpreter_environ(),
     )
     try:
         async with asyncio.timeout(timeout_s):

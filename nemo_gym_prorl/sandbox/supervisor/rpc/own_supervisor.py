@@ -18,6 +18,7 @@ from pathlib import Path
 
 import nemo_gym_prorl
 from nemo_gym_prorl.failures import InfrastructureError
+from nemo_gym_prorl.processes import interpreter_environ
 from nemo_gym_prorl.sandbox.supervisor.rpc.protocol import socket_pair
 from nemo_gym_prorl.sandbox.supervisor.storage import cleanup, state_dir
 from nemo_gym_prorl.sandbox.supervisor.storage.erase import remove_tree
@@ -78,7 +79,7 @@ def running_supervisor() -> Path:
             # In a session of its own, so that Ctrl-C at a terminal does not reach it before the server has ended.
             start_new_session=True,
             cwd="/",
-            env={"PATH": os.environ.get("PATH", os.defpath)},
+            env=interpreter_environ(),
         )
         theirs.close()
         listener.close()
