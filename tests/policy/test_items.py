@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +13,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from nemo_gym.openai_utils import NeMoGymResponse, NeMoGymResponseCreateParamsNonStreaming
+from packaging.version import Version
 
 from nemo_gym_prorl.failures import CallerError
 from nemo_gym_prorl.policy.generation import Finish, Generation
@@ -30,6 +32,9 @@ from responses_api_models.prorl_model.app import ProrlModel
 from tests.policy.hosts import server
 from tests.policy.test_prorl_model import TOOLS
 from tests.rollout.serving import serve as serving
+
+
+GYM = Version(version("nemo-gym"))
 
 
 @pytest.fixture(scope="module")
@@ -73,11 +78,15 @@ ITEMS = st.one_of(
 def test_messages_are_those_of_gyms_converter(model: ProrlModel, items: list[dict[str, Any]]) -> None:
     read = messages_of(items)
     body = NeMoGymResponseCreateParamsNonStreaming.model_validate({"input": items})
-    assert read == model._chat_of(body)["messages"]
+    converted = model._chat_of(body)["messages"]
+    if Version("0.7") > GYM:  # it leaves out who said nothing, and writes that there are no calls
+        read = [message for message in read if message != {"role": "assistant", "content": None}]
+        converted = [{name: value for name, value in message.items() if value != []} for message in converted]
+    assert read == converted
 
 
 def test_each_sampled_turn_is_a_message_of_its_own() -> None:
-    """Gym's converter would join the first to the second and drop the last."""
+    """Gym's converter would join the first to the second."""
     tokens = {"prompt_token_ids": [1], "generation_token_ids": [2], "generation_log_probs": [-0.5]}
     said = {"role": "assistant", "content": "a"}
     items = [
@@ -89,7 +98,7 @@ def test_each_sampled_turn_is_a_message_of_its_own() -> None:
     assert [(m["content"], "generation_token_ids" in m) for m in messages_of(items)] == [
         ("a", True),
         ("aa", True),
-        ("", True),
+        (None, True),
     ]
     assert [m["content"] for m in messages_of([said | tokens, said])] == ["a", "a"]
 

@@ -2,9 +2,9 @@
 """What agents send in OpenAI's Responses API, as chat messages.
 
 Agents send texts, calls and their results, thoughts, and turns of ours that they send back, with their tokens or
-without. These are read as Gym's converter reads them (``tests/policy/test_items.py`` holds one against the other), but
-each sampled turn stays a message of its own, also where the converter would join it to its neighbours or drop it.
-Whatever else an item may be, or hold, is refused by its name. Items of an answer are Gym's converter's.
+without. These are read as Gym 0.7's converter reads them (``tests/policy/test_items.py`` holds one against the other),
+but each sampled turn stays a message of its own, also where the converter would join it to its neighbours. Whatever
+else an item may be, or hold, is refused by its name. Items of an answer are Gym's converter's.
 """
 
 from __future__ import annotations
@@ -60,7 +60,7 @@ def messages_of(items: object, turns: Sequence[Turn] = ()) -> list[Message]:
             messages += [*said.message(), new]
             said = _Said()
         elif tokens:
-            messages += said.message() or [{"role": "assistant", "content": ""}]
+            messages += said.message()
             messages[-1] = {**messages[-1], **tokens}
             said = _Said()
     if marks != len(turns):
@@ -72,10 +72,12 @@ class _Said:
     """What the policy said since the last message of others, or since its last turn."""
 
     def __init__(self) -> None:
+        self._anything = False
         self._content = ""
         self._calls: list[dict[str, Any]] = []
 
     def add(self, kind: object, item: dict[str, Any], at: str) -> None:
+        self._anything = True
         match kind:
             case "message" if item.get("role") == "assistant":
                 self._content += _own_text(item, at)
@@ -90,9 +92,10 @@ class _Said:
                 raise CallerError(f"{kind!r:.100} is none of {known}", field=f"{at}.type")
 
     def message(self) -> list[Message]:
-        if not (self._content or self._calls):
+        if not self._anything:
             return []
-        return [{"content": self._content or None, "role": "assistant", "tool_calls": self._calls}]
+        calls = {"tool_calls": self._calls} if self._calls else {}
+        return [{"content": self._content or None, "role": "assistant", **calls}]
 
 
 def _tokens(item: dict[str, Any], turns: Sequence[Turn], at: str) -> dict[str, Any]:
