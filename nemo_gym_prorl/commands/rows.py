@@ -24,7 +24,11 @@ from nemo_gym_prorl.failures import CallerError, InfrastructureError
 from nemo_gym_prorl.rollout.job import row_digest
 from nemo_gym_prorl.rollout.rows import WISHES
 from nemo_gym_prorl.rollout.schemas import JobView, SubmitRequest
+from nemo_gym_prorl.rollout.trajectory import TRAJECTORY, gym_reads_trajectories, ng_trajectory
 from nemo_gym_prorl.serving.problem_document import field_errors, in_words
+
+
+_AGENT = {"type": "responses_api_agents", "name": "prorl_agent"}
 
 
 @dataclass(frozen=True, slots=True)
@@ -146,8 +150,14 @@ class Results:
         """Add a line: what the environment's ``/verify`` answered, and under ``rollout`` how it came about."""
         source = Source(run=run, line=place.line, repeat=place.repeat, row=self._digests[place.line])
         about = job.model_dump(mode="json", exclude={"result"}) | {"source": source.model_dump()}
+        result = {**(job.result or {}), "rollout": about}
+        if gym_reads_trajectories():
+            # By these Gym's tools tell rows from each other.
+            result |= {"_ng_task_index": place.line, "_ng_rollout_index": place.repeat}
+            result["agent_ref"] = result.get("agent_ref") or _AGENT
+            result[TRAJECTORY] = ng_trajectory(result)
         try:
-            self._file.write(orjson.dumps({**(job.result or {}), "rollout": about}) + b"\n")
+            self._file.write(orjson.dumps(result) + b"\n")
             self._file.flush()
         except OSError as error:
             raise InfrastructureError(f"{self._path}: cannot be written: {error.strerror}") from error

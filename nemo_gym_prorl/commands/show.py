@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import re
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +25,7 @@ from nemo_gym_prorl.commands.jobs import connect
 from nemo_gym_prorl.commands.rows import json_lines
 from nemo_gym_prorl.failures import CallerError
 from nemo_gym_prorl.rollout.schemas import FailureView, JobView
+from nemo_gym_prorl.rollout.steps import items, part, text_of, turns
 
 
 SHORT_LINES = 16
@@ -77,8 +78,8 @@ class Page:
         """One rollout: its head, the conversation, the verdict."""
         job = _view(row)
         self._head(row, job)
-        self._input(_part(row, "responses_create_params", "input"))
-        for number, turn in enumerate(turns(_items(_part(row, "response", "output"))), 1):
+        self._input(part(row, "responses_create_params", "input"))
+        for number, turn in enumerate(turns(items(part(row, "response", "output"))), 1):
             self._turn(number, turn)
         self._end(row, job)
 
@@ -100,7 +101,7 @@ class Page:
         self._console.print(table)
 
     def _input(self, given: Any) -> None:
-        messages = _items([{"role": "user", "content": given}] if isinstance(given, str) else given)
+        messages = items([{"role": "user", "content": given}] if isinstance(given, str) else given)
         if messages:
             self._console.print(Rule("input", align="left", characters="─"))
         for message in messages:
@@ -114,13 +115,13 @@ class Page:
     def _item(self, item: Mapping[str, Any]) -> None:
         match item.get("type", "message"):
             case "reasoning":
-                self._block("thought", _text(item.get("summary")) or _text(item.get("content")), "italic dim")
+                self._block("thought", text_of(item.get("summary")) or text_of(item.get("content")), "italic dim")
             case "function_call":
                 self._call(item)
             case "function_call_output":
-                self._block("observed", _text(item.get("output")), "")
+                self._block("observed", text_of(item.get("output")), "")
             case "message":
-                self._block(str(item.get("role", "assistant")), _text(item.get("content")), "")
+                self._block(str(item.get("role", "assistant")), text_of(item.get("content")), "")
             case other:
                 about = {key: value for key, value in item.items() if not key.endswith(("_ids", "_log_probs"))}
                 self._block(str(other), orjson.dumps(about).decode(), "")
@@ -191,25 +192,6 @@ def told_once(job: JobView) -> list[tuple[FailureView, int]]:
     return sorted(((failure, times[key] or 1) for key, failure in told.items()), key=lambda each: each[0] in last)
 
 
-def turns(output: Sequence[Mapping[str, Any]]) -> Iterator[list[Mapping[str, Any]]]:
-    """The items of a rollout by turn: what the policy wrote, and what it observed then.
-
-    A turn begins with what the policy writes after an observation, or after the last item of a sampled turn, which is
-    the one that carries its tokens.
-    """
-    turn: list[Mapping[str, Any]] = []
-    over = False
-    for item in output:
-        observed = item.get("type") == "function_call_output"
-        if over and not observed:
-            yield turn
-            turn, over = [], False
-        turn.append(item)
-        over = over or observed or "generation_token_ids" in item
-    if turn:
-        yield turn
-
-
 def shorten(text: str, lines: int = SHORT_LINES, characters: int = SHORT_CHARACTERS) -> str:
     """Beginning and end of a text, and how much is left out between them."""
     all_lines = text.splitlines()
@@ -235,29 +217,6 @@ def _tokens(items: Sequence[Mapping[str, Any]]) -> str:
             prompt = len(item.get("prompt_token_ids") or ())
             return f": {prompt} tokens of prompt, {len(item['generation_token_ids'])} sampled"
     return ""
-
-
-def _text(content: Any) -> str:
-    """The text of a message's content, in any of the forms that the Responses API has for it."""
-    if content is None:
-        return ""
-    if isinstance(content, str):
-        return content
-    if isinstance(content, list):
-        return "\n".join(_text(part) for part in content)
-    if isinstance(content, dict):
-        return _text(content["text"]) if "text" in content else orjson.dumps(content).decode()
-    return str(content)
-
-
-def _part(row: Mapping[str, Any], name: str, inner: str) -> Any:
-    """A field of a field; ``None`` where an environment has something else there."""
-    outer = row.get(name)
-    return outer.get(inner) if isinstance(outer, dict) else None
-
-
-def _items(listed: Any) -> list[Mapping[str, Any]]:
-    return [item for item in listed if isinstance(item, dict)] if isinstance(listed, list) else []
 
 
 def _view(row: Mapping[str, Any]) -> JobView | None:
@@ -307,7 +266,7 @@ def _contents(found: Mapping[int, dict[str, Any]]) -> Table:
     for number, row in found.items():
         job = _view(row)
         about = str(row.get("task_id", "")) if job is None else job.id
-        count = sum(1 for _ in turns(_items(_part(row, "response", "output"))))
+        count = sum(1 for _ in turns(items(part(row, "response", "output"))))
         reward = row.get("reward") if job is None else job.reward
         state = "" if job is None else job.state.value
         score = f"{reward:g}" if isinstance(reward, int | float) else str(reward or "")

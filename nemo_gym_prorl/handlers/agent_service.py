@@ -41,6 +41,7 @@ from nemo_gym_prorl.rollout.metrics import PipelineMetrics
 from nemo_gym_prorl.rollout.pipeline import Pipeline
 from nemo_gym_prorl.rollout.request import Draining, JobConflict
 from nemo_gym_prorl.rollout.rows import WISHES, read_json
+from nemo_gym_prorl.rollout.trajectory import TRAJECTORY, gym_reads_trajectories, ng_trajectory
 from nemo_gym_prorl.rollout.wire import wire_router
 from nemo_gym_prorl.serving.problems import ProblemError
 
@@ -216,7 +217,7 @@ class ModelBackends:
             raise ProblemError(502, "model-server-refused", f"{model}: {answer.said(2000)}")
 
 
-def gym_row(job: Job) -> bytes:
+def gym_row(job: Job, *, collector: bool) -> bytes:
     """What ``/run`` answers: the verifier's row or the failure row, and how it came about."""
     assert job.outcome is not None, "only a job with its outcome has an answer"
     about = {
@@ -233,12 +234,16 @@ def gym_row(job: Job) -> bytes:
             stage.value: {"waited": time.waited_s, "worked": time.worked_s} for stage, time in job.times.items()
         },
         "failed_attempts": [failure.kind.value for failure in job.failures],
+        "steps": orjson.loads(job.steps),
     }
     failure, result = job.outcome.failure, job.gym_result()
     if failure is not None and "response" not in result:  # its handler has no idea of Gym's rows
         row = job.row
         result = failure_row(row, empty_response(row["responses_create_params"]), failure)
-    return orjson.dumps({**result, WISHES: about})
+    answer = {**result, WISHES: about}
+    if collector and gym_reads_trajectories():
+        answer[TRAJECTORY] = ng_trajectory({**job.row, **answer})
+    return orjson.dumps(answer)
 
 
 def _answer(job: Job, *, collector: bool) -> bytes:
@@ -255,13 +260,16 @@ def _answer(job: Job, *, collector: bool) -> bytes:
         status = run_status(job.row, failure, job.gym_result().get("response"))
         if status != 200:
             raise failure_problem(status, failure, job.id)
-    return gym_row(job)
+    return gym_row(job, collector=collector)
 
 
 def _refused_row(row: dict[str, Any], failure: Failure) -> bytes:
     """What Gym's collector gets for a row that became no job."""
     params = row.get("responses_create_params")
-    return orjson.dumps(failure_row(row, empty_response(params if isinstance(params, dict) else {}), failure))
+    refused = failure_row(row, empty_response(params if isinstance(params, dict) else {}), failure)
+    if gym_reads_trajectories():
+        refused[TRAJECTORY] = ng_trajectory(refused)
+    return orjson.dumps(refused)
 
 
 def _in_row(error: CallerError) -> CallerError:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import json
 import re
+import time
 from collections.abc import Collection
 from dataclasses import dataclass
 from typing import Any
@@ -17,6 +18,7 @@ from nemo_gym_prorl.handlers.conversation import Conversation
 from nemo_gym_prorl.handlers.gym_http import CookieJar, GymServer
 from nemo_gym_prorl.handlers.tool_answers import ToolAnswers, Trouble
 from nemo_gym_prorl.rollout.job import Progress
+from nemo_gym_prorl.rollout.steps import Step
 
 
 RESERVED_ROUTES = frozenset(
@@ -89,11 +91,13 @@ class ToolLoop:
         output: list[dict[str, Any]] = response["output"]
         reason = None
         while reason is None:
+            asked, begun = time.time(), time.monotonic()
             turn = await self._conversation.turn(without_input, new)
             if turn is None:
                 reason = "context_overflow"
                 break
             self._progress.turns += 1
+            self._progress.steps.append(_step(turn, asked, time.monotonic() - begun))
             output.extend(turn["output"])
             usage = _add_usage(response.get("usage"), turn.get("usage"))
             response.update({**turn, "output": output, "usage": usage, "previous_response_id": None})
@@ -143,9 +147,30 @@ class ToolLoop:
         if not _TOOL_NAME.fullmatch(call["name"]) or route in self._no_tools:
             return _observation(call, json.dumps({"detail": "Not Found"}))
         async with self._gate:
+            asked, begun = time.time(), time.monotonic()
             answer = await self._tools.call(self._server, call["name"], arguments, self._cookies, self._trouble)
         self._progress.tool_calls += 1
+        seconds = round(time.monotonic() - begun, 6)
+        self._progress.steps[-1]["tools"].append(
+            {"call_id": str(call["call_id"]), "started_at": asked, "seconds": seconds}
+        )
         return _observation(call, answer.text())
+
+
+def _step(turn: dict[str, Any], asked: float, seconds: float) -> Step:
+    usage = turn.get("usage") or {}
+    told, written = (
+        count if isinstance(count := usage.get(name), int) and count >= 0 else None
+        for name in ("input_tokens", "output_tokens")
+    )
+    return {
+        "started_at": asked,
+        "seconds": round(seconds, 6),
+        "items": len(turn["output"]),
+        "input_tokens": told,
+        "output_tokens": written,
+        "tools": [],
+    }
 
 
 def _observation(call: dict[str, Any], output: str) -> dict[str, Any]:

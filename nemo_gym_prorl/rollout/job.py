@@ -20,6 +20,7 @@ import orjson
 
 from nemo_gym_prorl.failures import Failure, FailureKind, Stage, clean_text
 from nemo_gym_prorl.rollout.cohorts import Member
+from nemo_gym_prorl.rollout.steps import NO_STEPS, Step
 from nemo_gym_prorl.rollout.tokens import NO_TOKENS, Turn, packed, put_tokens, take_tokens
 
 
@@ -102,12 +103,14 @@ class Progress:
             it goes on, or if it was cut short.
         weight_versions: per turn, the labels of the weights that sampled it, where the model server tells:
             ``{"turn": 0, "first": …, "last": …}``.
+        steps: per turn, what is to be told of it.
     """
 
     turns: int = 0
     tool_calls: int = 0
     finish_reason: str | None = None
     weight_versions: list[dict[str, Any]] = field(default_factory=list)
+    steps: list[Step] = field(default_factory=list)
 
     @property
     def labels(self) -> list[str | None]:
@@ -249,6 +252,7 @@ class Job:
         held: its caller holds a connection for it and takes its result away; nobody else joins it.
         delivered: its caller took the answer over a connection that it held; the id is free again.
         tokens: of a job with its outcome, as JSON (:func:`~.tokens.packed`).
+        steps: of a job with its outcome, as JSON.
     """
 
     id: str
@@ -276,6 +280,7 @@ class Job:
     member: Member | None = None
     delivered: bool = False
     tokens: bytes = NO_TOKENS
+    steps: bytes = NO_STEPS
 
     @property
     def row(self) -> dict[str, Any]:
@@ -287,6 +292,10 @@ class Job:
         if self.trajectory is not None:
             self.tokens = packed(self.trajectory.tokens)
         self.session = self.trajectory = None
+        try:
+            self.steps = orjson.dumps(self.progress.steps)
+        except (AttributeError, TypeError):  # a handler may have made anything of it
+            self.steps = NO_STEPS
         self.progress = Progress.of(self.progress)
         if isinstance(self.stored_row, dict):
             try:
@@ -298,7 +307,7 @@ class Job:
         """Its caller has the answer and asks no more: keep neither row nor result, and let the id be used again."""
         assert self.outcome is not None, "only an outcome can be delivered"
         self.delivered = True
-        self.stored_row, self.tokens = b"{}", NO_TOKENS
+        self.stored_row, self.tokens, self.steps = b"{}", NO_TOKENS, NO_STEPS
         was = self.outcome
         self.outcome = Outcome(was.state, b"{}", was.reward, was.failure, was.masked)
 
@@ -307,7 +316,7 @@ class Job:
         """Bytes that a job with its outcome keeps, its own bookkeeping about."""
         body = len(self.outcome.body) if self.outcome else 0
         failures = sum(len(failure.reason) + len(failure.traceback or "") for failure in self.failures)
-        return _BOOKKEEPING + body + len(self.tokens) + len(self.stored_row) + failures
+        return _BOOKKEEPING + body + len(self.tokens) + len(self.steps) + len(self.stored_row) + failures
 
     def gym_result(self) -> dict[str, Any]:
         """The result as Gym has it, with all tokens on its output items, for orjson; made anew with each call."""

@@ -29,6 +29,7 @@ FAILURE_CLASS = "_ng_failure_class"
 """The field by which Gym knows the row of a failed rollout."""
 _OF_FAILURES = frozenset(
     {FAILURE_CLASS, "_ng_no_persist", "_ng_failure_terminal", "failure_kind", "failure_reason", "response", "reward"}
+    | {"ng_trajectory"}
 )
 _WISHES_AGAIN = frozenset({"environment", "group", "client", "run", "priority"})
 """What an answer says of a rollout, and a submission may say as well. Not its id, which is that of the failed one."""
