@@ -227,6 +227,18 @@ def show(
 
 
 @app.command()
+def view(
+    results: Annotated[Path, typer.Argument(exists=True, dir_okay=False, help="JSONL file of results.")],
+    bundle: Annotated[Path | None, typer.Option(help="Make a static site in this new folder instead.")] = None,
+    port: Annotated[int, typer.Option(min=1, max=65535, help="Where the viewer listens, on loopback.")] = 7575,
+) -> None:
+    """Look at rollouts in Inspect's log viewer, until Ctrl-C: pip install 'nemo-gym-prorl[view]'."""
+    from nemo_gym_prorl.commands import view as command
+
+    command.view(results, bundle, port)
+
+
+@app.command()
 def status(
     rollout: Annotated[str | None, typer.Argument(help="One rollout's id.")] = None,
     group: Annotated[str | None, typer.Option(help="The rollouts of this group.")] = None,

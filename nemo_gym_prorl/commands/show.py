@@ -47,7 +47,7 @@ async def show(url: str | None, token: str | None, what: str, *, full: bool, as_
     console = Console(highlight=False)
     path, line = _file(what)
     if path is not None:
-        found = _read(path)
+        found = read_rollouts(path)
         if line is None and len(found) != 1 and not as_json:
             console.print(_contents(found))
             return
@@ -238,7 +238,12 @@ def _file(what: str) -> tuple[Path | None, int | None]:
     return None, None
 
 
-def _read(path: Path) -> dict[int, dict[str, Any]]:
+def read_rollouts(path: Path) -> dict[int, dict[str, Any]]:
+    """The rollouts of a file of results by line.
+
+    Raises:
+        CallerError: a line is none; names it.
+    """
     found: dict[int, dict[str, Any]] = {}
     for number, row in json_lines(path):
         if isinstance(row, CallerError):

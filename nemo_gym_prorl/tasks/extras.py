@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Packages that only some environments need: asked for when a server starts, not when its first row comes."""
+"""Packages that only some environments or commands need: asked for when one starts, not when its first row comes."""
 
 from __future__ import annotations
 
@@ -14,8 +14,9 @@ EXTRAS: Mapping[str, tuple[str, ...]] = {
     "math": ("math_verify",),
     "stem": ("math_verify", "bm25s", "numpy", "pint", "Stemmer"),
     "swe": ("swebench",),
+    "view": ("inspect_ai",),
 }
-"""What is imported of each extra of this package, by its name; the server ``prorl_NAME`` needs it."""
+"""What is imported of each extra of this package, by its name; the server ``prorl_NAME`` needs it, ``view`` none."""
 
 
 def require_extras(*extras: str) -> None:

@@ -1,0 +1,146 @@
+# SPDX-License-Identifier: Apache-2.0
+"""``prorl view``: what Inspect's own reader finds in the log, and what its own viewer serves."""
+
+import asyncio
+import json
+import signal
+import socket
+from pathlib import Path
+from typing import Any
+
+import aiohttp
+import pytest
+from inspect_ai.event import ErrorEvent, ModelEvent, ScoreEvent, ToolEvent
+from inspect_ai.log import EvalLog, list_eval_logs, read_eval_log
+
+from nemo_gym_prorl.commands import view
+from nemo_gym_prorl.tasks import extras
+from tests.rollout.command_line import begin, prorl, write
+from tests.rollout.test_show import call, observation, said
+from tests.rollout.test_trajectory import step
+
+
+THOUGHT = {"type": "reasoning", "summary": [{"type": "summary_text", "text": "Hm."}]}
+ABOUT = {
+    "id": "run-1-0", "state": "succeeded", "finish_reason": "max_steps", "submitted_at": 8.0, "finished_at": 30.0,
+    "timings": {"init": {"waited_s": 1.0, "worked_s": 2.0, "attempts": 1}},
+}  # fmt: skip
+GOOD = {
+    "task_id": "HumanEval/0",
+    "responses_create_params": {
+        "input": [{"role": "system", "content": "Be good."}, {"role": "user", "content": "Go"}]
+    },
+    "response": {
+        "model": "policy",
+        "output": [
+            THOUGHT,
+            said("I look."),
+            call("bash", '{"command": "ls"}', "c1"),
+            call("bash", '{"command": ', "c2"),
+            observation("<img src=http://example.com>", "c1"),
+            observation("bad", "c2"),
+            said("Done."),
+        ],
+    },
+    "reward": 0.5,
+    "mask_sample": True,
+    "rollout": {**ABOUT, "steps": [step(4, "c1"), step(1, started_at=20.0)]},
+}
+FAILED = {
+    **GOOD,
+    "response": {"output": []},
+    "reward": 0.0,
+    "failure_kind": "session_lost",
+    "failure_reason": "gone",
+    "rollout": {"id": "run-1-1", "state": "failed", "failure": {"kind": "session_lost", "reason": "gone"}},
+}
+ODD = {"response": 5, "rollout": {"steps": 7, "timings": []}, "reward": "x"}
+
+
+def read(folder: Path) -> EvalLog:
+    [log] = list_eval_logs(str(folder))
+    return read_eval_log(log, resolve_attachments=True)
+
+
+async def test_a_static_site_has_turns_calls_rewards_failures_and_times(tmp_path: Path) -> None:
+    results, site = write(tmp_path / "first.jsonl", GOOD, FAILED, ODD), tmp_path / "site"
+    code, told = await prorl("view", str(results), "--bundle", str(site))
+    assert (code, str(site) in told) == (0, True)
+    assert "<script" in (site / "index.html").read_text()
+    log = read(site / "logs")
+    assert log.results is not None
+    assert (log.results.scores[0].metrics["mean"].value, log.results.scores[0].unscored_samples) == (0.5, 2)
+    assert log.eval.viewer is not None
+    assert log.eval.viewer.trust_content is False
+    samples = {(sample.id, sample.epoch): sample for sample in log.samples or ()}
+    good, failed, odd = (samples.pop(key) for key in (("HumanEval/0", 1), ("HumanEval/0", 2), ("row", 1)))
+    assert not samples
+    first, shell, refused, last, score = good.events
+    assert isinstance(first, ModelEvent)
+    assert isinstance(last, ModelEvent)
+    assert isinstance(shell, ToolEvent)
+    assert isinstance(refused, ToolEvent)
+    assert isinstance(score, ScoreEvent)
+    assert (first.timestamp.timestamp(), first.working_time, last.working_start) == (10.0, 1.0, 10.0)
+    assert [message.role for message in last.input] == ["system", "user", "assistant", "tool", "tool"]
+    assert (shell.function, shell.arguments, shell.result, shell.working_time) == (
+        "bash", {"command": "ls"}, "<img src=http://example.com>", 0.5
+    )  # fmt: skip
+    assert refused.working_time is None
+    message = first.output.message
+    assert (message.text, message.tool_calls and message.tool_calls[1].parse_error) == (
+        "I look.", 'no JSON object: {"command": '
+    )  # fmt: skip
+    assert good.scores is not None
+    assert (good.scores["reward"].value, good.working_time, good.total_time) == (0.5, 2.0, 22.0)
+    assert good.model_usage["policy"].total_tokens == 18
+    assert (good.metadata["masked"], good.metadata["rollout"]["finish_reason"]) == (True, "max_steps")
+    assert failed.error is not None
+    assert failed.error.message == "session_lost: gone"
+    assert failed.scores is None
+    assert failed.metadata["failure_kind"] == "session_lost"
+    assert [type(event) for event in failed.events] == [ErrorEvent]
+    assert (odd.events, odd.scores) == ([], None)
+
+
+async def test_the_viewer_is_inspects_own_and_ends_with_an_interrupt(tmp_path: Path) -> None:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    results = write(tmp_path / "first.jsonl", GOOD)
+    viewer = await begin("", "view", str(results), "--port", str(port))
+    try:
+        async with asyncio.timeout(60), aiohttp.ClientSession(f"http://127.0.0.1:{port}") as http:
+            while True:
+                try:
+                    async with http.get("/") as page:
+                        assert "Inspect" in await page.text()
+                    async with http.get("/api/logs") as listed:
+                        assert "first.eval" in json.dumps(await listed.json())
+                    break
+                except aiohttp.ClientConnectionError:
+                    await asyncio.sleep(0.1)
+        viewer.send_signal(signal.SIGINT)
+        assert await asyncio.wait_for(viewer.wait(), 20) in (0, 130)
+    finally:
+        if viewer.returncode is None:
+            viewer.kill()
+
+
+async def test_what_cannot_be_viewed_is_one_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def view_of(*arguments: str) -> Any:
+        return prorl("view", *arguments)
+
+    empty, results = write(tmp_path / "empty.jsonl"), write(tmp_path / "first.jsonl", GOOD)
+    assert await view_of(str(empty)) == (1, f"prorl: {empty}: has no rollouts\n")
+    code, said_ = await view_of(str(results), "--bundle", str(tmp_path))
+    assert (code, "--bundle: is there already" in said_) == (1, True)
+    monkeypatch.setitem(extras.EXTRAS, "view", ("no_such_inspect",))  # type: ignore[index]
+    code, said_ = await view_of(str(results))
+    assert (code, said_) == (1, "prorl: not installed: no_such_inspect. pip install 'nemo-gym-prorl[view]'\n")
+
+
+def test_a_folder_of_a_cloud_is_one_of_this_machine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    view.view(write(tmp_path / "first.jsonl", GOOD), Path("hf/any/space"), 1)
+    assert (tmp_path / "hf" / "any" / "space" / "index.html").is_file()
