@@ -85,6 +85,8 @@ def inspect_log(rows: list[dict[str, Any]], name: str) -> EvalLog:
     for row in rows:
         epochs[task := _task(row)] += 1
         samples.append(_sample(row, task, epochs[task]))
+    # The viewer multiplies; where tasks have more or fewer, each rollout counts for itself.
+    repeats = max(epochs.values()) if len({*epochs.values()}) == 1 else 1
     rewards = [sample.scores[_REWARD].as_float() for sample in samples if sample.scores]
     mean = {"mean": EvalMetric(name="mean", value=fmean(rewards))} if rewards else {}
     unscored = len(samples) - len(rewards)
@@ -97,9 +99,9 @@ def inspect_log(rows: list[dict[str, Any]], name: str) -> EvalLog:
         eval=EvalSpec(
             created=min(started, default=None) or datetime.now(UTC).isoformat(),
             task=name,
-            dataset=EvalDataset(name=name, samples=len(epochs), sample_ids=[*epochs]),
+            dataset=EvalDataset(name=name, samples=len(samples) // repeats, sample_ids=[*epochs]),
             model=_model(rows[0]),
-            config=EvalConfig(epochs=max(epochs.values())),
+            config=EvalConfig(epochs=repeats),
             viewer=ViewerConfig(trust_content=False),
         ),
         results=EvalResults(total_samples=len(samples), completed_samples=len(rewards), scores=[score]),
@@ -284,9 +286,12 @@ def _about(row: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _task(row: Mapping[str, Any]) -> str:
-    names = (row.get(name) for name in ("task_id", "instance_id", "_ng_task_index"))
-    named = next((name for name in names if name is not None), _about(row).get("group"))
-    return str(named or "row")
+    """What the repeats of a row share, and other rows of the same task do not: its place, where that is told."""
+    about = _about(row)
+    names = (row.get("_ng_task_index"), part(about, "source", "line"), about.get("group"))
+    place = next((str(name) for name in names if name is not None), "")
+    task = next((str(row[name]) for name in ("task_id", "instance_id") if row.get(name) is not None), "")
+    return ": ".join(filter(None, (place, task))) or "row"
 
 
 def _model(row: Mapping[str, Any]) -> str:

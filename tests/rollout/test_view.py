@@ -23,7 +23,7 @@ from tests.rollout.test_trajectory import step
 THOUGHT = {"type": "reasoning", "summary": [{"type": "summary_text", "text": "Hm."}]}
 ABOUT = {
     "id": "run-1-0", "state": "succeeded", "finish_reason": "max_steps", "submitted_at": 8.0, "finished_at": 30.0,
-    "timings": {"init": {"waited_s": 1.0, "worked_s": 2.0, "attempts": 1}},
+    "source": {"line": 4}, "timings": {"init": {"waited_s": 1.0, "worked_s": 2.0, "attempts": 1}},
 }  # fmt: skip
 GOOD = {
     "task_id": "HumanEval/0",
@@ -52,7 +52,12 @@ FAILED = {
     "reward": 0.0,
     "failure_kind": "session_lost",
     "failure_reason": "gone",
-    "rollout": {"id": "run-1-1", "state": "failed", "failure": {"kind": "session_lost", "reason": "gone"}},
+    "rollout": {
+        "id": "run-1-1",
+        "state": "failed",
+        "source": {"line": 4},
+        "failure": {"kind": "session_lost", "reason": "gone"},
+    },
 }
 ODD = {"response": 5, "rollout": {"steps": 7, "timings": []}, "reward": "x"}
 
@@ -73,7 +78,7 @@ async def test_a_static_site_has_turns_calls_rewards_failures_and_times(tmp_path
     assert log.eval.viewer is not None
     assert log.eval.viewer.trust_content is False
     samples = {(sample.id, sample.epoch): sample for sample in log.samples or ()}
-    good, failed, odd = (samples.pop(key) for key in (("HumanEval/0", 1), ("HumanEval/0", 2), ("row", 1)))
+    good, failed, odd = (samples.pop(key) for key in (("4: HumanEval/0", 1), ("4: HumanEval/0", 2), ("row", 1)))
     assert not samples
     first, shell, refused, last, score = good.events
     assert isinstance(first, ModelEvent)
