@@ -217,13 +217,19 @@ def show(
     ],
     full: Annotated[bool, typer.Option("--full", help="Leave nothing out.")] = False,
     as_json: Annotated[bool, typer.Option("--json", help="As JSON.")] = False,
+    tokens: Annotated[
+        bool, typer.Option("--tokens", help="Token by token: id, text, mask, log-prob, weight version.")
+    ] = False,
+    tokenizer: Annotated[
+        Path | None, typer.Option(exists=True, help="The model's tokenizer.json or its folder, for the tokens' text.")
+    ] = None,
     url: Url = None,
     token: Token = None,
 ) -> None:
-    """Show a rollout: turns, thoughts, tool calls, observations, reward, failures."""
-    from nemo_gym_prorl.commands import show as commands
+    """Show a rollout: turns, thoughts, tool calls, observations, reward, failures; or its tokens."""
+    from nemo_gym_prorl.commands.show import Look, show
 
-    _run(commands.show(url, token, rollout, full=full, as_json=as_json))
+    _run(show(url, token, rollout, Look(full, as_json, tokens, tokenizer)))
 
 
 @app.command()

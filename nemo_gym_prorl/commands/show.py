@@ -10,6 +10,7 @@ from __future__ import annotations
 import re
 from collections import Counter
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +24,7 @@ from rich.text import Text
 
 from nemo_gym_prorl.commands.jobs import connect
 from nemo_gym_prorl.commands.rows import json_lines
+from nemo_gym_prorl.commands.tokens import print_tokens
 from nemo_gym_prorl.failures import CallerError
 from nemo_gym_prorl.rollout.schemas import FailureView, JobView
 from nemo_gym_prorl.rollout.steps import items, part, text_of, turns
@@ -38,17 +40,27 @@ _CONTROL = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f\u202a-\u202e\u2066-\u2069]"
 _CONTENT = {"message", "reasoning", "function_call", "function_call_output"}
 
 
-async def show(url: str | None, token: str | None, what: str, *, full: bool, as_json: bool) -> None:
+@dataclass(frozen=True, slots=True)
+class Look:
+    """How to show a rollout: nothing left out, as JSON, its tokens, with the text that a tokenizer gives them."""
+
+    full: bool = False
+    as_json: bool = False
+    tokens: bool = False
+    tokenizer: Path | None = None
+
+
+async def show(url: str | None, token: str | None, what: str, look: Look) -> None:
     """Print a rollout of a service, by id, or of a file of results, ``FILE`` or ``FILE:LINE``.
 
     Raises:
-        CallerError: the file has no such line, or it is no rollout.
+        CallerError: the file has no such line, or it is no rollout; its tokens are wanted, and it has none.
     """
     console = Console(highlight=False)
     path, line = _file(what)
     if path is not None:
         found = read_rollouts(path)
-        if line is None and len(found) != 1 and not as_json:
+        if line is None and len(found) != 1 and not look.as_json:
             console.print(_contents(found))
             return
         rows = [_line(path, found, line)] if line is not None else list(found.values())
@@ -57,10 +69,12 @@ async def show(url: str | None, token: str | None, what: str, *, full: bool, as_
             job = await client.get(what)
         rows = [{**(job.result or {}), "rollout": job.model_dump(mode="json", exclude={"result"})}]
     for row in rows:
-        if as_json:
+        if look.as_json:
             console.print_json(orjson.dumps(row).decode(), indent=2)
+        elif look.tokens:
+            print_tokens(console, row, look.tokenizer, full=look.full)
         else:
-            Page(console, full).print(row)
+            Page(console, look.full).print(row)
 
 
 class Page:

@@ -181,6 +181,8 @@ class GymEnvironmentHandler:
             raise
         finally:
             job.progress.weight_versions = conversation.weight_versions
+            for step, told in zip(job.progress.steps, conversation.weight_versions, strict=False):
+                step["weights"] = (told["first"], told["last"])
             # Never in the rollout's own time: it is finished whether or not the server forgets it.
             self.context.farewells.start(f"job {job.id}: forgetting it", conversation.forget())
         session.awaits_verdict = True

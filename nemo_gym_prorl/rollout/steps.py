@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, TypedDict
+from typing import Any, NotRequired, TypedDict
 
 import orjson
 from pydantic import TypeAdapter, ValidationError
@@ -30,7 +30,7 @@ class ToolTime(TypedDict):
 
 class Step(TypedDict):
     """One turn: when the policy was asked, how long it took, how many output items it wrote, what it says of its
-    tokens, and the calls."""
+    tokens, and the calls; ``weights``: labels of those that sampled its first and its last token, where told."""
 
     started_at: float
     seconds: float
@@ -38,6 +38,7 @@ class Step(TypedDict):
     input_tokens: int | None
     output_tokens: int | None
     tools: list[ToolTime]
+    weights: NotRequired[tuple[str | None, str | None]]
 
 
 _STEPS = TypeAdapter(list[Step])

@@ -74,9 +74,8 @@ def taken_by_gym(row: dict[str, Any], tmp_path: Path) -> None:
 
 
 async def test_a_trainer_is_given_the_times_and_nothing_twice() -> None:
-    async with deployment() as at, RolloutClient(at.url) as client:
-        before = {"task_index": 1}
-        row = await at.run({**ROW, **before})
+    async with deployment(policy=Policy(versions=True)) as at, RolloutClient(at.url) as client:
+        row = await at.run({**ROW, "_ng_task_index": 1})
         job = await client.submit(ROW)
         await client.wait(job.id)
         followed = await client.get(job.id)
@@ -87,6 +86,6 @@ async def test_a_trainer_is_given_the_times_and_nothing_twice() -> None:
     [tool] = first["tools"]
     assert tool["call_id"] == "c0"
     assert first["started_at"] <= tool["started_at"] <= second["started_at"]
-    assert (last["tools"], last["input_tokens"]) == ([], None)
+    assert (last["tools"], last["input_tokens"], last["weights"]) == ([], None, ["w2", "w3"])
     assert [step["items"] for step in followed.steps or ()] == [1, 1, 1]
     assert all(view.steps is None for view in listed.rollouts)

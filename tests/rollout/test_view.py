@@ -108,6 +108,7 @@ async def test_a_static_site_has_turns_calls_rewards_failures_and_times(tmp_path
     assert (odd.events, odd.scores) == ([], None)
 
 
+@pytest.mark.long("the site that is made of the same log takes a second; the viewer, six of them to be imported")
 async def test_the_viewer_is_inspects_own_and_ends_with_an_interrupt(tmp_path: Path) -> None:
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
