@@ -272,7 +272,7 @@ async def test_the_text_of_tokens_is_a_models_own(tmp_path: Path) -> None:
     code, output = await prorl("show", str(path), "--tokens", "--tokenizer", str(tmp_path))
     table = [line.split() for line in output.splitlines()]
     assert code == 0
-    assert ["0", "0", "hello", "0"] in table
+    assert ["0", "0", "·hello", "0"] in table
     assert ["1", "1", "Ã", "1", "-0.5000"] in table
     assert ["2", "2", "·", "1", "-1.5000"] in table
     code, output = await prorl("show", str(path), "--tokens")
