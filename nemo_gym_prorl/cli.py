@@ -250,18 +250,23 @@ def status(
     group: Annotated[str | None, typer.Option(help="The rollouts of this group.")] = None,
     state: Annotated[str | None, typer.Option(help="The rollouts in this state, e.g. running.")] = None,
     failed: Annotated[bool, typer.Option("--failed", help="The rollouts that failed, and why.")] = False,
+    follow: Annotated[bool, typer.Option("--watch", help="The pools, kept up to date until Ctrl-C.")] = False,
     url: Url = None,
     token: Token = None,
 ) -> None:
     """Show the pools of a running service, one rollout, or those that fit."""
     from nemo_gym_prorl.commands import watch
+    from nemo_gym_prorl.failures import CallerError
+
+    if follow and (rollout is not None or group is not None or state is not None or failed):
+        raise CallerError("watches the pools; to follow rollouts: prorl tail", field="--watch")
 
     if rollout is not None:
         _run(watch.show_rollout(url, token, rollout))
     elif group is not None or state is not None or failed:
         _run(watch.show_rollouts(url, token, group=group, state=state, failed=failed))
     else:
-        _run(watch.show_status(url, token))
+        _run(watch.show_status(url, token, watch=follow))
 
 
 @app.command()

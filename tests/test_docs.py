@@ -79,7 +79,7 @@ NOT_RUN = {
 FROM_GYM_07 = {("eval", "export"), ("eval", "health-check")}
 """Commands that Gym has only since then."""
 
-ENDLESS = {"prorl tail"}
+ENDLESS = {"prorl tail", "prorl status --watch"}
 """Commands that go on until they are interrupted."""
 
 PYTHON_NOT_RUN = {
@@ -334,7 +334,7 @@ ENVIRON = os.environ | {
 
 
 @pytest_asyncio.fixture(scope="module", loop_scope="module")
-async def url() -> AsyncIterator[str]:
+async def urls() -> AsyncIterator[dict[str, str]]:
     async with serve_scripted(ScriptedConfig()) as policy_url:
         model = {
             "base_url": policy_url,
@@ -354,7 +354,12 @@ async def url() -> AsyncIterator[str]:
             "agent": instance("responses_api_agents", "prorl_agent", **agent),
         }
         async with hosting(config):
-            yield url_of(config["agent"])
+            yield {name: url_of(block) for name, block in config.items()}
+
+
+@pytest.fixture(scope="module")
+def url(urls: dict[str, str]) -> str:
+    return urls["agent"]
 
 
 @pytest.fixture
@@ -386,6 +391,32 @@ async def until_interrupted(words: list[str], env: dict[str, str], folder: Path,
     assert process.returncode == 130
 
 
+@pytest.mark.parametrize("file", ["alerts.yaml", "grafana.json"])
+@pytest.mark.asyncio(loop_scope="module")
+async def test_every_metric_that_is_watched_is_told(
+    file: str, urls: dict[str, str], rows: list[dict[str, Any]]
+) -> None:
+    told = set()
+    async with aiohttp.ClientSession() as http:
+        for server in ("agent", "policy_model"):
+            async with http.get(f"{urls[server]}/metrics") as answer:
+                for name, kind in re.findall(r"^# TYPE (\S+) (\S+)$", await answer.text(), re.MULTILINE):
+                    told |= (
+                        {f"{name}_{part}" for part in ("bucket", "sum", "count")} if kind == "histogram" else {name}
+                    )
+    watched = yaml.safe_load((ROOT / "docs" / "monitoring" / file).read_text())
+    expressions = [
+        each["expr"]
+        for group in (*watched.get("groups", ()), *watched.get("panels", ()))
+        for each in (*group.get("rules", ()), *group.get("targets", ()))
+    ]
+    named = {name for text in expressions for name in re.findall(r"\bprorl_\w+", text)}
+    assert len(named) >= 8
+    assert named <= told
+    variables = [each["query"] for each in watched.get("templating", {}).get("list", ())]
+    assert {name for text in variables for name in re.findall(r"\bprorl_\w+", text)} <= told
+
+
 @pytest.mark.parametrize("snippet", SHELL, ids=str)
 @pytest.mark.asyncio(loop_scope="module")
 async def test_shell(
@@ -398,7 +429,7 @@ async def test_shell(
         if reason_not_to_run(words):
             continue
         ran += 1
-        if " ".join(words[:2]) in ENDLESS:
+        if {" ".join(words[:2]), " ".join(words[:3])} & ENDLESS:
             await until_interrupted(words, env, tmp_path, rows)
             continue
         if words[0] == "prorl":

@@ -4,9 +4,11 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import time
 
-from rich.console import Console
+from rich.console import Console, Group
+from rich.live import Live
 from rich.markup import escape
 from rich.padding import Padding
 from rich.table import Table
@@ -22,6 +24,7 @@ from nemo_gym_prorl.rollout.store import Transition
 
 
 _RECONNECT_S = 2.0
+_WATCH_S = 1.0
 _FAILED = (JobState.FAILED, JobState.TIMED_OUT)
 
 
@@ -34,16 +37,36 @@ def pools(status: StatusView) -> Table:
     return table
 
 
-async def show_status(url: str | None, token: str | None) -> None:
-    """Print the service's state."""
+async def show_status(url: str | None, token: str | None, *, watch: bool = False) -> None:
+    """Print the service's state; where it is watched, again and again until interrupted. A service that goes away is
+    waited for."""
     console = Console(highlight=False)
     async with connect(url, token) as client:
-        status = await client.status()
-    console.print(pools(status))
-    for name, held in status.held.items():
-        console.print(f"{name} cannot be reached, so no rollout begins: {held.reason}", style="red", markup=False)
+        shown = _state(await client.status())
+        if not watch:
+            console.print(shown)
+            return
+        # In a file or a pipe one stands below the other.
+        with Live(shown, console=console) if console.is_terminal else contextlib.nullcontext() as live:
+            say = live.update if live is not None else console.print
+            while True:
+                say(shown)
+                await asyncio.sleep(_WATCH_S)
+                try:
+                    shown = _state(await client.status())
+                except InfrastructureError as error:
+                    say(Group(shown, Text(visible(f"{error}; trying again"), style="yellow")))
+                    await asyncio.sleep(_WATCH_S)
+
+
+def _state(status: StatusView) -> Group:
+    held = [
+        Text(visible(f"{name} cannot be reached, so no rollout begins: {held.reason}"), style="red")
+        for name, held in status.held.items()
+    ]
     states = ", ".join(f"{count} {state}" for state, count in status.states.items() if count) or "no rollouts"
-    console.print(f"{states}; {status.sessions} sandboxes held{'; draining' if status.draining else ''}")
+    more = "; draining" if status.draining else ""
+    return Group(pools(status), *held, f"{states}; {status.sessions} sandboxes held{more}")
 
 
 async def show_rollout(url: str | None, token: str | None, rollout_id: str) -> None:
