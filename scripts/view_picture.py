@@ -3,8 +3,8 @@
 
     python scripts/view_picture.py out/first.jsonl docs/view.png
 
-Needs Playwright (``pip install playwright``) and a Chromium on PATH, or Playwright's own. It fails if the page asks for
-anything from elsewhere.
+Needs Playwright (``pip install playwright``) and a Chromium on PATH, or Playwright's own. It fails if the page asks
+for anything from elsewhere.
 """
 
 import argparse

@@ -119,6 +119,17 @@ async def take(python: str, folder: Path) -> dict[str, float]:
         assert set(rewards.values()) == {1.0}, rewards
         for row in rows:
             _require_token_chain(row)
+        reads = await _run(
+            python, "-c", "from nemo_gym_prorl.rollout.trajectory import *; print(gym_reads_trajectories())"
+        )
+        assert {"ng_trajectory" in row for row in rows} == {reads.strip() == "True"}
+        if reads.strip() == "True":
+            given = ("--rollouts", str(folder / "results" / "rollouts.jsonl"), "--output-dir", str(folder / "atif"))
+            exported = await cli.run(
+                "eval", "export", "--format", "atif", *given, "--session-id", "s", "--agent-version", "1"
+            )
+            assert "Exported 5 " in exported.output, exported.output
+            seconds["gym eval export, 5 rollouts"] = exported.seconds
         outcome = await client.wait(slow.id)
         assert outcome.state.value == "timed_out", outcome
         assert outcome.failure is not None
