@@ -167,7 +167,8 @@ class JobView(BaseModel):
     result: dict[str, Any] | None = Field(default=None, description="What the environment's /verify answered.")
     tokens: list[TurnView] | None = Field(default=None, description="With `tokens=packed`, those of the result.")
     steps: list[dict[str, Any]] | None = Field(
-        default=None, description="With the result, per turn: when it began, how long it took, its calls likewise."
+        default=None,
+        description="With the result as Gym has it, per turn: when it began, how long it took, its calls likewise.",
     )
 
     @classmethod
@@ -204,7 +205,7 @@ def job_json(job: Job, *, with_result: bool, tokens: TokenForm = TokenForm.ITEMS
         apart = tokens is TokenForm.PACKED
         view["result"] = orjson.Fragment(job.outcome.body) if apart or job.tokens == NO_TOKENS else job.gym_result()
         view["tokens"] = orjson.Fragment(job.tokens) if apart else None
-        view["steps"] = orjson.Fragment(job.steps)
+        view["steps"] = None if apart else orjson.Fragment(job.steps)
     return view
 
 

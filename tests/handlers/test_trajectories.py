@@ -10,6 +10,7 @@ import pytest
 
 from nemo_gym_prorl.handlers import agent_service
 from nemo_gym_prorl.rollout.client import RolloutClient
+from nemo_gym_prorl.rollout.schemas import TokenForm
 from nemo_gym_prorl.rollout.trajectory import gym_reads_trajectories
 from tests.handlers.peers import COLLECTED, ROW, Environment, Policy, deployment, hang, status
 
@@ -79,6 +80,7 @@ async def test_a_trainer_is_given_the_times_and_nothing_twice() -> None:
         job = await client.submit(ROW)
         await client.wait(job.id)
         followed = await client.get(job.id)
+        packed = await client.get(job.id, tokens=TokenForm.PACKED)
         listed = await client.list()
     assert "ng_trajectory" not in row
     first, second, last = row["rollout"]["steps"]
@@ -88,4 +90,4 @@ async def test_a_trainer_is_given_the_times_and_nothing_twice() -> None:
     assert first["started_at"] <= tool["started_at"] <= second["started_at"]
     assert (last["tools"], last["input_tokens"], last["weights"]) == ([], None, ["w2", "w3"])
     assert [step["items"] for step in followed.steps or ()] == [1, 1, 1]
-    assert all(view.steps is None for view in listed.rollouts)
+    assert [view.steps for view in (packed, *listed.rollouts)] == [None] * 3
