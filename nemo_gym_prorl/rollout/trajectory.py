@@ -59,6 +59,7 @@ class _Record:
         self._turns: list[dict[str, Any]] = []
         self._model_calls: list[dict[str, Any]] = []
         self._tool_calls: list[dict[str, Any]] = []
+        self._call_ids: set[str] = set()
         created = part(row, "response", "created_at")
         self._now = float(created) if isinstance(created, int | float) else 0.0
 
@@ -150,9 +151,9 @@ class _Record:
     def _calls(self, turn: TurnRead) -> Iterator[tuple[dict[str, Any], dict[str, Any]]]:
         """Call and output of each; ids that a model server uses again are made different."""
         for call in turn.calls:
-            number = len(self._tool_calls)
-            known = {tool["tool_call_id"] for tool in self._tool_calls}
-            call_id = call.id if call.id.strip() and call.id not in known else f"{call.id}#{number}"
+            fresh = call.id.strip() and call.id not in self._call_ids
+            call_id = call.id if fresh else f"{call.id}#{len(self._tool_calls)}"
+            self._call_ids.add(call_id)
             name = call.name if call.name.strip() else "(no name)"
             arguments = {"malformed": call.written} if call.arguments is None else call.arguments
             output = _NOT_ANSWERED if call.output is None else call.output
