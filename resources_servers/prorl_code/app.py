@@ -8,6 +8,7 @@ from pydantic import Field
 from nemo_gym_prorl.task_server import TaskServer, TaskServerConfig
 from nemo_gym_prorl.tasks.code.grading import CodeLimits, RewardRule
 from nemo_gym_prorl.tasks.code.task import ProgrammingProblems
+from nemo_gym_prorl.verifier_fixture import verifier_fixture
 
 
 class ProRLCodeConfig(TaskServerConfig):
@@ -38,6 +39,9 @@ class ProRLCodeServer(TaskServer):
             output_bytes=config.test_output_mib << 20,
         )
         return ProgrammingProblems(config.sandbox_root, config.tool_limits, limits, config.reward, config.tests_folder)
+
+
+VERIFIER_FIXTURE = verifier_fixture(__file__, ProRLCodeServer)
 
 
 if __name__ == "__main__":

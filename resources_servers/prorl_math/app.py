@@ -16,6 +16,7 @@ from nemo_gym_prorl.sandbox.images.building.default import MATH
 from nemo_gym_prorl.task_server import TaskServer, TaskServerConfig
 from nemo_gym_prorl.tasks.math.checker import CheckLimits, MathChecker
 from nemo_gym_prorl.tasks.math.task import Math
+from nemo_gym_prorl.verifier_fixture import verifier_fixture
 
 
 class ProRLMathConfig(TaskServerConfig):
@@ -37,6 +38,9 @@ class ProRLMathServer(TaskServer):
         config = self.config
         limits = CheckLimits(config.checking_cpu_s, config.checking_memory_mib, config.checking_workers)
         return Math(config.sandbox_root, config.tool_limits, MathChecker(limits))
+
+
+VERIFIER_FIXTURE = verifier_fixture(__file__, ProRLMathServer)
 
 
 if __name__ == "__main__":

@@ -25,6 +25,7 @@ from nemo_gym_prorl.tasks.stem.search.settings import SearchSettings, engine_of
 from nemo_gym_prorl.tasks.stem.search.tool import SearchTool
 from nemo_gym_prorl.tasks.stem.task import Stem
 from nemo_gym_prorl.tasks.task import HasEnd
+from nemo_gym_prorl.verifier_fixture import verifier_fixture
 
 
 SAMPLE = Path(__file__).parent / "data/passages.jsonl"
@@ -72,6 +73,9 @@ class ProRLStemServer(TaskServer):
         search = SearchTool(engine, config.search.page)
         rules = Rules(formulas, config.tolerance)
         return Stem(config.sandbox_root, config.tool_limits, search, rules, judge, holds)
+
+
+VERIFIER_FIXTURE = verifier_fixture(__file__, ProRLStemServer)
 
 
 if __name__ == "__main__":

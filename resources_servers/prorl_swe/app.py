@@ -16,6 +16,7 @@ from nemo_gym_prorl.tasks.swe.grading import GradingLimits
 from nemo_gym_prorl.tasks.swe.repository import PatchLimits
 from nemo_gym_prorl.tasks.swe.task import SoftwareEngineering
 from nemo_gym_prorl.tasks.swe.testing import TestLimits
+from nemo_gym_prorl.verifier_fixture import verifier_fixture
 
 
 class ProRLSweConfig(TaskServerConfig):
@@ -48,6 +49,9 @@ class ProRLSweServer(TaskServer):
         tests = TestLimits(config.test_timeout_s, config.before_tests_timeout_s, config.log_kib)
         grading = GradingLimits(tests, config.parse_timeout_s, config.patch_field_kib, config.log_field_kib)
         return SoftwareEngineering(config.tool_limits, patches, grading)
+
+
+VERIFIER_FIXTURE = verifier_fixture(__file__, ProRLSweServer)
 
 
 if __name__ == "__main__":
