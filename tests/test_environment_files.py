@@ -3,6 +3,7 @@
 
 import importlib
 import inspect
+import json
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +15,7 @@ from omegaconf import OmegaConf
 
 from nemo_gym_prorl.handlers.service_config import ServiceConfig
 from nemo_gym_prorl.task_server import TaskServerConfig
+from tests.tasks.rows_file import write_rows
 
 
 ENVIRONMENTS = Path("environments")
@@ -35,7 +37,9 @@ def test_an_environment_is_what_its_manifest_says(name: str) -> None:
     manifest, config = yaml.safe_load((ENVIRONMENTS / name / "manifest.yaml").read_text()), merged(name)
     assert manifest["name"] == name
     assert manifest["domain"] in [domain.value for domain in Domain]
-    assert manifest["resources_server"] in config[manifest["resources_server"]]["resources_servers"]
+    server = manifest["resources_server"]
+    assert (server is None) == (name == MIXTURE)
+    assert server is None or server in config[server]["resources_servers"]
     agents = {
         agent
         for block in config.values()
@@ -43,7 +47,7 @@ def test_an_environment_is_what_its_manifest_says(name: str) -> None:
         for agent in block.get("responses_api_agents", ())
     }
     assert agents == {manifest["agent_server"]}
-    for dataset in manifest.get("datasets", []):
+    for dataset in manifest["datasets"]:
         assert dataset["type"] == "train" or Path(dataset["jsonl_fpath"]).is_file()
     readme = (ENVIRONMENTS / name / "README.md").read_text()
     assert f"--environment {name}" in readme
@@ -76,7 +80,7 @@ def test_in_the_mixture_a_server_is_set_as_it_is_alone(server: str) -> None:
 
 def test_the_mixture_has_each_family_with_rows_and_a_share_of_its_own() -> None:
     agent = merged(MIXTURE)[MIXTURE]["responses_api_agents"]["prorl_agent"]
-    for taken in ("entrypoint", "host", "model_server"):
+    for taken in ("entrypoint", "host", "model_server", "datasets"):
         del agent[taken]
     config = ServiceConfig.model_validate(agent)
     families = {f"prorl_{name}": environment for name, environment in config.environments.items()}
@@ -85,3 +89,13 @@ def test_the_mixture_has_each_family_with_rows_and_a_share_of_its_own() -> None:
     sources = [source for one in families.values() for source in one.data_sources]
     assert len({*sources}) == len(sources)
     assert config.stages.eval > len(families)
+
+
+def test_the_mixtures_example_is_made_of_the_servers(tmp_path: Path) -> None:
+    rows = [
+        {**json.loads(line), "data_source": family}
+        for family in ("code", "math", "stem")
+        for line in Path(f"resources_servers/prorl_{family}/data/example.jsonl").read_text().splitlines()[:2]
+    ]
+    assert write_rows(tmp_path / "example.jsonl", rows) == 6
+    assert (tmp_path / "example.jsonl").read_text() == (ENVIRONMENTS / MIXTURE / "data/example.jsonl").read_text()
