@@ -1,6 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What can be said of the server without a sandbox; the rest is tested in the repository's ``tests/prorl_code``."""
+"""What can be said of the server without a sandbox, and Gym's check of its verifier; the rest is in
+the repository's ``tests/prorl_code``."""
 
+import asyncio
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +13,7 @@ from omegaconf import OmegaConf
 from starlette.testclient import TestClient
 
 from nemo_gym_prorl.failures import CallerError
-from resources_servers.prorl_code.app import ProRLCodeConfig, ProRLCodeServer
+from resources_servers.prorl_code.app import VERIFIER_FIXTURE, ProRLCodeConfig, ProRLCodeServer
 
 
 CONFIG = OmegaConf.load(Path(__file__).parents[1] / "configs/prorl_code.yaml")
@@ -81,3 +83,10 @@ def test_a_body_that_is_no_json_is_nobodys_trouble_but_the_senders(path: str, bo
     else:
         assert answer.status_code == 422
         assert answer.headers["Content-Type"] == "application/problem+json"
+
+
+@pytest.mark.sandbox
+def test_verifier_fixture() -> None:
+    """Sandboxes are real; ``seeded`` has it compare two rewards, too."""
+    gym = pytest.importorskip("nemo_gym.verifier_fixture", reason="Gym has it since 0.7")
+    asyncio.run(gym.exercise_verifier_fixture(VERIFIER_FIXTURE, reward_range=(0.0, 1.0), determinism="seeded"))

@@ -1,6 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What can be said of the server without a sandbox; the rest is tested in the repository's ``tests/prorl_stem``."""
+"""What can be said of the server without a sandbox, and Gym's check of its verifier; the rest is in
+the repository's ``tests/prorl_stem``."""
 
+import asyncio
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +14,7 @@ from starlette.testclient import TestClient
 
 from nemo_gym_prorl.failures import InfrastructureError
 from nemo_gym_prorl.tasks.stem.problems import row_for
-from resources_servers.prorl_stem.app import ProRLStemConfig, ProRLStemServer
+from resources_servers.prorl_stem.app import VERIFIER_FIXTURE, ProRLStemConfig, ProRLStemServer
 
 
 CONFIG = OmegaConf.load(Path(__file__).parents[1] / "configs/prorl_stem.yaml")
@@ -68,3 +70,10 @@ def test_a_judge_that_is_nowhere_is_told_before_any_rollout() -> None:
 def test_a_hosted_engine_takes_a_key() -> None:
     with pytest.raises(ValueError, match=r"search.api_key"):
         make_client(search={"engine": "tavily"})
+
+
+@pytest.mark.sandbox
+def test_verifier_fixture() -> None:
+    """Sandboxes are real; ``seeded`` has it compare two rewards, too."""
+    gym = pytest.importorskip("nemo_gym.verifier_fixture", reason="Gym has it since 0.7")
+    asyncio.run(gym.exercise_verifier_fixture(VERIFIER_FIXTURE, reward_range=(0.0, 1.0), determinism="seeded"))

@@ -1,6 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What can be said of the server without a sandbox; the rest is tested in the repository's ``tests/tasks/swe``."""
+"""What can be said of the server without a sandbox, and Gym's check of its verifier; the rest is in
+the repository's ``tests/tasks/swe``."""
 
+import asyncio
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +13,7 @@ from omegaconf import OmegaConf
 from starlette.testclient import TestClient
 
 from nemo_gym_prorl.failures import CallerError
-from resources_servers.prorl_swe.app import ProRLSweConfig, ProRLSweServer
+from resources_servers.prorl_swe.app import VERIFIER_FIXTURE, ProRLSweConfig, ProRLSweServer
 
 
 CONFIG = OmegaConf.load(Path(__file__).parents[1] / "configs/prorl_swe.yaml")
@@ -65,3 +67,10 @@ def test_with_a_key_every_route_needs_it() -> None:
 def test_it_does_not_listen_beyond_loopback_without_a_key() -> None:
     with pytest.raises(CallerError, match="control_token"):
         make_client(host="0.0.0.0")
+
+
+@pytest.mark.sandbox
+def test_verifier_fixture() -> None:
+    """Sandboxes are real; ``seeded`` has it compare two rewards, too."""
+    gym = pytest.importorskip("nemo_gym.verifier_fixture", reason="Gym has it since 0.7")
+    asyncio.run(gym.exercise_verifier_fixture(VERIFIER_FIXTURE, reward_range=(0.0, 1.0), determinism="seeded"))
