@@ -54,11 +54,21 @@ def test_an_environment_is_what_its_manifest_says(name: str) -> None:
     assert "# Licensing information" in readme
 
 
-@pytest.mark.parametrize("name", [name for name in NAMES if name != MIXTURE])
+@pytest.mark.parametrize("name", NAMES)
 def test_gym_lists_an_environment_with_its_domain_and_description(name: str) -> None:
-    entry = discover_environments(ENVIRONMENTS)[name]
-    server = OmegaConf.load(f"resources_servers/{name}/configs/{name}.yaml")[name].resources_servers[name]
-    assert (entry.domain, entry.description) == (server.domain, server.description)
+    by_manifest = not inspect.signature(discover_environments).parameters  # since Gym 0.7
+    if by_manifest:
+        entry, source = (
+            discover_environments()[name],
+            yaml.safe_load((ENVIRONMENTS / name / "manifest.yaml").read_text()),
+        )
+        assert entry.manifest_path is not None, "Gym does not take the manifest"
+    elif name == MIXTURE:
+        pytest.skip("older Gyms list a mixture with the text of its first server")
+    else:
+        entry = discover_environments(ENVIRONMENTS)[name]
+        source = OmegaConf.load(f"resources_servers/{name}/configs/{name}.yaml")[name].resources_servers[name]
+    assert (entry.domain, entry.description) == (source["domain"], source["description"])
 
 
 def settings_of(config: dict[str, Any], server: str) -> dict[str, Any]:
