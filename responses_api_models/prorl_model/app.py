@@ -18,6 +18,7 @@ from typing import Any
 import orjson
 from fastapi import Body, FastAPI, Request, Response
 from fastapi.encoders import jsonable_encoder
+from nemo_gym import base_responses_api_model
 from nemo_gym.anthropic_converter import AnthropicConverter
 from nemo_gym.base_responses_api_model import BaseResponsesAPIModelConfig, SimpleResponsesAPIModel
 from nemo_gym.openai_utils import (
@@ -39,7 +40,14 @@ from nemo_gym_prorl.policy.engines.sampling import Sampling
 from nemo_gym_prorl.policy.generation import Finish
 from nemo_gym_prorl.policy.host import PolicyHost
 from nemo_gym_prorl.policy.http.api import add_control_routes
-from nemo_gym_prorl.policy.http.callers import DEFERRAL, Caller, EndsWithCaller, caller_of, route_of_callers
+from nemo_gym_prorl.policy.http.callers import (
+    DEFERRAL,
+    Caller,
+    EndsWithCaller,
+    RolloutUrls,
+    caller_of,
+    route_of_callers,
+)
 from nemo_gym_prorl.policy.http.fields import FOR_ENGINES, check, of_messages, of_responses
 from nemo_gym_prorl.policy.http.turn_requests import Terms, TurnRequests, about, read_object
 from nemo_gym_prorl.policy.text.messages import Message, arguments_of
@@ -124,6 +132,7 @@ class ProrlModel(SimpleResponsesAPIModel):
 
     def setup_webserver(self) -> FastAPI:
         policy = self.config.checked_policy()
+        recorded = self._recorded()
         end_with_starter()
         open_files.raise_limit()
         memory.recycle_large_blocks()
@@ -153,9 +162,30 @@ class ProrlModel(SimpleResponsesAPIModel):
         def around(route: ASGIApp) -> ASGIApp:
             return SessionMiddleware(EndsWithCaller(route), secret_key=session, session_cookie=session)
 
-        put_in_front(app, lambda rest: KeyGuard(DirectRoutes(rest, routes, around), key=policy.control_token))
+        def in_front(rest: ASGIApp) -> ASGIApp:
+            direct = RolloutUrls(DirectRoutes(rest, routes, around), whole=recorded)
+            return KeyGuard(direct, key=policy.control_token)
+
+        put_in_front(app, in_front)
         memory.collect_rarely()
         return app
+
+    def _recorded(self) -> bool:
+        """Whether Gym records its agents' calls, which it does inside its application and by their whole URL.
+
+        Raises:
+            CallerError: the engine would have to do it.
+        """
+        if not hasattr(base_responses_api_model, "install_model_call_capture"):
+            return False  # older Gyms do not
+        settings = self.server_client.global_config_dict
+        capture = settings.get("token_id_capture") or {}
+        if capture.get("enabled") and capture.get("external_staging"):
+            raise CallerError(
+                "must be false: no engine stages tokens here; Gym's capture without it gets them from the answers",
+                field="token_id_capture.external_staging",
+            )
+        return bool(settings.get("observability_enabled") or capture.get("enabled"))
 
     # Turns, in front of the application
 

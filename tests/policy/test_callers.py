@@ -1,9 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Who asks for a turn: names of rollouts as headers carry them, and callers that hang up."""
+"""Who asks for a turn: names of rollouts as headers and URLs carry them, and callers that hang up."""
 
 import asyncio
+import string
 from collections.abc import Awaitable, Callable
-from urllib.parse import unquote
+from typing import Any
+from urllib.parse import quote, unquote
 
 import aiohttp
 import pytest
@@ -12,7 +14,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from nemo_gym_prorl.handlers.gym_http import in_header
-from nemo_gym_prorl.policy.http.callers import EndsWithCaller, header_text
+from nemo_gym_prorl.policy.http.callers import EndsWithCaller, RolloutUrls, header_text
 from tests.rollout.serving import serve
 
 
@@ -64,3 +66,86 @@ def test_a_header_of_any_bytes_is_read(value: bytes) -> None:
     except UnicodeDecodeError:
         expected = unquote(text)
     assert header_text(text) == expected
+
+
+IN_IDS = set(string.ascii_letters + string.digits + "._-")
+IDS = st.from_regex(r"[A-Za-z0-9][A-Za-z0-9._-]{0,199}", fullmatch=True)
+
+
+async def told(raw_path: str, *rollouts: str, whole: bool = False) -> tuple[dict[str, Any] | None, str]:
+    """The request that is passed on for one of this path and these headers, or what is said where it is refused."""
+    passed: list[dict[str, Any]] = []
+    sent: list[dict[str, Any]] = []
+
+    async def behind(scope: Any, receive: Any, send: Any) -> None:
+        passed.append(scope)
+
+    async def send(message: Any) -> None:
+        sent.append(message)
+
+    scope = {
+        "type": "http",
+        "method": "POST",
+        "path": unquote(raw_path),
+        "raw_path": raw_path.encode(),
+        "headers": [(b"content-type", b"json"), *((b"x-rollout-id", in_header(one).encode()) for one in rollouts)],
+    }
+    await RolloutUrls(behind, whole=whole)(scope, None, send)  # type: ignore[arg-type]
+    if not sent:
+        return passed[0], ""
+    assert not passed
+    assert sent[0]["status"] == 422
+    return None, sent[1]["body"].decode()
+
+
+@given(IDS, st.sampled_from(["", "/training-token-capture"]), st.sampled_from(["/v1/responses", "/v1/a%20b", "/"]))
+async def test_a_url_names_its_rollout(rollout: str, recorded: str, rest: str) -> None:
+    path = f"/ng-rollout/{rollout}{recorded}{rest}"
+    for headers in ((), (rollout,), ("",)):
+        for whole, left in ((False, rest), (True, path)):
+            scope, _ = await told(path, *headers, whole=whole)
+            assert scope is not None
+            assert scope["headers"] == [(b"content-type", b"json"), (b"x-rollout-id", rollout.encode())]
+            assert (scope["path"], scope["raw_path"].decode()) == (unquote(left), left)
+
+
+@given(st.text(st.characters(codec="utf-8"), max_size=220).map(lambda text: quote(text, safe="/%?#!:@+,;=~")))
+async def test_what_is_no_id_is_refused(segment: str) -> None:
+    scope, said = await told(f"/ng-rollout/{segment}/v1/responses")
+    name = segment.partition("/")[0]
+    is_id = name.isascii() and name[:1].isalnum() and len(name) <= 200 and not set(name) - IN_IDS
+    assert (scope is not None) == (is_id and not segment.removeprefix(name).startswith("/ng-rollout/"))
+    if scope is not None:
+        assert dict(scope["headers"])[b"x-rollout-id"] == name.encode()
+    else:
+        assert '"field":"URL"' in said
+
+
+@pytest.mark.parametrize(
+    "path",
+    [
+        "/ng-rollout//v1/responses",
+        "/ng-rollout/a%2Fb/v1/responses",
+        "/ng-rollout/%61/v1/responses",
+        "/ng%2Drollout/a/v1/responses",
+        "/ng-rollout/a%00/v1/responses",
+        "/ng-rollout/a%0A/v1/responses",
+        "/ng-rollout/../v1/responses",
+        "/ng-rollout/.a/v1/responses",
+        "/ng-rollout/caf%C3%A9/v1/responses",
+        f"/ng-rollout/{'a' * 201}/v1/responses",
+        "/ng-rollout/a",
+        "/ng-rollout/a/ng-rollout/b/v1/responses",
+    ],
+)
+async def test_one_rollout_or_none(path: str) -> None:
+    scope, said = await told(path)
+    assert scope is None
+    assert '"field":"URL"' in said
+
+
+@given(IDS, st.text(st.characters(codec="utf-8", exclude_characters="\0\r\n"), min_size=1, max_size=30))
+async def test_a_header_that_names_another_is_refused(rollout: str, other: str) -> None:
+    scope, said = await told(f"/ng-rollout/{rollout}/v1/responses", other)
+    assert (scope is None) == (other != rollout)
+    assert scope is not None or '"field":"X-Rollout-Id"' in said

@@ -77,6 +77,47 @@ async def test_turns_are_an_exact_prefix_chain(http: aiohttp.ClientSession, url:
             items.append({"role": "user", "content": f"And then? {turn}"})
 
 
+async def test_a_url_is_a_rollout_on_all_three_routes(url: str) -> None:
+    """Of callers that know nothing but their base URL: no cookie, no header, no token ids sent back."""
+
+    async def said(at: str, route: str, **body: object) -> dict:
+        body |= {"temperature": 0.0}
+        async with aiohttp.ClientSession() as fresh, fresh.post(f"{url}{at}/v1/{route}", json=body) as answer:
+            assert answer.status == 200, await answer.text()
+            return await answer.json()
+
+    first, recorded = "/ng-rollout/0-1", "/ng-rollout/0-1/training-token-capture"
+    asked = [{"role": "user", "content": "Hello"}]
+    chat = await said(first, "chat/completions", messages=asked, max_tokens=4)
+    asked += [chat["choices"][0]["message"], {"role": "user", "content": "More"}]
+    asked = [{"role": one["role"], "content": one["content"]} for one in asked]
+    responses = await said(recorded, "responses", input=asked, max_output_tokens=4)
+    [message] = responses["output"]
+    asked += [{"role": "assistant", "content": message["content"][0]["text"]}, {"role": "user", "content": "More"}]
+    await said(first, "messages", model="tiny", messages=asked, max_tokens=4)
+    await said("/ng-rollout/0-2", "messages", model="tiny", messages=asked[:1], max_tokens=4)
+    async with aiohttp.ClientSession() as fresh, fresh.get(f"{url}/v1/rollouts/0-1/tokens") as answer:
+        tokens = await answer.json()
+    (sequence,) = tokens["sequences"]
+    assert len(tokens["answers"]) == sum(sampled for _, _, sampled, _ in sequence["spans"]) == 3
+    assert tokens["counts"]["retokenised"] == 0
+
+
+async def test_a_header_and_a_url_are_one_rollout(http: aiohttp.ClientSession, url: str) -> None:
+    first = await respond(http, url, [{"role": "user", "content": "Hello"}], headers={"X-Rollout-Id": "r9"})
+    below = f"{url}/ng-rollout/r9"
+    await respond(http, below, [{"role": "user", "content": "More"}], previous_response_id=first["id"])
+    for headers, path, field in (
+        ({"X-Rollout-Id": "r8"}, "/ng-rollout/r9/v1/responses", "X-Rollout-Id"),
+        ({}, "/ng-rollout/caf%C3%A9/v1/responses", "URL"),
+    ):
+        async with http.post(f"{url}{path}", json={"input": "Hello"}, headers=headers) as response:
+            assert response.status == 422
+            assert [error["field"] for error in (await response.json())["errors"]] == [field]
+    async with http.post(f"{below}/v1/nothing", json={}) as response:
+        assert response.status == 404
+
+
 async def test_previous_response_id_continues_with_what_is_new(http: aiohttp.ClientSession, url: str) -> None:
     headers = {"X-Rollout-Id": "r1", "X-Rollout-Tokens": "deferred"}
     first = await respond(http, url, [{"role": "user", "content": "Hello"}], headers=headers)

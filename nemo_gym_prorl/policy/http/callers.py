@@ -1,6 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Who asks for a turn, and whether they are still there.
 
+A caller says which rollout it is in a header, or in the URL that it was given (Gym's harness agents know nothing but
+their base URL); who says neither is told by a session.
+
 A turn's work is small beside what a web framework does around it: models of request and answer, dependencies,
 middlewares with a task each. So routes of turns stand in front of all that
 (:mod:`nemo_gym_prorl.serving.direct_routes`), with what they need of it: a session's cookie, errors as documents, an
@@ -10,6 +13,7 @@ end when a caller hangs up. The last is for routes of Gym's own as well.
 from __future__ import annotations
 
 import asyncio
+import re
 import uuid
 from collections.abc import Awaitable, Callable
 from contextlib import suppress
@@ -22,7 +26,9 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
+from nemo_gym_prorl.failures import CallerError
 from nemo_gym_prorl.policy.turns import TurnRequest
+from nemo_gym_prorl.serving.problems import answer_to
 
 
 DEFERRAL = "X-Rollout-Tokens"
@@ -92,6 +98,58 @@ def route_of_callers(
         return await answer(request, caller_of(request.headers, session or ""), await request.body())
 
     return route
+
+
+_PREFIX = "/ng-rollout/"
+_OF_A_ROLLOUT = re.compile(
+    rf"(?P<prefix>{_PREFIX}(?P<rollout>[A-Za-z0-9][A-Za-z0-9._-]{{0,199}})(?:/training-token-capture)?)"
+    r"/(?!ng-rollout/).*"
+)
+
+
+class RolloutUrls:
+    """ASGI middleware: the rollout of a URL ``/ng-rollout/<id>/v1/…``, as Gym writes it, is named in the header, too.
+
+    So what stands behind it is told in one way. The id is a word of Gym's own kind: one that is escaped in a path may
+    be another one to whoever reads it next.
+
+    Args:
+        app: gets the request.
+        whole: leave the URL as it is, for an application that takes it apart itself.
+    """
+
+    def __init__(self, app: ASGIApp, *, whole: bool) -> None:
+        self._app = app
+        self._whole = whole
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """One request."""
+        if scope["type"] == "http" and scope["path"].startswith(_PREFIX):
+            try:
+                scope = self._named(scope)
+            except CallerError as error:
+                await answer_to(error)(scope, receive, send)
+                return
+        await self._app(scope, receive, send)
+
+    def _named(self, scope: Scope) -> Scope:
+        read = _OF_A_ROLLOUT.fullmatch(scope["raw_path"].decode("latin-1"))
+        if read is None:
+            raise CallerError(
+                "must be /ng-rollout/ID/v1/…, with an ID of at most 200 letters, digits, dots, dashes and underscores "
+                "that begins with a letter or digit",
+                field="URL",
+            )
+        prefix, rollout = read["prefix"], read["rollout"]
+        header = header_text(Headers(scope=scope).get("x-rollout-id", ""))
+        if header not in ("", rollout):
+            raise CallerError(f"{header!r} is not {rollout!r} of the URL: leave it out", field="X-Rollout-Id")
+        others = [(name, value) for name, value in scope["headers"] if name != b"x-rollout-id"]
+        named = {**scope, "headers": [*others, (b"x-rollout-id", rollout.encode())]}
+        if not self._whole:
+            named["path"] = scope["path"].removeprefix(prefix)
+            named["raw_path"] = scope["raw_path"].removeprefix(prefix.encode())
+        return named
 
 
 class EndsWithCaller:
