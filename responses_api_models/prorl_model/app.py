@@ -207,7 +207,9 @@ class ProrlModel(SimpleResponsesAPIModel):
     async def _on_messages(self, request: Request, caller: Caller, body: bytes) -> Response:
         setattr(request.state, _CALLER, caller)
         answer = await self.messages(request, read_object(body))
-        return answer if isinstance(answer, Response) else _json(orjson.dumps(jsonable_encoder(answer)), caller)
+        if isinstance(answer, Response):
+            return _echoing(answer, caller)
+        return _json(orjson.dumps(jsonable_encoder(answer)), caller)
 
     async def _streamed(self, request: Request, caller: Caller, body: bytes, api: str) -> Response | None:
         """Recent Gyms write a whole answer as a stream, where that is asked for; ``None`` where it is not, or by older
@@ -418,9 +420,14 @@ def _caller(request: Request) -> Caller:
 
 
 def _json(body: bytes, caller: Caller) -> Response:
-    """An answer; the header tells an agent that the tokens are kept here."""
-    headers = {DEFERRAL: "deferred"} if caller.deferred else None
-    return Response(body, media_type="application/json", headers=headers)
+    return _echoing(Response(body, media_type="application/json"), caller)
+
+
+def _echoing(answer: Response, caller: Caller) -> Response:
+    """An answer whose header tells an agent that the tokens are kept here, if it asked for that."""
+    if caller.deferred:
+        answer.headers[DEFERRAL] = "deferred"
+    return answer
 
 
 def _offered(chat: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
