@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Gym's model routes over the policy side of ``nemo_gym_prorl``: a drop-in for ``vllm_model``.
 
-HTTP and Gym's message formats in, one turn of the policy service out. A rollout is told by Gym's session cookie, or by
-the header ``X-Rollout-Id``. With ``X-Rollout-Tokens: deferred`` the answers carry no token ids; the agent reads them
-once, at the end, from ``GET /v1/rollouts/{id}/tokens``.
+HTTP and Gym's message formats in, one turn of the policy service out. A rollout is told by Gym's session cookie, by
+its URL, or by the header ``X-Rollout-Id``. With ``X-Rollout-Tokens: deferred`` the answers carry no token ids; the
+agent reads them once, at the end, from ``GET /v1/rollouts/{id}/tokens``.
 """
 
 from __future__ import annotations
@@ -214,11 +214,13 @@ class ProrlModel(SimpleResponsesAPIModel):
     async def _streamed(self, request: Request, caller: Caller, body: bytes, api: str) -> Response | None:
         """Recent Gyms write a whole answer as a stream, where that is asked for; ``None`` where it is not, or by older
         ones, of which the field is refused."""
-        dispatch = getattr(self, f"{api}_dispatch", None)
-        if dispatch is None or b'"stream"' not in body or (asked := read_object(body)).get("stream") is not True:
+        dispatch = f"{api}_dispatch"
+        if not hasattr(SimpleResponsesAPIModel, dispatch) or b'"stream"' not in body:
+            return None
+        if (asked := read_object(body)).get("stream") is not True:
             return None
         setattr(request.state, _CALLER, caller)
-        answer: Response = await dispatch(request, asked)
+        answer: Response = await getattr(self, dispatch)(request, asked)
         return answer
 
     # The same as routes of Gym's application, which describes them and may call them from others of its own
@@ -274,6 +276,15 @@ class ProrlModel(SimpleResponsesAPIModel):
                     # There a call's input is an object, whatever the policy wrote.
                     item.arguments = json.dumps(arguments_of(item.arguments))
         return response
+
+    async def chat_completions_dispatch(self, request: Request, body: dict[str, Any] = Body()) -> Any:
+        """Recent Gyms' way to :meth:`chat_completions`, made to take what litellm notes on answers, which agents send
+        back."""
+        if isinstance(messages := body.get("messages"), list):
+            for message in messages:
+                if isinstance(message, dict):
+                    message.pop("provider_specific_fields", None)
+        return await super().chat_completions_dispatch(request, body)
 
     async def chat_completions(self, request: Request, body: ChatRequest = Body()) -> NeMoGymChatCompletion:
         return await self._complete(_caller(request), body)
