@@ -24,6 +24,9 @@ import aiohttp
 import uvicorn
 
 
+ROOT = Path(__file__).parents[2]
+
+
 def free_port() -> int:
     """A port that was free a moment ago."""
     with socket.socket() as probe:
@@ -46,7 +49,7 @@ def url_of(block: dict[str, Any]) -> str:
 
 @contextlib.asynccontextmanager
 async def hosting(
-    config: dict[str, Any], *names: str, files: tuple[int, int] | None = None
+    config: dict[str, Any], *names: str, files: tuple[int, int] | None = None, cwd: Path = ROOT
 ) -> AsyncIterator[asyncio.subprocess.Process]:
     """A process that serves instances of ``config``; killed on leaving.
 
@@ -54,16 +57,17 @@ async def hosting(
         config: all instances.
         names: those that it serves; default: every one.
         files: its soft and hard limit of open files; default: those of this process.
+        cwd: where it runs; some agents write there.
     """
     merged = {**config, "head_server": {"host": "127.0.0.1", "port": 1}, "dry_run": False}
-    env = os.environ | {"NEMO_GYM_CONFIG_DICT": json.dumps(merged)}
+    env = os.environ | {"NEMO_GYM_CONFIG_DICT": json.dumps(merged), "PYTHONPATH": str(ROOT)}
     ulimit = f"ulimit -Sn {files[0]} && ulimit -Hn {files[1]} && " if files else ""
     command = f'{ulimit}exec "$@"'
     served = names or tuple(config)
     process = await asyncio.create_subprocess_exec(
         *("sh", "-c", command, "sh", sys.executable, "-m", "tests.handlers.gym_host", *served),
         env=env,
-        cwd=Path(__file__).parents[2],
+        cwd=cwd,
     )
     try:
         async with asyncio.timeout(180), aiohttp.ClientSession() as http:

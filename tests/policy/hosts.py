@@ -28,8 +28,10 @@ async def hosted(*urls: str, **config: Any) -> AsyncIterator[PolicyHost]:
         yield host
 
 
-def server(base_url: str | list[str], model_folder: Path, **config: object) -> ProrlModel:
-    """The model server as Gym makes it; nothing of it runs yet."""
+def server(
+    base_url: str | list[str], model_folder: Path, deployment: dict[str, object] | None = None, **config: object
+) -> ProrlModel:
+    """The model server as Gym makes it in a deployment with these settings; nothing of it runs yet."""
     settings = {
         "host": "127.0.0.1",
         "port": 0,
@@ -40,7 +42,7 @@ def server(base_url: str | list[str], model_folder: Path, **config: object) -> P
         "policy": {"tokenizer": str(model_folder)},
     }
     client = ServerClient(
-        head_server_config=BaseServerConfig(host="127.0.0.1", port=1), global_config_dict=DictConfig({})
+        head_server_config=BaseServerConfig(host="127.0.0.1", port=1), global_config_dict=DictConfig(deployment or {})
     )
     return ProrlModel(config=ProrlModelConfig.model_validate(settings | config), server_client=client)
 

@@ -111,7 +111,9 @@ async def test_the_chain_of_an_agent_that_knows_its_url(
 ) -> None:
     block, grammar, more = agent
     held = {"structured_outputs": {"regex": grammar}}
-    policy = {"tokenizer": str(model_folder), "chat_template": str(TEMPLATES / "chatml.jinja")}
+    template = tmp_path / "template.jinja"
+    template.write_text("{#- Claude Code asks for a reasoning_effort. -#}" + (TEMPLATES / "chatml.jinja").read_text())
+    policy = {"tokenizer": str(model_folder), "chat_template": str(template)}
     config = servers(f"{engine_url}/v1", MODEL, policy=policy, extra_body=held) | {"agent": block}
     names = tuple(config)
     config |= {"policy_model_name": MODEL, "observability_enabled": True, "model_call_capture_dir": str(tmp_path)}
@@ -128,7 +130,7 @@ async def test_the_chain_of_an_agent_that_knows_its_url(
             assert answer.status == 200, await answer.text()
             return await answer.json()
 
-    async with hosting(config, *names), aiohttp.ClientSession() as http:
+    async with hosting(config, *names, cwd=tmp_path), aiohttp.ClientSession() as http:
         results = [await run(0)]  # the first one starts Ray for an agent that uses it
         results += await asyncio.gather(*map(run, range(1, ROLLOUTS)))
         url = url_of(config["policy_model"])

@@ -11,6 +11,7 @@ from pathlib import Path
 import aiohttp
 import pytest
 from fastapi import Body, FastAPI
+from nemo_gym import base_responses_api_model
 
 from nemo_gym_prorl.failures import CallerError
 from nemo_gym_prorl.handlers.conversation import Conversation
@@ -32,6 +33,7 @@ TOOLS = [
 ]
 
 
+GYM_RECORDS = hasattr(base_responses_api_model, "install_model_call_capture")
 TOKEN_FIELDS = {"prompt_token_ids", "generation_token_ids", "generation_log_probs", "routed_experts"}
 
 
@@ -77,30 +79,55 @@ async def test_turns_are_an_exact_prefix_chain(http: aiohttp.ClientSession, url:
             items.append({"role": "user", "content": f"And then? {turn}"})
 
 
-async def test_a_url_is_a_rollout_on_all_three_routes(url: str) -> None:
-    """Of callers that know nothing but their base URL: no cookie, no header, no token ids sent back."""
+@pytest.mark.parametrize("recorded", [False, True])
+async def test_a_url_is_a_rollout_on_all_three_routes(
+    recorded: bool, engine_url: str, model_folder: Path, tmp_path: Path
+) -> None:
+    """Of callers that know nothing but their base URL: no cookie, no header, no token ids sent back. Where Gym records
+    calls, they go another way: through its application."""
+    deployment = {"observability_enabled": True, "model_call_capture_dir": str(tmp_path)} if recorded else {}
+    deployment |= {"token_id_capture": {"enabled": recorded, "dir": str(tmp_path)}}
 
-    async def said(at: str, route: str, **body: object) -> dict:
+    async def said(rollout: str, route: str, **body: object) -> dict:
         body |= {"temperature": 0.0}
-        async with aiohttp.ClientSession() as fresh, fresh.post(f"{url}{at}/v1/{route}", json=body) as answer:
+        async with aiohttp.ClientSession() as http, http.post(f"{url}{rollout}/v1/{route}", json=body) as answer:
             assert answer.status == 200, await answer.text()
             return await answer.json()
 
-    first, recorded = "/ng-rollout/0-1", "/ng-rollout/0-1/training-token-capture"
-    asked = [{"role": "user", "content": "Hello"}]
-    chat = await said(first, "chat/completions", messages=asked, max_tokens=4)
-    asked += [chat["choices"][0]["message"], {"role": "user", "content": "More"}]
-    asked = [{"role": one["role"], "content": one["content"]} for one in asked]
-    responses = await said(recorded, "responses", input=asked, max_output_tokens=4)
-    [message] = responses["output"]
-    asked += [{"role": "assistant", "content": message["content"][0]["text"]}, {"role": "user", "content": "More"}]
-    await said(first, "messages", model="tiny", messages=asked, max_tokens=4)
-    await said("/ng-rollout/0-2", "messages", model="tiny", messages=asked[:1], max_tokens=4)
-    async with aiohttp.ClientSession() as fresh, fresh.get(f"{url}/v1/rollouts/0-1/tokens") as answer:
-        tokens = await answer.json()
+    model = server(f"{engine_url}/v1", model_folder, deployment)
+    async with serving(model.setup_webserver()) as url:
+        one, the_same, another = "/ng-rollout/0-1", "/ng-rollout/0-1/training-token-capture", "/ng-rollout/0-2"
+        asked: list[dict] = [{"role": "user", "content": "Hello"}]
+        for _ in range(2):
+            chat = await said(one, "chat/completions", messages=asked, max_tokens=4)
+            text = chat["choices"][0]["message"]["content"]
+            noted = {"provider_specific_fields": {"refusal": None}}  # litellm's, which agents send back
+            asked += [{"role": "assistant", "content": text, **noted}, {"role": "user", "content": "More"}]
+        asked = [{"role": turn["role"], "content": turn["content"]} for turn in asked]
+        [message] = (await said(the_same, "responses", input=asked, max_output_tokens=4))["output"]
+        asked += [{"role": "assistant", "content": message["content"][0]["text"]}, {"role": "user", "content": "More"}]
+        kept = {"edits": [{"type": "clear_thinking_20251015", "keep": "all"}]}  # Claude Code's, and done anyway
+        more = {"context_management": kept, "thinking": {"display": "updates"}}
+        await said(one, "messages", model="tiny", messages=asked, max_tokens=4, **more)
+        await said(another, "messages", model="tiny", messages=asked[:1], max_tokens=4)
+        async with aiohttp.ClientSession() as http, http.get(f"{url}/v1/rollouts/0-1/tokens") as answer:
+            tokens = await answer.json()
     (sequence,) = tokens["sequences"]
-    assert len(tokens["answers"]) == sum(sampled for _, _, sampled, _ in sequence["spans"]) == 3
+    assert len(tokens["answers"]) == sum(sampled for _, _, sampled, _ in sequence["spans"]) == 4
     assert tokens["counts"]["retokenised"] == 0
+    of_gym = {"0-1.capture.jsonl": 4, "0-2.capture.jsonl": 1, "0-1.tokens.jsonl": 1}
+    assert lines_in(tmp_path) == (of_gym if recorded and GYM_RECORDS else {})
+
+
+def lines_in(folder: Path) -> dict[str, int]:
+    return {path.name: len(path.read_text().splitlines()) for path in folder.glob("*.jsonl")}
+
+
+@pytest.mark.skipif(not GYM_RECORDS, reason="this Gym captures no tokens")
+def test_an_engine_that_is_to_stage_tokens_is_refused() -> None:
+    model = server([], Path(), {"token_id_capture": {"enabled": True, "external_staging": True}}, policy={})
+    with pytest.raises(CallerError, match=r"token_id_capture\.external_staging: must be false"):
+        model.setup_webserver()
 
 
 async def test_a_header_and_a_url_are_one_rollout(http: aiohttp.ClientSession, url: str) -> None:

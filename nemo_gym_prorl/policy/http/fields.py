@@ -30,6 +30,7 @@ _SERVED = FOR_ENGINES | {
 _ANYWAY: Mapping[str, Collection[object]] = {
     "background": (False,),
     "cache_control": ({"type": "ephemeral"}, {"type": "ephemeral", "ttl": "5m"}),
+    "context_management": ({"edits": [{"type": "clear_thinking_20251015", "keep": "all"}]},),
     "include": ([],),
     "modalities": (["text"],),
     "n": (1,),
@@ -38,6 +39,7 @@ _ANYWAY: Mapping[str, Collection[object]] = {
     "store": (False,),
     "stream": (False,),
     "text.verbosity": ("medium",),
+    "thinking.display": ("summarized", "updates"),
     "top_logprobs": (0,),
     "truncation": ("disabled",),
     "verbosity": ("medium",),
