@@ -3,7 +3,7 @@
 
 One for each route: Gym's own loop asks for responses, mini-swe-agent (through litellm, in a sandbox of ours) for chat
 completions, Claude Code for messages, as streams. The policy knows nothing, so the engine holds it to calls of the
-agent's tool by a grammar.
+agent's tool by a grammar; what is scored in the end, no row here has.
 """
 
 from __future__ import annotations
