@@ -6,8 +6,10 @@
 #   scripts/bootstrap.sh dev      also what the tests, the linter and the type checker need
 #   scripts/bootstrap.sh bench    also what the benchmarks measure beside us
 #
-# PYTHON=/path/to/python chooses the interpreter. Only .venv and the user's cache folder are written. A second run
-# finds its stamp and returns at once; a changed pyproject.toml, launcher or interpreter makes it work again.
+# PYTHON=/path/to/python chooses the interpreter; else it is one on which the newest NeMo Gym installs, if the machine
+# has one or uv can get it, and any from 3.12 if not. Only .venv, the user's cache folder and uv's for Pythons are
+# written. A second run finds its stamp and returns at once; a changed pyproject.toml, launcher or interpreter makes it
+# work again.
 #
 # The package is installed editable. NeMo Gym looks for the folders of servers beside its own package, which an
 # editable install leaves out, so they are linked there: they are found from any working directory.
@@ -17,33 +19,46 @@ cd "$(dirname "$0")/.."
 extra=${1:-}
 venv=.venv
 cache=${PRORL_CACHE:-${XDG_CACHE_HOME:-${HOME:-/tmp}/.cache}/nemo-gym-prorl}
-required='import sys; sys.exit(sys.version_info < (3, 12))'
+any='(3, 12)'
+newest='(3, 13, 14)' # NeMo Gym 0.5 to 0.7; Gym 0.4 is the last for any below
 started=$(date +%s)
 
 say() { echo "==> $*"; }
 fail() { echo "bootstrap: $*" >&2; exit 1; }
 
-# The real interpreter behind a name, if it is new enough. Version managers' shims are seen through, since they work
-# in some folders only.
+# The real interpreter behind a name, if it is at least of a version. Version managers' shims are seen through, since
+# they work in some folders only.
 interpreter() {
-    "$1" -c "$required" </dev/null >/dev/null 2>&1 &&
+    "$1" -c "import sys; sys.exit(sys.version_info < $2)" </dev/null >/dev/null 2>&1 &&
         "$1" -c 'import os, sys; print(os.path.realpath(sys._base_executable or sys.executable))' </dev/null
 }
 
 find_python() {
     if [ -n "${PYTHON:-}" ]; then
-        interpreter "$PYTHON" || fail "PYTHON=$PYTHON is not a Python 3.12 or newer"
+        interpreter "$PYTHON" "$any" || fail "PYTHON=$PYTHON is not a Python 3.12 or newer"
         return
     fi
-    # 3.12 first: it is the version on which every supported NeMo Gym installs.
-    for version in 3.12 3.13 3.14; do
+    look_for "$newest" 3.13 3.14 || get_python || look_for "$any" 3.12 3.13 3.14 || interpreter python3 "$any" || true
+}
+
+# One of these versions, as packages, version managers and uv install them.
+look_for() {
+    least=$1; shift
+    for version; do
         for candidate in "python$version" \
             "${PYENV_ROOT:-${HOME:-/nonexistent}/.pyenv}"/versions/"$version".*/bin/python \
             "${XDG_DATA_HOME:-${HOME:-/nonexistent}/.local/share}"/uv/python/cpython-"$version".*/bin/python; do
-            if interpreter "$candidate"; then return; fi
+            if interpreter "$candidate" "$least"; then return; fi
         done
     done
-    interpreter python3 || true
+    return 1
+}
+
+# What uv brings (30 MB), where it can reach it; else the machine's own will do.
+get_python() {
+    uv=$(find_uv) || return
+    UV_HTTP_TIMEOUT=10 UV_HTTP_RETRIES=0 "$uv" python install --quiet --no-bin 3.13 </dev/null >/dev/null 2>&1 || return
+    interpreter "$("$uv" python find --no-project --managed-python 3.13)" "$newest"
 }
 
 # uv on PATH, or a copy of its own in the cache.
@@ -91,7 +106,7 @@ stamp=$venv/.prorl-stamp${extra:+-$extra}
 python=
 if [ -n "${PYTHON:-}" ]; then
     python=$(find_python)
-    [ "$(interpreter "$venv/bin/python" || true)" = "$python" ] || rm -f "$venv"/.prorl-stamp*
+    [ "$(interpreter "$venv/bin/python" "$any" || true)" = "$python" ] || rm -f "$venv"/.prorl-stamp*
 fi
 stamps=$stamp
 # Any of them holds what running needs.
@@ -104,15 +119,15 @@ for present in $stamps; do
 done
 
 # An environment that is there keeps its interpreter unless another was asked for.
-[ -n "$python" ] || python=$(interpreter "$venv/bin/python" || find_python)
+[ -n "$python" ] || python=$(interpreter "$venv/bin/python" "$any" || find_python)
 uv=$(find_uv "$python")
 if [ -n "$python" ]; then
     export UV_PYTHON_DOWNLOADS=never
 else
     say "No Python 3.12 or newer found: uv downloads one"
-    python=3.12
+    python=3.13
 fi
-if [ -e "$venv" ] && [ "$(interpreter "$venv/bin/python" || true)" != "$python" ]; then
+if [ -e "$venv" ] && [ "$(interpreter "$venv/bin/python" "$any" || true)" != "$python" ]; then
     rm -rf "$venv"
 fi
 if [ ! -e "$venv" ]; then
