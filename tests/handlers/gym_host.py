@@ -60,7 +60,8 @@ async def hosting(
         cwd: where it runs; some agents write there.
     """
     merged = {**config, "head_server": {"host": "127.0.0.1", "port": 1}, "dry_run": False}
-    env = os.environ | {"NEMO_GYM_CONFIG_DICT": json.dumps(merged), "PYTHONPATH": str(ROOT)}
+    paths = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))
+    env = os.environ | {"NEMO_GYM_CONFIG_DICT": json.dumps(merged), "PYTHONPATH": paths}
     ulimit = f"ulimit -Sn {files[0]} && ulimit -Hn {files[1]} && " if files else ""
     command = f'{ulimit}exec "$@"'
     served = names or tuple(config)
