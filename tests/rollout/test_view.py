@@ -83,7 +83,7 @@ async def test_a_static_site_has_turns_calls_rewards_failures_and_times(tmp_path
     """In a folder of this machine, whatever it is called: Inspect would publish this one elsewhere."""
     results, site = write(tmp_path / "first.jsonl", GOOD, FAILED, ODD), tmp_path / "hf" / "any" / "space"
     command = (sys.executable, "-c", "from nemo_gym_prorl.cli import main; main()")
-    assert "hf/any/space" in await said_by(*command, "view", str(results), "--bundle", "hf/any/space", cwd=tmp_path)
+    await said_by(*command, "view", str(results), "--bundle", "hf/any/space", cwd=tmp_path)
     assert "<script" in (site / "index.html").read_text()
     log = json.loads((await said_by(sys.executable, "-c", READ, str(site / "logs"), cwd=tmp_path)).splitlines()[-1])
     [reward] = log["results"]["scores"]
