@@ -99,7 +99,8 @@ class EndsScoring(Protocol):
 
     async def end_scoring(self, job: Job) -> None:
         """End it. Called when EVAL has failed and is not tried again, before the job has its outcome; shielded and
-        bounded in time as ``release`` is."""
+        bounded in time as ``release`` is. Of a job that ends while it waits to be scored once more ``on_failure`` is
+        told alone."""
         ...
 
 

@@ -298,8 +298,9 @@ class Sessions[Opened: OpenTools, Artefacts]:
         session = self._sessions.get(key)
         if session is None:
             return
+        # For a verdict that has not begun yet, too: it may still wait for the agent's sandbox to go.
+        session.lost = session.lost or InfrastructureError("the session was closed", kind=FailureKind.SESSION_LOST)
         if session.grading is not None:
-            session.lost = InfrastructureError("closed while it was graded", kind=FailureKind.SESSION_LOST)
             session.grading.cancel()
             session.grading = None
         await self._release(session, keep=False)

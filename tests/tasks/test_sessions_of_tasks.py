@@ -152,6 +152,34 @@ async def test_a_session_is_graded_once_and_its_tools_are_closed() -> None:
     assert (task.graded, task.tools.opened[0].closed) == (1, True)
 
 
+async def test_a_session_that_is_closed_before_its_verdict_begins_is_not_graded() -> None:
+    """A verdict that came without a release waits until what is graded is taken out."""
+
+    class Slow(Sums):
+        def __init__(self) -> None:
+            super().__init__()
+            self.taking, self.go_on = asyncio.Event(), asyncio.Event()
+
+        async def artefacts(self, row: Mapping[str, Any], tools: Sum) -> int:
+            self.taking.set()
+            await self.go_on.wait()
+            return tools.total
+
+    task = Slow()
+    sessions = sessions_of(task)
+    await sessions.seed("one", {"sum": 0})
+    verifying = asyncio.ensure_future(sessions.verify("one", answer("0")))
+    await task.taking.wait()
+    closing = asyncio.ensure_future(sessions.close("one"))
+    await asyncio.sleep(0)
+    await asyncio.sleep(0)
+    task.go_on.set()
+    await closing
+    with pytest.raises(InfrastructureError, match="closed") as lost:
+        await verifying
+    assert (lost.value.kind, task.graded) == (FailureKind.SESSION_LOST, 0)
+
+
 async def test_a_live_session_is_seeded_again_with_another_row_only() -> None:
     task = Sums()
     sessions = sessions_of(task)

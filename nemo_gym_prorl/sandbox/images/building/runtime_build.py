@@ -21,7 +21,8 @@ from nemo_gym_prorl.sandbox.supervisor.storage.erase import remove_tree
 
 _LOGIN = re.compile(r"(APPTAINER|SINGULARITY)_(DOCKER_(USERNAME|PASSWORD|LOGIN)|AUTHFILE)")
 _PASSED = re.compile(
-    r"PATH|LD_LIBRARY_PATH|HOME|USER|LOGNAME|LANG|LC_.*|TZ|(https?|ftp|all|no)_proxy|SSL_CERT_(FILE|DIR)|(APPTAINER|SINGULARITY).*",
+    r"PATH|LD_LIBRARY_PATH|HOME|USER|LOGNAME|LANG|LC_.*|TZ|"
+    r"(https?|ftp|all|no)_proxy|SSL_CERT_(FILE|DIR)|(APPTAINER|SINGULARITY).*",
     re.IGNORECASE,
 )
 
