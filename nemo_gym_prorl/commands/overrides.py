@@ -49,6 +49,8 @@ def _check(path: list[str], known: Mapping[str, Any]) -> None:
     head = path[0]
     if len(path) < 2:
         return
+    if path[:2] == ["head_server", "port"]:  # else it is waited for where nobody listens
+        raise CallerError("say where it listens by --head-port", field=".".join(path))
     if head not in known:
         if difflib.get_close_matches(head, known):
             _refuse(path, 0, known)

@@ -37,6 +37,7 @@ from nemo_gym_prorl.failures import (
 from nemo_gym_prorl.serving import open_files
 from nemo_gym_prorl.serving.keys import authorization
 from nemo_gym_prorl.serving.problem_document import Problem
+from nemo_gym_prorl.serving.tracing import trace_headers
 
 
 SERVERS_KINDS = frozenset(FailureKind) - {
@@ -180,6 +181,7 @@ class GymServer:
         """
         data = body if body is None or isinstance(body, bytes) else orjson.dumps(body)
         headers = {"Content-Type": "application/json", **self._authorization, **jar.header(), **extra_headers}
+        headers |= trace_headers()
         try:
             response = await self._request(method, self.url + path, data, headers)
             async with response:

@@ -19,6 +19,7 @@ from nemo_gym_prorl.handlers.gym_http import CookieJar, GymServer
 from nemo_gym_prorl.handlers.tool_answers import ToolAnswers, Trouble
 from nemo_gym_prorl.rollout.job import Progress
 from nemo_gym_prorl.rollout.steps import Step
+from nemo_gym_prorl.serving.tracing import SpanGroup, note, span
 
 
 RESERVED_ROUTES = frozenset(
@@ -92,7 +93,10 @@ class ToolLoop:
         reason = None
         while reason is None:
             asked, begun = time.time(), time.monotonic()
-            turn = await self._conversation.turn(without_input, new)
+            with span(SpanGroup.AGENT, "prorl.turn", turn=self._progress.turns) as this:
+                turn = await self._conversation.turn(without_input, new)
+                told, written = _tokens(turn or {})
+                note(this, input_tokens=told, output_tokens=written)
             if turn is None:
                 reason = "context_overflow"
                 break
@@ -148,7 +152,8 @@ class ToolLoop:
             return _observation(call, json.dumps({"detail": "Not Found"}))
         async with self._gate:
             asked, begun = time.time(), time.monotonic()
-            answer = await self._tools.call(self._server, call["name"], arguments, self._cookies, self._trouble)
+            with span(SpanGroup.AGENT, "prorl.tool", tool=call["name"], call=str(call["call_id"])):
+                answer = await self._tools.call(self._server, call["name"], arguments, self._cookies, self._trouble)
         self._progress.tool_calls += 1
         seconds = round(time.monotonic() - begun, 6)
         self._progress.steps[-1]["tools"].append(
@@ -158,11 +163,7 @@ class ToolLoop:
 
 
 def _step(turn: dict[str, Any], asked: float, seconds: float) -> Step:
-    usage = turn.get("usage") or {}
-    told, written = (
-        count if isinstance(count := usage.get(name), int) and count >= 0 else None
-        for name in ("input_tokens", "output_tokens")
-    )
+    told, written = _tokens(turn)
     return {
         "started_at": asked,
         "seconds": round(seconds, 6),
@@ -171,6 +172,15 @@ def _step(turn: dict[str, Any], asked: float, seconds: float) -> Step:
         "output_tokens": written,
         "tools": [],
     }
+
+
+def _tokens(turn: dict[str, Any]) -> tuple[int | None, int | None]:
+    """What the policy says that it read and wrote."""
+    told, written = (
+        count if isinstance(count := (turn.get("usage") or {}).get(name), int) and count >= 0 else None
+        for name in ("input_tokens", "output_tokens")
+    )
+    return told, written
 
 
 def _observation(call: dict[str, Any], output: str) -> dict[str, Any]:

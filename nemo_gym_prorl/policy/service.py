@@ -42,6 +42,7 @@ from nemo_gym_prorl.policy.tokens.history import History, Match, Point, digest
 from nemo_gym_prorl.policy.tokens.ledger import TokenLedger, Turn
 from nemo_gym_prorl.policy.tokens.prompt import IdTexts, Prompt
 from nemo_gym_prorl.policy.turns import Counts, PolicyAnswer, RolloutGone, TurnRequest
+from nemo_gym_prorl.serving.tracing import SpanGroup, note, span
 
 
 _log = logging.getLogger(__name__)
@@ -177,9 +178,11 @@ class PolicyService:
         # Rollouts that start with the same messages are siblings, whether or not anybody says so.
         group = request.group or digest(b"", [head_of(message) for message in messages[:2]]).hex()
         blocks = blocks_of(prompt) if point is None else b""
-        placed = await self.dispatcher.run(
-            request.rollout, group, generate, len(prompt), blocks, request.run, rollout.wait
-        )
+        with span(SpanGroup.MODEL_CALL, "prorl.sample", rollout=request.rollout, prompt_tokens=len(prompt)) as this:
+            placed = await self.dispatcher.run(
+                request.rollout, group, generate, len(prompt), blocks, request.run, rollout.wait
+            )
+            note(this, backend=placed.backend, weights=placed.weight_version, queued_s=placed.queued_s)
         generation = placed.result
         self.metrics.turn(placed, time.monotonic() - started, len(prompt), request.run)
         if generation.finish is Finish.CONTEXT:

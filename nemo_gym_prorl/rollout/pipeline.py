@@ -19,6 +19,7 @@ each `Start` becomes one task that always gives its slot back. What a handler ma
 from __future__ import annotations
 
 import asyncio
+import contextvars
 import logging
 import time
 import uuid
@@ -49,6 +50,7 @@ from nemo_gym_prorl.rollout.request import Draining, JobConflict, JobRequest, Qu
 from nemo_gym_prorl.rollout.scheduler import StageScheduler, Start
 from nemo_gym_prorl.rollout.settings import PipelineSettings
 from nemo_gym_prorl.rollout.store import JobStore
+from nemo_gym_prorl.serving.tracing import SpanGroup, failed, note, span
 
 
 LOGGER = logging.getLogger(__name__)
@@ -76,6 +78,8 @@ class _Control:
     """While a stage works."""
     cancelled: RolloutError | None = None
     """Why the job is to end now."""
+    context: contextvars.Context = field(default_factory=contextvars.copy_context)
+    """Of who submitted it, to whose trace its spans belong; else it were of who freed the slot that it takes."""
     tries: Counter[Stage] = field(default_factory=Counter)
     retry: asyncio.TimerHandle | None = None
     timed_out: Failure | None = None
@@ -228,8 +232,7 @@ class Pipeline:
         control.cancelled = error
         if control.retry is not None:
             control.retry.cancel()
-            self._finish_failed(job, classify(error, None), None)
-            self._carry_out(self.scheduler.remove(job.id))
+            self._spawn(self._leave_queue(job, classify(error, None)))
         elif self.scheduler.is_waiting(job.id):
             self._carry_out(self.scheduler.pause(job.id))
             self._spawn(self._leave_queue(job, classify(error, None)))
@@ -266,7 +269,17 @@ class Pipeline:
             job = self.store.get(start.job_id)
             assert job is not None, "a live job is never forgotten"
             job.member = start.member
-            self._spawn(self._work(job, start.stage))
+            context = self._controls[job.id].context.copy()
+            self._spawn(asyncio.create_task(self._work_traced(job, start.stage), context=context))
+
+    async def _work_traced(self, job: Job, stage: Stage) -> None:
+        told = {"rollout": job.id, "group": job.group, "run": job.run, "environment": job.environment}
+        with span(SpanGroup.ROLLOUT, f"prorl.{stage.value}", **told) as this:
+            failures = len(job.failures)
+            await self._work(job, stage)
+            note(this, waited_s=job.times[stage].waited_s, attempt=job.times[stage].attempts, state=job.state.value)
+            if len(job.failures) > failures:
+                failed(this, f"{job.failures[-1].kind.value}: {job.failures[-1].reason}")
 
     async def _work(self, job: Job, stage: Stage) -> None:
         """One stage's work on one job: take the slot, do it, give the slot back."""
@@ -445,9 +458,12 @@ class Pipeline:
         asyncio.get_running_loop().call_later(patience_s, self._await_siblings, job_id, patience_s, siblings)
 
     async def _leave_queue(self, job: Job, failure: Failure) -> None:
-        """A waiting job will not be worked on: release its session if it holds one, then it is over."""
+        """A job that waits will not be worked on: release its session if it holds one, end its scoring if an earlier
+        attempt has left it going on, then it is over."""
         if job.session is not None:
             await self._release(job)
+        if self._controls[job.id].tries[Stage.EVAL]:
+            await self._calls.end_scoring(job)
         self._finish_failed(job, failure, None)
         self._carry_out(self.scheduler.remove(job.id))
 

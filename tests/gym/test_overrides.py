@@ -27,6 +27,11 @@ def test_an_unknown_key_is_named_with_the_nearest(override: str, nearest: str) -
     assert caught.value.field == override.lstrip("+").partition("=")[0]
 
 
+def test_the_head_servers_port_is_an_option() -> None:
+    with pytest.raises(CallerError, match="--head-port"):
+        check_overrides(["++head_server.port=11001"], ["prorl_code"], "prorl_model")
+
+
 @pytest.mark.parametrize(
     "override",
     [

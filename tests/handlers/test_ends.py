@@ -2,13 +2,14 @@
 """How rollouts end at their servers: tokens of what was complete, sessions given back, nothing kept for nobody."""
 
 import asyncio
+from dataclasses import replace
 from typing import Any
 
 import pytest
 
 from nemo_gym_prorl.handlers.conversation import waited
 from nemo_gym_prorl.handlers.gym_http import Address, GymServer, HttpClient
-from tests.handlers.peers import COLLECTED, ROW, Environment, Policy, deployment, hang, once, status, until
+from tests.handlers.peers import COLLECTED, ROW, Environment, Hasty, Policy, deployment, hang, once, status, until
 
 
 def sampled(row: dict[str, Any]) -> list[list[int]]:
@@ -176,6 +177,23 @@ async def test_who_cancels_a_rollout_that_is_scored_has_no_sandbox_left(closes_s
         assert (await running)["rollout"]["state"] == "cancelled"
         assert environment.counts["/close_session"] == 1
         assert (environment.closed == 1) == waited
+
+
+async def test_who_cancels_a_rollout_that_is_to_be_scored_again_has_no_sandbox_left(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The verdict that took too long goes on until the session is closed."""
+    settings = Hasty.pipeline_settings
+    monkeypatch.setattr(Hasty, "pipeline_settings", lambda self: replace(settings(self), retry_delay_s=60.0))
+    environment = Environment(instead={"/verify": hang(30.0), "/close_session": hang(0.3)})
+    async with deployment(environment, budgets={"eval": 0.3}, cancel_grace_s=0.2, max_attempts=2) as at:
+        running = asyncio.ensure_future(at.run({**COLLECTED, "rollout": {"id": "mine"}}))
+        async with asyncio.timeout(20):
+            while not (environment.bodies and (await at.get("/v1/rollouts/mine")).get("failed_attempts")):
+                await asyncio.sleep(0.02)
+        await at.post("/v1/rollouts/cancel", {"ids": ["mine"]})
+        assert (await running)["rollout"]["state"] == "cancelled"
+        assert environment.closed == 1
 
 
 async def test_a_verdict_that_takes_too_long_is_waited_for_by_the_next_attempt() -> None:

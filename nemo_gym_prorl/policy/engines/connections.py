@@ -21,6 +21,8 @@ from typing import Any
 import aiohttp
 from yarl import URL
 
+from nemo_gym_prorl.serving.tracing import trace_headers
+
 
 _IDLE_S = 15.0
 """How long an idle connection is used again."""
@@ -109,7 +111,7 @@ async def post(
     sent = session.post(
         URL(url, encoded=True),
         data=b"".join(body),
-        headers={**headers, **_JSON},
+        headers={**headers, **_JSON, **trace_headers()},
         allow_redirects=False,
         trace_request_ctx=opens,
     )
