@@ -2,7 +2,6 @@
 """Spans of rollouts, by OpenTelemetry's own SDK: each rollout is one trace, whoever's slot it takes."""
 
 import asyncio
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -35,14 +34,14 @@ def joins(app: ASGIApp) -> ASGIApp:
 
 
 @pytest.fixture
-def spans(monkeypatch: pytest.MonkeyPatch) -> Iterator[InMemorySpanExporter]:
+def spans(monkeypatch: pytest.MonkeyPatch) -> InMemorySpanExporter:
     provider, told = TracerProvider(), InMemorySpanExporter()
     provider.add_span_processor(SimpleSpanProcessor(told))
     monkeypatch.setattr(trace, "_TRACER_PROVIDER", provider)
     monkeypatch.setattr(tracing, "_TRACER", provider.get_tracer("nemo_gym_prorl"))
     made = ProRLAgent.setup_webserver
     monkeypatch.setattr(ProRLAgent, "setup_webserver", lambda agent: joins(made(agent)))
-    yield told
+    return told
 
 
 def caller(number: int) -> dict[str, Any]:
@@ -71,10 +70,9 @@ async def test_a_rollout_is_one_trace_whoever_had_its_slot_before(spans: InMemor
         parents = [by_id.get(span.parent.span_id) if span.parent else "nobody" for span in mine]
         assert parents == [None, "prorl.run", "prorl.run", "prorl.run", None, None], "else they are the caller's"
     for peer, path in ((environment, "/count"), (policy, "/v1/responses"), (environment, "/verify")):
-        told = [
-            headers["traceparent"] for (_, called), headers in zip(peer.calls, peer.headers, strict=True) if called == path
-        ]
-        assert {line.split("-")[1] for line in told} == set(TRACES), path
+        calls = zip(peer.calls, peer.headers, strict=True)
+        told = {headers["traceparent"].split("-")[1] for (_, called), headers in calls if called == path}
+        assert told == set(TRACES), path
 
 
 async def test_a_stage_that_failed_says_so(spans: InMemorySpanExporter) -> None:
