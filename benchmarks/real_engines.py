@@ -100,11 +100,14 @@ def free_port() -> int:
 
 
 @contextlib.contextmanager
-def engines(python: Path, count: int, folder: Path) -> Iterator[dict[str, subprocess.Popen[bytes]]]:
-    """Real vLLM servers over one small model, by URL."""
-    model = folder / "model"
-    shape = ["--width", "384", "--layers", "6"]
-    subprocess.run([python, SCRIPTS / "make_tiny_model.py", model, *shape], check=True, capture_output=True)
+def engines(
+    python: Path, count: int, folder: Path, model: Path | None = None
+) -> Iterator[dict[str, subprocess.Popen[bytes]]]:
+    """Real vLLM servers over one model, by URL; by default a small one of random weights."""
+    if model is None:
+        model = folder / "model"
+        shape = ["--width", "384", "--layers", "6"]
+        subprocess.run([python, SCRIPTS / "make_tiny_model.py", model, *shape], check=True, capture_output=True)
     servers: dict[str, subprocess.Popen[bytes]] = {}
     try:
         for _ in range(count):
@@ -113,7 +116,7 @@ def engines(python: Path, count: int, folder: Path) -> Iterator[dict[str, subpro
                 *WITH_US,
                 *(str(python), "-m", "vllm.entrypoints.openai.api_server", "--model", str(model)),
                 *("--served-model-name", "tiny", "--host", "127.0.0.1", "--port", str(port)),
-                *("--dtype", "float32", "--enforce-eager", "--max-model-len", "16384"),
+                *("--dtype", "float32", "--enforce-eager"),
                 *("--distributed-executor-backend", "uni"),
             ]
             with (folder / f"{port}.log").open("wb") as out:

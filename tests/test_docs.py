@@ -27,6 +27,9 @@ import pytest
 import pytest_asyncio
 import typer
 import yaml
+from grafana_foundation_sdk.cog.encoder import JSONEncoder
+from grafana_foundation_sdk.cog.plugins import register_default_plugins
+from grafana_foundation_sdk.models.dashboard import Dashboard
 
 from nemo_gym_prorl.cli import app
 from nemo_gym_prorl.handlers.service_config import ServiceConfig
@@ -415,6 +418,31 @@ async def test_every_metric_that_is_watched_is_told(
     assert named <= told
     variables = [each["query"] for each in watched.get("templating", {}).get("list", ())]
     assert {name for text in variables for name in re.findall(r"\bprorl_\w+", text)} <= told
+
+
+def test_grafanas_schema_has_all_that_the_dashboard_says() -> None:
+    """What a version of Grafana does not know is dropped by its own model of a dashboard."""
+    register_default_plugins()
+    written = json.loads((ROOT / "docs" / "monitoring" / "grafana.json").read_text())
+    assert _dropped(written, _through_grafana(written)) == []
+    written["panels"][2]["fieldConfig"]["defaults"]["unitt"] = "s"
+    assert _dropped(written, _through_grafana(written)) == ["panels.2.fieldConfig.defaults.unitt"]
+
+
+def _through_grafana(written: dict[str, Any]) -> Any:
+    return json.loads(json.dumps(Dashboard.from_json(written), cls=JSONEncoder))
+
+
+def _dropped(written: Any, taken: Any, path: str = "") -> list[str]:
+    if isinstance(written, dict):
+        pairs = [(key, value, taken.get(key)) for key, value in written.items()] if isinstance(taken, dict) else []
+    elif isinstance(written, list):
+        pairs = [(str(index), *pair) for index, pair in enumerate(zip(written, taken, strict=True))]
+    else:
+        return [] if written == taken else [path]
+    if len(pairs) != len(written):
+        return [path]
+    return [lost for key, value, there in pairs for lost in _dropped(value, there, f"{path}.{key}".lstrip("."))]
 
 
 @pytest.mark.parametrize("snippet", SHELL, ids=str)
