@@ -238,7 +238,7 @@ def view(
     bundle: Annotated[Path | None, typer.Option(help="Make a static site in this new folder instead.")] = None,
     port: Annotated[int, typer.Option(min=1, max=65535, help="Where the viewer listens, on loopback.")] = 7575,
 ) -> None:
-    """Look at rollouts in Inspect's log viewer, until Ctrl-C: pip install 'nemo-gym-prorl[view]'."""
+    """Look at rollouts in Inspect's log viewer, until Ctrl-C: pip install 'nemo-gym-prorl\\[view]'."""
     from nemo_gym_prorl.commands import view as command
 
     command.view(results, bundle, port)

@@ -132,9 +132,14 @@ class TaskServer(SimpleResourcesServer):  # type: ignore[misc]
         fetch_image = self._sandboxes.fetch_image if self._sandboxes is not None else None
         self._sessions = Sessions(self._task, self._start_sandbox, limits, fetch_image)
 
+    @classmethod
+    def run_webserver(cls) -> Any:
+        """Gym's start of the server, which ends with that Gym from now on, also while it waits for Gym's Ray."""
+        end_with_starter()
+        return super().run_webserver()
+
     def setup_webserver(self) -> FastAPI:
         """Gym's routes, ours, and one for each tool."""
-        end_with_starter()
         open_files.raise_limit()
         check_exposure(self.config.host, self.config.control_token)
         app: FastAPI = super().setup_webserver()

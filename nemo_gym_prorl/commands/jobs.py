@@ -7,15 +7,16 @@ The service is found by ``--url``, else ``PRORL_URL``, else by asking Gym's head
 
 from __future__ import annotations
 
+import asyncio
 import os
 from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, suppress
 
 import aiohttp
 import orjson
 from rich.console import Console
 
-from nemo_gym_prorl.failures import CallerError, FailureKind, InfrastructureError
+from nemo_gym_prorl.failures import CallerError, FailureKind, InfrastructureError, RolloutError
 from nemo_gym_prorl.rollout.client import RolloutClient
 
 
@@ -23,18 +24,33 @@ DEFAULT_HEAD = "http://127.0.0.1:11000"
 """Where Gym's head server listens unless told otherwise."""
 
 _HEAD_S = 30.0
+_LOOK_S = 5.0
+"""So often it is looked where the service is."""
 
 
 @asynccontextmanager
 async def connect(url: str | None, token: str | None) -> AsyncIterator[RolloutClient]:
-    """A client of the service at ``url``, or of the one that Gym's head server knows.
+    """A client of the service at ``url``, or of the one that Gym's head server knows, wherever that is by then: a
+    deployment that is started anew has its servers at other ports.
 
     Raises:
         InfrastructureError, CallerError: see :func:`find_service`.
     """
-    found = url or await find_service(os.environ.get("PRORL_HEAD", DEFAULT_HEAD))
-    async with RolloutClient(found, token) as client:
-        yield client
+    head = os.environ.get("PRORL_HEAD", DEFAULT_HEAD)
+    async with RolloutClient(url or await find_service(head), token) as client:
+        following = asyncio.create_task(_follow(client, head)) if url is None else None
+        try:
+            yield client
+        finally:
+            if following is not None:
+                following.cancel()
+
+
+async def _follow(client: RolloutClient, head: str) -> None:
+    while True:
+        await asyncio.sleep(_LOOK_S)
+        with suppress(RolloutError):
+            client.url = await find_service(head)
 
 
 async def find_service(head: str) -> str:

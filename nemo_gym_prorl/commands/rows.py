@@ -80,9 +80,13 @@ def read_rows(path: Path) -> tuple[dict[int, dict[str, Any]], list[Refusal]]:
     return rows, refused
 
 
-def json_lines(path: Path) -> Iterator[tuple[int, Any]]:
+def json_lines(path: Path, *, growing: bool = False) -> Iterator[tuple[int, Any]]:
     """The values of a JSONL file with their lines, counted from 1, without the empty ones. In place of a line that is
     no JSON stands the error that says so.
+
+    Args:
+        path: the file.
+        growing: leave a last line out that is not written to its end.
 
     Raises:
         CallerError: it cannot be read.
@@ -94,6 +98,8 @@ def json_lines(path: Path) -> Iterator[tuple[int, Any]]:
                     try:
                         yield number, orjson.loads(line)
                     except orjson.JSONDecodeError as error:
+                        if growing and not line.endswith(b"\n"):
+                            return
                         yield number, CallerError(f"is not JSON: {error}")
     except OSError as error:
         raise CallerError(f"cannot be read: {error.strerror or error}", field=str(path)) from error

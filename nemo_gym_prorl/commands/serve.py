@@ -15,6 +15,7 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 
+import aiohttp
 from rich.console import Console
 from rich.table import Table
 
@@ -22,12 +23,14 @@ from nemo_gym_prorl.commands.overrides import check_overrides
 from nemo_gym_prorl.failures import CallerError
 from nemo_gym_prorl.gym import config_files
 from nemo_gym_prorl.gym.deployment import Death, GymDeployment
+from nemo_gym_prorl.serving.keys import authorization
 from nemo_gym_prorl.serving.known_keys import near
 from nemo_gym_prorl.task_sandboxes import PROGRESS
 
 
 START_TIMEOUT_S = 900.0
 
+_POLICY_S = 5.0
 WAITING_S = 15.0
 """So often it says which servers do not answer yet."""
 
@@ -90,7 +93,29 @@ async def serve(
         supervised=True,
         start_timeout_s=START_TIMEOUT_S,
     )
+    if policy_url is not None and (trouble := await policy_trouble(policy_url, policy_model, policy_key)):
+        # No error: engines may come later than who uses them.
+        console.print(f"The policy: {trouble}", style="yellow", markup=False, soft_wrap=True)
     await _look_after(deployment, console)
+
+
+async def policy_trouble(url: str, model: str, key: str) -> str | None:
+    """What is wrong with a policy's endpoint now; ``None`` if nothing that can be told."""
+    models = f"{url.rstrip('/')}/models"
+    try:
+        async with (
+            aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(total=_POLICY_S), headers=authorization(key)) as http,
+            http.get(models) as answer,
+        ):
+            told = await answer.json(content_type=None) if answer.status == 200 else {}
+        if answer.status in (401, 403):
+            return f"{models} refuses the key (HTTP {answer.status})"
+        served = [str(one["id"]) for one in told.get("data", [])]
+    except (aiohttp.ClientError, TimeoutError) as error:
+        return f"nothing answers at {models}: {str(error) or 'no answer in time'}"
+    except (ValueError, AttributeError, KeyError, TypeError):
+        return None  # not each endpoint lists its models
+    return f"{url} serves {', '.join(served)}, not {model}" if served and model not in served else None
 
 
 async def _tell(deployment: GymDeployment, console: Console) -> None:

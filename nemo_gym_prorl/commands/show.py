@@ -253,13 +253,13 @@ def _file(what: str) -> tuple[Path | None, int | None]:
 
 
 def read_rollouts(path: Path) -> dict[int, dict[str, Any]]:
-    """The rollouts of a file of results by line.
+    """The rollouts of a file of results by line, also while it is being written.
 
     Raises:
         CallerError: a line is none; names it.
     """
     found: dict[int, dict[str, Any]] = {}
-    for number, row in json_lines(path):
+    for number, row in json_lines(path, growing=True):
         if isinstance(row, CallerError):
             raise CallerError(row.reason, field=f"{path}:{number}")
         if not isinstance(row, dict) or not row.keys() & {"response", "rollout"}:

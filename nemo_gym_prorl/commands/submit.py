@@ -141,7 +141,9 @@ async def _cancelled_with(run: Run, console: Console) -> AsyncIterator[None]:
         yield
     except asyncio.CancelledError:
         console.print("interrupted: cancelling what was submitted", style="yellow")
-        await run.cancel()
+        if uncancelled := await run.cancel():
+            why = "since the service does not answer; where it still runs, they go on"
+            console.print(f"{uncancelled} could not be cancelled, {why}", style="yellow", soft_wrap=True)
         console.print(run.tally.line(), highlight=False, soft_wrap=True)
         raise
 
@@ -257,8 +259,9 @@ class Run:
         if self._broken is not None:
             raise self._broken
 
-    async def cancel(self) -> None:
-        """Cancel what has no outcome; bounded in time, and no error if the service is not there."""
+    async def cancel(self) -> int:
+        """Cancel what has no outcome; bounded in time, and no error if the service is not there. Returns of how many
+        the service has not said how they ended."""
         self._cancelled = True
         self._over.clear()
         for rollout_id in self._open:
@@ -270,6 +273,7 @@ class Run:
         while self._open and not self._carrier.away and time.monotonic() < deadline:
             with contextlib.suppress(TimeoutError):
                 await asyncio.wait_for(self._over.wait(), _LOOK_S)
+        return len(self._open)
 
     def id_of(self, rollout: _Rollout) -> str:
         """The id that it has now."""

@@ -13,8 +13,6 @@ from typing import Any
 
 from rich.console import Console
 from rich.rule import Rule
-from rich.table import Table
-from rich.text import Text
 
 from nemo_gym_prorl.failures import CallerError
 from nemo_gym_prorl.rollout.masks import is_masked
@@ -64,39 +62,36 @@ def print_tokens(console: Console, row: dict[str, Any], tokenizer: Path | None, 
         title = f"turn {number + 1}: {len(turn.observed)} observed, {len(turn.sampled)} sampled{rewritten}"
         console.print(Rule(title, align="left", characters="─"))
         ids = [*ids[: turn.kept], *turn.observed, *turn.sampled]
-        console.print(_table(turn, ids, spelling, weights, masked=masked, full=full))
+        for line, own in _lines(turn, ids, spelling, weights, masked=masked, full=full):
+            console.out(line, style=None if own else "dim", highlight=False)
         length = len(ids)
 
 
-def _table(
+def _lines(
     turn: Turn, ids: Sequence[int], spelling: Spelling | None, weights: str, *, masked: bool, full: bool
-) -> Table:
-    table = Table(box=None, pad_edge=False)
-    for name in ("at", "id"):
-        table.add_column(name, justify="right")
-    if spelling is not None:
-        table.add_column("text", overflow="fold")
-    table.add_column("mask", justify="right")
-    table.add_column("log-prob", justify="right")
-    table.add_column("weights", overflow="fold")
+) -> Iterator[tuple[str, bool]]:
+    """A line for each token, and whether it was sampled: columns of one width, since a table of a library takes a
+    millisecond for each of thousands, and shortens numbers where the terminal is narrow."""
     start = turn.kept + len(turn.observed)
+    spans = ((turn.kept, start), (start, len(ids)))
+    shown = [(place, last - first) for first, last in spans for place in _shown(first, last, full=full)]
+    texts = {}
+    if spelling is not None:
+        texts = {at: spelling(ids[at], ids[at - 1] if at else None) for at, _ in shown if at is not None}
+    width = max(map(len, (*texts.values(), "text"))) if texts else 0
 
-    def add(place: int) -> None:
-        own = place >= start
-        text = [] if spelling is None else [Text(spelling(ids[place], ids[place - 1] if place else None))]
-        log_prob = f"{turn.log_probs[place - start]:.4f}" if own else ""
-        mask = str(int(own and not masked))
-        style = "" if own else "dim"
-        table.add_row(str(place), str(ids[place]), *text, mask, log_prob, weights if own else "", style=style)
+    def line(at: str, one: str, text: str, mask: str, log_prob: str, of: str) -> str:
+        middle = f"  {text:<{width}}" if texts else ""
+        return f"{at:>6} {one:>7}{middle}  {mask:>4}  {log_prob:>9}  {of}".rstrip()
 
-    for first, last in ((turn.kept, start), (start, len(ids))):
-        for place in _shown(first, last, full=full):
-            if place is None:
-                left_out = Text(f"… {last - first - 2 * ENDS}, see --full", style="dim")
-                table.add_row("", left_out)
-            else:
-                add(place)
-    return table
+    yield line("at", "id", "text", "mask", "log-prob", "weights"), True
+    for at, count in shown:
+        if at is None:
+            yield f"{'':>6} … {count - 2 * ENDS}, see --full", False
+            continue
+        own = at >= start
+        log_prob, of = (f"{turn.log_probs[at - start]:.4f}", weights) if own else ("", "")
+        yield line(str(at), str(ids[at]), texts.get(at, ""), str(int(own and not masked)), log_prob, of), own
 
 
 def _shown(first: int, last: int, *, full: bool) -> Iterator[int | None]:
@@ -113,7 +108,7 @@ def _weights(step: Step | None) -> str:
     """The label of a turn's weights; of two, if they changed in mid-turn."""
     told = step.get("weights") if step else None
     labels: list[Any] = [*dict.fromkeys(told or ())]
-    return " … ".join("?" if label is None else str(label) for label in labels)
+    return " … ".join("?" if label is None else repr(str(label))[1:-1] for label in labels)
 
 
 def _spelling(row: Mapping[str, Any], tokenizer: Path | None) -> Spelling | None:

@@ -8,6 +8,8 @@ is shown as text: markup in it could load pictures from elsewhere.
 
 from __future__ import annotations
 
+import socket
+import sys
 import tempfile
 from collections import Counter
 from collections.abc import Iterator, Mapping
@@ -44,15 +46,15 @@ def view(results: Path, bundle: Path | None, port: int) -> None:
         port: where to serve it.
 
     Raises:
-        CallerError: the file has no rollouts, or the folder is there.
+        CallerError: the file has no rollouts, the folder is there or can't be made, or the port is taken.
         InfrastructureError: Inspect is not installed; says how to get it.
     """
     require_extras("view")
+    _check(bundle, port)
     rows = [*read_rollouts(results).values()]
     if not rows:
         raise CallerError("has no rollouts", field=str(results))
-    if bundle is not None and bundle.exists():
-        raise CallerError("is there already; name a new folder", field="--bundle")
+    print(f"{len(rows)} rollouts: written for the viewer, some in a second", file=sys.stderr, flush=True)
     from inspect_ai.log import bundle_log_dir, write_eval_log
 
     with tempfile.TemporaryDirectory(prefix="prorl-view-") as folder:
@@ -64,6 +66,27 @@ def view(results: Path, bundle: Path | None, port: int) -> None:
         from inspect_ai._view.view import view as serve
 
         serve(folder, port=port)
+
+
+def _check(bundle: Path | None, port: int) -> None:
+    """Refuse at once what is known to end badly after all the work."""
+    if bundle is not None:
+        if bundle.exists():
+            raise CallerError("is there already; name a new folder", field="--bundle")
+        try:
+            bundle.mkdir(parents=True)
+            bundle.rmdir()
+        except OSError as error:
+            raise CallerError(f"can't be made: {error.strerror}", field="--bundle") from error
+        return
+    with socket.socket() as probe:
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            probe.bind(("127.0.0.1", port))
+        except OSError as error:
+            raise CallerError(
+                f"{port} can't be listened on: {error.strerror}; choose another", field="--port"
+            ) from error
 
 
 def inspect_log(rows: list[dict[str, Any]], name: str) -> EvalLog:

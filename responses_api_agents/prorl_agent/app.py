@@ -67,6 +67,12 @@ class ProRLAgent(SimpleResponsesAPIAgent):
     ray_enabled: ClassVar[bool] = False
     _service: AgentService = PrivateAttr()
 
+    @classmethod
+    def run_webserver(cls) -> Any:
+        """Gym's start of the server, which ends with that Gym from now on, also while it waits for Gym's Ray."""
+        end_with_starter()
+        return super().run_webserver()
+
     def setup_webserver(self) -> FastAPI:
         """Gym's routes, and the service's.
 
@@ -74,7 +80,6 @@ class ProRLAgent(SimpleResponsesAPIAgent):
             CallerError: the server would listen beyond loopback without a key, or a setting cannot work.
         """
         check_exposure(self.config.host, self.config.control_token)
-        end_with_starter()
         open_files.raise_limit()
         memory.map_large_blocks()
         self._service = AgentService(

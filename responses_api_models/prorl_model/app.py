@@ -130,10 +130,15 @@ class ProrlModel(SimpleResponsesAPIModel):
 
     config: ProrlModelConfig
 
+    @classmethod
+    def run_webserver(cls) -> Any:
+        """Gym's start of the server, which ends with that Gym from now on, also while it waits for Gym's Ray."""
+        end_with_starter()
+        return super().run_webserver()
+
     def setup_webserver(self) -> FastAPI:
         policy = self.config.checked_policy()
         recorded = self._recorded()
-        end_with_starter()
         open_files.raise_limit()
         memory.recycle_large_blocks()
         app = super().setup_webserver()

@@ -9,8 +9,9 @@ from pathlib import Path
 import pytest
 from fastapi import FastAPI
 
+from nemo_gym_prorl.commands import jobs
 from nemo_gym_prorl.commands.jobs import find_service
-from nemo_gym_prorl.failures import CallerError
+from nemo_gym_prorl.failures import CallerError, InfrastructureError
 from tests.rollout.command_line import DEFECT, GOOD, LONG, TOKEN, begin, prorl, service, write
 from tests.rollout.serving import serve
 from tests.rollout.standalone import standalone
@@ -124,6 +125,25 @@ async def test_no_service_says_where_it_looked(tmp_path: Path) -> None:
     assert "no NeMo Gym deployment answers at http://127.0.0.1:9" in output
     code, output = await prorl("status", url="http://127.0.0.1:9")
     assert (code, "no rollout service answers at http://127.0.0.1:9" in output) == (1, True)
+
+
+async def test_a_service_that_is_started_anew_is_found_at_its_new_port(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(jobs, "_LOOK_S", 0.05)
+    head_of_gym, at = FastAPI(), {"process_name": "a", "name": "prorl_agent", "url": "http://127.0.0.1:9"}
+    head_of_gym.get("/server_instances")(lambda: [at])
+    async with serve(head_of_gym) as head, service() as (url, _):
+        monkeypatch.setenv("PRORL_HEAD", head)
+        async with asyncio.timeout(20), jobs.connect(None, TOKEN) as client:
+            with pytest.raises(InfrastructureError):
+                await client.status()
+            at["url"] = url
+            while client.url != url:
+                await asyncio.sleep(0.02)
+            assert (await client.status()).stages
+        async with jobs.connect(url, TOKEN) as client:
+            at["url"] = "http://127.0.0.1:9"
+            await asyncio.sleep(0.2)
+            assert client.url == url, "it was named"
 
 
 async def test_the_service_is_found_through_gyms_head_server() -> None:

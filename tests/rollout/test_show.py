@@ -282,6 +282,16 @@ async def test_the_text_of_tokens_is_a_models_own(tmp_path: Path) -> None:
     assert (code, "is no tokenizer" in output) == (1, True)
 
 
+async def test_a_file_that_is_being_written_is_shown_as_far_as_it_is(tmp_path: Path) -> None:
+    path = tmp_path / "rollouts.jsonl"
+    path.write_text(json.dumps(TOKEN_ROW) + "\n" + json.dumps(TOKEN_ROW)[:100])
+    code, output = await prorl("show", str(path), "--tokens")
+    assert (code, "turn 2: 1 observed" in output) == (0, True)
+    path.write_text(json.dumps(TOKEN_ROW)[:100] + "\n" + json.dumps(TOKEN_ROW) + "\n")
+    code, output = await prorl("show", str(path))
+    assert (code, f"{path}:1: is not JSON" in output) == (1, True)
+
+
 async def test_a_rollout_without_tokens_says_so(tmp_path: Path) -> None:
     path = tmp_path / "rollouts.jsonl"
     path.write_text(json.dumps({"response": {"output": [said("x")]}}) + "\n")

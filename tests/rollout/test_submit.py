@@ -209,7 +209,9 @@ async def test_a_signal_ends_it_also_where_the_service_is_gone(tmp_path: Path) -
             while b"waiting for the service" not in await process.stdout.readline():
                 pass
         process.send_signal(signal.SIGTERM)
-        assert await asyncio.wait_for(process.wait(), 60) == 143
+        said, _ = await asyncio.wait_for(process.communicate(), 60)
+        assert process.returncode == 143
+        assert b"1 could not be cancelled, since the service does not answer" in said
 
 
 # -- a service that goes away ----------------------------------------------------------------------------------------

@@ -147,6 +147,15 @@ async def test_what_cannot_be_viewed_is_one_line(tmp_path: Path, monkeypatch: py
     assert await view_of(str(empty)) == (1, f"prorl: {empty}: has no rollouts\n")
     code, said_ = await view_of(str(results), "--bundle", str(tmp_path))
     assert (code, "--bundle: is there already" in said_) == (1, True)
+    code, said_ = await view_of(str(results), "--bundle", f"{results}/site")
+    assert (code, said_) == (1, "prorl: --bundle: can't be made: Not a directory\n")
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = str(taken.getsockname()[1])
+        code, said_ = await view_of(str(results), "--port", port)
+        assert (code, said_) == (
+            1,
+            f"prorl: --port: {port} can't be listened on: Address already in use; choose another\n",
+        )
     monkeypatch.setitem(extras.EXTRAS, "view", ("no_such_inspect",))  # type: ignore[index]
     code, said_ = await view_of(str(results))
     assert (code, said_) == (1, "prorl: not installed: no_such_inspect. pip install 'nemo-gym-prorl[view]'\n")
