@@ -179,7 +179,7 @@ Token = Annotated[
 
 @app.command()
 def submit(
-    rows: Annotated[Path, typer.Argument(exists=True, dir_okay=False, help="JSONL file of Gym dataset rows.")],
+    rows: Annotated[Path, typer.Argument(help="JSONL file of Gym dataset rows; Gym's short names are known, too.")],
     url: Url = None,
     token: Token = None,
     repeats: Annotated[int, typer.Option(min=1, help="Rollouts per row; they are one group.")] = 1,
@@ -204,8 +204,13 @@ def submit(
     """
     from nemo_gym_prorl.commands.submit import Order
     from nemo_gym_prorl.commands.submit import submit as submit_rows
+    from nemo_gym_prorl.gym.config_files import place_of
 
-    order = Order(rows, repeats, run, environment, client, priority, output, detach)
+    try:
+        file = rows if rows.is_file() else place_of(str(rows))
+    except FileNotFoundError as error:
+        raise typer.BadParameter(str(error), param_hint="ROWS") from None
+    order = Order(file, repeats, run, environment, client, priority, output, detach)
     if not _run(submit_rows(order, url, token)):
         raise typer.Exit(1)
 

@@ -71,8 +71,8 @@ class Tally:
     def line(self) -> str:
         """In words."""
         parts = [f"{count} {state}" for state, count in sorted(self.states.items())]
-        if self.refused:
-            parts.append(f"{len(self.refused)} rows refused")
+        if count := len(self.refused):
+            parts.append(f"{count} row{'s' * (count > 1)} refused")
         if scored := [reward for rewards in self.rewards.values() for reward in rewards]:
             parts.append(f"mean reward {sum(scored) / len(scored):.3f} over {len(scored)}")
         parts += [f"{kind}: {len(found)}" for kind, found in sorted(self.failures.items())]

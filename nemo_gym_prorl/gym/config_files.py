@@ -26,7 +26,7 @@ def merged_files(paths: Iterable[str]) -> DictConfig:
     """
     files, waiting = [OmegaConf.create({})], [*map(str, paths)]
     for path in waiting:  # grows: a file may name further ones
-        content = OmegaConf.load(_place_of(path))
+        content = OmegaConf.load(place_of(path))
         if not isinstance(content, DictConfig):
             raise OmegaConfBaseException(f"{path} is a list")
         files.append(content)
@@ -47,7 +47,12 @@ def _roots() -> list[Path]:
     return [*map(Path, extra), Path.cwd(), *filter(None, (here.gym_root, here.our_root))]
 
 
-def _place_of(path: str) -> Path:
+def place_of(path: str) -> Path:
+    """A file by the name under which Gym's commands find it: below the working folder, Gym's own or ours.
+
+    Raises:
+        FileNotFoundError: there is none; says where it was looked for.
+    """
     roots = _roots()
     for root in roots:
         if (root / path).is_file():
