@@ -180,7 +180,7 @@ def started_by_gym(gym: Any, settings: ProrlSettings) -> Servers:
     instances = [one for host, port, _ in places for one in _call("GET", f"http://{host}:{port}/server_instances")]
     first, *others = {node for *_, node in places}
     servers = servers_among(instances, settings, first)
-    if others and any(is_loopback(urlsplit(url).hostname or "") for url in servers.services + servers.models):
+    if others and any(is_loopback(urlsplit(url).hostname) for url in servers.services + servers.models):
         raise CallerError(
             f"its shards are on {1 + len(others)} nodes, and their servers listen on loopback; give each a host and a "
             "control_token, or take rollouts: service",

@@ -68,7 +68,7 @@ MISTAKES = [
     one("grpo.use_leave_one_out_baseline", True, "without itself"),
     one("grpo.adv_estimator.use_leave_one_out_baseline", REMOVED, "without itself"),
     one("grpo.use_dynamic_sampling", True, "before NeMo RL sees them"),
-    one("token_capture.enabled", True, "would not be sampled at all"),
+    one("token_capture.enabled", True, "NeMo RL would sample by itself"),
     one("grpo.reward_scaling.enabled", True, "prorl.reward_scaling"),
     one("grpo.reward_shaping.enabled", True, "prorl.overlong"),
     one("grpo.overlong_filtering", True, "it is ignored"),

@@ -31,10 +31,12 @@ def gym_blocks(config: Mapping[str, Any]) -> dict[str, Any]:
         CallerError: a file is not there or can't be read, or a reference leads nowhere.
     """
     own = block_at(config, "env.nemo_gym")
-    shards = own.get("shards")  # of newer versions: each adds files, and says something over them
-    blocks = [own, *(one for one in (shards if isinstance(shards, list) else ()) if isinstance(one, Mapping))]
-    paths = [path for block in blocks if isinstance(block.get("config_paths"), list) for path in block["config_paths"]]
-    over = [dict(own), *(dict(block_at(shard, "overrides")) for shard in blocks[1:])]
+    named = own.get("shards")  # of newer versions: each adds files, and says something over them
+    shards = [one for one in named if isinstance(one, Mapping)] if isinstance(named, list) else []
+    paths = [
+        path for one in (own, *shards) if isinstance(one.get("config_paths"), list) for path in one["config_paths"]
+    ]
+    over = [dict(own), *(dict(block_at(shard, "overrides")) for shard in shards)]
     try:
         merged = OmegaConf.to_container(OmegaConf.merge(_FROM_NEMO_RL, merged_files(paths), *over), resolve=True)
     except (OSError, ValueError, TypeError, YAMLError, OmegaConfBaseException) as error:

@@ -18,12 +18,7 @@ _LEFT_OUT = (
 _MUST_NOT_BE: tuple[tuple[str, bool | float, str, str], ...] = (
     ("policy.generation.temperature", 0.0, "all rollouts of a prompt are the same", "1.0, say"),
     ("policy.router_replay.enabled", True, "rollouts do not bring the experts that were chosen", "false"),
-    (
-        "token_capture.enabled",
-        True,
-        "rollouts are ours, and would not be sampled at all",
-        "false; prorl_model is exact",
-    ),
+    ("token_capture.enabled", True, "NeMo RL would sample by itself, past the filter", "false"),
     ("grpo.use_leave_one_out_baseline", True, _LEFT_OUT, "false (NeMo RL's default is true)"),
     ("grpo.adv_estimator.use_leave_one_out_baseline", True, _LEFT_OUT, "false (NeMo RL's default is true)"),
     ("grpo.use_dynamic_sampling", True, "groups without variance are left out before NeMo RL sees them", "false"),
