@@ -10,6 +10,7 @@ import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
+from functools import wraps
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -308,6 +309,7 @@ def test_the_command_trains_by_a_recipe_that_ships(
     (tmp_path / "rows.jsonl").write_text("".join(json.dumps(solving(number)) + "\n" for number in range(8)))
     lent = Lent(trainer.actor)
 
+    @wraps(single_controller_utils.setup_single_controller)
     def setup(master: Any, _: Any) -> tuple[Any, Any]:
         environments = None if variant == "service" else {"nemo_gym": lent}
         return arguments_of(master, tmp_path, [engine_url], environments), SetupTimingMetrics()
