@@ -265,8 +265,8 @@ def check(table: Iterable[Entry]) -> None:
 
         listed = "".join(f"\n  {complaint}" for complaint in complaints)
         raise CallerError(
-            f"the NeMo RL in {nemo_rl.__path__[0]} ({nemo_rl.__version__}) has not all that this package leans on:"
-            f"{listed}\nWith {'; '.join(TRIED)} it was tried",
+            f"the NeMo RL in {nemo_rl.__path__[0]} ({nemo_rl.__version__}) is other than this package knows it:"
+            f"{listed}\nThis package was tried with {'; '.join(TRIED)}",
             field=ROOT_VARIABLE,
         )
 
