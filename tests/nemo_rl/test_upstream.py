@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """What we lean on of NeMo RL: the table is held against our code, NeMo RL against the table, and both against a newer
-NeMo RL, by stand-ins that have its signatures as they were read in its repository (September 2026)."""
+NeMo RL, by stand-ins that have its signatures as they were read in its repository."""
 
 import ast
 import pickle
