@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """What a checkpoint of NeMo RL's controller holds of our sampler, so that a run that is resumed goes on with it.
 
-The controller saves the state of its data loader and of its buffer, and restores both. Prompts are drawn by our
-sampler, so its state goes with the data loader's. The buffer's groups are left out: the state is that of when the
-batch that was trained on last was complete, and what the buffer holds since then is in it, scored and not handed over.
+The controller saves the state of its data loader and of its buffer. Prompts are drawn by our sampler, so its state
+goes with the data loader's. The buffer's groups are not restored: the state is that of when the batch that was trained
+on last was complete, and what the buffer holds since then is in it, scored and not handed over.
 """
 
 from __future__ import annotations
@@ -51,25 +51,6 @@ class SavingDataLoader:
     def state_dict(self) -> dict[str, Any]:
         """Called by the controller when a step is done and its weights are announced."""
         return {**self._loader.state_dict(), _OURS: {**self._ours, "runner": self._rollouts.state()}}
-
-
-class ForgetfulBuffer:
-    """NeMo RL's buffer, of which a checkpoint holds no groups."""
-
-    def __init__(self, buffer: Any) -> None:
-        self._buffer = buffer
-
-    def __getattr__(self, name: str) -> Any:
-        if name == "_buffer":  # while it is unpickled
-            raise AttributeError(name)
-        return getattr(self._buffer, name)
-
-    def __len__(self) -> int:
-        return len(self._buffer)
-
-    async def state_dict(self, *, saved_capacity: int) -> dict[str, Any]:
-        """As the buffer's own, but empty."""
-        return {**await self._buffer.state_dict(saved_capacity=saved_capacity), "groups": []}
 
 
 def saved_state(

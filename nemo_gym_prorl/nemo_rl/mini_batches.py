@@ -41,12 +41,12 @@ class MiniBatches:
         """The optimizer steps themselves begin with their data."""
         self._loss, self._done = loss_fn, []
 
-    def train_microbatches_from_meta(self, meta: Any) -> None:
+    def train_microbatches_from_meta(self, meta: Any, **more: Any) -> None:
         """Train on a whole batch, which the controller gives in one piece."""
         bounds = [len(meta.sample_ids) * part // self._count for part in range(self._count + 1)]
         for first, last in pairwise(bounds):
             self._trainer.begin_train_step(self._loss, gbs=last - first)
-            self._trainer.train_microbatches_from_meta(meta.slice(first, last))
+            self._trainer.train_microbatches_from_meta(meta.slice(first, last), **more)
             self._done.append(self._trainer.finish_train_step())
 
     def finish_train_step(self) -> dict[str, Any]:

@@ -6,7 +6,7 @@ Here a request is a ticket: it gets the next group that the sampler has found wo
 is of. So groups without variance, failures, retries and staleness are the sampler's, and the controller only ever sees
 groups that are complete; its own retries and drop budgets find nothing to do.
 
-No class is derived from NeMo RL's: what the controller uses of them is all that there is.
+No class is derived from NeMo RL's: what the controller asks of each stands in :mod:`.upstream`.
 """
 
 from __future__ import annotations
@@ -49,14 +49,21 @@ class ProrlRollouts:
     Args:
         plan: what is to be collected.
         buffer: the controller's.
+        manager: NeMo RL's own, which answers for what has nothing to do with rollouts.
     """
 
-    def __init__(self, plan: Plan, buffer: Any) -> None:
+    def __init__(self, plan: Plan, buffer: Any, manager: Any) -> None:
+        self._manager = manager
         self._plan = plan
         self._tq_buffer = buffer  # the controller sets it, under this name
         self._collector: Collector | None = None
         self._version = 0
         self.stats = Stats()
+
+    def __getattr__(self, name: str) -> Any:
+        if name == "_manager":  # while it is unpickled
+            raise AttributeError(name)
+        return getattr(self._manager, name)
 
     def set_weight_version(self, version: int) -> None:
         """Called after each refit, with rollouts in flight; the first call begins."""
@@ -71,6 +78,7 @@ class ProrlRollouts:
         *,
         target_step: int | None = None,
         inflight_registry: dict[str, Any] | None = None,
+        lineage_group_id: str | None = None,
     ) -> RolloutOutcome:
         """Commit the next group to the buffer.
 
@@ -78,6 +86,7 @@ class ProrlRollouts:
             input_sample: a ticket; prompts are drawn by the sampler.
             target_step: for which the group is stamped. Groups come in the order in which they are asked for.
             inflight_registry: not used: what is in flight belongs to no ticket, and becomes stale only by the sampler.
+            lineage_group_id: not used: checkpoints hold our sampler's state, and not NeMo RL's of rollouts in flight.
         """
         from nemo_rl.experience.rollout_manager import RolloutOutcome
 

@@ -21,7 +21,7 @@ from dataclasses import dataclass, replace
 from http.client import HTTPException
 from typing import Any
 from urllib.error import HTTPError, URLError
-from urllib.parse import quote
+from urllib.parse import quote, urlsplit
 from urllib.request import Request, urlopen
 
 import aiohttp
@@ -31,6 +31,7 @@ from nemo_gym_prorl.failures import CallerError, FailureKind, InfrastructureErro
 from nemo_gym_prorl.nemo_rl.settings import ProrlSettings
 from nemo_gym_prorl.policy.engines.addresses import checked_url
 from nemo_gym_prorl.rollout.client import ApiError, RolloutClient
+from nemo_gym_prorl.serving.access import is_loopback
 from nemo_gym_prorl.serving.keys import authorization
 
 
@@ -155,15 +156,16 @@ class Servers:
         return f"{url}/v1/backends?run={quote(self.run or '', safe='')}"
 
 
-def started_by_gym(actor: Any, settings: ProrlSettings) -> Servers:
-    """The servers that NeMo RL's Gym actor has started.
+def started_by_gym(gym: Any, settings: ProrlSettings) -> Servers:
+    """The servers that NeMo RL's Gym actor has started, or those of its shards, as newer versions have them.
 
     Args:
-        actor: its handle.
+        gym: its handle, or what has those of the shards.
         settings: which agent is meant, if there are several.
 
     Raises:
-        CallerError: there is no such agent, or no model server of ours.
+        CallerError: there is no such agent, or no model server of ours, or servers of several nodes are to be called
+            that listen on loopback.
     """
     import ray
 
@@ -173,9 +175,18 @@ def started_by_gym(actor: Any, settings: ProrlSettings) -> Servers:
 
         return actor.node_ip, actor.head_server_port, ray.get_runtime_context().get_node_id()
 
-    host, port, node = ray.get(actor.__ray_call__.remote(place))
-    instances = _call("GET", f"http://{host}:{port}/server_instances")
-    return servers_among(instances, settings, node)
+    actors = getattr(gym, "all_handles", None) or [gym]
+    places = ray.get([actor.__ray_call__.remote(place) for actor in actors])
+    instances = [one for host, port, _ in places for one in _call("GET", f"http://{host}:{port}/server_instances")]
+    first, *others = {node for *_, node in places}
+    servers = servers_among(instances, settings, first)
+    if others and any(is_loopback(urlsplit(url).hostname) for url in servers.services + servers.models):
+        raise CallerError(
+            f"its shards are on {1 + len(others)} nodes, and their servers listen on loopback; give each a host and a "
+            "control_token, or take rollouts: service",
+            field="env.nemo_gym.shards",
+        )
+    return replace(servers, node=None) if others else servers
 
 
 def servers_among(instances: Sequence[Mapping[str, Any]], settings: ProrlSettings, node: str | None) -> Servers:
@@ -184,7 +195,10 @@ def servers_among(instances: Sequence[Mapping[str, Any]], settings: ProrlSetting
     Raises:
         CallerError: there is no such agent, or no model server of ours.
     """
-    agents = {i["process_name"]: i["url"] for i in instances if i["name"] == "prorl_agent"}
+    agents: dict[str, list[str]] = {}
+    for one in instances:
+        if one["name"] == "prorl_agent":
+            agents.setdefault(one["process_name"], []).append(one["url"])
     models = tuple(i["url"] for i in instances if i["name"] == "prorl_model")
     if settings.agent is None and len(agents) != 1:
         found = ", ".join(sorted(agents)) or "none"
@@ -201,7 +215,7 @@ def servers_among(instances: Sequence[Mapping[str, Any]], settings: ProrlSetting
             "responses_api_models/prorl_model/configs/prorl_model.yaml",
             field="env.nemo_gym.config_paths",
         )
-    return Servers((agents[name],), models, settings.key_env, node)
+    return Servers(tuple(agents[name]), models, settings.key_env, node)
 
 
 def already_running(settings: ProrlSettings) -> Servers:

@@ -3,8 +3,8 @@
 
 NeMo RL builds everything that its controller needs as one value, whose fields may be replaced before the controller
 starts. The rollout manager is; the advantage estimator is told what a group is, the weight synchronizer gets a
-farewell, the trainer several optimizer steps of a batch, data loader and buffer another state for checkpoints. Nothing
-is patched.
+farewell, the trainer several optimizer steps of a batch, the data loader another state for checkpoints. The sampler is
+ours by NeMo RL's own hook. Nothing is patched.
 
 With ``rollouts: service`` NeMo RL must not start Gym servers, so it is configured without Gym, and its data set names
 an environment that does nothing.
@@ -21,7 +21,7 @@ from collections.abc import Iterable, Mapping
 from typing import Any
 
 from nemo_gym_prorl.failures import CallerError, InfrastructureError, RolloutError
-from nemo_gym_prorl.nemo_rl.checkpoints import ForgetfulBuffer, SavingDataLoader, saved_state
+from nemo_gym_prorl.nemo_rl.checkpoints import SavingDataLoader, saved_state
 from nemo_gym_prorl.nemo_rl.collector import Plan
 from nemo_gym_prorl.nemo_rl.mini_batches import MiniBatches
 from nemo_gym_prorl.nemo_rl.rollouts import ClosingSynchronizer, GroupAdvantages, ProrlRollouts
@@ -55,11 +55,15 @@ def run(config: Mapping[str, Any]) -> dict[str, Any]:
     from nemo_rl.environments.nemo_gym import setup_nemo_gym_config
     from nemo_rl.utils.logger import get_next_experiment_dir
 
+    from nemo_gym_prorl.nemo_rl.sampler import configured
+
     settings = settings_of(config)
     if settings.rollouts is Rollouts.SERVICE:
         register_no_environment()
-    master = MasterConfig(**copy.deepcopy(dict(config)))
-    master.logger["log_dir"] = get_next_experiment_dir(master.logger["log_dir"])
+    own = copy.deepcopy(dict(config))
+    own["logger"]["log_dir"] = get_next_experiment_dir(own["logger"]["log_dir"])
+    own["async_rl"]["sampler"] = configured(own["async_rl"].get("sampler"), settings)
+    master = MasterConfig(**own)
     init_ray()
     tokenizer = get_tokenizer(master.policy["tokenizer"])
     configure_generation(master, tokenizer)
@@ -160,6 +164,9 @@ def shut_down(environments: Mapping[str, Any], engines: Iterable[Any], timeout_s
     import ray
 
     for name, actor in environments.items():
+        if not hasattr(actor.shutdown, "remote"):  # the actors of Gym's shards, which NeMo RL ends by itself
+            actor.shutdown()
+            continue
         try:
             ray.get(actor.shutdown.remote(), timeout=timeout_s)
         except Exception as error:
@@ -197,10 +204,12 @@ def put_in_place(
         validation=validation,
         state=saved_state(arguments.last_checkpoint_path, lines, sampling),
     )
-    arguments.tq_buffer = ForgetfulBuffer(arguments.tq_buffer)
-    arguments.rollout_manager = ProrlRollouts(plan, arguments.tq_buffer)
+    # Groups that a checkpoint has beside are in that state, too, and must not be trained on twice.
+    arguments.last_checkpoint_path = None
+    arguments.rollout_manager = ProrlRollouts(plan, arguments.tq_buffer, arguments.rollout_manager)
     arguments.dataloader = SavingDataLoader(arguments.dataloader, arguments.rollout_manager, lines, sampling)
     arguments.advantage_estimator = GroupAdvantages(arguments.advantage_estimator, size)
+    arguments.advantage_actors = []  # newer versions may have copies of NeMo RL's estimator there
     if settings.mini_batches > 1:
         arguments.trainer_handle = MiniBatches(arguments.trainer_handle, settings.mini_batches)
     arguments.weight_synchronizer = ClosingSynchronizer(arguments.weight_synchronizer, arguments.rollout_manager)

@@ -28,6 +28,7 @@ from nemo_gym_prorl.nemo_rl.services import started_by_gym
 from nemo_gym_prorl.nemo_rl.settings import ProrlSettings, settings_of
 from nemo_gym_prorl.nemo_rl.shaping import Shaping
 from nemo_gym_prorl.nemo_rl.single_controller import cause_of, configure_generation, shut_down
+from nemo_gym_prorl.nemo_rl.upstream import GYM_ROLLOUTS, found, length_of_result
 from nemo_gym_prorl.nemo_rl.validation import sampled_row
 
 
@@ -37,27 +38,32 @@ class Environment:
     Args:
         plan: what is to be collected.
         version: weights of the first batch.
+        tells_agent: each rollout comes with the row's reference of its agent, as newer versions have it.
     """
 
-    def __init__(self, plan: Plan, version: int) -> None:
+    def __init__(self, plan: Plan, version: int, tells_agent: bool = False) -> None:
         self._plan = plan
         self._version = version
+        self._tells_agent = tells_agent
         self._runner: Runner | None = None
 
     async def run_rollouts(
-        self, rows: Sequence[Mapping[str, Any]], timer_prefix: str, deduplicate_multimodal_data: bool = False
-    ) -> AsyncIterator[tuple[int, dict[str, Any], dict[str, float] | None]]:
+        self,
+        nemo_gym_examples: Sequence[Mapping[str, Any]],
+        timer_prefix: str,
+        deduplicate_multimodal_data: bool = False,
+    ) -> AsyncIterator[tuple[Any, ...]]:
         """As many rollouts as there are rows, group after group, each with the place of its row.
 
         Args:
-            rows: those that the data loader gave: so many are wanted.
+            nemo_gym_examples: the rows that the data loader gave: so many are wanted.
             timer_prefix: of timings, of which there are none here.
             deduplicate_multimodal_data: of no use for text.
         """
         config = self._plan.sampler
         wanted = config.groups_per_batch * config.group_size
-        if len(rows) != wanted:
-            raise CallerError(f"{len(rows)} rows are asked for, and a batch has {wanted}", field="grpo")
+        if len(nemo_gym_examples) != wanted:
+            raise CallerError(f"{len(nemo_gym_examples)} rows are asked for, and a batch has {wanted}", field="grpo")
         runner = await self._with_weights()
         batch = await runner.batch()
         if batch is None:
@@ -69,7 +75,8 @@ class Environment:
         pairs = zip(batch.groups, groups, strict=True)
         results = [result for rollouts, group in pairs for result in results_of(rollouts, group)]
         for place, result in enumerate(results):
-            yield place, result, metrics_of(runner) if place == last else None
+            agent = (nemo_gym_examples[place]["agent_ref"],) if self._tells_agent else ()
+            yield place, *agent, result, metrics_of(runner) if place == last else None
 
     async def shutdown(self) -> None:
         """Cancel what is left, and wait until its sandboxes are gone."""
@@ -129,8 +136,9 @@ def run(config: Mapping[str, Any]) -> None:
     from nemo_rl.utils.logger import get_next_experiment_dir
 
     settings = settings_of(config)
-    master = MasterConfig(**copy.deepcopy(dict(config)))
-    master.logger["log_dir"] = get_next_experiment_dir(master.logger["log_dir"])
+    own = copy.deepcopy(dict(config))
+    own["logger"]["log_dir"] = get_next_experiment_dir(own["logger"]["log_dir"])
+    master = MasterConfig(**own)
     tokenizer = get_tokenizer(master.policy["tokenizer"])
     configure_generation(master, tokenizer)
     setup_nemo_gym_config(master, tokenizer)
@@ -188,7 +196,9 @@ def train(master: Any, settings: ProrlSettings, gym: Any, parts: Sequence[Any]) 
     )
     # Our servers listen on loopback only, unless they have keys.
     here = NodeAffinitySchedulingStrategy(servers.node, soft=False)
-    environment = ray.remote(Environment).options(num_cpus=0, scheduling_strategy=here).remote(plan, state.total_steps)
+    tells_agent = length_of_result(found(GYM_ROLLOUTS)) == 4
+    environment = ray.remote(Environment).options(num_cpus=0, scheduling_strategy=here)
+    environment = environment.remote(plan, state.total_steps, tells_agent)
     try:
         grpo_train(
             policy,

@@ -20,6 +20,7 @@ from pydantic import ValidationError
 from nemo_gym_prorl.failures import CallerError, RolloutError
 from nemo_gym_prorl.gym.config_files import ROOTS_VARIABLE
 from nemo_gym_prorl.gym.venvs import running_installation, shared_folder
+from nemo_gym_prorl.nemo_rl import upstream
 from nemo_gym_prorl.nemo_rl.checkout import ROOT_VARIABLE, checkout
 from nemo_gym_prorl.nemo_rl.checks import check
 from nemo_gym_prorl.nemo_rl.checks.finding import Finding, at, of_validation
@@ -37,9 +38,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
     given, overrides = _parser().parse_known_args(arguments)
     try:
         _require_nemo_rl()
+        upstream.check(upstream.RECIPES)
         config = read(given.config, given.variants, overrides)
     except CallerError as error:
-        return _tell([Finding(error.field or "--config", error.complaint.rstrip("."), "Correct it")])
+        return _tell([_refused(error)])
     complete(config)
     findings = find(config)
     code = _tell(findings)
@@ -60,6 +62,11 @@ def find(config: Mapping[str, Any]) -> list[Finding]:
     except ValidationError as error:
         # What the others look for depends on it.
         return [*of_validation("prorl", error)]
+    try:
+        upstream.check(upstream.needed(settings.runtime))
+    except CallerError as error:
+        # Whatever else were found would be of a NeMo RL that is not known.
+        return [_refused(error)]
     findings = check(config, settings)
     try:
         validated = model_of(settings)(**config)
@@ -151,6 +158,10 @@ def _running(settings: ProrlSettings) -> list[Finding]:
     except RolloutError as error:
         return [Finding(error.field or "prorl.services", error.reason, "Start it, or correct this")]
     return []
+
+
+def _refused(error: CallerError) -> Finding:
+    return Finding(error.field or "--config", error.complaint.rstrip("."), "Correct it")
 
 
 def _tell(findings: Sequence[Finding]) -> int:

@@ -112,19 +112,22 @@ def engine_url(engine: "Engine") -> Iterator[str]:
         yield base_url
 
 
-@pytest.fixture(scope="session")
-def trainer(nemo_rl: Path, engine_url: str, state: Path) -> Iterator["Trainer"]:
-    """An actor with what ``docs/nemo_rl.md`` configures, a counting environment besides, and a key for one agent."""
-    from omegaconf import OmegaConf
-
+def documented_trainer(folder: Path, engine_url: str, environments: str) -> "Trainer":
+    """What ``docs/nemo_rl.md`` configures, and a counting environment; servers' environments are in a folder of it."""
     from tests.nemo_rl.trainer import Trainer
 
-    venvs = str(nemo_rl / "venvs")
+    venvs = str(folder / environments)
     exec(documented("python")[0].replace(VENVS, venvs), {})
     block, *_ = documented("yaml")
     config = OmegaConf.to_container(OmegaConf.create(block.replace(VENVS, venvs)))["env"]["nemo_gym"]
-    config["config_paths"].append(str(nemo_rl / "resources_servers/counting/counting.yaml"))
-    trainer = Trainer([engine_url], nemo_rl, config)
+    config["config_paths"].append(str(folder / "resources_servers/counting/counting.yaml"))
+    return Trainer([engine_url], folder, config)
+
+
+@pytest.fixture(scope="session")
+def trainer(nemo_rl: Path, engine_url: str, state: Path) -> Iterator["Trainer"]:
+    """An actor with what ``docs/nemo_rl.md`` configures, a counting environment besides, and a key for one agent."""
+    trainer = documented_trainer(nemo_rl, engine_url, "venvs")
     try:
         yield trainer
     finally:

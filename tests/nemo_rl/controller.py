@@ -37,6 +37,7 @@ from tokenizers.models import WordLevel
 from torchdata.stateful_dataloader import StatefulDataLoader
 from transformers import PreTrainedTokenizerFast
 
+from nemo_gym_prorl.nemo_rl.sampler import configured
 from nemo_gym_prorl.nemo_rl.settings import settings_of
 from nemo_gym_prorl.nemo_rl.single_controller import train
 from nemo_gym_prorl.nemo_rl.validation import validation_of
@@ -191,6 +192,17 @@ class Lent:
         return ray.put(None)
 
 
+@dataclass
+class Shards:
+    """Gym actors as newer versions of NeMo RL have them, by the members that those have; none ends."""
+
+    all_handles: list[Any]
+    told_to_end: bool = False
+
+    def shutdown(self) -> None:
+        self.told_to_end = True
+
+
 def configuration(rows: Sequence[Mapping[str, Any]], folder: Path, **overrides: Any) -> dict[str, Any]:
     """NeMo RL's own example for its controller, made small; ``overrides`` are dotted, ``__`` for the dots."""
     data = folder / "train.jsonl"
@@ -284,11 +296,13 @@ def trained(
         environments: actors by name; those that the data set wants, if left out.
         router: NeMo RL's, if there is one.
     """
-    master = MasterConfig(**config)
+    settings = settings_of(config)
+    sampler = configured(config["async_rl"]["sampler"], settings)
+    master = MasterConfig(**{**config, "async_rl": {**config["async_rl"], "sampler": sampler}})
     setup_nemo_gym_config(master, None)
     arguments = arguments_of(master, folder, engines, environments, router)
-    result = train(master, arguments, SetupTimingMetrics(), settings_of(config), validation_of(config))
-    return Trained(result, steps_in(folder, settings_of(config).mini_batches))
+    result = train(master, arguments, SetupTimingMetrics(), settings, validation_of(config))
+    return Trained(result, steps_in(folder, settings.mini_batches))
 
 
 def logged(folder: Path) -> dict[str, list[float]]:

@@ -68,6 +68,7 @@ MISTAKES = [
     one("grpo.use_leave_one_out_baseline", True, "without itself"),
     one("grpo.adv_estimator.use_leave_one_out_baseline", REMOVED, "without itself"),
     one("grpo.use_dynamic_sampling", True, "before NeMo RL sees them"),
+    one("token_capture.enabled", True, "NeMo RL would sample by itself"),
     one("grpo.reward_scaling.enabled", True, "prorl.reward_scaling"),
     one("grpo.reward_shaping.enabled", True, "prorl.overlong"),
     one("grpo.overlong_filtering", True, "it is ignored"),
@@ -85,7 +86,6 @@ MISTAKES = [
     one(f"{AGENT}.max_total_sequence_length", REMOVED, "no such bound as the trainer's"),
     one(f"{AGENT}.max_total_sequence_length", 10**6, "no such bound as the trainer's"),
     # SingleController
-    one("async_rl.sampler.max_lookahead_versions", 7, "it is not prorl.max_staleness"),
     one("async_rl.min_groups_for_streaming_train", 4, "mini-batches are made of all"),
     one(DEADLINE, None, "that hangs"),
     one(DEADLINE, 600, "3 attempts of"),

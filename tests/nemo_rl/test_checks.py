@@ -45,11 +45,6 @@ def test_all_mistakes_are_told_at_once() -> None:
     assert {finding.field for finding in findings_of(config)} == {*several}
 
 
-def test_a_sampler_of_somebodys_own_has_any_keys() -> None:
-    sampler = {"name": "custom", "target": "mine:Sampler", "whatever": 1}
-    assert findings_of(changed(good(), {"async_rl.sampler": sampler})) == []
-
-
 def test_gyms_files_are_merged_with_those_that_they_name_and_with_the_block(tmp_path: Path) -> None:
     (tmp_path / "a.yaml").write_text(
         f"config_paths: [{tmp_path / 'b.yaml'}]\nagent: {{x: {{steps: 1, url: '${{policy_base_url}}'}}}}\n"
@@ -58,6 +53,16 @@ def test_gyms_files_are_merged_with_those_that_they_name_and_with_the_block(tmp_
     own = {"config_paths": [str(tmp_path / "a.yaml")], "agent": {"x": {"steps": 2}}}
     blocks = gym_blocks({"env": {"nemo_gym": own}})
     assert (blocks["agent"], blocks["other"]) == ({"x": {"steps": 2, "url": ""}}, {"key": 1})
+
+
+def test_shards_of_gym_are_looked_at_with_what_they_add() -> None:
+    """As newer versions of NeMo RL have them."""
+    block = good()["env"]["nemo_gym"]
+    shard = {"name": "swe", "config_paths": block.pop("config_paths"), "overrides": block, "replicas": 2}
+    assert findings_of(changed(good(), {"env.nemo_gym": {"shards": [shard]}})) == []
+    shard["overrides"]["policy_model"]["responses_api_models"]["prorl_model"]["policy"]["engine"] = "vllm"
+    [finding] = findings_of(changed(good(), {"env.nemo_gym": {"shards": [shard]}}))
+    assert finding.field == "env.nemo_gym.policy_model.responses_api_models.prorl_model.policy.engine"
 
 
 @pytest.mark.parametrize("domain", ["swe", "math", "stem", "code"])

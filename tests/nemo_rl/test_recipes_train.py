@@ -2,6 +2,7 @@
 """A recipe as it ships trains under each variant, but for what a CPU and three steps want otherwise."""
 
 import json
+from functools import wraps
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -129,6 +130,7 @@ def test_on_the_synchronous_loop(
     policy, lent = Policy(4), Lent(trainer.actor)
     generation = Generation({}, engine)
 
+    @wraps(grpo.setup)
     def setup(master: Any, _: Any, rows: Any, validation: Any) -> tuple[Any, ...]:
         assert validation is None
         generation.cfg = master.policy["generation"]

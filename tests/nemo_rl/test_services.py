@@ -4,14 +4,16 @@
 from __future__ import annotations
 
 import asyncio
+from types import SimpleNamespace
 from typing import Any
+from urllib.parse import urlsplit
 
 import pytest
 from fastapi import FastAPI, HTTPException, Request
 
 from nemo_gym_prorl.failures import CallerError, InfrastructureError
 from nemo_gym_prorl.nemo_rl import services
-from nemo_gym_prorl.nemo_rl.services import Servers, already_running, servers_among, with_engines
+from nemo_gym_prorl.nemo_rl.services import Servers, already_running, servers_among, started_by_gym, with_engines
 from nemo_gym_prorl.nemo_rl.settings import ProrlSettings
 from tests.rollout.serving import serve
 
@@ -146,6 +148,35 @@ def test_ours_among_the_servers_of_a_deployment() -> None:
     assert found == Servers(("http://127.0.0.1/code_agent",), ("http://127.0.0.1/policy_model",), "KEY", "node")
     found = servers_among([CODE, MATH, POLICY], ProrlSettings(agent="math_agent"), None)
     assert found.services == ("http://127.0.0.1/math_agent",)
+
+
+@pytest.mark.parametrize("nodes", [("a", "a"), ("a", "b")], ids=["one node", "two nodes"])
+async def test_shards_of_gym_are_called_where_they_can_be(
+    monkeypatch: pytest.MonkeyPatch, nodes: tuple[str, str]
+) -> None:
+    """By the members that newer versions of NeMo RL have of several Gym actors."""
+    monkeypatch.setattr("ray.get", lambda given: given)
+
+    def head(number: int) -> FastAPI:
+        app = FastAPI()
+        found = [{**one, "url": f"{one['url']}-{number}"} for one in (CODE, POLICY)]
+        app.get("/server_instances")(lambda: found)
+        return app
+
+    async with serve(head(0)) as first, serve(head(1)) as second:
+        urls = [urlsplit(url) for url in (first, second)]
+        places = [(url.hostname, url.port, node) for url, node in zip(urls, nodes, strict=True)]
+        actors = [SimpleNamespace(__ray_call__=SimpleNamespace(remote=lambda _, at=at: at)) for at in places]
+        asked = asyncio.to_thread(started_by_gym, SimpleNamespace(all_handles=actors), ProrlSettings())
+        if len({*nodes}) > 1:
+            with pytest.raises(CallerError, match="on 2 nodes, and their servers listen on loopback") as error:
+                await asked
+            assert error.value.field == "env.nemo_gym.shards"
+            return
+        servers = await asked
+    assert servers.services == ("http://127.0.0.1/code_agent-0", "http://127.0.0.1/code_agent-1")
+    assert servers.models == ("http://127.0.0.1/policy_model-0", "http://127.0.0.1/policy_model-1")
+    assert servers.node == "a"
 
 
 @pytest.mark.parametrize(

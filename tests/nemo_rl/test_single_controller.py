@@ -10,6 +10,7 @@ import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
+from functools import wraps
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -20,7 +21,7 @@ from nemo_gym_prorl.rollout.client import RolloutClient
 from nemo_gym_prorl.rollout.job import JobState
 from nemo_gym_prorl.rollout.schemas import JobView
 from nemo_gym_prorl.tasks.code.humaneval import problems, row_for
-from tests.nemo_rl.conftest import KEY
+from tests.nemo_rl.conftest import KEY, documented_trainer
 from tests.tasks import containers
 
 
@@ -106,8 +107,9 @@ def test_prompts_that_teach_nothing_end_it_in_words(trainer: "Trainer", engine_u
 
 
 def test_strictly_on_policy(trainer: "Trainer", engine_url: str, tmp_path: Path) -> None:
-    """Each step trains on what its own weights have sampled, and the model server has been told of all of them."""
-    from tests.nemo_rl.controller import STEPS, Lent, call, configuration, trained
+    """Each step trains on what its own weights have sampled, and the model server has been told of all of them. Also
+    where NeMo RL has several Gym actors, of which there is one twice here."""
+    from tests.nemo_rl.controller import STEPS, Shards, call, configuration, trained
 
     rows = [counting(10, 0, number=number) if number % 3 else counting(4, number=number) for number in range(9)]
     config = configuration(
@@ -116,14 +118,41 @@ def test_strictly_on_policy(trainer: "Trainer", engine_url: str, tmp_path: Path)
         prorl={"agent": "counting_agent", "max_staleness": 0},
         async_rl__sampler={"name": "in_order", "max_lookahead_versions": 0},
     )
-    got = trained(config, tmp_path, [engine_url], {"nemo_gym": Lent(trainer.actor)})
+    shards = Shards([trainer.actor, trainer.actor])
+    got = trained(config, tmp_path, [engine_url], {"nemo_gym": shards})
     assert got.result["train_steps"] == STEPS
+    assert shards.told_to_end
     for step, groups in enumerate(got.steps):
         assert [group.version for group in groups] == [step, step]
         for group in groups:
             check(group)
     [backend] = call("GET", f"{trainer.server_urls()['policy_model']}/v1/backends")["backends"]
     assert backend["weight_version"] == str(STEPS)
+
+
+@pytest.mark.long("a second actor with its Gym servers")
+def test_two_gym_actors_take_groups_in_turn(
+    trainer: "Trainer", nemo_rl: Path, engine_url: str, tmp_path: Path
+) -> None:
+    import ray
+
+    from tests.nemo_rl.controller import STEPS, Shards, configuration, trained
+
+    second = documented_trainer(nemo_rl, engine_url, "venvs-of-the-second")
+    try:
+        agents = [one.server_urls()["counting_agent"] for one in (trainer, second)]
+        before = [{job.id for job in jobs(agent)} for agent in agents]
+        rows = [counting(10, 0, number=number) for number in range(6)]
+        config = configuration(rows, tmp_path, prorl={"agent": "counting_agent"})
+        got = trained(config, tmp_path, [engine_url], {"nemo_gym": Shards([trainer.actor, second.actor])})
+        ours = [{job.id for job in jobs(agent)} - known for agent, known in zip(agents, before, strict=True)]
+    finally:
+        ray.get(second.actor.shutdown.remote())
+    assert got.result["train_steps"] == STEPS
+    for group in (group for groups in got.steps for group in groups):
+        check(group)
+    assert all(ours)
+    print(f"rollouts of each: {[*map(len, ours)]}")
 
 
 def test_services_that_run_elsewhere(trainer: "Trainer", engine_url: str, tmp_path: Path) -> None:
@@ -280,6 +309,7 @@ def test_the_command_trains_by_a_recipe_that_ships(
     (tmp_path / "rows.jsonl").write_text("".join(json.dumps(solving(number)) + "\n" for number in range(8)))
     lent = Lent(trainer.actor)
 
+    @wraps(single_controller_utils.setup_single_controller)
     def setup(master: Any, _: Any) -> tuple[Any, Any]:
         environments = None if variant == "service" else {"nemo_gym": lent}
         return arguments_of(master, tmp_path, [engine_url], environments), SetupTimingMetrics()

@@ -4,12 +4,15 @@
 import re
 from array import array
 from pathlib import Path
+from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
+from unittest.mock import AsyncMock
 
 import pytest
 
 from nemo_gym_prorl.dapo.runner import TrainedRollout
 from nemo_gym_prorl.failures import RolloutError
+from nemo_gym_prorl.nemo_rl import synchronous
 from nemo_gym_prorl.nemo_rl.groups import Group, Sampled
 from nemo_gym_prorl.nemo_rl.synchronous import results_of
 from nemo_gym_prorl.rollout.job import JobState
@@ -154,6 +157,35 @@ def test_a_rollout_without_tokens_has_no_loss_and_keeps_its_reward() -> None:
     assert masked["full_result"] == {"reward": -1.0, "raw_reward": 0.0, "instance_config": {"mask_sample": True}}
     # NeMo RL finds groups by their prompts.
     assert good["input_message_log"][0]["token_ids"] == masked["input_message_log"][0]["token_ids"] == [1, 2]
+
+
+@pytest.mark.parametrize("tells_agent", [False, True], ids=["tried", "newer"])
+async def test_each_rollout_comes_as_nemo_rls_own_actor_gives_it(
+    monkeypatch: pytest.MonkeyPatch, tells_agent: bool
+) -> None:
+    """Newer versions tell the agent of the row, too."""
+    monkeypatch.setattr(synchronous, "metrics_of", lambda runner: {"told": 1.0})
+    tokens = (Turn(0, 0, array("i", [1]), array("i", [2]), array("d", [-0.5])),)
+    group = [TrainedRollout(name, {}, reward, 0, False, tokens) for name, reward in (("a", 1.0), ("b", 0.0))]
+
+    class Ours(synchronous.Environment):
+        async def _with_weights(self) -> Any:
+            return SimpleNamespace(
+                batch=AsyncMock(return_value=SimpleNamespace(groups=[group])),
+                idle=AsyncMock(),
+                rollout_metrics=SimpleNamespace(train=lambda trained: None),
+            )
+
+    plan: Any = SimpleNamespace(
+        sampler=SimpleNamespace(groups_per_batch=1, group_size=2), shape=lambda reward, length: reward
+    )
+    rows = [{"agent_ref": {"name": "first"}}, {"agent_ref": {"name": "second"}}]
+    given = [one async for one in Ours(plan, 0, tells_agent).run_rollouts(rows, "")]
+    assert [(one[0], one[-2]["full_result"]["reward"], one[-1]) for one in given] == [
+        (0, 1.0, None),
+        (1, 0.0, {"told": 1.0}),
+    ]
+    assert [one[1:-2] for one in given] == [((row["agent_ref"],) if tells_agent else ()) for row in rows]
 
 
 def _lent(trainer: "Trainer") -> Any:

@@ -28,10 +28,8 @@ def check(config: Mapping[str, Any]) -> Iterator[Finding]:
         return
     if with_tools:
         yield from _parsers(config)
-    numbers = [
-        number_at(config, f"grpo.{name}") for name in ("max_num_epochs", "max_num_steps", "num_prompts_per_step")
-    ]
-    epochs, steps, prompts = (int(number or 0) for number in numbers)
+    paths = ("grpo.max_num_epochs", "grpo.max_num_steps", "grpo.num_prompts_per_step")
+    epochs, steps, prompts = (int(number_at(config, path) or 0) for path in paths)
     if epochs and prompts and count * epochs // prompts < steps:
         yield Finding(
             "grpo.max_num_epochs",

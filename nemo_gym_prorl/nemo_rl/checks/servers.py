@@ -31,10 +31,14 @@ def gym_blocks(config: Mapping[str, Any]) -> dict[str, Any]:
         CallerError: a file is not there or can't be read, or a reference leads nowhere.
     """
     own = block_at(config, "env.nemo_gym")
-    paths = own.get("config_paths")
+    named = own.get("shards")  # of newer versions: each adds files, and says something over them
+    shards = [one for one in named if isinstance(one, Mapping)] if isinstance(named, list) else []
+    paths = [
+        path for one in (own, *shards) if isinstance(one.get("config_paths"), list) for path in one["config_paths"]
+    ]
+    over = [dict(own), *(dict(block_at(shard, "overrides")) for shard in shards)]
     try:
-        files = merged_files(paths if isinstance(paths, list) else ())
-        merged = OmegaConf.to_container(OmegaConf.merge(_FROM_NEMO_RL, files, dict(own)), resolve=True)
+        merged = OmegaConf.to_container(OmegaConf.merge(_FROM_NEMO_RL, merged_files(paths), *over), resolve=True)
     except (OSError, ValueError, TypeError, YAMLError, OmegaConfBaseException) as error:
         raise CallerError(str(error).splitlines()[0], field="env.nemo_gym") from error
     assert isinstance(merged, dict)

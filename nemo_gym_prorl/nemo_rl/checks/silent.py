@@ -6,7 +6,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from nemo_gym_prorl.nemo_rl.checks.finding import Finding, at, block_at, number_at
+from nemo_gym_prorl.nemo_rl.checks.finding import Finding, at, number_at
 from nemo_gym_prorl.nemo_rl.checks.servers import DEADLINE
 from nemo_gym_prorl.nemo_rl.settings import ProrlSettings, Rollouts, Runtime
 
@@ -18,6 +18,7 @@ _LEFT_OUT = (
 _MUST_NOT_BE: tuple[tuple[str, bool | float, str, str], ...] = (
     ("policy.generation.temperature", 0.0, "all rollouts of a prompt are the same", "1.0, say"),
     ("policy.router_replay.enabled", True, "rollouts do not bring the experts that were chosen", "false"),
+    ("token_capture.enabled", True, "NeMo RL would sample by itself, past the filter", "false"),
     ("grpo.use_leave_one_out_baseline", True, _LEFT_OUT, "false (NeMo RL's default is true)"),
     ("grpo.adv_estimator.use_leave_one_out_baseline", True, _LEFT_OUT, "false (NeMo RL's default is true)"),
     ("grpo.use_dynamic_sampling", True, "groups without variance are left out before NeMo RL sees them", "false"),
@@ -75,7 +76,8 @@ def _loss(config: Mapping[str, Any], settings: ProrlSettings) -> Iterator[Findin
 
 def _optimizer_steps(config: Mapping[str, Any], settings: ProrlSettings) -> Iterator[Finding]:
     """``grpo_train`` makes as many of a batch as it comes to, be it more or fewer than are meant."""
-    prompts, size = (number_at(config, f"grpo.num_{name}") for name in ("prompts_per_step", "generations_per_prompt"))
+    paths = ("grpo.num_prompts_per_step", "grpo.num_generations_per_prompt")
+    prompts, size = (number_at(config, path) for path in paths)
     batch = number_at(config, "policy.train_global_batch_size")
     if prompts and size and batch and prompts * size != batch * settings.mini_batches:
         yield Finding(
@@ -98,14 +100,6 @@ def _lengths(config: Mapping[str, Any], settings: ProrlSettings) -> Iterator[Fin
 
 
 def _single_controller(config: Mapping[str, Any], settings: ProrlSettings) -> Iterator[Finding]:
-    sampler = block_at(config, "async_rl.sampler")
-    field = "max_lookahead_versions" if sampler.get("name") == "in_order" else "max_staleness_versions"
-    if sampler.get("name") != "custom" and sampler.get(field, 1) != settings.max_staleness:
-        yield Finding(
-            f"async_rl.sampler.{field}",
-            f"it is not prorl.max_staleness ({settings.max_staleness}): one would wait for the other for ever",
-            "Set it to ${prorl.max_staleness}",
-        )
     streaming = number_at(config, "async_rl.min_groups_for_streaming_train")
     prompts = number_at(config, "grpo.num_prompts_per_step")
     if settings.mini_batches > 1 and streaming is not None and prompts is not None and streaming < prompts:
