@@ -8,7 +8,7 @@ for a minute, after which the model writes tool calls of the right shape, and wr
 
 Runs in the environment that ``setup_vllm.sh`` builds (torch, transformers, tokenizers):
 
-    python make_tiny_model.py OUTPUT_FOLDER [--seed N] [--width N --layers N] [--lessons FILE --steps N]
+    python make_tiny_model.py OUTPUT_FOLDER [--seed N] [--width N --layers N] [--experts N] [--lessons FILE --steps N]
 
 A lesson is one JSON line: ``[prompt, what the model is to write]``.
 """
@@ -22,7 +22,7 @@ from pathlib import Path
 
 import torch
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, trainers
-from transformers import Qwen3Config, Qwen3ForCausalLM
+from transformers import Qwen3Config, Qwen3ForCausalLM, Qwen3MoeConfig, Qwen3MoeForCausalLM
 
 
 VOCABULARY = 4096
@@ -75,7 +75,7 @@ def train_tokenizer() -> Tokenizer:
     return tokenizer
 
 
-def teach(model: Qwen3ForCausalLM, tokenizer: Tokenizer, lessons: Path, steps: int) -> float:
+def teach(model: Qwen3ForCausalLM | Qwen3MoeForCausalLM, tokenizer: Tokenizer, lessons: Path, steps: int) -> float:
     """Train on the second parts of the lessons; returns the last losses' mean."""
     examples = []
     for line in lessons.read_text().splitlines():
@@ -113,6 +113,7 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=400)
     parser.add_argument("--width", type=int, default=128, help="hidden size; a multiple of 64")
     parser.add_argument("--layers", type=int, default=2)
+    parser.add_argument("--experts", type=int, default=0, help="of a mixture, two for each token; 0: it is none")
     arguments = parser.parse_args()
     output: Path = arguments.output
     output.mkdir(parents=True, exist_ok=True)
@@ -135,20 +136,25 @@ def main() -> None:
         tokenizer.token_to_id(token)
         for token in ("<|im_end|>", "<|eot_id|>", "<|eom_id|>", "</s>", "<|end|>", "<end_of_turn>")
     ]
-    config = Qwen3Config(
-        vocab_size=tokenizer.get_vocab_size(),
-        hidden_size=arguments.width,
-        intermediate_size=2 * arguments.width,
-        num_hidden_layers=arguments.layers,
-        num_attention_heads=arguments.width // 32,
-        num_key_value_heads=arguments.width // 64,
-        head_dim=32,
-        max_position_embeddings=CONTEXT,
-        tie_word_embeddings=True,
-        eos_token_id=stops,
-        initializer_range=0.08,
-    )
-    model = Qwen3ForCausalLM(config).to(torch.float32)
+    shape = {
+        "vocab_size": tokenizer.get_vocab_size(),
+        "hidden_size": arguments.width,
+        "intermediate_size": 2 * arguments.width,
+        "num_hidden_layers": arguments.layers,
+        "num_attention_heads": arguments.width // 32,
+        "num_key_value_heads": arguments.width // 64,
+        "head_dim": 32,
+        "max_position_embeddings": CONTEXT,
+        "tie_word_embeddings": True,
+        "eos_token_id": stops,
+        "initializer_range": 0.08,
+    }
+    if arguments.experts:
+        mixture = {"num_experts": arguments.experts, "num_experts_per_tok": 2, "norm_topk_prob": True}
+        model = Qwen3MoeForCausalLM(Qwen3MoeConfig(**shape, **mixture, moe_intermediate_size=arguments.width))
+    else:
+        model = Qwen3ForCausalLM(Qwen3Config(**shape))
+    model = model.to(torch.float32)
     if arguments.lessons:
         torch.set_num_threads(1)  # more of them wait for each other longer than they work, and others want the cores
         teach(model, tokenizer, arguments.lessons, arguments.steps)

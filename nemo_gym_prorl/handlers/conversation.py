@@ -61,6 +61,7 @@ class _Place(BaseModel):
     start: NonNegativeInt
     end: NonNegativeInt
     weight_versions: tuple[str | None, str | None] | None = None
+    routed_experts: str | None = None
 
 
 class _Tokens(BaseModel):
@@ -191,6 +192,8 @@ class Conversation:
             turn.last_item["prompt_token_ids"] = sequence.ids[: place.start]
             turn.last_item["generation_token_ids"] = sequence.ids[place.start : place.end]
             turn.last_item["generation_log_probs"] = sequence.log_probs[place.start : place.end]
+            if place.routed_experts is not None:
+                turn.last_item["routed_experts"] = place.routed_experts
             first, last = place.weight_versions or (None, None)
             self.weight_versions.append({"turn": turn.number, "first": first, "last": last})
 

@@ -22,6 +22,7 @@ from typing import TYPE_CHECKING, Any
 from nemo_gym_prorl.dapo.runner import TrainedRollout
 from nemo_gym_prorl.failures import CallerError
 from nemo_gym_prorl.rollout.tokens import Turn
+from nemo_gym_prorl.serving.routed_experts import RoutedExperts
 
 
 if TYPE_CHECKING:
@@ -153,11 +154,32 @@ def record_of(group: Group, number: int) -> PromptGroupRecord:
 def _message_log(member: Sampled, prompt: Sequence[int]) -> list[dict[str, Any]]:
     if not member.turns:
         return [_message("user", prompt)]
-    messages = []
+    messages: list[dict[str, Any]] = []
     for turn in member.turns:
         messages.append(_message("user", turn.observed))
         messages.append(_message("assistant", turn.sampled, turn.log_probs))
+        if turn.routed_experts is not None:
+            add_experts(messages, turn)
     return messages
+
+
+def add_experts(messages: list[dict[str, Any]], turn: Turn) -> None:
+    """Give a turn's two messages, which are the last, the experts of their tokens; the token before gets those with
+    which it was read, since it had none while it was the last that was sampled."""
+    import torch
+
+    assert turn.routed_experts is not None
+    before = messages[-3].get("routed_experts") if len(messages) > 2 else None
+    seam, own = int(before is not None), len(turn.observed) + len(turn.sampled)
+    told = RoutedExperts.read(turn.routed_experts)
+    rows = torch.frombuffer(bytearray(told.last(own + seam)), dtype=getattr(torch, told.numbers))
+    rows = rows.reshape(own + seam, told.layers, told.top)
+    if before is not None:
+        before[-1] = rows[0]
+    messages[-2]["routed_experts"], messages[-1]["routed_experts"] = (
+        rows[seam : seam + len(turn.observed)],
+        rows[seam + len(turn.observed) :],
+    )
 
 
 def _message(role: str, tokens: Sequence[int], log_probs: Sequence[float] | None = None) -> dict[str, Any]:

@@ -23,7 +23,7 @@ from nemo_gym_prorl.dapo.runner import Runner, TrainedRollout
 from nemo_gym_prorl.failures import CallerError
 from nemo_gym_prorl.nemo_rl.checks.servers import agent_of, gym_blocks
 from nemo_gym_prorl.nemo_rl.collector import JOIN_S, Plan, metrics_of
-from nemo_gym_prorl.nemo_rl.groups import Group, Sampled, group_of, with_loss
+from nemo_gym_prorl.nemo_rl.groups import Group, Sampled, add_experts, group_of, with_loss
 from nemo_gym_prorl.nemo_rl.services import started_by_gym
 from nemo_gym_prorl.nemo_rl.settings import ProrlSettings, settings_of
 from nemo_gym_prorl.nemo_rl.shaping import Shaping
@@ -110,6 +110,8 @@ def _result(raw: float, member: Sampled, prompt: Sequence[int]) -> dict[str, Any
         messages.append({"role": "user", "content": "", "token_ids": list(turn.observed)})
         said = {"token_ids": list(turn.sampled), "generation_logprobs": list(turn.log_probs)}
         messages.append({"role": "assistant", "content": "", **said})
+        if turn.routed_experts is not None:
+            add_experts(messages, turn)
     return {
         # The prompt by which NeMo RL tells groups apart, so it is the same for all members.
         "input_message_log": [first],

@@ -8,6 +8,8 @@ from dataclasses import dataclass
 from enum import StrEnum
 from typing import Any
 
+from nemo_gym_prorl.serving.routed_experts import RoutedExperts
+
 
 class Finish(StrEnum):
     """Why sampling ended."""
@@ -31,6 +33,8 @@ class Generation:
         cached_tokens: how many prompt tokens came from the prefix cache; ``None`` where the engine does not tell.
         prompt_ids: the prompt as the engine saw it, from engines that render messages themselves.
         message: the assistant message as the engine parsed it, from engines that parse themselves.
+        routed_experts: of each token of prompt and sample, from engines that tell
+            (:mod:`~nemo_gym_prorl.serving.routed_experts`).
     """
 
     ids: Sequence[int]
@@ -39,6 +43,7 @@ class Generation:
     cached_tokens: int | None = None
     prompt_ids: Sequence[int] | None = None
     message: Mapping[str, Any] | None = None
+    routed_experts: str | None = None
 
 
 _ROUNDING = 1e-3
@@ -54,6 +59,10 @@ def checked(generation: Generation) -> Generation:
     for ids in (generation.ids, generation.prompt_ids or ()):
         if ids and not (set(map(type, ids)) == {int} and min(ids) >= 0):
             raise ValueError("a token id that is no number from 0 up")
+    if generation.routed_experts is not None:
+        rows = RoutedExperts.read(generation.routed_experts).rows
+        if rows != (tokens := len(generation.prompt_ids or ()) + len(generation.ids)):
+            raise ValueError(f"routed_experts have {rows} rows for {tokens} tokens")
     if set(map(type, generation.log_probs)) == {float} and max(generation.log_probs) <= _ROUNDING:
         return generation  # as nearly all are
     for one in generation.log_probs:

@@ -133,6 +133,9 @@ class TurnView(BaseModel):
     observed: str = Field(description="int32")
     sampled: str = Field(description="int32")
     log_probs: str = Field(description="float64, of each of `sampled`")
+    routed_experts: str | None = Field(
+        default=None, description="Of its last tokens, those that are new and the one before, in NeMo RL's form."
+    )
 
     @property
     def length(self) -> int:

@@ -21,6 +21,8 @@ from typing import Any
 
 import orjson
 
+from nemo_gym_prorl.serving.routed_experts import RoutedExperts, continued
+
 
 _FIELDS = ("prompt_token_ids", "generation_token_ids", "generation_log_probs")
 NO_TOKENS = b"[]"
@@ -37,6 +39,8 @@ class Turn:
         observed: ids that the policy was shown (int32).
         sampled: ids that it sampled (int32).
         log_probs: of each sampled id (float64).
+        routed_experts: of at least its own ids and the last one that was kept, as text
+            (:mod:`~nemo_gym_prorl.serving.routed_experts`); ``None`` where nobody tells.
     """
 
     item: int
@@ -44,6 +48,7 @@ class Turn:
     observed: array[int]
     sampled: array[int]
     log_probs: array[float]
+    routed_experts: str | None = None
 
     @classmethod
     def unpacked(cls, told: Mapping[str, Any]) -> Turn:
@@ -57,7 +62,7 @@ class Turn:
             numbers.frombytes(b64decode(told[name], validate=True))
         if len(sampled) != len(log_probs):
             raise ValueError(f"{len(sampled)} ids were sampled but {len(log_probs)} log-probs came with them")
-        return cls(told["item"], told["kept"], observed, sampled, log_probs)
+        return cls(told["item"], told["kept"], observed, sampled, log_probs, told.get("routed_experts"))
 
 
 def packed(turns: Iterable[Turn]) -> bytes:
@@ -70,6 +75,7 @@ def packed(turns: Iterable[Turn]) -> bytes:
                 "observed": b64encode(turn.observed.tobytes()).decode(),
                 "sampled": b64encode(turn.sampled.tobytes()).decode(),
                 "log_probs": b64encode(turn.log_probs.tobytes()).decode(),
+                **({"routed_experts": turn.routed_experts} if turn.routed_experts is not None else {}),
             }
             for turn in turns
         ]
@@ -79,8 +85,8 @@ def packed(turns: Iterable[Turn]) -> bytes:
 def take_tokens(response: object) -> list[Turn]:
     """Take the token fields off the output items of a response.
 
-    All stay where they are if one item has others than ids and a log-prob for each that was sampled, or more than
-    those, as the experts of a mixture: who trusts them must see them all.
+    All stay where they are if one item has others than ids, a log-prob for each that was sampled, and the experts of
+    each where there are any: who trusts them must see them all.
     """
     items = _output(response)
     turns: list[Turn] = []
@@ -104,6 +110,7 @@ def put_tokens(response: object, turns: Iterable[Turn]) -> None:
     """Put tokens on the items that they were taken off; the result is for orjson, which copies what is written."""
     items = _output(response)
     ids, text = array("i"), b""
+    experts: str | None = None
     for turn in turns:
         kept, its_text = ids, text
         if turn.kept < len(ids):
@@ -116,6 +123,11 @@ def put_tokens(response: object, turns: Iterable[Turn]) -> None:
                 "generation_token_ids": turn.sampled.tolist(),
                 "generation_log_probs": turn.log_probs.tolist(),
             }
+            tokens = len(kept) + len(turn.observed) + len(turn.sampled)
+            if (its_experts := continued(experts, turn.routed_experts, tokens)) is not None:
+                items[turn.item]["routed_experts"] = its_experts
+            if turn.sampled:
+                experts = its_experts
         if turn.sampled:
             ids, text = kept + turn.observed + turn.sampled, prompt + _text(turn.sampled)
 
@@ -129,7 +141,7 @@ def _turn(place: int, item: Mapping[str, Any], before: list[int]) -> Turn | None
     prompt, sampled, log_probs = (item.get(name) for name in _FIELDS)
     if not (isinstance(prompt, list) and isinstance(sampled, list) and isinstance(log_probs, list)):
         return None
-    if len(sampled) != len(log_probs) or item.get("routed_experts") is not None:
+    if len(sampled) != len(log_probs):
         return None
     kept = len(before)
     if prompt[:kept] != before:
@@ -137,9 +149,12 @@ def _turn(place: int, item: Mapping[str, Any], before: list[int]) -> Turn | None
     observed = prompt[kept:]
     if not set(map(type, [*observed, *sampled])) <= {int} or not set(map(type, log_probs)) <= {int, float}:
         return None
+    experts = item.get("routed_experts")
     try:
-        turn = Turn(place, kept, array("i", observed), array("i", sampled), array("d", log_probs))
-    except OverflowError:
+        turn = Turn(place, kept, array("i", observed), array("i", sampled), array("d", log_probs), experts)
+        if experts is not None and RoutedExperts.read(experts).rows < len(observed) + len(sampled) + bool(kept):
+            return None
+    except (OverflowError, TypeError, ValueError):
         return None
     fine = min((*turn.observed, *turn.sampled), default=0) >= 0 and all(map(math.isfinite, turn.log_probs))
     return turn if fine else None

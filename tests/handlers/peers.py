@@ -2,6 +2,7 @@
 """An environment and a policy on real sockets that go wrong on demand, and the agent as Gym serves it before them."""
 
 import asyncio
+from base64 import b64encode
 from collections import defaultdict
 from collections.abc import AsyncIterator, Callable
 from contextlib import AsyncExitStack, asynccontextmanager
@@ -103,6 +104,7 @@ class Policy(Peer):
     tool: str = "count"
     defers: bool = True
     versions: bool = False
+    mixture: bool = False
     taken: dict[str, int] = field(default_factory=lambda: defaultdict(int))
     in_flight: int = 0
     most_in_flight: int = 0
@@ -151,8 +153,15 @@ class Policy(Peer):
             answers[f"resp{number}"] = {"sequence": 0, "start": 3 * number + 2, "end": 3 * number + 3}
             if self.versions:
                 answers[f"resp{number}"]["weight_versions"] = [f"w{number}", f"w{number + 1}"]
+            if self.mixture:
+                answers[f"resp{number}"]["routed_experts"] = experts(max(3 * number - 1, 0), 3 * number + 3)
         ids = list(range(3 * taken))
         return {"sequences": [{"ids": ids, "log_probs": [-0.5] * len(ids)}], "answers": answers}
+
+
+def experts(first: int, end: int) -> str:
+    """Of these tokens; each has its id as its only expert."""
+    return f"nrlre1:int8:{end - first}x1x1:{b64encode(bytes(range(first, end))).decode()}"
 
 
 def hang(seconds: float) -> Callable[[], Any]:

@@ -13,7 +13,7 @@ from nemo_gym_prorl.dapo.outcome import usage_of
 from nemo_gym_prorl.rollout.client import RolloutClient
 from nemo_gym_prorl.rollout.schemas import TokenForm
 from nemo_gym_prorl.rollout.tokens import Turn
-from tests.handlers.peers import ROW, Environment, Policy, deployment
+from tests.handlers.peers import ROW, Environment, Policy, deployment, experts
 
 
 class Telling(Policy):
@@ -55,6 +55,20 @@ async def test_everybody_is_sent_what_they_need(policy: Callable[[], Policy]) ->
     assert [[*turn.log_probs] for turn in turns] == [[-0.5]] * 3
     assert "token_ids" not in json.dumps(packed.result)
     assert usage_of(packed).length == 3
+
+
+async def test_experts_of_a_mixture_go_with_the_tokens() -> None:
+    async with deployment(policy=Policy(mixture=True)) as at, RolloutClient(at.url) as client:
+        row = await at.run(ROW)
+        submitted = await client.submit(ROW)
+        await client.wait(submitted.id)
+        packed = await client.get(submitted.id, tokens=TokenForm.PACKED)
+        verified = [body for body in at.environment.bodies if body and "response" in body]
+    assert "routed_experts" not in json.dumps(verified)
+    told = [item["routed_experts"] for item in row["response"]["output"][::2]]
+    assert told == [experts(0, end) for end in (3, 6, 9)], "as NeMo RL reads them: of the whole prompt"
+    turns = [turn.routed_experts for turn in packed.tokens or ()]
+    assert turns == [experts(0, 3), experts(2, 6), experts(5, 9)], "each once, but for the seams"
 
 
 async def test_a_verdict_on_other_items_has_those_that_were_sampled() -> None:

@@ -1,15 +1,17 @@
 # SPDX-License-Identifier: Apache-2.0
 """NeMo RL's own chat server over a vLLM on the CPU: what its generation workers serve, less their GPUs.
 
-    python -m tests.nemo_rl.chat_server FOLDER_OF_MODEL PORT GENERATION_AS_JSON
+    python -m tests.nemo_rl.chat_server FOLDER_OF_MODEL PORT GENERATIONS_AS_JSON
 
 The worker's class makes the engine and the routes; its constructor, which wants devices and weights of a trainer, is
-left out. The last argument is the block ``policy.generation`` as NeMo RL hands it to its workers, so parsers are the
-recipe's. A route besides has the engine read weights from a folder, in place of a refit by NCCL.
+left out. The last argument has blocks ``policy.generation``, as NeMo RL hands them to its workers, by name: each has
+the routes, with its own parsers, under that name, over one engine, since starting one takes minutes. A route besides
+has the engine read weights from a folder, in place of a refit by NCCL.
 """
 
 from __future__ import annotations
 
+import copy
 import json
 import socket
 import sys
@@ -22,34 +24,45 @@ from fastapi import FastAPI
 MODEL = "tiny"
 
 
-def application(folder: str, generation: dict[str, Any]) -> FastAPI:
-    """The worker's routes."""
+def application(folder: str, generations: dict[str, dict[str, Any]]) -> FastAPI:
+    """The worker's routes, by recipe."""
     # Not above: the engine's own process imports this module as well.
+    from nemo_rl.models.generation.interfaces import get_num_routed_experts, resolve_routed_experts_dtype
     from nemo_rl.models.generation.vllm.vllm_worker_async import VllmAsyncGenerationWorkerImpl
+    from transformers import AutoConfig
 
-    worker = object.__new__(VllmAsyncGenerationWorkerImpl)
+    first, worker = next(iter(generations.values())), object.__new__(VllmAsyncGenerationWorkerImpl)
+    experts = get_num_routed_experts(AutoConfig.from_pretrained(folder))
+    worker.routed_experts_dtype = resolve_routed_experts_dtype(experts)
     # It serves on all addresses by itself, and counts by threads; we want neither.
     quiet = {"expose_http_server": False, "enable_vllm_metrics_logger": False}
-    worker.cfg = generation | {"vllm_cfg": generation["vllm_cfg"] | quiet}
+    worker.cfg = first | {"vllm_cfg": first["vllm_cfg"] | quiet}
     worker._create_engine(
         {
             "model": folder,
             "served_model_name": MODEL,
             "dtype": "float32",
             "enforce_eager": True,
-            "max_model_len": generation["vllm_cfg"]["max_model_len"],
-            "logprobs_mode": generation["vllm_cfg"].get("logprobs_mode", "processed_logprobs"),
+            "enable_return_routed_experts": experts is not None,
+            "enable_prefix_caching": experts is None,
+            "worker_extension_cls": "tests.nemo_rl.cpu_experts.Tells" if experts is not None else "",
+            "max_model_len": first["vllm_cfg"]["max_model_len"],
+            "logprobs_mode": first["vllm_cfg"].get("logprobs_mode", "processed_logprobs"),
             "distributed_executor_backend": "uni",
         }
     )
-    app = FastAPI()
-    worker._setup_vllm_openai_api_server(app)
 
-    @app.post("/weights")
     async def weights(folder: str) -> None:
         await worker.llm.collective_rpc("reload_weights", kwargs={"weights_path": folder})
         await worker.llm.reset_prefix_cache()
 
+    app = FastAPI()
+    for name, generation in generations.items():
+        own, routes = copy.copy(worker), FastAPI()
+        own.cfg = generation | {"vllm_cfg": generation["vllm_cfg"] | quiet}
+        own._setup_vllm_openai_api_server(routes)
+        routes.post("/weights")(weights)
+        app.mount(f"/{name}", routes)
     return app
 
 

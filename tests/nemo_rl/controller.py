@@ -29,6 +29,7 @@ from nemo_rl.data.utils import load_dataloader_state, setup_response_data
 from nemo_rl.data_plane.adapters.noop import NoOpDataPlaneClient
 from nemo_rl.distributed.batched_data_dict import BatchedDataDict
 from nemo_rl.environments.nemo_gym import setup_nemo_gym_config
+from nemo_rl.models.megatron.router_replay import router_replay_enabled
 from nemo_rl.utils.checkpoint import CheckpointManager
 from nemo_rl.utils.config import load_config, register_omegaconf_resolvers
 from omegaconf import OmegaConf
@@ -62,8 +63,9 @@ FIELDS = [
 class Policy:
     """Two layers that know the token before; in place of NeMo RL's ``TQPolicy``."""
 
-    def __init__(self, data_plane: Any, folder: Path) -> None:
+    def __init__(self, data_plane: Any, folder: Path, router_replay: bool = False) -> None:
         self.data_plane = data_plane
+        self.router_replay = router_replay
         self.folder = folder
         self.model = torch.nn.Sequential(torch.nn.Embedding(256, 32), torch.nn.Linear(32, 256))
         self.optimizer = torch.optim.Adam(self.model.parameters(), lr=1e-2)
@@ -103,7 +105,9 @@ class Policy:
 
     def train_microbatches_from_meta(self, meta: Any) -> None:
         reference = ["reference_policy_logprobs"] if self.loss_fn.reference_policy_kl_penalty else []
-        data = self._read(meta, FIELDS + reference)
+        # NeMo RL computes none where the ratio is forced to 1.
+        own = [name for name in FIELDS if name != "prev_logprobs" or not self.loss_fn.force_on_policy_ratio]
+        data = self._read(meta, own + reference + (["routed_experts"] if self.router_replay else []))
         mask = data["token_mask"][:, 1:] * data["sample_mask"].unsqueeze(-1)
         rows, tokens = data["sample_mask"].sum(), mask.sum()
         loss, told = self.loss_fn(self._log_probs(data["input_ids"]), data, rows, tokens)
@@ -332,11 +336,12 @@ def arguments_of(
     )
     if last is not None:
         load_dataloader_state(loader, last, master.data)
+    router_replay = router_replay_enabled(master.policy)
     data_plane = NoOpDataPlaneClient()
     data_plane.register_partition(PARTITION, FIELDS, 1000, ["train"])
     return SingleControllerActorArgs(
         gen_handle=Generation([*engines]),
-        trainer_handle=Policy(data_plane, folder),
+        trainer_handle=Policy(data_plane, folder, router_replay=router_replay),
         env_handles=dict(environments),
         train_cluster=None,
         inference_cluster=None,
@@ -346,7 +351,12 @@ def arguments_of(
         advantage_estimator=_create_advantage_estimator(master),
         loss_fn=ClippedPGLossFn(master.loss_fn),
         rollout_manager=None,
-        tq_buffer=TQReplayBuffer(data_plane, PARTITION, pad_value_dict={"token_ids": 0, "input_ids": 0}),
+        tq_buffer=TQReplayBuffer(
+            data_plane,
+            PARTITION,
+            pad_value_dict={"token_ids": 0, "input_ids": 0},
+            require_routed_experts=router_replay,
+        ),
         partition_id=PARTITION,
         save_state=_get_grpo_save_state(saved.load_training_info(last)),
         last_checkpoint_path=last,

@@ -64,7 +64,6 @@ MISTAKES = [
     one("prorl.models", [], "for rollouts: service", variant="service", field="prorl"),
     # Groups and the baseline
     one("policy.generation.temperature", 0.0, "the same"),
-    one("policy.router_replay", {"enabled": True}, "experts", field="policy.router_replay.enabled"),
     one("grpo.use_leave_one_out_baseline", True, "without itself"),
     one("grpo.adv_estimator.use_leave_one_out_baseline", REMOVED, "without itself"),
     one("grpo.use_dynamic_sampling", True, "before NeMo RL sees them"),

@@ -1,13 +1,16 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A recipe's first steps with nothing kind in between: a real vLLM samples on the CPU behind NeMo RL's own chat
+"""Recipes' first steps with nothing kind in between: a real vLLM samples on the CPU behind NeMo RL's own chat
 server, whose parsers find the calls; the environment's tools decide the reward; NeMo RL's controller and loss train
 the weights that are sampled from next."""
 
 import contextlib
 import json
 import os
+import shutil
 import time
-from collections.abc import Iterator
+import uuid
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -29,12 +32,26 @@ pytestmark = [
     pytest.mark.skipif(PYTHON is None, reason="NRL_VLLM_PYTHON names no Python with both NeMo RL and vLLM"),
 ]
 
-STEPS, PROMPTS, GENERATIONS = 3, 2, 4
+PROMPTS, GENERATIONS = 2, 4
+RECIPES = {
+    "dapo-code-qwen3-4b": 3,
+    "dapo-swe-qwen3-30b-a3b": 1,
+    "dapo-swe-qwen3-8b": 1,
+    "dapo-math-qwen3-4b": 1,
+}
+"""Each with its own parsers, and so many optimizer steps."""
+UNTAUGHT = os.environ.get("PRORL_UNTAUGHT_MODEL")
+LESSON = """You count with the function add. To add 3, write exactly this:
+<tool_call>
+{"name": "add", "arguments": {"number": 3}}
+</tool_call>
+"""
 START_S = 600
+ANSWER = "<|im_start|>tool"
 SMALLER = [
     f"++grpo.num_prompts_per_step={PROMPTS}",
     f"++grpo.num_generations_per_prompt={GENERATIONS}",
-    f"++grpo.max_num_steps={STEPS}",
+    f"++policy.train_global_batch_size={PROMPTS * GENERATIONS}",
     "++prorl.mini_batches=1",
     "++prorl.filter_on=reward",
     "++async_rl.max_inflight_prompts=4",
@@ -50,26 +67,30 @@ SMALLER = [
 ]
 
 
-def recipe(folder: Path, *overrides: str) -> dict[str, Any]:
-    """A recipe as it ships, made small, with rows of the counting environment."""
+def recipe(name: str, steps: int, folder: Path, *overrides: str) -> dict[str, Any]:
+    """A recipe as it ships, made small."""
     from nemo_gym_prorl.nemo_rl.configuration import read
+
+    places = [f"++data.train.data_path={folder / 'rows.jsonl'}", f"++logger.log_dir={folder / 'logs'}"]
+    return read(name, (), [*SMALLER, f"++grpo.max_num_steps={steps}", *places, *overrides])
+
+
+def write_rows(folder: Path, ask: Callable[[int], str]) -> None:
+    """Rows of the counting environment."""
     from tests.nemo_rl.trainer import ADD_TOOL
 
-    data = folder / "rows.jsonl"
-    with data.open("w") as rows:
+    with (folder / "rows.jsonl").open("w") as rows:
         for number in range(12):
-            asked = {"input": [{"role": "user", "content": tiny.question(number)}], "tools": [ADD_TOOL]}
+            asked = {"input": [{"role": "user", "content": ask(number)}], "tools": [ADD_TOOL]}
             agent = {"type": "responses_api_agents", "name": "counting_agent"}
             rows.write(json.dumps({"agent_ref": agent, "responses_create_params": asked}) + "\n")
-    places = [f"++data.train.data_path={data}", f"++logger.log_dir={folder / 'logs'}"]
-    return read("dapo-code-qwen3-4b", (), [*SMALLER, *places, *overrides])
 
 
 @contextlib.contextmanager
-def chat_server(model: Path, generation: dict[str, Any], log: Path) -> Iterator[str]:
-    """NeMo RL's chat server; gives its base URL once it answers."""
+def chat_server(model: Path, generations: dict[str, Any], log: Path) -> Iterator[str]:
+    """NeMo RL's chat server; gives its URL once it answers."""
     port = free_port()
-    command = [str(PYTHON), "-m", "tests.nemo_rl.chat_server", str(model), str(port), json.dumps(generation)]
+    command = [str(PYTHON), "-m", "tests.nemo_rl.chat_server", str(model), str(port), json.dumps(generations)]
     environment = os.environ | {
         "PYTHONPATH": os.pathsep.join([str(REPOSITORY), str(ROOT)]),
         "VLLM_CPU_KVCACHE_SPACE": "1",
@@ -84,97 +105,170 @@ def chat_server(model: Path, generation: dict[str, Any], log: Path) -> Iterator[
             if process.poll() is not None or time.monotonic() > deadline:
                 pytest.fail(f"NeMo RL's chat server did not start: {log.read_text(errors='replace')[-3000:]}")
             time.sleep(0.5)
-        yield f"http://127.0.0.1:{port}/v1"
+        yield f"http://127.0.0.1:{port}"
     finally:
         kill(process)
 
 
-@pytest.fixture(scope="module")
-def model(nemo_rl: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    from tests.nemo_rl.trainer import ADD_TOOL
+@dataclass
+class Deployment:
+    """A model behind NeMo RL's chat server, by recipe, and Gym's servers.
 
-    if taught := os.environ.get("PRORL_TINY_COUNTER"):
-        return Path(taught)
-    folder = tmp_path_factory.mktemp("tiny") / "model"
-    tiny.make(folder, ADD_TOOL)
-    return folder
+    Attributes:
+        model: its folder.
+        url: of the chat server.
+        gym: NeMo RL's actor, with the counting environment.
+    """
+
+    model: Path
+    url: str
+    gym: Any
+
+    def trained(self, name: str, config: dict[str, Any], folder: Path) -> dict[str, list[float]]:
+        """Train by a recipe; what NeMo RL's logger wrote."""
+        from nemo_rl.algorithms.metric_utils import SetupTimingMetrics
+        from nemo_rl.algorithms.single_controller_utils import MasterConfig
+        from nemo_rl.environments.nemo_gym import setup_nemo_gym_config
+        from nemo_rl.models.megatron.router_replay import router_replay_enabled
+
+        from nemo_gym_prorl.nemo_rl.single_controller import train
+        from nemo_gym_prorl.nemo_rl.validation import validation_of
+        from tests.nemo_rl.controller import Lent, arguments_of, logged, swap_engines
+        from tests.nemo_rl.tiny_trainer import FromDisk, TinyPolicy
+
+        engine = f"{self.url}/{name}/v1"
+        swap_engines(self.gym.server_urls()["policy_model"], [engine])
+        master = MasterConfig(**config)
+        setup_nemo_gym_config(master, None)
+        arguments = arguments_of(master, folder, [engine], {"nemo_gym": Lent(self.gym.actor)})
+        replay = router_replay_enabled(master.policy)
+        arguments.trainer_handle = TinyPolicy(arguments.dp_client, folder, self.model, replay)
+        arguments.weight_synchronizer = FromDisk([engine], folder, self.model)
+        result = train(master, arguments, SetupTimingMetrics(), settings_of(config), validation_of(config))
+        assert result["train_steps"] == config["grpo"]["max_num_steps"]
+        told = logged(folder / "logs")
+        for metric in sorted(told):
+            if metric.startswith(("prorl/", "train/loss", "train/reward", "train/grad")):
+                print(metric, [round(value, 4) for value in told[metric]])
+        return told
 
 
 @contextlib.contextmanager
-def gym_servers(engine: str, folder: Path, model: Path, log: Path) -> Iterator[Any]:
-    """NeMo RL's actor with the counting environment, whose policy is that engine."""
+def deployed(model: Path, names: Iterable[str], driver: Path, folder: Path) -> Iterator[Deployment]:
+    """One engine and one set of servers for all of these recipes."""
     import ray
     from omegaconf import OmegaConf
     from transformers import AutoTokenizer
 
     from tests.nemo_rl.trainer import Trainer
 
-    venvs = str(folder / "venvs-of-the-real-engine")
+    venvs = str(driver / f"venvs-{uuid.uuid4().hex}")
     exec(documented("python")[0].replace(VENVS, venvs), {})
     block, *_ = documented("yaml")
     config = OmegaConf.to_container(OmegaConf.create(block.replace(VENVS, venvs)))["env"]["nemo_gym"]
-    config["config_paths"].append(str(folder / "resources_servers/counting/counting.yaml"))
+    config["config_paths"].append(str(driver / "resources_servers/counting/counting.yaml"))
     # Of a CPU that samples for all at once.
     config["counting_agent"] = {"responses_api_agents": {"prorl_agent": {"budgets": {"run": 120}, "max_steps": 6}}}
-    trainer = Trainer([engine], folder, config, model="tiny", tokenizer=AutoTokenizer.from_pretrained(model))
-    try:
-        yield trainer
-    finally:
-        ray.get(trainer.actor.shutdown.remote())
+    generations = {name: recipe(name, 1, folder)["policy"]["generation"] for name in names}
+    with chat_server(model, generations, folder / "vllm.log") as url:
+        tokenizer, first = AutoTokenizer.from_pretrained(model), next(iter(generations))
+        gym = Trainer([f"{url}/{first}/v1"], driver, config, model="tiny", tokenizer=tokenizer)
+        try:
+            yield Deployment(model, url, gym)
+        finally:
+            ray.get(gym.actor.shutdown.remote())
 
 
-def test_the_first_steps_of_a_recipe(
-    nemo_rl: Path, model: Path, tmp_path: Path, tmp_path_factory: pytest.TempPathFactory
-) -> None:
+@pytest.fixture(scope="module")
+def counter(nemo_rl: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Deployment]:
+    """The policy that was taught to count."""
+    from tests.nemo_rl.trainer import ADD_TOOL
+
+    folder = tmp_path_factory.mktemp("tiny")
+    if not (taught := os.environ.get("PRORL_TINY_COUNTER")):
+        tiny.make(folder / "model", ADD_TOOL)
+    with deployed(Path(taught or folder / "model"), RECIPES, nemo_rl, folder) as deployment:
+        yield deployment
+
+
+@pytest.mark.parametrize("name", RECIPES)
+def test_the_first_steps_of_a_recipe(name: str, counter: Deployment, tmp_path: Path) -> None:
     import torch
-    from nemo_rl.algorithms.metric_utils import SetupTimingMetrics
-    from nemo_rl.algorithms.single_controller_utils import MasterConfig
-    from nemo_rl.environments.nemo_gym import setup_nemo_gym_config
+    from transformers import AutoTokenizer
 
-    from nemo_gym_prorl.nemo_rl.single_controller import train
-    from nemo_gym_prorl.nemo_rl.validation import validation_of
-    from tests.nemo_rl.controller import Lent, arguments_of, logged
-    from tests.nemo_rl.tiny_trainer import FromDisk, TinyPolicy
-
-    config = recipe(tmp_path)
-    with (
-        chat_server(model, config["policy"]["generation"], tmp_path / "vllm.log") as engine,
-        gym_servers(engine, nemo_rl, model, tmp_path) as gym,
-    ):
-        master = MasterConfig(**config)
-        setup_nemo_gym_config(master, None)
-        arguments = arguments_of(master, tmp_path, [engine], {"nemo_gym": Lent(gym.actor)})
-        arguments.trainer_handle = TinyPolicy(arguments.dp_client, tmp_path, model)
-        arguments.weight_synchronizer = FromDisk([engine], tmp_path)
-        result = train(master, arguments, SetupTimingMetrics(), settings_of(config), validation_of(config))
-    assert result["train_steps"] == STEPS
-
-    told = logged(tmp_path / "logs")
-    for name in sorted(told):
-        if name.startswith(("prorl/", "train/loss", "train/reward", "train/grad")):
-            print(name, [round(value, 4) for value in told[name]])
+    steps = RECIPES[name]
+    config = recipe(name, steps, tmp_path)
+    parsers = config["policy"]["generation"]["vllm_cfg"]["http_server_serving_chat_kwargs"]
+    thinks = parsers["reasoning_parser"] is not None
+    write_rows(tmp_path, lambda number: tiny.question(number, thinks=thinks))
+    told = counter.trained(name, config, tmp_path)
     assert told["prorl/turns"][-1] > 1
-    assert told["prorl/tool_calls"][-1] > 0
     assert told["prorl/without_loss_share"][-1] == 0
     assert told["prorl/reward/counting"][-1] > 0
 
-    from transformers import AutoTokenizer
-
-    tokenizer, shape = AutoTokenizer.from_pretrained(model), Shaping.of(settings_of(config))
-    furthest = 0.0
-    for step in range(STEPS):
+    tokenizer, shape = AutoTokenizer.from_pretrained(counter.model), Shaping.of(settings_of(config))
+    replay = config["policy"].get("router_replay", {}).get("enabled", False)
+    furthest, routed, same = 0.0, 0, 0
+    for step in range(steps):
+        called, calls = 0, 0
         for chunk in torch.load(tmp_path / f"step-{step}.pt", weights_only=False):
             for row in range(len(chunk["ids"])):
                 length = int(chunk["input_lengths"][row])
                 ids, mask = chunk["input_ids"][row, :length], chunk["token_mask"][row, :length].bool()
-                said = tokenizer.decode(ids[mask])
+                said, heard = tokenizer.decode(ids[mask]), tokenizer.decode(ids[~mask])
+                # A tool answers whom the engine's parser understood.
+                calls += heard.count(ANSWER)
+                called += ANSWER in heard
                 # What the tool was called with, as far as it was a call, is what the reward is.
                 assert chunk["total_reward"][row].item() == pytest.approx(shape(added(said) / 10, 0)), said
-                if step == 0:  # of the very weights that it was sampled from
+                assert ("<think>" in said) is thinks
+                if step == 0 and "prev_logprobs" in chunk:  # of the very weights that it was sampled from
                     off = (chunk["prev_logprobs"] - chunk["generation_logprobs"])[row, :length][mask].abs().max()
                     furthest = max(furthest, off.item())
+                assert ("routed_experts" in chunk) is replay
+                if step == 0 and replay:
+                    rows, own = chunk["routed_experts"][row, : length - 1], chosen(counter.model, ids[:-1])
+                    routed += own.shape[0] * own.shape[1]
+                    same += int((rows.sort(-1).values == own.sort(-1).values).all(-1).sum())
+        print(f"step {step + 1}: {called} of {PROMPTS * GENERATIONS} rollouts called the tool, {calls} times")
+        # It samples at a temperature of 1, and what it was taught wears off as it is trained.
+        assert called >= 0.75 * PROMPTS * GENERATIONS
     print(f"log-probabilities of trainer and engine differ by {furthest:.2g} at most")
     assert furthest < 1e-3
+    if replay:
+        print(f"{same} of {routed} choices of experts are those of the trainer's own router")
+        assert same / routed > 0.99
+
+
+def chosen(model: Path, ids: Any) -> Any:
+    """The experts that the router of transformers chooses: of each token in each layer."""
+    import torch
+    from transformers import AutoModelForCausalLM
+
+    with torch.no_grad():
+        loaded = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32)
+        logits = loaded(input_ids=ids[None], output_router_logits=True).router_logits
+    return torch.stack([layer.topk(loaded.config.num_experts_per_tok, -1).indices for layer in logits], 1)
+
+
+@pytest.mark.skipif(not UNTAUGHT, reason="PRORL_UNTAUGHT_MODEL names no folder of a model")
+def test_a_model_that_nobody_taught(nemo_rl: Path, tmp_path: Path) -> None:
+    """Shown an example it calls now and then, and seldom well; not shown, never, and nothing can be learnt."""
+    from nemo_gym_prorl.dapo.contract import NothingToLearn
+
+    model = tmp_path / "model"
+    shutil.copytree(str(UNTAUGHT), model)
+    tiny.show_tools(model)
+    name = next(iter(RECIPES))
+    shown, bare = tmp_path / "shown", tmp_path / "bare"
+    with deployed(model, [name], nemo_rl, tmp_path) as deployment:
+        for folder, lesson in ((shown, LESSON), (bare, "")):
+            folder.mkdir()
+            write_rows(folder, lambda number, lesson=lesson: lesson + tiny.question(number))  # type: ignore[misc]
+        told = deployment.trained(name, recipe(name, 1, shown), shown)
+        assert told["prorl/tool_calls"][-1] > 0
+        with pytest.raises(NothingToLearn, match="too easy or too hard"):
+            deployment.trained(name, recipe(name, 1, bare, "++prorl.max_fruitless=3"), bare)
 
 
 def added(said: str) -> int:

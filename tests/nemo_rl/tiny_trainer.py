@@ -18,8 +18,8 @@ from tests.nemo_rl.controller import Policy, Synchronizer, call
 class TinyPolicy(Policy):
     """In place of the stand-in with two layers."""
 
-    def __init__(self, data_plane: Any, folder: Path, model: Path) -> None:
-        super().__init__(data_plane, folder)
+    def __init__(self, data_plane: Any, folder: Path, model: Path, router_replay: bool = False) -> None:
+        super().__init__(data_plane, folder, router_replay)
         self.model = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32)
         self.optimizer = torch.optim.Adam(self.model.parameters(), lr=1e-4)
 
@@ -39,13 +39,14 @@ class TinyPolicy(Policy):
 
 
 class FromDisk(Synchronizer):
-    """Engines read the weights that the trainer has written."""
+    """Engines read the weights that the trainer has written; at first, those that it began with."""
 
-    def __init__(self, engines: Sequence[str], folder: Path) -> None:
+    def __init__(self, engines: Sequence[str], folder: Path, model: Path) -> None:
         self.engines = engines
         self.folder = folder
+        self.model = model
 
     def sync_weights(self, *, timer: Any = None, kv_scales: Any = None) -> None:
-        latest = max(self.folder.glob("weights-*"), key=lambda path: int(path.name.split("-")[1]), default=None)
-        for engine in self.engines if latest is not None else ():
+        latest = max(self.folder.glob("weights-*"), key=lambda path: int(path.name.split("-")[1]), default=self.model)
+        for engine in self.engines:
             call("POST", f"{engine.removesuffix('/v1')}/weights?{urlencode({'folder': latest})}")

@@ -9,6 +9,7 @@ import gc
 import json
 import logging
 import weakref
+from base64 import b64encode
 from collections.abc import AsyncIterator, Callable
 from pathlib import Path
 from typing import Any
@@ -34,7 +35,7 @@ from nemo_gym_prorl.policy.engines.sglang import SglangGenerate
 from nemo_gym_prorl.policy.engines.vllm_completions import VllmCompletions
 from nemo_gym_prorl.policy.generation import Finish, Generation
 from nemo_gym_prorl.policy.host import PolicyHost
-from nemo_gym_prorl.policy.http.api import add_control_routes
+from nemo_gym_prorl.policy.http.api import add_control_routes, trajectory
 from nemo_gym_prorl.policy.service import PolicyService
 from nemo_gym_prorl.policy.tokens.ledger import TokenMismatch
 from nemo_gym_prorl.policy.turns import TurnRequest
@@ -455,8 +456,9 @@ async def test_sglang_speaks_tokens(connections: Connections) -> None:
     assert seen[0]["sampling_params"]["max_new_tokens"] == 2
 
 
-def nemo_rl_server(seen: list[dict[str, Any]]) -> FastAPI:
-    """NeMo RL's rules: the prompt continues the required prefix; sampling is asserted; ids come as ``token_id:``."""
+def nemo_rl_server(seen: list[dict[str, Any]], mixture: bool = False) -> FastAPI:
+    """NeMo RL's rules: the prompt continues the required prefix; sampling is asserted; ids come as ``token_id:``. Of a
+    mixture each token has its own id as its only expert, but the last."""
 
     def answer(body: dict[str, Any]) -> Any:
         if body.get("top_p") != 1.0 or body.get("temperature") != 1.0:
@@ -464,9 +466,15 @@ def nemo_rl_server(seen: list[dict[str, Any]]) -> FastAPI:
         prompt = [*body.get("required_prefix_token_ids", []), 100 + len(body["messages"])]
         logged = {"content": [{"token": "token_id:3", "logprob": -0.5}, {"token": "token_id:4", "logprob": -0.25}]}
         message = {"role": "assistant", "content": "so", "prompt_token_ids": prompt}
+        if mixture:
+            message["routed_experts"] = own_experts([*prompt, 3, 0])
         return {"choices": [{"message": message, "logprobs": logged, "finish_reason": "stop"}]}
 
     return says("/v1/chat/completions", answer, seen)
+
+
+def own_experts(ids: list[int]) -> str:
+    return f"nrlre1:int8:{len(ids)}x1x1:{b64encode(bytes(ids)).decode()}"
 
 
 async def test_nemo_rl_is_told_the_prefix_and_keeps_it() -> None:
@@ -482,6 +490,18 @@ async def test_nemo_rl_is_told_the_prefix_and_keeps_it() -> None:
         assert service.ledger("r").branches == 1
         assert seen[2]["required_prefix_token_ids"] == [101, 3, 4, 103, 3, 4]
         assert list(answer.turn.sampled) == [3, 4]
+
+
+async def test_experts_of_a_mixture_are_kept_by_turn() -> None:
+    """Of what is new, and of the token before, which the engine has read by then."""
+    async with serving(nemo_rl_server([], mixture=True)) as url, hosted(f"{url}/v1", engine="nemo_rl") as host:
+        messages: list[dict[str, Any]] = [{"role": "user", "content": "hi"}]
+        for _ in range(2):
+            answer = await host.service.turn(TurnRequest("r", tuple(messages), sampling=Sampling(temperature=1.0)))
+            assert "routed_experts" not in answer.message
+            messages += [dict(answer.message), {"role": "user", "content": "on"}]
+        told = [place["routed_experts"] for place in trajectory(host.service, "r")["answers"].values()]
+    assert told == [own_experts([101, 3, 0]), own_experts([4, 103, 3, 0])]
 
 
 async def test_an_engine_that_rewrites_history_gives_a_branch_and_no_wrong_chain() -> None:

@@ -78,7 +78,8 @@ GOOD = {"prompt_token_ids": [1], "generation_token_ids": [2], "generation_log_pr
         {"generation_log_probs": [None]},
         {"generation_log_probs": [float("nan")]},
         {"generation_log_probs": [10**400]},
-        {"routed_experts": "nrlre1:int16:2x1x2:AAABAAIAAwA="},
+        {"routed_experts": "nrlre1:int16:1x1x2:AAABAA=="},
+        {"routed_experts": [[[0, 1]], [[2, 3]]]},
     ],
 )
 def test_tokens_that_cannot_be_packed_stay_with_all_others_of_their_rollout(change: dict[str, Any]) -> None:

@@ -17,7 +17,6 @@ _LEFT_OUT = (
 )
 _MUST_NOT_BE: tuple[tuple[str, bool | float, str, str], ...] = (
     ("policy.generation.temperature", 0.0, "all rollouts of a prompt are the same", "1.0, say"),
-    ("policy.router_replay.enabled", True, "rollouts do not bring the experts that were chosen", "false"),
     ("token_capture.enabled", True, "NeMo RL would sample by itself, past the filter", "false"),
     ("grpo.use_leave_one_out_baseline", True, _LEFT_OUT, "false (NeMo RL's default is true)"),
     ("grpo.adv_estimator.use_leave_one_out_baseline", True, _LEFT_OUT, "false (NeMo RL's default is true)"),
@@ -60,10 +59,10 @@ def _loss(config: Mapping[str, Any], settings: ProrlSettings) -> Iterator[Findin
             "Set it to true",
         )
     forced = at(config, "loss_fn.force_on_policy_ratio")
-    if forced and (stale or steps > 1):
+    if forced and steps > 1:
         yield Finding(
             "loss_fn.force_on_policy_ratio",
-            "the ratio is not 1 with prorl.max_staleness above 0, nor from the second of prorl.mini_batches on",
+            "the ratio is not 1 from the second of prorl.mini_batches on",
             "Set it to false",
         )
     if steps == 1 and not forced:

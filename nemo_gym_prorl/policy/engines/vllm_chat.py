@@ -66,4 +66,5 @@ class VllmChat(HttpEngine):
             cached_tokens(answer),
             prompt_ids=prompt_ids,
             message=message,
+            routed_experts=message.pop("routed_experts", None),
         )

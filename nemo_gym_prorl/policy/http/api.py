@@ -173,7 +173,8 @@ def trajectory(service: PolicyService, rollout: str) -> dict[str, Any]:
     """All tokens of a rollout: its sequences, where in them each answer lies, and what did not go straight.
 
     An answer's prompt is ``ids[:start]`` of its sequence, its generation ``ids[start:end]``. Its ``weight_versions``
-    are the labels of the weights when sampling it began and ended.
+    are the labels of the weights when sampling it began and ended. Its ``routed_experts``, where the engine tells,
+    are of its last tokens: of all that are new in it, and the one before.
     """
     state = service.rollout(rollout)
     ledger = state.history.ledger
@@ -197,6 +198,7 @@ def trajectory(service: PolicyService, rollout: str) -> dict[str, Any]:
                 "start": point.turn.start,
                 "end": point.turn.end,
                 "weight_versions": [point.turn.weight_version, point.turn.last_version],
+                **({"routed_experts": experts} if (experts := point.turn.routed_experts) is not None else {}),
             }
             for answer_id, point in state.answers.items()
         },

@@ -23,6 +23,7 @@ from dataclasses import dataclass
 
 from nemo_gym_prorl.failures import InfrastructureError
 from nemo_gym_prorl.policy.generation import Finish, Generation
+from nemo_gym_prorl.serving.routed_experts import last_rows
 
 
 class TokenMismatch(InfrastructureError):
@@ -45,6 +46,7 @@ class Turn:
         last_version: those with which it ended; others than at first where weights changed meanwhile.
         finish: why sampling ended.
         start: number of tokens before ``sampled``, that is the length of the prompt.
+        routed_experts: of these ids and the last one before, where the engine tells.
     """
 
     parent: Turn | None
@@ -55,6 +57,7 @@ class Turn:
     last_version: str | None
     finish: Finish
     start: int
+    routed_experts: str | None = None
 
     @property
     def end(self) -> int:
@@ -136,7 +139,8 @@ class TokenLedger:
         """Record a turn, with the labels of the weights when its sampling began and ended.
 
         Raises:
-            TokenMismatch: log-probs are missing or not numbers, ids are none, or the prompt is empty.
+            TokenMismatch: log-probs are missing or not numbers, ids are none, the prompt is empty, or a token has no
+                experts where others have.
         """
         if parent is None and not observed:
             raise TokenMismatch("the prompt has no tokens: the engine or the chat template rendered nothing")
@@ -147,6 +151,13 @@ class TokenLedger:
             )
         if None in generation.log_probs or not all(map(math.isfinite, generation.log_probs)):
             raise TokenMismatch("a sampled token has a log-prob that is not a finite number")
+        experts = generation.routed_experts
+        if experts is not None:
+            own = len(observed) + len(generation.ids)
+            try:
+                experts = last_rows(experts, own if parent is None else own + 1)
+            except ValueError as error:
+                raise TokenMismatch(str(error)) from error
         turn = Turn(
             parent=parent,
             observed=packed_ids(observed),
@@ -156,6 +167,7 @@ class TokenLedger:
             last_version=last_version,
             finish=generation.finish,
             start=(parent.end if parent else 0) + len(observed),
+            routed_experts=experts,
         )
         self.turns.append(turn)
         self._by_tokens.setdefault((turn.start, hash_of_ids(turn.sampled)), []).append(turn)
