@@ -119,7 +119,9 @@ def train(
         except BaseException as error:
             # The controller may not have come to end them itself.
             servers.end_all(client)
-            raise cause_of(error) or error from error
+            if (cause := cause_of(error)) in (None, error):
+                raise
+            raise cause from error
         finally:
             servers.withdraw()
     finally:
