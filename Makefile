@@ -1,3 +1,4 @@
+# SPDX-FileCopyrightText: Copyright (c) 2026 the nemo-gym-prorl authors
 # SPDX-License-Identifier: Apache-2.0
 # Every target sets up what it needs by itself; nothing outside this folder and the user's cache folder is written
 # (root's container runtime goes to /var/cache, since sandboxes run as nobody and can't enter root's home).

@@ -1,3 +1,4 @@
+# SPDX-FileCopyrightText: Copyright (c) 2026 the nemo-gym-prorl authors
 # SPDX-License-Identifier: Apache-2.0
 """What pyproject.toml can't say: the launcher is compiled, for each architecture, into the wheel or beside its source
 where the package is installed editable."""

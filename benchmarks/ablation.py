@@ -1,3 +1,4 @@
+# SPDX-FileCopyrightText: Copyright (c) 2026 the nemo-gym-prorl authors
 # SPDX-License-Identifier: Apache-2.0
 """What each part is worth: the stack without one of them at a time, as in ProRL's Table 3, on a simulated clock.
 

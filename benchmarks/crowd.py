@@ -1,3 +1,4 @@
+# SPDX-FileCopyrightText: Copyright (c) 2026 the nemo-gym-prorl authors
 # SPDX-License-Identifier: Apache-2.0
 """Many sandboxes at once for ``bench-node``: how it is to live beside them, ours and what the peers have."""
 

@@ -1,3 +1,4 @@
+# SPDX-FileCopyrightText: Copyright (c) 2026 the nemo-gym-prorl authors
 # SPDX-License-Identifier: Apache-2.0
 """Dynamic sampling: seconds per step, what was generated for nothing, and what bias that buys, on a simulated clock.
 

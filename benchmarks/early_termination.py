@@ -1,3 +1,4 @@
+# SPDX-FileCopyrightText: Copyright (c) 2026 the nemo-gym-prorl authors
 # SPDX-License-Identifier: Apache-2.0
 """Early termination on the real service: how long the sandboxes of redundant rollouts outlive a complete batch.
 

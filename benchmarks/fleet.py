@@ -1,3 +1,4 @@
+# SPDX-FileCopyrightText: Copyright (c) 2026 the nemo-gym-prorl authors
 # SPDX-License-Identifier: Apache-2.0
 """Traces of agents' traffic, replayed on simulated engines (:mod:`benchmarks.engines`), for comparing routers where no
 fleet is at hand."""

@@ -1,3 +1,4 @@
+# SPDX-FileCopyrightText: Copyright (c) 2026 the nemo-gym-prorl authors
 # SPDX-License-Identifier: Apache-2.0
 """HumanEval through the job API: all 164 problems, 16 rollouts in flight, real containers, a scripted policy.
 

@@ -1,3 +1,4 @@
+# SPDX-FileCopyrightText: Copyright (c) 2026 the nemo-gym-prorl authors
 # SPDX-License-Identifier: Apache-2.0
 """HTTP/1.1 over connections that are kept, and nothing else: what thousands of agents cost is not what is measured."""
 

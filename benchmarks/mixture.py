@@ -1,3 +1,4 @@
+# SPDX-FileCopyrightText: Copyright (c) 2026 the nemo-gym-prorl authors
 # SPDX-License-Identifier: Apache-2.0
 """All four families as one mixture: `environments/prorl_mixture` as Gym's command line starts it, a scripted policy.
 

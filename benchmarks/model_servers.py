@@ -1,3 +1,4 @@
+# SPDX-FileCopyrightText: Copyright (c) 2026 the nemo-gym-prorl authors
 # SPDX-License-Identifier: Apache-2.0
 """``prorl_model`` and Gym's ``vllm_model`` as processes, over the stand-in engine, and what they cost.
 

@@ -1,3 +1,4 @@
+# SPDX-FileCopyrightText: Copyright (c) 2026 the nemo-gym-prorl authors
 # SPDX-License-Identifier: Apache-2.0
 """One node full of sandboxes: what the next one costs, how it is to live beside 2,000, and how all of them end.
 

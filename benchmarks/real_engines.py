@@ -1,3 +1,4 @@
+# SPDX-FileCopyrightText: Copyright (c) 2026 the nemo-gym-prorl authors
 # SPDX-License-Identifier: Apache-2.0
 """Servers that benchmarks start: real vLLM engines on the CPU, the router wheels of others, and benchmarks' own.
 

@@ -1,3 +1,4 @@
+# SPDX-FileCopyrightText: Copyright (c) 2026 the nemo-gym-prorl authors
 # SPDX-License-Identifier: Apache-2.0
 """What every benchmark writes: ``results/<name>.json``, and from all of them the page ``README.md``.
 

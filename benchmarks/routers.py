@@ -1,3 +1,4 @@
+# SPDX-FileCopyrightText: Copyright (c) 2026 the nemo-gym-prorl authors
 # SPDX-License-Identifier: Apache-2.0
 """Routing policies for the simulated fleet: ours, which is the real pool, and the algorithms of others as
 published."""

@@ -1,3 +1,4 @@
+# SPDX-FileCopyrightText: Copyright (c) 2026 the nemo-gym-prorl authors
 # SPDX-License-Identifier: Apache-2.0
 """Routers over two real vLLM engines on the CPU: ``prorl_model`` against the ``sglang-router`` and ``vllm-router``
 wheels as their authors ship them, where they install. :mod:`benchmarks.routing` has the simulated fleets.

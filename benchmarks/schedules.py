@@ -1,3 +1,4 @@
+# SPDX-FileCopyrightText: Copyright (c) 2026 the nemo-gym-prorl authors
 # SPDX-License-Identifier: Apache-2.0
 """Schedules of dynamic sampling beside ``DynamicSampler``, told and asked as it is, and a simulated clock for all.
 

@@ -1,3 +1,4 @@
+# SPDX-FileCopyrightText: Copyright (c) 2026 the nemo-gym-prorl authors
 # SPDX-License-Identifier: Apache-2.0
 """Sandboxes: one shell action, starting and ending a sandbox, many at once, and what is left afterwards.
 

@@ -1,3 +1,4 @@
+# SPDX-FileCopyrightText: Copyright (c) 2026 the nemo-gym-prorl authors
 # SPDX-License-Identifier: Apache-2.0
 """Memory under a long run: 20,000 rollouts of 20 turns through one service and one ``prorl_model``.
 

@@ -1,3 +1,4 @@
+# SPDX-FileCopyrightText: Copyright (c) 2026 the nemo-gym-prorl authors
 # SPDX-License-Identifier: Apache-2.0
 """Rollouts of software-engineering tasks, the staged way and the in-tree way, and who holds a sandbox for how long.
 

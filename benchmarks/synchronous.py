@@ -1,3 +1,4 @@
+# SPDX-FileCopyrightText: Copyright (c) 2026 the nemo-gym-prorl authors
 # SPDX-License-Identifier: Apache-2.0
 """Synchronous rounds, as NeMo RL's dynamic sampling makes them, told and asked like ``DynamicSampler``.
 

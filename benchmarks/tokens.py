@@ -1,3 +1,4 @@
+# SPDX-FileCopyrightText: Copyright (c) 2026 the nemo-gym-prorl authors
 # SPDX-License-Identifier: Apache-2.0
 """What a turn costs the model server, in CPU and in bytes on the wire, as a rollout grows to 64k tokens.
 

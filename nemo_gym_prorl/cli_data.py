@@ -1,3 +1,4 @@
+# SPDX-FileCopyrightText: Copyright (c) 2026 the nemo-gym-prorl authors
 # SPDX-License-Identifier: Apache-2.0
 """``prorl data``: a command for each family of tasks, whose own part is a function from a record to a row. As in
 ``cli.py``, modules are imported by the command that needs them."""

@@ -1,3 +1,4 @@
+# SPDX-FileCopyrightText: Copyright (c) 2026 the nemo-gym-prorl authors
 # SPDX-License-Identifier: Apache-2.0
 """What the scripted policy of the demonstration says (:mod:`nemo_gym_prorl.scripted.turns`): the reference must earn
 its reward, a repair takes several turns, and who does nothing or tampers must earn nothing.

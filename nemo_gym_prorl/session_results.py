@@ -1,3 +1,4 @@
+# SPDX-FileCopyrightText: Copyright (c) 2026 the nemo-gym-prorl authors
 # SPDX-License-Identifier: Apache-2.0
 """What became of a command in a lasting shell, and of a kernel's cell: sandboxes tell it, a policy's tools read it."""
 

@@ -1,3 +1,4 @@
+# SPDX-FileCopyrightText: Copyright (c) 2026 the nemo-gym-prorl authors
 # SPDX-License-Identifier: Apache-2.0
 """Sandboxes for tasks: what a row asks for, in the words of Gym's sandbox API, of one provider.
 

@@ -1,3 +1,4 @@
+# SPDX-FileCopyrightText: Copyright (c) 2026 the nemo-gym-prorl authors
 # SPDX-License-Identifier: Apache-2.0
 """Any :class:`~nemo_gym_prorl.tasks.task.Task` as a Gym resources server.
 

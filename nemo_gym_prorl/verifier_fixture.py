@@ -1,3 +1,4 @@
+# SPDX-FileCopyrightText: Copyright (c) 2026 the nemo-gym-prorl authors
 # SPDX-License-Identifier: Apache-2.0
 """Gym's check of a verifier by cases whose reward is known: ``gym env test`` and ``gym env publish`` of Gym 0.7.
 

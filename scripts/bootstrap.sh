@@ -1,4 +1,5 @@
 #!/bin/sh
+# SPDX-FileCopyrightText: Copyright (c) 2026 the nemo-gym-prorl authors
 # SPDX-License-Identifier: Apache-2.0
 # Make the environment in .venv at the root of the repository: find a Python, get uv, install this package into it.
 #

@@ -1,3 +1,4 @@
+# SPDX-FileCopyrightText: Copyright (c) 2026 the nemo-gym-prorl authors
 # SPDX-License-Identifier: Apache-2.0
 r"""Our comparison of mathematical answers beside math-verify and Gym's math_with_judge, on 1,000 made-up pairs.
 

@@ -1,4 +1,5 @@
 #!/usr/bin/env python3
+# SPDX-FileCopyrightText: Copyright (c) 2026 the nemo-gym-prorl authors
 # SPDX-License-Identifier: Apache-2.0
 """Holds our verdicts on made-up logs of ten kinds of test runners against swebench's own ``get_eval_report``.
 

@@ -1,3 +1,4 @@
+# SPDX-FileCopyrightText: Copyright (c) 2026 the nemo-gym-prorl authors
 # SPDX-License-Identifier: Apache-2.0
 """A small real model as a folder that engines load: SmolLM2-135M-Instruct, which a package of the index carries along.
 

@@ -1,3 +1,4 @@
+# SPDX-FileCopyrightText: Copyright (c) 2026 the nemo-gym-prorl authors
 # SPDX-License-Identifier: Apache-2.0
 """List anew what the private Apptainer is made of: ``nemo_gym_prorl/sandbox/runtime/pinned.json``.
 

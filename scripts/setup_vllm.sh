@@ -1,4 +1,5 @@
 #!/usr/bin/env bash
+# SPDX-FileCopyrightText: Copyright (c) 2026 the nemo-gym-prorl authors
 # SPDX-License-Identifier: Apache-2.0
 #
 # A real vLLM without a GPU, in a virtual environment of its own, for the tests and benchmarks of the policy side.

@@ -1,3 +1,4 @@
+# SPDX-FileCopyrightText: Copyright (c) 2026 the nemo-gym-prorl authors
 # SPDX-License-Identifier: Apache-2.0
 """The cases by which Gym checks our verifiers, with real sandboxes, also on a Gym that has no such check."""
 

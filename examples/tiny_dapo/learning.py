@@ -1,3 +1,4 @@
+# SPDX-FileCopyrightText: Copyright (c) 2026 the nemo-gym-prorl authors
 # SPDX-License-Identifier: Apache-2.0
 """From finished rollouts to an optimiser's step: DAPO's loss (arXiv 2503.14476) on the tokens that were sampled."""
 

@@ -1,3 +1,4 @@
+# SPDX-FileCopyrightText: Copyright (c) 2026 the nemo-gym-prorl authors
 # SPDX-License-Identifier: Apache-2.0
 """The policy: a decoder of 370,000 parameters, for training on whole sequences and for decoding with a cache."""
 

@@ -1,3 +1,4 @@
+# SPDX-FileCopyrightText: Copyright (c) 2026 the nemo-gym-prorl authors
 # SPDX-License-Identifier: Apache-2.0
 """The tasks: find out, with a shell, a code of four characters that is somewhere in a folder. Pure.
 

@@ -1,3 +1,4 @@
+# SPDX-FileCopyrightText: Copyright (c) 2026 the nemo-gym-prorl authors
 # SPDX-License-Identifier: Apache-2.0
 """The trainer: a process of its own, which knows a rollout service and a model server by their URLs and nothing else.
 

@@ -1,3 +1,4 @@
+# SPDX-FileCopyrightText: Copyright (c) 2026 the nemo-gym-prorl authors
 # SPDX-License-Identifier: Apache-2.0
 """``prorl submit``: a file of rows becomes rollouts, each of which ends with one outcome, whatever happens between.
 

@@ -1,3 +1,4 @@
+# SPDX-FileCopyrightText: Copyright (c) 2026 the nemo-gym-prorl authors
 # SPDX-License-Identifier: Apache-2.0
 """``prorl show --tokens``: what a trainer is given, token by token: id, text, mask, log-prob, weight version.
 

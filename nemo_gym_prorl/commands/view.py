@@ -1,3 +1,4 @@
+# SPDX-FileCopyrightText: Copyright (c) 2026 the nemo-gym-prorl authors
 # SPDX-License-Identifier: Apache-2.0
 """``prorl view``: rollouts in Inspect's log viewer, served on loopback or as a static site. Both need no network.
 

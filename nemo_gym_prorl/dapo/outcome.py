@@ -1,3 +1,4 @@
+# SPDX-FileCopyrightText: Copyright (c) 2026 the nemo-gym-prorl authors
 # SPDX-License-Identifier: Apache-2.0
 """What a sampler is told of a rollout that ended: its reward, how good it was, how long, and whether it gets a loss.
 

@@ -1,3 +1,4 @@
+# SPDX-FileCopyrightText: Copyright (c) 2026 the nemo-gym-prorl authors
 # SPDX-License-Identifier: Apache-2.0
 """The groups on their way to a batch, by the number of their prompt: which are open, complete, found to be fruitless.
 

@@ -1,3 +1,4 @@
+# SPDX-FileCopyrightText: Copyright (c) 2026 the nemo-gym-prorl authors
 # SPDX-License-Identifier: Apache-2.0
 """What rollouts were like, for a trainer's logger: a deployment whose policy never gets to call a tool, or whose
 agents run out of time, trains all the same, and only these numbers show it.

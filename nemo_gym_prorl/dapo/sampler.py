@@ -1,3 +1,4 @@
+# SPDX-FileCopyrightText: Copyright (c) 2026 the nemo-gym-prorl authors
 # SPDX-License-Identifier: Apache-2.0
 """Dynamic sampling that never waits for a round (DAPO, arXiv 2503.14476, section 3.2; ProRL Agent, arXiv 2603.18815,
 section 3.4), and trains on what the policy samples.

@@ -1,3 +1,4 @@
+# SPDX-FileCopyrightText: Copyright (c) 2026 the nemo-gym-prorl authors
 # SPDX-License-Identifier: Apache-2.0
 """Gym's own command line, called from wherever this package lives: wheel or checkout, nemo-gym 0.4 or later.
 

@@ -1,3 +1,4 @@
+# SPDX-FileCopyrightText: Copyright (c) 2026 the nemo-gym-prorl authors
 # SPDX-License-Identifier: Apache-2.0
 """Gym's configuration files, found and merged as Gym does it, in milliseconds: Gym itself takes seconds to import."""
 

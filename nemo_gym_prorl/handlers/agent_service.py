@@ -1,3 +1,4 @@
+# SPDX-FileCopyrightText: Copyright (c) 2026 the nemo-gym-prorl authors
 # SPDX-License-Identifier: Apache-2.0
 """The rollout service as a Gym agent: ``/run`` and ``/v1/responses`` as Gym defines them, over one pipeline.
 

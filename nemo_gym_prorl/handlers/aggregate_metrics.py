@@ -1,3 +1,4 @@
+# SPDX-FileCopyrightText: Copyright (c) 2026 the nemo-gym-prorl authors
 # SPDX-License-Identifier: Apache-2.0
 """Gym's ``/aggregate_metrics`` where one agent serves several environments: each server judges its own rollouts."""
 

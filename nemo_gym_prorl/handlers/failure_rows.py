@@ -1,3 +1,4 @@
+# SPDX-FileCopyrightText: Copyright (c) 2026 the nemo-gym-prorl authors
 # SPDX-License-Identifier: Apache-2.0
 """A rollout without a reward, as Gym's collectors and trainers understand it: the row, and the status of ``/run``.
 

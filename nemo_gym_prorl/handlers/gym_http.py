@@ -1,3 +1,4 @@
+# SPDX-FileCopyrightText: Copyright (c) 2026 the nemo-gym-prorl authors
 # SPDX-License-Identifier: Apache-2.0
 """The HTTP client between a handler and Gym servers: cookies per rollout, raw JSON, typed transport errors.
 

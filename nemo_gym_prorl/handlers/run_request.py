@@ -1,3 +1,4 @@
+# SPDX-FileCopyrightText: Copyright (c) 2026 the nemo-gym-prorl authors
 # SPDX-License-Identifier: Apache-2.0
 """The body of Gym's ``/run`` as a job: a dataset row, and in its optional field ``rollout`` what the job API takes.
 

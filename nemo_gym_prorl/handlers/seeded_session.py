@@ -1,3 +1,4 @@
+# SPDX-FileCopyrightText: Copyright (c) 2026 the nemo-gym-prorl authors
 # SPDX-License-Identifier: Apache-2.0
 """Gym's ``/v1/responses`` of an agent: the tool loop alone, in a session that the caller has seeded and will score.
 

@@ -1,3 +1,4 @@
+# SPDX-FileCopyrightText: Copyright (c) 2026 the nemo-gym-prorl authors
 # SPDX-License-Identifier: Apache-2.0
 """What a checkpoint of NeMo RL's controller holds of our sampler, so that a run that is resumed goes on with it.
 

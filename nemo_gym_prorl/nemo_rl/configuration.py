@@ -1,3 +1,4 @@
+# SPDX-FileCopyrightText: Copyright (c) 2026 the nemo-gym-prorl authors
 # SPDX-License-Identifier: Apache-2.0
 """A recipe: found by its name, read by NeMo RL's own loader, with variants and overrides over it."""
 

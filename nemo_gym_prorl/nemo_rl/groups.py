@@ -1,3 +1,4 @@
+# SPDX-FileCopyrightText: Copyright (c) 2026 the nemo-gym-prorl authors
 # SPDX-License-Identifier: Apache-2.0
 """From a finished group to what NeMo RL trains on: tokens as they were sampled, and which of them the policy chose.
 

@@ -1,3 +1,4 @@
+# SPDX-FileCopyrightText: Copyright (c) 2026 the nemo-gym-prorl authors
 # SPDX-License-Identifier: Apache-2.0
 """Several optimizer steps of one batch on NeMo RL's SingleController, as PPO and DAPO have them.
 

@@ -1,3 +1,4 @@
+# SPDX-FileCopyrightText: Copyright (c) 2026 the nemo-gym-prorl authors
 # SPDX-License-Identifier: Apache-2.0
 """NeMo RL wants an environment for each data set. With ``rollouts: service`` there is none in the trainer: this one
 is never asked for anything."""

@@ -1,3 +1,4 @@
+# SPDX-FileCopyrightText: Copyright (c) 2026 the nemo-gym-prorl authors
 # SPDX-License-Identifier: Apache-2.0
 """Which groups of NeMo RL's buffer a step trains on, by its hook for a sampler of one's own (``async_rl.sampler``).
 

@@ -1,3 +1,4 @@
+# SPDX-FileCopyrightText: Copyright (c) 2026 the nemo-gym-prorl authors
 # SPDX-License-Identifier: Apache-2.0
 """The block ``prorl:`` of a NeMo RL configuration: where rollouts come from, and which of them are trained on.
 

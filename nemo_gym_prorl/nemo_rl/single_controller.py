@@ -1,3 +1,4 @@
+# SPDX-FileCopyrightText: Copyright (c) 2026 the nemo-gym-prorl authors
 # SPDX-License-Identifier: Apache-2.0
 """Asynchronous DAPO on NeMo RL's SingleController: its controller, buffer, loss and trainer, with our rollouts.
 

@@ -1,4 +1,5 @@
 #!/usr/bin/env bash
+# SPDX-FileCopyrightText: Copyright (c) 2026 the nemo-gym-prorl authors
 # SPDX-License-Identifier: Apache-2.0
 # Submits a recipe to Slurm, by NeMo RL's own ray.sub; docs/recipes.md says what must be there before.
 #

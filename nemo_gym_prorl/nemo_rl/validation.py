@@ -1,3 +1,4 @@
+# SPDX-FileCopyrightText: Copyright (c) 2026 the nemo-gym-prorl authors
 # SPDX-License-Identifier: Apache-2.0
 """Validation on NeMo RL's SingleController, which has none: rows that are never trained on, by the rollout services.
 

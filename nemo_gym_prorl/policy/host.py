@@ -1,3 +1,4 @@
+# SPDX-FileCopyrightText: Copyright (c) 2026 the nemo-gym-prorl authors
 # SPDX-License-Identifier: Apache-2.0
 """Owns the policy side from its start to its end. What must be there before the first turn is checked at the start;
 engines may come later, and which may join is checked here."""

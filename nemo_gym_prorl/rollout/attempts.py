@@ -1,3 +1,4 @@
+# SPDX-FileCopyrightText: Copyright (c) 2026 the nemo-gym-prorl authors
 # SPDX-License-Identifier: Apache-2.0
 """One stage's work on one job, bounded: by its budget, by an interruption, and by a grace if it heeds neither."""
 

@@ -1,3 +1,4 @@
+# SPDX-FileCopyrightText: Copyright (c) 2026 the nemo-gym-prorl authors
 # SPDX-License-Identifier: Apache-2.0
 """Places in a service's two logs, as a caller holds them: opaque text that a restart of the service makes invalid.
 

@@ -1,3 +1,4 @@
+# SPDX-FileCopyrightText: Copyright (c) 2026 the nemo-gym-prorl authors
 # SPDX-License-Identifier: Apache-2.0
 """JSON as it comes in: either it can be written out again, everywhere, exactly as it came, or it is refused here.
 

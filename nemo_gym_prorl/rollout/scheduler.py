@@ -1,3 +1,4 @@
+# SPDX-FileCopyrightText: Copyright (c) 2026 the nemo-gym-prorl authors
 # SPDX-License-Identifier: Apache-2.0
 """Which job goes where, and when: three bounded pools, their queues and the READY buffer between INIT and RUN.
 

@@ -1,3 +1,4 @@
+# SPDX-FileCopyrightText: Copyright (c) 2026 the nemo-gym-prorl authors
 # SPDX-License-Identifier: Apache-2.0
 """What the service remembers: live jobs, the ordered log of terminal outcomes, and the stream of transitions.
 

@@ -1,3 +1,4 @@
+# SPDX-FileCopyrightText: Copyright (c) 2026 the nemo-gym-prorl authors
 # SPDX-License-Identifier: Apache-2.0
 """Tasks that begin at once: what never has to wait is done when :func:`begin` returns, without a turn of the loop."""
 

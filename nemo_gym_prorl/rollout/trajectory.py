@@ -1,3 +1,4 @@
+# SPDX-FileCopyrightText: Copyright (c) 2026 the nemo-gym-prorl authors
 # SPDX-License-Identifier: Apache-2.0
 """``ng_trajectory``: a row's conversation as Gym's health checks and its ATIF export read it, from Gym 0.7 on.
 

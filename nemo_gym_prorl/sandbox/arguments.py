@@ -1,3 +1,4 @@
+# SPDX-FileCopyrightText: Copyright (c) 2026 the nemo-gym-prorl authors
 # SPDX-License-Identifier: Apache-2.0
 """What is asked of a live sandbox: programs, paths, times and ports, checked before anybody acts on them."""
 

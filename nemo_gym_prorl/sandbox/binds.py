@@ -1,3 +1,4 @@
+# SPDX-FileCopyrightText: Copyright (c) 2026 the nemo-gym-prorl authors
 # SPDX-License-Identifier: Apache-2.0
 """Which of the host's files a sandbox may be shown, bound or as its image, and where: none that would hand it over.
 

@@ -1,3 +1,4 @@
+# SPDX-FileCopyrightText: Copyright (c) 2026 the nemo-gym-prorl authors
 # SPDX-License-Identifier: Apache-2.0
 """What may stand in a field that comes from outside: types for it, and one way to say what is wrong, with the fix.
 

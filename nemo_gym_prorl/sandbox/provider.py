@@ -1,3 +1,4 @@
+# SPDX-FileCopyrightText: Copyright (c) 2026 the nemo-gym-prorl authors
 # SPDX-License-Identifier: Apache-2.0
 """NeMo Gym's ``SandboxProvider`` named ``singularity``: Gym's words on one side, :mod:`.container` on the other.
 

@@ -1,3 +1,4 @@
+# SPDX-FileCopyrightText: Copyright (c) 2026 the nemo-gym-prorl authors
 # SPDX-License-Identifier: Apache-2.0
 """Why a sandbox did not start, in words that say what to do: what the runtime or the kernel said, and the fix."""
 

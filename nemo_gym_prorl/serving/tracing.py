@@ -1,3 +1,4 @@
+# SPDX-FileCopyrightText: Copyright (c) 2026 the nemo-gym-prorl authors
 # SPDX-License-Identifier: Apache-2.0
 """Spans of a rollout, so that one trace holds it whole: stages, turns, calls of tools, and where a turn was sampled.
 

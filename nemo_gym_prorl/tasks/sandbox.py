@@ -1,3 +1,4 @@
+# SPDX-FileCopyrightText: Copyright (c) 2026 the nemo-gym-prorl authors
 # SPDX-License-Identifier: Apache-2.0
 """What a task asks of the sandbox that it is handed. Protocols only: tasks do not know who provides sandboxes.
 

@@ -1,3 +1,4 @@
+# SPDX-FileCopyrightText: Copyright (c) 2026 the nemo-gym-prorl authors
 # SPDX-License-Identifier: Apache-2.0
 """Two tool sets as one: tools of a sandbox beside tools that need none, say. For three, put a pair into a pair.
 

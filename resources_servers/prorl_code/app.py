@@ -1,3 +1,4 @@
+# SPDX-FileCopyrightText: Copyright (c) 2026 the nemo-gym-prorl authors
 # SPDX-License-Identifier: Apache-2.0
 """Coding problems in sandboxes, as a Gym resources server: its settings and its task, served by ``nemo_gym_prorl``."""
 

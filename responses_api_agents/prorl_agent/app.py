@@ -1,3 +1,4 @@
+# SPDX-FileCopyrightText: Copyright (c) 2026 the nemo-gym-prorl authors
 # SPDX-License-Identifier: Apache-2.0
 """Gym agent whose ``/run`` is a job of the rollout service; the job API stands beside Gym's own routes."""
 

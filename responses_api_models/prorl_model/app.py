@@ -1,3 +1,4 @@
+# SPDX-FileCopyrightText: Copyright (c) 2026 the nemo-gym-prorl authors
 # SPDX-License-Identifier: Apache-2.0
 """Gym's model routes over the policy side of ``nemo_gym_prorl``: a drop-in for ``vllm_model``.
 

@@ -1,3 +1,4 @@
+# SPDX-FileCopyrightText: Copyright (c) 2026 the nemo-gym-prorl authors
 # SPDX-License-Identifier: Apache-2.0
 """Scripted turns for problems with tests (:mod:`nemo_gym_prorl.scripted.turns`)."""
 

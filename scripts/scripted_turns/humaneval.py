@@ -1,3 +1,4 @@
+# SPDX-FileCopyrightText: Copyright (c) 2026 the nemo-gym-prorl authors
 # SPDX-License-Identifier: Apache-2.0
 """Ways to earn HumanEval's reward without solving the problem, beside the scripts of the demonstration."""
 

@@ -1,3 +1,4 @@
+# SPDX-FileCopyrightText: Copyright (c) 2026 the nemo-gym-prorl authors
 # SPDX-License-Identifier: Apache-2.0
 """What pytest's report (``-rA``) says of each test, and what a bug is worth by that. Pure."""
 

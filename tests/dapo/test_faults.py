@@ -1,3 +1,4 @@
+# SPDX-FileCopyrightText: Copyright (c) 2026 the nemo-gym-prorl authors
 # SPDX-License-Identifier: Apache-2.0
 """The runner when calls fail, are late, or get no answer: no outcome is lost, nothing hangs, nothing outlives it."""
 

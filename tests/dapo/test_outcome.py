@@ -1,3 +1,4 @@
+# SPDX-FileCopyrightText: Copyright (c) 2026 the nemo-gym-prorl authors
 # SPDX-License-Identifier: Apache-2.0
 """What a sampler is told of a rollout, and what it may be asked for."""
 

@@ -1,3 +1,4 @@
+# SPDX-FileCopyrightText: Copyright (c) 2026 the nemo-gym-prorl authors
 # SPDX-License-Identifier: Apache-2.0
 """The runner against real services over HTTP: the pipeline and its job API, with a handler that acts as rows say."""
 

@@ -1,3 +1,4 @@
+# SPDX-FileCopyrightText: Copyright (c) 2026 the nemo-gym-prorl authors
 # SPDX-License-Identifier: Apache-2.0
 """One of Gym's own resources servers, whose verifier does what the row says: fails, answers something else, hangs."""
 

@@ -1,3 +1,4 @@
+# SPDX-FileCopyrightText: Copyright (c) 2026 the nemo-gym-prorl authors
 # SPDX-License-Identifier: Apache-2.0
 """One Gym deployment for all tests of what happens in a running one: a deployment is ten processes that import the
 same 2,000 modules, which takes longer than what most tests look at.

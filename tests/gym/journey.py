@@ -1,3 +1,4 @@
+# SPDX-FileCopyrightText: Copyright (c) 2026 the nemo-gym-prorl authors
 # SPDX-License-Identifier: Apache-2.0
 """What a stranger does: install the wheel beside some nemo-gym, go to an empty folder, use Gym's own command line.
 

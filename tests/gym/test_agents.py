@@ -1,3 +1,4 @@
+# SPDX-FileCopyrightText: Copyright (c) 2026 the nemo-gym-prorl authors
 # SPDX-License-Identifier: Apache-2.0
 """Environments whose sandboxes hold what is graded, under our agent and under Gym's own, which never heard of release;
 our agent over several model servers."""

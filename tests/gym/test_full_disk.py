@@ -1,3 +1,4 @@
+# SPDX-FileCopyrightText: Copyright (c) 2026 the nemo-gym-prorl authors
 # SPDX-License-Identifier: Apache-2.0
 """A machine whose disk is full, while agents work and while their work is graded: no reward, and none of 0 either."""
 

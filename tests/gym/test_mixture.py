@@ -1,3 +1,4 @@
+# SPDX-FileCopyrightText: Copyright (c) 2026 the nemo-gym-prorl authors
 # SPDX-License-Identifier: Apache-2.0
 """The mixture of all four families as Gym's command line starts it: what it says, and what goes wrong in one."""
 

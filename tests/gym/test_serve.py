@@ -1,3 +1,4 @@
+# SPDX-FileCopyrightText: Copyright (c) 2026 the nemo-gym-prorl authors
 # SPDX-License-Identifier: Apache-2.0
 """``prorl serve`` as a user runs it: servers that die come back at their address, and its end leaves nothing.
 

@@ -1,3 +1,4 @@
+# SPDX-FileCopyrightText: Copyright (c) 2026 the nemo-gym-prorl authors
 # SPDX-License-Identifier: Apache-2.0
 """Servers end with the Gym that started them, however that ends; with Gym's whole start: test_deployment.py."""
 

@@ -1,3 +1,4 @@
+# SPDX-FileCopyrightText: Copyright (c) 2026 the nemo-gym-prorl authors
 # SPDX-License-Identifier: Apache-2.0
 """A rollout service with a real ``prorl_model`` in processes of its own, and engines in vLLM's protocol that say in
 each turn who they are, with which weights, and are told by nobody whose turn it is."""

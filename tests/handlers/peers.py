@@ -1,3 +1,4 @@
+# SPDX-FileCopyrightText: Copyright (c) 2026 the nemo-gym-prorl authors
 # SPDX-License-Identifier: Apache-2.0
 """An environment and a policy on real sockets that go wrong on demand, and the agent as Gym serves it before them."""
 

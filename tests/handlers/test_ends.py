@@ -1,3 +1,4 @@
+# SPDX-FileCopyrightText: Copyright (c) 2026 the nemo-gym-prorl authors
 # SPDX-License-Identifier: Apache-2.0
 """How rollouts end at their servers: tokens of what was complete, sessions given back, nothing kept for nobody."""
 

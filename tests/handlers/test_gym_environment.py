@@ -1,3 +1,4 @@
+# SPDX-FileCopyrightText: Copyright (c) 2026 the nemo-gym-prorl authors
 # SPDX-License-Identifier: Apache-2.0
 """prorl_agent over Gym's own servers: same rewards as Gym's own agent, and what it adds.
 

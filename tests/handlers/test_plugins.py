@@ -1,3 +1,4 @@
+# SPDX-FileCopyrightText: Copyright (c) 2026 the nemo-gym-prorl authors
 # SPDX-License-Identifier: Apache-2.0
 """A handler from a package outside this tree: built as a wheel, installed, configured, and run over HTTP."""
 

@@ -1,3 +1,4 @@
+# SPDX-FileCopyrightText: Copyright (c) 2026 the nemo-gym-prorl authors
 # SPDX-License-Identifier: Apache-2.0
 """The agent's /v1/responses: the tool loop in a session that the caller seeded, with the bounds of any rollout."""
 

@@ -1,3 +1,4 @@
+# SPDX-FileCopyrightText: Copyright (c) 2026 the nemo-gym-prorl authors
 # SPDX-License-Identifier: Apache-2.0
 """What /run answers where a rollout failed: to Gym's collector always a row, to a trainer what it understands."""
 

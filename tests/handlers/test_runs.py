@@ -1,3 +1,4 @@
+# SPDX-FileCopyrightText: Copyright (c) 2026 the nemo-gym-prorl authors
 # SPDX-License-Identifier: Apache-2.0
 """Several trainers on one service, each with engines of its own: no turn crosses, whatever comes and goes. And one
 service over several model servers."""

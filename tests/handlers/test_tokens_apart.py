@@ -1,3 +1,4 @@
+# SPDX-FileCopyrightText: Copyright (c) 2026 the nemo-gym-prorl authors
 # SPDX-License-Identifier: Apache-2.0
 """Who is sent a rollout's tokens: an environment none, whoever asks for Gym's row all, a trainer each once."""
 

@@ -1,3 +1,4 @@
+# SPDX-FileCopyrightText: Copyright (c) 2026 the nemo-gym-prorl authors
 # SPDX-License-Identifier: Apache-2.0
 """Spans of rollouts, by OpenTelemetry's own SDK: each rollout is one trace, whoever's slot it takes."""
 

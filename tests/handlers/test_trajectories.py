@@ -1,3 +1,4 @@
+# SPDX-FileCopyrightText: Copyright (c) 2026 the nemo-gym-prorl authors
 # SPDX-License-Identifier: Apache-2.0
 """``ng_trajectory`` of what ``/run`` answers: of every row for Gym's collector; a trainer's has the times alone."""
 

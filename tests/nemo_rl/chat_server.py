@@ -1,3 +1,4 @@
+# SPDX-FileCopyrightText: Copyright (c) 2026 the nemo-gym-prorl authors
 # SPDX-License-Identifier: Apache-2.0
 """NeMo RL's own chat server over a vLLM on the CPU: what its generation workers serve, less their GPUs.
 

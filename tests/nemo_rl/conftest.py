@@ -1,3 +1,4 @@
+# SPDX-FileCopyrightText: Copyright (c) 2026 the nemo-gym-prorl authors
 # SPDX-License-Identifier: Apache-2.0
 """NeMo RL's real actor, if there is a checkout of NeMo RL and an environment that can import it.
 

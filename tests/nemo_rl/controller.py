@@ -1,3 +1,4 @@
+# SPDX-FileCopyrightText: Copyright (c) 2026 the nemo-gym-prorl authors
 # SPDX-License-Identifier: Apache-2.0
 """What NeMo RL's controller is made of, where there is no GPU: all of it is NeMo RL's own but four stand-ins.
 

@@ -1,3 +1,4 @@
+# SPDX-FileCopyrightText: Copyright (c) 2026 the nemo-gym-prorl authors
 # SPDX-License-Identifier: Apache-2.0
 """Has vLLM tell on a CPU, too, which experts a mixture's tokens go to: its kernel routes by itself there, past where
 that is noted on a GPU, and 0 would be told for each. To be named to vLLM as ``worker_extension_cls``, so that it

@@ -1,3 +1,4 @@
+# SPDX-FileCopyrightText: Copyright (c) 2026 the nemo-gym-prorl authors
 # SPDX-License-Identifier: Apache-2.0
 """What ``grpo_train`` is called with where there is no GPU: its policy and its generation are stand-ins."""
 

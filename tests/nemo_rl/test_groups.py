@@ -1,3 +1,4 @@
+# SPDX-FileCopyrightText: Copyright (c) 2026 the nemo-gym-prorl authors
 # SPDX-License-Identifier: Apache-2.0
 """Groups for NeMo RL, without it: which tokens the policy chose, and what becomes of rollouts that have none."""
 

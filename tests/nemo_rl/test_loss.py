@@ -1,3 +1,4 @@
+# SPDX-FileCopyrightText: Copyright (c) 2026 the nemo-gym-prorl authors
 # SPDX-License-Identifier: Apache-2.0
 """What NeMo RL makes of rows: its own payload, advantages and loss against arithmetic of ours, and whether the loss's
 clip does anything. Neither Ray nor servers: rows in, optimizer steps out."""

@@ -1,3 +1,4 @@
+# SPDX-FileCopyrightText: Copyright (c) 2026 the nemo-gym-prorl authors
 # SPDX-License-Identifier: Apache-2.0
 """Recipes' first steps with nothing kind in between: a real vLLM samples on the CPU behind NeMo RL's own chat
 server, whose parsers find the calls; the environment's tools decide the reward; NeMo RL's controller and loss train

@@ -1,3 +1,4 @@
+# SPDX-FileCopyrightText: Copyright (c) 2026 the nemo-gym-prorl authors
 # SPDX-License-Identifier: Apache-2.0
 """The recipes that ship with the package, read and judged by NeMo RL's own loader and models. Starts nothing."""
 

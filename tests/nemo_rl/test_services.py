@@ -1,3 +1,4 @@
+# SPDX-FileCopyrightText: Copyright (c) 2026 the nemo-gym-prorl authors
 # SPDX-License-Identifier: Apache-2.0
 """Servers behind a run, without NeMo RL: which are ours, what they are told, what is said of a wrong setup."""
 

@@ -1,3 +1,4 @@
+# SPDX-FileCopyrightText: Copyright (c) 2026 the nemo-gym-prorl authors
 # SPDX-License-Identifier: Apache-2.0
 """Two replicas of a Gym deployment on one machine, as NeMo RL's ``env.nemo_gym.shards`` starts them: one actor each,
 from one configuration, with the same ports, caches and state folder to choose from."""

@@ -1,3 +1,4 @@
+# SPDX-FileCopyrightText: Copyright (c) 2026 the nemo-gym-prorl authors
 # SPDX-License-Identifier: Apache-2.0
 """What is handed to Slurm: a stand-in for ``sbatch`` writes down how it was called, and bash runs the rest."""
 

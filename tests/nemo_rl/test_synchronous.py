@@ -1,3 +1,4 @@
+# SPDX-FileCopyrightText: Copyright (c) 2026 the nemo-gym-prorl authors
 # SPDX-License-Identifier: Apache-2.0
 """DAPO on NeMo RL's synchronous loop: its own ``grpo_train``, loss and Gym actor, with our servers."""
 

@@ -1,3 +1,4 @@
+# SPDX-FileCopyrightText: Copyright (c) 2026 the nemo-gym-prorl authors
 # SPDX-License-Identifier: Apache-2.0
 """What we lean on of NeMo RL: the table is held against our code, NeMo RL against the table, and both against a newer
 NeMo RL, by stand-ins that have its signatures as they were read in its repository."""

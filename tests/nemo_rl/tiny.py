@@ -1,3 +1,4 @@
+# SPDX-FileCopyrightText: Copyright (c) 2026 the nemo-gym-prorl authors
 # SPDX-License-Identifier: Apache-2.0
 """A tiny mixture that counts with a tool, as a folder that vLLM and a trainer load: taught for a minute, and then what
 it writes is sampled. It calls ``add`` once or several times, with any number, and says so when it is done. Asked to

@@ -1,3 +1,4 @@
+# SPDX-FileCopyrightText: Copyright (c) 2026 the nemo-gym-prorl authors
 # SPDX-License-Identifier: Apache-2.0
 """The tiny policy as NeMo RL's controller trains it: the weights that vLLM samples from, by transformers on the CPU.
 

@@ -1,3 +1,4 @@
+# SPDX-FileCopyrightText: Copyright (c) 2026 the nemo-gym-prorl authors
 # SPDX-License-Identifier: Apache-2.0
 """NeMo RL's side: its real actor with real Gym servers below it, called as its rollout code calls it."""
 

@@ -1,3 +1,4 @@
+# SPDX-FileCopyrightText: Copyright (c) 2026 the nemo-gym-prorl authors
 # SPDX-License-Identifier: Apache-2.0
 """``prorl_model`` as a process of its own, as Gym starts it but without Gym's command line and Ray, which take half a
 minute: ``python -m tests.policy.model_process PORT BASE_URL [POLICY AS JSON]``. An empty URL is none."""

@@ -1,3 +1,4 @@
+# SPDX-FileCopyrightText: Copyright (c) 2026 the nemo-gym-prorl authors
 # SPDX-License-Identifier: Apache-2.0
 """Who asks for a turn: names of rollouts as headers and URLs carry them, and callers that hang up."""
 

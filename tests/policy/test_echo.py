@@ -1,3 +1,4 @@
+# SPDX-FileCopyrightText: Copyright (c) 2026 the nemo-gym-prorl authors
 # SPDX-License-Identifier: Apache-2.0
 """What Gym's agents send back of odd turns, through Gym's own converters: the tokens stay one chain.
 

@@ -1,3 +1,4 @@
+# SPDX-FileCopyrightText: Copyright (c) 2026 the nemo-gym-prorl authors
 # SPDX-License-Identifier: Apache-2.0
 """200 rollouts against a real vLLM: what the trainer gets is what was sampled, to the token and to the log-prob."""
 

@@ -1,3 +1,4 @@
+# SPDX-FileCopyrightText: Copyright (c) 2026 the nemo-gym-prorl authors
 # SPDX-License-Identifier: Apache-2.0
 """Gym's own servers with ``prorl_model`` where ``vllm_model`` would be, before a real engine and a scripted one.
 

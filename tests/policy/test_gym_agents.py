@@ -1,3 +1,4 @@
+# SPDX-FileCopyrightText: Copyright (c) 2026 the nemo-gym-prorl authors
 # SPDX-License-Identifier: Apache-2.0
 """Gym 0.7's own harness agents, as they are, before a real engine: all that they know of a rollout is its URL.
 

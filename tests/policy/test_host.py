@@ -1,3 +1,4 @@
+# SPDX-FileCopyrightText: Copyright (c) 2026 the nemo-gym-prorl authors
 # SPDX-License-Identifier: Apache-2.0
 """From the start of the policy side to its first turn: what ends the start, what is waited for, what backends are, and
 who gets which key."""

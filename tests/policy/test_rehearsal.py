@@ -1,3 +1,4 @@
+# SPDX-FileCopyrightText: Copyright (c) 2026 the nemo-gym-prorl authors
 # SPDX-License-Identifier: Apache-2.0
 """Templates that cannot be followed are refused by name at the start; named ones are chosen as vLLM chooses them."""
 

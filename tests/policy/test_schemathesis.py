@@ -1,3 +1,4 @@
+# SPDX-FileCopyrightText: Copyright (c) 2026 the nemo-gym-prorl authors
 # SPDX-License-Identifier: Apache-2.0
 """Any request that the model server's OpenAPI document allows, and some that it forbids: none ends in a 5xx, in a
 status that the document does not name, in an answer that is not what it says, or not at all. Behind it is the scripted

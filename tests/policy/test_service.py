@@ -1,3 +1,4 @@
+# SPDX-FileCopyrightText: Copyright (c) 2026 the nemo-gym-prorl authors
 # SPDX-License-Identifier: Apache-2.0
 """Agents of all manners against one policy service and a real engine: what they send, and what the ledger makes of
 it."""

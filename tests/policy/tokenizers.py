@@ -1,3 +1,4 @@
+# SPDX-FileCopyrightText: Copyright (c) 2026 the nemo-gym-prorl authors
 # SPDX-License-Identifier: Apache-2.0
 """Tokenizers of the kinds that models have, small: bytes and letters, and the special tokens that texts use."""
 

@@ -1,3 +1,4 @@
+# SPDX-FileCopyrightText: Copyright (c) 2026 the nemo-gym-prorl authors
 # SPDX-License-Identifier: Apache-2.0
 """Gym's own conformance check of a resources server's sessions, on the Gym versions that have one (0.7)."""
 

@@ -1,3 +1,4 @@
+# SPDX-FileCopyrightText: Copyright (c) 2026 the nemo-gym-prorl authors
 # SPDX-License-Identifier: Apache-2.0
 """The supervisor of a server's sandboxes is killed at any time of a session: a failure that says so, never a reward.
 

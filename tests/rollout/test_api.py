@@ -1,3 +1,4 @@
+# SPDX-FileCopyrightText: Copyright (c) 2026 the nemo-gym-prorl authors
 # SPDX-License-Identifier: Apache-2.0
 """The job API over real sockets: every route, every refusal, and each fault of DESIGN §5 as a caller sees it."""
 

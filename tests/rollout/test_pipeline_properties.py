@@ -1,3 +1,4 @@
+# SPDX-FileCopyrightText: Copyright (c) 2026 the nemo-gym-prorl authors
 # SPDX-License-Identifier: Apache-2.0
 """DESIGN §5, invariants 1 to 3, over random jobs, faults, budgets and cancellations, in virtual time."""
 

@@ -1,3 +1,4 @@
+# SPDX-FileCopyrightText: Copyright (c) 2026 the nemo-gym-prorl authors
 # SPDX-License-Identifier: Apache-2.0
 """What the agent's OpenAPI document allows, and what it does not, sent to the agent by a tool that knows no mercy.
 

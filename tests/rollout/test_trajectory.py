@@ -1,3 +1,4 @@
+# SPDX-FileCopyrightText: Copyright (c) 2026 the nemo-gym-prorl authors
 # SPDX-License-Identifier: Apache-2.0
 """``ng_trajectory`` of rows of every kind, read by Gym's own exporter and health checks where the Gym has them."""
 

@@ -1,3 +1,4 @@
+# SPDX-FileCopyrightText: Copyright (c) 2026 the nemo-gym-prorl authors
 # SPDX-License-Identifier: Apache-2.0
 """Programs for :mod:`test_trouble`: each runs in mounts of its own, so that what is broken is broken for it alone.
 

@@ -1,3 +1,4 @@
+# SPDX-FileCopyrightText: Copyright (c) 2026 the nemo-gym-prorl authors
 # SPDX-License-Identifier: Apache-2.0
 """``as_user.py UID COMMAND...``: become an ordinary user who can read the tools and owns the cache, then run it.
 

@@ -1,3 +1,4 @@
+# SPDX-FileCopyrightText: Copyright (c) 2026 the nemo-gym-prorl authors
 # SPDX-License-Identifier: Apache-2.0
 """A server for the test that kills the supervisor of many: ``crowd.py IMAGE COUNT``.
 

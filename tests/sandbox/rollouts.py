@@ -1,3 +1,4 @@
+# SPDX-FileCopyrightText: Copyright (c) 2026 the nemo-gym-prorl authors
 # SPDX-License-Identifier: Apache-2.0
 """A rollout service for the tests that kill it and what it started: the real pipeline and job API, real sandboxes.
 

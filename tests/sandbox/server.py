@@ -1,3 +1,4 @@
+# SPDX-FileCopyrightText: Copyright (c) 2026 the nemo-gym-prorl authors
 # SPDX-License-Identifier: Apache-2.0
 """A server for the tests that kill one: starts sandboxes that misbehave, says where they are, and waits."""
 

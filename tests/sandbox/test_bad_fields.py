@@ -1,3 +1,4 @@
+# SPDX-FileCopyrightText: Copyright (c) 2026 the nemo-gym-prorl authors
 # SPDX-License-Identifier: Apache-2.0
 """Whatever stands in a field that it can't be: a ``CallerError`` that names the field, and nothing was begun."""
 

@@ -1,3 +1,4 @@
+# SPDX-FileCopyrightText: Copyright (c) 2026 the nemo-gym-prorl authors
 # SPDX-License-Identifier: Apache-2.0
 """What no sandbox can be made of: refused when it is asked for, with what is wrong and the fix; nothing is left."""
 

@@ -1,3 +1,4 @@
+# SPDX-FileCopyrightText: Copyright (c) 2026 the nemo-gym-prorl authors
 # SPDX-License-Identifier: Apache-2.0
 """What bash does not get of what is sent to it. Bash is played: for whom of many a line is, the kernel draws."""
 

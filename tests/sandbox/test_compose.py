@@ -1,3 +1,4 @@
+# SPDX-FileCopyrightText: Copyright (c) 2026 the nemo-gym-prorl authors
 # SPDX-License-Identifier: Apache-2.0
 """Gym's own ``AsyncSandboxCompose`` over our provider, where the installed Gym has it (0.7)."""
 

@@ -1,3 +1,4 @@
+# SPDX-FileCopyrightText: Copyright (c) 2026 the nemo-gym-prorl authors
 # SPDX-License-Identifier: Apache-2.0
 """What people do on a plain machine, done in a sandbox: packages, accounts, services, by root and by other users.
 

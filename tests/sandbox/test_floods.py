@@ -1,3 +1,4 @@
+# SPDX-FileCopyrightText: Copyright (c) 2026 the nemo-gym-prorl authors
 # SPDX-License-Identifier: Apache-2.0
 """A program that says more than anybody can read, by any way out of its sandbox, and what its neighbours have of it.
 

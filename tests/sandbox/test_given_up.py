@@ -1,3 +1,4 @@
+# SPDX-FileCopyrightText: Copyright (c) 2026 the nemo-gym-prorl authors
 # SPDX-License-Identifier: Apache-2.0
 """Who gives up in an unlucky moment leaves nothing behind: no sandbox, no program, no open file, nothing stopped."""
 

@@ -1,3 +1,4 @@
+# SPDX-FileCopyrightText: Copyright (c) 2026 the nemo-gym-prorl authors
 # SPDX-License-Identifier: Apache-2.0
 """Images whose own files are what a stranger chose: links to the host, links in place of the kernel's, pipes.
 

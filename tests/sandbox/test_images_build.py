@@ -1,3 +1,4 @@
+# SPDX-FileCopyrightText: Copyright (c) 2026 the nemo-gym-prorl authors
 # SPDX-License-Identifier: Apache-2.0
 """Building for real: from templates and folders, SIFs, packages; what is reused, and what a failed build leaves."""
 

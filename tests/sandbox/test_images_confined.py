@@ -1,3 +1,4 @@
+# SPDX-FileCopyrightText: Copyright (c) 2026 the nemo-gym-prorl authors
 # SPDX-License-Identifier: Apache-2.0
 """What a stranger's recipe can do to the machine of whoever builds it: nothing; and what it can do in its image."""
 

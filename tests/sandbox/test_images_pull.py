@@ -1,3 +1,4 @@
+# SPDX-FileCopyrightText: Copyright (c) 2026 the nemo-gym-prorl authors
 # SPDX-License-Identifier: Apache-2.0
 """Pulling from a registry that speaks the real protocol on loopback: anonymously, again after trouble, in bulk."""
 

@@ -1,3 +1,4 @@
+# SPDX-FileCopyrightText: Copyright (c) 2026 the nemo-gym-prorl authors
 # SPDX-License-Identifier: Apache-2.0
 """The wire to a kernel: ZeroMQ's protocol against ZeroMQ itself, Jupyter's messages, and what a peer can cost."""
 

@@ -1,3 +1,4 @@
+# SPDX-FileCopyrightText: Copyright (c) 2026 the nemo-gym-prorl authors
 # SPDX-License-Identifier: Apache-2.0
 """What the kernel counts for a user: one sandbox that takes all it gets leaves the others and the server with enough.
 

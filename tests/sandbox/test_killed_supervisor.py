@@ -1,3 +1,4 @@
+# SPDX-FileCopyrightText: Copyright (c) 2026 the nemo-gym-prorl authors
 # SPDX-License-Identifier: Apache-2.0
 """``kill -9`` of a supervisor, of many sandboxes and at inconvenient times: nothing is left of any, all end as lost.
 

@@ -1,3 +1,4 @@
+# SPDX-FileCopyrightText: Copyright (c) 2026 the nemo-gym-prorl authors
 # SPDX-License-Identifier: Apache-2.0
 """Nothing outlives its owner, whoever is killed; nothing of a live owner is touched. Real processes, SIGKILL."""
 

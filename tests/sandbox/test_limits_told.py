@@ -1,3 +1,4 @@
+# SPDX-FileCopyrightText: Copyright (c) 2026 the nemo-gym-prorl authors
 # SPDX-License-Identifier: Apache-2.0
 """What a sandbox takes beyond its limits by ways that are hard to see, and how it is told which limit was met."""
 

@@ -1,3 +1,4 @@
+# SPDX-FileCopyrightText: Copyright (c) 2026 the nemo-gym-prorl authors
 # SPDX-License-Identifier: Apache-2.0
 """Nothing of the host is to be read inside, in both ways to a sandbox: accounts, names, paths, groups, processes."""
 

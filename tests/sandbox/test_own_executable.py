@@ -1,3 +1,4 @@
+# SPDX-FileCopyrightText: Copyright (c) 2026 the nemo-gym-prorl authors
 # SPDX-License-Identifier: Apache-2.0
 """A program of a sandbox that has itself run as what started it can't change that: known from CVE-2019-5736.
 

@@ -1,3 +1,4 @@
+# SPDX-FileCopyrightText: Copyright (c) 2026 the nemo-gym-prorl authors
 # SPDX-License-Identifier: Apache-2.0
 """NeMo Gym's own objects over our provider, found by its entry point, in the Gym that is installed."""
 

@@ -1,3 +1,4 @@
+# SPDX-FileCopyrightText: Copyright (c) 2026 the nemo-gym-prorl authors
 # SPDX-License-Identifier: Apache-2.0
 """``kill -9`` of anything, at any time, under load: nothing is left, and each rollout has one outcome.
 

@@ -1,3 +1,4 @@
+# SPDX-FileCopyrightText: Copyright (c) 2026 the nemo-gym-prorl authors
 # SPDX-License-Identifier: Apache-2.0
 """Sentences of ``docs/security.md`` that no other file tries: its numbers, and what it says does not hold.
 

@@ -1,3 +1,4 @@
+# SPDX-FileCopyrightText: Copyright (c) 2026 the nemo-gym-prorl authors
 # SPDX-License-Identifier: Apache-2.0
 """A persistent bash in a real container: state, exit codes, input, time limits, floods, and hostile commands."""
 

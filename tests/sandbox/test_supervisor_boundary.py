@@ -1,3 +1,4 @@
+# SPDX-FileCopyrightText: Copyright (c) 2026 the nemo-gym-prorl authors
 # SPDX-License-Identifier: Apache-2.0
 """The supervisor outlives whatever it is asked and whatever goes wrong, answers it, and listens to nobody else."""
 

@@ -1,3 +1,4 @@
+# SPDX-FileCopyrightText: Copyright (c) 2026 the nemo-gym-prorl authors
 # SPDX-License-Identifier: Apache-2.0
 """Terminals that live in the sandbox rather than in who opened them, and what of them is kept for the next holder."""
 

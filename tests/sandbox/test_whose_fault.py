@@ -1,3 +1,4 @@
+# SPDX-FileCopyrightText: Copyright (c) 2026 the nemo-gym-prorl authors
 # SPDX-License-Identifier: Apache-2.0
 """Whose doing it is that something failed: an agent does not pass for the machine, nor the machine for an agent.
 

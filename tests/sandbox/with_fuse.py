@@ -1,3 +1,4 @@
+# SPDX-FileCopyrightText: Copyright (c) 2026 the nemo-gym-prorl authors
 # SPDX-License-Identifier: Apache-2.0
 """``with_fuse.py UID FOLDER COMMAND...``: run a command where ``/dev/fuse`` is that user's, as on most machines."""
 

@@ -1,3 +1,4 @@
+# SPDX-FileCopyrightText: Copyright (c) 2026 the nemo-gym-prorl authors
 # SPDX-License-Identifier: Apache-2.0
 """Supervisors that lack a wall: started with one step of theirs, or of their launcher's source, replaced.
 

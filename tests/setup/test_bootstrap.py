@@ -1,3 +1,4 @@
+# SPDX-FileCopyrightText: Copyright (c) 2026 the nemo-gym-prorl authors
 # SPDX-License-Identifier: Apache-2.0
 """The scripts that stand before any Python of ours: bootstrap and the CI entry, run on small projects of their own."""
 

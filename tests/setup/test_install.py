@@ -1,3 +1,4 @@
+# SPDX-FileCopyrightText: Copyright (c) 2026 the nemo-gym-prorl authors
 # SPDX-License-Identifier: Apache-2.0
 """A private Apptainer from nothing: by root or an ordinary user, twice at once, after an interruption."""
 

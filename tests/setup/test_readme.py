@@ -1,3 +1,4 @@
+# SPDX-FileCopyrightText: Copyright (c) 2026 the nemo-gym-prorl authors
 # SPDX-License-Identifier: Apache-2.0
 """README's lines as a stranger types them: the wheel in an empty folder, as an ordinary user, one after the other.
 

@@ -1,3 +1,4 @@
+# SPDX-FileCopyrightText: Copyright (c) 2026 the nemo-gym-prorl authors
 # SPDX-License-Identifier: Apache-2.0
 """From a package to tasks that the real server grades: the fix earns 1, nothing and half a fix earn 0."""
 

@@ -1,3 +1,4 @@
+# SPDX-FileCopyrightText: Copyright (c) 2026 the nemo-gym-prorl authors
 # SPDX-License-Identifier: Apache-2.0
 """``bash`` and ``python`` as sessions, in real containers: what the model reads, to the byte, and who is to blame."""
 

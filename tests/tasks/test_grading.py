@@ -1,3 +1,4 @@
+# SPDX-FileCopyrightText: Copyright (c) 2026 the nemo-gym-prorl authors
 # SPDX-License-Identifier: Apache-2.0
 """Verdicts on HumanEval, in real containers: right ones for right and wrong solutions, and none by cheating; and what
 of a lost sandbox is whose doing, which goes for all problems. Their walls are those of ``code/test_walls.py``."""

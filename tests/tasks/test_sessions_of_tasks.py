@@ -1,3 +1,4 @@
+# SPDX-FileCopyrightText: Copyright (c) 2026 the nemo-gym-prorl authors
 # SPDX-License-Identifier: Apache-2.0
 """What sessions make of a task: one that needs no sandbox, one that fails at every step, one that misbehaves."""
 

@@ -1,3 +1,4 @@
+# SPDX-FileCopyrightText: Copyright (c) 2026 the nemo-gym-prorl authors
 # SPDX-License-Identifier: Apache-2.0
 """What rows ask of their sandboxes: had, or refused in the row's own words; the server's mistakes stay its own."""
 

@@ -1,3 +1,4 @@
+# SPDX-FileCopyrightText: Copyright (c) 2026 the nemo-gym-prorl authors
 # SPDX-License-Identifier: Apache-2.0
 """The toy family from its rows to its rewards, over HTTP, with a real sandbox of each row's own image."""
 

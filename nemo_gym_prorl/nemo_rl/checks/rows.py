@@ -1,3 +1,4 @@
+# SPDX-FileCopyrightText: Copyright (c) 2026 the nemo-gym-prorl authors
 # SPDX-License-Identifier: Apache-2.0
 """The rows of a data set: whether they suffice for the steps, and whether what they need is there. NeMo RL reads them
 when its engines are up."""

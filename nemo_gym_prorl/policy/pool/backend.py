@@ -1,3 +1,4 @@
+# SPDX-FileCopyrightText: Copyright (c) 2026 the nemo-gym-prorl authors
 # SPDX-License-Identifier: Apache-2.0
 """One inference endpoint as the pool sees it: what is placed on it, how it fares, what the pool may decide about it.
 

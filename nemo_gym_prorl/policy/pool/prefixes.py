@@ -1,3 +1,4 @@
+# SPDX-FileCopyrightText: Copyright (c) 2026 the nemo-gym-prorl authors
 # SPDX-License-Identifier: Apache-2.0
 """What rollouts share: the beginnings of their first prompts, in blocks that an engine caches once for all of them.
 

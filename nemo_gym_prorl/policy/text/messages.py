@@ -1,3 +1,4 @@
+# SPDX-FileCopyrightText: Copyright (c) 2026 the nemo-gym-prorl authors
 # SPDX-License-Identifier: Apache-2.0
 """Messages and tools on their way from the wire into a chat template, in the form in which vLLM hands them over, and
 sampled turns on their way back."""

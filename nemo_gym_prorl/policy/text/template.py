@@ -1,3 +1,4 @@
+# SPDX-FileCopyrightText: Copyright (c) 2026 the nemo-gym-prorl authors
 # SPDX-License-Identifier: Apache-2.0
 """A model's chat template: a Jinja program over the whole conversation, run in a sandbox with the helpers that
 published templates expect, and with messages, tools and the time of day as vLLM gives them."""

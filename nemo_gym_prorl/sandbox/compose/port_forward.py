@@ -1,3 +1,4 @@
+# SPDX-FileCopyrightText: Copyright (c) 2026 the nemo-gym-prorl authors
 # SPDX-License-Identifier: Apache-2.0
 """Ports of sandboxes that appear elsewhere: on this machine's loopback device, or on that of another sandbox.
 

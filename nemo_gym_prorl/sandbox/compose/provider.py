@@ -1,3 +1,4 @@
+# SPDX-FileCopyrightText: Copyright (c) 2026 the nemo-gym-prorl authors
 # SPDX-License-Identifier: Apache-2.0
 """What Gym asks of a provider beyond single sandboxes: for ``AsyncSandboxCompose``, its checkpoints and its terminals.
 

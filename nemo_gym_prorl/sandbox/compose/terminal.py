@@ -1,3 +1,4 @@
+# SPDX-FileCopyrightText: Copyright (c) 2026 the nemo-gym-prorl authors
 # SPDX-License-Identifier: Apache-2.0
 """An interactive terminal in a sandbox, as NeMo Gym 0.7's ``SandboxPtySession`` wants it: bytes in, bytes out.
 

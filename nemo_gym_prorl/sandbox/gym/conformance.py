@@ -1,3 +1,4 @@
+# SPDX-FileCopyrightText: Copyright (c) 2026 the nemo-gym-prorl authors
 # SPDX-License-Identifier: Apache-2.0
 """A conformance suite for any NeMo Gym sandbox provider: what rollouts rely on, each tried on a real sandbox.
 

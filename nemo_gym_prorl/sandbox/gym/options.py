@@ -1,3 +1,4 @@
+# SPDX-FileCopyrightText: Copyright (c) 2026 the nemo-gym-prorl authors
 # SPDX-License-Identifier: Apache-2.0
 """What a configuration and NeMo Gym's ``SandboxSpec`` ask for, as the provider's settings and a ``ContainerSpec``.
 

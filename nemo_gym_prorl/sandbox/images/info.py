@@ -1,3 +1,4 @@
+# SPDX-FileCopyrightText: Copyright (c) 2026 the nemo-gym-prorl authors
 # SPDX-License-Identifier: Apache-2.0
 """What an entry among the images is: a folder with the image, ``root`` or ``image.sif``, and ``image.json``."""
 

@@ -1,3 +1,4 @@
+# SPDX-FileCopyrightText: Copyright (c) 2026 the nemo-gym-prorl authors
 # SPDX-License-Identifier: Apache-2.0
 """What a sandbox reads in ``/etc`` about users, hosts and names: the image's own, and nothing of the host.
 

@@ -1,3 +1,4 @@
+# SPDX-FileCopyrightText: Copyright (c) 2026 the nemo-gym-prorl authors
 # SPDX-License-Identifier: Apache-2.0
 """What is mounted in a sandbox, whoever made it: files of the host, and the options of file systems in memory."""
 

@@ -1,3 +1,4 @@
+# SPDX-FileCopyrightText: Copyright (c) 2026 the nemo-gym-prorl authors
 # SPDX-License-Identifier: Apache-2.0
 """Sandboxes that are made directly, not by the runtime: what is known of an image, and what the launcher is asked.
 

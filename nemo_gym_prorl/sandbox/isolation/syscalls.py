@@ -1,3 +1,4 @@
+# SPDX-FileCopyrightText: Copyright (c) 2026 the nemo-gym-prorl authors
 # SPDX-License-Identifier: Apache-2.0
 """The few kernel calls that sandboxes need and Python's ``os`` lacks: mounts, process controls, capabilities.
 

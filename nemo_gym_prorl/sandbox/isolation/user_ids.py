@@ -1,3 +1,4 @@
+# SPDX-FileCopyrightText: Copyright (c) 2026 the nemo-gym-prorl authors
 # SPDX-License-Identifier: Apache-2.0
 """The user ids that sandboxes of one image get, by the *parent namespace* that all their user namespaces descend from.
 

@@ -1,3 +1,4 @@
+# SPDX-FileCopyrightText: Copyright (c) 2026 the nemo-gym-prorl authors
 # SPDX-License-Identifier: Apache-2.0
 """How the launcher is compiled, by the build (``setup.py``) and by tests that leave a wall out of it.
 

@@ -1,3 +1,4 @@
+// SPDX-FileCopyrightText: Copyright (c) 2026 the nemo-gym-prorl authors
 // SPDX-License-Identifier: Apache-2.0
 /*
  * Files of sandboxes, a part of launcher.c: copied in and out, and removed.

@@ -1,3 +1,4 @@
+// SPDX-FileCopyrightText: Copyright (c) 2026 the nemo-gym-prorl authors
 // SPDX-License-Identifier: Apache-2.0
 /*
  * The one program of ours that is ever inside a sandbox, and what starts everything there.

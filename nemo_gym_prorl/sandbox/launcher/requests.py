@@ -1,3 +1,4 @@
+# SPDX-FileCopyrightText: Copyright (c) 2026 the nemo-gym-prorl authors
 # SPDX-License-Identifier: Apache-2.0
 """What the launcher is asked, and what it answers: the supervisor's side of ``launcher.c``, which has the same order.
 

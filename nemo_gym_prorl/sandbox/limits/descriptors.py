@@ -1,3 +1,4 @@
+# SPDX-FileCopyrightText: Copyright (c) 2026 the nemo-gym-prorl authors
 # SPDX-License-Identifier: Apache-2.0
 """Open files of the supervisor: as many as it may have, checked before a sandbox takes some, and kept from others.
 

@@ -1,3 +1,4 @@
+# SPDX-FileCopyrightText: Copyright (c) 2026 the nemo-gym-prorl authors
 # SPDX-License-Identifier: Apache-2.0
 """Which limits of a sandbox hold on this machine, and by what: one pure function, for the doctor and for the log."""
 

@@ -1,3 +1,4 @@
+# SPDX-FileCopyrightText: Copyright (c) 2026 the nemo-gym-prorl authors
 # SPDX-License-Identifier: Apache-2.0
 """The kernel's limits of a sandbox's programs (``RLIMIT_*``), by what was asked for; another one is added here.
 

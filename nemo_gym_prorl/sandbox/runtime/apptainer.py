@@ -1,3 +1,4 @@
+# SPDX-FileCopyrightText: Copyright (c) 2026 the nemo-gym-prorl authors
 # SPDX-License-Identifier: Apache-2.0
 """Which Apptainer runs our sandboxes (or SingularityCE, which is untested), and what its environment must hold.
 

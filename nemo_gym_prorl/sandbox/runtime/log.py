@@ -1,3 +1,4 @@
+# SPDX-FileCopyrightText: Copyright (c) 2026 the nemo-gym-prorl authors
 # SPDX-License-Identifier: Apache-2.0
 """What the runtime, and the image's own ``sh``, say while a sandbox is started by them: within a bound.
 

@@ -1,3 +1,4 @@
+# SPDX-FileCopyrightText: Copyright (c) 2026 the nemo-gym-prorl authors
 # SPDX-License-Identifier: Apache-2.0
 """What a shell's terminal shows: taken as it comes, kept up to a limit, and told to whoever waits for something new.
 

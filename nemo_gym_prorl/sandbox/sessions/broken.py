@@ -1,3 +1,4 @@
+# SPDX-FileCopyrightText: Copyright (c) 2026 the nemo-gym-prorl authors
 # SPDX-License-Identifier: Apache-2.0
 """Whose doing it is that the program of a session does not start, or has ended: the image's, the agent's or the
 machine's.

@@ -1,3 +1,4 @@
+# SPDX-FileCopyrightText: Copyright (c) 2026 the nemo-gym-prorl authors
 # SPDX-License-Identifier: Apache-2.0
 """How a sandbox comes up, by either way: directly, from what is prepared of its image, or by the container runtime.
 

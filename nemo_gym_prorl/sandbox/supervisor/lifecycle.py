@@ -1,3 +1,4 @@
+# SPDX-FileCopyrightText: Copyright (c) 2026 the nemo-gym-prorl authors
 # SPDX-License-Identifier: Apache-2.0
 """The life of a sandbox, as its supervisor sees it: waiting, creating, up, closing, gone.
 

@@ -1,3 +1,4 @@
+# SPDX-FileCopyrightText: Copyright (c) 2026 the nemo-gym-prorl authors
 # SPDX-License-Identifier: Apache-2.0
 """The supervisor's watchdog: a child that looks at what sandboxes use, so that the supervisor never waits for a look.
 

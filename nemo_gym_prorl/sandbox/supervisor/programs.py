@@ -1,3 +1,4 @@
+# SPDX-FileCopyrightText: Copyright (c) 2026 the nemo-gym-prorl authors
 # SPDX-License-Identifier: Apache-2.0
 """Programs on their way into a sandbox, and in it: each can be killed at any stage, by the name that its asker chose.
 

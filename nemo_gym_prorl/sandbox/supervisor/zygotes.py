@@ -1,3 +1,4 @@
+# SPDX-FileCopyrightText: Copyright (c) 2026 the nemo-gym-prorl authors
 # SPDX-License-Identifier: Apache-2.0
 """The zygotes of a supervisor: one per prepared image in whose sandboxes kernels are started, a few at most.
 

@@ -1,3 +1,4 @@
+# SPDX-FileCopyrightText: Copyright (c) 2026 the nemo-gym-prorl authors
 # SPDX-License-Identifier: Apache-2.0
 """Which system calls a process that runs submitted source has: two filters, for :mod:`.inside.walls` to install. Pure.
 

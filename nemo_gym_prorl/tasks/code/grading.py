@@ -1,3 +1,4 @@
+# SPDX-FileCopyrightText: Copyright (c) 2026 the nemo-gym-prorl authors
 # SPDX-License-Identifier: Apache-2.0
 """From a candidate's source to a grade: one fresh sandbox, in which a grader runs all tests; see :mod:`..trials`.
 

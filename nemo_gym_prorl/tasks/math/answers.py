@@ -1,3 +1,4 @@
+# SPDX-FileCopyrightText: Copyright (c) 2026 the nemo-gym-prorl authors
 # SPDX-License-Identifier: Apache-2.0
 r"""The answer in a policy's last message, and its spelling made plain. Pure, and linear in the text's length.
 

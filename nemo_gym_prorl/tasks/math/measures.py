@@ -1,3 +1,4 @@
+# SPDX-FileCopyrightText: Copyright (c) 2026 the nemo-gym-prorl authors
 # SPDX-License-Identifier: Apache-2.0
 r"""What stands around a number and is not part of it: units, currencies, what is counted. Pure, and about text only.
 

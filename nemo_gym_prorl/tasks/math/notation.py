@@ -1,3 +1,4 @@
+# SPDX-FileCopyrightText: Copyright (c) 2026 the nemo-gym-prorl authors
 # SPDX-License-Identifier: Apache-2.0
 r"""What ``math-verify``'s parser leaves out of an answer, as names that it keeps: primes, accents, fonts of letters.
 

@@ -1,3 +1,4 @@
+# SPDX-FileCopyrightText: Copyright (c) 2026 the nemo-gym-prorl authors
 # SPDX-License-Identifier: Apache-2.0
 r"""Sets of real numbers, in whatever way they are written: :math:`x > 2` is :math:`(2, \infty)`, and
 :math:`\mathbb{R} \setminus \{0\}` is :math:`x \ne 0`.

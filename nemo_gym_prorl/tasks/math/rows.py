@@ -1,3 +1,4 @@
+# SPDX-FileCopyrightText: Copyright (c) 2026 the nemo-gym-prorl authors
 # SPDX-License-Identifier: Apache-2.0
 """Dataset rows of mathematical problems: those of Gym's ``math_with_judge``, ``question`` and ``expected_answer``.
 

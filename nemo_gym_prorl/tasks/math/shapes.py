@@ -1,3 +1,4 @@
+# SPDX-FileCopyrightText: Copyright (c) 2026 the nemo-gym-prorl authors
 # SPDX-License-Identifier: Apache-2.0
 r"""What an answer consists of: a list, a set, a tuple, an interval, a vector, a matrix. Pure, and about text only.
 

@@ -1,3 +1,4 @@
+# SPDX-FileCopyrightText: Copyright (c) 2026 the nemo-gym-prorl authors
 # SPDX-License-Identifier: Apache-2.0
 r"""What an answer leaves to be worked out: ``\sum_{k=1}^{100} k`` for 5050, ``17 \cdot 23 + 5``, ``\log_2 8``.
 

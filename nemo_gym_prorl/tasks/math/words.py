@@ -1,3 +1,4 @@
+# SPDX-FileCopyrightText: Copyright (c) 2026 the nemo-gym-prorl authors
 # SPDX-License-Identifier: Apache-2.0
 r"""Answers that are words, options' letters, or numbers with a base. Pure, and about text only.
 

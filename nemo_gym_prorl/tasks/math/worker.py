@@ -1,3 +1,4 @@
+# SPDX-FileCopyrightText: Copyright (c) 2026 the nemo-gym-prorl authors
 # SPDX-License-Identifier: Apache-2.0
 """The process that compares answers: ``python -m nemo_gym_prorl.tasks.math.worker``, asked by :mod:`.checker`.
 

@@ -1,3 +1,4 @@
+# SPDX-FileCopyrightText: Copyright (c) 2026 the nemo-gym-prorl authors
 # SPDX-License-Identifier: Apache-2.0
 """The deciding tests once more, asking for something else: a solution must fail them, a cheat can't tell. Pure.
 

@@ -1,3 +1,4 @@
+# SPDX-FileCopyrightText: Copyright (c) 2026 the nemo-gym-prorl authors
 # SPDX-License-Identifier: Apache-2.0
 """A record's own script, as SWE-bench's newer editions have one, taken apart into what we run of it. Pure.
 

@@ -1,3 +1,4 @@
+# SPDX-FileCopyrightText: Copyright (c) 2026 the nemo-gym-prorl authors
 # SPDX-License-Identifier: Apache-2.0
 """Statuses of tests out of logs, by the parsers of the ``swebench`` package, and what the dataset's own harness makes
 of them, in a process of its own.

@@ -1,3 +1,4 @@
+# SPDX-FileCopyrightText: Copyright (c) 2026 the nemo-gym-prorl authors
 # SPDX-License-Identifier: Apache-2.0
 """The program of :mod:`.log_parsing`. Run by its path, so that it imports nothing of ours and starts at once.
 

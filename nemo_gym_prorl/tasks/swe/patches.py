@@ -1,3 +1,4 @@
+# SPDX-FileCopyrightText: Copyright (c) 2026 the nemo-gym-prorl authors
 # SPDX-License-Identifier: Apache-2.0
 """A solution as a patch that can stand in a row: text that ``git apply`` makes the same bytes of. Pure.
 

@@ -1,3 +1,4 @@
+# SPDX-FileCopyrightText: Copyright (c) 2026 the nemo-gym-prorl authors
 # SPDX-License-Identifier: Apache-2.0
 """The fix out of R2E-Gym's ``parsed_commit_content``: a commit, taken apart into files, hunks and lines. Pure."""
 

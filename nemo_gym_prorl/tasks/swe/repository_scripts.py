@@ -1,3 +1,4 @@
+# SPDX-FileCopyrightText: Copyright (c) 2026 the nemo-gym-prorl authors
 # SPDX-License-Identifier: Apache-2.0
 """Programs of ``sh`` that make a repository in a sandbox ready, take out what became of it, and lay it again.
 

@@ -1,3 +1,4 @@
+# SPDX-FileCopyrightText: Copyright (c) 2026 the nemo-gym-prorl authors
 # SPDX-License-Identifier: Apache-2.0
 """Making a row of ``prorl_swe``: what the policy is told, and what it may call, around an instance. Pure."""
 

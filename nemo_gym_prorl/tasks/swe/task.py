@@ -1,3 +1,4 @@
+# SPDX-FileCopyrightText: Copyright (c) 2026 the nemo-gym-prorl authors
 # SPDX-License-Identifier: Apache-2.0
 """Software engineering as a :class:`~nemo_gym_prorl.tasks.task.Task`: a repository with an issue, and hidden tests."""
 

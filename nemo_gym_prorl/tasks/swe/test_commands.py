@@ -1,3 +1,4 @@
+# SPDX-FileCopyrightText: Copyright (c) 2026 the nemo-gym-prorl authors
 # SPDX-License-Identifier: Apache-2.0
 """How the tests of the datasets' repositories are run, and whose log parser reads that: rows do not say it. Pure.
 

@@ -1,3 +1,4 @@
+# SPDX-FileCopyrightText: Copyright (c) 2026 the nemo-gym-prorl authors
 # SPDX-License-Identifier: Apache-2.0
 """A folder of ours in a sandbox, beside the repository, by which everything is done there: files, and scripts."""
 

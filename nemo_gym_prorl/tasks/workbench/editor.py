@@ -1,3 +1,4 @@
+# SPDX-FileCopyrightText: Copyright (c) 2026 the nemo-gym-prorl authors
 # SPDX-License-Identifier: Apache-2.0
 """``str_replace_editor``: what it does to a text, here and not in the sandbox, and what it says."""
 

@@ -1,3 +1,4 @@
+# SPDX-FileCopyrightText: Copyright (c) 2026 the nemo-gym-prorl authors
 # SPDX-License-Identifier: Apache-2.0
 """Files of a sandbox that does not :class:`.HasFiles`: by the program inside, the agent's word.
 

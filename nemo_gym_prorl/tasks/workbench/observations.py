@@ -1,3 +1,4 @@
+# SPDX-FileCopyrightText: Copyright (c) 2026 the nemo-gym-prorl authors
 # SPDX-License-Identifier: Apache-2.0
 """What the model reads back from ``bash`` and ``python``, to the byte; described for users in ``docs/tools.md``. Pure.
 

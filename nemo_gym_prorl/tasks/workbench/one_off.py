@@ -1,3 +1,4 @@
+# SPDX-FileCopyrightText: Copyright (c) 2026 the nemo-gym-prorl authors
 # SPDX-License-Identifier: Apache-2.0
 """``bash`` and ``python`` of a sandbox that has no sessions: each call is a process of its own, and the model is told.
 

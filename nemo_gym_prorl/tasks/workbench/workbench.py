@@ -1,3 +1,4 @@
+# SPDX-FileCopyrightText: Copyright (c) 2026 the nemo-gym-prorl authors
 # SPDX-License-Identifier: Apache-2.0
 """Shell, Python, editor and ``submit`` as the tool set of a task, each in a :class:`.Workspace` of its own.
 

@@ -1,3 +1,4 @@
+# SPDX-FileCopyrightText: Copyright (c) 2026 the nemo-gym-prorl authors
 # SPDX-License-Identifier: Apache-2.0
 """What can be said of the server without a sandbox, and Gym's check of its verifier; the rest is in
 the repository's ``tests/prorl_stem``."""

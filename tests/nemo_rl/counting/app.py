@@ -1,3 +1,4 @@
+# SPDX-FileCopyrightText: Copyright (c) 2026 the nemo-gym-prorl authors
 # SPDX-License-Identifier: Apache-2.0
 """A Gym resources server without sandboxes, of Gym's own base class; a row may ask it to fail."""
 

@@ -1,3 +1,4 @@
+# SPDX-FileCopyrightText: Copyright (c) 2026 the nemo-gym-prorl authors
 # SPDX-License-Identifier: Apache-2.0
 """Verdicts and their reasons, checkers of rows, and whose fault it is when there is no verdict; in real containers."""
 

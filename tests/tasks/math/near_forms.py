@@ -1,3 +1,4 @@
+# SPDX-FileCopyrightText: Copyright (c) 2026 the nemo-gym-prorl authors
 # SPDX-License-Identifier: Apache-2.0
 """Answers that an attacker was paid for, or refused: what stands around a value, how it is named, how near it is."""
 

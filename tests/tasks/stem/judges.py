@@ -1,3 +1,4 @@
+# SPDX-FileCopyrightText: Copyright (c) 2026 the nemo-gym-prorl authors
 # SPDX-License-Identifier: Apache-2.0
 """Judges without a model: honest ones, and ones that fall for what real ones fall for; and a server to put them in."""
 

@@ -1,3 +1,4 @@
+# SPDX-FileCopyrightText: Copyright (c) 2026 the nemo-gym-prorl authors
 # SPDX-License-Identifier: Apache-2.0
 """Ways to be rewarded without answering. Each works on an obvious grader, written here, and earns 0 from ours."""
 

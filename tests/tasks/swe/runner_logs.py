@@ -1,3 +1,4 @@
+# SPDX-FileCopyrightText: Copyright (c) 2026 the nemo-gym-prorl authors
 # SPDX-License-Identifier: Apache-2.0
 """Made-up runs of ten kinds of test runners: what they print, their exit code, and what the witness in them saw.
 

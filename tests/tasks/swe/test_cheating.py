@@ -1,3 +1,4 @@
+# SPDX-FileCopyrightText: Copyright (c) 2026 the nemo-gym-prorl authors
 # SPDX-License-Identifier: Apache-2.0
 """Ways to be paid without a fix: each is worth 1 to a grader that does the obvious, and nothing to ours."""
 

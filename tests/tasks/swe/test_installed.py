@@ -1,3 +1,4 @@
+# SPDX-FileCopyrightText: Copyright (c) 2026 the nemo-gym-prorl authors
 # SPDX-License-Identifier: Apache-2.0
 """Repositories whose images have them as copies, compiled in part, or that are set up by a script of the record's own:
 as the datasets' own harnesses do, what was changed is installed before it is tested."""

@@ -1,3 +1,4 @@
+# SPDX-FileCopyrightText: Copyright (c) 2026 the nemo-gym-prorl authors
 # SPDX-License-Identifier: Apache-2.0
 """The base ``apt:``: a small Linux made of packages of this machine's own distribution, in seconds and without a
 container registry.

@@ -1,3 +1,4 @@
+# SPDX-FileCopyrightText: Copyright (c) 2026 the nemo-gym-prorl authors
 # SPDX-License-Identifier: Apache-2.0
 """The images that come with the package: *default*, for tasks that bring no image of their own; *kernel*, which is
 that one with IPython's kernel and numpy in it; *math*, which is *kernel* with scipy and sympy. They are recipes as any

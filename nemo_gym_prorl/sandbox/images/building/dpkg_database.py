@@ -1,3 +1,4 @@
+# SPDX-FileCopyrightText: Copyright (c) 2026 the nemo-gym-prorl authors
 # SPDX-License-Identifier: Apache-2.0
 """What dpkg would know of packages that were unpacked without it, so that dpkg and apt go on from there inside.
 

@@ -1,3 +1,4 @@
+# SPDX-FileCopyrightText: Copyright (c) 2026 the nemo-gym-prorl authors
 # SPDX-License-Identifier: Apache-2.0
 """Python packages for an image without pip: wheels, chosen for the *image's* Python and unpacked from outside.
 

@@ -1,3 +1,4 @@
+# SPDX-FileCopyrightText: Copyright (c) 2026 the nemo-gym-prorl authors
 # SPDX-License-Identifier: Apache-2.0
 """Files with holes in a tar archive, as GNU tar writes them (format PAX 1.0): a map of their data, and the data.
 

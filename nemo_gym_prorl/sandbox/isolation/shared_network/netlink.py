@@ -1,3 +1,4 @@
+# SPDX-FileCopyrightText: Copyright (c) 2026 the nemo-gym-prorl authors
 # SPDX-License-Identifier: Apache-2.0
 """The few things that a network of sandboxes needs of the kernel's rtnetlink: device pairs, addresses, routes.
 

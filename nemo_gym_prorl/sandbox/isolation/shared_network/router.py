@@ -1,3 +1,4 @@
+# SPDX-FileCopyrightText: Copyright (c) 2026 the nemo-gym-prorl authors
 # SPDX-License-Identifier: Apache-2.0
 """A network of sandboxes: a network namespace of its own in which nothing runs, and a cable from it to each member.
 

@@ -1,3 +1,4 @@
+# SPDX-FileCopyrightText: Copyright (c) 2026 the nemo-gym-prorl authors
 # SPDX-License-Identifier: Apache-2.0
 """What a kernel executes, as text, with the image's own Python: as ``-m ipykernel_launcher``, and faster."""
 

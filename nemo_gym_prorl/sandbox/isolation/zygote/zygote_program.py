@@ -1,3 +1,4 @@
+# SPDX-FileCopyrightText: Copyright (c) 2026 the nemo-gym-prorl authors
 # SPDX-License-Identifier: Apache-2.0
 """What a zygote executes, as text, after that of :mod:`.kernel_program`; nothing of this package is in the image.
 

@@ -1,3 +1,4 @@
+# SPDX-FileCopyrightText: Copyright (c) 2026 the nemo-gym-prorl authors
 # SPDX-License-Identifier: Apache-2.0
 """A connection to a Jupyter kernel in a sandbox: ZeroMQ's protocol on a Unix socket that the event loop reads itself.
 

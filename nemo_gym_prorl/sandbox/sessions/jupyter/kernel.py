@@ -1,3 +1,4 @@
+# SPDX-FileCopyrightText: Copyright (c) 2026 the nemo-gym-prorl authors
 # SPDX-License-Identifier: Apache-2.0
 """An IPython kernel in a sandbox, spoken to directly: ZeroMQ's protocol on Unix sockets in a folder of that sandbox.
 

@@ -1,3 +1,4 @@
+# SPDX-FileCopyrightText: Copyright (c) 2026 the nemo-gym-prorl authors
 # SPDX-License-Identifier: Apache-2.0
 """Jupyter's messages to and from a kernel in a sandbox: requests are signed, answers are picked out of frames.
 

@@ -1,3 +1,4 @@
+# SPDX-FileCopyrightText: Copyright (c) 2026 the nemo-gym-prorl authors
 # SPDX-License-Identifier: Apache-2.0
 """ZMTP 3.0, the wire protocol of ZeroMQ, as far as one must speak it to a Jupyter kernel: pure, bytes in, frames out.
 

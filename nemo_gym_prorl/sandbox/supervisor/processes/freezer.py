@@ -1,3 +1,4 @@
+# SPDX-FileCopyrightText: Copyright (c) 2026 the nemo-gym-prorl authors
 # SPDX-License-Identifier: Apache-2.0
 """Stop everything that runs in a sandbox, and let it go on: for rollouts that wait for something else meanwhile.
 

@@ -1,3 +1,4 @@
+# SPDX-FileCopyrightText: Copyright (c) 2026 the nemo-gym-prorl authors
 # SPDX-License-Identifier: Apache-2.0
 """The supervisor's launcher: a tiny process that forks others in its place, each to do one thing in a sandbox.
 

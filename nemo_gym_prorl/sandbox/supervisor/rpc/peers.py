@@ -1,3 +1,4 @@
+# SPDX-FileCopyrightText: Copyright (c) 2026 the nemo-gym-prorl authors
 # SPDX-License-Identifier: Apache-2.0
 """Who may ask a supervisor for something: processes of its own user, in its own namespaces, and nobody else.
 

@@ -1,3 +1,4 @@
+# SPDX-FileCopyrightText: Copyright (c) 2026 the nemo-gym-prorl authors
 # SPDX-License-Identifier: Apache-2.0
 """Messages between a server, its supervisor and that one's helpers: one packet each, JSON, with open files beside it.
 

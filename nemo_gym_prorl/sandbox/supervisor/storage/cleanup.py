@@ -1,3 +1,4 @@
+# SPDX-FileCopyrightText: Copyright (c) 2026 the nemo-gym-prorl authors
 # SPDX-License-Identifier: Apache-2.0
 """Who cleans up: what a dead supervisor left, processes and files, goes with the next start of any supervisor.
 

@@ -1,3 +1,4 @@
+# SPDX-FileCopyrightText: Copyright (c) 2026 the nemo-gym-prorl authors
 # SPDX-License-Identifier: Apache-2.0
 """Deleting what sandboxes left, however it was made: deep, long, closed to its owner, changed meanwhile.
 

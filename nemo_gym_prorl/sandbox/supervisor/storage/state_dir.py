@@ -1,3 +1,4 @@
+# SPDX-FileCopyrightText: Copyright (c) 2026 the nemo-gym-prorl authors
 # SPDX-License-Identifier: Apache-2.0
 """Who owns which sandboxes, on disk: so that what a dead owner left can be told from what a live one uses.
 

@@ -1,3 +1,4 @@
+# SPDX-FileCopyrightText: Copyright (c) 2026 the nemo-gym-prorl authors
 # SPDX-License-Identifier: Apache-2.0
 """Judges a candidate by many tests, each in a process of its own, in a sandbox that the agent never touched.
 

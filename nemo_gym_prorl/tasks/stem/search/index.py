@@ -1,3 +1,4 @@
+# SPDX-FileCopyrightText: Copyright (c) 2026 the nemo-gym-prorl authors
 # SPDX-License-Identifier: Apache-2.0
 """An index of passages on disk: made once by ``prorl data index``, then memory-mapped by whoever searches it.
 

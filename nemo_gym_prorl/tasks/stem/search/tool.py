@@ -1,3 +1,4 @@
+# SPDX-FileCopyrightText: Copyright (c) 2026 the nemo-gym-prorl authors
 # SPDX-License-Identifier: Apache-2.0
 """``search`` as a tool. It runs in the server's process: the sandbox has no network, and needs none for it."""
 

@@ -1,3 +1,4 @@
+# SPDX-FileCopyrightText: Copyright (c) 2026 the nemo-gym-prorl authors
 # SPDX-License-Identifier: Apache-2.0
 """How the process that runs the tests tells their outcomes past its own output. Part of a program in the sandbox.
 

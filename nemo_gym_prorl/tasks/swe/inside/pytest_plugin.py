@@ -1,3 +1,4 @@
+# SPDX-FileCopyrightText: Copyright (c) 2026 the nemo-gym-prorl authors
 # SPDX-License-Identifier: Apache-2.0
 """A plugin for any pytest from 3.0 on that tells outcomes through the channel, and what of the runner was replaced.
 

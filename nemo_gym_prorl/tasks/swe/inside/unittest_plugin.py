@@ -1,3 +1,4 @@
+# SPDX-FileCopyrightText: Copyright (c) 2026 the nemo-gym-prorl authors
 # SPDX-License-Identifier: Apache-2.0
 """Tells outcomes of unittest through the channel: of whatever runner gives them to a ``unittest.TestResult``."""
 
