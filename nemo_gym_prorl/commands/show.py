@@ -36,7 +36,7 @@ SHORT_CHARACTERS = 1600
 """How much of a text is shown without ``--full``; its middle is left out."""
 
 _NO_VERDICT = {"reward", "response", "responses_create_params", "rollout", "mask_sample"}
-_CONTROL = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f\u202a-\u202e\u2066-\u2069]")
+_CONTROL = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f\u061c\u200e\u200f\u202a-\u202e\u2066-\u2069]")
 """What a terminal obeys, also by turning the direction of what follows."""
 _CONTENT = {"message", "reasoning", "function_call", "function_call_output"}
 
@@ -71,7 +71,8 @@ async def show(url: str | None, token: str | None, what: str, look: Look) -> Non
         rows = [{**(job.result or {}), "rollout": job.model_dump(mode="json", exclude={"result"})}]
     for row in rows:
         if look.as_json:
-            console.print_json(orjson.dumps(row).decode(), indent=2)
+            text = _CONTROL.sub(lambda found: f"\\u{ord(found[0]):04x}", orjson.dumps(row).decode())
+            console.print_json(text, indent=2, ensure_ascii=False)
         elif look.tokens:
             print_tokens(console, row, look.tokenizer, full=look.full)
         else:

@@ -9,6 +9,7 @@ is shown as text: markup in it could load pictures from elsewhere.
 
 from __future__ import annotations
 
+import re
 import socket
 import sys
 import tempfile
@@ -59,7 +60,8 @@ def view(results: Path, bundle: Path | None, port: int) -> None:
     from inspect_ai.log import bundle_log_dir, write_eval_log
 
     with tempfile.TemporaryDirectory(prefix="prorl-view-") as folder:
-        write_eval_log(inspect_log(rows, results.stem), f"{folder}/{results.stem}.eval", format="eval")
+        name = re.sub(r"[^\w.-]", "_", results.stem)  # Inspect reads it as an address
+        write_eval_log(inspect_log(rows, results.stem), f"{folder}/{name}.eval", format="eval")
         if bundle is not None:
             # In full: Inspect would publish a folder "hf/…" elsewhere.
             bundle_log_dir(folder, str(bundle.absolute()))

@@ -109,8 +109,7 @@ class ToolLoop:
             calls = [item for item in turn["output"] if item.get("type") == "function_call"]
             reason = self._ended(turn, calls)
             if reason is None:
-                new = await self._call_tools(calls)
-                output.extend(new)
+                new = await self._call_tools(calls, output)
                 reason = self._limit_reached(turn)
         self._progress.finish_reason = reason
 
@@ -132,13 +131,21 @@ class ToolLoop:
             return "max_total_sequence_length"
         return None
 
-    async def _call_tools(self, calls: list[dict[str, Any]]) -> list[dict[str, Any]]:
-        """The observations, in the order of the calls."""
-        if self._limits.tool_concurrency == 1:
-            return [await self._call_tool(call) for call in calls]
-        async with asyncio.TaskGroup() as group:
-            tasks = [group.create_task(self._call_tool(call)) for call in calls]
-        return [task.result() for task in tasks]
+    async def _call_tools(self, calls: list[dict[str, Any]], output: list[dict[str, Any]]) -> list[dict[str, Any]]:
+        """The observations, in the order of the calls; in ``output``, too, those that came before it is cancelled."""
+        seen: list[dict[str, Any]] = []
+        tasks: list[asyncio.Task[dict[str, Any]]] = []
+        try:
+            if self._limits.tool_concurrency == 1:
+                for call in calls:
+                    seen.append(await self._call_tool(call))
+            else:
+                async with asyncio.TaskGroup() as group:
+                    tasks += (group.create_task(self._call_tool(call)) for call in calls)
+        finally:
+            seen += (task.result() for task in tasks if task.done() and not task.cancelled() and not task.exception())
+            output.extend(seen)
+        return seen
 
     async def _call_tool(self, call: dict[str, Any]) -> dict[str, Any]:
         """One observation. A tool's error is one too, unless it is a machine's: :mod:`~.tool_answers`."""

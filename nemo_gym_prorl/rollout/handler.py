@@ -99,9 +99,8 @@ class EndsScoring(Protocol):
     """Optional: a handler whose scoring may go on though the call was cut short, as where it is a server's."""
 
     async def end_scoring(self, job: Job) -> None:
-        """End it. Called when EVAL has failed and is not tried again, before the job has its outcome; shielded and
-        bounded in time as ``release`` is. Of a job that ends while it waits to be scored once more ``on_failure`` is
-        told alone."""
+        """End it. Called of a job that fails after EVAL has been tried, before it has its outcome; shielded and
+        bounded in time as ``release`` is."""
         ...
 
 

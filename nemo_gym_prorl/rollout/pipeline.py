@@ -233,10 +233,10 @@ class Pipeline:
         control.cancelled = error
         if control.retry is not None:
             control.retry.cancel()
-            self._spawn(self._leave_queue(job, classify(error, None)))
+            self._begin(job, self._leave_queue(job, classify(error, None)))
         elif self.scheduler.is_waiting(job.id):
             self._carry_out(self.scheduler.pause(job.id))
-            self._spawn(self._leave_queue(job, classify(error, None)))
+            self._begin(job, self._leave_queue(job, classify(error, None)))
         elif control.attempt is not None:
             control.attempt.interrupt(error)
         # Else the stage is between two awaits of its own, e.g. releasing, and looks at `cancelled` next.
@@ -270,8 +270,7 @@ class Pipeline:
             job = self.store.get(start.job_id)
             assert job is not None, "a live job is never forgotten"
             job.member = start.member
-            context = self._controls[job.id].context.copy()
-            self._spawn(asyncio.create_task(self._work_traced(job, start.stage), context=context))
+            self._begin(job, self._work_traced(job, start.stage))
 
     async def _work_traced(self, job: Job, stage: Stage) -> None:
         told = {"rollout": job.id, "group": job.group, "run": job.run, "environment": job.environment}
@@ -335,7 +334,7 @@ class Pipeline:
         elif counts or control.cancelled is not None:
             await self._give_up_or_retry(job, stage, failure, error)
         else:
-            self._hold_up(job, stage, failure, started)
+            await self._hold_up(job, stage, failure, started)
         for one in (raised, error, control.cancelled):
             forget_traces(one)
 
@@ -366,9 +365,7 @@ class Pipeline:
         if control.timed_out is not None and failure.retryable and (again is Stage.INIT or tries >= job.max_attempts):
             failure = control.timed_out
         if not failure.retryable or tries >= job.max_attempts or control.cancelled is not None:
-            if stage is Stage.EVAL:
-                await self._calls.end_scoring(job)
-            self._finish_failed(job, failure, stage)
+            await self._finish_failed(job, failure, stage)
             self._carry_out(self.scheduler.worked(job.id, None))
             return
         self._start_over(job, control, again)
@@ -382,7 +379,7 @@ class Pipeline:
         self._controls[job.id].retry = asyncio.get_running_loop().call_later(delay, self._requeue, job, again)
         self._carry_out(self.scheduler.set_aside(job.id))
 
-    def _hold_up(self, job: Job, stage: Stage, failure: Failure, started: float) -> None:
+    async def _hold_up(self, job: Job, stage: Stage, failure: Failure, started: float) -> None:
         """A server is out, which is no attempt of the job: it waits in the queue of a stage that is on hold, or, where
         nobody can tell when the server is back, for itself."""
         control = self._controls[job.id]
@@ -403,7 +400,7 @@ class Pipeline:
         else:
             assert failure.server is not None, "it is a server that is out"
             given_up = classify(self._unreachable(failure.server, failure.reason), stage)
-            self._finish_failed(job, given_up, stage)
+            await self._finish_failed(job, given_up, stage)
             self._carry_out(self.scheduler.worked(job.id, None))
 
     def _unreachable(self, server: str, met: str) -> InfrastructureError:
@@ -441,10 +438,16 @@ class Pipeline:
         self._carry_out(self.scheduler.requeue(job.id, stage))
         self._await_siblings(job.id, job.budgets.eval)
 
-    def _await_siblings(self, job_id: str, patience_s: float, before: frozenset[str] | None = None) -> None:
+    def _await_siblings(
+        self, job_id: str, patience_s: float, before: frozenset[str] | None = None, of: _Control | None = None
+    ) -> None:
         """Look after EVAL's budget, again and again, whether a job still waits for siblings to be scored with. Where
         some are missing of which none is on its way, and in all that time none has come or gone (``before``), those
-        that wait are over: whoever submits further ones would have done so."""
+        that wait are over: whoever submits further ones would have done so. ``of`` is the job that it was, since
+        another may have its id by then."""
+        control = self._controls.get(job_id)
+        if control is None or of not in (None, control):
+            return
         found = self.scheduler.missing_siblings(job_id)
         if found is None:
             return
@@ -456,21 +459,22 @@ class Pipeline:
                 if job is not None and self.scheduler.missing_siblings(job.id) is not None:
                     self.request_cancel(job, error)
             return
-        asyncio.get_running_loop().call_later(patience_s, self._await_siblings, job_id, patience_s, siblings)
+        again = partial(self._await_siblings, job_id, patience_s, siblings, control)
+        asyncio.get_running_loop().call_later(patience_s, again)
 
     async def _leave_queue(self, job: Job, failure: Failure) -> None:
-        """A job that waits will not be worked on: release its session if it holds one, end its scoring if an earlier
-        attempt has left it going on, then it is over."""
+        """A job that waits will not be worked on: release its session if it holds one, then it is over."""
         if job.session is not None:
             await self._release(job)
-        if self._controls[job.id].tries[Stage.EVAL]:
-            await self._calls.end_scoring(job)
-        self._finish_failed(job, failure, None)
+        await self._finish_failed(job, failure, None)
         self._carry_out(self.scheduler.remove(job.id))
 
     # -- outcomes ------------------------------------------------------------------------------------------------
 
-    def _finish_failed(self, job: Job, failure: Failure, stage: Stage | None) -> None:
+    async def _finish_failed(self, job: Job, failure: Failure, stage: Stage | None) -> None:
+        """End its scoring, which an attempt may have left going on, then it is over."""
+        if job.times[Stage.EVAL].attempts:
+            await self._calls.end_scoring(job)
         self._finish(job, self._calls.failed(job, stage, failure))
 
     def _finish(self, job: Job, outcome: Outcome) -> None:
@@ -489,6 +493,10 @@ class Pipeline:
         was = job.state
         job.move(state)
         self.store.record(job, time.time(), was)
+
+    def _begin(self, job: Job, work: Coroutine[Any, Any, None]) -> None:
+        """Do something for a job, in the context of who submitted it."""
+        self._spawn(asyncio.create_task(work, context=self._controls[job.id].context.copy()))
 
     def _spawn(self, work: Coroutine[Any, Any, Any] | Awaitable[Any]) -> None:
         task = asyncio.ensure_future(work)

@@ -152,8 +152,9 @@ class _Record:
     def _calls(self, turn: TurnRead) -> Iterator[tuple[dict[str, Any], dict[str, Any]]]:
         """Call and output of each; ids that a model server uses again are made different."""
         for call in turn.calls:
-            fresh = call.id.strip() and call.id not in self._call_ids
-            call_id = call.id if fresh else f"{call.id}#{len(self._tool_calls)}"
+            call_id = call.id
+            while not call_id.strip() or call_id in self._call_ids:
+                call_id = f"{call_id}#{len(self._tool_calls)}"
             self._call_ids.add(call_id)
             name = call.name if call.name.strip() else "(no name)"
             arguments = {"malformed": call.written} if call.arguments is None else call.arguments
@@ -193,7 +194,7 @@ def _identity(row: Mapping[str, Any]) -> tuple[str, str]:
     """Task and rollout, as Gym's collector names them."""
     task, repeat = row.get("_ng_task_index"), row.get("_ng_rollout_index")
     names = (row.get(name) for name in ("task_id", "problem_id", "instance_id"))
-    task_id = next((str(name) for name in names if name is not None), str(task))
+    task_id = next((str(name) for name in names if name is not None and str(name).strip()), str(task))
     rollout_id = str(row.get("_ng_rollout_id") or f"{task}-{repeat}")
     attempt = row.get("_ng_attempt_index")
     return task_id, f"{rollout_id}-a{attempt}" if isinstance(attempt, int) and attempt > 0 else rollout_id

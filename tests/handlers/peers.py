@@ -106,6 +106,7 @@ class Policy(Peer):
     defers: bool = True
     versions: bool = False
     mixture: bool = False
+    calls_at_once: int = 1
     taken: dict[str, int] = field(default_factory=lambda: defaultdict(int))
     in_flight: int = 0
     most_in_flight: int = 0
@@ -135,12 +136,17 @@ class Policy(Peer):
             item |= {"type": "message", "role": "assistant", "content": [text]}
         else:
             item |= {"type": "function_call", "name": self.tool, "arguments": "{}", "call_id": f"c{number}"}
+        more = (
+            []
+            if last
+            else [{**item, "id": f"i{number}.{n}", "call_id": f"c{number}.{n}"} for n in range(1, self.calls_at_once)]
+        )
         body = {
             "id": f"resp{number}",
             "created_at": 0,
             "model": "policy",
             "object": "response",
-            "output": [item],
+            "output": [item, *more],
             "tool_choice": "auto",
             "parallel_tool_calls": True,
             "tools": [],

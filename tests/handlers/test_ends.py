@@ -38,6 +38,25 @@ async def test_the_tokens_of_a_rollout_that_ran_out_of_time() -> None:
         await until(lambda: len(deleted(policy)) == 1)
 
 
+@pytest.mark.parametrize("at_once", [1, 3])
+async def test_what_tools_had_answered_when_time_ran_out_is_in_the_row(at_once: int) -> None:
+    policy, environment = Policy(calls_at_once=3), Environment()
+    asked: list[int] = []
+
+    def second_hangs() -> Any:
+        asked.append(1)
+        return hang(60)() if len(asked) == 2 else None
+
+    environment.instead["/count"] = second_hangs
+    settings = {"budgets": {"run": 1.0}, "tool_concurrency": at_once}
+    async with deployment(environment, policy, **settings) as at:
+        done = await at.run(COLLECTED)
+    answered = [item["call_id"] for item in done["response"]["output"] if item["type"] == "function_call_output"]
+    [step] = done["rollout"]["steps"]
+    assert sorted(tool["call_id"] for tool in step["tools"]) == answered
+    assert done["rollout"]["tool_calls"] == len(answered) == (1 if at_once == 1 else 2)
+
+
 async def test_the_tokens_of_a_rollout_that_was_cancelled() -> None:
     environment = Environment(instead={"/count": hang(60)})
     async with deployment(environment) as at:

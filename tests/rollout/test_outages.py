@@ -10,7 +10,7 @@ import pytest
 
 from nemo_gym_prorl.failures import FailureKind, InfrastructureError, Stage
 from nemo_gym_prorl.rollout.environments import Environment, Environments
-from nemo_gym_prorl.rollout.job import FAILED_STATES, Job, JobState, Trajectory, Verdict
+from nemo_gym_prorl.rollout.job import FAILED_STATES, Budgets, Job, JobState, Trajectory, Verdict
 from nemo_gym_prorl.rollout.metrics import PipelineMetrics
 from nemo_gym_prorl.rollout.pipeline import Pipeline
 from nemo_gym_prorl.rollout.request import JobRequest
@@ -275,5 +275,65 @@ def test_jobs_held_up_can_be_cancelled_and_the_service_closed() -> None:
         await pipeline.close()
         assert all(job.state.terminal for job in jobs)
         assert not handler.sessions
+
+    run_in_virtual_time(play())
+
+
+class Scoring(Deployment):
+    """Its scoring may go on though the call was lost."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.ended: list[str] = []
+
+    async def end_scoring(self, job: Job) -> None:
+        self.ended.append(job.id)
+
+
+@pytest.mark.parametrize("cancelled", [True, False])
+def test_the_scoring_of_a_job_that_a_server_held_up_there_is_ended(cancelled: bool) -> None:
+    async def play() -> None:
+        handler = Scoring()
+        pipeline = Bench(PipelineSettings(unreachable_s=100.0), handler).pipeline()
+        job = pipeline.submit(JobRequest({"plan": {}}))
+        await asyncio.sleep(2)
+        handler.down["resources"] = FailureKind.TRANSPORT_UNREACHABLE
+        await asyncio.sleep(8)
+        assert (job.state, handler.ended) == (JobState.EVALUATING, [])
+        if cancelled:
+            await pipeline.cancel(job)
+        assert await pipeline.drain(1000)
+        assert job.state in FAILED_STATES
+        assert handler.ended == [job.id]
+        await pipeline.close()
+
+    run_in_virtual_time(play())
+
+
+def test_who_comes_again_under_an_old_id_is_waited_for_as_long_as_anybody() -> None:
+    """A trainer sends a row that failed once more, under its id: what was waiting for the old one is over."""
+
+    async def play() -> None:
+        environment = Environment("planned", "planned", PlannedHandler, scores_groups_of=3)
+        clock = asyncio.get_running_loop().time
+        settings = PipelineSettings(budgets=Budgets(eval=100.0))
+        pipeline = Pipeline(Environments([environment], "planned"), settings, clock=clock)
+
+        async def one(name: str) -> float:
+            begun = clock()
+            job = pipeline.submit(JobRequest({"plan": {}}, id=name, group="g", held=True))
+            await pipeline.wait(job)
+            assert job.outcome is not None
+            assert job.outcome.failure is not None
+            assert job.outcome.failure.kind is FailureKind.COHORT_INCOMPLETE
+            job.deliver()
+            return clock() - begun
+
+        for pause in (30, 0, 0):
+            first = asyncio.create_task(one("a"))
+            await asyncio.sleep(pause)
+            assert await one("b") >= 100
+            assert await first >= 100
+        await pipeline.close()
 
     run_in_virtual_time(play())

@@ -135,3 +135,12 @@ def test_gyms_health_checks_find_what_failed_and_nothing_else(tmp_path: Path) ->
     assert (healthy.verdict, healthy.findings, healthy.unobserved) == ("healthy", [], [])
     assert ill.verdict == "unhealthy"
     assert [finding.check for finding in ill.findings] == ["model_call_zero_completion_tokens"]
+
+
+def test_ids_are_what_gyms_exporter_takes() -> None:
+    """It refuses a file for one that is blank or there twice."""
+    record = row([call("x", "{}", name) for name in ("c", "c#2", "c", " ")], task_id=" ")[TRAJECTORY]
+    ids = [each["tool_call_id"] for each in record["tool_calls"]]
+    assert len({*ids}) == 4
+    assert all(each.strip() for each in ids)
+    assert record["task_id"] == "3"

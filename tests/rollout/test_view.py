@@ -144,7 +144,7 @@ async def test_what_cannot_be_viewed_is_one_line(tmp_path: Path, monkeypatch: py
     def view_of(*arguments: str) -> Any:
         return prorl("view", *arguments)
 
-    empty, results = write(tmp_path / "empty.jsonl"), write(tmp_path / "first.jsonl", GOOD)
+    empty, results = write(tmp_path / "empty.jsonl"), write(tmp_path / "first#1.jsonl", GOOD)
     assert await view_of(str(empty)) == (1, f"prorl: {empty}: has no rollouts\n")
     code, said_ = await view_of(str(results), "--bundle", str(tmp_path))
     assert (code, "--bundle: is there already" in said_) == (1, True)

@@ -104,7 +104,7 @@ def route_of_callers(
 _PREFIX = "/ng-rollout/"
 _OF_A_ROLLOUT = re.compile(
     rf"(?P<prefix>{_PREFIX}(?P<rollout>[A-Za-z0-9][A-Za-z0-9._-]{{0,199}})(?:/training-token-capture)?)"
-    r"/(?!ng-rollout/).*"
+    r"/(?!ng-rollout/).*[^/]"
 )
 
 
@@ -137,14 +137,14 @@ class RolloutUrls:
         read = _OF_A_ROLLOUT.fullmatch(scope["raw_path"].decode("latin-1"))
         if read is None:
             raise CallerError(
-                "must be /ng-rollout/ID/v1/…, with an ID of at most 200 letters, digits, dots, dashes and underscores "
-                "that begins with a letter or digit",
+                "must be /ng-rollout/ID/v1/… without a slash at its end, with an ID of at most 200 letters, digits, "
+                "dots, dashes and underscores that begins with a letter or digit",
                 field="URL",
             )
         prefix, rollout = read["prefix"], read["rollout"]
-        header = header_text(Headers(scope=scope).get("x-rollout-id", ""))
-        if header not in ("", rollout):
-            raise CallerError(f"{header!r} is not {rollout!r} of the URL: leave it out", field="X-Rollout-Id")
+        for header in map(header_text, Headers(scope=scope).getlist("x-rollout-id")):
+            if header not in ("", rollout):
+                raise CallerError(f"{header!r} is not {rollout!r} of the URL: leave it out", field="X-Rollout-Id")
         others = [(name, value) for name, value in scope["headers"] if name != b"x-rollout-id"]
         named = {**scope, "headers": [*others, (b"x-rollout-id", rollout.encode())]}
         if not self._whole:
