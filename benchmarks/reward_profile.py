@@ -4,8 +4,9 @@
 
 The model is SmolLM2-135M-Instruct, which a package of the index carries along, in a vLLM on the CPU; `prorl_model`
 renders and reads its turns. Rows are the environments' own (HumanEval's, the examples of science and of repositories)
-and, since mathematics that it could do are in no dataset, sums of two numbers. Gym's command line does the rest: `gym
-eval run` collects several rollouts of each row, `gym eval profile` makes the profile that these figures are of.
+and, since mathematics that it could do are in no dataset, sums of two numbers behind two that are done, so that it
+knows where the answer goes. Gym's command line does the rest: `gym eval run` collects several rollouts of each row,
+`gym eval profile` makes the profile that these figures are of.
 
 A profile says whether an environment can be learnt from: a mean reward between its ends, and rows whose rollouts
 differ (with variance). This model can't do software engineering, and hardly uses tools; a failure of our own would
@@ -18,6 +19,7 @@ import argparse
 import asyncio
 import contextlib
 import json
+import re
 import subprocess
 import tempfile
 from collections.abc import Mapping, Sequence
@@ -31,13 +33,19 @@ from nemo_gym_prorl.tasks.math.rows import row_of
 
 
 ROOT = Path(__file__).parents[1]
-ROWS, REPEATS = 16, 8
+ROWS, REPEATS = 16, 4
 MODEL = "tiny"
 """Its name at the engine."""
 LIMITS = {"max_steps": 4}
 """Turns of a rollout."""
 TOKENS = 256
 """Of one turn."""
+DONE = [
+    {"role": "user", "content": "What is 4 + 3?"},
+    {"role": "assistant", "content": "4 + 3 = 7, so the answer is \\boxed{7}."},
+    {"role": "user", "content": "What is 12 + 9?"},
+    {"role": "assistant", "content": "12 + 9 = 21, so the answer is \\boxed{21}."},
+]
 
 
 def rows_of(environment: str, count: int) -> list[dict[str, Any]]:
@@ -45,7 +53,10 @@ def rows_of(environment: str, count: int) -> list[dict[str, Any]]:
     if environment == "prorl_math":
         pairs = [(3 * number + 2, 5 * number % 9 + 1) for number in range(count)]
         sums = [row_of({"problem": f"What is {a} + {b}?", "answer": a + b}) for a, b in pairs]
-        return [row | {"agent_ref": {"type": "responses_api_agents", "name": f"{environment}_agent"}} for row in sums]
+        for row in sums:
+            row["agent_ref"] = {"type": "responses_api_agents", "name": f"{environment}_agent"}
+            row["responses_create_params"]["input"][1:1] = DONE
+        return sums
     folder = ROOT / "resources_servers" / environment / "data"
     files = [folder / "train.jsonl", folder / "example.jsonl"]
     lines = next(path for path in files if path.is_file()).read_text().splitlines()
@@ -89,7 +100,13 @@ def figures(
     masked = sum(bool(rollout.get("mask_sample")) for rollout in rollouts)
     turns = sum(rollout["rollout"]["turns"] for rollout in rollouts) / len(rollouts)
     calls = sum(rollout["rollout"]["tool_calls"] > 0 for rollout in rollouts) / len(rollouts)
+    boxed = [(box, rollout) for rollout in rollouts if len(box := _BOX.findall(json.dumps(rollout["response"]))) == 1]
+    wrong = [
+        row for [box], row in boxed if "expected_answer" in row and (box == row["expected_answer"]) != row["reward"]
+    ]
+    told = [Figure(f"{environment}: one number in a box, and another reward", len(wrong), f"of {len(boxed)}", "<= 0")]
     return [
+        *(told if environment == "prorl_math" else []),
         Figure(f"{environment}: rollouts", len(rollouts), ""),
         Figure(f"{environment}: masked", masked, "", "<= 0"),
         Figure(f"{environment}: mean reward", sum(rewards) / len(rewards), ""),
@@ -98,6 +115,9 @@ def figures(
         Figure(f"{environment}: turns", turns, ""),
         Figure(f"{environment}: rollouts with a tool call", calls, ""),
     ]
+
+
+_BOX = re.compile(r"boxed\{(\d+)\}")
 
 
 def _lines(path: Path) -> list[dict[str, Any]]:
@@ -125,7 +145,7 @@ def measure(environments: Sequence[str], rows: int, repeats: int) -> list[Figure
 def main() -> None:
     """The command."""
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--quick", action="store_true", help="a quarter of it; writes nothing")
+    parser.add_argument("--quick", action="store_true", help="a sixteenth of it; writes nothing")
     quick = parser.parse_args().quick
     every = ["prorl_code", "prorl_math", "prorl_stem", "prorl_swe"]
     share = 4 if quick else 1

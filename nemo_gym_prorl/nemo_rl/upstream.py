@@ -154,7 +154,7 @@ BOTH: tuple[Entry, ...] = (
         grpo.use_leave_one_out_baseline grpo.val_at_start grpo.val_period logger.log_dir loss_fn.disable_ppo_ratio
         loss_fn.force_on_policy_ratio loss_fn.token_level_loss loss_fn.use_importance_sampling_correction
         policy.draft.enabled policy.generation.max_new_tokens policy.generation.temperature policy.generation.top_p
-        policy.max_total_sequence_length policy.megatron_cfg.mtp_num_layers policy.router_replay.enabled
+        policy.max_total_sequence_length policy.megatron_cfg.mtp_num_layers
         policy.tokenizer policy.train_global_batch_size
         """,
     ),

@@ -76,7 +76,7 @@ async def test_each_refused_row_is_named_by_its_line_and_the_others_run(
         assert not await submit(Order(rows, repeats=2, run="r"), url, TOKEN)
         said = capsys.readouterr().out
         assert "rows.jsonl:1: " in said
-        assert "3 succeeded, 1 rows refused" in said
+        assert "3 succeeded, 1 row refused" in said
 
 
 @pytest.mark.parametrize("content", ["", "\n\n"])
