@@ -58,8 +58,10 @@ def make(folder: Path) -> None:
     tokenizer.eos_token = "<|im_end|>"
     tokenizer.chat_template = CHAT_TEMPLATE
     model.generation_config.eos_token_id = tokenizer.eos_token_id
-    tokenizer.save_pretrained(folder)
-    model.to(torch.bfloat16).save_pretrained(folder)
+    part = folder.with_suffix(".part")  # a folder that is there is whole
+    tokenizer.save_pretrained(part)
+    model.to(torch.bfloat16).save_pretrained(part)
+    part.rename(folder)
 
 
 if __name__ == "__main__":

@@ -18,6 +18,7 @@ from typing import Any
 import orjson
 from pydantic import ValidationError
 from rich.console import Console
+from rich.highlighter import JSONHighlighter
 from rich.padding import Padding
 from rich.rule import Rule
 from rich.table import Table
@@ -71,8 +72,10 @@ async def show(url: str | None, token: str | None, what: str, look: Look) -> Non
         rows = [{**(job.result or {}), "rollout": job.model_dump(mode="json", exclude={"result"})}]
     for row in rows:
         if look.as_json:
-            text = _CONTROL.sub(lambda found: f"\\u{ord(found[0]):04x}", orjson.dumps(row).decode())
-            console.print_json(text, indent=2, ensure_ascii=False)
+            text = orjson.dumps(row, option=orjson.OPT_INDENT_2).decode()
+            text = _CONTROL.sub(lambda found: f"\\u{ord(found[0]):04x}", text)
+            # Not print_json, which reads it and writes it anew.
+            console.print(JSONHighlighter()(Text(text)), soft_wrap=True)
         elif look.tokens:
             print_tokens(console, row, look.tokenizer, full=look.full)
         else:

@@ -87,6 +87,19 @@ async def test_a_stage_that_failed_says_so(spans: InMemorySpanExporter) -> None:
     assert "verifier_error" in (ended["prorl.eval"].description or "")
 
 
+async def test_siblings_that_are_given_up_end_in_their_own_traces(spans: InMemorySpanExporter) -> None:
+    """One timer ends both, in the context of whoever set it."""
+    environment = Environment()
+    async with deployment(environment, scores_groups_of=3, budgets={"eval": 0.5}) as at:
+        rows = [{**COLLECTED, "_ng_rollout_index": number, "rollout": {"group": "g"}} for number in range(2)]
+        await asyncio.gather(*(at.post("/run", row, **caller(number)) for number, row in enumerate(rows)))
+    calls = zip(environment.calls, environment.headers, strict=True)
+    of = [(path, headers["traceparent"].split("-")[1], headers.get("cookie")) for (_, path), headers in calls]
+    closed = {cookie: trace_ for path, trace_, cookie in of if path == "/close_session"}
+    assert closed == {cookie: trace_ for path, trace_, cookie in of if path == "/give_back"}
+    assert {*closed.values()} == {*TRACES[:2]}
+
+
 async def test_gyms_switch_of_groups_is_ours(spans: InMemorySpanExporter, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(tracing, "_gym_wants", lambda: lambda group: group == "rollout")
     async with deployment() as at:

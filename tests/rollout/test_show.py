@@ -293,6 +293,19 @@ async def test_a_file_that_is_being_written_is_shown_as_far_as_it_is(tmp_path: P
     assert (code, f"{path}:1: is not JSON" in output) == (1, True)
 
 
+async def test_what_a_terminal_would_obey_is_shown_as_text_in_json_and_in_labels_too(tmp_path: Path) -> None:
+    path, obeyed = tmp_path / "rollouts.jsonl", "\x1b[31m\x9b\x7f\u202e\u200f\u061c"
+    steps = [
+        {**TOKEN_ROW["rollout"]["steps"][0], "weights": [f"[/nope]{obeyed}", None]},
+        *TOKEN_ROW["rollout"]["steps"][1:],
+    ]
+    path.write_text(json.dumps(TOKEN_ROW | {"said": obeyed, "rollout": {"steps": steps}}) + "\n")
+    for how in ("--json", "--tokens"):
+        code, output = await prorl("show", f"{path}:1", how)
+        assert (code, {*obeyed} - {*"[31m"} & {*output}) == (0, set())
+    assert "[/nope]\\x1b[31m" in output
+
+
 async def test_a_rollout_without_tokens_says_so(tmp_path: Path) -> None:
     path = tmp_path / "rollouts.jsonl"
     path.write_text(json.dumps({"response": {"output": [said("x")]}}) + "\n")

@@ -82,7 +82,7 @@ async def said_by(*command: str, cwd: Path) -> str:
 
 async def test_a_static_site_has_turns_calls_rewards_failures_and_times(tmp_path: Path) -> None:
     """In a folder of this machine, whatever it is called: Inspect would publish this one elsewhere."""
-    results, site = write(tmp_path / "first.jsonl", GOOD, FAILED, ODD), tmp_path / "hf" / "any" / "space"
+    results, site = write(tmp_path / "first#1.jsonl", GOOD, FAILED, ODD), tmp_path / "hf" / "any" / "space"
     command = (sys.executable, "-c", "from nemo_gym_prorl.cli import main; main()")
     await said_by(*command, "view", str(results), "--bundle", "hf/any/space", cwd=tmp_path)
     assert "<script" in (site / "index.html").read_text()
@@ -144,7 +144,7 @@ async def test_what_cannot_be_viewed_is_one_line(tmp_path: Path, monkeypatch: py
     def view_of(*arguments: str) -> Any:
         return prorl("view", *arguments)
 
-    empty, results = write(tmp_path / "empty.jsonl"), write(tmp_path / "first#1.jsonl", GOOD)
+    empty, results = write(tmp_path / "empty.jsonl"), write(tmp_path / "first.jsonl", GOOD)
     assert await view_of(str(empty)) == (1, f"prorl: {empty}: has no rollouts\n")
     code, said_ = await view_of(str(results), "--bundle", str(tmp_path))
     assert (code, "--bundle: is there already" in said_) == (1, True)
