@@ -181,7 +181,15 @@ Token = Annotated[
 @app.command()
 def submit(
     rows: Annotated[Path, typer.Argument(help="JSONL file of Gym dataset rows; Gym's short names are known, too.")],
-    url: Url = None,
+    url: Annotated[
+        str | None,
+        typer.Option(
+            envvar="PRORL_URL",
+            show_envvar=False,
+            help="The service, or several with commas between. Default: PRORL_URL, else the prorl_agent that Gym's "
+            "head server knows.",
+        ),
+    ] = None,
     token: Token = None,
     repeats: Annotated[int, typer.Option(min=1, help="Rollouts per row; they are one group.")] = 1,
     run: Annotated[

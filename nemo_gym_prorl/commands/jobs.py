@@ -31,20 +31,36 @@ _LOOK_S = 5.0
 
 @asynccontextmanager
 async def connect(url: str | None, token: str | None) -> AsyncIterator[RolloutClient]:
-    """A client of the service at ``url``, or of the one that Gym's head server knows, wherever that is by then: a
-    deployment that is started anew has its servers at other ports.
+    """A client of the one service that :func:`services` finds.
+
+    Raises:
+        InfrastructureError, CallerError: see :func:`find_service`; several are named.
+    """
+    async with services(url, token) as clients:
+        if len(clients) > 1:
+            raise CallerError("names several services, which only prorl submit takes; give one", field="--url")
+        async with clients[0] as client:
+            yield client
+
+
+@asynccontextmanager
+async def services(url: str | None, token: str | None) -> AsyncIterator[list[RolloutClient]]:
+    """Clients, not open yet, of the services at ``url``, with commas between, or of the one that Gym's head server
+    knows, wherever that is by then: a deployment that is started anew has its servers at other ports.
 
     Raises:
         InfrastructureError, CallerError: see :func:`find_service`.
     """
+    if url is not None and (urls := [one for one in map(str.strip, url.split(",")) if one]):
+        yield [RolloutClient(one, token) for one in urls]
+        return
     head = os.environ.get("PRORL_HEAD", DEFAULT_HEAD)
-    async with RolloutClient(url or await find_service(head), token) as client:
-        following = asyncio.create_task(_follow(client, head)) if url is None else None
-        try:
-            yield client
-        finally:
-            if following is not None:
-                following.cancel()
+    client = RolloutClient(await find_service(head), token)
+    following = asyncio.create_task(_follow(client, head))
+    try:
+        yield [client]
+    finally:
+        following.cancel()
 
 
 async def _follow(client: RolloutClient, head: str) -> None:

@@ -3,7 +3,7 @@
 """``prorl submit``: a file of rows becomes rollouts, each of which ends with one outcome, whatever happens between.
 
 A rollout's id says where it comes from: ``<run>-<line>-<repeat>``. Submitting is therefore safe to repeat: what still
-runs is joined, what is lost begins anew, and :mod:`nemo_gym_prorl.rollout.carrier` does so whenever the service went
+runs is joined, what is lost begins anew, and :mod:`nemo_gym_prorl.rollout.fleet` does so whenever the service went
 away. An id that is over without an outcome, since its rollout was cancelled or is forgotten, is followed by the next
 one, ``<run>-<line>-<repeat>.2``. The repeats of a row are one group, since they answer the same prompt.
 """
@@ -15,7 +15,7 @@ import contextlib
 import secrets
 import time
 from collections import deque
-from collections.abc import AsyncIterator, Callable, Mapping
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
@@ -26,13 +26,15 @@ from rich.console import Console, Group
 from rich.live import Live
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
-from nemo_gym_prorl.commands.jobs import connect
+from nemo_gym_prorl.commands.jobs import services
 from nemo_gym_prorl.commands.report import Tally, print_refused, print_report
 from nemo_gym_prorl.commands.rows import Place, Refusal, Results, read_rows
 from nemo_gym_prorl.commands.watch import pools
 from nemo_gym_prorl.failures import CallerError, FailureKind, InfrastructureError
-from nemo_gym_prorl.rollout.carrier import Carrier, Loss
-from nemo_gym_prorl.rollout.client import ApiError, RolloutClient
+from nemo_gym_prorl.rollout.client import RolloutClient
+from nemo_gym_prorl.rollout.fleet.carrier import Loss
+from nemo_gym_prorl.rollout.fleet.dispatcher import Dispatcher
+from nemo_gym_prorl.rollout.fleet.nodes import NodeList
 from nemo_gym_prorl.rollout.job import JobState
 from nemo_gym_prorl.rollout.rows import WISHES
 from nemo_gym_prorl.rollout.schemas import JobView, StatusView, SubmitRequest, TokenForm
@@ -43,7 +45,6 @@ PATIENCE_S = 600.0
 """How long a service may be away in mid-run. One that is started again by its restarter is back within a minute."""
 
 _LOOK_S = 0.5
-_STATUS_S = 5.0
 _CANCEL_S = 30.0
 _AT_ONCE = 10_000
 """Rollouts under way: enough for any service, and each costs some memory here."""
@@ -105,7 +106,7 @@ async def submit(order: Order, url: str | None, token: str | None) -> bool:
         if tally.ended:
             say(f"{tally.ended} results are in {order.output} already")
         if wanted:
-            async with connect(url, token) as client, Run(client, name, order, tally, results, say) as run:
+            async with services(url, token) as clients, Run(clients, name, order, tally, results, say) as run:
                 await (_detach(run, wanted, console) if order.detach else _follow(run, wanted, console))
         print_refused(console, str(order.rows), tally.refused[len(refused) :])
         if not order.detach:
@@ -179,10 +180,10 @@ class _Rollout:
 
 
 class Run:
-    """The rollouts of one run at one service. An async context manager; the service is told nothing on leaving.
+    """The rollouts of one run. An async context manager; the services are told nothing on leaving.
 
     Args:
-        client: of the service.
+        clients: of the services that share them; not open yet.
         name: the beginning of every id.
         order: what to submit and how.
         tally: counts the outcomes.
@@ -195,7 +196,7 @@ class Run:
 
     def __init__(
         self,
-        client: RolloutClient,
+        clients: Sequence[RolloutClient],
         name: str,
         order: Order,
         tally: Tally,
@@ -204,15 +205,19 @@ class Run:
     ) -> None:
         self.name, self.tally = name, tally
         self.left: list[_Rollout] = []
-        self._client, self._order, self._results = client, order, results
-        self._carrier = Carrier(
-            client,
+        self._clients, self._order, self._results = clients, order, results
+        self._at: dict[str, str] = {}
+        """Services, by id."""
+        self._services = Dispatcher(
+            NodeList(clients, field="--url"),
             tokens=TokenForm.ITEMS,
             ended=self._ended,
             lost=self._lost,
-            broke=self._broke,
+            broke=lambda node, error: self._broke(error),
             say=say,
             follows=self._follows,
+            placed=self._at.__setitem__,
+            bounded=not order.detach,
         )
         self._waiting: deque[_Rollout] = deque()
         self._open: dict[str, _Rollout] = {}
@@ -222,14 +227,22 @@ class Run:
         self._over = asyncio.Event()
 
     async def __aenter__(self) -> Self:
-        await self._client.list(limit=1)  # a service that is not there is told at once
-        self._carrier.start()
+        await self._services.start()
+        try:
+            asked = [client.list(limit=1) for client in self._clients]
+            answers = await asyncio.gather(*asked, return_exceptions=True)
+            errors = [answer for answer in answers if isinstance(answer, BaseException)]
+            if len(errors) == len(answers):
+                raise errors[0]  # a service that is not there is told at once
+        except BaseException:
+            await self._services.close()
+            raise
         return self
 
     async def __aexit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        await self._carrier.close()
+        await self._services.close()
 
     async def to_the_end(
         self, wanted: dict[Place, dict[str, Any]], show: Callable[[StatusView], None] | None = None
@@ -242,19 +255,15 @@ class Run:
         self._go_on()
         away_since: float | None = None
         while not self._over.is_set():
-            away_since = (away_since or time.monotonic()) if self._carrier.away else None
+            away_since = (away_since or time.monotonic()) if self._services.away else None
             if away_since is not None and time.monotonic() - away_since > self._order.patience_s:
                 raise InfrastructureError(
                     f"the service has been away for {self._order.patience_s:g} s; the same command with "
                     f"--run {self.name} goes on",
                     kind=FailureKind.TRANSPORT_UNREACHABLE,
                 )
-            with contextlib.suppress(
-                ApiError, InfrastructureError, TimeoutError
-            ):  # the carrier meets the same, and tells
-                async with asyncio.timeout(_STATUS_S):
-                    if show is not None:
-                        show(await self._client.status())
+            if show is not None and (statuses := self._services.statuses):
+                show(StatusView.sum(statuses.values()))
             with contextlib.suppress(TimeoutError):
                 await asyncio.wait_for(self._over.wait(), _LOOK_S)
         if self._broken is not None:
@@ -266,12 +275,12 @@ class Run:
         self._cancelled = True
         self._over.clear()
         for rollout_id in self._open:
-            self._carrier.cancel(rollout_id)
+            self._services.cancel(rollout_id)
         for rollout in self.left:
             self._open[self.id_of(rollout)] = rollout
-            self._carrier.cancel_unknown(self.id_of(rollout))
+            self._services.cancel_unknown(self.id_of(rollout), self._at[self.id_of(rollout)])
         deadline = time.monotonic() + _CANCEL_S
-        while self._open and not self._carrier.away and time.monotonic() < deadline:
+        while self._open and not self._services.away and time.monotonic() < deadline:
             with contextlib.suppress(TimeoutError):
                 await asyncio.wait_for(self._over.wait(), _LOOK_S)
         return len(self._open)
@@ -283,12 +292,12 @@ class Run:
 
     def _go_on(self) -> None:
         """Hand over what is next; once nothing is left, it is over."""
-        while self._waiting and self._carrier.load < _AT_ONCE and not self._cancelled:
+        while self._waiting and self._services.load < _AT_ONCE and not self._cancelled:
             rollout = self._waiting.popleft()
             self._open[self.id_of(rollout)] = rollout
             group = f"{self.name}-{rollout.place.line}"
             body = {"row": rollout.row, "group": group, **_wishes(self._order, rollout.row)}
-            self._carrier.submit(self.id_of(rollout), body)
+            self._services.submit(self.id_of(rollout), body)
         if not self._open:
             self._over.set()
 

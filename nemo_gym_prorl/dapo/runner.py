@@ -16,11 +16,8 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections import Counter
 from collections.abc import Mapping, Sequence
-from contextlib import AsyncExitStack
 from dataclasses import dataclass
-from functools import partial
 from types import TracebackType
 from typing import Any, Self
 
@@ -31,9 +28,11 @@ from nemo_gym_prorl.dapo.outcome import Outcome, outcome_of, usage_of
 from nemo_gym_prorl.dapo.prompts import PromptStream
 from nemo_gym_prorl.dapo.rollout_metrics import RolloutMetrics
 from nemo_gym_prorl.dapo.sampler import DynamicSampler
-from nemo_gym_prorl.failures import CallerError, FailureKind, InfrastructureError, Origin
-from nemo_gym_prorl.rollout.carrier import Carrier, Loss
+from nemo_gym_prorl.failures import CallerError, InfrastructureError, Origin
 from nemo_gym_prorl.rollout.client import RolloutClient
+from nemo_gym_prorl.rollout.fleet.carrier import Loss
+from nemo_gym_prorl.rollout.fleet.dispatcher import Dispatcher
+from nemo_gym_prorl.rollout.fleet.nodes import NodeList
 from nemo_gym_prorl.rollout.job import JobState
 from nemo_gym_prorl.rollout.schemas import JobView, TokenForm
 from nemo_gym_prorl.rollout.tokens import Turn
@@ -94,11 +93,11 @@ class Runner:
     Args:
         sampler: a new one, or one whose state is given as ``state``.
         prompts: those of the sampler.
-        services: clients that are not open yet; the runner opens and closes them. A group stays on one service.
+        services: clients that are not open yet; the runner opens and closes them.
         client: under which the services share their slots among callers.
         options: more for each submission: ``environment``, ``budgets``, ``max_attempts``, ``run``. A rollout of a run
             is data only if each span of it was sampled by weights of that run, whose labels are versions as numbers.
-        state: what :meth:`state` of an earlier runner gave; its services must be the same ones in the same order.
+        state: what :meth:`state` of an earlier runner gave. What ran at services that are gone is sampled again.
     """
 
     def __init__(
@@ -111,35 +110,25 @@ class Runner:
         options: Mapping[str, Any] | None = None,
         state: Mapping[str, Any] | None = None,
     ) -> None:
-        if not services:
-            raise CallerError("at least one rollout service is needed", field="services")
         self.sampler = sampler
         self.rollout_metrics = RolloutMetrics()
         self._prompts = prompts
         self._client = client
         self._options = dict(options or {})
         self._state = state
-        self._open = AsyncExitStack()
-        self._services = [
-            Carrier(
-                service,
-                tokens=TokenForm.PACKED,
-                ended=self._ended,
-                lost=self._lost,
-                broke=partial(self._broke, place),
-                say=LOG.warning,
-                replaceable=lambda: not all(other.away for other in self._services),
-            )
-            for place, service in enumerate(services)
-        ]
-        self._out: set[int] = set()
+        self._services = Dispatcher(
+            NodeList(services),
+            tokens=TokenForm.PACKED,
+            ended=self._ended,
+            lost=self._lost,
+            broke=self._broke,
+            say=LOG.warning,
+            placed=self._placed,
+        )
+        self._out: set[str] = set()
         """Services that refuse us."""
-        self._at: dict[str, int] = {}
-        """Services by rollout, while it is in flight or its result is kept here."""
-        self._homes: dict[str, int] = {}
-        """Services by group, to which further rollouts of it go, while there are some of it."""
-        self._counts: Counter[str] = Counter()
-        """Rollouts by group, of those."""
+        self._at: dict[str, str | None] = {}
+        """Services by rollout, while it is in flight or its result is kept here; ``None`` where it waits for one."""
         self._resumed: set[str] = set()
         """Rollouts that were in flight when the state was saved from which this runner goes on."""
         self._results: dict[str, tuple[list[Turn], bytes]] = {}
@@ -151,13 +140,11 @@ class Runner:
 
     async def __aenter__(self) -> Self:
         try:
-            for service in self._services:
-                await self._open.enter_async_context(service.client)
-                service.start()
+            await self._services.start()
             if self._state is not None:
                 await self._resume(self._state)
         except BaseException:
-            await self._close_services()
+            await self._services.close()
             raise
         self._pump()
         return self
@@ -168,12 +155,12 @@ class Runner:
         try:
             self._carry_out(self.sampler.close())
             async with asyncio.timeout(CLOSE_S):
-                while any(place not in self._out for place in self._at.values()):
+                while any(node not in self._out for node in self._at.values()):
                     await self._change()
         except TimeoutError:
             LOG.warning("%d rollouts are not known to have ended", self.sampler.in_flight)
         finally:
-            await self._close_services()
+            await self._services.close()
 
     async def batch(self) -> TrainingBatch | None:
         """The next batch, as soon as it is complete; ``None`` if there are not prompts enough for another one.
@@ -223,33 +210,25 @@ class Runner:
         self._changed.clear()
         await self._changed.wait()
 
-    async def _close_services(self) -> None:
-        for service in self._services:
-            await service.close()
-        await self._open.aclose()
-
     async def _resume(self, state: Mapping[str, Any]) -> None:
         again = self.sampler.restore(state["sampler"])
         self._handed_over = self.sampler.emitted
-        places = {rollout: place for rollout, place in state["services"].items() if place < len(self._services)}
-        self._homes = {_group(rollout): place for rollout, place in places.items()}
-        await asyncio.gather(*(self._fetch_result(rollout, places) for rollout in self.sampler.results()))
+        places = {rollout: node for rollout, node in state["services"].items() if node in self._services.nodes}
+        await asyncio.gather(*(self._fetch_result(rollout, places.get(rollout)) for rollout in self.sampler.results()))
         for rollout in again.cancel:
             if rollout in places:
-                self._count(rollout, places[rollout])
-                self._services[places[rollout]].cancel_unknown(rollout)
+                self._at[rollout] = places[rollout]
+                self._services.cancel_unknown(rollout, places[rollout])
             else:
                 self.sampler.cancelled(rollout)
         self._resumed = {submission.rollout for submission in again.submit}
         for submission in again.submit:
             self._submit(submission, places.get(submission.rollout))
 
-    async def _fetch_result(self, rollout: str, places: Mapping[str, int]) -> None:
+    async def _fetch_result(self, rollout: str, node: str | None) -> None:
         try:
-            if rollout not in places:
-                raise InfrastructureError("its service is not given any more", kind=FailureKind.SESSION_LOST)
-            self._results[rollout] = _kept(await self._services[places[rollout]].result(rollout))
-            self._count(rollout, places[rollout])
+            self._results[rollout] = _kept(await self._services.result(rollout, node))
+            self._at[rollout] = node
         except InfrastructureError as error:
             LOG.warning("%s is sampled again, its result is lost: %s", rollout, error)
             self.sampler.lost(rollout)
@@ -310,8 +289,8 @@ class Runner:
         self._gone(rollout)
         self._pump()
 
-    def _broke(self, place: int, error: BaseException) -> None:
-        self._out.add(place)
+    def _broke(self, node: str, error: BaseException) -> None:
+        self._out.add(node)
         LOG.error("the runner can't go on: %s", error)
         self._broken = self._broken or error
         self._changed.set()
@@ -333,40 +312,24 @@ class Runner:
             self._results.pop(rollout, None)
             self._gone(rollout)
         for rollout in decision.cancel:
-            self._services[self._at[rollout]].cancel(rollout)
+            self._services.cancel(rollout)
         for submission in decision.submit:
             self._submit(submission)
 
-    def _submit(self, submission: Submission, place: int | None = None) -> None:
+    def _submit(self, submission: Submission, node: str | None = None) -> None:
         prompt = self._prompts[submission.prompt]
         if prompt is None:
             raise AssertionError(f"there is no prompt {submission.prompt}")
         body = {"row": prompt.row, "group": submission.group, "client": self._client, **self._options}
-        place = self._home(submission.group) if place is None else place
-        self._count(submission.rollout, place)
-        self._services[place].submit(submission.rollout, body | {"priority": int(submission.urgent)})
+        self._at[submission.rollout] = None
+        self._services.submit(submission.rollout, body | {"priority": int(submission.urgent)}, node=node)
 
-    def _home(self, group: str) -> int:
-        """Where the rollouts of a group go, since they have a prefix in common: to the service with the least load.
-        One that is away is left, if another is not."""
-        place = self._homes.get(group)
-        if place is None or self._services[place].away:
-            loads = [(service.away, service.load, place) for place, service in enumerate(self._services)]
-            place = self._homes[group] = min(loads)[2]
-        return place
-
-    def _count(self, rollout: str, place: int) -> None:
-        self._at[rollout] = place
-        self._counts[_group(rollout)] += 1
+    def _placed(self, rollout: str, node: str) -> None:
+        self._at[rollout] = node
 
     def _gone(self, rollout: str) -> None:
         """A rollout left: it has no outcome to come, and no result to keep."""
-        group = _group(rollout)
         del self._at[rollout]
-        self._counts[group] -= 1
-        if not self._counts[group]:
-            del self._counts[group]
-            self._homes.pop(group, None)
 
     def _training_batch(self, batch: Batch) -> TrainingBatch:
         groups = []
@@ -384,8 +347,3 @@ class Runner:
 
 def _kept(job: JobView) -> tuple[list[Turn], bytes]:
     return [Turn.unpacked(turn.model_dump()) for turn in job.tokens or ()], orjson.dumps(job.result or {})
-
-
-def _group(rollout: str) -> str:
-    """Ids are ``group:member:try``."""
-    return rollout.rsplit(":", 2)[0]

@@ -50,6 +50,9 @@ _TIMEOUT = aiohttp.ClientTimeout(total=None, sock_connect=10.0, sock_read=MAX_WA
 """Of a call. No answer takes longer than a long-poll, or than the release of sandboxes after a cancellation; without a
 bound, a connection to a machine that lost its power would be waited for until it comes back."""
 
+_STREAM_TIMEOUT = aiohttp.ClientTimeout(total=None, sock_connect=10.0, sock_read=60.0)
+"""Of a stream of events, which says something every 15 seconds."""
+
 _TRANSITION = TypeAdapter(Transition)
 _PAGE = 1000
 """As many rollouts as a service lists at once."""
@@ -179,7 +182,7 @@ class RolloutClient:
         """
         query = {} if after is None else {"after": after}
         with self._told():
-            async with self._open.get(f"{self.url}/v1/events", params=query) as response:
+            async with self._open.get(f"{self.url}/v1/events", params=query, timeout=_STREAM_TIMEOUT) as response:
                 if response.status >= 400:
                     raise ApiError(_problem(response.status, await response.read()))
                 kind = b""

@@ -4,8 +4,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import replace
 from enum import StrEnum
+from importlib import metadata
 from typing import Annotated, Any, ClassVar, Self
 
 import orjson
@@ -20,6 +22,8 @@ from nemo_gym_prorl.rollout.rows import WISHES, Row, as_submitted
 from nemo_gym_prorl.rollout.tokens import NO_TOKENS
 from nemo_gym_prorl.serving.known_keys import KnownKeys
 
+
+VERSION = metadata.version("nemo-gym-prorl")
 
 MAX_WAIT_S = 60.0
 """Longest long-poll; a caller that waits longer polls again, so that dead connections are noticed."""
@@ -295,6 +299,7 @@ class EnvironmentView(BaseModel):
 
     handler: str
     data_sources: list[str] = Field(description="Rows with one of these in `data_source` are its own.")
+    scores_groups_of: int = Field(default=1, description="How many of a group its verifier scores together.")
     budgets: dict[Stage, float] = Field(description="Seconds, of rollouts that bring none.")
     working: dict[Stage, int]
     waiting: dict[Stage, int]
@@ -313,6 +318,7 @@ class EnvironmentView(BaseModel):
             views[name] = cls(
                 handler=environment.handler,
                 data_sources=[source for source, taken_by in sources.items() if taken_by == name],
+                scores_groups_of=environment.scores_groups_of,
                 budgets={stage: budgets.of(stage) for stage in Stage},
                 working={stage: counts[name, stage, True] for stage in Stage},
                 waiting={stage: counts[name, stage, False] for stage in Stage},
@@ -324,6 +330,7 @@ class EnvironmentView(BaseModel):
 class StatusView(BaseModel):
     """The service at a glance."""
 
+    version: str = Field(default="", description="Of this package.")
     draining: bool
     stages: dict[Stage, PoolView]
     ready_slots: int
@@ -337,12 +344,46 @@ class StatusView(BaseModel):
     abandoned: int = Field(description="Handler calls that ignored their cancellation.")
     environments: dict[str, EnvironmentView]
 
+    def version_trouble(self) -> str | None:
+        """Why a service and this process can't be parts of one fleet: they may mean different things by one word."""
+        if self.version.split(".")[:2] == VERSION.split(".")[:2]:
+            return None
+        return f"it runs nemo-gym-prorl {self.version or 'of an older version'}, and this is {VERSION}"
+
+    @classmethod
+    def sum(cls, views: Iterable[Self]) -> Self:
+        """Several services as one, of which there must be one at least; it drains if all do."""
+        total, *others = (view.model_copy(deep=True) for view in views)
+        for view in others:
+            total.draining = total.draining and view.draining
+            for stage, pool in view.stages.items():
+                own = total.stages[stage]
+                own.slots, own.working = own.slots + pool.slots, own.working + pool.working
+                own.waiting += pool.waiting
+            total.ready_slots += view.ready_slots
+            total.sessions += view.sessions
+            total.abandoned += view.abandoned
+            total.retained_bytes += view.retained_bytes
+            total.unread_bytes += view.unread_bytes
+            total.states = {state: total.states.get(state, 0) + view.states.get(state, 0) for state in JobState}
+            total.held |= view.held
+            for name, environment in view.environments.items():
+                if (known := total.environments.setdefault(name, environment)) is environment:
+                    continue
+                for stage in Stage:
+                    known.working[stage] += environment.working[stage]
+                    known.waiting[stage] += environment.waiting[stage]
+                for status, count in environment.tool_errors.items():
+                    known.tool_errors[status] = known.tool_errors.get(status, 0) + count
+        return total
+
     @classmethod
     def of(cls, pipeline: Pipeline) -> Self:
         """The state of a pipeline now."""
         scheduler = pipeline.scheduler
         store = pipeline.store
         return cls(
+            version=VERSION,
             draining=pipeline.draining,
             stages={
                 stage: PoolView(

@@ -15,10 +15,10 @@ from nemo_gym_prorl.dapo.prompts import Epochs
 from nemo_gym_prorl.dapo.runner import Runner
 from nemo_gym_prorl.dapo.sampler import DynamicSampler
 from nemo_gym_prorl.failures import CallerError
-from nemo_gym_prorl.rollout import carrier as carrier_module
 from nemo_gym_prorl.rollout import client as client_module
-from nemo_gym_prorl.rollout.carrier import Carrier
 from nemo_gym_prorl.rollout.client import ApiError, RolloutClient
+from nemo_gym_prorl.rollout.fleet import carrier as carrier_module
+from nemo_gym_prorl.rollout.fleet.carrier import Carrier
 from nemo_gym_prorl.rollout.scheduler import PoolSizes
 from nemo_gym_prorl.rollout.schemas import TokenForm
 from nemo_gym_prorl.rollout.settings import PipelineSettings

@@ -196,21 +196,11 @@ async def test_batches_from_two_services() -> None:
                 ids = {rollout.id for rollout in group}
                 assert not ids & seen
                 seen |= ids
-                assert (
-                    len(
-                        {
-                            node.url
-                            for node in up
-                            for job in node.pipeline.store.find(state=None, group=None)
-                            if job.id in ids
-                        }
-                    )
-                    == 1
-                )
             driver.weights(step + 1)
             places = driver.state()["services"]
+            by_url = {node.url: node for node in up}
             for rollout in driver.sampler.results():
-                assert up[places[rollout]].pipeline.store.get(rollout) is not None, "where its result is to be had"
+                assert by_url[places[rollout]].pipeline.store.get(rollout) is not None, "where its result is to be had"
         assert all([*node.pipeline.store.find(state=None, group=None)] for node in up), "both had work"
         sampler = driver.sampler
         await driver.__aexit__(None, None, None)
@@ -287,7 +277,7 @@ async def test_a_new_life_of_a_trainer_samples_again_what_its_old_one_had_under_
         while not any(job.state is JobState.RUNNING for job in up[0].pipeline.store.live()):
             await asyncio.sleep(0.01)
         state = json.loads(json.dumps(driver.state()))
-        await driver._close_services()  # it was killed, and cancels nothing
+        await driver._services.close()  # it was killed, and cancels nothing
         async with runner(up, dataset, config, state=state, options_run="new") as again:
             batch = await again.batch()
             assert batch is not None
@@ -404,7 +394,7 @@ async def test_an_environment_without_variance_ends_the_training() -> None:
 
 async def kill(driver: Runner) -> None:
     """As if its process was killed: nothing is cancelled."""
-    await driver._close_services()
+    await driver._services.close()
 
 
 async def test_a_runner_without_services_is_refused() -> None:

@@ -7,6 +7,8 @@ task of its own that goes on until it knows an outcome: it submits (the same id 
 news, asks, and submits again what the service does not know. News come from following the service's log of outcomes;
 whenever that begins anew, all are told to ask, since something may have been missed.
 
+Between, the service's transitions tell how far each has come; that is for who deals rollouts out, and may miss some.
+
 What is cancelled is settled only when the service says so, or says that it does not know it and nothing is on its way
 there: a submission that was sent is never given up half-way.
 """
@@ -22,6 +24,7 @@ from typing import Any
 
 from nemo_gym_prorl.failures import FailureKind, InfrastructureError
 from nemo_gym_prorl.rollout.client import ApiError, RolloutClient
+from nemo_gym_prorl.rollout.job import JobState
 from nemo_gym_prorl.rollout.schemas import JobView, TokenForm
 
 
@@ -93,6 +96,8 @@ class Carrier:
         follows: asked of each rollout that the service has taken on, or has had: whether its outcome is wanted. If
             not, it is dropped here.
         replaceable: whether its rollouts could be begun elsewhere now.
+        moved: told of every state that a rollout without an outcome is seen in.
+        turned: told when it goes away and when it is back.
     """
 
     def __init__(
@@ -106,8 +111,11 @@ class Carrier:
         say: Callable[[str], None],
         follows: Callable[[JobView], bool] = lambda _: True,
         replaceable: Callable[[], bool] = lambda: False,
+        moved: Callable[[str, JobState], None] = lambda rollout, state: None,
+        turned: Callable[[bool], None] = lambda away: None,
     ) -> None:
         self.client = client
+        self._moved, self._turned = moved, turned
         self._tokens = tokens
         self._ended, self._lost, self._broke, self._say = ended, lost, broke, say
         self._follows, self._replaceable = follows, replaceable
@@ -136,6 +144,7 @@ class Carrier:
     def start(self) -> None:
         """Begin to follow it."""
         self._spawn(self._follow())
+        self._spawn(self._watch())
 
     async def close(self) -> None:
         """Stop whatever is under way here; the service is told nothing."""
@@ -143,6 +152,11 @@ class Carrier:
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
+
+    def give_up(self, why: str) -> None:
+        """It is gone for good: none of its rollouts has an outcome."""
+        for it in [*self._carried.values()]:
+            self._settle(it, Loss.AWAY, why)
 
     def submit(self, rollout: str, body: Mapping[str, Any]) -> None:
         """Carry a rollout there."""
@@ -342,6 +356,18 @@ class Carrier:
                 self._ask_all()
                 await asyncio.sleep(RETRY_S)
 
+    async def _watch(self) -> None:
+        seen: str | None = None
+        while True:
+            try:
+                async for event in self.client.events(seen):
+                    seen = event.cursor
+                    if event.id in self._carried and not event.state.terminal:
+                        self._moved(event.id, event.state)
+            except (ApiError, InfrastructureError):
+                seen = None
+            await asyncio.sleep(RETRY_S)
+
     def _ask_all(self) -> None:
         for it in [*self._carried.values()]:
             it.news.set()
@@ -355,8 +381,11 @@ class Carrier:
         """Note that it does not answer, or that it takes nothing new on."""
         if not self.away:
             self._say(f"waiting for the service at {self.client.url}: {error}")
+        was_away = self.away
         self._refuses = self._refuses or refuses
         self._silent = self._silent or not refuses
+        if not was_away:
+            self._turned(True)
 
     def _is_hopeless(self, it: _Carried) -> bool:
         """Note that a call for it failed. Whether they have for too long: others, for others, may succeed."""
@@ -373,6 +402,7 @@ class Carrier:
         self._refuses = self._refuses and not takes
         if was_away and not self.away:
             self._say(f"the service at {self.client.url} is back")
+            self._turned(False)
 
     def _spawn(self, work: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
         task = asyncio.create_task(work)

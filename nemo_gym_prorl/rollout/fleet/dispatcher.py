@@ -1,0 +1,325 @@
+# SPDX-FileCopyrightText: Copyright (c) 2026 the nemo-gym-prorl authors
+# SPDX-License-Identifier: Apache-2.0
+"""Rollouts over many services, for whoever has more of them than one node: a trainer, ``prorl submit``, a front.
+
+It is handed rollouts and tells the outcome of each, once, as a :class:`~.carrier.Carrier` does for one service. Which
+node a rollout goes to, and when, is :class:`~.placement.Placement`'s to say; those that wait do so here, in a fair
+order. A rollout whose node is lost is told as lost: to begin it again is its owner's business, under another id, so
+that what a node still says of the first try concerns nobody.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import random
+from collections.abc import Callable, Coroutine, Mapping
+from contextlib import suppress
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+from nemo_gym_prorl.failures import CallerError, FailureKind, InfrastructureError, Stage
+from nemo_gym_prorl.rollout.client import ApiError, RolloutClient
+from nemo_gym_prorl.rollout.fair_queue import FairQueue
+from nemo_gym_prorl.rollout.fleet.carrier import Carrier, Loss
+from nemo_gym_prorl.rollout.fleet.nodes import Joined, Left, Nodes
+from nemo_gym_prorl.rollout.fleet.placement import Capacity, Placement
+from nemo_gym_prorl.rollout.job import JobState
+from nemo_gym_prorl.rollout.schemas import JobView, StatusView, TokenForm
+
+
+SURVEY_S = 5.0
+"""So often a node is asked how large it is, and whether it drains."""
+_SURVEYS_PER_S = 100.0
+"""Of all nodes together, so that a thousand of them are no load."""
+_FIRST_S = 10.0
+
+_HELD = frozenset({JobState.QUEUED, JobState.INITIALIZING, JobState.READY, JobState.RUNNING})
+
+
+@dataclass(frozen=True, slots=True)
+class _Waiting:
+    """A rollout that is at no node yet."""
+
+    body: Mapping[str, Any]
+    client: str
+    priority: int
+
+
+class Dispatcher:
+    """See the module. Between :meth:`start` and :meth:`close` it opens and closes the nodes' clients.
+
+    Args:
+        nodes: where they come from.
+        tokens, ended, lost, say, follows: as for :class:`~.carrier.Carrier`.
+        broke: told of an error that no repetition mends, with the node where it was met.
+        moved: told of every state that a rollout without an outcome is seen in.
+        placed: told where a rollout goes, before it does.
+        surveyed: told when a node has said how it is.
+        bounded: hold back what no node works on; else each goes to a node at once, and waits there.
+    """
+
+    def __init__(
+        self,
+        nodes: Nodes,
+        *,
+        tokens: TokenForm,
+        ended: Callable[[JobView], None],
+        lost: Callable[[str, Loss, str], None],
+        broke: Callable[[str, BaseException], None],
+        say: Callable[[str], None],
+        follows: Callable[[JobView], bool] = lambda job: True,
+        moved: Callable[[str, JobState], None] = lambda rollout, state: None,
+        placed: Callable[[str, str], None] = lambda rollout, node: None,
+        surveyed: Callable[[str], None] = lambda node: None,
+        bounded: bool = True,
+    ) -> None:
+        self.statuses: dict[str, StatusView] = {}
+        """What each node said of itself last."""
+        self._nodes, self._bounded = nodes, bounded
+        self._tokens, self._say, self._follows = tokens, say, follows
+        self._on_ended, self._on_lost, self._on_broke = ended, lost, broke
+        self._on_moved, self._on_placed, self._on_surveyed = moved, placed, surveyed
+        self.placement = Placement()
+        self._carriers: dict[str, Carrier] = {}
+        self._waiting: dict[str, _Waiting] = {}
+        self._queue = FairQueue(lambda client, environment: 0.0)
+        self._holders: dict[str, str] = {}
+        """Clients of the rollouts that hold a place in a node's window."""
+        self._drained: set[str] = set()
+        self._surveys: dict[str, asyncio.Task[None]] = {}
+        self._tasks: set[asyncio.Task[Any]] = set()
+
+    @property
+    def load(self) -> int:
+        """Rollouts under way."""
+        return len(self._waiting) + sum(carrier.load for carrier in self._carriers.values())
+
+    @property
+    def waiting(self) -> int:
+        """Of these, those that are at no node yet."""
+        return len(self._waiting)
+
+    @property
+    def nodes(self) -> Mapping[str, bool]:
+        """The nodes that are there, and whether each answers and takes what is new."""
+        return {node: not carrier.away for node, carrier in self._carriers.items()}
+
+    @property
+    def away(self) -> bool:
+        """No node answers and takes what is new."""
+        return all(carrier.away for carrier in self._carriers.values())
+
+    async def start(self) -> None:
+        """Begin with the nodes that are there, and watch for others."""
+        for joined in self._nodes.present:
+            await self._join(joined)
+        self._spawn(self._watch())
+
+    async def close(self) -> None:
+        """Stop whatever is under way here; nodes are told nothing."""
+        tasks = [*self._tasks, *self._surveys.values()]
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+        for carrier in [*self._carriers.values()]:
+            await _closed(carrier)
+
+    def submit(self, rollout: str, body: Mapping[str, Any], *, node: str | None = None) -> None:
+        """Have a rollout carried to where there is room for it.
+
+        Args:
+            rollout: its id.
+            body: what is submitted: ``row`` and the wishes beside it.
+            node: where it is to go whatever the room there, since it may be there already.
+        """
+        client, priority = str(body.get("client", "")), int(body.get("priority") or 0)
+        self._waiting[rollout] = _Waiting(body, client, priority)
+        if node in self._carriers:
+            self._queue.lend(client)
+            self._put(rollout, node)
+        else:
+            self._queue.push(rollout, client, priority, "")
+            self._go_on()
+
+    def cancel(self, rollout: str) -> None:
+        """The outcome of a rollout is of no use. It is told all the same, when its sandbox is gone."""
+        if (waiting := self._waiting.pop(rollout, None)) is not None:
+            self._queue.remove(rollout, waiting.client, waiting.priority, "")
+            why = "cancelled before it was submitted"
+            asyncio.get_running_loop().call_soon(self._on_lost, rollout, Loss.CANCELLED, why)
+        elif (node := self.placement.node_of(rollout)) in self._carriers:
+            self._carriers[node].cancel(rollout)
+
+    def cancel_unknown(self, rollout: str, node: str) -> None:
+        """Cancel what an earlier process submitted to a node, which must be there."""
+        self.placement.put(rollout, node)
+        self.placement.holds(rollout, False)
+        self._carriers[node].cancel_unknown(rollout)
+
+    async def result(self, rollout: str, node: str | None) -> JobView:
+        """A rollout that had its outcome under an earlier process.
+
+        Raises:
+            InfrastructureError: its node is not there, or has no result of it.
+        """
+        if node not in self._carriers:
+            raise InfrastructureError("its service is not there any more", kind=FailureKind.SESSION_LOST)
+        return await self._carriers[node].result(rollout)
+
+    def drain(self, node: str, drained: bool = True) -> None:
+        """Give a node nothing new, or again. What it has goes on.
+
+        Raises:
+            CallerError: there is no such node.
+        """
+        if node not in self._carriers:
+            known = ", ".join(self._carriers) or "none"
+            raise CallerError(f"there is no {node!r}; there are {known}", field="node")
+        (self._drained.add if drained else self._drained.discard)(node)
+        self._usable(node)
+
+    # Nodes come and go
+
+    async def _watch(self) -> None:
+        async for change in self._nodes.changes():
+            if isinstance(change, Left):
+                self._leave(change)
+            else:
+                await self._join(change)
+
+    async def _join(self, joined: Joined) -> None:
+        node, client = joined.node, joined.client
+        await client.__aenter__()
+        self._carriers[node] = carrier = Carrier(
+            client,
+            tokens=self._tokens,
+            ended=self._ended,
+            lost=self._lost,
+            broke=partial(self._on_broke, node),
+            say=self._say,
+            follows=self._is_followed,
+            replaceable=lambda: any(not other.away for other in self._carriers.values() if other is not carrier),
+            moved=self._moved,
+            turned=lambda away: self._usable(node),
+        )
+        self.placement.join(node)
+        carrier.start()
+        self._surveys[node] = asyncio.create_task(self._survey(node, client))
+        self._go_on()
+
+    def _leave(self, left: Left) -> None:
+        carrier = self._carriers.pop(left.node, None)
+        if carrier is None:
+            return
+        self.statuses.pop(left.node, None)
+        self._drained.discard(left.node)
+        self._surveys.pop(left.node).cancel()
+        self.placement.leave(left.node)
+        self._say(f"{left.node} is gone: {left.why}")
+        carrier.give_up(f"{left.node} is gone: {left.why}")
+        self._spawn(_closed(carrier))
+
+    async def _survey(self, node: str, client: RolloutClient) -> None:
+        """Ask a node again and again how large it is. Whether it answers is its carrier's to find out."""
+        told = ""
+        while True:
+            with suppress(ApiError, InfrastructureError, TimeoutError):
+                async with asyncio.timeout(_FIRST_S):
+                    status = await client.status()
+                if (trouble := status.version_trouble()) and trouble != told:
+                    self._say(f"{node} gets no rollouts: {trouble}")
+                told = trouble or ""
+                self.statuses[node] = status
+                run = status.stages[Stage.RUN].slots
+                window = status.stages[Stage.INIT].slots + status.ready_slots + run
+                self.placement.resize(node, Capacity(run, 0 if status.draining or trouble else window))
+                self._on_surveyed(node)
+                self._go_on()
+            pause = max(SURVEY_S, len(self._carriers) / _SURVEYS_PER_S)
+            await asyncio.sleep(pause * random.uniform(0.8, 1.2) if node in self.statuses else 0.2)
+
+    def _usable(self, node: str) -> None:
+        if (carrier := self._carriers.get(node)) is not None:
+            self.placement.use(node, not carrier.away and node not in self._drained)
+            self._go_on()
+
+    # Rollouts
+
+    def _go_on(self) -> None:
+        """Hand over whatever there is room for."""
+        while self._queue and self._room():
+            rollout = self._queue.pop()
+            node = self._choose(self._waiting[rollout].body)
+            assert node is not None, "there is room"
+            self._put(rollout, node)
+
+    def _room(self) -> bool:
+        return (self.placement.choose() if self._bounded else self.placement.anyone()) is not None
+
+    def _choose(self, body: Mapping[str, Any]) -> str | None:
+        if not self._bounded:
+            return self.placement.anyone()
+        row = body.get("row")
+        image = row.get("image") if isinstance(row, Mapping) else None
+        together = any(
+            environment.scores_groups_of > 1
+            for status in [*self.statuses.values()][:1]
+            for environment in status.environments.values()
+        )
+        return self.placement.choose(body.get("group"), image if isinstance(image, str) else None, together=together)
+
+    def _put(self, rollout: str, node: str) -> None:
+        waiting = self._waiting.pop(rollout)
+        row = waiting.body.get("row")
+        image = row.get("image") if isinstance(row, Mapping) else None
+        self.placement.put(rollout, node, waiting.body.get("group"), image if isinstance(image, str) else None)
+        self._holders[rollout] = waiting.client
+        self._on_placed(rollout, node)
+        self._carriers[node].submit(rollout, waiting.body)
+
+    def _moved(self, rollout: str, state: JobState) -> None:
+        self.placement.holds(rollout, state in _HELD)
+        if state not in _HELD:
+            self._lets_go(rollout)
+        self._on_moved(rollout, state)
+        self._go_on()
+
+    def _lets_go(self, rollout: str) -> None:
+        if (client := self._holders.pop(rollout, None)) is not None:
+            self._queue.give_back(client)
+
+    def _gone(self, rollout: str) -> None:
+        self.placement.gone(rollout)
+        self._lets_go(rollout)
+
+    def _ended(self, job: JobView) -> None:
+        self._gone(job.id)
+        self._on_ended(job)
+        self._go_on()
+
+    def _lost(self, rollout: str, loss: Loss, why: str) -> None:
+        self._gone(rollout)
+        self._on_lost(rollout, loss, why)
+        self._go_on()
+
+    def _is_followed(self, job: JobView) -> bool:
+        followed = self._follows(job)
+        if not followed:
+            self._gone(job.id)
+        return followed
+
+    def _spawn(self, work: Coroutine[Any, Any, None]) -> None:
+        task = asyncio.create_task(work)
+        self._tasks.add(task)
+        task.add_done_callback(self._done)
+
+    def _done(self, task: asyncio.Task[Any]) -> None:
+        self._tasks.discard(task)
+        if not task.cancelled() and (error := task.exception()) is not None:
+            self._on_broke("", error)
+
+
+async def _closed(carrier: Carrier) -> None:
+    await carrier.close()
+    await carrier.client.__aexit__(None, None, None)
