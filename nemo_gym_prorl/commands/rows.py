@@ -22,7 +22,7 @@ from pydantic import BaseModel, ValidationError
 from pydantic_core import ErrorDetails
 
 from nemo_gym_prorl.failures import CallerError, InfrastructureError
-from nemo_gym_prorl.rollout.job import row_digest
+from nemo_gym_prorl.rollout.request import row_digest
 from nemo_gym_prorl.rollout.rows import WISHES
 from nemo_gym_prorl.rollout.schemas import JobView, SubmitRequest
 from nemo_gym_prorl.rollout.trajectory import TRAJECTORY, gym_reads_trajectories, ng_trajectory

@@ -2,8 +2,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """The job API (docs/api.md): rollouts as resources over HTTP.
 
-Thin on purpose: a route translates between the wire and :class:`~.pipeline.Pipeline` and decides nothing. The router
-mounts on any FastAPI application; on ``prorl_agent`` it stands beside Gym's own routes.
+Thin on purpose: a route translates between the wire and a :class:`~.service.RolloutService` and decides nothing. The
+router mounts on any FastAPI application; on ``prorl_agent`` it stands beside Gym's own routes.
 """
 
 from __future__ import annotations
@@ -22,8 +22,7 @@ from nemo_gym_prorl.failures import CallerError
 from nemo_gym_prorl.rollout.cursors import Cursor, CursorExpired
 from nemo_gym_prorl.rollout.job import Job, JobState
 from nemo_gym_prorl.rollout.json_route import JsonRoute
-from nemo_gym_prorl.rollout.metrics import PipelineMetrics
-from nemo_gym_prorl.rollout.pipeline import Pipeline
+from nemo_gym_prorl.rollout.metrics import ServiceMetrics
 from nemo_gym_prorl.rollout.request import RolloutForgotten
 from nemo_gym_prorl.rollout.schemas import (
     MAX_WAIT_S,
@@ -38,24 +37,25 @@ from nemo_gym_prorl.rollout.schemas import (
     TokenForm,
     job_json,
 )
+from nemo_gym_prorl.rollout.service import RolloutService
 from nemo_gym_prorl.serving.problems import ProblemError, no_other_parameters, problem_of, problem_responses
 
 
 Wait = Annotated[float, Query(ge=0, le=MAX_WAIT_S, description="Seconds to wait for news (long-poll).")]
 
 
-def rollout_router(pipeline: Pipeline, metrics: PipelineMetrics) -> APIRouter:
-    """The routes of one pipeline. Who may call them is the application's to say (``nemo_gym_prorl.serving.access``).
+def rollout_router(service: RolloutService, metrics: ServiceMetrics) -> APIRouter:
+    """The routes of one service. Who may call them is the application's to say (``nemo_gym_prorl.serving.access``).
 
     Args:
-        pipeline: whose jobs.
+        service: whose jobs.
         metrics: served at ``/metrics``.
     """
     router = APIRouter(route_class=JsonRoute, dependencies=[Depends(no_other_parameters)])
 
     def find(rollout_id: str) -> Job:
-        job = pipeline.store.get(rollout_id)
-        if job is None and pipeline.store.is_forgotten(rollout_id):
+        job = service.store.get(rollout_id)
+        if job is None and service.store.is_forgotten(rollout_id):
             raise RolloutForgotten(f"rollout {rollout_id!r} has ended and is forgotten")
         if job is None:
             raise ProblemError(404, "unknown-rollout", f"no rollout {rollout_id!r}")
@@ -63,14 +63,14 @@ def rollout_router(pipeline: Pipeline, metrics: PipelineMetrics) -> APIRouter:
 
     def answer(job: Job, tokens: TokenForm = TokenForm.ITEMS) -> Response:
         content = orjson.dumps(job_json(job, with_result=True, tokens=tokens))
-        pipeline.store.mark_read(job)
+        service.store.mark_read(job)
         return Response(content, media_type="application/json")
 
     def listing(jobs: list[Job], cursor: Cursor, results: bool, more: Cursor | None = None) -> Response:
         rollouts = [job_json(job, with_result=results) for job in jobs]
         if results:
             for job in jobs:
-                pipeline.store.mark_read(job)
+                service.store.mark_read(job)
         page = {"rollouts": rollouts, "cursor": str(cursor), "next": None if more is None else str(more)}
         return Response(orjson.dumps(page), media_type="application/json")
 
@@ -82,7 +82,7 @@ def rollout_router(pipeline: Pipeline, metrics: PipelineMetrics) -> APIRouter:
     )
     async def submit(body: SubmitRequest) -> JobView:
         """Submit a rollout. The same `id` and row again answer with the job that exists."""
-        job = pipeline.submit(body.to_request())
+        job = service.submit(body.to_request())
         return JobView.of(job)
 
     @router.get(
@@ -99,7 +99,7 @@ def rollout_router(pipeline: Pipeline, metrics: PipelineMetrics) -> APIRouter:
         """The rollout; with `wait`, as soon as it has its outcome or the time is over."""
         job = find(rollout_id)
         if wait and not job.state.terminal:
-            await pipeline.wait(job, wait)
+            await service.wait(job, wait)
         return answer(job, tokens)
 
     @router.get("/v1/rollouts", response_model=Listing, tags=["rollouts"], responses=problem_responses(410, 422))
@@ -113,7 +113,7 @@ def rollout_router(pipeline: Pipeline, metrics: PipelineMetrics) -> APIRouter:
         results: Annotated[bool, Query(description="Include each rollout's result.")] = False,
     ) -> Response:
         """Without `after`: rollouts, oldest first. With it: terminal outcomes in the order in which they ended."""
-        store = pipeline.store
+        store = service.store
         if after is not None and page is not None:
             raise CallerError("is a page of the rollouts, `after` a place in the log; give one of them", field="from")
         if after is None:
@@ -137,19 +137,19 @@ def rollout_router(pipeline: Pipeline, metrics: PipelineMetrics) -> APIRouter:
     async def cancel(rollout_id: str) -> Response:
         """Cancel; answers when the rollout has its outcome and its sandbox is gone. A terminal one stays as it is."""
         job = find(rollout_id)
-        await pipeline.cancel(job)
+        await service.cancel(job)
         return answer(job)
 
     @router.post("/v1/rollouts/cancel", tags=["rollouts"], responses=problem_responses(422))
     async def cancel_many(body: CancelRequest) -> CancelAnswer:
         """Cancel several at once; answers when all of them have their outcome."""
         if body.group is not None:
-            jobs, unknown = pipeline.store.in_group(body.group), []
+            jobs, unknown = service.store.in_group(body.group), []
         else:
-            found = {rollout_id: pipeline.store.get(rollout_id) for rollout_id in body.ids or ()}
+            found = {rollout_id: service.store.get(rollout_id) for rollout_id in body.ids or ()}
             jobs = [job for job in found.values() if job is not None]
             unknown = [rollout_id for rollout_id, job in found.items() if job is None]
-        await asyncio.gather(*(pipeline.cancel(job) for job in jobs))
+        await asyncio.gather(*(service.cancel(job) for job in jobs))
         return CancelAnswer(rollouts=[JobView.of(job) for job in jobs], unknown=unknown)
 
     @router.get(
@@ -165,7 +165,7 @@ def rollout_router(pipeline: Pipeline, metrics: PipelineMetrics) -> APIRouter:
         reader that falls behind further than that gets an event `problem` with a problem document, and the end."""
         seen = request.headers.get("last-event-id")
         field, text = ("after", after) if seen is None else ("Last-Event-ID", seen)
-        transitions = pipeline.store.events(None if text is None else Cursor.parse(text, field))
+        transitions = service.store.events(None if text is None else Cursor.parse(text, field))
 
         async def stream() -> AsyncIterator[ServerSentEvent]:
             try:
@@ -179,24 +179,24 @@ def rollout_router(pipeline: Pipeline, metrics: PipelineMetrics) -> APIRouter:
     @router.post("/v1/drain", tags=["service"], responses=problem_responses(422))
     async def drain(body: DrainRequest | None = None) -> DrainAnswer:
         """Take no new rollouts. Answers when every rollout has its outcome, or after `timeout_s` seconds."""
-        await pipeline.drain(body.timeout_s if body else 0.0)
-        return DrainAnswer.of(pipeline)
+        await service.drain(body.timeout_s if body else 0.0)
+        return DrainAnswer.of(service)
 
     @router.post("/v1/resume", tags=["service"], responses=problem_responses())
     async def resume() -> DrainAnswer:
         """Take rollouts again."""
-        pipeline.resume()
-        return DrainAnswer.of(pipeline)
+        service.resume()
+        return DrainAnswer.of(service)
 
     @router.get("/status", tags=["service"], responses=problem_responses())
     async def status() -> StatusView:
         """Counts per stage, pool and state."""
-        return StatusView.of(pipeline)
+        return service.status()
 
     @router.get("/healthz", tags=["service"])
     async def healthz() -> dict[str, str]:
         """Answers while the event loop turns; says `draining` when no new work is taken."""
-        return {"status": "draining" if pipeline.draining else "ok"}
+        return {"status": "draining" if service.draining else "ok"}
 
     @router.get("/metrics", tags=["service"], response_class=PlainTextResponse, responses=problem_responses())
     async def prometheus() -> Response:

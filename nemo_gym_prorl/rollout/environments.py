@@ -19,6 +19,7 @@ from typing import Any
 from nemo_gym_prorl.failures import CallerError
 from nemo_gym_prorl.rollout.handler import AgentHandler
 from nemo_gym_prorl.rollout.job import Budgets
+from nemo_gym_prorl.rollout.request import JobRequest
 from nemo_gym_prorl.serving.known_keys import near
 
 
@@ -91,6 +92,11 @@ class Environments:
         return self._by_source
 
     @property
+    def default(self) -> str | None:
+        """The one for rows that no other takes."""
+        return self._default
+
+    @property
     def shares(self) -> Mapping[str, float]:
         """Name of an environment → its share."""
         return {name: environment.share for name, environment in self._all.items()}
@@ -128,3 +134,15 @@ class Environments:
             known = near(source if isinstance(source, str) else "", self._by_source)
             raise CallerError(f"{said}, and the service has no default one{known}", field="row.data_source")
         return self._all[found]
+
+    def of_job(self, request: JobRequest) -> Environment:
+        """The environment of a job that is asked for.
+
+        Raises:
+            CallerError: as :meth:`choose`, or it scores siblings together and the job has none.
+        """
+        environment = self.choose(request.row, request.environment)
+        if environment.scores_groups_of > 1 and request.group is None:
+            together = f"{environment.scores_groups_of} rollouts of a group together"
+            raise CallerError(f"environment {environment.name!r} scores {together}; say which it is", field="group")
+        return environment

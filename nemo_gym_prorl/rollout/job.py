@@ -11,7 +11,6 @@ a queue costs a job nothing (DESIGN §5, invariant 3).
 
 from __future__ import annotations
 
-import hashlib
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from enum import StrEnum
@@ -57,7 +56,7 @@ TRANSITIONS: dict[JobState, frozenset[JobState]] = {
     JobState.QUEUED: frozenset({JobState.INITIALIZING}) | FAILED_STATES,
     # Back to QUEUED is a retry: the attempt's session is gone and the next one starts afresh.
     JobState.INITIALIZING: frozenset({JobState.READY, JobState.QUEUED}) | FAILED_STATES,
-    JobState.READY: frozenset({JobState.RUNNING}) | FAILED_STATES,
+    JobState.READY: frozenset({JobState.RUNNING, JobState.QUEUED}) | FAILED_STATES,
     # Straight to the end: a time-out that counts as it is, with nothing to score.
     JobState.RUNNING: frozenset({JobState.EVALUATING, JobState.QUEUED, JobState.SUCCEEDED}) | FAILED_STATES,
     # A retry of EVAL keeps the trajectory and stays here; where its session is lost only a new attempt can help.
@@ -211,15 +210,6 @@ class Outcome:
         return dict(orjson.loads(self.body))
 
 
-def row_digest(row: Mapping[str, Any]) -> bytes:
-    """What tells two rows apart; equal for rows that are equal as JSON.
-
-    Raises:
-        TypeError: the row cannot be written as JSON.
-    """
-    return hashlib.sha256(orjson.dumps(row, option=orjson.OPT_SORT_KEYS)).digest()
-
-
 def failure_state(failure: Failure) -> JobState:
     """The terminal state that belongs to a failure."""
     if failure.timed_out:
@@ -236,7 +226,7 @@ class Job:
     Attributes:
         id: unique; chosen by the caller or by the service.
         stored_row: the dataset row, as sent; as JSON once the job has its outcome. Read it as :attr:`row`.
-        digest: of the row (:func:`row_digest`): the same id with another row is another job.
+        digest: of the row (:func:`~.request.row_digest`): the same id with another row is another job.
         environment: where it belongs (:mod:`~nemo_gym_prorl.rollout.environments`).
         handler: name of the handler that knows how to run it.
         group: the rollouts of one prompt share a group; ``None`` if the caller has none.

@@ -1,6 +1,6 @@
 # SPDX-FileCopyrightText: Copyright (c) 2026 the nemo-gym-prorl authors
 # SPDX-License-Identifier: Apache-2.0
-"""Prometheus metrics of one pipeline: pools and queues now, outcomes and stage times so far.
+"""Prometheus metrics of a service: pools and queues now, outcomes and stage times so far.
 
 Gauges are read from the scheduler when they are scraped, so they cannot drift from it.
 """
@@ -16,6 +16,7 @@ from prometheus_client.registry import Collector
 from nemo_gym_prorl.failures import Stage
 from nemo_gym_prorl.rollout.job import Job
 from nemo_gym_prorl.rollout.pipeline import Pipeline
+from nemo_gym_prorl.rollout.service import RolloutService
 
 
 _SECONDS = (0.01, 0.03, 0.1, 0.3, 1, 3, 10, 30, 100, 300, 1000, 3000)
@@ -59,16 +60,17 @@ class _Pools(Collector):
         yield GaugeMetricFamily("prorl_abandoned", "Calls that ignored cancellation.", value=self._pipeline.abandoned)
 
 
-class PipelineMetrics:
-    """The metrics of a pipeline, in a registry of their own.
+class ServiceMetrics:
+    """The metrics of a service, in a registry of their own.
 
     Args:
-        pipeline: whose; hooks itself to the pipeline's outcomes.
+        service: whose; hooks itself to the service's outcomes.
+        state: tells how it is now.
     """
 
-    def __init__(self, pipeline: Pipeline) -> None:
+    def __init__(self, service: RolloutService, state: Collector) -> None:
         self._registry = CollectorRegistry()
-        self._registry.register(_Pools(pipeline))
+        self._registry.register(state)
         self._outcomes = Counter(
             "prorl_rollouts", "Rollouts that ended.", ["state", "failure_kind", "environment"], registry=self._registry
         )
@@ -92,7 +94,7 @@ class PipelineMetrics:
             buckets=(1, 2, 4, 8, 16, 32, 64, 128),
             registry=self._registry,
         )
-        pipeline.on_finish.append(self._finished)
+        service.on_finish.append(self._finished)
 
     def render(self) -> bytes:
         """In Prometheus's text format."""
@@ -109,3 +111,10 @@ class PipelineMetrics:
                 self._worked.labels(stage.value, where).observe(spent.worked_s)
                 self._waited.labels(stage.value, where).observe(spent.waited_s)
         self._turns.labels(where).observe(job.progress.turns)
+
+
+class PipelineMetrics(ServiceMetrics):
+    """The metrics of a pipeline."""
+
+    def __init__(self, pipeline: Pipeline) -> None:
+        super().__init__(pipeline, _Pools(pipeline))

@@ -32,7 +32,6 @@ from typing import Any
 
 from nemo_gym_prorl.failures import (
     BudgetExceeded,
-    CallerError,
     Failure,
     FailureKind,
     InfrastructureError,
@@ -45,10 +44,11 @@ from nemo_gym_prorl.failures import (
 from nemo_gym_prorl.rollout.attempts import Attempt
 from nemo_gym_prorl.rollout.calls import HandlerCalls
 from nemo_gym_prorl.rollout.environments import Environments
-from nemo_gym_prorl.rollout.job import Job, JobState, Outcome, Progress, Trajectory, row_digest
+from nemo_gym_prorl.rollout.job import Job, JobState, Outcome, Progress, Trajectory
 from nemo_gym_prorl.rollout.outages import Outage, OutageWatch
-from nemo_gym_prorl.rollout.request import Draining, JobConflict, JobRequest, QueueFull, RolloutForgotten
+from nemo_gym_prorl.rollout.request import Draining, JobRequest, QueueFull, row_digest
 from nemo_gym_prorl.rollout.scheduler import StageScheduler, Start
+from nemo_gym_prorl.rollout.schemas import StatusView
 from nemo_gym_prorl.rollout.settings import PipelineSettings
 from nemo_gym_prorl.rollout.store import JobStore
 from nemo_gym_prorl.serving.tracing import SpanGroup, failed, note, span
@@ -146,27 +146,10 @@ class Pipeline:
             QueueFull, JobConflict, RolloutForgotten, Draining.
             CallerError: the row cannot be written as JSON, or belongs to no environment that there is.
         """
-        try:
-            digest = row_digest(request.row)
-        except TypeError as error:
-            raise CallerError(f"cannot be written as JSON: {error}", field="row") from error
-        if request.id is not None:
-            known = self.store.get(request.id)
-            if known is not None and not known.delivered:
-                if known.held or request.held:
-                    raise JobConflict(f"job {request.id!r} belongs to another caller; choose another id", field="id")
-                if known.digest != digest or known.run != request.run:
-                    other = "of another run" if known.digest == digest else "with another row"
-                    raise JobConflict(f"job {request.id!r} exists {other}; choose another id", field="id")
-                return known
-            if self.store.is_forgotten(request.id):
-                raise RolloutForgotten(
-                    f"rollout {request.id!r} has ended and is forgotten; a new one needs another id"
-                )
-        environment = self.environments.choose(request.row, request.environment)
-        if environment.scores_groups_of > 1 and request.group is None:
-            together = f"{environment.scores_groups_of} rollouts of a group together"
-            raise CallerError(f"environment {environment.name!r} scores {together}; say which it is", field="group")
+        digest = row_digest(request.row)
+        if (known := self.store.known(request, digest)) is not None:
+            return known
+        environment = self.environments.of_job(request)
         budgets = environment.budgets or self.settings.budgets
         if self.draining:
             raise Draining("the service is draining and takes no new rollouts")
@@ -195,12 +178,7 @@ class Pipeline:
     def _refuse_if_full(self) -> None:
         if self.scheduler.waiting(Stage.INIT) >= self.settings.max_queued:
             raise QueueFull(f"{self.settings.max_queued} rollouts are waiting already; try again later")
-        if self.store.full:
-            raise QueueFull(
-                f"results that nobody has read fill {self.store.unread_bytes / 2**20:.0f} of "
-                f"{self.settings.retain_bytes / 2**20:.0f} MiB; read them (GET /v1/rollouts/ID, or follow with "
-                "results=true), then submit again"
-            )
+        self.store.refuse_if_full()
 
     async def wait(self, job: Job, timeout: float | None = None) -> bool:
         """Wait for a job's outcome; ``False`` if it has none after ``timeout`` seconds."""
@@ -253,6 +231,10 @@ class Pipeline:
     def resume(self) -> None:
         """Take jobs again after a drain."""
         self.draining = False
+
+    def status(self) -> StatusView:
+        """Counts per stage, pool and state."""
+        return StatusView.of(self)
 
     async def close(self) -> None:
         """Cancel every job and return when all have their outcome. Bounded by grace and release times."""

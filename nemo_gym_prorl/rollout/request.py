@@ -7,9 +7,12 @@ A refusal is an error of the caller and comes before a job exists: nothing has t
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
+
+import orjson
 
 from nemo_gym_prorl.failures import CallerError, Stage
 
@@ -65,3 +68,15 @@ class JobRequest:
     budgets: Mapping[Stage, float] = field(default_factory=dict)
     max_attempts: int | None = None
     held: bool = False
+
+
+def row_digest(row: Mapping[str, Any]) -> bytes:
+    """What tells two rows apart; equal for rows that are equal as JSON.
+
+    Raises:
+        CallerError: the row cannot be written as JSON.
+    """
+    try:
+        return hashlib.sha256(orjson.dumps(row, option=orjson.OPT_SORT_KEYS)).digest()
+    except TypeError as error:
+        raise CallerError(f"cannot be written as JSON: {error}", field="row") from error

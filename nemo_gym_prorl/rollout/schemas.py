@@ -8,7 +8,7 @@ from collections.abc import Iterable
 from dataclasses import replace
 from enum import StrEnum
 from importlib import metadata
-from typing import Annotated, Any, ClassVar, Self
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Self
 
 import orjson
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationError, model_validator
@@ -16,11 +16,15 @@ from pydantic_core import InitErrorDetails
 
 from nemo_gym_prorl.failures import FailureKind, Origin, Stage
 from nemo_gym_prorl.rollout.job import Job, JobState, StageTime
-from nemo_gym_prorl.rollout.pipeline import Pipeline
 from nemo_gym_prorl.rollout.request import JobRequest
 from nemo_gym_prorl.rollout.rows import WISHES, Row, as_submitted
 from nemo_gym_prorl.rollout.tokens import NO_TOKENS
 from nemo_gym_prorl.serving.known_keys import KnownKeys
+
+
+if TYPE_CHECKING:
+    from nemo_gym_prorl.rollout.pipeline import Pipeline
+    from nemo_gym_prorl.rollout.service import RolloutService
 
 
 VERSION = metadata.version("nemo-gym-prorl")
@@ -37,8 +41,11 @@ def _identifier(value: str) -> str:
     return value
 
 
+MAX_ID = 200
+"""Characters."""
+
 Identifier = Annotated[
-    str, Field(min_length=1, max_length=200, pattern=r"^[^/?#\x00-\x1f\x7f]+$"), AfterValidator(_identifier)
+    str, Field(min_length=1, max_length=MAX_ID, pattern=r"^[^/?#\x00-\x1f\x7f]+$"), AfterValidator(_identifier)
 ]
 """Printable text that can stand in a path, percent-encoded: people name rollouts in their own words."""
 Seconds = Annotated[float, Field(gt=0, le=7 * 24 * 3600, allow_inf_nan=False)]
@@ -176,7 +183,7 @@ class JobView(BaseModel):
     tokens: list[TurnView] | None = Field(default=None, description="With `tokens=packed`, those of the result.")
     steps: list[dict[str, Any]] | None = Field(
         default=None,
-        description="With the result as Gym has it, per turn: when it began, how long it took, its calls likewise.",
+        description="With the result, per turn: when it began, how long it took, its calls likewise.",
     )
 
     @classmethod
@@ -213,7 +220,7 @@ def job_json(job: Job, *, with_result: bool, tokens: TokenForm = TokenForm.ITEMS
         apart = tokens is TokenForm.PACKED
         view["result"] = orjson.Fragment(job.outcome.body) if apart or job.tokens == NO_TOKENS else job.gym_result()
         view["tokens"] = orjson.Fragment(job.tokens) if apart else None
-        view["steps"] = None if apart else orjson.Fragment(job.steps)
+        view["steps"] = orjson.Fragment(job.steps)
     return view
 
 
@@ -264,9 +271,9 @@ class DrainAnswer(BaseModel):
     live: int
 
     @classmethod
-    def of(cls, pipeline: Pipeline) -> Self:
-        """The state of a pipeline now."""
-        return cls(draining=pipeline.draining, live=len(pipeline.store.live()))
+    def of(cls, service: RolloutService) -> Self:
+        """The state of a service now."""
+        return cls(draining=service.draining, live=len(service.store.live()))
 
 
 class PoolView(BaseModel):
@@ -299,6 +306,7 @@ class EnvironmentView(BaseModel):
 
     handler: str
     data_sources: list[str] = Field(description="Rows with one of these in `data_source` are its own.")
+    default: bool = Field(default=False, description="Rows that no other takes are its own, too.")
     scores_groups_of: int = Field(default=1, description="How many of a group its verifier scores together.")
     budgets: dict[Stage, float] = Field(description="Seconds, of rollouts that bring none.")
     working: dict[Stage, int]
@@ -318,6 +326,7 @@ class EnvironmentView(BaseModel):
             views[name] = cls(
                 handler=environment.handler,
                 data_sources=[source for source, taken_by in sources.items() if taken_by == name],
+                default=name == pipeline.environments.default,
                 scores_groups_of=environment.scores_groups_of,
                 budgets={stage: budgets.of(stage) for stage in Stage},
                 working={stage: counts[name, stage, True] for stage in Stage},
@@ -352,10 +361,21 @@ class StatusView(BaseModel):
 
     @classmethod
     def sum(cls, views: Iterable[Self]) -> Self:
-        """Several services as one, of which there must be one at least; it drains if all do."""
-        total, *others = (view.model_copy(deep=True) for view in views)
-        for view in others:
-            total.draining = total.draining and view.draining
+        """Several services as one; it drains if all do."""
+        stages = {stage: PoolView(slots=0, working=0, waiting=0) for stage in Stage}
+        total = cls(
+            version=VERSION,
+            draining=False,
+            stages=stages,
+            ready_slots=0,
+            sessions=0,
+            states=dict.fromkeys(JobState, 0),
+            abandoned=0,
+            environments={},
+        )
+        views = [*views]
+        total.draining = bool(views) and all(view.draining for view in views)
+        for view in views:
             for stage, pool in view.stages.items():
                 own = total.stages[stage]
                 own.slots, own.working = own.slots + pool.slots, own.working + pool.working
@@ -365,11 +385,13 @@ class StatusView(BaseModel):
             total.abandoned += view.abandoned
             total.retained_bytes += view.retained_bytes
             total.unread_bytes += view.unread_bytes
-            total.states = {state: total.states.get(state, 0) + view.states.get(state, 0) for state in JobState}
+            total.states = {state: count + view.states.get(state, 0) for state, count in total.states.items()}
             total.held |= view.held
             for name, environment in view.environments.items():
-                if (known := total.environments.setdefault(name, environment)) is environment:
+                if name not in total.environments:
+                    total.environments[name] = environment.model_copy(deep=True)
                     continue
+                known = total.environments[name]
                 for stage in Stage:
                     known.working[stage] += environment.working[stage]
                     known.waiting[stage] += environment.waiting[stage]

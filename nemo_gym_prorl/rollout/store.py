@@ -22,6 +22,7 @@ from dataclasses import dataclass
 
 from nemo_gym_prorl.rollout.cursors import Cursor, CursorExpired
 from nemo_gym_prorl.rollout.job import Job, JobState
+from nemo_gym_prorl.rollout.request import JobConflict, JobRequest, QueueFull, RolloutForgotten
 
 
 EVENT_HISTORY = 10_000
@@ -121,6 +122,42 @@ class JobStore:
     def is_forgotten(self, job_id: str) -> bool:
         """A job of that id has been, and was forgotten; its result is gone, and the id is not used again."""
         return _mark(job_id) in self._gone
+
+    def known(self, request: JobRequest, digest: bytes) -> Job | None:
+        """The job that a request asks for again, if it is remembered; ``None`` if it asks for a new one.
+
+        Args:
+            request: what is asked for.
+            digest: of its row.
+
+        Raises:
+            JobConflict: the id is another job's, or one of theirs is held by a connection.
+            RolloutForgotten: the id was one that is forgotten.
+        """
+        if request.id is None:
+            return None
+        job = self.get(request.id)
+        if job is not None and not job.delivered:
+            if job.held or request.held:
+                raise JobConflict(f"job {request.id!r} belongs to another caller; choose another id", field="id")
+            if job.digest != digest or job.run != request.run:
+                other = "of another run" if job.digest == digest else "with another row"
+                raise JobConflict(f"job {request.id!r} exists {other}; choose another id", field="id")
+            return job
+        if self.is_forgotten(request.id):
+            raise RolloutForgotten(f"rollout {request.id!r} has ended and is forgotten; a new one needs another id")
+        return None
+
+    def refuse_if_full(self) -> None:
+        """Raises:
+        QueueFull: results that nobody has read fill the bound.
+        """
+        if self.full:
+            raise QueueFull(
+                f"results that nobody has read fill {self.unread_bytes / 2**20:.0f} of "
+                f"{self._retain_bytes / 2**20:.0f} MiB; read them (GET /v1/rollouts/ID, or follow with "
+                "results=true), then submit again"
+            )
 
     def in_group(self, group: str) -> list[Job]:
         """Remembered jobs of a group, in no particular order."""

@@ -10,6 +10,8 @@ from typing import Any
 from pydantic import BaseModel, Field
 
 
+TYPE_PREFIX = "urn:nemo-gym-prorl:problem:"
+
 _MOST_ERRORS = 20
 """Fields that one document names; whoever sends ten thousand wrong ones learns enough from the first."""
 

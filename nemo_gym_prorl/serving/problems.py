@@ -23,10 +23,9 @@ from pydantic import BaseModel, ValidationError
 from starlette.exceptions import HTTPException
 
 from nemo_gym_prorl.failures import FAILURE_KIND_HEADER, CallerError, RolloutError, TaskError
-from nemo_gym_prorl.serving.problem_document import Problem, field_errors, in_words, readable
+from nemo_gym_prorl.serving.problem_document import TYPE_PREFIX, Problem, field_errors, in_words, readable
 
 
-TYPE_PREFIX = "urn:nemo-gym-prorl:problem:"
 MEDIA_TYPE = "application/problem+json"
 
 DESCRIPTIONS: dict[int, str] = {

@@ -25,7 +25,9 @@ from typing import Any
 from nemo_gym_prorl.failures import FailureKind, InfrastructureError
 from nemo_gym_prorl.rollout.client import ApiError, RolloutClient
 from nemo_gym_prorl.rollout.job import JobState
+from nemo_gym_prorl.rollout.request import Draining
 from nemo_gym_prorl.rollout.schemas import JobView, TokenForm
+from nemo_gym_prorl.serving.problem_document import TYPE_PREFIX
 
 
 RETRY_S = 1.0
@@ -37,6 +39,7 @@ RESULT_S = 30.0
 _FOLLOW_S = 30.0
 _AT_ONCE = 64
 """Calls of one kind at a time."""
+_DRAINING = TYPE_PREFIX + Draining.problem
 _LATER = (408, 425, 429)
 """Besides 5xx: whoever asks again may be answered."""
 
@@ -54,6 +57,8 @@ class Loss(StrEnum):
     """Before it began."""
     AWAY = "away"
     """The service was away for too long, and another one is there."""
+    UNTAKEN = "untaken"
+    """The service takes nothing new, and another one does."""
 
 
 # The row's fault are the same statuses as of an environment, see ``handlers/gym_http.py``.
@@ -227,6 +232,9 @@ class Carrier:
                     raise
                 if error.problem.status >= 500:
                     self._is_away(error, refuses=True)
+                    if error.problem.type == _DRAINING and not before and self._replaceable():
+                        it.sent = False
+                        return self._settle(it, Loss.UNTAKEN, error.problem.detail)
                     if self._is_hopeless(it):
                         return self._give_up(it)
                 pause = error.retry_after_s or RETRY_S

@@ -16,6 +16,7 @@ from collections.abc import Callable, Coroutine, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
+from itertools import islice
 from typing import Any
 
 from nemo_gym_prorl.failures import CallerError, FailureKind, InfrastructureError, Stage
@@ -44,6 +45,39 @@ class _Waiting:
     body: Mapping[str, Any]
     client: str
     priority: int
+
+    @property
+    def group(self) -> str | None:
+        """Whose member it is."""
+        return self.body.get("group")
+
+    @property
+    def image(self) -> str | None:
+        """What its row wants its sandbox to be made of."""
+        row = self.body.get("row")
+        image = row.get("image") if isinstance(row, Mapping) else None
+        return image if isinstance(image, str) else None
+
+
+@dataclass(frozen=True, slots=True)
+class NodeView:
+    """A node as others are told of it.
+
+    Attributes:
+        node: its id.
+        url: its service's address.
+        usable: it answers, and takes what is new.
+        draining: it was told to take nothing new, or says so itself.
+        rollouts: of this fleet, that have no outcome yet.
+        run_slots: ``None`` as long as it has not said.
+    """
+
+    node: str
+    url: str
+    usable: bool
+    draining: bool
+    rollouts: int
+    run_slots: int | None
 
 
 class Dispatcher:
@@ -84,8 +118,10 @@ class Dispatcher:
         self._carriers: dict[str, Carrier] = {}
         self._waiting: dict[str, _Waiting] = {}
         self._queue = FairQueue(lambda client, environment: 0.0)
-        self._holders: dict[str, str] = {}
-        """Clients of the rollouts that hold a place in a node's window."""
+        self._sent: dict[str, _Waiting] = {}
+        """What waited, of the rollouts that are at a node."""
+        self._holding: set[str] = set()
+        """Those of them that count as their clients', since they have a place in a node's window."""
         self._drained: set[str] = set()
         self._surveys: dict[str, asyncio.Task[None]] = {}
         self._tasks: set[asyncio.Task[Any]] = set()
@@ -104,6 +140,21 @@ class Dispatcher:
     def nodes(self) -> Mapping[str, bool]:
         """The nodes that are there, and whether each answers and takes what is new."""
         return {node: not carrier.away for node, carrier in self._carriers.items()}
+
+    def views(self) -> list[NodeView]:
+        """What there is to tell of each node."""
+        return [
+            NodeView(
+                node,
+                carrier.client.url,
+                usable=not carrier.away and node not in self._drained,
+                draining=node in self._drained or (status is not None and status.draining),
+                rollouts=carrier.load,
+                run_slots=status.stages[Stage.RUN].slots if status else None,
+            )
+            for node, carrier in self._carriers.items()
+            for status in [self.statuses.get(node)]
+        ]
 
     @property
     def away(self) -> bool:
@@ -133,14 +184,12 @@ class Dispatcher:
             body: what is submitted: ``row`` and the wishes beside it.
             node: where it is to go whatever the room there, since it may be there already.
         """
-        client, priority = str(body.get("client", "")), int(body.get("priority") or 0)
-        self._waiting[rollout] = _Waiting(body, client, priority)
+        waiting = _Waiting(body, str(body.get("client", "")), int(body.get("priority") or 0))
         if node in self._carriers:
-            self._queue.lend(client)
-            self._put(rollout, node)
+            self._queue.lend(waiting.client)
+            self._put(rollout, waiting, node)
         else:
-            self._queue.push(rollout, client, priority, "")
-            self._go_on()
+            self._wait(rollout, waiting)
 
     def cancel(self, rollout: str) -> None:
         """The outcome of a rollout is of no use. It is told all the same, when its sandbox is gone."""
@@ -246,52 +295,62 @@ class Dispatcher:
 
     # Rollouts
 
+    def _wait(self, rollout: str, waiting: _Waiting) -> None:
+        self._waiting[rollout] = waiting
+        self._queue.push(rollout, waiting.client, waiting.priority, "")
+        self._go_on()
+
     def _go_on(self) -> None:
         """Hand over whatever there is room for."""
         while self._queue and self._room():
             rollout = self._queue.pop()
-            node = self._choose(self._waiting[rollout].body)
+            waiting = self._waiting.pop(rollout)
+            node = self._choose(waiting)
             assert node is not None, "there is room"
-            self._put(rollout, node)
+            self._put(rollout, waiting, node)
 
     def _room(self) -> bool:
         return (self.placement.choose() if self._bounded else self.placement.anyone()) is not None
 
-    def _choose(self, body: Mapping[str, Any]) -> str | None:
+    def _choose(self, waiting: _Waiting) -> str | None:
         if not self._bounded:
             return self.placement.anyone()
-        row = body.get("row")
-        image = row.get("image") if isinstance(row, Mapping) else None
         together = any(
             environment.scores_groups_of > 1
-            for status in [*self.statuses.values()][:1]
+            for status in islice(self.statuses.values(), 1)  # nodes of a fleet run the same environments
             for environment in status.environments.values()
         )
-        return self.placement.choose(body.get("group"), image if isinstance(image, str) else None, together=together)
+        return self.placement.choose(waiting.group, waiting.image, together=together)
 
-    def _put(self, rollout: str, node: str) -> None:
-        waiting = self._waiting.pop(rollout)
-        row = waiting.body.get("row")
-        image = row.get("image") if isinstance(row, Mapping) else None
-        self.placement.put(rollout, node, waiting.body.get("group"), image if isinstance(image, str) else None)
-        self._holders[rollout] = waiting.client
+    def _put(self, rollout: str, waiting: _Waiting, node: str) -> None:
+        """The client holds a slot for it already."""
+        self._sent[rollout] = waiting
+        self._holding.add(rollout)
+        self.placement.put(rollout, node, waiting.group, waiting.image)
         self._on_placed(rollout, node)
         self._carriers[node].submit(rollout, waiting.body)
 
     def _moved(self, rollout: str, state: JobState) -> None:
-        self.placement.holds(rollout, state in _HELD)
-        if state not in _HELD:
-            self._lets_go(rollout)
+        self._holds(rollout, state in _HELD)
         self._on_moved(rollout, state)
         self._go_on()
 
-    def _lets_go(self, rollout: str) -> None:
-        if (client := self._holders.pop(rollout, None)) is not None:
-            self._queue.give_back(client)
+    def _holds(self, rollout: str, holds: bool) -> None:
+        self.placement.holds(rollout, holds)
+        sent = self._sent.get(rollout)
+        if sent is None or (rollout in self._holding) is holds:
+            return
+        if holds:
+            self._holding.add(rollout)
+            self._queue.lend(sent.client)
+        else:
+            self._holding.discard(rollout)
+            self._queue.give_back(sent.client)
 
-    def _gone(self, rollout: str) -> None:
+    def _gone(self, rollout: str) -> _Waiting | None:
+        self._holds(rollout, False)
         self.placement.gone(rollout)
-        self._lets_go(rollout)
+        return self._sent.pop(rollout, None)
 
     def _ended(self, job: JobView) -> None:
         self._gone(job.id)
@@ -299,7 +358,10 @@ class Dispatcher:
         self._go_on()
 
     def _lost(self, rollout: str, loss: Loss, why: str) -> None:
-        self._gone(rollout)
+        sent = self._gone(rollout)
+        if loss is Loss.UNTAKEN and sent is not None:
+            self._wait(rollout, sent)
+            return
         self._on_lost(rollout, loss, why)
         self._go_on()
 

@@ -1,0 +1,268 @@
+# SPDX-FileCopyrightText: Copyright (c) 2026 the nemo-gym-prorl authors
+# SPDX-License-Identifier: Apache-2.0
+"""A fleet as one service: every job has one outcome, whatever happens to its nodes."""
+
+import asyncio
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+from fastapi import FastAPI
+
+from nemo_gym_prorl.failures import FailureKind, Origin
+from nemo_gym_prorl.rollout import schemas
+from nemo_gym_prorl.rollout.client import ApiError, RolloutClient
+from nemo_gym_prorl.rollout.fleet import dispatcher
+from nemo_gym_prorl.rollout.fleet.front import MAX_LOSSES, FrontSettings
+from nemo_gym_prorl.rollout.fleet.nodes import Joined, Left
+from nemo_gym_prorl.rollout.job import JobState
+from nemo_gym_prorl.rollout.schemas import JobView, TokenForm
+from tests.dapo.test_runner import Scorer
+from tests.rollout.command_line import prorl, write
+from tests.rollout.fleet.fleets import Fleet, fleet, service
+from tests.rollout.serving import serve
+
+
+ROW = {"responses_create_params": {"input": "hi"}}
+
+
+def lasting(seconds: float, **plan: Any) -> dict[str, Any]:
+    return ROW | {"plan": {"run": [{"seconds": seconds}]} | plan}
+
+
+HELD = ROW | {"plan": {"run": [{"how": "held"}]}}
+
+
+async def until(condition: Callable[[], Any], timeout_s: float = 20.0) -> None:
+    async with asyncio.timeout(timeout_s):
+        while not condition():
+            await asyncio.sleep(0.01)
+
+
+async def outcomes(there: Fleet, count: int) -> list[JobView]:
+    """All of them, as the log tells: each once."""
+    cursor, jobs = "0", list[JobView]()
+    async with asyncio.timeout(60):
+        while len(jobs) < count:
+            page = await there.client.ended(cursor, wait=5, results=True, limit=1000)
+            jobs, cursor = jobs + page.rollouts, page.cursor
+    assert len({job.id for job in jobs}) == len(jobs) == count
+    return jobs
+
+
+async def test_no_node_is_given_more_than_its_window_and_all_are_used() -> None:
+    async with fleet(3) as there:
+        await asyncio.gather(*(there.client.submit(lasting(0.05), id=f"r{i}", group=f"g{i // 4}") for i in range(40)))
+        most = 0
+        while len(there.front.store.live()):
+            for it in there.services:
+                held = sum(job.state not in ("evaluating",) for job in it.pipeline.store.live())
+                most = max(most, held)
+            await asyncio.sleep(0.005)
+        jobs = await outcomes(there, 40)
+        assert {job.state for job in jobs} == {JobState.SUCCEEDED}
+        assert most <= 4
+        shares = [sum(1 for (_, what) in handler.calls if what == "run") for handler in there.handlers]
+        assert sum(shares) == 40
+        assert min(shares) >= 10
+
+
+async def test_a_result_is_what_the_node_has() -> None:
+    async with service(Scorer()) as node, fleet(0) as there:
+        there.nodes.tell(node.joined)
+        await until(lambda: there.front.dispatcher.statuses)
+        row = ROW | {"rewards": [0.5], "long": True, "labels": ["7"]}
+        await there.client.submit(row, id="a:b:0:0", group="g", client="me", priority=3, run="x", max_attempts=2)
+        seen = await there.client.wait("a:b:0:0")
+        # Scorer reads the member off the node's id.
+        (job,) = node.pipeline.store.find(state=None, group=None)
+        async with RolloutClient(node.url) as direct:
+            for form in TokenForm:
+                theirs = await direct.get(job.id, tokens=form)
+                ours = await there.client.get(seen.id, tokens=form)
+                about = {"id", "submitted_at", "finished_at"}
+                assert ours.model_dump(exclude=about) == theirs.model_dump(exclude=about)
+        assert (ours.reward, ours.group, ours.client, ours.priority, ours.run) == (0.5, "g", "me", 3, "x")
+        assert ours.weight_versions == ["0"]
+
+
+async def test_what_a_lost_node_ran_is_run_elsewhere_and_what_it_says_later_concerns_nobody() -> None:
+    async with fleet(2) as there:
+        for i in range(8):
+            await there.client.submit(HELD, id=f"r{i}")
+        await until(lambda: all(len(handler.sessions) == 3 for handler in there.handlers))
+        lost, kept = there.services
+        there.nodes.tell(Left(lost.joined.node, "it was unplugged"))
+        await until(lambda: len(there.front.dispatcher.nodes) == 1)
+        lost.handler.let_go.set()  # it goes on, cut off
+        kept.handler.let_go.set()
+        jobs = await outcomes(there, 8)
+        assert {job.state for job in jobs} == {JobState.SUCCEEDED}
+        again = [job for job in jobs if job.failed_attempts]
+        assert len(again) == 4
+        assert {failure.kind for job in again for failure in job.failed_attempts} == {FailureKind.SESSION_LOST}
+        assert "unplugged" in again[0].failed_attempts[0].reason
+        await asyncio.sleep(0.2)
+        assert len((await there.client.ended("0")).rollouts) == 8
+        assert [said for said in there.said if "unplugged" in said]
+
+
+async def test_a_job_that_is_lost_with_every_node_fails() -> None:
+    async with fleet(MAX_LOSSES + 2, joined=1) as there:
+        await there.client.submit(HELD, id="r")
+        for number in range(MAX_LOSSES + 1):
+            await until(lambda: there.handlers[number].sessions)  # noqa: B023
+            there.nodes.tell(there.services[number + 1].joined)
+            there.nodes.tell(Left(there.services[number].joined.node, "gone"))
+        (job,) = await outcomes(there, 1)
+        assert (job.state, job.reward) == (JobState.FAILED, None)
+        assert job.failure
+        assert (job.failure.kind, job.failure.origin) == (FailureKind.SESSION_LOST, Origin.INFRASTRUCTURE)
+        assert not there.handlers[-1].calls
+
+
+async def test_a_node_that_ends_in_order_loses_nothing() -> None:
+    async with fleet(2) as there:
+        for i in range(8):
+            await there.client.submit(HELD, id=f"r{i}")
+        await until(lambda: all(handler.sessions for handler in there.handlers))
+        await there.services[0].pipeline.close()
+        there.handlers[1].let_go.set()
+        assert {job.state for job in await outcomes(there, 8)} == {JobState.SUCCEEDED}
+
+
+async def test_a_node_that_drains_gets_nothing_new_and_loses_nothing() -> None:
+    async with fleet(2) as there:
+        first = there.services[0].joined.node
+        there.front.dispatcher.drain(first)
+        for i in range(6):
+            await there.client.submit(HELD, id=f"r{i}")
+        await until(lambda: len(there.handlers[1].sessions) == 3)
+        assert not there.handlers[0].calls
+        there.front.dispatcher.drain(first, False)
+        await until(lambda: there.handlers[0].sessions)
+        for handler in there.handlers:
+            handler.let_go.set()
+        await outcomes(there, 6)
+
+
+async def test_what_waits_and_what_runs_is_cancelled() -> None:
+    async with fleet(1, joined=1) as there, service() as another:
+        there.nodes.tell(another.joined)  # with two nodes there are windows
+        await until(lambda: len(there.front.dispatcher.statuses) == 2)
+        for i in range(10):
+            await there.client.submit(HELD, id=f"r{i}", group="g")
+        await until(lambda: there.front.dispatcher.waiting == 2)
+        answer = await there.client.cancel(group="g")
+        assert {job.state for job in answer.rollouts} == {JobState.CANCELLED}
+        assert {job.failure.kind for job in answer.rollouts if job.failure} == {FailureKind.CANCELLED}
+        assert not there.handlers[0].sessions
+        assert not another.handler.sessions
+        assert not there.front.store.live()
+        await there.client.submit(ROW, id="s")
+        assert (await there.client.wait("s")).state is JobState.SUCCEEDED
+
+
+async def test_states_are_seen_as_at_the_node(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(dispatcher, "SURVEY_S", 0.1)
+    async with fleet(1) as there:
+        seen = list[tuple[str, str]]()
+
+        async def follow() -> None:
+            async for event in there.client.events("0"):
+                seen.append((event.id, event.state))
+
+        following = asyncio.create_task(follow())
+        await there.client.submit(HELD, id="r")
+        await until(lambda: there.front.store.states[JobState.RUNNING] == 1)
+        await until(lambda: there.front.status().sessions == 1)
+        assert (await there.client.status()).states[JobState.RUNNING] == 1
+        there.handlers[0].let_go.set()
+        await there.client.wait("r")
+        await until(lambda: len(seen) == 6)
+        following.cancel()
+        states = ["queued", "initializing", "ready", "running", "evaluating", "succeeded"]
+        assert seen == [("r", state) for state in states]
+
+
+async def test_groups_that_are_scored_together_stay_together() -> None:
+    async with fleet(3) as there:
+        for it in there.services:
+            (name,) = it.pipeline.environments.names
+            together = replace(it.pipeline.environments.environment(name), scores_groups_of=4)
+            it.pipeline.environments._all[name] = together
+        views = [it.pipeline.status() for it in there.services]
+        await until(lambda: [*there.front.dispatcher.statuses.values()] == views)
+        for i in range(24):
+            await there.client.submit(lasting(0.01), id=f"r{i}", group=f"g{i // 4}")
+        await outcomes(there, 24)
+        groups = [{job.group for job in it.pipeline.store.find(state=None, group=None)} for it in there.services]
+        assert sum(map(len, groups)) == 6
+
+
+async def test_bad_nodes_are_told_by_name_and_get_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(dispatcher, "SURVEY_S", 0.1)
+    monkeypatch.setattr(schemas, "VERSION", "0.1.0")
+    something_else = FastAPI()
+
+    @something_else.get("/{path:path}")
+    async def page(path: str) -> dict[str, str]:
+        return {"welcome": path}
+
+    async with fleet(1) as there, service() as old, serve(something_else) as elsewhere:
+        older = old.pipeline.status().model_copy(update={"version": "0.0.9"})
+        monkeypatch.setattr(old.pipeline, "status", lambda: older)
+        there.nodes.tell(old.joined)
+        there.nodes.tell(Joined("elsewhere", RolloutClient(elsewhere)))
+        there.nodes.tell(Joined("nobody", RolloutClient("http://127.0.0.1:9")))
+        await until(lambda: len(there.front.dispatcher.nodes) == 4)
+        await until(lambda: len([said for said in there.said if "0.0.9" in said or "no rollout service" in said]) >= 3)
+        for i in range(12):
+            await there.client.submit(lasting(0.01), id=f"r{i}")
+        assert {job.state for job in await outcomes(there, 12)} == {JobState.SUCCEEDED}
+        assert not old.handler.calls
+        said = " ".join(there.said)
+        assert "it runs nemo-gym-prorl 0.0.9, and this is 0.1.0" in said
+        assert f"what answers at {elsewhere} is no rollout service" in said
+        assert "no rollout service answers at http://127.0.0.1:9" in said
+
+
+async def test_without_nodes_a_front_says_so_and_takes_nothing() -> None:
+    async with fleet(0) as there:
+        with pytest.raises(ApiError, match="503: no node is up yet"):
+            await there.client.submit_once(ROW)
+        assert (await there.client.status()).stages["run"].slots == 0  # type: ignore[index]
+
+
+async def test_a_front_has_bounds() -> None:
+    async with fleet(2, settings=FrontSettings(max_queued=2)) as there:
+        for i in range(10):  # two windows of 4, and 2
+            await there.client.submit_once(HELD, id=f"r{i}")
+        with pytest.raises(ApiError, match="429: 2 rollouts are waiting"):
+            await there.client.submit_once(HELD, id="r10")
+        again = await there.client.submit_once(HELD, id="r0")
+        assert again.id == "r0"
+        with pytest.raises(ApiError, match=r"409.*another row"):
+            await there.client.submit_once(ROW, id="r0")
+        with pytest.raises(ApiError, match=r"422.*environment: there is no 'nope'"):
+            await there.client.submit_once(ROW, environment="nope")
+
+
+async def test_the_command_line_finds_a_front_and_its_nodes(tmp_path: Path) -> None:
+    rows = write(tmp_path / "rows.jsonl", *[lasting(0.01)] * 10)
+    async with fleet(2) as there:
+        code, said = await prorl("submit", str(rows), "--repeats", "2", url=there.url)
+        assert (code, "20 rollouts" in said or "20" in said) == (0, True), said
+        urls = ",".join(it.url for it in there.services)
+        code, said = await prorl("submit", str(rows), "--repeats", "2", "--run", "direct", url=urls)
+        assert code == 0, said
+        shares = [
+            sum(1 for (rollout, what) in it.calls if what == "run" and "direct" in rollout) for it in there.handlers
+        ]
+        assert sum(shares) == 20
+        assert all(shares)
+        code, said = await prorl("status", url=urls)
+        assert code == 1
+        assert "several services" in said
