@@ -31,6 +31,24 @@ app = typer.Typer(
 )
 
 
+Url = Annotated[
+    str | None,
+    typer.Option(
+        envvar="PRORL_URL",
+        show_envvar=False,
+        help="The service. Default: PRORL_URL, else the prorl_agent that Gym's head server knows.",
+    ),
+]
+Token = Annotated[
+    str | None,
+    typer.Option(
+        envvar="PRORL_TOKEN",
+        show_envvar=False,
+        help="The service's key. Better in PRORL_TOKEN: others can read command lines.",
+    ),
+]
+
+
 @app.command()
 def setup() -> None:
     """Put everything that rollouts need into place: a container runtime, the default sandbox image, one with IPython.
@@ -118,6 +136,15 @@ def serve(
         int, typer.Option(min=1, max=65535, help="Port of Gym's head server; where clients look first.")
     ] = 11000,
     log_dir: Annotated[Path | None, typer.Option(help="Folder for the log. Default: a temporary one.")] = None,
+    ray: Annotated[
+        str | None,
+        typer.Option(
+            help="Address of a Ray cluster, or auto: on each node that has the resource prorl_node, with a front "
+            "before them at --head-port.",
+        ),
+    ] = None,
+    host: Annotated[str, typer.Option(help="With --ray: where the front listens.")] = "127.0.0.1",
+    token: Token = None,
 ) -> None:
     """Serve environments: agent, job API, model server; a server that dies is started again. Ctrl-C ends it."""
     from nemo_gym_prorl.commands.environments import check_extras
@@ -137,10 +164,29 @@ def serve(
         model_type=model_type,
         head_port=head_port,
         log_dir=log_dir,
+        ray=ray,
+        host=host,
+        token=token,
         console=Console(highlight=False),
     )
     with contextlib.suppress(typer.Exit):  # an interrupt is its good end
         _run(serving)
+
+
+@app.command()
+def fleet(
+    urls: Annotated[list[str], typer.Argument(metavar="URL...", help="Services, as prorl serve lists them.")],
+    host: Annotated[str, typer.Option(help="Address to listen on.")] = "127.0.0.1",
+    port: Annotated[int, typer.Option(min=1, max=65535, help="TCP port; where clients look first.")] = 11000,
+    token: Token = None,
+) -> None:
+    """One service before several: rollouts go where there is room, and begin elsewhere if a node is lost."""
+    from rich.console import Console
+
+    from nemo_gym_prorl.commands import fleet as command
+
+    with contextlib.suppress(typer.Exit):  # an interrupt is its good end
+        _run(command.over_list(urls, token, host, port, Console(highlight=False)))
 
 
 @app.command()
@@ -158,24 +204,6 @@ def scripted(
 
     with contextlib.suppress(typer.Exit):  # an interrupt is its good end
         _run(command.run(ScriptedConfig(model, max_model_len, latency_s, seed), host, port))
-
-
-Url = Annotated[
-    str | None,
-    typer.Option(
-        envvar="PRORL_URL",
-        show_envvar=False,
-        help="The service. Default: PRORL_URL, else the prorl_agent that Gym's head server knows.",
-    ),
-]
-Token = Annotated[
-    str | None,
-    typer.Option(
-        envvar="PRORL_TOKEN",
-        show_envvar=False,
-        help="The service's key. Better in PRORL_TOKEN: others can read command lines.",
-    ),
-]
 
 
 @app.command()

@@ -20,6 +20,7 @@ import aiohttp
 from rich.console import Console
 from rich.table import Table
 
+from nemo_gym_prorl.commands import fleet
 from nemo_gym_prorl.commands.overrides import check_overrides
 from nemo_gym_prorl.failures import CallerError
 from nemo_gym_prorl.gym import config_files
@@ -45,6 +46,9 @@ async def serve(
     model_type: str,
     head_port: int,
     log_dir: Path | None,
+    ray: str | None,
+    host: str,
+    token: str | None,
     console: Console,
 ) -> None:
     """Start environments and look after them until it is cancelled; no process is left then.
@@ -57,6 +61,8 @@ async def serve(
         model_type: Gym's model server, as ``--model-type`` takes it.
         head_port: where Gym's head server listens.
         log_dir: folder for the log. Default: a temporary one, removed at a clean end.
+        ray: address of a Ray cluster, on whose nodes they are to be started; ``None`` for this machine alone.
+        host, token: of the front before those nodes, which listens at ``head_port``.
         console: where to print.
 
     Raises:
@@ -82,6 +88,25 @@ async def serve(
             taken = error.errno == errno.EADDRINUSE
             why = "is taken, by another deployment" if taken else f"can't be listened on ({error.strerror})"
             raise CallerError(f"port {head_port} {why}; choose another", field="--head-port") from error
+    if policy_url is not None and (trouble := await policy_trouble(policy_url, policy_model, policy_key)):
+        # No error: engines may come later than who uses them.
+        console.print(f"The policy: {trouble}", style="yellow", markup=False, soft_wrap=True)
+    if ray is not None:
+        await fleet.over_ray(
+            ray,
+            environments,
+            overrides,
+            policy_url=policy_url,
+            policy_model=policy_model,
+            policy_key=policy_key,
+            model_type=model_type,
+            token=token,
+            host=host,
+            port=head_port,
+            log_dir=log_dir,
+            console=console,
+        )
+        return
     deployment = GymDeployment(
         config_paths=[f"environments/{name}/config.yaml" for name in environments],
         model_type=model_type,
@@ -94,9 +119,6 @@ async def serve(
         supervised=True,
         start_timeout_s=START_TIMEOUT_S,
     )
-    if policy_url is not None and (trouble := await policy_trouble(policy_url, policy_model, policy_key)):
-        # No error: engines may come later than who uses them.
-        console.print(f"The policy: {trouble}", style="yellow", markup=False, soft_wrap=True)
     await _look_after(deployment, console)
 
 

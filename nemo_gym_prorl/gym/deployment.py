@@ -80,6 +80,7 @@ class GymDeployment:
             the model server is given engines later.
         policy_model_name: the model's name there.
         policy_api_key: its key. It is in a file that only the user can read, as long as the deployment lives.
+        private: further configuration that goes into that file, since others can read command lines.
         overrides: further Hydra overrides; they win.
         work_dir: folder for logs and Gym's files. Default: a temporary one, removed unless there was an error.
         python, cwd, env, head_port: as for :class:`GymCli`.
@@ -99,6 +100,7 @@ class GymDeployment:
         policy_base_url: str | Sequence[str] | None = None,
         policy_model_name: str = "policy",
         policy_api_key: str = "none",
+        private: Mapping[str, Any] | None = None,
         overrides: Sequence[str] = (),
         work_dir: Path | None = None,
         python: str = sys.executable,
@@ -131,9 +133,9 @@ class GymDeployment:
         self._config_paths = [str(path) for path in config_paths]
         self._environment = environment
         self._model_type = model_type
-        self._policy = None
+        self._private = dict(private or {})
         if policy_base_url is not None:
-            self._policy = {
+            self._private |= {
                 "policy_base_url": policy_base_url if isinstance(policy_base_url, str) else [*policy_base_url],
                 "policy_api_key": policy_api_key,
                 "policy_model_name": policy_model_name,
@@ -260,8 +262,8 @@ class GymDeployment:
             selection += ["--environment", self._environment]
         if self._model_type:
             selection += ["--model-type", self._model_type]
-        if self._policy:
-            selection += ["--config", str(self._write_policy())]
+        if self._private:
+            selection += ["--config", str(self._write_private())]
         words, env, cwd = await self.cli.command("env", "start", *selection)
         mark = self.cli.mark
         with self._open_log() as log:
@@ -294,13 +296,13 @@ class GymDeployment:
         return self.log_path.open("wb")
 
     @property
-    def _policy_file(self) -> Path:
-        return self.work_dir.absolute() / "policy.yaml"
+    def _private_file(self) -> Path:
+        return self.work_dir.absolute() / "private.yaml"
 
-    def _write_policy(self) -> Path:
-        path = self._policy_file
+    def _write_private(self) -> Path:
+        path = self._private_file
         path.touch(mode=0o600)
-        path.write_text(OmegaConf.to_yaml(OmegaConf.create(self._policy)))
+        path.write_text(OmegaConf.to_yaml(OmegaConf.create(self._private)))
         return path
 
     async def _wait_ready(self) -> None:
@@ -363,7 +365,7 @@ class GymDeployment:
                 process.kill()
                 await process.wait()
         left = await self.cli.mark.kill(settle_s=0)
-        self._policy_file.unlink(missing_ok=True)
+        self._private_file.unlink(missing_ok=True)
         await asyncio.to_thread(shutil.rmtree, self._ray_dir, ignore_errors=True)
         if left:
             listed = "; ".join(f"{pid}: {command[:120]}" for pid, command in left.items())

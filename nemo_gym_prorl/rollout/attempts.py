@@ -20,6 +20,9 @@ LOGGER = logging.getLogger(__name__)
 _RECHECK_S = 1.0
 """Least extension of a budget, so that a rollout that waits at its very end is not asked about all the time."""
 
+_TICK_S = 0.001
+"""So early a timer may come."""
+
 _UNKNOWN_S = 180.0
 """For how long nobody may know for how long a rollout has waited before its budget is over all the same. They who know
 may be busy, most of all where thousands wait."""
@@ -109,6 +112,8 @@ class Attempt:
             elapsed = self._clock() - started
             self.idle_s = min(max((waited or 0.0) + self._out_s() - out_before, self.idle_s), elapsed)
             left = budget + self.idle_s - elapsed
+            if 0 < left < _TICK_S:  # clocks and timers round differently
+                left = 0.0
             known_s = elapsed if waited is not None else known_s
             if 0 < left < _RECHECK_S or (left <= 0 and waited is None and elapsed - known_s <= _UNKNOWN_S):
                 left = _RECHECK_S

@@ -20,16 +20,15 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import socket
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
+from collections.abc import AsyncIterator, Awaitable, Callable
 from typing import Any
 
 import orjson
-import uvicorn
 from fastapi import FastAPI, Request, Response
 
 from nemo_gym_prorl.scripted.policy import BadRequest, ScriptedAnswer, ScriptedConfig, ScriptedPolicy
 from nemo_gym_prorl.scripted.text import MODEL_NAME, ScriptError
+from nemo_gym_prorl.serving.embedded import served
 
 
 def create_app(config: ScriptedConfig | None = None) -> FastAPI:
@@ -93,14 +92,6 @@ def _error(error: BadRequest) -> Response:
     return _json({"error": details}, error.status)
 
 
-class _Server(uvicorn.Server):
-    """Leaves the process's signal handlers alone: who embeds the server decides what Ctrl-C means."""
-
-    @contextlib.contextmanager
-    def capture_signals(self) -> Iterator[None]:
-        yield
-
-
 @contextlib.asynccontextmanager
 async def serve(config: ScriptedConfig | None = None, *, host: str = "127.0.0.1", port: int = 0) -> AsyncIterator[str]:
     """Run the policy inside the current event loop.
@@ -116,23 +107,5 @@ async def serve(config: ScriptedConfig | None = None, *, host: str = "127.0.0.1"
     Raises:
         OSError: the port is taken.
     """
-    listener = socket.create_server((host, port), backlog=2048)
-    server = _Server(_uvicorn_config(config))
-    task = asyncio.create_task(server.serve(sockets=[listener]), name=MODEL_NAME)
-    try:
-        yield _base_url(listener)
-    finally:
-        server.should_exit = True
-        await task
-        listener.close()
-
-
-def _uvicorn_config(config: ScriptedConfig | None) -> uvicorn.Config:
-    return uvicorn.Config(
-        create_app(config), log_level="warning", access_log=False, lifespan="off", timeout_graceful_shutdown=1
-    )
-
-
-def _base_url(listener: socket.socket) -> str:
-    host, port = listener.getsockname()[:2]
-    return f"http://{host}:{port}/v1"
+    async with served(create_app(config), host, port) as url:
+        yield f"{url}/v1"

@@ -1,0 +1,137 @@
+# SPDX-FileCopyrightText: Copyright (c) 2026 the nemo-gym-prorl authors
+# SPDX-License-Identifier: Apache-2.0
+"""``prorl serve --ray`` and ``prorl fleet``: many nodes as one service, until it is told to end."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+from collections.abc import AsyncIterator, Sequence
+from pathlib import Path
+
+from rich.console import Console
+
+from nemo_gym_prorl.commands.environments import blocks_of
+from nemo_gym_prorl.failures import CallerError, InfrastructureError
+from nemo_gym_prorl.rollout.client import RolloutClient
+from nemo_gym_prorl.rollout.fleet.app import front_app
+from nemo_gym_prorl.rollout.fleet.front import Front
+from nemo_gym_prorl.rollout.fleet.nodes import NodeList, Nodes
+from nemo_gym_prorl.serving.access import check_exposure
+from nemo_gym_prorl.serving.embedded import served
+
+
+async def over_list(urls: Sequence[str], token: str | None, host: str, port: int, console: Console) -> None:
+    """A front over services that run already.
+
+    Raises:
+        CallerError: an address is there twice, or others could call the front and it has no key.
+        InfrastructureError: the port is taken.
+    """
+    nodes = NodeList([RolloutClient(url, token) for url in urls], field="URL")
+    async with _front(nodes, token, host, port, console) as front:
+        await _tell_nodes(front, console)
+
+
+async def over_ray(
+    address: str,
+    environments: Sequence[str],
+    overrides: Sequence[str],
+    *,
+    policy_url: str | None,
+    policy_model: str,
+    policy_key: str,
+    model_type: str,
+    token: str | None,
+    host: str,
+    port: int,
+    log_dir: Path | None,
+    console: Console,
+) -> None:
+    """A deployment on each node of a Ray cluster, and a front before them.
+
+    Args:
+        address: of Ray's head, or ``auto``.
+        environments, overrides, policy_url, policy_model, policy_key, model_type: as for one deployment; each node has
+            its own model server, all with the same engines.
+        token: the key of the nodes' agents, and of the front.
+        host, port: where the front listens.
+        log_dir: folder for a folder with each node's log.
+        console: where to print.
+
+    Raises:
+        CallerError: the environments have no agent of ours, or several, or something has no key that needs one.
+        InfrastructureError: no Ray is to be had there, or the port is taken.
+    """
+    import ray
+
+    from nemo_gym_prorl.gym.ray_nodes import Order, RayNodes
+
+    deployment = {
+        "config_paths": [f"environments/{name}/config.yaml" for name in environments],
+        "model_type": model_type,
+        "policy_base_url": [] if policy_url is None else policy_url,
+        "policy_model_name": policy_model,
+        "policy_api_key": policy_key,
+        "overrides": [*overrides],
+    }
+    order = Order(deployment, _agent_of(environments), token, log_dir=log_dir)
+
+    def say(what: str) -> None:
+        console.print(what, markup=False, soft_wrap=True)
+
+    os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")
+    try:
+        await asyncio.to_thread(ray.init, address=address, log_to_driver=False, namespace="prorl")
+    except (ConnectionError, RuntimeError, ValueError) as error:
+        raise InfrastructureError(f"no Ray is to be had at {address}: {error}") from error
+    try:
+        nodes = RayNodes(order, say)
+        try:
+            async with _front(nodes, token, host, port, console) as front:
+                await _tell_nodes(front, console)
+        finally:
+            console.print("Stopping the nodes' servers")
+            await nodes.close()
+    finally:
+        ray.shutdown()
+
+
+def _agent_of(environments: Sequence[str]) -> str:
+    blocks = blocks_of(environments)
+    agents = [name for name, block in blocks.items() if "prorl_agent" in (block.get("responses_api_agents") or {})]
+    if len(agents) != 1:
+        found = ", ".join(agents) or "none"
+        raise CallerError(
+            f"a node has one prorl_agent, and these have {found}; to serve several, name one that mixes them",
+            field="environment",
+        )
+    return agents[0]
+
+
+@contextlib.asynccontextmanager
+async def _front(nodes: Nodes, token: str | None, host: str, port: int, console: Console) -> AsyncIterator[Front]:
+    check_exposure(host, token, field="--token")
+    front = Front(nodes, say=lambda what: console.print(what, markup=False, soft_wrap=True))
+    await front.start()
+    try:
+        async with served(front_app(front, key=token, name="fleet", url=f"http://{host}:{port}"), host, port) as url:
+            console.print(f"Front at {url}; Ctrl-C ends it.", soft_wrap=True)
+            yield front
+    except OSError as error:
+        raise InfrastructureError(f"can't listen on {host}:{port}: {error.strerror}; choose another") from error
+    finally:
+        await front.close()
+
+
+async def _tell_nodes(front: Front, console: Console) -> None:
+    """Until it is cancelled: which nodes there are, whenever that changes."""
+    told: list[str] = []
+    while True:
+        now = [f"{view.node} {'up' if view.usable else 'away'} at {view.url}" for view in front.dispatcher.views()]
+        if now != told:
+            slots = sum(view.run_slots or 0 for view in front.dispatcher.views() if view.usable)
+            console.print(f"{len(now)} nodes, {slots} slots of RUN", *now, sep="\n  ", markup=False, soft_wrap=True)
+            told = now
+        await asyncio.sleep(1)

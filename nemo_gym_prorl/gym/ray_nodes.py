@@ -1,0 +1,216 @@
+# SPDX-FileCopyrightText: Copyright (c) 2026 the nemo-gym-prorl authors
+# SPDX-License-Identifier: Apache-2.0
+"""Nodes of a Ray cluster, each with a Gym deployment of its own.
+
+Who is there, who has died and what is started again are Ray's to say: a node is one that has the resource
+``prorl_node`` (``ray start --resources='{"prorl_node": 1}'``), and on each an actor keeps a supervised deployment. A
+call of that actor which never returns is the notice of its death, be it the actor's or the node's. What the actor has
+started ends with it, however it ends (:mod:`nemo_gym_prorl.processes`); so it ends with a front that is killed, too,
+whose actors these are.
+
+The actor itself does next to nothing, so that Ray's memory monitor has no reason to choose it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import tempfile
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, NoReturn
+
+import ray
+from ray.exceptions import RayActorError, RayError
+from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
+
+from nemo_gym_prorl.failures import CallerError, InfrastructureError
+from nemo_gym_prorl.gym.deployment import GymDeployment
+from nemo_gym_prorl.rollout.client import RolloutClient
+from nemo_gym_prorl.rollout.fleet.nodes import Joined, Left
+from nemo_gym_prorl.serving.access import is_loopback
+
+
+RESOURCE = "prorl_node"
+"""What a node has that is to run sandboxes."""
+
+LOOK_S = 2.0
+"""So often Ray is asked which nodes there are."""
+FIRST_PAUSE_S, LONGEST_PAUSE_S = 2.0, 60.0
+"""Before a node on which the servers did not come up is tried again."""
+_END_S = 30.0
+
+_AGENT = "responses_api_agents/prorl_agent"
+
+
+@dataclass(frozen=True, slots=True)
+class Order:
+    """What each node is to run.
+
+    Attributes:
+        deployment: arguments of :class:`~.deployment.GymDeployment`.
+        agent: instance name of its ``prorl_agent``.
+        token: the key of that agent, without which none of it is to be had beyond loopback.
+        start_timeout_s: bound on the time until every server answers.
+    """
+
+    deployment: Mapping[str, Any]
+    agent: str
+    token: str | None
+    start_timeout_s: float = 900.0
+    log_dir: Path | None = None
+    env: Mapping[str, str] = field(default_factory=dict)
+
+
+class NodeActor:
+    """Keeps one node's deployment; an actor of Ray."""
+
+    def __init__(self) -> None:
+        self._deployment: GymDeployment | None = None
+
+    async def up(self, order: Order) -> str:
+        """Start it; gives the URL of its agent.
+
+        Raises:
+            DeploymentError: a server does not come up.
+            CallerError: it would be open to everybody, see ``serving/access.py``.
+        """
+        await self.end()
+        host = ray.util.get_node_ip_address()
+        if order.token is None and not is_loopback(host):
+            raise CallerError(f"the node's agent would listen on {host} for everybody: set one", field="--token")
+        agent = {"host": host, **({} if order.token is None else {"control_token": order.token})}
+        context = ray.get_runtime_context()
+        node = context.get_node_id()[:12]
+        work_dir = order.log_dir / f"node-{node}" if order.log_dir else None
+        arguments = dict(order.deployment)
+        overrides = [*arguments.pop("overrides", ()), f"++ray_head_node_address={context.gcs_address}"]
+        deployment = GymDeployment(
+            **arguments,
+            overrides=overrides,
+            private={order.agent: {"responses_api_agents": {"prorl_agent": agent}}},
+            supervised=True,
+            start_timeout_s=order.start_timeout_s,
+            work_dir=work_dir or Path(tempfile.gettempdir()) / f"prorl-node-{node}",
+            env=dict(order.env),
+        )
+        await deployment.__aenter__()
+        self._deployment = deployment
+        (found,) = [one for one in deployment.instances.values() if one.server == _AGENT]
+        return found.url
+
+    async def watch(self) -> NoReturn:
+        """Never returns.
+
+        Raises:
+            DeploymentError: Gym itself has ended.
+        """
+        assert self._deployment is not None, "it is up"
+        await self._deployment.watch()
+
+    async def end(self) -> None:
+        """End the deployment."""
+        if self._deployment is not None:
+            deployment, self._deployment = self._deployment, None
+            await deployment.__aexit__(None, None, None)
+
+
+class RayNodes:
+    """A source of nodes (:class:`~nemo_gym_prorl.rollout.fleet.nodes.Nodes`): those of the Ray that this process is
+    connected to.
+
+    Args:
+        order: what each is to run.
+        say: told what becomes of them.
+    """
+
+    def __init__(self, order: Order, say: Callable[[str], None]) -> None:
+        self._order, self._say = order, say
+        self._changes: asyncio.Queue[Joined | Left] = asyncio.Queue()
+        self._kept: dict[str, asyncio.Task[None]] = {}
+        self._actors: dict[str, Any] = {}
+        self._actor = ray.remote(NodeActor)
+
+    @property
+    def present(self) -> Sequence[Joined]:
+        """None: each takes its time to come up."""
+        return ()
+
+    async def changes(self) -> AsyncIterator[Joined | Left]:
+        """Nodes come and go."""
+        looking = asyncio.create_task(self._look())
+        try:
+            while True:
+                change = asyncio.ensure_future(self._changes.get())
+                await asyncio.wait({change, looking}, return_when=asyncio.FIRST_COMPLETED)
+                if looking.done():
+                    change.cancel()
+                    looking.result()
+                yield await change
+        finally:
+            looking.cancel()
+
+    async def close(self) -> None:
+        """End all deployments."""
+        for task in self._kept.values():
+            task.cancel()
+        await asyncio.gather(*self._kept.values(), return_exceptions=True)
+        ends = [_quietly(actor.end.remote()) for actor in self._actors.values()]
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(_END_S):
+                await asyncio.gather(*ends)
+        for actor in self._actors.values():
+            ray.kill(actor)
+
+    async def _look(self) -> None:
+        while True:
+            for node in await asyncio.to_thread(_alive):
+                if node not in self._kept:
+                    self._kept[node] = asyncio.create_task(self._keep(node))
+            await asyncio.sleep(LOOK_S)
+
+    async def _keep(self, node: str) -> None:
+        """Have a deployment on a node as long as that lives. A node that has died comes back as another one."""
+        name, pause = node[:12], FIRST_PAUSE_S
+        self._actors[node] = actor = self._actor.options(
+            num_cpus=0,
+            resources={RESOURCE: 1},
+            scheduling_strategy=NodeAffinitySchedulingStrategy(node, soft=False),
+            max_restarts=-1,
+        ).remote()
+        while True:
+            joined = False
+            try:
+                url = await actor.up.remote(self._order)
+                self._changes.put_nowait(Joined(name, RolloutClient(url, self._order.token)))
+                joined, pause = True, FIRST_PAUSE_S
+                await actor.watch.remote()
+            except RayActorError as error:
+                why = f"its actor ended: {_first_line(error)}"
+            except (RayError, InfrastructureError, CallerError) as error:
+                why = f"its servers are not up: {_first_line(error)}"
+            if joined:
+                self._changes.put_nowait(Left(name, why))
+            else:
+                self._say(f"node {name}: {why}")
+            if node not in await asyncio.to_thread(_alive):
+                ray.kill(actor)
+                del self._actors[node]
+                return
+            await asyncio.sleep(pause)
+            pause = min(2 * pause, LONGEST_PAUSE_S)
+
+
+def _alive() -> list[str]:
+    return [node["NodeID"] for node in ray.nodes() if node["Alive"] and node["Resources"].get(RESOURCE, 0) >= 1]
+
+
+async def _quietly(call: Any) -> None:
+    with contextlib.suppress(RayError):
+        await call
+
+
+def _first_line(error: BaseException) -> str:
+    cause = getattr(error, "cause", None) or error
+    return next((line for line in str(cause).splitlines() if line.strip()), type(cause).__name__)
