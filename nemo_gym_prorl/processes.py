@@ -8,7 +8,8 @@ variable at its root and found by reading ``/proc``. Linux only, like the sandbo
 
 :class:`ProcessMark` finds and ends such a tree from outside. Run as a program, this module is its *reaper*: it starts
 a command and ends everything that carries the mark when the command ends, when it is told to (SIGTERM, SIGINT), and
-when its own parent dies, however it dies. The tree's scratch folder goes with it.
+when its own parent dies, however it dies. The tree's scratch folder goes with it. The reaper proper is a child of the
+process that its parent knows: what ends there, as a worker of Ray does, may kill its children first.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Iterable
+from collections.abc import Container, Iterable
 from dataclasses import dataclass
 from pathlib import Path
 from types import FrameType
@@ -65,12 +66,13 @@ class ProcessMark:
     name: str
     value: str
 
-    def processes(self) -> dict[int, str]:
-        """Living processes that carry the mark, as pid → command line; zombies and ourselves do not count."""
+    def processes(self, spared: Container[int] = ()) -> dict[int, str]:
+        """Living processes that carry the mark, as pid → command line; zombies, ourselves and those that are to be
+        ``spared`` do not count."""
         needle = f"{self.name}={self.value}".encode()
         found = {}
         for entry in Path("/proc").iterdir():
-            if not entry.name.isdigit() or int(entry.name) == os.getpid():
+            if not entry.name.isdigit() or int(entry.name) == os.getpid() or int(entry.name) in spared:
                 continue
             # A process may end, or belong to somebody else, at any of these reads.
             with contextlib.suppress(OSError):
@@ -82,28 +84,30 @@ class ProcessMark:
                         found[int(entry.name)] = command
         return found
 
-    async def wait_gone(self, timeout_s: float) -> dict[int, str]:
+    async def wait_gone(self, timeout_s: float, spared: Container[int] = ()) -> dict[int, str]:
         """Wait until no marked process lives, at most ``timeout_s``; gives those that still do."""
         deadline = time.monotonic() + timeout_s
         while True:
-            left = await asyncio.to_thread(self.processes)
+            left = await asyncio.to_thread(self.processes, spared)
             if not left or time.monotonic() >= deadline:
                 return left
             await asyncio.sleep(_POLL_S)
 
-    async def kill(self, *, settle_s: float = SETTLE_S, kill_s: float = KILL_S) -> dict[int, str]:
+    async def kill(
+        self, *, settle_s: float = SETTLE_S, kill_s: float = KILL_S, spared: Container[int] = ()
+    ) -> dict[int, str]:
         """Let marked processes end by themselves for ``settle_s``, then kill them for up to ``kill_s``.
 
         Returns:
             Those that live on in spite of it; empty on success.
         """
-        left = await self.wait_gone(settle_s)
+        left = await self.wait_gone(settle_s, spared)
         deadline = time.monotonic() + kill_s
         while left and time.monotonic() < deadline:
             for pid in left:
                 with contextlib.suppress(ProcessLookupError, PermissionError):
                     os.kill(pid, signal.SIGKILL)
-            left = await self.wait_gone(_POLL_S)
+            left = await self.wait_gone(_POLL_S, spared)
         return left
 
 
@@ -152,9 +156,6 @@ def _stop(signum: int, frame: FrameType | None) -> NoReturn:
 
 
 def _reap(mark: ProcessMark, scratch: Path, command: list[str]) -> int:
-    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, int(signal.SIGTERM), 0, 0, 0)
-    for number in (signal.SIGTERM, signal.SIGINT):
-        signal.signal(number, _stop)
     status = 128 + signal.SIGTERM
     try:
         child = subprocess.Popen(command)
@@ -171,10 +172,41 @@ def _reap(mark: ProcessMark, scratch: Path, command: list[str]) -> int:
         # From here on nothing stops the end; the owner may still kill us, and then looks for itself.
         for number in (signal.SIGTERM, signal.SIGINT):
             signal.signal(number, signal.SIG_IGN)
-        asyncio.run(mark.kill())
+        asyncio.run(mark.kill(spared={os.getppid()}))
         shutil.rmtree(scratch, ignore_errors=True)
     return status if status >= 0 else 128 - status
 
 
+def _die_with_parent() -> None:
+    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, int(signal.SIGTERM), 0, 0, 0)
+
+
+def _stand_before(mark: ProcessMark, scratch: Path, command: list[str]) -> int:
+    """Fork the reaper, pass on what we are told, and end as it does; if we are killed, it is told to end."""
+    reaper = 0
+    told: list[int] = []
+
+    def tell(signum: int, frame: FrameType | None) -> None:
+        if reaper:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(reaper, signum)
+        else:
+            told.append(signum)
+
+    for number in (signal.SIGTERM, signal.SIGINT):
+        signal.signal(number, tell)
+    _die_with_parent()
+    ours = os.getpid()
+    reaper = os.fork()
+    if not reaper:
+        _die_with_parent()
+        for number in (signal.SIGTERM, signal.SIGINT):
+            signal.signal(number, _stop)
+        return _reap(mark, scratch, command) if os.getppid() == ours else 1
+    for signum in told:
+        os.kill(reaper, signum)
+    return os.waitstatus_to_exitcode(os.waitpid(reaper, 0)[1])
+
+
 if __name__ == "__main__":
-    sys.exit(_reap(ProcessMark(sys.argv[1], sys.argv[2]), Path(sys.argv[3]), sys.argv[4:]))
+    sys.exit(_stand_before(ProcessMark(sys.argv[1], sys.argv[2]), Path(sys.argv[3]), sys.argv[4:]))

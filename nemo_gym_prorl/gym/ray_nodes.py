@@ -190,11 +190,12 @@ class RayNodes:
                 why = f"its actor ended: {_first_line(error)}"
             except (RayError, InfrastructureError, CallerError) as error:
                 why = f"its servers are not up: {_first_line(error)}"
+            lives = node in await asyncio.to_thread(_alive)
             if joined:
-                self._changes.put_nowait(Left(name, why))
-            else:
+                self._changes.put_nowait(Left(name, why if lives else "Ray says that it is dead"))
+            elif lives:
                 self._say(f"node {name}: {why}")
-            if node not in await asyncio.to_thread(_alive):
+            if not lives:
                 ray.kill(actor)
                 del self._actors[node]
                 return

@@ -18,7 +18,7 @@ from yarl import URL
 from nemo_gym_prorl.gym import deployment as deployment_module
 from nemo_gym_prorl.gym.command_line import MARK_NAME, DeploymentError, GymCli
 from nemo_gym_prorl.gym.deployment import GymDeployment, without_interrupts
-from nemo_gym_prorl.processes import ProcessMark, somebody_else_listens
+from nemo_gym_prorl.processes import ProcessMark, reaper_command, somebody_else_listens
 from nemo_gym_prorl.scripted.text import MODEL_NAME
 
 
@@ -220,9 +220,40 @@ async def test_marked_processes_are_found_in_their_own_sessions_and_killed():
     assert mark.processes() == {}
 
 
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGTERM, signal.SIGINT])
+async def test_a_tree_ends_with_the_process_that_its_owner_knows(number: signal.Signals, tmp_path: Path):
+    """A worker of Ray that ends kills its children."""
+    mark = ProcessMark("PRORL_TEST_MARK", os.urandom(8).hex())
+    scratch = tmp_path / "scratch"
+    scratch.mkdir()
+    known = await asyncio.create_subprocess_exec(
+        *reaper_command(mark, ["sh", "-c", "setsid sleep 600 & exec sleep 600"], sys.executable, scratch),
+        env={**os.environ, mark.name: mark.value},
+        start_new_session=True,
+    )
+    async with asyncio.timeout(20):
+        while sum("sleep 600" in command for command in mark.processes().values()) < 4:
+            await asyncio.sleep(0.02)
+    os.kill(known.pid, number)
+    await known.wait()
+    assert await mark.wait_gone(20) == {}
+    async with asyncio.timeout(5):
+        while await asyncio.to_thread(scratch.exists):
+            await asyncio.sleep(0.02)
+
+
+async def test_a_reaper_ends_as_its_command_does(tmp_path: Path):
+    mark = ProcessMark("PRORL_TEST_MARK", os.urandom(8).hex())
+    known = await asyncio.create_subprocess_exec(
+        *reaper_command(mark, ["sh", "-c", "exit 3"], sys.executable, tmp_path / "none"),
+        env={**os.environ, mark.name: mark.value},
+    )
+    assert await known.wait() == 3
+
+
 def test_the_policys_key_is_readable_by_the_user_only(tmp_path: Path):
     gym = GymDeployment(policy_base_url="http://127.0.0.1:1/v1", policy_api_key="secret", work_dir=tmp_path)
-    path = gym._write_policy()
+    path = gym._write_private()
     assert path.stat().st_mode & 0o077 == 0
     assert "secret" in path.read_text()
 
