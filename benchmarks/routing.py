@@ -2,7 +2,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Which router keeps prefix caches warm and nobody waiting: ours against the others, on agent traffic.
 
-Simulated: 16 and 64 engines with a KV capacity (:mod:`benchmarks.fleet`), under traffic of many shapes: at once, as a
+Simulated: 16 and 64 engines with a KV capacity (:mod:`benchmarks.traces`), under traffic of many shapes: at once, as a
 stream, in bursts; engines that die, are slow, or come and go; a system prompt of 20,000 tokens that all share; tools
 that take minutes; caches that are small (all prefixes just fit, evenly spread) or scarce (at the peak, live rollouts
 need 1.0 to 1.2 times what the whole fleet holds); groups of 32 whose prompt of 30,000 tokens nobody else has; fleets
@@ -13,7 +13,7 @@ Then shapes that are drawn, not chosen (:func:`drawn`), and that nobody tuned to
 peers is often the luckiest one, which stands against us.
 
 The best possible hit rate is that of a fleet whose engines share one boundless cache, or the best peer's if that is
-more (see :func:`~benchmarks.fleet.best_hit_rate`). One cache of the fleet's pooled capacity comes within 0.02 of it
+more (see :func:`~benchmarks.traces.best_hit_rate`). One cache of the fleet's pooled capacity comes within 0.02 of it
 even where caches are scarce, as it evicts those alone that wait longest for a tool; what is missing there beyond that
 is lost by spreading tokens unevenly, and is a router's to win.
 
@@ -37,10 +37,10 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from benchmarks.engines import Trace
-from benchmarks.fleet import Fleet, Incident, Outcome, agent_trace, best_hit_rate
 from benchmarks.report import Figure, publish
 from benchmarks.routers import PEERS, Ours, StickyLeastLoaded
 from benchmarks.statistic import interval
+from benchmarks.traces import Fleet, Incident, Outcome, agent_trace, best_hit_rate
 from nemo_gym_prorl.policy.pool.pool import BackendPool
 
 
@@ -65,9 +65,9 @@ class Shape:
     """What the traffic and the fleet are like.
 
     Attributes:
-        trace: see :func:`~benchmarks.fleet.agent_trace`.
+        trace: see :func:`~benchmarks.traces.agent_trace`.
         groups: prompts per engine.
-        fleet: see :class:`~benchmarks.fleet.Fleet`.
+        fleet: see :class:`~benchmarks.traces.Fleet`.
         waves: engines come and go, a quarter of the fleet at a time.
         sizes: numbers of engines that it is played on.
     """

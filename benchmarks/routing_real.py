@@ -52,7 +52,6 @@ from nemo_gym.server_utils import ServerClient
 from omegaconf import DictConfig
 
 from benchmarks.engines import Rollout, Trace
-from benchmarks.fleet import agent_trace
 from benchmarks.real_engines import (
     SCRIPTS,
     WHEELS,
@@ -66,6 +65,7 @@ from benchmarks.real_engines import (
 from benchmarks.report import Figure, publish
 from benchmarks.routing import BOUND, HIT_RATE
 from benchmarks.statistic import interval, jackknife
+from benchmarks.traces import agent_trace
 from responses_api_models.prorl_model.app import ProrlModel, ProrlModelConfig
 
 

@@ -18,8 +18,8 @@ from dataclasses import dataclass, replace
 from typing import Protocol
 
 from benchmarks.engines import Engines, Request, Rollout, Router, Trace
-from benchmarks.fleet import PROMPT, SYSTEM, drawn_turns
 from benchmarks.synchronous import Rounds
+from benchmarks.traces import PROMPT, SYSTEM, drawn_turns
 from nemo_gym_prorl.dapo.contract import Decision, SamplerConfig
 from nemo_gym_prorl.dapo.fates import Fate, Fates, Usage
 from nemo_gym_prorl.dapo.prompts import Epochs

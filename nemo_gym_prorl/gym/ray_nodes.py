@@ -21,6 +21,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NoReturn
 
+import aiohttp
 import ray
 from ray.exceptions import RayActorError, RayError
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
@@ -41,6 +42,10 @@ FIRST_PAUSE_S, LONGEST_PAUSE_S = 2.0, 60.0
 """Before a node on which the servers did not come up is tried again."""
 _END_S = 30.0
 
+_SHARE_S = 5.0
+"""So often a node's model servers are told with how many others they share the engines."""
+
+_MODEL = "responses_api_models/prorl_model"
 _AGENT = "responses_api_agents/prorl_agent"
 
 
@@ -68,6 +73,7 @@ class NodeActor:
 
     def __init__(self) -> None:
         self._deployment: GymDeployment | None = None
+        self._parts = 1
 
     async def up(self, order: Order) -> str:
         """Start it; gives the URL of its agent.
@@ -107,7 +113,26 @@ class NodeActor:
             DeploymentError: Gym itself has ended.
         """
         assert self._deployment is not None, "it is up"
-        await self._deployment.watch()
+        sharing = asyncio.create_task(self._share(self._deployment))
+        try:
+            await self._deployment.watch()
+        finally:
+            sharing.cancel()
+
+    async def share(self, parts: int) -> None:
+        """So many nodes sample from the same engines."""
+        self._parts = parts
+
+    async def _share(self, deployment: GymDeployment) -> None:
+        """Tell the model servers, again and again: one that is started again has forgotten it."""
+        models = [one.url for one in deployment.instances.values() if one.server == _MODEL]
+        async with aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(total=_SHARE_S)) as http:
+            while True:
+                for url in models:
+                    with contextlib.suppress(aiohttp.ClientError, TimeoutError):
+                        async with http.post(f"{url}/v1/backends/share", json={"parts": self._parts}):
+                            pass
+                await asyncio.sleep(_SHARE_S)
 
     async def end(self) -> None:
         """End the deployment."""
@@ -164,10 +189,16 @@ class RayNodes:
             ray.kill(actor)
 
     async def _look(self) -> None:
+        shared = 0
         while True:
-            for node in await asyncio.to_thread(_alive):
+            alive = await asyncio.to_thread(_alive)
+            for node in alive:
                 if node not in self._kept:
                     self._kept[node] = asyncio.create_task(self._keep(node))
+            if len(alive) != shared:
+                shared = len(alive)
+                for actor in self._actors.values():
+                    actor.share.remote(shared)
             await asyncio.sleep(LOOK_S)
 
     async def _keep(self, node: str) -> None:
@@ -179,6 +210,7 @@ class RayNodes:
             scheduling_strategy=NodeAffinitySchedulingStrategy(node, soft=False),
             max_restarts=-1,
         ).remote()
+        actor.share.remote(len(self._actors))
         while True:
             joined = False
             try:

@@ -17,7 +17,8 @@ import json
 import logging
 import os
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from http.client import HTTPException
 from typing import Any
@@ -41,6 +42,8 @@ LOG = logging.getLogger(__name__)
 CALL_S = 30.0
 """How long a server may take to answer."""
 TRIES = 3
+_AT_ONCE = 64
+"""Model servers that are called at a time."""
 PAUSE_S = 1.0
 """Of an announcement: how often it is made, and the pause before it is made again."""
 
@@ -93,13 +96,16 @@ class Servers:
             CallerError: a server refuses that, and it is needed.
             InfrastructureError: it does not answer, and it is needed.
         """
-        for url in self.models:
+
+        def tell(url: str) -> None:
             try:
                 self._tell(url, str(version))
             except RolloutError as error:
                 if needed:
                     raise
                 LOG.warning("weights %d are not announced: %s", version, error)
+
+        self._at_once(tell)
 
     def end_all(self, client: str) -> None:
         """Cancel every rollout of a client, whoever submitted it; returns when their sandboxes are gone.
@@ -123,11 +129,21 @@ class Servers:
 
     def withdraw(self) -> None:
         """The engines that :meth:`announce` registered are backends no more."""
-        for url in self.models if self.engines else ():
+
+        def withdraw(url: str) -> None:
             try:
                 _call("DELETE", self._backends(url), self.key)
             except RolloutError as error:
                 LOG.warning("an engine of this trainer is left behind as a backend: %s", error)
+
+        if self.engines:
+            self._at_once(withdraw)
+
+    def _at_once(self, call: Callable[[str], None]) -> None:
+        """At all model servers: one that does not answer holds up no other."""
+        with ThreadPoolExecutor(min(len(self.models), _AT_ONCE) or 1) as threads:
+            for _ in threads.map(call, self.models):
+                pass
 
     def _tell(self, url: str, version: str) -> None:
         for _ in range(TRIES - 1):
@@ -146,6 +162,8 @@ class Servers:
             _call("POST", route, self.key, body)
             return
         body["run"] = self.run or ""
+        share = {"parts": len(self.models), "run": body["run"]}
+        _call("POST", f"{url}/v1/backends/share", self.key, share)
         known = {backend["url"] for backend in _call("GET", self._backends(url), self.key)["backends"]}
         for engine in self.engines:
             if engine not in known:

@@ -50,6 +50,8 @@ _TIMEOUT = aiohttp.ClientTimeout(total=None, sock_connect=10.0, sock_read=MAX_WA
 """Of a call. No answer takes longer than a long-poll, or than the release of sandboxes after a cancellation; without a
 bound, a connection to a machine that lost its power would be waited for until it comes back."""
 
+_KEEP_ALIVE_S = 3.0
+"""For how long a connection is used again: servers close theirs after 5 seconds, which may cross with a request."""
 _STREAM_TIMEOUT = aiohttp.ClientTimeout(total=None, sock_connect=10.0, sock_read=60.0)
 """Of a stream of events, which says something every 15 seconds."""
 
@@ -90,7 +92,9 @@ class RolloutClient:
 
     async def __aenter__(self) -> Self:
         self._session = aiohttp.ClientSession(
-            headers=self._headers, connector=aiohttp.TCPConnector(limit=0), timeout=aiohttp.ClientTimeout(total=None)
+            headers=self._headers,
+            connector=aiohttp.TCPConnector(limit=0, keepalive_timeout=_KEEP_ALIVE_S),
+            timeout=aiohttp.ClientTimeout(total=None),
         )
         return self
 

@@ -34,6 +34,8 @@ class Model:
         self.app.post("/v1/backends", status_code=201)(self.add)
         self.app.delete("/v1/backends")(self.clear)
         self.app.post("/v1/backends/weight_version")(self.label)
+        self.app.post("/v1/backends/share")(self.share)
+        self.shares: list[Any] = []
 
     async def listing(self, run: str) -> dict[str, Any]:
         if self.failures:
@@ -52,6 +54,10 @@ class Model:
     async def clear(self, run: str) -> dict[str, Any]:
         self.backends = {url: known for url, known in self.backends.items() if known["run"] != run}
         return {"backends": []}
+
+    async def share(self, request: Request) -> dict[str, Any]:
+        self.shares.append(await request.json())
+        return {}
 
     async def label(self, request: Request) -> dict[str, Any]:
         body = await request.json()
@@ -94,6 +100,28 @@ async def test_a_server_is_told_again_and_then_left() -> None:
         model.failures = 3
         with pytest.raises(InfrastructureError, match="503"):
             await asyncio.to_thread(servers.announce, 3, needed=True)
+
+
+async def test_all_servers_are_told_at_once_and_of_each_other() -> None:
+    """One that carries connections and says nothing holds up its own label only."""
+    slow, models = asyncio.Event(), [Model(), Model()]
+
+    async def silent(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        await slow.wait()
+        writer.close()
+
+    async with await asyncio.start_server(silent, "127.0.0.1", 0) as dead:
+        dead_url = f"http://127.0.0.1:{dead.sockets[0].getsockname()[1]}"
+        async with serve(models[0].app) as one, serve(models[1].app) as two:
+            servers = with_engines(Servers((), (dead_url, one, two)), ENGINES, "run")
+            telling = asyncio.create_task(asyncio.to_thread(servers.announce, 7))
+            async with asyncio.timeout(10):
+                while not all(model.labels == dict.fromkeys(ENGINES, "7") for model in models):
+                    await asyncio.sleep(0.02)
+            assert not telling.done()
+            slow.set()
+            await telling
+    assert [model.shares for model in models] == [[{"parts": 3, "run": "run"}]] * 2
 
 
 @pytest.mark.parametrize("body", [b"<html>", b""])

@@ -440,6 +440,29 @@ def test_a_failed_backend_is_probed_tried_with_one_request_and_trusted_again() -
     assert pool.backends["a"].health is Health.UP
 
 
+def test_pools_that_share_backends_have_their_limit_once() -> None:
+    pool = BackendPool(limit=5)
+    pool.add("a", "http://localhost")
+    pool.add("mine", "http://localhost", run="r")
+
+    def begin(number: int) -> bool:
+        placed = pool.request(number, f"r{number}") != []
+        if placed:
+            pool.answered(number, 0.0)
+        return placed
+
+    assert all(begin(number) for number in range(5))
+    pool.share(2)
+    assert len(pool.backends["a"].live) == 5, "who is there stays"
+    assert not begin(5)
+    assert [*map(pool.finish, ("r0", "r1"))] == [[], []]
+    assert pool.finish("r2") == [Assign(5, "a", None)], "5 for 2 are 3 each"
+    assert not begin(6)
+    pool.add("new", "http://elsewhere", run="r")
+    assert [pool.backends[name].limit for name in ("a", "mine", "new")] == [3, 5, 5], "a run has its own"
+    assert pool.share(1) == [Assign(6, "a", None)]
+
+
 def test_idle_rollouts_make_room_for_those_that_wait() -> None:
     pool = BackendPool(limit=1, patience_s=5.0)
     pool.add("a", "http://localhost")

@@ -67,6 +67,15 @@ class Weights(Backends):
     weight_version: _Label
 
 
+class Share(BaseModel):
+    """Body of ``share``."""
+
+    model_config = ConfigDict(extra="forbid")
+
+    parts: Annotated[int, Field(ge=1, le=1_000_000)]
+    run: _Label | None = None
+
+
 def add_control_routes(app: FastAPI, host: PolicyHost, declared: Mapping[str, Declared] | None = None) -> None:
     """Add ``/v1/backends``, ``/v1/rollouts`` and ``/metrics`` to an application, the error handlers, and the start and
     end of the service. For ``declared`` see :func:`~nemo_gym_prorl.serving.problems.add_problem_handlers`."""
@@ -110,6 +119,12 @@ def add_control_routes(app: FastAPI, host: PolicyHost, declared: Mapping[str, De
         """Label the weights, without a pause: a turn that is being sampled begins with the old ones and ends with
         these."""
         host.pool.label(body.weight_version, body.id, body.run)
+        return _listing(host.pool, body.run)
+
+    @router.post("/v1/backends/share", responses=problem_responses(400))
+    async def share(body: Share) -> dict[str, Any]:
+        """Have a run's backends at their `limit` once among so many model servers that share them, not once each."""
+        host.dispatcher.apply(host.pool.share(body.parts, body.run))
         return _listing(host.pool, body.run)
 
     @router.get("/v1/rollouts/{rollout}/tokens", response_model=dict[str, Any], responses=problem_responses(410))

@@ -68,6 +68,8 @@ class BackendPool:
         if limit < 1:
             raise CallerError("must be at least 1", field="limit")
         self.limit = limit
+        self._parts: dict[str | None, int] = {}
+        """How many pools share the backends of a run, where that is not this one alone."""
         self._patience = patience_s
         self._unreachable = unreachable_s
         self.backends: dict[str, Backend] = {}
@@ -92,12 +94,22 @@ class BackendPool:
         if backend_id in self.backends:
             raise AlreadyThere(f"there is a backend {backend_id!r} already", field="id")
         peers = self.of_run(run)
-        backend = Backend(backend_id, url, weight_version, self.limit, self._tick(), run)
+        backend = Backend(backend_id, url, weight_version, self._limit_of(run), self._tick(), run)
         if taking := [peer for peer in peers if peer.takes_new]:
             backend.head_start = min(len(peer.live) for peer in taking)
             backend.elders = backend.elders_left = sum(len(peer.live) for peer in peers)
         self.backends[backend_id] = backend
         return self._dispatch()
+
+    def share(self, parts: int, run: str | None = None) -> list[Decision]:
+        """So many pools have the backends of a run, which are to have their limit once."""
+        self._parts[run] = parts
+        for backend in self.of_run(run):
+            backend.limit = self._limit_of(run)
+        return self._dispatch()
+
+    def _limit_of(self, run: str | None) -> int:
+        return -(-self.limit // self._parts.get(run, 1))
 
     def drain(self, backend_id: str) -> list[Decision]:
         """Give the backend no new rollouts; those it has stay."""

@@ -1,0 +1,124 @@
+# SPDX-FileCopyrightText: Copyright (c) 2026 the nemo-gym-prorl authors
+# SPDX-License-Identifier: Apache-2.0
+"""A Ray cluster of many nodes on one machine, for what needs a fleet: each node is a raylet of its own.
+
+Run as a program it is that cluster: it tells its address, and then obeys ``kill NODE`` and ``add`` on its input.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+import sys
+import tempfile
+from collections.abc import AsyncIterator
+from pathlib import Path
+
+from nemo_gym_prorl.gym.command_line import RAY_START_S
+from nemo_gym_prorl.processes import ProcessMark, reaper_command
+
+
+ENVIRONMENT = {
+    "RAY_AUTH_MODE": "disabled",
+    "RAY_USAGE_STATS_ENABLED": "0",
+    "RAY_enable_worker_prestart": "0",
+    "RAY_prestart_worker_first_driver": "0",
+    "RAY_raylet_start_wait_time_s": str(RAY_START_S),
+}
+_HEALTH = {
+    "health_check_initial_delay_ms": 1000,
+    "health_check_period_ms": 1000,
+    "health_check_timeout_ms": 1000,
+    "health_check_failure_threshold": 3,
+}
+"""A node that does not answer is dead after 3 to 5 seconds, where Ray's defaults take 13."""
+_STORE_BYTES = 80 * 2**20
+
+
+class Raylets:
+    """A running cluster; made by :func:`raylets`."""
+
+    def __init__(self, process: asyncio.subprocess.Process) -> None:
+        self._process = process
+        self.address = ""
+        self.nodes: list[str] = []
+        """The first 12 letters of the nodes' ids."""
+
+    async def kill(self, node: str) -> None:
+        """Kill a raylet with SIGKILL."""
+        await self._say(f"kill {node}")
+        self.nodes.remove(node)
+
+    async def add(self) -> str:
+        """One more; gives its id."""
+        node = await self._say("add")
+        self.nodes.append(node)
+        return node
+
+    async def _say(self, what: str) -> str:
+        assert self._process.stdin is not None
+        self._process.stdin.write(f"{what}\n".encode())
+        return await self.heard()
+
+    async def heard(self) -> str:
+        """What it answers, between all that Ray prints."""
+        assert self._process.stdout is not None
+        async for line in self._process.stdout:
+            if line.startswith(b"cluster: "):
+                return line.decode().removeprefix("cluster: ").strip()
+        raise RuntimeError("the cluster has ended")
+
+
+@contextlib.asynccontextmanager
+async def raylets(count: int) -> AsyncIterator[Raylets]:
+    """A cluster of so many nodes for sandboxes, and a head without."""
+    mark = ProcessMark("PRORL_RAYLETS", os.urandom(8).hex())
+    # The path of a Unix socket must be short.
+    folder = Path(tempfile.mkdtemp(prefix="prorl-ray-", dir="/tmp"))
+    command = [sys.executable, "-m", "benchmarks.raylets", str(count)]
+    process = await asyncio.create_subprocess_exec(
+        *reaper_command(mark, command, sys.executable, folder),
+        env=os.environ | ENVIRONMENT | {"RAY_TMPDIR": str(folder), mark.name: mark.value},
+        cwd=Path(__file__).parents[1],
+        stdin=asyncio.subprocess.PIPE,
+        stdout=asyncio.subprocess.PIPE,
+        stderr=asyncio.subprocess.DEVNULL,
+        start_new_session=True,
+    )
+    try:
+        cluster = Raylets(process)
+        cluster.address, *cluster.nodes = (await cluster.heard()).split()
+        yield cluster
+    finally:
+        with contextlib.suppress(ProcessLookupError):
+            process.terminate()
+        await process.wait()
+        await mark.kill(settle_s=0)
+
+
+def _main(count: int) -> None:
+    from ray.cluster_utils import Cluster
+
+    head = {"num_cpus": 0, "object_store_memory": _STORE_BYTES, "include_dashboard": False, "_system_config": _HEALTH}
+    cluster = Cluster(initialize_head=True, head_node_args=head)
+
+    def add() -> str:
+        raylet = cluster.add_node(num_cpus=1, resources={"prorl_node": 1}, object_store_memory=_STORE_BYTES)
+        by_id[raylet.node_id[:12]] = raylet
+        return str(raylet.node_id[:12])
+
+    by_id: dict[str, object] = {}
+    print("cluster:", cluster.address, *(add() for _ in range(count)), flush=True)
+    for line in sys.stdin:
+        match line.split():
+            case ["kill", node]:
+                cluster.remove_node(by_id.pop(node), allow_graceful=False)
+                print("cluster:", node, flush=True)
+            case ["add"]:
+                print("cluster:", add(), flush=True)
+    cluster.shutdown()
+
+
+if __name__ == "__main__":
+    _main(int(sys.argv[1]))
