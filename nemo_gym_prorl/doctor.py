@@ -28,6 +28,7 @@ from nemo_gym_prorl.sandbox.container import Container, ContainerSpec
 from nemo_gym_prorl.sandbox.disks import in_memory, kind_under
 from nemo_gym_prorl.sandbox.images.building.default import KERNEL, default_image_path, image_path
 from nemo_gym_prorl.sandbox.images.cache import cache_dir
+from nemo_gym_prorl.sandbox.isolation.privilege import is_machine_root
 from nemo_gym_prorl.sandbox.isolation.user_namespaces import Attempt, Ending, remedies
 from nemo_gym_prorl.sandbox.limits import cgroups
 from nemo_gym_prorl.sandbox.limits.report import By, Facts, Limit, limits, remedy_here, shortcomings
@@ -305,7 +306,7 @@ def state_check(folder: str, kind: str, free: int) -> Check:
 
 def _administrator(fix: str) -> str:
     """A way to mend something that takes root's rights, for whoever reads it."""
-    return fix if os.geteuid() == 0 else f"your administrator can: {fix}"
+    return fix if is_machine_root() else f"your administrator can: {fix}"
 
 
 def _last_line(text: str) -> str:

@@ -23,6 +23,7 @@ from typing import Any
 
 from nemo_gym_prorl.sandbox.isolation import accounts, network, syscalls, user_ids
 from nemo_gym_prorl.sandbox.isolation.mounts import SMALL_TMPFS, Bind, terminal_options
+from nemo_gym_prorl.sandbox.isolation.privilege import is_machine_root
 from nemo_gym_prorl.sandbox.isolation.user_ids import Span
 from nemo_gym_prorl.sandbox.launcher.requests import Kind, Request
 from nemo_gym_prorl.sandbox.limits import kernel_shares
@@ -61,7 +62,7 @@ def preliminaries(
     not the sandbox's own. What follows is, for one with several users, a parent namespace of its own, and by
     root its volumes, as mounts.
     """
-    root, several = os.geteuid() == 0, order["users"]
+    root, several = is_machine_root(), order["users"]
     host = order["host_uid"], order["host_gid"]
     owned = root and not several and prepared.owner != (order["uid"], order["uid"])
     volumes = order["volumes"] if root else []
@@ -92,7 +93,7 @@ def make(prepared: PreparedImage, order: dict[str, Any], folder: str) -> Request
         folder: the sandbox's own, with ``overlay`` for its layer.
     """
     uid = order["uid"]
-    several, root, host_network = order["users"], os.geteuid() == 0, order["network"]
+    several, root, host_network = order["users"], is_machine_root(), order["network"]
     if several and prepared.one_user:
         raise PermissionError(errno.EPERM, prepared.one_user)
     binds = [Bind.parse(text) for text in (*order["binds"], *(() if root else order["volumes"]))]
@@ -150,7 +151,7 @@ def image_for(prepared: PreparedImage, pid: int, owners: int | None) -> int | No
         pid: its first process.
         owners: the user namespace whose ids the image's owners are to have, if not that of ``pid``.
     """
-    if os.geteuid() != 0:
+    if not is_machine_root():
         return None
     tree = syscalls.detached(prepared.image)
     space = os.open(f"/proc/{pid}/ns/user", os.O_RDONLY | os.O_CLOEXEC) if owners is None else owners

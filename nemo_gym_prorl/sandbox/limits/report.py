@@ -13,6 +13,7 @@ from enum import StrEnum
 from pathlib import Path
 from typing import Self
 
+from nemo_gym_prorl.sandbox.isolation.privilege import is_machine_root
 from nemo_gym_prorl.sandbox.limits import cgroups
 
 
@@ -109,7 +110,7 @@ def remedy(mountinfo: str, *, root: bool, systemd: bool) -> str:
 def remedy_here() -> str:
     """As :func:`remedy`, for this process."""
     mountinfo = Path("/proc/self/mountinfo").read_text()
-    return remedy(mountinfo, root=os.geteuid() == 0, systemd=Path("/run/systemd/system").is_dir())
+    return remedy(mountinfo, root=is_machine_root(), systemd=Path("/run/systemd/system").is_dir())
 
 
 def _processes(facts: Facts) -> Limit:

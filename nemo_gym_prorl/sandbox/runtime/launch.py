@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import NoReturn
 
 from nemo_gym_prorl.sandbox.isolation import seccomp, syscalls
+from nemo_gym_prorl.sandbox.isolation.privilege import is_machine_root
 from nemo_gym_prorl.sandbox.isolation.user_ids import user_namespace
 from nemo_gym_prorl.sandbox.limits import descriptors, kernel_shares
 from nemo_gym_prorl.sandbox.runtime.command import runtime_environment
@@ -52,7 +53,7 @@ def become_runtime(order: Message, command: Sequence[str], folder: Path, channel
         image, inside, binds = order["image"], order["uid"], order["volumes"]
         host = order["host_uid"], order["host_gid"]
         owner = user_namespace(inside, *host)
-        if os.geteuid() == 0:
+        if is_machine_root():
             image = _show_image(image, folder, *host)
             binds = _show_volumes(order["volumes"], folder, *host)
         bounds = _bounds(folder, root=inside == 0)

@@ -13,6 +13,7 @@ import socket
 from functools import partial
 from pathlib import Path
 
+from nemo_gym_prorl.sandbox.isolation.privilege import is_machine_root
 from nemo_gym_prorl.sandbox.runtime import log as logs
 from nemo_gym_prorl.sandbox.runtime.command import runtime_command
 from nemo_gym_prorl.sandbox.runtime.launch import become_runtime
@@ -27,7 +28,7 @@ from nemo_gym_prorl.sandbox.supervisor.storage import state_dir
 def make_folder(path: Path, order: Message) -> None:
     """Make a folder of a sandbox's user."""
     path.mkdir(mode=0o700)
-    if os.geteuid() == 0:
+    if is_machine_root():
         os.chown(path, order["host_uid"], order["host_gid"])
 
 
