@@ -22,7 +22,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from nemo_gym_prorl.sandbox.isolation import accounts, network, syscalls, user_ids
-from nemo_gym_prorl.sandbox.isolation.mounts import SMALL_TMPFS, Bind, terminal_options
+from nemo_gym_prorl.sandbox.isolation.mounts import SMALL_TMPFS, Bind, terminal_options, uncovered
 from nemo_gym_prorl.sandbox.isolation.privilege import is_machine_root
 from nemo_gym_prorl.sandbox.isolation.user_ids import Span
 from nemo_gym_prorl.sandbox.launcher.requests import Kind, Request
@@ -83,9 +83,9 @@ def preliminaries(
 def make(prepared: PreparedImage, order: dict[str, Any], folder: str) -> Request:
     """Start the first process of a sandbox, as a child of the supervisor's. Answers with its number on the host.
 
-    Goes with where to answer, its parent namespace, the channel of the first process, the launcher, and volumes. On
-    that channel the first process waits for word, by root with the image as a mount; it is closed when that is
-    ready.
+    Goes with where to answer, its parent namespace, the channel of the first process, the launcher, and volumes, or
+    :func:`.mounts.uncovered`. On that channel the first process waits for word, by root with the image as a mount; it
+    is closed when that is ready.
 
     Args:
         prepared: of the sandbox.
@@ -99,6 +99,7 @@ def make(prepared: PreparedImage, order: dict[str, Any], folder: str) -> Request
     binds = [Bind.parse(text) for text in (*order["binds"], *(() if root else order["volumes"]))]
     volumes = [Bind.parse(text).target for text in order["volumes"]] if root else []
     request = Request(Kind.MAKE)
+    request.words(len(uncovered()))
     request.limits(_of_all_users(order) if several else [])
     for kind, ranges in zip(("uid", "gid"), prepared.ranges, strict=True):
         request.text(user_ids.map_of(user_ids.spans(order[f"host_{kind}"], uid, several=several, ranges=ranges)))

@@ -1201,10 +1201,13 @@ static void join_parent(int parent) {
 }
 
 /* Its files: the parent namespace of its user ids, the channel of the first process, the program that this is to become, and
-   volumes. The answer is the first process's number. */
+   volumes, or mounts in which all of /proc is to be seen. The answer is the first process's number. */
 static void make(void) {
     char path[64];
     int parent = file(1), channel = file(2), program = file(3);
+    doing("mounts that cover nothing of /proc", "");
+    if (word())
+        must(CALL(setns, file(4), CLONE_NEWNS));
     join_parent(parent);
     /* A changed id closes what lies in /proc of us and our children, from where they are mapped. */
     must(CALL(prctl, PR_SET_DUMPABLE, 1, 0, 0, 0));

@@ -21,7 +21,7 @@ SHARED_FOLDER = "/.prorl"
 OF_THE_RUNTIME = ("APPTAINER_", "SINGULARITY_", "PS1", "PROMPT_COMMAND", "PWD", "SHLVL", "_")
 """How the names of variables begin that say something of the runtime, or of the host, and are not the image's."""
 
-_EXEC = ("exec", "--userns", "--containall", "--cleanenv", "--no-init", "--no-mount", "home,tmp")
+_EXEC = ("exec", "--userns", "--containall", "--cleanenv", "--no-init", "--no-mount", "home,tmp,bind-paths")
 
 
 def runtime_command(order: Message, folder: Path) -> list[str]:

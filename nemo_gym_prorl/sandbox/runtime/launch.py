@@ -36,7 +36,14 @@ FUSE_DEVICE = os.makedev(10, 229)
 """By the kernel's list of devices."""
 
 
-def become_runtime(order: Message, command: Sequence[str], folder: Path, channel: socket.socket, log: int) -> NoReturn:
+def become_runtime(
+    order: Message,
+    command: Sequence[str],
+    folder: Path,
+    channel: socket.socket,
+    log: int,
+    uncovered: Sequence[int],
+) -> NoReturn:
     """Execute the runtime, as the only user of a new user namespace. What goes wrong is written to ``log``.
 
     Args:
@@ -45,6 +52,7 @@ def become_runtime(order: Message, command: Sequence[str], folder: Path, channel
         folder: the sandbox's, for what has to be shown elsewhere.
         channel: input and output of the container's first process.
         log: where the runtime's complaints go.
+        uncovered: of :func:`.mounts.uncovered`.
     """
     try:
         parent = os.getppid()
@@ -57,6 +65,8 @@ def become_runtime(order: Message, command: Sequence[str], folder: Path, channel
             image = _show_image(image, folder, *host)
             binds = _show_volumes(order["volumes"], folder, *host)
         bounds = _bounds(folder, root=inside == 0)
+        for descriptor in uncovered:
+            os.setns(descriptor, os.CLONE_NEWNS)
         os.setns(owner)
         with contextlib.suppress(PermissionError):
             os.setgroups([])

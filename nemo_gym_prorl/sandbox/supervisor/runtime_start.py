@@ -13,6 +13,7 @@ import socket
 from functools import partial
 from pathlib import Path
 
+from nemo_gym_prorl.sandbox.isolation import mounts
 from nemo_gym_prorl.sandbox.isolation.privilege import is_machine_root
 from nemo_gym_prorl.sandbox.runtime import log as logs
 from nemo_gym_prorl.sandbox.runtime.command import runtime_command
@@ -58,8 +59,9 @@ async def start(children: Children, sandbox: Sandbox) -> state_dir.Space:
     with open_channel(sandbox, socket.SOCK_STREAM) as theirs:
         sandbox.log = logs.create()
         command = runtime_command(sandbox.order, sandbox.folder)
-        program = partial(become_runtime, sandbox.order, command, sandbox.folder, theirs, sandbox.log)
-        starter = sandbox.starter = children.fork(program, [theirs.fileno(), sandbox.log], sandbox.group)
+        uncovered = mounts.uncovered()
+        program = partial(become_runtime, sandbox.order, command, sandbox.folder, theirs, sandbox.log, uncovered)
+        starter = sandbox.starter = children.fork(program, [theirs.fileno(), sandbox.log, *uncovered], sandbox.group)
     state_dir.note_starter(sandbox.folder, starter.pid)
     # What the image runs may never say a word.
     while starter.alive and not look_for_first(sandbox):  # noqa: ASYNC110  # only the kernel knows
