@@ -24,6 +24,12 @@ def is_machine_root() -> bool:
     return os.geteuid() == 0 and not in_user_namespace()
 
 
+def is_machine_root_outside() -> bool:
+    """Whether this process, in a user namespace, is still the machine's root to the kernel: whom it lets have any
+    number of processes, and whose its devices and settings are, as far as they can be seen."""
+    return in_user_namespace() and os.stat("/proc/sys/kernel").st_uid == os.geteuid()
+
+
 def in_user_namespace() -> bool:
     """Whether a user namespace is around this process that is not the machine's own."""
     return os.stat("/proc/self/ns/user").st_ino != INITIAL_NAMESPACE

@@ -1049,6 +1049,17 @@ static void fill_dev(const int *devices) {
     mount_on("/dev/mqueue", "mqueue", "mqueue", MS_NOSUID | MS_NODEV | MS_NOEXEC, 0);
 }
 
+static void lock_kernels(void) {
+    for (int index = 0; index < COUNT_OF_READ_ONLY; index++) {
+        doing("", READ_ONLY[index]);
+        long tree = unless(ENOENT, CALL(open_tree, AT_FDCWD, READ_ONLY[index], CLONED));
+        if (tree == -ENOENT)
+            continue;
+        restrict_mount((int)tree, MOUNT_ATTR_RDONLY, 0);
+        attach((int)tree, open_inside(READ_ONLY[index], O_PATH));
+    }
+}
+
 /* Show the kernel's file systems, and hide and lock in them what a program has no business with. Until then no name
    leads to /proc, whose links to open files are no paths; no name of the image is looked up after that. */
 static void show_kernels(int proc, int sys) {
@@ -1073,14 +1084,7 @@ static void show_kernels(int proc, int sys) {
             attach((int)must(CALL(open_tree, empty, "", CLONED | AT_EMPTY_PATH)), found);
         }
     }
-    for (int index = 0; index < COUNT_OF_READ_ONLY; index++) {
-        doing("", READ_ONLY[index]);
-        long tree = unless(ENOENT, CALL(open_tree, AT_FDCWD, READ_ONLY[index], CLONED));
-        if (tree == -ENOENT)
-            continue;
-        restrict_mount((int)tree, MOUNT_ATTR_RDONLY, 0);
-        attach((int)tree, open_inside(READ_ONLY[index], O_PATH));
-    }
+    lock_kernels();
 }
 
 /* Make: the first process. */
@@ -1160,8 +1164,11 @@ static void first_process(int channel, int program) {
     become_user(uid, gid);
     doing("mounts of its own", "");
     must(CALL(mount, "none", "/", 0, MS_REC | MS_PRIVATE, 0));
-    for (int index = 0; index < COUNT_OF_DEVICES; index++)
+    for (int index = 0; index < COUNT_OF_DEVICES; index++) {
         devices[index] = detached(DEVICES[index], CLONED);
+        /* What is written to it is no matter of the mount; its mode is the host's, whose owner may be who is inside. */
+        restrict_mount(devices[index], MOUNT_ATTR_RDONLY, 0);
+    }
     /* Only as long as the host's are still there may fresh ones be made. */
     int proc = of_the_kernel("proc", 0);
     int sys = host_network ? detached("/sys", WHOLE) : of_the_kernel("sysfs", MOUNT_ATTR_RDONLY);
@@ -1313,13 +1320,23 @@ static void prepare(void) {
     bound_memory(small, shared, terminals);
     doing("mount on", "/sys");
     if_allowed(CALL(mount, "sysfs", "/sys", "sysfs", MS_RDONLY, 0));
+    /* As in first_process, on Linux 5.12 and later. */
+    struct mount_attr locked = {MOUNT_ATTR_RDONLY, 0, 0, 0};
+    for (int index = 0; index < COUNT_OF_DEVICES; index++)
+        CALL(mount_setattr, AT_FDCWD, DEVICES[index], 0, &locked, sizeof locked);
     /* What it mounted with contents of the host; nothing is there if it was set up not to. */
     for (size_t count = several(); count--;)
         CALL(umount2, text(), MNT_DETACH | UMOUNT_NOFOLLOW);
     /* What it copied. */
     for (size_t count = several(); count--;)
         CALL(unlinkat, AT_FDCWD, text(), 0);
+    /* Where the kernel takes who is inside for its own root, the runtime was told to lock what is locked in others. */
+    int locked_from_outside = (int)word();
+    if (locked_from_outside)
+        CALL(umount2, "/proc/sys", MNT_DETACH | UMOUNT_NOFOLLOW);
     settle((int)proc);
+    if (locked_from_outside)
+        lock_kernels();
     must(tell(DONE, 0, -1));
     end(0);
 }
