@@ -74,7 +74,7 @@ def enter_root(image: Path, *, covered: bool) -> None:
     }
     kernels = {path: syscalls.detached(path, recursive=True) for path in ("/proc", "/sys", "/dev")}
     syscalls.restrict(kernels["/sys"], syscalls.ATTRIBUTE_RDONLY, recursive=True)
-    links = {entry.name: os.readlink(entry) for entry in image.iterdir() if entry.is_symlink()}
+    links = {entry.name: entry.readlink() for entry in image.iterdir() if entry.is_symlink()}
     syscalls.mount("tmpfs", str(root), "tmpfs", syscalls.MS_NOSUID | syscalls.MS_NODEV, "mode=755")
     for name, target in links.items():
         (root / name).symlink_to(target)
