@@ -23,7 +23,7 @@ from typing import Any
 
 from nemo_gym_prorl.sandbox.isolation import accounts, network, syscalls, user_ids
 from nemo_gym_prorl.sandbox.isolation.mounts import SMALL_TMPFS, Bind, terminal_options, uncovered
-from nemo_gym_prorl.sandbox.isolation.privilege import is_machine_root
+from nemo_gym_prorl.sandbox.isolation.privilege import is_machine_root, is_machine_root_outside
 from nemo_gym_prorl.sandbox.isolation.user_ids import Span
 from nemo_gym_prorl.sandbox.launcher.requests import Kind, Request
 from nemo_gym_prorl.sandbox.limits import kernel_shares
@@ -104,7 +104,7 @@ def make(prepared: PreparedImage, order: dict[str, Any], folder: str) -> Request
     for kind, ranges in zip(("uid", "gid"), prepared.ranges, strict=True):
         request.text(user_ids.map_of(user_ids.spans(order[f"host_{kind}"], uid, several=several, ranges=ranges)))
     request.words(FRESH | network.namespace(host_network))
-    request.words(uid, uid, host_network, several)
+    request.words(uid, uid, host_network, several, is_machine_root_outside())
     # Root's is given it, and must not find it by itself, with owners that are nobody there.
     request.text(folder, "" if root else order["image"])
     request.words(len(binds))

@@ -1154,7 +1154,7 @@ static void change_root(int image, const int *devices, int many_users, size_t fi
 
 static void first_process(int channel, int program) {
     unsigned uid = (unsigned)word(), gid = (unsigned)word();
-    int host_network = (int)word(), many_users = (int)word(), devices[COUNT_OF_DEVICES];
+    int host_network = (int)word(), many_users = (int)word(), owned = (int)word(), devices[COUNT_OF_DEVICES];
     report = channel;
     doing("start", "");
     must(CALL(prctl, PR_SET_PDEATHSIG, SIGKILL, 0, 0, 0));
@@ -1166,8 +1166,9 @@ static void first_process(int channel, int program) {
     must(CALL(mount, "none", "/", 0, MS_REC | MS_PRIVATE, 0));
     for (int index = 0; index < COUNT_OF_DEVICES; index++) {
         devices[index] = detached(DEVICES[index], CLONED);
-        /* What is written to it is no matter of the mount; its mode is the host's, whose owner may be who is inside. */
-        restrict_mount(devices[index], MOUNT_ATTR_RDONLY, 0);
+        /* What is written to it is no matter of the mount; its mode is the host's, whose owner is who is inside then. */
+        if (owned)
+            restrict_mount(devices[index], MOUNT_ATTR_RDONLY, 0);
     }
     /* Only as long as the host's are still there may fresh ones be made. */
     int proc = of_the_kernel("proc", 0);
@@ -1320,10 +1321,6 @@ static void prepare(void) {
     bound_memory(small, shared, terminals);
     doing("mount on", "/sys");
     if_allowed(CALL(mount, "sysfs", "/sys", "sysfs", MS_RDONLY, 0));
-    /* As in first_process, on Linux 5.12 and later. */
-    struct mount_attr locked = {MOUNT_ATTR_RDONLY, 0, 0, 0};
-    for (int index = 0; index < COUNT_OF_DEVICES; index++)
-        CALL(mount_setattr, AT_FDCWD, DEVICES[index], 0, &locked, sizeof locked);
     /* What it mounted with contents of the host; nothing is there if it was set up not to. */
     for (size_t count = several(); count--;)
         CALL(umount2, text(), MNT_DETACH | UMOUNT_NOFOLLOW);
@@ -1331,12 +1328,16 @@ static void prepare(void) {
     for (size_t count = several(); count--;)
         CALL(unlinkat, AT_FDCWD, text(), 0);
     /* Where the kernel takes who is inside for its own root, the runtime was told to lock what is locked in others. */
-    int locked_from_outside = (int)word();
-    if (locked_from_outside)
+    int owned = (int)word();
+    if (owned)
         CALL(umount2, "/proc/sys", MNT_DETACH | UMOUNT_NOFOLLOW);
     settle((int)proc);
-    if (locked_from_outside)
+    if (owned) {
+        struct mount_attr locked = {MOUNT_ATTR_RDONLY, 0, 0, 0};
+        for (int index = 0; index < COUNT_OF_DEVICES; index++)
+            CALL(mount_setattr, AT_FDCWD, DEVICES[index], 0, &locked, sizeof locked);
         lock_kernels();
+    }
     must(tell(DONE, 0, -1));
     end(0);
 }
