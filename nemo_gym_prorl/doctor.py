@@ -28,7 +28,7 @@ from nemo_gym_prorl.sandbox.container import Container, ContainerSpec
 from nemo_gym_prorl.sandbox.disks import in_memory, kind_under
 from nemo_gym_prorl.sandbox.images.building.default import KERNEL, default_image_path, image_path
 from nemo_gym_prorl.sandbox.images.cache import cache_dir
-from nemo_gym_prorl.sandbox.isolation.mounts import covers_of_proc, uncovered
+from nemo_gym_prorl.sandbox.isolation.mounts import covers, uncovered
 from nemo_gym_prorl.sandbox.isolation.privilege import (
     has_one_id,
     in_user_namespace,
@@ -168,13 +168,17 @@ def container_check() -> Check:
     name = "Container"
     ids = "one id" if has_one_id() else "several ids"
     found = f"in a user namespace with {ids}, as in containers of enroot, Pyxis and Apptainer"
-    if (covers := covers_of_proc()) and not uncovered():
+    if (hidden := covers()) and not uncovered():
         fix = (
             "be root in the container, who can take that away for sandboxes (Pyxis: --container-remap-root, enroot: "
-            "--root), or, where no graphics card is needed, set NVIDIA_VISIBLE_DEVICES=void for it"
+            "--root), or do without the devices whose drivers do it (NVIDIA_VISIBLE_DEVICES=void, "
+            "MELLANOX_VISIBLE_DEVICES=void)"
         )
+        if not any(place.startswith("/proc/") for place in hidden):
+            found += f", which covers {', '.join(hidden)}: the runtime makes sandboxes, and they see its /sys"
+            return Check(name, Level.WARN, found, fix)
         return Check(
-            name, Level.MISSING, f"{found}, which covers {', '.join(covers)}: the kernel gives no sandbox a /proc", fix
+            name, Level.MISSING, f"{found}, which covers {', '.join(hidden)}: the kernel gives no sandbox a /proc", fix
         )
     if is_machine_root_outside():
         fix = "start the server outside of the namespace, or as an ordinary user"

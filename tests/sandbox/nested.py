@@ -1,11 +1,11 @@
 # SPDX-FileCopyrightText: Copyright (c) 2026 the nemo-gym-prorl authors
 # SPDX-License-Identifier: Apache-2.0
-"""``nested.py [--root] [--all-ids] [--enter FOLDER] [--covered] COMMAND...``: run it as in a container around us.
+"""``nested.py [--root] [--all-ids] [--enter FOLDER [--covered FOLDER]] COMMAND...``: run it as in a container.
 
 In a user namespace of this user, as he is or as its root, with no new privileges, as enroot and Pyxis have it: who is
 no root there has no capability, and for who is, calls that change owners or users are said to have succeeded. With
 ``--enter`` the root folder is another, in which the machine's kernel file systems are to be seen, and of its disk only
-what these tests need; ``--covered`` hides a part of /proc, as a driver's hook does on machines with graphics cards.
+what these tests need; ``--covered`` hides a part of them, as hooks of drivers do.
 """
 
 from __future__ import annotations
@@ -33,8 +33,6 @@ PRETENDED = {
 
 EVERY_ID = [(0, 0, (1 << 32) - 1)]
 
-COVERED = "proc/driver"
-
 
 def command(*options: str) -> list[str]:
     """What to put before a command."""
@@ -61,7 +59,7 @@ def enter_namespace(uids: Sequence[Span], gids: Sequence[Span]) -> None:
         os.close(descriptor)
 
 
-def enter_root(image: Path, *, covered: bool) -> None:
+def enter_root(image: Path, covered: Sequence[str]) -> None:
     """Have the folders of an image for root, with what the tests need in it, and no other of the machine's."""
     syscalls.private_mounts()
     home = os.environ.get("TMPDIR", "/tmp")
@@ -88,8 +86,8 @@ def enter_root(image: Path, *, covered: bool) -> None:
         syscalls.attach(tree, str(place))
     for path in ("tmp", "var/tmp", home.lstrip("/")):
         (root / path).mkdir(parents=True, exist_ok=True)
-    if covered:
-        syscalls.mount("tmpfs", str(root / COVERED), "tmpfs", 0, "size=4k")
+    for place in covered:
+        syscalls.mount("tmpfs", str(root / place.lstrip("/")), "tmpfs", 0, "size=4k")
     os.chdir(root)
     syscalls.pivot_root()
     syscalls.unmount(".")
@@ -101,14 +99,14 @@ def main() -> None:
     parser.add_argument("--root", action="store_true")
     parser.add_argument("--all-ids", action="store_true")
     parser.add_argument("--enter", type=Path)
-    parser.add_argument("--covered", action="store_true")
+    parser.add_argument("--covered", action="append", default=[])
     parser.add_argument("command", nargs=argparse.REMAINDER)
     options = parser.parse_args()
     inside = (0, 0) if options.root else (os.geteuid(), os.getegid())
     spans = [[(own, outside, 1)] for own, outside in zip(inside, (os.geteuid(), os.getegid()), strict=True)]
     enter_namespace(*([EVERY_ID] * 2 if options.all_ids else spans))
     if options.enter:
-        enter_root(options.enter, covered=options.covered)
+        enter_root(options.enter, options.covered)
     syscalls.prctl(syscalls.PR_SET_NO_NEW_PRIVS, 1)
     if options.root:
         table = seccomp.TABLES[os.uname().machine]

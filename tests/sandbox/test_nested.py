@@ -7,6 +7,7 @@ that they start, by both ways, and that their walls stand. What else there is to
 from __future__ import annotations
 
 import asyncio
+import re
 import shutil
 import subprocess
 import sys
@@ -20,6 +21,7 @@ from nemo_gym_prorl.sandbox.container import Container, ContainerSpec
 from nemo_gym_prorl.sandbox.isolation.privilege import is_machine_root
 from nemo_gym_prorl.sandbox.limits.report import Facts, limits
 from nemo_gym_prorl.sandbox.runtime.apptainer import Runtime
+from nemo_gym_prorl.sandbox.supervisor.storage import state_dir
 from tests.sandbox import as_user, nested
 
 
@@ -30,6 +32,8 @@ pytestmark = [
 ]
 
 CLOSED = "/proc/sys/kernel/core_pattern /proc/sysrq-trigger /proc/sys/vm/swappiness /proc/irq/default_smp_affinity"
+
+COVERED = ("/proc/driver", "/sys/class/mem")
 
 SYSTEMS = "/sys/kernel/mm/ksm/run"
 
@@ -59,7 +63,7 @@ async def probe(image: Path) -> None:
         await Container.start(ContainerSpec(image=image, users=True))
     except CallerError as error:
         print(error.reason)
-    print(container_check(), limits(Facts.here(frozenset())))
+    print(container_check(), limits(Facts.here(frozenset())), [state_dir.state_root()])
 
 
 def tried_in(runtime: Runtime, image: Path, *options: str, user: bool = True) -> str:
@@ -86,21 +90,24 @@ def test_sandboxes_start_in_a_users_namespace_and_their_walls_stand(
     """By both who he may be there; in a root folder there is no time zone to show, and nothing of the machine's."""
     said = tried_in(runtime, image, *inside, *(("--enter", str(image)) if rootfs else ()))
     assert said.count(" bounded") == 2
+    assert f"/prorl-{as_user.USER}'" in said, "it is told from other users', who may be root in theirs"
     assert "has one id: leave users: true out" in said
     assert "Level.OK" in said
 
 
-def test_a_cover_over_proc_is_taken_away_by_who_is_root_there(image: Path, runtime: Runtime) -> None:
-    assert "Level.OK" in tried_in(runtime, image, "--root", "--covered", "--enter", str(image))
+def test_what_drivers_cover_is_taken_away_by_who_is_root_there(image: Path, runtime: Runtime) -> None:
+    said = tried_in(runtime, image, "--root", "--enter", str(image), *(f"--covered={place}" for place in COVERED))
+    assert said.count(" bounded") == 2
+    assert "Level.OK" in said
 
 
-def test_who_may_not_is_told_what_to_ask_for(image: Path, runtime: Runtime) -> None:
+@pytest.mark.parametrize(("place", "level"), zip(COVERED, ["MISSING", "WARN"], strict=True))
+def test_who_may_not_is_told_what_to_ask_for(image: Path, runtime: Runtime, place: str, level: str) -> None:
     told = "from nemo_gym_prorl.doctor import examine; print([one for one in examine()])"
-    options = nested.command("--covered", "--enter", str(image))
+    options = nested.command("--enter", str(image), "--covered", place)
     said = as_user.run(runtime, *options, sys.executable, "-c", told)
-    assert "covers /proc/driver" in said
-    assert "--container-remap-root" in said
-    assert "'Sandbox'" not in said
+    assert re.search(f"'Container', level=<Level.{level}: [^)]*covers {place}: .*--container-remap-root", said)
+    assert ("'Sandbox'" in said) is (level == "WARN"), "it is not tried where it is known to fail"
 
 
 @pytest.mark.parametrize(

@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import re
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import cache
@@ -25,8 +26,8 @@ KERNELS = ("/proc", "/sys", "/dev")
 SMALL_TMPFS = "size=16m,nr_inodes=16k"
 """Bound of each memory file system without a size of its own, which would otherwise hold half the machine's memory."""
 
-_EMPTY = "/proc/sys/fs/binfmt_misc"
-"""Made to be mounted on: there is nothing that could be covered."""
+_EMPTY = re.compile(r"/proc/(sys/fs/binfmt_misc|fs/nfsd)|/sys/(fs|kernel|firmware/efi)/.*")
+"""Folders that were made to be mounted on: there is nothing that could be covered."""
 
 _TERMINAL_GROUP = 5
 """``tty`` of every distribution: owner of terminals, where it exists."""
@@ -37,13 +38,14 @@ def terminal_options(*, several_users: bool = False) -> str:
     return f"mode=620,ptmxmode=666,max={TERMINALS}" + (f",gid={_TERMINAL_GROUP}" if several_users else "")
 
 
-def covers_of_proc() -> list[str]:
-    """What is mounted over parts of /proc in the container around us, as drivers of graphics cards have it; the last
-    first. In a user namespace the kernel gives nobody a /proc that shows more than the one he has."""
+def covers() -> list[str]:
+    """What is mounted over parts of /proc and /sys in the container around us, as drivers of graphics cards and of
+    InfiniBand have it; the last first. In a user namespace the kernel gives nobody a fresh one of either that shows
+    more than the one he has."""
     if not in_user_namespace():
         return []
     places = (line.split()[4] for line in Path("/proc/self/mountinfo").read_text().splitlines())
-    return [place for place in places if place.startswith("/proc/") and place != _EMPTY][::-1]
+    return [place for place in places if place.startswith(("/proc/", "/sys/")) and not _EMPTY.match(place)][::-1]
 
 
 @cache
@@ -51,16 +53,16 @@ def uncovered() -> list[int]:
     """A mount namespace without them, as a descriptor, for children of this process to make sandboxes in. It is not a
     child's own since mounts that go with one take the path of its program with them. None if it is not needed, or
     this process may not; then whoever makes a sandbox says so."""
-    covers = covers_of_proc()
+    found = covers()
 
     def make() -> int:
         syscalls.private_mounts()
-        for place in covers:
+        for place in found:
             syscalls.unmount(place)
         return os.open("/proc/thread-self/ns/mnt", os.O_RDONLY | os.O_CLOEXEC)
 
     with contextlib.suppress(OSError), ThreadPoolExecutor(1) as thread:
-        return [thread.submit(make).result()] if covers else []
+        return [thread.submit(make).result()] if found else []
     return []
 
 
