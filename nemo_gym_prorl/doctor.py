@@ -28,6 +28,13 @@ from nemo_gym_prorl.sandbox.container import Container, ContainerSpec
 from nemo_gym_prorl.sandbox.disks import in_memory, kind_under
 from nemo_gym_prorl.sandbox.images.building.default import KERNEL, default_image_path, image_path
 from nemo_gym_prorl.sandbox.images.cache import cache_dir
+from nemo_gym_prorl.sandbox.isolation.mounts import covers, uncovered
+from nemo_gym_prorl.sandbox.isolation.privilege import (
+    has_one_id,
+    in_user_namespace,
+    is_machine_root,
+    is_machine_root_outside,
+)
 from nemo_gym_prorl.sandbox.isolation.user_namespaces import Attempt, Ending, remedies
 from nemo_gym_prorl.sandbox.limits import cgroups
 from nemo_gym_prorl.sandbox.limits.report import By, Facts, Limit, limits, remedy_here, shortcomings
@@ -94,12 +101,15 @@ def examine() -> Iterator[Check]:
     yield _runtime(runtime)
     namespaces = user_namespaces_check(Attempt.here())
     yield namespaces
+    around = container_check() if in_user_namespace() else None
+    if around:
+        yield around
     if selinux := selinux_check(SELINUX.read_text() if SELINUX.exists() else ""):
         yield selinux
     image = default_image_path()
     yield _image("Default image", image if image.is_dir() else None)
     yield _image("Image with IPython", image_path(KERNEL))
-    if runtime and image.is_dir() and namespaces.level is Level.OK:
+    if runtime and image.is_dir() and namespaces.level is Level.OK and not (around and around.level is Level.MISSING):
         yield _sandbox(runtime, image)
     yield _fuse()
     yield _limits()
@@ -151,6 +161,31 @@ def user_namespaces_check(attempt: Attempt) -> Check:
     found = "can't be made" if attempt.ending is Ending.MAKE else "can be made, but give no rights"
     fix = _administrator("; ".join(remedies(attempt)))
     return Check(name, Level.MISSING, f"{found}: sandboxes can't run, also not with a setuid Apptainer", fix)
+
+
+def container_check() -> Check:
+    """The finding about the container around this process, where that is made with a user namespace."""
+    name = "Container"
+    ids = "one id" if has_one_id() else "several ids"
+    found = f"in a user namespace with {ids}, as in containers of enroot, Pyxis and Apptainer"
+    if (hidden := covers()) and not uncovered():
+        fix = (
+            "be root in the container, who can take that away for sandboxes (Pyxis: --container-remap-root, enroot: "
+            "--root), or do without the devices whose drivers do it (NVIDIA_VISIBLE_DEVICES=void, "
+            "MELLANOX_VISIBLE_DEVICES=void)"
+        )
+        if not any(place.startswith("/proc/") for place in hidden):
+            found += f", which covers {', '.join(hidden)}: the runtime makes sandboxes, and they see its /sys"
+            return Check(name, Level.WARN, found, fix)
+        return Check(
+            name, Level.MISSING, f"{found}, which covers {', '.join(hidden)}: the kernel gives no sandbox a /proc", fix
+        )
+    if is_machine_root_outside():
+        fix = "start the server outside of the namespace, or as an ordinary user"
+        return Check(
+            name, Level.WARN, f"{found}; the machine's root there, whose processes the kernel does not count", fix
+        )
+    return Check(name, Level.OK, f"{found}; each sandbox has one user")
 
 
 def selinux_check(enforcing: str) -> Check | None:
@@ -305,7 +340,7 @@ def state_check(folder: str, kind: str, free: int) -> Check:
 
 def _administrator(fix: str) -> str:
     """A way to mend something that takes root's rights, for whoever reads it."""
-    return fix if os.geteuid() == 0 else f"your administrator can: {fix}"
+    return fix if is_machine_root() else f"your administrator can: {fix}"
 
 
 def _last_line(text: str) -> str:

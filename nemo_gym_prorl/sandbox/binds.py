@@ -27,6 +27,7 @@ from nemo_gym_prorl.failures import CallerError
 from nemo_gym_prorl.sandbox.images import rootfs
 from nemo_gym_prorl.sandbox.isolation import accounts
 from nemo_gym_prorl.sandbox.isolation.mounts import Bind
+from nemo_gym_prorl.sandbox.isolation.privilege import is_machine_root
 from nemo_gym_prorl.sandbox.isolation.syscalls import walled_in
 from nemo_gym_prorl.sandbox.runtime.command import SHARED_FOLDER
 from nemo_gym_prorl.sandbox.supervisor.storage.volumes import Volume
@@ -150,7 +151,7 @@ def _source(bind: str, path: str) -> Path:
         raise CallerError(reason, field="binds") from error
     except OSError as error:
         raise CallerError(f"{bind!r} can't be looked at: {path}: {error.strerror}", field="binds") from error
-    if os.geteuid() == 0 and (wall := walled_in(source)):
+    if is_machine_root() and (wall := walled_in(source)):
         raise CallerError(
             f"{bind!r}: sandboxes of root run under user ids that nobody has, which can't enter {wall}: chmod o+x it, "
             "or bind what lies elsewhere",

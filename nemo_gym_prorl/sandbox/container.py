@@ -28,6 +28,7 @@ from nemo_gym_prorl.failures import AgentError, CallerError
 from nemo_gym_prorl.sandbox import transfer
 from nemo_gym_prorl.sandbox.arguments import check_bounds, check_path, check_port, check_program, check_variables
 from nemo_gym_prorl.sandbox.isolation import user_ids
+from nemo_gym_prorl.sandbox.isolation.privilege import is_machine_root
 from nemo_gym_prorl.sandbox.limits import report
 from nemo_gym_prorl.sandbox.runtime.apptainer import Runtime, require_runtime
 from nemo_gym_prorl.sandbox.runtime.command import SHARED_FOLDER
@@ -284,7 +285,7 @@ class Container:
 
     def give(self, descriptor: int) -> int:
         """Let the sandbox's user open a pipe or memory file of ours by its name under ``/dev/fd``, as shells do."""
-        if os.geteuid() == 0:
+        if is_machine_root():
             os.fchown(descriptor, self._host_id, self._host_id)
         if self.spec.users:
             os.fchmod(descriptor, 0o666)

@@ -20,6 +20,7 @@ from nemo_gym_prorl.failures import CallerError, InfrastructureError
 from nemo_gym_prorl.sandbox import fields
 from nemo_gym_prorl.sandbox.images.validate import check_image
 from nemo_gym_prorl.sandbox.isolation import capabilities
+from nemo_gym_prorl.sandbox.isolation.privilege import is_machine_root
 from nemo_gym_prorl.sandbox.isolation.syscalls import walled_in
 from nemo_gym_prorl.sandbox.isolation.user_ids import no_several_users
 from nemo_gym_prorl.sandbox.limits import rlimits
@@ -105,7 +106,7 @@ def check(spec: ContainerSpec, runtime: Runtime) -> None:
     """
     check_fields({field.name: getattr(spec, field.name) for field in dataclasses.fields(spec)})
     # An image is shown to the sandbox's user elsewhere, but the runtime finds its parts by its own path.
-    if os.geteuid() == 0 and (wall := walled_in(runtime.path)):
+    if is_machine_root() and (wall := walled_in(runtime.path)):
         raise InfrastructureError(
             f"sandboxes of root run under unprivileged user ids, which can't enter {wall} to run {runtime.path}; set "
             "PRORL_CACHE to a folder that all may enter and run 'prorl setup'"
@@ -144,7 +145,7 @@ def order(name: str, host_id: int, spec: ContainerSpec, runtime: Runtime) -> Mes
         "image_identity": image_identity(spec.image) if start != "runtime" else "",
         "uid": 0 if spec.root else 1000,
         "host_uid": host_id,
-        "host_gid": os.getegid() if os.geteuid() else host_id,
+        "host_gid": host_id if is_machine_root() else os.getegid(),
         "limits": rlimits.of_programs(spec.processes, spec.disk_mib),
         "memory_mib": spec.memory_mib,
         "cpus": spec.cpus,

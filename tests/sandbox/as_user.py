@@ -31,16 +31,21 @@ USER = ACCOUNT.pw_uid
 
 HERE = Path(__file__).parent
 
+HOME = "{home}"
+
 OTHER_GROUP = 1_999_999_999
 """Nobody's."""
 
 
 def run_tests(runtime: Runtime, *words: str, first: Sequence[str] = ()) -> str:
-    """Run pytest with these words as the user, in a folder of his own; ``first`` is what starts that as root.
+    """Run pytest with these words as the user; ``first`` is what starts that as root. Returns what it says."""
+    usual = ("-m", "pytest", "-q", "-x", "--reruns=1", "-p", "no:cacheprovider", f"--basetemp={HOME}/t")
+    return run(runtime, sys.executable, *usual, *words, first=first)
 
-    Returns:
-        What it says.
-    """
+
+def run(runtime: Runtime, *command: str, first: Sequence[str] = ()) -> str:
+    """Run a command as the user, in a folder of his own, which :data:`HOME` in it stands for; ``first`` is what starts
+    that as root. Returns what it says, if it succeeds."""
     home = Path(tempfile.mkdtemp(prefix="prorl-u-", dir="/tmp"))
     # Who is in a sandbox with several users has no rights by a group that none of them is in.
     os.chown(home, USER, ACCOUNT.pw_gid)
@@ -49,9 +54,7 @@ def run_tests(runtime: Runtime, *words: str, first: Sequence[str] = ()) -> str:
             [
                 *first,
                 *(sys.executable, __file__, str(USER)),
-                *(sys.executable, "-m", "pytest", "-q", "-x", "--reruns=1", "-p", "no:cacheprovider"),
-                *("--basetemp", str(home / "t")),
-                *words,
+                *(word.replace(HOME, str(home)) for word in command),
             ],
             cwd=HERE.parents[1],
             env={

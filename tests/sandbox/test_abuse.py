@@ -47,6 +47,7 @@ import pytest
 from nemo_gym_prorl.failures import InfrastructureError
 from nemo_gym_prorl.sandbox.container import Container, ContainerSpec
 from nemo_gym_prorl.sandbox.isolation import user_ids
+from nemo_gym_prorl.sandbox.isolation.privilege import is_machine_root
 from nemo_gym_prorl.sandbox.runtime.apptainer import Runtime
 from nemo_gym_prorl.sandbox.supervisor.errors import SandboxExhausted
 from nemo_gym_prorl.sandbox.supervisor.storage import state_dir
@@ -223,7 +224,7 @@ async def test_no_signal_reaches_a_process_of_the_host(
     if not protected:
         without(NOT_JOINED)
     async with sandbox(image, runtime) as container:
-        own = {"user": container._host_id} if os.geteuid() == 0 else {}
+        own = {"user": container._host_id} if is_machine_root() else {}
         bystander = await asyncio.create_subprocess_exec("sleep", "1000", **own)
         try:
             await container.run(f"kill -9 {bystander.pid}")
@@ -263,7 +264,7 @@ async def test_no_file_of_another_sandbox(
             assert (await other.run("cat /tmp/file /usr/bin/evil")).stdout == ""
 
 
-@pytest.mark.skipif(os.geteuid() != 0, reason="all sandboxes of an ordinary user run under its own id")
+@pytest.mark.skipif(not is_machine_root(), reason="all sandboxes of an ordinary user run under its own id")
 async def test_sandboxes_of_root_have_ids_of_their_own(image: Path, runtime: Runtime, without: Without) -> None:
     """One that is shown another's folder, as in the control above, may not enter."""
     without(ANY_BIND)
@@ -445,7 +446,7 @@ def spaces() -> list[state_dir.Space]:
     return [space for owner in root.glob("s-*") for space in state_dir.spaces_of(owner)]
 
 
-@pytest.mark.skipif(os.geteuid() != 0, reason="what others mount they have made private themselves")
+@pytest.mark.skipif(not is_machine_root(), reason="what others mount they have made private themselves")
 async def test_mounts_of_the_host_do_not_reach_a_volume(image: Path, runtime: Runtime, without: Without) -> None:
     """Where the host's are shared, as with systemd."""
     without(Off(f"os.unshare(os.CLONE_NEWNS)\nsyscalls.mount('none', '/', '', syscalls.MS_REC | {1 << 20}, '')"))

@@ -21,6 +21,7 @@ import pytest
 
 from nemo_gym_prorl.failures import InfrastructureError
 from nemo_gym_prorl.sandbox.images.validate import fuse_trouble
+from nemo_gym_prorl.sandbox.isolation.privilege import is_machine_root
 from nemo_gym_prorl.sandbox.isolation.user_ids import HELPERS
 from nemo_gym_prorl.sandbox.limits import cgroups
 from nemo_gym_prorl.sandbox.runtime.apptainer import Runtime
@@ -183,7 +184,7 @@ def arguments_of(part: str) -> list[str]:
 
 
 def test_what_root_skips_is_run_as_a_user() -> None:
-    skipped = {file for file in HERE.glob("test_*.py") if "skipif(os.geteuid() == 0" in file.read_text()}
+    skipped = {file for file in HERE.glob("test_*.py") if "skipif(is_machine_root()" in file.read_text()}
     assert skipped - {Path(__file__)} <= {file for file, _ in NAMED}
 
 
@@ -222,7 +223,7 @@ def delegated() -> Iterator[Path | None]:
 @pytest.mark.longer("all files, all of their tests")
 @pytest.mark.sandbox
 @pytest.mark.timeout(3600 if LONG else 900)
-@pytest.mark.skipif(os.geteuid() != 0, reason="this is an ordinary user already")
+@pytest.mark.skipif(not is_machine_root(), reason="this is an ordinary user already")
 @pytest.mark.parametrize("part", PARTS)
 def test_everything_works_for_an_ordinary_user(
     image: Path, runtime: Runtime, part: str, tmp_path: Path, delegated: Path | None
@@ -246,7 +247,7 @@ def test_everything_works_for_an_ordinary_user(
 
 
 @pytest.mark.sandbox
-@pytest.mark.skipif(os.geteuid() != 0, reason="only root can give this user a range")
+@pytest.mark.skipif(not is_machine_root(), reason="only root can give this user a range")
 def test_a_user_with_a_range_and_without_the_programs_for_it_builds_images(runtime: Runtime, tmp_path: Path) -> None:
     """As Debian's ``useradd`` makes accounts, where the package ``uidmap`` is not installed."""
     table = tmp_path / "range"

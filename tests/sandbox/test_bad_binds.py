@@ -16,6 +16,7 @@ import pytest
 from nemo_gym_prorl.failures import CallerError
 from nemo_gym_prorl.sandbox.binds import checked
 from nemo_gym_prorl.sandbox.container import Container, ContainerSpec
+from nemo_gym_prorl.sandbox.isolation.privilege import is_machine_root
 from nemo_gym_prorl.sandbox.runtime.apptainer import Runtime
 from nemo_gym_prorl.sandbox.spec import Start
 
@@ -109,7 +110,7 @@ async def test_a_volume_where_none_can_be(
     assert not any(state.glob("*/volumes/*"))  # noqa: ASYNC240
 
 
-@pytest.mark.skipif(os.geteuid() != 0, reason="of root's sandboxes")
+@pytest.mark.skipif(not is_machine_root(), reason="of root's sandboxes")
 @pytest.mark.parametrize("start", WAYS)
 async def test_what_roots_sandboxes_cannot_get_to(image: Path, runtime: Runtime, host: Path, start: Start) -> None:
     os.chmod(host, stat.S_IRWXU)  # noqa: PTH101

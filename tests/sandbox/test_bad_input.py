@@ -18,6 +18,7 @@ from nemo_gym_prorl.failures import CallerError, InfrastructureError
 from nemo_gym_prorl.sandbox import disks
 from nemo_gym_prorl.sandbox.container import Container, ContainerSpec
 from nemo_gym_prorl.sandbox.images.validate import fuse_trouble
+from nemo_gym_prorl.sandbox.isolation.privilege import is_machine_root
 from nemo_gym_prorl.sandbox.runtime.apptainer import Runtime
 from nemo_gym_prorl.sandbox.sessions.bash import Shell
 from nemo_gym_prorl.sandbox.sessions.jupyter.kernel import Kernel
@@ -27,8 +28,8 @@ from nemo_gym_prorl.sandbox.supervisor.storage import state_dir
 
 pytestmark = pytest.mark.sandbox
 
-as_root = pytest.mark.skipif(os.geteuid() != 0, reason="of root's sandboxes")
-as_user = pytest.mark.skipif(os.geteuid() == 0, reason="of an ordinary user's sandboxes")
+as_root = pytest.mark.skipif(not is_machine_root(), reason="of root's sandboxes")
+as_user = pytest.mark.skipif(is_machine_root(), reason="of an ordinary user's sandboxes")
 with_fuse = pytest.mark.skipif(bool(fuse_trouble()), reason=str(fuse_trouble()))
 without_fuse = pytest.mark.skipif(not fuse_trouble(), reason="/dev/fuse can be used here")
 

@@ -18,6 +18,7 @@ import pytest
 
 from nemo_gym_prorl.failures import InfrastructureError
 from nemo_gym_prorl.sandbox.container import Container, ContainerSpec
+from nemo_gym_prorl.sandbox.isolation.privilege import is_machine_root
 from nemo_gym_prorl.sandbox.launcher import program
 from nemo_gym_prorl.sandbox.runtime.apptainer import Runtime
 from nemo_gym_prorl.sandbox.supervisor.storage.erase import remove_tree
@@ -178,7 +179,7 @@ async def test_an_accomplice_has_nothing_of_the_host_erased(image: Path, runtime
 
 
 @pytest.mark.sandbox
-@pytest.mark.skipif(os.geteuid() != 0, reason="an ordinary user's sandboxes are all the same owner's")
+@pytest.mark.skipif(not is_machine_root(), reason="an ordinary user's sandboxes are all the same owner's")
 @pytest.mark.parametrize("where", ["/.prorl", ""])
 async def test_an_accomplice_holds_up_no_end(image: Path, runtime: Runtime, where: str) -> None:
     """Nor writes what nobody counts: who was handed a folder of a sandbox that ends makes no more in it."""

@@ -25,6 +25,7 @@ from nemo_gym_prorl.sandbox.images.building.recipe import Reuse
 from nemo_gym_prorl.sandbox.images.cache import machine, silent
 from nemo_gym_prorl.sandbox.images.reference import parse
 from nemo_gym_prorl.sandbox.images.store import ImageStore
+from nemo_gym_prorl.sandbox.isolation.privilege import is_machine_root
 from nemo_gym_prorl.sandbox.provider import SingularityProvider
 from nemo_gym_prorl.sandbox.runtime import debian
 from nemo_gym_prorl.sandbox.runtime.apptainer import Runtime
@@ -115,7 +116,7 @@ def test_a_sif_of_a_sif(order: Order, store: ImageStore, tiny_sif: Path, runtime
     assert (built_on_it / "usr/bin/sh").exists()
 
 
-@pytest.mark.skipif(os.geteuid() != 0, reason="an ordinary user can't give files away")
+@pytest.mark.skipif(not is_machine_root(), reason="an ordinary user can't give files away")
 def test_a_copy_of_somebody_elses_root_folder(
     order: Order, store: ImageStore, tiny_root: Path, runtime: Runtime, tmp_path: Path
 ) -> None:
@@ -136,8 +137,8 @@ def test_an_image_on_one_of_a_registry(order: Order, store: ImageStore, tiny_roo
     assert (built / "made" / "word").read_text() == "hello\n"
 
 
-@pytest.mark.skipif(os.geteuid() != 0 or bool(debian.missing_tools()), reason="slow; once, and where there is apt")
-@pytest.mark.skipif(os.geteuid() != 0 or not shutil.which("debootstrap"), reason="needs root and debootstrap")
+@pytest.mark.skipif(not is_machine_root() or bool(debian.missing_tools()), reason="slow; once, and where there is apt")
+@pytest.mark.skipif(not is_machine_root() or not shutil.which("debootstrap"), reason="needs root and debootstrap")
 def test_an_image_on_what_debootstrap_makes(order: Order, store: ImageStore, runtime: Runtime) -> None:
     system = platform.freedesktop_os_release()
     if system["ID"] != "debian":
@@ -147,7 +148,7 @@ def test_an_image_on_what_debootstrap_makes(order: Order, store: ImageStore, run
     assert (path / "made/word").read_text() == "hello\n"
 
 
-@pytest.mark.skipif(os.geteuid() == 0 and not LONG, reason="slow; by root in make test-long, and as it is set up")
+@pytest.mark.skipif(is_machine_root() and not LONG, reason="slow; by root in make test-long, and as it is set up")
 def test_packages_make_a_layer_that_another_recipe_uses(
     order: Order, store: ImageStore, runtime: Runtime, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -202,7 +203,7 @@ def test_a_failed_build_says_why_and_leaves_nothing(
     assert [path.name for path in store.images.folder.iterdir()] == [".locks"]
 
 
-@pytest.mark.skipif(os.geteuid() != 0, reason="slow; Apptainer takes its time to end for an ordinary user")
+@pytest.mark.skipif(not is_machine_root(), reason="slow; Apptainer takes its time to end for an ordinary user")
 def test_a_killed_build_leaves_no_image_and_the_next_one_makes_it(
     order: Order, store: ImageStore, runtime: Runtime, tmp_path: Path
 ) -> None:

@@ -22,6 +22,7 @@ from nemo_gym_prorl.sandbox.images.cache import machine, silent
 from nemo_gym_prorl.sandbox.images.pull import Puller
 from nemo_gym_prorl.sandbox.images.reference import Registry
 from nemo_gym_prorl.sandbox.images.store import ImageStore
+from nemo_gym_prorl.sandbox.isolation.privilege import is_machine_root
 from nemo_gym_prorl.sandbox.isolation.user_ids import no_several_users
 from nemo_gym_prorl.sandbox.runtime.apptainer import Runtime
 from tests.sandbox.registry import layer, serve
@@ -29,7 +30,9 @@ from tests.sandbox.registry import layer, serve
 
 pytestmark = pytest.mark.sandbox
 
-as_root = pytest.mark.skipif(os.geteuid() != 0, reason="what an ordinary user runs has no more rights than that user")
+as_root = pytest.mark.skipif(
+    not is_machine_root(), reason="what an ordinary user runs has no more rights than that user"
+)
 
 
 def recipe(tmp_path: Path, root: Path, **sections: str) -> Order:
@@ -90,7 +93,7 @@ def test_a_recipe_sees_no_secret_of_its_builders_environment(
     monkeypatch.setenv("APPTAINER_DOCKER_PASSWORD", "not-for-strangers")
     monkeypatch.setenv("http_proxy", "http://proxy.invalid:1")
     # An ordinary user can look into all processes that are his.
-    whose = "/proc/[0-9]*" if os.geteuid() == 0 else "/proc/self"
+    whose = "/proc/[0-9]*" if is_machine_root() else "/proc/self"
     look = f"cat {whose}/environ 2> /dev/null"
     setup = f"{look} > ${{APPTAINER_ROOTFS:-$SINGULARITY_ROOTFS}}/setup || true"
     built = build(recipe(tmp_path, tiny_root, setup=setup, post=f"{look} > /post || true"), store, runtime, silent)

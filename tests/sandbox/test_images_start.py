@@ -21,6 +21,7 @@ from nemo_gym_prorl.sandbox.images.building import runtime_build
 from nemo_gym_prorl.sandbox.images.building.builder import Order, build
 from nemo_gym_prorl.sandbox.images.cache import machine, silent
 from nemo_gym_prorl.sandbox.images.store import ImageStore
+from nemo_gym_prorl.sandbox.isolation.privilege import is_machine_root
 from nemo_gym_prorl.sandbox.provider import SingularityProvider
 from nemo_gym_prorl.sandbox.runtime.apptainer import Runtime
 
@@ -93,7 +94,7 @@ def test_an_unpacked_copy_is_the_callers_own_and_harmless(
     (root / "closed").mkdir()
     (root / "closed" / "file").touch(mode=0o000)
     (root / "closed").chmod(0o000)
-    if os.geteuid() == 0:
+    if is_machine_root():
         os.chown(root / "etc/group", 33, 33)
         os.mknod(root / "device", 0o666 | stat.S_IFCHR, os.makedev(1, 3))
     size = rootfs.settle(root)
@@ -204,7 +205,7 @@ async def test_damaged_images_are_refused_at_create_and_leave_nothing(
     assert ImageStore(tmp_path / "images", tmp_path / "unpacked").copies.sweep() == []
 
 
-@pytest.mark.skipif(os.geteuid() == 0, reason="root may start what is others'")
+@pytest.mark.skipif(is_machine_root(), reason="root may start what is others'")
 def test_somebody_elses_root_folder_is_refused_with_the_way_out(store: ImageStore, runtime: Runtime) -> None:
     with pytest.raises(CallerError, match=r"belongs to user 0.*prorl image build plain --base /"):
         store.open(Path("/"), runtime)

@@ -18,6 +18,7 @@ import pytest_asyncio
 
 from nemo_gym_prorl.failures import InfrastructureError
 from nemo_gym_prorl.sandbox.container import Container, ContainerSpec
+from nemo_gym_prorl.sandbox.isolation.privilege import is_machine_root
 from nemo_gym_prorl.sandbox.isolation.zygote import zygote
 from nemo_gym_prorl.sandbox.limits import cgroups
 from nemo_gym_prorl.sandbox.runtime.apptainer import Runtime
@@ -48,7 +49,7 @@ async def kernel(
 ) -> AsyncIterator[Kernel]:
     """A kernel that was forked from its image's zygote, and one that was not."""
     forked = request.param == "forked"
-    if forked and (os.geteuid() != 0 or way != "direct" or GRANTED is None):
+    if forked and (not is_machine_root() or way != "direct" or GRANTED is None):
         pytest.skip(
             "only root's kernels, in sandboxes that are made directly, are forked, and where there are control groups"
         )

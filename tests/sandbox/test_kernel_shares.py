@@ -9,7 +9,6 @@ of root's, those of one image do, in what is counted for user namespaces.
 from __future__ import annotations
 
 import asyncio
-import os
 import uuid
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
@@ -21,6 +20,7 @@ from nemo_gym_prorl.failures import InfrastructureError
 from nemo_gym_prorl.sandbox.compose.terminal import Terminal
 from nemo_gym_prorl.sandbox.container import Container, ContainerSpec
 from nemo_gym_prorl.sandbox.isolation.capabilities import KEPT
+from nemo_gym_prorl.sandbox.isolation.privilege import is_machine_root
 from nemo_gym_prorl.sandbox.limits import kernel_shares
 from nemo_gym_prorl.sandbox.runtime.apptainer import Runtime
 from nemo_gym_prorl.sandbox.sessions.bash import Shell
@@ -188,7 +188,7 @@ async def test_what_the_kernel_keeps_for_processes_of_one_namespace_is_bounded(i
         assert 1000 <= await take_all(container, empty) <= 64 * kernel_shares.INODES_A_MIB
 
 
-@pytest.mark.skipif(os.geteuid() != 0, reason="an ordinary user's sandboxes are his")
+@pytest.mark.skipif(not is_machine_root(), reason="an ordinary user's sandboxes are his")
 @pytest.mark.usefixtures("way")
 async def test_nothing_that_a_sandbox_of_root_takes_is_counted_as_roots(image: Path, runtime: Runtime) -> None:
     count = f"{BEGIN}{INOTIFY}\nprint(taken)"

@@ -33,6 +33,7 @@ from nemo_gym_prorl.failures import InfrastructureError
 from nemo_gym_prorl.sandbox.container import Container, ContainerSpec
 from nemo_gym_prorl.sandbox.isolation import syscalls, user_ids
 from nemo_gym_prorl.sandbox.isolation.prepared_image import PreparedImage, make
+from nemo_gym_prorl.sandbox.isolation.privilege import is_machine_root
 from nemo_gym_prorl.sandbox.isolation.user_ids import draw
 from nemo_gym_prorl.sandbox.limits import cgroups
 from nemo_gym_prorl.sandbox.runtime.apptainer import Runtime
@@ -193,7 +194,7 @@ def test_a_supervisor_of_many_that_is_killed_leaves_nothing(image: Path, runtime
     print(f"{KILLS} kills under {SANDBOXES}: processes gone in {max(processes):.2f} s, all in {max(files):.2f} s")
 
 
-@pytest.mark.skipif(os.geteuid() != 0, reason="only root can make a file that nobody can remove")
+@pytest.mark.skipif(not is_machine_root(), reason="only root can make a file that nobody can remove")
 def test_a_supervisor_ends_though_a_file_cannot_be_removed(image: Path, runtime: Runtime, state: Path) -> None:
     """Without its server it would try for ever, and take the processor's time for it."""
     serve = """
@@ -288,7 +289,7 @@ def silent_image(tiny_root: Path) -> Iterator[Path]:
         yield root
 
 
-@pytest.mark.skipif(os.geteuid() != 0, reason="only root sees for whom the shell of a container that starts runs")
+@pytest.mark.skipif(not is_machine_root(), reason="only root sees for whom the shell of a container that starts runs")
 async def test_an_image_that_is_asked_for_its_variables_ends_with_its_asker(
     silent_image: Path, runtime: Runtime, container: Container
 ) -> None:

@@ -9,7 +9,6 @@ ordinary users (5.11) are such a thing, for which the runtime then has a program
 
 from __future__ import annotations
 
-import os
 import subprocess
 import sys
 from pathlib import Path
@@ -18,6 +17,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from nemo_gym_prorl.sandbox.isolation.privilege import is_machine_root
 from nemo_gym_prorl.sandbox.limits.report import By, Facts, limits
 from nemo_gym_prorl.sandbox.limits.rlimits import process_limit, process_limit_here
 from nemo_gym_prorl.sandbox.runtime.apptainer import Runtime
@@ -74,7 +74,7 @@ def test_a_sandbox_of_an_ordinary_user_lacks_nothing(image: Path, runtime: Runti
         timeout=100,
     )
     assert "pidfd_open: Function not implemented" in done.stdout, done.stderr
-    if os.geteuid() == 0:
+    if is_machine_root():
         # Root's sandboxes run as somebody else, to whom the image has to be shown as his own.
         assert "sandboxes of root need Linux 5.19; an ordinary user's do not" in done.stdout, done.stderr
     else:

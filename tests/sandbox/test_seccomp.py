@@ -29,6 +29,7 @@ from nemo_gym_prorl.bpf import ALLOW, KILL, REFUSE, UNKNOWN, ByArgument, Verdict
 from nemo_gym_prorl.failures import CallerError
 from nemo_gym_prorl.sandbox.container import Container, ContainerSpec
 from nemo_gym_prorl.sandbox.isolation import seccomp
+from nemo_gym_prorl.sandbox.isolation.privilege import is_machine_root
 from nemo_gym_prorl.sandbox.runtime.apptainer import Runtime
 from nemo_gym_prorl.sandbox.spec import Start
 
@@ -237,7 +238,7 @@ async def test_a_sandbox_is_refused_what_the_table_refuses(
 
 
 @pytest.mark.skipif(
-    os.geteuid() != 0 or "Seccomp:\t0" not in Path("/proc/self/status").read_text(),
+    not is_machine_root() or "Seccomp:\t0" not in Path("/proc/self/status").read_text(),
     reason="some are refused here in any case",
 )
 def test_without_the_filter_none_of_them_is_refused_so() -> None:

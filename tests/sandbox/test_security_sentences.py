@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import asyncio
 import json
-import os
 import resource
 import shlex
 import subprocess
@@ -21,6 +20,7 @@ import pytest
 
 from nemo_gym_prorl.failures import CallerError
 from nemo_gym_prorl.sandbox.container import Container, ContainerSpec
+from nemo_gym_prorl.sandbox.isolation.privilege import is_machine_root
 from nemo_gym_prorl.sandbox.limits import cgroups
 from nemo_gym_prorl.sandbox.runtime.apptainer import Runtime
 from nemo_gym_prorl.sandbox.sessions.jupyter.kernel import Kernel
@@ -110,7 +110,7 @@ async def test_pipes_of_a_user_hold_64_mib_and_those_beyond_are_small(image: Pat
     async with await Container.start(spec, runtime) as one, await Container.start(spec, runtime) as other:
         assert 64 <= await take_all(one, PIPES) <= PIPES_MIB << 4
         # As small as they are, they hold what is written to them, here and next door.
-        shared = os.geteuid() != 0  # of root, each sandbox has a user of its own
+        shared = not is_machine_root()  # of root, each sandbox has a user of its own
         assert (await take_all(other, PIPES) == 0) is shared
         assert (await other.run("seq 100000 | tail -1")).stdout == "100000\n"
 
@@ -223,7 +223,7 @@ def test_outside_everybody_makes_them() -> None:
     assert outside.stdout.split().count("made") == 2 * len(NAMESPACES)
 
 
-only_root = pytest.mark.skipif(os.geteuid() != 0, reason="only root's kernels are forked")
+only_root = pytest.mark.skipif(not is_machine_root(), reason="only root's kernels are forked")
 
 FORKS = """
 import asyncio, sys

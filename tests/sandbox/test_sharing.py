@@ -29,14 +29,14 @@ import os
 caught = set()
 open('/tmp/hunting', 'w').close()
 while not os.path.exists('/tmp/enough'):
-    for number in filter(str.isdigit, os.listdir('/proc')):
+    for number in {*filter(str.isdigit, os.listdir('/proc'))} - {'1'}:
         try:
             caught.add(os.readlink(f'/proc/{number}/exe'))
         except OSError:
             pass
 print(caught)
 """
-"""Looks into every process that there is, for what it runs."""
+"""Looks into every process that there is, for what it runs, but the first, in which there is nothing to gain."""
 
 WAYS = [way for way in get_args(Start) if way != "auto"]
 
@@ -87,7 +87,7 @@ async def test_a_debugger_is_given_what_it_needs_and_sees_its_own_only(image: Pa
         await container.run("touch /tmp/enough")
         caught = set(ast.literal_eval((await hunting).stdout))
         assert any(name.startswith("/usr/bin/") for name in caught)
-        assert not {name for name in caught if not name.startswith(("/usr/bin/", "/bin/", "/memfd:sandbox"))}
+        assert not {name for name in caught if not name.startswith(("/usr/bin/", "/bin/"))}
 
 
 @pytest.mark.parametrize(

@@ -17,6 +17,7 @@ import pytest
 
 from nemo_gym_prorl.failures import InfrastructureError
 from nemo_gym_prorl.sandbox.container import Container, ContainerSpec
+from nemo_gym_prorl.sandbox.isolation.privilege import is_machine_root
 from nemo_gym_prorl.sandbox.runtime.apptainer import Runtime
 from nemo_gym_prorl.sandbox.supervisor.errors import SandboxRefused
 from nemo_gym_prorl.sandbox.supervisor.rpc import own_supervisor
@@ -24,7 +25,7 @@ from nemo_gym_prorl.sandbox.supervisor.rpc import own_supervisor
 
 pytestmark = pytest.mark.sandbox
 
-FOLDERS = "/tmp" if os.geteuid() == 0 else None
+FOLDERS = "/tmp" if is_machine_root() else None
 
 
 def alone(program: str, image: Path) -> None:
@@ -48,7 +49,7 @@ def test_a_full_disk_ends_no_sandbox_but_fails_new_ones(image: Path, runtime: Ru
 
 
 @pytest.mark.skipif(not os.access("/dev/fuse", os.R_OK | os.W_OK), reason="/dev/fuse is not ours to use")
-@pytest.mark.skipif(os.geteuid() != 0, reason="only root may mount for others")
+@pytest.mark.skipif(not is_machine_root(), reason="only root may mount for others")
 def test_a_process_that_does_not_die_is_reported_and_harms_nobody(image: Path, runtime: Runtime) -> None:
     alone("deaf_disk", image)
 
@@ -64,7 +65,7 @@ async def test_a_process_in_uninterruptible_sleep_ends_with_its_sandbox(image: P
     assert not (owner / container.name).exists()
 
 
-@pytest.mark.skipif(os.geteuid() == 0, reason="root may always start processes")
+@pytest.mark.skipif(is_machine_root(), reason="root may always start processes")
 async def test_a_supervisor_that_can_start_no_process_lives_on(image: Path, runtime: Runtime) -> None:
     container = await Container.start(ContainerSpec(image=image), runtime)
     assert own_supervisor._current

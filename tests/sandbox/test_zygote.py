@@ -20,6 +20,7 @@ import pytest
 
 from nemo_gym_prorl.sandbox.container import Container, ContainerSpec
 from nemo_gym_prorl.sandbox.isolation import user_ids
+from nemo_gym_prorl.sandbox.isolation.privilege import is_machine_root
 from nemo_gym_prorl.sandbox.isolation.zygote.zygote import ENTERING
 from nemo_gym_prorl.sandbox.limits import cgroups, threads
 from nemo_gym_prorl.sandbox.runtime.apptainer import Runtime
@@ -31,7 +32,7 @@ from nemo_gym_prorl.sandbox.supervisor.rpc import own_supervisor
 
 pytestmark = [
     pytest.mark.sandbox,
-    pytest.mark.skipif(os.geteuid() != 0, reason="only root's kernels are forked"),
+    pytest.mark.skipif(not is_machine_root(), reason="only root's kernels are forked"),
     pytest.mark.skipif(cgroups.delegation() is None, reason="without control groups kernels are forked by nobody"),
 ]
 

@@ -26,6 +26,7 @@ from pathlib import Path
 
 from nemo_gym_prorl.failures import OF_THE_MACHINE, CallerError
 from nemo_gym_prorl.sandbox.isolation import user_ids
+from nemo_gym_prorl.sandbox.isolation.privilege import is_machine_root
 from nemo_gym_prorl.sandbox.isolation.syscalls import change_mode, open_folder_beneath
 from nemo_gym_prorl.sandbox.limits.walk import FOLDER
 
@@ -42,7 +43,7 @@ def settle(root: Path) -> int:
     try:
         return _settle(root, os.geteuid(), os.getegid())
     except PermissionError:
-        if os.geteuid() == 0:
+        if is_machine_root():
             raise
     # What a build gave to users of the caller's range.
     child = user_ids.fork_as_all_users(lambda: _settle(root, 0, 0))

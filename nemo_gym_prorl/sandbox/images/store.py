@@ -32,6 +32,7 @@ from nemo_gym_prorl.sandbox.images.gc import least_used
 from nemo_gym_prorl.sandbox.images.info import INFO_FILE, ROOT, SIF, Image, Info, read_info, write_info
 from nemo_gym_prorl.sandbox.images.reference import Local, Named, Reference, Registry, parse
 from nemo_gym_prorl.sandbox.images.validate import check_made, fuse_trouble
+from nemo_gym_prorl.sandbox.isolation.privilege import user_outside
 from nemo_gym_prorl.sandbox.runtime.apptainer import Runtime
 
 
@@ -343,7 +344,7 @@ def copies_dir() -> Path:
         return Path(own).expanduser().absolute()
     if not on_shared_disk(cache_dir()):
         return cache_dir() / "unpacked"
-    folder = Path(tempfile.gettempdir()).absolute() / f"prorl-{os.geteuid()}-unpacked"
+    folder = Path(tempfile.gettempdir()).absolute() / f"prorl-{user_outside()}-unpacked"
     folder.mkdir(mode=0o700, exist_ok=True)
     if folder.lstat().st_uid != os.geteuid() or folder.is_symlink():
         raise InfrastructureError(f"{folder} belongs to somebody else; set PRORL_UNPACKED to a folder of your own")

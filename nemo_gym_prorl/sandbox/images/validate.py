@@ -16,6 +16,7 @@ from nemo_gym_prorl.sandbox.images import rootfs, sif
 from nemo_gym_prorl.sandbox.images.cache import machine
 from nemo_gym_prorl.sandbox.isolation import accounts
 from nemo_gym_prorl.sandbox.isolation.mounts import KERNELS
+from nemo_gym_prorl.sandbox.isolation.privilege import is_machine_root
 
 
 _ELF_MACHINES = {3: "i686", 21: "ppc64le", 22: "s390x", 40: "armv7l", 62: "x86_64", 183: "aarch64", 243: "riscv64"}
@@ -70,7 +71,7 @@ def fuse_trouble() -> str | None:
     if not device.exists():
         return "there is no /dev/fuse (modprobe fuse, by the machine's administrator)"
     # Root's sandboxes get a device of their own.
-    if os.geteuid() and not os.access(device, os.R_OK | os.W_OK):
+    if not is_machine_root() and not os.access(device, os.R_OK | os.W_OK):
         return "/dev/fuse is closed to ordinary users (chmod 666 /dev/fuse, by the machine's administrator)"
     return None
 
@@ -78,7 +79,7 @@ def fuse_trouble() -> str | None:
 def _check_root(root: Path) -> None:
     owner = root.stat().st_uid
     # Root's sandboxes see whoever owns an image as themselves.
-    if os.geteuid() not in (0, owner):
+    if os.geteuid() != owner and not is_machine_root():
         raise CallerError(
             f"{root} belongs to user {owner}, not to you ({os.geteuid()}), and a sandbox could not change its files: "
             f"'prorl image build plain --base {root}' makes an image of your own, or use a SIF",

@@ -4,11 +4,18 @@
 
 from __future__ import annotations
 
+import contextlib
+import os
+import re
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
 from typing import Self
 
 from nemo_gym_prorl.failures import CallerError
 from nemo_gym_prorl.sandbox.isolation import syscalls
+from nemo_gym_prorl.sandbox.isolation.privilege import in_user_namespace
 from nemo_gym_prorl.sandbox.isolation.syscalls import ATTRIBUTE_NODEV, ATTRIBUTE_NOSUID, ATTRIBUTE_RDONLY
 from nemo_gym_prorl.sandbox.limits.kernel_shares import TERMINALS
 
@@ -19,6 +26,9 @@ KERNELS = ("/proc", "/sys", "/dev")
 SMALL_TMPFS = "size=16m,nr_inodes=16k"
 """Bound of each memory file system without a size of its own, which would otherwise hold half the machine's memory."""
 
+_EMPTY = re.compile(r"/proc/(sys/fs/binfmt_misc|fs/nfsd)|/sys/(fs|kernel|firmware/efi)/.*")
+"""Folders that were made to be mounted on: there is nothing that could be covered."""
+
 _TERMINAL_GROUP = 5
 """``tty`` of every distribution: owner of terminals, where it exists."""
 
@@ -26,6 +36,34 @@ _TERMINAL_GROUP = 5
 def terminal_options(*, several_users: bool = False) -> str:
     """Of the mount at ``/dev/pts``."""
     return f"mode=620,ptmxmode=666,max={TERMINALS}" + (f",gid={_TERMINAL_GROUP}" if several_users else "")
+
+
+def covers() -> list[str]:
+    """What is mounted over parts of /proc and /sys in the container around us, as drivers of graphics cards and of
+    InfiniBand have it; the last first. In a user namespace the kernel gives nobody a fresh one of either that shows
+    more than the one he has."""
+    if not in_user_namespace():
+        return []
+    places = (line.split()[4] for line in Path("/proc/self/mountinfo").read_text().splitlines())
+    return [place for place in places if place.startswith(("/proc/", "/sys/")) and not _EMPTY.match(place)][::-1]
+
+
+@cache
+def uncovered() -> list[int]:
+    """A mount namespace without them, as a descriptor, for children of this process to make sandboxes in. It is not a
+    child's own since mounts that go with one take the path of its program with them. None if it is not needed, or
+    this process may not; then whoever makes a sandbox says so."""
+    found = covers()
+
+    def make() -> int:
+        syscalls.private_mounts()
+        for place in found:
+            syscalls.unmount(place)
+        return os.open("/proc/thread-self/ns/mnt", os.O_RDONLY | os.O_CLOEXEC)
+
+    with contextlib.suppress(OSError), ThreadPoolExecutor(1) as thread:
+        return [thread.submit(make).result()] if found else []
+    return []
 
 
 @dataclass(frozen=True, slots=True)

@@ -22,7 +22,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from nemo_gym_prorl.sandbox.isolation import accounts, network, syscalls, user_ids
-from nemo_gym_prorl.sandbox.isolation.mounts import SMALL_TMPFS, Bind, terminal_options
+from nemo_gym_prorl.sandbox.isolation.mounts import SMALL_TMPFS, Bind, terminal_options, uncovered
+from nemo_gym_prorl.sandbox.isolation.privilege import is_machine_root, is_machine_root_outside
 from nemo_gym_prorl.sandbox.isolation.user_ids import Span
 from nemo_gym_prorl.sandbox.launcher.requests import Kind, Request
 from nemo_gym_prorl.sandbox.limits import kernel_shares
@@ -61,7 +62,7 @@ def preliminaries(
     not the sandbox's own. What follows is, for one with several users, a parent namespace of its own, and by
     root its volumes, as mounts.
     """
-    root, several = os.geteuid() == 0, order["users"]
+    root, several = is_machine_root(), order["users"]
     host = order["host_uid"], order["host_gid"]
     owned = root and not several and prepared.owner != (order["uid"], order["uid"])
     volumes = order["volumes"] if root else []
@@ -82,9 +83,9 @@ def preliminaries(
 def make(prepared: PreparedImage, order: dict[str, Any], folder: str) -> Request:
     """Start the first process of a sandbox, as a child of the supervisor's. Answers with its number on the host.
 
-    Goes with where to answer, its parent namespace, the channel of the first process, the launcher, and volumes. On
-    that channel the first process waits for word, by root with the image as a mount; it is closed when that is
-    ready.
+    Goes with where to answer, its parent namespace, the channel of the first process, the launcher, and volumes, or
+    :func:`.mounts.uncovered`. On that channel the first process waits for word, by root with the image as a mount; it
+    is closed when that is ready.
 
     Args:
         prepared: of the sandbox.
@@ -92,17 +93,18 @@ def make(prepared: PreparedImage, order: dict[str, Any], folder: str) -> Request
         folder: the sandbox's own, with ``overlay`` for its layer.
     """
     uid = order["uid"]
-    several, root, host_network = order["users"], os.geteuid() == 0, order["network"]
+    several, root, host_network = order["users"], is_machine_root(), order["network"]
     if several and prepared.one_user:
         raise PermissionError(errno.EPERM, prepared.one_user)
     binds = [Bind.parse(text) for text in (*order["binds"], *(() if root else order["volumes"]))]
     volumes = [Bind.parse(text).target for text in order["volumes"]] if root else []
     request = Request(Kind.MAKE)
+    request.words(len(uncovered()))
     request.limits(_of_all_users(order) if several else [])
     for kind, ranges in zip(("uid", "gid"), prepared.ranges, strict=True):
         request.text(user_ids.map_of(user_ids.spans(order[f"host_{kind}"], uid, several=several, ranges=ranges)))
     request.words(FRESH | network.namespace(host_network))
-    request.words(uid, uid, host_network, several)
+    request.words(uid, uid, host_network, several, is_machine_root_outside())
     # Root's is given it, and must not find it by itself, with owners that are nobody there.
     request.text(folder, "" if root else order["image"])
     request.words(len(binds))
@@ -150,7 +152,7 @@ def image_for(prepared: PreparedImage, pid: int, owners: int | None) -> int | No
         pid: its first process.
         owners: the user namespace whose ids the image's owners are to have, if not that of ``pid``.
     """
-    if os.geteuid() != 0:
+    if not is_machine_root():
         return None
     tree = syscalls.detached(prepared.image)
     space = os.open(f"/proc/{pid}/ns/user", os.O_RDONLY | os.O_CLOEXEC) if owners is None else owners

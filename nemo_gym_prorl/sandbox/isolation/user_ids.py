@@ -22,6 +22,7 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
 from nemo_gym_prorl.sandbox.isolation import syscalls
+from nemo_gym_prorl.sandbox.isolation.privilege import has_one_id, is_machine_root
 from nemo_gym_prorl.sandbox.limits import kernel_shares
 
 
@@ -47,7 +48,7 @@ _HELPER_TIMEOUT_S = 10.0
 
 def draw(*, several: bool) -> int:
     """The user id on the host of a new sandbox, the first one if it has several users."""
-    if os.geteuid():
+    if not is_machine_root():
         return os.geteuid()
     if several:
         return FIRST_ID + BLOCK * (BLOCKS // 2 + secrets.randbelow(BLOCKS // 2))
@@ -56,11 +57,16 @@ def draw(*, several: bool) -> int:
 
 def no_several_users() -> str:
     """Why this process's user can't have sandboxes with several users, and what to do; empty if he can."""
-    if os.geteuid() == 0:
+    if is_machine_root():
         return ""
     counts = [sum(count for _own, _first, count in ranges(kind, 1)[1:]) for kind in ("uid", "gid")]
     if min(counts) >= LEAST_RANGE:
         return ""
+    if has_one_id():
+        return (
+            "several users need a range of ids, and the user namespace around this server, as in containers of enroot "
+            "and Pyxis, has one id: leave users: true out, or start the server outside of it"
+        )
     try:
         name = pwd.getpwuid(os.geteuid()).pw_name
     except KeyError:
@@ -85,7 +91,7 @@ def spans(uid: int, inside: int, *, several: bool, ranges: Sequence[Span]) -> li
     first = next(own + uid - outside for own, outside, count in ranges if outside <= uid < outside + count)
     if not several:
         return [(inside, first, 1)]
-    if os.geteuid() == 0:
+    if is_machine_root():
         return [(0, first, BLOCK)]
     return [(own, own, count) for own, _outside, count in ranges]
 
@@ -97,10 +103,10 @@ def ranges(kind: str, own: int) -> list[Span]:
         kind: ``uid`` or ``gid``.
         own: the user's, or his group's, id.
     """
-    if own == 0 or os.geteuid() == 0:
+    if is_machine_root():
         return [(0, FIRST_ID, BLOCK * BLOCKS)]
     found = [(0, own, 1)]
-    if all(map(shutil.which, HELPERS)):
+    if not has_one_id() and all(map(shutil.which, HELPERS)):
         for first, count in subordinate(Path(f"/etc/sub{kind}")):
             found.append((sum(found[-1][::2]), first, count))
     return found
@@ -133,7 +139,7 @@ def make_parent_namespace() -> tuple[int, str]:
         except (OSError, subprocess.TimeoutExpired) as error:
             trouble = str(error)
     own = uids[0][1]
-    return namespace(lambda pid: write_maps(pid, uids[:1], gids[:1], deny_groups=os.geteuid() != 0), own), trouble
+    return namespace(lambda pid: write_maps(pid, uids[:1], gids[:1], deny_groups=not is_machine_root()), own), trouble
 
 
 def join(parent: int) -> None:
@@ -188,7 +194,7 @@ def user_namespace(inside: int, uid: int, gid: int, *, group: int | None = None)
     Returns a descriptor of it. The caller may join it, as it is the owner.
     """
     gids = [(inside if group is None else group, gid, 1)]
-    return namespace(lambda pid: write_maps(pid, [(inside, uid, 1)], gids, deny_groups=os.geteuid() != 0), uid)
+    return namespace(lambda pid: write_maps(pid, [(inside, uid, 1)], gids, deny_groups=not is_machine_root()), uid)
 
 
 def namespace(fill: Callable[[int], None], owner: int | None = None) -> int:
@@ -201,7 +207,7 @@ def namespace(fill: Callable[[int], None], owner: int | None = None) -> int:
     pid = os.fork()
     if pid == 0:
         try:
-            if owner is not None and os.geteuid() == 0:
+            if owner is not None and is_machine_root():
                 _for_another(owner)
             os.unshare(os.CLONE_NEWUSER)
             os.write(ready[1], b"\n")

@@ -21,6 +21,8 @@ from enum import StrEnum
 from pathlib import Path
 from typing import Self
 
+from nemo_gym_prorl.sandbox.isolation.privilege import is_machine_root
+
 
 MOST = "user.max_user_namespaces"
 BY_USERS = "kernel.unprivileged_userns_clone"
@@ -80,7 +82,7 @@ class Attempt:
         )
         *number, step = said.stdout.split()
         filtered = re.search(r"^Seccomp:\s*2$", Path("/proc/self/status").read_text(), re.MULTILINE)
-        return cls(Ending(step), int(number[0]) if number else 0, os.geteuid() == 0, filtered is not None, _settings())
+        return cls(Ending(step), int(number[0]) if number else 0, is_machine_root(), filtered is not None, _settings())
 
 
 def remedies(attempt: Attempt) -> list[str]:

@@ -1049,6 +1049,17 @@ static void fill_dev(const int *devices) {
     mount_on("/dev/mqueue", "mqueue", "mqueue", MS_NOSUID | MS_NODEV | MS_NOEXEC, 0);
 }
 
+static void lock_kernels(void) {
+    for (int index = 0; index < COUNT_OF_READ_ONLY; index++) {
+        doing("", READ_ONLY[index]);
+        long tree = unless(ENOENT, CALL(open_tree, AT_FDCWD, READ_ONLY[index], CLONED));
+        if (tree == -ENOENT)
+            continue;
+        restrict_mount((int)tree, MOUNT_ATTR_RDONLY, 0);
+        attach((int)tree, open_inside(READ_ONLY[index], O_PATH));
+    }
+}
+
 /* Show the kernel's file systems, and hide and lock in them what a program has no business with. Until then no name
    leads to /proc, whose links to open files are no paths; no name of the image is looked up after that. */
 static void show_kernels(int proc, int sys) {
@@ -1073,14 +1084,7 @@ static void show_kernels(int proc, int sys) {
             attach((int)must(CALL(open_tree, empty, "", CLONED | AT_EMPTY_PATH)), found);
         }
     }
-    for (int index = 0; index < COUNT_OF_READ_ONLY; index++) {
-        doing("", READ_ONLY[index]);
-        long tree = unless(ENOENT, CALL(open_tree, AT_FDCWD, READ_ONLY[index], CLONED));
-        if (tree == -ENOENT)
-            continue;
-        restrict_mount((int)tree, MOUNT_ATTR_RDONLY, 0);
-        attach((int)tree, open_inside(READ_ONLY[index], O_PATH));
-    }
+    lock_kernels();
 }
 
 /* Make: the first process. */
@@ -1150,7 +1154,7 @@ static void change_root(int image, const int *devices, int many_users, size_t fi
 
 static void first_process(int channel, int program) {
     unsigned uid = (unsigned)word(), gid = (unsigned)word();
-    int host_network = (int)word(), many_users = (int)word(), devices[COUNT_OF_DEVICES];
+    int host_network = (int)word(), many_users = (int)word(), owned = (int)word(), devices[COUNT_OF_DEVICES];
     report = channel;
     doing("start", "");
     must(CALL(prctl, PR_SET_PDEATHSIG, SIGKILL, 0, 0, 0));
@@ -1160,8 +1164,12 @@ static void first_process(int channel, int program) {
     become_user(uid, gid);
     doing("mounts of its own", "");
     must(CALL(mount, "none", "/", 0, MS_REC | MS_PRIVATE, 0));
-    for (int index = 0; index < COUNT_OF_DEVICES; index++)
+    for (int index = 0; index < COUNT_OF_DEVICES; index++) {
         devices[index] = detached(DEVICES[index], CLONED);
+        /* What is written to it is no matter of the mount; its mode is the host's, whose owner is who is inside then. */
+        if (owned)
+            restrict_mount(devices[index], MOUNT_ATTR_RDONLY, 0);
+    }
     /* Only as long as the host's are still there may fresh ones be made. */
     int proc = of_the_kernel("proc", 0);
     int sys = host_network ? detached("/sys", WHOLE) : of_the_kernel("sysfs", MOUNT_ATTR_RDONLY);
@@ -1201,10 +1209,13 @@ static void join_parent(int parent) {
 }
 
 /* Its files: the parent namespace of its user ids, the channel of the first process, the program that this is to become, and
-   volumes. The answer is the first process's number. */
+   volumes, or mounts in which all of /proc is to be seen. The answer is the first process's number. */
 static void make(void) {
     char path[64];
     int parent = file(1), channel = file(2), program = file(3);
+    doing("mounts that cover nothing of /proc", "");
+    if (word())
+        must(CALL(setns, file(4), CLONE_NEWNS));
     join_parent(parent);
     /* A changed id closes what lies in /proc of us and our children, from where they are mapped. */
     must(CALL(prctl, PR_SET_DUMPABLE, 1, 0, 0, 0));
@@ -1316,7 +1327,17 @@ static void prepare(void) {
     /* What it copied. */
     for (size_t count = several(); count--;)
         CALL(unlinkat, AT_FDCWD, text(), 0);
+    /* Where the kernel takes who is inside for its own root, the runtime was told to lock what is locked in others. */
+    int owned = (int)word();
+    if (owned)
+        CALL(umount2, "/proc/sys", MNT_DETACH | UMOUNT_NOFOLLOW);
     settle((int)proc);
+    if (owned) {
+        struct mount_attr locked = {MOUNT_ATTR_RDONLY, 0, 0, 0};
+        for (int index = 0; index < COUNT_OF_DEVICES; index++)
+            CALL(mount_setattr, AT_FDCWD, DEVICES[index], 0, &locked, sizeof locked);
+        lock_kernels();
+    }
     must(tell(DONE, 0, -1));
     end(0);
 }

@@ -24,6 +24,7 @@ from nemo_gym_prorl.sandbox.isolation import accounts, network, seccomp
 from nemo_gym_prorl.sandbox.isolation.capabilities import KEPT
 from nemo_gym_prorl.sandbox.isolation.joining import Place
 from nemo_gym_prorl.sandbox.isolation.mounts import SMALL_TMPFS, terminal_options
+from nemo_gym_prorl.sandbox.isolation.privilege import is_machine_root_outside
 from nemo_gym_prorl.sandbox.limits import descriptors, kernel_shares
 from nemo_gym_prorl.sandbox.limits.report import COUNTED_PER_NAMESPACE, Facts
 from nemo_gym_prorl.sandbox.supervisor.rpc.answers import KILLED, exhausted
@@ -253,6 +254,7 @@ def prepare(place: Place, order: Mapping[str, Any]) -> Request:
     request.text(SMALL_TMPFS, kernel_shares.shared_memory_options(order["shared_memory_mib"]), terminal_options())
     request.texts(accounts.OF_THE_RUNTIME)
     request.texts([path for path in accounts.COPIED_BY_THE_RUNTIME if not os.path.lexists(order["image"] + path)])
+    request.words(is_machine_root_outside())
     request.settings(order)
     return request
 

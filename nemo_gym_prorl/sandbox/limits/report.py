@@ -13,6 +13,7 @@ from enum import StrEnum
 from pathlib import Path
 from typing import Self
 
+from nemo_gym_prorl.sandbox.isolation.privilege import is_machine_root, is_machine_root_outside
 from nemo_gym_prorl.sandbox.limits import cgroups
 
 
@@ -42,16 +43,18 @@ class Facts:
     Attributes:
         controllers: of control groups, those that bound each sandbox.
         kernel: the version of Linux.
+        exempt: whether sandboxes' processes are the machine's root's, whose number the kernel does not bound.
     """
 
     controllers: frozenset[str]
     kernel: tuple[int, int]
+    exempt: bool = False
 
     @classmethod
     def here(cls, controllers: frozenset[str]) -> Self:
         """This machine's, with these controllers."""
         major, minor = re.findall(r"\d+", os.uname().release)[:2]
-        return cls(controllers, (int(major), int(minor)))
+        return cls(controllers, (int(major), int(minor)), is_machine_root_outside())
 
 
 @dataclass(frozen=True, slots=True)
@@ -109,12 +112,14 @@ def remedy(mountinfo: str, *, root: bool, systemd: bool) -> str:
 def remedy_here() -> str:
     """As :func:`remedy`, for this process."""
     mountinfo = Path("/proc/self/mountinfo").read_text()
-    return remedy(mountinfo, root=os.geteuid() == 0, systemd=Path("/run/systemd/system").is_dir())
+    return remedy(mountinfo, root=is_machine_root(), systemd=Path("/run/systemd/system").is_dir())
 
 
 def _processes(facts: Facts) -> Limit:
     if "pids" in facts.controllers:
         return Limit("processes", By.KERNEL, "pids.max")
+    if facts.exempt:
+        return Limit("processes", By.NOTHING, "the machine's root, who is root of the user namespace here, is exempt")
     if facts.kernel >= COUNTED_PER_NAMESPACE:
         return Limit("processes", By.KERNEL, "RLIMIT_NPROC in each user namespace")
     return Limit("processes", By.NOTHING, "before Linux 5.14 only all of a user's together, less a quarter of his own")

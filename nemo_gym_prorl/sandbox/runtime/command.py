@@ -11,6 +11,7 @@ import os
 from pathlib import Path
 
 from nemo_gym_prorl.sandbox.isolation import network
+from nemo_gym_prorl.sandbox.isolation.privilege import is_machine_root_outside
 from nemo_gym_prorl.sandbox.supervisor.rpc.protocol import Message
 from nemo_gym_prorl.sandbox.supervisor.storage.state_dir import OWNER_VARIABLE
 
@@ -21,7 +22,11 @@ SHARED_FOLDER = "/.prorl"
 OF_THE_RUNTIME = ("APPTAINER_", "SINGULARITY_", "PS1", "PROMPT_COMMAND", "PWD", "SHLVL", "_")
 """How the names of variables begin that say something of the runtime, or of the host, and are not the image's."""
 
-_EXEC = ("exec", "--userns", "--containall", "--cleanenv", "--no-init", "--no-mount", "home,tmp")
+LOCKED = ("/proc/bus", "/proc/fs", "/proc/irq", "/proc/sys", "/proc/sysrq-trigger", "/sys")
+"""What the machine's root, whom the kernel sees in root of a user namespace that he has made himself, could change
+there: until the sandbox has its own, and an image's first process is its maker's."""
+
+_EXEC = ("exec", "--userns", "--containall", "--cleanenv", "--no-init", "--no-mount", "home,tmp,bind-paths")
 
 
 def runtime_command(order: Message, folder: Path) -> list[str]:
@@ -34,7 +39,8 @@ def runtime_command(order: Message, folder: Path) -> list[str]:
     command = [order["runtime"], *_EXEC, "--hostname", "sandbox", "--overlay", str(folder / "overlay")]
     if not order["network"]:
         command += network.NONE_BY_THE_RUNTIME
-    for bind in order["binds"]:
+    locked = [f"{path}:{path}:ro" for path in LOCKED if Path(path).exists()] if is_machine_root_outside() else []
+    for bind in (*order["binds"], *locked):
         command += ["--bind", bind]
     return command
 

@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import NoReturn
 
 from nemo_gym_prorl.sandbox.isolation import seccomp, syscalls
+from nemo_gym_prorl.sandbox.isolation.privilege import is_machine_root
 from nemo_gym_prorl.sandbox.isolation.user_ids import user_namespace
 from nemo_gym_prorl.sandbox.limits import descriptors, kernel_shares
 from nemo_gym_prorl.sandbox.runtime.command import runtime_environment
@@ -35,7 +36,14 @@ FUSE_DEVICE = os.makedev(10, 229)
 """By the kernel's list of devices."""
 
 
-def become_runtime(order: Message, command: Sequence[str], folder: Path, channel: socket.socket, log: int) -> NoReturn:
+def become_runtime(
+    order: Message,
+    command: Sequence[str],
+    folder: Path,
+    channel: socket.socket,
+    log: int,
+    uncovered: Sequence[int],
+) -> NoReturn:
     """Execute the runtime, as the only user of a new user namespace. What goes wrong is written to ``log``.
 
     Args:
@@ -44,6 +52,7 @@ def become_runtime(order: Message, command: Sequence[str], folder: Path, channel
         folder: the sandbox's, for what has to be shown elsewhere.
         channel: input and output of the container's first process.
         log: where the runtime's complaints go.
+        uncovered: of :func:`.mounts.uncovered`.
     """
     try:
         parent = os.getppid()
@@ -52,10 +61,12 @@ def become_runtime(order: Message, command: Sequence[str], folder: Path, channel
         image, inside, binds = order["image"], order["uid"], order["volumes"]
         host = order["host_uid"], order["host_gid"]
         owner = user_namespace(inside, *host)
-        if os.geteuid() == 0:
+        if is_machine_root():
             image = _show_image(image, folder, *host)
             binds = _show_volumes(order["volumes"], folder, *host)
         bounds = _bounds(folder, root=inside == 0)
+        for descriptor in uncovered:
+            os.setns(descriptor, os.CLONE_NEWNS)
         os.setns(owner)
         with contextlib.suppress(PermissionError):
             os.setgroups([])

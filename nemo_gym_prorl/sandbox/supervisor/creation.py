@@ -19,7 +19,7 @@ import socket
 from collections.abc import AsyncIterator, Callable, Iterable, Iterator
 from pathlib import Path
 
-from nemo_gym_prorl.sandbox.isolation import joining
+from nemo_gym_prorl.sandbox.isolation import joining, mounts
 from nemo_gym_prorl.sandbox.isolation.prepared_image import PreparedImage, image_for, make, preliminaries
 from nemo_gym_prorl.sandbox.launcher import requests
 from nemo_gym_prorl.sandbox.limits import cgroups, kernel_shares
@@ -177,7 +177,7 @@ class Creation:
                 runtime_start.open_channel(sandbox, socket.SOCK_SEQPACKET) as channel,
                 self._children.starting() as adopt,
             ):
-                given = [parent, channel.fileno(), self._launcher.program(), *volumes]
+                given = [parent, channel.fileno(), self._launcher.program(), *volumes, *mounts.uncovered()]
                 try:
                     answer, _files = await self._launcher.run_once(request, given, sandbox.group)
                 except LauncherLost:

@@ -19,7 +19,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import errno
-import os
 import re
 import signal
 import socket
@@ -30,6 +29,7 @@ from pathlib import Path
 from nemo_gym_prorl.failures import CallerError
 from nemo_gym_prorl.sandbox.binds import check_image_folder, checked
 from nemo_gym_prorl.sandbox.disks import in_memory, kind_under
+from nemo_gym_prorl.sandbox.isolation.privilege import is_machine_root
 from nemo_gym_prorl.sandbox.launcher import requests
 from nemo_gym_prorl.sandbox.limits import descriptors, usage
 from nemo_gym_prorl.sandbox.limits.kernel_shares import TERMINALS
@@ -406,7 +406,7 @@ class Sandboxes:
         try:
             await self._launcher.run(request)
         except Refused as error:
-            if error.answer.get("errno") not in erase.OTHERS or os.geteuid() == 0:
+            if error.answer.get("errno") not in erase.OTHERS or is_machine_root():
                 raise
             await self._children.run(partial(_remove_tree, sandbox.folder))
 

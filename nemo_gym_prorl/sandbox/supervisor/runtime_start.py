@@ -13,6 +13,8 @@ import socket
 from functools import partial
 from pathlib import Path
 
+from nemo_gym_prorl.sandbox.isolation import mounts
+from nemo_gym_prorl.sandbox.isolation.privilege import is_machine_root
 from nemo_gym_prorl.sandbox.runtime import log as logs
 from nemo_gym_prorl.sandbox.runtime.command import runtime_command
 from nemo_gym_prorl.sandbox.runtime.launch import become_runtime
@@ -27,7 +29,7 @@ from nemo_gym_prorl.sandbox.supervisor.storage import state_dir
 def make_folder(path: Path, order: Message) -> None:
     """Make a folder of a sandbox's user."""
     path.mkdir(mode=0o700)
-    if os.geteuid() == 0:
+    if is_machine_root():
         os.chown(path, order["host_uid"], order["host_gid"])
 
 
@@ -57,8 +59,9 @@ async def start(children: Children, sandbox: Sandbox) -> state_dir.Space:
     with open_channel(sandbox, socket.SOCK_STREAM) as theirs:
         sandbox.log = logs.create()
         command = runtime_command(sandbox.order, sandbox.folder)
-        program = partial(become_runtime, sandbox.order, command, sandbox.folder, theirs, sandbox.log)
-        starter = sandbox.starter = children.fork(program, [theirs.fileno(), sandbox.log], sandbox.group)
+        uncovered = mounts.uncovered()
+        program = partial(become_runtime, sandbox.order, command, sandbox.folder, theirs, sandbox.log, uncovered)
+        starter = sandbox.starter = children.fork(program, [theirs.fileno(), sandbox.log, *uncovered], sandbox.group)
     state_dir.note_starter(sandbox.folder, starter.pid)
     # What the image runs may never say a word.
     while starter.alive and not look_for_first(sandbox):  # noqa: ASYNC110  # only the kernel knows

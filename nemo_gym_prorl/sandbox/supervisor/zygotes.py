@@ -8,7 +8,6 @@ Each is in a control group, noted down as those of sandboxes are: whatever it ha
 
 from __future__ import annotations
 
-import os
 import secrets
 import socket
 from collections.abc import Mapping
@@ -17,6 +16,7 @@ from functools import partial
 from pathlib import Path
 
 from nemo_gym_prorl.sandbox.isolation.prepared_image import PreparedImage
+from nemo_gym_prorl.sandbox.isolation.privilege import is_machine_root
 from nemo_gym_prorl.sandbox.isolation.zygote import zygote
 from nemo_gym_prorl.sandbox.launcher import requests
 from nemo_gym_prorl.sandbox.limits import cgroups
@@ -59,7 +59,7 @@ class Zygotes:
     def joiner(self, sandbox: Sandbox, order: Message) -> Joiner | None:
         """What starts that program from a zygote, in place of the launcher; ``None`` if none is there."""
         prepared, groups = sandbox.prepared, self._groups
-        if prepared is None or groups is None or os.geteuid() != 0 or order["tty"] or order["user"] is not None:
+        if prepared is None or groups is None or not is_machine_root() or order["tty"] or order["user"] is not None:
             return None
         if not zygote.stands_for(order["argv"]) or _python_of(order["env"]) != _python_of(prepared.environment):
             return None

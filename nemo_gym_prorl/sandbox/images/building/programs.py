@@ -20,6 +20,7 @@ from pathlib import Path
 from nemo_gym_prorl.failures import InfrastructureError
 from nemo_gym_prorl.processes import ProcessMark, reaper_command
 from nemo_gym_prorl.sandbox.images.building import build_namespace
+from nemo_gym_prorl.sandbox.isolation.privilege import is_machine_root
 from nemo_gym_prorl.sandbox.supervisor.storage.erase import remove_tree
 
 
@@ -67,7 +68,7 @@ def run(
     # The two with prefixes are passed on to what runs in containers.
     marked = {f"{prefix}{mark.name}": mark.value for prefix in ("", "APPTAINERENV_", "SINGULARITYENV_")}
     temporary = {f"{prefix}TMPDIR": str(scratch) for prefix in ("", "APPTAINER_", "SINGULARITY_")}
-    given = cwd if reads is not None and os.geteuid() == 0 else None
+    given = cwd if reads is not None and is_machine_root() else None
     if given and reads is not None:
         command = build_namespace.confined(command, given, reads)
         # There is no home folder for it, and no capability is missing.

@@ -15,6 +15,7 @@ from nemo_gym_prorl.failures import InfrastructureError
 from nemo_gym_prorl.sandbox.images import rootfs
 from nemo_gym_prorl.sandbox.images.building import programs
 from nemo_gym_prorl.sandbox.isolation import user_ids
+from nemo_gym_prorl.sandbox.isolation.privilege import is_machine_root
 from nemo_gym_prorl.sandbox.isolation.syscalls import walled_in
 from nemo_gym_prorl.sandbox.runtime.apptainer import Runtime, private_prefix
 from nemo_gym_prorl.sandbox.supervisor.storage.erase import remove_tree
@@ -65,7 +66,7 @@ def build(
     if credentials:
         # They are below the home folder. No commands of strangers are run: such an image is pulled, not built.
         programs.run([*command, *what], environ, timeout_s, work)
-    elif os.geteuid() == 0 or not source.endswith(".def"):
+    elif is_machine_root() or not source.endswith(".def"):
         reads = [path for path in (base, Path(source)) if path and path.is_dir() and not path.is_relative_to(work)]
         programs.run([*command, *what], environ, timeout_s, work, reads=[*closed_parts(runtime), *reads])
     else:

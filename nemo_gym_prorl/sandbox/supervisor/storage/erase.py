@@ -14,6 +14,7 @@ import subprocess
 from pathlib import Path
 
 from nemo_gym_prorl.sandbox.isolation import user_ids
+from nemo_gym_prorl.sandbox.isolation.privilege import is_machine_root
 from nemo_gym_prorl.sandbox.launcher import program
 
 
@@ -28,7 +29,7 @@ def remove_tree(folder: Path) -> None:
         OSError: something can't be removed.
     """
     number = _erase(folder)
-    if number in OTHERS and os.geteuid():
+    if number in OTHERS and not is_machine_root():
         parent, one_user = user_ids.make_parent_namespace()
         try:
             number = number if one_user else _erase(folder, parent)

@@ -24,6 +24,7 @@ from pathlib import Path
 
 from nemo_gym_prorl import proc_files
 from nemo_gym_prorl.sandbox.disks import on_shared_disk
+from nemo_gym_prorl.sandbox.isolation.privilege import is_machine_root, user_outside
 from nemo_gym_prorl.sandbox.isolation.syscalls import walled_in
 from nemo_gym_prorl.sandbox.limits import cgroups, threads
 from nemo_gym_prorl.sandbox.supervisor.processes import pidfd
@@ -67,17 +68,17 @@ def state_root() -> Path:
         OSError: machines share it, its path is too long, or root's sandboxes can't get there.
     """
     temporary = Path(tempfile.gettempdir()).absolute()
-    if os.geteuid() == 0 and not all(
+    if is_machine_root() and not all(
         folder.stat().st_mode & stat.S_IXOTH for folder in (temporary, *temporary.parents)
     ):
         temporary = Path("/tmp")
-    root = Path(os.environ.get("PRORL_STATE") or temporary / f"prorl-{os.geteuid()}").absolute()
+    root = Path(os.environ.get("PRORL_STATE") or temporary / f"prorl-{user_outside()}").absolute()
     if (excess := len(os.fsencode(root / LONGEST_SOCKET)) - MAX_SOCKET_PATH) > 0:
         raise OSError(f"its path is {excess} bytes too long for a Unix socket in it ({MAX_SOCKET_PATH} at most)")
     present = next(path for path in (root, *root.parents) if path.exists())
     if on_shared_disk(present):
         raise OSError(f"{root} is on a file system that other machines may share")
-    if os.geteuid() == 0 and (wall := walled_in(root if present == root else present / "new")):
+    if is_machine_root() and (wall := walled_in(root if present == root else present / "new")):
         raise OSError(f"sandboxes of root run under unprivileged user ids, which can't enter {wall}")
     root.mkdir(parents=True, exist_ok=True)
     found = root.lstat()
