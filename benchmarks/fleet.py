@@ -48,6 +48,8 @@ GROUPS_PER_NODE, SIBLINGS = 2, 8
 HEAVY_TURN_S, MEDIAN_TURNS, MOST_TURNS = 2.0, 4, 60
 BETWEEN, WITHIN = 0.8, 0.6
 """Standard deviations of the logarithm of a rollout's turns."""
+IDLE_S = 10.0
+"""For how long it is looked what the front uses while nothing runs, which is not the rollouts'."""
 KEY = "bench-fleet"
 UP_S = 900.0
 
@@ -154,10 +156,13 @@ async def _measure(sizes: Sequence[int], folder: Path) -> list[Figure]:
             await _makespan([front], [_row(i, None, 0.1) for i in range(size * SLOTS)], 1, f"warm-{size}")
             rows = [_row(i, None, TURN_S) for i in range(size * SLOTS * ROUNDS)]
             before = processes.precise_core_seconds(fleet.pid)
+            await asyncio.sleep(IDLE_S)
+            resting = (processes.precise_core_seconds(fleet.pid) - before) / IDLE_S
+            before += resting * IDLE_S
             idle, total = _cpu()
             seconds = await _makespan([front], rows, 1, f"even-{size}")
             idle, total = _cpu()[0] - idle, _cpu()[1] - total
-            used += processes.precise_core_seconds(fleet.pid) - before
+            used += processes.precise_core_seconds(fleet.pid) - before - resting * seconds
             jobs += len(rows)
             rates[size], busy[size] = len(rows) / seconds, 1 - idle / total
             print(f"{size} nodes: {rates[size]:.3f} rollouts/s, cores {busy[size]:.0%} busy", flush=True)
@@ -180,6 +185,7 @@ async def _measure(sizes: Sequence[int], folder: Path) -> list[Figure]:
     return [
         *figures,
         Figure("front's CPU per rollout", used / jobs * 1e3, "ms"),
+        Figure(f"front's CPU for {largest} idle nodes, Ray's driver included", resting, "cores"),
         Figure(
             f"seconds for {len(rows)} rollouts of heavy-tailed length, {largest} nodes",
             ours,

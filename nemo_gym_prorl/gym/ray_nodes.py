@@ -15,7 +15,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import tempfile
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -98,7 +97,7 @@ class NodeActor:
             private={order.agent: {"responses_api_agents": {"prorl_agent": agent}}},
             supervised=True,
             start_timeout_s=order.start_timeout_s,
-            work_dir=work_dir or Path(tempfile.gettempdir()) / f"prorl-node-{node}",
+            work_dir=work_dir,
             env=dict(order.env),
         )
         await deployment.__aenter__()
