@@ -16,6 +16,7 @@ import orjson
 from fastapi import APIRouter, Request, Response
 from omegaconf import DictConfig, OmegaConf
 from starlette.requests import ClientDisconnect
+from starlette.types import ASGIApp
 
 from nemo_gym_prorl.failures import CallerError, Failure, FailureKind, Origin
 from nemo_gym_prorl.handlers.aggregate_metrics import environment_of, merged
@@ -38,12 +39,15 @@ from nemo_gym_prorl.handlers.service_config import ServiceConfig
 from nemo_gym_prorl.rollout.api import rollout_router
 from nemo_gym_prorl.rollout.callers import CallerWatch
 from nemo_gym_prorl.rollout.job import Job
+from nemo_gym_prorl.rollout.keys_file import KeysFile
 from nemo_gym_prorl.rollout.metrics import PipelineMetrics
+from nemo_gym_prorl.rollout.ownership import ROUTES, own_key, submitted_by
 from nemo_gym_prorl.rollout.pipeline import Pipeline
-from nemo_gym_prorl.rollout.request import Draining, JobConflict
+from nemo_gym_prorl.rollout.request import Draining, JobConflict, NotYours
 from nemo_gym_prorl.rollout.rows import WISHES, read_json
 from nemo_gym_prorl.rollout.trajectory import TRAJECTORY, gym_reads_trajectories, ng_trajectory
 from nemo_gym_prorl.rollout.wire import wire_router
+from nemo_gym_prorl.serving.access import KeyGuard, RouteScopes, caller_in
 from nemo_gym_prorl.serving.problems import ProblemError
 
 
@@ -82,6 +86,13 @@ class AgentService:
         self.pipeline = Pipeline(gym_environments(config, self._servers, base), config.pipeline_settings())
         self.metrics = PipelineMetrics(self.pipeline)
         self._callers = CallerWatch(self.pipeline, config.caller_grace_s)
+        share = self.pipeline.scheduler.share
+        self._clients = KeysFile(config.keys_file, share) if config.keys_file is not None else None
+
+    def guarded(self, app: ASGIApp) -> KeyGuard:
+        """The application, for whoever has a key that is good for what is asked."""
+        clients = self._clients.caller if self._clients is not None else None
+        return KeyGuard(app, self._config.control_token, clients, RouteScopes(ROUTES))
 
     def router(self) -> APIRouter:
         """The job API and, if configured, the original ProRL wire format."""
@@ -110,10 +121,10 @@ class AgentService:
         row = read_json(body)
         collector = isinstance(row, dict) and from_collector(row)
         try:
-            asked = run_request(row, body)
-            answer = await self._callers.run(
-                asked.job, asked.key, request, lambda job: _answer(job, collector=collector)
-            )
+            asked, who = run_request(row, body), caller_in(request.scope)
+            wanted = submitted_by(who, asked.job, self.pipeline.store)
+            key = own_key(who, asked.key)
+            answer = await self._callers.run(wanted, key, request, lambda job: _answer(job, collector=collector))
             return _json(answer)
         except CallerError as error:
             error = _in_row(error)
@@ -145,6 +156,7 @@ class AgentService:
         if SeededSessionHandler.name not in self.pipeline.environments.names:
             raise CallerError("whose session is it? Set resources_server to serve /v1/responses, or post to /run")
         wanted = responses_request(read_json(await request.body()), dict(request.cookies))
+        wanted = submitted_by(caller_in(request.scope), wanted, self.pipeline.store)
         answer = await self._callers.run(wanted, None, request, responses_answer)
         cookies, response = answer.split(b"\n", 1)
         good = _json(response)
@@ -277,6 +289,8 @@ def _in_row(error: CallerError) -> CallerError:
     """An id that is taken, or an environment that there is not, was named in the row, which is the whole body."""
     if isinstance(error, JobConflict):
         return JobConflict(error.complaint, field=f"{WISHES}.id")
+    if isinstance(error, NotYours):
+        return NotYours(error.complaint, field=f"{WISHES}.{error.field}")
     if error.field == "environment":
         return CallerError(error.complaint, field=f"{WISHES}.environment")
     if error.field is not None and error.field.startswith("row."):

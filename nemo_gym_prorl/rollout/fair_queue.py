@@ -86,17 +86,16 @@ class _Level:
 class FairQueue:
     """Waiting jobs of one stage, in the order told above.
 
-    Who queues says with :meth:`holds` what each client has, be that slots or something that lasts longer. An event costs O(log n), amortised, and once for each priority at which its client waits and each environment of
-    which the client has jobs there.
+    Who queues says with :meth:`holds` what each client has, be that slots or what lasts longer. An event costs
+    O(log n), amortised, and once for each priority at which its client waits and each environment of which the client
+    has jobs there.
 
     Args:
         load: what a client has of an environment already, over its share; the environment with the least goes first.
         shares: of clients, in proportion to each other's; 1 where none is said.
     """
 
-    def __init__(
-        self, load: Callable[[str, str], float], shares: Mapping[str, float] = MappingProxyType({})
-    ) -> None:
+    def __init__(self, load: Callable[[str, str], float], shares: Mapping[str, float] = MappingProxyType({})) -> None:
         self._load = load
         self._shares = shares
         self._levels: dict[int, _Level] = {}

@@ -23,8 +23,8 @@ Invariants:
   them is one piece of work, and those that wait for the others hold nothing.
 - A stage that is on hold for an environment (:meth:`StageScheduler.hold`) starts nothing of it. Rows of other
   environments go on as if those on hold were not there.
-- Among waiting jobs the order is that of :mod:`.fair_queue`. What a client or an environment has is counted in slots of
-  the stage, but for INIT in sessions: else one whose rows start quickly would fill READY, and RUN with it.
+- Among waiting jobs the order is that of :mod:`.fair_queue`. What a client or an environment has is counted in slots
+  of the stage, but for INIT in sessions: else one whose rows start quickly would fill READY, and RUN with it.
 """
 
 from __future__ import annotations
@@ -116,7 +116,8 @@ class StageScheduler:
         self.sizes = sizes
         self._cohorts = Cohorts(cohorts or {})
         self._shares = dict(shares or {})
-        self._client_shares: Mapping[str, float] = {}
+        self.client_shares: Mapping[str, float] = {}
+        """Of the clients that have one; set by :meth:`share`."""
         self._queued: Counter[str] = Counter()
         """Jobs in INIT's queue, by client."""
         self._jobs: dict[str, _Place] = {}
@@ -175,9 +176,9 @@ class StageScheduler:
         )
 
     def may_queue(self, client: str, bound: int) -> bool:
-        """Whether a client may have one more job wait for INIT, where ``bound`` may in all: as long as these are fewer,
-        or it has less than its part of them. So who floods the queue keeps nobody else out."""
-        return self.waiting(Stage.INIT) < bound or is_within_part(client, bound, self._queued, self._client_shares)
+        """Whether a client may have one more job wait for INIT, where ``bound`` may in all: as long as there are
+        fewer, or it has less than its part. So who floods the queue keeps nobody else out."""
+        return self.waiting(Stage.INIT) < bound or is_within_part(client, bound, self._queued, self.client_shares)
 
     def missing_siblings(self, job_id: str) -> tuple[int, frozenset[str]] | None:
         """See :meth:`.Cohorts.missing`."""
@@ -187,15 +188,17 @@ class StageScheduler:
 
     def share(self, clients: Mapping[str, float]) -> None:
         """From now on clients have these shares, in proportion to each other's; 1 where none is said."""
-        self._client_shares = dict(clients)
+        self.client_shares = dict(clients)
         for queue in (*self._queues.values(), *self._on_hold.values()):
-            queue.share(self._client_shares)
+            queue.share(self.client_shares)
 
     def submit(
         self, job_id: str, client: str, priority: int, environment: str = "", group: str | None = None
     ) -> list[Start]:
         """A new job arrives in INIT's queue."""
         self._jobs[job_id] = _Place(client, priority, Stage.INIT, _Where.OUTSIDE, environment)
+        if group is not None and client in self.client_shares:
+            group = f"{client}/{group}"  # another's group of the same name are no siblings
         self._cohorts.join(job_id, environment, group)
         _add(self._live, environment, 1)
         return self._enqueue(job_id, Stage.INIT)
@@ -286,7 +289,7 @@ class StageScheduler:
         def load(client: str, environment: str) -> float:
             return self._has[stage, client, environment] / self._share(environment)
 
-        return FairQueue(load, self._client_shares)
+        return FairQueue(load, self.client_shares)
 
     def _queue_of(self, place: _Place) -> FairQueue:
         return self._on_hold.get((place.environment, place.stage), self._queues[place.stage])

@@ -17,7 +17,7 @@ from nemo_gym_prorl.handlers.agent_service import AgentService
 from nemo_gym_prorl.handlers.service_config import ServiceConfig
 from nemo_gym_prorl.rollout.rows import CreateParams, Row, read_json
 from nemo_gym_prorl.serving import memory, open_files
-from nemo_gym_prorl.serving.access import KeyGuard, check_exposure
+from nemo_gym_prorl.serving.access import check_exposure
 from nemo_gym_prorl.serving.direct_routes import DirectRoutes, put_in_front
 from nemo_gym_prorl.serving.problems import Declared, add_problem_handlers, invalid_body
 from nemo_gym_prorl.serving.server_config import ServerConfig
@@ -80,7 +80,7 @@ class ProRLAgent(SimpleResponsesAPIAgent):
         Raises:
             CallerError: the server would listen beyond loopback without a key, or a setting cannot work.
         """
-        check_exposure(self.config.host, self.config.control_token)
+        check_exposure(self.config.host, self.config.control_token, others=self.config.keys_file is not None)
         open_files.raise_limit()
         memory.map_large_blocks()
         self._service = AgentService(
@@ -97,7 +97,7 @@ class ProRLAgent(SimpleResponsesAPIAgent):
 
     def _guarded(self, app: ASGIApp) -> ASGIApp:
         direct = DirectRoutes(app, {"/run": self.run, "/v1/responses": self.responses})
-        return KeyGuard(open_files.FileGuard(direct, refuse=self._service.refused), self.config.control_token)
+        return self._service.guarded(open_files.FileGuard(direct, refuse=self._service.refused))
 
     @asynccontextmanager
     async def _lifespan(self, app: FastAPI) -> Any:
