@@ -125,8 +125,8 @@ class ServiceConfig(EnvironmentSettings):
     prorl_wire: bool = False
     """Also serve the original ProRL wire format: /process, /cancel, /start, /stop, /add_llm_server, …"""
     control_token: str | None = None
-    """The deployment's own key, good for everything: every route requires one as a bearer token. Without keys the server
-    listens on loopback only."""
+    """The deployment's own key, good for everything: every route requires one as a bearer token. Without any the
+    server listens on loopback only."""
     keys_file: Path | None = None
     """Clients with keys of their own, each with scopes and a share; `prorl key` writes it. Looked at again when it
     changes."""

@@ -58,7 +58,7 @@ class Client(KnownKeys):
 
     name: Annotated[Identifier, AfterValidator(_name)]
     hash: Annotated[str, AfterValidator(_hash)]
-    scopes: Annotated[list[Scope], Field(min_length=1)] = list(ALL_BUT_ADMIN)
+    scopes: list[Scope] = Field(default=[*ALL_BUT_ADMIN], min_length=1)
     share: Annotated[float, Field(gt=0, le=1e6, allow_inf_nan=False)] = 1.0
     """Of sandboxes, slots and bounds, in proportion to others'."""
 
@@ -130,7 +130,8 @@ class KeysFile:
         clock: monotonic seconds.
 
     Raises:
-        CallerError: see :func:`read_clients`. Later on, a file that is wrong leaves all as it was, and the log says so.
+        CallerError: see :func:`read_clients`. Later on, a file that is wrong leaves all as it was, and the log says
+            so.
     """
 
     def __init__(
