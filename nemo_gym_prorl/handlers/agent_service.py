@@ -51,6 +51,8 @@ from nemo_gym_prorl.serving.access import KeyGuard, RouteScopes, caller_in
 from nemo_gym_prorl.serving.problems import ProblemError
 
 
+SCOPES = RouteScopes(ROUTES)
+
 _FAREWELL_S = 5.0
 
 
@@ -92,7 +94,7 @@ class AgentService:
     def guarded(self, app: ASGIApp) -> KeyGuard:
         """The application, for whoever has a key that is good for what is asked."""
         clients = self._clients.caller if self._clients is not None else None
-        return KeyGuard(app, self._config.control_token, clients, RouteScopes(ROUTES))
+        return KeyGuard(app, self._config.control_token, clients, SCOPES)
 
     def router(self) -> APIRouter:
         """The job API and, if configured, the original ProRL wire format."""

@@ -41,7 +41,7 @@ _HASH = re.compile(r"sha256:[0-9a-f]{64}")
 
 def _name(value: str) -> str:
     if value == NO_CLIENT:
-        raise ValueError(f"rollouts that name no client are {NO_CLIENT!r}'s; choose another name")
+        raise ValueError(f"{NO_CLIENT!r} is the client of rollouts that name none; choose another")
     return value
 
 
@@ -100,6 +100,7 @@ def read_clients(path: Path) -> Clients:
 
 def write_clients(path: Path, clients: Clients) -> None:
     """Replace the file as a whole, so that no service ever reads half of it."""
+    path = path.resolve()  # what a link leads to, not the link
     beside = path.with_name(f".{path.name}.{secrets.token_hex(4)}")
     descriptor = os.open(beside, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
     try:

@@ -59,6 +59,10 @@ class RouteScopes:
         fitting = (scope for of, pattern, scope in self._patterns if of == method and pattern.fullmatch(path))
         return next(fitting, Scope.ADMIN)
 
+    def needs(self, method: str, path: str) -> Scope | None:
+        """The same of a route, ``None`` for one that is open."""
+        return None if path in OPEN_PATHS else self.of(method, path)
+
 
 class KeyGuard:
     """ASGI middleware: refuses what comes without a key, or with one that is not good for the route, before any route
@@ -145,7 +149,7 @@ def tell(scope: Connection) -> None:
 def _telling(scope: Connection, caller: Caller | None, send: Send) -> Send:
     async def told(message: Message) -> None:
         if message["type"] == "http.response.start" and Scope.ADMIN in scope[_TOLD]:
-            who = "nobody's key" if caller is None else repr(caller.name or "the deployment")
+            who = "no known key" if caller is None else f"client {caller.name!r}" if caller.name else "the deployment"
             where = (scope.get("client") or ("?",))[0]
             # A warning, since Gym leaves logging as Python has it, which shows nothing below.
             what = scope["method"], scope["path"]

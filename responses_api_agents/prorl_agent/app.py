@@ -13,7 +13,7 @@ from nemo_gym.config_types import ModelServerRef
 from pydantic import BaseModel, ConfigDict, Field, PrivateAttr, ValidationError, field_validator
 from starlette.types import ASGIApp
 
-from nemo_gym_prorl.handlers.agent_service import AgentService
+from nemo_gym_prorl.handlers.agent_service import SCOPES, AgentService
 from nemo_gym_prorl.handlers.service_config import ServiceConfig
 from nemo_gym_prorl.rollout.rows import CreateParams, Row, read_json
 from nemo_gym_prorl.serving import memory, open_files
@@ -49,9 +49,9 @@ class VerifiedRollouts(BaseModel):
 
 
 _GYM_ROUTES = {
-    "/run": Declared((409, 500, 503), Row),
-    "/v1/responses": Declared((500, 503, 504), CreateParams),
-    "/aggregate_metrics": Declared((500, 503), VerifiedRollouts),
+    "/run": Declared((403, 409, 500, 503), Row),
+    "/v1/responses": Declared((403, 500, 503, 504), CreateParams),
+    "/aggregate_metrics": Declared((403, 500, 503), VerifiedRollouts),
 }
 
 
@@ -89,7 +89,8 @@ class ProRLAgent(SimpleResponsesAPIAgent):
         app = super().setup_webserver()
         _only_served(app)
         app.include_router(self._service.router())
-        add_problem_handlers(app, _GYM_ROUTES)
+        has_keys = self.config.control_token is not None or self.config.keys_file is not None
+        add_problem_handlers(app, _GYM_ROUTES, SCOPES.needs if has_keys else None)
         put_in_front(app, self._guarded)
         app.router.lifespan_context = self._lifespan
         memory.collect_rarely()
