@@ -95,6 +95,7 @@ def submitted_by(caller: Caller, wanted: JobRequest, store: JobStore) -> JobRequ
 
     Raises:
         NotYours: it names another client.
+        CallerError: its priority would go before other clients' rollouts, whatever their shares.
         JobConflict: its id is another client's.
     """
     if caller.name is None:
@@ -106,6 +107,10 @@ def submitted_by(caller: Caller, wanted: JobRequest, store: JobStore) -> JobRequ
     if wanted.client != caller.name:
         raise NotYours(
             f"{wanted.client!r} is not the client of this key, {caller.name!r}; leave it out", field="client"
+        )
+    if wanted.priority > 0:
+        raise CallerError(
+            "above 0 is for administrators: it goes before all other clients, not your own", field="priority"
         )
     known = None if wanted.id is None else store.get(wanted.id)
     if known is not None and not known.delivered and known.client != caller.name:

@@ -85,6 +85,9 @@ async def test_a_job_is_its_clients_and_nobody_elses(tmp_path: Path) -> None:
         assert (await at.call("b", "DELETE", "/v1/rollouts/r"))[0] == 403
         assert await refused(at.bob.submit(row(run=[Act("held")]), id="r")) == (409, "id-conflict", "id")
         assert await refused(at.bob.submit(row(), client="alice")) == (403, "not-yours", "client")
+        assert await refused(at.bob.submit(row(), priority=1)) == (422, "invalid-request", "priority")
+        assert (await at.bob.submit(row(), priority=-1)).priority == -1
+        assert (await at.admin.submit(row(), priority=1)).priority == 1
         assert (await refused(at.bob.get("none")))[0] == 404
         assert (await at.bob.cancel(["none"])).unknown == ["none"]
         assert (await at.alice.get("r")).state is JobState.RUNNING, "none of it did anything"
