@@ -115,25 +115,31 @@ async def flood(client: RolloutClient, work: list[dict[str, Any]], waiting: asyn
     await asyncio.gather(*(one(number, row) for number, row in enumerate(work)))
 
 
-async def slots(client: RolloutClient, jobs: int) -> dict[str, float]:
-    """Of RUN's slots by client, from when the busy one's first rollouts have begun until its last begin."""
-    began, spent, inside = dict[str, float](), Counter[str](), 0
-    first, last = 0.0, float("inf")
-    spans: list[tuple[str, float, float]] = []
-    async for event in client.events(after="0"):
-        if event.state is JobState.RUNNING:
-            began[event.id] = event.at
-            if event.id.startswith("busy-"):
-                inside += 1
-                first = event.at if inside == AFTER else first
-                last = event.at if inside == jobs - BEFORE else last
-        elif event.state is JobState.EVALUATING:
-            spans.append((event.client, began.pop(event.id), event.at))
-            if event.at > last + 2:  # whatever was running then has ended
-                break
-    for name, start, end in spans:
-        spent[name] += max(0.0, min(end, last) - max(start, first))
-    return {name: spent[name] / spent.total() for name in SHARES}
+class Slots:
+    """What each client has had of RUN's slots, from a service's events."""
+
+    def __init__(self) -> None:
+        self._spans: list[tuple[str, float, float]] = []
+        self._busy: list[float] = []
+
+    async def follow(self, client: RolloutClient) -> None:
+        """Goes on until it is cancelled."""
+        began = dict[str, float]()
+        async for event in client.events(after="0"):
+            if event.state is JobState.RUNNING:
+                began[event.id] = event.at
+                if event.id.startswith("busy-"):
+                    self._busy.append(event.at)
+            elif event.state is JobState.EVALUATING:
+                self._spans.append((event.client, began.pop(event.id), event.at))
+
+    def shares(self) -> dict[str, float]:
+        """From when the busy one's first rollouts have begun until its last begin, while all its slots are taken."""
+        first, last = self._busy[AFTER], self._busy[-BEFORE]
+        spent = Counter[str]()
+        for name, start, end in self._spans:
+            spent[name] += max(0.0, min(end, last) - max(start, first))
+        return {name: spent[name] / spent.total() for name in SHARES}
 
 
 def keys_of(path: Path) -> dict[str, str]:
@@ -168,11 +174,14 @@ async def measure(flooding: str, size: int) -> list[Figure]:
                     begin.set()
                     waits[how] = await keep_busy(client, work, at_once, begin)
                     continue
-                watching = group.create_task(slots(watch, len(work)))
-                flooded = group.create_task(flood(other, rows(size, 2), begin))
+                slots = Slots()
+                watching = group.create_task(slots.follow(watch))
+                flooding_it = group.create_task(flood(other, rows(size, 2), begin))
                 waits[how] = await keep_busy(client, work, at_once, begin)
-                shares = await watching
-                await flooded
+                await asyncio.sleep(1)
+                watching.cancel()
+                flooding_it.cancel()
+                shares = slots.shares()
     p99 = {how: sorted(times[AFTER:])[int(0.99 * len(times[AFTER:]))] for how, times in waits.items()}
     name = f"{flooding!r} floods with {size}"
     return [

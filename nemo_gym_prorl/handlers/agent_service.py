@@ -10,6 +10,7 @@ client posts a call again when its connection drops, an identical row that arriv
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import AbstractAsyncContextManager, nullcontext
 from typing import Any, cast
 
 import orjson
@@ -49,6 +50,7 @@ from nemo_gym_prorl.rollout.trajectory import TRAJECTORY, gym_reads_trajectories
 from nemo_gym_prorl.rollout.wire import wire_router
 from nemo_gym_prorl.serving.access import KeyGuard, RouteScopes, caller_in
 from nemo_gym_prorl.serving.problems import ProblemError
+from nemo_gym_prorl.serving.tls import also_by_tls, check_certificate
 
 
 SCOPES = RouteScopes(ROUTES)
@@ -74,6 +76,11 @@ class AgentService:
             raise CallerError(
                 "must be 1: the pools bound what one process runs; start further agents instead", field="num_workers"
             )
+        given = [name for name in ("tls_port", "tls_cert", "tls_key") if getattr(config, name) is not None]
+        if len(given) in (1, 2):
+            raise CallerError("tls_port, tls_cert and tls_key are needed together, or none of them", field=given[0])
+        if config.tls_cert is not None and config.tls_key is not None:
+            check_certificate(config.tls_cert, config.tls_key)
         self._config = config
         self._http = HttpClient()
         self._servers = GymServers(
@@ -90,6 +97,17 @@ class AgentService:
         self._callers = CallerWatch(self.pipeline, config.caller_grace_s)
         share = self.pipeline.scheduler.share
         self._clients = KeysFile(config.keys_file, share) if config.keys_file is not None else None
+
+    def tls(self, app: ASGIApp) -> AbstractAsyncContextManager[None]:
+        """The door by TLS, where there is one, for as long as the service lives.
+
+        Raises:
+            CallerError: see :func:`also_by_tls`.
+        """
+        config = self._config
+        if config.tls_port is None or config.tls_cert is None or config.tls_key is None:
+            return nullcontext()
+        return also_by_tls(app, config.tls_cert, config.tls_key, config.tls_port)
 
     def guarded(self, app: ASGIApp) -> KeyGuard:
         """The application, for whoever has a key that is good for what is asked."""

@@ -130,6 +130,10 @@ class ServiceConfig(EnvironmentSettings):
     keys_file: Path | None = None
     """Clients with keys of their own, each with scopes and a share; `prorl key` writes it. Looked at again when it
     changes."""
+    tls_port: Annotated[int, Field(ge=1, le=65535)] | None = None
+    """Also answer here, on all interfaces, by TLS; Gym's own servers go on using the plain address."""
+    tls_cert: Path | None = None
+    tls_key: Path | None = None
 
     def pipeline_settings(self) -> PipelineSettings:
         """As the pipeline takes them."""

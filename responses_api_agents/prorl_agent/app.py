@@ -80,7 +80,9 @@ class ProRLAgent(SimpleResponsesAPIAgent):
         Raises:
             CallerError: the server would listen beyond loopback without a key, or a setting cannot work.
         """
-        check_exposure(self.config.host, self.config.control_token, others=self.config.keys_file is not None)
+        has_keys_file = self.config.keys_file is not None
+        for host in (self.config.host, None if self.config.tls_port is None else "all interfaces (tls_port)"):
+            check_exposure(host, self.config.control_token, others=has_keys_file)
         open_files.raise_limit()
         memory.map_large_blocks()
         self._service = AgentService(
@@ -89,7 +91,7 @@ class ProRLAgent(SimpleResponsesAPIAgent):
         app = super().setup_webserver()
         _only_served(app)
         app.include_router(self._service.router())
-        has_keys = self.config.control_token is not None or self.config.keys_file is not None
+        has_keys = self.config.control_token is not None or has_keys_file
         add_problem_handlers(app, _GYM_ROUTES, SCOPES.needs if has_keys else None)
         put_in_front(app, self._guarded)
         app.router.lifespan_context = self._lifespan
@@ -102,7 +104,8 @@ class ProRLAgent(SimpleResponsesAPIAgent):
 
     @asynccontextmanager
     async def _lifespan(self, app: FastAPI) -> Any:
-        yield
+        async with self._service.tls(app):
+            yield
         await self._service.close()
 
     async def run(self, request: Request) -> Response:
