@@ -43,6 +43,8 @@ from nemo_gym_prorl.serving.keys import Scope
 SHARES = {"one": 1.0, "three": 3.0}
 SLOTS = 32
 FLOOD, QUICK_FLOOD = 10_000, 3_000
+BUSY = 2_000
+"""Rollouts of the other, of which it has its share."""
 AFTER, BEFORE = 100, 50
 """Rollouts of the other that begin before it is measured, and that end after it."""
 
@@ -65,7 +67,7 @@ def serve(port: int, keys_file: str, share: float) -> None:
     """The service, with so much of the slots."""
     stages = PoolSizes(init=round(16 * share), ready=round(8 * share), run=round(SLOTS * share), eval=round(8 * share))
     pipeline = Pipeline(Environments.of(SleepingHandler()), PipelineSettings(stages=stages))
-    keys = KeysFile(Path(keys_file), pipeline.scheduler.share)
+    keys = KeysFile(Path(keys_file), pipeline.share)
     app = FastAPI()
     app.include_router(rollout_router(pipeline, PipelineMetrics(pipeline)))
 
@@ -156,7 +158,7 @@ async def measure(flooding: str, size: int) -> list[Figure]:
     busy = next(name for name in SHARES if name != flooding)
     share = SHARES[busy] / sum(SHARES.values())
     at_once = round(1.5 * SLOTS * share)
-    work = rows(round(size * min(1.0, share / (1 - share)) * 0.6), 1)
+    work = rows(round(BUSY * share), 1)
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder, "keys.json")
         keys = keys_of(path)

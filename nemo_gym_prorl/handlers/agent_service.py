@@ -95,8 +95,7 @@ class AgentService:
         self.pipeline = Pipeline(gym_environments(config, self._servers, base), config.pipeline_settings())
         self.metrics = PipelineMetrics(self.pipeline)
         self._callers = CallerWatch(self.pipeline, config.caller_grace_s)
-        share = self.pipeline.scheduler.share
-        self._clients = KeysFile(config.keys_file, share) if config.keys_file is not None else None
+        self._clients = KeysFile(config.keys_file, self.pipeline.share) if config.keys_file is not None else None
 
     def tls(self, app: ASGIApp) -> AbstractAsyncContextManager[None]:
         """The door by TLS, where there is one, for as long as the service lives.

@@ -23,7 +23,8 @@ from nemo_gym_prorl.serving.known_keys import KnownKeys
 
 
 if TYPE_CHECKING:
-        from nemo_gym_prorl.rollout.service import RolloutService
+    from nemo_gym_prorl.rollout.pipeline import Pipeline
+    from nemo_gym_prorl.rollout.service import RolloutService
 
 
 VERSION = metadata.version("nemo-gym-prorl")

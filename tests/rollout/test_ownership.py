@@ -30,7 +30,7 @@ from nemo_gym_prorl.serving.keys import authorization
 from nemo_gym_prorl.serving.problems import add_problem_handlers
 from tests.rollout.handlers import Act, Bench
 from tests.rollout.serving import serve
-from tests.rollout.test_api import FOREVER, SETTINGS, reach, row
+from tests.rollout.test_api import FOREVER, reach, row
 from tests.rollout.test_keys_file import OF, write
 from tests.rollout.test_wire import Backends
 
@@ -50,11 +50,11 @@ class Service:
 
 
 @asynccontextmanager
-async def service(folder: Path, settings: PipelineSettings = SETTINGS) -> AsyncIterator[Service]:
+async def service(folder: Path, settings: PipelineSettings = PipelineSettings()) -> AsyncIterator[Service]:
     bench = Bench(settings)
     pipeline = bench.pipeline()
     path = write(folder / "keys.json", OF["alice"], OF["bob"])
-    keys = KeysFile(path, pipeline.scheduler.share, lambda: asyncio.get_running_loop().time() * 100)
+    keys = KeysFile(path, pipeline.share, lambda: asyncio.get_running_loop().time() * 100)
     app = FastAPI()
     add_problem_handlers(app)
     app.add_middleware(KeyGuard, key="admin", clients=keys.caller, scopes=RouteScopes(ROUTES))
@@ -112,7 +112,7 @@ async def test_groups_of_one_name_do_not_mix(tmp_path: Path) -> None:
 
 
 async def test_the_logs_tell_a_client_of_its_own_and_count_nothing_else(tmp_path: Path) -> None:
-    async with service(tmp_path, PipelineSettings()) as at:
+    async with service(tmp_path) as at:
         for number in range(20):
             await at.alice.wait((await at.alice.submit(row(), id=f"a{number}", group="secret")).id)
             if number % 5 == 0:
@@ -155,7 +155,7 @@ async def test_the_logs_tell_a_client_of_its_own_and_count_nothing_else(tmp_path
 
 
 async def test_waiting_for_an_outcome_is_waiting_for_ones_own(tmp_path: Path) -> None:
-    async with service(tmp_path, PipelineSettings()) as at:
+    async with service(tmp_path) as at:
         start = (await at.bob.list()).cursor
         follows = asyncio.create_task(at.bob.ended(start, wait=30))
         for _ in range(3):
@@ -235,16 +235,16 @@ async def test_a_key_that_is_revoked_ends_what_is_open(tmp_path: Path) -> None:
 
 async def test_shares_follow_the_file(tmp_path: Path) -> None:
     async with service(tmp_path) as at:
-        assert at.pipeline.scheduler.client_shares == {"alice": 1.0, "bob": 3.0}
+        assert at.pipeline.scheduler.client_shares == at.pipeline.store.shares == {"alice": 1.0, "bob": 3.0}
         write(at.keys, {**OF["alice"], "share": 7})
         await asyncio.sleep(0.05)
         await at.alice.status()
-        assert at.pipeline.scheduler.client_shares == {"alice": 7.0}
+        assert at.pipeline.scheduler.client_shares == at.pipeline.store.shares == {"alice": 7.0}
 
 
 async def test_the_original_wire_format_obeys_it_too(tmp_path: Path) -> None:
     instance = {**row(run=[Act("held")]), "prompt": "hi"}
-    async with service(tmp_path, PipelineSettings()) as at:
+    async with service(tmp_path) as at:
         for key, status in ((None, 401), ("b", 403), ("admin", 200)):
             assert (await at.call(key, "POST", "/start"))[0] == status
         process = {"job_id": "j", "instance": instance}
@@ -265,7 +265,7 @@ async def test_the_original_wire_format_obeys_it_too(tmp_path: Path) -> None:
 async def test_the_log_tells_of_every_call_that_only_an_administrator_may_make(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    async with service(tmp_path, PipelineSettings()) as at:
+    async with service(tmp_path) as at:
         await at.alice.submit(row(run=[Act("held")]), id="r")
         await at.alice.submit(row(run=[Act("ok", FOREVER)]), id="s", group="g")
         with caplog.at_level(logging.WARNING):
