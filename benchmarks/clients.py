@@ -2,11 +2,11 @@
 # SPDX-License-Identifier: Apache-2.0
 """Two clients with keys of their own at one service, with shares of 1 and 3; one floods it with 10,000 rollouts.
 
-Over real sockets, with 32 slots of RUN and a handler that sleeps (INIT 10 ms, RUN 200 ms in the mean, log-normal, EVAL
-5 ms). The flood is submitted at once. The other keeps 1.5 times as many rollouts on their way as its share has slots,
-so it always has some that wait, and submits the next as one ends. Slots are counted from the service's own events,
-from the other's 100th start to its last but 50. How long it waits is what its rollouts tell of all queues; alone is a
-service that has its share of the slots of every stage and nobody else.
+Over real sockets, with 32 slots of RUN and a handler that sleeps (INIT 10 ms, RUN a second in the mean, log-normal,
+EVAL 5 ms), so that slots are what bounds it. The flood is there first. The other keeps 1.5 times as many rollouts on
+their way as its share has slots, so it always has some that wait, and submits the next as one ends. Slots are counted
+from the service's own events, from the other's 40th start to its last but 50. How long it waits is what its rollouts
+tell of all queues; alone is a service that has its share of the slots of every stage and nobody else.
 """
 
 from __future__ import annotations
@@ -43,9 +43,9 @@ from nemo_gym_prorl.serving.keys import Scope
 SHARES = {"one": 1.0, "three": 3.0}
 SLOTS = 32
 FLOOD, QUICK_FLOOD = 10_000, 3_000
-BUSY = 2_000
+BUSY = 1_000
 """Rollouts of the other, of which it has its share."""
-AFTER, BEFORE = 100, 50
+AFTER, BEFORE = 40, 50
 """Rollouts of the other that begin before it is measured, and that end after it."""
 
 
@@ -56,7 +56,7 @@ def rows(jobs: int, seed: int) -> list[dict[str, Any]]:
         {
             "responses_create_params": {"input": "sleep"},
             Stage.INIT.value: 0.01,
-            Stage.RUN.value: 0.2 * rng.lognormvariate(-0.08, 0.4),
+            Stage.RUN.value: 1.0 * rng.lognormvariate(-0.08, 0.4),
             Stage.EVAL.value: 0.005,
         }
         for _ in range(jobs)
@@ -82,37 +82,27 @@ def serve(port: int, keys_file: str, share: float) -> None:
     uvicorn.run(guarded, host="127.0.0.1", port=port, log_level="warning", timeout_keep_alive=60)
 
 
-async def keep_busy(
-    client: RolloutClient, work: list[dict[str, Any]], at_once: int, begin: asyncio.Event
-) -> list[float]:
+async def keep_busy(client: RolloutClient, work: list[dict[str, Any]], at_once: int) -> list[float]:
     """Run all, so many at once; how long each waited, in the order in which they began."""
-    await begin.wait()
     free, waits = asyncio.Semaphore(at_once), [0.0] * len(work)
 
     async def one(number: int, row: dict[str, Any]) -> None:
-        try:
+        async with free:
             job = await client.submit(row, id=f"busy-{number}")
             done = await client.wait(job.id)
-            waits[number] = sum(spent.waited_s for spent in done.timings.values())
-        finally:
-            free.release()
+        waits[number] = sum(spent.waited_s for spent in done.timings.values())
 
-    async with asyncio.TaskGroup() as group:
-        for number, row in enumerate(work):
-            await free.acquire()
-            group.create_task(one(number, row))
+    await asyncio.gather(*(one(number, row) for number, row in enumerate(work)))
     return waits
 
 
-async def flood(client: RolloutClient, work: list[dict[str, Any]], waiting: asyncio.Event) -> None:
-    """Submit all as fast as it goes; tell when there are many."""
+async def flood(client: RolloutClient, work: list[dict[str, Any]]) -> None:
+    """Submit all as fast as it goes."""
     at_once = asyncio.Semaphore(64)
 
     async def one(number: int, row: dict[str, Any]) -> None:
         async with at_once:
             await client.submit(row, id=f"flood-{number}")
-            if number == len(work) // 4:
-                waiting.set()
 
     await asyncio.gather(*(one(number, row) for number, row in enumerate(work)))
 
@@ -164,6 +154,7 @@ async def measure(flooding: str, size: int) -> list[Figure]:
         keys = keys_of(path)
         waits = dict[str, list[float]]()
         for how, of_slots in (("alone", share), ("beside", 1.0)):
+            slots = Slots()
             async with (
                 server("benchmarks.clients", "service", str(path), str(of_slots)) as (url, _),
                 RolloutClient(url, keys[busy]) as client,
@@ -171,28 +162,22 @@ async def measure(flooding: str, size: int) -> list[Figure]:
                 RolloutClient(url, keys["watch"]) as watch,
                 asyncio.TaskGroup() as group,
             ):
-                begin = asyncio.Event()
-                if how == "alone":
-                    begin.set()
-                    waits[how] = await keep_busy(client, work, at_once, begin)
-                    continue
-                slots = Slots()
                 watching = group.create_task(slots.follow(watch))
-                flooding_it = group.create_task(flood(other, rows(size, 2), begin))
-                waits[how] = await keep_busy(client, work, at_once, begin)
+                if how == "beside":
+                    await flood(other, rows(size, 2))
+                waits[how] = await keep_busy(client, work, at_once)
                 await asyncio.sleep(1)
                 watching.cancel()
-                flooding_it.cancel()
-                shares = slots.shares()
+    shares = slots.shares()[busy]
     p99 = {how: sorted(times[AFTER:])[int(0.99 * len(times[AFTER:]))] for how, times in waits.items()}
     name = f"{flooding!r} floods with {size}"
     return [
         Figure(
             f"{name}: share of the slots of {busy!r}, which has {share:g}",
-            shares[busy],
+            shares,
             "",
             goal="<= 0.05",
-            goal_value=abs(shares[busy] / share - 1),
+            goal_value=abs(shares / share - 1),
         ),
         Figure(
             f"{name}: p99 wait of {busy!r}",

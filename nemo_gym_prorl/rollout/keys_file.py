@@ -25,7 +25,7 @@ from pydantic import AfterValidator, ConfigDict, Field, ValidationError
 from nemo_gym_prorl.failures import CallerError
 from nemo_gym_prorl.rollout.request import NO_CLIENT
 from nemo_gym_prorl.rollout.schemas import Identifier
-from nemo_gym_prorl.serving.keys import Caller, Scope
+from nemo_gym_prorl.serving.keys import CLIENT_KEY, Caller, Scope
 from nemo_gym_prorl.serving.known_keys import KnownKeys
 from nemo_gym_prorl.serving.problem_document import field_errors, in_words
 
@@ -114,7 +114,7 @@ def write_clients(path: Path, clients: Clients) -> None:
 
 def new_key() -> str:
     """A key that nobody has."""
-    return f"prorl_{secrets.token_urlsafe(32)}"
+    return f"{CLIENT_KEY}{secrets.token_urlsafe(32)}"
 
 
 def hash_of(key: str) -> str:

@@ -13,6 +13,10 @@ def authorization(key: str | None) -> dict[str, str]:
     return {"Authorization": f"Bearer {key}"} if key else {}
 
 
+CLIENT_KEY = "prorl_"
+"""What the keys of clients begin with, so that they are known for what they are, by people who find one too."""
+
+
 class Scope(StrEnum):
     """What a key may be good for."""
 

@@ -18,7 +18,7 @@ from nemo_gym_prorl.rollout.api import rollout_router
 from nemo_gym_prorl.rollout.callers import CallerWatch
 from nemo_gym_prorl.rollout.client import ApiError, RolloutClient
 from nemo_gym_prorl.rollout.job import JobState
-from nemo_gym_prorl.rollout.keys_file import KeysFile, hash_of
+from nemo_gym_prorl.rollout.keys_file import KeysFile, hash_of, new_key
 from nemo_gym_prorl.rollout.metrics import PipelineMetrics
 from nemo_gym_prorl.rollout.ownership import ROUTES
 from nemo_gym_prorl.rollout.pipeline import Pipeline
@@ -28,6 +28,8 @@ from nemo_gym_prorl.rollout.wire import wire_router
 from nemo_gym_prorl.serving.access import KeyGuard, RouteScopes
 from nemo_gym_prorl.serving.keys import authorization
 from nemo_gym_prorl.serving.problems import add_problem_handlers
+from tests.rollout.command_line import prorl
+from tests.rollout.command_line import write as write_rows
 from tests.rollout.handlers import Act, Bench
 from tests.rollout.serving import serve
 from tests.rollout.test_api import FOREVER, reach, row
@@ -289,6 +291,21 @@ async def test_the_log_tells_of_every_call_that_only_an_administrator_may_make(
             "admin: DELETE '/v1/rollouts/s' by the deployment from 127.0.0.1: 200",
         ]
         assert not at.pipeline.draining
+
+
+async def test_the_command_line_with_a_clients_key(tmp_path: Path) -> None:
+    key = new_key()
+    rows = write_rows(tmp_path / "rows.jsonl", row(), row())
+    async with service(tmp_path) as at:
+        write(at.keys, {"name": "eve", "hash": hash_of(key)}, OF["bob"])
+        await at.bob.submit(row(), id="b", group="r-1")
+        code, said = await prorl("submit", str(rows), "--run", "r", url=at.url, PRORL_TOKEN=key)
+        assert code == 0, said
+        assert {job.client async for job in at.admin.every(group="r-1")} == {"bob", "eve"}
+        code, said = await prorl("status", "--group", "r-1", url=at.url, PRORL_TOKEN=key)
+        assert (code, "r-1-0" in said, "b " in said) == (0, True, False), said
+        code, said = await prorl("cancel", "b", url=at.url, PRORL_TOKEN=key)
+        assert (code, "is another client's" in said) == (1, True)
 
 
 async def test_a_key_with_the_scope_admin_is_an_administrators(tmp_path: Path) -> None:
