@@ -38,8 +38,9 @@ async def test_a_row_that_two_clients_post_is_two_rollouts(tmp_path: Path) -> No
     async with deployment(environment, control_token="admin", keys_file=str(keys)) as at:
         posts = [asyncio.create_task(post(at, key, COLLECTED)) for key in ("a", "b", "a")]
         await come.wait()
-        while len(await owners(at)) < 2:
-            await asyncio.sleep(0.01)
+        async with asyncio.timeout(60):
+            while len(await owners(at)) < 2:
+                await asyncio.sleep(0.01)
         await asyncio.sleep(0.1)
         go.set()
         answers = [await one for one in posts]
