@@ -229,7 +229,8 @@ async def test_a_key_that_is_revoked_ends_what_is_open(tmp_path: Path) -> None:
         await asyncio.sleep(0.05)
         assert await refused(at.bob.get("b")) == (401, "unauthorized", None)
         at.bench.handler.let_go.set()
-        after = {event.state async for event in events}
+        async with asyncio.timeout(30):
+            after = {event.state async for event in events}
         assert after <= {"initializing", "ready", "running"}, "what came later was not for it any more"
         assert (await at.admin.wait("b")).reward == 1.0, "its rollouts go on"
         assert (await at.alice.submit(row())).client == "alice"
