@@ -21,6 +21,7 @@ import typer
 
 from nemo_gym_prorl.cli_data import app as data_app
 from nemo_gym_prorl.cli_image import app as image_app
+from nemo_gym_prorl.cli_key import app as key_app
 
 
 app = typer.Typer(
@@ -358,6 +359,7 @@ def selfcheck(
 
 app.add_typer(image_app)
 app.add_typer(data_app)
+app.add_typer(key_app)
 
 
 def main() -> None:

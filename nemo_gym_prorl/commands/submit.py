@@ -16,7 +16,7 @@ import secrets
 import time
 from collections import deque
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
@@ -36,8 +36,10 @@ from nemo_gym_prorl.rollout.fleet.carrier import Loss
 from nemo_gym_prorl.rollout.fleet.dispatcher import Dispatcher
 from nemo_gym_prorl.rollout.fleet.nodes import NodeList
 from nemo_gym_prorl.rollout.job import JobState
+from nemo_gym_prorl.rollout.request import NO_CLIENT
 from nemo_gym_prorl.rollout.rows import WISHES
 from nemo_gym_prorl.rollout.schemas import JobView, StatusView, SubmitRequest, TokenForm
+from nemo_gym_prorl.serving.keys import CLIENT_KEY
 from nemo_gym_prorl.serving.problem_document import field_errors, in_words
 
 
@@ -59,7 +61,7 @@ class Order:
         repeats: rollouts per row.
         run: name of the run, the beginning of every id; ``None`` goes on with the run of ``output``, or makes a name.
         environment: of all rows; ``None`` leaves it to each row's ``data_source``.
-        client: under which the service shares its slots; ``None``: as a row says, else "cli".
+        client: under which the service shares its slots; ``None``: as a row says, else ``usual_client``.
         priority: higher goes first; ``None``: as a row says, else 0.
         output: JSONL file for the results.
         detach: leave when all is submitted.
@@ -75,6 +77,7 @@ class Order:
     output: Path | None = None
     detach: bool = False
     patience_s: float = PATIENCE_S
+    usual_client: str = "cli"
 
 
 async def submit(order: Order, url: str | None, token: str | None) -> bool:
@@ -88,6 +91,8 @@ async def submit(order: Order, url: str | None, token: str | None) -> bool:
         ApiError: it refuses everything, not only a row.
     """
     console = Console()
+    if (token or "").startswith(CLIENT_KEY):
+        order = replace(order, usual_client=NO_CLIENT)  # the service knows whose key it is
 
     def say(what: str) -> None:
         console.print(what, style="yellow", markup=False, soft_wrap=True)
@@ -164,7 +169,7 @@ def _check_options(run: str, order: Order) -> None:
 def _wishes(order: Order, row: Mapping[str, Any]) -> dict[str, Any]:
     """What the order says of its rollouts; where it says nothing, the service takes what the row says of its own."""
     own = row.get(WISHES)
-    usual = {} if isinstance(own, Mapping) and "client" in own else {"client": "cli"}
+    usual = {} if isinstance(own, Mapping) and "client" in own else {"client": order.usual_client}
     said = {"environment": order.environment, "client": order.client, "priority": order.priority}
     return {**usual, **{name: value for name, value in said.items() if value is not None}}
 

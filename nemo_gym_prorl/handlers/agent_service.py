@@ -10,12 +10,14 @@ client posts a call again when its connection drops, an identical row that arriv
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import AbstractAsyncContextManager, nullcontext
 from typing import Any, cast
 
 import orjson
 from fastapi import APIRouter, Request, Response
 from omegaconf import DictConfig, OmegaConf
 from starlette.requests import ClientDisconnect
+from starlette.types import ASGIApp
 
 from nemo_gym_prorl.failures import CallerError, Failure, FailureKind, Origin
 from nemo_gym_prorl.handlers.aggregate_metrics import environment_of, merged
@@ -38,14 +40,20 @@ from nemo_gym_prorl.handlers.service_config import ServiceConfig
 from nemo_gym_prorl.rollout.api import rollout_router
 from nemo_gym_prorl.rollout.callers import CallerWatch
 from nemo_gym_prorl.rollout.job import Job
+from nemo_gym_prorl.rollout.keys_file import KeysFile
 from nemo_gym_prorl.rollout.metrics import PipelineMetrics
+from nemo_gym_prorl.rollout.ownership import ROUTES, own_key, submitted_by
 from nemo_gym_prorl.rollout.pipeline import Pipeline
-from nemo_gym_prorl.rollout.request import Draining, JobConflict
+from nemo_gym_prorl.rollout.request import Draining, JobConflict, NotYours
 from nemo_gym_prorl.rollout.rows import WISHES, read_json
 from nemo_gym_prorl.rollout.trajectory import TRAJECTORY, gym_reads_trajectories, ng_trajectory
 from nemo_gym_prorl.rollout.wire import wire_router
+from nemo_gym_prorl.serving.access import KeyGuard, RouteScopes, caller_in
 from nemo_gym_prorl.serving.problems import ProblemError
+from nemo_gym_prorl.serving.tls import also_by_tls, check_certificate
 
+
+SCOPES = RouteScopes(ROUTES)
 
 _FAREWELL_S = 5.0
 
@@ -68,6 +76,11 @@ class AgentService:
             raise CallerError(
                 "must be 1: the pools bound what one process runs; start further agents instead", field="num_workers"
             )
+        given = [name for name in ("tls_port", "tls_cert", "tls_key") if getattr(config, name) is not None]
+        if len(given) in (1, 2):
+            raise CallerError("tls_port, tls_cert and tls_key are needed together, or none of them", field=given[0])
+        if config.tls_cert is not None and config.tls_key is not None:
+            check_certificate(config.tls_cert, config.tls_key)
         self._config = config
         self._http = HttpClient()
         self._servers = GymServers(
@@ -82,6 +95,23 @@ class AgentService:
         self.pipeline = Pipeline(gym_environments(config, self._servers, base), config.pipeline_settings())
         self.metrics = PipelineMetrics(self.pipeline)
         self._callers = CallerWatch(self.pipeline, config.caller_grace_s)
+        self._clients = KeysFile(config.keys_file, self.pipeline.share) if config.keys_file is not None else None
+
+    def tls(self, app: ASGIApp) -> AbstractAsyncContextManager[None]:
+        """The door by TLS, where there is one, for as long as the service lives.
+
+        Raises:
+            CallerError: see :func:`also_by_tls`.
+        """
+        config = self._config
+        if config.tls_port is None or config.tls_cert is None or config.tls_key is None:
+            return nullcontext()
+        return also_by_tls(app, config.tls_cert, config.tls_key, config.tls_port)
+
+    def guarded(self, app: ASGIApp) -> KeyGuard:
+        """The application, for whoever has a key that is good for what is asked."""
+        clients = self._clients.caller if self._clients is not None else None
+        return KeyGuard(app, self._config.control_token, clients, SCOPES)
 
     def router(self) -> APIRouter:
         """The job API and, if configured, the original ProRL wire format."""
@@ -110,10 +140,10 @@ class AgentService:
         row = read_json(body)
         collector = isinstance(row, dict) and from_collector(row)
         try:
-            asked = run_request(row, body)
-            answer = await self._callers.run(
-                asked.job, asked.key, request, lambda job: _answer(job, collector=collector)
-            )
+            asked, who = run_request(row, body), caller_in(request.scope)
+            wanted = submitted_by(who, asked.job, self.pipeline.store)
+            key = own_key(who, asked.key)
+            answer = await self._callers.run(wanted, key, request, lambda job: _answer(job, collector=collector))
             return _json(answer)
         except CallerError as error:
             error = _in_row(error)
@@ -145,6 +175,7 @@ class AgentService:
         if SeededSessionHandler.name not in self.pipeline.environments.names:
             raise CallerError("whose session is it? Set resources_server to serve /v1/responses, or post to /run")
         wanted = responses_request(read_json(await request.body()), dict(request.cookies))
+        wanted = submitted_by(caller_in(request.scope), wanted, self.pipeline.store)
         answer = await self._callers.run(wanted, None, request, responses_answer)
         cookies, response = answer.split(b"\n", 1)
         good = _json(response)
@@ -277,6 +308,8 @@ def _in_row(error: CallerError) -> CallerError:
     """An id that is taken, or an environment that there is not, was named in the row, which is the whole body."""
     if isinstance(error, JobConflict):
         return JobConflict(error.complaint, field=f"{WISHES}.id")
+    if isinstance(error, NotYours):
+        return NotYours(error.complaint, field=f"{WISHES}.{error.field}")
     if error.field == "environment":
         return CallerError(error.complaint, field=f"{WISHES}.environment")
     if error.field is not None and error.field.startswith("row."):

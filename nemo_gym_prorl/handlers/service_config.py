@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import replace
+from pathlib import Path
 from typing import Annotated, Any, ClassVar
 
 from nemo_gym.config_types import ResourcesServerRef
@@ -124,7 +125,15 @@ class ServiceConfig(EnvironmentSettings):
     prorl_wire: bool = False
     """Also serve the original ProRL wire format: /process, /cancel, /start, /stop, /add_llm_server, …"""
     control_token: str | None = None
-    """The key: every route requires it as a bearer token. Without one the server listens on loopback only."""
+    """The deployment's own key, good for everything: every route requires one as a bearer token. Without any the
+    server listens on loopback only."""
+    keys_file: Path | None = None
+    """Clients with keys of their own, each with scopes and a share; `prorl key` writes it. Looked at again when it
+    changes."""
+    tls_port: Annotated[int, Field(ge=1, le=65535)] | None = None
+    """Also answer here, on all interfaces, by TLS; Gym's own servers go on using the plain address."""
+    tls_cert: Path | None = None
+    tls_key: Path | None = None
 
     def pipeline_settings(self) -> PipelineSettings:
         """As the pipeline takes them."""

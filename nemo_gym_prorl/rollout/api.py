@@ -23,6 +23,7 @@ from nemo_gym_prorl.rollout.cursors import Cursor, CursorExpired
 from nemo_gym_prorl.rollout.job import Job, JobState
 from nemo_gym_prorl.rollout.json_route import JsonRoute
 from nemo_gym_prorl.rollout.metrics import ServiceMetrics
+from nemo_gym_prorl.rollout.ownership import Places, ended_of, is_own, require_own, submitted_by
 from nemo_gym_prorl.rollout.request import RolloutForgotten
 from nemo_gym_prorl.rollout.schemas import (
     MAX_WAIT_S,
@@ -38,14 +39,18 @@ from nemo_gym_prorl.rollout.schemas import (
     job_json,
 )
 from nemo_gym_prorl.rollout.service import RolloutService
+from nemo_gym_prorl.serving.access import caller_of, tell
+from nemo_gym_prorl.serving.keys import Caller
 from nemo_gym_prorl.serving.problems import ProblemError, no_other_parameters, problem_of, problem_responses
 
 
+Who = Annotated[Caller, Depends(caller_of)]
 Wait = Annotated[float, Query(ge=0, le=MAX_WAIT_S, description="Seconds to wait for news (long-poll).")]
 
 
 def rollout_router(service: RolloutService, metrics: ServiceMetrics) -> APIRouter:
-    """The routes of one service. Who may call them is the application's to say (``nemo_gym_prorl.serving.access``).
+    """The routes of one service. Who may call them is the application's to say (``nemo_gym_prorl.serving.access``),
+    and whose a rollout is that of :mod:`.ownership`.
 
     Args:
         service: whose jobs.
@@ -53,57 +58,70 @@ def rollout_router(service: RolloutService, metrics: ServiceMetrics) -> APIRoute
     """
     router = APIRouter(route_class=JsonRoute, dependencies=[Depends(no_other_parameters)])
 
-    def find(rollout_id: str) -> Job:
+    places = Places(service.store.epoch)
+
+    def find(rollout_id: str, who: Caller) -> Job:
         job = service.store.get(rollout_id)
         if job is None and service.store.is_forgotten(rollout_id):
             raise RolloutForgotten(f"rollout {rollout_id!r} has ended and is forgotten")
         if job is None:
             raise ProblemError(404, "unknown-rollout", f"no rollout {rollout_id!r}")
+        require_own(who, job)
         return job
+
+    def tell_of(request: Request, who: Caller, cancelled: list[Job]) -> None:
+        if who.is_admin and any(job.client in service.store.shares for job in cancelled):
+            tell(request.scope)
 
     def answer(job: Job, tokens: TokenForm = TokenForm.ITEMS) -> Response:
         content = orjson.dumps(job_json(job, with_result=True, tokens=tokens))
         service.store.mark_read(job)
         return Response(content, media_type="application/json")
 
-    def listing(jobs: list[Job], cursor: Cursor, results: bool, more: Cursor | None = None) -> Response:
+    def listing(who: Caller, jobs: list[Job], cursor: Cursor, results: bool, more: Cursor | None = None) -> Response:
         rollouts = [job_json(job, with_result=results) for job in jobs]
         if results:
             for job in jobs:
                 service.store.mark_read(job)
-        page = {"rollouts": rollouts, "cursor": str(cursor), "next": None if more is None else str(more)}
+        page = {
+            "rollouts": rollouts,
+            "cursor": places.shown(who, cursor),
+            "next": None if more is None else places.shown(who, more),
+        }
         return Response(orjson.dumps(page), media_type="application/json")
 
     @router.post(
         "/v1/rollouts",
         status_code=202,
         tags=["rollouts"],
-        responses=problem_responses(409, 410, 422, 429, 503),
+        responses=problem_responses(403, 409, 410, 422, 429, 503),
     )
-    async def submit(body: SubmitRequest) -> JobView:
+    async def submit(body: SubmitRequest, who: Who) -> JobView:
         """Submit a rollout. The same `id` and row again answer with the job that exists."""
-        job = service.submit(body.to_request())
+        job = service.submit(submitted_by(who, body.to_request(), service.store))
         return JobView.of(job)
 
     @router.get(
         "/v1/rollouts/{rollout_id}",
         response_model=JobView,
         tags=["rollouts"],
-        responses=problem_responses(404, 410, 422),
+        responses=problem_responses(403, 404, 410, 422),
     )
     async def get(
         rollout_id: str,
+        who: Who,
         wait: Wait = 0.0,
         tokens: Annotated[TokenForm, Query(description="Where the result's tokens are to be.")] = TokenForm.ITEMS,
     ) -> Response:
         """The rollout; with `wait`, as soon as it has its outcome or the time is over."""
-        job = find(rollout_id)
+        job = find(rollout_id, who)
         if wait and not job.state.terminal:
             await service.wait(job, wait)
         return answer(job, tokens)
 
-    @router.get("/v1/rollouts", response_model=Listing, tags=["rollouts"], responses=problem_responses(410, 422))
+    @router.get("/v1/rollouts", response_model=Listing, tags=["rollouts"], responses=problem_responses(403, 410, 422))
     async def list_rollouts(
+        who: Who,
         state: JobState | None = None,
         group: str | None = None,
         after: Annotated[str | None, Query(description="A cursor: follow the log of terminal outcomes.")] = None,
@@ -117,38 +135,44 @@ def rollout_router(service: RolloutService, metrics: ServiceMetrics) -> APIRoute
         if after is not None and page is not None:
             raise CallerError("is a page of the rollouts, `after` a place in the log; give one of them", field="from")
         if after is None:
-            first = 0 if page is None else Cursor.parse(page, "from").within(store.epoch, 0, store.submitted)
-            found = [*islice(store.find(state=state, group=group, after=first), limit + 1)]
+            first = 0 if page is None else places.parse(who, page, "from").within(store.epoch, 0, store.submitted)
+            own = (job for job in store.find(state=state, group=group, after=first) if is_own(who, job))
+            found = [*islice(own, limit + 1)]
             more = Cursor(store.epoch, found[limit - 1].number) if len(found) > limit else None
-            return listing(found[:limit], store.cursor, results, more)
-        start = Cursor.parse(after)
-        if wait:
-            await store.wait_for_end(start, wait)
-        ended, cursor = store.ended_after(start, limit)
+            return listing(who, found[:limit], store.cursor, results, more)
+        try:
+            ended, cursor = await ended_of(who, store, places.parse(who, after), limit, wait)
+        except CursorExpired as error:
+            raise places.told(who, error) from None
         fitting = [job for job in ended if (state is None or job.state is state) and group in (None, job.group)]
-        return listing(fitting, cursor, results)
+        return listing(who, fitting, cursor, results)
 
     @router.delete(
         "/v1/rollouts/{rollout_id}",
         response_model=JobView,
         tags=["rollouts"],
-        responses=problem_responses(404, 410, 422),
+        responses=problem_responses(403, 404, 410, 422),
     )
-    async def cancel(rollout_id: str) -> Response:
+    async def cancel(rollout_id: str, who: Who, request: Request) -> Response:
         """Cancel; answers when the rollout has its outcome and its sandbox is gone. A terminal one stays as it is."""
-        job = find(rollout_id)
+        job = find(rollout_id, who)
+        tell_of(request, who, [job])
         await service.cancel(job)
         return answer(job)
 
-    @router.post("/v1/rollouts/cancel", tags=["rollouts"], responses=problem_responses(422))
-    async def cancel_many(body: CancelRequest) -> CancelAnswer:
+    @router.post("/v1/rollouts/cancel", tags=["rollouts"], responses=problem_responses(403, 422))
+    async def cancel_many(body: CancelRequest, who: Who, request: Request) -> CancelAnswer:
         """Cancel several at once; answers when all of them have their outcome."""
         if body.group is not None:
-            jobs, unknown = service.store.in_group(body.group), []
+            jobs, unknown = [job for job in service.store.in_group(body.group) if is_own(who, job)], []
         else:
             found = {rollout_id: service.store.get(rollout_id) for rollout_id in body.ids or ()}
             jobs = [job for job in found.values() if job is not None]
             unknown = [rollout_id for rollout_id, job in found.items() if job is None]
+            for number, job in enumerate(found.values()):
+                if job is not None:
+                    require_own(who, job, f"ids.{number}")
+        tell_of(request, who, jobs)
         await asyncio.gather(*(service.cancel(job) for job in jobs))
         return CancelAnswer(rollouts=[JobView.of(job) for job in jobs], unknown=unknown)
 
@@ -156,39 +180,45 @@ def rollout_router(service: RolloutService, metrics: ServiceMetrics) -> APIRoute
         "/v1/events",
         tags=["service"],
         response_class=EventSourceResponse,
-        responses=problem_responses(410, 422),
+        responses=problem_responses(403, 410, 422),
     )
     async def events(
-        request: Request, after: Annotated[str | None, Query(description="`cursor` of the last one seen.")] = None
+        request: Request,
+        who: Who,
+        after: Annotated[str | None, Query(description="`cursor` of the last one seen.")] = None,
     ) -> EventSourceResponse:
         """Every transition as a server-sent event. `Last-Event-ID` or `after` resumes as far as history reaches. A
         reader that falls behind further than that gets an event `problem` with a problem document, and the end."""
         seen = request.headers.get("last-event-id")
         field, text = ("after", after) if seen is None else ("Last-Event-ID", seen)
-        transitions = service.store.events(None if text is None else Cursor.parse(text, field))
+        try:
+            transitions = service.store.events(None if text is None else places.parse(who, text, field))
+        except CursorExpired as error:
+            raise places.told(who, error) from None
 
         async def stream() -> AsyncIterator[ServerSentEvent]:
             try:
-                async for transition in transitions:
+                async for transition in places.transitions(who, transitions):
                     yield ServerSentEvent(orjson.dumps(transition).decode(), event="transition", id=transition.cursor)
             except CursorExpired as error:
-                yield ServerSentEvent(problem_of(error).problem.model_dump_json(exclude_none=True), event="problem")
+                told = problem_of(places.told(who, error)).problem
+                yield ServerSentEvent(told.model_dump_json(exclude_none=True), event="problem")
 
         return EventSourceResponse(stream())
 
-    @router.post("/v1/drain", tags=["service"], responses=problem_responses(422))
+    @router.post("/v1/drain", tags=["service"], responses=problem_responses(403, 422))
     async def drain(body: DrainRequest | None = None) -> DrainAnswer:
         """Take no new rollouts. Answers when every rollout has its outcome, or after `timeout_s` seconds."""
         await service.drain(body.timeout_s if body else 0.0)
         return DrainAnswer.of(service)
 
-    @router.post("/v1/resume", tags=["service"], responses=problem_responses())
+    @router.post("/v1/resume", tags=["service"], responses=problem_responses(403))
     async def resume() -> DrainAnswer:
         """Take rollouts again."""
         service.resume()
         return DrainAnswer.of(service)
 
-    @router.get("/status", tags=["service"], responses=problem_responses())
+    @router.get("/status", tags=["service"], responses=problem_responses(403))
     async def status() -> StatusView:
         """Counts per stage, pool and state."""
         return service.status()
@@ -198,7 +228,7 @@ def rollout_router(service: RolloutService, metrics: ServiceMetrics) -> APIRoute
         """Answers while the event loop turns; says `draining` when no new work is taken."""
         return {"status": "draining" if service.draining else "ok"}
 
-    @router.get("/metrics", tags=["service"], response_class=PlainTextResponse, responses=problem_responses())
+    @router.get("/metrics", tags=["service"], response_class=PlainTextResponse, responses=problem_responses(403))
     async def prometheus() -> Response:
         """Prometheus metrics."""
         return Response(metrics.render(), media_type="text/plain; version=0.0.4; charset=utf-8")

@@ -16,6 +16,8 @@ repeat.
 from __future__ import annotations
 
 import asyncio
+import os
+import ssl
 import time
 from collections.abc import AsyncIterator, Iterable, Iterator
 from contextlib import contextmanager
@@ -78,7 +80,8 @@ class RolloutClient:
     """A client of one service; use it as an async context manager.
 
     Args:
-        url: base URL of ``prorl_agent``.
+        url: base URL of ``prorl_agent``; with ``https`` its certificate must be of an authority in the file that the
+            variable ``PRORL_CA`` names, else of the system's.
         token: the control token, if the service has one.
         patience_s: how long to go on asking a service that takes nothing on (503, e.g. it drains) and asks to come
             back. A full queue (429) is waited out however long it takes: that is how it slows its callers down.
@@ -93,7 +96,7 @@ class RolloutClient:
     async def __aenter__(self) -> Self:
         self._session = aiohttp.ClientSession(
             headers=self._headers,
-            connector=aiohttp.TCPConnector(limit=0, keepalive_timeout=_KEEP_ALIVE_S),
+            connector=aiohttp.TCPConnector(limit=0, keepalive_timeout=_KEEP_ALIVE_S, ssl=_trusted()),
             timeout=aiohttp.ClientTimeout(total=None),
         )
         return self
@@ -238,7 +241,9 @@ class RolloutClient:
         try:
             yield
         except aiohttp.InvalidURL as error:
-            raise CallerError(f"{self.url!r} is no address; it begins with http://", field="url") from error
+            raise CallerError(
+                f"{self.url!r} is no address; it begins with http:// or https://", field="url"
+            ) from error
         except aiohttp.ClientConnectorError as error:
             raise InfrastructureError(
                 f"no rollout service answers at {self.url}: {error}", kind=FailureKind.TRANSPORT_UNREACHABLE
@@ -253,6 +258,19 @@ class RolloutClient:
                 f"what answers at {self.url} is no rollout service of this version",
                 kind=FailureKind.TRANSPORT_UNREACHABLE,
             ) from error
+
+
+def _trusted() -> ssl.SSLContext | bool:
+    """Whose certificates are believed: the authorities in the file that PRORL_CA names, else the system's."""
+    file = os.environ.get("PRORL_CA")
+    if not file:
+        return True
+    try:
+        return ssl.create_default_context(cafile=file)
+    except OSError as error:  # ssl.SSLError is one
+        raise CallerError(
+            f"{file}: {error}; it must have certificates of authorities as PEM", field="PRORL_CA"
+        ) from error
 
 
 def _path(rollout_id: str) -> str:

@@ -2,9 +2,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Who is next: the order of waiting jobs.
 
-The highest priority goes first; among equals the client that holds the fewest slots, ties in turn; within a client the
-environment that has the least for its share, ties in turn; within that, first come, first served. So a thousand long
-jobs of one client, or of one environment, keep nobody else's out.
+The highest priority goes first; among equals the client that holds the least for its share, ties in turn; within a
+client the environment that has the least for its share, ties in turn; within that, first come, first served. So a
+thousand long jobs of one client, or of one environment, keep nobody else's out.
 
 Pure.
 """
@@ -13,7 +13,8 @@ from __future__ import annotations
 
 import heapq
 from collections import Counter, OrderedDict
-from collections.abc import Callable, Container, KeysView, Set
+from collections.abc import Callable, Container, KeysView, Mapping, Set
+from types import MappingProxyType
 
 
 class _Line:
@@ -60,36 +61,43 @@ class _Level:
         """By client."""
         self.turns: dict[str, int] = {}
         """When each client was last served here, or came."""
-        self._ranks: list[tuple[int, int, str]] = []
+        self._ranks: list[tuple[float, int, str]] = []
 
-    def rank(self, client: str, held: Counter[str]) -> None:
-        """The client has another number of slots, or another turn, than before."""
-        heapq.heappush(self._ranks, (held[client], self.turns[client], client))
+    def rank(self, client: str, load: Callable[[str], float]) -> None:
+        """The client has another load, or another turn, than before."""
+        heapq.heappush(self._ranks, (load(client), self.turns[client], client))
         if len(self._ranks) > 2 * len(self.jobs) + 16:
-            self._ranks = [(held[name], turn, name) for name, turn in self.turns.items()]
-            heapq.heapify(self._ranks)
+            self.rank_all(load)
 
-    def first(self, held: Counter[str]) -> str:
-        """The client that holds the fewest slots; among equals the one served longest ago."""
+    def rank_all(self, load: Callable[[str], float]) -> None:
+        """Every client may have another load than before."""
+        self._ranks = [(load(client), turn, client) for client, turn in self.turns.items()]
+        heapq.heapify(self._ranks)
+
+    def first(self, load: Callable[[str], float]) -> str:
+        """The client with the least load; among equals the one served longest ago."""
         while True:
-            slots, turn, client = self._ranks[0]
-            if self.turns.get(client) == turn and held[client] == slots:
+            had, turn, client = self._ranks[0]
+            if self.turns.get(client) == turn and load(client) == had:
                 return client
             heapq.heappop(self._ranks)
 
 
 class FairQueue:
-    """Waiting jobs of one stage, in the order told above; and the slots that each client holds.
+    """Waiting jobs of one stage, in the order told above.
 
-    An event costs O(log n), amortised, and once for each priority at which its client waits and each environment of
-    which the client has jobs there.
+    Who queues says with :meth:`holds` what each client has, be that slots or what lasts longer. An event costs
+    O(log n), amortised, and once for each priority at which its client waits and each environment of which the client
+    has jobs there.
 
     Args:
         load: what a client has of an environment already, over its share; the environment with the least goes first.
+        shares: of clients, in proportion to each other's; 1 where none is said.
     """
 
-    def __init__(self, load: Callable[[str, str], float]) -> None:
+    def __init__(self, load: Callable[[str, str], float], shares: Mapping[str, float] = MappingProxyType({})) -> None:
         self._load = load
+        self._shares = shares
         self._levels: dict[int, _Level] = {}
         self._priorities: list[int] = []
         """A heap of the levels there are, negated; the first of them is not empty, if any is."""
@@ -128,7 +136,7 @@ class FairQueue:
         self._forget_empty(priority, client, environment)
 
     def pop(self, among: Set[str] | None = None) -> str:
-        """Take the next job; its client holds one slot more. The queue must not be empty.
+        """Take the next job. The queue must not be empty.
 
         Args:
             among: only of one of these environments, of which there must be a job; that looks at every client.
@@ -138,24 +146,29 @@ class FairQueue:
         self._moves_back(level, client)
         job_id, environment = level.jobs[client].pop(lambda name: self._load(client, name), self._turn, among)
         self._forget_empty(priority, client, environment)
-        self._holds(client, 1)
         return job_id
 
-    def lend(self, client: str) -> None:
-        """The client holds one slot more, for a job that did not wait here."""
-        self._holds(client, 1)
+    def holds(self, client: str, more: int) -> None:
+        """The client has so much more than before, or less."""
+        self._held[client] += more
+        if not self._held[client]:
+            del self._held[client]
+        for priority in self._waits_at.get(client, ()):
+            self._levels[priority].rank(client, self._load_of)
 
-    def give_back(self, client: str) -> None:
-        """A slot of the client is free again."""
-        self._holds(client, -1)
+    def share(self, shares: Mapping[str, float]) -> None:
+        """From now on clients have these shares. Costs O(n)."""
+        self._shares = shares
+        for level in self._levels.values():
+            level.rank_all(self._load_of)
 
     def _first(self) -> tuple[int, str]:
         priority = -self._priorities[0]
-        return priority, self._levels[priority].first(self._held)
+        return priority, self._levels[priority].first(self._load_of)
 
     def _first_of(self, environments: Set[str]) -> tuple[int, str]:
         ranks = (
-            (-priority, self._held[client], level.turns[client], client)
+            (-priority, self._load_of(client), level.turns[client], client)
             for priority, level in self._levels.items()
             for client, line in level.jobs.items()
             if not environments.isdisjoint(line.jobs)
@@ -163,18 +176,14 @@ class FairQueue:
         priority, _, _, client = min(ranks)
         return -priority, client
 
-    def _holds(self, client: str, more: int) -> None:
-        self._held[client] += more
-        if not self._held[client]:
-            del self._held[client]
-        for priority in self._waits_at.get(client, ()):
-            self._levels[priority].rank(client, self._held)
+    def _load_of(self, client: str) -> float:
+        return self._held[client] / self._shares.get(client, 1.0)
 
     def _moves_back(self, level: _Level, client: str) -> None:
         """Among equals, the client's turn is last now."""
         self._turn += 1
         level.turns[client] = self._turn
-        level.rank(client, self._held)
+        level.rank(client, self._load_of)
 
     def _forget_empty(self, priority: int, client: str, environment: str) -> None:
         self._size -= 1

@@ -25,7 +25,7 @@ import logging
 import time
 import uuid
 from collections import Counter
-from collections.abc import Awaitable, Callable, Coroutine
+from collections.abc import Awaitable, Callable, Coroutine, Mapping
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
@@ -154,7 +154,7 @@ class Pipeline:
         if self.draining:
             raise Draining("the service is draining and takes no new rollouts")
         if bounded:
-            self._refuse_if_full()
+            self._refuse_if_full(request.client)
         job = Job(
             id=request.id or uuid.uuid4().hex,
             stored_row=request.row,
@@ -175,10 +175,15 @@ class Pipeline:
         self._carry_out(self.scheduler.submit(job.id, job.client, job.priority, job.environment, job.group))
         return job
 
-    def _refuse_if_full(self) -> None:
-        if self.scheduler.waiting(Stage.INIT) >= self.settings.max_queued:
+    def share(self, clients: Mapping[str, float]) -> None:
+        """From now on clients have these shares of slots and bounds; 1 where none is said."""
+        self.store.shares = clients
+        self.scheduler.share(clients)
+
+    def _refuse_if_full(self, client: str) -> None:
+        if not self.scheduler.may_queue(client, self.settings.max_queued):
             raise QueueFull(f"{self.settings.max_queued} rollouts are waiting already; try again later")
-        self.store.refuse_if_full()
+        self.store.refuse_if_full(client)
 
     async def wait(self, job: Job, timeout: float | None = None) -> bool:
         """Wait for a job's outcome; ``False`` if it has none after ``timeout`` seconds."""

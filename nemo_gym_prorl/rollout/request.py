@@ -17,6 +17,10 @@ import orjson
 from nemo_gym_prorl.failures import CallerError, Stage
 
 
+NO_CLIENT = "default"
+"""The client of jobs that name none."""
+
+
 class QueueFull(CallerError):
     """The queue for INIT, or what may be kept of results that nobody has read, is at its bound; try again later."""
 
@@ -38,6 +42,13 @@ class JobConflict(CallerError):
 
     http_status = 409
     problem = "id-conflict"
+
+
+class NotYours(CallerError):
+    """A job, or a name, that is another client's."""
+
+    http_status = 403
+    problem = "not-yours"
 
 
 class Draining(CallerError):
@@ -62,7 +73,7 @@ class JobRequest:
     id: str | None = None
     environment: str | None = None
     group: str | None = None
-    client: str = "default"
+    client: str = NO_CLIENT
     run: str | None = None
     priority: int = 0
     budgets: Mapping[Stage, float] = field(default_factory=dict)

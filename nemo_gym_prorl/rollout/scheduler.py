@@ -23,8 +23,8 @@ Invariants:
   them is one piece of work, and those that wait for the others hold nothing.
 - A stage that is on hold for an environment (:meth:`StageScheduler.hold`) starts nothing of it. Rows of other
   environments go on as if those on hold were not there.
-- Among waiting jobs the order is that of :mod:`.fair_queue`. What an environment has is counted in slots of the stage,
-  but for INIT in sessions: else one whose rows start quickly would fill READY, and RUN with it.
+- Among waiting jobs the order is that of :mod:`.fair_queue`. What a client or an environment has is counted in slots
+  of the stage, but for INIT in sessions: else one whose rows start quickly would fill READY, and RUN with it.
 """
 
 from __future__ import annotations
@@ -35,6 +35,7 @@ from dataclasses import dataclass
 from enum import Enum, auto
 
 from nemo_gym_prorl.failures import Stage
+from nemo_gym_prorl.rollout.client_shares import is_within_part
 from nemo_gym_prorl.rollout.cohorts import Cohorts, Member
 from nemo_gym_prorl.rollout.fair_queue import FairQueue
 
@@ -115,6 +116,10 @@ class StageScheduler:
         self.sizes = sizes
         self._cohorts = Cohorts(cohorts or {})
         self._shares = dict(shares or {})
+        self.client_shares: Mapping[str, float] = {}
+        """Of the clients that have one; set by :meth:`share`."""
+        self._queued: Counter[str] = Counter()
+        """Jobs in INIT's queue, by client."""
         self._jobs: dict[str, _Place] = {}
         self._has: Counter[tuple[Stage, str, str]] = Counter()
         """What a client has of an environment: slots of a stage, and for INIT sessions."""
@@ -170,17 +175,30 @@ class StageScheduler:
             if place.where in _WORKS | _WAITS
         )
 
+    def may_queue(self, client: str, bound: int) -> bool:
+        """Whether a client may have one more job wait for INIT, where ``bound`` may in all: as long as there are
+        fewer, or it has less than its part. So who floods the queue keeps nobody else out."""
+        return self.waiting(Stage.INIT) < bound or is_within_part(client, bound, self._queued, self.client_shares)
+
     def missing_siblings(self, job_id: str) -> tuple[int, frozenset[str]] | None:
         """See :meth:`.Cohorts.missing`."""
         return self._cohorts.missing(job_id)
 
     # -- events --------------------------------------------------------------------------------------------------
 
+    def share(self, clients: Mapping[str, float]) -> None:
+        """From now on clients have these shares, in proportion to each other's; 1 where none is said."""
+        self.client_shares = dict(clients)
+        for queue in (*self._queues.values(), *self._on_hold.values()):
+            queue.share(self.client_shares)
+
     def submit(
         self, job_id: str, client: str, priority: int, environment: str = "", group: str | None = None
     ) -> list[Start]:
         """A new job arrives in INIT's queue."""
         self._jobs[job_id] = _Place(client, priority, Stage.INIT, _Where.OUTSIDE, environment)
+        if group is not None and client in self.client_shares:
+            group = f"{client}/{group}"  # another's group of the same name are no siblings
         self._cohorts.join(job_id, environment, group)
         _add(self._live, environment, 1)
         return self._enqueue(job_id, Stage.INIT)
@@ -271,7 +289,7 @@ class StageScheduler:
         def load(client: str, environment: str) -> float:
             return self._has[stage, client, environment] / self._share(environment)
 
-        return FairQueue(load)
+        return FairQueue(load, self.client_shares)
 
     def _queue_of(self, place: _Place) -> FairQueue:
         return self._on_hold.get((place.environment, place.stage), self._queues[place.stage])
@@ -298,11 +316,8 @@ class StageScheduler:
         heir, following = None, None
         if place.stage is Stage.EVAL and job_id in self._cohorts:
             heir, following = self._cohorts.scored(job_id)
-        if place.where is _Where.WORKING:
-            self._queues[place.stage].give_back(place.client)
-            if heir is not None:
-                self._queues[place.stage].lend(self._jobs[heir].client)
-                self._moves(self._jobs[heir], place.stage, _Where.WORKING)
+        if place.where is _Where.WORKING and heir is not None:
+            self._moves(self._jobs[heir], place.stage, _Where.WORKING)
         self._moves(place, place.stage, _Where.OUTSIDE)
         self._push(following, Stage.EVAL)
 
@@ -315,14 +330,20 @@ class StageScheduler:
     def _count(self, place: _Place, one: int) -> None:
         works = place.where is _Where.WORKING
         at = place.stage, place.environment
+        if place.where is _Where.WAITING and place.stage is Stage.INIT:
+            _add(self._queued, place.client, one)
         if works:
             _add(self._working, at, one)
         if works and place.stage is not Stage.INIT:
-            _add(self._has, (place.stage, place.client, place.environment), one)
+            self._has_more(place.stage, place, one)
         has_session = works if place.stage is Stage.INIT else place.where is not _Where.OUTSIDE
         if has_session and place.stage is not Stage.EVAL:
             _add(self._sessions, at, one)
-            _add(self._has, (Stage.INIT, place.client, place.environment), one)
+            self._has_more(Stage.INIT, place, one)
+
+    def _has_more(self, stage: Stage, place: _Place, one: int) -> None:
+        _add(self._has, (stage, place.client, place.environment), one)
+        self._queues[stage].holds(place.client, one)
 
     def _counted(self, what: Counter[tuple[Stage, str]], *stages: Stage) -> int:
         """Of these slots or sessions, those that take up room: not what stands in a stage on hold."""

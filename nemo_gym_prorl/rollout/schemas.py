@@ -16,7 +16,7 @@ from pydantic_core import InitErrorDetails
 
 from nemo_gym_prorl.failures import FailureKind, Origin, Stage
 from nemo_gym_prorl.rollout.job import Job, JobState, StageTime
-from nemo_gym_prorl.rollout.request import JobRequest
+from nemo_gym_prorl.rollout.request import NO_CLIENT, JobRequest
 from nemo_gym_prorl.rollout.rows import WISHES, Row, as_submitted
 from nemo_gym_prorl.rollout.tokens import NO_TOKENS
 from nemo_gym_prorl.serving.known_keys import KnownKeys
@@ -75,7 +75,7 @@ class SubmitRequest(KnownKeys):
     id: Identifier | None = Field(default=None, description="Chosen by the caller; the same id again is the same job.")
     environment: str | None = Field(default=None, description="By default that which takes the row's `data_source`.")
     group: Identifier | None = Field(default=None, description="The rollouts of one prompt share a group.")
-    client: Identifier = Field(default="default", description="Callers share the service fairly by this name.")
+    client: Identifier = Field(default=NO_CLIENT, description="Callers share the service fairly by this name.")
     run: Identifier | None = Field(
         default=None, description="Whose backends sample it, of those at the model server; by default its own."
     )

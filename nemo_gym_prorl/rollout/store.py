@@ -17,9 +17,10 @@ import hashlib
 import time
 import uuid
 from collections import Counter, OrderedDict, deque
-from collections.abc import AsyncIterator, Callable, Iterator
+from collections.abc import AsyncIterator, Callable, Iterator, Mapping
 from dataclasses import dataclass
 
+from nemo_gym_prorl.rollout.client_shares import is_within_part
 from nemo_gym_prorl.rollout.cursors import Cursor, CursorExpired
 from nemo_gym_prorl.rollout.job import Job, JobState
 from nemo_gym_prorl.rollout.request import JobConflict, JobRequest, QueueFull, RolloutForgotten
@@ -73,6 +74,8 @@ class JobStore:
         self._retain_bytes = retain_bytes
         self._keep_unread_s = keep_unread_s
         self._clock = clock
+        self.shares: Mapping[str, float] = {}
+        """Of the clients that have one."""
         self._jobs: dict[str, Job] = {}
         self._groups: dict[str, set[str]] = {}
         self.states: Counter[JobState] = Counter()
@@ -83,6 +86,8 @@ class JobStore:
         self._unread: OrderedDict[Job, _Entry] = OrderedDict()  # in the order in which they ended
         self._read: OrderedDict[Job, _Entry] = OrderedDict()  # in the order in which they were read
         self.unread_bytes = 0
+        self.unread_of: Counter[str] = Counter()
+        """The same by client."""
         self._read_bytes = 0
         self._gone: OrderedDict[bytes, None] = OrderedDict()
         self._events: deque[Transition] = deque(maxlen=EVENT_HISTORY)
@@ -148,11 +153,11 @@ class JobStore:
             raise RolloutForgotten(f"rollout {request.id!r} has ended and is forgotten; a new one needs another id")
         return None
 
-    def refuse_if_full(self) -> None:
+    def refuse_if_full(self, client: str) -> None:
         """Raises:
-        QueueFull: results that nobody has read fill the bound.
+        QueueFull: results that nobody has read fill the bound, and those of this client its part of it.
         """
-        if self.full:
+        if self.full and not is_within_part(client, self._retain_bytes, self.unread_of, self.shares):
             raise QueueFull(
                 f"results that nobody has read fill {self.unread_bytes / 2**20:.0f} of "
                 f"{self._retain_bytes / 2**20:.0f} MiB; read them (GET /v1/rollouts/ID, or follow with "
@@ -207,7 +212,7 @@ class JobStore:
         )
         if job.state.terminal:
             self._unread[job] = _Entry(self._log_length, job.size, self._clock())
-            self.unread_bytes += job.size
+            self._unread_grows(job, job.size)
             self._log[self._log_length] = job
             self._log_length += 1
             if job.state is JobState.CANCELLED:
@@ -221,9 +226,15 @@ class JobStore:
     def mark_read(self, job: Job) -> None:
         """Somebody has the job's result; no-op for one without an outcome."""
         if (entry := self._unread.pop(job, None)) is not None:
-            self.unread_bytes -= entry.size
+            self._unread_grows(job, -entry.size)
             self._read[job] = entry
             self._read_bytes += entry.size
+
+    def _unread_grows(self, job: Job, more: int) -> None:
+        self.unread_bytes += more
+        self.unread_of[job.client] += more
+        if not self.unread_of[job.client]:
+            del self.unread_of[job.client]  # callers name themselves as they like
 
     def deliver(self, job: Job) -> None:
         """The caller that held its connection for this job has the answer: drop row and result, free the id."""
@@ -317,7 +328,7 @@ class JobStore:
                 if self._clock() - entry.ended < self._keep_unread_s:
                     return
                 del self._unread[job]
-                self.unread_bytes -= entry.size
+                self._unread_grows(job, -entry.size)
             self._forget(job, entry)
 
     def _forget(self, job: Job, entry: _Entry) -> None:

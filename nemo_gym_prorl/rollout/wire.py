@@ -22,10 +22,12 @@ from nemo_gym_prorl.failures import CallerError, FailureKind, Stage
 from nemo_gym_prorl.rollout.callers import CallerWatch
 from nemo_gym_prorl.rollout.job import Job, JobState
 from nemo_gym_prorl.rollout.json_route import JsonRoute
+from nemo_gym_prorl.rollout.ownership import own_key, require_own, submitted_by
 from nemo_gym_prorl.rollout.pipeline import Pipeline
 from nemo_gym_prorl.rollout.request import JobConflict, JobRequest
 from nemo_gym_prorl.rollout.rows import check_row
 from nemo_gym_prorl.rollout.schemas import Identifier, StatusView
+from nemo_gym_prorl.serving.access import caller_in
 from nemo_gym_prorl.serving.problems import ProblemError, problem_responses
 
 
@@ -94,7 +96,7 @@ def wire_router(pipeline: Pipeline, callers: CallerWatch, backends: BackendContr
         if not running:
             raise ProblemError(503, "not-running", "the server is not running; POST /start first")
 
-    @router.post("/start", responses=problem_responses(400))
+    @router.post("/start", responses=problem_responses(400, 403))
     async def start() -> dict[str, str]:
         """Take jobs."""
         nonlocal running
@@ -103,7 +105,7 @@ def wire_router(pipeline: Pipeline, callers: CallerWatch, backends: BackendContr
         running = True
         return {"status": "started"}
 
-    @router.post("/stop", responses=problem_responses())
+    @router.post("/stop", responses=problem_responses(403))
     async def stop() -> dict[str, str]:
         """Take no more jobs, and cancel those of this wire format. Answers when their sandboxes are gone."""
         nonlocal running
@@ -111,20 +113,22 @@ def wire_router(pipeline: Pipeline, callers: CallerWatch, backends: BackendContr
         await asyncio.gather(*(pipeline.cancel(job, "the server was stopped") for job in list(jobs.values())))
         return {"status": "stopped"}
 
-    @router.post("/process", responses=problem_responses(409, 410, 422, 503))
+    @router.post("/process", responses=problem_responses(403, 409, 410, 422, 503))
     async def process(body: ProcessRequest, request: Request) -> Response:
         """Run one rollout and answer with its messages, tokens and verdict.
 
         A `job_id` again while that rollout runs joins it; after its answer was delivered it is a new rollout.
         """
         require_running()
-        wanted = JobRequest(to_row(body.instance, body.sampling_params), id=body.job_id)
-        key = b"process:" + body.job_id.encode() if body.job_id else None
+        who = caller_in(request.scope)
+        key = own_key(who, b"process:" + body.job_id.encode() if body.job_id else None)
 
         def render(job: Job) -> bytes:
             return orjson.dumps(to_result(job, body.job_id or job.id))
 
         try:
+            asked = JobRequest(to_row(body.instance, body.sampling_params), id=body.job_id)
+            wanted = submitted_by(who, asked, pipeline.store)
             answer = await callers.run(wanted, key, request, render, lambda job: started(body.job_id or job.id, job))
         except JobConflict as error:
             raise JobConflict(error.complaint, field="job_id") from None
@@ -134,23 +138,24 @@ def wire_router(pipeline: Pipeline, callers: CallerWatch, backends: BackendContr
             raise CallerError(error.complaint, field=f"instance.{error.field.removeprefix('row.')}") from None
         return Response(answer, media_type="application/json")
 
-    @router.post("/cancel", responses=problem_responses(404, 422))
-    async def cancel(body: CancelBody) -> dict[str, str]:
+    @router.post("/cancel", responses=problem_responses(403, 404, 422))
+    async def cancel(body: CancelBody, request: Request) -> dict[str, str]:
         """Cancel a job; its `/process` answers with what there is."""
         job = jobs.get(body.job_id)
         if job is None:
             raise ProblemError(404, "unknown-rollout", f"no job {body.job_id!r} is in flight")
+        require_own(caller_in(request.scope), job, "job_id")
         await pipeline.cancel(job)
         return {"status": f"job {body.job_id} is {job.state}"}
 
-    @router.post("/add_llm_server", responses=problem_responses(422, 501, 502))
+    @router.post("/add_llm_server", responses=problem_responses(403, 422, 501, 502))
     async def add_llm_server(body: ServerBody) -> dict[str, str]:
         """Add an inference backend."""
         address = str(body.address).rstrip("/")
         await backends.add(address)
         return {"status": f"added {address}"}
 
-    @router.post("/clear_llm_server", responses=problem_responses(501, 502))
+    @router.post("/clear_llm_server", responses=problem_responses(403, 501, 502))
     async def clear_llm_server() -> dict[str, str]:
         """Remove every inference backend."""
         await backends.clear()

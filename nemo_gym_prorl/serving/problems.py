@@ -166,13 +166,18 @@ class Declared(NamedTuple):
     body: type[BaseModel] | None = None
 
 
-def add_problem_handlers(app: FastAPI, declared: Mapping[str, Declared] | None = None) -> None:
+def add_problem_handlers(
+    app: FastAPI,
+    declared: Mapping[str, Declared] | None = None,
+    needs: Callable[[str, str], str | None] | None = None,
+) -> None:
     """Have every error of an application be a problem document, also where Gym owns the route, and its OpenAPI
     document say so.
 
     Args:
         app: the application.
         declared: by path, what the document is to say of routes that say nothing themselves.
+        needs: tells what a key must be good for, by method and path, or that none is asked for; where there are keys.
     """
 
     async def answer(request: Request, error: Exception) -> Response:
@@ -189,6 +194,8 @@ def add_problem_handlers(app: FastAPI, declared: Mapping[str, Declared] | None =
     def described() -> dict[str, Any]:
         if app.openapi_schema is None:
             app.openapi_schema = _with_problems(describe(), declared or {})
+            if needs is not None:
+                _with_keys(app.openapi_schema, needs)
         return app.openapi_schema
 
     app.build_middleware_stack = build_with_ours  # type: ignore[method-assign]
@@ -237,6 +244,14 @@ def _with_problems(document: dict[str, Any], declared: Mapping[str, Declared]) -
             for status in [status for status in answers if status[0] in "45"]:
                 answers[status] = {"description": _described(status, answers[status]), "content": content}
     return document
+
+
+def _with_keys(document: dict[str, Any], needs: Callable[[str, str], str | None]) -> None:
+    document["components"]["securitySchemes"] = {"key": {"type": "http", "scheme": "bearer"}}
+    for path, operations in document["paths"].items():
+        for method, operation in operations.items():
+            if (scope := needs(method.upper(), path)) is not None:
+                operation["security"] = [{"key": [scope]}]
 
 
 def _referenced(model: type[BaseModel], schemas: dict[str, Any]) -> dict[str, Any]:

@@ -13,11 +13,11 @@ from nemo_gym.config_types import ModelServerRef
 from pydantic import BaseModel, ConfigDict, Field, PrivateAttr, ValidationError, field_validator
 from starlette.types import ASGIApp
 
-from nemo_gym_prorl.handlers.agent_service import AgentService
+from nemo_gym_prorl.handlers.agent_service import SCOPES, AgentService
 from nemo_gym_prorl.handlers.service_config import ServiceConfig
 from nemo_gym_prorl.rollout.rows import CreateParams, Row, read_json
 from nemo_gym_prorl.serving import memory, open_files
-from nemo_gym_prorl.serving.access import KeyGuard, check_exposure
+from nemo_gym_prorl.serving.access import check_exposure
 from nemo_gym_prorl.serving.direct_routes import DirectRoutes, put_in_front
 from nemo_gym_prorl.serving.problems import Declared, add_problem_handlers, invalid_body
 from nemo_gym_prorl.serving.server_config import ServerConfig
@@ -49,9 +49,9 @@ class VerifiedRollouts(BaseModel):
 
 
 _GYM_ROUTES = {
-    "/run": Declared((409, 500, 503), Row),
-    "/v1/responses": Declared((500, 503, 504), CreateParams),
-    "/aggregate_metrics": Declared((500, 503), VerifiedRollouts),
+    "/run": Declared((403, 409, 500, 503), Row),
+    "/v1/responses": Declared((403, 500, 503, 504), CreateParams),
+    "/aggregate_metrics": Declared((403, 500, 503), VerifiedRollouts),
 }
 
 
@@ -80,7 +80,9 @@ class ProRLAgent(SimpleResponsesAPIAgent):
         Raises:
             CallerError: the server would listen beyond loopback without a key, or a setting cannot work.
         """
-        check_exposure(self.config.host, self.config.control_token)
+        has_keys_file = self.config.keys_file is not None
+        for host in (self.config.host, None if self.config.tls_port is None else "all interfaces (tls_port)"):
+            check_exposure(host, self.config.control_token, others=has_keys_file)
         open_files.raise_limit()
         memory.map_large_blocks()
         self._service = AgentService(
@@ -89,7 +91,8 @@ class ProRLAgent(SimpleResponsesAPIAgent):
         app = super().setup_webserver()
         _only_served(app)
         app.include_router(self._service.router())
-        add_problem_handlers(app, _GYM_ROUTES)
+        has_keys = self.config.control_token is not None or has_keys_file
+        add_problem_handlers(app, _GYM_ROUTES, SCOPES.needs if has_keys else None)
         put_in_front(app, self._guarded)
         app.router.lifespan_context = self._lifespan
         memory.collect_rarely()
@@ -97,11 +100,12 @@ class ProRLAgent(SimpleResponsesAPIAgent):
 
     def _guarded(self, app: ASGIApp) -> ASGIApp:
         direct = DirectRoutes(app, {"/run": self.run, "/v1/responses": self.responses})
-        return KeyGuard(open_files.FileGuard(direct, refuse=self._service.refused), self.config.control_token)
+        return self._service.guarded(open_files.FileGuard(direct, refuse=self._service.refused))
 
     @asynccontextmanager
     async def _lifespan(self, app: FastAPI) -> Any:
-        yield
+        async with self._service.tls(app):
+            yield
         await self._service.close()
 
     async def run(self, request: Request) -> Response:

@@ -13,6 +13,7 @@ import aiohttp
 import pytest
 from fastapi import Body, FastAPI
 from nemo_gym import base_responses_api_model
+from yarl import URL
 
 from nemo_gym_prorl.failures import CallerError
 from nemo_gym_prorl.handlers.conversation import Conversation
@@ -144,6 +145,17 @@ async def test_a_header_and_a_url_are_one_rollout(http: aiohttp.ClientSession, u
             assert [error["field"] for error in (await response.json())["errors"]] == [field]
     async with http.post(f"{below}/v1/nothing", json={}) as response:
         assert response.status == 404
+
+
+@pytest.mark.parametrize("path", ["/v1/backends", "/v1/%62ackends", "/v1/rollouts/r9/tokens", "/metrics"])
+async def test_the_server_is_not_steered_below_the_url_of_a_rollout(
+    http: aiohttp.ClientSession, url: str, path: str
+) -> None:
+    """An agent is handed that, and no more."""
+    for below in (f"{url}/ng-rollout/r9", f"{url}/ng-rollout/r9/training-token-capture"):
+        async with http.get(URL(below + path, encoded=True)) as response:
+            assert response.status == 404
+            assert (await response.json())["detail"] == "it does not answer below the URL of a rollout"
 
 
 async def test_previous_response_id_continues_with_what_is_new(http: aiohttp.ClientSession, url: str) -> None:

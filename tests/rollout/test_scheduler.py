@@ -196,7 +196,6 @@ def test_priority_goes_before_arrival_and_clients_take_turns() -> None:
     order = []
     for _ in range(5):
         order.append(queue.pop())
-        queue.give_back(order[-1][0])
     assert order == ["c1", "a1", "b1", "a2", "a3"]
 
 
@@ -219,11 +218,13 @@ class SimpleQueue:
         del self.levels[priority][client][environment][job_id]
         self.forget_empty(priority, client, environment)
 
-    def pop(self, held: Counter[tuple[str, str]]) -> str:
+    def pop(self, held: Counter[tuple[str, str]], shares: dict[str, float]) -> str:
         priority = max(self.levels)
         clients = self.levels[priority]
         # min is stable: ties go to the least recently served
-        client = min(clients, key=lambda name: sum(held[name, environment] for environment in SHARES))
+        client = min(
+            clients, key=lambda name: sum(held[name, environment] for environment in SHARES) / shares.get(name, 1.0)
+        )
         clients.move_to_end(client)
         line = clients[client]
         environment = min(line, key=lambda name: held[client, name] / SHARES[name])
@@ -245,7 +246,7 @@ class SimpleQueue:
 @given(
     st.lists(
         st.tuples(
-            st.sampled_from(["push", "push", "pop", "remove", "give back"]),
+            st.sampled_from(["push", "push", "pop", "remove", "give back", "share"]),
             st.integers(0, 5),
             st.integers(-1, 1),
             st.sampled_from(ENVIRONMENTS),
@@ -258,10 +259,12 @@ def test_the_order_is_that_of_the_simple_queue(events: list[tuple[str, int, int,
     queue = FairQueue(lambda client, environment: held[client, environment] / SHARES[environment])
     simple = SimpleQueue()
     waiting: dict[str, tuple[str, int, str]] = {}
+    shares: dict[str, float] = {}
 
     def takes(job_id: str) -> None:
         client, _, environment = waiting.pop(job_id)
         held[client, environment] += 1
+        queue.holds(client, 1)
 
     for number, (event, which, priority, environment) in enumerate(events):
         if event == "push":
@@ -270,8 +273,11 @@ def test_the_order_is_that_of_the_simple_queue(events: list[tuple[str, int, int,
             simple.push(f"job-{number}", *waiting[f"job-{number}"])
         elif event == "pop" and waiting:
             job_id = queue.pop()
-            assert job_id == simple.pop(held)
+            assert job_id == simple.pop(held, shares)
             takes(job_id)
+        elif event == "share":
+            shares = {f"client-{which}": (0.3, 1.0, 3.0)[priority + 1], "client-0": 2.0}
+            queue.share(shares)
         elif event == "remove" and waiting:
             job_id = list(waiting)[which % len(waiting)]
             queue.remove(job_id, *waiting[job_id])
@@ -279,12 +285,74 @@ def test_the_order_is_that_of_the_simple_queue(events: list[tuple[str, int, int,
         elif event == "give back" and held.total():
             had = sorted(held.elements())[which % held.total()]
             held[had] -= 1
-            queue.give_back(had[0])
+            queue.holds(had[0], -1)
         assert len(queue) == len(waiting)
     while waiting:
         job_id = queue.pop()
-        assert job_id == simple.pop(held)
+        assert job_id == simple.pop(held, shares)
         takes(job_id)
+
+
+@pytest.mark.parametrize(
+    "seconds", [{}, {("one", Stage.RUN): 200}, {("three", Stage.RUN): 200, ("three", Stage.INIT): 9}]
+)
+def test_clients_have_their_shares_of_sandboxes_and_slots(seconds: dict[tuple[str, Stage], int]) -> None:
+    """Also where INIT is so quick that nobody waits there, and rows of the one take longer than those of the other."""
+    scheduler = StageScheduler(PoolSizes(init=16, ready=4, run=32, eval=8))
+    scheduler.share({"one": 1.0, "three": 3.0})
+    ends: list[tuple[float, int, str, Stage]] = []
+    now, count, running, slots = 0.0, 0, Counter[str](), Counter[str]()
+
+    def begin(starts: list[Start]) -> None:
+        nonlocal count
+        for start in starts:
+            count += 1
+            client = environment_of(start.job_id)
+            running[client] += start.stage is Stage.RUN
+            lasts = seconds.get((client, start.stage), 1 + (start.stage is Stage.RUN) * 20)
+            heapq.heappush(ends, (now + lasts * (1 + count % 7 / 10), count, start.job_id, start.stage))
+
+    for number in range(2000):
+        begin(scheduler.submit(f"one-{number}", "one", 0))
+        begin(scheduler.submit(f"three-{number}", "three", 0))
+    while scheduler.waiting(Stage.INIT) and now < 1500:
+        before = now
+        now, _, job_id, stage = heapq.heappop(ends)
+        if before > 500:
+            for client, jobs in running.items():
+                slots[client] += jobs * (now - before)
+        running[environment_of(job_id)] -= stage is Stage.RUN
+        begin(scheduler.worked(job_id, NEXT[stage]))
+    assert slots["one"] / slots.total() == pytest.approx(0.25, abs=0.03)
+
+
+@settings(max_examples=100)
+@given(
+    shares=st.dictionaries(st.sampled_from("abcd"), st.floats(0.1, 10), max_size=4),
+    bound=st.integers(1, 40),
+    events=st.lists(st.tuples(st.sampled_from("abcdef"), st.booleans()), max_size=150),
+)
+def test_whoever_floods_a_bound_keeps_nobody_from_his_part(
+    shares: dict[str, float], bound: int, events: list[tuple[str, bool]]
+) -> None:
+    scheduler = StageScheduler(PoolSizes(init=1, ready=0, run=1, eval=1))
+    scheduler.share(shares)
+    scheduler.submit("runs", "x", 0)
+    waiting: list[tuple[str, str]] = []
+    for number, (client, comes) in enumerate(events):
+        has = Counter(name if name in shares else "" for name, _ in waiting)
+        whose = client if client in shares else ""
+        part = bound * shares.get(client, 1.0) / (sum(shares.values()) + 1)
+        if not comes:
+            if waiting:
+                scheduler.remove(waiting.pop(number % len(waiting))[1])
+        else:
+            may = scheduler.may_queue(client, bound)
+            assert may == (len(waiting) < bound or has[whose] < part)
+            if may:
+                waiting.append((client, f"job-{number}"))
+                scheduler.submit(f"job-{number}", client, 0)
+        assert len(waiting) < 2 * bound + len(shares) + 1, "a part each, over what all may"
 
 
 @pytest.mark.parametrize("shares", [{}, {"swe": 3.0, "math": 1.0}, {"swe": 1.0, "math": 7.0}])

@@ -29,7 +29,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from nemo_gym_prorl.failures import CallerError
 from nemo_gym_prorl.policy.turns import TurnRequest
-from nemo_gym_prorl.serving.problems import answer_to
+from nemo_gym_prorl.serving.problems import ProblemError, answer_to
 
 
 DEFERRAL = "X-Rollout-Tokens"
@@ -107,12 +107,16 @@ _OF_A_ROLLOUT = re.compile(
     r"/(?!ng-rollout/).*[^/]"
 )
 
+_CONTROL = ("/v1/backends", "/v1/rollouts", "/metrics")
+"""Routes that are no rollout's, and what they begin with."""
+
 
 class RolloutUrls:
     """ASGI middleware: the rollout of a URL ``/ng-rollout/<id>/v1/…``, as Gym writes it, is named in the header, too.
 
     So what stands behind it is told in one way. The id is a word of Gym's own kind: one that is escaped in a path may
-    be another one to whoever reads it next.
+    be another one to whoever reads it next. The routes by which the server is steered do not answer there: who is
+    handed the URL of a rollout, as agents are, is not handed them.
 
     Args:
         app: gets the request.
@@ -128,7 +132,7 @@ class RolloutUrls:
         if scope["type"] == "http" and scope["path"].startswith(_PREFIX):
             try:
                 scope = self._named(scope)
-            except CallerError as error:
+            except (CallerError, ProblemError) as error:
                 await answer_to(error)(scope, receive, send)
                 return
         await self._app(scope, receive, send)
@@ -142,6 +146,8 @@ class RolloutUrls:
                 field="URL",
             )
         prefix, rollout = read["prefix"], read["rollout"]
+        if scope["path"].removeprefix(prefix).startswith(_CONTROL):
+            raise ProblemError(404, "http-404", "it does not answer below the URL of a rollout")
         for header in map(header_text, Headers(scope=scope).getlist("x-rollout-id")):
             if header not in ("", rollout):
                 raise CallerError(f"{header!r} is not {rollout!r} of the URL: leave it out", field="X-Rollout-Id")

@@ -186,7 +186,7 @@ class Dispatcher:
         """
         waiting = _Waiting(body, str(body.get("client", "")), int(body.get("priority") or 0))
         if node in self._carriers:
-            self._queue.lend(waiting.client)
+            self._queue.holds(waiting.client, 1)
             self._put(rollout, waiting, node)
         else:
             self._wait(rollout, waiting)
@@ -305,6 +305,7 @@ class Dispatcher:
         while self._queue and self._room():
             rollout = self._queue.pop()
             waiting = self._waiting.pop(rollout)
+            self._queue.holds(waiting.client, 1)
             node = self._choose(waiting)
             assert node is not None, "there is room"
             self._put(rollout, waiting, node)
@@ -342,10 +343,10 @@ class Dispatcher:
             return
         if holds:
             self._holding.add(rollout)
-            self._queue.lend(sent.client)
+            self._queue.holds(sent.client, 1)
         else:
             self._holding.discard(rollout)
-            self._queue.give_back(sent.client)
+            self._queue.holds(sent.client, -1)
 
     def _gone(self, rollout: str) -> _Waiting | None:
         self._holds(rollout, False)

@@ -152,7 +152,7 @@ class Front:
         if bounded:
             if self.dispatcher.waiting >= self.settings.max_queued:
                 raise QueueFull(f"{self.settings.max_queued} rollouts are waiting already; try again later")
-            self.store.refuse_if_full()
+            self.store.refuse_if_full(request.client)
         job = Job(
             id=request.id or uuid.uuid4().hex,
             stored_row=request.row,

@@ -1,0 +1,181 @@
+# SPDX-FileCopyrightText: Copyright (c) 2026 the nemo-gym-prorl authors
+# SPDX-License-Identifier: Apache-2.0
+"""The file of clients and their keys, which a service looks at again whenever it changes.
+
+A key is 256 random bits, so its SHA-256 gives nothing away that could be guessed: a slow hash protects what people
+choose, and would cost each request a tenth of a second. Only hashes are kept; who has lost a key makes another.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import logging
+import os
+import re
+import secrets
+import stat
+import time
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Annotated
+
+import yaml
+from pydantic import AfterValidator, ConfigDict, Field, ValidationError
+
+from nemo_gym_prorl.failures import CallerError
+from nemo_gym_prorl.rollout.request import NO_CLIENT
+from nemo_gym_prorl.rollout.schemas import Identifier
+from nemo_gym_prorl.serving.keys import CLIENT_KEY, Caller, Scope
+from nemo_gym_prorl.serving.known_keys import KnownKeys
+from nemo_gym_prorl.serving.problem_document import field_errors, in_words
+
+
+LOGGER = logging.getLogger(__name__)
+
+ALL_BUT_ADMIN = (Scope.SUBMIT, Scope.READ, Scope.CANCEL)
+
+_LOOK_S = 1.0
+"""As often, at most, it is looked whether the file has changed."""
+_HASH = re.compile(r"sha256:[0-9a-f]{64}")
+
+
+def _name(value: str) -> str:
+    if value == NO_CLIENT:
+        raise ValueError(f"{NO_CLIENT!r} is the client of rollouts that name none; choose another")
+    return value
+
+
+def _hash(value: str) -> str:
+    if _HASH.fullmatch(value) is None:
+        raise ValueError("must be sha256: and 64 hexadecimal digits, as `prorl key new` writes it")
+    return value
+
+
+class Client(KnownKeys):
+    """A client and its key."""
+
+    model_config = ConfigDict(extra="forbid")
+
+    name: Annotated[Identifier, AfterValidator(_name)]
+    hash: Annotated[str, AfterValidator(_hash)]
+    scopes: list[Scope] = Field(default=[*ALL_BUT_ADMIN], min_length=1)
+    share: Annotated[float, Field(gt=0, le=1e6, allow_inf_nan=False)] = 1.0
+    """Of sandboxes, slots and bounds, in proportion to others'."""
+
+
+class Clients(KnownKeys):
+    """What the file says."""
+
+    model_config = ConfigDict(extra="forbid")
+
+    clients: list[Client] = Field(default_factory=list)
+
+
+def read_clients(path: Path) -> Clients:
+    """Read the file.
+
+    Raises:
+        CallerError: it is not there, others may read it, or what is in it is wrong; names the field and the fix.
+    """
+    try:
+        with path.open("rb") as file:
+            mode = stat.S_IMODE(os.fstat(file.fileno()).st_mode)
+            if mode & (stat.S_IRWXO | stat.S_IWGRP):
+                raise CallerError(f"others may read or write {path} (mode {mode:04o}): chmod 600", field="keys_file")
+            found = Clients.model_validate(yaml.safe_load(file) or {})
+    except OSError as error:
+        raise CallerError(f"{path}: {error.strerror}; `prorl key new` makes one", field="keys_file") from error
+    except (yaml.YAMLError, UnicodeDecodeError) as error:
+        raise CallerError(f"{path} is neither YAML nor JSON: {error}", field="keys_file") from error
+    except ValidationError as error:
+        raise CallerError(f"{path}: {in_words(field_errors(error.errors()))}", field="keys_file") from error
+    seen = set[str]()
+    for number, client in enumerate(found.clients):
+        for field in ("name", "hash"):
+            if (text := getattr(client, field)) in seen:
+                raise CallerError(f"{path}: clients.{number}.{field}: another has the same", field="keys_file")
+            seen.add(text)
+    return found
+
+
+def write_clients(path: Path, clients: Clients) -> None:
+    """Replace the file as a whole, so that no service ever reads half of it."""
+    path = path.resolve()  # what a link leads to, not the link
+    beside = path.with_name(f".{path.name}.{secrets.token_hex(4)}")
+    descriptor = os.open(beside, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
+    try:
+        with os.fdopen(descriptor, "w") as file:
+            yaml.safe_dump(clients.model_dump(mode="json"), file, sort_keys=False)
+        beside.replace(path)
+    except BaseException:
+        beside.unlink(missing_ok=True)
+        raise
+
+
+def new_key() -> str:
+    """A key that nobody has."""
+    return f"{CLIENT_KEY}{secrets.token_urlsafe(32)}"
+
+
+def hash_of(key: str) -> str:
+    """As it stands in the file."""
+    return f"sha256:{hashlib.sha256(key.encode('utf-8', 'surrogatepass')).hexdigest()}"
+
+
+class KeysFile:
+    """The clients of a service, by their keys.
+
+    Args:
+        path: the file.
+        changed: called with each client's share, now and whenever the file has changed.
+        clock: monotonic seconds.
+
+    Raises:
+        CallerError: see :func:`read_clients`. Later on, a file that is wrong leaves all as it was, and the log says
+            so.
+    """
+
+    def __init__(
+        self,
+        path: Path,
+        changed: Callable[[Mapping[str, float]], None],
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._path = path = path.expanduser().absolute()
+        self._changed = changed
+        self._clock = clock
+        self._by_hash: dict[str, Caller] = {}
+        self._seen = self._signature()
+        self._looked = clock()
+        self._take(read_clients(path))
+
+    def caller(self, key: str) -> Caller | None:
+        """Whose key it is; ``None`` if it is nobody's, or nobody's any more."""
+        self._look()
+        # By its hash, of which nobody can choose a single digit: how long this takes says nothing about another key.
+        return self._by_hash.get(hash_of(key))
+
+    def _look(self) -> None:
+        now = self._clock()
+        if now - self._looked < _LOOK_S:
+            return
+        self._looked = now
+        signature = self._signature()
+        if signature == self._seen:
+            return
+        self._seen = signature
+        try:
+            self._take(read_clients(self._path))
+        except CallerError as error:
+            LOGGER.error("%s; the keys stay as they were before", error.reason)
+
+    def _take(self, found: Clients) -> None:
+        self._by_hash = {client.hash: Caller(client.name, frozenset(client.scopes)) for client in found.clients}
+        self._changed({client.name: client.share for client in found.clients})
+
+    def _signature(self) -> tuple[int, ...] | None:
+        try:
+            about = self._path.stat()
+        except OSError:
+            return None
+        return about.st_ino, about.st_size, about.st_mtime_ns, about.st_ctime_ns

@@ -1,0 +1,321 @@
+# SPDX-FileCopyrightText: Copyright (c) 2026 the nemo-gym-prorl authors
+# SPDX-License-Identifier: Apache-2.0
+"""Two clients with keys of their own at one service, over real sockets: neither sees, holds up or ends what the other
+does; and an administrator does all of it, of which the log tells."""
+
+import asyncio
+import logging
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import Any
+
+import aiohttp
+import pytest
+from fastapi import FastAPI
+
+from nemo_gym_prorl.rollout.api import rollout_router
+from nemo_gym_prorl.rollout.callers import CallerWatch
+from nemo_gym_prorl.rollout.client import ApiError, RolloutClient
+from nemo_gym_prorl.rollout.job import JobState
+from nemo_gym_prorl.rollout.keys_file import KeysFile, hash_of, new_key
+from nemo_gym_prorl.rollout.metrics import PipelineMetrics
+from nemo_gym_prorl.rollout.ownership import ROUTES
+from nemo_gym_prorl.rollout.pipeline import Pipeline
+from nemo_gym_prorl.rollout.scheduler import PoolSizes
+from nemo_gym_prorl.rollout.settings import PipelineSettings
+from nemo_gym_prorl.rollout.wire import wire_router
+from nemo_gym_prorl.serving.access import KeyGuard, RouteScopes
+from nemo_gym_prorl.serving.keys import authorization
+from nemo_gym_prorl.serving.problems import add_problem_handlers
+from tests.rollout.command_line import prorl
+from tests.rollout.command_line import write as write_rows
+from tests.rollout.handlers import Act, Bench
+from tests.rollout.serving import serve
+from tests.rollout.test_api import FOREVER, reach, row
+from tests.rollout.test_keys_file import OF, write
+from tests.rollout.test_wire import Backends
+
+
+class Service:
+    """A service, and a client of it for each who has a key: the deployment, alice, bob."""
+
+    def __init__(self, url: str, pipeline: Pipeline, bench: Bench, keys: Path, http: aiohttp.ClientSession) -> None:
+        self.url, self.pipeline, self.bench, self.keys, self.http = url, pipeline, bench, keys, http
+        self.admin = RolloutClient(url, "admin", patience_s=0)
+        self.alice = RolloutClient(url, "a", patience_s=0)
+        self.bob = RolloutClient(url, "b", patience_s=0)
+
+    async def call(self, key: str | None, method: str, path: str, body: Any = None) -> tuple[int, Any]:
+        async with self.http.request(method, self.url + path, json=body, headers=authorization(key)) as response:
+            return response.status, await response.json(content_type=None)
+
+
+@asynccontextmanager
+async def service(folder: Path, settings: PipelineSettings = PipelineSettings()) -> AsyncIterator[Service]:
+    bench = Bench(settings)
+    pipeline = bench.pipeline()
+    path = write(folder / "keys.json", OF["alice"], OF["bob"])
+    keys = KeysFile(path, pipeline.share, lambda: asyncio.get_running_loop().time() * 100)
+    app = FastAPI()
+    add_problem_handlers(app)
+    app.add_middleware(KeyGuard, key="admin", clients=keys.caller, scopes=RouteScopes(ROUTES))
+    app.include_router(wire_router(pipeline, CallerWatch(pipeline, grace_s=0.1), Backends()))
+    app.include_router(rollout_router(pipeline, PipelineMetrics(pipeline)))
+    async with serve(app) as url, aiohttp.ClientSession() as http:
+        at = Service(url, pipeline, bench, path, http)
+        async with at.admin, at.alice, at.bob:
+            yield at
+            await pipeline.close()
+
+
+async def refused(work: Any) -> tuple[int, str, str | None]:
+    """Status, type and field of a refusal."""
+    with pytest.raises(ApiError) as error:
+        await work
+    problem = error.value.problem
+    field = problem.errors[0]["field"] if problem.errors else None
+    return problem.status, problem.type.removeprefix("urn:nemo-gym-prorl:problem:"), field
+
+
+async def test_a_job_is_its_clients_and_nobody_elses(tmp_path: Path) -> None:
+    async with service(tmp_path) as at:
+        assert (await at.alice.submit(row(run=[Act("held")]), id="r", group="g")).client == "alice"
+        await reach(at.alice, "r", "running")
+        assert await refused(at.bob.get("r")) == (403, "not-yours", None)
+        assert await refused(at.bob.cancel(["none", "r"])) == (403, "not-yours", "ids.1")
+        assert (await at.call("b", "DELETE", "/v1/rollouts/r"))[0] == 403
+        assert await refused(at.bob.submit(row(run=[Act("held")]), id="r")) == (409, "id-conflict", "id")
+        assert await refused(at.bob.submit(row(), client="alice")) == (403, "not-yours", "client")
+        assert await refused(at.bob.submit(row(), priority=1)) == (422, "invalid-request", "priority")
+        assert (await at.bob.submit(row(), priority=-1)).priority == -1
+        assert (await at.admin.submit(row(), priority=1)).priority == 1
+        assert (await refused(at.bob.get("none")))[0] == 404
+        assert (await at.bob.cancel(["none"])).unknown == ["none"]
+        assert (await at.alice.get("r")).state is JobState.RUNNING, "none of it did anything"
+        assert (await at.alice.submit(row(run=[Act("held")]), id="r", client="alice")).id == "r", "its own joins it"
+        at.bench.handler.let_go.set()
+        assert (await at.alice.wait("r")).reward == 1.0
+        assert (await at.admin.get("r")).reward == 1.0
+        assert (await at.admin.submit(row(), client="bob")).client == "bob", "on behalf of one"
+        assert (await at.admin.submit(row())).client == "default"
+
+
+async def test_groups_of_one_name_do_not_mix(tmp_path: Path) -> None:
+    async with service(tmp_path) as at:
+        mine = [await at.alice.submit(row(run=[Act("held")]), group="g") for _ in range(2)]
+        theirs = [await at.bob.submit(row(run=[Act("held")]), group="g") for _ in range(2)]
+        assert [job.id async for job in at.alice.every(group="g")] == [job.id for job in mine]
+        assert {job.id for job in (await at.bob.cancel(group="g")).rollouts} == {job.id for job in theirs}
+        assert not any(job.state.terminal for job in (await at.alice.list(group="g")).rollouts)
+        at.bench.handler.let_go.set()
+        assert [(await at.alice.wait(job.id)).state for job in mine] == [JobState.SUCCEEDED] * 2
+        assert len((await at.admin.list(group="g")).rollouts) == 4
+
+
+async def test_the_logs_tell_a_client_of_its_own_and_count_nothing_else(tmp_path: Path) -> None:
+    async with service(tmp_path) as at:
+        for number in range(20):
+            await at.alice.wait((await at.alice.submit(row(), id=f"a{number}", group="secret")).id)
+            if number % 5 == 0:
+                await at.bob.wait((await at.bob.submit(row(), id=f"b{number}")).id)
+        own = ["b0", "b5", "b10", "b15"]
+        first = await at.bob.list(limit=3)
+        assert first.next is not None
+        rest = await at.bob.list(limit=3, page=first.next)
+        assert [job.id for job in (*first.rollouts, *rest.rollouts)] == own
+        after, ended = "0", list[str]()
+        for _ in own:  # a page is never empty while there is more
+            page = await at.bob.ended(after, limit=1)
+            ended += [job.id for job in page.rollouts]
+            after = page.cursor
+        assert ended == own
+        assert (await at.bob.ended(after)).rollouts == []
+        cursors = {page.cursor, first.cursor, first.next}
+        assert all(len(text.partition("-")[2]) == 48 for text in cursors), "no number stands in them"
+        for wrong in (f"{at.pipeline.store.epoch}-3", f"{after[:-1]}{'1' if after[-1] == '0' else '0'}", "x"):
+            assert (await refused(at.bob.ended(wrong)))[0] == 422
+        assert await refused(at.bob.ended(f"0123456789ab-{after.partition('-')[2]}")) == (
+            410,
+            "cursor-expired",
+            "after",
+        )
+        assert (await refused(at.alice.list(page=first.next[:-1])))[0] == 422
+        seen = []
+        async for event in at.bob.events(after="0"):
+            assert event.client == "bob"
+            seen.append(event)
+            if (event.id, event.state) == ("b15", JobState.SUCCEEDED):
+                break
+        assert {event.id for event in seen} == set(own)
+        assert [event.seq for event in seen] == list(range(1, 6 * len(own) + 1))
+        async for event in at.bob.events(after=seen[-2].cursor):
+            assert (event.id, event.state) == ("b15", JobState.SUCCEEDED)
+            break
+        at.pipeline.store._forget_over_bound()
+        assert len((await at.admin.list(limit=100)).rollouts) == 24
+
+
+async def test_waiting_for_an_outcome_is_waiting_for_ones_own(tmp_path: Path) -> None:
+    async with service(tmp_path) as at:
+        start = (await at.bob.list()).cursor
+        follows = asyncio.create_task(at.bob.ended(start, wait=30))
+        for _ in range(3):
+            await at.alice.wait((await at.alice.submit(row())).id)
+        await asyncio.sleep(0.05)
+        assert not follows.done()
+        await at.bob.submit(row(), id="b")
+        assert [job.id for job in (await asyncio.wait_for(follows, 30)).rollouts] == ["b"]
+        began = asyncio.get_running_loop().time()
+        assert (await at.bob.ended((await at.bob.list()).cursor, wait=0.3)).rollouts == []
+        assert asyncio.get_running_loop().time() - began > 0.25
+
+
+async def test_what_is_forgotten_is_told_without_how_much_it_was(tmp_path: Path) -> None:
+    async with service(tmp_path, PipelineSettings(retain_bytes=4096)) as at:
+        for number in range(12):
+            await at.alice.wait((await at.alice.submit(row(), id=f"a{number}")).id)
+        for path in ("/v1/rollouts?after=0", "/v1/events?after=0"):
+            if "events" in path:
+                at.pipeline.store._events.clear()
+            status, problem = await at.call("b", "GET", path)
+            assert (status, problem["type"].rpartition(":")[2]) == (410, "cursor-expired")
+            assert not any(letter.isdigit() for letter in problem["detail"]), problem
+
+
+async def test_a_flood_leaves_the_other_its_part_of_the_queue_and_of_what_is_kept(tmp_path: Path) -> None:
+    settings = PipelineSettings(stages=PoolSizes(init=1, ready=0, run=1, eval=1), max_queued=10, retain_bytes=2**14)
+    async with service(tmp_path, settings) as at:
+        flood = row(run=[Act("held")])
+
+        async def until_full(caller: RolloutClient, **options: Any) -> int:
+            taken = 0
+            while True:
+                try:
+                    await caller.submit_once(flood, **options)
+                except ApiError as error:
+                    if "rollouts are waiting already" in str(error):
+                        return taken
+                    raise
+                taken += 1
+
+        assert await until_full(at.alice) == 11, "all of it, while nobody else is there; one runs"
+        assert await until_full(at.bob) == 6, "3 of 5 shares of 10: the deployment itself has one"
+        assert await until_full(at.admin, client="x") == 2
+        assert await until_full(at.admin, client="y") == 0, "a name is no further part"
+        assert await until_full(at.alice) == 0
+        await at.admin.cancel([job.id async for job in at.admin.every()])
+        at.bench.handler.let_go.set()
+        for _ in range(100):
+            if at.pipeline.store.full:
+                break
+            await at.pipeline.wait(at.pipeline.store.get((await at.alice.submit_once(flood)).id))
+        assert (await refused(at.alice.submit_once(flood)))[0] == 429
+        kept = 0
+        while at.pipeline.store.unread_of["bob"] < 2**14 * 3 / 5:
+            job = at.pipeline.store.get((await at.bob.submit_once(flood)).id)
+            await at.pipeline.wait(job)
+            kept += 1
+        assert kept > 1
+        assert (await refused(at.bob.submit_once(flood)))[0] == 429
+
+
+async def test_a_key_that_is_revoked_ends_what_is_open(tmp_path: Path) -> None:
+    async with service(tmp_path) as at:
+        events = at.bob.events(after="0")
+        await at.bob.submit(row(run=[Act("held")]), id="b")
+        assert (await anext(events)).id == "b"
+        write(at.keys, OF["alice"])
+        await asyncio.sleep(0.05)
+        assert await refused(at.bob.get("b")) == (401, "unauthorized", None)
+        at.bench.handler.let_go.set()
+        async with asyncio.timeout(30):
+            after = {event.state async for event in events}
+        assert after <= {"initializing", "ready", "running"}, "what came later was not for it any more"
+        assert (await at.admin.wait("b")).reward == 1.0, "its rollouts go on"
+        assert (await at.alice.submit(row())).client == "alice"
+
+
+async def test_shares_follow_the_file(tmp_path: Path) -> None:
+    async with service(tmp_path) as at:
+        assert at.pipeline.scheduler.client_shares == at.pipeline.store.shares == {"alice": 1.0, "bob": 3.0}
+        write(at.keys, {**OF["alice"], "share": 7})
+        await asyncio.sleep(0.05)
+        await at.alice.status()
+        assert at.pipeline.scheduler.client_shares == at.pipeline.store.shares == {"alice": 7.0}
+
+
+async def test_the_original_wire_format_obeys_it_too(tmp_path: Path) -> None:
+    instance = {**row(run=[Act("held")]), "prompt": "hi"}
+    async with service(tmp_path) as at:
+        for key, status in ((None, 401), ("b", 403), ("admin", 200)):
+            assert (await at.call(key, "POST", "/start"))[0] == status
+        process = {"job_id": "j", "instance": instance}
+        first = asyncio.create_task(at.call("a", "POST", "/process", process))
+        while at.pipeline.store.get("j") is None:
+            await asyncio.sleep(0.01)
+        status, problem = await at.call("b", "POST", "/process", process)
+        assert (status, problem["errors"][0]["field"]) == (409, "job_id"), "it does not join another's"
+        status, problem = await at.call("b", "POST", "/cancel", {"job_id": "j"})
+        assert (status, problem["errors"][0]["field"]) == (403, "job_id")
+        again = asyncio.create_task(at.call("a", "POST", "/process", process))
+        await asyncio.sleep(0.1)
+        at.bench.handler.let_go.set()
+        assert (await first)[0] == (await again)[0] == 200
+        assert at.bench.handler.calls["j", "run"] == 1, "its own client joined it"
+
+
+async def test_the_log_tells_of_every_call_that_only_an_administrator_may_make(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    async with service(tmp_path) as at:
+        await at.alice.submit(row(run=[Act("held")]), id="r")
+        await at.alice.submit(row(run=[Act("ok", FOREVER)]), id="s", group="g")
+        with caplog.at_level(logging.WARNING):
+            await at.admin.drain()
+            await at.admin.resume()
+            for key in ("a", "wrong"):
+                await at.call(key, "POST", "/v1/drain")
+            await at.call("a", "GET", "/v1/nothing%0Aadmin: forged")
+            await at.admin.cancel(["r"])
+            await at.call("admin", "DELETE", "/v1/rollouts/s")
+            await at.admin.status()
+            await at.alice.cancel(["r"])
+        told = [record.getMessage() for record in caplog.records if record.name.endswith("access")]
+        assert told == [
+            "admin: POST '/v1/drain' by the deployment from 127.0.0.1: 200",
+            "admin: POST '/v1/resume' by the deployment from 127.0.0.1: 200",
+            "admin: POST '/v1/drain' by client 'alice' from 127.0.0.1: 403",
+            "admin: POST '/v1/drain' by no known key from 127.0.0.1: 401",
+            "admin: GET '/v1/nothing\\nadmin: forged' by client 'alice' from 127.0.0.1: 403",
+            "admin: POST '/v1/rollouts/cancel' by the deployment from 127.0.0.1: 200",
+            "admin: DELETE '/v1/rollouts/s' by the deployment from 127.0.0.1: 200",
+        ]
+        assert not at.pipeline.draining
+
+
+async def test_the_command_line_with_a_clients_key(tmp_path: Path) -> None:
+    key = new_key()
+    rows = write_rows(tmp_path / "rows.jsonl", row(), row())
+    async with service(tmp_path) as at:
+        write(at.keys, {"name": "eve", "hash": hash_of(key)}, OF["bob"])
+        await at.bob.submit(row(), id="b", group="r-1")
+        code, said = await prorl("submit", str(rows), "--run", "r", url=at.url, PRORL_TOKEN=key)
+        assert code == 0, said
+        assert {job.client async for job in at.admin.every(group="r-1")} == {"bob", "eve"}
+        code, said = await prorl("status", "--group", "r-1", url=at.url, PRORL_TOKEN=key)
+        assert (code, "r-1-0" in said, "b " in said) == (0, True, False), said
+        code, said = await prorl("cancel", "b", url=at.url, PRORL_TOKEN=key)
+        assert (code, "is another client's" in said) == (1, True)
+
+
+async def test_a_key_with_the_scope_admin_is_an_administrators(tmp_path: Path) -> None:
+    async with service(tmp_path) as at:
+        await at.alice.submit(row(run=[Act("held")]), id="r")
+        write(at.keys, OF["alice"], {**OF["bob"], "scopes": ["admin"]}, {"name": "eve", "hash": hash_of("e")})
+        await asyncio.sleep(0.05)
+        assert (await at.bob.get("r")).client == "alice"
+        assert (await at.bob.submit(row())).client == "bob"
+        assert (await at.bob.submit(row(), client="alice")).client == "alice"
+        assert (await at.bob.cancel(["r"])).rollouts[0].state is JobState.CANCELLED
+        assert (await at.call("e", "GET", "/v1/rollouts/r"))[0] == 403
