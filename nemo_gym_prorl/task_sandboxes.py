@@ -69,6 +69,11 @@ class TaskSandboxes:
         self._own_image = DEFAULT if own_image == KERNEL and self._name != OURS else own_image
         self._starter: started.Starter | None = None
 
+    @property
+    def keeps_files(self) -> bool:
+        """Whether what was written in one can be kept for others."""
+        return self._name == OURS
+
     async def get_ready(self) -> None:
         """Find the runtime, and build the default image if it will be wanted and is not there.
 
@@ -98,15 +103,30 @@ class TaskSandboxes:
         """
         await self._of_row(needs, lambda starter, spec: starter.fetch_image(spec))
 
-    async def start(self, needs: SandboxNeeds) -> started.StartedSandbox:
-        """Start a sandbox.
+    async def start(self, needs: SandboxNeeds, snapshot: str | None = None) -> started.StartedSandbox:
+        """Start a sandbox, fresh or with what was kept of another.
 
         Raises:
             CallerError: the row asks for what can't be had; names its field.
             InfrastructureError: no image is named, neither by the row nor in the configuration.
             Exception: whatever the provider raises.
         """
-        return await self._of_row(needs, lambda starter, spec: starter.start(spec))
+        try:
+            return await self._of_row(needs, lambda starter, spec: starter.start(_from(spec, snapshot)))
+        except Exception as error:
+            if isinstance(cause := error.__cause__, CallerError) and cause.field == gym_options.SNAPSHOT:
+                raise CallerError(cause.complaint, field="checkpoint.snapshot") from error
+            raise
+
+    async def delete_snapshot(self, name: str) -> None:
+        """Delete what was kept of a sandbox."""
+        assert self._starter is not None
+        await self._starter.delete_snapshot(name)
+
+    async def delete_old_snapshots(self, name: str, age_s: float) -> None:
+        """Delete what was kept of sandboxes under a name more than so many seconds ago."""
+        if self._starter is not None:
+            await self._starter.delete_old_snapshots(name, age_s)
 
     async def aclose(self) -> None:
         """Let go of what the provider holds; best when its sandboxes have ended."""
@@ -136,6 +156,14 @@ class TaskSandboxes:
         resources = SandboxResources(cpu=needs.cpu, memory_mib=needs.memory_mib, disk_gib=needs.disk_gib)
         # Shell and kernel start in the working folder: one that no agent can remove.
         return SandboxSpec(image=image, workdir="/", resources=resources, provider_options=options)
+
+
+def _from(spec: SandboxSpec, snapshot: str | None) -> SandboxSpec:
+    """It belongs to the image that it was taken over, which so is not named."""
+    if snapshot is None:
+        return spec
+    options = {**spec.provider_options, gym_options.SNAPSHOT: snapshot}
+    return dataclasses.replace(spec, image=None, provider_options=options)
 
 
 def _refusal(error: Exception, needs: SandboxNeeds) -> CallerError | None:

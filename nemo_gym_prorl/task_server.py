@@ -22,6 +22,7 @@ graded is 422 with the kind in that header.
 from __future__ import annotations
 
 import asyncio
+import re
 from abc import abstractmethod
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager, suppress
@@ -37,7 +38,7 @@ from nemo_gym.base_resources_server import (
 )
 from nemo_gym.sandbox.config import resolve_provider_config
 from nemo_gym.server_utils import SESSION_ID_KEY
-from pydantic import ConfigDict, Field, PrivateAttr, model_validator
+from pydantic import BaseModel, ConfigDict, Field, PrivateAttr, model_validator
 
 from nemo_gym_prorl.failures import InfrastructureError
 from nemo_gym_prorl.sandbox.images.building.default import KERNEL
@@ -54,6 +55,7 @@ from nemo_gym_prorl.tasks.workbench.workspace import ToolLimits
 
 
 RELEASE_PATH = "/release_session"
+CHECKPOINT_PATH = "/checkpoint_session"
 CLOSE_PATH = "/close_session"
 SHUTDOWN_TIMEOUT_S = 30.0
 
@@ -85,6 +87,30 @@ class TaskServerConfig(BaseResourcesServerConfig, ServerConfig):  # type: ignore
         if (self.num_workers or 1) > 1:
             raise ValueError("num_workers must be 1: sessions live in the memory of one process")
         return self
+
+
+class SessionCheckpoint(BaseModel):
+    """What ``/checkpoint_session`` answered."""
+
+    model_config = ConfigDict(extra="forbid")
+
+    state: dict[str, Any]
+    lost: list[str]
+    snapshot: str | None
+    size: int
+
+
+class ResumeRequest(BaseModel):
+    """Body of ``/checkpoint_session/resume``."""
+
+    row: dict[str, Any]
+    checkpoint: SessionCheckpoint
+
+
+class ForgetRequest(BaseModel):
+    """Body of ``/checkpoint_session/forget``."""
+
+    snapshots: list[str]
 
 
 class TaskVerifyRequest(BaseVerifyRequest):  # type: ignore[misc]
@@ -148,6 +174,10 @@ class TaskServer(SimpleResourcesServer):  # type: ignore[misc]
             name = schema["name"]
             app.post(f"/{name}", response_class=PlainTextResponse)(self._tool_route(name, schema["description"]))
         app.post(RELEASE_PATH)(self.release_session)
+        if self._resumes:
+            app.post(CHECKPOINT_PATH)(self.checkpoint_session)
+            app.post(f"{CHECKPOINT_PATH}/resume")(self.resume_session)
+            app.post(f"{CHECKPOINT_PATH}/forget")(self.forget_checkpoints)
         if not any(getattr(route, "path", None) == CLOSE_PATH for route in app.routes):
             app.post(CLOSE_PATH)(self.close_resources_session)  # Gym has the route since 0.7
         app.router.lifespan_context = self._lifespan(app.router.lifespan_context)
@@ -165,7 +195,41 @@ class TaskServer(SimpleResourcesServer):  # type: ignore[misc]
             await self._sessions.seed(_key(request), row if isinstance(row, dict) else {}, once=bool(named))
             if hung_up():
                 await self._sessions.close(_key(request))
-        return {"resources_session_id": named} if named else {"release_path": RELEASE_PATH}
+        return {"resources_session_id": named} if named else self._paths
+
+    async def checkpoint_session(self, request: Request) -> dict[str, Any]:
+        """Keep the session as it is, between two calls: what ``/resume`` is told."""
+        return await self._sessions.checkpoint(_key(request), self._kept_as)
+
+    async def resume_session(self, request: Request, body: ResumeRequest) -> dict[str, str]:
+        """Begin a session for a row that goes on from the checkpoint of another one."""
+        async with _hang_up(request) as hung_up:
+            await self._sessions.seed(_key(request), body.row, checkpoint=body.checkpoint.model_dump())
+            if hung_up():
+                await self._sessions.close(_key(request))
+        return self._paths
+
+    async def forget_checkpoints(self, body: ForgetRequest) -> dict[str, int]:
+        """Erase what was kept for these."""
+        for name in body.snapshots:
+            if self._sandboxes is not None and name.startswith(f"{self._kept_as}-"):
+                await self._sandboxes.delete_snapshot(name)
+        return {"forgotten": len(body.snapshots)}
+
+    @property
+    def _paths(self) -> dict[str, str]:
+        """What a session's caller may ask for beyond Gym's routes."""
+        return {"release_path": RELEASE_PATH} | ({"checkpoint_path": CHECKPOINT_PATH} if self._resumes else {})
+
+    @property
+    def _resumes(self) -> bool:
+        ours = self._sandboxes is None or self._sandboxes.keeps_files
+        return ours and self._sessions.resumes
+
+    @property
+    def _kept_as(self) -> str:
+        """The beginning of the names of what is kept: none but this server's own are erased."""
+        return re.sub(r"[^A-Za-z0-9_.-]", "-", f"checkpoint-{self.config.name}")[:80]
 
     async def release_session(self, request: Request) -> dict[str, bool]:
         """Take out what is to be graded and destroy the agent's sandbox; answers when it is gone."""
@@ -202,10 +266,10 @@ class TaskServer(SimpleResourcesServer):  # type: ignore[misc]
         call.__doc__ = description
         return call
 
-    async def _start_sandbox(self, needs: SandboxNeeds) -> StartedSandbox:
+    async def _start_sandbox(self, needs: SandboxNeeds, snapshot: str | None = None) -> StartedSandbox:
         if self._sandboxes is None:
             raise InfrastructureError("there is none, and the row needs a sandbox", field="sandbox_provider")
-        return await self._sandboxes.start(needs)
+        return await self._sandboxes.start(needs, snapshot)
 
     def _lifespan(self, inner: Any) -> Any:
         @asynccontextmanager
@@ -230,6 +294,8 @@ class TaskServer(SimpleResourcesServer):  # type: ignore[misc]
         while True:
             await asyncio.sleep(min(60.0, self.config.session_ttl_s / 4))
             await self._sessions.sweep()
+            if self._sandboxes is not None:
+                await self._sandboxes.delete_old_snapshots(self._kept_as, self.config.session_ttl_s)
 
 
 @asynccontextmanager

@@ -268,6 +268,10 @@ def gym_row(job: Job, *, collector: bool) -> bytes:
         "failed_attempts": [failure.kind.value for failure in job.failures],
         "steps": orjson.loads(job.steps),
     }
+    if job.resumed:
+        about |= {"resumed": job.resumed, "resumed_at_turn": job.resumed[-1]["turn"]}
+    if job.forked_from:
+        about["forked_from"] = job.forked_from
     failure, result = job.outcome.failure, job.gym_result()
     if failure is not None and "response" not in result:  # its handler has no idea of Gym's rows
         row = job.row

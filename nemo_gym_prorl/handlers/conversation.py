@@ -14,13 +14,16 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import math
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 from typing import Any, Self
 
+import orjson
 from pydantic import BaseModel, FiniteFloat, NonNegativeInt, StrictInt, ValidationError, model_validator
 
-from nemo_gym_prorl.failures import FailureKind, InfrastructureError
+from nemo_gym_prorl.failures import CallerError, FailureKind, InfrastructureError
 from nemo_gym_prorl.handlers.gym_http import CookieJar, GymServer, HttpAnswer, in_header, in_path, json_of, require_ok
+from nemo_gym_prorl.rollout.steps import Step
 from nemo_gym_prorl.serving.problem_document import field_errors
 
 
@@ -82,6 +85,28 @@ class _Tokens(BaseModel):
         return self
 
 
+@dataclass(frozen=True, slots=True)
+class SavedTurns:
+    """What a model server keeps of a rollout, as it told it bit by bit.
+
+    Attributes:
+        told: lists of turns in JSON; none where the server keeps no tokens, which are on the items then.
+        began: what it says besides.
+        answers: the ids of the turns.
+        waited_s: how long they have waited for a backend so far.
+    """
+
+    told: tuple[bytes, ...] = ()
+    began: str | None = None
+    answers: tuple[str, ...] = ()
+    waited_s: float = 0.0
+
+    @property
+    def new(self) -> bytes:
+        """What was told last."""
+        return self.told[-1] if self.told else b""
+
+
 class Conversation:
     """One rollout at one model server.
 
@@ -111,6 +136,62 @@ class Conversation:
         self._asked = 0
         self._turns: dict[str, _Turn] = {}
         self.weight_versions: list[dict[str, Any]] = []
+        self._saved = SavedTurns()
+
+    async def save(self) -> SavedTurns:
+        """What the server keeps of the rollout so far: it tells what is new since the last time.
+
+        Raises:
+            CallerError: it can't tell.
+            InfrastructureError: it fails, or does not know the rollout any more.
+        """
+        if self._previous is None:
+            return self._saved
+        what = f"turns of the rollout at {self._model.name}"
+        after = f"?after={in_path(self._saved.answers[-1])}" if self._saved.answers else ""
+        answer = await self._model.call("GET", f"{self._path}/turns{after}", None, self._jar)
+        if answer.status in (404, 405):
+            raise CallerError(f"{self._model.name} tells nobody the turns of a rollout: a newer prorl_model is needed")
+        require_ok(answer, what, FailureKind.AGENT_REQUEST_FAILED)
+        told = json_of(answer, what, FailureKind.AGENT_REQUEST_FAILED)
+        ids = (turn["id"] for turn in told["turns"])
+        new = orjson.dumps(told["turns"])[1:-1]
+        self._saved = SavedTurns(
+            (*self._saved.told, new), told["began"], (*self._saved.answers, *ids), told["waited_s"]
+        )
+        return self._saved
+
+    async def restore(
+        self, saved: SavedTurns, prompt: Any, output: list[dict[str, Any]], steps: Sequence[Step]
+    ) -> None:
+        """Go on from what was saved, at this server, under this rollout's name.
+
+        Args:
+            saved: by :meth:`save`, perhaps of another conversation.
+            prompt: the row's input.
+            output: the items since then that the policy knows; they get their tokens in the end.
+            steps: of the turns that wrote them.
+
+        Raises:
+            InfrastructureError: the server fails.
+        """
+        prompt = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt
+        self._items = [*prompt, *output]
+        if not saved.told:
+            return
+        what = f"{self._model.name} taking a rollout over"
+        about = {"run": self._run, "began": saved.began}
+        body = orjson.dumps({**about, "turns": orjson.Fragment(b"[%b]" % b",".join(filter(None, saved.told)))})
+        answer = await self._model.call("PUT", f"{self._path}/turns", body, self._jar)
+        require_ok(answer, what, FailureKind.AGENT_REQUEST_FAILED, InfrastructureError)
+        self._model.traits.add(KEEPS_TOKENS)
+        place = 0
+        for number, (answer_id, step) in enumerate(zip(saved.answers, steps, strict=True)):
+            wrote = output[place : place + step["items"]]
+            self._turns[answer_id] = _Turn(number, wrote[-1], cut=False)
+            place += len(wrote) + sum(item.get("type") == "function_call" for item in wrote)
+        self._asked, self._previous = len(saved.answers), saved.answers[-1]
+        self._saved = replace(saved, waited_s=0.0)
 
     async def turn(self, params: dict[str, Any], new: list[dict[str, Any]]) -> dict[str, Any] | None:
         """The policy's next turn.

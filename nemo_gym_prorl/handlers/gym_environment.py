@@ -22,7 +22,7 @@ from __future__ import annotations
 import asyncio
 import re
 import uuid
-from collections.abc import Collection
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
 from hashlib import sha256
 from typing import Any
@@ -36,6 +36,7 @@ from nemo_gym_prorl.failures import (
     Stage,
     TaskError,
 )
+from nemo_gym_prorl.handlers.checkpoints import Keeper
 from nemo_gym_prorl.handlers.conversation import Conversation, waited
 from nemo_gym_prorl.handlers.failure_rows import empty_response, failure_row
 from nemo_gym_prorl.handlers.farewells import Farewells
@@ -43,6 +44,7 @@ from nemo_gym_prorl.handlers.gym_http import CookieJar, GymServer, json_of, requ
 from nemo_gym_prorl.handlers.timeouts import OnTimeout, after_timeout
 from nemo_gym_prorl.handlers.tool_answers import ToolAnswers, Trouble
 from nemo_gym_prorl.handlers.tool_loop import LoopLimits, ToolLoop
+from nemo_gym_prorl.rollout.checkpoints import Checkpoint
 from nemo_gym_prorl.rollout.job import Job, Outcome, Trajectory, Verdict, failure_state
 from nemo_gym_prorl.rollout.tasks import begin
 
@@ -52,7 +54,7 @@ LATE_SEED_S = 600.0
 
 _CLOSE = "/close_session"
 _NO_CLOSE = "has no /close_session"
-_RELEASE_PATH = re.compile(r"(?:/[A-Za-z0-9._~-]+)+/?")
+_PATH = re.compile(r"(?:/[A-Za-z0-9._~-]+)+/?")
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,6 +74,7 @@ class GymContext:
             session that it was getting; must be less than the pipeline's grace for cancelled stages.
         farewells: what is said to servers behind a rollout's back.
         tools: what the environment's tools answer to all of its rollouts.
+        checkpoint_turns: after so many turns each, a checkpoint is taken; ``None`` for none.
     """
 
     resources: GymServer | None
@@ -85,6 +88,7 @@ class GymContext:
     farewells: Farewells = field(default_factory=Farewells)
     tools: ToolAnswers = field(default_factory=ToolAnswers)
     further_models: tuple[GymServer, ...] = ()
+    checkpoint_turns: int | None = None
 
     @property
     def models(self) -> tuple[GymServer, ...]:
@@ -110,6 +114,8 @@ class GymSession:
         closed: the server was told that it is over.
         unscored: what becomes of a rollout that is scored for its siblings' sake only, since its time was up.
         trouble: what RUN has had with tools.
+        checkpoint_path: where the server keeps the session, if it can.
+        checkpoint: what it began from.
     """
 
     cookies: CookieJar
@@ -119,6 +125,8 @@ class GymSession:
     closed: bool = False
     unscored: Verdict | BudgetExceeded | None = None
     trouble: Trouble = field(default_factory=Trouble)
+    checkpoint_path: str | None = None
+    checkpoint: Checkpoint | None = None
 
 
 class GymEnvironmentHandler:
@@ -148,7 +156,7 @@ class GymEnvironmentHandler:
             CallerError: the server refuses the row; its message is passed on.
             InfrastructureError: the server fails or cannot be reached, or names a release path that is none.
         """
-        seeding = begin(self._seed(job.row))
+        seeding = begin(self._seed_or_resume(job))
         try:
             return await asyncio.shield(seeding)
         except asyncio.CancelledError:
@@ -170,12 +178,14 @@ class GymEnvironmentHandler:
             conversation,
             self.context.limits,
             job.progress,
-            hidden=[session.release_path] if session.release_path else [],
+            hidden=[path for path in (session.release_path, session.checkpoint_path) if path],
             tools=self.context.tools,
             trouble=session.trouble,
         )
         try:
-            await loop.run(params, trajectory.response)
+            keeper = self._keeper(job, session, conversation)
+            pending = await keeper.restore(params, trajectory.response) if keeper else None
+            await loop.run(params, trajectory.response, pending, keeper.after_turn if keeper else None)
             await conversation.settle()
         except BaseException:
             session.settled = await self._settle_in_time(job, conversation)
@@ -283,22 +293,73 @@ class GymEnvironmentHandler:
             response = empty_response(job.row["responses_create_params"])
         return Outcome(failure_state(failure), failure_row(job.row, response, failure), failure=failure)
 
-    async def _seed(self, row: dict[str, Any]) -> GymSession:
+    async def forget(self, checkpoints: Sequence[Checkpoint]) -> None:
+        """Have what is kept for checkpoints erased."""
+        kept: dict[str, list[str]] = {}
+        for checkpoint in checkpoints:
+            if (snapshot := checkpoint.state.session["snapshot"]) is not None:
+                kept.setdefault(checkpoint.state.path, []).append(snapshot)
+        for path, snapshots in kept.items():
+            answer = await self._server.post(f"{path}/forget", {"snapshots": snapshots}, CookieJar())
+            require_ok(answer, f"{self._server.name} {path}/forget", FailureKind.PROVIDER_UNAVAILABLE)
+
+    async def _seed_or_resume(self, job: Job) -> GymSession:
+        """A session that goes on from the job's latest checkpoint that is still there; else a fresh one.
+
+        Raises:
+            CallerError: the job was forked where there is none any more, or the server refuses the row.
+        """
+        gone = ""
+        while (checkpoint := job.latest_checkpoint) is not None:
+            path = f"{checkpoint.state.path}/resume"
+            asked = {"row": job.row, "checkpoint": checkpoint.state.session}
+            try:
+                session = await self._seed(path, asked)
+            except CallerError as error:
+                gone = error.reason
+                job.drop_checkpoint(checkpoint)
+                continue
+            session.checkpoint = checkpoint
+            job.resume_at(checkpoint)
+            return session
+        if job.forked_from is not None:
+            raise CallerError(f"what it was to begin from is gone: {gone}", field="turn")
+        return await self._seed("/seed_session", job.row)
+
+    async def _seed(self, path: str, asked: dict[str, Any]) -> GymSession:
         server = self._server
         session = GymSession(CookieJar())
-        what = f"{server.name} /seed_session"
-        answer = await server.post("/seed_session", row, session.cookies)
+        what = f"{server.name} {path}"
+        answer = await server.post(path, asked, session.cookies)
         require_ok(answer, what, FailureKind.PROVIDER_UNAVAILABLE)
         try:
             body = json_of(answer, what, FailureKind.PROVIDER_UNAVAILABLE)
-            path = body.get("release_path") if isinstance(body, dict) else None
-            if path is not None and not (isinstance(path, str) and _RELEASE_PATH.fullmatch(path)):
-                raise InfrastructureError(f"{what} named a release_path that is no path of that server: {path!r:.200}")
+            told = body if isinstance(body, dict) else {}
+            for name in ("release_path", "checkpoint_path"):
+                if (there := told.get(name)) is not None and not (isinstance(there, str) and _PATH.fullmatch(there)):
+                    raise InfrastructureError(f"{what} named a {name} that is no path of that server: {there!r:.200}")
         except InfrastructureError:
             self.context.farewells.start(f"a session at {server.name}", self._close(session))
             raise
-        session.release_path = path
+        session.release_path, session.checkpoint_path = told.get("release_path"), told.get("checkpoint_path")
         return session
+
+    def _keeper(self, job: Job, session: GymSession, conversation: Conversation) -> Keeper | None:
+        """What takes the rollout's checkpoints, or has it begin from one."""
+        every, path = self.context.checkpoint_turns, session.checkpoint_path
+        if path is None or (every is None and session.checkpoint is None):
+            return None
+        return Keeper(
+            self._server,
+            path,
+            session.cookies,
+            conversation,
+            job.progress,
+            every,
+            job.keep_checkpoint,
+            lambda: session.trouble.refused_s,
+            session.checkpoint,
+        )
 
     def _attempt_id(self, job: Job) -> str:
         """What a model server knows this attempt by. The next one samples anew; the same id at another agent, before

@@ -93,6 +93,7 @@ def gym_environments(config: ServiceConfig, servers: GymServers, base: GymContex
             settings.handler,
             build,
             scores_groups_of=context.scores_groups_of,
+            checkpoint_turns=context.checkpoint_turns,
             tool_errors=context.tools.errors,
             **{"data_sources": frozenset({name}), **more},
         )
@@ -151,6 +152,7 @@ def _context(
         limits=settings.limits,
         on_timeout=settings.on_timeout,
         tools=ToolAnswers(),
+        checkpoint_turns=settings.checkpoint_turns,
     )
 
 

@@ -65,6 +65,10 @@ class EnvironmentSettings(KnownKeys):
     """How many rollouts of a group the server's ``/verify`` scores together, answering none before all have come. By
     default what the server says of itself: ``num_rollouts_per_prompt``, else 1."""
 
+    checkpoint_turns: Positive | None = None
+    """After so many turns each a rollout can be resumed or forked, where its server can keep sessions; ``null``: never
+    but from the start."""
+
     @property
     def limits(self) -> LoopLimits:
         """Of the tool loop."""
@@ -120,6 +124,10 @@ class ServiceConfig(EnvironmentSettings):
     """How long a result that nobody has read is kept, whatever the bound."""
     unreachable_s: Seconds = _BOUNDS.unreachable_s
     """How long a server that cannot be reached may hold a rollout up before it fails."""
+    checkpoint_bytes: Positive = _BOUNDS.checkpoint_bytes
+    """What checkpoints may take on disk, but for the latest one of each rollout that goes on."""
+    checkpoint_s: Seconds = _BOUNDS.checkpoint_s
+    """How long those of a rollout are kept that has ended."""
     caller_grace_s: Seconds = 10.0
     """How long a ``/run`` whose caller vanished goes on, in case the caller posts it again."""
     prorl_wire: bool = False
@@ -147,6 +155,8 @@ class ServiceConfig(EnvironmentSettings):
             retain_bytes=self.retain_bytes,
             keep_unread_s=self.keep_unread_s,
             unreachable_s=self.unreachable_s,
+            checkpoint_bytes=self.checkpoint_bytes,
+            checkpoint_s=self.checkpoint_s,
         )
 
     def of_environment(self, name: str) -> EnvironmentSettings:

@@ -11,7 +11,7 @@ import asyncio
 import json
 import re
 import time
-from collections.abc import Collection
+from collections.abc import Awaitable, Callable, Collection
 from dataclasses import dataclass
 from typing import Any
 
@@ -24,9 +24,12 @@ from nemo_gym_prorl.serving.tracing import SpanGroup, note, span
 
 
 RESERVED_ROUTES = frozenset(
-    {"seed_session", "release_session", "close_session", "verify", "aggregate_metrics", "mcp", "openapi.json", "docs"}
+    {"seed_session", "release_session", "close_session", "checkpoint_session", "verify"}
+    | {"aggregate_metrics", "mcp", "openapi.json", "docs"}
 )
 """Routes of a resources server that are no tools: a policy that calls them learns that there is no such tool."""
+
+AfterTurn = Callable[[dict[str, Any], int], Awaitable[None]]
 
 _TOOL_NAME = re.compile(r"(?!\.+$)[\w.-]{1,200}")
 """A longer one is no tool, and a path at which servers drop the connection."""
@@ -84,9 +87,23 @@ class ToolLoop:
         self._tools = tools
         self._trouble = trouble
 
-    async def run(self, params: dict[str, Any], response: dict[str, Any]) -> None:
-        """Fill ``response`` in place; its ``output`` ends up with every item of every turn, token fields unchanged."""
-        new = params["input"]
+    async def run(
+        self,
+        params: dict[str, Any],
+        response: dict[str, Any],
+        pending: list[dict[str, Any]] | None = None,
+        after_turn: AfterTurn | None = None,
+    ) -> None:
+        """Fill ``response`` in place; its ``output`` ends up with every item of every turn, token fields unchanged.
+
+        Args:
+            params: the row's request.
+            response: empty, or as it was after a turn.
+            pending: what was observed after that turn.
+            after_turn: called with the response, and how many items at its end the policy has not been shown, when
+                the tools of a turn have answered and the rollout goes on.
+        """
+        new = params["input"] if pending is None else pending
         if isinstance(new, str):
             new = [{"role": "user", "content": new}]
         without_input = {key: value for key, value in params.items() if key != "input"}
@@ -111,6 +128,8 @@ class ToolLoop:
             if reason is None:
                 new = await self._call_tools(calls, output)
                 reason = self._limit_reached(turn)
+                if after_turn is not None and reason is None:
+                    await after_turn(response, len(new))
         self._progress.finish_reason = reason
 
     def _ended(self, turn: dict[str, Any], calls: list[dict[str, Any]]) -> str | None:

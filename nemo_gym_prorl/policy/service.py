@@ -42,7 +42,8 @@ from nemo_gym_prorl.policy.tokens.echo import without_tokens
 from nemo_gym_prorl.policy.tokens.history import History, Match, Point, digest
 from nemo_gym_prorl.policy.tokens.ledger import TokenLedger, Turn
 from nemo_gym_prorl.policy.tokens.prompt import IdTexts, Prompt
-from nemo_gym_prorl.policy.turns import Counts, PolicyAnswer, RolloutGone, TurnRequest
+from nemo_gym_prorl.policy.tokens.saved import SavedTurn, restored
+from nemo_gym_prorl.policy.turns import Counts, PolicyAnswer, RolloutGone, RolloutTaken, TurnRequest
 from nemo_gym_prorl.serving.tracing import SpanGroup, note, span
 
 
@@ -69,6 +70,8 @@ class RolloutState:
     wait: Wait = field(default_factory=Wait)
     turns: set[asyncio.Task[PolicyAnswer]] = field(default_factory=set)
     used_at: float = 0.0
+    restored: bool = False
+    """It has no place at a backend yet, though it has turns."""
 
 
 _NOTHING = RolloutState()
@@ -178,7 +181,8 @@ class PolicyService:
         started = time.monotonic()
         # Rollouts that start with the same messages are siblings, whether or not anybody says so.
         group = request.group or digest(b"", [head_of(message) for message in messages[:2]]).hex()
-        blocks = blocks_of(prompt) if point is None else b""
+        blocks = blocks_of(prompt) if point is None or rollout.restored else b""
+        rollout.restored = False
         with span(SpanGroup.MODEL_CALL, "prorl.sample", rollout=request.rollout, prompt_tokens=len(prompt)) as this:
             placed = await self.dispatcher.run(
                 request.rollout, group, generate, len(prompt), blocks, request.run, rollout.wait
@@ -228,6 +232,19 @@ class PolicyService:
     def ledger(self, rollout: str) -> TokenLedger:
         """Its tokens."""
         return self.rollout(rollout).history.ledger
+
+    def restore(self, name: str, run: str | None, began: datetime, turns: list[SavedTurn]) -> None:
+        """Have a rollout here that goes on from turns that were sampled elsewhere, or in another rollout.
+
+        Raises:
+            CallerError: there is one of that name, or the turns are none.
+        """
+        if name in self._rollouts:
+            raise RolloutTaken(f"there is a rollout {name!r} already", field="rollout")
+        rollout = RolloutState(run, began=began, restored=True)
+        rollout.answers.update(restored(rollout.history, turns))
+        self._rollouts[name] = rollout
+        self._use(name, rollout)
 
     def without_tokens(self, rollout: str, body: bytes) -> tuple[bytes, list[Turn]] | None:
         """A request without the tokens of this rollout that it repeats; see :func:`.echo.without_tokens`."""

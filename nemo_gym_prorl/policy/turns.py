@@ -25,6 +25,13 @@ class RolloutGone(CallerError):
     problem = "rollout-gone"
 
 
+class RolloutTaken(CallerError):
+    """A rollout is to be restored under a name that another one has."""
+
+    http_status = 409
+    problem = "rollout-taken"
+
+
 @dataclass(frozen=True, slots=True)
 class TurnRequest:
     """What an agent asks for.

@@ -31,6 +31,8 @@ from nemo_gym_prorl.rollout.schemas import (
     CancelRequest,
     DrainAnswer,
     DrainRequest,
+    ForkAnswer,
+    ForkRequest,
     JobView,
     Listing,
     StatusView,
@@ -100,6 +102,27 @@ def rollout_router(service: RolloutService, metrics: ServiceMetrics) -> APIRoute
         """Submit a rollout. The same `id` and row again answer with the job that exists."""
         job = service.submit(submitted_by(who, body.to_request(), service.store))
         return JobView.of(job)
+
+    @router.post(
+        "/v1/rollouts/{rollout_id}/fork",
+        status_code=202,
+        tags=["rollouts"],
+        responses=problem_responses(403, 404, 409, 410, 422, 429, 503),
+    )
+    async def fork(
+        rollout_id: str,
+        who: Who,
+        body: ForkRequest | None = None,
+        turn: Annotated[
+            int | None, Query(ge=1, description="After which; by default the latest that is kept.")
+        ] = None,
+        n: Annotated[int, Query(ge=1, le=1000, description="How many.")] = 1,
+    ) -> ForkAnswer:
+        """Submit rollouts that begin where this one was after a turn: with its sandbox's files, and its tokens."""
+        parent = find(rollout_id, who)
+        wanted = (body or ForkRequest()).to_requests(parent, n)
+        jobs = service.fork(parent, turn, [submitted_by(who, one, service.store) for one in wanted])
+        return ForkAnswer(rollouts=[JobView.of(job) for job in jobs])
 
     @router.get(
         "/v1/rollouts/{rollout_id}",

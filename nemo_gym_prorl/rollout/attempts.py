@@ -96,6 +96,8 @@ class Attempt:
         agent cannot act, or the job's servers do not answer."""
         ends: set[asyncio.Future[Any]] = {task, self._interrupt}
         budget = self._job.budgets.of(self._stage)
+        if self._stage is Stage.RUN:
+            budget -= self._job.spent_s
         started, left, out_before, known_s = self._clock(), budget, self._out_s(), budget
         while left > 0:
             done, _ = await asyncio.wait(ends, timeout=left, return_when=asyncio.FIRST_COMPLETED)

@@ -12,7 +12,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import math
-from collections.abc import Awaitable, Callable, Coroutine, Mapping
+from collections.abc import Awaitable, Callable, Coroutine, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -29,8 +29,16 @@ from nemo_gym_prorl.failures import (
     is_text,
     unexpected_kind,
 )
+from nemo_gym_prorl.rollout.checkpoints import Checkpoint
 from nemo_gym_prorl.rollout.environments import Environments
-from nemo_gym_prorl.rollout.handler import AgentHandler, EndsScoring, EndsTimeouts, TellsUnreachable, TellsWaiting
+from nemo_gym_prorl.rollout.handler import (
+    AgentHandler,
+    EndsScoring,
+    EndsTimeouts,
+    KeepsCheckpoints,
+    TellsUnreachable,
+    TellsWaiting,
+)
 from nemo_gym_prorl.rollout.job import FAILED_STATES, Job, JobState, Outcome, Trajectory, Verdict, failure_state
 from nemo_gym_prorl.rollout.masks import is_masked, masked
 from nemo_gym_prorl.rollout.tasks import begin
@@ -198,6 +206,14 @@ class HandlerCalls:
         except Exception as error:
             LOGGER.warning("unreachable of environment %s failed: %s", environment, classify(error, None).reason)
             return None
+
+    async def forget(self, environment: str, checkpoints: Sequence[Checkpoint]) -> None:
+        """Have checkpoints erased; what goes wrong is logged: who keeps them erases what is old."""
+        try:
+            if isinstance(handler := self._handlers.get(environment), KeepsCheckpoints):
+                await _within(self._release_s, handler.forget(checkpoints))
+        except Exception as error:
+            LOGGER.warning("forget of environment %s failed: %s", environment, classify(error, None).reason)
 
     def _trajectory(self, job: Job, value: Any) -> Trajectory:
         if not isinstance(value, Trajectory) or not isinstance(value.response, dict):

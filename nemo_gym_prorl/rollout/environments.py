@@ -35,6 +35,7 @@ class Environment:
         budgets: of jobs that bring none; ``None`` for the service's.
         share: of sandboxes and slots while rows of several environments wait, in proportion to each other's.
         scores_groups_of: how many siblings of a group its verifier scores together; 1 where it scores each for itself.
+        checkpoint_turns: after so many turns each, its handler takes a checkpoint; ``None`` for none.
         tool_errors: answers of its tools that were errors, by HTTP status; counted by its handler.
     """
 
@@ -45,6 +46,7 @@ class Environment:
     budgets: Budgets | None = None
     share: float = 1.0
     scores_groups_of: int = 1
+    checkpoint_turns: int | None = None
     tool_errors: Mapping[int, int] = field(default_factory=dict)
 
 

@@ -10,13 +10,14 @@ and may give it a configuration of its own.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from importlib.metadata import EntryPoint, entry_points
 from typing import Any, Protocol, runtime_checkable
 
 from pydantic import BaseModel, ValidationError
 
 from nemo_gym_prorl.failures import CallerError, Failure, Stage
+from nemo_gym_prorl.rollout.checkpoints import Checkpoint
 from nemo_gym_prorl.rollout.job import Job, Outcome, Trajectory, Verdict
 from nemo_gym_prorl.serving.known_keys import near, refuse_unknown
 
@@ -91,6 +92,16 @@ class EndsTimeouts(Protocol):
     def timed_out(self, job: Job, session: Any) -> Trajectory | Verdict | None:
         """What counts instead: a trajectory, to be scored as it is, or a verdict that needs no scoring. Called when
         ``run`` has come back from its cancellation, before ``release``."""
+        ...
+
+
+@runtime_checkable
+class KeepsCheckpoints(Protocol):
+    """Optional: a handler that takes checkpoints (:meth:`.job.Job.keep_checkpoint`), and goes on from the job's latest
+    one in ``init`` and ``run``."""
+
+    async def forget(self, checkpoints: Sequence[Checkpoint]) -> None:
+        """Have what is kept for them erased; no job has them any more."""
         ...
 
 

@@ -19,6 +19,7 @@ from typing import Any, Self
 import orjson
 
 from nemo_gym_prorl.failures import Failure, FailureKind, Stage, clean_text
+from nemo_gym_prorl.rollout.checkpoints import Checkpoint, Checkpoints
 from nemo_gym_prorl.rollout.cohorts import Member
 from nemo_gym_prorl.rollout.steps import NO_STEPS, Step
 from nemo_gym_prorl.rollout.tokens import NO_TOKENS, Turn, packed, put_tokens, take_tokens
@@ -244,6 +245,10 @@ class Job:
         delivered: its caller took the answer over a connection that it held; the id is free again.
         tokens: of a job with its outcome, as JSON (:func:`~.tokens.packed`).
         steps: of a job with its outcome, as JSON.
+        checkpoints: where it can go on, by the turns that were taken; ``shelf`` keeps them.
+        spent_s: what attempts before this one have used of RUN's budget, up to the turn where this one goes on.
+        resumed: where attempts went on: after which ``turn``, and what of the environment was ``lost``.
+        forked_from: the ``id`` of the job at whose checkpoint it began, after which ``turn``, and what was ``lost``.
     """
 
     id: str
@@ -272,6 +277,32 @@ class Job:
     delivered: bool = False
     tokens: bytes = NO_TOKENS
     steps: bytes = NO_STEPS
+    checkpoints: dict[int, Checkpoint] = field(default_factory=dict)
+    spent_s: float = 0.0
+    resumed: list[dict[str, Any]] = field(default_factory=list)
+    forked_from: dict[str, Any] | None = None
+    shelf: Checkpoints | None = None
+
+    @property
+    def latest_checkpoint(self) -> Checkpoint | None:
+        """Where an attempt goes on, if anywhere."""
+        return self.checkpoints[max(self.checkpoints)] if self.checkpoints else None
+
+    def keep_checkpoint(self, checkpoint: Checkpoint) -> None:
+        """A handler has taken one."""
+        assert self.shelf is not None, "the pipeline keeps them"
+        self.shelf.add(self, checkpoint)
+
+    def drop_checkpoint(self, checkpoint: Checkpoint) -> None:
+        """It turned out to be of no use."""
+        assert self.shelf is not None, "the pipeline keeps them"
+        self.shelf.drop(self, checkpoint)
+
+    def resume_at(self, checkpoint: Checkpoint) -> None:
+        """This attempt goes on from there; what was spent until then is spent."""
+        self.spent_s = checkpoint.spent_s
+        if self.times[Stage.INIT].attempts > 1:
+            self.resumed.append({"turn": checkpoint.turn, "lost": [*checkpoint.lost]})
 
     @property
     def row(self) -> dict[str, Any]:

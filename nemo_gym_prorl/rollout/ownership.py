@@ -32,6 +32,7 @@ ROUTES = MappingProxyType(
         **dict.fromkeys(
             [
                 ("POST", "/v1/rollouts"),
+                ("POST", "/v1/rollouts/{rollout_id}/fork"),
                 ("POST", "/run"),
                 ("POST", "/v1/responses"),
                 ("POST", "/ng-rollout/{rollout_id}/v1/responses"),

@@ -25,13 +25,16 @@ import logging
 import time
 import uuid
 from collections import Counter
-from collections.abc import Awaitable, Callable, Coroutine, Mapping
+from collections.abc import Awaitable, Callable, Coroutine, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
 
+import orjson
+
 from nemo_gym_prorl.failures import (
     BudgetExceeded,
+    CallerError,
     Failure,
     FailureKind,
     InfrastructureError,
@@ -43,10 +46,19 @@ from nemo_gym_prorl.failures import (
 )
 from nemo_gym_prorl.rollout.attempts import Attempt
 from nemo_gym_prorl.rollout.calls import HandlerCalls
+from nemo_gym_prorl.rollout.checkpoints import Checkpoint, Checkpoints
 from nemo_gym_prorl.rollout.environments import Environments
 from nemo_gym_prorl.rollout.job import Job, JobState, Outcome, Progress, Trajectory
 from nemo_gym_prorl.rollout.outages import Outage, OutageWatch
-from nemo_gym_prorl.rollout.request import Draining, JobRequest, QueueFull, row_digest
+from nemo_gym_prorl.rollout.request import (
+    CheckpointsForgotten,
+    Draining,
+    Fork,
+    JobRequest,
+    NoCheckpoint,
+    QueueFull,
+    row_digest,
+)
 from nemo_gym_prorl.rollout.scheduler import StageScheduler, Start
 from nemo_gym_prorl.rollout.schemas import StatusView
 from nemo_gym_prorl.rollout.settings import PipelineSettings
@@ -119,6 +131,9 @@ class Pipeline:
         self.draining = False
         self.on_finish: list[Callable[[Job], None]] = []
         """Called with each job that reached its outcome, e.g. by metrics; what one raises is logged."""
+        self.checkpoints = Checkpoints(
+            self.settings.checkpoint_bytes, self.settings.checkpoint_s, self._erase_checkpoints, clock
+        )
         self._controls: dict[str, _Control] = {}
         self._tasks: set[asyncio.Task[Any]] = set()
 
@@ -147,6 +162,8 @@ class Pipeline:
             CallerError: the row cannot be written as JSON, or belongs to no environment that there is.
         """
         digest = row_digest(request.row)
+        if request.fork is not None:
+            digest = row_digest({"row": digest.hex(), "fork": request.fork.told()})
         if (known := self.store.known(request, digest)) is not None:
             return known
         environment = self.environments.of_job(request)
@@ -169,11 +186,50 @@ class Pipeline:
             budgets=replace(budgets, **{stage.value: given for stage, given in request.budgets.items()}),
             max_attempts=request.max_attempts or self.settings.max_attempts,
             held=request.held,
+            shelf=self.checkpoints,
         )
+        if request.fork is not None:
+            job.forked_from = request.fork.told()
+            self.checkpoints.add(job, request.fork.checkpoint)
         self.store.add(job, job.submitted_at)
         self._controls[job.id] = _Control(since=self._clock())
         self._carry_out(self.scheduler.submit(job.id, job.client, job.priority, job.environment, job.group))
         return job
+
+    def fork(self, parent: Job, turn: int | None, requests: Sequence[JobRequest]) -> list[Job]:
+        """Take jobs on that share the first turns of another one, and go on from there each for itself.
+
+        Args:
+            parent: live or ended.
+            turn: after which; the latest that there is a checkpoint of by default.
+            requests: what else is wished for each.
+
+        Raises:
+            QueueFull, JobConflict, RolloutForgotten, Draining: nothing was begun.
+            NoCheckpoint: of that turn.
+            CallerError: its environment takes none.
+        """
+        kept = sorted(parent.checkpoints)
+        if not kept and self.environments.environment(parent.environment).checkpoint_turns is None:
+            reason = f"environment {parent.environment!r} takes no checkpoints; set its checkpoint_turns"
+            raise CallerError(reason, field="environment")
+        if not kept and parent.state.terminal:
+            raise CheckpointsForgotten(f"the checkpoints of rollout {parent.id!r} are erased, or it had none")
+        checkpoint = parent.latest_checkpoint if turn is None else parent.checkpoints.get(turn)
+        if checkpoint is None:
+            there = f"there are those after turn {', '.join(map(str, kept))}" if kept else "there is none yet"
+            raise NoCheckpoint(f"rollout {parent.id!r} has no checkpoint after turn {turn}; {there}", field="turn")
+        begun: list[Job] = []
+        try:
+            for request in requests:
+                row = orjson.loads(orjson.dumps(parent.row))
+                wanted = replace(request, row=row, run=parent.run, environment=parent.environment)
+                begun.append(self.submit(replace(wanted, fork=Fork(parent.id, checkpoint))))
+        except CallerError:
+            for job in begun:
+                self.request_cancel(job, JobCancelled("its siblings could not be taken on"))
+            raise
+        return begun
 
     def share(self, clients: Mapping[str, float]) -> None:
         """From now on clients have these shares of slots and bounds; 1 where none is said."""
@@ -396,7 +452,7 @@ class Pipeline:
 
     def _start_over(self, job: Job, control: _Control, again: Stage) -> None:
         if again is Stage.INIT:
-            job.trajectory, job.progress = None, Progress()
+            job.trajectory, job.progress, job.spent_s = None, Progress(), 0.0
             control.tries[Stage.EVAL] = 0
             self._move(job, JobState.QUEUED)
 
@@ -468,6 +524,8 @@ class Pipeline:
         job.outcome = outcome
         job.finished_at = time.time()
         job.pack()
+        if job.checkpoints:
+            self.checkpoints.ended(job, keep=not job.held and outcome.state is not JobState.CANCELLED)
         self._move(job, outcome.state)
         self._controls.pop(job.id).done.set_result(None)
         for callback in self.on_finish:
@@ -475,6 +533,9 @@ class Pipeline:
                 callback(job)
             except Exception:  # whoever looks on must not hold up the job, nor those who look on besides
                 LOGGER.exception("job %s: on_finish hook %r failed", job.id, callback)
+
+    def _erase_checkpoints(self, environment: str, checkpoints: list[Checkpoint]) -> None:
+        self._spawn(self._calls.forget(environment, checkpoints))
 
     def _move(self, job: Job, state: JobState) -> None:
         was = job.state

@@ -15,6 +15,7 @@ from typing import Any
 import orjson
 
 from nemo_gym_prorl.failures import CallerError, Stage
+from nemo_gym_prorl.rollout.checkpoints import Checkpoint
 
 
 NO_CLIENT = "default"
@@ -51,12 +52,38 @@ class NotYours(CallerError):
     problem = "not-yours"
 
 
+class NoCheckpoint(CallerError):
+    """A rollout is to be forked after a turn after which there is no checkpoint."""
+
+    http_status = 409
+    problem = "no-checkpoint"
+
+
+class CheckpointsForgotten(CallerError):
+    """A rollout that has ended is to be forked, and nothing is kept of it any more from which others could go on."""
+
+    http_status = 410
+    problem = "checkpoints-forgotten"
+
+
 class Draining(CallerError):
     """The service takes no new jobs."""
 
     http_status = 503
     problem = "draining"
     retry_after_s = 30
+
+
+@dataclass(frozen=True, slots=True)
+class Fork:
+    """Where a job begins that shares the first turns of another one."""
+
+    parent: str
+    checkpoint: Checkpoint
+
+    def told(self) -> dict[str, Any]:
+        """As callers are told."""
+        return {"id": self.parent, "turn": self.checkpoint.turn, "lost": [*self.checkpoint.lost]}
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,6 +94,7 @@ class JobRequest:
     ``run``: whose backends sample it; ``None`` for the model server's own.
     ``budgets``: seconds by stage; those left out are the environment's.
     ``held``: the caller holds a connection for the job and takes its result away, so nobody else joins it.
+    ``fork``: it begins where another job was after a turn.
     """
 
     row: dict[str, Any]
@@ -79,6 +107,7 @@ class JobRequest:
     budgets: Mapping[Stage, float] = field(default_factory=dict)
     max_attempts: int | None = None
     held: bool = False
+    fork: Fork | None = None
 
 
 def row_digest(row: Mapping[str, Any]) -> bytes:

@@ -14,7 +14,7 @@ import orjson
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationError, model_validator
 from pydantic_core import InitErrorDetails
 
-from nemo_gym_prorl.failures import FailureKind, Origin, Stage
+from nemo_gym_prorl.failures import CallerError, FailureKind, Origin, Stage
 from nemo_gym_prorl.rollout.job import Job, JobState, StageTime
 from nemo_gym_prorl.rollout.request import NO_CLIENT, JobRequest
 from nemo_gym_prorl.rollout.rows import WISHES, Row, as_submitted
@@ -115,6 +115,47 @@ class SubmitRequest(KnownKeys):
         )
 
 
+class ForkRequest(KnownKeys):
+    """What is wished for the rollouts that begin at a checkpoint of another one; all else is that one's own."""
+
+    model_config = ConfigDict(extra="forbid")
+
+    ids: list[Identifier] | None = Field(default=None, description="One for each; chosen by the service by default.")
+    group: Identifier | None = Field(default=None, description="By default the group of the rollout that is forked.")
+    client: Identifier | None = None
+    priority: int | None = Field(default=None, ge=-1000, le=1000)
+    budgets: BudgetsModel | None = None
+    max_attempts: int | None = Field(default=None, ge=1, le=100)
+
+    def to_requests(self, parent: Job, count: int) -> list[JobRequest]:
+        """As the pipeline takes them.
+
+        Raises:
+            CallerError: there are more or fewer ids than rollouts, or one of them twice.
+        """
+        if self.ids is not None and (len(self.ids) != count or len({*self.ids}) != count):
+            raise CallerError(f"must be {count} different ones, as many as `n` says", field="ids")
+        budgets = {stage: parent.budgets.of(stage) for stage in Stage}
+        return [
+            JobRequest(
+                row={},
+                id=self.ids[number] if self.ids else None,
+                group=self.group or parent.group,
+                client=self.client or parent.client,
+                priority=parent.priority if self.priority is None else self.priority,
+                budgets=budgets | (self.budgets.given() if self.budgets else {}),
+                max_attempts=self.max_attempts or parent.max_attempts,
+            )
+            for number in range(count)
+        ]
+
+
+class ForkAnswer(BaseModel):
+    """The rollouts that were taken on."""
+
+    rollouts: list[JobView]
+
+
 class FailureView(BaseModel):
     """Why a job, or one of its attempts, failed."""
 
@@ -125,6 +166,19 @@ class FailureView(BaseModel):
     stage: Stage | None
     reason: str
     traceback: str | None = Field(default=None, description="Its end, where a handler raised what nobody foresaw.")
+
+
+class ResumedView(BaseModel):
+    """Where a rollout went on."""
+
+    turn: int = Field(description="Turns that were taken then.")
+    lost: list[str] = Field(description="What of its environment was not carried over, beyond open connections.")
+
+
+class ForkedView(ResumedView):
+    """Where it began."""
+
+    id: str
 
 
 class TokenForm(StrEnum):
@@ -179,6 +233,12 @@ class JobView(BaseModel):
     masked: bool = Field(default=False, description="Nobody is to train on it: its verdict says so, or it has none.")
     failure: FailureView | None
     failed_attempts: list[FailureView] = Field(description="What went wrong before, oldest first.")
+    resumed: list[ResumedView] = Field(
+        default_factory=list, description="Where attempts went on from a checkpoint, instead of anew."
+    )
+    forked_from: ForkedView | None = Field(
+        default=None, description="The rollout whose first turns are its own, which it has not sampled."
+    )
     result: dict[str, Any] | None = Field(default=None, description="What the environment's /verify answered.")
     tokens: list[TurnView] | None = Field(default=None, description="With `tokens=packed`, those of the result.")
     steps: list[dict[str, Any]] | None = Field(
@@ -210,6 +270,8 @@ class JobView(BaseModel):
             masked=outcome.masked if outcome else False,
             failure=FailureView.model_validate(outcome.failure) if outcome and outcome.failure else None,
             failed_attempts=[FailureView.model_validate(failure) for failure in job.failures],
+            resumed=[ResumedView(**place) for place in job.resumed],
+            forked_from=ForkedView(**job.forked_from) if job.forked_from else None,
         )
 
 

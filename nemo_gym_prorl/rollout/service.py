@@ -5,7 +5,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Protocol
 
 from nemo_gym_prorl.failures import RolloutError
@@ -25,6 +25,10 @@ class RolloutService(Protocol):
 
     def submit(self, request: JobRequest, *, bounded: bool = True) -> Job:
         """Take a job on; the same id and row again is the same job. Raises a CallerError where it is refused."""
+        ...
+
+    def fork(self, parent: Job, turn: int | None, requests: Sequence[JobRequest]) -> list[Job]:
+        """Take jobs on that begin at a checkpoint of another one. Raises a CallerError where that can't be."""
         ...
 
     async def wait(self, job: Job, timeout: float | None = None) -> bool:

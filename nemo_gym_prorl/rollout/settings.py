@@ -26,6 +26,8 @@ class PipelineSettings:
             when unread ones fill it, new jobs are refused with :class:`QueueFull`.
         keep_unread_s: how long a result that nobody has read is kept, whatever the bound.
         unreachable_s: how long a job may be held up by a server that cannot be reached before it fails.
+        checkpoint_bytes: what checkpoints of rollouts may take, but for the latest one of each that goes on.
+        checkpoint_s: how long those of a rollout are kept that has ended.
         probe_s: pause between two questions whether such a server answers again.
     """
 
@@ -40,3 +42,5 @@ class PipelineSettings:
     keep_unread_s: float = 3600.0
     unreachable_s: float = 900.0
     probe_s: float = 3.0
+    checkpoint_bytes: int = 10 * 2**30
+    checkpoint_s: float = 3600.0

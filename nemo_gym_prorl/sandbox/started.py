@@ -15,6 +15,7 @@ from typing import Any
 from nemo_gym.sandbox.providers import create_provider
 from nemo_gym.sandbox.providers.base import SandboxExecResult, SandboxHandle, SandboxSpec, SandboxStatus
 
+from nemo_gym_prorl.sandbox.compose.snapshots import Taken
 from nemo_gym_prorl.sandbox.sessions.bash import Shell
 from nemo_gym_prorl.sandbox.sessions.jupyter.kernel import Kernel
 
@@ -88,6 +89,11 @@ class SandboxWithSessions(StartedSandbox):
         has_room: bool = await self._provider.has_room(self._handle)
         return has_room
 
+    async def checkpoint(self, name: str) -> Taken:
+        """Keep what it has written, for others that go on from there."""
+        taken: Taken = await self._provider.checkpoint(self._handle, name)
+        return taken
+
 
 class Starter:
     """Starts sandboxes of one provider, and closes it in the end.
@@ -118,6 +124,15 @@ class Starter:
             SandboxCreateError: it did not start, or another error of the provider's.
         """
         return self._kind(self._provider, await self._provider.create(spec))
+
+    async def delete_snapshot(self, name: str) -> None:
+        """Delete what :meth:`SandboxWithSessions.checkpoint` has kept."""
+        await self._provider.delete_snapshot(name)
+
+    async def delete_old_snapshots(self, name: str, age_s: float) -> None:
+        """Delete what was kept under a name so many seconds ago, where the provider keeps any."""
+        if (delete := getattr(self._provider, "delete_old_snapshots", None)) is not None:
+            await delete(name, age_s)
 
     async def aclose(self) -> None:
         """Let go of what the provider holds; best when its sandboxes have ended."""

@@ -63,6 +63,8 @@ class ShellSession(Protocol):
         self, command: str, *, timeout_s: float, silence_s: float | None, output_limit: int = ...
     ) -> Action: ...
 
+    async def aside(self, command: str, *, timeout_s: float, output_limit: int = ...) -> Action: ...
+
     async def wait(self, *, timeout_s: float, silence_s: float | None) -> Action: ...
 
     async def send(self, text: str) -> None: ...
@@ -113,6 +115,32 @@ class KnowsItsRoom(Protocol):
 
     async def has_room(self) -> bool:
         """Whether there is any left."""
+        ...
+
+
+class Kept(Protocol):
+    """What was kept of a sandbox: its name and size, and how many programs of its inmates are not in it."""
+
+    @property
+    def name(self) -> str: ...
+
+    @property
+    def size(self) -> int: ...
+
+    @property
+    def programs(self) -> int: ...
+
+
+@runtime_checkable
+class KeepsFiles(Protocol):
+    """A sandbox whose files can be kept for others that go on from there."""
+
+    async def checkpoint(self, name: str) -> Kept:
+        """Keep them.
+
+        Raises:
+            AgentError: what ran in it wrote what can't be kept.
+        """
         ...
 
 

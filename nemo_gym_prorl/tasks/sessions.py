@@ -36,8 +36,17 @@ from nemo_gym_prorl.failures import (
     RolloutError,
     TaskError,
 )
-from nemo_gym_prorl.tasks.sandbox import KnowsItsRoom, Sandbox
-from nemo_gym_prorl.tasks.task import EXHAUSTED, CountsCalls, Grade, OpenTools, SandboxNeeds, Task
+from nemo_gym_prorl.tasks.sandbox import KeepsFiles, KnowsItsRoom, Sandbox
+from nemo_gym_prorl.tasks.task import (
+    EXHAUSTED,
+    CountsCalls,
+    Grade,
+    OpenTools,
+    ResumableTools,
+    Resumes,
+    SandboxNeeds,
+    Task,
+)
 
 
 logger = logging.getLogger(__name__)
@@ -96,8 +105,8 @@ class Sessions[Opened: OpenTools, Artefacts]:
 
     Args:
         task: the environment's.
-        start_sandbox: starts a fresh sandbox. Whatever it raises but a :class:`CallerError`, which blames the row,
-            counts as ``provider_unavailable``.
+        start_sandbox: starts a fresh sandbox, or one with files that were kept under a name. Whatever it raises but a
+            :class:`CallerError`, which blames the row, counts as ``provider_unavailable``.
         limits: bounds.
         fetch_image: has the image of a sandbox here, where that may take long; fails as ``start_sandbox`` does.
     """
@@ -105,7 +114,7 @@ class Sessions[Opened: OpenTools, Artefacts]:
     def __init__(
         self,
         task: Task[Opened, Artefacts],
-        start_sandbox: Callable[[SandboxNeeds], Awaitable[Sandbox]],
+        start_sandbox: Callable[[SandboxNeeds, str | None], Awaitable[Sandbox]],
         limits: SessionLimits,
         fetch_image: Callable[[SandboxNeeds], Awaitable[None]] | None = None,
     ) -> None:
@@ -120,28 +129,76 @@ class Sessions[Opened: OpenTools, Artefacts]:
         self._tasks: set[asyncio.Task[Any]] = set()
         self._closing = False
 
-    async def seed(self, key: str, row: Mapping[str, Any], *, once: bool = False) -> None:
+    @property
+    def resumes(self) -> bool:
+        """Whether sessions can be kept, and go on elsewhere."""
+        return isinstance(self._task, Resumes) and self._task.resumes
+
+    async def seed(
+        self,
+        key: str,
+        row: Mapping[str, Any],
+        *,
+        once: bool = False,
+        checkpoint: Mapping[str, Any] | None = None,
+    ) -> None:
         """Start a session: its sandbox, if the row needs one, and its tools, with what the task puts there.
 
-        Seeding a live session again with the same row does nothing; with another row it replaces the session.
+        Seeding a live session again with the same row does nothing; with another row, or from a checkpoint, it
+        replaces the session.
 
         Args:
             key: the session's key.
             row: the dataset row.
             once: the caller chose the key, and a key that was closed stays closed.
+            checkpoint: of another session of the same row, which this one goes on from.
 
         Raises:
-            CallerError: the row is wrong, or the key was closed.
+            CallerError: the row is wrong, or the key was closed, or the checkpoint is gone.
             InfrastructureError: no sandbox could be had, or it could not be made ready.
         """
         needs = self._task.needs(row)
-        task = self._spawn(self._seed(key, row, needs, once))
+        task = self._spawn(self._seed(key, row, needs, once, checkpoint))
         try:
             session = await asyncio.shield(task)
         except asyncio.CancelledError:
             task.add_done_callback(lambda _: self._spawn(self.close_unclaimed(key)))
             raise
         session.claimed = True
+
+    async def checkpoint(self, key: str, name: str) -> dict[str, Any]:
+        """What another session can begin with that goes on from here; between two calls.
+
+        Args:
+            key: the session's key.
+            name: under which its sandbox's files are kept.
+
+        Raises:
+            CallerError: sessions of this task or sandbox can't be kept, or what the policy wrote in this one.
+            InfrastructureError: ``session_lost``.
+        """
+        session = self._require(key)
+        sandbox, tools = session.sandbox, cast(OpenTools, session.tools)
+        if not self.resumes or not isinstance(tools, ResumableTools):
+            raise CallerError("sessions of this environment can't be kept")
+        if sandbox is not None and not isinstance(sandbox, KeepsFiles):
+            raise CallerError("the files of this sandbox provider's sandboxes can't be kept")
+        session.calls += 1
+        try:
+            if not session.open:
+                raise session.lost or InfrastructureError("it was released", kind=FailureKind.SESSION_LOST)
+            state, lost = await tools.save()
+            if sandbox is None:
+                return {"state": state, "lost": lost, "snapshot": None, "size": 0}
+            try:
+                kept = await sandbox.checkpoint(name)
+            except AgentError as error:
+                raise CallerError(error.reason) from error
+            lost += ["programs"] if kept.programs else []
+            return {"state": state, "lost": lost, "snapshot": kept.name, "size": kept.size}
+        finally:
+            session.calls -= 1
+            session.touched = time.monotonic()
 
     async def call(self, key: str, tool: str, arguments: object) -> str:
         """One tool call; returns the observation.
@@ -266,16 +323,21 @@ class Sessions[Opened: OpenTools, Artefacts]:
             logger.info("work on a session failed: %s", error)
 
     async def _seed(
-        self, key: str, row: Mapping[str, Any], needs: SandboxNeeds | None, once: bool
+        self,
+        key: str,
+        row: Mapping[str, Any],
+        needs: SandboxNeeds | None,
+        once: bool,
+        checkpoint: Mapping[str, Any] | None,
     ) -> _Session[Opened, Artefacts]:
         async with self._one_at_a_time(key):
             session = self._sessions.get(key)
-            if session is not None and session.open and session.row == row:
+            if session is not None and session.open and session.row == row and checkpoint is None:
                 return session
             if session is not None:
                 await self._close(key)
             self._refuse_closed(key, once)
-            session = await self._start(row, needs)
+            session = await self._start(row, needs, checkpoint)
             if self._closing or (once and key in self._closed):
                 await self._end(session.sandbox, session.tools)
                 self._refuse_closed(key, once)
@@ -331,24 +393,30 @@ class Sessions[Opened: OpenTools, Artefacts]:
         finally:
             session.grading = None
 
-    async def _start(self, row: Mapping[str, Any], needs: SandboxNeeds | None) -> _Session[Opened, Artefacts]:
-        sandbox = None if needs is None else await self._open(needs)
+    async def _start(
+        self, row: Mapping[str, Any], needs: SandboxNeeds | None, checkpoint: Mapping[str, Any] | None
+    ) -> _Session[Opened, Artefacts]:
+        snapshot = checkpoint["snapshot"] if checkpoint else None
+        sandbox = None if needs is None else await self._open(needs, snapshot)
         tools = None
         try:
             with _ours("the session could not be made ready", FailureKind.PROVIDER_UNAVAILABLE):
                 tools = await self._task.tools.open(sandbox, needs)
-                await self._task.prepare(row, tools)
+                if checkpoint is None:
+                    await self._task.prepare(row, tools)
+                elif isinstance(resumable := cast(OpenTools, tools), ResumableTools):
+                    await resumable.resume(checkpoint["state"], checkpoint["lost"])
         except BaseException:
             await self._end(sandbox, tools)
             raise
         return _Session(row, needs, sandbox, tools)
 
-    async def _open(self, needs: SandboxNeeds) -> Sandbox:
+    async def _open(self, needs: SandboxNeeds, snapshot: str | None = None) -> Sandbox:
         try:
             if self._fetch_image is not None:
                 await self._fetch_image(needs)
             async with self._starts:
-                return await self._start_sandbox(needs)
+                return await self._start_sandbox(needs, snapshot)
         except CallerError:
             raise
         except Exception as error:

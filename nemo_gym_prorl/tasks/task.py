@@ -140,6 +140,20 @@ class CountsCalls(Protocol):
         ...
 
 
+@runtime_checkable
+class ResumableTools(Protocol):
+    """Tools that can go on in another sandbox that has the files of theirs."""
+
+    async def save(self) -> tuple[dict[str, Any], list[str]]:
+        """What they know beyond files, as JSON, and in a word each what of theirs can't be carried over. Comes between
+        two calls, while the sandbox lives."""
+        ...
+
+    async def resume(self, saved: Mapping[str, Any], lost: Sequence[str]) -> None:
+        """Go on from there; comes before the first call. The policy is told what is lost by the tool that lost it."""
+        ...
+
+
 class ToolSet[Opened: OpenTools](Protocol):
     """What a policy may call."""
 
@@ -229,6 +243,18 @@ class Task[Opened: OpenTools, Artefacts](Protocol):
             InfrastructureError: it could not be graded: ``verifier_error``, or as ``open_sandbox`` says.
         """
         ...
+
+
+@runtime_checkable
+class Resumes(Protocol):
+    """A task that keeps nothing of a session but what is in its sandbox and its :class:`ResumableTools`: so it can go
+    on from there elsewhere, without :meth:`Task.prepare`.
+
+    Attributes:
+        resumes: whether that is so.
+    """
+
+    resumes: bool
 
 
 @runtime_checkable

@@ -11,7 +11,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from nemo_gym_prorl.tasks.sandbox import Sandbox
-from nemo_gym_prorl.tasks.task import CountsCalls, OpenTools, SandboxNeeds, ToolSet
+from nemo_gym_prorl.tasks.task import CountsCalls, OpenTools, ResumableTools, SandboxNeeds, ToolSet
 
 
 class OpenTogether[First: OpenTools, Second: OpenTools]:
@@ -46,6 +46,24 @@ class OpenTogether[First: OpenTools, Second: OpenTools]:
             if isinstance(part, CountsCalls):
                 used |= part.tool_use()
         return used
+
+    async def save(self) -> tuple[dict[str, Any], list[str]]:
+        """Of both, where they can."""
+        saved: dict[str, Any] = {}
+        lost: list[str] = []
+        parts: dict[str, OpenTools] = {"first": self.first, "second": self.second}
+        for name, part in parts.items():
+            if isinstance(part, ResumableTools):
+                saved[name], gone = await part.save()
+                lost += gone
+        return saved, lost
+
+    async def resume(self, saved: Mapping[str, Any], lost: Sequence[str]) -> None:
+        """Both go on."""
+        parts: dict[str, OpenTools] = {"first": self.first, "second": self.second}
+        for name, part in parts.items():
+            if isinstance(part, ResumableTools):
+                await part.resume(saved[name], lost)
 
     async def close(self) -> None:
         """Let go of both, whatever the first says to it."""

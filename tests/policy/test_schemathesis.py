@@ -36,6 +36,7 @@ PATHS = [
     "/v1/backends/weight_version",
     "/v1/rollouts/{rollout}",
     "/v1/rollouts/{rollout}/tokens",
+    "/v1/rollouts/{rollout}/turns",
     "/v1/rollouts/{rollout}/waited",
     "/metrics",
 ]

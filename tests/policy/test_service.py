@@ -11,15 +11,17 @@ from contextlib import AbstractAsyncContextManager
 from pathlib import Path
 from typing import Any
 
+import orjson
 import pytest
 
 from nemo_gym_prorl.failures import CallerError
 from nemo_gym_prorl.policy.engines.sampling import Sampling
 from nemo_gym_prorl.policy.generation import Finish
 from nemo_gym_prorl.policy.host import PolicyHost
-from nemo_gym_prorl.policy.http.api import trajectory
+from nemo_gym_prorl.policy.http.api import SavedRollout, trajectory
 from nemo_gym_prorl.policy.service import PolicyService
-from nemo_gym_prorl.policy.turns import PolicyAnswer, TurnRequest
+from nemo_gym_prorl.policy.tokens.saved import saved_turns
+from nemo_gym_prorl.policy.turns import PolicyAnswer, RolloutGone, RolloutTaken, TurnRequest
 from tests.policy.families import TEMPLATES, TOOLS
 from tests.policy.hosts import hosted
 
@@ -101,6 +103,73 @@ async def test_only_what_is_new_may_be_sent(agent: Agent) -> None:
     assert list(sequence["ids"][: place["start"]]) == second.turn.prompt()
     with pytest.raises(CallerError, match="previous_response_id: no answer 'resp_x'"):
         await agent.ask(after="resp_x")
+
+
+def restored(service: PolicyService, name: str, after: str | None = None) -> SavedRollout:
+    """What is kept of a rollout, as it goes over the wire."""
+    state = service.rollout(name)
+    turns = [*saved_turns(state.answers, after)]
+    return SavedRollout.model_validate_json(orjson.dumps({"run": None, "began": state.began, "turns": turns}))
+
+
+@pytest.mark.parametrize("template", ["thinking", "opened", "numbered", "dated"])
+async def test_a_rollout_goes_on_elsewhere_as_it_would_have_here(
+    template: str, engine_url: str, model_folder: Path
+) -> None:
+    greedy = Sampling(max_tokens=20, temperature=0.0, extra={"ignore_eos": True})
+    path = str(TEMPLATES / f"{template}.jinja")
+    async with (
+        started(engine_url, model_folder, chat_template=path) as one,
+        started(engine_url, model_folder, chat_template=path) as other,
+    ):
+        one.pool.label("step-3")
+        here, there, saved = Agent(one.service), Agent(other.service, "other"), []
+        last = await here.ask(sampling=greedy)
+        for number in range(3):
+            saved += restored(one.service, "r", after=saved[-1].id if saved else None).turns
+            new = [{"role": "user", "content": f"and then {number}?"}]
+            last = await here.ask(messages=new, after=last.id, sampling=greedy)
+        assert len(saved) == 3
+        other.service.restore("other", None, one.service.rollout("r").began, saved)
+        again = await there.ask(messages=new, after=saved[-1].id, sampling=greedy)
+        assert again.turn.sequence() == last.turn.sequence()
+        assert again.turn.observed == last.turn.observed
+        told = [trajectory(host.service, name) for host, name in ((one, "r"), (other, "other"))]
+        mine, its = (list(about["answers"].values())[:3] for about in told)
+        assert its == mine
+        assert mine[0]["weight_versions"] == ["step-3", "step-3"]
+        with pytest.raises(RolloutTaken, match="already"):
+            other.service.restore("other", None, one.service.rollout("r").began, saved)
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        {"log_probs": []},
+        {"observed": []},
+        {"sampled": [-1], "log_probs": [0.0]},
+        {"messages": [{"content": "no role"}]},
+        {"messages": [{"role": "assistant", "tool_calls": [{}]}]},
+        {"routed_experts": "none"},
+    ],
+)
+async def test_what_is_no_turn_is_not_restored(agent: Agent, wrong: dict[str, Any]) -> None:
+    await agent.ask()
+    [turn] = restored(agent.service, "r").turns
+    bad = turn.model_copy(update=wrong)
+    with pytest.raises(CallerError, match="turns: 'resp_"):
+        agent.service.restore("other", None, agent.service.rollout("r").began, [bad])
+    with pytest.raises(RolloutGone):
+        agent.service.rollout("other")
+
+
+async def test_only_one_line_can_be_saved(agent: Agent) -> None:
+    first = await agent.ask()
+    agent.goes_on(first)
+    await agent.ask()
+    await agent.ask()
+    with pytest.raises(CallerError, match="does not continue"):
+        restored(agent.service, "r")
 
 
 async def test_a_history_from_elsewhere_is_taken_over_by_its_token_ids(

@@ -31,6 +31,10 @@ def build(**changes: Any) -> ProRLCodeServer:
     )
 
 
+PATHS = {"release_path": "/release_session", "checkpoint_path": "/checkpoint_session"}
+"""What a session is told of beyond Gym's routes."""
+
+
 class Client:
     """One rollout's view of the server: its cookies go with every call."""
 
@@ -59,7 +63,8 @@ class Client:
         return observation
 
     async def seed(self, task: str = "HumanEval/2") -> None:
-        assert await self.post("/seed_session", row(task)) == (200, {"release_path": "/release_session"}, None)
+        status, paths, _ = await self.post("/seed_session", row(task))
+        assert (status, paths["release_path"]) == (200, "/release_session"), paths
 
     async def verify(self, task: str = "HumanEval/2") -> tuple[int, Any, str | None]:
         return await self.post("/verify", row(task) | {"response": RESPONSE})

@@ -12,7 +12,7 @@ from nemo_gym_prorl.scripted.turns import Script
 from nemo_gym_prorl.tasks.code import convert
 from nemo_gym_prorl.tasks.code.prompts import row_for
 from scripts.scripted_turns.code import null, oracle
-from tests.prorl_code.conftest import RESPONSE, Client, serving
+from tests.prorl_code.conftest import PATHS, RESPONSE, Client, serving
 from tests.tasks import containers
 
 
@@ -26,7 +26,7 @@ CALL_ROW = row_for("Return the list with the number at its end.", {"unit_tests":
 
 
 async def play(client: Client, row: dict[str, Any], script: Script) -> dict[str, Any]:
-    assert await client.post("/seed_session", row) == (200, {"release_path": "/release_session"}, None)
+    assert await client.post("/seed_session", row) == (200, PATHS, None)
     for turn in script["turns"]:
         for call in turn["tool_calls"]:
             assert not (await client.tool(call["name"], **call["arguments"])).startswith("Error")

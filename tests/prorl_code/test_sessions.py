@@ -27,7 +27,7 @@ class Starts:
         self.now = 0
         self.most = 0
 
-    async def __call__(self, needs: SandboxNeeds) -> Sandbox:
+    async def __call__(self, needs: SandboxNeeds, snapshot: str | None = None) -> Sandbox:
         self.now += 1
         self.most = max(self.most, self.now)
         try:

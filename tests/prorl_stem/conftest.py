@@ -15,7 +15,7 @@ from omegaconf import OmegaConf
 from nemo_gym_prorl.tasks.stem.problems import problem_of, row_for
 from resources_servers.prorl_stem.app import ProRLStemConfig, ProRLStemServer
 from scripts.scripted_turns.stem import script_for
-from tests.prorl_code.conftest import RESPONSE, Client
+from tests.prorl_code.conftest import PATHS, RESPONSE, Client
 from tests.rollout.serving import serve
 from tests.tasks import containers
 
@@ -60,7 +60,7 @@ def saying(text: str) -> dict[str, Any]:
 async def play(base_url: str, row: Mapping[str, Any], variant: str) -> dict[str, Any]:
     """A rollout by a script; gives the row as it comes back."""
     async with Client(base_url) as client:
-        assert await client.post("/seed_session", row) == (200, {"release_path": "/release_session"}, None)
+        assert await client.post("/seed_session", row) == (200, PATHS, None)
         turns = script_for(problem_of(row), variant)["turns"]
         for turn in turns:
             for call in turn["tool_calls"]:

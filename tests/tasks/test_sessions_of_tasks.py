@@ -101,7 +101,7 @@ def answer(text: str) -> dict[str, Any]:
     return RESPONSE | {"output": [said]}
 
 
-async def no_sandbox(needs: SandboxNeeds) -> Sandbox:
+async def no_sandbox(needs: SandboxNeeds, snapshot: str | None = None) -> Sandbox:
     raise AssertionError("nobody asked for one")
 
 

@@ -11,6 +11,7 @@ from __future__ import annotations
 import contextlib
 from collections.abc import AsyncIterator, Mapping
 from dataclasses import asdict
+from datetime import datetime
 from typing import Annotated, Any
 
 import orjson
@@ -22,6 +23,8 @@ from nemo_gym_prorl.policy.host import PolicyHost
 from nemo_gym_prorl.policy.pool.backend import Backend
 from nemo_gym_prorl.policy.pool.pool import BackendPool
 from nemo_gym_prorl.policy.service import PolicyService
+from nemo_gym_prorl.policy.tokens.saved import SavedTurn, saved_turns
+from nemo_gym_prorl.policy.turns import RolloutGone
 from nemo_gym_prorl.serving.problems import Declared, add_problem_handlers, no_other_parameters, problem_responses
 
 
@@ -59,6 +62,17 @@ class Resume(Backends):
     """Body of ``resume``."""
 
     weight_version: _Label | None = None
+
+
+class SavedRollout(BaseModel):
+    """A rollout's turns; ``began`` is the time that its template is told."""
+
+    model_config = ConfigDict(extra="forbid")
+
+    run: _Label | None = None
+    began: datetime
+    waited_s: float = 0.0
+    turns: Annotated[list[SavedTurn], Field(min_length=1)]
 
 
 class Weights(Backends):
@@ -137,6 +151,22 @@ def add_control_routes(app: FastAPI, host: PolicyHost, declared: Mapping[str, De
     async def waited(rollout: str) -> dict[str, float]:
         """Seconds for which turns of a rollout have waited for a backend, the one that waits now included."""
         return {"waited_s": host.service.rollout(rollout).wait.seconds}
+
+    @router.get("/v1/rollouts/{rollout}/turns", response_model=SavedRollout, responses=problem_responses(400, 410))
+    async def turns(rollout: str, after: str | None = None) -> Response:
+        """The rollout's turns, or those after an answer: what another one goes on from."""
+        state = host.service.rollout(rollout)
+        if after is not None and after not in state.answers:
+            raise RolloutGone(f"no answer {after!r} in this rollout", field="after")
+        told = {"run": state.run, "began": state.began, "waited_s": state.wait.seconds}
+        saved = orjson.dumps({**told, "turns": [*saved_turns(state.answers, after)]})
+        return Response(saved, media_type="application/json")
+
+    @router.put("/v1/rollouts/{rollout}/turns", responses=problem_responses(400, 409))
+    async def restore(rollout: str, body: SavedRollout) -> dict[str, Any]:
+        """Have a rollout here that goes on from these turns."""
+        host.service.restore(rollout, body.run, body.began, body.turns)
+        return {"rollout": rollout, "turns": len(body.turns)}
 
     @router.delete("/v1/rollouts/{rollout}", responses=problem_responses())
     async def finish(rollout: str) -> dict[str, Any]:

@@ -16,13 +16,14 @@ import asyncio
 import logging
 import time
 import uuid
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import orjson
 
 from nemo_gym_prorl.failures import (
+    CallerError,
     Failure,
     FailureKind,
     JobCancelled,
@@ -171,6 +172,14 @@ class Front:
         self._begin(job)
         return job
 
+    def fork(self, parent: Job, turn: int | None, requests: Sequence[JobRequest]) -> list[Job]:
+        """Nothing: checkpoints are at their node.
+
+        Raises:
+            CallerError: always.
+        """
+        raise CallerError("a front forks no rollouts: their checkpoints are at the nodes that ran them")
+
     async def wait(self, job: Job, timeout: float | None = None) -> bool:
         """Wait for a job's outcome; ``False`` if it has none after ``timeout`` seconds."""
         done = self.done(job)
@@ -272,6 +281,7 @@ class Front:
             self._again(job, failures, view.failure.reason)
             return
         job.failures += failures
+        job.resumed = [place.model_dump() for place in view.resumed]
         job.times = view.timings
         labels = [{"first": label, "last": label} for label in view.weight_versions]
         job.progress = Progress(view.turns, view.tool_calls, view.finish_reason, labels, view.steps or [])  # type: ignore[arg-type]

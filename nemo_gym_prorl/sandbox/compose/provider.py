@@ -13,6 +13,7 @@ work is imported when somebody asks, so single sandboxes neither wait for it nor
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -155,7 +156,20 @@ class ComposeSupport:
         ``snapshot_id``, in place of an image; see :mod:`.snapshots`."""
         from nemo_gym_prorl.sandbox.compose import snapshots
 
-        return await snapshots.take(container_of(handle), self._snapshots_folder(), name)
+        return (await snapshots.take(container_of(handle), self._snapshots_folder(), name)).name
+
+    async def checkpoint(self, handle: SandboxHandle, name: str) -> snapshots.Taken:
+        """As :meth:`snapshot`, of one in which nobody has anything running but a shell that waits, unless that left
+        something in the background; and what there is to tell of it."""
+        from nemo_gym_prorl.sandbox.compose import snapshots
+
+        return await snapshots.take(container_of(handle), self._snapshots_folder(), name, at_rest=True)
+
+    async def delete_old_snapshots(self, name: str, age_s: float) -> None:
+        """Delete the snapshots that were taken under that name more than so many seconds ago."""
+        from nemo_gym_prorl.sandbox.compose import snapshots
+
+        await asyncio.to_thread(snapshots.sweep, self._snapshots_folder(), name, age_s)
 
     async def delete_snapshot(self, snapshot_id: str) -> None:
         """Delete a snapshot; one that is not there is deleted already."""

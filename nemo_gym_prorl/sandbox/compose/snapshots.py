@@ -13,12 +13,15 @@ restored is the caller's, who named it.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import errno
 import json
 import os
 import re
 import secrets
 import tarfile
+import time
+from collections.abc import AsyncIterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Annotated, Self
@@ -31,6 +34,7 @@ from nemo_gym_prorl.sandbox.gym.options import SNAPSHOT
 from nemo_gym_prorl.sandbox.images.store import ImageStore
 from nemo_gym_prorl.sandbox.isolation.files.snapshots import HEADER
 from nemo_gym_prorl.sandbox.supervisor.errors import SandboxRefused
+from nemo_gym_prorl.sandbox.supervisor.rpc.protocol import Message
 from nemo_gym_prorl.sandbox.supervisor.storage.state_dir import state_root
 
 
@@ -121,8 +125,24 @@ def default_folder() -> Path:
     return state_root() / "snapshots"
 
 
-async def take(container: Container, folder: Path, name: str) -> str:
-    """Write down what a sandbox has written; it stands still meanwhile. Returns the snapshot's name in ``folder``.
+@dataclass(frozen=True, slots=True)
+class Taken:
+    """A snapshot that was just taken.
+
+    Attributes:
+        name: in its folder.
+        size: of its file, in bytes.
+        programs: how many ran in the sandbox then that nobody outside has started.
+    """
+
+    name: str
+    size: int
+    programs: int
+
+
+async def take(container: Container, folder: Path, name: str, *, at_rest: bool = False) -> Taken:
+    """Write down in ``folder`` what a sandbox has written; it stands still meanwhile. Who has nothing running in it
+    but shells that wait (``at_rest``) need not have it stopped, which takes longer than to copy what most write.
 
     Raises:
         CallerError: there can be no snapshots in that folder.
@@ -135,25 +155,46 @@ async def take(container: Container, folder: Path, name: str) -> str:
     base = await asyncio.to_thread(Base.of, container.image, container.spec)
     target = await asyncio.to_thread(_open_fresh, fresh)
     try:
-        was_paused = container.paused
-        if not was_paused:
-            await container.pause()
+        header = json.dumps(asdict(base))
         try:
-            await container.ask("snapshot", [target], header=json.dumps(asdict(base)))
+            answer: Message = {"busy": True}
+            if at_rest and not container.paused:
+                answer, _files = await container.ask("snapshot", [target], header=header, at_rest=True)
+            if "busy" in answer:
+                async with _standing_still(container):
+                    answer, _files = await container.ask("snapshot", [target], header=header)
         except SandboxRefused as error:
             if error.number and error.number not in _NOT_THE_AGENTS:
                 raise AgentError(f"no snapshot can be taken: {error.reason}") from error
             raise
-        finally:
-            if not was_paused:
-                await container.resume()
         await asyncio.to_thread(fresh.rename, folder / snapshot)
     except BaseException:
         fresh.unlink(missing_ok=True)
         raise
     finally:
         os.close(target)
-    return snapshot
+    return Taken(snapshot, answer["bytes"], answer["programs"])
+
+
+@contextlib.asynccontextmanager
+async def _standing_still(container: Container) -> AsyncIterator[None]:
+    was_paused = container.paused
+    if not was_paused:
+        await container.pause()
+    try:
+        yield
+    finally:
+        if not was_paused:
+            await container.resume()
+
+
+def sweep(folder: Path, stem: str, age_s: float) -> None:
+    """Delete the snapshots of that name that are older than so many seconds."""
+    horizon = time.time() - age_s
+    for path in (*folder.glob(f"{stem}-*"), *folder.glob(f".{stem}-*")):
+        with contextlib.suppress(FileNotFoundError):
+            if path.stat().st_mtime < horizon:
+                path.unlink()
 
 
 def _open_fresh(path: Path) -> int:

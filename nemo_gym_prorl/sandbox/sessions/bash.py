@@ -210,6 +210,15 @@ class Shell:
         self._output.limit_to(output_limit)
         return await self.wait(timeout_s=timeout_s, silence_s=silence_s)
 
+    async def aside(self, command: str, *, timeout_s: float, output_limit: int = OUTPUT_LIMIT) -> Action:
+        """As :meth:`run`, for a command of ours, of which the next one's ``$?`` says nothing."""
+        before = self._status.last if self._status else 0
+        try:
+            return await self.run(command, timeout_s=timeout_s, silence_s=None, output_limit=output_limit)
+        finally:
+            if self._status:
+                self._status.last = before
+
     async def wait(self, *, timeout_s: float = HARD_TIMEOUT_S, silence_s: float | None = SOFT_TIMEOUT_S) -> Action:
         """Wait for the command that runs; as :meth:`run` otherwise, with all of its output so far."""
         output = self._output

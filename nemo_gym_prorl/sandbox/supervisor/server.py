@@ -216,12 +216,23 @@ class Supervisor:
         return await self._networks.listen(order)
 
     async def _do_snapshot(self, _client: Client, order: Message, files: list[int]) -> Answer:
-        """Of one that is paused, or it would change meanwhile."""
+        """Of one that is paused, or it would change meanwhile; or, if it may be ``at_rest``, of one in which nothing
+        runs but what was started from here and waits. Where something does, that is the answer."""
         sandbox = self._sandboxes.up(order["sandbox"])
-        if not sandbox.paused or sandbox.place is None:
+        at_rest = not sandbox.paused and order.get("at_rest", False)
+        if not (sandbox.paused or at_rest) or sandbox.place is None or sandbox.space is None:
             raise OSError("only a sandbox that is paused can be copied")
         layer, limit = str(sandbox.folder / "overlay" / "upper"), sandbox.order["disk_mib"] << 20
-        action = partial(snapshots.pack, sandbox.place, layer, order["header"], limit, files[0])
+        ours, space = os.getpid(), sandbox.space
+        pack = partial(snapshots.pack, sandbox.place, layer, order["header"], limit, files[0])
+
+        def action() -> Answer:
+            programs, busy = freezer.not_started_by(space, ours)
+            if at_rest and (programs or busy):
+                return {"busy": True}, []
+            answer, none = pack()
+            return {**answer, "programs": programs}, none
+
         return await self._children.run(action, [files[0], sandbox.place.process.number])
 
     async def _do_restore(self, _client: Client, order: Message, files: list[int]) -> Answer:

@@ -46,6 +46,8 @@ class ProgrammingProblems:
         tests_folder: where the files are that rows name.
     """
 
+    resumes = True
+
     def __init__(
         self,
         root: str,

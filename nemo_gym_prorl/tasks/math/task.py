@@ -29,6 +29,8 @@ class Math:
         checker: compares answers; this task ends it.
     """
 
+    resumes = True
+
     def __init__(self, root: str, tools: ToolLimits, checker: MathChecker) -> None:
         self._checker = checker
         self.tools = Workbench(TOOLS, f"{root.rstrip('/')}/workspace", tools)

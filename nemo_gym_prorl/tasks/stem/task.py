@@ -41,6 +41,8 @@ class Stem:
         holds: what is to be let go of at the end.
     """
 
+    resumes = True
+
     def __init__(
         self,
         root: str,

@@ -15,10 +15,11 @@ Invariants:
 from __future__ import annotations
 
 import asyncio
+import re
 import shlex
 from abc import ABC, abstractmethod
 from collections.abc import Awaitable, Callable, Mapping, Sequence
-from typing import Protocol
+from typing import Any, Protocol
 
 from nemo_gym_prorl.failures import CallerError, RolloutError
 from nemo_gym_prorl.session_results import Action, Cell
@@ -39,6 +40,28 @@ SHELL_VARIABLES: dict[str, str] = {"TERM": "dumb", "NO_COLOR": "1"}
 
 KEYS: Mapping[str, str] = {"C-c": "\x03", "C-d": "\x04"}
 """Names of what can be typed besides lines."""
+
+MOST_STATE = 256 << 10
+"""Bytes of a shell's variables and functions that are carried over; one that has more is begun anew."""
+
+_SAVE = r"""\builtin declare -p
+\builtin declare -f
+\builtin alias -p
+\builtin trap -p
+\builtin umask -p
+\builtin shopt -p
+\builtin set +o"""
+"""Has bash write down what it knows, as commands."""
+
+_BASHS_OWN = re.compile(
+    r"^(declare -\S+ (BASH\w*|COMP_WORDBREAKS|DIRSTACK|EPOCH\w+|EUID|FUNCNAME|GROUPS|HISTCMD|LINENO|PIPESTATUS|PPID"
+    r"|RANDOM|SECONDS|SHELLOPTS|SRANDOM|UID|_)(=.*)?|set [-+]o (monitor|history|histexpand|emacs|vi))(\n|$)",
+    re.MULTILINE,
+)
+"""Variables that are each bash's own: at some that are set it leaves out all that follows. And how it serves a
+terminal, which it would set up anew."""
+
+_OPTION = re.compile(r"^shopt -[su] \w+$", re.MULTILINE)
 
 _ENTER_KERNEL = """\
 import os as _os, sys as _sys
@@ -87,6 +110,8 @@ class _Console[Session: _Session, Asked](ABC):
         self._require_sandbox = require_sandbox
         self._session: Session | None = None
         self._lock = asyncio.Lock()
+        self._to_tell: list[str] = []
+        """Notes on what was lost between two sandboxes, for the next call."""
 
     async def call(self, arguments: Asked, timeout_s: float) -> str:
         """One call; returns the observation, whatever becomes of the session.
@@ -111,6 +136,15 @@ class _Console[Session: _Session, Asked](ABC):
                     return await self._replace(Output(), observations.ended(self._what))
             except _Unusable as error:
                 return self._error(str(error))
+
+    @property
+    def begun(self) -> bool:
+        """Whether there is a session."""
+        return self._session is not None
+
+    def _told(self) -> list[str]:
+        notes, self._to_tell = self._to_tell, []
+        return notes
 
     async def close(self) -> None:
         """End the session."""
@@ -183,6 +217,34 @@ class Bash(_Console[ShellSession, BashArguments]):
         self._silence_s = silence_s
         self._variables = SHELL_VARIABLES | dict(variables or {})
         self._seen = ""
+        self._code = 0
+        """With which the last command ended."""
+        self._saved: Mapping[str, Any] = {}
+        """What the first session goes on from."""
+
+    async def save(self) -> dict[str, Any] | None:
+        """Folder, variables, functions and options of the shell, as bash itself writes them; empty where there is no
+        shell, ``None`` where they can't be had, as while a command runs."""
+        async with self._lock:
+            if self._session is None:
+                return dict(self._saved)
+            if self._session.running or self._session.exited:
+                return None
+            try:
+                said = await self._session.aside(_SAVE, timeout_s=ANSWER_MARGIN_S, output_limit=MOST_STATE)
+            except RolloutError:
+                return None  # whatever it was, the next call meets it
+            if said.exit_code is None or said.timed_out or said.exited or said.omitted:
+                return None
+            return {"state": _BASHS_OWN.sub("", said.output), "folder": said.cwd, "code": self._code}
+
+    def resume(self, saved: Mapping[str, Any] | None, lost: Sequence[str]) -> None:
+        """Begin with what :meth:`save` gave."""
+        self._saved = saved or {}
+        if "shell" in lost:
+            self._to_tell.append(observations.had_ended("shell"))
+        elif "programs" in lost:
+            self._to_tell.append(observations.stopped_programs())
 
     async def _call(self, arguments: BashArguments, timeout_s: float) -> str:
         if arguments.restart:
@@ -191,7 +253,7 @@ class Bash(_Console[ShellSession, BashArguments]):
         if arguments.input is not None:
             return await self._type(shell, arguments.input, timeout_s)
         assert arguments.command is not None
-        left, notes = Output(), []
+        left, notes = Output(), self._told()
         if shell.running and not shell.exited:
             action = await shell.wait(timeout_s=timeout_s, silence_s=0.0)
             if action.waiting:
@@ -227,6 +289,7 @@ class Bash(_Console[ShellSession, BashArguments]):
         else:
             status = observations.exit_code(action.exit_code)
         if not action.exited:
+            self._code = self._code if action.exit_code is None else action.exit_code
             return observation(output, status, notes, limit=self._limit)
         await self._require_sandbox(None)
         return await self._replace(output, status, [*notes, observations.ended("shell")])
@@ -243,8 +306,21 @@ class Bash(_Console[ShellSession, BashArguments]):
         return await self._sandbox.shell(env=self._variables)
 
     async def _enter(self, session: ShellSession) -> None:
-        self._seen = ""
-        await session.run(f"cd -- {shlex.quote(self._folder)}", timeout_s=ANSWER_MARGIN_S, silence_s=None)
+        self._seen, self._code = "", 0
+        saved, self._saved = self._saved, {}
+        begin = f"cd -- {shlex.quote(saved.get('folder', self._folder))}"
+        await session.run(begin, timeout_s=ANSWER_MARGIN_S, silence_s=None)
+        if saved:
+            # Some functions can only be read with the options that they were written with. Those of ``set`` come last
+            # in what bash wrote: with some of them what follows would end it.
+            options = "\n".join(_OPTION.findall(saved["state"]))
+            for known in (options, f"{{ {saved['state']}\n}} 2>/dev/null"):
+                begun = await session.run(known, timeout_s=ANSWER_MARGIN_S, silence_s=None)
+            if begun.exit_code != 0:
+                self._to_tell.append(observations.had_ended("shell"))
+            self._code = saved["code"]
+        if self._code:
+            await session.run(f"(exit {self._code})", timeout_s=ANSWER_MARGIN_S, silence_s=None)
 
 
 class Python(_Console[KernelSession, PythonArguments]):
@@ -253,11 +329,16 @@ class Python(_Console[KernelSession, PythonArguments]):
     def __init__(self, sandbox: HasSessions, folder: str, limit: int, require_sandbox: RequireSandbox) -> None:
         super().__init__("kernel", sandbox, folder, limit, require_sandbox)
 
+    def resume(self, lost: Sequence[str]) -> None:
+        """Tell at the first call what is lost."""
+        if "kernel" in lost:
+            self._to_tell.append(observations.had_ended("kernel"))
+
     async def _call(self, arguments: PythonArguments, timeout_s: float) -> str:
         if arguments.restart:
             return await self._replace(Output(), observations.restarted("kernel"))
         assert arguments.code is not None
-        kernel, notes = await self._begun(), []
+        kernel, notes = await self._begun(), self._told()
         try:
             cell = await kernel.run(arguments.code, timeout_s=timeout_s, output_limit=self._limit)
         except RolloutError as error:

@@ -63,6 +63,11 @@ def had_ended(what: str) -> str:
     return f"the {what} had ended and a new one was started before this call: {_LOST[what]} are gone"
 
 
+def stopped_programs() -> str:
+    """Note on a sandbox that was restored from its files."""
+    return "programs that ran in the background have ended"
+
+
 def ended_before(code: int | None) -> str:
     """Note on the command before, which was left running."""
     return "the command before has ended" + ("" if code is None else f" with exit code {code}")

@@ -56,6 +56,10 @@ class Tally:
         failed |= status.startswith("exit code: ") and status != "exit code: 0"
         counts.errors += failed or (not status and observation.startswith(_TROUBLE))
 
+    def resume(self, counted: Mapping[str, Mapping[str, int]]) -> None:
+        """Go on from what :meth:`as_json` gave."""
+        self._tools = {tool: ToolCounts(**counts) for tool, counts in counted.items()}
+
     def as_json(self) -> Mapping[str, Mapping[str, int]]:
         """By tool, for a rollout's row."""
         return {tool: asdict(counts) for tool, counts in self._tools.items()}

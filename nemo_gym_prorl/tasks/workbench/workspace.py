@@ -24,7 +24,7 @@ import json
 import posixpath
 import secrets
 import shlex
-from collections.abc import Coroutine, Mapping
+from collections.abc import Coroutine, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
 from importlib.resources import files
@@ -224,6 +224,26 @@ class Workspace:
     def tool_use(self) -> Mapping[str, Mapping[str, int]]:
         """How the calls so far went, by tool; see :class:`~.tally.ToolCounts`."""
         return self._tally.as_json()
+
+    async def save(self) -> tuple[dict[str, Any], list[str]]:
+        """What tools know beyond files, and what of that is lost; see :class:`.task.ResumableTools`."""
+        saved: dict[str, Any] = {"tally": self.tool_use(), "over": self.over}
+        lost: list[str] = []
+        if self._bash is not None:
+            saved["shell"] = await self._bash.save()
+            lost += ["shell"] if saved["shell"] is None else []
+        if self._python is not None and self._python.begun:
+            lost.append("kernel")
+        return saved, lost
+
+    async def resume(self, saved: Mapping[str, Any], lost: Sequence[str]) -> None:
+        """Go on from there."""
+        self._tally.resume(saved["tally"])
+        self.over = saved["over"]
+        if self._bash is not None:
+            self._bash.resume(saved.get("shell"), lost)
+        if self._python is not None:
+            self._python.resume(lost)
 
     async def _call(self, tool: str, arguments: object) -> str:
         limit = self._limits.output_bytes

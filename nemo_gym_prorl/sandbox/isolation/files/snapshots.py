@@ -47,6 +47,8 @@ MOST_ENTRIES = 1 << 20
 MEMORY = 2 << 30
 """Bytes of address space for who reads an archive, whose headers may be as large as they like."""
 
+_CHUNK = 1 << 20
+
 BLOCK = 4096
 """Bytes in which file systems count, each file for itself."""
 
@@ -79,16 +81,17 @@ def pack(place: joining.Place, upper: str, header: str, limit: int, target: int)
     links: dict[int, str] = {}
     count = 0
     with (
-        os.fdopen(os.dup(target), "wb") as file,
+        os.fdopen(os.dup(target), "wb", _CHUNK) as file,
         tarfile.open(
             fileobj=file,
-            mode="w|",
+            mode="w",
             format=tarfile.PAX_FORMAT,
             encoding="utf-8",
             errors="surrogateescape",
             pax_headers={HEADER: header},
         ) as archive,
     ):
+        archive.copybufsize = _CHUNK  # type: ignore[attr-defined]
         for folder, folders, files in os.walk(".", onerror=_fail):
             for name in (*folders, *files):
                 count += _add(archive, os.path.normpath(os.path.join(folder, name)), links, limit)

@@ -80,6 +80,18 @@ def resume(space: state_dir.Space) -> Answer:
     return {}, []
 
 
+def not_started_by(space: state_dir.Space, pid: int) -> tuple[int, bool]:
+    """How many programs run that a process has not started itself, and whether one of those that it has may be doing
+    something: it does not wait, or has threads of which one may not."""
+    others, busy = 0, False
+    for _started, program, state in _programs(space):
+        with contextlib.suppress(OSError):
+            found = threads.status(program)
+            others += int(found[threads.PARENT]) != pid
+            busy |= state != "S" or int(found[threads.THREADS]) > 1
+    return others, busy
+
+
 def _programs(space: state_dir.Space) -> list[tuple[int, int, str]]:
     """Start time, number and state of every process but the container's own, parents first."""
     return sorted((started, pid, state) for started, pid, state, own in _all(space) if not own)

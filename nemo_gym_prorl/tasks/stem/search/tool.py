@@ -78,6 +78,14 @@ class OpenSearch:
         """How the calls so far went, by tool."""
         return self._tally.as_json()
 
+    async def save(self) -> tuple[dict[str, Any], list[str]]:
+        """How the calls went."""
+        return {"tally": self.tool_use()}, []
+
+    async def resume(self, saved: Mapping[str, Any], lost: Sequence[str]) -> None:
+        """Count on."""
+        self._tally.resume(saved["tally"])
+
     async def _call(self, tool: str, arguments: object) -> str:
         try:
             asked = parse_arguments(tool, SearchArguments, arguments)

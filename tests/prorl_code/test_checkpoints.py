@@ -1,0 +1,121 @@
+# SPDX-FileCopyrightText: Copyright (c) 2026 the nemo-gym-prorl authors
+# SPDX-License-Identifier: Apache-2.0
+"""Sessions that are kept and go on elsewhere: what is carried over, what is lost and told, and what is refused."""
+
+import os
+import time
+from typing import Any
+
+from nemo_gym_prorl.sandbox.compose.snapshots import default_folder
+from tests.prorl_code.conftest import Client, row, serving
+
+
+TASK = "HumanEval/2"
+
+
+async def kept(client: Client) -> dict[str, Any]:
+    status, checkpoint, _ = await client.post("/checkpoint_session")
+    assert status == 200, checkpoint
+    return dict(checkpoint)
+
+
+async def resume(client: Client, checkpoint: dict[str, Any]) -> tuple[int, Any, str | None]:
+    return await client.post("/checkpoint_session/resume", {"row": row(TASK), "checkpoint": checkpoint})
+
+
+async def test_what_another_session_goes_on_with(client: Client, base_url: str) -> None:
+    await client.seed(TASK)
+    known = "set -u; alias l=ls; f() { echo f; }; readonly R=1; A=(1 2); export E=$'a\\nb'; umask 077; cd /"
+    await client.tool("bash", command=f"{known}; shopt -s extglob; rm /etc/debian_version")
+    await client.tool("bash", command="g() { [[ $1 == @(a|b) ]] && echo g; }")
+    files = "mkfifo /root/pipe; ln -s /etc/shadow /root/link; truncate -s 1G /root/holes"
+    await client.tool("bash", command=f"{files}; (exit 7)")
+    checkpoint = await kept(client)
+    assert checkpoint["lost"] == []
+    assert checkpoint["size"] < 1 << 20, "holes are none of it"
+    await client.tool("bash", command="touch /root/later; E=other")
+    for _ in range(2):  # from one checkpoint as often as one likes
+        async with Client(base_url) as other:
+            assert (await resume(other, checkpoint))[0] == 200
+            look = 'echo $? $R ${A[1]} "$E" $PWD $(umask); alias l; f; g b; echo $-'
+            said = await other.tool("bash", command=f"{look}; ls /root /etc/debian_version; stat -c %s /root/holes")
+            assert said.splitlines()[:5] == ["7 1 2 a", "b / 0077", "alias l='ls'", "f", "g"]
+            assert "u" in said.splitlines()[5]
+            assert "later" not in said
+            assert {"pipe", "link", "1073741824"} <= {*said.split()}
+            assert "cannot access '/etc/debian_version'" in said
+            assert (await other.post("/release_session"))[0] == 200
+            verdict = (await other.verify(TASK))[1]
+            assert verdict["tool_use"]["bash"]["calls"] == 4, "calls before count as well"
+
+
+async def test_what_is_lost_is_told_by_the_tool_that_lost_it(client: Client, base_url: str) -> None:
+    await client.seed(TASK)
+    await client.tool("bash", command="(setsid sleep 1000 >/dev/null 2>&1 &)")
+    await client.tool("python", code="x = 1")
+    checkpoint = await kept(client)
+    assert checkpoint["lost"] == ["kernel", "programs"]
+    assert "ok" in await client.tool("python", code="print(x)"), "the session itself goes on"
+    async with Client(base_url) as other:
+        assert (await resume(other, checkpoint))[0] == 200
+        assert "programs that ran in the background have ended" in await other.tool("bash", command="pgrep sleep")
+        assert "have ended" not in await other.tool("bash", command="true")
+        assert "the kernel had ended and a new one was started" in await other.tool("python", code="1")
+        assert "NameError" in await other.tool("python", code="x")
+    waiting = await client.tool("bash", command="read line; echo got $line", timeout_s=30)
+    assert "still running" in waiting
+    checkpoint = await kept(client)
+    assert checkpoint["lost"] == ["shell", "kernel", "programs"] or checkpoint["lost"] == ["shell", "kernel"]
+    assert "got it" in await client.tool("bash", input="it"), "nor is its command disturbed"
+    async with Client(base_url) as other:
+        assert (await resume(other, checkpoint))[0] == 200
+        assert "the shell had ended and a new one was started" in await other.tool("bash", command="true")
+
+
+async def test_what_was_handed_in_stays_so(client: Client, base_url: str) -> None:
+    await client.seed(TASK)
+    await client.tool("submit")
+    checkpoint = await kept(client)
+    async with Client(base_url) as other:
+        assert (await resume(other, checkpoint))[0] == 200
+        assert "submitted already" in await other.tool("bash", command="true")
+
+
+async def test_what_is_gone_is_refused_by_name(client: Client) -> None:
+    await client.seed(TASK)
+    checkpoint = await kept(client)
+    path = default_folder() / checkpoint["snapshot"]
+    for name in ("../x", "other", "checkpoint-other-123456789abc"):
+        await client.post("/checkpoint_session/forget", {"snapshots": [name]})
+    assert path.stat().st_mode & 0o777 == 0o600
+    assert (await client.post("/checkpoint_session/forget", {"snapshots": [checkpoint["snapshot"]]}))[0] == 200
+    assert not path.exists()
+    status, problem, _ = await resume(client, checkpoint)
+    assert (status, problem["errors"][0]["field"]) == (422, "checkpoint.snapshot")
+    status, problem, _ = await client.post("/checkpoint_session/resume", {"row": row(TASK), "checkpoint": {}})
+    assert status == 422
+    await client.post("/release_session")
+    assert (await client.post("/checkpoint_session"))[2] == "session_lost"
+
+
+async def test_what_nobody_asks_for_is_swept() -> None:
+    async with serving(session_ttl_s=2.0) as url, Client(url) as client:
+        await client.seed(TASK)
+        path = default_folder() / (await kept(client))["snapshot"]
+        os.utime(path, (time.time() - 10, time.time() - 10))
+        fresh = default_folder() / (await kept(client))["snapshot"]
+        assert path.exists()
+    async with serving(session_ttl_s=2.0) as url, Client(url) as client:
+        await client.seed(TASK)
+        for _ in range(40):
+            await client.tool("bash", command="sleep 0.1")
+            if not path.exists():
+                break
+        assert not path.exists()
+        assert fresh.exists()
+
+
+async def test_a_provider_that_keeps_nothing_names_no_path() -> None:
+    async with serving(sandbox_provider={"apptainer": {}}) as url, Client(url) as client:
+        assert await client.post("/seed_session", row(TASK)) == (200, {"release_path": "/release_session"}, None)
+        assert (await client.post("/checkpoint_session"))[0] == 404
