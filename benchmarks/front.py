@@ -117,7 +117,7 @@ def _front(ports: list[int], told: Connection) -> None:
         open_files.raise_limit()
         front = Front(NodeList([RolloutClient(f"http://127.0.0.1:{port}") for port in ports]))
         await front.start()
-        async with served(front_app(front, key=None, name="front", url="")) as url:
+        async with served(front_app(front, key=None)) as url:
             while len(front.dispatcher.statuses) < len(ports):  # noqa: ASYNC110
                 await asyncio.sleep(0.1)
             told.send(url)

@@ -6,7 +6,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import os
 from collections.abc import AsyncIterator, Sequence
 from pathlib import Path
 
@@ -81,7 +80,6 @@ async def over_ray(
     def say(what: str) -> None:
         console.print(what, markup=False, soft_wrap=True)
 
-    os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")
     try:
         await asyncio.to_thread(ray.init, address=address, log_to_driver=False, namespace="prorl")
     except (ConnectionError, RuntimeError, ValueError) as error:
@@ -116,7 +114,7 @@ async def _front(nodes: Nodes, token: str | None, host: str, port: int, console:
     front = Front(nodes, say=lambda what: console.print(what, markup=False, soft_wrap=True))
     await front.start()
     try:
-        async with served(front_app(front, key=token, name="fleet", url=f"http://{host}:{port}"), host, port) as url:
+        async with served(front_app(front, key=token), host, port) as url:
             console.print(f"Front at {url}; Ctrl-C ends it.", soft_wrap=True)
             yield front
     except OSError as error:

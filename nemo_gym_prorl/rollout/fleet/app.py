@@ -6,7 +6,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-from fastapi import APIRouter, Depends, FastAPI
+from fastapi import APIRouter, Depends, FastAPI, Request
 from prometheus_client.core import GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 from pydantic import BaseModel, ConfigDict, Field
@@ -46,14 +46,12 @@ class _Nodes(Collector):
         yield GaugeMetricFamily("prorl_fleet_lost_tries", "Tries that ended with their node.", value=lost)
 
 
-def front_app(front: Front, *, key: str | None, name: str, url: str) -> FastAPI:
+def front_app(front: Front, *, key: str | None) -> FastAPI:
     """The application of a front.
 
     Args:
         front: started and closed by the caller.
         key: which every route but ``/healthz`` wants; ``None`` for none.
-        name: by which it is listed.
-        url: where it is listed.
     """
     app = FastAPI(title="nemo-gym-prorl fleet")
     add_problem_handlers(app)
@@ -73,9 +71,10 @@ def front_app(front: Front, *, key: str | None, name: str, url: str) -> FastAPI:
         return front.dispatcher.views()
 
     @router.get("/server_instances", tags=["service"], responses=problem_responses())
-    async def server_instances() -> list[dict[str, str]]:
-        """As Gym's head server lists its servers."""
-        return [{"process_name": name, "name": "prorl_agent", "server_type": "responses_api_agents", "url": url}]
+    async def server_instances(request: Request) -> list[dict[str, str]]:
+        """As Gym's head server lists its servers: here, by the address that the caller has."""
+        url = str(request.base_url).rstrip("/")
+        return [{"process_name": "fleet", "name": "prorl_agent", "server_type": "responses_api_agents", "url": url}]
 
     app.include_router(router)
     return app

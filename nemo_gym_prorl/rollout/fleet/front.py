@@ -46,7 +46,7 @@ from nemo_gym_prorl.rollout.store import JobStore
 LOGGER = logging.getLogger(__name__)
 
 MAX_LOSSES = 5
-"""So many nodes may be lost with a job on them before it fails."""
+"""A job fails with the loss of so many nodes that it was on."""
 _CLOSE_S = 30.0
 
 _WAY = [JobState.QUEUED, JobState.INITIALIZING, JobState.READY, JobState.RUNNING, JobState.EVALUATING]
@@ -306,7 +306,7 @@ class Front:
         self.lost_nodes += 1
         failure = Failure(FailureKind.SESSION_LOST, Origin.INFRASTRUCTURE, None, why)
         job.failures += [*failures, failure]
-        if self._controls[job.id].tries > MAX_LOSSES:
+        if self._controls[job.id].tries >= MAX_LOSSES:
             self._fail(job, failure)
             return
         if job.state is not JobState.QUEUED:

@@ -91,7 +91,7 @@ async def fleet(
         there = [it.joined for it in services[: count if joined is None else joined]]
         it = Fleet(services, Changing(there), settings)
         await it.front.start()
-        it.url = await stack.enter_async_context(serve(front_app(it.front, key=None, name="fleet", url="")))
+        it.url = await stack.enter_async_context(serve(front_app(it.front, key=None)))
         it.client = await stack.enter_async_context(RolloutClient(it.url))
         async with asyncio.timeout(30):
             while len(it.front.dispatcher.statuses) < len(there):
