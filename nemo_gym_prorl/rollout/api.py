@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator
-from itertools import islice
 from typing import Annotated
 
 import orjson
@@ -24,7 +23,6 @@ from nemo_gym_prorl.rollout.job import Job, JobState
 from nemo_gym_prorl.rollout.json_route import JsonRoute
 from nemo_gym_prorl.rollout.metrics import PipelineMetrics
 from nemo_gym_prorl.rollout.pipeline import Pipeline
-from nemo_gym_prorl.rollout.request import RolloutForgotten
 from nemo_gym_prorl.rollout.schemas import (
     MAX_WAIT_S,
     CancelAnswer,
@@ -53,10 +51,8 @@ def rollout_router(pipeline: Pipeline, metrics: PipelineMetrics) -> APIRouter:
     """
     router = APIRouter(route_class=JsonRoute, dependencies=[Depends(no_other_parameters)])
 
-    def find(rollout_id: str) -> Job:
-        job = pipeline.store.get(rollout_id)
-        if job is None and pipeline.store.is_forgotten(rollout_id):
-            raise RolloutForgotten(f"rollout {rollout_id!r} has ended and is forgotten")
+    async def find(rollout_id: str) -> Job:
+        job = await pipeline.store.fetch(rollout_id)
         if job is None:
             raise ProblemError(404, "unknown-rollout", f"no rollout {rollout_id!r}")
         return job
@@ -82,7 +78,7 @@ def rollout_router(pipeline: Pipeline, metrics: PipelineMetrics) -> APIRouter:
     )
     async def submit(body: SubmitRequest) -> JobView:
         """Submit a rollout. The same `id` and row again answer with the job that exists."""
-        job = pipeline.submit(body.to_request())
+        job = await pipeline.accept(body.to_request())
         return JobView.of(job)
 
     @router.get(
@@ -97,7 +93,7 @@ def rollout_router(pipeline: Pipeline, metrics: PipelineMetrics) -> APIRouter:
         tokens: Annotated[TokenForm, Query(description="Where the result's tokens are to be.")] = TokenForm.ITEMS,
     ) -> Response:
         """The rollout; with `wait`, as soon as it has its outcome or the time is over."""
-        job = find(rollout_id)
+        job = await find(rollout_id)
         if wait and not job.state.terminal:
             await pipeline.wait(job, wait)
         return answer(job, tokens)
@@ -117,14 +113,14 @@ def rollout_router(pipeline: Pipeline, metrics: PipelineMetrics) -> APIRouter:
         if after is not None and page is not None:
             raise CallerError("is a page of the rollouts, `after` a place in the log; give one of them", field="from")
         if after is None:
-            first = 0 if page is None else Cursor.parse(page, "from").within(store.epoch, 0, store.submitted)
-            found = [*islice(store.find(state=state, group=group, after=first), limit + 1)]
-            more = Cursor(store.epoch, found[limit - 1].number) if len(found) > limit else None
+            first = 0 if page is None else Cursor.parse(page, "from").within(store.life, 0, store.submitted)
+            found = await store.page(state=state, group=group, after=first, limit=limit + 1, content=results)
+            more = Cursor(store.life, found[limit - 1].number) if len(found) > limit else None
             return listing(found[:limit], store.cursor, results, more)
         start = Cursor.parse(after)
         if wait:
             await store.wait_for_end(start, wait)
-        ended, cursor = store.ended_after(start, limit)
+        ended, cursor = await store.ended_after(start, limit, content=results)
         fitting = [job for job in ended if (state is None or job.state is state) and group in (None, job.group)]
         return listing(fitting, cursor, results)
 
@@ -136,7 +132,7 @@ def rollout_router(pipeline: Pipeline, metrics: PipelineMetrics) -> APIRouter:
     )
     async def cancel(rollout_id: str) -> Response:
         """Cancel; answers when the rollout has its outcome and its sandbox is gone. A terminal one stays as it is."""
-        job = find(rollout_id)
+        job = await find(rollout_id)
         await pipeline.cancel(job)
         return answer(job)
 
@@ -144,11 +140,11 @@ def rollout_router(pipeline: Pipeline, metrics: PipelineMetrics) -> APIRouter:
     async def cancel_many(body: CancelRequest) -> CancelAnswer:
         """Cancel several at once; answers when all of them have their outcome."""
         if body.group is not None:
-            jobs, unknown = pipeline.store.in_group(body.group), []
+            jobs, unknown = await pipeline.store.in_group(body.group), []
         else:
-            found = {rollout_id: pipeline.store.get(rollout_id) for rollout_id in body.ids or ()}
-            jobs = [job for job in found.values() if job is not None]
-            unknown = [rollout_id for rollout_id, job in found.items() if job is None]
+            ids = dict.fromkeys(body.ids or ())
+            found = await pipeline.store.fetch_all(ids)
+            jobs, unknown = [*found.values()], [rollout_id for rollout_id in ids if rollout_id not in found]
         await asyncio.gather(*(pipeline.cancel(job) for job in jobs))
         return CancelAnswer(rollouts=[JobView.of(job) for job in jobs], unknown=unknown)
 

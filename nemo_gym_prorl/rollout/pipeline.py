@@ -28,7 +28,7 @@ from collections import Counter
 from collections.abc import Awaitable, Callable, Coroutine
 from dataclasses import dataclass, field, replace
 from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from nemo_gym_prorl.failures import (
     BudgetExceeded,
@@ -37,6 +37,7 @@ from nemo_gym_prorl.failures import (
     FailureKind,
     InfrastructureError,
     JobCancelled,
+    Origin,
     RolloutError,
     Stage,
     classify,
@@ -53,6 +54,9 @@ from nemo_gym_prorl.rollout.settings import PipelineSettings
 from nemo_gym_prorl.rollout.store import JobStore
 from nemo_gym_prorl.serving.tracing import SpanGroup, failed, note, span
 
+
+if TYPE_CHECKING:  # clients have no database
+    from nemo_gym_prorl.rollout.journal.journal import Journal
 
 LOGGER = logging.getLogger(__name__)
 
@@ -97,6 +101,7 @@ class Pipeline:
         environments: whose rollouts it runs.
         settings: bounds and defaults.
         clock: monotonic seconds; what stages are charged by.
+        journal: what keeps its jobs over a restart, if anything; closed with it. Call :meth:`start` then.
     """
 
     def __init__(
@@ -104,10 +109,11 @@ class Pipeline:
         environments: Environments,
         settings: PipelineSettings | None = None,
         clock: Callable[[], float] = time.monotonic,
+        journal: Journal | None = None,
     ) -> None:
         self.environments = environments
         self.settings = settings or PipelineSettings()
-        self.store = JobStore(self.settings.retain_bytes, self.settings.keep_unread_s, clock)
+        self.store = JobStore(self.settings.retain_bytes, self.settings.keep_unread_s, clock, journal)
         every = [environments.environment(name) for name in environments.names]
         cohorts = {environment.name: environment.scores_groups_of for environment in every}
         self.scheduler = StageScheduler(self.settings.stages, environments.shares, cohorts)
@@ -120,6 +126,11 @@ class Pipeline:
         self.on_finish: list[Callable[[Job], None]] = []
         """Called with each job that reached its outcome, e.g. by metrics; what one raises is logged."""
         self._controls: dict[str, _Control] = {}
+        self._arriving: dict[str, asyncio.Task[Job]] = {}
+        """New jobs that are on their way to the disk."""
+        self._ending: dict[str, asyncio.Future[None]] = {}
+        """Jobs whose outcome is on its way to the disk; they hold no slot, and are done when it is there."""
+        self._closing = False
         self._tasks: set[asyncio.Task[Any]] = set()
 
     @property
@@ -132,10 +143,57 @@ class Pipeline:
         """The servers that cannot be reached, each for an environment of which no rollout begins because of that."""
         return self._outages.all
 
+    def start(self) -> None:
+        """Take on again what an earlier life of the service had accepted."""
+        if self.store.journal is None:
+            return
+        for job, lives, *_ in self.store.journal.unfinished():
+            often = "was restarted" if lives == 1 else f"was restarted {lives} times"
+            why = f"the service {often} before it had an outcome"
+            job.failures.append(Failure(FailureKind.SHUTDOWN, Origin.INFRASTRUCTURE, None, why))
+            if job.environment in self.environments.names:
+                job.handler = self.environments.environment(job.environment).handler
+                self._take_on(job)
+                continue
+            self._remember(job)
+            gone = InfrastructureError(f"the service was restarted without its environment {job.environment!r}")
+            self._finish(job, Outcome(JobState.FAILED, {}, failure=classify(gone, None)))
+
     # -- callers -------------------------------------------------------------------------------------------------
 
+    async def accept(self, request: JobRequest) -> Job:
+        """As :meth:`submit`, and return when the job is on disk, where there is a journal.
+
+        Raises:
+            JournalFails: it cannot be written.
+        """
+        journal = self.store.journal
+        if journal is None:
+            return self.submit(request)
+        digest = _digest(request)
+        known = self.store.get(request.id or "")
+        if known is not None and not known.delivered:
+            return _same(known, request, digest)
+        arriving = self._arriving.get(request.id or "")
+        if arriving is None:
+            job = self._new(request, digest, bounded=True)
+            arriving = self._arriving[job.id] = asyncio.create_task(
+                self._write_ahead(journal, job, named=request.id is not None)
+            )
+            arriving.add_done_callback(lambda _: self._arriving.pop(job.id))
+        return _same(await asyncio.shield(arriving), request, digest)  # whose caller hangs up is accepted all the same
+
+    async def _write_ahead(self, journal: Journal, job: Job, *, named: bool) -> Job:
+        """The job, or that which had its id before."""
+        if await journal.accepted(job, named=named):
+            self._take_on(job)
+            return job
+        known = await self.store.fetch(job.id)
+        assert known is not None, "it is there or forgotten"
+        return known
+
     def submit(self, request: JobRequest, *, bounded: bool = True) -> Job:
-        """Take a job on; the same id and row again is the same job.
+        """Take a job on, in memory only; the same id and row again is the same job.
 
         Args:
             request: the job.
@@ -146,23 +204,27 @@ class Pipeline:
             QueueFull, JobConflict, RolloutForgotten, Draining.
             CallerError: the row cannot be written as JSON, or belongs to no environment that there is.
         """
-        try:
-            digest = row_digest(request.row)
-        except TypeError as error:
-            raise CallerError(f"cannot be written as JSON: {error}", field="row") from error
+        digest = _digest(request)
         if request.id is not None:
             known = self.store.get(request.id)
             if known is not None and not known.delivered:
-                if known.held or request.held:
-                    raise JobConflict(f"job {request.id!r} belongs to another caller; choose another id", field="id")
-                if known.digest != digest or known.run != request.run:
-                    other = "of another run" if known.digest == digest else "with another row"
-                    raise JobConflict(f"job {request.id!r} exists {other}; choose another id", field="id")
-                return known
+                return _same(known, request, digest)
             if self.store.is_forgotten(request.id):
                 raise RolloutForgotten(
                     f"rollout {request.id!r} has ended and is forgotten; a new one needs another id"
                 )
+            if request.id in self._arriving:
+                raise _of_another(request)
+        job = self._new(request, digest, bounded=bounded)
+        self._take_on(job)
+        return job
+
+    def _new(self, request: JobRequest, digest: bytes, *, bounded: bool) -> Job:
+        """The job of a request that nothing stands against.
+
+        Raises:
+            QueueFull, Draining, CallerError: as :meth:`submit`.
+        """
         environment = self.environments.choose(request.row, request.environment)
         if environment.scores_groups_of > 1 and request.group is None:
             together = f"{environment.scores_groups_of} rollouts of a group together"
@@ -170,9 +232,11 @@ class Pipeline:
         budgets = environment.budgets or self.settings.budgets
         if self.draining:
             raise Draining("the service is draining and takes no new rollouts")
+        if self.store.journal is not None:
+            self.store.journal.check()
         if bounded:
             self._refuse_if_full()
-        job = Job(
+        return Job(
             id=request.id or uuid.uuid4().hex,
             stored_row=request.row,
             digest=digest,
@@ -187,13 +251,19 @@ class Pipeline:
             max_attempts=request.max_attempts or self.settings.max_attempts,
             held=request.held,
         )
-        self.store.add(job, job.submitted_at)
-        self._controls[job.id] = _Control(since=self._clock())
+
+    def _take_on(self, job: Job) -> None:
+        self._remember(job)
         self._carry_out(self.scheduler.submit(job.id, job.client, job.priority, job.environment, job.group))
-        return job
+        if self._closing:
+            self.request_cancel(job, _shutting_down())
+
+    def _remember(self, job: Job) -> None:
+        self.store.add(job, time.time())
+        self._controls[job.id] = _Control(since=self._clock())
 
     def _refuse_if_full(self) -> None:
-        if self.scheduler.waiting(Stage.INIT) >= self.settings.max_queued:
+        if self.scheduler.waiting(Stage.INIT) + len(self._arriving) >= self.settings.max_queued:
             raise QueueFull(f"{self.settings.max_queued} rollouts are waiting already; try again later")
         if self.store.full:
             raise QueueFull(
@@ -214,6 +284,8 @@ class Pipeline:
         control = self._controls.get(job.id)
         if control is not None:
             return control.done
+        if (ending := self._ending.get(job.id)) is not None:
+            return ending
         over: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         over.set_result(None)
         return over
@@ -244,7 +316,9 @@ class Pipeline:
     async def drain(self, timeout: float | None = None) -> bool:
         """Take no new jobs and wait until every job has its outcome; ``False`` if some have none after ``timeout``."""
         self.draining = True
-        pending = [control.done for control in self._controls.values()]
+        if self._arriving:
+            await asyncio.wait([*self._arriving.values()], timeout=timeout)
+        pending = [*(control.done for control in self._controls.values()), *self._ending.values()]
         if not pending:
             return True
         _, left = await asyncio.wait(pending, timeout=timeout)
@@ -255,13 +329,19 @@ class Pipeline:
         self.draining = False
 
     async def close(self) -> None:
-        """Cancel every job and return when all have their outcome. Bounded by grace and release times."""
-        self.draining = True
+        """Cancel every job and return when all have their outcome, or, with a journal, are left to the service's next
+        life. Bounded by grace and release times."""
+        self.draining = self._closing = True
+        journal = self.store.journal
+        if journal is not None:
+            journal.stop_trying()
         for job in self.store.live():
-            self.request_cancel(job, JobCancelled("the service is shutting down", kind=FailureKind.SHUTDOWN))
+            self.request_cancel(job, _shutting_down())
         await self._outages.close()
-        while self._tasks:
-            await asyncio.wait(set(self._tasks))
+        while pending := {*self._tasks, *self._arriving.values()}:
+            await asyncio.wait(pending)
+        if journal is not None:
+            await journal.close()
 
     # -- stages --------------------------------------------------------------------------------------------------
 
@@ -478,11 +558,28 @@ class Pipeline:
         self._finish(job, self._calls.failed(job, stage, failure))
 
     def _finish(self, job: Job, outcome: Outcome) -> None:
-        job.outcome = outcome
-        job.finished_at = time.time()
+        """Nobody is told of an outcome before it is on disk; a disk that is slow holds no slot meanwhile."""
         job.pack()
+        done = self._controls.pop(job.id).done
+        if self.store.journal is None:
+            self._end(job, outcome, time.time(), done)
+        else:
+            self._ending[job.id] = done
+            self._spawn(self._end_on_disk(job, outcome, time.time(), done))
+
+    async def _end_on_disk(self, job: Job, outcome: Outcome, at: float, done: asyncio.Future[None]) -> None:
+        written = await self.store.write_down(job, outcome, at)
+        del self._ending[job.id]
+        if written:
+            self._end(job, outcome, at, done)
+        else:
+            done.set_result(None)
+
+    def _end(self, job: Job, outcome: Outcome, at: float, done: asyncio.Future[None]) -> None:
+        job.outcome = outcome
+        job.finished_at = at
         self._move(job, outcome.state)
-        self._controls.pop(job.id).done.set_result(None)
+        done.set_result(None)
         for callback in self.on_finish:
             try:
                 callback(job)
@@ -507,3 +604,28 @@ class Pipeline:
         self._tasks.discard(task)
         if not task.cancelled() and (error := task.exception()) is not None:
             LOGGER.error("defect in the pipeline", exc_info=error)
+
+
+def _digest(request: JobRequest) -> bytes:
+    try:
+        return row_digest(request.row)
+    except TypeError as error:
+        raise CallerError(f"cannot be written as JSON: {error}", field="row") from error
+
+
+def _same(known: Job, request: JobRequest, digest: bytes) -> Job:
+    """The job of the id that is asked for, if it is that of the request."""
+    if known.held or request.held:
+        raise _of_another(request)
+    if known.digest != digest or known.run != request.run:
+        other = "of another run" if known.digest == digest else "with another row"
+        raise JobConflict(f"job {request.id!r} exists {other}; choose another id", field="id")
+    return known
+
+
+def _of_another(request: JobRequest) -> JobConflict:
+    return JobConflict(f"job {request.id!r} belongs to another caller; choose another id", field="id")
+
+
+def _shutting_down() -> JobCancelled:
+    return JobCancelled("the service is shutting down", kind=FailureKind.SHUTDOWN)

@@ -101,6 +101,7 @@ class ProRLAgent(SimpleResponsesAPIAgent):
 
     @asynccontextmanager
     async def _lifespan(self, app: FastAPI) -> Any:
+        self._service.start()
         yield
         await self._service.close()
 
