@@ -40,7 +40,7 @@ from benchmarks.report import Figure, publish
 from nemo_gym_prorl.failures import Failure, Stage
 from nemo_gym_prorl.rollout.client import RolloutClient
 from nemo_gym_prorl.rollout.environments import Environments
-from nemo_gym_prorl.rollout.job import Job, Outcome, Trajectory, Verdict, failure_state
+from nemo_gym_prorl.rollout.job import Job, JobState, Outcome, Trajectory, Verdict, failure_state, row_digest
 from nemo_gym_prorl.rollout.journal.journal import Journal
 from nemo_gym_prorl.rollout.pipeline import Pipeline
 from nemo_gym_prorl.rollout.request import JobRequest
@@ -81,10 +81,6 @@ class SleepingHandler:
 async def _spend(row: dict[str, Any], stage: Stage) -> None:
     if row:
         await asyncio.sleep(row[stage])
-
-
-def _spending(seconds: float) -> dict[str, Any]:
-    return {stage.value: seconds for stage in Stage}
 
 
 def draw(jobs: int) -> list[dict[Stage, float]]:
@@ -312,19 +308,19 @@ async def start_with_journal(ended: int, live: int) -> float:
     """Seconds from nothing to a pipeline that has taken on again what was accepted."""
     with tempfile.TemporaryDirectory(dir=REPO) as folder:
         journal = Journal(folder, 1e9, 2**40)
-        pipeline = Pipeline(Environments.of(SleepingHandler()), PipelineSettings(POOLS), journal=journal)
-        pending: set[asyncio.Task[Job]] = set()
-        for number in range(ended):
-            if len(pending) > 500:
-                _, pending = await asyncio.wait(pending, return_when=asyncio.FIRST_COMPLETED)
-            request = JobRequest({"text": "x" * 2000} | _spending(0.0), id=f"ended-{number}", group=f"g{number // 8}")
-            pending.add(asyncio.create_task(pipeline.accept(request)))
-        await asyncio.wait(pending)
-        await pipeline.drain()
-        pipeline.resume()
-        slow = {"text": "x" * 2000} | _spending(1e6)
-        await asyncio.gather(*(pipeline.accept(JobRequest(slow)) for _ in range(live)))
-        await pipeline.close()
+        row = {"text": "x" * 2000} | {stage.value: 1e6 for stage in Stage}
+
+        def job(name: str) -> Job:
+            return Job(name, row, row_digest(row), SleepingHandler.name, SleepingHandler.name, time.time())
+
+        for first in range(0, ended, 500):
+            jobs = [job(f"ended-{number}") for number in range(first, min(first + 500, ended))]
+            for each in jobs:
+                each.pack()
+            outcome = Outcome(JobState.SUCCEEDED, {"text": "x" * 2000}, reward=1.0)
+            await asyncio.gather(*(journal.ended(each, outcome, time.time()) for each in jobs))
+        await asyncio.gather(*(journal.accepted(job(f"live-{number}")) for number in range(live)))
+        await journal.close()
         started = time.perf_counter()
         journal = Journal(folder, 1e9, 2**40)
         pipeline = Pipeline(Environments.of(SleepingHandler()), PipelineSettings(POOLS), journal=journal)
